@@ -1,0 +1,38 @@
+# One target per task; CI runs the same targets. PYTHON is any Python 3.10 to 3.13.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+WORKERS ?= 2
+
+.PHONY: help setup demo test lint typecheck clean
+
+help: ## list the targets
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | column -ts "$$(printf '\t')"
+
+setup: $(VENV)/.ready ## create the environment (once)
+
+# Only a finished install leaves the stamp, so that an interrupted one is repeated and a finished one works offline.
+$(VENV)/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+demo: setup ## ask a long document eight questions, with and without the cache
+	$(BIN)/python -m pc demo
+
+test: setup ## all tests: the references first, then every kernel in triton's interpreter
+	$(BIN)/python -m pytest -n $(WORKERS)
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n $(WORKERS) tests/triton_ops
+
+lint: setup ## ruff, format and imports
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+typecheck: setup ## mypy --strict over the package
+	@mkdir -p .typecheck/pc
+	@for pair in triton_ops cache integrations; do ln -sfn ../../$$pair .typecheck/pc/$$pair; done
+	@for file in _pc/* _pc/.[!.]*; do [ -e "$$file" ] && ln -sfn "../../$$file" ".typecheck/pc/$$(basename $$file)" || true; done
+	$(BIN)/mypy
+
+clean: ## remove everything the targets made
+	rm -rf $(VENV) .typecheck .kernels .pytest_cache .mypy_cache .ruff_cache build dist site demo_output *.egg-info

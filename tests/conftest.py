@@ -1,0 +1,54 @@
+"""Shared fixtures: seeds, NaN-filled `torch.empty`, skips for what this machine lacks."""
+
+from __future__ import annotations
+
+import os
+import random
+
+import numpy as np
+import pytest
+import torch
+
+import pc  # noqa: F401  registers torch.ops.pc
+from pc.triton_ops._triton import HAS_TRITON, INTERPRET
+
+HAS_GPU = torch.cuda.is_available()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    no_gpu = pytest.mark.skip(reason="needs a GPU")
+    no_kernel = pytest.mark.skip(reason="needs a GPU or TRITON_INTERPRET=1")
+    for item in items:
+        if item.get_closest_marker("gpu") and not HAS_GPU:
+            item.add_marker(no_gpu)
+        if item.get_closest_marker("interpreter") and not (INTERPRET or (HAS_GPU and HAS_TRITON)):
+            item.add_marker(no_kernel)
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _nan_filled_empty():
+    """`torch.empty` gives NaN (integers: the largest value), so that a read of unwritten memory shows."""
+    before = torch.utils.deterministic.fill_uninitialized_memory
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    yield
+    torch.utils.deterministic.fill_uninitialized_memory = before
+    torch.use_deterministic_algorithms(deterministic)
+
+
+@pytest.fixture(scope="session")
+def device() -> torch.device:
+    """Where kernels run in this session: the GPU, or the CPU (interpreter or reference)."""
+    return torch.device("cuda" if HAS_GPU and not INTERPRET else "cpu")
+
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    torch.set_num_threads(1)  # the workers already fill the cores

@@ -1,0 +1,39 @@
+"""The one place that imports triton, so that `import pc` works where triton does not exist.
+
+A kernel module begins with `from ._triton import tl, triton`. Without triton both names are stand-ins: `@triton.jit`
+leaves the function as it is, and the launchers, which are the only callers, refuse with `require_triton`.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+try:
+    import triton
+    import triton.language as tl
+    from triton.language.extra import libdevice
+
+    HAS_TRITON = True
+except ImportError:  # Windows, macOS, or a torch without triton
+
+    class _Absent:
+        """Answers every attribute with itself and every call with its argument, so that kernel modules import."""
+
+        def __getattr__(self, name: str) -> Any:
+            return self
+
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            return args[0] if args else self
+
+    triton = tl = libdevice = _Absent()
+    HAS_TRITON = False
+
+INTERPRET = HAS_TRITON and os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "yes", "on")
+"""Whether kernels run in triton's interpreter. Fixed at import, as `triton.jit` fixes it."""
+
+
+def require_triton(op: str) -> None:
+    """Raises RuntimeError when `op` needs a kernel and triton is not installed."""
+    if not HAS_TRITON:
+        raise RuntimeError(f"pc.{op}: tensors on an accelerator need triton; pip install triton")
