@@ -1,0 +1,1 @@
+"""What the attention operators share: argument checks, the CPU reference, the kernels, the plan and their constants."""

@@ -1,0 +1,191 @@
+"""Argument checks of the attention operators: metadata always, values where reading them is free."""
+
+from __future__ import annotations
+
+import torch
+
+from .._checks import bad_argument, check_tensor, describe
+
+QUERY_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+QUANTIZED_DTYPES = (torch.float8_e4m3fn, torch.int8)
+MAX_HEAD_DIM = 256
+MIN_BLOCK_SIZE, MAX_BLOCK_SIZE = 8, 256
+
+
+def check_cache(
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    like_name: str,
+    like: torch.Tensor,
+    num_kv_heads: int | None,
+    k_scale: torch.Tensor | None,
+    v_scale: torch.Tensor | None,
+) -> None:
+    """Checks a pair of caches against the tensor that is written to or attends over them.
+
+    Args:
+        key_cache: `[num_blocks, block_size, num_kv_heads, head_dim]`.
+        value_cache: Like `key_cache` by shape and dtype.
+        like_name: Name of `like` in errors.
+        like: `[num_tokens, heads, head_dim]`; its dtype is the cache's, unless that is quantized.
+        num_kv_heads: What the caches must have; None when any will do.
+        k_scale: Scale of a quantized key cache, one element or one per KV head.
+        v_scale: Scale of a quantized value cache.
+
+    Raises:
+        TypeError: A dtype that cannot be served.
+        ValueError: A shape, stride or device that cannot be served.
+    """
+    layout = "[num_blocks, block_size, num_kv_heads, head_dim]"
+    head_dim = like.shape[2]
+    for name, cache in (("key_cache", key_cache), ("value_cache", value_cache)):
+        check_tensor(name, cache, 4, layout, (like.dtype, *QUANTIZED_DTYPES), like.device)
+        if cache.shape[3] != head_dim:
+            raise bad_argument(name, f"head_dim {cache.shape[3]}", f"head_dim {head_dim} of {like_name}")
+        if num_kv_heads is not None and cache.shape[2] != num_kv_heads:
+            raise bad_argument(name, f"{cache.shape[2]} heads", f"{num_kv_heads} heads as {like_name}")
+        if cache.stride(3) != 1:
+            raise bad_argument(name, f"strides {list(cache.stride())}", "a contiguous last dimension")
+    block_size = key_cache.shape[1]
+    if not MIN_BLOCK_SIZE <= block_size <= MAX_BLOCK_SIZE or block_size & (block_size - 1):
+        raise bad_argument("key_cache", f"block_size {block_size}", "a power of two from 8 to 256")
+    if value_cache.shape != key_cache.shape:
+        raise bad_argument("value_cache", f"shape {list(value_cache.shape)}", f"{list(key_cache.shape)} as key_cache")
+    if value_cache.dtype != key_cache.dtype:
+        raise bad_argument("value_cache", describe(value_cache), f"dtype {key_cache.dtype} as key_cache", TypeError)
+    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+        if scale is None:
+            if key_cache.dtype in QUANTIZED_DTYPES:
+                raise bad_argument(name, "None", f"a scale, since the cache is {key_cache.dtype}")
+            continue
+        if key_cache.dtype not in QUANTIZED_DTYPES:
+            raise bad_argument(name, describe(scale), f"None, since the cache is {key_cache.dtype}")
+        if scale.device != like.device:
+            raise bad_argument(name, f"device {scale.device}", f"device {like.device}")
+        if not scale.dtype.is_floating_point or scale.dtype.itemsize < 2:
+            raise bad_argument(name, describe(scale), "dtype float32, float16 or bfloat16", TypeError)
+        if scale.numel() not in (1, key_cache.shape[2]) or scale.dim() > 1 or not scale.is_contiguous():
+            raise bad_argument(name, describe(scale), f"one contiguous element or {key_cache.shape[2]}, one per KV head")
+
+
+def check_attention(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    softcap: float,
+    alibi_slopes: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    k_scale: torch.Tensor | None,
+    v_scale: torch.Tensor | None,
+    window: int = 0,
+    num_sink_tokens: int = 0,
+    query_positions: torch.Tensor | None = None,
+) -> None:
+    """Checks everything about an attention call that metadata tells, without reading a value.
+
+    Raises:
+        TypeError: An argument of the wrong type or dtype.
+        ValueError: A wrong shape, stride, device or option.
+        RuntimeError: A tensor that requires grad while grad mode is on.
+    """
+    check_tensor("query", query, 3, "[num_tokens, num_heads, head_dim]", QUERY_DTYPES)
+    num_tokens, num_heads, head_dim = query.shape
+    if not 1 <= head_dim <= MAX_HEAD_DIM:
+        raise bad_argument("query", f"head_dim {head_dim}", f"1 to {MAX_HEAD_DIM}")
+    if query.stride(2) != 1 and head_dim > 1:
+        raise bad_argument("query", f"strides {list(query.stride())}", "a contiguous last dimension")
+    check_cache(key_cache, value_cache, "query", query, None, k_scale, v_scale)
+    num_kv_heads = key_cache.shape[2]
+    if num_kv_heads == 0 or num_heads % num_kv_heads:
+        raise bad_argument("query", f"{num_heads} heads", f"a multiple of the cache's {num_kv_heads} KV heads")
+    device = query.device
+    check_tensor("block_tables", block_tables, 2, "[num_seqs, max_blocks]", (torch.int32,), device)
+    check_tensor("seq_lens", seq_lens, 1, "[num_seqs]", (torch.int32,), device)
+    check_tensor("query_start_loc", query_start_loc, 1, "[num_seqs + 1]", (torch.int32,), device)
+    num_seqs = seq_lens.shape[0]
+    if block_tables.shape[0] != num_seqs:
+        raise bad_argument("block_tables", f"shape {list(block_tables.shape)}", f"{num_seqs} rows as seq_lens")
+    if block_tables.shape[1] > 1 and block_tables.stride(1) != 1:
+        raise bad_argument("block_tables", f"strides {list(block_tables.stride())}", "a contiguous last dimension")
+    if query_start_loc.shape[0] != num_seqs + 1:
+        raise bad_argument("query_start_loc", f"{query_start_loc.shape[0]} elements", f"{num_seqs + 1}, one more than seq_lens")
+    for name, vector in (("seq_lens", seq_lens), ("query_start_loc", query_start_loc)):
+        if not vector.is_contiguous():
+            raise bad_argument(name, f"strides {list(vector.stride())}", "a contiguous tensor")
+    for name, per_head in (("alibi_slopes", alibi_slopes), ("sinks", sinks)):
+        if per_head is None:
+            continue
+        check_tensor(name, per_head, 1, "[num_heads]", QUERY_DTYPES, device)
+        if per_head.shape[0] != num_heads or not per_head.is_contiguous():
+            raise bad_argument(name, describe(per_head), f"a contiguous tensor of {num_heads} elements, one per head")
+    if query_positions is not None:
+        check_tensor("query_positions", query_positions, 1, "[num_tokens]", (torch.int32,), device)
+        if query_positions.shape[0] != num_tokens or not query_positions.is_contiguous():
+            raise bad_argument("query_positions", describe(query_positions), f"a contiguous tensor of {num_tokens} elements")
+    if softcap < 0:
+        raise bad_argument("softcap", softcap, "0 (off) or a positive number")
+    if window < 0:
+        raise bad_argument("window", window, "0 (off) or a positive number of tokens")
+    if num_sink_tokens < 0:
+        raise bad_argument("num_sink_tokens", num_sink_tokens, "0 or a positive number of tokens")
+    refuse_grad(query=query, key_cache=key_cache, value_cache=value_cache, sinks=sinks, alibi_slopes=alibi_slopes)
+
+
+def refuse_grad(**tensors: torch.Tensor | None) -> None:
+    """Raises RuntimeError for a tensor that requires grad while grad mode is on: these operators have no backward."""
+    if not torch.is_grad_enabled():
+        return
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.requires_grad:
+            raise bad_argument(
+                name, "a tensor that requires grad", "torch.no_grad() or .detach(), there is no backward", RuntimeError
+            )
+
+
+def check_attention_values(
+    key_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    num_tokens: int,
+    max_query_len: int | None,
+    max_seq_len: int | None,
+    query_positions: torch.Tensor | None = None,
+) -> None:
+    """Checks lengths, block numbers and positions; reads them, so on a device it synchronizes.
+
+    Raises:
+        ValueError: A value outside of what the tensors it points into can hold.
+    """
+    num_blocks, block_size = key_cache.shape[:2]
+    tables = block_tables.cpu().numpy()
+    lens = seq_lens.cpu().numpy()
+    starts = query_start_loc.cpu().numpy()
+    if starts[0] != 0 or starts[-1] > num_tokens or (starts[1:] < starts[:-1]).any():
+        raise bad_argument("query_start_loc", starts.tolist(), f"ascending from 0 to at most {num_tokens} (num_tokens)")
+    if len(lens) == 0:
+        return
+    capacity = tables.shape[1] * block_size
+    bound = capacity if max_seq_len is None else min(capacity, max_seq_len)
+    if lens.min() < 0 or lens.max() > bound:
+        raise bad_argument(
+            "seq_lens", f"values from {lens.min()} to {lens.max()}", f"0 to {bound} (block_tables, max_seq_len)"
+        )
+    longest = int((starts[1:] - starts[:-1]).max())
+    if max_query_len is not None and longest > max_query_len:
+        raise bad_argument("max_query_len", max_query_len, f"at least {longest}, the longest of query_start_loc")
+    for row, (table, used) in enumerate(zip(tables, -(-lens // block_size), strict=True)):
+        own = table[:used]
+        if used and not -1 <= own.min() <= own.max() < num_blocks:
+            raise bad_argument(
+                "block_tables", f"values from {own.min()} to {own.max()} in row {row}", f"-1 to {num_blocks - 1}"
+            )
+    if query_positions is not None:
+        positions = query_positions.cpu().numpy()[: starts[-1]]
+        falls = positions[1:] <= positions[:-1]
+        falls[starts[1:-1][(starts[1:-1] > 0) & (starts[1:-1] < len(positions))] - 1] = False
+        if (positions < 0).any() or falls.any():
+            raise bad_argument("query_positions", positions.tolist()[:16], "positions that ascend within each sequence")

@@ -1,0 +1,342 @@
+"""Paged attention on the CPU in plain PyTorch, fast enough to serve a small model.
+
+One predicate for all operators (see `attend`). Queries are cut into runs of consecutive positions; each run attends to
+everything before it without a mask and to itself causally, both through PyTorch's flash kernel for CPUs, and the parts
+are merged by their log-sum-exp, so that no [queries, keys] matrix is ever built. What that kernel cannot express
+(softcap, ALiBi, a window inside a run, a hole inside a run) takes a masked path over slices of bounded size.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+# 64 MB of float32 scores per slice of the masked path.
+_MAX_SCORES = 1 << 24
+# Shorter sequences are decoded in one padded call: a call of its own costs more than 1024 keys of padding.
+_BATCHED_DECODE_KEYS = 4096
+
+
+@dataclass(frozen=True)
+class Mask:
+    """The predicate's parameters and the terms added to a score."""
+
+    causal: bool = True
+    window: int = 0
+    num_sink_tokens: int = 0
+    softcap: float = 0.0
+    alibi_slopes: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class _Cache:
+    key: torch.Tensor
+    value: torch.Tensor
+    k_scale: torch.Tensor | None
+    v_scale: torch.Tensor | None
+    dtype: torch.dtype  # what the keys and values are read as
+
+    @property
+    def block_size(self) -> int:
+        return self.key.shape[1]
+
+    def read(self, blocks: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values `[len(blocks) * block_size, num_kv_heads, head_dim]`; a view where the blocks are adjacent."""
+        return self._read(self.key, self.k_scale, blocks), self._read(self.value, self.v_scale, blocks)
+
+    def _read(self, cache: torch.Tensor, scale: torch.Tensor | None, blocks: np.ndarray) -> torch.Tensor:
+        first, count = int(blocks[0]), len(blocks)
+        if int(blocks[-1]) - first == count - 1 and bool((np.diff(blocks) == 1).all()):
+            rows = cache[first : first + count].flatten(0, 1)
+        else:
+            rows = cache.index_select(0, torch.from_numpy(blocks.astype(np.int64))).flatten(0, 1)
+        if scale is None:
+            return rows.to(self.dtype)
+        return rows.to(torch.float32).mul_(scale.to(torch.float32).view(-1, 1)).to(self.dtype)
+
+
+def attend(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    scale: float,
+    mask: Mask,
+    query_positions: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of packed queries over block tables.
+
+    The query at position p attends to key position t when t <= p (causal; without it and with a window,
+    t < p + window), t < seq_len, the block of t is present, and (no window, or t > p - window, or t < num_sink_tokens).
+
+    Returns:
+        out like query, and lse `[num_tokens, num_heads]` float32: the natural logarithm of the softmax's denominator.
+        Rows with nothing to attend to hold 0 and -inf.
+    """
+    out = query.new_zeros(query.shape)
+    lse = query.new_full(query.shape[:2], -math.inf, dtype=torch.float32)
+    quantized = key_cache.dtype != query.dtype or value_cache.dtype != query.dtype
+    cache = _Cache(key_cache, value_cache, k_scale, v_scale, torch.float32 if quantized else query.dtype)
+    compute_query = query.to(cache.dtype)
+    tables = block_tables.numpy()
+    lens = seq_lens.tolist()
+    starts = query_start_loc.tolist()
+    positions = None if query_positions is None else query_positions.numpy()
+
+    single = np.array([i for i in range(len(lens)) if starts[i + 1] - starts[i] == 1], dtype=np.int64)
+    batched = set()
+    plain = mask.softcap == 0 and mask.alibi_slopes is None and mask.window == 0
+    if plain and positions is None and len(single) > 1:
+        batched = _decode_batch(compute_query, out, lse, cache, tables, lens, starts, single, scale)
+
+    for i, seq_len in enumerate(lens):
+        q_begin, q_end = starts[i], starts[i + 1]
+        if q_begin == q_end or i in batched:
+            continue
+        if positions is None:
+            own = np.arange(seq_len - (q_end - q_begin), seq_len, dtype=np.int64)
+        else:
+            own = positions[q_begin:q_end].astype(np.int64)
+        for begin, end in _runs(own):
+            rows = slice(q_begin + begin, q_begin + end)
+            o, l = _attend_run(compute_query[rows], cache, tables[i], seq_len, int(own[begin]), scale, mask)
+            out[rows], lse[rows] = o, l
+    if sinks is not None:
+        _add_sinks(out, lse, sinks, starts[-1])
+    return out, lse
+
+
+def _runs(positions: np.ndarray) -> Iterator[tuple[int, int]]:
+    """[begin, end) of each run of consecutive, non-negative positions."""
+    first = int(np.searchsorted(positions, 0))
+    cuts = np.flatnonzero(np.diff(positions[first:]) != 1) + first + 1
+    edges = [first, *cuts.tolist(), len(positions)]
+    return ((b, e) for b, e in zip(edges, edges[1:], strict=False) if b < e)
+
+
+def _attend_run(
+    query: torch.Tensor, cache: _Cache, table: np.ndarray, seq_len: int, position: int, scale: float, mask: Mask
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Queries at positions position, position + 1, ... of one sequence."""
+    count = query.shape[0]
+    plain = mask.softcap == 0 and mask.alibi_slopes is None
+    if plain and (mask.window == 0 or (mask.causal and position + count <= mask.window)):
+        parts = _plain_parts(query, cache, table, seq_len, position, scale, mask.causal)
+        if parts is not None:
+            return _merge_parts(parts, query)
+    elif plain and count == 1:
+        return _merge_parts(_window_parts(query, cache, table, seq_len, position, scale, mask), query)
+    keys = seq_len if mask.window == 0 else min(seq_len, 2 * mask.window + mask.num_sink_tokens)
+    step = max(1, min(count, _MAX_SCORES // max(1, keys * query.shape[1])))
+    if mask.window:
+        step = min(step, max(16, mask.window))
+    slices = [
+        _attend_masked(query[b : b + step], cache, table, seq_len, position + b, scale, mask)
+        for b in range(0, count, step)
+    ]
+    return torch.cat([o for o, _ in slices]), torch.cat([l for _, l in slices])
+
+
+_Part = tuple[torch.Tensor, torch.Tensor]
+
+
+def _plain_parts(
+    query: torch.Tensor, cache: _Cache, table: np.ndarray, seq_len: int, position: int, scale: float, causal: bool
+) -> list[_Part] | None:
+    """A run without window or score terms; None when a hole inside the run asks for a mask."""
+    if not causal or query.shape[0] == 1:
+        end = min(seq_len, position + 1) if causal else seq_len
+        return _full_parts(query, cache, table, 0, end, scale)
+    end = min(seq_len, position + query.shape[0])
+    if end <= position:
+        return _full_parts(query, cache, table, 0, end, scale)
+    own = table[position // cache.block_size : -(-end // cache.block_size)]
+    if bool((own < 0).any()):
+        return None
+    keys, values = cache.read(own)
+    skip = position % cache.block_size
+    square = _flash(query, keys[skip : skip + end - position], values[skip : skip + end - position], scale, True)
+    return [*_full_parts(query, cache, table, 0, position, scale), square]
+
+
+def _window_parts(
+    query: torch.Tensor, cache: _Cache, table: np.ndarray, seq_len: int, position: int, scale: float, mask: Mask
+) -> list[_Part]:
+    """One query with a window: its window and its sink tokens."""
+    begin = max(0, position - mask.window + 1)
+    end = min(seq_len, position + 1 if mask.causal else position + mask.window)
+    sink_end = min(mask.num_sink_tokens, begin, end)
+    return [
+        *_full_parts(query, cache, table, 0, sink_end, scale),
+        *_full_parts(query, cache, table, begin, end, scale),
+    ]
+
+
+def _full_parts(
+    query: torch.Tensor, cache: _Cache, table: np.ndarray, begin: int, end: int, scale: float
+) -> list[_Part]:
+    """All present keys of [begin, end), no mask; at most one part."""
+    _, keys, values = _present(cache, table, begin, end)
+    return [] if keys is None or values is None else [_flash(query, keys, values, scale, False)]
+
+
+def _present(
+    cache: _Cache, table: np.ndarray, begin: int, end: int
+) -> tuple[np.ndarray, torch.Tensor | None, torch.Tensor | None]:
+    """Positions, keys and values of the present tokens of [begin, end)."""
+    size = cache.block_size
+    first = begin // size
+    own = table[first : -(-end // size)] if end > begin else table[:0]
+    live = np.flatnonzero(own >= 0)
+    if len(live) == 0:
+        return live, None, None
+    keys, values = cache.read(own[live])
+    skip = begin - first * size if live[0] == 0 else 0
+    stop = len(live) * size - (len(own) * size - (end - first * size) if live[-1] == len(own) - 1 else 0)
+    positions = ((live + first)[:, None] * size + np.arange(size)).reshape(-1)
+    return positions[skip:stop], keys[skip:stop], values[skip:stop]
+
+
+def _flash(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, causal: bool) -> _Part:
+    """`[rows, heads, dim]` over `[keys, kv_heads, dim]`, and the lse `[rows, heads]`."""
+    rows, heads, dim = query.shape
+    kv_heads = keys.shape[1]
+    q = query.transpose(0, 1)
+    if not causal:
+        # The queries of a group as rows of one KV head: each key is read once per group.
+        q = q.reshape(kv_heads, heads // kv_heads * rows, dim)
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        q[None], keys.transpose(0, 1)[None], values.transpose(0, 1)[None], 0.0, causal, scale=scale
+    )
+    return out.reshape(heads, rows, dim).transpose(0, 1), lse.reshape(heads, rows).transpose(0, 1)
+
+
+def _merge_parts(parts: list[_Part], query: torch.Tensor) -> _Part:
+    """Parts over disjoint keys, each with at least one key, as one."""
+    if not parts:
+        return query.new_zeros(query.shape), query.new_full(query.shape[:2], -math.inf, dtype=torch.float32)
+    out, lse = parts[0]
+    for other, other_lse in parts[1:]:
+        out = torch.lerp(out.float(), other.float(), torch.sigmoid(other_lse - lse)[..., None])
+        lse = torch.logaddexp(lse, other_lse)
+    return out, lse
+
+
+def _attend_masked(
+    query: torch.Tensor, cache: _Cache, table: np.ndarray, seq_len: int, position: int, scale: float, mask: Mask
+) -> _Part:
+    """A slice of a run with the predicate as a mask."""
+    rows, heads, dim = query.shape
+    last = position + rows - 1
+    begin, end = 0, min(seq_len, last + 1) if mask.causal else seq_len
+    pieces = []
+    if mask.window:
+        begin = max(0, position - mask.window + 1)
+        end = end if mask.causal else min(end, last + mask.window)
+        pieces.append(_present(cache, table, 0, min(mask.num_sink_tokens, begin, end)))
+    pieces.append(_present(cache, table, min(begin, end), end))
+    pieces = [piece for piece in pieces if piece[1] is not None]
+    if not pieces:
+        return _merge_parts([], query)
+    t = torch.from_numpy(np.concatenate([piece[0] for piece in pieces]))
+    keys = torch.cat([piece[1] for piece in pieces]).float()
+    values = torch.cat([piece[2] for piece in pieces]).float()
+    p = torch.arange(position, position + rows)[:, None]
+
+    kv_heads = keys.shape[1]
+    q = query.float().transpose(0, 1).reshape(kv_heads, heads // kv_heads * rows, dim)
+    score = torch.matmul(q, keys.permute(1, 2, 0)).view(heads, rows, -1).mul_(scale)
+    if mask.softcap > 0:
+        score = score.div_(mask.softcap).tanh_().mul_(mask.softcap)
+    if mask.alibi_slopes is not None:
+        score += mask.alibi_slopes.float().view(-1, 1, 1) * (t - p)
+    dead = torch.zeros(rows, len(t), dtype=torch.bool)
+    if mask.causal:
+        dead |= t > p
+    if mask.window:
+        dead |= (t <= p - mask.window) & (t >= mask.num_sink_tokens)
+        if not mask.causal:
+            dead |= t >= p + mask.window
+    score.masked_fill_(dead, -math.inf)
+    lse = torch.logsumexp(score, -1)
+    weight = torch.exp_(score.sub_(lse.masked_fill(lse == -math.inf, 0.0)[..., None]))
+    out = torch.matmul(weight.view(kv_heads, -1, len(t)), values.transpose(0, 1))
+    return out.view(heads, rows, dim).transpose(0, 1), lse.transpose(0, 1)
+
+
+def _decode_batch(
+    query: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    cache: _Cache,
+    tables: np.ndarray,
+    lens: list[int],
+    starts: list[int],
+    single: np.ndarray,
+    scale: float,
+) -> set[int]:
+    """Decodes short sequences together in padded calls; returns the indices of those it did."""
+    keys_of = np.array([lens[i] for i in single], dtype=np.int64)
+    order = np.argsort(keys_of, kind="stable")
+    order = order[(keys_of[order] > 0) & (keys_of[order] <= _BATCHED_DECODE_KEYS)]
+    done: set[int] = set()
+    while len(order):
+        # As many of the longest as keep the padding below the live keys.
+        longest = int(keys_of[order[-1]])
+        count = int((keys_of[order] * 2 >= longest).sum())
+        group, order = order[-count:], order[:-count]
+        if len(group) == 1:
+            continue
+        members = single[group]
+        blocks = -(-longest // cache.block_size)
+        table = tables[members, :blocks]
+        valid = np.arange(blocks * cache.block_size)[None, :] < keys_of[group][:, None]
+        valid &= np.repeat(table >= 0, cache.block_size, axis=1)
+        if not valid.any(axis=1).all():
+            continue
+        table = np.where(valid[:, :: cache.block_size], table, 0)
+        keys, values = cache.read(table.reshape(-1))
+        if not valid.all():
+            dead = torch.from_numpy(np.flatnonzero(~valid))
+            keys = _zeroed(keys, cache.key, dead)
+            values = _zeroed(values, cache.value, dead)
+        _, heads, dim = query.shape
+        kv_heads = keys.shape[1]
+        rows = torch.tensor([starts[i] for i in members])
+        bias = torch.zeros(valid.shape, dtype=query.dtype).masked_fill_(torch.from_numpy(~valid), -math.inf)
+        o, l = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            query[rows].view(len(members), kv_heads, heads // kv_heads, dim),
+            keys.view(len(members), -1, kv_heads, dim).transpose(1, 2),
+            values.view(len(members), -1, kv_heads, dim).transpose(1, 2),
+            0.0,
+            False,
+            attn_mask=bias[:, None, None, :],
+            scale=scale,
+        )
+        out[rows] = o.reshape(-1, heads, dim).to(out.dtype)
+        lse[rows] = l.reshape(-1, heads)
+        done.update(members.tolist())
+    return done
+
+
+def _zeroed(rows: torch.Tensor, cache: torch.Tensor, dead: torch.Tensor) -> torch.Tensor:
+    """`rows` with its dead rows 0, since a masked NaN would still poison the product. Never writes to the cache."""
+    if rows.untyped_storage().data_ptr() == cache.untyped_storage().data_ptr():
+        rows = rows.clone()
+    return rows.index_fill_(0, dead, 0.0)
+
+
+def _add_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor, num_rows: int) -> None:
+    """Adds each head's sink logit to the denominators of the first `num_rows` rows."""
+    old, sink = lse[:num_rows], sinks.float()[None]
+    out[:num_rows] = out[:num_rows].float() * torch.sigmoid(old - sink)[..., None]
+    lse[:num_rows] = torch.logaddexp(old, sink.expand_as(old))
