@@ -142,7 +142,7 @@ def paged_attention(
         ValueError: A wrong shape, device or option; on CPU tensors and in debug mode also a wrong value.
         RuntimeError: A tensor that requires grad while grad mode is on.
     """
-    return torch.ops.pc.paged_attention(
+    out: torch.Tensor = torch.ops.pc.paged_attention(
         query,
         key_cache,
         value_cache,
@@ -161,3 +161,4 @@ def paged_attention(
         plan,
         batch_invariant,
     )
+    return out

@@ -52,7 +52,7 @@ def _check_values(key_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
 
 
 def quantize(values: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """values / scale in the nearest code of `dtype`, saturating; ties to even.
+    """Values / scale in the nearest code of `dtype`, saturating; ties to even.
 
     Args:
         values: `[num_tokens, num_kv_heads, head_dim]`.

@@ -65,7 +65,9 @@ def check_cache(
         if not scale.dtype.is_floating_point or scale.dtype.itemsize < 2:
             raise bad_argument(name, describe(scale), "dtype float32, float16 or bfloat16", TypeError)
         if scale.numel() not in (1, key_cache.shape[2]) or scale.dim() > 1 or not scale.is_contiguous():
-            raise bad_argument(name, describe(scale), f"one contiguous element or {key_cache.shape[2]}, one per KV head")
+            raise bad_argument(
+                name, describe(scale), f"one contiguous element or {key_cache.shape[2]}, one per KV head"
+            )
 
 
 def check_attention(
@@ -111,7 +113,9 @@ def check_attention(
     if block_tables.shape[1] > 1 and block_tables.stride(1) != 1:
         raise bad_argument("block_tables", f"strides {list(block_tables.stride())}", "a contiguous last dimension")
     if query_start_loc.shape[0] != num_seqs + 1:
-        raise bad_argument("query_start_loc", f"{query_start_loc.shape[0]} elements", f"{num_seqs + 1}, one more than seq_lens")
+        raise bad_argument(
+            "query_start_loc", f"{query_start_loc.shape[0]} elements", f"{num_seqs + 1}, one more than seq_lens"
+        )
     for name, vector in (("seq_lens", seq_lens), ("query_start_loc", query_start_loc)):
         if not vector.is_contiguous():
             raise bad_argument(name, f"strides {list(vector.stride())}", "a contiguous tensor")
@@ -124,7 +128,9 @@ def check_attention(
     if query_positions is not None:
         check_tensor("query_positions", query_positions, 1, "[num_tokens]", (torch.int32,), device)
         if query_positions.shape[0] != num_tokens or not query_positions.is_contiguous():
-            raise bad_argument("query_positions", describe(query_positions), f"a contiguous tensor of {num_tokens} elements")
+            raise bad_argument(
+                "query_positions", describe(query_positions), f"a contiguous tensor of {num_tokens} elements"
+            )
     if softcap < 0:
         raise bad_argument("softcap", softcap, "0 (off) or a positive number")
     if window < 0:

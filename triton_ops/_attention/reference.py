@@ -8,6 +8,7 @@ are merged by their log-sum-exp, so that no [queries, keys] matrix is ever built
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ import torch
 _MAX_SCORES = 1 << 24
 # Shorter sequences are decoded in one padded call: a call of its own costs more than 1024 keys of padding.
 _BATCHED_DECODE_KEYS = 4096
+# Gathers stay this small: larger ones are fresh pages from the system on every call, at several times the copy's cost.
+_GATHER_BYTES = 4 << 20
 
 
 @dataclass(frozen=True)
@@ -44,19 +47,29 @@ class _Cache:
     def block_size(self) -> int:
         return self.key.shape[1]
 
+    @property
+    def token_bytes(self) -> int:
+        """Size of one token's keys as they are read."""
+        return self.key.shape[2] * self.key.shape[3] * self.dtype.itemsize
+
     def read(self, blocks: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values `[len(blocks) * block_size, num_kv_heads, head_dim]`; a view where the blocks are adjacent."""
+        """Keys and values `[tokens, num_kv_heads, head_dim]` of blocks; views where the blocks are adjacent."""
         return self._read(self.key, self.k_scale, blocks), self._read(self.value, self.v_scale, blocks)
 
     def _read(self, cache: torch.Tensor, scale: torch.Tensor | None, blocks: np.ndarray) -> torch.Tensor:
         first, count = int(blocks[0]), len(blocks)
-        if int(blocks[-1]) - first == count - 1 and bool((np.diff(blocks) == 1).all()):
+        if _adjacent(blocks):
             rows = cache[first : first + count].flatten(0, 1)
         else:
             rows = cache.index_select(0, torch.from_numpy(blocks.astype(np.int64))).flatten(0, 1)
         if scale is None:
             return rows.to(self.dtype)
         return rows.to(torch.float32).mul_(scale.to(torch.float32).view(-1, 1)).to(self.dtype)
+
+
+def _adjacent(blocks: np.ndarray) -> bool:
+    """Whether the blocks follow each other in memory."""
+    return int(blocks[-1]) - int(blocks[0]) == len(blocks) - 1 and bool((np.diff(blocks) == 1).all())
 
 
 def attend(
@@ -108,8 +121,8 @@ def attend(
             own = positions[q_begin:q_end].astype(np.int64)
         for begin, end in _runs(own):
             rows = slice(q_begin + begin, q_begin + end)
-            o, l = _attend_run(compute_query[rows], cache, tables[i], seq_len, int(own[begin]), scale, mask)
-            out[rows], lse[rows] = o, l
+            own_out, own_lse = _attend_run(compute_query[rows], cache, tables[i], seq_len, int(own[begin]), scale, mask)
+            out[rows], lse[rows] = own_out, own_lse
     if sinks is not None:
         _add_sinks(out, lse, sinks, starts[-1])
     return out, lse
@@ -120,7 +133,7 @@ def _runs(positions: np.ndarray) -> Iterator[tuple[int, int]]:
     first = int(np.searchsorted(positions, 0))
     cuts = np.flatnonzero(np.diff(positions[first:]) != 1) + first + 1
     edges = [first, *cuts.tolist(), len(positions)]
-    return ((b, e) for b, e in zip(edges, edges[1:], strict=False) if b < e)
+    return ((b, e) for b, e in itertools.pairwise(edges) if b < e)
 
 
 def _attend_run(
@@ -143,7 +156,7 @@ def _attend_run(
         _attend_masked(query[b : b + step], cache, table, seq_len, position + b, scale, mask)
         for b in range(0, count, step)
     ]
-    return torch.cat([o for o, _ in slices]), torch.cat([l for _, l in slices])
+    return torch.cat([part[0] for part in slices]), torch.cat([part[1] for part in slices])
 
 
 _Part = tuple[torch.Tensor, torch.Tensor]
@@ -184,21 +197,30 @@ def _window_parts(
 def _full_parts(
     query: torch.Tensor, cache: _Cache, table: np.ndarray, begin: int, end: int, scale: float
 ) -> list[_Part]:
-    """All present keys of [begin, end), no mask; at most one part."""
-    _, keys, values = _present(cache, table, begin, end)
-    return [] if keys is None or values is None else [_flash(query, keys, values, scale, False)]
+    """All present keys of [begin, end), no mask: one part where the blocks are adjacent, else one per gather."""
+    size = cache.block_size
+    own = table[begin // size : -(-end // size)] if end > begin else table[:0]
+    cuts = [begin, end]
+    if len(own) > 1 and not _adjacent(own):
+        step = max(1, _GATHER_BYTES // cache.token_bytes // size) * size
+        cuts[1:1] = range(begin // size * size + step, end, step)
+    parts = []
+    for b, e in itertools.pairwise(cuts):
+        if (piece := _present(cache, table, b, e)) is not None:
+            parts.append(_flash(query, piece[1], piece[2], scale, False))
+    return parts
 
 
 def _present(
     cache: _Cache, table: np.ndarray, begin: int, end: int
-) -> tuple[np.ndarray, torch.Tensor | None, torch.Tensor | None]:
-    """Positions, keys and values of the present tokens of [begin, end)."""
+) -> tuple[np.ndarray, torch.Tensor, torch.Tensor] | None:
+    """Positions, keys and values of the present tokens of [begin, end); None where there are none."""
     size = cache.block_size
     first = begin // size
     own = table[first : -(-end // size)] if end > begin else table[:0]
     live = np.flatnonzero(own >= 0)
     if len(live) == 0:
-        return live, None, None
+        return None
     keys, values = cache.read(own[live])
     skip = begin - first * size if live[0] == 0 else 0
     stop = len(live) * size - (len(own) * size - (end - first * size) if live[-1] == len(own) - 1 else 0)
@@ -238,13 +260,12 @@ def _attend_masked(
     rows, heads, dim = query.shape
     last = position + rows - 1
     begin, end = 0, min(seq_len, last + 1) if mask.causal else seq_len
-    pieces = []
+    spans = [(begin, end)]
     if mask.window:
         begin = max(0, position - mask.window + 1)
         end = end if mask.causal else min(end, last + mask.window)
-        pieces.append(_present(cache, table, 0, min(mask.num_sink_tokens, begin, end)))
-    pieces.append(_present(cache, table, min(begin, end), end))
-    pieces = [piece for piece in pieces if piece[1] is not None]
+        spans = [(0, min(mask.num_sink_tokens, begin, end)), (min(begin, end), end)]
+    pieces = [piece for b, e in spans if (piece := _present(cache, table, b, e)) is not None]
     if not pieces:
         return _merge_parts([], query)
     t = torch.from_numpy(np.concatenate([piece[0] for piece in pieces]))
@@ -292,7 +313,8 @@ def _decode_batch(
     while len(order):
         # As many of the longest as keep the padding below the live keys.
         longest = int(keys_of[order[-1]])
-        count = int((keys_of[order] * 2 >= longest).sum())
+        fit = max(1, _GATHER_BYTES // (longest * cache.token_bytes))
+        count = min(fit, int((keys_of[order] * 2 >= longest).sum()))
         group, order = order[-count:], order[:-count]
         if len(group) == 1:
             continue
@@ -313,7 +335,7 @@ def _decode_batch(
         kv_heads = keys.shape[1]
         rows = torch.tensor([starts[i] for i in members])
         bias = torch.zeros(valid.shape, dtype=query.dtype).masked_fill_(torch.from_numpy(~valid), -math.inf)
-        o, l = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        own_out, own_lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             query[rows].view(len(members), kv_heads, heads // kv_heads, dim),
             keys.view(len(members), -1, kv_heads, dim).transpose(1, 2),
             values.view(len(members), -1, kv_heads, dim).transpose(1, 2),
@@ -322,8 +344,8 @@ def _decode_batch(
             attn_mask=bias[:, None, None, :],
             scale=scale,
         )
-        out[rows] = o.reshape(-1, heads, dim).to(out.dtype)
-        lse[rows] = l.reshape(-1, heads)
+        out[rows] = own_out.reshape(-1, heads, dim).to(out.dtype)
+        lse[rows] = own_lse.reshape(-1, heads)
         done.update(members.tolist())
     return done
 
