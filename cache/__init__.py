@@ -5,4 +5,23 @@ from __future__ import annotations
 if __name__ != "pc.cache":
     raise ImportError(f"import pc.cache, not {__name__}: a second copy would not share its classes")
 
-__all__: list[str] = []
+from .allocation import Allocation, CacheStats
+from .groups import FullAttention, Group, Recurrent, SlidingWindow, Tensors
+from .hashing import KeyAt
+from .manager import CacheManager
+from .policies import EvictionPolicy
+from .pool import OutOfBlocks
+
+__all__ = [
+    "Allocation",
+    "CacheManager",
+    "CacheStats",
+    "EvictionPolicy",
+    "FullAttention",
+    "Group",
+    "KeyAt",
+    "OutOfBlocks",
+    "Recurrent",
+    "SlidingWindow",
+    "Tensors",
+]

@@ -1,0 +1,130 @@
+"""What the manager hands out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from .table import Ids
+
+Span = tuple[int, int]
+Slots = npt.NDArray[np.int64]
+
+
+class Allocation:
+    """Blocks for some tokens of a request, and what is left to compute.
+
+    Attributes:
+        cached_spans: Token ranges [start, end) whose KV is there, ascending.
+        compute_spans: Token ranges [start, end) to compute, ascending; together they cover the tokens.
+        num_cached_tokens: Tokens in `cached_spans`.
+        copies: (source block, target block) to be copied, in order, before anything is written; with several groups
+            one list per group.
+        wait_for: Id of a request that is computing the next block of this prompt at this moment, or None. Waiting for
+            its commit and allocating anew saves the work; going on is right too.
+    """
+
+    __slots__ = (
+        "_block_size",
+        "_first_block",
+        "_slots",
+        "_tables",
+        "_written",
+        "block_ids",
+        "cached_spans",
+        "compute_spans",
+        "copies",
+        "num_cached_tokens",
+        "wait_for",
+    )
+
+    block_ids: Any
+    """Block numbers [n] int32, in the order of the sequence, -1 for a hole; a tuple of arrays with several groups."""
+
+    def __init__(
+        self,
+        *,
+        tables: tuple[Ids, ...],
+        first_block: int,
+        block_size: int,
+        cached_spans: list[Span],
+        compute_spans: list[Span],
+        written: int,
+        block_ids: Any,
+        copies: Any,
+        wait_for: Any = None,
+    ) -> None:
+        self._tables = tables
+        self._first_block = first_block
+        self._block_size = block_size
+        self._written = written
+        self._slots: tuple[Slots, ...] | None = None
+        self.block_ids = block_ids
+        self.cached_spans = cached_spans
+        self.compute_spans = compute_spans
+        self.num_cached_tokens = sum(end - start for start, end in cached_spans)
+        self.copies = copies
+        self.wait_for = wait_for
+
+    @property
+    def slot_mapping(self) -> Any:
+        """Slot of every token of `compute_spans`, in order: [num_tokens] int64, -1 where KV is already there.
+
+        A tuple of arrays with several groups. Computed when it is first read.
+        """
+        if self._slots is None:
+            self._slots = tuple(self._slots_of(table) for table in self._tables)
+        return self._slots[0] if len(self._slots) == 1 else self._slots
+
+    def _slots_of(self, table: Ids) -> Slots:
+        size, base = self._block_size, self._first_block
+        parts = []
+        for start, end in self.compute_spans:
+            first = start // size
+            blocks = table[first - base : -(-end // size) - base].astype(np.int64)
+            slots = (blocks[:, None] * size + np.arange(size)).ravel()[start - first * size : end - first * size]
+            parts.append(slots)
+        if not parts:
+            return np.empty(0, np.int64)
+        mapping = np.concatenate(parts) if len(parts) > 1 else parts[0]
+        if self._written:
+            mapping[mapping.size - self._written :] = -1
+        return mapping
+
+    def __repr__(self) -> str:
+        return (
+            f"Allocation(num_cached_tokens={self.num_cached_tokens}, compute_spans={self.compute_spans}, "
+            f"block_ids={self.block_ids}, copies={self.copies}, wait_for={self.wait_for!r})"
+        )
+
+
+@dataclass(frozen=True)
+class CacheStats:
+    """Counters of a manager; tokens and blocks since it was made or reset, blocks of all groups together."""
+
+    num_blocks: int
+    free_blocks: int
+    """Without content."""
+    cached_blocks: int
+    """Complete, held by nobody: findable until evicted."""
+    held_blocks: int
+    num_requests: int
+    """Running now."""
+    total_requests: int
+    queried_tokens: int
+    """Tokens of all prompts that `allocate` was given."""
+    hit_tokens: int
+    """Of those, tokens that need not be computed."""
+    hit_tokens_by_cause: dict[str, int]
+    """`hit_tokens` split: prefix, gap (behind a missing block), partial (part of a block, copied)."""
+    evictions: int
+    merged_blocks: int
+    """Blocks that another request had completed first."""
+
+    @property
+    def hit_rate(self) -> float:
+        """`hit_tokens / queried_tokens`, 0 before the first request."""
+        return self.hit_tokens / self.queried_tokens if self.queried_tokens else 0.0

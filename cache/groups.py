@@ -1,0 +1,101 @@
+"""What a group of layers needs resident: one chain of hashes serves them all, each group has its own block table."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+
+@dataclass(frozen=True)
+class Group:
+    """Layers that share a block table.
+
+    Args:
+        num_blocks: Blocks of this group's own pool; None: the manager's num_blocks.
+    """
+
+    num_blocks: int | None = None
+
+    @property
+    def aligned(self) -> bool:
+        """Whether computing can only go on at a block boundary."""
+        return False
+
+    def sink_blocks(self, block_size: int) -> int:
+        """Blocks at the start of the sequence that stay needed for ever."""
+        return 0
+
+    def first_needed(self, position: int, block_size: int) -> int:
+        """The first block, sinks apart, that a query at `position` or later may read."""
+        return 0
+
+    def servable(self, resident: npt.NDArray[np.bool_], num_tokens: int, block_size: int) -> npt.NDArray[np.bool_]:
+        """For every length L of a hit in blocks, 0 to `len(resident)`: whether computing could go on behind it.
+
+        Args:
+            resident: Which complete blocks of the sequence are in this group's cache.
+            num_tokens: Length of the sequence, whose last token is always computed.
+            block_size: Tokens a block.
+        """
+        missing = np.concatenate(([0], np.cumsum(~resident)))
+        lengths = np.arange(resident.size + 1)
+        positions = np.minimum(lengths * block_size, max(num_tokens - 1, 0))
+        first = np.array([self.first_needed(int(p), block_size) for p in positions])
+        sinks = np.minimum(self.sink_blocks(block_size), lengths)
+        fits: npt.NDArray[np.bool_] = (missing[lengths] == missing[np.minimum(first, lengths)]) & (missing[sinks] == 0)
+        if self.aligned:
+            fits &= lengths * block_size <= max(num_tokens - 1, 0)
+        return fits
+
+
+@dataclass(frozen=True)
+class FullAttention(Group):
+    """Every earlier token may be read: a hit needs all its blocks."""
+
+
+@dataclass(frozen=True)
+class Tensors(Group):
+    """Per-token tensors (hidden states) that are wanted whole: a hit needs all its blocks."""
+
+
+@dataclass(frozen=True)
+class SlidingWindow(Group):
+    """A query at p reads t > p - window and t < num_sink_tokens; blocks behind the window are released.
+
+    Args:
+        window: Tokens, the query's own included.
+        num_sink_tokens: Leading tokens that are always read.
+    """
+
+    window: int = 0
+    num_sink_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        if self.window < 1:
+            raise ValueError(f"window: got {self.window}, needs at least 1")
+        if self.num_sink_tokens < 0:
+            raise ValueError(f"num_sink_tokens: got {self.num_sink_tokens}, needs at least 0")
+
+    def sink_blocks(self, block_size: int) -> int:
+        """See `Group`."""
+        return -(-self.num_sink_tokens // block_size)
+
+    def first_needed(self, position: int, block_size: int) -> int:
+        """See `Group`."""
+        return max(0, position - self.window + 1) // block_size
+
+
+@dataclass(frozen=True)
+class Recurrent(Group):
+    """State-space layers: block i holds the state after the last token written in it; a hit needs its last block."""
+
+    @property
+    def aligned(self) -> bool:
+        """See `Group`: the state in the middle of a block is gone once the block is complete."""
+        return True
+
+    def first_needed(self, position: int, block_size: int) -> int:
+        """See `Group`."""
+        return max(0, position - 1) // block_size

@@ -1,0 +1,142 @@
+"""What an eviction policy is told and asked, and the queue most policies are made of."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ..table import Ids
+
+if TYPE_CHECKING:
+    from ..hashing import TokenIds
+    from ..pool import BlockPool
+
+
+class Block(NamedTuple):
+    """A block as `EvictionPolicy.acquire` returns it."""
+
+    number: int
+    """Block number."""
+    cached: bool
+    """Whether its KV was there; else it is fresh and has to be computed."""
+    hash: bytes | None
+    """Its identity, None for a partial block."""
+    ref_count: int
+    last_access: int
+    """Tick of the pool's clock, which advances with every access and release."""
+    access_count: int
+    prefix_length: int
+    """Complete blocks of its sequence up to and including this one."""
+
+
+class EvictionPolicy(ABC):
+    """Decides which unreferenced block is given up next.
+
+    A policy is told of accesses and releases in whole runs of blocks, in the order of their sequence, and asked for
+    victims. It may read every field of `pool` (`ref_count`, `last_access`, `access_count`, `prefix_length`, hashes)
+    and writes none. Only `victims` has to be written; see docs/policies.md for a policy of one's own.
+    """
+
+    pool: BlockPool
+
+    def bind(self, pool: BlockPool) -> None:
+        """Gives the policy its pool, once, before anything else; per-block state is made here."""
+        self.pool = pool
+
+    def accessed(self, ids: Ids, hit: bool) -> None:  # noqa: B027  most policies need not know
+        """A request took these blocks: cached ones (`hit`), or fresh ones about to be computed."""
+
+    def hinted(self, ids: Ids, priority: int, ttl: float | None) -> None:  # noqa: B027
+        """A request asked to keep these blocks: `priority` above 0, for `ttl` seconds; called after `accessed`."""
+
+    def released(self, ids: Ids) -> None:  # noqa: B027
+        """Nobody holds these cached blocks any more: from now on they may be chosen."""
+
+    @abstractmethod
+    def victims(self, count: int) -> Ids:
+        """Chooses `count` of the released blocks, none twice, and forgets them. At least `count` are there."""
+
+    def removed(self, ids: Ids) -> None:  # noqa: B027
+        """These released blocks left without being chosen."""
+
+    def clear(self) -> None:  # noqa: B027
+        """The pool was emptied: forget every block."""
+
+    def acquire(self, sequence: TokenIds | Sequence[bytes]) -> list[Block]:
+        """Takes the blocks of a sequence: the cached prefix, then fresh ones for the rest, evicting as needed.
+
+        Args:
+            sequence: Token ids, or the hashes of its blocks in order.
+
+        Returns:
+            One `Block` per (complete or partial) block. They are referenced until `pool.release`.
+
+        Raises:
+            OutOfBlocks: Too few free and unreferenced blocks; nothing has changed.
+        """
+        return self.pool.acquire(sequence)
+
+
+class RunQueue:
+    """Released blocks in the order they shall be given up, kept as runs so that all work is on vectors.
+
+    A block that is taken out merely loses its ticket; its place in the run is skipped when the run comes up. Runs are
+    compacted when half of the places are empty, so every operation is O(1) a block, amortized.
+
+    Args:
+        ticket_of: Per block, the run it waits in, or -1; queues of one policy share it.
+    """
+
+    def __init__(self, ticket_of: npt.NDArray[np.int64]) -> None:
+        self._ticket_of = ticket_of
+        self._runs: deque[tuple[int, Ids]] = deque()
+        self._places = 0
+
+    def push(self, ticket: int, ids: Ids) -> None:
+        """Appends a run, its first block to be given up first. Tickets are unique and rise."""
+        self._ticket_of[ids] = ticket
+        self._runs.append((ticket, ids))
+        self._places += ids.size
+        if self._places > 2 * self._ticket_of.size + 64:
+            self._compact()
+
+    def head(self) -> int | None:
+        """The ticket of the oldest run that still has a block, None when the queue is empty."""
+        while self._runs:
+            ticket, ids = self._runs[0]
+            live = ids[self._ticket_of[ids] == ticket]
+            if live.size:
+                if live.size != ids.size:
+                    self._runs[0] = (ticket, live)
+                    self._places -= ids.size - live.size
+                return ticket
+            self._runs.popleft()
+            self._places -= ids.size
+        return None
+
+    def pop(self, count: int) -> Ids:
+        """Up to `count` blocks from the oldest run; they lose their tickets."""
+        if self.head() is None:
+            return np.empty(0, np.int32)
+        ticket, ids = self._runs.popleft()
+        if ids.size > count:
+            self._runs.appendleft((ticket, ids[count:]))
+            ids = ids[:count]
+        self._places -= ids.size
+        self._ticket_of[ids] = -1
+        return ids
+
+    def _compact(self) -> None:
+        runs = [(ticket, ids[self._ticket_of[ids] == ticket]) for ticket, ids in self._runs]
+        self._runs = deque((ticket, ids) for ticket, ids in runs if ids.size)
+        self._places = sum(ids.size for _, ids in self._runs)
+
+    def clear(self) -> None:
+        """Forgets every run; the tickets are the caller's."""
+        self._runs.clear()
+        self._places = 0

@@ -1,0 +1,57 @@
+"""The RFC's rule: of the blocks nobody holds the one accessed longest ago, among equals the longest prefix."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ..table import Ids
+from .base import EvictionPolicy, RunQueue
+
+if TYPE_CHECKING:
+    from ..pool import BlockPool
+
+
+class LRU(EvictionPolicy):
+    """Least recently used, tail first.
+
+    A running request reads all its blocks at every step, so a block's last access is the release by its last holder.
+    """
+
+    def bind(self, pool: BlockPool) -> None:
+        """See `EvictionPolicy`."""
+        super().bind(pool)
+        self._ticket_of = np.full(pool.num_blocks, -1, np.int64)
+        self._queue = RunQueue(self._ticket_of)
+
+    def accessed(self, ids: Ids, hit: bool) -> None:
+        """See `EvictionPolicy`."""
+        if hit:
+            self._ticket_of[ids] = -1
+
+    def released(self, ids: Ids) -> None:
+        """See `EvictionPolicy`."""
+        self._queue.push(self.pool.clock, ids[::-1])
+
+    def victims(self, count: int) -> Ids:
+        """See `EvictionPolicy`."""
+        first = self._queue.pop(count)
+        if first.size == count:
+            return first
+        parts = [first]
+        count -= first.size
+        while count:
+            part = self._queue.pop(count)
+            parts.append(part)
+            count -= part.size
+        return np.concatenate(parts)
+
+    def removed(self, ids: Ids) -> None:
+        """See `EvictionPolicy`."""
+        self._ticket_of[ids] = -1
+
+    def clear(self) -> None:
+        """See `EvictionPolicy`."""
+        self._ticket_of.fill(-1)
+        self._queue.clear()
