@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 WORKERS ?= 2
 
-.PHONY: help setup demo test lint typecheck clean
+.PHONY: help setup demo test lint typecheck wheel-test clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | column -ts "$$(printf '\t')"
@@ -34,5 +34,8 @@ typecheck: setup ## mypy --strict over the package
 	@for file in _pc/* _pc/.[!.]*; do [ -e "$$file" ] && ln -sfn "../../$$file" ".typecheck/pc/$$(basename $$file)" || true; done
 	$(BIN)/mypy
 
+wheel-test: setup ## build a wheel and use it in a clean environment, away from the checkout
+	$(BIN)/python tests/check_wheel.py $(VENV)-wheel
+
 clean: ## remove everything the targets made
-	rm -rf $(VENV) .typecheck .kernels .pytest_cache .mypy_cache .ruff_cache build dist site demo_output *.egg-info
+	rm -rf $(VENV) $(VENV)-wheel .typecheck .kernels .pytest_cache .mypy_cache .ruff_cache build dist site demo_output *.egg-info

@@ -9,6 +9,8 @@ from __future__ import annotations
 import os
 from typing import Any
 
+__all__ = ["HAS_TRITON", "INTERPRET", "libdevice", "require_triton", "tl", "triton"]
+
 try:
     import triton
     import triton.language as tl

@@ -1,0 +1,38 @@
+"""The command line: one function per command, which parses and leaves the work to a module of its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(
+    name="python -m pc",
+    help="Fused attention and prefix caching for PyTorch.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+
+
+@app.callback()
+def main() -> None:
+    """Fused attention and prefix caching for PyTorch."""
+
+
+@app.command()
+def demo(
+    model: Annotated[
+        str | None, typer.Option(help="Hub id or path of a causal language model; default: a small Llama, untrained.")
+    ] = None,
+    device: Annotated[str | None, typer.Option(help="Default: cuda where there is one, else cpu.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="Default: float32 on a cpu, bfloat16 on a GPU.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each answer.")] = 24,
+    block_size: Annotated[int, typer.Option(help="Tokens of a block, a power of two from 8 to 256.")] = 16,
+    output: Annotated[Path, typer.Option(help="Folder for the table (CSV) and the plot (PNG).")] = Path("demo_output"),
+) -> None:
+    """Ask a long document eight questions and hold a conversation, with and without the cache."""
+    from .demo import run_demo
+
+    raise typer.Exit(run_demo(model, device, dtype, max_new_tokens, block_size, output))

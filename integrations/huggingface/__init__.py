@@ -1,0 +1,19 @@
+"""Prefix caching for HuggingFace `generate`: the KV of a prompt that was seen before is read, not computed again.
+
+```python
+from pc.integrations.huggingface import enable_prefix_caching
+
+handle = enable_prefix_caching(model)   # model.generate as before, and faster from the second call on
+handle.stats()
+handle.disable()
+```
+
+Modules, in the order data flows: `_support` decides what can be served, `_generation` turns a batch into block tables
+and slots, `_paged` writes and reads the blocks inside the model's layers, `_handle` ties them to one model.
+"""
+
+from __future__ import annotations
+
+from ._handle import PrefixCaching, RequestReport, enable_prefix_caching
+
+__all__ = ["PrefixCaching", "RequestReport", "enable_prefix_caching"]

@@ -1,0 +1,355 @@
+"""`enable_prefix_caching`: one manager and one set of blocks for a model, behind its own `generate`."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+import threading
+import types
+import warnings
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
+
+from ...cache import CacheManager, OutOfBlocks
+from ._generation import PackedModel, PagedDecoder, RecordedCriteria, Requests, Row, Span
+from ._paged import BlockStorage, UnsupportedError
+from ._support import check_call, check_model, rope_keys
+
+_handles: weakref.WeakKeyDictionary[Any, PrefixCaching] = weakref.WeakKeyDictionary()
+
+
+@dataclass(frozen=True)
+class RequestReport:
+    """What the cache did for one row of the last call.
+
+    Attributes:
+        prompt_tokens: Tokens of the prompt, padding left out.
+        cached_tokens: How many of them were read from the cache.
+    """
+
+    prompt_tokens: int
+    cached_tokens: int
+
+
+def enable_prefix_caching(
+    model: Any, num_blocks: int | None = None, block_size: int = 16, policy: Any = "default"
+) -> PrefixCaching:
+    """Lets `model.generate` reuse the KV of prompts it has seen, until `disable` is called.
+
+    The tokens that come out are those that came out before. What cannot be served (beam search, encoder-decoder models,
+    windows and recurrent states, see `docs/huggingface.md`) goes to the model's own generate, with one warning that
+    says why. Changed weights are noticed, and the cache starts anew.
+
+    Args:
+        model: A decoder-only transformers model, loaded on its devices, in eval mode.
+        num_blocks: Blocks of the cache. None: what fits in a fifth of the device's free memory (on a CPU a fifth of
+            all memory, 4 GiB at most), and no more than 32 of the model's longest sequences need.
+        block_size: Tokens of a block, a power of two from 8 to 256.
+        policy: Which block is evicted first: a name or an `EvictionPolicy`, see `CacheManager`.
+
+    Returns:
+        The handle: `stats()`, `last_requests`, `reset()`, `disable()`; also a context manager that disables at its end.
+
+    Raises:
+        TypeError: `model` has no `generate` of transformers, or `num_blocks` or `block_size` is not an integer.
+        ValueError: Caching is already enabled for this model, or a number is out of range.
+    """
+    if not isinstance(model, torch.nn.Module) or not hasattr(model, "prepare_inputs_for_generation"):
+        raise TypeError(f"model: got {type(model).__name__}, needs a transformers model with generate")
+    if model in _handles:
+        raise ValueError("model: prefix caching is already enabled; call disable() on its handle first")
+    if "generate" in vars(model):
+        raise ValueError("model: its generate was already replaced on this instance; undo that first")
+    if isinstance(block_size, bool) or not isinstance(block_size, int):
+        raise TypeError(f"block_size: got {type(block_size).__name__}, needs an int")
+    if block_size not in (8, 16, 32, 64, 128, 256):
+        raise ValueError(f"block_size: got {block_size}, needs a power of two from 8 to 256")
+    if num_blocks is not None and (isinstance(num_blocks, bool) or not isinstance(num_blocks, int)):
+        raise TypeError(f"num_blocks: got {type(num_blocks).__name__}, needs an int or None")
+    if num_blocks is not None and num_blocks < 1:
+        raise ValueError(f"num_blocks: got {num_blocks}, needs at least 1")
+    handle = PrefixCaching(model, num_blocks, block_size, policy)
+    _handles[model] = handle
+    vars(model)["generate"] = types.MethodType(_wrapped_generate(type(model)), model)
+    return handle
+
+
+def _wrapped_generate(model_class: type) -> Any:
+    """The function that replaces `generate` on one instance; a copy of the model falls back to its class's."""
+
+    @functools.wraps(model_class.generate)  # type: ignore[attr-defined]
+    def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
+        handle = _handles.get(self)
+        if handle is None:
+            return type(self).generate(self, *args, **kwargs)
+        return handle.generate(*args, **kwargs)
+
+    return generate
+
+
+class PrefixCaching:
+    """What `enable_prefix_caching` returns.
+
+    Attributes:
+        manager: The `CacheManager`; None when the model cannot be served.
+        unsupported: Why the model cannot be served; None when it can.
+        last_requests: A report per row of the last call, in the order of the batch; empty when it was not served here.
+    """
+
+    def __init__(self, model: Any, num_blocks: int | None, block_size: int, policy: Any) -> None:
+        self._model: weakref.ref[Any] = weakref.ref(model)
+        self._lock = threading.RLock()
+        self._warned: set[str] = set()
+        self._policy = policy
+        self.block_size = block_size
+        self.manager: CacheManager | None = None
+        self.unsupported: str | None = None
+        self.last_requests: list[RequestReport] = []
+        try:
+            check_model(model)
+            bytes_per_block = _probe(model, block_size)
+        except UnsupportedError as error:
+            self.unsupported = f"{type(model).__name__}: {error}"
+            self._warn(self.unsupported)
+            return
+        self.num_blocks = num_blocks or _default_num_blocks(model, bytes_per_block, block_size)
+        self.manager = CacheManager(self.num_blocks, block_size, policy=policy)
+        self._storage = BlockStorage(self.num_blocks, block_size)
+        self._weights = _fingerprint(model)
+
+    def __enter__(self) -> PrefixCaching:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.disable()
+
+    def stats(self) -> Any:
+        """Counts since caching was enabled or reset: see `CacheManager.stats`; empty for a model that is not served."""
+        return {} if self.manager is None else self.manager.stats()
+
+    def reset(self) -> None:
+        """Forgets every cached block."""
+        with self._lock:
+            if self.manager is not None:
+                self.manager.reset()
+
+    def disable(self) -> None:
+        """Gives the model its own `generate` back and frees the blocks; a second call does nothing."""
+        with self._lock:
+            model = self._model()
+            if model is None or _handles.get(model) is not self:
+                return
+            del _handles[model]
+            del vars(model)["generate"]
+            self._storage = BlockStorage(0, self.block_size)
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's generate, over the cache where it can be served."""
+        model: Any = self._model()
+        original = type(model).generate
+        self.last_requests = []
+        if self.unsupported is not None:
+            return original(model, *args, **kwargs)
+        try:
+            with self._lock:
+                return self._serve(model, original, *args, **kwargs)
+        except UnsupportedError as error:
+            self._warn(str(error))
+        return original(model, *args, **kwargs)
+
+    def _serve(self, model: Any, original: Any, *args: Any, **kwargs: Any) -> Any:
+        """Lets the original generate prepare everything and then decodes over the cache.
+
+        Raises:
+            UnsupportedError: Before a token was generated or shown to a streamer.
+        """
+        arguments = inspect.signature(original).bind(model, *args, **kwargs).arguments
+        del arguments["self"]
+        arguments.update(arguments.pop("kwargs", {}))
+        for name in ("custom_generate", "assistant_model", "synced_gpus"):
+            if arguments.get(name):
+                raise UnsupportedError(f"{name} is served by the model's own generate")
+        streamer = arguments.pop("streamer", None)
+        own_processors = arguments.get("logits_processor") is not None
+        _take_stop_strings(model, arguments)
+        self._notice_changed_weights(model)
+
+        def decode(
+            model: Any,
+            input_ids: torch.Tensor,
+            logits_processor: Any,
+            stopping_criteria: Any,
+            generation_config: Any,
+            **model_kwargs: Any,
+        ) -> Any:
+            check_call(model, input_ids, generation_config, model_kwargs)
+            prompts = _prompts(input_ids, model_kwargs.get("attention_mask"))
+            extra_keys = rope_keys(model.config, [len(p) for p in prompts], generation_config.max_length)
+            criteria = RecordedCriteria(stopping_criteria)
+            # Rows that met an eos are padded from then on, so that nobody sees their logits but who asked for them.
+            seen = own_processors or generation_config.output_scores or generation_config.output_logits
+            drop_finished = not seen and any(hasattr(c, "eos_token_id") for c in criteria)
+            assert self.manager is not None
+            requests = Requests(
+                self.manager,
+                PackedModel(model, self._storage),
+                prompts,
+                (*(extra_keys or ()), *_adapter_keys(model)) or None,
+                generation_config.prefill_chunk_size,
+            )
+            decoder = PagedDecoder(model, requests, criteria, drop_finished, self._warn_out_of_blocks)
+            try:
+                if streamer is not None:
+                    streamer.put(input_ids.cpu())
+                result = type(model)._sample(
+                    decoder, input_ids, logits_processor, criteria, generation_config, streamer=streamer, **model_kwargs
+                )
+            finally:
+                requests.close()
+                self.last_requests = [RequestReport(len(r.tokens), r.num_cached_tokens) for r in requests.rows]
+            if hasattr(result, "past_key_values"):
+                result.past_key_values = None  # the empty one that transformers made; the cache itself stays here
+            return result
+
+        return original(model, custom_generate=decode, **arguments)
+
+    def _notice_changed_weights(self, model: Any) -> None:
+        weights = _fingerprint(model)
+        if weights != self._weights and self.manager is not None:
+            self.manager.reset()
+            self._storage = BlockStorage(self.num_blocks, self.block_size)
+            self._weights = weights
+
+    def _warn_out_of_blocks(self, error: OutOfBlocks) -> None:
+        self._warn(f"generation went on without the cache: {error}; give a larger num_blocks")
+
+    def _warn(self, reason: str) -> None:
+        if reason not in self._warned:
+            self._warned.add(reason)
+            warnings.warn(f"prefix caching: {reason}. The model's own generate serves this.", UserWarning, stacklevel=4)
+
+
+def _prompts(input_ids: torch.Tensor, mask: torch.Tensor | None) -> list[np.ndarray]:
+    """The tokens of each row that the attention mask leaves, int64."""
+    ids = input_ids.cpu().numpy()
+    if mask is None:
+        return [np.ascontiguousarray(row) for row in ids]
+    kept = mask.cpu().numpy().astype(bool)
+    return [row[keep] for row, keep in zip(ids, kept, strict=True)]
+
+
+def _take_stop_strings(model: Any, arguments: dict[str, Any]) -> None:
+    """Turns `stop_strings` and `tokenizer` into a criterion: generate drops the tokenizer of a custom decoding loop.
+
+    Raises:
+        UnsupportedError: They stand in a generation config, or the tokenizer is needed for more.
+    """
+    configs = [c for c in (arguments.get("generation_config"), model.generation_config) if c is not None]
+    if arguments.get("token_healing") or any(getattr(c, "token_healing", False) for c in configs):
+        raise UnsupportedError("token healing is served by the model's own generate")
+    if any(getattr(c, "stop_strings", None) for c in configs):
+        raise UnsupportedError("stop_strings of a generation config are served by the model's own generate")
+    if arguments.get("stop_strings") and arguments.get("tokenizer") is not None:
+        criterion = StopStringCriteria(arguments.pop("tokenizer"), arguments.pop("stop_strings"))
+        arguments["stopping_criteria"] = StoppingCriteriaList([*(arguments.get("stopping_criteria") or ()), criterion])
+
+
+def _fingerprint(model: Any) -> int:
+    """Changes when a weight is written to, replaced or moved: KV computed with other weights must not be read."""
+
+    def identity(p: torch.Tensor) -> tuple[int, int, int]:
+        return id(p), p.data_ptr(), 0 if p.is_inference() else p._version
+
+    return hash(tuple(identity(p) for p in model.parameters()))
+
+
+def _adapter_keys(model: Any) -> tuple[str, ...]:
+    """Names and states of the PEFT adapters that are active: their KV differs though the prompt is the same."""
+    if not getattr(model, "_hf_peft_config_loaded", False):
+        return ()
+    states = [
+        f"{m.active_adapters}{m.disable_adapters}{getattr(m, 'scaling', None)}"
+        for m in model.modules()
+        if hasattr(m, "active_adapters") and hasattr(m, "disable_adapters")
+    ]
+    return ("peft", *sorted(set(states)))
+
+
+@contextmanager
+def _eval_mode(model: torch.nn.Module) -> Iterator[None]:
+    """Eval mode for a while; every submodule gets its own mode back."""
+    training = [m for m in model.modules() if m.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for m in training:
+            m.training = True
+
+
+@torch.no_grad()
+def _probe(model: Any, block_size: int) -> int:
+    """Runs two short sequences through blocks and through the model itself; gives the bytes of a block.
+
+    It catches what no attribute tells: attention outside the interface, keys changed after they were cached, positions
+    that are counted rather than given.
+
+    Raises:
+        UnsupportedError: The model fails over blocks, or its logits differ.
+    """
+    vocabulary = model.config.vocab_size
+    lens = (2 * block_size + 3, 5)
+    blocks = [-(-n // block_size) for n in lens]
+    storage = BlockStorage(sum(blocks), block_size)
+    packed = PackedModel(model, storage)
+    tokens = [(np.arange(n, dtype=np.int64) * 7919 + 13 * n) % vocabulary for n in lens]
+    rows = [Row("", ids) for ids in tokens]
+    rows[0].table = np.arange(blocks[0], dtype=np.int32)[::-1].copy()  # out of order, as in a real cache
+    rows[1].table = np.arange(blocks[0], sum(blocks), dtype=np.int32)
+
+    def span(row: Row, start: int, end: int) -> Span:
+        at = np.arange(start, end)
+        slots = row.table[at // block_size].astype(np.int64) * block_size + at % block_size
+        return Span(row, row.tokens[start:end], slots, start)
+
+    cut = block_size + 1
+    tolerance = 1e-3 if model.dtype == torch.float32 else 5e-2
+    with _eval_mode(model):
+        try:
+            packed.forward([span(rows[0], 0, cut), span(rows[1], 0, 2)])
+            got = packed.forward([span(rows[1], 2, lens[1]), span(rows[0], cut, lens[0])]).flip(0).float()
+        except UnsupportedError:
+            raise
+        except Exception as error:
+            raise UnsupportedError(
+                f"its forward pass fails over a paged cache ({type(error).__name__}: {error})"
+            ) from error
+        for row, logits in zip(rows, got, strict=True):
+            ids = torch.from_numpy(row.tokens).to(model.device)[None]
+            want = model(input_ids=ids, use_cache=False, return_dict=True).logits[0, -1].float()
+            difference = (logits - want).abs().max().item()
+            if not difference <= want.abs().max().item() * tolerance:  # NaN fails too
+                raise UnsupportedError(
+                    f"its logits over a paged cache differ by {difference:.2g}, more than rounding explains"
+                )
+    return storage.bytes_per_block()
+
+
+def _default_num_blocks(model: Any, bytes_per_block: int, block_size: int) -> int:
+    """A fifth of the memory that is there, and no more than 32 of the model's longest sequences."""
+    if model.device.type == "cuda":
+        budget = torch.cuda.mem_get_info(model.device)[0] // 5
+    elif hasattr(os, "sysconf"):
+        budget = min(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 5, 4 << 30)
+    else:
+        budget = 4 << 30
+    longest = getattr(model.config, "max_position_embeddings", None) or 4096
+    return max(1, min(budget // bytes_per_block, 32 * -(-longest // block_size)))

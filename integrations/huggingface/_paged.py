@@ -1,0 +1,242 @@
+"""What happens inside the model's layers: keys and values go into blocks, attention reads them from there.
+
+Two hooks of transformers carry it, both public: a `Cache` whose `update` writes blocks, and an attention function
+registered with `AttentionInterface` that calls `torch.ops.pc.paged_attention`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AttentionInterface, DynamicCache
+from transformers.cache_utils import Cache, DynamicLayer
+
+from ... import triton_ops  # noqa: F401  registers torch.ops.pc
+
+ATTENTION_NAME = "pc_paged"
+"""Name under which the attention function is registered; it has no mask function, so transformers builds no mask."""
+
+
+class UnsupportedError(Exception):
+    """Raised, before anything is changed, when a model or a call cannot be served; its text says why."""
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """Shape of one layer's keys and values."""
+
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    device: torch.device
+
+    def bytes_per_token(self) -> int:
+        """Bytes of key and value of one token."""
+        return 2 * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+
+
+class BlockStorage:
+    """Key and value blocks of every layer, `[num_blocks, block_size, num_kv_heads, head_dim]` each."""
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.specs: dict[int, LayerSpec] = {}
+
+    def layer(self, layer_idx: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The blocks of a layer, allocated when it first shows its shape.
+
+        Args:
+            layer_idx: Which layer.
+            key: `[1, num_kv_heads, num_tokens, head_dim]`.
+            value: Like `key`.
+
+        Raises:
+            UnsupportedError: Keys and values differ in shape, or the layer changed its shape.
+        """
+        spec = LayerSpec(key.shape[1], key.shape[3], key.dtype, key.device)
+        known = self.specs.get(layer_idx)
+        if known is None:
+            if value.shape != key.shape or value.dtype != key.dtype:
+                raise UnsupportedError(
+                    f"layer {layer_idx} has keys {list(key.shape)} and values {list(value.shape)}, which must be alike"
+                )
+            shape = (self.num_blocks, self.block_size, spec.num_kv_heads, spec.head_dim)
+            # Tensors made in inference mode could not be written to outside it, and the blocks outlive this call.
+            with torch.inference_mode(False):
+                self.layers[layer_idx] = (key.new_empty(shape), key.new_empty(shape))
+            self.specs[layer_idx] = spec
+        elif known != spec:
+            raise UnsupportedError(f"layer {layer_idx} changed from {known} to {spec}")
+        return self.layers[layer_idx]
+
+    def copy(self, pairs: list[tuple[int, int]]) -> None:
+        """Copies whole blocks, source to target, in every layer."""
+        if not pairs:
+            return
+        source, target = (torch.tensor(side) for side in zip(*pairs, strict=True))
+        for key_cache, value_cache in self.layers.values():
+            for cache in (key_cache, value_cache):
+                cache[target.to(cache.device)] = cache[source.to(cache.device)]
+
+    def bytes_per_block(self) -> int:
+        """Bytes of one block over all layers."""
+        return self.block_size * sum(spec.bytes_per_token() for spec in self.specs.values())
+
+
+class Batch:
+    """Metadata of one packed forward pass, moved once to each device that holds layers.
+
+    Args:
+        slot_mapping: `[num_tokens]` int64, token -> slot; -1 writes nothing.
+        block_tables: `[num_seqs, max_blocks]` int32.
+        seq_lens: `[num_seqs]` int32, tokens including those of this pass.
+        query_lens: `[num_seqs]` int32, tokens of this pass.
+    """
+
+    def __init__(
+        self, slot_mapping: np.ndarray, block_tables: np.ndarray, seq_lens: np.ndarray, query_lens: np.ndarray
+    ) -> None:
+        query_start_loc = np.zeros(len(query_lens) + 1, np.int32)
+        np.cumsum(query_lens, out=query_start_loc[1:])
+        self._host = (
+            torch.from_numpy(slot_mapping),
+            torch.from_numpy(block_tables),
+            torch.from_numpy(seq_lens),
+            torch.from_numpy(query_start_loc),
+        )
+        self._on_device: dict[torch.device, tuple[torch.Tensor, ...]] = {}
+        self.max_query_len = int(query_lens.max())
+        self.max_seq_len = int(seq_lens.max())
+
+    def on(self, device: torch.device) -> tuple[torch.Tensor, ...]:
+        """slot_mapping, block_tables, seq_lens and query_start_loc on `device`."""
+        tensors = self._on_device.get(device)
+        if tensors is None:
+            tensors = self._on_device[device] = tuple(t.to(device, non_blocking=True) for t in self._host)
+        return tensors
+
+
+class PagedCache(Cache):  # type: ignore[misc]  # transformers is untyped here
+    """The `past_key_values` of one packed forward pass: writes blocks, and hands the pass to the attention function."""
+
+    def __init__(self, storage: BlockStorage, batch: Batch) -> None:
+        super().__init__(layer_class_to_replicate=DynamicLayer)
+        self.storage = storage
+        self.batch = batch
+        self.layers_attended = 0
+        self._written: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """0: positions are always given, rows of a packed batch have no common length."""
+        return 0
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Writes keys and values `[1, num_kv_heads, num_tokens, head_dim]` to their slots and gives them back."""
+        key_cache, value_cache = self.storage.layer(layer_idx, key_states, value_states)
+        slot_mapping = self.batch.on(key_states.device)[0]
+        torch.ops.pc.reshape_and_cache(
+            key_states[0].transpose(0, 1), value_states[0].transpose(0, 1), key_cache, value_cache, slot_mapping
+        )
+        self._written = (key_states, value_states, key_cache, value_cache)
+        return key_states, value_states
+
+    def attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, softcap: float
+    ) -> torch.Tensor:
+        """Attention of `query [1, num_heads, num_tokens, head_dim]` over the blocks just written.
+
+        Returns:
+            `[1, num_tokens, num_heads, head_dim]`.
+
+        Raises:
+            UnsupportedError: The keys are not those that `update` saw, as in models whose layers share them.
+        """
+        if self._written is None or self._written[0] is not key or self._written[1] is not value:
+            raise UnsupportedError("a layer attends to keys other than those it has just cached")
+        _, _, key_cache, value_cache = self._written
+        self._written = None
+        self.layers_attended += 1
+        _, block_tables, seq_lens, query_start_loc = self.batch.on(query.device)
+        out: torch.Tensor = torch.ops.pc.paged_attention(
+            query[0].transpose(0, 1),
+            key_cache,
+            value_cache,
+            block_tables,
+            seq_lens,
+            query_start_loc,
+            scale,
+            softcap=softcap,
+            max_query_len=self.batch.max_query_len,
+            max_seq_len=self.batch.max_seq_len,
+        )
+        return out.unsqueeze(0)
+
+
+_running = threading.local()  # .cache: the PagedCache of the forward pass that this thread is in
+
+
+@contextmanager
+def paged_pass(model: Any, cache: PagedCache) -> Iterator[None]:
+    """Sends the model's attention to `cache` for one forward pass of this thread, and puts everything back."""
+    before, outer = model.config._attn_implementation, getattr(_running, "cache", None)
+    model.config._attn_implementation = ATTENTION_NAME
+    _running.cache = cache
+    try:
+        yield
+    finally:
+        model.config._attn_implementation = before
+        _running.cache = outer
+
+
+def _attention_forward(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    sliding_window: int | None = None,
+    s_aux: torch.Tensor | None = None,
+    position_bias: torch.Tensor | None = None,
+    is_causal: bool | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """What transformers' layers call: `AttentionInterface`'s signature over `PagedCache.attend`."""
+    cache: PagedCache | None = getattr(_running, "cache", None)
+    if cache is None:
+        raise RuntimeError(
+            "the model was called from another thread while its generate with prefix caching was running"
+        )
+    causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
+    refused = {
+        "attention that is not causal": not causal,
+        "dropout": bool(dropout),
+        "a sliding window": sliding_window is not None,
+        "attention sinks": s_aux is not None,
+        "a position bias": position_bias is not None,
+    }
+    for what, present in refused.items():
+        if present:
+            raise UnsupportedError(f"its attention uses {what}")
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return cache.attend(query, key, value, scale, softcap or 0.0), None
+
+
+AttentionInterface.register(ATTENTION_NAME, _attention_forward)
+
+
+def layers_are_full_attention(config: Any) -> bool:
+    """Whether transformers itself would give every layer a cache of all tokens."""
+    return all(type(layer) is DynamicLayer for layer in DynamicCache(config=config).layers)

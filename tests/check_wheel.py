@@ -1,0 +1,70 @@
+"""Builds a wheel, installs it into a clean environment and uses it there, beside a user's own cache.py.
+
+Run by `make wheel-test`: python tests/check_wheel.py ENVIRONMENT. Not collected by pytest, because it installs torch.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+USE = """
+import cache, pc, torch
+assert cache.MINE, cache
+assert "site-packages" in pc.__file__, pc.__file__
+kv = torch.randn(20, 2, 64)
+keys, values = torch.empty(4, 16, 2, 64), torch.empty(4, 16, 2, 64)
+manager = pc.CacheManager(num_blocks=4, block_size=16)
+allocation = manager.allocate("a", list(range(20)))
+pc.reshape_and_cache(kv, kv, keys, values, torch.from_numpy(allocation.slot_mapping))
+table = torch.from_numpy(manager.block_table("a"))[None]
+lens, starts = torch.tensor([20], dtype=torch.int32), torch.tensor([0, 20], dtype=torch.int32)
+out = pc.paged_attention(kv.repeat(1, 2, 1), keys, values, table, lens, starts, 64**-0.5)
+q, k = kv.repeat(1, 2, 1).transpose(0, 1), kv.repeat_interleave(2, 1).transpose(0, 1)
+want = torch.nn.functional.scaled_dot_product_attention(q, k, k, is_causal=True).transpose(0, 1)
+torch.testing.assert_close(out, want)
+from importlib.resources import files
+assert len(files("pc.demo").joinpath("constitution.txt").read_text().split()) > 6000
+print("the wheel works:", pc.__version__, torch.__version__)
+"""
+
+
+def main(environment: Path) -> None:
+    """Builds, installs and uses the wheel."""
+    with tempfile.TemporaryDirectory() as folder:
+        work = Path(folder)
+        # A copy, because setuptools leaves build/ behind and packs what an earlier build left there.
+        names = subprocess.run(
+            ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+            cwd=ROOT, capture_output=True, text=True, check=True,
+        ).stdout.split("\0")  # fmt: skip
+        for name in filter(None, names):
+            if (ROOT / name).is_file():
+                (work / "tree" / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(ROOT / name, work / "tree" / name)
+        subprocess.run(
+            [sys.executable, "-m", "build", "--wheel", "--outdir", work, work / "tree"],
+            check=True,
+            stdout=subprocess.DEVNULL,
+        )
+        (wheel,) = work.glob("*.whl")
+        python = environment / "bin" / "python"
+        if not python.exists():
+            subprocess.run([sys.executable, "-m", "venv", environment], check=True)
+        install = [python, "-m", "pip", "install", "--quiet", "--constraint", ROOT / "constraints.txt"]
+        subprocess.run([*install, wheel], check=True)
+        subprocess.run([*install, "--force-reinstall", "--no-deps", wheel], check=True)
+        user = work / "user"
+        user.mkdir()
+        (user / "cache.py").write_text("MINE = True\n")
+        (user / "use.py").write_text(USE)
+        subprocess.run([python, "use.py"], cwd=user, check=True)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]).absolute())

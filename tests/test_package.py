@@ -1,0 +1,102 @@
+"""The package as a whole: what importing it does, and which way its imports run."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+FOLDERS = {"pc": "_pc", "pc.triton_ops": "triton_ops", "pc.cache": "cache", "pc.integrations": "integrations"}
+LAYERS = ("triton_ops", "cache", "integrations")  # each may import those before it
+
+
+def run_python(code: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_import_pulls_in_nothing_heavy() -> None:
+    heavy = "transformers vllm typer rich matplotlib zmq prometheus_client safetensors.torch"
+    loaded = run_python(f"import sys, pc; print([m for m in {heavy.split()!r} if m in sys.modules])")
+    assert loaded.strip() == "[]"
+
+
+def test_works_without_triton_and_transformers() -> None:
+    # A None entry in sys.modules makes the import fail, as on a machine that lacks the package.
+    out = run_python(
+        "import sys\n"
+        "for name in ('triton', 'transformers', 'vllm', 'typer', 'xxhash'): sys.modules[name] = None\n"
+        "import torch, pc\n"
+        "cache = torch.zeros(4, 8, 1, 16)\n"
+        "kv = torch.ones(3, 1, 16)\n"
+        "torch.ops.pc.reshape_and_cache(kv, kv, cache, cache.clone(), torch.tensor([8, 9, -1]))\n"
+        "one = lambda *x: torch.tensor(x, dtype=torch.int32)\n"
+        "out = pc.paged_attention(kv[:1], cache, cache, one(1)[None], one(2), one(0, 1), 1.0)\n"
+        "print(cache.sum().item(), out.mean().item())\n"
+    )
+    assert out.split() == ["32.0", "1.0"]
+
+
+def test_command_line_names_what_it_lacks() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", "import sys; sys.modules['typer'] = None; from pc.__main__ import main; main()"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode != 0
+    assert "pc-kernels[demo]" in done.stderr
+
+
+def test_every_package_is_listed() -> None:
+    tomllib = pytest.importorskip("tomllib")
+    with (ROOT / "pyproject.toml").open("rb") as file:
+        listed = set(tomllib.load(file)["tool"]["setuptools"]["packages"])
+    found = set()
+    for package, folder in FOLDERS.items():
+        for init in (ROOT / folder).rglob("__init__.py"):
+            inside = init.parent.relative_to(ROOT / folder).parts
+            found.add(".".join((package, *inside)))
+    assert found == listed
+
+
+def imported_layers(path: Path) -> set[str]:
+    """The layers that a module imports, from its relative imports."""
+    folder = path.relative_to(ROOT).parts[0]
+    package = (
+        ("pc", *path.relative_to(ROOT).parts[:-1]) if folder != "_pc" else ("pc", *path.parts[len(ROOT.parts) + 1 : -1])
+    )
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else ()
+            module = (*base, *(node.module or "").split("."))
+            targets = [(*module, alias.name) for alias in node.names]
+        elif isinstance(node, ast.Import):
+            targets = [tuple(alias.name.split(".")) for alias in node.names]
+        else:
+            continue
+        names |= {part for target in targets if target[0] == "pc" for part in target if part in LAYERS}
+        names |= {target[0] for target in targets if target[0] in LAYERS}  # an absolute import of a second copy
+    return names
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_imports_run_one_way(layer: str) -> None:
+    allowed = set(LAYERS[: LAYERS.index(layer) + 1])
+    for path in (ROOT / layer).rglob("*.py"):
+        assert imported_layers(path) <= allowed, path
+
+
+def test_importing_a_folder_by_its_bare_name_fails() -> None:
+    for layer in LAYERS:
+        done = subprocess.run(
+            [sys.executable, "-c", f"import {layer}"], cwd=ROOT, capture_output=True, text=True, check=False
+        )
+        assert done.returncode != 0
+        assert f"import pc.{layer}" in done.stderr
