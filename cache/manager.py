@@ -78,6 +78,7 @@ class CacheManager:
         if len(specs) > 1 and isinstance(policy, EvictionPolicy):
             raise ValueError("policy: got one instance for several groups, needs a name or a class")
         self.block_size = block_size
+        self.hash_algorithm = hash_algorithm
         self.groups = specs
         self._hasher = BlockHasher(hash_algorithm, block_size, seed)
         self._pools = [BlockPool(g.num_blocks or num_blocks, self._hasher, make_policy(policy)) for g in specs]
@@ -422,8 +423,6 @@ class CacheManager:
                     raise ValueError(f"num_tokens: got {num_tokens}, needs less: blocks left the window for good")
             for pool, table in self._each(request):
                 pool.release(table[num_blocks : request.num_blocks].copy())
-                if length % size and not self._must_copy(pool, int(table[num_blocks - 1])):
-                    pool.disclaim(table[num_blocks - 1 : num_blocks])
             del request.tokens[length:]
             request.committed, request.num_blocks = committed, num_blocks
             request.shared_tail |= length % size != 0
