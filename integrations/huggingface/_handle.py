@@ -109,21 +109,27 @@ class PrefixCaching:
         self._lock = threading.RLock()
         self._warned: set[str] = set()
         self._policy = policy
+        self._num_blocks = num_blocks
         self.block_size = block_size
+        self.last_requests: list[RequestReport] = []
+        self._set_up(model)
+
+    def _set_up(self, model: Any) -> None:
+        """Looks at the model as it is now, and makes an empty cache for it if it can be served."""
         self.manager: CacheManager | None = None
         self.unsupported: str | None = None
-        self.last_requests: list[RequestReport] = []
+        self._weights = _fingerprint(model)
+        self._placed = (model.dtype, model.device)
         try:
             check_model(model)
-            bytes_per_block = _probe(model, block_size)
+            bytes_per_block = _probe(model, self.block_size)
         except UnsupportedError as error:
             self.unsupported = f"{type(model).__name__}: {error}"
             self._warn(self.unsupported)
             return
-        self.num_blocks = num_blocks or _default_num_blocks(model, bytes_per_block, block_size)
-        self.manager = CacheManager(self.num_blocks, block_size, policy=policy)
-        self._storage = BlockStorage(self.num_blocks, block_size)
-        self._weights = _fingerprint(model)
+        num_blocks = self._num_blocks or _default_num_blocks(model, bytes_per_block, self.block_size)
+        self.manager = CacheManager(num_blocks, self.block_size, policy=self._policy)
+        self._storage = BlockStorage(num_blocks, self.block_size)
 
     def __enter__(self) -> PrefixCaching:
         return self
@@ -156,16 +162,27 @@ class PrefixCaching:
         model: Any = self._model()
         original = type(model).generate
         self.last_requests = []
-        if self.unsupported is not None:
-            return original(model, *args, **kwargs)
         try:
             with self._lock:
-                return self._serve(model, original, *args, **kwargs)
+                self._notice_changes(model)
+                if self.manager is not None:
+                    return self._serve(model, original, self.manager, *args, **kwargs)
         except UnsupportedError as error:
             self._warn(str(error))
         return original(model, *args, **kwargs)
 
-    def _serve(self, model: Any, original: Any, *args: Any, **kwargs: Any) -> Any:
+    def _notice_changes(self, model: Any) -> None:
+        """KV of other weights must not be read, and another dtype or device needs other blocks."""
+        weights = _fingerprint(model)
+        if weights == self._weights:
+            return
+        if (model.dtype, model.device) != self._placed:
+            self._set_up(model)
+        elif self.manager is not None:
+            self.manager.reset()
+        self._weights = weights
+
+    def _serve(self, model: Any, original: Any, manager: CacheManager, *args: Any, **kwargs: Any) -> Any:
         """Lets the original generate prepare everything and then decodes over the cache.
 
         Raises:
@@ -180,7 +197,6 @@ class PrefixCaching:
         streamer = arguments.pop("streamer", None)
         own_processors = arguments.get("logits_processor") is not None
         _take_stop_strings(model, arguments)
-        self._notice_changed_weights(model)
 
         def decode(
             model: Any,
@@ -197,9 +213,8 @@ class PrefixCaching:
             # Rows that met an eos are padded from then on, so that nobody sees their logits but who asked for them.
             seen = own_processors or generation_config.output_scores or generation_config.output_logits
             drop_finished = not seen and any(hasattr(c, "eos_token_id") for c in criteria)
-            assert self.manager is not None
             requests = Requests(
-                self.manager,
+                manager,
                 PackedModel(model, self._storage),
                 prompts,
                 (*(extra_keys or ()), *_adapter_keys(model)) or None,
@@ -220,13 +235,6 @@ class PrefixCaching:
             return result
 
         return original(model, custom_generate=decode, **arguments)
-
-    def _notice_changed_weights(self, model: Any) -> None:
-        weights = _fingerprint(model)
-        if weights != self._weights and self.manager is not None:
-            self.manager.reset()
-            self._storage = BlockStorage(self.num_blocks, self.block_size)
-            self._weights = weights
 
     def _warn_out_of_blocks(self, error: OutOfBlocks) -> None:
         self._warn(f"generation went on without the cache: {error}; give a larger num_blocks")

@@ -1,0 +1,586 @@
+"""HuggingFace generate over the prefix cache: the same tokens as without it, whatever is asked, and no block lost."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+from pc.integrations.huggingface import PrefixCaching, enable_prefix_caching  # noqa: E402
+from pc.integrations.huggingface import _handle as handle_module  # noqa: E402
+
+VOCAB = 503
+EOS = 7
+SMALL = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": EOS,
+}
+
+
+@dataclass(frozen=True)
+class Family:
+    name: str
+    config: str
+    model: str
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def build(self) -> Any:
+        torch.manual_seed(0)
+        config = getattr(transformers, self.config)(**{**SMALL, **self.options})
+        return getattr(transformers, self.model)(config).eval()
+
+
+FAMILIES = [
+    Family("llama", "LlamaConfig", "LlamaForCausalLM"),
+    Family("llama-head-dim-80", "LlamaConfig", "LlamaForCausalLM", {"head_dim": 80}),
+    Family("qwen2", "Qwen2Config", "Qwen2ForCausalLM"),
+    Family("qwen3", "Qwen3Config", "Qwen3ForCausalLM", {"head_dim": 16}),
+    Family("mistral", "MistralConfig", "MistralForCausalLM", {"sliding_window": None}),
+    Family("phi3", "Phi3Config", "Phi3ForCausalLM"),
+    Family("olmo2", "Olmo2Config", "Olmo2ForCausalLM"),
+    Family("granite", "GraniteConfig", "GraniteForCausalLM", {"attention_multiplier": 0.1, "logits_scaling": 4.0}),
+    Family("gemma", "GemmaConfig", "GemmaForCausalLM", {"head_dim": 32}),
+    Family("gpt-neox", "GPTNeoXConfig", "GPTNeoXForCausalLM"),
+    Family("gpt2", "GPT2Config", "GPT2LMHeadModel", {"n_embd": 64, "n_layer": 2, "n_head": 4}),
+    Family("mixtral", "MixtralConfig", "MixtralForCausalLM", {"num_local_experts": 4}),
+]
+LLAMA = FAMILIES[0]
+
+
+@pytest.fixture
+def model() -> Any:
+    return LLAMA.build()
+
+
+@pytest.fixture
+def handle(model: Any) -> Iterator[PrefixCaching]:
+    with enable_prefix_caching(model) as handle:
+        yield handle
+
+
+def prompt(length: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(8, VOCAB, (1, length), generator=torch.Generator().manual_seed(seed))
+
+
+def left_padded(*prompts: torch.Tensor) -> dict[str, torch.Tensor]:
+    width = max(p.shape[1] for p in prompts)
+    ids = torch.zeros(len(prompts), width, dtype=torch.long)
+    mask = torch.zeros_like(ids)
+    for line, keep, p in zip(ids, mask, prompts, strict=True):
+        line[width - p.shape[1] :] = p
+        keep[width - p.shape[1] :] = 1
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def plain(model: Any, **kwargs: Any) -> Any:
+    """The model's own generate, whether or not caching is enabled."""
+    return type(model).generate(model, **{"max_new_tokens": 20, **kwargs})
+
+
+def both(model: Any, seed: int = 0, **kwargs: Any) -> tuple[Any, Any]:
+    torch.manual_seed(seed)
+    want = plain(model, **kwargs)
+    torch.manual_seed(seed)
+    return want, model.generate(**{"max_new_tokens": 20, **kwargs})
+
+
+def assert_same(model: Any, seed: int = 0, **kwargs: Any) -> torch.Tensor:
+    want, got = both(model, seed, **kwargs)
+    assert torch.equal(want, got)
+    return got
+
+
+def assert_nothing_held(handle: PrefixCaching) -> None:
+    handle.manager.check()
+    assert handle.stats().held_blocks == 0
+    assert handle.stats().num_requests == 0
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda f: f.name)
+def test_same_tokens_cold_warm_pressed_and_disabled(family: Family) -> None:
+    model = family.build()
+    shared = prompt(70)
+    calls = [
+        {"input_ids": shared},
+        left_padded(torch.cat([shared, prompt(9, 1)], 1), prompt(33, 2), shared[:, :40], prompt(1, 3)),
+        {"input_ids": prompt(64, 4)},  # a whole number of blocks: a hit computes one token
+    ]
+    for num_blocks in (None, 24):  # 24 blocks hold less than the calls together need
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            with enable_prefix_caching(model, num_blocks=num_blocks) as handle:
+                for _ in range(2):
+                    for call in calls:
+                        assert_same(model, **call)
+                        assert_same(model, **call, do_sample=True, top_k=50)
+                assert handle.stats().hit_tokens > 0
+                assert (handle.stats().evictions > 0) == (num_blocks is not None)
+                assert_nothing_held(handle)
+        for call in calls:
+            assert torch.equal(plain(model, **call), model.generate(max_new_tokens=20, **call))
+
+
+def test_second_call_computes_one_token_of_a_whole_hit(model: Any, handle: PrefixCaching) -> None:
+    for expected in (0, 63):
+        assert_same(model, input_ids=prompt(64))
+        assert [r.cached_tokens for r in handle.last_requests] == [expected]
+
+
+def test_conversation_reuses_what_was_generated(model: Any, handle: PrefixCaching) -> None:
+    ids = prompt(40)
+    for turn in range(3):
+        ids = torch.cat([assert_same(model, input_ids=ids, min_new_tokens=20), prompt(5, turn)], 1)
+        if turn:
+            # All but the partial last block of the round before, whose last token was never computed.
+            assert handle.last_requests[0].cached_tokens >= handle.last_requests[0].prompt_tokens - 5 - 16
+
+
+def count_computed(model: Any, **kwargs: Any) -> int:
+    """Tokens that pass through the model's embedding during one call."""
+    seen: list[int] = []
+    hook = model.get_input_embeddings().register_forward_hook(lambda _, inputs, __: seen.append(inputs[0].numel()))
+    try:
+        model.generate(**kwargs)
+    finally:
+        hook.remove()
+    return sum(seen)
+
+
+def test_batch_computes_neither_padding_nor_cached_tokens(model: Any, handle: PrefixCaching) -> None:
+    batch = left_padded(prompt(100), prompt(30, 1), prompt(5, 2))
+    assert count_computed(model, **batch, max_new_tokens=1) == 135
+    # 96 of 100, 16 of 30 and nothing of 5 are whole blocks.
+    assert count_computed(model, **batch, max_new_tokens=1) == 4 + 14 + 5
+
+
+def test_rows_with_a_common_prefix_compute_it_once(model: Any, handle: PrefixCaching) -> None:
+    shared = prompt(64)
+    batch = left_padded(*(torch.cat([shared, prompt(n, n)], 1) for n in (3, 7, 20)))
+    assert count_computed(model, **batch, max_new_tokens=1) == 64 + 3 + 7 + 20
+    assert count_computed(model, input_ids=prompt(50, 9), num_return_sequences=4, do_sample=True, max_new_tokens=1) == (
+        50 + 3 * 2  # 48 of 50 tokens are whole blocks
+    )
+
+
+def test_finished_rows_are_left_out(model: Any, handle: PrefixCaching) -> None:
+    batch = left_padded(*(prompt(n, n) for n in (40, 30, 20, 10)))
+    generated = plain(model, **batch, eos_token_id=None, max_new_tokens=30)[:, 40:]
+    eos = generated[1, 2].item()  # what the second row says third ends its answer, and others' where they say it
+    want, got = both(model, **batch, eos_token_id=eos, max_new_tokens=30)
+    assert torch.equal(want, got)
+    lengths = [(row == eos).nonzero()[0].item() + 1 if (row == eos).any() else 30 for row in generated]
+    assert min(lengths) < 30
+    handle.reset()
+    computed = count_computed(model, **batch, eos_token_id=eos, max_new_tokens=30)
+    assert computed == 100 + sum(n - 1 for n in lengths)
+    assert_nothing_held(handle)
+
+
+def test_scores_and_logits_are_those_of_the_model(model: Any, handle: PrefixCaching) -> None:
+    batch = left_padded(prompt(40), prompt(17, 1))
+    eos = plain(model, **batch, eos_token_id=None)[1, 43].item()
+    for _ in range(2):
+        want, got = both(
+            model, **batch, eos_token_id=eos, return_dict_in_generate=True, output_scores=True, output_logits=True
+        )
+        assert torch.equal(want.sequences, got.sequences)
+        assert len(want.scores) == len(got.scores)
+        for a, b in zip(want.logits + want.scores, got.logits + got.scores, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+        assert got.past_key_values is None
+
+
+def test_processors_criteria_and_penalties(model: Any, handle: PrefixCaching) -> None:
+    class Forbid(transformers.LogitsProcessor):
+        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            scores = scores.clone()
+            scores[:, input_ids[:, -1]] = -torch.inf
+            return scores
+
+    class StopAt(transformers.StoppingCriteria):
+        def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+            return torch.full((len(input_ids),), input_ids.shape[1] >= 50)
+
+    for _ in range(2):
+        got = assert_same(
+            model,
+            input_ids=prompt(40),
+            logits_processor=transformers.LogitsProcessorList([Forbid()]),
+            stopping_criteria=transformers.StoppingCriteriaList([StopAt()]),
+        )
+        assert got.shape[1] == 50
+        assert_same(model, input_ids=prompt(40), repetition_penalty=1.3, no_repeat_ngram_size=2, min_new_tokens=5)
+        assert_same(model, input_ids=prompt(40), generation_config=transformers.GenerationConfig(max_new_tokens=9))
+
+
+def test_classifier_free_guidance_runs_the_model_between_steps(model: Any, handle: PrefixCaching) -> None:
+    for _ in range(2):
+        assert_same(model, input_ids=prompt(40), guidance_scale=1.7, negative_prompt_ids=prompt(6, 1))
+    assert handle.stats().hit_tokens > 0
+
+
+class Recorder:
+    """A streamer that keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.got: list[list[int]] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        self.got.append(value.flatten().tolist())
+
+    def end(self) -> None:
+        self.got.append([])
+
+
+def test_streamers_see_what_they_saw(model: Any, handle: PrefixCaching) -> None:
+    want = Recorder()
+    plain(model, input_ids=prompt(40), streamer=want)
+    for _ in range(2):
+        got = Recorder()
+        model.generate(input_ids=prompt(40), max_new_tokens=20, streamer=got)
+        assert got.got == want.got
+    # A call that is not served must not show the prompt twice.
+    got = Recorder()
+    with pytest.warns(UserWarning, match="output_hidden_states"):
+        model.generate(
+            input_ids=prompt(40),
+            max_new_tokens=20,
+            streamer=got,
+            output_hidden_states=True,
+            return_dict_in_generate=True,
+        )
+    assert got.got == want.got
+
+
+def test_stop_strings(model: Any, handle: PrefixCaching) -> None:
+    from pc.demo._models import train_tokenizer
+
+    tokenizer = train_tokenizer("the quick brown fox jumps over the lazy dog " * 20, VOCAB)
+    ids = torch.tensor([tokenizer.encode("the quick brown fox")])
+    answer = tokenizer.decode(plain(model, input_ids=ids)[0, ids.shape[1] :])
+    stop = answer[4:7]
+    assert_same(model, input_ids=ids, stop_strings=[stop], tokenizer=tokenizer)
+    assert handle.last_requests
+
+
+def test_chunked_prefill_gives_the_same_tokens(model: Any, handle: PrefixCaching) -> None:
+    batch = left_padded(prompt(100), prompt(33, 1))
+    want = plain(model, **batch)
+    assert torch.equal(model.generate(**batch, max_new_tokens=20, prefill_chunk_size=24), want)
+    assert handle.last_requests
+
+
+def test_positional_arguments_and_inference_mode(model: Any, handle: PrefixCaching) -> None:
+    config = transformers.GenerationConfig(max_new_tokens=11, eos_token_id=EOS, pad_token_id=0)
+    want = type(model).generate(model, prompt(40), config)
+    with torch.inference_mode():
+        assert torch.equal(model.generate(prompt(40), config), want)
+    assert torch.equal(model.generate(prompt(40), config), want)  # blocks made in inference mode stay writable
+    assert handle.last_requests[0].cached_tokens == 32
+
+
+NOT_SERVED = {
+    "beam search": {"num_beams": 3},
+    "output_attentions": {"output_hidden_states": True, "return_dict_in_generate": True},
+    "use_cache": {"use_cache": False},
+    "cache_implementation": {"cache_implementation": "static"},
+    "past_key_values": {"past_key_values": transformers.DynamicCache},
+    "prompt lookup": {"prompt_lookup_num_tokens": 2},
+    "positions": {"position_ids": torch.arange(5, 45)[None]},
+}
+
+
+@pytest.mark.parametrize("options", NOT_SERVED.values(), ids=NOT_SERVED.keys())
+def test_what_is_not_served_goes_to_the_model_with_one_warning(
+    model: Any, handle: PrefixCaching, options: dict[str, Any]
+) -> None:
+    def call(generate: Any) -> torch.Tensor:
+        fresh = {k: v() if isinstance(v, type) else v for k, v in options.items()}
+        result = generate(input_ids=prompt(40), max_new_tokens=12, **fresh)
+        return result if isinstance(result, torch.Tensor) else result.sequences
+
+    want = call(lambda **kw: plain(model, **kw))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert torch.equal(call(model.generate), want)
+        assert torch.equal(call(model.generate), want)
+    assert len([w for w in caught if str(w.message).startswith("prefix caching:")]) == 1
+    assert handle.last_requests == []
+    assert_nothing_held(handle)
+
+
+def test_right_padding_goes_to_the_model(model: Any, handle: PrefixCaching) -> None:
+    batch = {k: v.flip(1) for k, v in left_padded(prompt(40), prompt(20, 1)).items()}
+    with pytest.warns(UserWarning, match="padded on the right"):
+        assert_same(model, **batch)
+
+
+def test_holes_in_the_attention_mask(model: Any, handle: PrefixCaching) -> None:
+    mask = torch.ones(1, 40, dtype=torch.long)
+    mask[0, 3:9] = 0
+    for _ in range(2):
+        assert_same(model, input_ids=prompt(40), attention_mask=mask)
+    assert handle.last_requests[0].prompt_tokens == 34
+
+
+def test_input_embeddings_go_to_the_model(model: Any, handle: PrefixCaching) -> None:
+    embeds = model.get_input_embeddings()(prompt(20)).detach()
+    with pytest.warns(UserWarning, match="prefix caching"):
+        assert_same(model, inputs_embeds=embeds, attention_mask=torch.ones(1, 20, dtype=torch.long))
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        Family("bloom", "BloomConfig", "BloomForCausalLM", {"n_layer": 2, "n_head": 4}),
+        Family("falcon", "FalconConfig", "FalconForCausalLM"),
+        Family("shared keys", "DiffLlamaConfig", "DiffLlamaForCausalLM"),
+    ],
+    ids=lambda f: f.name,
+)
+def test_model_that_is_not_served_keeps_its_generate(family: Family) -> None:
+    model = family.build()
+    want = plain(model, input_ids=prompt(40))
+    with pytest.warns(UserWarning, match="prefix caching"):
+        handle = enable_prefix_caching(model)
+    assert handle.unsupported
+    assert torch.equal(model.generate(input_ids=prompt(40), max_new_tokens=20), want)
+    assert not handle.stats()
+    handle.disable()
+
+
+def test_encoder_decoder_is_not_served() -> None:
+    config = transformers.T5Config(vocab_size=VOCAB, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4)
+    with pytest.warns(UserWarning, match="encoder-decoder"):
+        assert enable_prefix_caching(transformers.T5ForConditionalGeneration(config)).unsupported
+
+
+def test_probe_notices_wrong_attention(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from pc.integrations.huggingface._paged import PagedCache
+
+    right = PagedCache.attend
+    monkeypatch.setattr(PagedCache, "attend", lambda self, q, k, v, scale, cap: right(self, q, k, v, 3 * scale, cap))
+    with pytest.warns(UserWarning, match="differ by"):
+        handle = enable_prefix_caching(model)
+    assert handle.unsupported
+
+
+def test_prompt_that_does_not_fit_goes_to_the_model(model: Any) -> None:
+    with enable_prefix_caching(model, num_blocks=2) as handle:
+        with pytest.warns(UserWarning, match="num_blocks"):
+            assert_same(model, input_ids=prompt(60))
+        assert_nothing_held(handle)
+        assert_same(model, input_ids=prompt(20), max_new_tokens=5)
+        assert handle.last_requests
+
+
+def test_batch_that_does_not_fit_goes_to_the_model(model: Any) -> None:
+    with enable_prefix_caching(model, num_blocks=6) as handle:
+        with pytest.warns(UserWarning, match="num_blocks"):
+            assert_same(model, **left_padded(prompt(60), prompt(50, 1)))
+        assert_nothing_held(handle)
+
+
+@pytest.mark.parametrize("options", [{}, {"do_sample": True}], ids=["greedy", "sampled"])
+def test_running_out_of_blocks_while_decoding(model: Any, options: dict[str, Any]) -> None:
+    batch = left_padded(prompt(30), prompt(20, 1))
+    with enable_prefix_caching(model, num_blocks=5) as handle:
+        with pytest.warns(UserWarning, match="went on without the cache"):
+            assert_same(model, **batch, **options, max_new_tokens=40)
+        assert_nothing_held(handle)
+
+
+def test_nothing_is_held_after_a_failure(model: Any, handle: PrefixCaching) -> None:
+    class Fail(transformers.LogitsProcessor):
+        def __init__(self, at: int) -> None:
+            self.left = at
+
+        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            self.left -= 1
+            if self.left < 0:
+                raise RuntimeError("on purpose")
+            return scores
+
+    for at in (0, 1, 18):
+        with pytest.raises(RuntimeError, match="on purpose"):
+            model.generate(
+                input_ids=prompt(40), max_new_tokens=20, logits_processor=transformers.LogitsProcessorList([Fail(at)])
+            )
+        assert_nothing_held(handle)
+    assert_same(model, input_ids=prompt(40))
+
+
+def test_failed_forward_leaves_nothing_findable(model: Any, handle: PrefixCaching) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("on purpose")
+
+    hook = model.model.layers[1].register_forward_pre_hook(fail)
+    with pytest.raises(RuntimeError, match="on purpose"):
+        model.generate(input_ids=prompt(40), max_new_tokens=20)
+    hook.remove()
+    assert_nothing_held(handle)
+    assert handle.stats().cached_blocks == 0
+    assert model.config._attn_implementation != "pc_paged"
+    assert_same(model, input_ids=prompt(40))
+
+
+def test_changed_weights_empty_the_cache(model: Any, handle: PrefixCaching) -> None:
+    assert_same(model, input_ids=prompt(64))
+    with torch.no_grad():
+        model.model.layers[0].self_attn.k_proj.weight.mul_(1.5)
+    assert_same(model, input_ids=prompt(64))
+    assert handle.last_requests[0].cached_tokens == 0
+    model.model.layers[1].self_attn.v_proj.weight.data = torch.randn(32, 64)
+    assert_same(model, input_ids=prompt(64))
+    assert handle.last_requests[0].cached_tokens == 0
+
+
+def test_changed_dtype_is_looked_at_anew(model: Any, handle: PrefixCaching) -> None:
+    for dtype, served in ((torch.bfloat16, True), (torch.float64, False), (torch.float32, True)):
+        model.to(dtype)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for _ in range(2):
+                got = model.generate(input_ids=prompt(64), max_new_tokens=20)
+        assert bool(handle.last_requests) == served
+        if dtype != torch.bfloat16:
+            assert torch.equal(got, plain(model, input_ids=prompt(64)))
+
+
+def test_training_mode_goes_to_the_model_and_survives_enabling(model: Any) -> None:
+    model.train()
+    model.model.layers[0].eval()
+    modes = [m.training for m in model.modules()]
+    with enable_prefix_caching(model):
+        assert [m.training for m in model.modules()] == modes
+        with pytest.warns(UserWarning, match="training mode"):
+            assert_same(model, input_ids=prompt(40))
+
+
+def test_disable_restores_the_model(model: Any) -> None:
+    before, config = dict(vars(model)), copy.deepcopy(model.config.to_dict())
+    implementation = model.config._attn_implementation
+    handle = enable_prefix_caching(model)
+    assert_same(model, input_ids=prompt(40))
+    handle.disable()
+    handle.disable()
+    assert vars(model) == before
+    assert model.config.to_dict() == config
+    assert model.config._attn_implementation == implementation
+    again = enable_prefix_caching(model)
+    assert_same(model, input_ids=prompt(40))
+    again.disable()
+
+
+def test_copy_of_the_model_has_its_own_generate(model: Any, handle: PrefixCaching) -> None:
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        other.lm_head.weight.copy_(torch.randn_like(other.lm_head.weight))
+    want = plain(other, input_ids=prompt(40))
+    assert torch.equal(other.generate(input_ids=prompt(40), max_new_tokens=20), want)
+    assert handle.stats().total_requests == 0
+
+
+def test_global_random_state_is_left_alone(model: Any) -> None:
+    state = torch.random.get_rng_state()
+    with enable_prefix_caching(model):
+        assert torch.equal(torch.random.get_rng_state(), state)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        ({"block_size": 12}, ValueError, "block_size: got 12"),
+        ({"block_size": 16.0}, TypeError, "block_size: got float"),
+        ({"num_blocks": 0}, ValueError, "num_blocks: got 0"),
+        ({"num_blocks": "many"}, TypeError, "num_blocks: got str"),
+        ({"policy": "nonsense"}, ValueError, "policy"),
+    ],
+)
+def test_bad_arguments(model: Any, arguments: dict[str, Any], error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        enable_prefix_caching(model, **arguments)
+    enable_prefix_caching(model).disable()  # the failed call left nothing behind
+
+
+def test_enabling_twice_and_what_is_no_model(model: Any, handle: PrefixCaching) -> None:
+    with pytest.raises(ValueError, match="already enabled"):
+        enable_prefix_caching(model)
+    with pytest.raises(TypeError, match="model: got Linear"):
+        enable_prefix_caching(torch.nn.Linear(2, 2))
+    with pytest.raises(TypeError, match="model: got str"):
+        enable_prefix_caching("gpt2")
+
+
+def test_unknown_arguments_are_refused_as_before(model: Any, handle: PrefixCaching) -> None:
+    with pytest.raises(ValueError, match="model_kwargs"):
+        model.generate(input_ids=prompt(40), no_such_option=1)
+
+
+@pytest.mark.parametrize(("length", "served"), [(40, True), (58, False), (90, True)])
+def test_longrope_is_served_on_either_side_of_its_switch(length: int, served: bool) -> None:
+    factors = {"short_factor": [1.0] * 8, "long_factor": [1.0 + 0.5 * i for i in range(8)]}
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, **factors}
+    options = {"rope_parameters": rope, "original_max_position_embeddings": 64, "max_position_embeddings": 512}
+    model = Family("phi3", "Phi3Config", "Phi3ForCausalLM", options).build()
+    ids = prompt(length)
+    with enable_prefix_caching(model) as handle, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model.generate(input_ids=ids[:, :32], max_new_tokens=2)  # short factors, the same first blocks
+        for _ in range(2):
+            assert_same(model, input_ids=ids)
+            assert bool(handle.last_requests) == served
+
+
+def test_block_sizes(model: Any) -> None:
+    for block_size in (8, 64, 256):
+        with enable_prefix_caching(model, block_size=block_size) as handle:
+            for _ in range(2):
+                assert_same(model, input_ids=prompt(300))
+            assert handle.last_requests[0].cached_tokens == 300 // block_size * block_size
+
+
+def test_call_from_another_thread_is_refused_not_wrong(model: Any) -> None:
+    from pc.integrations.huggingface._paged import ATTENTION_NAME
+
+    model.config._attn_implementation = ATTENTION_NAME
+    with pytest.raises(RuntimeError, match="another thread"):
+        model(input_ids=prompt(8))
+
+
+def test_default_size_of_the_cache(model: Any) -> None:
+    bytes_per_block = 2 * 2 * 2 * 16 * 16 * 4  # key and value, layers, heads, head_dim, tokens, float32
+    assert handle_module._default_num_blocks(model, bytes_per_block, 16) == 32 * 512 // 16
+    assert handle_module._default_num_blocks(model, 1 << 40, 16) == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_same_tokens_on_a_gpu(dtype: torch.dtype) -> None:
+    from pc.demo._run import compare_tokens
+
+    model = LLAMA.build().to("cuda", dtype)
+    with enable_prefix_caching(model) as handle:
+        for _ in range(2):
+            ids = prompt(300).cuda()
+            want = plain(model, input_ids=ids, return_dict_in_generate=True, output_logits=True)
+            got = model.generate(input_ids=ids, max_new_tokens=20)
+            answers = (want.sequences[0, 300:].tolist(), got[0, 300:].tolist())
+            _, ok = compare_tokens(*answers, lambda i: want.logits[i][0].to(dtype))  # noqa: B023
+            assert ok
+        assert handle.last_requests[0].cached_tokens == 288
