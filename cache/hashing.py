@@ -34,6 +34,8 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from .memo import HashMemo, Node
+
 Words = npt.NDArray[np.uint64]
 """Digests of a run of blocks as `[words, blocks]`: word-major, so that one word of a run is contiguous."""
 
@@ -149,18 +151,22 @@ class BlockHasher:
         algorithm: A name in `ALGORITHMS`.
         block_size: Tokens a block.
         seed: Part of every root when given; None is the identity that all processes share.
+        memo_bytes: Memory for hashes of prompts seen before.
+
+    Not to be used by two threads at once.
     """
 
-    def __init__(self, algorithm: str, block_size: int, seed: int | None = None) -> None:
+    def __init__(self, algorithm: str, block_size: int, seed: int | None = None, memo_bytes: int = 0) -> None:
         if algorithm not in ALGORITHMS:
             raise ValueError(f"hash_algorithm: got {algorithm!r}, needs one of {', '.join(ALGORITHMS)}")
         self.algorithm = algorithm
         self.block_size = block_size
         self.seed = seed
-        self._new = ALGORITHMS[algorithm]
+        self.new = ALGORITHMS[algorithm]
         name = algorithm.encode()
         self._root = b"pc.block.1" + bytes([len(name)]) + name + struct.pack("<I", block_size) + encode_key(seed)
-        size = len(self._new().digest())
+        self.memo = HashMemo(memo_bytes)
+        size = len(self.new().digest())
         if size % 8:
             raise ValueError(f"hash_algorithm: {algorithm!r} gives {size} bytes, needs a multiple of 8")
         self.words = size // 8
@@ -181,9 +187,12 @@ class BlockHasher:
             whole, placed = _NO_KEYS
         else:
             whole, placed = self._encode_keys(extra_keys, salt)
-        hasher = self._new()
-        hasher.update(self._root + whole)
-        return Chain(hasher, self._new, self.block_size, self.words, placed)
+        root = self.memo.root(whole)
+        if root is None:
+            hasher = self.new()
+            hasher.update(self._root + whole)
+            root = self.memo.add_root(whole, hasher)
+        return Chain(self, root, placed)
 
     def _encode_keys(self, extra_keys: Any, salt: Key) -> tuple[bytes, Placed]:
         if extra_keys is None:
@@ -212,26 +221,19 @@ class Chain:
         hashed: Blocks hashed so far.
     """
 
-    __slots__ = ("_block_size", "_hasher", "_new", "_placed", "_words", "hashed")
+    __slots__ = ("_hasher", "_owner", "_placed", "_root", "hashed")
 
-    def __init__(
-        self,
-        hasher: Hasher,
-        new: Callable[[], Hasher],
-        block_size: int,
-        words: int,
-        placed: Placed,
-    ) -> None:
-        self._hasher = hasher
-        self._new = new
-        self._block_size = block_size
-        self._words = words
+    def __init__(self, owner: BlockHasher, root: Node, placed: Placed) -> None:
+        self._owner = owner
+        self._root = root
+        self._hasher: Hasher = root.hasher
         self._placed = placed
         self.hashed = 0
 
     def copy(self) -> Chain:
         """A chain that continues from here on its own."""
-        other = Chain(self._hasher.copy(), self._new, self._block_size, self._words, self._placed)
+        other = Chain(self._owner, self._root, self._placed)
+        other._hasher = self._hasher.copy()
         other.hashed = self.hashed
         return other
 
@@ -242,33 +244,62 @@ class Chain:
             tokens: All tokens of the sequence, at least `end * block_size` of them.
             end: Block to stop before.
         """
-        start = self.hashed
+        start, size = self.hashed, self._owner.block_size
         if end <= start:
-            return np.empty((self._words, 0), np.uint64)
+            return np.empty((self._owner.words, 0), np.uint64)
+        span = tokens[start * size : end * size]
         if sys.byteorder == "big":
-            tokens = array("I", tokens)
-            tokens.byteswap()
+            span.byteswap()
+        data = span.tobytes()
         digests: list[bytes] = []
-        with memoryview(tokens) as view, view.cast("B") as data:
-            for stop in (*self._breaks(start, end), end):
-                self._feed(data, stop, digests)
-        words: Words = np.frombuffer(b"".join(digests), np.uint64).reshape(end - start, self._words).T
+        breaks = sorted({p // size for p, _ in self._placed if start <= p // size < end})
+        if not start:
+            self._recall(data, breaks[0] if breaks else end, digests)
+        for stop in (*breaks, end):
+            self._feed(data, start, stop, digests)
+            if stop < end:
+                self._restart(stop)
+        words: Words = np.frombuffer(b"".join(digests), np.uint64).reshape(end - start, self._owner.words).T
         return words
 
-    def _breaks(self, start: int, end: int) -> list[int]:
-        """Blocks in (start, end) that hold a placed key: the chain starts anew before them."""
-        return sorted({p // self._block_size for p, _ in self._placed if start < p // self._block_size < end})
+    def _recall(self, data: bytes, end: int, digests: list[bytes]) -> None:
+        """Goes as far as whole chunks reach, with remembered hashes where there are any."""
+        width, node, memo = 4 * self._owner.block_size, self._root, self._owner.memo
+        path = [node]
+        at = 0
+        while (stop := at + _chunk_after(at)) <= end:
+            key = data[at * width : stop * width]
+            child = node.child(key)
+            if child is None:
+                self._hasher = node.hasher.copy()
+                fresh: list[bytes] = []
+                self._feed(data, 0, stop, fresh)
+                child = memo.add(node, key, b"".join(fresh), self._hasher)
+            path.append(child)
+            digests.append(child.digests)
+            node, at = child, stop
+            self.hashed = stop
+        self._hasher = node.hasher.copy()
+        memo.touch(path)
 
-    def _feed(self, data: memoryview, stop: int, digests: list[bytes]) -> None:
-        here = [(p, k) for p, k in self._placed if p // self._block_size == self.hashed]
-        if here:
-            last = self._hasher.digest()
-            self._hasher = self._new()
-            records = b"".join(struct.pack("<Q", p) + k for p, k in here)
-            self._hasher.update(b"pc.extra.1" + last + struct.pack("<I", len(here)) + records)
-        width = 4 * self._block_size
+    def _restart(self, block: int) -> None:
+        """Starts the chain anew before a block that holds placed keys."""
+        here = [(p, k) for p, k in self._placed if p // self._owner.block_size == block]
+        records = b"".join(struct.pack("<Q", p) + k for p, k in here)
+        last = self._hasher.digest()
+        self._hasher = self._owner.new()
+        self._hasher.update(b"pc.extra.1" + last + struct.pack("<I", len(here)) + records)
+
+    def _feed(self, data: bytes, start: int, stop: int, digests: list[bytes]) -> None:
+        """Hashes blocks up to `stop`; `data` begins at block `start`."""
+        width = 4 * self._owner.block_size
         update, digest, append = self._hasher.update, self._hasher.digest, digests.append
-        for at in range(self.hashed * width, stop * width, width):
+        for at in range((self.hashed - start) * width, (stop - start) * width, width):
             update(data[at : at + width])
             append(digest())
         self.hashed = stop
+
+
+def _chunk_after(block: int) -> int:
+    """Blocks of the chunk that begins at `block`: short where prompts branch, long where they run on."""
+    return 16 if block < 64 else 64

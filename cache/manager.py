@@ -8,6 +8,7 @@ from collections.abc import Hashable, Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from .allocation import Allocation, CacheStats, Span
 from .groups import FullAttention, Group, Tensors
@@ -15,6 +16,11 @@ from .hashing import BlockHasher, Chain, TokenIds, Words, encode_tokens
 from .policies import EvictionPolicy, make_policy
 from .pool import EMPTY, BlockPool, OutOfBlocks
 from .table import Ids
+
+MEMO_BYTES = 96
+"""Memory a block for remembered hashes: chunks of 64 blocks of 16 tokens come to about 110 bytes a block."""
+
+Mask = npt.NDArray[np.bool_]
 
 REUSES = ("prefix", "gap")
 
@@ -80,8 +86,9 @@ class CacheManager:
         self.block_size = block_size
         self.hash_algorithm = hash_algorithm
         self.groups = specs
-        self._hasher = BlockHasher(hash_algorithm, block_size, seed)
+        self._hasher = BlockHasher(hash_algorithm, block_size, seed, MEMO_BYTES * num_blocks)
         self._pools = [BlockPool(g.num_blocks or num_blocks, self._hasher, make_policy(policy)) for g in specs]
+        self._simple = len(specs) == 1 and isinstance(specs[0], FullAttention | Tensors)
         self._requests: dict[Hashable, _Request] = {}
         self._lock = threading.RLock()
         self._zero_counters()
@@ -131,11 +138,11 @@ class CacheManager:
             raise ValueError(f"reuse: got {reuse!r}, needs one of {', '.join(REUSES)}")
         tokens = encode_tokens(token_ids)
         keys = (extra_keys, salt)
-        chain = self._hasher.chain(*keys)
-        digests = chain.extend(tokens, len(tokens) // self.block_size)
         with self._lock:
             if request_id in self._requests:
                 raise ValueError(f"request_id: got {request_id!r}, which is running, needs a new one")
+            chain = self._hasher.chain(*keys)
+            digests = chain.extend(tokens, len(tokens) // self.block_size)
             return self._allocate(request_id, tokens, chain, keys, digests, reuse, priority, ttl)
 
     def _allocate(
@@ -152,29 +159,34 @@ class CacheManager:
         size, num_tokens = self.block_size, len(tokens)
         num_full = digests.shape[1]
         num_blocks = -(-num_tokens // size)
-        listed = [pool.table.find(digests) for pool in self._pools]
-        found = [np.where(p.complete[ids], ids, np.int32(-1)) for p, ids in zip(self._pools, listed, strict=True)]
-        hit = self._hit(found, num_tokens)
-        reused = self._behind_gap(found, hit) if reuse == "gap" else EMPTY
+        searches = [pool.table.search(digests) for pool in self._pools]
+        resident = [pool.complete.take(listed) for pool, (listed, _) in zip(self._pools, searches, strict=True)]
+        hit = self._hit(resident, num_tokens)
+        reused = self._behind_gap(resident, hit) if reuse == "gap" else EMPTY
         fresh = np.arange(hit, num_blocks, dtype=np.int32)
         if reused.size:
             fresh = np.setdiff1d(fresh, reused, assume_unique=True)
-        tables = [self._cached_part(g, hit, reused, num_blocks, num_tokens, ids) for g, ids in enumerate(found)]
-        holds = [table[table >= 0] for table in tables]
+        tables = [
+            self._cached_part(group, hit, reused, num_blocks, num_tokens, listed)
+            for group, (listed, _) in zip(self.groups, searches, strict=True)
+        ]
+        holds = [tables[0][:hit]] if self._simple and not reused.size else [table[table >= 0] for table in tables]
         for pool, ids in zip(self._pools, holds, strict=True):
             available = pool.available - pool.unreferenced(ids)
             if fresh.size > available:
                 raise OutOfBlocks(fresh.size, available)
 
         wait_for = None
-        if hit < num_full and found[0][hit] < 0 <= listed[0][hit]:
-            wait_for = self._writer_of(int(listed[0][hit]))
-        claims = fresh[: np.searchsorted(fresh, num_full)]
-        for pool, ids, table, there in zip(self._pools, holds, tables, listed, strict=True):
+        first = searches[0][0]
+        if hit < num_full and not resident[0][hit] and first[hit] >= 0:
+            wait_for = self._writer_of(int(first[hit]))
+        where = fresh if reused.size else slice(hit, num_blocks)
+        full = fresh[: fresh.searchsorted(num_full)] if reused.size else slice(hit, num_full)
+        for pool, ids, table, (listed, ends) in zip(self._pools, holds, tables, searches, strict=True):
             if ids.size:
                 pool.hold(ids)
             if fresh.size:
-                table[fresh] = pool.take(fresh + 1, digests[:, claims], there[claims] < 0)
+                table[where] = pool.take(fresh + 1, digests[:, full], listed[full], ends[full])
             if priority or ttl is not None:
                 pool.policy.hinted(table[table >= 0], priority, ttl)
 
@@ -183,32 +195,31 @@ class CacheManager:
         self._requests[request_id] = request
         return self._describe(request, hit, reused, wait_for)
 
-    def _hit(self, found: list[Ids], num_tokens: int) -> int:
+    def _hit(self, resident: list[Mask], num_tokens: int) -> int:
         """Blocks of the longest prefix behind which every group can go on."""
-        if len(found) == 1 and isinstance(self.groups[0], FullAttention | Tensors):
-            misses = found[0] < 0
-            first = int(misses.argmax()) if misses.size else 0
-            return first if misses.size and misses[first] else found[0].size
-        servable = np.ones(found[0].size + 1, np.bool_)
-        for group, ids in zip(self.groups, found, strict=True):
-            servable &= group.servable(ids >= 0, num_tokens, self.block_size)
+        if self._simple:
+            return _leading(resident[0])
+        servable = np.ones(resident[0].size + 1, np.bool_)
+        for group, mask in zip(self.groups, resident, strict=True):
+            servable &= group.servable(mask, num_tokens, self.block_size)
         return int(np.flatnonzero(servable)[-1])
 
-    def _behind_gap(self, found: list[Ids], hit: int) -> Ids:
+    def _behind_gap(self, resident: list[Mask], hit: int) -> Ids:
         """Blocks behind the hit that every group has; none with recurrent groups, which cannot jump a gap."""
         if any(group.aligned for group in self.groups):
             return EMPTY
-        everywhere = np.logical_and.reduce([ids[hit:] >= 0 for ids in found])
+        everywhere = np.logical_and.reduce([mask[hit:] for mask in resident])
         return (np.flatnonzero(everywhere) + hit).astype(np.int32)
 
-    def _cached_part(self, group: int, hit: int, reused: Ids, num_blocks: int, num_tokens: int, found: Ids) -> Ids:
+    def _cached_part(self, spec: Group, hit: int, reused: Ids, num_blocks: int, num_tokens: int, listed: Ids) -> Ids:
         """The block table of a group with the cached blocks it needs, everything else -1."""
-        size, spec = self.block_size, self.groups[group]
+        size = self.block_size
         table = np.full(num_blocks, -1, np.int32)
-        table[:hit] = found[:hit]
+        table[:hit] = listed[:hit]
         position = min(hit * size, max(num_tokens - 1, 0))
         table[spec.sink_blocks(size) : min(spec.first_needed(position, size), hit)] = -1
-        table[reused] = found[reused]
+        if reused.size:
+            table[reused] = listed[reused]
         return table
 
     def _writer_of(self, block: int) -> Hashable:
@@ -234,6 +245,7 @@ class CacheManager:
         self._queried += num_tokens
         prefix = min(hit * size, max(num_tokens - 1, 0))
         tables = tuple(table.copy() for table in request.tables)
+        single = len(tables) == 1
         allocation = Allocation(
             tables=tables,
             first_block=0,
@@ -241,8 +253,8 @@ class CacheManager:
             cached_spans=cached,
             compute_spans=compute,
             written=written,
-            block_ids=tables[0].copy() if len(tables) == 1 else tuple(t.copy() for t in tables),
-            copies=[] if len(tables) == 1 else [[] for _ in tables],
+            block_ids=tables[0] if single else tables,
+            copies=[] if single else [[] for _ in tables],
             wait_for=wait_for,
         )
         self._hits["prefix"] += prefix
@@ -542,6 +554,12 @@ def _check_count(name: str, value: int) -> None:
         raise TypeError(f"{name}: got {type(value).__name__}, needs an int")
     if value < 1:
         raise ValueError(f"{name}: got {value}, needs at least 1")
+
+
+def _leading(mask: Mask) -> int:
+    """How many entries are true before the first that is not."""
+    first = int(mask.argmin()) if mask.size else 0
+    return mask.size if mask.size and mask[first] else first
 
 
 def _room_for(table: Ids, num_blocks: int) -> Ids:

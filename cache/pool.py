@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import numpy as np
-import numpy.typing as npt
 
 from .hashing import BlockHasher, TokenIds, Words, encode_tokens
 from .policies import Block, EvictionPolicy
-from .table import HashTable, Ids
+from .table import HashTable, Ids, Places
 
 EMPTY: Ids = np.empty(0, np.int32)
 
@@ -35,7 +34,7 @@ class BlockPool:
         access_count: Requests that took the block since it was last filled, int32.
         prefix_length: Blocks of its sequence up to and including it, int32.
         words: Hash of each block, `[words, num_blocks]` uint64; of meaning while the block is in the table.
-        complete: Whether the block is findable.
+        complete: Whether the block is findable; one more entry, for "block" -1, is always False.
         clock: The current tick.
         evictions: Blocks evicted so far.
         on_evict: Called with the blocks that are about to lose their content.
@@ -49,7 +48,7 @@ class BlockPool:
         self.access_count = np.zeros(num_blocks, np.int32)
         self.prefix_length = np.zeros(num_blocks, np.int32)
         self.words: Words = np.zeros((hasher.words, num_blocks), np.uint64)
-        self.complete = np.zeros(num_blocks, np.bool_)
+        self.complete = np.zeros(num_blocks + 1, np.bool_)
         self.table = HashTable(self.words)
         self.clock = 0
         self.evictions = 0
@@ -88,16 +87,18 @@ class BlockPool:
 
     def unreferenced(self, ids: Ids) -> int:
         """How many of these blocks nobody holds."""
-        return ids.size - int(np.count_nonzero(self.ref_count[ids]))
+        return ids.size - int(np.count_nonzero(self.ref_count.take(ids)))
 
     def hold(self, ids: Ids) -> None:
         """Takes a reference on complete blocks, in the order of their sequence."""
-        refs = self.ref_count[ids]
+        index = ids.astype(np.intp)
+        refs = self.ref_count.take(index)
         self._evictable -= ids.size - int(np.count_nonzero(refs))
-        self.ref_count[ids] = refs + 1
+        refs += 1
+        self.ref_count[index] = refs
         self.clock += 1
-        self.last_access[ids] = self.clock
-        self.access_count[ids] += 1
+        self.last_access[index] = self.clock
+        self.access_count[index] += 1
         self.policy.accessed(ids, hit=True)
 
     def share(self, ids: Ids) -> None:
@@ -105,30 +106,40 @@ class BlockPool:
         self.ref_count[ids] += 1
 
     def take(
-        self, prefix_lengths: Ids, digests: Words | None = None, claim: npt.NDArray[np.bool_] | None = None
+        self, prefix_lengths: Ids, digests: Words | None = None, listed: Ids | None = None, ends: Places | None = None
     ) -> Ids:
         """Takes fresh blocks, empty ones first, then victims of the policy.
 
         Args:
             prefix_lengths: One for each block, ascending; the caller has made sure that so many are available.
             digests: Hashes of the first of them, those that are complete once written.
-            claim: Which of those hashes go into the table as pending; None: all.
+            listed: What `table.search` found for those hashes; where it is -1 the block goes into the table, pending.
+            ends: Where that search ended.
         """
         count = prefix_lengths.size
         from_free = min(count, self._num_free)
         self._num_free -= from_free
-        ids: Ids = self._free[self._num_free : self._num_free + from_free][::-1].copy()
-        if from_free < count:
-            ids = np.concatenate((ids, self._evict(count - from_free)))
+        if not from_free:
+            ids = self._evict(count)
+        else:
+            ids = self._free[self._num_free : self._num_free + from_free][::-1].copy()
+            if from_free < count:
+                ids = np.concatenate((ids, self._evict(count - from_free)))
+        index = ids.astype(np.intp)
         self.clock += 1
-        self.ref_count[ids] = 1
-        self.last_access[ids] = self.clock
-        self.access_count[ids] = 1
-        self.prefix_length[ids] = prefix_lengths
+        self.ref_count[index] = 1
+        self.last_access[index] = self.clock
+        self.access_count[index] = 1
+        self.prefix_length[index] = prefix_lengths
         if digests is not None and digests.size:
-            full = ids[: digests.shape[1]]
-            self.words[:, full] = digests
-            self.table.insert(full if claim is None else full[claim])
+            num_full = digests.shape[1]
+            for own, word in zip(self.words, digests, strict=True):
+                own[index[:num_full]] = word
+            if listed is not None and (listed >= 0).any():
+                new = listed < 0
+                self.table.insert(ids[:num_full][new], None if ends is None else ends[new])
+            else:
+                self.table.insert(ids[:num_full], ends)
         self.policy.accessed(ids, hit=False)
         return ids
 
@@ -158,13 +169,14 @@ class BlockPool:
         """Gives up a reference on each block, in the order of their sequence; what is complete stays findable."""
         if not ids.size:
             return
-        refs = self.ref_count[ids] - 1
+        refs = self.ref_count.take(ids)
+        refs -= 1
         self.ref_count[ids] = refs
         self.clock += 1
         if refs.any():
             ids = ids[refs == 0]
-        complete = self.complete[ids]
-        kept = ids[complete]
+        complete = self.complete.take(ids)
+        kept = ids if complete.all() else ids[complete]
         if kept.size:
             self.last_access[kept] = self.clock
             self._evictable += kept.size
@@ -204,7 +216,7 @@ class BlockPool:
     def find_complete(self, digests: Words) -> Ids:
         """The complete block of each hash, -1 where there is none."""
         found = self.table.find(digests)
-        found[~self.complete[found]] = -1
+        found[~self.complete.take(found)] = -1
         return found
 
     def acquire(self, sequence: TokenIds | Sequence[bytes]) -> list[Block]:
@@ -231,7 +243,7 @@ class BlockPool:
             self.hold(hits)
         rest = digests[:, hits.size :]
         lengths = np.arange(hits.size + 1, count + 1, dtype=np.int32)
-        fresh = self.take(lengths, rest, self.table.find(rest) < 0) if needed else EMPTY
+        fresh = self.take(lengths, rest, self.table.find(rest)) if needed else EMPTY
         ids = np.concatenate((hits, fresh))
         hashes = [*self.digests_of(ids[: digests.shape[1]]), None]
         return [
@@ -269,11 +281,12 @@ class BlockPool:
         assert np.unique(free).size == free.size, "a block is free twice"
         assert not self.ref_count[free].any(), "a free block is held"
         assert not self.complete[free].any(), "a free block is findable"
-        cached = (self.ref_count == 0) & self.complete
+        assert not self.complete[-1], "no block is findable"
+        cached = (self.ref_count == 0) & self.complete[:-1]
         assert int(cached.sum()) == self._evictable, "the count of cached blocks is wrong"
         in_use = int(np.count_nonzero(self.ref_count))
         assert free.size + self._evictable + in_use == self.num_blocks, "free + cached + held differs from all"
         self.table.check()
         listed = self.table.contains(np.arange(self.num_blocks, dtype=np.int32))
-        assert listed[self.complete].all(), "a complete block is not in the table"
+        assert listed[self.complete[:-1]].all(), "a complete block is not in the table"
         assert not listed[free].any(), "a free block is in the table"

@@ -10,6 +10,9 @@ from .hashing import Words
 Ids = npt.NDArray[np.int32]
 """Block numbers."""
 
+Places = npt.NDArray[np.int64]
+"""Slots of the table."""
+
 
 class HashTable:
     """Finds, inserts and removes runs of blocks by hash.
@@ -25,9 +28,10 @@ class HashTable:
         num_blocks = words.shape[1]
         self._words = words
         self._size = max(16, 1 << (3 * num_blocks - 1).bit_length())
-        self._mask = np.uint64(self._size - 1)
+        self._mask = self._size - 1
         self._slots = np.full(self._size, -1, np.int32)
-        self._slot_of = np.full(num_blocks, -1, np.int32)
+        self._slot_of = np.full(num_blocks + 1, -1, np.int32)
+        self._slot_of[num_blocks] = -2  # what an empty slot, -1, points at: equal to no slot
         self._used = 0
 
     @property
@@ -37,79 +41,109 @@ class HashTable:
 
     def contains(self, ids: Ids) -> npt.NDArray[np.bool_]:
         """Whether each block is in the table."""
-        return self._slot_of[ids] >= 0
+        listed: npt.NDArray[np.bool_] = self._slot_of.take(ids) >= 0
+        return listed
 
     def find(self, digests: Words) -> Ids:
         """The block of each hash of `digests` `[words, n]`, -1 where there is none."""
-        found = self._probe(digests, self._words[:1])
+        return self.search(digests)[0]
+
+    def search(self, digests: Words) -> tuple[Ids, Places]:
+        """Like `find`, and the slot where each search ended, for `insert`."""
+        found, ends = self._probe(digests[:1])
         hit = found >= 0
+        ids = found[hit]
         for own, asked in zip(self._words[1:], digests[1:], strict=True):
-            if not np.array_equal(own[found[hit]], asked[hit]):
-                return self._probe(digests, self._words)  # two hashes share their first 64 bits
-        return found
+            if not np.array_equal(own.take(ids), asked[hit]):
+                return self._probe(digests)  # two hashes share their first 64 bits
+        return found, ends
 
-    def _probe(self, digests: Words, words: Words) -> Ids:
-        """Blocks whose first `len(words)` words match."""
-        key = digests[0]
-        at = (key & self._mask).astype(np.int64)
-        found: Ids = self._slots[at]
-        open_ = np.flatnonzero(self._mismatch(found, at, digests, words))
-        if open_.size:
-            step = ((key >> np.uint64(40)) | np.uint64(1)).astype(np.int64)
-            while open_.size:
-                at[open_] = (at[open_] + step[open_]) & (self._size - 1)
-                here = at[open_]
-                blocks = self._slots[here]
-                found[open_] = blocks
-                open_ = open_[self._mismatch(blocks, here, digests[:, open_], words)]
-        return found
+    def _start(self, key: npt.NDArray[np.uint64]) -> Places:
+        places: Places = key.astype(np.int64)
+        places &= self._mask
+        return places
 
-    def _mismatch(self, blocks: Ids, at: npt.NDArray[np.int64], digests: Words, words: Words) -> npt.NDArray[np.bool_]:
+    @staticmethod
+    def _step(key: npt.NDArray[np.uint64]) -> Places:
+        steps: Places = ((key >> np.uint64(40)) | np.uint64(1)).astype(np.int64)
+        return steps
+
+    def _probe(self, digests: Words) -> tuple[Ids, Places]:
+        """Searches by as many words as `digests` has."""
+        at = self._start(digests[0])
+        found: Ids = self._slots.take(at)
+        left = self._mismatch(found, at, digests).nonzero()[0]
+        if left.size:
+            step = self._step(digests[0].take(left))
+            here, asked = at.take(left), digests.take(left, axis=1)
+            while left.size:
+                here = (here + step) & self._mask
+                blocks = self._slots.take(here)
+                found[left] = blocks
+                at[left] = here
+                go_on = self._mismatch(blocks, here, asked).nonzero()[0]
+                left, here, step, asked = left[go_on], here[go_on], step[go_on], asked.take(go_on, axis=1)
+        return found, at
+
+    def _mismatch(self, blocks: Ids, at: Places, digests: Words) -> npt.NDArray[np.bool_]:
         """Where a slot holds something, live or left behind, that is not the hash asked for."""
-        differs: npt.NDArray[np.bool_] = self._slot_of[blocks] != at
-        for own, asked in zip(words, digests, strict=False):
-            differs |= own[blocks] != asked
+        index = blocks.astype(np.intp)
+        differs: npt.NDArray[np.bool_] = self._slot_of.take(index, mode="wrap") != at
+        for own, asked in zip(self._words, digests, strict=False):
+            differs |= own.take(index, mode="wrap") != asked
         differs &= blocks >= 0
         return differs
 
-    def insert(self, ids: Ids) -> None:
-        """Adds blocks under their hashes, which are in the table neither before nor twice in this call."""
+    def insert(self, ids: Ids, ends: Places | None = None) -> None:
+        """Adds blocks under their hashes, which are in the table neither before nor twice in this call.
+
+        Args:
+            ids: The blocks; the pool has written their words.
+            ends: Where a search for them ended, if nothing has been inserted since.
+        """
         if 2 * (self._used + ids.size) > self._size:
             self._sweep()
-        self._place(ids, self._words[0, ids])
+            ends = None
+        self._place(ids, ends)
 
-    def _place(self, ids: Ids, key: npt.NDArray[np.uint64]) -> None:
-        at = (key & self._mask).astype(np.int64)
-        step = ((key >> np.uint64(40)) | np.uint64(1)).astype(np.int64)
+    def _place(self, ids: Ids, ends: Places | None = None) -> None:
+        key = self._words[0].take(ids)
+        at = self._start(key) if ends is None else ends
+        step: Places | None = None
         while ids.size:
-            there = self._slots[at]
-            unused = there < 0
-            vacant = unused | (self._slot_of[there] != at)
-            self._slots[at[vacant]] = ids[vacant]
-            won = vacant & (self._slots[at] == ids)
-            self._slot_of[ids[won]] = at[won]
-            self._used += int(np.count_nonzero(won & unused))
-            lost = ~won
-            ids, step = ids[lost], step[lost]
-            at = (at[lost] + step) & (self._size - 1)
+            there = self._slots.take(at)
+            taken = self._slot_of.take(there) == at
+            if taken.any():
+                free = ~taken
+                self._slots[at[free]] = ids[free]
+            else:
+                self._slots[at] = ids
+            lost = self._slots.take(at) != ids  # taken before, or by another block of this run
+            self._slot_of[ids] = np.where(lost, np.int32(-1), at)
+            self._used += int(np.count_nonzero((there < 0) & ~lost))
+            left = lost.nonzero()[0]
+            if not left.size:
+                return
+            step = self._step(key.take(left)) if step is None else step[left]
+            ids, at = ids[left], (at[left] + step) & self._mask
 
     def remove(self, ids: Ids) -> None:
         """Takes blocks out of the table; those that are not in it are left alone."""
         self._slot_of[ids] = -1
 
     def _sweep(self) -> None:
-        live = np.flatnonzero(self._slot_of >= 0).astype(np.int32)
+        live = np.flatnonzero(self._slot_of[:-1] >= 0).astype(np.int32)
         self.clear()
-        self._place(live, self._words[0, live])
+        self._place(live)
 
     def clear(self) -> None:
         """Empties the table."""
         self._slots.fill(-1)
-        self._slot_of.fill(-1)
+        self._slot_of[:-1] = -1
         self._used = 0
 
     def check(self) -> None:
         """Asserts that every block in the table is found under its hash, once."""
-        live = np.flatnonzero(self._slot_of >= 0).astype(np.int32)
+        live = np.flatnonzero(self._slot_of[:-1] >= 0).astype(np.int32)
         assert np.array_equal(self._slots[self._slot_of[live]], live), "a slot and its block disagree"
         assert np.array_equal(self.find(self._words[:, live]), live), "a block is not found under its hash"

@@ -195,7 +195,7 @@ class Machine(RuleBasedStateMachine):
         if not hasattr(self, "manager"):
             return
         pool = self.manager.pools[0]
-        known = {h for h in map(self.hash_of, self.published)}
+        known = set(map(self.hash_of, self.published))
         for block in pool.complete.nonzero()[0].tolist():
             (digest,) = pool.digests_of([block])
             assert digest in known, "something is findable that was never committed"
