@@ -191,8 +191,8 @@ class PrefixCaching:
         arguments = inspect.signature(original).bind(model, *args, **kwargs).arguments
         del arguments["self"]
         arguments.update(arguments.pop("kwargs", {}))
-        for name in ("custom_generate", "assistant_model", "synced_gpus"):
-            if arguments.get(name):
+        for name in ("custom_generate", "assistant_model", "synced_gpus", "past_key_values"):
+            if arguments.get(name) is not None and arguments[name] is not False:
                 raise UnsupportedError(f"{name} is served by the model's own generate")
         streamer = arguments.pop("streamer", None)
         own_processors = arguments.get("logits_processor") is not None

@@ -66,9 +66,6 @@ def check_call(model: Any, input_ids: torch.Tensor, generation_config: Any, mode
     other = sorted(k for k, v in model_kwargs.items() if v is not None and k not in SERVED_ARGUMENTS)
     if other:
         raise UnsupportedError(f"the arguments {other} could change what a token's KV is")
-    past = model_kwargs.get("past_key_values")
-    if past is not None and (getattr(past, "_is_user_defined", False) or past.get_seq_length() != 0):
-        raise UnsupportedError("past_key_values was given by the caller")
     if input_ids.dim() != 2 or input_ids.shape[1] == 0:
         raise UnsupportedError(f"input_ids of shape {list(input_ids.shape)} hold no prompt")
     mask, positions = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
