@@ -33,6 +33,6 @@ def demo(
     output: Annotated[Path, typer.Option(help="Folder for the table (CSV) and the plot (PNG).")] = Path("demo_output"),
 ) -> None:
     """Ask a long document eight questions and hold a conversation, with and without the cache."""
-    from .demo import run_demo
+    from .demo._run import run_demo
 
     raise typer.Exit(run_demo(model, device, dtype, max_new_tokens, block_size, output))

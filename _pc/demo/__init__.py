@@ -4,7 +4,3 @@ from __future__ import annotations
 
 if __name__ != "pc.demo":
     raise ImportError(f"import pc.demo, not {__name__}")
-
-from ._run import run_demo
-
-__all__ = ["run_demo"]
