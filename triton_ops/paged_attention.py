@@ -4,27 +4,26 @@ out[i, h] = sum over live t of softmax_t(score(i, h, t)) * value[t, h // group],
 
     score = scale * q.k;  score = softcap * tanh(score / softcap) if softcap;  score += alibi_slope * (t - p)
 
-Reads q_len * num_heads * head_dim + live tokens * num_kv_heads * head_dim * 2 elements per sequence; accumulates in
-float32.
+Reads q_len * num_heads * head_dim + live tokens * num_kv_heads * head_dim * 2 elements per sequence and query tile;
+accumulates in float32.
 """
 
 from __future__ import annotations
 
 import torch
 
-from ._attention.checks import check_attention, check_attention_values
-from ._attention.reference import Mask, attend
+from ._attention.operator import OPTIONS, fake_attention, run_attention
 from ._library import define
 
 _SCHEMA = (
     "(Tensor query, Tensor key_cache, Tensor value_cache, Tensor block_tables, Tensor seq_lens, "
-    "Tensor query_start_loc, float scale, bool causal=True, float softcap=0.0, Tensor? alibi_slopes=None, "
-    "Tensor? sinks=None, Tensor? k_scale=None, Tensor? v_scale=None, SymInt? max_query_len=None, "
-    "SymInt? max_seq_len=None, Tensor? plan=None, bool batch_invariant=False) -> Tensor"
+    "Tensor query_start_loc, float scale, " + OPTIONS + ") -> "
 )
 
 
-def paged_attention_reference(
+def _compute(
+    use_kernel: bool,
+    with_lse: bool,
     query: torch.Tensor,
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
@@ -42,9 +41,71 @@ def paged_attention_reference(
     max_seq_len: int | None = None,
     plan: torch.Tensor | None = None,
     batch_invariant: bool = False,
-) -> torch.Tensor:
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return run_attention(
+        use_kernel,
+        query,
+        key_cache,
+        value_cache,
+        block_tables,
+        seq_lens,
+        query_start_loc,
+        None,
+        scale,
+        0,
+        0,
+        causal,
+        softcap,
+        alibi_slopes,
+        sinks,
+        k_scale,
+        v_scale,
+        max_query_len,
+        max_seq_len,
+        plan,
+        batch_invariant,
+        with_lse=with_lse,
+    )
+
+
+def paged_attention_reference(*args: object, **kwargs: object) -> torch.Tensor:
     """What `pc.paged_attention` computes, in PyTorch on CPU tensors."""
-    check_attention(
+    return _compute(False, False, *args, **kwargs)[0]  # type: ignore[arg-type]
+
+
+def paged_attention_with_lse_reference(*args: object, **kwargs: object) -> tuple[torch.Tensor, torch.Tensor]:
+    """What `pc.paged_attention_with_lse` computes, in PyTorch on CPU tensors."""
+    return _compute(False, True, *args, **kwargs)  # type: ignore[arg-type]
+
+
+def _launch(*args: object, **kwargs: object) -> torch.Tensor:
+    return _compute(True, False, *args, **kwargs)[0]  # type: ignore[arg-type]
+
+
+def _launch_with_lse(*args: object, **kwargs: object) -> tuple[torch.Tensor, torch.Tensor]:
+    return _compute(True, True, *args, **kwargs)  # type: ignore[arg-type]
+
+
+def _fake_with_lse(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    scale: float,
+    causal: bool = True,
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    max_query_len: int | None = None,
+    max_seq_len: int | None = None,
+    plan: torch.Tensor | None = None,
+    batch_invariant: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return fake_attention(
         query,
         key_cache,
         value_cache,
@@ -56,36 +117,29 @@ def paged_attention_reference(
         sinks,
         k_scale,
         v_scale,
+        0,
+        0,
+        None,
     )
-    check_attention_values(
-        key_cache, block_tables, seq_lens, query_start_loc, query.shape[0], max_query_len, max_seq_len
-    )
-    mask = Mask(causal=causal, softcap=softcap, alibi_slopes=alibi_slopes)
-    return attend(
-        query,
-        key_cache,
-        value_cache,
-        block_tables,
-        seq_lens,
-        query_start_loc,
-        scale,
-        mask,
-        sinks=sinks,
-        k_scale=k_scale,
-        v_scale=v_scale,
-    )[0]
 
 
-def _fake(query: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
-    return query.new_empty(query.shape)
+def _fake(*args: object, **kwargs: object) -> torch.Tensor:
+    return _fake_with_lse(*args, **kwargs)[0]  # type: ignore[arg-type]
 
 
 define(
     "paged_attention",
-    _SCHEMA,
+    _SCHEMA + "Tensor",
     reference=paged_attention_reference,
-    launcher=paged_attention_reference,
+    launcher=_launch,
     fake=_fake,
+)
+define(
+    "paged_attention_with_lse",
+    _SCHEMA + "(Tensor, Tensor)",
+    reference=paged_attention_with_lse_reference,
+    launcher=_launch_with_lse,
+    fake=_fake_with_lse,
 )
 
 
@@ -162,3 +216,50 @@ def paged_attention(
         batch_invariant,
     )
     return out
+
+
+def paged_attention_with_lse(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    scale: float,
+    causal: bool = True,
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    max_query_len: int | None = None,
+    max_seq_len: int | None = None,
+    plan: torch.Tensor | None = None,
+    batch_invariant: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`paged_attention`, and the log-sum-exp of each row's scores for `merge_attention`.
+
+    Returns:
+        out as there, and lse `[num_tokens, num_heads]` float32: the natural logarithm of the softmax's denominator,
+        sinks included; -inf for a row with nothing to attend to.
+    """
+    out, lse = torch.ops.pc.paged_attention_with_lse(
+        query,
+        key_cache,
+        value_cache,
+        block_tables,
+        seq_lens,
+        query_start_loc,
+        scale,
+        causal,
+        softcap,
+        alibi_slopes,
+        sinks,
+        k_scale,
+        v_scale,
+        max_query_len,
+        max_seq_len,
+        plan,
+        batch_invariant,
+    )
+    return out, lse

@@ -9,8 +9,12 @@ from __future__ import annotations
 import torch
 
 from ._attention.checks import MAX_HEAD_DIM, QUERY_DTYPES, check_cache, refuse_grad
+from ._attention.constants import next_power_of_2
 from ._checks import bad_argument, check_tensor, describe
+from ._debug import debug_mode_enabled
 from ._library import define
+from ._quantize import as_codes, code_kind, quantize, scale_arguments, to_code
+from ._triton import require_triton, tl, triton
 
 _SCHEMA = (
     "(Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor slot_mapping, "
@@ -51,20 +55,6 @@ def _check_values(key_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
             raise bad_argument("slot_mapping", f"values from {low} to {high}", f"-1 to {num_slots - 1}")
 
 
-def quantize(values: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Values / scale in the nearest code of `dtype`, saturating; ties to even.
-
-    Args:
-        values: `[num_tokens, num_kv_heads, head_dim]`.
-        scale: One element, or one per KV head.
-        dtype: float8_e4m3fn or int8.
-    """
-    scaled = values.float() / scale.float().view(-1, 1)
-    if dtype == torch.int8:
-        return scaled.round_().clamp_(-128, 127).to(dtype)
-    return scaled.clamp_(-448.0, 448.0).to(dtype)
-
-
 def reshape_and_cache_reference(
     key: torch.Tensor,
     value: torch.Tensor,
@@ -90,15 +80,107 @@ def reshape_and_cache_reference(
         cache[index] = source
 
 
-def _fake(*args: object, **kwargs: object) -> None:
-    return None
+@triton.jit(do_not_specialize=["num_rows"])
+def _reshape_and_cache_kernel(
+    key_ptr, value_ptr,  # [num_tokens, KV_HEADS, HEAD_DIM]
+    key_cache_ptr, value_cache_ptr,  # [num_blocks, BLOCK_SIZE, KV_HEADS, HEAD_DIM]
+    slots_ptr,  # [num_tokens]
+    k_scale_ptr, v_scale_ptr,
+    num_rows,
+    stride_kt, stride_kh, stride_vt, stride_vh,
+    stride_kcb, stride_kct, stride_kch, stride_vcb, stride_vct, stride_vch,
+    KIND: tl.constexpr, SCALES: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Grid (row tiles,), a row being one token and one head; key and value."""
+    row = tl.cast(tl.program_id(0), tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
+    offs_d = tl.arange(0, BLOCK_D)
+    token = row // KV_HEADS
+    head = row % KV_HEADS
+    slot = tl.load(slots_ptr + token, mask=row < num_rows, other=-1)
+    block = slot // BLOCK_SIZE
+    offset = slot % BLOCK_SIZE
+    mask = (slot >= 0)[:, None] & (offs_d[None, :] < HEAD_DIM)
+    k = tl.load(key_ptr + (token * stride_kt + head * stride_kh)[:, None] + offs_d[None, :], mask=mask, other=0.0)
+    v = tl.load(value_ptr + (token * stride_vt + head * stride_vh)[:, None] + offs_d[None, :], mask=mask, other=0.0)
+    if SCALES > 0:
+        k_scale = tl.load(k_scale_ptr + head * (SCALES - 1), mask=slot >= 0, other=1.0).to(tl.float32)
+        v_scale = tl.load(v_scale_ptr + head * (SCALES - 1), mask=slot >= 0, other=1.0).to(tl.float32)
+        k = to_code(k.to(tl.float32), k_scale[:, None], KIND)
+        v = to_code(v.to(tl.float32), v_scale[:, None], KIND)
+    k_row = block * stride_kcb + offset * stride_kct + head * stride_kch
+    v_row = block * stride_vcb + offset * stride_vct + head * stride_vch
+    tl.store(key_cache_ptr + k_row[:, None] + offs_d[None, :], k, mask=mask)
+    tl.store(value_cache_ptr + v_row[:, None] + offs_d[None, :], v, mask=mask)
+
+
+def _launch_reshape_and_cache(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+) -> None:
+    require_triton("reshape_and_cache")
+    _check(key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale)
+    if key.device.type == "cpu" or debug_mode_enabled():
+        _check_values(key_cache, slot_mapping)
+    num_tokens, kv_heads, head_dim = key.shape
+    num_rows = num_tokens * kv_heads
+    if num_rows == 0:
+        return
+    scales, k_scale, v_scale = scale_arguments(k_scale, v_scale, kv_heads)
+    block_d = next_power_of_2(head_dim)
+    block_r = max(1, 2048 // block_d)
+    _reshape_and_cache_kernel[(-(-num_rows // block_r),)](
+        key,
+        value,
+        as_codes(key_cache),
+        as_codes(value_cache),
+        slot_mapping,
+        key if k_scale is None else k_scale,
+        key if v_scale is None else v_scale,
+        num_rows,
+        key.stride(0),
+        key.stride(1),
+        value.stride(0),
+        value.stride(1),
+        key_cache.stride(0),
+        key_cache.stride(1),
+        key_cache.stride(2),
+        value_cache.stride(0),
+        value_cache.stride(1),
+        value_cache.stride(2),
+        KIND=code_kind(key_cache.dtype),
+        SCALES=scales,
+        KV_HEADS=kv_heads,
+        BLOCK_SIZE=key_cache.shape[1],
+        HEAD_DIM=head_dim,
+        BLOCK_R=block_r,
+        BLOCK_D=block_d,
+        num_warps=4,
+    )
+
+
+def _fake(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+) -> None:
+    _check(key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale)
 
 
 define(
     "reshape_and_cache",
     _SCHEMA,
     reference=reshape_and_cache_reference,
-    launcher=reshape_and_cache_reference,
+    launcher=_launch_reshape_and_cache,
     fake=_fake,
 )
 

@@ -119,7 +119,7 @@ def attend(
             own = np.arange(seq_len - (q_end - q_begin), seq_len, dtype=np.int64)
         else:
             own = positions[q_begin:q_end].astype(np.int64)
-        for begin, end in _runs(own):
+        for begin, end in _runs(own, mask.causal):
             rows = slice(q_begin + begin, q_begin + end)
             own_out, own_lse = _attend_run(compute_query[rows], cache, tables[i], seq_len, int(own[begin]), scale, mask)
             out[rows], lse[rows] = own_out, own_lse
@@ -128,9 +128,9 @@ def attend(
     return out, lse
 
 
-def _runs(positions: np.ndarray) -> Iterator[tuple[int, int]]:
-    """[begin, end) of each run of consecutive, non-negative positions."""
-    first = int(np.searchsorted(positions, 0))
+def _runs(positions: np.ndarray, causal: bool) -> Iterator[tuple[int, int]]:
+    """[begin, end) of each run of consecutive positions; a causal query at a negative one sees nothing."""
+    first = int(np.searchsorted(positions, 0)) if causal else 0
     cuts = np.flatnonzero(np.diff(positions[first:]) != 1) + first + 1
     edges = [first, *cuts.tolist(), len(positions)]
     return ((b, e) for b, e in itertools.pairwise(edges) if b < e)

@@ -1,0 +1,72 @@
+"""Tile sizes and launch options, keyed by architecture, head_dim, dtype and regime.
+
+Chosen without a GPU, from registers, shared memory and spills of compiled kernels (`make kernels` writes the table) and
+from published sweeps of others: BLOCK_M 128 with 8 warps reaches wgmma without a spill, 4 warps spill; a decode tile of
+16 rows leaves room for four programs per SM. Not swept on a GPU.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+
+from .._triton import INTERPRET
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Compile-time constants of one launch of the attention kernel."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    two_loops: bool
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """What a device offers: "sm_90", "gfx942" and so on, its processors, and whether it converts float8 e4m3."""
+
+    name: str
+    num_processors: int
+    has_e4m3: bool
+
+
+@functools.cache
+def architecture(device: torch.device) -> Architecture:
+    """The architecture of a device; the interpreter passes for a small one, so that splits happen there too."""
+    if INTERPRET or device.type == "cpu":
+        return Architecture("interpreter", 4, False)
+    properties = torch.cuda.get_device_properties(device)
+    if torch.version.hip:
+        return Architecture(properties.gcnArchName.split(":")[0], properties.multi_processor_count, False)
+    name = f"sm_{properties.major}{properties.minor}"
+    return Architecture(name, properties.multi_processor_count, (properties.major, properties.minor) >= (8, 9))
+
+
+def next_power_of_2(n: int) -> int:
+    """The smallest power of two that is at least `n`."""
+    return 1 << max(0, n - 1).bit_length()
+
+
+def decode_tiles(arch: str, head_dim: int, itemsize: int, rows: int) -> Tiles:
+    """For at most DECODE_QUERIES queries a sequence: `rows` is queries * heads of a group."""
+    block_d = max(16, next_power_of_2(head_dim))
+    block_m = min(64, max(16, next_power_of_2(rows)))
+    block_n = 64 if block_d * itemsize <= 256 else 32 if block_d * itemsize <= 512 else 16
+    stages = 2 if arch.startswith("gfx") or block_d * itemsize > 256 else 3
+    return Tiles(block_m, block_n, 4, stages, False)
+
+
+def prefill_tiles(arch: str, head_dim: int, itemsize: int, batch_invariant: bool) -> Tiles:
+    """For everything longer."""
+    block_d = max(16, next_power_of_2(head_dim))
+    if itemsize == 4:
+        return Tiles(32, 16 if block_d > 128 else 32, 4, 1, False)
+    if block_d > 128:
+        return Tiles(64, 32, 8, 2, not batch_invariant)
+    stages = 3 if arch.startswith("sm_9") or arch.startswith("sm_10") else 2
+    return Tiles(128, 64, 8, stages, not batch_invariant)

@@ -1,0 +1,306 @@
+"""Builds a step's plan on the device: the live tiles of each sequence and a balanced list of decode work."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from .._checks import bad_argument, check_tensor
+from .._triton import tl, triton
+from .layout import (
+    HEADER,
+    HEADER_INTS,
+    INFO,
+    INFO_INTS,
+    ITEM,
+    ITEM_INTS,
+    MIN_SPLIT_TILES,
+    TILE,
+    TILE_KEYS,
+    PlanOptions,
+    PlanShape,
+)
+from .predicate import _span
+
+
+@triton.jit(do_not_specialize=["num_seqs", "max_tiles", "max_items", "window", "num_sink_tokens", "key_begin"])
+def _plan_tiles_kernel(
+    plan_ptr, tables_ptr, seq_lens_ptr, starts_ptr, positions_ptr,
+    num_seqs, max_tiles, max_items, window, num_sink_tokens, key_begin, stride_bt,
+    DECODE_Q: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, POSITIONS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, BLOCK_T: tl.constexpr,
+):  # fmt: skip
+    """Grid (num_seqs,): a sequence's live tiles, their ranks, and how many of them a decode reaches."""
+    seq = tl.cast(tl.program_id(0), tl.int64)
+    info_ptr = plan_ptr + HEADER + seq * INFO
+    tiles_ptr = plan_ptr + HEADER + tl.cast(num_seqs, tl.int64) * INFO + tl.cast(max_items, tl.int64) * ITEM
+    ranks_ptr = tiles_ptr + tl.cast(num_seqs, tl.int64) * max_tiles + seq * (max_tiles + 1)
+    tiles_ptr += seq * max_tiles
+    tables_ptr += seq * stride_bt
+    q_begin = tl.load(starts_ptr + seq)
+    q_len = tl.load(starts_ptr + seq + 1) - q_begin
+    seq_len = tl.load(seq_lens_ptr + seq)
+    checksum = 0
+    if POSITIONS:
+        for base in range(0, q_len, BLOCK_T):
+            offs = base + tl.arange(0, BLOCK_T)
+            pos = tl.load(positions_ptr + q_begin + offs, mask=offs < q_len, other=0)
+            checksum += tl.sum(pos * (2 * offs + 1), 0)
+    p_first = seq_len - q_len
+    p_last = seq_len - 1
+    decoded = (q_len > 0) & (q_len <= DECODE_Q)
+    if POSITIONS:
+        p_first = tl.load(positions_ptr + q_begin, mask=decoded, other=0)
+        p_last = tl.load(positions_ptr + q_begin + q_len - 1, mask=decoded, other=0)
+    _, _, tile_lo, tile_hi, sink_lo, sink_hi = _span(
+        p_first, p_last, seq_len, key_begin, window, num_sink_tokens, CAUSAL, WINDOW
+    )
+    # Blocks of less than a tile: SUB of them in each. Larger ones: each holds several tiles.
+    SUB: tl.constexpr = TILE // BLOCK_SIZE if BLOCK_SIZE < TILE else 1
+    blocks = (seq_len + BLOCK_SIZE - 1) // BLOCK_SIZE
+    num_tiles = (seq_len + TILE - 1) // TILE
+    live_before = 0
+    reach = 0
+    partial = 0
+    offs_s = tl.arange(0, SUB)
+    for base in range(0, num_tiles + 1, BLOCK_T):
+        tile = base + tl.arange(0, BLOCK_T)
+        block = tile[:, None] * TILE // BLOCK_SIZE + offs_s[None, :]
+        expected = (block < blocks) & (tile[:, None] < num_tiles)
+        number = tl.load(tables_ptr + block, mask=expected, other=-1)
+        present = tl.sum((number >= 0).to(tl.int32), 1)
+        live = (present > 0).to(tl.int32)
+        rank = live_before + tl.cumsum(live, 0) - live
+        partial += tl.sum((live > 0) & (present < tl.sum(expected.to(tl.int32), 1)), 0)
+        in_window = (tile >= tile_lo) & (tile < tile_hi)
+        in_sinks = (tile >= sink_lo) & (tile < sink_hi)
+        reach += tl.sum(live * (in_window | in_sinks).to(tl.int32), 0)
+        tl.store(ranks_ptr + tile, rank, mask=tile <= num_tiles)
+        tl.store(tiles_ptr + rank, tile, mask=live > 0)
+        live_before += tl.sum(live, 0)
+    flags = (live_before < num_tiles).to(tl.int32) + 2 * (partial > 0).to(tl.int32)
+    tl.store(info_ptr, flags)
+    tl.store(info_ptr + 3, tl.where(decoded, reach, 0))
+    tl.store(info_ptr + 4, checksum)
+    tl.store(info_ptr + 5, q_len)
+    tl.store(info_ptr + 6, seq_len)
+    tl.store(info_ptr + 7, live_before)
+
+
+@triton.jit
+def _item_counts(plan_ptr, offs, num_seqs, target, DECODE_Q: tl.constexpr):
+    """Work items of sequences `offs`, and their live tiles in reach."""
+    mask = offs < num_seqs
+    info_ptr = plan_ptr + HEADER + offs.to(tl.int64) * INFO
+    reach = tl.load(info_ptr + 3, mask=mask, other=0)
+    q_len = tl.load(info_ptr + 5, mask=mask, other=0)
+    decoded = mask & (q_len > 0) & (q_len <= DECODE_Q)
+    return tl.where(decoded, tl.maximum((reach + target - 1) // target, 1), 0), reach
+
+
+@triton.jit(do_not_specialize=["num_seqs", "target_items", "extra_items", "window", "num_sink_tokens", "key_begin"])
+def _plan_items_kernel(
+    plan_ptr, num_seqs, target_items, extra_items, window, num_sink_tokens, key_begin,
+    DECODE_Q: tl.constexpr, CAUSAL: tl.constexpr, MIN_TILES: tl.constexpr, BLOCK_S: tl.constexpr,
+):  # fmt: skip
+    """Grid (num_seqs,): cuts the live tiles in reach of all sequences into items of about equal length."""
+    seq = tl.program_id(0)
+    total = 0
+    for base in range(0, num_seqs, BLOCK_S):
+        total += tl.sum(_item_counts(plan_ptr, base + tl.arange(0, BLOCK_S), num_seqs, 1, DECODE_Q)[1], 0)
+    target_items = tl.maximum(tl.minimum(target_items, extra_items), 1)
+    target = tl.maximum((total + target_items - 1) // target_items, MIN_TILES)
+    first = 0
+    count = 0
+    for base in range(0, num_seqs, BLOCK_S):
+        offs = base + tl.arange(0, BLOCK_S)
+        counts, _ = _item_counts(plan_ptr, offs, num_seqs, target, DECODE_Q)
+        first += tl.sum(tl.where(offs < seq, counts, 0), 0)
+        count += tl.sum(counts, 0)
+    own, reach = _item_counts(plan_ptr, seq + tl.arange(0, 1), num_seqs, target, DECODE_Q)
+    items = tl.sum(own, 0)
+    per = (tl.sum(reach, 0) + tl.maximum(items, 1) - 1) // tl.maximum(items, 1)
+    info_ptr = plan_ptr + HEADER + tl.cast(seq, tl.int64) * INFO
+    tl.store(info_ptr + 1, first)
+    tl.store(info_ptr + 2, items)
+    items_ptr = plan_ptr + HEADER + (tl.cast(num_seqs, tl.int64) * INFO) + tl.cast(first, tl.int64) * ITEM
+    for base in range(0, items, BLOCK_S):
+        split = base + tl.arange(0, BLOCK_S)
+        mask = split < items
+        begin = tl.minimum(split * per, tl.sum(reach, 0))
+        end = tl.minimum(begin + per, tl.sum(reach, 0))
+        tl.store(items_ptr + split * ITEM, tl.zeros_like(split) + seq, mask=mask)
+        tl.store(items_ptr + split * ITEM + 1, begin, mask=mask)
+        tl.store(items_ptr + split * ITEM + 2, end, mask=mask)
+        tl.store(items_ptr + split * ITEM + 3, tl.zeros_like(split) + items, mask=mask)
+    if seq == 0:
+        tl.store(plan_ptr, count)
+        tl.store(plan_ptr + 1, tl.cast(CAUSAL, tl.int32))
+        tl.store(plan_ptr + 2, window)
+        tl.store(plan_ptr + 3, num_sink_tokens)
+        tl.store(plan_ptr + 4, DECODE_Q)
+        tl.store(plan_ptr + 5, key_begin)
+
+
+def launch_plan(
+    plan: torch.Tensor,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    query_positions: torch.Tensor | None,
+    block_size: int,
+    options: PlanOptions,
+    target_items: int,
+) -> None:
+    """Fills `plan` on the device with about `target_items` work items; two launches, no synchronization."""
+    shape = PlanShape.of(block_tables, block_size)
+    assert plan.numel() == shape.size
+    assert plan.dtype == torch.int32
+    if shape.num_seqs == 0:
+        plan.zero_()
+        return
+    grid = (shape.num_seqs,)
+    _plan_tiles_kernel[grid](
+        plan,
+        block_tables,
+        seq_lens,
+        query_start_loc,
+        seq_lens if query_positions is None else query_positions,
+        shape.num_seqs,
+        shape.max_tiles,
+        shape.max_items,
+        options.window,
+        options.num_sink_tokens,
+        options.key_begin,
+        block_tables.stride(0),
+        DECODE_Q=options.decode_queries,
+        CAUSAL=options.causal,
+        WINDOW=options.window > 0,
+        POSITIONS=query_positions is not None,
+        BLOCK_SIZE=block_size,
+        BLOCK_T=128,
+        num_warps=4,
+    )
+    _plan_items_kernel[grid](
+        plan,
+        shape.num_seqs,
+        target_items,
+        shape.max_items - shape.num_seqs,
+        options.window,
+        options.num_sink_tokens,
+        options.key_begin,
+        DECODE_Q=options.decode_queries,
+        CAUSAL=options.causal,
+        MIN_TILES=MIN_SPLIT_TILES,
+        BLOCK_S=128,
+        num_warps=1,
+    )
+
+
+def plan_reference(
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    query_positions: torch.Tensor | None,
+    block_size: int,
+    options: PlanOptions,
+    target_items: int,
+) -> torch.Tensor:
+    """The plan that the kernels build, in numpy; elements they leave unwritten are 0."""
+    shape = PlanShape.of(block_tables, block_size)
+    plan = np.zeros(shape.size, dtype=np.int32)
+    tables, lens = block_tables.cpu().numpy(), seq_lens.cpu().numpy()
+    starts = query_start_loc.cpu().numpy()
+    positions = None if query_positions is None else query_positions.cpu().numpy()
+    info, items, tiles, ranks = plan_views(torch.from_numpy(plan), shape)
+    for i, seq_len in enumerate(lens.tolist()):
+        q_begin, q_end = int(starts[i]), int(starts[i + 1])
+        q_len = q_end - q_begin
+        own = np.arange(seq_len - q_len, seq_len) if positions is None else positions[q_begin:q_end].astype(np.int64)
+        num_tiles = -(-seq_len // TILE_KEYS)
+        present = np.repeat(tables[i, : -(-seq_len // block_size)] >= 0, block_size)[:seq_len]
+        edges = np.arange(num_tiles) * TILE_KEYS
+        live = np.logical_or.reduceat(present, edges) if num_tiles else present
+        partial = live & ~np.logical_and.reduceat(present, edges) if num_tiles else present
+        reached = live & (_reach(own, seq_len, num_tiles, options) if 0 < q_len <= options.decode_queries else False)
+        tiles[i, : live.sum()] = torch.from_numpy(np.flatnonzero(live))
+        ranks[i, : num_tiles + 1] = torch.from_numpy(np.concatenate([[0], np.cumsum(live)]))
+        checksum = 0 if positions is None else int((own * (2 * np.arange(q_len) + 1)).sum())
+        row = [int(not live.all()) + 2 * int(partial.any()), 0, 0, int(reached.sum()), checksum, q_len, seq_len]
+        info[i] = torch.from_numpy(np.array([*row, int(live.sum())], dtype=np.int64).astype(np.int32))
+    reach, q_lens = info[:, 3].numpy().astype(np.int64), info[:, 5].numpy()
+    decoded = (q_lens > 0) & (q_lens <= options.decode_queries)
+    wanted = max(1, min(target_items, shape.max_items - shape.num_seqs))
+    target = max(-(-int(reach.sum()) // wanted), MIN_SPLIT_TILES)
+    counts = np.where(decoded, np.maximum(-(-reach // target), 1), 0)
+    first = np.cumsum(counts) - counts
+    info[:, 1], info[:, 2] = torch.from_numpy(first), torch.from_numpy(counts)
+    for i, count in enumerate(counts.tolist()):
+        per = -(-int(reach[i]) // max(1, count))
+        for split in range(count):
+            begin = min(split * per, int(reach[i]))
+            items[int(first[i]) + split] = torch.tensor([i, begin, min(begin + per, int(reach[i])), count])
+    plan[: 1 + len(options.header())] = [counts.sum(), *options.header()]
+    return torch.from_numpy(plan)
+
+
+def _reach(positions: np.ndarray, seq_len: int, num_tiles: int, options: PlanOptions) -> np.ndarray:
+    """Which tiles hold a key that the queries, from the first to the last, may attend to."""
+    keys = np.arange(num_tiles * TILE_KEYS)
+    first, last = int(positions[0]), int(positions[-1])
+    live = (keys < seq_len) & (keys >= options.key_begin)
+    if options.causal:
+        live &= keys <= last
+    if options.window:
+        inside = keys > first - options.window
+        if not options.causal:
+            inside &= keys < last + options.window
+        live &= inside | (keys < options.num_sink_tokens)
+    return live.reshape(num_tiles, TILE_KEYS).any(axis=1)
+
+
+def plan_views(plan: torch.Tensor, shape: PlanShape) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """info, items, tiles and ranks of a plan, as views."""
+    sizes = (INFO_INTS, ITEM_INTS, shape.max_tiles, shape.max_tiles + 1)
+    rows = (shape.num_seqs, shape.max_items, shape.num_seqs, shape.num_seqs)
+    parts = plan[HEADER_INTS:].split([n * m for n, m in zip(rows, sizes, strict=True)])
+    info, items, tiles, ranks = (part.view(n, m) for part, n, m in zip(parts, rows, sizes, strict=True))
+    return info, items, tiles, ranks
+
+
+def check_plan(
+    plan: torch.Tensor,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    query_positions: torch.Tensor | None,
+    block_size: int,
+    options: PlanOptions,
+    read_values: bool,
+) -> None:
+    """Refuses a plan whose size does not fit the call and, when values may be read, one made for another call.
+
+    Raises:
+        TypeError: Not an int32 tensor.
+        ValueError: Another size or device, or made for other lengths, holes, positions, window or mode.
+    """
+    shape = PlanShape.of(block_tables, block_size)
+    check_tensor("plan", plan, 1, "[n] from attention_plan", (torch.int32,), block_tables.device)
+    if plan.shape[0] != shape.size or not plan.is_contiguous():
+        raise bad_argument("plan", f"{plan.shape[0]} elements", f"{shape.size}, from attention_plan for these tables")
+    if not read_values or shape.num_seqs == 0:
+        return
+    expected = plan_reference(block_tables, seq_lens, query_start_loc, query_positions, block_size, options, 1)
+    header = slice(1, 1 + len(options.header()))
+    given = plan.cpu()
+    if not torch.equal(given[header], expected[header]):
+        names = "causal, window, num_sink_tokens, decode_queries, key_begin"
+        raise bad_argument("plan", f"{given[header].tolist()}", f"{expected[header].tolist()} ({names} of this call)")
+    columns = [0, 3, 4, 5, 6, 7]
+    mine, theirs = (plan_views(p, shape)[0][:, columns] for p in (given, expected))
+    if not torch.equal(mine, theirs):
+        row = int(torch.nonzero((mine != theirs).any(dim=1))[0])
+        raise bad_argument(
+            "plan", f"{mine[row].tolist()} for sequence {row}", f"{theirs[row].tolist()} (flags, live tiles in reach, "
+            "checksum of positions, q_len, seq_len, live tiles): build it again for this step"
+        )  # fmt: skip

@@ -1,0 +1,37 @@
+"""Which keys a group of queries may attend to, as ranges of keys and of tiles."""
+
+from __future__ import annotations
+
+from .._triton import tl, triton
+from .layout import TILE
+
+
+@triton.jit
+def _span(
+    p_first, p_last, seq_len, key_begin, window, num_sink_tokens,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
+):  # fmt: skip
+    """Live keys [lo, hi) and sink tokens below lo, of queries at positions p_first to p_last; and both in tiles."""
+    hi = seq_len
+    lo = key_begin
+    if CAUSAL:
+        hi = tl.minimum(hi, p_last + 1)
+    if WINDOW:
+        if not CAUSAL:
+            hi = tl.minimum(hi, p_last + window)
+        lo = tl.maximum(lo, p_first - window + 1)
+    lo = tl.minimum(tl.maximum(lo, 0), seq_len)
+    hi = tl.maximum(hi, lo)
+    tile_lo = tl.where(hi > lo, lo // TILE, (lo + TILE - 1) // TILE)
+    tile_hi = tl.where(hi > lo, (hi + TILE - 1) // TILE, tile_lo)
+    sink_lo = tile_lo
+    sink_hi = tile_lo
+    if WINDOW:
+        limit = seq_len
+        if CAUSAL:
+            limit = tl.minimum(limit, p_last + 1)
+        limit = tl.minimum(limit, num_sink_tokens)
+        sink_lo = tl.minimum(key_begin // TILE, tile_lo)
+        sink_hi = tl.where(limit > key_begin, tl.minimum((limit + TILE - 1) // TILE, tile_lo), sink_lo)
+        sink_hi = tl.maximum(sink_hi, sink_lo)
+    return lo, hi, tile_lo, tile_hi, sink_lo, sink_hi

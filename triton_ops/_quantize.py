@@ -1,0 +1,76 @@
+"""Codes of quantized caches: stored = x / scale in float8 e4m3 or int8, read = stored * scale.
+
+Kernels see float8 as uint8 and convert by bit operations, since sm_80 has no instruction for it and the interpreter of
+triton no type; on newer devices the attention kernel reads it natively.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ._triton import tl, triton
+
+PLAIN, INT8, E4M3 = 0, 1, 2
+
+
+def code_kind(dtype: torch.dtype) -> int:
+    """The constexpr that tells a kernel how a cache of `dtype` is stored."""
+    return {torch.int8: INT8, torch.float8_e4m3fn: E4M3}.get(dtype, PLAIN)
+
+
+def as_codes(cache: torch.Tensor) -> torch.Tensor:
+    """The cache as a kernel takes it: float8 as uint8, without a copy."""
+    return cache.view(torch.uint8) if cache.dtype == torch.float8_e4m3fn else cache
+
+
+def scale_arguments(
+    k_scale: torch.Tensor | None, v_scale: torch.Tensor | None, num_kv_heads: int
+) -> tuple[int, torch.Tensor | None, torch.Tensor | None]:
+    """0 for no scales, 1 for one element each, 2 for one per KV head; and the scales, equally long."""
+    if k_scale is None or v_scale is None:
+        return 0, None, None
+    if k_scale.numel() != v_scale.numel():
+        k_scale, v_scale = (scale.expand(num_kv_heads).contiguous() for scale in (k_scale, v_scale))
+    return (2 if k_scale.numel() > 1 else 1), k_scale, v_scale
+
+
+def quantize(values: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Values / scale in the nearest code of `dtype`, saturating; ties to even.
+
+    Args:
+        values: `[num_tokens, num_kv_heads, head_dim]`.
+        scale: One element, or one per KV head.
+        dtype: float8_e4m3fn or int8.
+    """
+    scaled = values.float() / scale.float().view(-1, 1)
+    if dtype == torch.int8:
+        return scaled.round_().clamp_(-128, 127).to(dtype)
+    return scaled.clamp_(-448.0, 448.0).to(dtype)
+
+
+@triton.jit
+def to_code(x, scale, KIND: tl.constexpr):
+    """float32 x / scale as int8 (KIND 1) or as the uint8 code of float8 e4m3 (KIND 2); nearest, ties to even."""
+    x = tl.div_rn(x, tl.broadcast_to(scale, x.shape))
+    if KIND == 1:
+        # Adding 1.5 * 2**23 rounds to an integer, ties to even.
+        x = tl.minimum(tl.maximum(x, -128.0), 127.0)
+        return ((x + 12582912.0) - 12582912.0).to(tl.int8)
+    nan = x != x
+    bits = tl.minimum(tl.maximum(x, -448.0), 448.0).to(tl.uint32, bitcast=True)
+    sign = (bits >> 24) & 0x80
+    magnitude = bits & 0x7FFFFFFF
+    # From 2**-6 on: round 20 mantissa bits away, then move the exponent's bias from 127 to 7.
+    normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - 960
+    # Below: multiples of 2**-9, rounded by adding 2**14, whose unit in the last place is that.
+    subnormal = (magnitude.to(tl.float32, bitcast=True) + 16384.0).to(tl.uint32, bitcast=True) - 0x46800000
+    code = tl.where(magnitude < 0x3C800000, subnormal, normal)
+    return tl.where(nan, 0x7F, sign | code).to(tl.uint8)
+
+
+@triton.jit
+def from_e4m3(code):
+    """float16 value of the uint8 code of a float8 e4m3: its exponent moved into float16's, times 2**8."""
+    bits = code.to(tl.uint16)
+    half = ((bits & 0x80) << 8) | ((bits & 0x7F) << 7)
+    return tl.where((bits & 0x7F) == 0x7F, float("nan"), half.to(tl.float16, bitcast=True) * 256.0).to(tl.float16)
