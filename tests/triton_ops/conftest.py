@@ -1,0 +1,71 @@
+"""Fixtures for operators that move bytes: random bits of any dtype, caches of odd strides, bitwise comparison."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+
+LAYOUTS = ("contiguous", "padded_features", "padded_blocks", "head_major", "every_second", "offset", "permuted")
+
+
+def _random_bits(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    data = torch.randint(0, 2 if dtype == torch.bool else 256, (math.prod(shape) * dtype.itemsize,), dtype=torch.uint8)
+    return data.view(dtype).view(tuple(shape)).to(device)
+
+
+def _strided(layout: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    num_blocks, block_size, *features = shape
+    if layout == "contiguous":
+        return _random_bits(shape, dtype, device)
+    if layout == "padded_features":
+        wide = _random_bits((num_blocks, block_size, *features[:-1], features[-1] + 3), dtype, device)
+        return wide[..., : features[-1]]
+    if layout == "padded_blocks":
+        return _random_bits((num_blocks, block_size + 1, *features), dtype, device)[:, :block_size]
+    if layout == "head_major":
+        return _random_bits((num_blocks, features[0], block_size, *features[1:]), dtype, device).transpose(1, 2)
+    if layout == "every_second":
+        wide = _random_bits((num_blocks, block_size, *features[:-1], 2 * features[-1]), dtype, device)
+        return wide[..., ::2]
+    if layout == "offset":
+        flat = _random_bits((math.prod(shape) + 1,), dtype, device)[1:]
+        return flat.view(tuple(shape))
+    assert layout == "permuted"
+    order = list(range(len(shape)))[::-1]
+    return _random_bits([shape[axis] for axis in order], dtype, device).permute(order)
+
+
+@pytest.fixture(params=LAYOUTS)
+def layout(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture
+def random_bits(device: torch.device) -> Callable[..., torch.Tensor]:
+    """random_bits(shape, dtype): a tensor of random bytes, NaN patterns included."""
+    return lambda shape, dtype: _random_bits(shape, dtype, device)
+
+
+@pytest.fixture
+def strided(device: torch.device) -> Callable[..., torch.Tensor]:
+    """strided(layout, shape, dtype): random bytes in one of LAYOUTS."""
+    return lambda layout, shape, dtype: _strided(layout, shape, dtype, device)
+
+
+@pytest.fixture
+def same_bits() -> Callable[[torch.Tensor, torch.Tensor], bool]:
+    """same_bits(a, b): equal shape, dtype and bytes; NaN equals itself."""
+
+    def compare(a: torch.Tensor, b: torch.Tensor) -> bool:
+        a, b = a.cpu(), b.cpu()
+        if a.shape != b.shape or a.dtype != b.dtype:
+            return False
+        return torch.equal(
+            a.contiguous().flatten().view(torch.uint8) if a.numel() else a.flatten().to(torch.uint8),
+            b.contiguous().flatten().view(torch.uint8) if b.numel() else b.flatten().to(torch.uint8),
+        )
+
+    return compare

@@ -1,0 +1,196 @@
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate
+
+import numpy as np
+import pytest
+import torch
+from torch.library import opcheck
+
+import pc
+from pc.triton_ops.join_prefix import join_prefix_reference
+
+
+@dataclass(frozen=True)
+class Case:
+    """Lengths and new tokens of the sequences of a batch."""
+
+    seq_lens: tuple[int, ...]
+    query_lens: tuple[int, ...]
+    block_size: int = 4
+    padding: int = 0
+    holes: bool = False
+    int64: bool = False
+
+    def __str__(self) -> str:
+        extra = f"-pad{self.padding}" * bool(self.padding) + "-holes" * self.holes + "-int64" * self.int64
+        return f"{'_'.join(map(str, self.seq_lens))}-b{self.block_size}{extra}"
+
+
+CASES = (
+    Case((8,), (4,)),
+    Case((12, 8, 5, 1), (12, 4, 1, 1)),
+    Case((17, 0, 3, 64), (0, 0, 2, 60), holes=True),
+    Case((9, 9, 9, 9, 9, 9, 9), (1, 1, 1, 1, 1, 1, 1), block_size=16, padding=3),
+    Case((300, 77), (130, 7), block_size=16, padding=600, holes=True, int64=True),
+    Case((5, 6), (0, 0), block_size=1),
+    Case((), ()),
+    Case((), (), padding=4),
+    Case((0, 0), (0, 0), padding=2),
+)
+
+
+def inputs(case, features, dtype, device, scattered=False):
+    """Arguments of join_prefix for random contents."""
+    generator = torch.Generator().manual_seed(len(case.seq_lens))
+    num_blocks = sum(-(-n // case.block_size) for n in case.seq_lens) + 3
+    width = max([-(-n // case.block_size) for n in case.seq_lens], default=0) + 1
+    tables = torch.full((len(case.seq_lens), width), -1, dtype=torch.int32)
+    free = torch.randperm(num_blocks, generator=generator).tolist()
+    for s, length in enumerate(case.seq_lens):
+        for b in range(-(-length // case.block_size)):
+            tables[s, b] = -1 if case.holes and b % 3 == 1 else free.pop()
+    cache = torch.randint(-99, 99, (num_blocks, case.block_size, *features), generator=generator).to(dtype)
+    new = torch.randint(-99, 99, (sum(case.query_lens) + 2, *features), generator=generator).to(dtype)
+    index = torch.int64 if case.int64 else torch.int32
+    positions = None
+    if scattered:
+        picked = [
+            torch.randperm(n, generator=generator)[:q].sort().values
+            for n, q in zip(case.seq_lens, case.query_lens, strict=True)
+        ]
+        positions = torch.cat([*picked, torch.zeros(2, dtype=torch.int64)]).to(index).to(device)
+    return (
+        cache.to(device),
+        tables.to(index).to(device),
+        torch.tensor(case.seq_lens, dtype=index, device=device),
+        new.to(device),
+        torch.tensor([0, *accumulate(case.query_lens)], dtype=index, device=device),
+        sum(case.seq_lens) + case.padding,
+        positions,
+    )
+
+
+def oracle(cache, tables, seq_lens, new, starts, num_rows, positions):
+    """A row at a time, from whole per-sequence tensors."""
+    cache, new, starts = cache.cpu(), new.cpu(), starts.tolist()
+    parts = []
+    for s, length in enumerate(seq_lens.tolist()):
+        full = torch.zeros((length, *cache.shape[2:]), dtype=cache.dtype)
+        for block, number in enumerate(tables[s].tolist()):
+            begin = block * cache.shape[1]
+            if number >= 0 and begin < length:
+                full[begin : begin + cache.shape[1]] = cache[number][: length - begin]
+        count = starts[s + 1] - starts[s]
+        where = list(range(length - count, length))
+        if positions is not None:
+            where = positions[starts[s] : starts[s + 1]].tolist()
+        full[where] = new[starts[s] : starts[s + 1]]
+        parts.append(full)
+    joined = torch.cat([*parts, torch.zeros((num_rows, *cache.shape[2:]), dtype=cache.dtype)])
+    return joined[:num_rows]
+
+
+@pytest.mark.parametrize("scattered", [False, True], ids=("suffix", "scattered"))
+@pytest.mark.parametrize("features", [(), (5,), (2, 64)], ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_rows_of_every_batch(case, features, scattered, device):
+    arguments = inputs(case, features, torch.int16, device, scattered)
+    expected = oracle(*arguments)
+    assert torch.equal(torch.ops.pc.join_prefix(*arguments).cpu(), expected)
+    assert torch.equal(join_prefix_reference(*arguments).cpu(), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float8_e4m3fn, torch.bfloat16, torch.complex128], ids=str)
+def test_every_dtype_and_layout(layout, dtype, strided, random_bits, same_bits, device):
+    case = CASES[1]
+    _, *rest = inputs(case, (3, 8), torch.float32, device)
+    num_blocks = 3 + sum(-(-n // 4) for n in case.seq_lens)
+    rest[2] = random_bits(rest[2].shape, dtype)
+    cache = strided(layout, (num_blocks, 4, 3, 8), dtype)
+    assert same_bits(torch.ops.pc.join_prefix(cache, *rest), oracle(cache, *rest))
+
+
+def test_list_of_caches_shares_one_map(same_bits, device):
+    built = [inputs(CASES[4], features, dtype, device) for features, dtype in (((), torch.int64), ((7,), torch.bool))]
+    built += [inputs(CASES[4], (i + 1,), torch.float16, device) for i in range(8)]
+    rest = built[0][1:3], built[0][4:]
+    outs = torch.ops.pc.join_prefix_list([b[0] for b in built], *rest[0], [b[3] for b in built], *rest[1])
+    for arguments, out in zip(built, outs, strict=True):
+        assert same_bits(out, oracle(*arguments))
+
+
+def test_offsets_beyond_two_to_the_31(device):
+    if device.type == "cuda":
+        cache = torch.zeros(2051, 16, 1 << 16, dtype=torch.uint8, device=device)
+    else:
+        cache = torch.from_numpy(np.zeros((2051, 16, 1 << 16), np.uint8))
+    cache[2050, 1] = 3
+    tables = torch.tensor([[2050]], dtype=torch.int32, device=device)
+    new = torch.full((1, 1 << 16), 4, dtype=torch.uint8, device=device)
+    out = pc.join_prefix(cache, tables, torch.tensor([3], device=device), new, torch.tensor([0, 1], device=device), 3)
+    assert out.amin(1).tolist() == out.amax(1).tolist() == [0, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (lambda a: {"num_rows": 12}, ValueError, "num_rows: got 12, needs at least 13"),
+        (lambda a: {"num_rows": -1}, ValueError, "num_rows: got -1"),
+        (lambda a: {"new": a["new"][:, :2]}, ValueError, r"new: got shape \[5, 2\]"),
+        (lambda a: {"new": a["new"].double()}, TypeError, "new: got float64"),
+        (lambda a: {"seq_lens": a["seq_lens"][:1]}, ValueError, "query_start_loc|block_tables"),
+        (lambda a: {"seq_lens": a["seq_lens"] + 9}, ValueError, "seq_lens: got 17, needs at most 16"),
+        (lambda a: {"seq_lens": a["seq_lens"] - 4}, ValueError, "seq_lens: got a sequence shorter"),
+        (lambda a: {"seq_lens": a["seq_lens"].float()}, TypeError, "seq_lens: .*int32 or int64"),
+        (lambda a: {"block_tables": a["block_tables"] + 20}, ValueError, "block_tables: got values"),
+        (lambda a: {"query_start_loc": a["query_start_loc"] + 3}, ValueError, "query_start_loc: got"),
+        (lambda a: {"new_positions": torch.tensor([3, 2, 1, 0, 0])}, ValueError, "new_positions: .*ascending"),
+        (lambda a: {"new_positions": torch.tensor([0, 1, 9, 0, 1])}, ValueError, "new_positions: .*within their"),
+        (lambda a: {"new_positions": torch.tensor([0, 1])}, ValueError, "new_positions: .*5 elements"),
+    ],
+)
+def test_bad_arguments_are_named(change, error, message):
+    arguments = {
+        "cache": torch.zeros(8, 4, 3),
+        "block_tables": torch.arange(8, dtype=torch.int32).view(2, 4),
+        "seq_lens": torch.tensor([8, 5]),
+        "new": torch.ones(5, 3),
+        "query_start_loc": torch.tensor([0, 3, 5]),
+        "num_rows": 13,
+    }
+    pc.join_prefix(**arguments)
+    with pytest.raises(error, match=message):
+        pc.join_prefix(**{**arguments, **change(arguments)})
+
+
+def test_opcheck(device):
+    for case in (CASES[1], CASES[3], CASES[7]):
+        for scattered in (False, True):
+            cache, tables, seq_lens, new, *rest = inputs(case, (3, 8), torch.float32, device, scattered)
+            opcheck(torch.ops.pc.join_prefix.default, (cache, tables, seq_lens, new, *rest))
+            lists = ([cache, cache[..., :1]], tables, seq_lens, [new, new[..., 1:2]], *rest)
+            opcheck(torch.ops.pc.join_prefix_list.default, lists)
+
+
+def test_compiles_whole_with_dynamic_shapes(device):
+    compiled = torch.compile(lambda *a: pc.join_prefix(*a) * 2, fullgraph=True, dynamic=True)
+    for case in (CASES[1], CASES[2]):
+        arguments = inputs(case, (5,), torch.float32, device)
+        assert torch.equal(compiled(*arguments).cpu(), oracle(*arguments) * 2)
+
+
+@pytest.mark.gpu
+def test_pinned_cache_and_a_captured_graph():
+    first, second = inputs(CASES[1], (64,), torch.float32, "cuda"), inputs(CASES[1], (64,), torch.float32, "cuda", True)
+    pinned = (first[0].cpu().pin_memory(), *first[1:])
+    assert torch.equal(pc.join_prefix(*pinned).cpu(), oracle(*first))
+    static = [a.clone() if isinstance(a, torch.Tensor) else a for a in second]
+    pc.join_prefix(*static)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = pc.join_prefix(*static)
+    static[0].neg_()
+    graph.replay()
+    assert torch.equal(out.cpu(), oracle(-second[0], *second[1:]))

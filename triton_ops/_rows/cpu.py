@@ -1,0 +1,137 @@
+"""The same moves in PyTorch on CPU tensors: one parallel call per tensor, in 16-byte elements where rows allow."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from .layout import row_bytes, row_layout
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+_SLAB_BYTES = 1 << 20
+_ROWS_A_RUN = 16
+
+
+def as_bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor in a plain dtype of its element size, since indexing does not know every dtype."""
+    return tensor.view(_BITS[tensor.dtype.itemsize])
+
+
+def _as_matrices(
+    tensors: tuple[torch.Tensor, torch.Tensor], leading: tuple[int, int]
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Both tensors as `[rows, units]` of their widest common unit; None where rows are no contiguous, even grid."""
+    itemsize = tensors[0].dtype.itemsize
+    width = math.prod(tensors[0].shape[leading[0] :])
+    if tensors[0].is_contiguous() and tensors[1].is_contiguous():
+        grain = math.gcd(16, width * itemsize, tensors[0].data_ptr(), tensors[1].data_ptr())
+        pitches = [width, width]
+    else:
+        layout = row_layout(tensors, leading)
+        if layout.sizes or any(address.block_size > 1 for address in layout.addresses):
+            return None
+        grain = layout.grain
+        pitches = [address.block * grain // itemsize for address in layout.addresses]
+    grain = math.gcd(grain, *(t.storage_offset() * itemsize for t in tensors))
+    if grain < itemsize:
+        return None
+    dtype = _BITS[grain]
+    a, b = (
+        t.as_strided((math.prod(t.shape[:lead]), width), (pitch, 1)).view(dtype)
+        for t, lead, pitch in zip(tensors, leading, pitches, strict=True)
+    )
+    return a, b
+
+
+def gather_rows(source: torch.Tensor, leading: int, index: torch.Tensor, target: torch.Tensor, lowest: int) -> None:
+    """target[i] = row index[i] of source, zeros where it is negative.
+
+    Args:
+        source: Rows under its first `leading` dimensions.
+        leading: 1 or 2; see `row_layout`.
+        index: `[num_rows]` int32 or int64, in range.
+        target: `[num_rows, *row]`, other memory.
+        lowest: Smallest entry of index; negative ones cost a pass over the index, none costs nothing.
+    """
+    if not target.numel():
+        return
+    if lowest < 0:
+        if not source.numel():
+            target.zero_()
+            return
+        holes = torch.nonzero(index < 0).squeeze(1)
+        index = index.clamp(min=0)
+    matrices = _as_matrices((source, target), (leading, 1))
+    if matrices is not None:
+        torch.index_select(matrices[0], 0, index, out=matrices[1])
+    elif leading == 1:
+        as_bits(target).copy_(torch.index_select(as_bits(source), 0, index))
+    else:
+        block_size = source.shape[1]
+        as_bits(target).copy_(as_bits(source)[index // block_size, index % block_size])
+    if lowest < 0:
+        as_bits(target).index_fill_(0, holes, 0)
+
+
+def scatter_rows(source: torch.Tensor, target: torch.Tensor, leading: int, index: torch.Tensor, lowest: int) -> None:
+    """Row index[i] of target = source[i], nothing where it is negative; arguments as in `gather_rows`."""
+    if not source.numel():
+        return
+    if lowest < 0:
+        kept = torch.nonzero(index >= 0).squeeze(1)
+        if not kept.numel():
+            return
+        first, last = int(kept[0]), int(kept[-1]) + 1
+        if last - first == kept.numel():  # padding before or behind: no copy of what is left
+            source, index = source[first:last], index[first:last]
+        else:
+            source, index = as_bits(source)[kept].view(source.dtype), index[kept]
+    index = index.long()
+    matrices = _as_matrices((source, target), (1, leading))
+    if matrices is not None:
+        matrices[1].index_copy_(0, index, matrices[0])
+    elif leading == 1:
+        as_bits(target).index_copy_(0, index, as_bits(source))
+    else:
+        block_size = target.shape[1]
+        as_bits(target)[index // block_size, index % block_size] = as_bits(source)
+
+
+def copy_rows(cache: torch.Tensor, source_ids: torch.Tensor, target_ids: torch.Tensor, lowest: tuple[int, int]) -> None:
+    """cache[target_ids[i]] = cache[source_ids[i]], through a buffer that stays in the processor's cache."""
+    if not cache.numel():
+        return
+    slab = max(1, _SLAB_BYTES // row_bytes(cache, 1))
+    buffer = torch.empty((min(slab, source_ids.shape[0]), *cache.shape[1:]), dtype=cache.dtype)
+    for begin in range(0, source_ids.shape[0], slab):
+        source, target = source_ids[begin : begin + slab], target_ids[begin : begin + slab]
+        part = buffer[: source.shape[0]]
+        gather_rows(cache, 1, source, part, lowest[0])
+        scatter_rows(part, cache, 1, target, lowest[1])
+
+
+def join_rows(cache: torch.Tensor, new: torch.Tensor, rows: torch.Tensor, out: torch.Tensor) -> None:
+    """out[i] = slot rows[i] of cache, row -2 - rows[i] of new, or zeros at -1.
+
+    Long runs of one origin are gathered straight into their place. Short ones are gathered from the cache as if all
+    rows came from there, and the new ones written over.
+    """
+    kind = rows.clamp(-2, 0)
+    edges = torch.nonzero(kind.diff()).squeeze(1).add_(1).tolist()
+    if len(edges) * _ROWS_A_RUN > rows.shape[0]:
+        gather_rows(cache, 2, rows.clamp(min=-1), out, int(rows.amin()))
+        fresh = torch.nonzero(rows < -1).squeeze(1)
+        if fresh.numel():
+            scatter_rows(new[-2 - rows[fresh]], out, 1, fresh, 0)
+        return
+    for begin, end in zip([0, *edges], [*edges, rows.shape[0]], strict=True):
+        part = out[begin:end]
+        if begin == end:
+            continue
+        if rows[begin] == -1:
+            part.zero_()
+        elif rows[begin] < 0:
+            gather_rows(new, 1, -2 - rows[begin:end], part, 0)
+        else:
+            gather_rows(cache, 2, rows[begin:end], part, 0)

@@ -1,0 +1,222 @@
+"""The kernel that moves rows of several tensors in one launch, and its launcher."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from .._triton import INTERPRET, require_triton, tl, triton
+from .layout import MAX_OUTER, row_layout
+
+MAX_TENSORS = 8
+"""Tensors a launch: each adds a branch to the kernel, and a compiled variant per combination of units."""
+
+TILE_BYTES = 65536 if INTERPRET else 8192
+"""A program's bytes: four 16-byte vectors for each of 128 threads, so loads are in flight before the first store."""
+
+NUM_WARPS = 4
+
+
+@triton.jit
+def _row_offsets(index, address, VECTOR: tl.constexpr):
+    """Offsets of rows in units: (index // block_size) * block + (index % block_size) * slot."""
+    return (index // address[0]) * (address[1] * VECTOR) + (index % address[0]) * (address[2] * VECTOR)
+
+
+@triton.jit
+def _column_offsets(cols, inner, sizes, strides, VECTOR: tl.constexpr, NUM_OUTER: tl.constexpr):
+    """Offsets of columns in units within a row of NUM_OUTER strided dimensions around `inner` contiguous grains."""
+    offsets = tl.cast(cols, tl.int64)
+    if NUM_OUTER > 0:
+        rest = cols // (inner * VECTOR)
+        offsets = tl.cast(cols % (inner * VECTOR), tl.int64)
+        for axis in tl.static_range(NUM_OUTER):
+            if axis == NUM_OUTER - 1:
+                offsets += tl.cast(rest, tl.int64) * (strides[axis] * VECTOR)
+            else:
+                offsets += tl.cast(rest % sizes[axis], tl.int64) * (strides[axis] * VECTOR)
+                rest = rest // sizes[axis]
+    return offsets
+
+
+@triton.jit(do_not_specialize=["num_rows", "inners", "widths", "sizes", "addresses", "strides"])
+def _move_rows_kernel(
+    # pointers
+    sources,  # per tensor, what source_index >= 0 counts
+    extras,  # per tensor, what source_index <= -2 counts as -2 - index; None: nothing
+    targets,  # per tensor, what target_index counts
+    source_index,  # [num_rows], -1 reads zeros; None: row number
+    target_index,  # [num_rows], negative writes nothing; None: row number
+    # sizes, in grains
+    num_rows,
+    inners,  # per tensor, contiguous grains
+    widths,  # per tensor, grains of a row
+    sizes,  # per tensor, of the outer dimensions, innermost first
+    # strides, in grains
+    addresses,  # per tensor, for source, extra and target: block_size, block, slot
+    strides,  # per tensor, for source, extra and target: of the outer dimensions
+    NUM_TENSORS: tl.constexpr,
+    NUM_OUTER: tl.constexpr,
+    VECTOR: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    TILE_COLS: tl.constexpr,
+):
+    pid = tl.program_id(0)
+    first = 0
+    for t in tl.static_range(NUM_TENSORS):
+        width = widths[t] * VECTOR[t]
+        chunks = tl.cdiv(width, TILE_COLS[t])
+        programs = tl.cdiv(num_rows, TILE_ROWS[t]) * chunks
+        if (pid >= first) & (pid < first + programs):
+            rows = tl.cast((pid - first) // chunks, tl.int64) * TILE_ROWS[t] + tl.arange(0, TILE_ROWS[t])
+            cols = (pid - first) % chunks * TILE_COLS[t] + tl.arange(0, TILE_COLS[t])
+            live = rows < num_rows
+            mask_cols = (cols < width)[None, :]
+            source = rows
+            if source_index is not None:
+                source = tl.cast(tl.load(source_index + rows, mask=live, other=-1), tl.int64)
+            target = rows
+            if target_index is not None:
+                target = tl.cast(tl.load(target_index + rows, mask=live, other=-1), tl.int64)
+            live = live & (target >= 0)
+
+            offs = _column_offsets(cols, inners[t], sizes[t], strides[t][0], VECTOR[t], NUM_OUTER[t])
+            pointers = sources[t] + _row_offsets(source, addresses[t][0], VECTOR[t])[:, None] + offs[None, :]
+            data = tl.load(pointers, mask=(live & (source >= 0))[:, None] & mask_cols, other=0)
+            if extras is not None:
+                extra = -2 - source
+                offs = _column_offsets(cols, inners[t], sizes[t], strides[t][1], VECTOR[t], NUM_OUTER[t])
+                pointers = extras[t] + _row_offsets(extra, addresses[t][1], VECTOR[t])[:, None] + offs[None, :]
+                # One of the two loads was masked off and gave zeros.
+                data |= tl.load(pointers, mask=(live & (extra >= 0))[:, None] & mask_cols, other=0)
+            offs = _column_offsets(cols, inners[t], sizes[t], strides[t][2], VECTOR[t], NUM_OUTER[t])
+            pointers = targets[t] + _row_offsets(target, addresses[t][2], VECTOR[t])[:, None] + offs[None, :]
+            tl.store(pointers, data, mask=live[:, None] & mask_cols)
+        first += programs
+
+
+def tile_of(width: int, unit: int) -> tuple[int, int]:
+    """Rows and columns of a program's tile, for rows of `width` units of `unit` bytes.
+
+    Columns are the largest power of two that wastes at most an eighth of the row's last tile.
+    """
+    budget = TILE_BYTES // unit
+    cols = min(triton.next_power_of_2(width), budget)
+    while cols * unit > 512 and -(-width // cols) * cols > width + width // 8:
+        cols //= 2
+    return budget // cols, cols
+
+
+def _units(grain: int) -> tuple[Any, int]:
+    """Triton's integer type and how many of it make a grain."""
+    if grain == 16:
+        return tl.int64, 2
+    return {1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64}[grain], 1
+
+
+def launch_move_rows(
+    op: str,
+    sources: Sequence[torch.Tensor],
+    targets: Sequence[torch.Tensor],
+    leading: tuple[int, int],
+    num_rows: int,
+    source_index: torch.Tensor | None = None,
+    target_index: torch.Tensor | None = None,
+    extras: Sequence[torch.Tensor] | None = None,
+) -> None:
+    """Copies row source_index[i] of each source to row target_index[i] of the target in the same place.
+
+    Args:
+        op: The operator's name, for errors.
+        sources: Where an index of at least 0 reads; -1 reads zeros.
+        targets: Where to write; same row shape and dtype as the source, other memory.
+        leading: For sources and for targets 1, when an index counts their first dimension, or 2, when it counts slots.
+        num_rows: Rows to move.
+        source_index: `[num_rows]` int32 or int64; None: 0, 1, 2 and so on.
+        target_index: `[num_rows]` int32 or int64, negative entries write nothing; None: 0, 1, 2 and so on.
+        extras: Where an index of at most -2 reads row -2 - index, of their first dimension.
+    """
+    require_triton(op)
+    assert source_index is None or source_index.is_contiguous()
+    assert target_index is None or target_index.is_contiguous()
+    if num_rows == 0:
+        return
+    work = []
+    for i, (source, target) in enumerate(zip(sources, targets, strict=True)):
+        extra = source if extras is None else extras[i]
+        if target.numel():
+            work += _split(source, extra, target, leading)
+    for start in range(0, len(work), MAX_TENSORS):
+        _launch(work[start : start + MAX_TENSORS], leading, num_rows, source_index, target_index, extras is not None)
+
+
+def _split(
+    source: torch.Tensor, extra: torch.Tensor, target: torch.Tensor, leading: tuple[int, int]
+) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """The tensors themselves, or slices of them where a row has more strided dimensions than the kernel takes."""
+    extra_leading = 1 if extra is not source else leading[0]
+    layout = row_layout((source, extra, target), (leading[0], extra_leading, leading[1]))
+    if len(layout.sizes) <= MAX_OUTER:
+        return [(source, extra, target)]
+    axis = next(d for d in range(target.dim() - leading[1]) if target.shape[leading[1] + d] > 1)
+    parts = []
+    for i in range(target.shape[leading[1] + axis]):
+        part = source.select(leading[0] + axis, i)
+        rest = part if extra is source else extra.select(extra_leading + axis, i)
+        parts += _split(part, rest, target.select(leading[1] + axis, i), leading)
+    return parts
+
+
+def _launch(
+    work: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]],
+    leading: tuple[int, int],
+    num_rows: int,
+    source_index: torch.Tensor | None,
+    target_index: torch.Tensor | None,
+    has_extras: bool,
+) -> None:
+    pointers: list[list[Any]] = [[], [], []]
+    inners, widths, sizes, addresses, strides, num_outer, vectors, tiles = [], [], [], [], [], [], [], []
+    programs = 0
+    for tensors in work:
+        layout = row_layout(tensors, (leading[0], 1 if has_extras else leading[0], leading[1]))
+        dtype, vector = _units(layout.grain)
+        for column, tensor in zip(pointers, tensors, strict=True):
+            column.append(triton.reinterpret(tensor, dtype))
+        width = layout.inner
+        for size in layout.sizes:
+            width *= size
+        tile = tile_of(width * vector, layout.grain // vector)
+        tiles.append(tile)
+        programs += -(-num_rows // tile[0]) * -(-(width * vector) // tile[1])
+        inners.append(layout.inner)
+        widths.append(width)
+        sizes.append((*layout.sizes, *(1,) * (MAX_OUTER - len(layout.sizes))))
+        addresses.append(tuple(tuple(a) for a in layout.addresses))
+        strides.append(tuple((*s, *(0,) * (MAX_OUTER - len(s))) for s in layout.strides))
+        num_outer.append(len(layout.sizes))
+        vectors.append(vector)
+    device = next((t.device for t in work[0] if t.is_cuda), torch.device("cpu"))
+    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+        _move_rows_kernel[(programs,)](
+            tuple(pointers[0]),
+            tuple(pointers[1]) if has_extras else None,
+            tuple(pointers[2]),
+            source_index,
+            target_index,
+            num_rows,
+            tuple(inners),
+            tuple(widths),
+            tuple(sizes),
+            tuple(addresses),
+            tuple(strides),
+            NUM_TENSORS=len(work),
+            NUM_OUTER=tuple(num_outer),
+            VECTOR=tuple(vectors),
+            TILE_ROWS=tuple(tile[0] for tile in tiles),
+            TILE_COLS=tuple(tile[1] for tile in tiles),
+            num_warps=NUM_WARPS,
+        )

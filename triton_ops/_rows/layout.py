@@ -1,0 +1,89 @@
+"""How the rows of two strided tensors line up, in the widest unit that both can be moved in."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+
+MAX_OUTER = 3
+
+
+class Address(NamedTuple):
+    """Where row `i` of a tensor begins: (i // block_size) * block + (i % block_size) * slot, in grains."""
+
+    block_size: int
+    block: int
+    slot: int
+
+
+class RowLayout(NamedTuple):
+    """A row as `outer` nested strides around `inner` contiguous grains; every number counts grains.
+
+    Attributes:
+        grain: Bytes moved at a time, a power of two up to 16 that divides every address, stride and size.
+        inner: Grains that are contiguous in all tensors.
+        sizes: Sizes of the outer dimensions, innermost first; at most MAX_OUTER.
+        addresses: One per tensor.
+        strides: Per tensor the strides of the outer dimensions, innermost first.
+    """
+
+    grain: int
+    inner: int
+    sizes: tuple[int, ...]
+    addresses: tuple[Address, ...]
+    strides: tuple[tuple[int, ...], ...]
+
+
+def address_of(tensor: torch.Tensor, leading: int) -> Address:
+    """Address of the rows under the first `leading` (1 or 2) dimensions, in elements."""
+    if leading == 1:
+        return Address(1, tensor.stride(0), 0)
+    num_blocks, block_size = tensor.shape[:2]
+    block, slot = tensor.stride()[:2]
+    if num_blocks <= 1 or block == block_size * slot or block_size == 1:
+        return Address(1, block if block_size == 1 else slot, 0)
+    return Address(block_size, block, slot)
+
+
+def row_layout(tensors: tuple[torch.Tensor, ...], leading: tuple[int, ...]) -> RowLayout:
+    """Lines up rows of the same shape and dtype.
+
+    Args:
+        tensors: Not empty ones; their shapes agree behind their leading dimensions.
+        leading: Per tensor 1 (an index counts its first dimension) or 2 (it counts slots of blocks).
+    """
+    itemsize = tensors[0].dtype.itemsize
+    shape = tensors[0].shape[leading[0] :]
+    strides = [t.stride()[lead:] for t, lead in zip(tensors, leading, strict=True)]
+    inner = 1
+    outer: list[tuple[int, tuple[int, ...]]] = []
+    for axis in range(len(shape) - 1, -1, -1):
+        size, steps = shape[axis], tuple(s[axis] for s in strides)
+        if size == 1:
+            continue
+        if not outer and all(step == inner for step in steps):
+            inner *= size
+        elif outer and all(step == last * outer[-1][0] for step, last in zip(steps, outer[-1][1], strict=True)):
+            outer[-1] = (outer[-1][0] * size, outer[-1][1])
+        else:
+            outer.append((size, steps))
+    addresses = [address_of(t, lead) for t, lead in zip(tensors, leading, strict=True)]
+    grain = math.gcd(16, inner * itemsize, *(t.data_ptr() for t in tensors))
+    for address in addresses:
+        grain = math.gcd(grain, address.block * itemsize, address.slot * itemsize)
+    for _, steps in outer:
+        grain = math.gcd(grain, *(step * itemsize for step in steps))
+    return RowLayout(
+        grain,
+        inner * itemsize // grain,
+        tuple(size for size, _ in outer),
+        tuple(Address(a.block_size, a.block * itemsize // grain, a.slot * itemsize // grain) for a in addresses),
+        tuple(tuple(steps[t] * itemsize // grain for _, steps in outer) for t in range(len(tensors))),
+    )
+
+
+def row_bytes(tensor: torch.Tensor, leading: int) -> int:
+    """Bytes of one row behind the leading dimensions."""
+    return math.prod(tensor.shape[leading:]) * tensor.dtype.itemsize

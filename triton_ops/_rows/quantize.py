@@ -1,0 +1,246 @@
+"""Rows as 8-bit codes with one float32 scale each: scale = max(|x|) / limit, code = round(x / scale).
+
+The limit is 448 for float8_e4m3fn and 127 for int8. The scale is at least the smallest normal float32; a row that holds
+NaN or infinity gets the scale NaN and reads as NaN. Codes are made by integer arithmetic, because not every GPU that
+stores bytes converts to float8, and agree bit for bit with PyTorch's conversion.
+"""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+
+from .._triton import tl, triton
+from .layout import address_of
+
+LIMITS = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
+CODES = tuple(LIMITS)
+FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+SMALLEST_SCALE = torch.finfo(torch.float32).smallest_normal
+
+_TILE = 2048
+
+
+def quantize_rows(source: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes and scales of rows, in PyTorch.
+
+    Args:
+        source: `[num_rows, *row]`, float16, bfloat16 or float32.
+        dtype: float8_e4m3fn or int8.
+
+    Returns:
+        Codes `[num_rows, *row]` and scales `[num_rows]` float32.
+    """
+    values = source.float()
+    flat = values.reshape(len(values), -1)
+    peak = flat.abs().amax(1) if flat.shape[1] else flat.new_zeros(len(flat))
+    scales = (peak / LIMITS[dtype]).clamp_(min=SMALLEST_SCALE)
+    scales[~peak.isfinite()] = float("nan")
+    scaled = flat / scales[:, None]
+    if dtype == torch.int8:
+        codes = scaled.round_().nan_to_num_(nan=0.0).clamp_(-127, 127).to(dtype)
+    else:
+        codes = scaled.clamp_(-448.0, 448.0).nan_to_num_(nan=0.0).to(dtype)
+    return codes.view(source.shape), scales
+
+
+def dequantize_rows(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Codes times scales in float32, rounded to `dtype`.
+
+    Args:
+        codes: `[num_rows, *row]`.
+        scales: `[num_rows]` float32.
+        dtype: Of the result.
+    """
+    return codes.float().mul_(scales.view(-1, *(1,) * (codes.dim() - 1))).to(dtype)
+
+
+@triton.jit
+def _encode_e4m3(x):
+    """Nearest float8_e4m3fn code of float32 within -448 to 448, ties to even, as uint8."""
+    bits = tl.cast(x, tl.int32, bitcast=True)
+    sign = (bits >> 24) & 0x80
+    size = bits & 0x7FFFFFFF
+    # Below 2^-6 a code counts steps of 2^-9: adding 2^14, whose last bit is 2^-9, rounds to them.
+    small = tl.cast(tl.cast(tl.cast(size, tl.float32, bitcast=True) + 16384.0, tl.int32, bitcast=True), tl.int32)
+    small -= 0x46800000
+    # Else drop 20 bits of the mantissa, rounding half to even, and move the exponent's bias from 127 to 7.
+    large = ((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) - (120 << 3)
+    return tl.cast(sign | tl.where(size < 0x3C800000, small, large), tl.uint8)
+
+
+@triton.jit
+def _decode_e4m3(code):
+    """Value of a float8_e4m3fn code given as uint8, as float32; exact."""
+    bits = tl.cast(code, tl.int32)
+    half = tl.cast(((bits & 0x80) << 8) | ((bits & 0x7F) << 7), tl.int16)
+    value = tl.cast(tl.cast(half, tl.float16, bitcast=True), tl.float32) * 256.0
+    return tl.where((bits & 0x7F) == 0x7F, float("nan"), value)
+
+
+@triton.jit
+def _round_even(x):
+    """Nearest integer of float32 within a million, ties to even: adding 1.5 * 2^23 leaves no bit for fractions."""
+    bits = tl.cast(x + 12582912.0, tl.int32, bitcast=True)
+    return bits - 0x4B400000
+
+
+@triton.jit
+def _row_base(slot, block_size, stride_b, stride_t):
+    return (slot // block_size) * stride_b + (slot % block_size) * stride_t
+
+
+@triton.jit(do_not_specialize=["block_size", "scales_block_size"])
+def _scatter_quantized_kernel(
+    # pointers
+    source,  # [num_rows, width]
+    cache,  # [num_blocks, block_size, width] uint8 (float8_e4m3fn) or int8
+    scales,  # [num_blocks, block_size] float32
+    slot_mapping,  # [num_rows]
+    # sizes
+    width,
+    block_size,
+    scales_block_size,
+    # strides
+    stride_source,
+    stride_cb,
+    stride_ct,
+    stride_sb,
+    stride_st,
+    IS_INT8: tl.constexpr,
+    LIMIT: tl.constexpr,
+    SMALLEST: tl.constexpr,
+    TILE: tl.constexpr,
+    SINGLE: tl.constexpr,
+):
+    row = tl.cast(tl.program_id(0), tl.int64)
+    slot = tl.cast(tl.load(slot_mapping + row), tl.int64)
+    if slot >= 0:
+        source += row * stride_source
+        cache += _row_base(slot, block_size, stride_cb, stride_ct)
+        offs = tl.arange(0, TILE)
+        x = tl.cast(tl.load(source + offs, mask=offs < width, other=0.0), tl.float32)
+        size = tl.abs(x)
+        peak = tl.where(size < float("inf"), size, float("inf"))  # NaN becomes infinity, which a maximum keeps
+        if not SINGLE:
+            for start in range(TILE, width, TILE):
+                x = tl.cast(tl.load(source + start + offs, mask=start + offs < width, other=0.0), tl.float32)
+                size = tl.abs(x)
+                peak = tl.maximum(peak, tl.where(size < float("inf"), size, float("inf")))
+        top = tl.max(peak, 0)
+        scale = tl.maximum(tl.div_rn(top, LIMIT), SMALLEST)
+        bad = top == float("inf")
+        tl.store(scales + _row_base(slot, scales_block_size, stride_sb, stride_st), tl.where(bad, float("nan"), scale))
+        for start in range(0, width, TILE):
+            mask = start + offs < width
+            if not SINGLE:
+                x = tl.cast(tl.load(source + start + offs, mask=mask, other=0.0), tl.float32)
+            scaled = tl.where(bad, 0.0, tl.div_rn(x, tl.where(bad, 1.0, scale) + tl.zeros([TILE], tl.float32)))
+            scaled = tl.minimum(tl.maximum(scaled, -LIMIT), LIMIT)
+            if IS_INT8:
+                tl.store(cache + start + offs, tl.cast(_round_even(scaled), tl.int8), mask=mask)
+            else:
+                tl.store(cache + start + offs, _encode_e4m3(scaled), mask=mask)
+
+
+@triton.jit(do_not_specialize=["block_size", "scales_block_size", "chunks"])
+def _gather_dequantized_kernel(
+    # pointers
+    cache,  # [num_blocks, block_size, width] uint8 (float8_e4m3fn) or int8
+    scales,  # [num_blocks, block_size] float32
+    slot_mapping,  # [num_rows]
+    target,  # [num_rows, width], written
+    # sizes
+    width,
+    block_size,
+    scales_block_size,
+    chunks,
+    # strides
+    stride_target,
+    stride_cb,
+    stride_ct,
+    stride_sb,
+    stride_st,
+    IS_INT8: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    pid = tl.program_id(0)
+    row = tl.cast(pid // chunks, tl.int64)
+    offs = pid % chunks * TILE + tl.arange(0, TILE)
+    mask = offs < width
+    slot = tl.cast(tl.load(slot_mapping + row), tl.int64)
+    here = slot >= 0
+    base = _row_base(slot, block_size, stride_cb, stride_ct)
+    scale = tl.load(scales + _row_base(slot, scales_block_size, stride_sb, stride_st), mask=here, other=0.0)
+    code = tl.load(cache + base + offs, mask=offs < tl.where(here, width, 0), other=0)
+    value = tl.cast(code, tl.float32) if IS_INT8 else _decode_e4m3(code)
+    tl.store(target + row * stride_target + offs, tl.cast(value * scale, target.dtype.element_ty), mask=mask)
+
+
+def _row_strides(cache: torch.Tensor, scales: torch.Tensor) -> tuple[int, ...]:
+    """Block sizes and strides of the kernels: block_size, scales_block_size, then block and slot strides of both."""
+    a, b = address_of(cache, 2), address_of(scales, 2)
+    return a.block_size, b.block_size, a.block, a.slot, b.block, b.slot
+
+
+def _bytes(cache: torch.Tensor) -> torch.Tensor:
+    return cache if cache.dtype == torch.int8 else cache.view(torch.uint8)
+
+
+def launch_scatter_quantized(
+    source: torch.Tensor, cache: torch.Tensor, scales: torch.Tensor, slot_mapping: torch.Tensor
+) -> None:
+    """Quantizes rows and scatters them by kernel; rows of source and cache are contiguous, arguments checked."""
+    num_rows, width = source.shape
+    assert source.stride(1) == 1 or width <= 1
+    if not num_rows or not width:
+        return
+    block_size, scales_block_size, *strides = _row_strides(cache, scales)
+    tile = min(_TILE, triton.next_power_of_2(width))
+    with torch.cuda.device(source.device) if source.is_cuda else contextlib.nullcontext():
+        _scatter_quantized_kernel[(num_rows,)](
+            source,
+            _bytes(cache),
+            scales,
+            slot_mapping,
+            width,
+            block_size,
+            scales_block_size,
+            source.stride(0),
+            *strides,
+            IS_INT8=cache.dtype == torch.int8,
+            LIMIT=LIMITS[cache.dtype],
+            SMALLEST=SMALLEST_SCALE,
+            TILE=tile,
+            SINGLE=width <= tile,
+            num_warps=4,
+        )
+
+
+def launch_gather_dequantized(
+    cache: torch.Tensor, scales: torch.Tensor, slot_mapping: torch.Tensor, target: torch.Tensor
+) -> None:
+    """Gathers rows and dequantizes them by kernel; rows of the cache are contiguous, arguments checked."""
+    num_rows, width = target.shape
+    if not target.numel():
+        return
+    block_size, scales_block_size, *strides = _row_strides(cache, scales)
+    tile = min(_TILE, triton.next_power_of_2(width))
+    chunks = triton.cdiv(width, tile)
+    with torch.cuda.device(target.device) if target.is_cuda else contextlib.nullcontext():
+        _gather_dequantized_kernel[(num_rows * chunks,)](
+            _bytes(cache),
+            scales,
+            slot_mapping,
+            target,
+            width,
+            block_size,
+            scales_block_size,
+            chunks,
+            target.stride(0),
+            *strides,
+            IS_INT8=cache.dtype == torch.int8,
+            TILE=tile,
+            num_warps=4,
+        )

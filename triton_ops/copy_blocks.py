@@ -1,0 +1,106 @@
+"""Copies blocks within a cache: cache[target_ids[i]] = cache[source_ids[i]].
+
+Reads and writes the bytes of n blocks once; nothing is computed, so every dtype is served and no bit changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ._checks import bad_argument
+from ._library import define
+from ._rows import cpu
+from ._rows.checks import check_caches, check_index, check_reach
+from ._rows.kernel import launch_move_rows
+from ._rows.ops import lowest_entry, on_host
+
+
+def copy_blocks_reference(cache: torch.Tensor, source_ids: torch.Tensor, target_ids: torch.Tensor) -> None:
+    """What `pc.copy_blocks` writes, spelled out."""
+    for source, target in zip(source_ids.tolist(), target_ids.tolist(), strict=True):
+        if target >= 0:
+            cache[target] = cache[source] if source >= 0 else 0
+
+
+def _run_list(caches: Sequence[torch.Tensor], source_ids: torch.Tensor, target_ids: torch.Tensor) -> None:
+    check_caches("caches", caches)
+    check_index("source_ids", source_ids, "[n]")
+    check_index("target_ids", target_ids, "[n]")
+    if target_ids.shape != source_ids.shape:
+        raise bad_argument("target_ids", f"{target_ids.shape[0]} elements", f"{source_ids.shape[0]} as source_ids")
+    if target_ids.device != source_ids.device:
+        raise bad_argument("target_ids", f"device {target_ids.device}", f"device {source_ids.device} of source_ids")
+    check_reach("caches", caches[0], source_ids, "source_ids")
+    limit = caches[0].shape[0]
+    lowest = lowest_entry("source_ids", source_ids, limit), lowest_entry("target_ids", target_ids, limit)
+    if on_host(caches[0], source_ids):
+        for cache in caches:
+            cpu.copy_rows(cache, source_ids, target_ids, lowest)
+        return
+    if caches[0].is_cuda:
+        source_ids = source_ids.to(caches[0].device, non_blocking=True)
+        target_ids = target_ids.to(caches[0].device, non_blocking=True)
+    launch_move_rows(
+        "copy_blocks", caches, caches, (1, 1), source_ids.shape[0], source_ids.contiguous(), target_ids.contiguous()
+    )
+
+
+def _run(cache: torch.Tensor, source_ids: torch.Tensor, target_ids: torch.Tensor) -> None:
+    _run_list([cache], source_ids, target_ids)
+
+
+def _fake(*args: object, **kwargs: object) -> None:
+    return None
+
+
+define(
+    "copy_blocks",
+    "(Tensor(a!) cache, Tensor source_ids, Tensor target_ids) -> ()",
+    reference=_run,
+    launcher=_run,
+    fake=_fake,
+)
+define(
+    "copy_blocks_list",
+    "(Tensor(a!)[] caches, Tensor source_ids, Tensor target_ids) -> ()",
+    reference=_run_list,
+    launcher=_run_list,
+    fake=_fake,
+)
+
+
+def copy_blocks(cache: torch.Tensor, source_ids: torch.Tensor, target_ids: torch.Tensor) -> None:
+    """Copies blocks of a cache to other blocks of it.
+
+    A target that appears twice, or among the sources, is undefined.
+
+    Args:
+        cache: `[num_blocks, block_size, *features]`, any dtype and strides, written to.
+        source_ids: `[n]` int32 or int64; -1 writes zeros to the target.
+        target_ids: `[n]` int32 or int64; -1 writes nothing.
+
+    Raises:
+        TypeError: An argument of a wrong type or dtype.
+        ValueError: A wrong shape or device; with ids in host memory, and in debug mode, also a block out of range.
+        RuntimeError: A cache that requires grad while grad mode is on.
+    """
+    torch.ops.pc.copy_blocks(cache, source_ids, target_ids)
+
+
+def copy_blocks_list(caches: Sequence[torch.Tensor], source_ids: torch.Tensor, target_ids: torch.Tensor) -> None:
+    """Copies the same blocks within each of several caches, in one launch per eight of them.
+
+    Args:
+        caches: Like `cache` of `pc.copy_blocks`; one device and the same num_blocks and block_size, features and
+            dtypes of their own.
+        source_ids: As in `pc.copy_blocks`.
+        target_ids: As in `pc.copy_blocks`.
+
+    Raises:
+        TypeError: As in `pc.copy_blocks`.
+        ValueError: As in `pc.copy_blocks`, and for caches that do not agree.
+        RuntimeError: As in `pc.copy_blocks`.
+    """
+    torch.ops.pc.copy_blocks_list(caches, source_ids, target_ids)

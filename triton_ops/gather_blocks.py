@@ -1,0 +1,71 @@
+"""Gathers whole blocks of a cache: out[i] = cache[block_ids[i]], zeros where the id is -1.
+
+Reads and writes the bytes of n blocks once; nothing is computed, so every dtype is served and no bit changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ._rows.ops import BLOCKS, define_gather
+
+
+def gather_blocks_reference(cache: torch.Tensor, block_ids: torch.Tensor) -> torch.Tensor:
+    """What `pc.gather_blocks` gives, spelled out."""
+    out = cache.new_zeros((block_ids.shape[0], *cache.shape[1:]))
+    for i, block in enumerate(block_ids.tolist()):
+        if block >= 0:
+            out[i] = cache[block]
+    return out
+
+
+define_gather("gather_blocks", BLOCKS)
+
+
+def gather_blocks(
+    cache: torch.Tensor, block_ids: torch.Tensor, device: torch.device | str | None = None
+) -> torch.Tensor:
+    """Gathers blocks of a cache into a packed tensor.
+
+    Args:
+        cache: `[num_blocks, block_size, *features]`, any dtype and strides; on a device, or in host memory.
+        block_ids: `[n]` int32 or int64; -1 gives zeros. On a device it needs the cache there or pinned. In host memory
+            with the cache or the result on a device, long contiguous runs go through the copy engine.
+        device: Where the result goes; None: where block_ids is if that is a device, else where the cache is. A result
+            in host memory gathered from a device is pinned, and there once the current stream is synchronized.
+
+    Returns:
+        `[n, block_size, *features]`, contiguous, cache's dtype.
+
+    Raises:
+        TypeError: An argument of a wrong type or dtype.
+        ValueError: A wrong shape or device; with ids in host memory, and in debug mode, also a block out of range.
+        RuntimeError: A cache that requires grad while grad mode is on.
+    """
+    out: torch.Tensor = torch.ops.pc.gather_blocks(cache, block_ids, device)
+    return out
+
+
+def gather_blocks_list(
+    caches: Sequence[torch.Tensor], block_ids: torch.Tensor, device: torch.device | str | None = None
+) -> list[torch.Tensor]:
+    """Gathers the same blocks of several caches, in one launch per eight of them.
+
+    Args:
+        caches: Like `cache` of `pc.gather_blocks`; one device and the same num_blocks and block_size, features and
+            dtypes of their own.
+        block_ids: As in `pc.gather_blocks`.
+        device: As in `pc.gather_blocks`.
+
+    Returns:
+        One tensor per cache.
+
+    Raises:
+        TypeError: As in `pc.gather_blocks`.
+        ValueError: As in `pc.gather_blocks`, and for caches that do not agree.
+        RuntimeError: As in `pc.gather_blocks`.
+    """
+    out: list[torch.Tensor] = torch.ops.pc.gather_blocks_list(caches, block_ids, device)
+    return out

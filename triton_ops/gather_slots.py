@@ -1,0 +1,72 @@
+"""Gathers token rows of a cache: out[i] = cache[slot // block_size, slot % block_size], zeros where the slot is -1.
+
+Reads and writes the bytes of num_tokens rows once; nothing is computed, so every dtype is served and no bit changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ._rows.ops import SLOTS, define_gather
+
+
+def gather_slots_reference(cache: torch.Tensor, slot_mapping: torch.Tensor) -> torch.Tensor:
+    """What `pc.gather_slots` gives, spelled out."""
+    out = cache.new_zeros((slot_mapping.shape[0], *cache.shape[2:]))
+    for i, slot in enumerate(slot_mapping.tolist()):
+        if slot >= 0:
+            out[i] = cache[slot // cache.shape[1], slot % cache.shape[1]]
+    return out
+
+
+define_gather("gather_slots", SLOTS)
+
+
+def gather_slots(
+    cache: torch.Tensor, slot_mapping: torch.Tensor, device: torch.device | str | None = None
+) -> torch.Tensor:
+    """Gathers the rows of tokens from their slots into a packed tensor.
+
+    Args:
+        cache: `[num_blocks, block_size, *features]`, any dtype and strides; on a device, or in host memory.
+        slot_mapping: `[num_tokens]` int64 or int32, block number * block_size + offset; -1 gives zeros. On a device it
+            needs the cache there or pinned. In host memory with the cache or the result on a device, long contiguous
+            runs go through the copy engine.
+        device: Where the result goes; None: where slot_mapping is if that is a device, else where the cache is. A
+            result in host memory gathered from a device is pinned, and there once the current stream is synchronized.
+
+    Returns:
+        `[num_tokens, *features]`, contiguous, cache's dtype.
+
+    Raises:
+        TypeError: An argument of a wrong type or dtype.
+        ValueError: A wrong shape or device; with slots in host memory, and in debug mode, also a slot out of range.
+        RuntimeError: A cache that requires grad while grad mode is on.
+    """
+    out: torch.Tensor = torch.ops.pc.gather_slots(cache, slot_mapping, device)
+    return out
+
+
+def gather_slots_list(
+    caches: Sequence[torch.Tensor], slot_mapping: torch.Tensor, device: torch.device | str | None = None
+) -> list[torch.Tensor]:
+    """Gathers the same slots of several caches, in one launch per eight of them.
+
+    Args:
+        caches: Like `cache` of `pc.gather_slots`; one device and the same num_blocks and block_size, features and
+            dtypes of their own.
+        slot_mapping: As in `pc.gather_slots`.
+        device: As in `pc.gather_slots`.
+
+    Returns:
+        One tensor per cache.
+
+    Raises:
+        TypeError: As in `pc.gather_slots`.
+        ValueError: As in `pc.gather_slots`, and for caches that do not agree.
+        RuntimeError: As in `pc.gather_slots`.
+    """
+    out: list[torch.Tensor] = torch.ops.pc.gather_slots_list(caches, slot_mapping, device)
+    return out

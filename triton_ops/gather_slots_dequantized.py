@@ -1,0 +1,82 @@
+"""Gathers token rows of an 8-bit cache and dequantizes them: out[i] = code * scale of its slot, zeros at slot -1.
+
+Reads one byte an element and a float32 scale a row, and writes the rows in the wanted dtype, once; arithmetic in
+float32. The inverse of `scatter_slots_quantized`.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ._checks import bad_argument
+from ._library import define
+from ._rows import cpu, memory
+from ._rows.checks import check_quantized
+from ._rows.ops import lowest_entry, on_host
+from ._rows.quantize import FLOATS, dequantize_rows, launch_gather_dequantized
+
+
+def gather_slots_dequantized_reference(
+    cache: torch.Tensor, scales: torch.Tensor, slot_mapping: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """What `pc.gather_slots_dequantized` gives, in PyTorch on CPU tensors."""
+    lowest = int(slot_mapping.amin()) if slot_mapping.numel() else 0
+    codes = torch.empty((slot_mapping.shape[0], *cache.shape[2:]), dtype=cache.dtype)
+    row_scales = torch.empty(slot_mapping.shape[0])
+    cpu.gather_rows(cache, 2, slot_mapping, codes, lowest)
+    cpu.gather_rows(scales, 2, slot_mapping, row_scales, lowest)
+    return dequantize_rows(codes, row_scales, dtype)
+
+
+def _run(cache: torch.Tensor, scales: torch.Tensor, slot_mapping: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    check_quantized(cache, scales, slot_mapping)
+    if dtype not in FLOATS:
+        raise bad_argument("dtype", dtype, "float16, bfloat16 or float32", TypeError)
+    lowest_entry("slot_mapping", slot_mapping, scales.numel())
+    if on_host(cache, slot_mapping):
+        return gather_slots_dequantized_reference(cache, scales, slot_mapping, dtype)
+    device = slot_mapping.device if slot_mapping.is_cuda else cache.device
+    out = memory.empty((slot_mapping.shape[0], *cache.shape[2:]), dtype, device)
+    if out.numel():
+        slots = slot_mapping.to(device, non_blocking=True).contiguous()
+        launch_gather_dequantized(cache, scales, slots, out.view(out.shape[0], -1))
+    return out
+
+
+def _fake(cache: torch.Tensor, scales: torch.Tensor, slot_mapping: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    device = slot_mapping.device if slot_mapping.is_cuda else cache.device
+    return cache.new_empty((slot_mapping.shape[0], *cache.shape[2:]), dtype=dtype, device=device)
+
+
+define(
+    "gather_slots_dequantized",
+    "(Tensor cache, Tensor scales, Tensor slot_mapping, ScalarType dtype) -> Tensor",
+    reference=_run,
+    launcher=_run,
+    fake=_fake,
+)
+
+
+def gather_slots_dequantized(
+    cache: torch.Tensor, scales: torch.Tensor, slot_mapping: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """Gathers rows that `pc.scatter_slots_quantized` stored.
+
+    Args:
+        cache: `[num_blocks, block_size, *features]`, float8_e4m3fn or int8 with contiguous features; in host memory it
+            is to be pinned when slot_mapping is on a device.
+        scales: `[num_blocks, block_size]` float32 on the cache's device.
+        slot_mapping: `[num_tokens]` int64 or int32, block number * block_size + offset; -1 gives zeros.
+        dtype: float16, bfloat16 or float32, of the result.
+
+    Returns:
+        `[num_tokens, *features]`, contiguous, `dtype`, where slot_mapping is if that is a device, else where the
+        cache is.
+
+    Raises:
+        TypeError: An argument of a wrong type or dtype.
+        ValueError: A wrong shape or device; with slots in host memory, and in debug mode, also a slot out of range.
+        RuntimeError: A cache that requires grad while grad mode is on.
+    """
+    out: torch.Tensor = torch.ops.pc.gather_slots_dequantized(cache, scales, slot_mapping, dtype)
+    return out

@@ -1,0 +1,242 @@
+"""Joins cached rows and new rows of all sequences: out[seq_start + t] = new[...] where t is new, else cache[slot of t].
+
+Reads and writes the bytes of num_rows rows once. A map of 8 bytes a row is built first and shared by all tensors of a
+call; nothing is computed on the rows, so every dtype is served and no bit changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ._checks import bad_argument, check_tensor, describe
+from ._debug import debug_mode_enabled
+from ._library import define
+from ._rows import cpu, memory
+from ._rows.checks import INDEX_DTYPES, check_caches, check_reach, check_rows
+from ._rows.join import check_join_values, join_map_reference, launch_join_map
+from ._rows.kernel import launch_move_rows
+from ._rows.ops import on_host
+
+
+def join_prefix_reference(
+    cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    new: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    num_rows: int,
+    new_positions: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """What `pc.join_prefix` gives, spelled out."""
+    out = cache.new_zeros((num_rows, *cache.shape[2:]))
+    begin, block_size = 0, cache.shape[1]
+    starts = query_start_loc.tolist()
+    for s, length in enumerate(seq_lens.tolist()):
+        for t in range(length):
+            block = int(block_tables[s, t // block_size])
+            if block >= 0:
+                out[begin + t] = cache[block, t % block_size]
+        for i in range(starts[s], starts[s + 1]):
+            t = length - starts[s + 1] + i if new_positions is None else int(new_positions[i])
+            out[begin + t] = new[i]
+        begin += length
+    return out
+
+
+def _check(
+    caches: Sequence[torch.Tensor],
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    news: Sequence[torch.Tensor],
+    query_start_loc: torch.Tensor,
+    num_rows: int,
+    new_positions: torch.Tensor | None,
+) -> None:
+    check_caches("cache", caches)
+    check_tensor("seq_lens", seq_lens, 1, "[num_seqs]", INDEX_DTYPES)
+    device, num_seqs = seq_lens.device, seq_lens.shape[0]
+    check_tensor("block_tables", block_tables, 2, "[num_seqs, max_blocks]", INDEX_DTYPES, device)
+    check_tensor("query_start_loc", query_start_loc, 1, "[num_seqs + 1]", INDEX_DTYPES, device)
+    if block_tables.shape[0] != num_seqs:
+        raise bad_argument("block_tables", describe(block_tables), f"{num_seqs} rows, as seq_lens has")
+    if query_start_loc.shape[0] != num_seqs + 1:
+        raise bad_argument("query_start_loc", describe(query_start_loc), f"{num_seqs + 1} elements, num_seqs + 1")
+    if not news or not isinstance(news[0], torch.Tensor) or not news[0].dim():
+        raise bad_argument("new", describe(news[0]) if news else "an empty list", "[num_tokens, *features]")
+    num_tokens = news[0].shape[0]
+    check_rows("new", news, caches, num_tokens, 2)
+    if num_rows < 0:
+        raise bad_argument("num_rows", num_rows, "at least 0")
+    if new_positions is not None:
+        check_tensor("new_positions", new_positions, 1, "[num_tokens]", INDEX_DTYPES, device)
+        if new_positions.shape[0] != num_tokens:
+            raise bad_argument("new_positions", describe(new_positions), f"{num_tokens} elements, one per row of new")
+    check_reach("cache", caches[0], seq_lens, "seq_lens")
+    check_reach("new", news[0], seq_lens, "seq_lens")
+    if not seq_lens.is_cuda or debug_mode_enabled():
+        num_blocks, block_size = caches[0].shape[:2]
+        check_join_values(
+            block_tables, seq_lens, query_start_loc, num_rows, num_blocks, block_size, num_tokens, new_positions
+        )
+
+
+def _result_device(cache: torch.Tensor, seq_lens: torch.Tensor, new: torch.Tensor) -> torch.device:
+    return next((t.device for t in (seq_lens, new, cache) if t.is_cuda), seq_lens.device)
+
+
+def _run_list(
+    caches: Sequence[torch.Tensor],
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    news: Sequence[torch.Tensor],
+    query_start_loc: torch.Tensor,
+    num_rows: int,
+    new_positions: torch.Tensor | None = None,
+) -> list[torch.Tensor]:
+    _check(caches, block_tables, seq_lens, news, query_start_loc, num_rows, new_positions)
+    block_size = caches[0].shape[1]
+    device = _result_device(caches[0], seq_lens, news[0])
+    outs = [memory.empty((num_rows, *new.shape[1:]), new.dtype, device) for new in news]
+    if on_host(outs[0]):
+        rows = join_map_reference(block_tables, seq_lens, query_start_loc, num_rows, block_size, new_positions)
+        for cache, new, out in zip(caches, news, outs, strict=True):
+            cpu.join_rows(cache, new, rows, out)
+        return outs
+    tables, lengths, starts = (t.to(device, non_blocking=True) for t in (block_tables, seq_lens, query_start_loc))
+    if new_positions is not None:
+        new_positions = new_positions.to(device, non_blocking=True)
+    rows = launch_join_map(tables, lengths, starts, num_rows, block_size, new_positions)
+    launch_move_rows("join_prefix", caches, outs, (2, 1), num_rows, source_index=rows, extras=news)
+    return outs
+
+
+def _run(
+    cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    new: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    num_rows: int,
+    new_positions: torch.Tensor | None = None,
+) -> torch.Tensor:
+    return _run_list([cache], block_tables, seq_lens, [new], query_start_loc, num_rows, new_positions)[0]
+
+
+def _fake(
+    cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    new: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    num_rows: int,
+    new_positions: torch.Tensor | None = None,
+) -> torch.Tensor:
+    return new.new_empty((num_rows, *new.shape[1:]), device=_result_device(cache, seq_lens, new))
+
+
+def _fake_list(
+    caches: Sequence[torch.Tensor],
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    news: Sequence[torch.Tensor],
+    query_start_loc: torch.Tensor,
+    num_rows: int,
+    new_positions: torch.Tensor | None = None,
+) -> list[torch.Tensor]:
+    return [
+        _fake(cache, block_tables, seq_lens, new, query_start_loc, num_rows)
+        for cache, new in zip(caches, news, strict=True)
+    ]
+
+
+define(
+    "join_prefix",
+    "(Tensor cache, Tensor block_tables, Tensor seq_lens, Tensor new, Tensor query_start_loc, SymInt num_rows, "
+    "Tensor? new_positions=None) -> Tensor",
+    reference=_run,
+    launcher=_run,
+    fake=_fake,
+)
+define(
+    "join_prefix_list",
+    "(Tensor[] caches, Tensor block_tables, Tensor seq_lens, Tensor[] news, Tensor query_start_loc, SymInt num_rows, "
+    "Tensor? new_positions=None) -> Tensor[]",
+    reference=_run_list,
+    launcher=_run_list,
+    fake=_fake_list,
+)
+
+
+def join_prefix(
+    cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    new: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    num_rows: int,
+    new_positions: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Joins the cached rows of sequences with their newly computed ones, packed one sequence after the other.
+
+    It does not wait for the device, so a captured graph may hold it.
+
+    Args:
+        cache: `[num_blocks, block_size, *features]`, any dtype and strides; pinned when in host memory and the rest
+            is on a device.
+        block_tables: `[num_seqs, max_blocks]` int32 or int64; the rows of a hole (-1) are zeros.
+        seq_lens: `[num_seqs]` int32 or int64, tokens of each sequence including its new ones.
+        new: `[num_tokens, *features]`, cache's dtype, the new rows of all sequences.
+        query_start_loc: `[num_seqs + 1]` int32 or int64, where each sequence's rows begin in `new`.
+        num_rows: Rows of the result, known on the host: the sum of seq_lens, or more; the rest is zeros.
+        new_positions: `[num_tokens]` int32 or int64, position of each new row in its sequence, ascending within it, for
+            rows computed in gaps between cached ones; None: the last positions of the sequence.
+
+    Returns:
+        `[num_rows, *features]`, contiguous, cache's dtype, on the device of any argument that is on one.
+
+    Raises:
+        TypeError: An argument of a wrong type or dtype.
+        ValueError: A wrong shape or device; on CPU tensors and in debug mode also values out of range.
+        RuntimeError: A tensor that requires grad while grad mode is on.
+    """
+    out: torch.Tensor = torch.ops.pc.join_prefix(
+        cache, block_tables, seq_lens, new, query_start_loc, num_rows, new_positions
+    )
+    return out
+
+
+def join_prefix_list(
+    caches: Sequence[torch.Tensor],
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    news: Sequence[torch.Tensor],
+    query_start_loc: torch.Tensor,
+    num_rows: int,
+    new_positions: torch.Tensor | None = None,
+) -> list[torch.Tensor]:
+    """Joins the rows of several caches that follow the same slots, in two launches for up to eight of them.
+
+    Args:
+        caches: Like `cache` of `pc.join_prefix`; one device and the same num_blocks and block_size, features and dtypes
+            of their own.
+        block_tables: As in `pc.join_prefix`.
+        seq_lens: As in `pc.join_prefix`.
+        news: One per cache, like `new` of `pc.join_prefix`; one device.
+        query_start_loc: As in `pc.join_prefix`.
+        num_rows: As in `pc.join_prefix`.
+        new_positions: As in `pc.join_prefix`.
+
+    Returns:
+        One tensor per cache.
+
+    Raises:
+        TypeError: As in `pc.join_prefix`.
+        ValueError: As in `pc.join_prefix`, and for tensors that do not agree.
+        RuntimeError: As in `pc.join_prefix`.
+    """
+    out: list[torch.Tensor] = torch.ops.pc.join_prefix_list(
+        caches, block_tables, seq_lens, news, query_start_loc, num_rows, new_positions
+    )
+    return out
