@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -78,45 +82,54 @@ TARGETS = {
     "sm_100": ("cuda", 100, 32),
     "gfx942": ("hip", "gfx942", 64),
 }
-VECTORS = {"cuda": ("ld.global.v2.b64", "st.global.v2.b64"), "hip": ("load_dwordx4", "store_dwordx4")}
+WIDE = {"cuda": ("ld.global.v2.b64", "st.global.v2.b64"), "hip": ("load_dwordx4", "store_dwordx4")}
 SPILLS = {"cuda": (".local",), "hip": ("scratch_load", "scratch_store")}
+COMPILE = """
+import sys, triton, pc
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from pc.triton_ops._rows import join, kernel, quantize
+
+def build(function, signature, constants, aligned):
+    signature = {name: signature.get(name, "constexpr" if name in constants else "i32") for name in function.arg_names}
+    attributes = {place: [["tt.divisibility", 16]] for place in aligned}
+    source = ASTSource(function, signature, constants, attrs=attributes)
+    assembly = triton.compile(source, target=GPUTarget(*TARGET), options=dict(num_warps=4)).asm
+    return assembly.get("ptx") or assembly["amdgcn"]
+
+three = ("i32",) * 3
+mover = build(
+    kernel._move_rows_kernel,
+    dict(sources=("*i64",), extras=("*i64",), targets=("*i64",), source_index="*i64", inners=("i32",), widths=("i32",),
+         sizes=(three,), addresses=((three,) * 3,), strides=((three,) * 3,)),
+    dict(target_index=None, NUM_TENSORS=1, NUM_OUTER=(1,), VECTOR=(2,), TILE_ROWS=(2,), TILE_COLS=(512,)),
+    [(0, 0), (1, 0), (2, 0), (3,)],
+)
+others = []
+for positions in ({}, {"new_positions": "*i32"}):
+    pointers = dict(rows="*i64", block_tables="*i32", seq_ends="*i64", query_start_loc="*i32", **positions)
+    constants = dict(TILE=256) if positions else dict(TILE=256, new_positions=None)
+    others.append(build(join._join_map_kernel, pointers, constants, []))
+for kind, code in ((1, "*i8"), (2, "*u8")):
+    pointers = dict(cache=code, scales="*fp32", slot_mapping="*i64", source="*bf16", target="*bf16")
+    for single in (True, False):
+        constants = dict(KIND=kind, LIMIT=127.0, SMALLEST=quantize.SMALLEST_SCALE, TILE=2048, SINGLE=single)
+        others.append(build(quantize._scatter_quantized_kernel, pointers, constants, []))
+    others.append(build(quantize._gather_dequantized_kernel, pointers, dict(KIND=kind, TILE=2048), []))
+for instruction in WIDE:
+    assert instruction in mover, instruction
+for text in (mover, *others):
+    for spill in SPILLS:
+        assert spill not in text, spill
+"""
 
 
 @pytest.mark.skipif(not HAS_TRITON, reason="needs triton")
 @pytest.mark.parametrize("target", TARGETS)
-def test_rows_of_sixteen_bytes_compile_to_wide_loads_without_spills(target):
-    text = _compiled(TARGETS[target])
+def test_kernels_compile_with_wide_loads_and_without_spills(target):
     vendor = TARGETS[target][0]
-    for instruction in VECTORS[vendor]:
-        assert instruction in text
-    for spill in SPILLS[vendor]:
-        assert spill not in text
-
-
-def _compiled(target: tuple[str, int | str, int]) -> str:
-    """Assembly of the row mover, in a process of its own because the interpreter may be on in this one."""
-    import os
-    import subprocess
-    import sys
-
-    code = f"""
-import torch, triton, pc
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from pc.triton_ops._rows.kernel import _move_rows_kernel
-three = ("i32",) * 3
-signature = dict(
-    sources=("*i64",), extras=("*i64",), targets=("*i64",), source_index="*i64", target_index="constexpr",
-    num_rows="i32", inners=("i32",), widths=("i32",), sizes=(three,),
-    addresses=((three,) * 3,), strides=((three,) * 3,),
-    NUM_TENSORS="constexpr", NUM_OUTER="constexpr", VECTOR="constexpr", TILE_ROWS="constexpr", TILE_COLS="constexpr",
-)
-constants = dict(target_index=None, NUM_TENSORS=1, NUM_OUTER=(1,), VECTOR=(2,), TILE_ROWS=(2,), TILE_COLS=(512,))
-aligned = {{place: [["tt.divisibility", 16]] for place in ((0, 0), (1, 0), (2, 0), (3,))}}
-source = ASTSource(_move_rows_kernel, signature, constants, attrs=aligned)
-assembly = triton.compile(source, target=GPUTarget(*{target!r}), options=dict(num_warps=4)).asm
-print(assembly.get("ptx") or assembly["amdgcn"])
-"""
+    names = f"TARGET, WIDE, SPILLS = {TARGETS[target]!r}, {WIDE[vendor]!r}, {SPILLS[vendor]!r}"
+    # A process of its own, because the interpreter may be on in this one.
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
-    return done.stdout
+    done = subprocess.run([sys.executable, "-c", names + COMPILE], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

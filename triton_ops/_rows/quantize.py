@@ -1,8 +1,7 @@
 """Rows as 8-bit codes with one float32 scale each: scale = max(|x|) / limit, code = round(x / scale).
 
 The limit is 448 for float8_e4m3fn and 127 for int8. The scale is at least the smallest normal float32; a row that holds
-NaN or infinity gets the scale NaN and reads as NaN. Codes are made by integer arithmetic, because not every GPU that
-stores bytes converts to float8, and agree bit for bit with PyTorch's conversion.
+NaN or infinity gets the scale NaN and reads as NaN. Codes agree bit for bit with PyTorch's conversion.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ import contextlib
 
 import torch
 
+from .._quantize import as_codes, code_kind, from_e4m3, to_code
 from .._triton import tl, triton
 from .layout import address_of
 
@@ -57,36 +57,6 @@ def dequantize_rows(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtyp
 
 
 @triton.jit
-def _encode_e4m3(x):
-    """Nearest float8_e4m3fn code of float32 within -448 to 448, ties to even, as uint8."""
-    bits = tl.cast(x, tl.int32, bitcast=True)
-    sign = (bits >> 24) & 0x80
-    size = bits & 0x7FFFFFFF
-    # Below 2^-6 a code counts steps of 2^-9: adding 2^14, whose last bit is 2^-9, rounds to them.
-    small = tl.cast(tl.cast(tl.cast(size, tl.float32, bitcast=True) + 16384.0, tl.int32, bitcast=True), tl.int32)
-    small -= 0x46800000
-    # Else drop 20 bits of the mantissa, rounding half to even, and move the exponent's bias from 127 to 7.
-    large = ((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) - (120 << 3)
-    return tl.cast(sign | tl.where(size < 0x3C800000, small, large), tl.uint8)
-
-
-@triton.jit
-def _decode_e4m3(code):
-    """Value of a float8_e4m3fn code given as uint8, as float32; exact."""
-    bits = tl.cast(code, tl.int32)
-    half = tl.cast(((bits & 0x80) << 8) | ((bits & 0x7F) << 7), tl.int16)
-    value = tl.cast(tl.cast(half, tl.float16, bitcast=True), tl.float32) * 256.0
-    return tl.where((bits & 0x7F) == 0x7F, float("nan"), value)
-
-
-@triton.jit
-def _round_even(x):
-    """Nearest integer of float32 within a million, ties to even: adding 1.5 * 2^23 leaves no bit for fractions."""
-    bits = tl.cast(x + 12582912.0, tl.int32, bitcast=True)
-    return bits - 0x4B400000
-
-
-@triton.jit
 def _row_base(slot, block_size, stride_b, stride_t):
     return (slot // block_size) * stride_b + (slot % block_size) * stride_t
 
@@ -108,7 +78,7 @@ def _scatter_quantized_kernel(
     stride_ct,
     stride_sb,
     stride_st,
-    IS_INT8: tl.constexpr,
+    KIND: tl.constexpr,  # as in code_kind
     LIMIT: tl.constexpr,
     SMALLEST: tl.constexpr,
     TILE: tl.constexpr,
@@ -136,12 +106,8 @@ def _scatter_quantized_kernel(
             mask = start + offs < width
             if not SINGLE:
                 x = tl.cast(tl.load(source + start + offs, mask=mask, other=0.0), tl.float32)
-            scaled = tl.where(bad, 0.0, tl.div_rn(x, tl.where(bad, 1.0, scale) + tl.zeros([TILE], tl.float32)))
-            scaled = tl.minimum(tl.maximum(scaled, -LIMIT), LIMIT)
-            if IS_INT8:
-                tl.store(cache + start + offs, tl.cast(_round_even(scaled), tl.int8), mask=mask)
-            else:
-                tl.store(cache + start + offs, _encode_e4m3(scaled), mask=mask)
+            code = to_code(tl.where(bad, 0.0, x), tl.where(bad, 1.0, scale), KIND)
+            tl.store(cache + start + offs, code, mask=mask)
 
 
 @triton.jit(do_not_specialize=["block_size", "scales_block_size", "chunks"])
@@ -162,7 +128,7 @@ def _gather_dequantized_kernel(
     stride_ct,
     stride_sb,
     stride_st,
-    IS_INT8: tl.constexpr,
+    KIND: tl.constexpr,  # as in code_kind
     TILE: tl.constexpr,
 ):
     pid = tl.program_id(0)
@@ -174,7 +140,7 @@ def _gather_dequantized_kernel(
     base = _row_base(slot, block_size, stride_cb, stride_ct)
     scale = tl.load(scales + _row_base(slot, scales_block_size, stride_sb, stride_st), mask=here, other=0.0)
     code = tl.load(cache + base + offs, mask=offs < tl.where(here, width, 0), other=0)
-    value = tl.cast(code, tl.float32) if IS_INT8 else _decode_e4m3(code)
+    value = tl.cast(code if KIND == 1 else from_e4m3(code), tl.float32)
     tl.store(target + row * stride_target + offs, tl.cast(value * scale, target.dtype.element_ty), mask=mask)
 
 
@@ -182,10 +148,6 @@ def _row_strides(cache: torch.Tensor, scales: torch.Tensor) -> tuple[int, ...]:
     """Block sizes and strides of the kernels: block_size, scales_block_size, then block and slot strides of both."""
     a, b = address_of(cache, 2), address_of(scales, 2)
     return a.block_size, b.block_size, a.block, a.slot, b.block, b.slot
-
-
-def _bytes(cache: torch.Tensor) -> torch.Tensor:
-    return cache if cache.dtype == torch.int8 else cache.view(torch.uint8)
 
 
 def launch_scatter_quantized(
@@ -201,7 +163,7 @@ def launch_scatter_quantized(
     with torch.cuda.device(source.device) if source.is_cuda else contextlib.nullcontext():
         _scatter_quantized_kernel[(num_rows,)](
             source,
-            _bytes(cache),
+            as_codes(cache),
             scales,
             slot_mapping,
             width,
@@ -209,7 +171,7 @@ def launch_scatter_quantized(
             scales_block_size,
             source.stride(0),
             *strides,
-            IS_INT8=cache.dtype == torch.int8,
+            KIND=code_kind(cache.dtype),
             LIMIT=LIMITS[cache.dtype],
             SMALLEST=SMALLEST_SCALE,
             TILE=tile,
@@ -230,7 +192,7 @@ def launch_gather_dequantized(
     chunks = triton.cdiv(width, tile)
     with torch.cuda.device(target.device) if target.is_cuda else contextlib.nullcontext():
         _gather_dequantized_kernel[(num_rows * chunks,)](
-            _bytes(cache),
+            as_codes(cache),
             scales,
             slot_mapping,
             target,
@@ -240,7 +202,7 @@ def launch_gather_dequantized(
             chunks,
             target.stride(0),
             *strides,
-            IS_INT8=cache.dtype == torch.int8,
+            KIND=code_kind(cache.dtype),
             TILE=tile,
             num_warps=4,
         )
