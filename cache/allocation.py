@@ -47,26 +47,27 @@ class Allocation:
     def __init__(
         self,
         *,
-        tables: tuple[Ids, ...],
+        tables: list[Ids],
         first_block: int,
         block_size: int,
         cached_spans: list[Span],
         compute_spans: list[Span],
-        written: int,
-        block_ids: Any,
-        copies: Any,
+        written: bool,
+        copies: list[list[tuple[int, int]]],
         wait_for: Any = None,
+        new_block: int = 0,
     ) -> None:
         self._tables = tables
         self._first_block = first_block
         self._block_size = block_size
         self._written = written
         self._slots: tuple[Slots, ...] | None = None
-        self.block_ids = block_ids
+        new = [table[new_block - first_block :] for table in tables] if new_block else tables
+        self.block_ids = new[0] if len(new) == 1 else tuple(new)
         self.cached_spans = cached_spans
         self.compute_spans = compute_spans
         self.num_cached_tokens = sum(end - start for start, end in cached_spans)
-        self.copies = copies
+        self.copies: Any = copies[0] if len(copies) == 1 else copies
         self.wait_for = wait_for
 
     @property
@@ -91,7 +92,7 @@ class Allocation:
             return np.empty(0, np.int64)
         mapping = np.concatenate(parts) if len(parts) > 1 else parts[0]
         if self._written:
-            mapping[mapping.size - self._written :] = -1
+            mapping[-1] = -1
         return mapping
 
     def __repr__(self) -> str:

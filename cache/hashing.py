@@ -37,7 +37,7 @@ import numpy.typing as npt
 from .memo import HashMemo, Node
 
 Words = npt.NDArray[np.uint64]
-"""Digests of a run of blocks as `[words, blocks]`: word-major, so that one word of a run is contiguous."""
+"""Digests of a run of blocks as `[blocks, words]`."""
 
 TokenIds = Sequence[int] | npt.NDArray[Any]
 Key = Any
@@ -219,9 +219,10 @@ class Chain:
 
     Attributes:
         hashed: Blocks hashed so far.
+        path: The remembered chunks that the sequence begins with.
     """
 
-    __slots__ = ("_hasher", "_owner", "_placed", "_root", "hashed")
+    __slots__ = ("_hasher", "_owner", "_placed", "_root", "hashed", "path")
 
     def __init__(self, owner: BlockHasher, root: Node, placed: Placed) -> None:
         self._owner = owner
@@ -229,6 +230,7 @@ class Chain:
         self._hasher: Hasher = root.hasher
         self._placed = placed
         self.hashed = 0
+        self.path: list[Node] = []
 
     def copy(self) -> Chain:
         """A chain that continues from here on its own."""
@@ -238,7 +240,7 @@ class Chain:
         return other
 
     def extend(self, tokens: array[int], end: int) -> Words:
-        """Hashes blocks `hashed` to `end` of the sequence and returns their digests `[words, end - hashed]`.
+        """Hashes blocks `hashed` to `end` of the sequence and returns their digests `[end - hashed, words]`.
 
         Args:
             tokens: All tokens of the sequence, at least `end * block_size` of them.
@@ -246,7 +248,7 @@ class Chain:
         """
         start, size = self.hashed, self._owner.block_size
         if end <= start:
-            return np.empty((self._owner.words, 0), np.uint64)
+            return np.empty((0, self._owner.words), np.uint64)
         span = tokens[start * size : end * size]
         if sys.byteorder == "big":
             span.byteswap()
@@ -259,13 +261,12 @@ class Chain:
             self._feed(data, start, stop, digests)
             if stop < end:
                 self._restart(stop)
-        words: Words = np.frombuffer(b"".join(digests), np.uint64).reshape(end - start, self._owner.words).T
+        words: Words = np.frombuffer(b"".join(digests), np.uint64).reshape(end - start, self._owner.words)
         return words
 
     def _recall(self, data: bytes, end: int, digests: list[bytes]) -> None:
         """Goes as far as whole chunks reach, with remembered hashes where there are any."""
         width, node, memo = 4 * self._owner.block_size, self._root, self._owner.memo
-        path = [node]
         at = 0
         while (stop := at + _chunk_after(at)) <= end:
             key = data[at * width : stop * width]
@@ -274,13 +275,13 @@ class Chain:
                 self._hasher = node.hasher.copy()
                 fresh: list[bytes] = []
                 self._feed(data, 0, stop, fresh)
-                child = memo.add(node, key, b"".join(fresh), self._hasher)
-            path.append(child)
+                child = memo.add(node, key, stop - at, b"".join(fresh), self._hasher)
+            self.path.append(child)
             digests.append(child.digests)
             node, at = child, stop
             self.hashed = stop
         self._hasher = node.hasher.copy()
-        memo.touch(path)
+        memo.trim()
 
     def _restart(self, block: int) -> None:
         """Starts the chain anew before a block that holds placed keys."""
@@ -302,4 +303,4 @@ class Chain:
 
 def _chunk_after(block: int) -> int:
     """Blocks of the chunk that begins at `block`: short where prompts branch, long where they run on."""
-    return 16 if block < 64 else 64
+    return 16 if block < 64 else 64 if block < 1024 else 256

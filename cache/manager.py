@@ -8,49 +8,20 @@ from collections.abc import Hashable, Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from .allocation import Allocation, CacheStats, Span
+from .allocation import Allocation, CacheStats
 from .groups import FullAttention, Group, Tensors
-from .hashing import BlockHasher, Chain, TokenIds, Words, encode_tokens
+from .hashing import BlockHasher, TokenIds, Words, encode_tokens
+from .matching import Match, cached_part, cached_spans, complement, match_groups
 from .policies import EvictionPolicy, make_policy
 from .pool import EMPTY, BlockPool, OutOfBlocks
+from .request import Request
 from .table import Ids
 
 MEMO_BYTES = 96
 """Memory a block for remembered hashes: chunks of 64 blocks of 16 tokens come to about 110 bytes a block."""
 
-Mask = npt.NDArray[np.bool_]
-
 REUSES = ("prefix", "gap")
-
-
-class _Request:
-    """A running request.
-
-    Attributes:
-        tokens: All its token ids.
-        committed: Positions before it have been written.
-        tables: Per group, block numbers by logical block, with room to grow; -1 is a hole.
-        num_blocks: Logical blocks in use.
-        chain: Running hash behind `chain.hashed` blocks, None when it has to be built again.
-        released: Per group, logical blocks before it, sinks apart, were given back.
-        retired: Per group, blocks that a merge replaced, held until the next commit or free.
-        shared_tail: Whether the last block may be someone else's too, so that writing it needs a look.
-    """
-
-    __slots__ = ("chain", "committed", "keys", "num_blocks", "released", "retired", "shared_tail", "tables", "tokens")
-
-    def __init__(self, tokens: array[int], tables: list[Ids], num_blocks: int, chain: Chain | None, keys: Any) -> None:
-        self.tokens = tokens
-        self.tables = tables
-        self.num_blocks = num_blocks
-        self.chain = chain
-        self.keys = keys
-        self.committed = 0
-        self.released = [0] * len(tables)
-        self.retired: list[Ids] | None = None
-        self.shared_tail = False
 
 
 class CacheManager:
@@ -89,7 +60,8 @@ class CacheManager:
         self._hasher = BlockHasher(hash_algorithm, block_size, seed, MEMO_BYTES * num_blocks)
         self._pools = [BlockPool(g.num_blocks or num_blocks, self._hasher, make_policy(policy)) for g in specs]
         self._simple = len(specs) == 1 and isinstance(specs[0], FullAttention | Tensors)
-        self._requests: dict[Hashable, _Request] = {}
+        self._requests: dict[Hashable, Request] = {}
+        self._writers: dict[bytes, Hashable] = {}
         self._lock = threading.RLock()
         self._zero_counters()
 
@@ -143,123 +115,85 @@ class CacheManager:
                 raise ValueError(f"request_id: got {request_id!r}, which is running, needs a new one")
             chain = self._hasher.chain(*keys)
             digests = chain.extend(tokens, len(tokens) // self.block_size)
-            return self._allocate(request_id, tokens, chain, keys, digests, reuse, priority, ttl)
+            request = Request(tokens, [], 0, chain, keys)
+            return self._allocate(request_id, request, digests, reuse, priority, ttl)
 
     def _allocate(
-        self,
-        request_id: Hashable,
-        tokens: array[int],
-        chain: Chain,
-        keys: Any,
-        digests: Words,
-        reuse: str,
-        priority: int,
-        ttl: float | None,
+        self, request_id: Hashable, request: Request, digests: Words, reuse: str, priority: int, ttl: float | None
     ) -> Allocation:
-        size, num_tokens = self.block_size, len(tokens)
-        num_full = digests.shape[1]
+        size, num_tokens, chain = self.block_size, len(request.tokens), request.chain
+        assert chain is not None
         num_blocks = -(-num_tokens // size)
-        searches = [pool.table.search(digests) for pool in self._pools]
-        resident = [pool.complete.take(listed) for pool, (listed, _) in zip(self._pools, searches, strict=True)]
-        hit = self._hit(resident, num_tokens)
-        reused = self._behind_gap(resident, hit) if reuse == "gap" else EMPTY
-        fresh = np.arange(hit, num_blocks, dtype=np.int32)
-        if reused.size:
-            fresh = np.setdiff1d(fresh, reused, assume_unique=True)
+        if self._simple and reuse == "prefix":
+            ids = self._pools[0].leading(digests, chain.path)
+            match = Match(ids.size, EMPTY, [ids])
+        else:
+            match = match_groups(self.groups, self._pools, digests, num_tokens, size, reuse == "gap")
+        hit, reused = match.hit, match.reused
+        position = min(hit * size, max(num_tokens - 1, 0))
         tables = [
-            self._cached_part(group, hit, reused, num_blocks, num_tokens, listed)
-            for group, (listed, _) in zip(self.groups, searches, strict=True)
+            cached_part(group, match, ids, num_blocks, position, size)
+            for group, ids in zip(self.groups, match.listed, strict=True)
         ]
-        holds = [tables[0][:hit]] if self._simple and not reused.size else [table[table >= 0] for table in tables]
+        whole = self._simple and not reused.size
+        holds = [tables[0][:hit]] if whole else [table[table >= 0] for table in tables]
+        fresh = np.arange(hit, num_blocks, dtype=np.int32)
+        where: Any = slice(hit, num_blocks)
+        if reused.size:
+            where = fresh = np.setdiff1d(fresh, reused, assume_unique=True)
         for pool, ids in zip(self._pools, holds, strict=True):
-            available = pool.available - pool.unreferenced(ids)
-            if fresh.size > available:
-                raise OutOfBlocks(fresh.size, available)
+            if fresh.size > pool.num_free:
+                available = pool.available - pool.unreferenced(ids)
+                if fresh.size > available:
+                    raise OutOfBlocks(fresh.size, available)
 
-        wait_for = None
-        first = searches[0][0]
-        if hit < num_full and not resident[0][hit] and first[hit] >= 0:
-            wait_for = self._writer_of(int(first[hit]))
-        where = fresh if reused.size else slice(hit, num_blocks)
-        full = fresh[: fresh.searchsorted(num_full)] if reused.size else slice(hit, num_full)
-        for pool, ids, table, (listed, ends) in zip(self._pools, holds, tables, searches, strict=True):
+        full = digests[hit:] if not reused.size else digests[fresh[: fresh.searchsorted(len(digests))]]
+        for pool, ids, table in zip(self._pools, holds, tables, strict=True):
             if ids.size:
                 pool.hold(ids)
             if fresh.size:
-                table[where] = pool.take(fresh + 1, digests[:, full], listed[full], ends[full])
+                table[where] = pool.take(fresh + 1, full)
             if priority or ttl is not None:
                 pool.policy.hinted(table[table >= 0], priority, ttl)
-
-        request = _Request(tokens, tables, num_blocks, chain, keys)
+        if self._simple:
+            self._pools[0].note(chain.path, tables[0])
+        chain.path = []
+        request.tables, request.num_blocks = tables, num_blocks
+        request.released = [0] * len(tables)
         request.committed = min(hit * size, num_tokens)
         self._requests[request_id] = request
-        return self._describe(request, hit, reused, wait_for)
+        wait_for = self._announce(request_id, request, digests[hit].tobytes()) if hit < len(digests) else None
 
-    def _hit(self, resident: list[Mask], num_tokens: int) -> int:
-        """Blocks of the longest prefix behind which every group can go on."""
-        if self._simple:
-            return _leading(resident[0])
-        servable = np.ones(resident[0].size + 1, np.bool_)
-        for group, mask in zip(self.groups, resident, strict=True):
-            servable &= group.servable(mask, num_tokens, self.block_size)
-        return int(np.flatnonzero(servable)[-1])
-
-    def _behind_gap(self, resident: list[Mask], hit: int) -> Ids:
-        """Blocks behind the hit that every group has; none with recurrent groups, which cannot jump a gap."""
-        if any(group.aligned for group in self.groups):
-            return EMPTY
-        everywhere = np.logical_and.reduce([mask[hit:] for mask in resident])
-        return (np.flatnonzero(everywhere) + hit).astype(np.int32)
-
-    def _cached_part(self, spec: Group, hit: int, reused: Ids, num_blocks: int, num_tokens: int, listed: Ids) -> Ids:
-        """The block table of a group with the cached blocks it needs, everything else -1."""
-        size = self.block_size
-        table = np.full(num_blocks, -1, np.int32)
-        table[:hit] = listed[:hit]
-        position = min(hit * size, max(num_tokens - 1, 0))
-        table[spec.sink_blocks(size) : min(spec.first_needed(position, size), hit)] = -1
-        if reused.size:
-            table[reused] = listed[reused]
-        return table
-
-    def _writer_of(self, block: int) -> Hashable:
-        """The request that is about to write a pending block of the first group."""
-        for request_id, request in self._requests.items():
-            first = request.committed // self.block_size
-            if (request.tables[0][first : request.num_blocks] == block).any():
-                return request_id
-        return None
-
-    def _describe(self, request: _Request, hit: int, reused: Ids, wait_for: Hashable) -> Allocation:
-        """The Allocation of a new request, and its share of the counters."""
-        size, num_tokens = self.block_size, len(request.tokens)
-        cached = _spans(hit, reused, size)
-        written = 0
-        if cached and cached[-1][1] == num_tokens:
-            written = 1
-            cached[-1] = (cached[-1][0], num_tokens - 1)
-            if cached[-1][0] == cached[-1][1]:
-                cached.pop()
-        compute = _complement(cached, num_tokens)
-        self._total_requests += 1
-        self._queried += num_tokens
-        prefix = min(hit * size, max(num_tokens - 1, 0))
-        tables = tuple(table.copy() for table in request.tables)
-        single = len(tables) == 1
+        cached, written = cached_spans(match, num_tokens, size)
+        tables = [table.copy() for table in tables]
         allocation = Allocation(
             tables=tables,
             first_block=0,
             block_size=size,
             cached_spans=cached,
-            compute_spans=compute,
+            compute_spans=complement(cached, num_tokens),
             written=written,
-            block_ids=tables[0] if single else tables,
-            copies=[] if single else [[] for _ in tables],
+            copies=[[] for _ in tables],
             wait_for=wait_for,
         )
-        self._hits["prefix"] += prefix
-        self._hits["gap"] += allocation.num_cached_tokens - prefix
+        self._total_requests += 1
+        self._queried += num_tokens
+        self._hits["prefix"] += position
+        self._hits["gap"] += allocation.num_cached_tokens - position
         return allocation
+
+    def _announce(self, request_id: Hashable, request: Request, digest: bytes) -> Hashable:
+        """Says that a request computes the block of this hash, unless another one does: then returns who."""
+        writer = self._writers.setdefault(digest, request_id)
+        if writer != request_id:
+            return writer
+        request.writing = digest
+        return None
+
+    def _withdraw(self, request: Request) -> None:
+        if request.writing is not None:
+            del self._writers[request.writing]
+            request.writing = None
 
     def append(self, request_id: Hashable, token_ids: TokenIds) -> Allocation:
         """Adds tokens to a request and takes the blocks they need.
@@ -292,46 +226,46 @@ class CacheManager:
                 if grow + copy > pool.available:
                     raise OutOfBlocks(grow + copy, pool.available)
 
-            copies: list[list[tuple[int, int]]] = []
+            copies: list[list[tuple[int, int]]] = [[] for _ in self._pools]
             for group, pool in enumerate(self._pools):
-                table = _room_for(request.tables[group], num_blocks)
-                copies.append([])
+                table = request.grown_table(group, num_blocks)
                 if shared[group]:
-                    old = table[first : first + 1].copy()
-                    table[first] = pool.take(np.array([first + 1], np.int32))[0]
-                    copies[-1].append((int(old[0]), int(table[first])))
-                    if pool.ref_count[old[0]] > 1:
-                        pool.release(old)
-                    else:  # nobody else keeps it from being handed out before the copy is made
-                        self._retire(request, group, old)
-                elif duplicate:
-                    pool.disclaim(table[first : first + 1])
+                    copies[group].append(self._replace_shared(request, group, first))
                 if grow:
                     lengths = np.arange(request.num_blocks + 1, num_blocks + 1, dtype=np.int32)
                     table[request.num_blocks : num_blocks] = pool.take(lengths)
-                request.tables[group] = table
             if duplicate:
                 request.shared_tail = False
-            taken = [t[request.num_blocks : num_blocks].copy() for t in request.tables]
+            old_blocks, request.num_blocks = request.num_blocks, num_blocks
             request.tokens.extend(new)
-            request.num_blocks = num_blocks
             return Allocation(
-                tables=tuple(t[first:num_blocks].copy() for t in request.tables),
+                tables=[table[first:num_blocks].copy() for table in request.tables],
                 first_block=first,
+                new_block=old_blocks,
                 block_size=size,
                 cached_spans=[],
                 compute_spans=[(start, end)] if end > start else [],
-                written=0,
-                block_ids=taken[0] if len(taken) == 1 else tuple(taken),
-                copies=copies[0] if len(copies) == 1 else copies,
+                written=False,
+                copies=copies,
             )
+
+    def _replace_shared(self, request: Request, group: int, block: int) -> tuple[int, int]:
+        """Puts a fresh block in the place of one that others see: (its number, the fresh one's)."""
+        pool, table = self._pools[group], request.tables[group]
+        old = table[block : block + 1].copy()
+        table[block] = pool.take(np.array([block + 1], np.int32))[0]
+        if pool.ref_count[old[0]] > 1:
+            pool.release(old)
+        else:  # nobody else keeps it from being handed out before the copy is made
+            request.retire(group, old)
+        return int(old[0]), int(table[block])
 
     @staticmethod
     def _must_copy(pool: BlockPool, block: int) -> bool:
         """Whether writing a block would be seen by another holder or by whoever finds it."""
-        return bool(pool.complete[block]) or int(pool.ref_count[block]) > 1
+        return bool(pool.table.contains(block)) or int(pool.ref_count[block]) > 1
 
-    def _each(self, request: _Request) -> list[tuple[BlockPool, Ids]]:
+    def _each(self, request: Request) -> list[tuple[BlockPool, Ids]]:
         return list(zip(self._pools, request.tables, strict=True))
 
     def commit(self, request_id: Hashable, num_tokens: int) -> Any:
@@ -360,45 +294,44 @@ class CacheManager:
             request.committed = max(request.committed, num_tokens)
             replaced: list[list[tuple[int, int]]] = [[] for _ in self._pools]
             if last > first:
+                self._withdraw(request)
                 digests = self._digests_up_to(request, last)
                 for group in range(len(self._pools)):
                     replaced[group] = self._publish(request, group, first, last, digests)
                 self._leave_window(request)
+                if request.chain is not None and request.chain.hashed > last:
+                    following = self._pools[0].words[request.tables[0][last]]
+                    self._announce(request_id, request, following.tobytes())
             return replaced[0] if len(replaced) == 1 else replaced
 
-    def _digests_up_to(self, request: _Request, last: int) -> Words:
+    def _digests_up_to(self, request: Request, last: int) -> Words:
         """Hashes of blocks `last - n .. last - 1`, those not hashed before; all of them after a deep rollback."""
         if request.chain is None:
             request.chain = self._hasher.chain(*request.keys)
         return request.chain.extend(request.tokens, last)
 
-    def _publish(self, request: _Request, group: int, first: int, last: int, digests: Words) -> list[tuple[int, int]]:
+    def _publish(self, request: Request, group: int, first: int, last: int, digests: Words) -> list[tuple[int, int]]:
         """Makes blocks [first, last) findable and swaps in the twins of those that already were."""
         pool, table = self._pools[group], request.tables[group]
         if digests.size:
-            hashed = table[last - digests.shape[1] : last]
+            hashed = table[last - len(digests) : last]
             present = hashed >= 0
-            pool.words[:, hashed[present]] = digests[:, present]
-        merged = pool.publish(table[first:last])
-        if merged:
-            old = np.array([pair[0] for pair in merged], np.int32)
-            where = first + np.flatnonzero(np.isin(table[first:last], old))
-            table[where] = [pair[1] for pair in merged]
-            self._retire(request, group, old)
-            self._merged += len(merged)
-        return merged
+            pool.words[hashed[present]] = digests[present]
+        old, new = pool.publish(table[first:last])
+        if not old.size:
+            return []
+        where = first + np.isin(table[first:last], old).nonzero()[0]
+        table[where] = new
+        request.retire(group, old)
+        self._merged += old.size
+        return list(zip(old.tolist(), new.tolist(), strict=True))
 
-    def _retire(self, request: _Request, group: int, ids: Ids) -> None:
-        if request.retired is None:
-            request.retired = [EMPTY for _ in self._pools]
-        request.retired[group] = np.concatenate((request.retired[group], ids))
-
-    def _drop_retired(self, request: _Request) -> None:
+    def _drop_retired(self, request: Request) -> None:
         for pool, ids in zip(self._pools, request.retired or (), strict=False):
             pool.release(ids)
         request.retired = None
 
-    def _leave_window(self, request: _Request) -> None:
+    def _leave_window(self, request: Request) -> None:
         """Releases the blocks that no later query of the request reads."""
         for group, spec in enumerate(self.groups):
             last = spec.first_needed(request.committed, self.block_size)
@@ -440,6 +373,7 @@ class CacheManager:
             request.shared_tail |= length % size != 0
             if request.chain is not None and request.chain.hashed > length // size:
                 request.chain = None
+                self._withdraw(request)
 
     def fork(self, request_id: Hashable, new_request_id: Hashable) -> None:
         """Starts a request that shares everything with a running one (parallel sampling, beam search).
@@ -455,11 +389,10 @@ class CacheManager:
             parent = self._running(request_id)
             if new_request_id in self._requests:
                 raise ValueError(f"new_request_id: got {new_request_id!r}, which is running, needs a new one")
-            for pool, table in self._each(parent):
-                ids = table[: parent.num_blocks]
-                pool.share(ids[ids >= 0])
+            for group, pool in enumerate(self._pools):
+                pool.share(parent.held(group))
             chain = parent.chain.copy() if parent.chain is not None else None
-            child = _Request(
+            child = Request(
                 array("I", parent.tokens), [t.copy() for t in parent.tables], parent.num_blocks, chain, parent.keys
             )
             child.committed = parent.committed
@@ -478,9 +411,9 @@ class CacheManager:
             del self._requests[request_id]
             if request.retired is not None:
                 self._drop_retired(request)
-            for pool, table in self._each(request):
-                ids = table[: request.num_blocks]
-                pool.release(ids[ids >= 0])
+            self._withdraw(request)
+            for group, pool in enumerate(self._pools):
+                pool.release(request.held(group))
 
     def block_table(self, request_id: Hashable, group: int = 0) -> Ids:
         """Block numbers of a running request in the order of its sequence, [n] int32, -1 for a hole; a copy.
@@ -532,8 +465,7 @@ class CacheManager:
             for group, pool in enumerate(self._pools):
                 held = [EMPTY]
                 for request in self._requests.values():
-                    table = request.tables[group][: request.num_blocks]
-                    mine = [table[table >= 0], *(request.retired or [EMPTY] * len(self._pools))[group : group + 1]]
+                    mine = [request.held(group), *((request.retired or [])[group : group + 1])]
                     assert np.unique(mine[0]).size == mine[0].size, "a request holds a block twice"
                     assert request.num_blocks == -(-len(request.tokens) // self.block_size), (
                         "a table has another length"
@@ -542,7 +474,7 @@ class CacheManager:
                     held += mine
                 pool.check(np.concatenate(held))
 
-    def _running(self, request_id: Hashable) -> _Request:
+    def _running(self, request_id: Hashable) -> Request:
         try:
             return self._requests[request_id]
         except KeyError:
@@ -554,33 +486,3 @@ def _check_count(name: str, value: int) -> None:
         raise TypeError(f"{name}: got {type(value).__name__}, needs an int")
     if value < 1:
         raise ValueError(f"{name}: got {value}, needs at least 1")
-
-
-def _leading(mask: Mask) -> int:
-    """How many entries are true before the first that is not."""
-    first = int(mask.argmin()) if mask.size else 0
-    return mask.size if mask.size and mask[first] else first
-
-
-def _room_for(table: Ids, num_blocks: int) -> Ids:
-    """The table itself, or a copy with room for at least `num_blocks`, doubled so that growth stays cheap."""
-    if num_blocks <= table.size:
-        return table
-    larger = np.full(max(num_blocks, 2 * table.size, 8), -1, np.int32)
-    larger[: table.size] = table
-    return larger
-
-
-def _spans(hit: int, reused: Ids, block_size: int) -> list[Span]:
-    """Token ranges of the first `hit` blocks and of the blocks `reused`, neighbours joined."""
-    if not reused.size:
-        return [(0, hit * block_size)] if hit else []
-    blocks = np.concatenate((np.arange(hit), reused))
-    cuts = np.flatnonzero(np.diff(blocks) != 1) + 1
-    return [(int(run[0]) * block_size, (int(run[-1]) + 1) * block_size) for run in np.split(blocks, cuts)]
-
-
-def _complement(spans: list[Span], num_tokens: int) -> list[Span]:
-    """What `spans` leave of [0, num_tokens)."""
-    edges = [0, *(edge for span in spans for edge in span), num_tokens]
-    return [(a, b) for a, b in zip(edges[::2], edges[1::2], strict=True) if a < b]

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import deque
 from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 OVERHEAD = 800
 """Bytes of a node besides its tokens and digests: objects, dictionary entries and the state of a hasher."""
@@ -14,30 +17,37 @@ class Node:
 
     Attributes:
         key: The bytes of its tokens.
+        size: Blocks.
         digests: The hashes of its blocks, joined.
         hasher: State behind the chunk; to be copied, never fed.
         children: The chunks seen behind it, by their bytes.
         latest: The child taken last: mostly the next one asked for, and cheaper to compare than to look up.
+        blocks: The blocks that had these hashes when last looked up: a guess, to be checked.
+        used: Whether a walk came by since the node was last up for removal.
     """
 
-    __slots__ = ("children", "digests", "hasher", "key", "latest", "parent")
+    __slots__ = ("blocks", "children", "digests", "hasher", "key", "latest", "parent", "size", "used")
 
-    def __init__(self, parent: Node | None, key: bytes, digests: bytes, hasher: Any) -> None:
+    def __init__(self, parent: Node | None, key: bytes, size: int, digests: bytes, hasher: Any) -> None:
         self.parent = parent
         self.key = key
+        self.size = size
         self.digests = digests
         self.hasher = hasher
         self.children: dict[bytes, Node] = {}
         self.latest: Node | None = None
+        self.blocks: npt.NDArray[np.int32] | None = None
+        self.used = True
 
     def child(self, key: bytes) -> Node | None:
         """The chunk with these very tokens, if it is known."""
-        latest = self.latest
-        if latest is not None and latest.key == key:
-            return latest
-        found = self.children.get(key)
-        if found is not None:
+        found = self.latest
+        if found is None or found.key != key:
+            found = self.children.get(key)
+            if found is None:
+                return None
             self.latest = found
+        found.used = True
         return found
 
 
@@ -45,14 +55,13 @@ class HashMemo:
     """A tree of chunks, compared by content: it changes how fast a hash is found, never which.
 
     Args:
-        capacity: Bytes to hold at most; the chunks not used for longest are forgotten, deepest first.
+        capacity: Bytes to hold at most. Chunks that no walk used for a while go first, a chunk never before those
+            behind it.
     """
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
-        self._order: OrderedDict[Node, None] = OrderedDict()
-        self._roots = Node(None, b"", b"", None)
-        self.nbytes = 0
+        self.clear()
 
     def root(self, header: bytes) -> Node | None:
         """The node of all chains that begin with these bytes, if it is known."""
@@ -60,32 +69,34 @@ class HashMemo:
 
     def add_root(self, header: bytes, hasher: Any) -> Node:
         """Remembers the start of a chain."""
-        return self.add(self._roots, header, b"", hasher)
+        return self.add(self._roots, header, 0, b"", hasher)
 
-    def add(self, parent: Node, key: bytes, digests: bytes, hasher: Any) -> Node:
+    def add(self, parent: Node, key: bytes, size: int, digests: bytes, hasher: Any) -> Node:
         """Remembers a chunk behind `parent`."""
-        node = Node(parent, key, digests, hasher)
+        node = Node(parent, key, size, digests, hasher)
         parent.children[key] = parent.latest = node
-        self._order[node] = None
+        self._queue.append(node)
         self.nbytes += len(key) + len(digests) + OVERHEAD
         return node
 
-    def touch(self, path: list[Node]) -> None:
-        """Marks the chunks of a walk from the root as used, and forgets old ones."""
-        move = self._order.move_to_end
-        for node in reversed(path):
-            move(node)
-        while self.nbytes > self._capacity:
-            node, _ = self._order.popitem(last=False)
+    def trim(self) -> None:
+        """Forgets what exceeds the capacity. Not to be called in the middle of a walk."""
+        queue = self._queue
+        while self.nbytes > self._capacity and queue:
+            node = queue.popleft()
+            if node.used or node.children:
+                node.used = False
+                queue.append(node)
+                continue
             self.nbytes -= len(node.key) + len(node.digests) + OVERHEAD
             parent = node.parent
             if parent is not None:
-                parent.children.pop(node.key, None)
+                del parent.children[node.key]
                 if parent.latest is node:
                     parent.latest = None
 
     def clear(self) -> None:
         """Forgets everything."""
-        self._order.clear()
-        self._roots = Node(None, b"", b"", None)
+        self._queue: deque[Node] = deque()
+        self._roots = Node(None, b"", 0, b"", None)
         self.nbytes = 0

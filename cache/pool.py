@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import takewhile
 
 import numpy as np
+import numpy.typing as npt
 
 from .hashing import BlockHasher, TokenIds, Words, encode_tokens
+from .memo import Node
 from .policies import Block, EvictionPolicy
-from .table import HashTable, Ids, Places
+from .table import HashTable, Ids
 
 EMPTY: Ids = np.empty(0, np.int32)
 
@@ -25,16 +28,15 @@ class OutOfBlocks(RuntimeError):  # noqa: N818  the name is part of the interfac
 class BlockPool:
     """Blocks `0..num_blocks - 1`, each free, held by requests, or cached (complete and held by nobody).
 
-    A block in the table is complete (its KV is written, it is findable) or pending (a request is about to write it).
-    Only complete blocks outlive their last holder.
+    Complete blocks are those in the table: their KV is written and they are findable. Only they outlive their last
+    holder; blocks that are partial, or not committed yet, are known to the requests that hold them and to nobody else.
 
     Attributes:
         ref_count: Holders of each block, int32.
         last_access: Tick of the last access or release, int64.
         access_count: Requests that took the block since it was last filled, int32.
         prefix_length: Blocks of its sequence up to and including it, int32.
-        words: Hash of each block, `[words, num_blocks]` uint64; of meaning while the block is in the table.
-        complete: Whether the block is findable; one more entry, for "block" -1, is always False.
+        words: Hash of each block, `[num_blocks, words]` uint64; of meaning while the block is full.
         clock: The current tick.
         evictions: Blocks evicted so far.
         on_evict: Called with the blocks that are about to lose their content.
@@ -47,8 +49,7 @@ class BlockPool:
         self.last_access = np.zeros(num_blocks, np.int64)
         self.access_count = np.zeros(num_blocks, np.int32)
         self.prefix_length = np.zeros(num_blocks, np.int32)
-        self.words: Words = np.zeros((hasher.words, num_blocks), np.uint64)
-        self.complete = np.zeros(num_blocks + 1, np.bool_)
+        self.words: Words = np.zeros((num_blocks, hasher.words), np.uint64)
         self.table = HashTable(self.words)
         self.clock = 0
         self.evictions = 0
@@ -81,9 +82,14 @@ class BlockPool:
 
     def digests_of(self, ids: Ids) -> list[bytes]:
         """The hashes of blocks."""
-        raw = np.ascontiguousarray(self.words[:, ids].T).tobytes()
-        width = 8 * self.words.shape[0]
+        raw = self.words[ids].tobytes()
+        width = 8 * self.words.shape[1]
         return [raw[i : i + width] for i in range(0, len(raw), width)]
+
+    @property
+    def complete(self) -> npt.NDArray[np.bool_]:
+        """Per block, whether it is findable."""
+        return self.table.listed
 
     def unreferenced(self, ids: Ids) -> int:
         """How many of these blocks nobody holds."""
@@ -105,16 +111,12 @@ class BlockPool:
         """Takes one more reference on held blocks."""
         self.ref_count[ids] += 1
 
-    def take(
-        self, prefix_lengths: Ids, digests: Words | None = None, listed: Ids | None = None, ends: Places | None = None
-    ) -> Ids:
+    def take(self, prefix_lengths: Ids, digests: Words | None = None) -> Ids:
         """Takes fresh blocks, empty ones first, then victims of the policy.
 
         Args:
             prefix_lengths: One for each block, ascending; the caller has made sure that so many are available.
             digests: Hashes of the first of them, those that are complete once written.
-            listed: What `table.search` found for those hashes; where it is -1 the block goes into the table, pending.
-            ends: Where that search ended.
         """
         count = prefix_lengths.size
         from_free = min(count, self._num_free)
@@ -131,15 +133,8 @@ class BlockPool:
         self.last_access[index] = self.clock
         self.access_count[index] = 1
         self.prefix_length[index] = prefix_lengths
-        if digests is not None and digests.size:
-            num_full = digests.shape[1]
-            for own, word in zip(self.words, digests, strict=True):
-                own[index[:num_full]] = word
-            if listed is not None and (listed >= 0).any():
-                new = listed < 0
-                self.table.insert(ids[:num_full][new], None if ends is None else ends[new])
-            else:
-                self.table.insert(ids[:num_full], ends)
+        if digests is not None and len(digests):
+            self.words[index[: len(digests)]] = digests
         self.policy.accessed(ids, hit=False)
         return ids
 
@@ -148,7 +143,6 @@ class BlockPool:
         if self.on_evict is not None:
             self.on_evict(victims)
         self.table.remove(victims)
-        self.complete[victims] = False
         self._evictable -= count
         self.evictions += count
         return victims
@@ -158,7 +152,6 @@ class BlockPool:
         self.policy.removed(ids)
         self._evictable -= ids.size
         self.table.remove(ids)
-        self.complete[ids] = False
         self._give_back(ids)
 
     def _give_back(self, ids: Ids) -> None:
@@ -169,55 +162,68 @@ class BlockPool:
         """Gives up a reference on each block, in the order of their sequence; what is complete stays findable."""
         if not ids.size:
             return
-        refs = self.ref_count.take(ids)
+        index = ids.astype(np.intp)
+        refs = self.ref_count.take(index)
         refs -= 1
-        self.ref_count[ids] = refs
+        self.ref_count[index] = refs
         self.clock += 1
         if refs.any():
             ids = ids[refs == 0]
-        complete = self.complete.take(ids)
+        complete = self.table.contains(ids)
         kept = ids if complete.all() else ids[complete]
         if kept.size:
             self.last_access[kept] = self.clock
             self._evictable += kept.size
             self.policy.released(kept)
         if kept.size != ids.size:
-            lost = ids[~complete]
-            self.table.remove(lost)
-            self._give_back(lost)
+            self._give_back(ids[~complete])
 
-    def publish(self, ids: Ids) -> list[tuple[int, int]]:
+    def publish(self, ids: Ids) -> tuple[Ids, Ids]:
         """Makes written blocks findable under their `words`.
 
         Returns:
-            (block, complete block of the same hash) where there already was one: the caller is to use that one, on
-            which a reference has been taken, and to give up its own.
+            (blocks, twins): blocks whose hash another block has already. The caller is to use the twin, on which a
+            reference has been taken, and to give up its own.
         """
-        mine = self.table.contains(ids)
-        merged: list[tuple[int, int]] = []
-        if not mine.all():
-            others = ids[~mine]
-            found = self.table.find(self.words[:, others])
-            there = found >= 0
-            twin = there & self.complete[found]
-            self.table.remove(found[there & ~twin])  # pending elsewhere: whoever is first to write owns the entry
-            self.table.insert(others[~twin])
-            if twin.any():
-                self.hold(found[twin])
-                merged = list(zip(others[twin].tolist(), found[twin].tolist(), strict=True))
-                ids = np.concatenate((ids[mine], others[~twin]))
-        self.complete[ids] = True
-        return merged
+        known = self.table.contains(ids)
+        if known.any():
+            ids = ids[~known]
+        twins = self.table.put(ids)
+        double = twins >= 0
+        if not double.any():
+            return EMPTY, EMPTY
+        self.hold(twins[double])
+        return ids[double], twins[double]
 
-    def disclaim(self, ids: Ids) -> None:
-        """Takes pending blocks out of the table: their holder will write something else."""
-        self.table.remove(ids)
+    def leading(self, digests: Words, path: list[Node]) -> Ids:
+        """The complete blocks of the first hashes, up to the first that has none.
 
-    def find_complete(self, digests: Words) -> Ids:
-        """The complete block of each hash, -1 where there is none."""
-        found = self.table.find(digests)
-        found[~self.complete.take(found)] = -1
-        return found
+        Args:
+            digests: The hashes of a sequence.
+            path: Remembered chunks it begins with: where they were last found is tried first.
+        """
+        guesses = list(takewhile(lambda blocks: blocks is not None, (node.blocks for node in path)))
+        if not guesses:
+            return self.table.leading(digests)
+        guess = np.concatenate(guesses) if len(guesses) > 1 else guesses[0]
+        count = self.table.confirm(guess, digests[: guess.size])
+        if count < guess.size:
+            guess = guess[:count]
+            for node in path:
+                node.blocks = None
+        if count == len(digests):
+            return guess
+        return np.concatenate((guess, self.table.leading(digests[count:])))
+
+    @staticmethod
+    def note(path: list[Node], table: Ids) -> None:
+        """Leaves the blocks of a request as guesses for `leading`."""
+        at = 0
+        for node in path:
+            stop = at + node.size
+            if node.blocks is None:
+                node.blocks = table[at:stop].copy()
+            at = stop
 
     def acquire(self, sequence: TokenIds | Sequence[bytes]) -> list[Block]:
         """See `EvictionPolicy.acquire`."""
@@ -227,30 +233,27 @@ class BlockPool:
             count = len(sequence)
             if len(raw) != 8 * self.hasher.words * count:
                 raise ValueError(f"sequence: got {len(raw)} bytes, needs {count} hashes of {8 * self.hasher.words}")
-            digests = np.frombuffer(raw, np.uint64).reshape(count, -1).T
+            digests = np.frombuffer(raw, np.uint64).reshape(count, self.hasher.words)
         else:
             tokens = encode_tokens(sequence, "sequence")  # type: ignore[arg-type]
             count = -(-len(tokens) // size)
             digests = self.hasher.chain().extend(tokens, len(tokens) // size)
-        found = self.find_complete(digests)
-        misses = np.flatnonzero(found < 0)
-        hits = found[: misses[0]] if misses.size else found
+        hits = self.table.leading(digests)
         needed = count - hits.size
         available = self.available - self.unreferenced(hits)
         if needed > available:
             raise OutOfBlocks(needed, available)
         if hits.size:
             self.hold(hits)
-        rest = digests[:, hits.size :]
         lengths = np.arange(hits.size + 1, count + 1, dtype=np.int32)
-        fresh = self.take(lengths, rest, self.table.find(rest)) if needed else EMPTY
+        fresh = self.take(lengths, digests[hits.size :]) if needed else EMPTY
         ids = np.concatenate((hits, fresh))
-        hashes = [*self.digests_of(ids[: digests.shape[1]]), None]
+        hashes = [*self.digests_of(ids[: digests.shape[0]]), None]
         return [
             Block(
                 number=int(b),
                 cached=i < hits.size,
-                hash=hashes[min(i, digests.shape[1])],
+                hash=hashes[min(i, digests.shape[0])],
                 ref_count=int(self.ref_count[b]),
                 last_access=int(self.last_access[b]),
                 access_count=int(self.access_count[b]),
@@ -262,7 +265,6 @@ class BlockPool:
     def reset(self) -> None:
         """Empties every block; the caller has made sure that none is held."""
         self.table.clear()
-        self.complete.fill(False)
         self.ref_count.fill(0)
         self._free[:] = np.arange(self.num_blocks - 1, -1, -1, dtype=np.int32)
         self._num_free = self.num_blocks
@@ -280,13 +282,10 @@ class BlockPool:
         free = self._free[: self._num_free]
         assert np.unique(free).size == free.size, "a block is free twice"
         assert not self.ref_count[free].any(), "a free block is held"
-        assert not self.complete[free].any(), "a free block is findable"
-        assert not self.complete[-1], "no block is findable"
-        cached = (self.ref_count == 0) & self.complete[:-1]
+        listed = self.table.listed
+        assert not listed[free].any(), "a free block is findable"
+        cached = (self.ref_count == 0) & listed
         assert int(cached.sum()) == self._evictable, "the count of cached blocks is wrong"
         in_use = int(np.count_nonzero(self.ref_count))
         assert free.size + self._evictable + in_use == self.num_blocks, "free + cached + held differs from all"
         self.table.check()
-        listed = self.table.contains(np.arange(self.num_blocks, dtype=np.int32))
-        assert listed[self.complete[:-1]].all(), "a complete block is not in the table"
-        assert not listed[free].any(), "a free block is in the table"

@@ -13,31 +13,45 @@ Ids = npt.NDArray[np.int32]
 Places = npt.NDArray[np.int64]
 """Slots of the table."""
 
+FEW = 24
+"""Up to so many blocks are handled one by one: a round of vector operations costs as much."""
+
 
 class HashTable:
     """Finds, inserts and removes runs of blocks by hash.
 
-    A slot is live when the block in it points back at it, so that removal is one vector write; slots left behind are
-    probed past, and swept out once half of the table has been used. Probing is double hashing from the first word.
+    Open addressing with double hashing. A slot is live when the block in it points back at it, so removal is one
+    vector write. Each slot remembers whether an insertion ever had to pass it: a search goes on only behind such
+    slots, which keeps it at one or two rounds however much was removed; the marks are renewed when an eighth is set.
 
     Args:
-        words: Hash of every block `[words, num_blocks]`, owned by the pool.
+        words: Hash of every block `[num_blocks, words]`, owned by the pool.
     """
 
     def __init__(self, words: Words) -> None:
-        num_blocks = words.shape[1]
+        num_blocks = words.shape[0]
         self._words = words
         self._size = max(16, 1 << (3 * num_blocks - 1).bit_length())
         self._mask = self._size - 1
         self._slots = np.full(self._size, -1, np.int32)
+        self._passed = np.zeros(self._size, np.bool_)
+        self._num_passed = 0
         self._slot_of = np.full(num_blocks + 1, -1, np.int32)
         self._slot_of[num_blocks] = -2  # what an empty slot, -1, points at: equal to no slot
-        self._used = 0
+        # Reading one element through these takes a third of the time that numpy takes.
+        self._slots_view, self._slot_of_view = memoryview(self._slots), memoryview(self._slot_of)
+        self._passed_view, self._words_view = memoryview(self._passed), memoryview(words)
 
     @property
     def nbytes(self) -> int:
         """Bytes held, the hashes themselves not counted."""
-        return self._slots.nbytes + self._slot_of.nbytes
+        return self._slots.nbytes + self._passed.nbytes + self._slot_of.nbytes
+
+    @property
+    def listed(self) -> npt.NDArray[np.bool_]:
+        """Per block, whether it is in the table."""
+        listed: npt.NDArray[np.bool_] = self._slot_of[:-1] >= 0
+        return listed
 
     def contains(self, ids: Ids) -> npt.NDArray[np.bool_]:
         """Whether each block is in the table."""
@@ -45,18 +59,24 @@ class HashTable:
         return listed
 
     def find(self, digests: Words) -> Ids:
-        """The block of each hash of `digests` `[words, n]`, -1 where there is none."""
+        """The block of each hash of `digests` `[n, words]`, -1 where there is none."""
         return self.search(digests)[0]
 
     def search(self, digests: Words) -> tuple[Ids, Places]:
-        """Like `find`, and the slot where each search ended, for `insert`."""
-        found, ends = self._probe(digests[:1])
+        """Like `find`, and the slot where each search ended."""
+        found, ends, rows = self._probe(digests, exact=False)
         hit = found >= 0
-        ids = found[hit]
-        for own, asked in zip(self._words[1:], digests[1:], strict=True):
-            if not np.array_equal(own.take(ids), asked[hit]):
-                return self._probe(digests)  # two hashes share their first 64 bits
+        if hit.any() and not np.array_equal(rows[hit], digests[hit]):  # two hashes share their first 64 bits
+            found, ends, _ = self._probe(digests, exact=True)
         return found, ends
+
+    def confirm(self, ids: Ids, digests: Words) -> int:
+        """How many blocks, from the first on, are in the table under the hash beside them."""
+        listed = self._slot_of.take(ids) >= 0
+        rows = self._words.take(ids, axis=0)
+        if listed.all() and np.array_equal(rows, digests):
+            return ids.size
+        return int((listed & (rows == digests).all(axis=1)).argmin())
 
     def _start(self, key: npt.NDArray[np.uint64]) -> Places:
         places: Places = key.astype(np.int64)
@@ -68,82 +88,146 @@ class HashTable:
         steps: Places = ((key >> np.uint64(40)) | np.uint64(1)).astype(np.int64)
         return steps
 
-    def _probe(self, digests: Words) -> tuple[Ids, Places]:
-        """Searches by as many words as `digests` has."""
-        at = self._start(digests[0])
-        found: Ids = self._slots.take(at)
-        left = self._mismatch(found, at, digests).nonzero()[0]
+    def _probe(self, digests: Words, exact: bool) -> tuple[Ids, Places, Words]:
+        """Blocks, slots where searches ended, and the hashes seen there; by the first word unless `exact`."""
+        at = self._start(digests[:, 0])
+        found, rows = self._match(at, digests, exact)
+        left = ((found < 0) & self._passed.take(at)).nonzero()[0]
         if left.size:
-            step = self._step(digests[0].take(left))
-            here, asked = at.take(left), digests.take(left, axis=1)
+            asked = digests.take(left, axis=0)
+            here, step = at.take(left), self._step(asked[:, 0])
             while left.size:
                 here = (here + step) & self._mask
-                blocks = self._slots.take(here)
-                found[left] = blocks
-                at[left] = here
-                go_on = self._mismatch(blocks, here, asked).nonzero()[0]
-                left, here, step, asked = left[go_on], here[go_on], step[go_on], asked.take(go_on, axis=1)
-        return found, at
+                blocks, seen = self._match(here, asked, exact)
+                found[left], at[left], rows[left] = blocks, here, seen
+                go_on = ((blocks < 0) & self._passed.take(here)).nonzero()[0]
+                left, here, step, asked = left[go_on], here[go_on], step[go_on], asked.take(go_on, axis=0)
+        return found, at, rows
 
-    def _mismatch(self, blocks: Ids, at: Places, digests: Words) -> npt.NDArray[np.bool_]:
-        """Where a slot holds something, live or left behind, that is not the hash asked for."""
+    def _match(self, at: Places, digests: Words, exact: bool) -> tuple[Ids, Words]:
+        """The live blocks at these slots that have these hashes, -1 for others, and the hashes there."""
+        blocks: Ids = self._slots.take(at)
         index = blocks.astype(np.intp)
-        differs: npt.NDArray[np.bool_] = self._slot_of.take(index, mode="wrap") != at
-        for own, asked in zip(self._words, digests, strict=False):
-            differs |= own.take(index, mode="wrap") != asked
-        differs &= blocks >= 0
-        return differs
+        rows = self._words.take(index, axis=0, mode="wrap")
+        same = (rows == digests).all(axis=1) if exact else rows[:, 0] == digests[:, 0]
+        same &= self._slot_of.take(index) == at
+        blocks[~same] = -1
+        return blocks, rows
 
-    def insert(self, ids: Ids, ends: Places | None = None) -> None:
-        """Adds blocks under their hashes, which are in the table neither before nor twice in this call.
+    def leading(self, digests: Words) -> Ids:
+        """The blocks of the first hashes, up to the first hash that is not there."""
+        few = digests[:4]
+        blocks: list[int] = []
+        for i, key in enumerate(few[:, 0].tolist()):
+            block, _ = self._find_one(key, few, i)
+            if block < 0:
+                return np.array(blocks, np.int32)
+            blocks.append(block)
+        parts, at, width = [np.array(blocks, np.int32)], len(blocks), 64
+        while at < len(digests):
+            found = self.find(digests[at : at + width])
+            missing = found < 0
+            first = int(missing.argmax())
+            if missing[first]:
+                parts.append(found[:first])
+                break
+            parts.append(found)
+            at, width = at + width, 8 * width
+        return np.concatenate(parts)
+
+    def _find_one(self, key: int, digests: Words, i: int) -> tuple[int, int]:
+        """The block of the hash `digests[i]`, -1 for none, and the slot where the search ended."""
+        slots, slot_of, first_word = self._slots_view, self._slot_of_view, self._words_view
+        at = key & self._mask
+        while True:
+            block = slots[at]
+            if slot_of[block] == at and first_word[block, 0] == key and np.array_equal(self._words[block], digests[i]):
+                return block, at
+            if not self._passed_view[at]:
+                return -1, at
+            at = (at + ((key >> 40) | 1)) & self._mask
+
+    def put(self, ids: Ids) -> Ids:
+        """Adds blocks under their words, except those whose hash is there already.
 
         Args:
-            ids: The blocks; the pool has written their words.
-            ends: Where a search for them ended, if nothing has been inserted since.
-        """
-        if 2 * (self._used + ids.size) > self._size:
-            self._sweep()
-            ends = None
-        self._place(ids, ends)
+            ids: Blocks that are not in the table, with different hashes.
 
-    def _place(self, ids: Ids, ends: Places | None = None) -> None:
-        key = self._words[0].take(ids)
-        at = self._start(key) if ends is None else ends
+        Returns:
+            For each, -1, or the block that has its hash.
+        """
+        if self._num_passed > self._size // 8:
+            self._renew()
+        digests = self._words.take(ids, axis=0)
+        if ids.size <= FEW:
+            keys = digests[:, 0].tolist()
+            return np.array(
+                [self._put_one(b, k, digests, i) for i, (b, k) in enumerate(zip(ids.tolist(), keys, strict=True))],
+                np.int32,
+            )
+        found, ends = self.search(digests)
+        twins = found >= 0
+        if twins.any():
+            new = ~twins
+            self._place(ids[new], ends[new], digests[new, 0])
+        else:
+            self._place(ids, ends, digests[:, 0])
+        return found
+
+    def _put_one(self, block: int, key: int, digests: Words, i: int) -> int:
+        found, at = self._find_one(key, digests, i)
+        if found < 0:
+            slots, slot_of = self._slots_view, self._slot_of_view
+            while slot_of[slots[at]] == at:
+                self._num_passed += not self._passed_view[at]
+                self._passed_view[at] = True
+                at = (at + ((key >> 40) | 1)) & self._mask
+            slots[at] = block
+            slot_of[block] = at
+        return found
+
+    def _place(self, ids: Ids, at: Places, key: npt.NDArray[np.uint64]) -> None:
+        """Puts blocks into the first slots from `at` on that are not live."""
         step: Places | None = None
         while ids.size:
-            there = self._slots.take(at)
-            taken = self._slot_of.take(there) == at
+            taken = self._slot_of.take(self._slots.take(at)) == at
             if taken.any():
                 free = ~taken
                 self._slots[at[free]] = ids[free]
             else:
                 self._slots[at] = ids
             lost = self._slots.take(at) != ids  # taken before, or by another block of this run
-            self._slot_of[ids] = np.where(lost, np.int32(-1), at)
-            self._used += int(np.count_nonzero((there < 0) & ~lost))
             left = lost.nonzero()[0]
             if not left.size:
+                self._slot_of[ids] = at
                 return
+            kept = ~lost
+            self._slot_of[ids[kept]] = at[kept]
+            ids, at = ids[left], at[left]
+            self._num_passed += at.size - int(np.count_nonzero(self._passed.take(at)))
+            self._passed[at] = True
             step = self._step(key.take(left)) if step is None else step[left]
-            ids, at = ids[left], (at[left] + step) & self._mask
+            at = (at + step) & self._mask
 
     def remove(self, ids: Ids) -> None:
         """Takes blocks out of the table; those that are not in it are left alone."""
         self._slot_of[ids] = -1
 
-    def _sweep(self) -> None:
-        live = np.flatnonzero(self._slot_of[:-1] >= 0).astype(np.int32)
+    def _renew(self) -> None:
+        live = np.flatnonzero(self.listed).astype(np.int32)
         self.clear()
-        self._place(live)
+        key = self._words[live, 0]
+        self._place(live, self._start(key), key)
 
     def clear(self) -> None:
         """Empties the table."""
         self._slots.fill(-1)
+        self._passed.fill(False)
+        self._num_passed = 0
         self._slot_of[:-1] = -1
-        self._used = 0
 
     def check(self) -> None:
         """Asserts that every block in the table is found under its hash, once."""
-        live = np.flatnonzero(self._slot_of[:-1] >= 0).astype(np.int32)
+        live = np.flatnonzero(self.listed).astype(np.int32)
         assert np.array_equal(self._slots[self._slot_of[live]], live), "a slot and its block disagree"
-        assert np.array_equal(self.find(self._words[:, live]), live), "a block is not found under its hash"
+        assert np.array_equal(self.find(self._words[live]), live), "a block is not found under its hash"

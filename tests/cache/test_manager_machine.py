@@ -204,7 +204,7 @@ class Machine(RuleBasedStateMachine):
         salt, tokens = key
         hasher = pc.cache.hashing.BlockHasher(self.manager.hash_algorithm, BLOCK)
         words = hasher.chain(salt=salt).extend(pc.cache.hashing.encode_tokens(list(tokens)), len(tokens) // BLOCK)
-        return words[:, -1].tobytes()
+        return words[-1].tobytes()
 
 
 Machine.TestCase.settings = settings(

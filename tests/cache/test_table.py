@@ -9,33 +9,43 @@ from pc.cache.table import HashTable
 
 
 def random_digests(rng, count, words=4, spread=1 << 63):
-    return rng.integers(0, spread, (words, count), dtype=np.uint64)
+    return rng.integers(0, spread, (count, words), dtype=np.uint64)
 
 
+def put(table, ids, one_by_one):
+    if not one_by_one:
+        return table.put(ids)
+    return np.array([table.put(ids[i : i + 1])[0] for i in range(ids.size)], np.int32)
+
+
+@pytest.mark.parametrize("one_by_one", [False, True])
 @pytest.mark.parametrize("spread", [1 << 63, 1 << 4], ids=["spread", "colliding"])
-def test_churn_matches_a_dict(spread):
+def test_churn_matches_a_dict(spread, one_by_one):
     """Many times its size in insertions: what was left behind is swept out, nothing is lost or found wrongly.
 
     With few different first words most searches meet other hashes on their way.
     """
     rng = np.random.default_rng(0)
     n = 64
-    words = np.zeros((4, n), np.uint64)
+    words = np.zeros((n, 4), np.uint64)
     table = HashTable(words)
     model: dict[bytes, int] = {}
     free = list(range(n))
     for step in range(400):
         count = int(rng.integers(0, len(free) + 1))
         digests = random_digests(rng, count)
-        digests[0] %= np.uint64(spread)
+        digests[:, 0] %= np.uint64(spread)
         ids = np.array([free.pop() for _ in range(count)], np.int32)
-        words[:, ids] = digests
-        table.insert(ids)
-        model |= {digests[:, i].tobytes(): int(b) for i, b in enumerate(ids)}
+        words[ids] = digests
+        assert (put(table, ids, one_by_one) == -1).all()
+        model |= {digests[i].tobytes(): int(b) for i, b in enumerate(ids)}
         unknown = random_digests(rng, 5)
-        asked = [*list(model)[:20], *(unknown[:, i].tobytes() for i in range(5))]
-        queries = np.frombuffer(b"".join(asked), np.uint64).reshape(-1, 4).T
-        assert table.find(queries).tolist() == [model.get(a, -1) for a in asked], step
+        asked = [*list(model)[:20], *(unknown[i].tobytes() for i in range(5))]
+        queries = np.frombuffer(b"".join(asked), np.uint64).reshape(-1, 4)
+        expected = [model.get(a, -1) for a in asked]
+        assert table.find(queries).tolist() == expected, step
+        assert table.leading(queries).tolist() == expected[: expected.index(-1)]
+        assert table.confirm(np.array(expected[:-5], np.int32), queries[:-5]) == len(expected) - 5
         table.check()
         gone = [k for k in model if rng.random() < 0.5]
         ids = np.array([model.pop(k) for k in gone], np.int32)
@@ -44,14 +54,40 @@ def test_churn_matches_a_dict(spread):
         assert not table.contains(ids).any()
 
 
-def test_hashes_that_share_their_first_word_are_told_apart():
-    words = np.zeros((2, 8), np.uint64)
-    words[1] = np.arange(8)
+@pytest.mark.parametrize("one_by_one", [False, True])
+def test_hashes_that_share_their_first_word_are_told_apart(one_by_one):
+    words = np.zeros((8, 2), np.uint64)
+    words[:, 1] = np.arange(8)
     table = HashTable(words)
-    table.insert(np.arange(6, dtype=np.int32))
+    assert put(table, np.arange(6, dtype=np.int32), one_by_one).tolist() == [-1] * 6
     assert table.find(words).tolist() == [0, 1, 2, 3, 4, 5, -1, -1]
 
 
 def test_empty_query():
-    table = HashTable(np.zeros((4, 1), np.uint64))
-    assert table.find(np.zeros((4, 0), np.uint64)).size == 0
+    table = HashTable(np.zeros((1, 4), np.uint64))
+    assert table.find(np.zeros((0, 4), np.uint64)).size == 0
+
+
+@pytest.mark.parametrize("count", [3, 30], ids=["few", "many"])
+def test_put_names_the_twin_of_a_hash_that_is_there(count):
+    words = random_digests(np.random.default_rng(0), 2 * count)
+    words[count:] = words[:count]
+    words[-1] += np.uint64(1)
+    table = HashTable(words)
+    table.put(np.arange(count, dtype=np.int32))
+    twins = table.put(np.arange(count, 2 * count, dtype=np.int32))
+    assert twins.tolist() == [*range(count - 1), -1]
+    assert table.listed.nonzero()[0].tolist() == [*range(count), 2 * count - 1]
+    table.check()
+
+
+def test_confirm_stops_at_the_first_block_that_changed():
+    words = random_digests(np.random.default_rng(0), 10)
+    table = HashTable(words)
+    ids = np.arange(10, dtype=np.int32)
+    table.put(ids)
+    asked = words.copy()
+    asked[7, 3] += np.uint64(1)
+    assert table.confirm(ids, asked) == 7
+    table.remove(ids[4:5])
+    assert table.confirm(ids, asked) == 4

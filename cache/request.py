@@ -1,0 +1,73 @@
+"""The state of a running request."""
+
+from __future__ import annotations
+
+from array import array
+from typing import Any
+
+import numpy as np
+
+from .hashing import Chain
+from .table import Ids
+
+
+class Request:
+    """A running request.
+
+    Attributes:
+        tokens: All its token ids.
+        committed: Positions before it have been written.
+        tables: Per group, block numbers by logical block, with room to grow; -1 is a hole.
+        num_blocks: Logical blocks in use.
+        chain: Running hash behind `chain.hashed` blocks, None when it has to be built again.
+        keys: Extra keys and salt.
+        released: Per group, logical blocks before it, sinks apart, were given back.
+        retired: Per group, blocks that are replaced in the table, held until the next commit or free.
+        shared_tail: Whether the last block may be someone else's too, so that writing it needs a look.
+        writing: The hash under which others learn that this request is computing that block, or None.
+    """
+
+    __slots__ = (
+        "chain",
+        "committed",
+        "keys",
+        "num_blocks",
+        "released",
+        "retired",
+        "shared_tail",
+        "tables",
+        "tokens",
+        "writing",
+    )
+
+    def __init__(self, tokens: array[int], tables: list[Ids], num_blocks: int, chain: Chain | None, keys: Any) -> None:
+        self.tokens = tokens
+        self.tables = tables
+        self.num_blocks = num_blocks
+        self.chain = chain
+        self.keys = keys
+        self.committed = 0
+        self.released = [0] * len(tables)
+        self.retired: list[Ids] | None = None
+        self.shared_tail = False
+        self.writing: bytes | None = None
+
+    def retire(self, group: int, ids: Ids) -> None:
+        """Keeps replaced blocks from being handed out for now."""
+        if self.retired is None:
+            self.retired = [np.empty(0, np.int32) for _ in self.tables]
+        self.retired[group] = np.concatenate((self.retired[group], ids))
+
+    def held(self, group: int) -> Ids:
+        """The blocks in a group's table."""
+        table = self.tables[group][: self.num_blocks]
+        return table[table >= 0]
+
+    def grown_table(self, group: int, num_blocks: int) -> Ids:
+        """The group's table with room for `num_blocks`, doubled when it has to grow so that growth stays cheap."""
+        table = self.tables[group]
+        if num_blocks > table.size:
+            larger = np.full(max(num_blocks, 2 * table.size, 8), -1, np.int32)
+            larger[: table.size] = table
+            self.tables[group] = table = larger
+        return table
