@@ -19,29 +19,34 @@ def as_bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _as_matrices(
-    tensors: tuple[torch.Tensor, torch.Tensor], leading: tuple[int, int]
+    source: torch.Tensor, target: torch.Tensor, leading: tuple[int, int]
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Both tensors as `[rows, units]` of their widest common unit; None where rows are no contiguous, even grid."""
-    itemsize = tensors[0].dtype.itemsize
-    width = math.prod(tensors[0].shape[leading[0] :])
-    if tensors[0].is_contiguous() and tensors[1].is_contiguous():
-        grain = math.gcd(16, width * itemsize, tensors[0].data_ptr(), tensors[1].data_ptr())
-        pitches = [width, width]
+    """Both tensors as `[rows, units]` of their widest common unit; None where rows are no contiguous, even grid.
+
+    A row of one unit has no second dimension: indexing is faster so.
+    """
+    itemsize = source.dtype.itemsize
+    width = math.prod(source.shape[leading[0] :])
+    offsets = source.storage_offset() * itemsize | target.storage_offset() * itemsize
+    grain = math.gcd(16, width * itemsize, source.data_ptr() | target.data_ptr() | offsets)
+    if source.is_contiguous() and target.is_contiguous():
+        flats = source.view(-1, width), target.view(-1, width)
     else:
-        layout = row_layout(tensors, leading)
+        layout = row_layout((source, target), leading)
         if layout.sizes or any(address.block_size > 1 for address in layout.addresses):
             return None
-        grain = layout.grain
-        pitches = [address.block * grain // itemsize for address in layout.addresses]
-    grain = math.gcd(grain, *(t.storage_offset() * itemsize for t in tensors))
+        grain = min(grain, layout.grain)
+        pitches = [address.block * layout.grain // itemsize for address in layout.addresses]
+        flats = (
+            source.as_strided((math.prod(source.shape[: leading[0]]), width), (pitches[0], 1)),
+            target.as_strided((math.prod(target.shape[: leading[1]]), width), (pitches[1], 1)),
+        )
     if grain < itemsize:
         return None
     dtype = _BITS[grain]
-    a, b = (
-        t.as_strided((math.prod(t.shape[:lead]), width), (pitch, 1)).view(dtype)
-        for t, lead, pitch in zip(tensors, leading, pitches, strict=True)
-    )
-    return a, b
+    if grain == width * itemsize:
+        return flats[0].view(dtype).squeeze(1), flats[1].view(dtype).squeeze(1)
+    return flats[0].view(dtype), flats[1].view(dtype)
 
 
 def gather_rows(source: torch.Tensor, leading: int, index: torch.Tensor, target: torch.Tensor, lowest: int) -> None:
@@ -62,7 +67,7 @@ def gather_rows(source: torch.Tensor, leading: int, index: torch.Tensor, target:
             return
         holes = torch.nonzero(index < 0).squeeze(1)
         index = index.clamp(min=0)
-    matrices = _as_matrices((source, target), (leading, 1))
+    matrices = _as_matrices(source, target, (leading, 1))
     if matrices is not None:
         torch.index_select(matrices[0], 0, index, out=matrices[1])
     elif leading == 1:
@@ -88,7 +93,7 @@ def scatter_rows(source: torch.Tensor, target: torch.Tensor, leading: int, index
         else:
             source, index = as_bits(source)[kept].view(source.dtype), index[kept]
     index = index.long()
-    matrices = _as_matrices((source, target), (1, leading))
+    matrices = _as_matrices(source, target, (1, leading))
     if matrices is not None:
         matrices[1].index_copy_(0, index, matrices[0])
     elif leading == 1:

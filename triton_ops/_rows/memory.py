@@ -42,7 +42,7 @@ def advise_huge_pages(tensor: torch.Tensor) -> None:
 
 def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """`torch.empty`, on huge pages where it is large and on the CPU."""
-    tensor = torch.empty(tuple(shape), dtype=dtype, device=device)
+    tensor = torch.empty(shape, dtype=dtype, device=device)
     if device.type == "cpu" and tensor.numel() * dtype.itemsize >= _HUGE_FROM:
         advise_huge_pages(tensor)
     return tensor
