@@ -429,6 +429,15 @@ class CacheManager:
             table: Ids = request.tables[group][: request.num_blocks].copy()
             return table
 
+    def num_tokens(self, request_id: Hashable) -> int:
+        """Tokens of a running request, those not computed yet included.
+
+        Raises:
+            KeyError: An unknown request.
+        """
+        with self._lock:
+            return len(self._running(request_id).tokens)
+
     def stats(self) -> CacheStats:
         """Counters since the manager was made or reset."""
         with self._lock:

@@ -36,6 +36,7 @@ class BlockPool:
         last_access: Tick of the last access or release, int64.
         access_count: Requests that took the block since it was last filled, int32.
         prefix_length: Blocks of its sequence up to and including it, int32.
+        taken_at: Tick at which the block was last taken fresh, int64: while it stands, the content is the same.
         words: Hash of each block, `[num_blocks, words]` uint64; of meaning while the block is full.
         clock: The current tick.
         evictions: Blocks evicted so far.
@@ -49,6 +50,7 @@ class BlockPool:
         self.last_access = np.zeros(num_blocks, np.int64)
         self.access_count = np.zeros(num_blocks, np.int32)
         self.prefix_length = np.zeros(num_blocks, np.int32)
+        self.taken_at = np.zeros(num_blocks, np.int64)
         self.words: Words = np.zeros((num_blocks, hasher.words), np.uint64)
         self.table = HashTable(self.words)
         self.clock = 0
@@ -131,6 +133,7 @@ class BlockPool:
         self.clock += 1
         self.ref_count[index] = 1
         self.last_access[index] = self.clock
+        self.taken_at[index] = self.clock
         self.access_count[index] = 1
         self.prefix_length[index] = prefix_lengths
         if digests is not None and len(digests):
