@@ -21,7 +21,7 @@ from transformers.generation.stopping_criteria import StoppingCriteriaList, Stop
 from ...cache import CacheManager, OutOfBlocks
 from ._generation import PackedModel, PagedDecoder, RecordedCriteria, Requests, Row, Span
 from ._paged import BlockStorage, UnsupportedError
-from ._support import check_call, check_model, rope_keys
+from ._support import check_call, check_model, layer_windows, rope_keys
 
 _handles: weakref.WeakKeyDictionary[Any, PrefixCaching] = weakref.WeakKeyDictionary()
 
@@ -44,8 +44,8 @@ def enable_prefix_caching(
 ) -> PrefixCaching:
     """Lets `model.generate` reuse the KV of prompts it has seen, until `disable` is called.
 
-    The tokens that come out are those that came out before. What cannot be served (beam search, encoder-decoder models,
-    windows and recurrent states, see `docs/huggingface.md`) goes to the model's own generate, with one warning that
+    The tokens that come out are those that came out before. What cannot be served (beam search, encoder-decoder
+    models, recurrent states, see `docs/huggingface.md`) goes to the model's own generate, with one warning that
     says why. Changed weights are noticed, and the cache starts anew.
 
     Args:
@@ -129,7 +129,7 @@ class PrefixCaching:
             return
         num_blocks = self._num_blocks or _default_num_blocks(model, bytes_per_block, self.block_size)
         self.manager = CacheManager(num_blocks, self.block_size, policy=self._policy)
-        self._storage = BlockStorage(num_blocks, self.block_size)
+        self._storage = BlockStorage(num_blocks, self.block_size, layer_windows(model.config))
 
     def __enter__(self) -> PrefixCaching:
         return self
@@ -155,7 +155,7 @@ class PrefixCaching:
                 return
             del _handles[model]
             del vars(model)["generate"]
-            self._storage = BlockStorage(0, self.block_size)
+            self._storage = BlockStorage(0, self.block_size, {})
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """The model's generate, over the cache where it can be served."""
@@ -316,7 +316,7 @@ def _probe(model: Any, block_size: int) -> int:
     vocabulary = model.config.vocab_size
     lens = (2 * block_size + 3, 5)
     blocks = [-(-n // block_size) for n in lens]
-    storage = BlockStorage(sum(blocks), block_size)
+    storage = BlockStorage(sum(blocks), block_size, layer_windows(model.config))
     packed = PackedModel(model, storage)
     tokens = [(np.arange(n, dtype=np.int64) * 7919 + 13 * n) % vocabulary for n in lens]
     rows = [Row("", ids) for ids in tokens]

@@ -1,7 +1,7 @@
 """What happens inside the model's layers: keys and values go into blocks, attention reads them from there.
 
 Two hooks of transformers carry it, both public: a `Cache` whose `update` writes blocks, and an attention function
-registered with `AttentionInterface` that calls `torch.ops.pc.paged_attention`.
+registered with `AttentionInterface` that calls `torch.ops.pc.paged_attention` or `sliding_window_attention`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AttentionInterface, DynamicCache
+from transformers import AttentionInterface
 from transformers.cache_utils import Cache, DynamicLayer
 
 from ... import triton_ops  # noqa: F401  registers torch.ops.pc
@@ -42,11 +42,18 @@ class LayerSpec:
 
 
 class BlockStorage:
-    """Key and value blocks of every layer, `[num_blocks, block_size, num_kv_heads, head_dim]` each."""
+    """Key and value blocks of every layer, `[num_blocks, block_size, num_kv_heads, head_dim]` each.
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    Args:
+        num_blocks: Blocks of each layer.
+        block_size: Tokens of a block.
+        windows: Layers that attend over the last so many tokens only.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int, windows: dict[int, int]) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
+        self.windows = windows
         self.layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self.specs: dict[int, LayerSpec] = {}
 
@@ -132,7 +139,7 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is untyped here
         self.storage = storage
         self.batch = batch
         self.layers_attended = 0
-        self._written: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+        self._written: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int] | None = None
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """0: positions are always given, rows of a packed batch have no common length."""
@@ -147,11 +154,18 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is untyped here
         torch.ops.pc.reshape_and_cache(
             key_states[0].transpose(0, 1), value_states[0].transpose(0, 1), key_cache, value_cache, slot_mapping
         )
-        self._written = (key_states, value_states, key_cache, value_cache)
+        self._written = (key_states, value_states, key_cache, value_cache, layer_idx)
         return key_states, value_states
 
     def attend(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, softcap: float
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scale: float,
+        window: int | None,
+        softcap: float,
+        sinks: torch.Tensor | None,
     ) -> torch.Tensor:
         """Attention of `query [1, num_heads, num_tokens, head_dim]` over the blocks just written.
 
@@ -163,22 +177,26 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is untyped here
         """
         if self._written is None or self._written[0] is not key or self._written[1] is not value:
             raise UnsupportedError("a layer attends to keys other than those it has just cached")
-        _, _, key_cache, value_cache = self._written
+        _, _, key_cache, value_cache, layer_idx = self._written
         self._written = None
         self.layers_attended += 1
+        if window != self.storage.windows.get(layer_idx):
+            raise UnsupportedError(
+                f"layer {layer_idx} attends over a window of {window} and caches {self.storage.windows.get(layer_idx)}"
+            )
         _, block_tables, seq_lens, query_start_loc = self.batch.on(query.device)
-        out: torch.Tensor = torch.ops.pc.paged_attention(
-            query[0].transpose(0, 1),
-            key_cache,
-            value_cache,
-            block_tables,
-            seq_lens,
-            query_start_loc,
-            scale,
-            softcap=softcap,
-            max_query_len=self.batch.max_query_len,
-            max_seq_len=self.batch.max_seq_len,
-        )
+        batch = (query[0].transpose(0, 1), key_cache, value_cache, block_tables, seq_lens, query_start_loc, scale)
+        options = {
+            "softcap": softcap,
+            "sinks": sinks,
+            "max_query_len": self.batch.max_query_len,
+            "max_seq_len": self.batch.max_seq_len,
+        }
+        out: torch.Tensor
+        if window is None:
+            out = torch.ops.pc.paged_attention(*batch, **options)
+        else:
+            out = torch.ops.pc.sliding_window_attention(*batch, window, **options)
         return out.unsqueeze(0)
 
 
@@ -223,20 +241,13 @@ def _attention_forward(
     refused = {
         "attention that is not causal": not causal,
         "dropout": bool(dropout),
-        "a sliding window": sliding_window is not None,
-        "attention sinks": s_aux is not None,
         "a position bias": position_bias is not None,
     }
     for what, present in refused.items():
         if present:
             raise UnsupportedError(f"its attention uses {what}")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return cache.attend(query, key, value, scale, softcap or 0.0), None
+    return cache.attend(query, key, value, scale, sliding_window, softcap or 0.0, s_aux), None
 
 
 AttentionInterface.register(ATTENTION_NAME, _attention_forward)
-
-
-def layers_are_full_attention(config: Any) -> bool:
-    """Whether transformers itself would give every layer a cache of all tokens."""
-    return all(type(layer) is DynamicLayer for layer in DynamicCache(config=config).layers)

@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from transformers import GenerationMixin
+from transformers import DynamicCache, GenerationMixin
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from ._paged import UnsupportedError, layers_are_full_attention
+from ._paged import UnsupportedError
 
 # Arguments of the forward pass that this adapter computes itself, or that change nothing in a token.
 SERVED_ARGUMENTS = frozenset(
@@ -41,10 +42,27 @@ def check_model(model: Any) -> None:
         raise UnsupportedError("its attention is not causal")
     if not getattr(model, "_supports_attention_backend", False):
         raise UnsupportedError("its attention does not go through transformers' AttentionInterface")
-    if not layers_are_full_attention(config):
-        raise UnsupportedError("not every layer is full attention over all tokens")
+    layer_windows(config)
     if any(p.device.type == "meta" for p in model.parameters()):
         raise UnsupportedError("some of its weights are on the meta device")
+
+
+def layer_windows(config: Any) -> dict[int, int]:
+    """The layers with a sliding window, and its tokens: what transformers itself would cache for each layer.
+
+    Raises:
+        UnsupportedError: A layer is neither full attention nor a sliding window.
+    """
+    other = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    if other:
+        raise UnsupportedError(f"it has layers of {', '.join(sorted(other))}")
+    windows = {}
+    for index, layer in enumerate(DynamicCache(config=config).layers):
+        if type(layer) is DynamicSlidingWindowLayer:
+            windows[index] = layer.sliding_window
+        elif type(layer) is not DynamicLayer:
+            raise UnsupportedError(f"layer {index} keeps a {type(layer).__name__}")
+    return windows
 
 
 def check_call(model: Any, input_ids: torch.Tensor, generation_config: Any, model_kwargs: dict[str, Any]) -> None:

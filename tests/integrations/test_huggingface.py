@@ -51,6 +51,7 @@ FAMILIES = [
     Family("qwen2", "Qwen2Config", "Qwen2ForCausalLM"),
     Family("qwen3", "Qwen3Config", "Qwen3ForCausalLM", {"head_dim": 16}),
     Family("mistral", "MistralConfig", "MistralForCausalLM", {"sliding_window": None}),
+    Family("mistral-window", "MistralConfig", "MistralForCausalLM", {"sliding_window": 20}),
     Family("phi3", "Phi3Config", "Phi3ForCausalLM"),
     Family("olmo2", "Olmo2Config", "Olmo2ForCausalLM"),
     Family("granite", "GraniteConfig", "GraniteForCausalLM", {"attention_multiplier": 0.1, "logits_scaling": 4.0}),
@@ -58,6 +59,9 @@ FAMILIES = [
     Family("gpt-neox", "GPTNeoXConfig", "GPTNeoXForCausalLM"),
     Family("gpt2", "GPT2Config", "GPT2LMHeadModel", {"n_embd": 64, "n_layer": 2, "n_head": 4}),
     Family("mixtral", "MixtralConfig", "MixtralForCausalLM", {"num_local_experts": 4}),
+    Family("gemma2", "Gemma2Config", "Gemma2ForCausalLM", {"head_dim": 32, "sliding_window": 20}),
+    Family("gemma3", "Gemma3TextConfig", "Gemma3ForCausalLM", {"sliding_window": 9, "num_hidden_layers": 6}),
+    Family("gpt-oss", "GptOssConfig", "GptOssForCausalLM", {"sliding_window": 24, "num_local_experts": 4}),
 ]
 LLAMA = FAMILIES[0]
 
@@ -374,10 +378,27 @@ def test_probe_notices_wrong_attention(model: Any, monkeypatch: pytest.MonkeyPat
     from pc.integrations.huggingface._paged import PagedCache
 
     right = PagedCache.attend
-    monkeypatch.setattr(PagedCache, "attend", lambda self, q, k, v, scale, cap: right(self, q, k, v, 3 * scale, cap))
+    monkeypatch.setattr(
+        PagedCache, "attend", lambda self, q, k, v, scale, *rest: right(self, q, k, v, 3 * scale, *rest)
+    )
     with pytest.warns(UserWarning, match="differ by"):
         handle = enable_prefix_caching(model)
     assert handle.unsupported
+
+
+def test_window_that_the_cache_does_not_know_is_refused(model: Any) -> None:
+    # A module that attends over a window its config does not tell of.
+    from pc.integrations.huggingface import _support
+
+    windowed = next(f for f in FAMILIES if f.name == "mistral-window").build()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(handle_module, "layer_windows", lambda config: {})
+        with pytest.warns(UserWarning, match="attends over a window of 20"):
+            assert enable_prefix_caching(windowed).unsupported
+    chunked = copy.deepcopy(model.config)
+    chunked.layer_types = ["full_attention", "chunked_attention"]
+    with pytest.raises(Exception, match="chunked_attention"):
+        _support.layer_windows(chunked)
 
 
 def test_prompt_that_does_not_fit_goes_to_the_model(model: Any) -> None:
