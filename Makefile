@@ -37,5 +37,14 @@ typecheck: setup ## mypy --strict over the package
 wheel-test: setup ## build a wheel and use it in a clean environment, away from the checkout
 	$(BIN)/python tests/check_wheel.py $(VENV)-wheel
 
+KERNEL_TRITONS := 3.6.0 3.9.0
+
+kernels: setup $(KERNEL_TRITONS:%=.kernels/triton-%) ## compile every kernel for four targets, without a GPU, into a table
+	$(BIN)/python benchmarks/kernel_resources.py --write
+
+.kernels/triton-%:
+	$(BIN)/python -m pip install --quiet --no-deps --target $@.part triton==$*
+	mv $@.part $@
+
 clean: ## remove everything the targets made
 	rm -rf $(VENV) $(VENV)-wheel .typecheck .kernels .pytest_cache .mypy_cache .ruff_cache build dist site demo_output *.egg-info

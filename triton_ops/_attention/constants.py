@@ -52,21 +52,30 @@ def next_power_of_2(n: int) -> int:
     return 1 << max(0, n - 1).bit_length()
 
 
-def decode_tiles(arch: str, head_dim: int, itemsize: int, rows: int) -> Tiles:
+def decode_tiles(arch: str, head_dim: int, itemsize: int, rows: int, quantized: bool) -> Tiles:
     """For at most DECODE_QUERIES queries a sequence: `rows` is queries * heads of a group."""
-    block_d = max(16, next_power_of_2(head_dim))
+    row_bytes = max(16, next_power_of_2(head_dim)) * itemsize
     block_m = min(64, max(16, next_power_of_2(rows)))
-    block_n = 64 if block_d * itemsize <= 256 else 32 if block_d * itemsize <= 512 else 16
-    stages = 2 if arch.startswith("gfx") or block_d * itemsize > 256 else 3
-    return Tiles(block_m, block_n, 4, stages, False)
+    block_n = 64 if row_bytes <= 256 else 32 if row_bytes <= 512 else 16
+    # A float8 tile converted in registers spills at 3 stages; float32 products are plain multiply-adds.
+    num_stages = 2 if quantized or arch.startswith("gfx") or row_bytes > 256 else 3
+    many = itemsize == 4 or (row_bytes > 256 and block_m > 16)
+    num_warps = 8 if many and not arch.startswith("gfx") else 4
+    return Tiles(block_m, block_n, num_warps, num_stages, False)
 
 
-def prefill_tiles(arch: str, head_dim: int, itemsize: int, batch_invariant: bool) -> Tiles:
-    """For everything longer."""
-    block_d = max(16, next_power_of_2(head_dim))
+def prefill_tiles(arch: str, head_dim: int, itemsize: int, heavy: bool) -> Tiles:
+    """For everything longer; `heavy` when a score takes more than a product and a mask."""
+    wide = head_dim > 128
     if itemsize == 4:
-        return Tiles(32, 16 if block_d > 128 else 32, 4, 1, False)
-    if block_d > 128:
-        return Tiles(64, 32, 8, 2, not batch_invariant)
-    stages = 3 if arch.startswith("sm_9") or arch.startswith("sm_10") else 2
-    return Tiles(128, 64, 8, stages, not batch_invariant)
+        if arch.startswith("gfx"):
+            return Tiles(32, 16, 4, 1, False)
+        return Tiles(32, 16 if wide else 32, 8, 1 if wide else 2, False)
+    if arch.startswith("gfx"):
+        # 4 waves may have 512 registers each, 8 waves 256.
+        return Tiles(64, 32, 4, 2, not wide)
+    if wide:
+        return Tiles(64, 32, 8, 2, False)
+    if heavy or arch == "sm_80":
+        return Tiles(64, 32 if heavy and arch == "sm_80" else 64, 8, 2, True)
+    return Tiles(128, 64, 8, 3, True)

@@ -89,12 +89,12 @@ def _tile_step(
         mask = tl.broadcast_to(present[:, None], [BLOCK_N, BLOCK_D])
         if HEAD_DIM != BLOCK_D:
             mask = mask & (offs_d[None, :] < HEAD_DIM)
-        k = tl.load(key_ptrs, mask=mask, other=0)
-        v = tl.load(value_ptrs, mask=mask, other=0)
+        k = tl.load(key_ptrs, mask=mask, other=0.0)
+        v = tl.load(value_ptrs, mask=mask, other=0.0)
     elif HEAD_DIM != BLOCK_D:
         mask = tl.broadcast_to(offs_d[None, :] < HEAD_DIM, [BLOCK_N, BLOCK_D])
-        k = tl.load(key_ptrs, mask=mask, other=0)
-        v = tl.load(value_ptrs, mask=mask, other=0)
+        k = tl.load(key_ptrs, mask=mask, other=0.0)
+        v = tl.load(value_ptrs, mask=mask, other=0.0)
     else:
         k = tl.load(key_ptrs)
         v = tl.load(value_ptrs)

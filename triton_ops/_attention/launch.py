@@ -10,7 +10,7 @@ import torch
 
 from .._quantize import as_codes, scale_arguments
 from .._triton import INTERPRET, require_triton
-from .constants import architecture, decode_tiles, next_power_of_2, prefill_tiles
+from .constants import Tiles, architecture, decode_tiles, next_power_of_2, prefill_tiles
 from .kernel import _attention_kernel, _merge_splits_kernel
 from .layout import DECODE_QUERIES, TILE_KEYS, PlanOptions, PlanShape
 from .plan import launch_plan
@@ -96,7 +96,8 @@ def launch_attention(
     group = num_heads // num_kv_heads
     longest = num_tokens if max_query_len is None else min(num_tokens, max_query_len)
     decode_q = max(1, min(longest, DECODE_QUERIES))
-    decode = decode_tiles(arch.name, head_dim, query.element_size(), decode_q * group)
+    quantized = key_cache.dtype != query.dtype
+    decode = decode_tiles(arch.name, head_dim, query.element_size(), decode_q * group, quantized)
     row_tiles = -(-decode_q * group // decode.block_m)
     target_items = max(1, 4 * arch.num_processors // (num_kv_heads * row_tiles))
     if plan is None:
@@ -104,8 +105,10 @@ def launch_attention(
         launch_plan(plan, block_tables, seq_lens, query_start_loc, query_positions, block_size, options, target_items)
 
     max_tiles = shape.max_tiles if max_seq_len is None else min(shape.max_tiles, -(-max_seq_len // TILE_KEYS))
-    prefill = prefill_tiles(arch.name, head_dim, query.element_size(), batch_invariant)
-    two_loops = prefill.two_loops and not (query_positions is not None and mask.window > 0)
+    segments = query_positions is not None and mask.window > 0
+    heavy = quantized or segments or mask.softcap > 0 or mask.alibi_slopes is not None
+    prefill = prefill_tiles(arch.name, head_dim, query.element_size(), heavy)
+    two_loops = prefill.two_loops and not segments and not batch_invariant
     prefill_tiles_bound = num_tokens * group // prefill.block_m + shape.num_seqs
     run_decode = options.decode_queries > 0
     run_prefill = longest > options.decode_queries or not run_decode
@@ -123,7 +126,7 @@ def launch_attention(
         key_cache, value_cache = as_codes(key_cache), as_codes(value_cache)
     scales, k_scale, v_scale = scale_arguments(k_scale, v_scale, num_kv_heads)
 
-    def launch(grid: tuple[int, ...], tiles, splits: _Split | None, decoding: bool) -> None:  # type: ignore[no-untyped-def]
+    def launch(grid: tuple[int, ...], tiles: Tiles, splits: _Split | None, decoding: bool) -> None:
         _attention_kernel[grid](
             query,
             key_cache,

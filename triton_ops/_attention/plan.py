@@ -69,16 +69,16 @@ def _plan_tiles_kernel(
         expected = (block < blocks) & (tile[:, None] < num_tiles)
         number = tl.load(tables_ptr + block, mask=expected, other=-1)
         present = tl.sum((number >= 0).to(tl.int32), 1)
-        live = (present > 0).to(tl.int32)
+        live = tl.where(present > 0, 1, 0)
         rank = live_before + tl.cumsum(live, 0) - live
-        partial += tl.sum((live > 0) & (present < tl.sum(expected.to(tl.int32), 1)), 0)
+        partial += tl.sum(((live > 0) & (present < tl.sum(expected.to(tl.int32), 1))).to(tl.int32), 0)
         in_window = (tile >= tile_lo) & (tile < tile_hi)
         in_sinks = (tile >= sink_lo) & (tile < sink_hi)
         reach += tl.sum(live * (in_window | in_sinks).to(tl.int32), 0)
         tl.store(ranks_ptr + tile, rank, mask=tile <= num_tiles)
         tl.store(tiles_ptr + rank, tile, mask=live > 0)
         live_before += tl.sum(live, 0)
-    flags = (live_before < num_tiles).to(tl.int32) + 2 * (partial > 0).to(tl.int32)
+    flags = tl.where(live_before < num_tiles, 1, 0) + tl.where(partial > 0, 2, 0)
     tl.store(info_ptr, flags)
     tl.store(info_ptr + 3, tl.where(decoded, reach, 0))
     tl.store(info_ptr + 4, checksum)
@@ -222,17 +222,18 @@ def plan_reference(
         edges = np.arange(num_tiles) * TILE_KEYS
         live = np.logical_or.reduceat(present, edges) if num_tiles else present
         partial = live & ~np.logical_and.reduceat(present, edges) if num_tiles else present
-        reached = live & (_reach(own, seq_len, num_tiles, options) if 0 < q_len <= options.decode_queries else False)
+        decoded = 0 < q_len <= options.decode_queries
+        reached = live & _reach(own, seq_len, num_tiles, options) if decoded else np.zeros_like(live)
         tiles[i, : live.sum()] = torch.from_numpy(np.flatnonzero(live))
         ranks[i, : num_tiles + 1] = torch.from_numpy(np.concatenate([[0], np.cumsum(live)]))
         checksum = 0 if positions is None else int((own * (2 * np.arange(q_len) + 1)).sum())
         row = [int(not live.all()) + 2 * int(partial.any()), 0, 0, int(reached.sum()), checksum, q_len, seq_len]
         info[i] = torch.from_numpy(np.array([*row, int(live.sum())], dtype=np.int64).astype(np.int32))
     reach, q_lens = info[:, 3].numpy().astype(np.int64), info[:, 5].numpy()
-    decoded = (q_lens > 0) & (q_lens <= options.decode_queries)
+    is_decoded = (q_lens > 0) & (q_lens <= options.decode_queries)
     wanted = max(1, min(target_items, shape.max_items - shape.num_seqs))
     target = max(-(-int(reach.sum()) // wanted), MIN_SPLIT_TILES)
-    counts = np.where(decoded, np.maximum(-(-reach // target), 1), 0)
+    counts = np.where(is_decoded, np.maximum(-(-reach // target), 1), 0)
     first = np.cumsum(counts) - counts
     info[:, 1], info[:, 2] = torch.from_numpy(first), torch.from_numpy(counts)
     for i, count in enumerate(counts.tolist()):
@@ -256,7 +257,8 @@ def _reach(positions: np.ndarray, seq_len: int, num_tiles: int, options: PlanOpt
         if not options.causal:
             inside &= keys < last + options.window
         live &= inside | (keys < options.num_sink_tokens)
-    return live.reshape(num_tiles, TILE_KEYS).any(axis=1)
+    tiles: np.ndarray = live.reshape(num_tiles, TILE_KEYS).any(axis=1)
+    return tiles
 
 
 def plan_views(plan: torch.Tensor, shape: PlanShape) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -1,0 +1,351 @@
+"""What every kernel costs a device, found by compiling it without one: registers, spills, shared memory, instructions.
+
+The launchers run with their kernels replaced by recorders, so that what is compiled is what they would launch.
+
+    python benchmarks/kernel_resources.py                    the installed triton, as a table on the terminal
+    python benchmarks/kernel_resources.py --write            both triton versions of `make kernels` into the CSV
+    python benchmarks/kernel_resources.py --json CASE ...    some cases, one JSON line per row
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import csv
+import dataclasses
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from pc.triton_ops._attention import constants, launch, operator, plan
+from pc.triton_ops._attention.constants import Architecture
+
+ROOT = Path(__file__).resolve().parent.parent
+TABLE = ROOT / "benchmarks" / "results" / "kernel_resources.csv"
+VERSIONS = ("3.6.0", "3.9.0")
+# Shared memory that one program may have, in bytes.
+TARGETS = {
+    "sm_80": (GPUTarget("cuda", 80, 32), Architecture("sm_80", 108, False), 166_912),
+    "sm_90": (GPUTarget("cuda", 90, 32), Architecture("sm_90", 132, True), 232_448),
+    "sm_100": (GPUTarget("cuda", 100, 32), Architecture("sm_100", 148, True), 232_448),
+    "gfx942": (GPUTarget("hip", "gfx942", 64), Architecture("gfx942", 304, False), 65_536),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """One recorded launch: the kernel, its arguments by name, and its options."""
+
+    kernel: Any
+    arguments: dict[str, Any]
+    options: dict[str, int]
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One line of the table; resources are empty and `note` says why where a kernel cannot be had."""
+
+    triton: str
+    target: str
+    case: str
+    kernel: str
+    registers: int | str = ""
+    spills: int | str = ""
+    shared: int | str = ""
+    matrix: str = ""
+    load_bytes: int | str = ""
+    note: str = ""
+
+    @property
+    def key(self) -> tuple[str, str, str, str]:
+        return self.triton, self.target, self.case, self.kernel
+
+
+class _Recorder:
+    def __init__(self, kernel: Any, launches: list[Launch]) -> None:
+        self.kernel, self.launches = kernel, launches
+
+    def __getitem__(self, grid: object) -> Callable[..., None]:
+        def record(*args: Any, **kwargs: Any) -> None:
+            options = {name: kwargs.pop(name) for name in ("num_warps", "num_stages") if name in kwargs}
+            arguments = dict(zip(self.kernel.arg_names, args, strict=False)) | kwargs
+            self.launches.append(Launch(self.kernel, arguments, options))
+
+        return record
+
+
+@contextlib.contextmanager
+def recorded(arch: Architecture) -> Iterator[list[Launch]]:
+    """Within it, launchers record into the yielded list instead of launching, as if on `arch`."""
+    launches: list[Launch] = []
+    original = constants.architecture
+    with contextlib.ExitStack() as stack:
+        for name, module in list(sys.modules.items()):
+            if not name.startswith("pc.triton_ops"):
+                continue
+            for attribute, value in list(vars(module).items()):
+                if isinstance(value, triton.JITFunction) and attribute.endswith("_kernel"):
+                    stack.enter_context(mock.patch.object(module, attribute, _Recorder(value, launches)))
+            if getattr(module, "architecture", None) is original:
+                stack.enter_context(mock.patch.object(module, "architecture", lambda device: arch))
+        yield launches
+
+
+def attention_case(
+    dtype: torch.dtype = torch.bfloat16,
+    cache_dtype: torch.dtype | None = None,
+    head_dim: int = 128,
+    heads: tuple[int, int] = (32, 8),
+    block_size: int = 16,
+    q_len: int = 1,
+    window: int = 0,
+    positions: bool = False,
+    options: bool = False,
+    batch_invariant: bool = False,
+) -> None:
+    """One attention call on small tensors."""
+    num_seqs, max_blocks = 2, 4096 // block_size
+    num_tokens = num_seqs * q_len
+    query = torch.zeros(num_tokens, heads[0], head_dim, dtype=dtype)
+    cache = torch.zeros(4, block_size, heads[1], head_dim, dtype=cache_dtype or dtype)
+    scale = None if cache_dtype is None else torch.ones(1)
+    tables = torch.zeros(num_seqs, max_blocks, dtype=torch.int32)
+    starts = torch.arange(num_seqs + 1, dtype=torch.int32) * q_len
+    mask = operator.Mask(True, window, 4 if window else 0)
+    if options:
+        mask = dataclasses.replace(mask, softcap=30.0, alibi_slopes=torch.ones(heads[0]))
+    launch.launch_attention(
+        query,
+        cache,
+        cache,
+        tables,
+        torch.full((num_seqs,), 4096, dtype=torch.int32),
+        starts,
+        head_dim**-0.5,
+        mask,
+        launch.plan_options(mask, positions, batch_invariant),
+        query_positions=torch.zeros(num_tokens, dtype=torch.int32) if positions else None,
+        sinks=torch.ones(heads[0]) if options else None,
+        k_scale=scale,
+        v_scale=scale,
+        max_query_len=q_len,
+        batch_invariant=batch_invariant,
+    )
+
+
+def write_case(cache_dtype: torch.dtype | None = None, head_dim: int = 128) -> None:
+    """One cache write."""
+    from pc.triton_ops import reshape_and_cache  # noqa: F401
+
+    module = sys.modules["pc.triton_ops.reshape_and_cache"]
+    key = torch.zeros(64, 8, head_dim, dtype=torch.bfloat16)
+    cache = torch.zeros(4, 16, 8, head_dim, dtype=cache_dtype or torch.bfloat16)
+    scale = None if cache_dtype is None else torch.ones(1)
+    module._launch_reshape_and_cache(key, key, cache, cache.clone(), torch.arange(64), scale, scale)
+
+
+_E4M3 = torch.float8_e4m3fn
+CASES: dict[str, Callable[[], None]] = {
+    "decode bf16 d64 g8": lambda: attention_case(head_dim=64, heads=(64, 8)),
+    "decode bf16 d128 g4": attention_case,
+    "decode bf16 d128 g4 block64": lambda: attention_case(block_size=64),
+    "decode bf16 d128 g1": lambda: attention_case(heads=(32, 32)),
+    "decode bf16 d80 g1": lambda: attention_case(head_dim=80, heads=(32, 32)),
+    "decode bf16 d256 g8": lambda: attention_case(head_dim=256, heads=(8, 1)),
+    "decode bf16 d128 g4 window": lambda: attention_case(window=128),
+    "decode bf16 d128 g4 softcap alibi sinks": lambda: attention_case(options=True),
+    "decode fp32 d128 g4": lambda: attention_case(dtype=torch.float32),
+    "decode fp32 d256 g4": lambda: attention_case(dtype=torch.float32, head_dim=256),
+    "decode fp16 d128 g4 e4m3": lambda: attention_case(dtype=torch.float16, cache_dtype=_E4M3),
+    "decode bf16 d128 g4 e4m3": lambda: attention_case(cache_dtype=_E4M3),
+    "decode bf16 d128 g4 int8": lambda: attention_case(cache_dtype=torch.int8),
+    "verify bf16 d128 g4 q8": lambda: attention_case(q_len=8),
+    "prefill bf16 d64 g8": lambda: attention_case(head_dim=64, heads=(64, 8), q_len=512),
+    "prefill bf16 d128 g4": lambda: attention_case(q_len=512),
+    "prefill bf16 d128 g4 block64": lambda: attention_case(q_len=512, block_size=64),
+    "prefill bf16 d96 g1": lambda: attention_case(head_dim=96, heads=(32, 32), q_len=512),
+    "prefill bf16 d256 g8": lambda: attention_case(head_dim=256, heads=(8, 1), q_len=512),
+    "prefill bf16 d128 g4 window": lambda: attention_case(q_len=512, window=128),
+    "prefill bf16 d128 g4 softcap alibi sinks": lambda: attention_case(q_len=512, options=True),
+    "prefill bf16 d128 g4 positions": lambda: attention_case(q_len=512, positions=True),
+    "prefill bf16 d128 g4 positions window": lambda: attention_case(q_len=512, positions=True, window=128),
+    "prefill bf16 d128 g4 invariant": lambda: attention_case(q_len=512, batch_invariant=True),
+    "prefill bf16 d128 g4 e4m3": lambda: attention_case(q_len=512, cache_dtype=_E4M3),
+    "prefill bf16 d128 g4 int8": lambda: attention_case(q_len=512, cache_dtype=torch.int8),
+    "prefill fp32 d128 g4": lambda: attention_case(dtype=torch.float32, q_len=512),
+    "prefill fp32 d256 g4": lambda: attention_case(dtype=torch.float32, head_dim=256, q_len=512),
+    "write bf16 d128": write_case,
+    "write bf16 d80": lambda: write_case(head_dim=80),
+    "write bf16 d128 e4m3": lambda: write_case(_E4M3),
+    "write bf16 d128 int8": lambda: write_case(torch.int8),
+}
+
+MERGED_CASE = "decode bf16 d128 g4"
+
+_POINTERS = {
+    torch.float32: "*fp32",
+    torch.float16: "*fp16",
+    torch.bfloat16: "*bf16",
+    torch.float8_e4m3fn: "*fp8e4nv",
+    torch.uint8: "*u8",
+    torch.int8: "*i8",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+}
+
+
+def compile_launch(recorded_launch: Launch, target: GPUTarget) -> Any:
+    """Compiles as triton's own launcher would: types, constexprs and divisibility by 16 taken from the arguments."""
+    signature, constants_, attributes = {}, {}, {}
+    for i, parameter in enumerate(recorded_launch.kernel.params):
+        value = recorded_launch.arguments[parameter.name]
+        if parameter.is_constexpr:
+            signature[parameter.name], constants_[parameter.name] = "constexpr", value
+        elif isinstance(value, torch.Tensor):
+            signature[parameter.name] = _POINTERS[value.dtype]
+            attributes[(i,)] = [["tt.divisibility", 16]]
+        elif isinstance(value, float):
+            signature[parameter.name] = "fp32"
+        elif value == 1 and not parameter.do_not_specialize:
+            signature[parameter.name], constants_[parameter.name] = "constexpr", 1
+        else:
+            signature[parameter.name] = "i32"
+            if value % 16 == 0 and not parameter.do_not_specialize:
+                attributes[(i,)] = [["tt.divisibility", 16]]
+    source = ASTSource(recorded_launch.kernel, signature, constants_, attributes)
+    return triton.compile(source, target=target, options=dict(recorded_launch.options))
+
+
+def _nvidia(compiled: Any) -> dict[str, Any]:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+        usage = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=False)
+    match = re.search(r"REG:(\d+) STACK:(\d+).* LOCAL:(\d+)", usage.stdout + usage.stderr)
+    assert match, usage
+    ptx = compiled.asm["ptx"]
+    names = {"wgmma": "wgmma.mma_async", "tcgen05": "tcgen05.mma", "mma": "mma.sync"}
+    loads = [int(n) for n in re.findall(r"cp\.async\.c[ag]\.shared\.global \[[^]]*\], \[[^]]*\], 0x([0-9a-f]+)", ptx)]
+    loads = [int(str(n), 16) for n in loads]
+    widths = re.findall(r"ld\.global(?:\.\w+::\w+)*(?:\.L\d::\w+)*(?:\.v(\d))?\.[bfu](\d+)", ptx)
+    loads += [int(vector or 1) * int(bits) // 8 for vector, bits in widths]
+    return {
+        "registers": int(match[1]),
+        "spills": int(match[2]) + int(match[3]),
+        "matrix": " ".join(name for name, text in names.items() if text in ptx),
+        "load_bytes": max(loads, default=0),
+    }
+
+
+def _amd(compiled: Any) -> dict[str, Any]:
+    text = compiled.asm["amdgcn"]
+    numbers = {name: int(re.search(rf"\.{name}:\s+(\d+)", text)[1]) for name in ("vgpr_count", "vgpr_spill_count")}  # type: ignore[index]
+    loads = re.findall(r"(?:global|buffer)_load_dword(?:x(\d))?", text)
+    return {
+        "registers": numbers["vgpr_count"],
+        "spills": numbers["vgpr_spill_count"],
+        "matrix": "mfma" if "v_mfma" in text else "",
+        "load_bytes": max((4 * int(n or 1) for n in loads), default=0),
+    }
+
+
+def measure(case: str, target: str) -> Iterator[Row]:
+    """One row per kernel that the case launches."""
+    gpu, arch, _ = TARGETS[target]
+    with recorded(arch) as launches:
+        CASES[case]()
+    for entry in launches:
+        name = entry.kernel.__name__.strip("_").removesuffix("_kernel")
+        # One case shows the plan and the merge; a prefill's launch for short sequences is that of "verify".
+        if name in ("plan_tiles", "plan_items", "merge_splits") and case != MERGED_CASE:
+            continue
+        if entry.arguments.get("DECODE") and case.startswith("prefill"):
+            continue
+        row = Row(triton.__version__, target, case, name)
+        compiled = compile_launch(entry, gpu)
+        found = _amd(compiled) if gpu.backend == "hip" else _nvidia(compiled)
+        yield dataclasses.replace(row, shared=compiled.metadata.shared, **found)
+
+
+def read_table() -> dict[tuple[str, str, str, str], Row]:
+    """The checked-in rows by their key."""
+    with TABLE.open() as file:
+        rows = [Row(**{k: int(v) if v.isdigit() else v for k, v in line.items()}) for line in csv.DictReader(file)]
+    return {row.key: row for row in rows}
+
+
+def complaints(row: Row) -> list[str]:
+    """What is wrong with a row on its own: spills, too much shared memory, no matrix instruction, narrow loads."""
+    limit = TARGETS[row.target][2]
+    found = []
+    if row.spills:
+        found.append(f"{row.spills} bytes of spills")
+    if isinstance(row.shared, int) and row.shared > limit:
+        found.append(f"{row.shared} bytes of shared memory, {limit} at most")
+    if row.kernel == "attention" and "fp32" not in row.case and not row.matrix:
+        found.append("no matrix instruction")
+    if row.kernel == "attention" and row.load_bytes != 16:
+        found.append(f"loads of {row.load_bytes} bytes")
+    return found
+
+
+def _in_version(version: str, cases: list[str]) -> list[Row]:
+    """Rows from a process of its own, since a process can import one triton only."""
+    folder = ROOT / ".kernels" / f"triton-{version}"
+    environment = {**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+    environment.pop("TRITON_INTERPRET", None)
+    command = [sys.executable, __file__, "--json", *cases]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        rows = []
+        for line in process.stdout:
+            row = Row(**json.loads(line))
+            rows.append(row)
+            print(*dataclasses.astuple(row), *complaints(row), file=sys.stderr)
+    if process.returncode:
+        raise RuntimeError(f"triton {version}: {command} exited with {process.returncode}")
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("cases", nargs="*", default=list(CASES))
+    parser.add_argument("--write", action="store_true", help="write the table from both triton versions")
+    parser.add_argument("--json", action="store_true", help="print rows as JSON")
+    arguments = parser.parse_args()
+    cases = arguments.cases or list(CASES)
+    if arguments.write:
+        rows = [row for version in VERSIONS for row in _in_version(version, cases)]
+        TABLE.parent.mkdir(exist_ok=True)
+        with TABLE.open("w", newline="") as file:
+            writer = csv.DictWriter(file, [field.name for field in dataclasses.fields(Row)], lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(dataclasses.asdict(row) for row in rows)
+        wrong = [(row, complaints(row)) for row in rows if complaints(row)]
+        for row, found in wrong:
+            print(row.key, *found)
+        sys.exit(bool(wrong))
+    for case in cases:
+        for target in TARGETS:
+            for row in measure(case, target):
+                if arguments.json:
+                    print(json.dumps(dataclasses.asdict(row)), flush=True)
+                else:
+                    print(*dataclasses.astuple(row), *complaints(row), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,216 @@
+"""Inputs and oracles for the attention operators: dense formulas in float64, nothing shared with the library."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import random
+from typing import Any
+
+import torch
+
+NAN = float("nan")
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One batch; `str(case)` is its test id."""
+
+    lens: tuple[int, ...] = (1, 33, 200)
+    queries: tuple[int, ...] = (1, 1, 40)
+    heads: tuple[int, int] = (4, 2)
+    head_dim: int = 64
+    block_size: int = 16
+    dtype: torch.dtype = torch.float32
+    cache_dtype: torch.dtype | None = None
+    per_head_scales: bool = False
+    causal: bool = True
+    window: int = 0
+    num_sink_tokens: int = 0
+    scattered: bool = False
+    holes: float = 0.0
+    softcap: float = 0.0
+    alibi: bool = False
+    sinks: bool = False
+    padding: int = 0
+    head_major: bool = False
+    batch_invariant: bool = False
+    bounds: bool = False
+    seed: int = 0
+
+    def __str__(self) -> str:
+        fields = dataclasses.fields(self)
+        changed = [(f.name, getattr(self, f.name)) for f in fields if getattr(self, f.name) != f.default]
+        return " ".join(f"{name}={str(value).removeprefix('torch.')}" for name, value in changed) or "default"
+
+
+@dataclasses.dataclass
+class Batch:
+    """Tensors of a case, and the options shared by all attention operators."""
+
+    case: Case
+    query: torch.Tensor
+    key_cache: torch.Tensor
+    value_cache: torch.Tensor
+    block_tables: torch.Tensor
+    seq_lens: torch.Tensor
+    query_start_loc: torch.Tensor
+    positions: torch.Tensor | None
+    scale: float
+    options: dict[str, Any]
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        return (
+            self.query,
+            self.key_cache,
+            self.value_cache,
+            self.block_tables,
+            self.seq_lens,
+            self.query_start_loc,
+        )
+
+    def to(self, device: torch.device) -> Batch:
+        moved = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        for name, value in moved.items():
+            if isinstance(value, torch.Tensor):
+                moved[name] = value.to(device)
+        moved["options"] = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in self.options.items()}
+        return Batch(**moved)
+
+
+def build(case: Case) -> Batch:
+    """Random tensors of a case, with NaN wherever an operator must not look: past seq_len and in unused blocks."""
+    generator = torch.Generator().manual_seed(case.seed)
+    rand = random.Random(case.seed)
+    num_heads, kv_heads = case.heads
+    n, size = len(case.lens), case.block_size
+    width = max([0, *(-(-length // size) for length in case.lens)]) + 1
+    num_blocks = n * width + 3
+    shape = (num_blocks, size, kv_heads, case.head_dim)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    cache_dtype = case.cache_dtype or case.dtype
+    if case.cache_dtype is None:
+        key, value = normal(*shape), normal(*shape)
+        key_scale = value_scale = None
+    else:
+        key, value = normal(*shape) * 20, normal(*shape) * 20
+        count = kv_heads if case.per_head_scales else 1
+        key_scale, value_scale = (torch.rand(m, generator=generator) * 0.05 + 0.02 for m in (count, 1))
+
+    tables = torch.randperm(num_blocks, generator=generator)[: n * width].view(n, width).to(torch.int32)
+    used = torch.zeros(num_blocks, size, dtype=torch.bool)
+    for i, length in enumerate(case.lens):
+        blocks = -(-length // size)
+        for b in range(blocks):
+            if rand.random() < case.holes:
+                tables[i, b] = -1
+            else:
+                used[tables[i, b], : min(size, length - b * size)] = True
+        tables[i, blocks:] = 2**31 - 1  # never read
+    if cache_dtype != torch.int8:
+        key[~used], value[~used] = NAN, NAN
+    key, value = key.to(cache_dtype), value.to(cache_dtype)
+    if case.head_major:
+        key, value = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (key, value))
+
+    num_tokens = sum(case.queries)
+    positions = None
+    if case.scattered:
+        rows = [sorted(rand.sample(range(length), q)) for length, q in zip(case.lens, case.queries, strict=True)]
+        positions = torch.tensor([p for row in rows for p in row] + [0] * case.padding, dtype=torch.int32)
+    starts = [0]
+    for q in case.queries:
+        starts.append(starts[-1] + q)
+    options: dict[str, Any] = {"causal": case.causal, "softcap": case.softcap}
+    if case.alibi:
+        options["alibi_slopes"] = -torch.rand(num_heads, generator=generator) / 4
+    if case.sinks:
+        options["sinks"] = normal(num_heads)
+    if key_scale is not None:
+        options |= {"k_scale": key_scale, "v_scale": value_scale}
+    if case.batch_invariant:
+        options["batch_invariant"] = True
+    if case.bounds:
+        options |= {"max_query_len": max(case.queries, default=0), "max_seq_len": max(case.lens, default=0)}
+    return Batch(
+        case,
+        normal(num_tokens + case.padding, num_heads, case.head_dim).to(case.dtype),
+        key,
+        value,
+        tables,
+        torch.tensor(case.lens, dtype=torch.int32),
+        torch.tensor(starts, dtype=torch.int32),
+        positions,
+        case.head_dim**-0.5,
+        options,
+    )
+
+
+def dense(batch: Batch, dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, torch.Tensor]:
+    """The formula over gathered keys, one [queries, keys] matrix per head; in `dtype` throughout."""
+    case, query = batch.case, batch.query
+    num_heads, kv_heads = case.heads
+    out = torch.zeros(query.shape, dtype=dtype)
+    lse = torch.full(query.shape[:2], -math.inf, dtype=dtype)
+    for i, length in enumerate(case.lens):
+        begin, end = int(batch.query_start_loc[i]), int(batch.query_start_loc[i + 1])
+        t = torch.tensor([t for t in range(length) if batch.block_tables[i, t // case.block_size] >= 0]).long()
+        block = batch.block_tables[i, t // case.block_size].long()
+        key = batch.key_cache[block, t % case.block_size].to(dtype)
+        value = batch.value_cache[block, t % case.block_size].to(dtype)
+        if case.cache_dtype is not None:
+            key = key * batch.options["k_scale"].to(dtype).view(-1, 1)
+            value = value * batch.options["v_scale"].to(dtype).view(-1, 1)
+        key, value = (x.repeat_interleave(num_heads // kv_heads, 1) for x in (key, value))
+        p = torch.arange(length - (end - begin), length)
+        if batch.positions is not None:
+            p = batch.positions[begin:end].long()
+        score = torch.einsum("qhd,thd->hqt", query[begin:end].to(dtype), key) * batch.scale
+        if case.softcap:
+            score = case.softcap * torch.tanh(score / case.softcap)
+        if case.alibi:
+            score = score + batch.options["alibi_slopes"].to(dtype).view(-1, 1, 1) * (t - p[:, None]).to(dtype)
+        live = torch.ones(len(p), len(t), dtype=torch.bool)
+        if case.causal:
+            live &= t <= p[:, None]
+        if case.window:
+            live &= (t > p[:, None] - case.window) | (t < case.num_sink_tokens)
+            if not case.causal:
+                live &= t < p[:, None] + case.window
+        score = score.masked_fill(~live, -math.inf)
+        if case.sinks:
+            column = batch.options["sinks"].to(dtype).view(-1, 1, 1).expand(-1, len(p), 1)
+            score = torch.cat([score, column], -1)
+        row_lse = torch.logsumexp(score, -1)
+        weight = torch.exp(score - row_lse.masked_fill(row_lse == -math.inf, 0.0)[..., None])[..., : len(t)]
+        out[begin:end] = torch.einsum("hqt,thd->qhd", weight, value)
+        lse[begin:end] = row_lse.T
+    return out, lse
+
+
+def check(batch: Batch, out: torch.Tensor, lse: torch.Tensor | None = None) -> None:
+    """Against float64: at most twice the error of eager low precision, plus one rounding; lse within 1e-3."""
+    assert out.dtype == batch.query.dtype
+    assert out.is_contiguous()
+    exact, exact_lse = dense(batch)
+    if exact.numel() == 0:
+        assert out.shape == exact.shape
+        return
+    eager, _ = dense(batch, batch.case.dtype)
+    error, eager_error = out.double().cpu() - exact, eager.double() - exact
+    rounding = torch.finfo(batch.case.dtype).eps * max(1.0, exact.abs().max().item())
+    # In float32 both errors are those of the order of summation: one of many rows may be far out.
+    roundings = 8 if batch.case.dtype == torch.float32 else 1
+    for name, measure, slack in (("rms", lambda e: e.square().mean().sqrt(), 1), ("max", lambda e: e.abs().max(), roundings)):
+        found, budget = measure(error).item(), 2 * measure(eager_error).item() + slack * rounding
+        assert found <= budget, f"{name} error {found:.3g}, budget {budget:.3g}"
+    empty = exact_lse == -math.inf
+    assert not out.cpu()[empty].any(), "a row with nothing to attend to is not 0"
+    if lse is not None:
+        assert lse.dtype == torch.float32
+        assert torch.equal(lse.cpu() == -math.inf, empty)
+        assert (lse.double().cpu() - exact_lse)[~empty].abs().max().item() <= 1e-3 if (~empty).any() else True

@@ -1,0 +1,329 @@
+"""pc.paged_attention: reference on the CPU, kernels in the interpreter or on a GPU, through one dispatcher."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from attention_cases import Case, build, check, dense
+
+import pc
+from pc.triton_ops._triton import INTERPRET
+
+BF16, F16, E4M3 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
+CASES = [
+    Case(),
+    Case(lens=(), queries=()),
+    Case(lens=(), queries=(), padding=2),
+    Case(lens=(0, 5, 0, 70), queries=(0, 0, 1, 1), padding=3, sinks=True),
+    Case(lens=(150,), queries=(150,), heads=(1, 1)),
+    Case(lens=(1000,), queries=(1,), heads=(8, 1), bounds=True),
+    Case(lens=(700, 64, 3), queries=(1, 1, 1), head_major=True, bounds=True),
+    Case(lens=(129, 300), queries=(8, 9), heads=(7, 1)),
+    Case(lens=(40,), queries=(9,), heads=(128, 1), head_dim=16),
+    Case(lens=(90, 65), queries=(1, 12), head_dim=80, dtype=BF16),
+    Case(lens=(90, 65), queries=(1, 12), head_dim=96, dtype=F16, block_size=8),
+    Case(lens=(150, 65), queries=(1, 12), head_dim=256, dtype=BF16, block_size=64),
+    Case(lens=(150, 65), queries=(1, 12), head_dim=256, block_size=32),
+    Case(lens=(300, 257), queries=(1, 30), block_size=256, head_dim=32),
+    Case(lens=(300, 257), queries=(1, 30), block_size=128, head_dim=33, dtype=F16),
+    Case(lens=(6,), queries=(20,), causal=False),
+    Case(lens=(6, 100), queries=(20, 9)),
+    Case(lens=(100, 40), queries=(30, 1), causal=False, alibi=True),
+    Case(lens=(200, 90), queries=(1, 20), softcap=5.0, alibi=True, sinks=True),
+    Case(lens=(200, 90), queries=(1, 20), softcap=30.0, dtype=BF16, sinks=True),
+    Case(lens=(500, 300), queries=(1, 20), holes=0.5, dtype=F16),
+    Case(lens=(500, 300), queries=(1, 20), holes=1.0, sinks=True),
+    Case(lens=(200, 90), queries=(1, 20), cache_dtype=E4M3, dtype=BF16, per_head_scales=True),
+    Case(lens=(200, 90), queries=(1, 20), cache_dtype=E4M3, dtype=F16),
+    Case(lens=(200, 90), queries=(1, 20), cache_dtype=torch.int8, dtype=BF16),
+    Case(lens=(200, 90), queries=(1, 20), cache_dtype=torch.int8, per_head_scales=True),
+    Case(lens=(200, 90), queries=(1, 20), batch_invariant=True, padding=1, sinks=True),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_numerics(case, device):
+    batch = build(case).to(device)
+    out = pc.paged_attention(*batch.tensors, batch.scale, **batch.options)
+    out_too, lse = pc.paged_attention_with_lse(*batch.tensors, batch.scale, **batch.options)
+    check(build(case), out, lse)
+    assert torch.equal(out, out_too)
+
+
+HEAD_DIMS = [16, 64, 80, 96, 128, 192, 256]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, BF16, F16])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_grid(dtype, head_dim, device):
+    """Every head_dim with every dtype; block sizes and batches take turns."""
+    turn = HEAD_DIMS.index(head_dim) + dtype.itemsize
+    block_size = (8, 16, 32, 64, 128, 256)[turn % 6]
+    case = Case((70, 30), (1, 11) if turn % 2 else (9, 1), (2, 1), head_dim, block_size, dtype, seed=head_dim)
+    batch = build(case).to(device)
+    check(build(case), *pc.paged_attention_with_lse(*batch.tensors, batch.scale))
+
+
+@pytest.mark.parametrize("layout", ["query", "cache", "tables"])
+def test_strides(layout, device):
+    case = Case(lens=(100, 40), queries=(1, 20))
+    batch = build(case).to(device)
+    query, key, value, tables, *rest = batch.tensors
+    if layout == "query":
+        query = torch.stack([query, query], dim=1).flatten(0, 1)[::2]
+        wide = torch.cat([query, query], dim=2)
+        query = wide[:, :, : case.head_dim]
+    elif layout == "cache":
+        packed = torch.cat([key, value], dim=3)
+        key, value = packed.split(case.head_dim, 3)
+    else:
+        tables = torch.cat([tables, tables], dim=1)[:, : tables.shape[1]]
+    check(build(case), pc.paged_attention(query, key, value, tables, *rest, batch.scale))
+
+
+def _arguments(case, device):
+    batch = build(case).to(device)
+    # opcheck compares results, in which NaN equals nothing; the poison has its own tests.
+    return (*(t.nan_to_num() if t.dtype.is_floating_point else t for t in batch.tensors), batch.scale), batch.options
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(lens=(20, 9), queries=(1, 9), block_size=8),
+        Case(lens=(20, 9), queries=(1, 9), head_major=True, dtype=BF16, sinks=True, alibi=True),
+        Case(lens=(), queries=()),
+        Case(lens=(20,), queries=(1,), cache_dtype=torch.int8),
+    ],
+    ids=str,
+)
+def test_opcheck(case, device):
+    arguments, options = _arguments(case, device)
+    torch.library.opcheck(torch.ops.pc.paged_attention.default, arguments, options)
+    torch.library.opcheck(torch.ops.pc.paged_attention_with_lse.default, arguments, options)
+
+
+def test_opcheck_strided_query(device):
+    arguments, options = _arguments(Case(lens=(20, 9), queries=(1, 9)), device)
+    query = arguments[0].transpose(0, 1).contiguous().transpose(0, 1)
+    torch.library.opcheck(torch.ops.pc.paged_attention.default, (query, *arguments[1:]), options)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compile(dynamic, device):
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        lambda *args: pc.paged_attention(*args) * 2, fullgraph=True, dynamic=dynamic, backend="aot_eager"
+    )
+    for case in (Case(lens=(20, 9), queries=(1, 9)), Case(lens=(70, 9, 5), queries=(1, 9, 2))):
+        batch = build(case).to(device)
+        assert torch.equal(
+            compiled(*batch.tensors, batch.scale), pc.paged_attention(*batch.tensors, batch.scale) * 2
+        )
+
+
+def test_inductor_and_export(device):
+    torch._dynamo.reset()
+    batch = build(Case(lens=(20, 9), queries=(1, 9))).to(device)
+    expected = pc.paged_attention(*batch.tensors, batch.scale)
+    compiled = torch.compile(lambda *args: pc.paged_attention(*args) + 1, fullgraph=True)
+    assert torch.equal(compiled(*batch.tensors, batch.scale), expected + 1)
+
+    class Layer(torch.nn.Module):
+        def forward(self, query, key, value, tables, lens, starts):
+            return pc.paged_attention(query, key, value, tables, lens, starts, 0.125)
+
+    tokens = torch.export.Dim("tokens", min=2, max=4096)
+    exported = torch.export.export(Layer(), batch.tensors, dynamic_shapes=({0: tokens}, None, None, None, None, None))
+    assert torch.equal(exported.module()(*batch.tensors), expected)
+
+
+def test_bitwise_over_physical_blocks(device):
+    """Where the blocks lie changes no bit."""
+    case = Case(lens=(300, 40), queries=(1, 20), dtype=F16)
+    batch = build(case).to(device)
+    query, key, value, tables, lens, starts = batch.tensors
+    order = torch.randperm(key.shape[0], device=device)
+    inverse = torch.argsort(order).to(torch.int32)
+    moved = torch.where(tables < key.shape[0], inverse[tables.clamp(max=key.shape[0] - 1).long()], tables)
+    first = pc.paged_attention(query, key, value, tables, lens, starts, batch.scale)
+    second = pc.paged_attention(query, key[order], value[order], moved, lens, starts, batch.scale)
+    assert torch.equal(first, second)
+
+
+@pytest.fixture
+def rowwise_dot(monkeypatch):
+    """In the interpreter a dot is a BLAS call, whose rounding depends on where a row lies; row by row it does not."""
+    if not INTERPRET:
+        return
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    def create_dot(self, a, b, d, *options):
+        product = np.matmul(a.data[:, None, :], b.data, dtype=d.data.dtype)[:, 0]
+        return TensorHandle(product + d.data, d.dtype.scalar)
+
+    monkeypatch.setattr(InterpreterBuilder, "create_dot", create_dot)
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("split_keys", [64, 8192])
+def test_batch_invariant(split_keys, device, monkeypatch, rowwise_dot):
+    """A row's bits do not depend on its batch, on chunking, or on the width of the tables."""
+    from pc.triton_ops._attention import launch
+
+    monkeypatch.setattr(launch, "INVARIANT_SPLIT_KEYS", split_keys)
+    batch = build(Case(lens=(140, 90), queries=(140, 1), heads=(2, 1), sinks=True, seed=3)).to(device)
+    query, key, value, tables, lens, starts = batch.tensors
+    options = {"batch_invariant": True, "sinks": batch.options["sinks"]}
+    whole = pc.paged_attention(*batch.tensors, batch.scale, **options)
+
+    def alone(length, begin, end):
+        bounds = torch.tensor([0, end - begin], dtype=torch.int32, device=device)
+        new_lens = torch.tensor([length], dtype=torch.int32, device=device)
+        width = -(-length // key.shape[1])
+        return pc.paged_attention(
+            query[begin:end], key, value, tables[:1, :width], new_lens, bounds, batch.scale, **options
+        )
+
+    assert torch.equal(alone(70, 0, 70), whole[:70])
+    assert torch.equal(alone(71, 70, 71), whole[70:71])
+    assert torch.equal(alone(140, 71, 140), whole[71:140])
+
+
+@pytest.mark.interpreter
+def test_large_offsets(device):
+    """Blocks whose byte offset passes 2**31, in memory that is only partly backed."""
+    blocks, size = 70_000, 256
+    storage = torch.empty(blocks * size * 64, dtype=torch.float16, device=device)
+    cache = storage.view(blocks, size, 1, 64)
+    cache[-1].normal_()
+    query = torch.randn(1, 2, 64, dtype=torch.float16, device=device)
+    tables = torch.tensor([[blocks - 1]], dtype=torch.int32, device=device)
+    bounds = torch.tensor([0, 1], dtype=torch.int32, device=device)
+    lens = torch.tensor([200], dtype=torch.int32, device=device)
+    far = pc.paged_attention(query, cache, cache, tables, lens, bounds, 0.125)
+    near = cache[-1:].clone()
+    assert torch.equal(far, pc.paged_attention(query, near, near, torch.zeros_like(tables), lens, bounds, 0.125))
+    assert storage.numel() * 2 > 2**31
+
+
+BAD = {
+    "query": [
+        (lambda q: q[0], ValueError, r"query: got shape .*needs \[num_tokens, num_heads, head_dim\]"),
+        (lambda q: q.double(), TypeError, "query: got float64"),
+        (lambda q: q[:, :3], ValueError, "query: got 3 heads, needs a multiple of the cache's 2"),
+        (lambda q: q.transpose(1, 2).contiguous().transpose(1, 2), ValueError, "query: got strides"),
+        (lambda q: q.clone().requires_grad_(), RuntimeError, "query: got a tensor that requires grad"),
+    ],
+    "key_cache": [
+        (lambda k: k[..., :32], ValueError, "key_cache: got head_dim 32, needs head_dim 64 of query"),
+        (lambda k: k.half(), TypeError, "key_cache: got float16"),
+        (lambda k: k[:, :12], ValueError, "key_cache: got block_size 12, needs a power of two from 8 to 256"),
+        (lambda k: k.to(torch.int8), TypeError, "value_cache"),
+    ],
+    "value_cache": [(lambda v: v[:-1], ValueError, "value_cache: got shape"), (lambda v: v[0], ValueError, "value_cache")],
+    "block_tables": [
+        (lambda t: t.long(), TypeError, "block_tables: got int64"),
+        (lambda t: t[:1], ValueError, "block_tables: got shape .*needs 2 rows as seq_lens"),
+        (lambda t: t.t().contiguous().t(), ValueError, "block_tables: got strides"),
+        (lambda t: torch.full_like(t, 1000), ValueError, "block_tables: got values from 1000"),
+        (lambda t: torch.full_like(t, -2), ValueError, "block_tables: got values from -2"),
+    ],
+    "seq_lens": [
+        (lambda s: s.long(), TypeError, "seq_lens: got int64"),
+        (lambda s: s + 1000, ValueError, "seq_lens: got values from"),
+        (lambda s: s * 0 - 1, ValueError, "seq_lens: got values from -1"),
+    ],
+    "query_start_loc": [
+        (lambda s: s[:-1], ValueError, "query_start_loc: got 2 elements, needs 3"),
+        (lambda s: s + 1, ValueError, "query_start_loc: got"),
+        (lambda s: s.flip(0), ValueError, "query_start_loc: got"),
+    ],
+}
+NAMES = ("query", "key_cache", "value_cache", "block_tables", "seq_lens", "query_start_loc")
+
+
+@pytest.mark.parametrize(("name", "index"), [(name, i) for name in BAD for i in range(len(BAD[name]))])
+def test_bad_tensors(name, index):
+    batch = build(Case(lens=(100, 40), queries=(1, 5)))
+    arguments = dict(zip(NAMES, batch.tensors, strict=True))
+    change, error, message = BAD[name][index]
+    arguments[name] = change(arguments[name])
+    with pytest.raises(error, match=message):
+        pc.paged_attention(**arguments, scale=batch.scale)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"softcap": -1.0}, ValueError, "softcap: got -1.0"),
+        ({"alibi_slopes": torch.ones(3)}, ValueError, "alibi_slopes: got"),
+        ({"sinks": torch.ones(4, dtype=torch.int32)}, TypeError, "sinks: got"),
+        ({"k_scale": torch.ones(1)}, ValueError, "k_scale: got .*needs None"),
+        ({"max_query_len": 2}, ValueError, "max_query_len: got 2, needs at least 5"),
+        ({"max_seq_len": 50}, ValueError, "seq_lens: got values from 40 to 100, needs 0 to 50"),
+        ({"plan": torch.zeros(3, dtype=torch.int32)}, ValueError, "plan: got 3 elements"),
+    ],
+)
+def test_bad_options(options, error, message):
+    batch = build(Case(lens=(100, 40), queries=(1, 5)))
+    with pytest.raises(error, match=message):
+        pc.paged_attention(*batch.tensors, batch.scale, **options)
+
+
+def test_bad_scales():
+    batch = build(Case(cache_dtype=torch.int8))
+    with pytest.raises(ValueError, match="k_scale: got None"):
+        pc.paged_attention(*batch.tensors, batch.scale)
+    with pytest.raises(ValueError, match="k_scale: got .*3.*needs one contiguous element or 2"):
+        pc.paged_attention(*batch.tensors, batch.scale, k_scale=torch.ones(3), v_scale=torch.ones(1))
+
+
+def test_grad_is_allowed_without_grad_mode():
+    batch = build(Case())
+    with torch.no_grad():
+        out = pc.paged_attention(batch.query.requires_grad_(), *batch.tensors[1:], batch.scale)
+    assert not out.requires_grad
+
+
+def test_misuse_is_refused_while_tracing():
+    batch = build(Case())
+    compiled = torch.compile(pc.paged_attention, fullgraph=True, backend="eager")
+    with pytest.raises(Exception, match="seq_lens: got int64"):
+        compiled(*batch.tensors[:4], batch.seq_lens.long(), batch.query_start_loc, batch.scale)
+
+
+@pytest.mark.gpu
+def test_captured_graph_replays_with_other_lengths_and_holes(device):
+    case = Case(lens=(300, 200), queries=(1, 1), holes=0.3)
+    batch = build(case).to(device)
+    query, key, value, tables, lens, starts = (t.clone() for t in batch.tensors)
+    pc.paged_attention(query, key, value, tables, lens, starts, batch.scale, max_query_len=1)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = pc.paged_attention(query, key, value, tables, lens, starts, batch.scale, max_query_len=1)
+    other = build(Case(lens=(17, 310), queries=(1, 1), holes=0.6, seed=5)).to(device)
+    width = min(tables.shape[1], other.block_tables.shape[1])
+    key[: other.key_cache.shape[0]], value[: other.key_cache.shape[0]] = other.key_cache, other.value_cache
+    tables.fill_(-1)
+    tables[:, :width] = other.block_tables[:, :width]
+    lens.copy_(other.seq_lens)
+    query.copy_(other.query)
+    graph.replay()
+    check(other.to(torch.device("cpu")), out)
+
+
+def test_dense_oracle_is_attention():
+    """The oracle itself against PyTorch's attention."""
+    batch = build(Case(lens=(50,), queries=(50,), heads=(2, 2)))
+    t = torch.arange(50)
+    block = batch.block_tables[0, t // 16].long()
+    key, value = batch.key_cache[block, t % 16].double(), batch.value_cache[block, t % 16].double()
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        *(x.double().transpose(0, 1) for x in (batch.query, key, value)), is_causal=True
+    )
+    assert torch.allclose(dense(batch)[0], expected.transpose(0, 1))
+    assert math.isfinite(dense(batch)[1].sum())
