@@ -1,0 +1,244 @@
+"""Outputs of a multimodal encoder, kept by the content they were made from.
+
+A prefix hit may end inside an image: the KV of its first tokens is there, the embeddings of the rest are needed to
+compute on. The encoder does not run again for them when its output is here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from .allocation import Span
+
+
+@dataclass(frozen=True)
+class EncoderItem:
+    """One image, clip or sound in a prompt.
+
+    Attributes:
+        content_hash: Identifies the content: equal ones have equal encoder outputs.
+        start: Position of its first token.
+        length: Tokens it stands for, the rows of its encoder output.
+    """
+
+    content_hash: Hashable
+    start: int
+    length: int
+
+    def __post_init__(self) -> None:
+        if self.start < 0 or self.length < 1:
+            raise ValueError(f"start, length: got {self.start}, {self.length}, needs at least 0 and 1")
+
+    @property
+    def end(self) -> int:
+        """Position behind its last token."""
+        return self.start + self.length
+
+    def overlaps(self, spans: Iterable[Span]) -> bool:
+        """Whether one of its tokens is in a span [start, end)."""
+        return any(self.start < end and start < self.end for start, end in spans)
+
+
+@dataclass
+class EncoderEntry:
+    """An output as policies see it; ticks count accesses of the whole cache.
+
+    Attributes:
+        output: `[length, *features]`.
+        nbytes: Its bytes.
+        inserted_at: Tick at which it was put in.
+        last_access: Tick of the last access.
+        access_count: Accesses since it was put in.
+        holders: Requests that hold it.
+    """
+
+    output: torch.Tensor
+    nbytes: int
+    inserted_at: int
+    last_access: int
+    access_count: int = 1
+    holders: set[Hashable] = field(default_factory=set)
+
+
+EncoderPolicy = Callable[[EncoderEntry], Any]
+
+POLICIES: dict[str, EncoderPolicy] = {
+    "lru": lambda entry: entry.last_access,
+    "fifo": lambda entry: entry.inserted_at,
+    "lfu": lambda entry: (entry.access_count, entry.last_access),
+    "largest": lambda entry: (-entry.nbytes, entry.last_access),
+}
+
+
+class EncoderCache:
+    """Encoder outputs by content hash, within a budget of bytes.
+
+    Outputs that requests hold stay; of the others the one goes first whose key under the policy is smallest. Not safe
+    for use from several threads at once.
+
+    Args:
+        max_bytes: Budget of all outputs.
+        policy: "lru", "fifo", "lfu", "largest", or a function from an `EncoderEntry` to its key.
+        device: Where outputs are kept; None: where they were computed.
+    """
+
+    def __init__(
+        self, max_bytes: int, policy: str | EncoderPolicy = "lru", device: str | torch.device | None = None
+    ) -> None:
+        if max_bytes < 0:
+            raise ValueError(f"max_bytes: got {max_bytes}, needs at least 0")
+        if isinstance(policy, str) and policy not in POLICIES:
+            raise ValueError(f"policy: got {policy!r}, needs one of {', '.join(POLICIES)} or a function")
+        self.max_bytes = max_bytes
+        self.device = None if device is None else torch.device(device)
+        self.nbytes = 0
+        self.hits = 0
+        self.misses = 0
+        self.evictions = 0
+        self._key = POLICIES[policy] if isinstance(policy, str) else policy
+        self._entries: dict[Hashable, EncoderEntry] = {}
+        self._held: dict[Hashable, set[Hashable]] = {}
+        self._tick = 0
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __contains__(self, content_hash: Hashable) -> bool:
+        return content_hash in self._entries
+
+    def missing(
+        self, request_id: Hashable, items: Iterable[EncoderItem], compute_spans: Sequence[Span]
+    ) -> list[EncoderItem]:
+        """Takes hold of the outputs that a request needs and tells which the encoder has to compute.
+
+        Args:
+            request_id: Who holds the outputs until `release`.
+            items: All items of its prompt.
+            compute_spans: Token ranges that are about to be computed; items outside of them are not needed.
+
+        Returns:
+            Items to encode and then to `put`, one for each content.
+
+        Raises:
+            ValueError: An output is there with another number of rows than its item has; nothing is held then.
+        """
+        needed = [item for item in items if item.overlaps(compute_spans)]
+        for item in needed:
+            if item.content_hash in self._entries:
+                self._check_length(item, self._entries[item.content_hash].output)
+        lacking: dict[Hashable, EncoderItem] = {}
+        for item in needed:
+            entry = self._entries.get(item.content_hash)
+            if entry is None:
+                self.misses += 1
+                lacking.setdefault(item.content_hash, item)
+            else:
+                self.hits += 1
+                self._access(request_id, item.content_hash, entry)
+        return list(lacking.values())
+
+    def _access(self, request_id: Hashable, content_hash: Hashable, entry: EncoderEntry) -> None:
+        self._tick += 1
+        entry.last_access = self._tick
+        entry.access_count += 1
+        entry.holders.add(request_id)
+        self._held.setdefault(request_id, set()).add(content_hash)
+
+    def put(self, request_id: Hashable, item: EncoderItem, output: torch.Tensor) -> None:
+        """Keeps an output and takes hold of it; what is there already is kept instead.
+
+        Args:
+            request_id: Who holds it until `release`.
+            item: What it is the output of.
+            output: `[length, *features]`. It is not to be changed afterwards.
+
+        Raises:
+            ValueError: Another number of rows than the item has tokens.
+            MemoryError: It does not fit beside what requests hold; nothing has changed.
+        """
+        self._check_length(item, output)
+        entry = self._entries.get(item.content_hash)
+        if entry is not None:
+            self._access(request_id, item.content_hash, entry)
+            return
+        output = output.detach()
+        size = output.numel() * output.dtype.itemsize
+        self._make_room(item, size)
+        if self.device is not None and self.device != output.device:
+            output = output.to(self.device)
+        elif output.untyped_storage().nbytes() != size:
+            output = output.clone(memory_format=torch.contiguous_format)  # or a view keeps a whole batch alive
+        self._tick += 1
+        entry = EncoderEntry(output, size, self._tick, self._tick, holders={request_id})
+        self._entries[item.content_hash] = entry
+        self._held.setdefault(request_id, set()).add(item.content_hash)
+        self.nbytes += size
+
+    def _make_room(self, item: EncoderItem, size: int) -> None:
+        idle = {key: entry for key, entry in self._entries.items() if not entry.holders}
+        held = self.nbytes - sum(entry.nbytes for entry in idle.values())
+        if held + size > self.max_bytes:
+            raise MemoryError(
+                f"{item.content_hash!r}: needs {size} bytes, {held} of {self.max_bytes} bytes are held by requests"
+            )
+        while self.nbytes + size > self.max_bytes:
+            victim = min(idle, key=lambda key: self._key(idle[key]))
+            self.nbytes -= idle.pop(victim).nbytes
+            del self._entries[victim]
+            self.evictions += 1
+
+    def _check_length(self, item: EncoderItem, output: torch.Tensor) -> None:
+        if output.dim() < 1 or output.shape[0] != item.length:
+            raise ValueError(f"{item.content_hash!r}: got {list(output.shape)} rows, needs {item.length}, its length")
+
+    def output(self, item: EncoderItem) -> torch.Tensor:
+        """The whole output of an item, `[length, *features]`, not to be changed.
+
+        Raises:
+            KeyError: It is not here.
+        """
+        try:
+            return self._entries[item.content_hash].output
+        except KeyError:
+            raise KeyError(f"item: got {item.content_hash!r}, needs one that was put and is still here") from None
+
+    def place(
+        self, embeddings: torch.Tensor, positions: npt.NDArray[np.integer[Any]], items: Iterable[EncoderItem]
+    ) -> None:
+        """Writes the rows of items over the embeddings of the tokens they stand for.
+
+        Args:
+            embeddings: `[num_tokens, *features]`, written to.
+            positions: `[num_tokens]`, position of each token in its prompt.
+            items: Of that prompt; only those that overlap the positions have to be here.
+
+        Raises:
+            KeyError: An output is not here; nothing has been written.
+        """
+        positions = np.asarray(positions)
+        work = []
+        for item in items:
+            tokens = np.flatnonzero((positions >= item.start) & (positions < item.end))
+            if tokens.size:
+                work.append((tokens, positions[tokens] - item.start, self.output(item)))
+        for tokens, rows, output in work:
+            index = torch.from_numpy(rows.astype(np.int64)).to(output.device)
+            where = torch.from_numpy(tokens).to(embeddings.device)
+            embeddings[where] = output[index].to(embeddings.device, embeddings.dtype)
+
+    def release(self, request_id: Hashable) -> None:
+        """Lets go of everything a request holds; without effect for one that holds nothing."""
+        for content_hash in self._held.pop(request_id, ()):
+            self._entries[content_hash].holders.discard(request_id)
+
+    def check(self) -> None:
+        """Asserts that bytes and holders are consistent."""
+        assert self.nbytes == sum(entry.nbytes for entry in self._entries.values()) <= self.max_bytes
+        held = {(request, key) for request, keys in self._held.items() for key in keys}
+        assert held == {(request, key) for key, entry in self._entries.items() for request in entry.holders}

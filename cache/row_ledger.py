@@ -1,0 +1,83 @@
+"""Which slots hold a row of which name, for caches that follow the blocks of a manager."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+import numpy.typing as npt
+
+from .allocation import Slots
+from .pool import BlockPool
+
+Mask = npt.NDArray[np.bool_]
+
+
+class RowLedger:
+    """One bit per name and slot, void once the block has been handed out anew.
+
+    Args:
+        num_blocks: Blocks of the cache.
+        block_size: Tokens a block.
+        pool: Whose blocks they are; None: nothing is known of them but what the methods are told.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int, pool: BlockPool | None) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self._pool = pool
+        self._bits: dict[str, Mask] = {}
+        self._seen = np.full(num_blocks, -1, np.int64)  # taken_at of each block when its rows were written
+
+    def add(self, name: str) -> None:
+        """Begins a name, without a row."""
+        self._bits[name] = np.zeros(self.num_blocks * self.block_size, np.bool_)
+
+    def drop(self, name: str) -> None:
+        """Ends a name."""
+        del self._bits[name]
+
+    def _current(self, blocks: Slots) -> Mask | bool:
+        """Per block, whether it has the content that its bits are about."""
+        if self._pool is None:
+            return True
+        current: Mask = self._seen[blocks] == self._pool.taken_at[blocks]
+        return current
+
+    def vacate(self, slots: Slots) -> None:
+        """Clears the bits of slots (none negative) about to be written, and of their blocks where those were reused."""
+        if self._pool is not None and slots.size:
+            blocks = slots // self.block_size
+            blocks = blocks[np.flatnonzero(np.diff(blocks, prepend=-1))]
+            changed = blocks[~np.asarray(self._current(blocks))]
+            if changed.size:
+                self.forget(changed)
+                self._seen[changed] = self._pool.taken_at[changed]
+        for bits in self._bits.values():
+            bits[slots] = False
+
+    def mark(self, names: Iterable[str], slots: Slots) -> None:
+        """Sets the bits of slots (none negative) that were vacated and written since."""
+        for name in names:
+            self._bits[name][slots] = True
+
+    def forget(self, blocks: Iterable[int] | Slots) -> None:
+        """Clears all bits of blocks."""
+        index = np.fromiter(blocks, np.int64)
+        for bits in self._bits.values():
+            bits.reshape(self.num_blocks, self.block_size)[index] = False
+
+    def copy(self, source: int, target: int) -> None:
+        """Gives a block the bits of another."""
+        pair = np.array([source, target], np.int64)
+        self.vacate(pair[1:] * self.block_size)
+        current = bool(np.all(self._current(pair[:1])))
+        for bits in self._bits.values():
+            grid = bits.reshape(self.num_blocks, self.block_size)
+            grid[target] = grid[source] & current
+
+    def there(self, names: Iterable[str], slots: Slots) -> dict[str, Mask]:
+        """Per name, which of the slots hold a row; none of the negative ones."""
+        present = slots >= 0
+        present &= self._current(np.maximum(slots, 0) // self.block_size)
+        return {name: self._bits[name][slots] & present for name in names}

@@ -1,0 +1,440 @@
+"""Per-token tensors besides the KV (hidden states, multimodal features), cached along the slots of the KV blocks."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from ..triton_ops import copy_blocks_list, gather_slots_list, join_prefix_list, scatter_slots_list
+from ..triton_ops._rows import memory
+from .allocation import Allocation, Slots
+from .manager import CacheManager
+from .row_ledger import Mask, RowLedger
+from .step import Step, leaves
+from .table import Ids
+
+_log = logging.getLogger("pc.cache")
+
+Named = dict[str, torch.Tensor]
+
+
+class MissingRowsError(LookupError):
+    """Rows of a name were asked for that no step stored, or whose blocks have had other content since."""
+
+
+class _Entry(NamedTuple):
+    """A cached name: its rows, and whether the caller named it or it was discovered."""
+
+    rows: torch.Tensor
+    registered: bool
+
+
+class TensorCache:
+    """Named tensors `[num_blocks, block_size, *features]` that follow the same slots as the KV cache.
+
+    A request whose prefix is cached gets whole tensors, although only its suffix was computed: `store` every step, then
+    `load` or `join`. A row is only ever given to a request whose block held the same tokens when the row was stored:
+    a slot holds exactly the names of the last step that wrote it, and what a block held is forgotten once the manager
+    hands it out anew.
+
+    Not safe for use from several threads at once.
+
+    Args:
+        manager: Whose requests and blocks to follow; None: slots and block tables are given in each call, every step
+            that writes a slot of the KV cache has to be stored, and `forget` is to be told of evicted blocks.
+        num_blocks: Blocks of the KV cache.
+        block_size: Tokens a block.
+        device: "cpu" or "cuda", where the rows are kept.
+        pin: Whether host memory is pinned, so that a device reads and writes it directly; ignored without a device.
+        max_bytes: Bound of all names together; None: half of the memory that is available now.
+        group: Whose slots and block tables are followed, when the manager has several groups.
+        exclude: Names that are never discovered, such as logits, whose first dimension may equal the token count by
+            coincidence.
+    """
+
+    def __init__(
+        self,
+        manager: CacheManager | None,
+        num_blocks: int,
+        block_size: int,
+        device: str | torch.device = "cpu",
+        pin: bool = True,
+        max_bytes: int | None = None,
+        group: int = 0,
+        exclude: Iterable[str] = (),
+    ) -> None:
+        if num_blocks < 1 or block_size < 1:
+            raise ValueError(f"num_blocks, block_size: got {num_blocks}, {block_size}, needs at least 1 each")
+        pool = None
+        if manager is not None:
+            if not 0 <= group < len(manager.pools):
+                raise ValueError(f"group: got {group}, needs 0 to {len(manager.pools) - 1}")
+            pool = manager.pools[group]
+            if manager.block_size != block_size:
+                raise ValueError(f"block_size: got {block_size}, needs {manager.block_size} of the manager")
+            if pool.num_blocks != num_blocks:
+                raise ValueError(f"num_blocks: got {num_blocks}, needs {pool.num_blocks} of the manager")
+        self.manager = manager
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.device = torch.device(device)
+        self.pin = pin and self.device.type == "cpu" and torch.cuda.is_available()
+        self.max_bytes = _available_bytes(self.device) // 2 if max_bytes is None else max_bytes
+        self.group = group
+        self._exclude = set(exclude)
+        self._entries: dict[str, _Entry] = {}
+        self._ledger = RowLedger(num_blocks, block_size, pool)
+        self._written: torch.cuda.Event | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names that are cached."""
+        return tuple(self._entries)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all names."""
+        return sum(entry.rows.nbytes for entry in self._entries.values())
+
+    def cost(self, feature_shape: Sequence[int], dtype: torch.dtype) -> int:
+        """Bytes that a name of this shape and dtype takes."""
+        return self.num_blocks * self.block_size * math.prod(feature_shape) * dtype.itemsize
+
+    def rows(self, name: str) -> torch.Tensor:
+        """The cache of a name itself, `[num_blocks, block_size, *features]`."""
+        return self._entries[name].rows
+
+    def stored(self, name: str) -> Mask:
+        """Which slots of a name hold a row, `[num_blocks, block_size]`."""
+        slots = np.arange(self.num_blocks * self.block_size)
+        return self._ledger.there([name], slots)[name].reshape(self.num_blocks, self.block_size)
+
+    def register(self, name: str, feature_shape: Sequence[int], dtype: torch.dtype) -> None:
+        """Allocates the cache of a name; nothing happens when it is there already, equal in shape and dtype.
+
+        Args:
+            name: Under which steps give the tensor; dots lead into nested outputs.
+            feature_shape: Shape of one token's row.
+            dtype: Of the rows.
+
+        Raises:
+            ValueError: The name is there with another shape or dtype.
+            MemoryError: It does not fit into `max_bytes`; nothing has been allocated.
+        """
+        if name in self._entries:
+            self._check_like(name, feature_shape, dtype)
+        self._allocate({name: (tuple(feature_shape), dtype)}, registered=True)
+        self._exclude.discard(name)
+
+    def _check_like(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> None:
+        rows = self._entries[name].rows
+        if tuple(shape) != tuple(rows.shape[2:]) or dtype != rows.dtype:
+            raise ValueError(f"{name}: got rows {list(shape)} {dtype}, needs {list(rows.shape[2:])} {rows.dtype}")
+
+    def _allocate(self, wanted: Mapping[str, tuple[tuple[int, ...], torch.dtype]], registered: bool) -> None:
+        """Makes the names that are not there yet, all or none of them."""
+        new = {name: spec for name, spec in wanted.items() if name not in self._entries}
+        total = self.nbytes
+        for name, (shape, dtype) in new.items():
+            size = self.cost(shape, dtype)
+            if total + size > self.max_bytes:
+                raise MemoryError(
+                    f"{name}: needs {size} bytes for {self.num_blocks * self.block_size} rows {list(shape)} {dtype}, "
+                    f"{total} of at most {self.max_bytes} bytes are taken"
+                )
+            total += size
+            where = f"{self.device}, {total} of {self.max_bytes} in all"
+            _log.info("TensorCache: %s %s %s takes %d bytes on %s", name, list(shape), dtype, size, where)
+        made = {}
+        for name, (shape, dtype) in new.items():
+            full = (self.num_blocks, self.block_size, *shape)
+            pinned = self.pin and self.device.type == "cpu"
+            rows = torch.empty(full, dtype=dtype, pin_memory=True) if pinned else memory.empty(full, dtype, self.device)
+            made[name] = _Entry(rows, registered)
+        for name, entry in made.items():
+            self._entries[name] = entry
+            self._ledger.add(name)
+
+    def store(self, step: Step) -> dict[str, Any]:
+        """Keeps the rows of a step in the slots of its tokens.
+
+        Tensors whose first dimension equals the step's token count are kept, those that were not registered under the
+        name they have here, from now on.
+
+        Args:
+            step: Every step is to be stored, also one without outputs to keep: what it computed replaces what its slots
+                held.
+
+        Returns:
+            The outputs that are not per-token tensors, by name.
+
+        Raises:
+            ValueError: A slot out of range, or a name whose row shape or dtype differs from before, or a registered one
+                with another number of rows. As with the other errors, nothing has been written.
+            MemoryError: A discovered tensor does not fit; see `register`.
+        """
+        slots = self._checked_slots(step.slot_mapping)
+        mine, others = self._sort(step.outputs, len(slots))
+        kept = slots if slots.size and slots.min() >= 0 else slots[slots >= 0]
+        self._ledger.vacate(kept)
+        if mine and kept.size:
+            index = torch.from_numpy(slots)
+            for device in {tensor.device: None for tensor in mine.values()}:  # one launch for each
+                some = {name: tensor.detach() for name, tensor in mine.items() if tensor.device == device}
+                scatter_slots_list(list(some.values()), [self._entries[name].rows for name in some], index)
+                if device.type == "cuda" and self.device.type == "cpu":
+                    self._written = torch.cuda.Event()
+                    self._written.record()
+            self._ledger.mark(mine, kept)
+        return others
+
+    def _sort(self, outputs: Mapping[str, Any], num_tokens: int) -> tuple[Named, dict[str, Any]]:
+        """Per-token tensors, allocated where they are new, and everything else.
+
+        A discovered name that turns out to have another first dimension than the token count is given up.
+        """
+        mine: Named = {}
+        others: dict[str, Any] = {}
+        for name, value in leaves(outputs):
+            if name in mine or name in others:
+                raise ValueError(f"outputs: got two values named {name}, needs names that differ")
+            if not isinstance(value, torch.Tensor) or not num_tokens or name in self._exclude:
+                others[name] = value
+            elif value.dim() and value.shape[0] == num_tokens:
+                if name in self._entries:
+                    self._check_like(name, value.shape[1:], value.dtype)
+                mine[name] = value
+            elif name in self._entries and self._entries[name].registered:
+                raise ValueError(f"{name}: got shape {list(value.shape)}, needs {num_tokens} rows, one per token")
+            else:
+                others[name] = value
+        self._allocate({name: (tuple(t.shape[1:]), t.dtype) for name, t in mine.items()}, registered=False)
+        for name, value in others.items():
+            if isinstance(value, torch.Tensor) and num_tokens:
+                self._exclude.add(name)
+                if self._entries.pop(name, None) is not None:
+                    self._ledger.drop(name)
+                    _log.warning("TensorCache: %s %s is not per token, it is no longer cached", name, list(value.shape))
+        return mine, others
+
+    def _checked_slots(self, slot_mapping: Any) -> Slots:
+        given = np.asarray(slot_mapping)
+        if given.size and given.dtype.kind not in "iu":
+            raise TypeError(f"slot_mapping: got {given.dtype}, needs integers")
+        slots = np.require(given, np.int64, ["C", "W"])
+        limit = self.num_blocks * self.block_size
+        if slots.ndim != 1:
+            raise ValueError(f"slot_mapping: got shape {list(slots.shape)}, needs [num_tokens]")
+        if slots.size and (slots.min() < -1 or slots.max() >= limit):
+            raise ValueError(f"slot_mapping: got values from {slots.min()} to {slots.max()}, needs -1 to {limit - 1}")
+        return slots
+
+    def prepare(self, allocation: Allocation) -> None:
+        """Carries out the `copies` of an allocation on the rows, and forgets what its slots to compute held.
+
+        To be called before its step is computed when an allocation has copies (a partial block that was shared, or
+        reused in part); at other times it changes nothing that `store` would not.
+        """
+        copies, mapping = allocation.copies, allocation.slot_mapping
+        if isinstance(mapping, tuple):
+            copies, mapping = copies[self.group], mapping[self.group]
+        self.copy(copies)
+        self._ledger.vacate(mapping[mapping >= 0])
+
+    def copy(self, pairs: Iterable[tuple[int, int]]) -> None:
+        """Copies the rows of blocks to other blocks: (source, target) pairs, one after the other."""
+        for source, target in pairs:
+            if self._entries:
+                ids = (torch.tensor([block], device=self.device) for block in (source, target))
+                copy_blocks_list([entry.rows for entry in self._entries.values()], *ids)
+            self._ledger.copy(source, target)
+
+    def forget(self, block_ids: Iterable[int] | Ids) -> None:
+        """Drops what is stored in some blocks; needed without a manager only, when blocks are evicted."""
+        self._ledger.forget(block_ids)
+
+    def available(
+        self, request: Hashable | Ids, names: Sequence[str] | None = None, num_tokens: int | None = None
+    ) -> int:
+        """Leading tokens of a request whose rows are all there; what a hit has beyond them is to be computed again.
+
+        Args:
+            request: As in `load`.
+            names: Which tensors; None: all.
+            num_tokens: As in `load`.
+
+        Raises:
+            KeyError: An unknown request or name.
+            ValueError: num_tokens is missing or too large.
+        """
+        table, count = self._table(request, num_tokens)
+        there = self._there(list(self._entries) if names is None else names, table, count)
+        return min((int(here.argmin()) for here in there.values() if not here.all()), default=count)
+
+    def load(
+        self,
+        request: Hashable | Ids,
+        names: Sequence[str] | None = None,
+        num_tokens: int | None = None,
+        missing: str = "raise",
+        device: str | torch.device | None = None,
+    ) -> Named:
+        """The tensors of a whole request, from its first token on.
+
+        Args:
+            request: The id of a running request; without a manager its block table, block numbers in order.
+            names: Which tensors; None: all that have a row of this request.
+            num_tokens: Of how many leading tokens; None: all tokens the manager knows of. Needed with a block table.
+            missing: "raise", or "zero" to read zeros where a name has no row.
+            device: Where the tensors go; None: where the cache is.
+
+        Returns:
+            By name `[num_tokens, *features]`.
+
+        Raises:
+            MissingRowsError: A row was never stored, or its block has had other content since.
+            KeyError: An unknown request or name.
+            ValueError: num_tokens is missing or too large, or another `missing`.
+        """
+        if missing not in ("raise", "zero"):
+            raise ValueError(f"missing: got {missing!r}, needs 'raise' or 'zero'")
+        table, count = self._table(request, num_tokens)
+        there = self._there(names, table, count)
+        if missing == "raise":
+            _refuse_missing(there, request)
+        slots = _slots_of(table, count, self.block_size)
+        whole = [name for name, here in there.items() if here.all()]
+        loaded = dict(zip(whole, self._gather(whole, slots, device), strict=True))
+        for name, here in there.items():
+            if name not in loaded:
+                loaded[name] = self._gather([name], np.where(here, slots, -1), device)[0]
+        return {name: loaded[name] for name in there}
+
+    def _gather(self, names: list[str], slots: Slots, device: str | torch.device | None) -> list[torch.Tensor]:
+        self._wait()
+        if not names:
+            return []
+        return gather_slots_list([self._entries[name].rows for name in names], torch.from_numpy(slots), device)
+
+    def _table(self, request: Any, num_tokens: int | None) -> tuple[Ids, int]:
+        """Block table and length to read of a request."""
+        if self.manager is not None and isinstance(request, Hashable):
+            table = self.manager.block_table(request, self.group)
+            known = self.manager.num_tokens(request)
+            count = known if num_tokens is None else num_tokens
+        elif num_tokens is None:
+            raise ValueError("num_tokens: got None, needs the number of tokens of a block table")
+        else:
+            table = np.asarray(request, np.int32)
+            known, count = len(table) * self.block_size, num_tokens
+        if not 0 <= count <= known:
+            raise ValueError(f"num_tokens: got {count}, needs 0 to {known}")
+        return table, count
+
+    def _there(self, names: Sequence[str] | None, table: Ids, count: int) -> dict[str, Mask]:
+        """Per name, which tokens have a row; without names, of those that have any."""
+        for name in names or ():
+            if name not in self._entries:
+                raise KeyError(f"names: got {name!r}, needs one of {', '.join(self._entries) or 'none'}")
+        slots = _slots_of(table, count, self.block_size)
+        there = self._ledger.there(self._entries if names is None else names, slots)
+        if names is None and count:
+            there = {name: here for name, here in there.items() if here.any()}
+        return there
+
+    def join(self, step: Step, names: Sequence[str] | None = None) -> dict[Hashable, Named]:
+        """Whole tensors of all requests of a step: cached rows and the step's own, read once and written once.
+
+        It gives what `store` and then `load` give, without reading the new rows back; the step may be stored before or
+        after. The results of one name are parts of one packed tensor, on a device if the step's outputs are.
+
+        Args:
+            step: With requests, query_start_loc and positions (see `Step.of`); each request reaches to the last of its
+                positions.
+            names: Which tensors; None: all per-token tensors of the step.
+
+        Returns:
+            By request and name `[num_tokens of the request, *features]`.
+
+        Raises:
+            MissingRowsError: A cached row was never stored, or its block has had other content since.
+            KeyError: An unknown request or name.
+            ValueError: A step without requests, or as in `store`.
+        """
+        if self.manager is None or step.query_start_loc is None or step.positions is None:
+            raise ValueError("step: got one without requests and positions, needs Step.of and a manager")
+        mine, _ = self._sort(step.outputs, len(self._checked_slots(step.slot_mapping)))
+        wanted = list(mine) if names is None else list(names)
+        for name in wanted:
+            if name not in mine:
+                raise KeyError(f"names: got {name!r}, needs one of {', '.join(mine) or 'none'}, the step's")
+        starts, positions, tables, lengths = step.query_start_loc, step.positions, [], []
+        for request, begin, end in zip(step.requests, starts[:-1], starts[1:], strict=True):
+            table, count = self._table(request, int(positions[end - 1]) + 1 if end > begin else 0)
+            there = self._there(wanted, table, count)
+            for here in there.values():
+                here[positions[begin:end]] = True
+            _refuse_missing(there, request)
+            tables.append(table)
+            lengths.append(count)
+        if not wanted or not lengths:
+            return {request: {} for request in step.requests}
+        self._wait()
+        joined = join_prefix_list(
+            [self._entries[name].rows for name in wanted],
+            torch.from_numpy(_stack(tables)),
+            torch.tensor(lengths),
+            [mine[name].detach() for name in wanted],
+            torch.from_numpy(np.require(starts, np.int64, ["C", "W"])),
+            sum(lengths),
+            torch.from_numpy(np.require(positions, np.int64, ["C", "W"])),
+        )
+        parts = [rows.split(lengths) for rows in joined]
+        return {
+            request: {name: part[i] for name, part in zip(wanted, parts, strict=True)}
+            for i, request in enumerate(step.requests)
+        }
+
+    def _wait(self) -> None:
+        """Waits for what a device still writes to host memory."""
+        if self._written is not None:
+            self._written.synchronize()
+            self._written = None
+
+
+def _slots_of(table: Ids, num_tokens: int, block_size: int) -> Slots:
+    """Slots of the first tokens of a block table, -1 in holes."""
+    blocks = table[: -(-num_tokens // block_size)].astype(np.int64)[:, None]
+    slots: Slots = np.where(blocks < 0, -1, blocks * block_size + np.arange(block_size)).ravel()[:num_tokens]
+    return slots
+
+
+def _stack(tables: Sequence[Ids]) -> Ids:
+    """Block tables as the rows of one array, padded with -1."""
+    grid = np.full((len(tables), max(len(table) for table in tables)), -1, np.int32)
+    for row, table in zip(grid, tables, strict=True):
+        row[: len(table)] = table
+    return grid
+
+
+def _refuse_missing(there: Mapping[str, Mask], request: Any) -> None:
+    for name, here in there.items():
+        if not here.all():
+            count, first = len(here) - int(np.count_nonzero(here)), int(here.argmin())
+            raise MissingRowsError(f"{name}: {count} of {len(here)} rows of {request!r} are missing, from {first} on")
+
+
+def _available_bytes(device: torch.device) -> int:
+    """Memory that is free on a device, or in the host."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    try:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (ValueError, OSError, AttributeError):
+        return 1 << 62

@@ -1,0 +1,449 @@
+"""TensorCache: what it gives equals what a run without caching computes, and never what another request left behind."""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+import pc
+
+BLOCK = 4
+
+
+def rows_of(tokens):
+    """Rows of a sequence as a causal model gives them: each depends on all tokens up to its own."""
+    state, rows = 7, []
+    for token in tokens:
+        state = (state * 31 + int(token) + 1) % 65521
+        rows.append((state, state % 251, state % 13))
+    return torch.tensor(rows, dtype=torch.int64).view(-1, 3)
+
+
+def outputs_of(tokens, positions):
+    """What a forward pass over some positions gives: two per-token tensors, and logits of the last one."""
+    rows = rows_of(tokens)[torch.as_tensor(positions, dtype=torch.long)]
+    return {"hidden": rows.double(), "mm": {"feature": rows[:, :2].to(torch.int16)}, "logits": torch.zeros(3, 9)}
+
+
+def expected(tokens):
+    rows = rows_of(tokens)
+    return {"hidden": rows.double(), "mm.feature": rows[:, :2].to(torch.int16)}
+
+
+def same(got, want):
+    return got.keys() == want.keys() and all(torch.equal(got[name], want[name]) for name in want)
+
+
+def positions_of(allocation):
+    return [p for start, end in allocation.compute_spans for p in range(start, end)]
+
+
+def run(manager, tensors, request, tokens, **options):
+    """Allocates, computes, stores and commits a request; gives what join gave."""
+    allocation = manager.allocate(request, tokens, **options)
+    tensors.prepare(allocation)
+    step = pc.Step.of({request: allocation}, outputs_of(tokens, positions_of(allocation)))
+    joined = tensors.join(step)[request]
+    tensors.store(step)
+    manager.commit(request, len(tokens))
+    return joined
+
+
+@pytest.fixture
+def pair():
+    manager = pc.CacheManager(16, BLOCK)
+    return manager, pc.TensorCache(manager, 16, BLOCK, exclude=("logits",))
+
+
+def test_a_cached_prefix_gives_the_whole_tensors(pair):
+    manager, tensors = pair
+    first, second = list(range(11)), [*range(8), 90, 91, 92]
+    assert same(run(manager, tensors, "a", first), expected(first))
+    assert same(run(manager, tensors, "b", second), expected(second))
+    assert manager.stats().hit_tokens == 8
+    assert same(tensors.load("b"), expected(second))
+    assert same(tensors.load("a"), expected(first))
+
+
+def test_a_prompt_cached_whole_computes_one_token_and_stores_none(pair):
+    manager, tensors = pair
+    tokens = list(range(8))
+    run(manager, tensors, "a", tokens)
+    before = tensors.rows("hidden").clone()
+    assert same(run(manager, tensors, "b", tokens), expected(tokens))
+    assert torch.equal(tensors.rows("hidden").nan_to_num(), before.nan_to_num())
+    assert same(tensors.load("b"), expected(tokens))
+
+
+def test_outputs_that_are_not_per_token_are_passed_through(pair):
+    manager, tensors = pair
+    allocation = manager.allocate("a", list(range(6)))
+    outputs = {**outputs_of(range(6), range(6)), "text": "x", "scalar": torch.tensor(1), "list": [torch.zeros(6), 5]}
+    others = tensors.store(pc.Step.of({"a": allocation}, outputs))
+    assert set(others) == {"logits", "text", "scalar", "list.1"}
+    assert tensors.names == ("hidden", "mm.feature", "list.0")
+
+
+def test_logits_do_not_become_a_tensor_when_one_token_is_decoded():
+    manager = pc.CacheManager(16, BLOCK)
+    tensors = pc.TensorCache(manager, 16, BLOCK)
+    tokens = list(range(6))
+    step = pc.Step.of({"a": manager.allocate("a", tokens)}, {"h": torch.ones(6, 2), "logits": torch.zeros(1, 9)})
+    tensors.store(step)
+    manager.commit("a", 6)
+    step = pc.Step.of({"a": manager.append("a", [6])}, {"h": torch.ones(1, 2), "logits": torch.zeros(1, 9)})
+    assert set(tensors.store(step)) == {"logits"}
+    assert tensors.names == ("h",)
+
+
+def test_a_discovered_name_that_is_not_per_token_is_given_up(pair, caplog):
+    _, tensors = pair
+    tensors.store(pc.Step({"h": torch.ones(3, 2), "batch": torch.ones(3, 5)}, np.arange(3)))
+    with caplog.at_level(logging.WARNING, "pc.cache"):
+        assert "batch" in tensors.store(pc.Step({"h": torch.ones(2, 2), "batch": torch.ones(3, 5)}, np.arange(3, 5)))
+    assert "batch [3, 5] is not per token" in caplog.text
+    assert tensors.names == ("h",)
+
+
+@pytest.mark.parametrize(
+    ("outputs", "error", "message"),
+    [
+        ({"h": torch.ones(3, 7)}, ValueError, r"h: got rows \[7\] torch.float32, needs \[2\] torch.float32"),
+        ({"h": torch.ones(3, 2).half()}, ValueError, r"h: got rows \[2\] torch.float16, needs \[2\] torch.float32"),
+        ({"h": torch.ones(4, 2)}, ValueError, r"h: got shape \[4, 2\], needs 3 rows"),
+        ({"x": torch.ones(3), "h": torch.ones(3)}, ValueError, r"h: got rows \[\]"),
+        ({"a.b": torch.ones(3), "a": {"b": torch.ones(3)}}, ValueError, r"two values named a\.b"),
+        (
+            {"x": torch.ones(3, 1 << 20)},
+            MemoryError,
+            r"x: needs \d+ bytes for 64 rows \[1048576\]",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused_and_nothing_changes(outputs, error, message):
+    tensors = pc.TensorCache(None, 16, BLOCK, max_bytes=1 << 20)
+    tensors.register("h", (2,), torch.float32)
+    tensors.store(pc.Step({"h": torch.full((3, 2), 5.0)}, np.arange(3)))
+    with pytest.raises(error, match=message):
+        tensors.store(pc.Step(outputs, np.arange(3)))
+    assert tensors.names == ("h",)
+    assert torch.equal(tensors.load([0], num_tokens=3)["h"], torch.full((3, 2), 5.0))
+
+
+@pytest.mark.parametrize(
+    ("slots", "error", "message"),
+    [
+        ([0, 64], ValueError, "slot_mapping: got values from 0 to 64, needs -1 to 63"),
+        ([0, -2], ValueError, "needs -1 to 63"),
+        ([[0, 1]], ValueError, r"slot_mapping: got shape \[1, 2\]"),
+        ([0.0, 1.0], TypeError, "slot_mapping: got float64, needs integers"),
+    ],
+)
+def test_bad_slots_are_refused(slots, error, message):
+    tensors = pc.TensorCache(None, 16, BLOCK)
+    with pytest.raises(error, match=message):
+        tensors.store(pc.Step({"h": torch.ones(2, 2)}, np.array(slots)))
+    assert tensors.names == ()
+
+
+def test_registering_twice_needs_the_same_rows():
+    tensors = pc.TensorCache(None, 16, BLOCK)
+    tensors.register("h", (2, 3), torch.float16)
+    tensors.register("h", [2, 3], torch.float16)
+    with pytest.raises(ValueError, match=r"h: got rows \[2, 3\] torch.float32, needs \[2, 3\] torch.float16"):
+        tensors.register("h", (2, 3), torch.float32)
+
+
+def test_memory_is_reported_before_it_is_taken(caplog):
+    tensors = pc.TensorCache(None, 16, BLOCK, max_bytes=1000)
+    assert tensors.cost((2,), torch.float32) == 512
+    with caplog.at_level(logging.INFO, "pc.cache"):
+        tensors.register("h", (2,), torch.float32)
+    assert "h [2] torch.float32 takes 512 bytes on cpu, 512 of 1000 in all" in caplog.text
+    assert tensors.nbytes == 512
+    with pytest.raises(MemoryError, match="h2: needs 512 bytes"):
+        tensors.register("h2", (2,), torch.float32)
+    assert tensors.nbytes == 512
+
+
+def test_a_manager_of_other_blocks_is_refused():
+    manager = pc.CacheManager(16, BLOCK)
+    with pytest.raises(ValueError, match="num_blocks: got 8, needs 16"):
+        pc.TensorCache(manager, 8, BLOCK)
+    with pytest.raises(ValueError, match="block_size: got 8, needs 4"):
+        pc.TensorCache(manager, 16, 8)
+    with pytest.raises(ValueError, match="group: got 1"):
+        pc.TensorCache(manager, 16, BLOCK, group=1)
+
+
+def test_a_reused_block_shows_nothing_of_its_former_request():
+    manager = pc.CacheManager(2, BLOCK)
+    tensors = pc.TensorCache(manager, 2, BLOCK)
+    run(manager, tensors, "a", list(range(8)))
+    manager.free("a")
+    manager.allocate("b", list(range(50, 58)))
+    with pytest.raises(pc.MissingRowsError, match="hidden: 8 of 8 rows of 'b' are missing, from 0 on"):
+        tensors.load("b", ["hidden"])
+    assert tensors.load("b") == {}
+    assert not bool(tensors.load("b", ["hidden"], missing="zero")["hidden"].any())
+    assert not tensors.stored("hidden").any()
+
+
+def test_a_name_that_a_step_lacks_is_missing_there(pair):
+    manager, tensors = pair
+    first = manager.allocate("a", list(range(8)))
+    tensors.store(pc.Step.of({"a": first}, outputs_of(range(8), range(8))))
+    manager.commit("a", 8)
+    tokens = [*range(8), 60, 61]
+    second = manager.allocate("b", tokens)
+    outputs = outputs_of(tokens, positions_of(second))
+    del outputs["mm"]
+    tensors.store(pc.Step.of({"b": second}, outputs))
+    assert tensors.available("b", ["hidden"]) == 10
+    assert tensors.available("b") == 8
+    with pytest.raises(pc.MissingRowsError, match=r"mm\.feature: 2 of 10 rows of 'b' are missing, from 8 on"):
+        tensors.load("b")
+    zeros = tensors.load("b", missing="zero")["mm.feature"]
+    assert torch.equal(zeros[:8], expected(tokens)["mm.feature"][:8])
+    assert not bool(zeros[8:].any())
+    with pytest.raises(KeyError, match=r"needs one of hidden, mm\.feature"):
+        tensors.load("b", ["nothing"])
+
+
+def test_a_step_that_is_not_stored_leaves_nothing_to_the_next_hit(pair):
+    manager, tensors = pair
+    run(manager, tensors, "a", list(range(8)))
+    manager.free("a")
+    for i in range(20):  # other prompts pass through every block, without being stored
+        manager.allocate(i, [100 + i] * 16)
+        manager.commit(i, 16)
+        manager.free(i)
+    tokens = [119] * 16
+    assert manager.allocate("b", tokens).num_cached_tokens == 15
+    assert tensors.available("b") == 0
+    assert tensors.load("b") == {}
+
+
+def test_join_needs_rows_of_the_cached_part(pair):
+    manager, tensors = pair
+    tokens = list(range(8))
+    manager.allocate("a", tokens)
+    manager.commit("a", 8)
+    allocation = manager.allocate("b", [*tokens, 9])
+    step = pc.Step.of({"b": allocation}, outputs_of([*tokens, 9], [8]))
+    with pytest.raises(pc.MissingRowsError, match="hidden: 8 of 9 rows of 'b' are missing, from 0 on"):
+        tensors.join(step)
+    with pytest.raises(ValueError, match="step: got one without requests"):
+        tensors.join(pc.Step({}, np.empty(0, np.int64)))
+
+
+def test_a_batch_joins_in_one_pass(pair):
+    manager, tensors = pair
+    prompts = {"a": list(range(9)), "b": [*range(4), 70], "c": [5]}
+    run(manager, tensors, "warm", list(range(4)))
+    allocations = {request: manager.allocate(request, tokens) for request, tokens in prompts.items()}
+    parts = [outputs_of(tokens, positions_of(allocations[request])) for request, tokens in prompts.items()]
+    outputs = {
+        "hidden": torch.cat([part["hidden"] for part in parts]),
+        "mm": {"feature": torch.cat([part["mm"]["feature"] for part in parts])},
+    }
+    step = pc.Step.of(allocations, outputs)
+    joined = tensors.join(step)
+    tensors.store(step)
+    for request, tokens in prompts.items():
+        assert same(joined[request], expected(tokens))
+        assert same(tensors.load(request), expected(tokens))
+
+
+def test_rows_behind_a_gap_are_joined():
+    manager = pc.CacheManager(16, BLOCK)
+    tensors = pc.TensorCache(manager, 16, BLOCK, exclude=("logits",))
+    tokens = list(range(16))
+    run(manager, tensors, "a", tokens)
+    manager.free("a")
+    manager.pools[0].drop(np.array([manager.pools[0].table.leading(_digests(manager, tokens))[1]], np.int32))
+    allocation = manager.allocate("b", tokens, reuse="gap")
+    assert allocation.compute_spans == [(4, 8), (15, 16)]
+    step = pc.Step.of({"b": allocation}, outputs_of(tokens, positions_of(allocation)))
+    assert same(tensors.join(step)["b"], expected(tokens))
+    tensors.store(step)
+    assert same(tensors.load("b"), expected(tokens))
+
+
+def _digests(manager, tokens):
+    from pc.cache.hashing import encode_tokens
+
+    return manager.pools[0].hasher.chain().extend(encode_tokens(tokens), len(tokens) // BLOCK)
+
+
+def test_a_fork_copies_its_partial_block(pair):
+    manager, tensors = pair
+    tokens = list(range(6))
+    run(manager, tensors, "a", tokens)
+    manager.fork("a", "b")
+    for request, token in (("a", 30), ("b", 40)):
+        allocation = manager.append(request, [token])
+        tensors.prepare(allocation)
+        whole = [*tokens, token]
+        tensors.store(pc.Step.of({request: allocation}, outputs_of(whole, [6])))
+        assert same(tensors.load(request), expected(whole))
+    assert same(tensors.load("a"), expected([*tokens, 30]))
+
+
+def test_tokens_that_were_taken_back_are_gone_once_others_are_prepared(pair):
+    manager, tensors = pair
+    run(manager, tensors, "a", list(range(8)))
+    manager.rollback("a", 2)
+    tensors.prepare(manager.append("a", [50, 51, 52]))
+    assert tensors.available("a") == 6
+
+
+def test_two_groups_follow_tables_of_their_own():
+    manager = pc.CacheManager(16, BLOCK, groups=[pc.FullAttention(), pc.Tensors(num_blocks=9)])
+    tensors = pc.TensorCache(manager, 9, BLOCK, group=1)
+    first, second = list(range(10)), [*range(8), 50]
+    for request, tokens in (("a", first), ("b", second)):
+        allocation = manager.allocate(request, tokens)
+        outputs = outputs_of(tokens, positions_of(allocation))
+        step = pc.Step.of({request: allocation}, {"hidden": outputs["hidden"]}, group=1)
+        assert torch.equal(tensors.join(step)[request]["hidden"], expected(tokens)["hidden"])
+        tensors.store(step)
+        manager.commit(request, len(tokens))
+    assert torch.equal(tensors.load("b")["hidden"], expected(second)["hidden"])
+
+
+def test_slots_and_tables_without_a_manager():
+    tensors = pc.TensorCache(None, 8, BLOCK)
+    table, tokens = np.array([6, 2], np.int32), list(range(7))
+    slots = np.array([6 * 4, 6 * 4 + 1, 6 * 4 + 2, 6 * 4 + 3, 8, 9, 10])
+    tensors.store(pc.Step({"hidden": expected(tokens)["hidden"]}, slots))
+    assert torch.equal(tensors.load(table, num_tokens=7)["hidden"], expected(tokens)["hidden"])
+    with pytest.raises(ValueError, match="num_tokens: got None"):
+        tensors.load(table)
+    with pytest.raises(ValueError, match="num_tokens: got 9, needs 0 to 8"):
+        tensors.load(table, num_tokens=9)
+    tensors.forget([2])
+    assert tensors.available(table, num_tokens=7) == 4
+    padded = np.array([-1, 8, -1])
+    tensors.store(pc.Step({"hidden": expected(tokens)["hidden"][2:5]}, padded))
+    assert tensors.stored("hidden").sum() == 5
+
+
+def test_an_empty_step_is_no_evidence(pair):
+    _, tensors = pair
+    tensors.store(pc.Step({"h": torch.ones(2, 3)}, np.arange(2)))
+    tensors.store(pc.Step({"h": torch.ones(0, 3), "x": torch.ones(0, 5)}, np.empty(0, np.int64)))
+    assert tensors.names == ("h",)
+
+
+def test_outputs_that_require_grad_are_stored_detached(pair):
+    _, tensors = pair
+    tensors.store(pc.Step({"h": torch.ones(2, 3, requires_grad=True)}, np.arange(2)))
+    assert not tensors.rows("h").requires_grad
+
+
+class CachedModel(RuleBasedStateMachine):
+    """An engine with random requests, chunks, appends, forks, rollbacks and evictions, against the uncached rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.manager = pc.CacheManager(10, BLOCK, policy="lru")
+        self.tensors = pc.TensorCache(self.manager, 10, BLOCK, exclude=("logits",))
+        self.tokens = {}
+        self.count = 0
+
+    def compute(self, allocations):
+        parts = [outputs_of(self.tokens[r], positions_of(a)) for r, a in allocations.items()]
+        outputs = {
+            "hidden": torch.cat([part["hidden"] for part in parts]),
+            "mm": {"feature": torch.cat([part["mm"]["feature"] for part in parts])},
+        }
+        for allocation in allocations.values():
+            self.tensors.prepare(allocation)
+        step = pc.Step.of(allocations, outputs)
+        joined = self.tensors.join(step)
+        self.tensors.store(step)
+        for request in allocations:
+            assert same(joined[request], expected(self.tokens[request]))
+            self.manager.commit(request, len(self.tokens[request]))
+
+    @rule(prompts=st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=14), min_size=1, max_size=2))
+    def begin(self, prompts):
+        allocations = {}
+        for prompt in prompts:
+            self.count += 1
+            try:
+                allocations[self.count] = self.manager.allocate(self.count, prompt)
+            except pc.OutOfBlocks:
+                continue
+            self.tokens[self.count] = list(prompt)
+        if allocations:
+            self.compute(allocations)
+
+    @precondition(lambda self: self.tokens)
+    @rule(data=st.data(), new=st.lists(st.integers(0, 1), min_size=1, max_size=6))
+    def append(self, data, new):
+        request = data.draw(st.sampled_from(sorted(self.tokens)))
+        try:
+            allocation = self.manager.append(request, new)
+        except pc.OutOfBlocks:
+            return
+        self.tokens[request] += new
+        self.compute({request: allocation})
+
+    @precondition(lambda self: self.tokens)
+    @rule(data=st.data())
+    def fork(self, data):
+        request = data.draw(st.sampled_from(sorted(self.tokens)))
+        self.count += 1
+        self.manager.fork(request, self.count)
+        self.tokens[self.count] = list(self.tokens[request])
+
+    @precondition(lambda self: self.tokens)
+    @rule(data=st.data(), count=st.integers(1, 5))
+    def rollback(self, data, count):
+        request = data.draw(st.sampled_from(sorted(self.tokens)))
+        count = min(count, len(self.tokens[request]) - 1)
+        self.manager.rollback(request, count)
+        self.tokens[request] = self.tokens[request][: len(self.tokens[request]) - count]
+
+    @precondition(lambda self: self.tokens)
+    @rule(data=st.data())
+    def free(self, data):
+        request = data.draw(st.sampled_from(sorted(self.tokens)))
+        self.manager.free(request)
+        del self.tokens[request]
+
+    @invariant()
+    def every_request_reads_its_own_rows(self):
+        for request, tokens in self.tokens.items():
+            assert same(self.tensors.load(request), expected(tokens)), (request, tokens)
+        self.manager.check()
+
+
+CachedModel.TestCase.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
+TestCachedModel = CachedModel.TestCase
+
+
+@pytest.mark.gpu
+def test_pinned_rows_are_written_and_read_by_a_device():
+    manager = pc.CacheManager(64, 16)
+    tensors = pc.TensorCache(manager, 64, 16)
+    tokens = list(range(200))
+    for request, prompt in (("a", tokens), ("b", [*tokens[:160], *range(900, 950)])):
+        allocation = manager.allocate(request, prompt)
+        outputs = {"hidden": outputs_of(prompt, positions_of(allocation))["hidden"].cuda()}
+        step = pc.Step.of({request: allocation}, outputs)
+        joined = tensors.join(step)[request]["hidden"]
+        assert joined.is_cuda
+        assert torch.equal(joined.cpu(), expected(prompt)["hidden"])
+        tensors.store(step)
+        manager.commit(request, len(prompt))
+        assert torch.equal(tensors.load(request)["hidden"], expected(prompt)["hidden"])
+        assert torch.equal(tensors.load(request, device="cuda")["hidden"].cpu(), expected(prompt)["hidden"])
