@@ -55,17 +55,18 @@ def to_code(x, scale, KIND: tl.constexpr):
     if KIND == 1:
         # Adding 1.5 * 2**23 rounds to an integer, ties to even.
         x = tl.minimum(tl.maximum(x, -128.0), 127.0)
-        return ((x + 12582912.0) - 12582912.0).to(tl.int8)
-    nan = x != x
-    bits = tl.minimum(tl.maximum(x, -448.0), 448.0).to(tl.uint32, bitcast=True)
-    sign = (bits >> 24) & 0x80
-    magnitude = bits & 0x7FFFFFFF
-    # From 2**-6 on: round 20 mantissa bits away, then move the exponent's bias from 127 to 7.
-    normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - 960
-    # Below: multiples of 2**-9, rounded by adding 2**14, whose unit in the last place is that.
-    subnormal = (magnitude.to(tl.float32, bitcast=True) + 16384.0).to(tl.uint32, bitcast=True) - 0x46800000
-    code = tl.where(magnitude < 0x3C800000, subnormal, normal)
-    return tl.where(nan, 0x7F, sign | code).to(tl.uint8)
+        code = ((x + 12582912.0) - 12582912.0).to(tl.int8)
+    else:
+        bits = tl.minimum(tl.maximum(x, -448.0), 448.0).to(tl.uint32, bitcast=True)
+        sign = (bits >> 24) & 0x80
+        magnitude = bits & 0x7FFFFFFF
+        # From 2**-6 on: round 20 mantissa bits away, then move the exponent's bias from 127 to 7.
+        normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - 960
+        # Below: multiples of 2**-9, rounded by adding 2**14, whose unit in the last place is that.
+        subnormal = (magnitude.to(tl.float32, bitcast=True) + 16384.0).to(tl.uint32, bitcast=True) - 0x46800000
+        rounded = sign | tl.where(magnitude < 0x3C800000, subnormal, normal)
+        code = tl.where(x != x, 0x7F, rounded).to(tl.uint8)
+    return code
 
 
 @triton.jit

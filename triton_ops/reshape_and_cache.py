@@ -22,7 +22,7 @@ _SCHEMA = (
 )
 
 
-def _check(
+def check_write(
     key: torch.Tensor,
     value: torch.Tensor,
     key_cache: torch.Tensor,
@@ -31,6 +31,7 @@ def _check(
     k_scale: torch.Tensor | None,
     v_scale: torch.Tensor | None,
 ) -> None:
+    """Checks the arguments of a cache write, from metadata alone; raises TypeError, ValueError or RuntimeError."""
     check_tensor("key", key, 3, "[num_tokens, num_kv_heads, head_dim]", QUERY_DTYPES)
     check_tensor("value", value, 3, "[num_tokens, num_kv_heads, head_dim]", (key.dtype,), key.device)
     if value.shape != key.shape:
@@ -47,7 +48,8 @@ def _check(
     refuse_grad(key=key, value=value, key_cache=key_cache, value_cache=value_cache)
 
 
-def _check_values(key_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+def check_write_values(key_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+    """Checks that every slot is -1 or in the cache; reads them, so on a device it synchronizes."""
     num_slots = key_cache.shape[0] * key_cache.shape[1]
     if slot_mapping.numel():
         low, high = (int(bound) for bound in torch.aminmax(slot_mapping))
@@ -65,8 +67,8 @@ def reshape_and_cache_reference(
     v_scale: torch.Tensor | None = None,
 ) -> None:
     """What `pc.reshape_and_cache` writes, in PyTorch on CPU tensors."""
-    _check(key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale)
-    _check_values(key_cache, slot_mapping)
+    check_write(key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale)
+    check_write_values(key_cache, slot_mapping)
     if bool((slot_mapping < 0).any()):
         rows = torch.nonzero(slot_mapping >= 0).squeeze(1)
         key, value, slot_mapping = key[rows], value[rows], slot_mapping[rows]
@@ -124,9 +126,9 @@ def _launch_reshape_and_cache(
     v_scale: torch.Tensor | None = None,
 ) -> None:
     require_triton("reshape_and_cache")
-    _check(key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale)
+    check_write(key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale)
     if key.device.type == "cpu" or debug_mode_enabled():
-        _check_values(key_cache, slot_mapping)
+        check_write_values(key_cache, slot_mapping)
     num_tokens, kv_heads, head_dim = key.shape
     num_rows = num_tokens * kv_heads
     if num_rows == 0:
@@ -173,7 +175,7 @@ def _fake(
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
 ) -> None:
-    _check(key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale)
+    check_write(key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale)
 
 
 define(

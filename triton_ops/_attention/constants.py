@@ -70,12 +70,14 @@ def prefill_tiles(arch: str, head_dim: int, itemsize: int, heavy: bool) -> Tiles
     if itemsize == 4:
         if arch.startswith("gfx"):
             return Tiles(32, 16, 4, 1, False)
-        return Tiles(32, 16 if wide else 32, 8, 1 if wide else 2, False)
+        return Tiles(32, 16, 8, 1 if wide else 2, False)
     if arch.startswith("gfx"):
         # 4 waves may have 512 registers each, 8 waves 256.
         return Tiles(64, 32, 4, 2, not wide)
     if wide:
         return Tiles(64, 32, 8, 2, False)
-    if heavy or arch == "sm_80":
-        return Tiles(64, 32 if heavy and arch == "sm_80" else 64, 8, 2, True)
+    if arch == "sm_80":
+        return Tiles(64, 32, 8, 2, True) if heavy else Tiles(128 if head_dim <= 64 else 64, 64, 8, 2, True)
+    if heavy:
+        return Tiles(64, 64, 8, 2, True)
     return Tiles(128, 64, 8, 3, True)

@@ -47,6 +47,11 @@ def plan_options(mask: Mask, has_positions: bool, batch_invariant: bool, key_beg
     )
 
 
+def wanted_items(num_processors: int, programs_per_item: int) -> int:
+    """How many work items of a decode keep every processor at four programs."""
+    return max(1, 4 * num_processors // programs_per_item)
+
+
 @dataclass(frozen=True)
 class _Split:
     rows: torch.Tensor
@@ -72,8 +77,9 @@ def launch_attention(
     plan: torch.Tensor | None = None,
     batch_invariant: bool = False,
     with_lse: bool = True,
+    out_dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Runs the attention kernels; arguments as in `attend`, already checked.
+    """Runs the attention kernels; arguments as in `attend`, already checked; out in `out_dtype`, else like query.
 
     A decode launch takes sequences of up to DECODE_QUERIES queries, a prefill launch the longer ones; a launch whose
     sequences cannot exist, by max_query_len or by shape, is left out. Splits are summed by a third.
@@ -83,7 +89,7 @@ def launch_attention(
     _, block_size, num_kv_heads, _ = key_cache.shape
     assert key_cache.stride(3) == value_cache.stride(3) == 1
     assert block_size & (block_size - 1) == 0
-    out = query.new_empty(query.shape)
+    out = query.new_empty(query.shape, dtype=out_dtype)
     lse = query.new_empty((num_tokens, num_heads), dtype=torch.float32) if with_lse else None
     if num_tokens == 0 or num_heads == 0:
         return out, lse
@@ -99,7 +105,7 @@ def launch_attention(
     quantized = key_cache.dtype != query.dtype
     decode = decode_tiles(arch.name, head_dim, query.element_size(), decode_q * group, quantized)
     row_tiles = -(-decode_q * group // decode.block_m)
-    target_items = max(1, 4 * arch.num_processors // (num_kv_heads * row_tiles))
+    target_items = wanted_items(arch.num_processors, num_kv_heads * row_tiles)
     if plan is None:
         plan = torch.empty(shape.size, dtype=torch.int32, device=query.device)
         launch_plan(plan, block_tables, seq_lens, query_start_loc, query_positions, block_size, options, target_items)
@@ -116,7 +122,7 @@ def launch_attention(
     if batch_invariant:
         split_tiles = INVARIANT_SPLIT_KEYS // TILE_KEYS
         num_splits = max(1, -(-max_tiles // split_tiles))
-    elif options.decode_queries:
+    elif not segments:
         idle = 2 * arch.num_processors // (prefill_tiles_bound * num_kv_heads)
         num_splits = max(1, min(idle, max_tiles // 8, MAX_PREFILL_SPLITS))
     decode_splits = _splits(query, shape.max_items * decode_q) if run_decode and max_tiles > 4 else None

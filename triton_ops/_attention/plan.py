@@ -257,8 +257,7 @@ def _reach(positions: np.ndarray, seq_len: int, num_tiles: int, options: PlanOpt
         if not options.causal:
             inside &= keys < last + options.window
         live &= inside | (keys < options.num_sink_tokens)
-    tiles: np.ndarray = live.reshape(num_tiles, TILE_KEYS).any(axis=1)
-    return tiles
+    return np.asarray(live.reshape(num_tiles, TILE_KEYS).any(axis=1))
 
 
 def plan_views(plan: torch.Tensor, shape: PlanShape) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
