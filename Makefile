@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 WORKERS ?= 2
 
-.PHONY: help setup demo test lint typecheck wheel-test clean
+.PHONY: help setup demo bench test lint typecheck wheel-test clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | column -ts "$$(printf '\t')"
@@ -19,6 +19,9 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 
 demo: setup ## ask a long document eight questions, with and without the cache
 	$(BIN)/python -m pc demo
+
+bench: setup ## measure every operator against its rivals, quickly; `python -m pc bench --help` for more
+	$(BIN)/python -m pc bench --quick
 
 test: setup ## all tests: the references first, then every kernel in triton's interpreter
 	$(BIN)/python -m pytest -n $(WORKERS)
@@ -47,4 +50,4 @@ kernels: setup $(KERNEL_TRITONS:%=.kernels/triton-%) ## compile every kernel for
 	mv $@.part $@
 
 clean: ## remove everything the targets made
-	rm -rf $(VENV) $(VENV)-wheel .typecheck .kernels .pytest_cache .mypy_cache .ruff_cache build dist site demo_output *.egg-info
+	rm -rf $(VENV) $(VENV)-wheel .typecheck .kernels .pytest_cache .mypy_cache .ruff_cache build dist site demo_output bench_output *.egg-info

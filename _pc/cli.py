@@ -36,3 +36,31 @@ def demo(
     from .demo._run import run_demo
 
     raise typer.Exit(run_demo(model, device, dtype, max_new_tokens, block_size, output))
+
+
+@app.command()
+def bench(
+    ops: Annotated[list[str] | None, typer.Argument(help="Operators, such as paged_attention; none: all.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; default: a GPU where there is one.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Few cases and little time.")] = False,
+    case: Annotated[str, typer.Option(help="Only cases whose name contains this.")] = "",
+    provider: Annotated[str | None, typer.Option(help="Besides pc, only providers whose name contains this.")] = None,
+    output: Annotated[Path, typer.Option(help="Folder for the rows (CSV).")] = Path("bench_output"),
+    threads: Annotated[int, typer.Option(min=1, help="Of PyTorch on a cpu.")] = 1,
+    peers: Annotated[Path | None, typer.Option(help="Folder of other projects' wheels to measure beside pc.")] = None,
+) -> None:
+    """Measure operators against their rivals; numbers are checked first. Needs a checkout."""
+    from .bench import run_bench
+
+    raise typer.Exit(run_bench(ops or [], device, quick, case, provider, output, threads, peers))
+
+
+@app.command()
+def info(as_json: Annotated[bool, typer.Option("--json", help="For machines.")] = False) -> None:
+    """Print versions, devices, kernels and cache directories: what a bug report needs."""
+    import json
+
+    from .info import collect_info, format_info
+
+    found = collect_info()
+    typer.echo(json.dumps(found, indent=2) if as_json else format_info(found))

@@ -1,0 +1,131 @@
+"""`python -m pc bench`: measures operators against their rivals. The benchmarks lie in a checkout, not in the wheel."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+PACKAGE = "pc_benchmarks"  # a name that no distribution has, where `benchmarks` is what several install
+
+
+def find_checkout() -> Path:
+    """The repository this package runs from, or the current folder where that is one.
+
+    Raises:
+        FileNotFoundError: Neither has the benchmarks.
+    """
+    for root in (Path(__file__).resolve().parent.parent, Path.cwd()):
+        if (root / "benchmarks" / "registry.py").exists():
+            return root
+    raise FileNotFoundError(
+        "python -m pc bench needs a checkout of the repository: the benchmarks are not in the wheel; run it there"
+    )
+
+
+def load_benchmarks() -> ModuleType:
+    """The checkout's benchmarks/ as the package `pc_benchmarks`.
+
+    Raises:
+        FileNotFoundError: There is no checkout.
+    """
+    if PACKAGE in sys.modules:
+        return sys.modules[PACKAGE]
+    folder = find_checkout() / "benchmarks"
+    spec = importlib.util.spec_from_file_location(
+        PACKAGE, folder / "__init__.py", submodule_search_locations=[str(folder)]
+    )
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[PACKAGE] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def run_bench(
+    ops: list[str],
+    device: str | None,
+    quick: bool,
+    case: str,
+    provider: str | None,
+    output: Path,
+    threads: int,
+    peers: Path | None,
+) -> int:
+    """Measures, prints a table per operator and writes CSV files; the process's exit code.
+
+    Args:
+        ops: Operators by name; none: all.
+        device: "cpu" or "cuda"; None: a GPU where there is one.
+        quick: Few cases and little time.
+        case: Only cases whose name contains this.
+        provider: Besides ours, only providers whose name contains this.
+        output: Folder of the results.
+        threads: Of PyTorch on a CPU.
+        peers: Folder of wheels of other projects to measure beside ours.
+    """
+    import torch
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    console = Console()
+    kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        load_benchmarks()
+        registry, runner, plug = (importlib.import_module(f"{PACKAGE}.{m}") for m in ("registry", "runner", "peers"))
+        benchmarks = registry.discover(ops or None)
+    except (FileNotFoundError, ValueError) as error:
+        console.print(str(error), style="red")
+        return 2
+    if kind == "cuda" and not torch.cuda.is_available():
+        console.print("--device cuda: this machine has no GPU that PyTorch can use", style="red")
+        return 2
+    if kind == "cpu":
+        torch.set_num_threads(threads)
+    if peers is not None:
+        plug.add_peers(peers)
+    total = sum(len(benchmark.of(kind, quick, case)) for benchmark in benchmarks)
+    rows: dict[str, list[Any]] = {}
+    with Progress(
+        BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"), console=console
+    ) as progress:
+        task = progress.add_task("ceilings", total=total)
+
+        def advance(text: str, steps: int) -> None:
+            progress.update(task, description=text, advance=steps)
+
+        try:
+            for benchmark, found in runner.run_benchmarks(benchmarks, kind, quick, case, provider, False, advance):
+                runner.save_rows(runner.results_path(output, kind, benchmark.op), benchmark, found)
+                rows.setdefault(benchmark.op, []).extend(found)
+        except runner.WrongResultError as error:
+            console.print(f"[red]wrong result, nothing timed:[/red] {error}")
+            return 1
+    for op, found in rows.items():
+        console.print(_table(op, found))
+    console.print(f"Rows with all conditions: {output}/<device>/<op>.csv")
+    return 0
+
+
+def _table(op: str, rows: list[dict[str, str]]) -> Any:
+    from rich.table import Table
+
+    table = Table(title=op, title_justify="left")
+    for name in ("case", "provider", "mode"):
+        table.add_column(name)
+    for name in ("p50 us", "p20..p80", "roofline"):
+        table.add_column(name, justify="right")
+    before = None
+    for row in sorted(rows, key=lambda r: (r["case"], r["mode"], float(r.get("p50_us") or "inf"))):
+        case, before = (row["case"] if row["case"] != before else ""), row["case"]
+        if row.get("p50_us"):
+            spread = f"{row['p20_us']}..{row['p80_us']}"
+            cells = (f"{float(row['p50_us']):,.1f}", spread, f"{float(row['roofline']):.0%}")
+        else:
+            cells = ("", "", row.get("note", ""))
+        style = "bold" if row["provider"] == "pc" else None
+        table.add_row(case, row["provider"], row["mode"], *cells, style=style)
+    return table

@@ -1,0 +1,103 @@
+"""`python -m pc info`: what a bug report needs."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+
+from .triton_ops._attention.constants import architecture, decode_tiles, prefill_tiles
+from .triton_ops._triton import HAS_TRITON, INTERPRET
+
+PACKAGES = ("torch", "triton", "numpy", "einops", "transformers", "vllm", "xxhash")
+VARIABLES = ("TRITON_INTERPRET", "PC_DEBUG", "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "HF_HUB_OFFLINE")
+
+Sections = dict[str, dict[str, str]]
+
+
+def collect_info() -> Sections:
+    """Versions, devices, which kernels serve each of them, where things are cached; sections of names and values."""
+    sections = {
+        "versions": {
+            "pc": f"{_version('pc-kernels')} in {Path(__file__).resolve().parent}",
+            "python": f"{platform.python_version()}, {sys.executable}",
+            **{name: _version(name) for name in PACKAGES},
+            "platform": platform.platform(),
+        },
+        "cpu": _cpu(),
+    }
+    count = torch.cuda.device_count()
+    for index in range(count):
+        sections[f"cuda:{index}"] = _gpu(torch.device("cuda", index))
+    if count == 0:
+        sections["gpu"] = {"device": "none that PyTorch can use"}
+    sections["caches"] = _cache_directories()
+    sections["environment"] = {name: os.environ.get(name, "not set") for name in VARIABLES}
+    return sections
+
+
+def format_info(sections: Sections) -> str:
+    """The sections as aligned lines of text."""
+    width = max(len(name) for values in sections.values() for name in values)
+    lines = []
+    for title, values in sections.items():
+        lines += [title, *(f"  {name:{width}}  {value}" for name, value in values.items())]
+    return "\n".join(lines)
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _cpu() -> dict[str, str]:
+    if INTERPRET:
+        serves = "triton kernels in the interpreter (TRITON_INTERPRET was set at import)"
+    else:
+        serves = "PyTorch references"
+    return {
+        "device": f"{platform.processor() or platform.machine()}, {os.cpu_count()} processors",
+        "threads": f"{torch.get_num_threads()} of PyTorch, {torch.backends.cpu.get_cpu_capability()}",
+        "operators": serves,
+    }
+
+
+def _gpu(device: torch.device) -> dict[str, str]:
+    properties = torch.cuda.get_device_properties(device)
+    arch = architecture(device)
+    found = {
+        "device": f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB, {arch.num_processors} processors",
+        "architecture": arch.name,
+        "runtime": f"HIP {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda}",
+        "operators": "triton kernels" if HAS_TRITON else "none: triton is not installed",
+        "float8 e4m3": "read natively" if arch.has_e4m3 else "converted by bit operations",
+    }
+    for head_dim in (64, 128, 256):
+        decode, prefill = decode_tiles(arch.name, head_dim, 2, 16, False), prefill_tiles(arch.name, head_dim, 2, False)
+        for name, tiles in (("decode", decode), ("prefill", prefill)):
+            found[f"{name} {head_dim}"] = (
+                f"tiles of {tiles.block_m}x{tiles.block_n}, {tiles.num_warps} warps, {tiles.num_stages} stages"
+            )
+    return found
+
+
+def _cache_directories() -> dict[str, str]:
+    home = Path.home()
+    inductor = Path(tempfile.gettempdir()) / f"torchinductor_{os.environ.get('USER', 'root')}"
+    defaults = {
+        "TRITON_CACHE_DIR": home / ".triton" / "cache",
+        "TORCHINDUCTOR_CACHE_DIR": inductor,
+        "HF_HOME": home / ".cache" / "huggingface",
+    }
+    found = {}
+    for name, default in defaults.items():
+        path = Path(os.environ.get(name, default))
+        found[name] = f"{path}{'' if path.exists() else ' (not there yet)'}"
+    return found

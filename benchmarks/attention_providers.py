@@ -1,0 +1,411 @@
+"""Who computes attention: this package, PyTorch's ways, and the kernels of others where they are installed.
+
+Every provider gets the same tensors. What a serving engine does once a step for all layers (plans, masks, compacted
+tables) is prepared outside the timing, for all alike.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+import pc
+
+from .attention import AttentionCall
+from .conditions import version
+from .registry import OURS, Provider, UnsupportedError
+
+Run = Callable[[], Any]
+
+
+def _pc(op: str, call: AttentionCall) -> Run:
+    arguments = call.arguments(op)
+    function = getattr(pc, op)
+    plan = _plan(op, call, arguments)
+    if plan is not None:
+        arguments["plan"] = plan
+    return lambda: function(**arguments)
+
+
+def _plan(op: str, call: AttentionCall, arguments: dict[str, Any]) -> torch.Tensor | None:
+    """The step's plan, which all layers share; on a CPU the references need none."""
+    if call.query.device.type == "cpu" or not hasattr(pc, "attention_plan"):
+        return None
+    given = {name: arguments[name] for name in ("window", "num_sink_tokens", "query_positions") if name in arguments}
+    plan: torch.Tensor = pc.attention_plan(
+        call.block_tables, call.seq_lens, call.query_start_loc, call.case.block_size, **given
+    )
+    return plan
+
+
+def _pc_self_planned(op: str, call: AttentionCall) -> Run:
+    arguments = call.arguments(op)
+    function = getattr(pc, op)
+    return lambda: function(**arguments)
+
+
+def _pc_invariant(op: str, call: AttentionCall) -> Run:
+    arguments = call.arguments(op) | {"batch_invariant": True}
+    function = getattr(pc, op)
+    return lambda: function(**arguments)
+
+
+def _sdpa(call: AttentionCall) -> Run:
+    """Gathers the live keys and values of sequences of one shape, then scaled_dot_product_attention."""
+    case, device = call.case, call.query.device
+    if case.cache_dtype:
+        raise UnsupportedError("quantized cache")
+    if case.sinks:
+        raise UnsupportedError("attention sinks")
+    tables, starts = call.block_tables.cpu().numpy(), np.cumsum([0, *case.q_lens])
+    groups: dict[tuple[int, int], list[int]] = {}
+    for i, lengths in enumerate(zip(case.seq_lens, case.q_lens, strict=True)):
+        groups.setdefault(lengths, []).append(i)
+    parts = []
+    for (_, q_len), members in groups.items():
+        positions = case.positions(members[0])
+        if len(positions) * case.seq_lens[members[0]] > 1 << 28 and not _square(call, members[0]):
+            raise UnsupportedError("a mask of more than 256 MB")
+        mask, live = _mask(call, members[0], positions)
+        slots = np.stack(
+            [tables[i][live // case.block_size] * case.block_size + live % case.block_size for i in members]
+        )
+        rows = np.stack([np.arange(starts[i], starts[i] + q_len) for i in members])
+        parts.append(
+            (
+                torch.from_numpy(slots).long().to(device),
+                None if len(groups) == 1 else torch.from_numpy(rows).to(device),
+                mask if mask is None or isinstance(mask, str) else torch.from_numpy(mask).to(device),
+            )
+        )
+    block_size, shape = case.block_size, call.query.shape
+
+    def read(cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        return cache[slots // block_size, slots % block_size].transpose(1, 2)
+
+    def run() -> torch.Tensor:
+        out = torch.empty(shape, dtype=call.query.dtype, device=device) if len(parts) > 1 else None
+        for slots, rows, mask in parts:
+            q = call.query.view(slots.shape[0], -1, *shape[1:]) if rows is None else call.query[rows]
+            o = torch.nn.functional.scaled_dot_product_attention(
+                q.transpose(1, 2),
+                read(call.key_cache, slots),
+                read(call.value_cache, slots),
+                attn_mask=mask if isinstance(mask, torch.Tensor) else None,
+                is_causal=isinstance(mask, str),
+                scale=call.scale,
+                enable_gqa=True,
+            ).transpose(1, 2)
+            if out is None:
+                return o.reshape(shape)
+            out[rows] = o
+        assert out is not None
+        return out
+
+    return run
+
+
+def _square(call: AttentionCall, i: int) -> bool:
+    """Whether sequence `i` is a whole prefill, for which PyTorch needs no mask."""
+    case = call.case
+    return case.live is None and not case.window and case.q_lens[i] == case.seq_lens[i]
+
+
+def _mask(call: AttentionCall, i: int, positions: np.ndarray) -> tuple[Any, np.ndarray]:
+    """None, "causal" or an array `[queries, live keys]`, and the keys that any query attends to."""
+    case = call.case
+    if _square(call, i):
+        return ("causal" if case.q_lens[i] > 1 else None), np.arange(case.seq_lens[i])
+    visible = case.visible(i, positions)
+    live = np.flatnonzero(visible.any(axis=0))
+    mask = visible[:, live]
+    return (None if mask.all() else mask), live
+
+
+def _compacted(call: AttentionCall) -> Run:
+    """Drops the dead blocks from the table and calls the dense kernel; exact only behind block-aligned holes."""
+    case = call.case
+    if case.live is None or case.window or case.queries is not None:
+        raise UnsupportedError("compaction needs holes, all queries behind them, and no window")
+    tables = call.block_tables.cpu()
+    kept = [row[row >= 0] for row in tables]
+    compact = torch.zeros(len(kept), max(map(len, kept)), dtype=torch.int32)
+    for row, blocks in zip(compact, kept, strict=True):
+        row[: len(blocks)] = blocks
+    lens = [int(case.present(i).sum()) for i in range(len(kept))]
+    arguments = call.arguments("paged_attention") | {
+        "block_tables": compact.to(call.query.device),
+        "seq_lens": torch.tensor(lens, dtype=torch.int32, device=call.query.device),
+        "max_seq_len": max(lens),
+    }
+    if call.query.device.type == "cuda" and hasattr(pc, "attention_plan"):
+        arguments["plan"] = pc.attention_plan(
+            arguments["block_tables"], arguments["seq_lens"], call.query_start_loc, case.block_size
+        )
+    return lambda: pc.paged_attention(**arguments)
+
+
+def _whole(call: AttentionCall, name: str, window: bool = True, quantized: bool = False) -> None:
+    """Refuses what rivals without holes, sink tokens or scattered queries cannot do."""
+    case = call.case
+    refused = {
+        "holes": case.live is not None,
+        "queries at scattered positions": case.queries is not None,
+        "sink tokens": case.num_sink_tokens > 0,
+        "a window": case.window > 0 and not window,
+        "a quantized cache": case.cache_dtype is not None and not quantized,
+    }
+    for what, present in refused.items():
+        if present:
+            raise UnsupportedError(f"{name} has no {what}")
+
+
+def _flex(call: AttentionCall, compile: bool = True) -> Run:
+    """FlexAttention over the cache as one sequence of slots, with a block mask in physical blocks."""
+    from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+    case, device, size = call.case, call.query.device, call.case.block_size
+    if case.sinks or case.cache_dtype or case.shared:
+        raise UnsupportedError("attention sinks, quantized cache or shared blocks")
+    if len(set(case.q_lens)) != 1:
+        raise UnsupportedError("sequences of unequal query length")
+    batch, q_len, q_block = len(case.q_lens), case.q_lens[0], 128
+    tables = call.block_tables.cpu().numpy()
+    num_blocks, q_blocks = call.key_cache.shape[0], -(-q_len // q_block)
+    part, full = (np.zeros((batch, 1, q_blocks, tables.shape[1]), dtype=np.int32) for _ in range(2))
+    part_n, full_n = (np.zeros((batch, 1, q_blocks), dtype=np.int32) for _ in range(2))
+    # Blocks of others lie past the end, since what is not compiled evaluates the predicate alone.
+    logical = np.full((batch, num_blocks), tables.shape[1], dtype=np.int32)
+    positions = np.stack([case.positions(i) for i in range(batch)])
+    for i in range(batch):
+        held = np.flatnonzero(tables[i] >= 0)
+        logical[i, tables[i][held]] = held
+        for j in range(q_blocks):
+            p = positions[i, j * q_block : (j + 1) * q_block]
+            edges = held * size
+            low = p - case.window + 1 if case.window else np.zeros_like(p)
+            reach = (edges <= p[-1]) & ((edges + size > low[0]) | (edges < case.num_sink_tokens))
+            whole = reach & (edges + size - 1 <= p[0]) & (edges >= low[-1])
+            whole &= edges + size <= case.seq_lens[i]
+            for kind, numbers, counts in ((whole, full, full_n), (reach & ~whole, part, part_n)):
+                chosen = tables[i][held[kind]]
+                numbers[i, 0, j, : len(chosen)] = chosen
+                counts[i, 0, j] = len(chosen)
+    on = lambda array: torch.from_numpy(array).to(device)  # noqa: E731
+    logical_t, positions_t, lens = on(logical), on(positions), call.seq_lens
+
+    def visible(b: Any, h: Any, q: Any, slot: Any) -> Any:
+        t, p = logical_t[b, slot // size] * size + slot % size, positions_t[b, q]
+        mask = (t <= p) & (t < lens[b])
+        if case.window:
+            mask = mask & ((t > p - case.window) | (t < case.num_sink_tokens))
+        return mask
+
+    mask = BlockMask.from_kv_blocks(
+        on(part_n),
+        on(part),
+        on(full_n),
+        on(full),
+        BLOCK_SIZE=(q_block, size),
+        mask_mod=visible,
+        seq_lengths=(q_len, num_blocks * size),
+        compute_q_blocks=False,
+    )
+    if call.key_cache.stride(1) != case.heads[1] * case.head_dim:
+        raise UnsupportedError("head-major caches")
+    keys, values = (c.flatten(0, 1).transpose(0, 1)[None] for c in (call.key_cache, call.value_cache))
+    query = call.query.view(batch, q_len, *call.query.shape[1:]).transpose(1, 2)
+    attend = _compiled_flex() if compile else flex_attention
+    options = {"BLOCK_N": min(size, 64)} if compile else None
+    return lambda: attend(
+        query, keys, values, block_mask=mask, scale=call.scale, enable_gqa=True, kernel_options=options
+    ).transpose(1, 2)
+
+
+@functools.cache
+def _compiled_flex() -> Any:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention, dynamic=False)
+
+
+def _varlen(call: AttentionCall) -> Run:
+    from torch.nn.attention.varlen import varlen_attn
+
+    _whole(call, "varlen_attn")
+    case = call.case
+    if case.sinks:
+        raise UnsupportedError("attention sinks")
+    starts = torch.tensor([0, *np.cumsum(case.seq_lens).tolist()], dtype=torch.int32, device=call.query.device)
+    return lambda: varlen_attn(
+        call.query,
+        call.key_cache,
+        call.value_cache,
+        call.query_start_loc,
+        starts,
+        max(case.q_lens),
+        max(case.seq_lens),
+        scale=call.scale,
+        window_size=(case.window - 1 if case.window else -1, 0),
+        enable_gqa=True,
+        seqused_k=call.seq_lens,
+        block_table=call.block_tables,
+    )
+
+
+def _varlen_version() -> str:
+    from torch.nn.attention import varlen  # noqa: F401  where torch has it
+
+    return torch.__version__
+
+
+def _flashinfer(call: AttentionCall) -> Run:
+    import flashinfer
+
+    _whole(call, "FlashInfer", quantized=True)
+    case, device = call.case, call.query.device
+    if case.cache_dtype == "int8":
+        raise UnsupportedError("int8 cache")
+    if case.sinks:
+        raise UnsupportedError("attention sinks")
+    counts = [-(-length // case.block_size) for length in case.seq_lens]
+    tables = call.block_tables.cpu()
+    indices = torch.cat([row[:n] for row, n in zip(tables, counts, strict=True)]).to(device)
+    indptr = torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32)
+    last = torch.tensor([(length - 1) % case.block_size + 1 for length in case.seq_lens], dtype=torch.int32)
+    workspace = _workspace(device)
+    common = {
+        "sm_scale": call.scale,
+        "window_left": case.window - 1 if case.window else -1,
+        "q_data_type": call.query.dtype,
+        "kv_data_type": call.key_cache.dtype,
+    }
+    cache = (call.key_cache, call.value_cache)
+    layout = case.layout
+    if layout == "HND":
+        cache = (call.key_cache.transpose(1, 2), call.value_cache.transpose(1, 2))
+    sizes = (*case.heads, case.head_dim, case.block_size)
+    if max(case.q_lens) == 1:
+        wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, layout, use_tensor_cores=True)
+        wrapper.plan(indptr, indices, last, *sizes, **common)
+    else:
+        wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, layout)
+        wrapper.plan(call.query_start_loc.cpu(), indptr, indices, last, *sizes, causal=True, **common)
+    return lambda: wrapper.run(call.query, cache)
+
+
+def _workspace(device: torch.device) -> torch.Tensor:
+    # Of its own per wrapper: a plan lives in it.
+    return torch.zeros(128 << 20, dtype=torch.uint8, device=device)
+
+
+def _flash_attn_4(call: AttentionCall) -> Run:
+    from flash_attn.cute.interface import flash_attn_varlen_func
+
+    _whole(call, "flash-attn-4")
+    case = call.case
+    return lambda: flash_attn_varlen_func(
+        call.query,
+        call.key_cache,
+        call.value_cache,
+        cu_seqlens_q=call.query_start_loc,
+        max_seqlen_q=max(case.q_lens),
+        max_seqlen_k=max(case.seq_lens),
+        seqused_k=call.seq_lens,
+        page_table=call.block_tables,
+        softmax_scale=call.scale,
+        causal=True,
+        window_size=(case.window - 1, 0) if case.window else (None, None),
+        learnable_sink=None if call.sinks is None else call.sinks.to(torch.bfloat16),
+    )
+
+
+def _vllm_triton(call: AttentionCall) -> Run:
+    from vllm.v1.attention.ops.triton_unified_attention import unified_attention
+
+    _whole(call, "vLLM's unified_attention", quantized=True)
+    case, device, heads = call.case, call.query.device, call.case.heads
+    if case.cache_dtype == "int8":
+        raise UnsupportedError("int8 cache with one scale")
+    # As vLLM's backend sets them: at most 16 segments, and none above a threshold of sequences.
+    threshold, segments, rows = 128 // heads[1], 16, max(128 // heads[1], len(case.seq_lens))
+    padded = 1 << (case.head_dim - 1).bit_length()
+    empty = functools.partial(torch.empty, dtype=torch.float32, device=device)
+    scratch = (
+        empty(rows, heads[0], segments, padded),
+        empty(rows, heads[0], segments),
+        empty(rows, heads[0], segments),
+    )
+    descale = None
+    if call.k_scale is not None:
+        descale = call.k_scale.expand(len(case.seq_lens), heads[1])
+
+    def run() -> torch.Tensor:
+        out = torch.empty_like(call.query)
+        unified_attention(
+            q=call.query,
+            k=call.key_cache,
+            v=call.value_cache,
+            out=out,
+            cu_seqlens_q=call.query_start_loc,
+            max_seqlen_q=max(case.q_lens),
+            seqused_k=call.seq_lens,
+            max_seqlen_k=max(case.seq_lens),
+            softmax_scale=call.scale,
+            causal=True,
+            window_size=(case.window - 1, 0) if case.window else (-1, -1),
+            block_table=call.block_tables,
+            softcap=0,
+            q_descale=None,
+            k_descale=descale,
+            v_descale=descale,
+            seq_threshold_3D=threshold,
+            num_par_softmax_segments=segments,
+            softmax_segm_output=scratch[0],
+            softmax_segm_max=scratch[1],
+            softmax_segm_expsum=scratch[2],
+            sinks=call.sinks,
+        )
+        return out
+
+    return run
+
+
+def vllm_version() -> str:
+    """Of vLLM, whose attention operators are plain Triton and are imported from an unpacked wheel."""
+    found = version("vllm")
+    # Compiled extensions and models are not needed for its Triton kernels, and may be missing.
+    for name in ("vllm._C", "vllm._moe_C", "vllm._rocm_C"):
+        sys.modules.setdefault(name, types.ModuleType(name))
+    import vllm.triton_utils  # noqa: F401
+
+    return found
+
+
+def attention_providers(op: str) -> tuple[Provider, ...]:
+    """Ours and all rivals, for one of the attention operators."""
+    torch_version = lambda: torch.__version__  # noqa: E731
+    ours = lambda: pc.__version__  # noqa: E731
+    rivals = [
+        Provider("torch SDPA over gathered KV", _sdpa, torch_version),
+        Provider("FlexAttention, paged mask", _flex, torch_version, "cuda"),
+        Provider("torch varlen_attn", _varlen, _varlen_version, "cuda"),
+        Provider("FlashInfer", _flashinfer, lambda: version("flashinfer-python"), "cuda"),
+        Provider("flash-attn-4", _flash_attn_4, lambda: version("flash-attn-4"), "cuda"),
+        Provider("vLLM unified_attention", _vllm_triton, vllm_version, "cuda"),
+    ]
+    if op == "sparse_gap_attention":
+        rivals.insert(0, Provider("compaction + pc.paged_attention", _compacted, ours))
+    return (
+        Provider(OURS, functools.partial(_pc, op), ours),
+        Provider("pc, planning in each call", functools.partial(_pc_self_planned, op), ours, "cuda"),
+        Provider("pc, batch-invariant", functools.partial(_pc_invariant, op), ours, "cuda"),
+        *rivals,
+    )

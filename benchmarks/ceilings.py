@@ -1,0 +1,69 @@
+"""What the machine can do at most, measured in the same run as what is held against it."""
+
+from __future__ import annotations
+
+import functools
+import time
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """Of one device.
+
+    Attributes:
+        copy: Bytes a second of a large device copy, read plus written.
+        matmul: Floating-point operations a second of a large matrix product in the dtype the attention runs in.
+        dtype: That dtype.
+    """
+
+    copy: float
+    matmul: float
+    dtype: str
+
+    def seconds(self, bytes_moved: int, flops: int) -> float:
+        """The least time that this much work takes here."""
+        return max(bytes_moved / self.copy, flops / self.matmul)
+
+
+def _best(run, device: torch.device, seconds: float) -> float:  # type: ignore[no-untyped-def]
+    """Shortest time of a call; a ceiling is what was reached once."""
+    run()
+    best, end = float("inf"), time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        if device.type == "cuda":
+            events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+            events[0].record()
+            run()
+            events[1].record()
+            events[1].synchronize()
+            best = min(best, events[0].elapsed_time(events[1]) / 1e3)
+        else:
+            start = time.perf_counter()
+            run()
+            best = min(best, time.perf_counter() - start)
+    return best
+
+
+@functools.cache
+def measure_ceilings(kind: str, tiny: bool = False) -> Ceilings:
+    """Copies 2 GiB on a GPU or 256 MiB on a CPU, and multiplies square matrices.
+
+    Args:
+        kind: "cpu" or "cuda".
+        tiny: Small tensors: a test of the harness, whose numbers mean nothing.
+    """
+    device = torch.device(kind)
+    dtype = torch.float32 if kind == "cpu" else torch.bfloat16
+    size = 1 << 20 if tiny else 1 << 28 if kind == "cpu" else 1 << 31
+    side = 64 if tiny else 2048 if kind == "cpu" else 8192
+    seconds = 0.01 if tiny else 1.0
+    source = torch.zeros(size, dtype=torch.uint8, device=device)
+    target = torch.ones_like(source)
+    copy = 2 * size / _best(functools.partial(target.copy_, source), device, seconds)
+    a, b = (torch.randn(side, side, dtype=dtype, device=device) for _ in range(2))
+    out = torch.empty_like(a)
+    matmul = 2 * side**3 / _best(lambda: torch.matmul(a, b, out=out), device, seconds)
+    return Ceilings(copy, matmul, str(dtype).removeprefix("torch."))

@@ -1,0 +1,87 @@
+"""Under which conditions a row was measured: machine, versions, commit, date."""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import importlib.metadata
+import os
+import platform
+import re
+import subprocess
+
+import torch
+
+from .registry import ROOT
+
+SOURCES = ("triton_ops", "cache", "integrations", "_pc", "benchmarks/*.py")
+
+
+def version(package: str) -> str:
+    """Of an installed distribution; raises ImportError where there is none."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError as error:
+        raise ImportError(f"{package} is not installed") from error
+
+
+def _output(*command: str) -> str:
+    try:
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    except OSError:
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+@functools.cache
+def commit() -> str:
+    """Short hash of the checkout, with a plus where sources differ from it."""
+    known = _output("git", "rev-parse", "--short", "HEAD")
+    if not known:
+        return os.environ.get("PC_COMMIT", "unknown")
+    return known + ("+" if _output("git", "status", "--porcelain", "--", *SOURCES) else "")
+
+
+def device_name(kind: str) -> str:
+    """As its maker calls it; a CPU with the number of cores that PyTorch uses."""
+    if kind == "cuda":
+        return torch.cuda.get_device_name()
+    try:
+        with open("/proc/cpuinfo") as file:
+            model = re.search(r"model name\s*:\s*(.+)", file.read())
+    except OSError:
+        model = None
+    name = model[1] if model else platform.processor() or platform.machine()
+    threads = torch.get_num_threads()
+    return f"{name}, {threads} thread{'s' if threads > 1 else ''}"
+
+
+def device_folder(kind: str) -> str:
+    """Name of the folder that holds a device's results: "cpu", "nvidia-h200"."""
+    return "cpu" if kind == "cpu" else re.sub(r"[^a-z0-9]+", "-", device_name(kind).lower()).strip("-")
+
+
+@functools.cache
+def driver(kind: str) -> str:
+    """Version of the GPU's driver; a CPU has none."""
+    if kind == "cpu":
+        return ""
+    found = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").splitlines()
+    return found[0] if found else f"runtime {torch.version.cuda or torch.version.hip}"
+
+
+def conditions(kind: str) -> dict[str, str]:
+    """The columns that every row ends with."""
+    try:
+        triton = version("triton")
+    except ImportError:
+        triton = ""
+    return {
+        "device": device_name(kind),
+        "driver": driver(kind),
+        "torch": torch.__version__,
+        "triton": triton,
+        "python": platform.python_version(),
+        "commit": commit(),
+        "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d"),
+    }

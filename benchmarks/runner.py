@@ -1,0 +1,190 @@
+"""Runs benchmarks: checks every provider's numbers first, then times those that are right, in turns."""
+
+from __future__ import annotations
+
+import csv
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from . import timing
+from .ceilings import Ceilings, measure_ceilings
+from .conditions import conditions, device_folder
+from .registry import OURS, Benchmark, Case, Inputs, Provider, UnsupportedError, WrongError
+
+Row = dict[str, str]
+MEASURED = ("p20_us", "p50_us", "p80_us", "samples", "error", "bytes", "flops", "copy_gbs", "matmul_tflops", "roofline")
+KEY = ("case", "provider", "mode")
+# Inputs rotate over four times the last-level cache, so that each call finds its own cold.
+ROTATE = {"cpu": 128 << 20, "cuda": 256 << 20}
+
+
+class WrongResultError(Exception):
+    """This package's own operator gave wrong numbers; nothing of it was timed."""
+
+
+def run_case(
+    benchmark: Benchmark,
+    case: Case,
+    seconds: float,
+    only: str | None = None,
+    tiny: bool = False,
+    note: Callable[[str], None] = lambda text: None,
+) -> list[Row]:
+    """Measures one case.
+
+    Args:
+        benchmark: Whose providers take part.
+        case: Which inputs.
+        seconds: About how long per mode.
+        only: Besides ours, only providers whose name contains this.
+        tiny: Next to no rotation and time: a test of the harness.
+        note: Told which provider is being prepared.
+
+    Returns:
+        A row per provider and mode; a provider that cannot do the case has one row with a note and no times.
+
+    Raises:
+        WrongResultError: Our own result is wrong.
+    """
+    device = torch.device(case.device)
+    ceilings = measure_ceilings(case.device, tiny)
+    inputs = case.build(device, 0 if tiny else ROTATE[case.device])
+    ready: dict[str, list[Callable[[], Any]]] = {}
+    facts: dict[str, Row] = {}
+    rows: list[Row] = []
+    for provider in benchmark.providers:
+        if provider.device not in (None, case.device) or (only and provider.name != OURS and only not in provider.name):
+            continue
+        try:
+            version = provider.version()
+        except ImportError:
+            continue
+        note(provider.name)
+        fact = {"case": case.name, "provider": provider.name, "version": version}
+        try:
+            runs, error = _prepare(provider, inputs)
+        except WrongError as error:
+            if provider.name == OURS:
+                raise WrongResultError(f"{benchmark.op}, {case.name}: {error}") from error
+            rows.append(fact | {"mode": "", "note": f"wrong: {error}"})
+        except UnsupportedError as error:
+            rows.append(fact | {"mode": "", "note": f"n/a: {error}"})
+        except Exception as error:
+            if provider.name == OURS:
+                raise
+            rows.append(fact | {"mode": "", "note": f"fails: {_first_line(error)}"})
+        else:
+            ready[provider.name], facts[provider.name] = runs, fact | {"error": f"{error:.3g}"}
+    note("timing")
+    modes = {"eager": timing.time_eager(ready, device, seconds)}
+    if case.device == "cuda":
+        graphs = {}
+        for name, runs in ready.items():
+            try:
+                graphs[name] = (timing.capture(runs), len(runs))
+            except Exception as error:  # noqa: PERF203
+                facts[name]["note"] = f"no CUDA graph: {_first_line(error)}"
+                torch.cuda.synchronize()
+        modes["graph"] = timing.time_graphs(graphs, seconds)
+    for mode, times in modes.items():
+        for name, quantiles in times.items():
+            rows.append(facts[name] | {"mode": mode} | _numbers(inputs, quantiles, ceilings))
+    shared = case.conditions | conditions(case.device)
+    return [row | shared for row in rows]
+
+
+def _prepare(provider: Provider, inputs: Inputs) -> tuple[list[Callable[[], Any]], float]:
+    runs = [provider.prepare(call) for call in inputs.calls]
+    return runs, inputs.check(inputs.calls[-1], runs[-1])
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0][:160] if text else ''}"
+
+
+def _numbers(inputs: Inputs, quantiles: timing.Quantiles, ceilings: Ceilings) -> Row:
+    ideal = ceilings.seconds(inputs.bytes, inputs.flops)
+    return {
+        "p20_us": f"{quantiles.p20:.2f}",
+        "p50_us": f"{quantiles.p50:.2f}",
+        "p80_us": f"{quantiles.p80:.2f}",
+        "samples": str(quantiles.samples),
+        "bytes": str(inputs.bytes),
+        "flops": str(inputs.flops),
+        "copy_gbs": f"{ceilings.copy / 1e9:.1f}",
+        "matmul_tflops": f"{ceilings.matmul / 1e12:.3f}",
+        "roofline": f"{ideal * 1e6 / quantiles.p50:.3f}",
+    }
+
+
+def results_path(folder: Path, kind: str, op: str) -> Path:
+    """Where the rows of an operator lie."""
+    return folder / device_folder(kind) / f"{op}.csv"
+
+
+def read_rows(path: Path) -> list[Row]:
+    """Rows of a file; none where there is no file."""
+    if not path.exists():
+        return []
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def save_rows(path: Path, benchmark: Benchmark, rows: Iterable[Row]) -> None:
+    """Puts new rows in the place of those of the same cases; drops other machines and cases that are gone."""
+    rows = list(rows)
+    if not rows:
+        return
+    measured = {row["case"] for row in rows}
+    order = {case.name: i for i, case in enumerate(benchmark.cases)}
+    kept = [
+        row
+        for row in read_rows(path)
+        if row["case"] not in measured and row["case"] in order and row["device"] == rows[0]["device"]
+    ]
+    rows = sorted([*kept, *rows], key=lambda row: order[row["case"]])
+    columns = [*KEY, "version", *MEASURED, "note"]
+    columns += [name for row in rows for name in row if name not in columns]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(dict.fromkeys(columns)), restval="", lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def run_benchmarks(
+    benchmarks: list[Benchmark],
+    kind: str,
+    quick: bool,
+    pattern: str = "",
+    only: str | None = None,
+    tiny: bool = False,
+    advance: Callable[[str, int], None] = lambda text, steps: None,
+) -> Iterator[tuple[Benchmark, list[Row]]]:
+    """Measures case after case; gives the rows of each as they come.
+
+    Args:
+        benchmarks: Which operators.
+        kind: "cpu" or "cuda".
+        quick: Only the cases marked so, and a tenth of the time.
+        pattern: Only cases whose name contains this.
+        only: Besides ours, only providers whose name contains this.
+        tiny: As in `run_case`.
+        advance: Told what is being done, and how many cases were finished since.
+    """
+    seconds = 0.02 if tiny else 1.0 if quick else 3.0
+    for benchmark in benchmarks:
+        for case in benchmark.of(kind, quick, pattern):
+            start = time.perf_counter()
+            title = f"{benchmark.op}: {case.name}"
+            advance(title, 0)
+            rows = run_case(
+                benchmark, case, seconds, only, tiny, lambda name, title=title: advance(f"{title}, {name}", 0)
+            )
+            advance(f"{title} took {time.perf_counter() - start:.0f} s", 1)
+            yield benchmark, rows

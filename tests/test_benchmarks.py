@@ -1,0 +1,240 @@
+"""The harness: what it counts, what it refuses, what it writes; the operators' speed is not tested here."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import importlib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import pc
+from pc.bench import PACKAGE, load_benchmarks, run_bench
+
+load_benchmarks()
+attention, attention_providers, peers, registry, runner = (
+    importlib.import_module(f"{PACKAGE}.{name}")
+    for name in ("attention", "attention_providers", "peers", "registry", "runner")
+)
+CPU = torch.device("cpu")
+SMALL = {"heads": (4, 2), "head_dim": 16, "block_size": 8}
+
+
+@pytest.fixture(autouse=True)
+def _plain_empty(_nan_filled_empty):
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("op", registry.operators())
+def test_every_operator_has_a_benchmark(op: str) -> None:
+    (benchmark,) = registry.discover([op])
+    assert benchmark.op == op
+    assert benchmark.providers[0].name == registry.OURS
+    for kind in ("cpu", "cuda"):
+        assert benchmark.of(kind, True), kind
+        assert set(benchmark.of(kind, True)) <= set(benchmark.of(kind, False))
+        assert len({case.name for case in benchmark.of(kind, False)}) == len(benchmark.of(kind, False))
+
+
+def test_an_unknown_operator_is_named() -> None:
+    with pytest.raises(ValueError, match=r"op: got 'nothing'.*paged_attention"):
+        registry.discover(["nothing"])
+
+
+CASES = {
+    "decode": {"seq_lens": (37, 5), "q_lens": (1, 1)},
+    "prefill": {"seq_lens": (37,), "q_lens": (37,)},
+    "mixed": {"seq_lens": (37, 64, 12), "q_lens": (1, 20, 12)},
+    "window": {"seq_lens": (61, 20), "q_lens": (9, 1), "window": 10, "num_sink_tokens": 3},
+    "holes": {"seq_lens": (64, 64), "q_lens": (1, 1), "live": ((0, 16), (48, 64))},
+    "holes and window": {"seq_lens": (64,), "q_lens": (4,), "live": ((0, 8), (40, 64)), "window": 12},
+    "queries inside": {"seq_lens": (64,), "q_lens": (11,), "queries": ((10, 15), (40, 46))},
+    "shared": {"seq_lens": (40, 50), "q_lens": (1, 1), "shared": 32},
+    "sinks": {"seq_lens": (33,), "q_lens": (5,), "sinks": True, "window": 8},
+    "head-major": {"seq_lens": (33,), "q_lens": (5,), "layout": "HND"},
+    "int8": {"seq_lens": (33,), "q_lens": (5,), "cache_dtype": "int8"},
+    "float8": {"seq_lens": (33,), "q_lens": (5,), "cache_dtype": "float8_e4m3fn"},
+    "float16": {"seq_lens": (33,), "q_lens": (5,), "dtype": "float16"},
+}
+
+
+def build(name: str) -> Any:
+    return attention.AttentionInputs(attention.AttentionCase(**{**SMALL, **CASES[name]}), CPU, 0)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_counts_are_those_of_the_mask(name: str) -> None:
+    inputs = build(name)
+    case = inputs.case
+    pairs, cells = 0, set()
+    for i in range(len(case.seq_lens)):
+        mask = case.visible(i, case.positions(i))
+        pairs += int(mask.sum())
+        blocks = inputs.calls[0].block_tables[i].tolist()
+        cells |= {(blocks[t // 8], t % 8) for t in np.flatnonzero(mask.any(axis=0)).tolist()}
+    item = 2 if name == "float16" else 4
+    stored = 1 if case.cache_dtype else item
+    assert inputs.flops == 4 * pairs * 4 * 16
+    assert inputs.bytes == 2 * sum(case.q_lens) * 4 * 16 * item + 2 * len(cells) * 2 * 16 * stored
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("op", ["paged_attention", "sliding_window_attention", "sparse_gap_attention"])
+def test_providers_that_take_a_case_are_right(name: str, op: str) -> None:
+    inputs = build(name)
+    if op == "paged_attention" and (inputs.case.window or inputs.case.queries):
+        pytest.skip("another operator's case")
+    if op == "sliding_window_attention" and (inputs.case.queries or not inputs.case.window):
+        pytest.skip("another operator's case")
+    right = []
+    for provider in attention_providers.attention_providers(op):
+        if provider.device is not None:
+            continue
+        try:
+            run = provider.prepare(inputs.calls[-1])
+        except registry.UnsupportedError:
+            continue
+        inputs.check(inputs.calls[-1], run)
+        right.append(provider.name)
+    assert registry.OURS in right
+
+
+@pytest.mark.parametrize(
+    "name", [n for n in CASES if n not in ("window", "sinks", "int8", "float8", "shared", "mixed", "head-major")]
+)
+def test_flex_attention_is_asked_the_same(name: str) -> None:
+    inputs = build(name)
+    run = attention_providers._flex(inputs.calls[-1], compile=False)
+    inputs.check(inputs.calls[-1], run)
+
+
+def test_inputs_of_a_rotation_share_no_block() -> None:
+    tables = [call.block_tables for call in build("mixed").calls]
+    numbers = torch.cat([table[table >= 0] for table in tables])
+    assert len(tables) > 1
+    assert numbers.unique().numel() == numbers.numel()
+    assert not torch.equal(numbers, numbers.sort().values), "block tables are shuffled"
+
+
+def tiny(op: str) -> Any:
+    """The benchmark of `op` with its first quick CPU case, or a small one for attention."""
+    (benchmark,) = registry.discover([op])
+    case = benchmark.of("cpu", True)[0]
+    if op.endswith("attention"):
+        given = CASES["holes" if op.startswith("sparse") else "decode"] | SMALL
+        case = attention.attention_case("small", "cpu", True, **given)
+    return dataclasses.replace(benchmark, cases=(case,))
+
+
+def test_a_wrong_operator_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = pc.paged_attention
+    monkeypatch.setattr(pc, "paged_attention", lambda **given: right(**given) * 1.001)
+    benchmark = tiny("paged_attention")
+    with pytest.raises(runner.WrongResultError, match="paged_attention, small: off by"):
+        runner.run_case(benchmark, benchmark.cases[0], 0.01, tiny=True)
+
+
+def test_a_wrong_rival_gets_a_note_and_no_time() -> None:
+    benchmark = tiny("paged_attention")
+    wrong = registry.Provider("rival", lambda call: lambda: torch.full_like(call.query, float("nan")), lambda: "1")
+    absent = registry.Provider("absent", lambda call: None, lambda: attention_providers.version("no-such-package"))
+    benchmark = dataclasses.replace(benchmark, providers=(*benchmark.providers, wrong, absent))
+    rows = runner.run_case(benchmark, benchmark.cases[0], 0.01, tiny=True)
+    (row,) = (row for row in rows if row["provider"] == "rival")
+    assert row["note"].startswith("wrong: off by")
+    assert "p50_us" not in row
+    assert "absent" not in {row["provider"] for row in rows}
+
+
+@pytest.mark.parametrize("op", ["gather_blocks", "scatter_slots", "copy_blocks", "paged_attention"])
+def test_rows_carry_numbers_and_conditions(op: str, tmp_path: Path) -> None:
+    benchmark = tiny(op)
+    for _, rows in runner.run_benchmarks([benchmark], "cpu", True, tiny=True):
+        path = runner.results_path(tmp_path, "cpu", op)
+        runner.save_rows(path, benchmark, rows)
+    found = runner.read_rows(path)
+    assert path == tmp_path / "cpu" / f"{op}.csv"
+    assert len({row["provider"] for row in found}) > 1
+    for row in found:
+        assert float(row["p20_us"]) <= float(row["p50_us"]) <= float(row["p80_us"])
+        assert float(row["roofline"]) > 0
+        for column in ("device", "torch", "python", "commit", "date", "version", "copy_gbs", "matmul_tflops"):
+            assert row[column], column
+
+
+def test_saving_replaces_what_was_measured_again(tmp_path: Path) -> None:
+    one, two = (registry.Case(name, None, True, "cpu") for name in ("one", "two"))
+    benchmark = registry.Benchmark("op", (one, two), ())
+    path = tmp_path / "op.csv"
+    row = {"provider": "pc", "mode": "eager", "device": "this"}
+    runner.save_rows(path, benchmark, [row | {"case": "two", "p50_us": "1"}, row | {"case": "one", "p50_us": "2"}])
+    runner.save_rows(path, benchmark, [row | {"case": "one", "p50_us": "3"}])
+    assert [(r["case"], r["p50_us"]) for r in runner.read_rows(path)] == [("one", "3"), ("two", "1")]
+    runner.save_rows(path, benchmark, [row | {"case": "one", "p50_us": "4", "device": "that"}])
+    assert [(r["case"], r["p50_us"]) for r in runner.read_rows(path)] == [("one", "4")], "machines are not mixed"
+
+
+def test_the_command_writes_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_bench(["reshape_and_cache"], "cpu", True, "8 tokens", None, tmp_path, 1, None) == 0
+    with (tmp_path / "cpu" / "reshape_and_cache.csv").open() as file:
+        assert {row["provider"] for row in csv.DictReader(file)} == {"pc", "torch indexing"}
+    assert run_bench(["nothing"], "cpu", True, "", None, tmp_path, 1, None) == 2
+    if not torch.cuda.is_available():
+        assert run_bench([], "cuda", True, "", None, tmp_path, 1, None) == 2
+    said = capsys.readouterr().out
+    assert "got 'nothing'" in said
+    assert "roofline" in said
+
+
+def test_without_a_checkout_the_command_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import pc.bench
+
+    monkeypatch.setattr(pc.bench, "__file__", str(tmp_path / "site-packages" / "pc" / "bench.py"))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(FileNotFoundError, match="needs a checkout"):
+        pc.bench.find_checkout()
+
+
+def test_wheels_of_peers_are_unpacked_and_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import zipfile
+
+    with zipfile.ZipFile(tmp_path / "peer_of_ours-1.5-py3-none-any.whl", "w") as wheel:
+        wheel.writestr("peer_of_ours.py", "answer = 42")
+        wheel.writestr(
+            "peer_of_ours-1.5.dist-info/METADATA", "Metadata-Version: 2.1\nName: peer-of-ours\nVersion: 1.5\n"
+        )
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    assert peers.add_peers(tmp_path) == ["peer-of-ours 1.5"]
+    assert attention_providers.version("peer-of-ours") == "1.5"
+    assert importlib.import_module("peer_of_ours").answer == 42
+
+
+def test_info_says_what_a_bug_report_needs() -> None:
+    from pc.info import collect_info, format_info
+
+    found = json.loads(json.dumps(collect_info()))
+    assert found["versions"]["torch"] == torch.__version__
+    assert "pc" in found["versions"]
+    assert found["cpu"]["operators"]
+    text = format_info(found)
+    for name in ("triton", "TRITON_CACHE_DIR", "PC_DEBUG", "device"):
+        assert name in text
+
+
+def test_info_names_the_tiles_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    import pc.info
+    from pc.triton_ops._attention.constants import Architecture
+
+    properties = type("Properties", (), {"name": "A GPU", "total_memory": 80 << 30})
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(pc.info, "architecture", lambda device: Architecture("sm_90", 132, True))
+    found = pc.info._gpu(torch.device("cuda", 0))
+    assert found["device"] == "A GPU, 80 GiB, 132 processors"
+    assert "warps" in found["decode 128"]
+    assert "warps" in found["prefill 256"]
