@@ -25,6 +25,7 @@ class RowLedger:
     def __init__(self, num_blocks: int, block_size: int, pool: BlockPool | None) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
+        self._shift = block_size.bit_length() - 1 if block_size & (block_size - 1) == 0 else None
         self._pool = pool
         self._bits: dict[str, Mask] = {}
         self._seen = np.full(num_blocks, -1, np.int64)  # taken_at of each block when its rows were written
@@ -37,6 +38,10 @@ class RowLedger:
         """Ends a name."""
         del self._bits[name]
 
+    def _blocks(self, slots: Slots) -> Slots:
+        blocks: Slots = slots // self.block_size if self._shift is None else slots >> self._shift
+        return blocks
+
     def _current(self, blocks: Slots) -> Mask | bool:
         """Per block, whether it has the content that its bits are about."""
         if self._pool is None:
@@ -47,8 +52,8 @@ class RowLedger:
     def vacate(self, slots: Slots) -> None:
         """Clears the bits of slots (none negative) about to be written, and of their blocks where those were reused."""
         if self._pool is not None and slots.size:
-            blocks = slots // self.block_size
-            blocks = blocks[np.flatnonzero(np.diff(blocks, prepend=-1))]
+            blocks = self._blocks(slots)
+            blocks = np.concatenate((blocks[:1], blocks[1:][blocks[1:] != blocks[:-1]]))
             changed = blocks[~np.asarray(self._current(blocks))]
             if changed.size:
                 self.forget(changed)
@@ -79,5 +84,6 @@ class RowLedger:
     def there(self, names: Iterable[str], slots: Slots) -> dict[str, Mask]:
         """Per name, which of the slots hold a row; none of the negative ones."""
         present = slots >= 0
-        present &= self._current(np.maximum(slots, 0) // self.block_size)
+        if self._pool is not None:
+            present &= self._current(self._blocks(np.maximum(slots, 0)))
         return {name: self._bits[name][slots] & present for name in names}

@@ -179,9 +179,8 @@ class TensorCache:
                 with another number of rows. As with the other errors, nothing has been written.
             MemoryError: A discovered tensor does not fit; see `register`.
         """
-        slots = self._checked_slots(step.slot_mapping)
+        slots, kept = self._checked_slots(step.slot_mapping)
         mine, others = self._sort(step.outputs, len(slots))
-        kept = slots if slots.size and slots.min() >= 0 else slots[slots >= 0]
         self._ledger.vacate(kept)
         if mine and kept.size:
             index = torch.from_numpy(slots)
@@ -223,7 +222,8 @@ class TensorCache:
                     _log.warning("TensorCache: %s %s is not per token, it is no longer cached", name, list(value.shape))
         return mine, others
 
-    def _checked_slots(self, slot_mapping: Any) -> Slots:
+    def _checked_slots(self, slot_mapping: Any) -> tuple[Slots, Slots]:
+        """The slots of a step, and those of them that are not -1."""
         given = np.asarray(slot_mapping)
         if given.size and given.dtype.kind not in "iu":
             raise TypeError(f"slot_mapping: got {given.dtype}, needs integers")
@@ -231,9 +231,10 @@ class TensorCache:
         limit = self.num_blocks * self.block_size
         if slots.ndim != 1:
             raise ValueError(f"slot_mapping: got shape {list(slots.shape)}, needs [num_tokens]")
-        if slots.size and (slots.min() < -1 or slots.max() >= limit):
-            raise ValueError(f"slot_mapping: got values from {slots.min()} to {slots.max()}, needs -1 to {limit - 1}")
-        return slots
+        low, high = (int(slots.min()), int(slots.max())) if slots.size else (0, 0)
+        if low < -1 or high >= limit:
+            raise ValueError(f"slot_mapping: got values from {low} to {high}, needs -1 to {limit - 1}")
+        return slots, slots if low >= 0 else slots[slots >= 0]
 
     def prepare(self, allocation: Allocation) -> None:
         """Carries out the `copies` of an allocation on the rows, and forgets what its slots to compute held.
@@ -274,7 +275,8 @@ class TensorCache:
             ValueError: num_tokens is missing or too large.
         """
         table, count = self._table(request, num_tokens)
-        there = self._there(list(self._entries) if names is None else names, table, count)
+        slots = _slots_of(table, count, self.block_size)
+        there = self._there(list(self._entries) if names is None else names, slots)
         return min((int(here.argmin()) for here in there.values() if not here.all()), default=count)
 
     def load(
@@ -305,10 +307,10 @@ class TensorCache:
         if missing not in ("raise", "zero"):
             raise ValueError(f"missing: got {missing!r}, needs 'raise' or 'zero'")
         table, count = self._table(request, num_tokens)
-        there = self._there(names, table, count)
+        slots = _slots_of(table, count, self.block_size)
+        there = self._there(names, slots)
         if missing == "raise":
             _refuse_missing(there, request)
-        slots = _slots_of(table, count, self.block_size)
         whole = [name for name, here in there.items() if here.all()]
         loaded = dict(zip(whole, self._gather(whole, slots, device), strict=True))
         for name, here in there.items():
@@ -337,14 +339,13 @@ class TensorCache:
             raise ValueError(f"num_tokens: got {count}, needs 0 to {known}")
         return table, count
 
-    def _there(self, names: Sequence[str] | None, table: Ids, count: int) -> dict[str, Mask]:
+    def _there(self, names: Sequence[str] | None, slots: Slots) -> dict[str, Mask]:
         """Per name, which tokens have a row; without names, of those that have any."""
         for name in names or ():
             if name not in self._entries:
                 raise KeyError(f"names: got {name!r}, needs one of {', '.join(self._entries) or 'none'}")
-        slots = _slots_of(table, count, self.block_size)
         there = self._ledger.there(self._entries if names is None else names, slots)
-        if names is None and count:
+        if names is None and slots.size:
             there = {name: here for name, here in there.items() if here.any()}
         return there
 
@@ -369,7 +370,7 @@ class TensorCache:
         """
         if self.manager is None or step.query_start_loc is None or step.positions is None:
             raise ValueError("step: got one without requests and positions, needs Step.of and a manager")
-        mine, _ = self._sort(step.outputs, len(self._checked_slots(step.slot_mapping)))
+        mine, _ = self._sort(step.outputs, len(self._checked_slots(step.slot_mapping)[0]))
         wanted = list(mine) if names is None else list(names)
         for name in wanted:
             if name not in mine:
@@ -377,7 +378,7 @@ class TensorCache:
         starts, positions, tables, lengths = step.query_start_loc, step.positions, [], []
         for request, begin, end in zip(step.requests, starts[:-1], starts[1:], strict=True):
             table, count = self._table(request, int(positions[end - 1]) + 1 if end > begin else 0)
-            there = self._there(wanted, table, count)
+            there = self._there(wanted, _slots_of(table, count, self.block_size))
             for here in there.values():
                 here[positions[begin:end]] = True
             _refuse_missing(there, request)
@@ -411,8 +412,10 @@ class TensorCache:
 def _slots_of(table: Ids, num_tokens: int, block_size: int) -> Slots:
     """Slots of the first tokens of a block table, -1 in holes."""
     blocks = table[: -(-num_tokens // block_size)].astype(np.int64)[:, None]
-    slots: Slots = np.where(blocks < 0, -1, blocks * block_size + np.arange(block_size)).ravel()[:num_tokens]
-    return slots
+    slots = blocks * block_size + np.arange(block_size)
+    if blocks.size and blocks.min() < 0:
+        slots[blocks[:, 0] < 0] = -1
+    return slots.ravel()[:num_tokens]
 
 
 def _stack(tables: Sequence[Ids]) -> Ids:
