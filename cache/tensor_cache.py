@@ -9,6 +9,7 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from ..triton_ops import copy_blocks_list, gather_slots_list, join_prefix_list, scatter_slots_list
@@ -353,7 +354,8 @@ class TensorCache:
         """Whole tensors of all requests of a step: cached rows and the step's own, read once and written once.
 
         It gives what `store` and then `load` give, without reading the new rows back; the step may be stored before or
-        after. The results of one name are parts of one packed tensor, on a device if the step's outputs are.
+        after. The results of one name are parts of one packed tensor, on a device if the step's outputs are; where no
+        request had cached rows they are parts of the output itself.
 
         Args:
             step: With requests, query_start_loc and positions (see `Step.of`); each request reaches to the last of its
@@ -376,6 +378,7 @@ class TensorCache:
             if name not in mine:
                 raise KeyError(f"names: got {name!r}, needs one of {', '.join(mine) or 'none'}, the step's")
         starts, positions, tables, lengths = step.query_start_loc, step.positions, [], []
+        scattered = False
         for request, begin, end in zip(step.requests, starts[:-1], starts[1:], strict=True):
             table, count = self._table(request, int(positions[end - 1]) + 1 if end > begin else 0)
             there = self._there(wanted, _slots_of(table, count, self.block_size))
@@ -384,23 +387,38 @@ class TensorCache:
             _refuse_missing(there, request)
             tables.append(table)
             lengths.append(count)
+            scattered |= end > begin and int(positions[begin]) != count - (end - begin)
         if not wanted or not lengths:
             return {request: {} for request in step.requests}
+        if sum(lengths) == len(positions):  # nothing was cached
+            joined = [mine[name].detach() for name in wanted]
+        else:
+            joined = self._join(wanted, mine, tables, lengths, starts, positions if scattered else None)
+        parts = [rows.split(lengths) for rows in joined]
+        return {
+            request: {name: part[i] for name, part in zip(wanted, parts, strict=True)}
+            for i, request in enumerate(step.requests)
+        }
+
+    def _join(
+        self,
+        wanted: list[str],
+        mine: Named,
+        tables: list[Ids],
+        lengths: list[int],
+        starts: npt.NDArray[np.int32],
+        positions: npt.NDArray[np.int32] | None,
+    ) -> list[torch.Tensor]:
         self._wait()
-        joined = join_prefix_list(
+        return join_prefix_list(
             [self._entries[name].rows for name in wanted],
             torch.from_numpy(_stack(tables)),
             torch.tensor(lengths),
             [mine[name].detach() for name in wanted],
             torch.from_numpy(np.require(starts, np.int64, ["C", "W"])),
             sum(lengths),
-            torch.from_numpy(np.require(positions, np.int64, ["C", "W"])),
+            None if positions is None else torch.from_numpy(np.require(positions, np.int64, ["C", "W"])),
         )
-        parts = [rows.split(lengths) for rows in joined]
-        return {
-            request: {name: part[i] for name, part in zip(wanted, parts, strict=True)}
-            for i, request in enumerate(step.requests)
-        }
 
     def _wait(self) -> None:
         """Waits for what a device still writes to host memory."""

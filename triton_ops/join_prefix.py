@@ -19,6 +19,9 @@ from ._rows.join import check_join_values, join_map_reference, launch_join_map
 from ._rows.kernel import launch_move_rows
 from ._rows.ops import on_host
 
+_LONG_SEQUENCE = 1 << 18
+"""Bytes a sequence from which on the CPU joins them one by one: a few calls each, but whole blocks and no map."""
+
 
 def join_prefix_reference(
     cache: torch.Tensor,
@@ -100,6 +103,10 @@ def _run_list(
     device = _result_device(caches[0], seq_lens, news[0])
     outs = [memory.empty((num_rows, *new.shape[1:]), new.dtype, device) for new in news]
     if on_host(outs[0]):
+        if new_positions is None and sum(out.nbytes for out in outs) >= _LONG_SEQUENCE * max(1, seq_lens.shape[0]):
+            for cache, new, out in zip(caches, news, outs, strict=True):
+                cpu.join_sequences(cache, block_tables, seq_lens.tolist(), new, query_start_loc.tolist(), out)
+            return outs
         rows = join_map_reference(block_tables, seq_lens, query_start_loc, num_rows, block_size, new_positions)
         for cache, new, out in zip(caches, news, outs, strict=True):
             cpu.join_rows(cache, new, rows, out)

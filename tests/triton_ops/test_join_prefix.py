@@ -102,6 +102,12 @@ def test_rows_of_every_batch(case, features, scattered, device):
     assert torch.equal(join_prefix_reference(*arguments).cpu(), expected)
 
 
+@pytest.mark.parametrize("case", [Case((70, 45), (30, 1), 16, 3, holes=True), Case((64, 0, 9), (0, 0, 9), 4)], ids=str)
+def test_long_sequences(case, device):
+    arguments = inputs(case, (10_000,), torch.int16, device)
+    assert torch.equal(torch.ops.pc.join_prefix(*arguments).cpu(), oracle(*arguments))
+
+
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float8_e4m3fn, torch.bfloat16, torch.complex128], ids=str)
 def test_every_dtype_and_layout(layout, dtype, strided, random_bits, same_bits, device):
     case = CASES[1]

@@ -27,7 +27,7 @@ def _as_matrices(
     """
     itemsize = source.dtype.itemsize
     width = math.prod(source.shape[leading[0] :])
-    offsets = source.storage_offset() * itemsize | target.storage_offset() * itemsize
+    offsets = int(source.storage_offset() * itemsize) | int(target.storage_offset() * itemsize)
     grain = math.gcd(16, width * itemsize, source.data_ptr() | target.data_ptr() | offsets)
     if source.is_contiguous() and target.is_contiguous():
         flats = source.view(-1, width), target.view(-1, width)
@@ -114,6 +114,33 @@ def copy_rows(cache: torch.Tensor, source_ids: torch.Tensor, target_ids: torch.T
         part = buffer[: source.shape[0]]
         gather_rows(cache, 1, source, part, lowest[0])
         scatter_rows(part, cache, 1, target, lowest[1])
+
+
+def join_sequences(
+    cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    seq_lens: list[int],
+    new: torch.Tensor,
+    query_start_loc: list[int],
+    out: torch.Tensor,
+) -> None:
+    """Joins sequence by sequence: whole blocks, the cached part of the next one, then the new rows."""
+    block_size, begin = cache.shape[1], 0
+    for s, length in enumerate(seq_lens):
+        first, last = query_start_loc[s], query_start_loc[s + 1]
+        cached = length - (last - first)
+        whole, rest = divmod(cached, block_size)
+        if whole:
+            ids = block_tables[s, :whole]
+            blocks = out[begin : begin + whole * block_size].view(whole, *cache.shape[1:])
+            gather_rows(cache, 1, ids, blocks, int(ids.amin()))
+        if rest:
+            number = int(block_tables[s, whole])
+            tail = as_bits(out[begin + cached - rest : begin + cached])
+            tail.copy_(as_bits(cache[number, :rest])) if number >= 0 else tail.zero_()
+        as_bits(out[begin + cached : begin + length]).copy_(as_bits(new[first:last]))
+        begin += length
+    as_bits(out[begin:]).zero_()
 
 
 def join_rows(cache: torch.Tensor, new: torch.Tensor, rows: torch.Tensor, out: torch.Tensor) -> None:

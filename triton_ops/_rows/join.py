@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 
+import numpy as np
 import torch
 
 from .._checks import bad_argument
@@ -156,27 +157,27 @@ def check_join_values(
     new_positions: torch.Tensor | None,
 ) -> None:
     """Raises ValueError for values that point outside of something; reads them, so it waits for a device."""
-    lengths, starts, table = seq_lens.cpu().long(), query_start_loc.cpu().long(), block_tables.cpu()
-    queries = starts.diff()
-    if int(starts[0]) < 0 or int(starts[-1]) > num_tokens or bool((queries < 0).any()):
+    lengths, starts = seq_lens.cpu().numpy().astype(np.int64), query_start_loc.cpu().numpy().astype(np.int64)
+    queries = starts[1:] - starts[:-1]
+    if starts[0] < 0 or starts[-1] > num_tokens or (queries < 0).any():
         raise bad_argument("query_start_loc", starts.tolist(), f"ascending values from 0 to {num_tokens}, the new rows")
-    if not lengths.numel():
+    if not lengths.size:
         return
-    if bool((lengths < queries).any()):
+    if (lengths < queries).any():
         raise bad_argument("seq_lens", "a sequence shorter than its new rows", "lengths that include the new rows")
-    longest, total = int(lengths.max()), int(lengths.sum())
-    if longest > table.shape[1] * block_size:
-        raise bad_argument("seq_lens", longest, f"at most {table.shape[1] * block_size}, what block_tables holds")
+    longest, total, most = int(lengths.max()), int(lengths.sum()), block_tables.shape[1] * block_size
+    if longest > most:
+        raise bad_argument("seq_lens", longest, f"at most {most}, what block_tables holds")
     if total > num_rows:
         raise bad_argument("num_rows", num_rows, f"at least {total}, the sum of seq_lens")
-    if table.numel():
-        low, high = (int(bound) for bound in torch.aminmax(table))
+    if block_tables.numel():
+        low, high = (int(bound) for bound in torch.aminmax(block_tables))
         if low < -1 or high >= num_blocks:
             raise bad_argument("block_tables", f"values from {low} to {high}", f"-1 to {num_blocks - 1}")
     if new_positions is not None and num_tokens:
-        owner = torch.repeat_interleave(torch.arange(len(lengths)), queries)
-        places = new_positions.cpu().long()[int(starts[0]) : int(starts[-1])]
-        if bool((places < 0).any()) or bool((places >= lengths[owner]).any()):
+        owner = np.repeat(np.arange(len(lengths)), queries)
+        places = new_positions.cpu().numpy().astype(np.int64)[starts[0] : starts[-1]]
+        if (places < 0).any() or (places >= lengths[owner]).any():
             raise bad_argument("new_positions", places.tolist(), "positions within their sequences")
-        if bool(((places.diff() <= 0) & (owner.diff() == 0)).any()):
+        if ((np.diff(places) <= 0) & (np.diff(owner) == 0)).any():
             raise bad_argument("new_positions", places.tolist(), "ascending positions within a sequence")
