@@ -152,11 +152,14 @@ class BlockHasher:
         block_size: Tokens a block.
         seed: Part of every root when given; None is the identity that all processes share.
         memo_bytes: Memory for hashes of prompts seen before.
+        words: 64-bit words of an identity, where the caller brings identities of its own; None: of the algorithm.
 
     Not to be used by two threads at once.
     """
 
-    def __init__(self, algorithm: str, block_size: int, seed: int | None = None, memo_bytes: int = 0) -> None:
+    def __init__(
+        self, algorithm: str, block_size: int, seed: int | None = None, memo_bytes: int = 0, words: int | None = None
+    ) -> None:
         if algorithm not in ALGORITHMS:
             raise ValueError(f"hash_algorithm: got {algorithm!r}, needs one of {', '.join(ALGORITHMS)}")
         self.algorithm = algorithm
@@ -169,7 +172,7 @@ class BlockHasher:
         size = len(self.new().digest())
         if size % 8:
             raise ValueError(f"hash_algorithm: {algorithm!r} gives {size} bytes, needs a multiple of 8")
-        self.words = size // 8
+        self.words = words or size // 8
 
     def chain(self, extra_keys: Key | Iterable[Key | KeyAt] = None, salt: Key = None) -> Chain:
         """The start of a sequence's chain.

@@ -263,7 +263,7 @@ class CacheManager:
     @staticmethod
     def _must_copy(pool: BlockPool, block: int) -> bool:
         """Whether writing a block would be seen by another holder or by whoever finds it."""
-        return bool(pool.table.contains(block)) or int(pool.ref_count[block]) > 1
+        return bool(pool.complete[block]) or int(pool.ref_count[block]) > 1
 
     def _each(self, request: Request) -> list[tuple[BlockPool, Ids]]:
         return list(zip(self._pools, request.tables, strict=True))

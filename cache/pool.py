@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import takewhile
 
 import numpy as np
 import numpy.typing as npt
@@ -194,7 +193,9 @@ class BlockPool:
         twins = self.table.put(ids)
         double = twins >= 0
         if not double.any():
+            self.policy.completed(ids)
             return EMPTY, EMPTY
+        self.policy.completed(ids[~double])
         self.hold(twins[double])
         return ids[double], twins[double]
 
@@ -205,7 +206,11 @@ class BlockPool:
             digests: The hashes of a sequence.
             path: Remembered chunks it begins with: where they were last found is tried first.
         """
-        guesses = list(takewhile(lambda blocks: blocks is not None, (node.blocks for node in path)))
+        guesses: list[Ids] = []
+        for node in path:
+            if node.blocks is None:
+                break
+            guesses.append(node.blocks)
         if not guesses:
             return self.table.leading(digests)
         guess = np.concatenate(guesses) if len(guesses) > 1 else guesses[0]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 
@@ -39,8 +41,8 @@ class HashTable:
         self._slot_of = np.full(num_blocks + 1, -1, np.int32)
         self._slot_of[num_blocks] = -2  # what an empty slot, -1, points at: equal to no slot
         # Reading one element through these takes a third of the time that numpy takes.
-        self._slots_view, self._slot_of_view = memoryview(self._slots), memoryview(self._slot_of)
-        self._passed_view, self._words_view = memoryview(self._passed), memoryview(words)
+        self._slots_view, self._slot_of_view = _view(self._slots), _view(self._slot_of)
+        self._passed_view, self._words_view = _view(self._passed), _view(words)
 
     @property
     def nbytes(self) -> int:
@@ -231,3 +233,7 @@ class HashTable:
         live = np.flatnonzero(self.listed).astype(np.int32)
         assert np.array_equal(self._slots[self._slot_of[live]], live), "a slot and its block disagree"
         assert np.array_equal(self.find(self._words[live]), live), "a block is not found under its hash"
+
+
+def _view(values: Any) -> Any:
+    return memoryview(values)

@@ -2,11 +2,26 @@
 
 from __future__ import annotations
 
-from .base import Block, EvictionPolicy
+from .arc import ARC
+from .base import Block, EvictionPolicy, RunQueue
+from .fifo import FIFO, S3FIFO
+from .ghosts import Ghosts
+from .lfu import LFU
 from .lru import LRU
+from .priority import Priority
+from .segmented import Segmented
 
-POLICIES: dict[str, type[EvictionPolicy]] = {"lru": LRU, "default": LRU}
-"""What `CacheManager(policy=...)` accepts as a name."""
+POLICIES: dict[str, type[EvictionPolicy]] = {
+    "lru": LRU,
+    "lfu": LFU,
+    "fifo": FIFO,
+    "s3fifo": S3FIFO,
+    "arc": ARC,
+    "segmented": Segmented,
+    "priority": Priority,
+    "default": Segmented,
+}
+"""What `CacheManager(policy=...)` accepts as a name; docs/policies.md has the evidence for the default."""
 
 
 def make_policy(policy: str | EvictionPolicy | type[EvictionPolicy]) -> EvictionPolicy:
@@ -29,4 +44,18 @@ def make_policy(policy: str | EvictionPolicy | type[EvictionPolicy]) -> Eviction
     raise TypeError(f"policy: got {type(policy).__name__}, needs a name, an EvictionPolicy or its class")
 
 
-__all__ = ["LRU", "POLICIES", "Block", "EvictionPolicy", "make_policy"]
+__all__ = [
+    "ARC",
+    "FIFO",
+    "LFU",
+    "LRU",
+    "POLICIES",
+    "S3FIFO",
+    "Block",
+    "EvictionPolicy",
+    "Ghosts",
+    "Priority",
+    "RunQueue",
+    "Segmented",
+    "make_policy",
+]

@@ -54,6 +54,12 @@ class EvictionPolicy(ABC):
     def hinted(self, ids: Ids, priority: int, ttl: float | None) -> None:  # noqa: B027
         """A request asked to keep these blocks: `priority` above 0, for `ttl` seconds; called after `accessed`."""
 
+    def completed(self, ids: Ids) -> None:  # noqa: B027
+        """These blocks are written and findable from now on: their hashes hold."""
+
+    def finished(self, output_tokens: int) -> None:  # noqa: B027
+        """A request has ended after so many tokens of its own; its releases follow."""
+
     def released(self, ids: Ids) -> None:  # noqa: B027
         """Nobody holds these cached blocks any more: from now on they may be chosen."""
 
