@@ -4,6 +4,7 @@ The launchers run with their kernels replaced by recorders, so that what is comp
 
     python benchmarks/kernel_resources.py                    the installed triton, as a table on the terminal
     python benchmarks/kernel_resources.py --write            both triton versions of `make kernels` into the CSV
+    python benchmarks/kernel_resources.py --write CASE ...   only the rows of these cases
     python benchmarks/kernel_resources.py --json CASE ...    some cases, one JSON line per row
 """
 
@@ -29,7 +30,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from pc.triton_ops._attention import constants, launch, operator, plan
+from pc.triton_ops._attention import constants, launch, operator
 from pc.triton_ops._attention.constants import Architecture
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -70,6 +71,7 @@ class Row:
 
     @property
     def key(self) -> tuple[str, str, str, str]:
+        """What names a row."""
         return self.triton, self.target, self.case, self.kernel
 
 
@@ -99,7 +101,7 @@ def recorded(arch: Architecture) -> Iterator[list[Launch]]:
                 if isinstance(value, triton.JITFunction) and attribute.endswith("_kernel"):
                     stack.enter_context(mock.patch.object(module, attribute, _Recorder(value, launches)))
             if getattr(module, "architecture", None) is original:
-                stack.enter_context(mock.patch.object(module, "architecture", lambda device: arch))
+                stack.enter_context(mock.patch.object(module, "architecture", return_value=arch))
         yield launches
 
 
@@ -156,6 +158,38 @@ def write_case(cache_dtype: torch.dtype | None = None, head_dim: int = 128) -> N
     module._launch_reshape_and_cache(key, key, cache, cache.clone(), torch.arange(64), scale, scale)
 
 
+def rows_case(row: int = 4096, head_major: bool = False, tensors: int = 1, dtype: torch.dtype = torch.bfloat16) -> None:
+    """One gather of token rows."""
+    from pc.triton_ops._rows.kernel import launch_move_rows
+
+    cache = torch.zeros(4, 16, row, dtype=dtype)
+    if head_major:
+        cache = torch.zeros(4, 8, 16, row // 8, dtype=dtype).transpose(1, 2)
+    out = torch.zeros(64, *cache.shape[2:], dtype=dtype)
+    launch_move_rows("rows", [cache] * tensors, [out] * tensors, (2, 1), 64, source_index=torch.arange(64))
+
+
+def join_case(positions: bool = False) -> None:
+    """One join of cached and new rows."""
+    from pc.triton_ops._rows.join import launch_join_map
+    from pc.triton_ops._rows.kernel import launch_move_rows
+
+    tables, lengths, starts = torch.zeros(2, 8, dtype=torch.int32), torch.tensor([64, 64]), torch.tensor([0, 8, 16])
+    rows = launch_join_map(tables, lengths, starts, 128, 16, torch.arange(16) if positions else None)
+    cache, new, out = (torch.zeros(*shape, 4096, dtype=torch.bfloat16) for shape in ((4, 16), (16,), (128,)))
+    launch_move_rows("join", [cache], [out], (2, 1), 128, source_index=rows, extras=[new])
+
+
+def quantized_rows_case(code: torch.dtype, row: int = 2048) -> None:
+    """One scatter and one gather of rows with scales of their own."""
+    from pc.triton_ops._rows.quantize import launch_gather_dequantized, launch_scatter_quantized
+
+    rows, cache = torch.zeros(64, row, dtype=torch.bfloat16), torch.zeros(4, 16, row, dtype=code)
+    scales, slots = torch.zeros(4, 16), torch.arange(64)
+    launch_scatter_quantized(rows, cache, scales, slots)
+    launch_gather_dequantized(cache, scales, slots, rows)
+
+
 _E4M3 = torch.float8_e4m3fn
 CASES: dict[str, Callable[[], None]] = {
     "decode bf16 d64 g8": lambda: attention_case(head_dim=64, heads=(64, 8)),
@@ -190,6 +224,15 @@ CASES: dict[str, Callable[[], None]] = {
     "write bf16 d80": lambda: write_case(head_dim=80),
     "write bf16 d128 e4m3": lambda: write_case(_E4M3),
     "write bf16 d128 int8": lambda: write_case(torch.int8),
+    "rows 8 KiB": rows_case,
+    "rows 8 KiB head-major": lambda: rows_case(head_major=True),
+    "rows 8 KiB, 8 tensors": lambda: rows_case(tensors=8),
+    "rows 33 bytes": lambda: rows_case(33, dtype=torch.int8),
+    "join 8 KiB": join_case,
+    "join 8 KiB positions": lambda: join_case(positions=True),
+    "rows 4 KiB e4m3": lambda: quantized_rows_case(_E4M3),
+    "rows 4 KiB int8": lambda: quantized_rows_case(torch.int8),
+    "rows 16 KiB int8": lambda: quantized_rows_case(torch.int8, 8192),
 }
 
 MERGED_CASE = "decode bf16 d128 g4"
@@ -206,24 +249,39 @@ _POINTERS = {
 }
 
 
+def _describe(value: Any, path: tuple[int, ...], specialize: bool, constants_: Any, attributes: Any) -> Any:
+    """Type of an argument for the compiler; a tuple has a type for each of its parts."""
+    if isinstance(value, tuple):
+        return tuple(_describe(v, (*path, i), specialize, constants_, attributes) for i, v in enumerate(value))
+    if isinstance(value, float):
+        return "fp32"
+    if isinstance(value, int):
+        if value == 1 and specialize and len(path) == 1:
+            return "constexpr"
+        if value % 16 == 0 and specialize:
+            attributes[path] = [["tt.divisibility", 16]]
+        return "i32"
+    attributes[path] = [["tt.divisibility", 16]]  # a tensor, as it is or reinterpreted
+    return _POINTERS[value.dtype] if isinstance(value, torch.Tensor) else f"*{triton_type(value.dtype)}"
+
+
+def triton_type(dtype: Any) -> str:
+    """The compiler's name of a type that `triton.reinterpret` gave a tensor."""
+    return {"int8": "i8", "int16": "i16", "int32": "i32", "int64": "i64"}[str(dtype)]
+
+
 def compile_launch(recorded_launch: Launch, target: GPUTarget) -> Any:
     """Compiles as triton's own launcher would: types, constexprs and divisibility by 16 taken from the arguments."""
     signature, constants_, attributes = {}, {}, {}
     for i, parameter in enumerate(recorded_launch.kernel.params):
         value = recorded_launch.arguments[parameter.name]
-        if parameter.is_constexpr:
+        if parameter.is_constexpr or value is None:
             signature[parameter.name], constants_[parameter.name] = "constexpr", value
-        elif isinstance(value, torch.Tensor):
-            signature[parameter.name] = _POINTERS[value.dtype]
-            attributes[(i,)] = [["tt.divisibility", 16]]
-        elif isinstance(value, float):
-            signature[parameter.name] = "fp32"
-        elif value == 1 and not parameter.do_not_specialize:
-            signature[parameter.name], constants_[parameter.name] = "constexpr", 1
         else:
-            signature[parameter.name] = "i32"
-            if value % 16 == 0 and not parameter.do_not_specialize:
-                attributes[(i,)] = [["tt.divisibility", 16]]
+            kind = _describe(value, (i,), not parameter.do_not_specialize, constants_, attributes)
+            signature[parameter.name] = kind
+            if kind == "constexpr":
+                constants_[parameter.name] = value
     source = ASTSource(recorded_launch.kernel, signature, constants_, attributes)
     return triton.compile(source, target=target, options=dict(recorded_launch.options))
 
@@ -299,6 +357,8 @@ def complaints(row: Row) -> list[str]:
         found.append("no matrix instruction")
     if row.kernel == "attention" and row.load_bytes != 16:
         found.append(f"loads of {row.load_bytes} bytes")
+    if row.kernel == "move_rows" and "KiB" in row.case and row.load_bytes != 16:
+        found.append(f"loads of {row.load_bytes} bytes")
     return found
 
 
@@ -329,6 +389,11 @@ def main() -> None:
     cases = arguments.cases or list(CASES)
     if arguments.write:
         rows = [row for version in VERSIONS for row in _in_version(version, cases)]
+        kept = read_table().values() if TABLE.exists() else []
+        rows += [row for row in kept if row.case in CASES and row.case not in cases]
+        rows.sort(
+            key=lambda row: (row.triton, list(CASES).index(row.case), row.kernel, list(TARGETS).index(row.target))
+        )
         TABLE.parent.mkdir(exist_ok=True)
         with TABLE.open("w", newline="") as file:
             writer = csv.DictWriter(file, [field.name for field in dataclasses.fields(Row)], lineterminator="\n")

@@ -6,20 +6,26 @@ if __name__ != "pc.triton_ops":
     raise ImportError(f"import pc.triton_ops, not {__name__}: a second copy would register every operator twice")
 
 from ._debug import set_debug_mode
+from .attention_plan import attention_plan
 from .copy_blocks import copy_blocks, copy_blocks_list
 from .gather_blocks import gather_blocks, gather_blocks_list
 from .gather_slots import gather_slots, gather_slots_list
 from .gather_slots_dequantized import gather_slots_dequantized
 from .join_prefix import join_prefix, join_prefix_list
+from .merge_attention import merge_attention
 from .paged_attention import paged_attention, paged_attention_with_lse
 from .reshape_and_cache import reshape_and_cache
+from .rope_and_cache import rope_and_cache
 from .scatter_blocks import scatter_blocks, scatter_blocks_list
 from .scatter_slots import scatter_slots, scatter_slots_list
 from .scatter_slots_quantized import scatter_slots_quantized
+from .shared_prefix_attention import shared_prefix_attention, shared_prefix_attention_with_lse
 from .sliding_window_attention import sliding_window_attention, sliding_window_attention_with_lse
 from .sparse_gap_attention import sparse_gap_attention, sparse_gap_attention_with_lse
+from .warmup import warmup
 
 __all__ = [
+    "attention_plan",
     "copy_blocks",
     "copy_blocks_list",
     "gather_blocks",
@@ -29,17 +35,22 @@ __all__ = [
     "gather_slots_list",
     "join_prefix",
     "join_prefix_list",
+    "merge_attention",
     "paged_attention",
     "paged_attention_with_lse",
     "reshape_and_cache",
+    "rope_and_cache",
     "scatter_blocks",
     "scatter_blocks_list",
     "scatter_slots",
     "scatter_slots_list",
     "scatter_slots_quantized",
     "set_debug_mode",
+    "shared_prefix_attention",
+    "shared_prefix_attention_with_lse",
     "sliding_window_attention",
     "sliding_window_attention_with_lse",
     "sparse_gap_attention",
     "sparse_gap_attention_with_lse",
+    "warmup",
 ]

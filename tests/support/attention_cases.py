@@ -205,7 +205,10 @@ def check(batch: Batch, out: torch.Tensor, lse: torch.Tensor | None = None) -> N
     rounding = torch.finfo(batch.case.dtype).eps * max(1.0, exact.abs().max().item())
     # In float32 both errors are those of the order of summation: one of many rows may be far out.
     roundings = 8 if batch.case.dtype == torch.float32 else 1
-    for name, measure, slack in (("rms", lambda e: e.square().mean().sqrt(), 1), ("max", lambda e: e.abs().max(), roundings)):
+    for name, measure, slack in (
+        ("rms", lambda e: e.square().mean().sqrt(), 1),
+        ("max", lambda e: e.abs().max(), roundings),
+    ):
         found, budget = measure(error).item(), 2 * measure(eager_error).item() + slack * rounding
         assert found <= budget, f"{name} error {found:.3g}, budget {budget:.3g}"
     empty = exact_lse == -math.inf

@@ -120,9 +120,7 @@ def test_compile(dynamic, device):
     )
     for case in (Case(lens=(20, 9), queries=(1, 9)), Case(lens=(70, 9, 5), queries=(1, 9, 2))):
         batch = build(case).to(device)
-        assert torch.equal(
-            compiled(*batch.tensors, batch.scale), pc.paged_attention(*batch.tensors, batch.scale) * 2
-        )
+        assert torch.equal(compiled(*batch.tensors, batch.scale), pc.paged_attention(*batch.tensors, batch.scale) * 2)
 
 
 def test_inductor_and_export(device):
@@ -176,7 +174,7 @@ def test_batch_invariant(split_keys, device, monkeypatch, rowwise_dot):
 
     monkeypatch.setattr(launch, "INVARIANT_SPLIT_KEYS", split_keys)
     batch = build(Case(lens=(140, 90), queries=(140, 1), heads=(2, 1), sinks=True, seed=3)).to(device)
-    query, key, value, tables, lens, starts = batch.tensors
+    query, key, value, tables = batch.tensors[:4]
     options = {"batch_invariant": True, "sinks": batch.options["sinks"]}
     whole = pc.paged_attention(*batch.tensors, batch.scale, **options)
 
@@ -224,7 +222,10 @@ BAD = {
         (lambda k: k[:, :12], ValueError, "key_cache: got block_size 12, needs a power of two from 8 to 256"),
         (lambda k: k.to(torch.int8), TypeError, "value_cache"),
     ],
-    "value_cache": [(lambda v: v[:-1], ValueError, "value_cache: got shape"), (lambda v: v[0], ValueError, "value_cache")],
+    "value_cache": [
+        (lambda v: v[:-1], ValueError, "value_cache: got shape"),
+        (lambda v: v[0], ValueError, "value_cache"),
+    ],
     "block_tables": [
         (lambda t: t.long(), TypeError, "block_tables: got int64"),
         (lambda t: t[:1], ValueError, "block_tables: got shape .*needs 2 rows as seq_lens"),
@@ -278,7 +279,7 @@ def test_bad_scales():
     batch = build(Case(cache_dtype=torch.int8))
     with pytest.raises(ValueError, match="k_scale: got None"):
         pc.paged_attention(*batch.tensors, batch.scale)
-    with pytest.raises(ValueError, match="k_scale: got .*3.*needs one contiguous element or 2"):
+    with pytest.raises(ValueError, match=r"k_scale: got .*3.*needs one contiguous element or 2"):
         pc.paged_attention(*batch.tensors, batch.scale, k_scale=torch.ones(3), v_scale=torch.ones(1))
 
 

@@ -332,7 +332,7 @@ def _attend_rows(
             )  # fmt: skip
             visits += 1
     if COUNT:
-        tl.atomic_add(visits_ptr, visits)
+        tl.atomic_add(visits_ptr, visits // SUB)
 
     if SCALES > 0:
         acc *= tl.cast(tl.load(v_scale_ptr + kv_head * (SCALES - 1)), tl.float32)

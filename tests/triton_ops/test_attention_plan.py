@@ -1,0 +1,168 @@
+"""pc.attention_plan: kernels against the numpy plan, balance, refresh in place, and refusal of a wrong plan."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from attention_cases import Case, build, check
+
+import pc
+from pc.triton_ops._attention.layout import PlanShape
+from pc.triton_ops._attention.plan import plan_views
+
+CASES = [
+    Case(lens=(1000, 0, 90, 300), queries=(2, 0, 20, 1)),
+    Case(lens=(1000, 70, 90), queries=(1, 1, 8), holes=0.5, window=100, num_sink_tokens=4),
+    Case(lens=(700, 90), queries=(3, 8), holes=0.7, scattered=True, block_size=64),
+    Case(lens=(700, 90), queries=(3, 8), window=30, scattered=True, block_size=8),
+    Case(lens=(700,), queries=(1,), block_size=256, causal=False, window=80),
+    Case(lens=(), queries=()),
+]
+
+
+def _plan(batch, op=pc.attention_plan, **options):
+    case = batch.case
+    return op(
+        *batch.tensors[3:],
+        case.block_size,
+        case.causal,
+        case.window,
+        case.num_sink_tokens,
+        batch.positions,
+        num_kv_heads=case.heads[1],
+        **options,
+    )
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_kernels_build_the_numpy_plan(case, device):
+    from pc.triton_ops.attention_plan import attention_plan_reference
+
+    batch = build(case)
+    expected = _plan(batch, attention_plan_reference)
+    plan = _plan(batch.to(device)).cpu()
+    shape = PlanShape.of(batch.block_tables, case.block_size)
+    assert plan.numel() == expected.numel() == shape.size
+    if not case.lens:
+        return
+    assert torch.equal(plan[:6], expected[:6])
+    found, wanted = plan_views(plan, shape), plan_views(expected, shape)
+    items = int(expected[0])
+    for length, row, theirs in zip(case.lens, zip(*(found[i] for i in (0, 2, 3)), strict=True),
+                                   zip(*(wanted[i] for i in (0, 2, 3)), strict=True), strict=True):  # fmt: skip
+        info, tiles, ranks = row
+        assert torch.equal(info, theirs[0])
+        assert torch.equal(tiles[: info[7]], theirs[1][: info[7]])
+        assert torch.equal(ranks[: -(-length // 64) + 1], theirs[2][: -(-length // 64) + 1])
+    assert torch.equal(found[1][:items], wanted[1][:items])
+
+
+def test_ragged_batch_is_balanced(device):
+    """One long sequence among short ones is cut, so that no item is much longer than the mean."""
+    lens = (32768, *[1024] * 7)
+    tables = torch.arange(8 * 2048, dtype=torch.int32, device=device).view(8, 2048) % 100
+    starts = torch.arange(9, dtype=torch.int32, device=device)
+    plan = pc.attention_plan(tables, torch.tensor(lens, dtype=torch.int32, device=device), starts, 16, num_kv_heads=1)
+    items = plan_views(plan.cpu(), PlanShape.of(tables, 16))[1][: int(plan[0])]
+    lengths = items[:, 2] - items[:, 1]
+    assert len(items) > 8
+    assert lengths.sum() == sum(lens) // 64
+    assert lengths.max() <= 1.5 * lengths.sum() / (len(items) - 8)
+
+
+@pytest.mark.parametrize("case", CASES[:5], ids=str)
+def test_attention_with_a_plan(case, device):
+    batch = build(case).to(device)
+    arguments = (*batch.tensors, batch.positions, batch.scale, case.window, case.num_sink_tokens, case.causal)
+    out, lse = pc.sparse_gap_attention_with_lse(*arguments, plan=_plan(batch))
+    check(build(case), out, lse)
+
+
+def test_refresh_in_place(device):
+    """The same plan tensor serves the next step, whose lengths and holes differ."""
+    first, second = (build(Case(lens=lens, queries=(1, 1), holes=0.4)).to(device) for lens in ((300, 200), (40, 310)))
+    width = max(first.block_tables.shape[1], second.block_tables.shape[1])
+    for batch in (first, second):
+        missing = width - batch.block_tables.shape[1]
+        batch.block_tables = torch.nn.functional.pad(batch.block_tables, (0, missing), value=-1)
+    plan = _plan(first)
+    address = plan.data_ptr()
+    assert _plan(second, out=plan) is plan
+    assert plan.data_ptr() == address
+    check(second.to(torch.device("cpu")), pc.paged_attention(*second.tensors, second.scale, plan=plan))
+
+
+@pytest.mark.parametrize("change", ["window", "positions", "lens", "holes", "mode", "size"])
+def test_wrong_plan_is_refused(change, device):
+    """On the CPU always; on a device in debug mode."""
+    case = Case(lens=(300, 200), queries=(2, 3), scattered=True)
+    batch = build(case).to(device)
+    plan = _plan(batch)
+    window, invariant = 0, False
+    if change == "window":
+        window = 5
+    elif change == "positions":
+        batch.positions[1] = batch.positions[0] + 1
+    elif change == "lens":
+        batch.seq_lens[0] -= 1
+    elif change == "holes":
+        batch.block_tables[0, 0] = -1
+        batch.block_tables[0, 1] = -1
+    elif change == "mode":
+        invariant = True
+    else:
+        plan = plan[:-1]
+    pc.set_debug_mode(True)
+    try:
+        with pytest.raises(ValueError, match="plan: got"):
+            pc.sparse_gap_attention(
+                *batch.tensors, batch.positions, batch.scale, window, plan=plan, batch_invariant=invariant
+            )
+    finally:
+        pc.set_debug_mode(False)
+
+
+def test_opcheck(device):
+    batch = build(Case(lens=(100, 20), queries=(1, 9))).to(device)
+    # The unwritten part of a plan is uninitialized memory, so results are compared by the tests above.
+    utils = ("test_schema", "test_autograd_registration", "test_faketensor")
+    torch.library.opcheck(torch.ops.pc.attention_plan.default, (*batch.tensors[3:], 16), test_utils=utils)
+    out = _plan(batch)
+    torch.library.opcheck(torch.ops.pc.attention_plan.out, (*batch.tensors[3:], 16), {"out": out}, test_utils=utils)
+
+
+def test_compile(device):
+    torch._dynamo.reset()
+
+    @torch.compile(fullgraph=True, dynamic=True, backend="aot_eager")
+    def step(query, key, value, tables, lens, starts):
+        plan = pc.attention_plan(tables, lens, starts, 16)
+        first = pc.paged_attention(query, key, value, tables, lens, starts, 0.125, plan=plan)
+        pc.attention_plan(tables, lens, starts, 16, out=plan)
+        return first + pc.paged_attention(first, key, value, tables, lens, starts, 0.125, plan=plan)
+
+    for lens in ((300, 20), (70, 200)):
+        tensors = build(Case(lens=lens, queries=(1, 9))).to(device).tensors
+        first = pc.paged_attention(*tensors, 0.125)
+        assert torch.equal(step(*tensors), first + pc.paged_attention(first, *tensors[1:], 0.125))
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"block_size": 12}, ValueError, "block_size: got 12"),
+        ({"window": -1}, ValueError, "window: got -1"),
+        ({"num_shared_blocks": 1000}, ValueError, "num_shared_blocks: got 1000"),
+        ({"num_kv_heads": 0}, ValueError, "num_kv_heads: got 0"),
+        ({"seq_lens": torch.tensor([1], dtype=torch.int32)}, ValueError, "seq_lens: got 1 elements, needs 2"),
+        ({"seq_lens": torch.tensor([1, 10**6], dtype=torch.int32)}, ValueError, "seq_lens: got values from 1 to 10000"),
+        ({"query_start_loc": torch.tensor([0, 1])}, TypeError, "query_start_loc: got int64"),
+        ({"out": torch.zeros(3, dtype=torch.int32)}, ValueError, "out: got 3 elements"),
+    ],
+)
+def test_bad_arguments(change, error, message):
+    batch = build(Case(lens=(300, 200), queries=(1, 1)))
+    names = ("block_tables", "seq_lens", "query_start_loc")
+    arguments = dict(zip(names, batch.tensors[3:], strict=True)) | {"block_size": 16} | change
+    with pytest.raises(error, match=message):
+        pc.attention_plan(**arguments)

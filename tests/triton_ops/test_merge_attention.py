@@ -1,0 +1,101 @@
+"""pc.merge_attention: two halves of the keys make the whole."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+import pc
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+
+
+def _part(tokens, heads, dim, dtype, device, dead=()):
+    out, lse = torch.randn(tokens, heads, dim, device=device).to(dtype), torch.randn(tokens, heads, device=device) * 5
+    lse[list(dead)] = -math.inf
+    out[list(dead)] = float("nan")
+    return out, lse
+
+
+@pytest.mark.parametrize("head_dim", [16, 80, 256])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_numerics(dtype, head_dim, device):
+    out_a, lse_a = _part(9, 5, head_dim, dtype, device, dead=(1, 3))
+    out_b, lse_b = _part(9, 5, head_dim, dtype, device, dead=(2, 3))
+    out, lse = pc.merge_attention(out_a, lse_a, out_b, lse_b)
+    exact_lse = torch.logaddexp(lse_a.double(), lse_b.double())
+    shift = exact_lse.masked_fill(exact_lse == -math.inf, 0.0)
+    exact = sum(
+        torch.nan_to_num(part.double()) * (part_lse.double() - shift).exp()[..., None]
+        for part, part_lse in ((out_a, lse_a), (out_b, lse_b))
+    )
+    assert out.dtype == dtype
+    assert (out.double() - exact).abs().max() <= 4 * torch.finfo(dtype).eps * exact.abs().max()
+    assert torch.equal(lse == -math.inf, exact_lse == -math.inf)
+    assert torch.allclose(lse.double(), exact_lse, atol=1e-5)
+    assert not out[3].any()
+
+
+def test_halves_make_the_whole(device):
+    tokens, heads, keys, dim = 7, 2, 50, 32
+    query, key, value = (torch.randn(n, heads, dim, device=device) for n in (tokens, keys, keys))
+    score = torch.einsum("qhd,khd->qhk", query, key)
+
+    def attend(part):
+        lse = score[..., part].logsumexp(-1)
+        return torch.einsum("qhk,khd->qhd", (score[..., part] - lse[..., None]).exp(), value[part]), lse
+
+    out, lse = pc.merge_attention(*attend(slice(0, 13)), *attend(slice(13, None)))
+    whole, whole_lse = attend(slice(None))
+    assert torch.allclose(out, whole, atol=1e-5)
+    assert torch.allclose(lse, whole_lse, atol=1e-5)
+
+
+def test_strides(device):
+    out, lse = _part(6, 4, 64, torch.float32, device)
+    expected = pc.merge_attention(out, lse, out * 2, lse + 1)
+    head_major = out.transpose(0, 1).contiguous().transpose(0, 1)
+    found = pc.merge_attention(head_major, lse.t().contiguous().t(), out * 2, lse + 1)
+    assert torch.equal(found[0], expected[0])
+    assert torch.equal(found[1], expected[1])
+    assert found[0].is_contiguous()
+
+
+def test_empty(device):
+    out, lse = _part(0, 4, 64, torch.float32, device)
+    assert pc.merge_attention(out, lse, out, lse)[0].shape == (0, 4, 64)
+
+
+def test_opcheck(device):
+    out, lse = _part(6, 4, 64, torch.float16, device)
+    torch.library.opcheck(torch.ops.pc.merge_attention.default, (out, lse, out, lse))
+    turned = out.transpose(0, 1).contiguous().transpose(0, 1)
+    torch.library.opcheck(torch.ops.pc.merge_attention.default, (turned, lse.t().contiguous().t(), out, lse))
+
+
+def test_compile(device):
+    torch._dynamo.reset()
+    compiled = torch.compile(pc.merge_attention, fullgraph=True, dynamic=True, backend="aot_eager")
+    for tokens in (5, 8):
+        a, b = _part(tokens, 4, 64, torch.float32, device), _part(tokens, 4, 64, torch.float32, device)
+        assert torch.equal(compiled(*a, *b)[0], pc.merge_attention(*a, *b)[0])
+
+
+@pytest.mark.parametrize(
+    ("index", "change", "error", "message"),
+    [
+        (0, lambda x: x.double(), TypeError, "out_a: got float64"),
+        (1, lambda x: x[:3], ValueError, "lse_a: got shape"),
+        (1, lambda x: x.half(), TypeError, "lse_a: got float16"),
+        (2, lambda x: x[:, :1], ValueError, "out_b: got shape"),
+        (3, lambda x: x[..., None], ValueError, "lse_b: got shape"),
+        (2, lambda x: x.clone().requires_grad_(), RuntimeError, "out_b: got a tensor that requires grad"),
+    ],
+)
+def test_bad_arguments(index, change, error, message):
+    arguments = [*_part(6, 4, 64, torch.float32, "cpu"), *_part(6, 4, 64, torch.float32, "cpu")]
+    arguments[index] = change(arguments[index])
+    with pytest.raises(error, match=message):
+        pc.merge_attention(*arguments)

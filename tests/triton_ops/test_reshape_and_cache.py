@@ -1,0 +1,177 @@
+"""pc.reshape_and_cache: slots, strides and quantized codes, bit for bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import pc
+
+F16, BF16, E4M3, INT8 = torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.int8
+
+
+def _codes_by_search(x, scale, dtype):
+    """Nearest code of x / scale, ties to even, saturating: by comparing with every value of the type."""
+    scaled = (x.float() / scale.float().view(-1, 1)).double()
+    if dtype == INT8:
+        values = torch.arange(-128, 128, dtype=torch.float64)
+        codes = torch.arange(-128, 128).to(INT8)
+        even = torch.arange(-128, 128) % 2 == 0
+    else:
+        bits = torch.arange(256, dtype=torch.uint8)
+        values = bits.view(E4M3).double()
+        keep = ~values.isnan() & (bits != 0x80)
+        bits, values = bits[keep], values[keep]
+        values, order = values.sort()
+        codes, even = bits[order].view(E4M3), bits[order] % 2 == 0
+    low = torch.searchsorted(values, scaled.clamp(values[0], values[-1]).contiguous(), right=True) - 1
+    high = (low + 1).clamp(max=len(values) - 1)
+    to_low, to_high = scaled - values[low], values[high] - scaled
+    up = (to_high < to_low) | ((to_high == to_low) & even[high] & ~even[low])
+    picked = torch.where(up & (scaled < values[-1]), high, low)
+    return codes.view(torch.uint8)[picked].view(dtype)
+
+
+def _bits(x):
+    return x.contiguous().view(torch.uint8)
+
+
+@pytest.mark.parametrize("block_size", [8, 64])
+@pytest.mark.parametrize("head_dim", [16, 80, 96, 128, 256])
+@pytest.mark.parametrize("dtype", [torch.float32, F16, BF16])
+def test_writes_slots(dtype, head_dim, block_size, device):
+    tokens, heads, blocks = 21, 3, 5
+    key, value = torch.randn(2, tokens, heads, head_dim, device=device).to(dtype)
+    caches = [torch.full((blocks, block_size, heads, head_dim), 7.0, dtype=dtype, device=device) for _ in range(2)]
+    slots = torch.randperm(blocks * block_size)[:tokens].to(device)
+    slots[[2, 9]] = -1
+    expected = [cache.clone() for cache in caches]
+    for source, cache in zip((key, value), expected, strict=True):
+        for i, slot in enumerate(slots.tolist()):
+            if slot >= 0:
+                cache[slot // block_size, slot % block_size] = source[i]
+    pc.reshape_and_cache(key, value, *caches, slots)
+    assert torch.equal(caches[0], expected[0])
+    assert torch.equal(caches[1], expected[1])
+
+
+@pytest.mark.parametrize("layout", ["head_major", "packed", "sliced_source"])
+def test_strides(layout, device):
+    key, value = torch.randn(2, 9, 4, 64, device=device)
+    slots = torch.randperm(48)[:9].to(device)
+    plain = [torch.zeros(6, 8, 4, 64, device=device) for _ in range(2)]
+    pc.reshape_and_cache(key, value, *plain, slots)
+    if layout == "head_major":
+        caches = [torch.zeros(6, 4, 8, 64, device=device).transpose(1, 2) for _ in range(2)]
+    elif layout == "packed":
+        caches = list(torch.zeros(6, 8, 4, 128, device=device).split(64, 3))
+    else:
+        caches = [torch.zeros(6, 8, 4, 64, device=device) for _ in range(2)]
+        projected = torch.cat([key, value, key], dim=1)
+        key, value = projected[:, :4], projected[:, 4:8]
+    pc.reshape_and_cache(key, value, *caches, slots)
+    assert torch.equal(caches[0], plain[0])
+    assert torch.equal(caches[1], plain[1])
+
+
+@pytest.mark.parametrize("per_head", [False, True])
+@pytest.mark.parametrize("cache_dtype", [E4M3, INT8])
+@pytest.mark.parametrize("dtype", [torch.float32, F16, BF16])
+def test_quantized_codes(dtype, cache_dtype, per_head, device):
+    """Every code, every midpoint between two codes, values far outside, and zeros of both signs."""
+    head_dim, heads = 64, 2
+    values = torch.arange(256, dtype=torch.uint8).view(E4M3).double()
+    values = values[~values.isnan()].sort()[0] if cache_dtype == E4M3 else torch.arange(-130, 130).double()
+    points = torch.cat([values, (values[1:] + values[:-1]) / 2, torch.tensor([1e4, -1e4, 0.0, -0.0, 448.0, 465.0])])
+    points = torch.cat([points, torch.randn(1024 - len(points) % 1024, dtype=torch.float64) * 30])
+    scale = torch.tensor([0.5, 0.25]) if per_head else torch.tensor([0.5])
+    key = (points.float().view(-1, heads, head_dim) * scale.view(-1, 1)).to(dtype).to(device)
+    tokens = key.shape[0]
+    caches = [torch.zeros(tokens // 8 + 1, 8, heads, head_dim, device=device).to(cache_dtype) for _ in range(2)]
+    slots = torch.randperm(caches[0].shape[0] * 8)[:tokens].to(device)
+    pc.reshape_and_cache(key, -key, *caches, slots, scale.to(device), torch.tensor([0.3]).to(device))
+    for source, cache, own in ((key, caches[0], scale), (-key, caches[1], torch.tensor([0.3]))):
+        expected = _codes_by_search(source.cpu(), own, cache_dtype)
+        found = _bits(cache.flatten(0, 1).cpu())[slots.cpu()]
+        negative_zero = (found == 0x80) & (_bits(expected) == 0) if cache_dtype == E4M3 else found != found
+        assert torch.equal(found.masked_fill(negative_zero, 0), _bits(expected))
+
+
+@pytest.mark.parametrize("cache_dtype", [None, E4M3, INT8])
+def test_opcheck(cache_dtype, device):
+    key = torch.randn(5, 2, 32, device=device)
+    caches = [torch.zeros(2, 8, 2, 32, device=device).to(cache_dtype or torch.float32) for _ in range(2)]
+    scale = None if cache_dtype is None else torch.ones(1, device=device)
+    slots = torch.tensor([3, -1, 9, 15, 0], device=device)
+    # The schema test multiplies its inputs, which PyTorch cannot do in float8.
+    checks = (
+        ("test_faketensor",) if cache_dtype == E4M3 else ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
+    )
+    torch.library.opcheck(
+        torch.ops.pc.reshape_and_cache.default, (key, key, *caches, slots, scale, scale), test_utils=checks
+    )
+
+
+def test_compile(device):
+    torch._dynamo.reset()
+
+    @torch.compile(fullgraph=True, dynamic=True, backend="aot_eager")
+    def step(key, cache, value_cache, slots):
+        pc.reshape_and_cache(key * 2, key, cache, value_cache, slots)
+        return cache.sum()
+
+    for tokens in (5, 9):
+        key = torch.randn(tokens, 2, 32, device=device)
+        cache, value_cache = torch.zeros(2, 2, 8, 2, 32, device=device)
+        slots = torch.arange(tokens, device=device)
+        total = step(key, cache, value_cache, slots)
+        assert torch.equal(cache.flatten(0, 1)[:tokens], key * 2)
+        assert torch.allclose(total, (key * 2).sum(), atol=1e-4)
+
+
+def test_no_tokens(device):
+    cache = torch.zeros(2, 8, 1, 16, device=device)
+    key = torch.zeros(0, 1, 16, device=device)
+    pc.reshape_and_cache(key, key, cache, cache.clone(), torch.zeros(0, dtype=torch.int64, device=device))
+    assert not cache.any()
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "error", "message"),
+    [
+        ("key", lambda k: k[0], ValueError, "key: got shape"),
+        ("key", lambda k: k.double(), TypeError, "key: got float64"),
+        ("value", lambda v: v[:, :1], ValueError, "value: got shape"),
+        ("value", lambda v: v.half(), TypeError, "value: got float16"),
+        ("key_cache", lambda c: c[:, :, :1], ValueError, "key_cache: got 1 heads, needs 2 heads as key"),
+        ("key_cache", lambda c: c.half(), TypeError, "key_cache: got float16"),
+        ("value_cache", lambda c: c[:1], ValueError, "value_cache: got shape"),
+        ("slot_mapping", lambda s: s.int(), TypeError, "slot_mapping: got int32"),
+        ("slot_mapping", lambda s: s[:2], ValueError, "slot_mapping: got .*needs 5 elements"),
+        ("slot_mapping", lambda s: s + 16, ValueError, "slot_mapping: got values from 16 to 20, needs -1 to 15"),
+        ("slot_mapping", lambda s: s - 2, ValueError, "slot_mapping: got values from -2"),
+    ],
+)
+def test_bad_arguments_change_nothing(name, change, error, message):
+    arguments = {
+        "key": torch.randn(5, 2, 32),
+        "value": torch.randn(5, 2, 32),
+        "key_cache": torch.zeros(2, 8, 2, 32),
+        "value_cache": torch.zeros(2, 8, 2, 32),
+        "slot_mapping": torch.arange(5),
+    }
+    caches = [arguments["key_cache"], arguments["value_cache"]]
+    arguments[name] = change(arguments[name])
+    with pytest.raises(error, match=message):
+        pc.reshape_and_cache(**arguments)
+    assert not caches[0].any()
+    assert not caches[1].any()
+
+
+@pytest.mark.gpu
+def test_large_cache_on_the_device(device):
+    cache = torch.zeros(70_000, 256, 1, 128, dtype=F16, device=device)
+    key = torch.randn(3, 1, 128, dtype=F16, device=device)
+    slots = torch.tensor([70_000 * 256 - 1, 5, -1], device=device)
+    pc.reshape_and_cache(key, key, cache, cache, slots)
+    assert torch.equal(cache[-1, -1, 0], key[0, 0])

@@ -1,0 +1,118 @@
+"""pc.rope_and_cache: the rotation in float64, and the cache of a rotation followed by a write."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import pc
+
+F16, BF16, E4M3, INT8 = torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.int8
+
+
+def _inputs(dtype, head_dim=64, rotary_dim=64, tokens=9, heads=(6, 2), cache_dtype=None, device="cpu"):
+    query, key, value = (torch.randn(tokens, n, head_dim).to(dtype) for n in (heads[0], heads[1], heads[1]))
+    angles = torch.arange(50)[:, None] / 10000 ** (torch.arange(rotary_dim // 2) * 2 / rotary_dim)
+    cos_sin = torch.cat([angles.cos(), angles.sin()], 1)
+    caches = [torch.zeros(5, 8, heads[1], head_dim).to(cache_dtype or dtype) for _ in range(2)]
+    slots = torch.randperm(40)[:tokens]
+    slots[2:3] = -1
+    positions = torch.randint(0, 50, (tokens,), dtype=torch.int32)
+    return [t.to(device) for t in (query, key, value, positions, cos_sin, *caches, slots)]
+
+
+def _rotated(x, positions, cos_sin, interleaved):
+    """Complex multiplication in float64."""
+    cos, sin = cos_sin.double()[positions.long()].chunk(2, 1)
+    turn = torch.complex(cos, sin)[:, None]
+    half = turn.shape[-1]
+    x = x.double()
+    pairs = x[..., : 2 * half]
+    a, b = (pairs[..., ::2], pairs[..., 1::2]) if interleaved else (pairs[..., :half], pairs[..., half:])
+    turned = torch.complex(a, b) * turn
+    parts = (turned.real, turned.imag)
+    joined = torch.stack(parts, -1).flatten(-2) if interleaved else torch.cat(parts, -1)
+    return torch.cat([joined, x[..., 2 * half :]], -1)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize(("head_dim", "rotary_dim"), [(64, 64), (80, 32), (128, 96), (256, 256), (16, 2)])
+@pytest.mark.parametrize("dtype", [torch.float32, F16, BF16])
+def test_numerics(dtype, head_dim, rotary_dim, interleaved, device):
+    inputs = _inputs(dtype, head_dim, rotary_dim, device=device)
+    query, key, value, positions, cos_sin, key_cache, value_cache, slots = inputs
+    before = query.clone(), key.clone()
+    out = pc.rope_and_cache(*inputs, interleaved)
+    # In triton's interpreter a conversion to bfloat16 cuts bits off where a device rounds.
+    tolerance = 2 * torch.finfo(dtype).eps
+    exact = _rotated(query, positions, cos_sin, interleaved)
+    assert ((out.double() - exact).abs() <= tolerance * (exact.abs() + 1)).all()
+    assert torch.equal(query, before[0])
+    assert torch.equal(key, before[1])
+    exact = _rotated(key, positions, cos_sin, interleaved)
+    for i, slot in enumerate(slots.tolist()):
+        if slot >= 0:
+            stored = key_cache[slot // 8, slot % 8].double()
+            assert ((stored - exact[i]).abs() <= tolerance * (exact[i].abs() + 1)).all()
+            assert torch.equal(value_cache[slot // 8, slot % 8], value[i])
+    written = (slots >= 0).sum()
+    assert (value_cache.flatten(0, 1).abs().sum((1, 2)) > 0).sum() == written
+
+
+@pytest.mark.parametrize("cache_dtype", [E4M3, INT8])
+def test_quantized_cache_is_that_of_two_ops(cache_dtype, device):
+    scales = torch.tensor([0.02, 0.03], device=device), torch.tensor(0.05, device=device)
+    inputs = _inputs(torch.float32, cache_dtype=cache_dtype, device=device)
+    query, key, value, positions, cos_sin, key_cache, value_cache, slots = inputs
+    pc.rope_and_cache(*inputs, False, *scales)
+    plain = _inputs(torch.float32, device=device)[5:7]
+    pc.rope_and_cache(query, key, value, positions, cos_sin, *plain, slots)
+    expected = [torch.zeros_like(cache) for cache in (key_cache, value_cache)]
+    rows = torch.where(slots < 0, 0, slots)
+    pc.reshape_and_cache(plain[0].flatten(0, 1)[rows], value, *expected, slots, *scales)
+    for cache, other in zip((key_cache, value_cache), expected, strict=True):
+        assert torch.equal(cache.view(torch.uint8), other.view(torch.uint8))
+
+
+def test_strided_inputs(device):
+    inputs = _inputs(torch.float32, device=device)
+    query, key, value, *rest = inputs
+    expected = pc.rope_and_cache(*inputs)
+    packed = torch.cat([query, key, value], 1)
+    split = packed.split([6, 2, 2], 1)
+    assert torch.equal(pc.rope_and_cache(*split, *rest), expected)
+
+
+def test_opcheck(device):
+    inputs = _inputs(torch.float32, device=device)
+    utils = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+    torch.library.opcheck(torch.ops.pc.rope_and_cache.default, tuple(inputs), test_utils=utils)
+
+
+def test_compile(device):
+    torch._dynamo.reset()
+    compiled = torch.compile(pc.rope_and_cache, fullgraph=True, dynamic=True, backend="aot_eager")
+    for tokens in (4, 9):
+        inputs = _inputs(torch.float32, tokens=tokens, device=device)
+        copies = [t.clone() for t in inputs]
+        assert torch.equal(compiled(*inputs), pc.rope_and_cache(*copies))
+        assert torch.equal(inputs[5], copies[5])
+
+
+@pytest.mark.parametrize(
+    ("index", "change", "error", "message"),
+    [
+        (0, lambda x: x[:, :, :32], ValueError, "query: got shape"),
+        (3, lambda x: x.float(), TypeError, "positions: got float32"),
+        (3, lambda x: x + 50, ValueError, "positions: got values from"),
+        (4, lambda x: x[:, :63].contiguous(), ValueError, "cos_sin: got .*an even rotary_dim of at most 64"),
+        (7, lambda x: x + 40, ValueError, "slot_mapping: got values"),
+        (1, lambda x: x.half(), TypeError, "value: got float32"),
+    ],
+)
+def test_bad_arguments(index, change, error, message):
+    inputs = _inputs(torch.float32)
+    inputs[index] = change(inputs[index])
+    with pytest.raises(error, match=message):
+        pc.rope_and_cache(*inputs)
+    assert not inputs[5].any()

@@ -1,0 +1,89 @@
+"""pc.shared_prefix_attention: the same as paged attention, with the prefix read once."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from attention_cases import Case, build, check
+
+import pc
+from pc.triton_ops._attention.launch import count_tiles
+
+CASES = [
+    (Case(lens=(200, 150, 300), queries=(1, 9, 1), padding=2), 8),
+    (Case(lens=(200, 150), queries=(1, 1), sinks=True, alibi=True), 4),
+    (Case(lens=(200, 150), queries=(1, 12), dtype=torch.bfloat16), 8),
+    (Case(lens=(200, 150), queries=(1, 1), softcap=3.0, batch_invariant=True), 8),
+    (Case(lens=(200, 150), queries=(1, 1), cache_dtype=torch.int8), 8),
+    (Case(lens=(64, 150), queries=(40, 100)), 4),
+    (Case(lens=(64, 150), queries=(1, 1), causal=False), 4),
+    (Case(lens=(64, 150), queries=(1, 1)), 0),
+]
+
+
+def _batch(case, shared):
+    batch = build(case)
+    batch.block_tables[:, :shared] = batch.block_tables[:1, :shared]
+    return batch
+
+
+@pytest.mark.parametrize("planned", [False, True])
+@pytest.mark.parametrize(("case", "shared"), CASES, ids=[str(case) for case, _ in CASES])
+def test_numerics(case, shared, planned, device):
+    batch = _batch(case, shared).to(device)
+    plan = None
+    if planned:
+        plan = pc.attention_plan(
+            *batch.tensors[3:], 16, case.causal, num_shared_blocks=shared, batch_invariant=case.batch_invariant
+        )
+    out, lse = pc.shared_prefix_attention_with_lse(*batch.tensors, shared, batch.scale, plan=plan, **batch.options)
+    check(_batch(case, shared), out, lse)
+    assert torch.equal(out, pc.shared_prefix_attention(*batch.tensors, shared, batch.scale, plan=plan, **batch.options))
+
+
+@pytest.mark.interpreter
+def test_prefix_is_read_once(device):
+    case, shared = Case(lens=(640, 650, 660, 670), queries=(1, 1, 1, 1), heads=(1, 1), block_size=64), 10
+    batch = _batch(case, shared).to(device)
+    with count_tiles(device) as visits:
+        pc.shared_prefix_attention(*batch.tensors, shared, batch.scale)
+    assert int(visits) == 10 + 0 + 1 + 1 + 1
+    with count_tiles(device) as visits:
+        pc.paged_attention(*batch.tensors, batch.scale)
+    assert int(visits) == 10 + 11 + 11 + 11
+
+
+def test_opcheck(device):
+    batch = _batch(Case(lens=(70, 90), queries=(1, 3)), 2).to(device)
+    tensors = [t.nan_to_num() if t.dtype.is_floating_point else t for t in batch.tensors]
+    for op in (torch.ops.pc.shared_prefix_attention, torch.ops.pc.shared_prefix_attention_with_lse):
+        torch.library.opcheck(op.default, (*tensors, 2, batch.scale))
+
+
+def test_compile(device):
+    torch._dynamo.reset()
+    compiled = torch.compile(pc.shared_prefix_attention, fullgraph=True, dynamic=True, backend="aot_eager")
+    for lens in ((70, 90), (100, 64)):
+        batch = _batch(Case(lens=lens, queries=(1, 3)), 2).to(device)
+        arguments = (*batch.tensors, 2, batch.scale)
+        assert torch.equal(compiled(*arguments), pc.shared_prefix_attention(*arguments))
+
+
+def test_misuse():
+    batch = _batch(Case(lens=(70, 90), queries=(1, 3)), 2)
+    with pytest.raises(ValueError, match="num_shared_blocks: got 5, needs at most 4, since a sequence is 70 long"):
+        pc.shared_prefix_attention(*batch.tensors, 5, batch.scale)
+    with pytest.raises(ValueError, match="num_shared_blocks: got -1"):
+        pc.shared_prefix_attention(*batch.tensors, -1, batch.scale)
+    with pytest.raises(ValueError, match="block_tables: got rows that differ in shared columns"):
+        pc.shared_prefix_attention(*batch.tensors, 3, batch.scale)
+    plan = pc.attention_plan(*batch.tensors[3:], 16)
+    with pytest.raises(ValueError, match="plan: got"):
+        pc.shared_prefix_attention(*batch.tensors, 2, batch.scale, plan=plan)
+
+
+@pytest.mark.gpu
+def test_numerics_on_the_device(device):
+    case = Case(lens=(5000, 4900, 4500), queries=(1, 1, 1), heads=(8, 2), head_dim=128, dtype=torch.bfloat16)
+    batch = _batch(case, 256).to(device)
+    check(_batch(case, 256), pc.shared_prefix_attention(*batch.tensors, 256, batch.scale))

@@ -1,0 +1,108 @@
+"""pc.sliding_window_attention: windows, sink tokens, and the work they cost."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from attention_cases import Case, build, check
+
+import pc
+from pc.triton_ops._attention.launch import count_tiles
+
+CASES = [
+    Case(lens=(200, 90), queries=(1, 40), window=1),
+    Case(lens=(500, 90), queries=(1, 40), window=70, num_sink_tokens=4),
+    Case(lens=(500, 300), queries=(5, 150), window=33, num_sink_tokens=70, dtype=torch.float16),
+    Case(lens=(500, 300), queries=(5, 20), window=100, causal=False, num_sink_tokens=3),
+    Case(lens=(300, 20), queries=(9, 20), window=1000, dtype=torch.bfloat16),
+    Case(lens=(300, 200), queries=(1, 20), window=64, num_sink_tokens=4, softcap=4.0, sinks=True, alibi=True),
+    Case(lens=(300, 200), queries=(1, 20), window=64, num_sink_tokens=4, batch_invariant=True, holes=0.3),
+    Case(lens=(300, 200), queries=(1, 20), window=64, cache_dtype=torch.int8, dtype=torch.bfloat16),
+    Case(lens=(130, 0), queries=(130, 0), window=0),
+]
+
+
+def _call(batch, op=pc.sliding_window_attention_with_lse, **options):
+    case = batch.case
+    return op(*batch.tensors, batch.scale, case.window, case.num_sink_tokens, **batch.options, **options)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_numerics(case, device):
+    batch = build(case).to(device)
+    out, lse = _call(batch)
+    check(build(case), out, lse)
+    assert torch.equal(out, _call(batch, pc.sliding_window_attention))
+
+
+def test_memory_behind_the_window_is_not_read(device):
+    """NaN in blocks that no query reaches, still in the table or replaced by -1."""
+    case = Case(lens=(300, 300), queries=(1, 20), window=40)
+    batch = build(case).to(device)
+    expected = _call(batch, pc.sliding_window_attention)
+    behind = batch.block_tables[:, : (300 - 20 - 40) // case.block_size].long()
+    batch.key_cache[behind], batch.value_cache[behind] = float("nan"), float("nan")
+    assert torch.equal(_call(batch, pc.sliding_window_attention), expected)
+    batch.block_tables[:, : behind.shape[1]] = -1
+    assert torch.equal(_call(batch, pc.sliding_window_attention), expected)
+
+
+def test_no_window_is_paged_attention(device):
+    batch = build(Case(lens=(100, 70), queries=(1, 30))).to(device)
+    assert torch.equal(
+        pc.sliding_window_attention(*batch.tensors, batch.scale, 0),
+        pc.paged_attention(*batch.tensors, batch.scale),
+    )
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize(
+    ("length", "q_len", "window", "sink_tokens", "tiles"),
+    [
+        (1000, 1, 0, 0, 16),
+        (1000, 1, 64, 0, 2),
+        (1024, 1, 64, 0, 1),
+        (1000, 1, 128, 4, 4),
+        (1000, 1, 1, 200, 5),
+        (1000, 16, 64, 0, 2),
+        (1000, 1, 5000, 4, 16),
+    ],
+)
+def test_tiles_visited(length, q_len, window, sink_tokens, tiles, device):
+    """Only tiles with a live key are visited: the count does not depend on the context behind the window."""
+    case = Case(lens=(length,), queries=(q_len,), heads=(1, 1), window=window, num_sink_tokens=sink_tokens)
+    batch = build(case).to(device)
+    with count_tiles(device) as visits:
+        _call(batch)
+    assert int(visits) == tiles
+
+
+def test_opcheck(device):
+    batch = build(Case(lens=(40, 20), queries=(1, 9), block_size=8)).to(device)
+    tensors = [t.nan_to_num() if t.dtype.is_floating_point else t for t in batch.tensors]
+    for op in (torch.ops.pc.sliding_window_attention, torch.ops.pc.sliding_window_attention_with_lse):
+        torch.library.opcheck(op.default, (*tensors, batch.scale, 16, 2))
+
+
+def test_compile(device):
+    torch._dynamo.reset()
+    compiled = torch.compile(pc.sliding_window_attention, fullgraph=True, dynamic=True, backend="aot_eager")
+    for case in (Case(lens=(40, 20), queries=(1, 9), window=16), Case(lens=(70, 9, 5), queries=(1, 9, 2), window=7)):
+        batch = build(case).to(device)
+        arguments = (*batch.tensors, batch.scale, case.window)
+        assert torch.equal(compiled(*arguments), pc.sliding_window_attention(*arguments))
+
+
+@pytest.mark.parametrize(
+    ("window", "sink_tokens", "message"), [(-1, 0, "window: got -1"), (4, -2, "num_sink_tokens: got -2")]
+)
+def test_bad_windows(window, sink_tokens, message):
+    batch = build(Case())
+    with pytest.raises(ValueError, match=message):
+        pc.sliding_window_attention(*batch.tensors, batch.scale, window, sink_tokens)
+
+
+@pytest.mark.gpu
+def test_numerics_on_the_device(device):
+    case = Case(lens=(5000, 2000), queries=(1, 500), heads=(8, 2), head_dim=128, dtype=torch.bfloat16, window=1024)
+    check(build(case), *_call(build(case).to(device)))

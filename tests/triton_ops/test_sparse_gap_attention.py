@@ -1,0 +1,204 @@
+"""pc.sparse_gap_attention: scattered queries, holes, both with windows; and the sweep over all options together."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from attention_cases import Case, build, check
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import pc
+from pc.triton_ops._attention.launch import count_tiles
+from pc.triton_ops._triton import INTERPRET
+
+BF16, F16, E4M3, INT8 = torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int8
+CASES = [
+    Case(lens=(300, 90), queries=(40, 3), scattered=True),
+    Case(lens=(300, 90), queries=(40, 3), scattered=True, holes=0.6, dtype=F16),
+    Case(lens=(500, 90), queries=(12, 3), scattered=True, window=20),
+    Case(lens=(500, 400), queries=(12, 30), scattered=True, window=20, num_sink_tokens=150),
+    Case(lens=(500, 400), queries=(12, 30), scattered=True, window=20, causal=False, num_sink_tokens=3, dtype=BF16),
+    Case(lens=(500, 0, 64), queries=(5, 0, 30), scattered=True, window=90, holes=0.5, sinks=True, alibi=True),
+    Case(lens=(500, 100), queries=(9, 30), scattered=True, window=64, batch_invariant=True, padding=2),
+    Case(lens=(400, 300), queries=(1, 60), holes=0.9, window=100, num_sink_tokens=64),
+]
+
+
+def _call(batch, op=pc.sparse_gap_attention_with_lse, **options):
+    case = batch.case
+    return op(
+        *batch.tensors, batch.positions, batch.scale, case.window, case.num_sink_tokens, **batch.options, **options
+    )
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_numerics(case, device):
+    batch = build(case).to(device)
+    out, lse = _call(batch)
+    check(build(case), out, lse)
+    assert torch.equal(out, _call(batch, pc.sparse_gap_attention))
+
+
+@st.composite
+def cases(draw):
+    n = draw(st.integers(0, 3))
+    lens = tuple(draw(st.sampled_from([0, 1, 7, 64, 65, 130, 300])) for _ in range(n))
+    scattered = draw(st.booleans())
+    limit = [length if scattered else length + 3 for length in lens]
+    queries = tuple(draw(st.integers(0, min(top, draw(st.sampled_from([1, 8, 9, 40]))))) for top in limit)
+    kv_heads = draw(st.sampled_from([1, 2, 3]))
+    cache_dtype = draw(st.sampled_from([None, None, None, E4M3, INT8]))
+    return Case(
+        lens=lens,
+        queries=queries,
+        heads=(kv_heads * draw(st.sampled_from([1, 2, 5, 8])), kv_heads),
+        head_dim=draw(st.sampled_from([16, 24, 64, 80, 96, 128])),
+        block_size=draw(st.sampled_from([8, 16, 32, 64, 128, 256])),
+        dtype=draw(st.sampled_from([torch.float32, F16, BF16])),
+        cache_dtype=cache_dtype,
+        per_head_scales=draw(st.booleans()),
+        causal=draw(st.booleans()),
+        window=draw(st.sampled_from([0, 0, 1, 17, 64, 200])),
+        num_sink_tokens=draw(st.sampled_from([0, 3, 100])),
+        scattered=scattered,
+        holes=draw(st.sampled_from([0.0, 0.0, 0.3, 0.8])),
+        softcap=draw(st.sampled_from([0.0, 0.0, 5.0])),
+        alibi=draw(st.booleans()),
+        sinks=draw(st.booleans()),
+        padding=draw(st.sampled_from([0, 0, 3])),
+        head_major=draw(st.booleans()),
+        batch_invariant=draw(st.sampled_from([False, False, True])),
+        bounds=draw(st.booleans()),
+        seed=draw(st.integers(0, 1000)),
+    )
+
+
+@settings(
+    max_examples=40 if INTERPRET else 80,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+)
+@given(case=cases())
+def test_all_options_together(case, device):
+    batch = build(case).to(device)
+    plan = None
+    if case.seed % 2:
+        plan = pc.attention_plan(
+            *batch.tensors[3:],
+            case.block_size,
+            case.causal,
+            case.window,
+            case.num_sink_tokens,
+            batch.positions,
+            num_kv_heads=case.heads[1],
+            batch_invariant=case.batch_invariant,
+        )
+    check(build(case), *_call(batch, plan=plan))
+
+
+def test_recomputed_blocks_equal_full_prefill(device):
+    """Tokens of evicted blocks, computed again at their positions, get the rows of a whole prefill."""
+    case = Case(lens=(130,), queries=(130,), block_size=16, seed=2)
+    batch = build(case).to(device)
+    whole = pc.paged_attention(*batch.tensors, batch.scale)
+    missing = [*range(32, 48), *range(80, 96), 129]
+    positions = torch.tensor(missing, dtype=torch.int32, device=device)
+    bounds = torch.tensor([0, len(missing)], dtype=torch.int32, device=device)
+    again = pc.sparse_gap_attention(batch.query[missing], *batch.tensors[1:5], bounds, positions, batch.scale)
+    assert (again - whole[missing]).abs().max() < 1e-6
+
+
+def test_gap_matches_compaction(device):
+    """Block-aligned holes before every query and no window: the same bits' worth as dropping the blocks."""
+    case = Case(lens=(320,), queries=(1,), block_size=64)
+    batch = build(case).to(device)
+    holes, kept = batch.block_tables.clone(), batch.block_tables[:, [0, 3, 4]].contiguous()
+    holes[:, 1:3] = -1
+    query, key, value, _, lens, starts = batch.tensors
+    with_holes = pc.sparse_gap_attention(query, key, value, holes, lens, starts, None, batch.scale)
+    compacted = pc.paged_attention(query, key, value, kept, lens - 128, starts, batch.scale)
+    assert torch.allclose(with_holes, compacted, atol=1e-6)
+
+
+def test_nan_between_far_windows_is_not_read(device):
+    """A tile that two far queries share holds keys of neither."""
+    batch = build(Case(lens=(128,), queries=(2,), window=8)).to(device)
+    positions = torch.tensor([40, 62], dtype=torch.int32, device=device)
+    block, offset = batch.block_tables[0, 3].long(), torch.arange(0, 6)
+    expected = pc.sparse_gap_attention(*batch.tensors, positions, batch.scale, 8)
+    batch.key_cache[block, offset], batch.value_cache[block, offset] = float("nan"), float("nan")
+    assert torch.equal(pc.sparse_gap_attention(*batch.tensors, positions, batch.scale, 8), expected)
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("window", [0, 40])
+@pytest.mark.parametrize("block_size", [16, 64, 128])
+def test_tiles_visited_equal_live_tiles(window, block_size, device):
+    """One decode: tiles with a present key in reach, counted from the mask."""
+    case = Case(lens=(2000,), queries=(1,), heads=(1, 1), head_dim=16, block_size=block_size, holes=0.9, window=window)
+    for seed in range(3):
+        batch = build(Case(**{**case.__dict__, "seed": seed})).to(device)
+        t = torch.arange(2000)
+        live = batch.block_tables[0].cpu()[t // block_size] >= 0
+        tiles = live.new_zeros(32 * 64)
+        tiles[:2000] = live
+        reach = tiles.view(32, 64).any(1)
+        if window:
+            first = torch.arange(32 * 64).view(32, 64)[:, -1] >= 2000 - window
+            reach &= first
+        with count_tiles(device) as visits:
+            _call(batch)
+        assert int(visits) == int(reach.sum())
+
+
+@pytest.mark.interpreter
+def test_tiles_visited_by_scattered_queries(device):
+    """Far queries under a window cost their windows, not the span between them."""
+    batch = build(Case(lens=(4000,), queries=(4,), heads=(1, 1), head_dim=16, window=64)).to(device)
+    positions = torch.tensor([127, 1023, 1024 + 63, 3999], dtype=torch.int32, device=device)
+    with count_tiles(device) as visits:
+        pc.sparse_gap_attention(*batch.tensors, positions, batch.scale, 64)
+    assert int(visits) == 1 + 2 + 2
+
+
+def test_opcheck(device):
+    batch = build(Case(lens=(40, 20), queries=(3, 9), block_size=8, scattered=True)).to(device)
+    tensors = [t.nan_to_num() if t.dtype.is_floating_point else t for t in batch.tensors]
+    for op in (torch.ops.pc.sparse_gap_attention, torch.ops.pc.sparse_gap_attention_with_lse):
+        torch.library.opcheck(op.default, (*tensors, batch.positions, batch.scale, 16, 2))
+        torch.library.opcheck(op.default, (*tensors, None, batch.scale))
+
+
+def test_compile(device):
+    torch._dynamo.reset()
+    compiled = torch.compile(pc.sparse_gap_attention, fullgraph=True, dynamic=True, backend="aot_eager")
+    for case in (
+        Case(lens=(40, 20), queries=(2, 9), scattered=True),
+        Case(lens=(70, 9), queries=(3, 4), scattered=True),
+    ):
+        batch = build(case).to(device)
+        arguments = (*batch.tensors, batch.positions, batch.scale)
+        assert torch.equal(compiled(*arguments), pc.sparse_gap_attention(*arguments))
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (lambda p: p.long(), TypeError, "query_positions: got int64"),
+        (lambda p: p[:-1], ValueError, "query_positions: got .*needs a contiguous tensor of 7"),
+        (lambda p: p.flip(0), ValueError, "query_positions: got .*needs positions that ascend"),
+        (lambda p: p - 1000, ValueError, "query_positions: got"),
+    ],
+)
+def test_bad_positions(change, error, message):
+    batch = build(Case(lens=(40, 30), queries=(3, 4), scattered=True))
+    with pytest.raises(error, match=message):
+        pc.sparse_gap_attention(*batch.tensors, change(batch.positions), batch.scale)
+
+
+@pytest.mark.gpu
+def test_numerics_on_the_device(device):
+    case = Case(lens=(5000, 2000), queries=(300, 7), heads=(8, 2), head_dim=128, dtype=BF16, scattered=True, holes=0.5)
+    check(build(case), *_call(build(case).to(device)))

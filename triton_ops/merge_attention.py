@@ -1,0 +1,168 @@
+"""Merges two attention results over disjoint keys into the result over all of them.
+
+    lse = log(exp(lse_a) + exp(lse_b));  out = out_a * exp(lse_a - lse) + out_b * exp(lse_b - lse)
+
+Moves three times out and lse; accumulates in float32. https://arxiv.org/abs/2501.01005, section 2.2.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ._attention.checks import QUERY_DTYPES, refuse_grad
+from ._attention.constants import next_power_of_2
+from ._checks import bad_argument, check_tensor
+from ._library import define
+from ._triton import require_triton, tl, triton
+
+
+def _check(out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor) -> None:
+    layout = "[num_tokens, num_heads, head_dim]"
+    check_tensor("out_a", out_a, 3, layout, QUERY_DTYPES)
+    check_tensor("out_b", out_b, 3, layout, (out_a.dtype,), out_a.device)
+    if out_b.shape != out_a.shape:
+        raise bad_argument("out_b", f"shape {list(out_b.shape)}", f"{list(out_a.shape)} as out_a")
+    for name, lse in (("lse_a", lse_a), ("lse_b", lse_b)):
+        check_tensor(name, lse, 2, "[num_tokens, num_heads]", (torch.float32,), out_a.device)
+        if lse.shape != out_a.shape[:2]:
+            raise bad_argument(name, f"shape {list(lse.shape)}", f"{list(out_a.shape[:2])}")
+    for name, out in (("out_a", out_a), ("out_b", out_b)):
+        if out.stride(2) != 1 and out.shape[2] > 1:
+            raise bad_argument(name, f"strides {list(out.stride())}", "a contiguous last dimension")
+    refuse_grad(out_a=out_a, lse_a=lse_a, out_b=out_b, lse_b=lse_b)
+
+
+def merge_attention_reference(
+    out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What `pc.merge_attention` computes, in PyTorch."""
+    _check(out_a, lse_a, out_b, lse_b)
+    top = torch.maximum(lse_a, lse_b)
+    safe = top.masked_fill(top == -torch.inf, 0.0)
+    weights = [torch.exp(lse - safe) for lse in (lse_a, lse_b)]
+    total = weights[0] + weights[1]
+    total = total.masked_fill(total == 0, 1.0)
+    merged = torch.zeros(out_a.shape, dtype=torch.float32, device=out_a.device)
+    for out, weight in zip((out_a, out_b), weights, strict=True):
+        share = (weight / total)[..., None]
+        merged += torch.where(share > 0, out.float() * share, 0.0)
+    return merged.to(out_a.dtype), (top + torch.log(total)).contiguous()
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _merge_attention_kernel(
+    out_ptr, lse_ptr,  # [num_tokens, NUM_HEADS, HEAD_DIM], [num_tokens, NUM_HEADS]
+    out_a_ptr, lse_a_ptr, out_b_ptr, lse_b_ptr,
+    num_rows,
+    stride_at, stride_ah, stride_lat, stride_lah, stride_bt, stride_bh, stride_lbt, stride_lbh,
+    NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Grid (row tiles,), a row being one token and one head."""
+    row = tl.cast(tl.program_id(0), tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
+    offs_d = tl.arange(0, BLOCK_D)
+    token = row // NUM_HEADS
+    head = row % NUM_HEADS
+    mask_r = row < num_rows
+    lse_a = tl.load(lse_a_ptr + token * stride_lat + head * stride_lah, mask=mask_r, other=0.0)
+    lse_b = tl.load(lse_b_ptr + token * stride_lbt + head * stride_lbh, mask=mask_r, other=0.0)
+    top = tl.maximum(lse_a, lse_b)
+    safe = tl.where(top == float("-inf"), 0.0, top)
+    weight_a = tl.exp(lse_a - safe)
+    weight_b = tl.exp(lse_b - safe)
+    total = weight_a + weight_b
+    total = tl.where(total == 0, 1.0, total)
+    # Where a weight is 0 its operand is not read, whatever it holds.
+    mask_a = (weight_a > 0)[:, None] & mask_r[:, None] & (offs_d[None, :] < HEAD_DIM)
+    mask_b = (weight_b > 0)[:, None] & mask_r[:, None] & (offs_d[None, :] < HEAD_DIM)
+    a = tl.load(out_a_ptr + (token * stride_at + head * stride_ah)[:, None] + offs_d[None, :], mask=mask_a, other=0.0)
+    b = tl.load(out_b_ptr + (token * stride_bt + head * stride_bh)[:, None] + offs_d[None, :], mask=mask_b, other=0.0)
+    merged = a.to(tl.float32) * (weight_a / total)[:, None] + b.to(tl.float32) * (weight_b / total)[:, None]
+    mask = mask_r[:, None] & (offs_d[None, :] < HEAD_DIM)
+    tl.store(out_ptr + row[:, None] * HEAD_DIM + offs_d[None, :], merged.to(out_ptr.dtype.element_ty), mask=mask)
+    tl.store(lse_ptr + row, top + tl.log(total), mask=mask_r)
+
+
+def launch_merge(
+    out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Merges on the device, with the result in `dtype`."""
+    require_triton("merge_attention")
+    num_tokens, num_heads, head_dim = out_a.shape
+    out = torch.empty(out_a.shape, dtype=dtype, device=out_a.device)
+    lse = torch.empty(out_a.shape[:2], dtype=torch.float32, device=out_a.device)
+    num_rows = num_tokens * num_heads
+    if num_rows and head_dim:
+        block_d = next_power_of_2(head_dim)
+        block_r = max(1, 2048 // block_d)
+        _merge_attention_kernel[(-(-num_rows // block_r),)](
+            out,
+            lse,
+            out_a,
+            lse_a,
+            out_b,
+            lse_b,
+            num_rows,
+            out_a.stride(0),
+            out_a.stride(1),
+            lse_a.stride(0),
+            lse_a.stride(1),
+            out_b.stride(0),
+            out_b.stride(1),
+            lse_b.stride(0),
+            lse_b.stride(1),
+            NUM_HEADS=num_heads,
+            HEAD_DIM=head_dim,
+            BLOCK_R=block_r,
+            BLOCK_D=block_d,
+            num_warps=4,
+        )
+    return out, lse
+
+
+def _launch_merge_attention(
+    out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    _check(out_a, lse_a, out_b, lse_b)
+    return launch_merge(out_a, lse_a, out_b, lse_b, out_a.dtype)
+
+
+def _fake(
+    out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    _check(out_a, lse_a, out_b, lse_b)
+    return out_a.new_empty(out_a.shape), lse_a.new_empty(out_a.shape[:2])
+
+
+define(
+    "merge_attention",
+    "(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b) -> (Tensor, Tensor)",
+    reference=merge_attention_reference,
+    launcher=_launch_merge_attention,
+    fake=_fake,
+)
+
+
+def merge_attention(
+    out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Merges two attention results of the same queries over disjoint sets of keys.
+
+    Attention sinks may be in one of the two only. An operand with nothing to attend to (lse -inf) does not count,
+    whatever its out holds.
+
+    Args:
+        out_a: `[num_tokens, num_heads, head_dim]`, float16, bfloat16 or float32; contiguous last dimension.
+        lse_a: `[num_tokens, num_heads]` float32, natural logarithms, as the `_with_lse` ops return.
+        out_b: Like out_a.
+        lse_b: Like lse_a.
+
+    Returns:
+        out like out_a, contiguous, and its lse.
+
+    Raises:
+        TypeError: A wrong type or dtype.
+        ValueError: A wrong shape, stride or device.
+        RuntimeError: A tensor that requires grad while grad mode is on.
+    """
+    out, lse = torch.ops.pc.merge_attention(out_a, lse_a, out_b, lse_b)
+    return out, lse

@@ -1,0 +1,331 @@
+"""Rotary embedding of queries and keys, and the write of keys and values into the cache, in one kernel.
+
+With (a, b) a pair of features of a head at position p, cos and sin from row p of cos_sin:
+
+    a' = a * cos - b * sin;  b' = b * cos + a * sin
+
+Pairs are (i, i + rotary_dim / 2) as in GPT-NeoX and Llama, or (2i, 2i + 1) when interleaved as in GPT-J; features past
+rotary_dim stay as they are. Reads query, key and value once and writes each once; computes in float32.
+https://arxiv.org/abs/2104.09864
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ._attention.constants import next_power_of_2
+from ._checks import bad_argument, check_tensor, describe
+from ._debug import debug_mode_enabled
+from ._library import define
+from ._quantize import as_codes, code_kind, scale_arguments, to_code
+from ._triton import require_triton, tl, triton
+from .reshape_and_cache import check_write, check_write_values, reshape_and_cache_reference
+
+_SCHEMA = (
+    "(Tensor query, Tensor key, Tensor value, Tensor positions, Tensor cos_sin, Tensor(a!) key_cache, "
+    "Tensor(b!) value_cache, Tensor slot_mapping, bool interleaved=False, Tensor? k_scale=None, "
+    "Tensor? v_scale=None) -> Tensor"
+)
+
+
+def _check(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    positions: torch.Tensor,
+    cos_sin: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    k_scale: torch.Tensor | None,
+    v_scale: torch.Tensor | None,
+) -> None:
+    check_write(key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale)
+    num_tokens, _, head_dim = key.shape
+    check_tensor("query", query, 3, "[num_tokens, num_heads, head_dim]", (key.dtype,), key.device)
+    if query.shape[0] != num_tokens or query.shape[2] != head_dim:
+        needs = f"[{num_tokens}, num_heads, {head_dim}] as key"
+        raise bad_argument("query", f"shape {list(query.shape)}", needs)
+    if query.stride(2) != 1 and head_dim > 1:
+        raise bad_argument("query", f"strides {list(query.stride())}", "a contiguous last dimension")
+    if query.requires_grad and torch.is_grad_enabled():
+        raise bad_argument("query", "a tensor that requires grad", "torch.no_grad() or .detach()", RuntimeError)
+    check_tensor("positions", positions, 1, "[num_tokens]", (torch.int32, torch.int64), key.device)
+    if positions.shape[0] != num_tokens or not positions.is_contiguous():
+        raise bad_argument("positions", describe(positions), f"a contiguous tensor of {num_tokens} elements")
+    floats = (torch.float32, torch.float16, torch.bfloat16)
+    check_tensor("cos_sin", cos_sin, 2, "[max_positions, rotary_dim]", floats, key.device)
+    rotary_dim = cos_sin.shape[1]
+    if not cos_sin.is_contiguous() or rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
+        needs = f"a contiguous tensor with an even rotary_dim of at most {head_dim}"
+        raise bad_argument("cos_sin", describe(cos_sin), needs)
+
+
+def _check_values(positions: torch.Tensor, cos_sin: torch.Tensor) -> None:
+    if positions.numel():
+        low, high = (int(bound) for bound in torch.aminmax(positions))
+        if low < 0 or high >= cos_sin.shape[0]:
+            raise bad_argument("positions", f"values from {low} to {high}", f"0 to {cos_sin.shape[0] - 1} (cos_sin)")
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> torch.Tensor:
+    """Rotates the first features of x `[num_tokens, heads, head_dim]`; cos and sin `[num_tokens, rotary_dim / 2]`."""
+    rotary_dim = 2 * cos.shape[1]
+    turned = x[..., :rotary_dim].float()
+    a, b = (turned[..., 0::2], turned[..., 1::2]) if interleaved else turned.chunk(2, -1)
+    cos, sin = cos.float()[:, None], sin.float()[:, None]
+    a, b = a * cos - b * sin, b * cos + a * sin
+    turned = torch.stack((a, b), -1).flatten(-2) if interleaved else torch.cat((a, b), -1)
+    return torch.cat((turned.to(x.dtype), x[..., rotary_dim:]), -1)
+
+
+def rope_and_cache_reference(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    positions: torch.Tensor,
+    cos_sin: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    interleaved: bool = False,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """What `pc.rope_and_cache` computes, in PyTorch on CPU tensors."""
+    _check(query, key, value, positions, cos_sin, key_cache, value_cache, slot_mapping, k_scale, v_scale)
+    _check_values(positions, cos_sin)
+    cos, sin = cos_sin[positions.long()].chunk(2, -1)
+    rotated = rotate(key, cos, sin, interleaved)
+    reshape_and_cache_reference(rotated, value, key_cache, value_cache, slot_mapping, k_scale, v_scale)
+    return rotate(query, cos, sin, interleaved)
+
+
+@triton.jit
+def _rotated_rows(
+    x_ptr, stride, heads, mask_h, cos_sin_row, ROTARY_DIM: tl.constexpr, INTERLEAVED: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Heads of one token, rotated, in float32."""
+    HALF: tl.constexpr = ROTARY_DIM // 2
+    offs_d = tl.arange(0, BLOCK_D)
+    rotary = offs_d < ROTARY_DIM
+    if INTERLEAVED:
+        angle = offs_d // 2
+        lower = offs_d % 2 == 0
+        partner = tl.where(lower, offs_d + 1, offs_d - 1)
+    else:
+        lower = offs_d < HALF
+        angle = tl.where(lower, offs_d, offs_d - HALF)
+        partner = tl.where(lower, offs_d + HALF, offs_d - HALF)
+    cos = tl.load(cos_sin_row + angle, mask=rotary, other=1.0).to(tl.float32)
+    sin = tl.load(cos_sin_row + HALF + angle, mask=rotary, other=0.0).to(tl.float32)
+    sin = tl.where(lower, -sin, sin)
+    row = x_ptr + heads.to(tl.int64)[:, None] * stride
+    mask = mask_h[:, None] & (offs_d[None, :] < HEAD_DIM)
+    x = tl.load(row + offs_d[None, :], mask=mask, other=0.0).to(tl.float32)
+    y = tl.load(row + partner[None, :], mask=mask_h[:, None] & rotary[None, :], other=0.0).to(tl.float32)
+    return x * cos[None, :] + y * sin[None, :]
+
+
+@triton.jit
+def _rope_and_cache_kernel(
+    out_ptr,  # [num_tokens, NUM_HEADS, HEAD_DIM]
+    query_ptr,  # [num_tokens, NUM_HEADS, HEAD_DIM]
+    key_ptr, value_ptr,  # [num_tokens, KV_HEADS, HEAD_DIM]
+    positions_ptr, cos_sin_ptr,  # [num_tokens], [max_positions, ROTARY_DIM]
+    key_cache_ptr, value_cache_ptr,  # [num_blocks, BLOCK_SIZE, KV_HEADS, HEAD_DIM]
+    slots_ptr,  # [num_tokens]
+    k_scale_ptr, v_scale_ptr,
+    stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh,
+    stride_kcb, stride_kct, stride_kch, stride_vcb, stride_vct, stride_vch,
+    KIND: tl.constexpr, SCALES: tl.constexpr, INTERLEAVED: tl.constexpr, ROTARY_DIM: tl.constexpr,
+    NUM_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Grid (num_tokens, head tiles of the query); the first head tile also writes the cache."""
+    token = tl.cast(tl.program_id(0), tl.int64)
+    offs_d = tl.arange(0, BLOCK_D)
+    cos_sin_row = cos_sin_ptr + tl.cast(tl.load(positions_ptr + token), tl.int64) * ROTARY_DIM
+    head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    mask_h = head < NUM_HEADS
+    q = _rotated_rows(
+        query_ptr + token * stride_qt, stride_qh, head, mask_h, cos_sin_row, ROTARY_DIM, INTERLEAVED, HEAD_DIM, BLOCK_D
+    )
+    tl.store(
+        out_ptr + (token * NUM_HEADS + head)[:, None] * HEAD_DIM + offs_d[None, :],
+        q.to(out_ptr.dtype.element_ty),
+        mask=mask_h[:, None] & (offs_d[None, :] < HEAD_DIM),
+    )
+    slot = tl.load(slots_ptr + token)
+    if (tl.program_id(1) == 0) & (slot >= 0):
+        block = slot // BLOCK_SIZE
+        offset = slot % BLOCK_SIZE
+        kv_head = tl.arange(0, BLOCK_K)
+        mask_k = kv_head < KV_HEADS
+        mask = mask_k[:, None] & (offs_d[None, :] < HEAD_DIM)
+        k = _rotated_rows(
+            key_ptr + token * stride_kt, stride_kh, kv_head, mask_k, cos_sin_row,
+            ROTARY_DIM, INTERLEAVED, HEAD_DIM, BLOCK_D,
+        ).to(key_ptr.dtype.element_ty)  # fmt: skip
+        kv_head = kv_head.to(tl.int64)
+        v = tl.load(
+            value_ptr + token * stride_vt + kv_head[:, None] * stride_vh + offs_d[None, :], mask=mask, other=0.0
+        )
+        if SCALES > 0:
+            k_scale = tl.load(k_scale_ptr + kv_head * (SCALES - 1), mask=mask_k, other=1.0).to(tl.float32)
+            v_scale = tl.load(v_scale_ptr + kv_head * (SCALES - 1), mask=mask_k, other=1.0).to(tl.float32)
+            k = to_code(k.to(tl.float32), k_scale[:, None], KIND)
+            v = to_code(v.to(tl.float32), v_scale[:, None], KIND)
+        k_row = block * stride_kcb + offset * stride_kct + kv_head * stride_kch
+        v_row = block * stride_vcb + offset * stride_vct + kv_head * stride_vch
+        tl.store(key_cache_ptr + k_row[:, None] + offs_d[None, :], k, mask=mask)
+        tl.store(value_cache_ptr + v_row[:, None] + offs_d[None, :], v, mask=mask)
+
+
+def _launch_rope_and_cache(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    positions: torch.Tensor,
+    cos_sin: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    interleaved: bool = False,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+) -> torch.Tensor:
+    require_triton("rope_and_cache")
+    _check(query, key, value, positions, cos_sin, key_cache, value_cache, slot_mapping, k_scale, v_scale)
+    if key.device.type == "cpu" or debug_mode_enabled():
+        _check_values(positions, cos_sin)
+        check_write_values(key_cache, slot_mapping)
+    num_tokens, num_heads, head_dim = query.shape
+    out = query.new_empty(query.shape)
+    if num_tokens == 0:
+        return out
+    kv_heads = key.shape[1]
+    scales, k_scale, v_scale = scale_arguments(k_scale, v_scale, kv_heads)
+    block_d = next_power_of_2(head_dim)
+    block_h = max(1, min(next_power_of_2(num_heads), 2048 // block_d))
+    _rope_and_cache_kernel[(num_tokens, max(1, -(-num_heads // block_h)))](
+        out,
+        query,
+        key,
+        value,
+        positions,
+        cos_sin,
+        as_codes(key_cache),
+        as_codes(value_cache),
+        slot_mapping,
+        key if k_scale is None else k_scale,
+        key if v_scale is None else v_scale,
+        query.stride(0),
+        query.stride(1),
+        key.stride(0),
+        key.stride(1),
+        value.stride(0),
+        value.stride(1),
+        key_cache.stride(0),
+        key_cache.stride(1),
+        key_cache.stride(2),
+        value_cache.stride(0),
+        value_cache.stride(1),
+        value_cache.stride(2),
+        KIND=code_kind(key_cache.dtype),
+        SCALES=scales,
+        INTERLEAVED=interleaved,
+        ROTARY_DIM=cos_sin.shape[1],
+        NUM_HEADS=num_heads,
+        KV_HEADS=kv_heads,
+        BLOCK_SIZE=key_cache.shape[1],
+        HEAD_DIM=head_dim,
+        BLOCK_H=block_h,
+        BLOCK_K=next_power_of_2(kv_heads),
+        BLOCK_D=block_d,
+        num_warps=4,
+    )
+    return out
+
+
+def _fake(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    positions: torch.Tensor,
+    cos_sin: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    interleaved: bool = False,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+) -> torch.Tensor:
+    _check(query, key, value, positions, cos_sin, key_cache, value_cache, slot_mapping, k_scale, v_scale)
+    return query.new_empty(query.shape)
+
+
+define(
+    "rope_and_cache",
+    _SCHEMA,
+    reference=rope_and_cache_reference,
+    launcher=_launch_rope_and_cache,
+    fake=_fake,
+)
+
+
+def rope_and_cache(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    positions: torch.Tensor,
+    cos_sin: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    interleaved: bool = False,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Rotates queries and keys, writes keys and values into the cache, and returns the rotated queries.
+
+    query and key are not changed. Keys are rounded to their own dtype before they are quantized, so that the cache is
+    that of a rotation followed by `reshape_and_cache`.
+
+    Args:
+        query: `[num_tokens, num_heads, head_dim]`, float16, bfloat16 or float32; contiguous last dimension.
+        key: `[num_tokens, num_kv_heads, head_dim]`, the query's dtype.
+        value: Like key.
+        positions: `[num_tokens]` int32 or int64, each token's row of cos_sin.
+        cos_sin: `[max_positions, rotary_dim]`, contiguous, cosines in the first half of a row and sines in the second;
+            rotary_dim is even and at most head_dim.
+        key_cache: `[num_blocks, block_size, num_kv_heads, head_dim]`, written to, as for `reshape_and_cache`.
+        value_cache: Like key_cache.
+        slot_mapping: `[num_tokens]` int64, block number * block_size + offset; -1 writes nothing.
+        interleaved: Whether a pair of features is (2i, 2i + 1); otherwise (i, i + rotary_dim / 2).
+        k_scale: One float or one per KV head; what is stored is key / k_scale.
+        v_scale: The same for values.
+
+    Returns:
+        The rotated query, `[num_tokens, num_heads, head_dim]`, contiguous.
+
+    Raises:
+        TypeError: An argument of a wrong type or dtype.
+        ValueError: A wrong shape or device; on CPU tensors and in debug mode also a slot or position out of range.
+        RuntimeError: A tensor that requires grad while grad mode is on.
+    """
+    out: torch.Tensor = torch.ops.pc.rope_and_cache(
+        query,
+        key,
+        value,
+        positions,
+        cos_sin,
+        key_cache,
+        value_cache,
+        slot_mapping,
+        interleaved,
+        k_scale,
+        v_scale,
+    )
+    return out
