@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 WORKERS ?= 2
 
-.PHONY: help setup demo bench test lint typecheck wheel-test clean
+.PHONY: help setup demo bench docs test lint typecheck wheel-test clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | column -ts "$$(printf '\t')"
@@ -31,11 +31,19 @@ lint: setup ## ruff, format and imports
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-typecheck: setup ## mypy --strict over the package
+typecheck: setup links ## mypy --strict over the package
+	$(BIN)/mypy
+
+# The package as it is imported, for tools that read sources and do not know where an editable install points.
+.PHONY: links
+links:
 	@mkdir -p .typecheck/pc
 	@for pair in triton_ops cache integrations; do ln -sfn ../../$$pair .typecheck/pc/$$pair; done
 	@for file in _pc/* _pc/.[!.]*; do [ -e "$$file" ] && ln -sfn "../../$$file" ".typecheck/pc/$$(basename $$file)" || true; done
-	$(BIN)/mypy
+
+docs: setup links ## render numbers and charts from rows, and build the site into site/
+	$(BIN)/python benchmarks/render_docs.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 wheel-test: setup ## build a wheel and use it in a clean environment, away from the checkout
 	$(BIN)/python tests/check_wheel.py $(VENV)-wheel

@@ -141,7 +141,9 @@ def save_rows(path: Path, benchmark: Benchmark, rows: Iterable[Row]) -> None:
     if not rows:
         return
     measured = {row["case"] for row in rows}
-    order = {case.name: i for i, case in enumerate(benchmark.cases)}
+    order: dict[str, int] = {}
+    for case in benchmark.cases:
+        order.setdefault(case.name, len(order))
     kept = [
         row
         for row in read_rows(path)

@@ -1,0 +1,221 @@
+"""Renders the numbers and charts of README and docs from the rows in the tree: `python benchmarks/render_docs.py`.
+
+A page says where with `<!-- render: name arguments -->` and `<!-- /render -->`; what is between is replaced. A test
+renders again and compares, and refuses a measurement that stands anywhere else.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+import statistics
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+if __name__ == "__main__":
+    from pc.bench import PACKAGE, load_benchmarks
+
+    load_benchmarks()
+    sys.exit(importlib.import_module(f"{PACKAGE}.render_docs").main())
+
+from .plots import digest, drawn_from, plot_demo, plot_operator, short_time
+from .registry import OURS, ROOT, operators
+from .runner import Row, read_rows
+
+RESULTS = ROOT / "benchmarks" / "results"
+CHARTS = ROOT / "docs" / "images"
+MARKED = re.compile(r"(<!-- render: ([^>]*?) -->)(.*?)(<!-- /render -->)", re.DOTALL)
+MEASUREMENT = re.compile(
+    r"\b\d[\d,.]*\s?(?:x|%|times|ns|us|µs|ms|s|seconds|minutes|[KMGT]B/s|[GT]FLOP/s|tokens a second|tokens/s)(?![\w])"
+)
+EXEMPT = "<!-- not measured"
+
+
+def pages() -> list[Path]:
+    """Every page that may state a measurement."""
+    return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def render_page(page: Path) -> str:
+    """The page's text as it should be."""
+
+    def fill(match: re.Match[str]) -> str:
+        name, *arguments = match[2].split()
+        text = RENDERERS[name](page, *arguments)
+        inline = "\n" not in match[3] and "\n" not in text
+        return f"{match[1]}{text}{match[4]}" if inline else f"{match[1]}\n{text}\n{match[4]}"
+
+    return MARKED.sub(fill, page.read_text(encoding="utf-8"))
+
+
+def unrendered_measurements(page: Path) -> list[str]:
+    """Lines of prose that state a measurement which no row stands behind."""
+    text = MARKED.sub(lambda match: "\n" * match[0].count("\n"), page.read_text(encoding="utf-8"))
+    text = re.sub(r"```.*?```", lambda match: "\n" * match[0].count("\n"), text, flags=re.DOTALL)
+    return [
+        f"{page.name}:{number}: {line.strip()}"
+        for number, line in enumerate(text.splitlines(), 1)
+        if EXEMPT not in line and MEASUREMENT.search(re.sub(r"`[^`]*`", "", line))
+    ]
+
+
+def _link(page: Path, target: Path) -> str:
+    up = "../" * len(page.relative_to(ROOT).parent.parts)
+    return up + target.relative_to(ROOT).as_posix()
+
+
+def _chart(page: Path, name: str) -> str:
+    path = CHARTS / name
+    if page.parent in path.parents:
+        return path.relative_to(page.parent).as_posix()
+    if ROOT / "docs" in page.parents:
+        return "../" * (len(page.relative_to(ROOT / "docs").parts) - 1) + f"images/{name}"
+    return _link(page, path)
+
+
+def devices() -> list[str]:
+    """Folders of results, the CPU's last."""
+    found = sorted(path.name for path in RESULTS.iterdir() if path.is_dir())
+    return [name for name in found if name != "cpu"] + [name for name in found if name == "cpu"]
+
+
+def render_operator(page: Path, op: str, device: str = "") -> str:
+    """Table and chart of an operator, on one device or on all that have rows."""
+    parts = []
+    for name in [device] if device else devices():
+        source = RESULTS / name / f"{op}.csv"
+        rows = read_rows(source)
+        if not rows:
+            continue
+        first = rows[0]
+        commits = ", ".join(sorted({row["commit"] for row in rows}))
+        parts += [
+            f"![{op} and its rivals on {first['device']}]({_chart(page, f'{op}-{name}.svg')})",
+            "",
+            f"{first['device']}, torch {first['torch']}, {first['date']}, commit {commits}; "
+            f"[rows]({_link(page, source)}).",
+            "",
+            *_table(rows),
+            "",
+        ]
+    if not parts:
+        return "No measurement of this operator is in the tree yet."
+    if not any(name != "cpu" and (RESULTS / name / f"{op}.csv").exists() for name in devices()):
+        parts.append("Not measured on a GPU yet. On a CPU it is the PyTorch reference that runs, not the kernel.")
+    return "\n".join(parts).rstrip()
+
+
+def _table(rows: list[Row]) -> list[str]:
+    lines = [
+        "| case | pc | of the roofline | best rival | rival / pc |",
+        "|---|--:|--:|---|--:|",
+    ]
+    mode = "graph" if any(row["mode"] == "graph" for row in rows) else "eager"
+    for case in dict.fromkeys(row["case"] for row in rows):
+        timed = [row for row in rows if row["case"] == case and row["mode"] == mode and row.get("p50_us")]
+        ours = next((row for row in timed if row["provider"] == OURS), None)
+        rivals = [row for row in timed if not row["provider"].startswith(OURS)]
+        if ours is None:
+            continue
+        best = min(rivals, key=lambda row: float(row["p50_us"]), default=None)
+        cells = [case, short_time(float(ours["p50_us"])), f"{float(ours['roofline']):.0%}"]
+        if best is None:
+            cells += ["", ""]
+        else:
+            ratio = float(best["p50_us"]) / float(ours["p50_us"])
+            cells += [f"{best['provider']}, {short_time(float(best['p50_us']))}", f"{ratio:.2f}"]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def render_operators(page: Path, device: str) -> str:
+    """All operators that have rows on a device, under headings."""
+    parts = []
+    for op in operators():
+        if (RESULTS / device / f"{op}.csv").exists():
+            parts += [f"### {op}", "", render_operator(page, op, device).split("\n\nNot measured")[0], ""]
+    return "\n".join(parts).rstrip() or "No measurement is in the tree yet."
+
+
+def render_gpu(page: Path) -> str:
+    """Tables of every GPU that was measured, or plainly what is missing."""
+    measured = [name for name in devices() if name != "cpu"]
+    if measured:
+        return "\n\n".join(render_operators(page, name) for name in measured)
+    return (
+        "**Missing.** No GPU has been measured yet, so nothing on this page says how fast the kernels are: no time of an "
+        "operator, no fraction of the roofline, no comparison with FlashInfer, flash-attn-4, vLLM or FlexAttention, no "
+        "generation on a GPU. `make gpu` measures all of it and writes the rows that this section is rendered from."
+    )
+
+
+def _demo() -> list[Row]:
+    return read_rows(RESULTS / "cpu" / "demo.csv")
+
+
+def _later(workload: str) -> float:
+    return statistics.median(float(r["ratio"]) for r in _demo() if r["workload"] == workload and r["request"] != "1")
+
+
+def render_demo_conditions(page: Path) -> str:
+    """A sentence on the demo's result."""
+    rows = _demo()
+    tokens = [int(row["prompt_tokens"]) for row in rows if row["workload"] == "document"]
+    same = "Every token is the same as without the cache" if all(r["same"] == "yes" for r in rows) else "Tokens differ"
+    return (
+        f"questions about a document of {min(tokens):,} tokens get their first token {_later('document'):.0f} times "
+        f"sooner from the second on, rounds of a conversation {_later('conversation'):.1f} times (medians; "
+        f"{rows[0]['dtype']}, {rows[0]['model']}, {rows[0]['threads']} threads, torch {rows[0]['torch']}). {same}; "
+        f"[rows]({_link(page, RESULTS / 'cpu' / 'demo.csv')})."
+    )
+
+
+def render_demo_table(page: Path) -> str:
+    """The demo's requests."""
+    lines = [
+        "| workload | request | prompt tokens | reused | first token without | with pc | ratio | same tokens |",
+        "|---|--:|--:|--:|--:|--:|--:|---|",
+    ]
+    for row in _demo():
+        plain, cached = (short_time(float(row[name]) * 1e6) for name in ("ttft_plain_s", "ttft_cached_s"))
+        lines.append(
+            f"| {row['workload']} | {row['request']} | {int(row['prompt_tokens']):,} | {int(row['reused_tokens']):,} | "
+            f"{plain} | {cached} | {float(row['ratio']):.1f} | {row['same']} |"
+        )
+    return "\n".join(lines)
+
+
+RENDERERS: dict[str, Callable[..., str]] = {
+    "operator": render_operator,
+    "operators": render_operators,
+    "gpu": render_gpu,
+    "demo_conditions": render_demo_conditions,
+    "demo_table": render_demo_table,
+}
+
+
+def charts() -> dict[Path, tuple[Path, Callable[[Path, Path], None]]]:
+    """Every chart, with the rows it is drawn from and what draws it."""
+    found: dict[Path, tuple[Path, Callable[[Path, Path], None]]] = {}
+    for device in devices():
+        for op in operators():
+            if (RESULTS / device / f"{op}.csv").exists():
+                found[CHARTS / f"{op}-{device}.svg"] = (RESULTS / device / f"{op}.csv", plot_operator)
+    if _demo():
+        found[CHARTS / "demo.svg"] = (RESULTS / "cpu" / "demo.csv", plot_demo)
+    return found
+
+
+def main() -> int:
+    """Draws what is stale and rewrites pages that differ."""
+    for chart, (source, draw) in charts().items():
+        if drawn_from(chart) != digest(source):
+            draw(source, chart)
+            print(f"drawn {chart.relative_to(ROOT)}")
+    for page in pages():
+        text = render_page(page)
+        if text != page.read_text(encoding="utf-8"):
+            page.write_text(text, encoding="utf-8")
+            print(f"rendered {page.relative_to(ROOT)}")
+    return 0

@@ -1,0 +1,86 @@
+"""Every measurement in README and docs comes from a row in the tree, and every chart is drawn from rows as they are."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from pathlib import Path
+
+import pytest
+
+from pc.bench import PACKAGE, load_benchmarks
+
+load_benchmarks()
+plots, render_docs = (importlib.import_module(f"{PACKAGE}.{name}") for name in ("plots", "render_docs"))
+PAGES = [pytest.param(page, id=page.relative_to(render_docs.ROOT).as_posix()) for page in render_docs.pages()]
+AGAIN = "run: python benchmarks/render_docs.py"
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_a_page_is_as_its_rows_render_it(page: Path) -> None:
+    assert render_docs.render_page(page) == page.read_text(encoding="utf-8"), AGAIN
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_no_measurement_stands_outside_of_rendered_text(page: Path) -> None:
+    found = render_docs.unrendered_measurements(page)
+    assert not found, f"render these from rows, or say `<!-- not measured: why -->` in the line: {found}"
+
+
+@pytest.mark.parametrize("chart", [pytest.param(path, id=path.name) for path in render_docs.charts()])
+def test_a_chart_is_drawn_from_the_rows_in_the_tree(chart: Path) -> None:
+    source, _ = render_docs.charts()[chart]
+    assert plots.drawn_from(chart) == plots.digest(source), AGAIN
+    text = chart.read_text(encoding="utf-8")
+    assert "prefers-color-scheme: dark" in text
+    assert all(color in text for color in plots.DARK), "colors that the dark page replaces"
+
+
+def test_a_chart_shows_the_rows(tmp_path: Path) -> None:
+    source, target = tmp_path / "op.csv", tmp_path / "op.svg"
+    source.write_text("case,provider,mode,p50_us\none,pc,eager,1234.5\none,rival,eager,98.7\n")
+    plots.plot_operator(source, target)
+    first = target.read_text()
+    assert re.search(r"1\.23 ms", first)
+    assert re.search(r"98\.7 us", first)
+    assert plots.drawn_from(target) == plots.digest(source)
+    plots.plot_operator(source, target)
+    assert target.read_text() == first, "drawn twice, the same"
+    source.write_text("case,provider,mode,p50_us\none,pc,eager,9.5\n")
+    assert plots.drawn_from(target) != plots.digest(source)
+
+
+@pytest.mark.parametrize(
+    ("line", "states"),
+    [
+        ("It is 12x faster.", True),
+        ("It takes 3.5 ms.", True),
+        ("It moves 4.3 TB/s.", True),
+        ("It costs 40 % less.", True),
+        ("It is 1,200 times sooner.", True),
+        ("Eight questions, 9,700 tokens, blocks of 16, torch 2.13.", False),
+        ("Up to 12 x. <!-- not measured: a bound -->", False),
+        ("Heads 8x128, `5 ms` in code.", False),
+    ],
+)
+def test_what_counts_as_a_measurement(line: str, states: bool, tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(f"# Page\n\n{line}\n")
+    assert bool(render_docs.unrendered_measurements(page)) is states
+
+
+def test_a_gpu_that_was_not_measured_is_said_to_be_missing() -> None:
+    text = render_docs.render_gpu(render_docs.ROOT / "docs" / "benchmarks.md")
+    assert ("Missing" in text) == (render_docs.devices() == ["cpu"])
+
+
+def test_a_table_gives_the_best_rival_and_the_ratio() -> None:
+    base = {"case": "one", "mode": "eager", "roofline": "0.5"}
+    rows = [
+        base | {"provider": "pc", "p50_us": "100"},
+        base | {"provider": "pc, batch-invariant", "p50_us": "10"},
+        base | {"provider": "slow", "p50_us": "900"},
+        base | {"provider": "fast", "p50_us": "250"},
+        {"case": "one", "mode": "", "provider": "absent", "note": "n/a: holes"},
+    ]
+    assert render_docs._table(rows)[-1] == "| one | 100 us | 50% | fast, 250 us | 2.50 |"
