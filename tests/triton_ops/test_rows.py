@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import os
+import json
 import subprocess
 import sys
+from itertools import product
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from pc.triton_ops._rows.kernel import TILE_BYTES, tile_of
+from pc.triton_ops._rows.kernel import TILE_UNITS, tile_of
 from pc.triton_ops._rows.layout import row_layout
 from pc.triton_ops._rows.transfer import contiguous_runs, copy_runs
-from pc.triton_ops._triton import HAS_TRITON
+from pc.triton_ops._triton import HAS_TRITON, INTERPRET
 
 
 def test_contiguous_rows_move_in_sixteen_bytes():
@@ -42,7 +44,7 @@ def test_head_major_rows_keep_their_outer_dimension():
 @pytest.mark.parametrize("width", [1, 3, 64, 100, 1000, 1536, 6144, 100000])
 def test_tiles_are_full_and_waste_little(width, unit):
     rows, cols = tile_of(width, unit)
-    assert rows * cols * unit == TILE_BYTES
+    assert rows * cols == TILE_UNITS
     covered = -(-width // cols) * cols
     assert covered <= width + width // 8 or cols * unit <= 512
 
@@ -76,60 +78,17 @@ def test_copying_runs_equals_indexing():
     assert torch.equal(target, expected)
 
 
-TARGETS = {
-    "sm_80": ("cuda", 80, 32),
-    "sm_90": ("cuda", 90, 32),
-    "sm_100": ("cuda", 100, 32),
-    "gfx942": ("hip", "gfx942", 64),
-}
-WIDE = {"cuda": ("ld.global.v2.b64", "st.global.v2.b64"), "hip": ("load_dwordx4", "store_dwordx4")}
-SPILLS = {"cuda": (".local",), "hip": ("scratch_load", "scratch_store")}
-COMPILE = """
-import sys, triton, pc
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from pc.triton_ops._rows import join, kernel, quantize
-
-def build(function, signature, constants, aligned):
-    signature = {name: signature.get(name, "constexpr" if name in constants else "i32") for name in function.arg_names}
-    attributes = {place: [["tt.divisibility", 16]] for place in aligned}
-    source = ASTSource(function, signature, constants, attrs=attributes)
-    assembly = triton.compile(source, target=GPUTarget(*TARGET), options=dict(num_warps=4)).asm
-    return assembly.get("ptx") or assembly["amdgcn"]
-
-three = ("i32",) * 3
-mover = build(
-    kernel._move_rows_kernel,
-    dict(sources=("*i64",), extras=("*i64",), targets=("*i64",), source_index="*i64", inners=("i32",), widths=("i32",),
-         sizes=(three,), addresses=((three,) * 3,), strides=((three,) * 3,)),
-    dict(target_index=None, NUM_TENSORS=1, NUM_OUTER=(1,), VECTOR=(2,), TILE_ROWS=(2,), TILE_COLS=(512,)),
-    [(0, 0), (1, 0), (2, 0), (3,)],
-)
-others = []
-for positions in ({}, {"new_positions": "*i32"}):
-    pointers = dict(rows="*i64", block_tables="*i32", seq_ends="*i64", query_start_loc="*i32", **positions)
-    constants = dict(TILE=256) if positions else dict(TILE=256, new_positions=None)
-    others.append(build(join._join_map_kernel, pointers, constants, []))
-for kind, code in ((1, "*i8"), (2, "*u8")):
-    pointers = dict(cache=code, scales="*fp32", slot_mapping="*i64", source="*bf16", target="*bf16")
-    for single in (True, False):
-        constants = dict(KIND=kind, LIMIT=127.0, SMALLEST=quantize.SMALLEST_SCALE, TILE=2048, SINGLE=single)
-        others.append(build(quantize._scatter_quantized_kernel, pointers, constants, []))
-    others.append(build(quantize._gather_dequantized_kernel, pointers, dict(KIND=kind, TILE=2048), []))
-for instruction in WIDE:
-    assert instruction in mover, instruction
-for text in (mover, *others):
-    for spill in SPILLS:
-        assert spill not in text, spill
-"""
+CASES = ("rows 8 KiB head-major", "rows 33 bytes", "join 8 KiB positions", "rows 4 KiB e4m3", "rows 16 KiB int8")
 
 
-@pytest.mark.skipif(not HAS_TRITON, reason="needs triton")
-@pytest.mark.parametrize("target", TARGETS)
-def test_kernels_compile_with_wide_loads_and_without_spills(target):
-    vendor = TARGETS[target][0]
-    names = f"TARGET, WIDE, SPILLS = {TARGETS[target]!r}, {WIDE[vendor]!r}, {SPILLS[vendor]!r}"
-    # A process of its own, because the interpreter may be on in this one.
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, "-c", names + COMPILE], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+@pytest.mark.skipif(not HAS_TRITON or INTERPRET, reason="needs triton, and one run is enough")
+def test_kernels_compile_for_every_target_with_wide_loads_and_without_spills():
+    script = Path(__file__).parents[2] / "benchmarks" / "kernel_resources.py"
+    command = [sys.executable, str(script), "--json", *CASES]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert {(row["case"], row["target"]) for row in rows} == set(product(CASES, ("sm_80", "sm_90", "sm_100", "gfx942")))
+    for row in rows:
+        assert row["spills"] == 0, row
+        if row["kernel"] == "move_rows" and "KiB" in row["case"]:
+            assert row["load_bytes"] == 16, row

@@ -10,7 +10,7 @@ import torch
 from .._checks import bad_argument
 from .._triton import tl, triton
 
-_ROWS_A_PROGRAM = 256
+_ROWS_A_PROGRAM = 128
 
 
 def join_map_reference(

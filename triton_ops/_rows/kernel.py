@@ -14,8 +14,9 @@ from .layout import MAX_OUTER, row_layout
 MAX_TENSORS = 8
 """Tensors a launch: each adds a branch to the kernel, and a compiled variant per combination of units."""
 
-TILE_BYTES = 65536 if INTERPRET else 8192
-"""A program's bytes: four 16-byte vectors for each of 128 threads, so loads are in flight before the first store."""
+TILE_UNITS = 8192 if INTERPRET else 1024
+"""Units a program: eight for each of 128 threads, four 16-byte vectors, so that loads are in flight before the first
+store. Sixteen single bytes a thread and more cost so many addresses that registers spill."""
 
 NUM_WARPS = 4
 
@@ -103,11 +104,10 @@ def tile_of(width: int, unit: int) -> tuple[int, int]:
 
     Columns are the largest power of two that wastes at most an eighth of the row's last tile.
     """
-    budget = TILE_BYTES // unit
-    cols = min(triton.next_power_of_2(width), budget)
+    cols = min(triton.next_power_of_2(width), TILE_UNITS)
     while cols * unit > 512 and -(-width // cols) * cols > width + width // 8:
         cols //= 2
-    return budget // cols, cols
+    return TILE_UNITS // cols, cols
 
 
 def _units(grain: int) -> tuple[Any, int]:
