@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from .replay import replay
+
 app = typer.Typer(
     name="python -m pc",
     help="Fused attention and prefix caching for PyTorch.",
@@ -64,3 +66,6 @@ def info(as_json: Annotated[bool, typer.Option("--json", help="For machines.")] 
 
     found = collect_info()
     typer.echo(json.dumps(found, indent=2) if as_json else format_info(found))
+
+
+app.command()(replay)

@@ -125,6 +125,10 @@ class RunQueue:
             self._places -= ids.size
         return None
 
+    def first(self) -> int | None:
+        """The block to be given up next, None when the queue is empty."""
+        return None if self.head() is None else int(self._runs[0][1][0])
+
     def pop(self, count: int) -> Ids:
         """Up to `count` blocks from the oldest run; they lose their tickets."""
         if self.head() is None:

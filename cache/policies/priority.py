@@ -36,6 +36,7 @@ class Priority(EvictionPolicy):
         self._until = np.zeros(pool.num_blocks)
         self._ticket_of = np.full(pool.num_blocks, -1, np.int64)
         self._queues: dict[int, RunQueue] = {}
+        self._over = RunQueue(self._ticket_of)
         self._ends: list[tuple[float, int, Ids]] = []
         self._tickets = 0
 
@@ -81,19 +82,28 @@ class Priority(EvictionPolicy):
             waiting = ids[self._ticket_of[ids] >= 0]
             if waiting.size:
                 order = np.lexsort((-self.pool.prefix_length[waiting], self.pool.last_access[waiting]))
-                self._enqueue(waiting[order])
+                self._over.push(self._next_ticket(), waiting[order])
+
+    def _oldest(self) -> RunQueue | None:
+        """The queue whose head goes next: priority 0 with what has fallen back to it, then the higher ones."""
+        heads = [(q.first(), q) for p, q in sorted(self._queues.items()) if p > 0]
+        low = [(q.first(), q) for p, q in sorted(self._queues.items()) if p <= 0]
+        over = self._over.first()
+        for block, queue in low:
+            if block is not None:
+                age = self.pool.last_access
+                return self._over if over is not None and age[over] < age[block] else queue
+        if over is not None:
+            return self._over
+        return next((queue for block, queue in heads if block is not None), None)
 
     def victims(self, count: int) -> Ids:
         """See `EvictionPolicy`."""
         self._expire()
         parts = []
-        for priority in sorted(self._queues):
-            queue = self._queues[priority]
-            while count and queue.head() is not None:
-                parts.append(queue.pop(count))
-                count -= parts[-1].size
-            if queue.head() is None:
-                del self._queues[priority]
+        while count and (queue := self._oldest()) is not None:
+            parts.append(queue.pop(count))
+            count -= parts[-1].size
         return np.concatenate(parts)
 
     def removed(self, ids: Ids) -> None:
@@ -104,6 +114,7 @@ class Priority(EvictionPolicy):
         """See `EvictionPolicy`."""
         self._ticket_of.fill(-1)
         self._queues.clear()
+        self._over.clear()
         self._ends.clear()
         self._priority.fill(0)
         self._until.fill(0)

@@ -72,10 +72,9 @@ class Segmented(EvictionPolicy):
 
     def _observe(self, last_use: npt.NDArray[np.int32]) -> None:
         """Learns from the times between the last uses of blocks and now."""
-        intervals = self._requests - last_use
-        intervals = intervals[intervals > 0]
-        if not intervals.size:
+        if not last_use.size:
             return
+        intervals = self._requests + 1 - last_use
         bins = (BINS * np.log2(intervals)).astype(np.intp)
         self._histogram += np.bincount(bins, minlength=self._histogram.size) * self._weight
         self._weight *= DECAY

@@ -11,6 +11,24 @@ from pc.cache.policies import LRU, POLICIES, make_policy
 from pc.cache.pool import BlockPool
 
 
+def serve(manager, request_id, tokens, **options):
+    allocation = manager.allocate(request_id, tokens, **options)
+    manager.commit(request_id, len(tokens))
+    manager.free(request_id)
+    return allocation.num_cached_tokens
+
+
+def cached_of(manager, tokens):
+    """Cached tokens of a prompt, without an access that a policy would hear of."""
+    pool = manager.pools[0]
+    digests = pool.hasher.chain().extend(pc.cache.hashing.encode_tokens(tokens), len(tokens) // manager.block_size)
+    return manager.block_size * pool.table.leading(digests).size
+
+
+def prompt(i, blocks=2):
+    return [i] * 4 * blocks
+
+
 def pool_of(name, num_blocks=4):
     return BlockPool(num_blocks, BlockHasher("sha256", 4), make_policy(name))
 
@@ -56,3 +74,157 @@ def test_a_policy_may_be_given_by_name_class_or_instance():
         pc.CacheManager(4, policy=mine)
     with pytest.raises(TypeError, match="policy"):
         pc.CacheManager(4, policy=3)
+
+
+def test_fifo_does_not_care_about_use():
+    m = pc.CacheManager(4, block_size=4, policy="fifo")
+    serve(m, 1, prompt(1))
+    serve(m, 2, prompt(2))
+    assert serve(m, 3, prompt(1)) == 7
+    serve(m, 4, prompt(3, 1))
+    assert (cached_of(m, prompt(1)), cached_of(m, prompt(2))) == (4, 8)
+
+
+def test_fifo_gives_up_what_was_held_at_its_turn_first():
+    m = pc.CacheManager(4, block_size=4, policy="fifo")
+    m.allocate(1, prompt(1))
+    m.commit(1, 8)
+    serve(m, 2, prompt(2))
+    serve(m, 3, prompt(3, 1))
+    assert cached_of(m, prompt(1)) == 8
+    m.free(1)
+    serve(m, 4, prompt(4, 1))
+    assert (cached_of(m, prompt(1)), cached_of(m, prompt(3, 1))) == (4, 4)
+    m.check()
+
+
+def test_lfu_keeps_what_was_used_more_often():
+    m = pc.CacheManager(4, block_size=4, policy="lfu")
+    for i in range(3):
+        serve(m, i, prompt(1))
+    serve(m, 10, prompt(2))
+    serve(m, 11, prompt(3))
+    assert (cached_of(m, prompt(1)), cached_of(m, prompt(2))) == (8, 0)
+
+
+@pytest.mark.parametrize("name", ["s3fifo", "arc", "segmented"])
+def test_a_scan_does_not_wash_out_what_is_used_again_and_again(name):
+    m = pc.CacheManager(40, block_size=4, policy=name)
+    for i in range(200):
+        serve(m, ("hot", i % 4, i), prompt(i % 4))
+        serve(m, ("cold", i), prompt(100 + i, 6))
+    assert sum(cached_of(m, prompt(i)) for i in range(4)) == 32
+    m.check()
+
+
+def test_segmented_remembers_what_was_evicted():
+    """A prompt that comes back after its eviction outlives newcomers of its age."""
+    m = pc.CacheManager(8, block_size=4, policy="segmented")
+    serve(m, 0, prompt(1))
+    for i in range(8):
+        serve(m, 10 + i, prompt(10 + i))
+    assert cached_of(m, prompt(1)) == 0
+    serve(m, 1, prompt(1))
+    for i in range(8):
+        serve(m, 30 + i, prompt(30 + i))
+    assert cached_of(m, prompt(1)) == 8
+
+
+def test_segmented_learns_how_long_blocks_take_to_come_back():
+    slow, quick = (pc.CacheManager(4096, block_size=4, policy="segmented") for _ in range(2))
+    for i in range(3000):
+        serve(slow, i, prompt(i // 400 * 200 + i % 200, 6))
+        serve(quick, i, prompt(i // 2, 6))
+    assert 160 < slow.pools[0].policy.interval < 250
+    assert quick.pools[0].policy.interval < 2
+
+
+def test_priority_outlives_recency_until_its_time_is_over():
+    now = [0.0]
+    m = pc.CacheManager(4, block_size=4, policy=pc.cache.policies.Priority(now=lambda: now[0]))
+    serve(m, 1, prompt(1), priority=5, ttl=10.0)
+    serve(m, 2, prompt(2))
+    serve(m, 3, prompt(3))
+    assert (cached_of(m, prompt(1)), cached_of(m, prompt(2))) == (8, 0)
+    now[0] = 11.0
+    serve(m, 4, prompt(4))
+    assert (cached_of(m, prompt(1)), cached_of(m, prompt(3))) == (0, 8)
+
+
+def test_priority_pins_nothing():
+    m = pc.CacheManager(4, block_size=4, policy="priority")
+    serve(m, 1, prompt(1, 4), priority=9)
+    assert serve(m, 2, prompt(2, 4)) == 0
+    m.check()
+
+
+class MostRecent(pc.EvictionPolicy):
+    """Gives up what was used last: the example of docs/policies.md."""
+
+    def bind(self, pool):
+        super().bind(pool)
+        self.waiting = {}
+
+    def accessed(self, ids, hit):
+        self.removed(ids)
+
+    def released(self, ids):
+        self.waiting |= dict.fromkeys(ids.tolist())
+
+    def victims(self, count):
+        return np.array([self.waiting.popitem()[0] for _ in range(count)], np.int32)
+
+    def removed(self, ids):
+        for block in ids.tolist():
+            self.waiting.pop(block, None)
+
+    def clear(self):
+        self.waiting.clear()
+
+
+def test_a_policy_of_ones_own():
+    m = pc.CacheManager(4, block_size=4, policy=MostRecent)
+    serve(m, 1, prompt(1))
+    serve(m, 2, prompt(2))
+    serve(m, 3, prompt(3))
+    assert (cached_of(m, prompt(1)), cached_of(m, prompt(2))) == (8, 0)
+    m.check()
+    m.reset()
+
+
+@pytest.mark.parametrize("name", sorted(POLICIES))
+def test_random_traffic_keeps_every_policy_consistent(name):
+    """Against a pool that is always full: victims are released blocks, none twice, whoever chooses them."""
+    rng = np.random.default_rng(1)
+    m = pc.CacheManager(64, block_size=4, policy=name)
+    running = []
+    for i in range(600):
+        tokens = [int(rng.zipf(1.5)) % 50] * 4 * int(rng.integers(1, 4)) + [i] * int(rng.integers(0, 20))
+        m.allocate(i, tokens, priority=int(rng.integers(0, 3)), ttl=None if i % 2 else 0.001)
+        if rng.random() < 0.9:
+            m.commit(i, len(tokens))
+        running.append(i)
+        if len(running) > 5:
+            m.free(running.pop(int(rng.integers(0, 6))))
+        if i % 20 == 0:
+            m.check()
+    assert m.stats().evictions > 500
+    assert m.stats().hit_tokens > 0
+    for i in running:
+        m.free(i)
+    m.check()
+    m.reset()
+    assert m.allocate("after", [1] * 256).block_ids.size == 64
+    m.check()
+
+
+def test_ghosts_recall_what_was_noted_lately():
+    ghosts = pc.cache.policies.Ghosts(100)
+    keys = np.random.default_rng(0).integers(0, 1 << 63, 50, dtype=np.uint64)
+    assert (ghosts.recall(keys) == -1).all()
+    ghosts.remember(keys, np.arange(50, dtype=np.int32))
+    known = ghosts.recall(keys)
+    assert np.count_nonzero(known == np.arange(50)) > 30
+    assert set(known.tolist()) <= {-1, *range(50)}
+    ghosts.clear()
+    assert (ghosts.recall(keys) == -1).all()

@@ -1,0 +1,134 @@
+"""`python -m pc replay`: eviction policies on a request trace, as a table, CSV and plot."""
+
+from __future__ import annotations
+
+import csv
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .cache.policies import POLICIES
+from .cache.replay import Result, Trace, compare, load_trace
+
+
+def replay(
+    trace: Annotated[Path, typer.Argument(help="A .jsonl or .jsonl.gz: hash_ids a line, or sessions with requests.")],
+    policies: Annotated[str, typer.Option(help="Names, separated by commas; belady knows the future.")] = "lru,default",
+    capacity: Annotated[
+        str, typer.Option(help="Shares of the trace's unique blocks (1%) or blocks (4096), separated by commas.")
+    ] = "1%,3%,10%,30%",
+    csv_file: Annotated[Path | None, typer.Option("--csv", help="Write the rows here.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw hit rate against capacity here, with lru and belady.")] = None,
+    block_size: Annotated[int | None, typer.Option(help="Tokens a block, where the file does not say.")] = None,
+) -> None:
+    """Replay a request trace through eviction policies: hit rates at several capacities."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    console = Console()
+    names = _names(policies, drawn=plot is not None)
+    try:
+        loaded = load_trace(trace, block_size)
+    except (OSError, ValueError, KeyError) as error:
+        raise typer.BadParameter(str(error), param_hint="TRACE") from error
+    shares = _shares(capacity, loaded)
+    console.print(
+        f"{loaded.name}: {len(loaded.requests)} requests, {loaded.num_blocks} blocks of {loaded.block_size} tokens, "
+        f"{loaded.unique_blocks} of them unique.\nOne request at a time, its blocks pinned until it ends; the cache "
+        "starts empty and cold misses count."
+    )
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console) as bar:
+        task = bar.add_task("requests", total=len(loaded.requests) * len(names) * len(shares))
+        results = compare(loaded, names, shares, lambda done: bar.advance(task, done))
+        bar.update(task, completed=len(loaded.requests) * len(names) * len(shares))
+    _print(console, results, loaded)
+    if csv_file is not None:
+        write_csv(csv_file, results)
+    if plot is not None:
+        draw(plot, results)
+
+
+def _names(policies: str, drawn: bool) -> list[str]:
+    names = [name.strip() for name in policies.split(",") if name.strip()]
+    for name in names:
+        if name not in POLICIES and name != "belady":
+            known = ", ".join(sorted([*POLICIES, "belady"]))
+            raise typer.BadParameter(f"got {name!r}, needs one of {known}", param_hint="--policies")
+    if not names:
+        raise typer.BadParameter("got none, needs at least one", param_hint="--policies")
+    return [*names, *(n for n in ("lru", "belady") if drawn and n not in names)]
+
+
+def _shares(capacity: str, trace: Trace) -> list[float]:
+    shares = []
+    for text in capacity.split(","):
+        try:
+            value = text.strip()
+            share = float(value[:-1]) / 100 if value.endswith("%") else int(value) / trace.unique_blocks
+        except ValueError:
+            share = 0.0
+        if share <= 0:
+            raise typer.BadParameter(f"got {text!r}, needs a share such as 3% or blocks", param_hint="--capacity")
+        shares.append(share)
+    return shares
+
+
+def _print(console: object, results: list[Result], trace: Trace) -> None:
+    from rich.table import Table
+
+    table = Table(title=f"{trace.name}: share of all blocks that was hit")
+    for header in ("capacity", "blocks", "policy", "prefix hits", "with gaps", "x lru", "tokens saved", "seconds"):
+        table.add_column(header, justify="left" if header == "policy" else "right")
+    tokens = trace.num_blocks * trace.block_size
+    for r in results:
+        table.add_row(
+            f"{r.capacity_share:.2%}",
+            str(r.capacity_blocks),
+            r.policy,
+            f"{r.hit_rate:.4f}",
+            f"{r.gap_hit_rate:.4f}",
+            f"{r.lru_ratio:.3f}",
+            f"{r.hit_rate * tokens / 1e6:.1f} M",
+            f"{r.seconds:.1f}",
+        )
+    console.print(table)  # type: ignore[attr-defined]
+
+
+def write_csv(path: Path, results: list[Result]) -> None:
+    """Writes one row a result: trace, policy, capacity_share, capacity_blocks, hit_rate, gap_hit_rate, ..."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, [f.name for f in fields(Result)])
+        writer.writeheader()
+        for result in results:
+            writer.writerow({k: round(v, 6) if isinstance(v, float) else v for k, v in asdict(result).items()})
+
+
+def draw(path: Path, results: list[Result]) -> None:
+    """Draws hit rate against capacity, a line a policy; belady, the optimum, dashed."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
+    for name in dict.fromkeys(r.policy for r in results):
+        rows = sorted((r for r in results if r.policy == name), key=lambda r: r.capacity_share)
+        style = {"linestyle": "--", "color": "0.5"} if name == "belady" else {"marker": "o"}
+        axes.plot([100 * r.capacity_share for r in rows], [r.hit_rate for r in rows], label=name, **style)
+    axes.set_xscale("log")
+    ticks = sorted({100 * r.capacity_share for r in results})
+    axes.set_xticks(ticks, [f"{t:g} %" for t in ticks], minor=False)
+    axes.set_xticks([], minor=True)
+    axes.set_xlabel("capacity, share of the trace's unique blocks")
+    axes.set_ylabel("share of blocks hit")
+    axes.set_ylim(bottom=0)
+    axes.set_title(results[0].trace)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+    plt.close(figure)

@@ -1,0 +1,119 @@
+"""Traces and replays."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import json
+
+import numpy as np
+import pytest
+
+from pc.cache.replay import Trace, compare, load_trace, replay
+
+
+def write(path, lines):
+    opener = gzip.open if path.suffix == ".gz" else open
+    with opener(path, "wt") as file:
+        file.writelines(json.dumps(line) + "\n" for line in lines)
+    return path
+
+
+def trace_of(*requests):
+    return Trace("t", 16, [np.array(r, np.int64) for r in requests], [1] * len(requests), [0.0] * len(requests))
+
+
+def test_mooncake_layout(tmp_path):
+    lines = [
+        {"timestamp": 2000, "input_length": 600, "output_length": 7, "hash_ids": [0, 2]},
+        {"timestamp": 1000, "input_length": 600, "output_length": 5, "hash_ids": [0, 1]},
+    ]
+    trace = load_trace(write(tmp_path / "a.jsonl.gz", lines))
+    assert [r.tolist() for r in trace.requests] == [[0, 1], [0, 2]]
+    assert (trace.block_size, trace.outputs, trace.times, trace.unique_blocks) == (512, [5, 7], [1.0, 2.0], 3)
+
+
+def test_qwen_bailian_layout(tmp_path):
+    line = {"chat_id": 1, "parent_chat_id": -1, "timestamp": 61.5, "output_length": 3, "turn": 1, "hash_ids": [4]}
+    trace = load_trace(write(tmp_path / "a.jsonl", [line]))
+    assert (trace.block_size, trace.times) == (16, [61.5])
+
+
+def test_sessions_are_decoded_and_kept_apart(tmp_path):
+    session = {
+        "id": "s",
+        "block_size": 64,
+        "requests": [
+            {"t": 0.0, "out": 1, "keep": 0, "runs": [[1, 3]]},
+            {"t": 5.0, "requests": [{"t": 70.0, "out": 9, "keep": 0, "runs": [[50, 1]]}]},
+            {"t": 20.0, "out": 2, "keep": 2, "runs": [[9, 1], [11, 2]]},
+        ],
+    }
+    trace = load_trace(write(tmp_path / "a.jsonl", [session, session]))
+    first = [r.tolist() for r in trace.requests if r[0] < 1 << 32]
+    assert first == [[1, 2, 3], [1, 2, 9, 11, 12], [50]]
+    assert trace.times == [0.0, 20.0, 60.0, 75.0, 80.0, 135.0]
+    assert trace.unique_blocks == 14
+
+
+def test_unknown_layout_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="needs hash_ids or requests"):
+        load_trace(write(tmp_path / "a.jsonl", [{"prompt": "x"}]))
+
+
+def test_hits_by_hand():
+    trace = trace_of([1, 2, 3], [1, 2, 4], [5, 6], [1, 2, 3])
+    assert replay(trace, "lru", 100).hit_rate == 5 / 11
+    assert replay(trace, "lru", 4).hit_rate == 4 / 11  # 5 and 6 push out 3 and 4: the tails go first
+    assert replay(trace, "lru", 3).hit_rate == 3 / 11
+    assert replay(trace, "belady", 4).hit_rate == 5 / 11 - 1 / 11
+
+
+def test_a_request_larger_than_the_cache_keeps_its_beginning():
+    trace = trace_of([1, 2, 3, 4], [1, 2, 3, 4])
+    assert replay(trace, "lru", 2).hit_rate == 2 / 8
+
+
+@pytest.mark.parametrize("policy", ["lru", "lfu", "fifo", "s3fifo", "arc", "segmented", "priority", "default"])
+def test_no_policy_beats_the_one_that_knows_the_future(policy):
+    rng = np.random.default_rng(0)
+    roots = [rng.integers(0, 1 << 40, 6) for _ in range(30)]
+    requests = []
+    for i in range(400):
+        root = roots[min(int(rng.zipf(1.3)), 30) - 1]
+        depth = int(rng.integers(1, 7))
+        tail = range((1 << 41) + 4 * i, (1 << 41) + 4 * i + int(rng.integers(1, 4)))
+        requests.append([*root[:depth].tolist(), *tail])
+    trace = trace_of(*requests)
+    best, got = replay(trace, "belady", 60), replay(trace, policy, 60)
+    assert 0 < got.hit_rate <= best.hit_rate
+    assert got.gap_hit_rate >= got.hit_rate
+
+
+def test_ratio_to_lru():
+    trace = trace_of([1, 2], [1, 2], [3, 4], [1, 2])
+    rows = compare(trace, ["fifo", "lru"], [0.5, 1.0])
+    assert [r.capacity_blocks for r in rows] == [2, 2, 4, 4]
+    for row, lru in zip(rows[::2], rows[1::2], strict=True):
+        assert row.lru_ratio == row.hit_rate / lru.hit_rate
+
+
+def test_command_writes_csv_and_plot(tmp_path):
+    pytest.importorskip("matplotlib")
+    testing = pytest.importorskip("typer.testing")
+    from pc.cli import app
+
+    lines = [{"timestamp": i, "output_length": 1, "hash_ids": [i % 3, 10 + i % 5]} for i in range(40)]
+    path = write(tmp_path / "mini.jsonl", lines)
+    arguments = [str(path), "--policies", "lru,default", "--capacity", "50%,4"]
+    arguments += ["--csv", str(tmp_path / "rows.csv"), "--plot", str(tmp_path / "plot.png")]
+    result = testing.CliRunner().invoke(app, ["replay", *arguments])
+    assert result.exit_code == 0, result.output
+    with open(tmp_path / "rows.csv") as file:
+        rows = list(csv.DictReader(file))
+    names = ["trace", "policy", "capacity_share", "capacity_blocks", "hit_rate", "gap_hit_rate", "lru_ratio", "seconds"]
+    assert list(rows[0]) == names
+    assert {r["policy"] for r in rows} == {"lru", "default", "belady"}
+    assert (tmp_path / "plot.png").stat().st_size > 10_000
+    assert testing.CliRunner().invoke(app, ["replay", str(path), "--policies", "nonesuch"]).exit_code == 2
+    assert testing.CliRunner().invoke(app, ["replay", str(path), "--capacity", "0%"]).exit_code == 2
