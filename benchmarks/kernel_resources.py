@@ -14,6 +14,7 @@ import argparse
 import contextlib
 import csv
 import dataclasses
+import importlib
 import json
 import os
 import re
@@ -32,6 +33,12 @@ from triton.compiler import ASTSource
 
 from pc.triton_ops._attention import constants, launch, operator
 from pc.triton_ops._attention.constants import Architecture
+
+# `pc.triton_ops.reshape_and_cache` is the function; the module of that name is where its launcher is.
+reshape_and_cache, rope_and_cache, merge_attention = (
+    importlib.import_module(f"pc.triton_ops.{name}")
+    for name in ("reshape_and_cache", "rope_and_cache", "merge_attention")
+)
 
 ROOT = Path(__file__).resolve().parent.parent
 TABLE = ROOT / "benchmarks" / "results" / "kernel_resources.csv"
@@ -149,13 +156,10 @@ def attention_case(
 
 def write_case(cache_dtype: torch.dtype | None = None, head_dim: int = 128) -> None:
     """One cache write."""
-    from pc.triton_ops import reshape_and_cache  # noqa: F401
-
-    module = sys.modules["pc.triton_ops.reshape_and_cache"]
     key = torch.zeros(64, 8, head_dim, dtype=torch.bfloat16)
     cache = torch.zeros(4, 16, 8, head_dim, dtype=cache_dtype or torch.bfloat16)
     scale = None if cache_dtype is None else torch.ones(1)
-    module._launch_reshape_and_cache(key, key, cache, cache.clone(), torch.arange(64), scale, scale)
+    reshape_and_cache._launch_reshape_and_cache(key, key, cache, cache.clone(), torch.arange(64), scale, scale)
 
 
 def rows_case(row: int = 4096, head_major: bool = False, tensors: int = 1, dtype: torch.dtype = torch.bfloat16) -> None:
@@ -188,6 +192,33 @@ def quantized_rows_case(code: torch.dtype, row: int = 2048) -> None:
     scales, slots = torch.zeros(4, 16), torch.arange(64)
     launch_scatter_quantized(rows, cache, scales, slots)
     launch_gather_dequantized(cache, scales, slots, rows)
+
+
+def rope_case(cache_dtype: torch.dtype | None = None, interleaved: bool = False) -> None:
+    """One rotation and cache write."""
+    query, key = (torch.zeros(64, heads, 128, dtype=torch.bfloat16) for heads in (32, 8))
+    cache = torch.zeros(8, 16, 8, 128, dtype=cache_dtype or torch.bfloat16)
+    scale = None if cache_dtype is None else torch.ones(1)
+    positions = torch.arange(64)
+    rope_and_cache._launch_rope_and_cache(
+        query,
+        key,
+        key,
+        positions,
+        torch.zeros(4096, 128),
+        cache,
+        cache.clone(),
+        positions,
+        interleaved,
+        scale,
+        scale,
+    )
+
+
+def merge_case() -> None:
+    """One merge of two results."""
+    out, lse = torch.zeros(64, 32, 128, dtype=torch.bfloat16), torch.zeros(64, 32)
+    merge_attention._launch_merge_attention(out, lse, out, lse)
 
 
 _E4M3 = torch.float8_e4m3fn
@@ -224,6 +255,10 @@ CASES: dict[str, Callable[[], None]] = {
     "write bf16 d80": lambda: write_case(head_dim=80),
     "write bf16 d128 e4m3": lambda: write_case(_E4M3),
     "write bf16 d128 int8": lambda: write_case(torch.int8),
+    "rope bf16 d128": rope_case,
+    "rope bf16 d128 interleaved": lambda: rope_case(interleaved=True),
+    "rope bf16 d128 e4m3": lambda: rope_case(_E4M3),
+    "merge bf16 d128": merge_case,
     "rows 8 KiB": rows_case,
     "rows 8 KiB head-major": lambda: rows_case(head_major=True),
     "rows 8 KiB, 8 tensors": lambda: rows_case(tensors=8),

@@ -57,10 +57,9 @@ def decode_tiles(arch: str, head_dim: int, itemsize: int, rows: int, quantized: 
     row_bytes = max(16, next_power_of_2(head_dim)) * itemsize
     block_m = min(64, max(16, next_power_of_2(rows)))
     block_n = 64 if row_bytes <= 256 else 32 if row_bytes <= 512 else 16
-    if quantized:
-        block_n = min(block_n, 32)  # converted in registers, 64 keys spill
     num_stages = 2 if arch.startswith("gfx") or row_bytes > 256 else 3
-    many = itemsize == 4 or (row_bytes > 256 and block_m > 16)
+    # Codes are converted in registers, float32 products are plain multiply-adds: 4 warps spill.
+    many = quantized or itemsize == 4 or (row_bytes > 256 and block_m > 16)
     num_warps = 8 if many and not arch.startswith("gfx") else 4
     return Tiles(block_m, block_n, num_warps, num_stages, False)
 

@@ -1,0 +1,88 @@
+"""Kernels compiled without a GPU, against the table of `make kernels`; a row may not get worse."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pc.triton_ops._triton import HAS_TRITON, INTERPRET
+
+ROOT = Path(__file__).resolve().parents[2]
+CASES = ["decode bf16 d128 g4", "prefill bf16 d128 g4", "prefill bf16 d128 g4 positions window", "write bf16 d128 e4m3"]
+OTHER_CASES = ["decode bf16 d128 g4", "prefill bf16 d128 g4"]
+
+pytestmark = pytest.mark.skipif(
+    INTERPRET or not HAS_TRITON, reason="compiles, so it needs triton without its interpreter"
+)
+
+
+@pytest.fixture(scope="module")
+def resources():
+    if "kernel_resources" not in sys.modules:
+        spec = importlib.util.spec_from_file_location("kernel_resources", ROOT / "benchmarks" / "kernel_resources.py")
+        sys.modules["kernel_resources"] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules["kernel_resources"])
+    return sys.modules["kernel_resources"]
+
+
+def _check(resources, row):
+    assert not resources.complaints(row), row
+    table = resources.read_table()
+    if row.triton not in resources.VERSIONS:
+        return
+    expected = table[row.key]
+    for field in ("registers", "spills", "shared"):
+        assert getattr(row, field) <= getattr(expected, field), (field, row, expected)
+    assert row.matrix == expected.matrix
+    assert row.load_bytes >= expected.load_bytes
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100", "gfx942"])
+@pytest.mark.parametrize("case", CASES)
+def test_installed_triton(case, target, resources):
+    rows = list(resources.measure(case, target))
+    assert rows
+    for row in rows:
+        _check(resources, row)
+
+
+@pytest.mark.parametrize("version", ["3.6.0", "3.9.0"])
+def test_other_triton(version, resources):
+    folder = ROOT / ".kernels" / f"triton-{version}"
+    if resources.triton.__version__ == version:
+        pytest.skip("the installed one")
+    if not folder.exists():
+        pytest.skip("make kernels has not fetched it")
+    environment = {**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+    command = [sys.executable, resources.__file__, "--json", *OTHER_CASES]
+    lines = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.splitlines()
+    rows = [resources.Row(**json.loads(line)) for line in lines]
+    assert {row.target for row in rows} == set(resources.TARGETS)
+    for row in rows:
+        assert row.triton == version
+        _check(resources, row)
+
+
+def test_table_is_complete_and_clean(resources):
+    """Every case on every target and version, without spills and within shared memory; wgmma, tcgen05 and mfma used."""
+    rows = list(resources.read_table().values())
+    found = {(row.triton, row.target, row.case) for row in rows}
+    expected = {(v, t, c) for v in resources.VERSIONS for t in resources.TARGETS for c in resources.CASES}
+    assert found == expected
+    for row in rows:
+        assert not resources.complaints(row), row
+        if row.case.startswith("prefill bf16") and row.target in ("sm_90", "sm_100", "gfx942"):
+            assert row.matrix == {"sm_90": "wgmma", "sm_100": "tcgen05", "gfx942": "mfma"}[row.target], row
+
+
+def test_complaints_can_be_raised(resources):
+    row = next(iter(resources.read_table().values()))
+    for change in ({"spills": 8}, {"shared": 10**6}, {"matrix": ""}, {"load_bytes": 4}):
+        assert resources.complaints(dataclasses.replace(row, **change))
