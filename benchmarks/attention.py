@@ -146,6 +146,8 @@ class AttentionCall:
         given |= {"max_query_len": max(case.q_lens), "max_seq_len": max(case.seq_lens)}
         if op == "sparse_gap_attention":
             given["query_positions"] = self.query_positions
+        if op == "shared_prefix_attention":
+            given["num_shared_blocks"] = case.shared // case.block_size
         if op in ("sparse_gap_attention", "sliding_window_attention"):
             given |= {"window": case.window, "num_sink_tokens": case.num_sink_tokens}
         return given

@@ -25,36 +25,25 @@ from .registry import OURS, Provider, UnsupportedError
 Run = Callable[[], Any]
 
 
-def _pc(op: str, call: AttentionCall) -> Run:
+def _pc(op: str, call: AttentionCall, planned: bool = True, batch_invariant: bool = False) -> Run:
     arguments = call.arguments(op)
+    if batch_invariant:
+        arguments["batch_invariant"] = True
+    if planned:
+        arguments["plan"] = _plan(call, arguments)
     function = getattr(pc, op)
-    plan = _plan(op, call, arguments)
-    if plan is not None:
-        arguments["plan"] = plan
     return lambda: function(**arguments)
 
 
-def _plan(op: str, call: AttentionCall, arguments: dict[str, Any]) -> torch.Tensor | None:
-    """The step's plan, which all layers share; on a CPU the references need none."""
-    if call.query.device.type == "cpu" or not hasattr(pc, "attention_plan"):
+def _plan(call: AttentionCall, arguments: dict[str, Any]) -> torch.Tensor | None:
+    """The step's plan, which all layers share; on a CPU the references use none."""
+    if call.query.device.type == "cpu":
         return None
-    given = {name: arguments[name] for name in ("window", "num_sink_tokens", "query_positions") if name in arguments}
-    plan: torch.Tensor = pc.attention_plan(
-        call.block_tables, call.seq_lens, call.query_start_loc, call.case.block_size, **given
-    )
+    names = ("window", "num_sink_tokens", "query_positions", "num_shared_blocks", "batch_invariant")
+    given = {name: arguments[name] for name in names if name in arguments}
+    tensors = (arguments[name] for name in ("block_tables", "seq_lens", "query_start_loc"))
+    plan: torch.Tensor = pc.attention_plan(*tensors, call.case.block_size, num_kv_heads=call.case.heads[1], **given)
     return plan
-
-
-def _pc_self_planned(op: str, call: AttentionCall) -> Run:
-    arguments = call.arguments(op)
-    function = getattr(pc, op)
-    return lambda: function(**arguments)
-
-
-def _pc_invariant(op: str, call: AttentionCall) -> Run:
-    arguments = call.arguments(op) | {"batch_invariant": True}
-    function = getattr(pc, op)
-    return lambda: function(**arguments)
 
 
 def _sdpa(call: AttentionCall) -> Run:
@@ -145,10 +134,7 @@ def _compacted(call: AttentionCall) -> Run:
         "seq_lens": torch.tensor(lens, dtype=torch.int32, device=call.query.device),
         "max_seq_len": max(lens),
     }
-    if call.query.device.type == "cuda" and hasattr(pc, "attention_plan"):
-        arguments["plan"] = pc.attention_plan(
-            arguments["block_tables"], arguments["seq_lens"], call.query_start_loc, case.block_size
-        )
+    arguments["plan"] = _plan(call, arguments)
     return lambda: pc.paged_attention(**arguments)
 
 
@@ -403,9 +389,11 @@ def attention_providers(op: str) -> tuple[Provider, ...]:
     ]
     if op == "sparse_gap_attention":
         rivals.insert(0, Provider("compaction + pc.paged_attention", _compacted, ours))
+    if op == "shared_prefix_attention":
+        rivals.insert(0, Provider("each alone: pc.paged_attention", functools.partial(_pc, "paged_attention"), ours))
     return (
         Provider(OURS, functools.partial(_pc, op), ours),
-        Provider("pc, planning in each call", functools.partial(_pc_self_planned, op), ours, "cuda"),
-        Provider("pc, batch-invariant", functools.partial(_pc_invariant, op), ours, "cuda"),
+        Provider("pc, planning in each call", functools.partial(_pc, op, planned=False), ours, "cuda"),
+        Provider("pc, batch-invariant", functools.partial(_pc, op, batch_invariant=True), ours, "cuda"),
         *rivals,
     )
