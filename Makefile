@@ -23,6 +23,14 @@ demo: setup ## ask a long document eight questions, with and without the cache
 bench: setup ## measure every operator against its rivals, quickly; `python -m pc bench --help` for more
 	$(BIN)/python -m pc bench --quick
 
+.PHONY: bench-manager
+bench-manager: ## CacheManager against vLLM's and SGLang's managers, installed under .peers (2 GB)
+	PYTHON=$(PYTHON) sh benchmarks/install_peers.sh .peers
+	for hash in sha256 xxh3_128; do .peers/vllm/bin/python benchmarks/bench_manager.py --peer vllm \
+		--source .peers/vllm-src --hash $$hash --csv bench_output/cpu/manager.csv || exit 1; done
+	.peers/sglang/bin/python benchmarks/bench_manager.py --peer sglang --source .peers/sglang-src --hash xxh3_128 \
+		--csv bench_output/cpu/manager.csv
+
 test: setup ## all tests: the references first, then every kernel in triton's interpreter
 	$(BIN)/python -m pytest -n $(WORKERS)
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n $(WORKERS) tests/triton_ops

@@ -18,6 +18,8 @@ from .pool import EMPTY, BlockPool, OutOfBlocks
 from .request import Request
 from .table import Ids
 
+NO_WORDS: Words = np.empty((0, 0), np.uint64)
+
 MEMO_BYTES = 96
 """Memory a block for remembered hashes: chunks of 64 blocks of 16 tokens come to about 110 bytes a block."""
 
@@ -131,12 +133,15 @@ class CacheManager:
             match = match_groups(self.groups, self._pools, digests, num_tokens, size, reuse == "gap")
         hit, reused = match.hit, match.reused
         position = min(hit * size, max(num_tokens - 1, 0))
-        tables = [
-            cached_part(group, match, ids, num_blocks, position, size)
-            for group, ids in zip(self.groups, match.listed, strict=True)
-        ]
-        whole = self._simple and not reused.size
-        holds = [tables[0][:hit]] if whole else [table[table >= 0] for table in tables]
+        if self._simple and not reused.size:
+            tables, holds = [np.empty(num_blocks, np.int32)], [match.listed[0][:hit]]
+            tables[0][:hit] = holds[0]
+        else:
+            tables = [
+                cached_part(group, match, ids, num_blocks, position, size)
+                for group, ids in zip(self.groups, match.listed, strict=True)
+            ]
+            holds = [table[table >= 0] for table in tables]
         fresh = np.arange(hit, num_blocks, dtype=np.int32)
         where: Any = slice(hit, num_blocks)
         if reused.size:
@@ -298,7 +303,8 @@ class CacheManager:
                 digests = self._digests_up_to(request, last)
                 for group in range(len(self._pools)):
                     replaced[group] = self._publish(request, group, first, last, digests)
-                self._leave_window(request)
+                if not self._simple:
+                    self._leave_window(request)
                 if request.chain is not None and request.chain.hashed > last:
                     following = self._pools[0].words[request.tables[0][last]]
                     self._announce(request_id, request, following.tobytes())
@@ -308,6 +314,8 @@ class CacheManager:
         """Hashes of blocks `last - n .. last - 1`, those not hashed before; all of them after a deep rollback."""
         if request.chain is None:
             request.chain = self._hasher.chain(*request.keys)
+        elif request.chain.hashed >= last:
+            return NO_WORDS
         return request.chain.extend(request.tokens, last)
 
     def _publish(self, request: Request, group: int, first: int, last: int, digests: Words) -> list[tuple[int, int]]:

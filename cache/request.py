@@ -61,7 +61,7 @@ class Request:
     def held(self, group: int) -> Ids:
         """The blocks in a group's table."""
         table = self.tables[group][: self.num_blocks]
-        return table[table >= 0]
+        return table if table.size and table.min() >= 0 else table[table >= 0]
 
     def grown_table(self, group: int, num_blocks: int) -> Ids:
         """The group's table with room for `num_blocks`, doubled when it has to grow so that growth stays cheap."""

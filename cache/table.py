@@ -68,17 +68,17 @@ class HashTable:
         """Like `find`, and the slot where each search ended."""
         found, ends, rows = self._probe(digests, exact=False)
         hit = found >= 0
-        if hit.any() and not np.array_equal(rows[hit], digests[hit]):  # two hashes share their first 64 bits
+        if hit.any() and not (rows[hit] == digests[hit]).all():  # two hashes share their first 64 bits
             found, ends, _ = self._probe(digests, exact=True)
         return found, ends
 
     def confirm(self, ids: Ids, digests: Words) -> int:
         """How many blocks, from the first on, are in the table under the hash beside them."""
         listed = self._slot_of.take(ids) >= 0
-        rows = self._words.take(ids, axis=0)
-        if listed.all() and np.array_equal(rows, digests):
+        same = self._words.take(ids, axis=0) == digests
+        if listed.all() and same.all():
             return ids.size
-        return int((listed & (rows == digests).all(axis=1)).argmin())
+        return int((listed & same.all(axis=1)).argmin())
 
     def _start(self, key: npt.NDArray[np.uint64]) -> Places:
         places: Places = key.astype(np.int64)
@@ -162,11 +162,7 @@ class HashTable:
             self._renew()
         digests = self._words.take(ids, axis=0)
         if ids.size <= FEW:
-            keys = digests[:, 0].tolist()
-            return np.array(
-                [self._put_one(b, k, digests, i) for i, (b, k) in enumerate(zip(ids.tolist(), keys, strict=True))],
-                np.int32,
-            )
+            return self._put_few(ids, digests)
         found, ends = self.search(digests)
         twins = found >= 0
         if twins.any():
@@ -176,17 +172,25 @@ class HashTable:
             self._place(ids, ends, digests[:, 0])
         return found
 
-    def _put_one(self, block: int, key: int, digests: Words, i: int) -> int:
-        found, at = self._find_one(key, digests, i)
-        if found < 0:
-            slots, slot_of = self._slots_view, self._slot_of_view
-            while slot_of[slots[at]] == at:
-                self._num_passed += not self._passed_view[at]
-                self._passed_view[at] = True
-                at = (at + ((key >> 40) | 1)) & self._mask
+    def _put_few(self, ids: Ids, digests: Words) -> Ids:
+        slots, slot_of, passed, mask = self._slots_view, self._slot_of_view, self._passed_view, self._mask
+        twins = []
+        for i, (block, key) in enumerate(zip(ids.tolist(), digests[:, 0].tolist(), strict=True)):
+            at = key & mask
+            live = slot_of[slots[at]] == at
+            if live or passed[at]:
+                found, at = self._find_one(key, digests, i)
+                if found >= 0:
+                    twins.append(found)
+                    continue
+                while slot_of[slots[at]] == at:
+                    self._num_passed += not passed[at]
+                    passed[at] = True
+                    at = (at + ((key >> 40) | 1)) & mask
             slots[at] = block
             slot_of[block] = at
-        return found
+            twins.append(-1)
+        return np.array(twins, np.int32)
 
     def _place(self, ids: Ids, at: Places, key: npt.NDArray[np.uint64]) -> None:
         """Puts blocks into the first slots from `at` on that are not live."""
