@@ -17,6 +17,19 @@ from ._triton import INTERPRET
 LIBRARY = torch.library.Library("pc", "DEF")
 
 
+def _on_own_device(launcher: Callable[..., Any]) -> Callable[..., Any]:
+    """Kernels are launched on the current device; this makes it that of the first tensor."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        first = args[0][0] if isinstance(args[0], (list, tuple)) and args[0] else args[0]
+        if not isinstance(first, torch.Tensor) or first.device.index == torch.cuda.current_device():
+            return launcher(*args, **kwargs)
+        with torch.cuda.device(first.device):
+            return launcher(*args, **kwargs)
+
+    return run
+
+
 def define(
     name: str,
     schema: str,
@@ -52,5 +65,5 @@ def define(
             return launcher(*args, **kwargs)
 
     LIBRARY.impl(name, on_cpu, "CPU")
-    LIBRARY.impl(name, on_device, "CUDA")  # ROCm answers to the same key
+    LIBRARY.impl(name, _on_own_device(on_device), "CUDA")  # ROCm answers to the same key
     torch.library.register_fake(f"pc::{name}", fake, lib=LIBRARY)

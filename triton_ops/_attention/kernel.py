@@ -158,10 +158,10 @@ def _attend_rows(
     query_ptr, key_ptr, value_ptr, out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, table_ptr, positions_ptr,
     alibi_ptr, sinks_ptr, k_scale_ptr, v_scale_ptr, visits_ptr,
     tiles_ptr, ranks_ptr, has_holes, has_partial,
-    q_begin, q_len, seq_len, row_begin, kv_head, i_begin, i_end, split_row, is_split,
+    q_begin, q_len, seq_len, row_begin, kv_head, i_begin, i_end, split_row, is_split, num_splits,
     scale, softcap, window, num_sink_tokens, key_begin,
     stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh,
-    DECODE: tl.constexpr, SPLIT_TILES: tl.constexpr, NUM_SPLITS: tl.constexpr,
+    DECODE: tl.constexpr, SPLIT_TILES: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, POSITIONS: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
     SINKS: tl.constexpr, SCALES: tl.constexpr, FP8: tl.constexpr, UPCAST: tl.constexpr, COUNT: tl.constexpr,
     WITH_LSE: tl.constexpr, TWO_LOOPS: tl.constexpr, NUM_HEADS: tl.constexpr, GROUP: tl.constexpr,
@@ -223,7 +223,7 @@ def _attend_rows(
             i_begin += tl.minimum(tl.maximum(a - rank_sink, 0), n_sink)
             i_end += tl.minimum(tl.maximum(b - rank_sink, 0), n_sink)
         else:
-            per = (n + NUM_SPLITS - 1) // NUM_SPLITS
+            per = (n + num_splits - 1) // num_splits
             i_begin = tl.minimum(i_begin * per, n)
             i_end = tl.minimum(i_begin + per, n)
     i_end = tl.minimum(i_end, n)
@@ -372,7 +372,8 @@ def _zero_padding(
             tl.store(lse_ptr + row, tl.full([BLOCK_G], float("-inf"), tl.float32), mask=offs_g < GROUP)
 
 
-_LENGTHS = ["num_seqs", "num_tokens", "max_tiles", "max_items", "max_q", "window", "num_sink_tokens", "key_begin"]
+_LENGTHS = ["num_seqs", "num_tokens", "max_tiles", "max_items", "max_q", "num_splits"]
+_LENGTHS += ["window", "num_sink_tokens", "key_begin", "stride_bt"]
 
 
 @triton.jit(do_not_specialize=_LENGTHS)
@@ -386,10 +387,10 @@ def _attention_kernel(
     seq_lens_ptr, starts_ptr,  # [num_seqs], [num_seqs + 1]
     positions_ptr,  # [num_tokens]
     plan_ptr, alibi_ptr, sinks_ptr, k_scale_ptr, v_scale_ptr, visits_ptr,
-    num_seqs, num_tokens, max_tiles, max_items, max_q,
+    num_seqs, num_tokens, max_tiles, max_items, max_q, num_splits,
     scale, softcap, window, num_sink_tokens, key_begin,
     stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh, stride_bt,
-    DECODE: tl.constexpr, DECODE_Q: tl.constexpr, SPLIT_TILES: tl.constexpr, NUM_SPLITS: tl.constexpr,
+    DECODE: tl.constexpr, DECODE_Q: tl.constexpr, SPLIT_TILES: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, POSITIONS: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
     SINKS: tl.constexpr, SCALES: tl.constexpr, FP8: tl.constexpr, UPCAST: tl.constexpr, COUNT: tl.constexpr,
     WITH_LSE: tl.constexpr, TWO_LOOPS: tl.constexpr, NUM_HEADS: tl.constexpr, GROUP: tl.constexpr,
@@ -433,7 +434,7 @@ def _attention_kernel(
             seq = _find_sequence(starts_ptr, num_seqs, item, 1, GROUP, BLOCK_M)
             i_begin = tl.program_id(2)
             i_end = 0
-            is_split = NUM_SPLITS > 1
+            is_split = num_splits > 1
         q_begin = tl.load(starts_ptr + seq)
         q_len = tl.load(starts_ptr + seq + 1) - q_begin
         seq_len = tl.load(seq_lens_ptr + seq)
@@ -453,24 +454,24 @@ def _attention_kernel(
                 alibi_ptr, sinks_ptr, k_scale_ptr, v_scale_ptr, visits_ptr,
                 tiles_ptr + seq64 * max_tiles, ranks_ptr + seq64 * (max_tiles + 1),
                 (flags & 1) != 0, (flags & 2) != 0,
-                q_begin, q_len, seq_len, row_begin, kv_head, i_begin, i_end, split_row, is_split,
+                q_begin, q_len, seq_len, row_begin, kv_head, i_begin, i_end, split_row, is_split, num_splits,
                 scale, softcap, window, num_sink_tokens, key_begin,
                 stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh,
-                DECODE, SPLIT_TILES, NUM_SPLITS, CAUSAL, WINDOW, POSITIONS, SOFTCAP, ALIBI,
+                DECODE, SPLIT_TILES, CAUSAL, WINDOW, POSITIONS, SOFTCAP, ALIBI,
                 SINKS, SCALES, FP8, UPCAST, COUNT, WITH_LSE, TWO_LOOPS, NUM_HEADS, GROUP,
                 BLOCK_SIZE, HEAD_DIM, BLOCK_M, BLOCK_N, BLOCK_D, SUB,
             )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["num_seqs", "num_tokens", "max_q"])
+@triton.jit(do_not_specialize=["num_seqs", "num_tokens", "max_q", "prefill_splits"])
 def _merge_splits_kernel(
     out_ptr,  # [num_tokens, NUM_HEADS, HEAD_DIM]
     lse_ptr,  # [num_tokens, NUM_HEADS]
     decode_ptr, decode_lse_ptr,  # [items, max_q, NUM_HEADS, HEAD_DIM] and its base-2 lse
-    prefill_ptr, prefill_lse_ptr,  # [NUM_SPLITS, num_tokens, NUM_HEADS, HEAD_DIM] and its base-2 lse
+    prefill_ptr, prefill_lse_ptr,  # [prefill_splits, num_tokens, NUM_HEADS, HEAD_DIM] and its base-2 lse
     starts_ptr, plan_ptr, sinks_ptr,
-    num_seqs, num_tokens, max_q,
-    DECODE_Q: tl.constexpr, NUM_SPLITS: tl.constexpr, SINKS: tl.constexpr, WITH_LSE: tl.constexpr,
+    num_seqs, num_tokens, max_q, prefill_splits,
+    DECODE_Q: tl.constexpr, SINKS: tl.constexpr, WITH_LSE: tl.constexpr,
     NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Grid (num_tokens, head tiles): sums a row's splits in the order of their keys."""
@@ -484,7 +485,7 @@ def _merge_splits_kernel(
     q_len = tl.load(starts_ptr + seq + 1) - q_begin
     num_splits = 0
     if token < q_begin + q_len:
-        num_splits = NUM_SPLITS
+        num_splits = prefill_splits
     first = tl.cast(token, tl.int64) * NUM_HEADS
     step = tl.cast(num_tokens, tl.int64) * NUM_HEADS
     source_ptr = prefill_ptr

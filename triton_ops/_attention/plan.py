@@ -22,8 +22,10 @@ from .layout import (
 )
 from .predicate import _span
 
+_LENGTHS = ["num_seqs", "max_tiles", "max_items", "window", "num_sink_tokens", "key_begin", "stride_bt"]
 
-@triton.jit(do_not_specialize=["num_seqs", "max_tiles", "max_items", "window", "num_sink_tokens", "key_begin"])
+
+@triton.jit(do_not_specialize=_LENGTHS)
 def _plan_tiles_kernel(
     plan_ptr, tables_ptr, seq_lens_ptr, starts_ptr, positions_ptr,
     num_seqs, max_tiles, max_items, window, num_sink_tokens, key_begin, stride_bt,
