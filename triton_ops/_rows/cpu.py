@@ -12,6 +12,9 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: tor
 _SLAB_BYTES = 1 << 20
 _ROWS_A_RUN = 16
 
+QUICK_BYTES = 32 << 20
+"""From here on glibc maps fresh memory for every result, and `memory.empty` is worth its calls."""
+
 
 def as_bits(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor in a plain dtype of its element size, since indexing does not know every dtype."""
@@ -47,6 +50,50 @@ def _as_matrices(
     if grain == width * itemsize:
         return flats[0].view(dtype).squeeze(1), flats[1].view(dtype).squeeze(1)
     return flats[0].view(dtype), flats[1].view(dtype)
+
+
+def _plain(tensor: torch.Tensor) -> bool:
+    """Whether no check has anything to say about a tensor's memory."""
+    return (
+        tensor.is_cpu and tensor.is_contiguous() and not (tensor.requires_grad or tensor.is_conj() or tensor.is_neg())
+    )
+
+
+def _plain_index(index: torch.Tensor, limit: int) -> bool:
+    """Whether an index is on the CPU, not empty, of int64, and names rows only."""
+    if not index.is_cpu or index.dtype != torch.int64 or index.dim() != 1 or not index.shape[0]:
+        return False
+    low, high = torch.aminmax(index)
+    return 0 <= int(low) and int(high) < limit
+
+
+def quick_gather(cache: torch.Tensor, leading: int, index: torch.Tensor) -> torch.Tensor | None:
+    """The gather of plain arguments in a few calls, or None where they are not plain or the result is large.
+
+    What a call costs before it copies counts: after a copy of megabytes the code itself has left the processor's cache.
+    """
+    if cache.dim() < 2 or not _plain(cache):
+        return None
+    rows = cache if leading == 1 else cache.flatten(0, 1)
+    size = index.numel() * (cache.nbytes // max(rows.shape[0], 1))
+    if not 0 < size < QUICK_BYTES or not _plain_index(index, rows.shape[0]):
+        return None
+    return torch.index_select(rows, 0, index)
+
+
+def quick_scatter(source: torch.Tensor, cache: torch.Tensor, leading: int, index: torch.Tensor) -> bool:
+    """The scatter of plain arguments in a few calls; False, and nothing done, where they are not plain."""
+    if cache.dim() < 2 or cache.shape[leading:] != source.shape[1:] or source.dtype != cache.dtype:
+        return False
+    if not (_plain(source) and _plain(cache)) or source.numel() == 0 or source.shape[:1] != index.shape:
+        return False
+    width = source[0].nbytes
+    if (width | source.data_ptr() | cache.data_ptr()) & 15 or not _plain_index(index, cache.nbytes // width):
+        return False
+    units = width // 16
+    rows, target = (t.view(-1).view(torch.complex128).view(-1, units) for t in (source, cache))
+    target.index_copy_(0, index, rows)
+    return True
 
 
 def gather_rows(source: torch.Tensor, leading: int, index: torch.Tensor, target: torch.Tensor, lowest: int) -> None:

@@ -90,7 +90,8 @@ def define_gather(op: str, leading: int) -> None:
     index_name = _INDEX[leading][0]
 
     def run(cache: torch.Tensor, index: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
-        return _gather(op, "cache", [cache], index, leading, device)[0]
+        quick = cpu.quick_gather(cache, leading, index) if device is None and not INTERPRET else None
+        return _gather(op, "cache", [cache], index, leading, device)[0] if quick is None else quick
 
     def run_list(
         caches: Sequence[torch.Tensor], index: torch.Tensor, device: torch.device | None = None
@@ -117,7 +118,8 @@ def define_scatter(op: str, leading: int) -> None:
     index_name = _INDEX[leading][0]
 
     def run(source: torch.Tensor, cache: torch.Tensor, index: torch.Tensor) -> None:
-        _scatter(op, ("source", "cache"), [source], [cache], index, leading)
+        if INTERPRET or not cpu.quick_scatter(source, cache, leading, index):
+            _scatter(op, ("source", "cache"), [source], [cache], index, leading)
 
     def run_list(sources: Sequence[torch.Tensor], caches: Sequence[torch.Tensor], index: torch.Tensor) -> None:
         _scatter(f"{op}_list", ("sources", "caches"), sources, caches, index, leading)
