@@ -23,6 +23,7 @@ class Allocation:
         num_cached_tokens: Tokens in `cached_spans`.
         copies: (source block, target block) to be copied, in order, before anything is written; with several groups
             one list per group.
+        loads: (host slot, block) to be copied before anything is written; only `resume` has any.
         wait_for: Id of a request that is computing the next block of this prompt at this moment, or None. Waiting for
             its commit and allocating anew saves the work; going on is right too.
     """
@@ -37,6 +38,7 @@ class Allocation:
         "cached_spans",
         "compute_spans",
         "copies",
+        "loads",
         "num_cached_tokens",
         "wait_for",
     )
@@ -56,6 +58,7 @@ class Allocation:
         copies: list[list[tuple[int, int]]],
         wait_for: Any = None,
         new_block: int = 0,
+        loads: list[tuple[int, int]] | None = None,
     ) -> None:
         self._tables = tables
         self._first_block = first_block
@@ -69,6 +72,7 @@ class Allocation:
         self.num_cached_tokens = sum(end - start for start, end in cached_spans)
         self.copies: Any = copies[0] if len(copies) == 1 else copies
         self.wait_for = wait_for
+        self.loads = loads or []
 
     @property
     def slot_mapping(self) -> Any:
@@ -124,6 +128,9 @@ class CacheStats:
     evictions: int
     merged_blocks: int
     """Blocks that another request had completed first."""
+    preemptions: int
+    host_blocks: int
+    """Host slots in use."""
 
     @property
     def hit_rate(self) -> float:

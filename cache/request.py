@@ -24,6 +24,8 @@ class Request:
         released: Per group, logical blocks before it, sinks apart, were given back.
         retired: Per group, blocks that are replaced in the table, held until the next commit or free.
         shared_tail: Whether the last block may be someone else's too, so that writing it needs a look.
+        loading: Host slots that its KV is being copied from, held until the next commit or free.
+        priority: As given to `allocate`.
         writing: The hash under which others learn that this request is computing that block, or None.
     """
 
@@ -31,7 +33,9 @@ class Request:
         "chain",
         "committed",
         "keys",
+        "loading",
         "num_blocks",
+        "priority",
         "released",
         "retired",
         "shared_tail",
@@ -51,6 +55,8 @@ class Request:
         self.retired: list[Ids] | None = None
         self.shared_tail = False
         self.writing: bytes | None = None
+        self.loading: list[int] = []
+        self.priority = 0
 
     def retire(self, group: int, ids: Ids) -> None:
         """Keeps replaced blocks from being handed out for now."""

@@ -327,3 +327,229 @@ def test_stats_count_tokens_and_blocks(manager):
     s = manager.stats()
     assert (s.queried_tokens, s.hit_tokens, s.hit_rate) == (20, 8, 0.4)
     assert (s.free_blocks, s.cached_blocks, s.held_blocks, s.num_blocks) == (13, 0, 3, 16)
+
+
+def test_append_each_is_append_for_each():
+    one, many = (pc.CacheManager(64, block_size=4, policy="lru") for _ in range(2))
+    for m in (one, many):
+        for i in range(5):
+            m.allocate(i, [i] * (i + 2))
+            m.commit(i, i + 2)
+        m.fork(4, "child")
+    for step in range(6):
+        ids = [0, 1, 2, 3, 4, "child"]
+        slots, copies = many.append_each(ids, [step] * 6)
+        single = [one.append(i, [step]) for i in ids]
+        assert copies == [pair for a in single for pair in a.copies]
+        assert slots.tolist() == [int(a.slot_mapping[0]) for a in single]
+        assert [many.block_table(i).tolist() for i in ids] == [one.block_table(i).tolist() for i in ids]
+        many.check()
+    empty, none = many.append_each([], [])
+    assert (empty.size, none) == (0, [])
+
+
+def test_append_each_that_fails_changes_nothing():
+    m = pc.CacheManager(4, block_size=4)
+    for i in range(3):
+        m.allocate(i, [i] * 4)
+    with pytest.raises(pc.OutOfBlocks):
+        m.append_each([0, 1], [9, 9])
+    assert [m.block_table(i).size for i in range(3)] == [1, 1, 1]
+    with pytest.raises(ValueError, match="twice"):
+        m.append_each([0, 0], [9, 9])
+    with pytest.raises(ValueError, match="token_ids"):
+        m.append_each([0], [9, 9])
+    with pytest.raises(KeyError):
+        m.append_each([0, 7], [9, 9])
+    assert m.append(0, [9]).block_ids.size == 1
+    m.check()
+
+
+def window_groups(**options):
+    return [pc.FullAttention(), pc.SlidingWindow(window=8, **options)]
+
+
+def test_window_blocks_are_released_while_the_request_runs():
+    m = pc.CacheManager(16, block_size=4, groups=[pc.SlidingWindow(window=8, num_sink_tokens=3)])
+    m.allocate("a", list(range(24)))
+    m.commit("a", 24)
+    table = m.block_table("a")
+    assert (table[0] >= 0, (table[1:4] < 0).all(), (table[4:] >= 0).all()) == (True, True, True)
+    assert m.stats().held_blocks == 3
+    m.check()
+
+
+def test_a_window_hit_needs_only_the_last_blocks_and_the_sinks():
+    m = pc.CacheManager(16, block_size=4, groups=[pc.SlidingWindow(window=8, num_sink_tokens=3)], policy="lru")
+    table = m.allocate("a", list(range(24))).block_ids
+    m.commit("a", 24)
+    m.free("a")
+    m.pools[0].drop(table[2:3])
+    hit = m.allocate("b", [*range(24), 1])
+    assert hit.num_cached_tokens == 24
+    assert hit.block_ids[:6].tolist() == [table[0], -1, -1, -1, table[4], table[5]]
+    m.free("b")
+    m.pools[0].drop(table[0:1])
+    assert m.allocate("c", [*range(24), 1]).num_cached_tokens == 0
+    m.check()
+
+
+def test_the_recomputed_last_token_needs_its_own_window():
+    """A prompt that is cached whole computes its last token again, whose window begins one token earlier."""
+    m = pc.CacheManager(16, block_size=4, groups=[pc.SlidingWindow(window=5)], policy="lru")
+    table = m.allocate("a", list(range(12))).block_ids
+    m.commit("a", 12)
+    m.free("a")
+    m.pools[0].drop(table[:1])
+    assert m.allocate("b", list(range(12))).num_cached_tokens == 11
+    m.free("b")
+    m.pools[0].drop(table[1:2])
+    assert m.allocate("c", [*range(12), 1]).num_cached_tokens == 12
+    m.free("c")
+    assert m.allocate("d", list(range(12))).num_cached_tokens == 0
+    m.check()
+
+
+def test_a_hit_is_what_all_groups_can_serve():
+    m = pc.CacheManager(16, block_size=4, groups=window_groups(), policy="lru")
+    a = m.allocate("a", list(range(24)))
+    m.commit("a", 24)
+    m.free("a")
+    m.pools[0].drop(a.block_ids[0][4:5])
+    b = m.allocate("b", [*range(24), 1])
+    assert b.num_cached_tokens == 16
+    assert (b.block_ids[0][:4] == a.block_ids[0][:4]).all()
+    assert b.block_ids[1][:4].tolist() == [-1, -1, *a.block_ids[1][2:4]]
+    assert len(b.slot_mapping) == 2
+    assert b.slot_mapping[0].size == b.slot_mapping[1].size == 9
+    m.check()
+
+
+def test_recurrent_state_is_found_at_block_boundaries_only():
+    m = pc.CacheManager(16, block_size=4, groups=[pc.FullAttention(), pc.Recurrent()], policy="lru")
+    a = m.allocate("a", list(range(12)))
+    m.commit("a", 12)
+    assert m.block_table("a", group=1).tolist() == [-1, -1, a.block_ids[1][2]]
+    m.free("a")
+    whole = m.allocate("b", list(range(12)))
+    assert whole.num_cached_tokens == 8, "the state before the last token is gone, the one before its block is not"
+    assert whole.block_ids[1][:2].tolist() == [-1, a.block_ids[1][1]]
+    m.free("b")
+    m.pools[1].drop(a.block_ids[1][1:2])
+    assert m.allocate("c", list(range(12))).num_cached_tokens == 4
+    m.check()
+
+
+def test_groups_have_pools_of_their_own():
+    m = pc.CacheManager(8, block_size=4, groups=[pc.FullAttention(), pc.SlidingWindow(num_blocks=3, window=4)])
+    with pytest.raises(pc.OutOfBlocks, match="needs 4 blocks, 3"):
+        m.allocate("a", list(range(16)))
+    assert m.stats().free_blocks == 11
+    m.allocate("b", list(range(12)))
+    m.commit("b", 12)
+    for t in range(12, 20):
+        m.append("b", [t])
+        m.commit("b", t + 1)
+    m.check()
+
+
+def test_rollback_cannot_bring_back_what_left_the_window():
+    m = pc.CacheManager(8, block_size=4, groups=[pc.SlidingWindow(window=4)])
+    m.allocate("a", list(range(16)))
+    m.commit("a", 16)
+    with pytest.raises(ValueError, match="left the window"):
+        m.rollback("a", 2)
+    m.rollback("a", 1)
+    m.check()
+
+
+def test_requests_from_many_threads():
+    """The thread-safety statement of CacheManager: every method is atomic."""
+    import threading
+
+    m = pc.CacheManager(64, block_size=4)
+    failures = []
+
+    def work(seed):
+        rng = np.random.default_rng(seed)
+        try:
+            for i in range(150):
+                tokens = rng.integers(0, 2, int(rng.integers(1, 30))).tolist()
+                try:
+                    m.allocate((seed, i), tokens)
+                except pc.OutOfBlocks:
+                    continue
+                m.commit((seed, i), len(tokens))
+                m.append((seed, i), [1])
+                m.free((seed, i))
+        except Exception as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(s,)) for s in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+    m.check()
+    assert m.stats().held_blocks == 0
+
+
+def test_swap_brings_back_what_was_evicted_meanwhile():
+    m = pc.CacheManager(4, block_size=4, policy="lru", host_blocks=8)
+    a = m.allocate("a", list(range(14)))
+    m.commit("a", 14)
+    pairs = m.preempt("a", mode="swap")
+    assert [block for block, _ in pairs] == a.block_ids.tolist()
+    run(m, "b", [9] * 16)
+    back = m.resume("a")
+    assert back.loads == [(slot, int(b)) for (_, slot), b in zip(pairs, back.block_ids, strict=True)]
+    assert (back.cached_spans, back.compute_spans, back.slot_mapping.tolist()) == ([(0, 13)], [(13, 14)], [-1])
+    assert m.stats().host_blocks == 4
+    m.commit("a", 14)
+    assert m.stats().host_blocks == 0
+    m.free("a")
+    assert m.allocate("c", list(range(13))).num_cached_tokens == 12, "what came back is findable after commit"
+    m.check()
+
+
+def test_swap_with_a_full_host_loses_nothing():
+    m = pc.CacheManager(4, block_size=4, policy="lru", host_blocks=2)
+    m.allocate("a", list(range(14)))
+    m.commit("a", 14)
+    assert len(m.preempt("a", mode="swap")) == 2
+    run(m, "b", [9] * 16)
+    back = m.resume("a")
+    assert (len(back.loads), back.compute_spans) == (2, [(8, 14)])
+    m.preempt("a")
+    m.check()
+    assert m.resume("a").loads == []
+    m.free("a")
+    assert m.stats().host_blocks == 0
+    m.check()
+
+
+def test_a_preempted_request_keeps_its_place_when_there_is_no_room():
+    m = pc.CacheManager(4, block_size=4, policy="lru", host_blocks=4)
+    m.allocate("a", list(range(14)))
+    m.commit("a", 14)
+    m.preempt("a", mode="swap")
+    m.allocate("b", [9] * 16)
+    with pytest.raises(pc.OutOfBlocks):
+        m.resume("a")
+    with pytest.raises(ValueError, match="request_id"):
+        m.allocate("a", [1])
+    with pytest.raises(KeyError):
+        m.append("a", [1])
+    m.check()
+    m.free("b")
+    assert len(m.resume("a").loads) == 4
+    m.check()
+
+
+def test_the_victim_is_the_youngest_of_the_lowest_priority():
+    m = pc.CacheManager(8, block_size=4)
+    assert m.victim() is None
+    for name, priority in (("a", 1), ("b", 0), ("c", 0), ("d", 2)):
+        m.allocate(name, [1], priority=priority)
+    assert m.victim() == "c"

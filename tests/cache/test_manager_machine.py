@@ -35,7 +35,9 @@ class Machine(RuleBasedStateMachine):
         algorithm=st.sampled_from(["sha256", "blake2b", "xxh3_128"]),
     )
     def start(self, num_blocks, policy, algorithm):
-        self.manager = pc.CacheManager(num_blocks, BLOCK, policy=policy, hash_algorithm=algorithm)
+        self.manager = pc.CacheManager(num_blocks, BLOCK, policy=policy, hash_algorithm=algorithm, host_blocks=5)
+        self.host = {}
+        self.preempted = {}
         self.num_blocks = num_blocks
         self.content = {}
         self.tokens = {}
@@ -164,10 +166,37 @@ class Machine(RuleBasedStateMachine):
 
     @rule(request=consumes(requests))
     def free(self, request):
+        if request in self.preempted:
+            self.manager.free(request)
+            del self.preempted[request]
         if request not in self.tokens:
             return
         self.manager.free(request)
         del self.tokens[request], self.salts[request], self.committed[request]
+
+    @rule(request=requests, mode=st.sampled_from(["recompute", "swap"]))
+    def preempt(self, request, mode):
+        if request not in self.tokens:
+            return
+        for block, slot in self.manager.preempt(request, mode):
+            for offset in range(BLOCK):
+                self.host[slot, offset] = self.content.get((block, offset))
+        self.preempted[request] = (self.tokens.pop(request), self.salts[request], self.committed[request])
+
+    @rule(request=requests)
+    def resume(self, request):
+        if request not in self.preempted:
+            return
+        try:
+            a = self.manager.resume(request)
+        except pc.OutOfBlocks:
+            return
+        self.tokens[request], self.salts[request], self.committed[request] = self.preempted.pop(request)
+        for slot, block in a.loads:
+            for offset in range(BLOCK):
+                self.content[block, offset] = self.host.get((slot, offset))
+        self.assert_readable(request, a.cached_spans)
+        self.carry_out(request, a)
 
     @rule(tokens=st.sampled_from([[-1], ["x"], [1 << 40]]))
     def fail_half_way(self, tokens):
