@@ -123,7 +123,8 @@ def test_spelled_out_reference_agrees(random_bits, same_bits):
     ("change", "error", "message"),
     [
         (lambda a: {"cache": a["cache"][0, 0]}, ValueError, r"cache: got shape \[5\]"),
-        (lambda a: {"cache": None}, TypeError, "cache"),
+        (lambda a: {"cache": None}, TypeError, "cache: got NoneType"),
+        (lambda a: {"slot_mapping": None}, TypeError, "slot_mapping: got NoneType"),
         (lambda a: {"slot_mapping": a["slot_mapping"].float()}, TypeError, "slot_mapping: .*int32 or int64"),
         (lambda a: {"slot_mapping": a["slot_mapping"][None]}, ValueError, r"slot_mapping: got shape \[1, 3\]"),
         (lambda a: {"slot_mapping": a["slot_mapping"] + 30}, ValueError, "slot_mapping: got values from 30 to 32"),

@@ -126,6 +126,8 @@ def test_spelled_out_reference_agrees(random_bits, same_bits, device):
     [
         (lambda a: {"source": a["source"][:2]}, ValueError, r"source: got shape \[2, 5\], needs \[3, 5\]"),
         (lambda a: {"source": a["source"].double()}, TypeError, "source: got float64"),
+        (lambda a: {"source": None}, TypeError, "source: got NoneType"),
+        (lambda a: {"slot_mapping": None}, TypeError, "slot_mapping: got NoneType"),
         (lambda a: {"cache": a["cache"][..., :4]}, ValueError, r"source: got shape \[3, 5\], needs \[3, 4\]"),
         (lambda a: {"slot_mapping": a["slot_mapping"] + 22}, ValueError, "slot_mapping: got values from 22 to 24"),
         (lambda a: {"slot_mapping": a["slot_mapping"] - 3}, ValueError, "needs -1 to 23"),

@@ -52,7 +52,7 @@ def _as_matrices(
     return flats[0].view(dtype), flats[1].view(dtype)
 
 
-def _plain(tensor: torch.Tensor) -> bool:
+def _plain(tensor: torch.Tensor | None) -> bool:
     """Whether no check has anything to say about a tensor's memory."""
     return (
         tensor.is_cpu and tensor.is_contiguous() and not (tensor.requires_grad or tensor.is_conj() or tensor.is_neg())
@@ -64,7 +64,7 @@ def _plain_index(index: torch.Tensor, limit: int) -> bool:
     if not index.is_cpu or index.dtype != torch.int64 or index.dim() != 1 or not index.shape[0]:
         return False
     low, high = torch.aminmax(index)
-    return 0 <= int(low) and int(high) < limit
+    return int(low) >= 0 and int(high) < limit
 
 
 def quick_gather(cache: torch.Tensor, leading: int, index: torch.Tensor) -> torch.Tensor | None:
@@ -72,7 +72,7 @@ def quick_gather(cache: torch.Tensor, leading: int, index: torch.Tensor) -> torc
 
     What a call costs before it copies counts: after a copy of megabytes the code itself has left the processor's cache.
     """
-    if cache.dim() < 2 or not _plain(cache):
+    if not _plain(cache) or cache.dim() < 2 or index is None:
         return None
     rows = cache if leading == 1 else cache.flatten(0, 1)
     size = index.numel() * (cache.nbytes // max(rows.shape[0], 1))
@@ -83,9 +83,9 @@ def quick_gather(cache: torch.Tensor, leading: int, index: torch.Tensor) -> torc
 
 def quick_scatter(source: torch.Tensor, cache: torch.Tensor, leading: int, index: torch.Tensor) -> bool:
     """The scatter of plain arguments in a few calls; False, and nothing done, where they are not plain."""
-    if cache.dim() < 2 or cache.shape[leading:] != source.shape[1:] or source.dtype != cache.dtype:
+    if not (_plain(source) and _plain(cache)) or cache.dim() < 2 or index is None or source.dtype != cache.dtype:
         return False
-    if not (_plain(source) and _plain(cache)) or source.numel() == 0 or source.shape[:1] != index.shape:
+    if cache.shape[leading:] != source.shape[1:] or source.shape[:1] != index.shape or source.numel() == 0:
         return False
     width = source[0].nbytes
     if (width | source.data_ptr() | cache.data_ptr()) & 15 or not _plain_index(index, cache.nbytes // width):
