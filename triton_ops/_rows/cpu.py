@@ -54,9 +54,9 @@ def _as_matrices(
 
 def _plain(tensor: torch.Tensor | None) -> bool:
     """Whether no check has anything to say about a tensor's memory."""
-    return (
-        tensor.is_cpu and tensor.is_contiguous() and not (tensor.requires_grad or tensor.is_conj() or tensor.is_neg())
-    )
+    if tensor is None or tensor.layout != torch.strided or not tensor.is_cpu:  # the dispatcher lets None pass
+        return False
+    return tensor.is_contiguous() and not (tensor.requires_grad or tensor.is_conj() or tensor.is_neg())
 
 
 def _plain_index(index: torch.Tensor, limit: int) -> bool:
