@@ -230,8 +230,8 @@ BAD = {
         (lambda t: t.long(), TypeError, "block_tables: got int64"),
         (lambda t: t[:1], ValueError, "block_tables: got shape .*needs 2 rows as seq_lens"),
         (lambda t: t.t().contiguous().t(), ValueError, "block_tables: got strides"),
-        (lambda t: torch.full_like(t, 1000), ValueError, "block_tables: got values from 1000"),
-        (lambda t: torch.full_like(t, -2), ValueError, "block_tables: got values from -2"),
+        (lambda t: torch.full_like(t, 1000), ValueError, "block_tables: got 1000 in row 0, column 0, needs -1 to"),
+        (lambda t: torch.full_like(t, -2), ValueError, "block_tables: got -2 in row 0"),
     ],
     "seq_lens": [
         (lambda s: s.long(), TypeError, "seq_lens: got int64"),

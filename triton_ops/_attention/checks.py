@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from .._checks import bad_argument, check_tensor, describe
@@ -183,12 +184,14 @@ def check_attention_values(
     longest = int((starts[1:] - starts[:-1]).max())
     if max_query_len is not None and longest > max_query_len:
         raise bad_argument("max_query_len", max_query_len, f"at least {longest}, the longest of query_start_loc")
-    for row, (table, used) in enumerate(zip(tables, -(-lens // block_size), strict=True)):
-        own = table[:used]
-        if used and not -1 <= own.min() <= own.max() < num_blocks:
-            raise bad_argument(
-                "block_tables", f"values from {own.min()} to {own.max()} in row {row}", f"-1 to {num_blocks - 1}"
-            )
+    used = -(-lens // block_size)
+    own = tables[:, : int(used.max())]
+    read = np.arange(own.shape[1]) < used[:, None]
+    wrong = read & ((own < -1) | (own >= num_blocks))
+    if wrong.any():
+        row, column = np.argwhere(wrong)[0]
+        got = f"{own[row, column]} in row {row}, column {column}"
+        raise bad_argument("block_tables", got, f"-1 to {num_blocks - 1}")
     if query_positions is not None:
         positions = query_positions.cpu().numpy()[: starts[-1]]
         falls = positions[1:] <= positions[:-1]

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -54,22 +53,27 @@ class _Cache:
 
     def read(self, blocks: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values `[tokens, num_kv_heads, head_dim]` of blocks; views where the blocks are adjacent."""
-        return self._read(self.key, self.k_scale, blocks), self._read(self.value, self.v_scale, blocks)
+        index = None if _adjacent(blocks) else torch.from_numpy(blocks.astype(np.int64))
+        first, end = int(blocks[0]), int(blocks[0]) + len(blocks)
+        key, value = (
+            (cache[first:end] if index is None else cache.index_select(0, index)).flatten(0, 1)
+            for cache in (self.key, self.value)
+        )
+        return self._dequantized(key, self.k_scale), self._dequantized(value, self.v_scale)
 
-    def _read(self, cache: torch.Tensor, scale: torch.Tensor | None, blocks: np.ndarray) -> torch.Tensor:
-        first, count = int(blocks[0]), len(blocks)
-        if _adjacent(blocks):
-            rows = cache[first : first + count].flatten(0, 1)
-        else:
-            rows = cache.index_select(0, torch.from_numpy(blocks.astype(np.int64))).flatten(0, 1)
+    def _dequantized(self, rows: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
         if scale is None:
             return rows.to(self.dtype)
         return rows.to(torch.float32).mul_(scale.to(torch.float32).view(-1, 1)).to(self.dtype)
 
 
 def _adjacent(blocks: np.ndarray) -> bool:
-    """Whether the blocks follow each other in memory."""
-    return int(blocks[-1]) - int(blocks[0]) == len(blocks) - 1 and bool((np.diff(blocks) == 1).all())
+    """Whether the blocks are present and follow each other in memory."""
+    return (
+        int(blocks[0]) >= 0
+        and int(blocks[-1]) - int(blocks[0]) == len(blocks) - 1
+        and bool((np.diff(blocks) == 1).all())
+    )
 
 
 def attend(
@@ -116,24 +120,25 @@ def attend(
         if q_begin == q_end or i in batched:
             continue
         if positions is None:
-            own = np.arange(seq_len - (q_end - q_begin), seq_len, dtype=np.int64)
+            position = seq_len - (q_end - q_begin)
+            # A causal query at a negative position sees nothing.
+            begin = max(0, -position) if mask.causal else 0
+            runs = [(begin, q_end - q_begin, position + begin)] if q_begin + begin < q_end else []
         else:
-            own = positions[q_begin:q_end].astype(np.int64)
-        for begin, end in _runs(own, mask.causal):
+            runs = _runs(positions[q_begin:q_end].astype(np.int64))
+        for begin, end, position in runs:
             rows = slice(q_begin + begin, q_begin + end)
-            own_out, own_lse = _attend_run(compute_query[rows], cache, tables[i], seq_len, int(own[begin]), scale, mask)
+            own_out, own_lse = _attend_run(compute_query[rows], cache, tables[i], seq_len, position, scale, mask)
             out[rows], lse[rows] = own_out, own_lse
     if sinks is not None:
         _add_sinks(out, lse, sinks, starts[-1])
     return out, lse
 
 
-def _runs(positions: np.ndarray, causal: bool) -> Iterator[tuple[int, int]]:
-    """[begin, end) of each run of consecutive positions; a causal query at a negative one sees nothing."""
-    first = int(np.searchsorted(positions, 0)) if causal else 0
-    cuts = np.flatnonzero(np.diff(positions[first:]) != 1) + first + 1
-    edges = [first, *cuts.tolist(), len(positions)]
-    return ((b, e) for b, e in itertools.pairwise(edges) if b < e)
+def _runs(positions: np.ndarray) -> list[tuple[int, int, int]]:
+    """Begin, end and first position of each run of consecutive positions."""
+    cuts = np.flatnonzero(np.diff(positions) != 1) + 1
+    return [(b, e, int(positions[b])) for b, e in itertools.pairwise([0, *cuts.tolist(), len(positions)])]
 
 
 def _attend_run(
@@ -198,12 +203,16 @@ def _full_parts(
     query: torch.Tensor, cache: _Cache, table: np.ndarray, begin: int, end: int, scale: float
 ) -> list[_Part]:
     """All present keys of [begin, end), no mask: one part where the blocks are adjacent, else one per gather."""
+    if end <= begin:
+        return []
     size = cache.block_size
-    own = table[begin // size : -(-end // size)] if end > begin else table[:0]
-    cuts = [begin, end]
-    if len(own) > 1 and not _adjacent(own):
-        step = max(1, _GATHER_BYTES // cache.token_bytes // size) * size
-        cuts[1:1] = range(begin // size * size + step, end, step)
+    own = table[begin // size : -(-end // size)]
+    if _adjacent(own):
+        keys, values = cache.read(own)
+        skip = begin % size
+        return [_flash(query, keys[skip : skip + end - begin], values[skip : skip + end - begin], scale, False)]
+    step = max(1, _GATHER_BYTES // cache.token_bytes // size) * size
+    cuts = [begin, *range(begin // size * size + step, end, step), end]
     parts = []
     for b, e in itertools.pairwise(cuts):
         if (piece := _present(cache, table, b, e)) is not None:
