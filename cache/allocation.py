@@ -128,6 +128,10 @@ class CacheStats:
     evictions: int
     merged_blocks: int
     """Blocks that another request had completed first."""
+    residency: tuple[int, ...]
+    """Evicted blocks by the ticks they had been there: up to 1, 4, 16 ... 2**20, and longer."""
+    residency_sum: int
+    """Ticks (accesses and releases of a pool) that evicted blocks had been there, summed up."""
     preemptions: int
     host_blocks: int
     """Host slots in use."""

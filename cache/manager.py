@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import threading
 from array import array
-from collections.abc import Hashable, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Sequence
+from functools import partial
+from typing import Any, Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from .allocation import Allocation, CacheStats
 from .groups import FullAttention, Group, Tensors
@@ -27,10 +29,30 @@ MEMO_BYTES = 96
 REUSES = ("prefix", "gap")
 
 
+class Listener(Protocol):
+    """Hears of every block that becomes findable or ceases to be; called under the manager's lock."""
+
+    def stored(
+        self, group: int, hashes: list[bytes], parent: bytes | None, token_ids: list[int], extra_keys: Any
+    ) -> None:
+        """A run of blocks of one sequence became findable; `parent` is the hash of the block before, if any."""
+
+    def removed(self, group: int, hashes: list[bytes]) -> None:
+        """Blocks are about to lose their content."""
+
+    def cleared(self) -> None:
+        """The manager was reset."""
+
+
 class CacheManager:
     """Gives requests block tables, finds what is cached, and decides what is evicted.
 
     All methods may be called from several threads; each is atomic. A method that raises has changed nothing.
+
+    Attributes:
+        on_evict: Called with (group, blocks, hashes) when blocks are about to lose their content, for a lower tier: it
+            has to read them before it returns.
+        listeners: Hear of stores and removals; see `Listener`.
 
     Args:
         num_blocks: Blocks of each group's cache tensors.
@@ -61,10 +83,15 @@ class CacheManager:
             raise ValueError("policy: got one instance for several groups, needs a name or a class")
         self.block_size = block_size
         self.hash_algorithm = hash_algorithm
+        self.seed = seed
         self.groups = specs
         self._hasher = BlockHasher(hash_algorithm, block_size, seed, MEMO_BYTES * num_blocks)
         self._pools = [BlockPool(g.num_blocks or num_blocks, self._hasher, make_policy(policy)) for g in specs]
         self._simple = len(specs) == 1 and isinstance(specs[0], FullAttention | Tensors)
+        for group, pool in enumerate(self._pools):
+            pool.on_evict = partial(self._evicted, group)
+        self.listeners: list[Listener] = []
+        self.on_evict: Callable[[int, Ids, list[bytes]], None] | None = None
         self._requests: dict[Hashable, Request] = {}
         self._writers: dict[bytes, Hashable] = {}
         self._preempted: dict[Hashable, Preempted] = {}
@@ -404,7 +431,11 @@ class CacheManager:
             hashed = table[last - len(digests) : last]
             present = hashed >= 0
             pool.words[hashed[present]] = digests[present]
+        complete = pool.table.contains(table[first:last]) if self.listeners else None
         old, new = pool.publish(table[first:last])
+        if complete is not None:
+            stored = ~complete & ~np.isin(table[first:last], old)
+            self._tell_stored(request, group, stored.nonzero()[0] + first)
         if not old.size:
             return []
         where = first + np.isin(table[first:last], old).nonzero()[0]
@@ -412,6 +443,28 @@ class CacheManager:
         request.retire(group, old)
         self._merged += old.size
         return list(zip(old.tolist(), new.tolist(), strict=True))
+
+    def _tell_stored(self, request: Request, group: int, blocks: npt.NDArray[np.intp]) -> None:
+        """Tells the listeners of blocks that became findable, a run of neighbours at a time."""
+        pool, table, size = self._pools[group], request.tables[group], self.block_size
+        for run in np.split(blocks, np.flatnonzero(np.diff(blocks) != 1) + 1):
+            if not run.size:
+                continue
+            start, end = int(run[0]), int(run[-1]) + 1
+            parent = pool.digests_of(table[start - 1 : start])[0] if start and table[start - 1] >= 0 else None
+            hashes = pool.digests_of(table[start:end])
+            for listener in self.listeners:
+                tokens = request.tokens[start * size : end * size].tolist()
+                listener.stored(group, hashes, parent, tokens, request.keys[0])
+
+    def _evicted(self, group: int, ids: Ids) -> None:
+        if self.on_evict is None and not self.listeners:
+            return
+        hashes = self._pools[group].digests_of(ids)
+        if self.on_evict is not None:
+            self.on_evict(group, ids, hashes)
+        for listener in self.listeners:
+            listener.removed(group, hashes)
 
     def _drop_retired(self, request: Request) -> None:
         if request.loading:
@@ -528,7 +581,7 @@ class CacheManager:
             raise ValueError(f"mode: got {mode!r}, needs recompute or swap")
         with self._lock:
             request = self._running(request_id)
-            saved = Preempted(request.tokens, request.keys, request.committed)
+            saved = Preempted(request.tokens, request.keys, request.committed, request.priority)
             pairs: list[tuple[int, int]] = []
             if mode == "swap" and self._simple:
                 written = request.tables[0][: -(-request.committed // self.block_size)].tolist()
@@ -563,6 +616,7 @@ class CacheManager:
             chain = self._hasher.chain(*saved.keys)
             digests = chain.extend(saved.tokens, len(saved.tokens) // self.block_size)
             request = Request(saved.tokens, [], 0, chain, saved.keys)
+            request.priority = saved.priority
             allocation = self._allocate(request_id, request, digests, "prefix", 0, None, saved)
             del self._preempted[request_id]
             request.loading = saved.slots
@@ -591,6 +645,19 @@ class CacheManager:
         with self._lock:
             return len(self._running(request_id).tokens)
 
+    def block_hashes(self, request_id: Hashable) -> list[bytes]:
+        """The hashes of a running request's full blocks, in order, written or not: what a lower tier is asked for.
+
+        Raises:
+            KeyError: An unknown request.
+        """
+        with self._lock:
+            request = self._running(request_id)
+            chain = self._hasher.chain(*request.keys)
+            words = chain.extend(request.tokens, len(request.tokens) // self.block_size)
+            raw, width = words.tobytes(), 8 * self._hasher.words
+            return [raw[i : i + width] for i in range(0, len(raw), width)]
+
     def stats(self) -> CacheStats:
         """Counters since the manager was made or reset."""
         with self._lock:
@@ -606,6 +673,8 @@ class CacheManager:
                 hit_tokens_by_cause=dict(self._hits),
                 evictions=sum(p.evictions for p in self._pools),
                 merged_blocks=self._merged,
+                residency=tuple(np.sum([p.residency for p in self._pools], axis=0).tolist()),
+                residency_sum=sum(p.residency_sum for p in self._pools),
                 preemptions=self._preemptions,
                 host_blocks=self._host.count - self._host.num_free,
             )
@@ -622,6 +691,8 @@ class CacheManager:
             for pool in self._pools:
                 pool.reset()
             self._zero_counters()
+            for listener in self.listeners:
+                listener.cleared()
 
     def check(self) -> None:
         """Asserts that all is consistent: free + cached + held = all, no block in two places, counts right."""

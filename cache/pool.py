@@ -12,6 +12,9 @@ from .memo import Node
 from .policies import Block, EvictionPolicy
 from .table import HashTable, Ids
 
+RESIDENCY_BOUNDS = 1 << np.arange(0, 21, 2)
+"""Upper bounds of the residency histogram, in ticks: 1, 4, 16 ... about a million."""
+
 EMPTY: Ids = np.empty(0, np.int32)
 
 
@@ -39,6 +42,9 @@ class BlockPool:
         words: Hash of each block, `[num_blocks, words]` uint64; of meaning while the block is full.
         clock: The current tick.
         evictions: Blocks evicted so far.
+        residency: Evicted blocks by ticks between being taken and evicted, one count for each of `RESIDENCY_BOUNDS`
+            and one for what is beyond.
+        residency_sum: Those ticks, summed up.
         on_evict: Called with the blocks that are about to lose their content.
     """
 
@@ -54,6 +60,8 @@ class BlockPool:
         self.table = HashTable(self.words)
         self.clock = 0
         self.evictions = 0
+        self.residency = np.zeros(RESIDENCY_BOUNDS.size + 1, np.int64)
+        self.residency_sum = 0
         self.on_evict: Callable[[Ids], None] | None = None
         self._evictable = 0
         self._free = np.arange(num_blocks - 1, -1, -1, dtype=np.int32)
@@ -147,10 +155,21 @@ class BlockPool:
         self.table.remove(victims)
         self._evictable -= count
         self.evictions += count
+        ages = self.clock - self.taken_at.take(victims)
+        self.residency += np.bincount(RESIDENCY_BOUNDS.searchsorted(ages), minlength=self.residency.size)
+        self.residency_sum += int(ages.sum())
         return victims
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of bookkeeping, the policy's own not counted."""
+        fields = (self.ref_count, self.last_access, self.taken_at, self.access_count, self.prefix_length, self.words)
+        return sum(field.nbytes for field in fields) + self._free.nbytes + self.table.nbytes
 
     def drop(self, ids: Ids) -> None:
         """Forgets cached blocks that nobody holds: they are free from now on."""
+        if self.on_evict is not None:
+            self.on_evict(ids)
         self.policy.removed(ids)
         self._evictable -= ids.size
         self.table.remove(ids)
@@ -277,6 +296,8 @@ class BlockPool:
         self._free[:] = np.arange(self.num_blocks - 1, -1, -1, dtype=np.int32)
         self._num_free = self.num_blocks
         self._evictable = 0
+        self.evictions = self.residency_sum = 0
+        self.residency.fill(0)
         self.policy.clear()
 
     def check(self, held: Ids) -> None:

@@ -44,5 +44,6 @@ class Preempted:
     keys: Any
     committed: int
     """Positions before it had been written."""
+    priority: int = 0
     slots: list[int] = field(default_factory=list)
     """Host slots of its leading blocks."""

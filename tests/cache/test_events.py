@@ -1,0 +1,136 @@
+"""Events on the wire, and metrics as a scrape shows them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import pc
+
+
+class Listener:
+    def __init__(self):
+        self.events = []
+
+    def stored(self, *args):
+        self.events.append(("stored", *args))
+
+    def removed(self, *args):
+        self.events.append(("removed", *args))
+
+    def cleared(self):
+        self.events.append(("cleared",))
+
+
+def test_listeners_can_follow_what_is_findable():
+    """A router that hears the events knows exactly the hashes in the table, whatever happens."""
+    rng = np.random.default_rng(0)
+    m = pc.CacheManager(12, block_size=4)
+    listener = Listener()
+    m.listeners.append(listener)
+    running = []
+    known = {}
+    for i in range(300):
+        tokens = rng.integers(0, 2, int(rng.integers(1, 24))).tolist()
+        try:
+            m.allocate(i, tokens)
+            running.append(i)
+            m.commit(i, len(tokens))
+        except pc.OutOfBlocks:
+            pass
+        while len(running) > 2 or (running and rng.random() < 0.3):
+            m.free(running.pop(0))
+        for kind, *args in listener.events:
+            if kind == "stored":
+                _, hashes, parent, token_ids, _ = args
+                assert len(token_ids) == 4 * len(hashes)
+                for k, key in enumerate(hashes):
+                    assert key not in known
+                    known[key] = hashes[k - 1] if k else parent
+            else:
+                for key in args[1]:
+                    del known[key]
+        listener.events.clear()
+        assert set(known) == set(m.pools[0].digests_of(m.pools[0].complete.nonzero()[0]))
+    assert any(parent is not None for parent in known.values())
+    for request in running:
+        m.free(request)
+    m.reset()
+    assert listener.events == [("cleared",)]
+
+
+def test_wire_format_and_replay():
+    msgpack = pytest.importorskip("msgpack")
+    zmq = pytest.importorskip("zmq")
+    from pc.cache.events import EventPublisher
+
+    m = pc.CacheManager(2, block_size=4, seed=7)
+    context = zmq.Context()
+    publisher = EventPublisher(m, "tcp://127.0.0.1:*", "tcp://127.0.0.1:*", topic="kv", dp_rank=3)
+    try:
+        subscriber = context.socket(zmq.SUB)
+        subscriber.connect(publisher.endpoint)
+        subscriber.subscribe(b"kv")
+        while not subscriber.poll(20):  # a subscription takes a moment to arrive
+            publisher.cleared()
+            publisher.flush()
+        while subscriber.poll(50):
+            subscriber.recv_multipart()
+        m.allocate("a", list(range(8)), extra_keys="lora")
+        m.commit("a", 8)
+        first = publisher.flush()
+        hashes = m.block_hashes("a")
+        m.free("a")
+        m.allocate("b", [5] * 8)
+        publisher.flush()
+        assert publisher.flush() is None
+        topic, sequence, payload = subscriber.recv_multipart()
+        assert (topic, int.from_bytes(sequence, "big")) == (b"kv", first)
+        _, events, rank = msgpack.unpackb(payload)
+        assert rank == 3
+        (stored,) = events
+        assert stored["type"] == "BlockStored"
+        assert stored["block_hashes"] == hashes
+        assert stored["parent_block_hash"] is None
+        assert stored["token_ids"] == list(range(8))
+        assert (stored["block_size"], stored["lora_name"], stored["group_idx"]) == (4, "lora", 0)
+        assert (stored["hash_algorithm"], stored["hash_seed"]) == ("sha256", 7)
+        _, events, _ = msgpack.unpackb(subscriber.recv_multipart()[2])
+        assert [e["type"] for e in events] == ["BlockRemoved"]
+        assert sorted(events[0]["block_hashes"]) == sorted(hashes)
+
+        dealer = context.socket(zmq.DEALER)
+        dealer.connect(publisher.replay_endpoint)
+        dealer.send_multipart([b"", first.to_bytes(8, "big")])
+        replayed = []
+        while (frames := dealer.recv_multipart())[-1]:
+            replayed.append(frames)
+        assert [int.from_bytes(f[-2], "big") for f in replayed] == [first, first + 1]
+        assert replayed[0][-1] == payload
+        assert int.from_bytes(frames[-2], "big", signed=True) == -1
+    finally:
+        publisher.close()
+        context.destroy(linger=0)
+    assert m.listeners == []
+
+
+def test_metrics_show_the_stats():
+    client = pytest.importorskip("prometheus_client")
+    from pc.cache.metrics import CacheCollector
+
+    m = pc.CacheManager(4, block_size=4)
+    registry = client.CollectorRegistry()
+    CacheCollector(m, registry)
+    for i in range(3):
+        m.allocate(i, [i] * 12)
+        m.commit(i, 12)
+        m.free(i)
+    m.allocate("again", [2] * 13)
+    text = client.generate_latest(registry).decode()
+    values = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+    stats = m.stats()
+    assert float(values["pc_cache_evictions_total"]) == stats.evictions > 0
+    assert float(values['pc_cache_hit_tokens_total{cause="prefix"}']) == 12
+    assert float(values["pc_cache_held_blocks"]) == 4
+    assert float(values['pc_cache_residency_ticks_bucket{le="+Inf"}']) == stats.evictions
+    assert float(values["pc_cache_residency_ticks_sum"]) == stats.residency_sum > 0
