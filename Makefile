@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 WORKERS ?= 2
 
-.PHONY: help setup demo bench docs test lint typecheck wheel-test clean
+.PHONY: help setup demo bench gpu docs test lint typecheck wheel-test clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | column -ts "$$(printf '\t')"
@@ -48,6 +48,11 @@ links:
 	@mkdir -p .typecheck/pc
 	@for pair in triton_ops cache integrations; do ln -sfn ../../$$pair .typecheck/pc/$$pair; done
 	@for file in _pc/* _pc/.[!.]*; do [ -e "$$file" ] && ln -sfn "../../$$file" ".typecheck/pc/$$(basename $$file)" || true; done
+
+# Needs nothing from the network: PYTHON brings torch and triton for the GPU, pytest and transformers.
+# More goes into ARGS: make gpu SLICE=2 ARGS="--results /tmp/results --peers wheels".
+gpu: links ## everything that needs a GPU, in slices of nine minutes that can be resumed: make gpu SLICE=1
+	PYTHONPATH=.typecheck $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) benchmarks/gpu.py $(if $(SLICE),--slice $(SLICE)) $(ARGS)
 
 docs: setup links ## render numbers and charts from rows, and build the site into site/
 	$(BIN)/python benchmarks/render_docs.py

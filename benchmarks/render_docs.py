@@ -142,12 +142,36 @@ def render_gpu(page: Path) -> str:
     """Tables of every GPU that was measured, or plainly what is missing."""
     measured = [name for name in devices() if name != "cpu"]
     if measured:
-        return "\n\n".join(render_operators(page, name) for name in measured)
+        return "\n\n".join(f"{render_operators(page, name)}\n\n{_generate(page, name)}".rstrip() for name in measured)
     return (
-        "**Missing.** No GPU has been measured yet, so nothing on this page says how fast the kernels are: no time of an "
+        "**Missing.** No GPU has been measured yet, so nothing here says how fast the kernels are: no time of an "
         "operator, no fraction of the roofline, no comparison with FlashInfer, flash-attn-4, vLLM or FlexAttention, no "
         "generation on a GPU. `make gpu` measures all of it and writes the rows that this section is rendered from."
     )
+
+
+def _generate(page: Path, device: str) -> str:
+    """Generation with a model of a billion parameters, medians from the second request on."""
+    source = RESULTS / device / "generate.csv"
+    rows = [row for row in read_rows(source) if row["request"] not in ("", "1")]
+    if not rows:
+        return "Generation has not been measured here yet."
+    first = rows[0]
+    lines = [
+        "### generate",
+        "",
+        f"{first['model']}, {first['dtype']}, prompts of {first['prompt_tokens']} tokens of which all but the last few are "
+        f"shared, {first['device']}, {first['date']}, commit {first['commit']}; [rows]({_link(page, source)}).",
+        "",
+        "| way | first token | tokens a second after it | same tokens |",
+        "|---|--:|--:|---|",
+    ]
+    for way in dict.fromkeys(row["way"] for row in rows):
+        chosen = [row for row in rows if row["way"] == way]
+        seconds, rate = (statistics.median(float(row[c]) for row in chosen) for c in ("first_token_s", "tokens_per_s"))
+        same = "yes" if all(row["same_as_transformers"] == "True" for row in chosen) else "no"
+        lines.append(f"| {way} | {short_time(seconds * 1e6)} | {rate:.1f} | {same} |")
+    return "\n".join(lines)
 
 
 def _demo() -> list[Row]:

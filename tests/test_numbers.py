@@ -84,3 +84,30 @@ def test_a_table_gives_the_best_rival_and_the_ratio() -> None:
         {"case": "one", "mode": "", "provider": "absent", "note": "n/a: holes"},
     ]
     assert render_docs._table(rows)[-1] == "| one | 100 us | 50% | fast, 250 us | 2.50 |"
+
+
+def test_results_of_a_gpu_take_the_place_of_the_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root, page = tmp_path, tmp_path / "docs" / "benchmarks.md"
+    folder = root / "benchmarks" / "results" / "a-gpu"
+    folder.mkdir(parents=True)
+    monkeypatch.setattr(render_docs, "ROOT", root)
+    monkeypatch.setattr(render_docs, "RESULTS", folder.parent)
+    monkeypatch.setattr(render_docs, "CHARTS", root / "docs" / "images")
+    conditions = "device,torch,date,commit\n"
+    row = "{},{},graph,{},0.5,A GPU,2.13,2026-01-01,abc\n"
+    (folder / "paged_attention.csv").write_text(
+        "case,provider,mode,p50_us,roofline,"
+        + conditions
+        + row.format("one", "pc", 10)
+        + row.format("one", "rival", 30)
+    )
+    (folder / "generate.csv").write_text(
+        "way,request,first_token_s,tokens_per_s,same_as_transformers,model,dtype,prompt_tokens,"
+        + conditions
+        + "pc,1,9,1,True,M,bfloat16,100,A GPU,2,d,c\npc,2,0.02,50,True,M,bfloat16,100,A GPU,2,d,c\n"
+    )
+    text = render_docs.render_gpu(page)
+    assert "| one | 10 us | 50% | rival, 30 us | 3.00 |" in text
+    assert "| pc | 20 ms | 50.0 | yes |" in text
+    assert "Missing" not in text
+    assert "Not measured on a GPU" not in render_docs.render_operator(page, "paged_attention")
