@@ -50,6 +50,7 @@ TARGETS = {
     "sm_100": (GPUTarget("cuda", 100, 32), Architecture("sm_100", 148, True), 232_448),
     "gfx942": (GPUTarget("hip", "gfx942", 64), Architecture("gfx942", 304, False), 65_536),
 }
+DESCRIPTOR_TARGETS = frozenset({"sm_90", "sm_100"})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,8 +124,12 @@ def attention_case(
     positions: bool = False,
     options: bool = False,
     batch_invariant: bool = False,
+    descriptors: bool = False,
 ) -> None:
     """One attention call on small tensors."""
+    if descriptors:
+        with mock.patch.object(constants, "DESCRIPTOR_ARCHITECTURES", DESCRIPTOR_TARGETS):
+            return attention_case(dtype, cache_dtype, head_dim, heads, block_size, q_len, window)
     num_seqs, max_blocks = 2, 4096 // block_size
     num_tokens = num_seqs * q_len
     query = torch.zeros(num_tokens, heads[0], head_dim, dtype=dtype)
@@ -251,6 +256,11 @@ CASES: dict[str, Callable[[], None]] = {
     "prefill bf16 d128 g4 int8": lambda: attention_case(q_len=512, cache_dtype=torch.int8),
     "prefill fp32 d128 g4": lambda: attention_case(dtype=torch.float32, q_len=512),
     "prefill fp32 d256 g4": lambda: attention_case(dtype=torch.float32, head_dim=256, q_len=512),
+    "descriptors decode bf16 d128 g4": lambda: attention_case(block_size=64, descriptors=True),
+    "descriptors prefill bf16 d128 g4": lambda: attention_case(block_size=64, q_len=512, descriptors=True),
+    "descriptors prefill bf16 d80 g1": lambda: attention_case(
+        head_dim=80, heads=(32, 32), block_size=64, q_len=512, descriptors=True
+    ),
     "write bf16 d128": write_case,
     "write bf16 d80": lambda: write_case(head_dim=80),
     "write bf16 d128 e4m3": lambda: write_case(_E4M3),
@@ -330,7 +340,7 @@ def _nvidia(compiled: Any) -> dict[str, Any]:
     match = re.search(r"REG:(\d+) STACK:(\d+).* LOCAL:(\d+)", usage.stdout + usage.stderr)
     assert match, usage
     ptx = compiled.asm["ptx"]
-    names = {"wgmma": "wgmma.mma_async", "tcgen05": "tcgen05.mma", "mma": "mma.sync"}
+    names = {"wgmma": "wgmma.mma_async", "tcgen05": "tcgen05.mma", "mma": "mma.sync", "tma": "cp.async.bulk.tensor"}
     loads = [int(n) for n in re.findall(r"cp\.async\.c[ag]\.shared\.global \[[^]]*\], \[[^]]*\], 0x([0-9a-f]+)", ptx)]
     loads = [int(str(n), 16) for n in loads]
     widths = re.findall(r"ld\.global(?:\.\w+::\w+)*(?:\.L\d::\w+)*(?:\.v(\d))?\.[bfu](\d+)", ptx)
@@ -358,6 +368,10 @@ def _amd(compiled: Any) -> dict[str, Any]:
 def measure(case: str, target: str) -> Iterator[Row]:
     """One row per kernel that the case launches."""
     gpu, arch, _ = TARGETS[target]
+    if case.startswith("descriptors") and target not in DESCRIPTOR_TARGETS:
+        note = "n/a: the target has no tensor memory accelerator; it reads through pointers"
+        yield Row(triton.__version__, target, case, "attention", note=note)
+        return
     with recorded(arch) as launches:
         CASES[case]()
     for entry in launches:
@@ -365,7 +379,7 @@ def measure(case: str, target: str) -> Iterator[Row]:
         # One case shows the plan and the merge; a prefill's launch for short sequences is that of "verify".
         if name in ("plan_tiles", "plan_items", "merge_splits") and case != MERGED_CASE:
             continue
-        if entry.arguments.get("DECODE") and case.startswith("prefill"):
+        if entry.arguments.get("DECODE") and "prefill" in case:
             continue
         row = Row(triton.__version__, target, case, name)
         compiled = compile_launch(entry, gpu)
@@ -383,14 +397,16 @@ def read_table() -> dict[tuple[str, str, str, str], Row]:
 def complaints(row: Row) -> list[str]:
     """What is wrong with a row on its own: spills, too much shared memory, no matrix instruction, narrow loads."""
     limit = TARGETS[row.target][2]
-    found = []
+    found: list[str] = []
+    if row.note.startswith("n/a"):
+        return found
     if row.spills:
         found.append(f"{row.spills} bytes of spills")
     if isinstance(row.shared, int) and row.shared > limit:
         found.append(f"{row.shared} bytes of shared memory, {limit} at most")
     if row.kernel == "attention" and "fp32" not in row.case and not row.matrix:
         found.append("no matrix instruction")
-    if row.kernel == "attention" and row.load_bytes != 16:
+    if row.kernel == "attention" and row.load_bytes != 16 and "tma" not in row.matrix:
         found.append(f"loads of {row.load_bytes} bytes")
     if row.kernel == "move_rows" and "KiB" in row.case and row.load_bytes != 16:
         found.append(f"loads of {row.load_bytes} bytes")

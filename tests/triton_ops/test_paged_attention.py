@@ -208,6 +208,27 @@ def test_large_offsets(device):
     assert storage.numel() * 2 > 2**31
 
 
+DESCRIBED = [
+    Case(lens=(200, 90), queries=(1, 20), block_size=64),
+    Case(lens=(200, 90), queries=(1, 20), block_size=128, holes=0.3, dtype=F16, head_dim=80),
+    Case(lens=(200, 90), queries=(1, 20), block_size=64, cache_dtype=E4M3, head_major=True),
+]
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("case", DESCRIBED, ids=str)
+def test_tensor_descriptors(case, device, monkeypatch):
+    """The load path of Hopper and newer, off until it has been measured."""
+    from pc.triton_ops._attention import constants
+
+    name = constants.architecture(device).name
+    if name not in ("interpreter", "sm_90", "sm_100"):
+        pytest.skip("no tensor memory accelerator")
+    monkeypatch.setattr(constants, "DESCRIPTOR_ARCHITECTURES", frozenset({name}))
+    batch = build(case).to(device)
+    check(build(case), *pc.paged_attention_with_lse(*batch.tensors, batch.scale, **batch.options))
+
+
 BAD = {
     "query": [
         (lambda q: q[0], ValueError, r"query: got shape .*needs \[num_tokens, num_heads, head_dim\]"),

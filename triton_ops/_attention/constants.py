@@ -14,6 +14,13 @@ import torch
 
 from .._triton import INTERPRET
 
+DESCRIPTOR_ARCHITECTURES: frozenset[str] = frozenset()
+"""Where keys and values are read through tensor descriptors when blocks have at least as many slots as a key tile.
+
+Right and free of spills on sm_90 and sm_100 as far as that can be told without one; none is listed until it has been
+measured to be faster. On sm_80 and gfx942 descriptors become slow pointer code.
+"""
+
 
 @dataclass(frozen=True)
 class Tiles:

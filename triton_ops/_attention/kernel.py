@@ -48,29 +48,33 @@ def _rank(ranks_ptr, tile, has_holes):
 
 @triton.jit
 def _tile_step(
-    q, m, total, acc, pos, slope, x, table_ptr, key_ptr, value_ptr, stride_kb, stride_kt, stride_vb, stride_vt,
+    q, m, total, acc, pos, slope, x, table_ptr, key_source, value_source, stride_kb, stride_kt, stride_vb, stride_vt,
     lo, hi, key_begin, window, num_sink_tokens, qk_scale, softcap,
     MASKED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SCATTERED: tl.constexpr,
-    SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, FP8: tl.constexpr, UPCAST: tl.constexpr,
+    SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, FP8: tl.constexpr, UPCAST: tl.constexpr, DESCRIPTORS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """One step of the online softmax: BLOCK_N keys from x * BLOCK_N on."""
+    """One step of the online softmax: BLOCK_N keys from x * BLOCK_N on; sources are pointers or descriptors."""
     offs_n = tl.arange(0, BLOCK_N)
     offs_d = tl.arange(0, BLOCK_D)
     t = x * BLOCK_N + offs_n
     if BLOCK_N <= BLOCK_SIZE:
-        block = tl.load(table_ptr + x * BLOCK_N // BLOCK_SIZE)
-        key_row = tl.cast(block, tl.int64) * stride_kb + (t % BLOCK_SIZE) * stride_kt
-        value_row = tl.cast(block, tl.int64) * stride_vb + (t % BLOCK_SIZE) * stride_vt
+        if MASKED:
+            block = tl.load(table_ptr + x * BLOCK_N // BLOCK_SIZE, mask=x * BLOCK_N < hi, other=-1)
+        else:
+            block = tl.load(table_ptr + x * BLOCK_N // BLOCK_SIZE)
+        block64 = tl.cast(block, tl.int64)
     else:
         if MASKED:
             block = tl.load(table_ptr + t // BLOCK_SIZE, mask=t < hi, other=-1)
         else:
             block = tl.load(table_ptr + t // BLOCK_SIZE)
-        key_row = block.to(tl.int64) * stride_kb + (t % BLOCK_SIZE) * stride_kt
-        value_row = block.to(tl.int64) * stride_vb + (t % BLOCK_SIZE) * stride_vt
-    key_ptrs = key_ptr + key_row[:, None] + offs_d[None, :]
-    value_ptrs = value_ptr + value_row[:, None] + offs_d[None, :]
+        block64 = block.to(tl.int64)
+    if not DESCRIPTORS:
+        key_row = block64 * stride_kb + (t % BLOCK_SIZE) * stride_kt
+        value_row = block64 * stride_vb + (t % BLOCK_SIZE) * stride_vt
+        key_ptrs = key_source + key_row[:, None] + offs_d[None, :]
+        value_ptrs = value_source + value_row[:, None] + offs_d[None, :]
 
     if MASKED:
         present = (t < tl.where(block >= 0, hi, 0)) & (t >= key_begin)
@@ -86,6 +90,14 @@ def _tile_step(
             if SCATTERED:
                 # Between far queries a tile holds keys that no row attends to: their memory may hold NaN.
                 present = tl.max(tl.broadcast_to(live, [q.shape[0], BLOCK_N]).to(tl.int32), 0) > 0
+    if DESCRIPTORS:
+        # What lies outside of the cache or past HEAD_DIM reads as 0; what must not be seen inside of it is zeroed here.
+        row = block * BLOCK_SIZE + x * BLOCK_N % BLOCK_SIZE
+        k = key_source.load([row, 0])
+        v = value_source.load([row, 0])
+        if MASKED:
+            v = tl.where(present[:, None], v, 0.0).to(v.dtype)
+    elif MASKED:
         mask = tl.broadcast_to(present[:, None], [BLOCK_N, BLOCK_D])
         if HEAD_DIM != BLOCK_D:
             mask = mask & (offs_d[None, :] < HEAD_DIM)
@@ -159,11 +171,12 @@ def _attend_rows(
     alibi_ptr, sinks_ptr, k_scale_ptr, v_scale_ptr, visits_ptr,
     tiles_ptr, ranks_ptr, has_holes, has_partial,
     q_begin, q_len, seq_len, row_begin, kv_head, i_begin, i_end, split_row, is_split, num_splits,
-    scale, softcap, window, num_sink_tokens, key_begin,
+    scale, softcap, window, num_sink_tokens, key_begin, num_rows,
     stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh,
     DECODE: tl.constexpr, SPLIT_TILES: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, POSITIONS: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
     SINKS: tl.constexpr, SCALES: tl.constexpr, FP8: tl.constexpr, UPCAST: tl.constexpr, COUNT: tl.constexpr,
+    DESCRIPTORS: tl.constexpr,
     WITH_LSE: tl.constexpr, TWO_LOOPS: tl.constexpr, NUM_HEADS: tl.constexpr, GROUP: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, SUB: tl.constexpr,
@@ -236,6 +249,15 @@ def _attend_rows(
     )  # fmt: skip
     key_ptr += tl.cast(kv_head, tl.int64) * stride_kh
     value_ptr += tl.cast(kv_head, tl.int64) * stride_vh
+    key_source = key_ptr
+    value_source = value_ptr
+    if DESCRIPTORS:
+        key_source = tl.make_tensor_descriptor(
+            key_ptr, shape=[num_rows, HEAD_DIM], strides=[stride_kt, 1], block_shape=[BLOCK_N, BLOCK_D]
+        )
+        value_source = tl.make_tensor_descriptor(
+            value_ptr, shape=[num_rows, HEAD_DIM], strides=[stride_vt, 1], block_shape=[BLOCK_N, BLOCK_D]
+        )
     qk_scale = scale
     if SCALES > 0:
         qk_scale *= tl.cast(tl.load(k_scale_ptr + kv_head * (SCALES - 1)), tl.float32)
@@ -275,10 +297,11 @@ def _attend_rows(
             tile = rank_lo + j // SUB - n_sink
             tile = tl.load(tiles_ptr + tile, mask=has_holes, other=tile)
             m, total, acc = _tile_step(
-                q, m, total, acc, pos, slope, tile * SUB + j % SUB, table_ptr, key_ptr, value_ptr,
+                q, m, total, acc, pos, slope, tile * SUB + j % SUB, table_ptr, key_source, value_source,
                 stride_kb, stride_kt, stride_vb, stride_vt,
                 lo, hi, key_begin, window, num_sink_tokens, qk_scale, softcap,
-                False, CAUSAL, WINDOW, SEGMENTS, SOFTCAP, ALIBI, FP8, UPCAST, BLOCK_SIZE, BLOCK_N, HEAD_DIM, BLOCK_D,
+                False, CAUSAL, WINDOW, SEGMENTS, SOFTCAP, ALIBI, FP8, UPCAST, DESCRIPTORS,
+                BLOCK_SIZE, BLOCK_N, HEAD_DIM, BLOCK_D,
             )  # fmt: skip
             visits += 1
     skip = full_end - full_begin
@@ -307,10 +330,11 @@ def _attend_rows(
                 tile = rank_lo + j // SUB
                 tile = tl.load(tiles_ptr + tile, mask=has_holes, other=tile)
                 m, total, acc = _tile_step(
-                    q, m, total, acc, pos, slope, tile * SUB + j % SUB, table_ptr, key_ptr, value_ptr,
+                    q, m, total, acc, pos, slope, tile * SUB + j % SUB, table_ptr, key_source, value_source,
                     stride_kb, stride_kt, stride_vb, stride_vt,
                     lo, hi, key_begin, window, num_sink_tokens, qk_scale, softcap,
-                    True, CAUSAL, WINDOW, True, SOFTCAP, ALIBI, FP8, UPCAST, BLOCK_SIZE, BLOCK_N, HEAD_DIM, BLOCK_D,
+                    True, CAUSAL, WINDOW, True, SOFTCAP, ALIBI, FP8, UPCAST, DESCRIPTORS,
+                    BLOCK_SIZE, BLOCK_N, HEAD_DIM, BLOCK_D,
                 )  # fmt: skip
                 visits += 1
             segment = tl.min(tl.where(mask_m & (end_tile > 0) & (first_tile > reach), first_tile, 2147483647), 0)
@@ -324,10 +348,10 @@ def _attend_rows(
                 tile = tl.where(i < n_sink, rank_sink + i, tile)
             tile = tl.load(tiles_ptr + tile, mask=has_holes, other=tile)
             m, total, acc = _tile_step(
-                q, m, total, acc, pos, slope, tile * SUB + j % SUB, table_ptr, key_ptr, value_ptr,
+                q, m, total, acc, pos, slope, tile * SUB + j % SUB, table_ptr, key_source, value_source,
                 stride_kb, stride_kt, stride_vb, stride_vt,
                 lo, hi, key_begin, window, num_sink_tokens, qk_scale, softcap,
-                True, CAUSAL, WINDOW, POSITIONS and WINDOW, SOFTCAP, ALIBI, FP8, UPCAST,
+                True, CAUSAL, WINDOW, POSITIONS and WINDOW, SOFTCAP, ALIBI, FP8, UPCAST, DESCRIPTORS,
                 BLOCK_SIZE, BLOCK_N, HEAD_DIM, BLOCK_D,
             )  # fmt: skip
             visits += 1
@@ -373,7 +397,7 @@ def _zero_padding(
 
 
 _LENGTHS = ["num_seqs", "num_tokens", "max_tiles", "max_items", "max_q", "num_splits"]
-_LENGTHS += ["window", "num_sink_tokens", "key_begin", "stride_bt"]
+_LENGTHS += ["window", "num_sink_tokens", "key_begin", "num_rows", "stride_bt"]
 
 
 @triton.jit(do_not_specialize=_LENGTHS)
@@ -388,11 +412,12 @@ def _attention_kernel(
     positions_ptr,  # [num_tokens]
     plan_ptr, alibi_ptr, sinks_ptr, k_scale_ptr, v_scale_ptr, visits_ptr,
     num_seqs, num_tokens, max_tiles, max_items, max_q, num_splits,
-    scale, softcap, window, num_sink_tokens, key_begin,
+    scale, softcap, window, num_sink_tokens, key_begin, num_rows,
     stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh, stride_bt,
     DECODE: tl.constexpr, DECODE_Q: tl.constexpr, SPLIT_TILES: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, POSITIONS: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
     SINKS: tl.constexpr, SCALES: tl.constexpr, FP8: tl.constexpr, UPCAST: tl.constexpr, COUNT: tl.constexpr,
+    DESCRIPTORS: tl.constexpr,
     WITH_LSE: tl.constexpr, TWO_LOOPS: tl.constexpr, NUM_HEADS: tl.constexpr, GROUP: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_G: tl.constexpr,
@@ -455,10 +480,10 @@ def _attention_kernel(
                 tiles_ptr + seq64 * max_tiles, ranks_ptr + seq64 * (max_tiles + 1),
                 (flags & 1) != 0, (flags & 2) != 0,
                 q_begin, q_len, seq_len, row_begin, kv_head, i_begin, i_end, split_row, is_split, num_splits,
-                scale, softcap, window, num_sink_tokens, key_begin,
+                scale, softcap, window, num_sink_tokens, key_begin, num_rows,
                 stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh,
                 DECODE, SPLIT_TILES, CAUSAL, WINDOW, POSITIONS, SOFTCAP, ALIBI,
-                SINKS, SCALES, FP8, UPCAST, COUNT, WITH_LSE, TWO_LOOPS, NUM_HEADS, GROUP,
+                SINKS, SCALES, FP8, UPCAST, COUNT, DESCRIPTORS, WITH_LSE, TWO_LOOPS, NUM_HEADS, GROUP,
                 BLOCK_SIZE, HEAD_DIM, BLOCK_M, BLOCK_N, BLOCK_D, SUB,
             )  # fmt: skip
 

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import torch
 
 from .._quantize import as_codes, scale_arguments
-from .._triton import INTERPRET, require_triton
+from .._triton import INTERPRET, require_triton, triton
+from . import constants
 from .constants import Tiles, architecture, decode_tiles, next_power_of_2, prefill_tiles
 from .kernel import _attention_kernel, _merge_splits_kernel
 from .layout import DECODE_QUERIES, TILE_KEYS, PlanOptions, PlanShape
@@ -132,6 +133,14 @@ def launch_attention(
         key_cache, value_cache = as_codes(key_cache), as_codes(value_cache)
     scales, k_scale, v_scale = scale_arguments(k_scale, v_scale, num_kv_heads)
 
+    num_rows = key_cache.shape[0] * block_size
+    described = arch.name in constants.DESCRIPTOR_ARCHITECTURES and all(
+        _describable(cache, num_rows) for cache in (key_cache, value_cache)
+    )
+    if described and not INTERPRET:
+        # Descriptors that a kernel makes lie in memory that the launcher has to give it.
+        triton.set_allocator(lambda size, align, stream: torch.empty(size, dtype=torch.int8, device=query.device))
+
     def launch(grid: tuple[int, ...], tiles: Tiles, splits: _Split | None, decoding: bool) -> None:
         _attention_kernel[grid](
             query,
@@ -162,6 +171,7 @@ def launch_attention(
             mask.window,
             options.num_sink_tokens,
             options.key_begin,
+            num_rows,
             query.stride(0),
             query.stride(1),
             key_cache.stride(0),
@@ -184,6 +194,7 @@ def launch_attention(
             FP8=key_cache.dtype == torch.uint8,
             UPCAST=INTERPRET and query.dtype == torch.bfloat16,
             COUNT=_visits is not None,
+            DESCRIPTORS=described and block_size >= tiles.block_n,
             WITH_LSE=with_lse,
             TWO_LOOPS=two_loops and not decoding,
             NUM_HEADS=num_heads,
@@ -235,6 +246,14 @@ def launch_attention(
             num_warps=4,
         )
     return out, lse
+
+
+def _describable(cache: torch.Tensor, num_rows: int) -> bool:
+    """Whether a head's rows are one matrix that the tensor memory accelerator takes: evenly spaced, 16-byte aligned."""
+    strides = [stride * cache.element_size() for stride in cache.stride()[1:3]]
+    aligned = cache.data_ptr() % 16 == 0 and all(stride % 16 == 0 for stride in strides)
+    even = cache.stride(0) == cache.shape[1] * cache.stride(1)
+    return aligned and even and num_rows < 2**31 and cache.shape[3] * cache.element_size() % 16 == 0
 
 
 def _splits(query: torch.Tensor, rows: int) -> _Split:
