@@ -1,8 +1,9 @@
 """Events of the cache for routers, in the wire format of vLLM and SGLang: ZMQ and msgpack.
 
 A message has three frames: topic, sequence number (8 bytes, big-endian), msgpack `[timestamp, [events], dp_rank]`. An
-event is a map with its name under "type". A ROUTER socket replays: a request is a start sequence in 8 bytes, the answer
-one message for each batch from there on, and an end mark with sequence -1 and an empty payload.
+event is a map with its name under "type". A ROUTER socket replays: a request is an empty frame and a start sequence in
+8 bytes, the answer an empty frame and one message for each batch from there on, then one with sequence -1 and nothing
+in it.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ import time
 from collections import deque
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+from .hashing import KeyAt
 
 if TYPE_CHECKING:
     from .manager import CacheManager
@@ -92,9 +95,10 @@ class EventPublisher:
                 "parent_block_hash": parent,
                 "token_ids": token_ids,
                 "block_size": self._manager.block_size,
+                "lora_id": None,
                 "lora_name": extra_keys if isinstance(extra_keys, str) else None,
                 "medium": self._medium,
-                "extra_keys": None if extra_keys is None else repr(extra_keys),
+                "extra_keys": None if extra_keys is None else [_plain(extra_keys)] * len(hashes),
                 "group_idx": group,
                 "hash_algorithm": self._manager.hash_algorithm,
                 "hash_seed": self._manager.seed,
@@ -138,8 +142,8 @@ class EventPublisher:
             with self._lock:
                 batches = [batch for batch in self._buffer if batch[0] >= start]
             for sequence, payload in batches:
-                router.send_multipart([client, b"", sequence.to_bytes(8, "big"), payload])
-            router.send_multipart([client, b"", END, b""])
+                router.send_multipart([client, b"", self._topic, sequence.to_bytes(8, "big"), payload])
+            router.send_multipart([client, b"", b"", END, b""])
         router.close(linger=0)
 
     def close(self) -> None:
@@ -151,3 +155,9 @@ class EventPublisher:
             self._replayer.join()
         self._publisher.close(linger=1000)
         self._context.term()
+
+
+def _plain(extra_keys: Any) -> list[Any]:
+    """A request's extra keys as msgpack can carry them; a placed key as (key, position)."""
+    keys = [extra_keys] if isinstance(extra_keys, str | bytes | int | KeyAt) else list(extra_keys)
+    return [(key.key, key.position) if isinstance(key, KeyAt) else key for key in keys]

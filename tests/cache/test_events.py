@@ -94,6 +94,7 @@ def test_wire_format_and_replay():
         assert stored["parent_block_hash"] is None
         assert stored["token_ids"] == list(range(8))
         assert (stored["block_size"], stored["lora_name"], stored["group_idx"]) == (4, "lora", 0)
+        assert stored["extra_keys"] == [["lora"], ["lora"]]
         assert (stored["hash_algorithm"], stored["hash_seed"]) == ("sha256", 7)
         _, events, _ = msgpack.unpackb(subscriber.recv_multipart()[2])
         assert [e["type"] for e in events] == ["BlockRemoved"]
