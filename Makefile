@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 WORKERS ?= 2
 
-.PHONY: help setup demo bench gpu docs test lint typecheck wheel-test clean
+.PHONY: help setup demo bench results gpu docs test lint typecheck wheel-test clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | column -ts "$$(printf '\t')"
@@ -48,6 +48,11 @@ links:
 	@mkdir -p .typecheck/pc
 	@for pair in triton_ops cache integrations; do ln -sfn ../../$$pair .typecheck/pc/$$pair; done
 	@for file in _pc/* _pc/.[!.]*; do [ -e "$$file" ] && ln -sfn "../../$$file" ".typecheck/pc/$$(basename $$file)" || true; done
+
+results: setup ## measure again what benchmarks/results/cpu holds, and render charts, README and docs from it
+	$(BIN)/python -m pc demo --output $(VENV)/demo && cp $(VENV)/demo/demo.csv benchmarks/results/cpu/
+	$(BIN)/python -m pc bench --quick --device cpu --output benchmarks/results
+	$(BIN)/python benchmarks/render_docs.py
 
 # Needs nothing from the network: PYTHON brings torch and triton for the GPU, pytest and transformers.
 # More goes into ARGS: make gpu SLICE=2 ARGS="--results /tmp/results --peers wheels".

@@ -26,8 +26,10 @@ from .runner import Row, read_rows
 RESULTS = ROOT / "benchmarks" / "results"
 CHARTS = ROOT / "docs" / "images"
 MARKED = re.compile(r"(<!-- render: ([^>]*?) -->)(.*?)(<!-- /render -->)", re.DOTALL)
+_COMPARED = r"faster|slower|sooner|later|quicker|less|more|fewer|of (?:the )?(?:roofline|peak|copy|bandwidth|time)"
 MEASUREMENT = re.compile(
-    r"\b\d[\d,.]*\s?(?:x|%|times|ns|us|µs|ms|s|seconds|minutes|[KMGT]B/s|[GT]FLOP/s|tokens a second|tokens/s)(?![\w])"
+    r"\b\d[\d,.]*\s?(?:(?:x|times|ns|us|µs|ms|s|seconds|minutes|[KMGT]B/s|[GT]FLOP/s|tokens a second|tokens/s)(?!\w)|"
+    rf"%\s(?:{_COMPARED}))"
 )
 EXEMPT = "<!-- not measured"
 
@@ -130,12 +132,25 @@ def _table(rows: list[Row]) -> list[str]:
 
 
 def render_operators(page: Path, device: str) -> str:
-    """All operators that have rows on a device, under headings."""
-    parts = []
-    for op in operators():
-        if (RESULTS / device / f"{op}.csv").exists():
-            parts += [f"### {op}", "", render_operator(page, op, device).split("\n\nNot measured")[0], ""]
-    return "\n".join(parts).rstrip() or "No measurement is in the tree yet."
+    """One table of all operators that have rows on a device; charts are on the operators' pages."""
+    sources = {op: RESULTS / device / f"{op}.csv" for op in operators()}
+    tables = {op: _table(rows) for op, source in sources.items() if (rows := read_rows(source))}
+    if not tables:
+        return "No measurement is in the tree yet."
+    rows = [row for op in tables for row in read_rows(sources[op])]
+    commits, dates = (", ".join(sorted({row[name] for row in rows})) for name in ("commit", "date"))
+    lines = [
+        f"{rows[0]['device']}, torch {rows[0]['torch']}, {dates}, commit {commits}.",
+        "",
+        "| operator " + next(iter(tables.values()))[0],
+        "|---" + next(iter(tables.values()))[1],
+    ]
+    for op, (_, _, *body) in tables.items():
+        described = ROOT / "docs" / "ops" / f"{op}.md"
+        target = f"ops/{op}.md" if described.exists() and page.parent == ROOT / "docs" else _link(page, sources[op])
+        name = f"[{op}]({target})"
+        lines += [f"| {name} {line}" for line in body]
+    return "\n".join(lines)
 
 
 def render_gpu(page: Path) -> str:
@@ -160,8 +175,8 @@ def _generate(page: Path, device: str) -> str:
     lines = [
         "### generate",
         "",
-        f"{first['model']}, {first['dtype']}, prompts of {first['prompt_tokens']} tokens of which all but the last few are "
-        f"shared, {first['device']}, {first['date']}, commit {first['commit']}; [rows]({_link(page, source)}).",
+        f"{first['model']}, {first['dtype']}, prompts of {first['prompt_tokens']} tokens, all but the last few shared, "
+        f"{first['device']}, {first['date']}, commit {first['commit']}; [rows]({_link(page, source)}).",
         "",
         "| way | first token | tokens a second after it | same tokens |",
         "|---|--:|--:|---|",
@@ -238,6 +253,9 @@ def main() -> int:
             draw(source, chart)
             print(f"drawn {chart.relative_to(ROOT)}")
     for page in pages():
+        if page.parent.name == "ops" and page.stem in operators() and "<!-- render: operator" not in page.read_text():
+            with page.open("a", encoding="utf-8") as file:
+                file.write(f"\n## Benchmark\n\n<!-- render: operator {page.stem} -->\n<!-- /render -->\n")
         text = render_page(page)
         if text != page.read_text(encoding="utf-8"):
             page.write_text(text, encoding="utf-8")

@@ -57,6 +57,7 @@ def test_a_chart_shows_the_rows(tmp_path: Path) -> None:
         ("It takes 3.5 ms.", True),
         ("It moves 4.3 TB/s.", True),
         ("It costs 40 % less.", True),
+        ("With 90 % of its blocks absent it costs about a tenth.", False),
         ("It is 1,200 times sooner.", True),
         ("Eight questions, 9,700 tokens, blocks of 16, torch 2.13.", False),
         ("Up to 12 x. <!-- not measured: a bound -->", False),
