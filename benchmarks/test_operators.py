@@ -13,6 +13,8 @@ from pc.bench import PACKAGE, load_benchmarks
 load_benchmarks()
 registry = importlib.import_module(f"{PACKAGE}.registry")
 KIND = "cuda" if torch.cuda.is_available() else "cpu"
+if KIND == "cpu":
+    torch.set_num_threads(1)  # as python -m pc bench does
 BENCHMARKS = registry.discover()
 CASES = [
     pytest.param(case, provider, id=f"{benchmark.op}-{case.name}-{provider.name}")
