@@ -72,14 +72,17 @@ class RowLedger:
         for bits in self._bits.values():
             bits.reshape(self.num_blocks, self.block_size)[index] = False
 
-    def copy(self, source: int, target: int) -> None:
-        """Gives a block the bits of another."""
-        pair = np.array([source, target], np.int64)
-        self.vacate(pair[1:] * self.block_size)
-        current = bool(np.all(self._current(pair[:1])))
-        for bits in self._bits.values():
-            grid = bits.reshape(self.num_blocks, self.block_size)
-            grid[target] = grid[source] & current
+    def bits_of(self, block: int) -> dict[str, Mask]:
+        """Per name, which slots of a block hold a row."""
+        slots = block * self.block_size + np.arange(self.block_size)
+        return self.there(self._bits, slots)
+
+    def set_bits(self, block: int, bits: dict[str, Mask]) -> None:
+        """Says which slots of a block hold a row now, of names that are known; of others none does."""
+        slots = block * self.block_size + np.arange(self.block_size)
+        self.vacate(slots)
+        for name in bits.keys() & self._bits.keys():
+            self._bits[name][slots] = bits[name]
 
     def there(self, names: Iterable[str], slots: Slots) -> dict[str, Mask]:
         """Per name, which of the slots hold a row; none of the negative ones."""

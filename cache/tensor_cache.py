@@ -12,7 +12,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ..triton_ops import copy_blocks_list, gather_slots_list, join_prefix_list, scatter_slots_list
+from ..triton_ops import (
+    copy_blocks_list,
+    gather_blocks_list,
+    gather_slots_list,
+    join_prefix_list,
+    scatter_blocks_list,
+    scatter_slots_list,
+)
 from ..triton_ops._rows import memory
 from .allocation import Allocation, Slots
 from .manager import CacheManager
@@ -91,6 +98,7 @@ class TensorCache:
         self._exclude = set(exclude)
         self._entries: dict[str, _Entry] = {}
         self._ledger = RowLedger(num_blocks, block_size, pool)
+        self._swapped: dict[int, tuple[Named, dict[str, Mask]]] = {}
         self._written: torch.cuda.Event | None = None
 
     @property
@@ -100,7 +108,7 @@ class TensorCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all names."""
+        """Bytes of all names; what is swapped out is not counted, the manager's host slots bound it."""
         return sum(entry.rows.nbytes for entry in self._entries.values())
 
     def cost(self, feature_shape: Sequence[int], dtype: torch.dtype) -> int:
@@ -238,15 +246,16 @@ class TensorCache:
         return slots, slots if low >= 0 else slots[slots >= 0]
 
     def prepare(self, allocation: Allocation) -> None:
-        """Carries out the `copies` of an allocation on the rows, and forgets what its slots to compute held.
+        """Carries out `copies` and `loads` of an allocation on the rows, and forgets what its slots to compute held.
 
         To be called before its step is computed when an allocation has copies (a partial block that was shared, or
-        reused in part); at other times it changes nothing that `store` would not.
+        reused in part) or loads (swapped out before); at other times it changes nothing that `store` would not.
         """
         copies, mapping = allocation.copies, allocation.slot_mapping
         if isinstance(mapping, tuple):
             copies, mapping = copies[self.group], mapping[self.group]
         self.copy(copies)
+        self._swap_in(allocation.loads)
         self._ledger.vacate(mapping[mapping >= 0])
 
     def copy(self, pairs: Iterable[tuple[int, int]]) -> None:
@@ -255,7 +264,28 @@ class TensorCache:
             if self._entries:
                 ids = (torch.tensor([block], device=self.device) for block in (source, target))
                 copy_blocks_list([entry.rows for entry in self._entries.values()], *ids)
-            self._ledger.copy(source, target)
+            self._ledger.set_bits(target, self._ledger.bits_of(source))
+
+    def swap_out(self, pairs: Iterable[tuple[int, int]]) -> None:
+        """Keeps the rows of blocks that `CacheManager.preempt` gave up, in host memory, until they are loaded again.
+
+        Args:
+            pairs: (block, host slot), as preempt returns them; to be called before anything is written.
+        """
+        for block, slot in pairs:
+            index = torch.tensor([block])
+            rows = gather_blocks_list([entry.rows for entry in self._entries.values()], index) if self._entries else []
+            kept = {name: row.cpu() for name, row in zip(self._entries, rows, strict=True)}
+            self._swapped[slot] = kept, self._ledger.bits_of(block)
+
+    def _swap_in(self, pairs: Iterable[tuple[int, int]]) -> None:
+        for slot, block in pairs:
+            rows, bits = self._swapped.pop(slot, ({}, {}))
+            known = [name for name in rows if name in self._entries]
+            if known:
+                targets = [self._entries[name].rows for name in known]
+                scatter_blocks_list([rows[name] for name in known], targets, torch.tensor([block]))
+            self._ledger.set_bits(block, bits)
 
     def forget(self, block_ids: Iterable[int] | Ids) -> None:
         """Drops what is stored in some blocks; needed without a manager only, when blocks are evicted."""

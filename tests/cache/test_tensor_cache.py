@@ -304,6 +304,20 @@ def test_tokens_that_were_taken_back_are_gone_once_others_are_prepared(pair):
     assert tensors.available("a") == 6
 
 
+def test_swapped_out_rows_come_back():
+    manager = pc.CacheManager(3, BLOCK, host_blocks=3)
+    tensors = pc.TensorCache(manager, 3, BLOCK, exclude=("logits",))
+    tokens = list(range(10))
+    run(manager, tensors, "a", tokens)
+    tensors.swap_out(manager.preempt("a", "swap"))
+    run(manager, tensors, "b", list(range(40, 52)))
+    manager.free("b")
+    allocation = manager.resume("a")
+    assert len(allocation.loads) == 3
+    tensors.prepare(allocation)
+    assert same(tensors.load("a", num_tokens=9), {name: rows[:9] for name, rows in expected(tokens).items()})
+
+
 def test_two_groups_follow_tables_of_their_own():
     manager = pc.CacheManager(16, BLOCK, groups=[pc.FullAttention(), pc.Tensors(num_blocks=9)])
     tensors = pc.TensorCache(manager, 9, BLOCK, group=1)
@@ -353,9 +367,10 @@ class CachedModel(RuleBasedStateMachine):
 
     def __init__(self):
         super().__init__()
-        self.manager = pc.CacheManager(10, BLOCK, policy="lru")
+        self.manager = pc.CacheManager(10, BLOCK, policy="lru", host_blocks=6)
         self.tensors = pc.TensorCache(self.manager, 10, BLOCK, exclude=("logits",))
         self.tokens = {}
+        self.waiting = {}
         self.count = 0
 
     def compute(self, allocations):
@@ -364,9 +379,9 @@ class CachedModel(RuleBasedStateMachine):
             "hidden": torch.cat([part["hidden"] for part in parts]),
             "mm": {"feature": torch.cat([part["mm"]["feature"] for part in parts])},
         }
+        step = pc.Step.of(allocations, outputs)
         for allocation in allocations.values():
             self.tensors.prepare(allocation)
-        step = pc.Step.of(allocations, outputs)
         joined = self.tensors.join(step)
         self.tensors.store(step)
         for request in allocations:
@@ -414,6 +429,24 @@ class CachedModel(RuleBasedStateMachine):
         self.tokens[request] = self.tokens[request][: len(self.tokens[request]) - count]
 
     @precondition(lambda self: self.tokens)
+    @rule(data=st.data(), mode=st.sampled_from(["recompute", "swap"]))
+    def preempt(self, data, mode):
+        request = data.draw(st.sampled_from(sorted(self.tokens)))
+        self.tensors.swap_out(self.manager.preempt(request, mode))
+        self.waiting[request] = self.tokens.pop(request)
+
+    @precondition(lambda self: self.waiting)
+    @rule(data=st.data())
+    def resume(self, data):
+        request = data.draw(st.sampled_from(sorted(self.waiting)))
+        try:
+            allocation = self.manager.resume(request)
+        except pc.OutOfBlocks:
+            return
+        self.tokens[request] = self.waiting.pop(request)
+        self.compute({request: allocation})
+
+    @precondition(lambda self: self.tokens)
     @rule(data=st.data())
     def free(self, data):
         request = data.draw(st.sampled_from(sorted(self.tokens)))
@@ -427,7 +460,7 @@ class CachedModel(RuleBasedStateMachine):
         self.manager.check()
 
 
-CachedModel.TestCase.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
+CachedModel.TestCase.settings = settings(max_examples=80, stateful_step_count=25, deadline=None)
 TestCachedModel = CachedModel.TestCase
 
 
