@@ -235,6 +235,11 @@ class Chain:
         self.hashed = 0
         self.path: list[Node] = []
 
+    @property
+    def root(self) -> bytes | None:
+        """What stands for the empty prefix of this sequence, None with keys placed inside it."""
+        return None if self._placed else self._root.hasher.digest()
+
     def copy(self) -> Chain:
         """A chain that continues from here on its own."""
         other = Chain(self._owner, self._root, self._placed)

@@ -15,6 +15,7 @@ from .allocation import Allocation, CacheStats
 from .groups import FullAttention, Group, Tensors
 from .hashing import BlockHasher, TokenIds, Words, encode_tokens
 from .matching import Match, cached_part, cached_spans, complement, match_groups
+from .partial import PartialIndex
 from .policies import EvictionPolicy, make_policy
 from .pool import EMPTY, BlockPool, OutOfBlocks
 from .preemption import HostSlots, Preempted
@@ -61,6 +62,8 @@ class CacheManager:
         hash_algorithm: "sha256", "blake2b" or "xxh3_128"; see `pc.cache.hashing` for what each promises.
         groups: Specs of the layer groups; None: one group of full attention.
         seed: Makes hashes differ from those of managers with another seed; None: the same everywhere.
+        partial_reuse: Whether a prompt that agrees with a cached block in its first tokens only reuses those, through
+            a copy (`Allocation.copies`). With one group of full attention; costs about 400 bytes a block.
         host_blocks: Block-sized slots of host memory that `preempt(mode="swap")` may use.
     """
 
@@ -73,6 +76,7 @@ class CacheManager:
         groups: Sequence[Group] | None = None,
         seed: int | None = None,
         host_blocks: int = 0,
+        partial_reuse: bool = False,
     ) -> None:
         _check_count("num_blocks", num_blocks)
         _check_count("block_size", block_size)
@@ -92,6 +96,9 @@ class CacheManager:
             pool.on_evict = partial(self._evicted, group)
         self.listeners: list[Listener] = []
         self.on_evict: Callable[[int, Ids, list[bytes]], None] | None = None
+        if partial_reuse and not self._simple:
+            raise ValueError("partial_reuse: got several groups or a window, needs one group of full attention")
+        self._partial = PartialIndex(block_size) if partial_reuse else None
         self._requests: dict[Hashable, Request] = {}
         self._writers: dict[bytes, Hashable] = {}
         self._preempted: dict[Hashable, Preempted] = {}
@@ -186,6 +193,11 @@ class CacheManager:
         where: Any = slice(hit, num_blocks)
         if reused.size:
             where = fresh = np.setdiff1d(fresh, reused, assume_unique=True)
+        source, common = self._begins_alike(request, digests, hit) if fresh.size and not reused.size else (EMPTY, 0)
+        if source.size and fresh.size > self._pools[0].available - self._pools[0].unreferenced(
+            np.concatenate((holds[0], source))
+        ):
+            source, common = EMPTY, 0
         for pool, ids in zip(self._pools, holds, strict=True):
             if fresh.size > pool.num_free:
                 available = pool.available - pool.unreferenced(ids)
@@ -196,6 +208,8 @@ class CacheManager:
         for pool, ids, table in zip(self._pools, holds, tables, strict=True):
             if ids.size:
                 pool.hold(ids)
+            if source.size:
+                pool.hold(source)
             if fresh.size:
                 table[where] = pool.take(fresh + 1, full)
             if priority or ttl is not None:
@@ -205,11 +219,15 @@ class CacheManager:
         chain.path = []
         request.tables, request.num_blocks = tables, num_blocks
         request.released = [0] * len(tables)
-        request.committed = min(hit * size, num_tokens)
+        request.committed = min(hit * size, num_tokens) + common
+        if source.size:
+            request.retire(0, source)
         self._requests[request_id] = request
         wait_for = self._announce(request_id, request, digests[hit].tobytes()) if hit < len(digests) else None
 
         cached, written = cached_spans(match, num_tokens, size)
+        if common:
+            cached = [(0, hit * size + common)]
         loads: list[tuple[int, int]] = []
         if saved is not None and len(saved.slots) > hit:
             loads = list(zip(saved.slots[hit:], tables[0][hit : len(saved.slots)].tolist(), strict=True))
@@ -224,7 +242,7 @@ class CacheManager:
             cached_spans=cached,
             compute_spans=complement(cached, num_tokens),
             written=written,
-            copies=[[] for _ in tables],
+            copies=[[(int(source[0]), int(tables[0][hit]))]] if common else [[] for _ in tables],
             wait_for=wait_for,
             loads=loads,
         )
@@ -233,8 +251,22 @@ class CacheManager:
         self._total_requests += 1
         self._queried += num_tokens
         self._hits["prefix"] += position
-        self._hits["gap"] += allocation.num_cached_tokens - position
+        self._hits["partial"] += common
+        self._hits["gap"] += allocation.num_cached_tokens - position - common
         return allocation
+
+    def _begins_alike(self, request: Request, digests: Words, hit: int) -> tuple[Ids, int]:
+        """A cached block that begins as the prompt goes on behind `hit` blocks, and how many tokens they share."""
+        chain, start = request.chain, hit * self.block_size
+        if self._partial is None or chain is None or chain.root is None or request.tables:
+            return EMPTY, 0
+        parent = digests[hit - 1].tobytes() if hit else chain.root
+        end = min(start + self.block_size, len(request.tokens) - 1)
+        block_hash, common = self._partial.longest(parent, request.tokens[start:end])
+        if block_hash is None:
+            return EMPTY, 0
+        ids = self._pools[0].table.find(np.frombuffer(block_hash, np.uint64)[None])
+        return (ids, common) if ids[0] >= 0 else (EMPTY, 0)
 
     def _announce(self, request_id: Hashable, request: Request, digest: bytes) -> Hashable:
         """Says that a request computes the block of this hash, unless another one does: then returns who."""
@@ -431,11 +463,12 @@ class CacheManager:
             hashed = table[last - len(digests) : last]
             present = hashed >= 0
             pool.words[hashed[present]] = digests[present]
-        complete = pool.table.contains(table[first:last]) if self.listeners else None
+        complete = pool.table.contains(table[first:last]) if self.listeners or self._partial else None
         old, new = pool.publish(table[first:last])
         if complete is not None:
-            stored = ~complete & ~np.isin(table[first:last], old)
-            self._tell_stored(request, group, stored.nonzero()[0] + first)
+            stored = (~complete & ~np.isin(table[first:last], old)).nonzero()[0] + first
+            self._tell_stored(request, group, stored)
+            self._index_stored(request, pool, stored)
         if not old.size:
             return []
         where = first + np.isin(table[first:last], old).nonzero()[0]
@@ -457,10 +490,23 @@ class CacheManager:
                 tokens = request.tokens[start * size : end * size].tolist()
                 listener.stored(group, hashes, parent, tokens, request.keys[0])
 
+    def _index_stored(self, request: Request, pool: BlockPool, blocks: npt.NDArray[np.intp]) -> None:
+        """Notes the tokens of blocks that became findable, for prompts that begin like them."""
+        root = request.chain.root if request.chain is not None else None
+        if self._partial is None or root is None:
+            return
+        table, size = request.tables[0], self.block_size
+        for block in blocks.tolist():
+            parent = pool.digests_of(table[block - 1 : block])[0] if block else root
+            own = pool.digests_of(table[block : block + 1])[0]
+            self._partial.add(parent, own, request.tokens[block * size : (block + 1) * size])
+
     def _evicted(self, group: int, ids: Ids) -> None:
-        if self.on_evict is None and not self.listeners:
+        if self.on_evict is None and not self.listeners and self._partial is None:
             return
         hashes = self._pools[group].digests_of(ids)
+        if self._partial is not None:
+            self._partial.remove(hashes)
         if self.on_evict is not None:
             self.on_evict(group, ids, hashes)
         for listener in self.listeners:
@@ -691,6 +737,8 @@ class CacheManager:
             for pool in self._pools:
                 pool.reset()
             self._zero_counters()
+            if self._partial is not None:
+                self._partial.clear()
             for listener in self.listeners:
                 listener.cleared()
 

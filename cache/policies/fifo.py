@@ -105,6 +105,7 @@ class S3FIFO(EvictionPolicy):
     def released(self, ids: Ids) -> None:
         """See `EvictionPolicy`."""
         self._waits[ids] = True
+        self._push(1, ids[self._turn.take(ids) < 0][::-1])  # their turn came while they were held
 
     def _push(self, queue: int, ids: Ids) -> None:
         if ids.size:
@@ -122,7 +123,10 @@ class S3FIFO(EvictionPolicy):
             turn, ids = self._queues[queue].popleft()
             self._sizes[queue] -= ids.size
             ids = ids[self._turn.take(ids) == turn]
-            stays = (self._uses.take(ids) > (1 if small else 0)) | ~self._waits.take(ids)
+            free = self._waits.take(ids)
+            self._turn[ids[~free]] = -1
+            ids = ids[free]
+            stays = self._uses.take(ids) > (1 if small else 0)
             kept, gone = ids[stays], ids[~stays]
             if not small:
                 self._uses[kept] = np.maximum(self._uses.take(kept) - 1, 0)
