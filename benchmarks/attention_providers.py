@@ -165,7 +165,8 @@ def _flex(call: AttentionCall, compile: bool = True) -> Run:
     batch, q_len, q_block = len(case.q_lens), case.q_lens[0], 128
     tables = call.block_tables.cpu().numpy()
     num_blocks, q_blocks = call.key_cache.shape[0], -(-q_len // q_block)
-    part, full = (np.zeros((batch, 1, q_blocks, tables.shape[1]), dtype=np.int32) for _ in range(2))
+    # As wide as the cache, since a mask must span all the keys it is given.
+    part, full = (np.zeros((batch, 1, q_blocks, num_blocks), dtype=np.int32) for _ in range(2))
     part_n, full_n = (np.zeros((batch, 1, q_blocks), dtype=np.int32) for _ in range(2))
     # Blocks of others lie past the end, since what is not compiled evaluates the predicate alone.
     logical = np.full((batch, num_blocks), tables.shape[1], dtype=np.int32)
@@ -219,6 +220,9 @@ def _flex(call: AttentionCall, compile: bool = True) -> Run:
 def _compiled_flex() -> Any:
     from torch.nn.attention.flex_attention import flex_attention
 
+    # One compilation a case; past the limit it would run uncompiled without a word.
+    torch._dynamo.config.recompile_limit = 1024
+    torch._dynamo.config.fail_on_recompile_limit_hit = True
     return torch.compile(flex_attention, dynamic=False)
 
 

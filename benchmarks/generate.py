@@ -102,6 +102,8 @@ def run_generate(
     told: dict[str, str] = {}
     blocks = -(-(shared + (own + new_tokens) * (requests + 1)) // 16) + 64
     with enable_prefix_caching(model, num_blocks=blocks) as handle:
+        if handle.unsupported:
+            raise RuntimeError(f"pc does not serve this model: {handle.unsupported}")
         ways["pc"] = model.generate
         for number in range(requests + 1):  # the first warms up, on tokens that no other begins with
             head = torch.randint(1, 512, (1, shared), generator=generator) if number == 0 else prefix

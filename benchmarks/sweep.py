@@ -103,8 +103,8 @@ def sweep_regime(
     return [row | conditions(device.type) for row in rows]
 
 
-def _call(call: Any) -> torch.Tensor:
-    out: torch.Tensor = pc.paged_attention(**call.arguments("paged_attention"))
+def _call(call: Any, plan: torch.Tensor | None = None) -> torch.Tensor:
+    out: torch.Tensor = pc.paged_attention(**call.arguments("paged_attention"), plan=plan)
     return out
 
 
@@ -115,10 +115,21 @@ def _strings(tiles: Tiles) -> dict[str, str]:
 def _time(
     inputs: AttentionInputs, function: str, chosen: dict[str, Tiles], device: torch.device, seconds: float
 ) -> dict[str, timing.Quantiles]:
+    plans = {
+        id(call): pc.attention_plan(
+            call.block_tables,
+            call.seq_lens,
+            call.query_start_loc,
+            call.case.block_size,
+            num_kv_heads=call.case.heads[1],
+        )
+        for call in inputs.calls
+    }
+
     def runs(tiles: Tiles) -> list[timing.Run]:
         def run(call: Any) -> None:
             with mock.patch.object(launch, function, return_value=tiles):
-                _call(call)
+                _call(call, plans[id(call)])
 
         return [lambda call=call: run(call) for call in inputs.calls]
 
