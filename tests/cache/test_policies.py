@@ -228,3 +228,19 @@ def test_ghosts_recall_what_was_noted_lately():
     assert set(known.tolist()) <= {-1, *range(50)}
     ghosts.clear()
     assert (ghosts.recall(keys) == -1).all()
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_finds_the_last_block_among_held_ones(policy: str) -> None:
+    # S3-FIFO once looked for it for ever: its main queue held nothing but blocks in use.
+    manager = pc.CacheManager(num_blocks=20, block_size=4, policy=policy)
+    manager.allocate("held", list(range(40)))
+    manager.commit("held", 40)
+    for number, length in enumerate((36, 8)):
+        manager.allocate(number, [100 + number] * length)
+        manager.commit(number, length)
+        manager.free(number)
+    manager.allocate("many", [102] * 36)
+    manager.allocate("last", [103] * 4)
+    assert manager.stats().held_blocks == 20
+    manager.check()
