@@ -48,7 +48,8 @@ CUDA = [
     *(
         (f"decode 8x{_short(s)}, prefix {_short(p)} + window {_short(w)}", prefix_and_window(8, s, p, w))
         for s in (8 * K, 32 * K, 128 * K)
-        for p, w in ((256, 128), (256, 4 * K), (K, K), (4 * K, 128), (4 * K, 4 * K))
+        for p in (256, K, 4 * K)
+        for w in (128, K, 4 * K)
         if p + w < s
     ),
     *(

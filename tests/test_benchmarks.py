@@ -238,3 +238,24 @@ def test_info_names_the_tiles_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found["device"] == "A GPU, 80 GiB, 132 processors"
     assert "warps" in found["decode 128"]
     assert "warps" in found["prefill 256"]
+
+
+@pytest.mark.parametrize(
+    "op", [op for op in registry.operators() if op.endswith("_attention") and op != "merge_attention"]
+)
+def test_cases_for_a_gpu_are_sound_and_fit(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "AttentionInputs", lambda case, device, rotate: case)
+    (benchmark,) = registry.discover([op])
+    for entry in benchmark.of("cuda", False):
+        case = entry.build(torch.device("cuda"), 0)
+        assert len(case.seq_lens) == len(case.q_lens), entry.name
+        for i in {case.seq_lens.index(length) for length in case.seq_lens}:
+            positions, present = case.positions(i), case.present(i)
+            assert len(positions) == case.q_lens[i], entry.name
+            assert (np.diff(positions) > 0).all(), entry.name
+            assert 0 <= positions[0] <= positions[-1] < case.seq_lens[i], entry.name
+            assert present[positions].all(), entry.name
+        assert case.heads[0] % case.heads[1] == 0, entry.name
+        assert case.shared % case.block_size == 0, entry.name
+        tokens = sum(-(-length // case.block_size) * case.block_size for length in case.seq_lens)
+        assert 2 * tokens * 2 * case.heads[1] * case.head_dim * 2 < 40e9, entry.name
