@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 
 import numpy as np
 import torch
@@ -157,15 +158,15 @@ def check_join_values(
     new_positions: torch.Tensor | None,
 ) -> None:
     """Raises ValueError for values that point outside of something; reads them, so it waits for a device."""
-    lengths, starts = seq_lens.cpu().numpy().astype(np.int64), query_start_loc.cpu().numpy().astype(np.int64)
-    queries = starts[1:] - starts[:-1]
-    if starts[0] < 0 or starts[-1] > num_tokens or (queries < 0).any():
-        raise bad_argument("query_start_loc", starts.tolist(), f"ascending values from 0 to {num_tokens}, the new rows")
-    if not lengths.size:
+    lengths, starts = seq_lens.tolist(), query_start_loc.tolist()
+    queries = [end - begin for begin, end in itertools.pairwise(starts)]
+    if starts[0] < 0 or starts[-1] > num_tokens or min(queries, default=0) < 0:
+        raise bad_argument("query_start_loc", starts, f"ascending values from 0 to {num_tokens}, the new rows")
+    if not lengths:
         return
-    if (lengths < queries).any():
+    if any(length < count for length, count in zip(lengths, queries, strict=True)):
         raise bad_argument("seq_lens", "a sequence shorter than its new rows", "lengths that include the new rows")
-    longest, total, most = int(lengths.max()), int(lengths.sum()), block_tables.shape[1] * block_size
+    longest, total, most = max(lengths), sum(lengths), block_tables.shape[1] * block_size
     if longest > most:
         raise bad_argument("seq_lens", longest, f"at most {most}, what block_tables holds")
     if total > num_rows:
@@ -176,8 +177,9 @@ def check_join_values(
             raise bad_argument("block_tables", f"values from {low} to {high}", f"-1 to {num_blocks - 1}")
     if new_positions is not None and num_tokens:
         owner = np.repeat(np.arange(len(lengths)), queries)
+        limits = np.repeat(lengths, queries)
         places = new_positions.cpu().numpy().astype(np.int64)[starts[0] : starts[-1]]
-        if (places < 0).any() or (places >= lengths[owner]).any():
+        if (places < 0).any() or (places >= limits).any():
             raise bad_argument("new_positions", places.tolist(), "positions within their sequences")
         if ((np.diff(places) <= 0) & (np.diff(owner) == 0)).any():
             raise bad_argument("new_positions", places.tolist(), "ascending positions within a sequence")

@@ -1,0 +1,259 @@
+"""Caching hidden states on the CPU: TensorCache against the manager of vLLM-Omni and against a copy per block.
+
+    OMNI_SRC=<folder of the unpacked wheel vllm-omni 0.30.0> python benchmarks/hidden_states.py
+
+Rounds of all providers alternate in one process. A miss stores a whole prompt and gives its tensor to the next stage, a
+hit stores the last quarter and gives the whole tensor, a decode step stores one token. Microseconds, median of the
+rounds; block management is left out on all sides. OMP_NUM_THREADS threads (1). Writes results/cpu/hidden_states.csv.
+"""
+
+from __future__ import annotations
+
+import csv
+import importlib
+import os
+import statistics
+import sys
+import time
+import types
+from collections.abc import Callable
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import pc
+
+BLOCK_SIZE = 16
+HIT = 0.75
+ROUNDS = 9
+RESULTS = Path(__file__).resolve().parent / "results" / "cpu" / "hidden_states.csv"
+
+Work = tuple[Callable[[], Any], Callable[[], torch.Tensor]]
+
+
+class Ours:
+    """TensorCache along a CacheManager."""
+
+    name = f"pc {pc.__version__}"
+
+    def __init__(self, tokens: int, features: int) -> None:
+        blocks = 4 * tokens // BLOCK_SIZE + 64
+        self.manager = pc.CacheManager(blocks, BLOCK_SIZE, policy="lru")
+        self.cache = pc.TensorCache(self.manager, blocks, BLOCK_SIZE, max_bytes=16 << 30)
+        self.cache.register("hidden", (features,), torch.bfloat16)
+        self.cache.rows("hidden").zero_()  # the rivals' memory has been touched too
+        self.running = ""
+
+    def begin(self, request: str, prompt: np.ndarray) -> int:
+        """Starts a request and ends the one before; gives how many tokens are left to compute."""
+        if self.running:
+            self.manager.free(self.running)
+        self.running = request
+        self.allocation = self.manager.allocate(request, prompt)
+        return len(prompt) - self.allocation.num_cached_tokens
+
+    def decode(self) -> None:
+        """Adds a token to the running request."""
+        self.allocation = self.manager.append(self.running, [7])
+
+    def work(self, hidden: torch.Tensor) -> Work:
+        """Storing a step, and giving its whole tensor (of a decode step: nothing but the new row)."""
+        step = pc.Step.of({self.running: self.allocation}, {"hidden": hidden})
+        if len(hidden) == 1:
+            return lambda: self.cache.store(step), lambda: hidden
+        return lambda: self.cache.store(step), lambda: self.cache.join(step)[self.running]["hidden"]
+
+    def commit(self) -> None:
+        """Makes the request's blocks findable."""
+        self.manager.commit(self.running, self.manager.num_tokens(self.running))
+
+
+class CopyPerBlock:
+    """A host tensor per block, copied one by one, and concatenated."""
+
+    name = "copy per block"
+
+    def __init__(self, tokens: int, features: int) -> None:
+        self.blocks: dict[int, torch.Tensor] = {}
+        self.tokens, self.cached, self.total = tokens, 0, 0
+
+    def begin(self, request: str, prompt: np.ndarray) -> int:
+        """As above."""
+        self.cached = int(len(prompt) // BLOCK_SIZE * HIT) * BLOCK_SIZE if request.startswith("hit") else 0
+        self.total = len(prompt)
+        return self.total - self.cached
+
+    def decode(self) -> None:
+        """As above."""
+        self.cached = self.total // BLOCK_SIZE * BLOCK_SIZE
+
+    def work(self, hidden: torch.Tensor) -> Work:
+        """As above."""
+        first = self.cached // BLOCK_SIZE
+
+        def store() -> None:
+            for i in range(0, len(hidden), BLOCK_SIZE):
+                self.blocks[first + i // BLOCK_SIZE] = hidden[i : i + BLOCK_SIZE].clone()
+
+        def load() -> torch.Tensor:
+            return torch.cat([*(self.blocks[b] for b in range(first)), hidden])
+
+        return store, (lambda: hidden) if len(hidden) == 1 else load
+
+    def commit(self) -> None:
+        """As above."""
+
+
+class Omni:
+    """OmniPrefixCacheManager of vLLM-Omni, in its eager mode."""
+
+    name = "vllm-omni 0.30.0"
+
+    def __init__(self, tokens: int, features: int) -> None:
+        interface, manager = (
+            importlib.import_module(f"vllm_omni.core.prefix_cache.{m}") for m in ("interface", "manager")
+        )
+        config = interface.PrefixCacheConfig(
+            num_blocks=4 * tokens // BLOCK_SIZE + 64,
+            block_size=BLOCK_SIZE,
+            staging_capacity_tokens=tokens + 8,
+            gpu_staging_bytes=8 << 30,
+        )
+        self.block_size = BLOCK_SIZE
+        self.table: list[int] = []
+        self.computed, self.running, self.total = 0, "", 0
+        self.finished: list[str] = []
+        self.manager = manager.OmniPrefixCacheManager(config, self, eager=True)
+        self.manager.register_policy(interface.ModelCachePolicy())
+
+    def batch_req_ids(self) -> list[str]:
+        """The batch, as the manager asks for it."""
+        return [self.running]
+
+    def step_slots_cpu(self, requests: list[str], scheduled: dict[str, int]) -> torch.Tensor:
+        """Slots of the step, as the manager asks for them."""
+        positions = torch.arange(self.computed, self.computed + scheduled[self.running])
+        return torch.tensor(self.table)[positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE
+
+    def begin(self, request: str, prompt: np.ndarray) -> int:
+        """As above."""
+        self.finished = [self.running] if self.running else []
+        blocks = -(-len(prompt) // BLOCK_SIZE)
+        self.computed = int(blocks * HIT) * BLOCK_SIZE if request.startswith("hit") else 0
+        shared = self.computed // BLOCK_SIZE
+        self.table = [
+            *range(1, 1 + shared),
+            *(range(blocks + 10, 2 * blocks + 10 - shared) if shared else range(1, blocks + 1)),
+        ]
+        self.running, self.total = request, len(prompt)
+        left = self.total - self.computed
+        new = types.SimpleNamespace(req_id=request, num_computed_tokens=self.computed, block_ids=(self.table,))
+        self._schedule([new], left)
+        return left
+
+    def _schedule(self, new: list[Any], count: int) -> None:
+        self.manager.new_step_starts(
+            types.SimpleNamespace(
+                scheduled_new_reqs=new,
+                num_scheduled_tokens={self.running: count},
+                finished_req_ids=set(self.finished),
+            )
+        )
+        self.finished = []
+
+    def decode(self) -> None:
+        """As above."""
+        self.table = [*self.table, 3 * self.total // BLOCK_SIZE + 30]
+        self.computed = self.total
+        self._schedule([], 1)
+
+    def work(self, hidden: torch.Tensor) -> Work:
+        """As above."""
+        ids: list[Any] = []
+
+        def store() -> None:
+            count = len(hidden)
+            ids.append(self.manager.save_outputs(hidden, {}, num_tokens_unpadded=count, num_tokens_padded=count))
+
+        def load() -> torch.Tensor:
+            rows: torch.Tensor = self.manager.materialize(ids[-1], [self.running]).hidden_states[self.running]
+            return rows
+
+        return store, load
+
+    def commit(self) -> None:
+        """As above."""
+
+
+def providers() -> list[type]:
+    """All that can run here."""
+    found: list[type] = [Ours, CopyPerBlock]
+    source = os.environ.get("OMNI_SRC")
+    if source:
+        sys.path.insert(0, source)
+        for name in ("vllm_omni", "vllm_omni.core"):  # their __init__ would import vllm
+            package = types.ModuleType(name)
+            package.__path__ = [str(Path(source, *name.split(".")))]
+            sys.modules[name] = package
+        found.append(Omni)
+    return found
+
+
+def timed(function: Callable[[], Any]) -> tuple[float, Any]:
+    """Microseconds of one call, and its result."""
+    begin = time.perf_counter()
+    result = function()
+    return (time.perf_counter() - begin) * 1e6, result
+
+
+def measure(tokens: int, features: int) -> dict[tuple[str, str], float]:
+    """Medians by (provider, what), rounds alternating."""
+    times: dict[tuple[str, str], list[float]] = {}
+    runners = [make(tokens, features) for make in providers()]
+    hit_tokens = int(tokens // BLOCK_SIZE * HIT) * BLOCK_SIZE
+    for turn in range(ROUNDS):
+        prompt = np.arange(tokens) + 1000 * turn
+        other = prompt.copy()
+        other[hit_tokens:] += 500_000
+        hidden = torch.randn(tokens, features, dtype=torch.bfloat16)
+        suffix, row = torch.randn_like(hidden[hit_tokens:]), torch.randn_like(hidden[:1])
+        for runner in runners:
+            for what, ids, new in (("miss", prompt, hidden), ("hit", other, suffix)):
+                left = runner.begin(f"{what}{turn}", ids)
+                assert left == len(new), (runner.name, left, len(new))
+                store, load = runner.work(new)
+                for part, function in (("store", store), ("load", load)):
+                    took, result = timed(function)
+                    times.setdefault((runner.name, f"{what} {part}"), []).append(took)
+                whole = hidden if what == "miss" else torch.cat([hidden[:hit_tokens], suffix])
+                assert torch.equal(result, whole), runner.name
+                del result
+                runner.commit()
+            runner.decode()
+            store, load = runner.work(row)
+            for part, function in (("store", store), ("load", load)):
+                times.setdefault((runner.name, f"decode {part}"), []).append(timed(function)[0])
+    return {key: statistics.median(values[1:]) for key, values in times.items()}
+
+
+def main() -> None:
+    """Prints and writes the table."""
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    rows = []
+    for tokens, features in ((1024, 4096), (4096, 4096), (16384, 2048)):
+        for (provider, what), took in measure(tokens, features).items():
+            conditions = [torch.get_num_threads(), torch.__version__, date.today().isoformat()]
+            rows.append([provider, what, tokens, features, round(took, 1), *conditions])
+            print(*rows[-1], flush=True)
+    RESULTS.parent.mkdir(parents=True, exist_ok=True)
+    with RESULTS.open("w", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(["provider", "what", "tokens", "features", "microseconds", "threads", "torch", "date"])
+        writer.writerows(rows)
+
+
+if __name__ == "__main__":
+    main()
