@@ -225,6 +225,36 @@ def render_demo_table(page: Path) -> str:
     return "\n".join(lines)
 
 
+def render_replay(page: Path, trace: str) -> str:
+    """Hit rates of a trace, a line for each policy and a column for each capacity."""
+    source = RESULTS / "cpu" / f"replay_{trace}.csv"
+    rows = read_rows(source)
+    shares = sorted({float(row["capacity_share"]) for row in rows})
+    lines = ["| policy | " + " | ".join(f"{share:.1%}" for share in shares) + " |", "|---" * (len(shares) + 1) + "|"]
+    for policy in dict.fromkeys(row["policy"] for row in rows):
+        cells = {float(row["capacity_share"]): row for row in rows if row["policy"] == policy}
+        texts = [f"{float(cells[s]['hit_rate']):.4f} ({float(cells[s]['lru_ratio']):.2f})" for s in shares]
+        lines.append(f"| {policy} | " + " | ".join(texts) + " |")
+    return "\n".join([*lines, "", f"[Rows]({_link(page, source)})"])
+
+
+def render_manager(page: Path) -> str:
+    """Microseconds a request of the manager and of its peers."""
+    source = RESULTS / "cpu" / "manager.csv"
+    rows = read_rows(source)
+    lines = ["| peer | hash | tokens | pc, us | peer, us | pc / peer |", "|---|---|--:|--:|--:|--:|"]
+    lines += [
+        f"| {row['peer']} | {row['hash']} | {row['tokens']} | {row['pc_us']} | {row['peer_us']} | "
+        f"{float(row['pc_over_peer']):.2f} |"
+        for row in rows
+    ]
+    lines += [
+        "",
+        f"{rows[0]['cores']} cores, Python {rows[0]['python']}, {rows[0]['date']}. [Rows]({_link(page, source)})",
+    ]
+    return "\n".join(lines)
+
+
 def render_hidden_states(page: Path) -> str:
     """Caching hidden states: ours beside the others, in one process."""
     source = RESULTS / "cpu" / "hidden_states.csv"
@@ -253,6 +283,8 @@ RENDERERS: dict[str, Callable[..., str]] = {
     "demo_conditions": render_demo_conditions,
     "demo_table": render_demo_table,
     "hidden_states": render_hidden_states,
+    "replay": render_replay,
+    "manager": render_manager,
 }
 
 
