@@ -11,7 +11,7 @@ import torch
 
 import pc
 
-from .attention_providers import vllm_version
+from .attention_peers import vllm_version
 from .registry import OURS, Benchmark, Case, Provider, UnsupportedError, WrongError
 
 
