@@ -24,8 +24,8 @@ from .table import Ids
 
 NO_WORDS: Words = np.empty((0, 0), np.uint64)
 
-MEMO_BYTES = 96
-"""Memory a block for remembered hashes: chunks of 64 blocks of 16 tokens come to about 110 bytes a block."""
+MEMO_BYTES = 80
+"""Memory a block for remembered hashes: with it, all bookkeeping of a block stays under 256 bytes."""
 
 REUSES = ("prefix", "gap")
 
@@ -719,8 +719,8 @@ class CacheManager:
                 hit_tokens_by_cause=dict(self._hits),
                 evictions=sum(p.evictions for p in self._pools),
                 merged_blocks=self._merged,
-                residency=tuple(np.sum([p.residency for p in self._pools], axis=0).tolist()),
-                residency_sum=sum(p.residency_sum for p in self._pools),
+                residency=tuple(np.sum([p.residency()[0] for p in self._pools], axis=0).tolist()),
+                residency_sum=sum(p.residency()[1] for p in self._pools),
                 preemptions=self._preemptions,
                 host_blocks=self._host.count - self._host.num_free,
             )

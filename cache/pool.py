@@ -42,9 +42,6 @@ class BlockPool:
         words: Hash of each block, `[num_blocks, words]` uint64; of meaning while the block is full.
         clock: The current tick.
         evictions: Blocks evicted so far.
-        residency: Evicted blocks by ticks between being taken and evicted, one count for each of `RESIDENCY_BOUNDS`
-            and one for what is beyond.
-        residency_sum: Those ticks, summed up.
         on_evict: Called with the blocks that are about to lose their content.
     """
 
@@ -60,8 +57,9 @@ class BlockPool:
         self.table = HashTable(self.words)
         self.clock = 0
         self.evictions = 0
-        self.residency = np.zeros(RESIDENCY_BOUNDS.size + 1, np.int64)
-        self.residency_sum = 0
+        self._residency = np.zeros(RESIDENCY_BOUNDS.size + 1, np.int64)
+        self._residency_sum = 0
+        self._ages: list[npt.NDArray[np.int64]] = []
         self.on_evict: Callable[[Ids], None] | None = None
         self._evictable = 0
         self._free = np.arange(num_blocks - 1, -1, -1, dtype=np.int32)
@@ -155,10 +153,19 @@ class BlockPool:
         self.table.remove(victims)
         self._evictable -= count
         self.evictions += count
-        ages = self.clock - self.taken_at.take(victims)
-        self.residency += np.bincount(RESIDENCY_BOUNDS.searchsorted(ages), minlength=self.residency.size)
-        self.residency_sum += int(ages.sum())
+        self._ages.append(self.clock - self.taken_at.take(victims))
+        if len(self._ages) > 256:
+            self.residency()
         return victims
+
+    def residency(self) -> tuple[npt.NDArray[np.int64], int]:
+        """Ticks that evicted blocks had been there: a count for each of `RESIDENCY_BOUNDS` and beyond, and the sum."""
+        if self._ages:
+            ages = np.concatenate(self._ages)
+            self._ages.clear()
+            self._residency += np.bincount(RESIDENCY_BOUNDS.searchsorted(ages), minlength=self._residency.size)
+            self._residency_sum += int(ages.sum())
+        return self._residency, self._residency_sum
 
     @property
     def nbytes(self) -> int:
@@ -296,8 +303,9 @@ class BlockPool:
         self._free[:] = np.arange(self.num_blocks - 1, -1, -1, dtype=np.int32)
         self._num_free = self.num_blocks
         self._evictable = 0
-        self.evictions = self.residency_sum = 0
-        self.residency.fill(0)
+        self.evictions = self._residency_sum = 0
+        self._residency.fill(0)
+        self._ages.clear()
         self.policy.clear()
 
     def check(self, held: Ids) -> None:

@@ -163,6 +163,25 @@ class HashTable:
         digests = self._words.take(ids, axis=0)
         if ids.size <= FEW:
             return self._put_few(ids, digests)
+        at = self._start(digests[:, 0])
+        crowded = self._slot_of.take(self._slots.take(at)) == at
+        crowded |= self._passed.take(at)
+        easy = (~crowded).nonzero()[0]
+        mine, places = ids[easy], at[easy]
+        self._slots[places] = mine
+        clash = self._slots.take(places) != mine  # with another block of this run, which comes first then
+        if clash.any():
+            crowded[easy[clash]] = True
+            mine, places = mine[~clash], places[~clash]
+        self._slot_of[mine] = places
+        twins = np.full(ids.size, -1, np.int32)
+        rest = crowded.nonzero()[0]
+        if rest.size:
+            put = self._put_few if rest.size <= 4 * FEW else self._put_many
+            twins[rest] = put(ids[rest], digests[rest])
+        return twins
+
+    def _put_many(self, ids: Ids, digests: Words) -> Ids:
         found, ends = self.search(digests)
         twins = found >= 0
         if twins.any():

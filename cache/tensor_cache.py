@@ -195,10 +195,12 @@ class TensorCache:
             index = torch.from_numpy(slots)
             for device in {tensor.device: None for tensor in mine.values()}:  # one launch for each
                 some = {name: tensor.detach() for name, tensor in mine.items() if tensor.device == device}
+                if device.type == "cpu":
+                    self._wait()
                 scatter_slots_list(list(some.values()), [self._entries[name].rows for name in some], index)
                 if device.type == "cuda" and self.device.type == "cpu":
                     self._written = torch.cuda.Event()
-                    self._written.record()
+                    self._written.record(torch.cuda.current_stream(device))
             self._ledger.mark(mine, kept)
         return others
 
@@ -260,6 +262,7 @@ class TensorCache:
 
     def copy(self, pairs: Iterable[tuple[int, int]]) -> None:
         """Copies the rows of blocks to other blocks: (source, target) pairs, one after the other."""
+        self._wait()
         for source, target in pairs:
             if self._entries:
                 ids = (torch.tensor([block], device=self.device) for block in (source, target))
@@ -272,6 +275,7 @@ class TensorCache:
         Args:
             pairs: (block, host slot), as preempt returns them; to be called before anything is written.
         """
+        self._wait()
         for block, slot in pairs:
             index = torch.tensor([block])
             rows = gather_blocks_list([entry.rows for entry in self._entries.values()], index) if self._entries else []
@@ -279,6 +283,7 @@ class TensorCache:
             self._swapped[slot] = kept, self._ledger.bits_of(block)
 
     def _swap_in(self, pairs: Iterable[tuple[int, int]]) -> None:
+        self._wait()
         for slot, block in pairs:
             rows, bits = self._swapped.pop(slot, ({}, {}))
             known = [name for name in rows if name in self._entries]
