@@ -111,6 +111,10 @@ def _run_list(
         for cache, new, out in zip(caches, news, outs, strict=True):
             cpu.join_rows(cache, new, rows, out)
         return outs
+    for cache in caches:
+        if not cache.is_cuda and device.type == "cuda" and not cache.is_pinned():
+            raise bad_argument("cache", "pageable host memory", f"pinned memory, since other arguments are on {device}")
+    news = [new if new.device == device or new.is_pinned() else new.to(device) for new in news]
     tables, lengths, starts = (t.to(device, non_blocking=True) for t in (block_tables, seq_lens, query_start_loc))
     if new_positions is not None:
         new_positions = new_positions.to(device, non_blocking=True)
