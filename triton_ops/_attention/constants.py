@@ -74,17 +74,21 @@ def decode_tiles(arch: str, head_dim: int, itemsize: int, rows: int, quantized: 
 def prefill_tiles(arch: str, head_dim: int, itemsize: int, heavy: bool) -> Tiles:
     """For everything longer; `heavy` when a score takes more than a product and a mask."""
     wide = head_dim > 128
+    if arch == "interpreter":
+        return Tiles(64, 32, 4, 1, True)
     if itemsize == 4:
         if arch.startswith("gfx"):
             return Tiles(32, 16, 4, 1, False)
-        return Tiles(32, 16, 8, 1 if wide else 2, False)
+        return Tiles(32, 16, 8 if wide else 4, 2, False)
     if arch.startswith("gfx"):
         # 4 waves may have 512 registers each, 8 waves 256.
         return Tiles(64, 32, 4, 2, not wide)
     if wide:
         return Tiles(64, 32, 8, 2, False)
     if arch == "sm_80":
-        return Tiles(64, 32, 8, 2, True) if heavy else Tiles(128 if head_dim <= 64 else 64, 64, 8, 2, True)
+        if heavy:
+            return Tiles(64, 32, 8, 2, True)
+        return Tiles(128, 32, 8, 2, True) if head_dim <= 64 else Tiles(64, 64, 8, 2, True)
     if heavy:
         return Tiles(64, 64, 8, 2, True)
     return Tiles(128, 64, 8, 3, True)
