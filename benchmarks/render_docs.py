@@ -139,8 +139,12 @@ def render_operators(page: Path, device: str) -> str:
         return "No measurement is in the tree yet."
     rows = [row for op in tables for row in read_rows(sources[op])]
     commits, dates = (", ".join(sorted({row[name] for row in rows})) for name in ("commit", "date"))
+    # The last cell is the best rival's time over ours; empty where there is no rival.
+    ratios = [float(cell) for body in tables.values() for line in body[2:] if (cell := line.split("|")[-2].strip())]
+    won = sum(ratio >= 1 for ratio in ratios)
     lines = [
-        f"{rows[0]['device']}, torch {rows[0]['torch']}, {dates}, commit {commits}.",
+        f"{rows[0]['device']}, torch {rows[0]['torch']}, {dates}, commit {commits}. "
+        f"pc is the fastest in {won} of {len(ratios)} cases that have a rival; below 1.00 in the last column it loses.",
         "",
         "| operator " + next(iter(tables.values()))[0],
         "|---" + next(iter(tables.values()))[1],
