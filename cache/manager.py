@@ -118,6 +118,11 @@ class CacheManager:
         """The block pool of each group, to look at."""
         return tuple(self._pools)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of bookkeeping: fields, tables and policies of all pools, and remembered hashes."""
+        return sum(pool.nbytes + pool.policy.nbytes for pool in self._pools) + self._hasher.memo.nbytes
+
     def allocate(
         self,
         request_id: Hashable,

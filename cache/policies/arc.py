@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..table import Ids
-from .base import EvictionPolicy, RunQueue
+from .base import EvictionPolicy, RunQueue, compact_together
 from .ghosts import Ghosts
 
 if TYPE_CHECKING:
@@ -56,6 +56,7 @@ class ARC(EvictionPolicy):
             if mine.size:
                 self._queues[n].push(2 * self.pool.clock + n, mine)
                 self._waiting[n] += mine.size
+        compact_together(self._queues, self.pool.num_blocks)
 
     def victims(self, count: int) -> Ids:
         """See `EvictionPolicy`."""

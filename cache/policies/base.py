@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -73,6 +73,15 @@ class EvictionPolicy(ABC):
     def clear(self) -> None:  # noqa: B027
         """The pool was emptied: forget every block."""
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the policy's arrays and queues."""
+        total = 0
+        for value in vars(self).values():
+            for part in value if isinstance(value, list | tuple) else (value,):
+                total += int(getattr(part, "nbytes", 0)) if part is not self.pool else 0
+        return total
+
     def acquire(self, sequence: TokenIds | Sequence[bytes]) -> list[Block]:
         """Takes the blocks of a sequence: the cached prefix, then fresh ones for the rest, evicting as needed.
 
@@ -103,13 +112,18 @@ class RunQueue:
         self._runs: deque[tuple[int, Ids]] = deque()
         self._places = 0
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the runs; tickets are counted by whoever owns them."""
+        return 4 * self._places
+
     def push(self, ticket: int, ids: Ids) -> None:
         """Appends a run, its first block to be given up first. Tickets are unique and rise."""
         self._ticket_of[ids] = ticket
         self._runs.append((ticket, ids))
         self._places += ids.size
         if self._places > 2 * self._ticket_of.size + 64:
-            self._compact()
+            self.compact()
 
     def head(self) -> int | None:
         """The ticket of the oldest run that still has a block, None when the queue is empty."""
@@ -141,7 +155,8 @@ class RunQueue:
         self._ticket_of[ids] = -1
         return ids
 
-    def _compact(self) -> None:
+    def compact(self) -> None:
+        """Drops the places of blocks that were taken out."""
         runs = [(ticket, ids[self._ticket_of[ids] == ticket]) for ticket, ids in self._runs]
         self._runs = deque((ticket, ids) for ticket, ids in runs if ids.size)
         self._places = sum(ids.size for _, ids in self._runs)
@@ -150,3 +165,11 @@ class RunQueue:
         """Forgets every run; the tickets are the caller's."""
         self._runs.clear()
         self._places = 0
+
+
+def compact_together(queues: Iterable[RunQueue], num_blocks: int) -> None:
+    """Compacts queues that share their tickets once all their places together pass twice the number of blocks."""
+    queues = list(queues)
+    if sum(queue.nbytes for queue in queues) > 4 * (2 * num_blocks + 64):
+        for queue in queues:
+            queue.compact()

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..table import Ids
-from .base import EvictionPolicy, RunQueue
+from .base import EvictionPolicy, RunQueue, compact_together
 
 if TYPE_CHECKING:
     from ..pool import BlockPool
@@ -36,6 +36,7 @@ class LFU(EvictionPolicy):
         counts = np.minimum(self.pool.access_count.take(ids), MOST)
         for count in np.unique(counts).tolist():
             self._queues[count].push((MOST + 1) * self.pool.clock + count, ids[counts == count])
+        compact_together(self._queues, self.pool.num_blocks)
 
     def victims(self, count: int) -> Ids:
         """See `EvictionPolicy`."""

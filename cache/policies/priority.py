@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..table import Ids
-from .base import EvictionPolicy, RunQueue
+from .base import EvictionPolicy, RunQueue, compact_together
 
 if TYPE_CHECKING:
     from ..pool import BlockPool
@@ -72,6 +72,7 @@ class Priority(EvictionPolicy):
         for priority in np.unique(priorities).tolist():
             queue = self._queues.setdefault(priority, RunQueue(self._ticket_of))
             queue.push(self._next_ticket(), ids[priorities == priority])
+        compact_together([*self._queues.values(), self._over], self.pool.num_blocks)
 
     def _expire(self) -> None:
         now = self._now()

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..table import Ids
-from .base import EvictionPolicy, RunQueue
+from .base import EvictionPolicy, RunQueue, compact_together
 from .ghosts import Ghosts
 
 if TYPE_CHECKING:
@@ -95,6 +95,7 @@ class Segmented(EvictionPolicy):
             mine = ids[level == n]
             if mine.size:
                 queue.push(LEVELS * self._requests + n - 1, mine)
+        compact_together(self._queues, self.pool.num_blocks)
 
     def _due(self, level: int) -> float:
         head = self._queues[level - 1].head()
