@@ -1,0 +1,88 @@
+"""Random traffic over groups of layers: what a hit promises is there, group by group."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import pc
+
+BLOCK = 4
+CASES = {
+    "window": [pc.SlidingWindow(window=7)],
+    "window and sinks": [pc.SlidingWindow(window=9, num_sink_tokens=5)],
+    "hybrid": [pc.FullAttention(), pc.SlidingWindow(window=6, num_blocks=20)],
+    "state": [pc.FullAttention(), pc.Recurrent(num_blocks=16)],
+    "all": [pc.Tensors(), pc.SlidingWindow(window=5, num_sink_tokens=2), pc.Recurrent(), pc.SlidingWindow(window=1)],
+}
+
+
+def needed(group, position):
+    """Positions whose KV a query at `position` reads, by the definition of the group; a state counts as its last."""
+    if isinstance(group, pc.SlidingWindow):
+        return [t for t in range(position) if t > position - group.window or t < group.num_sink_tokens]
+    if isinstance(group, pc.Recurrent):
+        return [position - 1] if position else []
+    return list(range(position))
+
+
+@pytest.mark.parametrize("reuse", ["prefix", "gap"])
+@pytest.mark.parametrize("groups", CASES.values(), ids=CASES)
+def test_every_query_finds_what_it_reads(groups, reuse):
+    rng = np.random.default_rng(0)
+    m = pc.CacheManager(32, block_size=BLOCK, groups=groups, policy="lru")
+    content = [{} for _ in groups]
+    tokens, running = {}, []
+    hits = 0
+
+    def per_group(value):
+        return value if len(groups) > 1 else [value]
+
+    def compute(request, allocation):
+        """Runs over the spans as a model would: reads what each query needs, then writes it."""
+        slots = per_group(allocation.slot_mapping)
+        positions = [p for span in allocation.compute_spans for p in range(*span)]
+        for i, position in enumerate(positions):
+            for g, group in enumerate(groups):
+                table = m.block_table(request, g)
+                for t in needed(group, position):
+                    block = int(table[t // BLOCK])
+                    assert block >= 0, (g, position, t)
+                    got = content[g].get((block, t % BLOCK))
+                    if isinstance(group, pc.Recurrent):  # one state a block: the one written last
+                        got = content[g].get(block)
+                    assert got == tuple(tokens[request][: t + 1]), (g, position, t)
+                slot = int(slots[g][i])
+                if slot >= 0:
+                    content[g][divmod(slot, BLOCK)] = content[g][slot // BLOCK] = tuple(tokens[request][: position + 1])
+
+    for i in range(500):
+        root = [int(rng.integers(0, 3))] * int(rng.integers(0, 20))
+        tokens[i] = [*root, *rng.integers(0, 2, int(rng.integers(1, 12))).tolist()]
+        try:
+            allocation = m.allocate(i, tokens[i], reuse=reuse)
+        except pc.OutOfBlocks:
+            allocation = None
+        if allocation is not None:
+            hits += allocation.num_cached_tokens
+            compute(i, allocation)
+            m.commit(i, len(tokens[i]))
+            m.check()
+            for _ in range(int(rng.integers(0, 7))):
+                token = int(rng.integers(0, 2))
+                try:
+                    step = m.append(i, [token])
+                except pc.OutOfBlocks:
+                    break
+                tokens[i].append(token)
+                compute(i, step)
+                m.commit(i, len(tokens[i]))
+            running.append(i)
+        while len(running) > 2 or (running and rng.random() < 0.3):
+            m.free(running.pop(0))
+        m.check()
+    assert hits > 500
+    assert m.stats().evictions > 100
+    for request in running:
+        m.free(request)
+    m.check()
