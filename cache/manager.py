@@ -198,7 +198,9 @@ class CacheManager:
         where: Any = slice(hit, num_blocks)
         if reused.size:
             where = fresh = np.setdiff1d(fresh, reused, assume_unique=True)
-        source, common = self._begins_alike(request, digests, hit) if fresh.size and not reused.size else (EMPTY, 0)
+        source, common = EMPTY, 0
+        if self._partial is not None and fresh.size and not reused.size:
+            source, common = self._begins_alike(request, digests, hit)
         if source.size and fresh.size > self._pools[0].available - self._pools[0].unreferenced(
             np.concatenate((holds[0], source))
         ):

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from .hashing import BlockHasher, TokenIds, Words, encode_tokens
 from .memo import Node
 from .policies import Block, EvictionPolicy
-from .table import HashTable, Ids
+from .table import HashTable, Ids, count_nonzero
 
 RESIDENCY_BOUNDS = 1 << np.arange(0, 21, 2)
 """Upper bounds of the residency histogram, in ticks: 1, 4, 16 ... about a million."""
@@ -106,7 +106,7 @@ class BlockPool:
         """Takes a reference on complete blocks, in the order of their sequence."""
         index = ids.astype(np.intp)
         refs = self.ref_count.take(index)
-        self._evictable -= ids.size - int(np.count_nonzero(refs))
+        self._evictable -= ids.size - count_nonzero(refs)
         refs += 1
         self.ref_count[index] = refs
         self.clock += 1
@@ -195,10 +195,10 @@ class BlockPool:
         refs -= 1
         self.ref_count[index] = refs
         self.clock += 1
-        if refs.any():
+        if count_nonzero(refs):
             ids = ids[refs == 0]
         complete = self.table.contains(ids)
-        kept = ids if complete.all() else ids[complete]
+        kept = ids if count_nonzero(complete) == ids.size else ids[complete]
         if kept.size:
             self.last_access[kept] = self.clock
             self._evictable += kept.size
@@ -214,11 +214,11 @@ class BlockPool:
             reference has been taken, and to give up its own.
         """
         known = self.table.contains(ids)
-        if known.any():
+        if count_nonzero(known):
             ids = ids[~known]
         twins = self.table.put(ids)
         double = twins >= 0
-        if not double.any():
+        if not count_nonzero(double):
             self.policy.completed(ids)
             return EMPTY, EMPTY
         self.policy.completed(ids[~double])

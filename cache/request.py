@@ -67,7 +67,8 @@ class Request:
     def held(self, group: int) -> Ids:
         """The blocks in a group's table."""
         table = self.tables[group][: self.num_blocks]
-        return table if table.size and table.min() >= 0 else table[table >= 0]
+        present = table >= 0
+        return table if np.count_nonzero(present) == table.size else table[present]
 
     def grown_table(self, group: int, num_blocks: int) -> Ids:
         """The group's table with room for `num_blocks`, doubled when it has to grow so that growth stays cheap."""
