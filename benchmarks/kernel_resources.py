@@ -296,16 +296,17 @@ _POINTERS = {
 
 def _describe(value: Any, path: tuple[int, ...], specialize: bool, constants_: Any, attributes: Any) -> Any:
     """Type of an argument for the compiler; a tuple has a type for each of its parts."""
-    if isinstance(value, tuple):
-        return tuple(_describe(v, (*path, i), specialize, constants_, attributes) for i, v in enumerate(value))
+    if isinstance(value, tuple):  # triton heeds do_not_specialize for plain arguments only
+        return tuple(_describe(v, (*path, i), True, constants_, attributes) for i, v in enumerate(value))
     if isinstance(value, float):
         return "fp32"
     if isinstance(value, int):
-        if value == 1 and specialize and len(path) == 1:
+        if value == 1 and specialize:
+            constants_[path] = value
             return "constexpr"
         if value % 16 == 0 and specialize:
             attributes[path] = [["tt.divisibility", 16]]
-        return "i32"
+        return "i32" if -(1 << 31) <= value < 1 << 31 else "i64"
     attributes[path] = [["tt.divisibility", 16]]  # a tensor, as it is or reinterpreted
     return _POINTERS[value.dtype] if isinstance(value, torch.Tensor) else f"*{triton_type(value.dtype)}"
 
@@ -325,8 +326,6 @@ def compile_launch(recorded_launch: Launch, target: GPUTarget) -> Any:
         else:
             kind = _describe(value, (i,), not parameter.do_not_specialize, constants_, attributes)
             signature[parameter.name] = kind
-            if kind == "constexpr":
-                constants_[parameter.name] = value
     source = ASTSource(recorded_launch.kernel, signature, constants_, attributes)
     return triton.compile(source, target=target, options=dict(recorded_launch.options))
 
