@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 WORKERS ?= 2
 
-.PHONY: help setup demo bench results gpu docs test lint typecheck wheel-test clean
+.PHONY: help setup demo bench bench-manager results gpu docs test lint typecheck links wheel-test kernels clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | column -ts "$$(printf '\t')"
@@ -23,7 +23,6 @@ demo: setup ## ask a long document eight questions, with and without the cache
 bench: setup ## measure every operator against its rivals, quickly; `python -m pc bench --help` for more
 	$(BIN)/python -m pc bench --quick
 
-.PHONY: bench-manager
 bench-manager: ## CacheManager against vLLM's and SGLang's managers, installed under .peers (2 GB)
 	PYTHON=$(PYTHON) sh benchmarks/install_peers.sh .peers
 	for hash in sha256 xxh3_128; do .peers/vllm/bin/python benchmarks/bench_manager.py --peer vllm \
@@ -43,7 +42,6 @@ typecheck: setup links ## mypy --strict over the package
 	$(BIN)/mypy
 
 # The package as it is imported, for tools that read sources and do not know where an editable install points.
-.PHONY: links
 links:
 	@mkdir -p .typecheck/pc
 	@for pair in triton_ops cache integrations; do ln -sfn ../../$$pair .typecheck/pc/$$pair; done
@@ -71,7 +69,7 @@ KERNEL_TRITONS := 3.6.0 3.9.0
 kernels: setup $(KERNEL_TRITONS:%=.kernels/triton-%) ## compile every kernel for four targets, without a GPU, into a table
 	$(BIN)/python benchmarks/kernel_resources.py --write
 
-.kernels/triton-%:
+.kernels/triton-%: | setup
 	$(BIN)/python -m pip install --quiet --no-deps --target $@.part triton==$*
 	mv $@.part $@
 
