@@ -65,11 +65,14 @@ class Allocation:
         self._block_size = block_size
         self._written = written
         self._slots: tuple[Slots, ...] | None = None
-        new = [table[new_block - first_block :] for table in tables] if new_block else tables
-        self.block_ids = new[0] if len(new) == 1 else tuple(new)
+        skip = new_block - first_block
+        if len(tables) == 1:
+            self.block_ids = tables[0][skip:] if skip > 0 else tables[0]
+        else:
+            self.block_ids = tuple([table[max(skip, 0) :] for table in tables])
         self.cached_spans = cached_spans
         self.compute_spans = compute_spans
-        self.num_cached_tokens = sum(end - start for start, end in cached_spans)
+        self.num_cached_tokens = sum([end - start for start, end in cached_spans]) if cached_spans else 0
         self.copies: Any = copies[0] if len(copies) == 1 else copies
         self.wait_for = wait_for
         self.loads = loads or []
