@@ -91,3 +91,17 @@ def test_confirm_stops_at_the_first_block_that_changed():
     assert table.confirm(ids, asked) == 7
     table.remove(ids[4:5])
     assert table.confirm(ids, asked) == 4
+
+
+@pytest.mark.parametrize("count", [3, 60], ids=["few", "many"])
+def test_a_twin_is_found_behind_a_slot_that_was_given_up(count):
+    words = random_digests(np.random.default_rng(0), count + 2)
+    words[1, 0] = words[0, 0] + np.uint64(1 << 50)  # they begin their search at one slot
+    words[2] = words[1]
+    table = HashTable(words)
+    table.put(np.array([0], np.int32))
+    table.put(np.array([1], np.int32))
+    table.remove(np.array([0], np.int32))
+    twins = table.put(np.arange(2, count + 2, dtype=np.int32))
+    assert twins.tolist() == [1, *[-1] * (count - 1)]
+    table.check()
