@@ -57,9 +57,12 @@ def time_eager(providers: dict[str, list[Run]], device: torch.device, seconds: f
         return runs if device.type == "cuda" else [runs[i % len(runs)]]
 
     times: dict[str, list[float]] = {name: [] for name in providers}
+    order = {name: place for place, name in enumerate(sorted(providers))}
     for i in range(_rounds({name: turn(runs, -1) for name, runs in providers.items()}, once, seconds)):
         for name in sorted(providers, reverse=bool(i % 2)):
-            times[name].append(once(turn(providers[name], i)))
+            # Each has a set of its own in a round: after another's call the same one would be warm.
+            shift = len(providers[name]) * order[name] // len(providers)
+            times[name].append(once(turn(providers[name], i + shift)))
     return {name: Quantiles.of(values) for name, values in times.items()}
 
 
