@@ -98,6 +98,7 @@ def test_a_twin_is_found_behind_a_slot_that_was_given_up(count):
     words = random_digests(np.random.default_rng(0), count + 2)
     words[1, 0] = words[0, 0] + np.uint64(1 << 50)  # they begin their search at one slot
     words[2] = words[1]
+    words[3:, 0] = words[0, 0] + np.arange(1, count, dtype=np.uint64)  # and nobody else at it
     table = HashTable(words)
     table.put(np.array([0], np.int32))
     table.put(np.array([1], np.int32))
