@@ -41,3 +41,14 @@ def check_tensor(
         raise bad_argument(name, describe(value), f"dtype {names}", TypeError)
     if device is not None and value.device != device:
         raise bad_argument(name, f"device {value.device}", f"device {device}")
+
+
+def refuse_grad(**tensors: torch.Tensor | None) -> None:
+    """Raises RuntimeError for a tensor that requires grad while grad mode is on: these operators have no backward."""
+    if not torch.is_grad_enabled():
+        return
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.requires_grad:
+            raise bad_argument(
+                name, "a tensor that requires grad", "torch.no_grad() or .detach(), there is no backward", RuntimeError
+            )

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import torch
 
-from ._attention.checks import QUERY_DTYPES, refuse_grad
+from ._attention.checks import QUERY_DTYPES
 from ._attention.constants import next_power_of_2
-from ._checks import bad_argument, check_tensor
+from ._checks import bad_argument, check_tensor, refuse_grad
 from ._library import define
 from ._triton import require_triton, tl, triton
 

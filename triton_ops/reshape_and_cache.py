@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import torch
 
-from ._attention.checks import MAX_HEAD_DIM, QUERY_DTYPES, check_cache, refuse_grad
+from ._attention.checks import MAX_HEAD_DIM, QUERY_DTYPES, check_cache
 from ._attention.constants import next_power_of_2
-from ._checks import bad_argument, check_tensor, describe
+from ._checks import bad_argument, check_tensor, describe, refuse_grad
 from ._debug import debug_mode_enabled
 from ._library import define
 from ._quantize import as_codes, code_kind, quantize, scale_arguments, to_code

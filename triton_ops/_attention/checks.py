@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from .._checks import bad_argument, check_tensor, describe
+from .._checks import bad_argument, check_tensor, describe, refuse_grad
 
 QUERY_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 QUANTIZED_DTYPES = (torch.float8_e4m3fn, torch.int8)
@@ -139,17 +139,6 @@ def check_attention(
     if num_sink_tokens < 0:
         raise bad_argument("num_sink_tokens", num_sink_tokens, "0 or a positive number of tokens")
     refuse_grad(query=query, key_cache=key_cache, value_cache=value_cache, sinks=sinks, alibi_slopes=alibi_slopes)
-
-
-def refuse_grad(**tensors: torch.Tensor | None) -> None:
-    """Raises RuntimeError for a tensor that requires grad while grad mode is on: these operators have no backward."""
-    if not torch.is_grad_enabled():
-        return
-    for name, tensor in tensors.items():
-        if tensor is not None and tensor.requires_grad:
-            raise bad_argument(
-                name, "a tensor that requires grad", "torch.no_grad() or .detach(), there is no backward", RuntimeError
-            )
 
 
 def check_attention_values(

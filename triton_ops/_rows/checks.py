@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from .._attention.checks import refuse_grad
-from .._checks import bad_argument, check_tensor, describe
+from .._checks import bad_argument, check_tensor, describe, refuse_grad
 from .quantize import CODES
 
 INDEX_DTYPES = (torch.int32, torch.int64)
