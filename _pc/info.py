@@ -27,6 +27,7 @@ def collect_info() -> Sections:
             "pc": f"{_version('pc-kernels')} in {Path(__file__).resolve().parent}",
             "python": f"{platform.python_version()}, {sys.executable}",
             **{name: _version(name) for name in PACKAGES},
+            "torch": torch.__version__,  # with its build, "+cu130" say, which the package's metadata leaves out
             "platform": platform.platform(),
         },
         "cpu": _cpu(),
