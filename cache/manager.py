@@ -199,7 +199,9 @@ class CacheManager:
         if reused.size:
             where = fresh = np.setdiff1d(fresh, reused, assume_unique=True)
         source, common = EMPTY, 0
-        if self._partial is not None and fresh.size and not reused.size:
+        swapped_in = saved is not None and len(saved.slots) > hit
+        # A block that comes back from the host must not be overwritten by a copy of one that begins like it.
+        if self._partial is not None and fresh.size and not reused.size and not swapped_in:
             source, common = self._begins_alike(request, digests, hit)
         if source.size and fresh.size > self._pools[0].available - self._pools[0].unreferenced(
             np.concatenate((holds[0], source))
@@ -236,7 +238,7 @@ class CacheManager:
         if common:
             cached = [(0, hit * size + common)]
         loads: list[tuple[int, int]] = []
-        if saved is not None and len(saved.slots) > hit:
+        if saved is not None and swapped_in:
             loads = list(zip(saved.slots[hit:], tables[0][hit : len(saved.slots)].tolist(), strict=True))
             covered = min(saved.committed, len(saved.slots) * size)
             written = covered == num_tokens

@@ -594,3 +594,16 @@ def test_the_source_of_a_partial_hit_is_not_evicted_for_it():
     m.reset()
     with pytest.raises(ValueError, match="partial_reuse"):
         pc.CacheManager(4, partial_reuse=True, groups=[pc.SlidingWindow(window=4)])
+
+
+def test_a_swapped_block_is_loaded_and_not_copied_from_one_that_begins_like_it():
+    manager = pc.CacheManager(num_blocks=8, block_size=4, host_blocks=4, partial_reuse=True)
+    manager.allocate("swapped", [1, 1])
+    manager.commit("swapped", 2)
+    manager.allocate("alike", [1, 0, 0, 0])
+    manager.commit("alike", 4)
+    manager.free("alike")
+    assert manager.preempt("swapped", "swap")
+    allocation = manager.resume("swapped")
+    assert len(allocation.loads) == 1
+    assert not allocation.copies

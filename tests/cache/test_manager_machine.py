@@ -199,8 +199,8 @@ class Machine(RuleBasedStateMachine):
         for slot, block in a.loads:
             for offset in range(BLOCK):
                 self.content[block, offset] = self.host.get((slot, offset))
-        self.assert_readable(request, a.cached_spans)
         self.carry_out(request, a)
+        self.assert_readable(request, a.cached_spans)
 
     @rule(tokens=st.sampled_from([[-1], ["x"], [1 << 40]]))
     def fail_half_way(self, tokens):
