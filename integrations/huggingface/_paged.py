@@ -91,7 +91,7 @@ class BlockStorage:
         source, target = (torch.tensor(side) for side in zip(*pairs, strict=True))
         for key_cache, value_cache in self.layers.values():
             for cache in (key_cache, value_cache):
-                cache[target.to(cache.device)] = cache[source.to(cache.device)]
+                torch.ops.pc.copy_blocks(cache, source.to(cache.device), target.to(cache.device))
 
     def bytes_per_block(self) -> int:
         """Bytes of one block over all layers."""
