@@ -1,4 +1,4 @@
-"""What of a prompt is cached, over all groups."""
+"""What of a prompt is cached, over all groups, and which blocks are still to be taken."""
 
 from __future__ import annotations
 
@@ -11,27 +11,64 @@ import numpy.typing as npt
 from .allocation import Span
 from .groups import Group
 from .hashing import Words
+from .memo import Node
 from .pool import EMPTY, BlockPool
 from .table import Ids
 
 Mask = npt.NDArray[np.bool_]
 
 
-class Match(NamedTuple):
-    """Cached blocks of a prompt."""
+class Part(NamedTuple):
+    """What a request gets in one group."""
+
+    table: Ids
+    """Block numbers by logical block: cached ones, and -1 or anything where there are none."""
+    held: Ids
+    """The cached blocks of the table, in order."""
+    where: slice | Ids
+    """Logical blocks to be taken afresh, as an index of the table."""
+    lengths: Ids
+    """Their prefix lengths: the same, counted from 1."""
+    digests: Words
+    """Hashes of the first of them, those that are complete once written."""
+
+
+class Plan(NamedTuple):
+    """What of a prompt is cached, and what is to be taken."""
 
     hit: int
     """Blocks of the prefix behind which every group can go on."""
-    reused: Ids
-    """Logical blocks behind the prefix that every group has."""
-    listed: list[Ids]
-    """Per group, blocks by logical block as far as they matter, -1 for none."""
+    position: int
+    """Tokens of it that need not be computed."""
+    cached: list[Span]
+    """All token ranges that need not be computed."""
+    written: bool
+    """Whether the last token is computed again though its KV is there."""
+    parts: list[Part]
+    contiguous: bool = True
+    """Whether nothing behind the prefix is cached."""
+    slots: Sequence[int] = ()
+    """Host slots of the first blocks to be taken."""
 
 
-def match_groups(
+def plan_prefix(pool: BlockPool, digests: Words, path: list[Node], num_tokens: int, block_size: int) -> Plan:
+    """The plan of a prompt in one group that needs all its blocks."""
+    held = pool.leading(digests, path)
+    hit, num_blocks = held.size, -(-num_tokens // block_size)
+    table = np.empty(num_blocks, np.int32)
+    table[:hit] = held
+    covered = hit * block_size
+    written = 0 < covered == num_tokens
+    position = covered - written
+    lengths = np.arange(hit + 1, num_blocks + 1, dtype=np.int32)
+    part = Part(table, held, slice(hit, num_blocks), lengths, digests[hit:])
+    return Plan(hit, position, [(0, position)] if position else [], written, [part])
+
+
+def plan_groups(
     groups: Sequence[Group], pools: Sequence[BlockPool], digests: Words, num_tokens: int, block_size: int, gaps: bool
-) -> Match:
-    """Finds the longest prefix that all groups can serve and, with `gaps`, the blocks behind it that all have."""
+) -> Plan:
+    """The plan of a prompt: the longest prefix that all groups can serve; with `gaps`, also blocks behind it."""
     listed = [pool.table.find(digests) for pool in pools]
     servable = np.ones(len(digests) + 1, np.bool_)
     for group, ids in zip(groups, listed, strict=True):
@@ -41,29 +78,31 @@ def match_groups(
     if gaps and not any(group.aligned for group in groups):  # a recurrent state cannot jump a gap
         everywhere: Mask = np.logical_and.reduce([ids[hit:] >= 0 for ids in listed])
         reused = (everywhere.nonzero()[0] + hit).astype(np.int32)
-    return Match(hit, reused, listed)
+    num_blocks = -(-num_tokens // block_size)
+    position = min(hit * block_size, max(num_tokens - 1, 0))
+    fresh = np.arange(hit, num_blocks, dtype=np.int32)
+    if reused.size:
+        fresh = np.setdiff1d(fresh, reused, assume_unique=True)
+    full = digests[fresh[: fresh.searchsorted(len(digests))]]
+    parts = []
+    for group, ids in zip(groups, listed, strict=True):
+        table = np.full(num_blocks, -1, np.int32)
+        table[:hit] = ids[:hit]
+        table[group.sink_blocks(block_size) : min(group.first_needed(position, block_size), hit)] = -1
+        table[reused] = ids[reused]
+        parts.append(Part(table, table[table >= 0], fresh, fresh + 1, full))
+    cached, written = cached_spans(hit, reused, num_tokens, block_size)
+    return Plan(hit, position, cached, written, parts, contiguous=not reused.size)
 
 
-def cached_part(group: Group, match: Match, listed: Ids, num_blocks: int, position: int, block_size: int) -> Ids:
-    """A group's block table with the cached blocks that queries at `position` and later need, all else -1."""
-    table = np.full(num_blocks, -1, np.int32)
-    table[: match.hit] = listed[: match.hit]
-    first = min(group.first_needed(position, block_size), match.hit)
-    table[group.sink_blocks(block_size) : first] = -1
-    if match.reused.size:
-        table[match.reused] = listed[match.reused]
-    return table
-
-
-def cached_spans(match: Match, num_tokens: int, block_size: int) -> tuple[list[Span], bool]:
-    """Token ranges of the cached blocks, neighbours joined, and whether the last token was cut off them.
+def cached_spans(hit: int, reused: Ids, num_tokens: int, block_size: int) -> tuple[list[Span], bool]:
+    """Token ranges of `hit` leading and the `reused` blocks, neighbours joined, and whether the last token was cut off.
 
     The last token is computed again for its logits though its KV is there.
     """
-    hit = match.hit * block_size
-    spans = [(0, hit)] if hit else []
-    if match.reused.size:
-        blocks = np.concatenate((np.arange(match.hit), match.reused))
+    spans = [(0, hit * block_size)] if hit else []
+    if reused.size:
+        blocks = np.concatenate((np.arange(hit), reused))
         runs = np.split(blocks, np.flatnonzero(np.diff(blocks) != 1) + 1)
         spans = [(int(run[0]) * block_size, (int(run[-1]) + 1) * block_size) for run in runs]
     if not spans or spans[-1][1] < num_tokens:

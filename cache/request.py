@@ -44,19 +44,34 @@ class Request:
         "writing",
     )
 
-    def __init__(self, tokens: array[int], tables: list[Ids], num_blocks: int, chain: Chain | None, keys: Any) -> None:
+    def __init__(self, tokens: array[int], chain: Chain | None, keys: Any) -> None:
         self.tokens = tokens
-        self.tables = tables
-        self.num_blocks = num_blocks
+        self.tables: list[Ids] = []
+        self.num_blocks = 0
         self.chain = chain
         self.keys = keys
         self.committed = 0
-        self.released = [0] * len(tables)
+        self.released: list[int] = []
         self.retired: list[Ids] | None = None
         self.shared_tail = False
         self.writing: bytes | None = None
         self.loading: list[int] = []
         self.priority = 0
+
+    def open(self, tables: list[Ids], committed: int) -> None:
+        """Gives the request its first blocks."""
+        self.tables = tables
+        self.num_blocks = tables[0].size
+        self.released = [0] * len(tables)
+        self.committed = committed
+
+    def copy(self) -> Request:
+        """A request with the same tokens on the same blocks."""
+        chain = self.chain.copy() if self.chain is not None else None
+        other = Request(array("I", self.tokens), chain, self.keys)
+        other.open([table[: self.num_blocks].copy() for table in self.tables], self.committed)
+        other.released = list(self.released)
+        return other
 
     def retire(self, group: int, ids: Ids) -> None:
         """Keeps replaced blocks from being handed out for now."""

@@ -1,0 +1,132 @@
+"""What all parts of the manager share: the pools, the requests, and who is computing what."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from functools import partial
+
+import numpy as np
+
+from .allocation import CacheStats
+from .groups import FullAttention, Group, Tensors
+from .hashing import BlockHasher
+from .observers import Observers
+from .policies import EvictionPolicy, make_policy
+from .pool import EMPTY, BlockPool
+from .preemption import HostSlots, Preempted
+from .request import Request
+
+
+class Books:
+    """The state of a manager; its lock is the manager's business.
+
+    Attributes:
+        groups: Specs of the layer groups.
+        pools: The block pool of each.
+        simple: Whether there is one group, which needs all its blocks.
+        running: Requests by id.
+        preempted: What is kept of requests that wait for `resume`.
+        host: Slots of host memory.
+        queried: Prompt tokens asked for.
+        hits: Tokens found, by cause.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        hasher: BlockHasher,
+        groups: Sequence[Group],
+        policy: str | EvictionPolicy | type[EvictionPolicy],
+        host_blocks: int,
+        partial_reuse: bool,
+    ) -> None:
+        self.block_size = hasher.block_size
+        self.hasher = hasher
+        self.groups = tuple(groups)
+        self.simple = len(groups) == 1 and isinstance(groups[0], FullAttention | Tensors)
+        self.observers = Observers(self.block_size, partial_reuse)
+        self.pools = [BlockPool(g.num_blocks or num_blocks, hasher, make_policy(policy)) for g in groups]
+        for group, pool in enumerate(self.pools):
+            pool.on_evict = partial(self.observers.evicted, group, pool)
+        self.running: dict[Hashable, Request] = {}
+        self.preempted: dict[Hashable, Preempted] = {}
+        self.host = HostSlots(host_blocks)
+        self._writers: dict[bytes, Hashable] = {}
+        self._zero_counters()
+
+    def _zero_counters(self) -> None:
+        self.total_requests = self.queried = self.merged = self.preemptions = 0
+        self.hits = {"prefix": 0, "gap": 0, "partial": 0}
+
+    def announce(self, request_id: Hashable, request: Request, digest: bytes) -> Hashable:
+        """Says that a request computes the block of this hash, unless another one does: then returns who."""
+        writer = self._writers.setdefault(digest, request_id)
+        if writer != request_id:
+            return writer
+        request.writing = digest
+        return None
+
+    def withdraw(self, request: Request) -> None:
+        """Takes back what `announce` said."""
+        if request.writing is not None:
+            del self._writers[request.writing]
+            request.writing = None
+
+    def settle(self, request: Request) -> None:
+        """Gives back what was held for the step that is over: replaced blocks, host slots that were read."""
+        if request.loading:
+            self.host.give_back(request.loading)
+            request.loading = []
+        for pool, ids in zip(self.pools, request.retired or (), strict=False):
+            pool.release(ids)
+        request.retired = None
+
+    def release(self, request_id: Hashable, request: Request) -> None:
+        """Ends a running request and gives up all it holds."""
+        del self.running[request_id]
+        if request.retired is not None or request.loading:
+            self.settle(request)
+        self.withdraw(request)
+        for group, pool in enumerate(self.pools):
+            pool.release(request.held(group))
+
+    def stats(self) -> CacheStats:
+        """Counters since the manager was made or reset."""
+        return CacheStats(
+            num_blocks=sum(p.num_blocks for p in self.pools),
+            free_blocks=sum(p.num_free for p in self.pools),
+            cached_blocks=sum(p.num_cached for p in self.pools),
+            held_blocks=sum(p.num_held for p in self.pools),
+            num_requests=len(self.running),
+            total_requests=self.total_requests,
+            queried_tokens=self.queried,
+            hit_tokens=sum(self.hits.values()),
+            hit_tokens_by_cause=dict(self.hits),
+            evictions=sum(p.evictions for p in self.pools),
+            merged_blocks=self.merged,
+            residency=tuple(np.sum([p.residency()[0] for p in self.pools], axis=0).tolist()),
+            residency_sum=sum(p.residency()[1] for p in self.pools),
+            preemptions=self.preemptions,
+            host_blocks=self.host.count - self.host.num_free,
+        )
+
+    def reset(self) -> None:
+        """Forgets all cached blocks and counters; the caller has made sure that nothing runs."""
+        for pool in self.pools:
+            pool.reset()
+        self._zero_counters()
+        self.observers.cleared()
+
+    def check(self) -> None:
+        """Asserts every invariant."""
+        for group, pool in enumerate(self.pools):
+            held = [EMPTY]
+            for request in self.running.values():
+                mine = [request.held(group), *((request.retired or [])[group : group + 1])]
+                assert np.unique(mine[0]).size == mine[0].size, "a request holds a block twice"
+                assert request.num_blocks == -(-len(request.tokens) // self.block_size), "a table has another length"
+                assert request.committed <= len(request.tokens), "more committed than there is"
+                held += mine
+            pool.check(np.concatenate(held))
+        slots = [s for saved in self.preempted.values() for s in saved.slots]
+        self.host.check(slots + [s for request in self.running.values() for s in request.loading])
