@@ -31,7 +31,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from pc.triton_ops._attention import constants, launch, operator
+from pc.triton_ops._attention import constants, launch
+from pc.triton_ops._attention.call import AttentionCall
 from pc.triton_ops._attention.constants import Architecture
 
 # `pc.triton_ops.reshape_and_cache` is the function; the module of that name is where its launcher is.
@@ -101,7 +102,9 @@ def recorded(arch: Architecture) -> Iterator[list[Launch]]:
     """Within it, launchers record into the yielded list instead of launching, as if on `arch`."""
     launches: list[Launch] = []
     original = constants.architecture
+    launch.forget_prepared()
     with contextlib.ExitStack() as stack:
+        stack.callback(launch.forget_prepared)
         for name, module in list(sys.modules.items()):
             if not name.startswith("pc.triton_ops"):
                 continue
@@ -137,25 +140,26 @@ def attention_case(
     scale = None if cache_dtype is None else torch.ones(1)
     tables = torch.zeros(num_seqs, max_blocks, dtype=torch.int32)
     starts = torch.arange(num_seqs + 1, dtype=torch.int32) * q_len
-    mask = operator.Mask(True, window, 4 if window else 0)
-    if options:
-        mask = dataclasses.replace(mask, softcap=30.0, alibi_slopes=torch.ones(heads[0]))
     launch.launch_attention(
-        query,
-        cache,
-        cache,
-        tables,
-        torch.full((num_seqs,), 4096, dtype=torch.int32),
-        starts,
-        head_dim**-0.5,
-        mask,
-        launch.plan_options(mask, positions, batch_invariant),
-        query_positions=torch.zeros(num_tokens, dtype=torch.int32) if positions else None,
-        sinks=torch.ones(heads[0]) if options else None,
-        k_scale=scale,
-        v_scale=scale,
-        max_query_len=q_len,
-        batch_invariant=batch_invariant,
+        AttentionCall(
+            query,
+            cache,
+            cache,
+            tables,
+            torch.full((num_seqs,), 4096, dtype=torch.int32),
+            starts,
+            head_dim**-0.5,
+            query_positions=torch.zeros(num_tokens, dtype=torch.int32) if positions else None,
+            window=window,
+            num_sink_tokens=4 if window else 0,
+            softcap=30.0 if options else 0.0,
+            alibi_slopes=torch.ones(heads[0]) if options else None,
+            sinks=torch.ones(heads[0]) if options else None,
+            k_scale=scale,
+            v_scale=scale,
+            max_query_len=q_len,
+            batch_invariant=batch_invariant,
+        )
     )
 
 

@@ -23,15 +23,20 @@ def as_codes(cache: torch.Tensor) -> torch.Tensor:
     return cache.view(torch.uint8) if cache.dtype == torch.float8_e4m3fn else cache
 
 
-def scale_arguments(
-    k_scale: torch.Tensor | None, v_scale: torch.Tensor | None, num_kv_heads: int
-) -> tuple[int, torch.Tensor | None, torch.Tensor | None]:
-    """0 for no scales, 1 for one element each, 2 for one per KV head; and the scales, equally long."""
+def scale_kind(k_scale: torch.Tensor | None, v_scale: torch.Tensor | None) -> int:
+    """The constexpr that tells a kernel how scales come: 0 for none, 1 for one element each, 2 for one per KV head."""
     if k_scale is None or v_scale is None:
-        return 0, None, None
-    if k_scale.numel() != v_scale.numel():
+        return 0
+    return 2 if max(k_scale.numel(), v_scale.numel()) > 1 else 1
+
+
+def equal_scales(
+    k_scale: torch.Tensor | None, v_scale: torch.Tensor | None, num_kv_heads: int
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Both scales equally long."""
+    if k_scale is not None and v_scale is not None and k_scale.numel() != v_scale.numel():
         k_scale, v_scale = (scale.expand(num_kv_heads).contiguous() for scale in (k_scale, v_scale))
-    return (2 if k_scale.numel() > 1 else 1), k_scale, v_scale
+    return k_scale, v_scale
 
 
 def quantize(values: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -9,12 +9,12 @@ from __future__ import annotations
 import os
 from typing import Any
 
-__all__ = ["HAS_TRITON", "INTERPRET", "libdevice", "require_triton", "tl", "triton"]
+__all__ = ["HAS_TRITON", "INTERPRET", "CompiledKernel", "require_triton", "tl", "triton"]
 
 try:
     import triton
     import triton.language as tl
-    from triton.language.extra import libdevice
+    from triton.compiler import CompiledKernel
 
     HAS_TRITON = True
 except ImportError:  # Windows, macOS, or a torch without triton
@@ -28,7 +28,8 @@ except ImportError:  # Windows, macOS, or a torch without triton
         def __call__(self, *args: Any, **kwargs: Any) -> Any:
             return args[0] if args else self
 
-    triton = tl = libdevice = _Absent()
+    triton = tl = _Absent()
+    CompiledKernel = _Absent
     HAS_TRITON = False
 
 INTERPRET = HAS_TRITON and os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "yes", "on")

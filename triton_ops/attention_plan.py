@@ -13,7 +13,6 @@ from ._attention.constants import architecture
 from ._attention.launch import plan_options, wanted_items
 from ._attention.layout import PlanOptions, PlanShape
 from ._attention.plan import launch_plan, plan_reference
-from ._attention.reference import Mask
 from ._checks import bad_argument, check_tensor
 from ._debug import debug_mode_enabled
 from ._library import define
@@ -109,7 +108,9 @@ def _build(
     if out.shape[0] != size or not out.is_contiguous():
         raise bad_argument("out", f"{out.shape[0]} elements", f"{size}, a plan for tables of this shape")
     options: PlanOptions = plan_options(
-        Mask(causal, window, num_sink_tokens),
+        causal,
+        window,
+        num_sink_tokens,
         query_positions is not None,
         batch_invariant,
         num_shared_blocks * block_size,

@@ -8,18 +8,21 @@ from __future__ import annotations
 
 import torch
 
-from ._attention.checks import MAX_HEAD_DIM, QUERY_DTYPES, check_cache
+from ._attention.checks import MAX_HEAD_DIM, QUERY_DTYPES, check_cache, reads_values
 from ._attention.constants import next_power_of_2
 from ._checks import bad_argument, check_tensor, describe, refuse_grad
-from ._debug import debug_mode_enabled
+from ._launcher import KernelLaunch, aligned, metadata, remember
 from ._library import define
-from ._quantize import as_codes, code_kind, quantize, scale_arguments, to_code
+from ._quantize import as_codes, code_kind, equal_scales, quantize, scale_kind, to_code
 from ._triton import require_triton, tl, triton
 
 _SCHEMA = (
     "(Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor slot_mapping, "
     "Tensor? k_scale=None, Tensor? v_scale=None) -> ()"
 )
+
+
+_prepared: dict[object, tuple[KernelLaunch, int]] = {}
 
 
 def check_write(
@@ -126,44 +129,59 @@ def _launch_reshape_and_cache(
     v_scale: torch.Tensor | None = None,
 ) -> None:
     require_triton("reshape_and_cache")
-    check_write(key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale)
-    if key.device.type == "cpu" or debug_mode_enabled():
+    tensors = (key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale)
+    is_aligned = aligned(*tensors)
+    signature = (is_aligned, *metadata(*tensors))
+    prepared = _prepared.get(signature)
+    if prepared is None:
+        check_write(*tensors)
+        prepared = remember(_prepared, signature, _prepare(key, key_cache, k_scale, v_scale, is_aligned))
+    elif torch.is_grad_enabled():
+        refuse_grad(key=key, value=value, key_cache=key_cache, value_cache=value_cache)
+    if reads_values(key):
         check_write_values(key_cache, slot_mapping)
-    num_tokens, kv_heads, head_dim = key.shape
-    num_rows = num_tokens * kv_heads
-    if num_rows == 0:
+    launch, programs = prepared
+    if programs == 0:
         return
-    scales, k_scale, v_scale = scale_arguments(k_scale, v_scale, kv_heads)
-    block_d = next_power_of_2(head_dim)
-    block_r = max(1, 2048 // block_d)
-    _reshape_and_cache_kernel[(-(-num_rows // block_r),)](
+    k_scale, v_scale = equal_scales(k_scale, v_scale, key.shape[1])
+    launch(
+        _reshape_and_cache_kernel,
+        (programs, 1, 1),
         key,
         value,
         as_codes(key_cache),
         as_codes(value_cache),
-        slot_mapping,
+        slot_mapping.contiguous(),
         key if k_scale is None else k_scale,
         key if v_scale is None else v_scale,
-        num_rows,
-        key.stride(0),
-        key.stride(1),
-        value.stride(0),
-        value.stride(1),
-        key_cache.stride(0),
-        key_cache.stride(1),
-        key_cache.stride(2),
-        value_cache.stride(0),
-        value_cache.stride(1),
-        value_cache.stride(2),
-        KIND=code_kind(key_cache.dtype),
-        SCALES=scales,
-        KV_HEADS=kv_heads,
-        BLOCK_SIZE=key_cache.shape[1],
-        HEAD_DIM=head_dim,
-        BLOCK_R=block_r,
-        BLOCK_D=block_d,
-        num_warps=4,
+        key.shape[0] * key.shape[1],
+        *key.stride()[:2],
+        *value.stride()[:2],
+        *key_cache.stride()[:3],
+        *value_cache.stride()[:3],
     )
+
+
+def _prepare(
+    key: torch.Tensor,
+    key_cache: torch.Tensor,
+    k_scale: torch.Tensor | None,
+    v_scale: torch.Tensor | None,
+    is_aligned: bool,
+) -> tuple[KernelLaunch, int]:
+    num_tokens, kv_heads, head_dim = key.shape
+    block_d = next_power_of_2(head_dim)
+    block_r = max(1, 2048 // block_d)
+    constexprs = {
+        "KIND": code_kind(key_cache.dtype),
+        "SCALES": scale_kind(k_scale, v_scale),
+        "KV_HEADS": kv_heads,
+        "BLOCK_SIZE": key_cache.shape[1],
+        "HEAD_DIM": head_dim,
+        "BLOCK_R": block_r,
+        "BLOCK_D": block_d,
+    }
+    return KernelLaunch(constexprs, 4, None, is_aligned), -(-num_tokens * kv_heads // block_r)
 
 
 def _fake(

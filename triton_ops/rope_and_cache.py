@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import torch
 
+from ._attention.checks import reads_values
 from ._attention.constants import next_power_of_2
-from ._checks import bad_argument, check_tensor, describe
-from ._debug import debug_mode_enabled
+from ._checks import bad_argument, check_tensor, describe, refuse_grad
+from ._launcher import KernelLaunch, aligned, metadata, remember
 from ._library import define
-from ._quantize import as_codes, code_kind, scale_arguments, to_code
+from ._quantize import as_codes, code_kind, equal_scales, scale_kind, to_code
 from ._triton import require_triton, tl, triton
 from .reshape_and_cache import check_write, check_write_values, reshape_and_cache_reference
 
@@ -26,6 +27,9 @@ _SCHEMA = (
     "Tensor(b!) value_cache, Tensor slot_mapping, bool interleaved=False, Tensor? k_scale=None, "
     "Tensor? v_scale=None) -> Tensor"
 )
+
+
+_prepared: dict[object, tuple[KernelLaunch, int]] = {}
 
 
 def _check(
@@ -48,8 +52,6 @@ def _check(
         raise bad_argument("query", f"shape {list(query.shape)}", needs)
     if query.stride(2) != 1 and head_dim > 1:
         raise bad_argument("query", f"strides {list(query.stride())}", "a contiguous last dimension")
-    if query.requires_grad and torch.is_grad_enabled():
-        raise bad_argument("query", "a tensor that requires grad", "torch.no_grad() or .detach()", RuntimeError)
     check_tensor("positions", positions, 1, "[num_tokens]", (torch.int32, torch.int64), key.device)
     if positions.shape[0] != num_tokens or not positions.is_contiguous():
         raise bad_argument("positions", describe(positions), f"a contiguous tensor of {num_tokens} elements")
@@ -59,6 +61,7 @@ def _check(
     if not cos_sin.is_contiguous() or rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
         needs = f"a contiguous tensor with an even rotary_dim of at most {head_dim}"
         raise bad_argument("cos_sin", describe(cos_sin), needs)
+    refuse_grad(query=query, cos_sin=cos_sin)
 
 
 def _check_values(positions: torch.Tensor, cos_sin: torch.Tensor) -> None:
@@ -197,19 +200,28 @@ def _launch_rope_and_cache(
     v_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
     require_triton("rope_and_cache")
-    _check(query, key, value, positions, cos_sin, key_cache, value_cache, slot_mapping, k_scale, v_scale)
-    if key.device.type == "cpu" or debug_mode_enabled():
+    tensors = (query, key, value, positions, cos_sin, key_cache, value_cache, slot_mapping)
+    is_aligned = aligned(*tensors, k_scale, v_scale)
+    signature = (is_aligned, interleaved, *metadata(*tensors, k_scale, v_scale))
+    prepared = _prepared.get(signature)
+    if prepared is None:
+        _check(*tensors, k_scale, v_scale)
+        kind = scale_kind(k_scale, v_scale)
+        prepared = _prepare(query, key, cos_sin, key_cache, interleaved, kind, is_aligned)
+        remember(_prepared, signature, prepared)
+    elif torch.is_grad_enabled():
+        refuse_grad(query=query, cos_sin=cos_sin, key=key, value=value, key_cache=key_cache, value_cache=value_cache)
+    if reads_values(key):
         _check_values(positions, cos_sin)
         check_write_values(key_cache, slot_mapping)
-    num_tokens, num_heads, head_dim = query.shape
     out = query.new_empty(query.shape)
-    if num_tokens == 0:
+    launch, head_tiles = prepared
+    if query.shape[0] == 0:
         return out
-    kv_heads = key.shape[1]
-    scales, k_scale, v_scale = scale_arguments(k_scale, v_scale, kv_heads)
-    block_d = next_power_of_2(head_dim)
-    block_h = max(1, min(next_power_of_2(num_heads), 2048 // block_d))
-    _rope_and_cache_kernel[(num_tokens, max(1, -(-num_heads // block_h)))](
+    k_scale, v_scale = equal_scales(k_scale, v_scale, key.shape[1])
+    launch(
+        _rope_and_cache_kernel,
+        (query.shape[0], head_tiles, 1),
         out,
         query,
         key,
@@ -218,35 +230,44 @@ def _launch_rope_and_cache(
         cos_sin,
         as_codes(key_cache),
         as_codes(value_cache),
-        slot_mapping,
+        slot_mapping.contiguous(),
         key if k_scale is None else k_scale,
         key if v_scale is None else v_scale,
-        query.stride(0),
-        query.stride(1),
-        key.stride(0),
-        key.stride(1),
-        value.stride(0),
-        value.stride(1),
-        key_cache.stride(0),
-        key_cache.stride(1),
-        key_cache.stride(2),
-        value_cache.stride(0),
-        value_cache.stride(1),
-        value_cache.stride(2),
-        KIND=code_kind(key_cache.dtype),
-        SCALES=scales,
-        INTERLEAVED=interleaved,
-        ROTARY_DIM=cos_sin.shape[1],
-        NUM_HEADS=num_heads,
-        KV_HEADS=kv_heads,
-        BLOCK_SIZE=key_cache.shape[1],
-        HEAD_DIM=head_dim,
-        BLOCK_H=block_h,
-        BLOCK_K=next_power_of_2(kv_heads),
-        BLOCK_D=block_d,
-        num_warps=4,
+        *query.stride()[:2],
+        *key.stride()[:2],
+        *value.stride()[:2],
+        *key_cache.stride()[:3],
+        *value_cache.stride()[:3],
     )
     return out
+
+
+def _prepare(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    cos_sin: torch.Tensor,
+    key_cache: torch.Tensor,
+    interleaved: bool,
+    scales: int,
+    is_aligned: bool,
+) -> tuple[KernelLaunch, int]:
+    _, num_heads, head_dim = query.shape
+    block_d = next_power_of_2(head_dim)
+    block_h = max(1, min(next_power_of_2(num_heads), 2048 // block_d))
+    constexprs = {
+        "KIND": code_kind(key_cache.dtype),
+        "SCALES": scales,
+        "INTERLEAVED": interleaved,
+        "ROTARY_DIM": cos_sin.shape[1],
+        "NUM_HEADS": num_heads,
+        "KV_HEADS": key.shape[1],
+        "BLOCK_SIZE": key_cache.shape[1],
+        "HEAD_DIM": head_dim,
+        "BLOCK_H": block_h,
+        "BLOCK_K": next_power_of_2(key.shape[1]),
+        "BLOCK_D": block_d,
+    }
+    return KernelLaunch(constexprs, 4, None, is_aligned), max(1, -(-num_heads // block_h))
 
 
 def _fake(

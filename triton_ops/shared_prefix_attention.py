@@ -8,96 +8,16 @@ query rows (128 / group queries) instead of once per sequence.
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import torch
 
-from ._attention.checks import check_attention_values
-from ._attention.launch import launch_attention, plan_options
-from ._attention.operator import OPTIONS, fake_attention, run_attention
-from ._attention.plan import check_plan
-from ._attention.reference import Mask
-from ._checks import bad_argument
-from ._debug import debug_mode_enabled
-from ._library import define
+from ._attention.call import AttentionCall
+from ._attention.launch import launch_attention
+from ._attention.operator import define_attention
+from ._launcher import KernelLaunch, aligned
 from ._triton import tl, triton
 from .merge_attention import launch_merge
-
-_SCHEMA = (
-    "(Tensor query, Tensor key_cache, Tensor value_cache, Tensor block_tables, Tensor seq_lens, "
-    "Tensor query_start_loc, SymInt num_shared_blocks, float scale, " + OPTIONS + ") -> "
-)
-
-
-def _check_prefix(
-    block_tables: torch.Tensor, seq_lens: torch.Tensor, num_shared_blocks: int, block_size: int, read_values: bool
-) -> None:
-    columns = block_tables.shape[1]
-    if not 0 <= num_shared_blocks <= columns:
-        raise bad_argument("num_shared_blocks", num_shared_blocks, f"0 to {columns}, the columns of block_tables")
-    if not read_values or num_shared_blocks == 0 or len(seq_lens) == 0:
-        return
-    shortest = int(seq_lens.min())
-    if shortest < num_shared_blocks * block_size:
-        needs = f"at most {shortest // block_size}, since a sequence is {shortest} long"
-        raise bad_argument("num_shared_blocks", num_shared_blocks, needs)
-    prefixes = block_tables[:, :num_shared_blocks]
-    if bool((prefixes != prefixes[:1]).any()):
-        raise bad_argument("block_tables", "rows that differ in shared columns", f"{num_shared_blocks} equal columns")
-
-
-def shared_prefix_attention_with_lse_reference(
-    query: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    block_tables: torch.Tensor,
-    seq_lens: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    num_shared_blocks: int,
-    scale: float,
-    causal: bool = True,
-    softcap: float = 0.0,
-    alibi_slopes: torch.Tensor | None = None,
-    sinks: torch.Tensor | None = None,
-    k_scale: torch.Tensor | None = None,
-    v_scale: torch.Tensor | None = None,
-    max_query_len: int | None = None,
-    max_seq_len: int | None = None,
-    plan: torch.Tensor | None = None,
-    batch_invariant: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """What `pc.shared_prefix_attention_with_lse` computes, in PyTorch on CPU tensors: plain paged attention."""
-    _check_prefix(block_tables, seq_lens, num_shared_blocks, key_cache.shape[1], True)
-    if plan is not None:
-        options = plan_options(Mask(causal), False, batch_invariant, num_shared_blocks * key_cache.shape[1])
-        check_plan(plan, block_tables, seq_lens, query_start_loc, None, key_cache.shape[1], options, True)
-    return run_attention(
-        False,
-        query,
-        key_cache,
-        value_cache,
-        block_tables,
-        seq_lens,
-        query_start_loc,
-        None,
-        scale,
-        0,
-        0,
-        causal,
-        softcap,
-        alibi_slopes,
-        sinks,
-        k_scale,
-        v_scale,
-        max_query_len,
-        max_seq_len,
-        None,
-        batch_invariant,
-    )
-
-
-def shared_prefix_attention_reference(*args: object, **kwargs: object) -> torch.Tensor:
-    """What `pc.shared_prefix_attention` computes, in PyTorch on CPU tensors."""
-    return shared_prefix_attention_with_lse_reference(*args, **kwargs)[0]  # type: ignore[arg-type]
 
 
 @triton.jit(do_not_specialize=["num_seqs", "num_tokens", "prefix_len"])
@@ -124,167 +44,52 @@ def _shared_prefix_kernel(
         tl.store(bounds_ptr + 1, tl.load(starts_ptr + num_seqs))
 
 
-def _launch_with_lse(
-    query: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    block_tables: torch.Tensor,
-    seq_lens: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    num_shared_blocks: int,
-    scale: float,
-    causal: bool = True,
-    softcap: float = 0.0,
-    alibi_slopes: torch.Tensor | None = None,
-    sinks: torch.Tensor | None = None,
-    k_scale: torch.Tensor | None = None,
-    v_scale: torch.Tensor | None = None,
-    max_query_len: int | None = None,
-    max_seq_len: int | None = None,
-    plan: torch.Tensor | None = None,
-    batch_invariant: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    fake_attention(
-        query,
-        key_cache,
-        value_cache,
-        block_tables,
-        seq_lens,
-        query_start_loc,
-        softcap,
-        alibi_slopes,
-        sinks,
-        k_scale,
-        v_scale,
-    )
-    block_size = key_cache.shape[1]
-    read_values = query.device.type == "cpu" or debug_mode_enabled()
-    _check_prefix(block_tables, seq_lens, num_shared_blocks, block_size, read_values)
+@functools.cache
+def _positions_launch(is_aligned: bool, device: torch.device) -> KernelLaunch:
+    return KernelLaunch({"BLOCK_T": 64, "BLOCK_S": 128}, 4, None, is_aligned)
+
+
+def _launch(call: AttentionCall, with_lse: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    query, seq_lens, starts = call.query, call.seq_lens, call.query_start_loc
     num_tokens, num_seqs = query.shape[0], seq_lens.shape[0]
-    if read_values:
-        check_attention_values(
-            key_cache, block_tables, seq_lens, query_start_loc, num_tokens, max_query_len, max_seq_len
-        )
-    prefix_len = num_shared_blocks * block_size
-    mask = Mask(causal, softcap=softcap, alibi_slopes=alibi_slopes)
-    options = plan_options(mask, False, batch_invariant, prefix_len)
-    if plan is not None:
-        check_plan(plan, block_tables, seq_lens, query_start_loc, None, block_size, options, read_values)
-    split = num_shared_blocks > 0 and num_seqs > 0 and num_tokens > 0
-    rest, rest_lse = launch_attention(
-        query,
-        key_cache,
-        value_cache,
-        block_tables,
-        seq_lens,
-        query_start_loc,
-        scale,
-        mask,
-        options,
-        sinks=sinks,
-        k_scale=k_scale,
-        v_scale=v_scale,
-        max_query_len=max_query_len,
-        max_seq_len=max_seq_len,
-        plan=plan,
-        batch_invariant=batch_invariant,
-        out_dtype=torch.float32 if split else None,
-    )
-    assert rest_lse is not None
-    if not split:
-        return rest, rest_lse
-    positions = torch.empty(num_tokens, dtype=torch.int32, device=query.device)
-    lens, bounds = (torch.empty(n, dtype=torch.int32, device=query.device) for n in (1, 2))
-    _shared_prefix_kernel[(-(-num_tokens // 64),)](
+    if call.num_shared_blocks <= 0 or num_seqs == 0 or num_tokens == 0:
+        return launch_attention(call, with_lse)
+    rest = launch_attention(call, out_dtype=torch.float32)
+    positions, lens, bounds = (torch.empty(n, dtype=torch.int32, device=query.device) for n in (num_tokens, 1, 2))
+    _positions_launch(aligned(seq_lens, starts), query.device)(
+        _shared_prefix_kernel,
+        (-(-num_tokens // 64), 1, 1),
         positions,
         lens,
         bounds,
         seq_lens,
-        query_start_loc,
+        starts,
         num_seqs,
         num_tokens,
-        prefix_len,
-        BLOCK_T=64,
-        BLOCK_S=128,
-        num_warps=4,
+        call.key_begin,
     )
     # Positions do not ascend over sequences, so the queries are tiled, never decoded from a work list.
-    prefix, prefix_lse = launch_attention(
-        query,
-        key_cache,
-        value_cache,
-        block_tables[:1, :num_shared_blocks],
-        lens,
-        bounds,
-        scale,
-        mask,
-        dataclasses.replace(options, decode_queries=0, key_begin=0),
-        query_positions=positions,
-        k_scale=k_scale,
-        v_scale=v_scale,
-        batch_invariant=batch_invariant,
+    prefix = launch_attention(
+        dataclasses.replace(
+            call,
+            block_tables=call.block_tables[:1, : call.num_shared_blocks],
+            seq_lens=lens,
+            query_start_loc=bounds,
+            query_positions=positions,
+            num_shared_blocks=0,
+            sinks=None,
+            max_query_len=None,
+            max_seq_len=None,
+            plan=None,
+        ),
         out_dtype=torch.float32,
+        tiled=True,
     )
-    assert prefix_lse is not None
-    return launch_merge(prefix, prefix_lse, rest, rest_lse, query.dtype)
+    return launch_merge(*prefix, *rest, query.dtype)
 
 
-def _launch(*args: object, **kwargs: object) -> torch.Tensor:
-    return _launch_with_lse(*args, **kwargs)[0]  # type: ignore[arg-type]
-
-
-def _fake_with_lse(
-    query: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    block_tables: torch.Tensor,
-    seq_lens: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    num_shared_blocks: int,
-    scale: float,
-    causal: bool = True,
-    softcap: float = 0.0,
-    alibi_slopes: torch.Tensor | None = None,
-    sinks: torch.Tensor | None = None,
-    k_scale: torch.Tensor | None = None,
-    v_scale: torch.Tensor | None = None,
-    max_query_len: int | None = None,
-    max_seq_len: int | None = None,
-    plan: torch.Tensor | None = None,
-    batch_invariant: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return fake_attention(
-        query,
-        key_cache,
-        value_cache,
-        block_tables,
-        seq_lens,
-        query_start_loc,
-        softcap,
-        alibi_slopes,
-        sinks,
-        k_scale,
-        v_scale,
-    )
-
-
-def _fake(*args: object, **kwargs: object) -> torch.Tensor:
-    return _fake_with_lse(*args, **kwargs)[0]  # type: ignore[arg-type]
-
-
-define(
-    "shared_prefix_attention",
-    _SCHEMA + "Tensor",
-    reference=shared_prefix_attention_reference,
-    launcher=_launch,
-    fake=_fake,
-)
-define(
-    "shared_prefix_attention_with_lse",
-    _SCHEMA + "(Tensor, Tensor)",
-    reference=shared_prefix_attention_with_lse_reference,
-    launcher=_launch_with_lse,
-    fake=_fake_with_lse,
+shared_prefix_attention_reference, shared_prefix_attention_with_lse_reference = define_attention(
+    "shared_prefix_attention", "SymInt num_shared_blocks, float scale", _launch
 )
 
 

@@ -69,7 +69,8 @@ def test_strides(layout, device):
         caches = [torch.zeros(6, 8, 4, 64, device=device) for _ in range(2)]
         projected = torch.cat([key, value, key], dim=1)
         key, value = projected[:, :4], projected[:, 4:8]
-    pc.reshape_and_cache(key, value, *caches, slots)
+    every_other = torch.stack((slots, slots.flip(0)), 1)[:, 0]
+    pc.reshape_and_cache(key, value, *caches, every_other)
     assert torch.equal(caches[0], plain[0])
     assert torch.equal(caches[1], plain[1])
 

@@ -6,6 +6,9 @@ import numpy as np
 import torch
 
 from .._checks import bad_argument, check_tensor, describe, refuse_grad
+from .._debug import debug_mode_enabled
+from .call import AttentionCall
+from .layout import PlanShape
 
 QUERY_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 QUANTIZED_DTYPES = (torch.float8_e4m3fn, torch.int8)
@@ -71,22 +74,12 @@ def check_cache(
             )
 
 
-def check_attention(
-    query: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    block_tables: torch.Tensor,
-    seq_lens: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    softcap: float,
-    alibi_slopes: torch.Tensor | None,
-    sinks: torch.Tensor | None,
-    k_scale: torch.Tensor | None,
-    v_scale: torch.Tensor | None,
-    window: int = 0,
-    num_sink_tokens: int = 0,
-    query_positions: torch.Tensor | None = None,
-) -> None:
+def reads_values(tensor: torch.Tensor) -> bool:
+    """Whether values may be read to be checked: on the CPU they are free, on a device that synchronizes."""
+    return tensor.device.type == "cpu" or debug_mode_enabled()
+
+
+def check_attention(call: AttentionCall) -> None:
     """Checks everything about an attention call that metadata tells, without reading a value.
 
     Raises:
@@ -94,85 +87,97 @@ def check_attention(
         ValueError: A wrong shape, stride, device or option.
         RuntimeError: A tensor that requires grad while grad mode is on.
     """
+    query, block_tables, seq_lens = call.query, call.block_tables, call.seq_lens
     check_tensor("query", query, 3, "[num_tokens, num_heads, head_dim]", QUERY_DTYPES)
     num_tokens, num_heads, head_dim = query.shape
     if not 1 <= head_dim <= MAX_HEAD_DIM:
         raise bad_argument("query", f"head_dim {head_dim}", f"1 to {MAX_HEAD_DIM}")
     if query.stride(2) != 1 and head_dim > 1:
         raise bad_argument("query", f"strides {list(query.stride())}", "a contiguous last dimension")
-    check_cache(key_cache, value_cache, "query", query, None, k_scale, v_scale)
-    num_kv_heads = key_cache.shape[2]
+    check_cache(call.key_cache, call.value_cache, "query", query, None, call.k_scale, call.v_scale)
+    num_kv_heads = call.key_cache.shape[2]
     if num_kv_heads == 0 or num_heads % num_kv_heads:
         raise bad_argument("query", f"{num_heads} heads", f"a multiple of the cache's {num_kv_heads} KV heads")
     device = query.device
     check_tensor("block_tables", block_tables, 2, "[num_seqs, max_blocks]", (torch.int32,), device)
     check_tensor("seq_lens", seq_lens, 1, "[num_seqs]", (torch.int32,), device)
-    check_tensor("query_start_loc", query_start_loc, 1, "[num_seqs + 1]", (torch.int32,), device)
-    num_seqs = seq_lens.shape[0]
+    check_tensor("query_start_loc", call.query_start_loc, 1, "[num_seqs + 1]", (torch.int32,), device)
+    num_seqs, columns = seq_lens.shape[0], block_tables.shape[1]
     if block_tables.shape[0] != num_seqs:
         raise bad_argument("block_tables", f"shape {list(block_tables.shape)}", f"{num_seqs} rows as seq_lens")
-    if block_tables.shape[1] > 1 and block_tables.stride(1) != 1:
+    if columns > 1 and block_tables.stride(1) != 1:
         raise bad_argument("block_tables", f"strides {list(block_tables.stride())}", "a contiguous last dimension")
-    if query_start_loc.shape[0] != num_seqs + 1:
+    if call.query_start_loc.shape[0] != num_seqs + 1:
         raise bad_argument(
-            "query_start_loc", f"{query_start_loc.shape[0]} elements", f"{num_seqs + 1}, one more than seq_lens"
+            "query_start_loc", f"{call.query_start_loc.shape[0]} elements", f"{num_seqs + 1}, one more than seq_lens"
         )
-    for name, vector in (("seq_lens", seq_lens), ("query_start_loc", query_start_loc)):
+    for name, vector in (("seq_lens", seq_lens), ("query_start_loc", call.query_start_loc)):
         if not vector.is_contiguous():
             raise bad_argument(name, f"strides {list(vector.stride())}", "a contiguous tensor")
-    for name, per_head in (("alibi_slopes", alibi_slopes), ("sinks", sinks)):
+    for name, per_head in (("alibi_slopes", call.alibi_slopes), ("sinks", call.sinks)):
         if per_head is None:
             continue
         check_tensor(name, per_head, 1, "[num_heads]", QUERY_DTYPES, device)
         if per_head.shape[0] != num_heads or not per_head.is_contiguous():
             raise bad_argument(name, describe(per_head), f"a contiguous tensor of {num_heads} elements, one per head")
-    if query_positions is not None:
-        check_tensor("query_positions", query_positions, 1, "[num_tokens]", (torch.int32,), device)
-        if query_positions.shape[0] != num_tokens or not query_positions.is_contiguous():
-            raise bad_argument(
-                "query_positions", describe(query_positions), f"a contiguous tensor of {num_tokens} elements"
-            )
-    if softcap < 0:
-        raise bad_argument("softcap", softcap, "0 (off) or a positive number")
-    if window < 0:
-        raise bad_argument("window", window, "0 (off) or a positive number of tokens")
-    if num_sink_tokens < 0:
-        raise bad_argument("num_sink_tokens", num_sink_tokens, "0 or a positive number of tokens")
-    refuse_grad(query=query, key_cache=key_cache, value_cache=value_cache, sinks=sinks, alibi_slopes=alibi_slopes)
+    positions = call.query_positions
+    if positions is not None:
+        check_tensor("query_positions", positions, 1, "[num_tokens]", (torch.int32,), device)
+        if positions.shape[0] != num_tokens or not positions.is_contiguous():
+            raise bad_argument("query_positions", describe(positions), f"a contiguous tensor of {num_tokens} elements")
+    if not 0 <= call.num_shared_blocks <= columns:
+        needs = f"0 to {columns}, the columns of block_tables"
+        raise bad_argument("num_shared_blocks", call.num_shared_blocks, needs)
+    if call.softcap < 0:
+        raise bad_argument("softcap", call.softcap, "0 (off) or a positive number")
+    if call.window < 0:
+        raise bad_argument("window", call.window, "0 (off) or a positive number of tokens")
+    if call.num_sink_tokens < 0:
+        raise bad_argument("num_sink_tokens", call.num_sink_tokens, "0 or a positive number of tokens")
+    if call.plan is not None:
+        check_tensor("plan", call.plan, 1, "[n] from attention_plan", (torch.int32,), device)
+        size = PlanShape.of(block_tables, call.key_cache.shape[1]).size
+        if call.plan.shape[0] != size or not call.plan.is_contiguous():
+            needs = f"{size}, from attention_plan for these tables"
+            raise bad_argument("plan", f"{call.plan.shape[0]} elements", needs)
+    check_grad(call)
 
 
-def check_attention_values(
-    key_cache: torch.Tensor,
-    block_tables: torch.Tensor,
-    seq_lens: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    num_tokens: int,
-    max_query_len: int | None,
-    max_seq_len: int | None,
-    query_positions: torch.Tensor | None = None,
-) -> None:
+def check_grad(call: AttentionCall) -> None:
+    """Raises RuntimeError for a tensor that requires grad while grad mode is on."""
+    refuse_grad(
+        query=call.query,
+        key_cache=call.key_cache,
+        value_cache=call.value_cache,
+        sinks=call.sinks,
+        alibi_slopes=call.alibi_slopes,
+    )
+
+
+def check_attention_values(call: AttentionCall) -> None:
     """Checks lengths, block numbers and positions; reads them, so on a device it synchronizes.
 
     Raises:
         ValueError: A value outside of what the tensors it points into can hold.
     """
-    num_blocks, block_size = key_cache.shape[:2]
-    tables = block_tables.cpu().numpy()
-    lens = seq_lens.cpu().numpy()
-    starts = query_start_loc.cpu().numpy()
+    num_tokens = call.query.shape[0]
+    num_blocks, block_size = call.key_cache.shape[:2]
+    tables = call.block_tables.cpu().numpy()
+    lens = call.seq_lens.cpu().numpy()
+    starts = call.query_start_loc.cpu().numpy()
     if starts[0] != 0 or starts[-1] > num_tokens or (starts[1:] < starts[:-1]).any():
         raise bad_argument("query_start_loc", starts.tolist(), f"ascending from 0 to at most {num_tokens} (num_tokens)")
     if len(lens) == 0:
         return
     capacity = tables.shape[1] * block_size
-    bound = capacity if max_seq_len is None else min(capacity, max_seq_len)
+    bound = capacity if call.max_seq_len is None else min(capacity, call.max_seq_len)
     if lens.min() < 0 or lens.max() > bound:
         raise bad_argument(
             "seq_lens", f"values from {lens.min()} to {lens.max()}", f"0 to {bound} (block_tables, max_seq_len)"
         )
     longest = int((starts[1:] - starts[:-1]).max())
-    if max_query_len is not None and longest > max_query_len:
-        raise bad_argument("max_query_len", max_query_len, f"at least {longest}, the longest of query_start_loc")
+    if call.max_query_len is not None and longest > call.max_query_len:
+        raise bad_argument("max_query_len", call.max_query_len, f"at least {longest}, the longest of query_start_loc")
     used = -(-lens // block_size)
     own = tables[:, : int(used.max())]
     read = np.arange(own.shape[1]) < used[:, None]
@@ -181,9 +186,20 @@ def check_attention_values(
         row, column = np.argwhere(wrong)[0]
         got = f"{own[row, column]} in row {row}, column {column}"
         raise bad_argument("block_tables", got, f"-1 to {num_blocks - 1}")
-    if query_positions is not None:
-        positions = query_positions.cpu().numpy()[: starts[-1]]
+    if call.num_shared_blocks:
+        _check_prefix(tables[:, : call.num_shared_blocks], int(lens.min()), block_size)
+    if call.query_positions is not None:
+        positions = call.query_positions.cpu().numpy()[: starts[-1]]
         falls = positions[1:] <= positions[:-1]
         falls[starts[1:-1][(starts[1:-1] > 0) & (starts[1:-1] < len(positions))] - 1] = False
         if (positions < 0).any() or falls.any():
             raise bad_argument("query_positions", positions.tolist()[:16], "positions that ascend within each sequence")
+
+
+def _check_prefix(prefixes: np.ndarray, shortest: int, block_size: int) -> None:
+    num_shared_blocks = prefixes.shape[1]
+    if shortest < num_shared_blocks * block_size:
+        needs = f"at most {shortest // block_size}, since a sequence is {shortest} long"
+        raise bad_argument("num_shared_blocks", num_shared_blocks, needs)
+    if (prefixes != prefixes[:1]).any():
+        raise bad_argument("block_tables", "rows that differ in shared columns", f"{num_shared_blocks} equal columns")

@@ -1,4 +1,8 @@
-"""Host side of the attention kernels: what to launch, on which grid, with which constants."""
+"""Host side of the attention kernels: what to launch, on which grid, with which constants.
+
+`prepare` decides from metadata alone and is asked once for calls of the same signature, so once for all layers of a
+step; `launch_attention` then allocates, fills in addresses and launches.
+"""
 
 from __future__ import annotations
 
@@ -8,20 +12,23 @@ from dataclasses import dataclass
 
 import torch
 
-from .._quantize import as_codes, scale_arguments
+from .._launcher import KernelLaunch, aligned, remember
+from .._quantize import as_codes, equal_scales, scale_kind
 from .._triton import INTERPRET, require_triton, triton
 from . import constants
+from .call import AttentionCall
+from .checks import check_attention, check_grad
 from .constants import Tiles, architecture, decode_tiles, next_power_of_2, prefill_tiles
 from .kernel import _attention_kernel, _merge_splits_kernel
 from .layout import DECODE_QUERIES, TILE_KEYS, PlanOptions, PlanShape
 from .plan import launch_plan
-from .reference import Mask
 
 # Batch-invariant mode: keys per split, whatever the batch. Longer contexts are summed from splits of this length.
 INVARIANT_SPLIT_KEYS = 8192
 MAX_PREFILL_SPLITS = 16
 
 _visits: torch.Tensor | None = None
+_prepared: dict[object, Prepared] = {}
 
 
 @contextlib.contextmanager
@@ -35,14 +42,21 @@ def count_tiles(device: torch.device) -> Iterator[torch.Tensor]:
         _visits = None
 
 
-def plan_options(mask: Mask, has_positions: bool, batch_invariant: bool, key_begin: int = 0) -> PlanOptions:
-    """The plan that a call with this mask needs."""
+def forget_prepared() -> None:
+    """Makes the next calls decide anew: for whoever changes what the decisions rest on."""
+    _prepared.clear()
+
+
+def plan_options(
+    causal: bool, window: int, num_sink_tokens: int, has_positions: bool, batch_invariant: bool, key_begin: int = 0
+) -> PlanOptions:
+    """The plan that a call with these arguments needs."""
     # Scattered queries under a window are tiled over queries, whose windows are then united.
-    tiled = batch_invariant or (has_positions and mask.window > 0)
+    tiled = batch_invariant or (has_positions and window > 0)
     return PlanOptions(
-        causal=mask.causal,
-        window=mask.window,
-        num_sink_tokens=mask.num_sink_tokens if mask.window else 0,
+        causal=causal,
+        window=window,
+        num_sink_tokens=num_sink_tokens if window else 0,
         decode_queries=0 if tiled else DECODE_QUERIES,
         key_begin=key_begin,
     )
@@ -53,225 +67,276 @@ def wanted_items(num_processors: int, programs_per_item: int) -> int:
     return max(1, 4 * num_processors // programs_per_item)
 
 
-@dataclass(frozen=True)
-class _Split:
-    rows: torch.Tensor
-    lse: torch.Tensor
+@dataclass(frozen=True, slots=True)
+class _Regime:
+    """One launch of the attention kernel: for sequences of few queries from the work list, or tiled over queries."""
+
+    launch: KernelLaunch
+    grid: tuple[int, int, int]
+    split_rows: int  # rows of partial results; 0 for none
+    num_splits: int
 
 
-def launch_attention(
-    query: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    block_tables: torch.Tensor,
-    seq_lens: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    scale: float,
-    mask: Mask,
-    options: PlanOptions,
-    query_positions: torch.Tensor | None = None,
-    sinks: torch.Tensor | None = None,
-    k_scale: torch.Tensor | None = None,
-    v_scale: torch.Tensor | None = None,
-    max_query_len: int | None = None,
-    max_seq_len: int | None = None,
-    plan: torch.Tensor | None = None,
-    batch_invariant: bool = False,
-    with_lse: bool = True,
-    out_dtype: torch.dtype | None = None,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Runs the attention kernels; arguments as in `attend`, already checked; out in `out_dtype`, else like query.
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """What a call launches, as far as its signature tells."""
+
+    shape: PlanShape
+    options: PlanOptions
+    target_items: int
+    decode_q: int
+    num_splits: int
+    convert_codes: bool
+    descriptors: bool
+    decode: _Regime | None
+    prefill: _Regime | None
+    merge: KernelLaunch
+    merge_grid: tuple[int, int, int]
+
+
+def prepare(call: AttentionCall, with_lse: bool, tiled: bool, is_aligned: bool) -> Prepared:
+    """Decides how a call that passed its checks is launched, from metadata alone.
 
     A decode launch takes sequences of up to DECODE_QUERIES queries, a prefill launch the longer ones; a launch whose
-    sequences cannot exist, by max_query_len or by shape, is left out. Splits are summed by a third.
+    sequences cannot exist, by max_query_len or by shape, is left out.
+
+    Args:
+        call: The call.
+        with_lse: Whether the lse is wanted.
+        tiled: Whether even few queries are tiled, not decoded from the work list.
+        is_aligned: Whether all of the call's tensors begin at multiples of 16 bytes.
     """
-    require_triton("attention")
+    query, key_cache, value_cache = call.query, call.key_cache, call.value_cache
     num_tokens, num_heads, head_dim = query.shape
     _, block_size, num_kv_heads, _ = key_cache.shape
-    assert key_cache.stride(3) == value_cache.stride(3) == 1
-    assert block_size & (block_size - 1) == 0
-    out = query.new_empty(query.shape, dtype=out_dtype)
-    lse = query.new_empty((num_tokens, num_heads), dtype=torch.float32) if with_lse else None
-    if num_tokens == 0 or num_heads == 0:
-        return out, lse
-    shape = PlanShape.of(block_tables, block_size)
-    if shape.num_seqs == 0 or shape.max_tiles == 0:
-        # Nothing to attend to: sinks alone decide, and only rows of a sequence have them.
-        return _empty(out, lse, query_start_loc, sinks)
-
+    has_positions = call.query_positions is not None
+    shape = PlanShape.of(call.block_tables, block_size)
+    options = plan_options(
+        call.causal, call.window, call.num_sink_tokens, has_positions, call.batch_invariant or tiled, call.key_begin
+    )
     arch = architecture(query.device)
     group = num_heads // num_kv_heads
-    longest = num_tokens if max_query_len is None else min(num_tokens, max_query_len)
+    longest = num_tokens if call.max_query_len is None else min(num_tokens, call.max_query_len)
     decode_q = max(1, min(longest, DECODE_QUERIES))
     quantized = key_cache.dtype != query.dtype
     decode = decode_tiles(arch.name, head_dim, query.element_size(), decode_q * group, quantized)
     row_tiles = -(-decode_q * group // decode.block_m)
     target_items = wanted_items(arch.num_processors, num_kv_heads * row_tiles)
-    if plan is None:
-        plan = torch.empty(shape.size, dtype=torch.int32, device=query.device)
-        launch_plan(plan, block_tables, seq_lens, query_start_loc, query_positions, block_size, options, target_items)
 
-    max_tiles = shape.max_tiles if max_seq_len is None else min(shape.max_tiles, -(-max_seq_len // TILE_KEYS))
-    segments = query_positions is not None and mask.window > 0
-    heavy = quantized or segments or mask.softcap > 0 or mask.alibi_slopes is not None
+    max_tiles = shape.max_tiles
+    if call.max_seq_len is not None:
+        max_tiles = min(max_tiles, -(-call.max_seq_len // TILE_KEYS))
+    segments = has_positions and call.window > 0
+    heavy = quantized or segments or call.softcap > 0 or call.alibi_slopes is not None
     prefill = prefill_tiles(arch.name, head_dim, query.element_size(), heavy)
-    two_loops = prefill.two_loops and not segments and not batch_invariant
-    prefill_tiles_bound = num_tokens * group // prefill.block_m + shape.num_seqs
+    two_loops = prefill.two_loops and not segments and not call.batch_invariant
+    prefill_bound = num_tokens * group // prefill.block_m + shape.num_seqs
     run_decode = options.decode_queries > 0
     run_prefill = longest > options.decode_queries or not run_decode
     num_splits, split_tiles = 1, 0
-    if batch_invariant:
+    if call.batch_invariant:
         split_tiles = INVARIANT_SPLIT_KEYS // TILE_KEYS
         num_splits = max(1, -(-max_tiles // split_tiles))
     elif not segments:
-        idle = 2 * arch.num_processors // (prefill_tiles_bound * num_kv_heads)
+        idle = 2 * arch.num_processors // (prefill_bound * num_kv_heads)
         num_splits = max(1, min(idle, max_tiles // 8, MAX_PREFILL_SPLITS))
-    decode_splits = _splits(query, shape.max_items * decode_q) if run_decode and max_tiles > 4 else None
-    prefill_splits = _splits(query, num_splits * num_tokens) if run_prefill and num_splits > 1 else None
 
-    if not arch.has_e4m3:
-        key_cache, value_cache = as_codes(key_cache), as_codes(value_cache)
-    scales, k_scale, v_scale = scale_arguments(k_scale, v_scale, num_kv_heads)
-
+    convert_codes = key_cache.dtype == torch.float8_e4m3fn and not arch.has_e4m3
     num_rows = key_cache.shape[0] * block_size
-    described = arch.name in constants.DESCRIPTOR_ARCHITECTURES and all(
-        _describable(cache, num_rows) for cache in (key_cache, value_cache)
+    described = arch.name in constants.DESCRIPTOR_ARCHITECTURES and is_aligned
+    described = described and all(_describable(cache, num_rows) for cache in (key_cache, value_cache))
+
+    def regime(tiles: Tiles, decoding: bool, grid: tuple[int, int, int], split_rows: int) -> _Regime:
+        constexprs = {
+            "DECODE": decoding,
+            "DECODE_Q": options.decode_queries,
+            "SPLIT_TILES": split_tiles,
+            "CAUSAL": call.causal,
+            "WINDOW": call.window > 0,
+            "POSITIONS": has_positions,
+            "SOFTCAP": call.softcap > 0,
+            "ALIBI": call.alibi_slopes is not None,
+            "SINKS": call.sinks is not None,
+            "SCALES": scale_kind(call.k_scale, call.v_scale),
+            "FP8": convert_codes,
+            "UPCAST": INTERPRET and query.dtype == torch.bfloat16,
+            "COUNT": _visits is not None,
+            "DESCRIPTORS": described and block_size >= tiles.block_n,
+            "WITH_LSE": with_lse,
+            "TWO_LOOPS": two_loops and not decoding,
+            "NUM_HEADS": num_heads,
+            "GROUP": group,
+            "BLOCK_SIZE": block_size,
+            "HEAD_DIM": head_dim,
+            "BLOCK_M": tiles.block_m,
+            "BLOCK_N": tiles.block_n,
+            "BLOCK_D": max(16, next_power_of_2(head_dim)),
+            "BLOCK_G": next_power_of_2(group),
+            "SUB": TILE_KEYS // tiles.block_n,
+        }
+        launch = KernelLaunch(constexprs, tiles.num_warps, tiles.num_stages, is_aligned)
+        return _Regime(launch, grid, split_rows, 1 if decoding else num_splits)
+
+    decoding = tiling = None
+    if run_decode:
+        grid = (min(shape.max_items, shape.num_seqs + target_items), num_kv_heads * row_tiles, 1)
+        decoding = regime(decode, True, grid, shape.max_items * decode_q if max_tiles > 4 else 0)
+    if run_prefill:
+        grid = (prefill_bound, num_kv_heads, num_splits)
+        tiling = regime(prefill, False, grid, num_splits * num_tokens if num_splits > 1 else 0)
+    block_d = next_power_of_2(head_dim)
+    block_h = max(1, min(next_power_of_2(num_heads), 2048 // block_d))
+    constexprs = {
+        "DECODE_Q": options.decode_queries,
+        "SINKS": call.sinks is not None,
+        "WITH_LSE": with_lse,
+        "NUM_HEADS": num_heads,
+        "HEAD_DIM": head_dim,
+        "BLOCK_H": block_h,
+        "BLOCK_D": block_d,
+    }
+    return Prepared(
+        shape=shape,
+        options=options,
+        target_items=target_items,
+        decode_q=decode_q,
+        num_splits=num_splits,
+        convert_codes=convert_codes,
+        descriptors=described,
+        decode=decoding,
+        prefill=tiling,
+        merge=KernelLaunch(constexprs, 4, None, is_aligned),
+        merge_grid=(num_tokens, -(-num_heads // block_h), 1),
     )
-    if described and not INTERPRET:
+
+
+def launch_attention(
+    call: AttentionCall, with_lse: bool = True, out_dtype: torch.dtype | None = None, tiled: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Runs the attention kernels; a launch each for decodes and prefills, and one that sums their splits.
+
+    Args:
+        call: The call; checked here as far as metadata tells.
+        with_lse: Whether the second result is wanted; without it, it is empty.
+        out_dtype: Of the first result; None: like query.
+        tiled: Whether even few queries are tiled, not decoded from the work list.
+    """
+    require_triton("attention")
+    query, key_cache, value_cache, block_tables = call.query, call.key_cache, call.value_cache, call.block_tables
+    seq_lens, starts, positions, plan = call.seq_lens, call.query_start_loc, call.query_positions, call.plan
+    alibi_slopes, sinks, k_scale, v_scale = call.alibi_slopes, call.sinks, call.k_scale, call.v_scale
+    is_aligned = aligned(query, key_cache, value_cache, block_tables, seq_lens, starts, positions, plan)
+    is_aligned = is_aligned and aligned(alibi_slopes, sinks, k_scale, v_scale)
+    signature = (with_lse, out_dtype, tiled, is_aligned, _visits is None, *call.signature())
+    prepared = _prepared.get(signature)
+    if prepared is None:
+        check_attention(call)
+    elif torch.is_grad_enabled():
+        check_grad(call)
+    out = query.new_empty(query.shape, dtype=out_dtype)
+    lse = query.new_empty(query.shape[:2] if with_lse else 0, dtype=torch.float32)
+    if prepared is None:
+        if out.shape[0] == 0 or out.shape[1] == 0:
+            return out, lse
+        if block_tables.shape[0] == 0 or block_tables.shape[1] == 0:
+            # Nothing to attend to: sinks alone decide, and only rows of a sequence have them.
+            return _empty(call, out, lse)
+        prepared = remember(_prepared, signature, prepare(call, with_lse, tiled, is_aligned))
+
+    block_size = key_cache.shape[1]
+    shape, options = prepared.shape, prepared.options
+    if plan is None:
+        plan = torch.empty(shape.size, dtype=torch.int32, device=query.device)
+        launch_plan(plan, block_tables, seq_lens, starts, positions, block_size, options, prepared.target_items)
+    if prepared.convert_codes:
+        key_cache, value_cache = as_codes(key_cache), as_codes(value_cache)
+    k_scale, v_scale = equal_scales(k_scale, v_scale, key_cache.shape[2])
+    if prepared.descriptors and not INTERPRET:
         # Descriptors that a kernel makes lie in memory that the launcher has to give it.
         triton.set_allocator(lambda size, align, stream: torch.empty(size, dtype=torch.int8, device=query.device))
 
-    def launch(grid: tuple[int, ...], tiles: Tiles, splits: _Split | None, decoding: bool) -> None:
-        _attention_kernel[grid](
+    def launch(regime: _Regime | None) -> tuple[torch.Tensor, torch.Tensor] | None:
+        if regime is None:
+            return None
+        splits = None
+        if count := regime.split_rows:
+            splits = (
+                query.new_empty((count, *query.shape[1:]), dtype=torch.float32),
+                query.new_empty((count, query.shape[1]), dtype=torch.float32),
+            )
+        rows, rows_lse = splits or (out, out)
+        regime.launch(
+            _attention_kernel,
+            regime.grid,
             query,
             key_cache,
             value_cache,
             out,
-            out if lse is None else lse,
-            out if splits is None else splits.rows,
-            out if splits is None else splits.lse,
+            lse,
+            rows,
+            rows_lse,
             block_tables,
             seq_lens,
-            query_start_loc,
-            seq_lens if query_positions is None else query_positions,
+            starts,
+            seq_lens if positions is None else positions,
             plan,
-            out if mask.alibi_slopes is None else mask.alibi_slopes,
+            out if alibi_slopes is None else alibi_slopes,
             out if sinks is None else sinks,
             out if k_scale is None else k_scale,
             out if v_scale is None else v_scale,
             seq_lens if _visits is None else _visits,
             shape.num_seqs,
-            num_tokens,
+            query.shape[0],
             shape.max_tiles,
             shape.max_items,
-            decode_q,
-            1 if decoding else num_splits,
-            scale,
-            mask.softcap,
-            mask.window,
+            prepared.decode_q,
+            regime.num_splits,
+            call.scale,
+            call.softcap,
+            call.window,
             options.num_sink_tokens,
             options.key_begin,
-            num_rows,
-            query.stride(0),
-            query.stride(1),
-            key_cache.stride(0),
-            key_cache.stride(1),
-            key_cache.stride(2),
-            value_cache.stride(0),
-            value_cache.stride(1),
-            value_cache.stride(2),
+            key_cache.shape[0] * block_size,
+            *query.stride()[:2],
+            *key_cache.stride()[:3],
+            *value_cache.stride()[:3],
             block_tables.stride(0),
-            DECODE=decoding,
-            DECODE_Q=options.decode_queries,
-            SPLIT_TILES=split_tiles,
-            CAUSAL=mask.causal,
-            WINDOW=mask.window > 0,
-            POSITIONS=query_positions is not None,
-            SOFTCAP=mask.softcap > 0,
-            ALIBI=mask.alibi_slopes is not None,
-            SINKS=sinks is not None,
-            SCALES=scales,
-            FP8=key_cache.dtype == torch.uint8,
-            UPCAST=INTERPRET and query.dtype == torch.bfloat16,
-            COUNT=_visits is not None,
-            DESCRIPTORS=described and block_size >= tiles.block_n,
-            WITH_LSE=with_lse,
-            TWO_LOOPS=two_loops and not decoding,
-            NUM_HEADS=num_heads,
-            GROUP=group,
-            BLOCK_SIZE=block_size,
-            HEAD_DIM=head_dim,
-            BLOCK_M=tiles.block_m,
-            BLOCK_N=tiles.block_n,
-            BLOCK_D=max(16, next_power_of_2(head_dim)),
-            BLOCK_G=next_power_of_2(group),
-            SUB=TILE_KEYS // tiles.block_n,
-            num_warps=tiles.num_warps,
-            num_stages=tiles.num_stages,
         )
+        return splits
 
-    if run_decode:
-        items = min(shape.max_items, shape.num_seqs + target_items)
-        launch((items, num_kv_heads * row_tiles), decode, decode_splits, True)
-    if run_prefill:
-        launch((prefill_tiles_bound, num_kv_heads, num_splits), prefill, prefill_splits, False)
-    if decode_splits is not None or prefill_splits is not None:
-        decode_rows = decode_splits or prefill_splits
-        prefill_rows = prefill_splits or decode_splits
-        assert decode_rows is not None
-        assert prefill_rows is not None
-        block_d = next_power_of_2(head_dim)
-        block_h = max(1, min(next_power_of_2(num_heads), 2048 // block_d))
-        _merge_splits_kernel[(num_tokens, -(-num_heads // block_h))](
+    decode_splits, prefill_splits = launch(prepared.decode), launch(prepared.prefill)
+    if decode_splits or prefill_splits:
+        prepared.merge(
+            _merge_splits_kernel,
+            prepared.merge_grid,
             out,
-            out if lse is None else lse,
-            decode_rows.rows,
-            decode_rows.lse,
-            prefill_rows.rows,
-            prefill_rows.lse,
-            query_start_loc,
+            lse,
+            *(decode_splits or prefill_splits or ()),
+            *(prefill_splits or decode_splits or ()),
+            starts,
             plan,
             out if sinks is None else sinks,
             shape.num_seqs,
-            num_tokens,
-            decode_q,
-            num_splits,
-            DECODE_Q=options.decode_queries,
-            SINKS=sinks is not None,
-            WITH_LSE=with_lse,
-            NUM_HEADS=num_heads,
-            HEAD_DIM=head_dim,
-            BLOCK_H=block_h,
-            BLOCK_D=block_d,
-            num_warps=4,
+            query.shape[0],
+            prepared.decode_q,
+            prepared.num_splits,
         )
     return out, lse
 
 
 def _describable(cache: torch.Tensor, num_rows: int) -> bool:
-    """Whether a head's rows are one matrix that the tensor memory accelerator takes: evenly spaced, 16-byte aligned."""
+    """Whether a head's rows are one matrix that the tensor memory accelerator takes: evenly, by 16 bytes, spaced."""
     strides = [stride * cache.element_size() for stride in cache.stride()[1:3]]
-    aligned = cache.data_ptr() % 16 == 0 and all(stride % 16 == 0 for stride in strides)
+    aligned = all(stride % 16 == 0 for stride in strides)
     even = cache.stride(0) == cache.shape[1] * cache.stride(1)
     return aligned and even and num_rows < 2**31 and cache.shape[3] * cache.element_size() % 16 == 0
 
 
-def _splits(query: torch.Tensor, rows: int) -> _Split:
-    _, num_heads, head_dim = query.shape
-    return _Split(
-        query.new_empty((rows, num_heads, head_dim), dtype=torch.float32),
-        query.new_empty((rows, num_heads), dtype=torch.float32),
-    )
-
-
-def _empty(
-    out: torch.Tensor, lse: torch.Tensor | None, query_start_loc: torch.Tensor, sinks: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _empty(call: AttentionCall, out: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """No sequence or no block table: every row is 0."""
     out.zero_()
-    if lse is not None:
-        lse.fill_(float("-inf"))
-        if sinks is not None:
-            rows = torch.arange(out.shape[0], device=out.device) < query_start_loc[-1]
-            lse.copy_(torch.where(rows[:, None], sinks.float()[None], lse))
+    lse.fill_(float("-inf"))
+    if lse.numel() and call.sinks is not None:
+        rows = torch.arange(out.shape[0], device=out.device) < call.query_start_loc[-1]
+        lse.copy_(torch.where(rows[:, None], call.sinks.float()[None], lse))
     return out, lse

@@ -2,134 +2,108 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
-from .._debug import debug_mode_enabled
-from .checks import check_attention, check_attention_values
+from .._library import define
+from .call import AttentionCall
+from .checks import check_attention, check_attention_values, reads_values
 from .launch import launch_attention, plan_options
 from .plan import check_plan
-from .reference import Mask, attend
+from .reference import attend
 
-OPTIONS = (
+_TENSORS = (
+    "Tensor query, Tensor key_cache, Tensor value_cache, Tensor block_tables, Tensor seq_lens, Tensor query_start_loc, "
+)
+_OPTIONS = (
     "bool causal=True, float softcap=0.0, Tensor? alibi_slopes=None, Tensor? sinks=None, Tensor? k_scale=None, "
     "Tensor? v_scale=None, SymInt? max_query_len=None, SymInt? max_seq_len=None, Tensor? plan=None, "
     "bool batch_invariant=False"
 )
-"""Schema of the arguments that every attention operator ends with."""
+
+Result = tuple[torch.Tensor, torch.Tensor]
 
 
-def run_attention(
-    use_kernel: bool,
-    query: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    block_tables: torch.Tensor,
-    seq_lens: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    query_positions: torch.Tensor | None,
-    scale: float,
-    window: int,
-    num_sink_tokens: int,
-    causal: bool = True,
-    softcap: float = 0.0,
-    alibi_slopes: torch.Tensor | None = None,
-    sinks: torch.Tensor | None = None,
-    k_scale: torch.Tensor | None = None,
-    v_scale: torch.Tensor | None = None,
-    max_query_len: int | None = None,
-    max_seq_len: int | None = None,
-    plan: torch.Tensor | None = None,
-    batch_invariant: bool = False,
-    with_lse: bool = True,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Checks the call and computes it; the lse is empty when the kernels were told not to write it."""
-    check_attention(
-        query,
-        key_cache,
-        value_cache,
-        block_tables,
-        seq_lens,
-        query_start_loc,
-        softcap,
-        alibi_slopes,
-        sinks,
-        k_scale,
-        v_scale,
-        window,
-        num_sink_tokens,
-        query_positions,
+def define_attention(
+    name: str, arguments: str, launch: Callable[[AttentionCall, bool], Result] = launch_attention
+) -> tuple[Callable[..., torch.Tensor], Callable[..., Result]]:
+    """Registers `torch.ops.pc.<name>` and `torch.ops.pc.<name>_with_lse`.
+
+    Args:
+        name: Operator name without its namespace.
+        arguments: Schema of what comes between the tensors that every attention operator begins with and the options
+            that it ends with; names as in `AttentionCall`.
+        launch: Runs the kernels of a call, given whether the lse is wanted.
+
+    Returns:
+        The references of both, which take the operators' arguments.
+    """
+    schema = f"{_TENSORS}{arguments}, {_OPTIONS}"
+    names = [argument.split()[-1].partition("=")[0] for argument in schema.split(", ")]
+
+    def bind(args: tuple[Any, ...], kwargs: dict[str, Any]) -> AttentionCall:
+        return AttentionCall(**dict(zip(names, args, strict=False)), **kwargs)
+
+    def reference_with_lse(*args: Any, **kwargs: Any) -> Result:
+        call = bind(args, kwargs)
+        check_call(call)
+        return attend(call)
+
+    def reference(*args: Any, **kwargs: Any) -> torch.Tensor:
+        return reference_with_lse(*args, **kwargs)[0]
+
+    def kernels_with_lse(*args: Any, **kwargs: Any) -> Result:
+        return _launch_checked(launch, bind(args, kwargs), True)
+
+    def kernels(*args: Any, **kwargs: Any) -> torch.Tensor:
+        return _launch_checked(launch, bind(args, kwargs), False)[0]
+
+    def fake_with_lse(*args: Any, **kwargs: Any) -> Result:
+        call = bind(args, kwargs)
+        check_attention(call)
+        query = call.query
+        return query.new_empty(query.shape), query.new_empty(query.shape[:2], dtype=torch.float32)
+
+    def fake(*args: Any, **kwargs: Any) -> torch.Tensor:
+        return fake_with_lse(*args, **kwargs)[0]
+
+    reference.__doc__ = f"What `pc.{name}` computes, in PyTorch on CPU tensors."
+    reference_with_lse.__doc__ = f"What `pc.{name}_with_lse` computes, in PyTorch on CPU tensors."
+    define(name, f"({schema}) -> Tensor", reference=reference, launcher=kernels, fake=fake)
+    define(
+        f"{name}_with_lse",
+        f"({schema}) -> (Tensor, Tensor)",
+        reference=reference_with_lse,
+        launcher=kernels_with_lse,
+        fake=fake_with_lse,
     )
-    block_size = key_cache.shape[1]
-    mask = Mask(causal, window, num_sink_tokens, softcap, alibi_slopes)
-    options = plan_options(mask, query_positions is not None, batch_invariant)
-    read_values = query.device.type == "cpu" or debug_mode_enabled()
-    if read_values:
-        check_attention_values(
-            key_cache,
-            block_tables,
-            seq_lens,
-            query_start_loc,
-            query.shape[0],
-            max_query_len,
-            max_seq_len,
-            query_positions,
+    return reference, reference_with_lse
+
+
+def _launch_checked(launch: Callable[[AttentionCall, bool], Result], call: AttentionCall, with_lse: bool) -> Result:
+    # Metadata is checked by the launch, once for calls that have the same.
+    if reads_values(call.query):
+        check_call(call)
+    return launch(call, with_lse)
+
+
+def check_call(call: AttentionCall) -> None:
+    """Checks a call whose values may be read: metadata, values, and that its plan was made for it.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: As `check_attention`, `check_attention_values` and `check_plan` do.
+    """
+    check_attention(call)
+    check_attention_values(call)
+    if call.plan is not None:
+        options = plan_options(
+            call.causal,
+            call.window,
+            call.num_sink_tokens,
+            call.query_positions is not None,
+            call.batch_invariant,
+            call.key_begin,
         )
-    if plan is not None:
-        check_plan(plan, block_tables, seq_lens, query_start_loc, query_positions, block_size, options, read_values)
-    tensors = (query, key_cache, value_cache, block_tables, seq_lens, query_start_loc)
-    if not use_kernel:
-        return attend(
-            *tensors, scale, mask, query_positions=query_positions, sinks=sinks, k_scale=k_scale, v_scale=v_scale
-        )
-    out, lse = launch_attention(
-        *tensors,
-        scale,
-        mask,
-        options,
-        query_positions=query_positions,
-        sinks=sinks,
-        k_scale=k_scale,
-        v_scale=v_scale,
-        max_query_len=max_query_len,
-        max_seq_len=max_seq_len,
-        plan=plan,
-        batch_invariant=batch_invariant,
-        with_lse=with_lse,
-    )
-    return out, query.new_empty(0) if lse is None else lse
-
-
-def fake_attention(
-    query: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    block_tables: torch.Tensor,
-    seq_lens: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    softcap: float = 0.0,
-    alibi_slopes: torch.Tensor | None = None,
-    sinks: torch.Tensor | None = None,
-    k_scale: torch.Tensor | None = None,
-    v_scale: torch.Tensor | None = None,
-    window: int = 0,
-    num_sink_tokens: int = 0,
-    query_positions: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Results without data, after the same checks: misuse is refused while tracing."""
-    check_attention(
-        query,
-        key_cache,
-        value_cache,
-        block_tables,
-        seq_lens,
-        query_start_loc,
-        softcap,
-        alibi_slopes,
-        sinks,
-        k_scale,
-        v_scale,
-        window,
-        num_sink_tokens,
-        query_positions,
-    )
-    return query.new_empty(query.shape), query.new_empty(query.shape[:2], dtype=torch.float32)
+        check_plan(call, options)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 import torch
 
-from .._checks import bad_argument, check_tensor
+from .._checks import bad_argument
+from .._launcher import KernelLaunch, aligned
 from .._triton import tl, triton
+from .call import AttentionCall
 from .layout import (
     HEADER,
     HEADER_INTS,
@@ -161,13 +165,25 @@ def launch_plan(
     if shape.num_seqs == 0:
         plan.zero_()
         return
-    grid = (shape.num_seqs,)
-    _plan_tiles_kernel[grid](
+    grid = (shape.num_seqs, 1, 1)
+    positions = seq_lens if query_positions is None else query_positions
+    tiles, items = _plan_launches(
+        options.decode_queries,
+        options.causal,
+        options.window > 0,
+        query_positions is not None,
+        block_size,
+        aligned(plan, block_tables, seq_lens, query_start_loc, positions),
+        plan.device,
+    )
+    tiles(
+        _plan_tiles_kernel,
+        grid,
         plan,
         block_tables,
         seq_lens,
         query_start_loc,
-        seq_lens if query_positions is None else query_positions,
+        positions,
         shape.num_seqs,
         shape.max_tiles,
         shape.max_items,
@@ -175,15 +191,10 @@ def launch_plan(
         options.num_sink_tokens,
         options.key_begin,
         block_tables.stride(0),
-        DECODE_Q=options.decode_queries,
-        CAUSAL=options.causal,
-        WINDOW=options.window > 0,
-        POSITIONS=query_positions is not None,
-        BLOCK_SIZE=block_size,
-        BLOCK_T=128,
-        num_warps=4,
     )
-    _plan_items_kernel[grid](
+    items(
+        _plan_items_kernel,
+        grid,
         plan,
         shape.num_seqs,
         target_items,
@@ -191,12 +202,30 @@ def launch_plan(
         options.window,
         options.num_sink_tokens,
         options.key_begin,
-        DECODE_Q=options.decode_queries,
-        CAUSAL=options.causal,
-        MIN_TILES=MIN_SPLIT_TILES,
-        BLOCK_S=128,
-        num_warps=1,
     )
+
+
+@functools.cache
+def _plan_launches(
+    decode_queries: int,
+    causal: bool,
+    has_window: bool,
+    has_positions: bool,
+    block_size: int,
+    is_aligned: bool,
+    device: torch.device,
+) -> tuple[KernelLaunch, KernelLaunch]:
+    """One of each for all that the kernels are compiled by."""
+    tiles = {
+        "DECODE_Q": decode_queries,
+        "CAUSAL": causal,
+        "WINDOW": has_window,
+        "POSITIONS": has_positions,
+        "BLOCK_SIZE": block_size,
+        "BLOCK_T": 128,
+    }
+    items = {"DECODE_Q": decode_queries, "CAUSAL": causal, "MIN_TILES": MIN_SPLIT_TILES, "BLOCK_S": 128}
+    return KernelLaunch(tiles, 4, None, is_aligned), KernelLaunch(items, 1, None, is_aligned)
 
 
 def plan_reference(
@@ -271,31 +300,20 @@ def plan_views(plan: torch.Tensor, shape: PlanShape) -> tuple[torch.Tensor, torc
     return info, items, tiles, ranks
 
 
-def check_plan(
-    plan: torch.Tensor,
-    block_tables: torch.Tensor,
-    seq_lens: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    query_positions: torch.Tensor | None,
-    block_size: int,
-    options: PlanOptions,
-    read_values: bool,
-) -> None:
-    """Refuses a plan whose size does not fit the call and, when values may be read, one made for another call.
+def check_plan(call: AttentionCall, options: PlanOptions) -> None:
+    """Refuses a plan that was made for another call; reads values, so on a device it synchronizes.
 
     Raises:
-        TypeError: Not an int32 tensor.
-        ValueError: Another size or device, or made for other lengths, holes, positions, window or mode.
+        ValueError: Made for other lengths, holes, positions, window or mode.
     """
-    shape = PlanShape.of(block_tables, block_size)
-    check_tensor("plan", plan, 1, "[n] from attention_plan", (torch.int32,), block_tables.device)
-    if plan.shape[0] != shape.size or not plan.is_contiguous():
-        raise bad_argument("plan", f"{plan.shape[0]} elements", f"{shape.size}, from attention_plan for these tables")
-    if not read_values or shape.num_seqs == 0:
+    block_size = call.key_cache.shape[1]
+    shape = PlanShape.of(call.block_tables, block_size)
+    if call.plan is None or shape.num_seqs == 0:
         return
-    expected = plan_reference(block_tables, seq_lens, query_start_loc, query_positions, block_size, options, 1)
+    tensors = (call.block_tables, call.seq_lens, call.query_start_loc, call.query_positions)
+    expected = plan_reference(*tensors, block_size, options, 1)
     header = slice(1, 1 + len(options.header()))
-    given = plan.cpu()
+    given = call.plan.cpu()
     if not torch.equal(given[header], expected[header]):
         names = "causal, window, num_sink_tokens, decode_queries, key_begin"
         raise bad_argument("plan", f"{given[header].tolist()}", f"{expected[header].tolist()} ({names} of this call)")

@@ -15,23 +15,14 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from .call import AttentionCall
+
 # 64 MB of float32 scores per slice of the masked path.
 _MAX_SCORES = 1 << 24
 # Shorter sequences are decoded in one padded call: a call of its own costs more than 1024 keys of padding.
 _BATCHED_DECODE_KEYS = 4096
 # Gathers stay this small: larger ones are fresh pages from the system on every call, at several times the copy's cost.
 _GATHER_BYTES = 4 << 20
-
-
-@dataclass(frozen=True)
-class Mask:
-    """The predicate's parameters and the terms added to a score."""
-
-    causal: bool = True
-    window: int = 0
-    num_sink_tokens: int = 0
-    softcap: float = 0.0
-    alibi_slopes: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -76,20 +67,7 @@ def _adjacent(blocks: np.ndarray) -> bool:
     )
 
 
-def attend(
-    query: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    block_tables: torch.Tensor,
-    seq_lens: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    scale: float,
-    mask: Mask,
-    query_positions: torch.Tensor | None = None,
-    sinks: torch.Tensor | None = None,
-    k_scale: torch.Tensor | None = None,
-    v_scale: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def attend(call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of packed queries over block tables.
 
     The query at position p attends to key position t when t <= p (causal; without it and with a window,
@@ -99,21 +77,22 @@ def attend(
         out like query, and lse `[num_tokens, num_heads]` float32: the natural logarithm of the softmax's denominator.
         Rows with nothing to attend to hold 0 and -inf.
     """
+    query = call.query
     out = query.new_zeros(query.shape)
     lse = query.new_full(query.shape[:2], -math.inf, dtype=torch.float32)
-    quantized = key_cache.dtype != query.dtype or value_cache.dtype != query.dtype
-    cache = _Cache(key_cache, value_cache, k_scale, v_scale, torch.float32 if quantized else query.dtype)
+    dtype = query.dtype if call.key_cache.dtype == query.dtype else torch.float32
+    cache = _Cache(call.key_cache, call.value_cache, call.k_scale, call.v_scale, dtype)
     compute_query = query.to(cache.dtype)
-    tables = block_tables.numpy()
-    lens = seq_lens.tolist()
-    starts = query_start_loc.tolist()
-    positions = None if query_positions is None else query_positions.numpy()
+    tables = call.block_tables.numpy()
+    lens = call.seq_lens.tolist()
+    starts = call.query_start_loc.tolist()
+    positions = None if call.query_positions is None else call.query_positions.numpy()
 
     single = np.array([i for i in range(len(lens)) if starts[i + 1] - starts[i] == 1], dtype=np.int64)
     batched = set()
-    plain = mask.softcap == 0 and mask.alibi_slopes is None and mask.window == 0
+    plain = call.softcap == 0 and call.alibi_slopes is None and call.window == 0
     if plain and positions is None and len(single) > 1:
-        batched = _decode_batch(compute_query, out, lse, cache, tables, lens, starts, single, scale)
+        batched = _decode_batch(compute_query, out, lse, cache, tables, lens, starts, single, call.scale)
 
     for i, seq_len in enumerate(lens):
         q_begin, q_end = starts[i], starts[i + 1]
@@ -122,16 +101,16 @@ def attend(
         if positions is None:
             position = seq_len - (q_end - q_begin)
             # A causal query at a negative position sees nothing.
-            begin = max(0, -position) if mask.causal else 0
+            begin = max(0, -position) if call.causal else 0
             runs = [(begin, q_end - q_begin, position + begin)] if q_begin + begin < q_end else []
         else:
             runs = _runs(positions[q_begin:q_end].astype(np.int64))
         for begin, end, position in runs:
             rows = slice(q_begin + begin, q_begin + end)
-            own_out, own_lse = _attend_run(compute_query[rows], cache, tables[i], seq_len, position, scale, mask)
+            own_out, own_lse = _attend_run(compute_query[rows], cache, tables[i], seq_len, position, call)
             out[rows], lse[rows] = own_out, own_lse
-    if sinks is not None:
-        _add_sinks(out, lse, sinks, starts[-1])
+    if call.sinks is not None:
+        _add_sinks(out, lse, call.sinks, starts[-1])
     return out, lse
 
 
@@ -142,24 +121,23 @@ def _runs(positions: np.ndarray) -> list[tuple[int, int, int]]:
 
 
 def _attend_run(
-    query: torch.Tensor, cache: _Cache, table: np.ndarray, seq_len: int, position: int, scale: float, mask: Mask
+    query: torch.Tensor, cache: _Cache, table: np.ndarray, seq_len: int, position: int, call: AttentionCall
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Queries at positions position, position + 1, ... of one sequence."""
     count = query.shape[0]
-    plain = mask.softcap == 0 and mask.alibi_slopes is None
-    if plain and (mask.window == 0 or (mask.causal and position + count <= mask.window)):
-        parts = _plain_parts(query, cache, table, seq_len, position, scale, mask.causal)
+    plain = call.softcap == 0 and call.alibi_slopes is None
+    if plain and (call.window == 0 or (call.causal and position + count <= call.window)):
+        parts = _plain_parts(query, cache, table, seq_len, position, call.scale, call.causal)
         if parts is not None:
             return _merge_parts(parts, query)
     elif plain and count == 1:
-        return _merge_parts(_window_parts(query, cache, table, seq_len, position, scale, mask), query)
-    keys = seq_len if mask.window == 0 else min(seq_len, 2 * mask.window + mask.num_sink_tokens)
+        return _merge_parts(_window_parts(query, cache, table, seq_len, position, call), query)
+    keys = seq_len if call.window == 0 else min(seq_len, 2 * call.window + call.num_sink_tokens)
     step = max(1, min(count, _MAX_SCORES // max(1, keys * query.shape[1])))
-    if mask.window:
-        step = min(step, max(16, mask.window))
+    if call.window:
+        step = min(step, max(16, call.window))
     slices = [
-        _attend_masked(query[b : b + step], cache, table, seq_len, position + b, scale, mask)
-        for b in range(0, count, step)
+        _attend_masked(query[b : b + step], cache, table, seq_len, position + b, call) for b in range(0, count, step)
     ]
     return torch.cat([part[0] for part in slices]), torch.cat([part[1] for part in slices])
 
@@ -187,15 +165,15 @@ def _plain_parts(
 
 
 def _window_parts(
-    query: torch.Tensor, cache: _Cache, table: np.ndarray, seq_len: int, position: int, scale: float, mask: Mask
+    query: torch.Tensor, cache: _Cache, table: np.ndarray, seq_len: int, position: int, call: AttentionCall
 ) -> list[_Part]:
     """One query with a window: its window and its sink tokens."""
-    begin = max(0, position - mask.window + 1)
-    end = min(seq_len, position + 1 if mask.causal else position + mask.window)
-    sink_end = min(mask.num_sink_tokens, begin, end)
+    begin = max(0, position - call.window + 1)
+    end = min(seq_len, position + 1 if call.causal else position + call.window)
+    sink_end = min(call.num_sink_tokens, begin, end)
     return [
-        *_full_parts(query, cache, table, 0, sink_end, scale),
-        *_full_parts(query, cache, table, begin, end, scale),
+        *_full_parts(query, cache, table, 0, sink_end, call.scale),
+        *_full_parts(query, cache, table, begin, end, call.scale),
     ]
 
 
@@ -263,17 +241,17 @@ def _merge_parts(parts: list[_Part], query: torch.Tensor) -> _Part:
 
 
 def _attend_masked(
-    query: torch.Tensor, cache: _Cache, table: np.ndarray, seq_len: int, position: int, scale: float, mask: Mask
+    query: torch.Tensor, cache: _Cache, table: np.ndarray, seq_len: int, position: int, call: AttentionCall
 ) -> _Part:
     """A slice of a run with the predicate as a mask."""
     rows, heads, dim = query.shape
     last = position + rows - 1
-    begin, end = 0, min(seq_len, last + 1) if mask.causal else seq_len
+    begin, end = 0, min(seq_len, last + 1) if call.causal else seq_len
     spans = [(begin, end)]
-    if mask.window:
-        begin = max(0, position - mask.window + 1)
-        end = end if mask.causal else min(end, last + mask.window)
-        spans = [(0, min(mask.num_sink_tokens, begin, end)), (min(begin, end), end)]
+    if call.window:
+        begin = max(0, position - call.window + 1)
+        end = end if call.causal else min(end, last + call.window)
+        spans = [(0, min(call.num_sink_tokens, begin, end)), (min(begin, end), end)]
     pieces = [piece for b, e in spans if (piece := _present(cache, table, b, e)) is not None]
     if not pieces:
         return _merge_parts([], query)
@@ -284,18 +262,18 @@ def _attend_masked(
 
     kv_heads = keys.shape[1]
     q = query.float().transpose(0, 1).reshape(kv_heads, heads // kv_heads * rows, dim)
-    score = torch.matmul(q, keys.permute(1, 2, 0)).view(heads, rows, -1).mul_(scale)
-    if mask.softcap > 0:
-        score = score.div_(mask.softcap).tanh_().mul_(mask.softcap)
-    if mask.alibi_slopes is not None:
-        score += mask.alibi_slopes.float().view(-1, 1, 1) * (t - p)
+    score = torch.matmul(q, keys.permute(1, 2, 0)).view(heads, rows, -1).mul_(call.scale)
+    if call.softcap > 0:
+        score = score.div_(call.softcap).tanh_().mul_(call.softcap)
+    if call.alibi_slopes is not None:
+        score += call.alibi_slopes.float().view(-1, 1, 1) * (t - p)
     dead = torch.zeros(rows, len(t), dtype=torch.bool)
-    if mask.causal:
+    if call.causal:
         dead |= t > p
-    if mask.window:
-        dead |= (t <= p - mask.window) & (t >= mask.num_sink_tokens)
-        if not mask.causal:
-            dead |= t >= p + mask.window
+    if call.window:
+        dead |= (t <= p - call.window) & (t >= call.num_sink_tokens)
+        if not call.causal:
+            dead |= t >= p + call.window
     score.masked_fill_(dead, -math.inf)
     lse = torch.logsumexp(score, -1)
     weight = torch.exp_(score.sub_(lse.masked_fill(lse == -math.inf, 0.0)[..., None]))

@@ -1,0 +1,149 @@
+"""Launches that skip triton's work per launch pass what triton would, to the kernel that triton would choose."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+
+import pytest
+import torch
+
+from pc.triton_ops._attention import launch, plan
+from pc.triton_ops._attention.call import AttentionCall
+from pc.triton_ops._attention.constants import Architecture
+from pc.triton_ops._launcher import MAX_REMEMBERED, remember
+from pc.triton_ops._triton import HAS_TRITON, INTERPRET
+
+write = importlib.import_module("pc.triton_ops.reshape_and_cache")
+
+needs_compiler = pytest.mark.skipif(
+    INTERPRET or not HAS_TRITON or torch.version.hip is not None, reason="compiles for CUDA, so not in the interpreter"
+)
+
+
+class _Driver:
+    """Enough of a triton driver to compile for an H100 and to record what would be launched."""
+
+    def __init__(self):
+        self.launches = []
+        self.launcher_cls = lambda source, metadata: functools.partial(self._launch, source.fn)
+        self.utils = self
+
+    def _launch(self, function, *arguments):
+        # Grid, stream, handle, metadata and hooks come before the kernel's own arguments.
+        self.launches.append((arguments[:3], arguments[4], arguments[-len(function.arg_names) :]))
+
+    def load_binary(self, name, binary, shared, device):
+        return None, binary, 128, 0, 1024
+
+    def get_device_properties(self, device):
+        return {"max_shared_mem": 232_448}
+
+    def get_current_target(self):
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self):
+        return 4242  # triton keeps compiled kernels by device: none of these may reach a real one
+
+    def get_current_stream(self, device):
+        return 0
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """The launches that follow, each as grid, kernel and arguments."""
+    from triton.runtime import driver
+
+    fake, active = _Driver(), driver._active
+    monkeypatch.setattr(launch, "architecture", lambda device: Architecture("sm_90", 132, True))
+    _forget()
+    driver.set_active(fake)
+    yield fake.launches
+    driver._active = active
+    _forget()
+
+
+def _forget():
+    launch.forget_prepared()
+    plan._plan_launches.cache_clear()
+    write._prepared.clear()
+
+
+def _attention_call(misaligned: bool = False, num_seqs: int = 2, head_dim: int = 64) -> AttentionCall:
+    elements = torch.zeros(num_seqs * 8 * head_dim + 8, dtype=torch.float16)[misaligned:]
+    cache = torch.zeros(4, 16, 2, head_dim, dtype=torch.float16)
+    return AttentionCall(
+        elements[: num_seqs * 8 * head_dim].view(num_seqs, 8, head_dim),
+        cache,
+        cache.clone(),
+        torch.zeros(num_seqs, 32, dtype=torch.int32),
+        torch.full((num_seqs,), 512, dtype=torch.int32),
+        torch.arange(num_seqs + 1, dtype=torch.int32),
+        0.125,
+        max_query_len=1,
+    )
+
+
+def _same(one, other) -> bool:
+    """Whether two arguments are the same address or the same value."""
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return one.shape == other.shape and one.dtype == other.dtype
+    return one == other
+
+
+@needs_compiler
+def test_second_launch_is_that_of_triton(launches):
+    """The plan's two kernels, the attention kernel and the merge: first by triton, then without it."""
+    for call in (_attention_call(), _attention_call()):
+        launch.launch_attention(call)
+    first, second = launches[:4], launches[4:]
+    assert len(second) == 4
+    for (grid, kernel, arguments), (again, same_kernel, others) in zip(first, second, strict=True):
+        assert again == grid
+        assert same_kernel is kernel
+        assert len(arguments) == len(others)
+        assert all(map(_same, arguments, others))
+    # The second call's own tensors went in, not those of the first.
+    assert not {t.data_ptr() for t in first[2][2][:3]} & {t.data_ptr() for t in second[2][2][:3]}
+
+
+@needs_compiler
+def test_addresses_that_are_not_aligned_get_another_kernel(launches):
+    for misaligned in (False, True, False, True):
+        launch.launch_attention(_attention_call(misaligned))
+    kernels = [kernel for _, kernel, _ in launches[2::4]]
+    assert kernels[0] is kernels[2]
+    assert kernels[1] is kernels[3]
+    assert kernels[0] is not kernels[1]
+
+
+@needs_compiler
+def test_cache_write_reuses_its_kernel_for_the_same_metadata_only(launches):
+    key = torch.zeros(3, 2, 64, dtype=torch.float16)
+    cache = torch.zeros(4, 16, 2, 64, dtype=torch.float16)
+    slots = torch.arange(3)
+    for rows in (key, key.clone(), key.bfloat16()):
+        caches = cache.to(rows.dtype), cache.to(rows.dtype).clone()
+        write._launch_reshape_and_cache(rows, rows, *caches, slots)
+        assert launches[-1][2][2] is caches[0]
+    kernels = [kernel for _, kernel, _ in launches]
+    assert kernels[0] is kernels[1]
+    assert kernels[0] is not kernels[2]
+
+
+@needs_compiler
+def test_remembered_calls_are_still_refused_a_gradient(launches):
+    call = _attention_call()
+    launch.launch_attention(call)
+    call.query.requires_grad_(True)
+    with pytest.raises(RuntimeError, match="query: got a tensor that requires grad"):
+        launch.launch_attention(call)
+
+
+def test_memory_of_signatures_is_bounded():
+    memory = {}
+    for signature in range(MAX_REMEMBERED + 1):
+        assert remember(memory, signature, -signature) == -signature
+    assert memory == {MAX_REMEMBERED: -MAX_REMEMBERED}
