@@ -1,12 +1,18 @@
-"""Fixtures for operators that move bytes: random bits of any dtype, caches of odd strides, bitwise comparison."""
+"""Guarded memory for kernels; for operators that move bytes: random bits, caches of odd strides, bitwise comparison."""
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 import torch
+
+from pc.triton_ops._triton import INTERPRET
+
+if INTERPRET:
+    from guarded import guarded_memory
 
 LAYOUTS = ("contiguous", "padded_features", "padded_blocks", "head_major", "every_second", "offset", "permuted")
 
@@ -36,6 +42,13 @@ def _strided(layout: str, shape: Sequence[int], dtype: torch.dtype, device: torc
     assert layout == "permuted"
     order = list(range(len(shape)))[::-1]
     return _random_bits([shape[axis] for axis in order], dtype, device).permute(order)
+
+
+@pytest.fixture(autouse=True)
+def _guarded_memory() -> Iterator[None]:
+    """In the interpreter every access of a kernel is checked, and the programs of a launch run in a random order."""
+    with guarded_memory(0) if INTERPRET else contextlib.nullcontext():
+        yield
 
 
 @pytest.fixture(params=LAYOUTS)

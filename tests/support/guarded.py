@@ -1,0 +1,212 @@
+"""A memory checker for kernels in triton's interpreter: what lies outside of a tensor, and races between programs.
+
+A kernel sees made-up addresses, terabytes apart for every argument, so that an access is found that strays from the
+tensor whose pointer it was computed from, however far it goes. Each load, store and atomic is checked lane by lane
+against the tensor's elements (the gaps of a strided view are none of them) and then carried out at the real address.
+Lanes that are masked off are not looked at. Programs of a launch have no order: whatever one of them writes no other
+may read or write, and no lane of a store may write where another lane of it does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from triton.runtime import interpreter
+
+_SHIFT = 44
+_MASKABLE = 1 << 26
+_MANY = -1
+
+Addresses = npt.NDArray[np.uint64]
+Offsets = npt.NDArray[np.int64]
+
+
+class AccessError(Exception):
+    """A kernel touched what it must not; says which kernel, program, tensor and offset."""
+
+
+class _Shadow:
+    """Which program (its number plus one, or _MANY) wrote and read the bytes at which accesses to a storage begin."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self.writer, self.reader = (np.zeros(num_bytes, np.int32) for _ in range(2))
+
+
+class _Argument:
+    """A tensor argument of a launch: its made-up address, its real one, and which of its bytes are elements."""
+
+    def __init__(self, tensor: torch.Tensor, number: int) -> None:
+        real = tensor.data_ptr()
+        self.fake = (number << _SHIFT) + (1 << (_SHIFT - 1)) + real % 4096
+        self.shift = np.array((real - self.fake) % 2**64, np.uint64)
+        self.storage, self.tensor = tensor.untyped_storage(), tensor
+        self.in_storage = real - self.storage.data_ptr()
+        self.itemsize = tensor.itemsize
+        reach = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+        self.num_bytes = reach * self.itemsize if tensor.numel() else 0
+        self.elements: npt.NDArray[np.bool_] | None = None
+        if tensor.numel() and tensor.numel() != reach <= _MASKABLE:
+            self.elements = np.zeros(reach, np.bool_)
+            np.lib.stride_tricks.as_strided(self.elements, tensor.shape, tensor.stride())[...] = True
+
+    def __str__(self) -> str:
+        dtype = str(self.tensor.dtype).removeprefix("torch.")
+        return f"{dtype} {list(self.tensor.shape)} with strides {list(self.tensor.stride())}"
+
+    def outside(self, offsets: Offsets, width: int) -> npt.NDArray[np.bool_] | None:
+        """Which byte offsets lie outside, or None where none does."""
+        if offsets.min() < 0 or offsets.max() + width > self.num_bytes:
+            return (offsets < 0) | (offsets + width > self.num_bytes)
+        if self.elements is not None:
+            last = (offsets + (width - 1)) // self.itemsize
+            within = self.elements[offsets // self.itemsize] & self.elements[last]
+            return None if within.all() else ~within
+        return None
+
+
+class _Launch:
+    """One launch of a kernel: its arguments, the program that runs, and who touched what."""
+
+    def __init__(self, kernel: str) -> None:
+        self.kernel, self.program, self.grid_index = kernel, 0, (0, 0, 0)
+        self.arguments: list[_Argument] = []
+        self.shadows: dict[int, _Shadow] = {}
+
+    def add(self, tensor: torch.Tensor) -> int:
+        argument = _Argument(tensor, len(self.arguments) + 1)
+        self.arguments.append(argument)
+        return argument.fake
+
+    def fault(self, what: str, argument: _Argument | None, offsets: Offsets) -> AccessError:
+        place = f"at bytes {sorted(set(offsets.tolist()))[:4]} of {argument}" if argument else "outside of every tensor"
+        return AccessError(f"{self.kernel}, program {self.grid_index}: {what} {place}")
+
+    def real(self, pointers: Addresses, mask: npt.NDArray[np.bool_], width: int, kind: str) -> Addresses:
+        """Real addresses of pointers, of which `mask` are used; raises AccessError."""
+        used = pointers[np.broadcast_to(mask, pointers.shape)]
+        if not used.size:
+            return pointers
+        number = int(used[0]) >> _SHIFT
+        if not 1 <= number <= len(self.arguments):
+            raise self.fault(kind, None, used.astype(np.int64))
+        argument = self.arguments[number - 1]
+        offsets = (used - np.uint64(argument.fake)).view(np.int64)
+        outside = argument.outside(offsets, width)
+        if outside is not None:
+            raise self.fault(kind, argument, offsets[outside])
+        self._order(argument, offsets, kind)
+        return pointers + argument.shift
+
+    def _order(self, argument: _Argument, offsets: Offsets, kind: str) -> None:
+        key = argument.storage.data_ptr()
+        shadow = self.shadows.get(key)
+        if shadow is None:
+            shadow = self.shadows[key] = _Shadow(argument.storage.nbytes())
+        at, me = offsets + argument.in_storage, self.program + 1
+        written = shadow.writer[at]
+        if kind == "load":
+            other = (written != 0) & (written != me)
+            if other.any():
+                raise self.fault("load of what another program writes", argument, offsets[other])
+            read = shadow.reader[at]
+            shadow.reader[at] = np.where((read == 0) | (read == me), me, _MANY)
+            return
+        if kind == "store":
+            read = shadow.reader[at]
+            other = ((written != 0) & (written != me)) | ((read != 0) & (read != me))
+            if other.any():
+                raise self.fault("store to what another program reads or writes", argument, offsets[other])
+            if len(at) > 1 and len(np.unique(at)) < len(at):
+                raise self.fault("store of two lanes to one place", argument, offsets)
+            shadow.writer[at] = me
+
+
+@contextlib.contextmanager
+def guarded_memory(seed: int | None = None) -> Iterator[None]:
+    """Within it every kernel launched in the interpreter is checked; raises AccessError, as InterpreterError's cause.
+
+    Args:
+        seed: Programs of a launch run in a random order drawn from it; None: in the order of the grid.
+    """
+    builder, executor = interpreter.InterpreterBuilder, interpreter.GridExecutor
+    before = {
+        (owner, name): getattr(owner, name)
+        for owner, name in (
+            (interpreter, "_implicit_cvt"),
+            (executor, "__call__"),
+            (builder, "set_grid_dim"),
+            (builder, "set_grid_idx"),
+            (builder, "create_masked_load"),
+            (builder, "create_masked_store"),
+            (builder, "create_atomic_rmw"),
+            (builder, "create_atomic_cas"),
+        )
+    }
+    convert, call, set_dim, set_index, load, store, rmw, cas = before.values()
+    rng = None if seed is None else random.Random(seed)
+    launch = _Launch("none")
+    order: list[int] = []
+
+    def guarded_call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        nonlocal launch
+        launch = _Launch(self.fn.__name__)
+        return call(self, *args, **kwargs)
+
+    def guarded_convert(arg: Any) -> Any:
+        value = convert(arg)
+        if hasattr(arg, "data_ptr"):
+            value.handle.data = np.array([launch.add(interpreter._unwrap_tensor(arg))], np.uint64)
+        return value
+
+    def guarded_dim(self: Any, *dims: int) -> None:
+        set_dim(self, *dims)
+        order[:] = range(dims[0] * dims[1] * dims[2])
+        if rng is not None:
+            rng.shuffle(order)
+
+    def guarded_index(self: Any, x: int, y: int, z: int) -> None:
+        _, ny, nz = self.grid_dim
+        launch.program = order[(x * ny + y) * nz + z]
+        launch.grid_index = (launch.program // (ny * nz), launch.program // nz % ny, launch.program % nz)
+        set_index(self, *launch.grid_index)
+
+    def at(pointers: Any, mask: Any, kind: str) -> Any:
+        width = max(1, pointers.get_element_ty().primitive_bitwidth // 8)
+        real = launch.real(pointers.data, mask, width, kind)
+        return interpreter.TensorHandle(real, pointers.dtype)
+
+    def guarded_load(self: Any, pointers: Any, mask: Any, *rest: Any, **named: Any) -> Any:
+        return load(self, at(pointers, mask.data, "load"), mask, *rest, **named)
+
+    def guarded_store(self: Any, pointers: Any, value: Any, mask: Any, *rest: Any, **named: Any) -> Any:
+        return store(self, at(pointers, mask.data, "store"), value, mask, *rest, **named)
+
+    def guarded_rmw(self: Any, op: Any, pointers: Any, value: Any, mask: Any, *rest: Any) -> Any:
+        return rmw(self, op, at(pointers, mask.data, "atomic"), value, mask, *rest)
+
+    def guarded_cas(self: Any, pointers: Any, *rest: Any) -> Any:
+        return cas(self, at(pointers, np.True_, "atomic"), *rest)
+
+    after = (
+        guarded_convert,
+        guarded_call,
+        guarded_dim,
+        guarded_index,
+        guarded_load,
+        guarded_store,
+        guarded_rmw,
+        guarded_cas,
+    )
+    for (owner, name), function in zip(before, after, strict=True):
+        setattr(owner, name, function)
+    try:
+        yield
+    finally:
+        for (owner, name), function in before.items():
+            setattr(owner, name, function)
