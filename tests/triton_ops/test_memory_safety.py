@@ -72,7 +72,7 @@ def _tight(tables: torch.Tensor, columns: int) -> torch.Tensor:
 
 def _last_block_in_use(batch: Batch) -> None:
     """Makes the first block of the first sequence the last one of the caches."""
-    if batch.block_tables.numel() and batch.block_tables[0, 0] >= 0:
+    if max(batch.case.lens[:1], default=0) and batch.block_tables[0, 0] >= 0:
         last, first = batch.key_cache.shape[0] - 1, int(batch.block_tables[0, 0])
         batch.block_tables[batch.block_tables == last] = first
         batch.block_tables[0, 0] = last
