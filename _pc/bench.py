@@ -12,12 +12,13 @@ PACKAGE = "pc_benchmarks"  # a name that no distribution has, where `benchmarks`
 
 
 def find_checkout() -> Path:
-    """The repository this package runs from, or the current folder where that is one.
+    """The repository this package runs from, or that of the current folder, or of the script that runs.
 
     Raises:
         FileNotFoundError: Neither has the benchmarks.
     """
-    for root in (Path(__file__).resolve().parent.parent, Path.cwd()):
+    # The last is where a script of benchmarks/ lies that is run from elsewhere.
+    for root in (Path(__file__).resolve().parent.parent, Path.cwd(), Path(sys.argv[0]).resolve().parent.parent):
         if (root / "benchmarks" / "registry.py").exists():
             return root
     raise FileNotFoundError(
@@ -73,6 +74,9 @@ def run_bench(
 
     console = Console()
     kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if kind not in ("cpu", "cuda"):
+        console.print(f"--device: got {kind!r}, needs cpu or cuda", style="red")
+        return 2
     try:
         load_benchmarks()
         registry, runner, plug = (importlib.import_module(f"{PACKAGE}.{m}") for m in ("registry", "runner", "peers"))
@@ -87,6 +91,10 @@ def run_bench(
         torch.set_num_threads(threads)
     if peers is not None:
         plug.add_peers(peers)
+    missing = _nothing_matches(benchmarks, kind, quick, case, provider)
+    if missing:
+        console.print(missing, style="red")
+        return 2
     total = sum(len(benchmark.of(kind, quick, case)) for benchmark in benchmarks)
     rows: dict[str, list[Any]] = {}
     with Progress(
@@ -106,8 +114,19 @@ def run_bench(
             return 1
     for op, found in rows.items():
         console.print(_table(op, found))
-    console.print(f"Rows with all conditions: {output}/<device>/<op>.csv")
+    console.print(f"Rows with all conditions: {runner.results_path(output, kind, '*')}")
     return 0
+
+
+def _nothing_matches(benchmarks: list[Any], kind: str, quick: bool, case: str, provider: str | None) -> str:
+    """What a filter got and what it needs, where it leaves nothing to measure; else empty."""
+    cases = [c.name for benchmark in benchmarks for c in benchmark.of(kind, quick)]
+    if not any(case in name for name in cases):
+        return f"--case: got {case!r}, needs a part of one of: {'; '.join(dict.fromkeys(cases))}"
+    providers = [p.name for benchmark in benchmarks for p in benchmark.providers if p.device in (None, kind)]
+    if provider and not any(provider in name for name in providers):
+        return f"--provider: got {provider!r}, needs a part of one of: {'; '.join(dict.fromkeys(providers))}"
+    return ""
 
 
 def _table(op: str, rows: list[dict[str, str]]) -> Any:

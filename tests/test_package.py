@@ -53,6 +53,34 @@ def test_command_line_names_what_it_lacks() -> None:
     assert "pc-kernels[demo]" in done.stderr
 
 
+def test_the_adapter_names_what_it_lacks() -> None:
+    code = "import sys; sys.modules['transformers'] = None; import pc.integrations.huggingface"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert "pc-kernels[hf]" in done.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["demo", "--device", "gpu"], "--device: got 'gpu', needs cpu or cuda"),
+        (["demo", "--dtype", "int"], "--dtype: got 'int', needs float32"),
+        (["demo", "--block-size", "7"], "block_size: got 7, needs a power of two"),
+        (["demo", "--output", "/proc/none"], "/proc/none"),
+        (["bench", "--device", "gpu"], "--device: got 'gpu', needs cpu or cuda"),
+        (["bench", "copy_blocks", "--quick", "--device", "cpu", "--case", "one"], "--case: got 'one', needs a part of"),
+        (["bench", "copy_blocks", "--device", "cpu", "--provider", "vLLM"], "--provider: got 'vLLM', needs a part of"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_what_a_command_cannot_do_is_said_in_a_line(arguments: list[str], said: str) -> None:
+    testing = pytest.importorskip("typer.testing")
+    from pc.cli import app
+
+    done = testing.CliRunner().invoke(app, arguments, env={"COLUMNS": "300"})
+    assert done.exit_code == 2, done.output
+    assert said in done.output
+
+
 def test_every_package_is_listed() -> None:
     tomllib = pytest.importorskip("tomllib")
     with (ROOT / "pyproject.toml").open("rb") as file:

@@ -100,6 +100,24 @@ def compare_tokens(reference: list[int], got: list[int], logits: Callable[[int],
     return f"NO, from token {at}", False
 
 
+def _choose(device_name: str | None, dtype_name: str | None) -> tuple[torch.device, torch.dtype]:
+    """Device and dtype, from their names or by what is there.
+
+    Raises:
+        ValueError: There is no such device or dtype.
+    """
+    kind = device_name or ("cuda" if torch.cuda.is_available() else "cpu")
+    if kind.split(":")[0] not in ("cpu", "cuda"):
+        raise ValueError(f"--device: got {kind!r}, needs cpu or cuda")
+    device = torch.device(kind)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"--device: got {kind!r}, but this machine has no GPU that PyTorch can use")
+    name = dtype_name or ("float32" if device.type == "cpu" else "bfloat16")
+    if name not in ("float32", "bfloat16", "float16"):
+        raise ValueError(f"--dtype: got {name!r}, needs float32, bfloat16 or float16")
+    return device, getattr(torch, name)
+
+
 def run_demo(
     model_name: str | None,
     device_name: str | None,
@@ -109,12 +127,17 @@ def run_demo(
     output: Path,
 ) -> int:
     """Runs both workloads, prints the tables and saves CSV and plot into `output`; the process's exit code."""
-    from ..integrations.huggingface import enable_prefix_caching
-
     console = Console()
-    device = torch.device(device_name or ("cuda" if torch.cuda.is_available() else "cpu"))
-    dtype = getattr(torch, dtype_name) if dtype_name else torch.float32 if device.type == "cpu" else torch.bfloat16
-    model, tokenizer = load_model(model_name, device, dtype)
+    try:
+        from ..integrations.huggingface import enable_prefix_caching
+
+        device, dtype = _choose(device_name, dtype_name)
+        output.mkdir(parents=True, exist_ok=True)
+        model, tokenizer = load_model(model_name, device, dtype)
+        handle = enable_prefix_caching(model, block_size=block_size)
+    except (ImportError, OSError, ValueError) as error:
+        console.print(str(error), style="red", markup=False)
+        return 2
     parameters = sum(p.numel() for p in model.parameters()) / 1e6
     name = model_name or "a Llama with untrained, random weights (its answers mean nothing, its work is real)"
     console.print(f"Model: {name}, {parameters:.1f} M parameters, {str(dtype).removeprefix('torch.')} on {device}")
@@ -124,12 +147,8 @@ def run_demo(
     plain = type(model).generate
     options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "pad_token_id": tokenizer.pad_token_id}
     measurements: list[Measurement] = []
-    with (
-        enable_prefix_caching(model, block_size=block_size) as handle,
-        Progress(
-            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=console
-        ) as progress,
-    ):
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    with handle, Progress(*columns, console=console) as progress:
         if handle.unsupported:
             console.print(f"[red]{handle.unsupported}[/red]")
             return 1
@@ -167,10 +186,14 @@ def run_demo(
         progress.update(task, description="done")
 
     print_tables(console, measurements)
-    output.mkdir(parents=True, exist_ok=True)
     save_csv(output / "demo.csv", measurements, name=model_name or "llama-25m-untrained", dtype=dtype, device=device)
-    save_plot(output / "demo.png", measurements, f"{parameters:.0f} M parameters, {dtype} on {device.type}")
-    console.print(f"\nSaved {output / 'demo.csv'} and {output / 'demo.png'}")
+    saved = f"{output / 'demo.csv'}"
+    try:
+        save_plot(output / "demo.png", measurements, f"{parameters:.0f} M parameters, {dtype} on {device.type}")
+        saved += f" and {output / 'demo.png'}"
+    except ModuleNotFoundError as error:
+        saved += f"; the plot needs {error.name}: pip install 'pc-kernels[demo]'"
+    console.print(f"\nSaved {saved}", markup=False)
     different = [m for m in measurements if not m.ok]
     if different:
         console.print(f"[red]{len(different)} of {len(measurements)} answers differ with the cache[/red]")

@@ -14,6 +14,13 @@ and slots, `_paged` writes and reads the blocks inside the model's layers, `_han
 
 from __future__ import annotations
 
+try:
+    import transformers  # noqa: F401
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        f"pc.integrations.huggingface needs {error.name}: pip install 'pc-kernels[hf]'", name=error.name
+    ) from error
+
 from ._handle import PrefixCaching, RequestReport, enable_prefix_caching
 
 __all__ = ["PrefixCaching", "RequestReport", "enable_prefix_caching"]
