@@ -239,7 +239,7 @@ class AttentionInputs:
             positions = torch.from_numpy(np.concatenate([case.positions(i) for i in _indices(case)])).int().to(device)
         scale = None
         if case.cache_dtype:
-            scale = torch.full((1,), 1 / 32 if case.cache_dtype == "int8" else 1.0, device=device)
+            scale = torch.full((1,), 1 / 32 if case.cache_dtype == "int8" else 0.5, device=device)
         starts = torch.tensor([0, *np.cumsum(case.q_lens).tolist()], dtype=torch.int32, device=device)
         lens = torch.tensor(case.seq_lens, dtype=torch.int32, device=device)
         return AttentionCall(

@@ -60,13 +60,18 @@ def run_flashinfer(call: AttentionCall) -> Run:
     if layout == "HND":
         cache = (call.key_cache.transpose(1, 2), call.value_cache.transpose(1, 2))
     sizes = (*case.heads, case.head_dim, case.block_size)
+    scales = {}
+    if call.k_scale is not None and call.v_scale is not None:
+        scales = {"k_scale": float(call.k_scale), "v_scale": float(call.v_scale)}
     if max(case.q_lens) == 1:
-        wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, layout, use_tensor_cores=True)
+        # As serving engines choose: tensor cores pay once a few query heads share a KV head.
+        grouped = case.heads[0] // case.heads[1] >= 4
+        wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, layout, use_tensor_cores=grouped)
         wrapper.plan(indptr, indices, last, *sizes, **common)
     else:
         wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, layout)
         wrapper.plan(call.query_start_loc.cpu(), indptr, indices, last, *sizes, causal=True, **common)
-    return lambda: wrapper.run(call.query, cache)
+    return lambda: wrapper.run(call.query, cache, **scales)
 
 
 def _workspace(device: torch.device) -> torch.Tensor:
@@ -80,6 +85,8 @@ def run_flash_attn_4(call: AttentionCall) -> Run:
 
     refuse_beyond_dense(call, "flash-attn-4")
     case = call.case
+    # It splits long sequences where it is told to choose (0), and can on these architectures only.
+    num_splits = 0 if torch.cuda.get_device_capability()[0] in (10, 11) else 1
     return lambda: flash_attn_varlen_func(
         call.query,
         call.key_cache,
@@ -92,13 +99,15 @@ def run_flash_attn_4(call: AttentionCall) -> Run:
         softmax_scale=call.scale,
         causal=True,
         window_size=(case.window - 1, 0) if case.window else (None, None),
-        learnable_sink=None if call.sinks is None else call.sinks.to(torch.bfloat16),
+        learnable_sink=call.sinks,
+        num_splits=num_splits,
     )
 
 
 def run_vllm_triton(call: AttentionCall) -> Run:
     """The Triton kernel of vLLM, with the scratch and thresholds of its backend."""
     from vllm.v1.attention.ops.triton_unified_attention import unified_attention
+    from vllm.v1.kv_cache_interface import KVQuantMode
 
     refuse_beyond_dense(call, "vLLM's unified_attention", quantized=True)
     case, device, heads = call.case, call.query.device, call.case.heads
@@ -113,9 +122,10 @@ def run_vllm_triton(call: AttentionCall) -> Run:
         empty(rows, heads[0], segments),
         empty(rows, heads[0], segments),
     )
-    descale = None
-    if call.k_scale is not None:
-        descale = call.k_scale.expand(len(case.seq_lens), heads[1])
+    scales = {}
+    if call.k_scale is not None and call.v_scale is not None:
+        shape = (len(case.seq_lens), heads[1])
+        scales = {"k_descale": call.k_scale.expand(shape), "v_descale": call.v_scale.expand(shape)}
 
     def run() -> torch.Tensor:
         out = torch.empty_like(call.query)
@@ -134,8 +144,9 @@ def run_vllm_triton(call: AttentionCall) -> Run:
             block_table=call.block_tables,
             softcap=0,
             q_descale=None,
-            k_descale=descale,
-            v_descale=descale,
+            k_descale=scales.get("k_descale"),
+            v_descale=scales.get("v_descale"),
+            kv_quant_mode=KVQuantMode.FP8_PER_TENSOR if scales else KVQuantMode.NONE,
             seq_threshold_3D=threshold,
             num_par_softmax_segments=segments,
             softmax_segm_output=scratch[0],
@@ -151,9 +162,25 @@ def run_vllm_triton(call: AttentionCall) -> Run:
 def vllm_version() -> str:
     """Of vLLM, whose attention operators are plain Triton and are imported from an unpacked wheel."""
     found = version("vllm")
-    # Compiled extensions and models are not needed for its Triton kernels, and may be missing.
-    for name in ("vllm._C", "vllm._moe_C", "vllm._rocm_C"):
-        sys.modules.setdefault(name, types.ModuleType(name))
-    import vllm.triton_utils  # noqa: F401
+    if "vllm" not in sys.modules:
+        for name, contents in _vllm_stand_ins().items():
+            module = types.ModuleType(name)
+            vars(module).update(contents)
+            sys.modules.setdefault(name, module)
+        cudnn = torch.backends.cuda.cudnn_sdp_enabled()
+        import vllm.triton_utils  # noqa: F401
 
+        torch.backends.cuda.enable_cudnn_sdp(cudnn)  # importing it turns this off for everyone
     return found
+
+
+def _vllm_stand_ins() -> dict[str, dict[str, Any]]:
+    """Modules its Triton kernels hardly need: extensions that may not load, configuration that needs pydantic."""
+    extensions = ("_C", "_C_stable_libtorch", "_moe_C", "_moe_C_stable_libtorch", "_rocm_C")
+    limits = torch.finfo(torch.float8_e4m3fn)
+    quantization = {"FP8_DTYPE": torch.float8_e4m3fn, "get_fp8_min_max": lambda: (limits.min, limits.max)}
+    return {
+        **{f"vllm.{name}": {} for name in extensions},
+        "vllm.model_executor.layers.quantization.utils.quant_utils": quantization,
+        "vllm.config.cache": {"get_kv_cache_dtype_handler": lambda name: None},
+    }

@@ -7,6 +7,7 @@ tables) is prepared outside the timing, for all alike.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -213,6 +214,8 @@ def _varlen(call: AttentionCall) -> Run:
     from torch.nn.attention.varlen import varlen_attn
 
     refuse_beyond_dense(call, "varlen_attn")
+    if "block_table" not in inspect.signature(varlen_attn).parameters:
+        raise UnsupportedError("varlen_attn has no block table before torch 2.12")
     case = call.case
     if case.sinks:
         raise UnsupportedError("attention sinks")
