@@ -52,6 +52,7 @@ TARGETS = {
     "gfx942": (GPUTarget("hip", "gfx942", 64), Architecture("gfx942", 304, False), 65_536),
 }
 DESCRIPTOR_TARGETS = frozenset({"sm_90", "sm_100"})
+SPECIALIZED_TARGETS = frozenset({"sm_90"})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,10 +129,12 @@ def attention_case(
     options: bool = False,
     batch_invariant: bool = False,
     descriptors: bool = False,
+    specialized: bool = False,
 ) -> None:
     """One attention call on small tensors."""
-    if descriptors:
-        with mock.patch.object(constants, "DESCRIPTOR_ARCHITECTURES", DESCRIPTOR_TARGETS):
+    if descriptors or specialized:
+        name = "DESCRIPTOR_ARCHITECTURES" if descriptors else "SPECIALIZED_ARCHITECTURES"
+        with mock.patch.object(constants, name, DESCRIPTOR_TARGETS if descriptors else SPECIALIZED_TARGETS):
             return attention_case(dtype, cache_dtype, head_dim, heads, block_size, q_len, window)
     num_seqs, max_blocks = 2, 4096 // block_size
     num_tokens = num_seqs * q_len
@@ -265,6 +268,16 @@ CASES: dict[str, Callable[[], None]] = {
     "descriptors prefill bf16 d80 g1": lambda: attention_case(
         head_dim=80, heads=(32, 32), block_size=64, q_len=512, descriptors=True
     ),
+    "specialized prefill bf16 d64 g8": lambda: attention_case(
+        head_dim=64, heads=(64, 8), block_size=64, q_len=512, specialized=True
+    ),
+    "specialized prefill bf16 d128 g4": lambda: attention_case(block_size=64, q_len=512, specialized=True),
+    "specialized prefill bf16 d128 g4 window": lambda: attention_case(
+        block_size=64, q_len=512, window=128, specialized=True
+    ),
+    "specialized prefill bf16 d256 g8": lambda: attention_case(
+        head_dim=256, heads=(32, 4), block_size=64, q_len=512, specialized=True
+    ),
     "write bf16 d128": write_case,
     "write bf16 d80": lambda: write_case(head_dim=80),
     "write bf16 d128 e4m3": lambda: write_case(_E4M3),
@@ -344,6 +357,7 @@ def _nvidia(compiled: Any) -> dict[str, Any]:
     assert match, usage
     ptx = compiled.asm["ptx"]
     names = {"wgmma": "wgmma.mma_async", "tcgen05": "tcgen05.mma", "mma": "mma.sync", "tma": "cp.async.bulk.tensor"}
+    names["warps"] = "setmaxnreg"  # registers go from warps that fetch to warps that multiply
     loads = [int(n) for n in re.findall(r"cp\.async\.c[ag]\.shared\.global \[[^]]*\], \[[^]]*\], 0x([0-9a-f]+)", ptx)]
     loads = [int(str(n), 16) for n in loads]
     widths = re.findall(r"ld\.global(?:\.\w+::\w+)*(?:\.L\d::\w+)*(?:\.v(\d))?\.[bfu](\d+)", ptx)
@@ -375,6 +389,10 @@ def measure(case: str, target: str) -> Iterator[Row]:
         note = "n/a: the target has no tensor memory accelerator; it reads through pointers"
         yield Row(triton.__version__, target, case, "attention", note=note)
         return
+    if case.startswith("specialized") and target not in SPECIALIZED_TARGETS:
+        note = "n/a: the compiler specializes the warps of this kernel for Hopper only"
+        yield Row(triton.__version__, target, case, "specialized_attention", note=note)
+        return
     with recorded(arch) as launches:
         CASES[case]()
     for entry in launches:
@@ -383,6 +401,8 @@ def measure(case: str, target: str) -> Iterator[Row]:
         if name in ("plan_tiles", "plan_items", "merge_splits") and case != MERGED_CASE:
             continue
         if entry.arguments.get("DECODE") and "prefill" in case:
+            continue
+        if case.startswith("specialized") and name != "specialized_attention":
             continue
         row = Row(triton.__version__, target, case, name)
         compiled = compile_launch(entry, gpu)
@@ -411,6 +431,8 @@ def complaints(row: Row) -> list[str]:
         found.append("no matrix instruction")
     if row.kernel == "attention" and row.load_bytes != 16 and "tma" not in row.matrix:
         found.append(f"loads of {row.load_bytes} bytes")
+    if row.kernel == "specialized_attention" and row.matrix != "wgmma tma warps":
+        found.append("no specialized warps")
     if row.kernel == "move_rows" and "KiB" in row.case and row.load_bytes != 16:
         found.append(f"loads of {row.load_bytes} bytes")
     return found

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 import pytest
 import torch
 
+from pc.triton_ops._attention.launch import forget_prepared
 from pc.triton_ops._triton import INTERPRET
 
 if INTERPRET:
@@ -49,6 +50,14 @@ def _guarded_memory() -> Iterator[None]:
     """In the interpreter every access of a kernel is checked, and the programs of a launch run in a random order."""
     with guarded_memory(0) if INTERPRET else contextlib.nullcontext():
         yield
+
+
+@pytest.fixture(autouse=True)
+def _forget_prepared() -> Iterator[None]:
+    """What a test changes about launches holds for its own calls, all of them, and for no other's."""
+    forget_prepared()
+    yield
+    forget_prepared()
 
 
 @pytest.fixture(params=LAYOUTS)

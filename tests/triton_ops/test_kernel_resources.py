@@ -16,7 +16,7 @@ from pc.triton_ops._triton import HAS_TRITON, INTERPRET
 
 ROOT = Path(__file__).resolve().parents[2]
 CASES = ["decode bf16 d128 g4", "prefill bf16 d128 g4", "prefill bf16 d128 g4 positions window", "write bf16 d128 e4m3"]
-OTHER_CASES = ["decode bf16 d128 g4", "prefill bf16 d128 g4"]
+OTHER_CASES = ["decode bf16 d128 g4", "prefill bf16 d128 g4", "specialized prefill bf16 d128 g4"]
 
 pytestmark = pytest.mark.skipif(
     INTERPRET or not HAS_TRITON, reason="compiles, so it needs triton without its interpreter"

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import itertools
 import math
 
 import numpy as np
@@ -225,6 +228,75 @@ def test_tensor_descriptors(case, device, monkeypatch):
     if name not in ("interpreter", "sm_90", "sm_100"):
         pytest.skip("no tensor memory accelerator")
     monkeypatch.setattr(constants, "DESCRIPTOR_ARCHITECTURES", frozenset({name}))
+    batch = build(case).to(device)
+    check(build(case), *pc.paged_attention_with_lse(*batch.tensors, batch.scale, **batch.options))
+
+
+SPECIALIZED = [
+    Case(lens=(210, 90), queries=(210, 1), heads=(2, 1), block_size=64, dtype=F16),
+    Case(lens=(330, 64, 130), queries=(150, 64, 130), heads=(1, 1), block_size=128, dtype=F16),
+    Case(
+        lens=(256, 200), queries=(256, 130), heads=(2, 1), block_size=64, dtype=BF16, holes=0.4, sinks=True, padding=3
+    ),
+    Case(lens=(400,), queries=(290,), heads=(2, 2), block_size=64, dtype=F16, window=70, num_sink_tokens=3),
+    Case(lens=(100, 130), queries=(140, 70), heads=(1, 1), block_size=64, dtype=F16, head_dim=256, head_major=True),
+]
+CAUSAL_ONLY = Case(lens=(130,), queries=(130,), heads=(2, 1), block_size=64, dtype=F16)
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("case", SPECIALIZED, ids=str)
+def test_specialized_warps(case, device, monkeypatch):
+    """The prefill of Hopper with specialized warps, off until it has been measured."""
+    from pc.triton_ops._attention import constants, launch
+
+    name = constants.architecture(device).name
+    if name not in ("interpreter", "sm_90"):
+        pytest.skip("not Hopper")
+    monkeypatch.setattr(constants, "SPECIALIZED_ARCHITECTURES", frozenset({name}))
+    batch = build(case).to(device)
+    operator = functools.partial(pc.paged_attention_with_lse, *batch.tensors, batch.scale, **batch.options)
+    if case.window:
+        extent = {"window": case.window, "num_sink_tokens": case.num_sink_tokens}
+        operator = functools.partial(
+            pc.sliding_window_attention_with_lse, *batch.tensors, batch.scale, **extent, **batch.options
+        )
+    check(build(case), *operator())
+
+    class Nothing:
+        def __getitem__(self, grid):
+            return lambda *args, **kwargs: None
+
+    # Its queries are left out by the other kernel: without it they stay as `torch.empty` gave them.
+    monkeypatch.setattr(launch, "_specialized_attention_kernel", Nothing())
+    rows = 64 if case.head_dim > 128 else 128
+    left_out = torch.zeros(len(batch.query), dtype=torch.bool)
+    for start, q_len, length in zip(itertools.accumulate((0, *case.queries)), case.queries, case.lens, strict=False):
+        whole = min(q_len, length // 64 * 64 - (length - q_len)) // rows * rows
+        left_out[start : start + whole] = True
+    assert left_out.any()
+    assert torch.equal(operator()[0].isnan().all(-1).all(-1).cpu(), left_out)
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"block_size": 32},
+        {"dtype": torch.float32},
+        {"softcap": 5.0},
+        {"causal": False},
+        {"heads": (3, 1)},
+        {"batch_invariant": True},
+    ],
+    ids=str,
+)
+def test_what_specialized_warps_cannot_do(change, device, monkeypatch):
+    from pc.triton_ops._attention import constants, launch
+
+    case = dataclasses.replace(CAUSAL_ONLY, **change)
+    monkeypatch.setattr(constants, "SPECIALIZED_ARCHITECTURES", frozenset({constants.architecture(device).name}))
+    monkeypatch.setattr(launch, "_specialized_attention_kernel", None)
     batch = build(case).to(device)
     check(build(case), *pc.paged_attention_with_lse(*batch.tensors, batch.scale, **batch.options))
 

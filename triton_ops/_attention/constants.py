@@ -13,12 +13,20 @@ from dataclasses import dataclass
 import torch
 
 from .._triton import INTERPRET
+from .layout import TILE_KEYS
 
 DESCRIPTOR_ARCHITECTURES: frozenset[str] = frozenset()
 """Where keys and values are read through tensor descriptors when blocks have at least as many slots as a key tile.
 
 Right and free of spills on sm_90 and sm_100 as far as that can be told without one; none is listed until it has been
 measured to be faster. On sm_80 and gfx942 descriptors become slow pointer code.
+"""
+
+SPECIALIZED_ARCHITECTURES: frozenset[str] = frozenset()
+"""Where a prefill takes the kernel with specialized warps (`specialized.py`) where it can.
+
+Compiles with specialized warps for sm_90 and for no other target, without a spill, with triton 3.6 and 3.9. Not listed
+until a device has shown it to be right and faster.
 """
 
 
@@ -92,3 +100,10 @@ def prefill_tiles(arch: str, head_dim: int, itemsize: int, heavy: bool) -> Tiles
     if heavy:
         return Tiles(64, 64, 8, 2, True)
     return Tiles(128, 64, 8, 3, True)
+
+
+def specialized_tiles(arch: str, head_dim: int, itemsize: int) -> Tiles | None:
+    """For a prefill with specialized warps; None where there is none. A key tile is that of the plan."""
+    if arch not in SPECIALIZED_ARCHITECTURES or itemsize != 2 or head_dim not in (64, 128, 256):
+        return None
+    return Tiles(64 if head_dim > 128 else 128, TILE_KEYS, 4, 2, False)

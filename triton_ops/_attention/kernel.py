@@ -11,7 +11,7 @@ from __future__ import annotations
 from .._quantize import from_e4m3
 from .._triton import tl, triton
 from .layout import HEADER, INFO, ITEM, TILE
-from .predicate import _span
+from .predicate import _span, _whole_tile_queries
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -421,9 +421,12 @@ def _attention_kernel(
     WITH_LSE: tl.constexpr, TWO_LOOPS: tl.constexpr, NUM_HEADS: tl.constexpr, GROUP: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_G: tl.constexpr,
-    SUB: tl.constexpr,
+    SUB: tl.constexpr, SPECIALIZED_M: tl.constexpr,
 ):  # fmt: skip
-    """DECODE: grid (any, KV heads * row tiles), a work list. Else: grid (row tiles, KV heads, splits)."""
+    """DECODE: grid (any, KV heads * row tiles), a work list. Else: grid (row tiles, KV heads, splits).
+
+    SPECIALIZED_M above 0: `specialized.py` takes the queries of whole tiles, SPECIALIZED_M at once.
+    """
     info_ptr = plan_ptr + HEADER
     items_ptr = info_ptr + tl.cast(num_seqs, tl.int64) * INFO
     tiles_ptr = items_ptr + tl.cast(max_items, tl.int64) * ITEM
@@ -470,6 +473,10 @@ def _attention_kernel(
             tile = item - (tl.cast(tl.cast(q_begin, tl.int64) * GROUP // BLOCK_M, tl.int32) + seq)
             row_begin = tile * BLOCK_M
             active = (row_begin < q_len * GROUP) & (q_len > DECODE_Q)
+            if SPECIALIZED_M > 0:
+                has_partial = (tl.load(info_ptr + tl.cast(seq, tl.int64) * INFO) & 2) != 0
+                done = _whole_tile_queries(q_len, seq_len, has_partial, DECODE_Q, SPECIALIZED_M)
+                active = active & (row_begin // GROUP >= done)
         if active:
             seq64 = tl.cast(seq, tl.int64)
             flags = tl.load(info_ptr + seq64 * INFO)

@@ -18,10 +18,11 @@ from .._triton import INTERPRET, require_triton, triton
 from . import constants
 from .call import AttentionCall
 from .checks import check_attention, check_grad
-from .constants import Tiles, architecture, decode_tiles, next_power_of_2, prefill_tiles
+from .constants import Tiles, architecture, decode_tiles, next_power_of_2, prefill_tiles, specialized_tiles
 from .kernel import _attention_kernel, _merge_splits_kernel
 from .layout import DECODE_QUERIES, TILE_KEYS, PlanOptions, PlanShape
 from .plan import launch_plan
+from .specialized import _specialized_attention_kernel
 
 # Batch-invariant mode: keys per split, whatever the batch. Longer contexts are summed from splits of this length.
 INVARIANT_SPLIT_KEYS = 8192
@@ -90,6 +91,8 @@ class Prepared:
     descriptors: bool
     decode: _Regime | None
     prefill: _Regime | None
+    specialized: KernelLaunch | None
+    specialized_grid: tuple[int, int, int]
     merge: KernelLaunch
     merge_grid: tuple[int, int, int]
 
@@ -143,8 +146,23 @@ def prepare(call: AttentionCall, with_lse: bool, tiled: bool, is_aligned: bool) 
 
     convert_codes = key_cache.dtype == torch.float8_e4m3fn and not arch.has_e4m3
     num_rows = key_cache.shape[0] * block_size
-    described = arch.name in constants.DESCRIPTOR_ARCHITECTURES and is_aligned
-    described = described and all(_describable(cache, num_rows) for cache in (key_cache, value_cache))
+    describable = is_aligned and all(_describable(cache, num_rows) for cache in (key_cache, value_cache))
+    described = describable and arch.name in constants.DESCRIPTOR_ARCHITECTURES
+    special = specialized_tiles(arch.name, head_dim, query.element_size())
+    if special is not None and not (
+        run_prefill
+        and describable
+        and all(stride * query.element_size() % 16 == 0 for stride in query.stride()[:2])
+        and call.causal
+        and not (has_positions or heavy or call.batch_invariant)
+        and num_splits == 1
+        and block_size >= TILE_KEYS
+        # Its tiles of queries have to be whole tiles of rows here.
+        and special.block_m % (max(1, prefill.block_m // group)) == 0
+        and prefill.block_m % group == 0
+        and _visits is None
+    ):
+        special = None
 
     def regime(tiles: Tiles, decoding: bool, grid: tuple[int, int, int], split_rows: int) -> _Regime:
         constexprs = {
@@ -173,6 +191,7 @@ def prepare(call: AttentionCall, with_lse: bool, tiled: bool, is_aligned: bool) 
             "BLOCK_D": max(16, next_power_of_2(head_dim)),
             "BLOCK_G": next_power_of_2(group),
             "SUB": TILE_KEYS // tiles.block_n,
+            "SPECIALIZED_M": 0 if special is None or decoding else special.block_m,
         }
         launch = KernelLaunch(constexprs, tiles.num_warps, tiles.num_stages, is_aligned)
         return _Regime(launch, grid, split_rows, 1 if decoding else num_splits)
@@ -184,6 +203,23 @@ def prepare(call: AttentionCall, with_lse: bool, tiled: bool, is_aligned: bool) 
     if run_prefill:
         grid = (prefill_bound, num_kv_heads, num_splits)
         tiling = regime(prefill, False, grid, num_splits * num_tokens if num_splits > 1 else 0)
+    specialized = None
+    if special is not None:
+        constexprs = {
+            "DECODE_Q": options.decode_queries,
+            "WINDOW": call.window > 0,
+            "SINKS": call.sinks is not None,
+            "WITH_LSE": with_lse,
+            "UPCAST": INTERPRET and query.dtype == torch.bfloat16,
+            "NUM_HEADS": num_heads,
+            "GROUP": group,
+            "BLOCK_SIZE": block_size,
+            "HEAD_DIM": head_dim,
+            "BLOCK_M": special.block_m,
+            "BLOCK_N": special.block_n,
+            "STAGES": special.num_stages,
+        }
+        specialized = KernelLaunch(constexprs, special.num_warps, special.num_stages, is_aligned)
     block_d = next_power_of_2(head_dim)
     block_h = max(1, min(next_power_of_2(num_heads), 2048 // block_d))
     constexprs = {
@@ -202,9 +238,11 @@ def prepare(call: AttentionCall, with_lse: bool, tiled: bool, is_aligned: bool) 
         decode_q=decode_q,
         num_splits=num_splits,
         convert_codes=convert_codes,
-        descriptors=described,
+        descriptors=described or special is not None,
         decode=decoding,
         prefill=tiling,
+        specialized=specialized,
+        specialized_grid=(num_tokens // (special.block_m if special else 1) + shape.num_seqs, num_heads, 1),
         merge=KernelLaunch(constexprs, 4, None, is_aligned),
         merge_grid=(num_tokens, -(-num_heads // block_h), 1),
     )
@@ -304,6 +342,34 @@ def launch_attention(
         )
         return splits
 
+    if prepared.specialized is not None:
+        prepared.specialized(
+            _specialized_attention_kernel,
+            prepared.specialized_grid,
+            query,
+            key_cache,
+            value_cache,
+            out,
+            lse,
+            block_tables,
+            seq_lens,
+            starts,
+            plan,
+            out if sinks is None else sinks,
+            shape.num_seqs,
+            query.shape[0],
+            shape.max_tiles,
+            shape.max_items,
+            call.scale,
+            call.window,
+            options.num_sink_tokens,
+            options.key_begin,
+            key_cache.shape[0] * block_size,
+            *query.stride()[:2],
+            *key_cache.stride()[1:3],
+            *value_cache.stride()[1:3],
+            block_tables.stride(0),
+        )
     decode_splits, prefill_splits = launch(prepared.decode), launch(prepared.prefill)
     if decode_splits or prefill_splits:
         prepared.merge(

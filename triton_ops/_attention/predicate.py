@@ -35,3 +35,10 @@ def _span(
         sink_hi = tl.where(limit > key_begin, tl.minimum((limit + TILE - 1) // TILE, tile_lo), sink_lo)
         sink_hi = tl.maximum(sink_hi, sink_lo)
     return lo, hi, tile_lo, tile_hi, sink_lo, sink_hi
+
+
+@triton.jit
+def _whole_tile_queries(q_len, seq_len, has_partial, DECODE_Q: tl.constexpr, BLOCK_Q: tl.constexpr):
+    """How many first queries of a sequence `specialized.py` takes: whole tiles of keys, BLOCK_Q queries at once."""
+    whole = tl.minimum(q_len, seq_len // TILE * TILE - (seq_len - q_len))
+    return tl.where(has_partial | (q_len <= DECODE_Q), 0, tl.maximum(whole, 0) // BLOCK_Q * BLOCK_Q)
