@@ -9,10 +9,12 @@ import numpy as np
 from .allocation import Allocation
 from .books import Books
 from .hashing import Words
-from .matching import Plan, complement, plan_groups, plan_prefix
+from .matching import Part, Plan, complement, plan_groups, plan_prefix
 from .pool import EMPTY, OutOfBlocks
 from .preemption import Preempted
 from .request import Request
+from .swapping import plan_resume
+from .table import Ids
 
 
 def start(
@@ -35,14 +37,7 @@ def resume(books: Books, request_id: Hashable, saved: Preempted) -> Allocation:
     digests = chain.extend(saved.tokens, len(saved.tokens) // books.block_size)
     request = Request(saved.tokens, chain, saved.keys)
     request.priority = saved.priority
-    plan = _plan(books, request, digests, False)
-    plan = plan._replace(slots=saved.slots[plan.hit :])
-    if plan.slots:
-        num_tokens = len(saved.tokens)
-        covered = min(saved.committed, len(saved.slots) * books.block_size)
-        written = covered == num_tokens
-        plan = plan._replace(cached=[(0, covered - written)] if covered > written else [], written=written)
-    allocation, _ = _admit(books, request_id, request, plan, digests, 0, None)
+    allocation, _ = _admit(books, request_id, request, plan_resume(books, digests, saved), digests, 0, None)
     request.loading = saved.slots
     return allocation
 
@@ -67,7 +62,7 @@ def _admit(
     pools, size, hit, num_tokens = books.pools, books.block_size, plan.hit, len(request.tokens)
     source, common, cached = EMPTY, 0, plan.cached
     # A block that comes back from the host must not be overwritten by a copy of one that begins like it.
-    if books.observers.partial is not None and plan.contiguous and not plan.slots:
+    if books.observers.partial is not None and plan.contiguous and not any(part.slots for part in plan.parts):
         source, common = _borrow(books, request, plan, digests)
         if common:
             cached = [(0, hit * size + common)]
@@ -86,7 +81,7 @@ def _admit(
             part.table[part.where] = pool.take(part.lengths, part.digests)
         if priority or ttl is not None:
             pool.policy.hinted(part.table[part.table >= 0], priority, ttl)
-    request.open([part.table for part in plan.parts], min(hit * size, num_tokens) + common)
+    request.open([part.table for part in plan.parts], plan.committed + common, plan.published)
     chain = request.chain
     if chain is not None:
         if books.simple:
@@ -100,7 +95,6 @@ def _admit(
     copies: list[list[tuple[int, int]]] = [[] for _ in tables]
     if common:
         copies[0].append((int(source[0]), int(tables[0][hit])))
-    loads = list(zip(plan.slots, tables[0][hit : hit + len(plan.slots)].tolist(), strict=True))
     allocation = Allocation(
         tables=tables,
         first_block=0,
@@ -110,12 +104,19 @@ def _admit(
         written=plan.written,
         copies=copies,
         wait_for=wait_for,
-        loads=loads,
+        loads=[_loads(part) for part in plan.parts],
     )
     return allocation, common
 
 
-def _borrow(books: Books, request: Request, plan: Plan, digests: Words) -> tuple[np.ndarray, int]:
+def _loads(part: Part) -> list[tuple[int, int]]:
+    """(host slot, block) of the blocks that are loaded."""
+    if not part.slots:
+        return []
+    return list(zip(part.slots, part.table[part.where][: len(part.slots)].tolist(), strict=True))
+
+
+def _borrow(books: Books, request: Request, plan: Plan, digests: Words) -> tuple[Ids, int]:
     """The block to copy the beginning of the first fresh block from, if there is room for both."""
     pool, part = books.pools[0], plan.parts[0]
     if not part.lengths.size:

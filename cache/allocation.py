@@ -23,7 +23,8 @@ class Allocation:
         num_cached_tokens: Tokens in `cached_spans`.
         copies: (source block, target block) to be copied, in order, before anything is written; with several groups
             one list per group.
-        loads: (host slot, block) to be copied before anything is written; only `resume` has any.
+        loads: (host slot, block) to be copied before anything is written, with several groups one list per group;
+            only `resume` has any.
         wait_for: Id of a request that is computing the next block of this prompt at this moment, or None. Waiting for
             its commit and allocating anew saves the work; going on is right too.
     """
@@ -58,7 +59,7 @@ class Allocation:
         copies: list[list[tuple[int, int]]],
         wait_for: Any = None,
         new_block: int = 0,
-        loads: list[tuple[int, int]] | None = None,
+        loads: list[list[tuple[int, int]]] | None = None,
     ) -> None:
         self._tables = tables
         self._first_block = first_block
@@ -75,7 +76,9 @@ class Allocation:
         self.num_cached_tokens = sum([end - start for start, end in cached_spans]) if cached_spans else 0
         self.copies: Any = copies[0] if len(copies) == 1 else copies
         self.wait_for = wait_for
-        self.loads = loads or []
+        if loads is None:
+            loads = [[] for _ in tables]
+        self.loads: Any = loads[0] if len(loads) == 1 else loads
 
     @property
     def slot_mapping(self) -> Any:

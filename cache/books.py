@@ -26,7 +26,7 @@ class Books:
         simple: Whether there is one group, which needs all its blocks.
         running: Requests by id.
         preempted: What is kept of requests that wait for `resume`.
-        host: Slots of host memory.
+        host: The slots of host memory of each group.
         queried: Prompt tokens asked for.
         hits: Tokens found, by cause.
     """
@@ -50,7 +50,7 @@ class Books:
             pool.on_evict = partial(self.observers.evicted, group, pool)
         self.running: dict[Hashable, Request] = {}
         self.preempted: dict[Hashable, Preempted] = {}
-        self.host = HostSlots(host_blocks)
+        self.host = [HostSlots(host_blocks) for _ in groups]
         self._writers: dict[bytes, Hashable] = {}
         self._zero_counters()
 
@@ -74,9 +74,9 @@ class Books:
 
     def settle(self, request: Request) -> None:
         """Gives back what was held for the step that is over: replaced blocks, host slots that were read."""
-        if request.loading:
-            self.host.give_back(request.loading)
-            request.loading = []
+        for host, slots in zip(self.host, request.loading, strict=False):
+            host.give_back(slots)
+        request.loading = []
         for pool, ids in zip(self.pools, request.retired or (), strict=False):
             pool.release(ids)
         request.retired = None
@@ -107,7 +107,7 @@ class Books:
             residency=tuple(np.sum([p.residency()[0] for p in self.pools], axis=0).tolist()),
             residency_sum=sum(p.residency()[1] for p in self.pools),
             preemptions=self.preemptions,
-            host_blocks=self.host.count - self.host.num_free,
+            host_blocks=sum(host.count - host.num_free for host in self.host),
         )
 
     def reset(self) -> None:
@@ -126,7 +126,11 @@ class Books:
                 assert np.unique(mine[0]).size == mine[0].size, "a request holds a block twice"
                 assert request.num_blocks == -(-len(request.tokens) // self.block_size), "a table has another length"
                 assert request.committed <= len(request.tokens), "more committed than there is"
+                assert request.published * self.block_size <= request.committed, "findable before it was written"
+                before = request.tables[group][: request.published]
+                assert pool.table.contains(before[before >= 0]).all(), "a committed block is not findable"
                 held += mine
             pool.check(np.concatenate(held))
-        slots = [s for saved in self.preempted.values() for s in saved.slots]
-        self.host.check(slots + [s for request in self.running.values() for s in request.loading])
+            slots = [saved.slots[group] for saved in self.preempted.values() if saved.slots]
+            slots += [request.loading[group] for request in self.running.values() if request.loading]
+            self.host[group].check([slot for some in slots for slot in some])

@@ -20,7 +20,7 @@ def commit(books: Books, request_id: Hashable, request: Request, num_tokens: int
     """Publishes the complete blocks before a position: see `CacheManager.commit`."""
     if request.retired is not None or request.loading:
         books.settle(request)
-    first, last = request.committed // books.block_size, num_tokens // books.block_size
+    first, last = request.published, num_tokens // books.block_size
     request.committed = max(request.committed, num_tokens)
     replaced: Replaced = [[] for _ in books.pools]
     if last > first:
@@ -30,9 +30,11 @@ def commit(books: Books, request_id: Hashable, request: Request, num_tokens: int
             replaced[group] = _publish(books, request, group, first, last, digests)
         if not books.simple:
             _leave_window(books, request)
-        if request.chain is not None and request.chain.hashed > last:
-            following = books.pools[0].words[request.tables[0][last]]
-            books.announce(request_id, request, following.tobytes())
+        request.published = last
+        following = request.committed // books.block_size
+        if request.chain is not None and request.chain.hashed > following:
+            digest = books.pools[0].words[request.tables[0][following]].tobytes()
+            books.announce(request_id, request, digest)
     return replaced
 
 
@@ -54,10 +56,13 @@ def _publish(
         hashed = table[last - len(digests) : last]
         present = hashed >= 0
         pool.words[hashed[present]] = digests[present]
-    complete = pool.table.contains(table[first:last]) if observers.want_stored else None
-    old, new = pool.publish(table[first:last])
+    ids = table[first:last]
+    if not books.simple:  # a request that was swapped out comes back without what had left its windows
+        ids = ids[ids >= 0]
+    complete = pool.table.contains(ids) if observers.want_stored else None
+    old, new = pool.publish(ids)
     if complete is not None:
-        stored = (~complete & ~np.isin(table[first:last], old)).nonzero()[0] + first
+        stored = np.isin(table[first:last], ids[~complete & ~np.isin(ids, old)]).nonzero()[0] + first
         observers.stored(group, pool, request, stored)
     if not old.size:
         return []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -27,26 +28,37 @@ class Group:
         """Blocks at the start of the sequence that stay needed for ever."""
         return 0
 
-    def first_needed(self, position: int, block_size: int) -> int:
-        """The first block, sinks apart, that a query at `position` or later may read."""
+    def first_needed(self, position: Any, block_size: int) -> Any:
+        """The first block, sinks apart, that a query at `position` or later may read; of each where it is an array."""
         return 0
 
-    def servable(self, resident: npt.NDArray[np.bool_], num_tokens: int, block_size: int) -> npt.NDArray[np.bool_]:
+    def needed(self, position: int, end: int, block_size: int) -> npt.NDArray[np.int32]:
+        """The blocks before block `end` that queries at `position` and later read, ascending."""
+        first = min(self.first_needed(position, block_size), end)
+        sinks = min(self.sink_blocks(block_size), first)
+        return np.concatenate((np.arange(sinks, dtype=np.int32), np.arange(first, end, dtype=np.int32)))
+
+    def servable(
+        self, resident: npt.NDArray[np.bool_], num_tokens: int, block_size: int, room: int | None = None
+    ) -> npt.NDArray[np.bool_]:
         """For every length L of a hit in blocks, 0 to `len(resident)`: whether computing could go on behind it.
 
         Args:
-            resident: Which complete blocks of the sequence are in this group's cache.
+            resident: Which complete blocks of the sequence are there.
             num_tokens: Length of the sequence, whose last token is always computed.
             block_size: Tokens a block.
+            room: Blocks that may be needed at most; None: any number.
         """
         missing = np.concatenate(([0], np.cumsum(~resident)))
         lengths = np.arange(resident.size + 1)
         positions = np.minimum(lengths * block_size, max(num_tokens - 1, 0))
-        first = np.array([self.first_needed(int(p), block_size) for p in positions])
-        sinks = np.minimum(self.sink_blocks(block_size), lengths)
-        fits: npt.NDArray[np.bool_] = (missing[lengths] == missing[np.minimum(first, lengths)]) & (missing[sinks] == 0)
+        first = np.minimum(self.first_needed(positions, block_size), lengths)
+        sinks = np.minimum(self.sink_blocks(block_size), first)
+        fits: npt.NDArray[np.bool_] = (missing[lengths] == missing[first]) & (missing[sinks] == 0)
         if self.aligned:
             fits &= lengths * block_size <= max(num_tokens - 1, 0)
+        if room is not None:
+            fits &= sinks + lengths - first <= room
         return fits
 
 
@@ -82,9 +94,9 @@ class SlidingWindow(Group):
         """See `Group`."""
         return -(-self.num_sink_tokens // block_size)
 
-    def first_needed(self, position: int, block_size: int) -> int:
+    def first_needed(self, position: Any, block_size: int) -> Any:
         """See `Group`."""
-        return max(0, position - self.window + 1) // block_size
+        return _positive(position - self.window + 1) // block_size
 
 
 @dataclass(frozen=True)
@@ -96,6 +108,11 @@ class Recurrent(Group):
         """See `Group`: the state in the middle of a block is gone once the block is complete."""
         return True
 
-    def first_needed(self, position: int, block_size: int) -> int:
+    def first_needed(self, position: Any, block_size: int) -> Any:
         """See `Group`."""
-        return max(0, position - 1) // block_size
+        return _positive(position - 1) // block_size
+
+
+def _positive(value: Any) -> Any:
+    """The greater of `value` and 0, for integers and arrays alike."""
+    return (value + abs(value)) // 2

@@ -38,7 +38,7 @@ class CacheManager:
         seed: Makes hashes differ from those of managers with another seed; None: the same everywhere.
         partial_reuse: Whether a prompt that agrees with a cached block in its first tokens only reuses those, through
             a copy (`Allocation.copies`). With one group of full attention; costs about 400 bytes a block.
-        host_blocks: Block-sized slots of host memory that `preempt(mode="swap")` may use.
+        host_blocks: Block-sized slots of host memory, of each group, that `preempt(mode="swap")` may use.
     """
 
     def __init__(
@@ -224,8 +224,8 @@ class CacheManager:
 
         Raises:
             KeyError: An unknown request.
-            ValueError: More tokens than the request has, or blocks of a sliding window are gone that would be read
-                again.
+            ValueError: More tokens than the request has, or blocks of a sliding window or a recurrent state are gone
+                that would be read again.
         """
         with self._lock:
             request = self._running(request_id)
@@ -260,17 +260,19 @@ class CacheManager:
             else:
                 self._books.release(request_id, self._running(request_id))
 
-    def preempt(self, request_id: Hashable, mode: str = "recompute") -> list[tuple[int, int]]:
+    def preempt(self, request_id: Hashable, mode: str = "recompute") -> Any:
         """Takes a running request's blocks away until `resume`; its tokens are kept.
 
         Args:
             request_id: A running request.
-            mode: "recompute": what is not cached any more at `resume` is computed again. "swap": the KV of its leading
-                blocks goes to host memory, as far as slots are free; the rest as with "recompute". Groups other than
-                one of full attention are always recomputed.
+            mode: "recompute": what is not cached any more at `resume` is computed again. "swap": what later queries
+                read of its KV goes to host memory. Where a group has too few slots for that, what they read at the
+                last block boundary before for which the slots suffice; the rest as with "recompute". Of a recurrent
+                group the state is taken to be the one at the committed position, so commit what was computed.
 
         Returns:
-            (block, host slot) to be copied before anything is written.
+            (block, host slot) to be copied before anything is written; with several groups one list per group, each
+            with slots of its own.
 
         Raises:
             KeyError: An unknown request.
@@ -279,7 +281,8 @@ class CacheManager:
         if mode not in MODES:
             raise ValueError(f"mode: got {mode!r}, needs {' or '.join(MODES)}")
         with self._lock:
-            return swapping.preempt(self._books, request_id, self._running(request_id), mode == "swap")
+            pairs = swapping.preempt(self._books, request_id, self._running(request_id), mode == "swap")
+            return pairs[0] if len(pairs) == 1 else pairs
 
     def victim(self) -> Hashable:
         """The running request to preempt first: of the lowest priority the one started last; None when none runs."""
@@ -291,8 +294,8 @@ class CacheManager:
         """Gives a preempted request blocks again.
 
         Returns:
-            As `allocate` does; `loads` lists (host slot, block) to be copied before anything is written. The slots are
-            in use until this request's next commit, preempt or free.
+            As `allocate` does; `loads` lists (host slot, block) to be copied before anything is written, with several
+            groups one list per group. The slots are in use until this request's next commit, preempt or free.
 
         Raises:
             KeyError: A request that is not preempted.

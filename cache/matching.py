@@ -31,13 +31,15 @@ class Part(NamedTuple):
     """Their prefix lengths: the same, counted from 1."""
     digests: Words
     """Hashes of the first of them, those that are complete once written."""
+    slots: Sequence[int] = ()
+    """Host slots that the first of them are loaded from."""
 
 
 class Plan(NamedTuple):
-    """What of a prompt is cached, and what is to be taken."""
+    """What of a prompt is there, and what is to be taken."""
 
     hit: int
-    """Blocks of the prefix behind which every group can go on."""
+    """Complete blocks of the prefix that need not be computed."""
     position: int
     """Tokens of it that need not be computed."""
     cached: list[Span]
@@ -45,10 +47,12 @@ class Plan(NamedTuple):
     written: bool
     """Whether the last token is computed again though its KV is there."""
     parts: list[Part]
+    committed: int
+    """Tokens of the prefix whose KV is there."""
+    published: int
+    """Leading blocks of which all that are held are findable."""
     contiguous: bool = True
     """Whether nothing behind the prefix is cached."""
-    slots: Sequence[int] = ()
-    """Host slots of the first blocks to be taken."""
 
 
 def plan_prefix(pool: BlockPool, digests: Words, path: list[Node], num_tokens: int, block_size: int) -> Plan:
@@ -57,12 +61,25 @@ def plan_prefix(pool: BlockPool, digests: Words, path: list[Node], num_tokens: i
     hit, num_blocks = held.size, -(-num_tokens // block_size)
     table = np.empty(num_blocks, np.int32)
     table[:hit] = held
-    covered = hit * block_size
-    written = 0 < covered == num_tokens
-    position = covered - written
+    end = hit * block_size
+    spans, written = spans_of(end, num_tokens)
     lengths = np.arange(hit + 1, num_blocks + 1, dtype=np.int32)
     part = Part(table, held, slice(hit, num_blocks), lengths, digests[hit:])
-    return Plan(hit, position, [(0, position)] if position else [], written, [part])
+    return Plan(hit, end - written, spans, written, [part], end, hit)
+
+
+def longest_hit(
+    groups: Sequence[Group],
+    resident: Sequence[Mask],
+    num_tokens: int,
+    block_size: int,
+    rooms: Sequence[int | None] | None = None,
+) -> int:
+    """Blocks of the longest prefix behind which every group can go on; see `Group.servable`."""
+    servable = np.ones(resident[0].size + 1, np.bool_)
+    for group, there, room in zip(groups, resident, rooms or [None] * len(groups), strict=True):
+        servable &= group.servable(there, num_tokens, block_size, room)
+    return int(servable.nonzero()[0][-1])
 
 
 def plan_groups(
@@ -70,10 +87,7 @@ def plan_groups(
 ) -> Plan:
     """The plan of a prompt: the longest prefix that all groups can serve; with `gaps`, also blocks behind it."""
     listed = [pool.table.find(digests) for pool in pools]
-    servable = np.ones(len(digests) + 1, np.bool_)
-    for group, ids in zip(groups, listed, strict=True):
-        servable &= group.servable(ids >= 0, num_tokens, block_size)
-    hit = int(np.flatnonzero(servable)[-1])
+    hit = longest_hit(groups, [ids >= 0 for ids in listed], num_tokens, block_size)
     reused = EMPTY
     if gaps and not any(group.aligned for group in groups):  # a recurrent state cannot jump a gap
         everywhere: Mask = np.logical_and.reduce([ids[hit:] >= 0 for ids in listed])
@@ -87,12 +101,18 @@ def plan_groups(
     parts = []
     for group, ids in zip(groups, listed, strict=True):
         table = np.full(num_blocks, -1, np.int32)
-        table[:hit] = ids[:hit]
-        table[group.sink_blocks(block_size) : min(group.first_needed(position, block_size), hit)] = -1
+        needed = group.needed(position, hit, block_size)
+        table[needed] = ids[needed]
         table[reused] = ids[reused]
         parts.append(Part(table, table[table >= 0], fresh, fresh + 1, full))
     cached, written = cached_spans(hit, reused, num_tokens, block_size)
-    return Plan(hit, position, cached, written, parts, contiguous=not reused.size)
+    return Plan(hit, position, cached, written, parts, hit * block_size, hit, contiguous=not reused.size)
+
+
+def spans_of(end: int, num_tokens: int) -> tuple[list[Span], bool]:
+    """The range of `end` leading tokens that need not be computed, and whether the last token was cut off."""
+    written = 0 < end == num_tokens
+    return ([(0, end - written)] if end > written else []), written
 
 
 def cached_spans(hit: int, reused: Ids, num_tokens: int, block_size: int) -> tuple[list[Span], bool]:
@@ -100,12 +120,12 @@ def cached_spans(hit: int, reused: Ids, num_tokens: int, block_size: int) -> tup
 
     The last token is computed again for its logits though its KV is there.
     """
-    spans = [(0, hit * block_size)] if hit else []
-    if reused.size:
-        blocks = np.concatenate((np.arange(hit), reused))
-        runs = np.split(blocks, np.flatnonzero(np.diff(blocks) != 1) + 1)
-        spans = [(int(run[0]) * block_size, (int(run[-1]) + 1) * block_size) for run in runs]
-    if not spans or spans[-1][1] < num_tokens:
+    if not reused.size:
+        return spans_of(hit * block_size, num_tokens)
+    blocks = np.concatenate((np.arange(hit), reused))
+    runs = np.split(blocks, np.flatnonzero(np.diff(blocks) != 1) + 1)
+    spans = [(int(run[0]) * block_size, (int(run[-1]) + 1) * block_size) for run in runs]
+    if spans[-1][1] < num_tokens:
         return spans, False
     start, end = spans.pop()
     if end - start > 1:

@@ -75,7 +75,7 @@ class BlockPool:
     @property
     def num_cached(self) -> int:
         """Complete blocks that nobody holds: findable until evicted."""
-        return self._evictable
+        return int(self._evictable)
 
     @property
     def available(self) -> int:
@@ -85,7 +85,7 @@ class BlockPool:
     @property
     def num_held(self) -> int:
         """Blocks that requests hold."""
-        return self.num_blocks - self.available
+        return self.num_blocks - self._num_free - self.num_cached
 
     def digests_of(self, ids: Ids) -> list[bytes]:
         """The hashes of blocks."""

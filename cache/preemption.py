@@ -1,4 +1,4 @@
-"""Requests that gave up their blocks for a while, and the host memory their KV waits in."""
+"""What is kept of requests that gave up their blocks for a while, and the host memory their KV waits in."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ from array import array
 from dataclasses import dataclass, field
 from typing import Any
 
+from .table import Ids
+
 
 class HostSlots:
-    """Block-sized slots of host memory, by number; the memory itself is the engine's.
+    """Block-sized slots of host memory for one group, by number; the memory itself is the engine's.
 
     Args:
         count: Slots.
@@ -24,8 +26,8 @@ class HostSlots:
         return len(self._free)
 
     def take(self, count: int) -> list[int]:
-        """Up to `count` slots: fewer when fewer are free."""
-        return [self._free.pop() for _ in range(min(count, len(self._free)))]
+        """`count` slots; the caller has made sure that so many are free."""
+        return [self._free.pop() for _ in range(count)]
 
     def give_back(self, slots: list[int]) -> None:
         """Makes slots free."""
@@ -42,8 +44,10 @@ class Preempted:
 
     tokens: array[int]
     keys: Any
-    committed: int
-    """Positions before it had been written."""
     priority: int = 0
-    slots: list[int] = field(default_factory=list)
-    """Host slots of its leading blocks."""
+    position: int = 0
+    """Computing can go on here with what is in host memory alone, or one token before if it is the end."""
+    blocks: list[Ids] = field(default_factory=list)
+    """Per group, the logical blocks in host memory."""
+    slots: list[list[int]] = field(default_factory=list)
+    """Per group, the host slot of each."""

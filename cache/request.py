@@ -17,6 +17,7 @@ class Request:
     Attributes:
         tokens: All its token ids.
         committed: Positions before it have been written.
+        published: Logical blocks before it that it holds are findable.
         tables: Per group, block numbers by logical block, with room to grow; -1 is a hole.
         num_blocks: Logical blocks in use.
         chain: Running hash behind `chain.hashed` blocks, None when it has to be built again.
@@ -24,7 +25,7 @@ class Request:
         released: Per group, logical blocks before it, sinks apart, were given back.
         retired: Per group, blocks that are replaced in the table, held until the next commit or free.
         shared_tail: Whether the last block may be someone else's too, so that writing it needs a look.
-        loading: Host slots that its KV is being copied from, held until the next commit or free.
+        loading: Per group, host slots that its KV is being copied from, held until the next commit or free.
         priority: As given to `allocate`.
         writing: The hash under which others learn that this request is computing that block, or None.
     """
@@ -36,6 +37,7 @@ class Request:
         "loading",
         "num_blocks",
         "priority",
+        "published",
         "released",
         "retired",
         "shared_tail",
@@ -51,25 +53,27 @@ class Request:
         self.chain = chain
         self.keys = keys
         self.committed = 0
+        self.published = 0
         self.released: list[int] = []
         self.retired: list[Ids] | None = None
         self.shared_tail = False
         self.writing: bytes | None = None
-        self.loading: list[int] = []
+        self.loading: list[list[int]] = []
         self.priority = 0
 
-    def open(self, tables: list[Ids], committed: int) -> None:
+    def open(self, tables: list[Ids], committed: int, published: int) -> None:
         """Gives the request its first blocks."""
         self.tables = tables
         self.num_blocks = tables[0].size
         self.released = [0] * len(tables)
         self.committed = committed
+        self.published = published
 
     def copy(self) -> Request:
         """A request with the same tokens on the same blocks."""
         chain = self.chain.copy() if self.chain is not None else None
         other = Request(array("I", self.tokens), chain, self.keys)
-        other.open([table[: self.num_blocks].copy() for table in self.tables], self.committed)
+        other.open([table[: self.num_blocks].copy() for table in self.tables], self.committed, self.published)
         other.released = list(self.released)
         return other
 

@@ -1,22 +1,35 @@
-"""Requests that give up their blocks for a while, and what of their KV waits in host memory."""
+"""Requests that give up their blocks for a while, and what of their KV waits in host memory.
+
+Only what a later query reads is kept: all blocks of full attention, the last ones and the sinks of a window, the
+state at the position. Groups have to agree on one position to go on from, the greatest at which each has its blocks.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
+
+import numpy as np
+import numpy.typing as npt
 
 from .books import Books
+from .groups import Group
+from .hashing import Words
+from .matching import Part, Plan, longest_hit, spans_of
 from .preemption import Preempted
 from .request import Request
+from .table import Ids
+
+Pairs = list[list[tuple[int, int]]]
+"""Per group, (block, host slot)."""
 
 
-def preempt(books: Books, request_id: Hashable, request: Request, swap: bool) -> list[tuple[int, int]]:
+def preempt(books: Books, request_id: Hashable, request: Request, swap: bool) -> Pairs:
     """Ends a running request but keeps its tokens: see `CacheManager.preempt`."""
-    saved = Preempted(request.tokens, request.keys, request.committed, request.priority)
-    pairs: list[tuple[int, int]] = []
-    if swap and books.simple:
-        written = request.tables[0][: -(-request.committed // books.block_size)].tolist()
-        saved.slots = books.host.take(len(written))
-        pairs = list(zip(written, saved.slots, strict=False))
+    books.settle(request)
+    saved = Preempted(request.tokens, request.keys, request.priority)
+    pairs: Pairs = [[] for _ in books.pools]
+    if swap and request.committed:
+        pairs = _save(books, request, saved)
     books.release(request_id, request)
     books.preempted[request_id] = saved
     books.preemptions += 1
@@ -25,4 +38,101 @@ def preempt(books: Books, request_id: Hashable, request: Request, swap: bool) ->
 
 def forget(books: Books, request_id: Hashable) -> None:
     """Drops a preempted request."""
-    books.host.give_back(books.preempted.pop(request_id).slots)
+    for host, slots in zip(books.host, books.preempted.pop(request_id).slots, strict=False):
+        host.give_back(slots)
+
+
+def _save(books: Books, request: Request, saved: Preempted) -> Pairs:
+    """Takes host slots for what computing needs to go on as far behind as they allow."""
+    size, committed, num_tokens = books.block_size, request.committed, len(request.tokens)
+    tables = _with_released(books, request)
+    free = [host.num_free for host in books.host]
+    end, position = committed, min(committed, num_tokens - 1)
+    needed = [group.needed(position, -(-end // size), size) for group in books.groups]
+    if not (
+        all(blocks.size <= room for blocks, room in zip(needed, free, strict=True))
+        and all((table[blocks] >= 0).all() for table, blocks in zip(tables, needed, strict=True))
+        and not (end == num_tokens and any(group.aligned for group in books.groups))
+    ):
+        resident = [table[: committed // size] >= 0 for table in tables]
+        end = longest_hit(books.groups, resident, num_tokens, size, free) * size
+        position = min(end, num_tokens - 1)
+        needed = [group.needed(position, end // size, size) for group in books.groups]
+    saved.position, saved.blocks = end, needed
+    saved.slots = [host.take(blocks.size) for host, blocks in zip(books.host, needed, strict=True)]
+    return [
+        list(zip(table[blocks].tolist(), slots, strict=True))
+        for table, blocks, slots in zip(tables, needed, saved.slots, strict=True)
+    ]
+
+
+def _with_released(books: Books, request: Request) -> list[Ids]:
+    """The tables of a request, with released blocks that are still cached in their places."""
+    tables = [table[: request.num_blocks].copy() for table in request.tables]
+    complete = request.committed // books.block_size
+    digests: Words | None = None
+    for pool, table in zip(books.pools, tables, strict=True):
+        holes = (table[:complete] < 0).nonzero()[0]
+        if holes.size:
+            if digests is None:
+                digests = books.hasher.chain(*request.keys).extend(request.tokens, complete)
+            table[holes] = pool.table.find(digests[holes])
+    return tables
+
+
+def plan_resume(books: Books, digests: Words, saved: Preempted) -> Plan:
+    """The plan of a preempted request: what is still cached is held, what is in host memory is loaded."""
+    size, num_tokens = books.block_size, len(saved.tokens)
+    listed = [pool.table.find(digests) for pool in books.pools]
+    on_host = _host_tables(saved, books.groups, -(-saved.position // size))
+    whole = saved.position // size
+    resident = [ids >= 0 for ids in listed]
+    for there, slots in zip(resident, on_host, strict=True):
+        there[:whole] |= slots[:whole] >= 0
+    hit = longest_hit(books.groups, resident, num_tokens, size)
+    end = hit * size
+    if saved.position > end and _serves(books.groups, resident, on_host, saved.position, num_tokens, size):
+        hit, end = whole, saved.position
+    position, last, num_blocks = min(end, max(num_tokens - 1, 0)), -(-end // size), -(-num_tokens // size)
+    behind = np.arange(last, num_blocks, dtype=np.int32)
+    parts = []
+    published = hit
+    for group, ids, slots in zip(books.groups, listed, on_host, strict=True):
+        needed = group.needed(position, last, size)
+        there = needed < hit
+        there[there] = ids[needed[there]] >= 0
+        cached, loaded = needed[there], needed[~there]
+        table = np.full(num_blocks, -1, np.int32)
+        table[cached] = ids[cached]
+        fresh = np.concatenate((loaded, behind))
+        full = digests[fresh[: fresh.searchsorted(len(digests))]]
+        parts.append(Part(table, table[cached], fresh, fresh + 1, full, slots[loaded].tolist()))
+        published = min([published, *loaded[:1].tolist()])
+    spans, written = spans_of(end, num_tokens)
+    return Plan(hit, position, spans, written, parts, committed=end, published=published)
+
+
+def _host_tables(saved: Preempted, groups: Sequence[Group], num_blocks: int) -> list[Ids]:
+    """Per group, host slots by logical block, -1 for none."""
+    tables = [np.full(num_blocks, -1, np.int32) for _ in groups]
+    for table, blocks, slots in zip(tables, saved.blocks, saved.slots, strict=False):
+        table[blocks] = slots
+    return tables
+
+
+def _serves(
+    groups: Sequence[Group],
+    resident: list[npt.NDArray[np.bool_]],
+    on_host: list[Ids],
+    end: int,
+    num_tokens: int,
+    size: int,
+) -> bool:
+    """Whether every group can go on at `end`, in the middle of a block whose beginning is in host memory."""
+    whole = end // size
+    for group, there, slots in zip(groups, resident, on_host, strict=True):
+        needed = group.needed(min(end, num_tokens - 1), -(-end // size), size)
+        inner = needed[: needed.searchsorted(whole)]
+        if not there[inner].all() or (slots[needed[inner.size :]] < 0).any():
+            return False
+    return True

@@ -253,11 +253,11 @@ class TensorCache:
         To be called before its step is computed when an allocation has copies (a partial block that was shared, or
         reused in part) or loads (swapped out before); at other times it changes nothing that `store` would not.
         """
-        copies, mapping = allocation.copies, allocation.slot_mapping
+        copies, loads, mapping = allocation.copies, allocation.loads, allocation.slot_mapping
         if isinstance(mapping, tuple):
-            copies, mapping = copies[self.group], mapping[self.group]
+            copies, loads, mapping = copies[self.group], loads[self.group], mapping[self.group]
         self.copy(copies)
-        self._swap_in(allocation.loads)
+        self._swap_in(loads)
         self._ledger.vacate(mapping[mapping >= 0])
 
     def copy(self, pairs: Iterable[tuple[int, int]]) -> None:
@@ -273,7 +273,8 @@ class TensorCache:
         """Keeps the rows of blocks that `CacheManager.preempt` gave up, in host memory, until they are loaded again.
 
         Args:
-            pairs: (block, host slot), as preempt returns them; to be called before anything is written.
+            pairs: (block, host slot), as preempt returns them (for this group); to be called before anything is
+                written.
         """
         self._wait()
         for block, slot in pairs:

@@ -327,6 +327,7 @@ def test_stats_count_tokens_and_blocks(manager):
     s = manager.stats()
     assert (s.queried_tokens, s.hit_tokens, s.hit_rate) == (20, 8, 0.4)
     assert (s.free_blocks, s.cached_blocks, s.held_blocks, s.num_blocks) == (13, 0, 3, 16)
+    assert {type(value) for value in vars(s).values()} == {int, dict, tuple}
 
 
 def test_append_each_is_append_for_each():
@@ -607,3 +608,84 @@ def test_a_swapped_block_is_loaded_and_not_copied_from_one_that_begins_like_it()
     allocation = manager.resume("swapped")
     assert len(allocation.loads) == 1
     assert not allocation.copies
+
+
+def evict_all(manager):
+    """Fills every pool with something else."""
+    run(manager, "evict", [9] * (manager.block_size * min(pool.num_blocks for pool in manager.pools)))
+
+
+def swapped(groups, tokens, host_blocks, ahead=1):
+    """A request whose last token is not computed yet, swapped out and back with all else evicted meanwhile."""
+    manager = pc.CacheManager(8, block_size=4, policy="lru", groups=groups, host_blocks=host_blocks)
+    manager.allocate("a", list(range(tokens)))
+    manager.commit("a", tokens)
+    if ahead:
+        manager.append("a", [7] * ahead)
+    pairs = manager.preempt("a", "swap")
+    manager.check()
+    evict_all(manager)
+    allocation = manager.resume("a")
+    manager.check()
+    manager.commit("a", tokens + ahead)
+    assert manager.stats().host_blocks == 0
+    manager.free("a")
+    manager.check()
+    return pairs, allocation
+
+
+def test_swap_of_a_window_takes_only_what_is_read_again():
+    pairs, back = swapped([pc.SlidingWindow(window=6, num_sink_tokens=2)], 22, 8)
+    assert len(pairs) == 3, "the sink's block and those of positions 17 to 21"
+    assert [slot for slot, _ in back.loads] == [slot for _, slot in pairs]
+    assert (back.cached_spans, back.compute_spans) == ([(0, 22)], [(22, 23)])
+    assert back.block_ids.tolist() == [back.loads[0][1], -1, -1, -1, back.loads[1][1], back.loads[2][1]]
+    assert back.slot_mapping.tolist() == [back.loads[2][1] * 4 + 2]
+
+
+def test_swap_of_several_groups_gives_a_list_for_each():
+    groups = [pc.FullAttention(), pc.SlidingWindow(window=6), pc.Recurrent()]
+    pairs, back = swapped(groups, 22, 6)
+    assert [len(p) for p in pairs] == [6, 2, 1]
+    assert [len(p) for p in back.loads] == [6, 2, 1]
+    assert back.compute_spans == [(22, 23)]
+    assert [(ids >= 0).sum() for ids in back.block_ids] == [6, 2, 1]
+    for slots, ids in zip(back.slot_mapping, back.block_ids, strict=True):
+        assert slots.tolist() == [ids[5] * 4 + 2]
+
+
+def test_groups_go_on_together_from_where_all_slots_suffice():
+    pairs, back = swapped([pc.FullAttention(), pc.SlidingWindow(window=6)], 22, 4)
+    assert [len(p) for p in pairs] == [4, 2], "behind block 4: all of the one, two of the other that are still cached"
+    assert back.compute_spans == [(16, 23)]
+
+
+def test_the_state_of_a_recurrent_group_is_swapped_whole_or_not_at_all():
+    pairs, back = swapped([pc.FullAttention(), pc.Recurrent()], 22, 0)
+    assert (pairs, back.loads, back.compute_spans) == ([[], []], [[], []], [(0, 23)])
+    pairs, back = swapped([pc.Recurrent()], 22, 1)
+    assert (len(pairs), back.compute_spans) == (1, [(22, 23)])
+
+
+def test_a_state_within_a_block_cannot_be_taken_back():
+    manager = pc.CacheManager(8, block_size=4, groups=[pc.Recurrent()])
+    manager.allocate("a", list(range(10)))
+    manager.commit("a", 10)
+    with pytest.raises(ValueError, match="state"):
+        manager.rollback("a", 1)
+    manager.append("a", [1, 2])
+    manager.rollback("a", 2)
+    assert manager.num_tokens("a") == 10
+
+
+def test_rollback_to_nothing_gives_back_what_is_left_of_a_window():
+    manager = pc.CacheManager(8, block_size=4, groups=[pc.SlidingWindow(window=4)])
+    manager.allocate("a", list(range(20)))
+    manager.commit("a", 20)
+    manager.rollback("a", 20)
+    manager.check()
+    assert manager.stats().held_blocks == 0
+    manager.append("a", [7] * 20)
+    manager.commit("a", 20)
+    manager.check()
+    assert manager.stats().held_blocks == 1
