@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import inspect
 import os
 import threading
@@ -22,6 +23,9 @@ from ...cache import CacheManager, OutOfBlocks
 from ._generation import PackedModel, PagedDecoder, RecordedCriteria, Requests, Row, Span
 from ._paged import BlockStorage, UnsupportedError
 from ._support import check_call, check_model, layer_windows, rope_keys
+
+SAMPLED = 16
+"""Elements of each weight that are compared before a call."""
 
 _handles: weakref.WeakKeyDictionary[Any, PrefixCaching] = weakref.WeakKeyDictionary()
 
@@ -271,24 +275,38 @@ def _take_stop_strings(model: Any, arguments: dict[str, Any]) -> None:
 
 
 def _fingerprint(model: Any) -> int:
-    """Changes when a weight is written to, replaced or moved: KV computed with other weights must not be read."""
+    """Changes when a weight is written to, replaced or moved, or a module gets a hook: other KV must not be read.
 
-    def identity(p: torch.Tensor) -> tuple[int, int, int]:
-        return id(p), p.data_ptr(), 0 if p.is_inference() else p._version
+    What is written past autograd (`weight.data += delta`, as in merging an adapter) shows in a sample of each weight.
+    """
+    parts: list[Any] = []
+    samples: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    with torch.no_grad():
+        for p in model.parameters():
+            parts.append((id(p), p.data_ptr(), 0 if p.is_inference() else p._version))
+            if type(p) is torch.nn.Parameter and p.layout == torch.strided and p.device.type != "meta" and p.numel():
+                samples.setdefault((p.device, p.dtype), []).append(_sample(p))
+        parts += [torch.cat(values).cpu().view(torch.uint8).numpy().tobytes() for values in samples.values()]
+    for m in model.modules():
+        parts.append((id(m), id(vars(m).get("forward")), *m._forward_hooks, *m._forward_pre_hooks))
+    return hash(tuple(parts))
 
-    return hash(tuple(identity(p) for p in model.parameters()))
+
+def _sample(p: torch.Tensor) -> torch.Tensor:
+    """A view of SAMPLED elements of a weight, an odd distance apart, so that they are of different columns."""
+    flat = p if p.is_contiguous() else p[..., 0].reshape(-1)
+    count = min(flat.numel(), SAMPLED)
+    return flat.as_strided((count,), ((flat.numel() // count - 1) | 1,), flat.storage_offset())
 
 
 def _adapter_keys(model: Any) -> tuple[str, ...]:
-    """Names and states of the PEFT adapters that are active: their KV differs though the prompt is the same."""
-    if not getattr(model, "_hf_peft_config_loaded", False):
-        return ()
+    """Which PEFT adapters are active in which layer, and how strongly: KV of one prompt differs between them."""
     states = [
-        f"{m.active_adapters}{m.disable_adapters}{getattr(m, 'scaling', None)}"
-        for m in model.modules()
-        if hasattr(m, "active_adapters") and hasattr(m, "disable_adapters")
+        f"{index} {m.active_adapters} {m.disable_adapters} {getattr(m, 'scaling', None)}"
+        for index, m in enumerate(model.modules())
+        if hasattr(m, "active_adapters") and not callable(m.active_adapters) and hasattr(m, "disable_adapters")
     ]
-    return ("peft", *sorted(set(states)))
+    return ("adapters", hashlib.sha256("\n".join(states).encode()).hexdigest()) if states else ()
 
 
 @contextmanager
