@@ -15,6 +15,8 @@ from ._checks import bad_argument, check_tensor, refuse_grad
 from ._library import define
 from ._triton import require_triton, tl, triton
 
+_PIECE_ELEMENTS = 1 << 18
+
 
 def _check(out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor) -> None:
     layout = "[num_tokens, num_heads, head_dim]"
@@ -37,16 +39,26 @@ def merge_attention_reference(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """What `pc.merge_attention` computes, in PyTorch."""
     _check(out_a, lse_a, out_b, lse_b)
-    top = torch.maximum(lse_a, lse_b)
-    safe = top.masked_fill(top == -torch.inf, 0.0)
-    weights = [torch.exp(lse - safe) for lse in (lse_a, lse_b)]
-    total = weights[0] + weights[1]
-    total = total.masked_fill(total == 0, 1.0)
-    merged = torch.zeros(out_a.shape, dtype=torch.float32, device=out_a.device)
-    for out, weight in zip((out_a, out_b), weights, strict=True):
-        share = (weight / total)[..., None]
-        merged += torch.where(share > 0, out.float() * share, 0.0)
-    return merged.to(out_a.dtype), (top + torch.log(total)).contiguous()
+    out = torch.empty(out_a.shape, dtype=out_a.dtype, device=out_a.device)
+    lse = torch.logaddexp(lse_a, lse_b)
+    weight = torch.sigmoid(lse_b - lse_a)[..., None]
+    any_dead = lse.numel() > 0 and torch.minimum(lse_a, lse_b).min().item() == -torch.inf
+    if any_dead:
+        dead_a, dead_b = ((part == -torch.inf)[..., None] for part in (lse_a, lse_b))
+        weight = weight.masked_fill(dead_a, 1.0).masked_fill(dead_b, 0.0)
+    # float32 copies are made in pieces that stay in the caches: fresh memory costs more than the arithmetic.
+    whole = out.dtype == torch.float32
+    rows = max(1, len(out) if whole else _PIECE_ELEMENTS // max(1, out[:1].numel()))
+    for begin in range(0, len(out), rows):
+        piece = slice(begin, begin + rows)
+        a, b = out_a[piece].float(), out_b[piece].float()
+        if any_dead:
+            a, b = a.masked_fill(dead_a[piece], 0.0), b.masked_fill(dead_b[piece], 0.0)
+        if whole:
+            torch.lerp(a, b, weight, out=out)
+        else:
+            out[piece] = torch.lerp(a, b, weight[piece])
+    return out, lse.contiguous()
 
 
 @triton.jit(do_not_specialize=["num_rows"])
