@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import torch
 
-from ._checks import bad_argument, check_tensor, describe
+from ._checks import bad_argument, check_tensor, describe, refuse_grad
 from ._library import define
 from ._rows import cpu
-from ._rows.checks import check_plain, check_quantized, check_reach
+from ._rows.checks import check_quantized, check_reach
 from ._rows.ops import lowest_entry, on_host
 from ._rows.quantize import FLOATS, launch_scatter_quantized, quantize_rows
 
@@ -33,7 +33,7 @@ def _run(source: torch.Tensor, cache: torch.Tensor, scales: torch.Tensor, slot_m
     check_tensor("source", source, len(needs), str(needs), FLOATS)
     if list(source.shape) != needs:
         raise bad_argument("source", describe(source), str(needs))
-    check_plain("source", source)
+    refuse_grad(source=source)
     check_reach("source", source, slot_mapping, "slot_mapping")
     lowest_entry("slot_mapping", slot_mapping, scales.numel())
     if not source.numel():

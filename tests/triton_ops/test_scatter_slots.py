@@ -82,6 +82,15 @@ def test_rows_of_any_number_of_bytes(size, random_bits, same_bits, device):
     assert same_bits(cache, expected)
 
 
+@pytest.mark.parametrize("order", [[*range(40, 104)], [*range(40, 70), 71, 70, *range(72, 104)]], ids=["run", "swapped"])
+def test_a_megabyte_to_consecutive_slots(order, random_bits, same_bits, device):
+    cache, source = random_bits((8, 16, 1 << 14), torch.uint8), random_bits((64, 1 << 14), torch.uint8)
+    slots = torch.tensor(order, device=device)
+    expected = oracle(source, cache, slots)
+    torch.ops.pc.scatter_slots(source, cache, slots)
+    assert same_bits(cache, expected)
+
+
 def test_nothing_to_scatter(device):
     cache = torch.ones(6, 4, 5, device=device)
     torch.ops.pc.scatter_slots(torch.empty(0, 5, device=device), cache, torch.empty(0, dtype=torch.long, device=device))

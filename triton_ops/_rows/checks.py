@@ -29,7 +29,7 @@ def check_range(name: str, index: torch.Tensor, limit: int) -> int:
 
 
 def check_caches(name: str, caches: Sequence[torch.Tensor]) -> None:
-    """Cache tensors of one call: same blocks, same device, plain memory, no gradient."""
+    """Cache tensors of one call: same blocks, same device, no gradient."""
     if not caches:
         raise bad_argument(name, "an empty list", "at least one tensor")
     for cache in caches:
@@ -43,7 +43,7 @@ def check_caches(name: str, caches: Sequence[torch.Tensor]) -> None:
             )
         if cache.device != caches[0].device:
             raise bad_argument(name, f"devices {caches[0].device} and {cache.device}", "one device")
-        check_plain(name, cache)
+        refuse_grad(**{name: cache})
 
 
 def check_rows(name: str, rows: Sequence[torch.Tensor], caches: Sequence[torch.Tensor], count: int, lead: int) -> None:
@@ -57,16 +57,7 @@ def check_rows(name: str, rows: Sequence[torch.Tensor], caches: Sequence[torch.T
             raise bad_argument(name, f"shape {list(tensor.shape)}", str(needs))
         if tensor.device != rows[0].device:
             raise bad_argument(name, f"devices {rows[0].device} and {tensor.device}", "one device")
-        check_plain(name, tensor)
-
-
-def check_plain(name: str, tensor: torch.Tensor) -> None:
-    """Raises for a tensor that is not plain memory, or whose gradient somebody expects."""
-    refuse_grad(**{name: tensor})
-    if tensor.layout != torch.strided:
-        raise bad_argument(name, f"layout {tensor.layout}", "a dense tensor")
-    if tensor.is_conj() or tensor.is_neg():
-        raise bad_argument(name, "a lazily conjugated or negated view", "memory; resolve_conj() or resolve_neg()")
+        refuse_grad(**{name: tensor})
 
 
 def check_reach(name: str, tensor: torch.Tensor, index: torch.Tensor, index_name: str) -> None:

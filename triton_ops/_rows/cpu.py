@@ -11,6 +11,8 @@ from .layout import row_bytes, row_layout
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 _SLAB_BYTES = 1 << 20
 _ROWS_A_RUN = 16
+_COPY_BYTES = (1 << 20, 1 << 24)
+_REFUSALS = (AttributeError, IndexError, RuntimeError, TypeError)  # None is among what the dispatcher lets pass
 
 QUICK_BYTES = 32 << 20
 """From here on glibc maps fresh memory for every result, and `memory.empty` is worth its calls."""
@@ -52,47 +54,45 @@ def _as_matrices(
     return flats[0].view(dtype), flats[1].view(dtype)
 
 
-def _plain(tensor: torch.Tensor | None) -> bool:
-    """Whether no check has anything to say about a tensor's memory."""
-    if tensor is None or tensor.layout != torch.strided or not tensor.is_cpu:  # the dispatcher lets None pass
-        return False
-    return tensor.is_contiguous() and not (tensor.requires_grad or tensor.is_conj() or tensor.is_neg())
-
-
-def _plain_index(index: torch.Tensor, limit: int) -> bool:
-    """Whether an index is on the CPU, not empty, of int64, and names rows only."""
-    if not index.is_cpu or index.dtype != torch.int64 or index.dim() != 1 or not index.shape[0]:
-        return False
-    low, high = torch.aminmax(index)
-    return int(low) >= 0 and int(high) < limit
-
-
 def quick_gather(cache: torch.Tensor, leading: int, index: torch.Tensor) -> torch.Tensor | None:
-    """The gather of plain arguments in a few calls, or None where they are not plain or the result is large.
+    """The gather of plain arguments in as few calls as can be; None where they are not plain or the result is large.
 
-    What a call costs before it copies counts: after a copy of megabytes the code itself has left the processor's cache.
+    What a call does before it copies counts: between two of them a model has run, and neither the code nor the objects
+    of the last call are left in the processor's caches. `index_select` checks the range of an index by itself; what it
+    refuses, the long way serves or refuses by name.
     """
-    if not _plain(cache) or cache.dim() < 2 or index is None:
+    try:
+        if cache.requires_grad or not cache.is_contiguous() or cache.dim() < 2 or index.dim() != 1:
+            return None
+        rows = cache if leading == 1 else cache.flatten(0, 1)
+        if not 0 < index.shape[0] * cache.nbytes < QUICK_BYTES * rows.shape[0]:
+            return None
+        return torch.index_select(rows, 0, index)
+    except _REFUSALS:
         return None
-    rows = cache if leading == 1 else cache.flatten(0, 1)
-    size = index.numel() * (cache.nbytes // max(rows.shape[0], 1))
-    if not 0 < size < QUICK_BYTES or not _plain_index(index, rows.shape[0]):
-        return None
-    return torch.index_select(rows, 0, index)
 
 
 def quick_scatter(source: torch.Tensor, cache: torch.Tensor, leading: int, index: torch.Tensor) -> bool:
-    """The scatter of plain arguments in a few calls; False, and nothing done, where they are not plain."""
-    if not (_plain(source) and _plain(cache)) or cache.dim() < 2 or index is None or source.dtype != cache.dtype:
+    """The scatter of plain arguments likewise; False, and nothing done, where they are not plain."""
+    try:
+        if source.requires_grad or cache.requires_grad or source.dtype != cache.dtype or source.dim() < 2:
+            return False
+        if not (source.is_contiguous() and cache.is_contiguous() and index.dim() == 1):
+            return False
+        rows, target = source.view(torch.complex128), cache.view(torch.complex128)
+        if leading == 2:
+            target = target.flatten(0, 1)
+        low, high = (int(bound) for bound in torch.aminmax(index))
+        if low < 0 or high >= target.shape[0]:
+            return False
+        # A plain copy moves wider vectors, which shows where neither calls nor memory are the limit.
+        one_run = high - low + 1 == index.shape[0] and _COPY_BYTES[0] <= rows.nbytes < _COPY_BYTES[1]
+        if one_run and torch.equal(index, torch.arange(low, high + 1)):
+            target[low : high + 1].copy_(rows)
+        else:
+            target.index_copy_(0, index, rows)
+    except _REFUSALS:
         return False
-    if cache.shape[leading:] != source.shape[1:] or source.shape[:1] != index.shape or source.numel() == 0:
-        return False
-    width = source[0].nbytes
-    if (width | source.data_ptr() | cache.data_ptr()) & 15 or not _plain_index(index, cache.nbytes // width):
-        return False
-    units = width // 16
-    rows, target = (t.view(-1).view(torch.complex128).view(-1, units) for t in (source, cache))
-    target.index_copy_(0, index, rows)
     return True
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
@@ -90,13 +89,25 @@ def define_gather(op: str, leading: int) -> None:
     index_name = _INDEX[leading][0]
 
     def run(cache: torch.Tensor, index: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
-        quick = cpu.quick_gather(cache, leading, index) if device is None and not INTERPRET else None
-        return _gather(op, "cache", [cache], index, leading, device)[0] if quick is None else quick
+        return _gather(op, "cache", [cache], index, leading, device)[0]
 
     def run_list(
         caches: Sequence[torch.Tensor], index: torch.Tensor, device: torch.device | None = None
     ) -> list[torch.Tensor]:
         return _gather(f"{op}_list", "caches", caches, index, leading, device)
+
+    def run_quick(cache: torch.Tensor, index: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
+        rows = cpu.quick_gather(cache, leading, index) if device is None else None
+        return run(cache, index, device) if rows is None else rows
+
+    def run_list_quick(
+        caches: Sequence[torch.Tensor], index: torch.Tensor, device: torch.device | None = None
+    ) -> list[torch.Tensor]:
+        if device is None and len(caches) == 1:
+            rows = cpu.quick_gather(caches[0], leading, index)
+            if rows is not None:
+                return [rows]
+        return run_list(caches, index, device)
 
     def fake(cache: torch.Tensor, index: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
         place = result_device(cache, index, device)
@@ -107,10 +118,12 @@ def define_gather(op: str, leading: int) -> None:
     ) -> list[torch.Tensor]:
         return [fake(cache, index, device) for cache in caches]
 
-    _define(op, f"(Tensor cache, Tensor {index_name}, Device? device=None) -> Tensor", run, fake)
-    _define(
-        f"{op}_list", f"(Tensor[] caches, Tensor {index_name}, Device? device=None) -> Tensor[]", run_list, fake_list
+    single, several = (
+        f"(Tensor cache, Tensor {index_name}, Device? device=None) -> Tensor",
+        f"(Tensor[] caches, Tensor {index_name}, Device? device=None) -> Tensor[]",
     )
+    define(op, single, reference=run_quick, launcher=run, fake=fake)
+    define(f"{op}_list", several, reference=run_list_quick, launcher=run_list, fake=fake_list)
 
 
 def define_scatter(op: str, leading: int) -> None:
@@ -118,19 +131,26 @@ def define_scatter(op: str, leading: int) -> None:
     index_name = _INDEX[leading][0]
 
     def run(source: torch.Tensor, cache: torch.Tensor, index: torch.Tensor) -> None:
-        if INTERPRET or not cpu.quick_scatter(source, cache, leading, index):
-            _scatter(op, ("source", "cache"), [source], [cache], index, leading)
+        _scatter(op, ("source", "cache"), [source], [cache], index, leading)
 
     def run_list(sources: Sequence[torch.Tensor], caches: Sequence[torch.Tensor], index: torch.Tensor) -> None:
         _scatter(f"{op}_list", ("sources", "caches"), sources, caches, index, leading)
 
-    _define(op, f"(Tensor source, Tensor(a!) cache, Tensor {index_name}) -> ()", run, _nothing)
-    _define(f"{op}_list", f"(Tensor[] sources, Tensor(a!)[] caches, Tensor {index_name}) -> ()", run_list, _nothing)
+    def run_quick(source: torch.Tensor, cache: torch.Tensor, index: torch.Tensor) -> None:
+        if not cpu.quick_scatter(source, cache, leading, index):
+            run(source, cache, index)
+
+    def run_list_quick(sources: Sequence[torch.Tensor], caches: Sequence[torch.Tensor], index: torch.Tensor) -> None:
+        if len(sources) != 1 or len(caches) != 1 or not cpu.quick_scatter(sources[0], caches[0], leading, index):
+            run_list(sources, caches, index)
+
+    single, several = (
+        f"(Tensor source, Tensor(a!) cache, Tensor {index_name}) -> ()",
+        f"(Tensor[] sources, Tensor(a!)[] caches, Tensor {index_name}) -> ()",
+    )
+    define(op, single, reference=run_quick, launcher=run, fake=_nothing)
+    define(f"{op}_list", several, reference=run_list_quick, launcher=run_list, fake=_nothing)
 
 
 def _nothing(*args: object, **kwargs: object) -> None:
     return None
-
-
-def _define(op: str, schema: str, run: Any, fake: Any) -> None:
-    define(op, schema, reference=run, launcher=run, fake=fake)
