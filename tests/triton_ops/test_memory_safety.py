@@ -181,9 +181,9 @@ def test_rows(block_size, features, dtype):
 @pytest.mark.parametrize("scattered", [False, True])
 @pytest.mark.parametrize("block_size", [1, 16, 128])
 def test_join(block_size, scattered):
-    lens, starts = torch.tensor([0, 130, 1, 37]), torch.tensor([0, 0, 3, 3, 20])
+    lens, starts = torch.tensor([130, 0, 1, 37]), torch.tensor([0, 3, 3, 3, 20])
     tables = _tight(torch.arange(4 * 130).view(4, 130).int() % 5, -(-130 // block_size))
-    tables[1, :1] = -1
+    tables[0, :1] = -1
     caches = [torch.randn(5, block_size, 3), torch.randn(5, block_size + 1, 2, 7)[:, 1:, :, :6]]
     news = [torch.randn(22, *cache.shape[2:]) for cache in caches]
     positions = torch.tensor([0, 64, 129, *range(5, 22), 0, 0]) if scattered else None
