@@ -82,7 +82,9 @@ def test_rows_of_any_number_of_bytes(size, random_bits, same_bits, device):
     assert same_bits(cache, expected)
 
 
-@pytest.mark.parametrize("order", [[*range(40, 104)], [*range(40, 70), 71, 70, *range(72, 104)]], ids=["run", "swapped"])
+@pytest.mark.parametrize(
+    "order", [[*range(40, 104)], [*range(40, 70), 71, 70, *range(72, 104)]], ids=["run", "swapped"]
+)
 def test_a_megabyte_to_consecutive_slots(order, random_bits, same_bits, device):
     cache, source = random_bits((8, 16, 1 << 14), torch.uint8), random_bits((64, 1 << 14), torch.uint8)
     slots = torch.tensor(order, device=device)
