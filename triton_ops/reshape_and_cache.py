@@ -51,13 +51,15 @@ def check_write(
     refuse_grad(key=key, value=value, key_cache=key_cache, value_cache=value_cache)
 
 
-def check_write_values(key_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
-    """Checks that every slot is -1 or in the cache; reads them, so on a device it synchronizes."""
+def check_write_values(key_cache: torch.Tensor, slot_mapping: torch.Tensor) -> bool:
+    """Checks that every slot is -1 or in the cache, and tells whether one is -1; on a device it synchronizes."""
     num_slots = key_cache.shape[0] * key_cache.shape[1]
-    if slot_mapping.numel():
-        low, high = (int(bound) for bound in torch.aminmax(slot_mapping))
-        if low < -1 or high >= num_slots:
-            raise bad_argument("slot_mapping", f"values from {low} to {high}", f"-1 to {num_slots - 1}")
+    if not slot_mapping.numel():
+        return False
+    low, high = (bound.item() for bound in torch.aminmax(slot_mapping))
+    if low < -1 or high >= num_slots:
+        raise bad_argument("slot_mapping", f"values from {low} to {high}", f"-1 to {num_slots - 1}")
+    return low < 0
 
 
 def reshape_and_cache_reference(
@@ -71,18 +73,19 @@ def reshape_and_cache_reference(
 ) -> None:
     """What `pc.reshape_and_cache` writes, in PyTorch on CPU tensors."""
     check_write(key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale)
-    check_write_values(key_cache, slot_mapping)
-    if bool((slot_mapping < 0).any()):
+    if check_write_values(key_cache, slot_mapping):
         rows = torch.nonzero(slot_mapping >= 0).squeeze(1)
         key, value, slot_mapping = key[rows], value[rows], slot_mapping[rows]
-    block_size = key_cache.shape[1]
-    index = (slot_mapping // block_size, slot_mapping % block_size)
     for source, cache, scale in ((key, key_cache, k_scale), (value, value_cache, v_scale)):
         if scale is not None:
             source = quantize(source, scale, cache.dtype)
-        if cache.dtype.itemsize == 1:  # index_put_ knows no float8
+        if cache.dtype.itemsize == 1:  # neither write knows float8
             source, cache = source.view(torch.uint8), cache.view(torch.uint8)
-        cache[index] = source
+        block_size = cache.shape[1]
+        if cache.stride(0) == block_size * cache.stride(1):
+            cache.flatten(0, 1).index_copy_(0, slot_mapping, source)
+        else:
+            cache[slot_mapping // block_size, slot_mapping % block_size] = source
 
 
 @triton.jit(do_not_specialize=["num_rows"])

@@ -29,6 +29,8 @@ _SCHEMA = (
 )
 
 
+_PIECE_ELEMENTS = 1 << 16
+
 _prepared: dict[object, tuple[KernelLaunch, int]] = {}
 
 
@@ -74,12 +76,20 @@ def _check_values(positions: torch.Tensor, cos_sin: torch.Tensor) -> None:
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> torch.Tensor:
     """Rotates the first features of x `[num_tokens, heads, head_dim]`; cos and sin `[num_tokens, rotary_dim / 2]`."""
     rotary_dim = 2 * cos.shape[1]
-    turned = x[..., :rotary_dim].float()
-    a, b = (turned[..., 0::2], turned[..., 1::2]) if interleaved else turned.chunk(2, -1)
+    first, second = slice(0, rotary_dim // 2), slice(rotary_dim // 2, rotary_dim)
+    if interleaved:
+        first, second = slice(0, rotary_dim, 2), slice(1, rotary_dim, 2)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    out[..., rotary_dim:] = x[..., rotary_dim:]
     cos, sin = cos.float()[:, None], sin.float()[:, None]
-    a, b = a * cos - b * sin, b * cos + a * sin
-    turned = torch.stack((a, b), -1).flatten(-2) if interleaved else torch.cat((a, b), -1)
-    return torch.cat((turned.to(x.dtype), x[..., rotary_dim:]), -1)
+    # In pieces that stay in the caches: fresh memory for each product costs more than the products.
+    rows = max(1, _PIECE_ELEMENTS // max(1, x[:1].numel()))
+    for begin in range(0, len(x), rows):
+        piece = slice(begin, begin + rows)
+        a, b = x[piece, :, first].float(), x[piece, :, second].float()
+        out[piece, :, first] = (a * cos[piece]).addcmul_(b, sin[piece], value=-1)
+        out[piece, :, second] = (b * cos[piece]).addcmul_(a, sin[piece])
+    return out
 
 
 def rope_and_cache_reference(
