@@ -11,7 +11,8 @@ from pathlib import Path
 
 import torch
 
-from .triton_ops._attention.constants import architecture, decode_tiles, prefill_tiles
+from .triton_ops._attention import tuned
+from .triton_ops._attention.constants import Tiles, architecture, decode_tiles, prefill_tiles
 from .triton_ops._triton import HAS_TRITON, INTERPRET
 
 PACKAGES = ("torch", "triton", "numpy", "einops", "transformers", "vllm", "xxhash")
@@ -82,10 +83,27 @@ def _gpu(device: torch.device) -> dict[str, str]:
     }
     for head_dim in (64, 128, 256):
         decode, prefill = decode_tiles(arch.name, head_dim, 2, 16, False), prefill_tiles(arch.name, head_dim, 2, False)
-        for name, tiles in (("decode", decode), ("prefill", prefill)):
-            found[f"{name} {head_dim}"] = (
-                f"tiles of {tiles.block_m}x{tiles.block_n}, {tiles.num_warps} warps, {tiles.num_stages} stages"
-            )
+        found[f"decode {head_dim}"], found[f"prefill {head_dim}"] = _tiles(decode), _tiles(prefill)
+    return found | (_tuned(arch.name) or {"tuned": "nothing for this architecture; the rules above serve"})
+
+
+def _tiles(tiles: Tiles) -> str:
+    path = ", descriptors" if tiles.descriptors else ""
+    return f"tiles of {tiles.block_m}x{tiles.block_n}, {tiles.num_warps} warps, {tiles.num_stages} stages{path}"
+
+
+def _tuned(arch: str) -> dict[str, str]:
+    """What goes before the rules on an architecture, and why."""
+    found = {}
+    for (name, kind, head_dim, group, size), (tiles, why) in tuned.TILES.items():
+        if name == arch:
+            blocks = f"blocks {'from' if size >= 64 else 'under'} 64"
+            found[f"tuned {kind} {head_dim}, {group} heads a group, {blocks}"] = f"{_tiles(Tiles(*tiles))}: {why}"
+    for (name, head_dim), why in tuned.SPECIALIZED.items():
+        if name == arch:
+            found[f"tuned prefill {head_dim}, blocks from 64"] = f"specialized warps: {why}"
+    if arch in tuned.PROGRAMS:
+        found["tuned decode"] = f"{tuned.PROGRAMS[arch][0]} programs a processor: {tuned.PROGRAMS[arch][1]}"
     return found
 
 

@@ -1,27 +1,45 @@
-"""Sweeps the attention kernel's constants and writes each candidate's time, and which to take and why."""
+"""Sweeps the attention kernel's constants: each candidate's time as a row, and which to take and why.
+
+python benchmarks/gpu.py --only sweep     measure, as a part of `make gpu`
+python benchmarks/sweep.py --write        from benchmarks/results/*/constants.csv to triton_ops/_attention/tuned.py
+"""
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import csv
 import dataclasses
+import importlib
 import itertools
+import math
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+if __name__ == "__main__":
+    from pc.bench import PACKAGE, load_benchmarks
+
+    load_benchmarks()
+    sys.exit(importlib.import_module(f"{PACKAGE}.sweep").main())
+
 import torch
 
 import pc
-from pc.triton_ops._attention import launch
-from pc.triton_ops._attention.constants import Tiles
+from pc.triton_ops._attention import constants, launch, tuned
+from pc.triton_ops._attention.constants import Tiles, architecture, next_power_of_2, programs_per_processor
+from pc.triton_ops._attention.layout import TILE_KEYS
 
 from . import timing
 from .attention import AttentionCase, AttentionInputs
 from .conditions import conditions
-from .registry import WrongError
+from .registry import ROOT, WrongError
 
 # A change below this is noise: the present constants stay.
 WORTH = 0.97
+TABLE = ROOT / "triton_ops" / "_attention" / "tuned.py"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,40 +47,94 @@ class Regime:
     """What one set of constants serves."""
 
     name: str
-    head_dim: int
-    block_size: int
     case: AttentionCase
 
     @property
     def key(self) -> str:
-        """As it stands in the table."""
-        return f"{self.name} head_dim {self.head_dim} block {self.block_size}"
+        """As it stands in the rows."""
+        return f"{self.name} head_dim {self.case.head_dim} block {self.case.block_size}"
+
+    @property
+    def group(self) -> int:
+        """Query heads of a KV head."""
+        return self.case.heads[0] // self.case.heads[1]
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """One choice of constants.
+
+    Attributes:
+        tiles: Of the regime's launch.
+        programs: Of a decode per processor.
+        specialized: Whether a prefill takes the kernel with specialized warps where it can.
+    """
+
+    tiles: Tiles
+    programs: int
+    specialized: bool = False
+
+    def columns(self) -> dict[str, str]:
+        """As they stand in a row."""
+        values = dataclasses.asdict(self.tiles) | {"programs": self.programs, "specialized": self.specialized}
+        return {name: str(int(value)) for name, value in values.items()}
+
+
+# Heads as models of that head_dim have them: gpt-oss, Llama 3, Gemma 3.
+HEADS = {64: (64, 8), 128: (32, 8), 256: (8, 4)}
 
 
 def regimes(tiny: bool = False) -> list[Regime]:
-    """Decode and prefill, for each head_dim and for blocks smaller and as large as a tile."""
+    """Decode and prefill, for each head_dim and for blocks smaller and as large as a tile; what serves most first."""
     found = []
-    for name, head_dim, block_size in itertools.product(("decode", "prefill"), (64, 128, 256), (16, 64)):
+    for head_dim, name, block_size in itertools.product((128, 64, 256), ("decode", "prefill"), (16, 64)):
         length = 128 if tiny else 4096
         batch, q_len = (2 if tiny else 8, 1) if name == "decode" else (1, length)
         case = AttentionCase(
             (length,) * batch,
             (min(q_len, 32) if tiny else q_len,) * batch,
-            heads=(4, 1) if tiny else (32, 8) if head_dim < 256 else (16, 4),
+            heads=(4, 1) if tiny else HEADS[head_dim],
             head_dim=head_dim,
             block_size=block_size,
         )
-        found.append(Regime(name, head_dim, block_size, case))
+        found.append(Regime(name, case))
     return found
 
 
-def candidates(regime: Regime, present: Tiles) -> list[Tiles]:
-    """The present constants first, then all others that may compile to something useful."""
+def candidates(regime: Regime, present: Candidate, arch: str) -> list[Candidate]:
+    """The present constants first, then others that may compile to something useful."""
+    tiles = present.tiles
     if regime.name == "decode":
-        grid: Any = itertools.product((present.block_m,), (16, 32, 64), (4, 8), (2, 3, 4), (False,))
+        grid: Any = itertools.product((tiles.block_m,), (16, 32, 64), (4, 8), (2, 3, 4), (False,))
     else:
-        grid = itertools.product((64, 128), (32, 64), (4, 8), (2, 3), (False, True))
-    return list(dict.fromkeys([present, *(Tiles(*constants) for constants in grid)]))
+        # 4 warps spill with 128 rows.
+        shapes = [(m, n, w) for m, n, w in itertools.product((64, 128), (32, 64), (4, 8)) if (m, w) != (128, 4)]
+        grid = ((*shape, stages, loops) for shape in shapes for stages in (2, 3) for loops in (False, True))
+    found = [Candidate(Tiles(*given), present.programs) for given in grid]
+    if regime.name == "decode":
+        found += [dataclasses.replace(present, programs=programs) for programs in (2, 8, 16)]
+    # Descriptors take blocks of at least a tile, and are slow pointer code where there is no such unit.
+    if regime.case.block_size >= TILE_KEYS and arch in ("interpreter", "sm_90", "sm_100", "sm_103", "sm_120"):
+        found += [
+            dataclasses.replace(present, tiles=dataclasses.replace(tiles, descriptors=True, num_stages=stages))
+            for stages in (2, 3, 4)
+        ]
+        if regime.name == "prefill":
+            found.append(dataclasses.replace(present, specialized=True))
+    return list(dict.fromkeys([present, *found]))
+
+
+@contextlib.contextmanager
+def applied(regime: Regime, candidate: Candidate, arch: str) -> Iterator[None]:
+    """Within it, calls are launched with these constants; nothing that was decided before or in it is kept."""
+    special = {(arch, regime.case.head_dim): ""} if candidate.specialized else {}
+    with contextlib.ExitStack() as stack:
+        stack.callback(launch.forget_prepared)
+        stack.enter_context(mock.patch.object(launch, f"{regime.name}_tiles", return_value=candidate.tiles))
+        stack.enter_context(mock.patch.dict(tuned.PROGRAMS, {arch: (candidate.programs, "")}))
+        stack.enter_context(mock.patch.dict(tuned.SPECIALIZED, special, clear=True))
+        launch.forget_prepared()
+        yield
 
 
 def sweep_regime(
@@ -70,37 +142,48 @@ def sweep_regime(
 ) -> list[dict[str, str]]:
     """Times every candidate side by side, those that are right; one row each."""
     inputs = AttentionInputs(regime.case, device, 0 if limit else 256 << 20)
-    function = f"{regime.name}_tiles"
-    original = getattr(launch, function)
-    present: list[Tiles] = []
-
-    def observe(*arguments: Any) -> Tiles:
-        present.append(original(*arguments))
-        return present[-1]
-
-    with mock.patch.object(launch, function, observe):
-        _call(inputs.calls[0])
-    if not present:  # the references run: there is nothing to choose
+    arch = architecture(device).name
+    present = _present(regime, inputs, arch)
+    if present is None:  # the references run: there is nothing to choose
         return []
     rows, ready = [], {}
-    for tiles in candidates(regime, present[0])[:limit]:
-        name = " ".join(f"{field}={value}" for field, value in dataclasses.asdict(tiles).items())
-        row = {"regime": regime.key, "present": str(int(tiles == present[0])), **_strings(tiles)}
+    for candidate in candidates(regime, present, arch)[:limit]:
+        row = {"regime": regime.key, "present": str(int(candidate == present)), **candidate.columns()}
+        row |= {"architecture": arch, "kind": regime.name, "group": str(next_power_of_2(regime.group))}
+        row |= {name: str(getattr(regime.case, name)) for name in ("head_dim", "block_size")}
+        rows.append(row)
         try:
-            with mock.patch.object(launch, function, return_value=tiles):
+            with applied(regime, candidate, arch):
                 inputs.check(inputs.calls[0], lambda: _call(inputs.calls[0]))
         except WrongError as error:
-            rows.append(row | {"note": f"wrong: {error}"})
+            row["note"] = f"wrong: {error}"
         except Exception as error:
-            rows.append(row | {"note": f"fails: {str(error).splitlines()[0][:120] if str(error) else type(error)}"})
+            row["note"] = f"fails: {str(error).splitlines()[0][:120] if str(error) else type(error)}"
         else:
-            rows.append(row)
-            ready[name] = (row, tiles)
-    times = _time(inputs, function, {name: tiles for name, (_, tiles) in ready.items()}, device, seconds)
-    for name, (row, _) in ready.items():
-        row["p50_us"] = f"{times[name].p50:.2f}"
-    _choose(rows)
+            ready[candidate] = row
+    for candidate, times in _time(regime, inputs, list(ready), arch, device, seconds).items():
+        ready[candidate]["p50_us"] = f"{times.p50:.2f}"
+    # The number of programs is chosen for all decodes together, by `table`.
+    _choose([row for row in rows if row["programs"] == rows[0]["programs"]])
     return [row | conditions(device.type) for row in rows]
+
+
+def _present(regime: Regime, inputs: AttentionInputs, arch: str) -> Candidate | None:
+    """The constants in use; None where no kernel is launched."""
+    seen: list[Tiles] = []
+    original = getattr(launch, f"{regime.name}_tiles")
+
+    def observe(*arguments: Any) -> Tiles:
+        seen.append(original(*arguments))
+        return seen[-1]
+
+    launch.forget_prepared()
+    with mock.patch.object(launch, f"{regime.name}_tiles", observe):
+        _call(inputs.calls[0])
+    if not seen:
+        return None
+    special = regime.name == "prefill" and constants.specialized_tiles(arch, regime.case.head_dim, 2) is not None
+    return Candidate(seen[0], programs_per_processor(arch), special)
 
 
 def _call(call: Any, plan: torch.Tensor | None = None) -> torch.Tensor:
@@ -108,36 +191,38 @@ def _call(call: Any, plan: torch.Tensor | None = None) -> torch.Tensor:
     return out
 
 
-def _strings(tiles: Tiles) -> dict[str, str]:
-    return {field: str(int(value)) for field, value in dataclasses.asdict(tiles).items()}
+def _plan(call: Any) -> torch.Tensor:
+    lengths = (call.block_tables, call.seq_lens, call.query_start_loc)
+    plan: torch.Tensor = pc.attention_plan(*lengths, call.case.block_size, num_kv_heads=call.case.heads[1])
+    return plan
 
 
 def _time(
-    inputs: AttentionInputs, function: str, chosen: dict[str, Tiles], device: torch.device, seconds: float
-) -> dict[str, timing.Quantiles]:
-    plans = {
-        id(call): pc.attention_plan(
-            call.block_tables,
-            call.seq_lens,
-            call.query_start_loc,
-            call.case.block_size,
-            num_kv_heads=call.case.heads[1],
-        )
-        for call in inputs.calls
-    }
+    regime: Regime,
+    inputs: AttentionInputs,
+    chosen: list[Candidate],
+    arch: str,
+    device: torch.device,
+    seconds: float,
+) -> dict[Candidate, timing.Quantiles]:
+    names = {str(number): candidate for number, candidate in enumerate(chosen)}
+    runs: dict[str, list[timing.Run]] = {}
+    graphs = {}
+    for name, candidate in names.items():
+        # A plan is cut for the number of programs, and a graph keeps what it was captured with.
+        with applied(regime, candidate, arch):
+            planned = [(call, _plan(call)) for call in inputs.calls]
+            if device.type == "cuda":
+                all_runs = [lambda given=given: _call(*given) for given in planned]
+                graphs[name] = (timing.capture(all_runs), len(all_runs))
 
-    def runs(tiles: Tiles) -> list[timing.Run]:
-        def run(call: Any) -> None:
-            with mock.patch.object(launch, function, return_value=tiles):
-                _call(call, plans[id(call)])
+        def run(given: Any, candidate: Candidate = candidate) -> None:
+            with applied(regime, candidate, arch):
+                _call(*given)
 
-        return [lambda call=call: run(call) for call in inputs.calls]
-
-    prepared = {name: runs(tiles) for name, tiles in chosen.items()}
-    if device.type != "cuda":
-        return timing.time_eager(prepared, device, seconds)
-    graphs = {name: (timing.capture(all_runs), len(all_runs)) for name, all_runs in prepared.items()}
-    return timing.time_graphs(graphs, seconds)
+        runs[name] = [lambda given=given, run=run: run(given) for given in planned]
+    times = timing.time_graphs(graphs, seconds) if device.type == "cuda" else timing.time_eager(runs, device, seconds)
+    return {names[name]: found for name, found in times.items()}
 
 
 def _choose(rows: list[dict[str, str]]) -> None:
@@ -156,19 +241,100 @@ def _choose(rows: list[dict[str, str]]) -> None:
         best["reason"] = f"fastest of {len(timed)}{gain}"
 
 
-COLUMNS = ("regime", "present", "reason", "p50_us", *(field.name for field in dataclasses.fields(Tiles)), "note")
+CHOICES = (*(field.name for field in dataclasses.fields(Tiles)), "programs", "specialized")
+KEYS = ("architecture", "kind", "head_dim", "group", "block_size")
+COLUMNS = ("regime", "present", "reason", "p50_us", *CHOICES, *KEYS, "note")
 
 
 def save_sweep(path: Path, rows: list[dict[str, str]]) -> None:
     """Replaces the rows of the regimes that were swept now."""
-    before = []
-    if path.exists():
-        with path.open(newline="") as file:
-            before = [row for row in csv.DictReader(file) if row["regime"] not in {r["regime"] for r in rows}]
     if not rows:
         return
+    before = [row for row in read_sweep(path) if row["regime"] not in {r["regime"] for r in rows}]
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, [*COLUMNS, *conditions("cpu")], restval="", lineterminator="\n")
         writer.writeheader()
         writer.writerows(sorted([*before, *rows], key=lambda row: row["regime"]))
+
+
+def read_sweep(path: Path) -> list[dict[str, str]]:
+    """Rows of a sweep; none where there is no file."""
+    if not path.exists():
+        return []
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def table(rows: list[dict[str, str]], source: str) -> dict[str, dict[Any, Any]]:
+    """TILES, PROGRAMS and SPECIALIZED of `tuned.py` from the rows of a device.
+
+    Args:
+        rows: Of all regimes; one of each has a reason.
+        source: Where they lie, for the reasons.
+    """
+    found: dict[str, dict[Any, Any]] = {"TILES": {}, "PROGRAMS": {}, "SPECIALIZED": {}}
+    for row in rows:
+        if not row.get("reason") or row["present"] == "1":
+            continue
+        why = f"{row['reason']}; {row['device']}, {row['date']}, {source}"
+        arch, head_dim, group, size = row["architecture"], *(int(row[name]) for name in KEYS[2:])
+        if row["specialized"] == "1":
+            found["SPECIALIZED"][arch, head_dim] = why
+            continue
+        *numbers, loops, descriptors = (int(row[field.name]) for field in dataclasses.fields(Tiles))
+        tiles = (*numbers, bool(loops), bool(descriptors))
+        found["TILES"][arch, row["kind"], head_dim, group, size] = (tiles, why)
+    for arch in sorted({row["architecture"] for row in rows}):
+        decodes = [row for row in rows if (row["architecture"], row["kind"]) == (arch, "decode") and row.get("p50_us")]
+        if choice := _choose_programs(decodes):
+            programs, gain = choice
+            why = f"{gain:.2f} times as fast as before over all decodes; {decodes[0]['device']}, {decodes[0]['date']}"
+            found["PROGRAMS"][arch] = (programs, f"{why}, {source}")
+    return found
+
+
+def _choose_programs(decodes: list[dict[str, str]]) -> tuple[int, float] | None:
+    """The number of programs that is fastest over all regimes, and by how much; None where the present one stays."""
+    gains: dict[str, list[float]] = {}
+    for now in (row for row in decodes if row["present"] == "1"):
+        alike = [name for name in CHOICES if name != "programs"]
+        for row in decodes:
+            if row["regime"] == now["regime"] and all(row[name] == now[name] for name in alike):
+                gains.setdefault(row["programs"], []).append(float(now["p50_us"]) / float(row["p50_us"]))
+    everywhere = max(map(len, gains.values()), default=0)
+    means = {n: math.exp(sum(map(math.log, g)) / len(g)) for n, g in gains.items() if len(g) == everywhere}
+    best = max(means, key=lambda n: means[n], default=None)
+    return (int(best), means[best]) if best is not None and means[best] > 1 / WORTH else None
+
+
+def write_table(found: dict[str, dict[Any, Any]], path: Path = TABLE) -> None:
+    """Puts the entries into `tuned.py`, in the place of what it held."""
+    text = path.read_text(encoding="utf-8")
+    for name, entries in found.items():
+        lines = [f"    {key!r}: {value!r},\n" for key, value in sorted(entries.items())]
+        body = "{\n" + "".join(lines).replace("'", '"') + "}" if lines else "{}"
+        start = text.index(f"\n{name}: ") + 1
+        start = text.index(" = {", start) + 3
+        end = text.index("\n\n", start) if "\n\n" in text[start:] else len(text) - 1
+        text = text[:start] + body + text[end:]
+    path.write_text(text, encoding="utf-8")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command line: shows what the sweeps in the tree chose, and writes it if asked."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", help="write the table; else show it")
+    parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results")
+    given = parser.parse_args(arguments)
+    found: dict[str, dict[Any, Any]] = {"TILES": {}, "PROGRAMS": {}, "SPECIALIZED": {}}
+    for path in sorted(given.results.glob("*/constants.csv")):
+        for name, entries in table(read_sweep(path), f"{path.parent.name}/constants.csv").items():
+            found[name] |= entries
+    for name, entries in found.items():
+        for key, value in sorted(entries.items()):
+            print(f"{name}: {key} -> {value}")
+    print(f"{sum(map(len, found.values()))} entries from sweeps under {given.results}")
+    if given.write:
+        write_table(found)
+    return 0

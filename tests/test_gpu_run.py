@@ -129,12 +129,3 @@ def test_the_command_names_what_it_needs(capsys: pytest.CaptureFixture[str], tmp
     if not torch.cuda.is_available():
         assert gpu.main(["--slice", "1", "--results", str(tmp_path)]) == 2
         assert "needs a GPU" in capsys.readouterr().err
-
-
-def test_a_sweep_keeps_the_present_constants_within_noise() -> None:
-    rows = [{"present": "1", "p50_us": "100"}, {"present": "0", "p50_us": "98"}, {"present": "0", "note": "fails"}]
-    sweep._choose(rows)
-    assert "present constants" in rows[0]["reason"]
-    rows = [{"present": "1", "p50_us": "100"}, {"present": "0", "p50_us": "50"}]
-    sweep._choose(rows)
-    assert rows[1]["reason"] == "fastest of 2, 2.00 times as fast as the present"

@@ -115,7 +115,7 @@ def _build(
         batch_invariant,
         num_shared_blocks * block_size,
     )
-    target_items = wanted_items(architecture(block_tables.device).num_processors, num_kv_heads)
+    target_items = wanted_items(architecture(block_tables.device), num_kv_heads)
     arguments = (block_tables, seq_lens, query_start_loc, query_positions, block_size, options, target_items)
     if use_kernel:
         require_triton("attention_plan")

@@ -1,8 +1,9 @@
 """Tile sizes and launch options, keyed by architecture, head_dim, dtype and regime.
 
-Chosen without a GPU, from registers, shared memory and spills of compiled kernels (`make kernels` writes the table) and
-from published sweeps of others: BLOCK_M 128 with 8 warps reaches wgmma without a spill, 4 warps spill; a decode tile of
-16 rows leaves room for four programs per SM. Not swept on a GPU.
+What a sweep on a device chose stands in `tuned.py` and goes before the rules here. The rules were chosen without a GPU,
+from registers, shared memory and spills of compiled kernels (`make kernels` writes the table) and from published sweeps
+of others: BLOCK_M 128 with 8 warps reaches wgmma without a spill, 4 warps spill; a decode tile of 16 rows leaves room
+for four programs per SM.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 
 from .._triton import INTERPRET
 from .layout import TILE_KEYS
+from .tuned import PROGRAMS, SPECIALIZED, TILES
 
 DESCRIPTOR_ARCHITECTURES: frozenset[str] = frozenset()
 """Where keys and values are read through tensor descriptors when blocks have at least as many slots as a key tile.
@@ -39,6 +41,7 @@ class Tiles:
     num_warps: int
     num_stages: int
     two_loops: bool
+    descriptors: bool = False
 
 
 @dataclass(frozen=True)
@@ -67,10 +70,37 @@ def next_power_of_2(n: int) -> int:
     return 1 << max(0, n - 1).bit_length()
 
 
-def decode_tiles(arch: str, head_dim: int, itemsize: int, rows: int, quantized: bool) -> Tiles:
+def tuned_tiles(
+    arch: str, regime: str, head_dim: int, itemsize: int, group: int | None, block_size: int | None
+) -> Tiles | None:
+    """What a sweep chose for 16-bit keys and values of this kind; None where none has."""
+    if itemsize != 2 or group is None or block_size is None:
+        return None
+    blocks = TILE_KEYS if block_size >= TILE_KEYS else 16
+    found = TILES.get((arch, regime, head_dim, next_power_of_2(group), blocks))
+    return None if found is None else Tiles(*found[0])
+
+
+def programs_per_processor(arch: str) -> int:
+    """How many programs of a decode a processor gets."""
+    return PROGRAMS[arch][0] if arch in PROGRAMS else 4
+
+
+def decode_tiles(
+    arch: str,
+    head_dim: int,
+    itemsize: int,
+    rows: int,
+    quantized: bool,
+    group: int | None = None,
+    block_size: int | None = None,
+) -> Tiles:
     """For at most DECODE_QUERIES queries a sequence: `rows` is queries * heads of a group."""
     row_bytes = max(16, next_power_of_2(head_dim)) * itemsize
     block_m = min(64, max(16, next_power_of_2(rows)))
+    tuned = None if quantized else tuned_tiles(arch, "decode", head_dim, itemsize, group, block_size)
+    if tuned is not None and tuned.block_m == block_m:
+        return tuned
     block_n = 64 if row_bytes <= 256 else 32 if row_bytes <= 512 else 16
     num_stages = 2 if arch.startswith("gfx") or row_bytes > 256 else 3
     # Codes are converted in registers, float32 products are plain multiply-adds: 4 warps spill.
@@ -79,9 +109,14 @@ def decode_tiles(arch: str, head_dim: int, itemsize: int, rows: int, quantized: 
     return Tiles(block_m, block_n, num_warps, num_stages, False)
 
 
-def prefill_tiles(arch: str, head_dim: int, itemsize: int, heavy: bool) -> Tiles:
+def prefill_tiles(
+    arch: str, head_dim: int, itemsize: int, heavy: bool, group: int | None = None, block_size: int | None = None
+) -> Tiles:
     """For everything longer; `heavy` when a score takes more than a product and a mask."""
     wide = head_dim > 128
+    tuned = None if heavy else tuned_tiles(arch, "prefill", head_dim, itemsize, group, block_size)
+    if tuned is not None:
+        return tuned
     if arch == "interpreter":
         return Tiles(64, 32, 4, 1, True)
     if itemsize == 4:
@@ -104,6 +139,7 @@ def prefill_tiles(arch: str, head_dim: int, itemsize: int, heavy: bool) -> Tiles
 
 def specialized_tiles(arch: str, head_dim: int, itemsize: int) -> Tiles | None:
     """For a prefill with specialized warps; None where there is none. A key tile is that of the plan."""
-    if arch not in SPECIALIZED_ARCHITECTURES or itemsize != 2 or head_dim not in (64, 128, 256):
+    measured = arch in SPECIALIZED_ARCHITECTURES or (arch, head_dim) in SPECIALIZED
+    if not measured or itemsize != 2 or head_dim not in (64, 128, 256):
         return None
     return Tiles(64 if head_dim > 128 else 128, TILE_KEYS, 4, 2, False)

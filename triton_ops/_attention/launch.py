@@ -18,7 +18,16 @@ from .._triton import INTERPRET, require_triton, triton
 from . import constants
 from .call import AttentionCall
 from .checks import check_attention, check_grad
-from .constants import Tiles, architecture, decode_tiles, next_power_of_2, prefill_tiles, specialized_tiles
+from .constants import (
+    Architecture,
+    Tiles,
+    architecture,
+    decode_tiles,
+    next_power_of_2,
+    prefill_tiles,
+    programs_per_processor,
+    specialized_tiles,
+)
 from .kernel import _attention_kernel, _merge_splits_kernel
 from .layout import DECODE_QUERIES, TILE_KEYS, PlanOptions, PlanShape
 from .plan import launch_plan
@@ -63,9 +72,9 @@ def plan_options(
     )
 
 
-def wanted_items(num_processors: int, programs_per_item: int) -> int:
-    """How many work items of a decode keep every processor at four programs."""
-    return max(1, 4 * num_processors // programs_per_item)
+def wanted_items(arch: Architecture, programs_per_item: int) -> int:
+    """How many work items of a decode keep every processor busy."""
+    return max(1, programs_per_processor(arch.name) * arch.num_processors // programs_per_item)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,16 +131,16 @@ def prepare(call: AttentionCall, with_lse: bool, tiled: bool, is_aligned: bool) 
     longest = num_tokens if call.max_query_len is None else min(num_tokens, call.max_query_len)
     decode_q = max(1, min(longest, DECODE_QUERIES))
     quantized = key_cache.dtype != query.dtype
-    decode = decode_tiles(arch.name, head_dim, query.element_size(), decode_q * group, quantized)
+    decode = decode_tiles(arch.name, head_dim, query.element_size(), decode_q * group, quantized, group, block_size)
     row_tiles = -(-decode_q * group // decode.block_m)
-    target_items = wanted_items(arch.num_processors, num_kv_heads * row_tiles)
+    target_items = wanted_items(arch, num_kv_heads * row_tiles)
 
     max_tiles = shape.max_tiles
     if call.max_seq_len is not None:
         max_tiles = min(max_tiles, -(-call.max_seq_len // TILE_KEYS))
     segments = has_positions and call.window > 0
     heavy = quantized or segments or call.softcap > 0 or call.alibi_slopes is not None
-    prefill = prefill_tiles(arch.name, head_dim, query.element_size(), heavy)
+    prefill = prefill_tiles(arch.name, head_dim, query.element_size(), heavy, group, block_size)
     two_loops = prefill.two_loops and not segments and not call.batch_invariant
     prefill_bound = num_tokens * group // prefill.block_m + shape.num_seqs
     run_decode = options.decode_queries > 0
@@ -147,7 +156,8 @@ def prepare(call: AttentionCall, with_lse: bool, tiled: bool, is_aligned: bool) 
     convert_codes = key_cache.dtype == torch.float8_e4m3fn and not arch.has_e4m3
     num_rows = key_cache.shape[0] * block_size
     describable = is_aligned and all(_describable(cache, num_rows) for cache in (key_cache, value_cache))
-    described = describable and arch.name in constants.DESCRIPTOR_ARCHITECTURES
+    everywhere = arch.name in constants.DESCRIPTOR_ARCHITECTURES
+    described = describable and (everywhere or decode.descriptors or prefill.descriptors)
     special = specialized_tiles(arch.name, head_dim, query.element_size())
     if special is not None and not (
         run_prefill
@@ -179,7 +189,7 @@ def prepare(call: AttentionCall, with_lse: bool, tiled: bool, is_aligned: bool) 
             "FP8": convert_codes,
             "UPCAST": INTERPRET and query.dtype == torch.bfloat16,
             "COUNT": _visits is not None,
-            "DESCRIPTORS": described and block_size >= tiles.block_n,
+            "DESCRIPTORS": described and (everywhere or tiles.descriptors) and block_size >= tiles.block_n,
             "WITH_LSE": with_lse,
             "TWO_LOOPS": two_loops and not decoding,
             "NUM_HEADS": num_heads,

@@ -1,0 +1,133 @@
+"""From a sweep's rows to the table of constants, and what is launched with it."""
+
+from __future__ import annotations
+
+import importlib
+import runpy
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pc.bench import PACKAGE, load_benchmarks
+from pc.info import _tuned
+from pc.triton_ops._attention import constants, launch, tuned
+from pc.triton_ops._attention.call import AttentionCall
+
+load_benchmarks()
+sweep = importlib.import_module(f"{PACKAGE}.sweep")
+WHY = "as fast as two"
+MINE = {
+    "TILES": {
+        ("interpreter", "decode", 128, 4, 16): ((16, 16, 8, 4, False, False), WHY),
+        ("interpreter", "prefill", 128, 4, 64): ((128, 64, 8, 2, True, True), WHY),
+    },
+    "PROGRAMS": {"interpreter": (8, WHY)},
+    "SPECIALIZED": {("interpreter", 128): WHY},
+}
+
+
+@pytest.fixture
+def table(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, entries in MINE.items():
+        for key, value in entries.items():
+            monkeypatch.setitem(getattr(tuned, name), key, value)
+
+
+def test_present_constants_stay_within_noise() -> None:
+    rows = [{"present": "1", "p50_us": "100"}, {"present": "0", "p50_us": "98"}, {"present": "0", "note": "fails"}]
+    sweep._choose(rows)
+    assert "present constants" in rows[0]["reason"]
+    rows = [{"present": "1", "p50_us": "100"}, {"present": "0", "p50_us": "50"}]
+    sweep._choose(rows)
+    assert rows[1]["reason"] == "fastest of 2, 2.00 times as fast as the present"
+
+
+def row(**changes: Any) -> dict[str, str]:
+    base = {"block_m": 16, "block_n": 64, "num_warps": 4, "num_stages": 3, "two_loops": 0, "descriptors": 0}
+    base |= {"programs": 4, "specialized": 0, "architecture": "sm_90", "kind": "decode", "head_dim": 128, "group": 4}
+    base |= {"block_size": 16, "regime": "r", "present": 0, "reason": "", "p50_us": 100, "device": "H", "date": "D"}
+    return {name: str(value) for name, value in (base | changes).items()}
+
+
+def test_rows_become_entries() -> None:
+    rows = [
+        row(present=1),
+        row(block_n=32, reason="fastest", p50_us=80),
+        row(programs=8, p50_us=90),
+        row(programs=2, p50_us=70),
+        row(regime="q", present=1, reason="within noise"),
+        row(regime="q", programs=8, p50_us=90),
+        row(regime="q", programs=2, p50_us=150),
+        row(regime="p", kind="prefill", present=1),
+        row(regime="p", kind="prefill", specialized=1, reason="fastest"),
+    ]
+    found = sweep.table(rows, "file")
+    why = "fastest; H, D, file"
+    assert found["TILES"] == {("sm_90", "decode", 128, 4, 16): ((16, 32, 4, 3, False, False), why)}
+    assert found["SPECIALIZED"] == {("sm_90", 128): why}
+    assert found["PROGRAMS"]["sm_90"][0] == 8
+    assert found["PROGRAMS"]["sm_90"][1].startswith("1.11 times as fast as before over all decodes")
+
+
+def test_the_table_is_written_and_emptied_again(tmp_path: Path) -> None:
+    path = tmp_path / "tuned.py"
+    shutil.copy(sweep.TABLE, path)
+    empty = {name: {} for name in MINE}
+    sweep.write_table(empty, path)
+    before = path.read_text()
+    sweep.write_table(MINE, path)
+    read = runpy.run_path(str(path))
+    assert {name: read[name] for name in MINE} == MINE
+    sweep.write_table(MINE, path)
+    assert {name: runpy.run_path(str(path))[name] for name in MINE} == MINE
+    sweep.write_table(empty, path)
+    assert path.read_text() == before
+
+
+@pytest.mark.usefixtures("table")
+def test_an_entry_goes_before_the_rules_where_it_fits() -> None:
+    decode = ("interpreter", 128, 2, 4, False)
+    mine = constants.Tiles(16, 16, 8, 4, False)
+    assert constants.decode_tiles(*decode, group=4, block_size=32) == mine
+    rule = constants.decode_tiles(*decode)
+    assert rule != mine
+    others = [(4, 64), (8, 32)]
+    assert all(constants.decode_tiles(*decode, group=g, block_size=b) == rule for g, b in others)
+    for arguments in (("sm_90", 128, 2, 4, False), ("interpreter", 64, 2, 4, False), ("interpreter", 128, 4, 4, False)):
+        assert constants.decode_tiles(*arguments, group=4, block_size=32) != mine, arguments
+    assert constants.decode_tiles("interpreter", 128, 2, 4, True, group=4, block_size=32) != mine, "quantized"
+    assert constants.decode_tiles("interpreter", 128, 2, 32, False, group=4, block_size=32).block_m == 32, "more rows"
+    assert constants.prefill_tiles("interpreter", 128, 2, False, 4, 64).descriptors
+    assert not constants.prefill_tiles("interpreter", 128, 2, True, 4, 64).descriptors, "more work a score"
+
+
+def prepared(block_size: int, q_len: int) -> Any:
+    cache = torch.zeros(64, block_size, 8, 128, dtype=torch.float16)
+    one = lambda *values: torch.tensor(values, dtype=torch.int32)  # noqa: E731
+    query = torch.zeros(q_len, 32, 128, dtype=torch.float16)
+    call = AttentionCall(query, cache, cache, one(*range(64))[None], one(64 * block_size), one(0, q_len), 1.0)
+    return launch.prepare(call, False, False, True)
+
+
+def test_what_is_launched_is_what_the_table_says(request: pytest.FixtureRequest) -> None:
+    before = prepared(16, 1)
+    request.getfixturevalue("table")
+    decode, prefill = prepared(16, 1), prepared(64, 512)
+    assert decode.target_items == 2 * before.target_items
+    assert decode.decode.launch._options["num_warps"] == 8
+    assert decode.decode.launch._constants["BLOCK_N"] == 16
+    assert prefill.specialized is not None
+    assert prefill.descriptors
+    assert prefill.prefill.launch._constants["DESCRIPTORS"]
+    assert not prefill.decode.launch._constants["DESCRIPTORS"]
+
+
+@pytest.mark.usefixtures("table")
+def test_info_names_what_is_tuned() -> None:
+    found = _tuned("interpreter")
+    assert len(found) == 4
+    assert all(WHY in text for text in found.values())
+    assert _tuned("sm_90") == {}

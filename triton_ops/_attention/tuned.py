@@ -1,0 +1,13 @@
+"""Constants that a sweep on a device chose, each with its reason; written by `python benchmarks/sweep.py --write`."""
+
+from __future__ import annotations
+
+# (architecture, "decode" or "prefill", head_dim, heads of a group, 16 or 64 for blocks under or from 64 tokens) ->
+# ((block_m, block_n, num_warps, num_stages, two_loops, descriptors), reason)
+TILES: dict[tuple[str, str, int, int, int], tuple[tuple[int, int, int, int, bool, bool], str]] = {}
+
+# architecture -> (programs of a decode per processor, reason)
+PROGRAMS: dict[str, tuple[int, str]] = {}
+
+# (architecture, head_dim) -> reason to take the prefill with specialized warps
+SPECIALIZED: dict[tuple[str, int], str] = {}
