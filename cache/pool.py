@@ -93,6 +93,12 @@ class BlockPool:
         width = 8 * self.words.shape[1]
         return [raw[i : i + width] for i in range(0, len(raw), width)]
 
+    def keys_of(self, ids: Ids) -> npt.NDArray[np.uint64]:
+        """The first word of the hash of each block."""
+        # Rows first: to take from a column, numpy copies all of it.
+        keys: npt.NDArray[np.uint64] = self.words.take(ids, axis=0)[:, 0]
+        return keys
+
     @property
     def complete(self) -> npt.NDArray[np.bool_]:
         """Per block, whether it is findable."""
@@ -111,7 +117,9 @@ class BlockPool:
         self.ref_count[index] = refs
         self.clock += 1
         self.last_access[index] = self.clock
-        self.access_count[index] += 1
+        counts = self.access_count.take(index)
+        counts += 1
+        self.access_count[index] = counts
         self.policy.accessed(ids, hit=True)
 
     def share(self, ids: Ids) -> None:
@@ -245,7 +253,7 @@ class BlockPool:
             guess = guess[:count]
             for node in path:
                 node.blocks = None
-        if count == len(digests):
+        if count == len(digests) or not self.table.has(digests[count]):
             return guess
         return np.concatenate((guess, self.table.leading(digests[count:])))
 

@@ -43,7 +43,7 @@ class ARC(EvictionPolicy):
 
     def completed(self, ids: Ids) -> None:
         """See `EvictionPolicy`."""
-        ghost = self._ghosts.recall(self.pool.words[:, 0].take(ids))
+        ghost = self._ghosts.recall(self.pool.keys_of(ids))
         once, again = int(np.count_nonzero(ghost == 0)), int(np.count_nonzero(ghost == 1))
         self._target = min(max(self._target + once - again, 0.0), float(self.pool.num_blocks))
         self._again[ids] = ghost >= 0
@@ -67,7 +67,7 @@ class ARC(EvictionPolicy):
             n = 0 if once and (excess > 0 or not again) else 1
             part = self._queues[n].pop(min(count, max(excess, 1)) if n == 0 and again else count)
             self._waiting[n] -= part.size
-            self._ghosts.remember(self.pool.words[:, 0].take(part), np.full(part.size, n, np.int32))
+            self._ghosts.remember(self.pool.keys_of(part), np.full(part.size, n, np.int32))
             parts.append(part)
             count -= part.size
         return np.concatenate(parts)

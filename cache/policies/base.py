@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ..table import Ids
+from ..table import Ids, count_nonzero
 
 if TYPE_CHECKING:
     from ..hashing import TokenIds
@@ -97,6 +97,10 @@ class EvictionPolicy(ABC):
         return self.pool.acquire(sequence)
 
 
+LOOK = 64
+"""Places looked at together: taking a few blocks must not cost a look at a whole long run."""
+
+
 class RunQueue:
     """Released blocks in the order they shall be given up, kept as runs so that all work is on vectors.
 
@@ -129,31 +133,43 @@ class RunQueue:
         """The ticket of the oldest run that still has a block, None when the queue is empty."""
         while self._runs:
             ticket, ids = self._runs[0]
-            live = ids[self._ticket_of[ids] == ticket]
-            if live.size:
-                if live.size != ids.size:
-                    self._runs[0] = (ticket, live)
-                    self._places -= ids.size - live.size
+            live = self._ticket_of.take(ids[:LOOK]) == ticket
+            first = int(live.argmax())
+            if live[first]:
+                self._drop(first)
                 return ticket
-            self._runs.popleft()
-            self._places -= ids.size
+            self._drop(live.size)
         return None
+
+    def _drop(self, count: int) -> None:
+        """Takes the first places out of the oldest run."""
+        if count:
+            ticket, ids = self._runs.popleft()
+            if count < ids.size:
+                self._runs.appendleft((ticket, ids[count:]))
+            self._places -= count
 
     def first(self) -> int | None:
         """The block to be given up next, None when the queue is empty."""
         return None if self.head() is None else int(self._runs[0][1][0])
 
     def pop(self, count: int) -> Ids:
-        """Up to `count` blocks from the oldest run; they lose their tickets."""
-        if self.head() is None:
-            return np.empty(0, np.int32)
-        ticket, ids = self._runs.popleft()
-        if ids.size > count:
-            self._runs.appendleft((ticket, ids[count:]))
-            ids = ids[:count]
-        self._places -= ids.size
-        self._ticket_of[ids] = -1
-        return ids
+        """Blocks from the front of the queue, 1 to `count` unless it is empty; they lose their tickets."""
+        while self._runs:
+            ticket, ids = self._runs[0]
+            ids = ids[: max(count, LOOK)]
+            live = self._ticket_of.take(ids) == ticket
+            if count_nonzero(live) == ids.size:
+                ids = ids[:count]
+                self._drop(ids.size)
+            else:
+                places = live.nonzero()[0][:count]
+                self._drop(int(places[-1]) + 1 if places.size == count else ids.size)
+                ids = ids[places]
+            if ids.size:
+                self._ticket_of[ids] = -1
+                return ids
+        return np.empty(0, np.int32)
 
     def compact(self) -> None:
         """Drops the places of blocks that were taken out."""

@@ -48,7 +48,7 @@ class FIFO(EvictionPolicy):
         """See `EvictionPolicy`."""
         parts = []
         while count:
-            turn, ids = self._queue.popleft()
+            turn, ids = _next_part(self._queue, count)
             ids = ids[self._turn.take(ids) == turn]
             free = self._waits.take(ids)
             if not free.all():
@@ -78,6 +78,15 @@ class FIFO(EvictionPolicy):
         self._passed.fill(False)
 
 
+def _next_part(queue: deque[tuple[int, Ids]], count: int) -> tuple[int, Ids]:
+    """The front of the oldest run: taking a few blocks must not cost a look at all of a long one."""
+    turn, ids = queue.popleft()
+    width = 2 * count + 64
+    if ids.size > width:
+        queue.appendleft((turn, ids[width:]))
+    return turn, ids[:width]
+
+
 class S3FIFO(EvictionPolicy):
     """A small queue for newcomers, a main queue for those used again, ghosts of newcomers that were not."""
 
@@ -97,7 +106,7 @@ class S3FIFO(EvictionPolicy):
 
     def completed(self, ids: Ids) -> None:
         """See `EvictionPolicy`."""
-        back = self._ghosts.recall(self.pool.words[:, 0].take(ids)) >= 0
+        back = self._ghosts.recall(self.pool.keys_of(ids)) >= 0
         self._uses[ids] = 0
         self._push(0, ids[~back][::-1])
         self._push(1, ids[back][::-1])
@@ -120,7 +129,7 @@ class S3FIFO(EvictionPolicy):
         while count:
             small = bool(self._queues[0]) and (10 * self._sizes[0] > self.pool.num_blocks or not self._queues[1])
             queue = 0 if small else 1
-            turn, ids = self._queues[queue].popleft()
+            turn, ids = _next_part(self._queues[queue], count)
             self._sizes[queue] -= ids.size
             ids = ids[self._turn.take(ids) == turn]
             free = self._waits.take(ids)
@@ -138,7 +147,7 @@ class S3FIFO(EvictionPolicy):
             self._turn[gone] = -1
             self._waits[gone] = False
             if small:
-                self._ghosts.remember(self.pool.words[:, 0].take(gone), np.zeros(gone.size, np.int32))
+                self._ghosts.remember(self.pool.keys_of(gone), np.zeros(gone.size, np.int32))
             parts.append(gone)
             count -= gone.size
         return np.concatenate(parts)

@@ -65,7 +65,7 @@ class Segmented(EvictionPolicy):
 
     def completed(self, ids: Ids) -> None:
         """See `EvictionPolicy`."""
-        noted = self._ghosts.recall(self.pool.words[:, 0].take(ids))
+        noted = self._ghosts.recall(self.pool.keys_of(ids))
         level = noted % LEVELS + 1
         self._level[ids] = np.where(noted < 0, 1, np.minimum(level + 1, LEVELS))
         self._observe(noted[(noted >= 0) & (level < LEVELS)] // LEVELS)
@@ -112,7 +112,7 @@ class Segmented(EvictionPolicy):
             count -= parts[-1].size
         ids = np.concatenate(parts) if len(parts) > 1 else parts[0]
         noted = self._last_use.take(ids) * np.int32(LEVELS) + self._level.take(ids) - np.int32(1)
-        self._ghosts.remember(self.pool.words[:, 0].take(ids), noted)
+        self._ghosts.remember(self.pool.keys_of(ids), noted)
         return ids
 
     def removed(self, ids: Ids) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 import pytest
 
@@ -269,3 +271,29 @@ def test_queues_do_not_grow_with_traffic(name):
     for i in range(500):
         serve(m, i, prompt(1, 30))
     assert m.nbytes <= before + 4 * (2 * 64 + 64)
+
+
+@pytest.mark.parametrize("name", sorted(POLICIES))
+def test_a_block_costs_the_same_in_a_large_pool(name):
+    """Taking, completing and releasing with every block cached: O(1) or O(log n) a block, so far from 50 times."""
+    costs = []
+    for num_blocks in (10_000, 500_000):
+        hasher = pc.cache.hashing.BlockHasher("blake2b", 16)
+        pool = pc.cache.pool.BlockPool(num_blocks, hasher, POLICIES[name]())
+        rng = np.random.default_rng(0)
+
+        def request(count, pool=pool, rng=rng):
+            ids = pool.take(np.arange(1, count + 1, dtype=np.int32), rng.integers(1, 1 << 63, (count, 4), np.uint64))
+            pool.publish(ids)
+            pool.release(ids)
+
+        for _ in range(10):
+            request(num_blocks // 10)
+        assert pool.num_cached == num_blocks
+        times = []
+        for _ in range(40):
+            began = time.thread_time_ns()
+            request(16)
+            times.append(time.thread_time_ns() - began)
+        costs.append(min(times))
+    assert costs[1] < 4 * costs[0]
