@@ -62,7 +62,7 @@ def _admit(
     pools, size, hit, num_tokens = books.pools, books.block_size, plan.hit, len(request.tokens)
     source, common, cached = EMPTY, 0, plan.cached
     # A block that comes back from the host must not be overwritten by a copy of one that begins like it.
-    if books.observers.partial is not None and plan.contiguous and not any(part.slots for part in plan.parts):
+    if books.observers.partial is not None and plan.contiguous and not plan.loading:
         source, common = _borrow(books, request, plan, digests)
         if common:
             cached = [(0, hit * size + common)]
@@ -92,20 +92,10 @@ def _admit(
     books.running[request_id] = request
     wait_for = books.announce(request_id, request, digests[hit].tobytes()) if hit < len(digests) else None
     tables = [part.table.copy() for part in plan.parts]
-    copies: list[list[tuple[int, int]]] = [[] for _ in tables]
-    if common:
-        copies[0].append((int(source[0]), int(tables[0][hit])))
-    allocation = Allocation(
-        tables=tables,
-        first_block=0,
-        block_size=size,
-        cached_spans=cached,
-        compute_spans=complement(cached, num_tokens),
-        written=plan.written,
-        copies=copies,
-        wait_for=wait_for,
-        loads=[_loads(part) for part in plan.parts],
-    )
+    copies = [[(int(source[0]), int(tables[0][hit]))]] if common else None
+    loads = [_loads(part) for part in plan.parts] if plan.loading else None
+    spans = complement(cached, num_tokens)
+    allocation = Allocation(tables, 0, size, cached, spans, plan.written, copies, wait_for, 0, loads)
     return allocation, common
 
 

@@ -32,10 +32,10 @@ class Allocation:
     __slots__ = (
         "_block_size",
         "_first_block",
+        "_new_block",
         "_slots",
         "_tables",
         "_written",
-        "block_ids",
         "cached_spans",
         "compute_spans",
         "copies",
@@ -44,41 +44,47 @@ class Allocation:
         "wait_for",
     )
 
-    block_ids: Any
-    """Block numbers [n] int32, in the order of the sequence, -1 for a hole; a tuple of arrays with several groups."""
-
     def __init__(
         self,
-        *,
         tables: list[Ids],
         first_block: int,
         block_size: int,
         cached_spans: list[Span],
         compute_spans: list[Span],
-        written: bool,
-        copies: list[list[tuple[int, int]]],
+        written: bool = False,
+        copies: list[list[tuple[int, int]]] | None = None,
         wait_for: Any = None,
         new_block: int = 0,
         loads: list[list[tuple[int, int]]] | None = None,
     ) -> None:
         self._tables = tables
         self._first_block = first_block
+        self._new_block = new_block
         self._block_size = block_size
         self._written = written
         self._slots: tuple[Slots, ...] | None = None
-        skip = new_block - first_block
-        if len(tables) == 1:
-            self.block_ids = tables[0][skip:] if skip > 0 else tables[0]
-        else:
-            self.block_ids = tuple([table[max(skip, 0) :] for table in tables])
         self.cached_spans = cached_spans
         self.compute_spans = compute_spans
         self.num_cached_tokens = sum([end - start for start, end in cached_spans]) if cached_spans else 0
-        self.copies: Any = copies[0] if len(copies) == 1 else copies
         self.wait_for = wait_for
-        if loads is None:
-            loads = [[] for _ in tables]
-        self.loads: Any = loads[0] if len(loads) == 1 else loads
+        self.copies: Any
+        self.loads: Any
+        if len(tables) == 1:
+            self.copies = copies[0] if copies else []
+            self.loads = loads[0] if loads else []
+        else:
+            self.copies = copies or [[] for _ in tables]
+            self.loads = loads or [[] for _ in tables]
+
+    @property
+    def block_ids(self) -> Any:
+        """Block numbers [n] int32, in the order of the sequence, -1 for a hole; a tuple of arrays with several groups.
+
+        Of `append` those newly taken.
+        """
+        skip = max(self._new_block - self._first_block, 0)
+        ids = tuple([table[skip:] for table in self._tables]) if skip else tuple(self._tables)
+        return ids if len(ids) > 1 else ids[0]
 
     @property
     def slot_mapping(self) -> Any:

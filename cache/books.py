@@ -88,7 +88,7 @@ class Books:
             self.settle(request)
         self.withdraw(request)
         for group, pool in enumerate(self.pools):
-            pool.release(request.held(group))
+            pool.release(request.tables[0][: request.num_blocks] if self.simple else request.held(group))
 
     def stats(self) -> CacheStats:
         """Counters since the manager was made or reset."""

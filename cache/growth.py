@@ -18,21 +18,17 @@ Copies = list[list[tuple[int, int]]]
 
 def append(books: Books, request: Request, new: array[int]) -> Allocation:
     """Adds tokens to a request: see `CacheManager.append`."""
-    size, start = books.block_size, len(request.tokens)
-    end = start + len(new)
-    first, old_blocks = start // size, request.num_blocks
-    copies = _make_room(books, request, end) if end > start else [[] for _ in books.pools]
-    request.tokens.extend(new)
-    return Allocation(
-        tables=[table[first : request.num_blocks].copy() for table in request.tables],
-        first_block=first,
-        new_block=old_blocks,
-        block_size=size,
-        cached_spans=[],
-        compute_spans=[(start, end)] if end > start else [],
-        written=False,
-        copies=copies,
-    )
+    size, tokens = books.block_size, request.tokens
+    start, old_blocks = len(tokens), request.num_blocks
+    first, end = start // size, start + len(new)
+    copies = None
+    if end > start and (end > old_blocks * size or request.shared_tail):
+        copies = _make_room(books, request, end)
+    tokens.extend(new)
+    num_blocks = request.num_blocks
+    tables = [table[first:num_blocks].copy() for table in request.tables]
+    spans = [(start, end)] if end > start else []
+    return Allocation(tables, first, size, [], spans, False, copies, None, old_blocks)
 
 
 def append_each(books: Books, requests: Sequence[Request], new: array[int]) -> tuple[list[Slots], Copies]:
@@ -138,4 +134,4 @@ def _replace_shared(pool: BlockPool, request: Request, group: int, block: int) -
 
 def _must_copy(pool: BlockPool, block: int) -> bool:
     """Whether writing a block would be seen by another holder or by whoever finds it."""
-    return bool(pool.complete[block]) or int(pool.ref_count[block]) > 1
+    return pool.table.lists(block) or int(pool.ref_count[block]) > 1

@@ -120,7 +120,7 @@ def encode_tokens(token_ids: TokenIds, name: str = "token_ids") -> array[int]:
         TypeError: Not a flat sequence of integers.
         ValueError: An id below 0 or past 2**32 - 1.
     """
-    if isinstance(token_ids, list | tuple):
+    if isinstance(token_ids, (list, tuple)):  # a union would be built at every call
         try:
             return array("I", token_ids)
         except OverflowError:
@@ -129,7 +129,7 @@ def encode_tokens(token_ids: TokenIds, name: str = "token_ids") -> array[int]:
         except TypeError:
             odd = next((t for t in token_ids if not isinstance(t, int)), None)
             raise TypeError(f"{name}: got an element of type {type(odd).__name__}, needs integers") from None
-    if isinstance(token_ids, str | bytes):
+    if isinstance(token_ids, (str, bytes)):
         raise TypeError(f"{name}: got {type(token_ids).__name__}, needs a sequence of integers")
     values = np.asarray(token_ids)
     if values.ndim != 1:

@@ -53,6 +53,8 @@ class Plan(NamedTuple):
     """Leading blocks of which all that are held are findable."""
     contiguous: bool = True
     """Whether nothing behind the prefix is cached."""
+    loading: bool = False
+    """Whether blocks are loaded from the host."""
 
 
 def plan_prefix(pool: BlockPool, digests: Words, path: list[Node], num_tokens: int, block_size: int) -> Plan:
@@ -135,8 +137,8 @@ def cached_spans(hit: int, reused: Ids, num_tokens: int, block_size: int) -> tup
 
 def complement(spans: list[Span], num_tokens: int) -> list[Span]:
     """What `spans` leave of [0, num_tokens)."""
-    if len(spans) < 2:
-        start, end = spans[0] if spans else (0, 0)
-        return [span for span in ((0, start), (end, num_tokens)) if span[0] < span[1]]
+    if not spans or (len(spans) == 1 and not spans[0][0]):
+        end = spans[0][1] if spans else 0
+        return [(end, num_tokens)] if end < num_tokens else []
     edges = [0, *(edge for span in spans for edge in span), num_tokens]
     return [(a, b) for a, b in zip(edges[::2], edges[1::2], strict=True) if a < b]

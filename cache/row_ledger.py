@@ -42,7 +42,7 @@ class RowLedger:
         blocks: Slots = slots // self.block_size if self._shift is None else slots >> self._shift
         return blocks
 
-    def _current(self, blocks: Slots) -> Mask | bool:
+    def _current(self, blocks: npt.NDArray[np.integer]) -> Mask | bool:
         """Per block, whether it has the content that its bits are about."""
         if self._pool is None:
             return True
@@ -74,8 +74,7 @@ class RowLedger:
 
     def bits_of(self, block: int) -> dict[str, Mask]:
         """Per name, which slots of a block hold a row."""
-        slots = block * self.block_size + np.arange(self.block_size)
-        return self.there(self._bits, slots)
+        return self.there(self._bits, np.array([block]))
 
     def set_bits(self, block: int, bits: dict[str, Mask]) -> None:
         """Says which slots of a block hold a row now, of names that are known; of others none does."""
@@ -84,9 +83,12 @@ class RowLedger:
         for name in bits.keys() & self._bits.keys():
             self._bits[name][slots] = bits[name]
 
-    def there(self, names: Iterable[str], slots: Slots) -> dict[str, Mask]:
-        """Per name, which of the slots hold a row; none of the negative ones."""
-        present = slots >= 0
-        if self._pool is not None:
-            present &= self._current(self._blocks(np.maximum(slots, 0)))
-        return {name: self._bits[name][slots] & present for name in names}
+    def there(self, names: Iterable[str], blocks: npt.NDArray[np.integer], count: int | None = None) -> dict[str, Mask]:
+        """Per name, which slots of a block table hold a row, those of its first `count` tokens; none of a hole's."""
+        present = ((blocks >= 0) & self._current(blocks))[:, None]
+        there = {}
+        for name in names:
+            bits = self._bits[name].reshape(self.num_blocks, self.block_size)[blocks]
+            bits &= present
+            there[name] = bits.reshape(-1)[:count]
+        return there

@@ -109,7 +109,8 @@ def plan_resume(books: Books, digests: Words, saved: Preempted) -> Plan:
         parts.append(Part(table, table[cached], fresh, fresh + 1, full, slots[loaded].tolist()))
         published = min([published, *loaded[:1].tolist()])
     spans, written = spans_of(end, num_tokens)
-    return Plan(hit, position, spans, written, parts, committed=end, published=published)
+    loading = any(part.slots for part in parts)
+    return Plan(hit, position, spans, written, parts, committed=end, published=published, loading=loading)
 
 
 def _host_tables(saved: Preempted, groups: Sequence[Group], num_blocks: int) -> list[Ids]:

@@ -45,7 +45,8 @@ class HashTable:
         self._slot_of[num_blocks] = -2  # what an empty slot, -1, points at: equal to no slot
         # Reading one element through these takes a third of the time that numpy takes.
         self._slots_view, self._slot_of_view = _view(self._slots), _view(self._slot_of)
-        self._passed_view, self._words_view = _view(self._passed), _view(words)
+        self._passed_view, self._words_view = _view(self._passed), _view(words.reshape(-1))
+        self._width = words.shape[1]
 
     @property
     def nbytes(self) -> int:
@@ -62,6 +63,14 @@ class HashTable:
         """Whether each block is in the table."""
         listed: npt.NDArray[np.bool_] = self._slot_of.take(ids) >= 0
         return listed
+
+    def lists(self, block: int) -> bool:
+        """Whether one block is in the table."""
+        return bool(self._slot_of_view[block] >= 0)
+
+    def has(self, digest: npt.NDArray[np.uint64]) -> bool:
+        """Whether a block with this hash is in the table."""
+        return self._find_one(digest.item(0), digest) >= 0
 
     def find(self, digests: Words) -> Ids:
         """The block of each hash of `digests` `[n, words]`, -1 where there is none."""
@@ -124,7 +133,7 @@ class HashTable:
         few = digests[:4]
         blocks: list[int] = []
         for i, key in enumerate(few[:, 0].tolist()):
-            block, _ = self._find_one(key, few, i)
+            block = self._find_one(key, few[i])
             if block < 0:
                 return np.array(blocks, np.int32)
             blocks.append(block)
@@ -140,16 +149,16 @@ class HashTable:
             at, width = at + width, 8 * width
         return np.concatenate(parts)
 
-    def _find_one(self, key: int, digests: Words, i: int) -> tuple[int, int]:
-        """The block of the hash `digests[i]`, -1 for none, and the slot where the search ended."""
-        slots, slot_of, first_word = self._slots_view, self._slot_of_view, self._words_view
+    def _find_one(self, key: int, digest: npt.NDArray[np.uint64]) -> int:
+        """The block of one hash, whose first word is `key`; -1 for none."""
+        slots, slot_of, first_word, width = self._slots_view, self._slot_of_view, self._words_view, self._width
         at = key & self._mask
         while True:
-            block = slots[at]
-            if slot_of[block] == at and first_word[block, 0] == key and np.array_equal(self._words[block], digests[i]):
-                return block, at
+            block: int = slots[at]
+            if slot_of[block] == at and first_word[block * width] == key and np.array_equal(self._words[block], digest):
+                return block
             if not self._passed_view[at]:
-                return -1, at
+                return -1
             at = (at + ((key >> 40) | 1)) & self._mask
 
     def put(self, ids: Ids) -> Ids:
@@ -196,23 +205,38 @@ class HashTable:
 
     def _put_few(self, ids: Ids, digests: Words) -> Ids:
         slots, slot_of, passed, mask = self._slots_view, self._slot_of_view, self._passed_view, self._mask
-        twins = []
+        first_word, width = self._words_view, self._width
+        twins: dict[int, int] = {}
         for i, (block, key) in enumerate(zip(ids.tolist(), digests[:, 0].tolist(), strict=True)):
             at = key & mask
-            live = slot_of[slots[at]] == at
-            if live or passed[at]:
-                found, at = self._find_one(key, digests, i)
-                if found >= 0:
-                    twins.append(found)
+            other = slots[at]
+            if slot_of[other] == at or passed[at]:
+                step, free = (key >> 40) | 1, -1
+                while True:
+                    if slot_of[other] != at:
+                        free = at if free < 0 else free
+                    elif first_word[other * width] == key and np.array_equal(self._words[other], digests[i]):
+                        twins[i] = other
+                        break
+                    if not passed[at]:
+                        break
+                    at = (at + step) & mask
+                    other = slots[at]
+                if i in twins:
                     continue
-                while slot_of[slots[at]] == at:
+                while free < 0:  # every slot of the search is live: it goes on behind its end
                     self._num_passed += not passed[at]
                     passed[at] = True
-                    at = (at + ((key >> 40) | 1)) & mask
+                    at = (at + step) & mask
+                    if slot_of[slots[at]] != at:
+                        free = at
+                at = free
             slots[at] = block
             slot_of[block] = at
-            twins.append(-1)
-        return np.array(twins, np.int32)
+        found = np.full(ids.size, -1, np.int32)
+        if twins:
+            found[list(twins)] = list(twins.values())
+        return found
 
     def _place(self, ids: Ids, at: Places, key: npt.NDArray[np.uint64]) -> None:
         """Puts blocks into the first slots from `at` on that are not live."""

@@ -121,11 +121,11 @@ class TensorCache:
 
     def stored(self, name: str) -> Mask:
         """Which slots of a name hold a row, `[num_blocks, block_size]`."""
-        slots = np.arange(self.num_blocks * self.block_size)
-        return self._ledger.there([name], slots)[name].reshape(self.num_blocks, self.block_size)
+        bits = self._ledger.there([name], np.arange(self.num_blocks))[name]
+        return bits.reshape(self.num_blocks, self.block_size)
 
     def register(self, name: str, feature_shape: Sequence[int], dtype: torch.dtype) -> None:
-        """Allocates the cache of a name; nothing happens when it is there already, equal in shape and dtype.
+        """Allocates the cache of a name, unless it is there already, equal in shape and dtype.
 
         Args:
             name: Under which steps give the tensor; dots lead into nested outputs.
@@ -138,7 +138,9 @@ class TensorCache:
         """
         if name in self._entries:
             self._check_like(name, feature_shape, dtype)
-        self._allocate({name: (tuple(feature_shape), dtype)}, registered=True)
+            self._entries[name] = self._entries[name]._replace(registered=True)
+        else:
+            self._allocate({name: (tuple(feature_shape), dtype)}, registered=True)
         self._exclude.discard(name)
 
     def _check_like(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> None:
@@ -146,9 +148,8 @@ class TensorCache:
         if tuple(shape) != tuple(rows.shape[2:]) or dtype != rows.dtype:
             raise ValueError(f"{name}: got rows {list(shape)} {dtype}, needs {list(rows.shape[2:])} {rows.dtype}")
 
-    def _allocate(self, wanted: Mapping[str, tuple[tuple[int, ...], torch.dtype]], registered: bool) -> None:
-        """Makes the names that are not there yet, all or none of them."""
-        new = {name: spec for name, spec in wanted.items() if name not in self._entries}
+    def _allocate(self, new: Mapping[str, tuple[tuple[int, ...], torch.dtype]], registered: bool) -> None:
+        """Makes new names, all or none of them."""
         total = self.nbytes
         for name, (shape, dtype) in new.items():
             size = self.cost(shape, dtype)
@@ -193,7 +194,7 @@ class TensorCache:
         self._ledger.vacate(kept)
         if mine and kept.size:
             index = torch.from_numpy(slots)
-            for device in {tensor.device: None for tensor in mine.values()}:  # one launch for each
+            for device in {tensor.device for tensor in mine.values()}:  # one launch for each
                 some = {name: tensor.detach() for name, tensor in mine.items() if tensor.device == device}
                 if device.type == "cpu":
                     self._wait()
@@ -224,7 +225,9 @@ class TensorCache:
                 raise ValueError(f"{name}: got shape {list(value.shape)}, needs {num_tokens} rows, one per token")
             else:
                 others[name] = value
-        self._allocate({name: (tuple(t.shape[1:]), t.dtype) for name, t in mine.items()}, registered=False)
+        new = {name: (tuple(t.shape[1:]), t.dtype) for name, t in mine.items() if name not in self._entries}
+        if new:
+            self._allocate(new, registered=False)
         for name, value in others.items():
             if isinstance(value, torch.Tensor) and num_tokens:
                 self._exclude.add(name)
@@ -235,10 +238,11 @@ class TensorCache:
 
     def _checked_slots(self, slot_mapping: Any) -> tuple[Slots, Slots]:
         """The slots of a step, and those of them that are not -1."""
-        given = np.asarray(slot_mapping)
-        if given.size and given.dtype.kind not in "iu":
-            raise TypeError(f"slot_mapping: got {given.dtype}, needs integers")
-        slots = np.require(given, np.int64, ["C", "W"])
+        slots = np.asarray(slot_mapping)
+        if slots.dtype != np.int64 or not slots.flags.carray:
+            if slots.size and slots.dtype.kind not in "iu":
+                raise TypeError(f"slot_mapping: got {slots.dtype}, needs integers")
+            slots = np.require(slots, np.int64, ["C", "W"])
         limit = self.num_blocks * self.block_size
         if slots.ndim != 1:
             raise ValueError(f"slot_mapping: got shape {list(slots.shape)}, needs [num_tokens]")
@@ -312,8 +316,7 @@ class TensorCache:
             ValueError: num_tokens is missing or too large.
         """
         table, count = self._table(request, num_tokens)
-        slots = _slots_of(table, count, self.block_size)
-        there = self._there(list(self._entries) if names is None else names, slots)
+        there = self._there(list(self._entries) if names is None else names, table, count)
         return min((int(here.argmin()) for here in there.values() if not here.all()), default=count)
 
     def load(
@@ -344,11 +347,11 @@ class TensorCache:
         if missing not in ("raise", "zero"):
             raise ValueError(f"missing: got {missing!r}, needs 'raise' or 'zero'")
         table, count = self._table(request, num_tokens)
-        slots = _slots_of(table, count, self.block_size)
-        there = self._there(names, slots)
-        if missing == "raise":
-            _refuse_missing(there, request)
+        there = self._there(names, table, count)
         whole = [name for name, here in there.items() if here.all()]
+        if missing == "raise" and len(whole) < len(there):
+            _refuse_missing(there, request)
+        slots = _slots_of(table, count, self.block_size)
         loaded = dict(zip(whole, self._gather(whole, slots, device), strict=True))
         for name, here in there.items():
             if name not in loaded:
@@ -376,13 +379,14 @@ class TensorCache:
             raise ValueError(f"num_tokens: got {count}, needs 0 to {known}")
         return table, count
 
-    def _there(self, names: Sequence[str] | None, slots: Slots) -> dict[str, Mask]:
+    def _there(self, names: Sequence[str] | None, table: Ids, count: int) -> dict[str, Mask]:
         """Per name, which tokens have a row; without names, of those that have any."""
         for name in names or ():
             if name not in self._entries:
                 raise KeyError(f"names: got {name!r}, needs one of {', '.join(self._entries) or 'none'}")
-        there = self._ledger.there(self._entries if names is None else names, slots)
-        if names is None and slots.size:
+        blocks = table[: -(-count // self.block_size)]
+        there = self._ledger.there(self._entries if names is None else names, blocks, count)
+        if names is None and count:
             there = {name: here for name, here in there.items() if here.any()}
         return there
 
@@ -417,7 +421,7 @@ class TensorCache:
         scattered = False
         for request, begin, end in zip(step.requests, starts[:-1], starts[1:], strict=True):
             table, count = self._table(request, int(positions[end - 1]) + 1 if end > begin else 0)
-            there = self._there(wanted, _slots_of(table, count, self.block_size))
+            there = self._there(wanted, table, count)
             for here in there.values():
                 here[positions[begin:end]] = True
             _refuse_missing(there, request)
