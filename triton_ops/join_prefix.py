@@ -19,8 +19,8 @@ from ._rows.join import check_join_values, join_map_reference, launch_join_map
 from ._rows.kernel import launch_move_rows
 from ._rows.ops import on_host
 
-_LONG_SEQUENCE = 1 << 18
-"""Bytes a sequence from which on the CPU joins them one by one: a few calls each, but whole blocks and no map."""
+_FEW_SEQUENCES, _LONG_SEQUENCE = 8, 1 << 18
+"""How many sequences, or bytes of one, the CPU joins one by one: a few calls each, but whole blocks and no map."""
 
 
 def join_prefix_reference(
@@ -103,7 +103,9 @@ def _run_list(
     device = _result_device(caches[0], seq_lens, news[0])
     outs = [memory.empty((num_rows, *new.shape[1:]), new.dtype, device) for new in news]
     if on_host(outs[0]):
-        if new_positions is None and sum(out.nbytes for out in outs) >= _LONG_SEQUENCE * max(1, seq_lens.shape[0]):
+        num_seqs = seq_lens.shape[0]
+        few = num_seqs <= _FEW_SEQUENCES or sum(out.nbytes for out in outs) >= _LONG_SEQUENCE * num_seqs
+        if new_positions is None and few:
             for cache, new, out in zip(caches, news, outs, strict=True):
                 cpu.join_sequences(cache, block_tables, seq_lens.tolist(), new, query_start_loc.tolist(), out)
             return outs

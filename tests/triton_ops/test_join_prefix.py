@@ -32,7 +32,7 @@ CASES = (
     Case((8,), (4,)),
     Case((12, 8, 5, 1), (12, 4, 1, 1)),
     Case((17, 0, 3, 64), (0, 0, 2, 60), holes=True),
-    Case((9, 9, 9, 9, 9, 9, 9), (1, 1, 1, 1, 1, 1, 1), block_size=16, padding=3),
+    Case((9, 30) * 6, (1, 2) * 6, block_size=16, padding=3, holes=True),
     Case((300, 77), (130, 7), block_size=16, padding=600, holes=True, int64=True),
     Case((5, 6), (0, 0), block_size=1),
     Case((), ()),

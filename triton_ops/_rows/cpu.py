@@ -173,6 +173,7 @@ def join_sequences(
 ) -> None:
     """Joins sequence by sequence: whole blocks, the cached part of the next one, then the new rows."""
     block_size, begin = cache.shape[1], 0
+    plain = cache.is_contiguous()
     for s, length in enumerate(seq_lens):
         first, last = query_start_loc[s], query_start_loc[s + 1]
         cached = length - (last - first)
@@ -180,14 +181,20 @@ def join_sequences(
         if whole:
             ids = block_tables[s, :whole]
             blocks = out[begin : begin + whole * block_size].view(whole, *cache.shape[1:])
-            gather_rows(cache, 1, ids, blocks, int(ids.amin()))
+            lowest = int(ids.amin())
+            if plain and lowest >= 0:
+                torch.index_select(cache, 0, ids, out=blocks)
+            else:
+                gather_rows(cache, 1, ids, blocks, lowest)
         if rest:
             number = int(block_tables[s, whole])
-            tail = as_bits(out[begin + cached - rest : begin + cached])
-            tail.copy_(as_bits(cache[number, :rest])) if number >= 0 else tail.zero_()
-        as_bits(out[begin + cached : begin + length]).copy_(as_bits(new[first:last]))
+            tail = out[begin + cached - rest : begin + cached]
+            tail.copy_(cache[number, :rest]) if number >= 0 else tail.zero_()
+        if first < last:
+            out[begin + cached : begin + length].copy_(new[first:last])
         begin += length
-    as_bits(out[begin:]).zero_()
+    if begin < len(out):
+        out[begin:].zero_()
 
 
 def join_rows(cache: torch.Tensor, new: torch.Tensor, rows: torch.Tensor, out: torch.Tensor) -> None:

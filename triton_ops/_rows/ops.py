@@ -84,6 +84,11 @@ def _scatter(
         move_rows(op, sources, caches, leading, index, to_cache=True)
 
 
+def _agree(caches: Sequence[torch.Tensor]) -> bool:
+    """Whether there are caches, of the same blocks."""
+    return len(caches) > 0 and all(cache.shape[:2] == caches[0].shape[:2] for cache in caches[1:])
+
+
 def define_gather(op: str, leading: int) -> None:
     """Registers `op` and `op`_list, which gather rows of one or several caches by BLOCKS or SLOTS."""
     index_name = _INDEX[leading][0]
@@ -103,11 +108,10 @@ def define_gather(op: str, leading: int) -> None:
     def run_list_quick(
         caches: Sequence[torch.Tensor], index: torch.Tensor, device: torch.device | None = None
     ) -> list[torch.Tensor]:
-        if device is None and len(caches) == 1:
-            rows = cpu.quick_gather(caches[0], leading, index)
-            if rows is not None:
-                return [rows]
-        return run_list(caches, index, device)
+        if device is not None or not _agree(caches):
+            return run_list(caches, index, device)
+        found = (cpu.quick_gather(cache, leading, index) for cache in caches)
+        return [run_list([caches[i]], index)[0] if rows is None else rows for i, rows in enumerate(found)]
 
     def fake(cache: torch.Tensor, index: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
         place = result_device(cache, index, device)
@@ -141,8 +145,13 @@ def define_scatter(op: str, leading: int) -> None:
             run(source, cache, index)
 
     def run_list_quick(sources: Sequence[torch.Tensor], caches: Sequence[torch.Tensor], index: torch.Tensor) -> None:
-        if len(sources) != 1 or len(caches) != 1 or not cpu.quick_scatter(sources[0], caches[0], leading, index):
+        if len(sources) != len(caches) or not _agree(caches):
             run_list(sources, caches, index)
+            return
+        pairs = zip(sources, caches, strict=True)
+        left = [(source, cache) for source, cache in pairs if not cpu.quick_scatter(source, cache, leading, index)]
+        if left:
+            run_list([source for source, _ in left], [cache for _, cache in left], index)
 
     single, several = (
         f"(Tensor source, Tensor(a!) cache, Tensor {index_name}) -> ()",
