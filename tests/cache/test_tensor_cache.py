@@ -160,6 +160,15 @@ def test_registering_twice_needs_the_same_rows():
         tensors.register("h", (2, 3), torch.float32)
 
 
+def test_a_discovered_name_may_be_registered_later():
+    tensors = pc.TensorCache(None, 16, BLOCK)
+    tensors.store(pc.Step({"h": torch.ones(3, 2)}, np.arange(3)))
+    tensors.register("h", (2,), torch.float32)
+    with pytest.raises(ValueError, match=r"h: got shape \[4, 2\], needs 3 rows"):
+        tensors.store(pc.Step({"h": torch.ones(4, 2)}, np.arange(3)))
+    assert tensors.names == ("h",)
+
+
 def test_memory_is_reported_before_it_is_taken(caplog):
     tensors = pc.TensorCache(None, 16, BLOCK, max_bytes=1000)
     assert tensors.cost((2,), torch.float32) == 512
