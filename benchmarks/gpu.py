@@ -35,25 +35,37 @@ if __name__ == "__main__":
 import torch
 
 from . import generate, runner, sweep
+from .bars import check_bars
 from .ceilings import measure_ceilings
 from .conditions import SOURCES, conditions, device_folder
 from .peers import add_peers
-from .registry import ROOT, discover
+from .registry import OURS, ROOT, discover
 
 SLICE_SECONDS = 530
 # A slice is planned shorter than it may take, since estimates are only that.
 PLANNED_SECONDS = 440
 CASES_PER_UNIT = 8
+SKIPPED, RESUME, TIMEOUT = 4, 5, 124
 TOOLS = ("memcheck", "racecheck", "synccheck")
 
 
 @dataclasses.dataclass(frozen=True)
 class Context:
-    """Where a run writes and what it runs on."""
+    """Where a run writes and what it runs on.
+
+    Attributes:
+        results: Folder of all devices' results.
+        dry: Everything small, on the CPU.
+        peers: Folder of other projects' wheels.
+        without: Leaves out rivals whose name contains this.
+        resumed: A unit goes on after a provider made the device unusable: what failed is not tried again.
+    """
 
     results: Path
     dry: bool
     peers: Path | None = None
+    without: str = ""
+    resumed: bool = False
 
     @property
     def kind(self) -> str:
@@ -113,9 +125,9 @@ def _write(path: Path, rows: list[dict[str, str]]) -> None:
         writer.writerows(rows)
 
 
-def _numerics(context: Context, file: str) -> None:
+def _numerics(context: Context, files: tuple[str, ...]) -> None:
     # On a GPU every kernel test runs there, the interpreter's too.
-    _pytest(context, f"tests/triton_ops/{file}")
+    _pytest(context, *(f"tests/triton_ops/{file}" for file in files))
 
 
 def _graphs(context: Context) -> None:
@@ -147,14 +159,35 @@ def _sweep(context: Context, key: str) -> None:
 
 
 def _bench(context: Context, op: str, part: int) -> None:
+    """Case by case, each saved and noted when it is done; one that fails does not stop the others."""
     (benchmark,) = discover([op])
     if context.peers is not None:
         add_peers(context.peers)
+    log, failed = Log(context), []
     cases = benchmark.of(context.kind, False)[part * CASES_PER_UNIT : (part + 1) * CASES_PER_UNIT]
     for case in benchmark.of("cpu", True)[:1] if context.dry else cases:
-        rows = runner.run_case(benchmark, case, 0.02 if context.dry else 1.5, tiny=context.dry)
+        name, start = f"bench {op} {part}: {case.name}", time.perf_counter()
+        if log.done(name, also=("failed",) if context.resumed else ()):
+            continue
+        seconds, lost = 0.02 if context.dry else 1.5, log.lost(name)
+        try:
+            rows = runner.run_case(
+                benchmark, case, seconds, tiny=context.dry, without=context.without, lost=lost
+            )  # fmt: skip
+        except runner.DeviceLostError as error:
+            outcome = "failed" if error.provider == OURS else "lost"
+            log.put(f"{name}, {error.provider}" if outcome == "lost" else name, outcome, 0, str(error)[:200])
+            raise
+        except Exception as error:
+            failed.append(case.name)
+            log.put(name, "failed", time.perf_counter() - start, f"{type(error).__name__}: {str(error)[:200]}")
+            runner.still_there(torch.device(context.kind), "timing", error)
+            continue
         runner.save_rows(runner.results_path(context.results, context.kind, op), benchmark, rows)
+        log.put(name, "ok", time.perf_counter() - start)
         print(f"{op}: {case.name}", flush=True)
+    if failed:
+        raise RuntimeError(f"failed: {', '.join(failed)}")
 
 
 def _generate(context: Context) -> None:
@@ -165,29 +198,32 @@ def _generate(context: Context) -> None:
 
 
 def units() -> list[Unit]:
-    """Everything, in the order of its worth: numbers must be right before they are fast."""
+    """Everything, in the order of its worth: right before fast, then what the bars are about, then the sweep."""
     tests = sorted(path.name for path in (ROOT / "tests" / "triton_ops").glob("test_*.py"))
     tests.remove("test_kernel_resources.py")  # compiles without a GPU, as everywhere
-    found = [
+    attention = tuple(name for name in tests if "attention" in name)
+    others = tuple(name for name in tests if name not in attention)
+    first = [
         Unit("ceilings", 15, _ceilings),
-        *(
-            Unit(f"numerics {name}", 90 if "attention" in name else 45, functools.partial(_numerics, file=name))
-            for name in tests
-        ),
+        Unit("numerics attention", 240, functools.partial(_numerics, files=attention)),
+        Unit("numerics others", 180, functools.partial(_numerics, files=others)),
         Unit("graphs", 60, _graphs),
         Unit("adapters", 60, _adapters),
-        *(Unit(f"sanitizer {tool}", 120, functools.partial(_sanitizer, tool=tool), True) for tool in TOOLS),
     ]
+    benches = []
     for benchmark in discover():
         count = len(benchmark.of("cuda", False))
         for part in range(-(-count // CASES_PER_UNIT)):
             cases = min(CASES_PER_UNIT, count - part * CASES_PER_UNIT)
             seconds = 15 + cases * (12 if "attention" in benchmark.op else 4)
             run = functools.partial(_bench, op=benchmark.op, part=part)
-            found.append(Unit(f"bench {benchmark.op} {part}", seconds, run))
-    found.append(Unit("generate", 120, _generate))
-    found += [Unit(f"sweep {r.key}", 120, functools.partial(_sweep, key=r.key), True) for r in sweep.regimes()]
-    return found
+            benches.append(Unit(f"bench {benchmark.op} {part}", seconds, run))
+    worth = ("paged_attention 0", "paged_attention 1", "sparse_gap_attention 0", "sliding_window_attention 0")
+    barred = sorted((u for u in benches if u.name[6:] in worth), key=lambda unit: worth.index(unit.name[6:]))
+    sweeps = [Unit(f"sweep {r.key}", 120, functools.partial(_sweep, key=r.key), True) for r in sweep.regimes()]
+    sanitizers = [Unit(f"sanitizer {tool}", 120, functools.partial(_sanitizer, tool=tool), True) for tool in TOOLS]
+    rest = [unit for unit in benches if unit not in barred]
+    return [*first, *barred, *sweeps[:4], Unit("generate", 120, _generate), *rest, *sweeps[4:], *sanitizers]
 
 
 def slices(all_units: Iterable[Unit]) -> list[list[Unit]]:
@@ -212,7 +248,7 @@ def fingerprint() -> str:
 
 
 class Log:
-    """results/<device>/run.csv: the last outcome of each unit."""
+    """results/<device>/run.csv: the last outcome of each unit, and of each case of those that measure."""
 
     COLUMNS = ("unit", "outcome", "seconds", "note", "fingerprint")
 
@@ -223,29 +259,42 @@ class Log:
         """By unit."""
         return {row["unit"]: row for row in runner.read_rows(self.path)}
 
-    def done(self, unit: Unit) -> bool:
-        """Whether it was done, or cannot be, with the sources as they are."""
-        row = self.rows().get(unit.name, {})
-        return row.get("fingerprint") == fingerprint() and row.get("outcome") in ("ok", "skipped")
+    def done(self, name: str, also: tuple[str, ...] = ()) -> bool:
+        """Whether a unit or a case of one was done, or cannot be, with the sources as they are."""
+        row = self.rows().get(name, {})
+        return row.get("fingerprint") == fingerprint() and row.get("outcome") in ("ok", "skipped", *also)
 
-    def put(self, unit: Unit, outcome: str, seconds: float, note: str = "") -> None:
+    def lost(self, name: str) -> dict[str, str]:
+        """The providers that made the device unusable in a case, and how."""
+        start = f"{name}, "
+        return {
+            unit.removeprefix(start): row["note"]
+            for unit, row in self.rows().items()
+            if unit.startswith(start) and row["outcome"] == "lost" and row["fingerprint"] == fingerprint()
+        }
+
+    def put(self, name: str, outcome: str, seconds: float, note: str = "") -> None:
         """Notes an outcome in the place of an earlier one."""
-        row = dict(zip(self.COLUMNS, (unit.name, outcome, f"{seconds:.0f}", note, fingerprint()), strict=True))
-        _write(self.path, list((self.rows() | {unit.name: row | conditions(self.kind)}).values()))
+        row = dict(zip(self.COLUMNS, (name, outcome, f"{seconds:.0f}", note, fingerprint()), strict=True))
+        _write(self.path, list((self.rows() | {name: row | conditions(self.kind)}).values()))
 
 
 def run_unit(unit: Unit, context: Context) -> int:
-    """In this process: 0 ok, 1 failed, 4 skipped."""
+    """In this process: 0 ok, 1 failed, 4 skipped, 5 to be resumed in a new process."""
     log, start = Log(context), time.perf_counter()
     try:
         unit.run(context)
     except SkippedError as error:
-        log.put(unit, "skipped", time.perf_counter() - start, str(error))
-        return 4
+        log.put(unit.name, "skipped", time.perf_counter() - start, str(error))
+        return SKIPPED
+    except runner.DeviceLostError as error:
+        log.put(unit.name, "failed", time.perf_counter() - start, str(error)[:200])
+        print(f"the device is lost: {error}", file=sys.stderr)
+        return RESUME
     except Exception as error:
-        log.put(unit, "failed", time.perf_counter() - start, f"{type(error).__name__}: {str(error)[:200]}")
+        log.put(unit.name, "failed", time.perf_counter() - start, f"{type(error).__name__}: {str(error)[:200]}")
         raise
-    log.put(unit, "ok", time.perf_counter() - start)
+    log.put(unit.name, "ok", time.perf_counter() - start)
     return 0
 
 
@@ -253,31 +302,40 @@ def run_slice(chosen: list[Unit], context: Context, seconds: float = SLICE_SECON
     """Runs what is not done, each unit in a process of its own, while there is time; the names of what is left."""
     log, end, left = Log(context), time.perf_counter() + seconds, []
     for unit in chosen:
-        if log.done(unit) and not again:
+        if log.done(unit.name) and not again:
             print(f"done before: {unit.name}")
             continue
         remaining = end - time.perf_counter()
-        if remaining < min(unit.seconds, seconds / 2):  # a part of a unit is worth nothing
+        if remaining < min(unit.seconds, seconds / 2):  # too little for most of a unit
             left.append(unit.name)
             continue
         print(f"== {unit.name} ({remaining:.0f} s left)", flush=True)
-        command = [sys.executable, str(ROOT / "benchmarks" / "gpu.py"), "--unit", unit.name]
-        command += ["--results", str(context.results), *(["--dry-run"] if context.dry else [])]
-        command += ["--peers", str(context.peers)] if context.peers else []
         start = time.perf_counter()
-        environment = {**os.environ, "TRITON_INTERPRET": "1"} if context.dry and unit.kernels else None
-        with subprocess.Popen(command, cwd=ROOT, start_new_session=True, env=environment) as process:
-            try:
-                code = process.wait(remaining)
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, 9)
-                log.put(unit, "timeout", time.perf_counter() - start)
-                code = 124
-        if code not in (0, 4):
+        code = _run_process(unit, context, remaining)
+        while code == RESUME and end - time.perf_counter() > 10:
+            code = _run_process(unit, dataclasses.replace(context, resumed=True), end - time.perf_counter())
+        if code not in (0, SKIPPED):
             left.append(unit.name)
-            if log.rows().get(unit.name, {}).get("fingerprint") != fingerprint():
-                log.put(unit, "failed", time.perf_counter() - start, f"exit code {code}")
+            if code == TIMEOUT:
+                log.put(unit.name, "timeout", time.perf_counter() - start)
+            elif log.rows().get(unit.name, {}).get("fingerprint") != fingerprint():
+                log.put(unit.name, "failed", time.perf_counter() - start, f"exit code {code}")
     return left
+
+
+def _run_process(unit: Unit, context: Context, seconds: float) -> int:
+    """The exit code of a unit in a process of its own, TIMEOUT where it was ended."""
+    command = [sys.executable, str(ROOT / "benchmarks" / "gpu.py"), "--unit", unit.name]
+    command += ["--results", str(context.results), *(["--dry-run"] if context.dry else [])]
+    command += ["--peers", str(context.peers)] if context.peers else []
+    command += ["--without", context.without, *(["--resumed"] if context.resumed else [])]
+    environment = {**os.environ, "TRITON_INTERPRET": "1"} if context.dry and unit.kernels else None
+    with subprocess.Popen(command, cwd=ROOT, start_new_session=True, env=environment) as process:
+        try:
+            return process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, 9)
+            return TIMEOUT
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -290,7 +348,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--only", default="", help="units whose name contains this")
     parser.add_argument("--results", type=Path, help="default: benchmarks/results, or a new folder for a dry run")
     parser.add_argument("--peers", type=Path, default=ROOT / ".peers" / "gpu", help="folder of other projects' wheels")
+    parser.add_argument("--without", default="", help="leave out rivals whose name contains this")
     parser.add_argument("--unit", help=argparse.SUPPRESS)
+    parser.add_argument("--resumed", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
     if given.dry_run:
         torch.set_num_threads(1)
@@ -299,7 +359,8 @@ def main(arguments: list[str] | None = None) -> int:
     if given.slice is not None and not 1 <= given.slice <= len(parts):
         parser.error(f"--slice: got {given.slice}, needs 1 to {len(parts)}")
     results = given.results or (Path(tempfile.mkdtemp()) if given.dry_run else ROOT / "benchmarks" / "results")
-    context = Context(results, given.dry_run, given.peers if given.peers.is_dir() else None)
+    peers = given.peers if given.peers.is_dir() else None
+    context = Context(results, given.dry_run, peers, given.without, given.resumed)
     if not given.dry_run and not given.list and not torch.cuda.is_available():
         print("make gpu needs a GPU that PyTorch can use; --dry-run tries the harness without one", file=sys.stderr)
         return 2
@@ -311,13 +372,21 @@ def main(arguments: list[str] | None = None) -> int:
             print(f"slice {number}, about {sum(unit.seconds for unit in part)} s")
             for unit in part:
                 print(f"    {unit.name}: {rows.get(unit.name, {}).get('outcome', 'not yet')}")
+        _print_bars(context, bool(rows))
         return 0
     left = []
     for number, part in enumerate(parts, 1):
         if given.slice in (None, number):
             chosen = [unit for unit in part if given.only in unit.name]
             left += run_slice(chosen, context, again=given.again)
-    print(f"results in {context.folder}")
+    _print_bars(context, not context.dry)
+    print(f"results in {context.folder}; python benchmarks/sweep.py --write takes over what the sweep chose")
     if left:
         print(f"left: {', '.join(left)}; run the same again", file=sys.stderr)
     return 3 if left else 0
+
+
+def _print_bars(context: Context, wanted: bool) -> None:
+    """What has to be reached and what was."""
+    for line in check_bars(context.folder) if wanted else ():
+        print(line)

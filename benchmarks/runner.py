@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import csv
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -26,6 +27,14 @@ class WrongResultError(Exception):
     """This package's own operator gave wrong numbers; nothing of it was timed."""
 
 
+class DeviceLostError(Exception):
+    """A provider left the device unusable; only a new process can go on, without it."""
+
+    def __init__(self, provider: str, error: Exception) -> None:
+        super().__init__(f"{provider}: {_first_line(error)}")
+        self.provider = provider
+
+
 def run_case(
     benchmark: Benchmark,
     case: Case,
@@ -33,6 +42,8 @@ def run_case(
     only: str | None = None,
     tiny: bool = False,
     note: Callable[[str], None] = lambda text: None,
+    without: str = "",
+    lost: Mapping[str, str] = MappingProxyType({}),
 ) -> list[Row]:
     """Measures one case.
 
@@ -43,12 +54,15 @@ def run_case(
         only: Besides ours, only providers whose name contains this.
         tiny: Next to no rotation and time: a test of the harness.
         note: Told which provider is being prepared.
+        without: Leaves out rivals whose name contains this; empty: none.
+        lost: Providers that made the device unusable before, and how: they have a row with that note.
 
     Returns:
         A row per provider and mode; a provider that cannot do the case has one row with a note and no times.
 
     Raises:
         WrongResultError: Our own result is wrong.
+        DeviceLostError: A provider made the device unusable.
     """
     device = torch.device(case.device)
     ceilings = measure_ceilings(case.device, tiny)
@@ -59,14 +73,22 @@ def run_case(
     for provider in benchmark.providers:
         if provider.device not in (None, case.device) or (only and provider.name != OURS and only not in provider.name):
             continue
+        if without and without in provider.name and provider.name != OURS:
+            continue
+        fact = {"case": case.name, "provider": provider.name}
+        if provider.name in lost:
+            rows.append(fact | {"mode": "", "note": f"loses the device: {lost[provider.name]}"})
+            continue
         try:
-            version = provider.version()
+            fact["version"] = provider.version()
         except ImportError:
             continue
+        except Exception as error:
+            rows.append(fact | {"mode": "", "note": f"fails: {_first_line(error)}"})
+            continue
         note(provider.name)
-        fact = {"case": case.name, "provider": provider.name, "version": version}
         try:
-            runs, error = _prepare(provider, inputs)
+            runs, error = _prepare(provider, inputs, device, seconds)
         except WrongError as error:
             if provider.name == OURS:
                 raise WrongResultError(f"{benchmark.op}, {case.name}: {error}") from error
@@ -74,6 +96,7 @@ def run_case(
         except UnsupportedError as error:
             rows.append(fact | {"mode": "", "note": f"n/a: {error}"})
         except Exception as error:
+            still_there(device, provider.name, error)
             if provider.name == OURS:
                 raise
             rows.append(fact | {"mode": "", "note": f"fails: {_first_line(error)}"})
@@ -87,9 +110,10 @@ def run_case(
             try:
                 graphs[name] = (timing.capture(runs), len(runs))
             except Exception as error:  # noqa: PERF203
+                still_there(device, name, error)
                 facts[name]["note"] = f"no CUDA graph: {_first_line(error)}"
-                torch.cuda.synchronize()
-        modes["graph"] = timing.time_graphs(graphs, seconds)
+        if graphs:
+            modes["graph"] = timing.time_graphs(graphs, seconds)
     for mode, times in modes.items():
         for name, quantiles in times.items():
             rows.append(facts[name] | {"mode": mode} | _numbers(inputs, quantiles, ceilings))
@@ -97,9 +121,31 @@ def run_case(
     return [row | shared for row in rows]
 
 
-def _prepare(provider: Provider, inputs: Inputs) -> tuple[list[Callable[[], Any]], float]:
+def _prepare(
+    provider: Provider, inputs: Inputs, device: torch.device, seconds: float
+) -> tuple[list[Callable[[], Any]], float]:
     runs = [provider.prepare(call) for call in inputs.calls]
-    return runs, inputs.check(inputs.calls[-1], runs[-1])
+    error = inputs.check(inputs.calls[-1], runs[-1])
+    if device.type == "cuda":
+        # All runs of a provider are timed at once: of one that takes long, two have to do.
+        torch.cuda.synchronize(device)
+        start = time.perf_counter()
+        runs[-1]()
+        torch.cuda.synchronize(device)
+        took = max(time.perf_counter() - start, 1e-6)
+        runs = runs[-max(2, int(seconds / 20 / took)) :]
+    return runs, error
+
+
+def still_there(device: torch.device, provider: str, error: Exception) -> None:
+    """Frees what a failure left behind; raises DeviceLostError where the device does not answer any more."""
+    if device.type != "cuda":
+        return
+    try:
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
+    except Exception as lost:
+        raise DeviceLostError(provider, error) from lost
 
 
 def _first_line(error: Exception) -> str:

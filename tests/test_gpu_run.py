@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import importlib
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +45,9 @@ def test_units_hold_every_operator_every_case_and_every_test_file() -> None:
         assert (
             (len(parts) - 1) * gpu.CASES_PER_UNIT < len(benchmark.of("cuda", False)) <= len(parts) * gpu.CASES_PER_UNIT
         )
-    for path in (registry.ROOT / "tests" / "triton_ops").glob("test_*.py"):
-        assert f"numerics {path.name}" in UNITS or path.name == "test_kernel_resources.py"
+    files = [name for kind in ("attention", "others") for name in UNITS[f"numerics {kind}"].run.keywords["files"]]
+    paths = (registry.ROOT / "tests" / "triton_ops").glob("test_*.py")
+    assert sorted([*files, "test_kernel_resources.py"]) == sorted(path.name for path in paths)
     assert {"ceilings", "graphs", "adapters", "generate", "sanitizer memcheck"} <= set(UNITS)
     assert sum(name.startswith("sweep ") for name in UNITS) == len(sweep.regimes())
 
@@ -65,10 +70,10 @@ def test_a_dry_run_writes_rows(name: str, file: str, context: Any) -> None:
 
 
 def test_kernels_run_in_the_interpreter_in_processes_of_their_own(context: Any) -> None:
-    chosen = [UNITS["sanitizer memcheck"], UNITS["sweep decode head_dim 64 block 16"], UNITS["numerics test_rows.py"]]
+    chosen = [UNITS["sanitizer memcheck"], UNITS["sweep decode head_dim 64 block 16"], UNITS["numerics others"]]
     assert gpu.run_slice(chosen, context) == []
     log = gpu.Log(context)
-    assert all(log.done(unit) for unit in chosen)
+    assert all(log.done(unit.name) for unit in chosen)
     rows = runner.read_rows(context.folder / "constants.csv")
     assert len(rows) == 2
     assert sum(bool(row["reason"]) for row in rows) == 1
@@ -89,11 +94,11 @@ def test_what_fails_is_noted_and_what_cannot_run_is_skipped(context: Any) -> Non
     with pytest.raises(ValueError, match="no luck"):
         gpu.run_unit(unit, context)
     assert log.rows()["bad"]["note"] == "ValueError: no luck"
-    assert not log.done(unit)
+    assert not log.done(unit.name)
     unit = gpu.Unit("missing", 1, skip)
     assert gpu.run_unit(unit, context) == 4
     assert log.rows()["missing"]["note"] == "no tool"
-    assert log.done(unit)
+    assert log.done(unit.name)
 
 
 def test_what_is_done_is_not_repeated_until_sources_change(
@@ -103,9 +108,9 @@ def test_what_is_done_is_not_repeated_until_sources_change(
     assert gpu.run_unit(unit, context) == 0
     assert gpu.run_slice([unit], context) == []
     assert "done before: ceilings" in capsys.readouterr().out
-    assert gpu.Log(context).done(unit)
+    assert gpu.Log(context).done(unit.name)
     monkeypatch.setattr(gpu, "fingerprint", lambda: "another")
-    assert not gpu.Log(context).done(unit)
+    assert not gpu.Log(context).done(unit.name)
 
 
 def test_a_slice_ends_in_time(context: Any) -> None:
@@ -129,3 +134,179 @@ def test_the_command_names_what_it_needs(capsys: pytest.CaptureFixture[str], tmp
     if not torch.cuda.is_available():
         assert gpu.main(["--slice", "1", "--results", str(tmp_path)]) == 2
         assert "needs a GPU" in capsys.readouterr().err
+
+
+class FakeEvent:
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self) -> None:
+        self.at = time.perf_counter()
+
+    def synchronize(self) -> None:
+        """Nothing runs behind the host's back."""
+
+    def elapsed_time(self, other: FakeEvent) -> float:
+        return (other.at - self.at) * 1e3
+
+
+class FakeStream:
+    def wait_stream(self, other: FakeStream) -> None:
+        """There is one stream."""
+
+
+class FakeGraph:
+    def replay(self) -> None:
+        time.sleep(1e-5)
+
+
+class FakeDevice:
+    """torch.cuda, as far as the harness uses it: `dead` once a kernel went astray, `capturing` within a graph."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.dead = self.capturing = False
+        nothing = contextlib.nullcontext
+        fakes = {"Event": FakeEvent, "Stream": FakeStream, "CUDAGraph": FakeGraph, "current_stream": FakeStream}
+        fakes |= {"stream": lambda stream: nothing(), "graph": self.graph, "synchronize": self.synchronize}
+        fakes |= {"empty_cache": lambda: None, "get_device_name": lambda: "Fake GPU"}
+        for name, fake in fakes.items():
+            monkeypatch.setattr(torch.cuda, name, fake)
+        ceilings = importlib.import_module(f"{PACKAGE}.ceilings")
+        monkeypatch.setattr(runner, "measure_ceilings", lambda *_: ceilings.Ceilings(1e12, 1e14, "bfloat16"))
+
+    @contextlib.contextmanager
+    def graph(self, graph: FakeGraph) -> Iterator[None]:
+        self.capturing = True
+        try:
+            yield
+        finally:
+            self.capturing = False
+
+    def synchronize(self, device: Any = None) -> None:
+        if self.dead:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
+    return FakeDevice(monkeypatch)
+
+
+class FakeInputs:
+    bytes, flops = 10**6, 10**6
+
+    def __init__(self) -> None:
+        self.calls = list(range(8))
+
+    def check(self, call: int, run: Any) -> float:
+        run()
+        return 0.0
+
+
+def fake_benchmark(op: str, **bodies: Any) -> Any:
+    """Three cases of an operator; providers by name, each with what a call of it does."""
+    providers = tuple(
+        registry.Provider(name, lambda call, body=body: body, lambda: "1")
+        for name, body in {"pc": abs, **bodies}.items()
+    )
+    cases = tuple(registry.Case(name, lambda *_: FakeInputs(), True, "cuda") for name in ("one", "two", "three"))
+    return registry.Benchmark(op, cases, tuple(dataclasses.replace(p, device=None) for p in providers))
+
+
+def run_fake(benchmark: Any, **given: Any) -> dict[tuple[str, str], Any]:
+    rows = runner.run_case(benchmark, benchmark.cases[0], 0.02, tiny=True, **given)
+    return {(row["provider"], row["mode"]): row for row in rows}
+
+
+def test_on_a_gpu_providers_are_timed_eagerly_and_in_graphs(device: FakeDevice) -> None:
+    def no_memory() -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 17 GiB")
+
+    def no_graph() -> None:
+        if device.capturing:
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+    def no_version() -> str:
+        raise RuntimeError("no platform")
+
+    benchmark = fake_benchmark("op", pc=lambda: None, large=no_memory, eager=no_graph, other=lambda: None)
+    broken = registry.Provider("broken", lambda call: abs, no_version)
+    rows = run_fake(dataclasses.replace(benchmark, providers=(*benchmark.providers, broken)), without="oth")
+    assert {key for key, row in rows.items() if row.get("p50_us")} == {
+        ("pc", "eager"),
+        ("pc", "graph"),
+        ("eager", "eager"),
+    }
+    assert rows["large", ""]["note"].startswith("fails: OutOfMemoryError: CUDA out of memory")
+    assert rows["eager", "eager"]["note"].startswith("no CUDA graph: RuntimeError")
+    assert rows["broken", ""]["note"] == "fails: RuntimeError: no platform"
+    assert {row["device"] for row in rows.values()} == {"Fake GPU"}
+
+
+def test_of_a_slow_provider_two_inputs_do(device: FakeDevice) -> None:
+    benchmark = fake_benchmark("op", pc=lambda: None, slow=lambda: time.sleep(0.01))
+    counts = [len(runner._prepare(p, FakeInputs(), torch.device("cuda"), 0.1)[0]) for p in benchmark.providers]
+    assert counts == [8, 2]
+
+
+def test_a_rival_that_loses_the_device_is_left_out_by_the_next_process(
+    device: FakeDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def astray() -> None:
+        device.dead = True
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    benchmark = fake_benchmark("op", pc=lambda: None, astray=astray, other=lambda: None)
+    monkeypatch.setattr(gpu, "discover", lambda names: [benchmark])
+    context = gpu.Context(tmp_path, dry=False)
+    unit = gpu.Unit("bench op 0", 1, functools.partial(gpu._bench, op="op", part=0))
+    codes = []
+    for _ in range(4):
+        codes.append(gpu.run_unit(unit, dataclasses.replace(context, resumed=bool(codes))))
+        device.dead = False
+    assert codes == [gpu.RESUME] * 3 + [0]
+    rows = runner.read_rows(tmp_path / "fake-gpu" / "op.csv")
+    assert {row["case"] for row in rows if row["provider"] == "other" and row["mode"] == "graph"} == {
+        "one",
+        "two",
+        "three",
+    }
+    assert all(row["note"].startswith("loses the device: ") for row in rows if row["provider"] == "astray")
+
+
+def test_a_case_that_fails_does_not_stop_the_others(
+    device: FakeDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    benchmark = fake_benchmark("op", pc=lambda: None)
+    bad = registry.Case("two", lambda *_: fail(None), True, "cuda")
+    benchmark = dataclasses.replace(benchmark, cases=(benchmark.cases[0], bad, benchmark.cases[2]))
+    monkeypatch.setattr(gpu, "discover", lambda names: [benchmark])
+    context = gpu.Context(tmp_path, dry=False)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="failed: two"):
+            gpu._bench(context, "op", 0)
+    log = gpu.Log(context)
+    assert [log.done(f"bench op 0: {name}") for name in ("one", "two", "three")] == [True, False, True]
+    assert log.rows()["bench op 0: two"]["note"] == "ValueError: no luck"
+
+
+def test_bars(tmp_path: Path) -> None:
+    bars = importlib.import_module(f"{PACKAGE}.bars")
+    columns = "case,provider,mode,p50_us,flops\n"
+    (tmp_path / "paged_attention.csv").write_text(
+        columns
+        + "decode 1x4k,pc,graph,13.5,0\ndecode 1x4k,pc,eager,50,0\ndecode 8x4k,pc,graph,45,0\n"
+        + "prefill 1x4k,pc,graph,250,137438953472\n"
+    )
+    (tmp_path / "sparse_gap_attention.csv").write_text(
+        columns + "holes,pc,graph,12,0\nholes,compaction + pc.paged_attention,graph,10,0\n"
+    )
+    lines = bars.check_bars(tmp_path)
+    assert "met: decode 1x4k, 13.5 us, at most 14" in lines
+    assert "not met: decode 8x4k, 45 us, at most 39" in lines
+    assert "met: prefill 1x4k, 550 TFLOP/s, at least 500" in lines
+    assert "not met: gap over compaction, holes, 1.2 times, at most 1.1" in lines
+    assert lines[0] == "missing: decode 1x1k, us, at most 11"
+    assert set(bars.DECODE) | set(bars.PREFILL) <= {
+        case.name.split(" ", 1)[1] for case in registry.discover(["paged_attention"])[0].of("cuda", False)
+    }
