@@ -28,13 +28,13 @@ def commit(books: Books, request_id: Hashable, request: Request, num_tokens: int
         digests = _digests_up_to(books, request, last)
         for group in range(len(books.pools)):
             replaced[group] = _publish(books, request, group, first, last, digests)
-        if not books.simple:
-            _leave_window(books, request)
         request.published = last
         following = request.committed // books.block_size
         if request.chain is not None and request.chain.hashed > following:
             digest = books.pools[0].words[request.tables[0][following]].tobytes()
             books.announce(request_id, request, digest)
+    if not books.simple:
+        _leave_window(books, request)
     return replaced
 
 

@@ -380,6 +380,17 @@ def test_window_blocks_are_released_while_the_request_runs():
     m.check()
 
 
+def test_a_window_moves_with_every_token():
+    m = pc.CacheManager(16, block_size=4, groups=[pc.SlidingWindow(window=6)])
+    m.allocate("a", [1])
+    m.commit("a", 1)
+    for position in range(1, 24):
+        m.append("a", [1])
+        m.commit("a", position + 1)
+        held = (m.block_table("a") >= 0).nonzero()[0].tolist()
+        assert held == list(range(max(0, position + 1 - 5) // 4, position // 4 + 1))
+
+
 def test_a_window_hit_needs_only_the_last_blocks_and_the_sinks():
     m = pc.CacheManager(16, block_size=4, groups=[pc.SlidingWindow(window=8, num_sink_tokens=3)], policy="lru")
     table = m.allocate("a", list(range(24))).block_ids
