@@ -419,15 +419,17 @@ class TensorCache:
                 raise KeyError(f"names: got {name!r}, needs one of {', '.join(mine) or 'none'}, the step's")
         starts, positions, tables, lengths = step.query_start_loc, step.positions, [], []
         scattered = False
-        for request, begin, end in zip(step.requests, starts[:-1], starts[1:], strict=True):
+        bounds = starts.tolist()
+        for request, begin, end in zip(step.requests, bounds[:-1], bounds[1:], strict=True):
             table, count = self._table(request, int(positions[end - 1]) + 1 if end > begin else 0)
-            there = self._there(wanted, table, count)
-            for here in there.values():
-                here[positions[begin:end]] = True
-            _refuse_missing(there, request)
+            if count > end - begin:
+                there = self._there(wanted, table, count)
+                for here in there.values():
+                    here[positions[begin:end]] = True
+                _refuse_missing(there, request)
+                scattered |= end > begin and int(positions[begin]) != count - (end - begin)
             tables.append(table)
             lengths.append(count)
-            scattered |= end > begin and int(positions[begin]) != count - (end - begin)
         if not wanted or not lengths:
             return {request: {} for request in step.requests}
         if sum(lengths) == len(positions):  # nothing was cached
