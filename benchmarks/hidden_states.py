@@ -1,10 +1,10 @@
-"""Caching hidden states on the CPU: TensorCache against the manager of vLLM-Omni and against a copy per block.
+"""Caching hidden states on the CPU: TensorCache against the manager of vLLM-Omni and the ways of other systems.
 
-    OMNI_SRC=<folder of the unpacked wheel vllm-omni 0.30.0> python benchmarks/hidden_states.py
+    OMNI_SRC=<folder of the unpacked wheel vllm-omni 0.30.0> python -m benchmarks.hidden_states
 
 Rounds of all providers alternate in one process. A miss stores a whole prompt and gives its tensor to the next stage, a
-hit stores the last quarter and gives the whole tensor, a decode step stores one token. Microseconds, median of the
-rounds; block management is left out on all sides. OMP_NUM_THREADS threads (1). Writes results/cpu/hidden_states.csv.
+hit stores the last quarter and gives the whole tensor, a decode step stores one token. Block management is left out on
+all sides. OMP_NUM_THREADS threads (1). Writes results/cpu/hidden_states.csv.
 """
 
 from __future__ import annotations
@@ -12,12 +12,10 @@ from __future__ import annotations
 import csv
 import importlib
 import os
-import statistics
 import sys
 import time
 import types
 from collections.abc import Callable
-from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +24,12 @@ import torch
 
 import pc
 
+from .conditions import conditions
+from .timing import Quantiles
+
 BLOCK_SIZE = 16
 HIT = 0.75
-ROUNDS = 9
+ROUNDS = 21
 RESULTS = Path(__file__).resolve().parent / "results" / "cpu" / "hidden_states.csv"
 
 Work = tuple[Callable[[], Any], Callable[[], torch.Tensor]]
@@ -37,7 +38,8 @@ Work = tuple[Callable[[], Any], Callable[[], torch.Tensor]]
 class Ours:
     """TensorCache along a CacheManager."""
 
-    name = f"pc {pc.__version__}"
+    name, version = "pc", pc.__version__
+    read_ahead = 0.0
 
     def __init__(self, tokens: int, features: int) -> None:
         blocks = 4 * tokens // BLOCK_SIZE + 64
@@ -72,13 +74,14 @@ class Ours:
 
 
 class CopyPerBlock:
-    """A host tensor per block, copied one by one, and concatenated."""
+    """A host tensor per block, copied one by one, and concatenated: the loop over chunks of LMCache's local backend."""
 
-    name = "copy per block"
+    name, version = "copy per block", torch.__version__
+    read_ahead = 0.0
 
     def __init__(self, tokens: int, features: int) -> None:
         self.blocks: dict[int, torch.Tensor] = {}
-        self.tokens, self.cached, self.total = tokens, 0, 0
+        self.cached, self.total = 0, 0
 
     def begin(self, request: str, prompt: np.ndarray) -> int:
         """As above."""
@@ -101,16 +104,81 @@ class CopyPerBlock:
         def load() -> torch.Tensor:
             return torch.cat([*(self.blocks[b] for b in range(first)), hidden])
 
-        return store, (lambda: hidden) if len(hidden) == 1 else load
+        return store, load if first and len(hidden) > 1 else lambda: hidden
 
     def commit(self) -> None:
         """As above."""
 
 
-class Omni:
-    """OmniPrefixCacheManager of vLLM-Omni, in its eager mode."""
+class Indexing:
+    """A flat cache, indexed assignment, and blocks by index in front of the new rows: how vLLM-Omni 0.20 does it."""
 
-    name = "vllm-omni 0.30.0"
+    name, version = "indexing", torch.__version__
+    read_ahead = 0.0
+
+    def __init__(self, tokens: int, features: int) -> None:
+        self.cache = torch.zeros(4 * tokens // BLOCK_SIZE + 64, BLOCK_SIZE, features, dtype=torch.bfloat16)
+        self.table = torch.empty(0, dtype=torch.int64)
+        self.cached, self.total = 0, 0
+
+    def begin(self, request: str, prompt: np.ndarray) -> int:
+        """As above; a hit's own blocks follow those of the prompt before it."""
+        blocks, hit = -(-len(prompt) // BLOCK_SIZE), request.startswith("hit")
+        shared = int(blocks * HIT) if hit else 0
+        self.table = torch.cat([torch.arange(shared), torch.arange(blocks, 2 * blocks - shared)])
+        self.cached, self.total = shared * BLOCK_SIZE, len(prompt)
+        if not hit:
+            self.table = torch.arange(blocks)
+        return self.total - self.cached
+
+    def decode(self) -> None:
+        """As above."""
+        self.table = torch.cat([self.table, torch.tensor([len(self.cache) - 1])])
+        self.cached = self.total
+
+    def work(self, hidden: torch.Tensor) -> Work:
+        """As above."""
+        positions = torch.arange(self.cached, self.cached + len(hidden))
+        slots = self.table[positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE
+        blocks = self.table[: self.cached // BLOCK_SIZE]
+        load = (lambda: self.load(blocks, hidden)) if len(blocks) and len(hidden) > 1 else lambda: hidden
+        return lambda: self.store(slots, hidden), load
+
+    def store(self, slots: torch.Tensor, hidden: torch.Tensor) -> None:
+        """Rows into their slots."""
+        self.cache.flatten(0, 1)[slots] = hidden
+
+    def load(self, blocks: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        """Cached blocks, then the new rows."""
+        return torch.cat([self.cache[blocks].flatten(0, 1), hidden])
+
+    def commit(self) -> None:
+        """As above."""
+
+
+class IndexSelect(Indexing):
+    """The same with PyTorch's fastest operators for it."""
+
+    name = "index_copy_, index_select"
+
+    def store(self, slots: torch.Tensor, hidden: torch.Tensor) -> None:
+        """As above."""
+        self.cache.flatten(0, 1).index_copy_(0, slots, hidden)
+
+    def load(self, blocks: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        """As above."""
+        return torch.cat([self.cache.index_select(0, blocks).flatten(0, 1), hidden])
+
+
+class Omni:
+    """OmniPrefixCacheManager of vLLM-Omni, in its eager mode.
+
+    On a hit a thread of it reads the cached rows while the forward pass runs. Here no forward pass runs, and what is
+    left to wait for once it has been started counts as part of the load.
+    """
+
+    name, version = "vllm-omni", "0.30.0"
+    read_ahead = 0.0
 
     def __init__(self, tokens: int, features: int) -> None:
         interface, manager = (
@@ -152,6 +220,10 @@ class Omni:
         left = self.total - self.computed
         new = types.SimpleNamespace(req_id=request, num_computed_tokens=self.computed, block_ids=(self.table,))
         self._schedule([new], left)
+        start = time.perf_counter()
+        for future, _ in list(self.manager._prefetch_queue):
+            future.result()
+        self.read_ahead = (time.perf_counter() - start) * 1e6
         return left
 
     def _schedule(self, new: list[Any], count: int) -> None:
@@ -190,7 +262,7 @@ class Omni:
 
 def providers() -> list[type]:
     """All that can run here."""
-    found: list[type] = [Ours, CopyPerBlock]
+    found: list[type] = [Ours, CopyPerBlock, Indexing, IndexSelect]
     source = os.environ.get("OMNI_SRC")
     if source:
         sys.path.insert(0, source)
@@ -209,9 +281,9 @@ def timed(function: Callable[[], Any]) -> tuple[float, Any]:
     return (time.perf_counter() - begin) * 1e6, result
 
 
-def measure(tokens: int, features: int) -> dict[tuple[str, str], float]:
-    """Medians by (provider, what), rounds alternating."""
-    times: dict[tuple[str, str], list[float]] = {}
+def measure(tokens: int, features: int) -> dict[tuple[type, str], Quantiles]:
+    """Microseconds by provider and what was done, rounds alternating."""
+    times: dict[tuple[type, str], list[float]] = {}
     runners = [make(tokens, features) for make in providers()]
     hit_tokens = int(tokens // BLOCK_SIZE * HIT) * BLOCK_SIZE
     for turn in range(ROUNDS):
@@ -220,38 +292,49 @@ def measure(tokens: int, features: int) -> dict[tuple[str, str], float]:
         other[hit_tokens:] += 500_000
         hidden = torch.randn(tokens, features, dtype=torch.bfloat16)
         suffix, row = torch.randn_like(hidden[hit_tokens:]), torch.randn_like(hidden[:1])
-        for runner in runners:
+        for runner in runners[turn % len(runners) :] + runners[: turn % len(runners)]:
             for what, ids, new in (("miss", prompt, hidden), ("hit", other, suffix)):
                 left = runner.begin(f"{what}{turn}", ids)
                 assert left == len(new), (runner.name, left, len(new))
                 store, load = runner.work(new)
                 for part, function in (("store", store), ("load", load)):
                     took, result = timed(function)
-                    times.setdefault((runner.name, f"{what} {part}"), []).append(took)
+                    waited = runner.read_ahead if part == "load" else 0.0
+                    times.setdefault((type(runner), f"{what} {part}"), []).append(took + waited)
                 whole = hidden if what == "miss" else torch.cat([hidden[:hit_tokens], suffix])
                 assert torch.equal(result, whole), runner.name
                 del result
                 runner.commit()
             runner.decode()
             store, load = runner.work(row)
-            for part, function in (("store", store), ("load", load)):
-                times.setdefault((runner.name, f"decode {part}"), []).append(timed(function)[0])
-    return {key: statistics.median(values[1:]) for key, values in times.items()}
+            times.setdefault((type(runner), "decode store"), []).append(timed(store)[0])
+            load()  # vllm-omni keeps a step until it is asked for
+    return {key: Quantiles.of([took / 1e6 for took in values[1:]]) for key, values in times.items()}
 
 
 def main() -> None:
     """Prints and writes the table."""
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     rows = []
-    for tokens, features in ((1024, 4096), (4096, 4096), (16384, 2048)):
+    for tokens, features in ((256, 4096), (1024, 4096), (4096, 4096), (16384, 2048)):
         for (provider, what), took in measure(tokens, features).items():
-            conditions = [torch.get_num_threads(), torch.__version__, date.today().isoformat()]
-            rows.append([provider, what, tokens, features, round(took, 1), *conditions])
-            print(*rows[-1], flush=True)
+            row = {
+                "provider": provider.name,
+                "version": provider.version,
+                "what": what,
+                "tokens": tokens,
+                "features": features,
+                "p20_us": f"{took.p20:.1f}",
+                "p50_us": f"{took.p50:.1f}",
+                "p80_us": f"{took.p80:.1f}",
+                "samples": took.samples,
+            }
+            rows.append(row | conditions("cpu"))
+            print(*list(row.values()), flush=True)
     RESULTS.parent.mkdir(parents=True, exist_ok=True)
     with RESULTS.open("w", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(["provider", "what", "tokens", "features", "microseconds", "threads", "torch", "date"])
+        writer = csv.DictWriter(file, rows[0].keys(), lineterminator="\n")
+        writer.writeheader()
         writer.writerows(rows)
 
 
