@@ -246,7 +246,11 @@ class TensorCache:
         limit = self.num_blocks * self.block_size
         if slots.ndim != 1:
             raise ValueError(f"slot_mapping: got shape {list(slots.shape)}, needs [num_tokens]")
-        low, high = (int(slots.min()), int(slots.max())) if slots.size else (0, 0)
+        if slots.size > 32:
+            low, high = int(slots.min()), int(slots.max())
+        else:  # as a decode step has: sooner without numpy
+            few = slots.tolist()
+            low, high = min(few, default=0), max(few, default=0)
         if low < -1 or high >= limit:
             raise ValueError(f"slot_mapping: got values from {low} to {high}, needs -1 to {limit - 1}")
         return slots, slots if low >= 0 else slots[slots >= 0]

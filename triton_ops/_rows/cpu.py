@@ -12,7 +12,9 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: tor
 _SLAB_BYTES = 1 << 20
 _ROWS_A_RUN = 16
 _COPY_BYTES = (1 << 20, 1 << 24)
-_REFUSALS = (AttributeError, IndexError, RuntimeError, TypeError)  # None is among what the dispatcher lets pass
+_FEW_BYTES, _FEW_ROWS = 1 << 14, 32  # what is moved and looked through faster than its views and bounds are made
+# None, which the dispatcher lets pass, has no attributes; an empty index has no bounds.
+_REFUSALS = (AttributeError, IndexError, RuntimeError, TypeError, ValueError)
 
 QUICK_BYTES = 32 << 20
 """From here on glibc maps fresh memory for every result, and `memory.empty` is worth its calls."""
@@ -79,10 +81,16 @@ def quick_scatter(source: torch.Tensor, cache: torch.Tensor, leading: int, index
             return False
         if not (source.is_contiguous() and cache.is_contiguous() and index.dim() == 1):
             return False
-        rows, target = source.view(torch.complex128), cache.view(torch.complex128)
+        rows, target = source, cache
+        if source.nbytes > _FEW_BYTES:
+            rows, target = source.view(torch.complex128), cache.view(torch.complex128)
         if leading == 2:
             target = target.flatten(0, 1)
-        low, high = (int(bound) for bound in torch.aminmax(index))
+        if index.shape[0] <= _FEW_ROWS:
+            numbers = index.tolist()
+            low, high = min(numbers), max(numbers)
+        else:
+            low, high = (int(bound) for bound in torch.aminmax(index))
         if low < 0 or high >= target.shape[0]:
             return False
         # A plain copy moves wider vectors, which shows where neither calls nor memory are the limit.
