@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,6 +24,8 @@ _MAX_SCORES = 1 << 24
 _BATCHED_DECODE_KEYS = 4096
 # Gathers stay this small: larger ones are fresh pages from the system on every call, at several times the copy's cost.
 _GATHER_BYTES = 4 << 20
+# Runs shorter than this on average share one pass over the keys: each alone would gather all that is before it.
+_LONG_RUN = 64
 
 
 @dataclass(frozen=True)
@@ -104,7 +107,12 @@ def attend(call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
             begin = max(0, -position) if call.causal else 0
             runs = [(begin, q_end - q_begin, position + begin)] if q_begin + begin < q_end else []
         else:
-            runs = _runs(positions[q_begin:q_end].astype(np.int64))
+            own = positions[q_begin:q_end].astype(np.int64)
+            runs = _runs(own)
+            if call.window == 0 and len(runs) > max(1, len(own) // _LONG_RUN):
+                rows = slice(q_begin, q_end)
+                out[rows], lse[rows] = _attend_scattered(compute_query[rows], cache, tables[i], seq_len, own, call)
+                continue
         for begin, end, position in runs:
             rows = slice(q_begin + begin, q_begin + end)
             own_out, own_lse = _attend_run(compute_query[rows], cache, tables[i], seq_len, position, call)
@@ -189,30 +197,27 @@ def _full_parts(
         keys, values = cache.read(own)
         skip = begin % size
         return [_flash(query, keys[skip : skip + end - begin], values[skip : skip + end - begin], scale, False)]
-    step = max(1, _GATHER_BYTES // cache.token_bytes // size) * size
-    cuts = [begin, *range(begin // size * size + step, end, step), end]
-    parts = []
-    for b, e in itertools.pairwise(cuts):
-        if (piece := _present(cache, table, b, e)) is not None:
-            parts.append(_flash(query, piece[1], piece[2], scale, False))
-    return parts
+    pieces = _present(cache, table, begin, end)
+    return [_flash(query, keys, values, scale, False) for _, keys, values in pieces]
 
 
-def _present(
-    cache: _Cache, table: np.ndarray, begin: int, end: int
-) -> tuple[np.ndarray, torch.Tensor, torch.Tensor] | None:
-    """Positions, keys and values of the present tokens of [begin, end); None where there are none."""
+_Piece = tuple[np.ndarray, torch.Tensor, torch.Tensor]
+
+
+def _present(cache: _Cache, table: np.ndarray, begin: int, end: int) -> Iterator[_Piece]:
+    """Positions, keys and values of the present tokens of [begin, end), as many at once as a gather may hold."""
     size = cache.block_size
     first = begin // size
     own = table[first : -(-end // size)] if end > begin else table[:0]
-    live = np.flatnonzero(own >= 0)
-    if len(live) == 0:
-        return None
-    keys, values = cache.read(own[live])
-    skip = begin - first * size if live[0] == 0 else 0
-    stop = len(live) * size - (len(own) * size - (end - first * size) if live[-1] == len(own) - 1 else 0)
-    positions = ((live + first)[:, None] * size + np.arange(size)).reshape(-1)
-    return positions[skip:stop], keys[skip:stop], values[skip:stop]
+    present = np.flatnonzero(own >= 0)
+    step = max(1, _GATHER_BYTES // cache.token_bytes // size)
+    for cut in range(0, len(present), step):
+        live = present[cut : cut + step]
+        keys, values = cache.read(own[live])
+        skip = begin - first * size if live[0] == 0 else 0
+        stop = len(live) * size - (len(own) * size - (end - first * size) if live[-1] == len(own) - 1 else 0)
+        positions = ((live + first)[:, None] * size + np.arange(size)).reshape(-1)
+        yield positions[skip:stop], keys[skip:stop], values[skip:stop]
 
 
 def _flash(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, causal: bool) -> _Part:
@@ -244,7 +249,7 @@ def _attend_masked(
     query: torch.Tensor, cache: _Cache, table: np.ndarray, seq_len: int, position: int, call: AttentionCall
 ) -> _Part:
     """A slice of a run with the predicate as a mask."""
-    rows, heads, dim = query.shape
+    rows = query.shape[0]
     last = position + rows - 1
     begin, end = 0, min(seq_len, last + 1) if call.causal else seq_len
     spans = [(begin, end)]
@@ -252,17 +257,28 @@ def _attend_masked(
         begin = max(0, position - call.window + 1)
         end = end if call.causal else min(end, last + call.window)
         spans = [(0, min(call.num_sink_tokens, begin, end)), (min(begin, end), end)]
-    pieces = [piece for b, e in spans if (piece := _present(cache, table, b, e)) is not None]
+    pieces = [piece for b, e in spans for piece in _present(cache, table, b, e)]
     if not pieces:
         return _merge_parts([], query)
-    t = torch.from_numpy(np.concatenate([piece[0] for piece in pieces]))
-    keys = torch.cat([piece[1] for piece in pieces]).float()
-    values = torch.cat([piece[2] for piece in pieces]).float()
-    p = torch.arange(position, position + rows)[:, None]
+    t = np.concatenate([piece[0] for piece in pieces])
+    keys, values = (torch.cat([piece[i] for piece in pieces]) for i in (1, 2))
+    return _masked_part(query, t, keys, values, np.arange(position, position + rows), call)
 
+
+def _masked_part(
+    query: torch.Tensor,
+    key_positions: np.ndarray,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    positions: np.ndarray,
+    call: AttentionCall,
+) -> _Part:
+    """Queries at `positions` over some keys, with the predicate as a mask."""
+    rows, heads, dim = query.shape
+    t, p = torch.from_numpy(key_positions), torch.from_numpy(positions)[:, None]
     kv_heads = keys.shape[1]
     q = query.float().transpose(0, 1).reshape(kv_heads, heads // kv_heads * rows, dim)
-    score = torch.matmul(q, keys.permute(1, 2, 0)).view(heads, rows, -1).mul_(call.scale)
+    score = torch.matmul(q, keys.float().permute(1, 2, 0)).view(heads, rows, -1).mul_(call.scale)
     if call.softcap > 0:
         score = score.div_(call.softcap).tanh_().mul_(call.softcap)
     if call.alibi_slopes is not None:
@@ -277,8 +293,31 @@ def _attend_masked(
     score.masked_fill_(dead, -math.inf)
     lse = torch.logsumexp(score, -1)
     weight = torch.exp_(score.sub_(lse.masked_fill(lse == -math.inf, 0.0)[..., None]))
-    out = torch.matmul(weight.view(kv_heads, -1, len(t)), values.transpose(0, 1))
+    out = torch.matmul(weight.view(kv_heads, -1, len(t)), values.float().transpose(0, 1))
     return out.view(heads, rows, dim).transpose(0, 1), lse.transpose(0, 1)
+
+
+def _attend_scattered(
+    query: torch.Tensor, cache: _Cache, table: np.ndarray, seq_len: int, positions: np.ndarray, call: AttentionCall
+) -> _Part:
+    """Queries at ascending positions far apart, without a window: one pass over the keys for all of them."""
+    plain = call.softcap == 0 and call.alibi_slopes is None
+    out = query.new_zeros(query.shape, dtype=torch.float32)
+    lse = query.new_full(query.shape[:2], -math.inf, dtype=torch.float32)
+    end = min(seq_len, int(positions[-1]) + 1) if call.causal else seq_len
+    for t, keys, values in _present(cache, table, 0, end):
+        # Ascending positions: the queries from `some` on see a key of the piece, those from `every` on all of them.
+        some, every = (int(np.searchsorted(positions, bound)) if call.causal else 0 for bound in (t[0], t[-1]))
+        every = every if plain else len(positions)
+        step = max(1, _MAX_SCORES // (len(t) * query.shape[1]))
+        cuts = [slice(b, min(b + step, every)) for b in range(some, every, step)]
+        parts = [(rows, _masked_part(query[rows], t, keys, values, positions[rows], call)) for rows in cuts]
+        if every < len(positions):
+            rows = slice(every, len(positions))
+            parts.append((rows, _flash(query[rows], keys, values, call.scale, False)))
+        for rows, part in parts:
+            out[rows], lse[rows] = _merge_parts([(out[rows], lse[rows]), part], query)
+    return out, lse
 
 
 def _decode_batch(
