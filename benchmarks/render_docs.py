@@ -264,16 +264,16 @@ def render_hidden_states(page: Path) -> str:
     source = RESULTS / "cpu" / "hidden_states.csv"
     rows = read_rows(source)
     others = [name for name in dict.fromkeys(row["provider"] for row in rows) if not name.startswith(OURS)]
+    first = rows[0]
     lines = [
-        f"{rows[0]['threads']} thread, torch {rows[0]['torch']}, {rows[0]['date']}; [rows]({_link(page, source)}).",
+        f"{first['device']}, torch {first['torch']}, {first['date']}, commit {first['commit']}; "
+        f"[rows]({_link(page, source)}).",
         "",
         f"| tokens x features | what | pc | {' | '.join(others)} |",
         f"|---|---|{'--:|' * (1 + len(others))}",
     ]
     for tokens, features, what in dict.fromkeys((r["tokens"], r["features"], r["what"]) for r in rows):
-        if what == "decode load":
-            continue
-        here = {r["provider"]: float(r["microseconds"]) for r in rows if (r["tokens"], r["what"]) == (tokens, what)}
+        here = {r["provider"]: float(r["p50_us"]) for r in rows if (r["tokens"], r["what"]) == (tokens, what)}
         ours = next(value for name, value in here.items() if name.startswith(OURS))
         cells = [short_time(ours), *(short_time(here[name]) for name in others)]
         lines.append(f"| {int(tokens):,} x {int(features):,} | {what} | {' | '.join(cells)} |")
