@@ -122,6 +122,7 @@ class Segmented(EvictionPolicy):
     def clear(self) -> None:
         """See `EvictionPolicy`."""
         self._ticket_of.fill(-1)
+        self._last_use.fill(0)  # else a use after the reset would lie before the last one
         for queue in self._queues:
             queue.clear()
         self._ghosts.clear()

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import pc
+from pc.cache.policies import POLICIES
 
 
 @pytest.fixture
@@ -302,6 +303,19 @@ def test_gap_reuse_lists_what_is_left_to_compute():
     m.free("b")
     assert m.allocate("c", list(range(20))).num_cached_tokens == 19
     m.check()
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_after_a_reset_blocks_are_shared_as_before_it(policy: str) -> None:
+    manager = pc.CacheManager(num_blocks=64, block_size=4, policy=policy)
+    for turn in range(2):
+        for name in ("first", "second"):
+            allocation = manager.allocate(name, [*range(20), 99])
+            assert allocation.num_cached_tokens == (20 if name == "second" else 0), turn
+            manager.commit(name, 21)
+        manager.free("first")
+        manager.free("second")
+        manager.reset()
 
 
 def test_reset_needs_no_running_request(manager):
