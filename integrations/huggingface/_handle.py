@@ -28,6 +28,7 @@ SAMPLED = 16
 """Elements of each weight that are compared before a call."""
 
 _handles: weakref.WeakKeyDictionary[Any, PrefixCaching] = weakref.WeakKeyDictionary()
+_locks: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # by id of the config
 
 
 @dataclass(frozen=True)
@@ -110,13 +111,15 @@ class PrefixCaching:
 
     def __init__(self, model: Any, num_blocks: int | None, block_size: int, policy: Any) -> None:
         self._model: weakref.ref[Any] = weakref.ref(model)
-        self._lock = threading.RLock()
+        # Passes set the config's attention implementation, which other models may share.
+        self._lock = _locks.setdefault(id(model.config), threading.RLock())
         self._warned: set[str] = set()
         self._policy = policy
         self._num_blocks = num_blocks
         self.block_size = block_size
         self.last_requests: list[RequestReport] = []
-        self._set_up(model)
+        with self._lock:
+            self._set_up(model)
 
     def _set_up(self, model: Any) -> None:
         """Looks at the model as it is now, and makes an empty cache for it if it can be served."""

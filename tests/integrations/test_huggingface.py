@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import sys
+import threading
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -10,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 transformers = pytest.importorskip("transformers")
 
@@ -61,6 +64,15 @@ FAMILIES = [
     Family("mixtral", "MixtralConfig", "MixtralForCausalLM", {"num_local_experts": 4}),
     Family("gemma2", "Gemma2Config", "Gemma2ForCausalLM", {"head_dim": 32, "sliding_window": 20}),
     Family("gemma3", "Gemma3TextConfig", "Gemma3ForCausalLM", {"sliding_window": 9, "num_hidden_layers": 6}),
+    Family(
+        "cohere2",
+        "Cohere2Config",
+        "Cohere2ForCausalLM",
+        {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]},
+    ),
+    Family("smollm3", "SmolLM3Config", "SmolLM3ForCausalLM", {"no_rope_layers": [1, 0]}),
+    Family("glm4", "Glm4Config", "Glm4ForCausalLM", {"head_dim": 16}),
+    Family("opt", "OPTConfig", "OPTForCausalLM", {"ffn_dim": 96, "word_embed_proj_dim": 64}),
     Family("gpt-oss", "GptOssConfig", "GptOssForCausalLM", {"sliding_window": 24, "num_local_experts": 4}),
 ]
 LLAMA = FAMILIES[0]
@@ -157,7 +169,13 @@ def test_conversation_reuses_what_was_generated(model: Any, handle: PrefixCachin
 def count_computed(model: Any, **kwargs: Any) -> int:
     """Tokens that pass through the model's embedding during one call."""
     seen: list[int] = []
-    hook = model.get_input_embeddings().register_forward_hook(lambda _, inputs, __: seen.append(inputs[0].numel()))
+    embedding = model.get_input_embeddings()
+
+    def count(module: Any, inputs: Any) -> None:
+        if module is embedding:
+            seen.append(inputs[0].numel())
+
+    hook = register_module_forward_pre_hook(count)  # a hook of the model itself would empty the cache
     try:
         model.generate(**kwargs)
     finally:
@@ -348,23 +366,53 @@ def test_input_embeddings_go_to_the_model(model: Any, handle: PrefixCaching) -> 
         assert_same(model, inputs_embeds=embeds, attention_mask=torch.ones(1, 20, dtype=torch.long))
 
 
-@pytest.mark.parametrize(
-    "family",
-    [
-        Family("bloom", "BloomConfig", "BloomForCausalLM", {"n_layer": 2, "n_head": 4}),
-        Family("falcon", "FalconConfig", "FalconForCausalLM"),
-        Family("shared keys", "DiffLlamaConfig", "DiffLlamaForCausalLM"),
-    ],
-    ids=lambda f: f.name,
-)
-def test_model_that_is_not_served_keeps_its_generate(family: Family) -> None:
+LATENT = {
+    "kv_lora_rank": 16, "q_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16,
+    "num_key_value_heads": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+    "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
+}  # fmt: skip
+NOT_SERVED_FAMILIES = [
+    (Family("bloom", "BloomConfig", "BloomForCausalLM", {"n_layer": 2, "n_head": 4}), "AttentionInterface"),
+    (Family("falcon", "FalconConfig", "FalconForCausalLM", {"alibi": True}), "AttentionInterface"),
+    (Family("shared keys", "DiffLlamaConfig", "DiffLlamaForCausalLM"), "keys other than those it has just cached"),
+    (Family("deepseek-v3", "DeepseekV3Config", "DeepseekV3ForCausalLM", LATENT), "which must be alike"),
+    (Family("mamba", "MambaConfig", "MambaForCausalLM", {"state_size": 8}), "recurrent state"),
+    (Family("lfm2", "Lfm2Config", "Lfm2ForCausalLM", {"layer_types": ["conv", "full_attention"]}), "layers of conv"),
+    (
+        Family("phimoe", "PhimoeConfig", "PhimoeForCausalLM", {"num_local_experts": 2, "sliding_window": 16}),
+        "attends over a window of None and caches 16",
+    ),
+]
+
+
+@pytest.mark.parametrize(("family", "why"), NOT_SERVED_FAMILIES, ids=lambda f: getattr(f, "name", ""))
+def test_model_that_is_not_served_keeps_its_generate(family: Family, why: str) -> None:
     model = family.build()
     want = plain(model, input_ids=prompt(40))
-    with pytest.warns(UserWarning, match="prefix caching"):
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
         handle = enable_prefix_caching(model)
+        assert torch.equal(model.generate(input_ids=prompt(40), max_new_tokens=20), want)
+    assert [why in str(w.message) for w in told if "prefix caching" in str(w.message)] == [True]
     assert handle.unsupported
-    assert torch.equal(model.generate(input_ids=prompt(40), max_new_tokens=20), want)
     assert not handle.stats()
+    handle.disable()
+
+
+def test_a_prompt_with_images_is_not_identified_by_its_tokens() -> None:
+    vision = transformers.CLIPVisionConfig(
+        hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, image_size=4, patch_size=2
+    )
+    config = transformers.LlavaConfig(
+        vision_config=vision, text_config=transformers.LlamaConfig(**SMALL), image_token_index=9, image_seq_length=4
+    )
+    model = transformers.LlavaForConditionalGeneration(config).eval()
+    ids = torch.cat([torch.full((1, 4), 9), prompt(30)], dim=1)
+    with pytest.warns(UserWarning, match="more than text"):
+        handle = enable_prefix_caching(model)
+    for seed in (0, 1):
+        pixels = torch.randn(1, 3, 4, 4, generator=torch.Generator().manual_seed(seed)) * 10
+        assert_same(model, input_ids=ids, pixel_values=pixels, attention_mask=torch.ones_like(ids))
     handle.disable()
 
 
@@ -645,6 +693,32 @@ def test_call_from_another_thread_is_refused_not_wrong(model: Any) -> None:
     model.config._attn_implementation = ATTENTION_NAME
     with pytest.raises(RuntimeError, match="another thread"):
         model(input_ids=prompt(8))
+
+
+def test_models_of_one_config_take_turns() -> None:
+    config = transformers.LlamaConfig(**SMALL | {"eos_token_id": None})
+    models = [transformers.LlamaForCausalLM(config).eval() for _ in range(2)]
+    want = [plain(m, input_ids=prompt(30), max_new_tokens=12) for m in models]
+    same: list[bool] = []
+
+    def work(index: int) -> None:
+        for _ in range(3):
+            got = models[index].generate(input_ids=prompt(30), max_new_tokens=12)
+            same.append(torch.equal(got, want[index]))
+
+    interval = sys.getswitchinterval()
+    with enable_prefix_caching(models[0]), enable_prefix_caching(models[1]):
+        threads = [threading.Thread(target=work, args=(i % 2,)) for i in range(4)]
+        sys.setswitchinterval(1e-5)
+        try:
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        finally:
+            sys.setswitchinterval(interval)
+    assert same == [True] * 12
+    assert torch.equal(plain(models[0], input_ids=prompt(30), max_new_tokens=12), want[0])
 
 
 def test_default_size_of_the_cache(model: Any) -> None:
