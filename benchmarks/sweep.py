@@ -28,7 +28,7 @@ if __name__ == "__main__":
 import torch
 
 import pc
-from pc.triton_ops._attention import constants, launch, tuned
+from pc.triton_ops._attention import constants, launch, prepare, tuned
 from pc.triton_ops._attention.constants import Tiles, architecture, next_power_of_2, programs_per_processor
 from pc.triton_ops._attention.layout import TILE_KEYS
 
@@ -130,7 +130,7 @@ def applied(regime: Regime, candidate: Candidate, arch: str) -> Iterator[None]:
     special = {(arch, regime.case.head_dim): ""} if candidate.specialized else {}
     with contextlib.ExitStack() as stack:
         stack.callback(launch.forget_prepared)
-        stack.enter_context(mock.patch.object(launch, f"{regime.name}_tiles", return_value=candidate.tiles))
+        stack.enter_context(mock.patch.object(prepare, f"{regime.name}_tiles", return_value=candidate.tiles))
         stack.enter_context(mock.patch.dict(tuned.PROGRAMS, {arch: (candidate.programs, "")}))
         stack.enter_context(mock.patch.dict(tuned.SPECIALIZED, special, clear=True))
         launch.forget_prepared()
@@ -171,14 +171,14 @@ def sweep_regime(
 def _present(regime: Regime, inputs: AttentionInputs, arch: str) -> Candidate | None:
     """The constants in use; None where no kernel is launched."""
     seen: list[Tiles] = []
-    original = getattr(launch, f"{regime.name}_tiles")
+    original = getattr(prepare, f"{regime.name}_tiles")
 
     def observe(*arguments: Any) -> Tiles:
         seen.append(original(*arguments))
         return seen[-1]
 
     launch.forget_prepared()
-    with mock.patch.object(launch, f"{regime.name}_tiles", observe):
+    with mock.patch.object(prepare, f"{regime.name}_tiles", observe):
         _call(inputs.calls[0])
     if not seen:
         return None

@@ -13,7 +13,7 @@ import torch
 
 from pc.bench import PACKAGE, load_benchmarks
 from pc.info import _tuned
-from pc.triton_ops._attention import constants, launch, tuned
+from pc.triton_ops._attention import constants, prepare, tuned
 from pc.triton_ops._attention.call import AttentionCall
 
 load_benchmarks()
@@ -109,7 +109,7 @@ def prepared(block_size: int, q_len: int) -> Any:
     one = lambda *values: torch.tensor(values, dtype=torch.int32)  # noqa: E731
     query = torch.zeros(q_len, 32, 128, dtype=torch.float16)
     call = AttentionCall(query, cache, cache, one(*range(64))[None], one(64 * block_size), one(0, q_len), 1.0)
-    return launch.prepare(call, False, False, True)
+    return prepare.prepare(call, False, False, True, False)
 
 
 def test_what_is_launched_is_what_the_table_says(request: pytest.FixtureRequest) -> None:

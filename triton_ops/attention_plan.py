@@ -10,9 +10,9 @@ from __future__ import annotations
 import torch
 
 from ._attention.constants import architecture
-from ._attention.launch import plan_options, wanted_items
 from ._attention.layout import PlanOptions, PlanShape
 from ._attention.plan import launch_plan, plan_reference
+from ._attention.prepare import plan_options, wanted_items
 from ._checks import bad_argument, check_tensor
 from ._debug import debug_mode_enabled
 from ._library import define

@@ -8,7 +8,7 @@ import importlib
 import pytest
 import torch
 
-from pc.triton_ops._attention import launch, plan
+from pc.triton_ops._attention import launch, plan, prepare
 from pc.triton_ops._attention.call import AttentionCall
 from pc.triton_ops._attention.constants import Architecture
 from pc.triton_ops._launcher import MAX_REMEMBERED, remember
@@ -57,7 +57,7 @@ def launches(monkeypatch):
     from triton.runtime import driver
 
     fake, active = _Driver(), driver._active
-    monkeypatch.setattr(launch, "architecture", lambda device: Architecture("sm_90", 132, True))
+    monkeypatch.setattr(prepare, "architecture", lambda device: Architecture("sm_90", 132, True))
     _forget()
     driver.set_active(fake)
     yield fake.launches

@@ -173,9 +173,9 @@ def rowwise_dot(monkeypatch):
 @pytest.mark.parametrize("split_keys", [64, 8192])
 def test_batch_invariant(split_keys, device, monkeypatch, rowwise_dot):
     """A row's bits do not depend on its batch, on chunking, or on the width of the tables."""
-    from pc.triton_ops._attention import launch
+    from pc.triton_ops._attention import prepare
 
-    monkeypatch.setattr(launch, "INVARIANT_SPLIT_KEYS", split_keys)
+    monkeypatch.setattr(prepare, "INVARIANT_SPLIT_KEYS", split_keys)
     batch = build(Case(lens=(140, 90), queries=(140, 1), heads=(2, 1), sinks=True, seed=3)).to(device)
     query, key, value, tables = batch.tensors[:4]
     options = {"batch_invariant": True, "sinks": batch.options["sinks"]}

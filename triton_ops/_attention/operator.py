@@ -10,8 +10,9 @@ import torch
 from .._library import define
 from .call import AttentionCall
 from .checks import check_attention, check_attention_values, reads_values
-from .launch import launch_attention, plan_options
+from .launch import launch_attention
 from .plan import check_plan
+from .prepare import plan_options
 from .reference import attend
 
 _TENSORS = (

@@ -261,7 +261,8 @@ def _attend_masked(
     if not pieces:
         return _merge_parts([], query)
     t = np.concatenate([piece[0] for piece in pieces])
-    keys, values = (torch.cat([piece[i] for piece in pieces]) for i in (1, 2))
+    keys = torch.cat([piece[1] for piece in pieces])
+    values = torch.cat([piece[2] for piece in pieces])
     return _masked_part(query, t, keys, values, np.arange(position, position + rows), call)
 
 

@@ -1,0 +1,272 @@
+"""What an attention call launches: which kernels, on which grids, with which constants.
+
+Decided from metadata alone, so once for all calls of the same signature: for all layers of a step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from .._launcher import KernelLaunch
+from .._quantize import scale_kind
+from .._triton import INTERPRET
+from . import constants
+from .call import AttentionCall
+from .constants import (
+    Architecture,
+    Tiles,
+    architecture,
+    decode_tiles,
+    next_power_of_2,
+    prefill_tiles,
+    programs_per_processor,
+    specialized_tiles,
+)
+from .layout import DECODE_QUERIES, TILE_KEYS, PlanOptions, PlanShape
+
+# Batch-invariant mode: keys per split, whatever the batch. Longer contexts are summed from splits of this length.
+INVARIANT_SPLIT_KEYS = 8192
+MAX_PREFILL_SPLITS = 16
+
+
+def plan_options(
+    causal: bool, window: int, num_sink_tokens: int, has_positions: bool, batch_invariant: bool, key_begin: int = 0
+) -> PlanOptions:
+    """The plan that a call with these arguments needs."""
+    # Scattered queries under a window are tiled over queries, whose windows are then united.
+    tiled = batch_invariant or (has_positions and window > 0)
+    return PlanOptions(
+        causal=causal,
+        window=window,
+        num_sink_tokens=num_sink_tokens if window else 0,
+        decode_queries=0 if tiled else DECODE_QUERIES,
+        key_begin=key_begin,
+    )
+
+
+def wanted_items(arch: Architecture, programs_per_item: int) -> int:
+    """How many work items of a decode keep every processor busy."""
+    return max(1, programs_per_processor(arch.name) * arch.num_processors // programs_per_item)
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """One launch: a kernel's constants and its programs.
+
+    Attributes:
+        launch: The constants.
+        programs: The grid.
+        num_splits: Parts that a row's keys are cut into; 1 where the plan tells.
+        split_rows: Rows of partial results; 0 for none.
+    """
+
+    launch: KernelLaunch
+    programs: tuple[int, int, int]
+    num_splits: int = 1
+    split_rows: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """What a call launches.
+
+    Attributes:
+        shape: The plan's.
+        options: The plan's.
+        target_items: About how many work items a plan made for this call has.
+        decode_q: The most queries of a sequence in a work item.
+        convert_codes: Whether kernels convert float8 by bit operations.
+        descriptors: Whether a kernel reads through tensor descriptors.
+        decode: Sequences of few queries, from the work list; None where there can be none, as for the others.
+        prefill: The longer ones, tiled over queries.
+        specialized: Some of the latter's tiles with specialized warps.
+        merge: The sum of splits.
+    """
+
+    shape: PlanShape
+    options: PlanOptions
+    target_items: int
+    decode_q: int
+    convert_codes: bool
+    descriptors: bool
+    decode: Grid | None
+    prefill: Grid | None
+    specialized: Grid | None
+    merge: Grid
+
+
+def prepare(call: AttentionCall, with_lse: bool, tiled: bool, is_aligned: bool, count: bool) -> Prepared:
+    """Decides how a call that passed its checks is launched.
+
+    A decode launch takes sequences of up to DECODE_QUERIES queries, a prefill launch the longer ones; a launch whose
+    sequences cannot exist, by max_query_len or by shape, is left out.
+
+    Args:
+        call: The call.
+        with_lse: Whether the lse is wanted.
+        tiled: Whether even few queries are tiled, not decoded from the work list.
+        is_aligned: Whether all of the call's tensors begin at multiples of 16 bytes.
+        count: Whether kernels count the tiles they visit.
+    """
+    query, key_cache = call.query, call.key_cache
+    num_tokens, num_heads, head_dim = query.shape
+    _, block_size, num_kv_heads, _ = key_cache.shape
+    has_positions = call.query_positions is not None
+    shape = PlanShape.of(call.block_tables, block_size)
+    options = plan_options(
+        call.causal, call.window, call.num_sink_tokens, has_positions, call.batch_invariant or tiled, call.key_begin
+    )
+    arch = architecture(query.device)
+    group = num_heads // num_kv_heads
+    longest = num_tokens if call.max_query_len is None else min(num_tokens, call.max_query_len)
+    decode_q = max(1, min(longest, DECODE_QUERIES))
+    quantized = key_cache.dtype != query.dtype
+    segments = has_positions and call.window > 0
+    heavy = quantized or segments or call.softcap > 0 or call.alibi_slopes is not None
+    kind = (head_dim, query.element_size())
+    decode = decode_tiles(arch.name, *kind, decode_q * group, quantized, group, block_size)
+    prefill = prefill_tiles(arch.name, *kind, heavy, group, block_size)
+    row_tiles = -(-decode_q * group // decode.block_m)
+    target_items = wanted_items(arch, num_kv_heads * row_tiles)
+    prefill_bound = num_tokens * group // prefill.block_m + shape.num_seqs
+    run_decode = options.decode_queries > 0
+    run_prefill = longest > options.decode_queries or not run_decode
+
+    max_tiles = shape.max_tiles
+    if call.max_seq_len is not None:
+        max_tiles = min(max_tiles, -(-call.max_seq_len // TILE_KEYS))
+    num_splits, split_tiles = 1, 0
+    if call.batch_invariant:
+        split_tiles = INVARIANT_SPLIT_KEYS // TILE_KEYS
+        num_splits = max(1, -(-max_tiles // split_tiles))
+    elif not segments:
+        idle = 2 * arch.num_processors // (prefill_bound * num_kv_heads)
+        num_splits = max(1, min(idle, max_tiles // 8, MAX_PREFILL_SPLITS))
+
+    convert_codes = key_cache.dtype == torch.float8_e4m3fn and not arch.has_e4m3
+    describable = is_aligned and _describable(call)
+    everywhere = describable and arch.name in constants.DESCRIPTOR_ARCHITECTURES
+    special = specialized_tiles(arch.name, *kind)
+    plain = call.causal and not (has_positions or heavy or call.batch_invariant or count)
+    if not (run_prefill and plain and num_splits == 1 and describable and _specializable(call, special, prefill)):
+        special = None
+
+    def constexprs(tiles: Tiles, decoding: bool) -> dict[str, object]:
+        described = everywhere or (describable and tiles.descriptors)
+        return {
+            "DECODE": decoding,
+            "DECODE_Q": options.decode_queries,
+            "SPLIT_TILES": split_tiles,
+            "CAUSAL": call.causal,
+            "WINDOW": call.window > 0,
+            "POSITIONS": has_positions,
+            "SOFTCAP": call.softcap > 0,
+            "ALIBI": call.alibi_slopes is not None,
+            "SINKS": call.sinks is not None,
+            "SCALES": scale_kind(call.k_scale, call.v_scale),
+            "FP8": convert_codes,
+            "UPCAST": INTERPRET and query.dtype == torch.bfloat16,
+            "COUNT": count,
+            "DESCRIPTORS": described and block_size >= tiles.block_n,
+            "WITH_LSE": with_lse,
+            "TWO_LOOPS": tiles.two_loops and not (decoding or segments or call.batch_invariant),
+            "NUM_HEADS": num_heads,
+            "GROUP": group,
+            "BLOCK_SIZE": block_size,
+            "HEAD_DIM": head_dim,
+            "BLOCK_M": tiles.block_m,
+            "BLOCK_N": tiles.block_n,
+            "BLOCK_D": max(16, next_power_of_2(head_dim)),
+            "BLOCK_G": next_power_of_2(group),
+            "SUB": TILE_KEYS // tiles.block_n,
+            "SPECIALIZED_M": 0 if special is None or decoding else special.block_m,
+        }
+
+    decoding = tiling = specialized = None
+    if run_decode:
+        decoding = Grid(
+            KernelLaunch(constexprs(decode, True), decode.num_warps, decode.num_stages, is_aligned),
+            (min(shape.max_items, shape.num_seqs + target_items), num_kv_heads * row_tiles, 1),
+            split_rows=shape.max_items * decode_q if max_tiles > 4 else 0,
+        )
+    if run_prefill:
+        tiling = Grid(
+            KernelLaunch(constexprs(prefill, False), prefill.num_warps, prefill.num_stages, is_aligned),
+            (prefill_bound, num_kv_heads, num_splits),
+            num_splits,
+            split_rows=num_splits * num_tokens if num_splits > 1 else 0,
+        )
+    if special is not None:
+        specialized = _specialized_grid(call, with_lse, special, options, shape.num_seqs)
+    return Prepared(
+        shape=shape,
+        options=options,
+        target_items=target_items,
+        decode_q=decode_q,
+        convert_codes=convert_codes,
+        descriptors=everywhere or special is not None or (describable and (decode.descriptors or prefill.descriptors)),
+        decode=decoding,
+        prefill=tiling,
+        specialized=specialized,
+        merge=_merge_grid(call, with_lse, options, num_splits, is_aligned),
+    )
+
+
+def _specialized_grid(call: AttentionCall, with_lse: bool, tiles: Tiles, options: PlanOptions, num_seqs: int) -> Grid:
+    num_tokens, num_heads, head_dim = call.query.shape
+    constexprs = {
+        "DECODE_Q": options.decode_queries,
+        "WINDOW": call.window > 0,
+        "SINKS": call.sinks is not None,
+        "WITH_LSE": with_lse,
+        "UPCAST": INTERPRET and call.query.dtype == torch.bfloat16,
+        "NUM_HEADS": num_heads,
+        "GROUP": num_heads // call.key_cache.shape[2],
+        "BLOCK_SIZE": call.key_cache.shape[1],
+        "HEAD_DIM": head_dim,
+        "BLOCK_M": tiles.block_m,
+        "BLOCK_N": tiles.block_n,
+        "STAGES": tiles.num_stages,
+    }
+    programs = (num_tokens // tiles.block_m + num_seqs, num_heads, 1)
+    return Grid(KernelLaunch(constexprs, tiles.num_warps, tiles.num_stages), programs)
+
+
+def _merge_grid(call: AttentionCall, with_lse: bool, options: PlanOptions, num_splits: int, is_aligned: bool) -> Grid:
+    num_tokens, num_heads, head_dim = call.query.shape
+    block_d = next_power_of_2(head_dim)
+    block_h = max(1, min(next_power_of_2(num_heads), 2048 // block_d))
+    constexprs = {
+        "DECODE_Q": options.decode_queries,
+        "SINKS": call.sinks is not None,
+        "WITH_LSE": with_lse,
+        "NUM_HEADS": num_heads,
+        "HEAD_DIM": head_dim,
+        "BLOCK_H": block_h,
+        "BLOCK_D": block_d,
+    }
+    programs = (num_tokens, -(-num_heads // block_h), 1)
+    return Grid(KernelLaunch(constexprs, 4, None, is_aligned), programs, num_splits)
+
+
+def _specializable(call: AttentionCall, special: Tiles | None, prefill: Tiles) -> bool:
+    """Whether layouts and tiles suit the kernel with specialized warps."""
+    if special is None or call.key_cache.shape[1] < TILE_KEYS:
+        return False
+    group = call.query.shape[1] // call.key_cache.shape[2]
+    # Its tiles of queries have to be whole tiles of rows of the general kernel.
+    fits = prefill.block_m % group == 0 and special.block_m % (prefill.block_m // group) == 0
+    return fits and all(stride * call.query.element_size() % 16 == 0 for stride in call.query.stride()[:2])
+
+
+def _describable(call: AttentionCall) -> bool:
+    """Whether a head's rows are a matrix that the tensor memory accelerator takes: evenly, by 16 bytes, spaced."""
+    for cache in (call.key_cache, call.value_cache):
+        num_blocks, block_size, _, head_dim = cache.shape
+        widths = (cache.stride(1), cache.stride(2), head_dim)
+        even = cache.stride(0) == block_size * cache.stride(1)
+        if not even or num_blocks * block_size >= 2**31 or any(n * cache.element_size() % 16 for n in widths):
+            return False
+    return True
