@@ -55,7 +55,7 @@ class EvictionPolicy(ABC):
         """A request asked to keep these blocks: `priority` above 0, for `ttl` seconds; called after `accessed`."""
 
     def completed(self, ids: Ids) -> None:  # noqa: B027
-        """These blocks are written and findable from now on: their hashes hold."""
+        """These blocks are written and findable from now on: their hashes hold. The array changes afterwards."""
 
     def finished(self, output_tokens: int) -> None:  # noqa: B027
         """A request has ended after so many tokens of its own; its releases follow."""

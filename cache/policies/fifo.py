@@ -27,7 +27,7 @@ class FIFO(EvictionPolicy):
 
     def completed(self, ids: Ids) -> None:
         """See `EvictionPolicy`."""
-        self._queue.append((self.pool.clock, ids[::-1]))
+        self._queue.append((self.pool.clock, ids[::-1].copy()))
         self._passed[ids] = False
         self._turn[ids] = self.pool.clock
 

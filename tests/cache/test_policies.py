@@ -36,6 +36,19 @@ def pool_of(name, num_blocks=4):
 
 
 @pytest.mark.parametrize("name", sorted(POLICIES))
+def test_a_rolled_back_table_does_not_change_what_is_evicted(name):
+    manager = pc.CacheManager(8, 1, policy=name)
+    manager.allocate("a", [1, 2, 3, 4])
+    manager.commit("a", 4)
+    manager.rollback("a", 3)
+    manager.append("a", [5, 6])
+    manager.commit("a", 3)
+    manager.free("a")
+    assert sorted(manager.allocate("b", list(range(10, 18))).block_ids) == list(range(8))
+    manager.check()
+
+
+@pytest.mark.parametrize("name", sorted(POLICIES))
 def test_acquire_returns_cached_then_fresh_blocks(name):
     pool = pool_of(name)
     first = pool.policy.acquire(list(range(10)))
