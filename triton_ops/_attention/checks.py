@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import torch
 
@@ -162,36 +164,38 @@ def check_attention_values(call: AttentionCall) -> None:
     """
     num_tokens = call.query.shape[0]
     num_blocks, block_size = call.key_cache.shape[:2]
-    tables = call.block_tables.cpu().numpy()
-    lens = call.seq_lens.cpu().numpy()
-    starts = call.query_start_loc.cpu().numpy()
-    if starts[0] != 0 or starts[-1] > num_tokens or (starts[1:] < starts[:-1]).any():
-        raise bad_argument("query_start_loc", starts.tolist(), f"ascending from 0 to at most {num_tokens} (num_tokens)")
-    if len(lens) == 0:
+    lens, starts = call.seq_lens.tolist(), call.query_start_loc.tolist()
+    q_lens = [end - begin for begin, end in itertools.pairwise(starts)]
+    if starts[0] != 0 or starts[-1] > num_tokens or min(q_lens, default=0) < 0:
+        raise bad_argument("query_start_loc", starts, f"ascending from 0 to at most {num_tokens} (num_tokens)")
+    if not lens:
         return
-    capacity = tables.shape[1] * block_size
+    capacity = call.block_tables.shape[1] * block_size
     bound = capacity if call.max_seq_len is None else min(capacity, call.max_seq_len)
-    if lens.min() < 0 or lens.max() > bound:
+    shortest, longest = min(lens), max(lens)
+    if shortest < 0 or longest > bound:
         raise bad_argument(
-            "seq_lens", f"values from {lens.min()} to {lens.max()}", f"0 to {bound} (block_tables, max_seq_len)"
+            "seq_lens", f"values from {shortest} to {longest}", f"0 to {bound} (block_tables, max_seq_len)"
         )
-    longest = int((starts[1:] - starts[:-1]).max())
-    if call.max_query_len is not None and longest > call.max_query_len:
-        raise bad_argument("max_query_len", call.max_query_len, f"at least {longest}, the longest of query_start_loc")
-    used = -(-lens // block_size)
-    own = tables[:, : int(used.max())]
-    read = np.arange(own.shape[1]) < used[:, None]
-    wrong = read & ((own < -1) | (own >= num_blocks))
-    if wrong.any():
-        row, column = np.argwhere(wrong)[0]
-        got = f"{own[row, column]} in row {row}, column {column}"
-        raise bad_argument("block_tables", got, f"-1 to {num_blocks - 1}")
+    if call.max_query_len is not None and max(q_lens) > call.max_query_len:
+        needs = f"at least {max(q_lens)}, the longest of query_start_loc"
+        raise bad_argument("max_query_len", call.max_query_len, needs)
+    tables = call.block_tables.cpu().numpy()
+    own = tables[:, : -(-longest // block_size)]
+    if own.size and (own.min() < -1 or own.max() >= num_blocks):
+        # Entries behind a sequence's end are never read and may hold anything.
+        read = np.arange(own.shape[1]) < -(-np.array(lens)[:, None] // block_size)
+        wrong = read & ((own < -1) | (own >= num_blocks))
+        if wrong.any():
+            row, column = np.argwhere(wrong)[0]
+            got = f"{own[row, column]} in row {row}, column {column}"
+            raise bad_argument("block_tables", got, f"-1 to {num_blocks - 1}")
     if call.num_shared_blocks:
-        _check_prefix(tables[:, : call.num_shared_blocks], int(lens.min()), block_size)
+        _check_prefix(tables[:, : call.num_shared_blocks], shortest, block_size)
     if call.query_positions is not None:
         positions = call.query_positions.cpu().numpy()[: starts[-1]]
         falls = positions[1:] <= positions[:-1]
-        falls[starts[1:-1][(starts[1:-1] > 0) & (starts[1:-1] < len(positions))] - 1] = False
+        falls[[start - 1 for start in starts[1:-1] if 0 < start < len(positions)]] = False
         if (positions < 0).any() or falls.any():
             raise bad_argument("query_positions", positions.tolist()[:16], "positions that ascend within each sequence")
 

@@ -198,14 +198,28 @@ def _full_parts(
         skip = begin % size
         return [_flash(query, keys[skip : skip + end - begin], values[skip : skip + end - begin], scale, False)]
     pieces = _present(cache, table, begin, end)
-    return [_flash(query, keys, values, scale, False) for _, keys, values in pieces]
+    return [_flash(query, piece.keys, piece.values, scale, False) for piece in pieces]
 
 
-_Piece = tuple[np.ndarray, torch.Tensor, torch.Tensor]
+@dataclass(frozen=True)
+class _Piece:
+    """Keys and values `[tokens, num_kv_heads, head_dim]` of some present tokens of a sequence, in its order."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    blocks: np.ndarray  # logical
+    skip: int  # slots of the first block
+    block_size: int
+
+    @property
+    def positions(self) -> np.ndarray:
+        """`[tokens]`, of the sequence."""
+        slots = self.blocks[:, None] * self.block_size + np.arange(self.block_size)
+        return slots.reshape(-1)[self.skip : self.skip + len(self.keys)]
 
 
 def _present(cache: _Cache, table: np.ndarray, begin: int, end: int) -> Iterator[_Piece]:
-    """Positions, keys and values of the present tokens of [begin, end), as many at once as a gather may hold."""
+    """The present tokens of [begin, end), as many at once as a gather may hold."""
     size = cache.block_size
     first = begin // size
     own = table[first : -(-end // size)] if end > begin else table[:0]
@@ -216,8 +230,7 @@ def _present(cache: _Cache, table: np.ndarray, begin: int, end: int) -> Iterator
         keys, values = cache.read(own[live])
         skip = begin - first * size if live[0] == 0 else 0
         stop = len(live) * size - (len(own) * size - (end - first * size) if live[-1] == len(own) - 1 else 0)
-        positions = ((live + first)[:, None] * size + np.arange(size)).reshape(-1)
-        yield positions[skip:stop], keys[skip:stop], values[skip:stop]
+        yield _Piece(keys[skip:stop], values[skip:stop], live + first, skip, size)
 
 
 def _flash(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, causal: bool) -> _Part:
@@ -260,9 +273,9 @@ def _attend_masked(
     pieces = [piece for b, e in spans for piece in _present(cache, table, b, e)]
     if not pieces:
         return _merge_parts([], query)
-    t = np.concatenate([piece[0] for piece in pieces])
-    keys = torch.cat([piece[1] for piece in pieces])
-    values = torch.cat([piece[2] for piece in pieces])
+    t = np.concatenate([piece.positions for piece in pieces])
+    keys = torch.cat([piece.keys for piece in pieces])
+    values = torch.cat([piece.values for piece in pieces])
     return _masked_part(query, t, keys, values, np.arange(position, position + rows), call)
 
 
@@ -306,7 +319,8 @@ def _attend_scattered(
     out = query.new_zeros(query.shape, dtype=torch.float32)
     lse = query.new_full(query.shape[:2], -math.inf, dtype=torch.float32)
     end = min(seq_len, int(positions[-1]) + 1) if call.causal else seq_len
-    for t, keys, values in _present(cache, table, 0, end):
+    for piece in _present(cache, table, 0, end):
+        t, keys, values = piece.positions, piece.keys, piece.values
         # Ascending positions: the queries from `some` on see a key of the piece, those from `every` on all of them.
         some, every = (int(np.searchsorted(positions, bound)) if call.causal else 0 for bound in (t[0], t[-1]))
         every = every if plain else len(positions)
