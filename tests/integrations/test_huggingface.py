@@ -70,7 +70,6 @@ FAMILIES = [
         "Cohere2ForCausalLM",
         {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]},
     ),
-    Family("smollm3", "SmolLM3Config", "SmolLM3ForCausalLM", {"no_rope_layers": [1, 0]}),
     Family("glm4", "Glm4Config", "Glm4ForCausalLM", {"head_dim": 16}),
     Family("opt", "OPTConfig", "OPTForCausalLM", {"ffn_dim": 96, "word_embed_proj_dim": 64}),
     Family("gpt-oss", "GptOssConfig", "GptOssForCausalLM", {"sliding_window": 24, "num_local_experts": 4}),
