@@ -126,12 +126,16 @@ class EncoderCache:
             Items to encode and then to `put`, one for each content.
 
         Raises:
-            ValueError: An output is there with another number of rows than its item has; nothing is held then.
+            ValueError: Items of one content differ in length, or from the output that is there; nothing is held then.
         """
         needed = [item for item in items if item.overlaps(compute_spans)]
+        lengths: dict[Hashable, int] = {}
         for item in needed:
             if item.content_hash in self._entries:
                 self._check_length(item, self._entries[item.content_hash].output)
+            elif lengths.setdefault(item.content_hash, item.length) != item.length:
+                got = f"lengths {lengths[item.content_hash]} and {item.length}"
+                raise ValueError(f"{item.content_hash!r}: got {got}, needs one length for one content")
         lacking: dict[Hashable, EncoderItem] = {}
         for item in needed:
             entry = self._entries.get(item.content_hash)
@@ -220,13 +224,19 @@ class EncoderCache:
 
         Raises:
             KeyError: An output is not here; nothing has been written.
+            ValueError: An output of another length than its item, or of other rows than embeddings; likewise.
         """
         positions = np.asarray(positions)
         work = []
         for item in items:
             tokens = np.flatnonzero((positions >= item.start) & (positions < item.end))
             if tokens.size:
-                work.append((tokens, positions[tokens] - item.start, self.output(item)))
+                output = self.output(item)
+                self._check_length(item, output)
+                if output.shape[1:] != embeddings.shape[1:]:
+                    got, needs = list(output.shape[1:]), list(embeddings.shape[1:])
+                    raise ValueError(f"{item.content_hash!r}: got rows {got}, needs {needs} as embeddings have")
+                work.append((tokens, positions[tokens] - item.start, output))
         for tokens, rows, output in work:
             index = torch.from_numpy(rows.astype(np.int64)).to(output.device)
             where = torch.from_numpy(tokens).to(embeddings.device)

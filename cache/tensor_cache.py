@@ -133,9 +133,11 @@ class TensorCache:
             dtype: Of the rows.
 
         Raises:
-            ValueError: The name is there with another shape or dtype.
+            ValueError: The name is there with another shape or dtype, or a size is negative.
             MemoryError: It does not fit into `max_bytes`; nothing has been allocated.
         """
+        if any(size < 0 for size in feature_shape):
+            raise ValueError(f"feature_shape: got {list(feature_shape)}, needs sizes of at least 0")
         if name in self._entries:
             self._check_like(name, feature_shape, dtype)
             self._entries[name] = self._entries[name]._replace(registered=True)
@@ -217,7 +219,7 @@ class TensorCache:
                 raise ValueError(f"outputs: got two values named {name}, needs names that differ")
             if not isinstance(value, torch.Tensor) or not num_tokens or name in self._exclude:
                 others[name] = value
-            elif value.dim() and value.shape[0] == num_tokens:
+            elif value.layout == torch.strided and value.dim() and value.shape[0] == num_tokens:
                 if name in self._entries:
                     self._check_like(name, value.shape[1:], value.dtype)
                 mine[name] = value
@@ -346,7 +348,7 @@ class TensorCache:
         Raises:
             MissingRowsError: A row was never stored, or its block has had other content since.
             KeyError: An unknown request or name.
-            ValueError: num_tokens is missing or too large, or another `missing`.
+            ValueError: num_tokens is missing or too large, a block number out of range, or another `missing`.
         """
         if missing not in ("raise", "zero"):
             raise ValueError(f"missing: got {missing!r}, needs 'raise' or 'zero'")
@@ -378,6 +380,9 @@ class TensorCache:
             raise ValueError("num_tokens: got None, needs the number of tokens of a block table")
         else:
             table = np.asarray(request, np.int32)
+            if table.size and not -1 <= int(table.min()) <= int(table.max()) < self.num_blocks:
+                got = f"block numbers from {table.min()} to {table.max()}"
+                raise ValueError(f"request: got {got}, needs -1 to {self.num_blocks - 1}")
             known, count = len(table) * self.block_size, num_tokens
         if not 0 <= count <= known:
             raise ValueError(f"num_tokens: got {count}, needs 0 to {known}")

@@ -108,6 +108,26 @@ def test_place_writes_nothing_when_an_output_is_not_there():
     assert not bool(embeddings.any())
 
 
+def test_items_of_one_content_have_one_length():
+    cache = pc.EncoderCache(100 * ROW)
+    with pytest.raises(ValueError, match="'cat': got lengths 2 and 3, needs one length for one content"):
+        cache.missing("a", [item("cat", 2), item("cat", 3, start=5)], [(0, 10)])
+    cache.check()
+
+
+@pytest.mark.parametrize(
+    ("length", "width", "message"),
+    [(3, 3, "'dog': got .* rows, needs 3"), (2, 4, r"'dog': got rows \[3\], needs \[4\]")],
+)
+def test_place_writes_nothing_when_an_output_does_not_fit(length, width, message):
+    cache, embeddings = pc.EncoderCache(100 * ROW), torch.zeros(9, width)
+    cache.put("a", item("cat", 2), output(2, 5.0))
+    cache.put("a", item("dog", 2), output(2))
+    with pytest.raises(ValueError, match=message):
+        cache.place(embeddings, np.arange(9), [item("dog", length, start=4)])
+    assert not embeddings.any()
+
+
 def test_an_image_that_ends_inside_a_block():
     """The first block is a prefix hit, the rest of the image comes from the encoder cache."""
     manager = pc.CacheManager(8, 4)

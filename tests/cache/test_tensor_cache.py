@@ -152,6 +152,23 @@ def test_bad_slots_are_refused(slots, error, message):
     assert tensors.names == ()
 
 
+def test_a_sparse_output_is_passed_through():
+    tensors = pc.TensorCache(None, 16, BLOCK)
+    assert set(tensors.store(pc.Step({"mask": torch.eye(3).to_sparse()}, np.arange(3)))) == {"mask"}
+    assert tensors.names == ()
+
+
+@pytest.mark.parametrize("table", [[0, 16], [-2, 0]])
+def test_a_table_of_other_blocks_is_refused(table):
+    with pytest.raises(ValueError, match=r"request: got block numbers from .*, needs -1 to 15"):
+        pc.TensorCache(None, 16, BLOCK).load(table, num_tokens=5)
+
+
+def test_a_negative_size_is_refused():
+    with pytest.raises(ValueError, match=r"feature_shape: got \[-1\]"):
+        pc.TensorCache(None, 16, BLOCK).register("h", (-1,), torch.float32)
+
+
 def test_registering_twice_needs_the_same_rows():
     tensors = pc.TensorCache(None, 16, BLOCK)
     tensors.register("h", (2, 3), torch.float16)
