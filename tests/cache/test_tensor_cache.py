@@ -9,9 +9,10 @@ import pytest
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 import pc
+from pc.cache.policies import POLICIES
 
 BLOCK = 4
 
@@ -391,10 +392,13 @@ def test_outputs_that_require_grad_are_stored_detached(pair):
 class CachedModel(RuleBasedStateMachine):
     """An engine with random requests, chunks, appends, forks, rollbacks and evictions, against the uncached rows."""
 
-    def __init__(self):
-        super().__init__()
-        self.manager = pc.CacheManager(10, BLOCK, policy="lru", host_blocks=6)
+    @initialize(
+        policy=st.sampled_from(sorted(POLICIES)), partial=st.booleans(), reuse=st.sampled_from(["prefix", "gap"])
+    )
+    def start(self, policy, partial, reuse):
+        self.manager = pc.CacheManager(10, BLOCK, policy=policy, host_blocks=6, partial_reuse=partial)
         self.tensors = pc.TensorCache(self.manager, 10, BLOCK, exclude=("logits",))
+        self.reuse = reuse
         self.tokens = {}
         self.waiting = {}
         self.count = 0
@@ -420,7 +424,7 @@ class CachedModel(RuleBasedStateMachine):
         for prompt in prompts:
             self.count += 1
             try:
-                allocations[self.count] = self.manager.allocate(self.count, prompt)
+                allocations[self.count] = self.manager.allocate(self.count, prompt, reuse=self.reuse)
             except pc.OutOfBlocks:
                 continue
             self.tokens[self.count] = list(prompt)
