@@ -112,6 +112,9 @@ def run_bench(
         except runner.WrongResultError as error:
             console.print(f"[red]wrong result, nothing timed:[/red] {error}")
             return 1
+        except runner.DeviceLostError as error:
+            console.print(f"[red]the device is lost, only a new process can go on:[/red] {error}")
+            return 1
     for op, found in rows.items():
         console.print(_table(op, found))
     console.print(f"Rows with all conditions: {runner.results_path(output, kind, '*')}")
