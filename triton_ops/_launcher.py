@@ -48,16 +48,17 @@ class KernelLaunch:
         constants: The constexpr arguments, which come last in the kernel's signature, in its order.
         num_warps: Warps of a program.
         num_stages: Stages of its pipelined loops; None for triton's choice.
-        is_aligned: Whether all tensors will begin at multiples of 16 bytes. Triton sorts out those that do not.
+        reusable: Whether the addresses of later launches are multiples of 16 bytes where those of the first are, and
+            nowhere else. Triton sorts out those of which that is not known.
     """
 
-    __slots__ = ("_compiled", "_constants", "_is_aligned", "_options", "_values")
+    __slots__ = ("_compiled", "_constants", "_options", "_reusable", "_values")
 
     def __init__(
-        self, constants: dict[str, Any], num_warps: int, num_stages: int | None = None, is_aligned: bool = True
+        self, constants: dict[str, Any], num_warps: int, num_stages: int | None = None, reusable: bool = True
     ) -> None:
         self._constants = constants
-        self._is_aligned = is_aligned
+        self._reusable = reusable
         self._values = tuple(constants.values())
         self._options = {"num_warps": num_warps} | ({} if num_stages is None else {"num_stages": num_stages})
         self._compiled: Any = None
@@ -76,6 +77,6 @@ class KernelLaunch:
             return
         compiled = kernel[grid](*arguments, **self._constants, **self._options)
         # Not on ROCm, where triton compiles for the size of a tensor's storage as well.
-        if self._is_aligned and torch.version.hip is None and isinstance(compiled, CompiledKernel):
+        if self._reusable and torch.version.hip is None and isinstance(compiled, CompiledKernel):
             assert kernel.arg_names[len(arguments) :] == list(self._constants), "constants in the kernel's order"
             self._compiled = compiled

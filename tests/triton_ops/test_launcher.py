@@ -12,6 +12,7 @@ from pc.triton_ops._attention import launch, plan, prepare
 from pc.triton_ops._attention.call import AttentionCall
 from pc.triton_ops._attention.constants import Architecture
 from pc.triton_ops._launcher import MAX_REMEMBERED, remember
+from pc.triton_ops._rows import kernel as rows
 from pc.triton_ops._triton import HAS_TRITON, INTERPRET
 
 write = importlib.import_module("pc.triton_ops.reshape_and_cache")
@@ -69,6 +70,7 @@ def _forget():
     launch.forget_prepared()
     plan._plan_launches.cache_clear()
     write._prepared.clear()
+    rows._prepared.clear()
 
 
 def _attention_call(misaligned: bool = False, num_seqs: int = 2, head_dim: int = 64) -> AttentionCall:
@@ -87,9 +89,11 @@ def _attention_call(misaligned: bool = False, num_seqs: int = 2, head_dim: int =
 
 
 def _same(one, other) -> bool:
-    """Whether two arguments are the same address or the same value."""
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        return one.shape == other.shape and one.dtype == other.dtype
+    """Whether two arguments are tensors alike or the same value."""
+    if isinstance(one, tuple):
+        return len(one) == len(other) and all(map(_same, one, other))
+    if hasattr(one, "data_ptr"):
+        return one.dtype == other.dtype and one.data_ptr() % 16 == other.data_ptr() % 16
     return one == other
 
 
@@ -124,13 +128,34 @@ def test_cache_write_reuses_its_kernel_for_the_same_metadata_only(launches):
     key = torch.zeros(3, 2, 64, dtype=torch.float16)
     cache = torch.zeros(4, 16, 2, 64, dtype=torch.float16)
     slots = torch.arange(3)
-    for rows in (key, key.clone(), key.bfloat16()):
-        caches = cache.to(rows.dtype), cache.to(rows.dtype).clone()
-        write._launch_reshape_and_cache(rows, rows, *caches, slots)
+    for new in (key, key.clone(), key.bfloat16()):
+        caches = cache.to(new.dtype), cache.to(new.dtype).clone()
+        write._launch_reshape_and_cache(new, new, *caches, slots)
         assert launches[-1][2][2] is caches[0]
     kernels = [kernel for _, kernel, _ in launches]
     assert kernels[0] is kernels[1]
     assert kernels[0] is not kernels[2]
+
+
+@needs_compiler
+def test_moved_rows_reuse_their_kernel_for_addresses_aligned_alike(launches):
+    def move(offset, dtype=torch.int16):
+        caches = [
+            torch.zeros(4 * 16 * 8 + 8, dtype=dtype)[offset:-8].view(-1)[: 3 * 16 * 8].view(3, 16, 8) for _ in "ab"
+        ]
+        outs = [torch.empty(5, 8, dtype=dtype) for _ in caches]
+        rows.launch_move_rows("rows", caches, outs, (2, 1), 5, source_index=torch.arange(5))
+        grid, kernel, arguments = launches[-1]
+        assert [t.data_ptr() for t in arguments[0]] == [t.data_ptr() for t in caches]
+        assert [t.data_ptr() for t in arguments[2]] == [t.data_ptr() for t in outs]
+        return grid, kernel, arguments
+
+    first, again, other = move(0), move(0), move(1)
+    assert first[:2] == again[:2]
+    assert all(map(_same, first[2], again[2]))
+    assert other[1] is not first[1]
+    assert [str(t.dtype) for t in other[2][0]] == ["int16", "int16"]
+    assert move(1)[1] is other[1]
 
 
 @needs_compiler

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from .._launcher import KernelLaunch, metadata, remember
 from .._triton import INTERPRET, require_triton, tl, triton
 from .layout import MAX_OUTER, row_layout
 
@@ -144,18 +146,52 @@ def launch_move_rows(
     assert target_index is None or target_index.is_contiguous()
     if num_rows == 0:
         return
-    work = []
+    given = (*sources, *targets, *(extras or ()), source_index, target_index)
+    lowest_bits = tuple([None if tensor is None else tensor.data_ptr() & 15 for tensor in given])
+    signature = (leading, num_rows, len(sources), lowest_bits, *metadata(*given))
+    moves = _prepared.get(signature)
+    work: list[_Work] = []
     for i, (source, target) in enumerate(zip(sources, targets, strict=True)):
-        extra = source if extras is None else extras[i]
         if target.numel():
-            work += _split(source, extra, target, leading)
-    for start in range(0, len(work), MAX_TENSORS):
-        _launch(work[start : start + MAX_TENSORS], leading, num_rows, source_index, target_index, extras is not None)
+            work.append((source, source if extras is None else extras[i], target))
+    if moves is None:
+        parts = [part for tensors in work for part in _split(*tensors, leading)]
+        moves = [
+            _prepare(parts[start : start + MAX_TENSORS], leading, num_rows, extras is not None)
+            for start in range(0, len(parts), MAX_TENSORS)
+        ]
+        if len(parts) == len(work):
+            remember(_prepared, signature, moves)
+        work = parts
+    for start, move in enumerate(moves):
+        now = work[start * MAX_TENSORS : (start + 1) * MAX_TENSORS]
+        _launch(move, now, num_rows, source_index, target_index, extras is not None)
 
 
-def _split(
-    source: torch.Tensor, extra: torch.Tensor, target: torch.Tensor, leading: tuple[int, int]
-) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+_Work = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class _Move:
+    """One launch, as far as shapes, strides and the lowest bits of addresses tell.
+
+    Attributes:
+        launch: The kernel's constants.
+        programs: Its grid.
+        dtypes: Per tensor, the integer type that it is moved in.
+        lengths: inners, widths, sizes, addresses and strides, as the kernel takes them.
+    """
+
+    launch: KernelLaunch
+    programs: int
+    dtypes: tuple[Any, ...]
+    lengths: tuple[Any, ...]
+
+
+_prepared: dict[object, list[_Move]] = {}
+
+
+def _split(source: torch.Tensor, extra: torch.Tensor, target: torch.Tensor, leading: tuple[int, int]) -> list[_Work]:
     """The tensors themselves, or slices of them where a row has more strided dimensions than the kernel takes."""
     extra_leading = 1 if extra is not source else leading[0]
     layout = row_layout((source, extra, target), (leading[0], extra_leading, leading[1]))
@@ -170,22 +206,14 @@ def _split(
     return parts
 
 
-def _launch(
-    work: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]],
-    leading: tuple[int, int],
-    num_rows: int,
-    source_index: torch.Tensor | None,
-    target_index: torch.Tensor | None,
-    has_extras: bool,
-) -> None:
-    pointers: list[list[Any]] = [[], [], []]
+def _prepare(work: list[_Work], leading: tuple[int, int], num_rows: int, has_extras: bool) -> _Move:
     inners, widths, sizes, addresses, strides, num_outer, vectors, tiles = [], [], [], [], [], [], [], []
+    dtypes = []
     programs = 0
     for tensors in work:
         layout = row_layout(tensors, (leading[0], 1 if has_extras else leading[0], leading[1]))
         dtype, vector = _units(layout.grain)
-        for column, tensor in zip(pointers, tensors, strict=True):
-            column.append(triton.reinterpret(tensor, dtype))
+        dtypes.append(dtype)
         width = layout.inner
         for size in layout.sizes:
             width *= size
@@ -199,24 +227,39 @@ def _launch(
         strides.append(tuple((*s, *(0,) * (MAX_OUTER - len(s))) for s in layout.strides))
         num_outer.append(len(layout.sizes))
         vectors.append(vector)
+    constexprs = {
+        "NUM_TENSORS": len(work),
+        "NUM_OUTER": tuple(num_outer),
+        "VECTOR": tuple(vectors),
+        "TILE_ROWS": tuple(tile[0] for tile in tiles),
+        "TILE_COLS": tuple(tile[1] for tile in tiles),
+    }
+    lengths = tuple(tuple(length) for length in (inners, widths, sizes, addresses, strides))
+    return _Move(KernelLaunch(constexprs, NUM_WARPS), programs, tuple(dtypes), lengths)
+
+
+def _launch(
+    move: _Move,
+    work: list[_Work],
+    num_rows: int,
+    source_index: torch.Tensor | None,
+    target_index: torch.Tensor | None,
+    has_extras: bool,
+) -> None:
+    sources, extras, targets = (
+        tuple([triton.reinterpret(tensor, dtype) for tensor, dtype in zip(tensors, move.dtypes, strict=True)])
+        for tensors in zip(*work, strict=True)
+    )
     device = next((t.device for t in work[0] if t.is_cuda), torch.device("cpu"))
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
-        _move_rows_kernel[(programs,)](
-            tuple(pointers[0]),
-            tuple(pointers[1]) if has_extras else None,
-            tuple(pointers[2]),
+        move.launch(
+            _move_rows_kernel,
+            (move.programs, 1, 1),
+            sources,
+            extras if has_extras else None,
+            targets,
             source_index,
             target_index,
             num_rows,
-            tuple(inners),
-            tuple(widths),
-            tuple(sizes),
-            tuple(addresses),
-            tuple(strides),
-            NUM_TENSORS=len(work),
-            NUM_OUTER=tuple(num_outer),
-            VECTOR=tuple(vectors),
-            TILE_ROWS=tuple(tile[0] for tile in tiles),
-            TILE_COLS=tuple(tile[1] for tile in tiles),
-            num_warps=NUM_WARPS,
+            *move.lengths,
         )
