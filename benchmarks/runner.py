@@ -164,7 +164,7 @@ def _numbers(inputs: Inputs, quantiles: timing.Quantiles, ceilings: Ceilings) ->
         "flops": str(inputs.flops),
         "copy_gbs": f"{ceilings.copy / 1e9:.1f}",
         "matmul_tflops": f"{ceilings.matmul / 1e12:.3f}",
-        "roofline": f"{ideal * 1e6 / quantiles.p50:.3f}",
+        "roofline": f"{ideal * 1e6 / quantiles.p50:.3g}",
     }
 
 
