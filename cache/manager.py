@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Hashable, Sequence
+from operator import index
 from typing import Any
+
+import numpy as np
 
 from . import admission, completion, growth, swapping
 from .allocation import Allocation, CacheStats
@@ -52,8 +55,9 @@ class CacheManager:
         host_blocks: int = 0,
         partial_reuse: bool = False,
     ) -> None:
-        _check_count("num_blocks", num_blocks)
-        _check_count("block_size", block_size)
+        num_blocks = _count("num_blocks", num_blocks)
+        block_size = _count("block_size", block_size)
+        host_blocks = _count("host_blocks", host_blocks, 0)
         specs = (FullAttention(),) if groups is None else tuple(groups)
         if not specs or not all(isinstance(g, Group) for g in specs):
             raise TypeError(f"groups: got {groups!r}, needs a sequence of pc.cache group specs")
@@ -135,6 +139,8 @@ class CacheManager:
         """
         if reuse not in REUSES:
             raise ValueError(f"reuse: got {reuse!r}, needs one of {', '.join(REUSES)}")
+        if priority or ttl is not None:
+            _check_hint(priority, ttl)
         tokens = encode_tokens(token_ids)
         keys = (extra_keys, salt)
         with self._lock:
@@ -208,6 +214,8 @@ class CacheManager:
             KeyError: An unknown request.
             ValueError: More tokens than the request has.
         """
+        if type(num_tokens) is not int:
+            num_tokens = _integer("num_tokens", num_tokens)
         with self._lock:
             request = self._running(request_id)
             if not 0 <= num_tokens <= len(request.tokens):
@@ -227,6 +235,8 @@ class CacheManager:
             ValueError: More tokens than the request has, or blocks of a sliding window or a recurrent state are gone
                 that would be read again.
         """
+        if type(num_tokens) is not int:
+            num_tokens = _integer("num_tokens", num_tokens)
         with self._lock:
             request = self._running(request_id)
             if not 0 <= num_tokens <= len(request.tokens):
@@ -377,8 +387,27 @@ class CacheManager:
             raise KeyError(f"request_id: got {request_id!r}, needs a running request") from None
 
 
-def _check_count(name: str, value: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"{name}: got {type(value).__name__}, needs an int")
-    if value < 1:
-        raise ValueError(f"{name}: got {value}, needs at least 1")
+def _integer(name: str, value: Any) -> int:
+    try:
+        return index(value)
+    except TypeError:
+        raise TypeError(f"{name}: got {type(value).__name__}, needs an int") from None
+
+
+def _count(name: str, value: Any, least: int = 1) -> int:
+    if isinstance(value, bool):
+        raise TypeError(f"{name}: got bool, needs an int")
+    if (number := _integer(name, value)) < least:
+        raise ValueError(f"{name}: got {value}, needs at least {least}")
+    return number
+
+
+def _check_hint(priority: Any, ttl: Any) -> None:
+    if not -(1 << 31) <= _integer("priority", priority) < 1 << 31:
+        raise ValueError(f"priority: got {priority}, needs 32 bits")
+    if ttl is None:
+        return
+    if not isinstance(ttl, int | float | np.number):
+        raise TypeError(f"ttl: got {type(ttl).__name__}, needs seconds or None")
+    if not ttl >= 0:
+        raise ValueError(f"ttl: got {ttl}, needs at least 0 seconds")

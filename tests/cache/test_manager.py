@@ -250,6 +250,27 @@ def test_bad_arguments_are_refused_by_name(manager):
         pc.CacheManager(1, hash_algorithm="md4")
 
 
+@pytest.mark.parametrize(
+    "hint", [{"priority": "x"}, {"priority": 1.5}, {"ttl": "x"}, {"ttl": -1.0}, {"ttl": float("nan")}]
+)
+def test_a_bad_hint_changes_nothing(hint):
+    m = pc.CacheManager(4, block_size=4, policy="priority")
+    with pytest.raises((TypeError, ValueError), match=next(iter(hint))):
+        m.allocate("a", [1], **hint)
+    m.check()
+    assert m.stats().num_requests == 0
+
+
+@pytest.mark.parametrize("value", [1.0, "1", None])
+def test_positions_are_integers(manager, value):
+    manager.allocate("a", [1, 2])
+    for call in (manager.commit, manager.rollback):
+        with pytest.raises(TypeError, match="num_tokens"):
+            call("a", value)
+    manager.commit("a", np.int64(2))
+    manager.rollback("a", np.int64(1))
+
+
 def test_fork_copies_the_shared_partial_block_on_write(manager):
     manager.allocate("a", list(range(6)))
     manager.commit("a", 6)
