@@ -10,15 +10,19 @@ from typing import Annotated
 import typer
 
 from .cache.policies import POLICIES
-from .cache.replay import Result, Trace, compare, load_trace
+from .cache.replay import Result, compare
+from .cache.traces import Trace, load_trace
 
 
 def replay(
     trace: Annotated[Path, typer.Argument(help="A .jsonl or .jsonl.gz: hash_ids a line, or sessions with requests.")],
     policies: Annotated[str, typer.Option(help="Names, separated by commas; belady knows the future.")] = "lru,default",
     capacity: Annotated[
-        str, typer.Option(help="Shares of the trace's unique blocks (1%) or blocks (4096), separated by commas.")
+        str, typer.Option(help="Shares of the whole trace's unique blocks (1%) or blocks (4096), separated by commas.")
     ] = "1%,3%,10%,30%",
+    part: Annotated[
+        str, typer.Option(help="Requests to replay, as shares of the trace: 50%-100% is its second half.")
+    ] = "0%-100%",
     csv_file: Annotated[Path | None, typer.Option("--csv", help="Write the rows here.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw hit rate against capacity here, with lru and belady.")] = None,
     block_size: Annotated[int | None, typer.Option(help="Tokens a block, where the file does not say.")] = None,
@@ -34,6 +38,8 @@ def replay(
     except (OSError, ValueError, KeyError) as error:
         raise typer.BadParameter(str(error), param_hint="TRACE") from error
     shares = _shares(capacity, loaded)
+    whole = loaded.unique_blocks
+    loaded = _part(part, loaded)
     console.print(
         f"{loaded.name}: {len(loaded.requests)} requests, {loaded.num_blocks} blocks of {loaded.block_size} tokens, "
         f"{loaded.unique_blocks} of them unique.\nOne request at a time, its blocks pinned until it ends; the cache "
@@ -42,7 +48,7 @@ def replay(
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console) as bar:
         task = bar.add_task("requests", total=len(loaded.requests) * len(names) * len(shares))
-        results = compare(loaded, names, shares, lambda done: bar.advance(task, done))
+        results = compare(loaded, names, shares, lambda done: bar.advance(task, done), whole)
         bar.update(task, completed=len(loaded.requests) * len(names) * len(shares))
     _print(console, results, loaded)
     if csv_file is not None:
@@ -74,6 +80,16 @@ def _shares(capacity: str, trace: Trace) -> list[float]:
             raise typer.BadParameter(f"got {text!r}, needs a share such as 3% or blocks", param_hint="--capacity")
         shares.append(share)
     return shares
+
+
+def _part(text: str, trace: Trace) -> Trace:
+    try:
+        start, end = (float(edge.strip().removesuffix("%")) / 100 for edge in text.split("-"))
+    except ValueError:
+        start = end = 0.0
+    if not 0 <= start < end <= 1:
+        raise typer.BadParameter(f"got {text!r}, needs two shares such as 50%-100%", param_hint="--part")
+    return trace if (start, end) == (0, 1) else trace.part(start, end)
 
 
 def _print(console: object, results: list[Result], trace: Trace) -> None:

@@ -8,13 +8,9 @@ requests.
 
 from __future__ import annotations
 
-import gzip
-import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from time import perf_counter
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -23,44 +19,7 @@ from .hashing import BlockHasher
 from .policies import EvictionPolicy, make_policy
 from .policies.belady import Belady
 from .pool import BlockPool
-
-BlockIds = npt.NDArray[np.int64]
-SESSION_GAP = 60.0
-"""Seconds between the starts of sessions whose traces have times of their own only."""
-
-
-@dataclass(frozen=True)
-class Trace:
-    """Requests in the order of their start.
-
-    Attributes:
-        name: File name without its suffixes.
-        block_size: Tokens a block.
-        requests: Per request the ids of its blocks; an id stands for the whole prefix up to and including its block.
-        outputs: Per request, tokens it generated.
-        times: Per request, seconds since the trace began.
-    """
-
-    name: str
-    block_size: int
-    requests: list[BlockIds]
-    outputs: list[int]
-    times: list[float]
-    unique_blocks: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        unique = np.unique(np.concatenate(self.requests)).size if self.requests else 0
-        object.__setattr__(self, "unique_blocks", unique)
-
-    @property
-    def num_blocks(self) -> int:
-        """Blocks of all requests together."""
-        return sum(r.size for r in self.requests)
-
-    def part(self, start: float, end: float) -> Trace:
-        """The requests between two shares of the trace, 0 to 1."""
-        cut = slice(int(start * len(self.requests)), int(end * len(self.requests)))
-        return Trace(self.name, self.block_size, self.requests[cut], self.outputs[cut], self.times[cut])
+from .traces import BlockIds, Trace
 
 
 @dataclass(frozen=True)
@@ -80,63 +39,6 @@ class Result:
     """`hit_rate` over that of lru at this capacity; nan when lru was not run or hit nothing."""
     seconds: float
     """Wall time of the replay."""
-
-
-def load_trace(path: str | Path, block_size: int | None = None) -> Trace:
-    """Reads a trace, `.jsonl` or `.jsonl.gz`.
-
-    Two layouts are recognized by their keys. A request a line with `hash_ids`, `timestamp`, `output_length` (Mooncake:
-    milliseconds, 512 tokens a block; Qwen-Bailian: seconds, `chat_id` present, 16 tokens a block). A session a line
-    with `id`, `block_size` and `requests`, whose ids are local to the session and given whole (`hash_ids`) or as
-    `keep` leading ids of the request before plus `runs` of [start, count]; sub-agents nest. Session k is taken to
-    begin at k * 60 s.
-
-    Args:
-        path: The file.
-        block_size: Tokens a block where the file does not say it and the above does not hold.
-
-    Raises:
-        ValueError: A line of neither layout.
-    """
-    path = Path(path)
-    opener: Callable[..., Any] = gzip.open if path.suffix == ".gz" else open
-    with opener(path, "rt") as file:
-        lines = [json.loads(line) for line in file if line.strip()]
-    if not lines:
-        raise ValueError(f"path: {path} holds no requests")
-    name = path.name.split(".")[0]
-    if "hash_ids" in lines[0]:
-        scale = 1.0 if "chat_id" in lines[0] else 1e-3
-        size = block_size or (16 if "chat_id" in lines[0] else 512)
-        rows = [
-            (float(x.get("timestamp", i)) * scale, np.array(x["hash_ids"], np.int64), int(x.get("output_length", 0)))
-            for i, x in enumerate(lines)
-        ]
-    elif "requests" in lines[0]:
-        size = block_size or int(lines[0]["block_size"])
-        rows = []
-        for k, session in enumerate(lines):
-            for t, ids, out in _session(session["requests"], SESSION_GAP * k):
-                rows.append((t, ids + (k << 32), out))
-    else:
-        raise ValueError(f"path: {path} has lines with the keys {sorted(lines[0])}, needs hash_ids or requests")
-    rows.sort(key=lambda row: row[0])
-    return Trace(name, size, [r[1] for r in rows], [r[2] for r in rows], [r[0] for r in rows])
-
-
-def _session(requests: Iterable[dict[str, Any]], start: float) -> Iterator[tuple[float, BlockIds, int]]:
-    before: BlockIds = np.empty(0, np.int64)
-    for request in requests:
-        at = start + float(request.get("t", 0.0))
-        if "requests" in request:
-            yield from _session(request["requests"], at)
-            continue
-        if "hash_ids" in request:
-            before = np.array(request["hash_ids"], np.int64)
-        else:
-            runs = [np.arange(first, first + count, dtype=np.int64) for first, count in request["runs"]]
-            before = np.concatenate([before[: request["keep"]], *runs])
-        yield at, before, int(request.get("out", 0))
 
 
 def digests_of(ids: BlockIds) -> npt.NDArray[np.uint64]:
@@ -207,11 +109,20 @@ def compare(
     policies: Sequence[str],
     shares: Sequence[float],
     progress: Callable[[int], None] | None = None,
+    unique_blocks: int | None = None,
 ) -> list[Result]:
-    """Replays every policy at every capacity; `lru_ratio` is filled in where lru is among the policies."""
+    """Replays every policy at every capacity; `lru_ratio` is filled in where lru is among the policies.
+
+    Args:
+        trace: The requests.
+        policies: Names.
+        shares: Capacities, as shares of `unique_blocks`.
+        progress: As in `replay`.
+        unique_blocks: Of the whole, where `trace` is a part; None: of the trace.
+    """
     results = []
     for share in shares:
-        capacity = max(1, round(share * trace.unique_blocks))
+        capacity = max(1, round(share * (unique_blocks or trace.unique_blocks)))
         row = [replay(trace, policy, capacity, progress) for policy in policies]
         lru = next((r.hit_rate for r in row if r.policy == "lru"), 0.0)
         for r in row:

@@ -9,7 +9,8 @@ import json
 import numpy as np
 import pytest
 
-from pc.cache.replay import Trace, compare, load_trace, replay
+from pc.cache.replay import compare, replay
+from pc.cache.traces import Trace, load_trace
 
 
 def write(path, lines):
@@ -117,3 +118,71 @@ def test_command_writes_csv_and_plot(tmp_path):
     assert (tmp_path / "plot.png").stat().st_size > 10_000
     assert testing.CliRunner().invoke(app, ["replay", str(path), "--policies", "nonesuch"]).exit_code == 2
     assert testing.CliRunner().invoke(app, ["replay", str(path), "--capacity", "0%"]).exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ('{"timestamp": 1, "hash_ids": [1]}\n{"timestamp": 2, "hash_ids": [1\n', "line 2"),
+        ('{"timestamp": 1, "hash_ids": [1]}\n\n{"timestamp": 2}\n', "line 3: lacks 'hash_ids'"),
+        ('{"timestamp": 1, "hash_ids": ["a"]}\n', "line 1.*needs a list of integers"),
+        ('{"timestamp": 1, "hash_ids": [1]}\n[1, 2]\n', "line 2: got list, needs an object"),
+        ('{"timestamp": "soon", "hash_ids": [1]}\n', "line 1"),
+        ('{"id": "s", "block_size": 64, "requests": [{"t": 0}]}\n', "line 1: lacks 'runs'"),
+        ("", "holds no requests"),
+        ("\n\n", "holds no requests"),
+    ],
+)
+def test_what_is_wrong_is_told_with_its_line(tmp_path, text, told):
+    path = tmp_path / "a.jsonl"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=told):
+        load_trace(path)
+
+
+def test_a_truncated_gzip_file_is_refused(tmp_path):
+    path = write(tmp_path / "a.jsonl.gz", [{"timestamp": i, "hash_ids": list(range(50))} for i in range(50)])
+    path.write_bytes(path.read_bytes()[:-20])
+    with pytest.raises(ValueError, match="line"):
+        load_trace(path)
+
+
+def test_ids_of_contents_become_ids_of_prefixes(tmp_path):
+    lines = [{"timestamp": i, "hash_ids": ids} for i, ids in enumerate([[7, 7, 7], [7, 7, 8], [8, 7]])]
+    requests = [r.tolist() for r in load_trace(write(tmp_path / "a.jsonl", lines)).requests]
+    assert requests[0][:2] == requests[1][:2]
+    assert len({block for ids in requests for block in ids}) == 6
+    assert replay(trace_of(*requests), "lru", 10).hit_rate == 2 / 8
+
+
+def test_a_part_is_measured_against_the_whole(tmp_path):
+    testing = pytest.importorskip("typer.testing")
+    from pc.cli import app
+
+    path = write(tmp_path / "mini.jsonl", [{"timestamp": i, "hash_ids": [i, 100 + i]} for i in range(20)])
+    arguments = [str(path), "--part", "50%-100%", "--capacity", "10%", "--csv", str(tmp_path / "rows.csv")]
+    assert testing.CliRunner().invoke(app, ["replay", *arguments]).exit_code == 0
+    with open(tmp_path / "rows.csv") as file:
+        row = next(csv.DictReader(file))
+    assert (row["trace"], row["capacity_blocks"]) == ("mini 50%-100%", "4")
+    assert testing.CliRunner().invoke(app, ["replay", str(path), "--part", "60%-50%"]).exit_code == 2
+
+
+def drifting(rng, i):
+    """Interest moves on: what was used often is not wanted any more."""
+    document = int(rng.normal(i / 3, 40)) % 5000
+    return [*(100 * document + k for k in range(8)), 10**6 + i]
+
+
+def popular(rng, i):
+    """A few documents are asked for again and again between many that are not."""
+    document = int(rng.integers(0, 200)) if rng.random() < 0.3 else 10_000 + i
+    return [document * 100 + k for k in range(8)]
+
+
+@pytest.mark.parametrize(("traffic", "least"), [(drifting, 0.97), (popular, 1.3)])
+def test_the_default_gives_credit_where_it_pays(traffic, least):
+    rng = np.random.default_rng(0)
+    trace = trace_of(*(traffic(rng, i) for i in range(2500)))
+    capacity = round(0.03 * trace.unique_blocks)
+    assert replay(trace, "default", capacity).hit_rate >= least * replay(trace, "lru", capacity).hit_rate

@@ -1,0 +1,164 @@
+"""Request traces: which blocks each request of a real workload had."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+BlockIds = npt.NDArray[np.int64]
+Row = tuple[float, BlockIds, int]
+"""Start in seconds, blocks, tokens generated."""
+
+SESSION_GAP = 60.0
+"""Seconds between the starts of sessions whose traces have times of their own only."""
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Requests in the order of their start.
+
+    Attributes:
+        name: File name without its suffixes.
+        block_size: Tokens a block.
+        requests: Per request the ids of its blocks; an id stands for the whole prefix up to and including its block.
+        outputs: Per request, tokens it generated.
+        times: Per request, seconds since the trace began.
+    """
+
+    name: str
+    block_size: int
+    requests: list[BlockIds]
+    outputs: list[int]
+    times: list[float]
+    unique_blocks: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        unique = np.unique(np.concatenate(self.requests)).size if self.requests else 0
+        object.__setattr__(self, "unique_blocks", unique)
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of all requests together."""
+        return sum(r.size for r in self.requests)
+
+    def part(self, start: float, end: float) -> Trace:
+        """The requests between two shares of the trace, 0 to 1."""
+        cut = slice(int(start * len(self.requests)), int(end * len(self.requests)))
+        return Trace(
+            f"{self.name} {start:.0%}-{end:.0%}",
+            self.block_size,
+            self.requests[cut],
+            self.outputs[cut],
+            self.times[cut],
+        )
+
+
+def load_trace(path: str | Path, block_size: int | None = None) -> Trace:
+    """Reads a trace, `.jsonl` or `.jsonl.gz`.
+
+    Two layouts are recognized by the keys of the first line. A request a line with `hash_ids`, `timestamp` and
+    `output_length` (Mooncake: milliseconds, 512 tokens a block; Qwen-Bailian, known by `chat_id`: seconds, 16 tokens a
+    block). A session a line with `id`, `block_size` and `requests`, whose ids are local to the session and given whole
+    (`hash_ids`) or as `keep` leading ids of the request before plus `runs` of [start, count]; sub-agents nest. Session
+    k is taken to begin at k * 60 s.
+
+    Where an id of the first layout comes behind different blocks, ids stand for a block's own tokens only; they are
+    replaced by ids of the whole prefix.
+
+    Args:
+        path: The file.
+        block_size: Tokens a block where the file does not say it and the above does not hold.
+
+    Raises:
+        ValueError: No requests, or a line of neither layout, which is named by its number.
+    """
+    path = Path(path)
+    opener: Callable[..., Any] = gzip.open if path.suffix == ".gz" else open
+    first: dict[str, Any] = {}
+    rows: list[Row] = []
+    number = 0
+    with opener(path, "rt", encoding="utf-8") as file:
+        try:
+            for number, text in enumerate(file, 1):
+                if text.strip():
+                    line = json.loads(text)
+                    first = first or line
+                    rows += _rows(line, first, number - 1)
+        except (ValueError, TypeError, KeyError, AttributeError, OverflowError, EOFError, zlib.error) as error:
+            cause = f"lacks {error}" if isinstance(error, KeyError) else error
+            raise ValueError(f"path: {path}, line {number}: {cause}") from None
+    if not rows:
+        raise ValueError(f"path: {path} holds no requests")
+    rows.sort(key=lambda row: row[0])
+    size = block_size or int(first.get("block_size", 16 if "chat_id" in first else 512))
+    requests = [row[1] for row in rows]
+    if "hash_ids" in first:
+        requests = prefix_ids(requests)
+    return Trace(path.name.split(".")[0], size, requests, [row[2] for row in rows], [row[0] for row in rows])
+
+
+def _rows(line: Any, first: dict[str, Any], number: int) -> list[Row]:
+    """The requests of a line, in the layout of the first one."""
+    if not isinstance(line, dict):
+        raise ValueError(f"got {type(line).__name__}, needs an object")
+    if "hash_ids" in first:
+        at = float(line["timestamp"]) * (1.0 if "chat_id" in first else 1e-3) if "timestamp" in line else float(number)
+        return [(at, _ids(line["hash_ids"]), int(line.get("output_length", 0)))]
+    if "requests" in first:
+        return [(at, ids + (number << 32), out) for at, ids, out in _session(line["requests"], SESSION_GAP * number)]
+    raise ValueError(f"got the keys {sorted(first)}, needs hash_ids or requests")
+
+
+def _session(requests: Iterable[dict[str, Any]], start: float) -> Iterator[Row]:
+    before: BlockIds = np.empty(0, np.int64)
+    for request in requests:
+        at = start + float(request.get("t", 0.0))
+        if "requests" in request:
+            yield from _session(request["requests"], at)
+            continue
+        if "hash_ids" in request:
+            before = _ids(request["hash_ids"])
+        else:
+            runs = [np.arange(first, first + count, dtype=np.int64) for first, count in request["runs"]]
+            before = np.concatenate([before[: request["keep"]], *runs])
+        yield at, before, int(request.get("out", 0))
+
+
+def _ids(values: Any) -> BlockIds:
+    ids = np.array(values)
+    if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
+        raise ValueError(f"got {str(values)[:40]} as ids, needs a list of integers")
+    return ids.astype(np.int64)
+
+
+def prefix_ids(requests: list[BlockIds]) -> list[BlockIds]:
+    """Ids that stand for whole prefixes: the given ones, unless one of them comes behind different blocks."""
+    if not any(ids.size for ids in requests):
+        return requests
+    ids = np.concatenate(requests)
+    starts = np.cumsum([0, *(r.size for r in requests if r.size)][:-1])
+    before = np.roll(ids, 1)
+    at_start = np.zeros(ids.size, np.bool_)
+    at_start[starts] = True
+    order = np.argsort(ids, kind="stable")
+    same = ids[order][1:] == ids[order][:-1]
+    one, two = order[1:][same], order[:-1][same]
+    if (at_start[one] == at_start[two]).all() and (at_start[one] | (before[one] == before[two])).all():
+        return requests
+    known: dict[tuple[int, int], int] = {}
+    chained = []
+    for request in requests:
+        prefix, row = -1, []
+        for block in request.tolist():
+            prefix = known.setdefault((prefix, block), len(known))
+            row.append(prefix)
+        chained.append(np.array(row, np.int64))
+    return chained
