@@ -311,4 +311,4 @@ class Chain:
 
 def _chunk_after(block: int) -> int:
     """Blocks of the chunk that begins at `block`: short where prompts branch, long where they run on."""
-    return 16 if block < 64 else 64 if block < 1024 else 256
+    return 16 if block < 64 else 64 if block < 256 else 128 if block < 1024 else 256
