@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 
 import numpy as np
-import numpy.typing as npt
 
 from .books import Books
 from .groups import Group
@@ -91,7 +90,7 @@ def plan_resume(books: Books, digests: Words, saved: Preempted) -> Plan:
         there[:whole] |= slots[:whole] >= 0
     hit = longest_hit(books.groups, resident, num_tokens, size)
     end = hit * size
-    if saved.position > end and _serves(books.groups, resident, on_host, saved.position, num_tokens, size):
+    if saved.position > end:  # within a block: all that is needed there is in host memory
         hit, end = whole, saved.position
     position, last, num_blocks = min(end, max(num_tokens - 1, 0)), -(-end // size), -(-num_tokens // size)
     behind = np.arange(last, num_blocks, dtype=np.int32)
@@ -119,21 +118,3 @@ def _host_tables(saved: Preempted, groups: Sequence[Group], num_blocks: int) -> 
     for table, blocks, slots in zip(tables, saved.blocks, saved.slots, strict=False):
         table[blocks] = slots
     return tables
-
-
-def _serves(
-    groups: Sequence[Group],
-    resident: list[npt.NDArray[np.bool_]],
-    on_host: list[Ids],
-    end: int,
-    num_tokens: int,
-    size: int,
-) -> bool:
-    """Whether every group can go on at `end`, in the middle of a block whose beginning is in host memory."""
-    whole = end // size
-    for group, there, slots in zip(groups, resident, on_host, strict=True):
-        needed = group.needed(min(end, num_tokens - 1), -(-end // size), size)
-        inner = needed[: needed.searchsorted(whole)]
-        if not there[inner].all() or (slots[needed[inner.size :]] < 0).any():
-            return False
-    return True
