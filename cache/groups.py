@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ class Group:
         num_blocks: Blocks of this group's own pool; None: the manager's num_blocks.
     """
 
-    num_blocks: int | None = None
+    num_blocks: int | None = field(default=None, kw_only=True)
 
     @property
     def aligned(self) -> bool:
@@ -81,7 +81,7 @@ class SlidingWindow(Group):
         num_sink_tokens: Leading tokens that are always read.
     """
 
-    window: int = 0
+    window: int
     num_sink_tokens: int = 0
 
     def __post_init__(self) -> None:

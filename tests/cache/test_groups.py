@@ -10,7 +10,7 @@ import pc
 BLOCK = 4
 CASES = {
     "window": [pc.SlidingWindow(window=7)],
-    "window and sinks": [pc.SlidingWindow(window=9, num_sink_tokens=5)],
+    "window and sinks": [pc.SlidingWindow(9, 5)],
     "hybrid": [pc.FullAttention(), pc.SlidingWindow(window=6, num_blocks=20)],
     "state": [pc.FullAttention(), pc.Recurrent(num_blocks=16)],
     "all": [pc.Tensors(), pc.SlidingWindow(window=5, num_sink_tokens=2), pc.Recurrent(), pc.SlidingWindow(window=1)],
