@@ -158,6 +158,28 @@ def test_lists_that_do_not_agree_are_refused():
         pc.scatter_slots_list([source], [cache, cache.clone()], slots)
 
 
+@pytest.mark.parametrize("shape", [(1024, 1, 256), (1, 8, 256 * 1024)], ids=str)
+def test_large_source_is_not_repeated(shape):
+    """Large enough for a plain copy, over slots that follow each other: a copy would take it."""
+    cache = torch.zeros(64, 16, 8, shape[2]) if shape[0] > 1 else torch.zeros(1, 16, 8, shape[2])
+    slots = torch.arange(shape[0] if shape[0] > 1 else 8)
+    with pytest.raises(ValueError, match=r"source: got shape .*needs"):
+        pc.scatter_slots(torch.ones(shape), cache, slots)
+    assert not bool(cache.any())
+
+
+@pytest.mark.parametrize(
+    "second",
+    [torch.ones(3, 5), torch.ones(3, 4).double(), torch.ones(3, 4).requires_grad_()],
+    ids=["shape", "dtype", "grad"],
+)
+def test_list_whose_second_source_is_refused_writes_nothing(second):
+    caches = [torch.zeros(4, 16, 8), torch.zeros(4, 16, 4)]
+    with pytest.raises((TypeError, ValueError, RuntimeError), match="sources: got"):
+        pc.scatter_slots_list([torch.ones(3, 8), second], caches, torch.arange(3))
+    assert not any(bool(cache.any()) for cache in caches)
+
+
 def test_opcheck(layout, strided, random_bits, device):
     cache = strided(layout, (6, 4, 3, 8), torch.int32).clone(memory_format=torch.preserve_format)
     source = random_bits((7, 3, 8), torch.int32)

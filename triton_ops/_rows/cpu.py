@@ -74,10 +74,18 @@ def quick_gather(cache: torch.Tensor, leading: int, index: torch.Tensor) -> torc
         return None
 
 
+def fits(source: torch.Tensor, cache: torch.Tensor, leading: int, index: torch.Tensor) -> bool:
+    """Whether a source is one row of the cache per entry of the index, and nobody expects a gradient."""
+    if source is None or cache is None or index is None or source.dtype != cache.dtype:
+        return False
+    return source.shape == index.shape + cache.shape[leading:] and not (source.requires_grad or cache.requires_grad)
+
+
 def quick_scatter(source: torch.Tensor, cache: torch.Tensor, leading: int, index: torch.Tensor) -> bool:
     """The scatter of plain arguments likewise; False, and nothing done, where they are not plain."""
     try:
-        if source.requires_grad or cache.requires_grad or source.dtype != cache.dtype or source.dim() < 2:
+        # A plain copy would take a source of another shape for one to be repeated.
+        if not fits(source, cache, leading, index) or source.dim() < 2:
             return False
         if not (source.is_contiguous() and cache.is_contiguous() and index.dim() == 1):
             return False

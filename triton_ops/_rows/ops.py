@@ -145,10 +145,15 @@ def define_scatter(op: str, leading: int) -> None:
             run(source, cache, index)
 
     def run_list_quick(sources: Sequence[torch.Tensor], caches: Sequence[torch.Tensor], index: torch.Tensor) -> None:
-        if len(sources) != len(caches) or not _agree(caches):
+        pairs = list(zip(sources, caches, strict=False))
+        # All are looked at before the first is written: what is refused changes nothing.
+        if (
+            len(sources) != len(caches)
+            or not _agree(caches)
+            or not all(cpu.fits(*pair, leading, index) for pair in pairs)
+        ):
             run_list(sources, caches, index)
             return
-        pairs = zip(sources, caches, strict=True)
         left = [(source, cache) for source, cache in pairs if not cpu.quick_scatter(source, cache, leading, index)]
         if left:
             run_list([source for source, _ in left], [cache for _, cache in left], index)
