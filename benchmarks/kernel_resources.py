@@ -31,7 +31,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from pc.triton_ops._attention import constants, launch
+from pc.triton_ops._attention import constants, launch, tuned
 from pc.triton_ops._attention.call import AttentionCall
 from pc.triton_ops._attention.constants import Architecture
 
@@ -133,8 +133,10 @@ def attention_case(
 ) -> None:
     """One attention call on small tensors."""
     if descriptors or specialized:
-        name = "DESCRIPTOR_ARCHITECTURES" if descriptors else "SPECIALIZED_ARCHITECTURES"
-        with mock.patch.object(constants, name, DESCRIPTOR_TARGETS if descriptors else SPECIALIZED_TARGETS):
+        choice: Any = mock.patch.object(constants, "DESCRIPTOR_ARCHITECTURES", DESCRIPTOR_TARGETS)
+        if specialized:
+            choice = mock.patch.dict(tuned.SPECIALIZED, {(target, head_dim): "" for target in SPECIALIZED_TARGETS})
+        with choice:
             return attention_case(dtype, cache_dtype, head_dim, heads, block_size, q_len, window)
     num_seqs, max_blocks = 2, 4096 // block_size
     num_tokens = num_seqs * q_len

@@ -248,12 +248,12 @@ CAUSAL_ONLY = Case(lens=(130,), queries=(130,), heads=(2, 1), block_size=64, dty
 @pytest.mark.parametrize("case", SPECIALIZED, ids=str)
 def test_specialized_warps(case, device, monkeypatch):
     """The prefill of Hopper with specialized warps, off until it has been measured."""
-    from pc.triton_ops._attention import constants, launch
+    from pc.triton_ops._attention import constants, launch, tuned
 
     name = constants.architecture(device).name
     if name not in ("interpreter", "sm_90"):
         pytest.skip("not Hopper")
-    monkeypatch.setattr(constants, "SPECIALIZED_ARCHITECTURES", frozenset({name}))
+    monkeypatch.setitem(tuned.SPECIALIZED, (name, case.head_dim), "")
     batch = build(case).to(device)
     operator = functools.partial(pc.paged_attention_with_lse, *batch.tensors, batch.scale, **batch.options)
     if case.window:
@@ -292,10 +292,10 @@ def test_specialized_warps(case, device, monkeypatch):
     ids=str,
 )
 def test_what_specialized_warps_cannot_do(change, device, monkeypatch):
-    from pc.triton_ops._attention import constants, launch
+    from pc.triton_ops._attention import constants, launch, tuned
 
     case = dataclasses.replace(CAUSAL_ONLY, **change)
-    monkeypatch.setattr(constants, "SPECIALIZED_ARCHITECTURES", frozenset({constants.architecture(device).name}))
+    monkeypatch.setitem(tuned.SPECIALIZED, (constants.architecture(device).name, case.head_dim), "")
     monkeypatch.setattr(launch, "_specialized_attention_kernel", None)
     batch = build(case).to(device)
     check(build(case), *pc.paged_attention_with_lse(*batch.tensors, batch.scale, **batch.options))

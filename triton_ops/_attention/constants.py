@@ -24,13 +24,6 @@ Right and free of spills on sm_90 and sm_100 as far as that can be told without 
 measured to be faster. On sm_80 and gfx942 descriptors become slow pointer code.
 """
 
-SPECIALIZED_ARCHITECTURES: frozenset[str] = frozenset()
-"""Where a prefill takes the kernel with specialized warps (`specialized.py`) where it can.
-
-Compiles with specialized warps for sm_90 and for no other target, without a spill, with triton 3.6 and 3.9. Not listed
-until a device has shown it to be right and faster.
-"""
-
 
 @dataclass(frozen=True)
 class Tiles:
@@ -138,8 +131,11 @@ def prefill_tiles(
 
 
 def specialized_tiles(arch: str, head_dim: int, itemsize: int) -> Tiles | None:
-    """For a prefill with specialized warps; None where there is none. A key tile is that of the plan."""
-    measured = arch in SPECIALIZED_ARCHITECTURES or (arch, head_dim) in SPECIALIZED
-    if not measured or itemsize != 2 or head_dim not in (64, 128, 256):
+    """For a prefill with specialized warps (`specialized.py`); None where a sweep has not shown it to be faster.
+
+    It compiles as such for sm_90 and for no other target, without a spill, with triton 3.6 and 3.9. A key tile is that
+    of the plan.
+    """
+    if (arch, head_dim) not in SPECIALIZED or itemsize != 2 or head_dim not in (64, 128, 256):
         return None
     return Tiles(64 if head_dim > 128 else 128, TILE_KEYS, 4, 2, False)
