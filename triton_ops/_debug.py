@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 
+import torch
+
 _enabled = os.environ.get("PC_DEBUG", "0").lower() in ("1", "true", "yes", "on")
 
 
@@ -19,3 +21,8 @@ def set_debug_mode(enabled: bool) -> None:
     """
     global _enabled
     _enabled = bool(enabled)
+
+
+def reads_values(tensor: torch.Tensor) -> bool:
+    """Whether values may be read to be checked: on the CPU they are free, on a device that synchronizes."""
+    return tensor.device.type == "cpu" or debug_mode_enabled()

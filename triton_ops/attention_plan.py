@@ -14,7 +14,7 @@ from ._attention.layout import PlanOptions, PlanShape
 from ._attention.plan import launch_plan, plan_reference
 from ._attention.prepare import plan_options, wanted_items
 from ._checks import bad_argument, check_tensor
-from ._debug import debug_mode_enabled
+from ._debug import reads_values
 from ._library import define
 from ._triton import require_triton
 
@@ -99,7 +99,7 @@ def _build(
         num_shared_blocks,
         num_kv_heads,
     )
-    if block_tables.device.type == "cpu" or debug_mode_enabled():
+    if reads_values(block_tables):
         _check_values(block_tables, seq_lens, block_size)
     size = PlanShape.of(block_tables, block_size).size
     if out is None:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from ._checks import bad_argument, check_tensor, describe
-from ._debug import debug_mode_enabled
+from ._debug import reads_values
 from ._library import define
 from ._rows import cpu, memory
 from ._rows.checks import INDEX_DTYPES, check_caches, check_reach, check_rows
@@ -78,7 +78,7 @@ def _check(
             raise bad_argument("new_positions", describe(new_positions), f"{num_tokens} elements, one per row of new")
     check_reach("cache", caches[0], seq_lens, "seq_lens")
     check_reach("new", news[0], seq_lens, "seq_lens")
-    if not seq_lens.is_cuda or debug_mode_enabled():
+    if reads_values(seq_lens):
         num_blocks, block_size = caches[0].shape[:2]
         check_join_values(
             block_tables, seq_lens, query_start_loc, num_rows, num_blocks, block_size, num_tokens, new_positions

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import torch
 
-from ._attention.checks import MAX_HEAD_DIM, QUERY_DTYPES, check_cache, reads_values
+from ._attention.checks import MAX_HEAD_DIM, QUERY_DTYPES, check_cache
 from ._attention.constants import next_power_of_2
 from ._checks import bad_argument, check_tensor, describe, refuse_grad
+from ._debug import reads_values
 from ._launcher import KernelLaunch, aligned, metadata, remember
 from ._library import define
 from ._quantize import as_codes, code_kind, equal_scales, quantize, scale_kind, to_code

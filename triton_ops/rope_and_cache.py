@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import torch
 
-from ._attention.checks import reads_values
 from ._attention.constants import next_power_of_2
 from ._checks import bad_argument, check_tensor, describe, refuse_grad
+from ._debug import reads_values
 from ._launcher import KernelLaunch, aligned, metadata, remember
 from ._library import define
 from ._quantize import as_codes, code_kind, equal_scales, scale_kind, to_code

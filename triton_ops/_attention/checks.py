@@ -8,7 +8,6 @@ import numpy as np
 import torch
 
 from .._checks import bad_argument, check_tensor, describe, refuse_grad
-from .._debug import debug_mode_enabled
 from .call import AttentionCall
 from .layout import PlanShape
 
@@ -74,11 +73,6 @@ def check_cache(
             raise bad_argument(
                 name, describe(scale), f"one contiguous element or {key_cache.shape[2]}, one per KV head"
             )
-
-
-def reads_values(tensor: torch.Tensor) -> bool:
-    """Whether values may be read to be checked: on the CPU they are free, on a device that synchronizes."""
-    return tensor.device.type == "cpu" or debug_mode_enabled()
 
 
 def check_attention(call: AttentionCall) -> None:

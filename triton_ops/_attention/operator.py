@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
+from .._debug import reads_values
 from .._library import define
 from .call import AttentionCall
-from .checks import check_attention, check_attention_values, reads_values
+from .checks import check_attention, check_attention_values
 from .launch import launch_attention
 from .plan import check_plan
 from .prepare import plan_options
