@@ -68,7 +68,7 @@ def _admit(
             cached = [(0, hit * size + common)]
     for pool, part in zip(pools, plan.parts, strict=True):
         needed = part.lengths.size
-        if needed > pool.num_free:
+        if needed + part.held.size > pool.available and needed > pool.num_free:  # else there is room in any case
             available = pool.available - pool.unreferenced(part.held)
             if needed > available:
                 raise OutOfBlocks(needed, available)

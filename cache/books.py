@@ -17,6 +17,12 @@ from .preemption import HostSlots, Preempted
 from .request import Request
 
 
+BLOCK_BYTES = 256
+"""What the bookkeeping of a block may take; remembered hashes get what the rest leaves."""
+QUEUE_BYTES = 16
+"""Of that, what policies may come to need once they are in use."""
+
+
 class Books:
     """The state of a manager; its lock is the manager's business.
 
@@ -48,6 +54,8 @@ class Books:
         self.pools = [BlockPool(g.num_blocks or num_blocks, hasher, make_policy(policy)) for g in groups]
         for group, pool in enumerate(self.pools):
             pool.on_evict = partial(self.observers.evicted, group, pool)
+        blocks = sum(pool.num_blocks for pool in self.pools)
+        hasher.memo.capacity = max((BLOCK_BYTES - QUEUE_BYTES) * blocks - self.nbytes, 0)
         self.running: dict[Hashable, Request] = {}
         self.preempted: dict[Hashable, Preempted] = {}
         self.host = [HostSlots(host_blocks) for _ in groups]
@@ -57,6 +65,11 @@ class Books:
     def _zero_counters(self) -> None:
         self.total_requests = self.queried = self.merged = self.preemptions = 0
         self.hits = {"prefix": 0, "gap": 0, "partial": 0}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of bookkeeping: fields, tables and policies of all pools, and remembered hashes."""
+        return sum(pool.nbytes + pool.policy.nbytes for pool in self.pools) + self.hasher.memo.nbytes
 
     def announce(self, request_id: Hashable, request: Request, digest: bytes) -> Hashable:
         """Says that a request computes the block of this hash, unless another one does: then returns who."""

@@ -156,14 +156,13 @@ class BlockHasher:
         algorithm: A name in `ALGORITHMS`.
         block_size: Tokens a block.
         seed: Part of every root when given; None is the identity that all processes share.
-        memo_bytes: Memory for hashes of prompts seen before.
         words: 64-bit words of an identity, where the caller brings identities of its own; None: of the algorithm.
 
     Not to be used by two threads at once.
     """
 
     def __init__(
-        self, algorithm: str, block_size: int, seed: int | None = None, memo_bytes: int = 0, words: int | None = None
+        self, algorithm: str, block_size: int, seed: int | None = None, words: int | None = None
     ) -> None:
         if algorithm not in ALGORITHMS:
             raise ValueError(f"hash_algorithm: got {algorithm!r}, needs one of {', '.join(ALGORITHMS)}")
@@ -173,7 +172,7 @@ class BlockHasher:
         self.new = ALGORITHMS[algorithm]
         name = algorithm.encode()
         self._root = b"pc.block.1" + bytes([len(name)]) + name + struct.pack("<I", block_size) + encode_key(seed)
-        self.memo = HashMemo(memo_bytes)
+        self.memo = HashMemo()
         size = len(self.new().digest())
         if size % 8:
             raise ValueError(f"hash_algorithm: {algorithm!r} gives {size} bytes, needs a multiple of 8")
@@ -262,19 +261,20 @@ class Chain:
         start, size = self.hashed, self._owner.block_size
         if end <= start:
             return np.empty((0, self._owner.words), np.uint64)
-        span = tokens[start * size : end * size]
+        span = tokens if start == 0 and end * size == len(tokens) else tokens[start * size : end * size]
         if sys.byteorder == "big":
+            span = array("I", span)
             span.byteswap()
         data = span.tobytes()
         digests: list[bytes] = []
-        breaks = sorted({p // size for p, _ in self._placed if start <= p // size < end})
+        breaks = sorted({p // size for p, _ in self._placed if start <= p // size < end}) if self._placed else []
         if not start:
             self._recall(data, breaks[0] if breaks else end, digests)
         for stop in (*breaks, end):
             self._feed(data, start, stop, digests)
             if stop < end:
                 self._restart(stop)
-        words: Words = np.frombuffer(b"".join(digests), np.uint64).reshape(end - start, self._owner.words)
+        words: Words = np.ndarray((end - start, self._owner.words), np.uint64, b"".join(digests))
         return words
 
     def _recall(self, data: bytes, end: int, digests: list[bytes]) -> None:
@@ -282,18 +282,22 @@ class Chain:
         width, node, memo = 4 * self._owner.block_size, self._root, self._owner.memo
         at = 0
         while (stop := at + _chunk_after(at)) <= end:
-            key = data[at * width : stop * width]
-            child = node.child(key)
-            if child is None:
-                self._hasher = node.hasher.copy()
-                fresh: list[bytes] = []
-                self._feed(data, 0, stop, fresh)
-                child = memo.add(node, key, stop - at, b"".join(fresh), self._hasher)
+            child = node.latest
+            # Comparing in place spares the copy that a slice is, and its hash.
+            if child is None or child.size != stop - at or not data.startswith(child.key, at * width):
+                key = data[at * width : stop * width]
+                child = node.children.get(key)
+                if child is None:
+                    self._hasher, self.hashed = node.hasher.copy(), at
+                    fresh: list[bytes] = []
+                    self._feed(data, 0, stop, fresh)
+                    child = memo.add(node, key, stop - at, b"".join(fresh), self._hasher)
+                node.latest = child
+            child.used = True
             self.path.append(child)
             digests.append(child.digests)
             node, at = child, stop
-            self.hashed = stop
-        self._hasher = node.hasher.copy()
+        self._hasher, self.hashed = node.hasher.copy(), at
         memo.trim()
 
     def _restart(self, block: int) -> None:

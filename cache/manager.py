@@ -20,9 +20,6 @@ from .pool import BlockPool
 from .request import Request
 from .table import Ids
 
-MEMO_BYTES = 80
-"""Memory a block for remembered hashes: with it, all bookkeeping of a block stays under 256 bytes."""
-
 REUSES = ("prefix", "gap")
 MODES = ("recompute", "swap")
 
@@ -65,7 +62,7 @@ class CacheManager:
             raise ValueError("policy: got one instance for several groups, needs a name or a class")
         self._books = Books(
             num_blocks,
-            BlockHasher(hash_algorithm, block_size, seed, MEMO_BYTES * num_blocks),
+            BlockHasher(hash_algorithm, block_size, seed),
             specs,
             policy,
             host_blocks,
@@ -104,8 +101,7 @@ class CacheManager:
     @property
     def nbytes(self) -> int:
         """Bytes of bookkeeping: fields, tables and policies of all pools, and remembered hashes."""
-        books = self._books
-        return sum(pool.nbytes + pool.policy.nbytes for pool in books.pools) + books.hasher.memo.nbytes
+        return self._books.nbytes
 
     def allocate(
         self,

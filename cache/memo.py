@@ -22,11 +22,12 @@ class Node:
         hasher: State behind the chunk; to be copied, never fed.
         children: The chunks seen behind it, by their bytes.
         latest: The child taken last: mostly the next one asked for, and cheaper to compare than to look up.
-        blocks: The blocks that had these hashes when last looked up: a guess, to be checked.
+        table: Blocks in which these hashes, and those before and behind them, were found last: a guess, to be checked.
+        at: Where in `table` its own blocks begin.
         used: Whether a walk came by since the node was last up for removal.
     """
 
-    __slots__ = ("blocks", "children", "digests", "hasher", "key", "latest", "parent", "size", "used")
+    __slots__ = ("at", "children", "digests", "hasher", "key", "latest", "parent", "size", "table", "used")
 
     def __init__(self, parent: Node | None, key: bytes, size: int, digests: bytes, hasher: Any) -> None:
         self.parent = parent
@@ -36,36 +37,30 @@ class Node:
         self.hasher = hasher
         self.children: dict[bytes, Node] = {}
         self.latest: Node | None = None
-        self.blocks: npt.NDArray[np.int32] | None = None
+        self.table: npt.NDArray[np.int32] | None = None
+        self.at = 0
         self.used = True
-
-    def child(self, key: bytes) -> Node | None:
-        """The chunk with these very tokens, if it is known."""
-        found = self.latest
-        if found is None or found.key != key:
-            found = self.children.get(key)
-            if found is None:
-                return None
-            self.latest = found
-        found.used = True
-        return found
 
 
 class HashMemo:
     """A tree of chunks, compared by content: it changes how fast a hash is found, never which.
 
-    Args:
+    Attributes:
         capacity: Bytes to hold at most. Chunks that no walk used for a while go first, a chunk never before those
             behind it.
+        nbytes: Bytes held.
     """
 
-    def __init__(self, capacity: int) -> None:
-        self._capacity = capacity
+    def __init__(self) -> None:
+        self.capacity = 0
         self.clear()
 
     def root(self, header: bytes) -> Node | None:
         """The node of all chains that begin with these bytes, if it is known."""
-        return self._roots.child(header)
+        node = self._roots.children.get(header)
+        if node is not None:
+            node.used = True
+        return node
 
     def add_root(self, header: bytes, hasher: Any) -> Node:
         """Remembers the start of a chain."""
@@ -82,7 +77,7 @@ class HashMemo:
     def trim(self) -> None:
         """Forgets what exceeds the capacity. Not to be called in the middle of a walk."""
         queue = self._queue
-        while self.nbytes > self._capacity and queue:
+        while self.nbytes > self.capacity and queue:
             node = queue.popleft()
             if node.used or node.children:
                 node.used = False

@@ -18,6 +18,10 @@ RESIDENCY_BOUNDS = 1 << np.arange(0, 21, 2)
 EMPTY: Ids = np.empty(0, np.int32)
 
 
+TOGETHER = 1024
+"""Guesses that are kept in one array at most: a node that outlives its neighbours must not keep much more alive."""
+
+
 class OutOfBlocks(RuntimeError):  # noqa: N818  the name is part of the interface
     """Too few blocks are free or unreferenced; the call that raised it has changed nothing."""
 
@@ -59,7 +63,7 @@ class BlockPool:
         self.evictions = 0
         self._residency = np.zeros(RESIDENCY_BOUNDS.size + 1, np.int64)
         self._residency_sum = 0
-        self._ages: list[npt.NDArray[np.int64]] = []
+        self._ages: list[tuple[int, npt.NDArray[np.int64]]] = []
         self.on_evict: Callable[[Ids], None] | None = None
         self._evictable = 0
         self._free = np.arange(num_blocks - 1, -1, -1, dtype=np.int32)
@@ -161,7 +165,7 @@ class BlockPool:
         self.table.remove(victims)
         self._evictable -= count
         self.evictions += count
-        self._ages.append(self.clock - self.taken_at.take(victims))
+        self._ages.append((self.clock, self.taken_at.take(victims)))
         if len(self._ages) > 256:
             self.residency()
         return victims
@@ -169,7 +173,7 @@ class BlockPool:
     def residency(self) -> tuple[npt.NDArray[np.int64], int]:
         """Ticks that evicted blocks had been there: a count for each of `RESIDENCY_BOUNDS` and beyond, and the sum."""
         if self._ages:
-            ages = np.concatenate(self._ages)
+            ages = np.concatenate([now - then for now, then in self._ages])
             self._ages.clear()
             self._residency += np.bincount(RESIDENCY_BOUNDS.searchsorted(ages), minlength=self._residency.size)
             self._residency_sum += int(ages.sum())
@@ -240,19 +244,14 @@ class BlockPool:
             digests: The hashes of a sequence.
             path: Remembered chunks it begins with: where they were last found is tried first.
         """
-        guesses: list[Ids] = []
-        for node in path:
-            if node.blocks is None:
-                break
-            guesses.append(node.blocks)
-        if not guesses:
+        guess = _guess(path)
+        if not guess.size:
             return self.table.leading(digests)
-        guess = np.concatenate(guesses) if len(guesses) > 1 else guesses[0]
         count = self.table.confirm(guess, digests[: guess.size])
         if count < guess.size:
             guess = guess[:count]
             for node in path:
-                node.blocks = None
+                node.table = None
         if count == len(digests) or not self.table.has(digests[count]):
             return guess
         return np.concatenate((guess, self.table.leading(digests[count:])))
@@ -260,11 +259,16 @@ class BlockPool:
     @staticmethod
     def note(path: list[Node], table: Ids) -> None:
         """Leaves the blocks of a request as guesses for `leading`."""
-        at = 0
+        at = first = 0
+        shared: Ids | None = None
         for node in path:
             stop = at + node.size
-            if node.blocks is None:
-                node.blocks = table[at:stop].copy()
+            if node.table is not None:
+                shared = None
+            else:
+                if shared is None or stop - first > TOGETHER:
+                    first, shared = at, table[at : at + TOGETHER].copy()
+                node.table, node.at = shared, at - first
             at = stop
 
     def acquire(self, sequence: TokenIds | Sequence[bytes]) -> list[Block]:
@@ -334,3 +338,21 @@ class BlockPool:
         in_use = int(np.count_nonzero(self.ref_count))
         assert free.size + self._evictable + in_use == self.num_blocks, "free + cached + held differs from all"
         self.table.check()
+
+
+def _guess(path: list[Node]) -> Ids:
+    """The blocks that chunks were last found in, up to the first chunk of which nothing is known."""
+    runs: list[Ids] = []
+    shared: Ids | None = None
+    start = stop = 0
+    for node in path:
+        if node.table is not shared:
+            if shared is not None:
+                runs.append(shared[start:stop])
+            shared, start = node.table, node.at
+        if shared is None:
+            break
+        stop = node.at + node.size
+    if shared is not None:
+        runs.append(shared[start:stop])
+    return runs[0] if len(runs) == 1 else np.concatenate(runs) if runs else EMPTY

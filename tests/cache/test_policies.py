@@ -262,7 +262,7 @@ def test_finds_the_last_block_among_held_ones(policy: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["lru", "default"])
-@pytest.mark.parametrize("num_blocks", [10_000, 100_000])
+@pytest.mark.parametrize("num_blocks", [10_000, 21_846, 100_000])  # 21,846: most table slots a block
 def test_bookkeeping_stays_under_256_bytes_a_block(name, num_blocks):
     """Everything counted, with the pool full and every hash remembered that may be."""
     m = pc.CacheManager(num_blocks, block_size=16, policy=name)
