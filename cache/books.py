@@ -16,7 +16,6 @@ from .pool import EMPTY, BlockPool
 from .preemption import HostSlots, Preempted
 from .request import Request
 
-
 BLOCK_BYTES = 256
 """What the bookkeeping of a block may take; remembered hashes get what the rest leaves."""
 QUEUE_BYTES = 16
