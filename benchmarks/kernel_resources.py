@@ -31,7 +31,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from pc.triton_ops._attention import constants, launch, tuned
+from pc.triton_ops._attention import constants, launch, prepare, tuned
 from pc.triton_ops._attention.call import AttentionCall
 from pc.triton_ops._attention.constants import Architecture
 
@@ -117,6 +117,17 @@ def recorded(arch: Architecture) -> Iterator[list[Launch]]:
         yield launches
 
 
+@contextlib.contextmanager
+def _described() -> Iterator[None]:
+    """Within it, tiles are read through descriptors where they can be."""
+    with contextlib.ExitStack() as stack:
+        for name in ("decode_tiles", "prefill_tiles"):
+            tiles = getattr(prepare, name)
+            read = lambda *args, tiles=tiles: dataclasses.replace(tiles(*args), descriptors=True)  # noqa: E731
+            stack.enter_context(mock.patch.object(prepare, name, read))
+        yield
+
+
 def attention_case(
     dtype: torch.dtype = torch.bfloat16,
     cache_dtype: torch.dtype | None = None,
@@ -133,7 +144,7 @@ def attention_case(
 ) -> None:
     """One attention call on small tensors."""
     if descriptors or specialized:
-        choice: Any = mock.patch.object(constants, "DESCRIPTOR_ARCHITECTURES", DESCRIPTOR_TARGETS)
+        choice: Any = _described()
         if specialized:
             choice = mock.patch.dict(tuned.SPECIALIZED, {(target, head_dim): "" for target in SPECIALIZED_TARGETS})
         with choice:

@@ -222,14 +222,18 @@ DESCRIBED = [
 @pytest.mark.parametrize("case", DESCRIBED, ids=str)
 def test_tensor_descriptors(case, device, monkeypatch):
     """The load path of Hopper and newer, off until it has been measured."""
-    from pc.triton_ops._attention import constants
+    from pc.triton_ops._attention import constants, launch, prepare
 
-    name = constants.architecture(device).name
-    if name not in ("interpreter", "sm_90", "sm_100"):
+    if constants.architecture(device).name not in ("interpreter", "sm_90", "sm_100"):
         pytest.skip("no tensor memory accelerator")
-    monkeypatch.setattr(constants, "DESCRIPTOR_ARCHITECTURES", frozenset({name}))
+    for regime in ("decode_tiles", "prefill_tiles"):
+        tiles = getattr(prepare, regime)
+        read = lambda *args, tiles=tiles: dataclasses.replace(tiles(*args), descriptors=True)  # noqa: E731
+        monkeypatch.setattr(prepare, regime, read)
     batch = build(case).to(device)
     check(build(case), *pc.paged_attention_with_lse(*batch.tensors, batch.scale, **batch.options))
+    (prepared,) = launch._prepared.values()
+    assert all(grid.launch._constants["DESCRIPTORS"] for grid in (prepared.decode, prepared.prefill))
 
 
 SPECIALIZED = [
@@ -239,7 +243,7 @@ SPECIALIZED = [
         lens=(256, 200), queries=(256, 130), heads=(2, 1), block_size=64, dtype=BF16, holes=0.4, sinks=True, padding=3
     ),
     Case(lens=(400,), queries=(290,), heads=(2, 2), block_size=64, dtype=F16, window=70, num_sink_tokens=3),
-    Case(lens=(100, 130), queries=(140, 70), heads=(1, 1), block_size=64, dtype=F16, head_dim=256, head_major=True),
+    Case(lens=(100, 130), queries=(140, 70), heads=(2, 2), block_size=64, dtype=F16, head_dim=256, head_major=True),
 ]
 CAUSAL_ONLY = Case(lens=(130,), queries=(130,), heads=(2, 1), block_size=64, dtype=F16)
 

@@ -17,17 +17,17 @@ from .._triton import INTERPRET
 from .layout import TILE_KEYS
 from .tuned import PROGRAMS, SPECIALIZED, TILES
 
-DESCRIPTOR_ARCHITECTURES: frozenset[str] = frozenset()
-"""Where keys and values are read through tensor descriptors when blocks have at least as many slots as a key tile.
-
-Right and free of spills on sm_90 and sm_100 as far as that can be told without one; none is listed until it has been
-measured to be faster. On sm_80 and gfx942 descriptors become slow pointer code.
-"""
-
 
 @dataclass(frozen=True)
 class Tiles:
-    """Compile-time constants of one launch of the attention kernel."""
+    """Compile-time constants of one launch of the attention kernel.
+
+    Attributes:
+        two_loops: Whether tiles that every row attends to whole get a loop of their own, without masks.
+        descriptors: Whether keys and values are read through tensor descriptors where blocks have at least as many
+            slots as a key tile. Right and free of spills on sm_90 and sm_100 as far as that can be told without one,
+            so only a sweep turns it on; on sm_80 and gfx942 descriptors become slow pointer code.
+    """
 
     block_m: int
     block_n: int

@@ -47,6 +47,20 @@ def _rank(ranks_ptr, tile, has_holes):
 
 
 @triton.jit
+def _rows_of_head(
+    ptr, num_blocks, stride_b, stride_t,
+    BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """A head's keys or values as a matrix, and how many of its rows lie from block to block: other heads' among them."""
+    per_block = tl.cast(stride_b // stride_t, tl.int32)
+    rows = tl.make_tensor_descriptor(
+        ptr, shape=[(num_blocks - 1) * per_block + BLOCK_SIZE, HEAD_DIM], strides=[stride_t, 1],
+        block_shape=[BLOCK_N, BLOCK_D],
+    )  # fmt: skip
+    return rows, per_block
+
+
+@triton.jit
 def _tile_step(
     q, m, total, acc, pos, slope, x, table_ptr, key_source, value_source, stride_kb, stride_kt, stride_vb, stride_vt,
     lo, hi, key_begin, window, num_sink_tokens, qk_scale, softcap,
@@ -54,7 +68,10 @@ def _tile_step(
     SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, FP8: tl.constexpr, UPCAST: tl.constexpr, DESCRIPTORS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """One step of the online softmax: BLOCK_N keys from x * BLOCK_N on; sources are pointers or descriptors."""
+    """One step of the online softmax: BLOCK_N keys from x * BLOCK_N on.
+
+    Sources are pointers, or descriptors: then stride_kb and stride_vb count rows.
+    """
     offs_n = tl.arange(0, BLOCK_N)
     offs_d = tl.arange(0, BLOCK_D)
     t = x * BLOCK_N + offs_n
@@ -92,9 +109,8 @@ def _tile_step(
                 present = tl.max(tl.broadcast_to(live, [q.shape[0], BLOCK_N]).to(tl.int32), 0) > 0
     if DESCRIPTORS:
         # What lies outside of the cache or past HEAD_DIM reads as 0; what must not be seen inside of it is zeroed here.
-        row = block * BLOCK_SIZE + x * BLOCK_N % BLOCK_SIZE
-        k = key_source.load([row, 0])
-        v = value_source.load([row, 0])
+        k = key_source.load([block * stride_kb + x * BLOCK_N % BLOCK_SIZE, 0])
+        v = value_source.load([block * stride_vb + x * BLOCK_N % BLOCK_SIZE, 0])
         if MASKED:
             v = tl.where(present[:, None], v, 0.0).to(v.dtype)
     elif MASKED:
@@ -171,7 +187,7 @@ def _attend_rows(
     alibi_ptr, sinks_ptr, k_scale_ptr, v_scale_ptr, visits_ptr,
     tiles_ptr, ranks_ptr, has_holes, has_partial,
     q_begin, q_len, seq_len, row_begin, kv_head, i_begin, i_end, split_row, is_split, num_splits,
-    scale, softcap, window, num_sink_tokens, key_begin, num_rows,
+    scale, softcap, window, num_sink_tokens, key_begin, num_blocks,
     stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh,
     DECODE: tl.constexpr, SPLIT_TILES: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, POSITIONS: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
@@ -252,11 +268,11 @@ def _attend_rows(
     key_source = key_ptr
     value_source = value_ptr
     if DESCRIPTORS:
-        key_source = tl.make_tensor_descriptor(
-            key_ptr, shape=[num_rows, HEAD_DIM], strides=[stride_kt, 1], block_shape=[BLOCK_N, BLOCK_D]
+        key_source, stride_kb = _rows_of_head(
+            key_ptr, num_blocks, stride_kb, stride_kt, BLOCK_SIZE, HEAD_DIM, BLOCK_N, BLOCK_D
         )
-        value_source = tl.make_tensor_descriptor(
-            value_ptr, shape=[num_rows, HEAD_DIM], strides=[stride_vt, 1], block_shape=[BLOCK_N, BLOCK_D]
+        value_source, stride_vb = _rows_of_head(
+            value_ptr, num_blocks, stride_vb, stride_vt, BLOCK_SIZE, HEAD_DIM, BLOCK_N, BLOCK_D
         )
     qk_scale = scale
     if SCALES > 0:
@@ -397,7 +413,7 @@ def _zero_padding(
 
 
 _LENGTHS = ["num_seqs", "num_tokens", "max_tiles", "max_items", "max_q", "num_splits"]
-_LENGTHS += ["window", "num_sink_tokens", "key_begin", "num_rows", "stride_bt"]
+_LENGTHS += ["window", "num_sink_tokens", "key_begin", "num_blocks", "stride_bt"]
 
 
 @triton.jit(do_not_specialize=_LENGTHS)
@@ -412,7 +428,7 @@ def _attention_kernel(
     positions_ptr,  # [num_tokens]
     plan_ptr, alibi_ptr, sinks_ptr, k_scale_ptr, v_scale_ptr, visits_ptr,
     num_seqs, num_tokens, max_tiles, max_items, max_q, num_splits,
-    scale, softcap, window, num_sink_tokens, key_begin, num_rows,
+    scale, softcap, window, num_sink_tokens, key_begin, num_blocks,
     stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh, stride_bt,
     DECODE: tl.constexpr, DECODE_Q: tl.constexpr, SPLIT_TILES: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, POSITIONS: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
@@ -487,7 +503,7 @@ def _attention_kernel(
                 tiles_ptr + seq64 * max_tiles, ranks_ptr + seq64 * (max_tiles + 1),
                 (flags & 1) != 0, (flags & 2) != 0,
                 q_begin, q_len, seq_len, row_begin, kv_head, i_begin, i_end, split_row, is_split, num_splits,
-                scale, softcap, window, num_sink_tokens, key_begin, num_rows,
+                scale, softcap, window, num_sink_tokens, key_begin, num_blocks,
                 stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh,
                 DECODE, SPLIT_TILES, CAUSAL, WINDOW, POSITIONS, SOFTCAP, ALIBI,
                 SINKS, SCALES, FP8, UPCAST, COUNT, DESCRIPTORS, WITH_LSE, TWO_LOOPS, NUM_HEADS, GROUP,

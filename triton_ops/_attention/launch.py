@@ -123,7 +123,7 @@ def launch_attention(
             call.window,
             options.num_sink_tokens,
             options.key_begin,
-            key_cache.shape[0] * block_size,
+            key_cache.shape[0],
             *query.stride()[:2],
             *key_cache.stride()[:3],
             *value_cache.stride()[:3],
@@ -153,10 +153,10 @@ def launch_attention(
             call.window,
             options.num_sink_tokens,
             options.key_begin,
-            key_cache.shape[0] * block_size,
+            key_cache.shape[0],
             *query.stride()[:2],
-            *key_cache.stride()[1:3],
-            *value_cache.stride()[1:3],
+            *key_cache.stride()[:3],
+            *value_cache.stride()[:3],
             block_tables.stride(0),
         )
     decode_splits, prefill_splits = launch(prepared.decode), launch(prepared.prefill)

@@ -12,7 +12,6 @@ import torch
 from .._launcher import KernelLaunch
 from .._quantize import scale_kind
 from .._triton import INTERPRET
-from . import constants
 from .call import AttentionCall
 from .constants import (
     Architecture,
@@ -147,14 +146,12 @@ def prepare(call: AttentionCall, with_lse: bool, tiled: bool, is_aligned: bool, 
 
     convert_codes = key_cache.dtype == torch.float8_e4m3fn and not arch.has_e4m3
     describable = is_aligned and _describable(call)
-    everywhere = describable and arch.name in constants.DESCRIPTOR_ARCHITECTURES
     special = specialized_tiles(arch.name, *kind)
     plain = call.causal and not (has_positions or heavy or call.batch_invariant or count)
     if not (run_prefill and plain and num_splits == 1 and describable and _specializable(call, special, prefill)):
         special = None
 
     def constexprs(tiles: Tiles, decoding: bool) -> dict[str, object]:
-        described = everywhere or (describable and tiles.descriptors)
         return {
             "DECODE": decoding,
             "DECODE_Q": options.decode_queries,
@@ -169,7 +166,7 @@ def prepare(call: AttentionCall, with_lse: bool, tiled: bool, is_aligned: bool, 
             "FP8": convert_codes,
             "UPCAST": INTERPRET and query.dtype == torch.bfloat16,
             "COUNT": count,
-            "DESCRIPTORS": described and block_size >= tiles.block_n,
+            "DESCRIPTORS": describable and tiles.descriptors and block_size >= tiles.block_n,
             "WITH_LSE": with_lse,
             "TWO_LOOPS": tiles.two_loops and not (decoding or segments or call.batch_invariant),
             "NUM_HEADS": num_heads,
@@ -206,7 +203,7 @@ def prepare(call: AttentionCall, with_lse: bool, tiled: bool, is_aligned: bool, 
         target_items=target_items,
         decode_q=decode_q,
         convert_codes=convert_codes,
-        descriptors=everywhere or special is not None or (describable and (decode.descriptors or prefill.descriptors)),
+        descriptors=special is not None or (describable and (decode.descriptors or prefill.descriptors)),
         decode=decoding,
         prefill=tiling,
         specialized=specialized,
@@ -262,11 +259,13 @@ def _specializable(call: AttentionCall, special: Tiles | None, prefill: Tiles) -
 
 
 def _describable(call: AttentionCall) -> bool:
-    """Whether a head's rows are a matrix that the tensor memory accelerator takes: evenly, by 16 bytes, spaced."""
+    """Whether a head's rows lie in a matrix that the tensor memory accelerator takes: evenly, by 16 bytes, spaced."""
     for cache in (call.key_cache, call.value_cache):
         num_blocks, block_size, _, head_dim = cache.shape
-        widths = (cache.stride(1), cache.stride(2), head_dim)
-        even = cache.stride(0) == block_size * cache.stride(1)
-        if not even or num_blocks * block_size >= 2**31 or any(n * cache.element_size() % 16 for n in widths):
+        block, slot, head, _ = cache.stride()
+        even = num_blocks > 0 and slot > 0 and block % slot == 0 and block >= block_size * slot
+        if not even or num_blocks * (block // slot) >= 2**31:
+            return False
+        if any(n * cache.element_size() % 16 for n in (slot, head, head_dim)):
             return False
     return True

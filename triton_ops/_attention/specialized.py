@@ -9,12 +9,12 @@ triton 3.6 has no way to fetch a group's rows at once; one loop, since it specia
 from __future__ import annotations
 
 from .._triton import tl, triton
-from .kernel import LOG2E, _find_sequence, _finish, _rank
+from .kernel import LOG2E, _find_sequence, _finish, _rank, _rows_of_head
 from .layout import HEADER, INFO, ITEM
 from .predicate import _span, _whole_tile_queries
 
 _LENGTHS = ["num_seqs", "num_tokens", "max_tiles", "max_items"]
-_LENGTHS += ["window", "num_sink_tokens", "key_begin", "num_rows", "stride_bt"]
+_LENGTHS += ["window", "num_sink_tokens", "key_begin", "num_blocks", "stride_bt"]
 
 
 @triton.jit(do_not_specialize=_LENGTHS)
@@ -27,8 +27,8 @@ def _specialized_attention_kernel(
     seq_lens_ptr, starts_ptr,  # [num_seqs], [num_seqs + 1]
     plan_ptr, sinks_ptr,
     num_seqs, num_tokens, max_tiles, max_items,
-    scale, window, num_sink_tokens, key_begin, num_rows,
-    stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh, stride_bt,
+    scale, window, num_sink_tokens, key_begin, num_blocks,
+    stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh, stride_bt,
     DECODE_Q: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr, WITH_LSE: tl.constexpr, UPCAST: tl.constexpr,
     NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
@@ -75,14 +75,12 @@ def _specialized_attention_kernel(
         query_ptr + head * stride_qh, shape=[num_tokens, HEAD_DIM], strides=[stride_qt, 1],
         block_shape=[BLOCK_M, HEAD_DIM],
     )  # fmt: skip
-    keys = tl.make_tensor_descriptor(
-        key_ptr + kv_head * stride_kh, shape=[num_rows, HEAD_DIM], strides=[stride_kt, 1],
-        block_shape=[BLOCK_N, HEAD_DIM],
-    )  # fmt: skip
-    values = tl.make_tensor_descriptor(
-        value_ptr + kv_head * stride_vh, shape=[num_rows, HEAD_DIM], strides=[stride_vt, 1],
-        block_shape=[BLOCK_N, HEAD_DIM],
-    )  # fmt: skip
+    keys, key_rows = _rows_of_head(
+        key_ptr + kv_head * stride_kh, num_blocks, stride_kb, stride_kt, BLOCK_SIZE, HEAD_DIM, BLOCK_N, HEAD_DIM
+    )
+    values, value_rows = _rows_of_head(
+        value_ptr + kv_head * stride_vh, num_blocks, stride_vb, stride_vt, BLOCK_SIZE, HEAD_DIM, BLOCK_N, HEAD_DIM
+    )
     q = queries.load([q_begin + first, 0])
     token = first + tl.arange(0, BLOCK_M)
     pos = seq_len - q_len + token
@@ -97,8 +95,8 @@ def _specialized_attention_kernel(
             tile = tl.where(i < n_sink, rank_sink + i, tile)
         tile = tl.load(tiles_ptr + tile, mask=has_holes, other=tile)
         t = tile * BLOCK_N + offs_n
-        row = tl.load(table_ptr + tile * BLOCK_N // BLOCK_SIZE) * BLOCK_SIZE + tile * BLOCK_N % BLOCK_SIZE
-        k = keys.load([row, 0])
+        block = tl.load(table_ptr + tile * BLOCK_N // BLOCK_SIZE)
+        k = keys.load([block * key_rows + tile * BLOCK_N % BLOCK_SIZE, 0])
         if UPCAST:
             score = tl.dot(q.to(tl.float32), tl.trans(k.to(tl.float32)), input_precision="ieee") * qk_scale
         else:
@@ -113,7 +111,7 @@ def _specialized_attention_kernel(
         alpha = tl.exp2(m - m_safe)
         total = total * alpha + tl.sum(p, 1)
         acc = acc * alpha[:, None]
-        v = values.load([row, 0])
+        v = values.load([block * value_rows + tile * BLOCK_N % BLOCK_SIZE, 0])
         if UPCAST:
             acc += tl.dot(p.to(q.dtype).to(tl.float32), v.to(tl.float32), input_precision="ieee")
         else:
