@@ -54,8 +54,8 @@ def _check(
     for name, vector in vectors.items():
         if not vector.is_contiguous():
             raise bad_argument(name, f"strides {list(vector.stride())}", "a contiguous tensor")
-    if not 8 <= block_size <= 256 or block_size & (block_size - 1):
-        raise bad_argument("block_size", block_size, "a power of two from 8 to 256")
+    if block_size < 1:
+        raise bad_argument("block_size", block_size, "at least 1")
     for name, value in (("window", window), ("num_sink_tokens", num_sink_tokens)):
         if value < 0:
             raise bad_argument(name, value, "0 or a positive number of tokens")

@@ -16,6 +16,10 @@ CASES = [
     Case(lens=(700, 90), queries=(3, 8), holes=0.7, scattered=True, block_size=64),
     Case(lens=(700, 90), queries=(3, 8), window=30, scattered=True, block_size=8),
     Case(lens=(700,), queries=(1,), block_size=256, causal=False, window=80),
+    Case(lens=(700, 131, 64), queries=(3, 1, 1), holes=0.5, block_size=48),
+    Case(lens=(700, 131, 128), queries=(3, 1, 1), holes=0.5, block_size=5),
+    Case(lens=(200, 65, 64), queries=(3, 1, 1), holes=0.7, block_size=1),
+    Case(lens=(2000, 529, 528), queries=(3, 1, 1), holes=0.4, block_size=528),
     Case(lens=(), queries=()),
 ]
 
@@ -150,7 +154,7 @@ def test_compile(device):
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        ({"block_size": 12}, ValueError, "block_size: got 12"),
+        ({"block_size": 0}, ValueError, "block_size: got 0, needs at least 1"),
         ({"window": -1}, ValueError, "window: got -1"),
         ({"num_shared_blocks": 1000}, ValueError, "num_shared_blocks: got 1000"),
         ({"num_kv_heads": 0}, ValueError, "num_kv_heads: got 0"),

@@ -57,7 +57,7 @@ def cases(draw):
         queries=queries,
         heads=(kv_heads * draw(st.sampled_from([1, 2, 5, 8])), kv_heads),
         head_dim=draw(st.sampled_from([16, 24, 64, 80, 96, 128])),
-        block_size=draw(st.sampled_from([8, 16, 32, 64, 128, 256])),
+        block_size=draw(st.sampled_from([1, 5, 8, 16, 32, 48, 64, 100, 128, 192, 256, 528])),
         dtype=draw(st.sampled_from([torch.float32, F16, BF16])),
         cache_dtype=cache_dtype,
         per_head_scales=draw(st.booleans()),

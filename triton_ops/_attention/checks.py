@@ -14,7 +14,6 @@ from .layout import PlanShape
 QUERY_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 QUANTIZED_DTYPES = (torch.float8_e4m3fn, torch.int8)
 MAX_HEAD_DIM = 256
-MIN_BLOCK_SIZE, MAX_BLOCK_SIZE = 8, 256
 
 
 def check_cache(
@@ -51,9 +50,8 @@ def check_cache(
             raise bad_argument(name, f"{cache.shape[2]} heads", f"{num_kv_heads} heads as {like_name}")
         if cache.stride(3) != 1:
             raise bad_argument(name, f"strides {list(cache.stride())}", "a contiguous last dimension")
-    block_size = key_cache.shape[1]
-    if not MIN_BLOCK_SIZE <= block_size <= MAX_BLOCK_SIZE or block_size & (block_size - 1):
-        raise bad_argument("key_cache", f"block_size {block_size}", "a power of two from 8 to 256")
+    if key_cache.shape[1] < 1:
+        raise bad_argument("key_cache", f"block_size {key_cache.shape[1]}", "at least 1")
     if value_cache.shape != key_cache.shape:
         raise bad_argument("value_cache", f"shape {list(value_cache.shape)}", f"{list(key_cache.shape)} as key_cache")
     if value_cache.dtype != key_cache.dtype:

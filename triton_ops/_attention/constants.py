@@ -24,9 +24,9 @@ class Tiles:
 
     Attributes:
         two_loops: Whether tiles that every row attends to whole get a loop of their own, without masks.
-        descriptors: Whether keys and values are read through tensor descriptors where blocks have at least as many
-            slots as a key tile. Right and free of spills on sm_90 and sm_100 as far as that can be told without one,
-            so only a sweep turns it on; on sm_80 and gfx942 descriptors become slow pointer code.
+        descriptors: Whether keys and values are read through tensor descriptors where blocks are whole key tiles. Right
+            and free of spills on sm_90 and sm_100 as far as that can be told without one, so only a sweep turns it on;
+            on sm_80 and gfx942 descriptors become slow pointer code.
     """
 
     block_m: int
@@ -69,7 +69,7 @@ def tuned_tiles(
     """What a sweep chose for 16-bit keys and values of this kind; None where none has."""
     if itemsize != 2 or group is None or block_size is None:
         return None
-    blocks = TILE_KEYS if block_size >= TILE_KEYS else 16
+    blocks = 16 if block_size % TILE_KEYS else TILE_KEYS
     found = TILES.get((arch, regime, head_dim, next_power_of_2(group), blocks))
     return None if found is None else Tiles(*found[0])
 

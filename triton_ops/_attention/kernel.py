@@ -51,7 +51,7 @@ def _rows_of_head(
     ptr, num_blocks, stride_b, stride_t,
     BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """A head's keys or values as a matrix, and how many of its rows lie from block to block: other heads' among them."""
+    """A head's keys or values as a matrix, and its rows from block to block: other heads' may be among them."""
     per_block = tl.cast(stride_b // stride_t, tl.int32)
     rows = tl.make_tensor_descriptor(
         ptr, shape=[(num_blocks - 1) * per_block + BLOCK_SIZE, HEAD_DIM], strides=[stride_t, 1],
@@ -75,7 +75,7 @@ def _tile_step(
     offs_n = tl.arange(0, BLOCK_N)
     offs_d = tl.arange(0, BLOCK_D)
     t = x * BLOCK_N + offs_n
-    if BLOCK_N <= BLOCK_SIZE:
+    if BLOCK_SIZE % BLOCK_N == 0:
         if MASKED:
             block = tl.load(table_ptr + x * BLOCK_N // BLOCK_SIZE, mask=x * BLOCK_N < hi, other=-1)
         else:

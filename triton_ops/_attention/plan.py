@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 
 import numpy as np
 import torch
@@ -11,6 +12,7 @@ from .._checks import bad_argument
 from .._launcher import KernelLaunch, aligned
 from .._triton import tl, triton
 from .call import AttentionCall
+from .constants import next_power_of_2
 from .layout import (
     HEADER,
     HEADER_INTS,
@@ -34,7 +36,7 @@ def _plan_tiles_kernel(
     plan_ptr, tables_ptr, seq_lens_ptr, starts_ptr, positions_ptr,
     num_seqs, max_tiles, max_items, window, num_sink_tokens, key_begin, stride_bt,
     DECODE_Q: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, POSITIONS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, BLOCK_T: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, BLOCK_T: tl.constexpr, SUB: tl.constexpr,
 ):  # fmt: skip
     """Grid (num_seqs,): a sequence's live tiles, their ranks, and how many of them a decode reaches."""
     seq = tl.cast(tl.program_id(0), tl.int64)
@@ -61,8 +63,7 @@ def _plan_tiles_kernel(
     _, _, tile_lo, tile_hi, sink_lo, sink_hi = _span(
         p_first, p_last, seq_len, key_begin, window, num_sink_tokens, CAUSAL, WINDOW
     )
-    # Blocks of less than a tile: SUB of them in each. Larger ones: each holds several tiles.
-    SUB: tl.constexpr = TILE // BLOCK_SIZE if BLOCK_SIZE < TILE else 1
+    # A tile lies in up to SUB blocks; a block of any size may begin or end within one.
     blocks = (seq_len + BLOCK_SIZE - 1) // BLOCK_SIZE
     num_tiles = (seq_len + TILE - 1) // TILE
     live_before = 0
@@ -72,7 +73,7 @@ def _plan_tiles_kernel(
     for base in range(0, num_tiles + 1, BLOCK_T):
         tile = base + tl.arange(0, BLOCK_T)
         block = tile[:, None] * TILE // BLOCK_SIZE + offs_s[None, :]
-        expected = (block < blocks) & (tile[:, None] < num_tiles)
+        expected = (block * BLOCK_SIZE < tile[:, None] * TILE + TILE) & (block < blocks) & (tile[:, None] < num_tiles)
         number = tl.load(tables_ptr + block, mask=expected, other=-1)
         present = tl.sum((number >= 0).to(tl.int32), 1)
         live = tl.where(present > 0, 1, 0)
@@ -216,13 +217,17 @@ def _plan_launches(
     device: torch.device,
 ) -> tuple[KernelLaunch, KernelLaunch]:
     """One of each for all that the kernels are compiled by."""
+    # A tile begins at most so far behind the beginning of a block.
+    offset = block_size - math.gcd(block_size, TILE_KEYS)
+    sub = next_power_of_2((offset + TILE_KEYS - 1) // block_size + 1)
     tiles = {
         "DECODE_Q": decode_queries,
         "CAUSAL": causal,
         "WINDOW": has_window,
         "POSITIONS": has_positions,
         "BLOCK_SIZE": block_size,
-        "BLOCK_T": 128,
+        "BLOCK_T": max(16, min(128, 1024 // sub)),
+        "SUB": sub,
     }
     items = {"DECODE_Q": decode_queries, "CAUSAL": causal, "MIN_TILES": MIN_SPLIT_TILES, "BLOCK_S": 128}
     return KernelLaunch(tiles, 4, None, is_aligned), KernelLaunch(items, 1, None, is_aligned)

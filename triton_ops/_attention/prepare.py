@@ -166,7 +166,7 @@ def prepare(call: AttentionCall, with_lse: bool, tiled: bool, is_aligned: bool, 
             "FP8": convert_codes,
             "UPCAST": INTERPRET and query.dtype == torch.bfloat16,
             "COUNT": count,
-            "DESCRIPTORS": describable and tiles.descriptors and block_size >= tiles.block_n,
+            "DESCRIPTORS": describable and tiles.descriptors and block_size % tiles.block_n == 0,
             "WITH_LSE": with_lse,
             "TWO_LOOPS": tiles.two_loops and not (decoding or segments or call.batch_invariant),
             "NUM_HEADS": num_heads,
@@ -250,7 +250,7 @@ def _merge_grid(call: AttentionCall, with_lse: bool, options: PlanOptions, num_s
 
 def _specializable(call: AttentionCall, special: Tiles | None, prefill: Tiles) -> bool:
     """Whether layouts and tiles suit the kernel with specialized warps."""
-    if special is None or call.key_cache.shape[1] < TILE_KEYS:
+    if special is None or call.key_cache.shape[1] % TILE_KEYS:
         return False
     group = call.query.shape[1] // call.key_cache.shape[2]
     # Its tiles of queries have to be whole tiles of rows of the general kernel.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-# (architecture, "decode" or "prefill", head_dim, heads of a group, 16 or 64 for blocks under or from 64 tokens) ->
+# (architecture, "decode" or "prefill", head_dim, heads of a group, 64 for blocks of whole tiles of 64 tokens or 16) ->
 # ((block_m, block_n, num_warps, num_stages, two_loops, descriptors), reason)
 TILES: dict[tuple[str, str, int, int, int], tuple[tuple[int, int, int, int, bool, bool], str]] = {}
 
