@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from .runs import Run, block_runs
 from .table import Ids
 
 Span = tuple[int, int]
@@ -95,6 +96,21 @@ class Allocation:
         if self._slots is None:
             self._slots = tuple(self._slots_of(table) for table in self._tables)
         return self._slots[0] if len(self._slots) == 1 else self._slots
+
+    def slot_runs(self, group: int = 0) -> list[Run]:
+        """`slot_mapping` of a group as runs of consecutive slots; tokens whose slot is -1 are in none."""
+        size, runs, done = self._block_size, [], 0
+        for start, end in self.compute_spans:
+            first = start // size
+            blocks = self._tables[group][first - self._first_block : -(-end // size) - self._first_block].tolist()
+            for token, slot, behind in block_runs(blocks, size, start - first * size, end - start):
+                runs.append((done + token, slot, behind))
+            done += end - start
+        if self._written:
+            token, slot, behind = runs.pop()
+            if behind - slot > 1:
+                runs.append((token, slot, behind - 1))
+        return runs
 
     def _slots_of(self, table: Ids) -> Slots:
         size, base = self._block_size, self._first_block

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import numpy as np
 import numpy.typing as npt
 
-from .allocation import Slots
+from .allocation import Slots, Span
 from .pool import BlockPool
 
 Mask = npt.NDArray[np.bool_]
@@ -61,10 +61,43 @@ class RowLedger:
         for bits in self._bits.values():
             bits[slots] = False
 
+    def vacate_spans(self, spans: Iterable[Span]) -> None:
+        """`vacate` of spans of slots, without looking at each slot."""
+        for first, end in spans:
+            if self._pool is not None:
+                seen, taken, size = self._seen, self._pool.taken_at, self.block_size
+                low, high = first // size, (end - 1) // size
+                if seen[high] != taken[high]:
+                    end = (high + 1) * size
+                if seen[low] != taken[low]:
+                    first = low * size
+                seen[low : high + 1] = taken[low : high + 1]
+            for bits in self._bits.values():
+                bits[first:end] = False
+
     def mark(self, names: Iterable[str], slots: Slots) -> None:
         """Sets the bits of slots (none negative) that were vacated and written since."""
         for name in names:
             self._bits[name][slots] = True
+
+    def mark_spans(self, names: Iterable[str], spans: Iterable[Span]) -> None:
+        """`mark` of spans of slots."""
+        for name in names:
+            bits = self._bits[name]
+            for first, end in spans:
+                bits[first:end] = True
+
+    def holds(self, names: Iterable[str], spans: Iterable[Span]) -> bool:
+        """Whether every slot of some spans holds a row of every name; bytes compare sooner than arrays."""
+        for first, end in spans:
+            if self._pool is not None:
+                low, high = first // self.block_size, (end - 1) // self.block_size + 1
+                if self._seen[low:high].tobytes() != self._pool.taken_at[low:high].tobytes():
+                    return False
+            for name in names:
+                if 0 in self._bits[name][first:end].tobytes():
+                    return False
+        return True
 
     def forget(self, blocks: Iterable[int] | Slots) -> None:
         """Clears all bits of blocks."""

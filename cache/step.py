@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from .allocation import Allocation, Slots
+from .allocation import Allocation, Slots, Span
+from .step_slots import StepSlots
+
+
+class Part(NamedTuple):
+    """A request in a step: its rows [begin, end) there, how many tokens it has, and whether gaps lie between them."""
+
+    request: Hashable
+    begin: int
+    end: int
+    num_tokens: int
+    scattered: bool
 
 
 @dataclass(frozen=True)
@@ -41,30 +53,69 @@ class Step:
             outputs: As in `outputs`.
             group: Whose slots to take, when the manager has several groups.
         """
-        mappings, positions = [np.empty(0, np.int64)], [np.empty(0, np.int32)]
-        starts = [0]
-        for allocation in allocations.values():
-            mapping = allocation.slot_mapping
-            mappings.append(mapping[group] if isinstance(mapping, tuple) else mapping)
-            positions += [np.arange(start, end, dtype=np.int32) for start, end in allocation.compute_spans]
-            starts.append(starts[-1] + len(mappings[-1]))
-        return cls(
-            outputs,
-            np.concatenate(mappings),
-            tuple(allocations),
-            np.array(starts, np.int32),
-            np.concatenate(positions),
+        parts, runs, spans, count = [], [], [], 0
+        for request, allocation in allocations.items():
+            begin, mine = count, allocation.compute_spans
+            count += sum([end - start for start, end in mine])
+            spans += mine
+            last = mine[-1][1] if count > begin else 0
+            parts.append(Part(request, begin, count, last, count > begin and last - mine[0][0] != count - begin))
+            found = allocation.slot_runs(group)
+            runs += [(begin + token, first, behind) for token, first, behind in found] if begin else found
+        step = object.__new__(_StepOf)
+        step.__dict__.update(
+            outputs=outputs, requests=tuple(allocations), parts=parts, slots=StepSlots(count, runs), _spans=spans
         )
+        return step
+
+    @cached_property
+    def slots(self) -> StepSlots:
+        """`slot_mapping` looked through, once for all tensors."""
+        return StepSlots.of(self.slot_mapping)
+
+    @cached_property
+    def parts(self) -> list[Part] | None:
+        """The requests, for `TensorCache.join`; None without positions."""
+        if self.query_start_loc is None or self.positions is None:
+            return None
+        bounds, parts = self.query_start_loc.tolist(), []
+        for request, begin, end in zip(self.requests, bounds[:-1], bounds[1:], strict=True):
+            first, last = (int(self.positions[begin]), int(self.positions[end - 1])) if begin < end else (0, -1)
+            parts.append(Part(request, begin, end, last + 1, last - first != end - begin - 1))
+        return parts
 
 
-def leaves(outputs: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+class _StepOf(Step):
+    """A step of allocations, whose arrays are made when they are read: storing and joining mostly go without."""
+
+    @cached_property
+    def slot_mapping(self) -> Slots:
+        return self.slots.array
+
+    @cached_property
+    def query_start_loc(self) -> npt.NDArray[np.int32]:
+        return np.array([0, *(part.end for part in self.parts or ())], np.int32)
+
+    @cached_property
+    def positions(self) -> npt.NDArray[np.int32]:
+        spans: list[Span] = self.__dict__["_spans"]
+        return np.concatenate([np.empty(0, np.int32), *(np.arange(start, end, dtype=np.int32) for start, end in spans)])
+
+
+def leaves(outputs: Any) -> list[tuple[str, Any]]:
     """Every leaf of nested mappings, lists and tuples, named by its path with dots: `{"a": {"b": x}}` gives "a.b"."""
+    found: list[tuple[str, Any]] = []
+    _collect(outputs, "", found)
+    return found
+
+
+def _collect(outputs: Any, prefix: str, found: list[tuple[str, Any]]) -> None:
     if isinstance(outputs, Mapping):
         items = outputs.items()
     elif isinstance(outputs, list | tuple) and not isinstance(outputs, torch.Size):
         items = enumerate(outputs)  # type: ignore[assignment]
     else:
-        yield prefix, outputs
+        found.append((prefix, outputs))
         return
     for key, value in items:
-        yield from leaves(value, f"{prefix}.{key}" if prefix else str(key))
+        _collect(value, f"{prefix}.{key}" if prefix else str(key), found)

@@ -9,7 +9,6 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from ..triton_ops import (
@@ -21,10 +20,13 @@ from ..triton_ops import (
     scatter_slots_list,
 )
 from ..triton_ops._rows import memory
+from ..triton_ops._rows.ops import on_host
 from .allocation import Allocation, Slots
+from .host_rows import PLAIN, Range, find_pieces, join_pieces, worth_copies, write_rows
 from .manager import CacheManager
 from .row_ledger import Mask, RowLedger
-from .step import Step, leaves
+from .step import Part, Step, leaves
+from .step_slots import StepSlots
 from .table import Ids
 
 _log = logging.getLogger("pc.cache")
@@ -41,6 +43,11 @@ class _Entry(NamedTuple):
 
     rows: torch.Tensor
     registered: bool
+    features: tuple[int, ...]
+    dtype: torch.dtype
+    row_bytes: int
+    flat: torch.Tensor | None
+    """`[num_blocks * block_size, *features]` in host memory, where no kernel is needed to move them."""
 
 
 class TensorCache:
@@ -146,9 +153,9 @@ class TensorCache:
         self._exclude.discard(name)
 
     def _check_like(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> None:
-        rows = self._entries[name].rows
-        if tuple(shape) != tuple(rows.shape[2:]) or dtype != rows.dtype:
-            raise ValueError(f"{name}: got rows {list(shape)} {dtype}, needs {list(rows.shape[2:])} {rows.dtype}")
+        entry = self._entries[name]
+        if tuple(shape) != entry.features or dtype != entry.dtype:
+            raise ValueError(f"{name}: got rows {list(shape)} {dtype}, needs {list(entry.features)} {entry.dtype}")
 
     def _allocate(self, new: Mapping[str, tuple[tuple[int, ...], torch.dtype]], registered: bool) -> None:
         """Makes new names, all or none of them."""
@@ -166,9 +173,13 @@ class TensorCache:
         made = {}
         for name, (shape, dtype) in new.items():
             full = (self.num_blocks, self.block_size, *shape)
-            pinned = self.pin and self.device.type == "cpu"
-            rows = torch.empty(full, dtype=dtype, pin_memory=True) if pinned else memory.empty(full, dtype, self.device)
-            made[name] = _Entry(rows, registered)
+            with torch.inference_mode(False):  # else no step outside of that mode could write them
+                if self.pin:
+                    rows = torch.empty(full, dtype=dtype, pin_memory=True)
+                else:
+                    rows = memory.empty(full, dtype, self.device)
+                flat = rows.flatten(0, 1) if on_host(rows) and dtype in PLAIN else None
+            made[name] = _Entry(rows, registered, shape, dtype, math.prod(shape) * dtype.itemsize, flat)
         for name, entry in made.items():
             self._entries[name] = entry
             self._ledger.add(name)
@@ -191,21 +202,45 @@ class TensorCache:
                 with another number of rows. As with the other errors, nothing has been written.
             MemoryError: A discovered tensor does not fit; see `register`.
         """
-        slots, kept = self._checked_slots(step.slot_mapping)
-        mine, others = self._sort(step.outputs, len(slots))
-        self._ledger.vacate(kept)
-        if mine and kept.size:
-            index = torch.from_numpy(slots)
-            for device in {tensor.device for tensor in mine.values()}:  # one launch for each
-                some = {name: tensor.detach() for name, tensor in mine.items() if tensor.device == device}
-                if device.type == "cpu":
-                    self._wait()
-                scatter_slots_list(list(some.values()), [self._entries[name].rows for name in some], index)
-                if device.type == "cuda" and self.device.type == "cpu":
-                    self._written = torch.cuda.Event()
-                    self._written.record(torch.cuda.current_stream(device))
-            self._ledger.mark(mine, kept)
+        slots = self._checked_slots(step)
+        mine, others = self._sort(step.outputs, slots.count)
+        if slots.runs is not None:
+            self._ledger.vacate_spans(slots.spans)
+        else:
+            self._ledger.vacate(slots.kept)
+        if not mine or slots.high < 0:
+            return others
+        if self._on_host(mine):
+            for name, tensor in mine.items():
+                entry = self._entries[name]
+                assert entry.flat is not None
+                write_rows(entry.rows, entry.flat, slots, tensor, entry.row_bytes)
+        else:
+            self._scatter(mine, slots.index)
+        if slots.runs is not None:
+            self._ledger.mark_spans(mine, slots.spans)
+        else:
+            self._ledger.mark(mine, slots.kept)
         return others
+
+    def _on_host(self, mine: Named) -> bool:
+        """Whether rows and their cache are all where plain copies serve; waits for what a device still writes there."""
+        for name, tensor in mine.items():
+            if self._entries[name].flat is None or not tensor.is_cpu:
+                return False
+        if self._written is not None:
+            self._wait()
+        return True
+
+    def _scatter(self, mine: Named, index: torch.Tensor) -> None:
+        for device in {tensor.device for tensor in mine.values()}:  # one launch for each
+            some = {name: tensor.detach() for name, tensor in mine.items() if tensor.device == device}
+            if device.type == "cpu":
+                self._wait()
+            scatter_slots_list(list(some.values()), [self._entries[name].rows for name in some], index)
+            if device.type == "cuda" and self.device.type == "cpu":
+                self._written = torch.cuda.Event()
+                self._written.record(torch.cuda.current_stream(device))
 
     def _sort(self, outputs: Mapping[str, Any], num_tokens: int) -> tuple[Named, dict[str, Any]]:
         """Per-token tensors, allocated where they are new, and everything else.
@@ -214,12 +249,21 @@ class TensorCache:
         """
         mine: Named = {}
         others: dict[str, Any] = {}
+        if type(outputs) is dict and num_tokens:  # of known names alone, as a step mostly is
+            for name, value in outputs.items():
+                entry = self._entries.get(name)
+                if entry is None or type(value) is not torch.Tensor or value.shape != (num_tokens, *entry.features):
+                    break
+                if value.dtype != entry.dtype or value.layout != torch.strided:
+                    break
+            else:
+                return outputs, others
         for name, value in leaves(outputs):
             if name in mine or name in others:
                 raise ValueError(f"outputs: got two values named {name}, needs names that differ")
             if not isinstance(value, torch.Tensor) or not num_tokens or name in self._exclude:
                 others[name] = value
-            elif value.layout == torch.strided and value.dim() and value.shape[0] == num_tokens:
+            elif value.layout == torch.strided and value.shape[:1] == (num_tokens,):
                 if name in self._entries:
                     self._check_like(name, value.shape[1:], value.dtype)
                 mine[name] = value
@@ -238,24 +282,12 @@ class TensorCache:
                     _log.warning("TensorCache: %s %s is not per token, it is no longer cached", name, list(value.shape))
         return mine, others
 
-    def _checked_slots(self, slot_mapping: Any) -> tuple[Slots, Slots]:
-        """The slots of a step, and those of them that are not -1."""
-        slots = np.asarray(slot_mapping)
-        if slots.dtype != np.int64 or not slots.flags.carray:
-            if slots.size and slots.dtype.kind not in "iu":
-                raise TypeError(f"slot_mapping: got {slots.dtype}, needs integers")
-            slots = np.require(slots, np.int64, ["C", "W"])
-        limit = self.num_blocks * self.block_size
-        if slots.ndim != 1:
-            raise ValueError(f"slot_mapping: got shape {list(slots.shape)}, needs [num_tokens]")
-        if slots.size > 32:
-            low, high = int(slots.min()), int(slots.max())
-        else:  # as a decode step has: sooner without numpy
-            few = slots.tolist()
-            low, high = min(few, default=0), max(few, default=0)
-        if low < -1 or high >= limit:
-            raise ValueError(f"slot_mapping: got values from {low} to {high}, needs -1 to {limit - 1}")
-        return slots, slots if low >= 0 else slots[slots >= 0]
+    def _checked_slots(self, step: Step) -> StepSlots:
+        """The slots of a step, all in range."""
+        slots, limit = step.slots, self.num_blocks * self.block_size
+        if slots.low < -1 or slots.high >= limit:
+            raise ValueError(f"slot_mapping: got values from {slots.low} to {slots.high}, needs -1 to {limit - 1}")
+        return slots
 
     def prepare(self, allocation: Allocation) -> None:
         """Carries out `copies` and `loads` of an allocation on the rows, and forgets what its slots to compute held.
@@ -353,6 +385,13 @@ class TensorCache:
         if missing not in ("raise", "zero"):
             raise ValueError(f"missing: got {missing!r}, needs 'raise' or 'zero'")
         table, count = self._table(request, num_tokens)
+        if count and device is None:
+            wanted = list(self._entries) if names is None else list(names)
+            if all(name in self._entries and self._entries[name].flat is not None for name in wanted):
+                self._wait()
+                rows = self._by_copies(wanted, [(table, count, 0, 0)], {})
+                if rows is not None:
+                    return dict(zip(wanted, rows, strict=True))
         there = self._there(names, table, count)
         whole = [name for name, here in there.items() if here.all()]
         if missing == "raise" and len(whole) < len(there):
@@ -404,7 +443,7 @@ class TensorCache:
 
         It gives what `store` and then `load` give, without reading the new rows back; the step may be stored before or
         after. The results of one name are parts of one packed tensor, on a device if the step's outputs are; where no
-        request had cached rows they are parts of the output itself.
+        request had cached rows they are the output itself, or parts of it.
 
         Args:
             step: With requests, query_start_loc and positions (see `Step.of`); each request reaches to the last of its
@@ -419,57 +458,74 @@ class TensorCache:
             KeyError: An unknown request or name.
             ValueError: A step without requests, or as in `store`.
         """
-        if self.manager is None or step.query_start_loc is None or step.positions is None:
+        parts = step.parts
+        if self.manager is None or parts is None:
             raise ValueError("step: got one without requests and positions, needs Step.of and a manager")
-        mine, _ = self._sort(step.outputs, len(self._checked_slots(step.slot_mapping)[0]))
-        wanted = list(mine) if names is None else list(names)
-        for name in wanted:
-            if name not in mine:
-                raise KeyError(f"names: got {name!r}, needs one of {', '.join(mine) or 'none'}, the step's")
-        starts, positions, tables, lengths = step.query_start_loc, step.positions, [], []
-        scattered = False
-        bounds = starts.tolist()
-        for request, begin, end in zip(step.requests, bounds[:-1], bounds[1:], strict=True):
-            table, count = self._table(request, int(positions[end - 1]) + 1 if end > begin else 0)
-            if count > end - begin:
-                there = self._there(wanted, table, count)
-                for here in there.values():
-                    here[positions[begin:end]] = True
-                _refuse_missing(there, request)
-                scattered |= end > begin and int(positions[begin]) != count - (end - begin)
-            tables.append(table)
-            lengths.append(count)
-        if not wanted or not lengths:
-            return {request: {} for request in step.requests}
-        if sum(lengths) == len(positions):  # nothing was cached
-            joined = [mine[name].detach() for name in wanted]
+        mine, _ = self._sort(step.outputs, self._checked_slots(step).count)
+        if names is not None:
+            for name in names:
+                if name not in mine:
+                    raise KeyError(f"names: got {name!r}, needs one of {', '.join(mine) or 'none'}, the step's")
+            mine = {name: mine[name] for name in names}
+        cached = 0
+        for part in parts:
+            known = self.manager.num_tokens(part.request)
+            if part.num_tokens > known:
+                raise ValueError(f"positions: got {part.num_tokens} tokens of {part.request!r}, needs at most {known}")
+            cached += part.num_tokens - (part.end - part.begin)
+        if cached and mine:
+            joined = self._join(mine, step, parts)
         else:
-            joined = self._join(wanted, mine, tables, lengths, starts, positions if scattered else None)
-        parts = [rows.split(lengths) for rows in joined]
+            joined = [rows.detach() if rows.requires_grad else rows for rows in mine.values()]
+        if len(parts) == 1:
+            return {parts[0].request: dict(zip(mine, joined, strict=True))}
+        split = [rows.split([part.num_tokens for part in parts]) for rows in joined]
         return {
-            request: {name: part[i] for name, part in zip(wanted, parts, strict=True)}
-            for i, request in enumerate(step.requests)
+            part.request: {name: rows[i] for name, rows in zip(mine, split, strict=True)}
+            for i, part in enumerate(parts)
         }
 
-    def _join(
-        self,
-        wanted: list[str],
-        mine: Named,
-        tables: list[Ids],
-        lengths: list[int],
-        starts: npt.NDArray[np.int32],
-        positions: npt.NDArray[np.int32] | None,
-    ) -> list[torch.Tensor]:
+    def _join(self, new: Named, step: Step, parts: Sequence[Part]) -> list[torch.Tensor]:
+        assert self.manager is not None
+        tables = [self.manager.block_table(part.request, self.group) for part in parts]
+        lengths = [part.num_tokens for part in parts]
+        scattered = any(part.scattered for part in parts)
+        if not scattered and self._on_host(new):
+            ranges = [(table, part.num_tokens, part.begin, part.end) for part, table in zip(parts, tables, strict=True)]
+            joined = self._by_copies(list(new), ranges, new)
+            if joined is not None:
+                return joined
+        positions = np.asarray(step.positions, np.int64)
+        for part, table in zip(parts, tables, strict=True):
+            if part.num_tokens > part.end - part.begin:
+                there = self._there(list(new), table, part.num_tokens)
+                for here in there.values():
+                    here[positions[part.begin : part.end]] = True
+                _refuse_missing(there, part.request)
         self._wait()
         return join_prefix_list(
-            [self._entries[name].rows for name in wanted],
+            [self._entries[name].rows for name in new],
             torch.from_numpy(_stack(tables)),
             torch.tensor(lengths),
-            [mine[name].detach() for name in wanted],
-            torch.from_numpy(np.require(starts, np.int64, ["C", "W"])),
+            [rows.detach() for rows in new.values()],
+            torch.from_numpy(np.require(step.query_start_loc, np.int64, ["C", "W"])),
             sum(lengths),
-            None if positions is None else torch.from_numpy(np.require(positions, np.int64, ["C", "W"])),
+            torch.from_numpy(np.require(positions, np.int64, ["C", "W"])) if scattered else None,
         )
+
+    def _by_copies(self, names: Sequence[str], ranges: Sequence[Range], new: Named) -> list[torch.Tensor] | None:
+        """Rows of names that the host can copy, and new ones; None where the long way is to be gone."""
+        pieces = find_pieces(self._ledger, names, ranges)
+        if pieces is None:
+            return None
+        count = sum(length for _, length, _, _ in ranges)
+        joined = []
+        for name in names:
+            entry = self._entries[name]
+            if entry.flat is None or not worth_copies(len(pieces), count * entry.row_bytes):
+                return None
+            joined.append(join_pieces(entry.flat, pieces, new.get(name, entry.flat), count, entry.row_bytes))
+        return joined
 
     def _wait(self) -> None:
         """Waits for what a device still writes to host memory."""

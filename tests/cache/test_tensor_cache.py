@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 import pc
+from pc.cache import host_rows, step_slots, tensor_cache
 from pc.cache.policies import POLICIES
 
 BLOCK = 4
@@ -300,6 +303,7 @@ def test_rows_behind_a_gap_are_joined():
     step = pc.Step.of({"b": allocation}, outputs_of(tokens, positions_of(allocation)))
     assert same(tensors.join(step)["b"], expected(tokens))
     tensors.store(step)
+    assert same(tensors.join(step)["b"], expected(tokens))
     assert same(tensors.load("b"), expected(tokens))
 
 
@@ -389,19 +393,115 @@ def test_outputs_that_require_grad_are_stored_detached(pair):
     assert not tensors.rows("h").requires_grad
 
 
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize(
+    "hidden",
+    [
+        torch.arange(30.0).view(3, 10).t(),
+        torch.arange(60.0).view(20, 3)[::2],
+        torch.nn.Parameter(torch.arange(30.0).view(10, 3)),
+        torch._neg_view(torch.arange(30.0).view(10, 3)),
+        torch.view_as_complex(torch.arange(20.0).view(10, 1, 2)).conj(),
+        torch.arange(30.0).view(10, 3).to(torch.float8_e4m3fn),
+        torch.zeros(10, 0),
+        torch.arange(10) % 3 == 0,
+    ],
+    ids=["transposed", "every other row", "parameter", "negated", "conjugated", "float8", "no features", "bool"],
+)
+def test_outputs_of_any_layout(hidden, threads, monkeypatch):
+    if threads > 1:
+        monkeypatch.setattr(host_rows, "_ALONE_BYTES", -1)
+        monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    manager = pc.CacheManager(16, BLOCK)
+    tensors = pc.TensorCache(manager, 16, BLOCK)
+    tokens = list(range(10))
+    step = pc.Step.of({"a": manager.allocate("a", tokens)}, {"h": hidden})
+    tensors.store(step)
+    manager.commit("a", 10)
+    want = hidden.detach().resolve_conj().resolve_neg()
+    for got in (tensors.load("a")["h"], tensors.join(step)["a"]["h"]):
+        assert got.dtype == want.dtype
+        assert not got.requires_grad
+        assert got.tolist() == want.tolist()
+    again = pc.Step.of({"b": manager.allocate("b", [*tokens[:8], 70, 71])}, {"h": hidden[:2]})
+    joined = tensors.join(again)["b"]["h"]
+    assert joined.tolist() == torch.cat([want[:8], want[:2]]).tolist()
+    assert not joined.requires_grad
+
+
+def test_a_cache_made_in_inference_mode_is_written_outside(monkeypatch):
+    monkeypatch.setattr(host_rows, "_ALONE_BYTES", -1)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    tensors = pc.TensorCache(None, 16, BLOCK)
+    with torch.inference_mode():
+        tensors.store(pc.Step({"h": torch.ones(3, 2)}, np.arange(3)))
+    tensors.store(pc.Step({"h": torch.ones(3, 2)}, np.arange(3, 6)))
+    assert torch.equal(tensors.load([0, 1], num_tokens=6)["h"], torch.ones(6, 2))
+
+
+def test_a_hole_in_a_table_has_no_rows():
+    tensors = pc.TensorCache(None, 16, BLOCK)
+    tensors.store(pc.Step({"h": torch.ones(8, 2)}, np.arange(8)))
+    with pytest.raises(pc.MissingRowsError, match="h: 4 of 12 rows"):
+        tensors.load([0, -1, 1], num_tokens=12)
+    assert tensors.load([0, -1, 1], num_tokens=12, missing="zero")["h"][:, 0].tolist() == [1] * 4 + [0] * 4 + [1] * 4
+
+
+def test_a_sparse_output_under_a_known_name_is_no_row(pair):
+    _, tensors = pair
+    tensors.store(pc.Step({"h": torch.ones(2, 2)}, np.arange(2)))
+    assert set(tensors.store(pc.Step({"h": torch.eye(2).to_sparse()}, np.arange(2)))) == {"h"}
+    assert tensors.names == ()
+
+
+def test_a_step_that_fails_while_it_writes_leaves_no_rows(monkeypatch):
+    tensors = pc.TensorCache(None, 16, BLOCK)
+    tensors.store(pc.Step({"h": torch.ones(3, 2)}, np.arange(3)))
+
+    def fail(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(tensor_cache, "write_rows", fail)
+    with pytest.raises(KeyboardInterrupt):
+        tensors.store(pc.Step({"h": torch.zeros(2, 2)}, np.arange(2)))
+    assert tensors.stored("h").ravel()[:4].tolist() == [False, False, True, False]
+
+
+def _never(num_runs, num_bytes):
+    return False
+
+
+WAYS = {
+    "runs": (),
+    "runs, by several threads": ((host_rows, "_ALONE_BYTES", -1), (torch, "get_num_threads", lambda: 2)),
+    "slots": ((step_slots, "_FEW_RUNS", 0), (step_slots, "_SHORT", 1 << 30), (tensor_cache, "worth_copies", _never)),
+    "operators": ((tensor_cache, "PLAIN", frozenset()),),
+}
+"""How rows are moved; tensors as small as here would go by runs alone."""
+
+
 class CachedModel(RuleBasedStateMachine):
     """An engine with random requests, chunks, appends, forks, rollbacks and evictions, against the uncached rows."""
 
     @initialize(
-        policy=st.sampled_from(sorted(POLICIES)), partial=st.booleans(), reuse=st.sampled_from(["prefix", "gap"])
+        policy=st.sampled_from(sorted(POLICIES)),
+        partial=st.booleans(),
+        reuse=st.sampled_from(["prefix", "gap"]),
+        way=st.sampled_from(sorted(WAYS)),
     )
-    def start(self, policy, partial, reuse):
+    def start(self, policy, partial, reuse, way):
+        self.ways = contextlib.ExitStack()
+        for module, name, value in WAYS[way]:
+            self.ways.enter_context(mock.patch.object(module, name, value))
         self.manager = pc.CacheManager(10, BLOCK, policy=policy, host_blocks=6, partial_reuse=partial)
         self.tensors = pc.TensorCache(self.manager, 10, BLOCK, exclude=("logits",))
         self.reuse = reuse
         self.tokens = {}
         self.waiting = {}
         self.count = 0
+
+    def teardown(self):
+        self.ways.close()
 
     def compute(self, allocations):
         parts = [outputs_of(self.tokens[r], positions_of(a)) for r, a in allocations.items()]

@@ -1,0 +1,88 @@
+"""The slots of a step, looked through once for all of its tensors."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+
+from .allocation import Slots, Span
+from .runs import Run, ascending
+
+_FEW_RUNS, _SHORT = 8, 8  # more runs that are shorter than this in the mean are no runs
+
+
+class StepSlots:
+    """Slots of tokens, as runs where these are long.
+
+    Args:
+        count: How many tokens.
+        runs: Of all slots that are not negative.
+        array: The slots themselves; None: made when they are needed.
+
+    Attributes:
+        count: How many tokens.
+        runs: As given; None where they are short.
+        spans: The same slots in ascending order; none where runs are short.
+        low: The lowest slot, 0 of none.
+        high: The highest slot, -1 of none.
+    """
+
+    def __init__(self, count: int, runs: list[Run], array: Slots | None = None) -> None:
+        self.count = count
+        self._runs = runs
+        self.runs: list[Run] | None = runs if len(runs) <= max(_FEW_RUNS, count // _SHORT) else None
+        self.spans: list[Span] = ascending(runs) if self.runs is not None else []
+        if self.spans:
+            self.low, self.high = self.spans[0][0], self.spans[-1][1] - 1
+        else:
+            self.low = min([first for _, first, _ in runs], default=0)
+            self.high = max([end for _, _, end in runs], default=0) - 1
+        if sum([end - first for _, first, end in runs]) < count:
+            self.low = -1
+        if array is not None:
+            self.array = array
+
+    @classmethod
+    def of(cls, slot_mapping: Any) -> StepSlots:
+        """Looks through an array of slots.
+
+        Raises:
+            TypeError: They are not integers.
+            ValueError: They have more than one dimension.
+        """
+        slots = np.asarray(slot_mapping)
+        if slots.dtype != np.int64 or not slots.flags.carray:
+            if slots.size and slots.dtype.kind not in "iu":
+                raise TypeError(f"slot_mapping: got {slots.dtype}, needs integers")
+            slots = np.require(slots, np.int64, ["C", "W"])
+        if slots.ndim != 1:
+            raise ValueError(f"slot_mapping: got shape {list(slots.shape)}, needs [num_tokens]")
+        if not slots.size:
+            return cls(0, [], slots)
+        edges = (slots[1:] - slots[:-1] != 1) | (slots[:-1] < 0)  # -1 and 0 are no neighbours
+        begins = [0, *(edges.nonzero()[0] + 1).tolist()]
+        pieces = zip(begins, slots[begins].tolist(), [*begins[1:], len(slots)], strict=True)
+        found = cls(len(slots), [(b, slot, slot + e - b) for b, slot, e in pieces if slot >= 0], slots)
+        found.low = int(slots.min())
+        return found
+
+    @cached_property
+    def array(self) -> Slots:
+        """The slots, `[num_tokens]`, -1 for a token that is not stored."""
+        slots = np.full(self.count, -1, np.int64)
+        for begin, first, end in self._runs:
+            slots[begin : begin + end - first] = np.arange(first, end)
+        return slots
+
+    @cached_property
+    def kept(self) -> Slots:
+        """Those that are not -1."""
+        return self.array if self.low >= 0 else self.array[self.array >= 0]
+
+    @cached_property
+    def index(self) -> torch.Tensor:
+        """The memory of `array` as a tensor."""
+        return torch.from_numpy(self.array)
