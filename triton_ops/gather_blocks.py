@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ._rows.ops import BLOCKS, define_gather
+from ._rows.ops import BLOCKS, define_gather, is_plain
 
 
 def gather_blocks_reference(cache: torch.Tensor, block_ids: torch.Tensor) -> torch.Tensor:
@@ -21,7 +21,7 @@ def gather_blocks_reference(cache: torch.Tensor, block_ids: torch.Tensor) -> tor
     return out
 
 
-define_gather("gather_blocks", BLOCKS)
+_on_cpu = define_gather("gather_blocks", BLOCKS)
 
 
 def gather_blocks(
@@ -44,6 +44,8 @@ def gather_blocks(
         ValueError: A wrong shape or device; with ids in host memory, and in debug mode, also a block out of range.
         RuntimeError: A cache that requires grad while grad mode is on.
     """
+    if device is None and is_plain(cache, block_ids):
+        return _on_cpu(cache, block_ids)
     out: torch.Tensor = torch.ops.pc.gather_blocks(cache, block_ids, device)
     return out
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ._rows.ops import SLOTS, define_gather
+from ._rows.ops import SLOTS, define_gather, is_plain
 
 
 def gather_slots_reference(cache: torch.Tensor, slot_mapping: torch.Tensor) -> torch.Tensor:
@@ -21,7 +21,7 @@ def gather_slots_reference(cache: torch.Tensor, slot_mapping: torch.Tensor) -> t
     return out
 
 
-define_gather("gather_slots", SLOTS)
+_on_cpu = define_gather("gather_slots", SLOTS)
 
 
 def gather_slots(
@@ -45,6 +45,8 @@ def gather_slots(
         ValueError: A wrong shape or device; with slots in host memory, and in debug mode, also a slot out of range.
         RuntimeError: A cache that requires grad while grad mode is on.
     """
+    if device is None and is_plain(cache, slot_mapping):
+        return _on_cpu(cache, slot_mapping)
     out: torch.Tensor = torch.ops.pc.gather_slots(cache, slot_mapping, device)
     return out
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ._rows.ops import BLOCKS, define_scatter
+from ._rows.ops import BLOCKS, define_scatter, is_plain
 
 
 def scatter_blocks_reference(source: torch.Tensor, cache: torch.Tensor, block_ids: torch.Tensor) -> None:
@@ -19,7 +19,7 @@ def scatter_blocks_reference(source: torch.Tensor, cache: torch.Tensor, block_id
             cache[block] = source[i]
 
 
-define_scatter("scatter_blocks", BLOCKS)
+_on_cpu = define_scatter("scatter_blocks", BLOCKS)
 
 
 def scatter_blocks(source: torch.Tensor, cache: torch.Tensor, block_ids: torch.Tensor) -> None:
@@ -38,7 +38,10 @@ def scatter_blocks(source: torch.Tensor, cache: torch.Tensor, block_ids: torch.T
         ValueError: A wrong shape or device; with ids in host memory, and in debug mode, also a block out of range.
         RuntimeError: A tensor that requires grad while grad mode is on.
     """
-    torch.ops.pc.scatter_blocks(source, cache, block_ids)
+    if is_plain(source, cache, block_ids):
+        _on_cpu(source, cache, block_ids)
+    else:
+        torch.ops.pc.scatter_blocks(source, cache, block_ids)
 
 
 def scatter_blocks_list(

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ._rows.ops import SLOTS, define_scatter
+from ._rows.ops import SLOTS, define_scatter, is_plain
 
 
 def scatter_slots_reference(source: torch.Tensor, cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
@@ -19,7 +19,7 @@ def scatter_slots_reference(source: torch.Tensor, cache: torch.Tensor, slot_mapp
             cache[slot // cache.shape[1], slot % cache.shape[1]] = source[i]
 
 
-define_scatter("scatter_slots", SLOTS)
+_on_cpu = define_scatter("scatter_slots", SLOTS)
 
 
 def scatter_slots(source: torch.Tensor, cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
@@ -39,7 +39,10 @@ def scatter_slots(source: torch.Tensor, cache: torch.Tensor, slot_mapping: torch
         ValueError: A wrong shape or device; with slots in host memory, and in debug mode, also a slot out of range.
         RuntimeError: A tensor that requires grad while grad mode is on.
     """
-    torch.ops.pc.scatter_slots(source, cache, slot_mapping)
+    if is_plain(source, cache, slot_mapping):
+        _on_cpu(source, cache, slot_mapping)
+    else:
+        torch.ops.pc.scatter_slots(source, cache, slot_mapping)
 
 
 def scatter_slots_list(

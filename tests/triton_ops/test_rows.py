@@ -11,7 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
+import pc
 from pc.triton_ops._rows.kernel import TILE_UNITS, tile_of
 from pc.triton_ops._rows.layout import row_layout
 from pc.triton_ops._rows.transfer import contiguous_runs, copy_runs
@@ -92,3 +95,27 @@ def test_kernels_compile_for_every_target_with_wide_loads_and_without_spills():
         assert row["spills"] == 0, row
         if row["kernel"] == "move_rows" and "KiB" in row["case"]:
             assert row["load_bytes"] == 16, row
+
+
+class _Seen(TorchDispatchMode):
+    """Names of the operators that are called."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("op", ["gather_blocks", "gather_slots", "scatter_blocks", "scatter_slots"])
+def test_who_looks_on_sees_the_operator(op):
+    cache, index = torch.zeros(4, 2, 3), torch.tensor([1, 0])
+    rows = getattr(pc, "gather" + op[op.index("_") :])(cache, index)
+    with _Seen() as seen:
+        getattr(pc, op)(*([cache] if op.startswith("gather") else [rows, cache]), index)
+    assert seen.names[0] == f"pc.{op}.default"
+    with FakeTensorMode() as fake:
+        mocked = [fake.from_tensor(tensor) for tensor in (rows, cache, index)]
+        assert isinstance(getattr(pc, op)(*mocked[op.startswith("gather") :]), FakeTensor | None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -21,6 +21,22 @@ _INDEX = {BLOCKS: ("block_ids", "[n]"), SLOTS: ("slot_mapping", "[num_tokens]")}
 def on_host(*tensors: torch.Tensor) -> bool:
     """Whether PyTorch on the CPU serves these tensors."""
     return not INTERPRET and not any(t.is_cuda for t in tensors)
+
+
+_modes: Callable[[], int] | None = getattr(torch._C, "_len_torch_dispatch_stack", None)
+
+
+def is_plain(*tensors: object) -> bool:
+    """Whether the CPU's function may be called without the dispatcher, whose way to it costs as much as a few rows.
+
+    Not under a compiler or a mode that looks on, nor for tensors that are another class's or on a device.
+    """
+    if INTERPRET or torch.compiler.is_compiling() or _modes is None or _modes():
+        return False
+    for tensor in tensors:  # noqa: SIM110 - a generator costs as much as the rest
+        if type(tensor) is not torch.Tensor or not tensor.is_cpu:
+            return False
+    return True
 
 
 def lowest_entry(name: str, index: torch.Tensor, limit: int) -> int:
@@ -89,8 +105,12 @@ def _agree(caches: Sequence[torch.Tensor]) -> bool:
     return len(caches) > 0 and all(cache.shape[:2] == caches[0].shape[:2] for cache in caches[1:])
 
 
-def define_gather(op: str, leading: int) -> None:
-    """Registers `op` and `op`_list, which gather rows of one or several caches by BLOCKS or SLOTS."""
+def define_gather(op: str, leading: int) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """Registers `op` and `op`_list, which gather rows of one or several caches by BLOCKS or SLOTS.
+
+    Returns:
+        What `op` runs on the CPU, for arguments that are plain.
+    """
     index_name = _INDEX[leading][0]
 
     def run(cache: torch.Tensor, index: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
@@ -128,10 +148,15 @@ def define_gather(op: str, leading: int) -> None:
     )
     define(op, single, reference=run_quick, launcher=run, fake=fake)
     define(f"{op}_list", several, reference=run_list_quick, launcher=run_list, fake=fake_list)
+    return run_quick
 
 
-def define_scatter(op: str, leading: int) -> None:
-    """Registers `op` and `op`_list, which scatter rows into one or several caches by BLOCKS or SLOTS."""
+def define_scatter(op: str, leading: int) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]:
+    """Registers `op` and `op`_list, which scatter rows into one or several caches by BLOCKS or SLOTS.
+
+    Returns:
+        What `op` runs on the CPU, for arguments that are plain.
+    """
     index_name = _INDEX[leading][0]
 
     def run(source: torch.Tensor, cache: torch.Tensor, index: torch.Tensor) -> None:
@@ -164,6 +189,7 @@ def define_scatter(op: str, leading: int) -> None:
     )
     define(op, single, reference=run_quick, launcher=run, fake=_nothing)
     define(f"{op}_list", several, reference=run_list_quick, launcher=run_list, fake=_nothing)
+    return run_quick
 
 
 def _nothing(*args: object, **kwargs: object) -> None:
