@@ -3,8 +3,11 @@
     OMNI_SRC=<folder of the unpacked wheel vllm-omni 0.30.0> python -m benchmarks.hidden_states
 
 Rounds of all providers alternate in one process. A miss stores a whole prompt and gives its tensor to the next stage, a
-hit stores the last quarter and gives the whole tensor, a decode step stores one token. Block management is left out on
-all sides. OMP_NUM_THREADS threads (1). Writes results/cpu/hidden_states.csv.
+hit stores the last quarter and gives the whole tensor, a decode step stores one token; "step" is what is made once a
+step for all of its tensors, its slots above all. All follow the same block tables, those of a manager that evicts, so
+that all write where nobody has written for a while; managing blocks is not timed. "plain copy" is the floor: it is told
+where the rows lie, one behind the other, and copies them.
+OMP_NUM_THREADS threads (1). Writes results/cpu/hidden_states.csv.
 """
 
 from __future__ import annotations
@@ -35,18 +38,14 @@ RESULTS = Path(__file__).resolve().parent / "results" / "cpu" / "hidden_states.c
 Work = tuple[Callable[[], Any], Callable[[], torch.Tensor]]
 
 
-class Ours:
-    """TensorCache along a CacheManager."""
+class Follower:
+    """Block tables of a request after the other, over a pool of four prompts."""
 
-    name, version = "pc", pc.__version__
     read_ahead = 0.0
 
-    def __init__(self, tokens: int, features: int) -> None:
-        blocks = 4 * tokens // BLOCK_SIZE + 64
-        self.manager = pc.CacheManager(blocks, BLOCK_SIZE, policy="lru")
-        self.cache = pc.TensorCache(self.manager, blocks, BLOCK_SIZE, max_bytes=16 << 30)
-        self.cache.register("hidden", (features,), torch.bfloat16)
-        self.cache.rows("hidden").zero_()  # the rivals' memory has been touched too
+    def __init__(self, tokens: int) -> None:
+        self.num_blocks = 4 * tokens // BLOCK_SIZE + 64
+        self.manager = pc.CacheManager(self.num_blocks, BLOCK_SIZE, policy="lru")
         self.running = ""
 
     def begin(self, request: str, prompt: np.ndarray) -> int:
@@ -55,11 +54,29 @@ class Ours:
             self.manager.free(self.running)
         self.running = request
         self.allocation = self.manager.allocate(request, prompt)
-        return len(prompt) - self.allocation.num_cached_tokens
+        self.cached = self.allocation.num_cached_tokens
+        return len(prompt) - self.cached
 
     def decode(self) -> None:
         """Adds a token to the running request."""
+        self.cached = self.manager.num_tokens(self.running)
         self.allocation = self.manager.append(self.running, [7])
+
+    def commit(self) -> None:
+        """Makes the request's blocks findable."""
+        self.manager.commit(self.running, self.manager.num_tokens(self.running))
+
+
+class Ours(Follower):
+    """TensorCache along a CacheManager."""
+
+    name, version = "pc", pc.__version__
+
+    def __init__(self, tokens: int, features: int) -> None:
+        super().__init__(tokens)
+        self.cache = pc.TensorCache(self.manager, self.num_blocks, BLOCK_SIZE, max_bytes=16 << 30)
+        self.cache.register("hidden", (features,), torch.bfloat16)
+        self.cache.rows("hidden").zero_()  # the rivals' memory has been touched too
 
     def work(self, hidden: torch.Tensor) -> Work:
         """Storing a step, and giving its whole tensor (of a decode step: nothing but the new row)."""
@@ -68,79 +85,76 @@ class Ours:
             return lambda: self.cache.store(step), lambda: hidden
         return lambda: self.cache.store(step), lambda: self.cache.join(step)[self.running]["hidden"]
 
-    def commit(self) -> None:
-        """Makes the request's blocks findable."""
-        self.manager.commit(self.running, self.manager.num_tokens(self.running))
+
+class PlainCopy(Follower):
+    """Rows one behind the other in a ring as large as the others' caches: what copying alone costs."""
+
+    name, version = "plain copy", torch.__version__
+
+    def __init__(self, tokens: int, features: int) -> None:
+        super().__init__(tokens)
+        self.ring = torch.zeros(self.num_blocks * BLOCK_SIZE, features, dtype=torch.bfloat16)
+        self.next, self.prompt = 0, 0
+
+    def work(self, hidden: torch.Tensor) -> Work:
+        """As above."""
+        if self.next + len(hidden) > len(self.ring):
+            self.next = 0
+        first = self.next
+        self.next += len(hidden)
+        if not self.cached:
+            self.prompt = first
+        cached = slice(self.prompt, self.prompt + self.cached)
+
+        def store() -> None:
+            self.ring[first : first + len(hidden)].copy_(hidden)
+
+        if not self.cached or len(hidden) == 1:
+            return store, lambda: hidden
+        return store, lambda: torch.cat([self.ring[cached], hidden])
 
 
-class CopyPerBlock:
+class CopyPerBlock(Follower):
     """A host tensor per block, copied one by one, and concatenated: the loop over chunks of LMCache's local backend."""
 
     name, version = "copy per block", torch.__version__
-    read_ahead = 0.0
 
     def __init__(self, tokens: int, features: int) -> None:
-        self.blocks: dict[int, torch.Tensor] = {}
-        self.cached, self.total = 0, 0
-
-    def begin(self, request: str, prompt: np.ndarray) -> int:
-        """As above."""
-        self.cached = int(len(prompt) // BLOCK_SIZE * HIT) * BLOCK_SIZE if request.startswith("hit") else 0
-        self.total = len(prompt)
-        return self.total - self.cached
-
-    def decode(self) -> None:
-        """As above."""
-        self.cached = self.total // BLOCK_SIZE * BLOCK_SIZE
+        super().__init__(tokens)
+        empty = torch.zeros(BLOCK_SIZE, features, dtype=torch.bfloat16)
+        self.blocks = [empty.clone() for _ in range(self.num_blocks)]
 
     def work(self, hidden: torch.Tensor) -> Work:
         """As above."""
+        table = self.manager.block_table(self.running).tolist()
         first = self.cached // BLOCK_SIZE
+        before, after = table[:first], table[first:]
 
         def store() -> None:
-            for i in range(0, len(hidden), BLOCK_SIZE):
-                self.blocks[first + i // BLOCK_SIZE] = hidden[i : i + BLOCK_SIZE].clone()
+            for i, block in enumerate(after):
+                self.blocks[block] = hidden[i * BLOCK_SIZE : (i + 1) * BLOCK_SIZE].clone()
 
         def load() -> torch.Tensor:
-            return torch.cat([*(self.blocks[b] for b in range(first)), hidden])
+            return torch.cat([*(self.blocks[block] for block in before), hidden])
 
-        return store, load if first and len(hidden) > 1 else lambda: hidden
-
-    def commit(self) -> None:
-        """As above."""
+        return store, load if before and len(hidden) > 1 else lambda: hidden
 
 
-class Indexing:
+class Indexing(Follower):
     """A flat cache, indexed assignment, and blocks by index in front of the new rows: how vLLM-Omni 0.20 does it."""
 
     name, version = "indexing", torch.__version__
-    read_ahead = 0.0
 
     def __init__(self, tokens: int, features: int) -> None:
-        self.cache = torch.zeros(4 * tokens // BLOCK_SIZE + 64, BLOCK_SIZE, features, dtype=torch.bfloat16)
-        self.table = torch.empty(0, dtype=torch.int64)
-        self.cached, self.total = 0, 0
-
-    def begin(self, request: str, prompt: np.ndarray) -> int:
-        """As above; a hit's own blocks follow those of the prompt before it."""
-        blocks, hit = -(-len(prompt) // BLOCK_SIZE), request.startswith("hit")
-        shared = int(blocks * HIT) if hit else 0
-        self.table = torch.cat([torch.arange(shared), torch.arange(blocks, 2 * blocks - shared)])
-        self.cached, self.total = shared * BLOCK_SIZE, len(prompt)
-        if not hit:
-            self.table = torch.arange(blocks)
-        return self.total - self.cached
-
-    def decode(self) -> None:
-        """As above."""
-        self.table = torch.cat([self.table, torch.tensor([len(self.cache) - 1])])
-        self.cached = self.total
+        super().__init__(tokens)
+        self.cache = torch.zeros(self.num_blocks, BLOCK_SIZE, features, dtype=torch.bfloat16)
 
     def work(self, hidden: torch.Tensor) -> Work:
         """As above."""
+        table = torch.from_numpy(self.manager.block_table(self.running)).long()
         positions = torch.arange(self.cached, self.cached + len(hidden))
-        slots = self.table[positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE
-        blocks = self.table[: self.cached // BLOCK_SIZE]
+        slots = table[positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE
+        blocks = table[: self.cached // BLOCK_SIZE]
         load = (lambda: self.load(blocks, hidden)) if len(blocks) and len(hidden) > 1 else lambda: hidden
         return lambda: self.store(slots, hidden), load
 
@@ -151,9 +165,6 @@ class Indexing:
     def load(self, blocks: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         """Cached blocks, then the new rows."""
         return torch.cat([self.cache[blocks].flatten(0, 1), hidden])
-
-    def commit(self) -> None:
-        """As above."""
 
 
 class IndexSelect(Indexing):
@@ -170,7 +181,7 @@ class IndexSelect(Indexing):
         return torch.cat([self.cache.index_select(0, blocks).flatten(0, 1), hidden])
 
 
-class Omni:
+class Omni(Follower):
     """OmniPrefixCacheManager of vLLM-Omni, in its eager mode.
 
     On a hit a thread of it reads the cached rows while the forward pass runs. Here no forward pass runs, and what is
@@ -178,24 +189,23 @@ class Omni:
     """
 
     name, version = "vllm-omni", "0.30.0"
-    read_ahead = 0.0
 
     def __init__(self, tokens: int, features: int) -> None:
+        super().__init__(tokens)
         interface, manager = (
             importlib.import_module(f"vllm_omni.core.prefix_cache.{m}") for m in ("interface", "manager")
         )
         config = interface.PrefixCacheConfig(
-            num_blocks=4 * tokens // BLOCK_SIZE + 64,
+            num_blocks=self.num_blocks + 1,
             block_size=BLOCK_SIZE,
             staging_capacity_tokens=tokens + 8,
             gpu_staging_bytes=8 << 30,
         )
         self.block_size = BLOCK_SIZE
         self.table: list[int] = []
-        self.computed, self.running, self.total = 0, "", 0
         self.finished: list[str] = []
-        self.manager = manager.OmniPrefixCacheManager(config, self, eager=True)
-        self.manager.register_policy(interface.ModelCachePolicy())
+        self.omni = manager.OmniPrefixCacheManager(config, self, eager=True)
+        self.omni.register_policy(interface.ModelCachePolicy())
 
     def batch_req_ids(self) -> list[str]:
         """The batch, as the manager asks for it."""
@@ -203,31 +213,24 @@ class Omni:
 
     def step_slots_cpu(self, requests: list[str], scheduled: dict[str, int]) -> torch.Tensor:
         """Slots of the step, as the manager asks for them."""
-        positions = torch.arange(self.computed, self.computed + scheduled[self.running])
+        positions = torch.arange(self.cached, self.cached + scheduled[self.running])
         return torch.tensor(self.table)[positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE
 
     def begin(self, request: str, prompt: np.ndarray) -> int:
-        """As above."""
+        """As above; its block 0 is nobody's."""
         self.finished = [self.running] if self.running else []
-        blocks = -(-len(prompt) // BLOCK_SIZE)
-        self.computed = int(blocks * HIT) * BLOCK_SIZE if request.startswith("hit") else 0
-        shared = self.computed // BLOCK_SIZE
-        self.table = [
-            *range(1, 1 + shared),
-            *(range(blocks + 10, 2 * blocks + 10 - shared) if shared else range(1, blocks + 1)),
-        ]
-        self.running, self.total = request, len(prompt)
-        left = self.total - self.computed
-        new = types.SimpleNamespace(req_id=request, num_computed_tokens=self.computed, block_ids=(self.table,))
+        left = super().begin(request, prompt)
+        self.table = (self.manager.block_table(request) + 1).tolist()
+        new = types.SimpleNamespace(req_id=request, num_computed_tokens=self.cached, block_ids=(self.table,))
         self._schedule([new], left)
         start = time.perf_counter()
-        for future, _ in list(self.manager._prefetch_queue):
+        for future, _ in list(self.omni._prefetch_queue):
             future.result()
         self.read_ahead = (time.perf_counter() - start) * 1e6
         return left
 
     def _schedule(self, new: list[Any], count: int) -> None:
-        self.manager.new_step_starts(
+        self.omni.new_step_starts(
             types.SimpleNamespace(
                 scheduled_new_reqs=new,
                 num_scheduled_tokens={self.running: count},
@@ -238,8 +241,8 @@ class Omni:
 
     def decode(self) -> None:
         """As above."""
-        self.table = [*self.table, 3 * self.total // BLOCK_SIZE + 30]
-        self.computed = self.total
+        super().decode()
+        self.table = (self.manager.block_table(self.running) + 1).tolist()
         self._schedule([], 1)
 
     def work(self, hidden: torch.Tensor) -> Work:
@@ -248,21 +251,18 @@ class Omni:
 
         def store() -> None:
             count = len(hidden)
-            ids.append(self.manager.save_outputs(hidden, {}, num_tokens_unpadded=count, num_tokens_padded=count))
+            ids.append(self.omni.save_outputs(hidden, {}, num_tokens_unpadded=count, num_tokens_padded=count))
 
         def load() -> torch.Tensor:
-            rows: torch.Tensor = self.manager.materialize(ids[-1], [self.running]).hidden_states[self.running]
+            rows: torch.Tensor = self.omni.materialize(ids[-1], [self.running]).hidden_states[self.running]
             return rows
 
         return store, load
 
-    def commit(self) -> None:
-        """As above."""
-
 
 def providers() -> list[type]:
     """All that can run here."""
-    found: list[type] = [Ours, CopyPerBlock, Indexing, IndexSelect]
+    found: list[type] = [Ours, PlainCopy, CopyPerBlock, Indexing, IndexSelect]
     source = os.environ.get("OMNI_SRC")
     if source:
         sys.path.insert(0, source)
@@ -296,7 +296,8 @@ def measure(tokens: int, features: int) -> dict[tuple[type, str], Quantiles]:
             for what, ids, new in (("miss", prompt, hidden), ("hit", other, suffix)):
                 left = runner.begin(f"{what}{turn}", ids)
                 assert left == len(new), (runner.name, left, len(new))
-                store, load = runner.work(new)
+                took, (store, load) = timed(lambda: runner.work(new))  # noqa: B023 - called at once
+                times.setdefault((type(runner), f"{what} step"), []).append(took)
                 for part, function in (("store", store), ("load", load)):
                     took, result = timed(function)
                     waited = runner.read_ahead if part == "load" else 0.0
@@ -306,7 +307,8 @@ def measure(tokens: int, features: int) -> dict[tuple[type, str], Quantiles]:
                 del result
                 runner.commit()
             runner.decode()
-            store, load = runner.work(row)
+            took, (store, load) = timed(lambda: runner.work(row))  # noqa: B023 - called at once
+            times.setdefault((type(runner), "decode step"), []).append(took)
             times.setdefault((type(runner), "decode store"), []).append(timed(store)[0])
             load()  # vllm-omni keeps a step until it is asked for
     return {key: Quantiles.of([took / 1e6 for took in values[1:]]) for key, values in times.items()}
