@@ -22,24 +22,31 @@ def block_runs(blocks: list[int], block_size: int, begin: int, count: int) -> li
         slot = first * block_size + begin
         return [(0, slot, slot + count)]
     runs = []
-    start = 0
-    for i in range(1, number + 1):
-        if i < number and blocks[i] == blocks[i - 1] + 1 and blocks[start] >= 0:
+    token, slot = -begin, first * block_size
+    behind = slot + block_size
+    for block in blocks[1:]:
+        first = block * block_size
+        if first == behind and first:  # 0 behind an absent block is no neighbour
+            behind += block_size
             continue
-        if blocks[start] >= 0:
-            token = max(start * block_size - begin, 0)
-            slot = blocks[start] * block_size + (begin if not start else 0)
-            runs.append((token, slot, slot + min(i * block_size - begin, count) - token))
-        start = i
-    return runs
+        runs.append((token, slot, behind))
+        token += behind - slot
+        slot, behind = first, first + block_size
+    runs.append((token, slot, behind))
+    runs[0] = (0, runs[0][1] + begin, runs[0][2])
+    token, slot, behind = runs[-1]
+    runs[-1] = (token, slot, slot + count - token)
+    return [run for run in runs if run[2] > 0] if min(blocks) < 0 else runs
 
 
 def ascending(runs: Iterable[Run]) -> list[tuple[int, int]]:
     """The same slots in ascending order, touching runs as one: blocks are often handed out in descending order."""
     spans: list[tuple[int, int]] = []
+    last = -1
     for first, end in sorted([(first, end) for _, first, end in runs]):
-        if spans and spans[-1][1] == first:
+        if first == last:
             spans[-1] = (spans[-1][0], end)
         else:
             spans.append((first, end))
+        last = end
     return spans
