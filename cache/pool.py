@@ -168,7 +168,7 @@ class BlockPool:
         self._ages.append((self.clock, self.taken_at.take(victims)))
         if len(self._ages) > 256:
             self.residency()
-        return victims
+        return victims[::-1]  # given up tail first: so neighbours in memory are neighbours in the new sequence too
 
     def residency(self) -> tuple[npt.NDArray[np.int64], int]:
         """Ticks that evicted blocks had been there: a count for each of `RESIDENCY_BOUNDS` and beyond, and the sum."""
