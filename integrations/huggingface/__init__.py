@@ -9,7 +9,8 @@ handle.disable()
 ```
 
 Modules, in the order data flows: `_support` decides what can be served, `_generation` turns a batch into block tables
-and slots, `_paged` writes and reads the blocks inside the model's layers, `_handle` ties them to one model.
+and slots, `_batch` brings them to the devices, `_paged` writes and reads the blocks inside the model's layers,
+`_graphs` runs decode steps and captures them where `_capturable` allows it, `_handle` ties all to one model.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ except ModuleNotFoundError as error:
         f"pc.integrations.huggingface needs {error.name}: pip install 'pc-kernels[hf]'", name=error.name
     ) from error
 
+from ._graphs import GraphReport
 from ._handle import PrefixCaching, RequestReport, enable_prefix_caching
 
-__all__ = ["PrefixCaching", "RequestReport", "enable_prefix_caching"]
+__all__ = ["GraphReport", "PrefixCaching", "RequestReport", "enable_prefix_caching"]

@@ -18,10 +18,13 @@ from transformers.generation.stopping_criteria import StoppingCriteriaList
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from ...cache import CacheManager, OutOfBlocks
-from ._paged import Batch, BlockStorage, PagedCache, UnsupportedError, paged_pass
+from ._batch import DecodeBatch, PackedBatch, Pass
+from ._paged import BlockStorage, PagedCache, UnsupportedError, paged_pass
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+
+    from ._graphs import DecodeSteps
 
 _request_numbers = itertools.count()
 
@@ -35,7 +38,9 @@ class Row:
         tokens: The prompt without padding.
         num_cached_tokens: How many of them were read from the cache.
         length: Tokens whose KV is in blocks, or will be after the pass under way.
-        table: Block numbers, in order.
+        table: Block numbers, in order; never written to, a changed table is another array.
+        active: Whether it holds blocks.
+        unsettled: Whether blocks were taken out of its table that are free only after its next commit.
     """
 
     request_id: str
@@ -44,6 +49,7 @@ class Row:
     length: int = 0
     table: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
     active: bool = False
+    unsettled: bool = False
 
 
 @dataclass(frozen=True)
@@ -84,7 +90,7 @@ class PackedModel:
         tables = np.full((len(spans), width), -1, np.int32)
         for line, span in zip(tables, spans, strict=True):
             line[: len(span.row.table)] = span.row.table
-        batch = Batch(
+        batch = PackedBatch(
             slot_mapping=np.concatenate([span.slots for span in spans]),
             block_tables=tables,
             seq_lens=np.array([span.start + len(span) for span in spans], np.int32),
@@ -95,11 +101,29 @@ class PackedModel:
         positions = np.concatenate([np.arange(span.start, span.start + len(span)) for span in spans])
         last = torch.from_numpy(np.cumsum(lens, dtype=np.int64) - 1).to(device)
         keep = {"logits_to_keep": last} if self.model._supports_logits_to_keep() else {}
+        logits = self._run(batch, tokens[None], torch.from_numpy(positions).to(device)[None], **keep)
+        return logits if keep else logits[last.to(logits.device)]
+
+    def decode(self, batch: DecodeBatch) -> torch.Tensor:
+        """The pass over the tokens written to a batch; what changes from step to step it reads from its buffers alone.
+
+        Returns:
+            Logits of all rows, padding included, `[batch.num_rows, vocabulary]`.
+
+        Raises:
+            UnsupportedError: As `forward`.
+        """
+        batch.begin()
+        return self._run(batch, *batch.inputs(self.model.device))
+
+    def _run(self, batch: Pass, tokens: torch.Tensor, positions: torch.Tensor, **keep: Any) -> torch.Tensor:
         cache = PagedCache(self.storage, batch)
         with paged_pass(self.model, cache):
             output = self.model(
-                input_ids=tokens[None],
-                position_ids=torch.from_numpy(positions).to(device)[None],
+                input_ids=tokens,
+                # Of no effect on the blocks; without one, some models look on the host for padding among the tokens.
+                attention_mask=torch.ones_like(tokens),
+                position_ids=positions,
                 past_key_values=cache,
                 use_cache=True,
                 return_dict=True,
@@ -110,7 +134,7 @@ class PackedModel:
                 f"{cache.layers_attended} of its {len(self.storage.layers)} caching layers attended through the cache"
             )
         logits: torch.Tensor = output.logits[0]
-        return logits if keep else logits[last.to(logits.device)]
+        return logits
 
 
 class Requests:
@@ -120,12 +144,14 @@ class Requests:
         self,
         manager: CacheManager,
         packed: PackedModel,
+        steps: DecodeSteps,
         prompts: Sequence[np.ndarray],
         extra_keys: tuple[str, ...] | None = None,
         chunk: int | None = None,
     ) -> None:
         self.manager = manager
         self.packed = packed
+        self.steps = steps
         self.extra_keys = extra_keys
         self.chunk = chunk
         self.rows = [Row(f"generate-{next(_request_numbers)}", prompt) for prompt in prompts]
@@ -159,14 +185,24 @@ class Requests:
         Raises:
             OutOfBlocks: The cache is full of blocks that this call holds.
         """
-        spans = []
-        for row, token in zip(self.active(), tokens, strict=True):
-            ids = np.array([token], np.int64)
-            allocation = self.manager.append(row.request_id, ids)
-            self.packed.storage.copy(allocation.copies)
-            row.table = self.manager.block_table(row.request_id)
-            spans.append(Span(row, ids, allocation.slot_mapping, row.length))
-        return torch.stack(self._compute(spans))
+        rows, size = self.active(), self.manager.block_size
+        slots, copies = self.manager.append_each([row.request_id for row in rows], np.array(tokens, np.int64))
+        if copies:
+            self.packed.storage.copy(copies)
+            copied = {target for _, target in copies}
+        for row, block in zip(rows, (slots // size).tolist(), strict=True):
+            if copies and block in copied:
+                row.unsettled = True
+            index = row.length // size
+            if index >= len(row.table) or row.table[index] != block:
+                row.table = self.manager.block_table(row.request_id)
+        positions = np.array([row.length for row in rows], np.int64)
+        logits = self.steps.run(self.packed, [row.table for row in rows], positions, tokens, slots)
+        for row in rows:
+            row.length += 1
+            if row.unsettled or row.length % size == 0:  # between blocks there is nothing to publish or merge
+                self._commit(row)
+        return logits
 
     def active(self) -> list[Row]:
         """Rows that still hold blocks."""
@@ -213,9 +249,14 @@ class Requests:
         for span in spans:
             row = span.row
             row.length = span.start + len(span)
-            if self.manager.commit(row.request_id, row.length):
-                row.table = self.manager.block_table(row.request_id)
+            self._commit(row)
         return [logits[span.row.request_id] for span in spans]
+
+    def _commit(self, row: Row) -> None:
+        """Makes what a row has computed findable; blocks that a merge replaced are free after its next commit."""
+        row.unsettled = bool(self.manager.commit(row.request_id, row.length))
+        if row.unsettled:
+            row.table = self.manager.block_table(row.request_id)
 
 
 class RecordedCriteria(StoppingCriteriaList):  # type: ignore[misc]  # transformers is untyped here
@@ -284,7 +325,8 @@ class PagedDecoder:
                 if finished:
                     self._requests.finish(row)
         active = [index for index, row in enumerate(rows) if row.active]
-        logits = self._requests.decode(input_ids[active, -1].tolist())
+        last = input_ids[:, -1].tolist()
+        logits = self._requests.decode([last[index] for index in active])
         if len(active) == len(rows):
             return logits
         # A finished row's next token is padding whatever its logits are.

@@ -20,7 +20,9 @@ import torch
 from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
 
 from ...cache import CacheManager, OutOfBlocks
+from ._batch import DecodeBatch
 from ._generation import PackedModel, PagedDecoder, RecordedCriteria, Requests, Row, Span
+from ._graphs import DecodeSteps, GraphReport
 from ._paged import BlockStorage, UnsupportedError
 from ._support import check_call, check_model, layer_windows, rope_keys
 
@@ -45,7 +47,11 @@ class RequestReport:
 
 
 def enable_prefix_caching(
-    model: Any, num_blocks: int | None = None, block_size: int = 16, policy: Any = "default"
+    model: Any,
+    num_blocks: int | None = None,
+    block_size: int = 16,
+    policy: Any = "default",
+    cuda_graphs: bool | None = None,
 ) -> PrefixCaching:
     """Lets `model.generate` reuse the KV of prompts it has seen, until `disable` is called.
 
@@ -59,13 +65,18 @@ def enable_prefix_caching(
             all memory, 4 GiB at most), and no more than 32 of the model's longest sequences need.
         block_size: Tokens of a block, a power of two from 8 to 256.
         policy: Which block is evicted first: a name or an `EvictionPolicy`, see `CacheManager`.
+        cuda_graphs: Whether decode steps are captured in CUDA graphs and replayed. None: where that is possible, see
+            `docs/huggingface.md`; what cannot be captured runs eagerly.
 
     Returns:
-        The handle: `stats()`, `last_requests`, `reset()`, `disable()`; also a context manager that disables at its end.
+        The handle: `stats()`, `last_requests`, `graphs`, `reset()`, `disable()`; also a context manager that disables
+        at its end.
 
     Raises:
-        TypeError: `model` has no `generate` of transformers, or `num_blocks` or `block_size` is not an integer.
-        ValueError: Caching is already enabled for this model, or a number is out of range.
+        TypeError: `model` has no `generate` of transformers, or `num_blocks` or `block_size` is not an integer, or
+            `cuda_graphs` not a bool.
+        ValueError: Caching is already enabled for this model, a number is out of range, or `cuda_graphs` is True and
+            its decode steps cannot be captured.
     """
     if not isinstance(model, torch.nn.Module) or not hasattr(model, "prepare_inputs_for_generation"):
         raise TypeError(f"model: got {type(model).__name__}, needs a transformers model with generate")
@@ -81,7 +92,11 @@ def enable_prefix_caching(
         raise TypeError(f"num_blocks: got {type(num_blocks).__name__}, needs an int or None")
     if num_blocks is not None and num_blocks < 1:
         raise ValueError(f"num_blocks: got {num_blocks}, needs at least 1")
-    handle = PrefixCaching(model, num_blocks, block_size, policy)
+    if cuda_graphs is not None and not isinstance(cuda_graphs, bool):
+        raise TypeError(f"cuda_graphs: got {type(cuda_graphs).__name__}, needs a bool or None")
+    handle = PrefixCaching(model, num_blocks, block_size, policy, cuda_graphs)
+    if cuda_graphs and handle.graphs.reason is not None:
+        raise ValueError(f"cuda_graphs: got True, needs steps that can be captured, and {handle.graphs.reason}")
     _handles[model] = handle
     vars(model)["generate"] = types.MethodType(_wrapped_generate(type(model)), model)
     return handle
@@ -109,13 +124,16 @@ class PrefixCaching:
         last_requests: A report per row of the last call, in the order of the batch; empty when it was not served here.
     """
 
-    def __init__(self, model: Any, num_blocks: int | None, block_size: int, policy: Any) -> None:
+    def __init__(
+        self, model: Any, num_blocks: int | None, block_size: int, policy: Any, cuda_graphs: bool | None
+    ) -> None:
         self._model: weakref.ref[Any] = weakref.ref(model)
         # Passes set the config's attention implementation, which other models may share.
         self._lock = _locks.setdefault(id(model.config), threading.RLock())
         self._warned: set[str] = set()
         self._policy = policy
         self._num_blocks = num_blocks
+        self._cuda_graphs = cuda_graphs
         self.block_size = block_size
         self.last_requests: list[RequestReport] = []
         with self._lock:
@@ -127,22 +145,29 @@ class PrefixCaching:
         self.unsupported: str | None = None
         self._weights = _fingerprint(model)
         self._placed = (model.dtype, model.device)
+        self._steps = DecodeSteps(self._cuda_graphs is not False, self._warn_of_graphs)
         try:
             check_model(model)
             bytes_per_block = _probe(model, self.block_size)
         except UnsupportedError as error:
-            self.unsupported = f"{type(model).__name__}: {error}"
+            self.unsupported = self._steps.reason = f"{type(model).__name__}: {error}"
             self._warn(self.unsupported)
             return
         num_blocks = self._num_blocks or _default_num_blocks(model, bytes_per_block, self.block_size)
         self.manager = CacheManager(num_blocks, self.block_size, policy=self._policy)
         self._storage = BlockStorage(num_blocks, self.block_size, layer_windows(model.config))
+        self._steps.prepare(model, (self._weights, _adapter_keys(model)))
 
     def __enter__(self) -> PrefixCaching:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
         self.disable()
+
+    @property
+    def graphs(self) -> GraphReport:
+        """How decode steps ran: captured in CUDA graphs, or eagerly and why."""
+        return self._steps.report()
 
     def stats(self) -> Any:
         """Counts since caching was enabled or reset: see `CacheManager.stats`; empty for a model that is not served."""
@@ -153,6 +178,7 @@ class PrefixCaching:
         with self._lock:
             if self.manager is not None:
                 self.manager.reset()
+                self._steps.drop()
 
     def disable(self) -> None:
         """Gives the model its own `generate` back and frees the blocks; a second call does nothing."""
@@ -163,6 +189,7 @@ class PrefixCaching:
             del _handles[model]
             del vars(model)["generate"]
             self._storage = BlockStorage(0, self.block_size, {})
+            self._steps.drop()
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """The model's generate, over the cache where it can be served."""
@@ -220,11 +247,14 @@ class PrefixCaching:
             # Rows that met an eos are padded from then on, so that nobody sees their logits but who asked for them.
             seen = own_processors or generation_config.output_scores or generation_config.output_logits
             drop_finished = not seen and any(hasattr(c, "eos_token_id") for c in criteria)
+            adapters = _adapter_keys(model)
+            self._steps.prepare(model, (self._weights, adapters))
             requests = Requests(
                 manager,
                 PackedModel(model, self._storage),
+                self._steps,
                 prompts,
-                (*(extra_keys or ()), *_adapter_keys(model)) or None,
+                (*(extra_keys or ()), *adapters) or None,
                 generation_config.prefill_chunk_size,
             )
             decoder = PagedDecoder(model, requests, criteria, drop_finished, self._warn_out_of_blocks)
@@ -245,6 +275,11 @@ class PrefixCaching:
 
     def _warn_out_of_blocks(self, error: OutOfBlocks) -> None:
         self._warn(f"generation went on without the cache: {error}; give a larger num_blocks")
+
+    def _warn_of_graphs(self, reason: str) -> None:
+        if "graphs" not in self._warned:
+            self._warned.add("graphs")
+            warnings.warn(f"prefix caching: {reason}. It runs without CUDA graphs.", UserWarning, stacklevel=2)
 
     def _warn(self, reason: str) -> None:
         if reason not in self._warned:
@@ -326,10 +361,13 @@ def _eval_mode(model: torch.nn.Module) -> Iterator[None]:
 
 @torch.no_grad()
 def _probe(model: Any, block_size: int) -> int:
-    """Runs two short sequences through blocks and through the model itself; gives the bytes of a block.
+    """Runs two short sequences through blocks, a decode step of padded rows at their end, and through the model itself.
 
     It catches what no attribute tells: attention outside the interface, keys changed after they were cached, positions
     that are counted rather than given.
+
+    Returns:
+        The bytes of a block.
 
     Raises:
         UnsupportedError: The model fails over blocks, or its logits differ.
@@ -354,7 +392,16 @@ def _probe(model: Any, block_size: int) -> int:
     with _eval_mode(model):
         try:
             packed.forward([span(rows[0], 0, cut), span(rows[1], 0, 2)])
-            got = packed.forward([span(rows[1], 2, lens[1]), span(rows[0], cut, lens[0])]).flip(0).float()
+            packed.forward([span(rows[1], 2, lens[1] - 1), span(rows[0], cut, lens[0] - 1)])
+            last = [span(row, n - 1, n) for row, n in zip(rows, lens, strict=True)]
+            step = DecodeBatch(4, max(blocks), pinned=False)
+            step.write(
+                [row.table for row in rows],
+                np.array([s.start for s in last]),
+                np.concatenate([s.tokens for s in last]),
+                np.concatenate([s.slots for s in last]),
+            )
+            got = packed.decode(step)[:2].float()
         except UnsupportedError:
             raise
         except Exception as error:

@@ -12,12 +12,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from transformers import AttentionInterface
 from transformers.cache_utils import Cache, DynamicLayer
 
-from ... import triton_ops  # noqa: F401  registers torch.ops.pc
+from ._batch import Pass
 
 ATTENTION_NAME = "pc_paged"
 """Name under which the attention function is registered; it has no mask function, so transformers builds no mask."""
@@ -98,43 +97,10 @@ class BlockStorage:
         return self.block_size * sum(spec.bytes_per_token() for spec in self.specs.values())
 
 
-class Batch:
-    """Metadata of one packed forward pass, moved once to each device that holds layers.
-
-    Args:
-        slot_mapping: `[num_tokens]` int64, token -> slot; -1 writes nothing.
-        block_tables: `[num_seqs, max_blocks]` int32.
-        seq_lens: `[num_seqs]` int32, tokens including those of this pass.
-        query_lens: `[num_seqs]` int32, tokens of this pass.
-    """
-
-    def __init__(
-        self, slot_mapping: np.ndarray, block_tables: np.ndarray, seq_lens: np.ndarray, query_lens: np.ndarray
-    ) -> None:
-        query_start_loc = np.zeros(len(query_lens) + 1, np.int32)
-        np.cumsum(query_lens, out=query_start_loc[1:])
-        self._host = (
-            torch.from_numpy(slot_mapping),
-            torch.from_numpy(block_tables),
-            torch.from_numpy(seq_lens),
-            torch.from_numpy(query_start_loc),
-        )
-        self._on_device: dict[torch.device, tuple[torch.Tensor, ...]] = {}
-        self.max_query_len = int(query_lens.max())
-        self.max_seq_len = int(seq_lens.max())
-
-    def on(self, device: torch.device) -> tuple[torch.Tensor, ...]:
-        """slot_mapping, block_tables, seq_lens and query_start_loc on `device`."""
-        tensors = self._on_device.get(device)
-        if tensors is None:
-            tensors = self._on_device[device] = tuple(t.to(device, non_blocking=True) for t in self._host)
-        return tensors
-
-
 class PagedCache(Cache):  # type: ignore[misc]  # transformers is untyped here
     """The `past_key_values` of one packed forward pass: writes blocks, and hands the pass to the attention function."""
 
-    def __init__(self, storage: BlockStorage, batch: Batch) -> None:
+    def __init__(self, storage: BlockStorage, batch: Pass) -> None:
         super().__init__(layer_class_to_replicate=DynamicLayer)
         self.storage = storage
         self.batch = batch
@@ -150,7 +116,7 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is untyped here
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Writes keys and values `[1, num_kv_heads, num_tokens, head_dim]` to their slots and gives them back."""
         key_cache, value_cache = self.storage.layer(layer_idx, key_states, value_states)
-        slot_mapping = self.batch.on(key_states.device)[0]
+        slot_mapping = self.batch.on(key_states.device).slot_mapping
         torch.ops.pc.reshape_and_cache(
             key_states[0].transpose(0, 1), value_states[0].transpose(0, 1), key_cache, value_cache, slot_mapping
         )
@@ -186,11 +152,13 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is untyped here
             )
         _, block_tables, seq_lens, query_start_loc = self.batch.on(query.device)
         batch = (query[0].transpose(0, 1), key_cache, value_cache, block_tables, seq_lens, query_start_loc, scale)
+        block_size, num_kv_heads = key_cache.shape[1:3]
         options = {
             "softcap": softcap,
             "sinks": sinks,
             "max_query_len": self.batch.max_query_len,
             "max_seq_len": self.batch.max_seq_len,
+            "plan": self.batch.plan(query.device, block_size, window or 0, num_kv_heads),
         }
         out: torch.Tensor
         if window is None:

@@ -113,7 +113,7 @@ def rope_keys(config: Any, prompt_lens: list[int], max_length: int) -> tuple[str
         UnsupportedError: The frequencies would change during this call.
     """
     for rope in _rope_parameters(config):
-        kind = rope.get("rope_type", rope.get("type"))
+        kind = _rope_type(rope)
         if kind not in ("dynamic", "longrope"):
             continue
         limit = (
@@ -127,6 +127,15 @@ def rope_keys(config: Any, prompt_lens: list[int], max_length: int) -> tuple[str
             return ("longrope",)
         raise UnsupportedError(f"{kind} rotary embeddings change at {limit} tokens, which this call may cross")
     return None
+
+
+def rope_types(config: Any) -> set[Any]:
+    """The kinds of rotary embeddings of a model."""
+    return {_rope_type(rope) for rope in _rope_parameters(config)}
+
+
+def _rope_type(rope: dict[str, Any]) -> Any:
+    return rope.get("rope_type", rope.get("type"))
 
 
 def _rope_parameters(config: Any) -> Iterator[dict[str, Any]]:

@@ -7,7 +7,6 @@ import sys
 import threading
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -16,65 +15,23 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 transformers = pytest.importorskip("transformers")
 
+from generate_cases import (  # noqa: E402
+    EOS,
+    FAMILIES,
+    LLAMA,
+    SMALL,
+    VOCAB,
+    Family,
+    assert_nothing_held,
+    assert_same,
+    both,
+    left_padded,
+    plain,
+    prompt,
+)
+
 from pc.integrations.huggingface import PrefixCaching, enable_prefix_caching  # noqa: E402
 from pc.integrations.huggingface import _handle as handle_module  # noqa: E402
-
-VOCAB = 503
-EOS = 7
-SMALL = {
-    "vocab_size": VOCAB,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": EOS,
-}
-
-
-@dataclass(frozen=True)
-class Family:
-    name: str
-    config: str
-    model: str
-    options: dict[str, Any] = field(default_factory=dict)
-
-    def build(self) -> Any:
-        torch.manual_seed(0)
-        config = getattr(transformers, self.config)(**{**SMALL, **self.options})
-        return getattr(transformers, self.model)(config).eval()
-
-
-FAMILIES = [
-    Family("llama", "LlamaConfig", "LlamaForCausalLM"),
-    Family("llama-head-dim-80", "LlamaConfig", "LlamaForCausalLM", {"head_dim": 80}),
-    Family("qwen2", "Qwen2Config", "Qwen2ForCausalLM"),
-    Family("qwen3", "Qwen3Config", "Qwen3ForCausalLM", {"head_dim": 16}),
-    Family("mistral", "MistralConfig", "MistralForCausalLM", {"sliding_window": None}),
-    Family("mistral-window", "MistralConfig", "MistralForCausalLM", {"sliding_window": 20}),
-    Family("phi3", "Phi3Config", "Phi3ForCausalLM"),
-    Family("olmo2", "Olmo2Config", "Olmo2ForCausalLM"),
-    Family("granite", "GraniteConfig", "GraniteForCausalLM", {"attention_multiplier": 0.1, "logits_scaling": 4.0}),
-    Family("gemma", "GemmaConfig", "GemmaForCausalLM", {"head_dim": 32}),
-    Family("gpt-neox", "GPTNeoXConfig", "GPTNeoXForCausalLM"),
-    Family("gpt2", "GPT2Config", "GPT2LMHeadModel", {"n_embd": 64, "n_layer": 2, "n_head": 4}),
-    Family("mixtral", "MixtralConfig", "MixtralForCausalLM", {"num_local_experts": 4}),
-    Family("gemma2", "Gemma2Config", "Gemma2ForCausalLM", {"head_dim": 32, "sliding_window": 20}),
-    Family("gemma3", "Gemma3TextConfig", "Gemma3ForCausalLM", {"sliding_window": 9, "num_hidden_layers": 6}),
-    Family(
-        "cohere2",
-        "Cohere2Config",
-        "Cohere2ForCausalLM",
-        {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]},
-    ),
-    Family("glm4", "Glm4Config", "Glm4ForCausalLM", {"head_dim": 16}),
-    Family("opt", "OPTConfig", "OPTForCausalLM", {"ffn_dim": 96, "word_embed_proj_dim": 64}),
-    Family("gpt-oss", "GptOssConfig", "GptOssForCausalLM", {"sliding_window": 24, "num_local_experts": 4}),
-]
-LLAMA = FAMILIES[0]
 
 
 @pytest.fixture
@@ -86,44 +43,6 @@ def model() -> Any:
 def handle(model: Any) -> Iterator[PrefixCaching]:
     with enable_prefix_caching(model) as handle:
         yield handle
-
-
-def prompt(length: int, seed: int = 0) -> torch.Tensor:
-    return torch.randint(8, VOCAB, (1, length), generator=torch.Generator().manual_seed(seed))
-
-
-def left_padded(*prompts: torch.Tensor) -> dict[str, torch.Tensor]:
-    width = max(p.shape[1] for p in prompts)
-    ids = torch.zeros(len(prompts), width, dtype=torch.long)
-    mask = torch.zeros_like(ids)
-    for line, keep, p in zip(ids, mask, prompts, strict=True):
-        line[width - p.shape[1] :] = p
-        keep[width - p.shape[1] :] = 1
-    return {"input_ids": ids, "attention_mask": mask}
-
-
-def plain(model: Any, **kwargs: Any) -> Any:
-    """The model's own generate, whether or not caching is enabled."""
-    return type(model).generate(model, **{"max_new_tokens": 20, **kwargs})
-
-
-def both(model: Any, seed: int = 0, **kwargs: Any) -> tuple[Any, Any]:
-    torch.manual_seed(seed)
-    want = plain(model, **kwargs)
-    torch.manual_seed(seed)
-    return want, model.generate(**{"max_new_tokens": 20, **kwargs})
-
-
-def assert_same(model: Any, seed: int = 0, **kwargs: Any) -> torch.Tensor:
-    want, got = both(model, seed, **kwargs)
-    assert torch.equal(want, got)
-    return got
-
-
-def assert_nothing_held(handle: PrefixCaching) -> None:
-    handle.manager.check()
-    assert handle.stats().held_blocks == 0
-    assert handle.stats().num_requests == 0
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda f: f.name)

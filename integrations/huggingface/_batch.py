@@ -1,0 +1,201 @@
+"""Metadata of one forward pass on the devices that hold layers: of any packed rows, or of one decode step.
+
+A decode step's buffers stay where they are from step to step, so that a captured graph can read them again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from ... import triton_ops  # noqa: F401  registers torch.ops.pc
+
+ALIGNMENT = 16
+"""Bytes at whose multiples tensors begin: what triton compiles the faster kernels for."""
+
+
+class Metadata(NamedTuple):
+    """What operators read of a pass, on one device; shapes as in `PackedBatch`."""
+
+    slot_mapping: torch.Tensor
+    block_tables: torch.Tensor
+    seq_lens: torch.Tensor
+    query_start_loc: torch.Tensor
+
+
+class Pass:
+    """What the layers of one forward pass share.
+
+    Attributes:
+        max_query_len: Bound of the queries of a sequence.
+        max_seq_len: Bound of their lengths; None where the block tables' shape is the bound.
+    """
+
+    max_query_len: int
+    max_seq_len: int | None
+
+    def __init__(self) -> None:
+        self._plans: dict[tuple[torch.device, int], torch.Tensor] = {}
+        self._planned: set[tuple[torch.device, int]] = set()
+
+    def on(self, device: torch.device) -> Metadata:
+        """The metadata on `device`."""
+        raise NotImplementedError
+
+    def begin(self) -> None:
+        """Makes the next `plan` of each window build it from the metadata as it is by then."""
+        self._planned.clear()
+
+    def plan(self, device: torch.device, block_size: int, window: int, num_kv_heads: int) -> torch.Tensor | None:
+        """The plan of the layers with this window (0: none), built once a pass; None where the operators need none."""
+        if not needs_plan(device):
+            return None
+        key = (device, window)
+        if key not in self._planned:
+            on = self.on(device)
+            arguments = (*on[1:], block_size, True, window, 0, None, 0, num_kv_heads)
+            if key in self._plans:
+                torch.ops.pc.attention_plan(*arguments, out=self._plans[key])
+            else:
+                # It outlives the pass, and what is made in inference mode cannot be written to outside of it.
+                with torch.inference_mode(False):
+                    self._plans[key] = torch.ops.pc.attention_plan(*arguments)
+            self._planned.add(key)
+        return self._plans[key]
+
+
+def needs_plan(device: torch.device) -> bool:
+    """Whether attention on `device` reads a plan; the reference on a CPU does not."""
+    return device.type != "cpu"
+
+
+class PackedBatch(Pass):
+    """Rows of any length behind each other.
+
+    Args:
+        slot_mapping: `[num_tokens]` int64, token -> slot; -1 writes nothing.
+        block_tables: `[num_seqs, max_blocks]` int32.
+        seq_lens: `[num_seqs]` int32, tokens including those of this pass.
+        query_lens: `[num_seqs]` int32, tokens of this pass.
+    """
+
+    def __init__(
+        self, slot_mapping: np.ndarray, block_tables: np.ndarray, seq_lens: np.ndarray, query_lens: np.ndarray
+    ) -> None:
+        super().__init__()
+        query_start_loc = np.zeros(len(query_lens) + 1, np.int32)
+        np.cumsum(query_lens, out=query_start_loc[1:])
+        self._host = [torch.from_numpy(a) for a in (slot_mapping, block_tables, seq_lens, query_start_loc)]
+        self._on_device: dict[torch.device, Metadata] = {}
+        self.max_query_len = int(query_lens.max())
+        self.max_seq_len = int(seq_lens.max())
+
+    def on(self, device: torch.device) -> Metadata:
+        """The metadata on `device`, moved there once."""
+        if device not in self._on_device:
+            self._on_device[device] = Metadata(*(t.to(device, non_blocking=True) for t in self._host))
+        return self._on_device[device]
+
+
+class DecodeBatch(Pass):
+    """One new token for each of up to `num_rows` sequences of up to `width` blocks.
+
+    Rows past those written are padding: token and position 0, slot -1, length 0, no queries.
+
+    Args:
+        num_rows: Rows of the buffers.
+        width: Columns of the block tables.
+        pinned: Whether the host's side is page-locked, as asynchronous copies to a GPU need.
+    """
+
+    def __init__(self, num_rows: int, width: int, pinned: bool) -> None:
+        super().__init__()
+        self.num_rows, self.width = num_rows, width
+        self.max_query_len, self.max_seq_len = 1, None
+        rows = (num_rows,)
+        shapes = [(torch.int64, rows)] * 3 + [(torch.int32, rows), (torch.int32, (num_rows + 1,))]
+        self._layout: list[tuple[int, torch.dtype, tuple[int, ...]]] = []
+        end = 0
+        for dtype, shape in [*shapes, (torch.int32, (num_rows, width))]:
+            start = -(-end // ALIGNMENT) * ALIGNMENT
+            self._layout.append((start, dtype, shape))
+            end = start + dtype.itemsize * int(np.prod(shape))
+        with torch.inference_mode(False):
+            self._staging = torch.zeros(end, dtype=torch.uint8, pin_memory=pinned)
+        self._tables_begin = self._layout[-1][0]
+        host = [view.numpy() for view in self._views(self._staging)]
+        self._tokens, self._positions, self._slots, self._seq_lens, self._starts, self._tables = host
+        self._slots[:] = -1
+        self._tables[:] = -1
+        self._written: list[np.ndarray | None] = [None] * num_rows
+        self._num_written = 0
+        self._on_device: dict[torch.device, tuple[torch.Tensor, list[torch.Tensor]]] = {}
+        self._copied: list[torch.cuda.Event] = []
+
+    def _views(self, buffer: torch.Tensor) -> list[torch.Tensor]:
+        """Tokens, positions, slots, lengths, starts of queries and tables, in one buffer of bytes."""
+        return [
+            buffer[start : start + dtype.itemsize * int(np.prod(shape))].view(dtype).view(shape)
+            for start, dtype, shape in self._layout
+        ]
+
+    def write(
+        self, tables: Sequence[np.ndarray], positions: np.ndarray, tokens: Sequence[int] | np.ndarray, slots: np.ndarray
+    ) -> None:
+        """Puts a step into the buffers.
+
+        Args:
+            tables: Block numbers of each sequence; a changed table is another array.
+            positions: `[n]`, position of each new token.
+            tokens: `[n]`, the new tokens.
+            slots: `[n]` int64, where their keys and values go.
+        """
+        count = len(tables)
+        for event in self._copied:  # the copies of the step before still read this memory
+            event.synchronize()
+        if count != self._num_written:
+            self._tokens[count:], self._positions[count:], self._slots[count:], self._seq_lens[count:] = 0, 0, -1, 0
+            self._starts[:] = np.minimum(np.arange(self.num_rows + 1), count)
+            self._num_written = count
+        self._tokens[:count] = tokens
+        self._positions[:count] = positions
+        self._slots[:count] = slots
+        self._seq_lens[:count] = positions + 1
+        end = self._tables_begin
+        for index, table in enumerate(tables):
+            if table is not self._written[index]:
+                self._tables[index, : len(table)] = table  # what is behind its end is never read
+                self._written[index] = table
+                end = len(self._staging)
+        self._copied.clear()
+        for device in self._on_device:
+            self._copy(device, end)
+
+    def _copy(self, device: torch.device, end: int) -> None:
+        """Brings the first `end` bytes to a device."""
+        buffer = self._on_device[device][0]
+        if buffer is not self._staging:
+            buffer[:end].copy_(self._staging[:end], non_blocking=True)
+        if device.type == "cuda":
+            self._copied.append(torch.cuda.current_stream(device).record_event())
+
+    def _buffers(self, device: torch.device) -> list[torch.Tensor]:
+        if device not in self._on_device:
+            with torch.inference_mode(False):
+                buffer = self._staging if device.type == "cpu" else torch.empty_like(self._staging, device=device)
+            self._on_device[device] = (buffer, self._views(buffer))
+            self._copy(device, len(self._staging))
+        return self._on_device[device][1]
+
+    def on(self, device: torch.device) -> Metadata:
+        """The metadata on `device`, in the same memory from step to step."""
+        _, _, slots, seq_lens, starts, tables = self._buffers(device)
+        return Metadata(slots, tables, seq_lens, starts)
+
+    def inputs(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tokens and positions on `device`, each `[1, num_rows]` int64."""
+        tokens, positions, *_ = self._buffers(device)
+        return tokens[None], positions[None]

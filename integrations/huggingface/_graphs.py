@@ -1,0 +1,238 @@
+"""Decode steps, and CUDA graphs of them: one for each batch size and width of block tables, in powers of two.
+
+A graph replays the kernels of a step as they were captured: on the same memory, with the same numbers from the host. So
+everything that changes from step to step lies in the buffers of a `DecodeBatch`, and whatever else a step depends on
+(weights, adapters, settings) is compared before each call of generate; the graphs are dropped when it has changed.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from ._batch import DecodeBatch
+from ._capturable import Rehearsal, baked_in, why_eager
+from ._generation import PackedModel
+
+WARM_STEPS = 3
+"""Eager steps of a bucket before its capture: in them kernels are compiled and libraries choose theirs."""
+MAX_ROWS = 256
+"""Rows of the largest graph; a larger batch keeps a GPU busy without one."""
+MIN_WIDTH = 16
+"""Columns of the narrowest block tables, so that short sequences share a graph."""
+
+Step = Callable[[], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class GraphReport:
+    """How decode steps ran since caching was enabled.
+
+    Attributes:
+        captured: Graphs there are now.
+        replays: Steps that replayed one.
+        eager_steps: Steps that ran the model in Python.
+        reason: Why steps of the last call were not captured; None when they were, or will be after a few.
+    """
+
+    captured: int
+    replays: int
+    eager_steps: int
+    reason: str | None
+
+
+class Capturer(Protocol):
+    """Runs and captures the steps of one device."""
+
+    def warm(self, step: Step) -> torch.Tensor:
+        """Runs a step eagerly, where it will be captured."""
+
+    def capture(self, step: Step) -> Step:
+        """Captures a step without running it; what is given back replays it into the same result each time."""
+
+
+class CudaCapturer:
+    """Captures on a stream of its own, into one memory pool for all graphs.
+
+    Graphs of one pool overwrite each other's results, so each is to be copied before the next replay ("CUDA semantics"
+    in torch's documentation).
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def warm(self, step: Step) -> torch.Tensor:
+        """Runs a step on the stream, after what the current one has to do and before what it gets to do."""
+        with torch.cuda.device(self._device):
+            current = torch.cuda.current_stream()
+            self._stream.wait_stream(current)
+            with torch.cuda.stream(self._stream):
+                result = step()
+            current.wait_stream(self._stream)
+        return result
+
+    def capture(self, step: Step) -> Step:
+        """Captures a step; what other threads do on the device does not disturb it."""
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.device(self._device):
+            generator = torch.cuda.default_generators[torch.cuda.current_device()]
+            state = generator.clone_state()
+            try:
+                # A capture that fails stays on its stream, unless it is within another block.
+                with (
+                    torch.cuda.stream(torch.cuda.current_stream()),
+                    torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"),
+                ):
+                    result = step()
+            except BaseException:
+                generator.graphsafe_set_state(state)  # nor does it tell the generator that it has ended
+                raise
+
+        def replay() -> torch.Tensor:
+            with torch.cuda.device(self._device):
+                graph.replay()
+            return result
+
+        return replay
+
+
+CAPTURERS: dict[str, Callable[[torch.device], Capturer]] = {"cuda": CudaCapturer}
+"""What captures, by type of device."""
+
+
+@dataclass
+class Bucket:
+    """Steps of one shape: their buffers, how many there were, and their graph once there is one."""
+
+    batch: DecodeBatch
+    steps: int = 0
+    replay: Step | None = None
+
+
+class DecodeSteps:
+    """Runs the decode steps of one model over one set of blocks, and captures them where that is possible.
+
+    Args:
+        wanted: Whether to capture at all.
+        on_failure: Told why a capture failed; none is tried again.
+
+    Attributes:
+        reason: Why steps are not captured; None when they are.
+    """
+
+    def __init__(self, wanted: bool, on_failure: Callable[[str], None]) -> None:
+        self.reason: str | None = None if wanted else "cuda_graphs=False"
+        self._wanted = wanted
+        self._on_failure = on_failure
+        self._failure: str | None = None
+        self._state: object = None
+        self._capturer: Capturer | None = None
+        self._buckets: dict[tuple[int, int], Bucket] = {}
+        self._eager: DecodeBatch | None = None
+        self._replays = self._eager_steps = 0
+
+    def report(self) -> GraphReport:
+        """Counts, and why steps are not captured."""
+        captured = sum(bucket.replay is not None for bucket in self._buckets.values())
+        return GraphReport(captured, self._replays, self._eager_steps, self.reason)
+
+    def drop(self) -> None:
+        """Forgets all graphs and buffers."""
+        self._buckets.clear()
+        self._eager = self._capturer = None
+
+    def prepare(self, model: Any, state: object) -> None:
+        """Decides, before the steps of a call, whether they are captured, and drops graphs that no longer hold.
+
+        Args:
+            model: The model as it is now.
+            state: What else its steps depend on, to be compared.
+        """
+        if not self._wanted:
+            return
+        if model.device.type not in CAPTURERS:
+            self.reason = f"the model is on {model.device}"
+        else:
+            self.reason = self._failure or why_eager(model)
+        state = None if self.reason else (state, baked_in(model))
+        if state != self._state:
+            self.drop()
+            self._state = state
+
+    def run(
+        self,
+        packed: PackedModel,
+        tables: Sequence[np.ndarray],
+        positions: np.ndarray,
+        tokens: Sequence[int],
+        slots: np.ndarray,
+    ) -> torch.Tensor:
+        """One step, of what `DecodeBatch.write` takes.
+
+        Returns:
+            Logits of the new tokens, `[len(tables), vocabulary]`; nobody else writes to them.
+
+        Raises:
+            UnsupportedError: As `PackedModel.forward`.
+        """
+        count, width = len(tables), _power_of_two(max(map(len, tables)), MIN_WIDTH)
+        if self.reason is None and count <= MAX_ROWS:
+            key = (_power_of_two(count), width)
+            if key not in self._buckets:
+                self._buckets[key] = Bucket(_batch(packed, *key))
+            bucket = self._buckets[key]
+            bucket.batch.write(tables, positions, tokens, slots)
+            return self._step(packed, bucket)[:count].clone()
+        if self._eager is None or (self._eager.num_rows, self._eager.width) != (count, width):
+            self._eager = _batch(packed, count, width)
+        self._eager.write(tables, positions, tokens, slots)
+        self._eager_steps += 1
+        return packed.decode(self._eager)
+
+    def _step(self, packed: PackedModel, bucket: Bucket) -> torch.Tensor:
+        """A replay of the bucket's graph, or one of the eager steps that come before it."""
+        step = functools.partial(packed.decode, bucket.batch)
+        if self._capturer is None:
+            self._capturer = CAPTURERS[packed.model.device.type](packed.model.device)
+        if bucket.replay is None and bucket.steps == WARM_STEPS:
+            try:
+                bucket.replay = self._capturer.capture(step)
+            except Exception as error:
+                self._fail(f"{type(error).__name__}: {error}")
+        if bucket.replay is not None:
+            self._replays += 1
+            return bucket.replay()
+        self._eager_steps += 1
+        if self.reason is not None:
+            return step()  # a failed capture has written nothing, or the same keys and values to the same slots
+        bucket.steps += 1
+        if bucket.steps < WARM_STEPS:
+            return self._capturer.warm(step)
+        with Rehearsal() as rehearsal:
+            result = self._capturer.warm(step)
+        if rehearsal.problem:
+            self._fail(rehearsal.problem)
+        return result
+
+    def _fail(self, why: str) -> None:
+        self.reason = self._failure = f"its decode step cannot be captured: {why}"
+        self.drop()
+        self._on_failure(self._failure)
+
+
+def _batch(packed: PackedModel, num_rows: int, width: int) -> DecodeBatch:
+    device = packed.model.device
+    batch = DecodeBatch(num_rows, width, pinned=device.type == "cuda")
+    batch.on(device)
+    return batch
+
+
+def _power_of_two(n: int, least: int = 1) -> int:
+    return max(least, 1 << (n - 1).bit_length())
