@@ -72,6 +72,8 @@ def check_call(model: Any, input_ids: torch.Tensor, generation_config: Any, mode
         raise UnsupportedError(f"generation mode {mode} is served by the model's own generate")
     if model.training:
         raise UnsupportedError("the model is in training mode; call model.eval()")
+    if torch.is_autocast_enabled(model.device.type):
+        raise UnsupportedError("autocast is on, and keys and values would not be those computed without it")
     if not model_kwargs.get("use_cache", True):
         raise UnsupportedError("use_cache=False asks for no cache")
     if generation_config.cache_implementation is not None:

@@ -522,6 +522,13 @@ def test_training_mode_goes_to_the_model_and_survives_enabling(model: Any) -> No
             assert_same(model, input_ids=prompt(40))
 
 
+def test_autocast_goes_to_the_model(model: Any, handle: PrefixCaching) -> None:
+    with torch.autocast("cpu", torch.bfloat16), pytest.warns(UserWarning, match="autocast"):
+        assert_same(model, input_ids=prompt(40))
+    assert_same(model, input_ids=prompt(40))
+    assert handle.last_requests[0].cached_tokens == 0
+
+
 def test_disable_restores_the_model(model: Any) -> None:
     before, config = dict(vars(model)), copy.deepcopy(model.config.to_dict())
     implementation = model.config._attn_implementation
