@@ -1,7 +1,9 @@
-"""End to end: transformers' generate on a random Llama, without and with the cache, and with compiled CUDA graphs."""
+"""End to end: transformers' generate on a random Llama, without and with the cache, as both are and in CUDA graphs."""
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import csv
 import statistics
 import time
@@ -101,23 +103,30 @@ def run_generate(
     rows: list[dict[str, str]] = []
     told: dict[str, str] = {}
     blocks = -(-(shared + (own + new_tokens) * (requests + 1)) // 16) + 64
-    with enable_prefix_caching(model, num_blocks=blocks) as handle:
-        if handle.unsupported:
-            raise RuntimeError(f"pc does not serve this model: {handle.unsupported}")
-        ways["pc"] = model.generate
+    cached = {"pc": model}
+    if device.type == "cuda":
+        cached["pc, eager"] = copy.deepcopy(model)
+    with contextlib.ExitStack() as stack:
+        handles = {}
+        for name, own_model in cached.items():
+            graphs = None if name == "pc" else False
+            handles[name] = stack.enter_context(enable_prefix_caching(own_model, num_blocks=blocks, cuda_graphs=graphs))
+            if handles[name].unsupported:
+                raise RuntimeError(f"pc does not serve this model: {handles[name].unsupported}")
+            ways[name] = own_model.generate
         for number in range(requests + 1):  # the first warms up, on tokens that no other begins with
             head = torch.randint(1, 512, (1, shared), generator=generator) if number == 0 else prefix
             prompt = torch.cat([head, torch.randint(1, 512, (1, own), generator=generator)], dim=1).to(device)
-            answers = {}
+            answers, reused = {}, {}
             for name in sorted(ways, reverse=bool(number % 2)):
                 try:
                     answers[name] = _ask(ways[name], prompt, new_tokens)
                 except Exception as error:
-                    if name in ("pc", "transformers"):
+                    if name in handles or name == "transformers":
                         raise
                     told[name] = f"fails: {str(error).splitlines()[0][:120]}"
-                if name == "pc":
-                    reused = sum(request.cached_tokens for request in handle.last_requests)
+                if name in handles:
+                    reused[name] = str(sum(request.cached_tokens for request in handles[name].last_requests))
             for name, (tokens, first, rate) in answers.items() if number else ():
                 row = {
                     "way": name,
@@ -126,7 +135,9 @@ def run_generate(
                     "tokens_per_s": f"{rate:.2f}",
                 }
                 row["same_as_transformers"] = str(tokens == answers["transformers"][0])
-                rows.append(row | ({"reused_tokens": str(reused)} if name == "pc" else {}))
+                rows.append(row | ({"reused_tokens": reused[name]} if name in reused else {}))
+        if device.type == "cuda" and (why := handles["pc"].graphs.reason):
+            told["pc"] = f"without CUDA graphs: {why}"
     rows += [{"way": name, "note": text} for name, text in told.items()]
     common = {
         "model": f"Llama {size}, random weights",
