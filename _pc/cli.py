@@ -31,7 +31,7 @@ def demo(
     device: Annotated[str | None, typer.Option(help="Default: cuda where there is one, else cpu.")] = None,
     dtype: Annotated[str | None, typer.Option(help="Default: float32 on a cpu, bfloat16 on a GPU.")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each answer.")] = 24,
-    block_size: Annotated[int, typer.Option(help="Tokens of a block, a power of two from 8 to 256.")] = 16,
+    block_size: Annotated[int, typer.Option(help="Tokens of a block.")] = 16,
     output: Annotated[Path, typer.Option(help="Folder for the table (CSV) and the plot (PNG).")] = Path("demo_output"),
 ) -> None:
     """Ask a long document eight questions and hold a conversation, with and without the cache."""

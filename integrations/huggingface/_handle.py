@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 import inspect
-import os
 import threading
 import types
 import warnings
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,14 +16,12 @@ import torch
 from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
 
 from ...cache import CacheManager, OutOfBlocks
-from ._batch import DecodeBatch
-from ._generation import PackedModel, PagedDecoder, RecordedCriteria, Requests, Row, Span
+from ._generation import PackedModel, PagedDecoder, RecordedCriteria, Requests
 from ._graphs import DecodeSteps, GraphReport
 from ._paged import BlockStorage, UnsupportedError
+from ._probe import default_num_blocks, probe
+from ._state import adapter_keys, fingerprint
 from ._support import check_call, check_model, layer_windows, rope_keys
-
-SAMPLED = 16
-"""Elements of each weight that are compared before a call."""
 
 _handles: weakref.WeakKeyDictionary[Any, PrefixCaching] = weakref.WeakKeyDictionary()
 _locks: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # by id of the config
@@ -63,7 +57,7 @@ def enable_prefix_caching(
         model: A decoder-only transformers model, loaded on its devices, in eval mode.
         num_blocks: Blocks of the cache. None: what fits in a fifth of the device's free memory (on a CPU a fifth of
             all memory, 4 GiB at most), and no more than 32 of the model's longest sequences need.
-        block_size: Tokens of a block, a power of two from 8 to 256.
+        block_size: Tokens of a block.
         policy: Which block is evicted first: a name or an `EvictionPolicy`, see `CacheManager`.
         cuda_graphs: Whether decode steps are captured in CUDA graphs and replayed. None: where that is possible, see
             `docs/huggingface.md`; what cannot be captured runs eagerly.
@@ -86,8 +80,8 @@ def enable_prefix_caching(
         raise ValueError("model: its generate was already replaced on this instance; undo that first")
     if isinstance(block_size, bool) or not isinstance(block_size, int):
         raise TypeError(f"block_size: got {type(block_size).__name__}, needs an int")
-    if block_size not in (8, 16, 32, 64, 128, 256):
-        raise ValueError(f"block_size: got {block_size}, needs a power of two from 8 to 256")
+    if block_size < 1:
+        raise ValueError(f"block_size: got {block_size}, needs at least 1")
     if num_blocks is not None and (isinstance(num_blocks, bool) or not isinstance(num_blocks, int)):
         raise TypeError(f"num_blocks: got {type(num_blocks).__name__}, needs an int or None")
     if num_blocks is not None and num_blocks < 1:
@@ -143,20 +137,20 @@ class PrefixCaching:
         """Looks at the model as it is now, and makes an empty cache for it if it can be served."""
         self.manager: CacheManager | None = None
         self.unsupported: str | None = None
-        self._weights = _fingerprint(model)
+        self._weights = fingerprint(model)
         self._placed = (model.dtype, model.device)
         self._steps = DecodeSteps(self._cuda_graphs is not False, self._warn_of_graphs)
         try:
             check_model(model)
-            bytes_per_block = _probe(model, self.block_size)
+            bytes_per_block = probe(model, self.block_size)
         except UnsupportedError as error:
             self.unsupported = self._steps.reason = f"{type(model).__name__}: {error}"
             self._warn(self.unsupported)
             return
-        num_blocks = self._num_blocks or _default_num_blocks(model, bytes_per_block, self.block_size)
+        num_blocks = self._num_blocks or default_num_blocks(model, bytes_per_block, self.block_size)
         self.manager = CacheManager(num_blocks, self.block_size, policy=self._policy)
         self._storage = BlockStorage(num_blocks, self.block_size, layer_windows(model.config))
-        self._steps.prepare(model, (self._weights, _adapter_keys(model)))
+        self._steps.prepare(model, (self._weights, adapter_keys(model)))
 
     def __enter__(self) -> PrefixCaching:
         return self
@@ -207,7 +201,7 @@ class PrefixCaching:
 
     def _notice_changes(self, model: Any) -> None:
         """KV of other weights must not be read, and another dtype or device needs other blocks."""
-        weights = _fingerprint(model)
+        weights = fingerprint(model)
         if weights == self._weights:
             return
         if (model.dtype, model.device) != self._placed:
@@ -247,7 +241,7 @@ class PrefixCaching:
             # Rows that met an eos are padded from then on, so that nobody sees their logits but who asked for them.
             seen = own_processors or generation_config.output_scores or generation_config.output_logits
             drop_finished = not seen and any(hasattr(c, "eos_token_id") for c in criteria)
-            adapters = _adapter_keys(model)
+            adapters = adapter_keys(model)
             self._steps.prepare(model, (self._weights, adapters))
             requests = Requests(
                 manager,
@@ -310,122 +304,3 @@ def _take_stop_strings(model: Any, arguments: dict[str, Any]) -> None:
     if arguments.get("stop_strings") and arguments.get("tokenizer") is not None:
         criterion = StopStringCriteria(arguments.pop("tokenizer"), arguments.pop("stop_strings"))
         arguments["stopping_criteria"] = StoppingCriteriaList([*(arguments.get("stopping_criteria") or ()), criterion])
-
-
-def _fingerprint(model: Any) -> int:
-    """Changes when a weight is written to, replaced or moved, or a module gets a hook: other KV must not be read.
-
-    What is written past autograd (`weight.data += delta`, as in merging an adapter) shows in a sample of each weight.
-    """
-    parts: list[Any] = []
-    samples: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
-    with torch.no_grad():
-        for p in model.parameters():
-            parts.append((id(p), p.data_ptr(), 0 if p.is_inference() else p._version))
-            if type(p) is torch.nn.Parameter and p.layout == torch.strided and p.device.type != "meta" and p.numel():
-                samples.setdefault((p.device, p.dtype), []).append(_sample(p))
-        parts += [torch.cat(values).cpu().view(torch.uint8).numpy().tobytes() for values in samples.values()]
-    for m in model.modules():
-        parts.append((id(m), id(vars(m).get("forward")), *m._forward_hooks, *m._forward_pre_hooks))
-    return hash(tuple(parts))
-
-
-def _sample(p: torch.Tensor) -> torch.Tensor:
-    """A view of SAMPLED elements of a weight, an odd distance apart, so that they are of different columns."""
-    flat = p if p.is_contiguous() else p[..., 0].reshape(-1)
-    count = min(flat.numel(), SAMPLED)
-    return flat.as_strided((count,), ((flat.numel() // count - 1) | 1,), flat.storage_offset())
-
-
-def _adapter_keys(model: Any) -> tuple[str, ...]:
-    """Which PEFT adapters are active in which layer, and how strongly: KV of one prompt differs between them."""
-    states = [
-        f"{index} {m.active_adapters} {m.disable_adapters} {getattr(m, 'scaling', None)}"
-        for index, m in enumerate(model.modules())
-        if hasattr(m, "active_adapters") and not callable(m.active_adapters) and hasattr(m, "disable_adapters")
-    ]
-    return ("adapters", hashlib.sha256("\n".join(states).encode()).hexdigest()) if states else ()
-
-
-@contextmanager
-def _eval_mode(model: torch.nn.Module) -> Iterator[None]:
-    """Eval mode for a while; every submodule gets its own mode back."""
-    training = [m for m in model.modules() if m.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for m in training:
-            m.training = True
-
-
-@torch.no_grad()
-def _probe(model: Any, block_size: int) -> int:
-    """Runs two short sequences through blocks, a decode step of padded rows at their end, and through the model itself.
-
-    It catches what no attribute tells: attention outside the interface, keys changed after they were cached, positions
-    that are counted rather than given.
-
-    Returns:
-        The bytes of a block.
-
-    Raises:
-        UnsupportedError: The model fails over blocks, or its logits differ.
-    """
-    vocabulary = model.config.vocab_size
-    lens = (2 * block_size + 3, 5)
-    blocks = [-(-n // block_size) for n in lens]
-    storage = BlockStorage(sum(blocks), block_size, layer_windows(model.config))
-    packed = PackedModel(model, storage)
-    tokens = [(np.arange(n, dtype=np.int64) * 7919 + 13 * n) % vocabulary for n in lens]
-    rows = [Row("", ids) for ids in tokens]
-    rows[0].table = np.arange(blocks[0], dtype=np.int32)[::-1].copy()  # out of order, as in a real cache
-    rows[1].table = np.arange(blocks[0], sum(blocks), dtype=np.int32)
-
-    def span(row: Row, start: int, end: int) -> Span:
-        at = np.arange(start, end)
-        slots = row.table[at // block_size].astype(np.int64) * block_size + at % block_size
-        return Span(row, row.tokens[start:end], slots, start)
-
-    cut = block_size + 1
-    tolerance = 1e-3 if model.dtype == torch.float32 else 5e-2
-    with _eval_mode(model):
-        try:
-            packed.forward([span(rows[0], 0, cut), span(rows[1], 0, 2)])
-            packed.forward([span(rows[1], 2, lens[1] - 1), span(rows[0], cut, lens[0] - 1)])
-            last = [span(row, n - 1, n) for row, n in zip(rows, lens, strict=True)]
-            step = DecodeBatch(4, max(blocks), pinned=False)
-            step.write(
-                [row.table for row in rows],
-                np.array([s.start for s in last]),
-                np.concatenate([s.tokens for s in last]),
-                np.concatenate([s.slots for s in last]),
-            )
-            got = packed.decode(step)[:2].float()
-        except UnsupportedError:
-            raise
-        except Exception as error:
-            raise UnsupportedError(
-                f"its forward pass fails over a paged cache ({type(error).__name__}: {error})"
-            ) from error
-        for row, logits in zip(rows, got, strict=True):
-            ids = torch.from_numpy(row.tokens).to(model.device)[None]
-            want = model(input_ids=ids, use_cache=False, return_dict=True).logits[0, -1].float()
-            difference = (logits - want).abs().max().item()
-            if not difference <= want.abs().max().item() * tolerance:  # NaN fails too
-                raise UnsupportedError(
-                    f"its logits over a paged cache differ by {difference:.2g}, more than rounding explains"
-                )
-    return storage.bytes_per_block()
-
-
-def _default_num_blocks(model: Any, bytes_per_block: int, block_size: int) -> int:
-    """A fifth of the memory that is there, and no more than 32 of the model's longest sequences."""
-    if model.device.type == "cuda":
-        budget = torch.cuda.mem_get_info(model.device)[0] // 5
-    elif hasattr(os, "sysconf"):
-        budget = min(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 5, 4 << 30)
-    else:
-        budget = 4 << 30
-    longest = getattr(model.config, "max_position_embeddings", None) or 4096
-    return max(1, min(budget // bytes_per_block, 32 * -(-longest // block_size)))

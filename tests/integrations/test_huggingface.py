@@ -31,7 +31,7 @@ from generate_cases import (  # noqa: E402
 )
 
 from pc.integrations.huggingface import PrefixCaching, enable_prefix_caching  # noqa: E402
-from pc.integrations.huggingface import _handle as handle_module  # noqa: E402
+from pc.integrations.huggingface import _probe as probe_module  # noqa: E402
 
 
 @pytest.fixture
@@ -358,7 +358,7 @@ def test_window_that_the_cache_does_not_know_is_refused(model: Any) -> None:
 
     windowed = next(f for f in FAMILIES if f.name == "mistral-window").build()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(handle_module, "layer_windows", lambda config: {})
+        patch.setattr(probe_module, "layer_windows", lambda config: {})
         with pytest.warns(UserWarning, match="attends over a window of 20"):
             assert enable_prefix_caching(windowed).unsupported
     chunked = copy.deepcopy(model.config)
@@ -562,7 +562,7 @@ def test_global_random_state_is_left_alone(model: Any) -> None:
 @pytest.mark.parametrize(
     ("arguments", "error", "text"),
     [
-        ({"block_size": 12}, ValueError, "block_size: got 12"),
+        ({"block_size": 0}, ValueError, "block_size: got 0, needs at least 1"),
         ({"block_size": 16.0}, TypeError, "block_size: got float"),
         ({"num_blocks": 0}, ValueError, "num_blocks: got 0"),
         ({"num_blocks": "many"}, TypeError, "num_blocks: got str"),
@@ -605,11 +605,11 @@ def test_longrope_is_served_on_either_side_of_its_switch(length: int, served: bo
 
 
 def test_block_sizes(model: Any) -> None:
-    for block_size in (8, 64, 256):
+    for block_size in (1, 12, 64, 256):
         with enable_prefix_caching(model, block_size=block_size) as handle:
             for _ in range(2):
                 assert_same(model, input_ids=prompt(300))
-            assert handle.last_requests[0].cached_tokens == 300 // block_size * block_size
+            assert handle.last_requests[0].cached_tokens == min(300 // block_size * block_size, 299)
 
 
 def test_call_from_another_thread_is_refused_not_wrong(model: Any) -> None:
@@ -648,8 +648,8 @@ def test_models_of_one_config_take_turns() -> None:
 
 def test_default_size_of_the_cache(model: Any) -> None:
     bytes_per_block = 2 * 2 * 2 * 16 * 16 * 4  # key and value, layers, heads, head_dim, tokens, float32
-    assert handle_module._default_num_blocks(model, bytes_per_block, 16) == 32 * 512 // 16
-    assert handle_module._default_num_blocks(model, 1 << 40, 16) == 1
+    assert probe_module.default_num_blocks(model, bytes_per_block, 16) == 32 * 512 // 16
+    assert probe_module.default_num_blocks(model, 1 << 40, 16) == 1
 
 
 @pytest.mark.gpu
