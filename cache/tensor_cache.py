@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import logging
-import math
-import os
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,35 +16,18 @@ from ..triton_ops import (
     scatter_blocks_list,
     scatter_slots_list,
 )
-from ..triton_ops._rows import memory
-from ..triton_ops._rows.ops import on_host
 from .allocation import Allocation, Slots
-from .host_rows import PLAIN, Range, find_pieces, join_pieces, worth_copies, write_rows
+from .host_rows import Range, find_pieces, join_pieces, worth_copies, write_rows
 from .manager import CacheManager
+from .named_rows import Named, NamedRows
 from .row_ledger import Mask, RowLedger
-from .step import Part, Step, leaves
+from .step import Part, Step
 from .step_slots import StepSlots
 from .table import Ids
-
-_log = logging.getLogger("pc.cache")
-
-Named = dict[str, torch.Tensor]
 
 
 class MissingRowsError(LookupError):
     """Rows of a name were asked for that no step stored, or whose blocks have had other content since."""
-
-
-class _Entry(NamedTuple):
-    """A cached name: its rows, and whether the caller named it or it was discovered."""
-
-    rows: torch.Tensor
-    registered: bool
-    features: tuple[int, ...]
-    dtype: torch.dtype
-    row_bytes: int
-    flat: torch.Tensor | None
-    """`[num_blocks * block_size, *features]` in host memory, where no kernel is needed to move them."""
 
 
 class TensorCache:
@@ -100,11 +80,10 @@ class TensorCache:
         self.block_size = block_size
         self.device = torch.device(device)
         self.pin = pin and self.device.type == "cpu" and torch.cuda.is_available()
-        self.max_bytes = _available_bytes(self.device) // 2 if max_bytes is None else max_bytes
         self.group = group
-        self._exclude = set(exclude)
-        self._entries: dict[str, _Entry] = {}
         self._ledger = RowLedger(num_blocks, block_size, pool)
+        self._names = NamedRows(num_blocks, block_size, self.device, self.pin, max_bytes, exclude, self._ledger)
+        self._entries = self._names.entries
         self._swapped: dict[int, tuple[Named, dict[str, Mask]]] = {}
         self._written: torch.cuda.Event | None = None
 
@@ -116,11 +95,11 @@ class TensorCache:
     @property
     def nbytes(self) -> int:
         """Bytes of all names; what is swapped out is not counted, the manager's host slots bound it."""
-        return sum(entry.rows.nbytes for entry in self._entries.values())
+        return self._names.nbytes
 
     def cost(self, feature_shape: Sequence[int], dtype: torch.dtype) -> int:
         """Bytes that a name of this shape and dtype takes."""
-        return self.num_blocks * self.block_size * math.prod(feature_shape) * dtype.itemsize
+        return self._names.cost(feature_shape, dtype)
 
     def rows(self, name: str) -> torch.Tensor:
         """The cache of a name itself, `[num_blocks, block_size, *features]`."""
@@ -143,46 +122,7 @@ class TensorCache:
             ValueError: The name is there with another shape or dtype, or a size is negative.
             MemoryError: It does not fit into `max_bytes`; nothing has been allocated.
         """
-        if any(size < 0 for size in feature_shape):
-            raise ValueError(f"feature_shape: got {list(feature_shape)}, needs sizes of at least 0")
-        if name in self._entries:
-            self._check_like(name, feature_shape, dtype)
-            self._entries[name] = self._entries[name]._replace(registered=True)
-        else:
-            self._allocate({name: (tuple(feature_shape), dtype)}, registered=True)
-        self._exclude.discard(name)
-
-    def _check_like(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> None:
-        entry = self._entries[name]
-        if tuple(shape) != entry.features or dtype != entry.dtype:
-            raise ValueError(f"{name}: got rows {list(shape)} {dtype}, needs {list(entry.features)} {entry.dtype}")
-
-    def _allocate(self, new: Mapping[str, tuple[tuple[int, ...], torch.dtype]], registered: bool) -> None:
-        """Makes new names, all or none of them."""
-        total = self.nbytes
-        for name, (shape, dtype) in new.items():
-            size = self.cost(shape, dtype)
-            if total + size > self.max_bytes:
-                raise MemoryError(
-                    f"{name}: needs {size} bytes for {self.num_blocks * self.block_size} rows {list(shape)} {dtype}, "
-                    f"{total} of at most {self.max_bytes} bytes are taken"
-                )
-            total += size
-            where = f"{self.device}, {total} of {self.max_bytes} in all"
-            _log.info("TensorCache: %s %s %s takes %d bytes on %s", name, list(shape), dtype, size, where)
-        made = {}
-        for name, (shape, dtype) in new.items():
-            full = (self.num_blocks, self.block_size, *shape)
-            with torch.inference_mode(False):  # else no step outside of that mode could write them
-                if self.pin:
-                    rows = torch.empty(full, dtype=dtype, pin_memory=True)
-                else:
-                    rows = memory.empty(full, dtype, self.device)
-                flat = rows.flatten(0, 1) if on_host(rows) and dtype in PLAIN else None
-            made[name] = _Entry(rows, registered, shape, dtype, math.prod(shape) * dtype.itemsize, flat)
-        for name, entry in made.items():
-            self._entries[name] = entry
-            self._ledger.add(name)
+        self._names.register(name, feature_shape, dtype)
 
     def store(self, step: Step) -> dict[str, Any]:
         """Keeps the rows of a step in the slots of its tokens.
@@ -203,7 +143,7 @@ class TensorCache:
             MemoryError: A discovered tensor does not fit; see `register`.
         """
         slots = self._checked_slots(step)
-        mine, others = self._sort(step.outputs, slots.count)
+        mine, others = self._names.sort(step.outputs, slots.count)
         if slots.runs is not None:
             self._ledger.vacate_spans(slots.spans)
         else:
@@ -241,46 +181,6 @@ class TensorCache:
             if device.type == "cuda" and self.device.type == "cpu":
                 self._written = torch.cuda.Event()
                 self._written.record(torch.cuda.current_stream(device))
-
-    def _sort(self, outputs: Mapping[str, Any], num_tokens: int) -> tuple[Named, dict[str, Any]]:
-        """Per-token tensors, allocated where they are new, and everything else.
-
-        A discovered name that turns out to have another first dimension than the token count is given up.
-        """
-        mine: Named = {}
-        others: dict[str, Any] = {}
-        if type(outputs) is dict and num_tokens:  # of known names alone, as a step mostly is
-            for name, value in outputs.items():
-                entry = self._entries.get(name)
-                if entry is None or type(value) is not torch.Tensor or value.shape != (num_tokens, *entry.features):
-                    break
-                if value.dtype != entry.dtype or value.layout != torch.strided:
-                    break
-            else:
-                return outputs, others
-        for name, value in leaves(outputs):
-            if name in mine or name in others:
-                raise ValueError(f"outputs: got two values named {name}, needs names that differ")
-            if not isinstance(value, torch.Tensor) or not num_tokens or name in self._exclude:
-                others[name] = value
-            elif value.layout == torch.strided and value.shape[:1] == (num_tokens,):
-                if name in self._entries:
-                    self._check_like(name, value.shape[1:], value.dtype)
-                mine[name] = value
-            elif name in self._entries and self._entries[name].registered:
-                raise ValueError(f"{name}: got shape {list(value.shape)}, needs {num_tokens} rows, one per token")
-            else:
-                others[name] = value
-        new = {name: (tuple(t.shape[1:]), t.dtype) for name, t in mine.items() if name not in self._entries}
-        if new:
-            self._allocate(new, registered=False)
-        for name, value in others.items():
-            if isinstance(value, torch.Tensor) and num_tokens:
-                self._exclude.add(name)
-                if self._entries.pop(name, None) is not None:
-                    self._ledger.drop(name)
-                    _log.warning("TensorCache: %s %s is not per token, it is no longer cached", name, list(value.shape))
-        return mine, others
 
     def _checked_slots(self, step: Step) -> StepSlots:
         """The slots of a step, all in range."""
@@ -461,7 +361,7 @@ class TensorCache:
         parts = step.parts
         if self.manager is None or parts is None:
             raise ValueError("step: got one without requests and positions, needs Step.of and a manager")
-        mine, _ = self._sort(step.outputs, self._checked_slots(step).count)
+        mine, _ = self._names.sort(step.outputs, self._checked_slots(step).count)
         if names is not None:
             for name in names:
                 if name not in mine:
@@ -556,13 +456,3 @@ def _refuse_missing(there: Mapping[str, Mask], request: Any) -> None:
         if not here.all():
             count, first = len(here) - int(np.count_nonzero(here)), int(here.argmin())
             raise MissingRowsError(f"{name}: {count} of {len(here)} rows of {request!r} are missing, from {first} on")
-
-
-def _available_bytes(device: torch.device) -> int:
-    """Memory that is free on a device, or in the host."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    try:
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (ValueError, OSError, AttributeError):
-        return 1 << 62

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 import pc
-from pc.cache import host_rows, step_slots, tensor_cache
+from pc.cache import host_rows, named_rows, step_slots, tensor_cache
 from pc.cache.policies import POLICIES
 
 BLOCK = 4
@@ -475,7 +475,7 @@ WAYS = {
     "runs": (),
     "runs, by several threads": ((host_rows, "_ALONE_BYTES", -1), (torch, "get_num_threads", lambda: 2)),
     "slots": ((step_slots, "_FEW_RUNS", 0), (step_slots, "_SHORT", 1 << 30), (tensor_cache, "worth_copies", _never)),
-    "operators": ((tensor_cache, "PLAIN", frozenset()),),
+    "operators": ((named_rows, "PLAIN", frozenset()),),
 }
 """How rows are moved; tensors as small as here would go by runs alone."""
 

@@ -1,0 +1,171 @@
+"""The names of a `TensorCache`: which there are, what their rows look like, and how much memory they may take."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from ..triton_ops._rows import memory
+from ..triton_ops._rows.ops import on_host
+from .host_rows import PLAIN
+from .row_ledger import RowLedger
+from .step import leaves
+
+_log = logging.getLogger("pc.cache")
+
+Named = dict[str, torch.Tensor]
+
+
+class Entry(NamedTuple):
+    """A cached name: its rows, and whether the caller named it or it was discovered."""
+
+    rows: torch.Tensor
+    registered: bool
+    features: tuple[int, ...]
+    dtype: torch.dtype
+    row_bytes: int
+    flat: torch.Tensor | None
+    """`[num_blocks * block_size, *features]` in host memory, where no kernel is needed to move them."""
+
+
+class NamedRows:
+    """Rows `[num_blocks, block_size, *features]` by name, registered or discovered, within a bound.
+
+    Args:
+        num_blocks: Blocks of each.
+        block_size: Tokens a block.
+        device: Where rows are kept.
+        pin: Whether host memory is pinned.
+        max_bytes: Bound of all names together; None: half of the memory that is available now.
+        exclude: Names that are never discovered.
+        ledger: Told of names that come and go.
+
+    Attributes:
+        entries: By name.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        device: torch.device,
+        pin: bool,
+        max_bytes: int | None,
+        exclude: Iterable[str],
+        ledger: RowLedger,
+    ) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.device = device
+        self.pin = pin
+        self.max_bytes = _available_bytes(device) // 2 if max_bytes is None else max_bytes
+        self.entries: dict[str, Entry] = {}
+        self._exclude = set(exclude)
+        self._ledger = ledger
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all names."""
+        return sum(entry.rows.nbytes for entry in self.entries.values())
+
+    def cost(self, feature_shape: Sequence[int], dtype: torch.dtype) -> int:
+        """Bytes that a name of this shape and dtype takes."""
+        return self.num_blocks * self.block_size * math.prod(feature_shape) * dtype.itemsize
+
+    def register(self, name: str, feature_shape: Sequence[int], dtype: torch.dtype) -> None:
+        """See `TensorCache.register`."""
+        if any(size < 0 for size in feature_shape):
+            raise ValueError(f"feature_shape: got {list(feature_shape)}, needs sizes of at least 0")
+        if name in self.entries:
+            self._check_like(name, feature_shape, dtype)
+            self.entries[name] = self.entries[name]._replace(registered=True)
+        else:
+            self._allocate({name: (tuple(feature_shape), dtype)}, registered=True)
+        self._exclude.discard(name)
+
+    def _check_like(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> None:
+        entry = self.entries[name]
+        if tuple(shape) != entry.features or dtype != entry.dtype:
+            raise ValueError(f"{name}: got rows {list(shape)} {dtype}, needs {list(entry.features)} {entry.dtype}")
+
+    def _allocate(self, new: Mapping[str, tuple[tuple[int, ...], torch.dtype]], registered: bool) -> None:
+        """Makes new names, all or none of them."""
+        total = self.nbytes
+        for name, (shape, dtype) in new.items():
+            size = self.cost(shape, dtype)
+            if total + size > self.max_bytes:
+                raise MemoryError(
+                    f"{name}: needs {size} bytes for {self.num_blocks * self.block_size} rows {list(shape)} {dtype}, "
+                    f"{total} of at most {self.max_bytes} bytes are taken"
+                )
+            total += size
+            where = f"{self.device}, {total} of {self.max_bytes} in all"
+            _log.info("TensorCache: %s %s %s takes %d bytes on %s", name, list(shape), dtype, size, where)
+        made = {}
+        for name, (shape, dtype) in new.items():
+            full = (self.num_blocks, self.block_size, *shape)
+            with torch.inference_mode(False):  # else no step outside of that mode could write them
+                if self.pin:
+                    rows = torch.empty(full, dtype=dtype, pin_memory=True)
+                else:
+                    rows = memory.empty(full, dtype, self.device)
+                flat = rows.flatten(0, 1) if on_host(rows) and dtype in PLAIN else None
+            made[name] = Entry(rows, registered, shape, dtype, math.prod(shape) * dtype.itemsize, flat)
+        for name, entry in made.items():
+            self.entries[name] = entry
+            self._ledger.add(name)
+
+    def sort(self, outputs: Mapping[str, Any], num_tokens: int) -> tuple[Named, dict[str, Any]]:
+        """Per-token tensors, allocated where they are new, and everything else.
+
+        A discovered name that turns out to have another first dimension than the token count is given up.
+        """
+        mine: Named = {}
+        others: dict[str, Any] = {}
+        if type(outputs) is dict and num_tokens:  # of known names alone, as a step mostly is
+            for name, value in outputs.items():
+                entry = self.entries.get(name)
+                if entry is None or type(value) is not torch.Tensor or value.shape != (num_tokens, *entry.features):
+                    break
+                if value.dtype != entry.dtype or value.layout != torch.strided:
+                    break
+            else:
+                return outputs, others
+        for name, value in leaves(outputs):
+            if name in mine or name in others:
+                raise ValueError(f"outputs: got two values named {name}, needs names that differ")
+            if not isinstance(value, torch.Tensor) or not num_tokens or name in self._exclude:
+                others[name] = value
+            elif value.layout == torch.strided and value.shape[:1] == (num_tokens,):
+                if name in self.entries:
+                    self._check_like(name, value.shape[1:], value.dtype)
+                mine[name] = value
+            elif name in self.entries and self.entries[name].registered:
+                raise ValueError(f"{name}: got shape {list(value.shape)}, needs {num_tokens} rows, one per token")
+            else:
+                others[name] = value
+        new = {name: (tuple(t.shape[1:]), t.dtype) for name, t in mine.items() if name not in self.entries}
+        if new:
+            self._allocate(new, registered=False)
+        for name, value in others.items():
+            if isinstance(value, torch.Tensor) and num_tokens:
+                self._exclude.add(name)
+                if self.entries.pop(name, None) is not None:
+                    self._ledger.drop(name)
+                    _log.warning("TensorCache: %s %s is not per token, it is no longer cached", name, list(value.shape))
+        return mine, others
+
+
+def _available_bytes(device: torch.device) -> int:
+    """Memory that is free on a device, or in the host."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    try:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (ValueError, OSError, AttributeError):
+        return 1 << 62
