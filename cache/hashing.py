@@ -161,9 +161,7 @@ class BlockHasher:
     Not to be used by two threads at once.
     """
 
-    def __init__(
-        self, algorithm: str, block_size: int, seed: int | None = None, words: int | None = None
-    ) -> None:
+    def __init__(self, algorithm: str, block_size: int, seed: int | None = None, words: int | None = None) -> None:
         if algorithm not in ALGORITHMS:
             raise ValueError(f"hash_algorithm: got {algorithm!r}, needs one of {', '.join(ALGORITHMS)}")
         self.algorithm = algorithm
