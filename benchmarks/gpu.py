@@ -223,7 +223,7 @@ def units() -> list[Unit]:
     sweeps = [Unit(f"sweep {r.key}", 120, functools.partial(_sweep, key=r.key), True) for r in sweep.regimes()]
     sanitizers = [Unit(f"sanitizer {tool}", 120, functools.partial(_sanitizer, tool=tool), True) for tool in TOOLS]
     rest = [unit for unit in benches if unit not in barred]
-    return [*first, *barred, *sweeps[:4], Unit("generate", 120, _generate), *rest, *sweeps[4:], *sanitizers]
+    return [*first, *barred, *sweeps[:4], Unit("generate", 200, _generate), *rest, *sweeps[4:], *sanitizers]
 
 
 def slices(all_units: Iterable[Unit]) -> list[list[Unit]]:
