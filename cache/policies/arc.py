@@ -23,7 +23,7 @@ class ARC(EvictionPolicy):
         self._again = np.zeros(pool.num_blocks, np.bool_)
         self._ticket_of = np.full(pool.num_blocks, -1, np.int64)
         self._queues = (RunQueue(self._ticket_of), RunQueue(self._ticket_of))
-        self._ghosts = Ghosts(pool.num_blocks)
+        self._ghosts = Ghosts(2 * pool.num_blocks)
         self._waiting = [0, 0]
         self._target = 0.0
         """Blocks used once that may stay."""

@@ -95,7 +95,7 @@ class S3FIFO(EvictionPolicy):
         super().bind(pool)
         self._uses = np.zeros(pool.num_blocks, np.int8)
         self._waits = np.zeros(pool.num_blocks, np.bool_)
-        self._ghosts = Ghosts(pool.num_blocks)
+        self._ghosts = Ghosts(2 * pool.num_blocks)
         self.clear()
 
     def accessed(self, ids: Ids, hit: bool) -> None:

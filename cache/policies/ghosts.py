@@ -5,8 +5,12 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from ..table import count_nonzero
+
 Keys = npt.NDArray[np.uint64]
 Values = npt.NDArray[np.int32]
+HALF = np.uint64(32)
+LOW = np.uint64(0xFFFFFFFF)
 
 
 class Ghosts:
@@ -16,31 +20,44 @@ class Ghosts:
     taken for each other with a chance of 2**-32, which costs a wrong guess and no more.
 
     Args:
-        capacity: Ghosts to remember at least, rounded up to a power of two.
+        capacity: Places; of as many ghosts about a third has been overwritten by others.
     """
 
     def __init__(self, capacity: int) -> None:
-        size = 1 << max(4, (capacity - 1).bit_length())
+        size = max(16, capacity)
         self._tags = np.zeros(size, np.uint32)
         self._values = np.full(size, -1, np.int32)
-        self._mask = np.uint64(size - 1)
+        self._size = np.uint64(size)
 
     @property
     def nbytes(self) -> int:
         """Bytes held."""
         return self._tags.nbytes + self._values.nbytes
 
-    def remember(self, keys: Keys, values: Values) -> None:
-        """Notes a number of at least 0 for each key."""
-        slots = (keys & self._mask).astype(np.intp)
-        self._tags[slots] = (keys >> np.uint64(32)).astype(np.uint32)
-        self._values[slots] = values
+    def _slots(self, keys: Keys) -> npt.NDArray[np.intp]:
+        slots: npt.NDArray[np.intp] = ((keys & LOW) * self._size >> HALF).astype(np.intp)
+        return slots
 
-    def recall(self, keys: Keys) -> Values:
-        """What was noted for each key, -1 where nothing is known."""
-        slots = (keys & self._mask).astype(np.intp)
+    def remember(self, keys: Keys, values: Values) -> Values:
+        """Notes a number of at least 0 for each key, and returns the numbers that are lost for it."""
+        slots = self._slots(keys)
+        tags = (keys >> HALF).astype(np.uint32)
+        old = self._values.take(slots)
+        self._tags[slots] = tags
+        self._values[slots] = values
+        stayed = self._tags.take(slots) == tags
+        if count_nonzero(stayed) < stayed.size:
+            # Two of these keys fell on one slot: the earlier is lost, and what was there is to be told once.
+            return np.concatenate((old[stayed & (old >= 0)], values[~stayed]))
+        return old[old >= 0]
+
+    def recall(self, keys: Keys, forget: bool = False) -> Values:
+        """What was noted for each key, -1 where nothing is known; `forget` makes it so from then on."""
+        slots = self._slots(keys)
         values: Values = self._values.take(slots)
-        values[self._tags.take(slots) != (keys >> np.uint64(32)).astype(np.uint32)] = -1
+        values[self._tags.take(slots) != (keys >> HALF).astype(np.uint32)] = -1
+        if forget:
+            self._values[slots[values >= 0]] = -1
         return values
 
     def clear(self) -> None:
