@@ -1,9 +1,9 @@
 """Recency with credit for blocks that came back, and a memory of what was evicted; the default.
 
 A block's worth is `last use + credit * n`, in requests: n is how often it was used, at most 4, and 0 for a block used
-once. The credit is nothing, which is lru, until the median time between two uses of a block in the traffic seen, or
-half of it, has proved itself; see `credit`. Counts and times survive eviction as ghosts. A block is worth at least
-what the blocks behind it are, since they cannot be hit without it.
+once. The credit is the median time between two uses of a block in the traffic seen, or half of it, or nothing, which
+is lru: as it pays; see `credit`. Counts and times survive eviction as ghosts. A block is worth at least what the
+blocks behind it are, since they cannot be hit without it.
 """
 
 from __future__ import annotations

@@ -230,6 +230,7 @@ def test_the_default_knows_what_lru_would_have_hit(monkeypatch):
     from pc.cache.policies import Segmented, credit
 
     monkeypatch.setattr(credit, "ODDS", 1e9)
+    monkeypatch.setattr(credit, "TRIAL", 1e9)
     told = []
     judge = credit.CreditChooser._judge
     monkeypatch.setattr(credit.CreditChooser, "_judge", lambda self: (told.append(self._lru), judge(self))[1])
@@ -275,3 +276,30 @@ def test_a_credit_that_disappointed_needs_more_to_come_back():
     first = requests_until(True, 0, 0)
     assert requests_until(False, 10, 0) < 20  # in truth all is lost, whatever the paper says
     assert requests_until(True, 0, 0) > 2 * first
+
+
+@pytest.mark.parametrize("held", [100, 400])
+def test_a_cache_of_many_requests_tries_full_credit_until_its_stake_is_lost(held):
+    from pc.cache.policies.credit import CreditChooser
+
+    chooser, shares = CreditChooser(10 * held, [0.0, 2.0, 3.0, 4.0]), []
+    for now in range(1, 2 * held):
+        chooser._lru = 1 if shares and shares[-1] else 0  # lru hits one block of each request more
+        chooser.released(now, [10, 10, 10, 10], 0, 64.0)
+        shares.append(chooser.share)
+    tried = [now for now, share in enumerate(shares, 1) if share]
+    if held < 150:
+        assert not tried
+    else:
+        assert set(shares) == {0.0, 1.0}
+        assert 0 <= tried[0] - held < 10  # when the cache is full
+        assert 30 <= len(tried) < 35  # three requests of ten blocks
+        assert tried == list(range(tried[0], tried[0] + len(tried)))
+
+
+def test_a_trial_that_pays_goes_on():
+    """Interest in a few documents, asked for too rarely for lru, is served from the first time on."""
+    trace = trace_of(*popular(np.random.default_rng(0), 1500))
+    capacity = 200 * 8
+    lru, default = replay(trace, "lru", capacity), replay(trace, "default", capacity)
+    assert default.hit_rate > 1.35 * lru.hit_rate  # 1.2 without
