@@ -64,7 +64,7 @@ def test_the_adapter_names_what_it_lacks() -> None:
     [
         (["demo", "--device", "gpu"], "--device: got 'gpu', needs cpu or cuda"),
         (["demo", "--dtype", "int"], "--dtype: got 'int', needs float32"),
-        (["demo", "--block-size", "7"], "block_size: got 7, needs a power of two"),
+        (["demo", "--block-size", "0"], "block_size: got 0, needs at least 1"),
         (["demo", "--output", "/proc/none"], "/proc/none"),
         (["bench", "--device", "gpu"], "--device: got 'gpu', needs cpu or cuda"),
         (["bench", "copy_blocks", "--quick", "--device", "cpu", "--case", "one"], "--case: got 'one', needs a part of"),
