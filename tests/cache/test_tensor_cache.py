@@ -461,7 +461,8 @@ def test_a_step_that_fails_while_it_writes_leaves_no_rows(monkeypatch):
     def fail(*args):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(tensor_cache, "write_rows", fail)
+    for way in ("write_rows", "scatter_slots_list"):
+        monkeypatch.setattr(tensor_cache, way, fail)
     with pytest.raises(KeyboardInterrupt):
         tensors.store(pc.Step({"h": torch.zeros(2, 2)}, np.arange(2)))
     assert tensors.stored("h").ravel()[:4].tolist() == [False, False, True, False]
