@@ -97,6 +97,11 @@ class TensorCache:
         """Bytes of all names; what is swapped out is not counted, the manager's host slots bound it."""
         return self._names.nbytes
 
+    @property
+    def max_bytes(self) -> int:
+        """Bound of all names together."""
+        return self._names.max_bytes
+
     def cost(self, feature_shape: Sequence[int], dtype: torch.dtype) -> int:
         """Bytes that a name of this shape and dtype takes."""
         return self._names.cost(feature_shape, dtype)

@@ -192,6 +192,7 @@ def test_a_discovered_name_may_be_registered_later():
 
 def test_memory_is_reported_before_it_is_taken(caplog):
     tensors = pc.TensorCache(None, 16, BLOCK, max_bytes=1000)
+    assert tensors.max_bytes == 1000
     assert tensors.cost((2,), torch.float32) == 512
     with caplog.at_level(logging.INFO, "pc.cache"):
         tensors.register("h", (2,), torch.float32)
