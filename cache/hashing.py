@@ -282,7 +282,7 @@ class Chain:
         while (stop := at + _chunk_after(at)) <= end:
             child = node.latest
             # Comparing in place spares the copy that a slice is, and its hash.
-            if child is None or child.size != stop - at or not data.startswith(child.key, at * width):
+            if child is None or not data.startswith(child.key, at * width):
                 key = data[at * width : stop * width]
                 child = node.children.get(key)
                 if child is None:
