@@ -6,14 +6,14 @@ if __name__ != "pc.cache":
     raise ImportError(f"import pc.cache, not {__name__}: a second copy would not share its classes")
 
 from .allocation import Allocation, CacheStats
-from .encoder_cache import EncoderCache, EncoderItem
 from .groups import FullAttention, Group, Recurrent, SlidingWindow, Tensors
 from .hashing import KeyAt
 from .manager import CacheManager
 from .policies import EvictionPolicy
 from .pool import OutOfBlocks
-from .step import Step
-from .tensor_cache import MissingRowsError, TensorCache
+from .tensors.encoder_cache import EncoderCache, EncoderItem
+from .tensors.step import Step
+from .tensors.tensor_cache import MissingRowsError, TensorCache
 
 __all__ = [
     "Allocation",

@@ -1,22 +1,18 @@
-"""Runs of slots: they say the same as the slots one by one, and so does the ledger that is told of them."""
+"""Runs of slots: they say the same as the slots one by one."""
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
-import types
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import pc
-from pc.cache.row_ledger import RowLedger
 from pc.cache.runs import ascending, block_runs
-from pc.cache.step_slots import StepSlots
 
-BLOCK, BLOCKS = 4, 12
+BLOCK = 4
 
 
 def slots_of(runs, count):
@@ -49,24 +45,6 @@ def test_runs_in_ascending_order_touch_nowhere():
     assert ascending([(0, 32, 48), (16, 16, 32), (32, 0, 16), (48, 50, 60)]) == [(0, 48), (50, 60)]
 
 
-@example([-1, 0, 1, 2])
-@given(slots=st.lists(st.integers(-1, 40), max_size=60, unique_by=lambda slot: slot if slot >= 0 else object()))
-@settings(max_examples=200, deadline=None)
-def test_slots_given_one_by_one(slots):
-    found = StepSlots.of(np.array(slots, np.int64))
-    assert found.array.tolist() == found.index.tolist() == slots
-    assert (found.count, found.low, found.high) == (len(slots), min(slots, default=0), max(slots, default=-1))
-    if found.runs is not None:
-        assert slots_of(found.runs, len(slots)) == slots
-        kept = [slot for first, end in found.spans for slot in range(first, end)]
-        assert kept == sorted(slot for slot in slots if slot >= 0)
-
-
-def test_slots_without_long_runs_stay_slots():
-    assert StepSlots.of(np.arange(0, 40, 2)).runs is None
-    assert StepSlots.of(np.arange(40)).runs == [(0, 0, 40)]
-
-
 @pytest.mark.parametrize("written", [False, True])
 @pytest.mark.parametrize("spans", [[(4, 8), (14, 20)], [(9, 10)], [(8, 9), (12, 18), (19, 20)]])
 def test_runs_of_an_allocation_are_its_slots(spans, written):
@@ -74,54 +52,3 @@ def test_runs_of_an_allocation_are_its_slots(spans, written):
     allocation = pc.Allocation([table[1:]], 1, BLOCK, [], spans, written=written)
     mapping = allocation.slot_mapping
     assert slots_of(allocation.slot_runs(), len(mapping)) == mapping.tolist()
-
-
-@pytest.mark.parametrize("reuse", ["prefix", "gap"])
-def test_a_step_of_allocations_has_their_slots(reuse):
-    manager = pc.CacheManager(40, BLOCK)
-    manager.allocate("a", list(range(16)))
-    manager.commit("a", 16)
-    allocations = {
-        "whole": manager.allocate("whole", list(range(16)), reuse=reuse),  # its last slot is -1
-        "b": manager.allocate("b", [*range(8), 50, 51, 52], reuse=reuse),
-        "c": manager.allocate("c", [70, 71, 72], reuse=reuse),
-    }
-    step = pc.Step.of(allocations, {})
-    mappings = [allocation.slot_mapping for allocation in allocations.values()]
-    assert step.slots.array.tolist() == np.concatenate(mappings).tolist() == step.slot_mapping.tolist()
-    assert step.slots.low == -1
-    assert step.query_start_loc.tolist() == [0, *np.cumsum([len(mapping) for mapping in mappings])]
-    assert step.positions.tolist() == [15, 8, 9, 10, 0, 1, 2]
-    assert [part.num_tokens for part in step.parts] == [16, 11, 3]
-    copied = dataclasses.replace(step, outputs={"x": 1})
-    assert copied.slot_mapping.tolist() == step.slot_mapping.tolist()
-    assert copied.slots.runs == step.slots.runs
-    by_arrays = pc.Step({}, step.slot_mapping, step.requests, step.query_start_loc, step.positions)
-    assert by_arrays.parts == step.parts
-
-
-@given(data=st.data())
-@settings(max_examples=100, deadline=None)
-def test_a_ledger_told_of_spans_and_one_told_of_slots_agree(data):
-    pool = types.SimpleNamespace(taken_at=np.zeros(BLOCKS, np.int64))
-    by_span, by_slot = (RowLedger(BLOCKS, BLOCK, pool) for _ in range(2))
-    for ledger in (by_span, by_slot):
-        for name in ("x", "y"):
-            ledger.add(name)
-    everything = np.arange(BLOCKS)
-    for tick in range(1, data.draw(st.integers(1, 8)) + 1):
-        pool.taken_at[data.draw(st.lists(st.integers(0, BLOCKS - 1), max_size=4))] = tick
-        first = data.draw(st.integers(0, BLOCKS * BLOCK - 1))
-        end = data.draw(st.integers(first + 1, BLOCKS * BLOCK))
-        names = data.draw(st.sampled_from([["x"], ["y"], ["x", "y"], []]))
-        by_span.vacate_spans([(first, end)])
-        by_span.mark_spans(names, [(first, end)])
-        by_slot.vacate(np.arange(first, end))
-        by_slot.mark(names, np.arange(first, end))
-        there = by_slot.there(["x", "y"], everything)
-        got = by_span.there(["x", "y"], everything)
-        assert all((there[name] == got[name]).all() for name in there)
-        asked = data.draw(st.integers(0, BLOCKS * BLOCK - 1))
-        behind = data.draw(st.integers(asked + 1, BLOCKS * BLOCK))
-        for name in there:
-            assert by_span.holds([name], [(asked, behind)]) == there[name][asked:behind].all()

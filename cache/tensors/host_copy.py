@@ -11,12 +11,12 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from ..triton_ops._rows import memory
-from ..triton_ops._rows.cpu import QUICK_BYTES, scatter_rows
-from .row_ledger import RowLedger
-from .runs import ascending, block_runs
+from ...triton_ops._rows import memory
+from ...triton_ops._rows.cpu import QUICK_BYTES, scatter_rows
+from ..runs import ascending, block_runs
+from ..table import Ids
 from .step_slots import StepSlots
-from .table import Ids
+from .valid_rows import ValidRows
 
 PLAIN = {
     *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
@@ -70,16 +70,16 @@ def write_rows(rows: torch.Tensor, flat: torch.Tensor, slots: StepSlots, new: to
             flat[first:end].copy_(new[begin : begin + end - first])
 
 
-def find_pieces(ledger: RowLedger, names: Sequence[str], ranges: Iterable[Range]) -> list[Piece] | None:
+def find_pieces(valid: ValidRows, names: Sequence[str], ranges: Iterable[Range]) -> list[Piece] | None:
     """What the rows of requests are put together from, in order; None where one of them is missing."""
     pieces: list[Piece] = []
-    size = ledger.block_size
+    size = valid.block_size
     for table, length, begin, end in ranges:
         cached = length - (end - begin)
         if cached:
             blocks = table[: -(-cached // size)].tolist()
             runs = block_runs(blocks, size, 0, cached)
-            if min(blocks) < 0 or not ledger.holds(names, ascending(runs)):
+            if min(blocks) < 0 or not valid.holds(names, ascending(runs)):
                 return None
             pieces += [(True, first, behind) for _, first, behind in runs]
         if begin < end:

@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..triton_ops._rows import memory
-from ..triton_ops._rows.ops import on_host
-from .host_rows import PLAIN
-from .row_ledger import RowLedger
+from ...triton_ops._rows import memory
+from ...triton_ops._rows.ops import on_host
+from .host_copy import PLAIN
 from .step import leaves
+from .valid_rows import ValidRows
 
 _log = logging.getLogger("pc.cache")
 
@@ -33,7 +33,7 @@ class Entry(NamedTuple):
     """`[num_blocks * block_size, *features]` in host memory, where no kernel is needed to move them."""
 
 
-class NamedRows:
+class NamedTensors:
     """Rows `[num_blocks, block_size, *features]` by name, registered or discovered, within a bound.
 
     Args:
@@ -43,7 +43,7 @@ class NamedRows:
         pin: Whether host memory is pinned.
         max_bytes: Bound of all names together; None: half of the memory that is available now.
         exclude: Names that are never discovered.
-        ledger: Told of names that come and go.
+        valid: Told of names that come and go.
 
     Attributes:
         entries: By name.
@@ -57,7 +57,7 @@ class NamedRows:
         pin: bool,
         max_bytes: int | None,
         exclude: Iterable[str],
-        ledger: RowLedger,
+        valid: ValidRows,
     ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
@@ -66,7 +66,7 @@ class NamedRows:
         self.max_bytes = _available_bytes(device) // 2 if max_bytes is None else max_bytes
         self.entries: dict[str, Entry] = {}
         self._exclude = set(exclude)
-        self._ledger = ledger
+        self._valid = valid
 
     @property
     def nbytes(self) -> int:
@@ -118,7 +118,7 @@ class NamedRows:
             made[name] = Entry(rows, registered, shape, dtype, math.prod(shape) * dtype.itemsize, flat)
         for name, entry in made.items():
             self.entries[name] = entry
-            self._ledger.add(name)
+            self._valid.add(name)
 
     def sort(self, outputs: Mapping[str, Any], num_tokens: int) -> tuple[Named, dict[str, Any]]:
         """Per-token tensors, allocated where they are new, and everything else.
@@ -156,7 +156,7 @@ class NamedRows:
             if isinstance(value, torch.Tensor) and num_tokens:
                 self._exclude.add(name)
                 if self.entries.pop(name, None) is not None:
-                    self._ledger.drop(name)
+                    self._valid.drop(name)
                     _log.warning("TensorCache: %s %s is not per token, it is no longer cached", name, list(value.shape))
         return mine, others
 

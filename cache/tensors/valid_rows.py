@@ -7,13 +7,13 @@ from collections.abc import Iterable
 import numpy as np
 import numpy.typing as npt
 
-from .allocation import Slots, Span
-from .pool import BlockPool
+from ..allocation import Slots, Span
+from ..pool import BlockPool
 
 Mask = npt.NDArray[np.bool_]
 
 
-class RowLedger:
+class ValidRows:
     """One bit per name and slot, void once the block has been handed out anew.
 
     Args:
@@ -49,7 +49,7 @@ class RowLedger:
         current: Mask = self._seen[blocks] == self._pool.taken_at[blocks]
         return current
 
-    def vacate(self, slots: Slots) -> None:
+    def clear(self, slots: Slots) -> None:
         """Clears the bits of slots (none negative) about to be written, and of their blocks where those were reused."""
         if self._pool is not None and slots.size:
             blocks = self._blocks(slots)
@@ -61,8 +61,8 @@ class RowLedger:
         for bits in self._bits.values():
             bits[slots] = False
 
-    def vacate_spans(self, spans: Iterable[Span]) -> None:
-        """`vacate` of spans of slots, without looking at each slot."""
+    def clear_spans(self, spans: Iterable[Span]) -> None:
+        """`clear` of spans of slots, without looking at each slot."""
         for first, end in spans:
             if self._pool is not None:
                 seen, taken, size = self._seen, self._pool.taken_at, self.block_size
@@ -76,7 +76,7 @@ class RowLedger:
                 bits[first:end] = False
 
     def mark(self, names: Iterable[str], slots: Slots) -> None:
-        """Sets the bits of slots (none negative) that were vacated and written since."""
+        """Sets the bits of slots (none negative) that were cleared and written since."""
         for name in names:
             self._bits[name][slots] = True
 
@@ -112,7 +112,7 @@ class RowLedger:
     def set_bits(self, block: int, bits: dict[str, Mask]) -> None:
         """Says which slots of a block hold a row now, of names that are known; of others none does."""
         slots = block * self.block_size + np.arange(self.block_size)
-        self.vacate(slots)
+        self.clear(slots)
         for name in bits.keys() & self._bits.keys():
             self._bits[name][slots] = bits[name]
 

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from .allocation import Span
+from ..allocation import Span
 
 
 @dataclass(frozen=True)

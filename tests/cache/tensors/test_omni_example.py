@@ -11,7 +11,7 @@ import torch
 
 import pc
 
-PICTURES = Path(__file__).parents[2] / "docs" / "images"
+PICTURES = Path(__file__).parents[3] / "docs" / "images"
 FIRST = ["The", "quick", "brown", "fox", "was", "tired", "and", "slept", "beneath", "the", "shady", "tree"]
 SECOND = ["The", "quick", "brown", "fox", "jumped", "over", "the", "dog"]
 WORDS = list(dict.fromkeys(FIRST + SECOND))

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..triton_ops import (
+from ...triton_ops import (
     copy_blocks_list,
     gather_blocks_list,
     gather_slots_list,
@@ -16,14 +16,14 @@ from ..triton_ops import (
     scatter_blocks_list,
     scatter_slots_list,
 )
-from .allocation import Allocation, Slots
-from .host_rows import Range, find_pieces, join_pieces, worth_copies, write_rows
-from .manager import CacheManager
-from .named_rows import Named, NamedRows
-from .row_ledger import Mask, RowLedger
-from .step import Part, Step
+from ..allocation import Allocation, Slots
+from ..manager import CacheManager
+from ..table import Ids
+from .host_copy import Range, find_pieces, join_pieces, worth_copies, write_rows
+from .named_tensors import Named, NamedTensors
+from .step import Step, StepRequest
 from .step_slots import StepSlots
-from .table import Ids
+from .valid_rows import Mask, ValidRows
 
 
 class MissingRowsError(LookupError):
@@ -81,8 +81,8 @@ class TensorCache:
         self.device = torch.device(device)
         self.pin = pin and self.device.type == "cpu" and torch.cuda.is_available()
         self.group = group
-        self._ledger = RowLedger(num_blocks, block_size, pool)
-        self._names = NamedRows(num_blocks, block_size, self.device, self.pin, max_bytes, exclude, self._ledger)
+        self._valid = ValidRows(num_blocks, block_size, pool)
+        self._names = NamedTensors(num_blocks, block_size, self.device, self.pin, max_bytes, exclude, self._valid)
         self._entries = self._names.entries
         self._swapped: dict[int, tuple[Named, dict[str, Mask]]] = {}
         self._written: torch.cuda.Event | None = None
@@ -112,7 +112,7 @@ class TensorCache:
 
     def stored(self, name: str) -> Mask:
         """Which slots of a name hold a row, `[num_blocks, block_size]`."""
-        bits = self._ledger.there([name], np.arange(self.num_blocks))[name]
+        bits = self._valid.there([name], np.arange(self.num_blocks))[name]
         return bits.reshape(self.num_blocks, self.block_size)
 
     def register(self, name: str, feature_shape: Sequence[int], dtype: torch.dtype) -> None:
@@ -150,9 +150,9 @@ class TensorCache:
         slots = self._checked_slots(step)
         mine, others = self._names.sort(step.outputs, slots.count)
         if slots.runs is not None:
-            self._ledger.vacate_spans(slots.spans)
+            self._valid.clear_spans(slots.spans)
         else:
-            self._ledger.vacate(slots.kept)
+            self._valid.clear(slots.kept)
         if not mine or slots.high < 0:
             return others
         if self._on_host(mine):
@@ -163,9 +163,9 @@ class TensorCache:
         else:
             self._scatter(mine, slots.index)
         if slots.runs is not None:
-            self._ledger.mark_spans(mine, slots.spans)
+            self._valid.mark_spans(mine, slots.spans)
         else:
-            self._ledger.mark(mine, slots.kept)
+            self._valid.mark(mine, slots.kept)
         return others
 
     def _on_host(self, mine: Named) -> bool:
@@ -205,7 +205,7 @@ class TensorCache:
             copies, loads, mapping = copies[self.group], loads[self.group], mapping[self.group]
         self.copy(copies)
         self._swap_in(loads)
-        self._ledger.vacate(mapping[mapping >= 0])
+        self._valid.clear(mapping[mapping >= 0])
 
     def copy(self, pairs: Iterable[tuple[int, int]]) -> None:
         """Copies the rows of blocks to other blocks: (source, target) pairs, one after the other."""
@@ -214,7 +214,7 @@ class TensorCache:
             if self._entries:
                 ids = (torch.tensor([block], device=self.device) for block in (source, target))
                 copy_blocks_list([entry.rows for entry in self._entries.values()], *ids)
-            self._ledger.set_bits(target, self._ledger.bits_of(source))
+            self._valid.set_bits(target, self._valid.bits_of(source))
 
     def swap_out(self, pairs: Iterable[tuple[int, int]]) -> None:
         """Keeps the rows of blocks that `CacheManager.preempt` gave up, in host memory, until they are loaded again.
@@ -228,7 +228,7 @@ class TensorCache:
             index = torch.tensor([block])
             rows = gather_blocks_list([entry.rows for entry in self._entries.values()], index) if self._entries else []
             kept = {name: row.cpu() for name, row in zip(self._entries, rows, strict=True)}
-            self._swapped[slot] = kept, self._ledger.bits_of(block)
+            self._swapped[slot] = kept, self._valid.bits_of(block)
 
     def _swap_in(self, pairs: Iterable[tuple[int, int]]) -> None:
         self._wait()
@@ -238,11 +238,11 @@ class TensorCache:
             if known:
                 targets = [self._entries[name].rows for name in known]
                 scatter_blocks_list([rows[name] for name in known], targets, torch.tensor([block]))
-            self._ledger.set_bits(block, bits)
+            self._valid.set_bits(block, bits)
 
     def forget(self, block_ids: Iterable[int] | Ids) -> None:
         """Drops what is stored in some blocks; needed without a manager only, when blocks are evicted."""
-        self._ledger.forget(block_ids)
+        self._valid.forget(block_ids)
 
     def available(
         self, request: Hashable | Ids, names: Sequence[str] | None = None, num_tokens: int | None = None
@@ -338,7 +338,7 @@ class TensorCache:
             if name not in self._entries:
                 raise KeyError(f"names: got {name!r}, needs one of {', '.join(self._entries) or 'none'}")
         blocks = table[: -(-count // self.block_size)]
-        there = self._ledger.there(self._entries if names is None else names, blocks, count)
+        there = self._valid.there(self._entries if names is None else names, blocks, count)
         if names is None and count:
             there = {name: here for name, here in there.items() if here.any()}
         return there
@@ -390,7 +390,7 @@ class TensorCache:
             for i, part in enumerate(parts)
         }
 
-    def _join(self, new: Named, step: Step, parts: Sequence[Part]) -> list[torch.Tensor]:
+    def _join(self, new: Named, step: Step, parts: Sequence[StepRequest]) -> list[torch.Tensor]:
         assert self.manager is not None
         tables = [self.manager.block_table(part.request, self.group) for part in parts]
         lengths = [part.num_tokens for part in parts]
@@ -420,7 +420,7 @@ class TensorCache:
 
     def _by_copies(self, names: Sequence[str], ranges: Sequence[Range], new: Named) -> list[torch.Tensor] | None:
         """Rows of names that the host can copy, and new ones; None where the long way is to be gone."""
-        pieces = find_pieces(self._ledger, names, ranges)
+        pieces = find_pieces(self._valid, names, ranges)
         if pieces is None:
             return None
         count = sum(length for _, length, _, _ in ranges)

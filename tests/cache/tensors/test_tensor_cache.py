@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 import pc
-from pc.cache import host_rows, named_rows, step_slots, tensor_cache
 from pc.cache.policies import POLICIES
+from pc.cache.tensors import host_copy, named_tensors, step_slots, tensor_cache
 
 BLOCK = 4
 
@@ -411,7 +411,7 @@ def test_outputs_that_require_grad_are_stored_detached(pair):
 )
 def test_outputs_of_any_layout(hidden, threads, monkeypatch):
     if threads > 1:
-        monkeypatch.setattr(host_rows, "_ALONE_BYTES", -1)
+        monkeypatch.setattr(host_copy, "_ALONE_BYTES", -1)
         monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     manager = pc.CacheManager(16, BLOCK)
     tensors = pc.TensorCache(manager, 16, BLOCK)
@@ -431,7 +431,7 @@ def test_outputs_of_any_layout(hidden, threads, monkeypatch):
 
 
 def test_a_cache_made_in_inference_mode_is_written_outside(monkeypatch):
-    monkeypatch.setattr(host_rows, "_ALONE_BYTES", -1)
+    monkeypatch.setattr(host_copy, "_ALONE_BYTES", -1)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     tensors = pc.TensorCache(None, 16, BLOCK)
     with torch.inference_mode():
@@ -475,9 +475,9 @@ def _never(num_runs, num_bytes):
 
 WAYS = {
     "runs": (),
-    "runs, by several threads": ((host_rows, "_ALONE_BYTES", -1), (torch, "get_num_threads", lambda: 2)),
+    "runs, by several threads": ((host_copy, "_ALONE_BYTES", -1), (torch, "get_num_threads", lambda: 2)),
     "slots": ((step_slots, "_FEW_RUNS", 0), (step_slots, "_SHORT", 1 << 30), (tensor_cache, "worth_copies", _never)),
-    "operators": ((named_rows, "PLAIN", frozenset()),),
+    "operators": ((named_tensors, "PLAIN", frozenset()),),
 }
 """How rows are moved; tensors as small as here would go by runs alone."""
 

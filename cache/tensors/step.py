@@ -11,11 +11,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from .allocation import Allocation, Slots, Span
+from ..allocation import Allocation, Slots, Span
 from .step_slots import StepSlots
 
 
-class Part(NamedTuple):
+class StepRequest(NamedTuple):
     """A request in a step: its rows [begin, end) there, how many tokens it has, and whether gaps lie between them."""
 
     request: Hashable
@@ -59,7 +59,7 @@ class Step:
             count += sum([end - start for start, end in mine])
             spans += mine
             last = mine[-1][1] if count > begin else 0
-            parts.append(Part(request, begin, count, last, count > begin and last - mine[0][0] != count - begin))
+            parts.append(StepRequest(request, begin, count, last, count > begin and last - mine[0][0] != count - begin))
             found = allocation.slot_runs(group)
             runs += [(begin + token, first, behind) for token, first, behind in found] if begin else found
         step = object.__new__(_StepOf)
@@ -74,14 +74,14 @@ class Step:
         return StepSlots.of(self.slot_mapping)
 
     @cached_property
-    def parts(self) -> list[Part] | None:
+    def parts(self) -> list[StepRequest] | None:
         """The requests, for `TensorCache.join`; None without positions."""
         if self.query_start_loc is None or self.positions is None:
             return None
         bounds, parts = self.query_start_loc.tolist(), []
         for request, begin, end in zip(self.requests, bounds[:-1], bounds[1:], strict=True):
             first, last = (int(self.positions[begin]), int(self.positions[end - 1])) if begin < end else (0, -1)
-            parts.append(Part(request, begin, end, last + 1, last - first != end - begin - 1))
+            parts.append(StepRequest(request, begin, end, last + 1, last - first != end - begin - 1))
         return parts
 
 
