@@ -11,7 +11,7 @@ import torch
 from hypothesis import settings
 
 import pc  # noqa: F401  registers torch.ops.pc
-from pc.triton_ops._triton import HAS_TRITON, INTERPRET
+from pc.triton_ops._triton import HAS_TRITON, INTERPRET, KERNELS_ON_CPU
 
 HAS_GPU = torch.cuda.is_available()
 
@@ -22,7 +22,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu") and not HAS_GPU:
             item.add_marker(no_gpu)
-        if item.get_closest_marker("interpreter") and not (INTERPRET or (HAS_GPU and HAS_TRITON)):
+        if item.get_closest_marker("interpreter") and not (KERNELS_ON_CPU or (HAS_GPU and HAS_TRITON)):
             item.add_marker(no_kernel)
 
 

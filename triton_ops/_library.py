@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ._debug import debug_mode_enabled
-from ._triton import INTERPRET
+from ._triton import KERNELS_ON_CPU
 
 LIBRARY = torch.library.Library("pc", "DEF")
 
@@ -44,14 +44,14 @@ def define(
     Args:
         name: Operator name without its namespace.
         schema: Argument and result types, `"(Tensor query, ...) -> Tensor"`.
-        reference: Runs on CPU tensors, unless TRITON_INTERPRET=1 was set at import.
-        launcher: Runs on device tensors, and on CPU tensors under the interpreter.
+        reference: Runs on CPU tensors, unless kernels do (`_triton.KERNELS_ON_CPU`).
+        launcher: Runs on device tensors, and on CPU tensors where kernels run on them.
         fake: Gives results of the right shape, dtype and strides, without data.
         check_values: Reads argument values and raises ValueError; called on CPU tensors, where reading them is free,
             and on device tensors in debug mode only, since it synchronizes.
     """
     LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
-    on_cpu = launcher if INTERPRET else reference
+    on_cpu = launcher if KERNELS_ON_CPU else reference
     on_device = launcher
     if check_values is not None:
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-__all__ = ["HAS_TRITON", "INTERPRET", "CompiledKernel", "require_triton", "tl", "triton"]
+__all__ = ["HAS_TRITON", "INTERPRET", "KERNELS_ON_CPU", "CompiledKernel", "require_triton", "tl", "triton"]
 
 try:
     import triton
@@ -32,8 +32,18 @@ except ImportError:  # Windows, macOS, or a torch without triton
     CompiledKernel = _Absent
     HAS_TRITON = False
 
-INTERPRET = HAS_TRITON and os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "yes", "on")
+
+
+def _is_set(name: str) -> bool:
+    return os.environ.get(name, "0").lower() in ("1", "true", "yes", "on")
+
+
+INTERPRET = HAS_TRITON and _is_set("TRITON_INTERPRET")
 """Whether kernels run in triton's interpreter. Fixed at import, as `triton.jit` fixes it."""
+
+KERNELS_ON_CPU = INTERPRET or (HAS_TRITON and _is_set("PC_KERNELS_ON_CPU"))
+"""Whether operators on CPU tensors launch kernels: in the interpreter, and with PC_KERNELS_ON_CPU=1 in whatever Triton
+driver is active, which then runs compiled kernels on host memory (tests/emulator). Fixed at import."""
 
 
 def require_triton(op: str) -> None:

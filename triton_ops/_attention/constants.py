@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .._triton import INTERPRET
+from .._triton import INTERPRET, KERNELS_ON_CPU, triton
 from .layout import TILE_KEYS
 from .tuned import PROGRAMS, SPECIALIZED, TILES
 
@@ -49,6 +49,10 @@ class Architecture:
 @functools.cache
 def architecture(device: torch.device) -> Architecture:
     """The architecture of a device; the interpreter passes for a small one, so that splits happen there too."""
+    if KERNELS_ON_CPU and not INTERPRET:  # whatever the active driver compiles for
+        driver = triton.runtime.driver.active
+        arch = driver.get_current_target().arch
+        return Architecture(f"sm_{arch}", driver.utils.get_device_properties(0)["multiprocessor_count"], arch >= 89)
     if INTERPRET or device.type == "cpu":
         return Architecture("interpreter", 4, False)
     properties = torch.cuda.get_device_properties(device)

@@ -9,7 +9,7 @@ import torch
 
 from .._debug import reads_values
 from .._library import define
-from .._triton import INTERPRET
+from .._triton import KERNELS_ON_CPU
 from . import cpu, memory
 from .checks import check_caches, check_index, check_range, check_reach, check_rows
 from .transfer import move_rows
@@ -20,7 +20,7 @@ _INDEX = {BLOCKS: ("block_ids", "[n]"), SLOTS: ("slot_mapping", "[num_tokens]")}
 
 def on_host(*tensors: torch.Tensor) -> bool:
     """Whether PyTorch on the CPU serves these tensors."""
-    return not INTERPRET and not any(t.is_cuda for t in tensors)
+    return not KERNELS_ON_CPU and not any(t.is_cuda for t in tensors)
 
 
 _modes: Callable[[], int] | None = getattr(torch._C, "_len_torch_dispatch_stack", None)
@@ -31,7 +31,7 @@ def is_plain(*tensors: object) -> bool:
 
     Not under a compiler or a mode that looks on, nor for tensors that are another class's or on a device.
     """
-    if INTERPRET or torch.compiler.is_compiling() or _modes is None or _modes():
+    if KERNELS_ON_CPU or torch.compiler.is_compiling() or _modes is None or _modes():
         return False
     for tensor in tensors:  # noqa: SIM110 - a generator costs as much as the rest
         if type(tensor) is not torch.Tensor or not tensor.is_cpu:
