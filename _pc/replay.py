@@ -10,8 +10,7 @@ from typing import Annotated
 import typer
 
 from .cache.policies import POLICIES
-from .cache.replay import Result, compare
-from .cache.traces import Trace, load_trace
+from .cache.replay import Result, Trace, compare, load_trace
 
 
 def replay(

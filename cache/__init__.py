@@ -5,6 +5,7 @@ from __future__ import annotations
 if __name__ != "pc.cache":
     raise ImportError(f"import pc.cache, not {__name__}: a second copy would not share its classes")
 
+from . import replay as replay  # its policies get their names
 from .allocation import Allocation, CacheStats
 from .groups import FullAttention, Group, Recurrent, SlidingWindow, Tensors
 from .hashing import KeyAt

@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-from .arc import ARC
-from .base import Block, EvictionPolicy, RunQueue
-from .fifo import FIFO, S3FIFO
+from .base import Block, EvictionPolicy, PoolView
 from .ghosts import Ghosts
-from .lfu import LFU
 from .lru import LRU
 from .priority import Priority
+from .run_queue import RunQueue, compact_together
 from .segmented import Segmented
 
 POLICIES: dict[str, type[EvictionPolicy]] = {
     "lru": LRU,
-    "lfu": LFU,
-    "fifo": FIFO,
-    "s3fifo": S3FIFO,
-    "arc": ARC,
     "segmented": Segmented,
     "priority": Priority,
     "default": Segmented,
 }
-"""What `CacheManager(policy=...)` accepts as a name; docs/policies.md has the evidence for the default."""
+"""What `CacheManager(policy=...)` accepts as a name; `pc.cache.replay` adds those that are there for comparison."""
 
 
 def make_policy(policy: str | EvictionPolicy | type[EvictionPolicy]) -> EvictionPolicy:
@@ -45,17 +39,15 @@ def make_policy(policy: str | EvictionPolicy | type[EvictionPolicy]) -> Eviction
 
 
 __all__ = [
-    "ARC",
-    "FIFO",
-    "LFU",
     "LRU",
     "POLICIES",
-    "S3FIFO",
     "Block",
     "EvictionPolicy",
     "Ghosts",
+    "PoolView",
     "Priority",
     "RunQueue",
     "Segmented",
+    "compact_together",
     "make_policy",
 ]

@@ -1,20 +1,16 @@
-"""What an eviction policy is told and asked, and the queue most policies are made of."""
+"""What an eviction policy is told, asked, and allowed to read."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import deque
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from ..table import Ids, count_nonzero
-
-if TYPE_CHECKING:
-    from ..hashing import TokenIds
-    from ..pool import BlockPool
+from ..hashing import TokenIds
+from ..table import Ids
 
 
 class Block(NamedTuple):
@@ -34,17 +30,59 @@ class Block(NamedTuple):
     """Complete blocks of its sequence up to and including this one."""
 
 
+class PoolView(Protocol):
+    """What a policy may read of the blocks it chooses among; `pc.cache.pool.BlockPool` is one.
+
+    An adapter that puts a policy behind another engine's pool gives it these. Arrays are `[num_blocks]`, indexed by
+    block number and kept up to date before a policy is told of what changed them.
+    """
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the pool, free ones included."""
+
+    @property
+    def num_held(self) -> int:
+        """Blocks that requests hold."""
+
+    @property
+    def clock(self) -> int:
+        """The tick of now: rises with every access and every release."""
+
+    @property
+    def ref_count(self) -> npt.NDArray[np.int32]:
+        """Holders of each block."""
+
+    @property
+    def last_access(self) -> npt.NDArray[np.int64]:
+        """Tick of the last access or release."""
+
+    @property
+    def access_count(self) -> npt.NDArray[np.int32]:
+        """Requests that took the block since it was last filled."""
+
+    @property
+    def prefix_length(self) -> npt.NDArray[np.int32]:
+        """Blocks of its sequence up to and including it."""
+
+    def keys_of(self, ids: Ids) -> npt.NDArray[np.uint64]:
+        """64 bits of the hash of each block: equal for equal content, also after an eviction."""
+
+    def acquire(self, sequence: TokenIds | Sequence[bytes]) -> list[Block]:
+        """What `EvictionPolicy.acquire` returns."""
+
+
 class EvictionPolicy(ABC):
     """Decides which unreferenced block is given up next.
 
     A policy is told of accesses and releases in whole runs of blocks, in the order of their sequence, and asked for
-    victims. It may read every field of `pool` (`ref_count`, `last_access`, `access_count`, `prefix_length`, hashes)
-    and writes none. Only `victims` has to be written; see docs/policies.md for a policy of one's own.
+    victims. It may read what `PoolView` has and writes none of it. Only `victims` has to be written; see
+    docs/policies.md for a policy of one's own.
     """
 
-    pool: BlockPool
+    pool: PoolView
 
-    def bind(self, pool: BlockPool) -> None:
+    def bind(self, pool: PoolView) -> None:
         """Gives the policy its pool, once, before anything else; per-block state is made here."""
         self.pool = pool
 
@@ -95,97 +133,3 @@ class EvictionPolicy(ABC):
             OutOfBlocks: Too few free and unreferenced blocks; nothing has changed.
         """
         return self.pool.acquire(sequence)
-
-
-LOOK = 64
-"""Places looked at together: taking a few blocks must not cost a look at a whole long run."""
-
-
-class RunQueue:
-    """Released blocks in the order they shall be given up, kept as runs so that all work is on vectors.
-
-    A block that is taken out merely loses its ticket; its place in the run is skipped when the run comes up. Runs are
-    compacted when half of the places are empty, so every operation is O(1) a block, amortized.
-
-    Args:
-        ticket_of: Per block, the run it waits in, or -1; queues of one policy share it.
-    """
-
-    def __init__(self, ticket_of: npt.NDArray[np.int64]) -> None:
-        self._ticket_of = ticket_of
-        self._runs: deque[tuple[int, Ids]] = deque()
-        self._places = 0
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the runs; tickets are counted by whoever owns them."""
-        return 4 * self._places
-
-    def push(self, ticket: int, ids: Ids) -> None:
-        """Appends a run, its first block to be given up first. Tickets are unique and rise."""
-        self._ticket_of[ids] = ticket
-        self._runs.append((ticket, ids))
-        self._places += ids.size
-        if self._places > 2 * self._ticket_of.size + 64:
-            self.compact()
-
-    def head(self) -> int | None:
-        """The ticket of the oldest run that still has a block, None when the queue is empty."""
-        while self._runs:
-            ticket, ids = self._runs[0]
-            live = self._ticket_of.take(ids[:LOOK]) == ticket
-            first = int(live.argmax())
-            if live[first]:
-                self._drop(first)
-                return ticket
-            self._drop(live.size)
-        return None
-
-    def _drop(self, count: int) -> None:
-        """Takes the first places out of the oldest run."""
-        if count:
-            ticket, ids = self._runs.popleft()
-            if count < ids.size:
-                self._runs.appendleft((ticket, ids[count:]))
-            self._places -= count
-
-    def first(self) -> int | None:
-        """The block to be given up next, None when the queue is empty."""
-        return None if self.head() is None else int(self._runs[0][1][0])
-
-    def pop(self, count: int) -> Ids:
-        """Blocks from the front of the queue, 1 to `count` unless it is empty; they lose their tickets."""
-        while self._runs:
-            ticket, ids = self._runs[0]
-            ids = ids[: max(count, LOOK)]
-            live = self._ticket_of.take(ids) == ticket
-            if count_nonzero(live) == ids.size:
-                ids = ids[:count]
-                self._drop(ids.size)
-            else:
-                places = live.nonzero()[0][:count]
-                self._drop(int(places[-1]) + 1 if places.size == count else ids.size)
-                ids = ids[places]
-            if ids.size:
-                self._ticket_of[ids] = -1
-                return ids
-        return np.empty(0, np.int32)
-
-    def compact(self) -> None:
-        """Drops the places of blocks that were taken out."""
-        runs = [(ticket, ids[self._ticket_of[ids] == ticket]) for ticket, ids in self._runs]
-        self._runs = deque((ticket, ids) for ticket, ids in runs if ids.size)
-        self._places = sum(ids.size for _, ids in self._runs)
-
-    def clear(self) -> None:
-        """Forgets every run; the tickets are the caller's."""
-        self._runs.clear()
-        self._places = 0
-
-
-def compact_together(queues: Iterable[RunQueue], num_blocks: int) -> None:
-    """Compacts queues that share their tickets once all their places together pass twice the number of blocks."""
-    queues = list(queues)
-    if sum(queue.nbytes for queue in queues) > 4 * (2 * num_blocks + 64):
-        for queue in queues:
-            queue.compact()

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
 from ..table import Ids
-from .base import EvictionPolicy, RunQueue
-
-if TYPE_CHECKING:
-    from ..pool import BlockPool
+from .base import EvictionPolicy, PoolView
+from .run_queue import RunQueue
 
 
 class LRU(EvictionPolicy):
@@ -19,23 +15,19 @@ class LRU(EvictionPolicy):
     A running request reads all its blocks at every step, so a block's last access is the release by its last holder.
     """
 
-    def bind(self, pool: BlockPool) -> None:
-        """See `EvictionPolicy`."""
+    def bind(self, pool: PoolView) -> None:
         super().bind(pool)
         self._ticket_of = np.full(pool.num_blocks, -1, np.int64)
         self._queue = RunQueue(self._ticket_of)
 
     def accessed(self, ids: Ids, hit: bool) -> None:
-        """See `EvictionPolicy`."""
         if hit:
             self._ticket_of[ids.astype(np.intp)] = -1  # a third of the time that int32 takes
 
     def released(self, ids: Ids) -> None:
-        """See `EvictionPolicy`."""
         self._queue.push(self.pool.clock, ids[::-1])
 
     def victims(self, count: int) -> Ids:
-        """See `EvictionPolicy`."""
         first = self._queue.pop(count)
         if first.size == count:
             return first
@@ -48,10 +40,8 @@ class LRU(EvictionPolicy):
         return np.concatenate(parts)
 
     def removed(self, ids: Ids) -> None:
-        """See `EvictionPolicy`."""
         self._ticket_of[ids] = -1
 
     def clear(self) -> None:
-        """See `EvictionPolicy`."""
         self._ticket_of.fill(-1)
         self._queue.clear()

@@ -5,15 +5,12 @@ from __future__ import annotations
 import heapq
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ..table import Ids
-from .base import EvictionPolicy, RunQueue, compact_together
-
-if TYPE_CHECKING:
-    from ..pool import BlockPool
+from .base import EvictionPolicy, PoolView
+from .run_queue import RunQueue, compact_together
 
 
 class Priority(EvictionPolicy):
@@ -29,8 +26,7 @@ class Priority(EvictionPolicy):
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
 
-    def bind(self, pool: BlockPool) -> None:
-        """See `EvictionPolicy`."""
+    def bind(self, pool: PoolView) -> None:
         super().bind(pool)
         self._priority = np.zeros(pool.num_blocks, np.int32)
         self._until = np.zeros(pool.num_blocks)
@@ -41,14 +37,12 @@ class Priority(EvictionPolicy):
         self._tickets = 0
 
     def accessed(self, ids: Ids, hit: bool) -> None:
-        """See `EvictionPolicy`."""
         if hit:
             self._ticket_of[ids] = -1
         else:
             self._priority[ids] = 0
 
     def hinted(self, ids: Ids, priority: int, ttl: float | None) -> None:
-        """See `EvictionPolicy`."""
         now = self._now()
         until = float("inf") if ttl is None else now + ttl
         old = np.where(self._until[ids] > now, self._priority[ids], 0)
@@ -63,7 +57,6 @@ class Priority(EvictionPolicy):
         return self._tickets
 
     def released(self, ids: Ids) -> None:
-        """See `EvictionPolicy`."""
         self._enqueue(ids[::-1])
 
     def _enqueue(self, ids: Ids) -> None:
@@ -99,7 +92,6 @@ class Priority(EvictionPolicy):
         return next((queue for block, queue in heads if block is not None), None)
 
     def victims(self, count: int) -> Ids:
-        """See `EvictionPolicy`."""
         self._expire()
         parts = []
         while count and (queue := self._oldest()) is not None:
@@ -108,11 +100,9 @@ class Priority(EvictionPolicy):
         return np.concatenate(parts)
 
     def removed(self, ids: Ids) -> None:
-        """See `EvictionPolicy`."""
         self._ticket_of[ids] = -1
 
     def clear(self) -> None:
-        """See `EvictionPolicy`."""
         self._ticket_of.fill(-1)
         self._queues.clear()
         self._over.clear()

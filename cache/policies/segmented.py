@@ -8,18 +8,14 @@ blocks behind it are, since they cannot be hit without it.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 import numpy.typing as npt
 
 from ..table import Ids
-from .base import EvictionPolicy, RunQueue, compact_together
+from .base import EvictionPolicy, PoolView
 from .credit import EVERY, CreditChooser
 from .ghosts import Ghosts
-
-if TYPE_CHECKING:
-    from ..pool import BlockPool
+from .run_queue import RunQueue, compact_together
 
 LEVELS = 4
 GHOSTS = 4
@@ -41,8 +37,7 @@ EACH = np.arange(1, LEVELS + 1, dtype=np.int8)
 class Segmented(EvictionPolicy):
     """One queue in order of last use for each level of use; the least worth of the heads goes first."""
 
-    def bind(self, pool: BlockPool) -> None:
-        """See `EvictionPolicy`."""
+    def bind(self, pool: PoolView) -> None:
         super().bind(pool)
         self._level = np.zeros(pool.num_blocks, np.int8)
         self._last_use = np.zeros(pool.num_blocks, np.int32)
@@ -60,7 +55,6 @@ class Segmented(EvictionPolicy):
         self.interval = float(PRIOR_INTERVAL)
 
     def accessed(self, ids: Ids, hit: bool) -> None:
-        """See `EvictionPolicy`."""
         if hit:
             level, last_use = self._level.take(ids), self._last_use.take(ids)
             waited = self.pool.ref_count.take(ids) == 1
@@ -73,7 +67,6 @@ class Segmented(EvictionPolicy):
             self._ticket_of[ids] = -1
 
     def completed(self, ids: Ids) -> None:
-        """See `EvictionPolicy`."""
         noted = self._ghosts.recall(self.pool.keys_of(ids), forget=True)
         level = noted % LEVELS + 1
         known = noted >= 0
@@ -98,7 +91,6 @@ class Segmented(EvictionPolicy):
         return float(2 ** ((int(total.searchsorted(total[-1] / 2)) + 0.5) / BINS))
 
     def released(self, ids: Ids) -> None:
-        """See `EvictionPolicy`."""
         self._requests += 1
         ids = ids[::-1]
         level = np.maximum.accumulate(self._level.take(ids))
@@ -120,7 +112,6 @@ class Segmented(EvictionPolicy):
         return head // LEVELS + self._chooser.share * self.interval * WORTH[level]
 
     def victims(self, count: int) -> Ids:
-        """See `EvictionPolicy`."""
         parts = []
         due = [self._due(level) for level in range(LEVELS)]
         while True:
@@ -137,12 +128,10 @@ class Segmented(EvictionPolicy):
         return ids
 
     def removed(self, ids: Ids) -> None:
-        """See `EvictionPolicy`."""
         self._ticket_of[ids] = -1
         self._chooser.left(self._last_use.take(ids), self._level.take(ids))
 
     def clear(self) -> None:
-        """See `EvictionPolicy`."""
         self._ticket_of.fill(-1)
         self._last_use.fill(0)  # else a use after the reset would lie before the last one
         for queue in self._queues:

@@ -9,8 +9,7 @@ import json
 import numpy as np
 import pytest
 
-from pc.cache.replay import compare, replay
-from pc.cache.traces import Trace, load_trace
+from pc.cache.replay import Trace, compare, load_trace, replay
 
 
 def write(path, lines):

@@ -162,3 +162,14 @@ def prefix_ids(requests: list[BlockIds]) -> list[BlockIds]:
             row.append(prefix)
         chained.append(np.array(row, np.int64))
     return chained
+
+
+def digests_of(ids: BlockIds) -> npt.NDArray[np.uint64]:
+    """Two words a block that stand in for its hash: the id, scattered over 64 bits, and the id itself."""
+    words = np.empty((ids.size, 2), np.uint64)
+    words[:, 1] = ids.astype(np.uint64)
+    mixed = words[:, 1] * np.uint64(0x9E3779B97F4A7C15)
+    mixed ^= mixed >> np.uint64(31)
+    words[:, 0] = mixed * np.uint64(0xBF58476D1CE4E5B9)
+    words[:, 0] ^= words[:, 0] >> np.uint64(29)
+    return words

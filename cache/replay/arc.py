@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
+from ..policies import EvictionPolicy, Ghosts, PoolView, RunQueue, compact_together
 from ..table import Ids
-from .base import EvictionPolicy, RunQueue, compact_together
-from .ghosts import Ghosts
-
-if TYPE_CHECKING:
-    from ..pool import BlockPool
 
 
 class ARC(EvictionPolicy):
     """Blocks used once and blocks used again, each in order of last use; ghosts of both move the border between."""
 
-    def bind(self, pool: BlockPool) -> None:
-        """See `EvictionPolicy`."""
+    def bind(self, pool: PoolView) -> None:
         super().bind(pool)
         self._again = np.zeros(pool.num_blocks, np.bool_)
         self._ticket_of = np.full(pool.num_blocks, -1, np.int64)
@@ -29,7 +22,6 @@ class ARC(EvictionPolicy):
         """Blocks used once that may stay."""
 
     def accessed(self, ids: Ids, hit: bool) -> None:
-        """See `EvictionPolicy`."""
         if hit:
             self._forget(ids)
             self._again[ids] = True
@@ -42,14 +34,12 @@ class ARC(EvictionPolicy):
         self._ticket_of[waiting] = -1
 
     def completed(self, ids: Ids) -> None:
-        """See `EvictionPolicy`."""
         ghost = self._ghosts.recall(self.pool.keys_of(ids))
         once, again = int(np.count_nonzero(ghost == 0)), int(np.count_nonzero(ghost == 1))
         self._target = min(max(self._target + once - again, 0.0), float(self.pool.num_blocks))
         self._again[ids] = ghost >= 0
 
     def released(self, ids: Ids) -> None:
-        """See `EvictionPolicy`."""
         ids = ids[::-1]
         again = self._again.take(ids)
         for n, mine in enumerate((ids[~again], ids[again])):
@@ -59,7 +49,6 @@ class ARC(EvictionPolicy):
         compact_together(self._queues, self.pool.num_blocks)
 
     def victims(self, count: int) -> Ids:
-        """See `EvictionPolicy`."""
         parts = []
         while count:
             once, again = self._waiting
@@ -73,11 +62,9 @@ class ARC(EvictionPolicy):
         return np.concatenate(parts)
 
     def removed(self, ids: Ids) -> None:
-        """See `EvictionPolicy`."""
         self._forget(ids)
 
     def clear(self) -> None:
-        """See `EvictionPolicy`."""
         self._ticket_of.fill(-1)
         for queue in self._queues:
             queue.clear()

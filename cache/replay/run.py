@@ -13,13 +13,12 @@ from dataclasses import dataclass
 from time import perf_counter
 
 import numpy as np
-import numpy.typing as npt
 
-from .hashing import BlockHasher
-from .policies import EvictionPolicy, make_policy
-from .policies.belady import Belady
-from .pool import BlockPool
-from .traces import BlockIds, Trace
+from ..hashing import BlockHasher
+from ..policies import EvictionPolicy, make_policy
+from ..pool import BlockPool
+from .belady import Belady
+from .traces import Trace, digests_of
 
 
 @dataclass(frozen=True)
@@ -39,17 +38,6 @@ class Result:
     """`hit_rate` over that of lru at this capacity; nan when lru was not run or hit nothing."""
     seconds: float
     """Wall time of the replay."""
-
-
-def digests_of(ids: BlockIds) -> npt.NDArray[np.uint64]:
-    """Two words a block that stand in for its hash: the id, scattered over 64 bits, and the id itself."""
-    words = np.empty((ids.size, 2), np.uint64)
-    words[:, 1] = ids.astype(np.uint64)
-    mixed = words[:, 1] * np.uint64(0x9E3779B97F4A7C15)
-    mixed ^= mixed >> np.uint64(31)
-    words[:, 0] = mixed * np.uint64(0xBF58476D1CE4E5B9)
-    words[:, 0] ^= words[:, 0] >> np.uint64(29)
-    return words
 
 
 def replay(
