@@ -5,14 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
-from .runs import Run, block_runs
+from .runs import Run, Slots, slot_runs, slots_of_runs
 from .table import Ids
 
 Span = tuple[int, int]
-Slots = npt.NDArray[np.int64]
 
 
 class Allocation:
@@ -94,38 +90,26 @@ class Allocation:
         A tuple of arrays with several groups. Computed when it is first read.
         """
         if self._slots is None:
-            self._slots = tuple(self._slots_of(table) for table in self._tables)
+            count = sum([end - start for start, end in self.compute_spans])
+            self._slots = tuple([slots_of_runs(self.slot_runs(group), count) for group in range(len(self._tables))])
         return self._slots[0] if len(self._slots) == 1 else self._slots
 
     def slot_runs(self, group: int = 0) -> list[Run]:
         """`slot_mapping` of a group as runs of consecutive slots; tokens whose slot is -1 are in none."""
-        size, runs, done = self._block_size, [], 0
+        size, base, table = self._block_size, self._first_block, self._tables[group]
+        runs: list[Run] = []
+        done = 0
         for start, end in self.compute_spans:
             first = start // size
-            blocks = self._tables[group][first - self._first_block : -(-end // size) - self._first_block].tolist()
-            for token, slot, behind in block_runs(blocks, size, start - first * size, end - start):
-                runs.append((done + token, slot, behind))
+            blocks = table[first - base : -(-end // size) - base]
+            found = slot_runs(blocks, size, start - first * size, end - start)
+            runs += [(done + token, slot, behind) for token, slot, behind in found] if done else found
             done += end - start
-        if self._written:
-            token, slot, behind = runs.pop()
-            if behind - slot > 1:
-                runs.append((token, slot, behind - 1))
+        if self._written and runs:
+            token, slot, behind = runs[-1]
+            if token + behind - slot == done:
+                runs[-1:] = [(token, slot, behind - 1)] if behind - slot > 1 else []
         return runs
-
-    def _slots_of(self, table: Ids) -> Slots:
-        size, base = self._block_size, self._first_block
-        parts = []
-        for start, end in self.compute_spans:
-            first = start // size
-            blocks = table[first - base : -(-end // size) - base].astype(np.int64)
-            slots = (blocks[:, None] * size + np.arange(size)).ravel()[start - first * size : end - first * size]
-            parts.append(slots)
-        if not parts:
-            return np.empty(0, np.int64)
-        mapping = np.concatenate(parts) if len(parts) > 1 else parts[0]
-        if self._written:
-            mapping[-1] = -1
-        return mapping
 
     def __repr__(self) -> str:
         return (

@@ -34,7 +34,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from .memo import HashMemo, Node
+from .hash_tree import HashTree, Node
 
 Words = npt.NDArray[np.uint64]
 """Digests of a run of blocks as `[blocks, words]`."""
@@ -155,7 +155,7 @@ class BlockHasher:
     Args:
         algorithm: A name in `ALGORITHMS`.
         block_size: Tokens a block.
-        seed: Part of every root when given; None is the identity that all processes share.
+        seed: GroupHit of every root when given; None is the identity that all processes share.
         words: 64-bit words of an identity, where the caller brings identities of its own; None: of the algorithm.
 
     Not to be used by two threads at once.
@@ -170,7 +170,7 @@ class BlockHasher:
         self.new = ALGORITHMS[algorithm]
         name = algorithm.encode()
         self._root = b"pc.block.1" + bytes([len(name)]) + name + struct.pack("<I", block_size) + encode_key(seed)
-        self.memo = HashMemo()
+        self.tree = HashTree()
         size = len(self.new().digest())
         if size % 8:
             raise ValueError(f"hash_algorithm: {algorithm!r} gives {size} bytes, needs a multiple of 8")
@@ -192,11 +192,11 @@ class BlockHasher:
             whole, placed = _NO_KEYS
         else:
             whole, placed = self._encode_keys(extra_keys, salt)
-        root = self.memo.root(whole)
+        root = self.tree.root(whole)
         if root is None:
             hasher = self.new()
             hasher.update(self._root + whole)
-            root = self.memo.add_root(whole, hasher)
+            root = self.tree.add_root(whole, hasher)
         return Chain(self, root, placed)
 
     def _encode_keys(self, extra_keys: Any, salt: Key) -> tuple[bytes, Placed]:
@@ -277,7 +277,7 @@ class Chain:
 
     def _recall(self, data: bytes, end: int, digests: list[bytes]) -> None:
         """Goes as far as whole chunks reach, with remembered hashes where there are any."""
-        width, node, memo = 4 * self._owner.block_size, self._root, self._owner.memo
+        width, node, tree = 4 * self._owner.block_size, self._root, self._owner.tree
         at = 0
         while (stop := at + _chunk_after(at)) <= end:
             child = node.latest
@@ -289,14 +289,14 @@ class Chain:
                     self._hasher, self.hashed = node.hasher.copy(), at
                     fresh: list[bytes] = []
                     self._feed(data, 0, stop, fresh)
-                    child = memo.add(node, key, stop - at, b"".join(fresh), self._hasher)
+                    child = tree.add(node, key, stop - at, b"".join(fresh), self._hasher)
                 node.latest = child
             child.used = True
             self.path.append(child)
             digests.append(child.digests)
             node, at = child, stop
         self._hasher, self.hashed = node.hasher.copy(), at
-        memo.trim()
+        tree.trim()
 
     def _restart(self, block: int) -> None:
         """Starts the chain anew before a block that holds placed keys."""

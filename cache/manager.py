@@ -9,15 +9,15 @@ from typing import Any
 
 import numpy as np
 
-from . import admission, completion, growth, swapping
+from . import allocate, append, commit, fork, rollback, swap
 from .allocation import Allocation, CacheStats
-from .books import Books
 from .groups import FullAttention, Group
 from .hashing import BlockHasher, TokenIds, encode_tokens
-from .observers import Listener
+from .listeners import Listener
 from .policies import EvictionPolicy
 from .pool import BlockPool
 from .request import Request
+from .state import ManagerState
 from .table import Ids
 
 REUSES = ("prefix", "gap")
@@ -60,7 +60,7 @@ class CacheManager:
             raise TypeError(f"groups: got {groups!r}, needs a sequence of pc.cache group specs")
         if len(specs) > 1 and isinstance(policy, EvictionPolicy):
             raise ValueError("policy: got one instance for several groups, needs a name or a class")
-        self._books = Books(
+        self._state = ManagerState(
             num_blocks,
             BlockHasher(hash_algorithm, block_size, seed),
             specs,
@@ -68,7 +68,7 @@ class CacheManager:
             host_blocks,
             partial_reuse,
         )
-        if partial_reuse and not self._books.simple:
+        if partial_reuse and not self._state.simple:
             raise ValueError("partial_reuse: got several groups or a window, needs one group of full attention")
         self.block_size = block_size
         self.hash_algorithm = hash_algorithm
@@ -79,7 +79,7 @@ class CacheManager:
     @property
     def listeners(self) -> list[Listener]:
         """Hear of stores and removals; append to it."""
-        return self._books.observers.listeners
+        return self._state.listeners.listeners
 
     @property
     def on_evict(self) -> Callable[[int, Ids, list[bytes]], None] | None:
@@ -87,21 +87,21 @@ class CacheManager:
 
         It has to read them before it returns.
         """
-        return self._books.observers.on_evict
+        return self._state.listeners.on_evict
 
     @on_evict.setter
     def on_evict(self, function: Callable[[int, Ids, list[bytes]], None] | None) -> None:
-        self._books.observers.on_evict = function
+        self._state.listeners.on_evict = function
 
     @property
     def pools(self) -> tuple[BlockPool, ...]:
         """The block pool of each group, to look at."""
-        return tuple(self._books.pools)
+        return tuple(self._state.pools)
 
     @property
     def nbytes(self) -> int:
         """Bytes of bookkeeping: fields, tables and policies of all pools, and remembered hashes."""
-        return self._books.nbytes
+        return self._state.nbytes
 
     def allocate(
         self,
@@ -141,11 +141,11 @@ class CacheManager:
         keys = (extra_keys, salt)
         with self._lock:
             self._check_new("request_id", request_id)
-            chain = self._books.hasher.chain(*keys)
+            chain = self._state.hasher.chain(*keys)
             digests = chain.extend(tokens, len(tokens) // self.block_size)
             request = Request(tokens, chain, keys)
             request.priority = priority
-            return admission.start(self._books, request_id, request, digests, reuse, priority, ttl)
+            return allocate.allocate(self._state, request_id, request, digests, reuse, priority, ttl)
 
     def append(self, request_id: Hashable, token_ids: TokenIds) -> Allocation:
         """Adds tokens to a request and takes the blocks they need.
@@ -166,7 +166,7 @@ class CacheManager:
         """
         new = encode_tokens(token_ids)
         with self._lock:
-            return growth.append(self._books, self._running(request_id), new)
+            return append.append(self._state, self._running(request_id), new)
 
     def append_each(self, request_ids: Sequence[Hashable], token_ids: TokenIds) -> tuple[Any, Any]:
         """Adds one token to each of several requests: `append` for a step of decoding, at a tenth of its cost.
@@ -191,7 +191,7 @@ class CacheManager:
             requests = [self._running(request_id) for request_id in request_ids]
             if len(set(request_ids)) < len(requests):
                 raise ValueError("request_ids: got a request twice, needs each once")
-            slots, copies = growth.append_each(self._books, requests, new)
+            slots, copies = append.append_each(self._state, requests, new)
         return (slots[0], copies[0]) if len(slots) == 1 else (slots, copies)
 
     def commit(self, request_id: Hashable, num_tokens: int) -> Any:
@@ -216,7 +216,7 @@ class CacheManager:
             request = self._running(request_id)
             if not 0 <= num_tokens <= len(request.tokens):
                 raise ValueError(f"num_tokens: got {num_tokens}, needs 0 to {len(request.tokens)}, its tokens")
-            replaced = completion.commit(self._books, request_id, request, num_tokens)
+            replaced = commit.commit(self._state, request_id, request, num_tokens)
             return replaced[0] if len(replaced) == 1 else replaced
 
     def rollback(self, request_id: Hashable, num_tokens: int) -> None:
@@ -237,7 +237,7 @@ class CacheManager:
             request = self._running(request_id)
             if not 0 <= num_tokens <= len(request.tokens):
                 raise ValueError(f"num_tokens: got {num_tokens}, needs 0 to {len(request.tokens)}, its tokens")
-            growth.rollback(self._books, request, num_tokens)
+            rollback.rollback(self._state, request, num_tokens)
 
     def fork(self, request_id: Hashable, new_request_id: Hashable) -> None:
         """Starts a request that shares everything with a running one (parallel sampling, beam search).
@@ -252,7 +252,7 @@ class CacheManager:
         with self._lock:
             parent = self._running(request_id)
             self._check_new("new_request_id", new_request_id)
-            self._books.running[new_request_id] = growth.fork(self._books, parent)
+            self._state.running[new_request_id] = fork.fork(self._state, parent)
 
     def free(self, request_id: Hashable) -> None:
         """Ends a request, running or preempted: its complete, committed blocks stay findable, the others are free.
@@ -261,10 +261,10 @@ class CacheManager:
             KeyError: An unknown request.
         """
         with self._lock:
-            if request_id in self._books.preempted:
-                swapping.forget(self._books, request_id)
+            if request_id in self._state.preempted:
+                swap.drop(self._state, request_id)
             else:
-                self._books.release(request_id, self._running(request_id))
+                self._state.release(request_id, self._running(request_id))
 
     def preempt(self, request_id: Hashable, mode: str = "recompute") -> Any:
         """Takes a running request's blocks away until `resume`; its tokens are kept.
@@ -287,13 +287,13 @@ class CacheManager:
         if mode not in MODES:
             raise ValueError(f"mode: got {mode!r}, needs {' or '.join(MODES)}")
         with self._lock:
-            pairs = swapping.preempt(self._books, request_id, self._running(request_id), mode == "swap")
+            pairs = swap.preempt(self._state, request_id, self._running(request_id), mode == "swap")
             return pairs[0] if len(pairs) == 1 else pairs
 
     def victim(self) -> Hashable:
         """The running request to preempt first: of the lowest priority the one started last; None when none runs."""
         with self._lock:
-            order = [(r.priority, -i, request_id) for i, (request_id, r) in enumerate(self._books.running.items())]
+            order = [(r.priority, -i, request_id) for i, (request_id, r) in enumerate(self._state.running.items())]
             return min(order, key=lambda row: row[:2])[2] if order else None
 
     def resume(self, request_id: Hashable) -> Allocation:
@@ -308,11 +308,11 @@ class CacheManager:
             OutOfBlocks: Too few blocks; the request stays preempted.
         """
         with self._lock:
-            saved = self._books.preempted.get(request_id)
+            saved = self._state.preempted.get(request_id)
             if saved is None:
                 raise KeyError(f"request_id: got {request_id!r}, needs a preempted request")
-            allocation = admission.resume(self._books, request_id, saved)
-            del self._books.preempted[request_id]
+            allocation = swap.resume(self._state, request_id, saved)
+            del self._state.preempted[request_id]
             return allocation
 
     def block_table(self, request_id: Hashable, group: int = 0) -> Ids:
@@ -346,7 +346,7 @@ class CacheManager:
         """
         with self._lock:
             request = self._running(request_id)
-            hasher = self._books.hasher
+            hasher = self._state.hasher
             words = hasher.chain(*request.keys).extend(request.tokens, len(request.tokens) // self.block_size)
             raw, width = words.tobytes(), 8 * hasher.words
             return [raw[i : i + width] for i in range(0, len(raw), width)]
@@ -354,7 +354,7 @@ class CacheManager:
     def stats(self) -> CacheStats:
         """Counters since the manager was made or reset."""
         with self._lock:
-            return self._books.stats()
+            return self._state.stats()
 
     def reset(self) -> None:
         """Forgets all cached blocks and counters.
@@ -363,22 +363,22 @@ class CacheManager:
             RuntimeError: Requests are running.
         """
         with self._lock:
-            if count := len(self._books.running) + len(self._books.preempted):
+            if count := len(self._state.running) + len(self._state.preempted):
                 raise RuntimeError(f"reset: {count} requests are running or preempted, needs none; free them first")
-            self._books.reset()
+            self._state.reset()
 
     def check(self) -> None:
         """Asserts that all is consistent: free + cached + held = all, no block in two places, counts right."""
         with self._lock:
-            self._books.check()
+            self._state.check()
 
     def _check_new(self, name: str, request_id: Hashable) -> None:
-        if request_id in self._books.running or request_id in self._books.preempted:
+        if request_id in self._state.running or request_id in self._state.preempted:
             raise ValueError(f"{name}: got {request_id!r}, which is running, needs a new one")
 
     def _running(self, request_id: Hashable) -> Request:
         try:
-            return self._books.running[request_id]
+            return self._state.running[request_id]
         except KeyError:
             raise KeyError(f"request_id: got {request_id!r}, needs a running request") from None
 

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from .hash_tree import Node
 from .hashing import BlockHasher, TokenIds, Words, encode_tokens
-from .memo import Node
 from .policies import Block, EvictionPolicy
 from .table import HashTable, Ids, count_nonzero
 
@@ -222,20 +222,20 @@ class BlockPool:
         """Makes written blocks findable under their `words`.
 
         Returns:
-            (blocks, twins): blocks whose hash another block has already. The caller is to use the twin, on which a
-            reference has been taken, and to give up its own.
+            (blocks, duplicates): blocks whose hash another block has already. The caller is to use the other one, on
+            which a reference has been taken, and to give up its own.
         """
         known = self.table.contains(ids)
         if count_nonzero(known):
             ids = ids[~known]
-        twins = self.table.put(ids)
-        double = twins >= 0
+        duplicates = self.table.put(ids)
+        double = duplicates >= 0
         if not count_nonzero(double):
             self.policy.completed(ids)
             return EMPTY, EMPTY
         self.policy.completed(ids[~double])
-        self.hold(twins[double])
-        return ids[double], twins[double]
+        self.hold(duplicates[double])
+        return ids[double], duplicates[double]
 
     def leading(self, digests: Words, path: list[Node]) -> Ids:
         """The complete blocks of the first hashes, up to the first that has none.

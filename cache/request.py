@@ -23,7 +23,7 @@ class Request:
         chain: Running hash behind `chain.hashed` blocks, None when it has to be built again.
         keys: Extra keys and salt.
         released: Per group, logical blocks before it, sinks apart, were given back.
-        retired: Per group, blocks that are replaced in the table, held until the next commit or free.
+        replaced: Per group, blocks that are replaced in the table, held until the next commit or free.
         shared_tail: Whether the last block may be someone else's too, so that writing it needs a look.
         loading: Per group, host slots that its KV is being copied from, held until the next commit or free.
         priority: As given to `allocate`.
@@ -39,7 +39,7 @@ class Request:
         "priority",
         "published",
         "released",
-        "retired",
+        "replaced",
         "shared_tail",
         "tables",
         "tokens",
@@ -55,7 +55,7 @@ class Request:
         self.committed = 0
         self.published = 0
         self.released: list[int] = []
-        self.retired: list[Ids] | None = None
+        self.replaced: list[Ids] | None = None
         self.shared_tail = False
         self.writing: bytes | None = None
         self.loading: list[list[int]] = []
@@ -77,11 +77,11 @@ class Request:
         other.released = list(self.released)
         return other
 
-    def retire(self, group: int, ids: Ids) -> None:
+    def keep_replaced(self, group: int, ids: Ids) -> None:
         """Keeps replaced blocks from being handed out for now."""
-        if self.retired is None:
-            self.retired = [np.empty(0, np.int32) for _ in self.tables]
-        self.retired[group] = np.concatenate((self.retired[group], ids))
+        if self.replaced is None:
+            self.replaced = [np.empty(0, np.int32) for _ in self.tables]
+        self.replaced[group] = np.concatenate((self.replaced[group], ids))
 
     def held(self, group: int) -> Ids:
         """The blocks in a group's table."""

@@ -1,14 +1,64 @@
-"""Slots as runs of consecutive ones, each of which a plain copy moves at once."""
+"""Slots of blocks, and runs of consecutive numbers: what a slice or one plain copy serves at once."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Slots = npt.NDArray[np.int64]
+"""Slots of tokens, -1 for a token that has none."""
 
 Run = tuple[int, int, int]
-"""Where it begins in the order of the tokens, its first slot, and the slot behind its last."""
+"""Where it begins in the order of the numbers, its first number, and the number behind its last."""
+
+SHORT = 128
+"""Up to so many numbers a loop is quicker than vector operations."""
 
 
-def block_runs(blocks: list[int], block_size: int, begin: int, count: int) -> list[Run]:
+def find_runs(values: npt.NDArray[Any] | list[int]) -> list[Run]:
+    """Runs of consecutive rising numbers, in their order; negative numbers are in none."""
+    count = len(values)
+    if count > SHORT:
+        return _find_long_runs(np.asarray(values))
+    numbers: list[int] = values if isinstance(values, list) else values.tolist()
+    if not count:
+        return []
+    first = numbers[0]
+    if first >= 0 and (count == 1 or numbers == list(range(first, first + count))):
+        return [(0, first, first + count)]
+    runs, begin, behind = [], 0, first + 1
+    for at in range(1, count):
+        number = numbers[at]
+        if number != behind or not number:  # 0 behind -1 is no neighbour
+            runs.append((begin, first, behind))
+            begin, first, behind = at, number, number
+        behind += 1
+    runs.append((begin, first, behind))
+    return [run for run in runs if run[1] >= 0] if min(numbers) < 0 else runs
+
+
+def _find_long_runs(values: npt.NDArray[Any]) -> list[Run]:
+    edges = values[1:] - values[:-1] != 1
+    edges |= values[:-1] < 0
+    begins = np.concatenate(([0], edges.nonzero()[0] + 1))
+    firsts = values[begins].astype(np.int64)
+    ends = firsts + np.diff(begins, append=len(values))
+    present = firsts >= 0
+    if not present.all():
+        begins, firsts, ends = begins[present], firsts[present], ends[present]
+    return list(zip(begins.tolist(), firsts.tolist(), ends.tolist(), strict=True))
+
+
+def slots_of_blocks(blocks: npt.NDArray[Any], block_size: int) -> Slots:
+    """All slots of blocks, `[num_blocks * block_size]`, block after block."""
+    slots: Slots = (blocks.astype(np.int64)[:, None] * block_size + np.arange(block_size)).reshape(-1)
+    return slots
+
+
+def slot_runs(blocks: npt.NDArray[Any] | list[int], block_size: int, begin: int, count: int) -> list[Run]:
     """Slots of `count` tokens, at least one, as runs in their order.
 
     Args:
@@ -17,26 +67,30 @@ def block_runs(blocks: list[int], block_size: int, begin: int, count: int) -> li
         begin: Where the tokens begin in the first block.
         count: How many.
     """
-    first, number = blocks[0], len(blocks)
-    if first >= 0 and (number == 1 or blocks == list(range(first, first + number))):
-        slot = first * block_size + begin
-        return [(0, slot, slot + count)]
-    runs = []
-    token, slot = -begin, first * block_size
-    behind = slot + block_size
-    for block in blocks[1:]:
-        first = block * block_size
-        if first == behind and first:  # 0 behind an absent block is no neighbour
-            behind += block_size
-            continue
-        runs.append((token, slot, behind))
-        token += behind - slot
-        slot, behind = first, first + block_size
-    runs.append((token, slot, behind))
-    runs[0] = (0, runs[0][1] + begin, runs[0][2])
-    token, slot, behind = runs[-1]
-    runs[-1] = (token, slot, slot + count - token)
-    return [run for run in runs if run[2] > 0] if min(blocks) < 0 else runs
+    runs = [(at * block_size - begin, a * block_size, b * block_size) for at, a, b in find_runs(blocks)]
+    if runs:
+        token, slot, behind = runs[0]
+        if token < 0:
+            runs[0] = (0, slot - token, behind)
+        token, slot, behind = runs[-1]
+        runs[-1] = (token, slot, min(behind, slot + count - token))
+    return runs
+
+
+def slots_of_runs(runs: list[Run], count: int) -> Slots:
+    """The slots of `count` tokens, -1 for those in no run."""
+    if len(runs) == 1 and runs[0][2] - runs[0][1] == count:
+        return np.arange(runs[0][1], runs[0][2])
+    slots = np.full(count, -1, np.int64)
+    if len(runs) <= SHORT:
+        for begin, first, end in runs:
+            slots[begin : begin + end - first] = np.arange(first, end)
+        return slots
+    begins, firsts, ends = np.array(runs, np.int64).T
+    lengths = ends - firsts
+    places = np.arange(int(lengths.sum())) + np.repeat(begins - lengths.cumsum() + lengths, lengths)
+    slots[places] = places + np.repeat(firsts - begins, lengths)
+    return slots
 
 
 def ascending(runs: Iterable[Run]) -> list[tuple[int, int]]:

@@ -188,18 +188,18 @@ class HashTable:
         index = ids.astype(np.intp)
         self._slot_of[index] = at
         self._slot_of[index.take(rest)] = -1
-        twins = np.empty(ids.size, np.int32)
-        twins.fill(-1)
+        duplicates = np.empty(ids.size, np.int32)
+        duplicates.fill(-1)
         if rest.size:
             put = self._put_few if rest.size <= 4 * FEW else self._put_many
-            twins[rest] = put(ids.take(rest), digests.take(rest, axis=0))
-        return twins
+            duplicates[rest] = put(ids.take(rest), digests.take(rest, axis=0))
+        return duplicates
 
     def _put_many(self, ids: Ids, digests: Words) -> Ids:
         found, ends = self.search(digests)
-        twins = found >= 0
-        if count_nonzero(twins):
-            new = ~twins
+        duplicates = found >= 0
+        if count_nonzero(duplicates):
+            new = ~duplicates
             self._place(ids[new], ends[new], digests[new, 0])
         else:
             self._place(ids, ends, digests[:, 0])
@@ -208,7 +208,7 @@ class HashTable:
     def _put_few(self, ids: Ids, digests: Words) -> Ids:
         slots, slot_of, mask = self._slots_view, self._slot_of_view, self._mask
         first_word, width = self._words_view, self._width
-        twins: dict[int, int] = {}
+        duplicates: dict[int, int] = {}
         for i, (block, key) in enumerate(zip(ids.tolist(), digests[:, 0].tolist(), strict=True)):
             at = key & mask
             slot = slots[at]
@@ -219,13 +219,13 @@ class HashTable:
                     if slot_of[other] != at:
                         free = at if free < 0 else free
                     elif first_word[other * width] == key and np.array_equal(self._words[other], digests[i]):
-                        twins[i] = other
+                        duplicates[i] = other
                         break
                     if slot < PASSED:
                         break
                     at = (at + step) & mask
                     slot = slots[at]
-                if i in twins:
+                if i in duplicates:
                     continue
                 while free < 0:  # every slot of the search is live: it goes on behind its end
                     if slot < PASSED:
@@ -239,8 +239,8 @@ class HashTable:
             slots[at] = block | slots[at] & PASSED
             slot_of[block] = at
         found = np.full(ids.size, -1, np.int32)
-        if twins:
-            found[list(twins)] = list(twins.values())
+        if duplicates:
+            found[list(duplicates)] = list(duplicates.values())
         return found
 
     def _place(self, ids: Ids, at: Places, key: npt.NDArray[np.uint64]) -> None:

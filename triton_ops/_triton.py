@@ -33,7 +33,6 @@ except ImportError:  # Windows, macOS, or a torch without triton
     HAS_TRITON = False
 
 
-
 def _is_set(name: str) -> bool:
     return os.environ.get(name, "0").lower() in ("1", "true", "yes", "on")
 

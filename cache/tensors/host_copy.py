@@ -13,7 +13,7 @@ import torch
 
 from ...triton_ops._rows import memory
 from ...triton_ops._rows.cpu import QUICK_BYTES, scatter_rows
-from ..runs import ascending, block_runs
+from ..runs import ascending, slot_runs
 from ..table import Ids
 from .step_slots import StepSlots
 from .valid_rows import ValidRows
@@ -78,7 +78,7 @@ def find_pieces(valid: ValidRows, names: Sequence[str], ranges: Iterable[Range])
         cached = length - (end - begin)
         if cached:
             blocks = table[: -(-cached // size)].tolist()
-            runs = block_runs(blocks, size, 0, cached)
+            runs = slot_runs(blocks, size, 0, cached)
             if min(blocks) < 0 or not valid.holds(names, ascending(runs)):
                 return None
             pieces += [(True, first, behind) for _, first, behind in runs]

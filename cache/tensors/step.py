@@ -11,7 +11,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ..allocation import Allocation, Slots, Span
+from ..allocation import Allocation, Span
+from ..runs import Slots
 from .step_slots import StepSlots
 
 

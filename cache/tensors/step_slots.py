@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..allocation import Slots, Span
-from ..runs import Run, ascending
+from ..allocation import Span
+from ..runs import Run, Slots, ascending
 
 _FEW_RUNS, _SHORT = 8, 8  # more runs that are shorter than this in the mean are no runs
 

@@ -16,8 +16,9 @@ from ...triton_ops import (
     scatter_blocks_list,
     scatter_slots_list,
 )
-from ..allocation import Allocation, Slots
+from ..allocation import Allocation
 from ..manager import CacheManager
+from ..runs import Slots
 from ..table import Ids
 from .host_copy import Range, find_pieces, join_pieces, worth_copies, write_rows
 from .named_tensors import Named, NamedTensors

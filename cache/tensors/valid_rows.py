@@ -7,8 +7,9 @@ from collections.abc import Iterable
 import numpy as np
 import numpy.typing as npt
 
-from ..allocation import Slots, Span
+from ..allocation import Span
 from ..pool import BlockPool
+from ..runs import Slots
 
 Mask = npt.NDArray[np.bool_]
 

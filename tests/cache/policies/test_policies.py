@@ -277,7 +277,7 @@ def test_bookkeeping_stays_under_256_bytes_a_block(name, num_blocks):
         serve(m, i, rng.integers(0, 150_000, 16_000).astype(np.int32))
     assert m.stats().cached_blocks == num_blocks
     assert m.nbytes < 256 * num_blocks
-    assert m._books.hasher.memo.nbytes > 50 * num_blocks
+    assert m._state.hasher.tree.nbytes > 50 * num_blocks
 
 
 @pytest.mark.parametrize("name", sorted(POLICIES))

@@ -42,7 +42,7 @@ class Node:
         self.used = True
 
 
-class HashMemo:
+class HashTree:
     """A tree of chunks, compared by content: it changes how fast a hash is found, never which.
 
     Attributes:

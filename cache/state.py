@@ -10,10 +10,10 @@ import numpy as np
 from .allocation import CacheStats
 from .groups import FullAttention, Group, Tensors
 from .hashing import BlockHasher
-from .observers import Observers
+from .host_slots import HostSlots, Preempted
+from .listeners import Listeners
 from .policies import EvictionPolicy, make_policy
 from .pool import EMPTY, BlockPool
-from .preemption import HostSlots, Preempted
 from .request import Request
 
 BLOCK_BYTES = 256
@@ -22,7 +22,7 @@ QUEUE_BYTES = 16
 """Of that, what policies may come to need once they are in use."""
 
 
-class Books:
+class ManagerState:
     """The state of a manager; its lock is the manager's business.
 
     Attributes:
@@ -49,12 +49,12 @@ class Books:
         self.hasher = hasher
         self.groups = tuple(groups)
         self.simple = len(groups) == 1 and isinstance(groups[0], FullAttention | Tensors)
-        self.observers = Observers(self.block_size, partial_reuse)
+        self.listeners = Listeners(self.block_size, partial_reuse)
         self.pools = [BlockPool(g.num_blocks or num_blocks, hasher, make_policy(policy)) for g in groups]
         for group, pool in enumerate(self.pools):
-            pool.on_evict = partial(self.observers.evicted, group, pool)
+            pool.on_evict = partial(self.listeners.evicted, group, pool)
         blocks = sum(pool.num_blocks for pool in self.pools)
-        hasher.memo.capacity = max((BLOCK_BYTES - QUEUE_BYTES) * blocks - self.nbytes, 0)
+        hasher.tree.capacity = max((BLOCK_BYTES - QUEUE_BYTES) * blocks - self.nbytes, 0)
         self.running: dict[Hashable, Request] = {}
         self.preempted: dict[Hashable, Preempted] = {}
         self.host = [HostSlots(host_blocks) for _ in groups]
@@ -68,9 +68,9 @@ class Books:
     @property
     def nbytes(self) -> int:
         """Bytes of bookkeeping: fields, tables and policies of all pools, and remembered hashes."""
-        return sum(pool.nbytes + pool.policy.nbytes for pool in self.pools) + self.hasher.memo.nbytes
+        return sum(pool.nbytes + pool.policy.nbytes for pool in self.pools) + self.hasher.tree.nbytes
 
-    def announce(self, request_id: Hashable, request: Request, digest: bytes) -> Hashable:
+    def start_writing(self, request_id: Hashable, request: Request, digest: bytes) -> Hashable:
         """Says that a request computes the block of this hash, unless another one does: then returns who."""
         writer = self._writers.setdefault(digest, request_id)
         if writer != request_id:
@@ -78,27 +78,27 @@ class Books:
         request.writing = digest
         return None
 
-    def withdraw(self, request: Request) -> None:
-        """Takes back what `announce` said."""
+    def stop_writing(self, request: Request) -> None:
+        """Takes back what `start_writing` said."""
         if request.writing is not None:
             del self._writers[request.writing]
             request.writing = None
 
-    def settle(self, request: Request) -> None:
+    def end_step(self, request: Request) -> None:
         """Gives back what was held for the step that is over: replaced blocks, host slots that were read."""
         for host, slots in zip(self.host, request.loading, strict=False):
             host.give_back(slots)
         request.loading = []
-        for pool, ids in zip(self.pools, request.retired or (), strict=False):
+        for pool, ids in zip(self.pools, request.replaced or (), strict=False):
             pool.release(ids)
-        request.retired = None
+        request.replaced = None
 
     def release(self, request_id: Hashable, request: Request) -> None:
         """Ends a running request and gives up all it holds."""
         del self.running[request_id]
-        if request.retired is not None or request.loading:
-            self.settle(request)
-        self.withdraw(request)
+        if request.replaced is not None or request.loading:
+            self.end_step(request)
+        self.stop_writing(request)
         for group, pool in enumerate(self.pools):
             pool.release(request.tables[0][: request.num_blocks] if self.simple else request.held(group))
 
@@ -127,14 +127,14 @@ class Books:
         for pool in self.pools:
             pool.reset()
         self._zero_counters()
-        self.observers.cleared()
+        self.listeners.cleared()
 
     def check(self) -> None:
         """Asserts every invariant."""
         for group, pool in enumerate(self.pools):
             held = [EMPTY]
             for request in self.running.values():
-                mine = [request.held(group), *((request.retired or [])[group : group + 1])]
+                mine = [request.held(group), *((request.replaced or [])[group : group + 1])]
                 assert np.unique(mine[0]).size == mine[0].size, "a request holds a block twice"
                 assert request.num_blocks == -(-len(request.tokens) // self.block_size), "a table has another length"
                 assert request.committed <= len(request.tokens), "more committed than there is"

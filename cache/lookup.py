@@ -10,15 +10,16 @@ import numpy.typing as npt
 
 from .allocation import Span
 from .groups import Group
+from .hash_tree import Node
 from .hashing import Words
-from .memo import Node
 from .pool import EMPTY, BlockPool
+from .runs import find_runs
 from .table import Ids
 
 Mask = npt.NDArray[np.bool_]
 
 
-class Part(NamedTuple):
+class GroupHit(NamedTuple):
     """What a request gets in one group."""
 
     table: Ids
@@ -35,7 +36,7 @@ class Part(NamedTuple):
     """Host slots that the first of them are loaded from."""
 
 
-class Plan(NamedTuple):
+class Hit(NamedTuple):
     """What of a prompt is there, and what is to be taken."""
 
     hit: int
@@ -46,7 +47,7 @@ class Plan(NamedTuple):
     """All token ranges that need not be computed."""
     written: bool
     """Whether the last token is computed again though its KV is there."""
-    parts: list[Part]
+    parts: list[GroupHit]
     committed: int
     """Tokens of the prefix whose KV is there."""
     published: int
@@ -57,7 +58,7 @@ class Plan(NamedTuple):
     """Whether blocks are loaded from the host."""
 
 
-def plan_prefix(pool: BlockPool, digests: Words, path: list[Node], num_tokens: int, block_size: int) -> Plan:
+def find_prefix(pool: BlockPool, digests: Words, path: list[Node], num_tokens: int, block_size: int) -> Hit:
     """The plan of a prompt in one group that needs all its blocks."""
     held = pool.leading(digests, path)
     hit, num_blocks = held.size, -(-num_tokens // block_size)
@@ -66,8 +67,8 @@ def plan_prefix(pool: BlockPool, digests: Words, path: list[Node], num_tokens: i
     end = hit * block_size
     spans, written = spans_of(end, num_tokens)
     lengths = np.arange(hit + 1, num_blocks + 1, dtype=np.int32)
-    part = Part(table, held, slice(hit, num_blocks), lengths, digests[hit:])
-    return Plan(hit, end - written, spans, written, [part], end, hit)
+    part = GroupHit(table, held, slice(hit, num_blocks), lengths, digests[hit:])
+    return Hit(hit, end - written, spans, written, [part], end, hit)
 
 
 def longest_hit(
@@ -84,9 +85,9 @@ def longest_hit(
     return int(servable.nonzero()[0][-1])
 
 
-def plan_groups(
+def find_in_groups(
     groups: Sequence[Group], pools: Sequence[BlockPool], digests: Words, num_tokens: int, block_size: int, gaps: bool
-) -> Plan:
+) -> Hit:
     """The plan of a prompt: the longest prefix that all groups can serve; with `gaps`, also blocks behind it."""
     listed = [pool.table.find(digests) for pool in pools]
     hit = longest_hit(groups, [ids >= 0 for ids in listed], num_tokens, block_size)
@@ -106,9 +107,9 @@ def plan_groups(
         needed = group.needed(position, hit, block_size)
         table[needed] = ids[needed]
         table[reused] = ids[reused]
-        parts.append(Part(table, table[table >= 0], fresh, fresh + 1, full))
+        parts.append(GroupHit(table, table[table >= 0], fresh, fresh + 1, full))
     cached, written = cached_spans(hit, reused, num_tokens, block_size)
-    return Plan(hit, position, cached, written, parts, hit * block_size, hit, contiguous=not reused.size)
+    return Hit(hit, position, cached, written, parts, hit * block_size, hit, contiguous=not reused.size)
 
 
 def spans_of(end: int, num_tokens: int) -> tuple[list[Span], bool]:
@@ -125,8 +126,7 @@ def cached_spans(hit: int, reused: Ids, num_tokens: int, block_size: int) -> tup
     if not reused.size:
         return spans_of(hit * block_size, num_tokens)
     blocks = np.concatenate((np.arange(hit), reused))
-    runs = np.split(blocks, np.flatnonzero(np.diff(blocks) != 1) + 1)
-    spans = [(int(run[0]) * block_size, (int(run[-1]) + 1) * block_size) for run in runs]
+    spans = [(first * block_size, end * block_size) for _, first, end in find_runs(blocks)]
     if spans[-1][1] < num_tokens:
         return spans, False
     start, end = spans.pop()

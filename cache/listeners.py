@@ -9,9 +9,10 @@ import numpy as np
 import numpy.typing as npt
 
 from .hashing import Words
-from .partial import PartialIndex
+from .partial_reuse import PartialIndex
 from .pool import EMPTY, BlockPool
 from .request import Request
+from .runs import find_runs
 from .table import Ids
 
 
@@ -30,7 +31,7 @@ class Listener(Protocol):
         """The manager was reset."""
 
 
-class Observers:
+class Listeners:
     """Passes on what happens to blocks.
 
     Attributes:
@@ -57,10 +58,7 @@ class Observers:
     def stored(self, group: int, pool: BlockPool, request: Request, blocks: npt.NDArray[np.intp]) -> None:
         """The logical blocks of a request that became findable."""
         table, size = request.tables[group], self._block_size
-        for run in np.split(blocks, np.flatnonzero(np.diff(blocks) != 1) + 1):
-            if not run.size:
-                continue
-            start, end = int(run[0]), int(run[-1]) + 1
+        for _, start, end in find_runs(blocks):
             parent = pool.digests_of(table[start - 1 : start])[0] if start and table[start - 1] >= 0 else None
             hashes = pool.digests_of(table[start:end])
             for listener in self.listeners:

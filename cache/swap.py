@@ -10,85 +10,98 @@ from collections.abc import Hashable, Sequence
 
 import numpy as np
 
-from .books import Books
+from .allocate import admit
+from .allocation import Allocation
 from .groups import Group
 from .hashing import Words
-from .matching import Part, Plan, longest_hit, spans_of
-from .preemption import Preempted
+from .host_slots import Preempted
+from .lookup import GroupHit, Hit, longest_hit, spans_of
 from .request import Request
+from .state import ManagerState
 from .table import Ids
 
 Pairs = list[list[tuple[int, int]]]
 """Per group, (block, host slot)."""
 
 
-def preempt(books: Books, request_id: Hashable, request: Request, swap: bool) -> Pairs:
+def preempt(state: ManagerState, request_id: Hashable, request: Request, swap: bool) -> Pairs:
     """Ends a running request but keeps its tokens: see `CacheManager.preempt`."""
-    books.settle(request)
+    state.end_step(request)
     saved = Preempted(request.tokens, request.keys, request.priority)
-    pairs: Pairs = [[] for _ in books.pools]
+    pairs: Pairs = [[] for _ in state.pools]
     if swap and request.committed:
-        pairs = _save(books, request, saved)
-    books.release(request_id, request)
-    books.preempted[request_id] = saved
-    books.preemptions += 1
+        pairs = _save(state, request, saved)
+    state.release(request_id, request)
+    state.preempted[request_id] = saved
+    state.preemptions += 1
     return pairs
 
 
-def forget(books: Books, request_id: Hashable) -> None:
+def resume(state: ManagerState, request_id: Hashable, saved: Preempted) -> Allocation:
+    """Starts a preempted request again: see `CacheManager.resume`."""
+    chain = state.hasher.chain(*saved.keys)
+    digests = chain.extend(saved.tokens, len(saved.tokens) // state.block_size)
+    request = Request(saved.tokens, chain, saved.keys)
+    request.priority = saved.priority
+    allocation, _ = admit(state, request_id, request, _find_resumed(state, digests, saved), digests, 0, None)
+    request.loading = saved.slots
+    return allocation
+
+
+def drop(state: ManagerState, request_id: Hashable) -> None:
     """Drops a preempted request."""
-    for host, slots in zip(books.host, books.preempted.pop(request_id).slots, strict=False):
+    for host, slots in zip(state.host, state.preempted.pop(request_id).slots, strict=False):
         host.give_back(slots)
 
 
-def _save(books: Books, request: Request, saved: Preempted) -> Pairs:
+def _save(state: ManagerState, request: Request, saved: Preempted) -> Pairs:
     """Takes host slots for what computing needs to go on as far behind as they allow."""
-    size, committed, num_tokens = books.block_size, request.committed, len(request.tokens)
-    tables = _with_released(books, request)
-    free = [host.num_free for host in books.host]
+    size, committed, num_tokens = state.block_size, request.committed, len(request.tokens)
+    tables = _with_released(state, request)
+    free = [host.num_free for host in state.host]
     end, position = committed, min(committed, num_tokens - 1)
-    needed = [group.needed(position, -(-end // size), size) for group in books.groups]
+    needed = [group.needed(position, -(-end // size), size) for group in state.groups]
     if not (
         all(blocks.size <= room for blocks, room in zip(needed, free, strict=True))
         and all((table[blocks] >= 0).all() for table, blocks in zip(tables, needed, strict=True))
-        and not (end == num_tokens and any(group.aligned for group in books.groups))
+        and not (end == num_tokens and any(group.aligned for group in state.groups))
     ):
         resident = [table[: committed // size] >= 0 for table in tables]
-        end = longest_hit(books.groups, resident, num_tokens, size, free) * size
+        end = longest_hit(state.groups, resident, num_tokens, size, free) * size
         position = min(end, num_tokens - 1)
-        needed = [group.needed(position, end // size, size) for group in books.groups]
+        needed = [group.needed(position, end // size, size) for group in state.groups]
     saved.position, saved.blocks = end, needed
-    saved.slots = [host.take(blocks.size) for host, blocks in zip(books.host, needed, strict=True)]
+    saved.slots = [host.take(blocks.size) for host, blocks in zip(state.host, needed, strict=True)]
     return [
         list(zip(table[blocks].tolist(), slots, strict=True))
         for table, blocks, slots in zip(tables, needed, saved.slots, strict=True)
     ]
 
 
-def _with_released(books: Books, request: Request) -> list[Ids]:
+def _with_released(state: ManagerState, request: Request) -> list[Ids]:
     """The tables of a request, with released blocks that are still cached in their places."""
     tables = [table[: request.num_blocks].copy() for table in request.tables]
-    complete = request.committed // books.block_size
+    complete = request.committed // state.block_size
     digests: Words | None = None
-    for pool, table in zip(books.pools, tables, strict=True):
+    for pool, table in zip(state.pools, tables, strict=True):
         holes = (table[:complete] < 0).nonzero()[0]
         if holes.size:
             if digests is None:
-                digests = books.hasher.chain(*request.keys).extend(request.tokens, complete)
+                digests = state.hasher.chain(*request.keys).extend(request.tokens, complete)
             table[holes] = pool.table.find(digests[holes])
     return tables
 
 
-def plan_resume(books: Books, digests: Words, saved: Preempted) -> Plan:
+def _find_resumed(state: ManagerState, digests: Words, saved: Preempted) -> Hit:
     """The plan of a preempted request: what is still cached is held, what is in host memory is loaded."""
-    size, num_tokens = books.block_size, len(saved.tokens)
-    listed = [pool.table.find(digests) for pool in books.pools]
-    on_host = _host_tables(saved, books.groups, -(-saved.position // size))
+    size, num_tokens = state.block_size, len(saved.tokens)
+    listed = [pool.table.find(digests) for pool in state.pools]
+    on_host = _host_tables(saved, state.groups, -(-saved.position // size))
     whole = saved.position // size
     resident = [ids >= 0 for ids in listed]
     for there, slots in zip(resident, on_host, strict=True):
         there[:whole] |= slots[:whole] >= 0
-    hit = longest_hit(books.groups, resident, num_tokens, size)
+    hit = longest_hit(state.groups, resident, num_tokens, size)
     end = hit * size
     if saved.position > end:  # within a block: all that is needed there is in host memory
         hit, end = whole, saved.position
@@ -96,7 +109,7 @@ def plan_resume(books: Books, digests: Words, saved: Preempted) -> Plan:
     behind = np.arange(last, num_blocks, dtype=np.int32)
     parts = []
     published = hit
-    for group, ids, slots in zip(books.groups, listed, on_host, strict=True):
+    for group, ids, slots in zip(state.groups, listed, on_host, strict=True):
         needed = group.needed(position, last, size)
         there = needed < hit
         there[there] = ids[needed[there]] >= 0
@@ -105,11 +118,11 @@ def plan_resume(books: Books, digests: Words, saved: Preempted) -> Plan:
         table[cached] = ids[cached]
         fresh = np.concatenate((loaded, behind))
         full = digests[fresh[: fresh.searchsorted(len(digests))]]
-        parts.append(Part(table, table[cached], fresh, fresh + 1, full, slots[loaded].tolist()))
+        parts.append(GroupHit(table, table[cached], fresh, fresh + 1, full, slots[loaded].tolist()))
         published = min([published, *loaded[:1].tolist()])
     spans, written = spans_of(end, num_tokens)
     loading = any(part.slots for part in parts)
-    return Plan(hit, position, spans, written, parts, committed=end, published=published, loading=loading)
+    return Hit(hit, position, spans, written, parts, committed=end, published=published, loading=loading)
 
 
 def _host_tables(saved: Preempted, groups: Sequence[Group], num_blocks: int) -> list[Ids]:
