@@ -82,6 +82,10 @@ def admit(
         chain.path = []
     if source.size:
         request.keep_replaced(0, source)
+        pools[0].refill(int(request.tables[0][hit]), common)
+    if plan.loading and plan.committed % size:  # tokens taken back may have been swapped out behind the last one
+        for pool, table in zip(pools, request.tables, strict=True):
+            pool.refill(int(table[plan.committed // size]), plan.committed % size)
     state.running[request_id] = request
     wait_for = state.start_writing(request_id, request, digests[hit].tobytes()) if hit < len(digests) else None
     tables = [part.table.copy() for part in plan.parts]

@@ -81,6 +81,8 @@ def _make_room(state: ManagerState, request: Request, end: int) -> Copies:
         table = request.grown_table(group, num_blocks)
         if shared[group]:
             copies[group].append(_replace_shared(pool, request, group, first))
+        if request.shared_tail and start % size:  # tokens taken back, or a fork's, may have been written behind
+            pool.refill(int(table[first]), start % size)
         if num_blocks > old_blocks:
             lengths = np.arange(old_blocks + 1, num_blocks + 1, dtype=np.int32)
             table[old_blocks:num_blocks] = pool.take(lengths)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Protocol
+from weakref import WeakSet
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +22,13 @@ EMPTY: Ids = np.empty(0, np.int32)
 
 TOGETHER = 1024
 """Guesses that are kept in one array at most: a node that outlives its neighbours must not keep much more alive."""
+
+
+class Watcher(Protocol):
+    """Keeps something beside the KV in the slots of a pool's blocks."""
+
+    def refill(self, block: int, first: int) -> None:
+        """See `BlockPool.refill`; called under the manager's lock."""
 
 
 class OutOfBlocks(RuntimeError):  # noqa: N818  the name is part of the interface
@@ -47,6 +56,7 @@ class BlockPool:
         clock: The current tick.
         evictions: Blocks evicted so far.
         on_evict: Called with the blocks that are about to lose their content.
+        watchers: Told which slots of a block that stays in use take other tokens; see `Watcher`.
     """
 
     def __init__(self, num_blocks: int, hasher: BlockHasher, policy: EvictionPolicy) -> None:
@@ -65,6 +75,7 @@ class BlockPool:
         self._residency_sum = 0
         self._ages: list[tuple[int, npt.NDArray[np.int64]]] = []
         self.on_evict: Callable[[Ids], None] | None = None
+        self.watchers: WeakSet[Watcher] = WeakSet()
         self._evictable = 0
         self._free = np.arange(num_blocks - 1, -1, -1, dtype=np.int32)
         self._num_free = num_blocks
@@ -157,6 +168,12 @@ class BlockPool:
             self.words[index[: len(digests)]] = digests
         self.policy.accessed(ids, hit=False)
         return ids
+
+    def refill(self, block: int, first: int) -> None:
+        """Says that the slots of a block from `first` on take other tokens than they, or what is copied there, held."""
+        if block >= 0:
+            for watcher in list(self.watchers):
+                watcher.refill(block, first)
 
     def _evict(self, count: int) -> Ids:
         victims = self.policy.victims(count)

@@ -36,14 +36,15 @@ class TensorCache:
 
     A request whose prefix is cached gets whole tensors, although only its suffix was computed: `store` every step, then
     `load` or `join`. A row is only ever given to a request whose block held the same tokens when the row was stored:
-    a slot holds exactly the names of the last step that wrote it, and what a block held is forgotten once the manager
-    hands it out anew.
+    a slot holds exactly the names of the last step that wrote it, and what it held is forgotten once the manager hands
+    it out anew, with its block or to tokens that take the place of rejected ones.
 
     Not safe for use from several threads at once.
 
     Args:
         manager: Whose requests and blocks to follow; None: slots and block tables are given in each call, every step
-            that writes a slot of the KV cache has to be stored, and `forget` is to be told of evicted blocks.
+            that writes a slot of the KV cache has to be stored, and `forget` is to be told of blocks that something
+            else fills.
         num_blocks: Blocks of the KV cache.
         block_size: Tokens a block.
         device: "cpu" or "cuda", where the rows are kept.
@@ -242,7 +243,18 @@ class TensorCache:
             self._valid.set_bits(block, bits)
 
     def forget(self, block_ids: Iterable[int] | Ids) -> None:
-        """Drops what is stored in some blocks; needed without a manager only, when blocks are evicted."""
+        """Drops what is stored in blocks that somebody else has filled or will fill, such as a connector or a tier.
+
+        A manager tells of blocks that it hands out anew; without one, this is to be called for each of them whose first
+        token no stored step writes.
+
+        Args:
+            block_ids: Block numbers in any order; -1 is none.
+
+        Raises:
+            TypeError: They are not integers.
+            ValueError: A number that no block has; nothing has been dropped.
+        """
         self._valid.forget(block_ids)
 
     def available(

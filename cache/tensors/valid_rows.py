@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +17,9 @@ Mask = npt.NDArray[np.bool_]
 class ValidRows:
     """One bit per name and slot, void once the block has been handed out anew.
 
+    A pool tells when that is, and which slots of a block in use take other tokens. Without one, a block is taken to be
+    handed out anew when its first slot is written.
+
     Args:
         num_blocks: Blocks of the cache.
         block_size: Tokens a block.
@@ -30,6 +33,9 @@ class ValidRows:
         self._pool = pool
         self._bits: dict[str, Mask] = {}
         self._seen = np.full(num_blocks, -1, np.int64)  # taken_at of each block when its rows were written
+        self._copied_below: dict[int, tuple[int, int]] = {}  # taken_at, and the offset that a copy reaches to
+        if pool is not None:
+            pool.watchers.add(self)
 
     def add(self, name: str) -> None:
         """Begins a name, without a row."""
@@ -59,6 +65,8 @@ class ValidRows:
             if changed.size:
                 self.forget(changed)
                 self._seen[changed] = self._pool.taken_at[changed]
+        elif slots.size:
+            self.forget(slots[slots % self.block_size == 0] // self.block_size)
         for bits in self._bits.values():
             bits[slots] = False
 
@@ -73,6 +81,8 @@ class ValidRows:
                 if seen[low] != taken[low]:
                     first = low * size
                 seen[low : high + 1] = taken[low : high + 1]
+            elif (end - 1) // self.block_size * self.block_size >= first:
+                end += -end % self.block_size
             for bits in self._bits.values():
                 bits[first:end] = False
 
@@ -101,10 +111,31 @@ class ValidRows:
         return True
 
     def forget(self, blocks: Iterable[int] | Slots) -> None:
-        """Clears all bits of blocks."""
-        index = np.fromiter(blocks, np.int64)
+        """Clears all bits of blocks; entries of -1 are none.
+
+        Raises:
+            TypeError: They are not integers.
+            ValueError: A number that no block has.
+        """
+        index = np.asarray(blocks if isinstance(blocks, np.ndarray | Sequence) else list(blocks))
+        if index.size and index.dtype.kind not in "iu":
+            raise TypeError(f"block_ids: got {index.dtype}, needs integers")
+        if index.size and not -1 <= int(index.min()) <= int(index.max()) < self.num_blocks:
+            raise ValueError(
+                f"block_ids: got numbers from {index.min()} to {index.max()}, needs -1 to {self.num_blocks - 1}"
+            )
+        index = index[index >= 0].astype(np.intp)
         for bits in self._bits.values():
             bits.reshape(self.num_blocks, self.block_size)[index] = False
+
+    def refill(self, block: int, first: int) -> None:
+        """Called by the pool: slots of a block from `first` on take other tokens than they, or a copy's source, held."""
+        for bits in self._bits.values():
+            bits[block * self.block_size + first : (block + 1) * self.block_size] = False
+        assert self._pool is not None
+        taken = int(self._pool.taken_at[block])
+        if self._seen[block] != taken:
+            self._copied_below[block] = taken, first
 
     def bits_of(self, block: int) -> dict[str, Mask]:
         """Per name, which slots of a block hold a row."""
@@ -112,10 +143,15 @@ class ValidRows:
 
     def set_bits(self, block: int, bits: dict[str, Mask]) -> None:
         """Says which slots of a block hold a row now, of names that are known; of others none does."""
+        count = self.block_size
+        if self._pool is not None:
+            taken, below = self._copied_below.pop(block, (-1, count))
+            if taken == self._pool.taken_at[block]:
+                count = below
         slots = block * self.block_size + np.arange(self.block_size)
         self.clear(slots)
         for name in bits.keys() & self._bits.keys():
-            self._bits[name][slots] = bits[name]
+            self._bits[name][slots[:count]] = bits[name][:count]
 
     def there(self, names: Iterable[str], blocks: npt.NDArray[np.integer], count: int | None = None) -> dict[str, Mask]:
         """Per name, which slots of a block table hold a row, those of its first `count` tokens; none of a hole's."""
