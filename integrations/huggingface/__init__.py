@@ -22,7 +22,7 @@ except ModuleNotFoundError as error:
         f"pc.integrations.huggingface needs {error.name}: pip install 'pc-kernels[hf]'", name=error.name
     ) from error
 
-from ._graphs import GraphReport
-from ._handle import PrefixCaching, RequestReport, enable_prefix_caching
+from .handle import PrefixCaching, RequestReport, enable_prefix_caching
+from .paged.graphs import GraphReport
 
 __all__ = ["GraphReport", "PrefixCaching", "RequestReport", "enable_prefix_caching"]

@@ -27,12 +27,15 @@ from generate_cases import (  # noqa: E402
 )
 from graph_double import FailingCapturer, TapeCapturer  # noqa: E402
 
-from pc.integrations.huggingface import PrefixCaching, _batch, _graphs, enable_prefix_caching  # noqa: E402
-from pc.integrations.huggingface._batch import DecodeBatch  # noqa: E402
-from pc.integrations.huggingface._capturable import Rehearsal  # noqa: E402
-from pc.integrations.huggingface._generation import PackedModel, Requests  # noqa: E402
-from pc.integrations.huggingface._paged import BlockStorage  # noqa: E402
-from pc.integrations.huggingface._support import layer_windows  # noqa: E402
+from pc.integrations.huggingface import PrefixCaching, enable_prefix_caching  # noqa: E402
+from pc.integrations.huggingface.paged import batch as batch_module  # noqa: E402
+from pc.integrations.huggingface.paged import graphs as graphs_module  # noqa: E402
+from pc.integrations.huggingface.paged.batch import DecodeBatch  # noqa: E402
+from pc.integrations.huggingface.paged.capturable import Rehearsal  # noqa: E402
+from pc.integrations.huggingface.paged.dispatch import install  # noqa: E402
+from pc.integrations.huggingface.paged.generation import PackedModel, Requests  # noqa: E402
+from pc.integrations.huggingface.paged.layers import BlockStorage  # noqa: E402
+from pc.integrations.huggingface.support import layer_windows  # noqa: E402
 
 BY_NAME = {family.name: family for family in FAMILIES}
 
@@ -40,8 +43,8 @@ BY_NAME = {family.name: family for family in FAMILIES}
 @pytest.fixture
 def capturable(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """Steps on the CPU are captured on a tape, with a plan, whose every use the reference checks."""
-    monkeypatch.setitem(_graphs.CAPTURERS, "cpu", TapeCapturer)
-    monkeypatch.setattr(_batch, "needs_plan", lambda device: True)
+    monkeypatch.setitem(graphs_module.CAPTURERS, "cpu", TapeCapturer)
+    monkeypatch.setattr(batch_module, "needs_plan", lambda device: True)
     return monkeypatch
 
 
@@ -74,7 +77,7 @@ def test_families(capturable: pytest.MonkeyPatch, name: str) -> None:
 
 @pytest.mark.parametrize("lengths", [(33,), (33, 5), (16, 40, 1), (9, 8, 7, 6), (30, 2, 60, 31, 17)], ids=len)
 def test_batch_sizes_and_table_widths(model: Any, capturable: pytest.MonkeyPatch, lengths: tuple[int, ...]) -> None:
-    capturable.setattr(_graphs, "MIN_WIDTH", 2)
+    capturable.setattr(graphs_module, "MIN_WIDTH", 2)
     with enable_prefix_caching(model, block_size=8) as handle:
         for options in ({}, {"do_sample": True}, {"num_return_sequences": 2, "do_sample": True}):
             assert_same(model, **ragged(*lengths), **options, max_new_tokens=40, eos_token_id=None)
@@ -117,14 +120,14 @@ def test_out_of_blocks_while_replaying(model: Any, capturable: pytest.MonkeyPatc
 
 def test_logits_stay_what_they_were(model: Any, capturable: pytest.MonkeyPatch) -> None:
     given: list[tuple[torch.Tensor, torch.Tensor]] = []
-    run = _graphs.DecodeSteps.run
+    run = graphs_module.DecodeSteps.run
 
     def keep(*args: Any) -> torch.Tensor:
         logits = run(*args)
         given.append((logits, logits.clone()))
         return logits
 
-    capturable.setattr(_graphs.DecodeSteps, "run", keep)
+    capturable.setattr(graphs_module.DecodeSteps, "run", keep)
     with enable_prefix_caching(model) as handle:
         for lengths in ((40,), (40, 7), (40,)):
             model.generate(**ragged(*lengths), max_new_tokens=8, eos_token_id=None)
@@ -133,7 +136,7 @@ def test_logits_stay_what_they_were(model: Any, capturable: pytest.MonkeyPatch) 
 
 
 def test_failed_capture_is_told_once_and_harmless(model: Any, capturable: pytest.MonkeyPatch) -> None:
-    capturable.setitem(_graphs.CAPTURERS, "cpu", FailingCapturer)
+    capturable.setitem(graphs_module.CAPTURERS, "cpu", FailingCapturer)
     capturable.setattr(FailingCapturer, "attempts", 0)
     with enable_prefix_caching(model) as handle:
         with warnings.catch_warnings(record=True) as told:
@@ -265,8 +268,8 @@ def test_what_cannot_be_captured_runs_eagerly_without_a_word(
 def test_what_the_keyword_says(model: Any, capturable: pytest.MonkeyPatch) -> None:
     with enable_prefix_caching(model, cuda_graphs=False) as handle:
         assert_same(model, input_ids=prompt(40))
-        assert handle.graphs == _graphs.GraphReport(0, 0, 19, "cuda_graphs=False")
-    capturable.delitem(_graphs.CAPTURERS, "cpu")
+        assert handle.graphs == graphs_module.GraphReport(0, 0, 19, "cuda_graphs=False")
+    capturable.delitem(graphs_module.CAPTURERS, "cpu")
     with pytest.raises(TypeError, match="cuda_graphs: got str, needs a bool or None"):
         enable_prefix_caching(model, cuda_graphs="yes")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"cuda_graphs: got True, needs .* the model is on cpu"):
@@ -286,6 +289,7 @@ def test_step_takes_nothing_from_the_host(family: Family) -> None:
     batch.write([table, table], np.array([34, 34]), [1, 2], np.array([34, 34]))
     batch.on(model.device)
     with torch.no_grad(), Rehearsal() as rehearsal:
+        install(model)
         logits = PackedModel(model, BlockStorage(8, 16, layer_windows(model.config))).decode(batch)
     assert rehearsal.problem is None
     assert logits.shape == (4, model.config.vocab_size)
@@ -318,6 +322,7 @@ def test_rehearsal_lets_scalars_of_the_host_pass() -> None:
 
 
 def start(model: Any, handle: PrefixCaching, *prompts: torch.Tensor) -> Requests:
+    install(model)
     packed = PackedModel(model, handle._storage)
     requests = Requests(handle.manager, packed, handle._steps, [ids[0].numpy() for ids in prompts])
     requests.prefill()

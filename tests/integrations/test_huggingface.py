@@ -31,7 +31,7 @@ from generate_cases import (  # noqa: E402
 )
 
 from pc.integrations.huggingface import PrefixCaching, enable_prefix_caching  # noqa: E402
-from pc.integrations.huggingface import _probe as probe_module  # noqa: E402
+from pc.integrations.huggingface.paged import probe as probe_module  # noqa: E402
 
 
 @pytest.fixture
@@ -341,7 +341,7 @@ def test_encoder_decoder_is_not_served() -> None:
 
 
 def test_probe_notices_wrong_attention(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from pc.integrations.huggingface._paged import PagedCache
+    from pc.integrations.huggingface.paged.layers import PagedCache
 
     right = PagedCache.attend
     monkeypatch.setattr(
@@ -354,7 +354,7 @@ def test_probe_notices_wrong_attention(model: Any, monkeypatch: pytest.MonkeyPat
 
 def test_window_that_the_cache_does_not_know_is_refused(model: Any) -> None:
     # A module that attends over a window its config does not tell of.
-    from pc.integrations.huggingface import _support
+    from pc.integrations.huggingface import support
 
     windowed = next(f for f in FAMILIES if f.name == "mistral-window").build()
     with pytest.MonkeyPatch.context() as patch:
@@ -364,7 +364,7 @@ def test_window_that_the_cache_does_not_know_is_refused(model: Any) -> None:
     chunked = copy.deepcopy(model.config)
     chunked.layer_types = ["full_attention", "chunked_attention"]
     with pytest.raises(Exception, match="chunked_attention"):
-        _support.layer_windows(chunked)
+        support.layer_windows(chunked)
 
 
 def test_prompt_that_does_not_fit_goes_to_the_model(model: Any) -> None:
@@ -422,7 +422,7 @@ def test_failed_forward_leaves_nothing_findable(model: Any, handle: PrefixCachin
     hook.remove()
     assert_nothing_held(handle)
     assert handle.stats().cached_blocks == 0
-    assert model.config._attn_implementation != "pc_paged"
+    assert model.config._attn_implementation == "sdpa"
     assert_same(model, input_ids=prompt(40))
 
 
@@ -610,14 +610,6 @@ def test_block_sizes(model: Any) -> None:
             for _ in range(2):
                 assert_same(model, input_ids=prompt(300))
             assert handle.last_requests[0].cached_tokens == min(300 // block_size * block_size, 299)
-
-
-def test_call_from_another_thread_is_refused_not_wrong(model: Any) -> None:
-    from pc.integrations.huggingface._paged import ATTENTION_NAME
-
-    model.config._attn_implementation = ATTENTION_NAME
-    with pytest.raises(RuntimeError, match="another thread"):
-        model(input_ids=prompt(8))
 
 
 def test_models_of_one_config_take_turns() -> None:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from ... import triton_ops  # noqa: F401  registers torch.ops.pc
+from .... import triton_ops  # noqa: F401  registers torch.ops.pc
 
 ALIGNMENT = 16
 """Bytes at whose multiples tensors begin: what triton compiles the faster kernels for."""

@@ -9,7 +9,10 @@ import torch
 from transformers import DynamicCache, GenerationMixin
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from ._paged import UnsupportedError
+
+class UnsupportedError(Exception):
+    """Raised, before anything is changed, when a model or a call cannot be served; its text says why."""
+
 
 # Arguments of the forward pass that this adapter computes itself, or that change nothing in a token.
 SERVED_ARGUMENTS = frozenset(

@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from ._batch import DecodeBatch
-from ._generation import PackedModel, Row, Span
-from ._paged import BlockStorage, UnsupportedError
-from ._support import layer_windows
+from ..support import UnsupportedError, layer_windows
+from .batch import DecodeBatch
+from .dispatch import install
+from .generation import PackedModel, Row, Span
+from .layers import BlockStorage
 
 
 @contextmanager
@@ -45,6 +46,7 @@ def probe(model: Any, block_size: int) -> int:
     lens = (2 * block_size + 3, 5)
     blocks = [-(-n // block_size) for n in lens]
     storage = BlockStorage(sum(blocks), block_size, layer_windows(model.config))
+    install(model)
     packed = PackedModel(model, storage)
     tokens = [(np.arange(n, dtype=np.int64) * 7919 + 13 * n) % vocabulary for n in lens]
     rows = [Row("", ids) for ids in tokens]

@@ -1,29 +1,20 @@
 """What happens inside the model's layers: keys and values go into blocks, attention reads them from there.
 
-Two hooks of transformers carry it, both public: a `Cache` whose `update` writes blocks, and an attention function
-registered with `AttentionInterface` that calls `torch.ops.pc.paged_attention` or `sliding_window_attention`.
+Two hooks of transformers carry it: a `Cache` whose `update` writes blocks and marks the key tensor it gives back, and
+the attention registry of `dispatch`, which sends a marked key to `PagedCache.attention`.
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import AttentionInterface
 from transformers.cache_utils import Cache, DynamicLayer
 
-from ._batch import Pass
-
-ATTENTION_NAME = "pc_paged"
-"""Name under which the attention function is registered; it has no mask function, so transformers builds no mask."""
-
-
-class UnsupportedError(Exception):
-    """Raised, before anything is changed, when a model or a call cannot be served; its text says why."""
+from ..support import UnsupportedError
+from .batch import Pass
+from .dispatch import mark
 
 
 @dataclass(frozen=True)
@@ -83,6 +74,10 @@ class BlockStorage:
             raise UnsupportedError(f"layer {layer_idx} changed from {known} to {spec}")
         return self.layers[layer_idx]
 
+    def fresh(self) -> BlockStorage:
+        """Blocks of the same layers without content."""
+        return BlockStorage(self.num_blocks, self.block_size, self.windows)
+
     def copy(self, pairs: list[tuple[int, int]]) -> None:
         """Copies whole blocks, source to target, in every layer."""
         if not pairs:
@@ -121,7 +116,7 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is untyped here
             key_states[0].transpose(0, 1), value_states[0].transpose(0, 1), key_cache, value_cache, slot_mapping
         )
         self._written = (key_states, value_states, key_cache, value_cache, layer_idx)
-        return key_states, value_states
+        return mark(key_states, self), value_states
 
     def attend(
         self,
@@ -167,55 +162,31 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is untyped here
             out = torch.ops.pc.sliding_window_attention(*batch, window, **options)
         return out.unsqueeze(0)
 
-
-_running = threading.local()  # .cache: the PagedCache of the forward pass that this thread is in
-
-
-@contextmanager
-def paged_pass(model: Any, cache: PagedCache) -> Iterator[None]:
-    """Sends the model's attention to `cache` for one forward pass of this thread, and puts everything back."""
-    before, outer = model.config._attn_implementation, getattr(_running, "cache", None)
-    model.config._attn_implementation = ATTENTION_NAME
-    _running.cache = cache
-    try:
-        yield
-    finally:
-        model.config._attn_implementation = before
-        _running.cache = outer
-
-
-def _attention_forward(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    softcap: float | None = None,
-    sliding_window: int | None = None,
-    s_aux: torch.Tensor | None = None,
-    position_bias: torch.Tensor | None = None,
-    is_causal: bool | None = None,
-    **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
-    """What transformers' layers call: `AttentionInterface`'s signature over `PagedCache.attend`."""
-    cache: PagedCache | None = getattr(_running, "cache", None)
-    if cache is None:
-        raise RuntimeError(
-            "the model was called from another thread while its generate with prefix caching was running"
-        )
-    causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
-    refused = {
-        "attention that is not causal": not causal,
-        "dropout": bool(dropout),
-        "a position bias": position_bias is not None,
-    }
-    for what, present in refused.items():
-        if present:
-            raise UnsupportedError(f"its attention uses {what}")
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return cache.attend(query, key, value, scale, sliding_window, softcap or 0.0, s_aux), None
-
-
-AttentionInterface.register(ATTENTION_NAME, _attention_forward)
+    def attention(
+        self,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        scaling: float | None = None,
+        dropout: float = 0.0,
+        softcap: float | None = None,
+        sliding_window: int | None = None,
+        s_aux: torch.Tensor | None = None,
+        position_bias: torch.Tensor | None = None,
+        is_causal: bool | None = None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, None]:
+        """What transformers' layers call: `AttentionInterface`'s signature over `attend`."""
+        causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
+        refused = {
+            "attention that is not causal": not causal,
+            "dropout": bool(dropout),
+            "a position bias": position_bias is not None,
+        }
+        for what, present in refused.items():
+            if present:
+                raise UnsupportedError(f"its attention uses {what}")
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        return self.attend(query, key, value, scale, sliding_window, softcap or 0.0, s_aux), None

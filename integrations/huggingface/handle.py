@@ -16,15 +16,15 @@ import torch
 from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
 
 from ...cache import CacheManager, OutOfBlocks
-from ._generation import PackedModel, PagedDecoder, RecordedCriteria, Requests
-from ._graphs import DecodeSteps, GraphReport
-from ._paged import BlockStorage, UnsupportedError
-from ._probe import default_num_blocks, probe
-from ._state import adapter_keys, fingerprint
-from ._support import check_call, check_model, layer_windows, rope_keys
+from .identity import adapter_keys, fingerprint
+from .paged.dispatch import install
+from .paged.generation import PackedModel, PagedDecoder, RecordedCriteria, Requests
+from .paged.graphs import DecodeSteps, GraphReport
+from .paged.layers import BlockStorage
+from .paged.probe import default_num_blocks, probe
+from .support import UnsupportedError, check_call, check_model, layer_windows, rope_keys
 
 _handles: weakref.WeakKeyDictionary[Any, PrefixCaching] = weakref.WeakKeyDictionary()
-_locks: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # by id of the config
 
 
 @dataclass(frozen=True)
@@ -122,8 +122,7 @@ class PrefixCaching:
         self, model: Any, num_blocks: int | None, block_size: int, policy: Any, cuda_graphs: bool | None
     ) -> None:
         self._model: weakref.ref[Any] = weakref.ref(model)
-        # Passes set the config's attention implementation, which other models may share.
-        self._lock = _locks.setdefault(id(model.config), threading.RLock())
+        self._lock = threading.RLock()
         self._warned: set[str] = set()
         self._policy = policy
         self._num_blocks = num_blocks
@@ -137,6 +136,7 @@ class PrefixCaching:
         """Looks at the model as it is now, and makes an empty cache for it if it can be served."""
         self.manager: CacheManager | None = None
         self.unsupported: str | None = None
+        self._storage = BlockStorage(0, self.block_size, {})
         self._weights = fingerprint(model)
         self._placed = (model.dtype, model.device)
         self._steps = DecodeSteps(self._cuda_graphs is not False, self._warn_of_graphs)
@@ -171,8 +171,19 @@ class PrefixCaching:
         """Forgets every cached block."""
         with self._lock:
             if self.manager is not None:
-                self.manager.reset()
-                self._steps.drop()
+                self._empty(self.manager)
+
+    def _empty(self, manager: CacheManager) -> None:
+        """An empty cache from now on; calls under way go on with the blocks they have."""
+        model = self._model()
+        if model is not None:
+            install(model)
+        self._steps.drop()
+        if manager.stats().num_requests == 0:
+            manager.reset()
+        else:
+            self.manager = CacheManager(self._storage.num_blocks, self.block_size, policy=self._policy)
+            self._storage = self._storage.fresh()
 
     def disable(self) -> None:
         """Gives the model its own `generate` back and frees the blocks; a second call does nothing."""
@@ -193,8 +204,9 @@ class PrefixCaching:
         try:
             with self._lock:
                 self._notice_changes(model)
-                if self.manager is not None:
-                    return self._serve(model, original, self.manager, *args, **kwargs)
+                manager, storage = self.manager, self._storage
+            if manager is not None:
+                return self._serve(model, original, manager, storage, *args, **kwargs)
         except UnsupportedError as error:
             self._warn(str(error))
         return original(model, *args, **kwargs)
@@ -207,10 +219,12 @@ class PrefixCaching:
         if (model.dtype, model.device) != self._placed:
             self._set_up(model)
         elif self.manager is not None:
-            self.manager.reset()
+            self._empty(self.manager)
         self._weights = weights
 
-    def _serve(self, model: Any, original: Any, manager: CacheManager, *args: Any, **kwargs: Any) -> Any:
+    def _serve(
+        self, model: Any, original: Any, manager: CacheManager, storage: BlockStorage, *args: Any, **kwargs: Any
+    ) -> Any:
         """Lets the original generate prepare everything and then decodes over the cache.
 
         Raises:
@@ -242,14 +256,16 @@ class PrefixCaching:
             seen = own_processors or generation_config.output_scores or generation_config.output_logits
             drop_finished = not seen and any(hasattr(c, "eos_token_id") for c in criteria)
             adapters = adapter_keys(model)
-            self._steps.prepare(model, (self._weights, adapters))
+            with self._lock:
+                self._steps.prepare(model, (self._weights, adapters))
             requests = Requests(
                 manager,
-                PackedModel(model, self._storage),
+                PackedModel(model, storage),
                 self._steps,
                 prompts,
                 (*(extra_keys or ()), *adapters) or None,
                 generation_config.prefill_chunk_size,
+                self._lock,
             )
             decoder = PagedDecoder(model, requests, criteria, drop_finished, self._warn_out_of_blocks)
             try:

@@ -9,6 +9,7 @@ tokens left out.
 from __future__ import annotations
 
 import itertools
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -17,14 +18,16 @@ import torch
 from transformers.generation.stopping_criteria import StoppingCriteriaList
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from ...cache import CacheManager, OutOfBlocks
-from ._batch import DecodeBatch, PackedBatch, Pass
-from ._paged import BlockStorage, PagedCache, UnsupportedError, paged_pass
+from ....cache import CacheManager, OutOfBlocks
+from ..support import UnsupportedError
+from .batch import DecodeBatch, PackedBatch, Pass
+from .dispatch import no_mask
+from .layers import BlockStorage, PagedCache
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from ._graphs import DecodeSteps
+    from .graphs import DecodeSteps
 
 _request_numbers = itertools.count()
 
@@ -118,17 +121,15 @@ class PackedModel:
 
     def _run(self, batch: Pass, tokens: torch.Tensor, positions: torch.Tensor, **keep: Any) -> torch.Tensor:
         cache = PagedCache(self.storage, batch)
-        with paged_pass(self.model, cache):
-            output = self.model(
-                input_ids=tokens,
-                # Of no effect on the blocks; without one, some models look on the host for padding among the tokens.
-                attention_mask=torch.ones_like(tokens),
-                position_ids=positions,
-                past_key_values=cache,
-                use_cache=True,
-                return_dict=True,
-                **keep,
-            )
+        output = self.model(
+            input_ids=tokens,
+            attention_mask=no_mask(tokens.shape[1], tokens.device, cache),
+            position_ids=positions,
+            past_key_values=cache,
+            use_cache=True,
+            return_dict=True,
+            **keep,
+        )
         if cache.layers_attended == 0 or cache.layers_attended != len(self.storage.layers):
             raise UnsupportedError(
                 f"{cache.layers_attended} of its {len(self.storage.layers)} caching layers attended through the cache"
@@ -138,7 +139,17 @@ class PackedModel:
 
 
 class Requests:
-    """The rows of one call as requests of the manager; whatever happens, `close` gives their blocks back."""
+    """The rows of one call as requests of the manager; whatever happens, `close` gives their blocks back.
+
+    Args:
+        manager: Whose blocks they take.
+        packed: Computes them.
+        steps: Runs decode steps.
+        prompts: Tokens of each row.
+        extra_keys: What their KV depends on besides tokens.
+        chunk: Tokens of a row that one pass computes at most; None: all.
+        turn: Held during each pass, so that calls of several threads take turns.
+    """
 
     def __init__(
         self,
@@ -148,7 +159,9 @@ class Requests:
         prompts: Sequence[np.ndarray],
         extra_keys: tuple[str, ...] | None = None,
         chunk: int | None = None,
+        turn: AbstractContextManager[Any] | None = None,
     ) -> None:
+        self.turn = turn or nullcontext()
         self.manager = manager
         self.packed = packed
         self.steps = steps
@@ -197,7 +210,8 @@ class Requests:
             if index >= len(row.table) or row.table[index] != block:
                 row.table = self.manager.block_table(row.request_id)
         positions = np.array([row.length for row in rows], np.int64)
-        logits = self.steps.run(self.packed, [row.table for row in rows], positions, tokens, slots)
+        with self.turn:
+            logits = self.steps.run(self.packed, [row.table for row in rows], positions, tokens, slots)
         for row in rows:
             row.length += 1
             if row.unsettled or row.length % size == 0:  # between blocks there is nothing to publish or merge
@@ -244,7 +258,9 @@ class Requests:
         step = self.chunk or longest
         for begin in range(0, longest, step):
             pieces = [span.piece(begin, begin + step) for span in spans if len(span) > begin]
-            for piece, row_logits in zip(pieces, self.packed.forward(pieces), strict=True):
+            with self.turn:
+                computed = self.packed.forward(pieces)
+            for piece, row_logits in zip(pieces, computed, strict=True):
                 logits[piece.row.request_id] = row_logits
         for span in spans:
             row = span.row

@@ -10,7 +10,7 @@ from torch.nn.modules import module as torch_module
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ._support import rope_types
+from ..support import rope_types
 
 _COPIES = (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default)
 _INDEXING = (

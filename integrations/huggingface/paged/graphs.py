@@ -15,9 +15,9 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from ._batch import DecodeBatch
-from ._capturable import Rehearsal, baked_in, why_eager
-from ._generation import PackedModel
+from .batch import DecodeBatch
+from .capturable import Rehearsal, baked_in, why_eager
+from .generation import PackedModel
 
 WARM_STEPS = 3
 """Eager steps of a bucket before its capture: in them kernels are compiled and libraries choose theirs."""
