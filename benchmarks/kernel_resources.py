@@ -158,13 +158,13 @@ def attention_case(
     starts = torch.arange(num_seqs + 1, dtype=torch.int32) * q_len
     launch.launch_attention(
         AttentionCall(
-            query,
-            cache,
-            cache,
-            tables,
-            torch.full((num_seqs,), 4096, dtype=torch.int32),
-            starts,
-            head_dim**-0.5,
+            query=query,
+            key_cache=cache,
+            value_cache=cache,
+            block_tables=tables,
+            seq_lens=torch.full((num_seqs,), 4096, dtype=torch.int32),
+            query_start_loc=starts,
+            scale=head_dim**-0.5,
             query_positions=torch.zeros(num_tokens, dtype=torch.int32) if positions else None,
             window=window,
             num_sink_tokens=4 if window else 0,

@@ -108,7 +108,15 @@ def prepared(block_size: int, q_len: int) -> Any:
     cache = torch.zeros(64, block_size, 8, 128, dtype=torch.float16)
     one = lambda *values: torch.tensor(values, dtype=torch.int32)  # noqa: E731
     query = torch.zeros(q_len, 32, 128, dtype=torch.float16)
-    call = AttentionCall(query, cache, cache, one(*range(64))[None], one(64 * block_size), one(0, q_len), 1.0)
+    call = AttentionCall(
+        query=query,
+        key_cache=cache,
+        value_cache=cache,
+        block_tables=one(*range(64))[None],
+        seq_lens=one(64 * block_size),
+        query_start_loc=one(0, q_len),
+        scale=1.0,
+    )
     return prepare.prepare(call, False, False, True, False)
 
 

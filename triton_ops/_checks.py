@@ -13,7 +13,7 @@ def bad_argument(name: str, got: object, needs: str, error: type[Exception] = Va
 def describe(tensor: object) -> str:
     """Shape, dtype and device of a tensor, or the type of anything else, in a few words for an error."""
     if not isinstance(tensor, torch.Tensor):
-        return type(tensor).__name__
+        return "None" if tensor is None else type(tensor).__name__
     dtype = str(tensor.dtype).removeprefix("torch.")
     return f"{dtype} {list(tensor.shape)} on {tensor.device}"
 

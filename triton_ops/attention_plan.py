@@ -7,167 +7,75 @@ sequence of 128k tokens among 31 of 1k does not run alone at the end.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
+from ._attention.call import PlanCall
+from ._attention.checks import check_batch, check_lengths
 from ._attention.constants import architecture
-from ._attention.layout import PlanOptions, PlanShape
+from ._attention.layout import PlanShape
 from ._attention.plan import launch_plan, plan_reference
-from ._attention.prepare import plan_options, wanted_items
+from ._attention.prepare import wanted_items
 from ._checks import bad_argument, check_tensor
 from ._debug import reads_values
-from ._library import define
+from ._library import operator
 from ._triton import require_triton
 
-_ARGUMENTS = (
-    "(Tensor block_tables, Tensor seq_lens, Tensor query_start_loc, SymInt block_size, bool causal=True, "
-    "SymInt window=0, SymInt num_sink_tokens=0, Tensor? query_positions=None, SymInt num_shared_blocks=0, "
-    "SymInt num_kv_heads=8, bool batch_invariant=False"
-)
+
+def _check(call: PlanCall) -> None:
+    check_tensor("block_tables", call.block_tables, 2, "[num_seqs, max_blocks]", (torch.int32,))
+    if call.block_size < 1:
+        raise bad_argument("block_size", call.block_size, "at least 1")
+    if call.num_kv_heads < 1:
+        raise bad_argument("num_kv_heads", call.num_kv_heads, "a positive number")
+    device = call.block_tables.device
+    check_batch(call, device)
+    if reads_values(call.block_tables):
+        check_lengths(call, call.seq_lens.tolist(), call.query_start_loc.tolist())
+    if call.out is None:
+        return
+    check_tensor("out", call.out, 1, "[n] from attention_plan", (torch.int32,), device)
+    size = PlanShape.of(call.block_tables, call.block_size).size
+    if call.out.shape[0] != size or not call.out.is_contiguous():
+        raise bad_argument("out", f"{call.out.shape[0]} elements", f"{size}, a plan for tables of this shape")
 
 
-def _check(
-    block_tables: torch.Tensor,
-    seq_lens: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    block_size: int,
-    window: int,
-    num_sink_tokens: int,
-    query_positions: torch.Tensor | None,
-    num_shared_blocks: int,
-    num_kv_heads: int,
-) -> None:
-    check_tensor("block_tables", block_tables, 2, "[num_seqs, max_blocks]", (torch.int32,))
-    device = block_tables.device
-    check_tensor("seq_lens", seq_lens, 1, "[num_seqs]", (torch.int32,), device)
-    check_tensor("query_start_loc", query_start_loc, 1, "[num_seqs + 1]", (torch.int32,), device)
-    num_seqs, max_blocks = block_tables.shape
-    if max_blocks > 1 and block_tables.stride(1) != 1:
-        raise bad_argument("block_tables", f"strides {list(block_tables.stride())}", "a contiguous last dimension")
-    if seq_lens.shape[0] != num_seqs:
-        raise bad_argument("seq_lens", f"{seq_lens.shape[0]} elements", f"{num_seqs}, the rows of block_tables")
-    if query_start_loc.shape[0] != num_seqs + 1:
-        raise bad_argument("query_start_loc", f"{query_start_loc.shape[0]} elements", f"{num_seqs + 1}")
-    vectors = {"seq_lens": seq_lens, "query_start_loc": query_start_loc}
-    if query_positions is not None:
-        check_tensor("query_positions", query_positions, 1, "[num_tokens]", (torch.int32,), device)
-        vectors["query_positions"] = query_positions
-    for name, vector in vectors.items():
-        if not vector.is_contiguous():
-            raise bad_argument(name, f"strides {list(vector.stride())}", "a contiguous tensor")
-    if block_size < 1:
-        raise bad_argument("block_size", block_size, "at least 1")
-    for name, value in (("window", window), ("num_sink_tokens", num_sink_tokens)):
-        if value < 0:
-            raise bad_argument(name, value, "0 or a positive number of tokens")
-    if not 0 <= num_shared_blocks <= max_blocks:
-        raise bad_argument("num_shared_blocks", num_shared_blocks, f"0 to {max_blocks}, the columns of block_tables")
-    if num_kv_heads < 1:
-        raise bad_argument("num_kv_heads", num_kv_heads, "a positive number")
-
-
-def _check_values(block_tables: torch.Tensor, seq_lens: torch.Tensor, block_size: int) -> None:
-    capacity = block_tables.shape[1] * block_size
-    if seq_lens.numel():
-        low, high = (int(bound) for bound in torch.aminmax(seq_lens))
-        if low < 0 or high > capacity:
-            raise bad_argument("seq_lens", f"values from {low} to {high}", f"0 to {capacity} (block_tables)")
-
-
-def _build(
-    use_kernel: bool,
-    out: torch.Tensor | None,
-    block_tables: torch.Tensor,
-    seq_lens: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    block_size: int,
-    causal: bool = True,
-    window: int = 0,
-    num_sink_tokens: int = 0,
-    query_positions: torch.Tensor | None = None,
-    num_shared_blocks: int = 0,
-    num_kv_heads: int = 8,
-    batch_invariant: bool = False,
-) -> torch.Tensor:
-    _check(
-        block_tables,
-        seq_lens,
-        query_start_loc,
-        block_size,
-        window,
-        num_sink_tokens,
-        query_positions,
-        num_shared_blocks,
-        num_kv_heads,
-    )
-    if reads_values(block_tables):
-        _check_values(block_tables, seq_lens, block_size)
-    size = PlanShape.of(block_tables, block_size).size
+def _build(fill: Callable[..., None], call: PlanCall) -> torch.Tensor:
+    _check(call)
+    out = call.out
     if out is None:
-        out = torch.empty(size, dtype=torch.int32, device=block_tables.device)
-    check_tensor("out", out, 1, "[n] from attention_plan", (torch.int32,), block_tables.device)
-    if out.shape[0] != size or not out.is_contiguous():
-        raise bad_argument("out", f"{out.shape[0]} elements", f"{size}, a plan for tables of this shape")
-    options: PlanOptions = plan_options(
-        causal,
-        window,
-        num_sink_tokens,
-        query_positions is not None,
-        batch_invariant,
-        num_shared_blocks * block_size,
+        size = PlanShape.of(call.block_tables, call.block_size).size
+        out = torch.empty(size, dtype=torch.int32, device=call.block_tables.device)
+    fill(
+        out,
+        call.block_tables,
+        call.seq_lens,
+        call.query_start_loc,
+        call.query_positions,
+        call.block_size,
+        call.plan_options(),
+        wanted_items(architecture(out.device), call.num_kv_heads),
     )
-    target_items = wanted_items(architecture(block_tables.device), num_kv_heads)
-    arguments = (block_tables, seq_lens, query_start_loc, query_positions, block_size, options, target_items)
-    if use_kernel:
-        require_triton("attention_plan")
-        launch_plan(out, *arguments)
-    else:
-        out.copy_(plan_reference(*arguments))
     return out
 
 
-def attention_plan_reference(*args: object, **kwargs: object) -> torch.Tensor:
+def _copy_plan(out: torch.Tensor, *arguments: Any) -> None:
+    out.copy_(plan_reference(*arguments))
+
+
+def attention_plan_cpu(call: PlanCall) -> torch.Tensor:
     """The plan that `pc.attention_plan` builds, in numpy on CPU tensors; elements the kernels leave unwritten are 0."""
-    return _build(False, None, *args, **kwargs)  # type: ignore[arg-type]
+    return _build(_copy_plan, call)
 
 
-def _launch(*args: object, **kwargs: object) -> torch.Tensor:
-    return _build(True, None, *args, **kwargs)  # type: ignore[arg-type]
+def _launch(call: PlanCall) -> torch.Tensor:
+    require_triton("attention_plan")
+    return _build(launch_plan, call)
 
 
-def _refresh_reference(*args: object, out: torch.Tensor, **kwargs: object) -> None:
-    _build(False, out, *args, **kwargs)  # type: ignore[arg-type]
-
-
-def _refresh(*args: object, out: torch.Tensor, **kwargs: object) -> None:
-    _build(True, out, *args, **kwargs)  # type: ignore[arg-type]
-
-
-def _fake(
-    block_tables: torch.Tensor, seq_lens: torch.Tensor, query_start_loc: torch.Tensor, block_size: int, *args: object
-) -> torch.Tensor:
-    return block_tables.new_empty(PlanShape.of(block_tables, block_size).size)
-
-
-def _fake_refresh(*args: object, **kwargs: object) -> None:
-    return None
-
-
-define(
-    "attention_plan",
-    _ARGUMENTS + ") -> Tensor",
-    reference=attention_plan_reference,
-    launcher=_launch,
-    fake=_fake,
-)
-define(
-    "attention_plan.out",
-    _ARGUMENTS + ", *, Tensor(a!) out) -> ()",
-    reference=_refresh_reference,
-    launcher=_refresh,
-    fake=_fake_refresh,
-)
-
-
+@operator(cpu=attention_plan_cpu, launch=_launch, bind=PlanCall.of)
 def attention_plan(
     block_tables: torch.Tensor,
     seq_lens: torch.Tensor,
@@ -208,21 +116,4 @@ def attention_plan(
         TypeError: An argument of a wrong type or dtype.
         ValueError: A wrong shape, device or option; on CPU tensors and in debug mode also lengths out of range.
     """
-    arguments = (
-        block_tables,
-        seq_lens,
-        query_start_loc,
-        block_size,
-        causal,
-        window,
-        num_sink_tokens,
-        query_positions,
-        num_shared_blocks,
-        num_kv_heads,
-        batch_invariant,
-    )
-    if out is None:
-        plan: torch.Tensor = torch.ops.pc.attention_plan(*arguments)
-        return plan
-    torch.ops.pc.attention_plan(*arguments, out=out)
-    return out
+    return block_tables.new_empty(PlanShape.of(block_tables, block_size).size)

@@ -10,18 +10,11 @@ from collections.abc import Sequence
 import torch
 
 from ._checks import bad_argument
-from ._library import define
+from ._library import operator
 from ._rows import cpu
 from ._rows.checks import check_caches, check_index, check_reach
 from ._rows.kernel import launch_move_rows
 from ._rows.ops import lowest_entry, on_host
-
-
-def copy_blocks_reference(cache: torch.Tensor, source_ids: torch.Tensor, target_ids: torch.Tensor) -> None:
-    """What `pc.copy_blocks` writes, spelled out."""
-    for source, target in zip(source_ids.tolist(), target_ids.tolist(), strict=True):
-        if target >= 0:
-            cache[target] = cache[source] if source >= 0 else 0
 
 
 def _run_list(caches: Sequence[torch.Tensor], source_ids: torch.Tensor, target_ids: torch.Tensor) -> None:
@@ -51,26 +44,7 @@ def _run(cache: torch.Tensor, source_ids: torch.Tensor, target_ids: torch.Tensor
     _run_list([cache], source_ids, target_ids)
 
 
-def _fake(*args: object, **kwargs: object) -> None:
-    return None
-
-
-define(
-    "copy_blocks",
-    "(Tensor(a!) cache, Tensor source_ids, Tensor target_ids) -> ()",
-    reference=_run,
-    launcher=_run,
-    fake=_fake,
-)
-define(
-    "copy_blocks_list",
-    "(Tensor(a!)[] caches, Tensor source_ids, Tensor target_ids) -> ()",
-    reference=_run_list,
-    launcher=_run_list,
-    fake=_fake,
-)
-
-
+@operator(cpu=_run, launch=_run, mutates=("cache",))
 def copy_blocks(cache: torch.Tensor, source_ids: torch.Tensor, target_ids: torch.Tensor) -> None:
     """Copies blocks of a cache to other blocks of it.
 
@@ -86,9 +60,9 @@ def copy_blocks(cache: torch.Tensor, source_ids: torch.Tensor, target_ids: torch
         ValueError: A wrong shape or device; with ids in host memory, and in debug mode, also a block out of range.
         RuntimeError: A cache that requires grad while grad mode is on.
     """
-    torch.ops.pc.copy_blocks(cache, source_ids, target_ids)
 
 
+@operator(cpu=_run_list, launch=_run_list, mutates=("caches",))
 def copy_blocks_list(caches: Sequence[torch.Tensor], source_ids: torch.Tensor, target_ids: torch.Tensor) -> None:
     """Copies the same blocks within each of several caches, in one launch per eight of them.
 
@@ -103,4 +77,3 @@ def copy_blocks_list(caches: Sequence[torch.Tensor], source_ids: torch.Tensor, t
         ValueError: As in `pc.copy_blocks`, and for caches that do not agree.
         RuntimeError: As in `pc.copy_blocks`.
     """
-    torch.ops.pc.copy_blocks_list(caches, source_ids, target_ids)

@@ -9,21 +9,13 @@ from collections.abc import Sequence
 
 import torch
 
-from ._rows.ops import BLOCKS, define_gather, is_plain
+from ._library import operator
+from ._rows.ops import BLOCKS, Gather
+
+_rows = Gather("gather_blocks", BLOCKS)
 
 
-def gather_blocks_reference(cache: torch.Tensor, block_ids: torch.Tensor) -> torch.Tensor:
-    """What `pc.gather_blocks` gives, spelled out."""
-    out = cache.new_zeros((block_ids.shape[0], *cache.shape[1:]))
-    for i, block in enumerate(block_ids.tolist()):
-        if block >= 0:
-            out[i] = cache[block]
-    return out
-
-
-_on_cpu = define_gather("gather_blocks", BLOCKS)
-
-
+@operator(cpu=_rows.cpu, launch=_rows.launch, direct=True)
 def gather_blocks(
     cache: torch.Tensor, block_ids: torch.Tensor, device: torch.device | str | None = None
 ) -> torch.Tensor:
@@ -44,12 +36,10 @@ def gather_blocks(
         ValueError: A wrong shape or device; with ids in host memory, and in debug mode, also a block out of range.
         RuntimeError: A cache that requires grad while grad mode is on.
     """
-    if device is None and is_plain(cache, block_ids):
-        return _on_cpu(cache, block_ids)
-    out: torch.Tensor = torch.ops.pc.gather_blocks(cache, block_ids, device)
-    return out
+    return _rows.empty(cache, block_ids, device)
 
 
+@operator(cpu=_rows.cpu_list, launch=_rows.launch_list)
 def gather_blocks_list(
     caches: Sequence[torch.Tensor], block_ids: torch.Tensor, device: torch.device | str | None = None
 ) -> list[torch.Tensor]:
@@ -69,5 +59,4 @@ def gather_blocks_list(
         ValueError: As in `pc.gather_blocks`, and for caches that do not agree.
         RuntimeError: As in `pc.gather_blocks`.
     """
-    out: list[torch.Tensor] = torch.ops.pc.gather_blocks_list(caches, block_ids, device)
-    return out
+    return [_rows.empty(cache, block_ids, device) for cache in caches]

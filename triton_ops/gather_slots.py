@@ -9,21 +9,13 @@ from collections.abc import Sequence
 
 import torch
 
-from ._rows.ops import SLOTS, define_gather, is_plain
+from ._library import operator
+from ._rows.ops import SLOTS, Gather
+
+_rows = Gather("gather_slots", SLOTS)
 
 
-def gather_slots_reference(cache: torch.Tensor, slot_mapping: torch.Tensor) -> torch.Tensor:
-    """What `pc.gather_slots` gives, spelled out."""
-    out = cache.new_zeros((slot_mapping.shape[0], *cache.shape[2:]))
-    for i, slot in enumerate(slot_mapping.tolist()):
-        if slot >= 0:
-            out[i] = cache[slot // cache.shape[1], slot % cache.shape[1]]
-    return out
-
-
-_on_cpu = define_gather("gather_slots", SLOTS)
-
-
+@operator(cpu=_rows.cpu, launch=_rows.launch, direct=True)
 def gather_slots(
     cache: torch.Tensor, slot_mapping: torch.Tensor, device: torch.device | str | None = None
 ) -> torch.Tensor:
@@ -45,12 +37,10 @@ def gather_slots(
         ValueError: A wrong shape or device; with slots in host memory, and in debug mode, also a slot out of range.
         RuntimeError: A cache that requires grad while grad mode is on.
     """
-    if device is None and is_plain(cache, slot_mapping):
-        return _on_cpu(cache, slot_mapping)
-    out: torch.Tensor = torch.ops.pc.gather_slots(cache, slot_mapping, device)
-    return out
+    return _rows.empty(cache, slot_mapping, device)
 
 
+@operator(cpu=_rows.cpu_list, launch=_rows.launch_list)
 def gather_slots_list(
     caches: Sequence[torch.Tensor], slot_mapping: torch.Tensor, device: torch.device | str | None = None
 ) -> list[torch.Tensor]:
@@ -70,5 +60,4 @@ def gather_slots_list(
         ValueError: As in `pc.gather_slots`, and for caches that do not agree.
         RuntimeError: As in `pc.gather_slots`.
     """
-    out: list[torch.Tensor] = torch.ops.pc.gather_slots_list(caches, slot_mapping, device)
-    return out
+    return [_rows.empty(cache, slot_mapping, device) for cache in caches]

@@ -9,14 +9,14 @@ from __future__ import annotations
 import torch
 
 from ._checks import bad_argument
-from ._library import define
+from ._library import operator
 from ._rows import cpu, memory
 from ._rows.checks import check_quantized
 from ._rows.ops import lowest_entry, on_host
 from ._rows.quantize import FLOATS, dequantize_rows, launch_gather_dequantized
 
 
-def gather_slots_dequantized_reference(
+def _gather_cpu(
     cache: torch.Tensor, scales: torch.Tensor, slot_mapping: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
     """What `pc.gather_slots_dequantized` gives, in PyTorch on CPU tensors."""
@@ -34,7 +34,7 @@ def _run(cache: torch.Tensor, scales: torch.Tensor, slot_mapping: torch.Tensor, 
         raise bad_argument("dtype", dtype, "float16, bfloat16 or float32", TypeError)
     lowest_entry("slot_mapping", slot_mapping, scales.numel())
     if on_host(cache, slot_mapping):
-        return gather_slots_dequantized_reference(cache, scales, slot_mapping, dtype)
+        return _gather_cpu(cache, scales, slot_mapping, dtype)
     device = slot_mapping.device if slot_mapping.is_cuda else cache.device
     out = memory.empty((slot_mapping.shape[0], *cache.shape[2:]), dtype, device)
     if out.numel():
@@ -43,20 +43,7 @@ def _run(cache: torch.Tensor, scales: torch.Tensor, slot_mapping: torch.Tensor, 
     return out
 
 
-def _fake(cache: torch.Tensor, scales: torch.Tensor, slot_mapping: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    device = slot_mapping.device if slot_mapping.is_cuda else cache.device
-    return cache.new_empty((slot_mapping.shape[0], *cache.shape[2:]), dtype=dtype, device=device)
-
-
-define(
-    "gather_slots_dequantized",
-    "(Tensor cache, Tensor scales, Tensor slot_mapping, ScalarType dtype) -> Tensor",
-    reference=_run,
-    launcher=_run,
-    fake=_fake,
-)
-
-
+@operator(cpu=_run, launch=_run)
 def gather_slots_dequantized(
     cache: torch.Tensor, scales: torch.Tensor, slot_mapping: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
@@ -78,5 +65,5 @@ def gather_slots_dequantized(
         ValueError: A wrong shape or device; with slots in host memory, and in debug mode, also a slot out of range.
         RuntimeError: A cache that requires grad while grad mode is on.
     """
-    out: torch.Tensor = torch.ops.pc.gather_slots_dequantized(cache, scales, slot_mapping, dtype)
-    return out
+    device = slot_mapping.device if slot_mapping.is_cuda else cache.device
+    return cache.new_empty((slot_mapping.shape[0], *cache.shape[2:]), dtype=dtype, device=device)

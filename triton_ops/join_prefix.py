@@ -12,40 +12,15 @@ import torch
 
 from ._checks import bad_argument, check_tensor, describe
 from ._debug import reads_values
-from ._library import define
+from ._library import operator
 from ._rows import cpu, memory
 from ._rows.checks import INDEX_DTYPES, check_caches, check_reach, check_rows
-from ._rows.join import check_join_values, join_map_reference, launch_join_map
+from ._rows.join import check_join_values, join_map_cpu, launch_join_map
 from ._rows.kernel import launch_move_rows
 from ._rows.ops import on_host
 
 _FEW_SEQUENCES, _LONG_SEQUENCE = 8, 1 << 18
 """How many sequences, or bytes of one, the CPU joins one by one: a few calls each, but whole blocks and no map."""
-
-
-def join_prefix_reference(
-    cache: torch.Tensor,
-    block_tables: torch.Tensor,
-    seq_lens: torch.Tensor,
-    new: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    num_rows: int,
-    new_positions: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """What `pc.join_prefix` gives, spelled out."""
-    out = cache.new_zeros((num_rows, *cache.shape[2:]))
-    begin, block_size = 0, cache.shape[1]
-    starts = query_start_loc.tolist()
-    for s, length in enumerate(seq_lens.tolist()):
-        for t in range(length):
-            block = int(block_tables[s, t // block_size])
-            if block >= 0:
-                out[begin + t] = cache[block, t % block_size]
-        for i in range(starts[s], starts[s + 1]):
-            t = length - starts[s + 1] + i if new_positions is None else int(new_positions[i])
-            out[begin + t] = new[i]
-        begin += length
-    return out
 
 
 def _check(
@@ -109,7 +84,7 @@ def _run_list(
             for cache, new, out in zip(caches, news, outs, strict=True):
                 cpu.join_sequences(cache, block_tables, seq_lens.tolist(), new, query_start_loc.tolist(), out)
             return outs
-        rows = join_map_reference(block_tables, seq_lens, query_start_loc, num_rows, block_size, new_positions)
+        rows = join_map_cpu(block_tables, seq_lens, query_start_loc, num_rows, block_size, new_positions)
         for cache, new, out in zip(caches, news, outs, strict=True):
             cpu.join_rows(cache, new, rows, out)
         return outs
@@ -137,51 +112,7 @@ def _run(
     return _run_list([cache], block_tables, seq_lens, [new], query_start_loc, num_rows, new_positions)[0]
 
 
-def _fake(
-    cache: torch.Tensor,
-    block_tables: torch.Tensor,
-    seq_lens: torch.Tensor,
-    new: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    num_rows: int,
-    new_positions: torch.Tensor | None = None,
-) -> torch.Tensor:
-    return new.new_empty((num_rows, *new.shape[1:]), device=_result_device(cache, seq_lens, new))
-
-
-def _fake_list(
-    caches: Sequence[torch.Tensor],
-    block_tables: torch.Tensor,
-    seq_lens: torch.Tensor,
-    news: Sequence[torch.Tensor],
-    query_start_loc: torch.Tensor,
-    num_rows: int,
-    new_positions: torch.Tensor | None = None,
-) -> list[torch.Tensor]:
-    return [
-        _fake(cache, block_tables, seq_lens, new, query_start_loc, num_rows)
-        for cache, new in zip(caches, news, strict=True)
-    ]
-
-
-define(
-    "join_prefix",
-    "(Tensor cache, Tensor block_tables, Tensor seq_lens, Tensor new, Tensor query_start_loc, SymInt num_rows, "
-    "Tensor? new_positions=None) -> Tensor",
-    reference=_run,
-    launcher=_run,
-    fake=_fake,
-)
-define(
-    "join_prefix_list",
-    "(Tensor[] caches, Tensor block_tables, Tensor seq_lens, Tensor[] news, Tensor query_start_loc, SymInt num_rows, "
-    "Tensor? new_positions=None) -> Tensor[]",
-    reference=_run_list,
-    launcher=_run_list,
-    fake=_fake_list,
-)
-
-
+@operator(cpu=_run, launch=_run)
 def join_prefix(
     cache: torch.Tensor,
     block_tables: torch.Tensor,
@@ -214,12 +145,10 @@ def join_prefix(
         ValueError: A wrong shape or device; on CPU tensors and in debug mode also values out of range.
         RuntimeError: A tensor that requires grad while grad mode is on.
     """
-    out: torch.Tensor = torch.ops.pc.join_prefix(
-        cache, block_tables, seq_lens, new, query_start_loc, num_rows, new_positions
-    )
-    return out
+    return new.new_empty((num_rows, *new.shape[1:]), device=_result_device(cache, seq_lens, new))
 
 
+@operator(cpu=_run_list, launch=_run_list)
 def join_prefix_list(
     caches: Sequence[torch.Tensor],
     block_tables: torch.Tensor,
@@ -249,7 +178,7 @@ def join_prefix_list(
         ValueError: As in `pc.join_prefix`, and for tensors that do not agree.
         RuntimeError: As in `pc.join_prefix`.
     """
-    out: list[torch.Tensor] = torch.ops.pc.join_prefix_list(
-        caches, block_tables, seq_lens, news, query_start_loc, num_rows, new_positions
-    )
-    return out
+    return [
+        new.new_empty((num_rows, *new.shape[1:]), device=_result_device(cache, seq_lens, new))
+        for cache, new in zip(caches, news, strict=True)
+    ]

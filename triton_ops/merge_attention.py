@@ -12,7 +12,7 @@ import torch
 from ._attention.checks import QUERY_DTYPES
 from ._attention.constants import next_power_of_2
 from ._checks import bad_argument, check_tensor, refuse_grad
-from ._library import define
+from ._library import operator
 from ._triton import require_triton, tl, triton
 
 _PIECE_ELEMENTS = 1 << 18
@@ -34,7 +34,7 @@ def _check(out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b:
     refuse_grad(out_a=out_a, lse_a=lse_a, out_b=out_b, lse_b=lse_b)
 
 
-def merge_attention_reference(
+def merge_attention_cpu(
     out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """What `pc.merge_attention` computes, in PyTorch."""
@@ -138,22 +138,7 @@ def _launch_merge_attention(
     return launch_merge(out_a, lse_a, out_b, lse_b, out_a.dtype)
 
 
-def _fake(
-    out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    _check(out_a, lse_a, out_b, lse_b)
-    return out_a.new_empty(out_a.shape), lse_a.new_empty(out_a.shape[:2])
-
-
-define(
-    "merge_attention",
-    "(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b) -> (Tensor, Tensor)",
-    reference=merge_attention_reference,
-    launcher=_launch_merge_attention,
-    fake=_fake,
-)
-
-
+@operator(cpu=merge_attention_cpu, launch=_launch_merge_attention)
 def merge_attention(
     out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -176,5 +161,5 @@ def merge_attention(
         ValueError: A wrong shape, stride or device.
         RuntimeError: A tensor that requires grad while grad mode is on.
     """
-    out, lse = torch.ops.pc.merge_attention(out_a, lse_a, out_b, lse_b)
-    return out, lse
+    _check(out_a, lse_a, out_b, lse_b)
+    return out_a.new_empty(out_a.shape), lse_a.new_empty(out_a.shape[:2])

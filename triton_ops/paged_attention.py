@@ -12,11 +12,10 @@ from __future__ import annotations
 
 import torch
 
-from ._attention.operator import define_attention
-
-paged_attention_reference, paged_attention_with_lse_reference = define_attention("paged_attention", "float scale")
+from ._attention.operator import attention_operator, with_lse
 
 
+@attention_operator()
 def paged_attention(
     query: torch.Tensor,
     key_cache: torch.Tensor,
@@ -69,71 +68,17 @@ def paged_attention(
         TypeError: An argument of a wrong type or dtype.
         ValueError: A wrong shape, device or option; on CPU tensors and in debug mode also a wrong value.
         RuntimeError: A tensor that requires grad while grad mode is on.
+
+    Example:
+        >>> cache = torch.randn(8, 16, 2, 64)  # 8 blocks of 16 slots, 2 KV heads
+        >>> one = lambda *numbers: torch.tensor(numbers, dtype=torch.int32)
+        >>> query = torch.randn(3, 4, 64)  # a sequence that decodes one token, and the last two of another
+        >>> tables = one(5, 1, 7, 0).view(2, 2)
+        >>> out = pc.paged_attention(query, cache, cache, tables, one(20, 32), one(0, 1, 3), 0.125)
+        >>> out.shape
+        torch.Size([3, 4, 64])
     """
-    out: torch.Tensor = torch.ops.pc.paged_attention(
-        query,
-        key_cache,
-        value_cache,
-        block_tables,
-        seq_lens,
-        query_start_loc,
-        scale,
-        causal,
-        softcap,
-        alibi_slopes,
-        sinks,
-        k_scale,
-        v_scale,
-        max_query_len,
-        max_seq_len,
-        plan,
-        batch_invariant,
-    )
-    return out
+    return query.new_empty(query.shape)
 
 
-def paged_attention_with_lse(
-    query: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    block_tables: torch.Tensor,
-    seq_lens: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    scale: float,
-    causal: bool = True,
-    softcap: float = 0.0,
-    alibi_slopes: torch.Tensor | None = None,
-    sinks: torch.Tensor | None = None,
-    k_scale: torch.Tensor | None = None,
-    v_scale: torch.Tensor | None = None,
-    max_query_len: int | None = None,
-    max_seq_len: int | None = None,
-    plan: torch.Tensor | None = None,
-    batch_invariant: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`paged_attention`, and the log-sum-exp of each row's scores for `merge_attention`.
-
-    Returns:
-        out as there, and lse `[num_tokens, num_heads]` float32: the natural logarithm of the softmax's denominator,
-        sinks included; -inf for a row with nothing to attend to.
-    """
-    out, lse = torch.ops.pc.paged_attention_with_lse(
-        query,
-        key_cache,
-        value_cache,
-        block_tables,
-        seq_lens,
-        query_start_loc,
-        scale,
-        causal,
-        softcap,
-        alibi_slopes,
-        sinks,
-        k_scale,
-        v_scale,
-        max_query_len,
-        max_seq_len,
-        plan,
-        batch_invariant,
-    )
-    return out, lse
+paged_attention_with_lse = with_lse(paged_attention)

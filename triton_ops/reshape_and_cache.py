@@ -13,15 +13,9 @@ from ._attention.constants import next_power_of_2
 from ._checks import bad_argument, check_tensor, describe, refuse_grad
 from ._debug import reads_values
 from ._launcher import KernelLaunch, aligned, metadata, remember
-from ._library import define
+from ._library import operator
 from ._quantize import as_codes, code_kind, equal_scales, quantize, scale_kind, to_code
 from ._triton import require_triton, tl, triton
-
-_SCHEMA = (
-    "(Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor slot_mapping, "
-    "Tensor? k_scale=None, Tensor? v_scale=None) -> ()"
-)
-
 
 _prepared: dict[object, tuple[KernelLaunch, int]] = {}
 
@@ -63,7 +57,7 @@ def check_write_values(key_cache: torch.Tensor, slot_mapping: torch.Tensor) -> b
     return low < 0
 
 
-def reshape_and_cache_reference(
+def reshape_and_cache_cpu(
     key: torch.Tensor,
     value: torch.Tensor,
     key_cache: torch.Tensor,
@@ -188,27 +182,7 @@ def _prepare(
     return KernelLaunch(constexprs, 4, None, is_aligned), -(-num_tokens * kv_heads // block_r)
 
 
-def _fake(
-    key: torch.Tensor,
-    value: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    k_scale: torch.Tensor | None = None,
-    v_scale: torch.Tensor | None = None,
-) -> None:
-    check_write(key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale)
-
-
-define(
-    "reshape_and_cache",
-    _SCHEMA,
-    reference=reshape_and_cache_reference,
-    launcher=_launch_reshape_and_cache,
-    fake=_fake,
-)
-
-
+@operator(cpu=reshape_and_cache_cpu, launch=_launch_reshape_and_cache, mutates=("key_cache", "value_cache"))
 def reshape_and_cache(
     key: torch.Tensor,
     value: torch.Tensor,
@@ -237,4 +211,4 @@ def reshape_and_cache(
         ValueError: A wrong shape or device; on CPU tensors and in debug mode also a slot out of range.
         RuntimeError: A tensor that requires grad while grad mode is on.
     """
-    torch.ops.pc.reshape_and_cache(key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale)
+    check_write(key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale)

@@ -17,17 +17,10 @@ from ._attention.constants import next_power_of_2
 from ._checks import bad_argument, check_tensor, describe, refuse_grad
 from ._debug import reads_values
 from ._launcher import KernelLaunch, aligned, metadata, remember
-from ._library import define
+from ._library import operator
 from ._quantize import as_codes, code_kind, equal_scales, scale_kind, to_code
 from ._triton import require_triton, tl, triton
-from .reshape_and_cache import check_write, check_write_values, reshape_and_cache_reference
-
-_SCHEMA = (
-    "(Tensor query, Tensor key, Tensor value, Tensor positions, Tensor cos_sin, Tensor(a!) key_cache, "
-    "Tensor(b!) value_cache, Tensor slot_mapping, bool interleaved=False, Tensor? k_scale=None, "
-    "Tensor? v_scale=None) -> Tensor"
-)
-
+from .reshape_and_cache import check_write, check_write_values, reshape_and_cache_cpu
 
 _PIECE_ELEMENTS = 1 << 16
 
@@ -92,7 +85,7 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: b
     return out
 
 
-def rope_and_cache_reference(
+def rope_and_cache_cpu(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -110,7 +103,7 @@ def rope_and_cache_reference(
     _check_values(positions, cos_sin)
     cos, sin = cos_sin[positions.long()].chunk(2, -1)
     rotated = rotate(key, cos, sin, interleaved)
-    reshape_and_cache_reference(rotated, value, key_cache, value_cache, slot_mapping, k_scale, v_scale)
+    reshape_and_cache_cpu(rotated, value, key_cache, value_cache, slot_mapping, k_scale, v_scale)
     return rotate(query, cos, sin, interleaved)
 
 
@@ -280,32 +273,7 @@ def _prepare(
     return KernelLaunch(constexprs, 4, None, is_aligned), max(1, -(-num_heads // block_h))
 
 
-def _fake(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    positions: torch.Tensor,
-    cos_sin: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    interleaved: bool = False,
-    k_scale: torch.Tensor | None = None,
-    v_scale: torch.Tensor | None = None,
-) -> torch.Tensor:
-    _check(query, key, value, positions, cos_sin, key_cache, value_cache, slot_mapping, k_scale, v_scale)
-    return query.new_empty(query.shape)
-
-
-define(
-    "rope_and_cache",
-    _SCHEMA,
-    reference=rope_and_cache_reference,
-    launcher=_launch_rope_and_cache,
-    fake=_fake,
-)
-
-
+@operator(cpu=rope_and_cache_cpu, launch=_launch_rope_and_cache, mutates=("key_cache", "value_cache"))
 def rope_and_cache(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -346,17 +314,5 @@ def rope_and_cache(
         ValueError: A wrong shape or device; on CPU tensors and in debug mode also a slot or position out of range.
         RuntimeError: A tensor that requires grad while grad mode is on.
     """
-    out: torch.Tensor = torch.ops.pc.rope_and_cache(
-        query,
-        key,
-        value,
-        positions,
-        cos_sin,
-        key_cache,
-        value_cache,
-        slot_mapping,
-        interleaved,
-        k_scale,
-        v_scale,
-    )
-    return out
+    _check(query, key, value, positions, cos_sin, key_cache, value_cache, slot_mapping, k_scale, v_scale)
+    return query.new_empty(query.shape)

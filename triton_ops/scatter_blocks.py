@@ -9,19 +9,13 @@ from collections.abc import Sequence
 
 import torch
 
-from ._rows.ops import BLOCKS, define_scatter, is_plain
+from ._library import operator
+from ._rows.ops import BLOCKS, Scatter
+
+_rows = Scatter("scatter_blocks", BLOCKS)
 
 
-def scatter_blocks_reference(source: torch.Tensor, cache: torch.Tensor, block_ids: torch.Tensor) -> None:
-    """What `pc.scatter_blocks` writes, spelled out."""
-    for i, block in enumerate(block_ids.tolist()):
-        if block >= 0:
-            cache[block] = source[i]
-
-
-_on_cpu = define_scatter("scatter_blocks", BLOCKS)
-
-
+@operator(cpu=_rows.cpu, launch=_rows.launch, mutates=("cache",), direct=True)
 def scatter_blocks(source: torch.Tensor, cache: torch.Tensor, block_ids: torch.Tensor) -> None:
     """Writes packed blocks to their places in a cache.
 
@@ -38,12 +32,9 @@ def scatter_blocks(source: torch.Tensor, cache: torch.Tensor, block_ids: torch.T
         ValueError: A wrong shape or device; with ids in host memory, and in debug mode, also a block out of range.
         RuntimeError: A tensor that requires grad while grad mode is on.
     """
-    if is_plain(source, cache, block_ids):
-        _on_cpu(source, cache, block_ids)
-    else:
-        torch.ops.pc.scatter_blocks(source, cache, block_ids)
 
 
+@operator(cpu=_rows.cpu_list, launch=_rows.launch_list, mutates=("caches",))
 def scatter_blocks_list(
     sources: Sequence[torch.Tensor], caches: Sequence[torch.Tensor], block_ids: torch.Tensor
 ) -> None:
@@ -60,4 +51,3 @@ def scatter_blocks_list(
         ValueError: As in `pc.scatter_blocks`, and for tensors that do not agree.
         RuntimeError: As in `pc.scatter_blocks`.
     """
-    torch.ops.pc.scatter_blocks_list(sources, caches, block_ids)

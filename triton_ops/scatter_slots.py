@@ -9,19 +9,13 @@ from collections.abc import Sequence
 
 import torch
 
-from ._rows.ops import SLOTS, define_scatter, is_plain
+from ._library import operator
+from ._rows.ops import SLOTS, Scatter
+
+_rows = Scatter("scatter_slots", SLOTS)
 
 
-def scatter_slots_reference(source: torch.Tensor, cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
-    """What `pc.scatter_slots` writes, spelled out."""
-    for i, slot in enumerate(slot_mapping.tolist()):
-        if slot >= 0:
-            cache[slot // cache.shape[1], slot % cache.shape[1]] = source[i]
-
-
-_on_cpu = define_scatter("scatter_slots", SLOTS)
-
-
+@operator(cpu=_rows.cpu, launch=_rows.launch, mutates=("cache",), direct=True)
 def scatter_slots(source: torch.Tensor, cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
     """Writes the rows of tokens to their slots of a cache.
 
@@ -39,12 +33,9 @@ def scatter_slots(source: torch.Tensor, cache: torch.Tensor, slot_mapping: torch
         ValueError: A wrong shape or device; with slots in host memory, and in debug mode, also a slot out of range.
         RuntimeError: A tensor that requires grad while grad mode is on.
     """
-    if is_plain(source, cache, slot_mapping):
-        _on_cpu(source, cache, slot_mapping)
-    else:
-        torch.ops.pc.scatter_slots(source, cache, slot_mapping)
 
 
+@operator(cpu=_rows.cpu_list, launch=_rows.launch_list, mutates=("caches",))
 def scatter_slots_list(
     sources: Sequence[torch.Tensor], caches: Sequence[torch.Tensor], slot_mapping: torch.Tensor
 ) -> None:
@@ -61,4 +52,3 @@ def scatter_slots_list(
         ValueError: As in `pc.scatter_slots`, and for tensors that do not agree.
         RuntimeError: As in `pc.scatter_slots`.
     """
-    torch.ops.pc.scatter_slots_list(sources, caches, slot_mapping)

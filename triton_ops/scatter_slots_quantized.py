@@ -10,14 +10,14 @@ from __future__ import annotations
 import torch
 
 from ._checks import bad_argument, check_tensor, describe, refuse_grad
-from ._library import define
+from ._library import operator
 from ._rows import cpu
 from ._rows.checks import check_quantized, check_reach
 from ._rows.ops import lowest_entry, on_host
 from ._rows.quantize import FLOATS, launch_scatter_quantized, quantize_rows
 
 
-def scatter_slots_quantized_reference(
+def scatter_slots_quantized_cpu(
     source: torch.Tensor, cache: torch.Tensor, scales: torch.Tensor, slot_mapping: torch.Tensor
 ) -> None:
     """What `pc.scatter_slots_quantized` writes, in PyTorch on CPU tensors."""
@@ -39,26 +39,14 @@ def _run(source: torch.Tensor, cache: torch.Tensor, scales: torch.Tensor, slot_m
     if not source.numel():
         return
     if on_host(source, cache, slot_mapping):
-        scatter_slots_quantized_reference(source, cache, scales, slot_mapping)
+        scatter_slots_quantized_cpu(source, cache, scales, slot_mapping)
         return
     device = next((t.device for t in (slot_mapping, source, cache) if t.is_cuda), source.device)
     slots = slot_mapping.to(device, non_blocking=True).contiguous()
     launch_scatter_quantized(source.reshape(source.shape[0], -1), cache, scales, slots)
 
 
-def _fake(*args: object, **kwargs: object) -> None:
-    return None
-
-
-define(
-    "scatter_slots_quantized",
-    "(Tensor source, Tensor(a!) cache, Tensor(b!) scales, Tensor slot_mapping) -> ()",
-    reference=_run,
-    launcher=_run,
-    fake=_fake,
-)
-
-
+@operator(cpu=_run, launch=_run, mutates=("cache", "scales"))
 def scatter_slots_quantized(
     source: torch.Tensor, cache: torch.Tensor, scales: torch.Tensor, slot_mapping: torch.Tensor
 ) -> None:
@@ -79,4 +67,3 @@ def scatter_slots_quantized(
         ValueError: A wrong shape or device; with slots in host memory, and in debug mode, also a slot out of range.
         RuntimeError: A tensor that requires grad while grad mode is on.
     """
-    torch.ops.pc.scatter_slots_quantized(source, cache, scales, slot_mapping)

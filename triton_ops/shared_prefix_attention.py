@@ -14,10 +14,11 @@ import torch
 
 from ._attention.call import AttentionCall
 from ._attention.launch import launch_attention
-from ._attention.operator import define_attention
+from ._attention.operator import attention_operator, with_lse
 from ._launcher import KernelLaunch, aligned
 from ._triton import tl, triton
 from .merge_attention import launch_merge
+from .paged_attention import paged_attention
 
 
 @triton.jit(do_not_specialize=["num_seqs", "num_tokens", "prefix_len"])
@@ -88,11 +89,7 @@ def _launch(call: AttentionCall, with_lse: bool) -> tuple[torch.Tensor, torch.Te
     return launch_merge(*prefix, *rest, query.dtype)
 
 
-shared_prefix_attention_reference, shared_prefix_attention_with_lse_reference = define_attention(
-    "shared_prefix_attention", "SymInt num_shared_blocks, float scale", _launch
-)
-
-
+@attention_operator(_launch, like=paged_attention)
 def shared_prefix_attention(
     query: torch.Tensor,
     key_cache: torch.Tensor,
@@ -119,102 +116,29 @@ def shared_prefix_attention(
     prompt.
 
     Args:
-        query: `[num_tokens, num_heads, head_dim]`, as for `paged_attention`.
-        key_cache: `[num_blocks, block_size, num_kv_heads, head_dim]`, as for `paged_attention`.
-        value_cache: Like key_cache.
         block_tables: `[num_seqs, max_blocks]` int32, whole tables; the first num_shared_blocks columns are equal in
             all rows.
         seq_lens: `[num_seqs]` int32, each at least num_shared_blocks * block_size.
-        query_start_loc: `[num_seqs + 1]` int32, where each sequence's queries begin.
         num_shared_blocks: How many first blocks all sequences share; 0 for none.
-        scale: Factor on q.k, usually head_dim ** -0.5.
-        causal: As for `paged_attention`, like all that follow.
-        softcap: score becomes softcap * tanh(score / softcap) when positive.
-        alibi_slopes: `[num_heads]`; adds slope * (t - p) to a score.
         sinks: `[num_heads]`, a learned logit per head that joins the softmax's denominator once.
-        k_scale: One float or one per KV head; a quantized key is read as stored * k_scale.
-        v_scale: The same for values.
-        max_query_len: Upper bound of q_len known on the host; taken from shapes when None.
-        max_seq_len: Upper bound of seq_lens known on the host; taken from shapes when None.
         plan: From `attention_plan` with the same num_shared_blocks; the op plans by itself when None.
-        batch_invariant: Makes each row's bits independent of the rest of the batch and of chunking.
-
-    Returns:
-        `[num_tokens, num_heads, head_dim]`, contiguous, the query's dtype. Rows with nothing to attend to are 0.
 
     Raises:
         TypeError: An argument of a wrong type or dtype.
         ValueError: A wrong shape, device or option; on CPU tensors and in debug mode also a wrong value, or tables that
             differ in the shared columns.
         RuntimeError: A tensor that requires grad while grad mode is on.
+
+    Example:
+        >>> cache = torch.randn(8, 16, 2, 64)  # 8 blocks of 16 slots, 2 KV heads
+        >>> one = lambda *numbers: torch.tensor(numbers, dtype=torch.int32)
+        >>> query = torch.randn(2, 4, 64)  # two sequences that decode a token each over the same first block
+        >>> tables = one(5, 1, 5, 0).view(2, 2)
+        >>> out = pc.shared_prefix_attention(query, cache, cache, tables, one(20, 32), one(0, 1, 2), 1, 0.125)
+        >>> out.shape
+        torch.Size([2, 4, 64])
     """
-    out: torch.Tensor = torch.ops.pc.shared_prefix_attention(
-        query,
-        key_cache,
-        value_cache,
-        block_tables,
-        seq_lens,
-        query_start_loc,
-        num_shared_blocks,
-        scale,
-        causal,
-        softcap,
-        alibi_slopes,
-        sinks,
-        k_scale,
-        v_scale,
-        max_query_len,
-        max_seq_len,
-        plan,
-        batch_invariant,
-    )
-    return out
+    return query.new_empty(query.shape)
 
 
-def shared_prefix_attention_with_lse(
-    query: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    block_tables: torch.Tensor,
-    seq_lens: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    num_shared_blocks: int,
-    scale: float,
-    causal: bool = True,
-    softcap: float = 0.0,
-    alibi_slopes: torch.Tensor | None = None,
-    sinks: torch.Tensor | None = None,
-    k_scale: torch.Tensor | None = None,
-    v_scale: torch.Tensor | None = None,
-    max_query_len: int | None = None,
-    max_seq_len: int | None = None,
-    plan: torch.Tensor | None = None,
-    batch_invariant: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`shared_prefix_attention`, and the log-sum-exp of each row's scores for `merge_attention`.
-
-    Returns:
-        out as there, and lse `[num_tokens, num_heads]` float32: the natural logarithm of the softmax's denominator,
-        sinks included; -inf for a row with nothing to attend to.
-    """
-    out, lse = torch.ops.pc.shared_prefix_attention_with_lse(
-        query,
-        key_cache,
-        value_cache,
-        block_tables,
-        seq_lens,
-        query_start_loc,
-        num_shared_blocks,
-        scale,
-        causal,
-        softcap,
-        alibi_slopes,
-        sinks,
-        k_scale,
-        v_scale,
-        max_query_len,
-        max_seq_len,
-        plan,
-        batch_invariant,
-    )
-    return out, lse
+shared_prefix_attention_with_lse = with_lse(shared_prefix_attention, _launch)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 import torch
 from attention_cases import Case, build, check
@@ -40,10 +42,12 @@ def _plan(batch, op=pc.attention_plan, **options):
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_kernels_build_the_numpy_plan(case, device):
-    from pc.triton_ops.attention_plan import attention_plan_reference
+    from pc.triton_ops._attention.call import PlanCall
+    from pc.triton_ops.attention_plan import attention_plan_cpu
 
     batch = build(case)
-    expected = _plan(batch, attention_plan_reference)
+    names = tuple(inspect.signature(pc.attention_plan).parameters)
+    expected = _plan(batch, lambda *args, **kwargs: attention_plan_cpu(PlanCall.of(names, args, kwargs)))
     plan = _plan(batch.to(device)).cpu()
     shape = PlanShape.of(batch.block_tables, case.block_size)
     assert plan.numel() == expected.numel() == shape.size

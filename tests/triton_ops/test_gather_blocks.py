@@ -6,7 +6,6 @@ import torch
 from torch.library import opcheck
 
 import pc
-from pc.triton_ops.gather_blocks import gather_blocks_reference
 
 DTYPES = (torch.bool, torch.int8, torch.float8_e4m3fn, torch.bfloat16, torch.float32, torch.int64, torch.complex128)
 IDS = (5, -1, 0, 3, 3, -1, 1, 2)
@@ -59,11 +58,6 @@ def test_list_of_caches(random_bits, same_bits, device):
     ids = torch.tensor(IDS, device=device)
     for cache, out in zip(caches, torch.ops.pc.gather_blocks_list(caches, ids), strict=True):
         assert same_bits(out, oracle(cache, ids))
-
-
-def test_spelled_out_reference_agrees(random_bits, same_bits, device):
-    cache, ids = random_bits((6, 4, 5), torch.int16), torch.tensor(IDS, device=device)
-    assert same_bits(gather_blocks_reference(cache, ids), oracle(cache, ids))
 
 
 def test_bad_arguments_are_named():

@@ -6,7 +6,6 @@ import torch
 from torch.library import opcheck
 
 import pc
-from pc.triton_ops.gather_slots import gather_slots_reference
 
 DTYPES = (
     torch.bool,
@@ -113,18 +112,12 @@ def test_list_of_caches_of_different_rows(random_bits, same_bits, device):
         assert same_bits(out, oracle(cache, slots))
 
 
-def test_spelled_out_reference_agrees(random_bits, same_bits):
-    cache = random_bits((6, 4, 5), torch.int16)
-    slots = torch.tensor(SLOTS)
-    assert same_bits(gather_slots_reference(cache, slots.to(cache.device)), oracle(cache, slots))
-
-
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
         (lambda a: {"cache": a["cache"][0, 0]}, ValueError, r"cache: got shape \[5\]"),
-        (lambda a: {"cache": None}, TypeError, "cache: got NoneType"),
-        (lambda a: {"slot_mapping": None}, TypeError, "slot_mapping: got NoneType"),
+        (lambda a: {"cache": None}, TypeError, "cache: got None"),
+        (lambda a: {"slot_mapping": None}, TypeError, "slot_mapping: got None"),
         (lambda a: {"slot_mapping": a["slot_mapping"].float()}, TypeError, "slot_mapping: .*int32 or int64"),
         (lambda a: {"slot_mapping": a["slot_mapping"][None]}, ValueError, r"slot_mapping: got shape \[1, 3\]"),
         (lambda a: {"slot_mapping": a["slot_mapping"] + 30}, ValueError, "slot_mapping: got values from 30 to 32"),

@@ -77,13 +77,13 @@ def _attention_call(misaligned: bool = False, num_seqs: int = 2, head_dim: int =
     elements = torch.zeros(num_seqs * 8 * head_dim + 8, dtype=torch.float16)[misaligned:]
     cache = torch.zeros(4, 16, 2, head_dim, dtype=torch.float16)
     return AttentionCall(
-        elements[: num_seqs * 8 * head_dim].view(num_seqs, 8, head_dim),
-        cache,
-        cache.clone(),
-        torch.zeros(num_seqs, 32, dtype=torch.int32),
-        torch.full((num_seqs,), 512, dtype=torch.int32),
-        torch.arange(num_seqs + 1, dtype=torch.int32),
-        0.125,
+        query=elements[: num_seqs * 8 * head_dim].view(num_seqs, 8, head_dim),
+        key_cache=cache,
+        value_cache=cache.clone(),
+        block_tables=torch.zeros(num_seqs, 32, dtype=torch.int32),
+        seq_lens=torch.full((num_seqs,), 512, dtype=torch.int32),
+        query_start_loc=torch.arange(num_seqs + 1, dtype=torch.int32),
+        scale=0.125,
         max_query_len=1,
     )
 

@@ -32,7 +32,7 @@ CASES = [
     Case(lens=(150, 65), queries=(1, 12), head_dim=256, block_size=32),
     Case(lens=(300, 257), queries=(1, 30), block_size=256, head_dim=32),
     Case(lens=(300, 257), queries=(1, 30), block_size=128, head_dim=33, dtype=F16),
-    Case(lens=(6,), queries=(20,), causal=False),
+    Case(lens=(26,), queries=(20,), causal=False),
     Case(lens=(6, 100), queries=(20, 9)),
     Case(lens=(100, 40), queries=(30, 1), causal=False, alibi=True),
     Case(lens=(200, 90), queries=(1, 20), softcap=5.0, alibi=True, sinks=True),

@@ -6,7 +6,6 @@ import torch
 from torch.library import opcheck
 
 import pc
-from pc.triton_ops.scatter_blocks import scatter_blocks_reference
 
 DTYPES = (torch.bool, torch.int8, torch.float8_e4m3fn, torch.bfloat16, torch.float32, torch.int64, torch.complex128)
 IDS = (5, -1, 0, 3, -1, 1)
@@ -64,14 +63,6 @@ def test_list_of_caches(random_bits, same_bits, device):
     expected = [oracle(source, cache, ids) for source, cache in zip(sources, caches, strict=True)]
     torch.ops.pc.scatter_blocks_list(sources, caches, ids)
     assert all(same_bits(cache, want) for cache, want in zip(caches, expected, strict=True))
-
-
-def test_spelled_out_reference_agrees(random_bits, same_bits, device):
-    cache, source = (random_bits((6, 4, 5), torch.int16) for _ in range(2))
-    ids = torch.tensor(IDS, device=device)
-    expected = oracle(source, cache, ids)
-    scatter_blocks_reference(source, cache, ids)
-    assert same_bits(cache, expected)
 
 
 def test_bad_arguments_are_named_and_nothing_is_written():

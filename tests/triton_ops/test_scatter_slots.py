@@ -6,7 +6,6 @@ import torch
 from torch.library import opcheck
 
 import pc
-from pc.triton_ops.scatter_slots import scatter_slots_reference
 
 DTYPES = (
     torch.bool,
@@ -124,21 +123,13 @@ def test_list_of_caches(random_bits, same_bits, device):
     assert all(same_bits(cache, want) for cache, want in zip(caches, expected, strict=True))
 
 
-def test_spelled_out_reference_agrees(random_bits, same_bits, device):
-    cache, source = random_bits((6, 4, 5), torch.int16), random_bits((7, 5), torch.int16)
-    slots = torch.tensor(SLOT_LISTS["padded"], device=device)
-    expected = oracle(source, cache, slots)
-    scatter_slots_reference(source, cache, slots)
-    assert same_bits(cache, expected)
-
-
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
         (lambda a: {"source": a["source"][:2]}, ValueError, r"source: got shape \[2, 5\], needs \[3, 5\]"),
         (lambda a: {"source": a["source"].double()}, TypeError, "source: got float64"),
-        (lambda a: {"source": None}, TypeError, "source: got NoneType"),
-        (lambda a: {"slot_mapping": None}, TypeError, "slot_mapping: got NoneType"),
+        (lambda a: {"source": None}, TypeError, "source: got None"),
+        (lambda a: {"slot_mapping": None}, TypeError, "slot_mapping: got None"),
         (lambda a: {"cache": a["cache"][..., :4]}, ValueError, r"source: got shape \[3, 5\], needs \[3, 4\]"),
         (lambda a: {"slot_mapping": a["slot_mapping"] + 22}, ValueError, "slot_mapping: got values from 22 to 24"),
         (lambda a: {"slot_mapping": a["slot_mapping"] - 3}, ValueError, "needs -1 to 23"),

@@ -5,7 +5,7 @@ import torch
 from torch.library import opcheck
 
 import pc
-from pc.triton_ops.scatter_slots_quantized import scatter_slots_quantized_reference
+from pc.triton_ops.scatter_slots_quantized import scatter_slots_quantized_cpu
 
 CODES = (torch.float8_e4m3fn, torch.int8)
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
@@ -35,7 +35,7 @@ def empty_cache(features, codes, device):
 def test_codes_and_scales_bit_for_bit(codes, dtype, features, same_bits, device):
     source, slots = rows(features, dtype), torch.tensor(SLOTS)
     expected = empty_cache(features, codes, "cpu")
-    scatter_slots_quantized_reference(source, *expected, slots)
+    scatter_slots_quantized_cpu(source, *expected, slots)
     got = empty_cache(features, codes, device)
     torch.ops.pc.scatter_slots_quantized(source.to(device), *got, slots.to(device))
     assert same_bits(got[0], expected[0])
@@ -70,7 +70,7 @@ def test_zeros_stay_zero_and_bad_rows_read_as_nan(device):
 def test_strided_cache_and_source(same_bits, device):
     source, slots = rows((3, 5), torch.bfloat16), torch.tensor(SLOTS)
     expected = empty_cache((3, 5), torch.int8, "cpu")
-    scatter_slots_quantized_reference(source, *expected, slots)
+    scatter_slots_quantized_cpu(source, *expected, slots)
     cache = torch.zeros(4, 5, 3, 5, dtype=torch.int8, device=device)[:, :4]
     scales = torch.zeros(4, 8, device=device)[:, ::2]
     wide = source.permute(2, 1, 0).contiguous().permute(2, 1, 0)
@@ -134,7 +134,7 @@ def test_compiles_whole_with_dynamic_shapes(same_bits, device):
 def test_pinned_cache(same_bits):
     source, slots = rows((64,), torch.bfloat16), torch.tensor(SLOTS)
     want, got = empty_cache((64,), torch.int8, "cpu"), [t.pin_memory() for t in empty_cache((64,), torch.int8, "cpu")]
-    scatter_slots_quantized_reference(source, *want, slots)
+    scatter_slots_quantized_cpu(source, *want, slots)
     pc.scatter_slots_quantized(source.cuda(), *got, slots.cuda())
     torch.cuda.synchronize()
     assert same_bits(got[0], want[0])

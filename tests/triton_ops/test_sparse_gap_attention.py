@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 
 import pytest
 import torch
@@ -13,7 +14,6 @@ from hypothesis import strategies as st
 import pc
 from pc.triton_ops._attention.launch import count_tiles
 from pc.triton_ops._triton import INTERPRET
-from pc.triton_ops.sparse_gap_attention import sparse_gap_attention_with_lse_reference
 
 BF16, F16, E4M3, INT8 = torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int8
 CASES = [
@@ -103,18 +103,21 @@ def test_all_options_together(case, device):
 
 @pytest.mark.parametrize("change", [{}, {"softcap": 5.0}, {"alibi": True, "holes": 0.5}, {"causal": False}], ids=str)
 def test_scattered_queries_over_many_pieces(change, monkeypatch):
-    """The reference walks over the keys once for all scattered queries, piece by piece and slice by slice."""
-    from pc.triton_ops._attention import reference
+    """The CPU walks over the keys once for all scattered queries, piece by piece and slice by slice."""
+    from pc.triton_ops._attention import cpu
+    from pc.triton_ops._attention.call import AttentionCall
+    from pc.triton_ops._attention.operator import attention_cpu
 
     case = dataclasses.replace(Case(lens=(500, 333), queries=(40, 60), scattered=True), **change)
     batch = build(case)
-    monkeypatch.setattr(reference, "_GATHER_BYTES", 3 * 16 * 2 * 64 * 4)
-    monkeypatch.setattr(reference, "_MAX_SCORES", 7 * 48 * 4)
+    monkeypatch.setattr(cpu, "_GATHER_BYTES", 3 * 16 * 2 * 64 * 4)
+    monkeypatch.setattr(cpu, "_MAX_SCORES", 7 * 48 * 4)
     calls = []
-    read = reference._Cache.read
-    monkeypatch.setattr(reference._Cache, "read", lambda self, blocks: calls.append(len(blocks)) or read(self, blocks))
-    tensors = (*batch.tensors, batch.positions, batch.scale)
-    check(build(case), *sparse_gap_attention_with_lse_reference(*tensors, **batch.options))
+    read = cpu._Cache.read
+    monkeypatch.setattr(cpu._Cache, "read", lambda self, blocks: calls.append(len(blocks)) or read(self, blocks))
+    names = tuple(inspect.signature(pc.sparse_gap_attention).parameters)
+    call = AttentionCall.of(names, (*batch.tensors, batch.positions, batch.scale), batch.options)
+    check(build(case), *attention_cpu(call))
     assert sum(calls) <= 32 + 21, "each block is read once"
     assert max(calls) == 3
 

@@ -1,30 +1,86 @@
-"""The arguments of an attention call, whichever operator it came through."""
+"""The arguments of an attention call, whichever operator it came through; an option is added here first."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from .._launcher import metadata
+from .layout import DECODE_QUERIES, PlanOptions
+
+Call = TypeVar("Call", bound="BatchCall")
 
 
-@dataclass(slots=True, eq=False)
-class AttentionCall:
-    """What an attention operator was given; the operators' docstrings say what each is."""
+@dataclass(eq=False, kw_only=True)
+class BatchCall:
+    """Which keys each query of a batch attends to: what a plan is made from. The operators' docstrings explain each."""
+
+    block_tables: torch.Tensor
+    seq_lens: torch.Tensor
+    query_start_loc: torch.Tensor
+    query_positions: torch.Tensor | None = None
+    causal: bool = True
+    window: int = 0
+    num_sink_tokens: int = 0
+    num_shared_blocks: int = 0
+    batch_invariant: bool = False
+
+    @classmethod
+    def of(cls: type[Call], names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
+        """The call of an operator whose parameters are `names`; a third of the time that the constructor takes."""
+        call = cls.__new__(cls)
+        # What is not given has its default from the class.
+        call.__dict__.update(zip(names, args, strict=False))
+        call.__dict__.update(kwargs)
+        return call
+
+    if TYPE_CHECKING:  # a field of one kind of call, a property of the other
+
+        @property
+        def block_size(self) -> int: ...
+
+    @property
+    def key_begin(self) -> int:
+        """The first key position behind the shared blocks."""
+        return self.num_shared_blocks * self.block_size
+
+    def plan_options(self, tiled: bool = False) -> PlanOptions:
+        """What a plan for this call is made for besides its tensors.
+
+        Args:
+            tiled: Whether even few queries are tiled, not decoded from the work list.
+        """
+        # Scattered queries under a window are tiled over queries, whose windows are then united.
+        tiled = tiled or self.batch_invariant or (self.query_positions is not None and self.window > 0)
+        return PlanOptions(
+            causal=self.causal,
+            window=self.window,
+            num_sink_tokens=self.num_sink_tokens if self.window else 0,
+            decode_queries=0 if tiled else DECODE_QUERIES,
+            key_begin=self.key_begin,
+        )
+
+
+@dataclass(eq=False, kw_only=True)
+class PlanCall(BatchCall):
+    """What `attention_plan` was given."""
+
+    block_size: int
+    num_kv_heads: int = 8
+    out: torch.Tensor | None = None
+
+
+@dataclass(eq=False, kw_only=True)
+class AttentionCall(BatchCall):
+    """What an attention operator was given."""
 
     query: torch.Tensor
     key_cache: torch.Tensor
     value_cache: torch.Tensor
-    block_tables: torch.Tensor
-    seq_lens: torch.Tensor
-    query_start_loc: torch.Tensor
     scale: float
-    query_positions: torch.Tensor | None = None
-    window: int = 0
-    num_sink_tokens: int = 0
-    num_shared_blocks: int = 0
-    causal: bool = True
     softcap: float = 0.0
     alibi_slopes: torch.Tensor | None = None
     sinks: torch.Tensor | None = None
@@ -33,12 +89,11 @@ class AttentionCall:
     max_query_len: int | None = None
     max_seq_len: int | None = None
     plan: torch.Tensor | None = None
-    batch_invariant: bool = False
 
     @property
-    def key_begin(self) -> int:
-        """The first key position behind the shared blocks."""
-        return self.num_shared_blocks * self.key_cache.shape[1]
+    def block_size(self) -> int:
+        """Token slots of a block."""
+        return self.key_cache.shape[1]
 
     def signature(self) -> tuple[object, ...]:
         """All that kernels are chosen and compiled by: equal for two calls that differ in addresses and values only."""

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from .._checks import bad_argument, check_tensor, describe, refuse_grad
-from .call import AttentionCall
+from .call import AttentionCall, BatchCall
 from .layout import PlanShape
 
 QUERY_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -73,6 +73,71 @@ def check_cache(
             )
 
 
+def check_batch(call: BatchCall, device: torch.device, num_tokens: int | None = None) -> None:
+    """Checks tables, lengths and options that a plan and an attention call share, from metadata alone.
+
+    Args:
+        call: Which keys are attended to.
+        device: Where its tensors have to be.
+        num_tokens: Rows of the query, where there is one.
+    """
+    tables, seq_lens, starts = call.block_tables, call.seq_lens, call.query_start_loc
+    check_tensor("block_tables", tables, 2, "[num_seqs, max_blocks]", (torch.int32,), device)
+    check_tensor("seq_lens", seq_lens, 1, "[num_seqs]", (torch.int32,), device)
+    check_tensor("query_start_loc", starts, 1, "[num_seqs + 1]", (torch.int32,), device)
+    num_seqs, max_blocks = tables.shape
+    if max_blocks > 1 and tables.stride(1) != 1:
+        raise bad_argument("block_tables", f"strides {list(tables.stride())}", "a contiguous last dimension")
+    if seq_lens.shape[0] != num_seqs:
+        raise bad_argument("seq_lens", f"{seq_lens.shape[0]} elements", f"{num_seqs}, the rows of block_tables")
+    if starts.shape[0] != num_seqs + 1:
+        needs = f"{num_seqs + 1}, one more than seq_lens"
+        raise bad_argument("query_start_loc", f"{starts.shape[0]} elements", needs)
+    vectors = {"seq_lens": seq_lens, "query_start_loc": starts}
+    if call.query_positions is not None:
+        vectors["query_positions"] = call.query_positions
+        check_tensor("query_positions", call.query_positions, 1, "[num_tokens]", (torch.int32,), device)
+        if num_tokens is not None and call.query_positions.shape[0] != num_tokens:
+            got = f"{call.query_positions.shape[0]} elements"
+            raise bad_argument("query_positions", got, f"{num_tokens}, one per row of query")
+    for name, vector in vectors.items():
+        if not vector.is_contiguous():
+            raise bad_argument(name, f"strides {list(vector.stride())}", "a contiguous tensor")
+    if not 0 <= call.num_shared_blocks <= max_blocks:
+        raise bad_argument(
+            "num_shared_blocks", call.num_shared_blocks, f"0 to {max_blocks}, the columns of block_tables"
+        )
+    if call.window < 0:
+        raise bad_argument("window", call.window, "0 (off) or a positive number of tokens")
+    if call.num_sink_tokens < 0:
+        raise bad_argument("num_sink_tokens", call.num_sink_tokens, "0 or a positive number of tokens")
+
+
+def check_lengths(call: BatchCall, lens: list[int], starts: list[int], max_seq_len: int | None = None) -> None:
+    """Checks that the tables hold every sequence, and every sequence its queries.
+
+    Args:
+        call: Which keys are attended to.
+        lens: Its seq_lens.
+        starts: Its query_start_loc.
+        max_seq_len: The caller's bound.
+
+    Raises:
+        ValueError: A length below 0 or above what the table holds, or a sequence shorter than its queries.
+    """
+    capacity = call.block_tables.shape[1] * call.block_size
+    bound = capacity if max_seq_len is None else min(capacity, max_seq_len)
+    shortest, longest = min(lens, default=0), max(lens, default=0)
+    if shortest < 0 or longest > bound:
+        raise bad_argument(
+            "seq_lens", f"values from {shortest} to {longest}", f"0 to {bound} (block_tables, max_seq_len)"
+        )
+    for row, (length, begin, end) in enumerate(zip(lens, starts, starts[1:], strict=False)):
+        if 0 < length < end - begin:
+            needs = f"0 or at least {end - begin}, since lengths include the sequence's queries in this call"
+            raise bad_argument("seq_lens", f"{length} in row {row}", needs)
+
+
 def check_attention(call: AttentionCall) -> None:
     """Checks everything about an attention call that metadata tells, without reading a value.
 
@@ -81,7 +146,7 @@ def check_attention(call: AttentionCall) -> None:
         ValueError: A wrong shape, stride, device or option.
         RuntimeError: A tensor that requires grad while grad mode is on.
     """
-    query, block_tables, seq_lens = call.query, call.block_tables, call.seq_lens
+    query = call.query
     check_tensor("query", query, 3, "[num_tokens, num_heads, head_dim]", QUERY_DTYPES)
     num_tokens, num_heads, head_dim = query.shape
     if not 1 <= head_dim <= MAX_HEAD_DIM:
@@ -93,44 +158,18 @@ def check_attention(call: AttentionCall) -> None:
     if num_kv_heads == 0 or num_heads % num_kv_heads:
         raise bad_argument("query", f"{num_heads} heads", f"a multiple of the cache's {num_kv_heads} KV heads")
     device = query.device
-    check_tensor("block_tables", block_tables, 2, "[num_seqs, max_blocks]", (torch.int32,), device)
-    check_tensor("seq_lens", seq_lens, 1, "[num_seqs]", (torch.int32,), device)
-    check_tensor("query_start_loc", call.query_start_loc, 1, "[num_seqs + 1]", (torch.int32,), device)
-    num_seqs, columns = seq_lens.shape[0], block_tables.shape[1]
-    if block_tables.shape[0] != num_seqs:
-        raise bad_argument("block_tables", f"shape {list(block_tables.shape)}", f"{num_seqs} rows as seq_lens")
-    if columns > 1 and block_tables.stride(1) != 1:
-        raise bad_argument("block_tables", f"strides {list(block_tables.stride())}", "a contiguous last dimension")
-    if call.query_start_loc.shape[0] != num_seqs + 1:
-        raise bad_argument(
-            "query_start_loc", f"{call.query_start_loc.shape[0]} elements", f"{num_seqs + 1}, one more than seq_lens"
-        )
-    for name, vector in (("seq_lens", seq_lens), ("query_start_loc", call.query_start_loc)):
-        if not vector.is_contiguous():
-            raise bad_argument(name, f"strides {list(vector.stride())}", "a contiguous tensor")
+    check_batch(call, device, num_tokens)
     for name, per_head in (("alibi_slopes", call.alibi_slopes), ("sinks", call.sinks)):
         if per_head is None:
             continue
         check_tensor(name, per_head, 1, "[num_heads]", QUERY_DTYPES, device)
         if per_head.shape[0] != num_heads or not per_head.is_contiguous():
             raise bad_argument(name, describe(per_head), f"a contiguous tensor of {num_heads} elements, one per head")
-    positions = call.query_positions
-    if positions is not None:
-        check_tensor("query_positions", positions, 1, "[num_tokens]", (torch.int32,), device)
-        if positions.shape[0] != num_tokens or not positions.is_contiguous():
-            raise bad_argument("query_positions", describe(positions), f"a contiguous tensor of {num_tokens} elements")
-    if not 0 <= call.num_shared_blocks <= columns:
-        needs = f"0 to {columns}, the columns of block_tables"
-        raise bad_argument("num_shared_blocks", call.num_shared_blocks, needs)
     if call.softcap < 0:
         raise bad_argument("softcap", call.softcap, "0 (off) or a positive number")
-    if call.window < 0:
-        raise bad_argument("window", call.window, "0 (off) or a positive number of tokens")
-    if call.num_sink_tokens < 0:
-        raise bad_argument("num_sink_tokens", call.num_sink_tokens, "0 or a positive number of tokens")
     if call.plan is not None:
         check_tensor("plan", call.plan, 1, "[n] from attention_plan", (torch.int32,), device)
-        size = PlanShape.of(block_tables, call.key_cache.shape[1]).size
+        size = PlanShape.of(call.block_tables, call.block_size).size
         if call.plan.shape[0] != size or not call.plan.is_contiguous():
             needs = f"{size}, from attention_plan for these tables"
             raise bad_argument("plan", f"{call.plan.shape[0]} elements", needs)
@@ -155,20 +194,15 @@ def check_attention_values(call: AttentionCall) -> None:
         ValueError: A value outside of what the tensors it points into can hold.
     """
     num_tokens = call.query.shape[0]
-    num_blocks, block_size = call.key_cache.shape[:2]
+    num_blocks, block_size = call.key_cache.shape[0], call.block_size
     lens, starts = call.seq_lens.tolist(), call.query_start_loc.tolist()
     q_lens = [end - begin for begin, end in itertools.pairwise(starts)]
     if starts[0] != 0 or starts[-1] > num_tokens or min(q_lens, default=0) < 0:
         raise bad_argument("query_start_loc", starts, f"ascending from 0 to at most {num_tokens} (num_tokens)")
     if not lens:
         return
-    capacity = call.block_tables.shape[1] * block_size
-    bound = capacity if call.max_seq_len is None else min(capacity, call.max_seq_len)
+    check_lengths(call, lens, starts, call.max_seq_len)
     shortest, longest = min(lens), max(lens)
-    if shortest < 0 or longest > bound:
-        raise bad_argument(
-            "seq_lens", f"values from {shortest} to {longest}", f"0 to {bound} (block_tables, max_seq_len)"
-        )
     if call.max_query_len is not None and max(q_lens) > call.max_query_len:
         needs = f"at least {max(q_lens)}, the longest of query_start_loc"
         raise bad_argument("max_query_len", call.max_query_len, needs)

@@ -1,94 +1,126 @@
-"""From the arguments of an attention operator to its reference or its kernels, checked on the way."""
+"""From a typed signature to an attention operator and its twin with the log-sum-exp, checked on the way."""
 
 from __future__ import annotations
 
+import functools
+import inspect
+import re
+import typing
 from collections.abc import Callable
-from typing import Any
+from typing import ParamSpec
 
 import torch
 
 from .._debug import reads_values
-from .._library import define
+from .._library import operator
 from .call import AttentionCall
 from .checks import check_attention, check_attention_values
+from .cpu import attend
 from .launch import launch_attention
 from .plan import check_plan
-from .prepare import plan_options
-from .reference import attend
 
-_TENSORS = (
-    "Tensor query, Tensor key_cache, Tensor value_cache, Tensor block_tables, Tensor seq_lens, Tensor query_start_loc, "
-)
-_OPTIONS = (
-    "bool causal=True, float softcap=0.0, Tensor? alibi_slopes=None, Tensor? sinks=None, Tensor? k_scale=None, "
-    "Tensor? v_scale=None, SymInt? max_query_len=None, SymInt? max_seq_len=None, Tensor? plan=None, "
-    "bool batch_invariant=False"
-)
-
+P = ParamSpec("P")
 Result = tuple[torch.Tensor, torch.Tensor]
+Launch = Callable[[AttentionCall, bool], Result]
+
+_LSE = """and lse `[num_tokens, num_heads]` float32: the natural logarithm of the softmax's denominator, sinks included;
+    -inf for a row with nothing to attend to."""
 
 
-def define_attention(
-    name: str, arguments: str, launch: Callable[[AttentionCall, bool], Result] = launch_attention
-) -> tuple[Callable[..., torch.Tensor], Callable[..., Result]]:
-    """Registers `torch.ops.pc.<name>` and `torch.ops.pc.<name>_with_lse`.
+def attention_operator(
+    launch: Launch = launch_attention, like: Callable[..., torch.Tensor] | None = None
+) -> Callable[[Callable[P, torch.Tensor]], Callable[P, torch.Tensor]]:
+    """Makes `torch.ops.pc.<name>` and the public function of a function whose body gives an empty result.
 
     Args:
-        name: Operator name without its namespace.
-        arguments: Schema of what comes between the tensors that every attention operator begins with and the options
-            that it ends with; names as in `AttentionCall`.
         launch: Runs the kernels of a call, given whether the lse is wanted.
-
-    Returns:
-        The references of both, which take the operators' arguments.
+        like: The operator whose docstring explains the parameters that the function's own does not.
     """
-    schema = f"{_TENSORS}{arguments}, {_OPTIONS}"
-    names = [argument.split()[-1].partition("=")[0] for argument in schema.split(", ")]
 
-    def bind(args: tuple[Any, ...], kwargs: dict[str, Any]) -> AttentionCall:
-        return AttentionCall(**dict(zip(names, args, strict=False)), **kwargs)
+    def decorate(function: Callable[P, torch.Tensor]) -> Callable[P, torch.Tensor]:
+        if like is not None:
+            function.__doc__ = _with_arguments_of(function, like)
+        names = tuple(inspect.signature(function).parameters)
 
-    def reference_with_lse(*args: Any, **kwargs: Any) -> Result:
-        call = bind(args, kwargs)
-        check_call(call)
-        return attend(call)
+        @functools.wraps(function)
+        def fake(*args: P.args, **kwargs: P.kwargs) -> torch.Tensor:
+            check_attention(AttentionCall.of(names, args, kwargs))
+            return function(*args, **kwargs)
 
-    def reference(*args: Any, **kwargs: Any) -> torch.Tensor:
-        return reference_with_lse(*args, **kwargs)[0]
+        return operator(
+            cpu=lambda call: attention_cpu(call)[0],
+            launch=lambda call: _launch_checked(launch, call, False)[0],
+            bind=AttentionCall.of,
+        )(fake)
 
-    def kernels_with_lse(*args: Any, **kwargs: Any) -> Result:
-        return _launch_checked(launch, bind(args, kwargs), True)
+    return decorate
 
-    def kernels(*args: Any, **kwargs: Any) -> torch.Tensor:
-        return _launch_checked(launch, bind(args, kwargs), False)[0]
 
-    def fake_with_lse(*args: Any, **kwargs: Any) -> Result:
-        call = bind(args, kwargs)
-        check_attention(call)
-        query = call.query
-        return query.new_empty(query.shape), query.new_empty(query.shape[:2], dtype=torch.float32)
+def with_lse(function: Callable[P, torch.Tensor], launch: Launch = launch_attention) -> Callable[P, Result]:
+    """The twin of an attention operator that also gives the log-sum-exp: `torch.ops.pc.<name>_with_lse`.
 
-    def fake(*args: Any, **kwargs: Any) -> torch.Tensor:
-        return fake_with_lse(*args, **kwargs)[0]
+    Args:
+        function: What `attention_operator` made.
+        launch: As there.
+    """
 
-    reference.__doc__ = f"What `pc.{name}` computes, in PyTorch on CPU tensors."
-    reference_with_lse.__doc__ = f"What `pc.{name}_with_lse` computes, in PyTorch on CPU tensors."
-    define(name, f"({schema}) -> Tensor", reference=reference, launcher=kernels, fake=fake)
-    define(
-        f"{name}_with_lse",
-        f"({schema}) -> (Tensor, Tensor)",
-        reference=reference_with_lse,
-        launcher=kernels_with_lse,
-        fake=fake_with_lse,
+    def fake(*args: P.args, **kwargs: P.kwargs) -> Result:
+        out: torch.Tensor = function.__wrapped__(*args, **kwargs)  # type: ignore[attr-defined]
+        return out, out.new_empty(out.shape[:2], dtype=torch.float32)
+
+    fake.__name__ = f"{function.__name__}_with_lse"
+    fake.__qualname__, fake.__module__, fake.__doc__ = fake.__name__, function.__module__, _doc_with_lse(function)
+    fake.__annotations__ = typing.get_type_hints(function) | {"return": Result}
+    fake.__signature__ = inspect.signature(function).replace(return_annotation=Result)  # type: ignore[attr-defined]
+    return operator(cpu=attention_cpu, launch=lambda call: _launch_checked(launch, call, True), bind=AttentionCall.of)(
+        fake
     )
-    return reference, reference_with_lse
 
 
-def _launch_checked(launch: Callable[[AttentionCall, bool], Result], call: AttentionCall, with_lse: bool) -> Result:
+def _sections(doc: str | None) -> dict[str, str]:
+    """A docstring by the headings of its sections; the text above them under an empty one."""
+    parts = re.split(r"\n\n(\w+):\n", inspect.cleandoc(doc or ""))
+    return {"": parts[0]} | dict(zip(parts[1::2], parts[2::2], strict=True))
+
+
+def _joined(sections: dict[str, str]) -> str:
+    return "\n\n".join(f"{heading}:\n{text}" if heading else text for heading, text in sections.items())
+
+
+def _arguments(doc: str | None) -> dict[str, str]:
+    """What a docstring says of each argument, its name included."""
+    entries = re.split(r"\n(?=    \w)", _sections(doc).get("Args", ""))
+    return {entry.strip().partition(":")[0]: entry for entry in entries if entry}
+
+
+def _with_arguments_of(function: Callable[..., object], like: Callable[..., object]) -> str:
+    known = _arguments(like.__doc__) | _arguments(function.__doc__)
+    theirs = _sections(like.__doc__)
+    own = _sections(function.__doc__)
+    own["Args"] = "\n".join(known[name] for name in inspect.signature(function).parameters)
+    order = ("", "Args", "Returns", "Raises", "Example")
+    return _joined({heading: own.get(heading, theirs[heading]) for heading in order})
+
+
+def _doc_with_lse(function: Callable[..., object]) -> str:
+    name, sections = function.__name__, _sections(function.__doc__)
+    sections[""] = f"`{name}`, and the log-sum-exp of each row's scores for `merge_attention`."
+    sections["Returns"] = f"    out as `{name}` gives it, {_LSE}"
+    sections["Example"] = re.sub(rf"\bout = pc\.{name}\(", f"out, lse = pc.{name}_with_lse(", sections["Example"])
+    return _joined(sections)
+
+
+def attention_cpu(call: AttentionCall) -> Result:
+    """Attention on CPU tensors in PyTorch."""
+    check_call(call)
+    return attend(call)
+
+
+def _launch_checked(launch: Launch, call: AttentionCall, wants_lse: bool) -> Result:
     # Metadata is checked by the launch, once for calls that have the same.
     if reads_values(call.query):
         check_call(call)
-    return launch(call, with_lse)
+    return launch(call, wants_lse)
 
 
 def check_call(call: AttentionCall) -> None:
@@ -100,12 +132,4 @@ def check_call(call: AttentionCall) -> None:
     check_attention(call)
     check_attention_values(call)
     if call.plan is not None:
-        options = plan_options(
-            call.causal,
-            call.window,
-            call.num_sink_tokens,
-            call.query_positions is not None,
-            call.batch_invariant,
-            call.key_begin,
-        )
-        check_plan(call, options)
+        check_plan(call, call.plan_options())

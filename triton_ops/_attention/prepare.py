@@ -30,21 +30,6 @@ INVARIANT_SPLIT_KEYS = 8192
 MAX_PREFILL_SPLITS = 16
 
 
-def plan_options(
-    causal: bool, window: int, num_sink_tokens: int, has_positions: bool, batch_invariant: bool, key_begin: int = 0
-) -> PlanOptions:
-    """The plan that a call with these arguments needs."""
-    # Scattered queries under a window are tiled over queries, whose windows are then united.
-    tiled = batch_invariant or (has_positions and window > 0)
-    return PlanOptions(
-        causal=causal,
-        window=window,
-        num_sink_tokens=num_sink_tokens if window else 0,
-        decode_queries=0 if tiled else DECODE_QUERIES,
-        key_begin=key_begin,
-    )
-
-
 def wanted_items(arch: Architecture, programs_per_item: int) -> int:
     """How many work items of a decode keep every processor busy."""
     return max(1, programs_per_processor(arch.name) * arch.num_processors // programs_per_item)
@@ -114,9 +99,7 @@ def prepare(call: AttentionCall, with_lse: bool, tiled: bool, is_aligned: bool, 
     _, block_size, num_kv_heads, _ = key_cache.shape
     has_positions = call.query_positions is not None
     shape = PlanShape.of(call.block_tables, block_size)
-    options = plan_options(
-        call.causal, call.window, call.num_sink_tokens, has_positions, call.batch_invariant or tiled, call.key_begin
-    )
+    options = call.plan_options(tiled)
     arch = architecture(query.device)
     group = num_heads // num_kv_heads
     longest = num_tokens if call.max_query_len is None else min(num_tokens, call.max_query_len)

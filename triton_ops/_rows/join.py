@@ -14,7 +14,7 @@ from .._triton import tl, triton
 _ROWS_A_PROGRAM = 128
 
 
-def join_map_reference(
+def join_map_cpu(
     block_tables: torch.Tensor,
     seq_lens: torch.Tensor,
     query_start_loc: torch.Tensor,

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
 from .._debug import reads_values
-from .._library import define
 from .._triton import KERNELS_ON_CPU
 from . import cpu, memory
 from .checks import check_caches, check_index, check_range, check_reach, check_rows
@@ -21,22 +20,6 @@ _INDEX = {BLOCKS: ("block_ids", "[n]"), SLOTS: ("slot_mapping", "[num_tokens]")}
 def on_host(*tensors: torch.Tensor) -> bool:
     """Whether PyTorch on the CPU serves these tensors."""
     return not KERNELS_ON_CPU and not any(t.is_cuda for t in tensors)
-
-
-_modes: Callable[[], int] | None = getattr(torch._C, "_len_torch_dispatch_stack", None)
-
-
-def is_plain(*tensors: object) -> bool:
-    """Whether the CPU's function may be called without the dispatcher, whose way to it costs as much as a few rows.
-
-    Not under a compiler or a mode that looks on, nor for tensors that are another class's or on a device.
-    """
-    if KERNELS_ON_CPU or torch.compiler.is_compiling() or _modes is None or _modes():
-        return False
-    for tensor in tensors:  # noqa: SIM110 - a generator costs as much as the rest
-        if type(tensor) is not torch.Tensor or not tensor.is_cpu:
-            return False
-    return True
 
 
 def lowest_entry(name: str, index: torch.Tensor, limit: int) -> int:
@@ -105,71 +88,71 @@ def _agree(caches: Sequence[torch.Tensor]) -> bool:
     return len(caches) > 0 and all(cache.shape[:2] == caches[0].shape[:2] for cache in caches[1:])
 
 
-def define_gather(op: str, leading: int) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-    """Registers `op` and `op`_list, which gather rows of one or several caches by BLOCKS or SLOTS.
+class Gather:
+    """What a gather of rows by BLOCKS or SLOTS runs, from one cache and from several.
 
-    Returns:
-        What `op` runs on the CPU, for arguments that are plain.
+    Args:
+        op: The operator's name, for errors.
+        leading: BLOCKS or SLOTS.
     """
-    index_name = _INDEX[leading][0]
 
-    def run(cache: torch.Tensor, index: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
-        return _gather(op, "cache", [cache], index, leading, device)[0]
+    def __init__(self, op: str, leading: int) -> None:
+        self._op = op
+        self._leading = leading
 
-    def run_list(
-        caches: Sequence[torch.Tensor], index: torch.Tensor, device: torch.device | None = None
+    def launch(self, cache: torch.Tensor, index: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
+        """One cache, any device."""
+        return _gather(self._op, "cache", [cache], index, self._leading, device)[0]
+
+    def launch_list(
+        self, caches: Sequence[torch.Tensor], index: torch.Tensor, device: torch.device | None = None
     ) -> list[torch.Tensor]:
-        return _gather(f"{op}_list", "caches", caches, index, leading, device)
+        """Several caches, any device."""
+        return _gather(f"{self._op}_list", "caches", caches, index, self._leading, device)
 
-    def run_quick(cache: torch.Tensor, index: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
-        rows = cpu.quick_gather(cache, leading, index) if device is None else None
-        return run(cache, index, device) if rows is None else rows
+    def cpu(self, cache: torch.Tensor, index: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
+        """One cache in host memory."""
+        rows = cpu.quick_gather(cache, self._leading, index) if device is None else None
+        return self.launch(cache, index, device) if rows is None else rows
 
-    def run_list_quick(
-        caches: Sequence[torch.Tensor], index: torch.Tensor, device: torch.device | None = None
+    def cpu_list(
+        self, caches: Sequence[torch.Tensor], index: torch.Tensor, device: torch.device | None = None
     ) -> list[torch.Tensor]:
+        """Several caches in host memory."""
         if device is not None or not _agree(caches):
-            return run_list(caches, index, device)
-        found = (cpu.quick_gather(cache, leading, index) for cache in caches)
-        return [run_list([caches[i]], index)[0] if rows is None else rows for i, rows in enumerate(found)]
+            return self.launch_list(caches, index, device)
+        found = (cpu.quick_gather(cache, self._leading, index) for cache in caches)
+        return [self.launch_list([caches[i]], index)[0] if rows is None else rows for i, rows in enumerate(found)]
 
-    def fake(cache: torch.Tensor, index: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
-        place = result_device(cache, index, device)
-        return cache.new_empty((index.shape[0], *cache.shape[leading:]), device=place)
-
-    def fake_list(
-        caches: Sequence[torch.Tensor], index: torch.Tensor, device: torch.device | None = None
-    ) -> list[torch.Tensor]:
-        return [fake(cache, index, device) for cache in caches]
-
-    single, several = (
-        f"(Tensor cache, Tensor {index_name}, Device? device=None) -> Tensor",
-        f"(Tensor[] caches, Tensor {index_name}, Device? device=None) -> Tensor[]",
-    )
-    define(op, single, reference=run_quick, launcher=run, fake=fake)
-    define(f"{op}_list", several, reference=run_list_quick, launcher=run_list, fake=fake_list)
-    return run_quick
+    def empty(self, cache: torch.Tensor, index: torch.Tensor, device: torch.device | str | None) -> torch.Tensor:
+        """A result without data."""
+        place = result_device(cache, index, None if device is None else torch.device(device))
+        return cache.new_empty((index.shape[0], *cache.shape[self._leading :]), device=place)
 
 
-def define_scatter(op: str, leading: int) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]:
-    """Registers `op` and `op`_list, which scatter rows into one or several caches by BLOCKS or SLOTS.
+class Scatter:
+    """What a scatter of rows by BLOCKS or SLOTS runs, into one cache and into several; arguments as for `Gather`."""
 
-    Returns:
-        What `op` runs on the CPU, for arguments that are plain.
-    """
-    index_name = _INDEX[leading][0]
+    def __init__(self, op: str, leading: int) -> None:
+        self._op = op
+        self._leading = leading
 
-    def run(source: torch.Tensor, cache: torch.Tensor, index: torch.Tensor) -> None:
-        _scatter(op, ("source", "cache"), [source], [cache], index, leading)
+    def launch(self, source: torch.Tensor, cache: torch.Tensor, index: torch.Tensor) -> None:
+        """One cache, any device."""
+        _scatter(self._op, ("source", "cache"), [source], [cache], index, self._leading)
 
-    def run_list(sources: Sequence[torch.Tensor], caches: Sequence[torch.Tensor], index: torch.Tensor) -> None:
-        _scatter(f"{op}_list", ("sources", "caches"), sources, caches, index, leading)
+    def launch_list(self, sources: Sequence[torch.Tensor], caches: Sequence[torch.Tensor], index: torch.Tensor) -> None:
+        """Several caches, any device."""
+        _scatter(f"{self._op}_list", ("sources", "caches"), sources, caches, index, self._leading)
 
-    def run_quick(source: torch.Tensor, cache: torch.Tensor, index: torch.Tensor) -> None:
-        if not cpu.quick_scatter(source, cache, leading, index):
-            run(source, cache, index)
+    def cpu(self, source: torch.Tensor, cache: torch.Tensor, index: torch.Tensor) -> None:
+        """One cache in host memory."""
+        if not cpu.quick_scatter(source, cache, self._leading, index):
+            self.launch(source, cache, index)
 
-    def run_list_quick(sources: Sequence[torch.Tensor], caches: Sequence[torch.Tensor], index: torch.Tensor) -> None:
+    def cpu_list(self, sources: Sequence[torch.Tensor], caches: Sequence[torch.Tensor], index: torch.Tensor) -> None:
+        """Several caches in host memory."""
+        leading = self._leading
         pairs = list(zip(sources, caches, strict=False))
         # All are looked at before the first is written: what is refused changes nothing.
         if (
@@ -177,20 +160,8 @@ def define_scatter(op: str, leading: int) -> Callable[[torch.Tensor, torch.Tenso
             or not _agree(caches)
             or not all(cpu.fits(*pair, leading, index) for pair in pairs)
         ):
-            run_list(sources, caches, index)
+            self.launch_list(sources, caches, index)
             return
         left = [(source, cache) for source, cache in pairs if not cpu.quick_scatter(source, cache, leading, index)]
         if left:
-            run_list([source for source, _ in left], [cache for _, cache in left], index)
-
-    single, several = (
-        f"(Tensor source, Tensor(a!) cache, Tensor {index_name}) -> ()",
-        f"(Tensor[] sources, Tensor(a!)[] caches, Tensor {index_name}) -> ()",
-    )
-    define(op, single, reference=run_quick, launcher=run, fake=_nothing)
-    define(f"{op}_list", several, reference=run_list_quick, launcher=run_list, fake=_nothing)
-    return run_quick
-
-
-def _nothing(*args: object, **kwargs: object) -> None:
-    return None
+            self.launch_list([source for source, _ in left], [cache for _, cache in left], index)
