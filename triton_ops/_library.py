@@ -96,7 +96,7 @@ class _Signature:
 
     def __init__(self, function: Callable[..., Any]) -> None:
         hints = typing.get_type_hints(function)
-        self._name = function.__name__
+        self.name = function.__name__
         self._signature = inspect.signature(function)
         self.parameters: Mapping[str, inspect.Parameter] = self._signature.parameters
         self.types = {name: hints[name] for name in self.parameters if name != "out"}
@@ -122,7 +122,7 @@ class _Signature:
         try:
             given = self._signature.bind(*args, **kwargs).arguments
         except TypeError as error:
-            return TypeError(f"pc.{self._name}: {error}")
+            return TypeError(f"pc.{self.name}: {error}")
         for name, value in given.items():
             _, needs, classes = _ARGUMENT_TYPES[self.types.get(name, torch.Tensor | None)]
             if not isinstance(value, classes):
@@ -199,8 +199,8 @@ def _forwarding(
         try:
             return call(*args, **kwargs)
         except (RuntimeError, TypeError) as error:
-            # The dispatcher's own refusal is a page long and ends in the schema.
-            refusal = signature.refusal(args, kwargs) if "Declaration: " in str(error) else None
+            # The dispatcher's own refusal is a page long and holds the schema.
+            refusal = signature.refusal(args, kwargs) if f"pc::{signature.name}" in str(error) else None
             if refusal is None:
                 raise
             raise refusal from None

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from pc.triton_ops._attention.launch import forget_prepared
+from pc.triton_ops._debug import debug_mode_enabled, set_debug_mode
 from pc.triton_ops._triton import INTERPRET
 
 if INTERPRET:
@@ -58,6 +59,14 @@ def _forget_prepared() -> Iterator[None]:
     forget_prepared()
     yield
     forget_prepared()
+
+
+@pytest.fixture(autouse=True)
+def _debug_mode_as_before() -> Iterator[None]:
+    """A test may switch debug mode; the next one finds it as the session began."""
+    before = debug_mode_enabled()
+    yield
+    set_debug_mode(before)
 
 
 @pytest.fixture(params=LAYOUTS)

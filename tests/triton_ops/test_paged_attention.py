@@ -33,7 +33,6 @@ CASES = [
     Case(lens=(300, 257), queries=(1, 30), block_size=256, head_dim=32),
     Case(lens=(300, 257), queries=(1, 30), block_size=128, head_dim=33, dtype=F16),
     Case(lens=(26,), queries=(20,), causal=False),
-    Case(lens=(6, 100), queries=(20, 9)),
     Case(lens=(100, 40), queries=(30, 1), causal=False, alibi=True),
     Case(lens=(200, 90), queries=(1, 20), softcap=5.0, alibi=True, sinks=True),
     Case(lens=(200, 90), queries=(1, 20), softcap=30.0, dtype=BF16, sinks=True),
@@ -325,7 +324,7 @@ BAD = {
     ],
     "block_tables": [
         (lambda t: t.long(), TypeError, "block_tables: got int64"),
-        (lambda t: t[:1], ValueError, "block_tables: got shape .*needs 2 rows as seq_lens"),
+        (lambda t: t[:1], ValueError, "seq_lens: got 2 elements, needs 1, the rows of block_tables"),
         (lambda t: t.t().contiguous().t(), ValueError, "block_tables: got strides"),
         (lambda t: torch.full_like(t, 1000), ValueError, "block_tables: got 1000 in row 0, column 0, needs -1 to"),
         (lambda t: torch.full_like(t, -2), ValueError, "block_tables: got -2 in row 0"),
@@ -425,3 +424,19 @@ def test_dense_oracle_is_attention():
     )
     assert torch.allclose(dense(batch)[0], expected.transpose(0, 1))
     assert math.isfinite(dense(batch)[1].sum())
+
+
+@pytest.mark.parametrize("q_len", [2, 40])
+def test_lengths_without_the_new_tokens_are_refused(q_len, device):
+    """seq_lens that leave out this call's tokens gave rows of zeros without a word."""
+    batch = build(Case(lens=(64, 64), queries=(1, q_len))).to(device)
+    batch.seq_lens[1] = q_len - 1
+    pc.set_debug_mode(True)
+    for call in (
+        lambda: pc.paged_attention(*batch.tensors, batch.scale),
+        lambda: pc.attention_plan(*batch.tensors[3:], 16),
+    ):
+        with pytest.raises(ValueError, match=rf"seq_lens: got {q_len - 1} in row 1, needs 0 or at least {q_len}"):
+            call()
+    batch.seq_lens[1] = 0
+    assert not pc.paged_attention(*batch.tensors, batch.scale)[1:].any()

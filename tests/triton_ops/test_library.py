@@ -1,0 +1,119 @@
+"""Operators from typed functions: schemas, forwarding, documentation and errors of all of them."""
+
+from __future__ import annotations
+
+import doctest
+import inspect
+import re
+import typing
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from attention_cases import Case, build
+
+import pc
+
+SCHEMAS = Path(__file__).parent.parent / "support" / "schemas.txt"
+OPERATORS = sorted(name for name in pc.triton_ops.__all__ if name not in ("set_debug_mode", "warmup"))
+
+
+def _one(*numbers: int) -> torch.Tensor:
+    return torch.tensor(numbers, dtype=torch.int32)
+
+
+def test_schemas_stay_what_they_are() -> None:
+    """Exported programs name them: a change of one is a change of the interface."""
+    found = [str(schema) for schema in torch._C._jit_get_all_schemas() if schema.name.startswith("pc::")]
+    assert sorted(found) == SCHEMAS.read_text(encoding="utf-8").splitlines()
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_the_function_and_its_operator_take_the_same(name: str) -> None:
+    parameters = inspect.signature(getattr(pc, name)).parameters
+    arguments = getattr(torch.ops.pc, name).default._schema.arguments
+    assert [p for p in parameters if p != "out"] == [a.name for a in arguments]
+    for argument in arguments:
+        default = parameters[argument.name].default
+        assert argument.has_default_value() == (default is not inspect.Parameter.empty)
+        assert not argument.has_default_value() or argument.default_value == default
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_every_parameter_is_documented(name: str) -> None:
+    function = getattr(pc, name)
+    documented = re.findall(r"^        (\w+):", "    " + (inspect.getdoc(function) or "").replace("\n", "\n    "), re.M)
+    arguments = documented[: len(inspect.signature(function).parameters)]
+    assert arguments == list(inspect.signature(function).parameters)
+    assert function.__module__ == f"pc.triton_ops.{name.removesuffix('_with_lse').removesuffix('_list')}"
+    assert "Raises:" in inspect.getdoc(function)
+
+
+ATTENTION = [name for name in OPERATORS if "_attention" in name and name != "merge_attention"]
+
+
+@pytest.mark.parametrize("name", ATTENTION)
+def test_examples_run(name: str) -> None:
+    function = getattr(pc, name)
+    assert f"pc.{name}(" in function.__doc__
+    parser, runner = doctest.DocTestParser(), doctest.DocTestRunner()
+    runner.run(parser.get_doctest(inspect.getdoc(function), {"pc": pc, "torch": torch}, name, None, 0))
+    assert runner.tries > 3
+    assert not runner.failures
+
+
+def test_a_result_is_typed() -> None:
+    pair = tuple[torch.Tensor, torch.Tensor]
+    for name in ATTENTION:
+        wanted = pair if name.endswith("_with_lse") else torch.Tensor
+        assert typing.get_type_hints(getattr(pc, name))["return"] == wanted
+
+
+def _attention(**change: object) -> torch.Tensor:
+    batch = build(Case(lens=(40, 20), queries=(1, 2)))
+    names = list(inspect.signature(pc.paged_attention).parameters)
+    return pc.paged_attention(**dict(zip(names, (*batch.tensors, batch.scale), strict=False)) | change)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"query": [[[1.0]]]}, "query: got list, needs a tensor"),
+        ({"seq_lens": np.array([40, 20])}, "seq_lens: got ndarray, needs a tensor"),
+        ({"softcap": None}, "softcap: got None, needs a float"),
+        ({"scale": "1"}, "scale: got '1', needs a float"),
+        ({"causal": _one(1, 2)}, "causal: got int32 [2] on cpu, needs a bool"),
+        ({"sinks": 3}, "sinks: got 3, needs a tensor or None"),
+        ({"max_seq_len": 3.5}, "max_seq_len: got 3.5, needs an int or None"),
+        ({"windw": 3}, "pc.paged_attention: got an unexpected keyword argument 'windw'"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_a_wrong_type_is_said_in_a_line(change: dict[str, object], message: str) -> None:
+    with pytest.raises(TypeError) as caught:
+        _attention(**change)
+    assert str(caught.value) == message
+    assert caught.value.__cause__ is None
+    assert caught.value.__suppress_context__
+
+
+def test_a_missing_argument_is_named() -> None:
+    batch = build(Case(lens=(40,), queries=(1,)))
+    with pytest.raises(TypeError, match=r"^pc.paged_attention: missing a required argument: 'scale'$"):
+        pc.paged_attention(*batch.tensors)
+
+
+def test_lists_and_devices_are_named_too() -> None:
+    cache, ids = torch.zeros(4, 2, 3), torch.tensor([0])
+    with pytest.raises(TypeError, match=r"^caches: got ndarray in the list, needs a list of tensors$"):
+        pc.gather_blocks_list([cache, cache.numpy()], ids)
+    with pytest.raises(TypeError, match=r"^caches: got ndarray, needs a list of tensors$"):
+        pc.gather_blocks_list(cache.numpy(), ids)
+    with pytest.raises(TypeError, match=r"^device: got 3.5, needs a device or None$"):
+        pc.gather_blocks(cache, ids, device=3.5)
+
+
+def test_an_error_of_the_operator_itself_passes_unchanged() -> None:
+    with pytest.raises(ValueError, match=r"^softcap: got -1.0, needs 0"):
+        _attention(softcap=-1.0)
