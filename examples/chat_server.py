@@ -1,0 +1,96 @@
+"""An HTTP chat server over HuggingFace generate: every turn of every conversation computes only what is new.
+
+Run: python examples/chat_server.py            two clients talk to it, then it stops
+     python examples/chat_server.py --port 8000     it serves until interrupted:
+     curl localhost:8000 -d '{"conversation": "a", "message": "Hello"}'
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import threading
+import urllib.request
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+from small_model import load
+
+from pc.integrations.huggingface import enable_prefix_caching
+
+SYSTEM = "System: You are the clerk of a library. Answer in one sentence. " + "Be kind, exact and brief. " * 40
+
+
+class Chat:
+    """Conversations as token ids: appending to them, never encoding anew, keeps every turn a prefix of the next."""
+
+    def __init__(self):
+        self.model, self.tokenizer = load()
+        self.handle = enable_prefix_caching(self.model, num_blocks=512)
+        self.conversations: dict[str, list[int]] = {}
+        self.lock = threading.Lock()  # a conversation's turns come one after another
+
+    def answer(self, conversation: str, message: str) -> dict[str, object]:
+        """The next turn of a conversation: its answer, and how many tokens of the prompt were reused."""
+        with self.lock:
+            tokens = self.conversations.setdefault(conversation, self.tokenizer.encode(SYSTEM))
+            tokens += self.tokenizer.encode(f"\nUser: {message}\nClerk:")
+            ids = self.tokenizer.pad({"input_ids": [tokens]}, return_tensors="pt").to(self.model.device)
+            output = self.model.generate(**ids, max_new_tokens=20, do_sample=False)[0].tolist()
+            report = self.handle.last_requests[0]
+            answer = self.tokenizer.decode(output[len(tokens) :], skip_special_tokens=True)
+            tokens[:] = output
+            return {"answer": answer, "prompt_tokens": report.prompt_tokens, "cached_tokens": report.cached_tokens}
+
+
+def serve(chat: Chat, port: int) -> ThreadingHTTPServer:
+    """A server on `port` (0: any free one) of this machine."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self):
+            try:
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                status, result = 200, chat.answer(str(body["conversation"]), str(body["message"]))
+            except (KeyError, TypeError, ValueError) as error:
+                status, result = 400, {"error": f'needs {{"conversation": ..., "message": ...}}: {error}'}
+            reply = json.dumps(result).encode()
+            self.send_response(status)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(reply)))
+            self.end_headers()
+            self.wfile.write(reply)
+
+        def log_message(self, *args):
+            """Nothing is printed for each request."""
+
+    return ThreadingHTTPServer(("127.0.0.1", port), Handler)
+
+
+def talk(url: str, conversation: str, message: str) -> dict[str, object]:
+    """What a client does."""
+    body = json.dumps({"conversation": conversation, "message": message}).encode()
+    with urllib.request.urlopen(url, body) as reply:
+        return json.loads(reply.read())
+
+
+def main() -> None:
+    """Starts the server; without --port, lets two clients talk to it."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--port", type=int, help="serve there until interrupted")
+    port = parser.parse_args().port
+    chat = Chat()
+    server = serve(chat, port or 0)
+    if port:
+        print(f"http://127.0.0.1:{port}")
+        server.serve_forever()
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    url = f"http://127.0.0.1:{server.server_address[1]}"
+    for message in ("Where are the atlases?", "And the globes?", "Thank you."):
+        for conversation in ("alice", "bob"):
+            reply = talk(url, conversation, message)
+            print(f"{conversation}: {reply['prompt_tokens']} tokens, {reply['cached_tokens']} of them reused")
+    server.shutdown()
+    print(chat.handle.stats())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,83 @@
+"""Hidden states handed from one stage to the next, whole, although only the new part of a prompt was computed.
+
+A thinker reads prompts through a KV cache; a talker takes the thinker's hidden states of the whole prompt. On a hit the
+thinker computes the rest only, and `pc.TensorCache` has the hidden states of what was not computed.
+
+Run: python examples/hidden_states.py
+"""
+
+from __future__ import annotations
+
+import torch
+from custom_model import BLOCK, DEVICE, VOCABULARY, Batch, Model
+from torch import nn
+
+import pc
+
+
+class Thinker(Model):
+    """The model of custom_model.py, giving the hidden states of all its tokens instead of logits."""
+
+    def forward(self, tokens, batch):
+        x = self.embed(tokens)
+        for layer, (keys, values) in zip(self.layers, self.cache, strict=True):
+            x = layer(x, keys, values, self.cos_sin, batch)
+        return x
+
+
+class Talker(nn.Module):
+    """Needs every hidden state of the prompt: a recurrent network over them."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.rnn = nn.GRU(width, 64, batch_first=True)
+
+    def forward(self, hidden):
+        return self.rnn(hidden[None])[1][0, 0]
+
+
+def think(thinker, manager, tensors, request, prompt):
+    """Hidden states `[len(prompt), width]` of a prompt, and how many of its tokens were computed."""
+    allocation = manager.allocate(request, prompt)
+    tensors.prepare(allocation)
+    [(start, end)] = allocation.compute_spans
+    batch = Batch(
+        torch.arange(start, end, device=DEVICE),
+        torch.from_numpy(allocation.slot_mapping).to(DEVICE),
+        torch.from_numpy(manager.block_table(request))[None].to(DEVICE),
+        torch.tensor([end], dtype=torch.int32, device=DEVICE),
+        torch.tensor([0, end - start], dtype=torch.int32, device=DEVICE),
+    )
+    hidden = thinker(torch.tensor(prompt[start:end], device=DEVICE), batch)
+    step = pc.Step.of({request: allocation}, {"hidden": hidden})
+    whole = tensors.join(step)[request]["hidden"]  # rows of the cache in front of the new ones
+    tensors.store(step)
+    manager.commit(request, len(prompt))
+    manager.free(request)
+    return whole, end - start
+
+
+@torch.inference_mode()
+def main():
+    """Three prompts with a prefix in common, each compared with a computation from nothing."""
+    torch.manual_seed(0)
+    thinker = Thinker(num_blocks=64).to(DEVICE)
+    talker = Talker(thinker.embed.embedding_dim).to(DEVICE)
+    manager = pc.CacheManager(num_blocks=64, block_size=BLOCK)
+    tensors = pc.TensorCache(manager, num_blocks=64, block_size=BLOCK, device=str(DEVICE))
+    shared = torch.randint(VOCABULARY, (300,)).tolist()
+    said = {}
+    for name, own in (("one", [1, 2, 3]), ("two", [4, 5]), ("three", [6, 7, 8, 9])):
+        hidden, computed = think(thinker, manager, tensors, name, shared + own)
+        said[name] = talker(hidden)
+        print(f"{name}: hidden states of {len(hidden)} tokens, {computed} computed")
+    for name, own in (("one", [1, 2, 3]), ("two", [4, 5]), ("three", [6, 7, 8, 9])):
+        manager.reset()
+        hidden, computed = think(thinker, manager, tensors, name, shared + own)
+        assert computed == len(hidden)
+        torch.testing.assert_close(talker(hidden), said[name], atol=1e-3, rtol=1e-3)
+    print("the talker says what it says over hidden states computed from nothing")
+
+
+if __name__ == "__main__":
+    main()
