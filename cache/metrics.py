@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
+from weakref import WeakKeyDictionary
 
 from .pool import RESIDENCY_BOUNDS
 
@@ -26,45 +28,123 @@ COUNTERS = {
 }
 
 
+class Registry(Protocol):
+    """What is needed of a `prometheus_client.CollectorRegistry`."""
+
+    def register(self, collector: Collector) -> None:
+        """Asks a collector for its metrics from now on."""
+
+    def unregister(self, collector: Collector) -> None:
+        """Does so no longer."""
+
+
+class Collector(Protocol):
+    """What a registry asks for metrics."""
+
+    def collect(self) -> Iterable[object]:
+        """The metric families as they are now."""
+
+
 class CacheCollector:
-    """A collector for `prometheus_client` (extra `metrics`) that reads `CacheManager.stats()` when it is scraped.
+    """Reports `CacheManager.stats()` to `prometheus_client` (extra `metrics`) whenever it is scraped.
+
+    Every series has the label `manager`, so that several managers of one registry stay apart.
 
     Args:
         manager: The manager to report.
-        registry: Where to register; None: the default registry.
+        registry: Where to report; None: the default registry.
         prefix: Begins every metric's name.
+        name: Value of the label; None: the smallest number that no other manager there has.
+
+    Raises:
+        ImportError: prometheus_client is missing.
+        ValueError: Another collector of that registry and prefix has the name, or the registry has the metrics already.
     """
 
-    def __init__(self, manager: CacheManager, registry: Any = None, prefix: str = "pc_cache") -> None:
+    def __init__(
+        self,
+        manager: CacheManager,
+        registry: Registry | None = None,
+        prefix: str = "pc_cache",
+        name: str | None = None,
+    ) -> None:
         try:
             from prometheus_client import REGISTRY, core
         except ImportError:
             raise ImportError("CacheCollector needs prometheus_client: pip install 'pc-kernels[metrics]'") from None
-        self._core = core
-        self._manager = manager
+        with _lock:
+            groups = _groups.setdefault(REGISTRY if registry is None else registry, {})
+            group = groups.get(prefix) or _Group(core, prefix)
+            taken = group.managers
+            if name is None:
+                name = next(number for number in map(str, range(len(taken) + 1)) if number not in taken)
+            if name in taken:
+                raise ValueError(f"name: got {name!r}, needs one that no other manager of {prefix} has")
+            if not taken:
+                (REGISTRY if registry is None else registry).register(group)
+                groups[prefix] = group
+            group.managers = {**taken, name: manager}
+        self.name = name
+        self._registry = REGISTRY if registry is None else registry
         self._prefix = prefix
-        (REGISTRY if registry is None else registry).register(self)
+        self._closed = False
+
+    def close(self) -> None:
+        """Reports the manager no longer; without effect the second time."""
+        with _lock:
+            groups = _groups.get(self._registry, {})
+            group = groups.get(self._prefix)
+            if group is None or self.name not in group.managers or self._closed:
+                return
+            self._closed = True
+            group.managers = {name: manager for name, manager in group.managers.items() if name != self.name}
+            if not group.managers:
+                del groups[self._prefix]
+                self._registry.unregister(group)
+
+
+class _Group:
+    """The managers that one registry has under one prefix: a metric may be described only once."""
+
+    def __init__(self, core: Any, prefix: str) -> None:
+        self.managers: dict[str, CacheManager] = {}
+        self._core = core
+        self._prefix = prefix
 
     def collect(self) -> Iterable[Any]:
         """Called by the registry."""
-        stats = self._manager.stats()
-        for name, text in GAUGES.items():
-            yield self._core.GaugeMetricFamily(f"{self._prefix}_{name}", text, value=getattr(stats, name))
-        for name, text in COUNTERS.items():
-            yield self._core.CounterMetricFamily(f"{self._prefix}_{name}", text, value=getattr(stats, name))
-        hits = self._core.CounterMetricFamily(
-            f"{self._prefix}_hit_tokens", "Prompt tokens that need not be computed", labels=["cause"]
+        core, prefix = self._core, self._prefix
+        stats = {name: manager.stats() for name, manager in self.managers.items()}
+        for metric, text in GAUGES.items():
+            gauge = core.GaugeMetricFamily(f"{prefix}_{metric}", text, labels=["manager"])
+            for name, row in stats.items():
+                gauge.add_metric([name], getattr(row, metric))
+            yield gauge
+        for metric, text in COUNTERS.items():
+            counter = core.CounterMetricFamily(f"{prefix}_{metric}", text, labels=["manager"])
+            for name, row in stats.items():
+                counter.add_metric([name], getattr(row, metric))
+            yield counter
+        hits = core.CounterMetricFamily(
+            f"{prefix}_hit_tokens", "Prompt tokens that need not be computed", labels=["manager", "cause"]
         )
-        for cause, tokens in stats.hit_tokens_by_cause.items():
-            hits.add_metric([cause], tokens)
+        for name, row in stats.items():
+            for cause, tokens in row.hit_tokens_by_cause.items():
+                hits.add_metric([name, cause], tokens)
         yield hits
-        buckets, below = [], 0
-        for bound, count in zip((*RESIDENCY_BOUNDS.tolist(), None), stats.residency, strict=True):
-            below += count
-            buckets.append(("+Inf" if bound is None else str(float(bound)), below))
-        yield self._core.HistogramMetricFamily(
-            f"{self._prefix}_residency_ticks",
+        residency = core.HistogramMetricFamily(
+            f"{prefix}_residency_ticks",
             "Accesses and releases between a block's filling and its eviction",
-            buckets=buckets,
-            sum_value=stats.residency_sum,
+            labels=["manager"],
         )
+        for name, row in stats.items():
+            buckets, below = [], 0
+            for bound, count in zip((*RESIDENCY_BOUNDS.tolist(), None), row.residency, strict=True):
+                below += count
+                buckets.append(("+Inf" if bound is None else str(float(bound)), below))
+            residency.add_metric([name], buckets, row.residency_sum)
+        yield residency
+
+
+_lock = threading.Lock()
+_groups: WeakKeyDictionary[Any, dict[str, _Group]] = WeakKeyDictionary()

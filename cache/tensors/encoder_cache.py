@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush
 from typing import Any
 
 import numpy as np
@@ -56,6 +57,7 @@ class EncoderEntry:
         last_access: Tick of the last access.
         access_count: Accesses since it was put in.
         holders: Requests that hold it.
+        released_at: Tick at which the last of them let go.
     """
 
     output: torch.Tensor
@@ -64,6 +66,7 @@ class EncoderEntry:
     last_access: int
     access_count: int = 1
     holders: set[Hashable] = field(default_factory=set)
+    released_at: int = 0
 
 
 EncoderPolicy = Callable[[EncoderEntry], Any]
@@ -79,8 +82,9 @@ POLICIES: dict[str, EncoderPolicy] = {
 class EncoderCache:
     """Encoder outputs by content hash, within a budget of bytes.
 
-    Outputs that requests hold stay; of the others the one goes first whose key under the policy is smallest. Not safe
-    for use from several threads at once.
+    Outputs that requests hold stay; of the others the one goes first whose key under the policy is smallest. The key is
+    asked for once after the last holder let go. Contents are the same when their hashes are equal and of one type. Not
+    safe for use from several threads at once.
 
     Args:
         max_bytes: Budget of all outputs.
@@ -104,13 +108,16 @@ class EncoderCache:
         self._key = POLICIES[policy] if isinstance(policy, str) else policy
         self._entries: dict[Hashable, EncoderEntry] = {}
         self._held: dict[Hashable, set[Hashable]] = {}
+        self._held_bytes = 0
         self._tick = 0
+        self._idle: list[tuple[Any, int, Hashable]] = []  # a heap of (key, released_at, content), some held again since
+        self._released: list[tuple[int, Hashable]] = []  # what is to go into it
 
     def __len__(self) -> int:
         return len(self._entries)
 
     def __contains__(self, content_hash: Hashable) -> bool:
-        return content_hash in self._entries
+        return _identity(content_hash) in self._entries
 
     def missing(
         self, request_id: Hashable, items: Iterable[EncoderItem], compute_spans: Sequence[Span]
@@ -131,28 +138,35 @@ class EncoderCache:
         needed = [item for item in items if item.overlaps(compute_spans)]
         lengths: dict[Hashable, int] = {}
         for item in needed:
-            if item.content_hash in self._entries:
-                self._check_length(item, self._entries[item.content_hash].output)
-            elif lengths.setdefault(item.content_hash, item.length) != item.length:
-                got = f"lengths {lengths[item.content_hash]} and {item.length}"
+            content = _identity(item.content_hash)
+            if content in self._entries:
+                self._check_length(item, self._entries[content].output)
+            elif lengths.setdefault(content, item.length) != item.length:
+                got = f"lengths {lengths[content]} and {item.length}"
                 raise ValueError(f"{item.content_hash!r}: got {got}, needs one length for one content")
         lacking: dict[Hashable, EncoderItem] = {}
         for item in needed:
-            entry = self._entries.get(item.content_hash)
+            content = _identity(item.content_hash)
+            entry = self._entries.get(content)
             if entry is None:
                 self.misses += 1
-                lacking.setdefault(item.content_hash, item)
+                lacking.setdefault(content, item)
             else:
                 self.hits += 1
-                self._access(request_id, item.content_hash, entry)
+                self._access(request_id, content, entry)
         return list(lacking.values())
 
-    def _access(self, request_id: Hashable, content_hash: Hashable, entry: EncoderEntry) -> None:
+    def _access(self, request_id: Hashable, content: Hashable, entry: EncoderEntry) -> None:
         self._tick += 1
         entry.last_access = self._tick
         entry.access_count += 1
+        self._hold(request_id, content, entry)
+
+    def _hold(self, request_id: Hashable, content: Hashable, entry: EncoderEntry) -> None:
+        if not entry.holders:
+            self._held_bytes += entry.nbytes
         entry.holders.add(request_id)
-        self._held.setdefault(request_id, set()).add(content_hash)
+        self._held.setdefault(request_id, set()).add(content)
 
     def put(self, request_id: Hashable, item: EncoderItem, output: torch.Tensor) -> None:
         """Keeps an output and takes hold of it; what is there already is kept instead.
@@ -167,35 +181,60 @@ class EncoderCache:
             MemoryError: It does not fit beside what requests hold; nothing has changed.
         """
         self._check_length(item, output)
-        entry = self._entries.get(item.content_hash)
+        content = _identity(item.content_hash)
+        entry = self._entries.get(content)
         if entry is not None:
-            self._access(request_id, item.content_hash, entry)
+            self._access(request_id, content, entry)
             return
         output = output.detach()
         size = output.numel() * output.dtype.itemsize
-        self._make_room(item, size)
+        if self._held_bytes + size > self.max_bytes:
+            held = f"{self._held_bytes} of {self.max_bytes} bytes are held by requests"
+            raise MemoryError(f"{item.content_hash!r}: needs {size} bytes, {held}")
+        if self.nbytes + size > self.max_bytes:
+            self._rank_released()
         if self.device is not None and self.device != output.device:
             output = output.to(self.device)
         elif output.untyped_storage().nbytes() != size:
             output = output.clone(memory_format=torch.contiguous_format)  # or a view keeps a whole batch alive
-        self._tick += 1
-        entry = EncoderEntry(output, size, self._tick, self._tick, holders={request_id})
-        self._entries[item.content_hash] = entry
-        self._held.setdefault(request_id, set()).add(item.content_hash)
-        self.nbytes += size
-
-    def _make_room(self, item: EncoderItem, size: int) -> None:
-        idle = {key: entry for key, entry in self._entries.items() if not entry.holders}
-        held = self.nbytes - sum(entry.nbytes for entry in idle.values())
-        if held + size > self.max_bytes:
-            raise MemoryError(
-                f"{item.content_hash!r}: needs {size} bytes, {held} of {self.max_bytes} bytes are held by requests"
-            )
         while self.nbytes + size > self.max_bytes:
-            victim = min(idle, key=lambda key: self._key(idle[key]))
-            self.nbytes -= idle.pop(victim).nbytes
-            del self._entries[victim]
-            self.evictions += 1
+            self._evict()
+        self._tick += 1
+        entry = EncoderEntry(output, size, self._tick, self._tick)
+        self._entries[content] = entry
+        self.nbytes += size
+        self._hold(request_id, content, entry)
+
+    def _rank_released(self) -> None:
+        """Asks the policy for the keys of what was released since; where it raises, nothing has changed."""
+        if len(self._idle) > 2 * len(self._entries):  # most were held again since
+            self._idle = [row for row in self._idle if self._is_idle(row[2], row[1])]
+            heapify(self._idle)
+        ranked = [
+            (self._key(self._entries[content]), tick, content)
+            for tick, content in self._released
+            if self._is_idle(content, tick)
+        ]
+        try:
+            for row in ranked:
+                heappush(self._idle, row)
+        except BaseException:  # keys that do not compare: the heap is in no order
+            self._idle, self._released = [], [(entry.released_at, key) for key, entry in self._entries.items()]
+            raise
+        self._released = []
+
+    def _is_idle(self, content: Hashable, tick: int) -> bool:
+        """Whether an output is here that was last released at a tick and is held by nobody since."""
+        entry = self._entries.get(content)
+        return entry is not None and entry.released_at == tick and not entry.holders
+
+    def _evict(self) -> None:
+        while True:
+            _, tick, content = heappop(self._idle)
+            if self._is_idle(content, tick):
+                self.nbytes -= self._entries.pop(content).nbytes
+                self.evictions += 1
+                return
 
     def _check_length(self, item: EncoderItem, output: torch.Tensor) -> None:
         if output.dim() < 1 or output.shape[0] != item.length:
@@ -208,7 +247,7 @@ class EncoderCache:
             KeyError: It is not here.
         """
         try:
-            return self._entries[item.content_hash].output
+            return self._entries[_identity(item.content_hash)].output
         except KeyError:
             raise KeyError(f"item: got {item.content_hash!r}, needs one that was put and is still here") from None
 
@@ -244,11 +283,27 @@ class EncoderCache:
 
     def release(self, request_id: Hashable) -> None:
         """Lets go of everything a request holds; without effect for one that holds nothing."""
-        for content_hash in self._held.pop(request_id, ()):
-            self._entries[content_hash].holders.discard(request_id)
+        for content in self._held.pop(request_id, ()):
+            entry = self._entries[content]
+            entry.holders.discard(request_id)
+            if not entry.holders:
+                self._held_bytes -= entry.nbytes
+                self._tick += 1
+                entry.released_at = self._tick
+                self._released.append((self._tick, content))
+        if len(self._released) > 2 * len(self._entries):  # most were held again since
+            self._released = [row for row in self._released if self._is_idle(row[1], row[0])]
 
     def check(self) -> None:
         """Asserts that bytes and holders are consistent."""
         assert self.nbytes == sum(entry.nbytes for entry in self._entries.values()) <= self.max_bytes
+        assert self._held_bytes == sum(entry.nbytes for entry in self._entries.values() if entry.holders)
         held = {(request, key) for request, keys in self._held.items() for key in keys}
         assert held == {(request, key) for key, entry in self._entries.items() for request in entry.holders}
+
+
+def _identity(content_hash: Hashable) -> Hashable:
+    """What tells contents apart: 1, True and 1.0 are equal and yet are not hashes of one content."""
+    if isinstance(content_hash, tuple):
+        return tuple, tuple(_identity(part) for part in content_hash)
+    return type(content_hash), content_hash

@@ -13,12 +13,15 @@ import torch
 from ...triton_ops._rows import memory
 from ...triton_ops._rows.ops import on_host
 from .host_copy import PLAIN
-from .step import leaves
+from .step import Step, leaves
 from .valid_rows import ValidRows
 
 _log = logging.getLogger("pc.cache")
 
 Named = dict[str, torch.Tensor]
+
+RowKind = tuple[tuple[int, ...], torch.dtype]
+"""Shape and dtype of one token's row."""
 
 
 class Entry(NamedTuple):
@@ -66,6 +69,7 @@ class NamedTensors:
         self.max_bytes = _available_bytes(device) // 2 if max_bytes is None else max_bytes
         self.entries: dict[str, Entry] = {}
         self._exclude = set(exclude)
+        self._warned: set[str] = set()
         self._valid = valid
 
     @property
@@ -93,7 +97,7 @@ class NamedTensors:
         if tuple(shape) != entry.features or dtype != entry.dtype:
             raise ValueError(f"{name}: got rows {list(shape)} {dtype}, needs {list(entry.features)} {entry.dtype}")
 
-    def _allocate(self, new: Mapping[str, tuple[tuple[int, ...], torch.dtype]], registered: bool) -> None:
+    def _allocate(self, new: Mapping[str, RowKind], registered: bool) -> None:
         """Makes new names, all or none of them."""
         total = self.nbytes
         for name, (shape, dtype) in new.items():
@@ -120,11 +124,38 @@ class NamedTensors:
             self.entries[name] = entry
             self._valid.add(name)
 
-    def sort(self, outputs: Mapping[str, Any], num_tokens: int) -> tuple[Named, dict[str, Any]]:
+    def _discover(self, new: Mapping[str, RowKind]) -> list[str]:
+        """Makes new names as long as there is room; those that found none."""
+        refused = []
+        for name, kind in new.items():
+            try:
+                self._allocate({name: kind}, registered=False)
+            except MemoryError as error:  # noqa: PERF203  one must not keep the others out
+                refused.append(name)
+                self._warn_once(name, f"{error}; it is not cached")
+        return refused
+
+    def _give_up(self, name: str, value: torch.Tensor) -> None:
+        """Drops a discovered name that is not per token."""
+        self._exclude.add(name)
+        if self.entries.pop(name, None) is not None:
+            self._valid.drop(name)
+            _log.warning("TensorCache: %s %s is not per token, it is no longer cached", name, list(value.shape))
+
+    def _warn_once(self, name: str, text: str) -> None:
+        if name not in self._warned:
+            self._warned.add(name)
+            _log.warning("TensorCache: %s", text)
+
+    def sort(self, step: Step) -> tuple[Named, dict[str, Any]]:
         """Per-token tensors, allocated where they are new, and everything else.
 
-        A discovered name that turns out to have another first dimension than the token count is given up.
+        A tensor with a row for each token is discovered, unless the step decodes: it may as well have one for each
+        request. A discovered name with fewer rows than tokens is given up, one with more is passed over: it is padded.
         """
+        outputs, num_tokens = step.outputs, step.slots.count
+        if not isinstance(outputs, Mapping):
+            raise TypeError(f"outputs: got {type(outputs).__name__}, needs a mapping by name")
         mine: Named = {}
         others: dict[str, Any] = {}
         if type(outputs) is dict and num_tokens:  # of known names alone, as a step mostly is
@@ -136,28 +167,35 @@ class NamedTensors:
                     break
             else:
                 return outputs, others
+        new: dict[str, RowKind] = {}
+        no_rows: Named = {}
         for name, value in leaves(outputs):
             if name in mine or name in others:
                 raise ValueError(f"outputs: got two values named {name}, needs names that differ")
+            others[name] = value
             if not isinstance(value, torch.Tensor) or not num_tokens or name in self._exclude:
-                others[name] = value
-            elif value.layout == torch.strided and value.shape[:1] == (num_tokens,):
-                if name in self.entries:
+                continue
+            known = self.entries.get(name)
+            if value.layout == torch.strided and value.shape[:1] == (num_tokens,):
+                if known is not None:
                     self._check_like(name, value.shape[1:], value.dtype)
-                mine[name] = value
-            elif name in self.entries and self.entries[name].registered:
+                elif step.is_decode:
+                    continue
+                else:
+                    new[name] = tuple(value.shape[1:]), value.dtype
+                mine[name] = others.pop(name)
+            elif known is not None and known.registered:
                 raise ValueError(f"{name}: got shape {list(value.shape)}, needs {num_tokens} rows, one per token")
             else:
-                others[name] = value
-        new = {name: (tuple(t.shape[1:]), t.dtype) for name, t in mine.items() if name not in self.entries}
-        if new:
-            self._allocate(new, registered=False)
-        for name, value in others.items():
-            if isinstance(value, torch.Tensor) and num_tokens:
-                self._exclude.add(name)
-                if self.entries.pop(name, None) is not None:
-                    self._valid.drop(name)
-                    _log.warning("TensorCache: %s %s is not per token, it is no longer cached", name, list(value.shape))
+                no_rows[name] = value
+        for name in self._discover(new) if new else ():
+            others[name] = mine.pop(name)
+        for name, value in no_rows.items():
+            if value.layout != torch.strided or value.dim() < 1 or value.shape[0] < num_tokens:
+                self._give_up(name, value)
+            elif name in self.entries:
+                text = f"{name}: got {len(value)} rows for {num_tokens} tokens, none is kept: cut off the padding"
+                self._warn_once(name, text)
         return mine, others
 
 

@@ -75,6 +75,13 @@ class Step:
         return StepSlots.of(self.slot_mapping)
 
     @cached_property
+    def is_decode(self) -> bool:
+        """Whether it may have as many requests as tokens, so that a row a token and a row a request look alike."""
+        if self.requests:
+            return self.slots.count <= len(self.requests)
+        return self.slots.all_single
+
+    @cached_property
     def parts(self) -> list[StepRequest] | None:
         """The requests, for `TensorCache.join`; None without positions."""
         if self.query_start_loc is None or self.positions is None:

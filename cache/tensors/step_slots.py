@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from ..allocation import Span
-from ..runs import Run, Slots, ascending
+from ..runs import Run, Slots, ascending, find_runs
 
 _FEW_RUNS, _SHORT = 8, 8  # more runs that are shorter than this in the mean are no runs
 
@@ -60,14 +60,15 @@ class StepSlots:
             slots = np.require(slots, np.int64, ["C", "W"])
         if slots.ndim != 1:
             raise ValueError(f"slot_mapping: got shape {list(slots.shape)}, needs [num_tokens]")
-        if not slots.size:
-            return cls(0, [], slots)
-        edges = (slots[1:] - slots[:-1] != 1) | (slots[:-1] < 0)  # -1 and 0 are no neighbours
-        begins = [0, *(edges.nonzero()[0] + 1).tolist()]
-        pieces = zip(begins, slots[begins].tolist(), [*begins[1:], len(slots)], strict=True)
-        found = cls(len(slots), [(b, slot, slot + e - b) for b, slot, e in pieces if slot >= 0], slots)
-        found.low = int(slots.min())
+        found = cls(len(slots), find_runs(slots), slots)
+        if slots.size:
+            found.low = int(slots.min())
         return found
+
+    @property
+    def all_single(self) -> bool:
+        """Whether no two tokens have neighbouring slots."""
+        return all(end - first == 1 for _, first, end in self._runs)
 
     @cached_property
     def array(self) -> Slots:

@@ -51,8 +51,8 @@ class TensorCache:
         pin: Whether host memory is pinned, so that a device reads and writes it directly; ignored without a device.
         max_bytes: Bound of all names together; None: half of the memory that is available now.
         group: Whose slots and block tables are followed, when the manager has several groups.
-        exclude: Names that are never discovered, such as logits, whose first dimension may equal the token count by
-            coincidence.
+        exclude: Names that are never discovered, because their first dimension may equal the token count by
+            coincidence, or because nobody wants their rows again; `register` overrules it.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class TensorCache:
         pin: bool = True,
         max_bytes: int | None = None,
         group: int = 0,
-        exclude: Iterable[str] = (),
+        exclude: Iterable[str] = ("logits",),
     ) -> None:
         if num_blocks < 1 or block_size < 1:
             raise ValueError(f"num_blocks, block_size: got {num_blocks}, {block_size}, needs at least 1 each")
@@ -135,7 +135,8 @@ class TensorCache:
         """Keeps the rows of a step in the slots of its tokens.
 
         Tensors whose first dimension equals the step's token count are kept, those that were not registered under the
-        name they have here, from now on.
+        name they have here, from now on. A step with one token a request does not make a name known, since its logits
+        look the same; nor does a tensor that finds no room.
 
         Args:
             step: Every step is to be stored, also one without outputs to keep: what it computed replaces what its slots
@@ -146,11 +147,11 @@ class TensorCache:
 
         Raises:
             ValueError: A slot out of range, or a name whose row shape or dtype differs from before, or a registered one
-                with another number of rows. As with the other errors, nothing has been written.
-            MemoryError: A discovered tensor does not fit; see `register`.
+                with another number of rows. As with the other error, nothing has been written.
+            TypeError: Outputs that are no mapping, or slots that are not integers.
         """
         slots = self._checked_slots(step)
-        mine, others = self._names.sort(step.outputs, slots.count)
+        mine, others = self._names.sort(step)
         if slots.runs is not None:
             self._valid.clear_spans(slots.spans)
         else:
@@ -379,7 +380,8 @@ class TensorCache:
         parts = step.parts
         if self.manager is None or parts is None:
             raise ValueError("step: got one without requests and positions, needs Step.of and a manager")
-        mine, _ = self._names.sort(step.outputs, self._checked_slots(step).count)
+        self._checked_slots(step)
+        mine, _ = self._names.sort(step)
         if names is not None:
             for name in names:
                 if name not in mine:

@@ -129,7 +129,7 @@ class ValidRows:
             bits.reshape(self.num_blocks, self.block_size)[index] = False
 
     def refill(self, block: int, first: int) -> None:
-        """Called by the pool: slots of a block from `first` on take other tokens than they, or a copy's source, held."""
+        """Told by the pool: slots of a block from `first` on take other tokens than they, or a copy's source, held."""
         for bits in self._bits.values():
             bits[block * self.block_size + first : (block + 1) * self.block_size] = False
         assert self._pool is not None

@@ -115,6 +115,76 @@ def test_wire_format_and_replay():
     assert m.listeners == []
 
 
+@pytest.mark.parametrize(
+    ("keys", "published"),
+    [
+        ([2**64], ["18446744073709551616"]),
+        ([-(2**70)], [str(-(2**70))]),
+        ([2**64 - 1, -(2**63)], [2**64 - 1, -(2**63)]),
+        ([("a", (2**80,))], [["a", ["1208925819614629174706176"]]]),
+        (pc.KeyAt(0, 2**64), [["18446744073709551616", 0]]),
+    ],
+)
+def test_every_key_is_published(keys, published):
+    msgpack = pytest.importorskip("msgpack")
+    pytest.importorskip("zmq")
+    from pc.cache.events import EventPublisher
+
+    m = pc.CacheManager(8, block_size=4, seed=2**64)
+    publisher = EventPublisher(m, "tcp://127.0.0.1:*")
+    try:
+        m.allocate("a", list(range(8)), extra_keys=keys)
+        m.commit("a", 8)
+        assert publisher.flush() == 0
+        _, (stored,), _ = msgpack.unpackb(publisher._buffer[0][1])
+        assert stored["extra_keys"] == [published] * 2
+        assert stored["hash_seed"] == str(2**64)
+    finally:
+        publisher.close()
+
+
+def test_an_event_that_cannot_be_packed_does_not_stop_the_others():
+    msgpack = pytest.importorskip("msgpack")
+    pytest.importorskip("zmq")
+    from pc.cache.events import EventPublisher
+
+    m = pc.CacheManager(8, block_size=4)
+    publisher = EventPublisher(m, "tcp://127.0.0.1:*")
+    try:
+        publisher.removed(0, [b"x"])
+        publisher.removed(0, [object()])
+        publisher.cleared()
+        with pytest.warns(RuntimeWarning, match="an event is not published: can.* serialize"):
+            assert publisher.flush() == 0
+        assert publisher.dropped == 1
+        _, events, _ = msgpack.unpackb(publisher._buffer[0][1])
+        assert [event["type"] for event in events] == ["BlockRemoved", "AllBlocksCleared"]
+        assert publisher.flush() is None
+        publisher.removed(0, [object()])
+        with pytest.warns(RuntimeWarning, match="an event is not published"):
+            publisher.close()
+    finally:
+        publisher.close()
+    assert m.listeners == []
+
+
+def test_a_publisher_that_cannot_begin_leaves_nothing_behind():
+    pytest.importorskip("msgpack")
+    zmq = pytest.importorskip("zmq")
+    from pc.cache.events import EventPublisher
+
+    m = pc.CacheManager(8, block_size=4)
+    for options, error, message in (
+        ({"dp_rank": 2**64}, ValueError, "dp_rank: got 18446744073709551616"),
+        ({"dp_rank": "1"}, TypeError, "dp_rank: got '1'"),
+        ({"buffer_batches": 0}, ValueError, "buffer_batches: got 0"),
+        ({"replay_endpoint": "nowhere"}, zmq.ZMQError, "argument|nvalid"),
+    ):
+        with pytest.raises(error, match=message):
+            EventPublisher(m, "tcp://127.0.0.1:*", **options)
+    assert m.listeners == []
+
+
 def test_metrics_show_the_stats():
     client = pytest.importorskip("prometheus_client")
     from pc.cache.metrics import CacheCollector
@@ -130,8 +200,36 @@ def test_metrics_show_the_stats():
     text = client.generate_latest(registry).decode()
     values = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
     stats = m.stats()
-    assert float(values["pc_cache_evictions_total"]) == stats.evictions > 0
-    assert float(values['pc_cache_hit_tokens_total{cause="prefix"}']) == 12
-    assert float(values["pc_cache_held_blocks"]) == 4
-    assert float(values['pc_cache_residency_ticks_bucket{le="+Inf"}']) == stats.evictions
-    assert float(values["pc_cache_residency_ticks_sum"]) == stats.residency_sum > 0
+    assert float(values['pc_cache_evictions_total{manager="0"}']) == stats.evictions > 0
+    assert float(values['pc_cache_hit_tokens_total{cause="prefix",manager="0"}']) == 12
+    assert float(values['pc_cache_held_blocks{manager="0"}']) == 4
+    assert float(values['pc_cache_residency_ticks_bucket{le="+Inf",manager="0"}']) == stats.evictions
+    assert float(values['pc_cache_residency_ticks_sum{manager="0"}']) == stats.residency_sum > 0
+
+
+def test_managers_of_one_registry_are_told_apart():
+    client = pytest.importorskip("prometheus_client")
+    from pc.cache.metrics import CacheCollector
+
+    registry = client.CollectorRegistry()
+    first, named = (CacheCollector(pc.CacheManager(8 + i), registry, name=name) for i, name in enumerate((None, "kv")))
+    last = CacheCollector(pc.CacheManager(10), registry)
+    with pytest.raises(ValueError, match="name: got 'kv', needs one that no other manager of pc_cache has"):
+        CacheCollector(pc.CacheManager(4), registry, name="kv")
+
+    def free_blocks():
+        lines = client.generate_latest(registry).decode().splitlines()
+        assert sum(line == "# TYPE pc_cache_free_blocks gauge" for line in lines) == (len(lines) > 0)
+        return sorted(line for line in lines if line.startswith("pc_cache_free_blocks"))
+
+    series = [f'pc_cache_free_blocks{{manager="{name}"}} {n}' for name, n in (("0", 8.0), ("1", 10.0), ("kv", 9.0))]
+    assert free_blocks() == series
+    first.close()
+    first.close()
+    assert free_blocks() == series[1:]
+    again = CacheCollector(pc.CacheManager(11), registry)
+    first.close()
+    assert free_blocks()[0] == 'pc_cache_free_blocks{manager="0"} 11.0'
+    for collector in (named, last, again):
+        collector.close()
+    assert free_blocks() == []

@@ -168,6 +168,51 @@ def test_an_image_that_ends_inside_a_block():
     assert torch.equal(hidden, whole.cumsum(0))
 
 
+def test_a_put_asks_for_the_keys_of_what_was_released_alone():
+    asked = []
+    cache = pc.EncoderCache(500 * ROW, policy=lambda entry: asked.append(1) or entry.last_access)
+    for i in range(2000):
+        cache.put(i, item(i, 1), output(1))
+        cache.release(i)
+    assert (cache.evictions, len(cache)) == (1500, 500)
+    assert len(asked) <= 2000
+    assert [i for i in range(2000) if i in cache] == list(range(1500, 2000))
+    for i in range(3000):  # hits alone leave nothing behind
+        cache.missing("r", [item(1500 + i % 500, 1)], [(0, 9)])
+        cache.release("r")
+        assert len(cache._idle) + len(cache._released) <= 4 * len(cache)
+    cache.check()
+
+
+@pytest.mark.parametrize("key", [lambda entry: 1 / 0, lambda entry: object()], ids=["raises", "does not compare"])
+def test_a_policy_that_fails_changes_nothing(key):
+    cache = pc.EncoderCache(3 * ROW, policy=key)
+    for name in "abc":
+        cache.put(name, item(name, 1), output(1))
+        cache.release(name)
+    before = len(cache), cache.nbytes
+    for _ in range(2):
+        with pytest.raises((ZeroDivisionError, TypeError)):
+            cache.put("d", item("d", 1), output(1))
+        assert (len(cache), cache.nbytes) == before
+        cache.check()
+    cache._key = lambda entry: entry.last_access
+    cache.put("d", item("d", 1), output(1))
+    assert [name for name in "abcd" if name in cache] == ["b", "c", "d"]
+    cache.check()
+
+
+def test_hashes_that_are_equal_and_of_another_type_are_other_contents():
+    cache = pc.EncoderCache(100 * ROW)
+    cache.put("a", item(1, 2), output(2))
+    for other in (True, 1.0):
+        assert other not in cache
+        assert cache.missing("b", [item(other, 2)], [(0, 9)]) == [item(other, 2)]
+    cache.put("a", item((1, "x"), 2), output(2))
+    assert (True, "x") not in cache
+    assert (1, "x") in cache
+
+
 class Holders(RuleBasedStateMachine):
     """Random puts, lookups and releases: bytes, holders and the budget agree after each."""
 
