@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 
+from ._checks import bad_argument
 from ._triton import tl, triton
 
 PLAIN, INT8, E4M3 = 0, 1, 2
@@ -39,8 +40,14 @@ def equal_scales(
     return k_scale, v_scale
 
 
+def refuse_nan(name: str, values: torch.Tensor) -> None:
+    """Raises ValueError for NaN on its way into int8, which has no code for it; reads values."""
+    if values.isnan().any():
+        raise bad_argument(name, "NaN", "numbers, since int8 has no NaN: it would be stored as 0")
+
+
 def quantize(values: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Values / scale in the nearest code of `dtype`, saturating; ties to even.
+    """Values / scale in the nearest code of `dtype`, saturating; ties to even. NaN is 0x7F in e4m3 and 0 in int8.
 
     Args:
         values: `[num_tokens, num_kv_heads, head_dim]`.
@@ -48,16 +55,18 @@ def quantize(values: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> t
         dtype: float8_e4m3fn or int8.
     """
     scaled = values.float() / scale.float().view(-1, 1)
+    # Spelled out: PyTorch keeps the sign of a NaN in e4m3, and what it gives in int8 is the processor's choice.
     if dtype == torch.int8:
-        return scaled.round_().clamp_(-128, 127).to(dtype)
-    return scaled.clamp_(-448.0, 448.0).to(dtype)
+        return scaled.round_().clamp_(-128, 127).nan_to_num_(nan=0.0).to(dtype)
+    return scaled.clamp_(-448.0, 448.0).masked_fill_(scaled.isnan(), torch.nan).to(dtype)
 
 
 @triton.jit
 def to_code(x, scale, KIND: tl.constexpr):
-    """float32 x / scale as int8 (KIND 1) or as the uint8 code of float8 e4m3 (KIND 2); nearest, ties to even."""
+    """float32 x / scale as int8 (KIND 1) or as the uint8 code of float8 e4m3 (KIND 2), as `quantize` gives it."""
     x = tl.div_rn(x, tl.broadcast_to(scale, x.shape))
     if KIND == 1:
+        x = tl.where(x != x, 0.0, x)
         # Adding 1.5 * 2**23 rounds to an integer, ties to even.
         x = tl.minimum(tl.maximum(x, -128.0), 127.0)
         code = ((x + 12582912.0) - 12582912.0).to(tl.int8)

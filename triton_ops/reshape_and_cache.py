@@ -11,10 +11,10 @@ import torch
 from ._attention.checks import MAX_HEAD_DIM, QUERY_DTYPES, check_cache
 from ._attention.constants import next_power_of_2
 from ._checks import bad_argument, check_tensor, describe, refuse_grad
-from ._debug import reads_values
+from ._debug import debug_mode_enabled, reads_values
 from ._launcher import KernelLaunch, aligned, metadata, remember
 from ._library import operator
-from ._quantize import as_codes, code_kind, equal_scales, quantize, scale_kind, to_code
+from ._quantize import as_codes, code_kind, equal_scales, quantize, refuse_nan, scale_kind, to_code
 from ._triton import require_triton, tl, triton
 
 _prepared: dict[object, tuple[KernelLaunch, int]] = {}
@@ -46,8 +46,17 @@ def check_write(
     refuse_grad(key=key, value=value, key_cache=key_cache, value_cache=value_cache)
 
 
-def check_write_values(key_cache: torch.Tensor, slot_mapping: torch.Tensor) -> bool:
-    """Checks that every slot is -1 or in the cache, and tells whether one is -1; on a device it synchronizes."""
+def check_write_values(
+    key: torch.Tensor, value: torch.Tensor, key_cache: torch.Tensor, slot_mapping: torch.Tensor
+) -> bool:
+    """Checks that every slot is -1 or in the cache, and tells whether one is -1; on a device it synchronizes.
+
+    In debug mode NaN on its way into int8 is refused as well.
+    """
+    if debug_mode_enabled() and key_cache.dtype == torch.int8:
+        written = slot_mapping >= 0
+        refuse_nan("key", key[written])
+        refuse_nan("value", value[written])
     num_slots = key_cache.shape[0] * key_cache.shape[1]
     if not slot_mapping.numel():
         return False
@@ -68,7 +77,7 @@ def reshape_and_cache_cpu(
 ) -> None:
     """What `pc.reshape_and_cache` writes, in PyTorch on CPU tensors."""
     check_write(key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale)
-    if check_write_values(key_cache, slot_mapping):
+    if check_write_values(key, value, key_cache, slot_mapping):
         rows = torch.nonzero(slot_mapping >= 0).squeeze(1)
         key, value, slot_mapping = key[rows], value[rows], slot_mapping[rows]
     for source, cache, scale in ((key, key_cache, k_scale), (value, value_cache, v_scale)):
@@ -137,7 +146,7 @@ def _launch_reshape_and_cache(
     elif torch.is_grad_enabled():
         refuse_grad(key=key, value=value, key_cache=key_cache, value_cache=value_cache)
     if reads_values(key):
-        check_write_values(key_cache, slot_mapping)
+        check_write_values(key, value, key_cache, slot_mapping)
     launch, programs = prepared
     if programs == 0:
         return
@@ -203,7 +212,8 @@ def reshape_and_cache(
             dimension; key's dtype, or float8_e4m3fn or int8 with k_scale.
         value_cache: Like key_cache.
         slot_mapping: `[num_tokens]` int64, block number * block_size + offset; -1 writes nothing.
-        k_scale: One float or one per KV head; what is stored is key / k_scale, rounded to nearest and saturated.
+        k_scale: One float or one per KV head; what is stored is key / k_scale, rounded to nearest and saturated. NaN
+            stays NaN in float8_e4m3fn; int8 has none and stores 0, which debug mode refuses.
         v_scale: The same for values.
 
     Raises:

@@ -216,7 +216,7 @@ def _launch_rope_and_cache(
         refuse_grad(query=query, cos_sin=cos_sin, key=key, value=value, key_cache=key_cache, value_cache=value_cache)
     if reads_values(key):
         _check_values(positions, cos_sin)
-        check_write_values(key_cache, slot_mapping)
+        check_write_values(key, value, key_cache, slot_mapping)
     out = query.new_empty(query.shape)
     launch, head_tiles = prepared
     if query.shape[0] == 0:
@@ -303,7 +303,7 @@ def rope_and_cache(
         value_cache: Like key_cache.
         slot_mapping: `[num_tokens]` int64, block number * block_size + offset; -1 writes nothing.
         interleaved: Whether a pair of features is (2i, 2i + 1); otherwise (i, i + rotary_dim / 2).
-        k_scale: One float or one per KV head; what is stored is key / k_scale.
+        k_scale: One float or one per KV head; what is stored is key / k_scale, as `reshape_and_cache` stores it.
         v_scale: The same for values.
 
     Returns:

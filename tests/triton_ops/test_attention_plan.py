@@ -121,13 +121,10 @@ def test_wrong_plan_is_refused(change, device):
     else:
         plan = plan[:-1]
     pc.set_debug_mode(True)
-    try:
-        with pytest.raises(ValueError, match="plan: got"):
-            pc.sparse_gap_attention(
-                *batch.tensors, batch.positions, batch.scale, window, plan=plan, batch_invariant=invariant
-            )
-    finally:
-        pc.set_debug_mode(False)
+    with pytest.raises(ValueError, match="plan: got"):
+        pc.sparse_gap_attention(
+            *batch.tensors, batch.positions, batch.scale, window, plan=plan, batch_invariant=invariant
+        )
 
 
 def test_opcheck(device):

@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import doctest
+import importlib
 import inspect
 import re
 import typing
+from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 from attention_cases import Case, build
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import pc
+from pc.triton_ops import _library
+from pc.triton_ops._rows import ops as rows_ops
+
+# In the package an operator and the module it is in have one name.
+joining = importlib.import_module("pc.triton_ops.join_prefix")
+dequantizing = importlib.import_module("pc.triton_ops.gather_slots_dequantized")
 
 SCHEMAS = Path(__file__).parent.parent / "support" / "schemas.txt"
 OPERATORS = sorted(name for name in pc.triton_ops.__all__ if name not in ("set_debug_mode", "warmup"))
@@ -117,3 +128,60 @@ def test_lists_and_devices_are_named_too() -> None:
 def test_an_error_of_the_operator_itself_passes_unchanged() -> None:
     with pytest.raises(ValueError, match=r"^softcap: got -1.0, needs 0"):
         _attention(softcap=-1.0)
+
+
+@contextlib.contextmanager
+def _two_devices() -> Iterator[list[torch.device]]:
+    """Tensors on `cuda` without a GPU; yields the devices that were made current, besides the first, which is."""
+    entered: list[torch.device] = []
+
+    @contextlib.contextmanager
+    def enter(device: torch.device) -> Iterator[None]:
+        entered.append(device)
+        yield
+
+    with (
+        FakeTensorMode(),
+        mock.patch("torch.cuda.current_device", return_value=0),
+        mock.patch("torch.cuda.device", enter),
+    ):
+        yield entered
+
+
+@pytest.mark.parametrize("index", [None, 0, 1])
+@pytest.mark.parametrize("place", ["first", "behind host memory", "in a list", "by name"])
+def test_kernels_run_on_the_device_of_the_first_tensor_on_one(place: str, index: int | None) -> None:
+    """A pinned cache comes before its index on a device: its own device, which is none, was made current."""
+    with _two_devices() as entered:
+        host = torch.empty(4, 2, 3)
+        other = torch.empty(3, device="cpu" if index is None else f"cuda:{index}")
+        args = {"first": (other,), "behind host memory": (host, other), "in a list": ([host, host], 1.0, [other])}
+        kwargs = {"out": other} if place == "by name" else {}
+        launched = _library._on_own_device(lambda *args, **kwargs: "launched")
+        assert launched(*args.get(place, (host,)), **kwargs) == "launched"
+        assert entered == ([torch.device("cuda:1")] if index == 1 else [])
+
+
+def test_pinned_caches_reach_their_kernels() -> None:
+    """The operators that take host memory beside an index on a device, on the way that the dispatcher takes."""
+    moves = []
+    with (
+        _two_devices() as entered,
+        mock.patch("torch.Tensor.is_pinned", return_value=True),
+        mock.patch.object(rows_ops, "move_rows", lambda op, *args, **kwargs: moves.append(op)),
+        mock.patch.object(joining, "launch_join_map", lambda tables, *args: tables.new_empty(9)),
+        mock.patch.object(joining, "launch_move_rows", lambda op, *args, **kwargs: moves.append(op)),
+        mock.patch.object(dequantizing, "launch_gather_dequantized") as dequantize,
+    ):
+        cache, codes, scales = torch.empty(4, 2, 3), torch.empty(4, 2, 3, dtype=torch.int8), torch.empty(4, 2)
+        index = torch.empty(3, dtype=torch.int64, device="cuda:1")
+        tables, lens = index.new_empty(2, 2), index.new_empty(2)
+        launch = _library._on_own_device
+        assert launch(rows_ops.Gather("gather_slots", 2).launch)(cache, index).device == index.device
+        launch(rows_ops.Gather("gather_blocks", 1).launch_list)([cache, cache], index)
+        joined = launch(joining._run_list)([cache], tables, lens, [cache.new_empty(1, 3)], index, 9)
+        read = launch(dequantizing._run)(codes, scales, index, torch.float32)
+        assert joined[0].device == read.device == index.device
+    assert moves == ["gather_slots", "gather_blocks_list", "join_prefix"]
+    assert dequantize.call_count == 1
+    assert set(entered) == {torch.device("cuda:1")}

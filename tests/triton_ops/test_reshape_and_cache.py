@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -176,3 +178,59 @@ def test_large_cache_on_the_device(device):
     slots = torch.tensor([70_000 * 256 - 1, 5, -1], device=device)
     pc.reshape_and_cache(key, key, cache, cache, slots)
     assert torch.equal(cache[-1, -1, 0], key[0, 0])
+
+
+def _nan_inputs(device):
+    """Keys with NaN of either sign, with infinity, and with zeros that a scale of 0 makes NaN."""
+    key = torch.randn(6, 2, 16, device=device)
+    key[0, 0, 3], key[1, 1, 0], key[2, 0, :2] = math.nan, -math.nan, torch.tensor([math.inf, -math.inf])
+    key[3, 1, 5:9] = 0.0
+    negative = key[1, 1].view(torch.int32)
+    negative[0] = -(2**22)  # 0xFFC00000: NaN with its sign bit
+    return key, torch.tensor([0.5, 0.0], device=device)
+
+
+@pytest.mark.parametrize(("cache_dtype", "code"), [(E4M3, 0x7F), (INT8, 0)])
+@pytest.mark.parametrize("rotated", [False, True])
+def test_nan_has_one_code_on_every_path(cache_dtype, code, rotated, device):
+    """NaN became 448 or a NaN in e4m3, 0 or -128 in int8, by which path it took."""
+    key, scale = _nan_inputs(device)
+    cache = torch.zeros(2, 4, 2, 16, dtype=cache_dtype, device=device)
+    values, slots = cache.clone(), torch.arange(6, device=device)
+    if rotated:  # by no angle
+        cos_sin = torch.tensor([[1.0] * 8 + [0.0] * 8], device=device).expand(6, 16).contiguous()
+        cos_sin[2] = cos_sin[2].nan_to_num()
+        pc.rope_and_cache(key, key, key, slots, cos_sin, cache, values, slots, k_scale=scale, v_scale=scale)
+    else:
+        pc.reshape_and_cache(key, key, cache, values, slots, scale, scale)
+    nan = (key / scale.view(-1, 1)).isnan()
+    assert nan.sum() == 6
+    written = values.flatten(0, 1)[:6].view(torch.uint8)
+    assert (written[nan] == code).all()
+    assert torch.equal(_bits(values), _bits(cache)) or rotated  # infinity times sin 0 is NaN
+    if cache_dtype == E4M3:
+        assert torch.equal(values.flatten(0, 1)[:6].float().isnan(), nan)
+    else:
+        assert written.view(INT8)[2, 0, :2].tolist() == [127, -128]
+
+
+@pytest.mark.parametrize("name", ["key", "value"])
+def test_debug_mode_refuses_nan_that_int8_cannot_hold(name, device):
+    key, value = torch.randn(2, 3, 2, 16, device=device)
+    caches = [torch.full((2, 4, 2, 16), 7, dtype=INT8, device=device) for _ in range(2)]
+    slots, one = torch.tensor([1, -1, 2], device=device), torch.ones(1, device=device)
+    broken = {"key": key, "value": value}[name]
+    broken[1, 0, 0] = math.nan  # not written: padding may hold anything
+    pc.set_debug_mode(True)
+    pc.reshape_and_cache(key, value, *caches, slots, one, one)
+    before = [cache.clone() for cache in caches]
+    broken[2, 1, 5] = math.nan
+    for write in (
+        lambda: pc.reshape_and_cache(key, value, *caches, slots, one, one),
+        lambda: pc.rope_and_cache(
+            key, key, value, slots.clamp(0), torch.ones(4, 16, device=device), *caches, slots, False, one, one
+        ),
+    ):
+        with pytest.raises(ValueError, match=f"^{name}: got NaN, needs numbers, since int8 has no NaN"):
+            write()
+    assert all(map(torch.equal, caches, before))
