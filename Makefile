@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 WORKERS ?= 2
 
-.PHONY: help setup demo bench bench-manager results gpu docs test lint typecheck links wheel-test kernels clean
+.PHONY: help setup demo bench bench-manager results gpu docs test lint typecheck links wheel-test kernels emulate emulate-quick clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | column -ts "$$(printf '\t')"
@@ -69,6 +69,17 @@ KERNEL_TRITONS := 3.6.0 3.9.0
 
 kernels: setup $(KERNEL_TRITONS:%=.kernels/triton-%) ## compile every kernel for four targets, without a GPU, into a table
 	$(BIN)/python benchmarks/kernel_resources.py --write
+
+# $(1): folders that come before the installed packages, $(2): tests and options of pytest
+run_emulated = for arch in sm_80 sm_90; do echo "== $$arch"; EMULATOR_ARCH=$$arch PYTHONPATH=$(1).typecheck:tests \
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) -p emulator.device $(2) || exit 1; done
+
+emulate: setup links .kernels/triton-3.6.0 ## run every kernel as it is compiled, without a GPU, in an emulator of sm_80 and sm_90
+	$(call run_emulated,,tests/emulator tests/triton_ops)
+	$(call run_emulated,.kernels/triton-3.6.0:,tests/emulator)
+
+emulate-quick: setup links ## the same for every operator's main kernels, in two minutes
+	$(call run_emulated,,-m "not slow" tests/emulator/test_operators.py tests/emulator/test_faults.py)
 
 .kernels/triton-%: | setup
 	$(BIN)/python -m pip install --quiet --no-deps --target $@.part triton==$*

@@ -1,0 +1,130 @@
+"""A kernel that is ready to run."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+from collections import Counter
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from . import instructions_sm90  # noqa: F401  registers its translations
+from .build import machine
+from .instructions import NORMAL, Instruction, Translation
+from .ptx import EmulationError, parse
+
+
+def pointer(array: np.ndarray) -> ctypes.c_void_p:
+    """The address of an array, for the machine."""
+    return ctypes.c_void_p(array.ctypes.data)
+
+
+def kind_of(text: str) -> str:
+    """What an instruction is counted as."""
+    if text.startswith("@"):
+        text = text.split(None, 1)[1]
+    if text.startswith(("ld.global", "cp.async.ca", "cp.async.cg", "cp.async.bulk.tensor")):
+        return "global load"
+    if text.startswith(("st.global", "atom.global", "red.global")):
+        return "global store"
+    if ".shared" in text or text.startswith(("ldmatrix", "stmatrix")):
+        return "shared memory"
+    if text.startswith(("mma", "wgmma.mma_async")):
+        return "matrix product"
+    if text.startswith(("bar.", "barrier.", "mbarrier", "cp.async", "wgmma")):
+        return "synchronization"
+    return "other"
+
+
+class Program:
+    """Parsed, translated and given to the machine.
+
+    Attributes:
+        name: Of the kernel.
+        ptx: Its text.
+        threads: Of a program.
+        parameters: Offset and size of each, by name.
+        code: The machine's instructions.
+    """
+
+    def __init__(self, name: str, ptx: str) -> None:
+        self.name, self.ptx, self._entry, self._lines = name, ptx, parse(ptx), ptx.splitlines()
+        self.threads, self.parameters = self._entry.threads, self._entry.parameters
+        translation = Translation(self.parameters, self._entry.body)
+        self.code = translation.code
+        operands: list[int] = []
+        rows = []
+        for i in self.code:
+            rows.append((self._operation(i), len(operands), i.guard, i.negate, _signed(i.a), i.b, i.kind))
+            operands += i.operands
+        table, pool = np.array(rows, np.int64), np.array(operands, np.int32)
+        image = np.frombuffer(bytes(translation.registers.image), np.uint8)
+        library = machine()
+        self.handle = ctypes.c_void_p(
+            library.emulator_program(len(rows), pointer(table), pointer(pool), len(pool), pointer(image), len(image))
+        )
+
+    def _operation(self, instruction: Instruction) -> int:
+        if instruction.kind != NORMAL:
+            return 0
+        found: int = machine().emulator_operation(instruction.operation.encode())
+        if not found:
+            line, text = instruction.statement.line, instruction.statement.text
+            raise EmulationError(f"PTX line {line}: the emulator lacks {instruction.operation}: {text}")
+        return found
+
+    def counts(self) -> tuple[np.ndarray, np.ndarray]:
+        """How often each instruction ran since the start, and how often a comparison found its operands equal."""
+        ran, ties = np.zeros(len(self.code), np.uint64), np.zeros(len(self.code), np.uint64)
+        machine().emulator_counts(self.handle, pointer(ran), pointer(ties))
+        return ran.astype(np.int64), ties.astype(np.int64)
+
+    def kinds(self) -> Counter[str]:
+        """Instructions that ran since the start, by kind."""
+        found: Counter[str] = Counter()
+        for instruction, count in zip(self.code, self.counts()[0], strict=True):
+            if count:
+                found[kind_of(instruction.statement.text)] += int(count)
+        return found
+
+    def source(self, instruction: int) -> tuple[str, int] | None:
+        """File and line of the kernel's source."""
+        place = self._entry.source.get(self.code[instruction].statement.line)
+        return place and (self._entry.files.get(place[0], "?"), place[1])
+
+    def place(self, instruction: int) -> str:
+        """An instruction, for people."""
+        line, source = self.code[instruction].statement.line, self.source(instruction)
+        where = f" ({source[0]}:{source[1]})" if source else ""
+        return f"PTX line {line}{where}: {self._lines[line - 1].strip()}"
+
+
+def _signed(number: int) -> int:
+    return number - (1 << 32) if number >= 1 << 31 else number
+
+
+_edits: list[Callable[[str, str], str]] = []
+
+
+@contextlib.contextmanager
+def edited(edit: Callable[[str, str], str]) -> Iterator[None]:
+    """Within it, `edit(name, ptx)` is run in the place of every kernel: for whoever breaks one on purpose."""
+    _edits.append(edit)
+    try:
+        yield
+    finally:
+        _edits.pop()
+
+
+def program(name: str, ptx: str) -> Program:
+    """The program of a kernel, made once for each text."""
+    for edit in _edits:
+        ptx = edit(name, ptx)
+    return _program(name, ptx)
+
+
+@functools.cache
+def _program(name: str, ptx: str) -> Program:
+    return Program(name, ptx)
