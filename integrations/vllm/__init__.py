@@ -1,0 +1,28 @@
+"""vLLM with this project's attention, eviction policies and hidden-state cache, as plugins.
+
+Installed beside vLLM, `register` is called by vLLM itself (entry point group `vllm.general_plugins`) and does nothing
+until it is asked to: `PC_VLLM=attention,eviction,hidden_states` in the environment, any of them. The classes can also
+be named in vLLM's own options; see docs/vllm.md. vLLM is imported where it is used.
+"""
+
+from __future__ import annotations
+
+import os
+
+from .features import FEATURES, enable
+from .versions import UnsupportedVersionError, check_version
+
+__all__ = ["FEATURES", "UnsupportedVersionError", "check_version", "enable", "register"]
+
+
+def register() -> None:
+    """Enables the features that the environment variable PC_VLLM names, separated by commas; none without it.
+
+    vLLM calls it in every process, more than once in some.
+
+    Raises:
+        ValueError: A name that is no feature.
+        UnsupportedVersionError: A vLLM whose interfaces are not those this package was written for.
+    """
+    names = [name.strip() for name in os.environ.get("PC_VLLM", "").split(",")]
+    enable(*(name for name in names if name))

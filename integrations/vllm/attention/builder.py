@@ -1,0 +1,138 @@
+"""What the layers of a step share: tables with holes for vLLM's null block, lengths, and one plan for each window."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from vllm import envs
+from vllm.config import get_layers_from_vllm_config
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadata, AttentionMetadataBuilder
+
+from ....triton_ops import attention_plan
+from ....triton_ops._attention.layout import PlanShape
+from ....triton_ops._triton import INTERPRET
+
+NULL_BLOCK = 0
+"""vLLM's block for positions without KV: its number in every pool."""
+
+SHARED_TOKENS, SHARED_REQUESTS = 256, 8
+"""A common prefix is read once from so many tokens and requests on; below, a second launch costs more."""
+
+
+@dataclass
+class PagedMetadata(AttentionMetadata):
+    """A step of one group of layers.
+
+    Attributes:
+        num_actual_tokens: Rows of the query that are attended, padding of a captured graph included.
+        block_tables: `[num_seqs, max_blocks]` int32, -1 where vLLM has its null block.
+        seq_lens: `[num_seqs]` int32.
+        query_start_loc: `[num_seqs + 1]` int32.
+        max_query_len: Upper bound of a sequence's queries.
+        max_seq_len: Upper bound of seq_lens; None: what the tables can hold.
+        causal: Whether a query sees only keys at or before its own position.
+        batch_invariant: vLLM's VLLM_BATCH_INVARIANT.
+        num_shared_blocks: First blocks that all sequences share, where reading them once pays.
+        plans: By window, 0 for none; empty where operators need none.
+    """
+
+    num_actual_tokens: int
+    block_tables: torch.Tensor
+    seq_lens: torch.Tensor
+    query_start_loc: torch.Tensor
+    max_query_len: int
+    max_seq_len: int | None
+    causal: bool = True
+    batch_invariant: bool = False
+    num_shared_blocks: int = 0
+    plans: dict[int, torch.Tensor] = field(default_factory=dict)
+
+
+class PagedMetadataBuilder(AttentionMetadataBuilder[PagedMetadata]):
+    """Builds a step's metadata, in memory that stays where it is when CUDA graphs read it.
+
+    Steps whose sequences have equally many queries (decoding, verification of drafts) can be replayed from a graph:
+    tables and plans are refreshed before the replay, and nothing in them is sized by the values of a step.
+    """
+
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self.block_size: int = kv_cache_spec.block_size
+        layers = get_layers_from_vllm_config(vllm_config, AttentionLayerBase, layer_names)
+        # One group may mix windows, where vLLM's hybrid cache manager is off.
+        windows = {getattr(getattr(layer, "impl", None), "window", 0) for layer in layers.values()}
+        # On the CPU the operators need no plan, except where they run kernels in the interpreter.
+        self.windows = sorted(windows) if device.type != "cpu" or INTERPRET else []
+        self.batch_invariant = bool(envs.VLLM_BATCH_INVARIANT)
+        compilation = vllm_config.compilation_config
+        mode = getattr(compilation, "cudagraph_mode", None)
+        self.captured = device.type != "cpu" and mode is not None and bool(mode.has_full_cudagraphs())
+        self.max_seqs = max([vllm_config.scheduler_config.max_num_seqs, *(compilation.cudagraph_capture_sizes or ())])
+        self._tables: torch.Tensor | None = None
+        self._plans: dict[int, torch.Tensor] = {}
+
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> PagedMetadata:
+        """The metadata of a step.
+
+        Raises:
+            NotImplementedError: A step that no operator of `pc` computes.
+        """
+        common = common_attn_metadata
+        if not isinstance(common.causal, bool):
+            raise NotImplementedError("causal: got one value per sequence, needs one for all")
+        if common.rswa_prefix_lens is not None:
+            raise NotImplementedError("rswa_prefix_lens: R-SWA is not supported")
+        num_shared = 0
+        if not self.captured and common_prefix_len >= SHARED_TOKENS and common.num_reqs >= SHARED_REQUESTS:
+            num_shared = common_prefix_len // self.block_size
+        metadata = PagedMetadata(
+            num_actual_tokens=common.num_actual_tokens,
+            block_tables=self._block_tables(common),
+            seq_lens=common.seq_lens,
+            query_start_loc=common.query_start_loc,
+            max_query_len=common.max_query_len,
+            max_seq_len=None if self.captured else common.max_seq_len,
+            causal=common.causal,
+            batch_invariant=self.batch_invariant,
+            num_shared_blocks=num_shared,
+        )
+        for window in self.windows:
+            metadata.plans[window] = self._plan(metadata, window)
+        return metadata
+
+    def _block_tables(self, common: Any) -> torch.Tensor:
+        """VLLM's tables with -1 for the null block, as wide as the step needs, or as they are under graphs."""
+        tables: torch.Tensor = common.block_table_tensor
+        if not self.captured:
+            tables = tables[:, : -(-common.max_seq_len // self.block_size)]
+            return tables.masked_fill(tables == NULL_BLOCK, -1)
+        if self._tables is None:
+            self._tables = tables.new_empty(max(self.max_seqs, tables.shape[0]), tables.shape[1])
+        out = self._tables[: tables.shape[0]]
+        return out.copy_(tables).masked_fill_(tables == NULL_BLOCK, -1)
+
+    def _plan(self, metadata: PagedMetadata, window: int) -> torch.Tensor:
+        tables = metadata.block_tables
+        out = None
+        if self.captured:
+            assert self._tables is not None
+            if window not in self._plans:
+                self._plans[window] = tables.new_empty(PlanShape.of(self._tables, self.block_size).size)
+            out = self._plans[window][: PlanShape.of(tables, self.block_size).size]
+        return attention_plan(
+            tables,
+            metadata.seq_lens,
+            metadata.query_start_loc,
+            self.block_size,
+            causal=metadata.causal,
+            window=window,
+            num_shared_blocks=0 if window else metadata.num_shared_blocks,
+            num_kv_heads=self.kv_cache_spec.num_kv_heads,
+            batch_invariant=metadata.batch_invariant,
+            out=out,
+        )

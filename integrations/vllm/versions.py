@@ -1,0 +1,89 @@
+"""Which vLLM is served: a range of versions, and the interfaces of it that a feature builds on.
+
+vLLM's plugin interfaces carry no promise of stability, so a version in range is not enough: what a feature overrides or
+calls has to be there with the parameters it had.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from typing import Any
+
+OLDEST, NEWEST = (0, 32), (0, 33)
+
+INTERFACES: dict[str, dict[str, str]] = {
+    "attention": {
+        "vllm.v1.attention.backends.registry:register_backend": "backend class_path",
+        "vllm.v1.attention.backend:AttentionBackend.validate_configuration": (
+            "head_size dtype kv_cache_dtype block_size use_mla has_sink use_sparse use_mm_prefix "
+            "use_per_head_quant_scales device_capability attn_type has_sliding_window"
+        ),
+        "vllm.v1.attention.backend:AttentionMetadataBuilder.__init__": (
+            "self kv_cache_spec layer_names vllm_config device"
+        ),
+        "vllm.v1.attention.backend:AttentionMetadataBuilder.build": (
+            "self common_prefix_len common_attn_metadata fast_build"
+        ),
+        "vllm.v1.attention.backend:AttentionImpl.forward": (
+            "self layer query key value kv_cache attn_metadata output output_scale output_block_scale"
+        ),
+        "vllm.v1.attention.backend:CommonAttentionMetadata": (
+            "query_start_loc seq_lens num_reqs num_actual_tokens max_query_len max_seq_len block_table_tensor "
+            "slot_mapping causal rswa_prefix_lens"
+        ),
+        "vllm.v1.kv_cache_layout:KVCacheLayout": "",
+    },
+}
+"""By feature: what it builds on, as module:name, and the parameters it relies on."""
+
+
+class UnsupportedVersionError(RuntimeError):
+    """The installed vLLM is not one that this package was written for."""
+
+
+def check_version(feature: str) -> None:
+    """Checks that the installed vLLM is in range and has the interfaces that a feature builds on.
+
+    Raises:
+        UnsupportedVersionError: It is not; says what was found and what is needed.
+    """
+    supported = f"{_text(OLDEST)} to {_text(NEWEST)}"
+    try:
+        import vllm
+    except ImportError as error:
+        raise UnsupportedVersionError(
+            f"vllm: not installed, needs {supported}; pip install pc-kernels[vllm]"
+        ) from error
+    version = str(vllm.__version__)
+    if not OLDEST <= _series(version) <= NEWEST:
+        raise UnsupportedVersionError(f"vllm: got {version}, needs {supported}")
+    for name, parameters in INTERFACES[feature].items():
+        _check_interface(name, parameters.split(), f"vllm {version} ({feature}; written for {supported})")
+
+
+def _text(series: tuple[int, int]) -> str:
+    return ".".join(map(str, series))
+
+
+def _series(version: str) -> tuple[int, ...]:
+    """Major and minor number; a version without them is out of every range."""
+    parts = version.split(".")
+    if len(parts) < 2 or not (parts[0].isdigit() and parts[1].isdigit()):
+        return (0, 0)
+    return int(parts[0]), int(parts[1])
+
+
+def _check_interface(name: str, parameters: list[str], where: str) -> None:
+    module, _, path = name.partition(":")
+    try:
+        found: Any = importlib.import_module(module)
+        for part in path.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError) as error:
+        raise UnsupportedVersionError(f"{name}: not there, needed by {where}") from error
+    if parameters:
+        there = inspect.signature(found).parameters
+        missing = [parameter for parameter in parameters if parameter not in there]
+        if missing:
+            raise UnsupportedVersionError(f"{name}: has no {', '.join(missing)}, needed by {where}")

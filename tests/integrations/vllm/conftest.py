@@ -1,0 +1,24 @@
+"""Fixtures of the tests that need vLLM; `make vllm` runs them, elsewhere they are skipped."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+import pytest
+import vllm_engine
+from vllm_models import save_model
+
+if find_spec("vllm") is not None:
+    vllm_engine.prepare()
+
+
+@pytest.fixture(autouse=True)
+def _nan_filled_empty():
+    """vLLM relies on what its `torch.empty` buffers hold in places that it then masks: not the case under test."""
+
+
+@pytest.fixture(scope="session")
+def model_path(tmp_path_factory):
+    """The folder of a tiny model, by name."""
+    folder = tmp_path_factory.mktemp("models")
+    return lambda name: save_model(name, folder)

@@ -1,0 +1,122 @@
+"""vLLM's engine in this process, one after the other, with what a test watches in it counted."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "DO_NOT_TRACK": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+OPTIONS: dict[str, Any] = {
+    "skip_tokenizer_init": True,
+    "enforce_eager": True,
+    "dtype": "float32",
+    "max_model_len": 256,
+    "block_size": 32,
+    "kv_cache_memory_bytes": 64 << 20,
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 64,
+    "seed": 0,
+    "enable_prefix_caching": True,
+}
+
+
+def prepare() -> None:
+    """Settings that vLLM reads when it is imported."""
+    os.environ.update(ENVIRONMENT)
+
+
+def use_attention(ours: bool) -> None:
+    """Takes `pc`'s attention backend, or vLLM's own, for the engines that follow."""
+    from vllm.v1.attention import selector
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    from pc.integrations.vllm import enable
+
+    selector._cached_get_attn_backend.cache_clear()
+    AttentionBackendEnum.CPU_ATTN.clear_override()
+    if ours:
+        enable("attention")
+
+
+_rebound = False
+
+
+@contextlib.contextmanager
+def _kernels_rebound_once() -> Iterator[None]:
+    """vLLM looks through every object of the process for kernels to replace; once, since later some object refuses."""
+    global _rebound
+    from unittest import mock
+
+    from vllm.platforms import current_platform
+
+    rebind = (lambda *_: None) if _rebound else current_platform.register_triton_kernel_overrides
+    _rebound = True
+    with mock.patch.object(type(current_platform), "register_triton_kernel_overrides", rebind):
+        yield
+
+
+@contextlib.contextmanager
+def engine(model: str, **options: Any) -> Iterator[tuple[Any, Counter[str]]]:
+    """An engine, and counts: "attention" (our forward, given a step), "steps", "preemptions", "drafts"."""
+    from unittest import mock
+
+    from vllm import LLM
+    from vllm.distributed import cleanup_dist_env_and_memory
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    from pc.integrations.vllm.attention import PagedAttention
+
+    seen: Counter[str] = Counter()
+    forward, preempt, execute = PagedAttention.forward, Scheduler._preempt_request, GPUModelRunner.execute_model
+
+    def counted_forward(self, layer, query, key, value, kv_cache, attn_metadata, *args, **kwargs):
+        seen["attention"] += attn_metadata is not None
+        return forward(self, layer, query, key, value, kv_cache, attn_metadata, *args, **kwargs)
+
+    def counted_preempt(self, *args, **kwargs):
+        seen["preemptions"] += 1
+        return preempt(self, *args, **kwargs)
+
+    def counted_execute(self, output, *args, **kwargs):
+        seen["steps"] += output.total_num_scheduled_tokens > 0
+        seen["drafts"] += sum(map(len, output.scheduled_spec_decode_tokens.values()))
+        return execute(self, output, *args, **kwargs)
+
+    with (
+        _kernels_rebound_once(),
+        mock.patch.object(PagedAttention, "forward", counted_forward),
+        mock.patch.object(Scheduler, "_preempt_request", counted_preempt),
+        mock.patch.object(GPUModelRunner, "execute_model", counted_execute),
+    ):
+        llm = LLM(model=model, **{**OPTIONS, **options})
+        try:
+            yield llm, seen
+        finally:
+            llm.llm_engine.engine_core.shutdown()
+            del llm
+            gc.collect()
+            cleanup_dist_env_and_memory()
+
+
+def generate(llm: Any, prompts: list[list[int]], **params: Any) -> tuple[list[list[list[int]]], list[int]]:
+    """Tokens of each sample of each prompt, and how many tokens of each prompt were cached."""
+    from vllm import SamplingParams
+
+    sampling = SamplingParams(
+        **{"max_tokens": 12, "temperature": 0.0, "ignore_eos": True, "detokenize": False, **params}
+    )
+    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False)
+    return [[list(o.token_ids) for o in output.outputs] for output in outputs], [o.num_cached_tokens for o in outputs]

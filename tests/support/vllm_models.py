@@ -1,0 +1,93 @@
+"""Tiny models for vLLM's engine, saved where it can load them; their tokens change with any token of the prompt."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+SIZES = {
+    "vocab_size": 512,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.12,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+WINDOW = 40
+MODELS = {
+    "llama": ("LlamaConfig", {"head_dim": 32}),
+    "qwen3": ("Qwen3Config", {"head_dim": 32}),
+    "mistral": ("MistralConfig", {"head_dim": 32, "sliding_window": WINDOW}),
+    "gemma2": (
+        "Gemma2Config",
+        {
+            "head_dim": 32,
+            "num_hidden_layers": 4,
+            "sliding_window": WINDOW,
+            "query_pre_attn_scalar": 32,
+            "attn_logit_softcapping": 20.0,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "gemma3": (
+        "Gemma3TextConfig",
+        {
+            "head_dim": 32,
+            "num_hidden_layers": 6,
+            "sliding_window": WINDOW,
+            "query_pre_attn_scalar": 32,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "gpt_oss": (
+        "GptOssConfig",
+        {
+            "head_dim": 32,
+            "num_hidden_layers": 4,
+            "sliding_window": WINDOW,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "bloom": ("BloomConfig", {"n_layer": 2, "n_head": 4}),
+    "granite_hybrid": (
+        "GraniteMoeHybridConfig",
+        {
+            "layer_types": ["mamba", "attention"],
+            "mamba_n_heads": 8,
+            "mamba_d_head": 32,
+            "mamba_d_state": 16,
+            "mamba_expand": 2,
+            "num_local_experts": 0,
+            "shared_intermediate_size": 256,
+        },
+    ),
+}
+"""By name: the configuration's class in transformers, and what differs from `SIZES`."""
+
+
+def save_model(name: str, folder: Path) -> str:
+    """Saves the model of this name under `folder`, unless it is there, and returns its path."""
+    import transformers
+
+    path = folder / name
+    if not (path / "config.json").exists():
+        kind, options = MODELS[name]
+        torch.manual_seed(0)
+        config = getattr(transformers, kind)(**{**SIZES, **options})
+        model = transformers.AutoModelForCausalLM.from_config(config).float()
+        with torch.no_grad():
+            for parameter, values in model.named_parameters():
+                if "sinks" in parameter:
+                    values.normal_()
+                if kind.startswith("Gemma") and "embed_tokens" in parameter:
+                    values.mul_(0.2)  # else the last token alone decides, since it is tied to the output
+        model.save_pretrained(path)
+    return str(path)
