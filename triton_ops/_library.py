@@ -1,8 +1,7 @@
 """Operators from typed functions: one signature gives the schema, the forwarding, the fake and the errors.
 
     @operator(cpu=_cpu, launch=_launch, mutates=("cache",))
-    def scatter_blocks(source: torch.Tensor, cache: torch.Tensor, block_ids: torch.Tensor) -> None:
-        \"""What users read.\"""
+    def scatter_blocks(source: torch.Tensor, cache: torch.Tensor, block_ids: torch.Tensor) -> None: ...
 
 registers `torch.ops.pc.scatter_blocks` and leaves a function that calls it. The body of the function is the operator's
 fake: a result of the right shape, dtype, strides and device, without data.

@@ -7,11 +7,14 @@ Moves three times out and lse; accumulates in float32. https://arxiv.org/abs/250
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from ._attention.checks import QUERY_DTYPES
 from ._attention.constants import next_power_of_2
 from ._checks import bad_argument, check_tensor, refuse_grad
+from ._launcher import Decisions, KernelLaunch, aligned
 from ._library import operator
 from ._triton import require_triton, tl, triton
 
@@ -94,47 +97,54 @@ def _merge_attention_kernel(
     tl.store(lse_ptr + row, top + tl.log(total), mask=mask_r)
 
 
+class _Merge(NamedTuple):
+    """The launch of a merge, as far as metadata tell."""
+
+    launch: KernelLaunch
+    grid: tuple[int, int, int]
+    numbers: tuple[int, ...]  # of rows, then strides
+
+
+_merges: Decisions[_Merge] = Decisions()
+
+
 def launch_merge(
     out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Merges on the device, with the result in `dtype`."""
-    require_triton("merge_attention")
-    num_tokens, num_heads, head_dim = out_a.shape
+    tensors = (out_a, lse_a, out_b, lse_b)
+    options = (aligned(*tensors), dtype)
+    merge = _merges.get(options, tensors)
+    if merge is None:
+        require_triton("merge_attention")
+        _check(*tensors)
+        merge = _merges.keep(options, tensors, _prepare(*tensors, options[0]))
+    elif torch.is_grad_enabled():
+        refuse_grad(out_a=out_a, lse_a=lse_a, out_b=out_b, lse_b=lse_b)
     out = torch.empty(out_a.shape, dtype=dtype, device=out_a.device)
     lse = torch.empty(out_a.shape[:2], dtype=torch.float32, device=out_a.device)
-    num_rows = num_tokens * num_heads
-    if num_rows and head_dim:
-        block_d = next_power_of_2(head_dim)
-        block_r = max(1, 2048 // block_d)
-        _merge_attention_kernel[(-(-num_rows // block_r),)](
-            out,
-            lse,
-            out_a,
-            lse_a,
-            out_b,
-            lse_b,
-            num_rows,
-            out_a.stride(0),
-            out_a.stride(1),
-            lse_a.stride(0),
-            lse_a.stride(1),
-            out_b.stride(0),
-            out_b.stride(1),
-            lse_b.stride(0),
-            lse_b.stride(1),
-            NUM_HEADS=num_heads,
-            HEAD_DIM=head_dim,
-            BLOCK_R=block_r,
-            BLOCK_D=block_d,
-            num_warps=4,
-        )
+    launch, grid, numbers = merge
+    if grid[0]:
+        launch(_merge_attention_kernel, grid, out, lse, out_a, lse_a, out_b, lse_b, *numbers)
     return out, lse
+
+
+def _prepare(
+    out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor, is_aligned: bool
+) -> _Merge:
+    num_tokens, num_heads, head_dim = out_a.shape
+    num_rows = num_tokens * num_heads if head_dim else 0
+    block_d = next_power_of_2(max(1, head_dim))
+    block_r = max(1, 2048 // block_d)
+    constexprs = {"NUM_HEADS": num_heads, "HEAD_DIM": head_dim, "BLOCK_R": block_r, "BLOCK_D": block_d}
+    strides = [stride for tensor in (out_a, lse_a, out_b, lse_b) for stride in tensor.stride()[:2]]
+    launch = KernelLaunch(constexprs, 4, None, is_aligned)
+    return _Merge(launch, (-(-num_rows // block_r), 1, 1), (num_rows, *strides))
 
 
 def _launch_merge_attention(
     out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    _check(out_a, lse_a, out_b, lse_b)
     return launch_merge(out_a, lse_a, out_b, lse_b, out_a.dtype)
 
 

@@ -78,7 +78,7 @@ def paged_attention(
         >>> out.shape
         torch.Size([3, 4, 64])
     """
-    return query.new_empty(query.shape)
+    return query.new_empty((*query.shape[:2], value_cache.shape[3]))
 
 
 paged_attention_with_lse = with_lse(paged_attention)

@@ -6,18 +6,29 @@ holds. Moves 2 * num_tokens * num_kv_heads * head_dim elements in and out; slot 
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from ._attention.checks import MAX_HEAD_DIM, QUERY_DTYPES, check_cache
 from ._attention.constants import next_power_of_2
 from ._checks import bad_argument, check_tensor, describe, refuse_grad
 from ._debug import debug_mode_enabled, reads_values
-from ._launcher import KernelLaunch, aligned, metadata, remember
+from ._launcher import Decisions, KernelLaunch, aligned
 from ._library import operator
 from ._quantize import as_codes, code_kind, equal_scales, quantize, refuse_nan, scale_kind, to_code
 from ._triton import require_triton, tl, triton
 
-_prepared: dict[object, tuple[KernelLaunch, int]] = {}
+
+class _Write(NamedTuple):
+    """The launch of a cache write, as far as metadata tell."""
+
+    launch: KernelLaunch
+    grid: tuple[int, int, int]
+    numbers: tuple[int, ...]  # of rows, then strides
+
+
+_writes: Decisions[_Write] = Decisions()
 
 
 def check_write(
@@ -135,47 +146,53 @@ def _launch_reshape_and_cache(
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
 ) -> None:
-    require_triton("reshape_and_cache")
-    tensors = (key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale)
-    is_aligned = aligned(*tensors)
-    signature = (is_aligned, *metadata(*tensors))
-    prepared = _prepared.get(signature)
-    if prepared is None:
-        check_write(*tensors)
-        prepared = remember(_prepared, signature, _prepare(key, key_cache, k_scale, v_scale, is_aligned))
+    tensors: tuple[torch.Tensor, ...] = (key, value, key_cache, value_cache, slot_mapping)
+    one = value is key
+    if one:  # metadata are told apart for different tensors only
+        tensors = tensors[1:]
+    if k_scale is not None or v_scale is not None:
+        tensors += tuple(scale for scale in (k_scale, v_scale) if scale is not None)
+    options = (aligned(*tensors), one, k_scale is None, v_scale is None)
+    write = _writes.get(options, tensors)
+    if write is None:
+        require_triton("reshape_and_cache")
+        check_write(key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale)
+        write = _writes.keep(
+            options, tensors, _prepare(key, value, key_cache, value_cache, k_scale, v_scale, options[0])
+        )
     elif torch.is_grad_enabled():
         refuse_grad(key=key, value=value, key_cache=key_cache, value_cache=value_cache)
     if reads_values(key):
         check_write_values(key, value, key_cache, slot_mapping)
-    launch, programs = prepared
-    if programs == 0:
+    launch, grid, numbers = write
+    if grid[0] == 0:
         return
-    k_scale, v_scale = equal_scales(k_scale, v_scale, key.shape[1])
+    if k_scale is not None:
+        k_scale, v_scale = equal_scales(k_scale, v_scale, key.shape[1])
+        key_cache, value_cache = as_codes(key_cache), as_codes(value_cache)
     launch(
         _reshape_and_cache_kernel,
-        (programs, 1, 1),
+        grid,
         key,
         value,
-        as_codes(key_cache),
-        as_codes(value_cache),
+        key_cache,
+        value_cache,
         slot_mapping.contiguous(),
         key if k_scale is None else k_scale,
         key if v_scale is None else v_scale,
-        key.shape[0] * key.shape[1],
-        *key.stride()[:2],
-        *value.stride()[:2],
-        *key_cache.stride()[:3],
-        *value_cache.stride()[:3],
+        *numbers,
     )
 
 
 def _prepare(
     key: torch.Tensor,
+    value: torch.Tensor,
     key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
     k_scale: torch.Tensor | None,
     v_scale: torch.Tensor | None,
     is_aligned: bool,
-) -> tuple[KernelLaunch, int]:
+) -> _Write:
     num_tokens, kv_heads, head_dim = key.shape
     block_d = next_power_of_2(head_dim)
     block_r = max(1, 2048 // block_d)
@@ -188,7 +205,10 @@ def _prepare(
         "BLOCK_R": block_r,
         "BLOCK_D": block_d,
     }
-    return KernelLaunch(constexprs, 4, None, is_aligned), -(-num_tokens * kv_heads // block_r)
+    num_rows = num_tokens * kv_heads
+    strides = (*key.stride()[:2], *value.stride()[:2], *key_cache.stride()[:3], *value_cache.stride()[:3])
+    launch = KernelLaunch(constexprs, 4, None, is_aligned)
+    return _Write(launch, (-(-num_rows // block_r), 1, 1), (num_rows, *strides))
 
 
 @operator(cpu=reshape_and_cache_cpu, launch=_launch_reshape_and_cache, mutates=("key_cache", "value_cache"))

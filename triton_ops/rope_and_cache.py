@@ -11,12 +11,14 @@ https://arxiv.org/abs/2104.09864
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from ._attention.constants import next_power_of_2
 from ._checks import bad_argument, check_tensor, describe, refuse_grad
 from ._debug import reads_values
-from ._launcher import KernelLaunch, aligned, metadata, remember
+from ._launcher import Decisions, KernelLaunch, aligned
 from ._library import operator
 from ._quantize import as_codes, code_kind, equal_scales, scale_kind, to_code
 from ._triton import require_triton, tl, triton
@@ -24,7 +26,16 @@ from .reshape_and_cache import check_write, check_write_values, reshape_and_cach
 
 _PIECE_ELEMENTS = 1 << 16
 
-_prepared: dict[object, tuple[KernelLaunch, int]] = {}
+
+class _Rotation(NamedTuple):
+    """The launch of a rotation and cache write, as far as metadata tell."""
+
+    launch: KernelLaunch
+    grid: tuple[int, int, int]
+    strides: tuple[int, ...]
+
+
+_rotations: Decisions[_Rotation] = Decisions()
 
 
 def _check(
@@ -202,45 +213,49 @@ def _launch_rope_and_cache(
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    require_triton("rope_and_cache")
-    tensors = (query, key, value, positions, cos_sin, key_cache, value_cache, slot_mapping)
-    is_aligned = aligned(*tensors, k_scale, v_scale)
-    signature = (is_aligned, interleaved, *metadata(*tensors, k_scale, v_scale))
-    prepared = _prepared.get(signature)
-    if prepared is None:
-        _check(*tensors, k_scale, v_scale)
-        kind = scale_kind(k_scale, v_scale)
-        prepared = _prepare(query, key, cos_sin, key_cache, interleaved, kind, is_aligned)
-        remember(_prepared, signature, prepared)
+    tensors: tuple[torch.Tensor, ...] = (query, key, value, positions, cos_sin, key_cache, value_cache, slot_mapping)
+    one = value is key
+    if one:  # metadata are told apart for different tensors only
+        tensors = (query, *tensors[2:])
+    if k_scale is not None or v_scale is not None:
+        tensors += tuple(scale for scale in (k_scale, v_scale) if scale is not None)
+    options = (aligned(*tensors), interleaved, one, k_scale is None, v_scale is None)
+    rotation = _rotations.get(options, tensors)
+    if rotation is None:
+        require_triton("rope_and_cache")
+        _check(query, key, value, positions, cos_sin, key_cache, value_cache, slot_mapping, k_scale, v_scale)
+        prepared = _prepare(
+            query, key, value, cos_sin, key_cache, value_cache, interleaved, scale_kind(k_scale, v_scale), options[0]
+        )
+        rotation = _rotations.keep(options, tensors, prepared)
     elif torch.is_grad_enabled():
         refuse_grad(query=query, cos_sin=cos_sin, key=key, value=value, key_cache=key_cache, value_cache=value_cache)
     if reads_values(key):
         _check_values(positions, cos_sin)
         check_write_values(key, value, key_cache, slot_mapping)
-    out = query.new_empty(query.shape)
-    launch, head_tiles = prepared
-    if query.shape[0] == 0:
+    # Of a contiguous tensor, half the time of `new_empty`.
+    out = torch.empty_like(query) if query.is_contiguous() else query.new_empty(query.shape)
+    launch, grid, strides = rotation
+    if grid[0] == 0:
         return out
-    k_scale, v_scale = equal_scales(k_scale, v_scale, key.shape[1])
+    if k_scale is not None:
+        k_scale, v_scale = equal_scales(k_scale, v_scale, key.shape[1])
+        key_cache, value_cache = as_codes(key_cache), as_codes(value_cache)
     launch(
         _rope_and_cache_kernel,
-        (query.shape[0], head_tiles, 1),
+        grid,
         out,
         query,
         key,
         value,
         positions,
         cos_sin,
-        as_codes(key_cache),
-        as_codes(value_cache),
+        key_cache,
+        value_cache,
         slot_mapping.contiguous(),
         key if k_scale is None else k_scale,
         key if v_scale is None else v_scale,
-        *query.stride()[:2],
-        *key.stride()[:2],
-        *value.stride()[:2],
-        *key_cache.stride()[:3],
-        *value_cache.stride()[:3],
+        *strides,
     )
     return out
 
@@ -248,13 +263,15 @@ def _launch_rope_and_cache(
 def _prepare(
     query: torch.Tensor,
     key: torch.Tensor,
+    value: torch.Tensor,
     cos_sin: torch.Tensor,
     key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
     interleaved: bool,
     scales: int,
     is_aligned: bool,
-) -> tuple[KernelLaunch, int]:
-    _, num_heads, head_dim = query.shape
+) -> _Rotation:
+    num_tokens, num_heads, head_dim = query.shape
     block_d = next_power_of_2(head_dim)
     block_h = max(1, min(next_power_of_2(num_heads), 2048 // block_d))
     constexprs = {
@@ -270,7 +287,10 @@ def _prepare(
         "BLOCK_K": next_power_of_2(key.shape[1]),
         "BLOCK_D": block_d,
     }
-    return KernelLaunch(constexprs, 4, None, is_aligned), max(1, -(-num_heads // block_h))
+    packed = [stride for tensor in (query, key, value) for stride in tensor.stride()[:2]]
+    strides = (*packed, *key_cache.stride()[:3], *value_cache.stride()[:3])
+    launch = KernelLaunch(constexprs, 4, None, is_aligned)
+    return _Rotation(launch, (num_tokens, max(1, -(-num_heads // block_h)), 1), strides)
 
 
 @operator(cpu=rope_and_cache_cpu, launch=_launch_rope_and_cache, mutates=("key_cache", "value_cache"))

@@ -138,7 +138,7 @@ def shared_prefix_attention(
         >>> out.shape
         torch.Size([2, 4, 64])
     """
-    return query.new_empty(query.shape)
+    return query.new_empty((*query.shape[:2], value_cache.shape[3]))
 
 
 shared_prefix_attention_with_lse = with_lse(shared_prefix_attention, _launch)

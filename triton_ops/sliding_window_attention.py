@@ -54,7 +54,7 @@ def sliding_window_attention(
         >>> out.shape
         torch.Size([3, 4, 64])
     """
-    return query.new_empty(query.shape)
+    return query.new_empty((*query.shape[:2], value_cache.shape[3]))
 
 
 sliding_window_attention_with_lse = with_lse(sliding_window_attention)

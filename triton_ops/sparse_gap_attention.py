@@ -58,7 +58,7 @@ def sparse_gap_attention(
         >>> out.shape
         torch.Size([3, 4, 64])
     """
-    return query.new_empty(query.shape)
+    return query.new_empty((*query.shape[:2], value_cache.shape[3]))
 
 
 sparse_gap_attention_with_lse = with_lse(sparse_gap_attention)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import functools
 import importlib
+from typing import ClassVar
 
 import pytest
 import torch
 
+from pc.triton_ops import _launcher
 from pc.triton_ops._attention import launch, plan, prepare
 from pc.triton_ops._attention.call import AttentionCall
 from pc.triton_ops._attention.constants import Architecture
-from pc.triton_ops._launcher import MAX_REMEMBERED, remember
+from pc.triton_ops._launcher import MAX_REMEMBERED, Decisions, remember
 from pc.triton_ops._rows import kernel as rows
 from pc.triton_ops._triton import HAS_TRITON, INTERPRET
 
@@ -25,6 +27,8 @@ needs_compiler = pytest.mark.skipif(
 class _Driver:
     """Enough of a triton driver to compile for an H100 and to record what would be launched."""
 
+    hooks: ClassVar[list[object]] = []
+
     def __init__(self):
         self.launches = []
         self.launcher_cls = lambda source, metadata: functools.partial(self._launch, source.fn)
@@ -32,6 +36,7 @@ class _Driver:
 
     def _launch(self, function, *arguments):
         # Grid, stream, handle, metadata and hooks come before the kernel's own arguments.
+        self.hooks.append(arguments[7])
         self.launches.append((arguments[:3], arguments[4], arguments[-len(function.arg_names) :]))
 
     def load_binary(self, name, binary, shared, device):
@@ -69,7 +74,7 @@ def launches(monkeypatch):
 def _forget():
     launch.forget_prepared()
     plan._plan_launches.cache_clear()
-    write._prepared.clear()
+    write._writes.clear()
     rows._prepared.clear()
 
 
@@ -172,3 +177,57 @@ def test_memory_of_signatures_is_bounded():
     for signature in range(MAX_REMEMBERED + 1):
         assert remember(memory, signature, -signature) == -signature
     assert memory == {MAX_REMEMBERED: -MAX_REMEMBERED}
+
+
+def test_decisions_tell_calls_apart_by_all_that_kernels_are_chosen_by():
+    decisions, base = Decisions(), torch.zeros(4, 8, 16)
+    calls = {
+        "same": (base, torch.zeros(3)),
+        "length": (base[:2], torch.zeros(3)),
+        "strides": (base.transpose(0, 1).contiguous().transpose(0, 1), torch.zeros(3)),
+        "dtype": (base.half(), torch.zeros(3)),
+        "other": (base, torch.zeros(4)),
+        "device": (base.to("meta"), torch.zeros(3)),
+    }
+    for name, tensors in calls.items():
+        assert decisions.get((1,), tensors) is None, name
+        decisions.keep((1,), tensors, name)
+    for _ in range(2):
+        for name, tensors in calls.items():
+            assert decisions.get((1,), tensors) == name
+            assert decisions.get((1,), [tensor.clone() for tensor in tensors]) == name
+            assert decisions.get((2,), tensors) is None
+    with torch.inference_mode():
+        assert decisions.get((1,), (base, torch.zeros(3))) == "same"
+    grown = torch.zeros(3)
+    assert decisions.get((1,), (base, grown)) == "same"
+    grown.resize_(4)
+    assert decisions.get((1,), (base, grown)) == "other", "in place"
+    decisions.keep("twice", (grown, grown), "twice")
+    assert decisions.get("twice", (grown, grown)) == "twice"
+
+
+def test_decisions_do_without_what_torch_does_not_promise(monkeypatch):
+    monkeypatch.setattr(_launcher, "TensorGuards", None)
+    test_decisions_tell_calls_apart_by_all_that_kernels_are_chosen_by()
+
+
+@needs_compiler
+def test_a_profiler_hears_of_every_launch(launches):
+    from triton import knobs
+
+    def hear(metadata):
+        raise AssertionError("the driver of this test calls no hook")
+
+    def enter_hooks():
+        key, cache = torch.zeros(3, 2, 64), torch.zeros(4, 16, 2, 64)
+        write._launch_reshape_and_cache(key, key.clone(), cache, cache.clone(), torch.arange(3))
+        return list(getattr(_Driver.hooks[-1], "calls", []))
+
+    assert enter_hooks() == enter_hooks() == []
+    knobs.runtime.launch_enter_hook.add(hear)
+    try:
+        assert enter_hooks() == [hear]
+    finally:
+        knobs.runtime.launch_enter_hook.remove(hear)
+    assert _Driver.hooks[-2] is None, "without a profiler the launch is the short one"

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import itertools
 
 import numpy as np
 import torch
 
 from .._checks import bad_argument
+from .._launcher import MAX_REMEMBERED, KernelLaunch, aligned
 from .._triton import tl, triton
 
 _ROWS_A_PROGRAM = 128
@@ -127,24 +128,36 @@ def launch_join_map(
         return rows
     ends = seq_lens.cumsum(0, dtype=torch.int64)
     positions = None if new_positions is None else new_positions.contiguous()
-    with torch.cuda.device(rows.device) if rows.is_cuda else contextlib.nullcontext():
-        _join_map_kernel[(triton.cdiv(num_rows, _ROWS_A_PROGRAM),)](
-            rows,
-            block_tables,
-            ends,
-            query_start_loc.contiguous(),
-            positions,
-            num_seqs,
-            num_rows,
-            block_tables.shape[1],
-            block_size,
-            num_seqs.bit_length(),
-            0 if positions is None else positions.shape[0].bit_length(),
-            *block_tables.stride(),
-            TILE=_ROWS_A_PROGRAM,
-            num_warps=4,
-        )
+    starts = query_start_loc.contiguous()
+    launch = _join_launch(
+        aligned(rows, block_tables, ends, starts, positions),
+        *(None if tensor is None else tensor.dtype for tensor in (block_tables, starts, positions)),
+        block_tables.stride(),
+        rows.device,
+    )
+    launch(
+        _join_map_kernel,
+        (-(-num_rows // _ROWS_A_PROGRAM), 1, 1),
+        rows,
+        block_tables,
+        ends,
+        starts,
+        positions,
+        num_seqs,
+        num_rows,
+        block_tables.shape[1],
+        block_size,
+        num_seqs.bit_length(),
+        0 if positions is None else positions.shape[0].bit_length(),
+        *block_tables.stride(),
+    )
     return rows
+
+
+@functools.lru_cache(maxsize=MAX_REMEMBERED)
+def _join_launch(is_aligned: bool, *metadata: object) -> KernelLaunch:
+    """One for all that the kernel is compiled by."""
+    return KernelLaunch({"TILE": _ROWS_A_PROGRAM}, 4, None, is_aligned)
 
 
 def check_join_values(

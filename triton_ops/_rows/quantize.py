@@ -6,10 +6,9 @@ NaN or infinity gets the scale NaN and reads as NaN. Codes agree bit for bit wit
 
 from __future__ import annotations
 
-import contextlib
-
 import torch
 
+from .._launcher import Decisions, KernelLaunch, aligned
 from .._quantize import as_codes, code_kind, from_e4m3, to_code
 from .._triton import tl, triton
 from .layout import address_of
@@ -20,6 +19,9 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 SMALLEST_SCALE = torch.finfo(torch.float32).smallest_normal
 
 _TILE = 2048
+
+_scatters: Decisions[KernelLaunch] = Decisions()
+_gathers: Decisions[KernelLaunch] = Decisions()
 
 
 def quantize_rows(source: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -160,24 +162,31 @@ def launch_scatter_quantized(
         return
     block_size, scales_block_size, *strides = _row_strides(cache, scales)
     tile = min(_TILE, triton.next_power_of_2(width))
-    with torch.cuda.device(source.device) if source.is_cuda else contextlib.nullcontext():
-        _scatter_quantized_kernel[(num_rows,)](
-            source,
-            as_codes(cache),
-            scales,
-            slot_mapping,
-            width,
-            block_size,
-            scales_block_size,
-            source.stride(0),
-            *strides,
-            KIND=code_kind(cache.dtype),
-            LIMIT=LIMITS[cache.dtype],
-            SMALLEST=SMALLEST_SCALE,
-            TILE=tile,
-            SINGLE=width <= tile,
-            num_warps=4,
-        )
+    tensors = (source, cache, scales, slot_mapping)
+    options = (aligned(*tensors),)
+    launch = _scatters.get(options, tensors)
+    if launch is None:
+        constexprs = {
+            "KIND": code_kind(cache.dtype),
+            "LIMIT": LIMITS[cache.dtype],
+            "SMALLEST": SMALLEST_SCALE,
+            "TILE": tile,
+            "SINGLE": width <= tile,
+        }
+        launch = _scatters.keep(options, tensors, KernelLaunch(constexprs, 4, None, options[0]))
+    launch(
+        _scatter_quantized_kernel,
+        (num_rows, 1, 1),
+        source,
+        as_codes(cache),
+        scales,
+        slot_mapping,
+        width,
+        block_size,
+        scales_block_size,
+        source.stride(0),
+        *strides,
+    )
 
 
 def launch_gather_dequantized(
@@ -190,19 +199,23 @@ def launch_gather_dequantized(
     block_size, scales_block_size, *strides = _row_strides(cache, scales)
     tile = min(_TILE, triton.next_power_of_2(width))
     chunks = triton.cdiv(width, tile)
-    with torch.cuda.device(target.device) if target.is_cuda else contextlib.nullcontext():
-        _gather_dequantized_kernel[(num_rows * chunks,)](
-            as_codes(cache),
-            scales,
-            slot_mapping,
-            target,
-            width,
-            block_size,
-            scales_block_size,
-            chunks,
-            target.stride(0),
-            *strides,
-            KIND=code_kind(cache.dtype),
-            TILE=tile,
-            num_warps=4,
-        )
+    tensors = (cache, scales, slot_mapping, target)
+    options = (aligned(*tensors),)
+    launch = _gathers.get(options, tensors)
+    if launch is None:
+        constexprs = {"KIND": code_kind(cache.dtype), "TILE": tile}
+        launch = _gathers.keep(options, tensors, KernelLaunch(constexprs, 4, None, options[0]))
+    launch(
+        _gather_dequantized_kernel,
+        (num_rows * chunks, 1, 1),
+        as_codes(cache),
+        scales,
+        slot_mapping,
+        target,
+        width,
+        block_size,
+        scales_block_size,
+        chunks,
+        target.stride(0),
+        *strides,
+    )
