@@ -12,3 +12,7 @@ from .triton_ops import *  # noqa: F403
 
 __version__ = "0.1.0"
 __all__ = ["__version__", *cache.__all__, *triton_ops.__all__]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -308,7 +308,7 @@ BAD = {
     "query": [
         (lambda q: q[0], ValueError, r"query: got shape .*needs \[num_tokens, num_heads, head_dim\]"),
         (lambda q: q.double(), TypeError, "query: got float64"),
-        (lambda q: q[:, :3], ValueError, "query: got 3 heads, needs a multiple of the cache's 2"),
+        (lambda q: q[:, :3], ValueError, "key_cache: got 2 KV heads, needs a divisor of query's 3 heads"),
         (lambda q: q.transpose(1, 2).contiguous().transpose(1, 2), ValueError, "query: got strides"),
         (lambda q: q.clone().requires_grad_(), RuntimeError, "query: got a tensor that requires grad"),
     ],
@@ -440,3 +440,15 @@ def test_lengths_without_the_new_tokens_are_refused(q_len, device):
             call()
     batch.seq_lens[1] = 0
     assert not pc.paged_attention(*batch.tensors, batch.scale)[1:].any()
+
+
+def test_a_head_major_cache_is_told_apart_from_a_wrong_query():
+    batch = build(Case(lens=(40,), queries=(1,), heads=(4, 2)))
+    query, key, value, *rest = batch.tensors
+    key, value = key.transpose(1, 2).contiguous(), value.transpose(1, 2).contiguous()
+    with pytest.raises(ValueError, match=r"^key_cache: got 16 KV heads, needs .*cache.transpose\(1, 2\)$"):
+        pc.paged_attention(query, key, value, *rest, batch.scale)
+    assert torch.equal(
+        pc.paged_attention(query, key.transpose(1, 2), value.transpose(1, 2), *rest, batch.scale),
+        pc.paged_attention(*batch.tensors, batch.scale),
+    )

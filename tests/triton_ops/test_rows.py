@@ -17,7 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import pc
 from pc.triton_ops._rows.kernel import TILE_UNITS, tile_of
 from pc.triton_ops._rows.layout import row_layout
-from pc.triton_ops._rows.transfer import contiguous_runs, copy_runs
+from pc.triton_ops._rows.runs import contiguous_runs
+from pc.triton_ops._rows.transfer import copy_runs
 from pc.triton_ops._triton import HAS_TRITON, INTERPRET
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from .._launcher import metadata
+from .._launcher import Decisions
 from .layout import DECODE_QUERIES, PlanOptions
 
 Call = TypeVar("Call", bound="BatchCall")
@@ -97,7 +97,18 @@ class AttentionCall(BatchCall):
 
     def signature(self) -> tuple[object, ...]:
         """All that kernels are chosen and compiled by: equal for two calls that differ in addresses and values only."""
-        return (
+        optional = (self.query_positions, self.alibi_slopes, self.sinks, self.k_scale, self.v_scale, self.plan)
+        tensors = (
+            self.query,
+            self.key_cache,
+            self.value_cache,
+            self.block_tables,
+            self.seq_lens,
+            self.query_start_loc,
+            *[tensor for tensor in optional if tensor is not None],
+        )
+        options = (
+            *[tensor is None for tensor in optional],
             self.window,
             self.num_sink_tokens,
             self.num_shared_blocks,
@@ -106,18 +117,9 @@ class AttentionCall(BatchCall):
             self.max_query_len,
             self.max_seq_len,
             self.batch_invariant,
-            metadata(
-                self.query,
-                self.key_cache,
-                self.value_cache,
-                self.block_tables,
-                self.seq_lens,
-                self.query_start_loc,
-                self.query_positions,
-                self.alibi_slopes,
-                self.sinks,
-                self.k_scale,
-                self.v_scale,
-                self.plan,
-            ),
         )
+        found = _signatures.get(options, tensors)
+        return (found or _signatures.keep(options, tensors, object()),)
+
+
+_signatures: Decisions[object] = Decisions()

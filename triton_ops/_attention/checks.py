@@ -156,7 +156,10 @@ def check_attention(call: AttentionCall) -> None:
     check_cache(call.key_cache, call.value_cache, "query", query, None, call.k_scale, call.v_scale)
     num_kv_heads = call.key_cache.shape[2]
     if num_kv_heads == 0 or num_heads % num_kv_heads:
-        raise bad_argument("query", f"{num_heads} heads", f"a multiple of the cache's {num_kv_heads} KV heads")
+        needs = f"a divisor of query's {num_heads} heads in its third dimension"
+        if call.key_cache.shape[1] and num_heads % call.key_cache.shape[1] == 0:
+            needs += "; a cache [num_blocks, num_kv_heads, block_size, head_dim] goes in as cache.transpose(1, 2)"
+        raise bad_argument("key_cache", f"{num_kv_heads} KV heads", needs)
     device = query.device
     check_batch(call, device, num_tokens)
     for name, per_head in (("alibi_slopes", call.alibi_slopes), ("sinks", call.sinks)):

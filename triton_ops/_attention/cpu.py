@@ -8,14 +8,15 @@ are merged by their log-sum-exp, so that no [queries, keys] matrix is ever built
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+from einops import rearrange
 
+from .._rows.runs import contiguous_runs
 from .call import AttentionCall
 
 # 64 MB of float32 scores per slice of the masked path.
@@ -108,7 +109,7 @@ def attend(call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
             runs = [(begin, q_end - q_begin, position + begin)] if q_begin + begin < q_end else []
         else:
             own = positions[q_begin:q_end].astype(np.int64)
-            runs = _runs(own)
+            runs = [(begin, begin + count, first) for begin, first, count in contiguous_runs(own).tolist()]
             if call.window == 0 and len(runs) > max(1, len(own) // _LONG_RUN):
                 rows = slice(q_begin, q_end)
                 out[rows], lse[rows] = _attend_scattered(compute_query[rows], cache, tables[i], seq_len, own, call)
@@ -120,12 +121,6 @@ def attend(call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
     if call.sinks is not None:
         _add_sinks(out, lse, call.sinks, starts[-1])
     return out, lse
-
-
-def _runs(positions: np.ndarray) -> list[tuple[int, int, int]]:
-    """Begin, end and first position of each run of consecutive positions."""
-    cuts = np.flatnonzero(np.diff(positions) != 1) + 1
-    return [(b, e, int(positions[b])) for b, e in itertools.pairwise([0, *cuts.tolist(), len(positions)])]
 
 
 def _attend_run(
@@ -288,11 +283,11 @@ def _masked_part(
     call: AttentionCall,
 ) -> _Part:
     """Queries at `positions` over some keys, with the predicate as a mask."""
-    rows, heads, dim = query.shape
+    rows, heads, _ = query.shape
     t, p = torch.from_numpy(key_positions), torch.from_numpy(positions)[:, None]
     kv_heads = keys.shape[1]
-    q = query.float().transpose(0, 1).reshape(kv_heads, heads // kv_heads * rows, dim)
-    score = torch.matmul(q, keys.float().permute(1, 2, 0)).view(heads, rows, -1).mul_(call.scale)
+    q = rearrange(query.float(), "row (kv group) dim -> kv (group row) dim", kv=kv_heads)
+    score = torch.matmul(q, rearrange(keys.float(), "key kv dim -> kv dim key")).view(heads, rows, -1).mul_(call.scale)
     if call.softcap > 0:
         score = score.div_(call.softcap).tanh_().mul_(call.softcap)
     if call.alibi_slopes is not None:
@@ -307,8 +302,8 @@ def _masked_part(
     score.masked_fill_(dead, -math.inf)
     lse = torch.logsumexp(score, -1)
     weight = torch.exp_(score.sub_(lse.masked_fill(lse == -math.inf, 0.0)[..., None]))
-    out = torch.matmul(weight.view(kv_heads, -1, len(t)), values.float().transpose(0, 1))
-    return out.view(heads, rows, dim).transpose(0, 1), lse.transpose(0, 1)
+    out = torch.matmul(weight.view(kv_heads, -1, len(t)), rearrange(values.float(), "key kv dim -> kv key dim"))
+    return rearrange(out, "kv (group row) dim -> row (kv group) dim", row=rows), lse.transpose(0, 1)
 
 
 def _attend_scattered(

@@ -10,29 +10,11 @@ import torch
 
 from .kernel import launch_move_rows
 from .layout import row_bytes
+from .runs import contiguous_runs
 
 RUN_BYTES = 1 << 20
 """Mean bytes of a contiguous run from which on the copy engine serves: a copy takes some 10 us to issue, in which a
 bus of 50 GB/s moves half of this. Arithmetic, not a sweep."""
-
-
-def contiguous_runs(index: npt.NDArray[np.integer]) -> npt.NDArray[np.int64]:
-    """Splits an index into runs of consecutive numbers.
-
-    Args:
-        index: `[num_rows]` integers; negative ones form runs of their own.
-
-    Returns:
-        `[num_runs, 3]`: position in the index, first number (-1 for a run of negative ones), length.
-    """
-    values = np.asarray(index, np.int64)
-    if not values.size:
-        return np.empty((0, 3), np.int64)
-    holes = values < 0
-    together = np.where(holes[1:] | holes[:-1], holes[1:] & holes[:-1], np.diff(values) == 1)
-    begins = np.concatenate(([0], np.flatnonzero(~together) + 1))
-    lengths = np.diff(np.append(begins, values.size))
-    return np.stack([begins, np.maximum(values[begins], -1), lengths], axis=1)
 
 
 def _flat(tensor: torch.Tensor, leading: int) -> torch.Tensor | None:
