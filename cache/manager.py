@@ -254,17 +254,27 @@ class CacheManager:
             self._check_new("new_request_id", new_request_id)
             self._state.running[new_request_id] = fork.fork(self._state, parent)
 
-    def free(self, request_id: Hashable) -> None:
+    def free(self, request_id: Hashable, returns: float | None = None) -> None:
         """Ends a request, running or preempted: its complete, committed blocks stay findable, the others are free.
+
+        Args:
+            request_id: The request.
+            returns: Probability that its conversation goes on soon, 0 to 1, where the caller knows something: a tool
+                call is pending, the window was closed. With 0 the policies that heed it (`default`, `hazard`,
+                `priority`) give up first what nobody but this conversation used. None: unknown.
 
         Raises:
             KeyError: An unknown request.
+            TypeError: `returns` is not a number.
+            ValueError: `returns` is not between 0 and 1.
         """
+        if returns is not None:
+            returns = _probability("returns", returns)
         with self._lock:
             if request_id in self._state.preempted:
                 swap.drop(self._state, request_id)
             else:
-                self._state.release(request_id, self._running(request_id))
+                self._state.release(request_id, self._running(request_id), returns)
 
     def preempt(self, request_id: Hashable, mode: str = "recompute") -> Any:
         """Takes a running request's blocks away until `resume`; its tokens are kept.
@@ -396,6 +406,14 @@ def _count(name: str, value: Any, least: int = 1) -> int:
     if (number := _integer(name, value)) < least:
         raise ValueError(f"{name}: got {value}, needs at least {least}")
     return number
+
+
+def _probability(name: str, value: Any) -> float:
+    if isinstance(value, bool | np.bool_) or not isinstance(value, int | float | np.integer | np.floating):
+        raise TypeError(f"{name}: got {type(value).__name__}, needs a number between 0 and 1, or None")
+    if not 0 <= value <= 1:
+        raise ValueError(f"{name}: got {value}, needs a probability between 0 and 1, or None")
+    return float(value)
 
 
 def _check_hint(priority: Any, ttl: Any) -> None:

@@ -27,6 +27,7 @@ class Request:
         shared_tail: Whether the last block may be someone else's too, so that writing it needs a look.
         loading: Per group, host slots that its KV is being copied from, held until the next commit or free.
         priority: As given to `allocate`.
+        prompt_tokens: How many tokens it began with.
         writing: The hash under which others learn that this request is computing that block, or None.
     """
 
@@ -37,6 +38,7 @@ class Request:
         "loading",
         "num_blocks",
         "priority",
+        "prompt_tokens",
         "published",
         "released",
         "replaced",
@@ -60,6 +62,7 @@ class Request:
         self.writing: bytes | None = None
         self.loading: list[list[int]] = []
         self.priority = 0
+        self.prompt_tokens = len(tokens)
 
     def open(self, tables: list[Ids], committed: int, published: int) -> None:
         """Gives the request its first blocks."""

@@ -18,6 +18,8 @@ from .request import Request
 
 BLOCK_BYTES = 256
 """What the bookkeeping of a block may take; remembered hashes get what the rest leaves."""
+BASE_BYTES = 1 << 20
+"""What it may take whatever the number of blocks: ghosts and tables of a policy."""
 QUEUE_BYTES = 16
 """Of that, what policies may come to need once they are in use."""
 
@@ -54,7 +56,7 @@ class ManagerState:
         for group, pool in enumerate(self.pools):
             pool.on_evict = partial(self.listeners.evicted, group, pool)
         blocks = sum(pool.num_blocks for pool in self.pools)
-        hasher.tree.capacity = max((BLOCK_BYTES - QUEUE_BYTES) * blocks - self.nbytes, 0)
+        hasher.tree.capacity = max(BASE_BYTES + (BLOCK_BYTES - QUEUE_BYTES) * blocks - self.nbytes, 0)
         self.running: dict[Hashable, Request] = {}
         self.preempted: dict[Hashable, Preempted] = {}
         self.host = [HostSlots(host_blocks) for _ in groups]
@@ -93,13 +95,17 @@ class ManagerState:
             pool.release(ids)
         request.replaced = None
 
-    def release(self, request_id: Hashable, request: Request) -> None:
-        """Ends a running request and gives up all it holds."""
+    def release(self, request_id: Hashable, request: Request, returns: float | None = None) -> None:
+        """Ends a running request and gives up all it holds; see `CacheManager.free` for `returns`."""
         del self.running[request_id]
         if request.replaced is not None or request.loading:
             self.end_step(request)
         self.stop_writing(request)
+        output_tokens = len(request.tokens) - request.prompt_tokens
         for group, pool in enumerate(self.pools):
+            if returns is not None:
+                pool.policy.returning(returns)
+            pool.policy.finished(output_tokens)
             pool.release(request.tables[0][: request.num_blocks] if self.simple else request.held(group))
 
     def stats(self) -> CacheStats:

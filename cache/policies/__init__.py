@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from .base import Block, EvictionPolicy, PoolView
 from .ghosts import Ghosts
+from .hazard import Hazard
 from .lru import LRU
 from .priority import Priority
 from .run_queue import RunQueue, compact_together
@@ -13,7 +14,8 @@ POLICIES: dict[str, type[EvictionPolicy]] = {
     "lru": LRU,
     "segmented": Segmented,
     "priority": Priority,
-    "default": Segmented,
+    "hazard": Hazard,
+    "default": Hazard,
 }
 """What `CacheManager(policy=...)` accepts as a name; `pc.cache.replay` adds those that are there for comparison."""
 
@@ -44,6 +46,7 @@ __all__ = [
     "Block",
     "EvictionPolicy",
     "Ghosts",
+    "Hazard",
     "PoolView",
     "Priority",
     "RunQueue",

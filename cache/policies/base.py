@@ -95,6 +95,9 @@ class EvictionPolicy(ABC):
     def completed(self, ids: Ids) -> None:  # noqa: B027
         """These blocks are written and findable from now on: their hashes hold. The array changes afterwards."""
 
+    def returning(self, probability: float) -> None:  # noqa: B027
+        """The caller of `free` said how likely the conversation goes on soon; `finished` follows at once."""
+
     def finished(self, output_tokens: int) -> None:  # noqa: B027
         """A request has ended after so many tokens of its own; its releases follow."""
 

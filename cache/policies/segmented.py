@@ -1,4 +1,4 @@
-"""Recency with credit for blocks that came back, and a memory of what was evicted; the default.
+"""Recency with credit for blocks that came back, and a memory of what was evicted.
 
 A block's worth is `last use + credit * n`, in requests: n is how often it was used, at most 4, and 0 for a block used
 once. The credit is the median time between two uses of a block in the traffic seen, or half of it, or nothing, which

@@ -269,27 +269,31 @@ def test_finds_the_last_block_among_held_ones(policy: str) -> None:
 
 @pytest.mark.parametrize("name", ["lru", "default"])
 @pytest.mark.parametrize("num_blocks", [10_000, 21_846, 100_000])  # 21,846: most table slots a block
-def test_bookkeeping_stays_under_256_bytes_a_block(name, num_blocks):
+def test_bookkeeping_stays_under_256_bytes_a_block_and_a_mebibyte(name, num_blocks):
     """Everything counted, with the pool full and every hash remembered that may be."""
     m = pc.CacheManager(num_blocks, block_size=16, policy=name)
     rng = np.random.default_rng(0)
     for i in range(3 * num_blocks // 1000):
         serve(m, i, rng.integers(0, 150_000, 16_000).astype(np.int32))
     assert m.stats().cached_blocks == num_blocks
-    assert m.nbytes < 256 * num_blocks
+    assert m.nbytes < 256 * num_blocks + (1 << 20)
     assert m._state.hasher.tree.nbytes > 50 * num_blocks
 
 
 @pytest.mark.parametrize("name", sorted(POLICIES))
 def test_queues_do_not_grow_with_traffic(name):
-    """A prompt served for ever costs no more memory than one served twice."""
+    """A prompt served for ever costs no more memory than one served as often as a policy looks back."""
     m = pc.CacheManager(64, block_size=4, policy=name)
-    for i in range(50):
-        serve(m, i, prompt(1, 30))
-    before = m.nbytes
-    for i in range(500):
-        serve(m, i, prompt(1, 30))
-    assert m.nbytes <= before + 4 * (2 * 64 + 64)
+
+    def most(count):
+        used = 0
+        for i in range(count):
+            serve(m, i, prompt(1, 30))
+            used = max(used, m.nbytes)
+        return used
+
+    before = most(1400)
+    assert most(1400) <= before + 4 * (2 * 64 + 64)
 
 
 @pytest.mark.parametrize("name", sorted(POLICIES))

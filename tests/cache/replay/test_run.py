@@ -300,5 +300,5 @@ def test_a_trial_that_pays_goes_on():
     """Interest in a few documents, asked for too rarely for lru, is served from the first time on."""
     trace = trace_of(*popular(np.random.default_rng(0), 1500))
     capacity = 200 * 8
-    lru, default = replay(trace, "lru", capacity), replay(trace, "default", capacity)
+    lru, default = replay(trace, "lru", capacity), replay(trace, "segmented", capacity)
     assert default.hit_rate > 1.35 * lru.hit_rate  # 1.2 without

@@ -1,0 +1,123 @@
+"""Turns what happened to runs into what is learned: which lives ended in reuse at which age, and which went on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from .runs import Runs
+from .tables import USE_BOUNDS, USES, HazardTables
+
+Numbers = npt.NDArray[Any]
+KINDS = 2 * USES
+YOUNG = 512
+"""Requests whose lives are counted in every call."""
+
+
+class Lives:
+    """Collects reuses, and gives them with all exposure to the tables when these are to be fitted.
+
+    Args:
+        runs: Rows, of which `lives` and `flushed` are kept here.
+        tables: What is learned.
+    """
+
+    def __init__(self, runs: Runs, tables: HazardTables) -> None:
+        self._runs = runs
+        self._tables = tables
+        self._calls = 0
+        self._begun = 0  # rows before it have `lives`
+        self._used: list[tuple[Numbers, Numbers, Numbers, Numbers]] = []  # rows, first and last places, times
+        self._recalled: list[tuple[Numbers, Numbers, Numbers]] = []  # rows, kinds, times
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of what is not learned yet."""
+        return sum(part.nbytes for parts in (*self._used, *self._recalled) for part in parts)
+
+    def used(self, rows: Numbers, first: Numbers, last: Numbers, times: Numbers) -> None:
+        """Blocks at places `first` to `last` of rows were asked for at these times."""
+        self._used.append((rows, first, last, times))
+
+    def recalled(self, rows: Numbers, uses: Numbers, tail: Numbers, time: int) -> None:
+        """Evicted blocks were asked for."""
+        self._recalled.append((rows, _kind(uses, tail), np.full(rows.size, time)))
+
+    def forgotten(self, rows: Numbers, uses: Numbers, tail: Numbers) -> None:
+        """Evicted blocks are not remembered any more."""
+        begun = rows < self._begun
+        np.subtract.at(self._runs.lives, (rows[begun], _kind(uses, tail)[begun]), np.float32(1))
+
+    def learn(self, now: int) -> None:
+        """Counts every life up to now; of old requests, whose chances change slowly, in every fourth call."""
+        runs, tables = self._runs, self._tables
+        self._begin()
+        self._calls += 1
+        rows, kinds, times, number = self._reuses()
+        weight = runs.weight[rows] * number
+        tables.reuse(runs.group[rows].astype(np.intp), runs.traits[rows], kinds, times - runs.serial[rows], weight)
+        np.subtract.at(runs.lives, (rows, kinds), number.astype(np.float32))
+        ended = np.zeros((rows.size, KINDS), np.float32)
+        ended[np.arange(rows.size), kinds] = weight
+        serial = runs.serial[: runs.count]
+        due = np.flatnonzero((serial >= now - YOUNG) | (serial % 4 == self._calls % 4))
+        lives = np.maximum(runs.lives[due], 0)
+        waiting = lives.any(axis=1)
+        due, lives = due[waiting], lives[waiting] * runs.weight[due[waiting], None]
+        until = np.append(np.maximum(times, runs.flushed[rows]), np.full(due.size, now))
+        rows = np.append(rows, due)
+        if rows.size:
+            serial = runs.serial[rows]
+            group, traits = runs.group[rows].astype(np.intp), runs.traits[rows].astype(np.intp)
+            since = runs.flushed[rows] - serial
+            tables.expose(group, traits, since, until - serial, np.concatenate((ended, lives)))
+        runs.flushed[due] = now
+
+    def _begin(self) -> None:
+        """New rows: none of their blocks has been asked for again."""
+        runs = self._runs
+        rows = slice(self._begun, runs.count)
+        self._begun = runs.count
+        size, bounds, lives = runs.size[rows], runs.bounds[rows], runs.lives[rows]
+        lives[:] = 0
+        lives[:, 0] = size - bounds[:, 0]
+        lives[:, 2:-2:2] = bounds[:, :-1] - bounds[:, 1:]
+        lives[:, -2] = bounds[:, -1]
+        last = 2 * (bounds >= size[:, None]).sum(axis=1)
+        each = np.arange(size.size)
+        lives[each, last] -= 1
+        lives[each, last + 1] += 1
+        runs.flushed[rows] = runs.serial[rows]
+        runs.weight[rows] = 1 / np.sqrt(np.maximum(size, 1))
+
+    def _reuses(self) -> tuple[Numbers, Numbers, Numbers, Numbers]:
+        """Rows, kinds, times and blocks of what was asked for since the last call."""
+        runs = self._runs
+        parts = [(rows, kinds, times, np.ones(rows.size, np.intp)) for rows, kinds, times in self._recalled]
+        if self._used:
+            rows, first, last, times = (np.concatenate(part) for part in zip(*self._used, strict=True))
+            size, bounds = runs.size[rows], runs.bounds[rows]
+            tail = last == size
+            ends = np.concatenate((bounds[:, ::-1], size[:, None] - 1), axis=1)
+            ends = ends.clip(first[:, None], (last - tail)[:, None])
+            number = np.diff(ends, prepend=first[:, None], axis=1)[:, ::-1]
+            row, uses = number.nonzero()
+            parts.append((rows[row], 2 * uses, times[row], number[row, uses]))
+            kind = 2 * (bounds[tail] >= size[tail, None]).sum(axis=1) + 1
+            parts.append((rows[tail], kind, times[tail], np.ones(kind.size, np.intp)))
+        self._used, self._recalled = [], []
+        if not parts:
+            return (np.empty(0, np.intp),) * 4
+        rows, kinds, times, number = (np.concatenate(part) for part in zip(*parts, strict=True))
+        return rows, kinds, times, number
+
+    def renumbered(self) -> None:
+        """Rows were dropped, after everything was learned."""
+        self._begun = self._runs.count
+
+
+def _kind(uses: Numbers, tail: Numbers) -> Numbers:
+    kinds: Numbers = 2 * USE_BOUNDS.searchsorted(uses, side="right") + tail
+    return kinds

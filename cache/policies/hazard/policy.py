@@ -1,0 +1,294 @@
+"""The policy itself: notes what it is told as cheaply as lru does, and works it off when victims are needed."""
+
+from __future__ import annotations
+
+from bisect import bisect
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ...table import Ids, count_nonzero
+from ..base import EvictionPolicy, PoolView
+from .ghosts import Noted, RequestGhosts
+from .guard import Guard
+from .lives import Lives
+from .runs import Runs
+from .tables import (
+    DECAY,
+    FINE_OUTPUT_BOUNDS,
+    HINT_BOUNDS,
+    NEW_BOUNDS,
+    OUTPUT_BOUNDS,
+    OUTPUTS,
+    USE_BOUNDS,
+    HazardTables,
+)
+from .victims import Chooser
+
+Numbers = npt.NDArray[Any]
+
+EVERY = 50
+"""Requests between fits of the tables; 100 hits 1 to 4 % less in small caches."""
+IDLE = 1024
+"""Requests after which the tables are fitted though nothing is evicted."""
+EARLY = 20
+"""The first fit comes earlier."""
+MEMORY = 8192
+"""Requests that are learned from; with 4096 the conversation trace at 30 % capacity falls below lru."""
+GHOSTS, GHOST_FLOOR = 4, 65_536
+"""Ghosts a block, and how many there are at least: what returns late returns to small caches too."""
+NOTES = 256
+"""Requests worked off together at most."""
+
+
+class Hazard(EvictionPolicy):
+    """Heeds `free(..., returns=)`; see the package and docs/policies.md."""
+
+    def bind(self, pool: PoolView) -> None:
+        """Also makes everything that is kept a block: 17 bytes of each, and 16 of ghosts."""
+        super().bind(pool)
+        self._place_bits = max(pool.num_blocks.bit_length(), 1)
+        self._code = np.full(pool.num_blocks, -1, np.int64)  # serial of the last user and place in its chain, or -1
+        self._earlier_uses = np.zeros(pool.num_blocks, np.uint8)  # before the block was evicted and filled again
+        self._forked = np.zeros(pool.num_blocks, np.bool_)  # whether other requests went on behind it
+        self._before = np.full(pool.num_blocks, -1, np.int32)
+        self._hanging = np.zeros(pool.num_blocks, np.int32)  # runs whose `parent` the block is
+        self._ghosts = RequestGhosts(GHOSTS * pool.num_blocks + GHOST_FLOOR)
+        self._begin()
+
+    def _begin(self) -> None:
+        self._now = 0
+        self._last_fit = -1
+        self._ending = (0, 0, False)
+        self._returns: float | None = None
+        self._last_hit = -1
+        self._places = 0
+        self._released: list[tuple[Ids, Numbers, int, int, bool]] = []
+        self._used: list[tuple[int, Numbers]] = []
+        self._recalled: list[tuple[int, Noted, Numbers]] = []
+        self._judged = 0
+        self.runs = Runs()
+        self.tables = HazardTables()
+        self.guard = Guard(self.pool.num_blocks)
+        self.lives = Lives(self.runs, self.tables)
+        self._chooser = Chooser(self.pool, self.runs, self.tables, self._code, self._hanging, self._place_bits)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of arrays, ghosts, rows and notes."""
+        return super().nbytes + 12 * self._places
+
+    def accessed(self, ids: Ids, hit: bool) -> None:
+        index = ids.astype(np.intp)
+        if hit:
+            codes = self._code.take(index)
+            self._code[index] = -1
+            self._used.append((self._now, codes))
+            self._places += ids.size
+            self._last_hit = int(ids[-1])
+            return
+        self._before[index] = -1
+        self._forked[index] = False
+        first, last_hit, length = int(ids[0]), self._last_hit, self.pool.prefix_length
+        if last_hit >= 0 and length[last_hit] == length[first] - 1:
+            self._before[first] = last_hit
+        self._last_hit = -1
+
+    def completed(self, ids: Ids) -> None:
+        noted = self._ghosts.recall(self.pool.keys_of(ids), self._now)
+        self._earlier_uses[ids] = noted.uses
+        known = noted.serial >= 0
+        if known.any():
+            depth = self.pool.prefix_length.take(ids[known])
+            self._recalled.append((self._now, Noted(*(part[known] for part in noted)), depth))
+
+    def returning(self, probability: float) -> None:
+        self._returns = probability
+
+    def finished(self, output_tokens: int) -> None:
+        returns, self._returns = self._returns, None
+        hint = 0 if returns is None else 1 + bisect(HINT_BOUNDS, returns)
+        group = hint * OUTPUTS + bisect(OUTPUT_BOUNDS, output_tokens)
+        self._ending = (group, 8 * bisect(FINE_OUTPUT_BOUNDS, output_tokens), returns == 0)
+
+    def released(self, ids: Ids) -> None:
+        index = ids.astype(np.intp)
+        start = self._now << self._place_bits
+        self._code[index] = np.arange(start, start + ids.size)
+        self._released.append((ids, self.pool.access_count.take(index), *self._ending))
+        self._ending = (0, 0, False)
+        self._now += 1
+        self._places += ids.size
+        if len(self._released) >= NOTES or self._places > 2 * self.pool.num_blocks + 64:
+            self._work_off()
+            if self._now - self._last_fit > IDLE:
+                self._learn()
+
+    def _work_off(self) -> None:
+        """Brings rows and the guard up to date with what was noted."""
+        if not (self._released or self._used or self._recalled):
+            return
+        runs, guard = self.runs, self.guard
+        taken = sum(codes.size for _, codes in self._used)
+        for time, noted, depth in self._recalled:
+            self._take_recalled(time, noted, depth)
+        self._recalled = []
+        if self._released:
+            rows = self._add_rows()
+            held = max(0, self.pool.num_held - taken)
+            guard.released(runs, rows, max(1, self.pool.num_blocks - held))
+        if self._used:
+            self._take_used()
+        self._released, self._used, self._places = [], [], 0
+        if runs.count:
+            if not guard.learned:
+                guard.evict_on_paper(runs, self.tables, self._now, self.pool.num_blocks - self.pool.num_held)
+            guard.judge(self._now - self._judged, runs)
+            self._judged = self._now
+
+    def _add_rows(self) -> slice:
+        runs, notes = self.runs, self._released
+        chains, counts, *ending = zip(*notes, strict=True)
+        rows = runs.add(list(chains))
+        chain = np.concatenate(chains) if len(notes) > 1 else chains[0]
+        count = np.concatenate(counts) if len(notes) > 1 else counts[0]
+        count = count + self._earlier_uses.take(chain)
+        sizes = runs.size[rows]
+        starts = sizes.cumsum() - sizes
+        bounds = runs.bounds[rows]
+        np.add.reduceat(count[:, None] >= USE_BOUNDS, starts, axis=0, dtype=np.int32, out=bounds)
+        firsts = chain.take(starts)
+        parent = self._before.take(firsts)
+        self._before[chain[1:]] = chain[:-1]
+        self._before[firsts] = runs.parent[rows] = parent
+        parent = parent[parent >= 0]
+        np.add.at(self._hanging, parent, 1)
+        self._forked[parent] = True
+        forked = self._forked.take(chain)
+        if count_nonzero(forked):
+            places = np.arange(1, chain.size + 1) - np.repeat(starts, sizes)
+            runs.shared[rows] = np.maximum.reduceat(places * forked, starts)
+        runs.serial[rows] = np.arange(self._now - sizes.size, self._now)
+        runs.group[rows], output, runs.certain[rows] = ending
+        runs.traits[rows] = NEW_BOUNDS.searchsorted(sizes - bounds[:, 0], side="right") + output
+        return rows
+
+    def _take_used(self) -> None:
+        """Later requests take over the fronts of runs."""
+        runs = self.runs
+        codes = np.concatenate([codes for _, codes in self._used]) if len(self._used) > 1 else self._used[0][1]
+        times = np.repeat([time for time, _ in self._used], [codes.size for _, codes in self._used])
+        found = codes >= 0
+        if count_nonzero(found) < codes.size:
+            codes, times = codes[found], times[found]
+        if not codes.size:
+            return
+        ends = ((codes[1:] - codes[:-1] != 1) | (times[1:] != times[:-1])).nonzero()[0]
+        at = np.zeros(ends.size + 1, np.intp)
+        np.add(ends, 1, out=at[1:])
+        number = np.empty_like(at)
+        np.subtract(at[1:], at[:-1], out=number[:-1])
+        number[-1] = codes.size - at[-1]
+        code = codes.take(at)
+        first = code & ((1 << self._place_bits) - 1)
+        rows = runs.rows_of(code >> self._place_bits)
+        last = first + number
+        self.guard.used(runs, rows, first, last, resident=True)
+        np.subtract.at(runs.kept, rows, number.astype(np.int32))
+        self.lives.used(rows, first, last, times[at])
+        front = first <= runs.start[rows]
+        old = runs.start[rows]
+        np.maximum.at(runs.start, rows[front], last[front].astype(np.int32))
+        for row, place, size in zip(rows.tolist(), last.tolist(), runs.size[rows].tolist(), strict=True):
+            if place < size:
+                self._forked[runs.chains[row][place - 1]] = True
+        for row in set(rows[runs.start[rows] > old].tolist()):
+            self._chooser.hang(row, int(runs.chains[row][runs.start[row] - 1]))
+
+    def _take_recalled(self, time: int, noted: Noted, depth: Numbers) -> None:
+        """Evicted blocks were asked for again."""
+        runs = self.runs
+        if not runs.count:
+            return
+        rows = runs.rows_of(noted.serial).clip(0, runs.count - 1)
+        known = runs.serial[rows] == noted.serial
+        rows = rows[known]
+        if not rows.size:
+            return
+        place = np.minimum(depth[known] - 1, runs.size[rows] - 1)
+        self.guard.used(runs, rows, place, place + 1, resident=False)
+        np.subtract.at(runs.kept, rows, np.int32(1))
+        self.lives.recalled(rows, noted.uses[known], noted.tail[known], time)
+
+    def _learn(self) -> None:
+        """Fits the tables, and drops rows that are of no use any more."""
+        runs = self.runs
+        self.lives.learn(self._now)
+        steps = (self._now - self._last_fit) / EVERY
+        self.tables.fit(DECAY ** min(steps, 20.0))
+        self._last_fit = self._now
+        serial = runs.serial[: runs.count]
+        useful = (runs.end > runs.start)[: runs.count] | self.guard.needed(runs)
+        useful |= (serial >= self._now - MEMORY) & (runs.kept[: runs.count] > 0)
+        rows = np.flatnonzero(useful)
+        if rows.size < 0.9 * runs.count:
+            runs.keep(rows)
+            self.guard.keep(rows)
+            self._chooser.drop_ranks()
+            self.lives.renumbered()
+
+    def victims(self, count: int) -> Ids:
+        parts: list[tuple[Ids, Numbers, Numbers]] = []
+        left = count
+        if self._chooser.is_due(self._now):
+            self._refresh(left)
+        if self.guard.learned:
+            parts.append(self._chooser.least(left, self._now))
+            left -= parts[-1][0].size
+            if left:
+                self._refresh(left)
+                parts.append(self._chooser.least(left, self._now))
+                left -= parts[-1][0].size
+        if left:  # lru is in force, or every run waits for another
+            self._work_off()
+            parts.append(self._chooser.oldest(left))
+        ids, serials, tails = parts[0]
+        if len(parts) > 1:
+            ids, serials, tails = (np.concatenate(part) for part in zip(*parts, strict=True))
+        if ids.size < count:
+            raise RuntimeError(f"victims: got {count}, needs at most {ids.size}, the blocks that were released")
+        uses = np.minimum(self.pool.access_count.take(ids) + self._earlier_uses.take(ids), USE_BOUNDS[-1])
+        lost = self._ghosts.remember(self.pool.keys_of(ids), Noted(serials, uses.astype(np.int64), tails), self._now)
+        self._forget(lost)
+        return ids
+
+    def _refresh(self, count: int) -> None:
+        """Brings everything up to date and ranks the runs anew."""
+        self._work_off()
+        if self._now - self._last_fit >= EVERY or (self._last_fit < EARLY <= self._now):
+            self._learn()
+        self._chooser.rank(count, self._now)
+
+    def _forget(self, lost: Noted) -> None:
+        runs = self.runs
+        if not lost.serial.size:
+            return
+        rows = runs.rows_of(lost.serial).clip(0, runs.count - 1)
+        known = runs.serial[rows] == lost.serial
+        rows = rows[known]
+        self.guard.forgotten(runs, rows)
+        np.subtract.at(runs.kept, rows, np.int32(1))
+        self.lives.forgotten(rows, lost.uses[known], lost.tail[known])
+
+    def removed(self, ids: Ids) -> None:
+        self._code[ids] = -1
+
+    def clear(self) -> None:
+        self._code.fill(-1)
+        self._hanging.fill(0)
+        self._before.fill(-1)
+        self._earlier_uses.fill(0)
+        self._forked.fill(False)
+        self._ghosts.clear()
+        self._begin()

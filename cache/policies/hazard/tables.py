@@ -1,0 +1,166 @@
+"""What is learned of reuse: how likely a block is asked for again in the next request, by its class and its age.
+
+`rate[class][age] * factor[new blocks] * factor[tail] * factor[output]`, estimated as reuses over the time that blocks
+waited, evicted ones included. Classes are the uses of a block, the output of the request that used it last, and the
+caller's hint; ages are counted in requests, in buckets that get wider. From the rates follows an index for each age:
+the most hits for the room a block takes until some later age (Gittins), which is what eviction compares.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Numbers = npt.NDArray[Any]
+
+AGES = 32
+"""Buckets of age."""
+EDGES = 2 * (2 ** (np.arange(AGES + 1) / 2) - 1)
+"""Where each begins, in requests."""
+EDGE_LIST = EDGES.tolist()
+WIDTHS = np.append(np.diff(EDGES)[:-1], 2000.0)
+SPANS = np.append(np.diff(EDGES)[:-1], np.inf)
+"""Widths, the last bucket without an end."""
+
+USES, OUTPUTS, HINTS = 4, 3, 5
+GROUPS = OUTPUTS * HINTS
+"""A class is `4 * group + uses`, a group `3 * hint + output`."""
+USE_BOUNDS = np.array([2, 3, 5])
+OUTPUT_BOUNDS = (30, 100)
+FINE_OUTPUT_BOUNDS = (10, 30, 100, 200, 300, 500, 800)
+NEW_BOUNDS = np.array([1, 2, 4, 8, 16, 32, 64])
+HINT_BOUNDS = (0.1, 0.35, 0.65)
+"""Hint 0 is none; the others are of rising probability."""
+NEW, OUTPUT, TAIL = 0, 8, 16
+FACTORS = 18
+"""Places of the three factors: 8 for new blocks, 8 for output, 2 for whether it is the request's last block."""
+LEVELS = 24
+"""Steps of a third of an octave that the product of the factors is rounded to."""
+
+DECAY = 0.97
+"""Of all sums in each 50 requests: about 1,600 count."""
+PRIOR, FACTOR_PRIOR, AGE_PRIOR = 50.0, 50.0, 200.0
+"""Weights of what is assumed before much was seen: halving or doubling them changes hits by about 1 %."""
+
+
+class HazardTables:
+    """Sums of reuses and of exposure, and what follows from them.
+
+    Attributes:
+        rate: Chance of reuse per request waited, `[classes, AGES]`.
+        factor: Of each trait, `[FACTORS]`.
+    """
+
+    def __init__(self) -> None:
+        self._events = np.zeros((GROUPS * USES, AGES))
+        self._exposure = np.zeros((GROUPS * USES, AGES))
+        self._factor_events = np.zeros(FACTORS)
+        self._factor_exposure = np.zeros(FACTORS)
+        self._index = np.zeros((GROUPS * USES, LEVELS, AGES + 1), np.float32)
+        self._seen = np.zeros(GROUPS, np.bool_)
+        self._seen[:OUTPUTS] = True
+        self.fit(1.0)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        return sum(value.nbytes for value in vars(self).values() if isinstance(value, np.ndarray))
+
+    def expose(self, group: Numbers, traits: Numbers, since: Numbers, until: Numbers, lives: Numbers) -> None:
+        """Lives that lasted from one age to another.
+
+        Args:
+            group: Of each request, `[n]`.
+            traits: Its bucket of new blocks + 8 * that of its output, `[n]`.
+            since: Age at the beginning, `[n]`.
+            until: Age at the end, `[n]`.
+            lives: Weighted blocks by 2 * uses + tail, `[n, 8]`.
+        """
+        new, output = traits % 8 + NEW, traits // 8 + OUTPUT
+        overlap = (until[:, None] - EDGES[:AGES]).clip(0.0, SPANS)
+        overlap -= (since[:, None] - EDGES[:AGES]).clip(0.0, SPANS)
+        own = self.factor[new] * self.factor[output]
+        weighted = lives * (own[:, None] * np.tile(self.factor[TAIL:], USES).astype(np.float32))
+        by_uses = weighted[:, 0::2] + weighted[:, 1::2]
+        expected = np.empty_like(weighted)
+        for g in np.unique(group).tolist():
+            mine = (group == g).nonzero()[0]
+            rows, classes = overlap[mine], slice(g * USES, (g + 1) * USES)
+            self._exposure[classes] += by_uses[mine].T @ rows
+            expected[mine] = weighted[mine] * np.repeat(rows @ self.rate[classes].T, 2, axis=1)
+            self._seen[g] = True
+        each = expected.sum(axis=1)
+        hits = np.bincount(new, each, FACTORS) + np.bincount(output, each, FACTORS)
+        hits[TAIL:] = expected[:, 0::2].sum(), expected[:, 1::2].sum()
+        self._factor_exposure += hits / self.factor
+
+    def reuse(self, group: Numbers, traits: Numbers, kind: Numbers, age: Numbers, weight: Numbers) -> None:
+        """Blocks were asked for again; kind is 2 * uses + tail."""
+        bucket = EDGES[:AGES].searchsorted(age, side="right") - 1
+        places = (group * USES + kind // 2) * AGES + bucket
+        self._events += np.bincount(places, weight, self._events.size).reshape(self._events.shape)
+        for factor in (traits % 8 + NEW, traits // 8 + OUTPUT, kind % 2 + TAIL):
+            self._factor_events += np.bincount(factor, weight, FACTORS)
+
+    def fit(self, decay: float) -> None:
+        """Rates, factors and indices from the sums, which then lose weight."""
+        events, exposure = self._events.sum(axis=0), self._exposure.sum(axis=0)
+        prior = AGE_PRIOR * WIDTHS  # falls with age: one never seen must not look good
+        pooled = (events + prior * 0.05 / (EDGES[:AGES] + 300)) / (exposure + prior)
+        self.rate = (self._events + PRIOR * WIDTHS * pooled) / (self._exposure + PRIOR * WIDTHS)
+        self.factor = (self._factor_events + FACTOR_PRIOR) / (self._factor_exposure + FACTOR_PRIOR)
+        self._level = self._levels()
+        used = np.flatnonzero(np.repeat(self._seen, USES))
+        levels = np.unique(self._level)
+        self._index[used[:, None], levels] = _index(self.rate[used], levels)
+        for sums in (self._events, self._exposure, self._factor_events, self._factor_exposure):
+            sums *= decay
+
+    def _levels(self) -> npt.NDArray[np.intp]:
+        """The level of each product of factors, by traits + 64 * tail."""
+        factor = self.factor
+        product = factor[TAIL:, None, None] * factor[OUTPUT:TAIL, None] * factor[NEW:OUTPUT]
+        levels = np.rint(3 * np.log2(product)).astype(np.intp) + LEVELS // 2
+        clipped: npt.NDArray[np.intp] = levels.clip(0, LEVELS - 1).reshape(-1)
+        return clipped
+
+    def scores(self, group: Numbers, traits: Numbers, uses: Numbers, tail: Numbers, age: Numbers) -> Numbers:
+        """Hits to be had for each block and request of room; among equals the older one is worth a little less."""
+        place = np.interp(age, EDGES[:AGES], np.arange(float(AGES)))
+        bucket = place.astype(np.intp)
+        place -= bucket
+        level = self._level.take(traits + 64 * tail)
+        at = ((group * USES + uses) * LEVELS + level) * (AGES + 1) + bucket
+        flat = self._index.reshape(-1)
+        score = flat.take(at)
+        score += place * (flat.take(at + 1) - score)
+        worth: Numbers = score * (1 - 1e-7 * age)
+        return worth
+
+    def score(self, group: int, traits: int, uses: int, tail: int, age: int) -> float:
+        """`scores` of one block."""
+        bucket = min(bisect(EDGE_LIST, age) - 1, AGES - 1)
+        part = min((age - EDGE_LIST[bucket]) / float(WIDTHS[bucket]), 1.0)
+        index = self._index[group * USES + uses, self._level[traits + 64 * tail]]
+        here = float(index[bucket])
+        return float((here + part * (float(index[bucket + 1]) - here)) * (1 - 1e-7 * age))
+
+
+def _index(rate: Numbers, levels: Numbers) -> Numbers:
+    """For each class, level and age the greatest ratio, over all later ages, of expected hits to expected waiting."""
+    rates = rate[:, None, :] * (2.0 ** ((levels - LEVELS // 2) / 3))[:, None]
+    survive = np.exp(-rates * WIDTHS)
+    alive = np.ones_like(rates)
+    np.cumprod(survive[..., :-1], axis=-1, out=alive[..., 1:])
+    hits = alive * (1 - survive)
+    waits = np.maximum(hits / np.maximum(rates, 1e-12), 1e-300)
+    index = np.empty((*rates.shape[:2], AGES + 1))
+    for age in range(AGES):
+        ratios = hits[..., age:].cumsum(axis=-1)
+        ratios /= waits[..., age:].cumsum(axis=-1)
+        ratios.max(axis=-1, out=index[..., age])
+    index[..., AGES] = index[..., AGES - 1]
+    return index

@@ -1,0 +1,192 @@
+"""Who is given up: from the end of the run whose last block is worth least, as far as its blocks are worth the same."""
+
+from __future__ import annotations
+
+from heapq import heapify, heappop, heappush
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ...table import Ids
+from ..base import PoolView
+from .runs import Runs
+from .tables import HazardTables
+
+Numbers = npt.NDArray[Any]
+
+FRESH = 128
+"""Runs for each request that scores are kept for: looking at all again costs in proportion to them."""
+LONGEST = 64
+"""Requests that scores are kept for."""
+LOOK = 64
+"""Places looked at together at least."""
+GONE = -1.0
+"""Score of what the caller said nobody returns to."""
+
+
+class Chooser:
+    """Chooses victims, and knows which runs hang from which block.
+
+    Args:
+        pool: The blocks.
+        runs: Their runs.
+        tables: What they are worth.
+        code: Of each block, whose run it is in and where; -1: in none.
+        hanging: Of each block, how many runs have it as their parent.
+        place_bits: Low bits of a code that are the place.
+    """
+
+    def __init__(
+        self, pool: PoolView, runs: Runs, tables: HazardTables, code: Numbers, hanging: Numbers, place_bits: int
+    ) -> None:
+        self._pool = pool
+        self._runs = runs
+        self._tables = tables
+        self._code = code
+        self._hanging = hanging
+        self._place_bits = place_bits
+        self._parts: list[tuple[Ids, int, bool]] = []
+        self._heap: list[tuple[float, int]] = []
+        self._until = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held between choices."""
+        return 100 * len(self._heap)
+
+    def is_due(self, now: int) -> bool:
+        """Whether the scores have to be made anew."""
+        return now >= self._until
+
+    def hang(self, row: int, parent: int) -> None:
+        """The run of a row begins behind another block now; -1: it is over."""
+        runs = self._runs
+        if runs.parent[row] >= 0:
+            self._hanging[runs.parent[row]] -= 1
+        if runs.start[row] >= runs.end[row]:
+            parent = -1
+        runs.parent[row] = parent
+        if parent >= 0:
+            self._hanging[parent] += 1
+
+    def _taken(self) -> tuple[Ids, Numbers, Numbers]:
+        """The blocks given up since the last call, whose they were, and which were tails."""
+        parts, self._parts = self._parts, []
+        if not parts:
+            return np.empty(0, np.int32), np.empty(0, np.int64), np.empty(0, np.int64)
+        sizes = [ids.size for ids, _, _ in parts]
+        tails = np.zeros(sum(sizes), np.int64)
+        at = 0
+        for ids, _, tail in parts:
+            tails[at] = tail
+            at += ids.size
+        serials = np.repeat(np.array([serial for _, serial, _ in parts], np.int64), sizes)
+        return np.concatenate([ids for ids, _, _ in parts]), serials, tails
+
+    def rank(self, count: int, now: int) -> None:
+        """Scores every run that does not wait for another, and keeps those of which `count` blocks may be taken."""
+        runs = self._runs
+        rows = runs.alive()
+        self._until = now + max(1, min(LONGEST, rows.size // FRESH))
+        rows = rows[self._hanging.take(runs.last[rows]) == 0]
+        end = runs.end[rows]
+        uses, tail = runs.uses_at(rows, end)
+        group, traits, age = runs.group[rows].astype(np.intp), runs.traits[rows], now - runs.serial[rows]
+        scores = self._tables.scores(group, traits, uses, tail, age)
+        scores[runs.certain[rows] & (end > runs.shared[rows])] = GONE
+        most = LOOK + count * (self._until - now)
+        if rows.size > most:
+            least = scores.argpartition(most)[:most]
+            rows, scores = rows[least], scores[least]
+        self._heap = list(zip(scores.tolist(), rows.tolist(), strict=True))
+        heapify(self._heap)
+
+    def drop_ranks(self) -> None:
+        """Rows have other numbers now."""
+        self._heap, self._until = [], 0
+
+    def least(self, count: int, now: int) -> tuple[Ids, Numbers, Numbers]:
+        """Takes up to `count` blocks of the least score out of their runs.
+
+        Returns:
+            The blocks, the serial of each one's request, and whether it was that one's tail.
+        """
+        runs, heap = self._runs, self._heap
+        while heap and count:
+            _, row = heappop(heap)
+            if runs.start[row] >= runs.end[row] or not self._is_free(row):
+                continue
+            given, parent = self._give(row, count, heed=True)
+            count -= given
+            for other in (row, parent):
+                if other >= 0 and runs.start[other] < runs.end[other] and self._is_free(other):
+                    heappush(heap, (self._score(other, now), other))
+        return self._taken()
+
+    def _is_free(self, row: int) -> bool:
+        return bool(self._hanging[self._runs.last[row]] == 0)
+
+    def _score(self, row: int, now: int) -> float:
+        runs = self._runs
+        end = int(runs.end[row])
+        if runs.certain[row] and end > runs.shared[row]:
+            return GONE
+        uses = int((runs.bounds[row] >= end).sum())
+        tail = int(end == runs.size[row])
+        return self._tables.score(int(runs.group[row]), int(runs.traits[row]), uses, tail, now - int(runs.serial[row]))
+
+    def oldest(self, count: int) -> tuple[Ids, Numbers, Numbers]:
+        """Takes `count` blocks in the order of lru; see `least`."""
+        for row in self._runs.alive().tolist():
+            while count and self._runs.start[row] < self._runs.end[row]:
+                count -= self._give(row, count, heed=False)[0]
+            if not count:
+                break
+        return self._taken()
+
+    def _give(self, row: int, count: int, heed: bool) -> tuple[int, int]:
+        """Takes blocks from the end of a run; returns how many, and the row that waited for it to end, or -1.
+
+        Args:
+            row: The run.
+            count: Blocks at most.
+            heed: Whether to stop where the worth changes, and before blocks that others hang from.
+        """
+        runs = self._runs
+        start, end = int(runs.start[row]), int(runs.end[row])
+        low = runs.piece(row, start, end) if heed else start
+        low = max(low, end - max(LOOK, 2 * count))
+        ids = runs.chains[row][low:end][::-1]
+        serial = int(runs.serial[row])
+        code = serial << self._place_bits
+        mine = self._code.take(ids) == np.arange(code + end - 1, code + low - 1, -1)
+        looked = ids.size
+        if heed:
+            stops = (self._hanging.take(ids) > 0) & mine
+            if stops.any():
+                looked = int(stops.argmax())
+        places = mine[:looked].nonzero()[0][:count]
+        if places.size == count:
+            looked = int(places[-1]) + 1
+        chosen = ids[places]
+        tail = bool(places.size and places[0] == 0 and end == runs.size[row])
+        self._code[chosen] = -1
+        runs.end[row] = end - looked
+        waited = -1
+        if end - looked > start:
+            runs.last[row] = runs.chains[row][end - looked - 1]
+        else:
+            parent = int(runs.parent[row])
+            self.hang(row, -1)
+            if parent >= 0 and self._hanging[parent] == 0 and self._code[parent] >= 0:
+                waited = self._row_ending_in(parent)
+        if chosen.size:
+            self._parts.append((chosen, serial, tail))
+        return int(chosen.size), waited
+
+    def _row_ending_in(self, block: int) -> int:
+        """The row whose last block this is, or -1."""
+        runs, code = self._runs, int(self._code[block])
+        row = int(runs.rows_of(np.array([code >> self._place_bits]))[0])
+        return row if runs.end[row] - 1 == code & ((1 << self._place_bits) - 1) else -1
