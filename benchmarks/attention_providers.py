@@ -35,7 +35,7 @@ def _pc(op: str, call: AttentionCall, planned: bool = True, batch_invariant: boo
 
 
 def _plan(call: AttentionCall, arguments: dict[str, Any]) -> torch.Tensor | None:
-    """The step's plan, which all layers share; on a CPU the references use none."""
+    """The step's plan, which all layers share; on CPU tensors PyTorch uses none."""
     if call.query.device.type == "cpu":
         return None
     names = ("window", "num_sink_tokens", "query_positions", "num_shared_blocks", "batch_invariant")

@@ -104,7 +104,7 @@ def render_operator(page: Path, op: str, device: str = "") -> str:
     if not parts:
         return "No measurement of this operator is in the tree yet."
     if not any(name != "cpu" and (RESULTS / name / f"{op}.csv").exists() for name in devices()):
-        parts.append("Not measured on a GPU yet. On a CPU it is the PyTorch reference that runs, not the kernel.")
+        parts.append("Not measured on a GPU yet. On CPU tensors it is PyTorch that runs, not the kernel.")
     return "\n".join(parts).rstrip()
 
 

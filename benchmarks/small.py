@@ -1,6 +1,6 @@
 """One small call of every operator, checked: `python benchmarks/small.py`, also under compute-sanitizer.
 
-On a GPU the kernels run there; with TRITON_INTERPRET=1 they run in the interpreter, else the references do.
+On a GPU the kernels run there; with TRITON_INTERPRET=1 they run in the interpreter, else PyTorch does.
 """
 
 from __future__ import annotations

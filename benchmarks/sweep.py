@@ -144,7 +144,7 @@ def sweep_regime(
     inputs = AttentionInputs(regime.case, device, 0 if limit else 256 << 20)
     arch = architecture(device).name
     present = _present(regime, inputs, arch)
-    if present is None:  # the references run: there is nothing to choose
+    if present is None:  # PyTorch runs: there is nothing to choose
         return []
     rows, ready = [], {}
     for candidate in candidates(regime, present, arch)[:limit]:

@@ -1,4 +1,4 @@
-"""Operators: one file per op, each with its reference, kernel, launcher, operator and public function."""
+"""Operators: a file each with its contract; kernels that several share are in _attention and _rows."""
 
 from __future__ import annotations
 

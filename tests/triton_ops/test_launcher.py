@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib
 from typing import ClassVar
@@ -231,3 +232,21 @@ def test_a_profiler_hears_of_every_launch(launches):
     finally:
         knobs.runtime.launch_enter_hook.remove(hear)
     assert _Driver.hooks[-2] is None, "without a profiler the launch is the short one"
+
+
+def test_the_signature_of_a_call_holds_all_that_is_decided_by():
+    """An option added to AttentionCall is in it without being named there."""
+    one = torch.zeros(8)
+    changes = {"query_positions": torch.zeros(2, dtype=torch.int32), "causal": False, "window": 3, "num_sink_tokens": 3}
+    changes |= {"num_shared_blocks": 1, "batch_invariant": True, "softcap": 2.0, "alibi_slopes": one, "sinks": one}
+    changes |= {"k_scale": one[:1], "v_scale": one[:1], "max_query_len": None, "max_seq_len": 5}
+    changes |= {"plan": torch.zeros(99, dtype=torch.int32), "query": torch.zeros(3, 8, 64, dtype=torch.float16)}
+    changes |= {"key_cache": torch.zeros(5, 16, 2, 64, dtype=torch.float16)}
+    changes |= {"value_cache": torch.zeros(4, 16, 2, 32, dtype=torch.float16)}
+    changes |= {"block_tables": torch.zeros(2, 33, dtype=torch.int32), "seq_lens": torch.zeros(3, dtype=torch.int32)}
+    changes |= {"query_start_loc": torch.zeros(4, dtype=torch.int32)}
+    assert {field.name for field in dataclasses.fields(AttentionCall)} == {*changes, "scale"}
+    base = _attention_call()
+    assert base.signature() == _attention_call().signature() == dataclasses.replace(base, scale=2.0).signature()
+    found = [dataclasses.replace(base, **{name: value}).signature() for name, value in changes.items()]
+    assert len({base.signature(), *found}) == 1 + len(changes)

@@ -1,1 +1,1 @@
-"""What the attention operators share: argument checks, the CPU reference, the kernels, the plan and their constants."""
+"""What the attention operators share: checks, what runs on CPU tensors, kernels, the plan and their constants."""

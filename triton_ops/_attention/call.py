@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -97,29 +98,19 @@ class AttentionCall(BatchCall):
 
     def signature(self) -> tuple[object, ...]:
         """All that kernels are chosen and compiled by: equal for two calls that differ in addresses and values only."""
-        optional = (self.query_positions, self.alibi_slopes, self.sinks, self.k_scale, self.v_scale, self.plan)
-        tensors = (
-            self.query,
-            self.key_cache,
-            self.value_cache,
-            self.block_tables,
-            self.seq_lens,
-            self.query_start_loc,
-            *[tensor for tensor in optional if tensor is not None],
-        )
-        options = (
-            *[tensor is None for tensor in optional],
-            self.window,
-            self.num_sink_tokens,
-            self.num_shared_blocks,
-            self.causal,
-            self.softcap,
-            self.max_query_len,
-            self.max_seq_len,
-            self.batch_invariant,
-        )
+        optional = _OPTIONAL(self)
+        options = (_OPTIONS(self), *[tensor is None for tensor in optional])
+        tensors = (*_TENSORS(self), *[tensor for tensor in optional if tensor is not None])
         found = _signatures.get(options, tensors)
         return (found or _signatures.keep(options, tensors, object()),)
 
 
+def _getter(*types: str) -> Callable[[AttentionCall], tuple[Any, ...]]:
+    """Reads the fields of these types; scale alone is a number that nothing is decided by."""
+    return attrgetter(*[f.name for f in fields(AttentionCall) if f.type in types and f.name != "scale"])
+
+
+_TENSORS = _getter("torch.Tensor")
+_OPTIONAL = _getter("torch.Tensor | None")
+_OPTIONS = _getter("int", "int | None", "float", "bool")
 _signatures: Decisions[object] = Decisions()

@@ -107,10 +107,9 @@ def check_batch(call: BatchCall, device: torch.device, num_tokens: int | None = 
         raise bad_argument(
             "num_shared_blocks", call.num_shared_blocks, f"0 to {max_blocks}, the columns of block_tables"
         )
-    if call.window < 0:
-        raise bad_argument("window", call.window, "0 (off) or a positive number of tokens")
-    if call.num_sink_tokens < 0:
-        raise bad_argument("num_sink_tokens", call.num_sink_tokens, "0 or a positive number of tokens")
+    for name in ("window", "num_sink_tokens"):
+        if getattr(call, name) < 0:
+            raise bad_argument(name, getattr(call, name), "0 or a positive number of tokens")
 
 
 def check_lengths(call: BatchCall, lens: list[int], starts: list[int], max_seq_len: int | None = None) -> None:
