@@ -4,9 +4,11 @@
     python benchmarks/gpu.py --slice 3          one slice; again: what is left of it
     python benchmarks/gpu.py                    all slices
     python benchmarks/gpu.py --dry-run          every kind of unit on the CPU, small, results thrown away
+    python benchmarks/gpu.py --unpack FILE      results that another machine packed, into benchmarks/results
 
 Each unit is a process of its own, so that one that crashes takes nothing with it. What is done stands in
-results/<device>/run.csv with a fingerprint of the sources: a unit is repeated when they change.
+results/<device>/run.csv with a fingerprint of the sources: a unit is repeated when they change. After every unit all
+results are packed into one file (--pack).
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import csv
 import dataclasses
 import functools
 import hashlib
-import importlib.util
+import importlib
 import os
 import shutil
 import subprocess
@@ -34,19 +36,27 @@ if __name__ == "__main__":
 
 import torch
 
-from . import generate, runner, sweep
+from . import ahead, generate, runner, sweep
 from .bars import check_bars
-from .ceilings import measure_ceilings
-from .conditions import SOURCES, conditions, device_folder
+from .ceilings import measure_ceilings, published
+from .conditions import SOURCES, conditions, device_folder, device_name
+from .pack import pack, unpack
 from .peers import add_peers
 from .registry import OURS, ROOT, discover
 
 SLICE_SECONDS = 530
 # A slice is planned shorter than it may take, since estimates are only that.
 PLANNED_SECONDS = 440
+# No unit may take the whole of a slice from those after it.
+MOST_SECONDS = 400
 CASES_PER_UNIT = 8
 SKIPPED, RESUME, TIMEOUT = 4, 5, 124
-TOOLS = ("memcheck", "racecheck", "synccheck")
+TOOLS = ("memcheck", "initcheck", "racecheck", "synccheck")
+
+
+def device_kind(dry: bool) -> str:
+    """Kind of device of a run."""
+    return "cpu" if dry else "cuda"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +80,7 @@ class Context:
     @property
     def kind(self) -> str:
         """Kind of device."""
-        return "cpu" if self.dry else "cuda"
+        return device_kind(self.dry)
 
     @property
     def folder(self) -> Path:
@@ -106,15 +116,21 @@ def _command(*command: str) -> None:
 
 
 def _pytest(context: Context, *arguments: str) -> None:
-    parallel = ("-n", "8") if importlib.util.find_spec("xdist") else ()
-    extra = ("--collect-only", "-q") if context.dry else ("-q", *parallel)
-    _command(sys.executable, "-m", "pytest", *extra, *arguments)
+    """Shares of the tests in processes of their own, which compile side by side; pytest alone is needed for it."""
+    count = 2 if context.dry else ahead.workers()
+    extra = ("--collect-only",) if context.dry else ()
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *extra, *arguments]
+    shares = [{"PC_SHARE": f"{k}/{count}", "PC_BARE": "1"} for k in range(count)]
+    codes = ahead.in_shares([command] * count, SLICE_SECONDS, shares)
+    failed = {k: code for k, code in enumerate(codes) if code not in (0, 5)}  # 5: no test in this share
+    if failed:
+        raise RuntimeError(f"pytest {' '.join(arguments)}: exit codes by share {failed}")
 
 
 def _ceilings(context: Context) -> None:
     found = measure_ceilings(context.kind, context.dry)
     row = {"copy_gbs": f"{found.copy / 1e9:.1f}", "matmul_tflops": f"{found.matmul / 1e12:.2f}", "dtype": found.dtype}
-    _write(context.folder / "ceilings.csv", [row | conditions(context.kind)])
+    _write(context.folder / "ceilings.csv", [row | published(device_name(context.kind)) | conditions(context.kind)])
 
 
 def _write(path: Path, rows: list[dict[str, str]]) -> None:
@@ -143,6 +159,9 @@ def _sanitizer(context: Context, tool: str) -> None:
     if context.dry:
         _command(*command)
         return
+    # Under the tool compilers would run tens of times as long.
+    names, count = [benchmark.op for benchmark in discover()], ahead.workers()
+    ahead.in_shares([[*command, *names[k::count]] for k in range(min(count, len(names)))])
     found = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path="/usr/local/cuda/bin")
     if found is None:
         raise SkippedError("compute-sanitizer is not installed")
@@ -152,10 +171,12 @@ def _sanitizer(context: Context, tool: str) -> None:
 
 def _sweep(context: Context, key: str) -> None:
     regime = next(regime for regime in sweep.regimes(context.dry) if regime.key == key)
-    rows = sweep.sweep_regime(
-        regime, torch.device(context.kind), 0.1 if context.dry else 20, 2 if context.dry else None
-    )
-    sweep.save_sweep(context.folder / "constants.csv", rows)
+    ahead.compile_ahead("sweep", key, dry=context.dry)
+    seconds, limit = (0.1, 2) if context.dry else (4, None)
+    ceiling = measure_ceilings(context.kind, context.dry)
+    columns = {"copy_gbs": f"{ceiling.copy / 1e9:.1f}", "matmul_tflops": f"{ceiling.matmul / 1e12:.2f}"}
+    for rows in sweep.sweep_regime(regime, torch.device(context.kind), seconds, limit):
+        sweep.save_sweep(context.folder / "constants.csv", [row | columns for row in rows])
 
 
 def _bench(context: Context, op: str, part: int) -> None:
@@ -164,6 +185,8 @@ def _bench(context: Context, op: str, part: int) -> None:
     if context.peers is not None:
         add_peers(context.peers)
     log, failed = Log(context), []
+    if not context.resumed:
+        ahead.compile_ahead("bench", op, str(part), dry=context.dry)
     cases = benchmark.of(context.kind, False)[part * CASES_PER_UNIT : (part + 1) * CASES_PER_UNIT]
     for case in benchmark.of("cpu", True)[:1] if context.dry else cases:
         name, start = f"bench {op} {part}: {case.name}", time.perf_counter()
@@ -250,7 +273,7 @@ def fingerprint() -> str:
 class Log:
     """results/<device>/run.csv: the last outcome of each unit, and of each case of those that measure."""
 
-    COLUMNS = ("unit", "outcome", "seconds", "note", "fingerprint")
+    COLUMNS = ("unit", "outcome", "seconds", "note", "fingerprint", "compile_seconds")
 
     def __init__(self, context: Context) -> None:
         self.kind, self.path = context.kind, context.folder / "run.csv"
@@ -274,8 +297,9 @@ class Log:
         }
 
     def put(self, name: str, outcome: str, seconds: float, note: str = "") -> None:
-        """Notes an outcome in the place of an earlier one."""
-        row = dict(zip(self.COLUMNS, (name, outcome, f"{seconds:.0f}", note, fingerprint()), strict=True))
+        """Notes an outcome in the place of an earlier one; of its seconds, those that compilers were waited for."""
+        values = (name, outcome, f"{seconds:.0f}", note, fingerprint(), f"{ahead.spent():.0f}")
+        row = dict(zip(self.COLUMNS, values, strict=True))
         _write(self.path, list((self.rows() | {name: row | conditions(self.kind)}).values()))
 
 
@@ -298,8 +322,22 @@ def run_unit(unit: Unit, context: Context) -> int:
     return 0
 
 
-def run_slice(chosen: list[Unit], context: Context, seconds: float = SLICE_SECONDS, again: bool = False) -> list[str]:
-    """Runs what is not done, each unit in a process of its own, while there is time; the names of what is left."""
+def run_slice(
+    chosen: list[Unit],
+    context: Context,
+    seconds: float = SLICE_SECONDS,
+    again: bool = False,
+    packed: Path | None = None,
+) -> list[str]:
+    """Runs what is not done, each unit in a process of its own, while there is time; the names of what is left.
+
+    Args:
+        chosen: In this order.
+        context: Where and how.
+        seconds: All may take.
+        again: Also what is done.
+        packed: After each unit, all results of the device go into this file.
+    """
     log, end, left = Log(context), time.perf_counter() + seconds, []
     for unit in chosen:
         if log.done(unit.name) and not again:
@@ -311,15 +349,18 @@ def run_slice(chosen: list[Unit], context: Context, seconds: float = SLICE_SECON
             continue
         print(f"== {unit.name} ({remaining:.0f} s left)", flush=True)
         start = time.perf_counter()
-        code = _run_process(unit, context, remaining)
+        code = _run_process(unit, context, min(remaining, MOST_SECONDS))
         while code == RESUME and end - time.perf_counter() > 10:
             code = _run_process(unit, dataclasses.replace(context, resumed=True), end - time.perf_counter())
         if code not in (0, SKIPPED):
+            print(f"== {unit.name}: failed with exit code {code}; going on", flush=True)
             left.append(unit.name)
             if code == TIMEOUT:
                 log.put(unit.name, "timeout", time.perf_counter() - start)
             elif log.rows().get(unit.name, {}).get("fingerprint") != fingerprint():
                 log.put(unit.name, "failed", time.perf_counter() - start, f"exit code {code}")
+        if packed is not None:
+            pack(context.folder, packed)
     return left
 
 
@@ -349,11 +390,17 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--results", type=Path, help="default: benchmarks/results, or a new folder for a dry run")
     parser.add_argument("--peers", type=Path, default=ROOT / ".peers" / "gpu", help="folder of other projects' wheels")
     parser.add_argument("--without", default="", help="leave out rivals whose name contains this")
+    parser.add_argument("--pack", type=Path, help="default: bench_output/gpu.tar.gz, or gpu-slice-<n>.tar.gz")
+    parser.add_argument("--unpack", type=Path, help="put packed results under --results")
     parser.add_argument("--unit", help=argparse.SUPPRESS)
     parser.add_argument("--resumed", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
     if given.dry_run:
         torch.set_num_threads(1)
+    if given.unpack:
+        names = unpack(given.unpack, given.results or ROOT / "benchmarks" / "results")
+        print(f"{len(names)} files: {', '.join(names)}")
+        return 0
     everything = units()
     parts = slices(everything)
     if given.slice is not None and not 1 <= given.slice <= len(parts):
@@ -365,6 +412,7 @@ def main(arguments: list[str] | None = None) -> int:
         print("make gpu needs a GPU that PyTorch can use; --dry-run tries the harness without one", file=sys.stderr)
         return 2
     if given.unit:
+        torch.manual_seed(0)
         return run_unit(next(unit for unit in everything if unit.name == given.unit), context)
     if given.list:
         rows = Log(context).rows() if given.dry_run or torch.cuda.is_available() else {}
@@ -374,13 +422,16 @@ def main(arguments: list[str] | None = None) -> int:
                 print(f"    {unit.name}: {rows.get(unit.name, {}).get('outcome', 'not yet')}")
         _print_bars(context, bool(rows))
         return 0
+    name = "gpu.tar.gz" if given.slice is None else f"gpu-slice-{given.slice}.tar.gz"
+    packed = given.pack or (context.results if given.dry_run else ROOT / "bench_output") / name
     left = []
     for number, part in enumerate(parts, 1):
         if given.slice in (None, number):
             chosen = [unit for unit in part if given.only in unit.name]
-            left += run_slice(chosen, context, again=given.again)
+            left += run_slice(chosen, context, again=given.again, packed=packed)
     _print_bars(context, not context.dry)
-    print(f"results in {context.folder}; python benchmarks/sweep.py --write takes over what the sweep chose")
+    print(f"results in {context.folder}, packed in {packed}")
+    print("python benchmarks/sweep.py --write takes over what the sweep chose")
     if left:
         print(f"left: {', '.join(left)}; run the same again", file=sys.stderr)
     return 3 if left else 0

@@ -14,7 +14,7 @@ import importlib
 import itertools
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -39,6 +39,9 @@ from .registry import ROOT, WrongError
 
 # A change below this is noise: the present constants stay.
 WORTH = 0.97
+# Candidates that are timed side by side, beside the present constants: after so many, the rows are saved.
+TOGETHER = 6
+STAGES = (2, 3, 4, 5, 6)
 TABLE = ROOT / "triton_ops" / "_attention" / "tuned.py"
 
 
@@ -105,11 +108,11 @@ def candidates(regime: Regime, present: Candidate, arch: str) -> list[Candidate]
     """The present constants first, then others that may compile to something useful."""
     tiles = present.tiles
     if regime.name == "decode":
-        grid: Any = itertools.product((tiles.block_m,), (16, 32, 64), (4, 8), (2, 3, 4), (False,))
+        grid: Any = itertools.product((tiles.block_m,), (16, 32, 64), (4, 8), STAGES, (False,))
     else:
         # 4 warps spill with 128 rows.
         shapes = [(m, n, w) for m, n, w in itertools.product((64, 128), (32, 64), (4, 8)) if (m, w) != (128, 4)]
-        grid = ((*shape, stages, loops) for shape in shapes for stages in (2, 3) for loops in (False, True))
+        grid = ((*shape, stages, loops) for shape in shapes for stages in STAGES for loops in (False, True))
     found = [Candidate(Tiles(*given), present.programs) for given in grid]
     if regime.name == "decode":
         found += [dataclasses.replace(present, programs=programs) for programs in (2, 8, 16)]
@@ -117,7 +120,7 @@ def candidates(regime: Regime, present: Candidate, arch: str) -> list[Candidate]
     if regime.case.block_size >= TILE_KEYS and arch in ("interpreter", "sm_90", "sm_100", "sm_103", "sm_120"):
         found += [
             dataclasses.replace(present, tiles=dataclasses.replace(tiles, descriptors=True, num_stages=stages))
-            for stages in (2, 3, 4)
+            for stages in STAGES
         ]
         if regime.name == "prefill":
             found.append(dataclasses.replace(present, specialized=True))
@@ -139,33 +142,73 @@ def applied(regime: Regime, candidate: Candidate, arch: str) -> Iterator[None]:
 
 def sweep_regime(
     regime: Regime, device: torch.device, seconds: float, limit: int | None = None
-) -> list[dict[str, str]]:
-    """Times every candidate side by side, those that are right; one row each."""
+) -> Iterator[list[dict[str, str]]]:
+    """Times candidates that are right, some at once and the present constants with each lot; all rows after each lot.
+
+    Args:
+        regime: Which.
+        device: Where.
+        seconds: About how long a lot is timed.
+        limit: Only so many candidates, small: a test of the harness.
+    """
     inputs = AttentionInputs(regime.case, device, 0 if limit else 256 << 20)
     arch = architecture(device).name
     present = _present(regime, inputs, arch)
     if present is None:  # PyTorch runs: there is nothing to choose
-        return []
-    rows, ready = [], {}
-    for candidate in candidates(regime, present, arch)[:limit]:
-        row = {"regime": regime.key, "present": str(int(candidate == present)), **candidate.columns()}
-        row |= {"architecture": arch, "kind": regime.name, "group": str(next_power_of_2(regime.group))}
-        row |= {name: str(getattr(regime.case, name)) for name in ("head_dim", "block_size")}
-        rows.append(row)
-        try:
+        return
+    rows: list[dict[str, str]] = []
+    first: float | None = None
+    others = candidates(regime, present, arch)[1:limit]
+    for start in range(0, max(len(others), 1), TOGETHER):
+        lot = {candidate: _row(regime, candidate, present, arch) for candidate in others[start : start + TOGETHER]}
+        now = _row(regime, present, present, arch)
+        ready = [c for c, row in [(present, now), *lot.items()] if _is_right(regime, inputs, c, arch, row)]
+        rows += [*([now] if not start else []), *lot.values()]
+        if present not in ready:
+            raise WrongError(f"{regime.key}: the present constants: {now['note']}")
+        times = _time(regime, inputs, ready, arch, device, seconds)
+        # Clocks drift between lots: what counts is the ratio to the present constants in the same lot.
+        first = first or times[present].p50
+        for candidate, found in times.items():
+            row = now if candidate == present else lot[candidate]
+            row["p50_us"] = f"{found.p50 / times[present].p50 * first:.2f}"
+        for row in rows:
+            row.pop("reason", None)
+        # The number of programs is chosen for all decodes together, by `table`.
+        _choose([row for row in rows if row["programs"] == rows[0]["programs"]])
+        yield [row | conditions(device.type) for row in rows]
+
+
+def _row(regime: Regime, candidate: Candidate, present: Candidate, arch: str) -> dict[str, str]:
+    row = {"regime": regime.key, "present": str(int(candidate == present)), **candidate.columns()}
+    row |= {"architecture": arch, "kind": regime.name, "group": str(next_power_of_2(regime.group))}
+    return row | {name: str(getattr(regime.case, name)) for name in ("head_dim", "block_size")}
+
+
+def _is_right(regime: Regime, inputs: AttentionInputs, candidate: Candidate, arch: str, row: dict[str, str]) -> bool:
+    """Whether a candidate runs and gives what it should; else the row says why not."""
+    try:
+        with applied(regime, candidate, arch):
+            inputs.check(inputs.calls[0], lambda: _call(inputs.calls[0]))
+    except WrongError as error:
+        row["note"] = f"wrong: {error}"
+    except Exception as error:
+        row["note"] = f"fails: {str(error).splitlines()[0][:120] if str(error) else type(error)}"
+    return "note" not in row
+
+
+def first_calls(regime: Regime, device: torch.device, limit: int | None = None) -> Iterator[Callable[[], object]]:
+    """A call with each candidate, which compiles it."""
+    inputs = AttentionInputs(regime.case, device, 0)
+    arch = architecture(device).name
+    present = _present(regime, inputs, arch)
+    for candidate in [] if present is None else candidates(regime, present, arch)[:limit]:
+
+        def run(candidate: Candidate = candidate) -> None:
             with applied(regime, candidate, arch):
-                inputs.check(inputs.calls[0], lambda: _call(inputs.calls[0]))
-        except WrongError as error:
-            row["note"] = f"wrong: {error}"
-        except Exception as error:
-            row["note"] = f"fails: {str(error).splitlines()[0][:120] if str(error) else type(error)}"
-        else:
-            ready[candidate] = row
-    for candidate, times in _time(regime, inputs, list(ready), arch, device, seconds).items():
-        ready[candidate]["p50_us"] = f"{times.p50:.2f}"
-    # The number of programs is chosen for all decodes together, by `table`.
-    _choose([row for row in rows if row["programs"] == rows[0]["programs"]])
-    return [row | conditions(device.type) for row in rows]
+                _call(inputs.calls[0])
+
+        yield run
 
 
 def _present(regime: Regime, inputs: AttentionInputs, arch: str) -> Candidate | None:
@@ -242,6 +285,7 @@ def _choose(rows: list[dict[str, str]]) -> None:
 
 
 CHOICES = (*(field.name for field in dataclasses.fields(Tiles)), "programs", "specialized")
+CEILINGS = ("copy_gbs", "matmul_tflops")
 KEYS = ("architecture", "kind", "head_dim", "group", "block_size")
 COLUMNS = ("regime", "present", "reason", "p50_us", *CHOICES, *KEYS, "note")
 
@@ -253,7 +297,7 @@ def save_sweep(path: Path, rows: list[dict[str, str]]) -> None:
     before = [row for row in read_sweep(path) if row["regime"] not in {r["regime"] for r in rows}]
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, [*COLUMNS, *conditions("cpu")], restval="", lineterminator="\n")
+        writer = csv.DictWriter(file, [*COLUMNS, *CEILINGS, *conditions("cpu")], restval="", lineterminator="\n")
         writer.writeheader()
         writer.writerows(sorted([*before, *rows], key=lambda row: row["regime"]))
 

@@ -6,6 +6,9 @@ import contextlib
 import dataclasses
 import functools
 import importlib
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -48,7 +51,7 @@ def test_units_hold_every_operator_every_case_and_every_test_file() -> None:
     files = [name for kind in ("attention", "others") for name in UNITS[f"numerics {kind}"].run.keywords["files"]]
     paths = (registry.ROOT / "tests" / "triton_ops").glob("test_*.py")
     assert sorted([*files, "test_kernel_resources.py"]) == sorted(path.name for path in paths)
-    assert {"ceilings", "graphs", "adapters", "generate", "sanitizer memcheck"} <= set(UNITS)
+    assert {"ceilings", "graphs", "adapters", "generate", "sanitizer memcheck", "sanitizer initcheck"} <= set(UNITS)
     assert sum(name.startswith("sweep ") for name in UNITS) == len(sweep.regimes())
 
 
@@ -123,6 +126,68 @@ def test_a_slice_ends_in_time(context: Any) -> None:
 def test_a_crashed_process_is_noted(context: Any) -> None:
     assert gpu.run_slice([gpu.Unit("no such unit", 1, fail)], context) == ["no such unit"]
     assert "exit code" in gpu.Log(context).rows()["no such unit"]["note"]
+
+
+def test_results_are_packed_after_every_unit_and_unpacked_elsewhere(context: Any, tmp_path: Path) -> None:
+    packed = tmp_path / "out" / "slice.tar.gz"
+    bad = gpu.Unit("no such unit", 1, fail)
+    assert gpu.run_slice([UNITS["ceilings"], bad], context, packed=packed) == ["no such unit"]
+    elsewhere = tmp_path / "elsewhere"
+    assert gpu.main(["--unpack", str(packed), "--results", str(elsewhere)]) == 0
+    for name in ("ceilings.csv", "run.csv"):
+        assert (elsewhere / "cpu" / name).read_bytes() == (context.folder / name).read_bytes()
+    outcomes = gpu.Log(dataclasses.replace(context, results=elsewhere)).rows()
+    assert [outcomes[name]["outcome"] for name in ("ceilings", "no such unit")] == ["ok", "failed"]
+
+
+def collected(code: str, **environment: str) -> str:
+    """What `pytest.main` prints, run by `code` in a process of its own."""
+    done = subprocess.run(
+        [sys.executable, "-c", f"import sys, pytest; {code}"],
+        cwd=registry.ROOT,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return done.stdout
+
+
+def test_tests_run_in_shares_that_together_are_all() -> None:
+    code = "sys.exit(pytest.main(['-q', '--collect-only', 'tests/test_numbers.py']))"
+    shares = [collected(code, PC_SHARE=share) for share in ("0/2", "1/2", "0/1")]
+    first, second, everything = ({line for line in text.splitlines() if "::" in line} for text in shares)
+    assert first
+    assert second
+    assert not first & second
+    assert first | second == everything
+
+
+def test_a_test_file_that_needs_what_is_absent_is_left_out_only_where_asked() -> None:
+    code = "import importlib.util as u; find = u.find_spec; "
+    code += "u.find_spec = lambda name, *rest: None if name == 'hypothesis' else find(name, *rest); "
+    code += "sys.exit(pytest.main(['-q', '--collect-only', 'tests/triton_ops', '-k', 'gap']))"
+    bare, whole = collected(code, PC_BARE="1"), collected(code, PC_BARE="")
+    assert "test_sparse_gap_attention.py" in bare
+    assert "test_sparse_gap_attention_random.py" not in bare
+    assert "test_sparse_gap_attention_random.py" in whole
+
+
+def test_a_process_that_compiles_for_ever_is_ended() -> None:
+    ahead = importlib.import_module(f"{PACKAGE}.ahead")
+    commands = [[sys.executable, "-c", "import time; time.sleep(60)"], [sys.executable, "-c", "raise SystemExit(3)"]]
+    assert ahead.in_shares(commands, 3.0) == [124, 3]
+
+
+def test_bars_of_a_decode_go_with_the_memory_of_the_device(tmp_path: Path) -> None:
+    bars = importlib.import_module(f"{PACKAGE}.bars")
+    rows = "case,provider,mode,p50_us,flops,device\ndecode 1x4k,pc,graph,19,0,{}\n"
+    for device, line in (
+        ("NVIDIA H200", "not met: decode 1x4k, 19 us, at most 14"),
+        ("NVIDIA H100 80GB HBM3", "met: decode 1x4k, 19 us, at most 20"),
+    ):
+        (tmp_path / "paged_attention.csv").write_text(rows.format(device))
+        assert line in bars.check_bars(tmp_path)
 
 
 def test_the_command_names_what_it_needs(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

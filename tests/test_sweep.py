@@ -139,3 +139,33 @@ def test_info_names_what_is_tuned() -> None:
     assert len(found) == 4
     assert all(WHY in text for text in found.values())
     assert _tuned("sm_90") == {}
+
+
+def test_rows_are_given_after_every_lot_as_ratios_to_the_present_constants(monkeypatch: pytest.MonkeyPatch) -> None:
+    regime = sweep.regimes(tiny=True)[0]
+    present = sweep.Candidate(constants.Tiles(16, 64, 4, 3, False), 4)
+    others = [sweep.Candidate(constants.Tiles(16, 32, 4, stages, False), 4) for stages in range(2, 9)]
+    drift = iter((1.0, 2.0))
+
+    def time(regime, inputs, ready, *rest):
+        clock = next(drift)
+        return {
+            c: sweep.timing.Quantiles(0, clock * (100 if c == present else 50 + c.tiles.num_stages), 0, 1)
+            for c in ready
+        }
+
+    monkeypatch.setattr(sweep, "_present", lambda *_: present)
+    monkeypatch.setattr(sweep, "candidates", lambda *_: [present, *others])
+    monkeypatch.setattr(sweep, "_is_right", lambda *_: True)
+    monkeypatch.setattr(sweep, "_time", time)
+    lots = list(sweep.sweep_regime(regime, torch.device("cpu"), 0.1))
+    assert [len(rows) for rows in lots] == [1 + sweep.TOGETHER, 1 + len(others)]
+    assert [row["p50_us"] for row in lots[1]] == ["100.00", *(f"{50 + n}.00" for n in range(2, 9))]
+    assert [row["num_stages"] for row in lots[1] if row.get("reason")] == ["2"]
+
+
+def test_candidates_reach_six_stages() -> None:
+    present = sweep.Candidate(constants.Tiles(16, 64, 4, 3, False), 4)
+    for regime in sweep.regimes():
+        found = sweep.candidates(regime, present, "sm_90")
+        assert {c.tiles.num_stages for c in found if not c.tiles.descriptors} >= {2, 3, 4, 5, 6}
