@@ -1,6 +1,7 @@
 #!/bin/sh
 # Installs the cache managers that bench_manager.py compares with, each in an environment of its own under $1.
 # Their wheels are unpacked, vLLM's without its compiled extensions, since only their Python managers are run.
+# With `sources` as $2, vLLM's are unpacked and nothing is installed.
 set -eu
 ROOT=${1:-.peers}
 PYTHON=${PYTHON:-python3}
@@ -33,6 +34,7 @@ environment() { # name, then pip arguments
 
 mkdir -p "$ROOT/wheels"
 fetch vllm 0.33.0
+[ "${2:-}" = sources ] && exit
 environment vllm torch==2.13.0 numpy packaging psutil pyzmq urllib3 regex msgspec pydantic cbor2 transformers aiohttp \
     requests openai-harmony openai pillow pybase64 cachetools cloudpickle uvloop py-cpuinfo prometheus_client xgrammar \
     fastapi partial_json_parser llguidance xxhash triton==3.9.0
