@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 WORKERS ?= 2
 
-.PHONY: help setup demo bench bench-manager vllm results gpu docs test lint typecheck links wheel-test kernels emulate emulate-quick clean
+.PHONY: help setup demo bench bench-manager vllm results gpu docs test lint typecheck links wheel-test kernels emulate emulate-quick mutate work clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | column -ts "$$(printf '\t')"
@@ -84,6 +84,17 @@ emulate: setup links .kernels/triton-3.6.0 ## run every kernel as it is compiled
 
 emulate-quick: setup links ## the same for every operator's main kernels, in two minutes
 	$(call run_emulated,,-m "not slow" tests/emulator/test_operators.py tests/emulator/test_faults.py)
+
+mutate: setup links ## break compiled kernels on purpose and count what `make emulate` notices
+	EMULATOR_ARCH=sm_80 PYTHONPATH=.typecheck:tests OMP_NUM_THREADS=1 $(BIN)/python -m emulator.mutate --write $(ARGS)
+
+work: setup links .peers/vllm-src/.done ## count the work of attention steps on compiled kernels, beside vLLM's, without a GPU
+	for arch in sm_80 sm_90; do EMULATOR_ARCH=$$arch PYTHONPATH=.typecheck:tests OMP_NUM_THREADS=1 \
+		$(BIN)/python benchmarks/work.py --vllm .peers/vllm-src || exit 1; done
+	$(BIN)/python benchmarks/render_docs.py
+
+.peers/vllm-src/.done: | setup
+	PYTHON=$(abspath $(BIN)/python) sh benchmarks/install_peers.sh .peers sources
 
 .kernels/triton-%: | setup
 	$(BIN)/python -m pip install --quiet --no-deps --target $@.part triton==$*

@@ -125,6 +125,45 @@ def short_time(microseconds: float) -> str:
     raise ValueError(f"microseconds: got {microseconds}")
 
 
+def plot_work(source: Path, target: Path) -> None:
+    """Bars of the warp instructions of each step, ours and the other's, for the newest architecture of the rows.
+
+    Args:
+        source: The rows.
+        target: The SVG file.
+    """
+    rows = read_rows(source)
+    arch = max(row["architecture"] for row in rows)
+    rows = [row for row in rows if row["architecture"] == arch]
+    cases, providers = (list(dict.fromkeys(row[name] for row in rows)) for name in ("case", "provider"))
+    counts = {(row["case"], row["provider"]): int(row["instructions"]) for row in rows}
+
+    def draw(pyplot: Any) -> Any:
+        figure, axis = pyplot.subplots(figsize=(8.6, 0.9 + 0.5 * len(cases)), layout="constrained")
+        for i, provider in enumerate(providers):
+            color = OURS_COLOR if provider == "pc" else RIVALS[0]
+            for place, case in enumerate(cases):
+                value = counts[case, provider]
+                axis.barh(place + 0.4 * i, value, 0.36, color=color, label=provider if not place else None)
+                axis.annotate(f" {value / 1e6:.2f} M", (value, place + 0.4 * i), va="center", fontsize=7.5)
+        axis.set(
+            yticks=[place + 0.2 for place in range(len(cases))],
+            xlabel=f"warp instructions of a step on {arch}, plan included, less is better; work, not time",
+        )
+        axis.set_yticklabels(cases)
+        axis.invert_yaxis()
+        axis.set_xlim(0, max(counts.values()) * 1.12)
+        axis.xaxis.set_major_formatter(lambda value, _: f"{value / 1e6:g} M")
+        axis.grid(axis="x", alpha=0.9)
+        axis.set_axisbelow(True)
+        axis.tick_params(length=0)
+        axis.spines[["top", "right", "left"]].set_visible(False)
+        figure.legend(loc="outside upper left", ncols=2, frameon=False)
+        return figure
+
+    _save(target, source, draw)
+
+
 def plot_demo(source: Path, target: Path) -> None:
     """Time to first token of each request of the demo, without and with the cache."""
     rows = read_rows(source)

@@ -19,7 +19,7 @@ if __name__ == "__main__":
     load_benchmarks()
     sys.exit(importlib.import_module(f"{PACKAGE}.render_docs").main())
 
-from .plots import digest, drawn_from, plot_demo, plot_operator, short_time
+from .plots import digest, drawn_from, plot_demo, plot_operator, plot_work, short_time
 from .registry import OURS, ROOT, operators
 from .runner import Row, read_rows
 
@@ -280,7 +280,38 @@ def render_hidden_states(page: Path) -> str:
     return "\n".join(lines)
 
 
+def render_work(page: Path) -> str:
+    """Work of attention steps, counted on compiled kernels, beside vLLM's."""
+    source = RESULTS / "work.csv"
+    rows = read_rows(source)
+    if not rows:
+        return "Not counted yet: `make work`."
+    first, version = rows[0], next(row["version"] for row in rows if row["version"])
+    head = "step | target | warp instructions, pc | vLLM | vLLM / pc | MB read, pc | vLLM | MB written, pc | vLLM"
+    lines = [
+        _chart(page, "work"),
+        "",
+        f"triton {first['triton']}, {first['date']}, commit {first['commit']}, vLLM {version}; "
+        f"[rows, with instructions by kind]({_link(page, source)}).",
+        "",
+        f"| {head} | launches |",
+        "|---|---|--:|--:|--:|--:|--:|--:|--:|--:|",
+    ]
+    for arch, case in dict.fromkeys((row["architecture"], row["case"]) for row in rows):
+        ours, theirs = (
+            next(r for r in rows if (r["architecture"], r["case"]) == (arch, case) and (r["provider"] == OURS) == own)
+            for own in (True, False)
+        )
+        count = [int(row["instructions"]) for row in (ours, theirs)]
+        cells = [f"{count[0]:,}", f"{count[1]:,}", f"{count[1] / count[0]:.2f}"]
+        for name in ("loaded_bytes", "stored_bytes"):
+            cells += [f"{int(row[name]) / 1e6:.2f}" for row in (ours, theirs)]
+        lines.append(f"| {case} | {arch} | {' | '.join(cells)} | {ours['launches']}, {theirs['launches']} |")
+    return "\n".join(lines)
+
+
 RENDERERS: dict[str, Callable[..., str]] = {
+    "work": render_work,
     "operator": render_operator,
     "operators": render_operators,
     "gpu": render_gpu,
@@ -299,6 +330,8 @@ def charts() -> dict[Path, tuple[Path, Callable[[Path, Path], None]]]:
         for op in operators():
             if (RESULTS / device / f"{op}.csv").exists():
                 found[CHARTS / f"{op}-{device}.svg"] = (RESULTS / device / f"{op}.csv", plot_operator)
+    if read_rows(RESULTS / "work.csv"):
+        found[CHARTS / "work.svg"] = (RESULTS / "work.csv", plot_work)
     if _demo():
         found[CHARTS / "demo.svg"] = (RESULTS / "cpu" / "demo.csv", plot_demo)
     return found
