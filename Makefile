@@ -86,7 +86,7 @@ emulate-quick: setup links ## the same for every operator's main kernels, in two
 	$(call run_emulated,,-m "not slow" tests/emulator/test_operators.py tests/emulator/test_faults.py)
 
 mutate: setup links ## break compiled kernels on purpose and count what `make emulate` notices
-	EMULATOR_ARCH=sm_80 PYTHONPATH=.typecheck:tests OMP_NUM_THREADS=1 $(BIN)/python -m emulator.mutate --write $(ARGS)
+	EMULATOR_ARCH=sm_80 PYTHONPATH=.typecheck:tests:tests/support OMP_NUM_THREADS=1 $(BIN)/python -m emulator.mutate --write $(ARGS)
 
 work: setup links .peers/vllm-src/.done ## count the work of attention steps on compiled kernels, beside vLLM's, without a GPU
 	for arch in sm_80 sm_90; do EMULATOR_ARCH=$$arch PYTHONPATH=.typecheck:tests OMP_NUM_THREADS=1 \

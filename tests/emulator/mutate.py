@@ -15,6 +15,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+from .device import ARCH  # first: cases import pc  # isort: skip
 from .cases import CASES, QUICK, run
 from .program import Program, edited, program
 from .ptx import EmulationError
@@ -118,7 +119,7 @@ def main() -> int:
         missed = found[kind, "not met"] + found[kind, "not noticed"]
         cells = (total, found[kind, "noticed"], found[kind, "no effect"], missed)
         lines.append(f"| {kind} | {' | '.join(map(str, cells))} |")
-    table = "\n".join(lines)
+    table = "\n".join([f"Of {ARCH}, {len(everything):,} places in {len(names)} cases, drawn at random:", "", *lines])
     print(table)
     if given.write:
         text = PAGE.read_text(encoding="utf-8")
