@@ -26,11 +26,16 @@ ABSENT = [
 ]
 
 
-def pytest_ignore_collect(collection_path: Path) -> bool | None:
-    if not ABSENT or collection_path.suffix != ".py" or collection_path.name == "conftest.py":
-        return None
+class _LeftOut(pytest.Module):
+    def collect(self) -> list[pytest.Item]:
+        return []
+
+
+def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module | None:
+    """Not `pytest_ignore_collect`, which is not asked about files that the command line names."""
     needs = re.compile(rf"^(?:from|import) (?:{'|'.join(ABSENT)})\b", re.MULTILINE)
-    return True if needs.search(collection_path.read_text(encoding="utf-8")) else None
+    left_out = bool(ABSENT) and needs.search(module_path.read_text(encoding="utf-8"))
+    return _LeftOut.from_parent(parent, path=module_path) if left_out else None
 
 
 def pytest_report_header() -> str | None:
