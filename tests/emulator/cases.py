@@ -71,6 +71,7 @@ ATTENTION = {
     "decode head_dim 80, rows of 7 heads": dataclasses.replace(SPARSE, heads=(7, 1), head_dim=80, block_size=32),
     "decode of 5 queries": Case((5, 6, 40, 69, 130), (5, 3, 5, 1, 2), dtype=F16),
     "decode window": dataclasses.replace(DECODE, window=6, num_sink_tokens=3),
+    "decode more sink tokens": dataclasses.replace(SPARSE, window=4, num_sink_tokens=37),
     "decode softcap, slopes, sinks": dataclasses.replace(SPARSE, softcap=4.0, alibi=True, sinks=True),
     "decode e4m3": dataclasses.replace(SPARSE, cache_dtype=E4M3, per_head_scales=True),
     "decode int8": dataclasses.replace(SPARSE, cache_dtype=INT8, dtype=BF16),
@@ -129,7 +130,7 @@ def _same(found: torch.Tensor, want: torch.Tensor) -> None:
 def _write() -> None:
     for tokens, head_dim, dtype, codes in (
         (1, 64, F16, None), (21, 80, BF16, None), (33, 40, torch.float32, None),
-        (21, 64, BF16, INT8), (9, 80, F16, E4M3),
+        (21, 64, BF16, INT8), (9, 80, F16, E4M3), *((tokens, 64, F16, None) for tokens in range(2, 23)),
     ):  # fmt: skip
         slots = _slots(tokens, 48)
         key, value = (torch.randn(tokens, 3, head_dim).to(dtype) for _ in range(2))
