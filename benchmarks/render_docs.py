@@ -289,7 +289,7 @@ def render_work(page: Path) -> str:
     first, version = rows[0], next(row["version"] for row in rows if row["version"])
     head = "step | target | warp instructions, pc | vLLM | vLLM / pc | MB read, pc | vLLM | MB written, pc | vLLM"
     lines = [
-        _chart(page, "work"),
+        f"![Warp instructions of attention steps, ours and vLLM's]({_chart(page, 'work.svg')})",
         "",
         f"triton {first['triton']}, {first['date']}, commit {first['commit']}, vLLM {version}; "
         f"[rows, with instructions by kind]({_link(page, source)}).",
