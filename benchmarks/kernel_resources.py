@@ -36,9 +36,9 @@ from pc.triton_ops._attention.call import AttentionCall
 from pc.triton_ops._attention.constants import Architecture
 
 # `pc.triton_ops.reshape_and_cache` is the function; the module of that name is where its launcher is.
-reshape_and_cache, rope_and_cache, merge_attention = (
+reshape_and_cache, rope_and_cache, rotate_keys, merge_attention = (
     importlib.import_module(f"pc.triton_ops.{name}")
-    for name in ("reshape_and_cache", "rope_and_cache", "merge_attention")
+    for name in ("reshape_and_cache", "rope_and_cache", "rotate_keys", "merge_attention")
 )
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -240,6 +240,12 @@ def rope_case(cache_dtype: torch.dtype | None = None, interleaved: bool = False)
     )
 
 
+def rotate_case(cache_dtype: torch.dtype = torch.bfloat16, is_neox: bool = True, rotary_dim: int = 128) -> None:
+    """Blocks of keys turned to another position."""
+    cache, ids = torch.zeros(8, 16, 8, 128, dtype=cache_dtype), torch.arange(4)
+    rotate_keys._launch_rotate_keys(cache, ids, ids + 4, ids.int(), torch.ones(rotary_dim // 2), is_neox)
+
+
 def merge_case() -> None:
     """One merge of two results."""
     out, lse = torch.zeros(64, 32, 128, dtype=torch.bfloat16), torch.zeros(64, 32)
@@ -300,6 +306,9 @@ CASES: dict[str, Callable[[], None]] = {
     "rope bf16 d128": rope_case,
     "rope bf16 d128 interleaved": lambda: rope_case(interleaved=True),
     "rope bf16 d128 e4m3": lambda: rope_case(_E4M3),
+    "rotate bf16 d128": rotate_case,
+    "rotate bf16 d128 interleaved rotary64": lambda: rotate_case(is_neox=False, rotary_dim=64),
+    "rotate bf16 d128 e4m3": lambda: rotate_case(_E4M3),
     "merge bf16 d128": merge_case,
     "rows 8 KiB": rows_case,
     "rows 8 KiB head-major": lambda: rows_case(head_major=True),

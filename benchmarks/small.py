@@ -24,6 +24,7 @@ from .bench_join_prefix import JoinInputs
 from .bench_merge_attention import MergeInputs
 from .bench_reshape_and_cache import WriteInputs
 from .bench_rope_and_cache import RopeInputs
+from .bench_rotate_keys import RotateInputs
 from .quantized import QuantizedInputs
 from .registry import OURS, Benchmark, Inputs, discover
 from .rows import RowsInputs
@@ -57,6 +58,7 @@ def small_inputs(benchmark: Benchmark, device: torch.device) -> Iterator[tuple[s
         "merge_attention": lambda: MergeInputs(7, 3, 40, device, 0),
         "reshape_and_cache": lambda: WriteInputs(21, 3, 40, None, device, 0),
         "rope_and_cache": lambda: RopeInputs(5, device, 0, heads=4, kv_heads=2),
+        "rotate_keys": lambda: RotateInputs(5, device, 0, kv_heads=3),
         "join_prefix": lambda: JoinInputs(3, 21, 5, 40, low, device, 0),
         "gather_slots_dequantized": lambda: QuantizedInputs(21, (40,), low, "int8", device, 0),
         "scatter_slots_quantized": lambda: QuantizedInputs(21, (40,), low, "float8_e4m3fn", device, 0),

@@ -16,6 +16,7 @@ from .merge_attention import merge_attention
 from .paged_attention import paged_attention, paged_attention_with_lse
 from .reshape_and_cache import reshape_and_cache
 from .rope_and_cache import rope_and_cache
+from .rotate_keys import rotate_keys
 from .scatter_blocks import scatter_blocks, scatter_blocks_list
 from .scatter_slots import scatter_slots, scatter_slots_list
 from .scatter_slots_quantized import scatter_slots_quantized
@@ -40,6 +41,7 @@ __all__ = [
     "paged_attention_with_lse",
     "reshape_and_cache",
     "rope_and_cache",
+    "rotate_keys",
     "scatter_blocks",
     "scatter_blocks_list",
     "scatter_slots",

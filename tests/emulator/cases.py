@@ -182,6 +182,26 @@ def _turned(x: torch.Tensor, angles: torch.Tensor, interleaved: bool) -> torch.T
     return torch.cat([turned, x[..., 2 * half :]], -1)
 
 
+@case("rotate")
+def _rotate() -> None:
+    for head_dim, rotary, heads, dtype in ((64, 64, 3, torch.float32), (80, 32, 2, BF16), (48, 32, 1, E4M3)):
+        for is_neox in (True, False):
+            cache = torch.randn(9, 5, heads, head_dim).to(dtype)
+            before, inv_freq = cache.clone(), 10000.0 ** (-torch.arange(0, rotary, 2) / rotary)
+            sources, targets = torch.tensor([0, 4, 2, -1, 3]), torch.tensor([1, 4, -1, 7, 8])
+            deltas = torch.tensor([3, -100, 5, 9, 131_000], dtype=torch.int32)
+            pc.rotate_keys(cache, sources, targets, deltas, inv_freq, is_neox)
+            angles = deltas.double()[:, None] * inv_freq
+            for move, (source, target) in enumerate(zip(sources.tolist(), targets.tolist(), strict=True)):
+                if target < 0:
+                    continue
+                turns = angles[move].expand(5, -1)
+                want = _turned(before[source].double(), turns, not is_neox) * (source >= 0)
+                error = 1 / 15 if dtype == E4M3 else 2 * torch.finfo(dtype).eps
+                assert ((cache[target].double() - want).abs() <= error * (want.abs() + (dtype != E4M3)) + 2**-9).all()
+            assert torch.equal(cache[[0, 2, 3, 5, 6]].float(), before[[0, 2, 3, 5, 6]].float())
+
+
 def _bytes(*shape: int) -> torch.Tensor:
     return torch.randint(0, 256, shape, dtype=torch.uint8)
 
