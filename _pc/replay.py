@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from .cache.policies import POLICIES
-from .cache.replay import Result, Trace, compare, load_trace
+from .cache.replay import Result, Trace, compare, hints_of, load_trace
 
 
 def replay(
@@ -24,6 +24,13 @@ def replay(
     ] = "0%-100%",
     csv_file: Annotated[Path | None, typer.Option("--csv", help="Write the rows here.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw hit rate against capacity here, with lru and belady.")] = None,
+    hints: Annotated[
+        str,
+        typer.Option(
+            help="What free(returns=) tells policies, separated by commas: none, oracle (the trace's own future), or a "
+            "noisy bit's area under the ROC curve, such as 0.8."
+        ),
+    ] = "none",
     block_size: Annotated[int | None, typer.Option(help="Tokens a block, where the file does not say.")] = None,
 ) -> None:
     """Replay a request trace through eviction policies: hit rates at several capacities."""
@@ -38,6 +45,7 @@ def replay(
         raise typer.BadParameter(str(error), param_hint="TRACE") from error
     shares = _shares(capacity, loaded)
     whole = loaded.unique_blocks
+    told = _hints(hints, loaded)
     loaded = _part(part, loaded)
     console.print(
         f"{loaded.name}: {len(loaded.requests)} requests, {loaded.num_blocks} blocks of {loaded.block_size} tokens, "
@@ -46,14 +54,13 @@ def replay(
     )
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console) as bar:
-        task = bar.add_task("requests", total=len(loaded.requests) * len(names) * len(shares))
-        results = compare(loaded, names, shares, lambda done: bar.advance(task, done), whole)
-        bar.update(task, completed=len(loaded.requests) * len(names) * len(shares))
+        task = bar.add_task("requests", total=None)
+        results = compare(loaded, names, shares, lambda done: bar.advance(task, done), whole, told)
     _print(console, results, loaded)
     if csv_file is not None:
         write_csv(csv_file, results)
     if plot is not None:
-        draw(plot, results)
+        draw_hints(plot, results) if len(told) > 1 else draw(plot, results)
 
 
 def _names(policies: str, drawn: bool) -> list[str]:
@@ -65,6 +72,17 @@ def _names(policies: str, drawn: bool) -> list[str]:
     if not names:
         raise typer.BadParameter("got none, needs at least one", param_hint="--policies")
     return [*names, *(n for n in ("lru", "belady") if drawn and n not in names)]
+
+
+def _hints(text: str, trace: Trace) -> list[str]:
+    hints = [name.strip() for name in text.split(",") if name.strip()]
+    for hint in hints:
+        if hint != "none":
+            try:
+                hints_of(trace.part(0, 0), hint)
+            except ValueError as error:
+                raise typer.BadParameter(str(error), param_hint="--hints") from None
+    return hints or ["none"]
 
 
 def _shares(capacity: str, trace: Trace) -> list[float]:
@@ -95,14 +113,25 @@ def _print(console: object, results: list[Result], trace: Trace) -> None:
     from rich.table import Table
 
     table = Table(title=f"{trace.name}: share of all blocks that was hit")
-    for header in ("capacity", "blocks", "policy", "prefix hits", "with gaps", "x lru", "tokens saved", "seconds"):
-        table.add_column(header, justify="left" if header == "policy" else "right")
+    for header in (
+        "capacity",
+        "blocks",
+        "policy",
+        "hints",
+        "prefix hits",
+        "with gaps",
+        "x lru",
+        "tokens saved",
+        "seconds",
+    ):
+        table.add_column(header, justify="left" if header in ("policy", "hints") else "right")
     tokens = trace.num_blocks * trace.block_size
     for r in results:
         table.add_row(
             f"{r.capacity_share:.2%}",
             str(r.capacity_blocks),
             r.policy,
+            r.hints,
             f"{r.hit_rate:.4f}",
             f"{r.gap_hit_rate:.4f}",
             f"{r.lru_ratio:.3f}",
@@ -142,6 +171,35 @@ def draw(path: Path, results: list[Result]) -> None:
     axes.set_ylabel("share of blocks hit")
     axes.set_ylim(bottom=0)
     axes.set_title(results[0].trace)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def draw_hints(path: Path, results: list[Result]) -> None:
+    """Draws hit rate against the AUC of the hint, a line a policy; those that heed none are level."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
+    share = results[0].capacity_share
+    for name in dict.fromkeys(r.policy for r in results):
+        rows = [r for r in results if r.policy == name and r.capacity_share == share]
+        points = sorted((1.0 if r.hints == "oracle" else float(r.hints), r.hit_rate) for r in rows if r.hints != "none")
+        bare = next((r.hit_rate for r in rows if r.hints == "none"), None)
+        if points:
+            axes.plot(*zip(*points, strict=True), marker="o", label=f"{name}, told")
+        if bare is not None:
+            axes.axhline(bare, linestyle="--", color="0.5" if name == "belady" else None, label=name)
+            axes.text(0.5, bare, f" {name}, told nothing", va="bottom", fontsize=8)
+    axes.set_xlabel("AUC of the bit that says whether a conversation goes on")
+    axes.set_ylabel("share of blocks hit")
+    axes.set_ylim(bottom=0)
+    axes.set_title(f"{results[0].trace}, capacity {share:.1%}")
     axes.grid(alpha=0.3)
     axes.legend()
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -7,7 +7,7 @@ from .ghosts import Ghosts
 from .hazard import Hazard
 from .lru import LRU
 from .priority import Priority
-from .run_queue import RunQueue, compact_together
+from .run_queue import RunQueue, compact_together, too_few
 from .segmented import Segmented
 
 POLICIES: dict[str, type[EvictionPolicy]] = {
@@ -53,4 +53,5 @@ __all__ = [
     "Segmented",
     "compact_together",
     "make_policy",
+    "too_few",
 ]

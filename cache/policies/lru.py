@@ -6,7 +6,7 @@ import numpy as np
 
 from ..table import Ids
 from .base import EvictionPolicy, PoolView
-from .run_queue import RunQueue
+from .run_queue import RunQueue, too_few
 
 
 class LRU(EvictionPolicy):
@@ -35,6 +35,8 @@ class LRU(EvictionPolicy):
         count -= first.size
         while count:
             part = self._queue.pop(count)
+            if not part.size:
+                raise too_few(count)
             parts.append(part)
             count -= part.size
         return np.concatenate(parts)

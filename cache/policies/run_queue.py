@@ -96,6 +96,11 @@ class RunQueue:
         self._places = 0
 
 
+def too_few(count: int) -> RuntimeError:
+    """What `victims` raises instead of looking for ever for blocks that were never released."""
+    return RuntimeError(f"victims: lacks {count} blocks of those asked for, needs as many as were released")
+
+
 def compact_together(queues: Iterable[RunQueue], num_blocks: int) -> None:
     """Compacts queues that share their tickets once all their places together pass twice the number of blocks."""
     queues = list(queues)

@@ -15,7 +15,7 @@ from ..table import Ids
 from .base import EvictionPolicy, PoolView
 from .credit import EVERY, CreditChooser
 from .ghosts import Ghosts
-from .run_queue import RunQueue, compact_together
+from .run_queue import RunQueue, compact_together, too_few
 
 LEVELS = 4
 GHOSTS = 4
@@ -29,6 +29,8 @@ PRIOR_INTERVAL, PRIOR_WEIGHT = 1024, 10_000
 
 On the first half of the conversation trace the prior hits 1 % more at 3 % capacity and 1 % less at 1 %.
 """
+WRAP = 1 << 28
+"""Requests after which the times that ghosts keep begin anew."""
 WORTH = [0.0, 2.0, 3.0, 4.0]
 """Credits that a level of use is worth."""
 EACH = np.arange(1, LEVELS + 1, dtype=np.int8)
@@ -40,7 +42,7 @@ class Segmented(EvictionPolicy):
     def bind(self, pool: PoolView) -> None:
         super().bind(pool)
         self._level = np.zeros(pool.num_blocks, np.int8)
-        self._last_use = np.zeros(pool.num_blocks, np.int32)
+        self._last_use = np.zeros(pool.num_blocks, np.int64)
         self._ticket_of = np.full(pool.num_blocks, -1, np.int64)
         self._queues = [RunQueue(self._ticket_of) for _ in range(LEVELS)]
         self._ghosts = Ghosts(GHOSTS * pool.num_blocks)
@@ -70,11 +72,18 @@ class Segmented(EvictionPolicy):
         noted = self._ghosts.recall(self.pool.keys_of(ids), forget=True)
         level = noted % LEVELS + 1
         known = noted >= 0
-        self._chooser.came_back(noted[known] // LEVELS, level[known], hit=False)
+        last_use = self._unwrap(noted[known])
+        self._chooser.came_back(last_use, level[known], hit=False)
         self._level[ids] = np.where(known, np.minimum(level + 1, LEVELS), 1)
-        self._observe(noted[known & (level < LEVELS)] // LEVELS)
+        self._observe(last_use[level[known] < LEVELS])
 
-    def _observe(self, last_use: npt.NDArray[np.int32]) -> None:
+    def _unwrap(self, noted: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
+        """The last uses that ghosts were noted with."""
+        age = (self._requests - noted.astype(np.int64) // LEVELS) % WRAP
+        last_use: npt.NDArray[np.int64] = self._requests - age
+        return last_use
+
+    def _observe(self, last_use: npt.NDArray[np.int64]) -> None:
         """Learns from the times between the last uses of blocks and now."""
         if not last_use.size:
             return
@@ -117,14 +126,16 @@ class Segmented(EvictionPolicy):
         while True:
             least = due.index(min(due))
             parts.append(self._queues[least].pop(count))
+            if not parts[-1].size:
+                raise too_few(count)
             count -= parts[-1].size
             if not count:
                 break
             due[least] = self._due(least)
         ids = np.concatenate(parts) if len(parts) > 1 else parts[0]
-        noted = self._last_use.take(ids) * np.int32(LEVELS) + self._level.take(ids) - np.int32(1)
-        lost = self._ghosts.remember(self.pool.keys_of(ids), noted)
-        self._chooser.forgotten(lost // LEVELS, lost % LEVELS + 1)
+        noted = (self._last_use.take(ids) % WRAP) * LEVELS + self._level.take(ids) - 1
+        lost = self._ghosts.remember(self.pool.keys_of(ids), noted.astype(np.int32))
+        self._chooser.forgotten(self._unwrap(lost), lost % LEVELS + 1)
         return ids
 
     def removed(self, ids: Ids) -> None:

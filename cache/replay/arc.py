@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..policies import EvictionPolicy, Ghosts, PoolView, RunQueue, compact_together
+from ..policies import EvictionPolicy, Ghosts, PoolView, RunQueue, compact_together, too_few
 from ..table import Ids
 
 
@@ -55,6 +55,8 @@ class ARC(EvictionPolicy):
             excess = once - int(self._target)
             n = 0 if once and (excess > 0 or not again) else 1
             part = self._queues[n].pop(min(count, max(excess, 1)) if n == 0 and again else count)
+            if not part.size:
+                raise too_few(count)
             self._waiting[n] -= part.size
             self._ghosts.remember(self.pool.keys_of(part), np.full(part.size, n, np.int32))
             parts.append(part)

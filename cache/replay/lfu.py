@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..policies import EvictionPolicy, PoolView, RunQueue, compact_together
+from ..policies import EvictionPolicy, PoolView, RunQueue, compact_together, too_few
 from ..table import Ids
 
 MOST = 63
@@ -36,6 +36,8 @@ class LFU(EvictionPolicy):
             while count and queue.head() is not None:
                 parts.append(queue.pop(count))
                 count -= parts[-1].size
+        if count:
+            raise too_few(count)
         return np.concatenate(parts)
 
     def removed(self, ids: Ids) -> None:

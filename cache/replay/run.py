@@ -18,7 +18,11 @@ from ..hashing import BlockHasher
 from ..policies import EvictionPolicy, make_policy
 from ..pool import BlockPool
 from .belady import Belady
+from .hints import hints_of
 from .traces import Trace, digests_of
+
+DEAF = ("lru", "belady")
+"""Policies that no hint changes: they are run once."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +31,8 @@ class Result:
 
     trace: str
     policy: str
+    hints: str
+    """What policies were told of the future: see `hints_of`; none: nothing."""
     capacity_share: float
     """Capacity as a share of the trace's unique blocks."""
     capacity_blocks: int
@@ -41,7 +47,11 @@ class Result:
 
 
 def replay(
-    trace: Trace, policy: str | EvictionPolicy, capacity: int, progress: Callable[[int], None] | None = None
+    trace: Trace,
+    policy: str | EvictionPolicy,
+    capacity: int,
+    progress: Callable[[int], None] | None = None,
+    hints: str = "none",
 ) -> Result:
     """Runs a trace at one capacity; see the module's docstring for the rules.
 
@@ -50,7 +60,9 @@ def replay(
         policy: A policy's name, a fresh policy, or "belady", which knows the future.
         capacity: Blocks.
         progress: Called now and then with the number of requests done since the last call.
+        hints: "none", or as `hints_of` takes it.
     """
+    returns = hints_of(trace, hints) if hints != "none" else None
     name = policy if isinstance(policy, str) else type(policy).__name__.lower()
     made = Belady(trace.requests) if policy == "belady" else make_policy(policy)
     pool = BlockPool(capacity, BlockHasher("blake2b", trace.block_size, words=2), made)
@@ -74,6 +86,8 @@ def replay(
                 fresh[np.isin(fresh, old)] = twins
                 pool.release(old)
             held.append(fresh)
+        if returns is not None:
+            pool.policy.returning(returns[number])
         pool.policy.finished(output)
         pool.release(np.concatenate(held))
         if progress is not None and number % 256 == 255:
@@ -83,6 +97,7 @@ def replay(
     return Result(
         trace=trace.name,
         policy=name,
+        hints=hints,
         capacity_share=share,
         capacity_blocks=capacity,
         hit_rate=hits / total,
@@ -98,6 +113,7 @@ def compare(
     shares: Sequence[float],
     progress: Callable[[int], None] | None = None,
     unique_blocks: int | None = None,
+    hints: Sequence[str] = ("none",),
 ) -> list[Result]:
     """Replays every policy at every capacity; `lru_ratio` is filled in where lru is among the policies.
 
@@ -107,11 +123,17 @@ def compare(
         shares: Capacities, as shares of `unique_blocks`.
         progress: As in `replay`.
         unique_blocks: Of the whole, where `trace` is a part; None: of the trace.
+        hints: What policies are told of the future, each tried with every policy.
     """
     results = []
     for share in shares:
         capacity = max(1, round(share * (unique_blocks or trace.unique_blocks)))
-        row = [replay(trace, policy, capacity, progress) for policy in policies]
+        row = [
+            replay(trace, policy, capacity, progress, hint)
+            for number, hint in enumerate(hints)
+            for policy in policies
+            if not number or policy not in DEAF
+        ]
         lru = next((r.hit_rate for r in row if r.policy == "lru"), 0.0)
         for r in row:
             ratio = r.hit_rate / lru if lru else float("nan")

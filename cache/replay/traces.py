@@ -80,6 +80,8 @@ def load_trace(path: str | Path, block_size: int | None = None) -> Trace:
     Raises:
         ValueError: No requests, or a line of neither layout, which is named by its number.
     """
+    if block_size is not None and block_size < 1:
+        raise ValueError(f"block_size: got {block_size}, needs at least 1")
     path = Path(path)
     opener: Callable[..., Any] = gzip.open if path.suffix == ".gz" else open
     first: dict[str, Any] = {}
@@ -92,13 +94,24 @@ def load_trace(path: str | Path, block_size: int | None = None) -> Trace:
                     line = json.loads(text)
                     first = first or line
                     rows += _rows(line, first, number - 1)
-        except (ValueError, TypeError, KeyError, AttributeError, OverflowError, EOFError, zlib.error) as error:
+        except (
+            ValueError,
+            TypeError,
+            KeyError,
+            AttributeError,
+            OverflowError,
+            EOFError,
+            RecursionError,
+            zlib.error,
+        ) as error:
             cause = f"lacks {error}" if isinstance(error, KeyError) else error
             raise ValueError(f"path: {path}, line {number}: {cause}") from None
     if not rows:
         raise ValueError(f"path: {path} holds no requests")
     rows.sort(key=lambda row: row[0])
     size = block_size or int(first.get("block_size", 16 if "chat_id" in first else 512))
+    if size < 1:
+        raise ValueError(f"path: {path}, block_size: got {size}, needs at least 1")
     requests = [row[1] for row in rows]
     if "hash_ids" in first:
         requests = prefix_ids(requests)
@@ -128,7 +141,10 @@ def _session(requests: Iterable[dict[str, Any]], start: float) -> Iterator[Row]:
             before = _ids(request["hash_ids"])
         else:
             runs = [np.arange(first, first + count, dtype=np.int64) for first, count in request["runs"]]
-            before = np.concatenate([before[: request["keep"]], *runs])
+            keep = int(request["keep"])
+            if not 0 <= keep <= before.size:
+                raise ValueError(f"keep: got {keep}, needs 0 to {before.size}, the ids of the request before")
+            before = np.concatenate([before[:keep], *runs])
         yield at, before, int(request.get("out", 0))
 
 

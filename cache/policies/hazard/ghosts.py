@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from ...table import count_nonzero
+
 Keys = npt.NDArray[np.uint64]
 Numbers = npt.NDArray[Any]
 
@@ -68,14 +70,13 @@ class RequestGhosts:
         old = there[np.arange(rows.size), way]
         self._tags.reshape(-1)[at] = tags
         self._values.reshape(-1)[at] = values
-        lost = old != 0
         stayed = (self._values.take(at) == values) & (self._tags.take(at) == tags)
-        if np.count_nonzero(stayed) < stayed.size:  # several of these blocks chose one place
-            lost &= stayed
-            old = np.concatenate((old[lost], values[~stayed]))
-        else:
-            old = old[lost]
-        return self._read(old, now)
+        lost = self._read(old[(old != 0) & stayed], now)
+        if count_nonzero(stayed) == stayed.size:
+            return lost
+        rest = ~stayed  # several of these blocks chose one place
+        again = self.remember(keys[rest], Noted(*(part[rest] for part in noted)), now)
+        return Noted(*(np.concatenate(parts) for parts in zip(lost, again, strict=True)))
 
     def recall(self, keys: Keys, now: int) -> Noted:
         """What is known of blocks that are filled again, which is forgotten then."""

@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from ...table import Ids, count_nonzero
 from ..base import EvictionPolicy, PoolView
+from ..run_queue import too_few
 from .ghosts import Noted, RequestGhosts
 from .guard import Guard
 from .lives import Lives
@@ -257,7 +258,7 @@ class Hazard(EvictionPolicy):
         if len(parts) > 1:
             ids, serials, tails = (np.concatenate(part) for part in zip(*parts, strict=True))
         if ids.size < count:
-            raise RuntimeError(f"victims: got {count}, needs at most {ids.size}, the blocks that were released")
+            raise too_few(count - ids.size)
         uses = np.minimum(self.pool.access_count.take(ids) + self._earlier_uses.take(ids), USE_BOUNDS[-1])
         lost = self._ghosts.remember(self.pool.keys_of(ids), Noted(serials, uses.astype(np.int64), tails), self._now)
         self._forget(lost)

@@ -111,7 +111,17 @@ def test_command_writes_csv_and_plot(tmp_path):
     assert result.exit_code == 0, result.output
     with open(tmp_path / "rows.csv") as file:
         rows = list(csv.DictReader(file))
-    names = ["trace", "policy", "capacity_share", "capacity_blocks", "hit_rate", "gap_hit_rate", "lru_ratio", "seconds"]
+    names = [
+        "trace",
+        "policy",
+        "hints",
+        "capacity_share",
+        "capacity_blocks",
+        "hit_rate",
+        "gap_hit_rate",
+        "lru_ratio",
+        "seconds",
+    ]
     assert list(rows[0]) == names
     assert {r["policy"] for r in rows} == {"lru", "default", "belady"}
     assert (tmp_path / "plot.png").stat().st_size > 10_000
@@ -128,6 +138,10 @@ def test_command_writes_csv_and_plot(tmp_path):
         ('{"timestamp": 1, "hash_ids": [1]}\n[1, 2]\n', "line 2: got list, needs an object"),
         ('{"timestamp": "soon", "hash_ids": [1]}\n', "line 1"),
         ('{"id": "s", "block_size": 64, "requests": [{"t": 0}]}\n', "line 1: lacks 'runs'"),
+        ('{"id": "s", "block_size": 64, "requests": [{"t": 0, "keep": -1, "runs": []}]}\n', "line 1: keep: got -1"),
+        ('{"id": "s", "block_size": 64, "requests": [{"t": 0, "keep": 3, "runs": []}]}\n', "line 1: keep: got 3"),
+        ('{"id": "s", "block_size": 0, "requests": [{"t": 0, "keep": 0, "runs": [[1, 2]]}]}\n', "block_size: got 0"),
+        ('{"id": "s", "requests": ' + 50_000 * '[{"requests": ' + "\n", "line 1: "),
         ("", "holds no requests"),
         ("\n\n", "holds no requests"),
     ],
@@ -137,6 +151,13 @@ def test_what_is_wrong_is_told_with_its_line(tmp_path, text, told):
     path.write_text(text)
     with pytest.raises(ValueError, match=told):
         load_trace(path)
+
+
+@pytest.mark.parametrize("size", [0, -16])
+def test_a_block_size_below_1_is_refused(tmp_path, size):
+    path = write(tmp_path / "a.jsonl", [{"timestamp": 1, "hash_ids": [1]}])
+    with pytest.raises(ValueError, match=f"block_size: got {size}, needs at least 1"):
+        load_trace(path, block_size=size)
 
 
 def test_a_truncated_gzip_file_is_refused(tmp_path):

@@ -1,0 +1,190 @@
+"""The learned policy: what it keeps, what it counts, and that nothing it is told can confuse it for good."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import pc
+from pc.cache.policies import Hazard
+from pc.cache.policies.hazard.ghosts import Noted, RequestGhosts
+from pc.cache.policies.hazard.tables import AGES, EDGES, USES, HazardTables
+from pc.cache.replay import Trace, replay
+
+
+def serve(manager, request_id, tokens, returns=None):
+    allocation = manager.allocate(request_id, tokens)
+    manager.commit(request_id, len(tokens))
+    manager.free(request_id, returns)
+    return allocation.num_cached_tokens
+
+
+def cached_of(manager, tokens):
+    pool = manager.pools[0]
+    digests = pool.hasher.chain().extend(pc.cache.hashing.encode_tokens(tokens), len(tokens) // manager.block_size)
+    return manager.block_size * pool.table.leading(digests).size
+
+
+def trace_of(requests):
+    requests = [np.array(r, np.int64) for r in requests]
+    return Trace("t", 16, requests, [100] * len(requests), [0.0] * len(requests))
+
+
+def rounds(count, documents=60, scans=4):
+    """A few documents in turn, each between many that never come back: lru keeps none of them."""
+    for i in range(count):
+        if i % (scans + 1) == 0:
+            document = i // (scans + 1) % documents
+            yield [100 * document + k for k in range(8)]
+        else:
+            yield [10**6 + 100 * i + k for k in range(8)]
+
+
+def test_learns_what_comes_back_after_lru_has_lost_it():
+    trace = trace_of(rounds(1500))
+    lru, hazard = replay(trace, "lru", 1200), replay(trace, "hazard", 1200)
+    assert lru.hit_rate == 0
+    assert hazard.hit_rate > 0.05
+
+
+def test_the_guard_hands_over_to_lru_when_the_past_says_the_opposite():
+    """What came back never does again, and what never did comes back at once."""
+    first = list(rounds(1500))
+    then = [[10**8 + 100 * (i // 2) + k for k in range(8)] for i in range(1500)]
+    trace = trace_of(first + then)
+    policy = Hazard()
+    lru, hazard = replay(trace, "lru", 1200), replay(trace, policy, 1200)
+    assert hazard.hit_rate > 0.99 * lru.hit_rate
+
+
+def test_on_paper_lru_hits_what_lru_hits(monkeypatch):
+    from pc.cache.policies.hazard import guard
+
+    told = []
+    used = guard.Guard.used
+
+    def note(self, runs, rows, first, last, resident):
+        before = self._balance
+        used(self, runs, rows, first, last, resident)
+        told.append((int((last - first).sum()) if resident else 0) - (self._balance - before))
+
+    monkeypatch.setattr(guard.Guard, "used", note)
+    trace = trace_of(rounds(800, documents=6))
+    lru = replay(trace, "lru", 400)
+    replay(trace, "hazard", 400)
+    assert sum(told) == pytest.approx(lru.hit_rate * trace.num_blocks, rel=0.02)
+
+
+def test_a_conversation_that_is_over_goes_first_and_takes_nothing_shared_along():
+    m = pc.CacheManager(12, block_size=4, policy="hazard")
+    shared = [1] * 8
+    serve(m, "old", [9] * 16)
+    serve(m, "other", shared + [2] * 8)
+    serve(m, "over", shared + [3] * 8, returns=0)
+    assert serve(m, "new", [4] * 16) == 0
+    assert cached_of(m, shared + [3] * 8) == 8
+    assert cached_of(m, shared + [2] * 8) == 16
+    assert cached_of(m, [9] * 16) >= 8
+    m.check()
+
+
+def test_the_end_of_a_conversation_covers_its_earlier_turns():
+    m = pc.CacheManager(12, block_size=4, policy="hazard")
+    serve(m, "old", [9] * 16)
+    for turn in (1, 2):
+        serve(m, turn, [1] * 8 * turn, returns=0 if turn == 2 else 1)
+    serve(m, "new", [4] * 32)
+    assert cached_of(m, [9] * 16) == 16
+    assert cached_of(m, [1] * 16) == 0
+
+
+def test_priority_heeds_the_end_of_a_conversation_too():
+    m = pc.CacheManager(12, block_size=4, policy="priority")
+    serve(m, "old", [9] * 16)
+    serve(m, "other", [1] * 8 + [2] * 8)
+    serve(m, "over", [1] * 8 + [3] * 8, returns=0)
+    serve(m, "new", [4] * 16)
+    assert cached_of(m, [1] * 8 + [3] * 8) == 8
+    assert serve(m, "again", [4] * 16) == 15
+    m.check()
+
+
+@pytest.mark.parametrize("returns", [-0.1, 1.1, float("nan"), float("inf")])
+def test_a_hint_that_is_no_probability_is_refused(returns):
+    m = pc.CacheManager(4, block_size=4)
+    m.allocate("a", [1] * 8)
+    with pytest.raises(ValueError, match=r"returns: got .*needs a probability between 0 and 1"):
+        m.free("a", returns)
+    for wrong in ("1", True, [0.5]):
+        with pytest.raises(TypeError, match="returns: got"):
+            m.free("a", wrong)
+    assert m.num_tokens("a") == 8
+    m.free("a", np.float32(0.5))
+
+
+def test_bookkeeping_survives_2_to_the_31_requests():
+    for name in ("hazard", "segmented", "lru"):
+        m = pc.CacheManager(16, block_size=4, policy=name)
+        policy = m.pools[0].policy
+        if name == "hazard":
+            policy._now = policy._judged = policy._last_fit = policy.guard._edge = (1 << 31) - 20
+        if name == "segmented":
+            policy._requests = policy._chooser._origin = policy._chooser._edge = (1 << 31) - 20
+        for i in range(60):
+            serve(m, i, [i % 7] * 16)
+        m.check()
+
+
+def test_random_access_patterns_leave_every_victim_findable():
+    """Gaps, forks and rollbacks break runs into pieces; still every block can be had back."""
+    rng = np.random.default_rng(0)
+    m = pc.CacheManager(48, block_size=4, policy="hazard")
+    for i in range(400):
+        tokens = [int(rng.integers(0, 5))] * 4 * int(rng.integers(1, 5)) + [i % 9] * 4 * int(rng.integers(0, 5))
+        m.allocate(i, tokens, reuse="gap" if i % 2 else "prefix")
+        m.commit(i, len(tokens))
+        if i % 3 == 0:
+            m.fork(i, ("child", i))
+            m.append(("child", i), [7] * 5)
+            m.free(("child", i), returns=float(rng.integers(0, 2)))
+        if i % 5 == 0:
+            m.rollback(i, 2)
+        m.free(i, returns=None if i % 4 else 0)
+        if i % 50 == 0:
+            m.check()
+    assert m.allocate("all", list(range(1000, 1000 + 48 * 4))).block_ids.size == 48
+    m.check()
+
+
+def test_ghosts_of_the_oldest_requests_give_way():
+    ghosts = RequestGhosts(64)
+    keys = np.random.default_rng(0).integers(0, 1 << 63, 400, dtype=np.uint64)
+    for i in range(0, 400, 20):
+        some = Noted(np.full(20, i), np.full(20, 2), np.zeros(20, np.int64))
+        ghosts.remember(keys[i : i + 20], some, i)
+    noted = ghosts.recall(keys, 400)
+    known = noted.serial >= 0
+    assert not known[:200].any()
+    assert known[-20:].all()
+    assert (noted.serial[known] == np.arange(400)[known] // 20 * 20).all()
+    assert (noted.uses[known] == 2).all()
+    assert (ghosts.recall(keys, 400).serial == -1).all()
+
+
+def test_rates_are_what_was_seen():
+    tables = HazardTables()
+    one = np.zeros(1, np.intp)
+    lives = np.zeros((1, 2 * USES))
+    lives[0, 0] = 1000.0
+    for _ in range(200):
+        tables.expose(one, one, np.array([0.0]), np.array([EDGES[8]]), lives)
+        tables.reuse(one, one, one, np.array([EDGES[6]]), np.array([30.0]))
+        tables.fit(1.0)
+    width = EDGES[7] - EDGES[6]
+    rate = tables.rate[0, 6] * tables.factor[0] * tables.factor[8] * tables.factor[16]
+    assert rate == pytest.approx(30 / (1000 * width), rel=0.1)
+    assert tables.rate[0, 7] < 0.1 * tables.rate[0, 6]
+    here = tables.scores(one, one, one, one, np.array([EDGES[5]]))[0]
+    assert here == pytest.approx(tables.score(0, 0, 0, 0, float(EDGES[5])), rel=1e-5)
+    assert tables.score(0, 0, 0, 0, float(EDGES[7])) < here
+    assert tables.rate.shape[1] == AGES

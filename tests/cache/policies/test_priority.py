@@ -1,0 +1,60 @@
+"""Priorities stay cheap and bounded however many there are."""
+
+from __future__ import annotations
+
+import pytest
+
+import pc
+
+
+def serve(manager, request_id, tokens, **options):
+    manager.allocate(request_id, tokens, **options)
+    manager.commit(request_id, len(tokens))
+    manager.free(request_id)
+
+
+def test_queues_of_priorities_that_are_gone_are_removed():
+    m = pc.CacheManager(64, block_size=4, policy="priority")
+    for i in range(4000):
+        serve(m, i, [i] * 8, priority=1 + i)
+    policy = m.pools[0].policy
+    assert len(policy._queues) <= 2 * 64 + 65
+    for i in range(64):
+        serve(m, ("plain", i), [i, 1] * 32)
+    assert len(policy._queues) <= 64
+    m.check()
+
+
+def test_work_does_not_grow_with_the_number_of_priorities(monkeypatch):
+    from pc.cache.policies.run_queue import RunQueue
+
+    looks = []
+    first = RunQueue.head
+    monkeypatch.setattr(RunQueue, "head", lambda self: (looks.append(1), first(self))[1])
+    counts = []
+    for values in (10, 1000):
+        m = pc.CacheManager(2048, block_size=4, policy="priority")
+        for i in range(1000):
+            serve(m, i, [i] * 8, priority=1 + i % values)
+        looks.clear()
+        for i in range(100):
+            serve(m, ("plain", i), [i, 1] * 16)
+        counts.append(len(looks))
+    assert counts[1] < 4 * counts[0] + 400
+
+
+def test_hints_that_were_renewed_are_dropped():
+    m = pc.CacheManager(256, block_size=4, policy="priority")
+    for i in range(3000):
+        serve(m, i, [i % 5] * 32, priority=1, ttl=1e6 + i)
+    policy = m.pools[0].policy
+    assert sum(ids.size for _, _, ids in policy._ends) <= 2 * 256 + 64
+    assert policy.nbytes < 40_000
+
+
+@pytest.mark.parametrize("name", sorted(pc.cache.policies.POLICIES))
+def test_asked_for_more_than_was_released_a_policy_says_so(name):
+    m = pc.CacheManager(8, block_size=4, policy=name)
+    serve(m, 1, [1] * 16)
+    with pytest.raises((RuntimeError, IndexError)):
+        m.pools[0].policy.victims(5)
