@@ -68,4 +68,15 @@ def info(as_json: Annotated[bool, typer.Option("--json", help="For machines.")] 
     typer.echo(json.dumps(found, indent=2) if as_json else format_info(found))
 
 
+@app.command()
+def families(
+    names: Annotated[list[str] | None, typer.Argument(help="Classes, such as LlamaForCausalLM; none: all.")] = None,
+    output: Annotated[Path | None, typer.Option(help="Markdown file for the table.")] = None,
+) -> None:
+    """Build every language model class of transformers small and run it with and without prefix caching."""
+    from .families import run_families
+
+    raise typer.Exit(run_families(names or [], output))
+
+
 app.command()(replay)

@@ -8,9 +8,9 @@ handle.stats()
 handle.disable()
 ```
 
-Modules, in the order data flows: `_support` decides what can be served, `_generation` turns a batch into block tables
-and slots, `_batch` brings them to the devices, `_paged` writes and reads the blocks inside the model's layers,
-`_graphs` runs decode steps and captures them where `_capturable` allows it, `_handle` ties all to one model.
+Modules: `enable` puts a handle before a model's generate; `handle` compares the model's `identity`, asks `support` what
+can be served and hands a decoding `loop` to one of two ways, `paged` or `contiguous`, over a `store` of blocks; `calls`
+counts and warns.
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ except ModuleNotFoundError as error:
         f"pc.integrations.huggingface needs {error.name}: pip install 'pc-kernels[hf]'", name=error.name
     ) from error
 
-from .handle import PrefixCaching, RequestReport, enable_prefix_caching
+from .calls import ServedStats
+from .enable import enable_prefix_caching
+from .handle import PrefixCaching
 from .paged.graphs import GraphReport
+from .reports import RequestReport
 
-__all__ = ["GraphReport", "PrefixCaching", "RequestReport", "enable_prefix_caching"]
+__all__ = ["GraphReport", "PrefixCaching", "RequestReport", "ServedStats", "enable_prefix_caching"]

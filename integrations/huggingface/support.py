@@ -3,29 +3,47 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import DynamicCache, GenerationMixin
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
+
+from .loop import Loop
 
 
 class UnsupportedError(Exception):
-    """Raised, before anything is changed, when a model or a call cannot be served; its text says why."""
+    """Raised, before anything is changed, when a model or a call cannot be served.
+
+    Args:
+        reason: Why, in words that are the same for every call of the kind.
+        detail: What is particular to this one.
+    """
+
+    def __init__(self, reason: str, detail: str = "") -> None:
+        super().__init__(f"{reason} ({detail})" if detail else reason)
+        self.reason = reason
+        self.detail = detail
 
 
-# Arguments of the forward pass that this adapter computes itself, or that change nothing in a token.
+# Arguments of the forward pass that generate makes itself, or that change nothing in a token's KV.
 SERVED_ARGUMENTS = frozenset(
     {
         "attention_mask",
         "position_ids",
         "past_key_values",
+        "cache_params",
         "use_cache",
         "logits_to_keep",
         "return_dict",
         "output_attentions",
         "output_hidden_states",
+        "output_router_logits",
         "cache_position",
+        "token_type_ids",
+        "mm_token_type_ids",
     }
 )
 
@@ -37,67 +55,88 @@ def check_model(model: Any) -> None:
         raise UnsupportedError("it has a generate of its own")
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedError("it is an encoder-decoder model")
-    if config.get_text_config(decoder=True) is not config:
-        raise UnsupportedError("it takes more than text, and its prompt is not identified by token ids alone")
-    if getattr(model, "_is_stateful", False):
-        raise UnsupportedError("it keeps a recurrent state, which has no blocks")
-    if not getattr(config, "is_causal", True):
-        raise UnsupportedError("its attention is not causal")
-    if not getattr(model, "_supports_attention_backend", False):
-        raise UnsupportedError("its attention does not go through transformers' AttentionInterface")
-    layer_windows(config)
+    if not model._supports_default_dynamic_cache():
+        raise UnsupportedError("its state is not kept in a transformers cache")
     if any(p.device.type == "meta" for p in model.parameters()):
         raise UnsupportedError("some of its weights are on the meta device")
 
 
-def layer_windows(config: Any) -> dict[int, int]:
-    """The layers with a sliding window, and its tokens: what transformers itself would cache for each layer.
+def check_arguments(arguments: dict[str, Any]) -> None:
+    """Raises UnsupportedError for arguments of generate under which nothing of a call can be cached."""
+    for name in ("custom_generate", "synced_gpus"):
+        if arguments.get(name):
+            raise UnsupportedError(f"{name} is served by the model's own generate")
+    if any(arguments.get(name) is not None for name in ("past_key_values", "cache_params")):
+        raise UnsupportedError("past_key_values of your own is served by the model's own generate")
+    if (
+        torch.distributed.is_available()
+        and torch.distributed.is_initialized()
+        and torch.distributed.get_world_size() > 1
+    ):
+        raise UnsupportedError("several processes generate together")
+
+
+def take_stop_strings(model: Any, arguments: dict[str, Any]) -> None:
+    """Turns `stop_strings` and `tokenizer` into a criterion: generate drops the tokenizer of a custom decoding loop.
 
     Raises:
-        UnsupportedError: A layer is neither full attention nor a sliding window.
+        UnsupportedError: They stand in a generation config, or the tokenizer is needed for more.
     """
-    other = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
-    if other:
-        raise UnsupportedError(f"it has layers of {', '.join(sorted(other))}")
-    windows = {}
-    for index, layer in enumerate(DynamicCache(config=config).layers):
-        if type(layer) is DynamicSlidingWindowLayer:
-            windows[index] = layer.sliding_window
-        elif type(layer) is not DynamicLayer:
-            raise UnsupportedError(f"layer {index} keeps a {type(layer).__name__}")
-    return windows
+    configs = [c for c in (arguments.get("generation_config"), model.generation_config) if c is not None]
+    if arguments.get("token_healing") or any(getattr(c, "token_healing", False) for c in configs):
+        raise UnsupportedError("token healing is served by the model's own generate")
+    if any(getattr(c, "stop_strings", None) for c in configs):
+        raise UnsupportedError("stop_strings of a generation config are served by the model's own generate")
+    if arguments.get("stop_strings") and arguments.get("tokenizer") is not None:
+        criterion = StopStringCriteria(arguments["tokenizer"], arguments.pop("stop_strings"))
+        arguments["stopping_criteria"] = StoppingCriteriaList([*(arguments.get("stopping_criteria") or ()), criterion])
 
 
-def check_call(model: Any, input_ids: torch.Tensor, generation_config: Any, model_kwargs: dict[str, Any]) -> None:
-    """Raises UnsupportedError for a call whose tokens could differ, or whose result needs tensors not cached."""
-    mode = str(getattr(generation_config.get_generation_mode(), "value", ""))
-    if mode not in ("greedy_search", "sample"):
-        raise UnsupportedError(f"generation mode {mode} is served by the model's own generate")
+def check_loop(loop: Loop) -> None:
+    """Raises UnsupportedError for a call whose tokens could differ from those of the model's own generate."""
+    model, kwargs, config = loop.model, loop.model_kwargs, loop.generation_config
+    prepare = vars(model).get("prepare_inputs_for_generation", type(model).prepare_inputs_for_generation)
+    if not str(getattr(prepare, "__module__", "")).startswith("transformers."):
+        raise UnsupportedError("prepare_inputs_for_generation is overridden")
     if model.training:
         raise UnsupportedError("the model is in training mode; call model.eval()")
     if torch.is_autocast_enabled(model.device.type):
         raise UnsupportedError("autocast is on, and keys and values would not be those computed without it")
-    if not model_kwargs.get("use_cache", True):
+    if not kwargs.get("use_cache", True):
         raise UnsupportedError("use_cache=False asks for no cache")
-    if generation_config.cache_implementation is not None:
-        raise UnsupportedError(
-            f"cache_implementation={generation_config.cache_implementation!r} asks for another cache"
-        )
-    for name in ("output_attentions", "output_hidden_states"):
-        if getattr(generation_config, name, False) or model_kwargs.get(name):
-            raise UnsupportedError(f"{name}=True needs tensors that are not there for cached tokens")
-    other = sorted(k for k, v in model_kwargs.items() if v is not None and k not in SERVED_ARGUMENTS)
+    if config.cache_implementation is not None:
+        raise UnsupportedError("cache_implementation asks for another cache", config.cache_implementation)
+    if type(kwargs.get(loop.cache_name)) is not DynamicCache:
+        raise UnsupportedError("its state is not kept in a transformers cache")
+    encoded = kwargs.get("mm_encoder_outputs")
+    given = [k for k, v in kwargs.items() if v is not None and not (v is encoded and not any((v or {}).values()))]
+    other = sorted(set(given) - SERVED_ARGUMENTS)
     if other:
-        raise UnsupportedError(f"the arguments {other} could change what a token's KV is")
-    if input_ids.dim() != 2 or input_ids.shape[1] == 0:
-        raise UnsupportedError(f"input_ids of shape {list(input_ids.shape)} hold no prompt")
-    mask, positions = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
-    if mask is not None and not bool(mask[:, -1].all()):
-        raise UnsupportedError("the batch is padded on the right")
-    if positions is not None and not torch.equal(
-        positions.expand(input_ids.shape), expected_positions(input_ids, mask)
-    ):
+        raise UnsupportedError(f"arguments that could change what a token's KV is: {', '.join(other)}")
+    types = [kwargs[k] for k in ("token_type_ids", "mm_token_type_ids") if kwargs.get(k) is not None]
+    if any(bool(t.any()) for t in types):
+        raise UnsupportedError("token types could change what a token's KV is")
+    ids, mask, positions = loop.input_ids, kwargs.get("attention_mask"), kwargs.get("position_ids")
+    if ids.dim() != 2 or ids.shape[1] == 0:
+        raise UnsupportedError("input_ids hold no prompt", f"shape {list(ids.shape)}")
+    if mask is not None and mask.dim() != 2:
+        raise UnsupportedError("attention_mask has more than two dimensions")
+    if positions is not None and not _are_expected(positions, ids, mask):
         raise UnsupportedError("position_ids are not those of the tokens that attention_mask leaves")
+
+
+def call_keys(loop: Loop) -> tuple[str, ...]:
+    """Extra keys of a call: arguments that change KV without saying so in a token."""
+    given = loop.model_kwargs.get("token_type_ids") is not None
+    return ("token_type_ids",) if given else ()
+
+
+def _are_expected(positions: torch.Tensor, input_ids: torch.Tensor, mask: torch.Tensor | None) -> bool:
+    """Whether positions, `[..., batch, length]` of one or several axes, are those transformers gives to text."""
+    if positions.shape[-1] != input_ids.shape[1]:
+        return False
+    expected = expected_positions(input_ids, mask)
+    return bool((positions == expected.expand(positions.shape[:-2] + expected.shape)).all())
 
 
 def expected_positions(input_ids: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
@@ -107,7 +146,7 @@ def expected_positions(input_ids: torch.Tensor, mask: torch.Tensor | None) -> to
     return positions.masked_fill(ones == 0, 0)
 
 
-def rope_keys(config: Any, prompt_lens: list[int], max_length: int) -> tuple[str, ...] | None:
+def rope_keys(config: Any, prompt_lens: list[int], max_length: int) -> tuple[str, ...]:
     """Extra keys for rotary embeddings whose frequencies depend on the length of the sequence.
 
     "longrope" uses one set of frequencies up to the length the model was first trained at and another beyond,
@@ -117,6 +156,7 @@ def rope_keys(config: Any, prompt_lens: list[int], max_length: int) -> tuple[str
     Raises:
         UnsupportedError: The frequencies would change during this call.
     """
+    config = config.get_text_config(decoder=True)
     for rope in _rope_parameters(config):
         kind = _rope_type(rope)
         if kind not in ("dynamic", "longrope"):
@@ -130,13 +170,13 @@ def rope_keys(config: Any, prompt_lens: list[int], max_length: int) -> tuple[str
             continue
         if kind == "longrope" and min(prompt_lens) > limit:
             return ("longrope",)
-        raise UnsupportedError(f"{kind} rotary embeddings change at {limit} tokens, which this call may cross")
-    return None
+        raise UnsupportedError(f"{kind} rotary embeddings change at a length which this call may cross", str(limit))
+    return ()
 
 
 def rope_types(config: Any) -> set[Any]:
     """The kinds of rotary embeddings of a model."""
-    return {_rope_type(rope) for rope in _rope_parameters(config)}
+    return {_rope_type(rope) for rope in _rope_parameters(config.get_text_config(decoder=True))}
 
 
 def _rope_type(rope: dict[str, Any]) -> Any:
@@ -150,3 +190,28 @@ def _rope_parameters(config: Any) -> Iterator[dict[str, Any]]:
         yield from (value for value in rope.values() if isinstance(value, dict))
     else:
         yield rope
+
+
+@contextmanager
+def eval_mode(model: torch.nn.Module) -> Iterator[None]:
+    """Eval mode for a while; every submodule gets its own mode back."""
+    training = [m for m in model.modules() if m.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for m in training:
+            m.training = True
+
+
+def harmless_tokens(model: Any, count: int) -> np.ndarray:
+    """Token ids that differ and stand for no image and no other placeholder, `[count]` int64."""
+    config = model.config.get_text_config(decoder=True)
+    special: set[int] = set()
+    for c in (model.config, config):
+        for name, value in vars(c).items():
+            if name.endswith(("token_id", "token_index", "token_ids")):
+                special |= {v for v in (value if isinstance(value, list) else [value]) if isinstance(v, int)}
+    candidates = (np.arange(count + 4 * len(special) + 64, dtype=np.int64) * 7919 + 13) % config.vocab_size
+    chosen: np.ndarray = candidates[~np.isin(candidates, list(special))][:count]
+    return chosen

@@ -34,8 +34,7 @@ from pc.integrations.huggingface.paged.batch import DecodeBatch  # noqa: E402
 from pc.integrations.huggingface.paged.capturable import Rehearsal  # noqa: E402
 from pc.integrations.huggingface.paged.dispatch import install  # noqa: E402
 from pc.integrations.huggingface.paged.generation import PackedModel, Requests  # noqa: E402
-from pc.integrations.huggingface.paged.layers import BlockStorage  # noqa: E402
-from pc.integrations.huggingface.support import layer_windows  # noqa: E402
+from pc.integrations.huggingface.paged.layers import BlockStorage, layer_windows  # noqa: E402
 
 BY_NAME = {family.name: family for family in FAMILIES}
 
@@ -323,7 +322,7 @@ def test_rehearsal_lets_scalars_of_the_host_pass() -> None:
 
 def start(model: Any, handle: PrefixCaching, *prompts: torch.Tensor) -> Requests:
     install(model)
-    packed = PackedModel(model, handle._storage)
+    packed = PackedModel(model, handle._serving.store.storage)
     requests = Requests(handle.manager, packed, handle._steps, [ids[0].numpy() for ids in prompts])
     requests.prefill()
     return requests

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import transformers
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from pc.integrations.huggingface import PrefixCaching
 
@@ -104,3 +105,20 @@ def assert_nothing_held(handle: PrefixCaching) -> None:
     handle.manager.check()
     assert handle.stats().held_blocks == 0
     assert handle.stats().num_requests == 0
+
+
+def count_computed(model: Any, **kwargs: Any) -> int:
+    """Tokens that pass through the model's embedding during one call."""
+    seen: list[int] = []
+    embedding = model.get_input_embeddings()
+
+    def count(module: Any, inputs: Any) -> None:
+        if module is embedding:
+            seen.append(inputs[0].numel())
+
+    hook = register_module_forward_pre_hook(count)  # a hook of the model itself would empty the cache
+    try:
+        model.generate(**kwargs)
+    finally:
+        hook.remove()
+    return sum(seen)

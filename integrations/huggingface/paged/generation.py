@@ -19,7 +19,9 @@ from transformers.generation.stopping_criteria import StoppingCriteriaList
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from ....cache import CacheManager, OutOfBlocks
+from ..store import Lease, Store
 from ..support import UnsupportedError
+from ..uninterrupted import uninterrupted
 from .batch import DecodeBatch, PackedBatch, Pass
 from .dispatch import no_mask
 from .layers import BlockStorage, PagedCache
@@ -149,6 +151,8 @@ class Requests:
         extra_keys: What their KV depends on besides tokens.
         chunk: Tokens of a row that one pass computes at most; None: all.
         turn: Held during each pass, so that calls of several threads take turns.
+        salt: Whose blocks may be shared.
+        lease: Gives back what a call that is cut off leaves behind.
     """
 
     def __init__(
@@ -160,7 +164,11 @@ class Requests:
         extra_keys: tuple[str, ...] | None = None,
         chunk: int | None = None,
         turn: AbstractContextManager[Any] | None = None,
+        salt: Any = None,
+        lease: Lease | None = None,
     ) -> None:
+        self.salt = salt
+        self.lease = lease or Store(manager, packed.storage).lease()
         self.turn = turn or nullcontext()
         self.manager = manager
         self.packed = packed
@@ -199,7 +207,9 @@ class Requests:
             OutOfBlocks: The cache is full of blocks that this call holds.
         """
         rows, size = self.active(), self.manager.block_size
-        slots, copies = self.manager.append_each([row.request_id for row in rows], np.array(tokens, np.int64))
+        slots, copies = uninterrupted(
+            self.manager.append_each, [row.request_id for row in rows], np.array(tokens, np.int64)
+        )
         if copies:
             self.packed.storage.copy(copies)
             copied = {target for _, target in copies}
@@ -226,17 +236,18 @@ class Requests:
         """Gives a row's blocks back; the complete ones stay findable until they are evicted."""
         if row.active:
             row.active = False
-            self.manager.free(row.request_id)
+            uninterrupted(self.lease.free, row.request_id)
 
     def close(self) -> None:
         """Gives every row's blocks back."""
         for row in self.rows:
-            self.finish(row)
+            row.active = False
+        uninterrupted(self.lease.close)
 
     def _admit(self, row: Row, alone: bool) -> Span | None:
         """Takes blocks for a prompt; None when it should wait until the rows admitted before it are computed."""
         try:
-            allocation = self.manager.allocate(row.request_id, row.tokens, extra_keys=self.extra_keys)
+            allocation = uninterrupted(self._allocate, row)
         except OutOfBlocks:
             if alone:
                 raise
@@ -250,6 +261,14 @@ class Requests:
         row.length = allocation.num_cached_tokens
         row.table = self.manager.block_table(row.request_id)
         return Span(row, row.tokens[row.length :], allocation.slot_mapping, row.length)
+
+    def _allocate(self, row: Row) -> Any:
+        self.lease.take(row.request_id)
+        try:
+            return self.manager.allocate(row.request_id, row.tokens, extra_keys=self.extra_keys, salt=self.salt)
+        except OutOfBlocks:
+            self.lease.free(row.request_id)
+            raise
 
     def _compute(self, spans: list[Span]) -> list[torch.Tensor]:
         """Runs the spans, in chunks if asked to, and commits them; logits of the last token of each."""
@@ -270,9 +289,18 @@ class Requests:
 
     def _commit(self, row: Row) -> None:
         """Makes what a row has computed findable; blocks that a merge replaced are free after its next commit."""
-        row.unsettled = bool(self.manager.commit(row.request_id, row.length))
+        row.unsettled = bool(uninterrupted(self.manager.commit, row.request_id, row.length))
         if row.unsettled:
             row.table = self.manager.block_table(row.request_id)
+
+
+def prompts_of(input_ids: torch.Tensor, mask: torch.Tensor | None) -> list[np.ndarray]:
+    """The tokens of each row that the attention mask leaves, int64."""
+    ids = input_ids.cpu().numpy()
+    if mask is None:
+        return [np.ascontiguousarray(row) for row in ids]
+    kept = mask.cpu().numpy().astype(bool)
+    return [row[keep] for row, keep in zip(ids, kept, strict=True)]
 
 
 class RecordedCriteria(StoppingCriteriaList):  # type: ignore[misc]  # transformers is untyped here

@@ -148,6 +148,10 @@ class DecodeSteps:
         self._buckets.clear()
         self._eager = self._capturer = None
 
+    def refuse(self, reason: str) -> None:
+        """Steps of this model do not run here."""
+        self._failure = self.reason = reason
+
     def prepare(self, model: Any, state: object) -> None:
         """Decides, before the steps of a call, whether they are captured, and drops graphs that no longer hold.
 

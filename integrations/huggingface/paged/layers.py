@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers.cache_utils import Cache, DynamicLayer
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from ..support import UnsupportedError
 from .batch import Pass
@@ -90,6 +90,25 @@ class BlockStorage:
     def bytes_per_block(self) -> int:
         """Bytes of one block over all layers."""
         return self.block_size * sum(spec.bytes_per_token() for spec in self.specs.values())
+
+
+def layer_windows(config: Any) -> dict[int, int]:
+    """The layers with a sliding window, and its tokens: what transformers itself would cache for each layer.
+
+    Raises:
+        UnsupportedError: A layer is neither full attention nor a sliding window.
+    """
+    text = config.get_text_config(decoder=True)
+    other = set(getattr(text, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    if other:
+        raise UnsupportedError(f"it has layers of {', '.join(sorted(other))}")
+    windows = {}
+    for index, layer in enumerate(DynamicCache(config=config).layers):
+        if type(layer) is DynamicSlidingWindowLayer:
+            windows[index] = layer.sliding_window
+        elif type(layer) is not DynamicLayer:
+            raise UnsupportedError(f"layer {index} keeps a {type(layer).__name__}")
+    return windows
 
 
 class PagedCache(Cache):  # type: ignore[misc]  # transformers is untyped here

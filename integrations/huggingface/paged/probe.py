@@ -2,31 +2,16 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
 
-from ..support import UnsupportedError, layer_windows
+from ..support import UnsupportedError, eval_mode, harmless_tokens
 from .batch import DecodeBatch
 from .dispatch import install
 from .generation import PackedModel, Row, Span
-from .layers import BlockStorage
-
-
-@contextmanager
-def _eval_mode(model: torch.nn.Module) -> Iterator[None]:
-    """Eval mode for a while; every submodule gets its own mode back."""
-    training = [m for m in model.modules() if m.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for m in training:
-            m.training = True
+from .layers import BlockStorage, layer_windows
 
 
 @torch.no_grad()
@@ -42,13 +27,14 @@ def probe(model: Any, block_size: int) -> int:
     Raises:
         UnsupportedError: The model fails over blocks, or its logits differ.
     """
-    vocabulary = model.config.vocab_size
+    if not getattr(model, "_supports_attention_backend", False):
+        raise UnsupportedError("its attention does not go through transformers' AttentionInterface")
     lens = (2 * block_size + 3, 5)
     blocks = [-(-n // block_size) for n in lens]
     storage = BlockStorage(sum(blocks), block_size, layer_windows(model.config))
     install(model)
     packed = PackedModel(model, storage)
-    tokens = [(np.arange(n, dtype=np.int64) * 7919 + 13 * n) % vocabulary for n in lens]
+    tokens = [harmless_tokens(model, sum(lens))[-n:] for n in lens]
     rows = [Row("", ids) for ids in tokens]
     rows[0].table = np.arange(blocks[0], dtype=np.int32)[::-1].copy()  # out of order, as in a real cache
     rows[1].table = np.arange(blocks[0], sum(blocks), dtype=np.int32)
@@ -60,7 +46,7 @@ def probe(model: Any, block_size: int) -> int:
 
     cut = block_size + 1
     tolerance = 1e-3 if model.dtype == torch.float32 else 5e-2
-    with _eval_mode(model):
+    with eval_mode(model):
         try:
             packed.forward([span(rows[0], 0, cut), span(rows[1], 0, 2)])
             packed.forward([span(rows[1], 2, lens[1] - 1), span(rows[0], cut, lens[0] - 1)])
@@ -88,15 +74,3 @@ def probe(model: Any, block_size: int) -> int:
                     f"its logits over a paged cache differ by {difference:.2g}, more than rounding explains"
                 )
     return storage.bytes_per_block()
-
-
-def default_num_blocks(model: Any, bytes_per_block: int, block_size: int) -> int:
-    """A fifth of the memory that is there, and no more than 32 of the model's longest sequences."""
-    if model.device.type == "cuda":
-        budget = torch.cuda.mem_get_info(model.device)[0] // 5
-    elif hasattr(os, "sysconf"):
-        budget = min(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 5, 4 << 30)
-    else:
-        budget = 4 << 30
-    longest = getattr(model.config, "max_position_embeddings", None) or 4096
-    return max(1, min(budget // bytes_per_block, 32 * -(-longest // block_size)))

@@ -1,0 +1,225 @@
+"""Every language model class of transformers, built small and run: whether prefix caching serves it, and if not why."""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+VOCABULARY = 311
+SIZES: list[tuple[str, int]] = [
+    (r"vocab_size|n_vocab|vocabulary_size", VOCABULARY),
+    (r"(max_position_embeddings|n_positions|n_ctx|max_seq_len|max_sequence_length|seq_length|context_length)", 512),
+    (r"(num_hidden_layers|n_layers?|num_layers|decoder_layers|depth)", 4),
+    (r"(num_key_value_heads|num_kv_heads|n_head_kv|multi_query_group_num|num_attention_groups)", 2),
+    (r"(num_attention_heads|n_heads?|num_heads|decoder_attention_heads|attention_heads)", 4),
+    (r"(head_dim|d_kv|attention_head_size|global_head_dim|kv_channels|swa_head_dim)", 16),
+    (r"(hidden_size|d_model|n_embd|embed_dim|embedding_size|model_dim|word_embed_proj_dim|rotary_dim_base)", 64),
+    (r"(moe_intermediate_size|shared_expert_intermediate_size|expert_ffn_hidden_size|moe_shared_.*size)", 32),
+    (
+        r"(intermediate_size|ffn_dim|n_inner|ffn_hidden_size|d_ff|decoder_ffn_dim|dense_intermediate_size|.*_ffn_.*size)",
+        96,
+    ),
+    (r"(num_local_experts|num_experts|n_routed_experts|moe_num_experts|num_expert)", 4),
+    (r"(num_experts_per_tok|num_experts_per_token|moe_topk|moe_k|top_k_experts|num_activated_experts)", 2),
+    (r"(n_group|topk_group|num_expert_group|limited_topk|n_shared_experts|num_shared_experts)", 1),
+    (r"(kv_lora_rank|q_lora_rank|qk_nope_head_dim|v_head_dim|lora_rank.*|qk_head_dim)", 16),
+    (r"(qk_rope_head_dim|rotary_dim)", 8),
+    (r"(sliding_window|attention_chunk_size|window_size|attention_window|local_window)", 20),
+    (r"(mamba_n_heads|mamba_num_heads)", 8),
+    (r"(linear_num_value_heads)", 4),
+    (r"(linear_num_key_heads|mamba_n_groups|n_groups)", 2),
+    (
+        r"(linear_key_head_dim|linear_value_head_dim|mamba_d_head|mamba_head_dim|mamba_d_state|state_size|ssm_state_size)",
+        16,
+    ),
+    (r"(hidden_size_per_layer_input|altup_.*dim|laurel_rank)", 16),
+    (r"(vocab_size_per_layer_input)", VOCABULARY),
+    (r"(first_k_dense_replace|moe_layer_start_index|num_dense_layers)", 1),
+]
+"""What integers of a config become, by name."""
+MOST = 8_000_000
+"""Parameters of a model that counts as small."""
+OUTCOMES = ("served", "different", "handed back", "not built")
+
+
+@dataclass(frozen=True)
+class Row:
+    """What became of one class.
+
+    Attributes:
+        name: The class.
+        outcome: "served", "handed back", "different", or "not built".
+        reused: Tokens of the 70 of a prompt that its second call read from the cache.
+        why: Why it was not served or not built.
+    """
+
+    name: str
+    outcome: str
+    reused: int = 0
+    why: str = ""
+
+
+def classes() -> list[str]:
+    """Names of the classes that generate text from a prompt, images beside it or not."""
+    import transformers
+    from transformers.models.auto import modeling_auto as auto
+
+    names: dict[str, None] = {}
+    for mapping in (auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES):
+        for value in mapping.values():
+            for name in value if isinstance(value, list | tuple) else [value]:
+                if hasattr(transformers, name):
+                    names[name] = None
+    return list(names)
+
+
+def shrink(config: Any, seen: int = 0) -> dict[str, Any]:
+    """Keyword arguments that make a config of the same class small, its sub-configs too."""
+    small: dict[str, Any] = {}
+    for name, value in vars(config).items():
+        if hasattr(value, "to_dict") and seen < 3:
+            small[name] = {"model_type": value.model_type, **shrink(value, seen + 1)}
+        elif type(value) is int:
+            for pattern, size in SIZES:
+                if re.fullmatch(pattern, name):
+                    small[name] = min(size, value) if value > 0 else value
+                    break
+    if hasattr(config, "kv_lora_rank"):
+        small["num_key_value_heads"] = 4
+    small |= {n: None for n in ("pad_token_id",) if hasattr(config, n)}
+    ids = [n for n in vars(config) if n.endswith("token_id") and isinstance(getattr(config, n), int)]
+    small |= {name: 2 + i for i, name in enumerate(ids)}
+    return small
+
+
+def build(name: str) -> Any:
+    """A model of the class with few small layers and weights that make every prompt token count."""
+    import torch
+    import transformers
+
+    cls = getattr(transformers, name)
+    default = cls.config_class()
+    config = None
+    error: Exception | None = None
+    for extra in _variants(default):
+        try:
+            config = cls.config_class(**shrink(default) | extra)
+            if name.endswith("ForCausalLM") and hasattr(config, "is_decoder"):
+                config.is_decoder = True
+            with torch.device("meta"):
+                model = cls(config)
+            error = None
+            break
+        except Exception as problem:
+            error = error or problem
+    if error is not None:
+        raise error
+    count = sum(p.numel() for p in model.parameters())
+    if count > MOST:
+        raise ValueError(f"{count / 1e6:.0f} M parameters after shrinking")
+    torch.manual_seed(0)
+    return cls(config).eval()
+
+
+def scatter(model: Any, embedding: float, weight: float) -> None:
+    """Gives a model random weights, of a spread for which every token of a prompt counts."""
+    import torch
+
+    generator = torch.Generator().manual_seed(0)
+    for name, parameter in model.named_parameters():
+        if name.endswith("A_log"):
+            torch.nn.init.constant_(parameter, -4.0)  # states forget within a few tokens otherwise
+        elif parameter.dim() >= 2:
+            scale = embedding if "emb" in name or "wte" in name else weight * parameter[0].numel() ** -0.5
+            parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * scale)
+
+
+def _variants(default: Any) -> Iterator[dict[str, Any]]:
+    """Lists by layer must be as long as there are layers."""
+    yield {}
+    layers = getattr(default, "layer_types", None)
+    if layers:
+        kinds = list(dict.fromkeys(layers))
+        yield {"layer_types": (kinds * 4)[:4]}
+    yield {"num_hidden_layers": getattr(default, "num_hidden_layers", 4)}
+
+
+def run_class(name: str) -> Row:
+    """Builds one class and compares what it generates with and without the cache."""
+    import torch
+
+    from .integrations.huggingface import enable_prefix_caching
+
+    try:
+        model = build(name)
+        ids = torch.randint(20, VOCABULARY - 10, (1, 70), generator=torch.Generator().manual_seed(1))
+        other = ids.clone()
+        other[0, 60] += 1
+        options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+        mask = torch.ones(2, 70, dtype=torch.long)
+        mask[1, :33] = 0
+        batch = torch.cat([ids, ids.roll(33, 1)])
+        batch[1, :33] = 0
+        calls = [{"input_ids": ids}, {"input_ids": other}, {"input_ids": batch, "attention_mask": mask}]
+        for spread in ((1.0, 1.4), (0.1, 2.0), (0.02, 3.0), (0.3, 5.0)):
+            scatter(model, *spread)
+            want = [model.generate(**call, **options) for call in calls]
+            counts = not torch.equal(want[0][:, 70:], want[1][:, 70:])
+            if counts:
+                break
+    except Exception as error:
+        text = str(error).strip().splitlines() or [""]
+        return Row(name, "not built", why=f"{type(error).__name__}: {text[0]}")
+    if not counts:
+        return Row(name, "not built", why="a token of the prompt does not change what follows")
+    reused = 0
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        handle = enable_prefix_caching(model, num_blocks=64)
+        for _ in range(2):
+            for call, expected in zip(calls, want, strict=True):
+                got = model.generate(**call, **options)
+                if call is calls[0] and handle.last_requests:
+                    reused = handle.last_requests[0].cached_tokens
+                if not torch.equal(got, expected):
+                    return Row(name, "different", reused)
+    stats = handle.stats()
+    if handle.unsupported or stats.calls_handed_back:
+        return Row(name, "handed back", why=handle.unsupported or ", ".join(stats.calls_handed_back))
+    return Row(name, "served", reused)
+
+
+def run_families(names: list[str], output: Path | None = None) -> int:
+    """Runs classes, all of them where none is named, prints their rows and writes the table.
+
+    Returns:
+        1 when the tokens of one differ, else 0.
+    """
+    logging.disable(logging.WARNING)
+    rows = []
+    for name in names or classes():
+        begin = time.perf_counter()
+        rows.append(row := run_class(name))
+        seconds = time.perf_counter() - begin
+        print(f"{row.name:45} {row.outcome:12} {row.reused:3} {row.why[:150]}  {seconds:.1f} s", flush=True)
+    if output is not None:
+        output.write_text(table(rows) + "\n")
+    for outcome in OUTCOMES:
+        print(f"{sum(row.outcome == outcome for row in rows)} {outcome}")
+    return int(any(row.outcome == "different" for row in rows))
+
+
+def table(rows: list[Row]) -> str:
+    """The rows in Markdown."""
+    lines = ["| class | outcome | reused of 70 | why not |", "|---|---|---|---|"]
+    lines += [
+        f"| {row.name} | {row.outcome} | {row.reused or ''} | {row.why.replace('|', '/')[:120]} |"
+        for row in sorted(rows, key=lambda r: (OUTCOMES.index(r.outcome), r.name))
+    ]
+    return "\n".join(lines)

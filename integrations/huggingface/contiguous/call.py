@@ -1,0 +1,297 @@
+"""One call of generate: what is cached is laid out, the rest computed, and what was computed kept."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import DynamicCache
+
+from ....cache import OutOfBlocks
+from ..store import Store
+from .layers import GrowingLayer, GrowingWindowLayer, attention_layers, new_cache, num_tokens, state_layers
+from .rows import Prompt, Rows, prompts_of
+from .states import States, put_states, take_states
+
+FORWARD_COST = 24
+"""Tokens whose computing takes about as long as what a forward pass of any length costs besides."""
+ROOM = 256
+"""Tokens of answer for which there is room before buffers are enlarged."""
+
+
+class Call:
+    """The batch of one call as prompts over a store.
+
+    Args:
+        model: The model.
+        store: Where KV is kept.
+        input_ids: `[batch, length]`.
+        mask: `[batch, length]`, or None when no token is left out.
+        extra_keys: What KV depends on besides tokens.
+        salt: Whose blocks may be shared.
+        reuse: Whether cached tokens are left out, or all is computed and only kept.
+        max_length: Tokens that a row has at the end at most.
+
+    Raises:
+        OutOfBlocks: The prompts do not fit.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        store: Store,
+        input_ids: torch.Tensor,
+        mask: torch.Tensor | None,
+        extra_keys: tuple[Any, ...],
+        salt: Any,
+        reuse: bool,
+        max_length: int,
+    ) -> None:
+        self.model = model
+        self.store = store
+        self.batch, self.length = input_ids.shape
+        self.room = max(1, min(max_length - self.length, ROOM))
+        self.prompts = prompts_of(input_ids, mask)
+        self.rows = Rows(store, extra_keys, salt)
+        self.cache: DynamicCache = None
+        self.start = 0
+        self._published = False
+        self._computed = 0
+        self._decode_states: dict[int, tuple[int, States]] = {}
+        try:
+            for prompt in self.prompts:
+                if len(prompt.tokens):
+                    self.rows.admit(prompt, reuse)
+            self._prepare(reuse)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Gives all blocks back."""
+        self.rows.close()
+
+    def _prepare(self, reuse: bool) -> None:
+        """Makes the cache for the batch, with `start` columns filled."""
+        alone = len(self.prompts) == 1 and self.batch == 1
+        columns = min((p.pad + p.cached for p in self.prompts), default=0)
+        if self.store.heeds_padding and any(p.pad for p in self.prompts):
+            by_rows = False
+        elif self.store.states is not None:
+            by_rows = reuse and self._has_boundaries()
+        else:
+            by_rows = reuse and not alone and self._rows_cost() < self.batch * (self.length - columns)
+        if by_rows:
+            self._compute_rows()
+            return
+        self.start = columns if self.store.states is None else 0
+        for prompt in self.prompts:
+            prompt.cached = max(self.start - prompt.pad, 0)
+        self.start = self.start if any(p.cached for p in self.prompts) else 0
+        self.cache = self._lay_out({}) if self.start else self._empty()
+
+    def _empty(self) -> DynamicCache:
+        cache = new_cache(self.model.config)
+        for layer in cache.layers:
+            if isinstance(layer, GrowingLayer | GrowingWindowLayer):
+                layer.room = self.room
+        return cache
+
+    def _has_boundaries(self) -> bool:
+        """Whether states can be kept or read: every row goes on with two tokens, some prompt has a whole block."""
+        lengths = [len(p.tokens) for p in self.prompts if p.pad + len(p.tokens) == self.length]
+        return len(lengths) == len(self.prompts) and min(lengths) > 2 and max(lengths) - 2 >= self.store.block_size
+
+    def _rows_cost(self) -> float:
+        """Cost of computing prompt by prompt, in tokens; infinite where a row does not end with its prompt."""
+        cost = float(self.batch)
+        for number, prompt in enumerate(self.prompts):
+            if prompt.pad + len(prompt.tokens) != self.length:
+                return float("inf")
+            known = prompt.cached
+            if prompt.waits:
+                known = max([known, *(_agree(prompt.tokens, p.tokens) for p in self.prompts[:number])])
+            if len(prompt.tokens) - 1 > known:
+                cost += len(prompt.tokens) - 1 - known + FORWARD_COST
+        return cost
+
+    def _compute_rows(self) -> None:
+        """Computes every prompt by itself up to its last token, or its last two where states are kept."""
+        behind = 1 if self.store.states is None else 2
+        caches: dict[int, DynamicCache] = {}
+        for number, prompt in enumerate(self.prompts):
+            if prompt.waits and number:
+                self.rows.readmit(prompt)
+            caches[number] = self._compute(prompt, len(prompt.tokens) - behind)
+        self.start = self.length - behind
+        if len(self.prompts) == 1 and self.batch == 1:
+            self.cache = caches[0]
+        else:
+            self.cache = self._lay_out(caches)
+
+    def _compute(self, prompt: Prompt, end: int) -> DynamicCache:
+        """A cache of one row with the first `end` tokens of a prompt."""
+        size, at = self.store.block_size, min(prompt.cached, end)
+        cache = self._empty()
+        cuts = {end}
+        if self.store.states is not None:
+            cuts |= {prompt.shared, end // size * size}
+        if at:
+            self._read(cache, prompt, at)
+        if prompt.states is not None:
+            put_states(cache, [prompt.states])
+        for cut in sorted(cut for cut in cuts if at < cut <= end):
+            forward(self.model, prompt.tokens, at, cut, cache)
+            at = cut
+            if state_layers(cache) and cut % size == 0:
+                self.rows.keep_states(prompt, cut, take_states(cache, 0))
+        self.rows.write(prompt, cache, 0, 0, end)
+        return cache
+
+    def _read(self, cache: DynamicCache, prompt: Prompt, length: int) -> None:
+        """Fills an empty cache of one row from blocks."""
+        blocks = prompt.table[: -(-length // self.store.block_size)]
+        for index, layer in attention_layers(cache).items():
+            specs = self.store.storage.specs.get(index)
+            if specs is None:
+                continue
+            room = len(prompt.tokens) - length + self.room
+            keys, values = (
+                torch.empty(1, s.num_heads, length + room, s.width, dtype=s.dtype, device=s.device) for s in specs
+            )
+            self.store.storage.read(index, blocks, keys[0, :, :length], values[0, :, :length])
+            _fill(layer, keys, values, length)
+
+    def _lay_out(self, caches: dict[int, DynamicCache]) -> DynamicCache:
+        """A cache of the whole batch with `start` columns: from the prompts' own caches, or else from blocks."""
+        cache = self._empty()
+        capacity = self.length + self.room
+        for index, layer in attention_layers(cache).items():
+            specs = self.store.storage.specs.get(index)
+            if specs is None:
+                continue
+            keys, values = (
+                torch.empty(self.batch, s.num_heads, capacity, s.width, dtype=s.dtype, device=s.device) for s in specs
+            )
+            for number, prompt in enumerate(self.prompts):
+                filled, row = max(self.start - prompt.pad, 0), prompt.rows[0]
+                columns = slice(self.start - filled, self.start)
+                for side in (keys, values):  # masked out, but NaN times 0 is NaN
+                    side[row, :, : self.start - filled] = 0
+                if filled and number in caches:
+                    own = caches[number].layers[index]
+                    keys[row, :, columns], values[row, :, columns] = own.keys[0], own.values[0]
+                elif filled:
+                    blocks = prompt.table[: -(-filled // self.store.block_size)]
+                    self.store.storage.read(index, blocks, keys[row, :, columns], values[row, :, columns])
+                for other in prompt.rows[1:]:
+                    for side in (keys, values):
+                        side[other, :, : self.start] = side[row, :, : self.start]
+            _fill(layer, keys, values, self.start)
+        if self.store.states is not None:
+            states = [take_states(caches[number], 0) for number in range(len(self.prompts))]
+            of_row = {row: states[number] for number, p in enumerate(self.prompts) for row in p.rows}
+            put_states(cache, [of_row[row] for row in range(self.batch)])
+        return cache
+
+    def computed(self, tokens: int) -> None:
+        """To be told after each forward pass of the loop how many tokens a row had in it."""
+        self._computed += tokens
+        if not self._published and self.start + self._computed >= self.length:
+            self._published = True
+            self.publish()
+        elif self.store.states is not None and self.cache is not None:
+            self._watch_states()
+
+    def abandon(self) -> None:
+        """The model goes on without the cache: nothing is reused and nothing kept."""
+        self.cache, self.start, self._published = None, 0, True
+        for prompt in self.prompts:
+            prompt.cached = 0
+
+    def publish(self) -> None:
+        """Makes the prompts findable, now that they are computed."""
+        for prompt in self.prompts:
+            if len(prompt.tokens):
+                self.rows.write(prompt, self.cache, prompt.rows[0], prompt.pad, len(prompt.tokens))
+
+    def _watch_states(self) -> None:
+        """Remembers a row's states where its last token ends a block: the next round may go on from there."""
+        for prompt in self.prompts:
+            length = self.start + self._computed - prompt.pad
+            if length % self.store.block_size == 0:
+                for row in prompt.rows:
+                    self._decode_states[row] = (length, take_states(self.cache, row))
+
+    def keep_answers(self, sequences: torch.Tensor, eos: set[int]) -> None:
+        """Keeps what a loop generated that gives each row of the cache its row of the result.
+
+        Args:
+            sequences: `[batch, length]` of prompts and answers.
+            eos: Tokens behind which a row is padding.
+
+        Raises:
+            OutOfBlocks: There is no room.
+        """
+        if self.cache is None:
+            return
+        have = self.start + self._computed if self.store.states is not None else num_tokens(self.cache)
+        generated = sequences[:, self.length : have].cpu().numpy()
+        for prompt in self.prompts:
+            if prompt.pad + len(prompt.tokens) != self.length or not len(prompt.tokens):
+                continue
+            answers = [_up_to_eos(generated[row], eos) for row in prompt.rows]
+            self.rows.append(prompt, self.cache, answers)
+            for row, answer in zip(prompt.rows, answers, strict=True):
+                length, states = self._decode_states.get(row, (0, None))
+                if states is not None and len(prompt.rows) == 1 and length <= len(prompt.tokens) + len(answer):
+                    self.rows.keep_states(prompt, length, states)
+
+
+def _agree(tokens: np.ndarray, others: np.ndarray) -> int:
+    """Tokens in which two prompts agree from their beginning."""
+    both = min(len(tokens), len(others))
+    differ = np.flatnonzero(tokens[:both] != others[:both])
+    return int(differ[0]) if differ.size else both
+
+
+def _up_to_eos(tokens: np.ndarray, eos: set[int]) -> np.ndarray:
+    ends = np.flatnonzero(np.isin(tokens, list(eos))) if eos else tokens[:0]
+    return tokens[: int(ends[0]) + 1] if ends.size else tokens
+
+
+def _fill(layer: Any, keys: torch.Tensor, values: torch.Tensor, length: int) -> None:
+    if hasattr(layer, "adopt"):
+        layer.adopt(keys, values, length)
+    else:
+        layer.update(keys[:, :, :length], values[:, :, :length])
+
+
+def accepted(model: Any, **inputs: Any) -> dict[str, Any]:
+    """Those of the inputs that a model's forward knows."""
+    known = inspect.signature(model.forward).parameters
+    return {name: value for name, value in inputs.items() if name in known}
+
+
+@torch.no_grad()
+def forward(model: Any, tokens: np.ndarray, start: int, end: int, cache: DynamicCache) -> Any:
+    """Computes tokens `start` to `end` of one row behind those in a cache, with the inputs that generate would give."""
+    ids = torch.from_numpy(tokens[:end])[None].to(model.device)
+    options: dict[str, Any] = {"logits_to_keep": 1} if model._supports_logits_to_keep() else {}
+    positions = model._prepare_position_ids_for_generation(ids, {"attention_mask": torch.ones_like(ids)})
+    inputs = model.prepare_inputs_for_generation(
+        ids,
+        next_sequence_length=end - start,
+        past_key_values=cache,
+        attention_mask=None,
+        **accepted(model, position_ids=positions),
+        is_first_iteration=start == 0,
+        use_cache=True,
+        **options,
+    )
+    return model(**inputs, return_dict=True)
+
+
+__all__ = ["Call", "OutOfBlocks", "accepted", "forward"]

@@ -1,0 +1,127 @@
+"""Layers of a cache that keep every token in buffers with room to grow, and give the model what its own layers give."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import DynamicCache
+from transformers.cache_utils import (
+    DummyLayer,
+    DynamicIndexedLayer,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionCacheLayerMixin,
+    LinearAttentionLayer,
+)
+
+from ..support import UnsupportedError
+
+
+class _Growing:
+    """Keys and values as views of buffers into which new tokens are written, in place of a concatenation a step."""
+
+    keys: Any
+    values: Any
+    room = 64
+    """Tokens of room that a new buffer gets, or half of what it holds where that is more."""
+
+    def _extend(self, name: str, new: torch.Tensor) -> torch.Tensor:
+        """Puts `new [batch, heads, tokens, width]` behind what is there, in a new buffer where `keys` was replaced."""
+        there, buffer = getattr(self, name), self.__dict__.get(f"_{name}_buffer")
+        length = there.shape[2] if there.dim() == 4 else 0
+        end = length + new.shape[2]
+        if (
+            buffer is None
+            or there.data_ptr() != buffer.data_ptr()
+            or there.shape[0] != buffer.shape[0]
+            or end > buffer.shape[2]
+        ):
+            capacity = end + max(self.room, end // 2 if length else 0)
+            buffer = new.new_empty(new.shape[0], new.shape[1], capacity, new.shape[3])
+            if length:
+                buffer[:, :, :length] = there
+            self.__dict__[f"_{name}_buffer"] = buffer
+        buffer[:, :, length:end] = new
+        grown = buffer[:, :, :end]
+        setattr(self, name, grown)
+        return grown
+
+    def adopt(self, keys: torch.Tensor, values: torch.Tensor, length: int) -> None:
+        """Takes buffers `[batch, heads, capacity, width]` whose first `length` tokens are filled."""
+        self.dtype, self.device, self.is_initialized = keys.dtype, keys.device, True
+        self._keys_buffer, self._values_buffer = keys, values
+        self.keys, self.values = keys[:, :, :length], values[:, :, :length]
+
+
+class GrowingLayer(_Growing, DynamicLayer):  # type: ignore[misc]  # transformers is untyped here
+    """A layer of full attention."""
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any) -> Any:
+        """All keys and values, the new ones last."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        return self._extend("keys", key_states), self._extend("values", value_states)
+
+
+class GrowingWindowLayer(_Growing, DynamicSlidingWindowLayer):  # type: ignore[misc]
+    """A layer of sliding-window or chunked attention: it gives what is in the window, and keeps all for the blocks."""
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any) -> Any:
+        """The keys and values that transformers' own layer would give."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        self.cumulative_length += key_states.shape[2]
+        visible = self.sliding_window - 1 + key_states.shape[2]
+        keys, values = self._extend("keys", key_states), self._extend("values", value_states)
+        return keys[:, :, -visible:], values[:, :, -visible:]
+
+    def adopt(self, keys: torch.Tensor, values: torch.Tensor, length: int) -> None:
+        """See `GrowingLayer`."""
+        super().adopt(keys, values, length)
+        self.cumulative_length = length
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forgets the last tokens; those before them are all there."""
+        DynamicLayer.crop(self, tokens_to_remove)
+        if self.is_initialized:
+            self.cumulative_length = self.keys.shape[2]
+
+
+KEPT = (DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer, LinearAttentionAndFullAttentionLayer, DummyLayer)
+
+
+def new_cache(config: Any) -> DynamicCache:
+    """An empty cache as generate would make it, of layers that grow.
+
+    Raises:
+        UnsupportedError: A layer keeps something that is neither keys and values by token nor a state of fixed size.
+    """
+    cache = DynamicCache(config=config)
+    for index, layer in enumerate(cache.layers):
+        if type(layer) is DynamicLayer:
+            cache.layers[index] = GrowingLayer()
+        elif type(layer) is DynamicSlidingWindowLayer:
+            cache.layers[index] = GrowingWindowLayer(layer.sliding_window)
+        elif type(layer) is DynamicIndexedLayer:
+            raise UnsupportedError("its attention keeps the keys of an index beside keys and values")
+        elif type(layer) not in KEPT:
+            raise UnsupportedError(f"a layer of its cache is a {type(layer).__name__}")
+    return cache
+
+
+def attention_layers(cache: DynamicCache) -> dict[int, Any]:
+    """The layers that keep keys and values by token, by index."""
+    return {i: layer for i, layer in enumerate(cache.layers) if isinstance(layer, DynamicLayer)}
+
+
+def state_layers(cache: DynamicCache) -> dict[int, Any]:
+    """The layers that keep a state of fixed size, by index."""
+    return {i: layer for i, layer in enumerate(cache.layers) if isinstance(layer, LinearAttentionCacheLayerMixin)}
+
+
+def num_tokens(cache: DynamicCache) -> int:
+    """Tokens whose keys and values every layer has; 0 for a cache of states alone."""
+    lengths = [layer.get_seq_length() for layer in attention_layers(cache).values() if layer.keys is not None]
+    return min(lengths, default=0)

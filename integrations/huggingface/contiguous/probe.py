@@ -1,0 +1,193 @@
+"""A look at a model before it is served: whether it goes on from a cached prefix as if it had computed it itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import DynamicCache
+
+from ..support import UnsupportedError, eval_mode, harmless_tokens
+from .call import accepted, forward
+from .layers import GrowingWindowLayer, attention_layers, new_cache, num_tokens, state_layers
+from .states import put_states, take_states
+from .storage import Specs, TokenSpec
+
+TOKENS, CUT, PAD = 29, 16, 3
+"""Length of the probe, where it is cut, and by how much it is padded."""
+LONG = 256
+"""Windows up to so many tokens are looked at when caching is enabled, longer ones when a prompt is first longer."""
+
+
+@dataclass(frozen=True)
+class Probed:
+    """What a model keeps of a token.
+
+    Attributes:
+        specs: Keys and values of its attention layers.
+        state_bytes: Bytes of a row's recurrent and convolution states; 0 without.
+        window: The longest window of its layers, 0 without.
+        heeds_padding: Whether a token's KV depends on how many masked columns are before it.
+        continues_padded: Whether it goes on from a cached prefix behind masked columns.
+    """
+
+    specs: Specs
+    state_bytes: int
+    window: int
+    heeds_padding: bool
+    continues_padded: bool
+
+
+@torch.no_grad()
+def probe(model: Any) -> Probed:
+    """Computes a short row at once, in two parts with a restored cache between them, and behind padding.
+
+    Keys, values and states are compared, not logits alone: random or idle states hardly show in those.
+
+    Raises:
+        UnsupportedError: The model fails, or what it computes behind a restored prefix differs.
+    """
+    with eval_mode(model):
+        whole = _in_parts(model, TOKENS, CUT)
+        specs, states = _specs(whole), take_states(whole, 0)
+        if not specs and not states:
+            raise UnsupportedError("it fills no transformers cache")
+        windows = [layer.sliding_window for layer in whole.layers if isinstance(layer, GrowingWindowLayer)]
+        window = max(windows, default=0)
+        if 0 < window <= LONG:
+            probe_window(model, window)
+        heeds, continues = _behind_padding(model, whole) if specs else (False, True)
+    return Probed(specs, sum(state.nbytes for *_, state in states), window, heeds, continues)
+
+
+@torch.no_grad()
+def probe_window(model: Any, window: int) -> None:
+    """Looks whether a prompt longer than the window is attended to as the cache keeps it.
+
+    Raises:
+        UnsupportedError: It attends past the window, or fails.
+    """
+    with eval_mode(model):
+        _in_parts(model, window + TOKENS, window + CUT)
+
+
+def _in_parts(model: Any, length: int, cut: int) -> DynamicCache:
+    """The cache of a row computed at once, which is what it is in two parts.
+
+    Raises:
+        UnsupportedError: It is not, or the model fails.
+    """
+    tokens = harmless_tokens(model, length)
+    try:
+        whole, first = new_cache(model.config), new_cache(model.config)
+        want = forward(model, tokens, 0, length, whole).logits[0, -1]
+        forward(model, tokens, 0, cut, first)
+        parts = _restored(model, first)
+        got = forward(model, tokens, cut, length, parts).logits[0, -1]
+        same = _close(whole, parts) and _alike(want, got)
+    except UnsupportedError:
+        raise
+    except Exception as error:
+        raise UnsupportedError(
+            "its forward pass fails over a cache that it has not filled itself", f"{type(error).__name__}: {error}"
+        ) from error
+    if not same:
+        raise UnsupportedError("it does not go on from a cached prefix as if it had computed it")
+    return whole
+
+
+def _kept(cache: DynamicCache) -> dict[int, Any]:
+    """The layers that have filled themselves; others read the keys of one of them."""
+    return {i: layer for i, layer in attention_layers(cache).items() if layer.keys is not None}
+
+
+def _specs(cache: DynamicCache) -> Specs:
+    specs: Specs = {}
+    for index, layer in _kept(cache).items():
+        for side in (layer.keys, layer.values):
+            if side.dim() != 4 or side.shape[2] != TOKENS:
+                raise UnsupportedError("its cache does not keep keys and values by head and token")
+        keys, values = (
+            TokenSpec(side.shape[1], side.shape[3], side.dtype, side.device) for side in (layer.keys, layer.values)
+        )
+        specs[index] = (keys, values)
+    return specs
+
+
+def _restored(model: Any, cache: DynamicCache) -> DynamicCache:
+    """A cache with what one has, put in as from blocks."""
+    fresh = new_cache(model.config)
+    for index, own in _kept(cache).items():
+        layer = fresh.layers[index]
+        if hasattr(layer, "adopt"):
+            layer.adopt(own.keys.clone(), own.values.clone(), own.keys.shape[2])
+        else:
+            layer.update(own.keys, own.values)
+    if state_layers(cache):
+        put_states(fresh, [take_states(cache, 0)])
+    return fresh
+
+
+def _close(whole: DynamicCache, parts: DynamicCache, skipped: int = 0) -> bool:
+    """Whether keys, values and states agree; the second cache has so many columns before them."""
+    pairs = [
+        (getattr(layer, side), getattr(parts.layers[i], side)[:, :, skipped:])
+        for i, layer in _kept(whole).items()
+        for side in ("keys", "values")
+    ]
+    if not skipped:
+        pairs += [(a[3], b[3]) for a, b in zip(take_states(whole, 0), take_states(parts, 0), strict=True)]
+    return all(a.shape == b.shape and _alike(a, b) for a, b in pairs)
+
+
+def _alike(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors differ by no more than rounding explains; NaN differs from everything."""
+    tolerance = 1e-3 if a.dtype in (torch.float32, torch.float64) else 5e-2
+    a, b = a.float(), b.float()
+    return bool((a - b).abs().max() <= a.abs().max() * tolerance)
+
+
+def _behind_padding(model: Any, whole: DynamicCache) -> tuple[bool, bool]:
+    """Whether masked columns before a row change its keys and values, and whether it goes on behind them."""
+    tokens = harmless_tokens(model, TOKENS)
+    ids = torch.from_numpy(np.concatenate([np.full(PAD, tokens[0]), tokens]))[None].to(model.device)
+    ids = torch.cat([ids, ids.roll(1, 1)])  # a mask without a hole in any row may be dropped
+    mask = torch.ones_like(ids)
+    mask[0, :PAD] = 0
+
+    def compute(end: int, cache: DynamicCache) -> torch.Tensor:
+        part = mask[:, :end]
+        positions = model._prepare_position_ids_for_generation(ids[:, :end], {"attention_mask": part})
+        inputs = model.prepare_inputs_for_generation(
+            ids[:, :end],
+            next_sequence_length=end - num_tokens(cache),
+            past_key_values=cache,
+            attention_mask=part,
+            **accepted(model, position_ids=positions),
+            is_first_iteration=num_tokens(cache) == 0,
+            use_cache=True,
+        )
+        logits: torch.Tensor = model(**inputs, return_dict=True).logits[:, -1]
+        return logits
+
+    try:
+        padded, first = new_cache(model.config), new_cache(model.config)
+        want = compute(ids.shape[1], padded)
+        if state_layers(padded):
+            return not _close(whole, _row(padded), PAD), True
+        compute(CUT, first)
+        parts = _restored(model, first)
+        got = compute(ids.shape[1], parts)
+        return not _close(whole, _row(padded), PAD), _alike(want, got) and _close(_row(padded, PAD), _row(parts), PAD)
+    except Exception:
+        return True, False
+
+
+def _row(cache: DynamicCache, skipped: int = 0) -> DynamicCache:
+    """The first row of a cache without its first columns, to be looked at."""
+    row = DynamicCache()
+    for index, layer in _kept(cache).items():
+        row.update(layer.keys[:1, :, skipped:], layer.values[:1, :, skipped:], index)
+    return row

@@ -1,0 +1,127 @@
+"""Serves the decoding loops of a model over contiguous caches that blocks fill and are filled from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ....cache import CacheManager, OutOfBlocks
+from ..loop import Loop
+from ..memory import default_num_blocks, memory_budget
+from ..reports import RequestReport
+from ..store import Store
+from ..support import UnsupportedError
+from .call import Call
+from .decoding import WatchedModel
+from .probe import LONG, Probed, probe, probe_window
+from .states import StateStore
+from .storage import BlockStorage
+
+LOOPS = ("greedy_search", "sample", "beam_search", "beam_sample", "assisted_generation")
+BY_ROW = ("greedy_search", "sample", "assisted_generation")
+"""Loops whose result has a row for each row of the cache."""
+
+
+class Contiguous:
+    """One model's prompts in blocks, and its calls over copies of them.
+
+    Args:
+        model: The model.
+        num_blocks: Blocks of the cache; None: see `default_num_blocks`.
+        block_size: Tokens of a block.
+        policy: See `CacheManager`.
+
+    Attributes:
+        store: Where KV is kept.
+
+    Raises:
+        UnsupportedError: The model cannot be served.
+    """
+
+    def __init__(self, model: Any, num_blocks: int | None, block_size: int, policy: Any) -> None:
+        self._arguments = (num_blocks, block_size, policy)
+        self._make(model, probe(model))
+
+    def _make(self, model: Any, probed: Probed) -> None:
+        num_blocks, block_size, policy = self._arguments
+        self._probed = probed
+        self._window_problem: UnsupportedError | None = None
+        self._proven_window = min(probed.window, LONG)
+        storage = BlockStorage(0, block_size, probed.specs)
+        storage.num_blocks = num_blocks or default_num_blocks(model, storage.bytes_per_block, block_size)
+        states = StateStore(memory_budget(model) // 4) if probed.state_bytes else None
+        manager = CacheManager(storage.num_blocks, block_size, policy=policy)
+        self.store = Store(manager, storage, states, probed.heeds_padding)
+
+    def empty(self, model: Any) -> None:
+        """An empty cache from now on; calls under way go on with the blocks they have."""
+        self._make(model, self._probed)
+
+    def _prove_window(self, model: Any) -> None:
+        if self._window_problem is None:
+            try:
+                probe_window(model, self._probed.window)
+            except UnsupportedError as error:
+                self._window_problem = error
+            else:
+                self._proven_window = self._probed.window
+        if self._window_problem is not None:
+            raise self._window_problem
+
+    def run(
+        self, loop: Loop, keys: tuple[str, ...], salt: Any, out_of_blocks: Callable[[OutOfBlocks], None]
+    ) -> tuple[Any, list[RequestReport]]:
+        """Runs a loop over the cache.
+
+        Args:
+            loop: The loop.
+            keys: What the KV of its tokens depends on besides them.
+            salt: Whose blocks may be shared.
+            out_of_blocks: Told that an answer was not kept.
+
+        Returns:
+            What the loop gives, and a report for each row.
+
+        Raises:
+            UnsupportedError: Before a token was computed.
+        """
+        config, kwargs = loop.generation_config, loop.model_kwargs
+        if loop.mode not in LOOPS:
+            raise UnsupportedError(f"generation mode {loop.mode} is served by the model's own generate")
+        if self.store.states is not None and (loop.mode == "assisted_generation" or config.prefill_chunk_size):
+            raise UnsupportedError("its recurrent states cannot be rolled back, or are not those of a chunk")
+        if self._proven_window < self._probed.window < loop.input_ids.shape[1]:
+            self._prove_window(loop.model)
+        shown = any(getattr(config, n, False) or kwargs.get(n) for n in ("output_attentions", "output_hidden_states"))
+        mask = kwargs.get("attention_mask")
+        if mask is not None and not self._probed.continues_padded:
+            raise UnsupportedError("it does not go on from a cached prefix behind padding")
+        try:
+            call = Call(
+                loop.model,
+                self.store,
+                loop.input_ids,
+                mask,
+                keys,
+                salt,
+                not shown,
+                config.max_length,
+            )
+        except OutOfBlocks as error:
+            raise UnsupportedError(
+                "the prompt needs more blocks than there are; give a larger num_blocks", str(error)
+            ) from error
+        try:
+            watched = WatchedModel(loop.model, call, bool(config.prefill_chunk_size))
+            result = loop.run(watched, **{loop.cache_name: call.cache})
+            if loop.mode in BY_ROW:
+                try:
+                    call.keep_answers(result if not hasattr(result, "sequences") else result.sequences, loop.eos)
+                except OutOfBlocks as error:
+                    out_of_blocks(error)
+        finally:
+            call.close()
+        reports = {
+            row: RequestReport(len(p.tokens), min(p.cached, len(p.tokens))) for p in call.prompts for row in p.rows
+        }
+        return result, [reports[row] for row in range(call.batch)]

@@ -1,0 +1,109 @@
+"""Blocks of keys and values, head by head: contiguous rows are written to them and read from them in whole blocks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+
+@dataclass(frozen=True)
+class TokenSpec:
+    """What one layer keeps of a token as its keys, or as its values."""
+
+    num_heads: int
+    width: int
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one token."""
+        return self.num_heads * self.width * self.dtype.itemsize
+
+
+Specs = dict[int, tuple[TokenSpec, TokenSpec]]
+"""Of each attention layer its keys and its values."""
+
+
+class BlockStorage:
+    """Blocks of every layer, `[num_blocks, num_heads, block_size, width]` for keys and for values.
+
+    Keys and values may differ in width, and layers in everything. Memory is taken when a layer is first written.
+
+    Args:
+        num_blocks: Blocks of each layer.
+        block_size: Tokens of a block.
+        specs: What the layers keep.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int, specs: Specs) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.specs = specs
+        self.layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def fresh(self) -> BlockStorage:
+        """Blocks of the same layers without content."""
+        return BlockStorage(self.num_blocks, self.block_size, self.specs)
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Bytes of one block over all layers."""
+        return self.block_size * sum(k.nbytes + v.nbytes for k, v in self.specs.values())
+
+    def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The blocks of a layer."""
+        found = self.layers.get(index)
+        if found is None:
+            # What is made in inference mode could not be written to outside of it.
+            with torch.inference_mode(False):
+                keys, values = (
+                    torch.empty(self.num_blocks, s.num_heads, self.block_size, s.width, dtype=s.dtype, device=s.device)
+                    for s in self.specs[index]
+                )
+            found = self.layers.setdefault(index, (keys, values))  # another thread may have been first
+        return found
+
+    def write(self, index: int, blocks: np.ndarray, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Writes whole blocks.
+
+        Args:
+            index: Which layer.
+            blocks: Block numbers, `[n]`.
+            keys: `[num_heads, n * block_size, width]`.
+            values: Likewise, of their own width.
+        """
+        ids = torch.from_numpy(blocks.astype(np.int64))
+        for cache, new in zip(self.layer(index), (keys, values), strict=True):
+            source = new.unflatten(1, (len(blocks), self.block_size)).transpose(0, 1)
+            if _consecutive(blocks):
+                cache[int(blocks[0]) : int(blocks[-1]) + 1].copy_(source)
+            else:
+                cache.index_copy_(0, ids.to(cache.device), source)
+
+    def read(self, index: int, blocks: np.ndarray, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Reads the first tokens of blocks into `keys` and `values`, `[num_heads, num_tokens, width]`.
+
+        Args:
+            index: Which layer.
+            blocks: Block numbers, as many as the tokens need.
+            keys: Written to.
+            values: Written to.
+        """
+        ids = torch.from_numpy(blocks.astype(np.int64))
+        for cache, out in zip(self.layer(index), (keys, values), strict=True):
+            if _consecutive(blocks):
+                found = cache[int(blocks[0]) : int(blocks[-1]) + 1]
+            else:
+                found = cache.index_select(0, ids.to(cache.device))
+            whole = out.shape[1] // self.block_size
+            head = out[:, : whole * self.block_size]
+            head.unflatten(1, (whole, self.block_size)).copy_(found[:whole].transpose(0, 1))
+            if whole < len(blocks):
+                out[:, whole * self.block_size :] = found[whole, :, : out.shape[1] - whole * self.block_size]
+
+
+def _consecutive(blocks: np.ndarray) -> bool:
+    return int(blocks[-1]) - int(blocks[0]) + 1 == len(blocks) and bool((np.diff(blocks) == 1).all())

@@ -1,0 +1,115 @@
+"""`enable_prefix_caching`: puts a handle before a model's own `generate`."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import weakref
+from typing import Any
+
+import torch
+from transformers import GenerationMixin
+
+from .handle import PrefixCaching
+
+REUSES = ("prefix", "gap")
+
+
+def enable_prefix_caching(
+    model: Any,
+    num_blocks: int | None = None,
+    block_size: int = 16,
+    policy: Any = "default",
+    cuda_graphs: bool | None = None,
+) -> PrefixCaching:
+    """Lets `model.generate` reuse the KV of prompts it has seen, until `disable` is called.
+
+    The tokens that come out are those that came out before. What cannot be served (encoder-decoder models, caches of
+    your own, see `docs/huggingface.md`) goes to the model's own generate, with one warning that says why. Changed
+    weights, buffers and settings are noticed, and the cache starts anew.
+
+    Args:
+        model: A transformers model that generates text, or PEFT's around one, loaded on its devices.
+        num_blocks: Blocks of the cache. None: what fits in a fifth of the device's free memory (on a CPU a fifth of
+            all memory, 4 GiB at most), and no more than 32 of the model's longest sequences need.
+        block_size: Tokens of a block.
+        policy: Which block is evicted first: a name or an `EvictionPolicy`, see `CacheManager`.
+        cuda_graphs: Whether decode steps are captured in CUDA graphs and replayed. None: where that is possible, see
+            `docs/huggingface.md`; what cannot be captured runs eagerly.
+
+    Returns:
+        The handle: `stats()`, `last_requests`, `salt()`, `graphs`, `reset()`, `disable()`; also a context manager that
+        disables at its end.
+
+    Raises:
+        TypeError: `model` has no `generate` of transformers, or `num_blocks` or `block_size` is not an integer, or
+            `cuda_graphs` not a bool.
+        ValueError: Caching is already enabled for this model, a number is out of range, or `cuda_graphs` is True and
+            its decode steps cannot be captured.
+    """
+    if isinstance(block_size, bool) or not isinstance(block_size, int):
+        raise TypeError(f"block_size: got {type(block_size).__name__}, needs an int")
+    if block_size < 1:
+        raise ValueError(f"block_size: got {block_size}, needs at least 1")
+    if num_blocks is not None and (isinstance(num_blocks, bool) or not isinstance(num_blocks, int)):
+        raise TypeError(f"num_blocks: got {type(num_blocks).__name__}, needs an int or None")
+    if num_blocks is not None and num_blocks < 1:
+        raise ValueError(f"num_blocks: got {num_blocks}, needs at least 1")
+    if cuda_graphs is not None and not isinstance(cuda_graphs, bool):
+        raise TypeError(f"cuda_graphs: got {type(cuda_graphs).__name__}, needs a bool or None")
+    model = generating_model(model)
+    replaced = vars(model).get("generate")
+    if isinstance(replaced, Generate) and replaced.handle is not None:
+        raise ValueError("model: prefix caching is already enabled; call disable() on its handle first")
+    if replaced is not None and not isinstance(replaced, Generate):
+        raise ValueError("model: its generate was already replaced on this instance; undo that first")
+    handle = PrefixCaching(model, num_blocks, block_size, policy, cuda_graphs)
+    if cuda_graphs and handle.graphs.reason is not None:
+        raise ValueError(f"cuda_graphs: got True, needs steps that can be captured, and {handle.graphs.reason}")
+    vars(model)["generate"] = Generate(model, handle)
+    return handle
+
+
+def generating_model(model: Any) -> Any:
+    """The model whose `generate` runs the decoding loop: PEFT and torch.compile wrap it.
+
+    Raises:
+        TypeError: There is none.
+    """
+    inner = model
+    while isinstance(inner, torch.nn.Module):
+        if isinstance(inner, GenerationMixin):
+            return inner
+        wrapped = vars(inner).get("_modules", {})
+        inner = wrapped.get("_orig_mod") or wrapped.get("base_model") or wrapped.get("model")
+    raise TypeError(f"model: got {type(model).__name__}, needs a transformers model with generate")
+
+
+class Generate:
+    """What stands in the place of one model's `generate`; a copy of the model has one that goes to its class's.
+
+    It does not keep the model alive, and dies with it.
+    """
+
+    def __init__(self, model: Any, handle: PrefixCaching | None = None) -> None:
+        self._model = weakref.ref(model)
+        self.handle = handle
+        functools.update_wrapper(self, type(model).generate, updated=())
+        self.__signature__ = inspect.signature(type(model).generate.__get__(model))
+
+    @property
+    def __self__(self) -> Any:
+        return self._model()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """See `GenerationMixin.generate`."""
+        model: Any = self._model()
+        if self.handle is None:
+            return type(model).generate(model, *args, **kwargs)
+        return self.handle.generate(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Generate:
+        return Generate(memo.get(id(self._model()), self._model()))
+
+    def __reduce__(self) -> Any:
+        return Generate, (self._model(),)

@@ -1,0 +1,55 @@
+"""A decoding loop of transformers, with everything that generate has prepared for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass
+class Loop:
+    """One call of generate at the moment when its loop would begin.
+
+    Attributes:
+        function: The loop, `GenerationMixin._sample` or another.
+        mode: Its name, as `GenerationMode` has it.
+        model: The model.
+        input_ids: `[batch, length]`, rows repeated for beams and several answers.
+        generation_config: As prepared.
+        options: Other arguments of the loop.
+        model_kwargs: Arguments of the forward pass; the cache is among them.
+        own_processors: Whether the caller gave logits processors.
+    """
+
+    function: Callable[..., Any]
+    mode: str
+    model: Any
+    input_ids: torch.Tensor
+    generation_config: Any
+    options: dict[str, Any]
+    model_kwargs: dict[str, Any]
+    own_processors: bool
+
+    def run(self, model: Any = None, options: dict[str, Any] | None = None, **inputs: Any) -> Any:
+        """The loop over `model`, the model itself where none is given, with some options and inputs replaced."""
+        return self.function(
+            self.model if model is None else model,
+            self.input_ids,
+            generation_config=self.generation_config,
+            **self.options | (options or {}),
+            **self.model_kwargs | inputs,
+        )
+
+    @property
+    def cache_name(self) -> str:
+        """The name under which the model's forward takes its cache."""
+        return "cache_params" if "cache_params" in self.model_kwargs else "past_key_values"
+
+    @property
+    def eos(self) -> set[int]:
+        """Tokens that end an answer."""
+        tokens = getattr(self.generation_config, "_eos_token_tensor", None)
+        return set() if tokens is None else set(tokens.flatten().tolist())

@@ -1,0 +1,72 @@
+"""What one model's prompts are kept in: a manager, the blocks it hands out, and states where the model has some."""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from typing import Any
+
+from ...cache import CacheManager
+
+
+class Lease:
+    """The requests of one call; those it has not given back when it is lost are given back by the next call."""
+
+    def __init__(self, manager: CacheManager, lost: deque[list[str]]) -> None:
+        self._manager = manager
+        self._request_ids: list[str] = []
+        self._finalizer = weakref.finalize(self, lost.append, self._request_ids)
+        self._finalizer.atexit = False
+
+    def take(self, request_id: str) -> None:
+        """Remembers a request before it is started."""
+        self._request_ids.append(request_id)
+
+    def free(self, request_id: str) -> None:
+        """Ends a request, if it was started."""
+        free(self._manager, request_id)
+        self._request_ids.remove(request_id)
+
+    def close(self) -> None:
+        """Ends all requests."""
+        while self._request_ids:
+            free(self._manager, self._request_ids[-1])
+            self._request_ids.pop()
+
+
+def free(manager: CacheManager, request_id: str) -> None:
+    """Ends a request; one that was never started is none."""
+    try:
+        manager.free(request_id)
+    except KeyError:
+        return
+
+
+class Store:
+    """A manager and what its blocks hold.
+
+    Args:
+        manager: Hands out the blocks.
+        storage: Keys and values of every layer, by block.
+        states: States by block hash; None for a model without.
+        heeds_padding: Whether a token's KV depends on how many masked columns are before it.
+    """
+
+    def __init__(self, manager: CacheManager, storage: Any, states: Any = None, heeds_padding: bool = False) -> None:
+        self.manager = manager
+        self.storage = storage
+        self.states = states
+        self.heeds_padding = heeds_padding
+        self.block_size = manager.block_size
+        self._lost: deque[list[str]] = deque()
+
+    def lease(self) -> Lease:
+        """Room for the requests of a call."""
+        self.sweep()
+        return Lease(self.manager, self._lost)
+
+    def sweep(self) -> None:
+        """Ends the requests of calls that were cut off before they could do so."""
+        while self._lost:
+            for request_id in self._lost.popleft():
+                free(self.manager, request_id)
