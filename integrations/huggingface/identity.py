@@ -10,15 +10,28 @@ import hashlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import chain
-from operator import is_
+from operator import is_, itemgetter
 from typing import Any
 
+import numpy as np
 import torch
 
 SAMPLED = 16
 """Elements of each weight that are compared before a call."""
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 ADAPTER_STATE = frozenset({"active_adapters", "_active_adapter", "disable_adapters", "_disable_adapters", "scaling"})
 """Attributes by which PEFT's layers say what is active: they are keys of a block's identity, not changes."""
+_INTERNAL = frozenset(vars(torch.nn.Module()))
+"""What torch keeps in every module; of these only the tables below decide what a forward pass computes."""
+_TABLES = (
+    "_parameters",
+    "_buffers",
+    "_modules",
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+)
 CHANGING_ROPE = ("dynamic", "longrope")
 """Rotary embeddings that change their own buffers with the length; `rope_keys` heeds them."""
 
@@ -33,66 +46,73 @@ class Identity:
     """
 
     def __init__(self, model: Any, own: str = "generate", passing: frozenset[str] = frozenset()) -> None:
-        self._own = frozenset({own})
         self._modules = [m for m in model.modules() if m is not model]
         self.adapters = [m for m in self._modules if _is_adapter(m)]
         adapters = {id(m) for m in self.adapters}
         watched = [m for m in self._modules if not _changes_itself(m)]
-        self._plain: list[dict[str, Any]] = []
-        self._partial: list[tuple[dict[str, Any], frozenset[str]]] = []
-        for m in watched:
-            left_out = passing & vars(m).keys() | (ADAPTER_STATE if id(m) in adapters else frozenset())
-            if left_out:
-                self._partial.append((vars(m), left_out))
-            else:
-                self._plain.append(vars(m))
-        self._passing = passing
+        self._own, self._passing = own, passing
+        # What we are held by is left out of what we hold, or the model would keep itself alive.
+        self._root_names = [n for n in vars(model) if n not in _INTERNAL | passing and n != own]
+        self._settings: list[tuple[Any, dict[str, Any]]] = []
         nested: dict[int, Any] = {}
-        for values in (*map(dict.values, self._plain), *(_without(*pair) for pair in self._partial), self._root(model)):
-            _nested(values, nested)
+        for m in watched:
+            left_out = _INTERNAL | passing | (ADAPTER_STATE if id(m) in adapters else frozenset())
+            names = [n for n in vars(m) if n not in left_out]
+            self._settings.append((itemgetter("training", "training", *names), vars(m)))
+            _nested([vars(m)[n] for n in names], nested)
+        _nested([vars(model)[n] for n in self._root_names], nested)
         for config in _configs(model):
             nested[id(vars(config))] = vars(config)
             _nested(vars(config).values(), nested)
-        self._dicts = [c for c in nested.values() if isinstance(c, dict)]
-        self._lists = [c for c in nested.values() if isinstance(c, list)]
+        tables = [vars(m)[n] for m in (model, *watched) for n in _TABLES]
+        containers = [*nested.values(), *tables]
+        self._dicts = [c for c in containers if isinstance(c, dict) and c]
+        self._lists = [c for c in containers if isinstance(c, list) and c]
+        self._empty = [c for c in containers if not c]
+        self._kept_lengths = self._lengths()
         self._tensors = list(_tensors((model, *watched)))
         self._versioned = [t for t in self._tensors if not t.is_inference()]
-        self._samples = _samples(self._tensors)
-        self._kept = self._attributes(model)
+        self._samples, self._device_samples = _samples(self._tensors)
+        self._kept = list(self._attributes(model))
         self._types = list(map(type, self._modules))
         self._numbers = self._tensor_numbers()
         self._content = self._sampled()
 
-    def _root(self, model: Any) -> list[Any]:
-        """The model's own attributes; what it holds of us is left out, or it would keep itself alive."""
-        return _without(vars(model), self._own | self._passing)
+    def _attributes(self, model: Any) -> Iterator[Any]:
+        root = vars(model)
+        return chain(
+            [root.get(name) for name in self._root_names],
+            chain.from_iterable([get(attributes) for get, attributes in self._settings]),
+            chain.from_iterable(map(dict.values, self._dicts)),
+            chain.from_iterable(self._lists),
+        )
 
-    def _attributes(self, model: Any) -> list[Any]:
-        values = self._root(model)
-        for attributes, left_out in self._partial:
-            values += _without(attributes, left_out)
-        values += chain.from_iterable(map(dict.values, self._plain))
-        values += chain.from_iterable(map(dict.values, self._dicts))
-        values += chain.from_iterable(self._lists)
-        return values
+    def _lengths(self) -> list[int]:
+        """What has been added or taken away shows in a length."""
+        return [sum(map(len, c)) for c in ([attributes for _, attributes in self._settings], self._dicts, self._lists)]
 
     def _tensor_numbers(self) -> list[int]:
         return [t._version for t in self._versioned] + [t.data_ptr() for t in self._tensors]
 
     @torch.no_grad()
     def _sampled(self) -> list[bytes]:
-        return [torch.cat(views).cpu().view(torch.uint8).numpy().tobytes() for views in self._samples]
+        found = [np.concatenate(views).tobytes() for views in self._samples]
+        return found + [torch.cat(v).cpu().view(torch.uint8).numpy().tobytes() for v in self._device_samples]
 
     def changed(self, model: Any) -> bool:
         """Whether a weight, a buffer, a module, a hook or a setting is another one, or has been written to."""
-        now = self._attributes(model)
-        return not (
-            len(now) == len(self._kept)
-            and all(map(is_, now, self._kept))
-            and list(map(type, self._modules)) == self._types
-            and self._tensor_numbers() == self._numbers
-            and self._sampled() == self._content
-        )
+        try:
+            return not (
+                not any(self._empty)
+                and len(vars(model).keys() - _INTERNAL - self._passing - {self._own}) == len(self._root_names)
+                and self._lengths() == self._kept_lengths
+                and all(map(is_, self._attributes(model), self._kept))
+                and list(map(type, self._modules)) == self._types
+                and self._tensor_numbers() == self._numbers
+                and self._sampled() == self._content
+            )
+        except KeyError:  # an attribute that is gone
+            return True
 
     def adapter_keys(self) -> tuple[str, ...]:
         """Which PEFT adapters are active in which layer, and how strongly: KV of one prompt differs between them."""
@@ -107,10 +127,6 @@ def _is_adapter(module: torch.nn.Module) -> bool:
     if not any(hasattr(module, name) for name in ("active_adapters", "disable_adapters")):
         return False
     return not callable(getattr(module, "active_adapters", None)) and hasattr(module, "disable_adapters")
-
-
-def _without(attributes: dict[str, Any], left_out: frozenset[str]) -> list[Any]:
-    return [value for name, value in attributes.items() if name not in left_out]
 
 
 @contextmanager
@@ -167,14 +183,19 @@ def _inner(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         yield tensor
 
 
-def _samples(tensors: list[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """A view of some elements of each tensor, by device and dtype."""
-    groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
-    with torch.no_grad():
-        for tensor in tensors:
-            if tensor.numel() and type(tensor) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
-                groups.setdefault((tensor.device, tensor.dtype), []).append(_sample(tensor.detach()))
-    return list(groups.values())
+def _samples(tensors: list[torch.Tensor]) -> tuple[list[list[np.ndarray]], list[list[torch.Tensor]]]:
+    """Views of some elements of each tensor: of those in host memory as integers, of others by device and dtype."""
+    host: dict[int, list[np.ndarray]] = {}
+    other: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for tensor in tensors:
+        if not tensor.numel() or type(tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
+            continue
+        view, size = _sample(tensor.detach()), tensor.dtype.itemsize
+        if tensor.device.type == "cpu" and size in _INTEGERS:
+            host.setdefault(size, []).append(view.view(_INTEGERS[size]).numpy())
+        else:
+            other.setdefault((tensor.device, tensor.dtype), []).append(view)
+    return list(host.values()), list(other.values())
 
 
 def _sample(tensor: torch.Tensor) -> torch.Tensor:
