@@ -1,146 +1,259 @@
-"""Blocks on disk: a directory that outlives the process."""
+"""Blocks on disk: a directory that outlives the process, and that several processes may share."""
 
 from __future__ import annotations
 
-import hashlib
+import contextlib
 import os
+import re
+import secrets
+import stat
 import threading
+import time
 import warnings
 from collections import OrderedDict
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    import torch
+import torch
 
-SUFFIX = ".safetensors"
+from .payload import pack, unpack
+from .tier import Layout, Tensors, check_key, check_tensors
+
+_ENTRY = re.compile(r"([0-9a-f]{2,128})-1\.block")
+_PARTIAL = re.compile(r"[0-9a-f]{2,128}-1\.block\.[0-9a-f]{16}\.partial")
+_ABANDONED_SECONDS = 3600.0  # an empty partial file, or one where locks cannot tell
 
 
 class DiskTier:
-    """Tensors of evicted blocks by block hash, as safetensors files.
+    """Tensors of evicted blocks by block hash, one file each; a `pc.cache.tier.Tier`.
 
-    An entry is one file, `<hash>-<checksum>.safetensors`. It is written beside its place and moved there, so a crash
-    leaves no half entry under a valid name; what a crash left is removed at the next start. Its checksum is verified
-    whenever it is read. An entry that is damaged, or cannot be written because the disk is full, is dropped with a
-    warning, and the cache goes on without it. Methods may be called from several threads.
+    An entry is written beside its place and moved there, so a crash leaves no half entry under a valid name; what a
+    crash left is removed at the next start, what another process is writing is not. Its key, layout and checksum are
+    compared whenever it is read. An entry that is damaged is dropped with a warning; one that cannot be written is not
+    taken, with a warning. Files are for their owner alone (0600), and so are the directories made here (0700). Files of
+    other users are read where they can be, and neither removed nor counted. Nothing else in the directory is touched.
 
-    Feed it from `CacheManager.on_evict` and ask it for the hashes that `CacheManager.block_hashes` gives behind a hit;
-    docs/cache.md has the loop. Hashes do not know the model: use one directory for each model and cache layout.
+    Methods may be called from several threads, and several processes may use one directory. docs/cache.md has the loop
+    from eviction to reuse.
 
     Args:
-        directory: Created when absent; entries found there are served.
-        capacity_bytes: Files to keep at most; the entries used longest ago go first. None: no limit.
+        path: Created when absent; the entries of a layout lie in a folder of it.
+        layout: Of which model and shape the entries are; None: of one that the caller alone knows.
+        capacity_bytes: Own files of this layout to keep at most; those used longest ago go first. None: no limit.
+
+    Raises:
+        OSError: The directory is not there and cannot be made.
+        ValueError: A capacity below 1.
+        TypeError: A layout that is none.
+
+    Attributes:
+        directory: Where the entries of this layout are.
+        nbytes: Bytes of the entries that count towards the capacity.
     """
 
-    def __init__(self, directory: str | Path, capacity_bytes: int | None = None) -> None:
+    def __init__(self, path: str | Path, layout: Layout | None = None, capacity_bytes: int | None = None) -> None:
+        if layout is not None and not isinstance(layout, Layout):
+            raise TypeError(f"layout: got {type(layout).__name__}, needs a pc.cache.tier.Layout or None")
         if capacity_bytes is not None and capacity_bytes < 1:
             raise ValueError(f"capacity_bytes: got {capacity_bytes}, needs at least 1 or None")
-        self.directory = Path(directory)
+        self.layout = layout
+        self.directory = Path(path) if layout is None else Path(path) / layout.digest
         self.capacity_bytes = capacity_bytes
-        self._lock = threading.Lock()
-        self._entries: OrderedDict[bytes, tuple[Path, int]] = OrderedDict()
         self.nbytes = 0
-        self.directory.mkdir(parents=True, exist_ok=True)
+        self._lock = threading.Lock()
+        self._own: OrderedDict[bytes, int] = OrderedDict()  # bytes of each file of this user, used longest ago first
+        Path(path).mkdir(mode=0o700, parents=True, exist_ok=True)
+        try:
+            self.directory.mkdir(mode=0o700, exist_ok=True)
+        except OSError as error:
+            warnings.warn(f"no block will be kept on disk: {error}", RuntimeWarning, stacklevel=2)
+        self._scan()
+
+    def _scan(self) -> None:
         found = []
-        for path in self.directory.iterdir():
-            if path.suffix == ".partial":
-                path.unlink(missing_ok=True)
-            elif path.name.endswith(SUFFIX):
-                status = path.stat()
-                found.append((status.st_mtime_ns, path, status.st_size))
-        for _, path, size in sorted(found):
-            try:
-                key = bytes.fromhex(path.name.split("-")[0])
-            except ValueError:
-                continue
-            self._note(key, path, size)
-        self._trim()
+        try:
+            with os.scandir(self.directory) as entries:
+                names = [entry.name for entry in entries]
+        except OSError:
+            return
+        for name in names:
+            if _PARTIAL.fullmatch(name):
+                _remove_abandoned(self.directory / name)
+            elif match := _ENTRY.fullmatch(name):
+                with contextlib.suppress(OSError, ValueError):  # gone since, or no key
+                    status = os.lstat(self.directory / name)
+                    if stat.S_ISREG(status.st_mode) and _is_own(status):
+                        found.append((status.st_mtime_ns, bytes.fromhex(match[1]), status.st_size))
+        with self._lock:
+            for _, key, size in sorted(found):
+                self._count(key, size)
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self._own)
 
-    def __contains__(self, block_hash: bytes) -> bool:
-        return block_hash in self._entries
+    def __contains__(self, key: object, /) -> bool:
+        if not isinstance(key, bytes):
+            return False
+        try:
+            return stat.S_ISREG(os.lstat(self._path(key)).st_mode)
+        except OSError:
+            return False
 
-    def put(self, block_hash: bytes, tensors: dict[str, torch.Tensor]) -> bool:
-        """Writes a block.
-
-        Args:
-            block_hash: Its identity.
-            tensors: By name, on any device.
+    def put(self, key: bytes, tensors: Tensors) -> bool:
+        """Writes a block; see `Tier.put`.
 
         Returns:
             Whether it is on disk now.
-        """
-        from safetensors.torch import save
 
-        with self._lock:
-            if block_hash in self._entries:
-                self._entries.move_to_end(block_hash)
-                return True
-        data = save({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()})
-        path = self.directory / f"{block_hash.hex()}-{_checksum(data)}{SUFFIX}"
-        partial = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}.partial")
+        Raises:
+            TypeError: No bytes, or no dense tensors by name.
+            ValueError: A key of another length than 1 to 64 bytes, or tensors that differ from the layout.
+        """
+        check_key(key)
+        check_tensors(tensors, self.layout)
+        if key in self:
+            with self._lock:
+                if key in self._own:
+                    self._own.move_to_end(key)
+            return True
+        data = pack(key, tensors, self.layout)
+        path = self._path(key)
+        partial = path.with_name(f"{path.name}.{secrets.token_hex(8)}.partial")
         try:
-            with open(partial, "wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
+            _write(partial, data)
             os.replace(partial, path)
         except OSError as error:
             warnings.warn(f"a block is not kept on disk: {error}", RuntimeWarning, stacklevel=2)
-            partial.unlink(missing_ok=True)
+            _unlink(partial)
             return False
+        except BaseException:  # an interrupt
+            _unlink(partial)
+            raise
         with self._lock:
-            self._note(block_hash, path, len(data))
-            self._trim()
-            return block_hash in self._entries
+            self._count(key, len(data))
+        return key in self
 
-    def get(self, block_hash: bytes) -> dict[str, torch.Tensor] | None:
-        """Reads a block: its tensors on the CPU, or None when it is not there or was damaged."""
-        from safetensors.torch import load
+    def put_many(self, entries: Mapping[bytes, Tensors]) -> set[bytes]:
+        """See `Tier.put_many`; every argument is checked before the first is written."""
+        for key, tensors in entries.items():
+            check_key(key)
+            check_tensors(tensors, self.layout)
+        return {key for key, tensors in entries.items() if self.put(key, tensors)}
 
-        with self._lock:
-            entry = self._entries.get(block_hash)
-            if entry is None:
-                return None
-            self._entries.move_to_end(block_hash)
-        path = entry[0]
+    def get(self, key: bytes) -> dict[str, torch.Tensor] | None:
+        """Reads a block: its tensors on the CPU, or None when it is not there, cannot be read or was damaged.
+
+        Raises:
+            TypeError: No bytes.
+            ValueError: A key of another length than 1 to 64 bytes.
+        """
+        check_key(key)
+        path = self._path(key)
         try:
-            data = path.read_bytes()
-            if not path.name.endswith(f"-{_checksum(data)}{SUFFIX}"):
-                raise ValueError("its checksum is wrong")
-            os.utime(path)
-            tensors: dict[str, torch.Tensor] = load(data)
-            return tensors
+            data, status = _read(path)
+        except OSError:  # evicted by someone else, or not ours to read
+            with self._lock:
+                self.nbytes -= self._own.pop(key, 0)
+            return None
+        try:
+            tensors = unpack(data, key, self.layout)
         except Exception as error:  # whatever is wrong with one entry, the others are served
             warnings.warn(f"a block on disk is dropped: {path.name}: {error}", RuntimeWarning, stacklevel=2)
-            self.discard(block_hash)
+            self.discard(key)
             return None
+        if _is_own(status):
+            with contextlib.suppress(OSError):
+                os.utime(path)
+            with self._lock:
+                self._count(key, status.st_size)
+        return tensors
 
-    def discard(self, block_hash: bytes) -> None:
-        """Removes a block, if it is there."""
+    def get_many(self, keys: Sequence[bytes]) -> list[dict[str, torch.Tensor] | None]:
+        """See `Tier.get_many`."""
+        return [self.get(key) for key in keys]
+
+    def contains_many(self, keys: Sequence[bytes]) -> list[bool]:
+        """See `Tier.contains_many`."""
+        return [key in self for key in keys]
+
+    def discard(self, key: bytes) -> None:
+        """Removes a block, if it is there and this user's.
+
+        Raises:
+            TypeError: No bytes.
+            ValueError: A key of another length than 1 to 64 bytes.
+        """
+        check_key(key)
         with self._lock:
-            entry = self._entries.pop(block_hash, None)
-            if entry is not None:
-                self.nbytes -= entry[1]
-                entry[0].unlink(missing_ok=True)
+            self.nbytes -= self._own.pop(key, 0)
+            _unlink(self._path(key))
 
-    def _note(self, block_hash: bytes, path: Path, size: int) -> None:
-        old = self._entries.pop(block_hash, None)
-        if old is not None:
-            self.nbytes -= old[1]
-            if old[0] != path:
-                old[0].unlink(missing_ok=True)
-        self._entries[block_hash] = (path, size)
-        self.nbytes += size
+    def _path(self, key: bytes) -> Path:
+        return self.directory / f"{key.hex()}-1.block"
 
-    def _trim(self) -> None:
+    def _count(self, key: bytes, size: int) -> None:
+        """Counts an entry as the one used last, and drops others that are then too many."""
+        self.nbytes += size - self._own.pop(key, 0)
+        self._own[key] = size
         while self.capacity_bytes is not None and self.nbytes > self.capacity_bytes:
-            _, (path, size) = self._entries.popitem(last=False)
+            old, size = self._own.popitem(last=False)
             self.nbytes -= size
-            path.unlink(missing_ok=True)
+            _unlink(self._path(old))
 
 
-def _checksum(data: bytes) -> str:
-    return hashlib.blake2b(data, digest_size=16).hexdigest()
+def _is_own(status: os.stat_result) -> bool:
+    return not hasattr(os, "geteuid") or status.st_uid == os.geteuid()
+
+
+def _unlink(path: Path) -> None:
+    """Removes a file of this user, as far as that can be done."""
+    with contextlib.suppress(OSError):
+        if _is_own(os.lstat(path)):
+            os.unlink(path)
+
+
+def _open_file(path: Path) -> tuple[int, os.stat_result]:
+    """Opens a plain file to read; a link, a folder or a pipe in its place is an OSError."""
+    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode):
+        os.close(descriptor)
+        raise OSError(f"{path} is no file")
+    return descriptor, status
+
+
+def _read(path: Path) -> tuple[bytes, os.stat_result]:
+    descriptor, status = _open_file(path)
+    with open(descriptor, "rb") as file:
+        return file.read(), status
+
+
+def _write(path: Path, data: bytearray) -> None:
+    """Writes a file, locked as long as that takes."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with open(descriptor, "wb") as file:
+        _lock(descriptor)
+        file.write(data)
+        file.flush()
+        os.fsync(descriptor)
+
+
+def _lock(descriptor: int) -> bool:
+    """Takes the lock of a file; False where somebody has it, or the system knows no locks."""
+    try:
+        import fcntl
+
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (ImportError, OSError):
+        return False
+    return True
+
+
+def _remove_abandoned(path: Path) -> None:
+    """Removes a partial file of this user that nobody writes any more."""
+    with contextlib.suppress(OSError):
+        descriptor, status = _open_file(path)
+        with open(descriptor, "rb"):
+            old = time.time() - status.st_mtime > _ABANDONED_SECONDS
+            if _is_own(status) and (old or (status.st_size and _lock(descriptor))):
+                os.unlink(path)

@@ -1,18 +1,24 @@
-"""DiskTier: what survives, and what is dropped when something is wrong."""
+"""DiskTier: what survives, what is dropped when something is wrong, and whose files are left alone."""
 
 from __future__ import annotations
 
 import os
+import stat
 import subprocess
 import sys
+import tempfile
+import warnings
 
 import pytest
 import torch
 
-import pc
+from pc.cache import disk
 from pc.cache.disk import DiskTier
+from pc.cache.tier import Layout
 
 KEY = bytes(range(32))
+OTHER = KEY[::-1]
+LAYOUT = Layout("model@1", {"key": ((4, 2), torch.bfloat16), "value": ((8,), torch.int64)})
 
 
 def block(value=1.0):
@@ -23,26 +29,49 @@ def same(a, b):
     return a is not None and all(torch.equal(a[k], b[k]) and a[k].dtype == b[k].dtype for k in b)
 
 
+def files(path):
+    return sorted(p for p in path.rglob("*") if not p.is_dir())
+
+
+@pytest.fixture
+def somebody_else(monkeypatch):
+    """Makes the files that are there another user's."""
+    own = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: own + 1)
+    return monkeypatch
+
+
 def test_round_trip_and_restart(tmp_path):
-    tier = DiskTier(tmp_path)
+    tier = DiskTier(tmp_path, LAYOUT)
     assert tier.get(KEY) is None
     assert tier.put(KEY, block())
     assert same(tier.get(KEY), block())
-    again = DiskTier(tmp_path)
+    again = DiskTier(tmp_path, LAYOUT)
     assert (len(again), KEY in again, again.nbytes) == (1, True, tier.nbytes)
     assert same(again.get(KEY), block())
     again.discard(KEY)
-    assert list(tmp_path.iterdir()) == []
+    assert files(tmp_path) == []
+    assert (len(again), again.nbytes) == (0, 0)
 
 
-@pytest.mark.parametrize("damage", ["truncate", "flip", "empty"])
+def test_files_are_for_their_owner_alone(tmp_path):
+    before = os.umask(0)
+    try:
+        DiskTier(tmp_path / "cache", LAYOUT).put(KEY, block())
+    finally:
+        os.umask(before)
+    for path in ((tmp_path / "cache"), *(tmp_path / "cache").rglob("*")):
+        mode = stat.S_IMODE(path.stat().st_mode)
+        assert mode == (0o700 if path.is_dir() else 0o600), path
+
+
+@pytest.mark.parametrize("damage", ["truncate", "flip", "empty", "another's"])
 def test_damaged_entry_is_dropped_and_the_others_served(tmp_path, damage):
-    tier = DiskTier(tmp_path)
-    other = KEY[::-1]
+    tier = DiskTier(tmp_path, LAYOUT)
     tier.put(KEY, block())
-    tier.put(other, block(2.0))
-    path = next(p for p in tmp_path.iterdir() if p.name.startswith(KEY.hex()))
-    data = bytearray(path.read_bytes())
+    tier.put(OTHER, block(2.0))
+    path, other = tier._path(KEY), tier._path(OTHER)
+    data = bytearray(path.read_bytes() if damage != "another's" else other.read_bytes())
     if damage == "flip":
         data[-1] ^= 1
     path.write_bytes(data[: {"truncate": len(data) // 2, "empty": 0}.get(damage, len(data))])
@@ -50,11 +79,12 @@ def test_damaged_entry_is_dropped_and_the_others_served(tmp_path, damage):
         assert tier.get(KEY) is None
     assert not path.exists()
     assert tier.get(KEY) is None
-    assert same(tier.get(other), block(2.0))
+    assert same(tier.get(OTHER), block(2.0))
+    assert tier.nbytes == other.stat().st_size
 
 
 def test_full_disk_is_a_warning(tmp_path, monkeypatch):
-    tier = DiskTier(tmp_path)
+    tier = DiskTier(tmp_path, LAYOUT)
 
     def full(descriptor):
         raise OSError(28, "No space left on device")
@@ -63,8 +93,20 @@ def test_full_disk_is_a_warning(tmp_path, monkeypatch):
     with pytest.warns(RuntimeWarning, match="No space left"):
         assert not tier.put(KEY, block())
     monkeypatch.undo()
-    assert list(tmp_path.iterdir()) == []
+    assert files(tmp_path) == []
     assert tier.put(KEY, block())
+
+
+def test_an_interrupt_leaves_nothing_behind(tmp_path, monkeypatch):
+    tier = DiskTier(tmp_path, LAYOUT)
+
+    def interrupt(descriptor):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "fsync", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        tier.put(KEY, block())
+    assert files(tmp_path) == []
 
 
 def test_crash_in_the_middle_of_a_write_leaves_nothing_behind(tmp_path):
@@ -72,65 +114,178 @@ def test_crash_in_the_middle_of_a_write_leaves_nothing_behind(tmp_path):
 import os, torch
 from pc.cache.disk import DiskTier
 tier = DiskTier({str(tmp_path)!r})
-tier.put({KEY[::-1]!r}, {{"key": torch.ones(3)}})
+tier.put({OTHER!r}, {{"key": torch.ones(3)}})
 os.replace = lambda *_: os._exit(9)
 tier.put({KEY!r}, {{"key": torch.ones(3)}})
 """
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 9
-    assert len(list(tmp_path.iterdir())) == 2
+    assert len(files(tmp_path)) == 2
     tier = DiskTier(tmp_path)
-    assert (len(tier), KEY in tier, KEY[::-1] in tier) == (1, False, True)
-    assert len(list(tmp_path.iterdir())) == 1
+    assert (len(tier), KEY in tier, OTHER in tier) == (1, False, True)
+    assert len(files(tmp_path)) == 1
+
+
+def test_a_start_leaves_alone_what_another_is_writing(tmp_path, monkeypatch):
+    tier, fsync = DiskTier(tmp_path, LAYOUT), os.fsync
+
+    def start_another(descriptor):
+        DiskTier(tmp_path, LAYOUT)
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", start_another)
+    assert tier.put(KEY, block())
+    assert same(DiskTier(tmp_path, LAYOUT).get(KEY), block())
+
+
+def test_nothing_else_in_the_directory_is_touched(tmp_path):
+    names = ["video.mp4.partial", "ab-cd.safetensors", f"{KEY.hex()}-2.block", "notes.block", f"{'ab' * 99}-1.block"]
+    for name in names:
+        (tmp_path / name).write_text("mine")
+    (tmp_path / "x.partial").mkdir()
+    (tmp_path / f"{KEY.hex()}-1.block").mkdir()
+    (tmp_path / f"{OTHER.hex()}-1.block").symlink_to("/nonexistent")
+    (tmp_path / "target").write_text("mine")
+    (tmp_path / "ab-1.block").symlink_to(tmp_path / "target")
+    tier = DiskTier(tmp_path, capacity_bytes=1)
+    assert len(tier) == 0
+    for key in (KEY, OTHER, b"\xab"):
+        assert key not in tier
+        assert tier.get(key) is None
+    assert [(tmp_path / name).read_text() for name in [*names, "target"]] == ["mine"] * (len(names) + 1)
+    with pytest.warns(RuntimeWarning, match="not kept on disk"):
+        assert not tier.put(KEY, block())
+
+
+def test_files_that_vanish(tmp_path, monkeypatch):
+    tier = DiskTier(tmp_path, LAYOUT)
+    tier.put_many({KEY: block(), OTHER: block()})
+    lstat, gone = os.lstat, []
+
+    def vanish(path, **options):
+        if not gone and str(path).endswith(".block"):
+            gone.append(path)
+            os.unlink(path)
+        return lstat(path, **options)
+
+    monkeypatch.setattr(os, "lstat", vanish)
+    again = DiskTier(tmp_path, LAYOUT)
+    monkeypatch.undo()
+    assert len(again) == 1
+    for path in files(tmp_path):
+        path.unlink()
+    assert again.get_many([KEY, OTHER]) == [None, None]
+    assert (len(again), again.nbytes) == (0, 0)
+    assert tier.put(KEY, block())
+    assert same(again.get(KEY), block())
+
+
+def test_files_of_other_users_are_read_and_left_alone(tmp_path, somebody_else, monkeypatch):
+    somebody_else.undo()
+    tier = DiskTier(tmp_path, LAYOUT)
+    tier.put_many({KEY: block(), OTHER: block()})
+    tier._path(OTHER).write_bytes(b"damaged")
+    own, count = os.geteuid(), len(files(tmp_path))
+    monkeypatch.setattr(os, "geteuid", lambda: own + 1)
+
+    def refuse(path):
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "utime", refuse)
+    theirs = DiskTier(tmp_path, LAYOUT, capacity_bytes=1)
+    assert len(theirs) == 0
+    assert same(theirs.get(KEY), block())
+    with pytest.warns(RuntimeWarning, match="dropped"):
+        assert theirs.get(OTHER) is None
+    theirs.discard(KEY)
+    assert len(files(tmp_path)) == count
+
+
+@pytest.mark.skipif(not hasattr(os, "seteuid") or os.geteuid() != 0, reason="needs to become another user")
+def test_a_directory_that_is_not_ours():
+    code = f"""
+import os, sys, warnings, torch
+from pc.cache.disk import DiskTier
+from pc.cache.tier import Layout
+path, key, other = sys.argv[1], {KEY!r}, {OTHER!r}
+layout = Layout("m", {{"a": ([3], torch.float32)}})
+DiskTier(path, layout).put(key, {{"a": torch.ones(3)}})
+folder = os.path.join(path, layout.digest)
+name = os.path.join(folder, os.listdir(folder)[0])
+for mode, readable in ((0o777, 0o600), (0o777, 0o644), (0o555, 0o644), (0o555, 0o600)):
+    os.chmod(path, mode), os.chmod(folder, mode), os.chmod(name, readable)
+    os.seteuid(65534)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        tier = DiskTier(path, layout, capacity_bytes=100 if mode == 0o555 else 1000)
+        found, took = tier.get(key), tier.put(other, {{"a": torch.ones(3)}})
+        refused = DiskTier(path, Layout("n", layout.tensors)).put(key, {{"a": torch.ones(3)}})
+    print(found is not None, took, refused, len(caught) > 0, os.path.exists(name))
+    tier.discard(other)
+    os.seteuid(0)
+"""
+    with tempfile.TemporaryDirectory() as path:  # which others can reach, as they cannot tmp_path
+        os.chmod(path, 0o755)
+        done = subprocess.run([sys.executable, "-c", code, path], capture_output=True, text=True, check=False)
+    assert done.stdout.splitlines() == [
+        "False True True False True",
+        "True True True False True",
+        "True False True True True",
+        "False False True True True",
+    ], done.stderr
 
 
 def test_capacity_drops_what_was_used_longest_ago(tmp_path):
-    tier = DiskTier(tmp_path)
+    tier = DiskTier(tmp_path, LAYOUT)
     tier.put(KEY, block())
-    tier = DiskTier(tmp_path, capacity_bytes=2 * tier.nbytes)
+    tier = DiskTier(tmp_path, LAYOUT, capacity_bytes=2 * tier.nbytes)
     keys = [bytes([i]) * 32 for i in range(2)]
     tier.put(keys[0], block())
     tier.get(KEY)
     tier.put(keys[1], block())
     assert (KEY in tier, keys[0] in tier, keys[1] in tier) == (True, False, True)
-    assert len(list(tmp_path.iterdir())) == 2
+    assert len(files(tmp_path)) == 2
+    for path in files(tmp_path):
+        assert tier.nbytes == 2 * path.stat().st_size
+    assert not DiskTier(tmp_path, LAYOUT, capacity_bytes=10).put(keys[0], block())
+    assert files(tmp_path) == []
     with pytest.raises(ValueError, match="capacity_bytes"):
-        DiskTier(tmp_path, capacity_bytes=0)
+        DiskTier(tmp_path, LAYOUT, capacity_bytes=0)
+    with pytest.raises(TypeError, match="layout: got str"):
+        DiskTier(tmp_path, "model")
 
 
-def test_filled_from_evictions_and_restored_after_a_restart(tmp_path):
-    """The loop of docs/cache.md, with one tensor as the whole KV cache."""
-    tokens = list(range(12))
+def test_a_directory_that_cannot_be_made_is_an_error(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match="file"):
+        DiskTier(tmp_path / "file" / "cache", LAYOUT)
 
-    def engine(tier):
-        cache = torch.zeros(4, 4)
-        manager = pc.CacheManager(4, block_size=4, policy="lru")
 
-        def save(group, blocks, hashes):
-            for number, key in zip(blocks.tolist(), hashes, strict=True):
-                tier.put(key, {"kv": cache[number]})
+def test_without_file_locks_only_old_partial_files_are_removed(tmp_path, monkeypatch):
+    monkeypatch.setattr(disk, "_lock", lambda descriptor: False)
+    path = tmp_path / f"{KEY.hex()}-1.block.{'0' * 16}.partial"
+    path.write_text("being written")
+    DiskTier(tmp_path)
+    assert path.exists()
+    os.utime(path, (0, 0))
+    DiskTier(tmp_path)
+    assert not path.exists()
 
-        manager.on_evict = save
-        return cache, manager
 
-    cache, manager = engine(DiskTier(tmp_path))
-    a = manager.allocate("a", tokens)
-    cache.view(-1)[torch.from_numpy(a.slot_mapping)] = torch.arange(12.0)
-    manager.commit("a", 12)
-    manager.free("a")
-    manager.allocate("b", [99] * 16)
-    assert len(list(tmp_path.iterdir())) == 3
-
-    cache, manager = engine(tier := DiskTier(tmp_path))
-    a = manager.allocate("a", tokens)
-    done = a.num_cached_tokens // 4
-    for number, key in zip(a.block_ids[done:].tolist(), manager.block_hashes("a")[done:], strict=True):
-        found = tier.get(key)
-        if found is None:
-            break
-        cache[number] = found["kv"]
-        done += 1
-    manager.commit("a", 4 * done)
-    assert done == 3
-    assert cache[torch.from_numpy(a.block_ids).long()].flatten().tolist() == list(range(12))
-    assert manager.allocate("c", tokens).num_cached_tokens == 11
-    manager.check()
+def test_processes_that_write_the_same_keys(tmp_path):
+    code = f"""
+import sys, torch
+from pc.cache.disk import DiskTier
+tier = DiskTier({str(tmp_path)!r}, capacity_bytes=6000)
+for turn in range(60):
+    key = bytes([turn % 20]) * 16
+    tier.put(key, {{"a": torch.full((64,), float(turn % 20))}})
+    found = tier.get(bytes([turn * 7 % 20]) * 16)
+    assert found is None or (found["a"] == turn * 7 % 20).all()
+"""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        running = [subprocess.Popen([sys.executable, "-W", "error", "-c", code], stderr=subprocess.PIPE) for _ in "ab"]
+        for process in running:
+            _, errors = process.communicate()
+            assert process.returncode == 0, errors.decode()
+    assert [path for path in files(tmp_path) if path.suffix == ".partial"] == []

@@ -1,0 +1,125 @@
+"""A block as one run of bytes that tells what it is, and whether it is whole.
+
+    magic (8) | checksum (16) | layout digest (16, zeros without one) | u32 key length | u32 description length |
+    key | description | data of each tensor, one behind the other
+
+The description is JSON, `[[name, dtype, [size, ...]], ...]`. The checksum is blake2b over everything behind it.
+Integers are little-endian.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import json
+import math
+import struct
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from .tier import MAX_KEY_BYTES, Layout, Tensors
+
+MAGIC = b"pcblock1"
+_CHECKED = len(MAGIC) + 16
+_HEAD = struct.Struct("<8s16s16sII")
+
+
+def pack(key: bytes, tensors: Tensors, layout: Layout | None) -> bytearray:
+    """A block's bytes.
+
+    Args:
+        key: Its hash.
+        tensors: Dense ones of any dtype, strides and device.
+        layout: Of the tier.
+    """
+    data = bytearray(packed_size(key, tensors))
+    pack_into(memoryview(data), key, tensors, layout)
+    return data
+
+
+def packed_size(key: bytes, tensors: Tensors) -> int:
+    """Bytes that `pack` gives."""
+    return _HEAD.size + len(key) + len(_describe(tensors)) + sum(tensor.nbytes for tensor in tensors.values())
+
+
+def largest_size(layout: Layout) -> int:
+    """Bytes of a layout's block, whatever its key."""
+    rows = [[name, _name(dtype), list(shape)] for name, (shape, dtype) in layout.tensors.items()]
+    return _HEAD.size + MAX_KEY_BYTES + len(_encode(rows)) + layout.nbytes
+
+
+def pack_into(target: memoryview, key: bytes, tensors: Tensors, layout: Layout | None) -> int:
+    """Writes a block's bytes to the beginning of writable memory; how many they are."""
+    description = _describe(tensors)
+    at = _HEAD.size + len(key) + len(description)
+    digest = bytes(16) if layout is None else bytes.fromhex(layout.digest)
+    _HEAD.pack_into(target, 0, MAGIC, bytes(16), digest, len(key), len(description))
+    target[_HEAD.size : at] = key + description
+    for tensor in tensors.values():
+        rows = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+        if rows.nbytes:
+            there = (ctypes.c_char * rows.nbytes).from_buffer(target, at)
+            ctypes.memmove(there, rows.data_ptr(), rows.nbytes)
+            at += rows.nbytes
+    target[len(MAGIC) : _CHECKED] = _checksum(target[_CHECKED:at])
+    return at
+
+
+def unpack(data: bytes | bytearray | memoryview, key: bytes, layout: Layout | None) -> dict[str, torch.Tensor]:
+    """The tensors of a block, in memory of their own.
+
+    Args:
+        data: As `pack` gives it.
+        key: Whose bytes they have to be.
+        layout: Of which layout.
+
+    Raises:
+        ValueError: They are damaged, or those of another key or layout.
+    """
+    view = memoryview(data)
+    if len(view) < _HEAD.size:
+        raise ValueError(f"it has {len(view)} bytes, less than any block")
+    magic, checksum, digest, key_length, length = _HEAD.unpack_from(view)
+    if magic != MAGIC or checksum != _checksum(view[_CHECKED:]):
+        raise ValueError("its checksum is wrong")
+    if bytes(view[_HEAD.size : _HEAD.size + key_length]) != key:
+        raise ValueError("it is another block's")
+    if digest != (bytes(16) if layout is None else bytes.fromhex(layout.digest)):
+        raise ValueError("it is of another layout")
+    at = _HEAD.size + key_length + length
+    tensors = {}
+    for name, dtype, shape in json.loads(bytes(view[at - length : at])):
+        tensor = torch.empty(shape, dtype=getattr(torch, dtype))
+        tensor_bytes = math.prod(shape) * tensor.element_size()
+        if tensor_bytes:
+            ctypes.memmove(tensor.data_ptr(), bytes(view[at : at + tensor_bytes]), tensor_bytes)
+        at += tensor_bytes
+        tensors[name] = tensor
+    if at != len(view):
+        raise ValueError(f"it has {len(view)} bytes, needs {at}")
+    return tensors
+
+
+def host_copy(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The same tensors in host memory of their own."""
+    return {
+        name: tensor.detach().to("cpu", copy=True).resolve_conj().resolve_neg().contiguous()
+        for name, tensor in tensors.items()
+    }
+
+
+def _describe(tensors: Tensors) -> bytes:
+    return _encode([[name, _name(tensor.dtype), list(tensor.shape)] for name, tensor in tensors.items()])
+
+
+def _encode(rows: Sequence[object]) -> bytes:
+    return json.dumps(rows, separators=(",", ":")).encode()
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _checksum(data: memoryview) -> bytes:
+    return hashlib.blake2b(data, digest_size=16).digest()

@@ -1,0 +1,119 @@
+"""MooncakeTier through a real store, from one process to another over loopback; see test_tier.py for the rest."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+SCRIPT = """
+import sys, time, warnings, torch
+from pc.cache.mooncake import MooncakeTier
+from pc.cache.tier import Layout
+role, metadata, master = sys.argv[1:]
+layout = Layout("model@1", {"kv": ((1024,), torch.float32)})
+tier = MooncakeTier.connect(
+    layout, metadata, master, segment_bytes=(64 << 20) if role == "put" else 0, transfer_bytes=16 << 20, batch_blocks=8
+)
+keys = [bytes([i]) * 32 for i in range(20)]
+rows = lambda i: torch.arange(1024.0) + i
+if role == "put":
+    took = tier.put_many({key: {"kv": rows(i)} for i, key in enumerate(keys)})
+    print(len(took), flush=True)
+    sys.stdin.readline()
+else:
+    def equal():
+        found = tier.get_many([*keys, b"none"])
+        return [None if tensors is None else torch.equal(tensors["kv"], rows(i)) for i, tensors in enumerate(found)]
+    print(sum(tier.contains_many([*keys, b"none"])), equal().count(True), equal()[-1], flush=True)
+    other = MooncakeTier(tier._store, Layout("model@2", layout.tensors))
+    print(other.get(keys[0]), flush=True)
+    sys.stdin.readline()  # meanwhile the store is killed
+    begin = time.monotonic()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        print(equal().count(False), tier.put(b"new", {"kv": rows(1)}), keys[0] in tier, len(caught), flush=True)
+    print(time.monotonic() - begin < 60, flush=True)
+import os
+os._exit(0)  # the store's own shutdown waits for a master that is gone
+"""
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def wait_for(port, process):
+    for _ in range(200):
+        if process.poll() is not None:
+            pytest.skip("the Mooncake master or its metadata server cannot be started here")
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) == 0:
+                return
+        time.sleep(0.1)
+    pytest.skip("the Mooncake master or its metadata server does not answer here")
+
+
+@pytest.fixture
+def servers(tmp_path):
+    try:
+        import mooncake.store  # noqa: F401
+    except ImportError as error:
+        pytest.skip(f"mooncake is not importable: {error}")
+    commands = [shutil.which(name, path=str(Path(sys.executable).parent)) or shutil.which(name) for name in
+                ("mooncake_http_metadata_server", "mooncake_master")]  # fmt: skip
+    if None in commands:
+        pytest.skip("mooncake_master is not installed")
+    metadata, master, metrics = free_port(), free_port(), free_port()
+    arguments = [
+        [commands[0], "--host", "127.0.0.1", "--port", str(metadata)],
+        [commands[1], "--rpc_address=127.0.0.1", "--rpc_port", str(master), "--metrics_port", str(metrics)],
+    ]
+    with (tmp_path / "log").open("w") as log:
+        running = [subprocess.Popen(line, stdout=log, stderr=log, start_new_session=True) for line in arguments]
+        try:
+            for port, process in zip((metadata, master), running, strict=True):
+                wait_for(port, process)
+            yield f"http://127.0.0.1:{metadata}/metadata", f"127.0.0.1:{master}", running[1]
+        finally:
+            for process in running:
+                kill(process)
+
+
+def kill(process):
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def test_a_second_process_gets_what_the_first_put_and_survives_the_store(servers):
+    *addresses, master = servers
+    start = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
+    writer = subprocess.Popen([sys.executable, "-c", SCRIPT, "put", *addresses], **start)
+    reader = None
+    try:
+        assert writer.stdout.readline() == "20\n"
+        reader = subprocess.Popen([sys.executable, "-c", SCRIPT, "get", *addresses], **start)
+        assert reader.stdout.readline() == "20 20 None\n"
+        assert reader.stdout.readline() == "None\n"
+        kill(master)
+        reader.stdin.write("\n")
+        reader.stdin.flush()
+        wrong, took, there, warned = reader.stdout.readline().split()
+        assert (wrong, took, there) == ("0", "False", "False")
+        assert int(warned) >= 1
+        assert reader.stdout.readline() == "True\n"
+    finally:
+        for process in (writer, reader):
+            if process is not None:
+                process.kill()
+                process.communicate()

@@ -1,0 +1,203 @@
+"""TierWriter: nobody waits for the disk, and nothing is lost without a word."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+
+import pytest
+import torch
+
+from pc.cache.disk import DiskTier
+from pc.cache.tier_writer import TierWriter
+
+KEYS = [bytes([i]) * 32 for i in range(200)]
+SIZE = 64
+
+
+def block(value=1.0):
+    return {"kv": torch.full((SIZE // 4,), float(value))}
+
+
+class SlowTier:
+    """A tier whose writes wait for leave, and may fail."""
+
+    def __init__(self):
+        self.entries = {}
+        self.leave = threading.Event()
+        self.writing = threading.Event()
+        self.error = None
+        self.refuse = set()
+
+    def put_many(self, entries):
+        self.writing.set()
+        assert self.leave.wait(10)
+        if self.error is not None:
+            raise self.error
+        took = {key: dict(tensors) for key, tensors in entries.items() if key not in self.refuse}
+        self.entries.update(took)
+        return set(took)
+
+    def put(self, key, tensors):
+        return bool(self.put_many({key: tensors}))
+
+    def get(self, key):
+        return self.entries.get(key)
+
+    def __contains__(self, key):
+        return key in self.entries
+
+    def discard(self, key):
+        self.entries.pop(key, None)
+
+    def get_many(self, keys):
+        return [self.get(key) for key in keys]
+
+    def contains_many(self, keys):
+        return [key in self for key in keys]
+
+
+@pytest.fixture
+def slow():
+    tier = SlowTier()
+    yield tier
+    tier.leave.set()
+
+
+def value_of(tensors):
+    return None if tensors is None else tensors["kv"][0].item()
+
+
+def test_what_is_queued_is_found_before_it_is_written(slow):
+    writer = TierWriter(slow)
+    assert writer.put_many({KEYS[i]: block(i) for i in range(3)}) == set(KEYS[:3])
+    assert slow.writing.wait(10)
+    assert writer.put(KEYS[3], block(3))
+    assert writer.put(KEYS[0], block(0))
+    assert slow.entries == {}
+    assert len(writer) == 4
+    assert writer.contains_many(KEYS[:5]) == [True] * 4 + [False]
+    assert [value_of(found) for found in writer.get_many(KEYS[:5])] == [0, 1, 2, 3, None]
+    assert not writer.flush(timeout=0.01)
+    slow.leave.set()
+    assert writer.flush()
+    assert (len(writer), writer.nbytes, writer.written, writer.refused) == (0, 0, 4, 0)
+    assert sorted(slow.entries) == KEYS[:4]
+    assert [value_of(found) for found in writer.get_many(KEYS[:5])] == [0, 1, 2, 3, None]
+    assert writer.close()
+
+
+def test_a_full_queue_says_what_it_did_not_take(slow):
+    writer = TierWriter(slow, max_bytes=3 * SIZE)
+    assert writer.put_many({key: block() for key in KEYS[:5]}) == set(KEYS[:3])
+    assert not writer.put(KEYS[5], block())
+    assert writer.nbytes == 3 * SIZE
+    assert KEYS[4] not in writer
+    assert writer.refused == 3
+    slow.leave.set()
+    writer.flush()
+    assert writer.put(KEYS[5], block())
+    assert not writer.put(KEYS[6], {"kv": torch.ones(SIZE)})
+    writer.close()
+    assert sorted(slow.entries) == [*KEYS[:3], KEYS[5]]
+    assert not writer.put(KEYS[7], block())
+    assert writer.put_many({KEYS[7]: block()}) == set()
+
+
+@pytest.mark.parametrize("error", [OSError("full"), SystemExit(3), ValueError("odd")], ids=repr)
+def test_an_exception_of_the_tier_is_counted_and_the_worker_goes_on(slow, error):
+    writer = TierWriter(slow)
+    slow.leave.set()
+
+    def write(key):
+        writer.put(key, block())
+        writer.flush()
+
+    slow.error = error
+    with pytest.warns(RuntimeWarning, match="1 blocks were not written"):
+        write(KEYS[0])
+    assert writer.last_error is error
+    assert (writer.failed, writer.written, writer.nbytes) == (1, 0, 0)
+    slow.error, slow.refuse = None, {KEYS[2]}
+    write(KEYS[1])
+    write(KEYS[2])
+    assert (writer.failed, writer.written, writer.refused, len(writer)) == (1, 1, 1, 0)
+    assert writer.close()
+
+
+def test_warnings_that_are_errors_do_not_end_the_worker(slow):
+    slow.leave.set()
+    slow.error = OSError("full")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with TierWriter(slow) as writer:
+            for key in KEYS[:3]:
+                writer.put(key, block())
+                writer.flush()
+    assert writer.failed == 3
+
+
+def test_a_copy_that_fails_leaves_the_queue_as_it_was(slow, monkeypatch):
+    writer = TierWriter(slow)
+
+    def fail(tensors):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("pc.cache.tier_writer.host_copy", fail)
+    with pytest.raises(KeyboardInterrupt):
+        writer.put(KEYS[0], block())
+    monkeypatch.undo()
+    assert (writer.nbytes, len(writer)) == (0, 0)
+    assert KEYS[0] not in writer
+    slow.leave.set()
+    assert writer.put(KEYS[0], block())
+    assert writer.close()
+
+
+def test_what_is_discarded_is_gone_from_queue_and_tier(slow):
+    writer = TierWriter(slow)
+    writer.put(KEYS[0], block())
+    assert slow.writing.wait(10)
+    writer.put(KEYS[1], block())
+    writer.discard(KEYS[1])
+    assert writer.nbytes == SIZE
+    thread = threading.Thread(target=writer.discard, args=(KEYS[0],))
+    thread.start()
+    slow.leave.set()
+    thread.join(10)
+    assert not thread.is_alive()
+    writer.close()
+    assert slow.entries == {}
+
+
+def test_threads_that_put_get_and_discard(tmp_path):
+    tier = DiskTier(tmp_path)
+    wrong = []
+
+    def work(number):
+        for turn in range(30):
+            mine = KEYS[number * 40 + turn % 40]
+            assert writer.put(mine, block(number))
+            if value_of(writer.get(mine)) != number:
+                wrong.append(mine)
+            if turn % 3 == 0:
+                writer.discard(mine)
+                if writer.get(mine) is not None:
+                    wrong.append(mine)
+
+    with TierWriter(tier) as writer:
+        threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert wrong == []
+    assert len(tier) == 80
+    assert writer.nbytes == 0
+
+
+def test_bad_arguments():
+    with pytest.raises(TypeError, match="tier: got dict"):
+        TierWriter({})
+    with pytest.raises(ValueError, match="max_bytes: got 0"):
+        TierWriter(SlowTier(), max_bytes=0)

@@ -1,0 +1,64 @@
+"""An in-memory double of a Mooncake store."""
+
+from __future__ import annotations
+
+import ctypes
+
+
+class MemoryStore:
+    """Stands for a Mooncake store: values in a dictionary, reached through registered memory alone."""
+
+    def __init__(self, values=None):
+        self.values = {} if values is None else values
+        self.registered = []
+        self.fail_with = None
+        self.calls = 0
+
+    def register_buffer(self, address, size):
+        self.registered.append((address, address + size))
+        return 0
+
+    def unregister_buffer(self, address):
+        self.registered = [span for span in self.registered if span[0] != address]
+        return 0
+
+    def _each(self, keys, one):
+        self.calls += 1
+        if isinstance(self.fail_with, BaseException):
+            raise self.fail_with
+        if self.fail_with is not None:
+            return [self.fail_with] * len(keys)
+        return [one(*key) if isinstance(key, tuple) else one(key) for key in keys]
+
+    def _is_registered(self, address, size):
+        return any(first <= address and address + size <= end for first, end in self.registered)
+
+    def batch_put_from(self, keys, addresses, sizes):
+        def put(key, address, size):
+            assert self._is_registered(address, size)
+            self.values.setdefault(key, ctypes.string_at(address, size))
+            return 0
+
+        return self._each(list(zip(keys, addresses, sizes, strict=True)), put)
+
+    def batch_get_into(self, keys, addresses, sizes):
+        def get(key, address, size):
+            assert self._is_registered(address, size)
+            if key not in self.values:
+                return -704
+            if len(self.values[key]) > size:
+                return -600
+            ctypes.memmove(address, self.values[key], len(self.values[key]))
+            return len(self.values[key])
+
+        return self._each(list(zip(keys, addresses, sizes, strict=True)), get)
+
+    def batch_is_exist(self, keys):
+        return self._each(keys, lambda key: int(key in self.values))
+
+    def remove(self, key):
+        return self._each([key], lambda key: -704 if self.values.pop(key, None) is None else 0)[0]
+
+    def close(self):
+        self.fail_with = -900
+        return 0
