@@ -1,7 +1,6 @@
-"""Rows in host memory, written and read with as little around the copies as can be.
+"""Copies of rows in host memory: one plain copy for each run of consecutive slots.
 
-Between two steps a model has run, and neither the code nor the objects of the last call are left in the processor's
-caches: of a few rows, what surrounds the copy costs more than the copy.
+For a few rows Python and PyTorch around a copy cost more than the copy, so there is as little of both as possible.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ import logging
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 
@@ -147,7 +147,7 @@ class NamedTensors:
             self._warned.add(name)
             _log.warning("TensorCache: %s", text)
 
-    def sort(self, step: Step) -> tuple[Named, dict[str, Any]]:
+    def sort(self, step: Step) -> tuple[Named, dict[str, object]]:
         """Per-token tensors, allocated where they are new, and everything else.
 
         A tensor with a row for each token is discovered, unless the step decodes: it may as well have one for each
@@ -157,7 +157,7 @@ class NamedTensors:
         if not isinstance(outputs, Mapping):
             raise TypeError(f"outputs: got {type(outputs).__name__}, needs a mapping by name")
         mine: Named = {}
-        others: dict[str, Any] = {}
+        others: dict[str, object] = {}
         if type(outputs) is dict and num_tokens:  # of known names alone, as a step mostly is
             for name, value in outputs.items():
                 entry = self.entries.get(name)
@@ -166,7 +166,7 @@ class NamedTensors:
                 if value.dtype != entry.dtype or value.layout != torch.strided:
                     break
             else:
-                return outputs, others
+                return cast("Named", outputs), others
         new: dict[str, RowKind] = {}
         no_rows: Named = {}
         for name, value in leaves(outputs):
@@ -183,7 +183,8 @@ class NamedTensors:
                     continue
                 else:
                     new[name] = tuple(value.shape[1:]), value.dtype
-                mine[name] = others.pop(name)
+                mine[name] = value
+                del others[name]
             elif known is not None and known.registered:
                 raise ValueError(f"{name}: got shape {list(value.shape)}, needs {num_tokens} rows, one per token")
             else:

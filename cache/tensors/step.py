@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -39,14 +39,14 @@ class Step:
         positions: `[num_tokens]`, position of each token in its request, ascending within it.
     """
 
-    outputs: Mapping[str, Any]
+    outputs: Mapping[str, object]
     slot_mapping: Slots
     requests: tuple[Hashable, ...] = ()
     query_start_loc: npt.NDArray[np.int32] | None = None
     positions: npt.NDArray[np.int32] | None = None
 
     @classmethod
-    def of(cls, allocations: Mapping[Hashable, Allocation], outputs: Mapping[str, Any], group: int = 0) -> Step:
+    def of(cls, allocations: Mapping[Hashable, Allocation], outputs: Mapping[str, object], group: int = 0) -> Step:
         """The step that computes all `compute_spans` of some allocations, request after request.
 
         Args:
@@ -110,14 +110,14 @@ class _StepOf(Step):
         return np.concatenate([np.empty(0, np.int32), *(np.arange(start, end, dtype=np.int32) for start, end in spans)])
 
 
-def leaves(outputs: Any) -> list[tuple[str, Any]]:
+def leaves(outputs: object) -> list[tuple[str, object]]:
     """Every leaf of nested mappings, lists and tuples, named by its path with dots: `{"a": {"b": x}}` gives "a.b"."""
-    found: list[tuple[str, Any]] = []
+    found: list[tuple[str, object]] = []
     _collect(outputs, "", found)
     return found
 
 
-def _collect(outputs: Any, prefix: str, found: list[tuple[str, Any]]) -> None:
+def _collect(outputs: object, prefix: str, found: list[tuple[str, object]]) -> None:
     if isinstance(outputs, Mapping):
         items = outputs.items()
     elif isinstance(outputs, list | tuple) and not isinstance(outputs, torch.Size):

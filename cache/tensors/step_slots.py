@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from functools import cached_property
-from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from ..allocation import Span
 from ..runs import Run, Slots, ascending, find_runs
 
-_FEW_RUNS, _SHORT = 8, 8  # more runs that are shorter than this in the mean are no runs
+_FEW_RUNS, _SHORT = 8, 8  # above so many runs, shorter ones are moved slot by slot
 
 
 class StepSlots:
@@ -46,7 +46,7 @@ class StepSlots:
             self.array = array
 
     @classmethod
-    def of(cls, slot_mapping: Any) -> StepSlots:
+    def of(cls, slot_mapping: npt.ArrayLike) -> StepSlots:
         """Looks through an array of slots.
 
         Raises:

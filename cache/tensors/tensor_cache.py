@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -131,7 +130,7 @@ class TensorCache:
         """
         self._names.register(name, feature_shape, dtype)
 
-    def store(self, step: Step) -> dict[str, Any]:
+    def store(self, step: Step) -> dict[str, object]:
         """Keeps the rows of a step in the slots of its tokens.
 
         Tensors whose first dimension equals the step's token count are kept, those that were not registered under the
@@ -328,7 +327,7 @@ class TensorCache:
             return []
         return gather_slots_list([self._entries[name].rows for name in names], torch.from_numpy(slots), device)
 
-    def _table(self, request: Any, num_tokens: int | None) -> tuple[Ids, int]:
+    def _table(self, request: Hashable | Ids, num_tokens: int | None) -> tuple[Ids, int]:
         """Block table and length to read of a request."""
         if self.manager is not None and isinstance(request, Hashable):
             table = self.manager.block_table(request, self.group)
@@ -434,7 +433,7 @@ class TensorCache:
         )
 
     def _by_copies(self, names: Sequence[str], ranges: Sequence[Range], new: Named) -> list[torch.Tensor] | None:
-        """Rows of names that the host can copy, and new ones; None where the long way is to be gone."""
+        """Rows of names that the host can copy, and new ones; None where a kernel moves them or one is missing."""
         pieces = find_pieces(self._valid, names, ranges)
         if pieces is None:
             return None
@@ -471,7 +470,7 @@ def _stack(tables: Sequence[Ids]) -> Ids:
     return grid
 
 
-def _refuse_missing(there: Mapping[str, Mask], request: Any) -> None:
+def _refuse_missing(there: Mapping[str, Mask], request: object) -> None:
     for name, here in there.items():
         if not here.all():
             count, first = len(here) - int(np.count_nonzero(here)), int(here.argmin())
