@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from .pool import RESIDENCY_BOUNDS
 
 if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
+
     from .manager import CacheManager
 
 GAUGES = {
@@ -26,23 +28,6 @@ COUNTERS = {
     "merged_blocks": "Blocks another request had completed first",
     "preemptions": "Requests preempted",
 }
-
-
-class Registry(Protocol):
-    """What is needed of a `prometheus_client.CollectorRegistry`."""
-
-    def register(self, collector: Collector) -> None:
-        """Asks a collector for its metrics from now on."""
-
-    def unregister(self, collector: Collector) -> None:
-        """Does so no longer."""
-
-
-class Collector(Protocol):
-    """What a registry asks for metrics."""
-
-    def collect(self) -> Iterable[object]:
-        """The metric families as they are now."""
 
 
 class CacheCollector:
@@ -64,7 +49,7 @@ class CacheCollector:
     def __init__(
         self,
         manager: CacheManager,
-        registry: Registry | None = None,
+        registry: CollectorRegistry | None = None,
         prefix: str = "pc_cache",
         name: str | None = None,
     ) -> None:
@@ -85,7 +70,7 @@ class CacheCollector:
                 groups[prefix] = group
             group.managers = {**taken, name: manager}
         self.name = name
-        self._registry = REGISTRY if registry is None else registry
+        self._registry: CollectorRegistry = REGISTRY if registry is None else registry
         self._prefix = prefix
         self._closed = False
 
