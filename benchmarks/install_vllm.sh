@@ -16,3 +16,37 @@ if [ ! -e "$ENGINE/.ready" ]; then
     "$ENGINE/bin/pip" install --quiet --no-deps --editable "$HERE"
     touch "$ENGINE/.ready"
 fi
+
+# vLLM's own tests of prefix caching, run over our pool. VLLM_VERSION_OVERRIDE: its build adds a suffix that pip refuses.
+if [ ! -e "$ROOT/vllm-0.33/.done" ]; then
+    mkdir -p "$ROOT/wheels" "$ROOT/vllm-0.33"
+    ls "$ROOT"/wheels/vllm-0.33.0-*.whl >/dev/null 2>&1 ||
+        "$PYTHON" -m pip download --quiet --no-deps --dest "$ROOT/wheels" vllm==0.33.0
+    "$ENGINE/bin/pip" install --quiet setuptools-scm setuptools-rust jinja2 cmake ninja wheel
+    VLLM_VERSION_OVERRIDE=0.33.0 VLLM_TARGET_DEVICE=empty "$ENGINE/bin/pip" download --quiet --no-deps \
+        --no-binary vllm --no-build-isolation --dest "$ROOT/wheels" vllm==0.33.0
+    "$ENGINE/bin/python" - "$ROOT" <<'PY'
+import glob, json, pathlib, sys, tarfile, zipfile
+
+root = pathlib.Path(sys.argv[1])
+target = root / "vllm-0.33"
+with zipfile.ZipFile(glob.glob(f"{root}/wheels/vllm-0.33.0-*.whl")[0]) as wheel:
+    wheel.extractall(target, [m for m in wheel.namelist() if m.endswith((".py", ".json", "METADATA"))])
+wanted = ("tests/__init__.py", "tests/utils.py", "tests/v1/__init__.py", "tests/v1/core/", "tests/v1/kv_connector/")
+with tarfile.open(root / "wheels" / "vllm-0.33.0.tar.gz") as sdist:
+    for member in sdist.getmembers():
+        member.name = member.name.partition("/")[2]
+        if member.isfile() and member.name.startswith(wanted) and ".." not in member.name:
+            sdist.extract(member, target)
+# Some of the tests look a model's configuration up; this is all they read of it.
+hub = target / "hub" / "hub" / "models--facebook--opt-125m"
+config = {"architectures": ["OPTForCausalLM"], "model_type": "opt", "hidden_size": 768, "num_hidden_layers": 12,
+          "num_attention_heads": 12, "ffn_dim": 3072, "max_position_embeddings": 2048, "vocab_size": 50272,
+          "word_embed_proj_dim": 768, "torch_dtype": "float16"}
+(hub / "refs").mkdir(parents=True, exist_ok=True)
+(hub / "refs" / "main").write_text("0" * 40)
+(hub / "snapshots" / ("0" * 40)).mkdir(parents=True, exist_ok=True)
+(hub / "snapshots" / ("0" * 40) / "config.json").write_text(json.dumps(config))
+PY
+    touch "$ROOT/vllm-0.33/.done"
+fi

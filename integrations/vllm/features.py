@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from .versions import check_version
+
+_configure: dict[str, Callable[[Any], None]] = {}
+"""By feature: what it sets in a configuration of vLLM that its user has left open."""
 
 
 def _enable_attention() -> None:
@@ -15,7 +19,49 @@ def _enable_attention() -> None:
     register_backend(AttentionBackendEnum.CPU_ATTN, f"{__package__}.attention.PagedAttentionBackend")
 
 
-FEATURES: dict[str, Callable[[], None]] = {"attention": _enable_attention}
+def _enable_eviction() -> None:
+    def configure(vllm_config: Any) -> None:
+        scheduler = vllm_config.scheduler_config
+        if scheduler.scheduler_cls is None:
+            kind = "AsyncPolicyScheduler" if scheduler.async_scheduling else "PolicyScheduler"
+            scheduler.scheduler_cls = f"{__package__}.eviction.{kind}"
+
+    _configure["eviction"] = configure
+    _hook_configurations()
+
+
+def _enable_hidden_states() -> None:
+    def configure(vllm_config: Any) -> None:
+        parallel = vllm_config.parallel_config
+        if parallel.worker_cls in ("vllm.v1.worker.cpu_worker.CPUWorker", "vllm.v1.worker.gpu_worker.Worker"):
+            parallel.worker_cls = f"{__package__}.hidden_states.HiddenStatesWorker"
+
+    _configure["hidden_states"] = configure
+    _hook_configurations()
+
+
+def _hook_configurations() -> None:
+    """Lets `_configure` see every configuration right after vLLM has completed it."""
+    from vllm.config import VllmConfig
+
+    complete = VllmConfig.__post_init__
+    if getattr(complete, "completes_for_pc", False):
+        return
+
+    def complete_and_configure(self: Any) -> None:
+        complete(self)
+        for configure in _configure.values():
+            configure(self)
+
+    complete_and_configure.completes_for_pc = True  # type: ignore[attr-defined]
+    VllmConfig.__post_init__ = complete_and_configure
+
+
+FEATURES: dict[str, Callable[[], None]] = {
+    "attention": _enable_attention,
+    "eviction": _enable_eviction,
+    "hidden_states": _enable_hidden_states,
+}
 """What `PC_VLLM` may name."""
 
 

@@ -34,6 +34,45 @@ INTERFACES: dict[str, dict[str, str]] = {
         ),
         "vllm.v1.kv_cache_layout:KVCacheLayout": "",
     },
+    "eviction": {
+        "vllm.v1.core.block_pool:BlockPool.touch": "self blocks",
+        "vllm.v1.core.block_pool:BlockPool.get_new_blocks": "self num_blocks",
+        "vllm.v1.core.block_pool:BlockPool.free_blocks": "self ordered_blocks",
+        "vllm.v1.core.block_pool:BlockPool.cache_full_blocks": (
+            "self request blocks num_cached_blocks num_full_blocks block_size kv_cache_group_id"
+        ),
+        "vllm.v1.core.block_pool:BlockPool.cache_partial_block": (
+            "self request block num_tokens kv_cache_group_id block_size"
+        ),
+        "vllm.v1.core.block_pool:BlockPool.move_block_hashes": "self src_block dst_block",
+        "vllm.v1.core.block_pool:BlockPool.evict_blocks": "self block_ids",
+        "vllm.v1.core.block_pool:BlockPool.reset_prefix_cache": "self",
+        "vllm.v1.core.kv_cache_utils:FreeKVCacheBlockQueue.popleft_n": "self n",
+        "vllm.v1.core.kv_cache_utils:FreeKVCacheBlockQueue.append_n": "self blocks",
+        "vllm.v1.core.kv_cache_utils:FreeKVCacheBlockQueue.prepend_n": "self blocks",
+        "vllm.v1.core.kv_cache_utils:FreeKVCacheBlockQueue.remove": "self block",
+        "vllm.v1.core.kv_cache_manager:KVCacheManager.allocate_slots": "self request",
+        "vllm.v1.core.sched.scheduler:Scheduler.__init__": "self vllm_config kv_cache_config",
+        "vllm.v1.core.sched.scheduler:Scheduler._free_blocks": "self request",
+        "vllm.v1.core.sched.scheduler:Scheduler._preempt_request": "self request",
+        "vllm.v1.core.sched.async_scheduler:AsyncScheduler": "",
+        "vllm.config:VllmConfig.__post_init__": "self",
+        "vllm.config:SchedulerConfig": "scheduler_cls async_scheduling",
+    },
+    "hidden_states": {
+        "vllm.v1.worker.gpu_model_runner:ExecuteModelState": "hidden_states aux_hidden_states",
+        "vllm.v1.worker.gpu_model_runner:GPUModelRunner.execute_model": "self scheduler_output",
+        "vllm.v1.worker.gpu_worker:Worker.initialize_from_config": "self kv_cache_config",
+        "vllm.v1.worker.gpu_worker:Worker.compile_or_warm_up_model": "self",
+        "vllm.v1.core.sched.output:NewRequestData": (
+            "req_id prompt_token_ids sampling_params block_ids num_computed_tokens"
+        ),
+        "vllm.v1.core.sched.output:CachedRequestData": ("req_ids resumed_req_ids new_block_ids num_computed_tokens"),
+        "vllm.v1.core.sched.output:SchedulerOutput": (
+            "scheduled_new_reqs scheduled_cached_reqs num_scheduled_tokens finished_req_ids kv_cache_block_copies"
+        ),
+        "vllm.config:VllmConfig.__post_init__": "self",
+    },
 }
 """By feature: what it builds on, as module:name, and the parameters it relies on."""
 

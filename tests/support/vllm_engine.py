@@ -50,6 +50,24 @@ def use_attention(ours: bool) -> None:
         enable("attention")
 
 
+def use_eviction(ours: bool) -> None:
+    """Lets the engines that follow take `pc`'s eviction policies, or not."""
+    _use("eviction", ours)
+
+
+def use_hidden_states(ours: bool) -> None:
+    """Lets the workers of the engines that follow keep hidden states, or not."""
+    _use("hidden_states", ours)
+
+
+def _use(feature: str, ours: bool) -> None:
+    from pc.integrations.vllm import enable, features
+
+    features._configure.pop(feature, None)
+    if ours:
+        enable(feature)
+
+
 _rebound = False
 
 

@@ -1,0 +1,113 @@
+"""A request trace through vLLM's own block manager, with its queue or a policy of `pc`: hit rates, and CPU time.
+
+    python benchmarks/vllm_replay.py TRACE --policy lru --policy default --share 0.03
+
+Runs in an environment with vLLM (`make vllm` makes one). The rules are those of `pc replay`, so that hit rates can be
+compared; CPU time is of vLLM's manager alone, without its scheduler, measured in turns in one process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+from dataclasses import dataclass
+from time import process_time
+from typing import Any
+
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+
+from pc.cache.replay.traces import Trace, digests_of, load_trace
+
+
+@dataclass(frozen=True)
+class Result:
+    """What vLLM's manager reached with one policy."""
+
+    policy: str
+    hit_rate: float
+    """Share of blocks in leading runs of cached blocks."""
+    seconds: float
+    """CPU time of lookups, allocations and frees."""
+
+
+def make_manager(num_blocks: int, policy: str | None) -> Any:
+    """VLLM's manager of blocks of two tokens, with a policy, or with its own queue."""
+    import torch
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+
+    spec = FullAttentionSpec(block_size=2, num_kv_heads=1, head_size=1, dtype=torch.float32)
+    config = KVCacheConfig(num_blocks=num_blocks, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["a"], spec)])
+    manager = KVCacheManager(config, max_model_len=1 << 24, scheduler_block_size=2, hash_block_size=2)
+    if policy is not None:
+        from pc.integrations.vllm.eviction import install_policy
+
+        install_policy(manager.block_pool, policy)
+    return manager
+
+
+def replay_through_vllm(trace: Trace, policy: str | None, capacity: int) -> Result:
+    """Runs a trace; each block of it is a block of two tokens here, and one more token follows, so that all can be hit.
+
+    Args:
+        trace: The requests.
+        policy: A policy's name; None: vLLM's own queue.
+        capacity: Blocks, vLLM's null block and the one of the last token not counted.
+    """
+    from vllm.sampling_params import SamplingParams
+    from vllm.v1.request import Request
+
+    manager = make_manager(capacity + 2, policy)
+    sampling = SamplingParams(max_tokens=1)
+    hits, seconds = 0, 0.0
+    for number, (ids, output) in enumerate(zip(trace.requests, trace.outputs, strict=True)):
+        ids = ids[:capacity]
+        raw, width = digests_of(ids).tobytes(), 16
+        hashes = [raw[at : at + width] for at in range(0, len(raw), width)]
+        given = iter([hashes])
+        request = Request(
+            str(number),
+            [0] * (2 * len(hashes) + 1),
+            sampling,
+            None,
+            block_hasher=lambda _, given=given: next(given, []),
+        )
+        begun = process_time()
+        blocks, cached = manager.get_computed_blocks(request)[:2]
+        allocated = manager.allocate_slots(request, 2 * len(hashes) + 1 - cached, cached, blocks)
+        assert allocated is not None
+        if policy is not None:
+            manager.block_pool.policy_state.finished(output, None)
+        manager.free(request)
+        seconds += process_time() - begun
+        hits += cached // 2
+    return Result(policy or "vllm", hits / max(trace.num_blocks, 1), seconds)
+
+
+def main() -> None:
+    """Prints hit rates, and CPU time as a share of that with vLLM's queue."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("trace")
+    parser.add_argument("--policy", action="append", help="a name; may be given again")
+    parser.add_argument("--share", type=float, default=0.03, help="capacity as a share of the trace's unique blocks")
+    parser.add_argument("--part", type=float, default=1.0, help="how much of the trace, from its beginning")
+    parser.add_argument("--rounds", type=int, default=3)
+    given = parser.parse_args()
+    whole = load_trace(given.trace)
+    capacity = max(1, round(given.share * whole.unique_blocks))
+    trace = whole.part(0, given.part)
+    names = [None, *(given.policy or ["lru", "default"])]
+    runs: dict[str | None, list[Result]] = {name: [] for name in names}
+    for _ in range(given.rounds):
+        for name in names:
+            runs[name].append(replay_through_vllm(trace, name, capacity))
+    base = [run.seconds for run in runs[None]]
+    print(f"{trace.name}, {len(trace.requests)} requests, {trace.num_blocks} blocks, {capacity} blocks of capacity")
+    for name in names:
+        ratio = statistics.median(run.seconds / own for run, own in zip(runs[name], base, strict=True))
+        print(f"{name or 'vllm':>10}  hit rate {runs[name][0].hit_rate:.4f}  CPU time {ratio:.2f} of vLLM's queue")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,99 @@
+"""vLLM's schedulers with an eviction policy behind their block pool, and the hints of requests handed on to it."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from vllm.logger import init_logger
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+
+from .hints import Hint, read_hint
+from .pool import PolicyBlockPool, install_policy
+
+logger = init_logger(__name__)
+
+PEEKING = ("SimpleCPUOffloadConnector",)
+"""Connectors of vLLM that walk through the queue of free blocks ahead of time."""
+
+
+def chosen_policy(vllm_config: Any) -> str:
+    """The policy's name: `additional_config={"pc_policy": ...}`, else the variable PC_VLLM_POLICY, else default."""
+    additional = vllm_config.additional_config
+    given = additional.get("pc_policy") if isinstance(additional, dict) else None
+    return str(given or os.environ.get("PC_VLLM_POLICY") or "default")
+
+
+class PolicyScheduler(Scheduler):
+    """vLLM's scheduler with a policy of `pc.cache` (`scheduler_cls`, with `async_scheduling=False`)."""
+
+    block_pool: PolicyBlockPool
+    kv_cache_manager: Any
+
+    def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+        transfer = vllm_config.kv_transfer_config
+        if transfer is not None and transfer.kv_connector in PEEKING:
+            raise ValueError(f"kv_connector: got {transfer.kv_connector}, which needs vLLM's own order of eviction")
+        super().__init__(vllm_config, *args, **kwargs)
+        self.block_pool = install_policy(self.kv_cache_manager.block_pool, chosen_policy(vllm_config))
+        # Rows of hidden states are void where a KV connector, unseen by the workers, fills blocks anew.
+        self._tells_workers = transfer is not None
+        self.block_pool.handed_out = [] if self._tells_workers else None
+        self._hints: dict[str, Hint] = {}
+        self._hinted: dict[str, list[int]] = {}
+        self._allocate_slots = self.kv_cache_manager.allocate_slots
+        self.kv_cache_manager.allocate_slots = self._allocate_and_hint
+
+    def add_request(self, request: Any) -> None:
+        """Takes a request's hint, unless it cannot be read: that is said once, and the request goes on without."""
+        try:
+            hint = read_hint(request)
+        except (TypeError, ValueError) as error:
+            logger.warning("kv_hints of request %s are not heeded: %s", request.request_id, error)
+            hint = None
+        if hint is not None:
+            self._hints[request.request_id] = hint
+        super().add_request(request)
+
+    def schedule(self, *args: Any, **kwargs: Any) -> Any:
+        """A step; the policy hears of its fresh and completed blocks at its end, the workers of the fresh ones."""
+        output = super().schedule(*args, **kwargs)
+        self.block_pool.policy_state.flush()
+        if self._tells_workers:
+            output.pc_fresh_blocks, self.block_pool.handed_out = self.block_pool.handed_out, []
+        return output
+
+    def _allocate_and_hint(self, request: Any, *args: Any, **kwargs: Any) -> Any:
+        blocks = self._allocate_slots(request, *args, **kwargs)
+        hint = self._hints.get(request.request_id)
+        if hint is not None and hint.ranges and blocks is not None:
+            self._hand_on(request.request_id, hint)
+        return blocks
+
+    def _hand_on(self, request_id: str, hint: Hint) -> None:
+        """Hints the blocks that a request has got since last time."""
+        managers = self.kv_cache_manager.coordinator.single_type_managers
+        done = self._hinted.setdefault(request_id, [0] * len(managers))
+        for group, manager in enumerate(managers):
+            blocks, size = manager.req_to_blocks[request_id], manager.block_size
+            begin, done[group] = min(done[group], len(blocks)), len(blocks)
+            for each in hint.ranges:
+                end = len(blocks) if each.end is None else min(len(blocks), -(-each.end // size))
+                ids = [b.block_id for b in blocks[max(begin, each.start // size) : end] if not b.is_null]
+                if ids:
+                    self.block_pool.policy_state.hinted(ids, each.priority, each.ttl)
+
+    def _preempt_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
+        self._hinted.pop(request.request_id, None)
+        return super()._preempt_request(request, *args, **kwargs)
+
+    def _free_blocks(self, request: Any) -> None:
+        hint = self._hints.pop(request.request_id, None)
+        self._hinted.pop(request.request_id, None)
+        self.block_pool.policy_state.finished(request.num_output_tokens, None if hint is None else hint.returns)
+        super()._free_blocks(request)
+
+
+class AsyncPolicyScheduler(PolicyScheduler, AsyncScheduler):
+    """vLLM's asynchronous scheduler with a policy of `pc.cache` (`scheduler_cls`)."""

@@ -1,0 +1,153 @@
+"""Hidden states of whole prompts from vLLM's engine: the same with hits, preemption and speculation as without."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+pytest.importorskip("vllm", reason="vllm is not installed: make vllm")
+
+import vllm_engine
+
+ROOM, TIGHT = 64, 14
+
+
+@pytest.fixture
+def feature():
+    vllm_engine.use_attention(True)
+    yield vllm_engine.use_hidden_states(True)
+    vllm_engine.use_hidden_states(False)
+    vllm_engine.use_eviction(False)
+
+
+def rounds():
+    """Prompts of four roots cut anywhere, so that blocks are hit, evicted and filled again; the first ones twice."""
+    generator = torch.Generator().manual_seed(1)
+
+    def ints(low, high, count):
+        return torch.randint(low, high, (count,), generator=generator).tolist()
+
+    roots = [ints(3, 500, 160) for _ in range(4)]
+    first = [
+        roots[0][:157],
+        roots[1][:133],
+        roots[2][:100],
+        roots[0][:128] + roots[1][:40],
+        roots[3][:32],
+        roots[3][:33],
+    ]
+    made = [first, first]
+    for _ in range(3):
+        shapes = zip(ints(0, 4, 4), ints(1, 150, 4), ints(1, 60, 4), strict=True)
+        made += [[roots[root][:cut] + ints(3, 500, tail) for root, cut, tail in shapes]]
+    return made
+
+
+def run(path, prompts, **options):
+    """Per prompt its rows, log-probabilities and tokens; what was cached; what was counted."""
+    from vllm import SamplingParams
+
+    from pc.integrations.vllm.hidden_states import ASKED, take_hidden_states, take_prompt_logprobs
+
+    params = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True, detokenize=False, extra_args={ASKED: True})
+    found, cached = [], []
+    vllm_engine.use_hidden_states(True)
+    with vllm_engine.engine(path, **options) as (llm, seen):
+        for batch in prompts:
+            outputs = llm.generate([{"prompt_token_ids": p} for p in batch], params, use_tqdm=False)
+            logprobs, rows = take_prompt_logprobs(llm), take_hidden_states(llm)
+            assert set(rows) == set(logprobs) == {output.request_id for output in outputs}
+            for output in outputs:
+                name = output.request_id
+                tensors = rows[name]
+                own = None if tensors is None else tensors["hidden_states"].clone()
+                found.append((own, logprobs[name], list(output.outputs[0].token_ids)))
+            cached.append([output.num_cached_tokens for output in outputs])
+        assert take_hidden_states(llm) == {}
+    return found, cached, seen
+
+
+@pytest.fixture(scope="module")
+def computed(model_path):
+    """By model: what comes out where nothing is cached."""
+    kept = {}
+
+    def compute(name):
+        if name not in kept:
+            vllm_engine.use_attention(True)
+            kept[name] = run(model_path(name), rounds(), enable_prefix_caching=False, num_gpu_blocks_override=160)
+        return kept[name][0]
+
+    return compute
+
+
+def check(found, expected):
+    for prompt, (rows, logprobs, tokens), (wanted, wanted_logprobs, wanted_tokens) in zip(
+        itertools.chain(*rounds()), found, expected, strict=True
+    ):
+        assert rows.shape == wanted.shape == (len(prompt), 128)
+        assert logprobs.shape == (len(prompt) - 1,)
+        torch.testing.assert_close(rows, wanted, rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(logprobs, wanted_logprobs, rtol=1e-3, atol=1e-3)
+        assert tokens == wanted_tokens
+
+
+@pytest.mark.parametrize(("name", "blocks"), [("llama", ROOM), ("llama", TIGHT), ("gpt_oss", 2 * ROOM)])
+def test_rows_are_those_of_a_computed_prompt(model_path, computed, feature, name, blocks):
+    """Hits, chunks, evictions, preemptions; in gpt_oss beside a group of windows."""
+    expected = computed(name)
+    found, cached, seen = run(model_path(name), rounds(), num_gpu_blocks_override=blocks)
+    check(found, expected)
+    assert sum(map(sum, cached)) > 200
+    if blocks == TIGHT:
+        assert seen["preemptions"] > 0
+
+
+def test_rows_through_speculation(model_path, computed, feature):
+    """Rejected drafts leave rows behind; those of the tokens that came instead take their place."""
+    draft = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
+    expected = computed("llama")
+    found, _, seen = run(model_path("llama"), rounds(), speculative_config=draft, num_gpu_blocks_override=ROOM)
+    check(found, expected)
+    assert seen["drafts"] > 0
+    # A prompt that goes on with the answer hits blocks whose rows were written while drafts were verified.
+    prompt, answer = rounds()[0][0], expected[0][2]
+    longer = [[*prompt, *answer, 5, 6, 7]]
+    plain, _, _ = run(model_path("llama"), [longer], enable_prefix_caching=False)
+    with_drafts, hits, _ = run(model_path("llama"), [[prompt], longer], speculative_config=draft)
+    assert hits[1][0] > len(prompt)
+    torch.testing.assert_close(with_drafts[1][0], plain[0][0], rtol=1e-3, atol=1e-3)
+
+
+def test_only_who_asks_gets_rows(model_path, feature):
+    from pc.integrations.vllm.hidden_states import take_hidden_states
+
+    with vllm_engine.engine(model_path("llama")) as (llm, _):
+        vllm_engine.generate(llm, rounds()[0][:2])
+        assert take_hidden_states(llm) == {}
+
+
+def test_models_with_windows_alone_are_refused(model_path, feature):
+    with pytest.raises(ValueError, match="no layers with full attention"), vllm_engine.engine(model_path("mistral")):
+        pass
+
+
+def test_configurations_that_would_store_in_wrong_slots_are_refused():
+    from types import SimpleNamespace
+
+    from pc.integrations.vllm.hidden_states.worker import check_hidden_states
+
+    def config(speculation=None, asynchronous=False, connector=None, scheduler=None):
+        chosen = SimpleNamespace(async_scheduling=asynchronous, scheduler_cls=scheduler)
+        return SimpleNamespace(speculative_config=speculation, scheduler_config=chosen, kv_transfer_config=connector)
+
+    check_hidden_states(config())
+    check_hidden_states(config(asynchronous=True))
+    check_hidden_states(config(speculation="ngram"))
+    check_hidden_states(config(connector="any", scheduler="pc.integrations.vllm.eviction.AsyncPolicyScheduler"))
+    with pytest.raises(ValueError, match="async_scheduling: got True with speculation"):
+        check_hidden_states(config(speculation="ngram", asynchronous=True))
+    with pytest.raises(ValueError, match="needs PC_VLLM=eviction,hidden_states"):
+        check_hidden_states(config(connector="any"))

@@ -1,0 +1,75 @@
+"""The scheduler classes in vLLM's engine: chosen by the environment or by name, tokens as without them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("vllm", reason="vllm is not installed: make vllm")
+
+import vllm_engine
+
+
+def prompts():
+    generator = torch.Generator().manual_seed(2)
+    made = [torch.randint(3, 500, (n,), generator=generator).tolist() for n in (70, 90, 110, 60, 100)]
+    return [*made, made[0][:64] + made[1], *made]
+
+
+def scheduler_of(llm):
+    return llm.llm_engine.engine_core.engine_core.scheduler
+
+
+@pytest.mark.parametrize("policy", ["lru", "default"])
+def test_chosen_by_the_environment(model_path, monkeypatch, policy):
+    """lru gives vLLM's own hits too; tight blocks make it evict and preempt."""
+    monkeypatch.setenv("PC_VLLM_POLICY", policy)
+    vllm_engine.use_attention(False)
+    found = []
+    for ours in (False, True):
+        vllm_engine.use_eviction(ours)
+        with vllm_engine.engine(model_path("llama"), num_gpu_blocks_override=12) as (llm, seen):
+            assert type(scheduler_of(llm)).__name__ == ("PolicyScheduler" if ours else "Scheduler")
+            found.append(vllm_engine.generate(llm, prompts(), max_tokens=30))
+            if ours:
+                state = scheduler_of(llm).block_pool.policy_state
+                assert type(state.policy).__name__ == {"lru": "LRU", "default": "Segmented"}[policy]
+            assert seen["preemptions"] > 0
+    vllm_engine.use_eviction(False)
+    assert found[0][0] == found[1][0]
+    if policy == "lru":
+        assert found[0][1] == found[1][1]
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_chosen_by_name(model_path, asynchronous):
+    kind = "AsyncPolicyScheduler" if asynchronous else "PolicyScheduler"
+    vllm_engine.use_attention(False)
+    vllm_engine.use_eviction(False)
+    options = {
+        "scheduler_cls": f"pc.integrations.vllm.eviction.{kind}",
+        "async_scheduling": asynchronous,
+        "additional_config": {"pc_policy": "lfu"},
+        "num_gpu_blocks_override": 12,
+    }
+    with vllm_engine.engine(model_path("llama"), num_gpu_blocks_override=12) as (llm, _):
+        expected, _ = vllm_engine.generate(llm, prompts(), max_tokens=30)
+    with vllm_engine.engine(model_path("llama"), **options) as (llm, _):
+        assert type(scheduler_of(llm)).__name__ == kind
+        assert type(scheduler_of(llm).block_pool.policy_state.policy).__name__ == "LFU"
+        found, _ = vllm_engine.generate(llm, prompts(), max_tokens=30)
+        assert llm.reset_prefix_cache()
+        again, cached = vllm_engine.generate(llm, prompts()[:1])
+    assert found == expected
+    assert again[0][0] == expected[0][0][:12]
+    assert cached == [0]
+
+
+def test_the_connector_that_looks_ahead_is_refused():
+    from types import SimpleNamespace
+
+    from pc.integrations.vllm.eviction import PolicyScheduler
+
+    config = SimpleNamespace(kv_transfer_config=SimpleNamespace(kv_connector="SimpleCPUOffloadConnector"))
+    with pytest.raises(ValueError, match="kv_connector: got SimpleCPUOffloadConnector"):
+        PolicyScheduler(config)

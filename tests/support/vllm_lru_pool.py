@@ -1,0 +1,56 @@
+"""A pytest plugin for vLLM's own tests: every block pool they make has pc's lru policy behind it (`-p vllm_lru_pool`).
+
+The policy is named by PC_VLLM_POLICY, lru where it is not set. vLLM's tests look at the order of free blocks; under lru
+it is what the policy gives up when asked for all of them, told back at once.
+"""
+
+from __future__ import annotations
+
+import os
+from types import SimpleNamespace
+
+from vllm.v1.core.block_pool import BlockPool
+
+from pc.integrations.vllm.eviction import install_policy
+from pc.integrations.vllm.eviction.queue import PolicyQueue
+
+POLICY = os.environ.get("PC_VLLM_POLICY", "lru")
+_make = BlockPool.__init__
+made = 0
+
+
+def _make_with_policy(self, *args, **kwargs):
+    global made
+    _make(self, *args, **kwargs)
+    made += 1
+    install_policy(self, POLICY)
+
+
+def _in_order(self):
+    policy, cached = self._state.policy, []
+    if self._cached:
+        ids = policy.victims(self._cached)
+        policy.released(ids[::-1].copy())
+        cached = [self._blocks[i] for i in ids.tolist()]
+    return [*reversed(self._empty.values()), *cached]
+
+
+HEAD, TAIL = SimpleNamespace(), SimpleNamespace()
+
+
+def _ends(self):
+    """The nodes around the free blocks, as far as vLLM's tests look at them."""
+    free = _in_order(self)
+    HEAD.next_free_block, TAIL.prev_free_block = (free[0], free[-1]) if free else (TAIL, HEAD)
+    return HEAD, TAIL
+
+
+BlockPool.__init__ = _make_with_policy
+if POLICY == "lru":
+    PolicyQueue.get_all_free_blocks = _in_order
+    PolicyQueue.fake_free_list_head = property(lambda self: _ends(self)[0])
+    PolicyQueue.fake_free_list_tail = property(lambda self: _ends(self)[1])
+
+
+def pytest_terminal_summary(terminalreporter):
+    terminalreporter.write_line(f"{made} block pools with {POLICY} behind them")

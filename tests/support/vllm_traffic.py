@@ -1,0 +1,93 @@
+"""Random requests through vLLM's KVCacheManager, with everything it answers written down."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import torch
+
+BLOCK = 4
+
+
+def make_manager(num_blocks: int, hybrid: bool = False, block_size: int = BLOCK) -> Any:
+    """A manager of one group of full attention, or of that and two windows."""
+    from vllm.utils.hashing import sha256
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.core.kv_cache_utils import init_none_hash
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
+
+    shape = {"block_size": block_size, "num_kv_heads": 1, "head_size": 1, "dtype": torch.float32}
+    groups = [KVCacheGroupSpec(["a"], FullAttentionSpec(**shape))]
+    if hybrid:
+        groups += [KVCacheGroupSpec([name], SlidingWindowSpec(**shape, sliding_window=8)) for name in "bc"]
+    init_none_hash(sha256)
+    config = KVCacheConfig(num_blocks=num_blocks * len(groups), kv_cache_tensors=[], kv_cache_groups=groups)
+    return KVCacheManager(
+        config,
+        max_model_len=1 << 20,
+        scheduler_block_size=block_size,
+        hash_block_size=block_size,
+        enable_caching=True,
+        enable_kv_cache_events=True,
+    )
+
+
+def make_request(name: str, tokens: list[int], block_size: int = BLOCK, **params: Any) -> Any:
+    """A request of vLLM."""
+    from vllm.sampling_params import SamplingParams
+    from vllm.utils.hashing import sha256
+    from vllm.v1.core.kv_cache_utils import get_request_block_hasher
+    from vllm.v1.request import Request
+
+    sampling = SamplingParams(max_tokens=40, **params)
+    return Request(name, tokens, sampling, None, block_hasher=get_request_block_hasher(block_size, sha256))
+
+
+def run_traffic(manager: Any, seed: int, steps: int = 300) -> tuple[list[Any], int]:
+    """Requests with common beginnings come, are computed in chunks, decode, are preempted and end.
+
+    Returns:
+        Every answer in order (hits, block numbers, events, free blocks), and the tokens hit.
+    """
+    rng = random.Random(seed)
+    roots = [[rng.randrange(100) for _ in range(80)] for _ in range(4)]
+    live: list[Any] = []
+    log: list[Any] = []
+    hits = 0
+    for step in range(steps):
+        getattr(manager, "new_step_starts", lambda: None)()
+        act = rng.random()
+        if act < 0.45 and len(live) < 5:
+            tail = [rng.randrange(100) for _ in range(rng.randrange(0, 8))]
+            request = make_request(f"r{step}", rng.choice(roots)[: rng.randrange(1, 60)] + tail)
+            blocks, hit = manager.get_computed_blocks(request)[:2]
+            chunk = max(1, min(request.num_tokens - hit, rng.choice([4, 8, 64])))
+            got = manager.allocate_slots(request, chunk, hit, blocks)
+            log.append((hit, None if got is None else manager.get_block_ids(request.request_id)))
+            if got is not None:
+                request.num_computed_tokens = hit + chunk
+                live.append(request)
+                hits += hit
+        elif act < 0.85 and live:
+            request = rng.choice(live)
+            left = request.num_tokens - request.num_computed_tokens
+            if left == 0:
+                request.append_output_token_ids(rng.randrange(100))
+                left = 1
+            chunk = min(left, rng.choice([4, 8, 64]))
+            got = manager.allocate_slots(request, chunk)
+            log.append(None if got is None else manager.get_block_ids(request.request_id))
+            if got is None:
+                manager.free(request)
+                live.remove(request)
+            else:
+                request.num_computed_tokens += chunk
+        elif live:
+            manager.free(live.pop(rng.randrange(len(live))))
+        if rng.random() < 0.02:
+            manager.block_pool.evict_blocks(set(rng.sample(range(1, manager.block_pool.num_gpu_blocks), 5)))
+        log.append((repr(manager.take_events()), manager.block_pool.get_num_free_blocks()))
+        if not live and rng.random() < 0.3:
+            log.append(manager.reset_prefix_cache())
+    return log, hits
