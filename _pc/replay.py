@@ -198,6 +198,7 @@ def draw_hints(path: Path, results: list[Result]) -> None:
             axes.text(0.5, bare, f" {name}, told nothing", va="bottom", fontsize=8)
     axes.set_xlabel("AUC of the bit that says whether a conversation goes on")
     axes.set_ylabel("share of blocks hit")
+    axes.set_xlim(0.49, 1.02)
     axes.set_ylim(bottom=0)
     axes.set_title(f"{results[0].trace}, capacity {share:.1%}")
     axes.grid(alpha=0.3)

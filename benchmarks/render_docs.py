@@ -242,6 +242,16 @@ def render_replay(page: Path, trace: str) -> str:
     return "\n".join([*lines, "", f"[Rows]({_link(page, source)})"])
 
 
+def render_hints(page: Path, trace: str) -> str:
+    """Hit rates of a trace at one capacity by what policies were told."""
+    source = RESULTS / "cpu" / f"replay_{trace}.csv"
+    lines = ["| policy | told | hits | to lru |", "|---|---|--:|--:|"]
+    for row in read_rows(source):
+        rates = f"{float(row['hit_rate']):.4f} | {float(row['lru_ratio']):.2f}"
+        lines.append(f"| {row['policy']} | {row['hints']} | {rates} |")
+    return "\n".join([*lines, "", f"[Rows]({_link(page, source)})"])
+
+
 def render_manager(page: Path) -> str:
     """Microseconds a request of the manager and of its peers."""
     source = RESULTS / "cpu" / "manager.csv"
@@ -319,6 +329,7 @@ RENDERERS: dict[str, Callable[..., str]] = {
     "demo_table": render_demo_table,
     "hidden_states": render_hidden_states,
     "replay": render_replay,
+    "hints": render_hints,
     "manager": render_manager,
 }
 
