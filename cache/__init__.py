@@ -6,10 +6,10 @@ if __name__ != "pc.cache":
     raise ImportError(f"import pc.cache, not {__name__}: a second copy would not share its classes")
 
 from . import replay as replay  # its policies get their names
-from .allocation import Allocation, CacheStats
+from .allocation import Allocation, AppendedTokens, CacheStats, GroupedAllocation
 from .groups import FullAttention, Group, Recurrent, SlidingWindow, Tensors
-from .hashing import KeyAt
-from .manager import CacheManager
+from .keys import KeyAt
+from .manager import CacheManager, GroupedCacheManager
 from .policies import EvictionPolicy
 from .pool import OutOfBlocks
 from .tensors.encoder_cache import EncoderCache, EncoderItem
@@ -18,6 +18,7 @@ from .tensors.tensor_cache import MissingRowsError, TensorCache
 
 __all__ = [
     "Allocation",
+    "AppendedTokens",
     "CacheManager",
     "CacheStats",
     "EncoderCache",
@@ -25,6 +26,8 @@ __all__ = [
     "EvictionPolicy",
     "FullAttention",
     "Group",
+    "GroupedAllocation",
+    "GroupedCacheManager",
     "KeyAt",
     "MissingRowsError",
     "OutOfBlocks",

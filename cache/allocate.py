@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Hashable
 
 import numpy as np
 
-from .allocation import Allocation
-from .hashing import Words
+from .allocation import BaseAllocation, Pairs
+from .hashing import Chain
+from .keys import EncodedKeys
 from .lookup import GroupHit, Hit, complement, find_in_groups, find_prefix
-from .pool import EMPTY, OutOfBlocks
+from .pool import BlockPool
 from .request import Request
 from .state import ManagerState
 from .table import Ids
@@ -18,99 +20,133 @@ from .table import Ids
 def allocate(
     state: ManagerState,
     request_id: Hashable,
-    request: Request,
-    digests: Words,
-    reuse: str,
+    tokens: array[int],
+    keys: EncodedKeys,
+    gaps: bool,
     priority: int,
     ttl: float | None,
-) -> Allocation:
-    """Starts a request: see `CacheManager.allocate`."""
-    plan = _look_up(state, request, digests, reuse == "gap")
-    allocation, common = admit(state, request_id, request, plan, digests, priority, ttl)
+    wanted: int,
+) -> BaseAllocation:
+    """Starts a request: see `CacheManager.allocate`; `wanted` tokens are to have blocks at least."""
+    state.check_new("request_id", request_id)
+    size, num_tokens = state.block_size, len(tokens)
+    chain = Chain(state.hasher, keys)
+    digests = chain.extend(tokens, num_tokens // size)
+    request = Request(tokens, chain, digests, keys, priority, ttl)
+    if state.simple and not gaps:
+        hit = find_prefix(state.pools[0].leading(digests, chain.path), num_tokens, wanted, size)
+    else:
+        hit = find_in_groups(state.groups, state.pools, digests, num_tokens, wanted, size, gaps)
+    allocation, common = admit(state, request_id, request, hit)
     state.total_requests += 1
-    state.queried += len(request.tokens)
-    state.hits["prefix"] += plan.position
-    state.hits["partial"] += common
-    state.hits["gap"] += allocation.num_cached_tokens - plan.position - common
+    state.queried += num_tokens
+    hits = state.hits
+    hits["prefix"] += hit.position
+    if allocation.num_cached_tokens != hit.position:
+        hits["partial"] += common
+        hits["gap"] += allocation.num_cached_tokens - hit.position - common
     return allocation
 
 
-def _look_up(state: ManagerState, request: Request, digests: Words, gaps: bool) -> Hit:
-    num_tokens, size, chain = len(request.tokens), state.block_size, request.chain
-    if state.simple and not gaps:
-        return find_prefix(state.pools[0], digests, chain.path if chain is not None else [], num_tokens, size)
-    return find_in_groups(state.groups, state.pools, digests, num_tokens, size, gaps)
-
-
-def admit(
-    state: ManagerState,
-    request_id: Hashable,
-    request: Request,
-    plan: Hit,
-    digests: Words,
-    priority: int,
-    ttl: float | None,
-) -> tuple[Allocation, int]:
-    """Carries out a plan, or raises OutOfBlocks and changes nothing; also returns the tokens reused by a copy."""
-    pools, size, hit, num_tokens = state.pools, state.block_size, plan.hit, len(request.tokens)
-    source, common, cached = EMPTY, 0, plan.cached
+def admit(state: ManagerState, request_id: Hashable, request: Request, hit: Hit) -> tuple[BaseAllocation, int]:
+    """Gives a request its blocks, or changes nothing; also returns the tokens reused by a copy."""
+    pools, size, num_tokens = state.pools, state.block_size, hit.num_tokens
+    source, common, cached = None, 0, hit.cached
     # A block that comes back from the host must not be overwritten by a copy of one that begins like it.
-    if state.listeners.partial is not None and plan.contiguous and not plan.loading:
-        source, common = _find_partial(state, request, plan, digests)
+    if state.partial is not None and hit.contiguous and not hit.loading:
+        source, common = _find_partial(state, request, hit)
         if common:
-            cached = [(0, hit * size + common)]
-    for pool, part in zip(pools, plan.parts, strict=True):
-        needed = part.lengths.size
-        if needed + part.held.size > pool.available and needed > pool.num_free:  # else there is room in any case
-            available = pool.available - pool.unreferenced(part.held)
-            if needed > available:
-                raise OutOfBlocks(needed, available)
-    for pool, part in zip(pools, plan.parts, strict=True):
+            cached = [(0, hit.blocks * size + common)]
+    parts = hit.groups
+    pool, part = pools[0], parts[0]
+    if len(parts) > 1 or part.lengths.size > pool.num_free:
+        held = [part.held for part in parts] if source is None else [np.concatenate((part.held, source))]
+        state.require([part.lengths.size for part in parts], held)
+    hinted = request.priority or request.ttl is not None
+    for group, part in enumerate(parts):
+        pool = pools[group]
         if part.held.size:
-            pool.hold(part.held)
-        if source.size:
-            pool.hold(source)
+            if state.adopted is None:
+                pool.hold(part.held)
+            else:
+                state.hold(group, part.held)
+        if source is not None:
+            state.hold(group, source)
         if part.lengths.size:
-            part.table[part.where] = pool.take(part.lengths, part.digests)
-        if priority or ttl is not None:
-            pool.policy.hinted(part.table[part.table >= 0], priority, ttl)
-    request.open([part.table for part in plan.parts], plan.committed + common, plan.published)
+            part.table[part.where] = pool.take(part.lengths)
+        if hinted:
+            pool.hinted(part.table[part.table >= 0], request.priority, request.ttl)
+    tables = request.tables = [part.table for part in parts]
+    request.num_blocks = tables[0].size
+    request.released = [0] * len(tables)
+    request.hit = hit.blocks
+    request.committed = hit.committed + common
+    request.published = hit.published
+    if num_tokens < len(request.tokens):
+        request.pending = request.tokens[num_tokens:]
+        request.tokens = request.tokens[:num_tokens]
     chain = request.chain
-    if chain is not None:
-        if state.simple:
-            pools[0].note(chain.path, plan.parts[0].table)
+    if chain is not None and chain.path:
+        if state.simple and not request.pending:
+            pools[0].remember(chain.path, tables[0])
         chain.path = []
-    if source.size:
-        request.keep_replaced(0, source)
-        pools[0].refill(int(request.tables[0][hit]), common)
-    if plan.loading and plan.committed % size:  # tokens taken back may have been swapped out behind the last one
-        for pool, table in zip(pools, request.tables, strict=True):
-            pool.refill(int(table[plan.committed // size]), plan.committed % size)
     state.running[request_id] = request
-    wait_for = state.start_writing(request_id, request, digests[hit].tobytes()) if hit < len(digests) else None
-    tables = [part.table.copy() for part in plan.parts]
-    copies = [[(int(source[0]), int(tables[0][hit]))]] if common else None
-    loads = [_loads(part) for part in plan.parts] if plan.loading else None
-    spans = complement(cached, num_tokens)
-    allocation = Allocation(tables, 0, size, cached, spans, plan.written, copies, wait_for, 0, loads)
+    wait_for = None
+    if hit.blocks < len(request.digests):
+        digest = request.digests[hit.blocks].tobytes()
+        wait_for = state.writers.setdefault(digest, request_id)
+        if wait_for == request_id:
+            wait_for, request.writing = None, digest
+    copies: list[Pairs] | None = None
+    loads: list[Pairs] | None = None
+    if source is not None:
+        copies = [[(int(source[0]), int(tables[0][hit.blocks]))]]
+        request.keep_replaced(0, source)
+        pools[0].refill(int(tables[0][hit.blocks]), common)
+    if hit.loading:
+        loads = [_loads(part) for part in parts]
+        if hit.committed % size:  # tokens taken back may have been swapped out behind the last one
+            for pool, table in zip(pools, tables, strict=True):
+                _refill(pool, table, hit.committed, size)
+    allocation = state.allocation(
+        [table.copy() for table in tables],
+        0,
+        size,
+        cached,
+        complement(cached, num_tokens),
+        hit.written,
+        copies,
+        wait_for,
+        0,
+        loads,
+        hit.junction,
+    )
     return allocation, common
 
 
-def _loads(part: GroupHit) -> list[tuple[int, int]]:
+def _refill(pool: BlockPool, table: Ids, position: int, block_size: int) -> None:
+    block = int(table[position // block_size])
+    if block >= 0:
+        pool.refill(block, position % block_size)
+
+
+def _loads(part: GroupHit) -> Pairs:
     """(host slot, block) of the blocks that are loaded."""
     if not part.slots:
         return []
     return list(zip(part.slots, part.table[part.where][: len(part.slots)].tolist(), strict=True))
 
 
-def _find_partial(state: ManagerState, request: Request, plan: Hit, digests: Words) -> tuple[Ids, int]:
+def _find_partial(state: ManagerState, request: Request, hit: Hit) -> tuple[Ids | None, int]:
     """The block to copy the beginning of the first fresh block from, if there is room for both."""
-    pool, part = state.pools[0], plan.parts[0]
+    assert state.partial is not None
+    pool, part, whole = state.pools[0], hit.groups[0], len(request.tokens)
     if not part.lengths.size:
-        return EMPTY, 0
-    source, common = state.listeners.begins_alike(pool, request, digests, plan.hit)
-    if source.size:
+        return None, 0
+    end = hit.num_tokens if hit.num_tokens < whole else whole - 1
+    source, common = state.partial.find(pool, request, hit.blocks, end)
+    if source is not None:
         room = pool.available - pool.unreferenced(np.concatenate((part.held, source)))
         if part.lengths.size > room:
-            return EMPTY, 0
+            return None, 0
     return source, common

@@ -2,41 +2,51 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Generic
+
+import numpy as np
+import numpy.typing as npt
+from typing_extensions import TypeVar
 
 from .runs import Run, Slots, slot_runs, slots_of_runs
 from .table import Ids
 
 Span = tuple[int, int]
 
+Pairs = list[tuple[int, int]]
+"""Pairs of block numbers, or of a block number and a host slot."""
 
-class Allocation:
-    """Blocks for some tokens of a request, and what is left to compute.
+SlotsT = TypeVar("SlotsT", default=Slots)
+PairsT = TypeVar("PairsT", default=Pairs)
+
+
+class BaseAllocation:
+    """Blocks for some tokens of a request, and what is left to compute, whatever the number of groups.
 
     Attributes:
         cached_spans: Token ranges [start, end) whose KV is there, ascending.
         compute_spans: Token ranges [start, end) to compute, ascending; together they cover the tokens.
         num_cached_tokens: Tokens in `cached_spans`.
-        copies: (source block, target block) to be copied, in order, before anything is written; with several groups
-            one list per group.
-        loads: (host slot, block) to be copied before anything is written, with several groups one list per group;
-            only `resume` has any.
         wait_for: Id of a request that is computing the next block of this prompt at this moment, or None. Waiting for
             its commit and allocating anew saves the work; going on is right too.
+        junction: With a recurrent group, the greater number of leading tokens whose KV is cached while no state is:
+            `CacheManager.checkpoint` there lets the next such prompt begin at it. None where there is none.
     """
 
     __slots__ = (
         "_block_size",
+        "_copies",
         "_first_block",
+        "_loads",
         "_new_block",
         "_slots",
         "_tables",
         "_written",
         "cached_spans",
         "compute_spans",
-        "copies",
-        "loads",
+        "junction",
         "num_cached_tokens",
         "wait_for",
     )
@@ -49,53 +59,28 @@ class Allocation:
         cached_spans: list[Span],
         compute_spans: list[Span],
         written: bool = False,
-        copies: list[list[tuple[int, int]]] | None = None,
-        wait_for: Any = None,
+        copies: list[Pairs] | None = None,
+        wait_for: Hashable = None,
         new_block: int = 0,
-        loads: list[list[tuple[int, int]]] | None = None,
+        loads: list[Pairs] | None = None,
+        junction: int | None = None,
     ) -> None:
         self._tables = tables
         self._first_block = first_block
         self._new_block = new_block
         self._block_size = block_size
         self._written = written
-        self._slots: tuple[Slots, ...] | None = None
+        self._slots: list[Slots] | None = None
+        self._copies = copies
+        self._loads = loads
         self.cached_spans = cached_spans
         self.compute_spans = compute_spans
         self.num_cached_tokens = sum([end - start for start, end in cached_spans]) if cached_spans else 0
         self.wait_for = wait_for
-        self.copies: Any
-        self.loads: Any
-        if len(tables) == 1:
-            self.copies = copies[0] if copies else []
-            self.loads = loads[0] if loads else []
-        else:
-            self.copies = copies or [[] for _ in tables]
-            self.loads = loads or [[] for _ in tables]
-
-    @property
-    def block_ids(self) -> Any:
-        """Block numbers [n] int32, in the order of the sequence, -1 for a hole; a tuple of arrays with several groups.
-
-        Of `append` those newly taken.
-        """
-        skip = max(self._new_block - self._first_block, 0)
-        ids = tuple([table[skip:] for table in self._tables]) if skip else tuple(self._tables)
-        return ids if len(ids) > 1 else ids[0]
-
-    @property
-    def slot_mapping(self) -> Any:
-        """Slot of every token of `compute_spans`, in order: [num_tokens] int64, -1 where KV is already there.
-
-        A tuple of arrays with several groups. Computed when it is first read.
-        """
-        if self._slots is None:
-            count = sum([end - start for start, end in self.compute_spans])
-            self._slots = tuple([slots_of_runs(self.slot_runs(group), count) for group in range(len(self._tables))])
-        return self._slots[0] if len(self._slots) == 1 else self._slots
+        self.junction = junction
 
     def slot_runs(self, group: int = 0) -> list[Run]:
-        """`slot_mapping` of a group as runs of consecutive slots; tokens whose slot is -1 are in none."""
+        """The slot mapping of a group as runs of consecutive slots; tokens whose slot is -1 are in none."""
         size, base, table = self._block_size, self._first_block, self._tables[group]
         runs: list[Run] = []
         done = 0
@@ -111,11 +96,128 @@ class Allocation:
                 runs[-1:] = [(token, slot, behind - 1)] if behind - slot > 1 else []
         return runs
 
+    def group_block_ids(self, group: int) -> Ids:
+        """`block_ids` of a group."""
+        return self._tables[group][max(self._new_block - self._first_block, 0) :]
+
+    def group_slot_mapping(self, group: int) -> Slots:
+        """`slot_mapping` of a group, computed when it is first asked for."""
+        if self._slots is None:
+            count = sum([end - start for start, end in self.compute_spans])
+            self._slots = [slots_of_runs(self.slot_runs(g), count) for g in range(len(self._tables))]
+        return self._slots[group]
+
+    def group_copies(self, group: int) -> Pairs:
+        """`copies` of a group."""
+        return self._copies[group] if self._copies else []
+
+    def group_loads(self, group: int) -> Pairs:
+        """`loads` of a group."""
+        return self._loads[group] if self._loads else []
+
+
+class Allocation(BaseAllocation):
+    """What a manager of one group gives; see `BaseAllocation` for the other attributes."""
+
+    __slots__ = ()
+
+    @property
+    def block_ids(self) -> Ids:
+        """Block numbers [n] int32, in the order of the sequence, -1 for a hole. Of `append` those newly taken."""
+        return self.group_block_ids(0)
+
+    @property
+    def slot_mapping(self) -> Slots:
+        """Slot of every token of `compute_spans`, in order: [num_tokens] int64, -1 where KV is already there."""
+        return self.group_slot_mapping(0)
+
+    @property
+    def copies(self) -> Pairs:
+        """(source block, target block) to be copied, in order, before anything is written."""
+        return self.group_copies(0)
+
+    @property
+    def loads(self) -> Pairs:
+        """(host slot, block) to be copied before anything is written; only `resume` has any."""
+        return self.group_loads(0)
+
     def __repr__(self) -> str:
-        return (
-            f"Allocation(num_cached_tokens={self.num_cached_tokens}, compute_spans={self.compute_spans}, "
-            f"block_ids={self.block_ids}, copies={self.copies}, wait_for={self.wait_for!r})"
-        )
+        return _repr(self, self.block_ids, self.copies)
+
+
+class GroupedAllocation(BaseAllocation):
+    """What a manager of several groups gives: one entry a group; see `BaseAllocation` for the other attributes."""
+
+    __slots__ = ()
+
+    @property
+    def block_ids(self) -> tuple[Ids, ...]:
+        """Per group, block numbers [n] int32, in the order of the sequence, -1 for a hole. Of `append` the new ones."""
+        return tuple([self.group_block_ids(group) for group in range(len(self._tables))])
+
+    @property
+    def slot_mapping(self) -> tuple[Slots, ...]:
+        """Per group, slot of every token of `compute_spans`: [num_tokens] int64, -1 where KV is already there.
+
+        A recurrent group has -1 for all.
+        """
+        return tuple([self.group_slot_mapping(group) for group in range(len(self._tables))])
+
+    @property
+    def copies(self) -> list[Pairs]:
+        """Per group, (source block, target block) to be copied, in order, before anything is written."""
+        return [self.group_copies(group) for group in range(len(self._tables))]
+
+    @property
+    def loads(self) -> list[Pairs]:
+        """Per group, (host slot, block) to be copied before anything is written; only `resume` has any."""
+        return [self.group_loads(group) for group in range(len(self._tables))]
+
+    def __repr__(self) -> str:
+        return _repr(self, self.block_ids, self.copies)
+
+
+def _repr(allocation: BaseAllocation, block_ids: object, copies: object) -> str:
+    return (
+        f"{type(allocation).__name__}(num_cached_tokens={allocation.num_cached_tokens}, "
+        f"compute_spans={allocation.compute_spans}, block_ids={block_ids}, copies={copies}, "
+        f"wait_for={allocation.wait_for!r})"
+    )
+
+
+class AppendedTokens(tuple[SlotsT, PairsT], Generic[SlotsT, PairsT]):
+    """The slots and copies of `CacheManager.append_each`, with what else a `Step` is made of.
+
+    Attributes:
+        slot_mapping: The slot of each new token, [n] int64; with several groups one array a group.
+        copies: What `Allocation.copies` is.
+        requests: The requests, in order.
+        positions: The position of each new token in its request, [n] int32.
+    """
+
+    requests: tuple[Hashable, ...]
+    positions: npt.NDArray[np.int32]
+
+    def __new__(  # noqa: D102
+        cls, slot_mapping: SlotsT, copies: PairsT, requests: Sequence[Hashable], positions: Sequence[int]
+    ) -> AppendedTokens[SlotsT, PairsT]:
+        self = super().__new__(cls, (slot_mapping, copies))
+        self.requests = tuple(requests)
+        self.positions = np.array(positions, np.int32)
+        return self
+
+    @property
+    def slot_mapping(self) -> SlotsT:  # noqa: D102  see Attributes
+        return self[0]
+
+    @property
+    def copies(self) -> PairsT:  # noqa: D102
+        return self[1]
+
+    @property
+    def query_start_loc(self) -> npt.NDArray[np.int32]:
+        """Where the token of each request begins in the packed batch, [n + 1] int32."""
+        return np.arange(len(self.requests) + 1, dtype=np.int32)
 
 
 @dataclass(frozen=True)
@@ -138,6 +240,8 @@ class CacheStats:
     hit_tokens_by_cause: dict[str, int]
     """`hit_tokens` split: prefix, gap (behind a missing block), partial (part of a block, copied)."""
     evictions: int
+    offloaded_blocks: int
+    """Evicted blocks that `on_evict` said a lower tier took."""
     merged_blocks: int
     """Blocks that another request had completed first."""
     residency: tuple[int, ...]

@@ -18,7 +18,7 @@ from collections import deque
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from .hashing import KeyAt
+from .keys import KeyAt
 
 if TYPE_CHECKING:
     from .manager import CacheManager
@@ -54,7 +54,7 @@ class EventPublisher:
 
     def __init__(
         self,
-        manager: CacheManager,
+        manager: CacheManager[Any, Any, Any],
         endpoint: str,
         replay_endpoint: str | None = None,
         topic: str = "",

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from operator import index
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+Mask = npt.NDArray[np.bool_]
+"""Per block of a sequence, whether it is there."""
 
 
 @dataclass(frozen=True)
@@ -19,9 +23,16 @@ class Group:
 
     num_blocks: int | None = field(default=None, kw_only=True)
 
+    def __post_init__(self) -> None:
+        if self.num_blocks is not None:
+            object.__setattr__(self, "num_blocks", _integer("num_blocks", self.num_blocks, 1))
+
     @property
-    def aligned(self) -> bool:
-        """Whether computing can only go on at a block boundary."""
+    def holds_states(self) -> bool:
+        """Whether a block is a state of the whole sequence up to its end, which only a checkpoint fills.
+
+        Computing can then go on at the end of such a block alone.
+        """
         return False
 
     def sink_blocks(self, block_size: int) -> int:
@@ -38,9 +49,7 @@ class Group:
         sinks = min(self.sink_blocks(block_size), first)
         return np.concatenate((np.arange(sinks, dtype=np.int32), np.arange(first, end, dtype=np.int32)))
 
-    def servable(
-        self, resident: npt.NDArray[np.bool_], num_tokens: int, block_size: int, room: int | None = None
-    ) -> npt.NDArray[np.bool_]:
+    def servable(self, resident: Mask, num_tokens: int, block_size: int, room: int | None = None) -> Mask:
         """For every length L of a hit in blocks, 0 to `len(resident)`: whether computing could go on behind it.
 
         Args:
@@ -54,8 +63,8 @@ class Group:
         positions = np.minimum(lengths * block_size, max(num_tokens - 1, 0))
         first = np.minimum(self.first_needed(positions, block_size), lengths)
         sinks = np.minimum(self.sink_blocks(block_size), first)
-        fits: npt.NDArray[np.bool_] = (missing[lengths] == missing[first]) & (missing[sinks] == 0)
-        if self.aligned:
+        fits: Mask = (missing[lengths] == missing[first]) & (missing[sinks] == 0)
+        if self.holds_states:
             fits &= lengths * block_size <= max(num_tokens - 1, 0)
         if room is not None:
             fits &= sinks + lengths - first <= room
@@ -85,32 +94,48 @@ class SlidingWindow(Group):
     num_sink_tokens: int = 0
 
     def __post_init__(self) -> None:
-        if self.window < 1:
-            raise ValueError(f"window: got {self.window}, needs at least 1")
-        if self.num_sink_tokens < 0:
-            raise ValueError(f"num_sink_tokens: got {self.num_sink_tokens}, needs at least 0")
+        super().__post_init__()
+        object.__setattr__(self, "window", _integer("window", self.window, 1))
+        object.__setattr__(self, "num_sink_tokens", _integer("num_sink_tokens", self.num_sink_tokens, 0))
 
     def sink_blocks(self, block_size: int) -> int:
-        """See `Group`."""
+        """Blocks that hold sink tokens."""
         return -(-self.num_sink_tokens // block_size)
 
     def first_needed(self, position: Any, block_size: int) -> Any:
-        """See `Group`."""
+        """The block that the window of a query at `position` begins in."""
         return _positive(position - self.window + 1) // block_size
 
 
 @dataclass(frozen=True)
 class Recurrent(Group):
-    """State-space layers: block i holds the state after the last token written in it; a hit needs its last block."""
+    """State-space layers, whose whole past is one state of fixed size.
+
+    The state that a request computes with is the engine's own. A block of this group is a copy of it at the end of a
+    block of tokens, taken with `CacheManager.checkpoint` where a forward pass left one; a hit needs the one at its
+    end. `num_blocks` is then the number of states that are kept.
+    """
 
     @property
-    def aligned(self) -> bool:
-        """See `Group`: the state in the middle of a block is gone once the block is complete."""
+    def holds_states(self) -> bool:
+        """True."""
         return True
 
     def first_needed(self, position: Any, block_size: int) -> Any:
-        """See `Group`."""
+        """The block whose end is the last boundary before `position`."""
         return _positive(position - 1) // block_size
+
+
+def _integer(name: str, value: object, least: int) -> int:
+    try:
+        number = index(value)  # type: ignore[arg-type]
+    except TypeError:
+        number = None
+    if number is None or isinstance(value, bool):
+        raise TypeError(f"{name}: got {value!r}, needs an int")
+    if number < least:
+        raise ValueError(f"{name}: got {value}, needs at least {least}")
+    return number
 
 
 def _positive(value: Any) -> Any:

@@ -16,18 +16,17 @@ class Node:
     """A chunk of blocks behind a certain prefix.
 
     Attributes:
-        key: The bytes of its tokens.
+        key: The bytes of its tokens; of a root those of the keys.
         size: Blocks.
         digests: The hashes of its blocks, joined.
         hasher: State behind the chunk; to be copied, never fed.
         children: The chunks seen behind it, by their bytes.
         latest: The child taken last: mostly the next one asked for, and cheaper to compare than to look up.
-        table: Blocks in which these hashes, and those before and behind them, were found last: a guess, to be checked.
-        at: Where in `table` its own blocks begin.
+        found: The blocks in which its hashes were found last, as an index, None for nowhere: a guess, to be checked.
         used: Whether a walk came by since the node was last up for removal.
     """
 
-    __slots__ = ("at", "children", "digests", "hasher", "key", "latest", "parent", "size", "table", "used")
+    __slots__ = ("children", "digests", "found", "hasher", "key", "latest", "parent", "size", "used")
 
     def __init__(self, parent: Node | None, key: bytes, size: int, digests: bytes, hasher: Any) -> None:
         self.parent = parent
@@ -37,8 +36,7 @@ class Node:
         self.hasher = hasher
         self.children: dict[bytes, Node] = {}
         self.latest: Node | None = None
-        self.table: npt.NDArray[np.int32] | None = None
-        self.at = 0
+        self.found: slice | npt.NDArray[np.intp] | None = None
         self.used = True
 
 
@@ -49,25 +47,20 @@ class HashTree:
         capacity: Bytes to hold at most. Chunks that no walk used for a while go first, a chunk never before those
             behind it.
         nbytes: Bytes held.
+        roots: The starts of chains, by the bytes of their keys. One is listed with the first chunk behind it, so
+            that prompts too short for a chunk leave nothing.
     """
 
     def __init__(self) -> None:
         self.capacity = 0
         self.clear()
 
-    def root(self, header: bytes) -> Node | None:
-        """The node of all chains that begin with these bytes, if it is known."""
-        node = self._roots.children.get(header)
-        if node is not None:
-            node.used = True
-        return node
-
-    def add_root(self, header: bytes, hasher: Any) -> Node:
-        """Remembers the start of a chain."""
-        return self.add(self._roots, header, 0, b"", hasher)
-
     def add(self, parent: Node, key: bytes, size: int, digests: bytes, hasher: Any) -> Node:
         """Remembers a chunk behind `parent`."""
+        if parent.parent is None and parent.key not in self.roots:
+            self.roots[parent.key] = parent
+            self._queue.append(parent)
+            self.nbytes += len(parent.key) + OVERHEAD
         node = Node(parent, key, size, digests, hasher)
         parent.children[key] = parent.latest = node
         self._queue.append(node)
@@ -85,13 +78,15 @@ class HashTree:
                 continue
             self.nbytes -= len(node.key) + len(node.digests) + OVERHEAD
             parent = node.parent
-            if parent is not None:
-                del parent.children[node.key]
-                if parent.latest is node:
-                    parent.latest = None
+            if parent is None:
+                self.roots.pop(node.key, None)
+                continue
+            del parent.children[node.key]
+            if parent.latest is node:
+                parent.latest = None
 
     def clear(self) -> None:
         """Forgets everything."""
         self._queue: deque[Node] = deque()
-        self._roots = Node(None, b"", 0, b"", None)
+        self.roots: dict[bytes, Node] = {}
         self.nbytes = 0

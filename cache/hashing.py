@@ -6,14 +6,13 @@ The byte string that is hashed, all integers little-endian:
     hash(block i) = digest(root | tokens of block 0 | ... | tokens of block i), a token being a u32
 
 The chain is one hasher that is fed block by block and asked for its digest after each, so a block costs its own
-tokens only. A `KeyAt` whose position lies in block i starts the chain anew there:
+tokens only. Where a `KeyAt` has its position in block i, the chain starts anew there, from the digest it had:
 
-    root' = b"pc.extra.1" | hash(block i - 1), empty for i = 0 after root | u32 n | (u64 position | key) ...
-    hash(block i + k) = digest(root | root' | tokens of block i | ... | tokens of block i + k)
+    root' = b"pc.extra.1" | hash(block i - 1), or digest(root) for i = 0 | u32 n | (u64 position | key) ...
+    hash(block i + k) = digest(root' | tokens of block i | ... | tokens of block i + k)
 
-key(None) = b"n", key(str) = b"s" | u64 length | UTF-8, key(bytes) = b"b" | u64 length | bytes,
-key(int) = b"i" | u64 length | ASCII decimal, key(tuple or list) = b"t" | u64 count | keys. Nothing depends on the
-process or the machine. Every record carries its length, so two different inputs never give the same bytes.
+with the n keys of that block by position, then by their bytes. `pc.cache.keys` says what key(...) is. Nothing depends
+on the process or the machine. Every record carries its length, so two different inputs never give the same bytes.
 
 sha256 and blake2b (32 bytes) are collision resistant: with 2**40 blocks the chance of any two sharing a hash is below
 2**-176, and no input that makes it happen is known, so equal hashes are taken for equal blocks. xxh3_128 is not
@@ -27,21 +26,19 @@ import hashlib
 import struct
 import sys
 from array import array
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from .hash_tree import HashTree, Node
+from .keys import NO_KEYS, EncodedKeys, encode_key
 
 Words = npt.NDArray[np.uint64]
 """Digests of a run of blocks as `[blocks, words]`."""
 
 TokenIds = Sequence[int] | npt.NDArray[Any]
-Key = Any
-"""None, str, bytes, int, or a tuple or list of those."""
 
 
 class Hasher(Protocol):
@@ -55,18 +52,6 @@ class Hasher(Protocol):
 
     def copy(self) -> Any:
         """A hasher that continues from here on its own."""
-
-
-@dataclass(frozen=True)
-class KeyAt:
-    """An extra key that takes effect at a token position, such as the content hash of an image.
-
-    Blocks that end at or before `position` are shared with requests that lack the key; the block that holds it and
-    all later ones are not.
-    """
-
-    position: int
-    key: Key
 
 
 def _xxh3_128() -> Hasher:
@@ -84,33 +69,6 @@ ALGORITHMS: dict[str, Callable[[], Hasher]] = {
     "xxh3_128": _xxh3_128,
 }
 """Name to constructor. Digests are a multiple of 8 bytes."""
-
-
-Placed = tuple[tuple[int, bytes], ...]
-"""Encoded keys with their positions, ascending."""
-
-_NO_KEYS: tuple[bytes, Placed] = (b"n" + struct.pack("<I", 0), ())
-
-
-def encode_key(key: Key, name: str = "extra_keys") -> bytes:
-    """The bytes of a key, injective over all keys; see the module's docstring.
-
-    Raises:
-        TypeError: A key that is none of None, str, bytes, int, tuple and list.
-    """
-    if key is None:
-        return b"n"
-    if isinstance(key, str):
-        tag, body = b"s", key.encode()
-    elif isinstance(key, bytes):
-        tag, body = b"b", key
-    elif isinstance(key, int) and not isinstance(key, bool):
-        tag, body = b"i", str(key).encode()
-    elif isinstance(key, (tuple, list)):
-        return b"t" + struct.pack("<Q", len(key)) + b"".join(encode_key(item, name) for item in key)
-    else:
-        raise TypeError(f"{name}: got {type(key).__name__}, needs str, bytes, int, None, or a tuple of those")
-    return tag + struct.pack("<Q", len(body)) + body
 
 
 def encode_tokens(token_ids: TokenIds, name: str = "token_ids") -> array[int]:
@@ -155,8 +113,11 @@ class BlockHasher:
     Args:
         algorithm: A name in `ALGORITHMS`.
         block_size: Tokens a block.
-        seed: GroupHit of every root when given; None is the identity that all processes share.
+        seed: Part of every root when given; None is the identity that all processes share.
         words: 64-bit words of an identity, where the caller brings identities of its own; None: of the algorithm.
+
+    Attributes:
+        tree: Hashes of chunks seen before.
 
     Not to be used by two threads at once.
     """
@@ -169,58 +130,36 @@ class BlockHasher:
         self.seed = seed
         self.new = ALGORITHMS[algorithm]
         name = algorithm.encode()
-        self._root = b"pc.block.1" + bytes([len(name)]) + name + struct.pack("<I", block_size) + encode_key(seed)
+        prefix = b"pc.block.1" + bytes([len(name)]) + name + struct.pack("<I", block_size) + encode_key(seed, "seed")
+        self._start = self.new()
+        self._start.update(prefix)
         self.tree = HashTree()
         size = len(self.new().digest())
         if size % 8:
             raise ValueError(f"hash_algorithm: {algorithm!r} gives {size} bytes, needs a multiple of 8")
         self.words = words or size // 8
 
-    def chain(self, extra_keys: Key | Iterable[Key | KeyAt] = None, salt: Key = None) -> Chain:
-        """The start of a sequence's chain.
+    def root(self, header: bytes) -> Node:
+        """The start of all chains with these keys."""
+        node = self.tree.roots.get(header)
+        if node is None:
+            hasher = self._start.copy()
+            hasher.update(header)
+            return Node(None, header, 0, b"", hasher)
+        node.used = True
+        return node
 
-        Args:
-            extra_keys: One key or several. A plain key (LoRA name) holds for the whole sequence, a `KeyAt` from its
-                position on (image, prompt embeddings).
-            salt: Sequences with different salts never share a block.
-
-        Raises:
-            TypeError: A key of an unsupported type.
-            ValueError: A `KeyAt` with a negative position.
-        """
-        if extra_keys is None and salt is None:
-            whole, placed = _NO_KEYS
-        else:
-            whole, placed = self._encode_keys(extra_keys, salt)
-        root = self.tree.root(whole)
-        if root is None:
-            hasher = self.new()
-            hasher.update(self._root + whole)
-            root = self.tree.add_root(whole, hasher)
-        return Chain(self, root, placed)
-
-    def _encode_keys(self, extra_keys: Any, salt: Key) -> tuple[bytes, Placed]:
-        if extra_keys is None:
-            keys: list[Any] = []
-        elif isinstance(extra_keys, str | bytes | int | KeyAt):
-            keys = [extra_keys]
-        elif isinstance(extra_keys, Iterable):
-            keys = list(extra_keys)
-        else:
-            keys = [extra_keys]
-        placed = []
-        for item in keys:
-            if isinstance(item, KeyAt):
-                if not isinstance(item.position, int) or item.position < 0:
-                    raise ValueError(f"extra_keys: got position {item.position!r}, needs an integer of at least 0")
-                placed.append((item.position, encode_key(item.key)))
-        plain = [encode_key(item) for item in keys if not isinstance(item, KeyAt)]
-        whole = encode_key(salt, "salt") + struct.pack("<I", len(plain)) + b"".join(plain)
-        return whole, tuple(sorted(placed))
+    def hash_blocks(self, tokens: array[int], keys: EncodedKeys = NO_KEYS) -> Words:
+        """The digests of all complete blocks of a sequence, `[blocks, words]`."""
+        return Chain(self, keys).extend(tokens, len(tokens) // self.block_size)
 
 
 class Chain:
     """The running hash of one sequence: feed it whole blocks in order, it gives their digests.
+
+    Args:
+        owner: Algorithm and block size.
+        keys: What else decides the KV.
 
     Attributes:
         hashed: Blocks hashed so far.
@@ -229,11 +168,11 @@ class Chain:
 
     __slots__ = ("_hasher", "_owner", "_placed", "_root", "hashed", "path")
 
-    def __init__(self, owner: BlockHasher, root: Node, placed: Placed) -> None:
+    def __init__(self, owner: BlockHasher, keys: EncodedKeys = NO_KEYS) -> None:
         self._owner = owner
-        self._root = root
-        self._hasher: Hasher = root.hasher
-        self._placed = placed
+        self._root = owner.root(keys.header)
+        self._hasher: Hasher = self._root.hasher
+        self._placed = keys.placed
         self.hashed = 0
         self.path: list[Node] = []
 
@@ -244,9 +183,10 @@ class Chain:
 
     def copy(self) -> Chain:
         """A chain that continues from here on its own."""
-        other = Chain(self._owner, self._root, self._placed)
+        other = object.__new__(Chain)
+        other._owner, other._root, other._placed = self._owner, self._root, self._placed
         other._hasher = self._hasher.copy()
-        other.hashed = self.hashed
+        other.hashed, other.path = self.hashed, []
         return other
 
     def extend(self, tokens: array[int], end: int) -> Words:
@@ -256,30 +196,37 @@ class Chain:
             tokens: All tokens of the sequence, at least `end * block_size` of them.
             end: Block to stop before.
         """
-        start, size = self.hashed, self._owner.block_size
+        start, owner = self.hashed, self._owner
+        size, words = owner.block_size, owner.words
         if end <= start:
-            return np.empty((0, self._owner.words), np.uint64)
+            return np.empty((0, words), np.uint64)
         span = tokens if start == 0 and end * size == len(tokens) else tokens[start * size : end * size]
         if sys.byteorder == "big":
             span = array("I", span)
             span.byteswap()
         data = span.tobytes()
         digests: list[bytes] = []
-        breaks = sorted({p // size for p, _ in self._placed if start <= p // size < end}) if self._placed else []
-        if not start:
-            self._recall(data, breaks[0] if breaks else end, digests)
-        for stop in (*breaks, end):
-            self._feed(data, start, stop, digests)
-            if stop < end:
+        if self._placed:
+            breaks = sorted({p // size for p, _ in self._placed if start <= p // size < end})
+            if not start:
+                self._recall(data, breaks[0] if breaks else end, digests)
+            for stop in breaks:
+                self._feed(data, start, stop, digests)
                 self._restart(stop)
-        words: Words = np.ndarray((end - start, self._owner.words), np.uint64, b"".join(digests))
-        return words
+        elif not start:
+            self._recall(data, end, digests)
+        if self.hashed < end:
+            self._feed(data, start, end, digests)
+        found: Words = np.ndarray((end - start, words), np.uint64, b"".join(digests))
+        return found
 
     def _recall(self, data: bytes, end: int, digests: list[bytes]) -> None:
         """Goes as far as whole chunks reach, with remembered hashes where there are any."""
-        width, node, tree = 4 * self._owner.block_size, self._root, self._owner.tree
-        at = 0
-        while (stop := at + _chunk_after(at)) <= end:
+        owner = self._owner
+        width, node, tree = 4 * owner.block_size, self._root, owner.tree
+        at, path = 0, self.path
+        # Chunks are short where prompts branch, long where they run on.
+        while (stop := at + (16 if at < 64 else 64 if at < 256 else 128 if at < 1024 else 256)) <= end:
             child = node.latest
             # Comparing in place spares the copy that a slice is, and its hash.
             if child is None or not data.startswith(child.key, at * width):
@@ -292,11 +239,12 @@ class Chain:
                     child = tree.add(node, key, stop - at, b"".join(fresh), self._hasher)
                 node.latest = child
             child.used = True
-            self.path.append(child)
+            path.append(child)
             digests.append(child.digests)
             node, at = child, stop
         self._hasher, self.hashed = node.hasher.copy(), at
-        tree.trim()
+        if tree.nbytes > tree.capacity:
+            tree.trim()
 
     def _restart(self, block: int) -> None:
         """Starts the chain anew before a block that holds placed keys."""
@@ -314,8 +262,3 @@ class Chain:
             update(data[at : at + width])
             append(digest())
         self.hashed = stop
-
-
-def _chunk_after(block: int) -> int:
-    """Blocks of the chunk that begins at `block`: short where prompts branch, long where they run on."""
-    return 16 if block < 64 else 64 if block < 256 else 128 if block < 1024 else 256

@@ -1,12 +1,6 @@
-"""What is kept of requests that gave up their blocks for a while, and the host memory their KV waits in."""
+"""The host memory that swapped-out blocks wait in."""
 
 from __future__ import annotations
-
-from array import array
-from dataclasses import dataclass, field
-from typing import Any
-
-from .table import Ids
 
 
 class HostSlots:
@@ -36,18 +30,3 @@ class HostSlots:
     def check(self, held: list[int]) -> None:
         """Asserts that every slot is free or held, once."""
         assert sorted([*self._free, *held]) == list(range(self.count)), "a host slot is lost or in two places"
-
-
-@dataclass
-class Preempted:
-    """What is left of a preempted request."""
-
-    tokens: array[int]
-    keys: Any
-    priority: int = 0
-    position: int = 0
-    """Computing can go on here with what is in host memory alone, or one token before if it is the end."""
-    blocks: list[Ids] = field(default_factory=list)
-    """Per group, the logical blocks in host memory."""
-    slots: list[list[int]] = field(default_factory=list)
-    """Per group, the host slot of each."""

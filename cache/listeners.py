@@ -1,109 +1,73 @@
-"""Whoever hears that blocks become findable or cease to be: listeners, a lower tier, the index of block beginnings."""
+"""Whoever hears that blocks become findable or cease to be."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections import deque
 from typing import Any, Protocol
 
-import numpy as np
-import numpy.typing as npt
+from .keys import FrozenKeys
 
-from .hashing import Words
-from .partial_reuse import PartialIndex
-from .pool import EMPTY, BlockPool
-from .request import Request
-from .runs import find_runs
-from .table import Ids
+log = logging.getLogger("pc.cache")
 
 
 class Listener(Protocol):
-    """Hears of every block that becomes findable or ceases to be; called under the manager's lock."""
+    """Hears of every block that becomes findable or ceases to be, in order.
+
+    Called at the end of the verb that caused it, under the manager's lock, when the manager's state is whole. It may
+    call the manager; what that causes is told after this. It must not wait for another thread that does. What it
+    raises is logged (logger "pc.cache"), and the verb returns as if it had not.
+    """
 
     def stored(
-        self, group: int, hashes: list[bytes], parent: bytes | None, token_ids: list[int], extra_keys: Any
+        self, group: int, hashes: list[bytes], parent: bytes | None, token_ids: list[int], extra_keys: FrozenKeys
     ) -> None:
-        """A run of blocks of one sequence became findable; `parent` is the hash of the block before, if any."""
+        """A run of blocks of one sequence became findable; `parent` is the hash of the block before, if any.
+
+        `extra_keys` are as given to `allocate`, lists as tuples.
+        """
 
     def removed(self, group: int, hashes: list[bytes]) -> None:
-        """Blocks are about to lose their content."""
+        """Blocks are not findable any more."""
 
     def cleared(self) -> None:
         """The manager was reset."""
 
 
 class Listeners:
-    """Passes on what happens to blocks.
+    """Tells listeners what happened once the manager is done with it.
 
     Attributes:
-        listeners: See `Listener`.
-        on_evict: Called with (group, blocks, hashes) before blocks lose their content.
-        partial: The beginnings of findable blocks, None without partial reuse.
-
-    Args:
-        block_size: Tokens a block.
-        partial_reuse: Whether to keep `partial`.
+        heard: See `Listener`; callers append to it.
+        queue: What is still to be told.
     """
 
-    def __init__(self, block_size: int, partial_reuse: bool) -> None:
-        self.listeners: list[Listener] = []
-        self.on_evict: Callable[[int, Ids, list[bytes]], None] | None = None
-        self.partial = PartialIndex(block_size) if partial_reuse else None
-        self._block_size = block_size
+    def __init__(self) -> None:
+        self.heard: list[Listener] = []
+        self.queue: deque[tuple[str, tuple[Any, ...]]] = deque()
+        self._telling = False
 
-    @property
-    def want_stored(self) -> bool:
-        """Whether anyone is to hear of blocks that become findable."""
-        return bool(self.listeners) or self.partial is not None
+    def add(self, event: str, *args: Any) -> None:
+        """Something happened."""
+        if self.heard:
+            self.queue.append((event, args))
 
-    def stored(self, group: int, pool: BlockPool, request: Request, blocks: npt.NDArray[np.intp]) -> None:
-        """The logical blocks of a request that became findable."""
-        table, size = request.tables[group], self._block_size
-        for _, start, end in find_runs(blocks):
-            parent = pool.digests_of(table[start - 1 : start])[0] if start and table[start - 1] >= 0 else None
-            hashes = pool.digests_of(table[start:end])
-            for listener in self.listeners:
-                tokens = request.tokens[start * size : end * size].tolist()
-                listener.stored(group, hashes, parent, tokens, request.keys[0])
-        self._index(pool, request, blocks)
-
-    def _index(self, pool: BlockPool, request: Request, blocks: npt.NDArray[np.intp]) -> None:
-        root = request.chain.root if request.chain is not None else None
-        if self.partial is None or root is None:
+    def tell(self) -> None:
+        """Tells all that is queued, in order; a listener's own calls find it busy and leave theirs to it."""
+        if self._telling:
             return
-        table, size = request.tables[0], self._block_size
-        for block in blocks.tolist():
-            parent = pool.digests_of(table[block - 1 : block])[0] if block else root
-            own = pool.digests_of(table[block : block + 1])[0]
-            self.partial.add(parent, own, request.tokens[block * size : (block + 1) * size])
+        self._telling = True
+        try:
+            while self.queue:
+                event, args = self.queue.popleft()
+                for listener in tuple(self.heard):
+                    self._tell(listener, event, args)
+        finally:
+            self._telling = False
 
-    def begins_alike(self, pool: BlockPool, request: Request, digests: Words, hit: int) -> tuple[Ids, int]:
-        """A cached block that begins as the prompt goes on behind `hit` blocks, and how many tokens they share."""
-        root, start = request.chain.root if request.chain is not None else None, hit * self._block_size
-        if self.partial is None or root is None:
-            return EMPTY, 0
-        parent = digests[hit - 1].tobytes() if hit else root
-        end = min(start + self._block_size, len(request.tokens) - 1)
-        block_hash, common = self.partial.longest(parent, request.tokens[start:end])
-        if block_hash is None:
-            return EMPTY, 0
-        ids = pool.table.find(np.frombuffer(block_hash, np.uint64)[None])
-        return (ids, common) if ids[0] >= 0 else (EMPTY, 0)
-
-    def evicted(self, group: int, pool: BlockPool, ids: Ids) -> None:
-        """Blocks of a pool are about to lose their content."""
-        if self.on_evict is None and not self.listeners and self.partial is None:
-            return
-        hashes = pool.digests_of(ids)
-        if self.partial is not None:
-            self.partial.remove(hashes)
-        if self.on_evict is not None:
-            self.on_evict(group, ids, hashes)
-        for listener in self.listeners:
-            listener.removed(group, hashes)
-
-    def cleared(self) -> None:
-        """The manager was reset."""
-        if self.partial is not None:
-            self.partial.clear()
-        for listener in self.listeners:
-            listener.cleared()
+    @staticmethod
+    def _tell(listener: Listener, event: str, args: tuple[Any, ...]) -> None:
+        try:
+            getattr(listener, event)(*args)
+        except Exception:
+            log.exception("%s.%s raised; the manager goes on", type(listener).__name__, event)

@@ -6,17 +6,13 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from .allocation import Span
-from .groups import Group
-from .hash_tree import Node
+from .groups import Group, Mask
 from .hashing import Words
 from .pool import EMPTY, BlockPool
 from .runs import find_runs
 from .table import Ids
-
-Mask = npt.NDArray[np.bool_]
 
 
 class GroupHit(NamedTuple):
@@ -30,8 +26,6 @@ class GroupHit(NamedTuple):
     """Logical blocks to be taken afresh, as an index of the table."""
     lengths: Ids
     """Their prefix lengths: the same, counted from 1."""
-    digests: Words
-    """Hashes of the first of them, those that are complete once written."""
     slots: Sequence[int] = ()
     """Host slots that the first of them are loaded from."""
 
@@ -39,7 +33,7 @@ class GroupHit(NamedTuple):
 class Hit(NamedTuple):
     """What of a prompt is there, and what is to be taken."""
 
-    hit: int
+    blocks: int
     """Complete blocks of the prefix that need not be computed."""
     position: int
     """Tokens of it that need not be computed."""
@@ -47,28 +41,41 @@ class Hit(NamedTuple):
     """All token ranges that need not be computed."""
     written: bool
     """Whether the last token is computed again though its KV is there."""
-    parts: list[GroupHit]
+    groups: list[GroupHit]
     committed: int
     """Tokens of the prefix whose KV is there."""
     published: int
     """Leading blocks of which all that are held are findable."""
+    num_tokens: int
+    """Tokens that get blocks."""
     contiguous: bool = True
     """Whether nothing behind the prefix is cached."""
     loading: bool = False
     """Whether blocks are loaded from the host."""
+    junction: int | None = None
+    """See `Allocation.junction`."""
 
 
-def find_prefix(pool: BlockPool, digests: Words, path: list[Node], num_tokens: int, block_size: int) -> Hit:
-    """The plan of a prompt in one group that needs all its blocks."""
-    held = pool.leading(digests, path)
-    hit, num_blocks = held.size, -(-num_tokens // block_size)
+def find_prefix(held: Ids, num_tokens: int, wanted: int, block_size: int) -> Hit:
+    """What a prompt gets in one group that needs all its blocks.
+
+    Args:
+        held: The leading blocks that are cached.
+        num_tokens: Of the prompt.
+        wanted: Of the prompt, those that are to have blocks at least.
+        block_size: Tokens a block.
+    """
+    hit = held.size
+    end = hit * block_size
+    count = wanted if wanted > end else end
+    num_blocks = -(-count // block_size)
     table = np.empty(num_blocks, np.int32)
     table[:hit] = held
-    end = hit * block_size
-    spans, written = spans_of(end, num_tokens)
+    written = 0 < end == num_tokens
     lengths = np.arange(hit + 1, num_blocks + 1, dtype=np.int32)
-    part = GroupHit(table, held, slice(hit, num_blocks), lengths, digests[hit:])
-    return Hit(hit, end - written, spans, written, [part], end, hit)
+    group = GroupHit(table, held, slice(hit, num_blocks), lengths)
+    spans = [(0, end - written)] if end > written else []
+    return Hit(hit, end - written, spans, written, [group], end, hit, count)
 
 
 def longest_hit(
@@ -86,30 +93,56 @@ def longest_hit(
 
 
 def find_in_groups(
-    groups: Sequence[Group], pools: Sequence[BlockPool], digests: Words, num_tokens: int, block_size: int, gaps: bool
+    groups: Sequence[Group],
+    pools: Sequence[BlockPool],
+    digests: Words,
+    num_tokens: int,
+    wanted: int,
+    block_size: int,
+    gaps: bool,
 ) -> Hit:
-    """The plan of a prompt: the longest prefix that all groups can serve; with `gaps`, also blocks behind it."""
+    """What a prompt gets: the longest prefix that all groups can serve; with `gaps`, also blocks behind it."""
     listed = [pool.table.find(digests) for pool in pools]
-    hit = longest_hit(groups, [ids >= 0 for ids in listed], num_tokens, block_size)
+    resident = [ids >= 0 for ids in listed]
+    hit = longest_hit(groups, resident, num_tokens, block_size)
+    stateful = any(group.holds_states for group in groups)
+    junction = None
+    if stateful:
+        reached = [(g, there) for g, there in zip(groups, resident, strict=True) if not g.holds_states]
+        if reached:
+            longest = longest_hit([g for g, _ in reached], [there for _, there in reached], num_tokens, block_size)
+            junction = longest * block_size if longest > hit else None
+    count = max(wanted, hit * block_size)
+    num_blocks = -(-count // block_size)
     reused = EMPTY
-    if gaps and not any(group.aligned for group in groups):  # a recurrent state cannot jump a gap
-        everywhere: Mask = np.logical_and.reduce([ids[hit:] >= 0 for ids in listed])
+    if gaps and not stateful:  # a recurrent state cannot jump a gap
+        everywhere: Mask = np.logical_and.reduce([there[hit : count // block_size] for there in resident])
         reused = (everywhere.nonzero()[0] + hit).astype(np.int32)
-    num_blocks = -(-num_tokens // block_size)
     position = min(hit * block_size, max(num_tokens - 1, 0))
     fresh = np.arange(hit, num_blocks, dtype=np.int32)
     if reused.size:
         fresh = np.setdiff1d(fresh, reused, assume_unique=True)
-    full = digests[fresh[: fresh.searchsorted(len(digests))]]
     parts = []
     for group, ids in zip(groups, listed, strict=True):
         table = np.full(num_blocks, -1, np.int32)
         needed = group.needed(position, hit, block_size)
         table[needed] = ids[needed]
         table[reused] = ids[reused]
-        parts.append(GroupHit(table, table[table >= 0], fresh, fresh + 1, full))
-    cached, written = cached_spans(hit, reused, num_tokens, block_size)
-    return Hit(hit, position, cached, written, parts, hit * block_size, hit, contiguous=not reused.size)
+        mine = EMPTY if group.holds_states else fresh
+        parts.append(GroupHit(table, table[table >= 0], mine, mine + 1))
+    cached, written = cached_spans(hit, reused, count, block_size, count == num_tokens)
+    return Hit(
+        hit,
+        position,
+        cached,
+        written,
+        parts,
+        hit * block_size,
+        hit,
+        count,
+        contiguous=not reused.size,
+        junction=junction,
+    )
 
 
 def spans_of(end: int, num_tokens: int) -> tuple[list[Span], bool]:
@@ -118,16 +151,19 @@ def spans_of(end: int, num_tokens: int) -> tuple[list[Span], bool]:
     return ([(0, end - written)] if end > written else []), written
 
 
-def cached_spans(hit: int, reused: Ids, num_tokens: int, block_size: int) -> tuple[list[Span], bool]:
+def cached_spans(
+    hit: int, reused: Ids, num_tokens: int, block_size: int, whole: bool = True
+) -> tuple[list[Span], bool]:
     """Token ranges of `hit` leading and the `reused` blocks, neighbours joined, and whether the last token was cut off.
 
-    The last token is computed again for its logits though its KV is there.
+    The last token of a `whole` prompt is computed again for its logits though its KV is there.
     """
     if not reused.size:
-        return spans_of(hit * block_size, num_tokens)
+        end = hit * block_size
+        return spans_of(end, num_tokens) if whole else ([(0, end)] if end else [], False)
     blocks = np.concatenate((np.arange(hit), reused))
     spans = [(first * block_size, end * block_size) for _, first, end in find_runs(blocks)]
-    if spans[-1][1] < num_tokens:
+    if spans[-1][1] < num_tokens or not whole:
         return spans, False
     start, end = spans.pop()
     if end - start > 1:

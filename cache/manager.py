@@ -1,33 +1,41 @@
-"""The manager: what callers see of it, every argument checked, every method under one lock."""
+"""The manager: what callers see of it, every argument checked, every verb under one lock."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Hashable, Sequence
 from operator import index
-from typing import Any
+from typing import Any, Generic, overload
 
 import numpy as np
+from typing_extensions import TypeVar
 
-from . import allocate, append, commit, fork, rollback, swap
-from .allocation import Allocation, CacheStats
+from . import allocate, append, commit, fork, offload, rollback, swap
+from .allocation import Allocation, AppendedTokens, BaseAllocation, CacheStats, GroupedAllocation, Pairs, PairsT, SlotsT
 from .groups import FullAttention, Group
 from .hashing import BlockHasher, TokenIds, encode_tokens
+from .keys import ExtraKeys, Key, encode_keys
 from .listeners import Listener
 from .policies import EvictionPolicy
 from .pool import BlockPool
-from .request import Request
-from .state import ManagerState
+from .runs import Slots
+from .state import ManagerState, MustEvict, OnEvict
 from .table import Ids
 
 REUSES = ("prefix", "gap")
 MODES = ("recompute", "swap")
 
+AllocationT = TypeVar("AllocationT", bound=BaseAllocation, default=Allocation)
 
-class CacheManager:
+
+class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
     """Gives requests block tables, finds what is cached, and decides what is evicted.
 
     All methods may be called from several threads; each is atomic. A method that raises has changed nothing.
+
+    With one group results are `Allocation`, arrays and lists; with several, `GroupedAllocation` and one of each per
+    group. To a type checker a manager without `groups`, or with a tuple of one, is of the first kind
+    (`CacheManager`), one with another sequence of the second (`GroupedCacheManager`).
 
     Args:
         num_blocks: Blocks of each group's cache tensors.
@@ -40,6 +48,32 @@ class CacheManager:
             a copy (`Allocation.copies`). With one group of full attention; costs about 400 bytes a block.
         host_blocks: Block-sized slots of host memory, of each group, that `preempt(mode="swap")` may use.
     """
+
+    @overload
+    def __init__(
+        self: CacheManager[Allocation, Pairs, Slots],
+        num_blocks: int,
+        block_size: int = 16,
+        policy: str | EvictionPolicy | type[EvictionPolicy] = "default",
+        hash_algorithm: str = "sha256",
+        groups: tuple[Group] | None = None,
+        seed: int | None = None,
+        host_blocks: int = 0,
+        partial_reuse: bool = False,
+    ) -> None: ...
+
+    @overload
+    def __init__(
+        self: CacheManager[GroupedAllocation, list[Pairs], tuple[Slots, ...]],
+        num_blocks: int,
+        block_size: int = 16,
+        policy: str | EvictionPolicy | type[EvictionPolicy] = "default",
+        hash_algorithm: str = "sha256",
+        groups: Sequence[Group] = ...,
+        seed: int | None = None,
+        host_blocks: int = 0,
+        partial_reuse: bool = False,
+    ) -> None: ...
 
     def __init__(
         self,
@@ -55,43 +89,42 @@ class CacheManager:
         num_blocks = _count("num_blocks", num_blocks)
         block_size = _count("block_size", block_size)
         host_blocks = _count("host_blocks", host_blocks, 0)
-        specs = (FullAttention(),) if groups is None else tuple(groups)
+        specs = (FullAttention(),) if groups is None else tuple(groups) if isinstance(groups, Sequence) else ()
         if not specs or not all(isinstance(g, Group) for g in specs):
-            raise TypeError(f"groups: got {groups!r}, needs a sequence of pc.cache group specs")
+            raise TypeError(f"groups: got {groups!r}, needs a list of specs, such as [pc.FullAttention()], or None")
         if len(specs) > 1 and isinstance(policy, EvictionPolicy):
             raise ValueError("policy: got one instance for several groups, needs a name or a class")
         self._state = ManagerState(
-            num_blocks,
-            BlockHasher(hash_algorithm, block_size, seed),
-            specs,
-            policy,
-            host_blocks,
-            partial_reuse,
+            num_blocks, BlockHasher(hash_algorithm, block_size, seed), specs, policy, host_blocks, partial_reuse
         )
         if partial_reuse and not self._state.simple:
             raise ValueError("partial_reuse: got several groups or a window, needs one group of full attention")
         self.block_size = block_size
         self.hash_algorithm = hash_algorithm
         self.seed = seed
-        self.groups = specs
+        self.groups: tuple[Group, ...] = specs
         self._lock = threading.RLock()
 
     @property
     def listeners(self) -> list[Listener]:
-        """Hear of stores and removals; append to it."""
-        return self._state.listeners.listeners
+        """Hear of stores and removals; append to it. See `Listener` for what they may do."""
+        return self._state.listeners.heard
 
     @property
-    def on_evict(self) -> Callable[[int, Ids, list[bytes]], None] | None:
+    def on_evict(self) -> OnEvict | None:
         """Called with (group, blocks, hashes) when blocks are about to lose their content, for a lower tier.
 
-        It has to read them before it returns.
+        It is called without the manager's lock, so that a slow tier stops nobody else, in the thread of the verb that
+        needs room and before that verb changes anything. Until it returns the blocks are nobody's and keep their
+        content: read them, or order their copy before later writes. It may call the manager. It returns the hashes it
+        took, as a list or set, or None; `stats().offloaded_blocks` counts them. If it raises, the blocks stay cached
+        and the verb raises the same, having changed nothing.
         """
-        return self._state.listeners.on_evict
+        return self._state.on_evict
 
     @on_evict.setter
-    def on_evict(self, function: Callable[[int, Ids, list[bytes]], None] | None) -> None:
-        self._state.listeners.on_evict = function
+    def on_evict(self, function: OnEvict | None) -> None:
+        self._state.on_evict = function
 
     @property
     def pools(self) -> tuple[BlockPool, ...]:
@@ -103,34 +136,53 @@ class CacheManager:
         """Bytes of bookkeeping: fields, tables and policies of all pools, and remembered hashes."""
         return self._state.nbytes
 
+    def _run(self, verb: Callable[..., Any], *args: Any) -> Any:
+        """Runs a verb under the lock, then tells listeners what it did."""
+        state = self._state
+        with self._lock:
+            if state.guard.in_policy:
+                raise RuntimeError("the manager was called from within a hook of its eviction policy")
+            try:
+                return verb(state, *args)
+            except MustEvict:
+                pass
+            finally:
+                if state.listeners.queue:
+                    state.listeners.tell()
+        return offload.run_with_room(state, self._lock, verb, args)
+
     def allocate(
         self,
         request_id: Hashable,
         token_ids: TokenIds,
-        extra_keys: Any = None,
-        salt: Any = None,
+        extra_keys: ExtraKeys = None,
+        salt: Key = None,
         reuse: str = "prefix",
         priority: int = 0,
         ttl: float | None = None,
-    ) -> Allocation:
+        num_tokens: int | None = None,
+    ) -> AllocationT:
         """Starts a request: finds its cached blocks and takes blocks for the rest.
 
         Args:
             request_id: Any hashable that no running request has.
             token_ids: The prompt: list, array or numpy array of integers.
-            extra_keys: What decides the KV besides tokens: one key or several, plain (LoRA name) or `KeyAt`.
+            extra_keys: What decides the KV besides tokens: one key or a list of several, plain (LoRA name) or `KeyAt`.
+                Read now: what becomes of the list later does not matter.
             salt: Requests with different salts never share a block.
             reuse: "prefix": the leading run of cached blocks. "gap": cached blocks behind a missing one too.
-            priority: Above 0 asks policies that heed it to keep the blocks longer.
+            priority: Above 0 asks policies that heed it to keep the blocks longer, generated ones too.
             ttl: Seconds for which the priority holds; None: until evicted.
+            num_tokens: Take blocks for so many tokens of the prompt only, or as many as are cached if these are more;
+                `append` takes those for its next tokens. None: for all.
 
         Returns:
-            Block ids of the whole prompt. At least the last token is to be computed; its slot is -1 when its KV is
-            there.
+            Block ids of the prompt, or its part. At least the last token of a whole prompt is to be computed; its
+            slot is -1 when its KV is there.
 
         Raises:
             OutOfBlocks: Too few blocks.
-            ValueError: A request id in use, a token id out of range, an unknown `reuse`.
+            ValueError: A request id in use, a token id out of range, an unknown `reuse`, num_tokens below 0.
             TypeError: token_ids or keys of the wrong type.
         """
         if reuse not in REUSES:
@@ -138,38 +190,41 @@ class CacheManager:
         if priority or ttl is not None:
             _check_hint(priority, ttl)
         tokens = encode_tokens(token_ids)
-        keys = (extra_keys, salt)
-        with self._lock:
-            self._check_new("request_id", request_id)
-            chain = self._state.hasher.chain(*keys)
-            digests = chain.extend(tokens, len(tokens) // self.block_size)
-            request = Request(tokens, chain, keys)
-            request.priority = priority
-            return allocate.allocate(self._state, request_id, request, digests, reuse, priority, ttl)
+        wanted = len(tokens)
+        if num_tokens is not None:
+            wanted = min(wanted, _count("num_tokens", num_tokens, 0))
+        keys = encode_keys(extra_keys, salt)
+        result: AllocationT = self._run(
+            allocate.allocate, request_id, tokens, keys, reuse == "gap", priority, ttl, wanted
+        )
+        return result
 
-    def append(self, request_id: Hashable, token_ids: TokenIds) -> Allocation:
+    def append(self, request_id: Hashable, token_ids: TokenIds) -> AllocationT:
         """Adds tokens to a request and takes the blocks they need.
 
         Args:
             request_id: A running request.
-            token_ids: The new tokens.
+            token_ids: The new tokens. While a prompt is allocated in part, its next ones.
 
         Returns:
             The allocation of the new tokens: block_ids has the blocks newly taken, compute_spans all new tokens.
-            `copies` is not empty when the last block was shared and had to be duplicated.
+            `copies` is not empty when the last block was shared and had to be duplicated. Of a shared block whose
+            tokens are not committed no copy can be made yet: who appends first goes on in place, and for others
+            compute_spans begins with the tokens of that block.
 
         Raises:
             OutOfBlocks: Too few blocks.
             KeyError: An unknown request.
-            ValueError: A token id out of range.
+            ValueError: A token id out of range, or tokens that are not the next ones of the prompt.
             TypeError: token_ids of the wrong type.
         """
-        new = encode_tokens(token_ids)
-        with self._lock:
-            return append.append(self._state, self._running(request_id), new)
+        result: AllocationT = self._run(append.append, request_id, encode_tokens(token_ids))
+        return result
 
-    def append_each(self, request_ids: Sequence[Hashable], token_ids: TokenIds) -> tuple[Any, Any]:
+    def append_each(self, request_ids: Sequence[Hashable], token_ids: TokenIds) -> AppendedTokens[SlotsT, PairsT]:
         """Adds one token to each of several requests: `append` for a step of decoding, at a tenth of its cost.
+
+        Every token before has been computed: a block that forks share is copied, committed or not.
 
         Args:
             request_ids: Running requests, each once.
@@ -177,7 +232,7 @@ class CacheManager:
 
         Returns:
             (slots, copies): the slot of each new token, [n] int64, and what `Allocation.copies` is; with several
-            groups one of each per group.
+            groups one of each per group. Its attributes are what a `Step` is made of.
 
         Raises:
             OutOfBlocks: Too few blocks; no request has got its token.
@@ -187,14 +242,10 @@ class CacheManager:
         new = encode_tokens(token_ids)
         if len(new) != len(request_ids):
             raise ValueError(f"token_ids: got {len(new)}, needs one for each of {len(request_ids)} requests")
-        with self._lock:
-            requests = [self._running(request_id) for request_id in request_ids]
-            if len(set(request_ids)) < len(requests):
-                raise ValueError("request_ids: got a request twice, needs each once")
-            slots, copies = append.append_each(self._state, requests, new)
-        return (slots[0], copies[0]) if len(slots) == 1 else (slots, copies)
+        result: AppendedTokens[SlotsT, PairsT] = self._run(append.append_each, request_ids, new)
+        return result
 
-    def commit(self, request_id: Hashable, num_tokens: int) -> Any:
+    def commit(self, request_id: Hashable, num_tokens: int) -> PairsT:
         """Says that every position before `num_tokens` has been written: complete blocks become findable.
 
         Args:
@@ -208,19 +259,39 @@ class CacheManager:
 
         Raises:
             KeyError: An unknown request.
-            ValueError: More tokens than the request has.
+            ValueError: More tokens than the request has blocks for.
         """
         if type(num_tokens) is not int:
             num_tokens = _integer("num_tokens", num_tokens)
-        with self._lock:
-            request = self._running(request_id)
-            if not 0 <= num_tokens <= len(request.tokens):
-                raise ValueError(f"num_tokens: got {num_tokens}, needs 0 to {len(request.tokens)}, its tokens")
-            replaced = commit.commit(self._state, request_id, request, num_tokens)
-            return replaced[0] if len(replaced) == 1 else replaced
+        result: PairsT = self._run(commit.commit, request_id, num_tokens)
+        return result
+
+    def checkpoint(self, request_id: Hashable, num_tokens: int, group: int | None = None) -> int:
+        """Takes a block for the state of a recurrent group behind `num_tokens` tokens.
+
+        Write the state there before the next commit of that position, which makes it findable: a later prompt with
+        these tokens and their KV then begins there. `Allocation.junction` names positions where that pays.
+
+        Args:
+            request_id: A running request.
+            num_tokens: A multiple of the block size, at most the request's tokens.
+            group: Which recurrent group; None: the only one.
+
+        Returns:
+            The block, the same again when asked for twice before the commit.
+
+        Raises:
+            OutOfBlocks: All states of the group are held.
+            KeyError: An unknown request.
+            ValueError: No block boundary, past the request's end, a state that it holds already, or another group.
+        """
+        block: int = self._run(commit.checkpoint, request_id, _integer("num_tokens", num_tokens), group)
+        return block
 
     def rollback(self, request_id: Hashable, num_tokens: int) -> None:
         """Takes back the last tokens of a request (rejected speculation) and the blocks they alone needed.
+
+        What a prompt that was allocated in part had still to come is forgotten.
 
         Args:
             request_id: A running request.
@@ -228,31 +299,25 @@ class CacheManager:
 
         Raises:
             KeyError: An unknown request.
-            ValueError: More tokens than the request has, or blocks of a sliding window or a recurrent state are gone
-                that would be read again.
+            ValueError: More tokens than the request has, or blocks of a sliding window are gone that would be read
+                again. With a recurrent group, no state is there: it has to end at a state that the request holds, or
+                at the committed position, whose state the engine has kept.
         """
         if type(num_tokens) is not int:
             num_tokens = _integer("num_tokens", num_tokens)
-        with self._lock:
-            request = self._running(request_id)
-            if not 0 <= num_tokens <= len(request.tokens):
-                raise ValueError(f"num_tokens: got {num_tokens}, needs 0 to {len(request.tokens)}, its tokens")
-            rollback.rollback(self._state, request, num_tokens)
+        self._run(rollback.rollback, request_id, num_tokens)
 
     def fork(self, request_id: Hashable, new_request_id: Hashable) -> None:
         """Starts a request that shares everything with a running one (parallel sampling, beam search).
 
         Whoever of the two first appends to the block they share in part gets a copy of it, listed in
-        `Allocation.copies`.
+        `Allocation.copies`; see `append` for a block that is not committed. Priority and ttl are the parent's.
 
         Raises:
             KeyError: An unknown request.
-            ValueError: new_request_id is running.
+            ValueError: new_request_id is running, or a recurrent group and tokens that are not committed.
         """
-        with self._lock:
-            parent = self._running(request_id)
-            self._check_new("new_request_id", new_request_id)
-            self._state.running[new_request_id] = fork.fork(self._state, parent)
+        self._run(fork.fork, request_id, new_request_id)
 
     def free(self, request_id: Hashable, returns: float | None = None) -> None:
         """Ends a request, running or preempted: its complete, committed blocks stay findable, the others are free.
@@ -270,21 +335,17 @@ class CacheManager:
         """
         if returns is not None:
             returns = _probability("returns", returns)
-        with self._lock:
-            if request_id in self._state.preempted:
-                swap.drop(self._state, request_id)
-            else:
-                self._state.release(request_id, self._running(request_id), returns)
+        self._run(_free, request_id, returns)
 
-    def preempt(self, request_id: Hashable, mode: str = "recompute") -> Any:
+    def preempt(self, request_id: Hashable, mode: str = "recompute") -> PairsT:
         """Takes a running request's blocks away until `resume`; its tokens are kept.
 
         Args:
             request_id: A running request.
             mode: "recompute": what is not cached any more at `resume` is computed again. "swap": what later queries
                 read of its KV goes to host memory. Where a group has too few slots for that, what they read at the
-                last block boundary before for which the slots suffice; the rest as with "recompute". Of a recurrent
-                group the state is taken to be the one at the committed position, so commit what was computed.
+                last block boundary before for which the slots suffice; the rest as with "recompute". With a recurrent
+                group the last boundary with a state.
 
         Returns:
             (block, host slot) to be copied before anything is written; with several groups one list per group, each
@@ -296,9 +357,8 @@ class CacheManager:
         """
         if mode not in MODES:
             raise ValueError(f"mode: got {mode!r}, needs {' or '.join(MODES)}")
-        with self._lock:
-            pairs = swap.preempt(self._state, request_id, self._running(request_id), mode == "swap")
-            return pairs[0] if len(pairs) == 1 else pairs
+        result: PairsT = self._run(swap.preempt, request_id, mode == "swap")
+        return result
 
     def victim(self) -> Hashable:
         """The running request to preempt first: of the lowest priority the one started last; None when none runs."""
@@ -306,7 +366,7 @@ class CacheManager:
             order = [(r.priority, -i, request_id) for i, (request_id, r) in enumerate(self._state.running.items())]
             return min(order, key=lambda row: row[:2])[2] if order else None
 
-    def resume(self, request_id: Hashable) -> Allocation:
+    def resume(self, request_id: Hashable) -> AllocationT:
         """Gives a preempted request blocks again.
 
         Returns:
@@ -317,13 +377,8 @@ class CacheManager:
             KeyError: A request that is not preempted.
             OutOfBlocks: Too few blocks; the request stays preempted.
         """
-        with self._lock:
-            saved = self._state.preempted.get(request_id)
-            if saved is None:
-                raise KeyError(f"request_id: got {request_id!r}, needs a preempted request")
-            allocation = swap.resume(self._state, request_id, saved)
-            del self._state.preempted[request_id]
-            return allocation
+        result: AllocationT = self._run(swap.resume, request_id)
+        return result
 
     def block_table(self, request_id: Hashable, group: int = 0) -> Ids:
         """Block numbers of a running request in the order of its sequence, [n] int32, -1 for a hole; a copy.
@@ -333,20 +388,20 @@ class CacheManager:
             IndexError: An unknown group.
         """
         with self._lock:
-            request = self._running(request_id)
+            request = self._state.get(request_id)
             if not 0 <= group < len(self.groups):
                 raise IndexError(f"group: got {group}, needs 0 to {len(self.groups) - 1}")
             table: Ids = request.tables[group][: request.num_blocks].copy()
             return table
 
     def num_tokens(self, request_id: Hashable) -> int:
-        """Tokens of a running request, those not computed yet included.
+        """Tokens of a running request that have blocks, those not computed yet included.
 
         Raises:
             KeyError: An unknown request.
         """
         with self._lock:
-            return len(self._running(request_id).tokens)
+            return len(self._state.get(request_id).tokens)
 
     def block_hashes(self, request_id: Hashable) -> list[bytes]:
         """The hashes of a running request's full blocks, in order, written or not: what a lower tier is asked for.
@@ -355,10 +410,8 @@ class CacheManager:
             KeyError: An unknown request.
         """
         with self._lock:
-            request = self._running(request_id)
-            hasher = self._state.hasher
-            words = hasher.chain(*request.keys).extend(request.tokens, len(request.tokens) // self.block_size)
-            raw, width = words.tobytes(), 8 * hasher.words
+            request, hasher = self._state.get(request_id), self._state.hasher
+            raw, width = hasher.hash_blocks(request.tokens, request.keys).tobytes(), 8 * hasher.words
             return [raw[i : i + width] for i in range(0, len(raw), width)]
 
     def stats(self) -> CacheStats:
@@ -372,25 +425,23 @@ class CacheManager:
         Raises:
             RuntimeError: Requests are running.
         """
-        with self._lock:
-            if count := len(self._state.running) + len(self._state.preempted):
-                raise RuntimeError(f"reset: {count} requests are running or preempted, needs none; free them first")
-            self._state.reset()
+        self._run(ManagerState.reset)
 
     def check(self) -> None:
         """Asserts that all is consistent: free + cached + held = all, no block in two places, counts right."""
         with self._lock:
             self._state.check()
 
-    def _check_new(self, name: str, request_id: Hashable) -> None:
-        if request_id in self._state.running or request_id in self._state.preempted:
-            raise ValueError(f"{name}: got {request_id!r}, which is running, needs a new one")
 
-    def _running(self, request_id: Hashable) -> Request:
-        try:
-            return self._state.running[request_id]
-        except KeyError:
-            raise KeyError(f"request_id: got {request_id!r}, needs a running request") from None
+GroupedCacheManager = CacheManager[GroupedAllocation, list[Pairs], tuple[Slots, ...]]
+"""A manager of several groups, for type checkers."""
+
+
+def _free(state: ManagerState, request_id: Hashable, returns: float | None) -> None:
+    if request_id in state.preempted:
+        swap.drop(state, request_id)
+    else:
+        state.release(request_id, state.get(request_id), returns)
 
 
 def _integer(name: str, value: Any) -> int:
@@ -403,8 +454,8 @@ def _integer(name: str, value: Any) -> int:
 def _count(name: str, value: Any, least: int = 1) -> int:
     if isinstance(value, bool):
         raise TypeError(f"{name}: got bool, needs an int")
-    if (number := _integer(name, value)) < least:
-        raise ValueError(f"{name}: got {value}, needs at least {least}")
+    if not least <= (number := _integer(name, value)) < 1 << 30:
+        raise ValueError(f"{name}: got {value}, needs at least {least}" + (" and below 2**30" if number > 0 else ""))
     return number
 
 

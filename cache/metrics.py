@@ -48,7 +48,7 @@ class CacheCollector:
 
     def __init__(
         self,
-        manager: CacheManager,
+        manager: CacheManager[Any, Any, Any],
         registry: CollectorRegistry | None = None,
         prefix: str = "pc_cache",
         name: str | None = None,

@@ -6,6 +6,10 @@ from array import array
 
 import numpy as np
 
+from .pool import BlockPool
+from .request import Request
+from .table import Ids
+
 CANDIDATES = 32
 """Blocks looked at behind one prefix, the latest first: a bound on the cost of popular prefixes."""
 
@@ -22,10 +26,13 @@ class PartialIndex:
         self._behind: dict[bytes, dict[bytes, array[int]]] = {}
         self._parent_of: dict[bytes, bytes] = {}
 
-    def add(self, parent: bytes, block_hash: bytes, tokens: array[int]) -> None:
-        """A block became findable behind the prefix that `parent` stands for."""
-        self._behind.setdefault(parent, {})[block_hash] = tokens
-        self._parent_of[block_hash] = parent
+    def add(self, request: Request, block: int, parent: bytes | None, block_hash: bytes) -> None:
+        """A logical block of a request became findable behind the block `parent`, None for the first."""
+        root = request.chain.root if request.chain is not None else None
+        if root is not None:
+            parent, size = parent or root, self._block_size
+            self._behind.setdefault(parent, {})[block_hash] = request.tokens[block * size : (block + 1) * size]
+            self._parent_of[block_hash] = parent
 
     def remove(self, hashes: list[bytes]) -> None:
         """Blocks are not findable any more."""
@@ -41,6 +48,26 @@ class PartialIndex:
         """Forgets everything."""
         self._behind.clear()
         self._parent_of.clear()
+
+    def find(self, pool: BlockPool, request: Request, hit: int, end: int) -> tuple[Ids | None, int]:
+        """A cached block that begins as the tokens of a request behind `hit` blocks do, and how many they share.
+
+        Args:
+            pool: Of the one group.
+            request: Its tokens, hashes and chain.
+            hit: Leading blocks that are cached.
+            end: Tokens to be taken from there on at most, counted from the start.
+        """
+        root = request.chain.root if request.chain is not None else None
+        start = hit * self._block_size
+        if root is None or end <= start:
+            return None, 0
+        parent = request.digests[hit - 1].tobytes() if hit else root
+        block_hash, common = self.longest(parent, request.tokens[start : min(end, start + self._block_size)])
+        if block_hash is None:
+            return None, 0
+        ids = pool.table.find(np.frombuffer(block_hash, np.uint64)[None])
+        return (ids, common) if ids[0] >= 0 else (None, 0)
 
     def longest(self, parent: bytes, tokens: array[int]) -> tuple[bytes | None, int]:
         """The block behind a prefix that has the most leading tokens in common with `tokens`, and how many."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 from weakref import WeakSet
 
 import numpy as np
@@ -19,16 +20,26 @@ RESIDENCY_BOUNDS = 1 << np.arange(0, 21, 2)
 
 EMPTY: Ids = np.empty(0, np.int32)
 
+Index = slice | npt.NDArray[np.intp]
+"""Blocks as an index of the fields: a slice where they are consecutive, which is several times as quick."""
 
-TOGETHER = 1024
-"""Guesses that are kept in one array at most: a node that outlives its neighbours must not keep much more alive."""
+log = logging.getLogger("pc.cache")
 
 
 class Watcher(Protocol):
-    """Keeps something beside the KV in the slots of a pool's blocks."""
+    """A cache that follows the slots of a pool."""
 
     def refill(self, block: int, first: int) -> None:
         """See `BlockPool.refill`; called under the manager's lock."""
+
+
+class Guard:
+    """Whether a policy is being told or asked at this moment, so that a call back into the manager is noticed."""
+
+    __slots__ = ("in_policy",)
+
+    def __init__(self) -> None:
+        self.in_policy = False
 
 
 class OutOfBlocks(RuntimeError):  # noqa: N818  the name is part of the interface
@@ -46,20 +57,26 @@ class BlockPool:
     Complete blocks are those in the table: their KV is written and they are findable. Only they outlive their last
     holder; blocks that are partial, or not committed yet, are known to the requests that hold them and to nobody else.
 
+    A policy is told and asked in the middle of the manager's work. What it raises is logged (logger "pc.cache") and
+    the work goes on; where it has no valid victims to name, the blocks used longest ago go.
+
     Attributes:
         ref_count: Holders of each block, int32.
         last_access: Tick of the last access or release, int64.
         access_count: Requests that took the block since it was last filled, int32.
         prefix_length: Blocks of its sequence up to and including it, int32.
         taken_at: Tick at which the block was last taken fresh, int64: while it stands, the content is the same.
-        words: Hash of each block, `[num_blocks, words]` uint64; of meaning while the block is full.
+        words: Hash of each findable block, `[num_blocks, words]` uint64, 0 for the others.
         clock: The current tick.
         evictions: Blocks evicted so far.
-        on_evict: Called with the blocks that are about to lose their content.
+        on_removed: Called with the hashes of evicted blocks; only while `heard` is not empty.
+        heard: Who wants to hear of evictions.
         watchers: Told which slots of a block that stays in use take other tokens; see `Watcher`.
     """
 
-    def __init__(self, num_blocks: int, hasher: BlockHasher, policy: EvictionPolicy) -> None:
+    def __init__(
+        self, num_blocks: int, hasher: BlockHasher, policy: EvictionPolicy, guard: Guard | None = None
+    ) -> None:
         self.num_blocks = num_blocks
         self.hasher = hasher
         self.ref_count = np.zeros(num_blocks, np.int32)
@@ -71,15 +88,22 @@ class BlockPool:
         self.table = HashTable(self.words)
         self.clock = 0
         self.evictions = 0
+        self.on_removed: Callable[[list[bytes]], None] | None = None
+        self.heard: Sequence[object] = ()
+        self.watchers: WeakSet[Watcher] = WeakSet()
         self._residency = np.zeros(RESIDENCY_BOUNDS.size + 1, np.int64)
         self._residency_sum = 0
         self._ages: list[tuple[int, npt.NDArray[np.int64]]] = []
-        self.on_evict: Callable[[Ids], None] | None = None
-        self.watchers: WeakSet[Watcher] = WeakSet()
         self._evictable = 0
         self._free = np.arange(num_blocks - 1, -1, -1, dtype=np.int32)
         self._num_free = num_blocks
+        self._numbers = np.arange(num_blocks, dtype=np.int32)
+        self._numbers.flags.writeable = False
+        self._rising = self._numbers.tobytes()
+        self._guard = guard or Guard()
         self.policy = policy
+        # A policy of one's own is not believed without a look.
+        self._trusted = type(policy).__module__.startswith("pc.cache.")
         policy.bind(self)
 
     @property
@@ -102,8 +126,13 @@ class BlockPool:
         """Blocks that requests hold."""
         return self.num_blocks - self._num_free - self.num_cached
 
+    @property
+    def complete(self) -> npt.NDArray[np.bool_]:
+        """Per block, whether it is findable."""
+        return self.table.listed
+
     def digests_of(self, ids: Ids) -> list[bytes]:
-        """The hashes of blocks."""
+        """The hashes of findable blocks."""
         raw = self.words[ids].tobytes()
         width = 8 * self.words.shape[1]
         return [raw[i : i + width] for i in range(0, len(raw), width)]
@@ -114,39 +143,54 @@ class BlockPool:
         keys: npt.NDArray[np.uint64] = self.words.take(ids, axis=0)[:, 0]
         return keys
 
-    @property
-    def complete(self) -> npt.NDArray[np.bool_]:
-        """Per block, whether it is findable."""
-        return self.table.listed
-
     def unreferenced(self, ids: Ids) -> int:
         """How many of these blocks nobody holds."""
         return ids.size - int(np.count_nonzero(self.ref_count.take(ids)))
 
+    def index_of(self, ids: Ids) -> Index:
+        """Blocks, at least one, as an index of the fields."""
+        count, first = ids.size, ids.item(0)
+        if ids.item(count - 1) - first == count - 1 and ids.tobytes() == self._rising[4 * first : 4 * (first + count)]:
+            return slice(first, first + count)
+        return ids.astype(np.intp)
+
     def hold(self, ids: Ids) -> None:
         """Takes a reference on complete blocks, in the order of their sequence."""
-        index = ids.astype(np.intp)
-        refs = self.ref_count.take(index)
-        self._evictable -= ids.size - count_nonzero(refs)
-        refs += 1
-        self.ref_count[index] = refs
+        index = self.index_of(ids)
+        if type(index) is slice:
+            refs = self.ref_count[index]
+            self._evictable -= ids.size - count_nonzero(refs)
+            refs += 1
+            self.access_count[index] += 1
+        else:
+            refs = self.ref_count.take(index)
+            self._evictable -= ids.size - count_nonzero(refs)
+            refs += 1
+            self.ref_count[index] = refs
+            counts = self.access_count.take(index)
+            counts += 1
+            self.access_count[index] = counts
         self.clock += 1
         self.last_access[index] = self.clock
-        counts = self.access_count.take(index)
-        counts += 1
-        self.access_count[index] = counts
-        self.policy.accessed(ids, hit=True)
+        guard = self._guard
+        guard.in_policy = True
+        try:
+            self.policy.accessed(ids, True)
+        except Exception:
+            self._log("accessed")
+        finally:
+            guard.in_policy = False
 
     def share(self, ids: Ids) -> None:
         """Takes one more reference on held blocks."""
         self.ref_count[ids] += 1
 
-    def take(self, prefix_lengths: Ids, digests: Words | None = None) -> Ids:
+    def take(self, prefix_lengths: Ids, runs: bool = True) -> Ids:
         """Takes fresh blocks, empty ones first, then victims of the policy.
 
         Args:
-            prefix_lengths: One for each block, ascending; the caller has made sure that so many are available.
-            digests: Hashes of the first of them, those that are complete once written.
+            prefix_lengths: One for each block; the caller has made sure that so many are available.
+            runs: Whether they are a run of one sequence, the lengths ascending; else each is of another sequence.
         """
         count = prefix_lengths.size
         from_free = min(count, self._num_free)
@@ -157,35 +201,102 @@ class BlockPool:
             ids = self._free[self._num_free : self._num_free + from_free][::-1].copy()
             if from_free < count:
                 ids = np.concatenate((ids, self._evict(count - from_free)))
-        index = ids.astype(np.intp)
+        index = self.index_of(ids)
         self.clock += 1
         self.ref_count[index] = 1
         self.last_access[index] = self.clock
         self.taken_at[index] = self.clock
         self.access_count[index] = 1
         self.prefix_length[index] = prefix_lengths
-        if digests is not None and len(digests):
-            self.words[index[: len(digests)]] = digests
-        self.policy.accessed(ids, hit=False)
+        guard = self._guard
+        guard.in_policy = True
+        try:
+            if runs:
+                self.policy.accessed(ids, False)
+            else:
+                for i in range(count):
+                    self.policy.accessed(ids[i : i + 1], False)
+        except Exception:
+            self._log("accessed")
+        finally:
+            guard.in_policy = False
         return ids
 
     def refill(self, block: int, first: int) -> None:
         """Says that the slots of a block from `first` on take other tokens than they, or what is copied there, held."""
-        if block >= 0:
+        if block >= 0 and self.watchers:
             for watcher in list(self.watchers):
                 watcher.refill(block, first)
 
     def _evict(self, count: int) -> Ids:
-        victims = self.policy.victims(count)
-        if self.on_evict is not None:
-            self.on_evict(victims)
-        self.table.remove(victims)
+        """Blocks that have lost their content."""
+        victims, hashes = self.remove_victims(count, bool(self.heard))
+        if self.heard and self.on_removed is not None:
+            self.on_removed(hashes)
+        return victims[::-1]  # given up tail first: so neighbours in memory are neighbours in the new sequence too
+
+    def remove_victims(self, count: int, hashes: bool = True) -> tuple[Ids, list[bytes]]:
+        """Takes `count` cached blocks, at least so many there are, out of the table: with their hashes if asked."""
+        victims = self._choose(count)
+        digests = self.digests_of(victims) if hashes else []
+        self._unlist(victims)
         self._evictable -= count
         self.evictions += count
-        self._ages.append((self.clock, self.taken_at.take(victims)))
+        self._ages.append((self.clock, self.taken_at[victims]))
         if len(self._ages) > 256:
             self.residency()
-        return victims[::-1]  # given up tail first: so neighbours in memory are neighbours in the new sequence too
+        return victims, digests
+
+    def _choose(self, count: int) -> Ids:
+        guard = self._guard
+        guard.in_policy = True
+        try:
+            victims: Ids = self.policy.victims(count)
+            if victims.size == count and (self._trusted or self._evictable_all(victims)):
+                return victims
+            log.error("%s.victims(%d) gave what it cannot give up: %s", type(self.policy).__name__, count, victims)
+        except Exception:
+            self._log("victims")
+        finally:
+            guard.in_policy = False
+        cached = (self.complete & (self.ref_count == 0)).nonzero()[0].astype(np.int32)
+        order = np.lexsort((-self.prefix_length[cached], self.last_access[cached]))
+        victims = cached[order[:count]]
+        self._tell("removed", victims)
+        return victims
+
+    def _evictable_all(self, ids: Ids) -> bool:
+        return bool(
+            ids.dtype == np.int32
+            and ((ids >= 0) & (ids < self.num_blocks)).all()
+            and np.unique(ids).size == ids.size
+            and not self.ref_count[ids].any()
+            and self.table.contains(ids).all()
+        )
+
+    def _tell(self, hook: str, *args: Any) -> None:
+        """Tells the policy of what happens less often than at every request."""
+        self._guard.in_policy = True
+        try:
+            getattr(self.policy, hook)(*args)
+        except Exception:
+            self._log(hook)
+        finally:
+            self._guard.in_policy = False
+
+    def _log(self, hook: str) -> None:
+        log.exception("%s.%s raised; the manager goes on", type(self.policy).__name__, hook)
+
+    def hinted(self, ids: Ids, priority: int, ttl: float | None) -> None:
+        """See `EvictionPolicy.hinted`."""
+        if ids.size:
+            self._tell("hinted", ids, priority, ttl)
+
+    def _unlist(self, ids: Ids) -> None:
+        """Takes blocks out of the table."""
+        index = self.index_of(ids)
+        self.table.remove(index)
+        self.words[index] = 0
 
     def residency(self) -> tuple[npt.NDArray[np.int64], int]:
         """Ticks that evicted blocks had been there: a count for each of `RESIDENCY_BOUNDS` and beyond, and the sum."""
@@ -200,93 +311,179 @@ class BlockPool:
     def nbytes(self) -> int:
         """Bytes of bookkeeping, the policy's own not counted."""
         fields = (self.ref_count, self.last_access, self.taken_at, self.access_count, self.prefix_length, self.words)
-        return sum(field.nbytes for field in fields) + self._free.nbytes + self.table.nbytes
+        return sum(field.nbytes for field in fields) + self._free.nbytes + 2 * len(self._rising) + self.table.nbytes
 
-    def drop(self, ids: Ids) -> None:
-        """Forgets cached blocks that nobody holds: they are free from now on."""
-        if self.on_evict is not None:
-            self.on_evict(ids)
-        self.policy.removed(ids)
-        self._evictable -= ids.size
-        self.table.remove(ids)
-        self._give_back(ids)
+    def pin(self, victims: Ids) -> None:
+        """Keeps blocks that were chosen to be evicted from being handed out while their content is saved."""
+        self.ref_count[victims] = 1
+
+    def give_up(self, victims: Ids) -> None:
+        """Frees pinned blocks."""
+        self.ref_count[victims] = 0
+        self._give_back(victims)
+
+    def restore(self, victims: Ids, hashes: list[bytes]) -> None:
+        """Makes pinned blocks findable again, as if they had not been chosen; frees one whose hash has come back."""
+        self.ref_count[victims] = 0
+        digests = np.frombuffer(b"".join(hashes), np.uint64).reshape(len(hashes), -1)
+        self.words[victims] = digests
+        lost = self.table.put(victims, digests) >= 0
+        self.words[victims[lost]] = 0
+        self._give_back(victims[lost])
+        kept = victims[~lost][::-1]
+        self.evictions -= int(kept.size)
+        self._evictable += int(kept.size)
+        if kept.size:
+            self._tell("completed", kept)
+            self._tell("released", kept)
 
     def _give_back(self, ids: Ids) -> None:
         self._free[self._num_free : self._num_free + ids.size] = ids[::-1]
         self._num_free += ids.size
 
-    def release(self, ids: Ids) -> None:
-        """Gives up a reference on each block, in the order of their sequence; what is complete stays findable."""
-        if not ids.size:
-            return
-        index = ids.astype(np.intp)
-        refs = self.ref_count.take(index)
-        refs -= 1
-        self.ref_count[index] = refs
-        self.clock += 1
-        if count_nonzero(refs):
-            ids = ids[refs == 0]
-        complete = self.table.contains(ids)
-        kept = ids if count_nonzero(complete) == ids.size else ids[complete]
-        if kept.size:
-            self.last_access[kept] = self.clock
-            self._evictable += kept.size
-            self.policy.released(kept)
-        if kept.size != ids.size:
-            self._give_back(ids[~complete])
+    def ended(self, returns: float | None, output_tokens: int) -> None:
+        """Tells the policy that a request has ended; the releases follow."""
+        guard = self._guard
+        guard.in_policy = True
+        try:
+            if returns is not None:
+                self.policy.returning(returns)
+            self.policy.finished(output_tokens)
+        except Exception:
+            self._log("finished")
+        finally:
+            guard.in_policy = False
 
-    def publish(self, ids: Ids) -> tuple[Ids, Ids]:
-        """Makes written blocks findable under their `words`.
+    def release(self, ids: Ids, split: int = 0) -> None:
+        """Gives up a reference on each block, in the order of their sequence; what is complete stays findable.
+
+        Args:
+            ids: Blocks.
+            split: How many of the first are likely to be consecutive, apart from the others.
+        """
+        self.clock += 1
+        kept: Ids | None = None
+        for part in (ids[:split], ids[split:]) if 0 < split < ids.size else (ids,):
+            if not part.size:
+                continue
+            index = self.index_of(part)
+            if type(index) is slice:
+                refs = self.ref_count[index]
+                refs -= 1
+            else:
+                refs = self.ref_count.take(index)
+                refs -= 1
+                self.ref_count[index] = refs
+            held = count_nonzero(refs)
+            if held:
+                if held == part.size:
+                    continue
+                part = part[refs == 0]
+                index = self.index_of(part)
+            complete = self.table.slot_of[index] >= 0
+            if count_nonzero(complete) != part.size:
+                self._give_back(part[~complete])
+                part = part[complete]
+                if not part.size:
+                    continue
+                index = self.index_of(part)
+            self.last_access[index] = self.clock
+            self._evictable += part.size
+            kept = part if kept is None else np.concatenate((kept, part))
+        if kept is None:
+            return
+        guard = self._guard
+        guard.in_policy = True
+        try:
+            self.policy.released(kept)
+        except Exception:
+            self._log("released")
+        finally:
+            guard.in_policy = False
+
+    def publish(self, ids: Ids, digests: Words) -> tuple[Ids, Ids]:
+        """Makes written blocks findable under their hashes.
 
         Returns:
             (blocks, duplicates): blocks whose hash another block has already. The caller is to use the other one, on
             which a reference has been taken, and to give up its own.
         """
-        known = self.table.contains(ids)
+        index = self.index_of(ids)
+        known = self.table.slot_of[index] >= 0
         if count_nonzero(known):
-            ids = ids[~known]
-        duplicates = self.table.put(ids)
+            new = ~known
+            ids, digests = ids[new], digests[new]
+            if not ids.size:
+                return EMPTY, EMPTY
+            index = self.index_of(ids)
+        self.words[index] = digests
+        duplicates = self.table.put(ids, digests)
         double = duplicates >= 0
         if not count_nonzero(double):
-            self.policy.completed(ids)
+            self._completed(ids)
             return EMPTY, EMPTY
-        self.policy.completed(ids[~double])
+        old = ids[double]
+        self.words[old] = 0
+        self._completed(ids[~double])
         self.hold(duplicates[double])
-        return ids[double], duplicates[double]
+        return old, duplicates[double]
 
-    def leading(self, digests: Words, path: list[Node]) -> Ids:
+    def _completed(self, ids: Ids) -> None:
+        self._guard.in_policy = True
+        try:
+            self.policy.completed(ids)
+        except Exception:
+            self._log("completed")
+        finally:
+            self._guard.in_policy = False
+
+    def leading(self, digests: Words, path: Sequence[Node] = ()) -> Ids:
         """The complete blocks of the first hashes, up to the first that has none.
 
         Args:
             digests: The hashes of a sequence.
             path: Remembered chunks it begins with: where they were last found is tried first.
         """
-        guess = _guess(path)
-        if not guess.size:
-            return self.table.leading(digests)
-        count = self.table.confirm(guess, digests[: guess.size])
-        if count < guess.size:
-            guess = guess[:count]
-            for node in path:
-                node.table = None
-        if count == len(digests) or not self.table.has(digests[count]):
-            return guess
-        return np.concatenate((guess, self.table.leading(digests[count:])))
-
-    @staticmethod
-    def note(path: list[Node], table: Ids) -> None:
-        """Leaves the blocks of a request as guesses for `leading`."""
-        at = first = 0
-        shared: Ids | None = None
+        words, numbers = self.words, self._numbers
+        parts: list[Ids] = []
+        at = first = behind = 0
         for node in path:
-            stop = at + node.size
-            if node.table is not None:
-                shared = None
+            index = node.found
+            if index is None:
+                break
+            if type(index) is slice:
+                same = words[index].tobytes() == node.digests
             else:
-                if shared is None or stop - first > TOGETHER:
-                    first, shared = at, table[at : at + TOGETHER].copy()
-                node.table, node.at = shared, at - first
-            at = stop
+                same = words.take(index, axis=0).tobytes() == node.digests
+            if not same:
+                node.found = None
+                break
+            at += node.size
+            if type(index) is slice and index.start == behind and behind:
+                behind = index.stop
+                continue
+            if behind:
+                parts.append(numbers[first:behind])
+                behind = 0
+            if type(index) is slice:
+                first, behind = index.start, index.stop
+            else:
+                parts.append(index.astype(np.int32))
+        if behind:
+            parts.append(numbers[first:behind])
+        if at < len(digests):
+            more = self.table.leading(digests[at:] if at else digests)
+            if more.size:
+                parts.append(more)
+        return parts[0] if len(parts) == 1 else np.concatenate(parts) if parts else EMPTY
+
+    def remember(self, path: Sequence[Node], table: Ids) -> None:
+        """Leaves the blocks of a request as guesses for `leading`."""
+        at = 0
+        for node in path:
+            if node.found is None:
+                node.found = self.index_of(table[at : at + node.size])
+            at += node.size
 
     def acquire(self, sequence: TokenIds | Sequence[bytes]) -> list[Block]:
         """See `EvictionPolicy.acquire`."""
@@ -300,7 +497,7 @@ class BlockPool:
         else:
             tokens = encode_tokens(sequence, "sequence")  # type: ignore[arg-type]
             count = -(-len(tokens) // size)
-            digests = self.hasher.chain().extend(tokens, len(tokens) // size)
+            digests = self.hasher.hash_blocks(tokens)
         hits = self.table.leading(digests)
         needed = count - hits.size
         available = self.available - self.unreferenced(hits)
@@ -309,9 +506,10 @@ class BlockPool:
         if hits.size:
             self.hold(hits)
         lengths = np.arange(hits.size + 1, count + 1, dtype=np.int32)
-        fresh = self.take(lengths, digests[hits.size :]) if needed else EMPTY
+        fresh = self.take(lengths) if needed else EMPTY
         ids = np.concatenate((hits, fresh))
-        hashes = [*self.digests_of(ids[: digests.shape[0]]), None]
+        raw, width = digests.tobytes(), 8 * self.hasher.words
+        hashes = [*(raw[i : i + width] for i in range(0, len(raw), width)), None]
         return [
             Block(
                 number=int(b),
@@ -328,6 +526,7 @@ class BlockPool:
     def reset(self) -> None:
         """Empties every block; the caller has made sure that none is held."""
         self.table.clear()
+        self.words.fill(0)
         self.ref_count.fill(0)
         self._free[:] = np.arange(self.num_blocks - 1, -1, -1, dtype=np.int32)
         self._num_free = self.num_blocks
@@ -335,7 +534,7 @@ class BlockPool:
         self.evictions = self._residency_sum = 0
         self._residency.fill(0)
         self._ages.clear()
-        self.policy.clear()
+        self._tell("clear")
 
     def check(self, held: Ids) -> None:
         """Asserts every invariant of the pool.
@@ -350,26 +549,9 @@ class BlockPool:
         assert not self.ref_count[free].any(), "a free block is held"
         listed = self.table.listed
         assert not listed[free].any(), "a free block is findable"
+        assert not self.words[~listed].any(), "a block that is not findable has a hash"
         cached = (self.ref_count == 0) & listed
         assert int(cached.sum()) == self._evictable, "the count of cached blocks is wrong"
         in_use = int(np.count_nonzero(self.ref_count))
         assert free.size + self._evictable + in_use == self.num_blocks, "free + cached + held differs from all"
         self.table.check()
-
-
-def _guess(path: list[Node]) -> Ids:
-    """The blocks that chunks were last found in, up to the first chunk of which nothing is known."""
-    runs: list[Ids] = []
-    shared: Ids | None = None
-    start = stop = 0
-    for node in path:
-        if node.table is not shared:
-            if shared is not None:
-                runs.append(shared[start:stop])
-            shared, start = node.table, node.at
-        if shared is None:
-            break
-        stop = node.at + node.size
-    if shared is not None:
-        runs.append(shared[start:stop])
-    return runs[0] if len(runs) == 1 else np.concatenate(runs) if runs else EMPTY

@@ -1,20 +1,23 @@
-"""What all parts of the manager share: the pools, the requests, and who is computing what."""
+"""What the verbs of a manager work on: the pools, the requests, and who is computing what."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from functools import partial
+from typing import Any, TypeVar
 
 import numpy as np
 
-from .allocation import CacheStats
+from .allocation import Allocation, BaseAllocation, CacheStats, GroupedAllocation
 from .groups import FullAttention, Group, Tensors
 from .hashing import BlockHasher
-from .host_slots import HostSlots, Preempted
+from .host_slots import HostSlots
 from .listeners import Listeners
+from .partial_reuse import PartialIndex
 from .policies import EvictionPolicy, make_policy
-from .pool import EMPTY, BlockPool
-from .request import Request
+from .pool import EMPTY, BlockPool, Guard, OutOfBlocks
+from .request import Preempted, Request
+from .table import Ids
 
 BLOCK_BYTES = 256
 """What the bookkeeping of a block may take; remembered hashes get what the rest leaves."""
@@ -22,6 +25,24 @@ BASE_BYTES = 1 << 20
 """What it may take whatever the number of blocks: ghosts and tables of a policy."""
 QUEUE_BYTES = 16
 """Of that, what policies may come to need once they are in use."""
+
+OnEvict = Callable[[int, Ids, list[bytes]], "Collection[bytes] | object | None"]
+
+T = TypeVar("T")
+
+
+class MustEvict(Exception):  # noqa: N818  no error: a verb that has changed nothing asks for room
+    """Blocks have to be evicted, and somebody wants to save them first.
+
+    Args:
+        counts: Per group, how many.
+        held: Per group, cached blocks that must not be among them.
+    """
+
+    def __init__(self, counts: list[int], held: Sequence[Ids]) -> None:
+        super().__init__()
+        self.counts = counts
+        self.held = held
 
 
 class ManagerState:
@@ -31,9 +52,16 @@ class ManagerState:
         groups: Specs of the layer groups.
         pools: The block pool of each.
         simple: Whether there is one group, which needs all its blocks.
+        listeners: Who hears of blocks that become findable or cease to be.
+        partial: The beginnings of findable blocks, None without partial reuse.
+        guard: Notices calls from within a policy.
+        on_evict: See `CacheManager.on_evict`.
         running: Requests by id.
         preempted: What is kept of requests that wait for `resume`.
         host: The slots of host memory of each group.
+        saving: Blocks that a tier is saving: (group, blocks).
+        pinned: Cached blocks that verbs hold while it does, per group; one list a verb.
+        adopted: The list of the verb that runs now, if it has one.
         queried: Prompt tokens asked for.
         hits: Tokens found, by cause.
     """
@@ -51,20 +79,28 @@ class ManagerState:
         self.hasher = hasher
         self.groups = tuple(groups)
         self.simple = len(groups) == 1 and isinstance(groups[0], FullAttention | Tensors)
-        self.listeners = Listeners(self.block_size, partial_reuse)
-        self.pools = [BlockPool(g.num_blocks or num_blocks, hasher, make_policy(policy)) for g in groups]
+        self.allocation: type[BaseAllocation] = Allocation if len(groups) == 1 else GroupedAllocation
+        self.listeners = Listeners()
+        self.partial = PartialIndex(self.block_size) if partial_reuse else None
+        self.guard = Guard()
+        self.on_evict: OnEvict | None = None
+        self.pools = [BlockPool(g.num_blocks or num_blocks, hasher, make_policy(policy), self.guard) for g in groups]
         for group, pool in enumerate(self.pools):
-            pool.on_evict = partial(self.listeners.evicted, group, pool)
+            pool.on_removed = partial(self.removed, group)
+            pool.heard = (self.partial,) if self.partial is not None else self.listeners.heard
         blocks = sum(pool.num_blocks for pool in self.pools)
         hasher.tree.capacity = max(BASE_BYTES + (BLOCK_BYTES - QUEUE_BYTES) * blocks - self.nbytes, 0)
         self.running: dict[Hashable, Request] = {}
         self.preempted: dict[Hashable, Preempted] = {}
         self.host = [HostSlots(host_blocks) for _ in groups]
-        self._writers: dict[bytes, Hashable] = {}
+        self.saving: list[tuple[int, Ids]] = []
+        self.pinned: list[list[Ids]] = []
+        self.adopted: list[Ids] | None = None
+        self.writers: dict[bytes, Hashable] = {}
         self._zero_counters()
 
     def _zero_counters(self) -> None:
-        self.total_requests = self.queried = self.merged = self.preemptions = 0
+        self.total_requests = self.queried = self.merged = self.preemptions = self.offloaded = 0
         self.hits = {"prefix": 0, "gap": 0, "partial": 0}
 
     @property
@@ -72,9 +108,57 @@ class ManagerState:
         """Bytes of bookkeeping: fields, tables and policies of all pools, and remembered hashes."""
         return sum(pool.nbytes + pool.policy.nbytes for pool in self.pools) + self.hasher.tree.nbytes
 
+    def per_group(self, values: list[T]) -> Any:
+        """One value a group as callers see it: the value itself where there is one group."""
+        return values if len(values) > 1 else values[0]
+
+    def get(self, request_id: Hashable) -> Request:
+        """A running request."""
+        try:
+            return self.running[request_id]
+        except KeyError:
+            raise KeyError(f"request_id: got {request_id!r}, needs a running request") from None
+
+    def check_new(self, name: str, request_id: Hashable) -> None:
+        """Refuses an id in use."""
+        if request_id in self.running or request_id in self.preempted:
+            raise ValueError(f"{name}: got {request_id!r}, which is running, needs a new one")
+
+    def require(self, counts: list[int], held: Sequence[Ids]) -> None:
+        """Makes sure, before anything is changed, that so many blocks of each group can be taken.
+
+        Args:
+            counts: Blocks, per group.
+            held: Cached blocks that are about to be held, per group.
+
+        Raises:
+            OutOfBlocks: Too few.
+            MustEvict: Enough, once `on_evict` has saved some.
+        """
+        short = False
+        for pool, count, ids in zip(self.pools, counts, held, strict=True):
+            if count > pool.num_free:
+                if count + ids.size > pool.available:
+                    available = pool.available - pool.unreferenced(ids)
+                    if count > available:
+                        raise OutOfBlocks(count, available)
+                short = True
+        if short and self.on_evict is not None:
+            raise MustEvict([max(c - p.num_free, 0) for c, p in zip(counts, self.pools, strict=True)], held)
+
+    def hold(self, group: int, ids: Ids) -> None:
+        """Takes a reference on cached blocks for a request, or the one that its verb has already."""
+        if self.adopted is not None:
+            pinned = self.adopted[group]
+            mine = np.isin(ids, pinned)
+            self.adopted[group] = pinned[~np.isin(pinned, ids)]
+            ids = ids[~mine]
+        if ids.size:
+            self.pools[group].hold(ids)
+
     def start_writing(self, request_id: Hashable, request: Request, digest: bytes) -> Hashable:
         """Says that a request computes the block of this hash, unless another one does: then returns who."""
-        writer = self._writers.setdefault(digest, request_id)
+        writer = self.writers.setdefault(digest, request_id)
         if writer != request_id:
             return writer
         request.writing = digest
@@ -83,8 +167,14 @@ class ManagerState:
     def stop_writing(self, request: Request) -> None:
         """Takes back what `start_writing` said."""
         if request.writing is not None:
-            del self._writers[request.writing]
+            del self.writers[request.writing]
             request.writing = None
+
+    def removed(self, group: int, hashes: list[bytes]) -> None:
+        """Blocks were evicted."""
+        if self.partial is not None:
+            self.partial.remove(hashes)
+        self.listeners.add("removed", group, hashes)
 
     def end_step(self, request: Request) -> None:
         """Gives back what was held for the step that is over: replaced blocks, host slots that were read."""
@@ -100,13 +190,39 @@ class ManagerState:
         del self.running[request_id]
         if request.replaced is not None or request.loading:
             self.end_step(request)
-        self.stop_writing(request)
-        output_tokens = len(request.tokens) - request.prompt_tokens
+        if request.writing is not None:
+            self.stop_writing(request)
+        output_tokens = max(len(request.tokens) - request.prompt_tokens, 0)
         for group, pool in enumerate(self.pools):
-            if returns is not None:
-                pool.policy.returning(returns)
-            pool.policy.finished(output_tokens)
-            pool.release(request.tables[0][: request.num_blocks] if self.simple else request.held(group))
+            pool.ended(returns, output_tokens)
+            if self.simple:
+                pool.release(request.tables[0][: request.num_blocks], request.hit)
+            else:
+                pool.release(request.held(group))
+
+    def passed(self, request: Request, group: int, end: int = 0) -> tuple[int, int, Ids]:
+        """Blocks that no later query of a request reads: the range of logical blocks, and those held in it.
+
+        The last token may be computed again for its logits, so what it reads is kept; `end` is what the request is
+        about to have.
+        """
+        spec, size = self.groups[group], self.block_size
+        last = spec.first_needed(min(request.committed, max(request.length - 1, end - 1, 0)), size)
+        first = max(request.released[group], spec.sink_blocks(size))
+        if request.new_states:  # still to be written
+            last = min([last, *[block for at, block in request.new_states if at == group]])
+        if last <= first:
+            return first, first, EMPTY
+        ids = request.tables[group][first:last]
+        return first, last, ids[ids >= 0]
+
+    def leave_window(self, request: Request, group: int, end: int = 0) -> None:
+        """Releases what `passed` names."""
+        first, last, ids = self.passed(request, group, end)
+        if last > first:
+            self.pools[group].release(ids)
+            request.tables[group][first:last] = -1
+            request.released[group] = last
 
     def stats(self) -> CacheStats:
         """Counters since the manager was made or reset."""
@@ -121,6 +237,7 @@ class ManagerState:
             hit_tokens=sum(self.hits.values()),
             hit_tokens_by_cause=dict(self.hits),
             evictions=sum(p.evictions for p in self.pools),
+            offloaded_blocks=self.offloaded,
             merged_blocks=self.merged,
             residency=tuple(np.sum([p.residency()[0] for p in self.pools], axis=0).tolist()),
             residency_sum=sum(p.residency()[1] for p in self.pools),
@@ -129,23 +246,31 @@ class ManagerState:
         )
 
     def reset(self) -> None:
-        """Forgets all cached blocks and counters; the caller has made sure that nothing runs."""
+        """Forgets all cached blocks and counters."""
+        busy = len(self.running) + len(self.preempted)
+        if busy or self.saving or self.pinned:
+            what = f"{busy} requests are running or preempted" if busy else "blocks are being saved by on_evict"
+            raise RuntimeError(f"reset: {what}, needs none; free them first")
         for pool in self.pools:
             pool.reset()
         self._zero_counters()
-        self.listeners.cleared()
+        if self.partial is not None:
+            self.partial.clear()
+        self.listeners.add("cleared")
 
     def check(self) -> None:
         """Asserts every invariant."""
+        assert {r.writing: i for i, r in self.running.items() if r.writing is not None} == self.writers, "a lost writer"
         for group, pool in enumerate(self.pools):
-            held = [EMPTY]
+            held = [EMPTY, *[ids for at, ids in self.saving if at == group], *[ids[group] for ids in self.pinned]]
             for request in self.running.values():
                 mine = [request.held(group), *((request.replaced or [])[group : group + 1])]
                 assert np.unique(mine[0]).size == mine[0].size, "a request holds a block twice"
                 assert request.num_blocks == -(-len(request.tokens) // self.block_size), "a table has another length"
                 assert request.committed <= len(request.tokens), "more committed than there is"
                 assert request.published * self.block_size <= request.committed, "findable before it was written"
-                before = request.tables[group][: request.published]
+                before = request.tables[group][: request.published].copy()
+                before[[block for at, block in request.new_states if at == group and block < before.size]] = -1
                 assert pool.table.contains(before[before >= 0]).all(), "a committed block is not findable"
                 held += mine
             pool.check(np.concatenate(held))

@@ -1,70 +1,76 @@
 """Requests that give up their blocks for a while, and what of their KV waits in host memory.
 
 Only what a later query reads is kept: all blocks of full attention, the last ones and the sinks of a window, the
-state at the position. Groups have to agree on one position to go on from, the greatest at which each has its blocks.
+state at a boundary. Groups have to agree on one position to go on from, the greatest at which each has its blocks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from array import array
+from collections.abc import Hashable
+from typing import Any
 
 import numpy as np
 
 from .allocate import admit
-from .allocation import Allocation
+from .allocation import BaseAllocation, Pairs
 from .groups import Group
-from .hashing import Words
-from .host_slots import Preempted
+from .hashing import Chain, Words
 from .lookup import GroupHit, Hit, longest_hit, spans_of
-from .request import Request
+from .request import Preempted, Request
 from .state import ManagerState
 from .table import Ids
 
-Pairs = list[list[tuple[int, int]]]
-"""Per group, (block, host slot)."""
 
-
-def preempt(state: ManagerState, request_id: Hashable, request: Request, swap: bool) -> Pairs:
+def preempt(state: ManagerState, request_id: Hashable, swap: bool) -> Any:
     """Ends a running request but keeps its tokens: see `CacheManager.preempt`."""
+    request = state.get(request_id)
     state.end_step(request)
-    saved = Preempted(request.tokens, request.keys, request.priority)
-    pairs: Pairs = [[] for _ in state.pools]
+    saved = Preempted(request.tokens, request.pending, request.keys, request.priority, request.ttl)
+    pairs: list[Pairs] = [[] for _ in state.pools]
     if swap and request.committed:
         pairs = _save(state, request, saved)
     state.release(request_id, request)
     state.preempted[request_id] = saved
     state.preemptions += 1
-    return pairs
+    return state.per_group(pairs)
 
 
-def resume(state: ManagerState, request_id: Hashable, saved: Preempted) -> Allocation:
+def resume(state: ManagerState, request_id: Hashable) -> BaseAllocation:
     """Starts a preempted request again: see `CacheManager.resume`."""
-    chain = state.hasher.chain(*saved.keys)
-    digests = chain.extend(saved.tokens, len(saved.tokens) // state.block_size)
-    request = Request(saved.tokens, chain, saved.keys)
-    request.priority = saved.priority
-    allocation, _ = admit(state, request_id, request, _find_resumed(state, digests, saved), digests, 0, None)
+    saved = state.preempted.get(request_id)
+    if saved is None:
+        raise KeyError(f"request_id: got {request_id!r}, needs a preempted request")
+    prompt = saved.tokens + (saved.pending or array("I"))
+    chain = Chain(state.hasher, saved.keys)
+    digests = chain.extend(prompt, len(prompt) // state.block_size)
+    request = Request(saved.tokens, chain, digests, saved.keys, saved.priority, saved.ttl)
+    request.pending = saved.pending
+    hit = _find(state, digests[: len(saved.tokens) // state.block_size], saved)
+    allocation, _ = admit(state, request_id, request, hit)
     request.loading = saved.slots
+    del state.preempted[request_id]
     return allocation
 
 
 def drop(state: ManagerState, request_id: Hashable) -> None:
-    """Drops a preempted request."""
+    """Ends a preempted request."""
     for host, slots in zip(state.host, state.preempted.pop(request_id).slots, strict=False):
         host.give_back(slots)
 
 
-def _save(state: ManagerState, request: Request, saved: Preempted) -> Pairs:
+def _save(state: ManagerState, request: Request, saved: Preempted) -> list[Pairs]:
     """Takes host slots for what computing needs to go on as far behind as they allow."""
     size, committed, num_tokens = state.block_size, request.committed, len(request.tokens)
+    stateful = any(group.holds_states for group in state.groups)
     tables = _with_released(state, request)
     free = [host.num_free for host in state.host]
     end, position = committed, min(committed, num_tokens - 1)
     needed = [group.needed(position, -(-end // size), size) for group in state.groups]
-    if not (
-        all(blocks.size <= room for blocks, room in zip(needed, free, strict=True))
-        and all((table[blocks] >= 0).all() for table, blocks in zip(tables, needed, strict=True))
-        and not (end == num_tokens and any(group.aligned for group in state.groups))
+    if (
+        stateful
+        or any(blocks.size > room for blocks, room in zip(needed, free, strict=True))
+        or any((table[blocks] < 0).any() for table, blocks in zip(tables, needed, strict=True))
     ):
         resident = [table[: committed // size] >= 0 for table in tables]
         end = longest_hit(state.groups, resident, num_tokens, size, free) * size
@@ -81,31 +87,34 @@ def _save(state: ManagerState, request: Request, saved: Preempted) -> Pairs:
 def _with_released(state: ManagerState, request: Request) -> list[Ids]:
     """The tables of a request, with released blocks that are still cached in their places."""
     tables = [table[: request.num_blocks].copy() for table in request.tables]
+    for group, block in request.new_states:  # not known to be written
+        tables[group][block] = -1
     complete = request.committed // state.block_size
     digests: Words | None = None
     for pool, table in zip(state.pools, tables, strict=True):
         holes = (table[:complete] < 0).nonzero()[0]
         if holes.size:
             if digests is None:
-                digests = state.hasher.chain(*request.keys).extend(request.tokens, complete)
+                digests = state.hasher.hash_blocks(request.tokens[: complete * state.block_size], request.keys)
             table[holes] = pool.table.find(digests[holes])
     return tables
 
 
-def _find_resumed(state: ManagerState, digests: Words, saved: Preempted) -> Hit:
-    """The plan of a preempted request: what is still cached is held, what is in host memory is loaded."""
+def _find(state: ManagerState, digests: Words, saved: Preempted) -> Hit:
+    """What a preempted request gets: what is still cached is held, what is in host memory is loaded."""
     size, num_tokens = state.block_size, len(saved.tokens)
+    total = num_tokens + (len(saved.pending) if saved.pending else 0)
     listed = [pool.table.find(digests) for pool in state.pools]
     on_host = _host_tables(saved, state.groups, -(-saved.position // size))
     whole = saved.position // size
     resident = [ids >= 0 for ids in listed]
     for there, slots in zip(resident, on_host, strict=True):
         there[:whole] |= slots[:whole] >= 0
-    hit = longest_hit(state.groups, resident, num_tokens, size)
+    hit = longest_hit(state.groups, resident, total, size)
     end = hit * size
     if saved.position > end:  # within a block: all that is needed there is in host memory
         hit, end = whole, saved.position
-    position, last, num_blocks = min(end, max(num_tokens - 1, 0)), -(-end // size), -(-num_tokens // size)
+    position, last, num_blocks = min(end, max(total - 1, 0)), -(-end // size), -(-num_tokens // size)
     behind = np.arange(last, num_blocks, dtype=np.int32)
     parts = []
     published = hit
@@ -116,16 +125,17 @@ def _find_resumed(state: ManagerState, digests: Words, saved: Preempted) -> Hit:
         cached, loaded = needed[there], needed[~there]
         table = np.full(num_blocks, -1, np.int32)
         table[cached] = ids[cached]
-        fresh = np.concatenate((loaded, behind))
-        full = digests[fresh[: fresh.searchsorted(len(digests))]]
-        parts.append(GroupHit(table, table[cached], fresh, fresh + 1, full, slots[loaded].tolist()))
+        fresh = loaded if group.holds_states else np.concatenate((loaded, behind))
+        parts.append(GroupHit(table, table[cached], fresh, fresh + 1, slots[loaded].tolist()))
         published = min([published, *loaded[:1].tolist()])
-    spans, written = spans_of(end, num_tokens)
+    spans, written = spans_of(end, num_tokens) if total == num_tokens else ([(0, end)] if end else [], False)
     loading = any(part.slots for part in parts)
-    return Hit(hit, position, spans, written, parts, committed=end, published=published, loading=loading)
+    return Hit(
+        hit, position, spans, written, parts, committed=end, published=published, num_tokens=num_tokens, loading=loading
+    )
 
 
-def _host_tables(saved: Preempted, groups: Sequence[Group], num_blocks: int) -> list[Ids]:
+def _host_tables(saved: Preempted, groups: tuple[Group, ...], num_blocks: int) -> list[Ids]:
     """Per group, host slots by logical block, -1 for none."""
     tables = [np.full(num_blocks, -1, np.int32) for _ in groups]
     for table, blocks, slots in zip(tables, saved.blocks, saved.slots, strict=False):

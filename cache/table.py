@@ -35,6 +35,9 @@ class HashTable:
 
     Args:
         words: Hash of every block `[num_blocks, words]`, owned by the pool.
+
+    Attributes:
+        slot_of: Per block, its slot, -1 for one that is not in the table.
     """
 
     def __init__(self, words: Words) -> None:
@@ -44,26 +47,26 @@ class HashTable:
         self._mask = self._size - 1
         self._slots = np.full(self._size + 1, num_blocks, np.int32)  # the last is no hash's own
         self._num_passed = 0
-        self._slot_of = np.full(num_blocks + 1, -1, np.int32)  # the last is that of empty slots: none
+        self.slot_of = np.full(num_blocks + 1, -1, np.int32)  # the last is that of empty slots: none
         # Reading one element through these takes a third of the time that numpy takes.
-        self._slots_view, self._slot_of_view = _view(self._slots), _view(self._slot_of)
+        self._slots_view, self._slot_of_view = _view(self._slots), _view(self.slot_of)
         self._words_view = _view(words.reshape(-1))
         self._width = words.shape[1]
 
     @property
     def nbytes(self) -> int:
         """Bytes held, the hashes themselves not counted."""
-        return self._slots.nbytes + self._slot_of.nbytes
+        return self._slots.nbytes + self.slot_of.nbytes
 
     @property
     def listed(self) -> npt.NDArray[np.bool_]:
         """Per block, whether it is in the table."""
-        listed: npt.NDArray[np.bool_] = self._slot_of[:-1] >= 0
+        listed: npt.NDArray[np.bool_] = self.slot_of[:-1] >= 0
         return listed
 
     def contains(self, ids: Ids) -> npt.NDArray[np.bool_]:
         """Whether each block is in the table."""
-        listed: npt.NDArray[np.bool_] = self._slot_of.take(ids) >= 0
+        listed: npt.NDArray[np.bool_] = self.slot_of.take(ids) >= 0
         return listed
 
     def lists(self, block: int) -> bool:
@@ -88,7 +91,7 @@ class HashTable:
 
     def confirm(self, ids: Ids, digests: Words) -> int:
         """How many blocks, from the first on, are in the table under the hash beside them."""
-        listed = self._slot_of.take(ids) >= 0
+        listed = self.slot_of.take(ids) >= 0
         same = self._words.take(ids, axis=0) == digests
         if count_nonzero(listed) == ids.size and count_nonzero(same) == same.size:
             return ids.size
@@ -124,7 +127,7 @@ class HashTable:
         index = (slots & (PASSED - 1)).astype(np.intp)
         rows = self._words.take(index, axis=0, mode="clip")
         same = (rows == digests).all(axis=1) if exact else rows[:, 0] == digests[:, 0]
-        same &= self._slot_of.take(index) == at
+        same &= self.slot_of.take(index) == at
         blocks: Ids = np.where(same, index, -1).astype(np.int32)
         return blocks, rows, ((slots >= PASSED) & ~same).nonzero()[0]
 
@@ -162,32 +165,32 @@ class HashTable:
                 return -1
             at = (at + ((key >> 40) | 1)) & self._mask
 
-    def put(self, ids: Ids) -> Ids:
+    def put(self, ids: Ids, digests: Words) -> Ids:
         """Adds blocks under their words, except those whose hash is there already.
 
         Args:
             ids: Blocks that are not in the table, with different hashes.
+            digests: Their words.
 
         Returns:
             For each, -1, or the block that has its hash.
         """
         if self._num_passed > self._size // 16:
             self._renew()
-        digests = self._words.take(ids, axis=0)
         if ids.size <= FEW:
             return self._put_few(ids, digests)
         at = self._start(digests[:, 0])
         slots = self._slots.take(at)
         crowded = slots >= PASSED
         slots &= PASSED - 1
-        crowded |= self._slot_of.take(slots) == at
+        crowded |= self.slot_of.take(slots) == at
         at[crowded] = self._size  # nowhere, so that the others can be written in one go
         self._slots[at] = ids
         crowded |= self._slots.take(at) != ids  # another block of this run took the place
         rest = crowded.nonzero()[0]
         index = ids.astype(np.intp)
-        self._slot_of[index] = at
-        self._slot_of[index.take(rest)] = -1
+        self.slot_of[index] = at
+        self.slot_of[index.take(rest)] = -1
         duplicates = np.empty(ids.size, np.int32)
         duplicates.fill(-1)
         if rest.size:
@@ -248,25 +251,25 @@ class HashTable:
         step: Places | None = None
         while ids.size:
             slots = self._slots.take(at)
-            free = self._slot_of.take(slots & (PASSED - 1)) != at
+            free = self.slot_of.take(slots & (PASSED - 1)) != at
             self._slots[at[free]] = (ids | slots & PASSED)[free]
             slots = self._slots.take(at)
             lost = slots & (PASSED - 1) != ids  # taken before, or by another block of this run
             left = lost.nonzero()[0]
             if not left.size:
-                self._slot_of[ids] = at
+                self.slot_of[ids] = at
                 return
             kept = ~lost
-            self._slot_of[ids[kept]] = at[kept]
+            self.slot_of[ids[kept]] = at[kept]
             ids, at, slots = ids[left], at[left], slots[left]
             self._num_passed += at.size - int(np.count_nonzero(slots & PASSED))
             self._slots[at] = slots | PASSED
             step = self._step(key.take(left)) if step is None else step[left]
             at = (at + step) & self._mask
 
-    def remove(self, ids: Ids) -> None:
+    def remove(self, ids: Ids | slice | npt.NDArray[np.intp]) -> None:
         """Takes blocks out of the table; those that are not in it are left alone."""
-        self._slot_of[ids] = -1
+        self.slot_of[ids] = -1
 
     def _renew(self) -> None:
         live = np.flatnonzero(self.listed).astype(np.int32)
@@ -278,12 +281,12 @@ class HashTable:
         """Empties the table."""
         self._slots.fill(self._words.shape[0])
         self._num_passed = 0
-        self._slot_of.fill(-1)
+        self.slot_of.fill(-1)
 
     def check(self) -> None:
         """Asserts that every block in the table is found under its hash, once."""
         live = np.flatnonzero(self.listed).astype(np.int32)
-        assert np.array_equal(self._slots[self._slot_of[live]] & (PASSED - 1), live), "a slot and its block disagree"
+        assert np.array_equal(self._slots[self.slot_of[live]] & (PASSED - 1), live), "a slot and its block disagree"
         assert np.array_equal(self.find(self._words[live]), live), "a block is not found under its hash"
 
 

@@ -70,7 +70,7 @@ def replay(
     began = perf_counter()
     for number, (ids, output) in enumerate(zip(trace.requests, trace.outputs, strict=True)):
         digests = digests_of(ids)
-        cached = pool.leading(digests, [])
+        cached = pool.leading(digests)
         rest = digests[cached.size :]
         hits += cached.size
         anywhere += cached.size + int(np.count_nonzero(pool.table.find(rest) >= 0))
@@ -80,10 +80,10 @@ def replay(
         held = [cached]
         if room:
             lengths = np.arange(cached.size + 1, cached.size + room + 1, dtype=np.int32)
-            fresh = pool.take(lengths, rest[:room])
-            old, twins = pool.publish(fresh)
+            fresh = pool.take(lengths)
+            old, duplicates = pool.publish(fresh, rest[:room])
             if old.size:
-                fresh[np.isin(fresh, old)] = twins
+                fresh[np.isin(fresh, old)] = duplicates
                 pool.release(old)
             held.append(fresh)
         if returns is not None:

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ..allocation import Allocation, Span
+from ..allocation import BaseAllocation, Span
 from ..runs import Slots
 from .step_slots import StepSlots
 
@@ -46,7 +46,7 @@ class Step:
     positions: npt.NDArray[np.int32] | None = None
 
     @classmethod
-    def of(cls, allocations: Mapping[Hashable, Allocation], outputs: Mapping[str, object], group: int = 0) -> Step:
+    def of(cls, allocations: Mapping[Hashable, BaseAllocation], outputs: Mapping[str, object], group: int = 0) -> Step:
         """The step that computes all `compute_spans` of some allocations, request after request.
 
         Args:

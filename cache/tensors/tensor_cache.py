@@ -15,7 +15,7 @@ from ...triton_ops import (
     scatter_blocks_list,
     scatter_slots_list,
 )
-from ..allocation import Allocation
+from ..allocation import BaseAllocation
 from ..manager import CacheManager
 from ..runs import Slots
 from ..table import Ids
@@ -56,7 +56,7 @@ class TensorCache:
 
     def __init__(
         self,
-        manager: CacheManager | None,
+        manager: CacheManager[Any, Any, Any] | None,
         num_blocks: int,
         block_size: int,
         device: str | torch.device = "cpu",
@@ -196,17 +196,15 @@ class TensorCache:
             raise ValueError(f"slot_mapping: got values from {slots.low} to {slots.high}, needs -1 to {limit - 1}")
         return slots
 
-    def prepare(self, allocation: Allocation) -> None:
+    def prepare(self, allocation: BaseAllocation) -> None:
         """Carries out `copies` and `loads` of an allocation on the rows, and forgets what its slots to compute held.
 
         To be called before its step is computed when an allocation has copies (a partial block that was shared, or
         reused in part) or loads (swapped out before); at other times it changes nothing that `store` would not.
         """
-        copies, loads, mapping = allocation.copies, allocation.loads, allocation.slot_mapping
-        if isinstance(mapping, tuple):
-            copies, loads, mapping = copies[self.group], loads[self.group], mapping[self.group]
-        self.copy(copies)
-        self._swap_in(loads)
+        self.copy(allocation.group_copies(self.group))
+        self._swap_in(allocation.group_loads(self.group))
+        mapping = allocation.group_slot_mapping(self.group)
         self._valid.clear(mapping[mapping >= 0])
 
     def copy(self, pairs: Iterable[tuple[int, int]]) -> None:

@@ -12,17 +12,14 @@ CASES = {
     "window": [pc.SlidingWindow(window=7)],
     "window and sinks": [pc.SlidingWindow(9, 5)],
     "hybrid": [pc.FullAttention(), pc.SlidingWindow(window=6, num_blocks=20)],
-    "state": [pc.FullAttention(), pc.Recurrent(num_blocks=16)],
-    "all": [pc.Tensors(), pc.SlidingWindow(window=5, num_sink_tokens=2), pc.Recurrent(), pc.SlidingWindow(window=1)],
+    "all": [pc.Tensors(), pc.SlidingWindow(window=5, num_sink_tokens=2), pc.SlidingWindow(window=1)],
 }
 
 
 def needed(group, position):
-    """Positions whose KV a query at `position` reads, by the definition of the group; a state counts as its last."""
+    """Positions whose KV a query at `position` reads, by the definition of the group."""
     if isinstance(group, pc.SlidingWindow):
         return [t for t in range(position) if t > position - group.window or t < group.num_sink_tokens]
-    if isinstance(group, pc.Recurrent):
-        return [position - 1] if position else []
     return list(range(position))
 
 
@@ -49,12 +46,10 @@ def test_every_query_finds_what_it_reads(groups, reuse):
                     block = int(table[t // BLOCK])
                     assert block >= 0, (g, position, t)
                     got = content[g].get((block, t % BLOCK))
-                    if isinstance(group, pc.Recurrent):  # one state a block: the one written last
-                        got = content[g].get(block)
                     assert got == tuple(tokens[request][: t + 1]), (g, position, t)
                 slot = int(slots[g][i])
                 if slot >= 0:
-                    content[g][divmod(slot, BLOCK)] = content[g][slot // BLOCK] = tuple(tokens[request][: position + 1])
+                    content[g][divmod(slot, BLOCK)] = tuple(tokens[request][: position + 1])
 
     for i in range(500):
         root = [int(rng.integers(0, 3))] * int(rng.integers(0, 20))
@@ -86,3 +81,31 @@ def test_every_query_finds_what_it_reads(groups, reuse):
     for request in running:
         m.free(request)
     m.check()
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "named"),
+    [
+        (lambda: pc.SlidingWindow(window=2.5), TypeError, "window: got 2.5"),
+        (lambda: pc.SlidingWindow(window=True), TypeError, "window: got True"),
+        (lambda: pc.SlidingWindow(window=0), ValueError, "window: got 0, needs at least 1"),
+        (lambda: pc.SlidingWindow(window=4, num_sink_tokens=-1), ValueError, "num_sink_tokens: got -1"),
+        (lambda: pc.FullAttention(num_blocks=0), ValueError, "num_blocks: got 0, needs at least 1"),
+        (lambda: pc.Recurrent(num_blocks="3"), TypeError, "num_blocks: got '3'"),
+        (
+            lambda: pc.CacheManager(4, groups=pc.FullAttention()),
+            TypeError,
+            r"groups: got FullAttention.*list of",
+        ),
+        (lambda: pc.CacheManager(4, groups=[]), TypeError, r"groups: got \[\]"),
+        (lambda: pc.CacheManager(4, groups=["full"]), TypeError, "groups: got"),
+    ],
+    ids=str,
+)
+def test_a_bad_spec_is_refused_where_it_is_made(make, error, named):
+    with pytest.raises(error, match=named):
+        make()
+
+
+def test_numbers_of_numpy_are_numbers():
+    assert pc.SlidingWindow(window=np.int64(4), num_blocks=np.int32(3)) == pc.SlidingWindow(window=4, num_blocks=3)

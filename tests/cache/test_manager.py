@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from cache_cases import drop
 
 import pc
 from pc.cache.policies import POLICIES
@@ -313,7 +314,7 @@ def test_gap_reuse_lists_what_is_left_to_compute():
     m.commit("a", 20)
     middle = a.block_ids[2:3]
     m.free("a")
-    m.pools[0].drop(middle)
+    drop(m.pools[0], middle)
     b = m.allocate("b", [*range(20), 77], reuse="gap")
     assert b.cached_spans == [(0, 8), (12, 20)]
     assert b.compute_spans == [(8, 12), (20, 21)]
@@ -415,7 +416,7 @@ def test_window_blocks_are_released_while_the_request_runs():
     m.check()
 
 
-def test_a_window_moves_with_every_token():
+def test_a_window_moves_with_every_token_and_keeps_what_the_last_one_reads():
     m = pc.CacheManager(16, block_size=4, groups=[pc.SlidingWindow(window=6)])
     m.allocate("a", [1])
     m.commit("a", 1)
@@ -423,7 +424,7 @@ def test_a_window_moves_with_every_token():
         m.append("a", [1])
         m.commit("a", position + 1)
         held = (m.block_table("a") >= 0).nonzero()[0].tolist()
-        assert held == list(range(max(0, position + 1 - 5) // 4, position // 4 + 1))
+        assert held == list(range(max(0, position - 5) // 4, position // 4 + 1))
 
 
 def test_a_window_hit_needs_only_the_last_blocks_and_the_sinks():
@@ -431,12 +432,12 @@ def test_a_window_hit_needs_only_the_last_blocks_and_the_sinks():
     table = m.allocate("a", list(range(24))).block_ids
     m.commit("a", 24)
     m.free("a")
-    m.pools[0].drop(table[2:3])
+    drop(m.pools[0], table[2:3])
     hit = m.allocate("b", [*range(24), 1])
     assert hit.num_cached_tokens == 24
     assert hit.block_ids[:6].tolist() == [table[0], -1, -1, -1, table[4], table[5]]
     m.free("b")
-    m.pools[0].drop(table[0:1])
+    drop(m.pools[0], table[0:1])
     assert m.allocate("c", [*range(24), 1]).num_cached_tokens == 0
     m.check()
 
@@ -447,10 +448,10 @@ def test_the_recomputed_last_token_needs_its_own_window():
     table = m.allocate("a", list(range(12))).block_ids
     m.commit("a", 12)
     m.free("a")
-    m.pools[0].drop(table[:1])
+    drop(m.pools[0], table[:1])
     assert m.allocate("b", list(range(12))).num_cached_tokens == 11
     m.free("b")
-    m.pools[0].drop(table[1:2])
+    drop(m.pools[0], table[1:2])
     assert m.allocate("c", [*range(12), 1]).num_cached_tokens == 12
     m.free("c")
     assert m.allocate("d", list(range(12))).num_cached_tokens == 0
@@ -462,7 +463,7 @@ def test_a_hit_is_what_all_groups_can_serve():
     a = m.allocate("a", list(range(24)))
     m.commit("a", 24)
     m.free("a")
-    m.pools[0].drop(a.block_ids[0][4:5])
+    drop(m.pools[0], a.block_ids[0][4:5])
     b = m.allocate("b", [*range(24), 1])
     assert b.num_cached_tokens == 16
     assert (b.block_ids[0][:4] == a.block_ids[0][:4]).all()
@@ -472,18 +473,107 @@ def test_a_hit_is_what_all_groups_can_serve():
     m.check()
 
 
-def test_recurrent_state_is_found_at_block_boundaries_only():
-    m = pc.CacheManager(16, block_size=4, groups=[pc.FullAttention(), pc.Recurrent()], policy="lru")
-    a = m.allocate("a", list(range(12)))
-    m.commit("a", 12)
-    assert m.block_table("a", group=1).tolist() == [-1, -1, a.block_ids[1][2]]
+def recurrent(num_blocks=16, **options):
+    return pc.CacheManager(
+        num_blocks, block_size=4, groups=[pc.FullAttention(), pc.Recurrent()], policy="lru", **options
+    )
+
+
+def test_a_state_is_found_only_where_one_was_left():
+    m = recurrent()
+    m.allocate("a", list(range(12)))
+    assert m.block_table("a", group=1).tolist() == [-1, -1, -1], "a prompt takes no block for states"
+    block = m.checkpoint("a", 8)
+    assert m.checkpoint("a", 8) == block
+    assert m.commit("a", 12) == [[], []]
     m.free("a")
-    whole = m.allocate("b", list(range(12)))
-    assert whole.num_cached_tokens == 8, "the state before the last token is gone, the one before its block is not"
-    assert whole.block_ids[1][:2].tolist() == [-1, a.block_ids[1][1]]
+    b = m.allocate("b", list(range(12)))
+    assert (b.num_cached_tokens, b.junction) == (8, 12)
+    assert b.block_ids[1].tolist() == [-1, block, -1]
+    assert [slots.tolist() for slots in b.slot_mapping][1] == [-1] * 4
+    assert m.allocate("c", [*range(6), 9, 9, 9]).num_cached_tokens == 0, "KV of one block, and no state"
+    m.check()
+
+
+def test_a_junction_is_where_only_the_state_is_missing():
+    m = recurrent()
+    m.allocate("a", list(range(16)))
+    m.commit("a", 16)
+    b = m.allocate("b", [*range(8), 50, 51, 52])
+    assert (b.num_cached_tokens, b.junction) == (0, 8)
+    m.checkpoint("b", b.junction)
+    m.commit("b", 11)
+    c = m.allocate("c", [*range(8), 60, 61])
+    assert (c.num_cached_tokens, c.junction) == (8, None)
+    assert pc.CacheManager(4, block_size=4).allocate("x", [1]).junction is None
+    m.check()
+
+
+def test_a_state_is_not_findable_before_the_commit_that_passes_it():
+    m = recurrent()
+    m.allocate("a", list(range(12)))
+    m.checkpoint("a", 8)
+    m.commit("a", 7)
+    assert m.allocate("b", list(range(12))).num_cached_tokens == 0
+    m.commit("a", 8)
+    assert m.allocate("c", list(range(12))).num_cached_tokens == 8
+    m.checkpoint("a", 4)  # also of a position behind: the next commit publishes it
+    m.commit("a", 8)
+    assert m.allocate("d", [*range(4), 9, 9]).num_cached_tokens == 4
+    m.check()
+
+
+def test_equal_states_are_merged():
+    m = recurrent()
+    for name in "ab":
+        m.allocate(name, list(range(8)))
+    first, second = m.checkpoint("a", 8), m.checkpoint("b", 8)
+    assert m.commit("a", 8) == [[], []]
+    assert m.commit("b", 8)[1] == [(second, first)]
+    m.check()
+
+
+def test_bad_checkpoints_are_refused_by_name():
+    m = recurrent(4)
+    m.allocate("a", list(range(10)))
+    for position in (0, 6, 12, -4):
+        with pytest.raises(ValueError, match="num_tokens"):
+            m.checkpoint("a", position)
+    with pytest.raises(TypeError, match="num_tokens"):
+        m.checkpoint("a", 4.0)
+    for group in (0, 2):
+        with pytest.raises(ValueError, match="group"):
+            m.checkpoint("a", 4, group)
+    plain = pc.CacheManager(4, block_size=4)
+    plain.allocate("a", [1, 2, 3, 4])
+    with pytest.raises(ValueError, match="group"):
+        plain.checkpoint("a", 4)
+
+
+def test_states_are_evicted_like_blocks_and_run_out():
+    m = pc.CacheManager(16, block_size=4, groups=[pc.FullAttention(), pc.Recurrent(num_blocks=1)], policy="lru")
+    m.allocate("a", list(range(8)))
+    m.checkpoint("a", 4)
+    with pytest.raises(pc.OutOfBlocks):
+        m.checkpoint("a", 8)
+    m.commit("a", 8)
+    m.free("a")
+    assert m.allocate("b", list(range(8))).num_cached_tokens == 4
+    m.commit("b", 8)
     m.free("b")
-    m.pools[1].drop(a.block_ids[1][1:2])
-    assert m.allocate("c", list(range(12))).num_cached_tokens == 4
+    m.allocate("c", [9] * 4)
+    m.checkpoint("c", 4)
+    assert m.stats().evictions == 1
+    m.check()
+
+
+def test_a_request_whose_state_is_not_there_cannot_be_forked():
+    m = recurrent()
+    m.allocate("a", list(range(6)))
+    with pytest.raises(ValueError, match="committed"):
+        m.fork("a", "b")
+    m.commit("a", 6)
+    m.fork("a", "b")
     m.check()
 
 
@@ -689,15 +779,22 @@ def test_swap_of_a_window_takes_only_what_is_read_again():
     assert back.slot_mapping.tolist() == [back.loads[2][1] * 4 + 2]
 
 
-def test_swap_of_several_groups_gives_a_list_for_each():
-    groups = [pc.FullAttention(), pc.SlidingWindow(window=6), pc.Recurrent()]
-    pairs, back = swapped(groups, 22, 6)
-    assert [len(p) for p in pairs] == [6, 2, 1]
-    assert [len(p) for p in back.loads] == [6, 2, 1]
-    assert back.compute_spans == [(22, 23)]
-    assert [(ids >= 0).sum() for ids in back.block_ids] == [6, 2, 1]
-    for slots, ids in zip(back.slot_mapping, back.block_ids, strict=True):
-        assert slots.tolist() == [ids[5] * 4 + 2]
+def test_swap_of_several_groups_goes_back_to_the_last_state():
+    m = pc.CacheManager(
+        8, 4, policy="lru", groups=[pc.FullAttention(), pc.SlidingWindow(window=6), pc.Recurrent()], host_blocks=6
+    )
+    m.allocate("a", list(range(22)))
+    m.checkpoint("a", 20)
+    m.commit("a", 22)
+    pairs = m.preempt("a", "swap")
+    assert [len(p) for p in pairs] == [5, 2, 1]
+    evict_all(m)
+    back = m.resume("a")
+    assert [len(p) for p in back.loads] == [5, 2, 0], "no prompt takes the place of a state"
+    assert back.compute_spans == [(20, 22)]
+    m.commit("a", 22)
+    m.free("a")
+    m.check()
 
 
 def test_groups_go_on_together_from_where_all_slots_suffice():
@@ -706,22 +803,36 @@ def test_groups_go_on_together_from_where_all_slots_suffice():
     assert back.compute_spans == [(16, 23)]
 
 
-def test_the_state_of_a_recurrent_group_is_swapped_whole_or_not_at_all():
+def test_without_a_slot_for_its_state_nothing_of_a_request_is_swapped():
     pairs, back = swapped([pc.FullAttention(), pc.Recurrent()], 22, 0)
     assert (pairs, back.loads, back.compute_spans) == ([[], []], [[], []], [(0, 23)])
-    pairs, back = swapped([pc.Recurrent()], 22, 1)
-    assert (len(pairs), back.compute_spans) == (1, [(22, 23)])
 
 
-def test_a_state_within_a_block_cannot_be_taken_back():
+def test_a_recurrent_request_goes_back_only_to_where_its_state_is():
     manager = pc.CacheManager(8, block_size=4, groups=[pc.Recurrent()])
     manager.allocate("a", list(range(10)))
+    manager.checkpoint("a", 8)
     manager.commit("a", 10)
     with pytest.raises(ValueError, match="state"):
         manager.rollback("a", 1)
     manager.append("a", [1, 2])
+    with pytest.raises(ValueError, match="state"):
+        manager.rollback("a", 1)  # tokens that a forward pass may have seen
     manager.rollback("a", 2)
     assert manager.num_tokens("a") == 10
+    manager.check()
+
+
+def test_a_recurrent_request_goes_back_to_a_state_that_it_holds():
+    manager = pc.CacheManager(8, block_size=4, groups=[pc.Recurrent()])
+    manager.allocate("a", list(range(9)))
+    manager.checkpoint("a", 8)
+    manager.commit("a", 9)
+    manager.rollback("a", 1)
+    assert manager.num_tokens("a") == 8
+    with pytest.raises(ValueError, match="state"):
+        manager.rollback("a", 4)
+    manager.check()
 
 
 def test_rollback_to_nothing_gives_back_what_is_left_of_a_window():

@@ -23,7 +23,7 @@ def serve(manager, request_id, tokens, **options):
 def cached_of(manager, tokens):
     """Cached tokens of a prompt, without an access that a policy would hear of."""
     pool = manager.pools[0]
-    digests = pool.hasher.chain().extend(pc.cache.hashing.encode_tokens(tokens), len(tokens) // manager.block_size)
+    digests = pool.hasher.hash_blocks(pc.cache.hashing.encode_tokens(tokens))
     return manager.block_size * pool.table.leading(digests).size
 
 

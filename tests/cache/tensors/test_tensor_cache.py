@@ -9,6 +9,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+from cache_cases import drop
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -344,7 +345,7 @@ def test_rows_behind_a_gap_are_joined():
     tokens = list(range(16))
     run(manager, tensors, "a", tokens)
     manager.free("a")
-    manager.pools[0].drop(np.array([manager.pools[0].table.leading(_digests(manager, tokens))[1]], np.int32))
+    drop(manager.pools[0], np.array([manager.pools[0].table.leading(_digests(manager, tokens))[1]], np.int32))
     allocation = manager.allocate("b", tokens, reuse="gap")
     assert allocation.compute_spans == [(4, 8), (15, 16)]
     step = pc.Step.of({"b": allocation}, outputs_of(tokens, positions_of(allocation)))
@@ -357,7 +358,7 @@ def test_rows_behind_a_gap_are_joined():
 def _digests(manager, tokens):
     from pc.cache.hashing import encode_tokens
 
-    return manager.pools[0].hasher.chain().extend(encode_tokens(tokens), len(tokens) // BLOCK)
+    return manager.pools[0].hasher.hash_blocks(encode_tokens(tokens))
 
 
 def test_a_fork_copies_its_partial_block(pair):

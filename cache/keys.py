@@ -1,0 +1,118 @@
+"""What decides the KV of a request besides its tokens, as bytes.
+
+key(None) = b"n", key(str) = b"s" | u64 length | UTF-8, key(bytes) = b"b" | u64 length | bytes,
+key(int) = b"i" | u64 length | ASCII decimal, key(tuple or list) = b"t" | u64 count | keys; integers little-endian.
+Every record carries its length, so two different keys never give the same bytes. Only these very types are taken:
+what compares equal to one of them (True, 1.0, an enumeration's member) might stand for something else.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from operator import index
+from typing import NamedTuple, TypeAlias, Union
+
+Key: TypeAlias = Union[str, bytes, int, "list[Key]", "tuple[Key, ...]", None]
+"""A tuple and a list of the same keys are the same key."""
+
+
+@dataclass(frozen=True)
+class KeyAt:
+    """An extra key that takes effect at a token position, such as the content hash of an image.
+
+    Blocks that end at or before `position` are shared with requests that lack the key; the block that holds it and
+    all later ones are not.
+    """
+
+    position: int
+    key: Key
+
+
+ExtraKeys: TypeAlias = Union[Key, KeyAt, Sequence[Union[Key, KeyAt]]]  # noqa: UP007  an alias of strings has no |
+"""One key or a list or tuple of several."""
+
+FrozenKeys: TypeAlias = Union[str, bytes, int, KeyAt, "tuple[FrozenKeys, ...]", None]
+"""Keys that nobody can change any more."""
+
+
+class EncodedKeys(NamedTuple):
+    """The keys of a request, encoded when they were given: what the caller does with his objects later is his."""
+
+    header: bytes
+    """Salt and keys that hold for the whole sequence."""
+    placed: tuple[tuple[int, bytes], ...]
+    """Position and bytes of each `KeyAt`, ascending."""
+    extra_keys: FrozenKeys
+    """For listeners: as given, lists as tuples."""
+
+
+def encode_key(key: Key, name: str = "extra_keys") -> bytes:
+    """The bytes of a key, injective over all keys; see the module's docstring.
+
+    Raises:
+        TypeError: A key that is none of None, str, bytes, int, tuple and list.
+    """
+    kind = type(key)
+    if key is None:
+        return b"n"
+    if isinstance(key, str) and kind is str:
+        tag, body = b"s", key.encode("utf-8", "surrogatepass")
+    elif isinstance(key, bytes) and kind is bytes:
+        tag, body = b"b", key
+    elif isinstance(key, int) and kind is int:
+        tag, body = b"i", b"%d" % key
+    elif isinstance(key, (tuple, list)) and kind in (tuple, list):
+        return b"t" + struct.pack("<Q", len(key)) + b"".join([encode_key(item, name) for item in key])
+    else:
+        raise TypeError(f"{name}: got {kind.__name__}, needs str, bytes, int, None, or a tuple or list of those")
+    return tag + struct.pack("<Q", len(body)) + body
+
+
+NO_KEYS = EncodedKeys(encode_key(None) + struct.pack("<I", 0), (), None)
+
+
+def encode_keys(extra_keys: ExtraKeys = None, salt: Key = None) -> EncodedKeys:
+    """The keys of a request.
+
+    Args:
+        extra_keys: One key or several. A plain key (LoRA name) holds for the whole sequence, a `KeyAt` from its
+            position on (image, prompt embeddings).
+        salt: Sequences with different salts never share a block.
+
+    Raises:
+        TypeError: A key of an unsupported type, such as a mapping, a set, an iterator, a bool or a float.
+        ValueError: A `KeyAt` with a position below 0 or past 2**64 - 1.
+    """
+    if extra_keys is None and salt is None:
+        return NO_KEYS
+    items = () if extra_keys is None else extra_keys if type(extra_keys) in (list, tuple) else (extra_keys,)
+    frozen = tuple([_freeze(item) for item in items])  # type: ignore[union-attr]
+    placed = [(_position(item.position), encode_key(item.key)) for item in frozen if isinstance(item, KeyAt)]
+    plain = [encode_key(item) for item in items if not isinstance(item, KeyAt)]  # type: ignore[arg-type, union-attr]
+    header = encode_key(salt, "salt") + struct.pack("<I", len(plain)) + b"".join(plain)
+    given = None if extra_keys is None else frozen if type(extra_keys) in (list, tuple) else frozen[0]
+    return EncodedKeys(header, tuple(sorted(placed)), given)
+
+
+def _freeze(key: object) -> FrozenKeys:
+    if type(key) is KeyAt:
+        return KeyAt(_position(key.position), _freeze(key.key))  # type: ignore[arg-type]
+    if isinstance(key, (tuple, list)) and type(key) in (tuple, list):
+        return tuple([_freeze(item) for item in key])
+    if key is None or type(key) in (str, bytes, int):
+        return key  # type: ignore[return-value]
+    raise TypeError(
+        f"extra_keys: got {type(key).__name__}, needs str, bytes, int, None or KeyAt, or a list or tuple of those"
+    )
+
+
+def _position(value: object) -> int:
+    try:
+        position = index(value)  # type: ignore[arg-type]
+    except TypeError:
+        position = -1
+    if isinstance(value, bool) or not 0 <= position < 1 << 64:
+        raise ValueError(f"extra_keys: got position {value!r}, needs an integer from 0 to 2**64 - 1")
+    return position
