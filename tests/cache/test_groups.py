@@ -100,7 +100,7 @@ def test_every_query_finds_what_it_reads(groups, reuse):
         (lambda: pc.CacheManager(4, groups=[]), TypeError, r"groups: got \[\]"),
         (lambda: pc.CacheManager(4, groups=["full"]), TypeError, "groups: got"),
     ],
-    ids=str,
+    ids=[str(i) for i in range(9)],
 )
 def test_a_bad_spec_is_refused_where_it_is_made(make, error, named):
     with pytest.raises(error, match=named):
