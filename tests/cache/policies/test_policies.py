@@ -57,7 +57,7 @@ def test_acquire_returns_cached_then_fresh_blocks(name):
     assert [b.prefix_length for b in first] == [1, 2, 3]
     assert [b.ref_count for b in first] == [1] * 3
     assert first[2].hash is None
-    pool.publish(ids[:2])
+    pool.publish(ids[:2], np.frombuffer(b"".join(b.hash for b in first[:2]), np.uint64).reshape(2, -1))
     pool.release(ids)
     again = pool.policy.acquire([b.hash for b in first[:2]])
     assert [(b.number, b.cached, b.access_count) for b in again] == [(ids[0], True, 2), (ids[1], True, 2)]
@@ -306,8 +306,8 @@ def test_a_block_costs_the_same_in_a_large_pool(name):
         rng = np.random.default_rng(0)
 
         def request(count, pool=pool, rng=rng):
-            ids = pool.take(np.arange(1, count + 1, dtype=np.int32), rng.integers(1, 1 << 63, (count, 4), np.uint64))
-            pool.publish(ids)
+            ids = pool.take(np.arange(1, count + 1, dtype=np.int32))
+            pool.publish(ids, rng.integers(1, 1 << 63, (count, 4), np.uint64))
             pool.release(ids)
 
         for _ in range(10):
