@@ -20,6 +20,8 @@ def enable_prefix_caching(
     num_blocks: int | None = None,
     block_size: int = 16,
     policy: Any = "default",
+    reuse: str = "prefix",
+    host_blocks: int = 0,
     cuda_graphs: bool | None = None,
 ) -> PrefixCaching:
     """Lets `model.generate` reuse the KV of prompts it has seen, until `disable` is called.
@@ -34,6 +36,9 @@ def enable_prefix_caching(
             all memory, 4 GiB at most), and no more than 32 of the model's longest sequences need.
         block_size: Tokens of a block.
         policy: Which block is evicted first: a name or an `EvictionPolicy`, see `CacheManager`.
+        reuse: "prefix": the leading run of cached blocks. "gap": cached blocks behind an evicted one too; the tokens
+            between are computed again.
+        host_blocks: Evicted blocks that are kept in host memory, to be read again.
         cuda_graphs: Whether decode steps are captured in CUDA graphs and replayed. None: where that is possible, see
             `docs/huggingface.md`; what cannot be captured runs eagerly.
 
@@ -55,6 +60,12 @@ def enable_prefix_caching(
         raise TypeError(f"num_blocks: got {type(num_blocks).__name__}, needs an int or None")
     if num_blocks is not None and num_blocks < 1:
         raise ValueError(f"num_blocks: got {num_blocks}, needs at least 1")
+    if reuse not in REUSES:
+        raise ValueError(f"reuse: got {reuse!r}, needs one of {', '.join(REUSES)}")
+    if isinstance(host_blocks, bool) or not isinstance(host_blocks, int):
+        raise TypeError(f"host_blocks: got {type(host_blocks).__name__}, needs an int")
+    if host_blocks < 0:
+        raise ValueError(f"host_blocks: got {host_blocks}, needs at least 0")
     if cuda_graphs is not None and not isinstance(cuda_graphs, bool):
         raise TypeError(f"cuda_graphs: got {type(cuda_graphs).__name__}, needs a bool or None")
     model = generating_model(model)
@@ -63,7 +74,7 @@ def enable_prefix_caching(
         raise ValueError("model: prefix caching is already enabled; call disable() on its handle first")
     if replaced is not None and not isinstance(replaced, Generate):
         raise ValueError("model: its generate was already replaced on this instance; undo that first")
-    handle = PrefixCaching(model, num_blocks, block_size, policy, cuda_graphs)
+    handle = PrefixCaching(model, num_blocks, block_size, policy, cuda_graphs, reuse, host_blocks)
     if cuda_graphs and handle.graphs.reason is not None:
         raise ValueError(f"cuda_graphs: got True, needs steps that can be captured, and {handle.graphs.reason}")
     vars(model)["generate"] = Generate(model, handle)

@@ -32,12 +32,20 @@ class PrefixCaching:
     """
 
     def __init__(
-        self, model: Any, num_blocks: int | None, block_size: int, policy: Any, cuda_graphs: bool | None
+        self,
+        model: Any,
+        num_blocks: int | None,
+        block_size: int,
+        policy: Any,
+        cuda_graphs: bool | None,
+        reuse: str = "prefix",
+        host_blocks: int = 0,
     ) -> None:
         self._model: weakref.ref[Any] = weakref.ref(model)
         self._lock = threading.RLock()
         self._calls = Calls()
         self._arguments = (num_blocks, block_size, policy)
+        self._reuse, self._host_blocks = reuse, host_blocks
         self._salts = threading.local()
         self._steps = DecodeSteps(cuda_graphs is not False, self._warn_of_graphs)
         self._serving: Contiguous | Paged | None = None
@@ -67,12 +75,12 @@ class PrefixCaching:
 
     def _way(self, model: Any) -> Contiguous | Paged:
         """Packed passes over blocks where there are kernels and the model can follow, contiguous copies else."""
-        if model.device.type in CAPTURERS:
+        if model.device.type in CAPTURERS and self._reuse == "prefix" and not self._host_blocks:
             try:
                 return Paged(model, *self._arguments, self._steps)
             except UnsupportedError as error:
                 self._steps.refuse(str(error))
-        return Contiguous(model, *self._arguments)
+        return Contiguous(model, *self._arguments, self._reuse, self._host_blocks)
 
     def __enter__(self) -> PrefixCaching:
         return self

@@ -49,13 +49,25 @@ class Store:
         manager: Hands out the blocks.
         storage: Keys and values of every layer, by block.
         states: States by block hash; None for a model without.
+        host: Blocks in host memory; None without.
+        reuse: "prefix", or "gap" to reuse cached blocks behind missing ones too.
         heeds_padding: Whether a token's KV depends on how many masked columns are before it.
     """
 
-    def __init__(self, manager: CacheManager, storage: Any, states: Any = None, heeds_padding: bool = False) -> None:
+    def __init__(
+        self,
+        manager: CacheManager,
+        storage: Any,
+        states: Any = None,
+        heeds_padding: bool = False,
+        host: Any = None,
+        reuse: str = "prefix",
+    ) -> None:
         self.manager = manager
         self.storage = storage
         self.states = states
+        self.host = host
+        self.reuse = reuse
         self.heeds_padding = heeds_padding
         self.block_size = manager.block_size
         self._lost: deque[list[str]] = deque()

@@ -82,13 +82,15 @@ class Call:
         elif self.store.states is not None:
             by_rows = reuse and self._has_boundaries()
         else:
-            by_rows = reuse and not alone and self._rows_cost() < self.batch * (self.length - columns)
+            gaps = any(p.later for p in self.prompts)
+            by_rows = reuse and not (alone and not gaps) and self._rows_cost() < self.batch * (self.length - columns)
         if by_rows:
             self._compute_rows()
             return
         self.start = columns if self.store.states is None else 0
         for prompt in self.prompts:
             prompt.cached = max(self.start - prompt.pad, 0)
+            prompt.later = []
         self.start = self.start if any(p.cached for p in self.prompts) else 0
         self.cache = self._lay_out({}) if self.start else self._empty()
 
@@ -110,7 +112,7 @@ class Call:
         for number, prompt in enumerate(self.prompts):
             if prompt.pad + len(prompt.tokens) != self.length:
                 return float("inf")
-            known = prompt.cached
+            known = prompt.cached + sum(end - start for start, end in prompt.later)
             if prompt.waits:
                 known = max([known, *(_agree(prompt.tokens, p.tokens) for p in self.prompts[:number])])
             if len(prompt.tokens) - 1 > known:
@@ -142,6 +144,10 @@ class Call:
             self._read(cache, prompt, at)
         if prompt.states is not None:
             put_states(cache, [prompt.states])
+        for start, behind in prompt.later:
+            forward(self.model, prompt.tokens, at, start, cache)
+            at = min(behind, end)
+            self._read_behind(cache, prompt, start, at)
         for cut in sorted(cut for cut in cuts if at < cut <= end):
             forward(self.model, prompt.tokens, at, cut, cache)
             at = cut
@@ -163,6 +169,18 @@ class Call:
             )
             self.store.storage.read(index, blocks, keys[0, :, :length], values[0, :, :length])
             _fill(layer, keys, values, length)
+
+    def _read_behind(self, cache: DynamicCache, prompt: Prompt, start: int, end: int) -> None:
+        """Puts a span of a prompt from blocks behind what a cache of one row has."""
+        blocks = prompt.table[start // self.store.block_size : -(-end // self.store.block_size)]
+        for index, layer in attention_layers(cache).items():
+            specs = self.store.storage.specs.get(index)
+            if specs is not None:
+                keys, values = (
+                    torch.empty(1, s.num_heads, end - start, s.width, dtype=s.dtype, device=s.device) for s in specs
+                )
+                self.store.storage.read(index, blocks, keys[0], values[0])
+                layer.update(keys, values)
 
     def _lay_out(self, caches: dict[int, DynamicCache]) -> DynamicCache:
         """A cache of the whole batch with `start` columns: from the prompts' own caches, or else from blocks."""

@@ -32,6 +32,7 @@ class Prompt:
         cached: How many of the tokens are read from blocks.
         shared: The KV hit, where it is longer than what states allow to use.
         written: Blocks whose content is there.
+        later: Spans behind the first missing block that are read from blocks too.
         waits: Whether somebody is computing its next block at this moment.
     """
 
@@ -43,6 +44,7 @@ class Prompt:
     shared: int = 0
     written: int = 0
     waits: bool = False
+    later: list[tuple[int, int]] = field(default_factory=list)
     table: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
     states: States | None = None
 
@@ -88,10 +90,14 @@ class Rows:
         """
         store, size = self.store, self.store.block_size
         allocation = uninterrupted(self._allocate, prompt)
-        length, cached = len(prompt.tokens), allocation.num_cached_tokens
+        spans = allocation.cached_spans
+        length, cached = len(prompt.tokens), spans[0][1] if spans and spans[0][0] == 0 else 0
         whole = cached == length - 1 and allocation.slot_mapping[-1] < 0
         prompt.table = store.manager.block_table(prompt.request_id)
         prompt.written = length // size if whole else cached // size
+        prompt.later = [span for span in spans if span[0] > cached] if reuse else []
+        if store.host is not None and reuse and not whole and not prompt.later:
+            cached = self._load(prompt, cached)
         prompt.waits = allocation.wait_for is not None
         prompt.cached = prompt.shared = cached if reuse else 0
         if store.states is None or not prompt.cached:
@@ -104,6 +110,21 @@ class Rows:
                 prompt.cached = blocks * size
                 return
 
+    def _load(self, prompt: Prompt, cached: int) -> int:
+        """Brings blocks back from host memory; how many tokens are cached by then."""
+        store, block = self.store, cached // self.store.block_size
+        digests = store.manager.block_hashes(prompt.request_id)
+        while block < len(digests) and (content := store.host.get(digests[block])) is not None:
+            for index, (keys, values) in content.items():
+                store.storage.write(index, prompt.table[block : block + 1], keys, values)
+            block += 1
+        if block == prompt.written:
+            return cached
+        prompt.written = block
+        uninterrupted(store.manager.commit, prompt.request_id, block * store.block_size)
+        prompt.table = store.manager.block_table(prompt.request_id)
+        return min(block * store.block_size, len(prompt.tokens) - 1)
+
     def readmit(self, prompt: Prompt) -> None:
         """Looks again for what is cached by now."""
         uninterrupted(self._lease.free, prompt.request_id)
@@ -114,7 +135,9 @@ class Rows:
         keys = self._extra_keys
         if self.store.heeds_padding and prompt.pad:
             keys = (*keys, "columns before it", str(prompt.pad))
-        return self.store.manager.allocate(prompt.request_id, prompt.tokens, extra_keys=keys or None, salt=self._salt)
+        return self.store.manager.allocate(
+            prompt.request_id, prompt.tokens, extra_keys=keys or None, salt=self._salt, reuse=self.store.reuse
+        )
 
     def write(self, prompt: Prompt, cache: DynamicCache, row: int, pad: int, length: int) -> None:
         """Writes the complete blocks among a prompt's first `length` tokens and makes them findable.
@@ -129,7 +152,8 @@ class Rows:
         length = min(length, len(prompt.tokens))
         last = length // self.store.block_size
         if last > prompt.written:
-            self._write_blocks(prompt.table, cache, row, pad, prompt.written, last)
+            for first, end in _between(prompt.later, self.store.block_size, prompt.written, last):
+                self._write_blocks(prompt.table, cache, row, pad, first, end)
             prompt.written = last
         uninterrupted(self.store.manager.commit, prompt.request_id, length)
 
@@ -182,6 +206,16 @@ class Rows:
     def close(self) -> None:
         """Gives all blocks back; complete ones stay findable until they are evicted."""
         uninterrupted(self._lease.close)
+
+
+def _between(spans: list[tuple[int, int]], size: int, first: int, last: int) -> list[tuple[int, int]]:
+    """The runs of blocks from `first` to `last` that lie in none of the spans of tokens."""
+    runs = []
+    for start, end in [*spans, (last * size, last * size)]:
+        if first < min(start // size, last):
+            runs.append((first, min(start // size, last)))
+        first = max(first, -(-end // size))
+    return runs
 
 
 __all__ = ["OutOfBlocks", "Prompt", "Rows", "prompts_of"]

@@ -13,6 +13,7 @@ from ..store import Store
 from ..support import UnsupportedError
 from .call import Call
 from .decoding import WatchedModel
+from .host import HostBlocks
 from .probe import LONG, Probed, probe, probe_window
 from .states import StateStore
 from .storage import BlockStorage
@@ -30,6 +31,8 @@ class Contiguous:
         num_blocks: Blocks of the cache; None: see `default_num_blocks`.
         block_size: Tokens of a block.
         policy: See `CacheManager`.
+        reuse: See `CacheManager.allocate`.
+        host_blocks: Evicted blocks that are kept in host memory.
 
     Attributes:
         store: Where KV is kept.
@@ -38,8 +41,17 @@ class Contiguous:
         UnsupportedError: The model cannot be served.
     """
 
-    def __init__(self, model: Any, num_blocks: int | None, block_size: int, policy: Any) -> None:
+    def __init__(
+        self,
+        model: Any,
+        num_blocks: int | None,
+        block_size: int,
+        policy: Any,
+        reuse: str = "prefix",
+        host_blocks: int = 0,
+    ) -> None:
         self._arguments = (num_blocks, block_size, policy)
+        self._reuse, self._host_blocks = reuse, host_blocks
         self._make(model, probe(model))
 
     def _make(self, model: Any, probed: Probed) -> None:
@@ -51,7 +63,11 @@ class Contiguous:
         storage.num_blocks = num_blocks or default_num_blocks(model, storage.bytes_per_block, block_size)
         states = StateStore(memory_budget(model) // 4) if probed.state_bytes else None
         manager = CacheManager(storage.num_blocks, block_size, policy=policy)
-        self.store = Store(manager, storage, states, probed.heeds_padding)
+        host = HostBlocks(storage, self._host_blocks) if self._host_blocks else None
+        if host is not None:
+            manager.on_evict = host.evicted
+        reuse = "prefix" if states is not None else self._reuse
+        self.store = Store(manager, storage, states, probed.heeds_padding, host, reuse)
 
     def empty(self, model: Any) -> None:
         """An empty cache from now on; calls under way go on with the blocks they have."""
@@ -122,6 +138,8 @@ class Contiguous:
         finally:
             call.close()
         reports = {
-            row: RequestReport(len(p.tokens), min(p.cached, len(p.tokens))) for p in call.prompts for row in p.rows
+            row: RequestReport(len(p.tokens), p.cached + sum(end - start for start, end in p.later))
+            for p in call.prompts
+            for row in p.rows
         }
         return result, [reports[row] for row in range(call.batch)]

@@ -83,6 +83,13 @@ class BlockStorage:
             else:
                 cache.index_copy_(0, ids.to(cache.device), source)
 
+    def content(self, block: int) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+        """Copies of one block's keys and values by layer, `[num_heads, block_size, width]`, in host memory."""
+        return {
+            index: (keys[block].to("cpu", copy=True), values[block].to("cpu", copy=True))
+            for index, (keys, values) in self.layers.items()
+        }
+
     def read(self, index: int, blocks: np.ndarray, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Reads the first tokens of blocks into `keys` and `values`, `[num_heads, num_tokens, width]`.
 

@@ -1,0 +1,100 @@
+"""What a model's KV depends on: every change is noticed, and looking costs little."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+from generate_cases import LLAMA, SMALL  # noqa: E402
+
+from pc.integrations.huggingface.identity import Identity, set_by_forward  # noqa: E402
+
+
+@pytest.fixture
+def model() -> Any:
+    return LLAMA.build()
+
+
+class Halved(transformers.models.llama.modeling_llama.LlamaMLP):  # type: ignore[misc, name-defined]
+    def forward(self, x: torch.Tensor) -> Any:
+        return super().forward(x) * 0.5
+
+
+def _layer(model: Any) -> Any:
+    return model.model.layers[0]
+
+
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "buffer in place": lambda m: m.model.rotary_emb.inv_freq.mul_(0.9),
+    "buffer through data": lambda m: m.model.rotary_emb.inv_freq.data.mul_(0.9),
+    "buffer added": lambda m: _layer(m).mlp.register_buffer("more", torch.ones(1)),
+    "setting of a module": lambda m: setattr(_layer(m).self_attn, "scaling", 0.7),
+    "setting equal to another": lambda m: setattr(_layer(m).input_layernorm, "variance_epsilon", float("1e-6") * 1),
+    "epsilon": lambda m: setattr(_layer(m).input_layernorm, "variance_epsilon", 1.0),
+    "class": lambda m: setattr(_layer(m).mlp, "__class__", Halved),
+    "module replaced": lambda m: setattr(_layer(m).mlp, "act_fn", torch.nn.ReLU()),
+    "layers swapped": lambda m: m.model.layers.insert(0, m.model.layers.pop(1)),
+    "layer dropped": lambda m: m.model.layers.pop(1),
+    "hook": lambda m: _layer(m).register_forward_hook(lambda *a: None),
+    "forward": lambda m: setattr(_layer(m).mlp, "forward", lambda x: x),
+    "config": lambda m: setattr(m.config, "rms_norm_eps", 0.1),
+    "within the config": lambda m: m.config.rope_parameters.update(rope_theta=3.0),
+    "weight": lambda m: _layer(m).mlp.up_proj.weight.data.neg_(),
+    "weight replaced": lambda m: setattr(_layer(m).mlp.up_proj.weight, "data", torch.zeros(96, 64)),
+    "one submodule in training": lambda m: _layer(m).mlp.train(),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
+def test_changes_are_noticed(model: Any, change: Callable[[Any], Any]) -> None:
+    with torch.no_grad():
+        identity = Identity(model)
+        assert not identity.changed(model)
+        change(model)
+        assert identity.changed(model)
+
+
+def test_forward_passes_change_nothing(model: Any) -> None:
+    identity = Identity(model)
+    with set_by_forward(model) as names:
+        model(torch.arange(8)[None])
+    assert names == set()
+    assert not identity.changed(model)
+
+
+def test_attributes_that_a_forward_pass_sets_are_no_change(model: Any) -> None:
+    def count(module: Any, *_: Any) -> None:
+        module.calls = getattr(module, "calls", 0) + 1
+
+    _layer(model).register_forward_hook(count)
+    with set_by_forward(model) as names:
+        model(torch.arange(8)[None])
+    assert names == {"calls"}
+    identity = Identity(model, passing=frozenset(names))
+    model(torch.arange(8)[None])
+    assert not identity.changed(model)
+    _layer(model).other = 1
+    assert identity.changed(model)
+
+
+def test_looking_at_many_layers_takes_little() -> None:
+    config = transformers.LlamaConfig(**SMALL | {"num_hidden_layers": 48, "hidden_size": 16, "intermediate_size": 16})
+    model = transformers.LlamaForCausalLM(config).eval()
+    identity = Identity(model)
+
+    def cpu_seconds(work: Callable[[], Any]) -> float:
+        times = []
+        for _ in range(15):
+            begin = time.thread_time()
+            work()
+            times.append(time.thread_time() - begin)
+        return sorted(times)[7]
+
+    # Walking the modules once, without looking at anything, is the measure: the machine may be busy.
+    assert cpu_seconds(lambda: identity.changed(model)) < 3 * cpu_seconds(lambda: list(model.modules()))
