@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import threading
 import weakref
 from collections.abc import Iterator
@@ -111,6 +112,46 @@ class PrefixCaching:
             model = self._model()
             if self._serving is not None and model is not None:
                 self._serving.empty(model)
+
+    def save(self, path: str | os.PathLike[str]) -> int:
+        """Writes every cached block to a file that nobody else may read: it holds what prompts can be guessed from.
+
+        Args:
+            path: The file; one that is there is replaced.
+
+        Returns:
+            How many blocks it has.
+
+        Raises:
+            ValueError: The model is not served, or by packed passes, whose blocks stay on the device.
+            OSError: The file cannot be written.
+        """
+        serving, model, adapters = self._saving()
+        return serving.save(model, adapters, path)
+
+    def load(self, path: str | os.PathLike[str]) -> int:
+        """Takes the blocks of a file into host memory, from where prompts read them.
+
+        Args:
+            path: A file of `save`.
+
+        Returns:
+            How many blocks it has.
+
+        Raises:
+            ValueError: The file holds KV of another model, weights, dtype, adapter or block size, or is none of
+                `save`; or the model is not served, or by packed passes.
+            OSError: The file cannot be read.
+        """
+        serving, model, adapters = self._saving()
+        return serving.load(model, adapters, path)
+
+    def _saving(self) -> tuple[Contiguous, Any, tuple[str, ...]]:
+        model = self._model()
+        serving, adapters = (None, ()) if model is None else self._current(model)
+        if not isinstance(serving, Contiguous):
+            raise ValueError("model: needs one that is served over contiguous copies, to save or load its blocks")
+        return serving, model, adapters
 
     @contextmanager
     def salt(self, salt: Any) -> Iterator[None]:

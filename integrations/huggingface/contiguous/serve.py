@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ from .call import Call
 from .decoding import WatchedModel
 from .host import HostBlocks
 from .probe import LONG, Probed, probe, probe_window
+from .saved import load, save
 from .states import StateStore
 from .storage import BlockStorage
 
@@ -72,6 +74,20 @@ class Contiguous:
     def empty(self, model: Any) -> None:
         """An empty cache from now on; calls under way go on with the blocks they have."""
         self._make(model, self._probed)
+
+    def save(self, model: Any, adapters: tuple[str, ...], path: str | os.PathLike[str]) -> int:
+        """Writes the blocks to a file: see `PrefixCaching.save`."""
+        return save(model, self.store, adapters, path)
+
+    def load(self, model: Any, adapters: tuple[str, ...], path: str | os.PathLike[str]) -> int:
+        """Takes blocks from a file into host memory: see `PrefixCaching.load`."""
+        blocks, store = load(model, self.store, adapters, path), self.store
+        if store.host is None:
+            store.host = HostBlocks(store.storage, 0)
+        store.host.max_blocks = max(store.host.max_blocks, len(store.host) + len(blocks))
+        for digest, content in blocks.items():
+            store.host.put(digest, content)
+        return len(blocks)
 
     def _prove_window(self, model: Any) -> None:
         if self._window_problem is None:

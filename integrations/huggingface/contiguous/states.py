@@ -53,6 +53,11 @@ class StateStore:
     def __contains__(self, digest: bytes) -> bool:
         return digest in self._states
 
+    def items(self) -> list[tuple[bytes, States]]:
+        """All states with their hashes."""
+        with self._lock:
+            return list(self._states.items())
+
     def get(self, digest: bytes) -> States | None:
         """The states taken behind a block; nobody writes to them."""
         with self._lock:

@@ -1,0 +1,36 @@
+"""`python -m pc families`: classes built small and run with and without the cache."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("transformers")
+
+from pc import families
+
+
+def test_rows_and_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = tmp_path / "table.md"
+    assert families.run_families(["LlamaForCausalLM", "XLNetLMHeadModel", "NoSuchClass"], output) == 0
+    printed = capsys.readouterr().out
+    assert "1 served" in printed
+    assert "0 different" in printed
+    lines = output.read_text().splitlines()
+    assert lines[2] == "| LlamaForCausalLM | served | 64 |  |"
+    assert lines[3].startswith("| XLNetLMHeadModel | handed back |")
+    assert "NoSuchClass" in lines[4]
+
+
+def test_other_tokens_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    from pc.integrations.huggingface.contiguous.storage import BlockStorage
+
+    read = BlockStorage.read
+
+    def wrong(self: BlockStorage, index: int, blocks: object, keys: object, values: object) -> None:
+        read(self, index, blocks, keys, values)  # type: ignore[arg-type]
+        values.neg_()  # type: ignore[attr-defined]
+
+    monkeypatch.setattr(BlockStorage, "read", wrong)
+    assert families.run_families(["LlamaForCausalLM"]) == 1
