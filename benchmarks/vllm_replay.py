@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from time import process_time
 from typing import Any
 
+import numpy as np
+
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 from pc.cache.replay.traces import Trace, digests_of, load_trace
@@ -47,23 +49,26 @@ def make_manager(num_blocks: int, policy: str | None) -> Any:
     return manager
 
 
-def replay_through_vllm(trace: Trace, policy: str | None, capacity: int) -> Result:
+def replay_through_vllm(trace: Trace, policy: str | None, capacity: int, split: int = 1) -> Result:
     """Runs a trace; each block of it is a block of two tokens here, and one more token follows, so that all can be hit.
 
     Args:
         trace: The requests.
         policy: A policy's name; None: vLLM's own queue.
-        capacity: Blocks, vLLM's null block and the one of the last token not counted.
+        capacity: Blocks of the trace, vLLM's null block and the one of the last token not counted.
+        split: How many blocks of vLLM a block of the trace is: 32 where it has 512 tokens and vLLM 16.
     """
     from vllm.sampling_params import SamplingParams
     from vllm.v1.request import Request
 
-    manager = make_manager(capacity + 2, policy)
+    manager = make_manager(capacity * split + 2, policy)
     sampling = SamplingParams(max_tokens=1)
     hits, seconds = 0, 0.0
     for number, (ids, output) in enumerate(zip(trace.requests, trace.outputs, strict=True)):
         ids = ids[:capacity]
-        raw, width = digests_of(ids).tobytes(), 16
+        digests = np.repeat(digests_of(ids), split, axis=0)
+        digests[:, 0] += np.tile(np.arange(split, dtype=np.uint64), len(ids))
+        raw, width = digests.tobytes(), 16
         hashes = [raw[at : at + width] for at in range(0, len(raw), width)]
         given = iter([hashes])
         request = Request(
@@ -81,7 +86,7 @@ def replay_through_vllm(trace: Trace, policy: str | None, capacity: int) -> Resu
             manager.block_pool.policy_state.finished(output, None)
         manager.free(request)
         seconds += process_time() - begun
-        hits += cached // 2
+        hits += cached // 2 / split
     return Result(policy or "vllm", hits / max(trace.num_blocks, 1), seconds)
 
 
@@ -92,6 +97,7 @@ def main() -> None:
     parser.add_argument("--policy", action="append", help="a name; may be given again")
     parser.add_argument("--share", type=float, default=0.03, help="capacity as a share of the trace's unique blocks")
     parser.add_argument("--part", type=float, default=1.0, help="how much of the trace, from its beginning")
+    parser.add_argument("--split", type=int, default=1, help="blocks of vLLM for each block of the trace")
     parser.add_argument("--rounds", type=int, default=3)
     given = parser.parse_args()
     whole = load_trace(given.trace)
@@ -101,7 +107,7 @@ def main() -> None:
     runs: dict[str | None, list[Result]] = {name: [] for name in names}
     for _ in range(given.rounds):
         for name in names:
-            runs[name].append(replay_through_vllm(trace, name, capacity))
+            runs[name].append(replay_through_vllm(trace, name, capacity, given.split))
     base = [run.seconds for run in runs[None]]
     print(f"{trace.name}, {len(trace.requests)} requests, {trace.num_blocks} blocks, {capacity} blocks of capacity")
     for name in names:

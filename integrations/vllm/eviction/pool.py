@@ -38,18 +38,18 @@ class PolicyBlockPool(BlockPool):
     def get_new_blocks(self, num_blocks: int) -> list[Any]:
         """Blocks for a request, those without content first, then the policy's victims."""
         taken: list[Any] = super().get_new_blocks(num_blocks)
-        ids = [block.block_id for block in taken]
-        self.policy_state.took(ids)
+        self.policy_state.took(taken)
         if self.handed_out is not None:
-            self.handed_out += ids
+            self.handed_out += [block.block_id for block in taken]
         return taken
 
     def free_blocks(self, ordered_blocks: Iterable[Any]) -> None:
         """A holder gives these blocks back, the last of its sequence first."""
+        if self.policy_state.order_only:
+            super().free_blocks(ordered_blocks)
+            return
         blocks = list(ordered_blocks)
-        mine = [b.block_id for b in blocks if not b.is_null and (b.pool is None or b.pool is self)]
-        if mine:
-            self.policy_state.given_back(mine)
+        self.policy_state.given_back([b for b in blocks if not b.is_null and (b.pool is None or b.pool is self)])
         super().free_blocks(blocks)
 
     def cache_full_blocks(
@@ -58,9 +58,7 @@ class PolicyBlockPool(BlockPool):
         """Blocks of a request get their hashes."""
         super().cache_full_blocks(request, blocks, num_cached_blocks, num_full_blocks, *args, **kwargs)
         if num_cached_blocks < num_full_blocks:
-            places = range(num_cached_blocks, num_full_blocks)
-            named = [n for n in places if blocks[n].block_hash is not None and not blocks[n].is_null]
-            self.policy_state.completed([blocks[n].block_id for n in named], [n + 1 for n in named])
+            self.policy_state.completed(blocks[num_cached_blocks:num_full_blocks], num_cached_blocks)
 
     def cache_partial_block(
         self,
@@ -77,7 +75,7 @@ class PolicyBlockPool(BlockPool):
         had = block.block_hash
         named = super().cache_partial_block(request, block, num_tokens, kv_cache_group_id, block_size, *args, **kwargs)
         if named is not None and block.block_hash != had:
-            self.policy_state.completed([block.block_id], [-(-num_tokens // block_size)])
+            self.policy_state.completed([block], (num_tokens - 1) // block_size)
         return named
 
     def move_block_hashes(self, src_block: Any, dst_block: Any) -> None:
@@ -85,7 +83,7 @@ class PolicyBlockPool(BlockPool):
         self.policy_state.flush()
         super().move_block_hashes(src_block, dst_block)
         length = int(self.policy_state.prefix_length[src_block.block_id])
-        self.policy_state.completed([dst_block.block_id], [length])
+        self.policy_state.completed([dst_block], length - 1)
 
     def evict_blocks(self, block_ids: set[int]) -> None:
         """Blocks lose their hashes, held ones too; the policy hears of them while they hold."""
@@ -118,7 +116,7 @@ def install_policy(pool: Any, policy: str | EvictionPolicy | type[EvictionPolicy
         raise ValueError(
             f"pool: got one in use ({len(free)} of {pool.num_gpu_blocks - 1} blocks free), needs a fresh one"
         )
-    state = PolicyState(pool.blocks, make_policy(policy))
+    state = PolicyState(pool.blocks, make_policy(policy), pool.get_num_free_blocks)
     pool.free_block_queue = PolicyQueue(pool.blocks, free, state)
     pool.policy_state = state
     kind = type(pool)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from ....cache.hashing import TokenIds
-from ....cache.policies import Block, EvictionPolicy
+from ....cache.policies import LRU, Block, EvictionPolicy
 from ....cache.table import Ids
 
 
@@ -19,55 +19,79 @@ class PolicyState:
 
     What happens to blocks that are held cannot change a decision before they are free, so a policy is told of fresh and
     completed blocks together, before it is told of hits and releases, or at the end of a step: one vector operation
-    instead of one for each request that decodes.
+    instead of one for each request that decodes. lru is told of hits and releases alone: it looks at nothing else.
 
     Args:
         blocks: Every block of the pool, by number; the null block is among them and never told of.
         policy: A fresh policy.
+        num_free: Tells how many blocks are free.
     """
 
-    def __init__(self, blocks: list[Any], policy: EvictionPolicy) -> None:
+    def __init__(self, blocks: list[Any], policy: EvictionPolicy, num_free: Callable[[], int]) -> None:
         self.blocks = blocks
         self.num_blocks = len(blocks)
-        self.num_held = 0
         self.clock = 0
-        self.ref_count = np.zeros(self.num_blocks, np.int32)
         self.last_access = np.zeros(self.num_blocks, np.int64)
         self.access_count = np.zeros(self.num_blocks, np.int32)
         self.prefix_length = np.zeros(self.num_blocks, np.int32)
+        self._ref_count = np.zeros(self.num_blocks, np.int32)
+        self._changed: list[int] = []
         self._fresh: list[int] = []
         self._completed: list[int] = []
         self._lengths: list[int] = []
+        self._num_free = num_free
         self.policy = policy
+        self.order_only = type(policy) is LRU
         self._takes_returns = "returns" in inspect.signature(policy.finished).parameters
         policy.bind(self)
+
+    @property
+    def num_held(self) -> int:
+        """Blocks that requests hold, vLLM's null block not counted."""
+        return self.num_blocks - 1 - self._num_free()
+
+    @property
+    def ref_count(self) -> npt.NDArray[np.int32]:
+        """Holders of each block; few policies look at them, so they are brought up to date when one does."""
+        if self._changed:
+            ids, self._changed = self._changed, []
+            self._ref_count[ids] = [self.blocks[i].ref_cnt for i in ids]
+        return self._ref_count
 
     def keys_of(self, ids: Ids) -> npt.NDArray[np.uint64]:
         """64 bits of the hash of each block, its group counted in; 0 for one that has lost its hash."""
         hashes = [self.blocks[i].block_hash for i in ids.tolist()]
-        # The group is in the last bytes of vLLM's key: layers of one group do not stand for those of another.
-        return np.array([0 if key is None else _key(key) for key in hashes], np.uint64)
+        width = max((len(key) for key in hashes if key is not None), default=12)
+        lost = bytes(width)
+        raw = np.frombuffer(b"".join([key or lost for key in hashes]), np.uint8).reshape(-1, width)
+        keys: npt.NDArray[np.uint64] = raw[:, :8].copy().view(np.uint64)[:, 0]
+        # The last bytes of vLLM's key are the group: layers of one group do not stand for those of another.
+        groups = raw[:, -4:].copy().view(">u4")[:, 0].astype(np.uint64)
+        keys ^= groups * np.uint64(0x9E3779B97F4A7C15)
+        return keys
 
     def acquire(self, sequence: TokenIds | Sequence[bytes]) -> list[Block]:
         """Refused: vLLM takes blocks, the policy only chooses."""
         raise NotImplementedError("acquire: blocks are taken by vLLM's scheduler")
 
-    def took(self, ids: list[int]) -> None:
+    def took(self, blocks: list[Any]) -> None:
         """Fresh blocks were taken."""
-        self._fresh += ids
+        if not self.order_only:
+            self._fresh += [block.block_id for block in blocks]
 
-    def completed(self, ids: list[int], lengths: list[int]) -> None:
-        """Blocks got their hashes; `lengths` are the blocks of their sequence up to and including each."""
-        self._completed += ids
-        self._lengths += lengths
+    def completed(self, blocks: list[Any], before: int) -> None:
+        """Those of these blocks that have one got their hash; `before` blocks of their sequence come first."""
+        if not self.order_only:
+            places = [n for n, block in enumerate(blocks) if block.block_hash is not None]
+            self._completed += [blocks[n].block_id for n in places]
+            self._lengths += [before + 1 + n for n in places]
 
     def flush(self) -> None:
         """Tells the policy what has been noted."""
         if self._fresh:
+            self._changed += self._fresh
             ids, self._fresh = np.array(self._fresh, np.int32), []
             self.clock += 1
-            self.num_held += ids.size
-            self.ref_count[ids] = 1
             self.access_count[ids] = 1
             self.last_access[ids] = self.clock
             self.policy.accessed(ids, False)
@@ -80,28 +104,30 @@ class PolicyState:
     def accessed(self, blocks: list[Any]) -> None:
         """Cached blocks were found and taken, in the order of their sequence; vLLM has counted the holder already."""
         self.flush()
-        ids = np.array([block.block_id for block in blocks], np.int32)
+        found = [block.block_id for block in blocks]
+        ids = np.array(found, np.int32)
         self.clock += 1
-        refs = self.ref_count[ids]
-        self.num_held += ids.size - int(np.count_nonzero(refs))
-        self.ref_count[ids] = refs + 1
-        self.access_count[ids] += 1
-        self.last_access[ids] = self.clock
+        if not self.order_only:
+            self._changed += found
+            self.access_count[ids] += 1
+            self.last_access[ids] = self.clock
         self.policy.accessed(ids, True)
 
-    def given_back(self, ids: list[int]) -> None:
+    def given_back(self, blocks: list[Any]) -> None:
         """A holder less for each of these blocks."""
-        self.flush()
-        refs = self.ref_count[ids] - 1
-        self.num_held -= len(ids) - int(np.count_nonzero(refs))
-        self.ref_count[ids] = refs
+        if not self.order_only and blocks:
+            self.flush()
+            self._changed += [block.block_id for block in blocks]
+            if len(self._changed) > 4 * self.num_blocks:
+                self._changed = list(set(self._changed))
 
     def released(self, ids: list[int]) -> None:
         """Nobody holds these cached blocks any more; in the order of their sequence."""
         self.flush()
         run = np.array(ids, np.int32)
         self.clock += 1
-        self.last_access[run] = self.clock
+        if not self.order_only:
+            self.last_access[run] = self.clock
         self.policy.released(run)
 
     def hinted(self, ids: list[int], priority: int, ttl: float | None) -> None:
@@ -117,14 +143,7 @@ class PolicyState:
 
     def clear(self) -> None:
         """The prefix cache was emptied."""
-        self._fresh, self._completed, self._lengths = [], [], []
-        self.num_held = 0
-        for field in (self.ref_count, self.access_count, self.prefix_length):
+        self._changed, self._fresh, self._completed, self._lengths = [], [], [], []
+        for field in (self._ref_count, self.access_count, self.prefix_length):
             field.fill(0)
         self.policy.clear()
-
-
-def _key(block_hash: bytes) -> int:
-    """64 bits of vLLM's key of a block: of its hash, and its group."""
-    group = int.from_bytes(block_hash[-4:], "big")
-    return (int.from_bytes(block_hash[:8], "little") ^ group * 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF

@@ -129,6 +129,30 @@ def test_only_who_asks_gets_rows(model_path, feature):
         assert take_hidden_states(llm) == {}
 
 
+def test_blocks_that_a_connector_fills_hold_no_rows(model_path, feature):
+    """Their rows are those of prompts that had the blocks before: none is given out, and later prompts have all."""
+    from vllm import SamplingParams
+
+    from pc.integrations.vllm.hidden_states import ASKED, take_hidden_states
+
+    vllm_engine.use_eviction(True)
+    params = SamplingParams(max_tokens=4, temperature=0.0, detokenize=False, extra_args={ASKED: True})
+    transfer = {"kv_connector": "Claims", "kv_connector_module_path": "vllm_connector", "kv_role": "kv_both"}
+    generator = torch.Generator().manual_seed(1)
+    fresh = [torch.randint(3, 490, (150,), generator=generator).tolist() for _ in range(5)]
+    with vllm_engine.engine(model_path("llama"), num_gpu_blocks_override=17, kv_transfer_config=transfer) as (llm, _):
+
+        def rows_of(prompt):
+            llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)
+            (rows,) = take_hidden_states(llm).values()
+            return rows
+
+        for prompt in fresh:
+            assert len(rows_of(prompt)["hidden_states"]) == 150
+        assert rows_of([499, *fresh[0][:99]]) is None
+        assert len(rows_of(fresh[1])["hidden_states"]) == 150
+
+
 def test_models_with_windows_alone_are_refused(model_path, feature):
     with pytest.raises(ValueError, match="no layers with full attention"), vllm_engine.engine(model_path("mistral")):
         pass

@@ -1,0 +1,42 @@
+"""Our Triton kernels in vLLM's engine, in triton's interpreter: the tokens of vLLM's compiled backend."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("vllm", reason="vllm is not installed: make vllm")
+
+import vllm_engine
+
+from pc.triton_ops._triton import INTERPRET
+
+pytestmark = pytest.mark.skipif(not INTERPRET, reason="needs TRITON_INTERPRET=1")
+
+
+def test_kernels_in_the_interpreter(model_path):
+    """Prefill, a mixed step, decode, and prefix hits; plans are built once a step and given to the kernels."""
+    from unittest import mock
+
+    from pc.integrations.vllm.attention import PagedAttention
+
+    attend, plans = PagedAttention._attend, []
+
+    def watched(self, query, keys, values, step, scales):
+        plans.append(step.plans[self.window].data_ptr())
+        return attend(self, query, keys, values, step, scales)
+
+    generator = torch.Generator().manual_seed(1)
+    prompts = [torch.randint(3, 500, (n,), generator=generator).tolist() for n in (57, 33)]
+    found = []
+    for ours in (False, True):
+        vllm_engine.use_attention(ours)
+        with (
+            mock.patch.object(PagedAttention, "_attend", watched),
+            vllm_engine.engine(model_path("llama")) as (llm, seen),
+        ):
+            found.append([vllm_engine.generate(llm, prompts, max_tokens=3) for _ in range(2)])
+    assert found[0] == found[1]
+    assert found[1][1][1] == [32, 32]
+    assert seen["attention"] == 2 * seen["steps"] == len(plans)
+    assert all(first == second for first, second in zip(plans[::2], plans[1::2], strict=True)), "a plan for each layer"

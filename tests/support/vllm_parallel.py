@@ -1,0 +1,32 @@
+"""Run as a program: tokens of an engine of two tensor-parallel workers with pc's backend and policy, as JSON.
+
+Workers are processes of their own, which find the plugin by its entry point, as those of a server do.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+
+import vllm_engine
+
+
+def attention_class(model):
+    """The class of the first layer's attention, in a worker."""
+    return next(type(module.impl).__name__ for module in model.modules() if hasattr(module, "impl"))
+
+
+if __name__ == "__main__":
+    vllm_engine.prepare()
+    os.environ.update(PC_VLLM="attention,eviction", PC_VLLM_POLICY="lru", VLLM_ALLOW_INSECURE_SERIALIZATION="1")
+    import torch
+    from vllm import LLM
+
+    generator = torch.Generator().manual_seed(1)
+    prompts = [torch.randint(3, 500, (n,), generator=generator).tolist() for n in (57, 33, 100)]
+    llm = LLM(model=sys.argv[1], **{**vllm_engine.OPTIONS, "tensor_parallel_size": int(sys.argv[2])})
+    found = [vllm_engine.generate(llm, prompts) for _ in range(2)]
+    kinds = llm.apply_model(attention_class)
+    scheduler = type(llm.llm_engine.engine_core.engine_core.scheduler).__name__
+    print("RESULT", json.dumps({"found": found, "attention": kinds, "scheduler": scheduler}))
