@@ -325,7 +325,7 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
         Args:
             request_id: The request.
             returns: Probability that its conversation goes on soon, 0 to 1, where the caller knows something: a tool
-                call is pending, the window was closed. With 0 the policies that heed it (`default`, `hazard`,
+                call is pending, the window was closed. With 0 the policies that heed it (`hazard`,
                 `priority`) give up first what nobody but this conversation used. None: unknown.
 
         Raises:
