@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import os
 import threading
@@ -189,7 +190,7 @@ class PrefixCaching:
         original = type(model).generate
         self.last_requests = []
         try:
-            arguments = inspect.signature(original).bind(model, *args, **kwargs).arguments
+            arguments = _signature(original).bind(model, *args, **kwargs).arguments
             del arguments["self"]
             arguments.update(arguments.pop("kwargs", {}))
             check_arguments(arguments)
@@ -232,7 +233,7 @@ class PrefixCaching:
         ) -> Any:
             mode = generation_config.get_generation_mode(given["assistant_model"])
             function = getattr(type(model), GENERATION_MODES_MAPPING[mode])
-            known = inspect.signature(function).parameters
+            known = _signature(function).parameters
             extra = {n: v for n, v in (given | {"inputs_tensor": inputs_tensor}).items() if v is not None}
             model._validate_generation_mode(mode, generation_config, extra)
             options = {"logits_processor": logits_processor, "stopping_criteria": stopping_criteria}
@@ -267,6 +268,11 @@ class PrefixCaching:
 
     def _warn_of_graphs(self, reason: str) -> None:
         self._calls.tell("graphs", f"{reason}. It runs without CUDA graphs.")
+
+
+@functools.lru_cache(64)
+def _signature(function: Any) -> inspect.Signature:
+    return inspect.signature(function)
 
 
 def _forget(handle: weakref.ref[PrefixCaching]) -> None:

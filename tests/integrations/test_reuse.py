@@ -133,7 +133,11 @@ def words(handle: Any, ids: torch.Tensor) -> Any:
 
 def evict(pool: Any, blocks: Any) -> None:
     """Takes blocks out of what can be found."""
-    pool.drop(np.asarray(blocks, np.int32))
+    victims = np.asarray(blocks, np.int32)
+    pool._tell("removed", victims)
+    pool._unlist(victims)
+    pool._evictable -= victims.size
+    pool.give_up(victims)
 
 
 def test_evicted_blocks_come_back_from_host_memory() -> None:

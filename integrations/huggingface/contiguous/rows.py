@@ -151,11 +151,11 @@ class Rows:
         """
         length = min(length, len(prompt.tokens))
         last = length // self.store.block_size
-        if last > prompt.written:
+        if last > prompt.written:  # between blocks there is nothing to publish
             for first, end in _between(prompt.later, self.store.block_size, prompt.written, last):
                 self._write_blocks(prompt.table, cache, row, pad, first, end)
             prompt.written = last
-        uninterrupted(self.store.manager.commit, prompt.request_id, length)
+            uninterrupted(self.store.manager.commit, prompt.request_id, length)
 
     def _write_blocks(self, table: np.ndarray, cache: DynamicCache, row: int, pad: int, first: int, last: int) -> None:
         size = self.store.block_size
