@@ -20,7 +20,6 @@ import os
 import re
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -31,9 +30,13 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from pc.bench import PACKAGE, load_benchmarks
 from pc.triton_ops._attention import constants, launch, prepare, tuned
 from pc.triton_ops._attention.call import AttentionCall
 from pc.triton_ops._attention.constants import Architecture
+
+load_benchmarks()
+sass = importlib.import_module(f"{PACKAGE}.sass")
 
 # `pc.triton_ops.reshape_and_cache` is the function; the module of that name is where its launcher is.
 reshape_and_cache, rope_and_cache, rotate_keys, merge_attention = (
@@ -49,10 +52,15 @@ TARGETS = {
     "sm_80": (GPUTarget("cuda", 80, 32), Architecture("sm_80", 108, False), 166_912),
     "sm_90": (GPUTarget("cuda", 90, 32), Architecture("sm_90", 132, True), 232_448),
     "sm_100": (GPUTarget("cuda", 100, 32), Architecture("sm_100", 148, True), 232_448),
+    "sm_86": (GPUTarget("cuda", 86, 32), Architecture("sm_86", 84, False), 101_376),
+    "sm_89": (GPUTarget("cuda", 89, 32), Architecture("sm_89", 142, True), 101_376),
+    "sm_120": (GPUTarget("cuda", 120, 32), Architecture("sm_120", 188, True), 101_376),
     "gfx942": (GPUTarget("hip", "gfx942", 64), Architecture("gfx942", 304, False), 65_536),
 }
 DESCRIPTOR_TARGETS = frozenset({"sm_90", "sm_100"})
 SPECIALIZED_TARGETS = frozenset({"sm_90"})
+# Compiled for the most used cases only.
+MINOR_TARGETS = frozenset({"sm_86", "sm_89", "sm_120"})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +74,14 @@ class Launch:
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One line of the table; resources are empty and `note` says why where a kernel cannot be had."""
+    """One line of the table; resources are empty and `note` says why where a kernel cannot be had.
+
+    Attributes:
+        programs: That fit on a processor at once.
+        buffers: Tiles of keys, and of values, that shared memory holds: one is computed, the others are on their way.
+        instructions: Of a warp for one tile of keys, in the loop without masks.
+        per_kilobyte: Warp instructions of a program for a KiB of keys and values there.
+    """
 
     triton: str
     target: str
@@ -77,6 +92,10 @@ class Row:
     shared: int | str = ""
     matrix: str = ""
     load_bytes: int | str = ""
+    programs: int | str = ""
+    buffers: int | str = ""
+    instructions: int | str = ""
+    per_kilobyte: float | str = ""
     note: str = ""
 
     @property
@@ -91,7 +110,7 @@ class _Recorder:
 
     def __getitem__(self, grid: object) -> Callable[..., None]:
         def record(*args: Any, **kwargs: Any) -> None:
-            options = {name: kwargs.pop(name) for name in ("num_warps", "num_stages") if name in kwargs}
+            options = {name: kwargs.pop(name) for name in ("num_warps", "num_stages", "maxnreg") if name in kwargs}
             arguments = dict(zip(self.kernel.arg_names, args, strict=False)) | kwargs
             self.launches.append(Launch(self.kernel, arguments, options))
 
@@ -141,8 +160,10 @@ def attention_case(
     batch_invariant: bool = False,
     descriptors: bool = False,
     specialized: bool = False,
+    value_dim: int | None = None,
+    offset: int = 0,
 ) -> None:
-    """One attention call on small tensors."""
+    """One attention call on small tensors; `offset`: elements by which the query misses an aligned address."""
     if descriptors or specialized:
         choice: Any = _described()
         if specialized:
@@ -151,8 +172,10 @@ def attention_case(
             return attention_case(dtype, cache_dtype, head_dim, heads, block_size, q_len, window)
     num_seqs, max_blocks = 2, 4096 // block_size
     num_tokens = num_seqs * q_len
-    query = torch.zeros(num_tokens, heads[0], head_dim, dtype=dtype)
+    elements = torch.zeros(num_tokens * heads[0] * head_dim + offset, dtype=dtype)
+    query = elements[offset:].view(num_tokens, heads[0], head_dim)
     cache = torch.zeros(4, block_size, heads[1], head_dim, dtype=cache_dtype or dtype)
+    values = cache if value_dim is None else torch.zeros(*cache.shape[:3], value_dim, dtype=cache.dtype)
     scale = None if cache_dtype is None else torch.ones(1)
     tables = torch.zeros(num_seqs, max_blocks, dtype=torch.int32)
     starts = torch.arange(num_seqs + 1, dtype=torch.int32) * q_len
@@ -160,7 +183,7 @@ def attention_case(
         AttentionCall(
             query=query,
             key_cache=cache,
-            value_cache=cache,
+            value_cache=values,
             block_tables=tables,
             seq_lens=torch.full((num_seqs,), 4096, dtype=torch.int32),
             query_start_loc=starts,
@@ -261,6 +284,9 @@ CASES: dict[str, Callable[[], None]] = {
     "decode bf16 d128 g1": lambda: attention_case(heads=(32, 32)),
     "decode bf16 d80 g1": lambda: attention_case(head_dim=80, heads=(32, 32)),
     "decode bf16 d256 g8": lambda: attention_case(head_dim=256, heads=(8, 1)),
+    "decode bf16 d128 g4 unaligned": lambda: attention_case(offset=1),
+    "decode bf16 d192 values 128 g1": lambda: attention_case(head_dim=192, value_dim=128, heads=(16, 16)),
+    "decode bf16 d512 g8": lambda: attention_case(head_dim=512, heads=(8, 1)),
     "decode bf16 d128 g4 window": lambda: attention_case(window=128),
     "decode bf16 d128 g4 softcap alibi sinks": lambda: attention_case(options=True),
     "decode fp32 d128 g4": lambda: attention_case(dtype=torch.float32),
@@ -275,6 +301,8 @@ CASES: dict[str, Callable[[], None]] = {
     "prefill bf16 d128 g4 block528": lambda: attention_case(q_len=512, block_size=528),
     "prefill bf16 d96 g1": lambda: attention_case(head_dim=96, heads=(32, 32), q_len=512),
     "prefill bf16 d256 g8": lambda: attention_case(head_dim=256, heads=(8, 1), q_len=512),
+    "prefill bf16 d192 values 128 g1": lambda: attention_case(head_dim=192, value_dim=128, heads=(16, 16), q_len=512),
+    "prefill bf16 d512 g8": lambda: attention_case(head_dim=512, heads=(8, 1), q_len=512),
     "prefill bf16 d128 g4 window": lambda: attention_case(q_len=512, window=128),
     "prefill bf16 d128 g4 softcap alibi sinks": lambda: attention_case(q_len=512, options=True),
     "prefill bf16 d128 g4 positions": lambda: attention_case(q_len=512, positions=True),
@@ -322,6 +350,20 @@ CASES: dict[str, Callable[[], None]] = {
 }
 
 MERGED_CASE = "decode bf16 d128 g4"
+# What most models launch: compiled for every target, and compared by the tests.
+MAIN_CASES = (
+    "decode bf16 d128 g4",
+    "decode bf16 d128 g4 block64",
+    "decode bf16 d128 g4 e4m3",
+    "decode bf16 d256 g8",
+    "prefill bf16 d128 g4",
+)
+
+
+def targets_of(case: str) -> list[str]:
+    """The targets that a case is compiled for."""
+    return [target for target in TARGETS if target not in MINOR_TARGETS or case in MAIN_CASES]
+
 
 _POINTERS = {
     torch.float32: "*fp32",
@@ -348,7 +390,8 @@ def _describe(value: Any, path: tuple[int, ...], specialize: bool, constants_: A
         if value % 16 == 0 and specialize:
             attributes[path] = [["tt.divisibility", 16]]
         return "i32" if -(1 << 31) <= value < 1 << 31 else "i64"
-    attributes[path] = [["tt.divisibility", 16]]  # a tensor, as it is or reinterpreted
+    if value.data_ptr() % 16 == 0:
+        attributes[path] = [["tt.divisibility", 16]]  # a tensor, as it is or reinterpreted
     return _POINTERS[value.dtype] if isinstance(value, torch.Tensor) else f"*{triton_type(value.dtype)}"
 
 
@@ -371,14 +414,20 @@ def compile_launch(recorded_launch: Launch, target: GPUTarget) -> Any:
     return triton.compile(source, target=target, options=dict(recorded_launch.options))
 
 
-def _nvidia(compiled: Any) -> dict[str, Any]:
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(compiled.asm["cubin"])
-        file.flush()
-        tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-        usage = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=False)
-    match = re.search(r"REG:(\d+) STACK:(\d+).* LOCAL:(\d+)", usage.stdout + usage.stderr)
+def _nvidia(compiled: Any, target: str, entry: Launch) -> dict[str, Any]:
+    usage = sass.tool("cuobjdump", compiled.asm["cubin"], "-res-usage")
+    match = re.search(r"REG:(\d+) STACK:(\d+).* LOCAL:(\d+)", usage)
     assert match, usage
+    found: dict[str, Any] = {}
+    registers, num_warps = int(match[1]), compiled.metadata.num_warps
+    if "key_ptr" in entry.arguments and "BLOCK_N" in entry.arguments:
+        found["programs"] = sass.programs_per_processor(target, registers, compiled.metadata.shared, num_warps)
+        found["buffers"] = sass.buffers(compiled.asm["ttgir"])
+        if instructions := sass.loop_instructions(compiled.asm["cubin"]):
+            found["instructions"] = instructions
+            if "DECODE" in entry.arguments:
+                work = instructions * num_warps / sass.tile_kilobytes(entry.arguments)
+                found["per_kilobyte"] = round(work, 1)
     ptx = compiled.asm["ptx"]
     names = {"wgmma": "wgmma.mma_async", "tcgen05": "tcgen05.mma", "mma": "mma.sync", "tma": "cp.async.bulk.tensor"}
     names["warps"] = "setmaxnreg"  # registers go from warps that fetch to warps that multiply
@@ -386,8 +435,8 @@ def _nvidia(compiled: Any) -> dict[str, Any]:
     loads = [int(str(n), 16) for n in loads]
     widths = re.findall(r"ld\.global(?:\.\w+::\w+)*(?:\.L\d::\w+)*(?:\.v(\d))?\.[bfu](\d+)", ptx)
     loads += [int(vector or 1) * int(bits) // 8 for vector, bits in widths]
-    return {
-        "registers": int(match[1]),
+    return found | {
+        "registers": registers,
         "spills": int(match[2]) + int(match[3]),
         "matrix": " ".join(name for name, text in names.items() if text in ptx),
         "load_bytes": max(loads, default=0),
@@ -430,14 +479,20 @@ def measure(case: str, target: str) -> Iterator[Row]:
             continue
         row = Row(triton.__version__, target, case, name)
         compiled = compile_launch(entry, gpu)
-        found = _amd(compiled) if gpu.backend == "hip" else _nvidia(compiled)
+        found = _amd(compiled) if gpu.backend == "hip" else _nvidia(compiled, target, entry)
         yield dataclasses.replace(row, shared=compiled.metadata.shared, **found)
+
+
+def _number(text: str) -> Any:
+    if text.isdigit():
+        return int(text)
+    return float(text) if re.fullmatch(r"\d+\.\d+", text) and text not in VERSIONS else text
 
 
 def read_table() -> dict[tuple[str, str, str, str], Row]:
     """The checked-in rows by their key."""
     with TABLE.open() as file:
-        rows = [Row(**{k: int(v) if v.isdigit() else v for k, v in line.items()}) for line in csv.DictReader(file)]
+        rows = [Row(**{k: _number(v) for k, v in line.items()}) for line in csv.DictReader(file)]
     return {row.key: row for row in rows}
 
 
@@ -485,6 +540,7 @@ def main() -> None:
     parser.add_argument("cases", nargs="*", default=list(CASES))
     parser.add_argument("--write", action="store_true", help="write the table from both triton versions")
     parser.add_argument("--json", action="store_true", help="print rows as JSON")
+    parser.add_argument("--targets", nargs="+", choices=list(TARGETS), default=list(TARGETS))
     arguments = parser.parse_args()
     cases = arguments.cases or list(CASES)
     if arguments.write:
@@ -504,7 +560,7 @@ def main() -> None:
             print(row.key, *found)
         sys.exit(bool(wrong))
     for case in cases:
-        for target in TARGETS:
+        for target in [target for target in targets_of(case) if target in arguments.targets]:
             for row in measure(case, target):
                 if arguments.json:
                     print(json.dumps(dataclasses.asdict(row)), flush=True)

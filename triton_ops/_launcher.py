@@ -108,17 +108,25 @@ class KernelLaunch:
         num_stages: Stages of its pipelined loops; None for triton's choice.
         reusable: Whether the addresses of later launches are multiples of 16 bytes where those of the first are, and
             nowhere else. Triton sorts out those of which that is not known.
+        max_registers: Of a thread, so that more programs fit on a processor; 0 for as many as the compiler likes.
     """
 
     __slots__ = ("_compiled", "_constants", "_function", "_options", "_packed", "_reusable", "_run", "_values")
 
     def __init__(
-        self, constants: dict[str, Any], num_warps: int, num_stages: int | None = None, reusable: bool = True
+        self,
+        constants: dict[str, Any],
+        num_warps: int,
+        num_stages: int | None = None,
+        reusable: bool = True,
+        max_registers: int = 0,
     ) -> None:
         self._constants = constants
         self._reusable = reusable
         self._values = tuple(constants.values())
         self._options = {"num_warps": num_warps} | ({} if num_stages is None else {"num_stages": num_stages})
+        if max_registers and torch.version.hip is None:
+            self._options["maxnreg"] = max_registers
         self._compiled: Any = None
         self._function: Any = None
         self._packed: Any = None

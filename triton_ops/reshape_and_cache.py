@@ -43,14 +43,15 @@ def check_write(
     """Checks the arguments of a cache write, from metadata alone; raises TypeError, ValueError or RuntimeError."""
     check_tensor("key", key, 3, "[num_tokens, num_kv_heads, head_dim]", QUERY_DTYPES)
     check_tensor("value", value, 3, "[num_tokens, num_kv_heads, head_dim]", (key.dtype,), key.device)
-    if value.shape != key.shape:
-        raise bad_argument("value", f"shape {list(value.shape)}", f"{list(key.shape)} as key")
+    if value.shape[:2] != key.shape[:2]:
+        needs = f"{list(key.shape[:2])} as key, and any head_dim"
+        raise bad_argument("value", f"shape {list(value.shape)}", needs)
     if not 1 <= key.shape[2] <= MAX_HEAD_DIM:
         raise bad_argument("key", f"head_dim {key.shape[2]}", f"1 to {MAX_HEAD_DIM}")
     for name, tensor in (("key", key), ("value", value)):
         if tensor.stride(2) != 1 and tensor.shape[2] > 1:
             raise bad_argument(name, f"strides {list(tensor.stride())}", "a contiguous last dimension")
-    check_cache(key_cache, value_cache, "key", key, key.shape[1], k_scale, v_scale)
+    check_cache(key_cache, value_cache, "key", key, key.shape[1], k_scale, v_scale, value.shape[2])
     check_tensor("slot_mapping", slot_mapping, 1, "[num_tokens]", (torch.int64,), key.device)
     if slot_mapping.shape[0] != key.shape[0]:
         raise bad_argument("slot_mapping", describe(slot_mapping), f"{key.shape[0]} elements, one per token of key")
@@ -105,15 +106,15 @@ def reshape_and_cache_cpu(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _reshape_and_cache_kernel(
-    key_ptr, value_ptr,  # [num_tokens, KV_HEADS, HEAD_DIM]
-    key_cache_ptr, value_cache_ptr,  # [num_blocks, BLOCK_SIZE, KV_HEADS, HEAD_DIM]
+    key_ptr, value_ptr,  # [num_tokens, KV_HEADS, HEAD_DIM or VALUE_DIM]
+    key_cache_ptr, value_cache_ptr,  # [num_blocks, BLOCK_SIZE, KV_HEADS, HEAD_DIM or VALUE_DIM]
     slots_ptr,  # [num_tokens]
     k_scale_ptr, v_scale_ptr,
     num_rows,
     stride_kt, stride_kh, stride_vt, stride_vh,
     stride_kcb, stride_kct, stride_kch, stride_vcb, stride_vct, stride_vch,
     KIND: tl.constexpr, SCALES: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    HEAD_DIM: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
+    HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Grid (row tiles,), a row being one token and one head; key and value."""
     row = tl.cast(tl.program_id(0), tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
@@ -123,9 +124,10 @@ def _reshape_and_cache_kernel(
     slot = tl.load(slots_ptr + token, mask=row < num_rows, other=-1)
     block = slot // BLOCK_SIZE
     offset = slot % BLOCK_SIZE
-    mask = (slot >= 0)[:, None] & (offs_d[None, :] < HEAD_DIM)
-    k = tl.load(key_ptr + (token * stride_kt + head * stride_kh)[:, None] + offs_d[None, :], mask=mask, other=0.0)
-    v = tl.load(value_ptr + (token * stride_vt + head * stride_vh)[:, None] + offs_d[None, :], mask=mask, other=0.0)
+    mask_k = (slot >= 0)[:, None] & (offs_d[None, :] < HEAD_DIM)
+    mask_v = (slot >= 0)[:, None] & (offs_d[None, :] < VALUE_DIM)
+    k = tl.load(key_ptr + (token * stride_kt + head * stride_kh)[:, None] + offs_d[None, :], mask=mask_k, other=0.0)
+    v = tl.load(value_ptr + (token * stride_vt + head * stride_vh)[:, None] + offs_d[None, :], mask=mask_v, other=0.0)
     if SCALES > 0:
         k_scale = tl.load(k_scale_ptr + head * (SCALES - 1), mask=slot >= 0, other=1.0).to(tl.float32)
         v_scale = tl.load(v_scale_ptr + head * (SCALES - 1), mask=slot >= 0, other=1.0).to(tl.float32)
@@ -133,8 +135,8 @@ def _reshape_and_cache_kernel(
         v = to_code(v.to(tl.float32), v_scale[:, None], KIND)
     k_row = block * stride_kcb + offset * stride_kct + head * stride_kch
     v_row = block * stride_vcb + offset * stride_vct + head * stride_vch
-    tl.store(key_cache_ptr + k_row[:, None] + offs_d[None, :], k, mask=mask)
-    tl.store(value_cache_ptr + v_row[:, None] + offs_d[None, :], v, mask=mask)
+    tl.store(key_cache_ptr + k_row[:, None] + offs_d[None, :], k, mask=mask_k)
+    tl.store(value_cache_ptr + v_row[:, None] + offs_d[None, :], v, mask=mask_v)
 
 
 def _launch_reshape_and_cache(
@@ -194,7 +196,7 @@ def _prepare(
     is_aligned: bool,
 ) -> _Write:
     num_tokens, kv_heads, head_dim = key.shape
-    block_d = next_power_of_2(head_dim)
+    block_d = next_power_of_2(max(head_dim, value.shape[2]))
     block_r = max(1, 2048 // block_d)
     constexprs = {
         "KIND": code_kind(key_cache.dtype),
@@ -202,6 +204,7 @@ def _prepare(
         "KV_HEADS": kv_heads,
         "BLOCK_SIZE": key_cache.shape[1],
         "HEAD_DIM": head_dim,
+        "VALUE_DIM": value.shape[2],
         "BLOCK_R": block_r,
         "BLOCK_D": block_d,
     }
@@ -227,10 +230,10 @@ def reshape_and_cache(
 
     Args:
         key: `[num_tokens, num_kv_heads, head_dim]`, float16, bfloat16 or float32; contiguous last dimension.
-        value: Like key.
+        value: Like key; its head_dim may be another, as with latent attention whose keys and values are expanded.
         key_cache: `[num_blocks, block_size, num_kv_heads, head_dim]`, written to; any strides with a contiguous last
             dimension; key's dtype, or float8_e4m3fn or int8 with k_scale.
-        value_cache: Like key_cache.
+        value_cache: Like key_cache, with value's head_dim.
         slot_mapping: `[num_tokens]` int64, block number * block_size + offset; -1 writes nothing.
         k_scale: One float or one per KV head; what is stored is key / k_scale, rounded to nearest and saturated. NaN
             stays NaN in float8_e4m3fn; int8 has none and stores 0, which debug mode refuses.

@@ -51,6 +51,8 @@ def _check(
     v_scale: torch.Tensor | None,
 ) -> None:
     check_write(key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale)
+    if value.shape != key.shape:
+        raise bad_argument("value", f"shape {list(value.shape)}", f"{list(key.shape)} as key")
     num_tokens, _, head_dim = key.shape
     check_tensor("query", query, 3, "[num_tokens, num_heads, head_dim]", (key.dtype,), key.device)
     if query.shape[0] != num_tokens or query.shape[2] != head_dim:

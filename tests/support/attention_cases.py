@@ -37,6 +37,7 @@ class Case:
     batch_invariant: bool = False
     bounds: bool = False
     seed: int = 0
+    value_dim: int | None = None
 
     def __str__(self) -> str:
         fields = dataclasses.fields(self)
@@ -88,16 +89,17 @@ def build(case: Case) -> Batch:
     width = max([0, *(-(-length // size) for length in case.lens)]) + 1
     num_blocks = n * width + 3
     shape = (num_blocks, size, kv_heads, case.head_dim)
+    value_shape = (*shape[:3], case.value_dim or case.head_dim)
 
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator)
 
     cache_dtype = case.cache_dtype or case.dtype
     if case.cache_dtype is None:
-        key, value = normal(*shape), normal(*shape)
+        key, value = normal(*shape), normal(*value_shape)
         key_scale = value_scale = None
     else:
-        key, value = normal(*shape) * 20, normal(*shape) * 20
+        key, value = normal(*shape) * 20, normal(*value_shape) * 20
         count = kv_heads if case.per_head_scales else 1
         key_scale, value_scale = (torch.rand(m, generator=generator) * 0.05 + 0.02 for m in (count, 1))
 
@@ -154,7 +156,7 @@ def dense(batch: Batch, dtype: torch.dtype = torch.float64) -> tuple[torch.Tenso
     """The formula over gathered keys, one [queries, keys] matrix per head; in `dtype` throughout."""
     case, query = batch.case, batch.query
     num_heads, kv_heads = case.heads
-    out = torch.zeros(query.shape, dtype=dtype)
+    out = torch.zeros((*query.shape[:2], batch.value_cache.shape[3]), dtype=dtype)
     lse = torch.full(query.shape[:2], -math.inf, dtype=dtype)
     for i, length in enumerate(case.lens):
         begin, end = int(batch.query_start_loc[i]), int(batch.query_start_loc[i + 1])

@@ -9,8 +9,7 @@ import torch
 from attention_cases import Case, build, check
 
 import pc
-from pc.triton_ops._attention.layout import PlanShape
-from pc.triton_ops._attention.plan import plan_views
+from pc.triton_ops._attention.layout import PlanShape, plan_views
 
 CASES = [
     Case(lens=(1000, 0, 90, 300), queries=(2, 0, 20, 1)),

@@ -15,8 +15,9 @@ import pytest
 from pc.triton_ops._triton import HAS_TRITON, INTERPRET
 
 ROOT = Path(__file__).resolve().parents[2]
-CASES = ["decode bf16 d128 g4", "prefill bf16 d128 g4", "prefill bf16 d128 g4 positions window", "write bf16 d128 e4m3"]
-OTHER_CASES = ["decode bf16 d128 g4", "prefill bf16 d128 g4", "specialized prefill bf16 d128 g4"]
+CASES = ["decode bf16 d128 g4", "prefill bf16 d128 g4", "write bf16 d128 e4m3"]
+OTHER_CASES = ["decode bf16 d128 g4", "prefill bf16 d128 g4"]
+OTHER_TARGETS = ["sm_80", "sm_90"]
 
 pytestmark = pytest.mark.skipif(
     INTERPRET or not HAS_TRITON, reason="compiles, so it needs triton without its interpreter"
@@ -38,8 +39,12 @@ def _check(resources, row):
     if row.triton not in resources.VERSIONS:
         return
     expected = table[row.key]
-    for field in ("registers", "spills", "shared"):
-        assert getattr(row, field) <= getattr(expected, field), (field, row, expected)
+    for field in ("spills", "shared", "instructions"):
+        assert (getattr(row, field) or 0) <= (getattr(expected, field) or 0), (field, row, expected)
+    for field in ("programs", "buffers"):
+        assert (getattr(row, field) or 0) >= (getattr(expected, field) or 0), (field, row, expected)
+    if not row.programs:
+        assert row.registers <= expected.registers, (row, expected)
     assert row.matrix == expected.matrix
     assert row.load_bytes >= expected.load_bytes
 
@@ -61,25 +66,39 @@ def test_other_triton(version, resources):
     if not folder.exists():
         pytest.skip("make kernels has not fetched it")
     environment = {**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
-    command = [sys.executable, resources.__file__, "--json", *OTHER_CASES]
+    command = [sys.executable, resources.__file__, "--json", "--targets", *OTHER_TARGETS, "--", *OTHER_CASES]
     lines = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.splitlines()
     rows = [resources.Row(**json.loads(line)) for line in lines]
-    assert {row.target for row in rows} == set(resources.TARGETS)
+    assert {row.target for row in rows} == set(OTHER_TARGETS)
     for row in rows:
         assert row.triton == version
         _check(resources, row)
 
 
-def test_table_is_complete_and_clean(resources):
-    """Every case on every target and version, without spills and within shared memory; wgmma, tcgen05 and mfma used."""
+def test_table_is_clean(resources):
+    """Rows of known cases, without spills and within shared memory; wgmma, tcgen05 and mfma used."""
     rows = list(resources.read_table().values())
     found = {(row.triton, row.target, row.case) for row in rows}
-    expected = {(v, t, c) for v in resources.VERSIONS for t in resources.TARGETS for c in resources.CASES}
-    assert found == expected
+    assert found >= {(v, t, c) for v in resources.VERSIONS for t in OTHER_TARGETS for c in OTHER_CASES}
+    assert found >= {(resources.VERSIONS[-1], t, c) for t in resources.TARGETS for c in OTHER_CASES}
     for row in rows:
+        assert row.case in resources.CASES
         assert not resources.complaints(row), row
         if row.case.startswith("prefill bf16") and row.target in ("sm_90", "sm_100", "gfx942"):
             assert row.matrix == {"sm_90": "wgmma", "sm_100": "tcgen05", "gfx942": "mfma"}[row.target], row
+
+
+def test_main_decodes_keep_memory_busy(resources):
+    """Tiles on their way while one is computed, programs beside each other, few instructions for a KiB."""
+    rows = [row for row in resources.read_table().values() if row.kernel == "attention" and row.target in OTHER_TARGETS]
+    plain = [row for row in rows if row.case == "decode bf16 d128 g4"]
+    codes = [row for row in rows if row.case == "decode bf16 d128 g4 e4m3"]
+    assert plain
+    assert codes
+    for row in plain + codes:
+        assert row.programs >= 3
+        assert row.buffers >= 3
+        assert row.per_kilobyte <= (60 if row in plain else 200)
 
 
 def test_complaints_can_be_raised(resources):

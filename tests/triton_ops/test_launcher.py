@@ -250,3 +250,18 @@ def test_the_signature_of_a_call_holds_all_that_is_decided_by():
     assert base.signature() == _attention_call().signature() == dataclasses.replace(base, scale=2.0).signature()
     found = [dataclasses.replace(base, **{name: value}).signature() for name, value in changes.items()]
     assert len({base.signature(), *found}) == 1 + len(changes)
+
+
+@needs_compiler
+def test_memory_for_descriptors_leaves_no_trace():
+    from triton.runtime import _allocation
+
+    def fail():
+        with launch._scratch_memory(torch.device("cpu")):
+            assert _allocation._allocator.get()(24, 128, None).numel() == 24
+            raise RuntimeError("a launch that fails")
+
+    before = _allocation._allocator.get()
+    with pytest.raises(RuntimeError, match="a launch that fails"):
+        fail()
+    assert _allocation._allocator.get() is before

@@ -43,6 +43,12 @@ CASES = [
     Case(lens=(200, 90), queries=(1, 20), cache_dtype=torch.int8, dtype=BF16),
     Case(lens=(200, 90), queries=(1, 20), cache_dtype=torch.int8, per_head_scales=True),
     Case(lens=(200, 90), queries=(1, 20), batch_invariant=True, padding=1, sinks=True),
+    Case(lens=(200, 90, 30), queries=(1, 20, 1), head_dim=48, value_dim=32, sinks=True, padding=1),
+    Case(lens=(90, 40), queries=(3, 20), head_dim=32, value_dim=80, dtype=F16, holes=0.3, softcap=20.0),
+    Case(lens=(70, 0, 40), queries=(1, 0, 1), head_dim=40, value_dim=24, dtype=BF16),
+    Case(lens=(90, 40), queries=(1, 20), head_dim=192, value_dim=128, cache_dtype=E4M3, dtype=BF16, heads=(2, 1)),
+    Case(lens=(70, 30), queries=(1, 11), head_dim=512, dtype=BF16, heads=(2, 1)),
+    Case(lens=(5000, 70), queries=(1, 1), heads=(2, 1), head_dim=16, block_size=64, sinks=True),
 ]
 
 
@@ -208,6 +214,81 @@ def test_large_offsets(device):
     near = cache[-1:].clone()
     assert torch.equal(far, pc.paged_attention(query, near, near, torch.zeros_like(tables), lens, bounds, 0.125))
     assert storage.numel() * 2 > 2**31
+
+
+@pytest.mark.parametrize("scale", [-0.3, 0.0])
+def test_scale_of_any_sign(scale, device):
+    batch = build(Case(lens=(150, 90), queries=(1, 20), holes=0.2)).to(device)
+    batch.scale = scale
+    expected = build(batch.case)
+    expected.scale = scale
+    check(expected, *pc.paged_attention_with_lse(*batch.tensors, scale))
+
+
+@pytest.mark.parametrize("cache_dtype", [E4M3, torch.int8])
+def test_codes_are_read_as_exactly_for_queries_of_any_size(cache_dtype, device):
+    """Codes are multiplied in float16, which bfloat16 queries are brought into the range of row by row."""
+    batch = build(Case(lens=(150, 90), queries=(1, 20), cache_dtype=cache_dtype, dtype=BF16))
+    out, lse = pc.paged_attention_with_lse(*batch.to(device).tensors, batch.scale, **batch.to(device).options)
+    # Powers of two change no rounding, so that neither do they change a bit of the result.
+    size = 2.0 ** torch.randint(-60, 60, (batch.query.shape[0],)).to(torch.float32)
+    for row in range(batch.query.shape[0]):
+        batch.query[row] *= size[row]
+    for row in range(0, batch.query.shape[0], 5):
+        moved = batch.to(device)
+        again = pc.paged_attention_with_lse(*moved.tensors, batch.scale / size[row].item(), **moved.options)
+        assert torch.equal(again[0][row], out[row])
+        assert torch.equal(again[1][row], lse[row])
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize(
+    "options", [{}, {"holes": 0.5}, {"block_size": 48}, {"block_size": 64, "window": 150}], ids=str
+)
+def test_steps_of_two_tiles(options, device, monkeypatch):
+    """Where no mask is needed a step may take 128 keys, of tiles that need not be neighbours."""
+    from pc.triton_ops._attention import launch, prepare
+
+    tiles = prepare.prefill_tiles
+    wide = lambda *args: dataclasses.replace(tiles(*args), block_n=128, two_loops=True)  # noqa: E731
+    monkeypatch.setattr(prepare, "prefill_tiles", wide)
+    case = Case(lens=(700, 450), queries=(40, 20), heads=(2, 1), head_dim=16, **options)
+    if "holes" in options:  # whole tiles are absent, and none in part
+        case = dataclasses.replace(case, block_size=64)
+    batch = build(case).to(device)
+    arguments = (*batch.tensors, batch.scale, case.window) if case.window else (*batch.tensors, batch.scale)
+    op = pc.sliding_window_attention_with_lse if case.window else pc.paged_attention_with_lse
+    check(build(case), *op(*arguments))
+    (prepared,) = launch._prepared.values()
+    assert prepared.prefill.launch._constants["BLOCK_N"] == 128
+
+
+def test_prefills_alone_have_no_splits_of_decodes(device):
+    """One long chunk leaves no sequence of few queries: no launch for those, nothing to sum, no memory for it."""
+    from pc.triton_ops._attention import launch
+
+    batch = build(Case(lens=(300, 200), queries=(100, 100), bounds=True, padding=0)).to(device)
+    if device.type == "cpu" and not INTERPRET:
+        pytest.skip("runs kernels")
+    check(build(batch.case), *pc.paged_attention_with_lse(*batch.tensors, batch.scale, **batch.options))
+    (prepared,) = launch._prepared.values()
+    assert prepared.decode is None
+    assert prepared.prefill is not None
+
+
+def test_parts_of_rows_are_kept_with_the_plan(device):
+    from pc.triton_ops._attention import launch
+
+    if device.type == "cpu" and not INTERPRET:
+        pytest.skip("runs kernels")
+    batch = build(Case(lens=(1000, 300), queries=(1, 1), heads=(2, 1))).to(device)
+    plan = pc.attention_plan(*batch.tensors[3:], 16, num_kv_heads=1)
+    first = pc.paged_attention(*batch.tensors, batch.scale, plan=plan)
+    kept = plan._pc_splits
+    assert torch.equal(pc.paged_attention(*batch.tensors, batch.scale, plan=plan), first)
+    assert plan._pc_splits is kept
+    (prepared,) = launch._prepared.values()
+    assert kept[1][0].shape[0] == prepared.decode.split_rows
 
 
 DESCRIBED = [

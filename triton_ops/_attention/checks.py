@@ -13,7 +13,7 @@ from .layout import PlanShape
 
 QUERY_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 QUANTIZED_DTYPES = (torch.float8_e4m3fn, torch.int8)
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = 512
 
 
 def check_cache(
@@ -24,17 +24,19 @@ def check_cache(
     num_kv_heads: int | None,
     k_scale: torch.Tensor | None,
     v_scale: torch.Tensor | None,
+    value_dim: int | None = None,
 ) -> None:
     """Checks a pair of caches against the tensor that is written to or attends over them.
 
     Args:
         key_cache: `[num_blocks, block_size, num_kv_heads, head_dim]`.
-        value_cache: Like `key_cache` by shape and dtype.
+        value_cache: Like `key_cache` by shape, except for its head_dim, and dtype.
         like_name: Name of `like` in errors.
         like: `[num_tokens, heads, head_dim]`; its dtype is the cache's, unless that is quantized.
         num_kv_heads: What the caches must have; None when any will do.
         k_scale: Scale of a quantized key cache, one element or one per KV head.
         v_scale: Scale of a quantized value cache.
+        value_dim: head_dim of the value cache; None for any up to the largest.
 
     Raises:
         TypeError: A dtype that cannot be served.
@@ -44,16 +46,21 @@ def check_cache(
     head_dim = like.shape[2]
     for name, cache in (("key_cache", key_cache), ("value_cache", value_cache)):
         check_tensor(name, cache, 4, layout, (like.dtype, *QUANTIZED_DTYPES), like.device)
-        if cache.shape[3] != head_dim:
-            raise bad_argument(name, f"head_dim {cache.shape[3]}", f"head_dim {head_dim} of {like_name}")
         if num_kv_heads is not None and cache.shape[2] != num_kv_heads:
             raise bad_argument(name, f"{cache.shape[2]} heads", f"{num_kv_heads} heads as {like_name}")
         if cache.stride(3) != 1:
             raise bad_argument(name, f"strides {list(cache.stride())}", "a contiguous last dimension")
     if key_cache.shape[1] < 1:
         raise bad_argument("key_cache", f"block_size {key_cache.shape[1]}", "at least 1")
-    if value_cache.shape != key_cache.shape:
-        raise bad_argument("value_cache", f"shape {list(value_cache.shape)}", f"{list(key_cache.shape)} as key_cache")
+    if key_cache.shape[3] != head_dim:
+        raise bad_argument("key_cache", f"head_dim {key_cache.shape[3]}", f"head_dim {head_dim} of {like_name}")
+    if value_cache.shape[:3] != key_cache.shape[:3]:
+        needs = f"{list(key_cache.shape[:3])} as key_cache, and any head_dim"
+        raise bad_argument("value_cache", f"shape {list(value_cache.shape)}", needs)
+    if value_dim is not None and value_cache.shape[3] != value_dim:
+        raise bad_argument("value_cache", f"head_dim {value_cache.shape[3]}", f"head_dim {value_dim} of value")
+    if not 1 <= value_cache.shape[3] <= MAX_HEAD_DIM:
+        raise bad_argument("value_cache", f"head_dim {value_cache.shape[3]}", f"1 to {MAX_HEAD_DIM}")
     if value_cache.dtype != key_cache.dtype:
         raise bad_argument("value_cache", describe(value_cache), f"dtype {key_cache.dtype} as key_cache", TypeError)
     for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):

@@ -27,6 +27,7 @@ class Tiles:
         descriptors: Whether keys and values are read through tensor descriptors where blocks are whole key tiles. Right
             and free of spills on sm_90 and sm_100 as far as that can be told without one, so only a sweep turns it on;
             on sm_80 and gfx942 descriptors become slow pointer code.
+        max_registers: Of a thread, so that more programs fit on a processor; 0 for as many as the compiler likes.
     """
 
     block_m: int
@@ -35,6 +36,7 @@ class Tiles:
     num_stages: int
     two_loops: bool
     descriptors: bool = False
+    max_registers: int = 0
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,12 @@ def architecture(device: torch.device) -> Architecture:
         return Architecture(properties.gcnArchName.split(":")[0], properties.multi_processor_count, False)
     name = f"sm_{properties.major}{properties.minor}"
     return Architecture(name, properties.multi_processor_count, (properties.major, properties.minor) >= (8, 9))
+
+
+# Targets that multiply from shared memory, by wgmma or tcgen05.
+_ASYNC_MATRIX = frozenset({"sm_90", "sm_100"})
+# Shared memory of 160 KB and more a processor; others have 100.
+_LARGE_SHARED = frozenset({"sm_80", "sm_90", "sm_100", "interpreter"})
 
 
 def next_power_of_2(n: int) -> int:
@@ -93,17 +101,24 @@ def decode_tiles(
     block_size: int | None = None,
 ) -> Tiles:
     """For at most DECODE_QUERIES queries a sequence: `rows` is queries * heads of a group."""
-    row_bytes = max(16, next_power_of_2(head_dim)) * itemsize
     block_m = min(64, max(16, next_power_of_2(rows)))
     tuned = None if quantized else tuned_tiles(arch, "decode", head_dim, itemsize, group, block_size)
     if tuned is not None and tuned.block_m == block_m:
         return tuned
-    block_n = 64 if row_bytes <= 256 else 32 if row_bytes <= 512 else 16
-    num_stages = 2 if arch.startswith("gfx") or row_bytes > 256 else 3
-    # Codes are converted in registers, float32 products are plain multiply-adds: 4 warps spill.
-    many = quantized or itemsize == 4 or (row_bytes > 256 and block_m > 16)
-    num_warps = 8 if many and not arch.startswith("gfx") else 4
-    return Tiles(block_m, block_n, num_warps, num_stages, False)
+    row_bytes = max(16, next_power_of_2(head_dim)) * (1 if quantized else itemsize)
+    is_large = arch in _LARGE_SHARED
+    # Two tiles in flight behind the one that is computed, and three programs a processor where their tiles fit.
+    block_n = max(16, min(64 if head_dim <= 64 else 32, (16384 if is_large else 8192) // row_bytes))
+    num_stages = 4 if is_large and row_bytes <= 512 else 3
+    if itemsize == 4:
+        return Tiles(block_m, max(16, min(64, 8192 // row_bytes)), 8, 2, False)
+    if arch.startswith("gfx"):
+        return Tiles(block_m, 64 if row_bytes <= 256 else 32 if row_bytes <= 512 else 16, 4, 2, False)
+    # Three programs of 4 warps have 168 registers a thread each; what would spill into memory then keeps its own.
+    converts = quantized and arch not in ("sm_90", "sm_100")
+    spills = head_dim <= 64 or head_dim > 128 or converts or (block_size is not None and block_size % block_n == 0)
+    num_warps = 8 if head_dim > 128 and block_m > 16 else 4
+    return Tiles(block_m, block_n, num_warps, num_stages, True, max_registers=0 if spills else 168)
 
 
 def prefill_tiles(
@@ -116,6 +131,10 @@ def prefill_tiles(
         return tuned
     if arch == "interpreter":
         return Tiles(64, 32, 4, 1, True)
+    if head_dim > 256:
+        # The queries alone take 64 KB in 64 rows of 16 bits.
+        rows = 64 if arch in _ASYNC_MATRIX and itemsize == 2 else 32 if arch in _LARGE_SHARED or itemsize == 2 else 16
+        return Tiles(rows, 16, 4 if arch.startswith("gfx") else 8, 2 if itemsize == 2 else 1, False)
     if itemsize == 4:
         if arch.startswith("gfx"):
             return Tiles(32, 16, 4, 1, False)
@@ -125,7 +144,8 @@ def prefill_tiles(
         return Tiles(64, 32, 4, 2, not wide)
     if wide:
         return Tiles(64, 32, 8, 2, False)
-    if arch == "sm_80":
+    if arch not in _ASYNC_MATRIX:
+        # mma.sync keeps both operands and the sums in registers: fewer rows or keys at once, so as not to spill.
         if heavy:
             return Tiles(64, 32, 8, 2, True)
         return Tiles(128, 32, 8, 2, True) if head_dim <= 64 else Tiles(64, 64, 8, 2, True)

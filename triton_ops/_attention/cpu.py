@@ -42,6 +42,11 @@ class _Cache:
         return self.key.shape[1]
 
     @property
+    def width(self) -> int:
+        """head_dim of the values, and so of the result."""
+        return self.value.shape[3]
+
+    @property
     def token_bytes(self) -> int:
         """Size of one token's keys as they are read."""
         return self.key.shape[2] * self.key.shape[3] * self.dtype.itemsize
@@ -82,7 +87,7 @@ def attend(call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
         Rows with nothing to attend to hold 0 and -inf.
     """
     query = call.query
-    out = query.new_zeros(query.shape)
+    out = query.new_zeros((*query.shape[:2], call.value_cache.shape[3]))
     lse = query.new_full(query.shape[:2], -math.inf, dtype=torch.float32)
     dtype = query.dtype if call.key_cache.dtype == query.dtype else torch.float32
     cache = _Cache(call.key_cache, call.value_cache, call.k_scale, call.v_scale, dtype)
@@ -132,9 +137,9 @@ def _attend_run(
     if plain and (call.window == 0 or (call.causal and position + count <= call.window)):
         parts = _plain_parts(query, cache, table, seq_len, position, call.scale, call.causal)
         if parts is not None:
-            return _merge_parts(parts, query)
+            return _merge_parts(parts, query, cache.width)
     elif plain and count == 1:
-        return _merge_parts(_window_parts(query, cache, table, seq_len, position, call), query)
+        return _merge_parts(_window_parts(query, cache, table, seq_len, position, call), query, cache.width)
     keys = seq_len if call.window == 0 else min(seq_len, 2 * call.window + call.num_sink_tokens)
     step = max(1, min(count, _MAX_SCORES // max(1, keys * query.shape[1])))
     if call.window:
@@ -236,16 +241,38 @@ def _flash(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale:
     if not causal:
         # The queries of a group as rows of one KV head: each key is read once per group.
         q = q.reshape(kv_heads, heads // kv_heads * rows, dim)
+    out, lse = _flash_kernel(q[None], keys.transpose(0, 1)[None], values.transpose(0, 1)[None], causal, scale)
+    return out.reshape(heads, rows, -1).transpose(0, 1), lse.reshape(heads, rows).transpose(0, 1)
+
+
+def _flash_kernel(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    causal: bool,
+    scale: float,
+    mask: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """PyTorch's flash kernel for CPUs, which takes keys and values of one width: the narrower ones are padded."""
+    if scale <= 0:  # which it takes for a positive one
+        query, scale = query * (-1.0 if scale else 0.0), -scale or 1.0
+    width = values.shape[-1]
+    more = width - keys.shape[-1]
+    if more > 0:
+        query, keys = (torch.nn.functional.pad(tensor, (0, more)) for tensor in (query, keys))
+    elif more < 0:
+        values = torch.nn.functional.pad(values, (0, -more))
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        q[None], keys.transpose(0, 1)[None], values.transpose(0, 1)[None], 0.0, causal, scale=scale
+        query, keys, values, 0.0, causal, attn_mask=mask, scale=scale
     )
-    return out.reshape(heads, rows, dim).transpose(0, 1), lse.reshape(heads, rows).transpose(0, 1)
+    return (out[..., :width] if more < 0 else out), lse
 
 
-def _merge_parts(parts: list[_Part], query: torch.Tensor) -> _Part:
-    """Parts over disjoint keys, each with at least one key, as one."""
+def _merge_parts(parts: list[_Part], query: torch.Tensor, width: int) -> _Part:
+    """Parts over disjoint keys, each with at least one key, as one; `width` is the head_dim of the result."""
     if not parts:
-        return query.new_zeros(query.shape), query.new_full(query.shape[:2], -math.inf, dtype=torch.float32)
+        out = query.new_zeros((*query.shape[:2], width))
+        return out, query.new_full(query.shape[:2], -math.inf, dtype=torch.float32)
     out, lse = parts[0]
     for other, other_lse in parts[1:]:
         out = torch.lerp(out.float(), other.float(), torch.sigmoid(other_lse - lse)[..., None])
@@ -267,7 +294,7 @@ def _attend_masked(
         spans = [(0, min(call.num_sink_tokens, begin, end)), (min(begin, end), end)]
     pieces = [piece for b, e in spans for piece in _present(cache, table, b, e)]
     if not pieces:
-        return _merge_parts([], query)
+        return _merge_parts([], query, cache.width)
     t = np.concatenate([piece.positions for piece in pieces])
     keys = torch.cat([piece.keys for piece in pieces])
     values = torch.cat([piece.values for piece in pieces])
@@ -311,7 +338,7 @@ def _attend_scattered(
 ) -> _Part:
     """Queries at ascending positions far apart, without a window: one pass over the keys for all of them."""
     plain = call.softcap == 0 and call.alibi_slopes is None
-    out = query.new_zeros(query.shape, dtype=torch.float32)
+    out = query.new_zeros((*query.shape[:2], cache.width), dtype=torch.float32)
     lse = query.new_full(query.shape[:2], -math.inf, dtype=torch.float32)
     end = min(seq_len, int(positions[-1]) + 1) if call.causal else seq_len
     for piece in _present(cache, table, 0, end):
@@ -326,7 +353,7 @@ def _attend_scattered(
             rows = slice(every, len(positions))
             parts.append((rows, _flash(query[rows], keys, values, call.scale, False)))
         for rows, part in parts:
-            out[rows], lse[rows] = _merge_parts([(out[rows], lse[rows]), part], query)
+            out[rows], lse[rows] = _merge_parts([(out[rows], lse[rows]), part], query, cache.width)
     return out, lse
 
 
@@ -371,16 +398,15 @@ def _decode_batch(
         kv_heads = keys.shape[1]
         rows = torch.tensor([starts[i] for i in members])
         bias = torch.zeros(valid.shape, dtype=query.dtype).masked_fill_(torch.from_numpy(~valid), -math.inf)
-        own_out, own_lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        own_out, own_lse = _flash_kernel(
             query[rows].view(len(members), kv_heads, heads // kv_heads, dim),
             keys.view(len(members), -1, kv_heads, dim).transpose(1, 2),
-            values.view(len(members), -1, kv_heads, dim).transpose(1, 2),
-            0.0,
+            values.view(len(members), -1, kv_heads, cache.width).transpose(1, 2),
             False,
-            attn_mask=bias[:, None, None, :],
-            scale=scale,
+            scale,
+            bias[:, None, None, :],
         )
-        out[rows] = own_out.reshape(-1, heads, dim).to(out.dtype)
+        out[rows] = own_out.reshape(-1, heads, cache.width).to(out.dtype)
         lse[rows] = own_lse.reshape(-1, heads)
         done.update(members.tolist())
     return done

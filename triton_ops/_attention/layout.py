@@ -1,30 +1,48 @@
 """Layout of a plan: one int32 tensor whose size follows from shapes, so that a captured graph can refresh it in place.
 
     header   [HEADER]                   number of work items, then what the plan was made for
-    info     [num_seqs, INFO]           flags, first item, items, live tiles in reach, checksum of the positions,
-                                        q_len, seq_len, live tiles
-    items    [max_items, ITEM]          sequence, first and end of a range of its live tiles, items of the sequence
+    info     [num_seqs, INFO]           what INFO_FLAGS to INFO_LIVE name
+    items    [max_items, ITEM]          what ITEM_SEQ to ITEM_COUNT name
     tiles    [num_seqs, max_tiles]      the live tiles, ascending
     ranks    [num_seqs, max_tiles + 1]  live tiles before each tile
 
-A tile is 64 key positions; it is live when one of its blocks is present. Flag 1: some tile is dead; flag 2: some tile
-has an absent block.
+A tile is 64 key positions; it is live when one of its blocks is present.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from .._triton import tl
+from .._triton import INTERPRET, tl, triton
 
 TILE_KEYS, HEADER_INTS, INFO_INTS, ITEM_INTS = 64, 16, 8, 4
-TILE, HEADER, INFO, ITEM = (tl.constexpr(n) for n in (TILE_KEYS, HEADER_INTS, INFO_INTS, ITEM_INTS))
+
+
+def kernel_constants(*values: int) -> Iterator[Any]:
+    """Numbers for kernels; the interpreter runs their code as Python, where numbers are what they are."""
+    return (value if INTERPRET else tl.constexpr(value) for value in values)
+
+
+TILE, HEADER, INFO, ITEM = kernel_constants(TILE_KEYS, HEADER_INTS, INFO_INTS, ITEM_INTS)
+# Columns of info: flags, first item, number of items, live tiles in reach of a decode, checksum of the positions, ...
+INFO_FLAGS, INFO_FIRST, INFO_ITEMS, INFO_REACH = kernel_constants(0, 1, 2, 3)
+INFO_CHECKSUM, INFO_QUERY_LEN, INFO_SEQ_LEN, INFO_LIVE = kernel_constants(4, 5, 6, 7)
+# Columns of items: the sequence, the first and the end of the item's live tiles, how many items the sequence has.
+ITEM_SEQ, ITEM_BEGIN, ITEM_END, ITEM_COUNT = kernel_constants(0, 1, 2, 3)
+# Flags: some tile is dead; some live tile has an absent block.
+DEAD_TILES, PARTIAL_TILES = kernel_constants(1, 2)
+# Arguments of the kernels that differ from step to step: nothing is compiled for their values.
+LENGTHS = ["num_seqs", "num_tokens", "max_tiles", "max_items", "max_q", "num_splits", "target_items", "extra_items"]
+LENGTHS += ["window", "num_sink_tokens", "key_begin", "num_blocks", "stride_bt", "prefix_len"]
 # Sequences with at most this many queries are decoded from the work list; longer ones are tiled over their queries.
 DECODE_QUERIES = 8
-# Room for splits beyond one item per sequence: 132 SMs, four programs each, one KV head.
-EXTRA_ITEMS = 528
+# Room for splits beyond one item per sequence: two for each of 128 processors. More would make their sum, which few
+# programs do where there is one KV head, take more than a tenth of the attention.
+EXTRA_ITEMS = 256
 # A split below 4 tiles (256 keys) costs more in its merge than it saves.
 MIN_SPLIT_TILES = 4
 
@@ -66,3 +84,30 @@ class PlanOptions:
     def header(self) -> list[int]:
         """The integers of the header from its second on."""
         return [int(self.causal), self.window, self.num_sink_tokens, self.decode_queries, self.key_begin]
+
+
+@triton.jit
+def _plan_parts(plan_ptr, num_seqs, max_tiles, max_items):
+    """Where info, items, tiles and ranks begin."""
+    info_ptr = plan_ptr + HEADER
+    items_ptr = info_ptr + tl.cast(num_seqs, tl.int64) * INFO
+    tiles_ptr = items_ptr + tl.cast(max_items, tl.int64) * ITEM
+    ranks_ptr = tiles_ptr + tl.cast(num_seqs, tl.int64) * max_tiles
+    return info_ptr, items_ptr, tiles_ptr, ranks_ptr
+
+
+@triton.jit
+def _plan_rows(plan_ptr, seq, num_seqs, max_tiles, max_items):
+    """Where a sequence's info, tiles and ranks begin."""
+    info_ptr, _, tiles_ptr, ranks_ptr = _plan_parts(plan_ptr, num_seqs, max_tiles, max_items)
+    seq64 = tl.cast(seq, tl.int64)
+    return info_ptr + seq64 * INFO, tiles_ptr + seq64 * max_tiles, ranks_ptr + seq64 * (max_tiles + 1)
+
+
+def plan_views(plan: torch.Tensor, shape: PlanShape) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """info, items, tiles and ranks of a plan, as views: `_plan_parts` on the host."""
+    sizes = (INFO_INTS, ITEM_INTS, shape.max_tiles, shape.max_tiles + 1)
+    rows = (shape.num_seqs, shape.max_items, shape.num_seqs, shape.num_seqs)
+    parts = plan[HEADER_INTS:].split([n * m for n, m in zip(rows, sizes, strict=True)])
+    info, items, tiles, ranks = (part.view(n, m) for part, n, m in zip(parts, rows, sizes, strict=True))
+    return info, items, tiles, ranks

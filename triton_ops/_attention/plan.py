@@ -14,24 +14,36 @@ from .._triton import tl, triton
 from .call import AttentionCall
 from .constants import next_power_of_2
 from .layout import (
-    HEADER,
-    HEADER_INTS,
+    DEAD_TILES,
     INFO,
-    INFO_INTS,
+    INFO_CHECKSUM,
+    INFO_FIRST,
+    INFO_FLAGS,
+    INFO_ITEMS,
+    INFO_LIVE,
+    INFO_QUERY_LEN,
+    INFO_REACH,
+    INFO_SEQ_LEN,
     ITEM,
-    ITEM_INTS,
+    ITEM_BEGIN,
+    ITEM_COUNT,
+    ITEM_END,
+    ITEM_SEQ,
+    LENGTHS,
     MIN_SPLIT_TILES,
+    PARTIAL_TILES,
     TILE,
     TILE_KEYS,
     PlanOptions,
     PlanShape,
+    _plan_parts,
+    _plan_rows,
+    plan_views,
 )
-from .predicate import _span
-
-_LENGTHS = ["num_seqs", "max_tiles", "max_items", "window", "num_sink_tokens", "key_begin", "stride_bt"]
+from .predicate import _span, reached_tiles
 
 
-@triton.jit(do_not_specialize=_LENGTHS)
+@triton.jit(do_not_specialize=LENGTHS)
 def _plan_tiles_kernel(
     plan_ptr, tables_ptr, seq_lens_ptr, starts_ptr, positions_ptr,
     num_seqs, max_tiles, max_items, window, num_sink_tokens, key_begin, stride_bt,
@@ -40,10 +52,7 @@ def _plan_tiles_kernel(
 ):  # fmt: skip
     """Grid (num_seqs,): a sequence's live tiles, their ranks, and how many of them a decode reaches."""
     seq = tl.cast(tl.program_id(0), tl.int64)
-    info_ptr = plan_ptr + HEADER + seq * INFO
-    tiles_ptr = plan_ptr + HEADER + tl.cast(num_seqs, tl.int64) * INFO + tl.cast(max_items, tl.int64) * ITEM
-    ranks_ptr = tiles_ptr + tl.cast(num_seqs, tl.int64) * max_tiles + seq * (max_tiles + 1)
-    tiles_ptr += seq * max_tiles
+    info_ptr, tiles_ptr, ranks_ptr = _plan_rows(plan_ptr, seq, num_seqs, max_tiles, max_items)
     tables_ptr += seq * stride_bt
     q_begin = tl.load(starts_ptr + seq)
     q_len = tl.load(starts_ptr + seq + 1) - q_begin
@@ -85,27 +94,27 @@ def _plan_tiles_kernel(
         tl.store(ranks_ptr + tile, rank, mask=tile <= num_tiles)
         tl.store(tiles_ptr + rank, tile, mask=live > 0)
         live_before += tl.sum(live, 0)
-    flags = tl.where(live_before < num_tiles, 1, 0) + tl.where(partial > 0, 2, 0)
-    tl.store(info_ptr, flags)
-    tl.store(info_ptr + 3, tl.where(decoded, reach, 0))
-    tl.store(info_ptr + 4, checksum)
-    tl.store(info_ptr + 5, q_len)
-    tl.store(info_ptr + 6, seq_len)
-    tl.store(info_ptr + 7, live_before)
+    flags = tl.where(live_before < num_tiles, DEAD_TILES, 0) + tl.where(partial > 0, PARTIAL_TILES, 0)
+    tl.store(info_ptr + INFO_FLAGS, flags)
+    tl.store(info_ptr + INFO_REACH, tl.where(decoded, reach, 0))
+    tl.store(info_ptr + INFO_CHECKSUM, checksum)
+    tl.store(info_ptr + INFO_QUERY_LEN, q_len)
+    tl.store(info_ptr + INFO_SEQ_LEN, seq_len)
+    tl.store(info_ptr + INFO_LIVE, live_before)
 
 
 @triton.jit
 def _item_counts(plan_ptr, offs, num_seqs, target, DECODE_Q: tl.constexpr):
     """Work items of sequences `offs`, and their live tiles in reach."""
     mask = offs < num_seqs
-    info_ptr = plan_ptr + HEADER + offs.to(tl.int64) * INFO
-    reach = tl.load(info_ptr + 3, mask=mask, other=0)
-    q_len = tl.load(info_ptr + 5, mask=mask, other=0)
+    info_ptr = _plan_parts(plan_ptr, num_seqs, 0, 0)[0] + offs.to(tl.int64) * INFO
+    reach = tl.load(info_ptr + INFO_REACH, mask=mask, other=0)
+    q_len = tl.load(info_ptr + INFO_QUERY_LEN, mask=mask, other=0)
     decoded = mask & (q_len > 0) & (q_len <= DECODE_Q)
     return tl.where(decoded, tl.maximum((reach + target - 1) // target, 1), 0), reach
 
 
-@triton.jit(do_not_specialize=["num_seqs", "target_items", "extra_items", "window", "num_sink_tokens", "key_begin"])
+@triton.jit(do_not_specialize=LENGTHS)
 def _plan_items_kernel(
     plan_ptr, num_seqs, target_items, extra_items, window, num_sink_tokens, key_begin,
     DECODE_Q: tl.constexpr, CAUSAL: tl.constexpr, MIN_TILES: tl.constexpr, BLOCK_S: tl.constexpr,
@@ -127,19 +136,20 @@ def _plan_items_kernel(
     own, reach = _item_counts(plan_ptr, seq + tl.arange(0, 1), num_seqs, target, DECODE_Q)
     items = tl.sum(own, 0)
     per = (tl.sum(reach, 0) + tl.maximum(items, 1) - 1) // tl.maximum(items, 1)
-    info_ptr = plan_ptr + HEADER + tl.cast(seq, tl.int64) * INFO
-    tl.store(info_ptr + 1, first)
-    tl.store(info_ptr + 2, items)
-    items_ptr = plan_ptr + HEADER + (tl.cast(num_seqs, tl.int64) * INFO) + tl.cast(first, tl.int64) * ITEM
+    info_ptr, items_ptr, _, _ = _plan_parts(plan_ptr, num_seqs, 0, 0)
+    info_ptr += tl.cast(seq, tl.int64) * INFO
+    tl.store(info_ptr + INFO_FIRST, first)
+    tl.store(info_ptr + INFO_ITEMS, items)
+    items_ptr += tl.cast(first, tl.int64) * ITEM
     for base in range(0, items, BLOCK_S):
         split = base + tl.arange(0, BLOCK_S)
         mask = split < items
         begin = tl.minimum(split * per, tl.sum(reach, 0))
         end = tl.minimum(begin + per, tl.sum(reach, 0))
-        tl.store(items_ptr + split * ITEM, tl.zeros_like(split) + seq, mask=mask)
-        tl.store(items_ptr + split * ITEM + 1, begin, mask=mask)
-        tl.store(items_ptr + split * ITEM + 2, end, mask=mask)
-        tl.store(items_ptr + split * ITEM + 3, tl.zeros_like(split) + items, mask=mask)
+        tl.store(items_ptr + split * ITEM + ITEM_SEQ, tl.zeros_like(split) + seq, mask=mask)
+        tl.store(items_ptr + split * ITEM + ITEM_BEGIN, begin, mask=mask)
+        tl.store(items_ptr + split * ITEM + ITEM_END, end, mask=mask)
+        tl.store(items_ptr + split * ITEM + ITEM_COUNT, tl.zeros_like(split) + items, mask=mask)
     if seq == 0:
         tl.store(plan_ptr, count)
         tl.store(plan_ptr + 1, tl.cast(CAUSAL, tl.int32))
@@ -259,19 +269,20 @@ def plan_reference(
         live = np.logical_or.reduceat(present, edges) if num_tiles else present
         partial = live & ~np.logical_and.reduceat(present, edges) if num_tiles else present
         decoded = 0 < q_len <= options.decode_queries
-        reached = live & _reach(own, seq_len, num_tiles, options) if decoded else np.zeros_like(live)
+        reached = live & reached_tiles(own, seq_len, num_tiles, options) if decoded else np.zeros_like(live)
         tiles[i, : live.sum()] = torch.from_numpy(np.flatnonzero(live))
         ranks[i, : num_tiles + 1] = torch.from_numpy(np.concatenate([[0], np.cumsum(live)]))
         checksum = 0 if positions is None else int((own * (2 * np.arange(q_len) + 1)).sum())
-        row = [int(not live.all()) + 2 * int(partial.any()), 0, 0, int(reached.sum()), checksum, q_len, seq_len]
-        info[i] = torch.from_numpy(np.array([*row, int(live.sum())], dtype=np.int64).astype(np.int32))
-    reach, q_lens = info[:, 3].numpy().astype(np.int64), info[:, 5].numpy()
+        flags = int(DEAD_TILES) * int(not live.all()) + int(PARTIAL_TILES) * int(partial.any())
+        row = [flags, 0, 0, int(reached.sum()), checksum, q_len, seq_len, int(live.sum())]
+        info[i] = torch.from_numpy(np.array(row, dtype=np.int64).astype(np.int32))
+    reach, q_lens = info[:, int(INFO_REACH)].numpy().astype(np.int64), info[:, int(INFO_QUERY_LEN)].numpy()
     is_decoded = (q_lens > 0) & (q_lens <= options.decode_queries)
     wanted = max(1, min(target_items, shape.max_items - shape.num_seqs))
     target = max(-(-int(reach.sum()) // wanted), MIN_SPLIT_TILES)
     counts = np.where(is_decoded, np.maximum(-(-reach // target), 1), 0)
     first = np.cumsum(counts) - counts
-    info[:, 1], info[:, 2] = torch.from_numpy(first), torch.from_numpy(counts)
+    info[:, int(INFO_FIRST)], info[:, int(INFO_ITEMS)] = torch.from_numpy(first), torch.from_numpy(counts)
     for i, count in enumerate(counts.tolist()):
         per = -(-int(reach[i]) // max(1, count))
         for split in range(count):
@@ -279,30 +290,6 @@ def plan_reference(
             items[int(first[i]) + split] = torch.tensor([i, begin, min(begin + per, int(reach[i])), count])
     plan[: 1 + len(options.header())] = [counts.sum(), *options.header()]
     return torch.from_numpy(plan)
-
-
-def _reach(positions: np.ndarray, seq_len: int, num_tiles: int, options: PlanOptions) -> np.ndarray:
-    """Which tiles hold a key that the queries, from the first to the last, may attend to."""
-    keys = np.arange(num_tiles * TILE_KEYS)
-    first, last = int(positions[0]), int(positions[-1])
-    live = (keys < seq_len) & (keys >= options.key_begin)
-    if options.causal:
-        live &= keys <= last
-    if options.window:
-        inside = keys > first - options.window
-        if not options.causal:
-            inside &= keys < last + options.window
-        live &= inside | (keys < options.num_sink_tokens)
-    return np.asarray(live.reshape(num_tiles, TILE_KEYS).any(axis=1))
-
-
-def plan_views(plan: torch.Tensor, shape: PlanShape) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """info, items, tiles and ranks of a plan, as views."""
-    sizes = (INFO_INTS, ITEM_INTS, shape.max_tiles, shape.max_tiles + 1)
-    rows = (shape.num_seqs, shape.max_items, shape.num_seqs, shape.num_seqs)
-    parts = plan[HEADER_INTS:].split([n * m for n, m in zip(rows, sizes, strict=True)])
-    info, items, tiles, ranks = (part.view(n, m) for part, n, m in zip(parts, rows, sizes, strict=True))
-    return info, items, tiles, ranks
 
 
 def check_plan(call: AttentionCall, options: PlanOptions) -> None:
@@ -322,7 +309,8 @@ def check_plan(call: AttentionCall, options: PlanOptions) -> None:
     if not torch.equal(given[header], expected[header]):
         names = "causal, window, num_sink_tokens, decode_queries, key_begin"
         raise bad_argument("plan", f"{given[header].tolist()}", f"{expected[header].tolist()} ({names} of this call)")
-    columns = [0, 3, 4, 5, 6, 7]
+    made_for = (INFO_FLAGS, INFO_REACH, INFO_CHECKSUM, INFO_QUERY_LEN, INFO_SEQ_LEN, INFO_LIVE)
+    columns = [int(column) for column in made_for]
     mine, theirs = (plan_views(p, shape)[0][:, columns] for p in (given, expected))
     if not torch.equal(mine, theirs):
         row = int(torch.nonzero((mine != theirs).any(dim=1))[0])

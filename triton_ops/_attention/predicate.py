@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from .._triton import tl, triton
-from .layout import TILE
+from .layout import TILE, TILE_KEYS, PlanOptions
 
 
 @triton.jit
@@ -35,6 +37,34 @@ def _span(
         sink_hi = tl.where(limit > key_begin, tl.minimum((limit + TILE - 1) // TILE, tile_lo), sink_lo)
         sink_hi = tl.maximum(sink_hi, sink_lo)
     return lo, hi, tile_lo, tile_hi, sink_lo, sink_hi
+
+
+def reached_tiles(positions: np.ndarray, seq_len: int, num_tiles: int, options: PlanOptions) -> np.ndarray:
+    """`_span` in numpy: which tiles hold a key that queries at ascending positions may attend to."""
+    keys = np.arange(num_tiles * TILE_KEYS)
+    first, last = int(positions[0]), int(positions[-1])
+    live = (keys < seq_len) & (keys >= options.key_begin)
+    if options.causal:
+        live &= keys <= last
+    if options.window:
+        inside = keys > first - options.window
+        if not options.causal:
+            inside &= keys < last + options.window
+        live &= inside | (keys < options.num_sink_tokens)
+    return np.asarray(live.reshape(num_tiles, TILE_KEYS).any(axis=1))
+
+
+@triton.jit
+def _live_scores(t, pos, window, num_sink_tokens, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
+    """Which of keys t queries at pos attend to, of those that are present: [queries, keys]."""
+    live = t[None, :] >= 0
+    if CAUSAL:
+        live = t[None, :] <= pos[:, None]
+    if WINDOW:
+        live = live & ((t[None, :] > pos[:, None] - window) | (t[None, :] < num_sink_tokens))
+        if not CAUSAL:
+            live = live & (t[None, :] < pos[:, None] + window)
+    return live
 
 
 @triton.jit

@@ -23,7 +23,8 @@ from .constants import (
     programs_per_processor,
     specialized_tiles,
 )
-from .layout import DECODE_QUERIES, TILE_KEYS, PlanOptions, PlanShape
+from .layout import DECODE_QUERIES, MIN_SPLIT_TILES, TILE_KEYS, PlanOptions, PlanShape
+from .walk import E4M3_BITS, NATIVE_CODES, PLAIN_CACHE
 
 # Batch-invariant mode: keys per split, whatever the batch. Longer contexts are summed from splits of this length.
 INVARIANT_SPLIT_KEYS = 8192
@@ -67,6 +68,7 @@ class Prepared:
         prefill: The longer ones, tiled over queries.
         specialized: Some of the latter's tiles with specialized warps.
         merge: The sum of splits.
+        numbers: Blocks of the cache, then strides, as the kernels take them.
     """
 
     shape: PlanShape
@@ -79,6 +81,7 @@ class Prepared:
     prefill: Grid | None
     specialized: Grid | None
     merge: Grid
+    numbers: tuple[int, ...]
 
 
 def prepare(call: AttentionCall, with_lse: bool, tiled: bool, is_aligned: bool, count: bool) -> Prepared:
@@ -96,7 +99,7 @@ def prepare(call: AttentionCall, with_lse: bool, tiled: bool, is_aligned: bool, 
     """
     query, key_cache = call.query, call.key_cache
     num_tokens, num_heads, head_dim = query.shape
-    _, block_size, num_kv_heads, _ = key_cache.shape
+    _, block_size, num_kv_heads, value_dim = call.value_cache.shape
     has_positions = call.query_positions is not None
     shape = PlanShape.of(call.block_tables, block_size)
     options = call.plan_options(tiled)
@@ -107,14 +110,18 @@ def prepare(call: AttentionCall, with_lse: bool, tiled: bool, is_aligned: bool, 
     quantized = key_cache.dtype != query.dtype
     segments = has_positions and call.window > 0
     heavy = quantized or segments or call.softcap > 0 or call.alibi_slopes is not None
-    kind = (head_dim, query.element_size())
+    kind = (max(head_dim, value_dim), query.element_size())
     decode = decode_tiles(arch.name, *kind, decode_q * group, quantized, group, block_size)
     prefill = prefill_tiles(arch.name, *kind, heavy, group, block_size)
     row_tiles = -(-decode_q * group // decode.block_m)
     target_items = wanted_items(arch, num_kv_heads * row_tiles)
     prefill_bound = num_tokens * group // prefill.block_m + shape.num_seqs
-    run_decode = options.decode_queries > 0
-    run_prefill = longest > options.decode_queries or not run_decode
+    # Where even the longest sequences leave more than a decode's queries to each other one, none is a decode. (Padded
+    # rows may make one seem longer than it is; tiled over queries it is right all the same.)
+    prefill_only = num_tokens - (shape.num_seqs - 1) * longest > DECODE_QUERIES
+    decode_queries = 0 if prefill_only else options.decode_queries
+    run_decode = decode_queries > 0
+    run_prefill = longest > decode_queries or not run_decode
 
     max_tiles = shape.max_tiles
     if call.max_seq_len is not None:
@@ -127,7 +134,9 @@ def prepare(call: AttentionCall, with_lse: bool, tiled: bool, is_aligned: bool, 
         idle = 2 * arch.num_processors // (prefill_bound * num_kv_heads)
         num_splits = max(1, min(idle, max_tiles // 8, MAX_PREFILL_SPLITS))
 
+    decode_splits = min(shape.max_items, max(1, max_tiles // MIN_SPLIT_TILES)) if run_decode else 1
     convert_codes = key_cache.dtype == torch.float8_e4m3fn and not arch.has_e4m3
+    codes = E4M3_BITS if convert_codes else NATIVE_CODES if quantized else PLAIN_CACHE
     describable = is_aligned and _describable(call)
     special = specialized_tiles(arch.name, *kind)
     plain = call.causal and not (has_positions or heavy or call.batch_invariant or count)
@@ -135,9 +144,11 @@ def prepare(call: AttentionCall, with_lse: bool, tiled: bool, is_aligned: bool, 
         special = None
 
     def constexprs(tiles: Tiles, decoding: bool) -> dict[str, object]:
+        # A descriptor's tile lies in one block.
+        block_n = min(tiles.block_n, TILE_KEYS) if describable and tiles.descriptors else tiles.block_n
         return {
             "DECODE": decoding,
-            "DECODE_Q": options.decode_queries,
+            "DECODE_Q": decode_queries,
             "SPLIT_TILES": split_tiles,
             "CAUSAL": call.causal,
             "WINDOW": call.window > 0,
@@ -146,40 +157,45 @@ def prepare(call: AttentionCall, with_lse: bool, tiled: bool, is_aligned: bool, 
             "ALIBI": call.alibi_slopes is not None,
             "SINKS": call.sinks is not None,
             "SCALES": scale_kind(call.k_scale, call.v_scale),
-            "FP8": convert_codes,
+            "CODES": int(codes),
             "UPCAST": INTERPRET and query.dtype == torch.bfloat16,
             "COUNT": count,
-            "DESCRIPTORS": describable and tiles.descriptors and block_size % tiles.block_n == 0,
+            "DESCRIPTORS": describable and tiles.descriptors and block_size % block_n == 0,
             "WITH_LSE": with_lse,
-            "TWO_LOOPS": tiles.two_loops and not (decoding or segments or call.batch_invariant),
+            "TWO_LOOPS": tiles.two_loops and not (segments or call.batch_invariant),
             "NUM_HEADS": num_heads,
             "GROUP": group,
             "BLOCK_SIZE": block_size,
             "HEAD_DIM": head_dim,
+            "VALUE_DIM": value_dim,
             "BLOCK_M": tiles.block_m,
-            "BLOCK_N": tiles.block_n,
+            "BLOCK_N": block_n,
             "BLOCK_D": max(16, next_power_of_2(head_dim)),
+            "BLOCK_V": max(16, next_power_of_2(value_dim)),
             "BLOCK_G": next_power_of_2(group),
-            "SUB": TILE_KEYS // tiles.block_n,
             "SPECIALIZED_M": 0 if special is None or decoding else special.block_m,
         }
 
     decoding = tiling = specialized = None
     if run_decode:
         decoding = Grid(
-            KernelLaunch(constexprs(decode, True), decode.num_warps, decode.num_stages, is_aligned),
+            KernelLaunch(
+                constexprs(decode, True), decode.num_warps, decode.num_stages, is_aligned, decode.max_registers
+            ),
             (min(shape.max_items, shape.num_seqs + target_items), num_kv_heads * row_tiles, 1),
-            split_rows=shape.max_items * decode_q if max_tiles > 4 else 0,
+            split_rows=shape.max_items * decode_q if max_tiles > MIN_SPLIT_TILES else 0,
         )
     if run_prefill:
         tiling = Grid(
-            KernelLaunch(constexprs(prefill, False), prefill.num_warps, prefill.num_stages, is_aligned),
+            KernelLaunch(
+                constexprs(prefill, False), prefill.num_warps, prefill.num_stages, is_aligned, prefill.max_registers
+            ),
             (prefill_bound, num_kv_heads, num_splits),
             num_splits,
             split_rows=num_splits * num_tokens if num_splits > 1 else 0,
         )
     if special is not None:
-        specialized = _specialized_grid(call, with_lse, special, options, shape.num_seqs)
+        specialized = _specialized_grid(call, with_lse, special, decode_queries, shape.num_seqs)
     return Prepared(
         shape=shape,
         options=options,
@@ -190,14 +206,21 @@ def prepare(call: AttentionCall, with_lse: bool, tiled: bool, is_aligned: bool, 
         decode=decoding,
         prefill=tiling,
         specialized=specialized,
-        merge=_merge_grid(call, with_lse, options, num_splits, is_aligned),
+        numbers=(
+            key_cache.shape[0],
+            *query.stride()[:2],
+            *key_cache.stride()[:3],
+            *call.value_cache.stride()[:3],
+            call.block_tables.stride(0),
+        ),
+        merge=_merge_grid(call, with_lse, decode_queries, decode_q, decode_splits, num_splits, is_aligned, arch),
     )
 
 
-def _specialized_grid(call: AttentionCall, with_lse: bool, tiles: Tiles, options: PlanOptions, num_seqs: int) -> Grid:
+def _specialized_grid(call: AttentionCall, with_lse: bool, tiles: Tiles, decode_queries: int, num_seqs: int) -> Grid:
     num_tokens, num_heads, head_dim = call.query.shape
     constexprs = {
-        "DECODE_Q": options.decode_queries,
+        "DECODE_Q": decode_queries,
         "WINDOW": call.window > 0,
         "SINKS": call.sinks is not None,
         "WITH_LSE": with_lse,
@@ -214,26 +237,44 @@ def _specialized_grid(call: AttentionCall, with_lse: bool, tiles: Tiles, options
     return Grid(KernelLaunch(constexprs, tiles.num_warps, tiles.num_stages), programs)
 
 
-def _merge_grid(call: AttentionCall, with_lse: bool, options: PlanOptions, num_splits: int, is_aligned: bool) -> Grid:
-    num_tokens, num_heads, head_dim = call.query.shape
-    block_d = next_power_of_2(head_dim)
-    block_h = max(1, min(next_power_of_2(num_heads), 2048 // block_d))
+def _merge_grid(
+    call: AttentionCall,
+    with_lse: bool,
+    decode_queries: int,
+    decode_q: int,
+    decode_splits: int,
+    num_splits: int,
+    is_aligned: bool,
+    arch: Architecture,
+) -> Grid:
+    """One program a row and head; a few rows of many splits are cut into parts of a head besides."""
+    num_tokens, num_heads, _ = call.query.shape
+    value_dim = call.value_cache.shape[3]
+    by_sequence = decode_queries > 0 and num_splits == 1
+    rows = call.seq_lens.shape[0] * decode_q if by_sequence else num_tokens
+    block_v = max(16, next_power_of_2(value_dim))
+    splits = next_power_of_2(max(decode_splits, num_splits, 2))
+    if rows * num_heads < 2 * arch.num_processors and splits > 16 and not call.batch_invariant:
+        block_v = min(block_v, 32)
     constexprs = {
-        "DECODE_Q": options.decode_queries,
+        "DECODE_Q": decode_queries,
+        "BY_SEQUENCE": by_sequence,
         "SINKS": call.sinks is not None,
         "WITH_LSE": with_lse,
         "NUM_HEADS": num_heads,
-        "HEAD_DIM": head_dim,
-        "BLOCK_H": block_h,
-        "BLOCK_D": block_d,
+        "VALUE_DIM": value_dim,
+        # The order of a sum follows from this number, which in batch-invariant mode may not follow from the batch.
+        "BLOCK_S": 16 if call.batch_invariant else min(splits, 8192 // block_v),
+        "BLOCK_V": block_v,
     }
-    programs = (num_tokens, -(-num_heads // block_h), 1)
-    return Grid(KernelLaunch(constexprs, 4, None, is_aligned), programs, num_splits)
+    return Grid(KernelLaunch(constexprs, 4, None, is_aligned), (rows, num_heads, -(-value_dim // block_v)), num_splits)
 
 
 def _specializable(call: AttentionCall, special: Tiles | None, prefill: Tiles) -> bool:
     """Whether layouts and tiles suit the kernel with specialized warps."""
-    if special is None or call.key_cache.shape[1] % TILE_KEYS:
+    if special is None or call.key_cache.shape[1] % TILE_KEYS or call.scale <= 0:
+        return False
+    if call.value_cache.shape[3] != call.key_cache.shape[3]:
         return False
     group = call.query.shape[1] // call.key_cache.shape[2]
     # Its tiles of queries have to be whole tiles of rows of the general kernel.

@@ -9,15 +9,14 @@ triton 3.6 has no way to fetch a group's rows at once; one loop, since it specia
 from __future__ import annotations
 
 from .._triton import tl, triton
-from .kernel import LOG2E, _find_sequence, _finish, _rank, _rows_of_head
-from .layout import HEADER, INFO, ITEM
-from .predicate import _span, _whole_tile_queries
+from .kernel import _find_sequence, _rank
+from .layout import DEAD_TILES, INFO_FLAGS, LENGTHS, PARTIAL_TILES, _plan_rows
+from .predicate import _live_scores, _span, _whole_tile_queries
+from .softmax import LOG2E, _finish, _rescale
+from .walk import _rows_of_head
 
-_LENGTHS = ["num_seqs", "num_tokens", "max_tiles", "max_items"]
-_LENGTHS += ["window", "num_sink_tokens", "key_begin", "num_blocks", "stride_bt"]
 
-
-@triton.jit(do_not_specialize=_LENGTHS)
+@triton.jit(do_not_specialize=LENGTHS)
 def _specialized_attention_kernel(
     query_ptr,  # [num_tokens, NUM_HEADS, HEAD_DIM]
     key_ptr, value_ptr,  # [num_blocks, BLOCK_SIZE, NUM_HEADS // GROUP, HEAD_DIM]
@@ -33,25 +32,21 @@ def _specialized_attention_kernel(
     NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Grid (query tiles, heads); causal. BLOCK_N is TILE."""
+    """Grid (query tiles, heads); causal, scale above 0. BLOCK_N is TILE."""
     head = tl.program_id(1)
     kv_head = tl.cast(head // GROUP, tl.int64)
     # The last tiles of a causal prefill are the longest: they start first.
     item = tl.num_programs(0) - 1 - tl.program_id(0)
     seq = _find_sequence(starts_ptr, num_seqs, item, 1, 1, BLOCK_M)
-    seq64 = tl.cast(seq, tl.int64)
-    info_ptr = plan_ptr + HEADER
-    tiles_ptr = info_ptr + tl.cast(num_seqs, tl.int64) * INFO + tl.cast(max_items, tl.int64) * ITEM
-    ranks_ptr = tiles_ptr + tl.cast(num_seqs, tl.int64) * max_tiles + seq64 * (max_tiles + 1)
-    tiles_ptr += seq64 * max_tiles
-    table_ptr = tables_ptr + seq64 * stride_bt
-    flags = tl.load(info_ptr + seq64 * INFO)
-    has_holes = (flags & 1) != 0
+    info_ptr, tiles_ptr, ranks_ptr = _plan_rows(plan_ptr, seq, num_seqs, max_tiles, max_items)
+    table_ptr = tables_ptr + tl.cast(seq, tl.int64) * stride_bt
+    flags = tl.load(info_ptr + INFO_FLAGS)
+    has_holes = (flags & DEAD_TILES) != 0
     q_begin = tl.load(starts_ptr + seq)
     q_len = tl.load(starts_ptr + seq + 1) - q_begin
     seq_len = tl.load(seq_lens_ptr + seq)
     first = (item - (q_begin // BLOCK_M + seq)) * BLOCK_M
-    active = first < _whole_tile_queries(q_len, seq_len, (flags & 2) != 0, DECODE_Q, BLOCK_M)
+    active = first < _whole_tile_queries(q_len, seq_len, (flags & PARTIAL_TILES) != 0, DECODE_Q, BLOCK_M)
     first = tl.where(active, first, 0)
 
     p_first = seq_len - q_len + first
@@ -85,7 +80,8 @@ def _specialized_attention_kernel(
     token = first + tl.arange(0, BLOCK_M)
     pos = seq_len - q_len + token
     offs_n = tl.arange(0, BLOCK_N)
-    qk_scale = scale * LOG2E
+    factor = scale * LOG2E
+    SHIFT: tl.constexpr = 15 if query_ptr.dtype.element_ty == tl.float16 else 0
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, HEAD_DIM], tl.float32)
@@ -98,28 +94,20 @@ def _specialized_attention_kernel(
         block = tl.load(table_ptr + tile * BLOCK_N // BLOCK_SIZE)
         k = keys.load([block * key_rows + tile * BLOCK_N % BLOCK_SIZE, 0])
         if UPCAST:
-            score = tl.dot(q.to(tl.float32), tl.trans(k.to(tl.float32)), input_precision="ieee") * qk_scale
+            score = tl.dot(q.to(tl.float32), tl.trans(k.to(tl.float32)), input_precision="ieee")
         else:
-            score = tl.dot(q, tl.trans(k)) * qk_scale
-        live = t[None, :] <= pos[:, None]
-        if WINDOW:
-            live = live & ((t[None, :] > pos[:, None] - window) | (t[None, :] < num_sink_tokens))
+            score = tl.dot(q, tl.trans(k))
+        live = _live_scores(t, pos, window, num_sink_tokens, True, WINDOW)
         score = tl.where(live, score, float("-inf"))
-        m_new = tl.maximum(m, tl.max(score, 1))
-        m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
-        p = tl.exp2(score - m_safe[:, None])
-        alpha = tl.exp2(m - m_safe)
-        total = total * alpha + tl.sum(p, 1)
-        acc = acc * alpha[:, None]
+        p, m, total, acc = _rescale(score, m, total, acc, factor, True, False, False, SHIFT)
         v = values.load([block * value_rows + tile * BLOCK_N % BLOCK_SIZE, 0])
         if UPCAST:
             acc += tl.dot(p.to(q.dtype).to(tl.float32), v.to(tl.float32), input_precision="ieee")
         else:
             acc = tl.dot(p.to(v.dtype), v, acc)
-        m = m_new
     mask_m = token < tl.where(active, q_len, 0)
     heads = tl.zeros([BLOCK_M], tl.int32) + head
     _finish(
-        acc, m, total, sinks_ptr, out_ptr, lse_ptr, (q_begin + token).to(tl.int64), heads, mask_m,
+        acc, m, total, sinks_ptr, out_ptr, lse_ptr, (q_begin + token).to(tl.int64), heads, mask_m, 0,
         SINKS, WITH_LSE, NUM_HEADS, HEAD_DIM, HEAD_DIM,
     )  # fmt: skip

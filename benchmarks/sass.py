@@ -1,0 +1,74 @@
+"""What the compiled code of a kernel for Nvidia says: its loops, the instructions in them, programs a processor."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import triton
+
+TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+# Shared memory of a processor in bytes, of which each program takes 1 KiB besides its own; threads of a processor.
+PROCESSORS = {
+    "sm_80": (167_936, 2048),
+    "sm_86": (102_400, 1536),
+    "sm_89": (102_400, 1536),
+    "sm_90": (233_472, 2048),
+    "sm_100": (233_472, 2048),
+    "sm_120": (102_400, 1536),
+}
+_MATRIX = re.compile(r"\b(?:[HIQD]MMA|[HIQ]GMMA|UTC\w*MMA)\b")
+
+
+def tool(name: str, cubin: bytes, *options: str) -> str:
+    """What one of the tools that come with triton prints of a kernel."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        done = subprocess.run([TOOLS / name, *options, file.name], capture_output=True, text=True, check=False)
+    return done.stdout + done.stderr
+
+
+def loop_instructions(cubin: bytes) -> int | None:
+    """Instructions of the shortest innermost loop that multiplies matrices: of two, the one without masks."""
+    code: list[str] = []
+    labels: dict[str, int] = {}
+    for line in tool("nvdisasm", cubin, "-c").splitlines():
+        if label := re.match(r"\s*(\.L_x_\d+):", line):
+            labels[label[1]] = len(code)
+        elif instruction := re.match(r"\s*/\*[0-9a-f]{4,}\*/\s+(.*?);", line):
+            code.append(instruction[1])
+    loops = []
+    for end, instruction in enumerate(code):
+        branch = re.search(r"\bBRA\b.*?(\.L_x_\d+)", instruction)
+        if branch and labels.get(branch[1], end + 1) <= end:
+            loops.append((labels[branch[1]], end))
+    loops = [(begin, end) for begin, end in loops if any(_MATRIX.search(line) for line in code[begin : end + 1])]
+    inner = [
+        sum(not line.endswith("NOP") for line in code[begin : end + 1])
+        for begin, end in loops
+        if not any(begin <= b and e <= end and (b, e) != (begin, end) for b, e in loops)
+    ]
+    return min(inner, default=None)
+
+
+def buffers(ttgir: str) -> int:
+    """Tiles of keys, and of values, that shared memory holds at once; 0 where loads are not pipelined."""
+    found = re.findall(r"local_alloc : \(\) -> !ttg\.memdesc<(\d+)x\d+x\d+x(?:bf16|f16|f32|f8E4M3FN|i8)", ttgir)
+    return min((int(count) for count in found), default=0)
+
+
+def programs_per_processor(target: str, registers: int, shared: int, num_warps: int) -> int:
+    """How many programs fit on a processor at once."""
+    memory, threads = PROCESSORS[target]
+    own = -(-registers // 8) * 8 * 32 * num_warps
+    return min(65_536 // own, memory // (shared + 1024), threads // (32 * num_warps))
+
+
+def tile_kilobytes(arguments: dict[str, Any]) -> float:
+    """Keys and values of one step of an attention kernel, in KiB."""
+    itemsize = arguments["key_ptr"].dtype.itemsize
+    return float(arguments["BLOCK_N"] * (arguments["HEAD_DIM"] + arguments["VALUE_DIM"]) * itemsize / 1024)

@@ -1,0 +1,237 @@
+"""The loop over live tiles of keys: where the keys of a step lie, found ahead of it, and what the step adds.
+
+The numbers of a step's blocks are loaded a step before its keys, so that the loads of keys and values wait for nothing
+and as many of them are in flight as there are stages.
+"""
+
+from __future__ import annotations
+
+from .._quantize import from_e4m3
+from .._triton import tl, triton
+from .layout import TILE, kernel_constants
+from .predicate import _live_scores
+from .softmax import _rescale, _tanh
+
+# How a cache is stored: as the query's dtype, as codes that the device converts, as uint8 codes of float8 e4m3.
+PLAIN_CACHE, NATIVE_CODES, E4M3_BITS = kernel_constants(0, 1, 2)
+
+
+@triton.jit
+def _rows_of_head(
+    ptr, num_blocks, stride_b, stride_t,
+    BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """A head's keys or values as a matrix, and its rows from block to block: other heads' may be among them."""
+    per_block = tl.cast(stride_b // stride_t, tl.int32)
+    rows = tl.make_tensor_descriptor(
+        ptr, shape=[(num_blocks - 1) * per_block + BLOCK_SIZE, HEAD_DIM], strides=[stride_t, 1],
+        block_shape=[BLOCK_N, BLOCK_D],
+    )  # fmt: skip
+    return rows, per_block
+
+
+@triton.jit
+def _tile_start(i, i_end, jump, skip, hi, tiles_ptr, rank_lo, n_sink, rank_sink, has_holes, WINDOW: tl.constexpr):
+    """First key of the i-th live tile; `hi`, which no key reaches, from i_end on."""
+    exists = i < i_end
+    i = tl.where(i < jump, i, i + skip)
+    rank = rank_lo + i - n_sink
+    if WINDOW:
+        rank = tl.where(i < n_sink, rank_sink + i, rank)
+    tile = tl.load(tiles_ptr + rank, mask=has_holes & exists, other=rank)
+    return tl.where(exists, tile * TILE, hi)
+
+
+@triton.jit
+def _step_start(
+    step, i_begin, i_end, jump, skip, hi, tiles_ptr, rank_lo, n_sink, rank_sink, has_holes,
+    WINDOW: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """First key of a step, and of its second tile where it has one."""
+    i = i_begin + step * BLOCK_N // TILE
+    start = _tile_start(i, i_end, jump, skip, hi, tiles_ptr, rank_lo, n_sink, rank_sink, has_holes, WINDOW)
+    second = start
+    if BLOCK_N < TILE:
+        start += step * BLOCK_N % TILE
+    if BLOCK_N > TILE:
+        second = _tile_start(i + 1, i_end, jump, skip, hi, tiles_ptr, rank_lo, n_sink, rank_sink, has_holes, WINDOW)
+    return start, second
+
+
+@triton.jit
+def _key_positions(start, second, BLOCK_N: tl.constexpr):
+    """Positions of a step's keys: from `start` on, those past TILE of them from `second` on."""
+    offs_n = tl.arange(0, BLOCK_N)
+    t = start + offs_n
+    if BLOCK_N > TILE:
+        t = tl.where(offs_n < TILE, t, second + offs_n - TILE)
+    return t
+
+
+@triton.jit
+def _block_numbers(table_ptr, start, second, hi, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Block number of each of a step's keys, or one for all of them; -1 where there is none.
+
+    One load a block, if blocks begin where tiles do and are not too many; else one a key.
+    """
+    SPAN: tl.constexpr = BLOCK_N if BLOCK_N < TILE else TILE
+    PART: tl.constexpr = BLOCK_SIZE if BLOCK_SIZE < SPAN else SPAN
+    if BLOCK_N <= TILE and BLOCK_SIZE % BLOCK_N == 0:
+        return tl.load(table_ptr + start // BLOCK_SIZE, mask=start < hi, other=-1)
+    elif TILE % PART == 0 and BLOCK_SIZE % PART == 0 and BLOCK_N // PART <= 8:
+        part = tl.arange(0, BLOCK_N) // PART
+        block = tl.zeros([BLOCK_N], tl.int32)
+        for i in tl.static_range(BLOCK_N // PART):
+            key = start + i * PART
+            if i * PART >= TILE:
+                key = second + (i * PART - TILE)
+            block = tl.where(part >= i, tl.load(table_ptr + key // BLOCK_SIZE, mask=key < hi, other=-1), block)
+        return block
+    else:
+        t = _key_positions(start, second, BLOCK_N)
+        return tl.load(table_ptr + t // BLOCK_SIZE, mask=t < hi, other=-1)
+
+
+@triton.jit
+def _row_pointers(
+    source, block, start, second, stride_b, stride_t,
+    BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Pointers to a step's keys or values; as much of them as can be is the same in every step."""
+    offs_n = tl.arange(0, BLOCK_N)
+    rows = source + tl.cast(block, tl.int64) * stride_b
+    if BLOCK_N <= TILE and BLOCK_SIZE % BLOCK_N == 0:
+        rows += tl.cast(start % BLOCK_SIZE, tl.int64) * stride_t
+        pointers = rows + (offs_n.to(tl.int64) * stride_t)[:, None]
+    elif TILE % BLOCK_SIZE == 0:
+        pointers = rows[:, None] + ((offs_n % BLOCK_SIZE).to(tl.int64) * stride_t)[:, None]
+    else:
+        t = _key_positions(start, second, BLOCK_N)
+        pointers = rows[:, None] + ((t % BLOCK_SIZE).to(tl.int64) * stride_t)[:, None]
+    return pointers + tl.arange(0, BLOCK_D)[None, :]
+
+
+@triton.jit
+def _load_rows(
+    pointers, present, dtype: tl.constexpr,
+    MASKED: tl.constexpr, CODES: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Keys or values; 0 where they are absent."""
+    offs_d = tl.arange(0, BLOCK_D)
+    if MASKED:
+        mask = tl.broadcast_to(present[:, None], [BLOCK_N, BLOCK_D])
+        if HEAD_DIM != BLOCK_D:
+            mask = mask & (offs_d[None, :] < HEAD_DIM)
+        rows = tl.load(pointers, mask=mask, other=0.0)
+    elif HEAD_DIM != BLOCK_D:
+        rows = tl.load(pointers, mask=tl.broadcast_to(offs_d[None, :] < HEAD_DIM, [BLOCK_N, BLOCK_D]), other=0.0)
+    else:
+        rows = tl.load(pointers)
+    if CODES == E4M3_BITS:
+        rows = from_e4m3(rows)
+    return rows.to(dtype)
+
+
+@triton.jit
+def _step(
+    q, m, total, acc, pos, slope, start, second, block, key_source, value_source,
+    stride_kb, stride_kt, stride_vb, stride_vt,
+    lo, hi, key_begin, window, num_sink_tokens, factor, softcap,
+    MASKED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SCATTERED: tl.constexpr,
+    SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, CODES: tl.constexpr, UPCAST: tl.constexpr, DESCRIPTORS: tl.constexpr,
+    ROWS: tl.constexpr, LAZY: tl.constexpr, SHIFT: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """One step of the online softmax. Sources are pointers, or descriptors: then stride_kb and stride_vb count rows."""
+    t = _key_positions(start, second, BLOCK_N)
+    present = t < hi
+    if MASKED:
+        present = (t < tl.where(block >= 0, hi, 0)) & (t >= key_begin)
+        if WINDOW:
+            present &= (t >= lo) | (t < num_sink_tokens)
+        live = present[None, :] & _live_scores(t, pos, window, num_sink_tokens, CAUSAL, WINDOW)
+        if SCATTERED:
+            # Between far queries a tile holds keys that no row attends to: their memory may hold NaN.
+            present = tl.max(tl.broadcast_to(live, [q.shape[0], BLOCK_N]).to(tl.int32), 0) > 0
+    if DESCRIPTORS:
+        # What lies outside of the cache or past HEAD_DIM reads as 0; what must not be seen inside of it is zeroed here.
+        k = key_source.load([block * stride_kb + start % BLOCK_SIZE, 0])
+        v = value_source.load([block * stride_vb + start % BLOCK_SIZE, 0])
+        if MASKED:
+            v = tl.where(present[:, None], v, 0.0).to(v.dtype)
+        if CODES == E4M3_BITS:
+            k = from_e4m3(k)
+            v = from_e4m3(v)
+        k = k.to(q.dtype)
+        v = v.to(q.dtype)
+    else:
+        keys = _row_pointers(key_source, block, start, second, stride_kb, stride_kt, BLOCK_SIZE, BLOCK_N, BLOCK_D)
+        values = _row_pointers(value_source, block, start, second, stride_vb, stride_vt, BLOCK_SIZE, BLOCK_N, BLOCK_V)
+        k = _load_rows(keys, present, q.dtype, MASKED, CODES, HEAD_DIM, BLOCK_N, BLOCK_D)
+        v = _load_rows(values, present, q.dtype, MASKED, CODES, VALUE_DIM, BLOCK_N, BLOCK_V)
+    # The interpreter multiplies bfloat16 as integers, so there the operands of a dot are float32.
+    if UPCAST:
+        score = tl.dot(q.to(tl.float32), tl.trans(k.to(tl.float32)), input_precision="ieee")
+    else:
+        score = tl.dot(q, tl.trans(k), input_precision="ieee")
+    if SOFTCAP or ALIBI:
+        if ROWS:
+            score *= factor[:, None]
+        else:
+            score *= factor
+        if SOFTCAP:
+            score = _tanh(score) * softcap
+        if ALIBI:
+            score += slope[:, None] * (t[None, :] - pos[:, None]).to(tl.float32)
+        factor = 1.0
+    if MASKED:
+        score = tl.where(live, score, float("-inf"))
+    p, m, total, acc = _rescale(
+        score, m, total, acc, factor, MASKED, ROWS and not (SOFTCAP or ALIBI), LAZY, SHIFT
+    )  # fmt: skip
+    if UPCAST:
+        acc += tl.dot(p.to(q.dtype).to(tl.float32), v.to(tl.float32), input_precision="ieee")
+    else:
+        acc = tl.dot(p.to(q.dtype), v, acc, input_precision="ieee")
+    return m, total, acc
+
+
+@triton.jit
+def _walk(
+    q, m, total, acc, pos, slope, i_begin, i_end, jump, skip,
+    tiles_ptr, rank_lo, n_sink, rank_sink, has_holes, table_ptr, key_source, value_source,
+    stride_kb, stride_kt, stride_vb, stride_vt,
+    lo, hi, key_begin, window, num_sink_tokens, factor, softcap,
+    MASKED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SCATTERED: tl.constexpr,
+    SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, CODES: tl.constexpr, UPCAST: tl.constexpr, DESCRIPTORS: tl.constexpr,
+    ROWS: tl.constexpr, LAZY: tl.constexpr, SHIFT: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """Adds live tiles [i_begin, i_end), counted without the `skip` ones from `jump` on.
+
+    Without MASKED every row attends to all of their keys, and they fill whole steps.
+    """
+    steps = tl.maximum(i_end - i_begin, 0) * TILE
+    steps = (steps + BLOCK_N - 1) // BLOCK_N
+    start, second = _step_start(
+        0, i_begin, i_end, jump, skip, hi, tiles_ptr, rank_lo, n_sink, rank_sink, has_holes, WINDOW, BLOCK_N
+    )
+    block = _block_numbers(table_ptr, start, second, hi, BLOCK_SIZE, BLOCK_N)
+    for j in tl.range(0, steps):
+        next_start, next_second = _step_start(
+            j + 1, i_begin, i_end, jump, skip, hi, tiles_ptr, rank_lo, n_sink, rank_sink, has_holes, WINDOW, BLOCK_N
+        )
+        next_block = _block_numbers(table_ptr, next_start, next_second, hi, BLOCK_SIZE, BLOCK_N)
+        m, total, acc = _step(
+            q, m, total, acc, pos, slope, start, second, block, key_source, value_source,
+            stride_kb, stride_kt, stride_vb, stride_vt,
+            lo, hi, key_begin, window, num_sink_tokens, factor, softcap,
+            MASKED, CAUSAL, WINDOW, SCATTERED, SOFTCAP, ALIBI, CODES, UPCAST, DESCRIPTORS, ROWS, LAZY, SHIFT,
+            BLOCK_SIZE, BLOCK_N, HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_V,
+        )  # fmt: skip
+        start = next_start
+        second = next_second
+        block = next_block
+    return m, total, acc
