@@ -57,9 +57,8 @@ class PolicyScheduler(Scheduler):
         super().add_request(request)
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
-        """A step; the policy hears of its fresh and completed blocks at its end, the workers of the fresh ones."""
+        """A step; where a KV connector may fill blocks, the workers hear which were handed out anew."""
         output = super().schedule(*args, **kwargs)
-        self.block_pool.policy_state.flush()
         if self._tells_workers:
             output.pc_fresh_blocks, self.block_pool.handed_out = self.block_pool.handed_out, []
         return output

@@ -13,13 +13,16 @@ from ....cache.hashing import TokenIds
 from ....cache.policies import LRU, Block, EvictionPolicy
 from ....cache.table import Ids
 
+MANY = 1024
+"""So many completed blocks are told of at once, if nothing else happens before."""
+
 
 class PolicyState:
     """A `PoolView` over the blocks of vLLM's pool.
 
     What happens to blocks that are held cannot change a decision before they are free, so a policy is told of fresh and
-    completed blocks together, before it is told of hits and releases, or at the end of a step: one vector operation
-    instead of one for each request that decodes. lru is told of hits and releases alone: it looks at nothing else.
+    completed blocks together, before it is told of hits and releases, or when many have come together: one vector
+    operation instead of one for each request that decodes. lru is told of hits and releases alone, all it looks at.
 
     Args:
         blocks: Every block of the pool, by number; the null block is among them and never told of.
@@ -85,6 +88,8 @@ class PolicyState:
             places = [n for n, block in enumerate(blocks) if block.block_hash is not None]
             self._completed += [blocks[n].block_id for n in places]
             self._lengths += [before + 1 + n for n in places]
+            if len(self._completed) > MANY:
+                self.flush()
 
     def flush(self) -> None:
         """Tells the policy what has been noted."""

@@ -9,6 +9,8 @@ pytest.importorskip("vllm", reason="vllm is not installed: make vllm")
 
 import vllm_engine
 
+from pc.cache.policies import POLICIES
+
 
 def prompts():
     generator = torch.Generator().manual_seed(2)
@@ -33,7 +35,7 @@ def test_chosen_by_the_environment(model_path, monkeypatch, policy):
             found.append(vllm_engine.generate(llm, prompts(), max_tokens=30))
             if ours:
                 state = scheduler_of(llm).block_pool.policy_state
-                assert type(state.policy).__name__ == {"lru": "LRU", "default": "Segmented"}[policy]
+                assert type(state.policy).__name__ == POLICIES[policy].__name__
             assert seen["preemptions"] > 0
     vllm_engine.use_eviction(False)
     assert found[0][0] == found[1][0]
