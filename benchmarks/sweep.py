@@ -326,8 +326,8 @@ def table(rows: list[dict[str, str]], source: str) -> dict[str, dict[Any, Any]]:
         if row["specialized"] == "1":
             found["SPECIALIZED"][arch, head_dim] = why
             continue
-        *numbers, loops, descriptors = (int(row[field.name]) for field in dataclasses.fields(Tiles))
-        tiles = (*numbers, bool(loops), bool(descriptors))
+        *numbers, loops, descriptors, limit = (int(row.get(field.name) or 0) for field in dataclasses.fields(Tiles))
+        tiles = (*numbers, bool(loops), bool(descriptors), *([limit] if limit else []))
         found["TILES"][arch, row["kind"], head_dim, group, size] = (tiles, why)
     for arch in sorted({row["architecture"] for row in rows}):
         decodes = [row for row in rows if (row["architecture"], row["kind"]) == (arch, "decode") and row.get("p50_us")]
@@ -344,7 +344,7 @@ def _choose_programs(decodes: list[dict[str, str]]) -> tuple[int, float] | None:
     for now in (row for row in decodes if row["present"] == "1"):
         alike = [name for name in CHOICES if name != "programs"]
         for row in decodes:
-            if row["regime"] == now["regime"] and all(row[name] == now[name] for name in alike):
+            if row["regime"] == now["regime"] and all(row.get(name) == now.get(name) for name in alike):
                 gains.setdefault(row["programs"], []).append(float(now["p50_us"]) / float(row["p50_us"]))
     everywhere = max(map(len, gains.values()), default=0)
     means = {n: math.exp(sum(map(math.log, g)) / len(g)) for n, g in gains.items() if len(g) == everywhere}
