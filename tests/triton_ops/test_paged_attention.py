@@ -323,7 +323,7 @@ SPECIALIZED = [
         lens=(256, 200), queries=(256, 130), heads=(2, 1), block_size=64, dtype=BF16, holes=0.4, sinks=True, padding=3
     ),
     Case(lens=(400,), queries=(290,), heads=(2, 2), block_size=64, dtype=F16, window=70, num_sink_tokens=3),
-    Case(lens=(100, 130), queries=(140, 70), heads=(2, 2), block_size=64, dtype=F16, head_dim=256, head_major=True),
+    Case(lens=(140, 130), queries=(140, 70), heads=(2, 2), block_size=64, dtype=F16, head_dim=256, head_major=True),
 ]
 CAUSAL_ONLY = Case(lens=(130,), queries=(130,), heads=(2, 1), block_size=64, dtype=F16)
 

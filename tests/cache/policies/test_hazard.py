@@ -21,7 +21,7 @@ def serve(manager, request_id, tokens, returns=None):
 
 def cached_of(manager, tokens):
     pool = manager.pools[0]
-    digests = pool.hasher.chain().extend(pc.cache.hashing.encode_tokens(tokens), len(tokens) // manager.block_size)
+    digests = pool.hasher.hash_blocks(pc.cache.hashing.encode_tokens(tokens))
     return manager.block_size * pool.table.leading(digests).size
 
 
