@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any, TypeVar
@@ -25,7 +26,12 @@ class _Worker:
     def call(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
         job = _Job(function, arguments)
         self._jobs.put(job)
-        job.done.acquire()
+        try:
+            job.done.acquire()
+        except BaseException:  # not raised before the work is done: what it holds is the caller's to give back
+            while not job.finished:
+                time.sleep(1e-4)
+            raise
         if job.error is not None:
             raise job.error
         return job.result
@@ -36,6 +42,7 @@ class _Job:
         self._function, self._arguments = function, arguments
         self.result: Any = None
         self.error: BaseException | None = None
+        self.finished = False
         self.done = threading.Lock()
         self.done.acquire()
 
@@ -45,6 +52,7 @@ class _Job:
         except BaseException as error:
             self.error = error
         del self._function, self._arguments
+        self.finished = True
         self.done.release()
 
 

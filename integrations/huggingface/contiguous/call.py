@@ -10,7 +10,7 @@ import torch
 from transformers import DynamicCache
 
 from ....cache import OutOfBlocks
-from ..store import Store
+from ..store import Lease, Store
 from .layers import GrowingLayer, GrowingWindowLayer, attention_layers, new_cache, num_tokens, state_layers
 from .rows import Prompt, Rows, prompts_of
 from .states import States, put_states, take_states
@@ -33,6 +33,7 @@ class Call:
         salt: Whose blocks may be shared.
         reuse: Whether cached tokens are left out, or all is computed and only kept.
         max_length: Tokens that a row has at the end at most.
+        lease: Of `store`; kept by the caller as long as the call lasts.
 
     Raises:
         OutOfBlocks: The prompts do not fit.
@@ -48,13 +49,14 @@ class Call:
         salt: Any,
         reuse: bool,
         max_length: int,
+        lease: Lease,
     ) -> None:
         self.model = model
         self.store = store
         self.batch, self.length = input_ids.shape
         self.room = max(1, min(max_length - self.length, ROOM))
         self.prompts = prompts_of(input_ids, mask)
-        self.rows = Rows(store, extra_keys, salt)
+        self.rows = Rows(store, extra_keys, salt, lease)
         self.cache: DynamicCache = None
         self.start = 0
         self._published = False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from transformers import DynamicCache
 
 from ....cache import OutOfBlocks
-from ..store import Store
+from ..store import Lease, Store
 from ..uninterrupted import uninterrupted
 from .layers import attention_layers
 from .states import States
@@ -74,13 +75,15 @@ class Rows:
         store: Where KV is kept.
         extra_keys: What KV depends on besides tokens.
         salt: Whose blocks may be shared.
+        lease: Of `store`, for the requests of the call.
     """
 
-    def __init__(self, store: Store, extra_keys: tuple[Any, ...], salt: Any) -> None:
+    def __init__(self, store: Store, extra_keys: tuple[Any, ...], salt: Any, lease: Lease) -> None:
         self.store = store
         self._extra_keys = extra_keys
         self._salt = salt
-        self._lease = store.lease()
+        # Not kept alive by what refers to itself in a circle: when the call is over it has to be gone at once.
+        self._lease = weakref.proxy(lease)
 
     def admit(self, prompt: Prompt, reuse: bool = True) -> None:
         """Takes blocks for a prompt and finds what it has cached.

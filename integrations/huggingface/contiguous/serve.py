@@ -128,16 +128,19 @@ class Contiguous:
         mask = kwargs.get("attention_mask")
         if mask is not None and not self._probed.continues_padded:
             raise UnsupportedError("it does not go on from a cached prefix behind padding")
+        store = self.store
+        lease = store.lease()  # before the call: an interrupt may come between its making and its name
         try:
             call = Call(
                 loop.model,
-                self.store,
+                store,
                 loop.input_ids,
                 mask,
                 keys,
                 salt,
                 not shown,
                 config.max_length,
+                lease,
             )
         except OutOfBlocks as error:
             raise UnsupportedError(
