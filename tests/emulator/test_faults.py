@@ -117,7 +117,7 @@ def test_the_attention_kernel_without_its_waits_barriers_or_with_an_operand_swap
     assert sum(barriers) >= len(barriers) / 2 > 0, barriers
     operand = r"(mma\.sync\S+\s+\{[^}]*\}, \{ )(%r\d+), (%r\d+)"
     if ARCH == "sm_90" and run is _prefill:
-        operand = r"(wgmma\.mma_async\S+\s+\{[^}]*\}, )(%rd\d+), (%rd\d+)"
+        operand = r"(wgmma\.mma_async\S+\s+\{[^}]*\}, \{\s*)(%r\d+),\s*(%r\d+)"
     operands = _noticed(run, operand, r"\1\3, \2")
     assert operands
     assert all(operands), operands
