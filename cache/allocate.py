@@ -28,7 +28,8 @@ def allocate(
     wanted: int,
 ) -> BaseAllocation:
     """Starts a request: see `CacheManager.allocate`; `wanted` tokens are to have blocks at least."""
-    state.check_new("request_id", request_id)
+    if request_id in state.running or request_id in state.preempted:
+        state.check_new("request_id", request_id)
     size, num_tokens = state.block_size, len(tokens)
     chain = Chain(state.hasher, keys)
     digests = chain.extend(tokens, num_tokens // size)
@@ -59,7 +60,8 @@ def admit(state: ManagerState, request_id: Hashable, request: Request, hit: Hit)
             cached = [(0, hit.blocks * size + common)]
     parts = hit.groups
     pool, part = pools[0], parts[0]
-    if len(parts) > 1 or part.lengths.size > pool.num_free:
+    single = len(parts) == 1
+    if not single or part.lengths.size > pool.num_free:
         held = [part.held for part in parts] if source is None else [np.concatenate((part.held, source))]
         state.require([part.lengths.size for part in parts], held)
     hinted = request.priority or request.ttl is not None
@@ -76,7 +78,7 @@ def admit(state: ManagerState, request_id: Hashable, request: Request, hit: Hit)
             part.table[part.where] = pool.take(part.lengths)
         if hinted:
             pool.hinted(part.table[part.table >= 0], request.priority, request.ttl)
-    tables = request.tables = [part.table for part in parts]
+    tables = request.tables = [part.table] if single else [part.table for part in parts]
     request.num_blocks = tables[0].size
     request.released = [0] * len(tables)
     request.hit = hit.blocks
@@ -108,12 +110,17 @@ def admit(state: ManagerState, request_id: Hashable, request: Request, hit: Hit)
         if hit.committed % size:  # tokens taken back may have been swapped out behind the last one
             for pool, table in zip(pools, tables, strict=True):
                 _refill(pool, table, hit.committed, size)
+    done = cached[0][1] if cached else 0
+    if len(cached) > 1 or (cached and cached[0][0]):
+        spans = complement(cached, num_tokens)
+    else:
+        spans = [(done, num_tokens)] if done < num_tokens else []
     allocation = state.allocation(
-        [table.copy() for table in tables],
+        [tables[0].copy()] if single else [table.copy() for table in tables],
         0,
         size,
         cached,
-        complement(cached, num_tokens),
+        spans,
         hit.written,
         copies,
         wait_for,

@@ -75,7 +75,9 @@ class BaseAllocation:
         self._loads = loads
         self.cached_spans = cached_spans
         self.compute_spans = compute_spans
-        self.num_cached_tokens = sum([end - start for start, end in cached_spans]) if cached_spans else 0
+        self.num_cached_tokens = 0
+        for start, end in cached_spans:
+            self.num_cached_tokens += end - start
         self.wait_for = wait_for
         self.junction = junction
 

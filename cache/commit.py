@@ -19,7 +19,7 @@ from .state import ManagerState
 
 def commit(state: ManagerState, request_id: Hashable, num_tokens: int) -> Any:
     """Publishes the complete blocks before a position: see `CacheManager.commit`."""
-    request = state.get(request_id)
+    request = state.running.get(request_id) or state.get(request_id)
     if not 0 <= num_tokens <= len(request.tokens):
         raise ValueError(f"num_tokens: got {num_tokens}, needs 0 to {len(request.tokens)}, its tokens")
     if request.replaced is not None or request.loading:

@@ -140,14 +140,10 @@ class BlockHasher:
         self.words = words or size // 8
 
     def root(self, header: bytes) -> Node:
-        """The start of all chains with these keys."""
-        node = self.tree.roots.get(header)
-        if node is None:
-            hasher = self._start.copy()
-            hasher.update(header)
-            return Node(None, header, 0, b"", hasher)
-        node.used = True
-        return node
+        """A new start of chains with these keys."""
+        hasher = self._start.copy()
+        hasher.update(header)
+        return Node(None, header, 0, b"", hasher)
 
     def hash_blocks(self, tokens: array[int], keys: EncodedKeys = NO_KEYS) -> Words:
         """The digests of all complete blocks of a sequence, `[blocks, words]`."""
@@ -170,7 +166,11 @@ class Chain:
 
     def __init__(self, owner: BlockHasher, keys: EncodedKeys = NO_KEYS) -> None:
         self._owner = owner
-        self._root = owner.root(keys.header)
+        root = owner.tree.roots.get(keys.header)
+        if root is None:
+            root = owner.root(keys.header)
+        root.used = True
+        self._root = root
         self._hasher: Hasher = self._root.hasher
         self._placed = keys.placed
         self.hashed = 0

@@ -14,7 +14,7 @@ from . import allocate, append, commit, fork, offload, rollback, swap
 from .allocation import Allocation, AppendedTokens, BaseAllocation, CacheStats, GroupedAllocation, Pairs, PairsT, SlotsT
 from .groups import FullAttention, Group
 from .hashing import BlockHasher, TokenIds, encode_tokens
-from .keys import ExtraKeys, Key, encode_keys
+from .keys import NO_KEYS, ExtraKeys, Key, encode_keys
 from .listeners import Listener
 from .policies import EvictionPolicy
 from .pool import BlockPool
@@ -193,7 +193,7 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
         wanted = len(tokens)
         if num_tokens is not None:
             wanted = min(wanted, _count("num_tokens", num_tokens, 0))
-        keys = encode_keys(extra_keys, salt)
+        keys = NO_KEYS if extra_keys is None and salt is None else encode_keys(extra_keys, salt)
         result: AllocationT = self._run(
             allocate.allocate, request_id, tokens, keys, reuse == "gap", priority, ttl, wanted
         )

@@ -67,6 +67,7 @@ class BlockPool:
         prefix_length: Blocks of its sequence up to and including it, int32.
         taken_at: Tick at which the block was last taken fresh, int64: while it stands, the content is the same.
         words: Hash of each findable block, `[num_blocks, words]` uint64, 0 for the others.
+        num_free: Blocks without content.
         clock: The current tick.
         evictions: Blocks evicted so far.
         on_removed: Called with the hashes of evicted blocks; only while `heard` is not empty.
@@ -96,7 +97,7 @@ class BlockPool:
         self._ages: list[tuple[int, npt.NDArray[np.int64]]] = []
         self._evictable = 0
         self._free = np.arange(num_blocks - 1, -1, -1, dtype=np.int32)
-        self._num_free = num_blocks
+        self.num_free = num_blocks
         self._numbers = np.arange(num_blocks, dtype=np.int32)
         self._numbers.flags.writeable = False
         self._rising = self._numbers.tobytes()
@@ -107,11 +108,6 @@ class BlockPool:
         policy.bind(self)
 
     @property
-    def num_free(self) -> int:
-        """Blocks without content."""
-        return self._num_free
-
-    @property
     def num_cached(self) -> int:
         """Complete blocks that nobody holds: findable until evicted."""
         return int(self._evictable)
@@ -119,12 +115,12 @@ class BlockPool:
     @property
     def available(self) -> int:
         """Blocks that can be taken now."""
-        return self._num_free + self._evictable
+        return self.num_free + self._evictable
 
     @property
     def num_held(self) -> int:
         """Blocks that requests hold."""
-        return self.num_blocks - self._num_free - self.num_cached
+        return self.num_blocks - self.num_free - self.num_cached
 
     @property
     def complete(self) -> npt.NDArray[np.bool_]:
@@ -145,7 +141,7 @@ class BlockPool:
 
     def unreferenced(self, ids: Ids) -> int:
         """How many of these blocks nobody holds."""
-        return ids.size - int(np.count_nonzero(self.ref_count.take(ids)))
+        return ids.size - int(count_nonzero(self.ref_count.take(ids)))
 
     def index_of(self, ids: Ids) -> Index:
         """Blocks, at least one, as an index of the fields."""
@@ -193,12 +189,12 @@ class BlockPool:
             runs: Whether they are a run of one sequence, the lengths ascending; else each is of another sequence.
         """
         count = prefix_lengths.size
-        from_free = min(count, self._num_free)
-        self._num_free -= from_free
+        from_free = min(count, self.num_free)
+        self.num_free -= from_free
         if not from_free:
             ids = self._evict(count)
         else:
-            ids = self._free[self._num_free : self._num_free + from_free][::-1].copy()
+            ids = self._free[self.num_free : self.num_free + from_free][::-1].copy()
             if from_free < count:
                 ids = np.concatenate((ids, self._evict(count - from_free)))
         index = self.index_of(ids)
@@ -231,6 +227,7 @@ class BlockPool:
     def _evict(self, count: int) -> Ids:
         """Blocks that have lost their content."""
         victims, hashes = self.remove_victims(count, bool(self.heard))
+        self._count_evicted(victims)
         if self.heard and self.on_removed is not None:
             self.on_removed(hashes)
         return victims[::-1]  # given up tail first: so neighbours in memory are neighbours in the new sequence too
@@ -241,11 +238,13 @@ class BlockPool:
         digests = self.digests_of(victims) if hashes else []
         self._unlist(victims)
         self._evictable -= count
-        self.evictions += count
+        return victims, digests
+
+    def _count_evicted(self, victims: Ids) -> None:
+        self.evictions += victims.size
         self._ages.append((self.clock, self.taken_at[victims]))
         if len(self._ages) > 256:
             self.residency()
-        return victims, digests
 
     def _choose(self, count: int) -> Ids:
         guard = self._guard
@@ -318,8 +317,9 @@ class BlockPool:
         self.ref_count[victims] = 1
 
     def give_up(self, victims: Ids) -> None:
-        """Frees pinned blocks."""
+        """Frees pinned blocks: they are evicted."""
         self.ref_count[victims] = 0
+        self._count_evicted(victims)
         self._give_back(victims)
 
     def restore(self, victims: Ids, hashes: list[bytes]) -> None:
@@ -330,16 +330,16 @@ class BlockPool:
         lost = self.table.put(victims, digests) >= 0
         self.words[victims[lost]] = 0
         self._give_back(victims[lost])
+        self._count_evicted(victims[lost])
         kept = victims[~lost][::-1]
-        self.evictions -= int(kept.size)
         self._evictable += int(kept.size)
         if kept.size:
             self._tell("completed", kept)
             self._tell("released", kept)
 
     def _give_back(self, ids: Ids) -> None:
-        self._free[self._num_free : self._num_free + ids.size] = ids[::-1]
-        self._num_free += ids.size
+        self._free[self.num_free : self.num_free + ids.size] = ids[::-1]
+        self.num_free += ids.size
 
     def ended(self, returns: float | None, output_tokens: int) -> None:
         """Tells the policy that a request has ended; the releases follow."""
@@ -529,7 +529,7 @@ class BlockPool:
         self.words.fill(0)
         self.ref_count.fill(0)
         self._free[:] = np.arange(self.num_blocks - 1, -1, -1, dtype=np.int32)
-        self._num_free = self.num_blocks
+        self.num_free = self.num_blocks
         self._evictable = 0
         self.evictions = self._residency_sum = 0
         self._residency.fill(0)
@@ -544,7 +544,7 @@ class BlockPool:
         """
         refs = np.bincount(held, minlength=self.num_blocks) if held.size else np.zeros(self.num_blocks, np.int64)
         assert np.array_equal(refs, self.ref_count), "reference counts differ from what requests hold"
-        free = self._free[: self._num_free]
+        free = self._free[: self.num_free]
         assert np.unique(free).size == free.size, "a block is free twice"
         assert not self.ref_count[free].any(), "a free block is held"
         listed = self.table.listed

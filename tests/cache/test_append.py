@@ -1,0 +1,202 @@
+"""Growing requests: forks that share a block, chunks of a prompt, hints, and many requests at once."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+import pc
+from pc.cache.policies.priority import Priority
+
+
+def test_a_fork_that_is_not_computed_yet_goes_on_in_place_and_others_compute_again():
+    manager = pc.CacheManager(8, block_size=4)
+    a = manager.allocate("p", [1, 2, 3, 4, 5, 6])
+    manager.fork("p", "c")
+    c = manager.append("c", [7, 8])
+    assert (c.copies, c.compute_spans) == ([], [(6, 8)])
+    assert c.slot_mapping.tolist() == [int(a.block_ids[1]) * 4 + 2, int(a.block_ids[1]) * 4 + 3]
+    p = manager.append("p", [9])
+    assert (p.copies, p.compute_spans) == ([], [(4, 7)]), "its old block cannot be copied before it is written"
+    manager.commit("c", 8)
+    manager.commit("p", 7)
+    manager.check()
+
+
+def test_a_fork_of_what_is_committed_gets_a_copy():
+    manager = pc.CacheManager(8, block_size=4)
+    manager.allocate("p", [1, 2, 3, 4, 5, 6])
+    manager.commit("p", 6)
+    manager.fork("p", "c")
+    assert len(manager.append("c", [7]).copies) == 1
+    assert manager.append("p", [7]).copies == []
+
+
+def test_append_each_needs_no_more_than_appends_one_by_one():
+    manager = pc.CacheManager(3, block_size=4)
+    manager.allocate("a", list(range(6)))
+    manager.commit("a", 6)
+    manager.fork("a", "b")
+    slots, copies = manager.append_each(["a", "b"], [1, 2])
+    assert len(copies) == 1
+    assert len(set(slots.tolist())) == 2
+    manager.check()
+
+
+@pytest.mark.parametrize("groups", [None, [pc.FullAttention(), pc.SlidingWindow(window=5)]], ids=["one", "two"])
+def test_append_each_succeeds_just_where_separate_appends_do(groups):
+    outcomes = []
+    for seed in range(150):
+        r = random.Random(seed)
+        managers = [pc.CacheManager(r.randrange(3, 9), 4, policy="lru", groups=groups) for _ in range(2)]
+        managers[1] = pc.CacheManager(managers[0].pools[0].num_blocks, 4, policy="lru", groups=groups)
+        names = ["a"]
+        length = r.randrange(1, 10)
+        forks = r.randrange(4)
+        try:
+            for m in managers:
+                m.allocate("a", list(range(length)))
+                m.commit("a", length)
+                for i in range(forks):
+                    m.fork("a", i)
+        except pc.OutOfBlocks:
+            continue
+        names += range(forks)
+        for _ in range(6):
+            one_by_one = True
+            try:
+                for name in names:
+                    managers[0].append(name, [5])
+            except pc.OutOfBlocks:
+                one_by_one = False
+            try:
+                managers[1].append_each(names, [5] * len(names))
+                together = True
+            except pc.OutOfBlocks:
+                together = False
+            assert together == one_by_one, seed
+            outcomes.append(together)
+            for m in managers:
+                m.check()
+            if not together:
+                break
+    assert {True, False} <= set(outcomes)
+
+
+def test_a_step_can_be_made_of_appended_tokens():
+    manager = pc.CacheManager(8, block_size=4)
+    for name in "ab":
+        manager.allocate(name, [1, 2, 3])
+    got = manager.append_each(["a", "b"], [7, 8])
+    step = pc.Step({}, got.slot_mapping, got.requests, got.query_start_loc, got.positions)
+    assert [part.num_tokens for part in step.parts] == [4, 4]
+    assert got.positions.tolist() == [3, 3]
+
+
+def test_a_prompt_takes_blocks_in_chunks():
+    manager = pc.CacheManager(8, block_size=4)
+    prompt = list(range(18))
+    a = manager.allocate("a", prompt, num_tokens=6)
+    assert (a.compute_spans, a.block_ids.size, manager.num_tokens("a")) == ([(0, 6)], 2, 6)
+    manager.commit("a", 6)
+    with pytest.raises(ValueError, match="prompt goes on"):
+        manager.append("a", [99])
+    b = manager.append("a", prompt[6:14])
+    assert (b.compute_spans, b.block_ids.size) == ([(6, 14)], 2)
+    manager.commit("a", 14)
+    manager.append("a", [*prompt[14:], 50])
+    manager.commit("a", 19)
+    manager.free("a")
+    assert manager.allocate("b", [*prompt, 50]).num_cached_tokens == 16
+    manager.check()
+
+
+def test_a_chunk_takes_all_that_is_cached():
+    manager = pc.CacheManager(8, block_size=4)
+    manager.allocate("a", list(range(16)))
+    manager.commit("a", 16)
+    b = manager.allocate("b", list(range(20)), num_tokens=3)
+    assert (b.num_cached_tokens, b.compute_spans, manager.num_tokens("b")) == (16, [], 16)
+    c = manager.allocate("c", list(range(16)), num_tokens=0)
+    assert (c.num_cached_tokens, c.compute_spans) == (15, [(15, 16)])
+    with pytest.raises(ValueError, match="num_tokens"):
+        manager.allocate("d", [1], num_tokens=-1)
+    manager.check()
+
+
+def test_windows_release_what_a_chunk_has_passed():
+    """A prompt of many blocks fits a window's pool that holds a few."""
+    groups = [pc.FullAttention(), pc.SlidingWindow(window=5, num_blocks=4)]
+    manager = pc.CacheManager(16, block_size=4, groups=groups)
+    prompt = list(range(40))
+    with pytest.raises(pc.OutOfBlocks):
+        manager.allocate("a", prompt)
+    manager.allocate("a", prompt, num_tokens=8)
+    for done in range(8, 40, 8):
+        manager.commit("a", done)
+        manager.append("a", prompt[done : done + 8])
+        manager.check()
+    manager.commit("a", 40)
+    assert manager.num_tokens("a") == 40
+
+
+def hit_after_traffic(manager, tokens):
+    for other in (8, 9):
+        manager.allocate(other, [other] * 8)
+        manager.commit(other, 8)
+        manager.free(other)
+    return manager.allocate("again", tokens).num_cached_tokens
+
+
+def test_hints_reach_generated_blocks_and_survive_preemption_and_forks():
+    for how in ("append", "append_each", "resume", "fork"):
+        manager = pc.CacheManager(4, block_size=4, policy=Priority())
+        manager.allocate("p", [1] * 4, priority=5)
+        name = "p"
+        if how == "append_each":
+            for token in [2, 2, 2, 2]:
+                manager.append_each(["p"], [token])
+        else:
+            manager.append("p", [2] * 4)
+        if how == "resume":
+            manager.preempt("p")
+            manager.resume("p")
+        if how == "fork":
+            manager.fork("p", "child")
+            manager.free("p")
+            name = "child"
+            assert manager._state.running["child"].priority == 5
+        manager.commit(name, 8)
+        manager.free(name)
+        assert hit_after_traffic(manager, [1] * 4 + [2] * 4) == 7, how
+        manager.check()
+
+
+def test_preempting_what_is_computed_whole_keeps_what_its_last_token_reads():
+    manager = pc.CacheManager(8, block_size=3, groups=[pc.SlidingWindow(window=3)], host_blocks=4, policy="lru")
+    manager.allocate("a", list(range(5)))
+    manager.commit("a", 5)
+    assert len(manager.preempt("a", "swap")) == 2
+    manager.allocate("b", [9] * 24)
+    manager.commit("b", 24)
+    manager.free("b")
+    back = manager.resume("a")
+    assert (back.compute_spans, len(back.loads)) == ([(4, 5)], 2)
+    manager.check()
+
+
+def test_the_last_token_keeps_its_window_in_all_cases():
+    for window in range(1, 13):
+        for size in (1, 2, 4, 8):
+            for length in range(size, 33, size):
+                manager = pc.CacheManager(64, block_size=size, groups=[pc.SlidingWindow(window=window)])
+                prompt = list(range(length))
+                for name in "ab":
+                    manager.allocate(name, prompt)
+                    for position in (0, length - 1, length):
+                        manager.commit(name, position)
+                    table = manager.block_table(name)
+                    read = np.arange(max(0, length - window), length) // size
+                    assert (table[read] >= 0).all(), (window, size, length)
