@@ -259,6 +259,6 @@ class CreditChooser:
             whole = np.minimum(age.astype(np.intp), bins - 1)
             part = newer[rows, whole]
             part += (age - whole) * (newer[rows, whole + 1] - part)
-            last = (count_nonzero(part.sum(axis=2) > room, axis=1) - 1).clip(0, STEPS.size - 2)
+            last = (np.count_nonzero(part.sum(axis=2) > room, axis=1) - 1).clip(0, STEPS.size - 2)
             low, high = tried[each, last], tried[each, last + 1]
         self._limits = high[:, None] - credits
