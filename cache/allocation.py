@@ -119,7 +119,14 @@ class BaseAllocation:
 
 
 class Allocation(BaseAllocation):
-    """What a manager of one group gives; see `BaseAllocation` for the other attributes."""
+    """What a manager of one group gives; see `BaseAllocation` for the other attributes.
+
+    Example:
+        >>> manager = pc.CacheManager(num_blocks=8, block_size=4)
+        >>> allocation = manager.allocate("a", range(6))
+        >>> allocation.block_ids.tolist(), allocation.compute_spans, allocation.slot_mapping.tolist()
+        ([0, 1], [(0, 6)], [0, 1, 2, 3, 4, 5])
+    """
 
     __slots__ = ()
 
@@ -148,7 +155,15 @@ class Allocation(BaseAllocation):
 
 
 class GroupedAllocation(BaseAllocation):
-    """What a manager of several groups gives: one entry a group; see `BaseAllocation` for the other attributes."""
+    """What a manager of several groups gives: one entry a group; see `BaseAllocation` for the other attributes.
+
+    Example:
+        >>> groups = [pc.FullAttention(), pc.SlidingWindow(window=4)]
+        >>> manager = pc.CacheManager(num_blocks=8, block_size=4, groups=groups)
+        >>> allocation = manager.allocate("a", range(6))
+        >>> [slots.tolist() for slots in allocation.slot_mapping]  # an entry a group
+        [[0, 1, 2, 3, 4, 5], [0, 1, 2, 3, 4, 5]]
+    """
 
     __slots__ = ()
 
@@ -195,6 +210,14 @@ class AppendedTokens(tuple[SlotsT, PairsT], Generic[SlotsT, PairsT]):
         copies: What `Allocation.copies` is.
         requests: The requests, in order.
         positions: The position of each new token in its request, [n] int32.
+
+    Example:
+        >>> manager = pc.CacheManager(num_blocks=8, block_size=4)
+        >>> for request in ("a", "b"):
+        ...     allocation = manager.allocate(request, range(6))
+        >>> step = manager.append_each(["a", "b"], [7, 8])
+        >>> step.slot_mapping.tolist(), step.positions.tolist(), step.query_start_loc.tolist()
+        ([6, 14], [6, 6], [0, 1, 2])
     """
 
     requests: tuple[Hashable, ...]
@@ -224,7 +247,17 @@ class AppendedTokens(tuple[SlotsT, PairsT], Generic[SlotsT, PairsT]):
 
 @dataclass(frozen=True)
 class CacheStats:
-    """Counters of a manager; tokens and blocks since it was made or reset, blocks of all groups together."""
+    """Counters of a manager; tokens and blocks since it was made or reset, blocks of all groups together.
+
+    Example:
+        >>> manager = pc.CacheManager(num_blocks=8, block_size=4)
+        >>> for request in ("a", "b"):
+        ...     allocation = manager.allocate(request, range(9))
+        ...     merged = manager.commit(request, 9)
+        >>> stats = manager.stats()
+        >>> stats.queried_tokens, stats.hit_tokens, stats.held_blocks
+        (18, 8, 4)
+    """
 
     num_blocks: int
     free_blocks: int

@@ -49,6 +49,18 @@ class DiskTier:
     Attributes:
         directory: Where the entries of this layout are.
         nbytes: Bytes of the entries that count towards the capacity.
+
+    Example:
+        >>> import tempfile
+        >>> from pc.cache.disk import DiskTier
+        >>> from pc.cache.tier import Layout
+        >>> block = {"key": torch.randn(2, 16, 2, 64), "value": torch.randn(2, 16, 2, 64)}  # of two layers
+        >>> layout = Layout.of("my-model@sha256:9f86", block)
+        >>> with tempfile.TemporaryDirectory() as path:
+        ...     kept = DiskTier(path, layout).put(b"hash of the block", block)
+        ...     found = DiskTier(path, layout).get(b"hash of the block")  # another process, later
+        >>> kept, torch.equal(found["key"], block["key"])
+        (True, True)
     """
 
     def __init__(self, path: str | Path, layout: Layout | None = None, capacity_bytes: int | None = None) -> None:

@@ -50,6 +50,15 @@ class EventPublisher:
         dropped: Events that could not be packed and were left out, each with a warning.
         endpoint: Where the PUB socket is bound, with the port that a `*` stood for.
         replay_endpoint: Likewise for the ROUTER socket, None without replay.
+
+    Example:
+        >>> from pc.cache.events import EventPublisher
+        >>> manager = pc.CacheManager(num_blocks=8, block_size=4)
+        >>> publisher = EventPublisher(manager, "tcp://127.0.0.1:*")
+        >>> allocation, merged = manager.allocate("a", range(9)), manager.commit("a", 9)
+        >>> publisher.flush()  # once a step: what became findable
+        0
+        >>> publisher.close()
     """
 
     def __init__(

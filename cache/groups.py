@@ -19,6 +19,10 @@ class Group:
 
     Args:
         num_blocks: Blocks of this group's own pool; None: the manager's num_blocks.
+
+    Example:
+        >>> isinstance(pc.SlidingWindow(window=8), pc.Group)
+        True
     """
 
     num_blocks: int | None = field(default=None, kw_only=True)
@@ -73,12 +77,26 @@ class Group:
 
 @dataclass(frozen=True)
 class FullAttention(Group):
-    """Every earlier token may be read: a hit needs all its blocks."""
+    """Every earlier token may be read: a hit needs all its blocks.
+
+    Example:
+        >>> groups = [pc.FullAttention(), pc.SlidingWindow(window=8, num_blocks=8)]
+        >>> manager = pc.CacheManager(16, block_size=4, groups=groups)
+        >>> [pool.num_blocks for pool in manager.pools]
+        [16, 8]
+    """
 
 
 @dataclass(frozen=True)
 class Tensors(Group):
-    """Per-token tensors (hidden states) that are wanted whole: a hit needs all its blocks."""
+    """Per-token tensors (hidden states) that are wanted whole: a hit needs all its blocks.
+
+    Example:
+        >>> manager = pc.CacheManager(16, block_size=4, groups=[pc.SlidingWindow(window=8), pc.Tensors()])
+        >>> allocation, pairs = manager.allocate("a", range(40)), manager.commit("a", 40)
+        >>> [int((manager.block_table("a", group) >= 0).sum()) for group in range(2)]  # the window's, and all
+        [2, 10]
+    """
 
 
 @dataclass(frozen=True)
@@ -88,6 +106,12 @@ class SlidingWindow(Group):
     Args:
         window: Tokens, the query's own included.
         num_sink_tokens: Leading tokens that are always read.
+
+    Example:
+        >>> manager = pc.CacheManager(16, block_size=4, groups=(pc.SlidingWindow(window=8, num_sink_tokens=4),))
+        >>> allocation, merged = manager.allocate("a", range(24)), manager.commit("a", 24)
+        >>> manager.block_table("a").tolist()  # -1: behind the window, and not a sink
+        [0, -1, -1, -1, 4, 5]
     """
 
     window: int
@@ -114,6 +138,14 @@ class Recurrent(Group):
     The state that a request computes with is the engine's own. A block of this group is a copy of it at the end of a
     block of tokens, taken with `CacheManager.checkpoint` where a forward pass left one; a hit needs the one at its
     end. `num_blocks` is then the number of states that are kept.
+
+    Example:
+        >>> manager = pc.CacheManager(16, block_size=4, groups=[pc.FullAttention(), pc.Recurrent(num_blocks=4)])
+        >>> allocation = manager.allocate("a", range(10))
+        >>> state = manager.checkpoint("a", 8)  # copy the state behind token 8 to this block
+        >>> merged = manager.commit("a", 10)
+        >>> manager.allocate("b", range(10)).compute_spans
+        [(8, 10)]
     """
 
     @property

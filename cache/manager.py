@@ -47,6 +47,18 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
         partial_reuse: Whether a prompt that agrees with a cached block in its first tokens only reuses those, through
             a copy (`Allocation.copies`). With one group of full attention; costs about 400 bytes a block.
         host_blocks: Block-sized slots of host memory, of each group, that `preempt(mode="swap")` may use.
+
+    Example:
+        >>> manager = pc.CacheManager(num_blocks=64, block_size=4)
+        >>> document = list(range(100, 130))
+        >>> first = manager.allocate("a", document + [1, 2])
+        >>> first.compute_spans  # compute these tokens, write their KV to first.slot_mapping
+        [(0, 32)]
+        >>> manager.commit("a", 32)
+        []
+        >>> manager.free("a")
+        >>> manager.allocate("b", document + [3, 4]).compute_spans
+        [(28, 32)]
     """
 
     @overload
@@ -184,6 +196,12 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
             OutOfBlocks: Too few blocks.
             ValueError: A request id in use, a token id out of range, an unknown `reuse`, num_tokens below 0.
             TypeError: token_ids or keys of the wrong type.
+
+        Example:
+            >>> manager = pc.CacheManager(num_blocks=8, block_size=4)
+            >>> allocation = manager.allocate("a", [5, 6, 7, 8, 9], salt="tenant 1")
+            >>> allocation.num_cached_tokens, allocation.block_ids.tolist(), allocation.slot_mapping.tolist()
+            (0, [0, 1], [0, 1, 2, 3, 4])
         """
         if reuse not in REUSES:
             raise ValueError(f"reuse: got {reuse!r}, needs one of {', '.join(REUSES)}")
@@ -217,6 +235,13 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
             KeyError: An unknown request.
             ValueError: A token id out of range, or tokens that are not the next ones of the prompt.
             TypeError: token_ids of the wrong type.
+
+        Example:
+            >>> manager = pc.CacheManager(num_blocks=8, block_size=4)
+            >>> allocation = manager.allocate("a", range(7))
+            >>> step = manager.append("a", [7, 8])
+            >>> step.compute_spans, step.slot_mapping.tolist(), step.block_ids.tolist()
+            ([(7, 9)], [7, 8], [2])
         """
         result: AllocationT = self._run(append.append, request_id, encode_tokens(token_ids))
         return result
@@ -238,6 +263,13 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
             OutOfBlocks: Too few blocks; no request has got its token.
             KeyError: An unknown request.
             ValueError: Another number of tokens than of requests, a request given twice, a token id out of range.
+
+        Example:
+            >>> manager = pc.CacheManager(num_blocks=8, block_size=4)
+            >>> allocations = [manager.allocate(request, range(6)) for request in ("a", "b")]
+            >>> slots, copies = manager.append_each(["a", "b"], [7, 8])
+            >>> slots.tolist(), copies
+            ([6, 14], [])
         """
         new = encode_tokens(token_ids)
         if len(new) != len(request_ids):
@@ -260,6 +292,14 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
         Raises:
             KeyError: An unknown request.
             ValueError: More tokens than the request has blocks for.
+
+        Example:
+            >>> manager = pc.CacheManager(num_blocks=8, block_size=4)
+            >>> both = [manager.allocate(request, range(5)) for request in ("a", "b")]  # compute the same prompt
+            >>> manager.commit("a", 5)
+            []
+            >>> manager.commit("b", 5)  # its block 2 is given up for block 0 of the first
+            [(2, 0)]
         """
         if type(num_tokens) is not int:
             num_tokens = _integer("num_tokens", num_tokens)
@@ -284,6 +324,14 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
             OutOfBlocks: All states of the group are held.
             KeyError: An unknown request.
             ValueError: No block boundary, past the request's end, a state that it holds already, or another group.
+
+        Example:
+            >>> manager = pc.CacheManager(8, block_size=4, groups=[pc.FullAttention(), pc.Recurrent(num_blocks=4)])
+            >>> allocation = manager.allocate("a", range(10))
+            >>> block = manager.checkpoint("a", 8)  # where the state behind token 8 is to be written
+            >>> merged = manager.commit("a", 10)
+            >>> manager.allocate("b", range(10)).num_cached_tokens
+            8
         """
         block: int = self._run(commit.checkpoint, request_id, _integer("num_tokens", num_tokens), group)
         return block
@@ -302,6 +350,14 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
             ValueError: More tokens than the request has, or blocks of a sliding window are gone that would be read
                 again. With a recurrent group, no state is there: it has to end at a state that the request holds, or
                 at the committed position, whose state the engine has kept.
+
+        Example:
+            >>> manager = pc.CacheManager(num_blocks=8, block_size=4)
+            >>> allocation = manager.allocate("a", range(6))
+            >>> draft = manager.append("a", [6, 7, 8])
+            >>> manager.rollback("a", 2)  # the last two were rejected
+            >>> manager.num_tokens("a"), len(manager.block_table("a"))
+            (7, 2)
         """
         if type(num_tokens) is not int:
             num_tokens = _integer("num_tokens", num_tokens)
@@ -316,6 +372,13 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
         Raises:
             KeyError: An unknown request.
             ValueError: new_request_id is running, or a recurrent group and tokens that are not committed.
+
+        Example:
+            >>> manager = pc.CacheManager(num_blocks=8, block_size=4)
+            >>> allocation, merged = manager.allocate("a", range(6)), manager.commit("a", 6)
+            >>> manager.fork("a", "b")
+            >>> manager.append("b", [9]).copies  # its own copy of the block they share
+            [(1, 2)]
         """
         self._run(fork.fork, request_id, new_request_id)
 
@@ -332,6 +395,13 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
             KeyError: An unknown request.
             TypeError: `returns` is not a number.
             ValueError: `returns` is not between 0 and 1.
+
+        Example:
+            >>> manager = pc.CacheManager(num_blocks=8, block_size=4)
+            >>> allocation, merged = manager.allocate("a", range(6)), manager.commit("a", 6)
+            >>> manager.free("a", returns=0.9)  # a tool call is pending: the conversation most likely goes on
+            >>> manager.stats().cached_blocks, manager.stats().free_blocks
+            (1, 7)
         """
         if returns is not None:
             returns = _probability("returns", returns)
@@ -354,6 +424,12 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
         Raises:
             KeyError: An unknown request.
             ValueError: An unknown mode.
+
+        Example:
+            >>> manager = pc.CacheManager(num_blocks=8, block_size=4, host_blocks=4)
+            >>> allocation, merged = manager.allocate("a", range(8)), manager.commit("a", 8)
+            >>> manager.preempt("a", "swap")  # copy these blocks to these host slots
+            [(0, 0), (1, 1)]
         """
         if mode not in MODES:
             raise ValueError(f"mode: got {mode!r}, needs {' or '.join(MODES)}")
@@ -361,7 +437,14 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
         return result
 
     def victim(self) -> Hashable:
-        """The running request to preempt first: of the lowest priority the one started last; None when none runs."""
+        """The running request to preempt first: of the lowest priority the one started last; None when none runs.
+
+        Example:
+            >>> manager = pc.CacheManager(num_blocks=8, block_size=4)
+            >>> first, second = manager.allocate("a", range(4)), manager.allocate("b", range(4), priority=1)
+            >>> manager.victim()
+            'a'
+        """
         with self._lock:
             order = [(r.priority, -i, request_id) for i, (request_id, r) in enumerate(self._state.running.items())]
             return min(order, key=lambda row: row[:2])[2] if order else None
@@ -376,6 +459,15 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
         Raises:
             KeyError: A request that is not preempted.
             OutOfBlocks: Too few blocks; the request stays preempted.
+
+        Example:
+            >>> manager = pc.CacheManager(num_blocks=2, block_size=4, host_blocks=4)
+            >>> allocation, merged = manager.allocate("a", range(8)), manager.commit("a", 8)
+            >>> pairs = manager.preempt("a", "swap")
+            >>> other = manager.allocate("b", range(50, 58))  # takes the blocks
+            >>> manager.free("b")
+            >>> manager.resume("a").loads  # copy these host slots back to these blocks
+            [(0, 0), (1, 1)]
         """
         result: AllocationT = self._run(swap.resume, request_id)
         return result
@@ -386,6 +478,12 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
         Raises:
             KeyError: An unknown request.
             IndexError: An unknown group.
+
+        Example:
+            >>> manager = pc.CacheManager(num_blocks=8, block_size=4)
+            >>> allocation = manager.allocate("a", range(9))
+            >>> manager.block_table("a")
+            array([0, 1, 2], dtype=int32)
         """
         with self._lock:
             request = self._state.get(request_id)
@@ -399,6 +497,12 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
 
         Raises:
             KeyError: An unknown request.
+
+        Example:
+            >>> manager = pc.CacheManager(num_blocks=8, block_size=4)
+            >>> allocation, step = manager.allocate("a", range(9)), manager.append("a", [9])
+            >>> manager.num_tokens("a")
+            10
         """
         with self._lock:
             return len(self._state.get(request_id).tokens)
@@ -408,6 +512,12 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
 
         Raises:
             KeyError: An unknown request.
+
+        Example:
+            >>> manager = pc.CacheManager(num_blocks=8, block_size=4)
+            >>> allocation = manager.allocate("a", range(9))
+            >>> [key.hex()[:8] for key in manager.block_hashes("a")]
+            ['f2ca9d08', 'da4290a1']
         """
         with self._lock:
             request, hasher = self._state.get(request_id), self._state.hasher
@@ -415,7 +525,14 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
             return [raw[i : i + width] for i in range(0, len(raw), width)]
 
     def stats(self) -> CacheStats:
-        """Counters since the manager was made or reset."""
+        """Counters since the manager was made or reset.
+
+        Example:
+            >>> manager = pc.CacheManager(num_blocks=8, block_size=4)
+            >>> allocation = manager.allocate("a", range(9))
+            >>> manager.stats().held_blocks, manager.stats().hit_rate
+            (3, 0.0)
+        """
         with self._lock:
             return self._state.stats()
 
@@ -424,11 +541,25 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
 
         Raises:
             RuntimeError: Requests are running.
+
+        Example:
+            >>> manager = pc.CacheManager(num_blocks=8, block_size=4)
+            >>> allocation, merged = manager.allocate("a", range(9)), manager.commit("a", 9)
+            >>> manager.free("a")
+            >>> manager.reset()
+            >>> manager.stats().cached_blocks
+            0
         """
         self._run(ManagerState.reset)
 
     def check(self) -> None:
-        """Asserts that all is consistent: free + cached + held = all, no block in two places, counts right."""
+        """Asserts that all is consistent: free + cached + held = all, no block in two places, counts right.
+
+        Example:
+            >>> manager = pc.CacheManager(num_blocks=8, block_size=4)
+            >>> allocation = manager.allocate("a", range(9))
+            >>> manager.check()
+        """
         with self._lock:
             self._state.check()
 

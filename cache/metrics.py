@@ -44,6 +44,15 @@ class CacheCollector:
     Raises:
         ImportError: prometheus_client is missing.
         ValueError: Another collector of that registry and prefix has the name, or the registry has the metrics already.
+
+    Example:
+        >>> from prometheus_client import CollectorRegistry
+        >>> from pc.cache.metrics import CacheCollector
+        >>> manager, registry = pc.CacheManager(num_blocks=8, block_size=4), CollectorRegistry()
+        >>> collector = CacheCollector(manager, registry, name="kv")
+        >>> allocation = manager.allocate("a", range(9))
+        >>> registry.get_sample_value("pc_cache_held_blocks", {"manager": "kv"})
+        3
     """
 
     def __init__(

@@ -68,6 +68,29 @@ class MooncakeTier:
 
     Attributes:
         failures: Calls of the store that failed.
+
+    Example:
+        >>> import ctypes
+        >>> from pc.cache.mooncake import MooncakeTier
+        >>> from pc.cache.tier import Layout
+        >>> class Memory(dict):  # in one process what MooncakeDistributedStore is between machines
+        ...     def register_buffer(self, address, size):
+        ...         return 0
+        ...     def batch_is_exist(self, keys):
+        ...         return [int(key in self) for key in keys]
+        ...     def batch_put_from(self, keys, addresses, sizes):
+        ...         self.update((k, ctypes.string_at(a, s)) for k, a, s in zip(keys, addresses, sizes))
+        ...         return [0 for key in keys]
+        ...     def batch_get_into(self, keys, addresses, sizes):
+        ...         for key, address in zip(keys, addresses):
+        ...             ctypes.memmove(address, self[key], len(self[key]))
+        ...         return [len(self[key]) for key in keys]
+        >>> block = {"key": torch.randn(2, 16, 2, 64), "value": torch.randn(2, 16, 2, 64)}
+        >>> tier = MooncakeTier(Memory(), Layout.of("my-model@sha256:9f86", block))
+        >>> tier.put(b"hash of the block", block)
+        True
+        >>> torch.equal(tier.get(b"hash of the block")["value"], block["value"])
+        True
     """
 
     def __init__(self, store: Store, layout: Layout, batch_blocks: int = 64, retry_seconds: float = 30.0) -> None:

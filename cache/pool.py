@@ -43,7 +43,16 @@ class Guard:
 
 
 class OutOfBlocks(RuntimeError):  # noqa: N818  the name is part of the interface
-    """Too few blocks are free or unreferenced; the call that raised it has changed nothing."""
+    """Too few blocks are free or unreferenced; the call that raised it has changed nothing.
+
+    Example:
+        >>> manager = pc.CacheManager(num_blocks=2, block_size=4)
+        >>> try:
+        ...     manager.allocate("a", range(9))
+        ... except pc.OutOfBlocks as error:
+        ...     print(error)
+        needs 3 blocks, 2 are free or unreferenced
+    """
 
     def __init__(self, needed: int, available: int) -> None:
         super().__init__(f"needs {needed} blocks, {available} are free or unreferenced")

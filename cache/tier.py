@@ -25,6 +25,14 @@ class Tier(Protocol):
     Losing an entry is allowed at any time, giving one that is not what was put never is. Methods may be called from
     several threads. None raises because a disk, a network or another process fails: that is a miss, or an entry not
     taken. Bad arguments raise TypeError or ValueError before anything is touched.
+
+    Example:
+        >>> import tempfile
+        >>> from pc.cache.disk import DiskTier
+        >>> from pc.cache.tier import Tier
+        >>> with tempfile.TemporaryDirectory() as path:
+        ...     isinstance(DiskTier(path), Tier)
+        True
     """
 
     def put(self, key: bytes, tensors: Tensors) -> bool:
@@ -68,6 +76,13 @@ class Layout:
     Raises:
         TypeError: A model that is no string, or tensors that are no mapping to shapes and dtypes.
         ValueError: A negative size.
+
+    Example:
+        >>> from pc.cache.tier import Layout
+        >>> shape = (2, 16, 2, 64)  # [layers, block_size, num_kv_heads, head_dim]
+        >>> layout = Layout("my-model@sha256:9f86", {name: (shape, torch.bfloat16) for name in ("key", "value")})
+        >>> layout.nbytes
+        16384
     """
 
     model: str

@@ -34,6 +34,16 @@ class TierWriter:
         refused: Blocks not taken because the queue was full or closed, or that the other tier did not take.
         failed: Blocks lost to an exception of the other tier.
         last_error: The last of these exceptions.
+
+    Example:
+        >>> import tempfile
+        >>> from pc.cache.disk import DiskTier
+        >>> from pc.cache.tier_writer import TierWriter
+        >>> with tempfile.TemporaryDirectory() as path, TierWriter(DiskTier(path), max_bytes=64 << 20) as tier:
+        ...     taken = tier.put(b"hash of the block", {"key": torch.ones(16, 2, 64)})  # returns at once
+        ...     found = tier.get(b"hash of the block")  # from the queue, or from disk
+        >>> taken, found["key"].shape, tier.written
+        (True, torch.Size([16, 2, 64]), 1)
     """
 
     def __init__(self, tier: Tier, max_bytes: int = 1 << 30) -> None:

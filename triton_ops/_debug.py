@@ -18,6 +18,10 @@ def set_debug_mode(enabled: bool) -> None:
     """Turns value checks on device tensors on or off; the environment variable PC_DEBUG=1 starts with them on.
 
     On CPU tensors the checks always run, because reading there needs no synchronization.
+
+    Example:
+        >>> pc.set_debug_mode(True)  # operators on a GPU now refuse a block number that is out of range
+        >>> pc.set_debug_mode(False)
     """
     global _enabled
     _enabled = bool(enabled)

@@ -115,5 +115,16 @@ def attention_plan(
     Raises:
         TypeError: An argument of a wrong type or dtype.
         ValueError: A wrong shape, device or option; on CPU tensors and in debug mode also lengths out of range.
+
+    Example:
+        >>> one = lambda *numbers: torch.tensor(numbers, dtype=torch.int32)
+        >>> cache = torch.randn(8, 16, 2, 64)  # 8 blocks of 16 slots, 2 KV heads
+        >>> tables, seq_lens, starts = one(5, 1, 7, 0).view(2, 2), one(20, 32), one(0, 1, 2)
+        >>> plan = pc.attention_plan(tables, seq_lens, starts, block_size=16, num_kv_heads=2)  # once a step
+        >>> for layer in range(4):
+        ...     query = torch.randn(2, 4, 64)
+        ...     out = pc.paged_attention(query, cache, cache, tables, seq_lens, starts, 0.125, plan=plan)
+        >>> out.shape
+        torch.Size([2, 4, 64])
     """
     return block_tables.new_empty(PlanShape.of(block_tables, block_size).size)

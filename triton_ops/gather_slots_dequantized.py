@@ -64,6 +64,14 @@ def gather_slots_dequantized(
         TypeError: An argument of a wrong type or dtype.
         ValueError: A wrong shape or device; with slots in host memory, and in debug mode, also a slot out of range.
         RuntimeError: A cache that requires grad while grad mode is on.
+
+    Example:
+        >>> row = torch.tensor([[0.5, -1.0, 2.0, 127.0]])
+        >>> cache, scales = torch.zeros(4, 2, 4, dtype=torch.int8), torch.zeros(4, 2)
+        >>> pc.scatter_slots_quantized(row, cache, scales, torch.tensor([5]))
+        >>> pc.gather_slots_dequantized(cache, scales, torch.tensor([5, -1]), torch.float32)
+        tensor([[  0.,  -1.,   2., 127.],
+                [  0.,   0.,   0.,   0.]])
     """
     device = slot_mapping.device if slot_mapping.is_cuda else cache.device
     return cache.new_empty((slot_mapping.shape[0], *cache.shape[2:]), dtype=dtype, device=device)

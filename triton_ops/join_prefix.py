@@ -144,6 +144,13 @@ def join_prefix(
         TypeError: An argument of a wrong type or dtype.
         ValueError: A wrong shape or device; on CPU tensors and in debug mode also values out of range.
         RuntimeError: A tensor that requires grad while grad mode is on.
+
+    Example:
+        >>> cache = torch.arange(8.0).view(4, 2, 1)  # 4 blocks of 2 slots, a feature each
+        >>> new = torch.tensor([[100.0], [101.0]])  # the last two tokens of a sequence of five
+        >>> one = lambda *numbers: torch.tensor(numbers, dtype=torch.int32)
+        >>> pc.join_prefix(cache, one(3, 1, 0)[None], one(5), new, one(0, 2), num_rows=5).T
+        tensor([[  6.,   7.,   2., 100., 101.]])
     """
     return new.new_empty((num_rows, *new.shape[1:]), device=_result_device(cache, seq_lens, new))
 
@@ -177,6 +184,14 @@ def join_prefix_list(
         TypeError: As in `pc.join_prefix`.
         ValueError: As in `pc.join_prefix`, and for tensors that do not agree.
         RuntimeError: As in `pc.join_prefix`.
+
+    Example:
+        >>> hidden, gates = torch.randn(4, 2, 8), torch.randn(4, 2, 3)  # 4 blocks of 2 slots
+        >>> new = [torch.randn(2, 8), torch.randn(2, 3)]
+        >>> one = lambda *numbers: torch.tensor(numbers, dtype=torch.int32)
+        >>> whole = pc.join_prefix_list([hidden, gates], one(3, 1, 0)[None], one(5), new, one(0, 2), num_rows=5)
+        >>> [rows.shape for rows in whole]
+        [torch.Size([5, 8]), torch.Size([5, 3])]
     """
     return [
         new.new_empty((num_rows, *new.shape[1:]), device=_result_device(cache, seq_lens, new))

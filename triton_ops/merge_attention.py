@@ -170,6 +170,17 @@ def merge_attention(
         TypeError: A wrong type or dtype.
         ValueError: A wrong shape, stride or device.
         RuntimeError: A tensor that requires grad while grad mode is on.
+
+    Example:
+        >>> one = lambda *numbers: torch.tensor(numbers, dtype=torch.int32)
+        >>> cache, query = torch.randn(4, 16, 2, 64), torch.randn(1, 4, 64)
+        >>> both = (one(32), one(0, 1), 0.125)  # a query over two blocks, whole and each half for itself
+        >>> whole = pc.paged_attention(query, cache, cache, one(2, 3)[None], *both)
+        >>> first = pc.sparse_gap_attention_with_lse(query, cache, cache, one(2, -1)[None], *both[:2], None, 0.125)
+        >>> second = pc.sparse_gap_attention_with_lse(query, cache, cache, one(-1, 3)[None], *both[:2], None, 0.125)
+        >>> out, lse = pc.merge_attention(*first, *second)
+        >>> torch.allclose(out, whole, atol=1e-5)
+        True
     """
     _check(out_a, lse_a, out_b, lse_b)
     return out_a.new_empty(out_a.shape), lse_a.new_empty(out_a.shape[:2])

@@ -335,6 +335,16 @@ def rope_and_cache(
         TypeError: An argument of a wrong type or dtype.
         ValueError: A wrong shape or device; on CPU tensors and in debug mode also a slot or position out of range.
         RuntimeError: A tensor that requires grad while grad mode is on.
+
+    Example:
+        >>> keys, values = torch.zeros(2, 4, 16, 2, 64).unbind()
+        >>> query, key, value = torch.randn(3, 4, 64), torch.randn(3, 2, 64), torch.randn(3, 2, 64)
+        >>> angles = torch.arange(128.0)[:, None] * 10000 ** -(torch.arange(32) / 32)
+        >>> cos_sin = torch.cat([angles.cos(), angles.sin()], dim=1)  # a row for each position
+        >>> slots, positions = torch.tensor([16, 17, 18]), torch.tensor([0, 1, 2])
+        >>> query = pc.rope_and_cache(query, key, value, positions, cos_sin, keys, values, slots)
+        >>> query.shape, torch.equal(keys[1, 0], key[0])  # position 0 is not turned
+        (torch.Size([3, 4, 64]), True)
     """
     _check(query, key, value, positions, cos_sin, key_cache, value_cache, slot_mapping, k_scale, v_scale)
     return query.new_empty(query.shape)

@@ -31,6 +31,15 @@ def scatter_blocks(source: torch.Tensor, cache: torch.Tensor, block_ids: torch.T
         TypeError: An argument of a wrong type or dtype.
         ValueError: A wrong shape or device; with ids in host memory, and in debug mode, also a block out of range.
         RuntimeError: A tensor that requires grad while grad mode is on.
+
+    Example:
+        >>> cache = torch.zeros(4, 2, 1)  # 4 blocks of 2 slots
+        >>> pc.scatter_blocks(torch.arange(1.0, 5.0).view(2, 2, 1), cache, torch.tensor([3, 0]))
+        >>> cache[:, :, 0]
+        tensor([[3., 4.],
+                [0., 0.],
+                [0., 0.],
+                [1., 2.]])
     """
 
 
@@ -50,4 +59,11 @@ def scatter_blocks_list(
         TypeError: As in `pc.scatter_blocks`.
         ValueError: As in `pc.scatter_blocks`, and for tensors that do not agree.
         RuntimeError: As in `pc.scatter_blocks`.
+
+    Example:
+        >>> keys, values = torch.zeros(4, 16, 2, 64), torch.zeros(4, 16, 2, 128)
+        >>> sources = [torch.randn(2, 16, 2, 64), torch.randn(2, 16, 2, 128)]
+        >>> pc.scatter_blocks_list(sources, [keys, values], torch.tensor([3, 0]))
+        >>> torch.equal(keys[3], sources[0][0]) and torch.equal(values[0], sources[1][1])
+        True
     """

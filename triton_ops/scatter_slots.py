@@ -32,6 +32,15 @@ def scatter_slots(source: torch.Tensor, cache: torch.Tensor, slot_mapping: torch
         TypeError: An argument of a wrong type or dtype.
         ValueError: A wrong shape or device; with slots in host memory, and in debug mode, also a slot out of range.
         RuntimeError: A tensor that requires grad while grad mode is on.
+
+    Example:
+        >>> cache = torch.zeros(4, 2, 1)  # 4 blocks of 2 slots
+        >>> pc.scatter_slots(torch.tensor([[1.0], [2.0], [3.0]]), cache, torch.tensor([6, -1, 1]))
+        >>> cache[:, :, 0]
+        tensor([[0., 3.],
+                [0., 0.],
+                [0., 0.],
+                [1., 0.]])
     """
 
 
@@ -51,4 +60,11 @@ def scatter_slots_list(
         TypeError: As in `pc.scatter_slots`.
         ValueError: As in `pc.scatter_slots`, and for tensors that do not agree.
         RuntimeError: As in `pc.scatter_slots`.
+
+    Example:
+        >>> hidden, gates = torch.zeros(4, 2, 8), torch.zeros(4, 2, 3)
+        >>> rows = [torch.randn(2, 8), torch.randn(2, 3)]
+        >>> pc.scatter_slots_list(rows, [hidden, gates], torch.tensor([6, 1]))
+        >>> torch.equal(hidden[3, 0], rows[0][0]) and torch.equal(gates[0, 1], rows[1][1])
+        True
     """

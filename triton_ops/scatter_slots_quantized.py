@@ -66,4 +66,11 @@ def scatter_slots_quantized(
         TypeError: An argument of a wrong type or dtype.
         ValueError: A wrong shape or device; with slots in host memory, and in debug mode, also a slot out of range.
         RuntimeError: A tensor that requires grad while grad mode is on.
+
+    Example:
+        >>> cache, scales = torch.zeros(4, 2, 4, dtype=torch.int8), torch.zeros(4, 2)  # 4 blocks of 2 slots
+        >>> row = torch.tensor([[0.5, -1.0, 2.0, 127.0]])
+        >>> pc.scatter_slots_quantized(row, cache, scales, torch.tensor([5]))
+        >>> cache[2, 1], scales[2, 1]
+        (tensor([  0,  -1,   2, 127], dtype=torch.int8), tensor(1.))
     """

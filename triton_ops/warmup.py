@@ -45,6 +45,9 @@ def warmup(
         sinks: Whether the layer passes sinks.
         gaps: Whether query_positions will be passed as well.
         batch_invariant: Whether that mode will be used.
+
+    Example:
+        >>> pc.warmup(num_heads=8, num_kv_heads=2, head_dim=64, dtype=torch.float32, device="cpu")
     """
     device = torch.device(device)
     per_head = torch.zeros(num_heads, dtype=torch.float32, device=device)

@@ -26,6 +26,11 @@ def make_policy(policy: str | EvictionPolicy | type[EvictionPolicy]) -> Eviction
     Raises:
         ValueError: An unknown name, or an instance that already serves a pool.
         TypeError: Anything else.
+
+    Example:
+        >>> from pc.cache.policies import make_policy
+        >>> type(make_policy("lru")).__name__
+        'LRU'
     """
     if isinstance(policy, str):
         if policy not in POLICIES:

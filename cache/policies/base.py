@@ -14,7 +14,14 @@ from ..table import Ids
 
 
 class Block(NamedTuple):
-    """A block as `EvictionPolicy.acquire` returns it."""
+    """A block as `EvictionPolicy.acquire` returns it.
+
+    Example:
+        >>> manager = pc.CacheManager(num_blocks=8, block_size=4)
+        >>> block = manager.pools[0].policy.acquire(range(6))[0]
+        >>> block.number, block.cached, block.ref_count, block.prefix_length
+        (0, False, 1, 1)
+    """
 
     number: int
     """Block number."""
@@ -35,6 +42,11 @@ class PoolView(Protocol):
 
     An adapter that puts a policy behind another engine's pool gives it these. Arrays are `[num_blocks]`, indexed by
     block number and kept up to date before a policy is told of what changed them.
+
+    Example:
+        >>> pool = pc.CacheManager(num_blocks=8, block_size=4).pools[0]
+        >>> pool.num_blocks, pool.num_held, pool.ref_count.shape
+        (8, 0, (8,))
     """
 
     @property
@@ -78,6 +90,30 @@ class EvictionPolicy(ABC):
     A policy is told of accesses and releases in whole runs of blocks, in the order of their sequence, and asked for
     victims. It may read what `PoolView` has and writes none of it. Only `victims` has to be written; see
     docs/policies.md for a policy of one's own.
+
+    Example:
+        >>> class MostRecent(pc.EvictionPolicy):
+        ...     def bind(self, pool):
+        ...         super().bind(pool)
+        ...         self.order = []
+        ...     def accessed(self, ids, hit):
+        ...         self.removed(ids)
+        ...     def released(self, ids):
+        ...         self.order += ids.tolist()
+        ...     def removed(self, ids):
+        ...         self.order = [block for block in self.order if block not in ids]
+        ...     def victims(self, count):
+        ...         chosen, self.order = self.order[-count:], self.order[:-count]
+        ...         return np.array(chosen, np.int32)
+        ...     def clear(self):
+        ...         self.order = []
+        >>> manager = pc.CacheManager(num_blocks=2, block_size=4, policy=MostRecent)
+        >>> for request in range(3):
+        ...     allocation = manager.allocate(request, range(10 * request, 10 * request + 4))
+        ...     merged = manager.commit(request, 4)
+        ...     manager.free(request)
+        >>> manager.stats().evictions
+        1
     """
 
     pool: PoolView
@@ -134,5 +170,11 @@ class EvictionPolicy(ABC):
 
         Raises:
             OutOfBlocks: Too few free and unreferenced blocks; nothing has changed.
+
+        Example:
+            >>> manager = pc.CacheManager(num_blocks=8, block_size=4)
+            >>> blocks = manager.pools[0].policy.acquire(range(6))
+            >>> [(block.number, block.cached) for block in blocks]
+            [(0, False), (1, False)]
         """
         return self.pool.acquire(sequence)

@@ -21,6 +21,13 @@ class Ghosts:
 
     Args:
         capacity: Places; of as many ghosts about a third has been overwritten by others.
+
+    Example:
+        >>> from pc.cache.policies import Ghosts
+        >>> ghosts, keys = Ghosts(capacity=64), np.array([1 << 40, 2 << 40], np.uint64)
+        >>> lost = ghosts.remember(keys, np.array([7, 8], np.int32))
+        >>> ghosts.recall(np.array([2 << 40, 3 << 40], np.uint64)).tolist()
+        [8, -1]
     """
 
     def __init__(self, capacity: int) -> None:

@@ -13,6 +13,13 @@ class LRU(EvictionPolicy):
     """Least recently used, tail first.
 
     A running request reads all its blocks at every step, so a block's last access is the release by its last holder.
+
+    Example:
+        >>> from pc.cache.replay import Trace, replay
+        >>> requests = [np.array(ids) for ids in ([1, 2], [3], [1, 2], [4], [1, 2])]  # blocks of each prompt
+        >>> trace = Trace("small", 16, requests, outputs=[0] * 5, times=[0.0] * 5)
+        >>> round(replay(trace, "lru", capacity=2).hit_rate, 2)
+        0.25
     """
 
     def bind(self, pool: PoolView) -> None:

@@ -25,6 +25,16 @@ class Priority(EvictionPolicy):
 
     Args:
         now: The clock, in seconds.
+
+    Example:
+        >>> manager = pc.CacheManager(num_blocks=2, block_size=4, policy="priority")
+        >>> for request, priority in (("a", 1), ("b", 0), ("c", 0)):  # the third needs a block of another
+        ...     prompt = [ord(request)] * 4
+        ...     allocation = manager.allocate(request, prompt, priority=priority, ttl=60)
+        ...     merged = manager.commit(request, 4)
+        ...     manager.free(request)
+        >>> [manager.allocate(name, [ord(name)] * 4 + [0]).num_cached_tokens for name in "a"]
+        [4]
     """
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:

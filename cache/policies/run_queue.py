@@ -22,6 +22,14 @@ class RunQueue:
 
     Args:
         ticket_of: Per block, the run it waits in, or -1; queues of one policy share it.
+
+    Example:
+        >>> from pc.cache.policies import RunQueue
+        >>> queue = RunQueue(ticket_of=np.full(8, -1))
+        >>> queue.push(0, np.array([3, 1], np.int32))
+        >>> queue.push(1, np.array([5], np.int32))
+        >>> queue.pop(1).tolist(), queue.first()
+        ([3], 1)
     """
 
     def __init__(self, ticket_of: npt.NDArray[np.int64]) -> None:
@@ -97,12 +105,24 @@ class RunQueue:
 
 
 def too_few(count: int) -> RuntimeError:
-    """What `victims` raises instead of looking for ever for blocks that were never released."""
+    """What `victims` raises instead of looking for ever for blocks that were never released.
+
+    Example:
+        >>> from pc.cache.policies import too_few
+        >>> too_few(2)
+        RuntimeError('victims: lacks 2 blocks of those asked for, needs as many as were released')
+    """
     return RuntimeError(f"victims: lacks {count} blocks of those asked for, needs as many as were released")
 
 
 def compact_together(queues: Iterable[RunQueue], num_blocks: int) -> None:
-    """Compacts queues that share their tickets once all their places together pass twice the number of blocks."""
+    """Compacts queues that share their tickets once all their places together pass twice the number of blocks.
+
+    Example:
+        >>> from pc.cache.policies import RunQueue, compact_together
+        >>> tickets = np.full(8, -1)
+        >>> compact_together([RunQueue(tickets), RunQueue(tickets)], num_blocks=8)
+    """
     queues = list(queues)
     if sum(queue.nbytes for queue in queues) > 4 * (2 * num_blocks + 64):
         for queue in queues:

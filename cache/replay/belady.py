@@ -21,6 +21,13 @@ class Belady(EvictionPolicy):
 
     Args:
         requests: Block ids of every request to come, in order.
+
+    Example:
+        >>> from pc.cache.replay import Trace, replay
+        >>> requests = [np.array(ids) for ids in ([1, 2], [3], [1, 2], [4], [1, 2])]  # blocks of each prompt
+        >>> trace = Trace("small", 16, requests, outputs=[0] * 5, times=[0.0] * 5)
+        >>> round(replay(trace, "belady", capacity=3).hit_rate, 2)
+        0.5
     """
 
     def __init__(self, requests: Sequence[BlockIds]) -> None:

@@ -11,7 +11,15 @@ from ..table import Ids
 
 
 class FIFO(EvictionPolicy):
-    """The block filled first goes first, within a request tail first; uses do not count."""
+    """The block filled first goes first, within a request tail first; uses do not count.
+
+    Example:
+        >>> from pc.cache.replay import Trace, replay
+        >>> requests = [np.array(ids) for ids in ([1, 2], [3], [1, 2], [4], [1, 2])]  # blocks of each prompt
+        >>> trace = Trace("small", 16, requests, outputs=[0] * 5, times=[0.0] * 5)
+        >>> round(replay(trace, "fifo", capacity=3).hit_rate, 2)
+        0.38
+    """
 
     def bind(self, pool: PoolView) -> None:
         super().bind(pool)

@@ -12,7 +12,15 @@ MOST = 63
 
 
 class LFU(EvictionPolicy):
-    """Least frequently used. A block's count begins anew when it has been evicted."""
+    """Least frequently used. A block's count begins anew when it has been evicted.
+
+    Example:
+        >>> from pc.cache.replay import Trace, replay
+        >>> requests = [np.array(ids) for ids in ([1, 2], [3], [1, 2], [4], [1, 2])]  # blocks of each prompt
+        >>> trace = Trace("small", 16, requests, outputs=[0] * 5, times=[0.0] * 5)
+        >>> round(replay(trace, "lfu", capacity=3).hit_rate, 2)
+        0.5
+    """
 
     def bind(self, pool: PoolView) -> None:
         super().bind(pool)

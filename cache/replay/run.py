@@ -27,7 +27,16 @@ DEAF = ("lru", "belady")
 
 @dataclass(frozen=True)
 class Result:
-    """What one policy reached at one capacity."""
+    """What one policy reached at one capacity.
+
+    Example:
+        >>> from pc.cache.replay import Trace, replay
+        >>> requests = [np.array(ids) for ids in ([1, 2], [3], [1, 2], [4], [1, 2])]  # blocks of each prompt
+        >>> trace = Trace("small", 16, requests, outputs=[0] * 5, times=[0.0] * 5)
+        >>> result = replay(trace, "lru", capacity=3)
+        >>> result.policy, result.capacity_blocks, result.capacity_share
+        ('lru', 3, 0.75)
+    """
 
     trace: str
     policy: str
@@ -61,6 +70,13 @@ def replay(
         capacity: Blocks.
         progress: Called now and then with the number of requests done since the last call.
         hints: "none", or as `hints_of` takes it.
+
+    Example:
+        >>> from pc.cache.replay import Trace, replay
+        >>> requests = [np.array(ids) for ids in ([1, 2], [3], [1, 2], [4], [1, 2])]  # blocks of each prompt
+        >>> trace = Trace("small", 16, requests, outputs=[0] * 5, times=[0.0] * 5)
+        >>> round(replay(trace, "lru", capacity=3).hit_rate, 2), round(replay(trace, "belady", 3).hit_rate, 2)
+        (0.5, 0.5)
     """
     returns = hints_of(trace, hints) if hints != "none" else None
     name = policy if isinstance(policy, str) else type(policy).__name__.lower()
@@ -124,6 +140,13 @@ def compare(
         progress: As in `replay`.
         unique_blocks: Of the whole, where `trace` is a part; None: of the trace.
         hints: What policies are told of the future, each tried with every policy.
+
+    Example:
+        >>> from pc.cache.replay import Trace, compare
+        >>> requests = [np.array(ids) for ids in ([1, 2], [3], [1, 2], [4], [1, 2])]  # blocks of each prompt
+        >>> trace = Trace("small", 16, requests, outputs=[0] * 5, times=[0.0] * 5)
+        >>> [(row.policy, round(row.lru_ratio, 2)) for row in compare(trace, ["lru", "lfu"], shares=[0.75])]
+        [('lru', 1.0), ('lfu', 1.0)]
     """
     results = []
     for share in shares:

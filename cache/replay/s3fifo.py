@@ -12,7 +12,15 @@ from .fifo import next_part
 
 
 class S3FIFO(EvictionPolicy):
-    """A small queue for newcomers, a main queue for those used again, ghosts of newcomers that were not."""
+    """A small queue for newcomers, a main queue for those used again, ghosts of newcomers that were not.
+
+    Example:
+        >>> from pc.cache.replay import Trace, replay
+        >>> requests = [np.array(ids) for ids in ([1, 2], [3], [1, 2], [4], [1, 2])]  # blocks of each prompt
+        >>> trace = Trace("small", 16, requests, outputs=[0] * 5, times=[0.0] * 5)
+        >>> round(replay(trace, "s3fifo", capacity=3).hit_rate, 2)
+        0.38
+    """
 
     def bind(self, pool: PoolView) -> None:
         super().bind(pool)

@@ -31,6 +31,13 @@ class Trace:
         requests: Per request the ids of its blocks; an id stands for the whole prefix up to and including its block.
         outputs: Per request, tokens it generated.
         times: Per request, seconds since the trace began.
+
+    Example:
+        >>> from pc.cache.replay import Trace, replay
+        >>> requests = [np.array(ids) for ids in ([1, 2], [3], [1, 2], [4], [1, 2])]  # blocks of each prompt
+        >>> trace = Trace("small", 16, requests, outputs=[0] * 5, times=[0.0] * 5)
+        >>> trace.num_blocks, trace.unique_blocks, len(trace.part(0, 0.4).requests)
+        (8, 4, 2)
     """
 
     name: str
@@ -79,6 +86,18 @@ def load_trace(path: str | Path, block_size: int | None = None) -> Trace:
 
     Raises:
         ValueError: No requests, or a line of neither layout, which is named by its number.
+
+    Example:
+        >>> import json, tempfile
+        >>> from pathlib import Path
+        >>> from pc.cache.replay import load_trace
+        >>> line = json.dumps({"timestamp": 0, "hash_ids": [1, 2], "output_length": 8})
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     path = Path(folder, "mine.jsonl")
+        ...     count = path.write_text(line)
+        ...     trace = load_trace(path)
+        >>> trace.name, trace.block_size, trace.requests
+        ('mine', 512, [array([1, 2])])
     """
     if block_size is not None and block_size < 1:
         raise ValueError(f"block_size: got {block_size}, needs at least 1")

@@ -26,6 +26,11 @@ class EncoderItem:
         content_hash: Identifies the content: equal ones have equal encoder outputs.
         start: Position of its first token.
         length: Tokens it stands for, the rows of its encoder output.
+
+    Example:
+        >>> image = pc.EncoderItem("sha256 of the pixels", start=4, length=3)
+        >>> image.end, image.overlaps([(0, 4)]), image.overlaps([(6, 9)])
+        (7, False, True)
     """
 
     content_hash: Hashable
@@ -90,6 +95,19 @@ class EncoderCache:
         max_bytes: Budget of all outputs.
         policy: "lru", "fifo", "lfu", "largest", or a function from an `EncoderEntry` to its key.
         device: Where outputs are kept; None: where they were computed.
+
+    Example:
+        >>> cache = pc.EncoderCache(max_bytes=1 << 20)
+        >>> image = pc.EncoderItem("sha256 of the pixels", start=4, length=3)
+        >>> for item in cache.missing("request", [image], compute_spans=[(0, 9)]):
+        ...     cache.put("request", item, torch.ones(item.length, 8))  # what the encoder gives for it
+        >>> embeddings = torch.zeros(9, 8)
+        >>> cache.place(embeddings, np.arange(9), [image])
+        >>> embeddings[:, 0].tolist()
+        [0.0, 0.0, 0.0, 0.0, 1.0, 1.0, 1.0, 0.0, 0.0]
+        >>> cache.release("request")
+        >>> cache.missing("another", [image], [(0, 9)])
+        []
     """
 
     def __init__(
@@ -134,6 +152,12 @@ class EncoderCache:
 
         Raises:
             ValueError: Items of one content differ in length, or from the output that is there; nothing is held then.
+
+        Example:
+            >>> cache = pc.EncoderCache(max_bytes=1 << 20)
+            >>> image, clip = pc.EncoderItem("image", start=4, length=3), pc.EncoderItem("clip", start=20, length=5)
+            >>> [item.content_hash for item in cache.missing("request", [image, clip], compute_spans=[(0, 9)])]
+            ['image']
         """
         needed = [item for item in items if item.overlaps(compute_spans)]
         lengths: dict[Hashable, int] = {}
@@ -179,6 +203,12 @@ class EncoderCache:
         Raises:
             ValueError: Another number of rows than the item has tokens.
             MemoryError: It does not fit beside what requests hold; nothing has changed.
+
+        Example:
+            >>> cache, image = pc.EncoderCache(max_bytes=1 << 20), pc.EncoderItem("image", start=4, length=3)
+            >>> cache.put("request", image, torch.ones(3, 8))
+            >>> "image" in cache, cache.nbytes
+            (True, 96)
         """
         self._check_length(item, output)
         content = _identity(item.content_hash)
@@ -245,6 +275,12 @@ class EncoderCache:
 
         Raises:
             KeyError: It is not here.
+
+        Example:
+            >>> cache, image = pc.EncoderCache(max_bytes=1 << 20), pc.EncoderItem("image", start=4, length=3)
+            >>> cache.put("request", image, torch.ones(3, 8))
+            >>> cache.output(image).shape
+            torch.Size([3, 8])
         """
         try:
             return self._entries[_identity(item.content_hash)].output
@@ -264,6 +300,14 @@ class EncoderCache:
         Raises:
             KeyError: An output is not here; nothing has been written.
             ValueError: An output of another length than its item, or of other rows than embeddings; likewise.
+
+        Example:
+            >>> cache, image = pc.EncoderCache(max_bytes=1 << 20), pc.EncoderItem("image", start=4, length=3)
+            >>> cache.put("request", image, torch.ones(3, 1))
+            >>> embeddings = torch.zeros(4, 1)
+            >>> cache.place(embeddings, np.arange(5, 9), [image])  # computing goes on inside of the image
+            >>> embeddings.T
+            tensor([[1., 1., 0., 0.]])
         """
         positions = np.asarray(positions)
         work = []
@@ -282,7 +326,16 @@ class EncoderCache:
             embeddings[where] = output[index].to(embeddings.device, embeddings.dtype)
 
     def release(self, request_id: Hashable) -> None:
-        """Lets go of everything a request holds; without effect for one that holds nothing."""
+        """Lets go of everything a request holds; without effect for one that holds nothing.
+
+        Example:
+            >>> cache, image = pc.EncoderCache(max_bytes=12), pc.EncoderItem("image", start=4, length=3)
+            >>> cache.put("request", image, torch.ones(3, 1))
+            >>> cache.release("request")
+            >>> cache.put("request", pc.EncoderItem("another", start=4, length=3), torch.ones(3, 1))
+            >>> "image" in cache
+            False
+        """
         for content in self._held.pop(request_id, ()):
             entry = self._entries[content]
             entry.holders.discard(request_id)
@@ -295,7 +348,11 @@ class EncoderCache:
             self._released = [row for row in self._released if self._is_idle(row[1], row[0])]
 
     def check(self) -> None:
-        """Asserts that bytes and holders are consistent."""
+        """Asserts that bytes and holders are consistent.
+
+        Example:
+            >>> pc.EncoderCache(max_bytes=12).check()
+        """
         assert self.nbytes == sum(entry.nbytes for entry in self._entries.values()) <= self.max_bytes
         assert self._held_bytes == sum(entry.nbytes for entry in self._entries.values() if entry.holders)
         held = {(request, key) for request, keys in self._held.items() for key in keys}

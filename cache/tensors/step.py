@@ -37,6 +37,13 @@ class Step:
         requests: Ids of the requests in the order of the batch; needed for `TensorCache.join` alone.
         query_start_loc: `[num_requests + 1]`, where the tokens of each request begin.
         positions: `[num_tokens]`, position of each token in its request, ascending within it.
+
+    Example:
+        >>> manager = pc.CacheManager(num_blocks=8, block_size=4)
+        >>> allocations = {"a": manager.allocate("a", range(3)), "b": manager.allocate("b", range(6))}
+        >>> step = pc.Step.of(allocations, {"hidden": torch.randn(9, 32)})  # what the model gave for them
+        >>> step.query_start_loc.tolist(), step.positions.tolist()
+        ([0, 3, 9], [0, 1, 2, 0, 1, 2, 3, 4, 5])
     """
 
     outputs: Mapping[str, object]
@@ -53,6 +60,12 @@ class Step:
             allocations: By request id, in the order of the batch.
             outputs: As in `outputs`.
             group: Whose slots to take, when the manager has several groups.
+
+        Example:
+            >>> manager = pc.CacheManager(num_blocks=8, block_size=4)
+            >>> allocation = manager.allocate("a", range(3))
+            >>> pc.Step.of({"a": allocation}, {"hidden": torch.randn(3, 32)}).slot_mapping.tolist()
+            [0, 1, 2]
         """
         parts, runs, spans, count = [], [], [], 0
         for request, allocation in allocations.items():

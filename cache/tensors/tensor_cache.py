@@ -28,7 +28,18 @@ from .valid_rows import Mask, ValidRows
 
 
 class MissingRowsError(LookupError):
-    """Rows of a name were asked for that no step stored, or whose blocks have had other content since."""
+    """Rows of a name were asked for that no step stored, or whose blocks have had other content since.
+
+    Example:
+        >>> manager = pc.CacheManager(num_blocks=8, block_size=4)
+        >>> cache, allocation = pc.TensorCache(manager, 8, 4), manager.allocate("a", range(3))
+        >>> cache.register("hidden", (32,), torch.float32)
+        >>> try:
+        ...     rows = cache.load("a", ["hidden"])
+        ... except pc.MissingRowsError:
+        ...     print("no step has stored them")
+        no step has stored them
+    """
 
 
 class TensorCache:
@@ -53,6 +64,18 @@ class TensorCache:
         group: Whose slots and block tables are followed, when the manager has several groups.
         exclude: Names that are never discovered, because their first dimension may equal the token count by
             coincidence, or because nobody wants their rows again; `register` overrules it.
+
+    Example:
+        >>> manager = pc.CacheManager(num_blocks=16, block_size=4)
+        >>> cache = pc.TensorCache(manager, num_blocks=16, block_size=4)
+        >>> for request, prompt in (("a", [*range(20), 1]), ("b", [*range(20), 2])):
+        ...     allocation = manager.allocate(request, prompt)
+        ...     count = sum(end - start for start, end in allocation.compute_spans)
+        ...     others = cache.store(pc.Step.of({request: allocation}, {"hidden": torch.randn(count, 32)}))
+        ...     merged = manager.commit(request, len(prompt))
+        ...     print(count, "computed,", len(cache.load(request)["hidden"]), "loaded")
+        21 computed, 21 loaded
+        1 computed, 21 loaded
     """
 
     def __init__(
@@ -105,15 +128,34 @@ class TensorCache:
         return self._names.max_bytes
 
     def cost(self, feature_shape: Sequence[int], dtype: torch.dtype) -> int:
-        """Bytes that a name of this shape and dtype takes."""
+        """Bytes that a name of this shape and dtype takes.
+
+        Example:
+            >>> pc.TensorCache(None, num_blocks=16, block_size=4).cost((32,), torch.bfloat16)
+            4096
+        """
         return self._names.cost(feature_shape, dtype)
 
     def rows(self, name: str) -> torch.Tensor:
-        """The cache of a name itself, `[num_blocks, block_size, *features]`."""
+        """The cache of a name itself, `[num_blocks, block_size, *features]`.
+
+        Example:
+            >>> cache = pc.TensorCache(None, num_blocks=16, block_size=4)
+            >>> cache.register("hidden", (32,), torch.bfloat16)
+            >>> cache.rows("hidden").shape
+            torch.Size([16, 4, 32])
+        """
         return self._entries[name].rows
 
     def stored(self, name: str) -> Mask:
-        """Which slots of a name hold a row, `[num_blocks, block_size]`."""
+        """Which slots of a name hold a row, `[num_blocks, block_size]`.
+
+        Example:
+            >>> cache = pc.TensorCache(None, num_blocks=2, block_size=4)
+            >>> others = cache.store(pc.Step({"hidden": torch.ones(3, 32)}, np.arange(4, 7)))
+            >>> cache.stored("hidden").tolist()
+            [[False, False, False, False], [True, True, True, False]]
+        """
         bits = self._valid.there([name], np.arange(self.num_blocks))[name]
         return bits.reshape(self.num_blocks, self.block_size)
 
@@ -128,6 +170,12 @@ class TensorCache:
         Raises:
             ValueError: The name is there with another shape or dtype, or a size is negative.
             MemoryError: It does not fit into `max_bytes`; nothing has been allocated.
+
+        Example:
+            >>> cache = pc.TensorCache(None, num_blocks=16, block_size=4)
+            >>> cache.register("decoder.hidden", (32,), torch.bfloat16)
+            >>> cache.names, cache.rows("decoder.hidden").shape
+            (('decoder.hidden',), torch.Size([16, 4, 32]))
         """
         self._names.register(name, feature_shape, dtype)
 
@@ -149,6 +197,13 @@ class TensorCache:
             ValueError: A slot out of range, or a name whose row shape or dtype differs from before, or a registered one
                 with another number of rows. As with the other error, nothing has been written.
             TypeError: Outputs that are no mapping, or slots that are not integers.
+
+        Example:
+            >>> manager = pc.CacheManager(num_blocks=16, block_size=4)
+            >>> cache, allocation = pc.TensorCache(manager, 16, 4), manager.allocate("a", range(6))
+            >>> outputs = {"hidden": torch.randn(6, 32), "loss": torch.tensor(0.5)}
+            >>> cache.store(pc.Step.of({"a": allocation}, outputs)), cache.names
+            ({'loss': tensor(0.5000)}, ('hidden',))
         """
         slots = self._checked_slots(step)
         mine, others = self._names.sort(step)
@@ -202,6 +257,18 @@ class TensorCache:
 
         To be called before its step is computed when an allocation has copies (a partial block that was shared, or
         reused in part) or loads (swapped out before); at other times it changes nothing that `store` would not.
+
+        Example:
+            >>> manager = pc.CacheManager(num_blocks=16, block_size=4)
+            >>> cache, allocation = pc.TensorCache(manager, 16, 4), manager.allocate("a", range(6))
+            >>> others = cache.store(pc.Step.of({"a": allocation}, {"hidden": torch.randn(6, 32)}))
+            >>> merged = manager.commit("a", 6)
+            >>> manager.fork("a", "b")
+            >>> own = manager.append("b", [7])  # has copies: the block that both share in part
+            >>> cache.prepare(own)
+            >>> others = cache.store(pc.Step.of({"b": own}, {"hidden": torch.randn(1, 32)}))
+            >>> cache.load("b")["hidden"].shape
+            torch.Size([7, 32])
         """
         self.copy(allocation.group_copies(self.group))
         self._swap_in(allocation.group_loads(self.group))
@@ -209,7 +276,15 @@ class TensorCache:
         self._valid.clear(mapping[mapping >= 0])
 
     def copy(self, pairs: Iterable[tuple[int, int]]) -> None:
-        """Copies the rows of blocks to other blocks: (source, target) pairs, one after the other."""
+        """Copies the rows of blocks to other blocks: (source, target) pairs, one after the other.
+
+        Example:
+            >>> cache = pc.TensorCache(None, num_blocks=16, block_size=4)
+            >>> others = cache.store(pc.Step({"hidden": torch.ones(4, 32)}, np.arange(8, 12)))  # fills block 2
+            >>> cache.copy([(2, 5)])
+            >>> cache.load(np.array([5]), num_tokens=4)["hidden"].shape
+            torch.Size([4, 32])
+        """
         self._wait()
         for source, target in pairs:
             if self._entries:
@@ -223,6 +298,14 @@ class TensorCache:
         Args:
             pairs: (block, host slot), as preempt returns them (for this group); to be called before anything is
                 written.
+
+        Example:
+            >>> manager = pc.CacheManager(num_blocks=16, block_size=4, host_blocks=4)
+            >>> cache, allocation = pc.TensorCache(manager, 16, 4), manager.allocate("a", range(6))
+            >>> others = cache.store(pc.Step.of({"a": allocation}, {"hidden": torch.randn(6, 32)}))
+            >>> merged = manager.commit("a", 6)
+            >>> cache.swap_out(manager.preempt("a", "swap"))
+            >>> cache.prepare(manager.resume("a"))
         """
         self._wait()
         for block, slot in pairs:
@@ -253,6 +336,13 @@ class TensorCache:
         Raises:
             TypeError: They are not integers.
             ValueError: A number that no block has; nothing has been dropped.
+
+        Example:
+            >>> cache = pc.TensorCache(None, num_blocks=16, block_size=4)
+            >>> others = cache.store(pc.Step({"hidden": torch.ones(4, 32)}, np.arange(8, 12)))  # fills block 2
+            >>> cache.forget([2])
+            >>> cache.available(np.array([2]), num_tokens=4)
+            0
         """
         self._valid.forget(block_ids)
 
@@ -269,6 +359,14 @@ class TensorCache:
         Raises:
             KeyError: An unknown request or name.
             ValueError: num_tokens is missing or too large.
+
+        Example:
+            >>> manager = pc.CacheManager(num_blocks=16, block_size=4)
+            >>> cache, allocation = pc.TensorCache(manager, 16, 4), manager.allocate("a", range(6))
+            >>> others = cache.store(pc.Step.of({"a": allocation}, {"hidden": torch.randn(6, 32)}))
+            >>> step = manager.append("a", [7, 8])
+            >>> cache.available("a")
+            6
         """
         table, count = self._table(request, num_tokens)
         there = self._there(list(self._entries) if names is None else names, table, count)
@@ -298,6 +396,13 @@ class TensorCache:
             MissingRowsError: A row was never stored, or its block has had other content since.
             KeyError: An unknown request or name.
             ValueError: num_tokens is missing or too large, a block number out of range, or another `missing`.
+
+        Example:
+            >>> manager = pc.CacheManager(num_blocks=16, block_size=4)
+            >>> cache, allocation = pc.TensorCache(manager, 16, 4), manager.allocate("a", range(6))
+            >>> others = cache.store(pc.Step.of({"a": allocation}, {"hidden": torch.randn(6, 32)}))
+            >>> cache.load("a", ["hidden"])["hidden"].shape
+            torch.Size([6, 32])
         """
         if missing not in ("raise", "zero"):
             raise ValueError(f"missing: got {missing!r}, needs 'raise' or 'zero'")
@@ -374,6 +479,14 @@ class TensorCache:
             MissingRowsError: A cached row was never stored, or its block has had other content since.
             KeyError: An unknown request or name.
             ValueError: A step without requests, or as in `store`.
+
+        Example:
+            >>> manager = pc.CacheManager(num_blocks=16, block_size=4)
+            >>> cache, allocation = pc.TensorCache(manager, 16, 4), manager.allocate("a", range(6))
+            >>> others = cache.store(pc.Step.of({"a": allocation}, {"hidden": torch.randn(6, 32)}))
+            >>> step = pc.Step.of({"a": manager.append("a", [7])}, {"hidden": torch.randn(1, 32)})
+            >>> cache.join(step)["a"]["hidden"].shape
+            torch.Size([7, 32])
         """
         parts = step.parts
         if self.manager is None or parts is None:

@@ -19,7 +19,17 @@ _PACKAGES = ("torch", "transformers", "peft")
 
 @dataclass(frozen=True)
 class ServedStats(CacheStats):
-    """What `CacheStats` counts, and the calls of generate."""
+    """What `CacheStats` counts, and the calls of generate.
+
+    Example:
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> from pc.integrations.huggingface import enable_prefix_caching
+        >>> sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+        >>> model = LlamaForCausalLM(LlamaConfig(vocab_size=64, eos_token_id=None, **sizes)).eval()
+        >>> stats = enable_prefix_caching(model, num_blocks=64).stats()
+        >>> stats.calls_served, stats.calls_handed_back, stats.free_blocks
+        (0, {}, 64)
+    """
 
     calls_served: int = 0
     calls_handed_back: dict[str, int] = field(default_factory=dict)

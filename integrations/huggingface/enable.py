@@ -51,6 +51,19 @@ def enable_prefix_caching(
             `cuda_graphs` not a bool.
         ValueError: Caching is already enabled for this model, a number is out of range, or `cuda_graphs` is True and
             its decode steps cannot be captured.
+
+    Example:
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> from pc.integrations.huggingface import enable_prefix_caching
+        >>> sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+        >>> model = LlamaForCausalLM(LlamaConfig(vocab_size=64, eos_token_id=None, **sizes)).eval()
+        >>> handle = enable_prefix_caching(model, num_blocks=64)
+        >>> prompt = torch.arange(3, 43)[None]  # [1, 40]
+        >>> tokens = model.generate(prompt, max_new_tokens=4)
+        >>> tokens = model.generate(prompt, max_new_tokens=4)  # the second time
+        >>> handle.last_requests
+        [RequestReport(prompt_tokens=40, cached_tokens=32)]
+        >>> handle.disable()
     """
     if isinstance(block_size, bool) or not isinstance(block_size, int):
         raise TypeError(f"block_size: got {type(block_size).__name__}, needs an int")

@@ -31,6 +31,17 @@ class PrefixCaching:
     Attributes:
         unsupported: Why the model cannot be served; None when it can.
         last_requests: A report per row of the last call, in the order of the batch; empty when it was not served here.
+
+    Example:
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> from pc.integrations.huggingface import enable_prefix_caching
+        >>> sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+        >>> model = LlamaForCausalLM(LlamaConfig(vocab_size=64, eos_token_id=None, **sizes)).eval()
+        >>> with enable_prefix_caching(model, num_blocks=64) as handle:
+        ...     prompt = torch.arange(3, 43)[None]  # [1, 40]
+        ...     tokens = [model.generate(prompt, max_new_tokens=4) for turn in range(2)]
+        >>> torch.equal(*tokens), handle.stats().calls_served
+        (True, 2)
     """
 
     def __init__(
@@ -101,14 +112,39 @@ class PrefixCaching:
         return self._steps.report()
 
     def stats(self) -> ServedStats:
-        """Counts of the cache since it was last empty, and of all calls: served, and handed back by reason."""
+        """Counts of the cache since it was last empty, and of all calls: served, and handed back by reason.
+
+        Example:
+            >>> from transformers import LlamaConfig, LlamaForCausalLM
+            >>> from pc.integrations.huggingface import enable_prefix_caching
+            >>> sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+            >>> model = LlamaForCausalLM(LlamaConfig(vocab_size=64, eos_token_id=None, **sizes)).eval()
+            >>> handle = enable_prefix_caching(model, num_blocks=64)
+            >>> prompt = torch.arange(3, 43)[None]  # [1, 40]
+            >>> tokens = model.generate(prompt, max_new_tokens=4)
+            >>> handle.stats().calls_served, handle.stats().queried_tokens
+            (1, 40)
+        """
         with self._lock:
             if self._serving is not None:
                 self._serving.store.sweep()
             return self._calls.stats(self.manager)
 
     def reset(self) -> None:
-        """Forgets every cached block; calls under way go on with those they have."""
+        """Forgets every cached block; calls under way go on with those they have.
+
+        Example:
+            >>> from transformers import LlamaConfig, LlamaForCausalLM
+            >>> from pc.integrations.huggingface import enable_prefix_caching
+            >>> sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+            >>> model = LlamaForCausalLM(LlamaConfig(vocab_size=64, eos_token_id=None, **sizes)).eval()
+            >>> handle = enable_prefix_caching(model, num_blocks=64)
+            >>> prompt = torch.arange(3, 43)[None]  # [1, 40]
+            >>> tokens = model.generate(prompt, max_new_tokens=4)
+            >>> handle.reset()
+            >>> handle.stats().cached_blocks
+            0
+        """
         with self._lock:
             model = self._model()
             if self._serving is not None and model is not None:
@@ -126,6 +162,20 @@ class PrefixCaching:
         Raises:
             ValueError: The model is not served, or by packed passes, whose blocks stay on the device.
             OSError: The file cannot be written.
+
+        Example:
+            >>> import tempfile
+            >>> from transformers import LlamaConfig, LlamaForCausalLM
+            >>> from pc.integrations.huggingface import enable_prefix_caching
+            >>> sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+            >>> model = LlamaForCausalLM(LlamaConfig(vocab_size=64, eos_token_id=None, **sizes)).eval()
+            >>> handle = enable_prefix_caching(model, num_blocks=64)
+            >>> prompt = torch.arange(3, 43)[None]  # [1, 40]
+            >>> tokens = model.generate(prompt, max_new_tokens=4)
+            >>> with tempfile.TemporaryDirectory() as folder:
+            ...     count = handle.save(f"{folder}/blocks")
+            >>> count
+            2
         """
         serving, model, adapters = self._saving()
         return serving.save(model, adapters, path)
@@ -143,6 +193,24 @@ class PrefixCaching:
             ValueError: The file holds KV of another model, weights, dtype, adapter or block size, or is none of
                 `save`; or the model is not served, or by packed passes.
             OSError: The file cannot be read.
+
+        Example:
+            >>> import tempfile
+            >>> from transformers import LlamaConfig, LlamaForCausalLM
+            >>> from pc.integrations.huggingface import enable_prefix_caching
+            >>> sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+            >>> model = LlamaForCausalLM(LlamaConfig(vocab_size=64, eos_token_id=None, **sizes)).eval()
+            >>> handle = enable_prefix_caching(model, num_blocks=64)
+            >>> prompt = torch.arange(3, 43)[None]  # [1, 40]
+            >>> tokens = model.generate(prompt, max_new_tokens=4)
+            >>> with tempfile.TemporaryDirectory() as folder:
+            ...     count = handle.save(f"{folder}/blocks")
+            ...     handle.disable()
+            ...     handle = enable_prefix_caching(model, num_blocks=64)  # another process, later
+            ...     count = handle.load(f"{folder}/blocks")
+            >>> tokens = model.generate(prompt, max_new_tokens=4)
+            >>> handle.last_requests
+            [RequestReport(prompt_tokens=40, cached_tokens=32)]
         """
         serving, model, adapters = self._saving()
         return serving.load(model, adapters, path)
@@ -163,6 +231,21 @@ class PrefixCaching:
 
         Raises:
             TypeError: `salt` is None or of another type.
+
+        Example:
+            >>> from transformers import LlamaConfig, LlamaForCausalLM
+            >>> from pc.integrations.huggingface import enable_prefix_caching
+            >>> sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+            >>> model = LlamaForCausalLM(LlamaConfig(vocab_size=64, eos_token_id=None, **sizes)).eval()
+            >>> handle = enable_prefix_caching(model, num_blocks=64)
+            >>> prompt = torch.arange(3, 43)[None]  # [1, 40]
+            >>> for tenant in ("one", "other", "one"):
+            ...     with handle.salt(tenant):
+            ...         tokens = model.generate(prompt, max_new_tokens=4)
+            ...     print(tenant, handle.last_requests[0].cached_tokens)
+            one 0
+            other 0
+            one 32
         """
         if isinstance(salt, bool) or not isinstance(salt, str | bytes | int):
             raise TypeError(f"salt: got {type(salt).__name__}, needs str, bytes or int")
@@ -174,7 +257,18 @@ class PrefixCaching:
             self._salts.salt = before
 
     def disable(self) -> None:
-        """Gives the model its own `generate` back and frees the blocks; a second call does nothing."""
+        """Gives the model its own `generate` back and frees the blocks; a second call does nothing.
+
+        Example:
+            >>> from transformers import LlamaConfig, LlamaForCausalLM
+            >>> from pc.integrations.huggingface import enable_prefix_caching
+            >>> sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+            >>> model = LlamaForCausalLM(LlamaConfig(vocab_size=64, eos_token_id=None, **sizes)).eval()
+            >>> handle = enable_prefix_caching(model, num_blocks=64)
+            >>> handle.disable()
+            >>> "generate" in vars(model)  # its class's own again
+            False
+        """
         with self._lock:
             model, self._disabled = self._model(), True
             self._serving = None
@@ -183,7 +277,18 @@ class PrefixCaching:
                 del vars(model)["generate"]
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's generate, over the cache where it can be served."""
+        """The model's generate, over the cache where it can be served.
+
+        Example:
+            >>> from transformers import LlamaConfig, LlamaForCausalLM
+            >>> from pc.integrations.huggingface import enable_prefix_caching
+            >>> sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+            >>> model = LlamaForCausalLM(LlamaConfig(vocab_size=64, eos_token_id=None, **sizes)).eval()
+            >>> handle = enable_prefix_caching(model, num_blocks=64)
+            >>> prompt = torch.arange(3, 43)[None]  # [1, 40]
+            >>> handle.generate(prompt, max_new_tokens=4).shape  # what model.generate is now
+            torch.Size([1, 44])
+        """
         model: Any = self._model()
         if model is None:
             raise RuntimeError("generate: the model of this handle is gone")

@@ -12,6 +12,11 @@ class RequestReport:
     Attributes:
         prompt_tokens: Tokens of the prompt, padding left out.
         cached_tokens: How many of them were read from the cache.
+
+    Example:
+        >>> from pc.integrations.huggingface import RequestReport
+        >>> RequestReport(prompt_tokens=40, cached_tokens=32)
+        RequestReport(prompt_tokens=40, cached_tokens=32)
     """
 
     prompt_tokens: int

@@ -23,6 +23,10 @@ def register() -> None:
     Raises:
         ValueError: A name that is no feature.
         UnsupportedVersionError: A vLLM whose interfaces are not those this package was written for.
+
+    Example:
+        >>> from pc.integrations.vllm import register
+        >>> register()  # what vLLM calls; PC_VLLM names no feature here
     """
     names = [name.strip() for name in os.environ.get("PC_VLLM", "").split(",")]
     enable(*(name for name in names if name))

@@ -74,6 +74,14 @@ def enable(*names: str) -> None:
     Raises:
         ValueError: A name that is no feature; nothing has been switched on.
         UnsupportedVersionError: The installed vLLM is not one that the feature was written for; likewise.
+
+    Example:
+        >>> from pc.integrations.vllm import enable
+        >>> try:
+        ...     enable("attentoin")
+        ... except ValueError as error:
+        ...     print(error)
+        PC_VLLM: got 'attentoin', needs some of attention, eviction, hidden_states
     """
     for name in names:
         if name not in FEATURES:

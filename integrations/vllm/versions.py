@@ -78,7 +78,17 @@ INTERFACES: dict[str, dict[str, str]] = {
 
 
 class UnsupportedVersionError(RuntimeError):
-    """The installed vLLM is not one that this package was written for."""
+    """The installed vLLM is not one that this package was written for.
+
+    Example:
+        >>> from pc.integrations.vllm import UnsupportedVersionError, check_version
+        >>> try:
+        ...     check_version("attention")
+        ... except UnsupportedVersionError as error:
+        ...     reason = str(error)
+        ... except ImportError:
+        ...     reason = "vLLM is not installed"
+    """
 
 
 def check_version(feature: str) -> None:
@@ -86,6 +96,13 @@ def check_version(feature: str) -> None:
 
     Raises:
         UnsupportedVersionError: It is not; says what was found and what is needed.
+
+    Example:
+        >>> from pc.integrations.vllm import UnsupportedVersionError, check_version
+        >>> try:
+        ...     check_version("attention")
+        ... except (ImportError, UnsupportedVersionError) as error:
+        ...     reason = str(error)  # names the versions that are served
     """
     supported = f"{_text(OLDEST)} to {_text(NEWEST)}"
     try:

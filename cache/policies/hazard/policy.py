@@ -44,7 +44,15 @@ NOTES = 256
 
 
 class Hazard(EvictionPolicy):
-    """Heeds `free(..., returns=)`; see the package and docs/policies.md."""
+    """Heeds `free(..., returns=)`; see the package and docs/policies.md.
+
+    Example:
+        >>> from pc.cache.replay import Trace, replay
+        >>> requests = [np.array(ids) for ids in ([1, 2], [3], [1, 2], [4], [1, 2])]  # blocks of each prompt
+        >>> trace = Trace("small", 16, requests, outputs=[0] * 5, times=[0.0] * 5)
+        >>> round(replay(trace, "hazard", capacity=3).hit_rate, 2)
+        0.5
+    """
 
     def bind(self, pool: PoolView) -> None:
         """Also makes everything that is kept a block: 17 bytes of each, and 16 of ghosts."""

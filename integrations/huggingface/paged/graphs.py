@@ -38,6 +38,15 @@ class GraphReport:
         replays: Steps that replayed one.
         eager_steps: Steps that ran the model in Python.
         reason: Why steps of the last call were not captured; None when they were, or will be after a few.
+
+    Example:
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> from pc.integrations.huggingface import enable_prefix_caching
+        >>> sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+        >>> model = LlamaForCausalLM(LlamaConfig(vocab_size=64, eos_token_id=None, **sizes)).eval()
+        >>> report = enable_prefix_caching(model, num_blocks=64).graphs
+        >>> report.captured, report.replays  # none on a CPU; `report.reason` says why
+        (0, 0)
     """
 
     captured: int

@@ -1,0 +1,91 @@
+"""Every public name says how it is used, in an example that runs: what `help()` and the reference show."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import inspect
+import typing
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import pc
+
+MODULES = (
+    "pc",
+    "pc.cache",
+    "pc.cache.disk",
+    "pc.cache.events",
+    "pc.cache.metrics",
+    "pc.cache.mooncake",
+    "pc.cache.policies",
+    "pc.cache.replay",
+    "pc.cache.tier",
+    "pc.cache.tier_writer",
+    "pc.integrations.huggingface",
+    "pc.integrations.vllm",
+)
+BY_METHOD = ("CacheManager", "EncoderCache", "PrefixCaching", "TensorCache")
+"""Classes whose methods are used one by one, so that each has an example of its own; others have one for the whole."""
+NEEDS = {"pc.cache.events": ("zmq", "msgpack"), "pc.cache.metrics": ("prometheus_client",)}
+
+
+def public_names(module: Any) -> list[str]:
+    if hasattr(module, "__all__"):
+        return [name for name in module.__all__ if not name.startswith("__")]
+    named = [(name, value) for name, value in vars(module).items() if not name.startswith("_")]
+    return [n for n, v in named if inspect.isclass(v) and v.__module__ == module.__name__ and not is_annotation(v)]
+
+
+def is_annotation(value: type) -> bool:
+    """Whether a class is a protocol that says what somebody else's objects have, and is used in annotations alone."""
+    return getattr(value, "_is_protocol", False) and not getattr(value, "_is_runtime_protocol", False)
+
+
+def documented() -> Iterator[tuple[str, Any, str]]:
+    """Each public object once, under the name it is imported by, and the module that it is in."""
+    seen: set[int] = set()
+    for path in MODULES:
+        if path.endswith("huggingface") and importlib.util.find_spec("transformers") is None:
+            continue
+        module = importlib.import_module(path)
+        for name in public_names(module):
+            value = typing.get_origin(getattr(module, name)) or getattr(module, name)
+            if id(value) in seen or not (inspect.isclass(value) or callable(value)):
+                continue
+            seen.add(id(value))
+            yield f"{path}.{name}", value, path
+            if inspect.isclass(value) and name in BY_METHOD:
+                for method, function in vars(value).items():
+                    if not method.startswith("_") and not isinstance(function, property):
+                        yield f"{path}.{name}.{method}", getattr(value, method), path
+
+
+DOCUMENTED = list(documented())
+
+
+def test_the_walk_finds_the_interface() -> None:
+    names = {name for name, _, _ in DOCUMENTED}
+    assert {f"pc.{name}" for name in pc.__all__ if callable(getattr(pc, name))} - names == {"pc.GroupedCacheManager"}
+    assert {"pc.CacheManager.commit", "pc.TensorCache.join", "pc.paged_attention_with_lse"} <= names
+    assert {"pc.cache.disk.DiskTier", "pc.cache.events.EventPublisher", "pc.cache.policies.LRU"} <= names
+
+
+@pytest.mark.parametrize(("name", "value", "module"), DOCUMENTED, ids=[name for name, _, _ in DOCUMENTED])
+def test_an_example_runs(name: str, value: Any, module: str) -> None:
+    for needed in NEEDS.get(module, ()):
+        pytest.importorskip(needed)
+    doc = inspect.getdoc(value) or ""
+    assert "\nExample:\n" in doc, f"{name} has no example"
+    names = {"pc": pc, "torch": torch, "np": np, "__name__": "__example__"}
+    example = doctest.DocTestParser().get_doctest(doc, names, name, None, 0)
+    assert len(example.examples) >= 1
+    assert name.rpartition(".")[2] in "".join(e.source for e in example.examples) or inspect.isclass(value)
+    said: list[str] = []
+    runner = doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE)
+    runner.run(example, out=said.append)
+    assert not runner.failures, "".join(said)
