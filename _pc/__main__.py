@@ -1,4 +1,4 @@
-"""`python -m pc`: the command line, which needs typer and rich (the extra `demo` or `bench`)."""
+"""`python -m pc` and `pc`: the command line, which needs typer and rich (the extra `demo` or `bench`)."""
 
 from __future__ import annotations
 

@@ -7,19 +7,29 @@ from typing import Annotated
 
 import typer
 
+from . import __version__
 from .replay import replay
 
 app = typer.Typer(
-    name="python -m pc",
     help="Fused attention and prefix caching for PyTorch.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    add_completion=False,
+    add_completion=False,  # see completion.py
 )
 
 
+def _say_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"pc {__version__}")
+        raise typer.Exit
+
+
 @app.callback()
-def main() -> None:
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", help="Show the version.", callback=_say_version, is_eager=True)
+    ] = False,
+) -> None:
     """Fused attention and prefix caching for PyTorch."""
 
 
@@ -80,3 +90,18 @@ def families(
 
 
 app.command()(replay)
+
+
+@app.command()
+def completion(shell: Annotated[str, typer.Argument(help="bash, zsh or fish.")]) -> None:
+    """Print a script that completes commands and options of `pc` in a shell.
+
+    bash: eval "$(pc completion bash)" in ~/.bashrc. zsh: the same with zsh in ~/.zshrc, behind compinit. fish: pc
+    completion fish > ~/.config/fish/completions/pc.fish
+    """
+    from .completion import script
+
+    try:
+        typer.echo(script(shell, app), nl=False)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="SHELL") from error

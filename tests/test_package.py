@@ -26,6 +26,15 @@ def test_import_pulls_in_nothing_heavy() -> None:
     assert loaded.strip() == "[]"
 
 
+def test_an_adapter_is_imported_when_it_is_named() -> None:
+    out = run_python(
+        "import sys, pc\n"
+        "print(dir(pc.integrations), 'transformers' in sys.modules, 'vllm' in sys.modules)\n"
+        "print(pc.integrations.vllm.register.__name__, hasattr(pc.integrations, 'jax'))\n"
+    )
+    assert out.splitlines() == ["['huggingface', 'vllm'] False False", "register False"]
+
+
 def test_works_without_triton_and_transformers() -> None:
     # A None entry in sys.modules makes the import fail, as on a machine that lacks the package.
     out = run_python(
