@@ -10,7 +10,7 @@ def main() -> None:
     except ModuleNotFoundError as error:
         if error.name not in ("typer", "rich"):
             raise
-        raise SystemExit(f"python -m pc needs {error.name}: pip install 'pc-kernels[demo]'") from error
+        raise SystemExit(f"python -m pc needs {error.name}: pip install typer rich matplotlib") from error
     app()
 
 

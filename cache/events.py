@@ -74,7 +74,7 @@ class EventPublisher:
         try:
             msgpack, zmq = import_module("msgpack"), import_module("zmq")
         except ImportError as error:
-            raise ImportError(f"EventPublisher needs {error.name}: pip install 'pc-kernels[events]'") from None
+            raise ImportError(f"EventPublisher needs {error.name}: pip install pyzmq msgpack") from None
         if dp_rank is not None:
             if isinstance(dp_rank, bool) or not isinstance(dp_rank, int):
                 raise TypeError(f"dp_rank: got {dp_rank!r}, needs an integer or None")

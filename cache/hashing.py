@@ -58,7 +58,7 @@ def _xxh3_128() -> Hasher:
     try:
         import xxhash
     except ImportError:
-        raise ImportError("hash_algorithm 'xxh3_128' needs xxhash: pip install 'pc-kernels[xxhash]'") from None
+        raise ImportError("hash_algorithm 'xxh3_128' needs xxhash: pip install xxhash") from None
     hasher: Hasher = xxhash.xxh3_128()
     return hasher
 

@@ -65,7 +65,7 @@ class CacheCollector:
         try:
             from prometheus_client import REGISTRY, core
         except ImportError:
-            raise ImportError("CacheCollector needs prometheus_client: pip install 'pc-kernels[metrics]'") from None
+            raise ImportError("CacheCollector needs prometheus_client: pip install prometheus_client") from None
         with _lock:
             groups = _groups.setdefault(REGISTRY if registry is None else registry, {})
             group = groups.get(prefix) or _Group(core, prefix)

@@ -148,7 +148,7 @@ class MooncakeTier:
         try:
             make = import_module("mooncake.store").MooncakeDistributedStore
         except ImportError as error:
-            raise ImportError(f"MooncakeTier: {error}; it needs pip install 'pc-kernels[mooncake]'") from error
+            raise ImportError(f"MooncakeTier: {error}; pip install mooncake-transfer-engine-non-cuda") from error
         store: Any = make()
         code = store.setup(hostname, metadata_server, segment_bytes, transfer_bytes, protocol, device, master)
         if code:

@@ -5,10 +5,13 @@ Run by `make wheel-test`: python tests/check_wheel.py ENVIRONMENT. Not collected
 
 from __future__ import annotations
 
+import email
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
+import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -34,6 +37,20 @@ print("the wheel works:", pc.__version__, torch.__version__)
 """
 
 
+def check_page(wheel: Path) -> None:
+    """What an index would show: rendered without a warning, who it is from, and no link into the repository."""
+    subprocess.run([sys.executable, "-m", "twine", "check", "--strict", wheel], check=True)
+    with zipfile.ZipFile(wheel) as files:
+        (name,) = (name for name in files.namelist() if name.endswith(".dist-info/METADATA"))
+        page = email.message_from_bytes(files.read(name))
+    for field in ("Author", "Summary", "Keywords", "License-Expression", "Requires-Python", "Classifier"):
+        assert page[field], field
+    description = str(page.get_payload())
+    dead = [link for link in re.findall(r"\]\(([^)]+)\)", description) if not link.startswith("https://")]
+    assert not dead, dead
+    assert "pip install" in description
+
+
 def main(environment: Path) -> None:
     """Builds, installs and uses the wheel."""
     with tempfile.TemporaryDirectory() as folder:
@@ -53,6 +70,7 @@ def main(environment: Path) -> None:
             stdout=subprocess.DEVNULL,
         )
         (wheel,) = work.glob("*.whl")
+        check_page(wheel)
         python = environment / "bin" / "python"
         if not python.exists():
             subprocess.run([sys.executable, "-m", "venv", environment], check=True)
@@ -64,6 +82,9 @@ def main(environment: Path) -> None:
         (user / "cache.py").write_text("MINE = True\n")
         (user / "use.py").write_text(USE)
         subprocess.run([python, "use.py"], cwd=user, check=True)
+        # The command is there, and says what it lacks: extras are not installed.
+        done = subprocess.run([environment / "bin" / "pc"], cwd=user, capture_output=True, text=True, check=False)
+        assert "pip install typer rich" in done.stderr, done
 
 
 if __name__ == "__main__":

@@ -192,7 +192,7 @@ def run_demo(
         save_plot(output / "demo.png", measurements, f"{parameters:.0f} M parameters, {dtype} on {device.type}")
         saved += f" and {output / 'demo.png'}"
     except ModuleNotFoundError as error:
-        saved += f"; the plot needs {error.name}: pip install 'pc-kernels[demo]'"
+        saved += f"; the plot needs {error.name}: pip install matplotlib"
     console.print(f"\nSaved {saved}", markup=False)
     different = [m for m in measurements if not m.ok]
     if different:

@@ -19,7 +19,7 @@ try:
     import transformers  # noqa: F401
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
-        f"pc.integrations.huggingface needs {error.name}: pip install 'pc-kernels[hf]'", name=error.name
+        f"pc.integrations.huggingface needs {error.name}: pip install 'transformers>=5.5'", name=error.name
     ) from error
 
 from .calls import ServedStats

@@ -101,7 +101,7 @@ def check_version(feature: str) -> None:
         >>> from pc.integrations.vllm import UnsupportedVersionError, check_version
         >>> try:
         ...     check_version("attention")
-        ... except (ImportError, UnsupportedVersionError) as error:
+        ... except UnsupportedVersionError as error:
         ...     reason = str(error)  # names the versions that are served
     """
     supported = f"{_text(OLDEST)} to {_text(NEWEST)}"
@@ -109,7 +109,7 @@ def check_version(feature: str) -> None:
         import vllm
     except ImportError as error:
         raise UnsupportedVersionError(
-            f"vllm: not installed, needs {supported}; pip install pc-kernels[vllm]"
+            f"vllm: not installed, needs {supported}; pip install 'vllm>=0.32,<0.34'"
         ) from error
     version = str(vllm.__version__)
     if not OLDEST <= _series(version) <= NEWEST:
