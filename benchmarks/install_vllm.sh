@@ -17,6 +17,21 @@ if [ ! -e "$ENGINE/.ready" ]; then
     touch "$ENGINE/.ready"
 fi
 
+# vLLM-Omni's cache of hidden states: pure Python, and all of its wheel that is looked at.
+if [ ! -e "$ROOT/vllm-omni/.done" ]; then
+    mkdir -p "$ROOT/wheels" "$ROOT/vllm-omni"
+    "$PYTHON" -m pip download --quiet --no-deps --dest "$ROOT/wheels" vllm-omni==0.30.0
+    "$ENGINE/bin/python" - "$ROOT" <<'PY'
+import glob, pathlib, sys, zipfile
+
+root = pathlib.Path(sys.argv[1])
+wanted = ("vllm_omni/core/prefix_cache/", "vllm_omni/utils/mm_outputs.py", "vllm_omni/data_entry_keys.py")
+with zipfile.ZipFile(glob.glob(f"{root}/wheels/vllm_omni-0.30.0-*.whl")[0]) as wheel:
+    wheel.extractall(root / "vllm-omni", [name for name in wheel.namelist() if name.startswith(wanted)])
+PY
+    touch "$ROOT/vllm-omni/.done"
+fi
+
 # vLLM's own tests of prefix caching, run over our pool. VLLM_VERSION_OVERRIDE: its build adds a suffix that pip refuses.
 if [ ! -e "$ROOT/vllm-0.33/.done" ]; then
     mkdir -p "$ROOT/wheels" "$ROOT/vllm-0.33"

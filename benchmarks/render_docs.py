@@ -290,6 +290,25 @@ def render_hidden_states(page: Path) -> str:
     return "\n".join(lines)
 
 
+def render_omni(page: Path) -> str:
+    """Steps behind vLLM-Omni's calls, CPU time of its manager and of ours."""
+    source = RESULTS / "cpu" / "vllm_omni.csv"
+    rows = read_rows(source)
+    first = rows[0]
+    lines = [
+        f"{first['device']}, torch {first['torch']}, {first['date']}, commit {first['commit']}, {first['peer']}; "
+        f"[rows]({_link(page, source)}).",
+        "",
+        "| tokens x features | step | call | pc | vLLM-Omni | vLLM-Omni / pc |",
+        "|---|---|---|--:|--:|--:|",
+    ]
+    for row in rows:
+        ours, theirs = float(row["pc_us"]), float(row["peer_us"])
+        case = f"{int(row['tokens']):,} x {int(row['features']):,} | {row['what']} | {row['call']}"
+        lines.append(f"| {case} | {short_time(ours)} | {short_time(theirs)} | {theirs / ours:.1f} |")
+    return "\n".join(lines)
+
+
 def render_work(page: Path) -> str:
     """Work of attention steps, counted on compiled kernels, beside vLLM's."""
     source = RESULTS / "work.csv"
@@ -328,6 +347,7 @@ RENDERERS: dict[str, Callable[..., str]] = {
     "demo_conditions": render_demo_conditions,
     "demo_table": render_demo_table,
     "hidden_states": render_hidden_states,
+    "omni": render_omni,
     "replay": render_replay,
     "hints": render_hints,
     "manager": render_manager,

@@ -82,6 +82,18 @@ class Step:
         )
         return step
 
+    @classmethod
+    def at(cls, slots: StepSlots, outputs: Mapping[str, object]) -> Step:
+        """A step whose slots have been looked through already.
+
+        Args:
+            slots: Of its tokens.
+            outputs: As in `outputs`.
+        """
+        step = object.__new__(_StepAt)
+        step.__dict__.update(outputs=outputs, slots=slots, requests=(), query_start_loc=None, positions=None)
+        return step
+
     @cached_property
     def slots(self) -> StepSlots:
         """`slot_mapping` looked through, once for all tensors."""
@@ -106,12 +118,16 @@ class Step:
         return parts
 
 
-class _StepOf(Step):
-    """A step of allocations, whose arrays are made when they are read: storing and joining mostly go without."""
+class _StepAt(Step):
+    """A step of slots, whose array is made when it is read: storing mostly goes without."""
 
     @cached_property
     def slot_mapping(self) -> Slots:
         return self.slots.array
+
+
+class _StepOf(_StepAt):
+    """A step of allocations, whose arrays are made when they are read: storing and joining mostly go without."""
 
     @cached_property
     def query_start_loc(self) -> npt.NDArray[np.int32]:

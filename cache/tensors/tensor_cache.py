@@ -18,7 +18,7 @@ from ...triton_ops import (
 )
 from ..allocation import BaseAllocation
 from ..manager import CacheManager
-from ..runs import Slots
+from ..runs import Slots, ascending, find_runs
 from ..table import Ids
 from .host_copy import Range, find_pieces, join_pieces, worth_copies, write_rows
 from .named_tensors import Named, NamedTensors
@@ -459,6 +459,36 @@ class TensorCache:
         if names is None and count:
             there = {name: here for name, here in there.items() if here.any()}
         return there
+
+    def read(self, step: Step, names: Sequence[str]) -> Named:
+        """The rows in the slots of a step, in the order of its tokens: what `store` kept, until others are written.
+
+        Args:
+            step: Its outputs are not looked at.
+            names: Which tensors.
+
+        Returns:
+            By name `[num_tokens, *features]`, on the device of the cache; zeros for a token without a slot.
+
+        Raises:
+            MissingRowsError: A slot holds no row of a name.
+            KeyError: An unknown name.
+            ValueError: A slot out of range.
+        """
+        slots = self._checked_slots(step)
+        for name in names:
+            if name not in self._entries:
+                raise KeyError(f"names: got {name!r}, needs one of {', '.join(self._entries) or 'none'}")
+        if not self._valid.holds(names, slots.spans if slots.runs is not None else ascending(find_runs(slots.kept))):
+            raise MissingRowsError(f"{', '.join(names)}: a row of the step's slots is missing")
+        self._wait()
+        runs, entries = slots.runs, [self._entries[name] for name in names]
+        if runs and slots.low >= 0 and all(entry.flat is not None for entry in entries):
+            pieces = [(True, first, end) for _, first, end in runs]
+            if all(worth_copies(len(runs), slots.count * entry.row_bytes) for entry in entries):
+                read = [join_pieces(e.flat, pieces, e.flat, slots.count, e.row_bytes) for e in entries]  # type: ignore[arg-type]
+                return dict(zip(names, read, strict=True))
+        return dict(zip(names, gather_slots_list([e.rows for e in entries], slots.index), strict=True))
 
     def join(self, step: Step, names: Sequence[str] | None = None) -> dict[Hashable, Named]:
         """Whole tensors of all requests of a step: cached rows and the step's own, read once and written once.

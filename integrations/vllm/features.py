@@ -40,6 +40,21 @@ def _enable_hidden_states() -> None:
     _hook_configurations()
 
 
+def _enable_omni() -> None:
+    from vllm_omni.core import prefix_cache
+    from vllm_omni.core.prefix_cache import group_view, manager, runner_mixin
+
+    from .omni import OmniPrefixCacheManager, check_groups, make_view
+
+    # Runners take these names out of their own module when they make the cache.
+    for module in (prefix_cache, manager, runner_mixin):
+        module.OmniPrefixCacheManager = OmniPrefixCacheManager
+    for module in (prefix_cache, group_view):
+        module.check_prefix_cache_kv_groups = check_groups
+    for module in (prefix_cache, group_view, runner_mixin):
+        module.get_prefix_cache_group_view = make_view
+
+
 def _hook_configurations() -> None:
     """Lets `_configure` see every configuration right after vLLM has completed it."""
     from vllm.config import VllmConfig
@@ -61,6 +76,7 @@ FEATURES: dict[str, Callable[[], None]] = {
     "attention": _enable_attention,
     "eviction": _enable_eviction,
     "hidden_states": _enable_hidden_states,
+    "omni": _enable_omni,
 }
 """What `PC_VLLM` may name."""
 

@@ -10,7 +10,8 @@ import importlib
 import inspect
 from typing import Any
 
-OLDEST, NEWEST = (0, 32), (0, 33)
+VERSIONS = {"vllm": ((0, 32), (0, 33)), "vllm_omni": ((0, 30), (0, 30))}
+"""By package: the oldest and the newest series that is served."""
 
 INTERFACES: dict[str, dict[str, str]] = {
     "attention": {
@@ -73,8 +74,32 @@ INTERFACES: dict[str, dict[str, str]] = {
         ),
         "vllm.config:VllmConfig.__post_init__": "self",
     },
+    "omni": {
+        "vllm_omni.core.prefix_cache.manager:OmniPrefixCacheManager.__init__": "self config view eager",
+        "vllm_omni.core.prefix_cache.manager:OmniPrefixCacheManager.register_policy": "self policy",
+        "vllm_omni.core.prefix_cache.manager:OmniPrefixCacheManager.new_step_starts": "self scheduler_output",
+        "vllm_omni.core.prefix_cache.manager:OmniPrefixCacheManager.save_outputs": (
+            "self hidden_states mm_outputs num_tokens_unpadded num_tokens_padded"
+        ),
+        "vllm_omni.core.prefix_cache.manager:OmniPrefixCacheManager.materialize": "self step_id req_ids",
+        "vllm_omni.core.prefix_cache.manager:OmniPrefixCacheManager.discard_step": "",
+        "vllm_omni.core.prefix_cache.manager:OmniPrefixCacheManager.shutdown": "self",
+        "vllm_omni.core.prefix_cache.interface:PrefixCacheConfig": (
+            "num_blocks block_size staging_depth staging_claim_timeout_s"
+        ),
+        "vllm_omni.core.prefix_cache.interface:StageCacheOutputs": "hidden_states mm_outputs",
+        "vllm_omni.core.prefix_cache.interface:ModelCachePolicy": "needs_full_hidden_states deferred_keys",
+        "vllm_omni.core.prefix_cache.group_view:check_prefix_cache_kv_groups": "kv_cache_groups",
+        "vllm_omni.core.prefix_cache.runner_mixin:get_prefix_cache_group_view": (
+            "input_batch block_size kv_cache_groups"
+        ),
+        "vllm_omni.core.prefix_cache.runner_mixin:OmniPrefixCacheManager": "",
+    },
 }
 """By feature: what it builds on, as module:name, and the parameters it relies on."""
+
+PACKAGES = {"omni": "vllm_omni"}
+"""By feature: whose interfaces these are, where it is not vLLM."""
 
 
 class UnsupportedVersionError(RuntimeError):
@@ -92,7 +117,7 @@ class UnsupportedVersionError(RuntimeError):
 
 
 def check_version(feature: str) -> None:
-    """Checks that the installed vLLM is in range and has the interfaces that a feature builds on.
+    """Checks that the installed vLLM, or vLLM-Omni, is in range and has the interfaces that a feature builds on.
 
     Raises:
         UnsupportedVersionError: It is not; says what was found and what is needed.
@@ -104,18 +129,18 @@ def check_version(feature: str) -> None:
         ... except UnsupportedVersionError as error:
         ...     reason = str(error)  # names the versions that are served
     """
-    supported = f"{_text(OLDEST)} to {_text(NEWEST)}"
+    package = PACKAGES.get(feature, "vllm")
+    oldest, newest = VERSIONS[package]
+    supported = f"{_text(oldest)} to {_text(newest)}"
     try:
-        import vllm
+        version = str(importlib.import_module(package).__version__)
     except ImportError as error:
-        raise UnsupportedVersionError(
-            f"vllm: not installed, needs {supported}; pip install 'vllm>=0.32,<0.34'"
-        ) from error
-    version = str(vllm.__version__)
-    if not OLDEST <= _series(version) <= NEWEST:
-        raise UnsupportedVersionError(f"vllm: got {version}, needs {supported}")
+        wanted = f"{package.replace('_', '-')}>={_text(oldest)},<{newest[0]}.{newest[1] + 1}"
+        raise UnsupportedVersionError(f"{package}: not installed, needs {supported}; pip install '{wanted}'") from error
+    if not oldest <= _series(version) <= newest:
+        raise UnsupportedVersionError(f"{package}: got {version}, needs {supported}")
     for name, parameters in INTERFACES[feature].items():
-        _check_interface(name, parameters.split(), f"vllm {version} ({feature}; written for {supported})")
+        _check_interface(name, parameters.split(), f"{package} {version} ({feature}; written for {supported})")
 
 
 def _text(series: tuple[int, int]) -> str:

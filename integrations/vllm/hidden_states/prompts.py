@@ -9,6 +9,7 @@ import torch
 
 from ....cache.tensors.step import Step
 from ....cache.tensors.tensor_cache import TensorCache
+from ..groups import full_attention_group
 from .tables import RequestTables
 
 KEPT = 1024
@@ -36,7 +37,7 @@ class PromptHiddenStates:
     def __init__(
         self, runner: Any, config: Any, asked_for: str, device: str = "cpu", max_bytes: int | None = None
     ) -> None:
-        number = _full_attention(config.kv_cache_groups)
+        number = full_attention_group(config.kv_cache_groups)
         size = config.kv_cache_groups[number].kv_cache_spec.block_size
         self.rows = TensorCache(None, config.num_blocks, size, device=device, max_bytes=max_bytes)
         self.tables = RequestTables(number, size, asked_for)
@@ -107,15 +108,3 @@ class PromptHiddenStates:
                 tokens = torch.tensor(self.prompts[request][1:], device=logits.device)
                 found[request] = logits.log_softmax(-1).gather(1, tokens[:, None])[:, 0].cpu()
         return found
-
-
-def _full_attention(groups: list[Any]) -> int:
-    """The first group whose layers all attend to the whole sequence."""
-    from vllm.v1.kv_cache_interface import FullAttentionSpec
-
-    for number, group in enumerate(groups):
-        spec = group.kv_cache_spec
-        kinds = getattr(spec, "kv_cache_specs", {"": spec}).values()  # several layers' specs in one
-        if all(isinstance(kind, FullAttentionSpec) for kind in kinds):
-            return number
-    raise ValueError("hidden_states: the model has no layers with full attention, needs some: windows give blocks back")

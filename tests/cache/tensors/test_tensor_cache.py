@@ -17,6 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 import pc
 from pc.cache.policies import POLICIES
 from pc.cache.tensors import host_copy, named_tensors, step_slots, tensor_cache
+from pc.cache.tensors.tensor_cache import MissingRowsError
 
 BLOCK = 4
 
@@ -450,6 +451,42 @@ def test_without_a_manager_a_block_begun_anew_has_no_rows_of_before():
         tensors.store(pc.Step({"h": torch.zeros(len(slots), 2)}, slots))
         assert tensors.stored("h")[1].tolist() == [True, True, False, False]
         assert tensors.stored("h")[2].all()
+
+
+@pytest.mark.parametrize("count", [1, 6, 64])
+@pytest.mark.parametrize("scattered", [False, True])
+def test_the_rows_of_a_step_are_read_in_its_order(count, scattered):
+    generator = torch.Generator().manual_seed(count)
+    tensors = pc.TensorCache(None, 40, BLOCK)
+    slots = torch.randperm(160, generator=generator)[:count].numpy() if scattered else np.arange(3, 3 + count)
+    step = pc.Step({"h": torch.randn(count, 3, generator=generator), "n": torch.arange(count)[:, None]}, slots)
+    tensors.register("h", (3,), torch.float32)
+    tensors.register("n", (1,), torch.int64)
+    tensors.store(step)
+    found = tensors.read(step, ["n", "h"])
+    assert list(found) == ["n", "h"]
+    assert same(found, dict(step.outputs))
+    found["h"].zero_()
+    assert same(tensors.read(step, ["h"]), {"h": step.outputs["h"]})
+    part = pc.Step({}, np.array([slots[0], -1, slots[-1]]))
+    wanted = torch.stack([step.outputs["h"][0], torch.zeros(3), step.outputs["h"][-1]])
+    assert torch.equal(tensors.read(part, ["h"])["h"], wanted)
+    with pytest.raises(KeyError, match="names: got 'x', needs one of h, n"):
+        tensors.read(step, ["x"])
+    with pytest.raises(ValueError, match="slot_mapping: got values from 160"):
+        tensors.read(pc.Step({}, np.array([160])), ["h"])
+    tensors.forget([int(slots[-1]) // BLOCK])
+    with pytest.raises(MissingRowsError, match="h: a row of the step's slots is missing"):
+        tensors.read(step, ["h"])
+
+
+def test_a_step_of_slots_that_were_looked_through_is_stored_likewise():
+    tensors = pc.TensorCache(None, 8, BLOCK)
+    slots = step_slots.StepSlots(5, [(0, 2, 4), (2, 9, 12)])
+    step = pc.Step.at(slots, {"h": torch.arange(10.0).view(5, 2)})
+    assert step.slot_mapping.tolist() == [2, 3, 9, 10, 11]
+    tensors.store(step)
+    assert torch.equal(tensors.read(step, ["h"])["h"], torch.arange(10.0).view(5, 2))
 
 
 def test_blocks_that_somebody_else_fills_are_forgotten(pair):

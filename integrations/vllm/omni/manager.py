@@ -1,0 +1,314 @@
+"""The calls of vLLM-Omni's `OmniPrefixCacheManager`, over a `TensorCache` that follows vLLM's slots."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from vllm_omni.core.prefix_cache.interface import (
+    ModelCachePolicy,
+    OmniPrefixCacheStagingTimeoutError,
+    OmniPrefixCacheUnmatchError,
+    PrefixCacheConfig,
+    StageCacheOutputs,
+    is_hidden_key,
+)
+
+from ....cache.table import Ids
+from ....cache.tensors.step import Step
+from ....cache.tensors.step_slots import StepSlots
+from ....cache.tensors.tensor_cache import TensorCache
+from .leftover import Leftover
+from .view import GroupView
+
+Rows = dict[str, dict[str, torch.Tensor]]
+"""By name and request."""
+
+
+_NOTHING = Leftover({})
+
+
+class Hit(NamedTuple):
+    """Cached tokens of a request that enters a batch: from which on they are handed on, how many, and its blocks."""
+
+    begin: int
+    end: int
+    blocks: Ids
+
+
+@dataclass(slots=True)
+class SavedStep:
+    """A step whose outputs nobody has taken yet."""
+
+    step: Step
+    spans: dict[str, tuple[int, int]]
+    hits: dict[str, Hit]
+    leftover: Leftover
+    rows: Rows | OmniPrefixCacheUnmatchError | None = None
+    """Read as soon as a later step writes; what was wrong then is said to who takes them."""
+
+
+class OmniPrefixCacheManager:
+    """Stands in for vLLM-Omni's manager, without threads and without copies between stages of memory.
+
+    A step's rows go once into the slots of their tokens, in host memory that is pinned beside a GPU. What `materialize`
+    gives is read from there once, when it is asked for or before the next step writes, and a step that is discarded is
+    not read at all. Beyond vLLM-Omni: several groups of layers, hits below a block, blocks that kernels split, and a
+    request that comes back from preemption to a longer hit gets the rows it has not had.
+
+    Args:
+        config: VLLM-Omni's; `num_blocks`, `staging_depth` (steps that may wait to be taken) and
+            `staging_claim_timeout_s` count.
+        view: The batch, asked for `batch_req_ids` and `step_slots_cpu`.
+        eager: Not looked at: nothing is done behind the caller's back.
+
+    Methods may be called from several threads, which take turns. Wrong rows are never given: a row of the hidden states
+    that is missing is an OmniPrefixCacheUnmatchError in `materialize`, of other names it is zero, as in vLLM-Omni.
+    """
+
+    def __init__(self, config: PrefixCacheConfig, view: Any, *, eager: bool | None = None) -> None:
+        self._config, self._view = config, view
+        self._size: int = view.block_size
+        self._policy = ModelCachePolicy()
+        self._cache = TensorCache(None, config.num_blocks, self._size)
+        self._kinds: dict[str, tuple[torch.Size, torch.dtype]] = {}
+        self._changed = threading.Condition()
+        self._reached: dict[str, int] = {}  # of each live request, the position behind its last saved token
+        self._counts: dict[str, int] = {}
+        self._hits: dict[str, Hit] = {}
+        self._steps: dict[int, SavedStep] = {}
+        self._next_step_id = 1
+
+    def register_policy(self, policy: ModelCachePolicy) -> None:
+        """What of a model is kept."""
+        self._policy = policy
+
+    def new_step_starts(self, scheduler_output: Any) -> None:
+        """Takes over which requests enter, with which hits, and which have ended.
+
+        Raises:
+            OmniPrefixCacheUnmatchError: A hit without blocks.
+        """
+        group = getattr(self._view, "group", 0)
+        with self._changed:
+            self._hits = {}
+            for request in scheduler_output.finished_req_ids or ():
+                self._reached.pop(request, None)
+            for new in scheduler_output.scheduled_new_reqs or ():
+                self._enter(new.req_id, int(new.num_computed_tokens or 0), new.block_ids, group)
+            cached = getattr(scheduler_output, "scheduled_cached_reqs", None)
+            if cached is not None and cached.resumed_req_ids:
+                for request, blocks, computed in zip(
+                    cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
+                ):
+                    if request in cached.resumed_req_ids:
+                        self._enter(request, int(computed), blocks, group)
+            self._counts = dict(scheduler_output.num_scheduled_tokens)
+
+    def _enter(self, request: str, computed: int, blocks: Any, group: int) -> None:
+        had = min(self._reached.get(request, 0), computed)
+        self._reached[request] = computed
+        if had < computed:
+            if blocks and not isinstance(blocks[0], int):
+                blocks = blocks[group]
+            if not blocks or len(blocks) * self._size < computed:
+                got = f"{len(blocks or ())} for {computed} cached tokens"
+                raise OmniPrefixCacheUnmatchError(f"block_ids: got {got}: prefix hit of {request} carries no block_ids")
+            self._hits[request] = Hit(had, computed, np.array(blocks, np.int32))
+
+    def save_outputs(
+        self,
+        hidden_states: torch.Tensor | None,
+        mm_outputs: Mapping[str, Any] | None,
+        *,
+        num_tokens_unpadded: int,
+        num_tokens_padded: int,
+    ) -> int:
+        """Keeps the outputs of a step.
+
+        Args:
+            hidden_states: `[num_tokens_unpadded or more, hidden_size]`.
+            mm_outputs: By flat name; tensors with a row for each token are kept, the rest is handed on.
+            num_tokens_unpadded: Tokens of the step.
+            num_tokens_padded: Rows of the outputs of a captured graph.
+
+        Returns:
+            The step's id, to be given to `materialize` or `discard_step` once.
+
+        Raises:
+            OmniPrefixCacheUnmatchError: Rows that fit neither the step nor what a name held before.
+            OmniPrefixCacheStagingTimeoutError: So many steps wait to be taken that one more finds no place in time.
+        """
+        count = num_tokens_unpadded
+        requests = self._view.batch_req_ids()
+        slots = self._slots(requests) if count else StepSlots(0, [])
+        if slots.count != count or slots.low < 0:
+            raise OmniPrefixCacheUnmatchError(f"slot mapping covers {slots.count} of {count} scheduled tokens")
+        with self._changed:
+            try:
+                kept, leftover = self._sort(hidden_states, mm_outputs or {}, count, num_tokens_padded)
+                if self._steps:
+                    self._wait_for_room()
+                    self._read_waiting()
+                step = Step.at(slots, kept)
+                self._cache.store(step)
+            except BaseException:
+                self._read_waiting()
+                self._cache.store(Step.at(slots, {}))  # their KV is another's now
+                raise
+            spans, begin, reached = {}, 0, self._reached
+            for request in requests:
+                end = begin + self._counts.get(request, 0)
+                spans[request] = begin, end
+                if request in reached:
+                    reached[request] += end - begin
+                begin = end
+            step_id = self._next_step_id
+            self._next_step_id += 1
+            self._steps[step_id] = SavedStep(step, spans, self._hits, leftover)
+            self._hits = {}
+            return step_id
+
+    def _slots(self, requests: Sequence[str]) -> StepSlots:
+        if isinstance(self._view, GroupView):
+            count = sum([self._counts.get(request, 0) for request in requests])
+            return StepSlots(count, self._view.runs(requests, self._counts))
+        return StepSlots.of(self._view.step_slots_cpu(requests, self._counts).numpy())
+
+    def _sort(
+        self, hidden_states: torch.Tensor | None, outputs: Mapping[str, Any], count: int, padded: int
+    ) -> tuple[dict[str, torch.Tensor], Leftover]:
+        """What has a row for each token, registered, and a copy of the rest."""
+        kept: dict[str, torch.Tensor] = {}
+        rest: dict[str, Any] = {}
+        hidden_key = self._policy.hidden_key
+        if count and hidden_states is not None and hidden_key is not None:
+            if hidden_states.dim() < 2 or hidden_states.shape[0] < count:
+                raise OmniPrefixCacheUnmatchError(f"hidden_states: got {list(hidden_states.shape)}, needs {count} rows")
+            kept[hidden_key] = hidden_states if hidden_states.shape[0] == count else hidden_states[:count]
+        for name, value in outputs.items():
+            if is_hidden_key(name):
+                continue
+            if count and isinstance(value, torch.Tensor) and value.dim() > 1 and value.shape[0] in (count, padded):
+                kept[name] = value[:count]
+            else:
+                rest[name] = value
+        try:
+            for name, value in kept.items():
+                kind = value.shape[1:], value.dtype
+                if self._kinds.get(name) != kind:
+                    self._cache.register(name, *kind)
+                    self._kinds[name] = kind
+        except ValueError as error:
+            raise OmniPrefixCacheUnmatchError(str(error)) from error
+        return kept, Leftover(rest) if rest else _NOTHING
+
+    def _wait_for_room(self) -> None:
+        limit = self._config.staging_claim_timeout_s
+        if not self._changed.wait_for(lambda: len(self._steps) < self._config.staging_depth, limit):
+            raise OmniPrefixCacheStagingTimeoutError(
+                f"no place for a step within {limit} s: unconsumed step contexts (ids={sorted(self._steps)})"
+            )
+
+    def _read_waiting(self) -> None:
+        """Reads what waits to be taken, before its slots are written again."""
+        for saved in self._steps.values():
+            if saved.rows is None:
+                try:
+                    saved.rows = self._read(saved, list(saved.spans))
+                except OmniPrefixCacheUnmatchError as error:
+                    saved.rows = error
+
+    def _read(self, saved: SavedStep, requests: Sequence[str]) -> Rows:
+        names = list(saved.step.outputs)
+        plain = [request for request in requests if request not in saved.hits]
+        new = self._cache.read(saved.step, names) if plain and names else {}
+        rows: Rows = {name: {} for name in names}
+        for request in requests:
+            begin, end = saved.spans[request]
+            hit = saved.hits.get(request)
+            if hit is None:
+                for name, tensor in new.items():
+                    rows[name][request] = tensor[begin:end]
+            else:
+                whole = self._with_hit(request, hit, hit.end + end - begin, names)
+                for name, tensor in whole.items():
+                    rows[name][request] = tensor[hit.begin :]
+        return rows
+
+    def _with_hit(self, request: str, hit: Hit, length: int, names: Sequence[str]) -> dict[str, torch.Tensor]:
+        """All rows of a request up to its newest token."""
+        if len(hit.blocks) * self._size < length:
+            raise OmniPrefixCacheUnmatchError(f"block_ids: got {len(hit.blocks)} for {length} tokens of {request}")
+        for name in names:
+            if is_hidden_key(name):
+                there = self._cache.available(hit.blocks, [name], hit.end)
+                if there < hit.end:
+                    raise OmniPrefixCacheUnmatchError(
+                        f"hit span for req {request} key={name} is not readable (rows from {there} on are absent)"
+                    )
+        return self._cache.load(hit.blocks, names, length, missing="zero")
+
+    def materialize(self, step_id: int, req_ids: Sequence[str]) -> StageCacheOutputs:
+        """What a step gives to each request: its rows, behind those of a hit.
+
+        Args:
+            step_id: Of `save_outputs`; it cannot be given again.
+            req_ids: Of the step's batch.
+
+        Returns:
+            Hidden states `[num_tokens, hidden_size]` in host memory by request (None where none are kept), and the
+            other outputs by name and request.
+
+        Raises:
+            OmniPrefixCacheUnmatchError: A step that is not waiting, a request that was not in it, or a hit of which
+                rows of the hidden states are missing.
+        """
+        with self._changed:
+            saved = self._take(step_id)
+            strange = set(req_ids) - set(saved.spans)
+            if strange:
+                raise OmniPrefixCacheUnmatchError(
+                    f"materialize(step {step_id}) got req ids outside the save snapshot: {sorted(strange)[:8]}"
+                )
+            rows = self._read(saved, req_ids) if saved.rows is None else saved.rows
+        if isinstance(rows, OmniPrefixCacheUnmatchError):
+            raise rows
+        hidden = None
+        outputs: dict[str, dict[str, Any]] = {}
+        for name, by_request in rows.items():
+            mine = {request: by_request[request] for request in req_ids}
+            if is_hidden_key(name):
+                hidden = mine
+            else:
+                outputs[name] = mine
+        outputs.update(saved.leftover.split(saved.spans, req_ids))
+        return StageCacheOutputs(hidden_states=hidden, mm_outputs=outputs)
+
+    def discard_step(self, step_id: int) -> None:
+        """Nobody takes the outputs of a step; its rows stay for later hits.
+
+        Raises:
+            OmniPrefixCacheUnmatchError: A step that is not waiting.
+        """
+        with self._changed:
+            self._take(step_id)
+
+    def _take(self, step_id: int) -> SavedStep:
+        saved = self._steps.pop(step_id, None)
+        if saved is None:
+            raise OmniPrefixCacheUnmatchError(
+                f"step context {step_id} missing (have {sorted(self._steps)}); already consumed or never saved"
+            )
+        self._changed.notify_all()
+        return saved
+
+    def shutdown(self) -> None:
+        """Forgets the steps that wait; nothing runs that would have to be stopped."""
+        with self._changed:
+            self._steps.clear()
+            self._changed.notify_all()

@@ -1,0 +1,407 @@
+"""In place of vLLM-Omni's manager: the same outputs, step by step, and what it does not serve."""
+
+from __future__ import annotations
+
+import random
+import threading
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("vllm", reason="vllm is not installed: make vllm")
+
+import omni
+import torch
+
+omni.use_omni()
+
+from vllm_omni.core.prefix_cache.interface import (  # noqa: E402
+    ModelCachePolicy,
+    OmniPrefixCacheStagingTimeoutError,
+    OmniPrefixCacheUnmatchError,
+    PrefixCacheConfig,
+)
+from vllm_omni.core.prefix_cache.manager import OmniPrefixCacheManager as Theirs  # noqa: E402
+
+from pc.integrations.vllm.omni import OmniPrefixCacheManager as Ours  # noqa: E402
+
+SIZE, BLOCKS, WIDTH = 4, 40, 6
+
+
+def make(kind=Ours, policy=None, **options):
+    batch = omni.Batch(SIZE)
+    config = PrefixCacheConfig(num_blocks=BLOCKS, block_size=SIZE, **options)
+    manager = kind(config, batch, eager=True)
+    if policy is not None:
+        manager.register_policy(policy)
+    return manager, batch
+
+
+def row(token, position):
+    """What a token's row holds: another one in every content."""
+    return torch.full((WIDTH,), float(token * 1000 + position))
+
+
+def run(manager, batch, parts, new=(), finished=(), resumed=(), mm=None, padded=0):
+    """A step of `(name, tokens of all of it, first position, how many, blocks)`, saved."""
+    batch.order = [name for name, *_ in parts]
+    for name, _, first, _, blocks in parts:
+        batch.tables[name], batch.computed[name] = blocks, first
+    manager.new_step_starts(omni.Requests({name: n for name, _, _, n, _ in parts}, new, finished, resumed))
+    rows = [row(tokens[at], at) for _, tokens, first, n, _ in parts for at in range(first, first + n)]
+    count = len(rows)
+    hidden = torch.stack([*rows, *[torch.full((WIDTH,), -1.0)] * padded]) if rows else torch.empty(0, WIDTH)
+    step = manager.save_outputs(hidden, mm or {}, num_tokens_unpadded=count, num_tokens_padded=count + padded)
+    hidden.fill_(float("nan"))  # the buffer is the next step's
+    return step
+
+
+def expected(tokens, begin, end):
+    return torch.stack([row(tokens[at], at) for at in range(begin, end)])
+
+
+class Traffic:
+    """Requests that share beginnings, in chunks and decoding, over a pool whose blocks are used again."""
+
+    def __init__(self, seed):
+        self.rng = random.Random(seed)
+        self.free = list(range(BLOCKS))
+        self.rng.shuffle(self.free)
+        self.cached, self.live, self.ended, self.made = {}, {}, [], 0
+        self.roots = [[self.rng.randrange(90) for _ in range(24)] for _ in range(3)]
+
+    def begin(self):
+        tokens = self.rng.choice(self.roots)[: self.rng.randrange(1, 24)]
+        tokens = tokens + [self.rng.randrange(90) for _ in range(self.rng.randrange(1, 6))]
+        hits = []
+        while (len(hits) + 1) * SIZE < len(tokens) and tuple(tokens[: (len(hits) + 1) * SIZE]) in self.cached:
+            hits.append(self.cached[tuple(tokens[: (len(hits) + 1) * SIZE])])
+        held = {block for request in self.live.values() for block in request.blocks}
+        need = -(-(len(tokens) + 8) // SIZE) - len(hits)
+        spare = [block for block in self.free if block not in held and block not in hits]
+        if len(spare) < need:
+            return None
+        taken = spare[:need]
+        self.free = [block for block in self.free if block not in taken] + taken
+        self.cached = {key: block for key, block in self.cached.items() if block not in taken}
+        self.made += 1
+        name = f"r{self.made}"
+        self.live[name] = SimpleNamespace(tokens=tokens, done=len(hits) * SIZE, blocks=hits + taken, hit=len(hits))
+        return name
+
+    def step(self):
+        """Parts of a step, new requests in it, and which have ended."""
+        finished, self.ended = self.ended, []
+        fresh = [self.begin() for _ in range(self.rng.randrange(3)) if len(self.live) < 4]
+        parts, new = [], []
+        for name, request in self.live.items():
+            left = len(request.tokens) - request.done
+            if left == 0:
+                request.tokens.append(self.rng.randrange(90))
+                left = 1
+            count = min(left, self.rng.choice([1, 3, 8, 30]))
+            parts.append((name, list(request.tokens), request.done, count, list(request.blocks)))
+            if name in fresh:
+                new.append((name, request.done, request.blocks))
+            request.done += count
+        for name, tokens, first, count, blocks in parts:
+            for block in range(first // SIZE, (first + count) // SIZE):
+                self.cached.setdefault(tuple(tokens[: (block + 1) * SIZE]), blocks[block])
+            request = self.live[name]
+            if request.done == len(request.tokens) and (
+                self.rng.random() < 0.3 or len(request.tokens) + SIZE > SIZE * len(request.blocks)
+            ):
+                del self.live[name]
+                self.ended.append(name)
+        return parts, new, finished
+
+
+def outputs(step, seed):
+    """Other outputs of a step: rows of tokens, of which one is deferred, and others."""
+    count = sum(n for *_, n, _ in step)
+    generator = torch.Generator().manual_seed(seed)
+    found = {
+        "codes": torch.randint(0, 99, (count, 2), generator=generator),
+        "late": torch.randn(count, 3, generator=generator),
+        "meta": [torch.randn(5, generator=generator), "text"],
+        "once": torch.randn(500, 2, generator=generator),
+        "flat": torch.arange(count),
+    }
+    return found
+
+
+def same(mine, theirs):
+    if isinstance(theirs, torch.Tensor):
+        return mine.dtype == theirs.dtype and torch.equal(mine, theirs)
+    if isinstance(theirs, dict):
+        return mine.keys() == theirs.keys() and all(same(mine[key], theirs[key]) for key in theirs)
+    if isinstance(theirs, list):
+        return len(mine) == len(theirs) and all(map(same, mine, theirs))
+    return mine == theirs
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_traffic_gives_what_vllm_omnis_manager_gives(seed):
+    """Hits on blocks of this step and of earlier ones, chunks, blocks used again; taken at once, late, or never."""
+    policy = ModelCachePolicy(needs_full_hidden_states=seed != 5, deferred_keys=frozenset({"late"}))
+    ours, batch = make(policy=policy)
+    theirs, other = make(Theirs, policy=policy)
+    traffic, waiting, hits, taken = Traffic(seed), [], 0, 0
+    rng = random.Random(seed)
+    for number in range(150):
+        parts, new, finished = traffic.step()
+        hits += sum(hit > 0 for _, hit, _ in new)
+        padded = rng.choice([0, 0, 5])
+        ids = [
+            run(manager, view, parts, new, finished, mm=outputs(parts, number), padded=padded)
+            for manager, view in ((ours, batch), (theirs, other))
+        ]
+        waiting.append((ids, parts))
+        while waiting and (len(waiting) == 4 or rng.random() < 0.7):
+            (mine, their), saved = waiting.pop(rng.randrange(len(waiting)))
+            if rng.random() < 0.15:
+                ours.discard_step(mine)
+                theirs.discard_step(their)
+                continue
+            names = [name for name, *_ in saved if rng.random() < 0.9]
+            got, wanted = ours.materialize(mine, names), theirs.materialize(their, names)
+            assert same(got.mm_outputs.get("late"), wanted.mm_outputs.get("late"))
+            assert same(got.hidden_states, wanted.hidden_states)
+            assert same(got.mm_outputs, wanted.mm_outputs)
+            taken += 1
+    theirs.shutdown()
+    assert hits > 30
+    assert taken > 80
+
+
+def test_a_name_that_steps_lack_leaves_zeros_not_what_was_there():
+    """VLLM-Omni's manager gives the rows of the prompt that had the blocks before."""
+    rows = {}
+    for kind in (Ours, Theirs):
+        manager, batch = make(kind)
+        tokens = list(range(12))
+        parts = (
+            [("a", tokens, 0, 8, [0, 1])],
+            [("b", tokens[::-1], 0, 8, [0, 1])],
+            [("c", tokens[::-1], 8, 2, [0, 1, 2])],
+        )
+        for part, hit, mm in zip(parts, (0, 0, 8), (torch.ones(8, 3), None, torch.ones(2, 3)), strict=True):
+            extra = {} if mm is None else {"x": mm}
+            step = run(manager, batch, part, new=[(part[0][0], hit, part[0][4])], mm=extra)
+            found = manager.materialize(step, [part[0][0]])
+        rows[kind] = found.mm_outputs["x"]["c"]
+    assert torch.equal(rows[Theirs], torch.ones(10, 3))
+    assert torch.equal(rows[Ours], torch.cat([torch.zeros(8, 3), torch.ones(2, 3)]))
+
+
+def test_rows_are_those_of_the_tokens():
+    """Not only what the other gives: each row names its token and position."""
+    ours, batch = make()
+    tokens = list(range(11))
+    step = run(ours, batch, [("a", tokens, 0, 11, [3, 1, 2])], new=[("a", 0, [3, 1, 2])], padded=5)
+    assert torch.equal(ours.materialize(step, ["a"]).hidden_states["a"], expected(tokens, 0, 11))
+    longer = [*tokens[:8], 50, 51]
+    parts = [("b", longer, 8, 2, [3, 1, 7]), ("c", longer, 4, 3, [3, 5, 6])]
+    step = run(ours, batch, parts, new=[("b", 8, [3, 1, 7]), ("c", 4, [3, 5, 6])], finished=["a"])
+    found = ours.materialize(step, ["b", "c"]).hidden_states
+    assert torch.equal(found["b"], expected(longer, 0, 10))
+    assert torch.equal(found["c"], expected(longer, 0, 7))
+
+
+def test_a_hit_below_a_block():
+    """VLLM-Omni refuses it."""
+    tokens = list(range(9))
+    for kind in (Ours, Theirs):
+        manager, batch = make(kind)
+        manager.materialize(run(manager, batch, [("a", tokens, 0, 9, [0, 1, 2])], new=[("a", 0, [0])]), ["a"])
+        part = [("b", tokens, 6, 3, [0, 1, 5])]
+        if kind is Theirs:
+            with pytest.raises(OmniPrefixCacheUnmatchError, match="not block aligned"):
+                run(manager, batch, part, new=[("b", 6, [0, 1, 5])])
+        else:
+            step = run(manager, batch, part, new=[("b", 6, [0, 1, 5])])
+            assert torch.equal(manager.materialize(step, ["b"]).hidden_states["b"], expected(tokens, 0, 9))
+
+
+@pytest.mark.parametrize("as_new", [False, True], ids=["cached", "new"])
+def test_a_resumed_request_gets_the_rows_it_has_not_had(as_new):
+    """It had 6 tokens when it was preempted, and another request has computed 12 of its tokens since."""
+    ours, batch = make()
+    tokens = list(range(14))
+    parts = [ours.materialize(run(ours, batch, [("a", tokens, 0, 6, [0, 1])], new=[("a", 0, [0, 1])]), ["a"])]
+    peer = run(ours, batch, [("b", tokens, 4, 9, [0, 2, 3, 4])], new=[("b", 4, [0, 2, 3, 4])])
+    assert torch.equal(ours.materialize(peer, ["b"]).hidden_states["b"], expected(tokens, 0, 13))
+    entry = [("a", 12, [0, 2, 3, 5])]
+    step = run(ours, batch, [("a", tokens, 12, 2, [0, 2, 3, 5])], **{"new" if as_new else "resumed": entry})
+    parts.append(ours.materialize(step, ["a"]))
+    assert torch.equal(torch.cat([part.hidden_states["a"] for part in parts]), expected(tokens, 0, 14))
+
+
+def test_a_continued_request_is_no_hit():
+    ours, batch = make()
+    tokens = list(range(12))
+    ours.discard_step(run(ours, batch, [("a", tokens, 0, 8, [0, 1])], new=[("a", 0, [0, 1])]))
+    step = run(ours, batch, [("a", tokens, 8, 4, [0, 1, 2])], new=[("a", 8, [0, 1, 2])])
+    assert torch.equal(ours.materialize(step, ["a"]).hidden_states["a"], expected(tokens, 8, 12))
+
+
+def test_missing_rows_are_an_error_of_the_step_that_needs_them():
+    ours, batch = make()
+    tokens = list(range(12))
+    step = run(ours, batch, [("a", tokens, 8, 4, [5, 6, 7])], new=[("a", 8, [5, 6, 7])])
+    late = run(ours, batch, [("b", tokens, 8, 1, [5, 6, 9])], new=[("b", 8, [5, 6, 9])])
+    fine = run(ours, batch, [("c", tokens, 0, 2, [1])], new=[("c", 0, [1])])
+    for bad, name in ((step, "a"), (late, "b")):
+        with pytest.raises(OmniPrefixCacheUnmatchError, match="rows from 0 on are absent"):
+            ours.materialize(bad, [name])
+    assert torch.equal(ours.materialize(fine, ["c"]).hidden_states["c"], expected(tokens, 0, 2))
+
+
+def test_a_step_that_fails_leaves_no_rows_behind():
+    """Its tokens' KV is in those slots now, and the rows that were there are another prompt's."""
+    ours, batch = make()
+    tokens = list(range(8))
+    ours.materialize(
+        run(ours, batch, [("a", tokens, 0, 8, [0, 1])], new=[("a", 0, [0, 1])], mm={"x": torch.ones(8, 3)}), []
+    )
+    with pytest.raises(OmniPrefixCacheUnmatchError, match=r"x: got rows \[4\]"):
+        run(ours, batch, [("b", tokens, 0, 8, [0, 1])], new=[("b", 0, [0, 1])], mm={"x": torch.ones(8, 4)})
+    step = run(ours, batch, [("c", tokens, 4, 4, [0, 2])], new=[("c", 4, [0, 2])])
+    with pytest.raises(OmniPrefixCacheUnmatchError, match="absent"):
+        ours.materialize(step, ["c"])
+
+
+def test_steps_are_taken_once_and_by_those_in_them():
+    ours, batch = make()
+    step = run(ours, batch, [("a", [1, 2], 0, 2, [0])], new=[("a", 0, [0])])
+    with pytest.raises(OmniPrefixCacheUnmatchError, match="outside the save snapshot"):
+        ours.materialize(step, ["a", "z"])
+    for take in (lambda: ours.materialize(step, ["a"]), lambda: ours.discard_step(step)):
+        with pytest.raises(OmniPrefixCacheUnmatchError, match="already consumed or never saved"):
+            take()
+
+
+def test_a_step_waits_for_its_place():
+    ours, batch = make(staging_depth=2, staging_claim_timeout_s=0.05)
+    part = [("a", list(range(9)), 0, 1, [0, 1, 2])]
+    first = run(ours, batch, part, new=[("a", 0, [0, 1, 2])])
+    run(ours, batch, part)
+    with pytest.raises(OmniPrefixCacheStagingTimeoutError, match=r"ids=\[1, 2\]"):
+        run(ours, batch, part)
+    ours._config = PrefixCacheConfig(num_blocks=BLOCKS, block_size=SIZE, staging_depth=2)
+    timer = threading.Timer(0.1, lambda: ours.discard_step(first))
+    timer.start()
+    assert run(ours, batch, part) == 3
+    timer.join()
+
+
+def test_an_empty_step():
+    ours, _ = make()
+    ours.new_step_starts(omni.Requests({}))
+    step = ours.save_outputs(None, None, num_tokens_unpadded=0, num_tokens_padded=0)
+    assert ours.materialize(step, []) == (None, {})
+
+
+def test_a_hit_without_blocks_is_refused():
+    ours, _ = make()
+    with pytest.raises(OmniPrefixCacheUnmatchError, match="carries no block_ids"):
+        ours.new_step_starts(omni.Requests({"a": 1}, new=[("a", 8, [])]))
+
+
+def input_batch(groups, kernel_sizes):
+    """A batch with vLLM's own block tables: request a with 9 computed tokens in every group."""
+    from vllm.v1.worker.block_table import BlockTable
+
+    tables = []
+    for (size, blocks), kernel in zip(groups, kernel_sizes, strict=True):
+        table = BlockTable(size, 4, 16, 64, False, torch.device("cpu"), kernel, 0)
+        table.add_row(blocks, 1)
+        tables.append(table)
+    holder = SimpleNamespace(block_tables=tables)
+    return SimpleNamespace(
+        req_ids=["a"],
+        req_id_to_index={"a": 1},
+        num_computed_tokens_cpu=torch.tensor([0, 9, 0, 0]).numpy(),
+        block_table=type("Tables", (), {"block_tables": tables, "__getitem__": lambda _, i: holder.block_tables[i]})(),
+    )
+
+
+def specs(*kinds):
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
+
+    shape = {"num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}
+    made = [
+        SlidingWindowSpec(block_size=size, sliding_window=8, **shape)
+        if window
+        else FullAttentionSpec(block_size=size, **shape)
+        for size, window in kinds
+    ]
+    return [SimpleNamespace(kv_cache_spec=spec) for spec in made]
+
+
+@pytest.mark.parametrize("kernel", [8, 4])
+def test_the_view_of_two_groups_and_a_window(kernel):
+    """VLLM-Omni refuses models with windows, and blocks that kernels split."""
+    from pc.integrations.vllm.omni import check_groups, make_view
+
+    groups = specs((16, True), (8, False))
+    check_groups(groups)
+    view = make_view(input_batch([(16, [1]), (8, [5, 2, 7])], [16, kernel]), 16, groups)
+    assert (view.group, view.block_size) == (1, 8)
+    assert view.batch_req_ids() == ["a"]
+    wanted = [(5, 2, 7)[at // 8] * 8 + at % 8 for at in range(9, 20)]
+    assert view.step_slots_cpu(["a"], {"a": 11}).tolist() == wanted
+    assert view.step_slots_cpu(["a"], {"a": 1}).tolist() == wanted[:1]
+    assert view.step_slots_cpu(["a"], {}).tolist() == []
+
+
+def test_what_has_windows_alone_is_refused():
+    from pc.integrations.vllm.omni import check_groups
+
+    with pytest.raises(OmniPrefixCacheUnmatchError, match="no layers with full attention"):
+        check_groups(specs((16, True)))
+
+
+def test_runners_make_ours(monkeypatch):
+    """Through vLLM-Omni's own code between a runner and its manager, with two groups."""
+    import importlib
+
+    from vllm.distributed import parallel_state
+
+    names = ("", ".manager", ".runner_mixin", ".group_view")
+    modules = [importlib.import_module(f"vllm_omni.core.prefix_cache{name}") for name in names]
+    for module in modules:
+        for name in ("OmniPrefixCacheManager", "check_prefix_cache_kv_groups", "get_prefix_cache_group_view"):
+            if hasattr(module, name):
+                monkeypatch.setattr(module, name, getattr(module, name))
+    monkeypatch.setattr(parallel_state, "get_pp_group", lambda: SimpleNamespace(is_last_rank=True))
+    from pc.integrations.vllm import enable
+
+    enable("omni")
+    group_view, mixin = modules[3], modules[2]
+    config = SimpleNamespace(num_blocks=BLOCKS, kv_cache_groups=specs((16, True), (8, False)))
+    runner = type("Runner", (mixin.PrefixCacheRunnerMixin,), {})()
+    runner.is_pooling_model = False
+    runner.kv_cache_config = config
+    runner.input_batch = input_batch([(16, [1]), (8, [5, 2, 7])], [16, 8])
+    runner._omni_prefix_cache_cfg = group_view.stage_prefix_cache_config(
+        kv_cache_config=config,
+        cache_config=SimpleNamespace(enable_prefix_caching=True, block_size=16),
+        kv_transfer_config=None,
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=64),
+        model_config=None,
+        is_pooling_model=False,
+    )
+    request = SimpleNamespace(req_id="a", num_computed_tokens=0, block_ids=([1], [5, 2, 7]))
+    runner.input_batch.num_computed_tokens_cpu[1] = 0
+    step = SimpleNamespace(scheduled_new_reqs=[request], num_scheduled_tokens={"a": 9}, finished_req_ids=set())
+    runner._prefix_cache_step_begin(step)
+    assert type(runner.omni_prefix_cache) is Ours
+    hidden = torch.randn(9, WIDTH)
+    saved = runner._prefix_cache_save_step(
+        hidden, {"codes": {"audio": hidden[:, :2]}}, num_tokens_unpadded=9, num_tokens_padded=9
+    )
+    rows, others = runner._prefix_cache_materialize(saved, ["a"])
+    assert torch.equal(rows["a"], hidden)
+    assert torch.equal(others["codes.audio"]["a"], hidden[:, :2])
+    runner.omni_prefix_cache.shutdown()

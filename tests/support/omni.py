@@ -1,0 +1,70 @@
+"""vLLM-Omni's cache of hidden states out of its wheel, without the rest of vLLM-Omni, which needs its own vLLM."""
+
+from __future__ import annotations
+
+import os
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(os.environ.get("OMNI_SRC") or Path(__file__).parents[2] / ".peers" / "vllm-omni")
+VERSION = "0.30.0"
+
+
+def use_omni():
+    """Makes the parts of vLLM-Omni importable that `make vllm` unpacks, or skips."""
+    if not (FOLDER / "vllm_omni").is_dir():
+        pytest.skip("vllm-omni is not unpacked: make vllm", allow_module_level=True)
+    if "vllm_omni" in sys.modules:
+        return
+    for name in ("vllm_omni", "vllm_omni.core", "vllm_omni.utils"):  # their __init__ would import all of it
+        package = types.ModuleType(name)
+        package.__path__ = [str(FOLDER.joinpath(*name.split(".")))]
+        sys.modules[name] = package
+    sys.modules["vllm_omni"].__version__ = VERSION
+
+
+class Requests:
+    """What vLLM's scheduler says of a step."""
+
+    def __init__(self, counts, new=(), finished=(), resumed=()):
+        self.num_scheduled_tokens = dict(counts)
+        self.finished_req_ids = set(finished)
+        self.scheduled_new_reqs = [
+            types.SimpleNamespace(req_id=name, num_computed_tokens=hit, block_ids=(list(blocks),))
+            for name, hit, blocks in new
+        ]
+        names = [name for name, _, _ in resumed]
+        self.scheduled_cached_reqs = types.SimpleNamespace(
+            req_ids=names,
+            resumed_req_ids=set(names),
+            new_block_ids=[(list(blocks),) for _, _, blocks in resumed],
+            num_computed_tokens=[hit for _, hit, _ in resumed],
+        )
+
+
+class Batch:
+    """A batch as vLLM-Omni's managers look at it."""
+
+    def __init__(self, block_size):
+        self.block_size = block_size
+        self.order, self.tables, self.computed = [], {}, {}
+
+    def batch_req_ids(self):
+        return list(self.order)
+
+    def slots(self, name, begin, end):
+        size = self.block_size
+        return [self.tables[name][at // size] * size + at % size for at in range(begin, end)]
+
+    def step_slots_cpu(self, names, counts):
+        import torch
+
+        found = [
+            slot
+            for name in names
+            for slot in self.slots(name, self.computed[name], self.computed[name] + counts.get(name, 0))
+        ]
+        return torch.tensor(found, dtype=torch.int64)
