@@ -7,6 +7,7 @@ import sys
 import types
 from pathlib import Path
 
+import omni
 import pytest
 
 from pc.integrations import vllm as adapter
@@ -95,6 +96,15 @@ def test_a_missing_or_changed_interface_is_named(monkeypatch, version):
         versions.check_version("attention")
 
 
+@pytest.mark.parametrize("version", ["0.29.1", "0.31.0"])
+def test_another_vllm_omni_is_refused_with_its_range(monkeypatch, version):
+    fake = types.ModuleType("vllm_omni")
+    fake.__version__ = version
+    monkeypatch.setitem(sys.modules, "vllm_omni", fake)
+    with pytest.raises(adapter.UnsupportedVersionError, match=rf"vllm_omni: got {version}, needs 0\.30 to 0\.30"):
+        versions.check_version("omni")
+
+
 def test_without_vllm_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm", None)
     with pytest.raises(adapter.UnsupportedVersionError, match="pip install 'vllm>="):
@@ -104,6 +114,8 @@ def test_without_vllm_the_error_says_what_to_install(monkeypatch):
 @pytest.mark.parametrize("feature", list(versions.INTERFACES))
 def test_the_installed_version_is_served(feature):
     pytest.importorskip("vllm", reason="vllm is not installed: make vllm")
+    if versions.PACKAGES.get(feature) == "vllm_omni":
+        omni.use_omni()
     versions.check_version(feature)
     adapter.enable(feature)
     adapter.enable(feature)
