@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 WORKERS ?= 2
 
-.PHONY: help setup demo bench bench-manager vllm results gpu docs test lint typecheck links wheel-test kernels emulate emulate-quick mutate work clean
+.PHONY: help setup demo bench bench-manager vllm results gpu docs test lint typecheck links wheel-test kernels emulate emulate-quick mutate host work clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | column -ts "$$(printf '\t')"
@@ -91,6 +91,9 @@ emulate-quick: setup links ## the same for every operator's main kernels, in two
 
 mutate: setup links ## break compiled kernels on purpose and count what `make emulate` notices
 	EMULATOR_ARCH=sm_80 PYTHONPATH=.typecheck:tests:tests/support OMP_NUM_THREADS=1 $(BIN)/python -m emulator.mutate --write $(ARGS)
+
+host: setup links ## what a call costs the host, as multiples of torch.add, without a GPU
+	PYTHONPATH=.typecheck OMP_NUM_THREADS=1 $(BIN)/python benchmarks/host.py
 
 work: setup links .peers/vllm-src/.done ## count the work of attention steps on compiled kernels, beside vLLM's, without a GPU
 	for arch in sm_80 sm_90; do EMULATOR_ARCH=$$arch PYTHONPATH=.typecheck:tests OMP_NUM_THREADS=1 \

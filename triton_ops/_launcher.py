@@ -47,6 +47,18 @@ def aligned(*tensors: torch.Tensor | None) -> bool:
     return not bits & 15
 
 
+def tensor_guards(tensors: Sequence[torch.Tensor]) -> Any:
+    """Whose `check` tells in C++ whether tensors are like these in all but addresses; None where torch has none."""
+    # It takes no tensor twice, and one that requires grad, met while grad mode is off, it takes for one met while on.
+    if TensorGuards is None or len({id(tensor) for tensor in tensors}) != len(tensors):
+        return None
+    if any(tensor.requires_grad for tensor in tensors):
+        return None
+    sizes, strides = [list(t.shape) for t in tensors], [list(t.stride()) for t in tensors]
+    lengths: Any = {"dynamic_dims_sizes": sizes, "dynamic_dims_strides": strides}
+    return TensorGuards(*tensors, **lengths)
+
+
 class Decisions(Generic[T]):
     """What was decided for calls, by their options and by shape, strides, dtype and device of their tensors.
 
@@ -87,16 +99,22 @@ class Decisions(Generic[T]):
         self._last.clear()
 
     def _expect(self, options: object, tensors: Sequence[torch.Tensor], decision: T) -> None:
-        # It takes no tensor twice.
-        if TensorGuards is not None and len({id(tensor) for tensor in tensors}) == len(tensors):
-            sizes, strides = [list(t.shape) for t in tensors], [list(t.stride()) for t in tensors]
-            lengths: Any = {"dynamic_dims_sizes": sizes, "dynamic_dims_strides": strides}
-            self._last[options] = TensorGuards(*tensors, **lengths), decision
+        if (guard := tensor_guards(tensors)) is not None:
+            self._last[options] = guard, decision
 
 
-def _calls(hook: Any) -> Any:
-    """What a hook of triton's calls: nothing unless a profiler has set it."""
-    return getattr(hook, "calls", hook)
+def _is_profiled() -> bool:
+    """Whether a profiler has asked triton to be told of launches."""
+    knobs = triton.knobs.runtime
+    enter, leave = knobs.launch_enter_hook, knobs.launch_exit_hook
+    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
+
+
+def current_stream() -> int:
+    """The stream that kernels are launched on now."""
+    driver = triton.runtime.driver.active
+    stream: int = driver.get_current_stream(driver.get_current_device())
+    return stream
 
 
 class KernelLaunch:
@@ -141,17 +159,39 @@ class KernelLaunch:
             arguments: All others than the constants. From call to call tensors may differ in their address and in
                 what nothing was compiled for, integers that are not specialized in their value below 2**31.
         """
+        self.launch(kernel, grid, arguments)
+
+    def launch(
+        self,
+        kernel: Any,
+        grid: tuple[int, int, int],
+        arguments: tuple[Any, ...],
+        numbers: tuple[Any, ...] = (),
+        stream: int | None = None,
+    ) -> None:
+        """The same, without a copy of the arguments on the way.
+
+        Args:
+            kernel: A `triton.jit` function.
+            grid: Programs.
+            arguments: The first ones.
+            numbers: Those behind them.
+            stream: The current one where the caller has asked for it.
+        """
         if self._run is not None:
-            knobs, driver = triton.knobs.runtime, triton.runtime.driver.active
-            if not (_calls(knobs.launch_enter_hook) or _calls(knobs.launch_exit_hook)):
-                stream = driver.get_current_stream(driver.get_current_device())
-                self._run(*grid, stream, self._function, self._packed, None, None, None, *arguments, *self._values)
-            else:  # a profiler wants to know which kernel it is
-                self._compiled[grid](*arguments, *self._values)
+            if stream is None:
+                stream = current_stream()
+            if not _is_profiled():
+                self._run(
+                    *grid, stream, self._function, self._packed, None, None, None, *arguments, *numbers, *self._values
+                )
+            else:  # it wants to know which kernel it is
+                self._compiled[grid](*arguments, *numbers, *self._values)
             return
-        compiled = kernel[grid](*arguments, **self._constants, **self._options)
+        compiled = kernel[grid](*arguments, *numbers, **self._constants, **self._options)
         # Not on ROCm, where triton compiles for the size of a tensor's storage as well.
         if self._reusable and torch.version.hip is None and isinstance(compiled, CompiledKernel):
-            assert kernel.arg_names[len(arguments) :] == list(self._constants), "constants in the kernel's order"
+            names = kernel.arg_names[len(arguments) + len(numbers) :]
+            assert names == list(self._constants), "constants in the kernel's order"
             self._compiled, self._function, self._packed = compiled, compiled.function, compiled.packed_metadata
             self._run = compiled.run

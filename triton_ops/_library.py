@@ -21,6 +21,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 
 from ._checks import bad_argument, describe
+from ._repeated import Repeated
 from ._triton import KERNELS_ON_CPU
 
 LIBRARY = torch.library.Library("pc", "DEF")
@@ -65,17 +66,20 @@ def operator(
 
     Args:
         cpu: Runs on CPU tensors, unless kernels do (`_triton.KERNELS_ON_CPU`). Takes the function's arguments.
-        launch: Runs on device tensors, and on CPU tensors where kernels run on them. Takes the function's arguments.
+        launch: Runs on device tensors, and on CPU tensors where kernels run on them. Takes the function's arguments. If
+            it is `Repeated`, calls that it knows do without the dispatcher.
         mutates: The parameters that are written to.
         direct: Whether plain CPU tensors go to `cpu` without the dispatcher; `cpu` checks everything itself then.
-        bind: Makes one object of the parameters' names and of positional and named arguments; `cpu` and `launch` then
-            take that object in their place.
+        bind: Makes one object of the parameters' names and of positional and named arguments; `cpu` and a `launch` that
+            is not `Repeated` then take that object in their place.
     """
 
     def decorate(fake: Callable[P, R]) -> Callable[P, R]:
         signature = _Signature(fake)
         name = fake.__name__
-        on_device = launch if bind is None else _bound(launch, bind, tuple(signature.types))
+        on_device = launch
+        if bind is not None and not isinstance(launch, Repeated):
+            on_device = _bound(launch, bind, tuple(signature.types))
         on_cpu = cpu if bind is None else _bound(cpu, bind, tuple(signature.types))
         if KERNELS_ON_CPU:
             on_cpu = on_device
@@ -85,7 +89,8 @@ def operator(
             schema = signature.schema(mutates, with_out=True)
             _register(f"{name}.out", schema, _without_result(on_cpu), _without_result(on_device), _nothing)
             call = _choosing_out(call, getattr(torch.ops.pc, name).out, len(signature.types))
-        return _forwarding(fake, call, signature, on_cpu if direct else None)
+        repeated = launch if isinstance(launch, Repeated) else None
+        return _forwarding(fake, call, signature, on_cpu if direct else None, repeated)
 
     return decorate
 
@@ -173,6 +178,8 @@ def _tensors(arguments: Sequence[Any]) -> Iterator[torch.Tensor]:
             yield from argument
 
 
+# Of the tracer that runs Python code; others are modes, and calls under a mode go through the dispatcher.
+is_compiling = torch.compiler.is_dynamo_compiling
 _modes: Callable[[], int] | None = getattr(torch._C, "_len_torch_dispatch_stack", None)
 
 
@@ -190,7 +197,11 @@ def is_plain(*tensors: object) -> bool:
 
 
 def _forwarding(
-    function: Callable[P, R], call: Callable[P, R], signature: _Signature, direct: Callable[P, R] | None
+    function: Callable[P, R],
+    call: Callable[P, R],
+    signature: _Signature,
+    direct: Callable[P, R] | None,
+    repeated: Repeated[R] | None,
 ) -> Callable[P, R]:
     """The public function: calls the operator, and says in a line what is wrong with arguments that torch refuses."""
 
@@ -198,8 +209,14 @@ def _forwarding(
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
         if direct is not None and not kwargs and is_plain(*args):
             return direct(*args, **kwargs)
+        known = None if repeated is None or is_compiling() else repeated
+        if known is not None and (found := known.find(args, kwargs)) is not None:
+            return found[0](*found[1])
         try:
-            return call(*args, **kwargs)
+            result = call(*args, **kwargs)
+            if known is not None:
+                known.expect(args, kwargs)
+            return result
         except (RuntimeError, TypeError) as error:
             # The dispatcher's own refusal is a page long and holds the schema.
             refusal = signature.refusal(args, kwargs) if f"pc::{signature.name}" in str(error) else None

@@ -6,29 +6,19 @@ holds. Moves 2 * num_tokens * num_kv_heads * head_dim elements in and out; slot 
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
 
 import torch
 
 from ._attention.checks import MAX_HEAD_DIM, QUERY_DTYPES, check_cache
 from ._attention.constants import next_power_of_2
 from ._checks import bad_argument, check_tensor, describe, refuse_grad
-from ._debug import debug_mode_enabled, reads_values
-from ._launcher import Decisions, KernelLaunch, aligned
+from ._debug import debug_mode_enabled
+from ._launcher import KernelLaunch, aligned
 from ._library import operator
 from ._quantize import as_codes, code_kind, equal_scales, quantize, refuse_nan, scale_kind, to_code
+from ._repeated import Repeated
 from ._triton import require_triton, tl, triton
-
-
-class _Write(NamedTuple):
-    """The launch of a cache write, as far as metadata tell."""
-
-    launch: KernelLaunch
-    grid: tuple[int, int, int]
-    numbers: tuple[int, ...]  # of rows, then strides
-
-
-_writes: Decisions[_Write] = Decisions()
 
 
 def check_write(
@@ -139,7 +129,7 @@ def _reshape_and_cache_kernel(
     tl.store(value_cache_ptr + v_row[:, None] + offs_d[None, :], v, mask=mask_v)
 
 
-def _launch_reshape_and_cache(
+def _prepare(
     key: torch.Tensor,
     value: torch.Tensor,
     key_cache: torch.Tensor,
@@ -147,54 +137,9 @@ def _launch_reshape_and_cache(
     slot_mapping: torch.Tensor,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
-) -> None:
-    tensors: tuple[torch.Tensor, ...] = (key, value, key_cache, value_cache, slot_mapping)
-    one = value is key
-    if one:  # metadata are told apart for different tensors only
-        tensors = tensors[1:]
-    if k_scale is not None or v_scale is not None:
-        tensors += tuple(scale for scale in (k_scale, v_scale) if scale is not None)
-    options = (aligned(*tensors), one, k_scale is None, v_scale is None)
-    write = _writes.get(options, tensors)
-    if write is None:
-        require_triton("reshape_and_cache")
-        check_write(key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale)
-        write = _writes.keep(
-            options, tensors, _prepare(key, value, key_cache, value_cache, k_scale, v_scale, options[0])
-        )
-    elif torch.is_grad_enabled():
-        refuse_grad(key=key, value=value, key_cache=key_cache, value_cache=value_cache)
-    if reads_values(key):
-        check_write_values(key, value, key_cache, slot_mapping)
-    launch, grid, numbers = write
-    if grid[0] == 0:
-        return
-    if k_scale is not None:
-        k_scale, v_scale = equal_scales(k_scale, v_scale, key.shape[1])
-        key_cache, value_cache = as_codes(key_cache), as_codes(value_cache)
-    launch(
-        _reshape_and_cache_kernel,
-        grid,
-        key,
-        value,
-        key_cache,
-        value_cache,
-        slot_mapping.contiguous(),
-        key if k_scale is None else k_scale,
-        key if v_scale is None else v_scale,
-        *numbers,
-    )
-
-
-def _prepare(
-    key: torch.Tensor,
-    value: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    k_scale: torch.Tensor | None,
-    v_scale: torch.Tensor | None,
-    is_aligned: bool,
-) -> _Write:
+) -> Callable[..., None]:
+    require_triton("reshape_and_cache")
+    check_write(key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale)
     num_tokens, kv_heads, head_dim = key.shape
     block_d = next_power_of_2(max(head_dim, value.shape[2]))
     block_r = max(1, 2048 // block_d)
@@ -209,9 +154,48 @@ def _prepare(
         "BLOCK_D": block_d,
     }
     num_rows = num_tokens * kv_heads
+    grid = (-(-num_rows // block_r), 1, 1)
     strides = (*key.stride()[:2], *value.stride()[:2], *key_cache.stride()[:3], *value_cache.stride()[:3])
+    is_aligned = aligned(key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale)
     launch = KernelLaunch(constexprs, 4, None, is_aligned)
-    return _Write(launch, (-(-num_rows // block_r), 1, 1), (num_rows, *strides))
+    numbers = (num_rows, *strides)
+    is_packed = slot_mapping.is_contiguous()
+
+    def run(
+        key: torch.Tensor,
+        value: torch.Tensor,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        k_scale: torch.Tensor | None = None,
+        v_scale: torch.Tensor | None = None,
+    ) -> None:
+        if num_rows == 0:
+            return
+        scales: tuple[torch.Tensor | None, ...] = (key, key)
+        if k_scale is not None:
+            scales = equal_scales(k_scale, v_scale, kv_heads)
+            key_cache, value_cache = as_codes(key_cache), as_codes(value_cache)
+        slots = slot_mapping if is_packed else slot_mapping.contiguous()
+        launch.launch(
+            _reshape_and_cache_kernel, grid, (key, value, key_cache, value_cache, slots, *scales), numbers
+        )  # fmt: skip
+
+    return run
+
+
+def _check_values(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    *scales: object,
+) -> None:
+    check_write_values(key, value, key_cache, slot_mapping)
+
+
+_launch_reshape_and_cache = Repeated(_prepare, _check_values)
 
 
 @operator(cpu=reshape_and_cache_cpu, launch=_launch_reshape_and_cache, mutates=("key_cache", "value_cache"))

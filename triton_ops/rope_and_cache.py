@@ -11,31 +11,20 @@ https://arxiv.org/abs/2104.09864
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
 
 import torch
 
 from ._attention.constants import next_power_of_2
 from ._checks import bad_argument, check_tensor, describe, refuse_grad
-from ._debug import reads_values
-from ._launcher import Decisions, KernelLaunch, aligned
+from ._launcher import KernelLaunch, aligned
 from ._library import operator
 from ._quantize import as_codes, code_kind, equal_scales, scale_kind, to_code
+from ._repeated import Repeated
 from ._triton import require_triton, tl, triton
 from .reshape_and_cache import check_write, check_write_values, reshape_and_cache_cpu
 
 _PIECE_ELEMENTS = 1 << 16
-
-
-class _Rotation(NamedTuple):
-    """The launch of a rotation and cache write, as far as metadata tell."""
-
-    launch: KernelLaunch
-    grid: tuple[int, int, int]
-    strides: tuple[int, ...]
-
-
-_rotations: Decisions[_Rotation] = Decisions()
 
 
 def _check(
@@ -202,7 +191,7 @@ def _rope_and_cache_kernel(
         tl.store(value_cache_ptr + v_row[:, None] + offs_d[None, :], v, mask=mask)
 
 
-def _launch_rope_and_cache(
+def _prepare(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -214,85 +203,81 @@ def _launch_rope_and_cache(
     interleaved: bool = False,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
-) -> torch.Tensor:
-    tensors: tuple[torch.Tensor, ...] = (query, key, value, positions, cos_sin, key_cache, value_cache, slot_mapping)
-    one = value is key
-    if one:  # metadata are told apart for different tensors only
-        tensors = (query, *tensors[2:])
-    if k_scale is not None or v_scale is not None:
-        tensors += tuple(scale for scale in (k_scale, v_scale) if scale is not None)
-    options = (aligned(*tensors), interleaved, one, k_scale is None, v_scale is None)
-    rotation = _rotations.get(options, tensors)
-    if rotation is None:
-        require_triton("rope_and_cache")
-        _check(query, key, value, positions, cos_sin, key_cache, value_cache, slot_mapping, k_scale, v_scale)
-        prepared = _prepare(
-            query, key, value, cos_sin, key_cache, value_cache, interleaved, scale_kind(k_scale, v_scale), options[0]
-        )
-        rotation = _rotations.keep(options, tensors, prepared)
-    elif torch.is_grad_enabled():
-        refuse_grad(query=query, cos_sin=cos_sin, key=key, value=value, key_cache=key_cache, value_cache=value_cache)
-    if reads_values(key):
-        _check_values(positions, cos_sin)
-        check_write_values(key, value, key_cache, slot_mapping)
-    # Of a contiguous tensor, half the time of `new_empty`.
-    out = torch.empty_like(query) if query.is_contiguous() else query.new_empty(query.shape)
-    launch, grid, strides = rotation
-    if grid[0] == 0:
-        return out
-    if k_scale is not None:
-        k_scale, v_scale = equal_scales(k_scale, v_scale, key.shape[1])
-        key_cache, value_cache = as_codes(key_cache), as_codes(value_cache)
-    launch(
-        _rope_and_cache_kernel,
-        grid,
-        out,
-        query,
-        key,
-        value,
-        positions,
-        cos_sin,
-        key_cache,
-        value_cache,
-        slot_mapping.contiguous(),
-        key if k_scale is None else k_scale,
-        key if v_scale is None else v_scale,
-        *strides,
-    )
-    return out
-
-
-def _prepare(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    cos_sin: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    interleaved: bool,
-    scales: int,
-    is_aligned: bool,
-) -> _Rotation:
+) -> Callable[..., torch.Tensor]:
+    require_triton("rope_and_cache")
+    _check(query, key, value, positions, cos_sin, key_cache, value_cache, slot_mapping, k_scale, v_scale)
     num_tokens, num_heads, head_dim = query.shape
     block_d = next_power_of_2(head_dim)
     block_h = max(1, min(next_power_of_2(num_heads), 2048 // block_d))
+    kv_heads = key.shape[1]
     constexprs = {
         "KIND": code_kind(key_cache.dtype),
-        "SCALES": scales,
+        "SCALES": scale_kind(k_scale, v_scale),
         "INTERLEAVED": interleaved,
         "ROTARY_DIM": cos_sin.shape[1],
         "NUM_HEADS": num_heads,
-        "KV_HEADS": key.shape[1],
+        "KV_HEADS": kv_heads,
         "BLOCK_SIZE": key_cache.shape[1],
         "HEAD_DIM": head_dim,
         "BLOCK_H": block_h,
-        "BLOCK_K": next_power_of_2(key.shape[1]),
+        "BLOCK_K": next_power_of_2(kv_heads),
         "BLOCK_D": block_d,
     }
     packed = [stride for tensor in (query, key, value) for stride in tensor.stride()[:2]]
     strides = (*packed, *key_cache.stride()[:3], *value_cache.stride()[:3])
+    is_aligned = aligned(
+        query, key, value, positions, cos_sin, key_cache, value_cache, slot_mapping, k_scale, v_scale
+    )  # fmt: skip
     launch = KernelLaunch(constexprs, 4, None, is_aligned)
-    return _Rotation(launch, (num_tokens, max(1, -(-num_heads // block_h)), 1), strides)
+    grid = (num_tokens, max(1, -(-num_heads // block_h)), 1)
+    is_packed, shape = slot_mapping.is_contiguous(), query.shape
+    is_like_query = query.stride() == (num_heads * head_dim, head_dim, 1)
+
+    def run(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        positions: torch.Tensor,
+        cos_sin: torch.Tensor,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        interleaved: bool = False,
+        k_scale: torch.Tensor | None = None,
+        v_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        # Of a contiguous tensor, half the time of `new_empty`.
+        out = torch.empty_like(query) if is_like_query else query.new_empty(shape)
+        if num_tokens == 0:
+            return out
+        scales: tuple[torch.Tensor | None, ...] = (key, key)
+        if k_scale is not None:
+            scales = equal_scales(k_scale, v_scale, kv_heads)
+            key_cache, value_cache = as_codes(key_cache), as_codes(value_cache)
+        slots = slot_mapping if is_packed else slot_mapping.contiguous()
+        tensors = (out, query, key, value, positions, cos_sin, key_cache, value_cache, slots, *scales)
+        launch.launch(_rope_and_cache_kernel, grid, tensors, strides)
+        return out
+
+    return run
+
+
+def _check_given(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    positions: torch.Tensor,
+    cos_sin: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    *options: object,
+) -> None:
+    _check_values(positions, cos_sin)
+    check_write_values(key, value, key_cache, slot_mapping)
+
+
+_launch_rope_and_cache = Repeated(_prepare, _check_given)
 
 
 @operator(cpu=rope_and_cache_cpu, launch=_launch_rope_and_cache, mutates=("key_cache", "value_cache"))

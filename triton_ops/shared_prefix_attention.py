@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -89,7 +91,15 @@ def _launch(call: AttentionCall, with_lse: bool) -> tuple[torch.Tensor, torch.Te
     return launch_merge(*prefix, *rest, query.dtype)
 
 
-@attention_operator(_launch, like=paged_attention)
+def _prepare(names: tuple[str, ...], with_lse: bool, *values: Any) -> Callable[..., Any]:
+    def run(*values: Any) -> Any:
+        out, lse = _launch(AttentionCall.of(names, values, {}), with_lse)
+        return (out, lse) if with_lse else out
+
+    return run
+
+
+@attention_operator(_prepare, like=paged_attention)
 def shared_prefix_attention(
     query: torch.Tensor,
     key_cache: torch.Tensor,
@@ -141,4 +151,4 @@ def shared_prefix_attention(
     return query.new_empty((*query.shape[:2], value_cache.shape[3]))
 
 
-shared_prefix_attention_with_lse = with_lse(shared_prefix_attention, _launch)
+shared_prefix_attention_with_lse = with_lse(shared_prefix_attention, _prepare)

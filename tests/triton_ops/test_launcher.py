@@ -75,7 +75,6 @@ def launches(monkeypatch):
 def _forget():
     launch.forget_prepared()
     plan._plan_launches.cache_clear()
-    write._writes.clear()
     rows._prepared.clear()
 
 

@@ -105,12 +105,19 @@ class AttentionCall(BatchCall):
         return (found or _signatures.keep(options, tensors, object()),)
 
 
-def _getter(*types: str) -> Callable[[AttentionCall], tuple[Any, ...]]:
-    """Reads the fields of these types; scale alone is a number that nothing is decided by."""
-    return attrgetter(*[f.name for f in fields(AttentionCall) if f.type in types and f.name != "scale"])
+def _names(*types: str) -> tuple[str, ...]:
+    """The fields of these types; scale alone is a number that nothing is decided by."""
+    return tuple(f.name for f in fields(AttentionCall) if f.type in types and f.name != "scale")
 
 
-_TENSORS = _getter("torch.Tensor")
-_OPTIONAL = _getter("torch.Tensor | None")
-_OPTIONS = _getter("int", "int | None", "float", "bool")
+_TENSORS = attrgetter(*_names("torch.Tensor"))
+_OPTIONAL = attrgetter(*_names("torch.Tensor | None"))
+_OPTIONS = attrgetter(*_names("int", "int | None", "float", "bool"))
 _signatures: Decisions[object] = Decisions()
+
+TENSOR_NAMES = (
+    *("query", "key_cache", "value_cache", "block_tables", "seq_lens", "query_start_loc", "query_positions"),
+    *("plan", "alibi_slopes", "sinks", "k_scale", "v_scale"),
+)
+TENSORS: Callable[[AttentionCall], tuple[Any, ...]] = attrgetter(*TENSOR_NAMES)
+"""The tensors that a launch takes, in its order; None for those that are not given."""

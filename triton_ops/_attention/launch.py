@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from operator import itemgetter
+from typing import Any
 
 import torch
 
-from .._launcher import aligned, remember
+from .._launcher import aligned, current_stream, remember
 from .._quantize import as_codes, equal_scales
+from .._repeated import forget_repeated
 from .._triton import INTERPRET, require_triton, triton
-from .call import AttentionCall
+from .call import TENSOR_NAMES, TENSORS, AttentionCall
 from .checks import check_attention, check_grad
 from .kernel import _attention_kernel
 from .merge import _merge_splits_kernel
@@ -21,26 +24,57 @@ from .specialized import _specialized_attention_kernel
 _visits: torch.Tensor | None = None
 _prepared: dict[object, Prepared] = {}
 
+Result = tuple[torch.Tensor, torch.Tensor]
+
 
 @contextlib.contextmanager
 def count_tiles(device: torch.device) -> Iterator[torch.Tensor]:
     """Within it, every attention kernel adds the key tiles its programs visited to the yielded int32 element."""
     global _visits
     _visits = torch.zeros(1, dtype=torch.int32, device=device)
+    forget_prepared()
     try:
         yield _visits
     finally:
         _visits = None
+        forget_prepared()
 
 
 def forget_prepared() -> None:
     """Makes the next calls decide anew: for whoever changes what the decisions rest on."""
     _prepared.clear()
+    forget_repeated()
+
+
+def prepare_attention(names: tuple[str, ...], with_lse: bool, *values: Any) -> Callable[..., Any]:
+    """What runs an operator's call, and all that differ from it in addresses and values only, on their arguments.
+
+    Args:
+        names: The operator's parameters.
+        with_lse: Whether it gives the lse too, not the first result alone.
+        values: The call's arguments.
+    """
+    require_triton("attention")
+    call = AttentionCall.of(names, values, {})
+    check_attention(call)
+    if _is_empty(call):
+
+        def none(*values: Any) -> Any:
+            results = _empty(AttentionCall.of(names, values, {}), with_lse)
+            return results if with_lse else results[0]
+
+        return none
+    prepared = prepare(call, with_lse, False, aligned(*TENSORS(call)), _visits is not None)
+    places = [names.index(name) if name in names else len(names) for name in TENSOR_NAMES]
+    tensors, launch = itemgetter(*places), _launcher_of(prepared)
+    if with_lse:
+        return lambda *values: launch(prepared, tensors((*values, None)))
+    return lambda *values: launch(prepared, tensors((*values, None)))[0]
 
 
 def launch_attention(
     call: AttentionCall, with_lse: bool = True, out_dtype: torch.dtype | None = None, tiled: bool = False
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> Result:
     """Runs the attention kernels; a launch each for decodes and prefills, and one that sums their splits.
 
     Args:
@@ -50,41 +84,18 @@ def launch_attention(
         tiled: Whether even few queries are tiled, not decoded from the work list.
     """
     require_triton("attention")
-    query, key_cache, value_cache, block_tables = call.query, call.key_cache, call.value_cache, call.block_tables
-    seq_lens, starts, positions, plan = call.seq_lens, call.query_start_loc, call.query_positions, call.plan
-    alibi_slopes, sinks, k_scale, v_scale = call.alibi_slopes, call.sinks, call.k_scale, call.v_scale
-    tensors = [query, key_cache, value_cache, block_tables, seq_lens, starts]
-    tensors += [t for t in (positions, plan, alibi_slopes, sinks, k_scale, v_scale) if t is not None]
+    tensors = TENSORS(call)
     is_aligned = aligned(*tensors)
-    # A kernel that takes the scale to be positive does not serve others.
-    key = (with_lse, out_dtype, tiled, is_aligned, _visits is None, call.scale > 0, *call.signature())
+    key = (with_lse, out_dtype, tiled, is_aligned, call.scale, *call.signature())
     prepared = _prepared.get(key)
     if prepared is None:
         check_attention(call)
+        if _is_empty(call):
+            return _empty(call, with_lse, out_dtype)
+        prepared = remember(_prepared, key, prepare(call, with_lse, tiled, is_aligned, _visits is not None, out_dtype))
     elif torch.is_grad_enabled():
         check_grad(call)
-    value_dim = value_cache.shape[3]
-    out = query.new_empty((*query.shape[:2], value_dim), dtype=out_dtype)
-    lse = query.new_empty(query.shape[:2] if with_lse else 0, dtype=torch.float32)
-    if prepared is None:
-        if out.shape[0] == 0 or out.shape[1] == 0:
-            return out, lse
-        if block_tables.shape[0] == 0 or block_tables.shape[1] == 0:
-            # Nothing to attend to: sinks alone decide, and only rows of a sequence have them.
-            return _empty(call, out, lse)
-        prepared = remember(_prepared, key, prepare(call, with_lse, tiled, is_aligned, _visits is not None))
-
-    if plan is None:
-        plan = torch.empty(prepared.shape.size, dtype=torch.int32, device=query.device)
-        launch_plan(
-            plan, block_tables, seq_lens, starts, positions, call.block_size, prepared.options, prepared.target_items
-        )
-    if prepared.descriptors and not INTERPRET:
-        with _scratch_memory(query.device):
-            _run(call, prepared, plan, out, lse)
-    else:
-        _run(call, prepared, plan, out, lse)
-    return out, lse
+    return _launcher_of(prepared)(prepared, tensors)
 
 
 @contextlib.contextmanager
@@ -103,126 +114,107 @@ def _scratch_memory(device: torch.device) -> Iterator[None]:
         triton.set_allocator(before)
 
 
-def _split_buffers(plan: torch.Tensor, rows: int, num_heads: int, value_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _split_buffers(
+    plan: torch.Tensor, name: str, stream: int, rows: int, num_heads: int, value_dim: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Parts of rows and their lse, which nothing reads after the call: kept with the plan for the next layer's."""
     # Layers on another stream may run at the same time.
-    stream = 0
-    if plan.device.type != "cpu":
-        driver = triton.runtime.driver.active
-        stream = driver.get_current_stream(driver.get_current_device())
     kind = (stream, rows, num_heads, value_dim)
-    kept = getattr(plan, "_pc_splits", None)
+    kept = getattr(plan, name, None)
     if kept is None or kept[0] != kind:
         parts = torch.empty(rows, num_heads, value_dim, dtype=torch.float32, device=plan.device)
         kept = kind, (parts, torch.empty(rows, num_heads, dtype=torch.float32, device=plan.device))
-        plan._pc_splits = kept  # type: ignore[attr-defined]
+        setattr(plan, name, kept)
     buffers: tuple[torch.Tensor, torch.Tensor] = kept[1]
     return buffers
 
 
-def _run(call: AttentionCall, prepared: Prepared, plan: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> None:
-    """Launches what was decided, on the addresses of this call."""
-    query, key_cache, value_cache, positions = call.query, call.key_cache, call.value_cache, call.query_positions
-    seq_lens, starts, sinks = call.seq_lens, call.query_start_loc, call.sinks
-    k_scale, v_scale = call.k_scale, call.v_scale
-    shape, made_for = prepared.shape, prepared.options
+def _launcher_of(prepared: Prepared) -> Callable[[Prepared, tuple[Any, ...]], Result]:
+    return _run_described if prepared.descriptors and not INTERPRET else _run
+
+
+def _run_described(prepared: Prepared, tensors: tuple[Any, ...]) -> Result:
+    """`_run` with memory for descriptors."""
+    with _scratch_memory(tensors[0].device):
+        return _run(prepared, tensors)
+
+
+def _run(prepared: Prepared, tensors: tuple[Any, ...]) -> Result:
+    """Launches what was decided, on the addresses of this call: its TENSORS."""
+    query, key_cache, value_cache, tables, seq_lens, starts, positions, plan, alibi, sinks, k_scale, v_scale = tensors
+    results = prepared.results
+    # Of a contiguous tensor, half the time of `new_empty`.
+    out = torch.empty_like(query) if results.like_query else query.new_empty(results.shape, dtype=results.dtype)
+    lse = query.new_empty(results.shape[:2], dtype=torch.float32) if results.with_lse else prepared.no_lse
+    if plan is None:
+        plan = torch.empty(prepared.shape.size, dtype=torch.int32, device=query.device)
+        launch_plan(
+            plan,
+            tables,
+            seq_lens,
+            starts,
+            positions,
+            key_cache.shape[1],
+            prepared.options,
+            prepared.target_items,
+        )
+    stream = 0 if INTERPRET else current_stream()
     if prepared.convert_codes:
         key_cache, value_cache = as_codes(key_cache), as_codes(value_cache)
     if k_scale is not None:
         k_scale, v_scale = equal_scales(k_scale, v_scale, key_cache.shape[2])
-    num_tokens, num_heads, value_dim = out.shape
-    decode_splits = prefill_splits = None
-    if prepared.specialized is not None:
-        prepared.specialized.launch(
+    lengths = (seq_lens, starts)
+    positions = seq_lens if positions is None else positions
+    alibi, sinks = (out if alibi is None else alibi), (out if sinks is None else sinks)
+    k_scale, v_scale = (out if k_scale is None else k_scale), (out if v_scale is None else v_scale)
+    visits = seq_lens if _visits is None else _visits
+    splits: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+    if (special := prepared.specialized) is not None:
+        special.launch.launch(
             _specialized_attention_kernel,
-            prepared.specialized.programs,
-            query,
-            key_cache,
-            value_cache,
-            out,
-            lse,
-            call.block_tables,
-            seq_lens,
-            starts,
-            plan,
-            out if sinks is None else sinks,
-            shape.num_seqs,
-            num_tokens,
-            shape.max_tiles,
-            shape.max_items,
-            call.scale,
-            call.window,
-            made_for.num_sink_tokens,
-            made_for.key_begin,
-            *prepared.numbers,
+            special.programs,
+            (query, key_cache, value_cache, out, lse, tables, *lengths, plan, sinks),
+            special.numbers,
+            stream,
         )
-    for kind in (prepared.decode, prepared.prefill):
+    for name, kind in (("_pc_decode_splits", prepared.decode), ("_pc_prefill_splits", prepared.prefill)):
         if kind is None:
             continue
-        splits = None
-        if kind is prepared.decode and kind.split_rows:
-            splits = decode_splits = _split_buffers(plan, kind.split_rows, num_heads, value_dim)
-        elif kind.split_rows:
-            splits = prefill_splits = (
-                query.new_empty((kind.split_rows, num_heads, value_dim), dtype=torch.float32),
-                query.new_empty((kind.split_rows, num_heads), dtype=torch.float32),
-            )
-        rows, rows_lse = splits or (out, out)
-        kind.launch(
+        rows = (out, out)
+        if kind.split_rows:
+            rows = splits[name] = _split_buffers(plan, name, stream, kind.split_rows, *results.shape[1:])
+        kind.launch.launch(
             _attention_kernel,
             kind.programs,
-            query,
-            key_cache,
-            value_cache,
-            out,
-            lse,
-            rows,
-            rows_lse,
-            call.block_tables,
-            seq_lens,
-            starts,
-            seq_lens if positions is None else positions,
-            plan,
-            out if call.alibi_slopes is None else call.alibi_slopes,
-            out if sinks is None else sinks,
-            out if k_scale is None else k_scale,
-            out if v_scale is None else v_scale,
-            seq_lens if _visits is None else _visits,
-            shape.num_seqs,
-            num_tokens,
-            shape.max_tiles,
-            shape.max_items,
-            prepared.decode_q,
-            kind.num_splits,
-            call.scale,
-            call.softcap,
-            call.window,
-            made_for.num_sink_tokens,
-            made_for.key_begin,
-            *prepared.numbers,
+            (
+                *(query, key_cache, value_cache, out, lse, *rows, tables, *lengths, positions, plan),
+                *(alibi, sinks, k_scale, v_scale, visits),
+            ),
+            kind.numbers,
+            stream,
         )
-    if decode_splits or prefill_splits:
-        prepared.merge.launch(
+    if splits:
+        merge, (one, *other) = prepared.merge, splits.values()
+        merge.launch.launch(
             _merge_splits_kernel,
-            prepared.merge.programs,
-            out,
-            lse,
-            *(decode_splits or prefill_splits or ()),
-            *(prefill_splits or decode_splits or ()),
-            starts,
-            plan,
-            out if sinks is None else sinks,
-            shape.num_seqs,
-            num_tokens,
-            prepared.decode_q,
-            prepared.merge.num_splits,
+            merge.programs,
+            (out, lse, *one, *(other[0] if other else one), starts, plan, sinks),
+            merge.numbers,
+            stream,
         )
+    return out, lse
 
 
-def _empty(call: AttentionCall, out: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """No sequence or no block table: every row is 0."""
-    out.zero_()
-    lse.fill_(float("-inf"))
+def _is_empty(call: AttentionCall) -> bool:
+    """Whether there is no row, or nothing to attend to."""
+    return 0 in call.query.shape[:2] or 0 in call.block_tables.shape
+
+
+def _empty(call: AttentionCall, with_lse: bool, out_dtype: torch.dtype | None = None) -> Result:
+    """No sequence or no block table: every row is 0. Sinks alone decide, and only rows of a sequence have them."""
+    query = call.query
+    out = query.new_zeros((*query.shape[:2], call.value_cache.shape[3]), dtype=out_dtype)
+    lse = query.new_full(query.shape[:2] if with_lse else (0,), float("-inf"), dtype=torch.float32)
     if lse.numel() and call.sinks is not None:
         rows = torch.arange(out.shape[0], device=out.device) < call.query_start_loc[-1]
         lse.copy_(torch.where(rows[:, None], call.sinks.float()[None], lse))

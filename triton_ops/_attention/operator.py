@@ -7,33 +7,32 @@ import inspect
 import re
 import typing
 from collections.abc import Callable
-from typing import ParamSpec
+from typing import Any, ParamSpec
 
 import torch
 
-from .._debug import reads_values
 from .._library import operator
+from .._repeated import Repeated
 from .call import AttentionCall
 from .checks import check_attention, check_attention_values
 from .cpu import attend
-from .launch import launch_attention
+from .launch import Result, prepare_attention
 from .plan import check_plan
 
 P = ParamSpec("P")
-Result = tuple[torch.Tensor, torch.Tensor]
-Launch = Callable[[AttentionCall, bool], Result]
+Prepare = Callable[..., Callable[..., Any]]
 
 _LSE = """and lse `[num_tokens, num_heads]` float32: the natural logarithm of the softmax's denominator, sinks included;
     -inf for a row with nothing to attend to."""
 
 
 def attention_operator(
-    launch: Launch = launch_attention, like: Callable[..., torch.Tensor] | None = None
+    prepare: Prepare = prepare_attention, like: Callable[..., torch.Tensor] | None = None
 ) -> Callable[[Callable[P, torch.Tensor]], Callable[P, torch.Tensor]]:
     """Makes `torch.ops.pc.<name>` and the public function of a function whose body gives an empty result.
 
     Args:
-        launch: Runs the kernels of a call, given whether the lse is wanted.
+        prepare: As `prepare_attention`.
         like: The operator whose docstring explains the parameters that the function's own does not.
     """
 
@@ -47,21 +46,18 @@ def attention_operator(
             check_attention(AttentionCall.of(names, args, kwargs))
             return function(*args, **kwargs)
 
-        return operator(
-            cpu=lambda call: attention_cpu(call)[0],
-            launch=lambda call: _launch_checked(launch, call, False)[0],
-            bind=AttentionCall.of,
-        )(fake)
+        launch = _launch(function, prepare, False)
+        return operator(cpu=lambda call: attention_cpu(call)[0], launch=launch, bind=AttentionCall.of)(fake)
 
     return decorate
 
 
-def with_lse(function: Callable[P, torch.Tensor], launch: Launch = launch_attention) -> Callable[P, Result]:
+def with_lse(function: Callable[P, torch.Tensor], prepare: Prepare = prepare_attention) -> Callable[P, Result]:
     """The twin of an attention operator that also gives the log-sum-exp: `torch.ops.pc.<name>_with_lse`.
 
     Args:
         function: What `attention_operator` made.
-        launch: As there.
+        prepare: As there.
     """
 
     def fake(*args: P.args, **kwargs: P.kwargs) -> Result:
@@ -72,9 +68,7 @@ def with_lse(function: Callable[P, torch.Tensor], launch: Launch = launch_attent
     fake.__qualname__, fake.__module__, fake.__doc__ = fake.__name__, function.__module__, _doc_with_lse(function)
     fake.__annotations__ = typing.get_type_hints(function) | {"return": Result}
     fake.__signature__ = inspect.signature(function).replace(return_annotation=Result)  # type: ignore[attr-defined]
-    return operator(cpu=attention_cpu, launch=lambda call: _launch_checked(launch, call, True), bind=AttentionCall.of)(
-        fake
-    )
+    return operator(cpu=attention_cpu, launch=_launch(function, prepare, True), bind=AttentionCall.of)(fake)
 
 
 def _sections(doc: str | None) -> dict[str, str]:
@@ -116,11 +110,14 @@ def attention_cpu(call: AttentionCall) -> Result:
     return attend(call)
 
 
-def _launch_checked(launch: Launch, call: AttentionCall, wants_lse: bool) -> Result:
-    # Metadata is checked by the launch, once for calls that have the same.
-    if reads_values(call.query):
-        check_call(call)
-    return launch(call, wants_lse)
+def _launch(function: Callable[..., object], prepare: Prepare, wants_lse: bool) -> Repeated[Any]:
+    # Metadata are checked by `prepare`, once for calls that have the same.
+    names = tuple(inspect.signature(function).parameters)
+    return Repeated(
+        functools.partial(prepare, names, wants_lse),
+        lambda *values: check_call(AttentionCall.of(names, values, {})),
+        like=function,
+    )
 
 
 def check_call(call: AttentionCall) -> None:

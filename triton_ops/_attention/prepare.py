@@ -43,14 +43,24 @@ class Grid:
     Attributes:
         launch: The constants.
         programs: The grid.
-        num_splits: Parts that a row's keys are cut into; 1 where the plan tells.
+        numbers: The kernel's arguments between tensors and constants.
         split_rows: Rows of partial results; 0 for none.
     """
 
     launch: KernelLaunch
     programs: tuple[int, int, int]
-    num_splits: int = 1
+    numbers: tuple[float, ...]
     split_rows: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Results:
+    """What a call gives: the first result's shape and dtype, and whether both and its strides are the query's."""
+
+    shape: tuple[int, int, int]
+    dtype: torch.dtype
+    like_query: bool
+    with_lse: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,30 +71,37 @@ class Prepared:
         shape: The plan's.
         options: The plan's.
         target_items: About how many work items a plan made for this call has.
-        decode_q: The most queries of a sequence in a work item.
         convert_codes: Whether kernels convert float8 by bit operations.
         descriptors: Whether a kernel reads through tensor descriptors.
         decode: Sequences of few queries, from the work list; None where there can be none, as for the others.
         prefill: The longer ones, tiled over queries.
         specialized: Some of the latter's tiles with specialized warps.
         merge: The sum of splits.
-        numbers: Blocks of the cache, then strides, as the kernels take them.
+        results: What is allocated for the caller.
+        no_lse: Stands for the second result where it is not wanted.
     """
 
     shape: PlanShape
     options: PlanOptions
     target_items: int
-    decode_q: int
     convert_codes: bool
     descriptors: bool
     decode: Grid | None
     prefill: Grid | None
     specialized: Grid | None
     merge: Grid
-    numbers: tuple[int, ...]
+    results: Results
+    no_lse: torch.Tensor
 
 
-def prepare(call: AttentionCall, with_lse: bool, tiled: bool, is_aligned: bool, count: bool) -> Prepared:
+def prepare(
+    call: AttentionCall,
+    with_lse: bool,
+    tiled: bool,
+    is_aligned: bool,
+    count: bool,
+    out_dtype: torch.dtype | None = None,
+) -> Prepared:
     """Decides how a call that passed its checks is launched.
 
     A decode launch takes sequences of up to DECODE_QUERIES queries, a prefill launch the longer ones; a launch whose
@@ -96,6 +113,7 @@ def prepare(call: AttentionCall, with_lse: bool, tiled: bool, is_aligned: bool, 
         tiled: Whether even few queries are tiled, not decoded from the work list.
         is_aligned: Whether all of the call's tensors begin at multiples of 16 bytes.
         count: Whether kernels count the tiles they visit.
+        out_dtype: Of the first result; None: like query.
     """
     query, key_cache = call.query, call.key_cache
     num_tokens, num_heads, head_dim = query.shape
@@ -176,48 +194,58 @@ def prepare(call: AttentionCall, with_lse: bool, tiled: bool, is_aligned: bool, 
             "SPECIALIZED_M": 0 if special is None or decoding else special.block_m,
         }
 
+    sizes = (shape.num_seqs, num_tokens, shape.max_tiles, shape.max_items)
+    limits = (options.num_sink_tokens, options.key_begin)
+    strides = (
+        key_cache.shape[0],
+        *query.stride()[:2],
+        *key_cache.stride()[:3],
+        *call.value_cache.stride()[:3],
+        call.block_tables.stride(0),
+    )
+
+    def grid(tiles: Tiles, decoding: bool, programs: tuple[int, int, int], splits: int, split_rows: int) -> Grid:
+        launch = KernelLaunch(
+            constexprs(tiles, decoding), tiles.num_warps, tiles.num_stages, is_aligned, tiles.max_registers
+        )
+        numbers = (*sizes, decode_q, splits, call.scale, call.softcap, call.window, *limits, *strides)
+        return Grid(launch, programs, numbers, split_rows)
+
     decoding = tiling = specialized = None
     if run_decode:
-        decoding = Grid(
-            KernelLaunch(
-                constexprs(decode, True), decode.num_warps, decode.num_stages, is_aligned, decode.max_registers
-            ),
-            (min(shape.max_items, shape.num_seqs + target_items), num_kv_heads * row_tiles, 1),
-            split_rows=shape.max_items * decode_q if max_tiles > MIN_SPLIT_TILES else 0,
-        )
+        items = min(shape.max_items, shape.num_seqs + target_items)
+        split_rows = shape.max_items * decode_q if max_tiles > MIN_SPLIT_TILES else 0
+        decoding = grid(decode, True, (items, num_kv_heads * row_tiles, 1), 1, split_rows)
     if run_prefill:
-        tiling = Grid(
-            KernelLaunch(
-                constexprs(prefill, False), prefill.num_warps, prefill.num_stages, is_aligned, prefill.max_registers
-            ),
-            (prefill_bound, num_kv_heads, num_splits),
-            num_splits,
-            split_rows=num_splits * num_tokens if num_splits > 1 else 0,
-        )
+        split_rows = num_splits * num_tokens if num_splits > 1 else 0
+        tiling = grid(prefill, False, (prefill_bound, num_kv_heads, num_splits), num_splits, split_rows)
     if special is not None:
-        specialized = _specialized_grid(call, with_lse, special, decode_queries, shape.num_seqs)
+        numbers = (*sizes, call.scale, call.window, *limits, *strides)
+        specialized = _specialized_grid(call, with_lse, special, decode_queries, numbers)
+    dtype = out_dtype or query.dtype
     return Prepared(
         shape=shape,
         options=options,
         target_items=target_items,
-        decode_q=decode_q,
         convert_codes=convert_codes,
         descriptors=special is not None or (describable and (decode.descriptors or prefill.descriptors)),
         decode=decoding,
         prefill=tiling,
         specialized=specialized,
-        numbers=(
-            key_cache.shape[0],
-            *query.stride()[:2],
-            *key_cache.stride()[:3],
-            *call.value_cache.stride()[:3],
-            call.block_tables.stride(0),
-        ),
         merge=_merge_grid(call, with_lse, decode_queries, decode_q, decode_splits, num_splits, is_aligned, arch),
+        results=Results(
+            (num_tokens, num_heads, value_dim),
+            dtype,
+            query.stride() == (num_heads * head_dim, head_dim, 1) and value_dim == head_dim and dtype == query.dtype,
+            with_lse,
+        ),
+        no_lse=query.new_empty(0, dtype=torch.float32),
     )
 
 
-def _specialized_grid(call: AttentionCall, with_lse: bool, tiles: Tiles, decode_queries: int, num_seqs: int) -> Grid:
+def _specialized_grid(
+    call: AttentionCall, with_lse: bool, tiles: Tiles, decode_queries: int, numbers: tuple[float, ...]
+) -> Grid:
     num_tokens, num_heads, head_dim = call.query.shape
     constexprs = {
         "DECODE_Q": decode_queries,
@@ -233,8 +261,8 @@ def _specialized_grid(call: AttentionCall, with_lse: bool, tiles: Tiles, decode_
         "BLOCK_N": tiles.block_n,
         "STAGES": tiles.num_stages,
     }
-    programs = (num_tokens // tiles.block_m + num_seqs, num_heads, 1)
-    return Grid(KernelLaunch(constexprs, tiles.num_warps, tiles.num_stages), programs)
+    programs = (num_tokens // tiles.block_m + call.seq_lens.shape[0], num_heads, 1)
+    return Grid(KernelLaunch(constexprs, tiles.num_warps, tiles.num_stages), programs, numbers)
 
 
 def _merge_grid(
@@ -267,7 +295,9 @@ def _merge_grid(
         "BLOCK_S": 16 if call.batch_invariant else min(splits, 8192 // block_v),
         "BLOCK_V": block_v,
     }
-    return Grid(KernelLaunch(constexprs, 4, None, is_aligned), (rows, num_heads, -(-value_dim // block_v)), num_splits)
+    programs = (rows, num_heads, -(-value_dim // block_v))
+    numbers = (call.seq_lens.shape[0], num_tokens, decode_q, num_splits)
+    return Grid(KernelLaunch(constexprs, 4, None, is_aligned), programs, numbers)
 
 
 def _specializable(call: AttentionCall, special: Tiles | None, prefill: Tiles) -> bool:

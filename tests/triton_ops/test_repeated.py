@@ -1,0 +1,232 @@
+"""Calls found again run what was prepared for their kind, and nothing else does."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from pc.triton_ops import _library, _repeated
+from pc.triton_ops._repeated import Repeated, forget_repeated
+
+_names = itertools.count()
+
+
+class Operator:
+    """An operator of two tensors and an optional one on "device" tensors of the CPU, and what became of its calls."""
+
+    def __init__(self) -> None:
+        self.prepared: list[tuple[object, ...]] = []
+        self.checked = 0
+        self.through_dispatcher = 0
+        self.repeated: Repeated[torch.Tensor] = Repeated(self._prepare, self._check, like=_like)
+        call, repeated, parent = type(self.repeated).__call__, self.repeated, self
+
+        class Counted(Repeated):
+            def __call__(self, *args, **kwargs):
+                parent.through_dispatcher += 1
+                return call(repeated, *args, **kwargs)
+
+            find, expect = repeated.find, repeated.expect
+
+        counted = Counted(self._prepare, self._check, like=_like)
+        name = f"test_repeated_{next(_names)}"
+        fake = lambda *args, **kwargs: _like(*args, **kwargs)  # noqa: E731
+        fake.__name__ = fake.__qualname__ = name
+        fake.__signature__ = _library.inspect.signature(_like)
+        fake.__annotations__ = _library.typing.get_type_hints(_like)
+        self.call = _library.operator(cpu=counted, launch=counted)(fake)
+        self.op = getattr(torch.ops.pc, name)
+
+    def _prepare(self, *values):
+        if any(isinstance(v, torch.Tensor) and v.requires_grad for v in values) and torch.is_grad_enabled():
+            raise RuntimeError("a tensor that requires grad")
+        self.prepared.append(tuple(v.shape if isinstance(v, torch.Tensor) else v for v in values))
+        return _like
+
+    def _check(self, *values):
+        self.checked += 1
+        if values[3] < 0:
+            raise ValueError("factor")
+
+
+def _like(one: torch.Tensor, two: torch.Tensor, extra: torch.Tensor | None = None, factor: float = 1.0) -> torch.Tensor:
+    return (one + two if extra is None else one + two + extra) * factor
+
+
+@pytest.fixture
+def operator(monkeypatch):
+    monkeypatch.setattr(_repeated, "KERNELS_ON_CPU", True)
+    return Operator()
+
+
+def _tensors(*shapes, **options):
+    return tuple(torch.randn(shape, **options) for shape in shapes)
+
+
+def test_a_call_like_the_last_is_found_however_it_is_passed(operator):
+    one, two, extra = _tensors(4, 4, 4)
+    ways = [
+        lambda a, b, c: operator.call(a, b, c, 2.0),
+        lambda a, b, c: operator.call(a, b, factor=2.0, extra=c),
+        lambda a, b, c: operator.call(two=b, factor=2.0, one=a, extra=c),
+        lambda a, b, c: operator.call(a, b, extra=c, factor=2.0),
+    ]
+    for call in ways:
+        for _ in range(3):
+            assert torch.equal(call(one, two, extra), (one + two + extra) * 2.0)
+    assert operator.prepared == [(one.shape, two.shape, extra.shape, 2.0)]
+    assert operator.through_dispatcher == len(ways), "once for each way"
+    assert operator.checked == 3 * len(ways), "values, every time"
+
+
+@pytest.mark.parametrize("change", ["shape", "dtype", "strides", "option", "absent", "aligned", "resized"])
+def test_another_kind_of_call_is_prepared_anew(operator, change):
+    one, two, extra = _tensors(4, 4, 4)
+    for _ in range(2):
+        operator.call(one, two, extra, 2.0)
+    if change == "resized":
+        given = one.resize_(1), two.resize_(1), extra, 2.0
+    else:
+        given = {
+            "shape": (*_tensors(5, 5, 5), 2.0),
+            "dtype": (*_tensors(4, 4, 4, dtype=torch.float64), 2.0),
+            "strides": (torch.randn(8)[::2], two, extra, 2.0),
+            "option": (one, two, extra, 3.0),
+            "absent": (one, two, None, 2.0),
+            "aligned": (torch.randn(5)[1:], two, extra, 2.0),
+        }[change]
+    before = operator.through_dispatcher
+    for _ in range(2):
+        assert torch.equal(operator.call(*given), _like(*given))
+    assert len(operator.prepared) == 2
+    assert operator.through_dispatcher > before
+
+
+def test_layers_that_alternate_are_all_found(operator):
+    layers = [_tensors(n, n) for n in range(1, 5)]
+    for _ in range(3):
+        for one, two in layers:
+            assert torch.equal(operator.call(one, two), one + two)
+    assert operator.through_dispatcher == len(layers) == len(operator.prepared)
+
+
+class _Functions(TorchFunctionMode):
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.seen.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+class _Operators(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+class _Tensor(torch.Tensor):
+    seen = 0
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        cls.seen += "test_repeated" in str(func)
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def test_who_looks_on_is_told_of_calls_that_are_known(operator):
+    one, two = _tensors(4, 4)
+    name = str(operator.op.default)
+    for _ in range(2):
+        operator.call(one, two)
+    assert operator.through_dispatcher == 1
+    for mode in (_Functions(), _Operators()):
+        for _ in range(2):
+            with mode:
+                operator.call(one, two)
+        assert mode.seen.count(name) == 2, mode
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        operator.call(one, two)
+    assert any(event.name == name.replace(".default", "").replace("pc.", "pc::") for event in profile.events())
+    for _ in range(2):
+        operator.call(one.as_subclass(_Tensor), two)
+    assert _Tensor.seen == 2
+    doubled = torch.vmap(operator.call)(torch.stack([one, one]), torch.stack([two, two]))
+    assert torch.equal(torch.vmap(operator.call)(torch.stack([one, one]), torch.stack([two, two])), doubled)
+    assert torch.equal(doubled[1], one + two)
+    before = operator.through_dispatcher
+    operator.call(one, two)
+    assert operator.through_dispatcher == before, "and found again afterwards"
+
+
+def test_a_gradient_is_refused_though_the_call_is_known(operator):
+    one, two = _tensors(4, 4)
+    for _ in range(2):
+        operator.call(one, two)
+    grown = one.clone().requires_grad_()
+    for call in (operator.call, operator.op):
+        with pytest.raises(RuntimeError, match="requires grad"):
+            call(grown, two)
+        with torch.no_grad():
+            assert torch.equal(call(grown, two), one + two)
+
+
+def test_values_are_checked_and_types_refused_though_the_call_is_known(operator):
+    one, two = _tensors(4, 4)
+    for _ in range(2):
+        operator.call(one, two, None, 2.0)
+    with pytest.raises(ValueError, match="factor"):
+        operator.call(one, two, None, -2.0)
+    with pytest.raises(TypeError, match="two: got 3, needs a tensor"):
+        operator.call(one, 3, None, 2.0)
+    with pytest.raises(TypeError, match="extra: got 'x', needs a tensor or None"):
+        operator.call(one, two, "x", 2.0)
+    with pytest.raises(TypeError, match="factor"):
+        operator.call(one, two, None, [2.0])
+    with pytest.raises(TypeError, match="one"):
+        operator.call(two=two)
+    with pytest.raises(TypeError):
+        operator.call(one, two, one=one)
+    with pytest.raises(TypeError):
+        operator.call(one, two, none=one)
+
+
+def test_the_compiler_sees_the_operator(operator):
+    one, two = _tensors(4, 4)
+    for _ in range(2):
+        operator.call(one, two)
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    compiled = torch.compile(operator.call, fullgraph=True, backend=backend)
+    assert torch.equal(compiled(one, two), one + two)
+    assert [node.target for node in graphs[0].graph.nodes if node.op == "call_function"] == [operator.op.default]
+
+
+def test_calls_are_forgotten_when_decisions_change(operator):
+    one, two = _tensors(4, 4)
+    for _ in range(2):
+        operator.call(one, two)
+    forget_repeated()
+    operator.call(one, two)
+    assert len(operator.prepared) == 2
+
+
+def test_without_what_torch_does_not_promise_every_call_goes_through_the_dispatcher(operator, monkeypatch):
+    monkeypatch.setattr(_repeated, "_CAN_SKIP", False)
+    one, two = _tensors(4, 4)
+    for _ in range(3):
+        assert torch.equal(operator.call(one, two), one + two)
+    assert operator.through_dispatcher == 3
+    assert len(operator.prepared) == 1
