@@ -10,7 +10,7 @@ handle.disable()
 
 Modules: `enable` puts a handle before a model's generate; `handle` compares the model's `identity`, asks `support` what
 can be served and hands a decoding `loop` to one of two ways, `paged` or `contiguous`, over a `store` of blocks; `calls`
-counts and warns.
+counts and warns. `batching` does the same for `generate_batch` and `transformers serve`.
 """
 
 from __future__ import annotations
@@ -22,10 +22,21 @@ except ModuleNotFoundError as error:
         f"pc.integrations.huggingface needs {error.name}: pip install 'transformers>=5.5'", name=error.name
     ) from error
 
+from .batching.enable import ContinuousBatching, enable_continuous_batching
 from .calls import ServedStats
 from .enable import enable_prefix_caching
 from .handle import PrefixCaching
 from .paged.graphs import GraphReport
 from .reports import RequestReport
+from .support import UnsupportedError
 
-__all__ = ["GraphReport", "PrefixCaching", "RequestReport", "ServedStats", "enable_prefix_caching"]
+__all__ = [
+    "ContinuousBatching",
+    "GraphReport",
+    "PrefixCaching",
+    "RequestReport",
+    "ServedStats",
+    "UnsupportedError",
+    "enable_continuous_batching",
+    "enable_prefix_caching",
+]

@@ -62,7 +62,7 @@ class Calls:
             new = reason not in self._told
             self._told.add(reason)
         if new:
-            warnings.warn(f"prefix caching: {text}", UserWarning, stacklevel=_callers_level())
+            warnings.warn(f"prefix caching: {text}", UserWarning, stacklevel=callers_level())
 
     def stats(self, manager: CacheManager | None) -> ServedStats:
         """The manager's counts with those of the calls; zeros for a model without one."""
@@ -74,7 +74,7 @@ class Calls:
             return ServedStats(**of_cache, calls_served=self.served, calls_handed_back=dict(self.handed_back))
 
 
-def _callers_level() -> int:
+def callers_level() -> int:
     """The stacklevel of the first frame that is neither ours nor of a package that called us."""
     level, frame = 2, sys._getframe(2)
     while frame.f_back is not None:

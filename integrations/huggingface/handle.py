@@ -7,8 +7,7 @@ import inspect
 import os
 import threading
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -22,6 +21,7 @@ from .loop import Loop
 from .paged.graphs import CAPTURERS, DecodeSteps, GraphReport
 from .paged.serve import Paged
 from .reports import RequestReport
+from .salts import Salts
 from .support import UnsupportedError, call_keys, check_arguments, check_loop, check_model, rope_keys, take_stop_strings
 
 
@@ -59,7 +59,7 @@ class PrefixCaching:
         self._calls = Calls()
         self._arguments = (num_blocks, block_size, policy)
         self._reuse, self._host_blocks = reuse, host_blocks
-        self._salts = threading.local()
+        self._salts = Salts()
         self._steps = DecodeSteps(cuda_graphs is not False, self._warn_of_graphs)
         self._serving: Contiguous | Paged | None = None
         self._disabled = False
@@ -222,8 +222,7 @@ class PrefixCaching:
             raise ValueError("model: needs one that is served over contiguous copies, to save or load its blocks")
         return serving, model, adapters
 
-    @contextmanager
-    def salt(self, salt: Any) -> Iterator[None]:
+    def salt(self, salt: Any) -> AbstractContextManager[None]:
         """Within it, this thread's calls share blocks only with calls of the same salt.
 
         Args:
@@ -247,14 +246,7 @@ class PrefixCaching:
             other 0
             one 32
         """
-        if isinstance(salt, bool) or not isinstance(salt, str | bytes | int):
-            raise TypeError(f"salt: got {type(salt).__name__}, needs str, bytes or int")
-        before = getattr(self._salts, "salt", None)
-        self._salts.salt = salt
-        try:
-            yield
-        finally:
-            self._salts.salt = before
+        return self._salts.within(salt)
 
     def disable(self) -> None:
         """Gives the model its own `generate` back and frees the blocks; a second call does nothing.
@@ -357,8 +349,7 @@ class PrefixCaching:
             if mask is not None:
                 lengths = mask.sum(-1).tolist()
             keys = (*rope_keys(loop.model.config, lengths, loop.generation_config.max_length), *call_keys(loop))
-            salt = getattr(self._salts, "salt", None)
-            result, reports = serving.run(loop, (*keys, *adapters), salt, self._warn_out_of_blocks)
+            result, reports = serving.run(loop, (*keys, *adapters), self._salts.current, self._warn_out_of_blocks)
         except UnsupportedError as error:
             self._calls.hand_back(error.reason, error.detail)
             return loop.run()

@@ -32,6 +32,8 @@ _TABLES = (
     "_forward_pre_hooks",
     "_forward_pre_hooks_with_kwargs",
 )
+ATTACHED = frozenset({"generate", "init_continuous_batching", "_cached_continuous_batching_manager"})
+"""Attributes of a model that adapters put there: a handle says nothing of KV, and must not keep its model alive."""
 CHANGING_ROPE = ("dynamic", "longrope")
 """Rotary embeddings that change their own buffers with the length; `rope_keys` heeds them."""
 
@@ -41,18 +43,17 @@ class Identity:
 
     Args:
         model: The model.
-        own: The attribute of the model that is not looked at: the generate in its place.
         passing: Names of attributes that a forward pass sets by itself, see `set_by_forward`.
     """
 
-    def __init__(self, model: Any, own: str = "generate", passing: frozenset[str] = frozenset()) -> None:
+    def __init__(self, model: Any, passing: frozenset[str] = frozenset()) -> None:
         self._modules = [m for m in model.modules() if m is not model]
         self.adapters = [m for m in self._modules if _is_adapter(m)]
         adapters = {id(m) for m in self.adapters}
         watched = [m for m in self._modules if not _changes_itself(m)]
-        self._own, self._passing = own, passing
+        self._left_out = _INTERNAL | ATTACHED | passing
         # What we are held by is left out of what we hold, or the model would keep itself alive.
-        self._root_names = [n for n in vars(model) if n not in _INTERNAL | passing and n != own]
+        self._root_names = [n for n in vars(model) if n not in self._left_out]
         self._settings: list[tuple[Any, dict[str, Any]]] = []
         nested: dict[int, Any] = {}
         for m in watched:
@@ -104,7 +105,7 @@ class Identity:
         try:
             return not (
                 not any(self._empty)
-                and len(vars(model).keys() - _INTERNAL - self._passing - {self._own}) == len(self._root_names)
+                and len(vars(model).keys() - self._left_out) == len(self._root_names)
                 and self._lengths() == self._kept_lengths
                 and all(map(is_, self._attributes(model), self._kept))
                 and list(map(type, self._modules)) == self._types

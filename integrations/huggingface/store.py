@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
+from collections.abc import Hashable
 from typing import Any
 
 from ...cache import CacheManager
@@ -34,7 +35,7 @@ class Lease:
             self._request_ids.pop()
 
 
-def free(manager: CacheManager, request_id: str) -> None:
+def free(manager: CacheManager[Any, Any, Any], request_id: Hashable) -> None:
     """Ends a request; one that was never started is none."""
     try:
         manager.free(request_id)

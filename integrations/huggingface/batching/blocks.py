@@ -1,0 +1,367 @@
+"""What transformers' scheduler asks of its cache, answered from a `CacheManager`: one object for each session.
+
+Blocks are taken when tokens are scheduled and evicted one at a time by the manager's policy; those of ended requests
+stay findable for every later session of the model. A cached block is as good as a free one to whoever needs room, so
+there is nothing to evict at once.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import weakref
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from ....cache import CacheManager, OutOfBlocks
+from ....cache.allocation import CacheStats, Pairs
+from ..store import free
+from .step import Row
+
+if TYPE_CHECKING:
+    from .step import GroupedStorage
+
+NAME = "full_attention"
+"""The one name that transformers' buffers know the blocks by, whatever layers they belong to."""
+
+
+@dataclass
+class Held:
+    """A request that was started in the manager.
+
+    Attributes:
+        key: Its name there.
+        written: Tokens at its start whose KV is there already.
+        searched: Tokens of its prompt, and those of them that were found.
+    """
+
+    key: Any
+    written: int = 0
+    searched: tuple[int, int] = (0, 0)
+
+
+class SharedBlocks:
+    """What the sessions of one model share.
+
+    Args:
+        manager: Hands out blocks.
+        storage: What they hold.
+
+    Attributes:
+        unserved: Requests, tokens and hits of searches that were given up again, and are not to be counted twice.
+    """
+
+    def __init__(self, manager: CacheManager[Any, Any, Any], storage: GroupedStorage) -> None:
+        self.manager, self.storage = manager, storage
+        self.unserved = [0, 0, 0]
+        self._lock = threading.Lock()
+        self._sessions: list[weakref.ref[ScheduledBlocks]] = []
+        self._numbers = itertools.count()
+
+    def join(self, session: ScheduledBlocks) -> int:
+        """The number of a new session."""
+        with self._lock:
+            self._sessions = [other for other in self._sessions if other() is not None]
+            self._sessions.append(weakref.ref(session))
+            return next(self._numbers)
+
+    def give_up(self, prompt: int, hits: int) -> None:
+        """Leaves a search out of the counts."""
+        with self._lock:
+            for index, count in enumerate((1, prompt, hits)):
+                self.unserved[index] += count
+
+    def first_holder(self) -> int:
+        """The lowest number of a session with requests."""
+        with self._lock:
+            sessions = [session for session in (other() for other in self._sessions) if session is not None]
+        return min((session.number for session in sessions if session.holds), default=-1)
+
+    def stats(self) -> CacheStats:
+        """The manager's counts without searches that were given up."""
+        counts = self.manager.stats()
+        requests, tokens, hits = self.unserved
+        by_cause = counts.hit_tokens_by_cause | {"prefix": counts.hit_tokens_by_cause["prefix"] - hits}
+        return replace(
+            counts,
+            total_requests=counts.total_requests - requests,
+            queried_tokens=counts.queried_tokens - tokens,
+            hit_tokens=counts.hit_tokens - hits,
+            hit_tokens_by_cause=by_cause,
+        )
+
+
+class ScheduledBlocks:
+    """Stands in for transformers' `PagedAttentionCache`, for one session.
+
+    Only the session's own thread calls it.
+
+    Args:
+        shared: The model's blocks.
+        keys: What KV depends on besides tokens, asked for at the start of every request.
+        sharing: Whether a request may use blocks of another one.
+        max_batch_tokens: Tokens of a step at most.
+
+    Attributes:
+        number: Of the session; where none can go on, those with lower numbers go first.
+        capacity: Tokens of the longest request there is room for.
+        waiting: The scheduler's waiting requests by id.
+        refused: Requests that got no room in the schedule under way.
+        scheduled: Requests that got room in it.
+        arrived: Requests that came in with it.
+    """
+
+    read_cache_limit = 0  # nothing is read through an index: no budget of reads, and no memory for one
+    max_tokens_read = 1
+    max_blocks_per_request = 0
+    max_decode_fast_path_length = 0
+
+    def __init__(
+        self, shared: SharedBlocks, keys: Callable[[], tuple[str, ...]], sharing: bool, max_batch_tokens: int
+    ) -> None:
+        self.shared, self._keys = shared, keys
+        self.manager, self.storage = shared.manager, shared.storage
+        self.number = shared.join(self)
+        self.num_blocks = min(pool.num_blocks for pool in self.manager.pools)
+        self.capacity = self.num_blocks * self.manager.block_size
+        self.max_batch_tokens = min(max_batch_tokens, max(self.capacity // 2, 1))
+        self.bytes_per_sector = self.storage.bytes_per_block()
+        self.use_prefix_sharing = self.allow_block_sharing = sharing
+        self.cache_allocators = {NAME: _Allocator(self)}
+        self.pool = _NoSectors()
+        self.waiting: dict[str, Any] = {}
+        self.refused: list[Any] = []
+        self.scheduled: set[Hashable] = set()
+        self.arrived: set[str] = set()
+        self._held: dict[str, Held] = {}
+        self._deferred: set[str] = set()
+        self._rows: list[Row] = []
+        self._copies: list[tuple[int, Pairs]] = []
+        weakref.finalize(self, _free_all, self.manager, self._held).atexit = False
+
+    @property
+    def holds(self) -> bool:
+        """Whether it has requests."""
+        return bool(self._held)
+
+    def begin(self) -> None:
+        """Starts a schedule."""
+        self.scheduled.clear()
+        self.refused.clear()
+        self.arrived.clear()
+        self._deferred.clear()
+        self._rows = []
+
+    def take_step(self) -> tuple[list[Row], list[tuple[int, Pairs]]]:
+        """The rows of the batch that was prepared, and the block copies that go before it."""
+        rows, copies = self._rows, self._copies
+        self._rows, self._copies = [], []
+        return rows, copies
+
+    def others_hold(self) -> bool:
+        """Whether other sessions hold blocks that this one does not."""
+        keys = [held.key for held in self._held.values()]
+        groups = range(len(self.storage.groups))
+        mine = {(g, block) for key in keys for g in groups for block in self.manager.block_table(key, g).tolist()}
+        return bool(self.manager.stats().held_blocks > sum(block >= 0 for _, block in mine))
+
+    def is_first(self) -> bool:
+        """Whether it is the first of the sessions with requests."""
+        return self.shared.first_holder() == self.number
+
+    # What the scheduler asks, in the order of a request's life.
+
+    def search_prefix_match(self, request_id: str, prompt_ids: list[int]) -> int:
+        """Starts a request on the blocks that are cached of its prompt.
+
+        A prompt whose next block is computed in this very step waits for it: it gets no room this time.
+
+        Returns:
+            How many tokens need not be computed; at least one is left.
+        """
+        self._give_up(request_id)
+        allocation = self._start(self.waiting[request_id], prompt_ids)
+        if allocation.wait_for in self.scheduled:
+            self._give_up(request_id)
+            self._deferred.add(request_id)
+            return 0
+        return int(allocation.num_cached_tokens)
+
+    def can_store_request_tokens(self, state: Any, request_len: int, dry_run: bool = False) -> bool:
+        """Takes the blocks for a request's next tokens, or changes nothing and says that there are too few.
+
+        Args:
+            state: Transformers' state of the request.
+            request_len: How many tokens.
+            dry_run: Only say.
+        """
+        if dry_run:
+            needed = self.blocks_needed(state.request_id, state.current_len(), request_len)
+            return self.count_storable_requests([{NAME: needed}]) == 1
+        if state.request_id in self._deferred:
+            return False
+        if state.request_id not in self._held:
+            self._start(state, state.initial_tokens)
+        held = self._held[state.request_id]
+        start, end = self.manager.num_tokens(held.key), state.current_len() + request_len
+        if end > start:
+            try:
+                allocation = self.manager.append(held.key, _tokens(state, start, end))
+            except OutOfBlocks:
+                self.refused.append(state)
+                return False
+            for group in range(len(self.storage.groups)):
+                pairs = allocation.group_copies(group)
+                if pairs:
+                    self._copies.append((group, pairs))
+        self.scheduled.add(held.key)
+        return True
+
+    def count_new_complete_blocks(self, state: Any, request_len: int) -> dict[str, int]:
+        """Not empty, so that every request of a batch is marked behind it."""
+        return {NAME: 1}
+
+    def extend_read_and_write_indices(
+        self,
+        request_id: str,
+        past_length: int,
+        query_length: int,
+        read_index: list[list[int]] | None,
+        write_index: list[list[int]],
+    ) -> None:
+        """Adds a request to the step; its slots are computed with those of all others."""
+        held = self._held[request_id]
+        self._rows.append(Row(held.key, past_length, query_length, held.written))
+
+    def mark_complete_blocks(self, state: Any, complete_blocks: dict[str, int]) -> None:
+        """Makes what a request has computed findable."""
+        held = self._held.get(state.request_id)
+        if held is not None:
+            self.manager.commit(held.key, state.current_len())
+
+    def prepare_fork_request(
+        self, src_state: Any, dst_req_ids: list[str], copy_src_and_dst: dict[str, tuple[list[int], list[int]]]
+    ) -> list[str]:
+        """Starts requests that share all blocks with one; who first writes to a shared one gets a copy then."""
+        held, length = self._held[src_state.request_id], src_state.current_len()
+        ahead = self.manager.num_tokens(held.key) - length
+        if ahead:
+            self.manager.rollback(held.key, ahead)
+        held.written = min(held.written, length)
+        for request_id in dst_req_ids:
+            key = (self.number, request_id)
+            self.manager.fork(held.key, key)
+            self._held[request_id] = Held(key, held.written)
+        return list(dst_req_ids)
+
+    def perform_cache_copy(self, copy_src_and_dst: dict[str, tuple[list[int], list[int]]]) -> None:
+        """Nothing: a fork copies nothing yet."""
+
+    def free_blocks(self, request_id: str, no_cache: bool = False) -> None:
+        """Ends a request, if it was started; its complete blocks stay findable, offloaded or not."""
+        held = self._held.pop(request_id, None)
+        if held is not None:
+            free(self.manager, held.key)
+
+    def free_all_requests(self, clear_ledgers: bool = False) -> None:
+        """Ends every request of the session."""
+        for request_id in list(self._held):
+            self.free_blocks(request_id)
+
+    def reset(self) -> None:
+        """Ends every request of the session; what is cached stays."""
+        self.free_all_requests()
+        self.begin()
+
+    # How full it is.
+
+    def blocks_needed(self, request_id: str, past_length: int, query_length: int) -> int:
+        """Blocks of each group that a request's next tokens need at most: one more where it shares its last one."""
+        held = self._held.get(request_id)
+        size = self.manager.block_size
+        have = 0 if held is None else -(-self.manager.num_tokens(held.key) // size)
+        return max(-(-(past_length + query_length) // size) - have, 0) + 1
+
+    def count_storable_requests(self, list_blocks_needed: list[dict[str, int]]) -> int:
+        """How many requests, in order, there is room for."""
+        room = min(pool.available for pool in self.manager.pools)
+        for count, needed in enumerate(list_blocks_needed):
+            room -= needed[NAME]
+            if room < 0:
+                return count
+        return len(list_blocks_needed)
+
+    def compute_free_capacity(self, relative: bool = True) -> float:
+        """The share of blocks that can be taken, cached ones included, or their number; of the fullest group."""
+        if relative:
+            return min(pool.available / pool.num_blocks for pool in self.manager.pools)
+        return min(pool.available for pool in self.manager.pools)
+
+    def evict_cached_blocks(self) -> bool:
+        """False: cached blocks are evicted when somebody needs them, one at a time."""
+        return False
+
+    def _start(self, state: Any, prompt_ids: list[int]) -> Any:
+        held = Held((self.number, state.request_id))
+        salt = getattr(state, "salt", None)
+        keys: tuple[Any, ...] = self._keys()
+        if not self.use_prefix_sharing:
+            keys = (*keys, f"alone {self.number} {state.request_id}")
+        allocation = self.manager.allocate(held.key, prompt_ids, extra_keys=keys, salt=salt, num_tokens=0)
+        self._held[state.request_id] = held
+        held.written = self.manager.num_tokens(held.key)
+        held.searched = (len(prompt_ids), allocation.num_cached_tokens)
+        return allocation
+
+    def _give_up(self, request_id: str) -> None:
+        """Takes a search back, of a request that got no room for its first token."""
+        held = self._held.get(request_id)
+        if held is not None:
+            self.shared.give_up(*held.searched)
+            self.free_blocks(request_id)
+
+
+class _Allocator:
+    """The blocks as transformers' buffers and its offloading see them."""
+
+    index = 0
+    layer_type = NAME
+    blocks_per_sector = 1
+
+    def __init__(self, blocks: ScheduledBlocks) -> None:
+        self._blocks = weakref.ref(blocks)
+        self.block_table: dict[str, list[int]] = {}
+        self.tokens_per_page = blocks.manager.block_size
+        self.bytes_per_block = blocks.bytes_per_sector
+        self.write_trash_index = self.read_trash_index = 0
+
+    def get_seqlen_k(self, past_length: int, query_length: int) -> int:
+        """Tokens of a request at the end of a step."""
+        return past_length + query_length
+
+    def needs_new_blocks(self, request_id: str, past_length: int, query_length: int) -> int:
+        """See `ScheduledBlocks.blocks_needed`."""
+        blocks = self._blocks()
+        return 0 if blocks is None else blocks.blocks_needed(request_id, past_length, query_length)
+
+
+class _NoSectors:
+    """Blocks are not dealt out to kinds of layers in sectors."""
+
+    def try_to_free_sectors(self) -> None:
+        """Nothing."""
+
+
+def _tokens(state: Any, start: int, end: int) -> list[int]:
+    """A request's tokens at positions `start` to `end`, prompt and answer."""
+    prompt: list[int] = state.initial_tokens
+    tokens = prompt[start:end]
+    if end > len(prompt):
+        tokens = tokens + state.generated_tokens[max(start - len(prompt), 0) : end - len(prompt)]
+    return tokens
+
+
+def _free_all(manager: CacheManager[Any, Any, Any], held: dict[str, Held]) -> None:
+    for request in held.values():
+        free(manager, request.key)

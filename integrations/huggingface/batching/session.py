@@ -1,0 +1,258 @@
+"""Transformers' continuous batching manager and processor with blocks in the place of its cache.
+
+The loop, the scheduler, sampling, routing and cancellation stay theirs. What is put in their place: the cache, the
+forward pass, the queue that requests come through, and what happens when nothing can be scheduled.
+"""
+
+from __future__ import annotations
+
+import copy
+import queue
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers.generation.continuous_batching.continuous_api import (
+    ContinuousBatchingManager,
+    ContinuousBatchProcessor,
+)
+from transformers.generation.continuous_batching.initialization import update_cb_config_after_cache_creation
+from transformers.generation.continuous_batching.offloading_manager import OffloadingManager
+from transformers.generation.continuous_batching.requests import RequestState, RequestStatus
+from transformers.generation.continuous_batching.scheduler import SCHEDULER_MAPPING, FIFOScheduler
+
+from .blocks import ScheduledBlocks
+from .step import Step
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from .enable import ContinuousBatching
+
+MAX_BATCH_TOKENS = 8192
+"""Tokens of a step where nobody says: transformers' own default."""
+
+NOT_OURS: dict[str, Any] = {
+    "use_cuda_graph": False,
+    "use_async_batching": False,
+    "cpu_offload_space": 0.0,
+    "max_blocks_per_request": 0,
+    "default_compile_level": 0,
+    "varlen_compile_config": None,
+    "decode_compile_config": None,
+}
+"""Options of transformers' config that have no meaning over blocks, and what they are set to."""
+
+
+class NoRoomYetError(Exception):
+    """Nothing can be scheduled before another session gives blocks back."""
+
+
+class SaltedState(RequestState):  # type: ignore[misc]  # transformers is untyped here
+    """A request that remembers whose it is, through forks and when it is queued again."""
+
+    salt: Any = None
+
+    def create_equivalent_initial_request(self) -> Any:
+        """As transformers'; of the same salt."""
+        state = super().create_equivalent_initial_request()
+        state.__class__, state.salt = SaltedState, self.salt
+        return state
+
+
+class RequestQueue(queue.Queue):  # type: ignore[type-arg]
+    """Where requests come in: clients' threads put them, which decides their salt, and the loop's gets them.
+
+    Args:
+        maxsize: As of `queue.Queue`.
+        salt: The salt of the thread that calls it.
+        check: Says why a request cannot be served, or None; called by the loop's thread.
+        fail: Told of a request that cannot be served, and why.
+    """
+
+    def __init__(
+        self,
+        maxsize: int,
+        salt: Callable[[], Any],
+        check: Callable[[Any], str | None],
+        fail: Callable[[Any, Exception], None],
+    ) -> None:
+        super().__init__(maxsize)
+        self._salt, self._check, self._fail = salt, check, fail
+
+    def put(self, item: Any, block: bool = True, timeout: float | None = None) -> None:
+        """Gives a request the salt of its thread and queues it."""
+        item.__class__, item.salt = SaltedState, self._salt()
+        super().put(item, block, timeout)
+
+    def get(self, block: bool = True, timeout: float | None = None) -> Any:
+        """The next request that can be served."""
+        while True:
+            state = super().get(block, timeout)
+            reason = self._check(state)
+            if reason is None:
+                return state
+            self._fail(state, ValueError(reason))
+
+
+class Offloading(OffloadingManager):  # type: ignore[misc]
+    """Transformers' way out of a full cache; where it would end the loop, only what cannot go on ends."""
+
+    processor: Any
+
+    def offload_requests(self) -> bool:
+        """Makes room for starved requests by queueing others again.
+
+        Raises:
+            NoRoomYetError: Only another session can make room.
+        """
+        if super().offload_requests():
+            return True
+        blocks: ScheduledBlocks = self.cache
+        if blocks.scheduled:
+            return False
+        active = list(self.scheduler.active_requests.values())
+        if len(active) > 1:
+            self._queue_again(active[-1])
+            return True
+        if blocks.others_hold():
+            if active and not blocks.is_first():
+                self._queue_again(active[0])
+            raise NoRoomYetError
+        stuck = active or blocks.refused
+        if not stuck:
+            return False
+        self.processor.fail(stuck[0], f"it needs more blocks than the {blocks.num_blocks} there are")
+        return True
+
+    def _queue_again(self, state: Any) -> None:
+        again = state.create_equivalent_initial_request()
+        state._status = RequestStatus.FINISHED
+        self.scheduler.finish_request(state.request_id)
+        self.scheduler.add_waiting_request(again)
+
+
+class Processor(ContinuousBatchProcessor):  # type: ignore[misc]
+    """Transformers' processor whose batches run over blocks."""
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self.cache.waiting = self.scheduler.waiting_requests
+        self.offloading_manager.__class__ = Offloading
+        self.offloading_manager.processor = self
+
+    def prepare_next_batch(self) -> bool:
+        """Schedules the next batch; False where there is none yet."""
+        if not self.scheduler.active_requests:  # the one whose end would have lifted it may have been cancelled
+            self.scheduler.block_new_requests = False
+        self.cache.waiting = self.scheduler.waiting_requests
+        self.cache.begin()
+        try:
+            return bool(super().prepare_next_batch())
+        except NoRoomYetError:
+            return False
+
+    @torch.no_grad()
+    def _generation_step(self, model: Any) -> None:
+        rows, copies = self.cache.take_step()
+        batch = self.inputs_and_outputs.get_model_kwargs(use_padding=False)
+        if batch["input_ids"].shape[1]:  # a request that is only to be forked has no token to compute
+            step = Step(model, self.cache.storage, self.cache.manager, rows, copies)
+            self.model_runner.compute_batch(step, batch)
+        self.inputs_and_outputs.retrieve_device_outputs()
+
+    def fail(self, state: Any, reason: str) -> None:
+        """Ends one request with an error."""
+        self._handle_request_error(RuntimeError(f"request {state.request_id}: {reason}"), state)
+        self.scheduler.finish_request(state.request_id)
+        if self.scheduler.waiting_requests.pop(state.request_id, None) is not None:
+            self.scheduler.waiting_requests_order.remove(state.request_id)
+        self.scheduler.block_new_requests = False
+
+
+class Session(ContinuousBatchingManager):  # type: ignore[misc]
+    """Transformers' manager over a model's blocks.
+
+    Args:
+        handle: The model's handle.
+        model: The model.
+        generation_config: As for transformers' manager.
+        continuous_batching_config: The same.
+        workload_hints: The same.
+    """
+
+    def __init__(
+        self,
+        handle: ContinuousBatching,
+        model: Any,
+        generation_config: Any,
+        continuous_batching_config: Any,
+        workload_hints: Any = None,
+    ) -> None:
+        self._handle = handle
+        settings = copy.deepcopy(continuous_batching_config)
+        handle.tell_of_options(settings, NOT_OURS)
+        for name, value in NOT_OURS.items():
+            setattr(settings, name, value)
+        settings.page_size, settings.num_blocks = handle.block_size, None
+        super().__init__(model, generation_config, settings, workload_hints)
+        resolved = self.continuous_batching_config
+        resolved.varlen_compile_config = resolved.decode_compile_config = None
+        self.input_queue = RequestQueue(
+            resolved.max_queue_size, handle.current_salt, self._refusal, self.output_router.fail_and_deliver
+        )
+
+    def switch_to_cb_friendly_attn(self, model: Any, auto_switch_to_flash: bool = True) -> None:
+        """Nothing: attention goes over blocks whatever the implementation, which stays what it is for all others."""
+
+    def start(self) -> None:
+        """Starts the loop, over the blocks of the model as it is now."""
+        made = getattr(self, "batch_processor", None)
+        if made is not None and not self.is_running() and made.cache.shared is not self._handle.shared(self.model):
+            self.batch_processor = None
+        super().start()
+
+    def _refusal(self, state: Any) -> str | None:
+        """Why a request cannot be served; None when it can."""
+        processor: Any = self.batch_processor
+        if processor is None:
+            return None
+        scheduler, request_id = processor.scheduler, state.request_id
+        arrived = processor.cache.arrived
+        if request_id in arrived or request_id in scheduler.active_requests or request_id in scheduler.waiting_requests:
+            return f"request_id: got {request_id!r}, which is running, needs a new one"
+        arrived.add(request_id)
+        return self._handle.refusal(self.model, state.initial_tokens, state.max_new_tokens, processor.cache.capacity)
+
+    def _create_batch_processor(self) -> Any:
+        processor: Any = self.batch_processor
+        if processor is not None:
+            processor.reset()
+            return processor
+        settings = self.continuous_batching_config
+        cache = self._handle.blocks(
+            self.model, settings.allow_block_sharing, settings.max_batch_tokens or MAX_BATCH_TOKENS
+        )
+        self._use_prefix_sharing = cache.use_prefix_sharing
+        update_cb_config_after_cache_creation(
+            cb_config=settings, num_blocks=cache.num_blocks, max_batch_tokens=cache.max_batch_tokens
+        )
+        config = copy.copy(self.model.config.get_text_config())
+        config._attn_implementation_internal = "blocks"  # of this copy alone: no buffers for dense masks are made
+        scheduler = SCHEDULER_MAPPING.get(settings.scheduler_type, FIFOScheduler)(
+            cache=cache, safety_margin=settings.safety_margin, max_requests_per_batch=settings.max_requests_per_batch
+        )
+        return Processor(
+            cache=cache,
+            config=config,
+            generation_config=self.generation_config,
+            continuous_batching_config=settings,
+            logit_processor=self.logit_processor,
+            input_queue=self.input_queue if self.is_tp_driver else None,
+            cancel_queue=self.cancel_queue if self.is_tp_driver else None,
+            output_router=self.output_router,
+            background_thread_status=self.background_thread_status,
+            model_device=self.model.device,
+            model_dtype=self.model.dtype,
+            scheduler=scheduler,
+            distributed_helper=self.distributed_helper,
+        )
