@@ -17,6 +17,7 @@ from ...cache import CacheManager, OutOfBlocks
 from .calls import Calls, ServedStats
 from .contiguous.serve import Contiguous
 from .identity import Identity, set_by_forward
+from .images import Images, encoded_by_model, take_images
 from .loop import Loop
 from .paged.graphs import CAPTURERS, DecodeSteps, GraphReport
 from .paged.serve import Paged
@@ -62,7 +63,7 @@ class PrefixCaching:
         self._salts = Salts()
         self._steps = DecodeSteps(cuda_graphs is not False, self._warn_of_graphs)
         self._serving: Contiguous | Paged | None = None
-        self._disabled = False
+        self._disabled = self._looked_at_images = False
         self.unsupported: str | None = None
         self.block_size = block_size
         self.last_requests: list[RequestReport] = []
@@ -293,6 +294,7 @@ class PrefixCaching:
             check_arguments(arguments)
             take_stop_strings(model, arguments)
             serving, adapters = self._current(model)
+            images = None if serving is None else take_images(model, arguments)
         except UnsupportedError as error:
             self._calls.hand_back(error.reason, error.detail)
             return original(model, *args, **kwargs)
@@ -300,7 +302,7 @@ class PrefixCaching:
             if self.unsupported is not None:
                 self._calls.hand_back(self.unsupported)
             return original(model, *args, **kwargs)
-        return original(model, **arguments | {"custom_generate": self._loop(serving, adapters, arguments)})
+        return original(model, **arguments | {"custom_generate": self._loop(serving, adapters, arguments, images)})
 
     def _current(self, model: Any) -> tuple[Contiguous | Paged | None, tuple[str, ...]]:
         """What serves the model as it is now: KV of other weights must not be read, nor kept in blocks of others."""
@@ -315,7 +317,9 @@ class PrefixCaching:
                     self._serving.empty(model)
             return self._serving, self._identity.adapter_keys()
 
-    def _loop(self, serving: Contiguous | Paged, adapters: tuple[str, ...], arguments: dict[str, Any]) -> Any:
+    def _loop(
+        self, serving: Contiguous | Paged, adapters: tuple[str, ...], arguments: dict[str, Any], images: Images | None
+    ) -> Any:
         """The decoding loop that generate calls once it has prepared everything."""
         given = {n: arguments.get(n) for n in ("tokenizer", "assistant_tokenizer", "assistant_model", "streamer")}
 
@@ -336,7 +340,8 @@ class PrefixCaching:
             options = {"logits_processor": logits_processor, "stopping_criteria": stopping_criteria}
             options |= {name: value for name, value in extra.items() if name in known}
             own = arguments.get("logits_processor") is not None
-            loop = Loop(function, str(mode.value), model, input_ids, generation_config, options, model_kwargs, own)
+            prepared = (generation_config, options, model_kwargs, own, images)
+            loop = Loop(function, str(mode.value), model, input_ids, *prepared)
             return self._run(serving, adapters, loop)
 
         return decode
@@ -352,10 +357,22 @@ class PrefixCaching:
             result, reports = serving.run(loop, (*keys, *adapters), self._salts.current, self._warn_out_of_blocks)
         except UnsupportedError as error:
             self._calls.hand_back(error.reason, error.detail)
+            if loop.images is not None:
+                encoded = encoded_by_model(loop.images, loop.model, loop.input_ids, loop.repeats)
+                return loop.run(mm_encoder_outputs=encoded)
             return loop.run()
+        if loop.images is not None and not self._looked_at_images:
+            self._look_again(loop.model)
         self.last_requests = reports
         self._calls.serve()
         return result
+
+    def _look_again(self, model: Any) -> None:
+        """After the first images: a vision tower puts hooks on itself when it first runs, and that is no change."""
+        with self._lock:
+            self._looked_at_images = True
+            if not self._identity.tensors_changed():
+                self._identity = Identity(model, passing=self._passing)
 
     def _warn_out_of_blocks(self, error: OutOfBlocks) -> None:
         self._calls.tell(

@@ -115,6 +115,10 @@ class Identity:
         except KeyError:  # an attribute that is gone
             return True
 
+    def tensors_changed(self) -> bool:
+        """Whether a weight or a buffer has been written to, whatever became of the rest."""
+        return self._tensor_numbers() != self._numbers or self._sampled() != self._content
+
     def adapter_keys(self) -> tuple[str, ...]:
         """Which PEFT adapters are active in which layer, and how strongly: KV of one prompt differs between them."""
         states = [

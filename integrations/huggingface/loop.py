@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+if TYPE_CHECKING:
+    from .images import Images
 
 
 @dataclass
@@ -22,6 +25,7 @@ class Loop:
         options: Other arguments of the loop.
         model_kwargs: Arguments of the forward pass; the cache is among them.
         own_processors: Whether the caller gave logits processors.
+        images: What was taken out of the arguments; `model_kwargs` have no output of a vision tower then.
     """
 
     function: Callable[..., Any]
@@ -32,6 +36,7 @@ class Loop:
     options: dict[str, Any]
     model_kwargs: dict[str, Any]
     own_processors: bool
+    images: Images | None = None
 
     def run(self, model: Any = None, options: dict[str, Any] | None = None, **inputs: Any) -> Any:
         """The loop over `model`, the model itself where none is given, with some options and inputs replaced."""
@@ -42,6 +47,11 @@ class Loop:
             **self.options | (options or {}),
             **self.model_kwargs | inputs,
         )
+
+    @property
+    def repeats(self) -> int:
+        """How often each row that the caller gave stands in `input_ids`."""
+        return max(self.generation_config.num_beams or 1, self.generation_config.num_return_sequences or 1)
 
     @property
     def cache_name(self) -> str:

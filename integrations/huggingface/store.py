@@ -52,6 +52,7 @@ class Store:
         states: States by block hash; None for a model without.
         host: Blocks in host memory; None without.
         reuse: "prefix", or "gap" to reuse cached blocks behind missing ones too.
+        vision: Outputs of a vision tower; None for a model without.
         heeds_padding: Whether a token's KV depends on how many masked columns are before it.
     """
 
@@ -63,12 +64,14 @@ class Store:
         heeds_padding: bool = False,
         host: Any = None,
         reuse: str = "prefix",
+        vision: Any = None,
     ) -> None:
         self.manager = manager
         self.storage = storage
         self.states = states
         self.host = host
         self.reuse = reuse
+        self.vision = vision
         self.heeds_padding = heeds_padding
         self.block_size = manager.block_size
         self._lost: deque[list[str]] = deque()

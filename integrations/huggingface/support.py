@@ -114,14 +114,17 @@ def check_loop(loop: Loop) -> None:
     if other:
         raise UnsupportedError(f"arguments that could change what a token's KV is: {', '.join(other)}")
     types = [kwargs[k] for k in ("token_type_ids", "mm_token_type_ids") if kwargs.get(k) is not None]
-    if any(bool(t.any()) for t in types):
+    if loop.images is None and any(bool(t.any()) for t in types):
         raise UnsupportedError("token types could change what a token's KV is")
     ids, mask, positions = loop.input_ids, kwargs.get("attention_mask"), kwargs.get("position_ids")
     if ids.dim() != 2 or ids.shape[1] == 0:
         raise UnsupportedError("input_ids hold no prompt", f"shape {list(ids.shape)}")
     if mask is not None and mask.dim() != 2:
         raise UnsupportedError("attention_mask has more than two dimensions")
-    if positions is not None and not _are_expected(positions, ids, mask):
+    if loop.images is not None:
+        if config.prefill_chunk_size:
+            raise UnsupportedError("chunks of a prompt may cut an image")
+    elif positions is not None and not _are_expected(positions, ids, mask):
         raise UnsupportedError("position_ids are not those of the tokens that attention_mask leaves")
 
 

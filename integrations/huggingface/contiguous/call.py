@@ -12,6 +12,7 @@ from transformers import DynamicCache
 from ....cache import OutOfBlocks
 from ..store import Lease, Store
 from .layers import GrowingLayer, GrowingWindowLayer, attention_layers, new_cache, num_tokens, state_layers
+from .pictures import Pictures
 from .rows import Prompt, Rows, prompts_of
 from .states import States, put_states, take_states
 
@@ -34,6 +35,7 @@ class Call:
         reuse: Whether cached tokens are left out, or all is computed and only kept.
         max_length: Tokens that a row has at the end at most.
         lease: Of `store`; kept by the caller as long as the call lasts.
+        pictures: Images of the rows.
 
     Raises:
         OutOfBlocks: The prompts do not fit.
@@ -50,12 +52,14 @@ class Call:
         reuse: bool,
         max_length: int,
         lease: Lease,
+        pictures: Pictures | None = None,
     ) -> None:
         self.model = model
         self.store = store
         self.batch, self.length = input_ids.shape
         self.room = max(1, min(max_length - self.length, ROOM))
-        self.prompts = prompts_of(input_ids, mask)
+        self.pictures = pictures
+        self.prompts = prompts_of(input_ids, mask, pictures)
         self.rows = Rows(store, extra_keys, salt, lease)
         self.cache: DynamicCache = None
         self.start = 0
@@ -78,14 +82,13 @@ class Call:
     def _prepare(self, reuse: bool) -> None:
         """Makes the cache for the batch, with `start` columns filled."""
         alone = len(self.prompts) == 1 and self.batch == 1
-        columns = min((p.pad + p.cached for p in self.prompts), default=0)
-        if self.store.heeds_padding and any(p.pad for p in self.prompts):
-            by_rows = False
-        elif self.store.states is not None:
-            by_rows = reuse and self._has_boundaries()
-        else:
+        columns = self._readable(min((p.pad + p.cached for p in self.prompts), default=0))
+        by_rows = reuse and self._may_split()
+        if by_rows and self.store.states is not None:
+            by_rows = self._has_boundaries()
+        elif by_rows:
             gaps = any(p.later for p in self.prompts)
-            by_rows = reuse and not (alone and not gaps) and self._rows_cost() < self.batch * (self.length - columns)
+            by_rows = not (alone and not gaps) and self._rows_cost() < self.batch * (self.length - columns)
         if by_rows:
             self._compute_rows()
             return
@@ -95,6 +98,26 @@ class Call:
             prompt.later = []
         self.start = self.start if any(p.cached for p in self.prompts) else 0
         self.cache = self._lay_out({}) if self.start else self._empty()
+
+    def _may_split(self) -> bool:
+        """Whether rows may be computed by themselves up to their last tokens, and these together."""
+        if self.store.heeds_padding and any(p.pad for p in self.prompts):
+            return False
+        behind = self.length - (1 if self.store.states is None else 2)
+        return all(p.computable(behind - p.pad) for p in self.prompts)
+
+    def _readable(self, columns: int) -> int:
+        """So many columns, or fewer where they would end within an image and must not."""
+        while (fewer := min((p.readable(columns - p.pad) + p.pad for p in self.prompts), default=0)) < columns:
+            columns = fewer
+        return columns
+
+    def features(self) -> dict[str, Any]:
+        """What the loop's first forward pass takes for the images that it computes."""
+        if self.pictures is None:
+            return {}
+        items = [item for row in self.pictures.items for item in row]
+        return self.pictures.features(items, self.start, self.length)
 
     def _empty(self) -> DynamicCache:
         cache = new_cache(self.model.config)
@@ -116,7 +139,7 @@ class Call:
                 return float("inf")
             known = prompt.cached + sum(end - start for start, end in prompt.later)
             if prompt.waits:
-                known = max([known, *(_agree(prompt.tokens, p.tokens) for p in self.prompts[:number])])
+                known = max([known, *(_agree(prompt, other) for other in self.prompts[:number])])
             if len(prompt.tokens) - 1 > known:
                 cost += len(prompt.tokens) - 1 - known + FORWARD_COST
         return cost
@@ -141,17 +164,17 @@ class Call:
         cache = self._empty()
         cuts = {end}
         if self.store.states is not None:
-            cuts |= {prompt.shared, end // size * size}
+            cuts |= {cut for cut in (prompt.shared, end // size * size) if prompt.computable(cut)}
         if at:
             self._read(cache, prompt, at)
         if prompt.states is not None:
             put_states(cache, [prompt.states])
         for start, behind in prompt.later:
-            forward(self.model, prompt.tokens, at, start, cache)
+            forward(self.model, prompt.tokens, at, start, cache, prompt.inputs(at, start))
             at = min(behind, end)
             self._read_behind(cache, prompt, start, at)
         for cut in sorted(cut for cut in cuts if at < cut <= end):
-            forward(self.model, prompt.tokens, at, cut, cache)
+            forward(self.model, prompt.tokens, at, cut, cache, prompt.inputs(at, cut))
             at = cut
             if state_layers(cache) and cut % size == 0:
                 self.rows.keep_states(prompt, cut, take_states(cache, 0))
@@ -270,10 +293,14 @@ class Call:
                     self.rows.keep_states(prompt, length, states)
 
 
-def _agree(tokens: np.ndarray, others: np.ndarray) -> int:
-    """Tokens in which two prompts agree from their beginning."""
-    both = min(len(tokens), len(others))
-    differ = np.flatnonzero(tokens[:both] != others[:both])
+def _agree(one: Prompt, other: Prompt) -> int:
+    """Tokens in which two prompts agree from their beginning; what stands for different images does not."""
+    both = min(len(one.tokens), len(other.tokens))
+    for a, b in zip(one.items, other.items, strict=False):
+        if a.segment != b.segment:
+            both = min(both, a.first - one.pad)
+            break
+    differ = np.flatnonzero(one.tokens[:both] != other.tokens[:both])
     return int(differ[0]) if differ.size else both
 
 
@@ -296,18 +323,37 @@ def accepted(model: Any, **inputs: Any) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def forward(model: Any, tokens: np.ndarray, start: int, end: int, cache: DynamicCache) -> Any:
-    """Computes tokens `start` to `end` of one row behind those in a cache, with the inputs that generate would give."""
+def forward(
+    model: Any,
+    tokens: np.ndarray,
+    start: int,
+    end: int,
+    cache: DynamicCache,
+    given: dict[str, Any] | None = None,
+) -> Any:
+    """Computes tokens `start` to `end` of one row behind those in a cache, with the inputs that generate would give.
+
+    Args:
+        model: The model.
+        tokens: Of the row.
+        start: The first token to compute, as many as the cache has.
+        end: Behind the last.
+        cache: Of one row.
+        given: Positions, types and images up to `end`; None: those of text.
+    """
     ids = torch.from_numpy(tokens[:end])[None].to(model.device)
     options: dict[str, Any] = {"logits_to_keep": 1} if model._supports_logits_to_keep() else {}
-    positions = model._prepare_position_ids_for_generation(ids, {"attention_mask": torch.ones_like(ids)})
+    first = start == 0 or given is not None
+    if given is None:
+        positions = model._prepare_position_ids_for_generation(ids, {"attention_mask": torch.ones_like(ids)})
+        given = accepted(model, position_ids=positions)
     inputs = model.prepare_inputs_for_generation(
         ids,
         next_sequence_length=end - start,
         past_key_values=cache,
         attention_mask=None,
-        **accepted(model, position_ids=positions),
-        is_first_iteration=start == 0,
+        **given,
+        is_first_iteration=first,
         use_cache=True,
         **options,
     )

@@ -41,6 +41,8 @@ class WatchedModel:
         inputs = prepare(input_ids, next_sequence_length=next_sequence_length, **kwargs)
         if call.cache is not None and all(value is not call.cache for value in inputs.values()):
             call.abandon()  # the model has dropped the cache: it computes all tokens anew
+            if call.pictures is not None:
+                kwargs["mm_encoder_outputs"] = call.features()
             inputs = prepare(input_ids, next_sequence_length=None, **kwargs)
         return inputs
 

@@ -12,8 +12,11 @@ from transformers import DynamicCache
 from ..support import UnsupportedError, eval_mode, harmless_tokens
 from .call import accepted, forward
 from .layers import GrowingWindowLayer, attention_layers, new_cache, num_tokens, state_layers
+from .pictures import Pictures, clear_of
+from .rows import prompts_of
 from .states import put_states, take_states
 from .storage import Specs, TokenSpec
+from .vision import GoesOn
 
 TOKENS, CUT, PAD = 29, 16, 3
 """Length of the probe, where it is cut, and by how much it is padded."""
@@ -73,6 +76,51 @@ def probe_window(model: Any, window: int) -> None:
         _in_parts(model, window + TOKENS, window + CUT)
 
 
+@torch.no_grad()
+def probe_images(model: Any, input_ids: torch.Tensor, mask: torch.Tensor | None, pictures: Pictures) -> GoesOn | None:
+    """Looks whether a row goes on from a cached prefix before its first image, behind it, and within it.
+
+    Returns:
+        How it does; None for a row that says nothing about it.
+
+    Raises:
+        UnsupportedError: It does not, or fails.
+    """
+    prompt = next((p for p in prompts_of(input_ids, mask, pictures) if p.items), None)
+    if prompt is None:
+        return None
+    first, end = prompt.items[0].first - prompt.pad, prompt.items[0].end - prompt.pad
+    length = clear_of(prompt.items, min(len(prompt.tokens), end + CUT) + prompt.pad) - prompt.pad
+    try:
+        whole = new_cache(model.config)
+        want = forward(model, prompt.tokens, 0, length, whole, prompt.inputs(0, length)).logits[0, -1]
+
+        def same(cut: int, computed: bool = True) -> bool:
+            parts = new_cache(model.config)
+            if computed:
+                forward(model, prompt.tokens, 0, cut, parts, prompt.inputs(0, cut))
+            parts = _restored(model, parts if computed else whole, cut)
+            got = forward(model, prompt.tokens, cut, length, parts, prompt.inputs(cut, length)).logits[0, -1]
+            return _close(whole, parts) and _alike(want, got)
+
+        cuts = [cut for cut in (first, end) if 0 < cut < length]
+        if not all(map(same, cuts)):
+            raise UnsupportedError("it does not go on from a cached prefix beside images")
+        within = (first + end) // 2
+        if not cuts:
+            return None
+        if within == first:
+            return GoesOn()
+        computes = same(within)
+        return GoesOn(computes, computes or (not state_layers(whole) and same(within, computed=False)))
+    except UnsupportedError:
+        raise
+    except Exception as error:
+        raise UnsupportedError(
+            "its forward pass fails behind a cached prefix beside images", f"{type(error).__name__}: {error}"
+        ) from error
+
+
 def _in_parts(model: Any, length: int, cut: int) -> DynamicCache:
     """The cache of a row computed at once, which is what it is in two parts.
 
@@ -116,15 +164,16 @@ def _specs(cache: DynamicCache) -> Specs:
     return specs
 
 
-def _restored(model: Any, cache: DynamicCache) -> DynamicCache:
-    """A cache with what one has, put in as from blocks."""
+def _restored(model: Any, cache: DynamicCache, length: int | None = None) -> DynamicCache:
+    """A cache with what one has, or has of its first tokens, put in as from blocks."""
     fresh = new_cache(model.config)
     for index, own in _kept(cache).items():
         layer = fresh.layers[index]
         if hasattr(layer, "adopt"):
-            layer.adopt(own.keys.clone(), own.values.clone(), own.keys.shape[2])
+            keys, values = own.keys[:, :, :length].clone(), own.values[:, :, :length].clone()
+            layer.adopt(keys, values, keys.shape[2])
         else:
-            layer.update(own.keys, own.values)
+            layer.update(own.keys[:, :, :length], own.values[:, :, :length])
     if state_layers(cache):
         put_states(fresh, [take_states(cache, 0)])
     return fresh

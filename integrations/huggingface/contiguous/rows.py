@@ -14,8 +14,10 @@ from transformers import DynamicCache
 
 from ....cache import OutOfBlocks
 from ..store import Lease, Store
+from ..support import UnsupportedError
 from ..uninterrupted import uninterrupted
 from .layers import attention_layers
+from .pictures import Item, Pictures, clear_of
 from .states import States
 
 _numbers = itertools.count()
@@ -35,6 +37,8 @@ class Prompt:
         written: Blocks whose content is there.
         later: Spans behind the first missing block that are read from blocks too.
         waits: Whether somebody is computing its next block at this moment.
+        items: Its images.
+        pictures: Of the call; None where this prompt has no image.
     """
 
     request_id: str
@@ -48,23 +52,47 @@ class Prompt:
     later: list[tuple[int, int]] = field(default_factory=list)
     table: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
     states: States | None = None
+    items: list[Item] = field(default_factory=list)
+    pictures: Pictures | None = None
+
+    def readable(self, length: int) -> int:
+        """So many tokens, or fewer where what is behind them cannot be computed."""
+        within = self.pictures is None or self.pictures.goes_on.reads
+        return length if within else clear_of(self.items, length + self.pad) - self.pad
+
+    def computable(self, length: int) -> bool:
+        """Whether so many tokens may be computed before the rest."""
+        within = self.pictures is None or self.pictures.goes_on.computes
+        return within or clear_of(self.items, length + self.pad) == length + self.pad
+
+    def inputs(self, start: int, end: int) -> dict[str, Any] | None:
+        """Inputs besides tokens of a forward pass over its tokens `start` to `end`; None where it has no image."""
+        if self.pictures is None:
+            return None
+        features = {"mm_encoder_outputs": self.pictures.features(self.items, self.pad + start, self.pad + end)}
+        return self.pictures.inputs(self.rows[0], self.pad, self.pad + end) | features
 
 
-def prompts_of(input_ids: torch.Tensor, mask: torch.Tensor | None) -> list[Prompt]:
+def prompts_of(input_ids: torch.Tensor, mask: torch.Tensor | None, pictures: Pictures | None = None) -> list[Prompt]:
     """The distinct prompts of a batch, in the order in which rows show them."""
     ids = input_ids.cpu().numpy()
     kept = np.ones(ids.shape, bool) if mask is None else mask.cpu().numpy().astype(bool)
-    found: dict[tuple[int, bytes, bytes], Prompt] = {}
+    found: dict[tuple[Any, ...], Prompt] = {}
     for row, (line, keep) in enumerate(zip(ids, kept, strict=True)):
         first = int(keep.argmax()) if keep.any() else len(line)
         gaps = np.flatnonzero(~keep[first:])
         end = first + int(gaps[0]) if gaps.size else len(line)
-        key = (first, line[first:].tobytes(), keep.tobytes())
+        items = [] if pictures is None else pictures.items[row]
+        if items and items[-1].end > end:
+            raise UnsupportedError("attention_mask leaves out tokens before an image")
+        key = (first, line[first:].tobytes(), keep.tobytes(), *(item.key(first) for item in items))
         if key in found:
             found[key].rows.append(row)
         else:
             tokens = np.ascontiguousarray(line[first:end])
             found[key] = Prompt(f"generate-{next(_numbers)}", tokens, first, [row])
+            if items:
+                found[key].items, found[key].pictures = items, pictures
     return list(found.values())
 
 
@@ -99,8 +127,9 @@ class Rows:
         prompt.table = store.manager.block_table(prompt.request_id)
         prompt.written = length // size if whole else cached // size
         prompt.later = [span for span in spans if span[0] > cached] if reuse else []
+        cached = prompt.readable(cached)
         if store.host is not None and reuse and not whole and not prompt.later:
-            cached = self._load(prompt, cached)
+            cached = prompt.readable(self._load(prompt, cached))
         prompt.waits = allocation.wait_for is not None
         prompt.cached = prompt.shared = cached if reuse else 0
         if store.states is None or not prompt.cached:
@@ -138,8 +167,10 @@ class Rows:
         keys = self._extra_keys
         if self.store.heeds_padding and prompt.pad:
             keys = (*keys, "columns before it", str(prompt.pad))
+        placed = [item.key(prompt.pad) for item in prompt.items]
+        reuse = "prefix" if placed else self.store.reuse  # a gap's end may cut an image
         return self.store.manager.allocate(
-            prompt.request_id, prompt.tokens, extra_keys=keys or None, salt=self._salt, reuse=self.store.reuse
+            prompt.request_id, prompt.tokens, extra_keys=[*keys, *placed] or None, salt=self._salt, reuse=reuse
         )
 
     def write(self, prompt: Prompt, cache: DynamicCache, row: int, pad: int, length: int) -> None:

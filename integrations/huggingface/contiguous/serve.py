@@ -15,10 +15,12 @@ from ..support import UnsupportedError
 from .call import Call
 from .decoding import WatchedModel
 from .host import HostBlocks
-from .probe import LONG, Probed, probe, probe_window
+from .pictures import Pictures
+from .probe import LONG, Probed, probe, probe_images, probe_window
 from .saved import load, save
 from .states import StateStore
 from .storage import BlockStorage
+from .vision import VisionOutputs
 
 LOOPS = ("greedy_search", "sample", "beam_search", "beam_sample", "assisted_generation")
 BY_ROW = ("greedy_search", "sample", "assisted_generation")
@@ -69,7 +71,8 @@ class Contiguous:
         if host is not None:
             manager.on_evict = host.evicted
         reuse = "prefix" if states is not None else self._reuse
-        self.store = Store(manager, storage, states, probed.heeds_padding, host, reuse)
+        vision = VisionOutputs(memory_budget(model) // 8)
+        self.store = Store(manager, storage, states, probed.heeds_padding, host, reuse, vision)
 
     def empty(self, model: Any) -> None:
         """An empty cache from now on; calls under way go on with the blocks they have."""
@@ -128,7 +131,11 @@ class Contiguous:
         mask = kwargs.get("attention_mask")
         if mask is not None and not self._probed.continues_padded:
             raise UnsupportedError("it does not go on from a cached prefix behind padding")
-        store = self.store
+        store, pictures = self.store, None
+        if loop.images is not None:
+            pictures = Pictures(loop.model, store.vision, loop.images, loop.input_ids, kwargs, loop.repeats)
+            if store.vision.goes_on is None:
+                store.vision.goes_on = probe_images(loop.model, loop.input_ids, mask, pictures)
         lease = store.lease()  # before the call: an interrupt may come between its making and its name
         try:
             call = Call(
@@ -141,6 +148,7 @@ class Contiguous:
                 not shown,
                 config.max_length,
                 lease,
+                pictures,
             )
         except OutOfBlocks as error:
             raise UnsupportedError(
@@ -148,7 +156,8 @@ class Contiguous:
             ) from error
         try:
             watched = WatchedModel(loop.model, call, bool(config.prefill_chunk_size))
-            result = loop.run(watched, **{loop.cache_name: call.cache})
+            inputs = {} if pictures is None else {"mm_encoder_outputs": call.features()}
+            result = loop.run(watched, **{loop.cache_name: call.cache}, **inputs)
             if loop.mode in BY_ROW:
                 try:
                     call.keep_answers(result if not hasattr(result, "sequences") else result.sequences, loop.eos)
