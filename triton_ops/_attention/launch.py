@@ -115,7 +115,7 @@ def _scratch_memory(device: torch.device) -> Iterator[None]:
 
 
 def _split_buffers(
-    plan: torch.Tensor, name: str, stream: int, rows: int, num_heads: int, value_dim: int
+    plan: torch.Tensor, name: str, stream: int | None, rows: int, num_heads: int, value_dim: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Parts of rows and their lse, which nothing reads after the call: kept with the plan for the next layer's."""
     # Layers on another stream may run at the same time.
@@ -158,7 +158,7 @@ def _run(prepared: Prepared, tensors: tuple[Any, ...]) -> Result:
             prepared.options,
             prepared.target_items,
         )
-    stream = 0 if INTERPRET else current_stream()
+    stream = None if query.is_cpu else current_stream()
     if prepared.convert_codes:
         key_cache, value_cache = as_codes(key_cache), as_codes(value_cache)
     if k_scale is not None:
