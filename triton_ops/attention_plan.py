@@ -16,7 +16,7 @@ from ._attention.call import PlanCall
 from ._attention.checks import check_batch, check_lengths
 from ._attention.constants import architecture
 from ._attention.layout import PlanShape
-from ._attention.plan import launch_plan, plan_reference
+from ._attention.plan import launch_plan, plan_reference, refresh_kept
 from ._attention.prepare import wanted_items
 from ._checks import bad_argument, check_tensor
 from ._debug import reads_values
@@ -72,7 +72,10 @@ def attention_plan_cpu(call: PlanCall) -> torch.Tensor:
 
 def _launch(call: PlanCall) -> torch.Tensor:
     require_triton("attention_plan")
-    return _build(launch_plan, call)
+    plan = _build(launch_plan, call)
+    if call.out is not None:
+        refresh_kept(call, plan)
+    return plan
 
 
 @operator(cpu=attention_plan_cpu, launch=_launch, bind=PlanCall.of)

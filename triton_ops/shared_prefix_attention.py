@@ -7,7 +7,6 @@ query rows (128 / group queries) instead of once per sequence.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -16,8 +15,10 @@ import torch
 
 from ._attention.call import AttentionCall
 from ._attention.launch import launch_attention
+from ._attention.layout import PlanShape
 from ._attention.operator import attention_operator, with_lse
-from ._launcher import KernelLaunch, aligned
+from ._attention.plan import Kept, kept_with, launch_plan
+from ._launcher import KernelLaunch, aligned, current_stream
 from ._triton import tl, triton
 from .merge_attention import launch_merge
 from .paged_attention import paged_attention
@@ -52,42 +53,74 @@ def _positions_launch(is_aligned: bool, device: torch.device) -> KernelLaunch:
     return KernelLaunch({"BLOCK_T": 64, "BLOCK_S": 128}, 4, None, is_aligned)
 
 
-def _launch(call: AttentionCall, with_lse: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    query, seq_lens, starts = call.query, call.seq_lens, call.query_start_loc
-    num_tokens, num_seqs = query.shape[0], seq_lens.shape[0]
-    if call.num_shared_blocks <= 0 or num_seqs == 0 or num_tokens == 0:
-        return launch_attention(call, with_lse)
-    rest = launch_attention(call, out_dtype=torch.float32)
-    positions, lens, bounds = (torch.empty(n, dtype=torch.int32, device=query.device) for n in (num_tokens, 1, 2))
-    _positions_launch(aligned(seq_lens, starts), query.device)(
-        _shared_prefix_kernel,
-        (-(-num_tokens // 64), 1, 1),
-        positions,
-        lens,
-        bounds,
-        seq_lens,
-        starts,
-        num_seqs,
-        num_tokens,
-        call.key_begin,
-    )
-    # Positions do not ascend over sequences, so the queries are tiled, never decoded from a work list.
-    prefix = launch_attention(
-        dataclasses.replace(
-            call,
-            block_tables=call.block_tables[:1, : call.num_shared_blocks],
-            seq_lens=lens,
-            query_start_loc=bounds,
-            query_positions=positions,
+class _Prefix(Kept):
+    """The shared blocks as one sequence that all queries belong to: the same for all layers of a step."""
+
+    def __init__(self, call: AttentionCall) -> None:
+        device, self._num_blocks = call.query.device, call.num_shared_blocks
+        self._end, self._block_size = call.key_begin, call.block_size
+        sizes = (call.query.shape[0], 1, 2)
+        self.positions, self.lens, self.bounds = (torch.empty(n, dtype=torch.int32, device=device) for n in sizes)
+        self._options = self.call(call).plan_options(tiled=True)
+        size = PlanShape.of(call.block_tables[:1, : self._num_blocks], self._block_size).size
+        self.plan = torch.empty(size, dtype=torch.int32, device=device)
+        self.fill(call.block_tables, call.seq_lens, call.query_start_loc)
+
+    def fill(self, block_tables: torch.Tensor, seq_lens: torch.Tensor, query_start_loc: torch.Tensor) -> None:
+        num_tokens = self.positions.shape[0]
+        _positions_launch(aligned(seq_lens, query_start_loc), seq_lens.device)(
+            _shared_prefix_kernel,
+            (-(-num_tokens // 64), 1, 1),
+            self.positions,
+            self.lens,
+            self.bounds,
+            seq_lens,
+            query_start_loc,
+            seq_lens.shape[0],
+            num_tokens,
+            self._end,
+        )
+        tables = block_tables[:1, : self._num_blocks]
+        tensors = (tables, self.lens, self.bounds, self.positions)
+        launch_plan(self.plan, *tensors, self._block_size, self._options, 1)
+
+    def call(self, call: AttentionCall) -> AttentionCall:
+        """Attention of all queries over the shared blocks."""
+        return call.changed(
+            block_tables=call.block_tables[:1, : self._num_blocks],
+            seq_lens=self.lens,
+            query_start_loc=self.bounds,
+            query_positions=self.positions,
             num_shared_blocks=0,
             sinks=None,
             max_query_len=None,
             max_seq_len=None,
-            plan=None,
-        ),
-        out_dtype=torch.float32,
-        tiled=True,
-    )
+            plan=getattr(self, "plan", None),
+        )
+
+
+def _prefix_of(call: AttentionCall) -> _Prefix:
+    """Kept with the plan, where there is one."""
+    if call.plan is None:
+        return _Prefix(call)
+    on_device = call.query.is_cuda
+    stream = current_stream() if on_device else None
+    kept, key = kept_with(call.plan), (_Prefix, stream, call.query.shape[0], call.num_shared_blocks, call.block_size)
+    prefix = kept.get(key)
+    if prefix is None:
+        prefix = kept[key] = _Prefix(call)
+    prefix.is_captured = prefix.is_captured or (on_device and torch.cuda.is_current_stream_capturing())
+    assert isinstance(prefix, _Prefix)
+    return prefix
+
+
+def _launch(call: AttentionCall, with_lse: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    query = call.query
+    if call.num_shared_blocks <= 0 or call.seq_lens.shape[0] == 0 or query.shape[0] == 0:
+        return launch_attention(call, with_lse)
+    rest = launch_attention(call, out_dtype=torch.float32)
+    # Positions do not ascend over sequences, so the queries are tiled, never decoded from a work list.
+    prefix = launch_attention(_prefix_of(call).call(call), out_dtype=torch.float32, tiled=True)
     return launch_merge(*prefix, *rest, query.dtype)
 
 

@@ -284,11 +284,22 @@ def test_parts_of_rows_are_kept_with_the_plan(device):
     batch = build(Case(lens=(1000, 300), queries=(1, 1), heads=(2, 1))).to(device)
     plan = pc.attention_plan(*batch.tensors[3:], 16, num_kv_heads=1)
     first = pc.paged_attention(*batch.tensors, batch.scale, plan=plan)
-    kept = plan._pc_splits
+    ((parts, lse),) = plan._pc_decode_splits.values()
     assert torch.equal(pc.paged_attention(*batch.tensors, batch.scale, plan=plan), first)
-    assert plan._pc_splits is kept
+    assert plan._pc_decode_splits.popitem()[1] == (parts, lse)
     (prepared,) = launch._prepared.values()
-    assert kept[1][0].shape[0] == prepared.decode.split_rows
+    assert parts.shape[0] == prepared.decode.split_rows
+
+
+def test_parts_of_layers_of_other_shapes_stay_where_a_graph_may_read_them(device):
+    if device.type == "cpu" and not INTERPRET:
+        pytest.skip("runs kernels")
+    plan = None
+    for head_dim in (64, 32, 64):
+        batch = build(Case(lens=(1000, 300), queries=(1, 1), heads=(2, 1), head_dim=head_dim)).to(device)
+        plan = pc.attention_plan(*batch.tensors[3:], 16, num_kv_heads=1) if plan is None else plan
+        check(build(batch.case), *pc.paged_attention_with_lse(*batch.tensors, batch.scale, plan=plan))
+    assert [parts.shape[2] for parts, _ in plan._pc_decode_splits.values()] == [64, 32]
 
 
 DESCRIBED = [

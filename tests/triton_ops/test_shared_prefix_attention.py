@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
+import importlib
+
 import pytest
 import torch
 from attention_cases import Case, build, check
 
 import pc
 from pc.triton_ops._attention.launch import count_tiles
+
+# `pc.shared_prefix_attention` is the function.
+shared_prefix = importlib.import_module("pc.triton_ops.shared_prefix_attention")
 
 CASES = [
     (Case(lens=(200, 150, 300), queries=(1, 9, 1), padding=2), 8),
@@ -39,6 +45,37 @@ def test_numerics(case, shared, planned, device):
     out, lse = pc.shared_prefix_attention_with_lse(*batch.tensors, shared, batch.scale, plan=plan, **batch.options)
     check(_batch(case, shared), out, lse)
     assert torch.equal(out, pc.shared_prefix_attention(*batch.tensors, shared, batch.scale, plan=plan, **batch.options))
+
+
+@pytest.mark.interpreter
+def test_what_layers_share_is_made_once_a_step(device, monkeypatch):
+    """Positions and the prefix's plan are made by the first layer, and anew when the plan is; in place for a graph."""
+    made, fill = [], shared_prefix._Prefix.fill
+    monkeypatch.setattr(shared_prefix._Prefix, "fill", lambda self, *args: made.append(self) or fill(self, *args))
+    case, shared = Case(lens=(200, 150), queries=(1, 3), heads=(1, 1), head_dim=16), 4
+    batch, plan = _batch(case, shared).to(device), None
+
+    def step(lens):
+        nonlocal plan
+        batch.case = dataclasses.replace(case, lens=lens)
+        batch.seq_lens.copy_(torch.tensor(lens))
+        plan = pc.attention_plan(*batch.tensors[3:], 16, num_shared_blocks=shared, out=plan)
+        for _ in range(2):
+            check(batch, *pc.shared_prefix_attention_with_lse(*batch.tensors, shared, batch.scale, plan=plan))
+
+    step((200, 150))
+    assert len(made) == 1
+    step((190, 140))
+    assert len(made) == 2
+    assert made[1] is not made[0]
+    made[1].is_captured = True
+    positions = made[1].positions.data_ptr()
+    step((180, 130))
+    assert made[2] is made[1]
+    assert made[2].positions.data_ptr() == positions
+    assert made[2].positions[: sum(case.queries)].tolist() == [179, 127, 128, 129]
+    pc.shared_prefix_attention(*batch.tensors, shared, batch.scale)
+    assert len(made) == 4, "without a plan, in every layer"
 
 
 @pytest.mark.interpreter

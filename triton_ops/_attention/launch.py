@@ -54,17 +54,15 @@ def prepare_attention(names: tuple[str, ...], with_lse: bool, *values: Any) -> C
         with_lse: Whether it gives the lse too, not the first result alone.
         values: The call's arguments.
     """
-    require_triton("attention")
     call = AttentionCall.of(names, values, {})
-    check_attention(call)
-    if _is_empty(call):
+    prepared = _decided(call, with_lse)
+    if prepared is None:
 
         def none(*values: Any) -> Any:
             results = _empty(AttentionCall.of(names, values, {}), with_lse)
             return results if with_lse else results[0]
 
         return none
-    prepared = prepare(call, with_lse, False, aligned(*TENSORS(call)), _visits is not None)
     places = [names.index(name) if name in names else len(names) for name in TENSOR_NAMES]
     tensors, launch = itemgetter(*places), _launcher_of(prepared)
     if with_lse:
@@ -83,19 +81,29 @@ def launch_attention(
         out_dtype: Of the first result; None: like query.
         tiled: Whether even few queries are tiled, not decoded from the work list.
     """
+    prepared = _decided(call, with_lse, out_dtype, tiled)
+    if prepared is None:
+        return _empty(call, with_lse, out_dtype)
+    return _launcher_of(prepared)(prepared, TENSORS(call))
+
+
+def _decided(
+    call: AttentionCall, with_lse: bool, out_dtype: torch.dtype | None = None, tiled: bool = False
+) -> Prepared | None:
+    """What such a call launches, checked by its metadata; None where there is nothing to attend to."""
     require_triton("attention")
-    tensors = TENSORS(call)
-    is_aligned = aligned(*tensors)
+    is_aligned = aligned(*TENSORS(call))
     key = (with_lse, out_dtype, tiled, is_aligned, call.scale, *call.signature())
     prepared = _prepared.get(key)
     if prepared is None:
         check_attention(call)
-        if _is_empty(call):
-            return _empty(call, with_lse, out_dtype)
-        prepared = remember(_prepared, key, prepare(call, with_lse, tiled, is_aligned, _visits is not None, out_dtype))
-    elif torch.is_grad_enabled():
+        if 0 in call.query.shape[:2] or 0 in call.block_tables.shape:
+            return None
+        prepared = prepare(call, with_lse, tiled, is_aligned, _visits is not None, out_dtype)
+        return remember(_prepared, key, prepared)
+    if torch.is_grad_enabled():
         check_grad(call)
-    return _launcher_of(prepared)(prepared, tensors)
+    return prepared
 
 
 @contextlib.contextmanager
@@ -120,12 +128,14 @@ def _split_buffers(
     """Parts of rows and their lse, which nothing reads after the call: kept with the plan for the next layer's."""
     # Layers on another stream may run at the same time.
     kind = (stream, rows, num_heads, value_dim)
-    kept = getattr(plan, name, None)
-    if kept is None or kept[0] != kind:
-        parts = torch.empty(rows, num_heads, value_dim, dtype=torch.float32, device=plan.device)
-        kept = kind, (parts, torch.empty(rows, num_heads, dtype=torch.float32, device=plan.device))
+    kept: dict[object, tuple[torch.Tensor, torch.Tensor]] | None = getattr(plan, name, None)
+    if kept is None:
+        kept = {}
         setattr(plan, name, kept)
-    buffers: tuple[torch.Tensor, torch.Tensor] = kept[1]
+    buffers = kept.get(kind)
+    if buffers is None:  # and the others stay, whose addresses a captured graph may hold
+        parts = torch.empty(rows, num_heads, value_dim, dtype=torch.float32, device=plan.device)
+        buffers = kept[kind] = parts, torch.empty(rows, num_heads, dtype=torch.float32, device=plan.device)
     return buffers
 
 
@@ -203,11 +213,6 @@ def _run(prepared: Prepared, tensors: tuple[Any, ...]) -> Result:
             stream,
         )
     return out, lse
-
-
-def _is_empty(call: AttentionCall) -> bool:
-    """Whether there is no row, or nothing to attend to."""
-    return 0 in call.query.shape[:2] or 0 in call.block_tables.shape
 
 
 def _empty(call: AttentionCall, with_lse: bool, out_dtype: torch.dtype | None = None) -> Result:
