@@ -349,6 +349,7 @@ class PrefixCaching:
     def _run(self, serving: Contiguous | Paged, adapters: tuple[str, ...], loop: Loop) -> Any:
         try:
             check_loop(loop)
+            loop.adapters = self._row_adapters(loop)
             lengths = [loop.input_ids.shape[1]]
             mask = loop.model_kwargs.get("attention_mask")
             if mask is not None:
@@ -366,6 +367,21 @@ class PrefixCaching:
         self.last_requests = reports
         self._calls.serve()
         return result
+
+    def _row_adapters(self, loop: Loop) -> list[str] | None:
+        """PEFT's adapter of each row, where the caller named them.
+
+        Raises:
+            UnsupportedError: They are not one for each row, or something else is set by row.
+        """
+        try:
+            settings = dict(self._identity.row_settings())
+        except ValueError as error:
+            raise UnsupportedError(f"layers differ in {error}") from error
+        names = settings.pop("adapter_names", None)
+        if settings or (names is not None and len(names) != len(loop.input_ids)):
+            raise UnsupportedError("adapters are set by row in another way than one name for each")
+        return names if names is None else [str(name) for name in names]
 
     def _look_again(self, model: Any) -> None:
         """After the first images: a vision tower puts hooks on itself when it first runs, and that is no change."""

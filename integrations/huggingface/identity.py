@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import chain
 from operator import is_, itemgetter
 from typing import Any
@@ -34,6 +35,9 @@ _TABLES = (
 )
 ATTACHED = frozenset({"generate", "init_continuous_batching", "_cached_continuous_batching_manager"})
 """Attributes of a model that adapters put there: a handle says nothing of KV, and must not keep its model alive."""
+_PRE_HOOKS = ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs")
+ROW_HOOKS = ("adapter_names", "alora_offsets")
+"""What PEFT gives its layers for each row of a call, through hooks that it puts on for the call."""
 CHANGING_ROPE = ("dynamic", "longrope")
 """Rotary embeddings that change their own buffers with the length; `rope_keys` heeds them."""
 
@@ -65,12 +69,15 @@ class Identity:
         for config in _configs(model):
             nested[id(vars(config))] = vars(config)
             _nested(vars(config).values(), nested)
-        tables = [vars(m)[n] for m in (model, *watched) for n in _TABLES]
+        tables = [
+            vars(m)[n] for m in (model, *watched) for n in _TABLES if n not in _PRE_HOOKS or id(m) not in adapters
+        ]
         containers = [*nested.values(), *tables]
         self._dicts = [c for c in containers if isinstance(c, dict) and c]
         self._lists = [c for c in containers if isinstance(c, list) and c]
         self._empty = [c for c in containers if not c]
         self._kept_lengths = self._lengths()
+        self._kept_hooks = self._adapter_hooks()
         self._tensors = list(_tensors((model, *watched)))
         self._versioned = [t for t in self._tensors if not t.is_inference()]
         self._samples, self._device_samples = _samples(self._tensors)
@@ -92,6 +99,24 @@ class Identity:
         """What has been added or taken away shows in a length."""
         return [sum(map(len, c)) for c in ([attributes for _, attributes in self._settings], self._dicts, self._lists)]
 
+    def _adapter_hooks(self) -> list[Any]:
+        """Hooks of adapters, but for those that PEFT puts on for one call."""
+        return [hook for m in self.adapters for hook in m._forward_pre_hooks.values() if not _row_settings(hook)]
+
+    def row_settings(self) -> dict[str, Any]:
+        """What PEFT's hooks give its layers for each row, by name: empty where no call is of that kind.
+
+        Raises:
+            ValueError: Not all layers are given the same.
+        """
+        found: dict[str, Any] = {}
+        for module in self.adapters:
+            for hook in module._forward_pre_hooks.values():
+                for name, value in _row_settings(hook).items():
+                    if found.setdefault(name, value) is not value:
+                        raise ValueError(name)
+        return found
+
     def _tensor_numbers(self) -> list[int]:
         return [t._version for t in self._versioned] + [t.data_ptr() for t in self._tensors]
 
@@ -107,6 +132,7 @@ class Identity:
                 not any(self._empty)
                 and len(vars(model).keys() - self._left_out) == len(self._root_names)
                 and self._lengths() == self._kept_lengths
+                and self._adapter_hooks() == self._kept_hooks
                 and all(map(is_, self._attributes(model), self._kept))
                 and list(map(type, self._modules)) == self._types
                 and self._tensor_numbers() == self._numbers
@@ -126,6 +152,11 @@ class Identity:
             for i, m in enumerate(self.adapters)
         ]
         return ("adapters", hashlib.sha256("\n".join(states).encode()).hexdigest()) if states else ()
+
+
+def _row_settings(hook: Any) -> dict[str, Any]:
+    keywords = hook.keywords if isinstance(hook, partial) else {}
+    return keywords if keywords and set(keywords) <= set(ROW_HOOKS) else {}
 
 
 def _is_adapter(module: torch.nn.Module) -> bool:

@@ -25,6 +25,7 @@ class Loop:
         options: Other arguments of the loop.
         model_kwargs: Arguments of the forward pass; the cache is among them.
         own_processors: Whether the caller gave logits processors.
+        adapters: PEFT's adapter of each row, where the caller named them.
         images: What was taken out of the arguments; `model_kwargs` have no output of a vision tower then.
     """
 
@@ -37,6 +38,7 @@ class Loop:
     model_kwargs: dict[str, Any]
     own_processors: bool
     images: Images | None = None
+    adapters: list[str] | None = None
 
     def run(self, model: Any = None, options: dict[str, Any] | None = None, **inputs: Any) -> Any:
         """The loop over `model`, the model itself where none is given, with some options and inputs replaced."""

@@ -36,6 +36,7 @@ class Call:
         max_length: Tokens that a row has at the end at most.
         lease: Of `store`; kept by the caller as long as the call lasts.
         pictures: Images of the rows.
+        adapters: Of each row, where they differ; rows are then computed together.
 
     Raises:
         OutOfBlocks: The prompts do not fit.
@@ -53,13 +54,15 @@ class Call:
         max_length: int,
         lease: Lease,
         pictures: Pictures | None = None,
+        adapters: list[str] | None = None,
     ) -> None:
         self.model = model
         self.store = store
         self.batch, self.length = input_ids.shape
         self.room = max(1, min(max_length - self.length, ROOM))
         self.pictures = pictures
-        self.prompts = prompts_of(input_ids, mask, pictures)
+        self._adapters = adapters
+        self.prompts = prompts_of(input_ids, mask, pictures, adapters)
         self.rows = Rows(store, extra_keys, salt, lease)
         self.cache: DynamicCache = None
         self.start = 0
@@ -101,7 +104,7 @@ class Call:
 
     def _may_split(self) -> bool:
         """Whether rows may be computed by themselves up to their last tokens, and these together."""
-        if self.store.heeds_padding and any(p.pad for p in self.prompts):
+        if self._adapters is not None or (self.store.heeds_padding and any(p.pad for p in self.prompts)):
             return False
         behind = self.length - (1 if self.store.states is None else 2)
         return all(p.computable(behind - p.pad) for p in self.prompts)

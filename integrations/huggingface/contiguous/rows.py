@@ -38,6 +38,7 @@ class Prompt:
         later: Spans behind the first missing block that are read from blocks too.
         waits: Whether somebody is computing its next block at this moment.
         items: Its images.
+        adapter: Named for its rows; None where none is.
         pictures: Of the call; None where this prompt has no image.
     """
 
@@ -53,6 +54,7 @@ class Prompt:
     table: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
     states: States | None = None
     items: list[Item] = field(default_factory=list)
+    adapter: str | None = None
     pictures: Pictures | None = None
 
     def readable(self, length: int) -> int:
@@ -73,7 +75,12 @@ class Prompt:
         return self.pictures.inputs(self.rows[0], self.pad, self.pad + end) | features
 
 
-def prompts_of(input_ids: torch.Tensor, mask: torch.Tensor | None, pictures: Pictures | None = None) -> list[Prompt]:
+def prompts_of(
+    input_ids: torch.Tensor,
+    mask: torch.Tensor | None,
+    pictures: Pictures | None = None,
+    adapters: list[str] | None = None,
+) -> list[Prompt]:
     """The distinct prompts of a batch, in the order in which rows show them."""
     ids = input_ids.cpu().numpy()
     kept = np.ones(ids.shape, bool) if mask is None else mask.cpu().numpy().astype(bool)
@@ -85,12 +92,14 @@ def prompts_of(input_ids: torch.Tensor, mask: torch.Tensor | None, pictures: Pic
         items = [] if pictures is None else pictures.items[row]
         if items and items[-1].end > end:
             raise UnsupportedError("attention_mask leaves out tokens before an image")
-        key = (first, line[first:].tobytes(), keep.tobytes(), *(item.key(first) for item in items))
+        adapter = None if adapters is None else adapters[row]
+        key = (first, line[first:].tobytes(), keep.tobytes(), adapter, *(item.key(first) for item in items))
         if key in found:
             found[key].rows.append(row)
         else:
             tokens = np.ascontiguousarray(line[first:end])
             found[key] = Prompt(f"generate-{next(_numbers)}", tokens, first, [row])
+            found[key].adapter = adapter
             if items:
                 found[key].items, found[key].pictures = items, pictures
     return list(found.values())
@@ -167,6 +176,8 @@ class Rows:
         keys = self._extra_keys
         if self.store.heeds_padding and prompt.pad:
             keys = (*keys, "columns before it", str(prompt.pad))
+        if prompt.adapter is not None:
+            keys = (*keys, "adapter of the row", prompt.adapter)
         placed = [item.key(prompt.pad) for item in prompt.items]
         reuse = "prefix" if placed else self.store.reuse  # a gap's end may cut an image
         return self.store.manager.allocate(

@@ -149,6 +149,7 @@ class Contiguous:
                 config.max_length,
                 lease,
                 pictures,
+                loop.adapters,
             )
         except OutOfBlocks as error:
             raise UnsupportedError(

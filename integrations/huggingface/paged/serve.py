@@ -93,6 +93,8 @@ def check_paged(loop: Loop) -> None:
     for name in ("output_attentions", "output_hidden_states"):
         if getattr(loop.generation_config, name, False) or loop.model_kwargs.get(name):
             raise UnsupportedError(f"{name}=True needs tensors that are not there for cached tokens")
+    if loop.adapters is not None:
+        raise UnsupportedError("packed passes know no rows that adapters could be named for")
     if loop.images is not None:
         raise UnsupportedError("packed passes take no images")
     mask = loop.model_kwargs.get("attention_mask")

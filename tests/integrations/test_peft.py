@@ -1,0 +1,93 @@
+"""PEFT around a model with caching: adapters, adapters by row, and tunings that put tokens before the prompt."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+peft = pytest.importorskip("peft")
+
+from generate_cases import LLAMA, assert_nothing_held, left_padded, prompt  # noqa: E402
+
+from pc.integrations.huggingface import enable_prefix_caching  # noqa: E402
+
+FREE: dict[str, Any] = {"max_new_tokens": 12, "eos_token_id": None, "do_sample": False}
+LORA: dict[str, Any] = {"target_modules": ["q_proj", "v_proj"], "init_lora_weights": False, "task_type": "CAUSAL_LM"}
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", module="(peft|transformers)")
+        yield
+
+
+@pytest.fixture
+def model() -> Any:
+    inner = LLAMA.build()
+    torch.manual_seed(2)
+    model = peft.get_peft_model(inner, peft.LoraConfig(r=4, **LORA), adapter_name="first").eval()
+    model.add_adapter("second", peft.LoraConfig(r=2, **LORA))
+    return model.eval()
+
+
+def test_adapters_share_nothing(model: Any) -> None:
+    def calls() -> Iterator[torch.Tensor]:
+        for name in ("first", "second"):
+            model.set_adapter(name)
+            yield model.generate(input_ids=prompt(60), **FREE)
+        with model.disable_adapter():
+            yield model.generate(input_ids=prompt(60), **FREE)
+
+    want = list(calls())
+    assert not any(torch.equal(want[i], want[j]) for i, j in ((0, 1), (0, 2), (1, 2)))
+    with enable_prefix_caching(model) as handle:
+        for cached in (0, 48):
+            for expected, got in zip(want, calls(), strict=True):
+                assert torch.equal(expected, got)
+                assert handle.last_requests[0].cached_tokens == cached
+        assert handle.stats().calls_handed_back == {}
+
+
+def test_adapters_by_row(model: Any) -> None:
+    batch = left_padded(prompt(60), prompt(60), prompt(40, 1))
+    named = [["first", "second", "first"], ["second", "__base__", "second"], ["first", "first", "__base__"]]
+    want = [model.generate(**batch, **FREE, adapter_names=names) for names in named]
+    beams = model.generate(**batch, **FREE, adapter_names=named[0], num_beams=2)
+    assert not torch.equal(want[0][0], want[0][1])
+    with enable_prefix_caching(model) as handle:
+        model.generate(input_ids=prompt(60), **FREE)
+        for again in range(2):
+            for names, expected in zip(named, want, strict=True):
+                assert torch.equal(model.generate(**batch, **FREE, adapter_names=names), expected)
+                assert again == 0 or min(r.cached_tokens for r in handle.last_requests) > 0
+            assert torch.equal(model.generate(**batch, **FREE, adapter_names=named[0], num_beams=2), beams)
+        # One adapter for all by its name is still another way than the active one.
+        assert torch.equal(model.generate(input_ids=prompt(60), **FREE), want[0][:1, -72:])
+        assert handle.last_requests[0].cached_tokens == 48  # nor have the hooks of calls emptied the cache
+        assert handle.stats().calls_handed_back == {}
+        assert_nothing_held(handle)
+
+
+@pytest.mark.parametrize("config", ["PrefixTuningConfig", "PromptTuningConfig", "PromptEncoderConfig"])
+def test_tokens_before_the_prompt_go_to_the_model(config: str) -> None:
+    options = {"encoder_hidden_size": 32} if config == "PromptEncoderConfig" else {}
+    torch.manual_seed(2)
+    tuning = getattr(peft, config)(task_type="CAUSAL_LM", num_virtual_tokens=5, **options)
+    model = peft.get_peft_model(LLAMA.build(), tuning).eval()
+    want = model.generate(input_ids=prompt(60), **FREE)
+    base = model.get_base_model()
+    with enable_prefix_caching(model) as handle:
+        with pytest.warns(UserWarning, match="prepare_inputs_for_generation is overridden"):
+            assert torch.equal(model.generate(input_ids=prompt(60), **FREE), want)
+        assert handle.stats().calls_served == 0
+        for cached in (0, 48):  # the model within, by itself, is served
+            assert torch.equal(
+                base.generate(input_ids=prompt(60), **FREE), type(base).generate(base, prompt(60), **FREE)
+            )
+            assert handle.last_requests[0].cached_tokens == cached
