@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 import weakref
 from typing import Any
 
@@ -23,6 +24,8 @@ def enable_prefix_caching(
     reuse: str = "prefix",
     host_blocks: int = 0,
     cuda_graphs: bool | None = None,
+    disk: str | os.PathLike[str] | None = None,
+    disk_bytes: int | None = None,
 ) -> PrefixCaching:
     """Lets `model.generate` reuse the KV of prompts it has seen, until `disable` is called.
 
@@ -41,16 +44,20 @@ def enable_prefix_caching(
         host_blocks: Evicted blocks that are kept in host memory, to be read again.
         cuda_graphs: Whether decode steps are captured in CUDA graphs and replayed. None: where that is possible, see
             `docs/huggingface.md`; what cannot be captured runs eagerly.
+        disk: A directory for evicted blocks, and for all when caching is disabled; later processes with the same
+            model, weights and block size read them. None: no block is written.
+        disk_bytes: Bytes of those at most, those used longest ago go first. None: no limit.
 
     Returns:
-        The handle: `stats()`, `last_requests`, `salt()`, `graphs`, `reset()`, `disable()`; also a context manager that
-        disables at its end.
+        The handle: `stats()`, `last_requests`, `salt()`, `hint()`, `graphs`, `reset()`, `disable()`; also a context
+        manager that disables at its end.
 
     Raises:
         TypeError: `model` has no `generate` of transformers, or `num_blocks` or `block_size` is not an integer, or
             `cuda_graphs` not a bool.
         ValueError: Caching is already enabled for this model, a number is out of range, or `cuda_graphs` is True and
             its decode steps cannot be captured.
+        OSError: The directory cannot be made.
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -81,13 +88,19 @@ def enable_prefix_caching(
         raise ValueError(f"host_blocks: got {host_blocks}, needs at least 0")
     if cuda_graphs is not None and not isinstance(cuda_graphs, bool):
         raise TypeError(f"cuda_graphs: got {type(cuda_graphs).__name__}, needs a bool or None")
+    if disk is not None and not isinstance(disk, str | os.PathLike):
+        raise TypeError(f"disk: got {type(disk).__name__}, needs a path or None")
+    if disk_bytes is not None and (isinstance(disk_bytes, bool) or not isinstance(disk_bytes, int)):
+        raise TypeError(f"disk_bytes: got {type(disk_bytes).__name__}, needs an int or None")
+    if disk_bytes is not None and disk_bytes < 1:
+        raise ValueError(f"disk_bytes: got {disk_bytes}, needs at least 1")
     model = generating_model(model)
     replaced = vars(model).get("generate")
     if isinstance(replaced, Generate) and replaced.handle is not None:
         raise ValueError("model: prefix caching is already enabled; call disable() on its handle first")
     if replaced is not None and not isinstance(replaced, Generate):
         raise ValueError("model: its generate was already replaced on this instance; undo that first")
-    handle = PrefixCaching(model, num_blocks, block_size, policy, cuda_graphs, reuse, host_blocks)
+    handle = PrefixCaching(model, num_blocks, block_size, policy, cuda_graphs, reuse, host_blocks, disk, disk_bytes)
     if cuda_graphs and handle.graphs.reason is not None:
         raise ValueError(f"cuda_graphs: got True, needs steps that can be captured, and {handle.graphs.reason}")
     vars(model)["generate"] = Generate(model, handle)

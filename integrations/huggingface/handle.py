@@ -16,6 +16,7 @@ from transformers.generation.utils import GENERATION_MODES_MAPPING
 from ...cache import CacheManager, OutOfBlocks
 from .calls import Calls, ServedStats
 from .contiguous.serve import Contiguous
+from .hints import Hints
 from .identity import Identity, set_by_forward
 from .images import Images, encoded_by_model, take_images
 from .loop import Loop
@@ -54,13 +55,21 @@ class PrefixCaching:
         cuda_graphs: bool | None,
         reuse: str = "prefix",
         host_blocks: int = 0,
+        disk: str | os.PathLike[str] | None = None,
+        disk_bytes: int | None = None,
     ) -> None:
         self._model: weakref.ref[Any] = weakref.ref(model)
         self._lock = threading.RLock()
         self._calls = Calls()
         self._arguments = (num_blocks, block_size, policy)
-        self._reuse, self._host_blocks = reuse, host_blocks
+        self._tiers: dict[str, Any] = {
+            "reuse": reuse,
+            "host_blocks": host_blocks,
+            "disk": disk,
+            "disk_bytes": disk_bytes,
+        }
         self._salts = Salts()
+        self._hints = Hints()
         self._steps = DecodeSteps(cuda_graphs is not False, self._warn_of_graphs)
         self._serving: Contiguous | Paged | None = None
         self._disabled = self._looked_at_images = False
@@ -89,12 +98,13 @@ class PrefixCaching:
 
     def _way(self, model: Any) -> Contiguous | Paged:
         """Packed passes over blocks where there are kernels and the model can follow, contiguous copies else."""
-        if model.device.type in CAPTURERS and self._reuse == "prefix" and not self._host_blocks:
+        tiers = self._tiers["host_blocks"] or self._tiers["disk"] is not None
+        if model.device.type in CAPTURERS and self._tiers["reuse"] == "prefix" and not tiers:
             try:
                 return Paged(model, *self._arguments, self._steps)
             except UnsupportedError as error:
                 self._steps.refuse(str(error))
-        return Contiguous(model, *self._arguments, self._reuse, self._host_blocks)
+        return Contiguous(model, *self._arguments, **self._tiers)
 
     def __enter__(self) -> PrefixCaching:
         return self
@@ -249,6 +259,30 @@ class PrefixCaching:
         """
         return self._salts.within(salt)
 
+    def hint(self, returns: float | None) -> AbstractContextManager[None]:
+        """Within it, what this thread knows of its conversations is told to the eviction policy when its calls end.
+
+        Args:
+            returns: Probability that the conversation of a call goes on soon, 0 to 1; None: unknown. With 0 the
+                policies that heed it (`hazard`, `priority`) give up first what nobody else used.
+
+        Raises:
+            TypeError: `returns` is neither a number nor None.
+            ValueError: `returns` is not between 0 and 1.
+
+        Example:
+            >>> from transformers import LlamaConfig, LlamaForCausalLM
+            >>> from pc.integrations.huggingface import enable_prefix_caching
+            >>> sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+            >>> model = LlamaForCausalLM(LlamaConfig(vocab_size=64, eos_token_id=None, **sizes)).eval()
+            >>> handle = enable_prefix_caching(model, num_blocks=64, policy="priority")
+            >>> with handle.hint(returns=0):  # the last question of this user
+            ...     tokens = model.generate(torch.arange(3, 43)[None], max_new_tokens=4)
+            >>> tokens.shape
+            torch.Size([1, 44])
+        """
+        return self._hints.within(returns)
+
     def disable(self) -> None:
         """Gives the model its own `generate` back and frees the blocks; a second call does nothing.
 
@@ -264,6 +298,8 @@ class PrefixCaching:
         """
         with self._lock:
             model, self._disabled = self._model(), True
+            if isinstance(self._serving, Contiguous):
+                self._serving.close()
             self._serving = None
             self._steps.drop()
             if model is not None and getattr(vars(model).get("generate"), "handle", None) is self:
@@ -314,7 +350,7 @@ class PrefixCaching:
             elif self._identity.changed(model):
                 self._identity = Identity(model, passing=self._passing)
                 if self._serving is not None:
-                    self._serving.empty(model)
+                    self._serving.empty(model, changed=True)
             return self._serving, self._identity.adapter_keys()
 
     def _loop(
@@ -349,7 +385,7 @@ class PrefixCaching:
     def _run(self, serving: Contiguous | Paged, adapters: tuple[str, ...], loop: Loop) -> Any:
         try:
             check_loop(loop)
-            loop.adapters = self._row_adapters(loop)
+            loop.adapters, loop.returns = self._row_adapters(loop), self._hints.returns
             lengths = [loop.input_ids.shape[1]]
             mask = loop.model_kwargs.get("attention_mask")
             if mask is not None:

@@ -54,7 +54,7 @@ class Identity:
         self._modules = [m for m in model.modules() if m is not model]
         self.adapters = [m for m in self._modules if _is_adapter(m)]
         adapters = {id(m) for m in self.adapters}
-        watched = [m for m in self._modules if not _changes_itself(m)]
+        watched = [m for m in self._modules if not changes_itself(m)]
         self._left_out = _INTERNAL | ATTACHED | passing
         # What we are held by is left out of what we hold, or the model would keep itself alive.
         self._root_names = [n for n in vars(model) if n not in self._left_out]
@@ -175,7 +175,8 @@ def set_by_forward(model: Any) -> Iterator[set[str]]:
         names |= {name for name, value in vars(module).items() if attributes.get(name, names) is not value}
 
 
-def _changes_itself(module: torch.nn.Module) -> bool:
+def changes_itself(module: torch.nn.Module) -> bool:
+    """Whether it is a rotary embedding that changes with the length of what it sees."""
     kind = getattr(module, "rope_type", None)
     kinds = kind.values() if isinstance(kind, dict) else (kind,)
     return any(k in CHANGING_ROPE for k in kinds if isinstance(k, str))

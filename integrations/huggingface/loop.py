@@ -26,6 +26,7 @@ class Loop:
         model_kwargs: Arguments of the forward pass; the cache is among them.
         own_processors: Whether the caller gave logits processors.
         adapters: PEFT's adapter of each row, where the caller named them.
+        returns: Probability that the conversation goes on soon; None: unknown.
         images: What was taken out of the arguments; `model_kwargs` have no output of a vision tower then.
     """
 
@@ -39,6 +40,7 @@ class Loop:
     own_processors: bool
     images: Images | None = None
     adapters: list[str] | None = None
+    returns: float | None = None
 
     def run(self, model: Any = None, options: dict[str, Any] | None = None, **inputs: Any) -> Any:
         """The loop over `model`, the model itself where none is given, with some options and inputs replaced."""

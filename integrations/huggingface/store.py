@@ -13,8 +13,9 @@ from ...cache import CacheManager
 class Lease:
     """The requests of one call; those it has not given back when it is lost are given back by the next call."""
 
-    def __init__(self, manager: CacheManager, lost: deque[list[str]]) -> None:
+    def __init__(self, manager: CacheManager, lost: deque[list[str]], returns: float | None = None) -> None:
         self._manager = manager
+        self._returns = returns
         self._request_ids: list[str] = []
         self._finalizer = weakref.finalize(self, lost.append, self._request_ids)
         self._finalizer.atexit = False
@@ -31,14 +32,14 @@ class Lease:
     def close(self) -> None:
         """Ends all requests."""
         while self._request_ids:
-            free(self._manager, self._request_ids[-1])
+            free(self._manager, self._request_ids[-1], self._returns)
             self._request_ids.pop()
 
 
-def free(manager: CacheManager[Any, Any, Any], request_id: Hashable) -> None:
+def free(manager: CacheManager[Any, Any, Any], request_id: Hashable, returns: float | None = None) -> None:
     """Ends a request; one that was never started is none."""
     try:
-        manager.free(request_id)
+        manager.free(request_id, returns)
     except KeyError:
         return
 
@@ -76,10 +77,10 @@ class Store:
         self.block_size = manager.block_size
         self._lost: deque[list[str]] = deque()
 
-    def lease(self) -> Lease:
-        """Room for the requests of a call."""
+    def lease(self, returns: float | None = None) -> Lease:
+        """Room for the requests of a call; `returns`: see `CacheManager.free`."""
         self.sweep()
-        return Lease(self.manager, self._lost)
+        return Lease(self.manager, self._lost, returns)
 
     def sweep(self) -> None:
         """Ends the requests of calls that were cut off before they could do so."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import tempfile
 from pathlib import Path
@@ -12,22 +10,10 @@ from typing import Any
 import torch
 
 from ..store import Store
-from .host import Content
+from .disk import Content
+from .fingerprint import fingerprint
 
 FORMAT = 1
-_NAMES = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "_attn_implementation")
-"""Entries of a config that say nothing about KV."""
-
-
-def fingerprint(model: Any) -> str:
-    """A hash of a model's class, config, dtypes, weights and buffers, as hexadecimal digits."""
-    config = {name: value for name, value in model.config.to_dict().items() if name not in _NAMES}
-    digest = hashlib.sha256(type(model).__name__.encode())
-    digest.update(json.dumps(config, sort_keys=True, default=str).encode())
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
-        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
 
 
 def save(model: Any, store: Store, adapters: tuple[str, ...], path: str | os.PathLike[str]) -> int:

@@ -14,6 +14,7 @@ from ..store import Store
 from ..support import UnsupportedError
 from .call import Call
 from .decoding import WatchedModel
+from .disk import DiskBlocks, disk_blocks
 from .host import HostBlocks
 from .pictures import Pictures
 from .probe import LONG, Probed, probe, probe_images, probe_window
@@ -37,6 +38,8 @@ class Contiguous:
         policy: See `CacheManager`.
         reuse: See `CacheManager.allocate`.
         host_blocks: Evicted blocks that are kept in host memory.
+        disk: Directory of evicted blocks; None: they are not kept on disk.
+        disk_bytes: Bytes of those at most; None: no limit.
 
     Attributes:
         store: Where KV is kept.
@@ -53,9 +56,13 @@ class Contiguous:
         policy: Any,
         reuse: str = "prefix",
         host_blocks: int = 0,
+        disk: str | os.PathLike[str] | None = None,
+        disk_bytes: int | None = None,
     ) -> None:
         self._arguments = (num_blocks, block_size, policy)
         self._reuse, self._host_blocks = reuse, host_blocks
+        self._disk, self._disk_bytes = disk, disk_bytes
+        self._disk_blocks: DiskBlocks | None = None
         self._make(model, probe(model))
 
     def _make(self, model: Any, probed: Probed) -> None:
@@ -67,15 +74,32 @@ class Contiguous:
         storage.num_blocks = num_blocks or default_num_blocks(model, storage.bytes_per_block, block_size)
         states = StateStore(memory_budget(model) // 4) if probed.state_bytes else None
         manager = CacheManager(storage.num_blocks, block_size, policy=policy)
-        host = HostBlocks(storage, self._host_blocks) if self._host_blocks else None
-        if host is not None:
+        host = None
+        if self._disk is not None and states is None:  # KV without the states at its end would not be read
+            self._disk_blocks = disk_blocks(model, manager, storage, self._disk, self._disk_bytes)
+        self._disk = None
+        if self._host_blocks or self._disk_blocks is not None:
+            host = HostBlocks(storage, self._host_blocks, self._disk_blocks)
             manager.on_evict = host.evicted
         reuse = "prefix" if states is not None else self._reuse
         vision = VisionOutputs(memory_budget(model) // 8)
         self.store = Store(manager, storage, states, probed.heeds_padding, host, reuse, vision)
 
-    def empty(self, model: Any) -> None:
-        """An empty cache from now on; calls under way go on with the blocks they have."""
+    def close(self) -> None:
+        """Writes what is cached to disk, where there is one."""
+        if self.store.host is not None:
+            self.store.host.close(self.store.manager)
+
+    def empty(self, model: Any, changed: bool = False) -> None:
+        """An empty cache from now on; calls under way go on with the blocks they have.
+
+        Args:
+            model: The model.
+            changed: Whether it is another than before: then its blocks on disk are not its own any more.
+        """
+        if changed and self._disk_blocks is not None:
+            self._disk_blocks.close(())
+            self._disk_blocks = None
         self._make(model, self._probed)
 
     def save(self, model: Any, adapters: tuple[str, ...], path: str | os.PathLike[str]) -> int:
@@ -136,7 +160,7 @@ class Contiguous:
             pictures = Pictures(loop.model, store.vision, loop.images, loop.input_ids, kwargs, loop.repeats)
             if store.vision.goes_on is None:
                 store.vision.goes_on = probe_images(loop.model, loop.input_ids, mask, pictures)
-        lease = store.lease()  # before the call: an interrupt may come between its making and its name
+        lease = store.lease(loop.returns)  # before the call: an interrupt may come between its making and its name
         try:
             call = Call(
                 loop.model,

@@ -44,7 +44,7 @@ class Paged:
         storage = BlockStorage(num_blocks, block_size, layer_windows(model.config))
         self.store = Store(CacheManager(num_blocks, block_size, policy=policy), storage)
 
-    def empty(self, model: Any) -> None:
+    def empty(self, model: Any, changed: bool = False) -> None:
         """An empty cache from now on; calls under way go on with the blocks they have."""
         install(model)
         storage = self.store.storage.fresh()
@@ -74,7 +74,7 @@ class Paged:
             config.prefill_chunk_size,
             self._turn,
             salt,
-            store.lease(),
+            store.lease(loop.returns),
         )
         decoder = PagedDecoder(model, requests, criteria, drop_finished, out_of_blocks)
         try:

@@ -1,0 +1,156 @@
+"""Blocks on disk under a handle: read again after eviction and by later processes, never by another model."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+from generate_cases import FAMILIES, LLAMA, assert_nothing_held, assert_same, prompt  # noqa: E402
+
+from pc.integrations.huggingface import enable_prefix_caching  # noqa: E402
+
+BY_NAME = {family.name: family for family in FAMILIES}
+
+
+def cached(model: Any, handle: Any, ids: torch.Tensor) -> int:
+    assert_same(model, input_ids=ids, max_new_tokens=4)
+    return int(handle.last_requests[0].cached_tokens)
+
+
+@pytest.mark.parametrize("host_blocks", [0, 2])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2"])
+def test_evicted_blocks_come_back(tmp_path: Path, name: str, host_blocks: int) -> None:
+    model = BY_NAME[name].build()
+    with enable_prefix_caching(model, num_blocks=8, host_blocks=host_blocks, disk=tmp_path) as handle:
+        for seed in range(4):
+            assert cached(model, handle, prompt(64, seed)) == 0
+        for seed in range(4):
+            assert cached(model, handle, prompt(64, seed)) == 63
+        assert handle.stats().evictions > 0
+        assert handle.stats().offloaded_blocks == handle.stats().evictions
+        with handle.salt("tenant"):
+            assert cached(model, handle, prompt(64)) == 0
+        assert_nothing_held(handle)
+
+
+def test_another_process_goes_on(tmp_path: Path) -> None:
+    model = LLAMA.build()
+    with enable_prefix_caching(model, disk=str(tmp_path)) as handle:
+        cached(model, handle, prompt(64))
+    files = list(tmp_path.rglob("*.block"))
+    assert len(files) == 4
+    assert all(path.stat().st_mode & 0o077 == 0 for path in files)
+    model = LLAMA.build()
+    with enable_prefix_caching(model, disk=str(tmp_path)) as handle:
+        assert cached(model, handle, torch.cat([prompt(64), prompt(9, 1)], 1)) == 64
+        handle.reset()  # of memory
+        assert cached(model, handle, prompt(64)) == 63
+
+
+def _scaled(model: Any) -> Any:
+    with torch.no_grad():
+        model.model.layers[0].self_attn.k_proj.weight[0, 0] += 0.5
+    return model
+
+
+def _hooked(model: Any) -> Any:
+    model.model.layers[0].self_attn.k_proj.register_forward_hook(lambda module, inputs, output: output * 1.5)
+    return model
+
+
+def _set(model: Any) -> Any:
+    model.model.layers[0].self_attn.scaling *= 1.5
+    return model
+
+
+@pytest.mark.parametrize("change", [_scaled, _hooked, _set, lambda m: m.to(torch.float64)])
+def test_blocks_of_another_model_are_not_read(tmp_path: Path, change: Any) -> None:
+    with enable_prefix_caching(model := LLAMA.build(), disk=tmp_path) as handle:
+        cached(model, handle, prompt(64))
+    other = change(LLAMA.build())
+    with enable_prefix_caching(other, disk=tmp_path) as handle:
+        assert cached(other, handle, prompt(64)) == 0
+    with enable_prefix_caching(other, disk=tmp_path, block_size=8) as handle:
+        assert cached(other, handle, prompt(64)) == 0
+
+
+@pytest.mark.parametrize("change", [_scaled, _hooked, _set])
+def test_model_that_changes_leaves_its_blocks(tmp_path: Path, change: Any) -> None:
+    model = LLAMA.build()
+    with enable_prefix_caching(model, num_blocks=8, disk=tmp_path) as handle:
+        for seed in range(3):
+            cached(model, handle, prompt(64, seed))
+        change(model)
+        for seed in range(3):
+            assert cached(model, handle, prompt(64, seed)) == 0
+    with enable_prefix_caching(model := LLAMA.build(), disk=tmp_path) as handle:
+        assert cached(model, handle, prompt(64)) == 63
+
+
+def test_damaged_files_and_a_full_directory(tmp_path: Path) -> None:
+    model = LLAMA.build()
+    with enable_prefix_caching(model, disk=tmp_path) as handle:
+        cached(model, handle, prompt(64))
+    files = sorted(tmp_path.rglob("*.block"))
+    for path in files:
+        path.write_bytes(path.read_bytes()[:-3])
+    size = files[0].stat().st_size
+    with enable_prefix_caching(model, disk=tmp_path) as handle, pytest.warns(RuntimeWarning, match="dropped"):
+        assert cached(model, handle, prompt(64)) == 0
+    with enable_prefix_caching(model, disk=tmp_path, disk_bytes=size * 3 + 100) as handle:
+        cached(model, handle, prompt(200, 1))
+    assert 0 < len(list(tmp_path.rglob("*.block"))) <= 3
+
+
+def test_hybrids_write_nothing(tmp_path: Path) -> None:
+    config = transformers.Lfm2Config(
+        vocab_size=503, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, layer_types=["conv", "full_attention"], pad_token_id=0, eos_token_id=7,
+    )  # fmt: skip
+    model = transformers.Lfm2ForCausalLM(config).eval()
+    with enable_prefix_caching(model, disk=tmp_path) as handle:
+        cached(model, handle, prompt(64))
+        assert cached(model, handle, prompt(64)) == 48
+    assert list(tmp_path.rglob("*.block")) == []
+
+
+def test_writing_waits_for_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = LLAMA.build()
+    replace, slow = os.replace, []
+
+    def slowly(*args: Any) -> None:
+        time.sleep(0.02)
+        slow.append(time.perf_counter())
+        replace(*args)
+
+    monkeypatch.setattr(os, "replace", slowly)
+    handle = enable_prefix_caching(model, num_blocks=8, disk=tmp_path)
+    for seed in range(3):
+        cached(model, handle, prompt(64, seed))
+    assert cached(model, handle, prompt(64)) == 63  # from what is still being written
+    handle.disable()
+    assert len(list(tmp_path.rglob("*.block"))) == len(slow) == 12
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        ({"disk": 3}, TypeError, "disk: got int"),
+        ({"disk": "x", "disk_bytes": 0}, ValueError, "disk_bytes: got 0"),
+        ({"disk": "x", "disk_bytes": 1.5}, TypeError, "disk_bytes: got float"),
+    ],
+)
+def test_bad_arguments(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: dict[str, Any], error: type[Exception], text: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(error, match=text):
+        enable_prefix_caching(LLAMA.build(), **arguments)
+    assert not Path("x").exists()
