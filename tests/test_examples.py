@@ -14,11 +14,13 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 HELPERS = {"small_model"}
 SAYS = {
     "benchmark_kernel": r"mine \d+ us, largest error",
-    "chat_server": r"bob: 413 tokens, 400 of them reused",
+    "chat_server": r"bob: 393 tokens, 384 of them reused",
     "custom_model": r"second: 204 tokens, 12 computed",
     "eviction_policy": r"10% +0\.\d+",
     "hidden_states": r"two: hidden states of 302 tokens, 14 computed",
+    "serve": r"bob: (\d+) tokens, \d{3} of them found in blocks",
 }
+NEEDS = {"serve": ("fastapi", "uvicorn", "openai", "accelerate", "psutil")}
 
 
 def test_every_example_is_listed_and_run() -> None:
@@ -29,7 +31,8 @@ def test_every_example_is_listed_and_run() -> None:
 
 @pytest.mark.parametrize("name", sorted(SAYS))
 def test_an_example_runs(name: str, tmp_path: Path) -> None:
-    pytest.importorskip("transformers")
+    for package in ("transformers", *NEEDS.get(name, ())):
+        pytest.importorskip(package)
     done = subprocess.run(
         [sys.executable, EXAMPLES / f"{name}.py"],
         capture_output=True,

@@ -89,7 +89,10 @@ def config(new: int = 8, **options: Any) -> Any:
 def alone(model: Any, prompts: Sequence[list[int]], new: int = 8, **options: Any) -> list[list[int]]:
     """The answers of the model's own generate, one prompt at a time."""
     settings = {"do_sample": False, "eos_token_id": None, "max_new_tokens": new} | options
-    return [type(model).generate(model, torch.tensor([p]), **settings)[0, len(p) :].tolist() for p in prompts]
+    rows = [torch.tensor([prompt]) for prompt in prompts]
+    # A mask is given, or generate takes tokens that look like padding for padding.
+    answers = [type(model).generate(model, r, attention_mask=torch.ones_like(r), **settings) for r in rows]
+    return [answer[0, row.shape[1] :].tolist() for answer, row in zip(answers, rows, strict=True)]
 
 
 def batched(model: Any, prompts: Sequence[list[int]], new: int = 8, **options: Any) -> list[list[int]]:

@@ -24,7 +24,8 @@ from ..paged.layers import layer_windows
 from ..paged.probe import probe
 from ..salts import Salts
 from ..support import UnsupportedError, check_model, rope_keys
-from .blocks import ScheduledBlocks, SharedBlocks
+from .blocks import ScheduledBlocks
+from .shared import SharedBlocks
 from .step import GroupedStorage, allocate_layers
 from .versions import check_version
 

@@ -155,9 +155,10 @@ class Processor(ContinuousBatchProcessor):  # type: ignore[misc]
     def _generation_step(self, model: Any) -> None:
         rows, copies = self.cache.take_step()
         batch = self.inputs_and_outputs.get_model_kwargs(use_padding=False)
-        if batch["input_ids"].shape[1]:  # a request that is only to be forked has no token to compute
-            step = Step(model, self.cache.storage, self.cache.manager, rows, copies)
-            self.model_runner.compute_batch(step, batch)
+        if not batch["input_ids"].shape[1]:  # requests that are only to be forked: a token of padding, to draw as ever
+            batch["input_ids"] = batch["position_ids"] = batch["input_ids"].new_zeros(1, 1)
+        step = Step(model, self.cache.storage, self.cache.manager, rows, copies)
+        self.model_runner.compute_batch(step, batch)
         self.inputs_and_outputs.retrieve_device_outputs()
 
     def fail(self, state: Any, reason: str) -> None:

@@ -78,7 +78,7 @@ class Row(NamedTuple):
 
 
 def passes(manager: CacheManager[Any, Any, Any], num_groups: int, rows: Sequence[Row]) -> list[PackedBatch]:
-    """What the layers of each group share in a step.
+    """What the layers of each group share in a step; one without tokens has one of padding.
 
     Raises:
         RuntimeError: A token has no block.
@@ -99,7 +99,7 @@ def passes(manager: CacheManager[Any, Any, Any], num_groups: int, rows: Sequence
         blocks = tables[of_row, positions // size].astype(np.int64)
         if blocks.size and blocks.min() < 0:
             raise RuntimeError(f"request {rows[of_row[blocks.argmin()]].key}: a token of this step has no block")
-        slots = np.where(known, -1, blocks * size + positions % size)
+        slots = np.where(known, -1, blocks * size + positions % size) if blocks.size else np.array([-1])
         made.append(PackedBatch(slots, tables, starts + counts, counts))
     return made
 

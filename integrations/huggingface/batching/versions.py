@@ -71,9 +71,9 @@ def check_version(cache: type) -> None:
     theirs = _find("cache:PagedAttentionCache", where)
     for name, method in inspect.getmembers(theirs, inspect.isfunction):
         if not name.startswith("_") and name not in UNUSED:
-            ours = getattr(cache, name, None)
-            if ours is None or list(inspect.signature(ours).parameters) != list(inspect.signature(method).parameters):
-                raise UnsupportedError(f"PagedAttentionCache.{name}{inspect.signature(method)} is not known {where}")
+            ours, takes = getattr(cache, name, None), list(inspect.signature(method).parameters)
+            if ours is None or list(inspect.signature(ours).parameters) != takes:
+                raise UnsupportedError(f"PagedAttentionCache.{name}({', '.join(takes)}) is not known {where}")
 
 
 def _text(series: tuple[int, int]) -> str:
