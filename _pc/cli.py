@@ -43,11 +43,14 @@ def demo(
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each answer.")] = 24,
     block_size: Annotated[int, typer.Option(help="Tokens of a block.")] = 16,
     output: Annotated[Path, typer.Option(help="Folder for the table (CSV) and the plot (PNG).")] = Path("demo_output"),
+    reuse: Annotated[
+        str, typer.Option(help="prefix, or gap: the document's middle is evicted between questions, the rest reused.")
+    ] = "prefix",
 ) -> None:
     """Ask a long document eight questions and hold a conversation, with and without the cache."""
     from .demo._run import run_demo
 
-    raise typer.Exit(run_demo(model, device, dtype, max_new_tokens, block_size, output))
+    raise typer.Exit(run_demo(model, device, dtype, max_new_tokens, block_size, output, reuse))
 
 
 @app.command()

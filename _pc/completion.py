@@ -13,6 +13,7 @@ SHELLS = ("bash", "zsh", "fish")
 VALUES = {
     "--device": ("cpu", "cuda"),
     "--dtype": ("float32", "bfloat16", "float16"),
+    "--reuse": ("prefix", "gap"),
     "--policies": tuple(sorted([*POLICIES, "belady"])),
 }
 """What an option takes, where that is a short list; others take a file's name or what cannot be listed."""

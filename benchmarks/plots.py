@@ -13,6 +13,7 @@ from .runner import Row, read_rows
 
 INK, PAPER, GRID = "#1f2937", "#ffffff", "#d5dae1"
 DARK = {INK: "#e5e7eb", PAPER: "#1e2129", GRID: "#3d4452"}
+WIDTH = 5.6  # inches: what a phone shows without making it smaller
 OURS_COLOR = "#2f74d0"
 RIVALS = ("#9aa5b1", "#e0903b", "#3f9d73", "#a46bbd", "#c2564b", "#7f8c4d", "#5aa3a8", "#b08a5b")
 
@@ -37,7 +38,7 @@ def _save(path: Path, source: Path, draw: Callable[[Any], Any]) -> None:
     settings = {
         "svg.fonttype": "none",
         "svg.hashsalt": path.name,
-        "font.size": 9,
+        "font.size": 11,
         "text.color": INK,
         "axes.labelcolor": INK,
         "axes.edgecolor": GRID,
@@ -65,11 +66,15 @@ def _save(path: Path, source: Path, draw: Callable[[Any], Any]) -> None:
     path.write_text(f"<!-- rows {digest(source)} -->\n{svg}", encoding="utf-8")
 
 
+LONGEST = 4.0
+"""Times ours to which bars are drawn; what is longer is cut off there, and says how long it is."""
+
+
 def plot_operator(source: Path, target: Path) -> None:
-    """Bars of the median time of each provider in each case; on a GPU, inside a CUDA graph.
+    """Bars of each provider's time over ours in each case, from zero, with lines from the 20th to the 80th percentile.
 
     Args:
-        source: An operator's rows.
+        source: An operator's rows; on a GPU those inside a CUDA graph are drawn.
         target: The SVG file.
     """
     rows = [row for row in read_rows(source) if row.get("p50_us")]
@@ -78,43 +83,55 @@ def plot_operator(source: Path, target: Path) -> None:
     providers = sorted(
         {row["provider"] for row in rows}, key=lambda name: (name != "pc", not name.startswith("pc"), name)
     )
-    cases = list(dict.fromkeys(row["case"] for row in rows))
-    times = {(row["case"], row["provider"]): float(row["p50_us"]) for row in rows}
+    times = {(row["case"], row["provider"]): row for row in rows}
+    cases = [case for case in dict.fromkeys(row["case"] for row in rows) if (case, "pc") in times]
     colors = dict(zip(providers, (OURS_COLOR, *RIVALS * 2), strict=False))
 
     def draw(pyplot: Any) -> Any:
-        lines = sum(1 + sum((case, name) in times for name in providers) for case in cases)
-        figure, axis = pyplot.subplots(figsize=(8.6, 0.9 + 0.17 * lines), layout="constrained")
-        at, ticks = 0.0, []
+        lines = sum(1.6 + sum((case, name) in times for name in providers) for case in cases)
+        legend = -(-len(providers) // 2)
+        figure, axis = pyplot.subplots(figsize=(WIDTH, 0.8 + 0.21 * lines + 0.22 * legend), layout="constrained")
+        at = 0.0
         for case in cases:
-            shown = [name for name in providers if (case, name) in times]
-            for i, name in enumerate(shown):
-                value = times[case, name]
-                axis.barh(at + i, value, 0.86, color=colors[name])
-                axis.annotate(f" {short_time(value)}", (value, at + i), va="center", fontsize=7.5)
-            ticks.append(at + (len(shown) - 1) / 2)
-            at += len(shown) + 1
-        axis.set(
-            xscale="log", yticks=ticks, xlabel=f"median time of a call, {_unit(rows)}, less is better; logarithmic"
-        )
-        axis.set_yticklabels(cases)
-        axis.set_ylim(at - 0.6, -0.8)
-        axis.set_xlim(min(times.values()) / 4, max(times.values()) * 2.2)
-        axis.xaxis.set_major_formatter(lambda value, _: short_time(value))
-        axis.xaxis.set_minor_formatter("")
+            ours = float(times[case, "pc"]["p50_us"])
+            axis.annotate(case, (0, at), va="center", fontweight="bold")
+            at += 0.9
+            for name in providers:
+                if (case, name) in times:
+                    _bar(axis, at, times[case, name], ours, colors[name])
+                    at += 1
+            at += 0.7
+        axis.axvline(1, color=GRID, zorder=0)
+        axis.set(yticks=[], xlabel=f"median {_unit(rows)} of a call over that of pc, less is better")
+        axis.set_ylim(at - 0.8, -0.7)
+        axis.set_xlim(0, LONGEST * 1.45)
+        axis.set_xticks(range(int(LONGEST) + 1))
+        axis.xaxis.set_major_formatter("{x:g}")
         axis.grid(axis="x", alpha=0.9)
         axis.set_axisbelow(True)
         axis.tick_params(length=0)
-        axis.spines[["top", "right", "left"]].set_visible(False)
+        axis.spines[["top", "right"]].set_visible(False)
         handles = [pyplot.Rectangle((0, 0), 1, 1, color=colors[name]) for name in providers]
-        figure.legend(handles, providers, loc="outside upper left", ncols=min(3, len(providers)), frameon=False)
+        figure.legend(handles, providers, loc="outside upper left", ncols=min(2, len(providers)), frameon=False)
         return figure
 
     _save(target, source, draw)
 
 
+def _bar(axis: Any, at: float, row: Row, ours: float, color: str) -> None:
+    """One provider in one case: its median over ours, its spread, its time."""
+    median, low, high = (float(row.get(name) or row["p50_us"]) / ours for name in ("p50_us", "p20_us", "p80_us"))
+    end = min(median, LONGEST)
+    axis.barh(at, end, 0.86, color=color)
+    if high <= LONGEST and high > low:
+        axis.plot([low, high], [at, at], color=INK, linewidth=1, solid_capstyle="butt")
+        end = max(end, high)
+    cut = "" if median <= LONGEST else f"... {median:.{0 if median >= 10 else 1}f} times, "
+    axis.annotate(f" {cut}{short_time(median * ours)}", (end, at), va="center", fontsize=10)
+
+
 def _unit(rows: list[Row]) -> str:
-    return "device time in a CUDA graph" if rows[0]["mode"] == "graph" else "wall time"
+    return "time in a CUDA graph" if rows[0]["mode"] == "graph" else "wall time"
 
 
 def short_time(microseconds: float) -> str:
@@ -139,25 +156,22 @@ def plot_work(source: Path, target: Path) -> None:
     counts = {(row["case"], row["provider"]): int(row["instructions"]) for row in rows}
 
     def draw(pyplot: Any) -> Any:
-        figure, axis = pyplot.subplots(figsize=(8.6, 0.9 + 0.5 * len(cases)), layout="constrained")
-        for i, provider in enumerate(providers):
-            color = OURS_COLOR if provider == "pc" else RIVALS[0]
-            for place, case in enumerate(cases):
+        figure, axis = pyplot.subplots(figsize=(WIDTH, 1 + 0.66 * len(cases)), layout="constrained")
+        for place, case in enumerate(cases):
+            axis.annotate(case, (0, 3 * place), va="center", fontweight="bold")
+            for i, provider in enumerate(providers, 1):
                 value = counts[case, provider]
-                axis.barh(place + 0.4 * i, value, 0.36, color=color, label=provider if not place else None)
-                axis.annotate(f" {value / 1e6:.2f} M", (value, place + 0.4 * i), va="center", fontsize=7.5)
-        axis.set(
-            yticks=[place + 0.2 for place in range(len(cases))],
-            xlabel=f"warp instructions of a step on {arch}, plan included, less is better; work, not time",
-        )
-        axis.set_yticklabels(cases)
-        axis.invert_yaxis()
-        axis.set_xlim(0, max(counts.values()) * 1.12)
+                color = OURS_COLOR if provider == "pc" else RIVALS[0]
+                axis.barh(3 * place + 0.85 * i, value, 0.75, color=color, label=None if place else provider)
+                axis.annotate(f" {value / 1e6:.2f} M", (value, 3 * place + 0.85 * i), va="center", fontsize=10)
+        axis.set(yticks=[], xlabel=f"warp instructions of a step on {arch}, less is better; not time")
+        axis.set_ylim(3 * len(cases) - 0.7, -0.7)
+        axis.set_xlim(0, max(counts.values()) * 1.2)
         axis.xaxis.set_major_formatter(lambda value, _: f"{value / 1e6:g} M")
         axis.grid(axis="x", alpha=0.9)
         axis.set_axisbelow(True)
         axis.tick_params(length=0)
-        axis.spines[["top", "right", "left"]].set_visible(False)
+        axis.spines[["top", "right"]].set_visible(False)
         figure.legend(loc="outside upper left", ncols=2, frameon=False)
         return figure
 
@@ -165,36 +179,8 @@ def plot_work(source: Path, target: Path) -> None:
 
 
 def plot_demo(source: Path, target: Path) -> None:
-    """Time to first token of each request of the demo, without and with the cache."""
-    rows = read_rows(source)
-    titles = {"document": "Eight questions about one document", "conversation": "A conversation of six rounds"}
+    """Of each request of the demo what was reused, and the time to its first token without and with the cache."""
+    from pc.demo._plot import draw_requests
+    from pc.demo._report import TITLES
 
-    def draw(pyplot: Any) -> Any:
-        widths = [sum(row["workload"] == name for row in rows) for name in titles]
-        figure, axes = pyplot.subplots(
-            1, 2, figsize=(9, 3.4), sharey=True, layout="constrained", gridspec_kw={"width_ratios": widths}
-        )
-        for axis, (name, title) in zip(axes, titles.items(), strict=True):
-            chosen = [row for row in rows if row["workload"] == name]
-            places = [int(row["request"]) for row in chosen]
-            for shift, column, color, label in (
-                (-0.2, "ttft_plain_s", RIVALS[0], "without the cache"),
-                (0.2, "ttft_cached_s", OURS_COLOR, "with pc"),
-            ):
-                heights = [float(row[column]) for row in chosen]
-                axis.bar([x + shift for x in places], heights, 0.4, color=color, label=label)
-            for x, row in zip(places, chosen, strict=True):
-                ratio = float(row["ratio"])
-                label = f"{ratio:.0f}x" if ratio >= 10 else f"{ratio:.1f}x"
-                axis.annotate(label, (x + 0.2, float(row["ttft_cached_s"])), ha="center", va="bottom", fontsize=8)
-            axis.set(title=title, xlabel="request", yscale="log", xticks=places)
-            axis.yaxis.set_major_formatter("{x:g}")
-            axis.grid(axis="y")
-            axis.set_axisbelow(True)
-            axis.spines[["top", "right"]].set_visible(False)
-        axes[0].set_ylabel("time to first token (s)")
-        handles, labels = axes[0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside upper left", ncols=2, frameon=False)
-        return figure
-
-    _save(target, source, draw)
+    _save(target, source, lambda pyplot: draw_requests(pyplot, read_rows(source), TITLES))

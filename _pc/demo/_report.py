@@ -17,12 +17,14 @@ if TYPE_CHECKING:
 
 TITLES = {
     "document": "Eight questions about one document",
+    "gap": "Eight questions, before each of which the document's middle is evicted",
     "conversation": "A conversation of six rounds",
 }
 
 
 COLUMNS = (
-    *("workload", "request", "prompt_tokens", "reused_tokens", "ttft_plain_s", "ttft_cached_s", "ratio", "same"),
+    *("workload", "request", "prompt_tokens", "reused_tokens", "reused_spans"),
+    *("ttft_plain_s", "ttft_cached_s", "ratio", "same"),
     *("model", "dtype", "device", "torch", "threads"),
 )
 
@@ -35,6 +37,8 @@ def later_ratio(measurements: list[Measurement], workload: str) -> float:
 def print_tables(console: Console, measurements: list[Measurement]) -> None:
     """A table per workload and its headline."""
     for workload, title in TITLES.items():
+        if all(m.workload != workload for m in measurements):
+            continue
         table = Table(title=title, title_justify="left")
         for column in (
             "request",
@@ -73,42 +77,25 @@ def save_csv(path: Path, measurements: list[Measurement], name: str, dtype: torc
         for m in measurements:
             times = (f"{m.plain_seconds:.6f}", f"{m.cached_seconds:.6f}", f"{m.ratio:.3f}")
             conditions = (str(dtype).removeprefix("torch."), processor, torch.__version__, torch.get_num_threads())
+            spans = " ".join(f"{start}-{end}" for start, end in m.reused_spans)
             writer.writerow(
-                (m.workload, m.number, m.prompt_tokens, m.reused_tokens, *times, m.verdict, name, *conditions)
+                (m.workload, m.number, m.prompt_tokens, m.reused_tokens, spans, *times, m.verdict, name, *conditions)
             )
 
 
-def save_plot(path: Path, measurements: list[Measurement], conditions: str) -> None:
-    """Bars of time to first token, without and with the cache, on a logarithmic axis."""
+def save_plot(path: Path, source: Path) -> None:
+    """The chart of a CSV file of `save_csv`; see `_plot`."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    widths = [sum(m.workload == workload for m in measurements) for workload in TITLES]
-    figure, axes = pyplot.subplots(
-        1, len(TITLES), figsize=(10, 4), sharey=True, layout="constrained", gridspec_kw={"width_ratios": widths}
-    )
-    for axis, (workload, title) in zip(axes, TITLES.items(), strict=True):
-        rows = [m for m in measurements if m.workload == workload]
-        places = [m.number for m in rows]
-        axis.bar(
-            [x - 0.2 for x in places], [m.plain_seconds for m in rows], 0.4, label="without the cache", color="#9aa5b1"
-        )
-        bars = axis.bar(
-            [x + 0.2 for x in places], [m.cached_seconds for m in rows], 0.4, label="with pc", color="#1f77b4"
-        )
-        axis.bar_label(
-            bars, [f"{m.ratio:.0f}x" if m.ratio >= 10 else f"{m.ratio:.1f}x" for m in rows], fontsize=8, padding=2
-        )
-        axis.set(title=title, xlabel="request", yscale="log", xticks=places)
-        axis.yaxis.set_major_formatter("{x:g}")
-        axis.grid(axis="y", which="major", alpha=0.3)
-        axis.set_axisbelow(True)
-        axis.spines[["top", "right"]].set_visible(False)
-    axes[0].set_ylabel("time to first token (s)")
-    handles, labels = axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside upper right", ncols=2, frameon=False)
-    figure.suptitle(f"Time to first token, {conditions.replace('torch.', '')}", x=0.01, ha="left", fontsize=10)
+    from ._plot import draw_requests
+
+    with source.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    figure = draw_requests(pyplot, rows, TITLES)
+    conditions = f"{rows[0]['model']}, {rows[0]['dtype']}, {rows[0]['device']}, torch {rows[0]['torch']}"
+    figure.supxlabel(conditions, fontsize=8, color="#6b7280")
     figure.savefig(path, dpi=150)
     pyplot.close(figure)

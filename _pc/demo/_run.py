@@ -12,9 +12,10 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from ._gap import MiddleFirst, blocks_for
 from ._models import DOCUMENT, load_model, read_document
 from ._report import print_tables, save_csv, save_plot
-from ._workloads import QUESTIONS, ROUNDS, Conversation, document_prompts
+from ._workloads import QUESTIONS, ROUNDS, Conversation, document_prompts, interlude
 
 
 @dataclass(frozen=True)
@@ -22,10 +23,10 @@ class Measurement:
     """One request, asked without and with the cache.
 
     Attributes:
-        workload: "document" or "conversation".
+        workload: Of `_report.TITLES`.
         number: Of the request in its workload, from 1.
         prompt_tokens: Length of the prompt.
-        reused_tokens: How many of them were read from the cache.
+        reused_spans: Ranges [start, end) of it that were read from the cache.
         plain_seconds: Time to first token without the cache.
         cached_seconds: Time to first token with it.
         verdict: "yes" when all tokens are the same, else where they part and why that is or is not rounding.
@@ -35,11 +36,16 @@ class Measurement:
     workload: str
     number: int
     prompt_tokens: int
-    reused_tokens: int
+    reused_spans: tuple[tuple[int, int], ...]
     plain_seconds: float
     cached_seconds: float
     verdict: str
     ok: bool
+
+    @property
+    def reused_tokens(self) -> int:
+        """Tokens of the prompt that were read from the cache."""
+        return sum(end - start for start, end in self.reused_spans)
 
     @property
     def ratio(self) -> float:
@@ -125,23 +131,41 @@ def run_demo(
     max_new_tokens: int,
     block_size: int,
     output: Path,
+    reuse: str = "prefix",
 ) -> int:
-    """Runs both workloads, prints the tables and saves CSV and plot into `output`; the process's exit code."""
+    """Runs the workloads, prints the tables and saves CSV and plot into `output`; the process's exit code.
+
+    Args:
+        model_name: Hub id or path; None: a small one of random weights.
+        device_name: "cpu" or "cuda"; None: a GPU where there is one.
+        dtype_name: "float32", "bfloat16" or "float16"; None: by the device.
+        max_new_tokens: Of each answer.
+        block_size: Tokens of a block.
+        output: Folder of the results.
+        reuse: "prefix", or "gap": the middle of the document is evicted between the questions.
+    """
     console = Console()
     try:
         from ..integrations.huggingface import enable_prefix_caching
 
         device, dtype = _choose(device_name, dtype_name)
         output.mkdir(parents=True, exist_ok=True)
+        if reuse not in ("prefix", "gap"):
+            raise ValueError(f"--reuse: got {reuse!r}, needs prefix or gap")
         model, tokenizer = load_model(model_name, device, dtype)
-        handle = enable_prefix_caching(model, block_size=block_size)
+        document = read_document()
+        questions = list(document_prompts(tokenizer, document))
+        evicting: dict[str, Any] = {}
+        if reuse == "gap":
+            room = blocks_for(max(map(len, questions)), max_new_tokens, block_size)
+            evicting = {"num_blocks": room, "policy": MiddleFirst, "reuse": "gap"}
+        handle = enable_prefix_caching(model, block_size=block_size, **evicting)
     except (ImportError, OSError, ValueError) as error:
         console.print(str(error), style="red", markup=False)
         return 2
     parameters = sum(p.numel() for p in model.parameters()) / 1e6
     name = model_name or "a Llama with untrained, random weights (its answers mean nothing, its work is real)"
     console.print(f"Model: {name}, {parameters:.1f} M parameters, {str(dtype).removeprefix('torch.')} on {device}")
-    document = read_document()
     console.print(f"Document: the Constitution of the United States ({DOCUMENT}, {len(document.split()):,} words)\n")
 
     plain = type(model).generate
@@ -171,15 +195,19 @@ def run_demo(
             got, cached_seconds = _ask(model.generate, prompt, device, **options)
             answer = expected[0, len(prompt) :].tolist()
             verdict, ok = compare_tokens(answer, got[0, len(prompt) :].tolist(), logits)
-            reused = sum(request.cached_tokens for request in handle.last_requests)
+            spans = tuple(span for request in handle.last_requests for span in request.cached_spans)
             measurements.append(
-                Measurement(workload, number, len(prompt), reused, plain_seconds, cached_seconds, verdict, ok)
+                Measurement(workload, number, len(prompt), spans, plain_seconds, cached_seconds, verdict, ok)
             )
             progress.advance(task)
             return list(answer)
 
-        for number, prompt in enumerate(document_prompts(tokenizer, document), 1):
-            measure("document", number, prompt)
+        other = interlude(tokenizer, document)
+        for number, prompt in enumerate(questions, 1):
+            if reuse == "gap" and number > 1:
+                progress.update(task, description="another request, for which blocks are evicted")
+                _ask(model.generate, other, device, **options)
+            measure("gap" if reuse == "gap" else "document", number, prompt)
         conversation = Conversation(tokenizer, document)
         for number, prompt in enumerate(conversation.prompts(), 1):
             conversation.reply(measure("conversation", number, prompt))
@@ -189,7 +217,7 @@ def run_demo(
     save_csv(output / "demo.csv", measurements, name=model_name or "llama-25m-untrained", dtype=dtype, device=device)
     saved = f"{output / 'demo.csv'}"
     try:
-        save_plot(output / "demo.png", measurements, f"{parameters:.0f} M parameters, {dtype} on {device.type}")
+        save_plot(output / "demo.png", output / "demo.csv")
         saved += f" and {output / 'demo.png'}"
     except ModuleNotFoundError as error:
         saved += f"; the plot needs {error.name}: pip install matplotlib"

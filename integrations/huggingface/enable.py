@@ -69,7 +69,7 @@ def enable_prefix_caching(
         >>> tokens = model.generate(prompt, max_new_tokens=4)
         >>> tokens = model.generate(prompt, max_new_tokens=4)  # the second time
         >>> handle.last_requests
-        [RequestReport(prompt_tokens=40, cached_tokens=32)]
+        [RequestReport(prompt_tokens=40, cached_tokens=32, cached_spans=((0, 32),))]
         >>> handle.disable()
     """
     if isinstance(block_size, bool) or not isinstance(block_size, int):

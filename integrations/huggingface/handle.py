@@ -221,7 +221,7 @@ class PrefixCaching:
             ...     count = handle.load(f"{folder}/blocks")
             >>> tokens = model.generate(prompt, max_new_tokens=4)
             >>> handle.last_requests
-            [RequestReport(prompt_tokens=40, cached_tokens=32)]
+            [RequestReport(prompt_tokens=40, cached_tokens=32, cached_spans=((0, 32),))]
         """
         serving, model, adapters = self._saving()
         return serving.load(model, adapters, path)

@@ -191,8 +191,6 @@ class Contiguous:
         finally:
             call.close()
         reports = {
-            row: RequestReport(len(p.tokens), p.cached + sum(end - start for start, end in p.later))
-            for p in call.prompts
-            for row in p.rows
+            row: RequestReport.of(len(p.tokens), [(0, p.cached), *p.later]) for p in call.prompts for row in p.rows
         }
         return result, [reports[row] for row in range(call.batch)]

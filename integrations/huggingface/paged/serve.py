@@ -83,7 +83,7 @@ class Paged:
             requests.close()
         if hasattr(result, "past_key_values"):
             result.past_key_values = None  # the empty one that transformers made; the cache itself stays here
-        return result, [RequestReport(len(r.tokens), r.num_cached_tokens) for r in requests.rows]
+        return result, [RequestReport.of(len(r.tokens), [(0, r.num_cached_tokens)]) for r in requests.rows]
 
 
 def check_paged(loop: Loop) -> None:

@@ -1,0 +1,82 @@
+"""`python -m pc demo` on a short document: what it reuses, that tokens stay the same, and what its chart marks."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers")
+pytest.importorskip("matplotlib")
+pytest.importorskip("rich")
+
+from pc.demo import _models, _plot, _run, _workloads
+
+
+@pytest.fixture
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tenth of the document with Article II in it, two questions, two rounds, and a small model."""
+    text = _models.read_document()
+    begin = text.index("Article II\n")
+    monkeypatch.setattr(_run, "read_document", lambda: text[begin - 2000 : begin + 1500] + "\n\nArticle III\n")
+    monkeypatch.setattr(_workloads, "QUESTIONS", _workloads.QUESTIONS[:3])
+    monkeypatch.setattr(_run, "QUESTIONS", _workloads.QUESTIONS)
+    monkeypatch.setattr(_workloads, "ROUNDS", _workloads.ROUNDS[:2])
+    monkeypatch.setattr(_run, "ROUNDS", _workloads.ROUNDS)
+
+    def small(vocab_size: int) -> Any:
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+        return LlamaForCausalLM(LlamaConfig(vocab_size=vocab_size, eos_token_id=None, **sizes))
+
+    monkeypatch.setattr(_models, "build_model", small)
+
+
+def rows_of(folder: Path, **options: Any) -> list[dict[str, str]]:
+    assert _run.run_demo(None, "cpu", None, 4, 16, folder, **options) == 0, "tokens differ"
+    assert (folder / "demo.png").stat().st_size > 10_000
+    with (folder / "demo.csv").open() as file:
+        return list(csv.DictReader(file))
+
+
+@pytest.mark.usefixtures("short")
+def test_a_prefix_is_reused_and_the_rest_is_computed(tmp_path: Path) -> None:
+    rows = rows_of(tmp_path)
+    assert [row["workload"] for row in rows] == ["document"] * 3 + ["conversation"] * 2
+    later = [row for row in rows if row["request"] != "1"]
+    for row in later:
+        ((start, end),) = _plot.spans_of(row["reused_spans"])
+        assert start == 0
+        assert end == int(row["reused_tokens"]) > 0.9 * int(row["prompt_tokens"]) - 32
+
+
+@pytest.mark.usefixtures("short")
+def test_behind_a_gap_the_end_is_reused_too(tmp_path: Path) -> None:
+    rows = [row for row in rows_of(tmp_path, reuse="gap") if row["workload"] == "gap"]
+    assert len(rows) == 3
+    for row in rows[1:]:
+        (first, begin), (behind, end) = _plot.spans_of(row["reused_spans"])
+        assert first == 0
+        assert 0 < begin < behind < end < int(row["prompt_tokens"])
+
+
+@pytest.mark.usefixtures("short")
+def test_an_unknown_way_of_reuse_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert _run.run_demo(None, "cpu", None, 4, 16, tmp_path, reuse="suffix") == 2
+    assert "--reuse: got 'suffix', needs prefix or gap" in capsys.readouterr().out
+
+
+def test_the_chart_marks_what_was_reused() -> None:
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    row = {"workload": "document", "request": "2", "prompt_tokens": "100", "reused_spans": "0-32 64-96"}
+    row |= {"ttft_plain_s": "2.0", "ttft_cached_s": "0.5", "ratio": "4.0"}
+    figure = _plot.draw_requests(pyplot, [row], {"document": "Questions"})
+    prompts, times = figure.axes
+    drawn = [(bar.get_x(), bar.get_width()) for bar in prompts.patches]
+    assert drawn == [(0, 100), (0, 32), (64, 32)]
+    assert [bar.get_width() for bar in times.patches] == [2.0, 0.5]
+    assert prompts.get_xlim()[0] == times.get_xlim()[0] == 0
+    pyplot.close(figure)
