@@ -162,6 +162,7 @@ def attention_case(
     specialized: bool = False,
     value_dim: int | None = None,
     offset: int = 0,
+    head_tables: bool = False,
 ) -> None:
     """One attention call on small tensors; `offset`: elements by which the query misses an aligned address."""
     if descriptors or specialized:
@@ -177,7 +178,7 @@ def attention_case(
     cache = torch.zeros(4, block_size, heads[1], head_dim, dtype=cache_dtype or dtype)
     values = cache if value_dim is None else torch.zeros(*cache.shape[:3], value_dim, dtype=cache.dtype)
     scale = None if cache_dtype is None else torch.ones(1)
-    tables = torch.zeros(num_seqs, max_blocks, dtype=torch.int32)
+    tables = torch.zeros(num_seqs, *[heads[1]] * head_tables, max_blocks, dtype=torch.int32)
     starts = torch.arange(num_seqs + 1, dtype=torch.int32) * q_len
     launch.launch_attention(
         AttentionCall(
@@ -294,6 +295,7 @@ CASES: dict[str, Callable[[], None]] = {
     "decode fp16 d128 g4 e4m3": lambda: attention_case(dtype=torch.float16, cache_dtype=_E4M3),
     "decode bf16 d128 g4 e4m3": lambda: attention_case(cache_dtype=_E4M3),
     "decode bf16 d128 g4 int8": lambda: attention_case(cache_dtype=torch.int8),
+    "decode bf16 d128 g4 table per head": lambda: attention_case(head_tables=True),
     "verify bf16 d128 g4 q8": lambda: attention_case(q_len=8),
     "prefill bf16 d64 g8": lambda: attention_case(head_dim=64, heads=(64, 8), q_len=512),
     "prefill bf16 d128 g4": lambda: attention_case(q_len=512),
@@ -305,6 +307,7 @@ CASES: dict[str, Callable[[], None]] = {
     "prefill bf16 d512 g8": lambda: attention_case(head_dim=512, heads=(8, 1), q_len=512),
     "prefill bf16 d128 g4 window": lambda: attention_case(q_len=512, window=128),
     "prefill bf16 d128 g4 softcap alibi sinks": lambda: attention_case(q_len=512, options=True),
+    "prefill bf16 d128 g4 table per head": lambda: attention_case(q_len=512, head_tables=True),
     "prefill bf16 d128 g4 positions": lambda: attention_case(q_len=512, positions=True),
     "prefill bf16 d128 g4 positions window": lambda: attention_case(q_len=512, positions=True, window=128),
     "prefill bf16 d128 g4 invariant": lambda: attention_case(q_len=512, batch_invariant=True),

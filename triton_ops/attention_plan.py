@@ -25,7 +25,6 @@ from ._triton import require_triton
 
 
 def _check(call: PlanCall) -> None:
-    check_tensor("block_tables", call.block_tables, 2, "[num_seqs, max_blocks]", (torch.int32,))
     if call.block_size < 1:
         raise bad_argument("block_size", call.block_size, "at least 1")
     if call.num_kv_heads < 1:
@@ -56,7 +55,7 @@ def _build(fill: Callable[..., None], call: PlanCall) -> torch.Tensor:
         call.query_positions,
         call.block_size,
         call.plan_options(),
-        wanted_items(architecture(out.device), call.num_kv_heads),
+        wanted_items(architecture(out.device), 1 if call.block_tables.dim() == 3 else call.num_kv_heads),
     )
     return out
 
@@ -99,7 +98,7 @@ def attention_plan(
     another window need another plan. A plan made for other values gives wrong results; debug mode refuses it.
 
     Args:
-        block_tables: `[num_seqs, max_blocks]` int32, as for the attention op.
+        block_tables: `[num_seqs, max_blocks]` or `[num_seqs, num_kv_heads, max_blocks]` int32, as for the attention op.
         seq_lens: `[num_seqs]` int32.
         query_start_loc: `[num_seqs + 1]` int32.
         block_size: Token slots of a block.
@@ -108,7 +107,8 @@ def attention_plan(
         num_sink_tokens: As for the attention op.
         query_positions: As for `sparse_gap_attention`.
         num_shared_blocks: As for `shared_prefix_attention`.
-        num_kv_heads: KV heads of the attention calls; decides how finely work is cut, and nothing else.
+        num_kv_heads: KV heads of the attention calls; decides how finely work is cut, and nothing else. Tables per KV
+            head tell it themselves.
         batch_invariant: As for the attention op.
         out: A plan for tables of the same shape, refreshed in place; a new tensor when None.
 

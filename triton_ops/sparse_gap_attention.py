@@ -40,13 +40,16 @@ def sparse_gap_attention(
 
     Two cases, alone or together: (1) blocks were evicted from the middle of a cached sequence and their tokens are
     computed again while the blocks behind them are reused: query_positions gives each query's position, and the result
-    is that of a full prefill; (2) holes: tokens of blocks that are -1 in the table are not attended to.
+    is that of a full prefill; (2) holes: tokens of blocks that are -1 in the table are not attended to; with a block
+    table per KV head, by the query heads of that one.
 
     The query at position p attends to key position t when t <= p (causal; without it and with a window
     t < p + window), t < seq_len, the block that holds t is present, and (no window, or t > p - window, or
     t < num_sink_tokens).
 
     Args:
+        block_tables: `[num_seqs, max_blocks]` int32, logical block to block number, -1 is a hole; or one table per KV
+            head, `[num_seqs, num_kv_heads, max_blocks]`, whose holes and block numbers may differ from head to head.
         query_positions: `[num_tokens]` int32, ascending within a sequence; None: seq_len - q_len + i.
 
     Example:

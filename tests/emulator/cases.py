@@ -92,6 +92,11 @@ GAP = {
     "holes": dataclasses.replace(SPARSE, holes=0.5),
     "holes, scattered queries": Case((40, 77, 130), (12, 20, 33), dtype=F16, holes=0.4, scattered=True),
     "holes, window": _ragged(8, dtype=F16, holes=0.4, window=9, num_sink_tokens=4),
+    "table per head": dataclasses.replace(SPARSE, holes=0.5, head_tables=True),
+    "table per head, prefill": Case((130, 70, 33), (1, 70, 12), heads=(6, 3), dtype=BF16, holes=0.4, head_tables=True),
+    "table per head, splits": Case(
+        (900, 3, 0), (1, 1, 0), heads=(6, 3), dtype=BF16, holes=0.4, head_tables=True, padding=2, bounds=True
+    ),
     "all holes": Case((100, 64), (1, 20), dtype=BF16, holes=1.0, sinks=True),
 }
 for name, given in GAP.items():

@@ -38,6 +38,7 @@ class Case:
     bounds: bool = False
     seed: int = 0
     value_dim: int | None = None
+    head_tables: bool = False  # a block table per KV head
 
     def __str__(self) -> str:
         fields = dataclasses.fields(self)
@@ -103,16 +104,23 @@ def build(case: Case) -> Batch:
         count = kv_heads if case.per_head_scales else 1
         key_scale, value_scale = (torch.rand(m, generator=generator) * 0.05 + 0.02 for m in (count, 1))
 
-    tables = torch.randperm(num_blocks, generator=generator)[: n * width].view(n, width).to(torch.int32)
-    used = torch.zeros(num_blocks, size, dtype=torch.bool)
+    # Heads of a sequence have their blocks at different places.
+    table_heads = kv_heads if case.head_tables else 1
+    orders = [torch.randperm(num_blocks, generator=generator)[: n * width] for _ in range(table_heads)]
+    tables = torch.stack(orders).view(table_heads, n, width).transpose(0, 1).to(torch.int32).contiguous()
+    used = torch.zeros(num_blocks, size, kv_heads, dtype=torch.bool)
     for i, length in enumerate(case.lens):
         blocks = -(-length // size)
-        for b in range(blocks):
-            if rand.random() < case.holes:
-                tables[i, b] = -1
-            else:
-                used[tables[i, b], : min(size, length - b * size)] = True
-        tables[i, blocks:] = 2**31 - 1  # never read
+        for head in range(table_heads):
+            heads = head if case.head_tables else slice(None)
+            for b in range(blocks):
+                if rand.random() < case.holes:
+                    tables[i, head, b] = -1
+                else:
+                    used[tables[i, head, b], : min(size, length - b * size), heads] = True
+        tables[i, :, blocks:] = 2**31 - 1  # never read
+    if not case.head_tables:
+        tables = tables[:, 0]
     if cache_dtype != torch.int8:
         key[~used], value[~used] = NAN, NAN
     key, value = key.to(cache_dtype), value.to(cache_dtype)
@@ -152,6 +160,29 @@ def build(case: Case) -> Batch:
     )
 
 
+def attended(batch: Batch, i: int) -> torch.Tensor:
+    """Which keys the queries of sequence `i` attend to, by definition: `[kv_heads, queries, seq_len]`."""
+    case, length = batch.case, batch.case.lens[i]
+    t, p = torch.arange(length), _positions(batch, i)[:, None]
+    live = torch.ones(len(p), length, dtype=torch.bool)
+    if case.causal:
+        live &= t <= p
+    if case.window:
+        live &= (t > p - case.window) | (t < case.num_sink_tokens)
+        if not case.causal:
+            live &= t < p + case.window
+    tables = batch.block_tables[i].view(-1, batch.block_tables.shape[-1])
+    present = tables[:, t // case.block_size] >= 0
+    return (present[:, None] & live).expand(case.heads[1], -1, -1)
+
+
+def _positions(batch: Batch, i: int) -> torch.Tensor:
+    begin, end = (int(start) for start in batch.query_start_loc[i : i + 2])
+    if batch.positions is not None:
+        return batch.positions[begin:end].long()
+    return torch.arange(batch.case.lens[i] - (end - begin), batch.case.lens[i])
+
+
 def dense(batch: Batch, dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, torch.Tensor]:
     """The formula over gathered keys, one [queries, keys] matrix per head; in `dtype` throughout."""
     case, query = batch.case, batch.query
@@ -160,30 +191,25 @@ def dense(batch: Batch, dtype: torch.dtype = torch.float64) -> tuple[torch.Tenso
     lse = torch.full(query.shape[:2], -math.inf, dtype=dtype)
     for i, length in enumerate(case.lens):
         begin, end = int(batch.query_start_loc[i]), int(batch.query_start_loc[i + 1])
-        t = torch.tensor([t for t in range(length) if batch.block_tables[i, t // case.block_size] >= 0]).long()
-        block = batch.block_tables[i, t // case.block_size].long()
-        key = batch.key_cache[block, t % case.block_size].to(dtype)
-        value = batch.value_cache[block, t % case.block_size].to(dtype)
+        t, p = torch.arange(length), _positions(batch, i)
+        live = attended(batch, i)
+        tables = batch.block_tables[i].view(-1, batch.block_tables.shape[-1]).expand(kv_heads, -1)
+        place = tables[:, t // case.block_size].long().clamp(min=0).T, t[:, None] % case.block_size
+        read = live.any(1).T[..., None]
+        key, value = (
+            torch.where(read, cache[(*place, torch.arange(kv_heads))].to(dtype), 0)
+            for cache in (batch.key_cache, batch.value_cache)
+        )
         if case.cache_dtype is not None:
             key = key * batch.options["k_scale"].to(dtype).view(-1, 1)
             value = value * batch.options["v_scale"].to(dtype).view(-1, 1)
         key, value = (x.repeat_interleave(num_heads // kv_heads, 1) for x in (key, value))
-        p = torch.arange(length - (end - begin), length)
-        if batch.positions is not None:
-            p = batch.positions[begin:end].long()
         score = torch.einsum("qhd,thd->hqt", query[begin:end].to(dtype), key) * batch.scale
         if case.softcap:
             score = case.softcap * torch.tanh(score / case.softcap)
         if case.alibi:
             score = score + batch.options["alibi_slopes"].to(dtype).view(-1, 1, 1) * (t - p[:, None]).to(dtype)
-        live = torch.ones(len(p), len(t), dtype=torch.bool)
-        if case.causal:
-            live &= t <= p[:, None]
-        if case.window:
-            live &= (t > p[:, None] - case.window) | (t < case.num_sink_tokens)
-            if not case.causal:
-                live &= t < p[:, None] + case.window
-        score = score.masked_fill(~live, -math.inf)
+        score = score.masked_fill(~live.repeat_interleave(num_heads // kv_heads, 0), -math.inf)
         if case.sinks:
             column = batch.options["sinks"].to(dtype).view(-1, 1, 1).expand(-1, len(p), 1)
             score = torch.cat([score, column], -1)

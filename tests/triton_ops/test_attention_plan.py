@@ -21,6 +21,8 @@ CASES = [
     Case(lens=(700, 131, 128), queries=(3, 1, 1), holes=0.5, block_size=5),
     Case(lens=(200, 65, 64), queries=(3, 1, 1), holes=0.7, block_size=1),
     Case(lens=(2000, 529, 528), queries=(3, 1, 1), holes=0.4, block_size=528),
+    Case(lens=(700, 131, 64), queries=(3, 1, 40), holes=0.6, heads=(6, 3), head_tables=True),
+    Case(lens=(700, 90), queries=(3, 8), window=30, scattered=True, holes=0.3, head_tables=True),
     Case(lens=(), queries=()),
 ]
 
@@ -55,7 +57,8 @@ def test_kernels_build_the_numpy_plan(case, device):
     assert torch.equal(plan[:6], expected[:6])
     found, wanted = plan_views(plan, shape), plan_views(expected, shape)
     items = int(expected[0])
-    for length, row, theirs in zip(case.lens, zip(*(found[i] for i in (0, 2, 3)), strict=True),
+    lens = [length for length in case.lens for _ in range(shape.num_rows // len(case.lens))]
+    for length, row, theirs in zip(lens, zip(*(found[i] for i in (0, 2, 3)), strict=True),
                                    zip(*(wanted[i] for i in (0, 2, 3)), strict=True), strict=True):  # fmt: skip
         info, tiles, ranks = row
         assert torch.equal(info, theirs[0])
@@ -77,7 +80,7 @@ def test_ragged_batch_is_balanced(device):
     assert lengths.max() <= 1.5 * lengths.sum() / (len(items) - 8)
 
 
-@pytest.mark.parametrize("case", CASES[:5], ids=str)
+@pytest.mark.parametrize("case", [*CASES[:5], *CASES[-3:-1]], ids=str)
 def test_attention_with_a_plan(case, device):
     batch = build(case).to(device)
     arguments = (*batch.tensors, batch.positions, batch.scale, case.window, case.num_sink_tokens, case.causal)

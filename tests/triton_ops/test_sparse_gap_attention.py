@@ -22,6 +22,11 @@ CASES = [
     Case(lens=(500, 0, 64), queries=(5, 0, 30), scattered=True, window=90, holes=0.5, sinks=True, alibi=True),
     Case(lens=(500, 100), queries=(9, 30), scattered=True, window=64, batch_invariant=True, padding=2),
     Case(lens=(400, 300), queries=(1, 60), holes=0.9, window=100, num_sink_tokens=64),
+    Case(lens=(400, 0, 300, 33), queries=(1, 0, 60, 2), holes=0.6, head_tables=True, heads=(6, 3), padding=2),
+    Case(lens=(2500, 900), queries=(1, 3), heads=(4, 2), head_tables=True, holes=0.4, dtype=BF16, sinks=True),
+    Case(lens=(500, 90), queries=(12, 3), scattered=True, window=20, head_tables=True, holes=0.3, alibi=True),
+    Case(lens=(300, 90), queries=(40, 1), head_tables=True, holes=0.8, cache_dtype=INT8, per_head_scales=True),
+    Case(lens=(300, 1900), queries=(20, 1), head_tables=True, holes=0.5, batch_invariant=True, value_dim=24),
 ]
 
 
@@ -52,8 +57,8 @@ def test_scattered_queries_over_many_pieces(change, monkeypatch):
     monkeypatch.setattr(cpu, "_GATHER_BYTES", 3 * 16 * 2 * 64 * 4)
     monkeypatch.setattr(cpu, "_MAX_SCORES", 7 * 48 * 4)
     calls = []
-    read = cpu._Cache.read
-    monkeypatch.setattr(cpu._Cache, "read", lambda self, blocks: calls.append(len(blocks)) or read(self, blocks))
+    read = cpu.Cache.read
+    monkeypatch.setattr(cpu.Cache, "read", lambda self, blocks: calls.append(len(blocks)) or read(self, blocks))
     names = tuple(inspect.signature(pc.sparse_gap_attention).parameters)
     call = AttentionCall.of(names, (*batch.tensors, batch.positions, batch.scale), batch.options)
     check(build(case), *attention_cpu(call))

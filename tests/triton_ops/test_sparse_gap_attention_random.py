@@ -43,6 +43,7 @@ def cases(draw):
         head_major=draw(st.booleans()),
         batch_invariant=draw(st.sampled_from([False, False, True])),
         bounds=draw(st.booleans()),
+        head_tables=draw(st.booleans()),
         seed=draw(st.integers(0, 1000)),
     )
 

@@ -50,6 +50,21 @@ class BatchCall:
         def block_size(self) -> int: ...
 
     @property
+    def head_tables(self) -> bool:
+        """Whether block_tables may be one per KV head: in calls of operators that take query_positions."""
+        return "query_positions" in self.__dict__
+
+    @property
+    def table_heads(self) -> int:
+        """KV heads that have a table of their own; 1 where all share one."""
+        return self.block_tables.shape[1] if self.block_tables.dim() == 3 else 1
+
+    @property
+    def table_strides(self) -> tuple[int, int]:
+        """Elements of block_tables from sequence to sequence, and from KV head to KV head."""
+        return self.block_tables.stride(0), self.block_tables.stride(1) if self.block_tables.dim() == 3 else 0
+
+    @property
     def key_begin(self) -> int:
         """The first key position behind the shared blocks."""
         return self.num_shared_blocks * self.block_size
@@ -78,6 +93,11 @@ class PlanCall(BatchCall):
     block_size: int
     num_kv_heads: int = 8
     out: torch.Tensor | None = None
+
+    @property
+    def head_tables(self) -> bool:
+        """Whether block_tables may be one per KV head."""
+        return True
 
 
 @dataclass(eq=False, kw_only=True)

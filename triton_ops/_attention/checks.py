@@ -89,11 +89,21 @@ def check_batch(call: BatchCall, device: torch.device, num_tokens: int | None = 
         num_tokens: Rows of the query, where there is one.
     """
     tables, seq_lens, starts = call.block_tables, call.seq_lens, call.query_start_loc
-    check_tensor("block_tables", tables, 2, "[num_seqs, max_blocks]", (torch.int32,), device)
+    if call.head_tables and tables.dim() == 3:
+        check_tensor("block_tables", tables, 3, "[num_seqs, num_kv_heads, max_blocks]", (torch.int32,), device)
+        if call.num_shared_blocks:
+            raise bad_argument("num_shared_blocks", call.num_shared_blocks, "0 with a block table per KV head")
+    else:
+        layout = "[num_seqs, max_blocks]"
+        if tables.dim() == 3:
+            layout += "; a table per KV head goes to sparse_gap_attention"
+        elif call.head_tables:
+            layout += " or [num_seqs, num_kv_heads, max_blocks]"
+        check_tensor("block_tables", tables, 2, layout, (torch.int32,), device)
     check_tensor("seq_lens", seq_lens, 1, "[num_seqs]", (torch.int32,), device)
     check_tensor("query_start_loc", starts, 1, "[num_seqs + 1]", (torch.int32,), device)
-    num_seqs, max_blocks = tables.shape
-    if max_blocks > 1 and tables.stride(1) != 1:
+    num_seqs, max_blocks = tables.shape[0], tables.shape[-1]
+    if max_blocks > 1 and tables.stride(-1) != 1:
         raise bad_argument("block_tables", f"strides {list(tables.stride())}", "a contiguous last dimension")
     if seq_lens.shape[0] != num_seqs:
         raise bad_argument("seq_lens", f"{seq_lens.shape[0]} elements", f"{num_seqs}, the rows of block_tables")
@@ -131,7 +141,7 @@ def check_lengths(call: BatchCall, lens: list[int], starts: list[int], max_seq_l
     Raises:
         ValueError: A length below 0 or above what the table holds, or a sequence shorter than its queries.
     """
-    capacity = call.block_tables.shape[1] * call.block_size
+    capacity = call.block_tables.shape[-1] * call.block_size
     bound = capacity if max_seq_len is None else min(capacity, max_seq_len)
     shortest, longest = min(lens, default=0), max(lens, default=0)
     if shortest < 0 or longest > bound:
@@ -168,6 +178,9 @@ def check_attention(call: AttentionCall) -> None:
         raise bad_argument("key_cache", f"{num_kv_heads} KV heads", needs)
     device = query.device
     check_batch(call, device, num_tokens)
+    if call.block_tables.dim() == 3 and call.block_tables.shape[1] != num_kv_heads:
+        got = f"shape {list(call.block_tables.shape)}"
+        raise bad_argument("block_tables", got, f"{num_kv_heads} tables a sequence, one per KV head of key_cache")
     for name, per_head in (("alibi_slopes", call.alibi_slopes), ("sinks", call.sinks)):
         if per_head is None:
             continue
@@ -216,14 +229,15 @@ def check_attention_values(call: AttentionCall) -> None:
         needs = f"at least {max(q_lens)}, the longest of query_start_loc"
         raise bad_argument("max_query_len", call.max_query_len, needs)
     tables = call.block_tables.cpu().numpy()
-    own = tables[:, : -(-longest // block_size)]
+    own = tables[..., : -(-longest // block_size)]
     if own.size and (own.min() < -1 or own.max() >= num_blocks):
         # Entries behind a sequence's end are never read and may hold anything.
-        read = np.arange(own.shape[1]) < -(-np.array(lens)[:, None] // block_size)
+        read = np.arange(own.shape[-1]) < -(-np.array(lens).reshape(-1, *[1] * (own.ndim - 1)) // block_size)
         wrong = read & ((own < -1) | (own >= num_blocks))
         if wrong.any():
-            row, column = np.argwhere(wrong)[0]
-            got = f"{own[row, column]} in row {row}, column {column}"
+            row, *head, column = place = tuple(np.argwhere(wrong)[0].tolist())
+            of_head = f", KV head {head[0]}" if head else ""
+            got = f"{own[place]} in row {row}{of_head}, column {column}"
             raise bad_argument("block_tables", got, f"-1 to {num_blocks - 1}")
     if call.num_shared_blocks:
         _check_prefix(tables[:, : call.num_shared_blocks], shortest, block_size)

@@ -18,6 +18,8 @@ from einops import rearrange
 
 from .._rows.runs import contiguous_runs
 from .call import AttentionCall
+from .cpu_cache import Cache, adjacent, flash_kernel
+from .cpu_rows import Row, attend_rows
 
 # 64 MB of float32 scores per slice of the masked path.
 _MAX_SCORES = 1 << 24
@@ -27,53 +29,6 @@ _BATCHED_DECODE_KEYS = 4096
 _GATHER_BYTES = 4 << 20
 # Runs shorter than this on average share one pass over the keys: each alone would gather all that is before it.
 _LONG_RUN = 64
-
-
-@dataclass(frozen=True)
-class _Cache:
-    key: torch.Tensor
-    value: torch.Tensor
-    k_scale: torch.Tensor | None
-    v_scale: torch.Tensor | None
-    dtype: torch.dtype  # what the keys and values are read as
-
-    @property
-    def block_size(self) -> int:
-        return self.key.shape[1]
-
-    @property
-    def width(self) -> int:
-        """head_dim of the values, and so of the result."""
-        return self.value.shape[3]
-
-    @property
-    def token_bytes(self) -> int:
-        """Size of one token's keys as they are read."""
-        return self.key.shape[2] * self.key.shape[3] * self.dtype.itemsize
-
-    def read(self, blocks: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values `[tokens, num_kv_heads, head_dim]` of blocks; views where the blocks are adjacent."""
-        index = None if _adjacent(blocks) else torch.from_numpy(blocks.astype(np.int64))
-        first, end = int(blocks[0]), int(blocks[0]) + len(blocks)
-        key, value = (
-            (cache[first:end] if index is None else cache.index_select(0, index)).flatten(0, 1)
-            for cache in (self.key, self.value)
-        )
-        return self._dequantized(key, self.k_scale), self._dequantized(value, self.v_scale)
-
-    def _dequantized(self, rows: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
-        if scale is None:
-            return rows.to(self.dtype)
-        return rows.to(torch.float32).mul_(scale.to(torch.float32).view(-1, 1)).to(self.dtype)
-
-
-def _adjacent(blocks: np.ndarray) -> bool:
-    """Whether the blocks are present and follow each other in memory."""
-    return (
-        int(blocks[0]) >= 0
-        and int(blocks[-1]) - int(blocks[0]) == len(blocks) - 1
-        and bool((np.diff(blocks) == 1).all())
-    )
 
 
 def attend(call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
@@ -89,19 +44,34 @@ def attend(call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
     query = call.query
     out = query.new_zeros((*query.shape[:2], call.value_cache.shape[3]))
     lse = query.new_full(query.shape[:2], -math.inf, dtype=torch.float32)
-    dtype = query.dtype if call.key_cache.dtype == query.dtype else torch.float32
-    cache = _Cache(call.key_cache, call.value_cache, call.k_scale, call.v_scale, dtype)
-    compute_query = query.to(cache.dtype)
+    if call.block_tables.dim() == 3:
+        _attend_heads(call, out, lse)
+    else:
+        _attend_sequences(call, out, lse, set())
+    if call.sinks is not None:
+        _add_sinks(out, lse, call.sinks, int(call.query_start_loc[-1]))
+    return out, lse
+
+
+def _opened(call: AttentionCall) -> tuple[torch.Tensor, Cache]:
+    """Queries and caches as they are computed with."""
+    dtype = call.query.dtype if call.key_cache.dtype == call.query.dtype else torch.float32
+    return call.query.to(dtype), Cache(call.key_cache, call.value_cache, call.k_scale, call.v_scale, dtype)
+
+
+def _attend_sequences(call: AttentionCall, out: torch.Tensor, lse: torch.Tensor, done: set[int]) -> None:
+    """Writes the rows of all sequences but those that are done, sinks left out."""
+    compute_query, cache = _opened(call)
     tables = call.block_tables.numpy()
     lens = call.seq_lens.tolist()
     starts = call.query_start_loc.tolist()
     positions = None if call.query_positions is None else call.query_positions.numpy()
 
-    single = np.array([i for i in range(len(lens)) if starts[i + 1] - starts[i] == 1], dtype=np.int64)
-    batched = set()
+    single = np.array([i for i in range(len(lens)) if starts[i + 1] - starts[i] == 1 and i not in done], dtype=np.int64)
+    batched = set(done)
     plain = call.softcap == 0 and call.alibi_slopes is None and call.window == 0
     if plain and positions is None and len(single) > 1:
-        batched = _decode_batch(compute_query, out, lse, cache, tables, lens, starts, single, call.scale)
+        batched |= _decode_batch(compute_query, out, lse, cache, tables, lens, starts, single, call.scale)
 
     for i, seq_len in enumerate(lens):
         q_begin, q_end = starts[i], starts[i + 1]
@@ -123,13 +93,66 @@ def attend(call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
             rows = slice(q_begin + begin, q_begin + end)
             own_out, own_lse = _attend_run(compute_query[rows], cache, tables[i], seq_len, position, call)
             out[rows], lse[rows] = own_out, own_lse
-    if call.sinks is not None:
-        _add_sinks(out, lse, call.sinks, starts[-1])
-    return out, lse
+
+
+def _attend_heads(call: AttentionCall, out: torch.Tensor, lse: torch.Tensor) -> None:
+    """A block table per KV head: sequences of one query all at once, longer ones head by head."""
+    done: set[int] = set()
+    if call.softcap == 0 and call.alibi_slopes is None:
+        rows, done = _single_rows(call)
+        attend_rows(*_opened(call), rows, call.scale, out, lse)
+    if len(done) < call.seq_lens.shape[0]:
+        for head in range(call.table_heads):
+            heads, own = _of_head(call, head)
+            _attend_sequences(own, out[:, heads], lse[:, heads], done)
+
+
+def _single_rows(call: AttentionCall) -> tuple[list[Row], set[int]]:
+    """A row per KV head of the sequences that have one query, and their indices."""
+    lens, starts = call.seq_lens.tolist(), call.query_start_loc.tolist()
+    tables, size = call.block_tables.numpy(), call.block_size
+    rows, done = [], set()
+    for i, seq_len in enumerate(lens):
+        if starts[i + 1] - starts[i] != 1:
+            continue
+        done.add(i)
+        position = seq_len - 1 if call.query_positions is None else int(call.query_positions[starts[i]])
+        begin, end = 0, min(seq_len, position + 1) if call.causal else seq_len
+        if call.window:
+            begin, end = max(0, position - call.window + 1), min(end, position + call.window)
+        sink_end = min(call.num_sink_tokens, begin) if call.window else 0
+        for head in range(call.table_heads):
+            own = tables[i, head, : -(-max(0, end) // size)]
+            logical = np.flatnonzero(own >= 0)
+            if begin:
+                logical = logical[(logical * size + size > begin) | (logical * size < sink_end)]
+            rows.append(Row(starts[i], head, logical, own[logical], begin, end, sink_end))
+    return rows, done
+
+
+def _of_head(call: AttentionCall, head: int) -> tuple[slice, AttentionCall]:
+    """Query heads of a KV head that has a block table of its own, and the call of these alone."""
+    group = call.query.shape[1] // call.table_heads
+    heads = slice(head * group, (head + 1) * group)
+
+    def part(per_head: torch.Tensor | None, of: slice) -> torch.Tensor | None:
+        return per_head if per_head is None or per_head.numel() == 1 else per_head[of]
+
+    own = slice(head, head + 1)
+    return heads, call.changed(
+        query=call.query[:, heads],
+        key_cache=call.key_cache[:, :, own],
+        value_cache=call.value_cache[:, :, own],
+        block_tables=call.block_tables[:, head],
+        alibi_slopes=part(call.alibi_slopes, heads),
+        sinks=part(call.sinks, heads),
+        k_scale=part(call.k_scale, own),
+        v_scale=part(call.v_scale, own),
+    )
 
 
 def _attend_run(
-    query: torch.Tensor, cache: _Cache, table: np.ndarray, seq_len: int, position: int, call: AttentionCall
+    query: torch.Tensor, cache: Cache, table: np.ndarray, seq_len: int, position: int, call: AttentionCall
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Queries at positions position, position + 1, ... of one sequence."""
     count = query.shape[0]
@@ -154,7 +177,7 @@ _Part = tuple[torch.Tensor, torch.Tensor]
 
 
 def _plain_parts(
-    query: torch.Tensor, cache: _Cache, table: np.ndarray, seq_len: int, position: int, scale: float, causal: bool
+    query: torch.Tensor, cache: Cache, table: np.ndarray, seq_len: int, position: int, scale: float, causal: bool
 ) -> list[_Part] | None:
     """A run without window or score terms; None when a hole inside the run asks for a mask."""
     if not causal or query.shape[0] == 1:
@@ -173,7 +196,7 @@ def _plain_parts(
 
 
 def _window_parts(
-    query: torch.Tensor, cache: _Cache, table: np.ndarray, seq_len: int, position: int, call: AttentionCall
+    query: torch.Tensor, cache: Cache, table: np.ndarray, seq_len: int, position: int, call: AttentionCall
 ) -> list[_Part]:
     """One query with a window: its window and its sink tokens."""
     begin = max(0, position - call.window + 1)
@@ -186,14 +209,14 @@ def _window_parts(
 
 
 def _full_parts(
-    query: torch.Tensor, cache: _Cache, table: np.ndarray, begin: int, end: int, scale: float
+    query: torch.Tensor, cache: Cache, table: np.ndarray, begin: int, end: int, scale: float
 ) -> list[_Part]:
     """All present keys of [begin, end), no mask: one part where the blocks are adjacent, else one per gather."""
     if end <= begin:
         return []
     size = cache.block_size
     own = table[begin // size : -(-end // size)]
-    if _adjacent(own):
+    if adjacent(own):
         keys, values = cache.read(own)
         skip = begin % size
         return [_flash(query, keys[skip : skip + end - begin], values[skip : skip + end - begin], scale, False)]
@@ -218,7 +241,7 @@ class _Piece:
         return slots.reshape(-1)[self.skip : self.skip + len(self.keys)]
 
 
-def _present(cache: _Cache, table: np.ndarray, begin: int, end: int) -> Iterator[_Piece]:
+def _present(cache: Cache, table: np.ndarray, begin: int, end: int) -> Iterator[_Piece]:
     """The present tokens of [begin, end), as many at once as a gather may hold."""
     size = cache.block_size
     first = begin // size
@@ -241,31 +264,8 @@ def _flash(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale:
     if not causal:
         # The queries of a group as rows of one KV head: each key is read once per group.
         q = q.reshape(kv_heads, heads // kv_heads * rows, dim)
-    out, lse = _flash_kernel(q[None], keys.transpose(0, 1)[None], values.transpose(0, 1)[None], causal, scale)
+    out, lse = flash_kernel(q[None], keys.transpose(0, 1)[None], values.transpose(0, 1)[None], causal, scale)
     return out.reshape(heads, rows, -1).transpose(0, 1), lse.reshape(heads, rows).transpose(0, 1)
-
-
-def _flash_kernel(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    causal: bool,
-    scale: float,
-    mask: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """PyTorch's flash kernel for CPUs, which takes keys and values of one width: the narrower ones are padded."""
-    if scale <= 0:  # which it takes for a positive one
-        query, scale = query * (-1.0 if scale else 0.0), -scale or 1.0
-    width = values.shape[-1]
-    more = width - keys.shape[-1]
-    if more > 0:
-        query, keys = (torch.nn.functional.pad(tensor, (0, more)) for tensor in (query, keys))
-    elif more < 0:
-        values = torch.nn.functional.pad(values, (0, -more))
-    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        query, keys, values, 0.0, causal, attn_mask=mask, scale=scale
-    )
-    return (out[..., :width] if more < 0 else out), lse
 
 
 def _merge_parts(parts: list[_Part], query: torch.Tensor, width: int) -> _Part:
@@ -281,7 +281,7 @@ def _merge_parts(parts: list[_Part], query: torch.Tensor, width: int) -> _Part:
 
 
 def _attend_masked(
-    query: torch.Tensor, cache: _Cache, table: np.ndarray, seq_len: int, position: int, call: AttentionCall
+    query: torch.Tensor, cache: Cache, table: np.ndarray, seq_len: int, position: int, call: AttentionCall
 ) -> _Part:
     """A slice of a run with the predicate as a mask."""
     rows = query.shape[0]
@@ -334,7 +334,7 @@ def _masked_part(
 
 
 def _attend_scattered(
-    query: torch.Tensor, cache: _Cache, table: np.ndarray, seq_len: int, positions: np.ndarray, call: AttentionCall
+    query: torch.Tensor, cache: Cache, table: np.ndarray, seq_len: int, positions: np.ndarray, call: AttentionCall
 ) -> _Part:
     """Queries at ascending positions far apart, without a window: one pass over the keys for all of them."""
     plain = call.softcap == 0 and call.alibi_slopes is None
@@ -361,7 +361,7 @@ def _decode_batch(
     query: torch.Tensor,
     out: torch.Tensor,
     lse: torch.Tensor,
-    cache: _Cache,
+    cache: Cache,
     tables: np.ndarray,
     lens: list[int],
     starts: list[int],
@@ -398,7 +398,7 @@ def _decode_batch(
         kv_heads = keys.shape[1]
         rows = torch.tensor([starts[i] for i in members])
         bias = torch.zeros(valid.shape, dtype=query.dtype).masked_fill_(torch.from_numpy(~valid), -math.inf)
-        own_out, own_lse = _flash_kernel(
+        own_out, own_lse = flash_kernel(
             query[rows].view(len(members), kv_heads, heads // kv_heads, dim),
             keys.view(len(members), -1, kv_heads, dim).transpose(1, 2),
             values.view(len(members), -1, kv_heads, cache.width).transpose(1, 2),

@@ -16,7 +16,7 @@ from .layout import (
     ITEM_BEGIN,
     ITEM_COUNT,
     ITEM_END,
-    ITEM_SEQ,
+    ITEM_ROW,
     LENGTHS,
     PARTIAL_TILES,
     TILE,
@@ -70,7 +70,7 @@ def _attend_rows(
     DECODE: tl.constexpr, SPLIT_TILES: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, POSITIONS: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
     SINKS: tl.constexpr, SCALES: tl.constexpr, CODES: tl.constexpr, UPCAST: tl.constexpr, COUNT: tl.constexpr,
-    DESCRIPTORS: tl.constexpr,
+    DESCRIPTORS: tl.constexpr, SPLIT_HEADS: tl.constexpr,
     WITH_LSE: tl.constexpr, TWO_LOOPS: tl.constexpr, NUM_HEADS: tl.constexpr, GROUP: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
@@ -266,7 +266,7 @@ def _attend_rows(
         total = tl.where(total == 0, 0.0, 1.0)
     if is_split:
         denominator = tl.where(total == 0, 1.0, total)
-        row_out = split_row + tl.cast(token, tl.int64) * NUM_HEADS + head
+        row_out = split_row + tl.cast(token, tl.int64) * SPLIT_HEADS + head
         tl.store(
             partial_ptr + row_out[:, None] * VALUE_DIM + offs_v[None, :], acc / denominator[:, None],
             mask=mask_m[:, None] & (offs_v[None, :] < VALUE_DIM),
@@ -304,17 +304,17 @@ def _attention_kernel(
     out_ptr,  # [num_tokens, NUM_HEADS, VALUE_DIM]
     lse_ptr,  # [num_tokens, NUM_HEADS]
     partial_ptr, partial_lse_ptr,  # one row of VALUE_DIM per split and row, and its base-2 lse
-    tables_ptr,  # [num_seqs, max_blocks]
+    tables_ptr,  # [num_seqs, max_blocks], or [num_seqs, TABLE_HEADS, max_blocks]
     seq_lens_ptr, starts_ptr,  # [num_seqs], [num_seqs + 1]
     positions_ptr,  # [num_tokens]
     plan_ptr, alibi_ptr, sinks_ptr, k_scale_ptr, v_scale_ptr, visits_ptr,
     num_seqs, num_tokens, max_tiles, max_items, max_q, num_splits,
     scale, softcap, window, num_sink_tokens, key_begin, num_blocks,
-    stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh, stride_bt,
+    stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh, stride_bt, stride_bh,
     DECODE: tl.constexpr, DECODE_Q: tl.constexpr, SPLIT_TILES: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, POSITIONS: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
     SINKS: tl.constexpr, SCALES: tl.constexpr, CODES: tl.constexpr, UPCAST: tl.constexpr, COUNT: tl.constexpr,
-    DESCRIPTORS: tl.constexpr,
+    DESCRIPTORS: tl.constexpr, TABLE_HEADS: tl.constexpr,
     WITH_LSE: tl.constexpr, TWO_LOOPS: tl.constexpr, NUM_HEADS: tl.constexpr, GROUP: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_G: tl.constexpr,
@@ -322,12 +322,17 @@ def _attention_kernel(
 ):  # fmt: skip
     """DECODE: grid (any, KV heads * row tiles), a work list. Else: grid (row tiles, KV heads, splits).
 
+    TABLE_HEADS above 1: a table and a row of the plan per KV head; a decode's work items then tell the KV head.
     SPECIALIZED_M above 0: `specialized.py` takes the queries of whole tiles, SPECIALIZED_M at once.
     """
     KV_HEADS: tl.constexpr = NUM_HEADS // GROUP
+    # KV heads that program_id(1) tells apart, and heads beside each other in a decode's partial results.
+    GRID_HEADS: tl.constexpr = KV_HEADS // TABLE_HEADS if DECODE else KV_HEADS
+    SPLIT_HEADS: tl.constexpr = GROUP if DECODE and TABLE_HEADS > 1 else NUM_HEADS
+    num_rows = num_seqs * TABLE_HEADS
     if DECODE:
-        kv_head = tl.program_id(1) % KV_HEADS
-        row_begin = tl.program_id(1) // KV_HEADS * BLOCK_M
+        kv_head = tl.program_id(1) % GRID_HEADS
+        row_begin = tl.program_id(1) // GRID_HEADS * BLOCK_M
         item_begin = tl.program_id(0)
         item_end = tl.load(plan_ptr)
         item_step = tl.num_programs(0)
@@ -338,28 +343,37 @@ def _attention_kernel(
         item_end = item_begin + 1
         item_step = 1
     if DECODE or DECODE_Q == 0:  # noqa: SIM102  the first is known to the compiler
-        if (tl.program_id(1) < KV_HEADS) & (tl.program_id(2) == 0):
-            _zero_padding(
-                starts_ptr, out_ptr, lse_ptr, num_seqs, num_tokens, kv_head,
-                WITH_LSE, NUM_HEADS, GROUP, VALUE_DIM, BLOCK_V, BLOCK_G,
-            )  # fmt: skip
+        if (tl.program_id(1) < GRID_HEADS) & (tl.program_id(2) == 0):
+            for padded_head in tl.static_range(0, KV_HEADS, GRID_HEADS):
+                _zero_padding(
+                    starts_ptr, out_ptr, lse_ptr, num_seqs, num_tokens, kv_head + padded_head,
+                    WITH_LSE, NUM_HEADS, GROUP, VALUE_DIM, BLOCK_V, BLOCK_G,
+                )  # fmt: skip
     for item in range(item_begin, item_end, item_step):
         if DECODE:
-            item_ptr = _plan_parts(plan_ptr, num_seqs, max_tiles, max_items)[1] + tl.cast(item, tl.int64) * ITEM
-            seq = tl.load(item_ptr + ITEM_SEQ)
+            item_ptr = _plan_parts(plan_ptr, num_rows, max_tiles, max_items)[1] + tl.cast(item, tl.int64) * ITEM
+            row = tl.load(item_ptr + ITEM_ROW)
+            seq = row // TABLE_HEADS
+            if TABLE_HEADS > 1:
+                kv_head = row % TABLE_HEADS
             i_begin = tl.load(item_ptr + ITEM_BEGIN)
             i_end = tl.load(item_ptr + ITEM_END)
-            split_row = tl.cast(item, tl.int64) * max_q * NUM_HEADS
+            split_row = tl.cast(item, tl.int64) * max_q * SPLIT_HEADS
+            if TABLE_HEADS > 1:
+                split_row -= kv_head * GROUP
             is_split = tl.load(item_ptr + ITEM_COUNT) > 1
         else:
             seq = _find_sequence(starts_ptr, num_seqs, item, 1, GROUP, BLOCK_M)
+            row = seq
+            if TABLE_HEADS > 1:
+                row = seq * TABLE_HEADS + kv_head
             i_begin = tl.program_id(2)
             i_end = 0
             is_split = num_splits > 1
         q_begin = tl.load(starts_ptr + seq)
         q_len = tl.load(starts_ptr + seq + 1) - q_begin
         seq_len = tl.load(seq_lens_ptr + seq)
-        info_ptr, tiles_ptr, ranks_ptr = _plan_rows(plan_ptr, seq, num_seqs, max_tiles, max_items)
+        info_ptr, tiles_ptr, ranks_ptr = _plan_rows(plan_ptr, row, num_rows, max_tiles, max_items)
         if DECODE:
             active = row_begin < q_len * GROUP
         else:
@@ -373,15 +387,18 @@ def _attention_kernel(
                 active = active & (row_begin // GROUP >= done)
         if active:
             flags = tl.load(info_ptr + INFO_FLAGS)
+            table_ptr = tables_ptr + tl.cast(seq, tl.int64) * stride_bt
+            if TABLE_HEADS > 1:
+                table_ptr += tl.cast(kv_head, tl.int64) * stride_bh
             _attend_rows(
                 query_ptr, key_ptr, value_ptr, out_ptr, lse_ptr, partial_ptr, partial_lse_ptr,
-                tables_ptr + tl.cast(seq, tl.int64) * stride_bt, positions_ptr,
+                table_ptr, positions_ptr,
                 alibi_ptr, sinks_ptr, k_scale_ptr, v_scale_ptr, visits_ptr,
                 tiles_ptr, ranks_ptr, (flags & DEAD_TILES) != 0, (flags & PARTIAL_TILES) != 0,
                 q_begin, q_len, seq_len, row_begin, kv_head, i_begin, i_end, split_row, is_split, num_splits,
                 scale, softcap, window, num_sink_tokens, key_begin, num_blocks,
                 stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh,
                 DECODE, SPLIT_TILES, CAUSAL, WINDOW, POSITIONS, SOFTCAP, ALIBI,
-                SINKS, SCALES, CODES, UPCAST, COUNT, DESCRIPTORS, WITH_LSE, TWO_LOOPS, NUM_HEADS, GROUP,
+                SINKS, SCALES, CODES, UPCAST, COUNT, DESCRIPTORS, SPLIT_HEADS, WITH_LSE, TWO_LOOPS, NUM_HEADS, GROUP,
                 BLOCK_SIZE, HEAD_DIM, VALUE_DIM, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V,
             )  # fmt: skip

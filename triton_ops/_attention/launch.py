@@ -192,7 +192,9 @@ def _run(prepared: Prepared, tensors: tuple[Any, ...]) -> Result:
             continue
         rows = (out, out)
         if kind.split_rows:
-            rows = splits[name] = _split_buffers(plan, name, stream, kind.split_rows, *results.shape[1:])
+            rows = splits[name] = _split_buffers(
+                plan, name, stream, kind.split_rows, kind.split_heads, results.shape[2]
+            )
         kind.launch.launch(
             _attention_kernel,
             kind.programs,

@@ -1,16 +1,18 @@
 """Layout of a plan: one int32 tensor whose size follows from shapes, so that a captured graph can refresh it in place.
 
     header   [HEADER]                   number of work items, then what the plan was made for
-    info     [num_seqs, INFO]           what INFO_FLAGS to INFO_LIVE name
-    items    [max_items, ITEM]          what ITEM_SEQ to ITEM_COUNT name
-    tiles    [num_seqs, max_tiles]      the live tiles, ascending
-    ranks    [num_seqs, max_tiles + 1]  live tiles before each tile
+    info     [num_rows, INFO]           what INFO_FLAGS to INFO_LIVE name
+    items    [max_items, ITEM]          what ITEM_ROW to ITEM_COUNT name
+    tiles    [num_rows, max_tiles]      the live tiles, ascending
+    ranks    [num_rows, max_tiles + 1]  live tiles before each tile
 
-A tile is 64 key positions; it is live when one of its blocks is present.
+A row is a block table: a sequence, or a KV head of a sequence where each has a table of its own. A tile is 64 key
+positions; it is live when one of its blocks is present.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -31,16 +33,17 @@ TILE, HEADER, INFO, ITEM = kernel_constants(TILE_KEYS, HEADER_INTS, INFO_INTS, I
 # Columns of info: flags, first item, number of items, live tiles in reach of a decode, checksum of the positions, ...
 INFO_FLAGS, INFO_FIRST, INFO_ITEMS, INFO_REACH = kernel_constants(0, 1, 2, 3)
 INFO_CHECKSUM, INFO_QUERY_LEN, INFO_SEQ_LEN, INFO_LIVE = kernel_constants(4, 5, 6, 7)
-# Columns of items: the sequence, the first and the end of the item's live tiles, how many items the sequence has.
-ITEM_SEQ, ITEM_BEGIN, ITEM_END, ITEM_COUNT = kernel_constants(0, 1, 2, 3)
+# Columns of items: the row, the first and the end of the item's live tiles, how many items the row has.
+ITEM_ROW, ITEM_BEGIN, ITEM_END, ITEM_COUNT = kernel_constants(0, 1, 2, 3)
 # Flags: some tile is dead; some live tile has an absent block.
 DEAD_TILES, PARTIAL_TILES = kernel_constants(1, 2)
 # Arguments of the kernels that differ from step to step: nothing is compiled for their values.
 LENGTHS = ["num_seqs", "num_tokens", "max_tiles", "max_items", "max_q", "num_splits", "target_items", "extra_items"]
-LENGTHS += ["window", "num_sink_tokens", "key_begin", "num_blocks", "stride_bt", "prefix_len"]
+LENGTHS += ["window", "num_sink_tokens", "key_begin", "num_blocks", "stride_bt", "stride_bh", "prefix_len"]
+LENGTHS += ["num_rows"]
 # Sequences with at most this many queries are decoded from the work list; longer ones are tiled over their queries.
 DECODE_QUERIES = 8
-# Room for splits beyond one item per sequence: two for each of 128 processors. More would make their sum, which few
+# Room for splits beyond one item per row: two for each of 128 processors. More would make their sum, which few
 # programs do where there is one KV head, take more than a tenth of the attention.
 EXTRA_ITEMS = 256
 # A split below 4 tiles (256 keys) costs more in its merge than it saves.
@@ -51,24 +54,25 @@ MIN_SPLIT_TILES = 4
 class PlanShape:
     """Sizes that follow from the shapes of a call."""
 
-    num_seqs: int
+    num_rows: int
     max_tiles: int
 
     @classmethod
     def of(cls, block_tables: torch.Tensor, block_size: int) -> PlanShape:
         """The plan's shape for these tables."""
-        return cls(block_tables.shape[0], -(-block_tables.shape[1] * block_size // TILE_KEYS))
+        *rows, max_blocks = block_tables.shape
+        return cls(math.prod(rows), -(-max_blocks * block_size // TILE_KEYS))
 
     @property
     def max_items(self) -> int:
-        """One item per sequence, and as many splits as may pay off."""
-        return self.num_seqs + min(EXTRA_ITEMS, self.num_seqs * (self.max_tiles // MIN_SPLIT_TILES))
+        """One item per row, and as many splits as may pay off."""
+        return self.num_rows + min(EXTRA_ITEMS, self.num_rows * (self.max_tiles // MIN_SPLIT_TILES))
 
     @property
     def size(self) -> int:
         """Elements of the plan tensor."""
-        per_seq = INFO_INTS + 2 * self.max_tiles + 1
-        return HEADER_INTS + self.max_items * ITEM_INTS + self.num_seqs * per_seq
+        per_row = INFO_INTS + 2 * self.max_tiles + 1
+        return HEADER_INTS + self.max_items * ITEM_INTS + self.num_rows * per_row
 
 
 @dataclass(frozen=True)
@@ -87,27 +91,27 @@ class PlanOptions:
 
 
 @triton.jit
-def _plan_parts(plan_ptr, num_seqs, max_tiles, max_items):
+def _plan_parts(plan_ptr, num_rows, max_tiles, max_items):
     """Where info, items, tiles and ranks begin."""
     info_ptr = plan_ptr + HEADER
-    items_ptr = info_ptr + tl.cast(num_seqs, tl.int64) * INFO
+    items_ptr = info_ptr + tl.cast(num_rows, tl.int64) * INFO
     tiles_ptr = items_ptr + tl.cast(max_items, tl.int64) * ITEM
-    ranks_ptr = tiles_ptr + tl.cast(num_seqs, tl.int64) * max_tiles
+    ranks_ptr = tiles_ptr + tl.cast(num_rows, tl.int64) * max_tiles
     return info_ptr, items_ptr, tiles_ptr, ranks_ptr
 
 
 @triton.jit
-def _plan_rows(plan_ptr, seq, num_seqs, max_tiles, max_items):
-    """Where a sequence's info, tiles and ranks begin."""
-    info_ptr, _, tiles_ptr, ranks_ptr = _plan_parts(plan_ptr, num_seqs, max_tiles, max_items)
-    seq64 = tl.cast(seq, tl.int64)
-    return info_ptr + seq64 * INFO, tiles_ptr + seq64 * max_tiles, ranks_ptr + seq64 * (max_tiles + 1)
+def _plan_rows(plan_ptr, row, num_rows, max_tiles, max_items):
+    """Where a row's info, tiles and ranks begin."""
+    info_ptr, _, tiles_ptr, ranks_ptr = _plan_parts(plan_ptr, num_rows, max_tiles, max_items)
+    row64 = tl.cast(row, tl.int64)
+    return info_ptr + row64 * INFO, tiles_ptr + row64 * max_tiles, ranks_ptr + row64 * (max_tiles + 1)
 
 
 def plan_views(plan: torch.Tensor, shape: PlanShape) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """info, items, tiles and ranks of a plan, as views: `_plan_parts` on the host."""
     sizes = (INFO_INTS, ITEM_INTS, shape.max_tiles, shape.max_tiles + 1)
-    rows = (shape.num_seqs, shape.max_items, shape.num_seqs, shape.num_seqs)
+    rows = (shape.num_rows, shape.max_items, shape.num_rows, shape.num_rows)
     parts = plan[HEADER_INTS:].split([n * m for n, m in zip(rows, sizes, strict=True)])
     info, items, tiles, ranks = (part.view(n, m) for part, n, m in zip(parts, rows, sizes, strict=True))
     return info, items, tiles, ranks

@@ -12,12 +12,13 @@ from .softmax import _finish
 def _merge_splits_kernel(
     out_ptr,  # [num_tokens, NUM_HEADS, VALUE_DIM]
     lse_ptr,  # [num_tokens, NUM_HEADS]
-    decode_ptr, decode_lse_ptr,  # [items, max_q, NUM_HEADS, VALUE_DIM] and its base-2 lse
+    decode_ptr, decode_lse_ptr,  # [items, max_q, NUM_HEADS // TABLE_HEADS, VALUE_DIM] and its base-2 lse
     prefill_ptr, prefill_lse_ptr,  # [num_splits, num_tokens, NUM_HEADS, VALUE_DIM] and its base-2 lse
     starts_ptr, plan_ptr, sinks_ptr,
     num_seqs, num_tokens, max_q, num_splits,
-    DECODE_Q: tl.constexpr, BY_SEQUENCE: tl.constexpr, SINKS: tl.constexpr, WITH_LSE: tl.constexpr,
-    NUM_HEADS: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_V: tl.constexpr,
+    DECODE_Q: tl.constexpr, BY_SEQUENCE: tl.constexpr, TABLE_HEADS: tl.constexpr, SINKS: tl.constexpr,
+    WITH_LSE: tl.constexpr, NUM_HEADS: tl.constexpr, VALUE_DIM: tl.constexpr,
+    BLOCK_S: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """Grid (rows, heads, parts of a head): BLOCK_S splits at once, in the order of their keys.
 
@@ -38,13 +39,20 @@ def _merge_splits_kernel(
     count = num_splits
     step = tl.cast(num_tokens, tl.int64) * NUM_HEADS
     first = tl.cast(token, tl.int64) * NUM_HEADS
-    source_ptr = prefill_ptr
-    source_lse_ptr = prefill_lse_ptr
+    # By sequence, only decodes have splits.
+    source_ptr = decode_ptr if BY_SEQUENCE else prefill_ptr
+    source_lse_ptr = decode_lse_ptr if BY_SEQUENCE else prefill_lse_ptr
+    source_head = head
     if exists & (q_len <= DECODE_Q):
-        info_ptr = _plan_parts(plan_ptr, num_seqs, 0, 0)[0] + tl.cast(seq, tl.int64) * INFO
+        HEADS: tl.constexpr = NUM_HEADS // TABLE_HEADS
+        plan_row = tl.cast(seq, tl.int64)
+        if TABLE_HEADS > 1:
+            plan_row = plan_row * TABLE_HEADS + head // HEADS
+            source_head = head % HEADS
+        info_ptr = _plan_parts(plan_ptr, num_seqs * TABLE_HEADS, 0, 0)[0] + plan_row * INFO
         count = tl.load(info_ptr + INFO_ITEMS)
-        step = tl.cast(max_q, tl.int64) * NUM_HEADS
-        first = tl.load(info_ptr + INFO_FIRST) * step + tl.cast(token - q_begin, tl.int64) * NUM_HEADS
+        step = tl.cast(max_q, tl.int64) * HEADS
+        first = tl.load(info_ptr + INFO_FIRST) * step + tl.cast(token - q_begin, tl.int64) * HEADS
         source_ptr = decode_ptr
         source_lse_ptr = decode_lse_ptr
     if exists & (count > 1):
@@ -55,7 +63,7 @@ def _merge_splits_kernel(
         acc = tl.zeros([1, BLOCK_V], tl.float32)
         for begin in range(0, count, BLOCK_S):
             live = begin + offs_s < count
-            row = first + (begin + offs_s).to(tl.int64) * step + head
+            row = first + (begin + offs_s).to(tl.int64) * step + source_head
             part_lse = tl.load(source_lse_ptr + row, mask=live, other=float("-inf"))
             part = tl.load(
                 source_ptr + row[:, None] * VALUE_DIM + offs_v[None, :],

@@ -28,7 +28,7 @@ from .layout import (
     ITEM_BEGIN,
     ITEM_COUNT,
     ITEM_END,
-    ITEM_SEQ,
+    ITEM_ROW,
     LENGTHS,
     MIN_SPLIT_TILES,
     PARTIAL_TILES,
@@ -46,14 +46,17 @@ from .predicate import _span, reached_tiles
 @triton.jit(do_not_specialize=LENGTHS)
 def _plan_tiles_kernel(
     plan_ptr, tables_ptr, seq_lens_ptr, starts_ptr, positions_ptr,
-    num_seqs, max_tiles, max_items, window, num_sink_tokens, key_begin, stride_bt,
+    num_rows, max_tiles, max_items, window, num_sink_tokens, key_begin, stride_bt, stride_bh,
     DECODE_Q: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, POSITIONS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, BLOCK_T: tl.constexpr, SUB: tl.constexpr,
+    TABLE_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_T: tl.constexpr, SUB: tl.constexpr,
 ):  # fmt: skip
-    """Grid (num_seqs,): a sequence's live tiles, their ranks, and how many of them a decode reaches."""
-    seq = tl.cast(tl.program_id(0), tl.int64)
-    info_ptr, tiles_ptr, ranks_ptr = _plan_rows(plan_ptr, seq, num_seqs, max_tiles, max_items)
+    """Grid (num_rows,): a row's live tiles, their ranks, and how many of them a decode reaches."""
+    row = tl.cast(tl.program_id(0), tl.int64)
+    info_ptr, tiles_ptr, ranks_ptr = _plan_rows(plan_ptr, row, num_rows, max_tiles, max_items)
+    seq = row // TABLE_HEADS
     tables_ptr += seq * stride_bt
+    if TABLE_HEADS > 1:
+        tables_ptr += row % TABLE_HEADS * stride_bh
     q_begin = tl.load(starts_ptr + seq)
     q_len = tl.load(starts_ptr + seq + 1) - q_begin
     seq_len = tl.load(seq_lens_ptr + seq)
@@ -104,10 +107,10 @@ def _plan_tiles_kernel(
 
 
 @triton.jit
-def _item_counts(plan_ptr, offs, num_seqs, target, DECODE_Q: tl.constexpr):
-    """Work items of sequences `offs`, and their live tiles in reach."""
-    mask = offs < num_seqs
-    info_ptr = _plan_parts(plan_ptr, num_seqs, 0, 0)[0] + offs.to(tl.int64) * INFO
+def _item_counts(plan_ptr, offs, num_rows, target, DECODE_Q: tl.constexpr):
+    """Work items of rows `offs`, and their live tiles in reach."""
+    mask = offs < num_rows
+    info_ptr = _plan_parts(plan_ptr, num_rows, 0, 0)[0] + offs.to(tl.int64) * INFO
     reach = tl.load(info_ptr + INFO_REACH, mask=mask, other=0)
     q_len = tl.load(info_ptr + INFO_QUERY_LEN, mask=mask, other=0)
     decoded = mask & (q_len > 0) & (q_len <= DECODE_Q)
@@ -116,28 +119,28 @@ def _item_counts(plan_ptr, offs, num_seqs, target, DECODE_Q: tl.constexpr):
 
 @triton.jit(do_not_specialize=LENGTHS)
 def _plan_items_kernel(
-    plan_ptr, num_seqs, target_items, extra_items, window, num_sink_tokens, key_begin,
+    plan_ptr, num_rows, target_items, extra_items, window, num_sink_tokens, key_begin,
     DECODE_Q: tl.constexpr, CAUSAL: tl.constexpr, MIN_TILES: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    """Grid (num_seqs,): cuts the live tiles in reach of all sequences into items of about equal length."""
-    seq = tl.program_id(0)
+    """Grid (num_rows,): cuts the live tiles in reach of all rows into items of about equal length."""
+    row = tl.program_id(0)
     total = 0
-    for base in range(0, num_seqs, BLOCK_S):
-        total += tl.sum(_item_counts(plan_ptr, base + tl.arange(0, BLOCK_S), num_seqs, 1, DECODE_Q)[1], 0)
+    for base in range(0, num_rows, BLOCK_S):
+        total += tl.sum(_item_counts(plan_ptr, base + tl.arange(0, BLOCK_S), num_rows, 1, DECODE_Q)[1], 0)
     target_items = tl.maximum(tl.minimum(target_items, extra_items), 1)
     target = tl.maximum((total + target_items - 1) // target_items, MIN_TILES)
     first = 0
     count = 0
-    for base in range(0, num_seqs, BLOCK_S):
+    for base in range(0, num_rows, BLOCK_S):
         offs = base + tl.arange(0, BLOCK_S)
-        counts, _ = _item_counts(plan_ptr, offs, num_seqs, target, DECODE_Q)
-        first += tl.sum(tl.where(offs < seq, counts, 0), 0)
+        counts, _ = _item_counts(plan_ptr, offs, num_rows, target, DECODE_Q)
+        first += tl.sum(tl.where(offs < row, counts, 0), 0)
         count += tl.sum(counts, 0)
-    own, reach = _item_counts(plan_ptr, seq + tl.arange(0, 1), num_seqs, target, DECODE_Q)
+    own, reach = _item_counts(plan_ptr, row + tl.arange(0, 1), num_rows, target, DECODE_Q)
     items = tl.sum(own, 0)
     per = (tl.sum(reach, 0) + tl.maximum(items, 1) - 1) // tl.maximum(items, 1)
-    info_ptr, items_ptr, _, _ = _plan_parts(plan_ptr, num_seqs, 0, 0)
-    info_ptr += tl.cast(seq, tl.int64) * INFO
+    info_ptr, items_ptr, _, _ = _plan_parts(plan_ptr, num_rows, 0, 0)
+    info_ptr += tl.cast(row, tl.int64) * INFO
     tl.store(info_ptr + INFO_FIRST, first)
     tl.store(info_ptr + INFO_ITEMS, items)
     items_ptr += tl.cast(first, tl.int64) * ITEM
@@ -146,11 +149,11 @@ def _plan_items_kernel(
         mask = split < items
         begin = tl.minimum(split * per, tl.sum(reach, 0))
         end = tl.minimum(begin + per, tl.sum(reach, 0))
-        tl.store(items_ptr + split * ITEM + ITEM_SEQ, tl.zeros_like(split) + seq, mask=mask)
+        tl.store(items_ptr + split * ITEM + ITEM_ROW, tl.zeros_like(split) + row, mask=mask)
         tl.store(items_ptr + split * ITEM + ITEM_BEGIN, begin, mask=mask)
         tl.store(items_ptr + split * ITEM + ITEM_END, end, mask=mask)
         tl.store(items_ptr + split * ITEM + ITEM_COUNT, tl.zeros_like(split) + items, mask=mask)
-    if seq == 0:
+    if row == 0:
         tl.store(plan_ptr, count)
         tl.store(plan_ptr + 1, tl.cast(CAUSAL, tl.int32))
         tl.store(plan_ptr + 2, window)
@@ -173,16 +176,18 @@ def launch_plan(
     shape = PlanShape.of(block_tables, block_size)
     assert plan.numel() == shape.size
     assert plan.dtype == torch.int32
-    if shape.num_seqs == 0:
+    if shape.num_rows == 0:
         plan.zero_()
         return
-    grid = (shape.num_seqs, 1, 1)
+    grid = (shape.num_rows, 1, 1)
     positions = seq_lens if query_positions is None else query_positions
+    table_heads = block_tables.shape[1] if block_tables.dim() == 3 else 1
     tiles, items = _plan_launches(
         options.decode_queries,
         options.causal,
         options.window > 0,
         query_positions is not None,
+        table_heads,
         block_size,
         aligned(plan, block_tables, seq_lens, query_start_loc, positions),
         plan.device,
@@ -195,21 +200,22 @@ def launch_plan(
         seq_lens,
         query_start_loc,
         positions,
-        shape.num_seqs,
+        shape.num_rows,
         shape.max_tiles,
         shape.max_items,
         options.window,
         options.num_sink_tokens,
         options.key_begin,
         block_tables.stride(0),
+        block_tables.stride(1) if block_tables.dim() == 3 else 0,
     )
     items(
         _plan_items_kernel,
         grid,
         plan,
-        shape.num_seqs,
+        shape.num_rows,
         target_items,
-        shape.max_items - shape.num_seqs,
+        shape.max_items - shape.num_rows,
         options.window,
         options.num_sink_tokens,
         options.key_begin,
@@ -255,6 +261,7 @@ def _plan_launches(
     causal: bool,
     has_window: bool,
     has_positions: bool,
+    table_heads: int,
     block_size: int,
     is_aligned: bool,
     device: torch.device,
@@ -268,6 +275,7 @@ def _plan_launches(
         "CAUSAL": causal,
         "WINDOW": has_window,
         "POSITIONS": has_positions,
+        "TABLE_HEADS": table_heads,
         "BLOCK_SIZE": block_size,
         "BLOCK_T": max(16, min(128, 1024 // sub)),
         "SUB": sub,
@@ -288,12 +296,15 @@ def plan_reference(
     """The plan that the kernels build, in numpy; elements they leave unwritten are 0."""
     shape = PlanShape.of(block_tables, block_size)
     plan = np.zeros(shape.size, dtype=np.int32)
-    tables, lens = block_tables.cpu().numpy(), seq_lens.cpu().numpy()
+    lens = seq_lens.cpu().numpy()
+    heads = shape.num_rows // max(1, len(lens))
+    tables = block_tables.cpu().numpy().reshape(shape.num_rows, block_tables.shape[-1])
     starts = query_start_loc.cpu().numpy()
     positions = None if query_positions is None else query_positions.cpu().numpy()
     info, items, tiles, ranks = plan_views(torch.from_numpy(plan), shape)
-    for i, seq_len in enumerate(lens.tolist()):
-        q_begin, q_end = int(starts[i]), int(starts[i + 1])
+    for i in range(shape.num_rows):
+        seq, seq_len = i // heads, int(lens[i // heads])
+        q_begin, q_end = int(starts[seq]), int(starts[seq + 1])
         q_len = q_end - q_begin
         own = np.arange(seq_len - q_len, seq_len) if positions is None else positions[q_begin:q_end].astype(np.int64)
         num_tiles = -(-seq_len // TILE_KEYS)
@@ -311,7 +322,7 @@ def plan_reference(
         info[i] = torch.from_numpy(np.array(row, dtype=np.int64).astype(np.int32))
     reach, q_lens = info[:, int(INFO_REACH)].numpy().astype(np.int64), info[:, int(INFO_QUERY_LEN)].numpy()
     is_decoded = (q_lens > 0) & (q_lens <= options.decode_queries)
-    wanted = max(1, min(target_items, shape.max_items - shape.num_seqs))
+    wanted = max(1, min(target_items, shape.max_items - shape.num_rows))
     target = max(-(-int(reach.sum()) // wanted), MIN_SPLIT_TILES)
     counts = np.where(is_decoded, np.maximum(-(-reach // target), 1), 0)
     first = np.cumsum(counts) - counts
@@ -333,7 +344,7 @@ def check_plan(call: AttentionCall, options: PlanOptions) -> None:
     """
     block_size = call.key_cache.shape[1]
     shape = PlanShape.of(call.block_tables, block_size)
-    if call.plan is None or shape.num_seqs == 0:
+    if call.plan is None or shape.num_rows == 0:
         return
     tensors = (call.block_tables, call.seq_lens, call.query_start_loc, call.query_positions)
     expected = plan_reference(*tensors, block_size, options, 1)

@@ -45,12 +45,14 @@ class Grid:
         programs: The grid.
         numbers: The kernel's arguments between tensors and constants.
         split_rows: Rows of partial results; 0 for none.
+        split_heads: Heads of each of them.
     """
 
     launch: KernelLaunch
     programs: tuple[int, int, int]
     numbers: tuple[float, ...]
     split_rows: int = 0
+    split_heads: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +122,9 @@ def prepare(
     _, block_size, num_kv_heads, value_dim = call.value_cache.shape
     has_positions = call.query_positions is not None
     shape = PlanShape.of(call.block_tables, block_size)
+    num_seqs, table_heads = call.seq_lens.shape[0], call.table_heads
+    # A work item of a decode serves all KV heads, or the one whose table it is of.
+    item_heads = num_kv_heads // table_heads
     options = call.plan_options(tiled)
     arch = architecture(query.device)
     group = num_heads // num_kv_heads
@@ -132,11 +137,11 @@ def prepare(
     decode = decode_tiles(arch.name, *kind, decode_q * group, quantized, group, block_size)
     prefill = prefill_tiles(arch.name, *kind, heavy, group, block_size)
     row_tiles = -(-decode_q * group // decode.block_m)
-    target_items = wanted_items(arch, num_kv_heads * row_tiles)
-    prefill_bound = num_tokens * group // prefill.block_m + shape.num_seqs
+    target_items = wanted_items(arch, item_heads * row_tiles)
+    prefill_bound = num_tokens * group // prefill.block_m + num_seqs
     # Where even the longest sequences leave more than a decode's queries to each other one, none is a decode. (Padded
     # rows may make one seem longer than it is; tiled over queries it is right all the same.)
-    prefill_only = num_tokens - (shape.num_seqs - 1) * longest > DECODE_QUERIES
+    prefill_only = num_tokens - (num_seqs - 1) * longest > DECODE_QUERIES
     decode_queries = 0 if prefill_only else options.decode_queries
     run_decode = decode_queries > 0
     run_prefill = longest > decode_queries or not run_decode
@@ -157,7 +162,7 @@ def prepare(
     codes = E4M3_BITS if convert_codes else NATIVE_CODES if quantized else PLAIN_CACHE
     describable = is_aligned and _describable(call)
     special = specialized_tiles(arch.name, *kind)
-    plain = call.causal and not (has_positions or heavy or call.batch_invariant or count)
+    plain = call.causal and not (has_positions or heavy or call.batch_invariant or count or table_heads > 1)
     if not (run_prefill and plain and num_splits == 1 and describable and _specializable(call, special, prefill)):
         special = None
 
@@ -179,6 +184,7 @@ def prepare(
             "UPCAST": INTERPRET and query.dtype == torch.bfloat16,
             "COUNT": count,
             "DESCRIPTORS": describable and tiles.descriptors and block_size % block_n == 0,
+            "TABLE_HEADS": table_heads,
             "WITH_LSE": with_lse,
             "TWO_LOOPS": tiles.two_loops and not (segments or call.batch_invariant),
             "NUM_HEADS": num_heads,
@@ -194,33 +200,34 @@ def prepare(
             "SPECIALIZED_M": 0 if special is None or decoding else special.block_m,
         }
 
-    sizes = (shape.num_seqs, num_tokens, shape.max_tiles, shape.max_items)
+    sizes = (num_seqs, num_tokens, shape.max_tiles, shape.max_items)
     limits = (options.num_sink_tokens, options.key_begin)
     strides = (
         key_cache.shape[0],
         *query.stride()[:2],
         *key_cache.stride()[:3],
         *call.value_cache.stride()[:3],
-        call.block_tables.stride(0),
+        *call.table_strides,
     )
 
     def grid(tiles: Tiles, decoding: bool, programs: tuple[int, int, int], splits: int, split_rows: int) -> Grid:
+        split_heads = num_heads // table_heads if decoding else num_heads
         launch = KernelLaunch(
             constexprs(tiles, decoding), tiles.num_warps, tiles.num_stages, is_aligned, tiles.max_registers
         )
         numbers = (*sizes, decode_q, splits, call.scale, call.softcap, call.window, *limits, *strides)
-        return Grid(launch, programs, numbers, split_rows)
+        return Grid(launch, programs, numbers, split_rows, split_heads)
 
     decoding = tiling = specialized = None
     if run_decode:
-        items = min(shape.max_items, shape.num_seqs + target_items)
+        items = min(shape.max_items, shape.num_rows + target_items)
         split_rows = shape.max_items * decode_q if max_tiles > MIN_SPLIT_TILES else 0
-        decoding = grid(decode, True, (items, num_kv_heads * row_tiles, 1), 1, split_rows)
+        decoding = grid(decode, True, (items, item_heads * row_tiles, 1), 1, split_rows)
     if run_prefill:
         split_rows = num_splits * num_tokens if num_splits > 1 else 0
         tiling = grid(prefill, False, (prefill_bound, num_kv_heads, num_splits), num_splits, split_rows)
     if special is not None:
-        numbers = (*sizes, call.scale, call.window, *limits, *strides)
+        numbers = (*sizes, call.scale, call.window, *limits, *strides[:-1])
         specialized = _specialized_grid(call, with_lse, special, decode_queries, numbers)
     dtype = out_dtype or query.dtype
     return Prepared(
@@ -287,6 +294,7 @@ def _merge_grid(
     constexprs = {
         "DECODE_Q": decode_queries,
         "BY_SEQUENCE": by_sequence,
+        "TABLE_HEADS": call.table_heads,
         "SINKS": call.sinks is not None,
         "WITH_LSE": with_lse,
         "NUM_HEADS": num_heads,
