@@ -68,13 +68,17 @@ class Guard:
         if not self.learned:
             self._start, self._end = self._start[rows], self._end[rows]
 
-    def released(self, runs: Runs, rows: slice, capacity: int) -> None:
-        """Requests have ended and left blocks in these new rows."""
-        sizes = runs.size[rows]
-        number = sizes.size
-        self._requests += number
-        self.mean += (float(sizes.mean()) - self.mean) * min(number / min(self._requests, 300), 1.0)
+    def released(self, sizes: Numbers) -> None:
+        """Requests have ended and left so many blocks each, in new rows."""
+        self._requests += sizes.size
+        self.mean += (float(sizes.mean()) - self.mean) * min(sizes.size / min(self._requests, 300), 1.0)
         self._inside += int(sizes.sum())
+        if not self.learned:
+            self._start = np.append(self._start, np.zeros(sizes.size, np.int32))
+            self._end = np.append(self._end, sizes)
+
+    def fill(self, runs: Runs, capacity: int) -> None:
+        """Finds the request at which the blocks used last fill the room, once all that was used has been told."""
         row = int(runs.rows_of(np.array([self._edge]))[0])
         kept = int(runs.kept[row])
         while self._inside - kept >= capacity and row < runs.count - 1:
@@ -83,9 +87,6 @@ class Guard:
             kept = int(runs.kept[row])
         self._edge = int(runs.serial[row])
         self._room = max(0, capacity - self._inside + kept)
-        if not self.learned:
-            self._start = np.append(self._start, np.zeros(number, np.int32))
-            self._end = np.append(self._end, sizes)
 
     def used(self, runs: Runs, rows: Numbers, first: Numbers, last: Numbers, resident: bool) -> None:
         """Blocks at places `first` to `last` of these rows were asked for, and were there (`resident`) or not."""

@@ -50,8 +50,13 @@ class Lives:
         begun = rows < self._begun
         np.subtract.at(self._runs.lives, (rows[begun], _kind(uses, tail)[begun]), np.float32(1))
 
-    def learn(self, now: int) -> None:
-        """Counts every life up to now; of old requests, whose chances change slowly, in every fourth call."""
+    def learn(self, now: int, stale: bool) -> None:
+        """Counts every life up to now; of old requests, whose chances change slowly, in every fourth call.
+
+        Args:
+            now: Requests until now.
+            stale: See `HazardTables.expose`.
+        """
         runs, tables = self._runs, self._tables
         self._begin()
         self._calls += 1
@@ -72,7 +77,7 @@ class Lives:
             serial = runs.serial[rows]
             group, traits = runs.group[rows].astype(np.intp), runs.traits[rows].astype(np.intp)
             since = runs.flushed[rows] - serial
-            tables.expose(group, traits, since, until - serial, np.concatenate((ended, lives)))
+            tables.expose(group, traits, since, until - serial, np.concatenate((ended, lives)), stale)
         runs.flushed[due] = now
 
     def _begin(self) -> None:

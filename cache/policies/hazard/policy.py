@@ -143,12 +143,18 @@ class Hazard(EvictionPolicy):
         for time, noted, depth in self._recalled:
             self._take_recalled(time, noted, depth)
         self._recalled = []
+        room = max(1, self.pool.num_blocks - max(0, self.pool.num_held - taken))
         if self._released:
             rows = self._add_rows()
-            held = max(0, self.pool.num_held - taken)
-            guard.released(runs, rows, max(1, self.pool.num_blocks - held))
+            guard.released(runs.size[rows])
+        if len(self._released) == 1:
+            guard.fill(runs, room)
         if self._used:
             self._take_used()
+        if self._released:
+            self._note_shared(rows)
+        if len(self._released) > 1:  # among these are requests that later ones in the batch went on from
+            guard.fill(runs, room)
         self._released, self._used, self._places = [], [], 0
         if runs.count:
             if not guard.learned:
@@ -174,14 +180,16 @@ class Hazard(EvictionPolicy):
         parent = parent[parent >= 0]
         np.add.at(self._hanging, parent, 1)
         self._forked[parent] = True
-        forked = self._forked.take(chain)
-        if count_nonzero(forked):
-            places = np.arange(1, chain.size + 1) - np.repeat(starts, sizes)
-            runs.shared[rows] = np.maximum.reduceat(places * forked, starts)
         runs.serial[rows] = np.arange(self._now - sizes.size, self._now)
         runs.group[rows], output, runs.certain[rows] = ending
         runs.traits[rows] = NEW_BOUNDS.searchsorted(sizes - bounds[:, 0], side="right") + output
         return rows
+
+    def _note_shared(self, rows: slice) -> None:
+        """How much of the chains whose requests do not go on others went on from."""
+        for row in (rows.start + self.runs.certain[rows].nonzero()[0]).tolist():
+            forks = self._forked.take(self.runs.chains[row]).nonzero()[0]
+            self.runs.shared[row] = forks[-1] + 1 if forks.size else 0
 
     def _take_used(self) -> None:
         """Later requests take over the fronts of runs."""
@@ -206,13 +214,14 @@ class Hazard(EvictionPolicy):
         self.guard.used(runs, rows, first, last, resident=True)
         np.subtract.at(runs.kept, rows, number.astype(np.int32))
         self.lives.used(rows, first, last, times[at])
-        front = first <= runs.start[rows]
-        old = runs.start[rows]
-        np.maximum.at(runs.start, rows[front], last[front].astype(np.int32))
-        for row, place, size in zip(rows.tolist(), last.tolist(), runs.size[rows].tolist(), strict=True):
-            if place < size:
+        moved = set()
+        for row, at, place in zip(rows.tolist(), first.tolist(), last.tolist(), strict=True):
+            if at <= runs.start[row] < place:  # one after the other: several requests may have gone on from a run
+                runs.start[row] = place
+                moved.add(row)
+            if place < runs.size[row]:
                 self._forked[runs.chains[row][place - 1]] = True
-        for row in set(rows[runs.start[rows] > old].tolist()):
+        for row in moved:
             self._chooser.hang(row, int(runs.chains[row][runs.start[row] - 1]))
 
     def _take_recalled(self, time: int, noted: Noted, depth: Numbers) -> None:
@@ -233,8 +242,8 @@ class Hazard(EvictionPolicy):
     def _learn(self) -> None:
         """Fits the tables, and drops rows that are of no use any more."""
         runs = self.runs
-        self.lives.learn(self._now)
         steps = (self._now - self._last_fit) / EVERY
+        self.lives.learn(self._now, stale=steps > 2)
         self.tables.fit(DECAY ** min(steps, 20.0))
         self._last_fit = self._now
         serial = runs.serial[: runs.count]

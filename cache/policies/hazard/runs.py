@@ -44,7 +44,7 @@ class Runs:
         bounds: Blocks of the chain used at least 2, 3 and 5 times, `[rows, 3]`.
         last: The block at `end - 1`.
         parent: The block before `start`, -1 for none.
-        shared: Blocks of the chain before it have led to other requests too.
+        shared: Blocks of the chain before it have led to other requests too; known where `certain`.
         kept: Blocks that nobody used since, evicted ones included.
         group, traits: Class and factors, see `HazardTables`.
         certain: Whether the caller said that it does not go on.

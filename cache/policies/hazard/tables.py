@@ -69,7 +69,9 @@ class HazardTables:
         """Bytes held."""
         return sum(value.nbytes for value in vars(self).values() if isinstance(value, np.ndarray))
 
-    def expose(self, group: Numbers, traits: Numbers, since: Numbers, until: Numbers, lives: Numbers) -> None:
+    def expose(
+        self, group: Numbers, traits: Numbers, since: Numbers, until: Numbers, lives: Numbers, stale: bool = False
+    ) -> None:
         """Lives that lasted from one age to another.
 
         Args:
@@ -78,6 +80,7 @@ class HazardTables:
             since: Age at the beginning, `[n]`.
             until: Age at the end, `[n]`.
             lives: Weighted blocks by 2 * uses + tail, `[n, 8]`.
+            stale: The rates are of long ago: factors are learned against new ones, or they would make up for it all.
         """
         new, output = traits % 8 + NEW, traits // 8 + OUTPUT
         overlap = (until[:, None] - EDGES[:AGES]).clip(0.0, SPANS)
@@ -86,12 +89,15 @@ class HazardTables:
         weighted = lives * (own[:, None] * np.tile(self.factor[TAIL:], USES).astype(np.float32))
         by_uses = weighted[:, 0::2] + weighted[:, 1::2]
         expected = np.empty_like(weighted)
-        for g in np.unique(group).tolist():
-            mine = (group == g).nonzero()[0]
-            rows, classes = overlap[mine], slice(g * USES, (g + 1) * USES)
-            self._exposure[classes] += by_uses[mine].T @ rows
-            expected[mine] = weighted[mine] * np.repeat(rows @ self.rate[classes].T, 2, axis=1)
+        groups = [(g, (group == g).nonzero()[0]) for g in np.unique(group).tolist()]
+        for g, mine in groups:
+            self._exposure[g * USES : (g + 1) * USES] += by_uses[mine].T @ overlap[mine]
             self._seen[g] = True
+        if stale:
+            self._fit_rates()
+        for g, mine in groups:
+            chance = overlap[mine] @ self.rate[g * USES : (g + 1) * USES].T
+            expected[mine] = weighted[mine] * np.repeat(chance, 2, axis=1)
         each = expected.sum(axis=1)
         hits = np.bincount(new, each, FACTORS) + np.bincount(output, each, FACTORS)
         hits[TAIL:] = expected[:, 0::2].sum(), expected[:, 1::2].sum()
@@ -105,12 +111,15 @@ class HazardTables:
         for factor in (traits % 8 + NEW, traits // 8 + OUTPUT, kind % 2 + TAIL):
             self._factor_events += np.bincount(factor, weight, FACTORS)
 
-    def fit(self, decay: float) -> None:
-        """Rates, factors and indices from the sums, which then lose weight."""
+    def _fit_rates(self) -> None:
         events, exposure = self._events.sum(axis=0), self._exposure.sum(axis=0)
         prior = AGE_PRIOR * WIDTHS  # falls with age: one never seen must not look good
         pooled = (events + prior * 0.05 / (EDGES[:AGES] + 300)) / (exposure + prior)
         self.rate = (self._events + PRIOR * WIDTHS * pooled) / (self._exposure + PRIOR * WIDTHS)
+
+    def fit(self, decay: float) -> None:
+        """Rates, factors and indices from the sums, which then lose weight."""
+        self._fit_rates()
         self.factor = (self._factor_events + FACTOR_PRIOR) / (self._factor_exposure + FACTOR_PRIOR)
         self._level = self._levels()
         used = np.flatnonzero(np.repeat(self._seen, USES))

@@ -75,6 +75,49 @@ def test_on_paper_lru_hits_what_lru_hits(monkeypatch):
     assert sum(told) == pytest.approx(lru.hit_rate * trace.num_blocks, rel=0.02)
 
 
+def growing(count, rng):
+    """Conversations side by side, each turn of which goes on from one of the turns before, not always the last."""
+    turns = [[] for _ in range(12)]
+    for i in range(count):
+        chat = turns[int(rng.integers(0, len(turns)))]
+        before = chat[int(rng.integers(0, len(chat)))] if chat else []
+        chat.append(before + [1000 * i + k for k in range(int(rng.integers(1, 9)))])
+        yield chat[-1]
+
+
+def test_what_is_worked_off_together_comes_to_the_same_as_one_by_one(monkeypatch):
+    from pc.cache.policies.hazard import policy
+
+    trace = trace_of(growing(230, np.random.default_rng(0)))
+    rows, balances = [], []
+    for notes in (1, 256):
+        monkeypatch.setattr(policy, "NOTES", notes)
+        hazard = Hazard()
+        replay(trace, hazard, trace.unique_blocks + 1, hints="oracle")
+        hazard._work_off()
+        runs = hazard.runs
+        runs.shared = np.maximum(runs.shared, runs.start)  # what another took over is not in the run any more
+        columns = ("serial", "start", "end", "size", "last", "parent", "kept", "shared", "traits")
+        rows.append({name: getattr(runs, name)[: runs.count].tolist() for name in columns})
+        balances.append(hazard.guard._balance)
+    assert rows[0] == rows[1]
+    assert balances == [0, 0]  # nothing was evicted: lru hit as much
+
+
+def test_rates_learned_after_a_long_time_are_not_made_up_for_by_the_factors():
+    """All that is known of the first thousand requests comes at once, and is 50 times what was assumed."""
+    for stale in (False, True):
+        tables = HazardTables()
+        one = np.zeros(1, np.intp)
+        lives = np.zeros((1, 2 * USES))
+        lives[0, 0] = 1000.0
+        tables.reuse(one, one, one, np.array([EDGES[6]]), np.array([500.0]))
+        tables.expose(one, one, np.array([0.0]), np.array([EDGES[8]]), lives, stale)
+        tables.fit(1.0)
+        factor = tables.factor[0] * tables.factor[8] * tables.factor[16]
+        assert (factor < 4) == stale
+
+
 def test_a_conversation_that_is_over_goes_first_and_takes_nothing_shared_along():
     m = pc.CacheManager(12, block_size=4, policy="hazard")
     shared = [1] * 8
