@@ -52,33 +52,31 @@ def allocate(
 def admit(state: ManagerState, request_id: Hashable, request: Request, hit: Hit) -> tuple[BaseAllocation, int]:
     """Gives a request its blocks, or changes nothing; also returns the tokens reused by a copy."""
     pools, size, num_tokens = state.pools, state.block_size, hit.num_tokens
-    source, common, cached = None, 0, hit.cached
+    source, common, reached, cached = None, 0, hit.position, hit.cached
     # A block that comes back from the host must not be overwritten by a copy of one that begins like it.
     if state.partial is not None and hit.contiguous and not hit.loading:
         source, common = _find_partial(state, request, hit)
         if common:
-            cached = [(0, hit.blocks * size + common)]
+            reached = hit.blocks * size + common
     parts = hit.groups
-    pool, part = pools[0], parts[0]
-    single = len(parts) == 1
-    if not single or part.lengths.size > pool.num_free:
-        held = [part.held for part in parts] if source is None else [np.concatenate((part.held, source))]
+    if len(parts) > 1 or parts[0].lengths.size > pools[0].num_free:
+        held = [part.held for part in parts] if source is None else [np.concatenate((parts[0].held, source))]
         state.require([part.lengths.size for part in parts], held)
     hinted = request.priority or request.ttl is not None
-    for group, part in enumerate(parts):
-        pool = pools[group]
-        if part.held.size:
+    tables = request.tables
+    for pool, (table, mine, where, lengths, _) in zip(pools, parts, strict=True):
+        if mine.size:
             if state.adopted is None:
-                pool.hold(part.held)
+                pool.hold(mine)
             else:
-                state.hold(group, part.held)
+                state.hold(len(tables), mine)
         if source is not None:
-            state.hold(group, source)
-        if part.lengths.size:
-            part.table[part.where] = pool.take(part.lengths)
+            state.hold(0, source)
+        if lengths.size:
+            table[where] = pool.take(lengths)
         if hinted:
-            pool.hinted(part.table[part.table >= 0], request.priority, request.ttl)
-    tables = request.tables = [part.table] if single else [part.table for part in parts]
+            pool.hinted(table[table >= 0], request.priority, request.ttl)
+        tables.append(table)
     request.num_blocks = tables[0].size
     request.released = [0] * len(tables)
     request.hit = hit.blocks
@@ -90,7 +88,10 @@ def admit(state: ManagerState, request_id: Hashable, request: Request, hit: Hit)
     chain = request.chain
     if chain is not None and chain.path:
         if state.simple and not request.pending:
-            pools[0].remember(chain.path, tables[0])
+            for node in reversed(chain.path):
+                if node.found is not None:
+                    break
+                node.taken = tables[0][node.begin : node.end].copy()
         chain.path = []
     state.running[request_id] = request
     wait_for = None
@@ -110,13 +111,13 @@ def admit(state: ManagerState, request_id: Hashable, request: Request, hit: Hit)
         if hit.committed % size:  # tokens taken back may have been swapped out behind the last one
             for pool, table in zip(pools, tables, strict=True):
                 _refill(pool, table, hit.committed, size)
-    done = cached[0][1] if cached else 0
-    if len(cached) > 1 or (cached and cached[0][0]):
-        spans = complement(cached, num_tokens)
+    if cached is None:
+        cached = [(0, reached)] if reached else []
+        spans = [(reached, num_tokens)] if reached < num_tokens else []
     else:
-        spans = [(done, num_tokens)] if done < num_tokens else []
+        spans = complement(cached, num_tokens)
     allocation = state.allocation(
-        [tables[0].copy()] if single else [table.copy() for table in tables],
+        [table.copy() for table in tables] if len(tables) > 1 else [tables[0].copy()],
         0,
         size,
         cached,

@@ -27,22 +27,25 @@ def commit(state: ManagerState, request_id: Hashable, num_tokens: int) -> Any:
     first, last = request.published, num_tokens // state.block_size
     if num_tokens > request.committed:
         request.committed = num_tokens
-    replaced: list[Pairs] = [[] for _ in state.pools]
+    replaced: list[Pairs] = []
     if last > first:
         if request.writing is not None:
             state.stop_writing(request)
-        digests = _digests(state, request, first, last)
-        for group in range(len(state.pools)):
-            replaced[group] = _publish(state, request, group, first, last, digests)
+        known = request.digests
+        digests = known[first:last] if last <= len(known) else _digests(state, request, first, last)
+        groups = range(len(state.pools))
+        replaced = [_publish(state, request, group, first, last, digests) for group in groups]
         request.published = last
         following = request.committed // state.block_size
-        if following < len(request.digests):
-            state.start_writing(request_id, request, request.digests[following].tobytes())
+        if following < len(known):
+            state.start_writing(request_id, request, known[following].tobytes())
+    if state.simple:
+        return replaced[0] if replaced else []
+    replaced = replaced or [[] for _ in state.pools]
     if request.new_states:
         _publish_states(state, request, replaced)
-    if not state.simple:
-        for group in range(len(state.pools)):
-            state.leave_window(request, group)
+    for group in range(len(state.pools)):
+        state.leave_window(request, group)
     return state.per_group(replaced)
 
 
@@ -78,10 +81,8 @@ def checkpoint(state: ManagerState, request_id: Hashable, num_tokens: int, group
 
 
 def _digests(state: ManagerState, request: Request, first: int, last: int) -> Words:
-    """Hashes of blocks [first, last)."""
+    """Hashes of blocks [first, last), of which `digests` lacks some."""
     known = request.digests
-    if last <= len(known):
-        return known[first:last]
     if request.chain is None:
         request.chain = Chain(state.hasher, request.keys)
     before = request.chain.hashed

@@ -13,31 +13,58 @@ OVERHEAD = 800
 
 
 class Node:
-    """A chunk of blocks behind a certain prefix.
+    """A chunk of blocks behind a certain prefix, known to its tree from then on; without a parent a start of chains.
 
     Attributes:
         key: The bytes of its tokens; of a root those of the keys.
-        size: Blocks.
+        begin: Blocks of the sequence before it.
+        end: Blocks of the sequence up to its own end.
+        reach: Blocks of the sequence up to the end of a chunk behind it.
         digests: The hashes of its blocks, joined.
         hasher: State behind the chunk; to be copied, never fed.
         children: The chunks seen behind it, by their bytes.
         latest: The child taken last: mostly the next one asked for, and cheaper to compare than to look up.
         found: The blocks in which its hashes were found last, as an index, None for nowhere: a guess, to be checked.
+            Where all blocks up to its end are neighbours, a slice of them all.
+        taken: The blocks that a request took for it since, None for no guess: most are never asked for.
         used: Whether a walk came by since the node was last up for removal.
     """
 
-    __slots__ = ("children", "digests", "found", "hasher", "key", "latest", "parent", "size", "used")
+    __slots__ = (
+        "begin",
+        "children",
+        "digests",
+        "end",
+        "found",
+        "hasher",
+        "key",
+        "latest",
+        "parent",
+        "reach",
+        "taken",
+        "used",
+    )
 
-    def __init__(self, parent: Node | None, key: bytes, size: int, digests: bytes, hasher: Any) -> None:
+    def __init__(self, tree: HashTree, parent: Node | None, key: bytes, end: int, digests: bytes, hasher: Any) -> None:
         self.parent = parent
         self.key = key
-        self.size = size
+        self.begin: int = parent.end if parent is not None else 0
+        self.end: int = end
+        # Chunks are short where prompts branch, long where they run on.
+        self.reach = end + (16 if end < 64 else 64 if end < 256 else 128 if end < 1024 else 256)
         self.digests = digests
         self.hasher = hasher
         self.children: dict[bytes, Node] = {}
         self.latest: Node | None = None
         self.found: slice | npt.NDArray[np.intp] | None = None
+        self.taken: npt.NDArray[np.int32] | None = None
         self.used = True
+        if parent is not None:
+            if parent.parent is None and parent.key not in tree.roots:
+                tree.add_root(parent)
+            parent.children[key] = parent.latest = self
+            tree.queue.append(self)
+            tree.nbytes += len(key) + len(digests) + OVERHEAD
 
 
 class HashTree:
@@ -47,6 +74,7 @@ class HashTree:
         capacity: Bytes to hold at most. Chunks that no walk used for a while go first, a chunk never before those
             behind it.
         nbytes: Bytes held.
+        queue: All chunks and roots, those to be looked at for removal first.
         roots: The starts of chains, by the bytes of their keys. One is listed with the first chunk behind it, so
             that prompts too short for a chunk leave nothing.
     """
@@ -55,21 +83,15 @@ class HashTree:
         self.capacity = 0
         self.clear()
 
-    def add(self, parent: Node, key: bytes, size: int, digests: bytes, hasher: Any) -> Node:
-        """Remembers a chunk behind `parent`."""
-        if parent.parent is None and parent.key not in self.roots:
-            self.roots[parent.key] = parent
-            self._queue.append(parent)
-            self.nbytes += len(parent.key) + OVERHEAD
-        node = Node(parent, key, size, digests, hasher)
-        parent.children[key] = parent.latest = node
-        self._queue.append(node)
-        self.nbytes += len(key) + len(digests) + OVERHEAD
-        return node
+    def add_root(self, root: Node) -> None:
+        """Remembers the start of chains."""
+        self.roots[root.key] = root
+        self.queue.append(root)
+        self.nbytes += len(root.key) + OVERHEAD
 
     def trim(self) -> None:
         """Forgets what exceeds the capacity. Not to be called in the middle of a walk."""
-        queue = self._queue
+        queue = self.queue
         while self.nbytes > self.capacity and queue:
             node = queue.popleft()
             if node.used or node.children:
@@ -87,6 +109,6 @@ class HashTree:
 
     def clear(self) -> None:
         """Forgets everything."""
-        self._queue: deque[Node] = deque()
+        self.queue: deque[Node] = deque()
         self.roots: dict[bytes, Node] = {}
         self.nbytes = 0

@@ -38,6 +38,8 @@ from .keys import NO_KEYS, EncodedKeys, encode_key
 Words = npt.NDArray[np.uint64]
 """Digests of a run of blocks as `[blocks, words]`."""
 
+BIG_ENDIAN = sys.byteorder == "big"
+
 TokenIds = Sequence[int] | npt.NDArray[Any]
 
 
@@ -118,6 +120,7 @@ class BlockHasher:
 
     Attributes:
         tree: Hashes of chunks seen before.
+        pieces: Iterates over the bytes of tokens block by block, each in a tuple of its own.
 
     Not to be used by two threads at once.
     """
@@ -134,6 +137,7 @@ class BlockHasher:
         self._start = self.new()
         self._start.update(prefix)
         self.tree = HashTree()
+        self.pieces = struct.Struct(f"{4 * block_size}s").iter_unpack
         size = len(self.new().digest())
         if size % 8:
             raise ValueError(f"hash_algorithm: {algorithm!r} gives {size} bytes, needs a multiple of 8")
@@ -143,7 +147,7 @@ class BlockHasher:
         """A new start of chains with these keys."""
         hasher = self._start.copy()
         hasher.update(header)
-        return Node(None, header, 0, b"", hasher)
+        return Node(self.tree, None, header, 0, b"", hasher)
 
     def hash_blocks(self, tokens: array[int], keys: EncodedKeys = NO_KEYS) -> Words:
         """The digests of all complete blocks of a sequence, `[blocks, words]`."""
@@ -171,7 +175,7 @@ class Chain:
             root = owner.root(keys.header)
         root.used = True
         self._root = root
-        self._hasher: Hasher = self._root.hasher
+        self._hasher: Hasher = root.hasher
         self._placed = keys.placed
         self.hashed = 0
         self.path: list[Node] = []
@@ -201,50 +205,64 @@ class Chain:
         if end <= start:
             return np.empty((0, words), np.uint64)
         span = tokens if start == 0 and end * size == len(tokens) else tokens[start * size : end * size]
-        if sys.byteorder == "big":
+        if BIG_ENDIAN:
             span = array("I", span)
             span.byteswap()
         data = span.tobytes()
-        digests: list[bytes] = []
         if self._placed:
-            breaks = sorted({p // size for p, _ in self._placed if start <= p // size < end})
-            if not start:
-                self._recall(data, breaks[0] if breaks else end, digests)
-            for stop in breaks:
-                self._feed(data, start, stop, digests)
-                self._restart(stop)
-        elif not start:
-            self._recall(data, end, digests)
-        if self.hashed < end:
-            self._feed(data, start, end, digests)
-        found: Words = np.ndarray((end - start, words), np.uint64, b"".join(digests))
+            digests = self._pass_keys(data, start, end)
+        elif start:
+            digests = self._feed(data)
+        else:
+            digests = self._recall(data, end)
+        found: Words = np.ndarray((end - start, words), np.uint64, digests)
         return found
 
-    def _recall(self, data: bytes, end: int, digests: list[bytes]) -> None:
-        """Goes as far as whole chunks reach, with remembered hashes where there are any."""
+    def _pass_keys(self, data: bytes, start: int, end: int) -> bytes:
+        """Hashes blocks [start, end), whose tokens are `data`, anew from every block that holds placed keys."""
+        size = self._owner.block_size
+        width, at, restarted = 4 * size, start, False
+        digests = []
+        for stop in [*sorted({p // size for p, _ in self._placed if start <= p // size < end}), end]:
+            piece = data[(at - start) * width : (stop - start) * width]
+            digests.append(self._feed(piece) if at or restarted else self._recall(piece, stop))
+            if stop < end:
+                self._restart(stop)
+                restarted = True
+            at = stop
+        return b"".join(digests)
+
+    def _recall(self, data: bytes, end: int) -> bytes:
+        """Hashes blocks [0, end), as far as whole chunks reach with remembered hashes where there are any."""
         owner = self._owner
-        width, node, tree = 4 * owner.block_size, self._root, owner.tree
-        at, path = 0, self.path
-        # Chunks are short where prompts branch, long where they run on.
-        while (stop := at + (16 if at < 64 else 64 if at < 256 else 128 if at < 1024 else 256)) <= end:
+        width, node, path = 4 * owner.block_size, self._root, self.path
+        at, digests = 0, []
+        while (reach := node.reach) <= end:
             child = node.latest
             # Comparing in place spares the copy that a slice is, and its hash.
-            if child is None or not data.startswith(child.key, at * width):
-                key = data[at * width : stop * width]
+            if child is None or not data.startswith(child.key, at):
+                key = data[at : reach * width]
                 child = node.children.get(key)
                 if child is None:
-                    self._hasher, self.hashed = node.hasher.copy(), at
-                    fresh: list[bytes] = []
-                    self._feed(data, 0, stop, fresh)
-                    child = tree.add(node, key, stop - at, b"".join(fresh), self._hasher)
+                    break
                 node.latest = child
             child.used = True
             path.append(child)
             digests.append(child.digests)
-            node, at = child, stop
-        self._hasher, self.hashed = node.hasher.copy(), at
-        if tree.nbytes > tree.capacity:
-            tree.trim()
+            node, at = child, reach * width
+        self._hasher, self.hashed = node.hasher.copy(), node.end
+        if node.end < end:
+            while (reach := node.reach) <= end:
+                key = data[at : reach * width]
+                hashes = self._feed(key)
+                node, at = Node(owner.tree, node, key, reach, hashes, self._hasher.copy()), reach * width
+                path.append(node)
+                digests.append(hashes)
+            if node.end < end:
+                digests.append(self._feed(data[at:]))
+            if owner.tree.nbytes > owner.tree.capacity:
+                owner.tree.trim()
+        return b"".join(digests)
 
     def _restart(self, block: int) -> None:
         """Starts the chain anew before a block that holds placed keys."""
@@ -254,11 +272,13 @@ class Chain:
         self._hasher = self._owner.new()
         self._hasher.update(b"pc.extra.1" + last + struct.pack("<I", len(here)) + records)
 
-    def _feed(self, data: bytes, start: int, stop: int, digests: list[bytes]) -> None:
-        """Hashes blocks up to `stop`; `data` begins at block `start`."""
-        width = 4 * self._owner.block_size
-        update, digest, append = self._hasher.update, self._hasher.digest, digests.append
-        for at in range((self.hashed - start) * width, (stop - start) * width, width):
-            update(data[at : at + width])
+    def _feed(self, data: bytes) -> bytes:
+        """Hashes the next blocks, whose tokens are `data`."""
+        update, digest = self._hasher.update, self._hasher.digest
+        digests: list[bytes] = []
+        append = digests.append
+        for (piece,) in self._owner.pieces(data):
+            update(piece)
             append(digest())
-        self.hashed = stop
+        self.hashed += len(digests)
+        return b"".join(digests)

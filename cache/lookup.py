@@ -37,8 +37,8 @@ class Hit(NamedTuple):
     """Complete blocks of the prefix that need not be computed."""
     position: int
     """Tokens of it that need not be computed."""
-    cached: list[Span]
-    """All token ranges that need not be computed."""
+    cached: list[Span] | None
+    """All token ranges that need not be computed, None when those before `position` are all."""
     written: bool
     """Whether the last token is computed again though its KV is there."""
     groups: list[GroupHit]
@@ -71,11 +71,11 @@ def find_prefix(held: Ids, num_tokens: int, wanted: int, block_size: int) -> Hit
     num_blocks = -(-count // block_size)
     table = np.empty(num_blocks, np.int32)
     table[:hit] = held
-    written = 0 < end == num_tokens
     lengths = np.arange(hit + 1, num_blocks + 1, dtype=np.int32)
-    group = GroupHit(table, held, slice(hit, num_blocks), lengths)
-    spans = [(0, end - written)] if end > written else []
-    return Hit(hit, end - written, spans, written, [group], end, hit, count)
+    position = end - 1 if 0 < end == num_tokens else end
+    # As tuples: the constructors of named ones are calls of their own.
+    group = tuple.__new__(GroupHit, (table, held, slice(hit, num_blocks), lengths, ()))
+    return tuple.__new__(Hit, (hit, position, None, position < end, [group], end, hit, count, True, False, None))
 
 
 def longest_hit(
@@ -130,40 +130,21 @@ def find_in_groups(
         table[reused] = ids[reused]
         mine = EMPTY if group.holds_states else fresh
         parts.append(GroupHit(table, table[table >= 0], mine, mine + 1))
-    cached, written = cached_spans(hit, reused, count, block_size, count == num_tokens)
-    return Hit(
-        hit,
-        position,
-        cached,
-        written,
-        parts,
-        hit * block_size,
-        hit,
-        count,
-        contiguous=not reused.size,
-        junction=junction,
-    )
+    end = hit * block_size
+    if not reused.size:
+        return Hit(hit, position, None, position < end, parts, end, hit, count, junction=junction)
+    cached, written = cached_spans(hit, reused, num_tokens, block_size)
+    return Hit(hit, position, cached, written, parts, end, hit, count, contiguous=False, junction=junction)
 
 
-def spans_of(end: int, num_tokens: int) -> tuple[list[Span], bool]:
-    """The range of `end` leading tokens that need not be computed, and whether the last token was cut off."""
-    written = 0 < end == num_tokens
-    return ([(0, end - written)] if end > written else []), written
-
-
-def cached_spans(
-    hit: int, reused: Ids, num_tokens: int, block_size: int, whole: bool = True
-) -> tuple[list[Span], bool]:
+def cached_spans(hit: int, reused: Ids, num_tokens: int, block_size: int) -> tuple[list[Span], bool]:
     """Token ranges of `hit` leading and the `reused` blocks, neighbours joined, and whether the last token was cut off.
 
-    The last token of a `whole` prompt is computed again for its logits though its KV is there.
+    The last token of the prompt, `num_tokens` long, is computed again for its logits though its KV is there.
     """
-    if not reused.size:
-        end = hit * block_size
-        return spans_of(end, num_tokens) if whole else ([(0, end)] if end else [], False)
     blocks = np.concatenate((np.arange(hit), reused))
     spans = [(first * block_size, end * block_size) for _, first, end in find_runs(blocks)]
-    if spans[-1][1] < num_tokens or not whole:
+    if spans[-1][1] < num_tokens:
         return spans, False
     start, end = spans.pop()
     if end - start > 1:

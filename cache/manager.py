@@ -569,10 +569,13 @@ GroupedCacheManager = CacheManager[GroupedAllocation, list[Pairs], tuple[Slots, 
 
 
 def _free(state: ManagerState, request_id: Hashable, returns: float | None) -> None:
-    if request_id in state.preempted:
+    request = state.running.get(request_id)
+    if request is not None:
+        state.release(request_id, request, returns)
+    elif request_id in state.preempted:
         swap.drop(state, request_id)
     else:
-        state.release(request_id, state.get(request_id), returns)
+        state.get(request_id)
 
 
 def _integer(name: str, value: Any) -> int:

@@ -18,6 +18,9 @@ from .table import HashTable, Ids, count_nonzero
 RESIDENCY_BOUNDS = 1 << np.arange(0, 21, 2)
 """Upper bounds of the residency histogram, in ticks: 1, 4, 16 ... about a million."""
 
+ONE, ZERO = np.array(1, np.int32), np.array(0, np.int32)
+"""As arrays they take a third of the time that numbers take."""
+
 EMPTY: Ids = np.empty(0, np.int32)
 
 Index = slice | npt.NDArray[np.intp]
@@ -110,6 +113,7 @@ class BlockPool:
         self._numbers = np.arange(num_blocks, dtype=np.int32)
         self._numbers.flags.writeable = False
         self._rising = self._numbers.tobytes()
+        self._absent = b"\xff" * (4 * num_blocks)
         self._guard = guard or Guard()
         self.policy = policy
         # A policy of one's own is not believed without a look.
@@ -154,27 +158,28 @@ class BlockPool:
 
     def index_of(self, ids: Ids) -> Index:
         """Blocks, at least one, as an index of the fields."""
-        count, first = ids.size, ids.item(0)
-        if ids.item(count - 1) - first == count - 1 and ids.tobytes() == self._rising[4 * first : 4 * (first + count)]:
-            return slice(first, first + count)
+        first = ids.item(0)
+        if self._rising.startswith(ids.tobytes(), 4 * first):
+            return slice(first, first + ids.size)
         return ids.astype(np.intp)
 
     def hold(self, ids: Ids) -> None:
         """Takes a reference on complete blocks, in the order of their sequence."""
-        index = self.index_of(ids)
+        if ids.base is self._numbers:  # as `leading` gives blocks that are consecutive
+            first = ids.item(0)
+            index: Index = slice(first, first + ids.size)
+        else:
+            index = self.index_of(ids)
         if type(index) is slice:
-            refs = self.ref_count[index]
+            refs, counts = self.ref_count[index], self.access_count[index]
             self._evictable -= ids.size - count_nonzero(refs)
-            refs += 1
-            self.access_count[index] += 1
+            np.add(refs, ONE, refs)
+            np.add(counts, ONE, counts)
         else:
             refs = self.ref_count.take(index)
             self._evictable -= ids.size - count_nonzero(refs)
-            refs += 1
-            self.ref_count[index] = refs
-            counts = self.access_count.take(index)
-            counts += 1
-            self.access_count[index] = counts
+            self.ref_count[index] = np.add(refs, ONE)
+            self.access_count[index] = np.add(self.access_count.take(index), ONE)
         self.clock += 1
         self.last_access[index] = self.clock
         guard = self._guard
@@ -197,16 +202,17 @@ class BlockPool:
             prefix_lengths: One for each block; the caller has made sure that so many are available.
             runs: Whether they are a run of one sequence, the lengths ascending; else each is of another sequence.
         """
-        count = prefix_lengths.size
-        from_free = min(count, self.num_free)
-        self.num_free -= from_free
-        if not from_free:
-            ids = self._evict(count)
+        count, num_free = prefix_lengths.size, self.num_free
+        if not num_free:
+            ids, index = self._evict(count)
         else:
-            ids = self._free[self.num_free : self.num_free + from_free][::-1].copy()
-            if from_free < count:
-                ids = np.concatenate((ids, self._evict(count - from_free)))
-        index = self.index_of(ids)
+            if count <= num_free:
+                self.num_free = num_free - count
+                ids = self._free[num_free - count : num_free][::-1].copy()
+            else:
+                self.num_free = 0
+                ids = np.concatenate((self._free[:num_free][::-1], self._evict(count - num_free)[0]))
+            index = self.index_of(ids)
         self.clock += 1
         self.ref_count[index] = 1
         self.last_access[index] = self.clock
@@ -233,25 +239,29 @@ class BlockPool:
             for watcher in list(self.watchers):
                 watcher.refill(block, first)
 
-    def _evict(self, count: int) -> Ids:
-        """Blocks that have lost their content."""
-        victims, hashes = self.remove_victims(count, bool(self.heard))
-        self._count_evicted(victims)
-        if self.heard and self.on_removed is not None:
-            self.on_removed(hashes)
-        return victims[::-1]  # given up tail first: so neighbours in memory are neighbours in the new sequence too
-
-    def remove_victims(self, count: int, hashes: bool = True) -> tuple[Ids, list[bytes]]:
-        """Takes `count` cached blocks, at least so many there are, out of the table: with their hashes if asked."""
+    def _evict(self, count: int) -> tuple[Ids, Index]:
+        """Blocks that have lost their content, and their index."""
         victims = self._choose(count)
-        digests = self.digests_of(victims) if hashes else []
+        hashes = self.digests_of(victims) if self.heard else []
+        ids = victims[::-1]  # given up tail first: so neighbours in memory are neighbours in the new sequence too
+        index = self._unlist(ids)
+        self._evictable -= count
+        self._count_evicted(victims)
+        if hashes and self.on_removed is not None:
+            self.on_removed(hashes)
+        return ids, index
+
+    def remove_victims(self, count: int) -> tuple[Ids, list[bytes]]:
+        """Takes `count` cached blocks, at least so many there are, out of the table: with their hashes."""
+        victims = self._choose(count)
+        hashes = self.digests_of(victims)
         self._unlist(victims)
         self._evictable -= count
-        return victims, digests
+        return victims, hashes
 
     def _count_evicted(self, victims: Ids) -> None:
         self.evictions += victims.size
-        self._ages.append((self.clock, self.taken_at[victims]))
+        self._ages.append((self.clock, self.taken_at.take(victims)))
         if len(self._ages) > 256:
             self.residency()
 
@@ -300,11 +310,12 @@ class BlockPool:
         if ids.size:
             self._tell("hinted", ids, priority, ttl)
 
-    def _unlist(self, ids: Ids) -> None:
-        """Takes blocks out of the table."""
+    def _unlist(self, ids: Ids) -> Index:
+        """Takes blocks out of the table; their index."""
         index = self.index_of(ids)
         self.table.remove(index)
         self.words[index] = 0
+        return index
 
     def residency(self) -> tuple[npt.NDArray[np.int64], int]:
         """Ticks that evicted blocks had been there: a count for each of `RESIDENCY_BOUNDS` and beyond, and the sum."""
@@ -319,7 +330,7 @@ class BlockPool:
     def nbytes(self) -> int:
         """Bytes of bookkeeping, the policy's own not counted."""
         fields = (self.ref_count, self.last_access, self.taken_at, self.access_count, self.prefix_length, self.words)
-        return sum(field.nbytes for field in fields) + self._free.nbytes + 2 * len(self._rising) + self.table.nbytes
+        return sum(field.nbytes for field in fields) + self._free.nbytes + 3 * len(self._rising) + self.table.nbytes
 
     def pin(self, victims: Ids) -> None:
         """Keeps blocks that were chosen to be evicted from being handed out while their content is saved."""
@@ -336,7 +347,8 @@ class BlockPool:
         self.ref_count[victims] = 0
         digests = np.frombuffer(b"".join(hashes), np.uint64).reshape(len(hashes), -1)
         self.words[victims] = digests
-        lost = self.table.put(victims, digests) >= 0
+        known = self.table.put(victims, digests)
+        lost = known >= 0 if known is not None else np.zeros(victims.size, np.bool_)
         self.words[victims[lost]] = 0
         self._give_back(victims[lost])
         self._count_evicted(victims[lost])
@@ -378,19 +390,17 @@ class BlockPool:
             index = self.index_of(part)
             if type(index) is slice:
                 refs = self.ref_count[index]
-                refs -= 1
+                np.subtract(refs, ONE, refs)
             else:
-                refs = self.ref_count.take(index)
-                refs -= 1
-                self.ref_count[index] = refs
+                self.ref_count[index] = refs = np.subtract(self.ref_count.take(index), ONE)
             held = count_nonzero(refs)
             if held:
                 if held == part.size:
                     continue
                 part = part[refs == 0]
                 index = self.index_of(part)
-            complete = self.table.slot_of[index] >= 0
-            if count_nonzero(complete) != part.size:
+            complete = np.greater_equal(self.table.slot_of[index], ZERO)
+            if count_nonzero(complete) < part.size:
                 self._give_back(part[~complete])
                 part = part[complete]
                 if not part.size:
@@ -418,33 +428,25 @@ class BlockPool:
             which a reference has been taken, and to give up its own.
         """
         index = self.index_of(ids)
-        known = self.table.slot_of[index] >= 0
-        if count_nonzero(known):
-            new = ~known
+        table = self.table
+        slots = table.slot_of[index]
+        if slots.tobytes() != self._absent[: slots.nbytes]:  # some are findable already
+            new = slots < 0
             ids, digests = ids[new], digests[new]
             if not ids.size:
                 return EMPTY, EMPTY
             index = self.index_of(ids)
         self.words[index] = digests
-        duplicates = self.table.put(ids, digests)
-        double = duplicates >= 0
-        if not count_nonzero(double):
-            self._completed(ids)
+        duplicates = table.put(ids, digests)
+        if duplicates is None:
+            self._tell("completed", ids)
             return EMPTY, EMPTY
+        double = duplicates >= 0
         old = ids[double]
         self.words[old] = 0
-        self._completed(ids[~double])
+        self._tell("completed", ids[~double])
         self.hold(duplicates[double])
         return old, duplicates[double]
-
-    def _completed(self, ids: Ids) -> None:
-        self._guard.in_policy = True
-        try:
-            self.policy.completed(ids)
-        except Exception:
-            self._log("completed")
-        finally:
-            self._guard.in_policy = False
 
     def leading(self, digests: Words, path: Sequence[Node] = ()) -> Ids:
         """The complete blocks of the first hashes, up to the first that has none.
@@ -453,46 +455,58 @@ class BlockPool:
             digests: The hashes of a sequence.
             path: Remembered chunks it begins with: where they were last found is tried first.
         """
-        words, numbers = self.words, self._numbers
-        parts: list[Ids] = []
-        at = first = behind = 0
-        for node in path:
-            index = node.found
-            if index is None:
-                break
-            if type(index) is slice:
-                same = words[index].tobytes() == node.digests
+        words, at, guessed = self.words, 0, False
+        parts: list[Index] = []
+        for node in reversed(path):
+            found = node.found
+            if found is None:
+                if node.taken is None:
+                    parts.clear()
+                    continue
+                node.found = found = self.index_of(node.taken)
+                node.taken, guessed = None, True
+            end, first = node.end, node.begin
+            if type(found) is slice:
+                if found.stop - found.start == end:
+                    first = 0
+                # The last block first: blocks are given up from the tail, and the whole may be long.
+                same = words.item(found.stop - 1, 0) == digests.item(end - 1, 0)
+                same = same and words[found].tobytes() == digests[first:end].tobytes()
             else:
-                same = words.take(index, axis=0).tobytes() == node.digests
+                same = words.take(found, axis=0).tobytes() == node.digests
             if not same:
                 node.found = None
-                break
-            at += node.size
-            if type(index) is slice and index.start == behind and behind:
-                behind = index.stop
+                parts.clear()
                 continue
-            if behind:
-                parts.append(numbers[first:behind])
-                behind = 0
-            if type(index) is slice:
-                first, behind = index.start, index.stop
-            else:
-                parts.append(index.astype(np.int32))
-        if behind:
-            parts.append(numbers[first:behind])
+            if not parts:
+                at = end
+            parts.append(found)
+            if not first:
+                break
+        if not parts:
+            at, held = 0, EMPTY
+        elif len(parts) == 1 and type(parts[0]) is slice:
+            held = self._numbers[parts[0]]
+        else:
+            held = np.concatenate([self._numbers[index] for index in reversed(parts)])
         if at < len(digests):
-            more = self.table.leading(digests[at:] if at else digests)
+            more = self.table.leading(digests, at)
             if more.size:
-                parts.append(more)
-        return parts[0] if len(parts) == 1 else np.concatenate(parts) if parts else EMPTY
+                held, guessed = np.concatenate((held, more)) if at else more, True
+        if guessed:
+            self._remember(path, held)
+        return held
 
-    def remember(self, path: Sequence[Node], table: Ids) -> None:
-        """Leaves the blocks of a request as guesses for `leading`."""
-        at = 0
+    def _remember(self, path: Sequence[Node], held: Ids) -> None:
+        """Leaves the cached blocks that a sequence begins with as guesses for `leading`."""
+        whole = self.index_of(held)
         for node in path:
-            if node.found is None:
-                node.found = self.index_of(table[at : at + node.size])
-            at += node.size
+            if node.end > held.size:
+                break
+            if type(whole) is slice:
+                node.found = slice(whole.start, whole.start + node.end)
+            elif node.found is None:
+                node.found = self.index_of(held[node.begin : node.end])
 
     def acquire(self, sequence: TokenIds | Sequence[bytes]) -> list[Block]:
         """See `EvictionPolicy.acquire`."""

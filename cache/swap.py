@@ -16,7 +16,7 @@ from .allocate import admit
 from .allocation import BaseAllocation, Pairs
 from .groups import Group
 from .hashing import Chain, Words
-from .lookup import GroupHit, Hit, longest_hit, spans_of
+from .lookup import GroupHit, Hit, longest_hit
 from .request import Preempted, Request
 from .state import ManagerState
 from .table import Ids
@@ -128,11 +128,8 @@ def _find(state: ManagerState, digests: Words, saved: Preempted) -> Hit:
         fresh = loaded if group.holds_states else np.concatenate((loaded, behind))
         parts.append(GroupHit(table, table[cached], fresh, fresh + 1, slots[loaded].tolist()))
         published = min([published, *loaded[:1].tolist()])
-    spans, written = spans_of(end, num_tokens) if total == num_tokens else ([(0, end)] if end else [], False)
     loading = any(part.slots for part in parts)
-    return Hit(
-        hit, position, spans, written, parts, committed=end, published=published, num_tokens=num_tokens, loading=loading
-    )
+    return Hit(hit, position, None, position < end, parts, end, published, num_tokens, loading=loading)
 
 
 def _host_tables(saved: Preempted, groups: tuple[Group, ...], num_blocks: int) -> list[Ids]:

@@ -45,6 +45,7 @@ class HashTable:
         self._words = words
         self._size = max(16, 1 << (6 * num_blocks - 1).bit_length())
         self._mask = self._size - 1
+        self._key_mask = np.uint64(self._mask)
         self._slots = np.full(self._size + 1, num_blocks, np.int32)  # the last is no hash's own
         self._num_passed = 0
         self.slot_of = np.full(num_blocks + 1, -1, np.int32)  # the last is that of empty slots: none
@@ -73,10 +74,6 @@ class HashTable:
         """Whether one block is in the table."""
         return bool(self._slot_of_view[block] >= 0)
 
-    def has(self, digest: npt.NDArray[np.uint64]) -> bool:
-        """Whether a block with this hash is in the table."""
-        return self._find_one(digest.item(0), digest) >= 0
-
     def find(self, digests: Words) -> Ids:
         """The block of each hash of `digests` `[n, words]`, -1 where there is none."""
         return self.search(digests)[0]
@@ -89,17 +86,8 @@ class HashTable:
             found, ends, _ = self._probe(digests, exact=True)
         return found, ends
 
-    def confirm(self, ids: Ids, digests: Words) -> int:
-        """How many blocks, from the first on, are in the table under the hash beside them."""
-        listed = self.slot_of.take(ids) >= 0
-        same = self._words.take(ids, axis=0) == digests
-        if count_nonzero(listed) == ids.size and count_nonzero(same) == same.size:
-            return ids.size
-        return int((listed & same.all(axis=1)).argmin())
-
     def _start(self, key: npt.NDArray[np.uint64]) -> Places:
-        places: Places = key.astype(np.int64)
-        places &= self._mask
+        places: Places = (key & self._key_mask).view(np.int64)
         return places
 
     @staticmethod
@@ -131,41 +119,37 @@ class HashTable:
         blocks: Ids = np.where(same, index, -1).astype(np.int32)
         return blocks, rows, ((slots >= PASSED) & ~same).nonzero()[0]
 
-    def leading(self, digests: Words) -> Ids:
-        """The blocks of the first hashes, up to the first hash that is not there."""
-        few = digests[:4]
-        blocks: list[int] = []
-        for i, key in enumerate(few[:, 0].tolist()):
-            block = self._find_one(key, few[i])
-            if block < 0:
-                return np.array(blocks, np.int32)
-            blocks.append(block)
-        parts, at, width = [np.array(blocks, np.int32)], len(blocks), 64
-        while at < len(digests):
-            found = self.find(digests[at : at + width])
+    def leading(self, digests: Words, start: int = 0) -> Ids:
+        """The blocks of the hashes from `start` on, up to the first hash that is not there."""
+        slots, slot_of, first_word, width = self._slots_view, self._slot_of_view, self._words_view, self._width
+        count = len(digests)
+        some: list[int] = []
+        for row in range(start, min(start + 4, count)):
+            key = digests.item(row, 0)
+            at = key & self._mask
+            while True:
+                slot = slots[at]
+                block: int = slot & (PASSED - 1)
+                near = slot_of[block] == at and first_word[block * width] == key
+                if near and self._words[block].tobytes() == digests[row].tobytes():
+                    some.append(block)
+                    break
+                if slot < PASSED:
+                    return np.array(some, np.int32)
+                at = (at + ((key >> 40) | 1)) & self._mask
+        parts, row, length = [np.array(some, np.int32)], start + len(some), 64
+        while row < count:
+            found = self.find(digests[row : row + length])
             missing = found < 0
             first = int(missing.argmax())
             if missing[first]:
                 parts.append(found[:first])
                 break
             parts.append(found)
-            at, width = at + width, 8 * width
+            row, length = row + length, 8 * length
         return np.concatenate(parts)
 
-    def _find_one(self, key: int, digest: npt.NDArray[np.uint64]) -> int:
-        """The block of one hash, whose first word is `key`; -1 for none."""
-        slots, slot_of, first_word, width = self._slots_view, self._slot_of_view, self._words_view, self._width
-        at = key & self._mask
-        while True:
-            slot = slots[at]
-            block: int = slot & (PASSED - 1)
-            if slot_of[block] == at and first_word[block * width] == key and np.array_equal(self._words[block], digest):
-                return block
-            if slot < PASSED:
-                return -1
-            at = (at + ((key >> 40) | 1)) & self._mask
-
-    def put(self, ids: Ids, digests: Words) -> Ids:
+    def put(self, ids: Ids, digests: Words) -> Ids | None:
         """Adds blocks under their words, except those whose hash is there already.
 
         Args:
@@ -173,30 +157,84 @@ class HashTable:
             digests: Their words.
 
         Returns:
-            For each, -1, or the block that has its hash.
+            For each, -1, or the block that has its hash; None when it is -1 for all.
         """
         if self._num_passed > self._size // 16:
             self._renew()
         if ids.size <= FEW:
-            return self._put_few(ids, digests)
+            crowded, slots, slot_of, mask = [], self._slots_view, self._slot_of_view, self._mask
+            blocks = ids.tolist()
+            for block, key in zip(blocks, digests[:, 0].tolist(), strict=True):
+                at = key & mask
+                slot = slots[at]
+                if slot < PASSED and slot_of[slot] != at:
+                    slots[at] = block
+                    slot_of[block] = at
+                else:
+                    crowded.append(block)
+            if not crowded:
+                return None
+            return self._put_rest(ids, digests, [blocks.index(block) for block in crowded])
         at = self._start(digests[:, 0])
-        slots = self._slots.take(at)
-        crowded = slots >= PASSED
-        slots &= PASSED - 1
-        crowded |= self.slot_of.take(slots) == at
-        at[crowded] = self._size  # nowhere, so that the others can be written in one go
+        places = self._slots.take(at)
+        taken = places >= PASSED
+        places &= PASSED - 1
+        taken |= self.slot_of.take(places) == at
+        at[taken] = self._size  # nowhere, so that the others can be written in one go
         self._slots[at] = ids
-        crowded |= self._slots.take(at) != ids  # another block of this run took the place
-        rest = crowded.nonzero()[0]
+        taken |= self._slots.take(at) != ids  # another block of this run took the place
+        rest = taken.nonzero()[0]
         index = ids.astype(np.intp)
         self.slot_of[index] = at
         self.slot_of[index.take(rest)] = -1
-        duplicates = np.empty(ids.size, np.int32)
-        duplicates.fill(-1)
-        if rest.size:
-            put = self._put_few if rest.size <= 4 * FEW else self._put_many
-            duplicates[rest] = put(ids.take(rest), digests.take(rest, axis=0))
+        if not rest.size:
+            return None
+        if rest.size <= 4 * FEW:
+            return self._put_rest(ids, digests, rest.tolist())
+        known = self._put_many(ids.take(rest), digests.take(rest, axis=0))
+        if not count_nonzero(known >= 0):
+            return None
+        duplicates = np.full(ids.size, -1, np.int32)
+        duplicates[rest] = known
         return duplicates
+
+    def _put_rest(self, ids: Ids, digests: Words, rows: list[int]) -> Ids | None:
+        """Adds some of the blocks one by one, which is quicker for a few."""
+        slots, slot_of, mask = self._slots_view, self._slot_of_view, self._mask
+        first_word, width = self._words_view, self._width
+        duplicates: dict[int, int] = {}
+        for row in rows:
+            block, key = ids.item(row), digests.item(row, 0)
+            at, step, free = key & mask, (key >> 40) | 1, -1
+            slot = slots[at]
+            while True:
+                other = slot & (PASSED - 1)
+                if slot_of[other] != at:
+                    free = at if free < 0 else free
+                elif first_word[other * width] == key and self._words[other].tobytes() == digests[row].tobytes():
+                    duplicates[row] = other
+                    break
+                if slot < PASSED:
+                    break
+                at = (at + step) & mask
+                slot = slots[at]
+            if row in duplicates:
+                continue
+            while free < 0:  # every slot of the search is live: it goes on behind its end
+                if slot < PASSED:
+                    self._num_passed += 1
+                    slots[at] = slot | PASSED
+                at = (at + step) & mask
+                slot = slots[at]
+                if slot_of[slot & (PASSED - 1)] != at:
+                    free = at
+            slots[free] = block | slots[free] & PASSED
+            slot_of[block] = free
+        if not duplicates:
+            return None
+        found = np.full(ids.size, -1, np.int32)
+        found[list(duplicates)] = list(duplicates.values())
+        return found
 
     def _put_many(self, ids: Ids, digests: Words) -> Ids:
         found, ends = self.search(digests)
@@ -206,44 +244,6 @@ class HashTable:
             self._place(ids[new], ends[new], digests[new, 0])
         else:
             self._place(ids, ends, digests[:, 0])
-        return found
-
-    def _put_few(self, ids: Ids, digests: Words) -> Ids:
-        slots, slot_of, mask = self._slots_view, self._slot_of_view, self._mask
-        first_word, width = self._words_view, self._width
-        duplicates: dict[int, int] = {}
-        for i, (block, key) in enumerate(zip(ids.tolist(), digests[:, 0].tolist(), strict=True)):
-            at = key & mask
-            slot = slots[at]
-            if slot >= PASSED or slot_of[slot] == at:
-                step, free = (key >> 40) | 1, -1
-                while True:
-                    other = slot & (PASSED - 1)
-                    if slot_of[other] != at:
-                        free = at if free < 0 else free
-                    elif first_word[other * width] == key and np.array_equal(self._words[other], digests[i]):
-                        duplicates[i] = other
-                        break
-                    if slot < PASSED:
-                        break
-                    at = (at + step) & mask
-                    slot = slots[at]
-                if i in duplicates:
-                    continue
-                while free < 0:  # every slot of the search is live: it goes on behind its end
-                    if slot < PASSED:
-                        self._num_passed += 1
-                        slots[at] = slot | PASSED
-                    at = (at + step) & mask
-                    slot = slots[at]
-                    if slot_of[slot & (PASSED - 1)] != at:
-                        free = at
-                at = free
-            slots[at] = block | slots[at] & PASSED
-            slot_of[block] = at
-        found = np.full(ids.size, -1, np.int32)
-        if duplicates:
-            found[list(duplicates)] = list(duplicates.values())
         return found
 
     def _place(self, ids: Ids, at: Places, key: npt.NDArray[np.uint64]) -> None:
