@@ -474,6 +474,14 @@ class TensorCache:
             MissingRowsError: A slot holds no row of a name.
             KeyError: An unknown name.
             ValueError: A slot out of range.
+
+        Example:
+            >>> manager = pc.CacheManager(num_blocks=16, block_size=4)
+            >>> cache, allocation = pc.TensorCache(manager, 16, 4), manager.allocate("a", range(6))
+            >>> step = pc.Step.of({"a": allocation}, {"hidden": torch.randn(6, 32)})
+            >>> others = cache.store(step)
+            >>> torch.equal(cache.read(step, ["hidden"])["hidden"], step.outputs["hidden"])
+            True
         """
         slots = self._checked_slots(step)
         for name in names:

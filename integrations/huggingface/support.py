@@ -20,6 +20,17 @@ class UnsupportedError(Exception):
     Args:
         reason: Why, in words that are the same for every call of the kind.
         detail: What is particular to this one.
+
+    Example:
+        >>> from transformers import MambaConfig, MambaForCausalLM
+        >>> from pc.integrations.huggingface import UnsupportedError, enable_continuous_batching
+        >>> sizes = {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 64}
+        >>> model = MambaForCausalLM(MambaConfig(**sizes)).eval()
+        >>> try:
+        ...     handle = enable_continuous_batching(model)
+        ... except UnsupportedError as error:
+        ...     print(str(error).partition(":")[0], "is not served")
+        MambaForCausalLM is not served
     """
 
     def __init__(self, reason: str, detail: str = "") -> None:

