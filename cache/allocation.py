@@ -121,7 +121,7 @@ class BaseAllocation:
 class Allocation(BaseAllocation):
     """What a manager of one group gives; see `BaseAllocation` for the other attributes.
 
-    Example:
+    Examples:
         >>> manager = pc.CacheManager(num_blocks=8, block_size=4)
         >>> allocation = manager.allocate("a", range(6))
         >>> allocation.block_ids.tolist(), allocation.compute_spans, allocation.slot_mapping.tolist()
@@ -157,7 +157,7 @@ class Allocation(BaseAllocation):
 class GroupedAllocation(BaseAllocation):
     """What a manager of several groups gives: one entry a group; see `BaseAllocation` for the other attributes.
 
-    Example:
+    Examples:
         >>> groups = [pc.FullAttention(), pc.SlidingWindow(window=4)]
         >>> manager = pc.CacheManager(num_blocks=8, block_size=4, groups=groups)
         >>> allocation = manager.allocate("a", range(6))
@@ -211,7 +211,7 @@ class AppendedTokens(tuple[SlotsT, PairsT], Generic[SlotsT, PairsT]):
         requests: The requests, in order.
         positions: The position of each new token in its request, [n] int32.
 
-    Example:
+    Examples:
         >>> manager = pc.CacheManager(num_blocks=8, block_size=4)
         >>> for request in ("a", "b"):
         ...     allocation = manager.allocate(request, range(6))
@@ -249,7 +249,7 @@ class AppendedTokens(tuple[SlotsT, PairsT], Generic[SlotsT, PairsT]):
 class CacheStats:
     """Counters of a manager; tokens and blocks since it was made or reset, blocks of all groups together.
 
-    Example:
+    Examples:
         >>> manager = pc.CacheManager(num_blocks=8, block_size=4)
         >>> for request in ("a", "b"):
         ...     allocation = manager.allocate(request, range(9))

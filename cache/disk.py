@@ -50,7 +50,7 @@ class DiskTier:
         directory: Where the entries of this layout are.
         nbytes: Bytes of the entries that count towards the capacity.
 
-    Example:
+    Examples:
         >>> import tempfile
         >>> from pc.cache.disk import DiskTier
         >>> from pc.cache.tier import Layout

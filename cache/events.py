@@ -51,7 +51,7 @@ class EventPublisher:
         endpoint: Where the PUB socket is bound, with the port that a `*` stood for.
         replay_endpoint: Likewise for the ROUTER socket, None without replay.
 
-    Example:
+    Examples:
         >>> from pc.cache.events import EventPublisher
         >>> manager = pc.CacheManager(num_blocks=8, block_size=4)
         >>> publisher = EventPublisher(manager, "tcp://127.0.0.1:*")

@@ -20,7 +20,7 @@ class Group:
     Args:
         num_blocks: Blocks of this group's own pool; None: the manager's num_blocks.
 
-    Example:
+    Examples:
         >>> isinstance(pc.SlidingWindow(window=8), pc.Group)
         True
     """
@@ -79,7 +79,7 @@ class Group:
 class FullAttention(Group):
     """Every earlier token may be read: a hit needs all its blocks.
 
-    Example:
+    Examples:
         >>> groups = [pc.FullAttention(), pc.SlidingWindow(window=8, num_blocks=8)]
         >>> manager = pc.CacheManager(16, block_size=4, groups=groups)
         >>> [pool.num_blocks for pool in manager.pools]
@@ -91,7 +91,7 @@ class FullAttention(Group):
 class Tensors(Group):
     """Per-token tensors (hidden states) that are wanted whole: a hit needs all its blocks.
 
-    Example:
+    Examples:
         >>> manager = pc.CacheManager(16, block_size=4, groups=[pc.SlidingWindow(window=8), pc.Tensors()])
         >>> allocation, pairs = manager.allocate("a", range(40)), manager.commit("a", 40)
         >>> [int((manager.block_table("a", group) >= 0).sum()) for group in range(2)]  # the window's, and all
@@ -107,7 +107,7 @@ class SlidingWindow(Group):
         window: Tokens, the query's own included.
         num_sink_tokens: Leading tokens that are always read.
 
-    Example:
+    Examples:
         >>> manager = pc.CacheManager(16, block_size=4, groups=(pc.SlidingWindow(window=8, num_sink_tokens=4),))
         >>> allocation, merged = manager.allocate("a", range(24)), manager.commit("a", 24)
         >>> manager.block_table("a").tolist()  # -1: behind the window, and not a sink
@@ -139,7 +139,7 @@ class Recurrent(Group):
     block of tokens, taken with `CacheManager.checkpoint` where a forward pass left one; a hit needs the one at its
     end. `num_blocks` is then the number of states that are kept.
 
-    Example:
+    Examples:
         >>> manager = pc.CacheManager(16, block_size=4, groups=[pc.FullAttention(), pc.Recurrent(num_blocks=4)])
         >>> allocation = manager.allocate("a", range(10))
         >>> state = manager.checkpoint("a", 8)  # copy the state behind token 8 to this block

@@ -25,7 +25,7 @@ class KeyAt:
     Blocks that end at or before `position` are shared with requests that lack the key; the block that holds it and
     all later ones are not.
 
-    Example:
+    Examples:
         >>> manager = pc.CacheManager(num_blocks=8, block_size=4)
         >>> for request, image in (("a", "a cat"), ("b", "a dog")):  # four tokens of text, an image at 4, more text
         ...     allocation = manager.allocate(request, range(12), extra_keys=pc.KeyAt(4, image))

@@ -48,7 +48,7 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
             a copy (`Allocation.copies`). With one group of full attention; costs about 400 bytes a block.
         host_blocks: Block-sized slots of host memory, of each group, that `preempt(mode="swap")` may use.
 
-    Example:
+    Examples:
         >>> manager = pc.CacheManager(num_blocks=64, block_size=4)
         >>> document = list(range(100, 130))
         >>> first = manager.allocate("a", document + [1, 2])
@@ -197,7 +197,7 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
             ValueError: A request id in use, a token id out of range, an unknown `reuse`, num_tokens below 0.
             TypeError: token_ids or keys of the wrong type.
 
-        Example:
+        Examples:
             >>> manager = pc.CacheManager(num_blocks=8, block_size=4)
             >>> allocation = manager.allocate("a", [5, 6, 7, 8, 9], salt="tenant 1")
             >>> allocation.num_cached_tokens, allocation.block_ids.tolist(), allocation.slot_mapping.tolist()
@@ -236,7 +236,7 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
             ValueError: A token id out of range, or tokens that are not the next ones of the prompt.
             TypeError: token_ids of the wrong type.
 
-        Example:
+        Examples:
             >>> manager = pc.CacheManager(num_blocks=8, block_size=4)
             >>> allocation = manager.allocate("a", range(7))
             >>> step = manager.append("a", [7, 8])
@@ -264,7 +264,7 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
             KeyError: An unknown request.
             ValueError: Another number of tokens than of requests, a request given twice, a token id out of range.
 
-        Example:
+        Examples:
             >>> manager = pc.CacheManager(num_blocks=8, block_size=4)
             >>> allocations = [manager.allocate(request, range(6)) for request in ("a", "b")]
             >>> slots, copies = manager.append_each(["a", "b"], [7, 8])
@@ -293,7 +293,7 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
             KeyError: An unknown request.
             ValueError: More tokens than the request has blocks for.
 
-        Example:
+        Examples:
             >>> manager = pc.CacheManager(num_blocks=8, block_size=4)
             >>> both = [manager.allocate(request, range(5)) for request in ("a", "b")]  # compute the same prompt
             >>> manager.commit("a", 5)
@@ -325,7 +325,7 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
             KeyError: An unknown request.
             ValueError: No block boundary, past the request's end, a state that it holds already, or another group.
 
-        Example:
+        Examples:
             >>> manager = pc.CacheManager(8, block_size=4, groups=[pc.FullAttention(), pc.Recurrent(num_blocks=4)])
             >>> allocation = manager.allocate("a", range(10))
             >>> block = manager.checkpoint("a", 8)  # where the state behind token 8 is to be written
@@ -351,7 +351,7 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
                 again. With a recurrent group, no state is there: it has to end at a state that the request holds, or
                 at the committed position, whose state the engine has kept.
 
-        Example:
+        Examples:
             >>> manager = pc.CacheManager(num_blocks=8, block_size=4)
             >>> allocation = manager.allocate("a", range(6))
             >>> draft = manager.append("a", [6, 7, 8])
@@ -373,7 +373,7 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
             KeyError: An unknown request.
             ValueError: new_request_id is running, or a recurrent group and tokens that are not committed.
 
-        Example:
+        Examples:
             >>> manager = pc.CacheManager(num_blocks=8, block_size=4)
             >>> allocation, merged = manager.allocate("a", range(6)), manager.commit("a", 6)
             >>> manager.fork("a", "b")
@@ -396,7 +396,7 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
             TypeError: `returns` is not a number.
             ValueError: `returns` is not between 0 and 1.
 
-        Example:
+        Examples:
             >>> manager = pc.CacheManager(num_blocks=8, block_size=4)
             >>> allocation, merged = manager.allocate("a", range(6)), manager.commit("a", 6)
             >>> manager.free("a", returns=0.9)  # a tool call is pending: the conversation most likely goes on
@@ -425,7 +425,7 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
             KeyError: An unknown request.
             ValueError: An unknown mode.
 
-        Example:
+        Examples:
             >>> manager = pc.CacheManager(num_blocks=8, block_size=4, host_blocks=4)
             >>> allocation, merged = manager.allocate("a", range(8)), manager.commit("a", 8)
             >>> manager.preempt("a", "swap")  # copy these blocks to these host slots
@@ -439,7 +439,7 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
     def victim(self) -> Hashable:
         """The running request to preempt first: of the lowest priority the one started last; None when none runs.
 
-        Example:
+        Examples:
             >>> manager = pc.CacheManager(num_blocks=8, block_size=4)
             >>> first, second = manager.allocate("a", range(4)), manager.allocate("b", range(4), priority=1)
             >>> manager.victim()
@@ -460,7 +460,7 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
             KeyError: A request that is not preempted.
             OutOfBlocks: Too few blocks; the request stays preempted.
 
-        Example:
+        Examples:
             >>> manager = pc.CacheManager(num_blocks=2, block_size=4, host_blocks=4)
             >>> allocation, merged = manager.allocate("a", range(8)), manager.commit("a", 8)
             >>> pairs = manager.preempt("a", "swap")
@@ -479,7 +479,7 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
             KeyError: An unknown request.
             IndexError: An unknown group.
 
-        Example:
+        Examples:
             >>> manager = pc.CacheManager(num_blocks=8, block_size=4)
             >>> allocation = manager.allocate("a", range(9))
             >>> manager.block_table("a")
@@ -498,7 +498,7 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
         Raises:
             KeyError: An unknown request.
 
-        Example:
+        Examples:
             >>> manager = pc.CacheManager(num_blocks=8, block_size=4)
             >>> allocation, step = manager.allocate("a", range(9)), manager.append("a", [9])
             >>> manager.num_tokens("a")
@@ -513,7 +513,7 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
         Raises:
             KeyError: An unknown request.
 
-        Example:
+        Examples:
             >>> manager = pc.CacheManager(num_blocks=8, block_size=4)
             >>> allocation = manager.allocate("a", range(9))
             >>> [key.hex()[:8] for key in manager.block_hashes("a")]
@@ -527,7 +527,7 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
     def stats(self) -> CacheStats:
         """Counters since the manager was made or reset.
 
-        Example:
+        Examples:
             >>> manager = pc.CacheManager(num_blocks=8, block_size=4)
             >>> allocation = manager.allocate("a", range(9))
             >>> manager.stats().held_blocks, manager.stats().hit_rate
@@ -542,7 +542,7 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
         Raises:
             RuntimeError: Requests are running.
 
-        Example:
+        Examples:
             >>> manager = pc.CacheManager(num_blocks=8, block_size=4)
             >>> allocation, merged = manager.allocate("a", range(9)), manager.commit("a", 9)
             >>> manager.free("a")
@@ -555,7 +555,7 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
     def check(self) -> None:
         """Asserts that all is consistent: free + cached + held = all, no block in two places, counts right.
 
-        Example:
+        Examples:
             >>> manager = pc.CacheManager(num_blocks=8, block_size=4)
             >>> allocation = manager.allocate("a", range(9))
             >>> manager.check()

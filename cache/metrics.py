@@ -45,7 +45,7 @@ class CacheCollector:
         ImportError: prometheus_client is missing.
         ValueError: Another collector of that registry and prefix has the name, or the registry has the metrics already.
 
-    Example:
+    Examples:
         >>> from prometheus_client import CollectorRegistry
         >>> from pc.cache.metrics import CacheCollector
         >>> manager, registry = pc.CacheManager(num_blocks=8, block_size=4), CollectorRegistry()

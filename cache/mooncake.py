@@ -69,7 +69,7 @@ class MooncakeTier:
     Attributes:
         failures: Calls of the store that failed.
 
-    Example:
+    Examples:
         >>> import ctypes
         >>> from pc.cache.mooncake import MooncakeTier
         >>> from pc.cache.tier import Layout

@@ -48,7 +48,7 @@ class Guard:
 class OutOfBlocks(RuntimeError):  # noqa: N818  the name is part of the interface
     """Too few blocks are free or unreferenced; the call that raised it has changed nothing.
 
-    Example:
+    Examples:
         >>> manager = pc.CacheManager(num_blocks=2, block_size=4)
         >>> try:
         ...     manager.allocate("a", range(9))

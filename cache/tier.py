@@ -26,7 +26,7 @@ class Tier(Protocol):
     several threads. None raises because a disk, a network or another process fails: that is a miss, or an entry not
     taken. Bad arguments raise TypeError or ValueError before anything is touched.
 
-    Example:
+    Examples:
         >>> import tempfile
         >>> from pc.cache.disk import DiskTier
         >>> from pc.cache.tier import Tier
@@ -77,7 +77,7 @@ class Layout:
         TypeError: A model that is no string, or tensors that are no mapping to shapes and dtypes.
         ValueError: A negative size.
 
-    Example:
+    Examples:
         >>> from pc.cache.tier import Layout
         >>> shape = (2, 16, 2, 64)  # [layers, block_size, num_kv_heads, head_dim]
         >>> layout = Layout("my-model@sha256:9f86", {name: (shape, torch.bfloat16) for name in ("key", "value")})

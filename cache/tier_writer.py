@@ -35,7 +35,7 @@ class TierWriter:
         failed: Blocks lost to an exception of the other tier.
         last_error: The last of these exceptions.
 
-    Example:
+    Examples:
         >>> import tempfile
         >>> from pc.cache.disk import DiskTier
         >>> from pc.cache.tier_writer import TierWriter

@@ -80,7 +80,7 @@ def test_an_example_runs(name: str, value: Any, module: str) -> None:
     for needed in NEEDS.get(module, ()):
         pytest.importorskip(needed)
     doc = inspect.getdoc(value) or ""
-    assert "\nExample:\n" in doc, f"{name} has no example"
+    assert "\nExamples:\n" in doc, f"{name} has no example"
     names = {"pc": pc, "torch": torch, "np": np, "__name__": "__example__"}
     example = doctest.DocTestParser().get_doctest(doc, names, name, None, 0)
     assert len(example.examples) >= 1

@@ -19,7 +19,7 @@ def set_debug_mode(enabled: bool) -> None:
 
     On CPU tensors the checks always run, because reading there needs no synchronization.
 
-    Example:
+    Examples:
         >>> pc.set_debug_mode(True)  # operators on a GPU now refuse a block number that is out of range
         >>> pc.set_debug_mode(False)
     """

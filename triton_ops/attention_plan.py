@@ -119,7 +119,7 @@ def attention_plan(
         TypeError: An argument of a wrong type or dtype.
         ValueError: A wrong shape, device or option; on CPU tensors and in debug mode also lengths out of range.
 
-    Example:
+    Examples:
         >>> one = lambda *numbers: torch.tensor(numbers, dtype=torch.int32)
         >>> cache = torch.randn(8, 16, 2, 64)  # 8 blocks of 16 slots, 2 KV heads
         >>> tables, seq_lens, starts = one(5, 1, 7, 0).view(2, 2), one(20, 32), one(0, 1, 2)

@@ -60,7 +60,7 @@ def copy_blocks(cache: torch.Tensor, source_ids: torch.Tensor, target_ids: torch
         ValueError: A wrong shape or device; with ids in host memory, and in debug mode, also a block out of range.
         RuntimeError: A cache that requires grad while grad mode is on.
 
-    Example:
+    Examples:
         >>> cache = torch.arange(4.0).view(4, 1, 1).expand(4, 2, 3).contiguous()  # 4 blocks of 2 slots
         >>> pc.copy_blocks(cache, torch.tensor([3, 0]), torch.tensor([1, 2]))
         >>> cache[:, 0, 0]
@@ -83,7 +83,7 @@ def copy_blocks_list(caches: Sequence[torch.Tensor], source_ids: torch.Tensor, t
         ValueError: As in `pc.copy_blocks`, and for caches that do not agree.
         RuntimeError: As in `pc.copy_blocks`.
 
-    Example:
+    Examples:
         >>> keys, values = torch.randn(2, 4, 16, 2, 64).unbind()  # 4 blocks each
         >>> pc.copy_blocks_list([keys, values], torch.tensor([3]), torch.tensor([1]))
         >>> torch.equal(keys[1], keys[3]) and torch.equal(values[1], values[3])

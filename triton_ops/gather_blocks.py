@@ -36,7 +36,7 @@ def gather_blocks(
         ValueError: A wrong shape or device; with ids in host memory, and in debug mode, also a block out of range.
         RuntimeError: A cache that requires grad while grad mode is on.
 
-    Example:
+    Examples:
         >>> cache = torch.arange(4.0).view(4, 1, 1).expand(4, 2, 3).contiguous()  # 4 blocks of 2 slots
         >>> out = pc.gather_blocks(cache, torch.tensor([3, -1, 1]))
         >>> out.shape, out[:, 0, 0]
@@ -65,7 +65,7 @@ def gather_blocks_list(
         ValueError: As in `pc.gather_blocks`, and for caches that do not agree.
         RuntimeError: As in `pc.gather_blocks`.
 
-    Example:
+    Examples:
         >>> keys, values = torch.randn(4, 16, 2, 64), torch.randn(4, 16, 2, 128)
         >>> k, v = pc.gather_blocks_list([keys, values], torch.tensor([3, 1]))
         >>> k.shape, v.shape

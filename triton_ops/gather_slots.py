@@ -37,7 +37,7 @@ def gather_slots(
         ValueError: A wrong shape or device; with slots in host memory, and in debug mode, also a slot out of range.
         RuntimeError: A cache that requires grad while grad mode is on.
 
-    Example:
+    Examples:
         >>> cache = torch.arange(8.0).view(4, 2, 1)  # 4 blocks of 2 slots, a feature each
         >>> pc.gather_slots(cache, torch.tensor([6, 7, -1, 2])).T
         tensor([[6., 7., 0., 2.]])
@@ -65,7 +65,7 @@ def gather_slots_list(
         ValueError: As in `pc.gather_slots`, and for caches that do not agree.
         RuntimeError: As in `pc.gather_slots`.
 
-    Example:
+    Examples:
         >>> keys, values = torch.randn(4, 16, 2, 64), torch.randn(4, 16, 2, 128)
         >>> k, v = pc.gather_slots_list([keys, values], torch.tensor([40, 41, 7]))
         >>> k.shape, v.shape

@@ -65,7 +65,7 @@ def gather_slots_dequantized(
         ValueError: A wrong shape or device; with slots in host memory, and in debug mode, also a slot out of range.
         RuntimeError: A cache that requires grad while grad mode is on.
 
-    Example:
+    Examples:
         >>> row = torch.tensor([[0.5, -1.0, 2.0, 127.0]])
         >>> cache, scales = torch.zeros(4, 2, 4, dtype=torch.int8), torch.zeros(4, 2)
         >>> pc.scatter_slots_quantized(row, cache, scales, torch.tensor([5]))

@@ -145,7 +145,7 @@ def join_prefix(
         ValueError: A wrong shape or device; on CPU tensors and in debug mode also values out of range.
         RuntimeError: A tensor that requires grad while grad mode is on.
 
-    Example:
+    Examples:
         >>> cache = torch.arange(8.0).view(4, 2, 1)  # 4 blocks of 2 slots, a feature each
         >>> new = torch.tensor([[100.0], [101.0]])  # the last two tokens of a sequence of five
         >>> one = lambda *numbers: torch.tensor(numbers, dtype=torch.int32)
@@ -185,7 +185,7 @@ def join_prefix_list(
         ValueError: As in `pc.join_prefix`, and for tensors that do not agree.
         RuntimeError: As in `pc.join_prefix`.
 
-    Example:
+    Examples:
         >>> hidden, gates = torch.randn(4, 2, 8), torch.randn(4, 2, 3)  # 4 blocks of 2 slots
         >>> new = [torch.randn(2, 8), torch.randn(2, 3)]
         >>> one = lambda *numbers: torch.tensor(numbers, dtype=torch.int32)

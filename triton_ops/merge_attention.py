@@ -171,7 +171,7 @@ def merge_attention(
         ValueError: A wrong shape, stride or device.
         RuntimeError: A tensor that requires grad while grad mode is on.
 
-    Example:
+    Examples:
         >>> one = lambda *numbers: torch.tensor(numbers, dtype=torch.int32)
         >>> cache, query = torch.randn(4, 16, 2, 64), torch.randn(1, 4, 64)
         >>> both = (one(32), one(0, 1), 0.125)  # a query over two blocks, whole and each half for itself

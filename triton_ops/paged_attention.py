@@ -69,7 +69,7 @@ def paged_attention(
         ValueError: A wrong shape, device or option; on CPU tensors and in debug mode also a wrong value.
         RuntimeError: A tensor that requires grad while grad mode is on.
 
-    Example:
+    Examples:
         >>> cache = torch.randn(8, 16, 2, 64)  # 8 blocks of 16 slots, 2 KV heads
         >>> one = lambda *numbers: torch.tensor(numbers, dtype=torch.int32)
         >>> query = torch.randn(3, 4, 64)  # a sequence that decodes one token, and the last two of another

@@ -228,7 +228,7 @@ def reshape_and_cache(
         ValueError: A wrong shape or device; on CPU tensors and in debug mode also a slot out of range.
         RuntimeError: A tensor that requires grad while grad mode is on.
 
-    Example:
+    Examples:
         >>> keys, values = torch.zeros(2, 4, 16, 2, 64).unbind()  # 4 blocks of 16 slots, 2 KV heads
         >>> key, value = torch.randn(2, 3, 2, 64).unbind()  # three tokens, the last of them padding
         >>> pc.reshape_and_cache(key, value, keys, values, torch.tensor([16, 17, -1]))

@@ -321,7 +321,7 @@ def rope_and_cache(
         ValueError: A wrong shape or device; on CPU tensors and in debug mode also a slot or position out of range.
         RuntimeError: A tensor that requires grad while grad mode is on.
 
-    Example:
+    Examples:
         >>> keys, values = torch.zeros(2, 4, 16, 2, 64).unbind()
         >>> query, key, value = torch.randn(3, 4, 64), torch.randn(3, 2, 64), torch.randn(3, 2, 64)
         >>> angles = torch.arange(128.0)[:, None] * 10000 ** -(torch.arange(32) / 32)

@@ -245,7 +245,7 @@ def rotate_keys(
         ValueError: A wrong shape or device; with ids in host memory, and in debug mode, also a block out of range.
         RuntimeError: A tensor that requires grad while grad mode is on.
 
-    Example:
+    Examples:
         >>> keys = torch.randn(8, 16, 2, 64)
         >>> inv_freq = 10000.0 ** (-torch.arange(0, 64, 2) / 64)
         >>> ids, deltas = torch.tensor([0, 1]), torch.tensor([160, 160], dtype=torch.int32)

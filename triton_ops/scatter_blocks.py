@@ -32,7 +32,7 @@ def scatter_blocks(source: torch.Tensor, cache: torch.Tensor, block_ids: torch.T
         ValueError: A wrong shape or device; with ids in host memory, and in debug mode, also a block out of range.
         RuntimeError: A tensor that requires grad while grad mode is on.
 
-    Example:
+    Examples:
         >>> cache = torch.zeros(4, 2, 1)  # 4 blocks of 2 slots
         >>> pc.scatter_blocks(torch.arange(1.0, 5.0).view(2, 2, 1), cache, torch.tensor([3, 0]))
         >>> cache[:, :, 0]
@@ -60,7 +60,7 @@ def scatter_blocks_list(
         ValueError: As in `pc.scatter_blocks`, and for tensors that do not agree.
         RuntimeError: As in `pc.scatter_blocks`.
 
-    Example:
+    Examples:
         >>> keys, values = torch.zeros(4, 16, 2, 64), torch.zeros(4, 16, 2, 128)
         >>> sources = [torch.randn(2, 16, 2, 64), torch.randn(2, 16, 2, 128)]
         >>> pc.scatter_blocks_list(sources, [keys, values], torch.tensor([3, 0]))

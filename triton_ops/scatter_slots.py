@@ -33,7 +33,7 @@ def scatter_slots(source: torch.Tensor, cache: torch.Tensor, slot_mapping: torch
         ValueError: A wrong shape or device; with slots in host memory, and in debug mode, also a slot out of range.
         RuntimeError: A tensor that requires grad while grad mode is on.
 
-    Example:
+    Examples:
         >>> cache = torch.zeros(4, 2, 1)  # 4 blocks of 2 slots
         >>> pc.scatter_slots(torch.tensor([[1.0], [2.0], [3.0]]), cache, torch.tensor([6, -1, 1]))
         >>> cache[:, :, 0]
@@ -61,7 +61,7 @@ def scatter_slots_list(
         ValueError: As in `pc.scatter_slots`, and for tensors that do not agree.
         RuntimeError: As in `pc.scatter_slots`.
 
-    Example:
+    Examples:
         >>> hidden, gates = torch.zeros(4, 2, 8), torch.zeros(4, 2, 3)
         >>> rows = [torch.randn(2, 8), torch.randn(2, 3)]
         >>> pc.scatter_slots_list(rows, [hidden, gates], torch.tensor([6, 1]))

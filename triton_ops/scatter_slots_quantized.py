@@ -67,7 +67,7 @@ def scatter_slots_quantized(
         ValueError: A wrong shape or device; with slots in host memory, and in debug mode, also a slot out of range.
         RuntimeError: A tensor that requires grad while grad mode is on.
 
-    Example:
+    Examples:
         >>> cache, scales = torch.zeros(4, 2, 4, dtype=torch.int8), torch.zeros(4, 2)  # 4 blocks of 2 slots
         >>> row = torch.tensor([[0.5, -1.0, 2.0, 127.0]])
         >>> pc.scatter_slots_quantized(row, cache, scales, torch.tensor([5]))

@@ -172,7 +172,7 @@ def shared_prefix_attention(
             differ in the shared columns.
         RuntimeError: A tensor that requires grad while grad mode is on.
 
-    Example:
+    Examples:
         >>> cache = torch.randn(8, 16, 2, 64)  # 8 blocks of 16 slots, 2 KV heads
         >>> one = lambda *numbers: torch.tensor(numbers, dtype=torch.int32)
         >>> query = torch.randn(2, 4, 64)  # two sequences that decode a token each over the same first block

@@ -45,7 +45,7 @@ def sliding_window_attention(
         window: How many tokens a query sees, its own included; 0 for no window.
         num_sink_tokens: How many first tokens of a sequence stay visible behind the window.
 
-    Example:
+    Examples:
         >>> cache = torch.randn(8, 16, 2, 64)  # 8 blocks of 16 slots, 2 KV heads
         >>> one = lambda *numbers: torch.tensor(numbers, dtype=torch.int32)
         >>> query = torch.randn(3, 4, 64)  # a sequence that decodes one token, and the last two of another

@@ -52,7 +52,7 @@ def sparse_gap_attention(
             head, `[num_seqs, num_kv_heads, max_blocks]`, whose holes and block numbers may differ from head to head.
         query_positions: `[num_tokens]` int32, ascending within a sequence; None: seq_len - q_len + i.
 
-    Example:
+    Examples:
         >>> cache = torch.randn(8, 16, 2, 64)  # 8 blocks of 16 slots, 2 KV heads
         >>> one = lambda *numbers: torch.tensor(numbers, dtype=torch.int32)
         >>> query = torch.randn(3, 4, 64)  # a sequence that decodes one token, and the last two of another

@@ -46,7 +46,7 @@ def warmup(
         gaps: Whether query_positions will be passed as well.
         batch_invariant: Whether that mode will be used.
 
-    Example:
+    Examples:
         >>> pc.warmup(num_heads=8, num_kv_heads=2, head_dim=64, dtype=torch.float32, device="cpu")
     """
     device = torch.device(device)

@@ -27,7 +27,7 @@ def make_policy(policy: str | EvictionPolicy | type[EvictionPolicy]) -> Eviction
         ValueError: An unknown name, or an instance that already serves a pool.
         TypeError: Anything else.
 
-    Example:
+    Examples:
         >>> from pc.cache.policies import make_policy
         >>> type(make_policy("lru")).__name__
         'LRU'

@@ -16,7 +16,7 @@ from ..table import Ids
 class Block(NamedTuple):
     """A block as `EvictionPolicy.acquire` returns it.
 
-    Example:
+    Examples:
         >>> manager = pc.CacheManager(num_blocks=8, block_size=4)
         >>> block = manager.pools[0].policy.acquire(range(6))[0]
         >>> block.number, block.cached, block.ref_count, block.prefix_length
@@ -43,7 +43,7 @@ class PoolView(Protocol):
     An adapter that puts a policy behind another engine's pool gives it these. Arrays are `[num_blocks]`, indexed by
     block number and kept up to date before a policy is told of what changed them.
 
-    Example:
+    Examples:
         >>> pool = pc.CacheManager(num_blocks=8, block_size=4).pools[0]
         >>> pool.num_blocks, pool.num_held, pool.ref_count.shape
         (8, 0, (8,))
@@ -91,7 +91,7 @@ class EvictionPolicy(ABC):
     victims. It may read what `PoolView` has and writes none of it. Only `victims` has to be written; see
     docs/policies.md for a policy of one's own.
 
-    Example:
+    Examples:
         >>> class MostRecent(pc.EvictionPolicy):
         ...     def bind(self, pool):
         ...         super().bind(pool)
@@ -171,7 +171,7 @@ class EvictionPolicy(ABC):
         Raises:
             OutOfBlocks: Too few free and unreferenced blocks; nothing has changed.
 
-        Example:
+        Examples:
             >>> manager = pc.CacheManager(num_blocks=8, block_size=4)
             >>> blocks = manager.pools[0].policy.acquire(range(6))
             >>> [(block.number, block.cached) for block in blocks]

@@ -22,7 +22,7 @@ class Ghosts:
     Args:
         capacity: Places; of as many ghosts about a third has been overwritten by others.
 
-    Example:
+    Examples:
         >>> from pc.cache.policies import Ghosts
         >>> ghosts, keys = Ghosts(capacity=64), np.array([1 << 40, 2 << 40], np.uint64)
         >>> lost = ghosts.remember(keys, np.array([7, 8], np.int32))

@@ -14,7 +14,7 @@ class LRU(EvictionPolicy):
 
     A running request reads all its blocks at every step, so a block's last access is the release by its last holder.
 
-    Example:
+    Examples:
         >>> from pc.cache.replay import Trace, replay
         >>> requests = [np.array(ids) for ids in ([1, 2], [3], [1, 2], [4], [1, 2])]  # blocks of each prompt
         >>> trace = Trace("small", 16, requests, outputs=[0] * 5, times=[0.0] * 5)

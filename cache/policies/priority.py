@@ -26,7 +26,7 @@ class Priority(EvictionPolicy):
     Args:
         now: The clock, in seconds.
 
-    Example:
+    Examples:
         >>> manager = pc.CacheManager(num_blocks=2, block_size=4, policy="priority")
         >>> for request, priority in (("a", 1), ("b", 0), ("c", 0)):  # the third needs a block of another
         ...     prompt = [ord(request)] * 4

@@ -23,7 +23,7 @@ class RunQueue:
     Args:
         ticket_of: Per block, the run it waits in, or -1; queues of one policy share it.
 
-    Example:
+    Examples:
         >>> from pc.cache.policies import RunQueue
         >>> queue = RunQueue(ticket_of=np.full(8, -1))
         >>> queue.push(0, np.array([3, 1], np.int32))
@@ -107,7 +107,7 @@ class RunQueue:
 def too_few(count: int) -> RuntimeError:
     """What `victims` raises instead of looking for ever for blocks that were never released.
 
-    Example:
+    Examples:
         >>> from pc.cache.policies import too_few
         >>> too_few(2)
         RuntimeError('victims: lacks 2 blocks of those asked for, needs as many as were released')
@@ -118,7 +118,7 @@ def too_few(count: int) -> RuntimeError:
 def compact_together(queues: Iterable[RunQueue], num_blocks: int) -> None:
     """Compacts queues that share their tickets once all their places together pass twice the number of blocks.
 
-    Example:
+    Examples:
         >>> from pc.cache.policies import RunQueue, compact_together
         >>> tickets = np.full(8, -1)
         >>> compact_together([RunQueue(tickets), RunQueue(tickets)], num_blocks=8)

@@ -39,7 +39,7 @@ EACH = np.arange(1, LEVELS + 1, dtype=np.int8)
 class Segmented(EvictionPolicy):
     """One queue in order of last use for each level of use; the least worth of the heads goes first.
 
-    Example:
+    Examples:
         >>> from pc.cache.replay import Trace, replay
         >>> requests = [np.array(ids) for ids in ([1, 2], [3], [1, 2], [4], [1, 2])]  # blocks of each prompt
         >>> trace = Trace("small", 16, requests, outputs=[0] * 5, times=[0.0] * 5)

@@ -11,7 +11,7 @@ from ..table import Ids
 class ARC(EvictionPolicy):
     """Blocks used once and blocks used again, each in order of last use; ghosts of both move the border between.
 
-    Example:
+    Examples:
         >>> from pc.cache.replay import Trace, replay
         >>> requests = [np.array(ids) for ids in ([1, 2], [3], [1, 2], [4], [1, 2])]  # blocks of each prompt
         >>> trace = Trace("small", 16, requests, outputs=[0] * 5, times=[0.0] * 5)

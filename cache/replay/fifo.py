@@ -13,7 +13,7 @@ from ..table import Ids
 class FIFO(EvictionPolicy):
     """The block filled first goes first, within a request tail first; uses do not count.
 
-    Example:
+    Examples:
         >>> from pc.cache.replay import Trace, replay
         >>> requests = [np.array(ids) for ids in ([1, 2], [3], [1, 2], [4], [1, 2])]  # blocks of each prompt
         >>> trace = Trace("small", 16, requests, outputs=[0] * 5, times=[0.0] * 5)

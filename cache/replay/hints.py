@@ -29,7 +29,7 @@ def hints_of(trace: Trace, hints: str, seed: int = 0) -> list[float]:
     Raises:
         ValueError: Neither.
 
-    Example:
+    Examples:
         >>> from pc.cache.replay import Trace, hints_of
         >>> requests = [np.array(ids) for ids in ([1, 2], [3], [1, 2], [4], [1, 2])]  # blocks of each prompt
         >>> trace = Trace("small", 16, requests, outputs=[0] * 5, times=[0.0] * 5)

@@ -14,7 +14,7 @@ MOST = 63
 class LFU(EvictionPolicy):
     """Least frequently used. A block's count begins anew when it has been evicted.
 
-    Example:
+    Examples:
         >>> from pc.cache.replay import Trace, replay
         >>> requests = [np.array(ids) for ids in ([1, 2], [3], [1, 2], [4], [1, 2])]  # blocks of each prompt
         >>> trace = Trace("small", 16, requests, outputs=[0] * 5, times=[0.0] * 5)

@@ -29,7 +29,7 @@ DEAF = ("lru", "belady")
 class Result:
     """What one policy reached at one capacity.
 
-    Example:
+    Examples:
         >>> from pc.cache.replay import Trace, replay
         >>> requests = [np.array(ids) for ids in ([1, 2], [3], [1, 2], [4], [1, 2])]  # blocks of each prompt
         >>> trace = Trace("small", 16, requests, outputs=[0] * 5, times=[0.0] * 5)
@@ -71,7 +71,7 @@ def replay(
         progress: Called now and then with the number of requests done since the last call.
         hints: "none", or as `hints_of` takes it.
 
-    Example:
+    Examples:
         >>> from pc.cache.replay import Trace, replay
         >>> requests = [np.array(ids) for ids in ([1, 2], [3], [1, 2], [4], [1, 2])]  # blocks of each prompt
         >>> trace = Trace("small", 16, requests, outputs=[0] * 5, times=[0.0] * 5)
@@ -141,7 +141,7 @@ def compare(
         unique_blocks: Of the whole, where `trace` is a part; None: of the trace.
         hints: What policies are told of the future, each tried with every policy.
 
-    Example:
+    Examples:
         >>> from pc.cache.replay import Trace, compare
         >>> requests = [np.array(ids) for ids in ([1, 2], [3], [1, 2], [4], [1, 2])]  # blocks of each prompt
         >>> trace = Trace("small", 16, requests, outputs=[0] * 5, times=[0.0] * 5)

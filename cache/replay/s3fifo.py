@@ -14,7 +14,7 @@ from .fifo import next_part
 class S3FIFO(EvictionPolicy):
     """A small queue for newcomers, a main queue for those used again, ghosts of newcomers that were not.
 
-    Example:
+    Examples:
         >>> from pc.cache.replay import Trace, replay
         >>> requests = [np.array(ids) for ids in ([1, 2], [3], [1, 2], [4], [1, 2])]  # blocks of each prompt
         >>> trace = Trace("small", 16, requests, outputs=[0] * 5, times=[0.0] * 5)

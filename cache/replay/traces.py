@@ -32,7 +32,7 @@ class Trace:
         outputs: Per request, tokens it generated.
         times: Per request, seconds since the trace began.
 
-    Example:
+    Examples:
         >>> from pc.cache.replay import Trace, replay
         >>> requests = [np.array(ids) for ids in ([1, 2], [3], [1, 2], [4], [1, 2])]  # blocks of each prompt
         >>> trace = Trace("small", 16, requests, outputs=[0] * 5, times=[0.0] * 5)
@@ -87,7 +87,7 @@ def load_trace(path: str | Path, block_size: int | None = None) -> Trace:
     Raises:
         ValueError: No requests, or a line of neither layout, which is named by its number.
 
-    Example:
+    Examples:
         >>> import json, tempfile
         >>> from pathlib import Path
         >>> from pc.cache.replay import load_trace

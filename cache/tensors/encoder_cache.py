@@ -27,7 +27,7 @@ class EncoderItem:
         start: Position of its first token.
         length: Tokens it stands for, the rows of its encoder output.
 
-    Example:
+    Examples:
         >>> image = pc.EncoderItem("sha256 of the pixels", start=4, length=3)
         >>> image.end, image.overlaps([(0, 4)]), image.overlaps([(6, 9)])
         (7, False, True)
@@ -96,7 +96,7 @@ class EncoderCache:
         policy: "lru", "fifo", "lfu", "largest", or a function from an `EncoderEntry` to its key.
         device: Where outputs are kept; None: where they were computed.
 
-    Example:
+    Examples:
         >>> cache = pc.EncoderCache(max_bytes=1 << 20)
         >>> image = pc.EncoderItem("sha256 of the pixels", start=4, length=3)
         >>> for item in cache.missing("request", [image], compute_spans=[(0, 9)]):
@@ -153,7 +153,7 @@ class EncoderCache:
         Raises:
             ValueError: Items of one content differ in length, or from the output that is there; nothing is held then.
 
-        Example:
+        Examples:
             >>> cache = pc.EncoderCache(max_bytes=1 << 20)
             >>> image, clip = pc.EncoderItem("image", start=4, length=3), pc.EncoderItem("clip", start=20, length=5)
             >>> [item.content_hash for item in cache.missing("request", [image, clip], compute_spans=[(0, 9)])]
@@ -204,7 +204,7 @@ class EncoderCache:
             ValueError: Another number of rows than the item has tokens.
             MemoryError: It does not fit beside what requests hold; nothing has changed.
 
-        Example:
+        Examples:
             >>> cache, image = pc.EncoderCache(max_bytes=1 << 20), pc.EncoderItem("image", start=4, length=3)
             >>> cache.put("request", image, torch.ones(3, 8))
             >>> "image" in cache, cache.nbytes
@@ -276,7 +276,7 @@ class EncoderCache:
         Raises:
             KeyError: It is not here.
 
-        Example:
+        Examples:
             >>> cache, image = pc.EncoderCache(max_bytes=1 << 20), pc.EncoderItem("image", start=4, length=3)
             >>> cache.put("request", image, torch.ones(3, 8))
             >>> cache.output(image).shape
@@ -301,7 +301,7 @@ class EncoderCache:
             KeyError: An output is not here; nothing has been written.
             ValueError: An output of another length than its item, or of other rows than embeddings; likewise.
 
-        Example:
+        Examples:
             >>> cache, image = pc.EncoderCache(max_bytes=1 << 20), pc.EncoderItem("image", start=4, length=3)
             >>> cache.put("request", image, torch.ones(3, 1))
             >>> embeddings = torch.zeros(4, 1)
@@ -328,7 +328,7 @@ class EncoderCache:
     def release(self, request_id: Hashable) -> None:
         """Lets go of everything a request holds; without effect for one that holds nothing.
 
-        Example:
+        Examples:
             >>> cache, image = pc.EncoderCache(max_bytes=12), pc.EncoderItem("image", start=4, length=3)
             >>> cache.put("request", image, torch.ones(3, 1))
             >>> cache.release("request")
@@ -350,7 +350,7 @@ class EncoderCache:
     def check(self) -> None:
         """Asserts that bytes and holders are consistent.
 
-        Example:
+        Examples:
             >>> pc.EncoderCache(max_bytes=12).check()
         """
         assert self.nbytes == sum(entry.nbytes for entry in self._entries.values()) <= self.max_bytes

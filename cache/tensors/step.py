@@ -38,7 +38,7 @@ class Step:
         query_start_loc: `[num_requests + 1]`, where the tokens of each request begin.
         positions: `[num_tokens]`, position of each token in its request, ascending within it.
 
-    Example:
+    Examples:
         >>> manager = pc.CacheManager(num_blocks=8, block_size=4)
         >>> allocations = {"a": manager.allocate("a", range(3)), "b": manager.allocate("b", range(6))}
         >>> step = pc.Step.of(allocations, {"hidden": torch.randn(9, 32)})  # what the model gave for them
@@ -61,7 +61,7 @@ class Step:
             outputs: As in `outputs`.
             group: Whose slots to take, when the manager has several groups.
 
-        Example:
+        Examples:
             >>> manager = pc.CacheManager(num_blocks=8, block_size=4)
             >>> allocation = manager.allocate("a", range(3))
             >>> pc.Step.of({"a": allocation}, {"hidden": torch.randn(3, 32)}).slot_mapping.tolist()

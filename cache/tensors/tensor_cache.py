@@ -30,7 +30,7 @@ from .valid_rows import Mask, ValidRows
 class MissingRowsError(LookupError):
     """Rows of a name were asked for that no step stored, or whose blocks have had other content since.
 
-    Example:
+    Examples:
         >>> manager = pc.CacheManager(num_blocks=8, block_size=4)
         >>> cache, allocation = pc.TensorCache(manager, 8, 4), manager.allocate("a", range(3))
         >>> cache.register("hidden", (32,), torch.float32)
@@ -65,7 +65,7 @@ class TensorCache:
         exclude: Names that are never discovered, because their first dimension may equal the token count by
             coincidence, or because nobody wants their rows again; `register` overrules it.
 
-    Example:
+    Examples:
         >>> manager = pc.CacheManager(num_blocks=16, block_size=4)
         >>> cache = pc.TensorCache(manager, num_blocks=16, block_size=4)
         >>> for request, prompt in (("a", [*range(20), 1]), ("b", [*range(20), 2])):
@@ -130,7 +130,7 @@ class TensorCache:
     def cost(self, feature_shape: Sequence[int], dtype: torch.dtype) -> int:
         """Bytes that a name of this shape and dtype takes.
 
-        Example:
+        Examples:
             >>> pc.TensorCache(None, num_blocks=16, block_size=4).cost((32,), torch.bfloat16)
             4096
         """
@@ -139,7 +139,7 @@ class TensorCache:
     def rows(self, name: str) -> torch.Tensor:
         """The cache of a name itself, `[num_blocks, block_size, *features]`.
 
-        Example:
+        Examples:
             >>> cache = pc.TensorCache(None, num_blocks=16, block_size=4)
             >>> cache.register("hidden", (32,), torch.bfloat16)
             >>> cache.rows("hidden").shape
@@ -150,7 +150,7 @@ class TensorCache:
     def stored(self, name: str) -> Mask:
         """Which slots of a name hold a row, `[num_blocks, block_size]`.
 
-        Example:
+        Examples:
             >>> cache = pc.TensorCache(None, num_blocks=2, block_size=4)
             >>> others = cache.store(pc.Step({"hidden": torch.ones(3, 32)}, np.arange(4, 7)))
             >>> cache.stored("hidden").tolist()
@@ -171,7 +171,7 @@ class TensorCache:
             ValueError: The name is there with another shape or dtype, or a size is negative.
             MemoryError: It does not fit into `max_bytes`; nothing has been allocated.
 
-        Example:
+        Examples:
             >>> cache = pc.TensorCache(None, num_blocks=16, block_size=4)
             >>> cache.register("decoder.hidden", (32,), torch.bfloat16)
             >>> cache.names, cache.rows("decoder.hidden").shape
@@ -198,7 +198,7 @@ class TensorCache:
                 with another number of rows. As with the other error, nothing has been written.
             TypeError: Outputs that are no mapping, or slots that are not integers.
 
-        Example:
+        Examples:
             >>> manager = pc.CacheManager(num_blocks=16, block_size=4)
             >>> cache, allocation = pc.TensorCache(manager, 16, 4), manager.allocate("a", range(6))
             >>> outputs = {"hidden": torch.randn(6, 32), "loss": torch.tensor(0.5)}
@@ -258,7 +258,7 @@ class TensorCache:
         To be called before its step is computed when an allocation has copies (a partial block that was shared, or
         reused in part) or loads (swapped out before); at other times it changes nothing that `store` would not.
 
-        Example:
+        Examples:
             >>> manager = pc.CacheManager(num_blocks=16, block_size=4)
             >>> cache, allocation = pc.TensorCache(manager, 16, 4), manager.allocate("a", range(6))
             >>> others = cache.store(pc.Step.of({"a": allocation}, {"hidden": torch.randn(6, 32)}))
@@ -278,7 +278,7 @@ class TensorCache:
     def copy(self, pairs: Iterable[tuple[int, int]]) -> None:
         """Copies the rows of blocks to other blocks: (source, target) pairs, one after the other.
 
-        Example:
+        Examples:
             >>> cache = pc.TensorCache(None, num_blocks=16, block_size=4)
             >>> others = cache.store(pc.Step({"hidden": torch.ones(4, 32)}, np.arange(8, 12)))  # fills block 2
             >>> cache.copy([(2, 5)])
@@ -299,7 +299,7 @@ class TensorCache:
             pairs: (block, host slot), as preempt returns them (for this group); to be called before anything is
                 written.
 
-        Example:
+        Examples:
             >>> manager = pc.CacheManager(num_blocks=16, block_size=4, host_blocks=4)
             >>> cache, allocation = pc.TensorCache(manager, 16, 4), manager.allocate("a", range(6))
             >>> others = cache.store(pc.Step.of({"a": allocation}, {"hidden": torch.randn(6, 32)}))
@@ -337,7 +337,7 @@ class TensorCache:
             TypeError: They are not integers.
             ValueError: A number that no block has; nothing has been dropped.
 
-        Example:
+        Examples:
             >>> cache = pc.TensorCache(None, num_blocks=16, block_size=4)
             >>> others = cache.store(pc.Step({"hidden": torch.ones(4, 32)}, np.arange(8, 12)))  # fills block 2
             >>> cache.forget([2])
@@ -360,7 +360,7 @@ class TensorCache:
             KeyError: An unknown request or name.
             ValueError: num_tokens is missing or too large.
 
-        Example:
+        Examples:
             >>> manager = pc.CacheManager(num_blocks=16, block_size=4)
             >>> cache, allocation = pc.TensorCache(manager, 16, 4), manager.allocate("a", range(6))
             >>> others = cache.store(pc.Step.of({"a": allocation}, {"hidden": torch.randn(6, 32)}))
@@ -397,7 +397,7 @@ class TensorCache:
             KeyError: An unknown request or name.
             ValueError: num_tokens is missing or too large, a block number out of range, or another `missing`.
 
-        Example:
+        Examples:
             >>> manager = pc.CacheManager(num_blocks=16, block_size=4)
             >>> cache, allocation = pc.TensorCache(manager, 16, 4), manager.allocate("a", range(6))
             >>> others = cache.store(pc.Step.of({"a": allocation}, {"hidden": torch.randn(6, 32)}))
@@ -475,7 +475,7 @@ class TensorCache:
             KeyError: An unknown name.
             ValueError: A slot out of range.
 
-        Example:
+        Examples:
             >>> manager = pc.CacheManager(num_blocks=16, block_size=4)
             >>> cache, allocation = pc.TensorCache(manager, 16, 4), manager.allocate("a", range(6))
             >>> step = pc.Step.of({"a": allocation}, {"hidden": torch.randn(6, 32)})
@@ -518,7 +518,7 @@ class TensorCache:
             KeyError: An unknown request or name.
             ValueError: A step without requests, or as in `store`.
 
-        Example:
+        Examples:
             >>> manager = pc.CacheManager(num_blocks=16, block_size=4)
             >>> cache, allocation = pc.TensorCache(manager, 16, 4), manager.allocate("a", range(6))
             >>> others = cache.store(pc.Step.of({"a": allocation}, {"hidden": torch.randn(6, 32)}))

@@ -21,7 +21,7 @@ _PACKAGES = ("torch", "transformers", "peft")
 class ServedStats(CacheStats):
     """What `CacheStats` counts, and the calls of generate.
 
-    Example:
+    Examples:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
         >>> from pc.integrations.huggingface import enable_prefix_caching
         >>> sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}

@@ -59,7 +59,7 @@ def enable_prefix_caching(
             its decode steps cannot be captured.
         OSError: The directory cannot be made.
 
-    Example:
+    Examples:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
         >>> from pc.integrations.huggingface import enable_prefix_caching
         >>> sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}

@@ -34,7 +34,7 @@ class PrefixCaching:
         unsupported: Why the model cannot be served; None when it can.
         last_requests: A report per row of the last call, in the order of the batch; empty when it was not served here.
 
-    Example:
+    Examples:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
         >>> from pc.integrations.huggingface import enable_prefix_caching
         >>> sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -125,7 +125,7 @@ class PrefixCaching:
     def stats(self) -> ServedStats:
         """Counts of the cache since it was last empty, and of all calls: served, and handed back by reason.
 
-        Example:
+        Examples:
             >>> from transformers import LlamaConfig, LlamaForCausalLM
             >>> from pc.integrations.huggingface import enable_prefix_caching
             >>> sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -144,7 +144,7 @@ class PrefixCaching:
     def reset(self) -> None:
         """Forgets every cached block; calls under way go on with those they have.
 
-        Example:
+        Examples:
             >>> from transformers import LlamaConfig, LlamaForCausalLM
             >>> from pc.integrations.huggingface import enable_prefix_caching
             >>> sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -174,7 +174,7 @@ class PrefixCaching:
             ValueError: The model is not served, or by packed passes, whose blocks stay on the device.
             OSError: The file cannot be written.
 
-        Example:
+        Examples:
             >>> import tempfile
             >>> from transformers import LlamaConfig, LlamaForCausalLM
             >>> from pc.integrations.huggingface import enable_prefix_caching
@@ -205,7 +205,7 @@ class PrefixCaching:
                 `save`; or the model is not served, or by packed passes.
             OSError: The file cannot be read.
 
-        Example:
+        Examples:
             >>> import tempfile
             >>> from transformers import LlamaConfig, LlamaForCausalLM
             >>> from pc.integrations.huggingface import enable_prefix_caching
@@ -242,7 +242,7 @@ class PrefixCaching:
         Raises:
             TypeError: `salt` is None or of another type.
 
-        Example:
+        Examples:
             >>> from transformers import LlamaConfig, LlamaForCausalLM
             >>> from pc.integrations.huggingface import enable_prefix_caching
             >>> sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -270,7 +270,7 @@ class PrefixCaching:
             TypeError: `returns` is neither a number nor None.
             ValueError: `returns` is not between 0 and 1.
 
-        Example:
+        Examples:
             >>> from transformers import LlamaConfig, LlamaForCausalLM
             >>> from pc.integrations.huggingface import enable_prefix_caching
             >>> sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -286,7 +286,7 @@ class PrefixCaching:
     def disable(self) -> None:
         """Gives the model its own `generate` back and frees the blocks; a second call does nothing.
 
-        Example:
+        Examples:
             >>> from transformers import LlamaConfig, LlamaForCausalLM
             >>> from pc.integrations.huggingface import enable_prefix_caching
             >>> sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -308,7 +308,7 @@ class PrefixCaching:
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """The model's generate, over the cache where it can be served.
 
-        Example:
+        Examples:
             >>> from transformers import LlamaConfig, LlamaForCausalLM
             >>> from pc.integrations.huggingface import enable_prefix_caching
             >>> sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}

@@ -15,7 +15,7 @@ class RequestReport:
         cached_tokens: How many of them were read from the cache.
         cached_spans: Which: ranges [start, end) of the prompt, ascending; more than one with `reuse="gap"` alone.
 
-    Example:
+    Examples:
         >>> from pc.integrations.huggingface import RequestReport
         >>> report = RequestReport.of(100, [(0, 32), (64, 96)])
         >>> report.prompt_tokens, report.cached_tokens

@@ -21,7 +21,7 @@ class UnsupportedError(Exception):
         reason: Why, in words that are the same for every call of the kind.
         detail: What is particular to this one.
 
-    Example:
+    Examples:
         >>> from transformers import MambaConfig, MambaForCausalLM
         >>> from pc.integrations.huggingface import UnsupportedError, enable_continuous_batching
         >>> sizes = {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 64}

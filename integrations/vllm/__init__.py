@@ -24,7 +24,7 @@ def register() -> None:
         ValueError: A name that is no feature.
         UnsupportedVersionError: A vLLM whose interfaces are not those this package was written for.
 
-    Example:
+    Examples:
         >>> from pc.integrations.vllm import register
         >>> register()  # what vLLM calls; PC_VLLM names no feature here
     """

@@ -91,7 +91,7 @@ def enable(*names: str) -> None:
         ValueError: A name that is no feature; nothing has been switched on.
         UnsupportedVersionError: The installed vLLM is not one that the feature was written for; likewise.
 
-    Example:
+    Examples:
         >>> from pc.integrations.vllm import enable
         >>> try:
         ...     enable("attentoin")

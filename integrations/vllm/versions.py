@@ -105,7 +105,7 @@ PACKAGES = {"omni": "vllm_omni"}
 class UnsupportedVersionError(RuntimeError):
     """The installed vLLM is not one that this package was written for.
 
-    Example:
+    Examples:
         >>> from pc.integrations.vllm import UnsupportedVersionError, check_version
         >>> try:
         ...     check_version("attention")
@@ -122,7 +122,7 @@ def check_version(feature: str) -> None:
     Raises:
         UnsupportedVersionError: It is not; says what was found and what is needed.
 
-    Example:
+    Examples:
         >>> from pc.integrations.vllm import UnsupportedVersionError, check_version
         >>> try:
         ...     check_version("attention")

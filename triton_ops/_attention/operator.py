@@ -92,7 +92,7 @@ def _with_arguments_of(function: Callable[..., object], like: Callable[..., obje
     theirs = _sections(like.__doc__)
     own = _sections(function.__doc__)
     own["Args"] = "\n".join(known[name] for name in inspect.signature(function).parameters)
-    order = ("", "Args", "Returns", "Raises", "Example")
+    order = ("", "Args", "Returns", "Raises", "Examples")
     return _joined({heading: own.get(heading, theirs[heading]) for heading in order})
 
 
@@ -100,7 +100,7 @@ def _doc_with_lse(function: Callable[..., object]) -> str:
     name, sections = function.__name__, _sections(function.__doc__)
     sections[""] = f"`{name}`, and the log-sum-exp of each row's scores for `merge_attention`."
     sections["Returns"] = f"    out as `{name}` gives it, {_LSE}"
-    sections["Example"] = re.sub(rf"\bout = pc\.{name}\(", f"out, lse = pc.{name}_with_lse(", sections["Example"])
+    sections["Examples"] = re.sub(rf"\bout = pc\.{name}\(", f"out, lse = pc.{name}_with_lse(", sections["Examples"])
     return _joined(sections)
 
 

@@ -46,7 +46,7 @@ NOTES = 256
 class Hazard(EvictionPolicy):
     """Heeds `free(..., returns=)`; see the package and docs/policies.md.
 
-    Example:
+    Examples:
         >>> from pc.cache.replay import Trace, replay
         >>> requests = [np.array(ids) for ids in ([1, 2], [3], [1, 2], [4], [1, 2])]  # blocks of each prompt
         >>> trace = Trace("small", 16, requests, outputs=[0] * 5, times=[0.0] * 5)

@@ -62,7 +62,7 @@ def enable_continuous_batching(
         ValueError: Continuous batching is already enabled for this model, or one of transformers' own is kept on it; a
             number is out of range, or the policy unknown.
 
-    Example:
+    Examples:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
         >>> from pc.integrations.huggingface import enable_continuous_batching
         >>> sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -98,7 +98,7 @@ def enable_continuous_batching(
 class ContinuousBatching:
     """What `enable_continuous_batching` returns.
 
-    Example:
+    Examples:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
         >>> from pc.integrations.huggingface import enable_continuous_batching
         >>> sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}

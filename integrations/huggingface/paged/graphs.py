@@ -39,7 +39,7 @@ class GraphReport:
         eager_steps: Steps that ran the model in Python.
         reason: Why steps of the last call were not captured; None when they were, or will be after a few.
 
-    Example:
+    Examples:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
         >>> from pc.integrations.huggingface import enable_prefix_caching
         >>> sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
