@@ -18,6 +18,10 @@ def _enable_attention() -> None:
     register_backend(AttentionBackendEnum.CUSTOM, f"{__package__}.attention.PagedAttentionBackend")
     register_backend(AttentionBackendEnum.CPU_ATTN, f"{__package__}.attention.PagedAttentionBackend")
 
+    from .attention.common_prefix import follow_common_prefixes
+
+    follow_common_prefixes()
+
 
 def _enable_eviction() -> None:
     def configure(vllm_config: Any) -> None:

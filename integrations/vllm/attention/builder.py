@@ -73,6 +73,8 @@ class PagedMetadataBuilder(AttentionMetadataBuilder[PagedMetadata]):
         mode = getattr(compilation, "cudagraph_mode", None)
         self.captured = device.type != "cpu" and mode is not None and bool(mode.has_full_cudagraphs())
         self.max_seqs = max([vllm_config.scheduler_config.max_num_seqs, *(compilation.cudagraph_capture_sizes or ())])
+        self.shared = 0, 0
+        """Requests of the batch that is being built, and first blocks that they share; see `common_prefix`."""
         self._tables: torch.Tensor | None = None
         self._plans: dict[int, torch.Tensor] = {}
 
@@ -87,9 +89,11 @@ class PagedMetadataBuilder(AttentionMetadataBuilder[PagedMetadata]):
             raise NotImplementedError("causal: got one value per sequence, needs one for all")
         if common.rswa_prefix_lens is not None:
             raise NotImplementedError("rswa_prefix_lens: R-SWA is not supported")
-        num_shared = 0
-        if not self.captured and common_prefix_len >= SHARED_TOKENS and common.num_reqs >= SHARED_REQUESTS:
-            num_shared = common_prefix_len // self.block_size
+        requests, num_shared = self.shared
+        num_shared = max(num_shared if requests == common.num_reqs else 0, common_prefix_len // self.block_size)
+        too_few = num_shared * self.block_size < SHARED_TOKENS or common.num_reqs < SHARED_REQUESTS
+        if self.captured or self.batch_invariant or too_few:
+            num_shared = 0
         metadata = PagedMetadata(
             num_actual_tokens=common.num_actual_tokens,
             block_tables=self._block_tables(common),

@@ -96,11 +96,17 @@ def test_steps_of_equally_many_queries_are_captured():
 
 def test_a_common_prefix_is_shared_where_it_pays():
     builder = make_builder()
-    common = make_common(8, seq_lens=torch.full((8,), 300, dtype=torch.int32), max_seq_len=300)
+    common = make_common(8, width=19, seq_lens=torch.full((8,), 300, dtype=torch.int32), max_seq_len=300)
     assert builder.build(256, common).num_shared_blocks == 16
     assert builder.build(240, common).num_shared_blocks == 0
     assert builder.build(256, make_common(7)).num_shared_blocks == 0
     assert make_builder(graphs=True, device="meta").build(256, common).num_shared_blocks == 0
+    builder.shared = 8, 17  # as `common_prefix` counts on the host
+    assert builder.build(0, common).num_shared_blocks == 17
+    builder.shared = 7, 17  # of another batch, or of one that was padded since
+    assert builder.build(0, common).num_shared_blocks == 0
+    builder.shared, builder.batch_invariant = (8, 17), True
+    assert builder.build(0, common).num_shared_blocks == 0
 
 
 def test_steps_that_no_operator_computes_are_refused():
