@@ -13,6 +13,8 @@ if [ ! -e "$ENGINE/.ready" ]; then
     # Those that are resolved are built for another torch, and break the import.
     "$ENGINE/bin/pip" uninstall --quiet --yes torchvision torchaudio torchcodec
     "$ENGINE/bin/pip" install --quiet pytest hypothesis einops
+    # Needs libibverbs1 librdmacm1 libnl-3-200 libnl-route-3-200 libnuma1 liburing2; without them its tests are skipped.
+    "$ENGINE/bin/pip" install --quiet mooncake-transfer-engine-non-cuda
     "$ENGINE/bin/pip" install --quiet --no-deps --editable "$HERE"
     touch "$ENGINE/.ready"
 fi

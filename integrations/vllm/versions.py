@@ -34,6 +34,9 @@ INTERFACES: dict[str, dict[str, str]] = {
             "slot_mapping causal rswa_prefix_lens"
         ),
         "vllm.v1.kv_cache_layout:KVCacheLayout": "",
+        "vllm.v1.worker.gpu_model_runner:GPUModelRunner._build_attention_metadata": (
+            "self num_reqs for_cudagraph_capture"
+        ),
     },
     "eviction": {
         "vllm.v1.core.block_pool:BlockPool.touch": "self blocks",
@@ -73,6 +76,28 @@ INTERFACES: dict[str, dict[str, str]] = {
             "scheduled_new_reqs scheduled_cached_reqs num_scheduled_tokens finished_req_ids kv_cache_block_copies"
         ),
         "vllm.config:VllmConfig.__post_init__": "self",
+    },
+    "connector": {
+        "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1.__init__": (
+            "self vllm_config role kv_cache_config"
+        ),
+        "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1.register_kv_caches": "self kv_caches",
+        "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1.get_num_new_matched_tokens": (
+            "self request num_computed_tokens"
+        ),
+        "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1.update_state_after_alloc": (
+            "self request blocks num_external_tokens"
+        ),
+        "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1.build_connector_meta": (
+            "self scheduler_output"
+        ),
+        "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1.get_block_ids_with_load_errors": "self",
+        "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1.start_load_kv": "self forward_context",
+        "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1.wait_for_save": "self",
+        "vllm.v1.core.sched.output:NewRequestData": "req_id block_ids num_computed_tokens",
+        "vllm.v1.core.sched.output:CachedRequestData": "req_ids resumed_req_ids new_block_ids num_computed_tokens",
+        "vllm.v1.kv_cache_interface:AttentionSpec.unpadded_page_size_bytes": "",
+        "vllm.config:KVTransferConfig": "kv_connector_extra_config kv_load_failure_policy",
     },
     "omni": {
         "vllm_omni.core.prefix_cache.manager:OmniPrefixCacheManager.__init__": "self config view eager",

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-import signal
-import socket
 import subprocess
 import sys
-import time
-from pathlib import Path
 
+import mooncake_servers
 import pytest
 
 SCRIPT = """
@@ -46,53 +41,10 @@ os._exit(0)  # the store's own shutdown waits for a master that is gone
 """
 
 
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-def wait_for(port, process):
-    for _ in range(200):
-        if process.poll() is not None:
-            pytest.skip("the Mooncake master or its metadata server cannot be started here")
-        with socket.socket() as probe:
-            if probe.connect_ex(("127.0.0.1", port)) == 0:
-                return
-        time.sleep(0.1)
-    pytest.skip("the Mooncake master or its metadata server does not answer here")
-
-
 @pytest.fixture
 def servers(tmp_path):
-    try:
-        import mooncake.store  # noqa: F401
-    except ImportError as error:
-        pytest.skip(f"mooncake is not importable: {error}")
-    commands = [shutil.which(name, path=str(Path(sys.executable).parent)) or shutil.which(name) for name in
-                ("mooncake_http_metadata_server", "mooncake_master")]  # fmt: skip
-    if None in commands:
-        pytest.skip("mooncake_master is not installed")
-    metadata, master, metrics = free_port(), free_port(), free_port()
-    arguments = [
-        [commands[0], "--host", "127.0.0.1", "--port", str(metadata)],
-        [commands[1], "--rpc_address=127.0.0.1", "--rpc_port", str(master), "--metrics_port", str(metrics)],
-    ]
-    with (tmp_path / "log").open("w") as log:
-        running = [subprocess.Popen(line, stdout=log, stderr=log, start_new_session=True) for line in arguments]
-        try:
-            for port, process in zip((metadata, master), running, strict=True):
-                wait_for(port, process)
-            yield f"http://127.0.0.1:{metadata}/metadata", f"127.0.0.1:{master}", running[1]
-        finally:
-            for process in running:
-                kill(process)
-
-
-def kill(process):
-    if process.poll() is None:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+    with mooncake_servers.running(tmp_path) as addresses:
+        yield addresses
 
 
 def test_a_second_process_gets_what_the_first_put_and_survives_the_store(servers):
@@ -105,7 +57,7 @@ def test_a_second_process_gets_what_the_first_put_and_survives_the_store(servers
         reader = subprocess.Popen([sys.executable, "-c", SCRIPT, "get", *addresses], **start)
         assert reader.stdout.readline() == "20 20 None\n"
         assert reader.stdout.readline() == "None\n"
-        kill(master)
+        mooncake_servers.kill(master)
         reader.stdin.write("\n")
         reader.stdin.flush()
         wrong, took, there, warned = reader.stdout.readline().split()

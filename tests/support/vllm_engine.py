@@ -87,7 +87,7 @@ def _kernels_rebound_once() -> Iterator[None]:
 
 @contextlib.contextmanager
 def engine(model: str, **options: Any) -> Iterator[tuple[Any, Counter[str]]]:
-    """An engine, and counts: "attention" (our forward, given a step), "steps", "preemptions", "drafts"."""
+    """An engine, and counts: "attention" (our forward, given a step), "steps", "tokens", "preemptions", "drafts"."""
     from unittest import mock
 
     from vllm import LLM
@@ -110,6 +110,7 @@ def engine(model: str, **options: Any) -> Iterator[tuple[Any, Counter[str]]]:
 
     def counted_execute(self, output, *args, **kwargs):
         seen["steps"] += output.total_num_scheduled_tokens > 0
+        seen["tokens"] += output.total_num_scheduled_tokens
         seen["drafts"] += sum(map(len, output.scheduled_spec_decode_tokens.values()))
         return execute(self, output, *args, **kwargs)
 

@@ -1,0 +1,178 @@
+"""Which blocks two engines may share: the same model, weights and bytes; and the tier that keeps them."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ....cache.tier import Layout, Tier
+
+WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
+SAMPLES, SAMPLE_BYTES = 64, 4096
+OPTIONS: dict[str, tuple[str, ...]] = {
+    "disk": ("path", "capacity_bytes"),
+    "mooncake": (
+        *("metadata_server", "master", "hostname", "segment_bytes", "transfer_bytes", "protocol", "device"),
+        *("batch_blocks", "retry_seconds"),
+    ),
+}
+"""By name of a tier: what else `kv_connector_extra_config` may say of it."""
+
+
+def block_bytes(kv_cache_config: Any) -> int:
+    """Bytes of one block, all layers."""
+    (group,) = kv_cache_config.kv_cache_groups
+    return len(group.layer_names) * int(group.kv_cache_spec.unpadded_page_size_bytes)
+
+
+def describe(vllm_config: Any, kv_cache_config: Any, options: Mapping[str, Any]) -> str:
+    """What decides the bytes of a block besides its tokens, as a fingerprint.
+
+    Args:
+        vllm_config: VLLM's.
+        kv_cache_config: Of one group.
+        options: `kv_connector_extra_config`; its `model` stands for model and weights where it is given.
+
+    Raises:
+        ValueError: The weights are not in a folder of this machine, and no `model` is given.
+    """
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    (group,) = kv_cache_config.kv_cache_groups
+    config = model.hf_config.to_dict()
+    config.pop("_name_or_path", None)
+    backend = getattr(vllm_config.attention_config, "backend", None)
+    said = {
+        "model": options.get("model") or digest_of_weights(model),
+        "config": config,
+        "dtype": str(model.dtype),
+        "quantization": str(model.quantization),
+        "load_format": str(vllm_config.load_config.load_format),
+        "seed": model.seed,
+        "cache": str(cache.cache_dtype),
+        "spec": str(group.kv_cache_spec),
+        "layers": sorted(group.layer_names),
+        "ranks": vllm_config.parallel_config.tensor_parallel_size,
+        # Kernels of some backends keep keys in an order of their own.
+        "backends": [str(backend), *(_class_of(each) for each in ("CPU_ATTN", "CUSTOM"))],
+        "device": _device(str(vllm_config.device_config.device_type)),
+        "hashes": [str(cache.prefix_caching_hash_algo), os.environ.get("PYTHONHASHSEED")],
+    }
+    return hashlib.sha256(json.dumps(said, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def _class_of(backend: str) -> str:
+    """What stands behind a backend's name."""
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    try:
+        return str(AttentionBackendEnum[backend].get_path())
+    except ValueError:  # nothing does
+        return ""
+
+
+def _device(kind: str) -> str:
+    """A device, and of a CPU its instructions, which vLLM's own kernels order keys by."""
+    return (
+        f"{kind} {torch.backends.cpu.get_cpu_capability()} {torch.cpu._is_amx_tile_supported()}"
+        if kind == "cpu"
+        else kind
+    )
+
+
+def digest_of_weights(model_config: Any) -> str:
+    """Names, sizes and parts all over the files of a model's weights.
+
+    Raises:
+        ValueError: There are none on this machine.
+    """
+    folder = Path(model_config.model)
+    if not folder.is_dir():
+        from huggingface_hub import snapshot_download
+
+        try:
+            folder = Path(snapshot_download(str(folder), revision=model_config.revision, local_files_only=True))
+        except Exception as error:
+            raise ValueError(
+                f"model: got {model_config.model}, whose weights are in no folder here; needs "
+                f'kv_connector_extra_config={{"model": "a name for these weights"}}'
+            ) from error
+    files = sorted({file for pattern in WEIGHTS for file in folder.glob(pattern)})
+    if not files:
+        raise ValueError(f"model: got {folder} without weights, needs some of {', '.join(WEIGHTS)}")
+    digest = hashlib.sha256()
+    for path in files:
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}\n".encode())
+        with open(path, "rb") as file:
+            for part in range(SAMPLES):
+                file.seek(max(0, size - SAMPLE_BYTES) * part // (SAMPLES - 1))
+                digest.update(file.read(SAMPLE_BYTES))
+    return digest.hexdigest()
+
+
+def layout_of(fingerprint: str, rank: int, size: int) -> Layout:
+    """The layout of the blocks of one tensor-parallel rank.
+
+    Args:
+        fingerprint: As `describe` gives it.
+        rank: Its number.
+        size: Bytes of a block.
+    """
+    return Layout(f"vllm {fingerprint} rank {rank}", {"kv": ((size,), torch.uint8)})
+
+
+def open_tier(options: Mapping[str, Any], layout: Layout, gives: bool = True) -> Tier:
+    """The tier that `kv_connector_extra_config` names.
+
+    Args:
+        options: `tier` is "disk", "mooncake" or "module:function", called with the layout and the options.
+        layout: Of its entries.
+        gives: Whether memory of this process is given to a store; who only asks what is there gives none.
+
+    Raises:
+        ValueError: Another tier, or an option that it does not know.
+    """
+    kind = options.get("tier")
+    if isinstance(kind, str) and ":" in kind:
+        module, _, name = kind.partition(":")
+        make: Callable[[Layout, Mapping[str, Any]], Tier] = getattr(importlib.import_module(module), name)
+        return make(layout, options)
+    if kind not in OPTIONS:
+        raise ValueError(f"tier: got {kind!r}, needs {', '.join(map(repr, OPTIONS))} or 'module:function'")
+    check_options(options)
+    given = {name: options[name] for name in OPTIONS[kind] if name in options}
+    if kind == "disk":
+        from ....cache.disk import DiskTier
+
+        return DiskTier(os.fspath(given.pop("path")), layout, **given)
+    from ....cache.mooncake import MooncakeTier
+
+    if not gives:
+        given |= {"segment_bytes": 0, "batch_blocks": 1}
+    return MooncakeTier.connect(layout, **given)
+
+
+def check_options(options: Mapping[str, Any]) -> None:
+    """Checks what is said of a tier of this package.
+
+    Raises:
+        ValueError: An option that it does not know, or one that is missing.
+    """
+    kind = options.get("tier")
+    known = OPTIONS.get(str(kind))
+    if known is None:
+        return
+    common = ("tier", "model", "writer_bytes")
+    for name in options:
+        if name not in (*common, *known):
+            raise ValueError(f"kv_connector_extra_config: got {name!r}, needs some of {', '.join((*common, *known))}")
+    for name in {"disk": ("path",), "mooncake": ("metadata_server", "master")}[str(kind)]:
+        if name not in options:
+            raise ValueError(f"kv_connector_extra_config: got no {name!r}, needs it for the tier {kind!r}")
