@@ -85,7 +85,37 @@ def to_code(x, scale, KIND: tl.constexpr):
 
 @triton.jit
 def from_e4m3(code):
-    """float16 value of the uint8 code of a float8 e4m3: its exponent moved into float16's, times 2**8."""
+    """float16 value of the uint8 code of a float8 e4m3."""
+    return (small_e4m3(code, False) * 256.0).to(tl.float16)
+
+
+@triton.jit
+def small_e4m3(code, PACKED: tl.constexpr):
+    """A 256th of it, exactly: its bits in their places, whose exponent float16 counts from 8 lower.
+
+    PACKED: two codes at once in registers of Nvidia's, three instructions for a code where one by one they take eight.
+    """
+    if PACKED:
+        # Bytes into the upper halves of half words, moved right by one behind the sign. A byte of 0x7F without its sign
+        # carries into bit 7 when 1 is added, and prmt makes a byte of ones of that: NaN.
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 nan, place, ones;
+            and.b32 nan, $2, 0x7F7F7F7F;
+            add.u32 nan, nan, 0x01010101;
+            prmt.b32 place, $2, 0, 0x1404;
+            prmt.b32 ones, nan, 0, 0x9484;
+            shr.u32 $0, place, 1;
+            lop3.b32 $0, $0, 0x3F803F80, ones, 0xEA;
+            lop3.b32 $0, place, 0x80008000, $0, 0xEA;
+            prmt.b32 place, $2, 0, 0x3424;
+            prmt.b32 ones, nan, 0, 0xB4A4;
+            shr.u32 $1, place, 1;
+            lop3.b32 $1, $1, 0x3F803F80, ones, 0xEA;
+            lop3.b32 $1, place, 0x80008000, $1, 0xEA;
+            }""",
+            "=&r,=&r,r", [code], dtype=tl.float16, is_pure=False, pack=4,
+        )  # fmt: skip
     bits = code.to(tl.uint16)
     half = ((bits & 0x80) << 8) | ((bits & 0x7F) << 7)
-    return tl.where((bits & 0x7F) == 0x7F, float("nan"), half.to(tl.float16, bitcast=True) * 256.0).to(tl.float16)
+    return tl.where((bits & 0x7F) == 0x7F, float("nan"), half.to(tl.float16, bitcast=True)).to(tl.float16)

@@ -99,8 +99,12 @@ def decode_tiles(
     quantized: bool,
     group: int | None = None,
     block_size: int | None = None,
+    heavy: bool = False,
 ) -> Tiles:
-    """For at most DECODE_QUERIES queries a sequence: `rows` is queries * heads of a group."""
+    """For at most DECODE_QUERIES queries a sequence: `rows` is queries * heads of a group.
+
+    `heavy` when a score takes more than a product and a causal mask.
+    """
     block_m = min(64, max(16, next_power_of_2(rows)))
     tuned = None if quantized else tuned_tiles(arch, "decode", head_dim, itemsize, group, block_size)
     if tuned is not None and tuned.block_m == block_m:
@@ -109,15 +113,16 @@ def decode_tiles(
     is_large = arch in _LARGE_SHARED
     # Two tiles in flight behind the one that is computed, and three programs a processor where their tiles fit.
     block_n = max(16, min(64 if head_dim <= 64 else 32, (16384 if is_large else 8192) // row_bytes))
-    num_stages = 4 if is_large and row_bytes <= 512 else 3
+    num_stages = 4 if is_large and (row_bytes <= 512 or head_dim > 256) else 3
     if itemsize == 4:
         return Tiles(block_m, max(16, min(64, 8192 // row_bytes)), 8, 2, False)
     if arch.startswith("gfx"):
         return Tiles(block_m, 64 if row_bytes <= 256 else 32 if row_bytes <= 512 else 16, 4, 2, False)
     # Three programs of 4 warps have 168 registers a thread each; what would spill into memory then keeps its own.
     converts = quantized and arch not in ("sm_90", "sm_100")
-    spills = head_dim <= 64 or head_dim > 128 or converts or (block_size is not None and block_size % block_n == 0)
-    num_warps = 8 if head_dim > 128 and block_m > 16 else 4
+    spills = head_dim <= 64 or head_dim > 128 or converts or block_m > 16 or heavy
+    # 4 warps spill from head_dim 257 on.
+    num_warps = 8 if head_dim > 256 or (head_dim > 128 and block_m > 16) else 4
     return Tiles(block_m, block_n, num_warps, num_stages, True, max_registers=0 if spills else 168)
 
 

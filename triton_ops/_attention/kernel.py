@@ -25,7 +25,7 @@ from .layout import (
 )
 from .predicate import _span, _whole_tile_queries
 from .softmax import LOG2E, _finish
-from .walk import PLAIN_CACHE, _rows_of_head, _walk
+from .walk import E4M3_BITS, PLAIN_CACHE, _rows_of_head, _walk
 
 
 @triton.jit
@@ -157,6 +157,8 @@ def _attend_rows(
     qk_scale = scale
     if SCALES > 0:
         qk_scale *= tl.cast(tl.load(k_scale_ptr + kv_head * (SCALES - 1)), tl.float32)
+    if CODES >= E4M3_BITS:
+        qk_scale *= 256.0
     # A softmax step takes the maximum before it multiplies, and -inf times 0 is NaN: the factor is made positive.
     q = tl.where(qk_scale < 0, -q, q)
     factor = tl.maximum(tl.abs(qk_scale), 1e-30)
@@ -258,6 +260,8 @@ def _attend_rows(
 
     if SCALES > 0:
         acc *= tl.cast(tl.load(v_scale_ptr + kv_head * (SCALES - 1)), tl.float32)
+    if CODES >= E4M3_BITS:
+        acc *= 256.0
     if SPLIT_TILES > 0:
         # One split or many, the same roundings in the same order.
         safe_total = tl.where(total == 0, 1.0, total)

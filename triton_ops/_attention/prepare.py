@@ -24,7 +24,7 @@ from .constants import (
     specialized_tiles,
 )
 from .layout import DECODE_QUERIES, MIN_SPLIT_TILES, TILE_KEYS, PlanOptions, PlanShape
-from .walk import E4M3_BITS, NATIVE_CODES, PLAIN_CACHE
+from .walk import E4M3_BITS, E4M3_PACKED, NATIVE_CODES, PLAIN_CACHE
 
 # Batch-invariant mode: keys per split, whatever the batch. Longer contexts are summed from splits of this length.
 INVARIANT_SPLIT_KEYS = 8192
@@ -134,7 +134,8 @@ def prepare(
     segments = has_positions and call.window > 0
     heavy = quantized or segments or call.softcap > 0 or call.alibi_slopes is not None
     kind = (max(head_dim, value_dim), query.element_size())
-    decode = decode_tiles(arch.name, *kind, decode_q * group, quantized, group, block_size)
+    more = call.window > 0 or call.softcap > 0 or call.alibi_slopes is not None
+    decode = decode_tiles(arch.name, *kind, decode_q * group, quantized, group, block_size, more)
     prefill = prefill_tiles(arch.name, *kind, heavy, group, block_size)
     row_tiles = -(-decode_q * group // decode.block_m)
     target_items = wanted_items(arch, item_heads * row_tiles)
@@ -159,7 +160,9 @@ def prepare(
 
     decode_splits = min(shape.max_items, max(1, max_tiles // MIN_SPLIT_TILES)) if run_decode else 1
     convert_codes = key_cache.dtype == torch.float8_e4m3fn and not arch.has_e4m3
-    codes = E4M3_BITS if convert_codes else NATIVE_CODES if quantized else PLAIN_CACHE
+    codes = NATIVE_CODES if quantized else PLAIN_CACHE
+    if convert_codes:
+        codes = E4M3_PACKED if arch.name.startswith("sm_") else E4M3_BITS
     describable = is_aligned and _describable(call)
     special = specialized_tiles(arch.name, *kind)
     plain = call.causal and not (has_positions or heavy or call.batch_invariant or count or table_heads > 1)

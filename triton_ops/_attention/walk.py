@@ -6,14 +6,15 @@ and as many of them are in flight as there are stages.
 
 from __future__ import annotations
 
-from .._quantize import from_e4m3
+from .._quantize import small_e4m3
 from .._triton import tl, triton
 from .layout import TILE, kernel_constants
 from .predicate import _live_scores
 from .softmax import _rescale, _tanh
 
-# How a cache is stored: as the query's dtype, as codes that the device converts, as uint8 codes of float8 e4m3.
-PLAIN_CACHE, NATIVE_CODES, E4M3_BITS = kernel_constants(0, 1, 2)
+# How a cache is stored: as the query's dtype, as codes that the device converts, as uint8 codes of float8 e4m3 that are
+# read as a 256th of what they stand for; E4M3_PACKED: the same, on a device of Nvidia's.
+PLAIN_CACHE, NATIVE_CODES, E4M3_BITS, E4M3_PACKED = kernel_constants(0, 1, 2, 3)
 
 
 @triton.jit
@@ -99,16 +100,17 @@ def _row_pointers(
 ):  # fmt: skip
     """Pointers to a step's keys or values; as much of them as can be is the same in every step."""
     offs_n = tl.arange(0, BLOCK_N)
+    offs_d = tl.arange(0, BLOCK_D)
     rows = source + tl.cast(block, tl.int64) * stride_b
     if BLOCK_N <= TILE and BLOCK_SIZE % BLOCK_N == 0:
         rows += tl.cast(start % BLOCK_SIZE, tl.int64) * stride_t
-        pointers = rows + (offs_n.to(tl.int64) * stride_t)[:, None]
+        pointers = rows + (offs_n.to(tl.int64)[:, None] * stride_t + offs_d[None, :])
     elif TILE % BLOCK_SIZE == 0:
-        pointers = rows[:, None] + ((offs_n % BLOCK_SIZE).to(tl.int64) * stride_t)[:, None]
+        pointers = rows[:, None] + ((offs_n % BLOCK_SIZE).to(tl.int64) * stride_t)[:, None] + offs_d[None, :]
     else:
         t = _key_positions(start, second, BLOCK_N)
-        pointers = rows[:, None] + ((t % BLOCK_SIZE).to(tl.int64) * stride_t)[:, None]
-    return pointers + tl.arange(0, BLOCK_D)[None, :]
+        pointers = rows[:, None] + ((t % BLOCK_SIZE).to(tl.int64) * stride_t)[:, None] + offs_d[None, :]
+    return pointers
 
 
 @triton.jit
@@ -127,8 +129,8 @@ def _load_rows(
         rows = tl.load(pointers, mask=tl.broadcast_to(offs_d[None, :] < HEAD_DIM, [BLOCK_N, BLOCK_D]), other=0.0)
     else:
         rows = tl.load(pointers)
-    if CODES == E4M3_BITS:
-        rows = from_e4m3(rows)
+    if CODES >= E4M3_BITS:
+        rows = small_e4m3(rows, CODES == E4M3_PACKED)
     return rows.to(dtype)
 
 
@@ -160,9 +162,9 @@ def _step(
         v = value_source.load([block * stride_vb + start % BLOCK_SIZE, 0])
         if MASKED:
             v = tl.where(present[:, None], v, 0.0).to(v.dtype)
-        if CODES == E4M3_BITS:
-            k = from_e4m3(k)
-            v = from_e4m3(v)
+        if CODES >= E4M3_BITS:
+            k = small_e4m3(k, CODES == E4M3_PACKED)
+            v = small_e4m3(v, CODES == E4M3_PACKED)
         k = k.to(q.dtype)
         v = v.to(q.dtype)
     else:
