@@ -34,6 +34,11 @@ def on_files(files: Files, config: Any) -> Files:
     return files
 
 
+def on_post_page(output: str, **_: Any) -> str:
+    """Without the one script that the theme would fetch from elsewhere when a page is read from disk."""
+    return re.sub(r'<script src="https://[^"]*"></script>', "", output)
+
+
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Fills in the list of operators; links to files of the repository lead to their copies in the site."""
     if OPERATORS in markdown:
