@@ -163,6 +163,7 @@ def attention_case(
     value_dim: int | None = None,
     offset: int = 0,
     head_tables: bool = False,
+    tree: bool = False,
 ) -> None:
     """One attention call on small tensors; `offset`: elements by which the query misses an aligned address."""
     if descriptors or specialized:
@@ -199,6 +200,7 @@ def attention_case(
             v_scale=scale,
             max_query_len=q_len,
             batch_invariant=batch_invariant,
+            tree_mask=torch.zeros(num_tokens, -(-q_len // 32), dtype=torch.int32) if tree else None,
         )
     )
 
@@ -297,6 +299,8 @@ CASES: dict[str, Callable[[], None]] = {
     "decode bf16 d128 g4 int8": lambda: attention_case(cache_dtype=torch.int8),
     "decode bf16 d128 g4 table per head": lambda: attention_case(head_tables=True),
     "verify bf16 d128 g4 q8": lambda: attention_case(q_len=8),
+    "verify bf16 d128 g4 tree of 6": lambda: attention_case(q_len=6, tree=True, positions=True),
+    "verify bf16 d128 g4 tree of 64": lambda: attention_case(q_len=64, tree=True, positions=True),
     "prefill bf16 d64 g8": lambda: attention_case(head_dim=64, heads=(64, 8), q_len=512),
     "prefill bf16 d128 g4": lambda: attention_case(q_len=512),
     "prefill bf16 d128 g4 block64": lambda: attention_case(q_len=512, block_size=64),

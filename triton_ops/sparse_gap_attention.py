@@ -35,6 +35,7 @@ def sparse_gap_attention(
     max_seq_len: int | None = None,
     plan: torch.Tensor | None = None,
     batch_invariant: bool = False,
+    tree_mask: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention over a cache with gaps, at the cost of its live tokens only.
 
@@ -50,7 +51,12 @@ def sparse_gap_attention(
     Args:
         block_tables: `[num_seqs, max_blocks]` int32, logical block to block number, -1 is a hole; or one table per KV
             head, `[num_seqs, num_kv_heads, max_blocks]`, whose holes and block numbers may differ from head to head.
-        query_positions: `[num_tokens]` int32, ascending within a sequence; None: seq_len - q_len + i.
+        query_positions: `[num_tokens]` int32, ascending within a sequence; None: seq_len - q_len + i. With tree_mask,
+            depths, in any order: the position at which a query's token stands in its branch.
+        tree_mask: `[num_tokens, words]` int32. Bit b of word w of a query's row says whether it attends to the key at
+            position seq_len - q_len + 32 * w + b of its sequence, one of this call's own tokens: among these the mask
+            alone decides, whatever window and query_positions; keys before them follow the rule above. The ancestors
+            of a token come before it, and its own bit is set by the caller.
 
     Examples:
         >>> cache = torch.randn(8, 16, 2, 64)  # 8 blocks of 16 slots, 2 KV heads

@@ -97,6 +97,8 @@ GAP = {
     "table per head, splits": Case(
         (900, 3, 0), (1, 1, 0), heads=(6, 3), dtype=BF16, holes=0.4, head_tables=True, padding=2, bounds=True
     ),
+    "tree": Case((70, 33, 200), (40, 5, 33), dtype=BF16, tree=True, scattered=True, alibi=True, holes=0.2),
+    "tree, few queries, window": Case(EVERY[6::9], (5,) * 14, dtype=F16, tree=True, scattered=True, window=6),
     "all holes": Case((100, 64), (1, 20), dtype=BF16, holes=1.0, sinks=True),
 }
 for name, given in GAP.items():

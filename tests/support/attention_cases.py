@@ -39,6 +39,8 @@ class Case:
     seed: int = 0
     value_dim: int | None = None
     head_tables: bool = False  # a block table per KV head
+    tree: bool = False  # queries are trees, whose depths are their positions where scattered
+    top_k: int = 0  # blocks of each query's own list
 
     def __str__(self) -> str:
         fields = dataclasses.fields(self)
@@ -129,8 +131,13 @@ def build(case: Case) -> Batch:
 
     num_tokens = sum(case.queries)
     positions = None
+    trees = [_tree(q, rand) for q in case.queries] if case.tree else []
     if case.scattered:
         rows = [sorted(rand.sample(range(length), q)) for length, q in zip(case.lens, case.queries, strict=True)]
+        if case.tree:
+            rows = [
+                [length - len(own[0]) + depth for depth in own[0]] for length, own in zip(case.lens, trees, strict=True)
+            ]
         positions = torch.tensor([p for row in rows for p in row] + [0] * case.padding, dtype=torch.int32)
     starts = [0]
     for q in case.queries:
@@ -146,7 +153,17 @@ def build(case: Case) -> Batch:
         options["batch_invariant"] = True
     if case.bounds:
         options |= {"max_query_len": max(case.queries, default=0), "max_seq_len": max(case.lens, default=0)}
-    return Batch(
+    if case.tree:
+        words = -(-max([1, *case.queries]) // 32) + 1
+        masks = torch.zeros(num_tokens + case.padding, words, dtype=torch.int32)
+        for begin, (_, ancestors) in zip(starts, trees, strict=False):
+            for row, own in enumerate(ancestors):
+                for token in own:
+                    masks[begin + row, token // 32] |= torch.tensor(1 << token % 32).int()
+        options["tree_mask"] = masks
+    if case.top_k:
+        options["query_blocks"] = _lists(case, positions, starts, rand)
+    batch = Batch(
         case,
         normal(num_tokens + case.padding, num_heads, case.head_dim).to(case.dtype),
         key,
@@ -158,6 +175,48 @@ def build(case: Case) -> Batch:
         case.head_dim**-0.5,
         options,
     )
+    if case.tree or case.top_k:
+        _poison_unattended(batch)
+    return batch
+
+
+def _tree(q: int, rand: random.Random) -> tuple[list[int], list[list[int]]]:
+    """Depth and ancestors, itself included, of every token of a random tree."""
+    depths: list[int] = []
+    ancestors: list[list[int]] = []
+    for token in range(q):
+        parent = rand.randrange(-1, token)
+        depths.append(depths[parent] + 1 if parent >= 0 else 0)
+        ancestors.append([*(ancestors[parent] if parent >= 0 else []), token])
+    return depths, ancestors
+
+
+def _lists(case: Case, positions: torch.Tensor | None, starts: list[int], rand: random.Random) -> torch.Tensor:
+    """Blocks drawn for every query and KV head, of all that its sequence has; some lists are short, some empty."""
+    rows = starts[-1] + case.padding
+    lists = torch.full((rows, case.heads[1], case.top_k), -1, dtype=torch.int32)
+    for i, length in enumerate(case.lens):
+        blocks = -(-length // case.block_size)
+        for row in range(starts[i], starts[i + 1]):
+            for head in range(case.heads[1]):
+                count = min(blocks, case.top_k, rand.choice([0, case.top_k // 2, case.top_k, case.top_k]))
+                lists[row, head, :count] = torch.tensor(sorted(rand.sample(range(blocks), count)), dtype=torch.int32)
+    return lists
+
+
+def _poison_unattended(batch: Batch) -> None:
+    """NaN in present keys that no query attends to."""
+    case = batch.case
+    if batch.key_cache.dtype == torch.int8:
+        return
+    for i in range(len(case.lens)):
+        seen = attended(batch, i).any(1)
+        tables = batch.block_tables[i].view(-1, batch.block_tables.shape[-1]).expand(case.heads[1], -1)
+        for head, t in (~seen).nonzero().tolist():
+            block = int(tables[head, t // case.block_size])
+            if block >= 0:
+                for cache in (batch.key_cache, batch.value_cache):
+                    cache[block, t % case.block_size, head] = NAN
 
 
 def attended(batch: Batch, i: int) -> torch.Tensor:
@@ -171,9 +230,19 @@ def attended(batch: Batch, i: int) -> torch.Tensor:
         live &= (t > p - case.window) | (t < case.num_sink_tokens)
         if not case.causal:
             live &= t < p + case.window
+    begin, end = (int(start) for start in batch.query_start_loc[i : i + 2])
+    if case.tree:
+        masks = batch.options["tree_mask"][begin:end]
+        for own in range(max(0, length - (end - begin)), length):
+            bit = own - (length - (end - begin))
+            live[:, own] = (masks[:, bit // 32] >> (bit % 32)) & 1 != 0
     tables = batch.block_tables[i].view(-1, batch.block_tables.shape[-1])
     present = tables[:, t // case.block_size] >= 0
-    return (present[:, None] & live).expand(case.heads[1], -1, -1)
+    live = (present[:, None] & live).expand(case.heads[1], -1, -1)
+    if case.top_k:
+        lists = batch.options["query_blocks"][begin:end].transpose(0, 1)
+        live = live & (lists[..., None] == t // case.block_size).any(2)
+    return live
 
 
 def _positions(batch: Batch, i: int) -> torch.Tensor:
@@ -208,7 +277,10 @@ def dense(batch: Batch, dtype: torch.dtype = torch.float64) -> tuple[torch.Tenso
         if case.softcap:
             score = case.softcap * torch.tanh(score / case.softcap)
         if case.alibi:
-            score = score + batch.options["alibi_slopes"].to(dtype).view(-1, 1, 1) * (t - p[:, None]).to(dtype)
+            at = t.clone()
+            if case.tree and length:
+                at[length - len(p) :] = p
+            score = score + batch.options["alibi_slopes"].to(dtype).view(-1, 1, 1) * (at - p[:, None]).to(dtype)
         score = score.masked_fill(~live.repeat_interleave(num_heads // kv_heads, 0), -math.inf)
         if case.sinks:
             column = batch.options["sinks"].to(dtype).view(-1, 1, 1).expand(-1, len(p), 1)

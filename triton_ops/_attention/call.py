@@ -116,6 +116,7 @@ class AttentionCall(BatchCall):
     max_query_len: int | None = None
     max_seq_len: int | None = None
     plan: torch.Tensor | None = None
+    tree_mask: torch.Tensor | None = None
 
     @property
     def block_size(self) -> int:
@@ -143,7 +144,7 @@ _signatures: Decisions[object] = Decisions()
 
 TENSOR_NAMES = (
     *("query", "key_cache", "value_cache", "block_tables", "seq_lens", "query_start_loc", "query_positions"),
-    *("plan", "alibi_slopes", "sinks", "k_scale", "v_scale"),
+    *("plan", "alibi_slopes", "sinks", "k_scale", "v_scale", "tree_mask"),
 )
 TENSORS: Callable[[AttentionCall], tuple[Any, ...]] = attrgetter(*TENSOR_NAMES)
 """The tensors that a launch takes, in its order; None for those that are not given."""

@@ -187,6 +187,13 @@ def check_attention(call: AttentionCall) -> None:
         check_tensor(name, per_head, 1, "[num_heads]", QUERY_DTYPES, device)
         if per_head.shape[0] != num_heads or not per_head.is_contiguous():
             raise bad_argument(name, describe(per_head), f"a contiguous tensor of {num_heads} elements, one per head")
+    if call.tree_mask is not None:
+        mask, layout = call.tree_mask, "[num_tokens, words]"
+        check_tensor("tree_mask", mask, 2, layout, (torch.int32,), device)
+        if mask.shape[0] != num_tokens or mask.shape[1] < 1:
+            raise bad_argument("tree_mask", f"shape {list(mask.shape)}", f"{num_tokens} rows, one per row of query")
+        if mask.shape[1] > 1 and mask.stride(1) != 1:
+            raise bad_argument("tree_mask", f"strides {list(mask.stride())}", "a contiguous last dimension")
     if call.softcap < 0:
         raise bad_argument("softcap", call.softcap, "0 (off) or a positive number")
     if call.plan is not None:
@@ -239,14 +246,43 @@ def check_attention_values(call: AttentionCall) -> None:
             of_head = f", KV head {head[0]}" if head else ""
             got = f"{own[place]} in row {row}{of_head}, column {column}"
             raise bad_argument("block_tables", got, f"-1 to {num_blocks - 1}")
+    if call.tree_mask is not None:
+        _check_tree(call.tree_mask, call, starts)
     if call.num_shared_blocks:
         _check_prefix(tables[:, : call.num_shared_blocks], shortest, block_size)
     if call.query_positions is not None:
         positions = call.query_positions.cpu().numpy()[: starts[-1]]
         falls = positions[1:] <= positions[:-1]
         falls[[start - 1 for start in starts[1:-1] if 0 < start < len(positions)]] = False
+        if call.tree_mask is not None:
+            falls[:] = False
         if (positions < 0).any() or falls.any():
             raise bad_argument("query_positions", positions.tolist()[:16], "positions that ascend within each sequence")
+
+
+def tree_bits(mask: torch.Tensor, num_keys: int) -> np.ndarray:
+    """Rows of a tree_mask as booleans: `[rows, num_keys]`."""
+    words = np.ascontiguousarray(mask.cpu().numpy()).astype("<i4")
+    bits = np.unpackbits(words.view(np.uint8), axis=1, bitorder="little")
+    return np.pad(bits, ((0, 0), (0, max(0, num_keys - bits.shape[1]))))[:, :num_keys].astype(bool)
+
+
+def _check_tree(mask: torch.Tensor, call: AttentionCall, starts: list[int]) -> None:
+    for i, (begin, end) in enumerate(itertools.pairwise(starts)):
+        if end - begin > 32 * mask.shape[1]:
+            needs = f"{-(-(end - begin) // 32)}, 32 keys each, for the {end - begin} queries of sequence {i}"
+            raise bad_argument("tree_mask", f"{mask.shape[1]} words", needs)
+        if not call.causal:
+            continue
+        bits, row = tree_bits(mask[begin:end], 32 * mask.shape[1]), np.arange(end - begin)[:, None]
+        future = np.arange(bits.shape[1]) > row
+        if call.query_positions is not None:
+            depth = call.query_positions[begin:end].cpu().numpy()
+            future[:, : end - begin] |= (depth[None] >= depth[:, None]) & (row != row.T)
+        if (bits & future).any():
+            query, key = np.argwhere(bits & future)[0]
+            needs = "its own bit and those of tokens before it, of smaller depth, where causal"
+            raise bad_argument("tree_mask", f"bit {key} in query {query} of sequence {i}", needs)
 
 
 def _check_prefix(prefixes: np.ndarray, shortest: int, block_size: int) -> None:

@@ -18,6 +18,7 @@ from einops import rearrange
 
 from .._rows.runs import contiguous_runs
 from .call import AttentionCall
+from .checks import tree_bits
 from .cpu_cache import Cache, adjacent, flash_kernel
 from .cpu_rows import Row, attend_rows
 
@@ -70,12 +71,20 @@ def _attend_sequences(call: AttentionCall, out: torch.Tensor, lse: torch.Tensor,
     single = np.array([i for i in range(len(lens)) if starts[i + 1] - starts[i] == 1 and i not in done], dtype=np.int64)
     batched = set(done)
     plain = call.softcap == 0 and call.alibi_slopes is None and call.window == 0
-    if plain and positions is None and len(single) > 1:
+    if plain and positions is None and call.tree_mask is None and len(single) > 1:
         batched |= _decode_batch(compute_query, out, lse, cache, tables, lens, starts, single, call.scale)
 
     for i, seq_len in enumerate(lens):
         q_begin, q_end = starts[i], starts[i + 1]
         if q_begin == q_end or i in batched:
+            continue
+        if call.tree_mask is not None:
+            rows = slice(q_begin, q_end)
+            own = np.arange(seq_len - (q_end - q_begin), seq_len) if positions is None else positions[rows]
+            bits = tree_bits(call.tree_mask[rows], q_end - q_begin)
+            out[rows], lse[rows] = _attend_tree(
+                compute_query[rows], cache, tables[i], seq_len, own.astype(np.int64), bits, call
+            )
             continue
         if positions is None:
             position = seq_len - (q_end - q_begin)
@@ -98,7 +107,7 @@ def _attend_sequences(call: AttentionCall, out: torch.Tensor, lse: torch.Tensor,
 def _attend_heads(call: AttentionCall, out: torch.Tensor, lse: torch.Tensor) -> None:
     """A block table per KV head: sequences of one query all at once, longer ones head by head."""
     done: set[int] = set()
-    if call.softcap == 0 and call.alibi_slopes is None:
+    if call.softcap == 0 and call.alibi_slopes is None and call.tree_mask is None:
         rows, done = _single_rows(call)
         attend_rows(*_opened(call), rows, call.scale, out, lse)
     if len(done) < call.seq_lens.shape[0]:
@@ -275,7 +284,8 @@ def _merge_parts(parts: list[_Part], query: torch.Tensor, width: int) -> _Part:
         return out, query.new_full(query.shape[:2], -math.inf, dtype=torch.float32)
     out, lse = parts[0]
     for other, other_lse in parts[1:]:
-        out = torch.lerp(out.float(), other.float(), torch.sigmoid(other_lse - lse)[..., None])
+        weight = torch.sigmoid(other_lse - lse).masked_fill_(other_lse == -math.inf, 0.0)
+        out = torch.lerp(out.float(), other.float(), weight[..., None])
         lse = torch.logaddexp(lse, other_lse)
     return out, lse
 
@@ -301,6 +311,67 @@ def _attend_masked(
     return _masked_part(query, t, keys, values, np.arange(position, position + rows), call)
 
 
+def _predicate(t: np.ndarray, positions: np.ndarray, call: AttentionCall) -> np.ndarray:
+    """Which keys at positions t queries attend to, of those that are present: `[queries, keys]`."""
+    p = positions[:, None]
+    live = np.ones((len(positions), len(t)), dtype=bool)
+    if call.causal:
+        live &= t <= p
+    if call.window:
+        live &= (t > p - call.window) | (t < call.num_sink_tokens)
+        if not call.causal:
+            live &= t < p + call.window
+    return live
+
+
+def _attend_tree(
+    query: torch.Tensor,
+    cache: Cache,
+    table: np.ndarray,
+    seq_len: int,
+    positions: np.ndarray,
+    bits: np.ndarray,
+    call: AttentionCall,
+) -> _Part:
+    """The queries of one sequence, whose own tokens attend to one another as `bits` say."""
+    own_begin = max(0, seq_len - len(positions))
+    parts: list[_Part] = []
+    sees_all = not call.causal or int(positions.min()) >= own_begin - 1
+    if call.softcap == 0 and call.alibi_slopes is None and call.window == 0 and sees_all:
+        parts += _full_parts(query, cache, table, 0, own_begin, call.scale)
+    else:
+        begin = max(0, int(positions.min()) - call.window + 1) if call.window else 0
+        begin = min(begin, own_begin)
+        for span in ((0, min(call.num_sink_tokens, begin)), (begin, own_begin)):
+            for piece in _present(cache, table, *span):
+                parts.append(_live_part(query, piece, _predicate(piece.positions, positions, call), positions, call))
+    for piece in _present(cache, table, own_begin, seq_len):
+        own = piece.positions - own_begin
+        parts.append(_live_part(query, piece, bits[:, own], positions, call, positions[own]))
+    return _merge_parts(parts, query, cache.width)
+
+
+def _live_part(
+    query: torch.Tensor,
+    piece: _Piece,
+    live: np.ndarray,
+    positions: np.ndarray,
+    call: AttentionCall,
+    key_positions: np.ndarray | None = None,
+) -> _Part:
+    """Queries over those keys of a piece that one of them attends to, `live` saying which; the others may be NaN."""
+    some = live.any(axis=0)
+    t = (piece.positions if key_positions is None else key_positions)[some]
+    index = torch.from_numpy(np.flatnonzero(some))
+    keys, values = piece.keys[index], piece.values[index]
+    step = max(1, _MAX_SCORES // max(1, len(t) * query.shape[1]))
+    parts = []
+    for b in range(0, len(query), step):
+        rows = slice(b, b + step)
+        parts.append(_masked_part(query[rows], t, keys, values, positions[rows], call, live[rows][:, some]))
+    return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
+
+
 def _masked_part(
     query: torch.Tensor,
     key_positions: np.ndarray,
@@ -308,8 +379,9 @@ def _masked_part(
     values: torch.Tensor,
     positions: np.ndarray,
     call: AttentionCall,
+    live: np.ndarray | None = None,
 ) -> _Part:
-    """Queries at `positions` over some keys, with the predicate as a mask."""
+    """Queries at `positions` over some keys, with the predicate as a mask, or what is `live`."""
     rows, heads, _ = query.shape
     t, p = torch.from_numpy(key_positions), torch.from_numpy(positions)[:, None]
     kv_heads = keys.shape[1]
@@ -319,13 +391,7 @@ def _masked_part(
         score = score.div_(call.softcap).tanh_().mul_(call.softcap)
     if call.alibi_slopes is not None:
         score += call.alibi_slopes.float().view(-1, 1, 1) * (t - p)
-    dead = torch.zeros(rows, len(t), dtype=torch.bool)
-    if call.causal:
-        dead |= t > p
-    if call.window:
-        dead |= (t <= p - call.window) & (t >= call.num_sink_tokens)
-        if not call.causal:
-            dead |= t >= p + call.window
+    dead = torch.from_numpy(~(_predicate(key_positions, positions, call) if live is None else live))
     score.masked_fill_(dead, -math.inf)
     lse = torch.logsumexp(score, -1)
     weight = torch.exp_(score.sub_(lse.masked_fill(lse == -math.inf, 0.0)[..., None]))

@@ -67,16 +67,17 @@ def _attend_rows(
     q_begin, q_len, seq_len, row_begin, kv_head, i_begin, i_end, split_row, is_split, num_splits,
     scale, softcap, window, num_sink_tokens, key_begin, num_blocks,
     stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh,
+    tree_ptr, tree_keys, stride_tree,
     DECODE: tl.constexpr, SPLIT_TILES: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, POSITIONS: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
     SINKS: tl.constexpr, SCALES: tl.constexpr, CODES: tl.constexpr, UPCAST: tl.constexpr, COUNT: tl.constexpr,
-    DESCRIPTORS: tl.constexpr, SPLIT_HEADS: tl.constexpr,
+    DESCRIPTORS: tl.constexpr, SPLIT_HEADS: tl.constexpr, TREE: tl.constexpr,
     WITH_LSE: tl.constexpr, TWO_LOOPS: tl.constexpr, NUM_HEADS: tl.constexpr, GROUP: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """Rows row_begin to row_begin + BLOCK_M of one sequence and KV head, over live tiles [i_begin, i_end)."""
-    SEGMENTS: tl.constexpr = POSITIONS and WINDOW and not DECODE
+    SEGMENTS: tl.constexpr = POSITIONS and WINDOW and not DECODE and not TREE
     # Steps of two tiles are for those that need no mask; they may lie apart where others between them are absent.
     EDGE_N: tl.constexpr = BLOCK_N if BLOCK_N < TILE else TILE
     offs_d = tl.arange(0, BLOCK_D)
@@ -103,8 +104,22 @@ def _attend_rows(
         pos = seq_len - q_len + token
         p_first = seq_len - q_len + first
         p_last = seq_len - q_len + last
+    own_begin = 0
+    tree_rows = tree_ptr
+    own_positions_ptr = None
+    span_first = p_first
+    span_last = p_last
+    if TREE:
+        # The call's own tokens are all within reach, wherever the window of the shallowest query begins.
+        own_begin = seq_len - q_len
+        tree_rows = tree_ptr + (q_begin + tl.where(mask_m, token, 0)).to(tl.int64) * stride_tree
+        if POSITIONS:
+            own_positions_ptr = positions_ptr + q_begin
+        span_last = tl.maximum(p_last, seq_len - 1)
+        if WINDOW:
+            span_first = tl.minimum(p_first, own_begin + window - 1)
     lo, hi, tile_lo, tile_hi, sink_lo, sink_hi = _span(
-        p_first, p_last, seq_len, key_begin, window, num_sink_tokens, CAUSAL, WINDOW
+        span_first, span_last, seq_len, key_begin, window, num_sink_tokens, CAUSAL, WINDOW
     )
     sink_end = 0
     if SEGMENTS:
@@ -189,6 +204,8 @@ def _attend_rows(
         full_hi = seq_len
         if CAUSAL:
             full_hi = tl.minimum(full_hi, p_first + 1)
+        if TREE:
+            full_hi = tl.minimum(full_hi, own_begin)
         if WINDOW:
             full_lo = tl.maximum(full_lo, p_last - window + 1)
             if not CAUSAL:
@@ -207,7 +224,8 @@ def _attend_rows(
             tiles_ptr, rank_lo, n_sink, 0, has_holes, table_ptr, key_source, value_source,
             stride_kb, stride_kt, stride_vb, stride_vt,
             lo, hi, key_begin, window, num_sink_tokens, factor, softcap,
-            False, CAUSAL, False, False, SOFTCAP, ALIBI, CODES, UPCAST, DESCRIPTORS, ROWS, DECODE, SHIFT,
+            tree_rows, own_begin, tree_keys, own_positions_ptr,
+            False, CAUSAL, False, False, TREE, SOFTCAP, ALIBI, CODES, UPCAST, DESCRIPTORS, ROWS, DECODE, SHIFT,
             BLOCK_SIZE, BLOCK_N, HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_V,
         )  # fmt: skip
         visits += full_end - full_begin
@@ -238,7 +256,8 @@ def _attend_rows(
                 tiles_ptr, rank_lo, 0, 0, has_holes, table_ptr, key_source, value_source,
                 stride_kb, stride_kt, stride_vb, stride_vt,
                 lo, hi, key_begin, window, num_sink_tokens, factor, softcap,
-                True, CAUSAL, WINDOW, True, SOFTCAP, ALIBI, CODES, UPCAST, DESCRIPTORS, ROWS, DECODE, SHIFT,
+                tree_rows, own_begin, tree_keys, own_positions_ptr,
+                True, CAUSAL, WINDOW, True, TREE, SOFTCAP, ALIBI, CODES, UPCAST, DESCRIPTORS, ROWS, DECODE, SHIFT,
                 BLOCK_SIZE, EDGE_N, HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_V,
             )  # fmt: skip
             visits += tl.maximum(segment_end - segment_begin, 0)
@@ -249,8 +268,9 @@ def _attend_rows(
             tiles_ptr, rank_lo, n_sink, rank_sink, has_holes, table_ptr, key_source, value_source,
             stride_kb, stride_kt, stride_vb, stride_vt,
             lo, hi, key_begin, window, num_sink_tokens, factor, softcap,
-            True, CAUSAL, WINDOW, POSITIONS and WINDOW, SOFTCAP, ALIBI, CODES, UPCAST, DESCRIPTORS, ROWS, DECODE, SHIFT,
-            BLOCK_SIZE, EDGE_N, HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_V,
+            tree_rows, own_begin, tree_keys, own_positions_ptr,
+            True, CAUSAL, WINDOW, TREE or (POSITIONS and WINDOW), TREE, SOFTCAP, ALIBI, CODES, UPCAST, DESCRIPTORS,
+            ROWS, DECODE, SHIFT, BLOCK_SIZE, EDGE_N, HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_V,
         )  # fmt: skip
         visits += tl.maximum(i_end - skip - i_begin, 0)
     if DECODE:
@@ -312,13 +332,15 @@ def _attention_kernel(
     seq_lens_ptr, starts_ptr,  # [num_seqs], [num_seqs + 1]
     positions_ptr,  # [num_tokens]
     plan_ptr, alibi_ptr, sinks_ptr, k_scale_ptr, v_scale_ptr, visits_ptr,
+    tree_ptr,  # [num_tokens, tree_keys // 32]
     num_seqs, num_tokens, max_tiles, max_items, max_q, num_splits,
     scale, softcap, window, num_sink_tokens, key_begin, num_blocks,
     stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh, stride_bt, stride_bh,
+    tree_keys, stride_tree,
     DECODE: tl.constexpr, DECODE_Q: tl.constexpr, SPLIT_TILES: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, POSITIONS: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
     SINKS: tl.constexpr, SCALES: tl.constexpr, CODES: tl.constexpr, UPCAST: tl.constexpr, COUNT: tl.constexpr,
-    DESCRIPTORS: tl.constexpr, TABLE_HEADS: tl.constexpr,
+    DESCRIPTORS: tl.constexpr, TABLE_HEADS: tl.constexpr, TREE: tl.constexpr,
     WITH_LSE: tl.constexpr, TWO_LOOPS: tl.constexpr, NUM_HEADS: tl.constexpr, GROUP: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_G: tl.constexpr,
@@ -402,7 +424,8 @@ def _attention_kernel(
                 q_begin, q_len, seq_len, row_begin, kv_head, i_begin, i_end, split_row, is_split, num_splits,
                 scale, softcap, window, num_sink_tokens, key_begin, num_blocks,
                 stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh,
+                tree_ptr, tree_keys, stride_tree,
                 DECODE, SPLIT_TILES, CAUSAL, WINDOW, POSITIONS, SOFTCAP, ALIBI,
-                SINKS, SCALES, CODES, UPCAST, COUNT, DESCRIPTORS, SPLIT_HEADS, WITH_LSE, TWO_LOOPS, NUM_HEADS, GROUP,
-                BLOCK_SIZE, HEAD_DIM, VALUE_DIM, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V,
+                SINKS, SCALES, CODES, UPCAST, COUNT, DESCRIPTORS, SPLIT_HEADS, TREE, WITH_LSE, TWO_LOOPS, NUM_HEADS,
+                GROUP, BLOCK_SIZE, HEAD_DIM, VALUE_DIM, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V,
             )  # fmt: skip

@@ -151,7 +151,22 @@ def _run_described(prepared: Prepared, tensors: tuple[Any, ...]) -> Result:
 
 def _run(prepared: Prepared, tensors: tuple[Any, ...]) -> Result:
     """Launches what was decided, on the addresses of this call: its TENSORS."""
-    query, key_cache, value_cache, tables, seq_lens, starts, positions, plan, alibi, sinks, k_scale, v_scale = tensors
+    (
+        query,
+        key_cache,
+        value_cache,
+        tables,
+        seq_lens,
+        starts,
+        positions,
+        plan,
+        alibi,
+        sinks,
+        k_scale,
+        v_scale,
+        tree,
+        _,
+    ) = tensors
     results = prepared.results
     # Of a contiguous tensor, half the time of `new_empty`.
     out = torch.empty_like(query) if results.like_query else query.new_empty(results.shape, dtype=results.dtype)
@@ -178,6 +193,7 @@ def _run(prepared: Prepared, tensors: tuple[Any, ...]) -> Result:
     alibi, sinks = (out if alibi is None else alibi), (out if sinks is None else sinks)
     k_scale, v_scale = (out if k_scale is None else k_scale), (out if v_scale is None else v_scale)
     visits = seq_lens if _visits is None else _visits
+    tree = seq_lens if tree is None else tree
     splits: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
     if (special := prepared.specialized) is not None:
         special.launch.launch(
@@ -200,7 +216,7 @@ def _run(prepared: Prepared, tensors: tuple[Any, ...]) -> Result:
             kind.programs,
             (
                 *(query, key_cache, value_cache, out, lse, *rows, tables, *lengths, positions, plan),
-                *(alibi, sinks, k_scale, v_scale, visits),
+                *(alibi, sinks, k_scale, v_scale, visits, tree),
             ),
             kind.numbers,
             stream,

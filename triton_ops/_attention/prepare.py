@@ -5,7 +5,7 @@ Decided from metadata alone, so once for all calls of the same signature: for al
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -131,18 +131,24 @@ def prepare(
     longest = num_tokens if call.max_query_len is None else min(num_tokens, call.max_query_len)
     decode_q = max(1, min(longest, DECODE_QUERIES))
     quantized = key_cache.dtype != query.dtype
-    segments = has_positions and call.window > 0
-    heavy = quantized or segments or call.softcap > 0 or call.alibi_slopes is not None
+    has_tree = call.tree_mask is not None
+    segments = has_positions and call.window > 0 and not has_tree
+    heavy = quantized or segments or has_tree or call.softcap > 0 or call.alibi_slopes is not None
     kind = (max(head_dim, value_dim), query.element_size())
     more = call.window > 0 or call.softcap > 0 or call.alibi_slopes is not None
     decode = decode_tiles(arch.name, *kind, decode_q * group, quantized, group, block_size, more)
     prefill = prefill_tiles(arch.name, *kind, heavy, group, block_size)
+    if has_tree:
+        # A word of the mask for each score takes registers that wider tiles do not have; without a cap on them either.
+        few = decode_tiles(arch.name, *kind, longest * group, quantized, group, block_size)
+        tiles = few if longest * group <= prefill.block_m // 2 else prefill
+        prefill = replace(tiles, block_n=min(tiles.block_n, 32), max_registers=0)
     row_tiles = -(-decode_q * group // decode.block_m)
     target_items = wanted_items(arch, item_heads * row_tiles)
     prefill_bound = num_tokens * group // prefill.block_m + num_seqs
     # Where even the longest sequences leave more than a decode's queries to each other one, none is a decode. (Padded
     # rows may make one seem longer than it is; tiled over queries it is right all the same.)
-    prefill_only = num_tokens - (num_seqs - 1) * longest > DECODE_QUERIES
+    prefill_only = has_tree or num_tokens - (num_seqs - 1) * longest > DECODE_QUERIES
     decode_queries = 0 if prefill_only else options.decode_queries
     run_decode = decode_queries > 0
     run_prefill = longest > decode_queries or not run_decode
@@ -188,6 +194,7 @@ def prepare(
             "COUNT": count,
             "DESCRIPTORS": describable and tiles.descriptors and block_size % block_n == 0,
             "TABLE_HEADS": table_heads,
+            "TREE": has_tree,
             "WITH_LSE": with_lse,
             "TWO_LOOPS": tiles.two_loops and not (segments or call.batch_invariant),
             "NUM_HEADS": num_heads,
@@ -213,12 +220,15 @@ def prepare(
         *call.table_strides,
     )
 
+    mask = call.tree_mask
+    tree = (0, 0) if mask is None else (32 * mask.shape[1], mask.stride(0))
+
     def grid(tiles: Tiles, decoding: bool, programs: tuple[int, int, int], splits: int, split_rows: int) -> Grid:
         split_heads = num_heads // table_heads if decoding else num_heads
         launch = KernelLaunch(
             constexprs(tiles, decoding), tiles.num_warps, tiles.num_stages, is_aligned, tiles.max_registers
         )
-        numbers = (*sizes, decode_q, splits, call.scale, call.softcap, call.window, *limits, *strides)
+        numbers = (*sizes, decode_q, splits, call.scale, call.softcap, call.window, *limits, *strides, *tree)
         return Grid(launch, programs, numbers, split_rows, split_heads)
 
     decoding = tiling = specialized = None

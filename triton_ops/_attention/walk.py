@@ -135,43 +135,21 @@ def _load_rows(
 
 
 @triton.jit
-def _step(
-    q, m, total, acc, pos, slope, start, second, block, key_source, value_source,
-    stride_kb, stride_kt, stride_vb, stride_vt,
-    lo, hi, key_begin, window, num_sink_tokens, factor, softcap,
-    MASKED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SCATTERED: tl.constexpr,
-    SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, CODES: tl.constexpr, UPCAST: tl.constexpr, DESCRIPTORS: tl.constexpr,
-    ROWS: tl.constexpr, LAZY: tl.constexpr, SHIFT: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr,
+def _tree_scores(live, t, hi, tree_rows, own_begin, tree_keys):
+    """`live`, but for the call's own tokens, from own_begin on, what the bits of the rows' masks say."""
+    own = t - own_begin
+    is_own = (own >= 0) & (t < hi)
+    word = tl.load(tree_rows[:, None] + (own // 32)[None, :], mask=(is_own & (own < tree_keys))[None, :], other=0)
+    return tl.where(is_own[None, :], (word >> (own & 31)[None, :]) & 1 != 0, live)
+
+
+@triton.jit
+def _accumulate(
+    q, m, total, acc, pos, slope, k, v, t, live, factor, softcap,
+    MASKED: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, UPCAST: tl.constexpr, ROWS: tl.constexpr,
+    LAZY: tl.constexpr, SHIFT: tl.constexpr,
 ):  # fmt: skip
-    """One step of the online softmax. Sources are pointers, or descriptors: then stride_kb and stride_vb count rows."""
-    t = _key_positions(start, second, BLOCK_N)
-    present = t < hi
-    if MASKED:
-        present = (t < tl.where(block >= 0, hi, 0)) & (t >= key_begin)
-        if WINDOW:
-            present &= (t >= lo) | (t < num_sink_tokens)
-        live = present[None, :] & _live_scores(t, pos, window, num_sink_tokens, CAUSAL, WINDOW)
-        if SCATTERED:
-            # Between far queries a tile holds keys that no row attends to: their memory may hold NaN.
-            present = tl.max(tl.broadcast_to(live, [q.shape[0], BLOCK_N]).to(tl.int32), 0) > 0
-    if DESCRIPTORS:
-        # What lies outside of the cache or past HEAD_DIM reads as 0; what must not be seen inside of it is zeroed here.
-        k = key_source.load([block * stride_kb + start % BLOCK_SIZE, 0])
-        v = value_source.load([block * stride_vb + start % BLOCK_SIZE, 0])
-        if MASKED:
-            v = tl.where(present[:, None], v, 0.0).to(v.dtype)
-        if CODES >= E4M3_BITS:
-            k = small_e4m3(k, CODES == E4M3_PACKED)
-            v = small_e4m3(v, CODES == E4M3_PACKED)
-        k = k.to(q.dtype)
-        v = v.to(q.dtype)
-    else:
-        keys = _row_pointers(key_source, block, start, second, stride_kb, stride_kt, BLOCK_SIZE, BLOCK_N, BLOCK_D)
-        values = _row_pointers(value_source, block, start, second, stride_vb, stride_vt, BLOCK_SIZE, BLOCK_N, BLOCK_V)
-        k = _load_rows(keys, present, q.dtype, MASKED, CODES, HEAD_DIM, BLOCK_N, BLOCK_D)
-        v = _load_rows(values, present, q.dtype, MASKED, CODES, VALUE_DIM, BLOCK_N, BLOCK_V)
+    """Adds keys at positions t to an online softmax; `live`: which rows attend to which of them, where MASKED."""
     # The interpreter multiplies bfloat16 as integers, so there the operands of a dot are float32.
     if UPCAST:
         score = tl.dot(q.to(tl.float32), tl.trans(k.to(tl.float32)), input_precision="ieee")
@@ -200,12 +178,66 @@ def _step(
 
 
 @triton.jit
+def _step(
+    q, m, total, acc, pos, slope, start, second, block, key_source, value_source,
+    stride_kb, stride_kt, stride_vb, stride_vt,
+    lo, hi, key_begin, window, num_sink_tokens, factor, softcap, tree_rows, own_begin, tree_keys, own_positions_ptr,
+    MASKED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SCATTERED: tl.constexpr, TREE: tl.constexpr,
+    SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, CODES: tl.constexpr, UPCAST: tl.constexpr, DESCRIPTORS: tl.constexpr,
+    ROWS: tl.constexpr, LAZY: tl.constexpr, SHIFT: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """One step of the online softmax. Sources are pointers, or descriptors: then stride_kb and stride_vb count rows."""
+    t = _key_positions(start, second, BLOCK_N)
+    present = t < hi
+    if MASKED:
+        present = (t < tl.where(block >= 0, hi, 0)) & (t >= key_begin)
+        if WINDOW:
+            present &= (t >= lo) | (t < num_sink_tokens)
+        live = _live_scores(t, pos, window, num_sink_tokens, CAUSAL, WINDOW)
+        if TREE:
+            live = _tree_scores(live, t, hi, tree_rows, own_begin, tree_keys)
+        live = present[None, :] & live
+        if SCATTERED:
+            # Between far queries a tile holds keys that no row attends to: their memory may hold NaN.
+            present = tl.max(tl.broadcast_to(live, [q.shape[0], BLOCK_N]).to(tl.int32), 0) > 0
+    if DESCRIPTORS:
+        # What lies outside of the cache or past HEAD_DIM reads as 0; what must not be seen inside of it is zeroed here.
+        k = key_source.load([block * stride_kb + start % BLOCK_SIZE, 0])
+        v = value_source.load([block * stride_vb + start % BLOCK_SIZE, 0])
+        if MASKED:
+            v = tl.where(present[:, None], v, 0.0).to(v.dtype)
+        if CODES >= E4M3_BITS:
+            k = small_e4m3(k, CODES == E4M3_PACKED)
+            v = small_e4m3(v, CODES == E4M3_PACKED)
+        k = k.to(q.dtype)
+        v = v.to(q.dtype)
+    else:
+        keys = _row_pointers(key_source, block, start, second, stride_kb, stride_kt, BLOCK_SIZE, BLOCK_N, BLOCK_D)
+        values = _row_pointers(value_source, block, start, second, stride_vb, stride_vt, BLOCK_SIZE, BLOCK_N, BLOCK_V)
+        k = _load_rows(keys, present, q.dtype, MASKED, CODES, HEAD_DIM, BLOCK_N, BLOCK_D)
+        v = _load_rows(values, present, q.dtype, MASKED, CODES, VALUE_DIM, BLOCK_N, BLOCK_V)
+    if not MASKED:
+        live = present
+    if TREE and MASKED:  # noqa: SIM102  the first is known to the compiler
+        if ALIBI and own_positions_ptr is not None:
+            # The position of an own token is its depth.
+            own = (t >= own_begin) & (t < hi)
+            t = tl.load(own_positions_ptr + t - own_begin, mask=own, other=t)
+    return _accumulate(
+        q, m, total, acc, pos, slope, k, v, t, live, factor, softcap,
+        MASKED, SOFTCAP, ALIBI, UPCAST, ROWS, LAZY, SHIFT,
+    )  # fmt: skip
+
+
+@triton.jit
 def _walk(
     q, m, total, acc, pos, slope, i_begin, i_end, jump, skip,
     tiles_ptr, rank_lo, n_sink, rank_sink, has_holes, table_ptr, key_source, value_source,
     stride_kb, stride_kt, stride_vb, stride_vt,
-    lo, hi, key_begin, window, num_sink_tokens, factor, softcap,
-    MASKED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SCATTERED: tl.constexpr,
+    lo, hi, key_begin, window, num_sink_tokens, factor, softcap, tree_rows, own_begin, tree_keys, own_positions_ptr,
+    MASKED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SCATTERED: tl.constexpr, TREE: tl.constexpr,
     SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, CODES: tl.constexpr, UPCAST: tl.constexpr, DESCRIPTORS: tl.constexpr,
     ROWS: tl.constexpr, LAZY: tl.constexpr, SHIFT: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -230,7 +262,8 @@ def _walk(
             q, m, total, acc, pos, slope, start, second, block, key_source, value_source,
             stride_kb, stride_kt, stride_vb, stride_vt,
             lo, hi, key_begin, window, num_sink_tokens, factor, softcap,
-            MASKED, CAUSAL, WINDOW, SCATTERED, SOFTCAP, ALIBI, CODES, UPCAST, DESCRIPTORS, ROWS, LAZY, SHIFT,
+            tree_rows, own_begin, tree_keys, own_positions_ptr,
+            MASKED, CAUSAL, WINDOW, SCATTERED, TREE, SOFTCAP, ALIBI, CODES, UPCAST, DESCRIPTORS, ROWS, LAZY, SHIFT,
             BLOCK_SIZE, BLOCK_N, HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_V,
         )  # fmt: skip
         start = next_start
