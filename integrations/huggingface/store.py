@@ -53,6 +53,7 @@ class Store:
         states: States by block hash; None for a model without.
         host: Blocks in host memory; None without.
         reuse: "prefix", or "gap" to reuse cached blocks behind missing ones too.
+        empty_cache: What a call's cache is made like.
         vision: Outputs of a vision tower; None for a model without.
         heeds_padding: Whether a token's KV depends on how many masked columns are before it.
     """
@@ -66,6 +67,7 @@ class Store:
         host: Any = None,
         reuse: str = "prefix",
         vision: Any = None,
+        empty_cache: Any = None,
     ) -> None:
         self.manager = manager
         self.storage = storage
@@ -73,6 +75,7 @@ class Store:
         self.host = host
         self.reuse = reuse
         self.vision = vision
+        self.empty_cache = empty_cache
         self.heeds_padding = heeds_padding
         self.block_size = manager.block_size
         self._lost: deque[list[str]] = deque()

@@ -11,10 +11,11 @@ from transformers import DynamicCache
 
 from ....cache import OutOfBlocks
 from ..store import Lease, Store
-from .layers import GrowingLayer, GrowingWindowLayer, attention_layers, new_cache, num_tokens, state_layers
+from .layers import GrowingLayer, GrowingWindowLayer, attention_layers, like, num_tokens, state_layers
 from .pictures import Pictures
 from .rows import Prompt, Rows, prompts_of
 from .states import States, put_states, take_states
+from .storage import BlockIds
 
 FORWARD_COST = 24
 """Tokens whose computing takes about as long as what a forward pass of any length costs besides."""
@@ -66,7 +67,7 @@ class Call:
         self.rows = Rows(store, extra_keys, salt, lease)
         self.cache: DynamicCache = None
         self.start = 0
-        self._published = False
+        self._due = self._published = False
         self._computed = 0
         self._decode_states: dict[int, tuple[int, States]] = {}
         try:
@@ -123,7 +124,7 @@ class Call:
         return self.pictures.features(items, self.start, self.length)
 
     def _empty(self) -> DynamicCache:
-        cache = new_cache(self.model.config)
+        cache = like(self.store.empty_cache)
         for layer in cache.layers:
             if isinstance(layer, GrowingLayer | GrowingWindowLayer):
                 layer.room = self.room
@@ -186,7 +187,7 @@ class Call:
 
     def _read(self, cache: DynamicCache, prompt: Prompt, length: int) -> None:
         """Fills an empty cache of one row from blocks."""
-        blocks = prompt.table[: -(-length // self.store.block_size)]
+        blocks = BlockIds(prompt.table[: -(-length // self.store.block_size)])
         for index, layer in attention_layers(cache).items():
             specs = self.store.storage.specs.get(index)
             if specs is None:
@@ -200,7 +201,7 @@ class Call:
 
     def _read_behind(self, cache: DynamicCache, prompt: Prompt, start: int, end: int) -> None:
         """Puts a span of a prompt from blocks behind what a cache of one row has."""
-        blocks = prompt.table[start // self.store.block_size : -(-end // self.store.block_size)]
+        blocks = BlockIds(prompt.table[start // self.store.block_size : -(-end // self.store.block_size)])
         for index, layer in attention_layers(cache).items():
             specs = self.store.storage.specs.get(index)
             if specs is not None:
@@ -212,8 +213,14 @@ class Call:
 
     def _lay_out(self, caches: dict[int, DynamicCache]) -> DynamicCache:
         """A cache of the whole batch with `start` columns: from the prompts' own caches, or else from blocks."""
-        cache = self._empty()
+        cache, size = self._empty(), self.store.block_size
         capacity = self.length + self.room
+        filled = [max(self.start - prompt.pad, 0) for prompt in self.prompts]
+        blocks = {
+            number: BlockIds(prompt.table[: -(-length // size)])
+            for number, (prompt, length) in enumerate(zip(self.prompts, filled, strict=True))
+            if length and number not in caches
+        }
         for index, layer in attention_layers(cache).items():
             specs = self.store.storage.specs.get(index)
             if specs is None:
@@ -222,16 +229,15 @@ class Call:
                 torch.empty(self.batch, s.num_heads, capacity, s.width, dtype=s.dtype, device=s.device) for s in specs
             )
             for number, prompt in enumerate(self.prompts):
-                filled, row = max(self.start - prompt.pad, 0), prompt.rows[0]
-                columns = slice(self.start - filled, self.start)
+                row = prompt.rows[0]
+                columns = slice(self.start - filled[number], self.start)
                 for side in (keys, values):  # masked out, but NaN times 0 is NaN
-                    side[row, :, : self.start - filled] = 0
-                if filled and number in caches:
+                    side[row, :, : columns.start] = 0
+                if filled[number] and number in caches:
                     own = caches[number].layers[index]
                     keys[row, :, columns], values[row, :, columns] = own.keys[0], own.values[0]
-                elif filled:
-                    blocks = prompt.table[: -(-filled // self.store.block_size)]
-                    self.store.storage.read(index, blocks, keys[row, :, columns], values[row, :, columns])
+                elif number in blocks:
+                    self.store.storage.read(index, blocks[number], keys[row, :, columns], values[row, :, columns])
                 for other in prompt.rows[1:]:
                     for side in (keys, values):
                         side[other, :, : self.start] = side[row, :, : self.start]
@@ -246,19 +252,21 @@ class Call:
         """To be told after each forward pass of the loop how many tokens a row had in it."""
         self._computed += tokens
         if not self._published and self.start + self._computed >= self.length:
-            self._published = True
-            self.publish()
+            self._due = True  # not now: somebody waits for the first token
         elif self.store.states is not None and self.cache is not None:
             self._watch_states()
 
     def abandon(self) -> None:
         """The model goes on without the cache: nothing is reused and nothing kept."""
-        self.cache, self.start, self._published = None, 0, True
+        self.cache, self.start, self._due, self._published = None, 0, False, True
         for prompt in self.prompts:
             prompt.cached = 0
 
     def publish(self) -> None:
-        """Makes the prompts findable, now that they are computed."""
+        """Makes the prompts findable once they are computed; called before the next forward pass, and at the end."""
+        if not self._due:
+            return
+        self._due, self._published = False, True
         for prompt in self.prompts:
             if len(prompt.tokens):
                 self.rows.write(prompt, self.cache, prompt.rows[0], prompt.pad, len(prompt.tokens))

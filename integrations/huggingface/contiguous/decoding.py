@@ -48,6 +48,7 @@ class WatchedModel:
 
     def __call__(self, **inputs: Any) -> Any:
         """The model's own forward pass."""
+        self._call.publish()
         outputs = self._model(**inputs)
         ids = inputs.get("input_ids")
         self._call.computed(ids.shape[1] if ids is not None else inputs["inputs_embeds"].shape[1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -108,6 +109,13 @@ def new_cache(config: Any) -> DynamicCache:
             raise UnsupportedError("its attention keeps the keys of an index beside keys and values")
         elif type(layer) not in KEPT:
             raise UnsupportedError(f"a layer of its cache is a {type(layer).__name__}")
+    return cache
+
+
+def like(empty: DynamicCache) -> DynamicCache:
+    """Another of the same layers as one of `new_cache` that is still empty, without asking the config again."""
+    cache = copy.copy(empty)
+    cache.layers = [copy.copy(layer) if isinstance(layer, _Growing) else copy.deepcopy(layer) for layer in empty.layers]
     return cache
 
 

@@ -19,6 +19,7 @@ from ..uninterrupted import uninterrupted
 from .layers import attention_layers
 from .pictures import Item, Pictures, clear_of
 from .states import States
+from .storage import BlockIds
 
 _numbers = itertools.count()
 
@@ -156,8 +157,9 @@ class Rows:
         store, block = self.store, cached // self.store.block_size
         digests = store.manager.block_hashes(prompt.request_id)
         while block < len(digests) and (content := store.host.get(digests[block])) is not None:
+            place = BlockIds(prompt.table[block : block + 1])
             for index, (keys, values) in content.items():
-                store.storage.write(index, prompt.table[block : block + 1], keys, values)
+                store.storage.write(index, place, keys, values)
             block += 1
         if block == prompt.written:
             return cached
@@ -204,11 +206,11 @@ class Rows:
 
     def _write_blocks(self, table: np.ndarray, cache: DynamicCache, row: int, pad: int, first: int, last: int) -> None:
         size = self.store.block_size
-        tokens = slice(pad + first * size, pad + last * size)
+        tokens, blocks = slice(pad + first * size, pad + last * size), BlockIds(table[first:last])
         for index, layer in attention_layers(cache).items():
             if index in self.store.storage.specs:
                 keys, values = layer.keys[row, :, tokens], layer.values[row, :, tokens]
-                self.store.storage.write(index, table[first:last], keys, values)
+                self.store.storage.write(index, blocks, keys, values)
 
     def append(self, prompt: Prompt, cache: DynamicCache, answers: Sequence[np.ndarray]) -> None:
         """Keeps what was generated behind a prompt, up to the last complete block.

@@ -16,6 +16,7 @@ from .call import Call
 from .decoding import WatchedModel
 from .disk import DiskBlocks, disk_blocks
 from .host import HostBlocks
+from .layers import new_cache
 from .pictures import Pictures
 from .probe import LONG, Probed, probe, probe_images, probe_window
 from .saved import load, save
@@ -83,7 +84,7 @@ class Contiguous:
             manager.on_evict = host.evicted
         reuse = "prefix" if states is not None else self._reuse
         vision = VisionOutputs(memory_budget(model) // 8)
-        self.store = Store(manager, storage, states, probed.heeds_padding, host, reuse, vision)
+        self.store = Store(manager, storage, states, probed.heeds_padding, host, reuse, vision, new_cache(model.config))
 
     def close(self) -> None:
         """Writes what is cached to disk, where there is one."""
@@ -183,13 +184,17 @@ class Contiguous:
             watched = WatchedModel(loop.model, call, bool(config.prefill_chunk_size))
             inputs = {} if pictures is None else {"mm_encoder_outputs": call.features()}
             result = loop.run(watched, **{loop.cache_name: call.cache}, **inputs)
+            call.publish()
             if loop.mode in BY_ROW:
                 try:
                     call.keep_answers(result if not hasattr(result, "sequences") else result.sequences, loop.eos)
                 except OutOfBlocks as error:
                     out_of_blocks(error)
         finally:
-            call.close()
+            try:
+                call.publish()
+            finally:
+                call.close()
         reports = {
             row: RequestReport.of(len(p.tokens), [(0, p.cached), *p.later]) for p in call.prompts for row in p.rows
         }

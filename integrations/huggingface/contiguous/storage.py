@@ -27,6 +27,25 @@ Specs = dict[int, tuple[TokenSpec, TokenSpec]]
 """Of each attention layer its keys and its values."""
 
 
+class BlockIds:
+    """Blocks that are read or written, looked at once for all layers.
+
+    Args:
+        blocks: Block numbers, `[n]`, n at least 1.
+    """
+
+    def __init__(self, blocks: np.ndarray) -> None:
+        self.count = len(blocks)
+        first, last = int(blocks[0]), int(blocks[-1])
+        alike = last - first + 1 == self.count and bool((np.diff(blocks) == 1).all())
+        self.run = slice(first, last + 1) if alike else None
+        self._index = torch.from_numpy(blocks.astype(np.int64))
+
+    def index(self, device: torch.device) -> torch.Tensor:
+        """The numbers on a device."""
+        return self._index.to(device)
+
+
 class BlockStorage:
     """Blocks of every layer, `[num_blocks, num_heads, block_size, width]` for keys and for values.
 
@@ -66,22 +85,21 @@ class BlockStorage:
             found = self.layers.setdefault(index, (keys, values))  # another thread may have been first
         return found
 
-    def write(self, index: int, blocks: np.ndarray, keys: torch.Tensor, values: torch.Tensor) -> None:
+    def write(self, index: int, blocks: BlockIds, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Writes whole blocks.
 
         Args:
             index: Which layer.
-            blocks: Block numbers, `[n]`.
+            blocks: n of them.
             keys: `[num_heads, n * block_size, width]`.
             values: Likewise, of their own width.
         """
-        ids = torch.from_numpy(blocks.astype(np.int64))
         for cache, new in zip(self.layer(index), (keys, values), strict=True):
-            source = new.unflatten(1, (len(blocks), self.block_size)).transpose(0, 1)
-            if _consecutive(blocks):
-                cache[int(blocks[0]) : int(blocks[-1]) + 1].copy_(source)
+            source = new.unflatten(1, (blocks.count, self.block_size)).transpose(0, 1)
+            if blocks.run is not None:
+                cache[blocks.run].copy_(source)
             else:
-                cache.index_copy_(0, ids.to(cache.device), source)
+                cache.index_copy_(0, blocks.index(cache.device), source)
 
     def content(self, block: int) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
         """Copies of one block's keys and values by layer, `[num_heads, block_size, width]`, in host memory."""
@@ -90,27 +108,19 @@ class BlockStorage:
             for index, (keys, values) in self.layers.items()
         }
 
-    def read(self, index: int, blocks: np.ndarray, keys: torch.Tensor, values: torch.Tensor) -> None:
+    def read(self, index: int, blocks: BlockIds, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Reads the first tokens of blocks into `keys` and `values`, `[num_heads, num_tokens, width]`.
 
         Args:
             index: Which layer.
-            blocks: Block numbers, as many as the tokens need.
+            blocks: As many as the tokens need.
             keys: Written to.
             values: Written to.
         """
-        ids = torch.from_numpy(blocks.astype(np.int64))
         for cache, out in zip(self.layer(index), (keys, values), strict=True):
-            if _consecutive(blocks):
-                found = cache[int(blocks[0]) : int(blocks[-1]) + 1]
-            else:
-                found = cache.index_select(0, ids.to(cache.device))
+            found = cache[blocks.run] if blocks.run is not None else cache.index_select(0, blocks.index(cache.device))
             whole = out.shape[1] // self.block_size
             head = out[:, : whole * self.block_size]
             head.unflatten(1, (whole, self.block_size)).copy_(found[:whole].transpose(0, 1))
-            if whole < len(blocks):
+            if whole < blocks.count:
                 out[:, whole * self.block_size :] = found[whole, :, : out.shape[1] - whole * self.block_size]
-
-
-def _consecutive(blocks: np.ndarray) -> bool:
-    return int(blocks[-1]) - int(blocks[0]) + 1 == len(blocks) and bool((np.diff(blocks) == 1).all())
