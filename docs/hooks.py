@@ -34,9 +34,12 @@ def on_files(files: Files, config: Any) -> Files:
     return files
 
 
-def on_post_page(output: str, **_: Any) -> str:
-    """Without the one script that the theme would fetch from elsewhere when a page is read from disk."""
-    return re.sub(r'<script src="https://[^"]*"></script>', "", output)
+def on_post_page(output: str, page: Any, **_: Any) -> str:
+    """Refuses a page that would fetch a script or a style from elsewhere when it is read."""
+    found = re.findall(r'<script[^>]*src="https?:[^"]*"|<link[^>]*stylesheet[^>]*href="https?:[^"]*"', output)
+    if found:
+        raise ValueError(f"{page.file.src_uri}: got {found[0]}, needs what lies in the site")
+    return output
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
