@@ -151,22 +151,8 @@ def _run_described(prepared: Prepared, tensors: tuple[Any, ...]) -> Result:
 
 def _run(prepared: Prepared, tensors: tuple[Any, ...]) -> Result:
     """Launches what was decided, on the addresses of this call: its TENSORS."""
-    (
-        query,
-        key_cache,
-        value_cache,
-        tables,
-        seq_lens,
-        starts,
-        positions,
-        plan,
-        alibi,
-        sinks,
-        k_scale,
-        v_scale,
-        tree,
-        _,
-    ) = tensors
+    query, key_cache, value_cache, tables, seq_lens, starts, *others = tensors
+    positions, plan, alibi, sinks, k_scale, v_scale, tree = others
     results = prepared.results
     # Of a contiguous tensor, half the time of `new_empty`.
     out = torch.empty_like(query) if results.like_query else query.new_empty(results.shape, dtype=results.dtype)
