@@ -41,9 +41,9 @@ class Lives:
         """Blocks at places `first` to `last` of rows were asked for at these times."""
         self._used.append((rows, first, last, times))
 
-    def recalled(self, rows: Numbers, uses: Numbers, tail: Numbers, time: int) -> None:
-        """Evicted blocks were asked for."""
-        self._recalled.append((rows, _kind(uses, tail), np.full(rows.size, time)))
+    def recalled(self, rows: Numbers, uses: Numbers, tail: Numbers, times: Numbers) -> None:
+        """Evicted blocks were asked for at these times."""
+        self._recalled.append((rows, _kind(uses, tail), times))
 
     def forgotten(self, rows: Numbers, uses: Numbers, tail: Numbers) -> None:
         """Evicted blocks are not remembered any more."""

@@ -25,7 +25,7 @@ from .tables import (
     USE_BOUNDS,
     HazardTables,
 )
-from .victims import Chooser
+from .victims import Chooser, Part
 
 Numbers = npt.NDArray[Any]
 
@@ -39,6 +39,8 @@ MEMORY = 8192
 """Requests that are learned from; with 4096 the conversation trace at 30 % capacity falls below lru."""
 GHOSTS, GHOST_FLOOR = 4, 65_536
 """Ghosts a block, and how many there are at least: what returns late returns to small caches too."""
+TOGETHER, LATE = 256, 8
+"""Victims, and choices of them, after which they become ghosts at the latest."""
 NOTES = 256
 """Requests worked off together at most."""
 
@@ -75,7 +77,8 @@ class Hazard(EvictionPolicy):
         self._places = 0
         self._released: list[tuple[Ids, Numbers, int, int, bool]] = []
         self._used: list[tuple[int, Numbers]] = []
-        self._recalled: list[tuple[int, Noted, Numbers]] = []
+        self._filled: list[tuple[int, Ids, Numbers, Numbers]] = []  # times, blocks, keys, lengths of prefixes
+        self._gone: list[tuple[list[Part], Numbers, Numbers]] = []  # victims, their keys and uses
         self._judged = 0
         self.runs = Runs()
         self.tables = HazardTables()
@@ -86,7 +89,7 @@ class Hazard(EvictionPolicy):
     @property
     def nbytes(self) -> int:
         """Bytes of arrays, ghosts, rows and notes."""
-        return super().nbytes + 12 * self._places
+        return super().nbytes + 16 * (self._places + sum(ids.size for _, ids, _, _ in self._filled))
 
     def accessed(self, ids: Ids, hit: bool) -> None:
         index = ids.astype(np.intp)
@@ -105,12 +108,8 @@ class Hazard(EvictionPolicy):
         self._last_hit = -1
 
     def completed(self, ids: Ids) -> None:
-        noted = self._ghosts.recall(self.pool.keys_of(ids), self._now)
-        self._earlier_uses[ids] = noted.uses
-        known = noted.serial >= 0
-        if known.any():
-            depth = self.pool.prefix_length.take(ids[known])
-            self._recalled.append((self._now, Noted(*(part[known] for part in noted)), depth))
+        length = self.pool.prefix_length.take(ids)
+        self._filled.append((self._now, ids.copy(), self.pool.keys_of(ids), length))
 
     def returning(self, probability: float) -> None:
         self._returns = probability
@@ -136,13 +135,14 @@ class Hazard(EvictionPolicy):
 
     def _work_off(self) -> None:
         """Brings rows and the guard up to date with what was noted."""
-        if not (self._released or self._used or self._recalled):
+        if not (self._released or self._used or self._filled):
             return
         runs, guard = self.runs, self.guard
         taken = sum(codes.size for _, codes in self._used)
-        for time, noted, depth in self._recalled:
-            self._take_recalled(time, noted, depth)
-        self._recalled = []
+        if sum(keys.size for _, keys, _ in self._gone) > TOGETHER or len(self._gone) >= LATE:
+            self._remember()
+        if self._filled:
+            self._recall()
         room = max(1, self.pool.num_blocks - max(0, self.pool.num_held - taken))
         if self._released:
             rows = self._add_rows()
@@ -224,20 +224,39 @@ class Hazard(EvictionPolicy):
         for row in moved:
             self._chooser.hang(row, int(runs.chains[row][runs.start[row] - 1]))
 
-    def _take_recalled(self, time: int, noted: Noted, depth: Numbers) -> None:
-        """Evicted blocks were asked for again."""
+    def _remember(self) -> None:
+        """Makes ghosts of victims."""
+        parts = [part for parts, _, _ in self._gone for part in parts]
+        sizes = [ids.size for ids, _, _ in parts]
+        serials = np.repeat(np.array([serial for _, serial, _ in parts], np.int64), sizes)
+        tails = np.zeros(serials.size, np.int64)
+        tails[np.cumsum(sizes) - sizes] = [tail for _, _, tail in parts]
+        keys, uses = (np.concatenate(part) for part in list(zip(*self._gone, strict=True))[1:])
+        uses = np.minimum(uses, USE_BOUNDS[-1]).astype(np.int64)
+        self._gone = []
+        self._forget(self._ghosts.remember(keys, Noted(serials, uses, tails), self._now))
+
+    def _recall(self) -> None:
+        """Blocks were filled: some of them are evicted ones that were asked for again."""
+        times, ids, keys, lengths = zip(*self._filled, strict=True)
+        time = np.repeat(times, [part.size for part in ids])
+        noted = self._ghosts.recall(np.concatenate(keys), self._now)
+        self._earlier_uses[np.concatenate(ids)] = noted.uses
+        self._filled = []
         runs = self.runs
-        if not runs.count:
+        ghosts = (noted.serial >= 0).nonzero()[0]
+        if not (ghosts.size and runs.count):
             return
-        rows = runs.rows_of(noted.serial).clip(0, runs.count - 1)
-        known = runs.serial[rows] == noted.serial
-        rows = rows[known]
+        serial = noted.serial[ghosts]
+        rows = runs.rows_of(serial).clip(0, runs.count - 1)
+        known = runs.serial[rows] == serial
+        rows, ghosts = rows[known], ghosts[known]
         if not rows.size:
             return
-        place = np.minimum(depth[known] - 1, runs.size[rows] - 1)
+        place = np.minimum(np.concatenate(lengths)[ghosts] - 1, runs.size[rows] - 1)
         self.guard.used(runs, rows, place, place + 1, resident=False)
         np.subtract.at(runs.kept, rows, np.int32(1))
-        self.lives.recalled(rows, noted.uses[known], noted.tail[known], time)
+        self.lives.recalled(rows, noted.uses[ghosts], noted.tail[ghosts], time[ghosts])
 
     def _learn(self) -> None:
         """Fits the tables, and drops rows that are of no use any more."""
@@ -257,28 +276,26 @@ class Hazard(EvictionPolicy):
             self.lives.renumbered()
 
     def victims(self, count: int) -> Ids:
-        parts: list[tuple[Ids, Numbers, Numbers]] = []
+        chooser = self._chooser
         left = count
-        if self._chooser.is_due(self._now):
+        if chooser.is_due(self._now):
             self._refresh(left)
         if self.guard.learned:
-            parts.append(self._chooser.least(left, self._now))
-            left -= parts[-1][0].size
+            left -= chooser.least(left, self._now)
             if left:
                 self._refresh(left)
-                parts.append(self._chooser.least(left, self._now))
-                left -= parts[-1][0].size
+                left -= chooser.least(left, self._now)
         if left:  # lru is in force, or every run waits for another
             self._work_off()
-            parts.append(self._chooser.oldest(left))
-        ids, serials, tails = parts[0]
-        if len(parts) > 1:
-            ids, serials, tails = (np.concatenate(part) for part in zip(*parts, strict=True))
-        if ids.size < count:
-            raise too_few(count - ids.size)
-        uses = np.minimum(self.pool.access_count.take(ids) + self._earlier_uses.take(ids), USE_BOUNDS[-1])
-        lost = self._ghosts.remember(self.pool.keys_of(ids), Noted(serials, uses.astype(np.int64), tails), self._now)
-        self._forget(lost)
+            left -= chooser.oldest(left)
+        parts = chooser.taken()
+        if left:
+            raise too_few(left)
+        ids = np.concatenate([part for part, _, _ in parts]) if len(parts) > 1 else parts[0][0]
+        index = ids.astype(np.intp)
+        uses = self.pool.access_count.take(index) + self._earlier_uses.take(index)
+        self._gone.append((parts, self.pool.keys_of(ids), uses))
+        self._places += ids.size
         return ids
 
     def _refresh(self, count: int) -> None:

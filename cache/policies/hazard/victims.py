@@ -8,16 +8,18 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ...table import Ids
+from ...table import Ids, count_nonzero
 from ..base import PoolView
 from .runs import Runs
 from .tables import HazardTables
 
 Numbers = npt.NDArray[Any]
+Part = tuple[Ids, int, bool]
+"""Blocks of one request that were given up, its serial, and whether the first of them was its last."""
 
-FRESH = 128
+FRESH = 32
 """Runs for each request that scores are kept for: looking at all again costs in proportion to them."""
-LONGEST = 64
+LEAST, LONGEST = 2, 64
 """Requests that scores are kept for."""
 LOOK = 64
 """Places looked at together at least."""
@@ -46,7 +48,7 @@ class Chooser:
         self._code = code
         self._hanging = hanging
         self._place_bits = place_bits
-        self._parts: list[tuple[Ids, int, bool]] = []
+        self._parts: list[Part] = []
         self._heap: list[tuple[float, int]] = []
         self._until = 0
 
@@ -70,25 +72,16 @@ class Chooser:
         if parent >= 0:
             self._hanging[parent] += 1
 
-    def _taken(self) -> tuple[Ids, Numbers, Numbers]:
-        """The blocks given up since the last call, whose they were, and which were tails."""
+    def taken(self) -> list[Part]:
+        """The blocks given up since the last call."""
         parts, self._parts = self._parts, []
-        if not parts:
-            return np.empty(0, np.int32), np.empty(0, np.int64), np.empty(0, np.int64)
-        sizes = [ids.size for ids, _, _ in parts]
-        tails = np.zeros(sum(sizes), np.int64)
-        at = 0
-        for ids, _, tail in parts:
-            tails[at] = tail
-            at += ids.size
-        serials = np.repeat(np.array([serial for _, serial, _ in parts], np.int64), sizes)
-        return np.concatenate([ids for ids, _, _ in parts]), serials, tails
+        return parts
 
     def rank(self, count: int, now: int) -> None:
         """Scores every run that does not wait for another, and keeps those of which `count` blocks may be taken."""
         runs = self._runs
         rows = runs.alive()
-        self._until = now + max(1, min(LONGEST, rows.size // FRESH))
+        self._until = now + max(LEAST, min(LONGEST, rows.size // FRESH))
         rows = rows[self._hanging.take(runs.last[rows]) == 0]
         end = runs.end[rows]
         uses, tail = runs.uses_at(rows, end)
@@ -106,23 +99,20 @@ class Chooser:
         """Rows have other numbers now."""
         self._heap, self._until = [], 0
 
-    def least(self, count: int, now: int) -> tuple[Ids, Numbers, Numbers]:
-        """Takes up to `count` blocks of the least score out of their runs.
-
-        Returns:
-            The blocks, the serial of each one's request, and whether it was that one's tail.
-        """
+    def least(self, count: int, now: int) -> int:
+        """Takes up to `count` blocks of the least score out of their runs; returns how many."""
         runs, heap = self._runs, self._heap
-        while heap and count:
-            _, row = heappop(heap)
+        left = count
+        while heap and left:
+            row = heappop(heap)[1]
             if runs.start[row] >= runs.end[row] or not self._is_free(row):
                 continue
-            given, parent = self._give(row, count, heed=True)
-            count -= given
+            given, parent = self._give(row, left, heed=True)
+            left -= given
             for other in (row, parent):
                 if other >= 0 and runs.start[other] < runs.end[other] and self._is_free(other):
                     heappush(heap, (self._score(other, now), other))
-        return self._taken()
+        return count - left
 
     def _is_free(self, row: int) -> bool:
         return bool(self._hanging[self._runs.last[row]] == 0)
@@ -132,18 +122,19 @@ class Chooser:
         end = int(runs.end[row])
         if runs.certain[row] and end > runs.shared[row]:
             return GONE
-        uses = int((runs.bounds[row] >= end).sum())
+        uses = sum(bound >= end for bound in runs.bounds[row].tolist())
         tail = int(end == runs.size[row])
         return self._tables.score(int(runs.group[row]), int(runs.traits[row]), uses, tail, now - int(runs.serial[row]))
 
-    def oldest(self, count: int) -> tuple[Ids, Numbers, Numbers]:
+    def oldest(self, count: int) -> int:
         """Takes `count` blocks in the order of lru; see `least`."""
+        left = count
         for row in self._runs.alive().tolist():
-            while count and self._runs.start[row] < self._runs.end[row]:
-                count -= self._give(row, count, heed=False)[0]
-            if not count:
+            while left and self._runs.start[row] < self._runs.end[row]:
+                left -= self._give(row, left, heed=False)[0]
+            if not left:
                 break
-        return self._taken()
+        return count - left
 
     def _give(self, row: int, count: int, heed: bool) -> tuple[int, int]:
         """Takes blocks from the end of a run; returns how many, and the row that waited for it to end, or -1.
@@ -154,35 +145,43 @@ class Chooser:
             heed: Whether to stop where the worth changes, and before blocks that others hang from.
         """
         runs = self._runs
-        start, end = int(runs.start[row]), int(runs.end[row])
-        low = runs.piece(row, start, end) if heed else start
-        low = max(low, end - max(LOOK, 2 * count))
-        ids = runs.chains[row][low:end][::-1]
-        serial = int(runs.serial[row])
-        code = serial << self._place_bits
-        mine = self._code.take(ids) == np.arange(code + end - 1, code + low - 1, -1)
-        looked = ids.size
-        if heed:
-            stops = (self._hanging.take(ids) > 0) & mine
-            if stops.any():
-                looked = int(stops.argmax())
-        places = mine[:looked].nonzero()[0][:count]
-        if places.size == count:
-            looked = int(places[-1]) + 1
-        chosen = ids[places]
-        tail = bool(places.size and places[0] == 0 and end == runs.size[row])
+        start, end, serial = int(runs.start[row]), int(runs.end[row]), int(runs.serial[row])
+        chain, code = runs.chains[row], serial << self._place_bits
+        tail = end == runs.size[row]
+        if tail and heed:  # a piece of its own, which nothing hangs from
+            chosen, looked = chain[end - 1 : end], 1
+            if self._code[runs.last[row]] != code + end - 1:
+                chosen = chosen[:0]
+        else:
+            low = max(runs.piece(row, start, end) if heed else start, end - max(LOOK, 2 * count))
+            ids = chain[low:end][::-1]
+            mine = self._code.take(ids) == np.arange(code + end - 1, code + low - 1, -1)
+            looked = ids.size
+            if heed:
+                stops = (self._hanging.take(ids) > 0) & mine
+                if count_nonzero(stops):
+                    looked = int(stops.argmax())
+            if count_nonzero(mine) == ids.size:
+                chosen = ids[: min(looked, count)]
+                looked = chosen.size
+            else:
+                places = mine[:looked].nonzero()[0][:count]
+                if places.size == count:
+                    looked = int(places[-1]) + 1
+                chosen = ids[places]
+                tail = tail and bool(places.size) and places[0] == 0
         self._code[chosen] = -1
         runs.end[row] = end - looked
         waited = -1
         if end - looked > start:
-            runs.last[row] = runs.chains[row][end - looked - 1]
+            runs.last[row] = chain[end - looked - 1]
         else:
             parent = int(runs.parent[row])
             self.hang(row, -1)
             if parent >= 0 and self._hanging[parent] == 0 and self._code[parent] >= 0:
                 waited = self._row_ending_in(parent)
         if chosen.size:
-            self._parts.append((chosen, serial, tail))
+            self._parts.append((chosen, serial, bool(tail)))
         return int(chosen.size), waited
 
     def _row_ending_in(self, block: int) -> int:
