@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 import os
 import random
 import re
@@ -71,6 +72,34 @@ def _nan_filled_empty():
     yield
     torch.utils.deterministic.fill_uninitialized_memory = before
     torch.use_deterministic_algorithms(deterministic)
+
+
+class _Errors(logging.Handler):
+    """Keeps what is logged as an error."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.ERROR)
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+
+
+@pytest.fixture(autouse=True)
+def _cache_errors(request: pytest.FixtureRequest):
+    """The manager logs what a policy or listener raises and goes on: without a look at the log a test would too."""
+    handler, log = _Errors(), logging.getLogger("pc.cache")
+    log.addHandler(handler)
+    yield handler.messages
+    log.removeHandler(handler)
+    if "cache_errors" not in request.fixturenames:
+        assert not handler.messages, "an error was logged that the test did not ask for (fixture cache_errors)"
+
+
+@pytest.fixture
+def cache_errors(_cache_errors: list[str]) -> list[str]:
+    """What the cache logged as errors; for a test that makes a policy or listener fail on purpose."""
+    return _cache_errors
 
 
 @pytest.fixture(scope="session")

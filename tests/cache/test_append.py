@@ -200,3 +200,48 @@ def test_the_last_token_keeps_its_window_in_all_cases():
                     table = manager.block_table(name)
                     read = np.arange(max(0, length - window), length) // size
                     assert (table[read] >= 0).all(), (window, size, length)
+
+
+def test_append_gives_slots_of_the_new_tokens(manager):
+    manager.allocate("a", [0, 1, 2])
+    step = manager.append("a", [3, 4])
+    table = manager.block_table("a")
+    assert step.slot_mapping.tolist() == [table[0] * 4 + 3, table[1] * 4]
+    assert step.block_ids.tolist() == [table[1]]
+    assert step.compute_spans == [(3, 5)]
+
+
+def test_append_each_is_append_for_each():
+    one, many = (pc.CacheManager(64, block_size=4, policy="lru") for _ in range(2))
+    for m in (one, many):
+        for i in range(5):
+            m.allocate(i, [i] * (i + 2))
+            m.commit(i, i + 2)
+        m.fork(4, "child")
+    for step in range(6):
+        ids = [0, 1, 2, 3, 4, "child"]
+        slots, copies = many.append_each(ids, [step] * 6)
+        single = [one.append(i, [step]) for i in ids]
+        assert copies == [pair for a in single for pair in a.copies]
+        assert slots.tolist() == [int(a.slot_mapping[0]) for a in single]
+        assert [many.block_table(i).tolist() for i in ids] == [one.block_table(i).tolist() for i in ids]
+        many.check()
+    empty, none = many.append_each([], [])
+    assert (empty.size, none) == (0, [])
+
+
+def test_append_each_that_fails_changes_nothing():
+    m = pc.CacheManager(4, block_size=4)
+    for i in range(3):
+        m.allocate(i, [i] * 4)
+    with pytest.raises(pc.OutOfBlocks):
+        m.append_each([0, 1], [9, 9])
+    assert [m.block_table(i).size for i in range(3)] == [1, 1, 1]
+    with pytest.raises(ValueError, match="twice"):
+        m.append_each([0, 0], [9, 9])
+    with pytest.raises(ValueError, match="token_ids"):
+        m.append_each([0], [9, 9])
+    with pytest.raises(KeyError):
+        m.append_each([0, 7], [9, 9])
+    assert m.append(0, [9]).block_ids.size == 1
+    m.check()

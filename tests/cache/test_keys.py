@@ -9,6 +9,7 @@ import struct
 
 import numpy as np
 import pytest
+from cache_cases import run
 
 import pc
 from pc.cache.keys import encode_key
@@ -129,3 +130,28 @@ def test_salts_of_short_prompts_leave_nothing_behind():
         manager.allocate(i, [1, 2, 3], salt=f"user {i}")
         manager.free(i)
     assert manager.nbytes == before
+
+
+@pytest.mark.parametrize(
+    ("one", "two"),
+    [
+        ({"salt": "x"}, {"salt": "y"}),
+        ({"salt": "x"}, {}),
+        ({"extra_keys": "lora"}, {}),
+        ({"extra_keys": ["a", "b"]}, {"extra_keys": ["ab"]}),
+        ({"extra_keys": ["1"]}, {"extra_keys": [1]}),
+        ({"extra_keys": pc.KeyAt(0, "image")}, {}),
+        ({"extra_keys": pc.KeyAt(0, "image")}, {"extra_keys": pc.KeyAt(1, "image")}),
+        ({"extra_keys": "x"}, {"salt": "x"}),
+    ],
+    ids=str,
+)
+def test_keys_and_salts_keep_requests_apart(manager, one, two):
+    run(manager, "a", list(range(8)), **one)
+    assert manager.allocate("b", list(range(8)), **two).num_cached_tokens == 0
+    assert manager.allocate("c", list(range(8)), **one).num_cached_tokens == 7
+
+
+def test_text_before_an_image_is_shared(manager):
+    run(manager, "a", list(range(12)), extra_keys=pc.KeyAt(5, "image"))
+    assert manager.allocate("b", list(range(12)), extra_keys=pc.KeyAt(6, "other")).num_cached_tokens == 4

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+import pc
+
 
 def drop(pool, ids):
     """Evicts blocks of a test's choice: they are free from now on, as if their policy had named them."""
@@ -17,3 +19,21 @@ def drop(pool, ids):
         pool.policy.victims = policy_choice
     pool.pin(victims)
     pool.give_up(victims)
+
+
+def run(manager, request_id, tokens, **options):
+    """A request from start to end."""
+    allocation = manager.allocate(request_id, tokens, **options)
+    manager.commit(request_id, len(tokens))
+    manager.free(request_id)
+    return allocation
+
+
+def window_groups(**options):
+    return [pc.FullAttention(), pc.SlidingWindow(window=8, **options)]
+
+
+def recurrent(num_blocks=16, **options):
+    return pc.CacheManager(
+        num_blocks, block_size=4, groups=[pc.FullAttention(), pc.Recurrent()], policy="lru", **options
+    )

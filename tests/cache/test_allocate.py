@@ -1,0 +1,115 @@
+"""Starting requests: what is cached, what is computed, what there is room for."""
+
+from __future__ import annotations
+
+import sys
+
+import numpy as np
+import pytest
+from cache_cases import run
+
+import pc
+
+
+def test_first_prompt_computes_everything(manager):
+    a = manager.allocate("a", range(10))
+    assert a.num_cached_tokens == 0
+    assert a.cached_spans == []
+    assert a.compute_spans == [(0, 10)]
+    assert a.block_ids.dtype == np.int32
+    assert len(set(a.block_ids.tolist())) == 3
+    assert a.slot_mapping.dtype == np.int64
+    expected = [int(a.block_ids[t // 4]) * 4 + t % 4 for t in range(10)]
+    assert a.slot_mapping.tolist() == expected
+    assert a.copies == []
+    assert a.wait_for is None
+
+
+def test_prefix_is_found_after_free(manager):
+    first = run(manager, "a", list(range(10)))
+    second = manager.allocate("b", [*range(8), 99, 98, 97])
+    assert second.num_cached_tokens == 8
+    assert second.compute_spans == [(8, 11)]
+    assert second.block_ids[:2].tolist() == first.block_ids[:2].tolist()
+
+
+def test_partial_block_is_not_found(manager):
+    run(manager, "a", list(range(10)))
+    assert manager.allocate("b", list(range(10))).num_cached_tokens == 8
+
+
+def test_whole_hit_recomputes_only_the_last_token_without_writing(manager):
+    run(manager, "a", list(range(8)))
+    a = manager.allocate("b", list(range(8)))
+    assert a.num_cached_tokens == 7
+    assert a.cached_spans == [(0, 7)]
+    assert a.compute_spans == [(7, 8)]
+    assert a.slot_mapping.tolist() == [-1]
+    assert a.block_ids.size == 2
+
+
+def test_one_token_block_hit():
+    m = pc.CacheManager(4, block_size=1)
+    run(m, "a", [5])
+    a = m.allocate("b", [5])
+    assert (a.num_cached_tokens, a.cached_spans, a.compute_spans) == (0, [], [(0, 1)])
+    assert a.slot_mapping.tolist() == [-1]
+    m.check()
+
+
+def test_wait_for_names_the_request_that_is_computing(manager):
+    manager.allocate("a", list(range(12)))
+    manager.commit("a", 4)
+    b = manager.allocate("b", [*range(8), 1, 1])
+    assert b.num_cached_tokens == 4
+    assert b.wait_for == "a"
+    assert manager.allocate("c", [7, 7, 7, 7]).wait_for is None
+
+
+def test_out_of_blocks_changes_nothing(manager):
+    run(manager, "a", list(range(20)))
+    manager.allocate("b", [1] * 40)
+    before = manager.stats()
+    with pytest.raises(pc.OutOfBlocks, match="needs 11 blocks"):
+        manager.allocate("c", [*range(4), *[3] * 44])
+    with pytest.raises(pc.OutOfBlocks):
+        manager.append("b", [1] * 100)
+    assert manager.stats() == before
+    assert manager.allocate("d", list(range(20))).num_cached_tokens == 19
+
+
+def test_hit_blocks_are_not_counted_as_room():
+    m = pc.CacheManager(4, block_size=4)
+    run(m, "a", list(range(16)))
+    with pytest.raises(pc.OutOfBlocks):
+        m.allocate("b", list(range(17)))
+    assert m.allocate("c", list(range(16))).num_cached_tokens == 15
+    m.check()
+
+
+def test_empty_prompt_holds_nothing_until_it_grows(manager):
+    a = manager.allocate("a", [])
+    assert (a.num_cached_tokens, a.compute_spans, a.slot_mapping.size, a.block_ids.size) == (0, [], 0, 0)
+    assert manager.append("a", [1]).block_ids.size == 1
+
+
+@pytest.mark.parametrize("cached", [48, 64])
+def test_an_allocate_that_hits_takes_few_calls(cached):
+    """Short prompts cost what the calls cost: at most 20 of Python, numpy's own left out."""
+    m = pc.CacheManager(4096, policy="lru")
+    prefix = list(range(16 * cached))
+    run(m, "a", prefix)
+    run(m, "b", [*prefix[: 16 * 48], *range(5000, 5256)])
+    calls = []
+
+    def count(frame, event, _):
+        if event == "call" and "numpy" not in frame.f_code.co_filename:
+            calls.append(frame.f_code.co_name)
+
+    sys.setprofile(count)
+    try:
+        allocation = m.allocate("c", [*prefix, *range(9000, 10024 - len(prefix))])
+    finally:
+        sys.setprofile(None)
+    assert allocation.num_cached_tokens == min(16 * cached, 1023)
+    assert len(calls) <= 20, calls

@@ -1,0 +1,106 @@
+"""Committed blocks: findable, merged with equal ones, states included."""
+
+from __future__ import annotations
+
+import pytest
+from cache_cases import recurrent
+
+import pc
+
+
+def test_uncommitted_blocks_are_not_findable(manager):
+    manager.allocate("a", list(range(8)))
+    assert manager.allocate("b", list(range(8))).num_cached_tokens == 0
+    manager.free("a")
+    manager.free("b")
+    assert manager.allocate("c", list(range(8))).num_cached_tokens == 0
+    assert manager.stats().cached_blocks == 0
+
+
+def test_commit_of_a_part_makes_only_whole_blocks_findable(manager):
+    manager.allocate("a", list(range(12)))
+    manager.commit("a", 7)
+    assert manager.allocate("b", list(range(12))).num_cached_tokens == 4
+
+
+def test_twins_are_merged_at_commit(manager):
+    a = manager.allocate("a", list(range(9)))
+    b = manager.allocate("b", list(range(9)))
+    assert manager.commit("a", 9) == []
+    pairs = manager.commit("b", 9)
+    assert pairs == list(zip(b.block_ids[:2].tolist(), a.block_ids[:2].tolist(), strict=True))
+    assert manager.block_table("b")[:2].tolist() == a.block_ids[:2].tolist()
+    assert manager.stats().merged_blocks == 2
+
+
+def test_replaced_block_is_held_until_next_commit():
+    m = pc.CacheManager(6, block_size=4, policy="lru")
+    m.allocate("a", list(range(9)))
+    m.allocate("b", list(range(9)))
+    m.commit("a", 9)
+    m.commit("b", 9)
+    with pytest.raises(pc.OutOfBlocks):
+        m.allocate("c", [50])
+    m.commit("b", 9)
+    assert m.allocate("c", [50]).block_ids.size == 1
+    m.check()
+
+
+def test_second_writer_may_be_first(manager):
+    manager.allocate("a", list(range(8)))
+    b = manager.allocate("b", list(range(8)))
+    manager.commit("b", 8)
+    manager.free("b")
+    assert manager.commit("a", 8) != []
+    assert manager.block_table("a").tolist() == b.block_ids.tolist()
+
+
+def test_decode_blocks_become_findable(manager):
+    manager.allocate("a", [0, 1, 2])
+    manager.commit("a", 3)
+    for token in range(3, 9):
+        manager.append("a", [token])
+        manager.commit("a", token + 1)
+    manager.free("a")
+    assert manager.allocate("b", list(range(9))).num_cached_tokens == 8
+
+
+def test_a_state_is_not_findable_before_the_commit_that_passes_it():
+    m = recurrent()
+    m.allocate("a", list(range(12)))
+    m.checkpoint("a", 8)
+    m.commit("a", 7)
+    assert m.allocate("b", list(range(12))).num_cached_tokens == 0
+    m.commit("a", 8)
+    assert m.allocate("c", list(range(12))).num_cached_tokens == 8
+    m.checkpoint("a", 4)  # also of a position behind: the next commit publishes it
+    m.commit("a", 8)
+    assert m.allocate("d", [*range(4), 9, 9]).num_cached_tokens == 4
+    m.check()
+
+
+def test_equal_states_are_merged():
+    m = recurrent()
+    for name in "ab":
+        m.allocate(name, list(range(8)))
+    first, second = m.checkpoint("a", 8), m.checkpoint("b", 8)
+    assert m.commit("a", 8) == [[], []]
+    assert m.commit("b", 8)[1] == [(second, first)]
+    m.check()
+
+
+def test_bad_checkpoints_are_refused_by_name():
+    m = recurrent(4)
+    m.allocate("a", list(range(10)))
+    for position in (0, 6, 12, -4):
+        with pytest.raises(ValueError, match="num_tokens"):
+            m.checkpoint("a", position)
+    with pytest.raises(TypeError, match="num_tokens"):
+        m.checkpoint("a", 4.0)
+    for group in (0, 2):
+        with pytest.raises(ValueError, match="group"):
+            m.checkpoint("a", 4, group)
+    plain = pc.CacheManager(4, block_size=4)
+    plain.allocate("a", [1, 2, 3, 4])
+    with pytest.raises(ValueError, match="group"):
+        plain.checkpoint("a", 4)

@@ -1,0 +1,52 @@
+"""Taking back tokens and the blocks they alone needed."""
+
+from __future__ import annotations
+
+import pytest
+
+import pc
+
+
+def test_rollback_gives_blocks_back_and_new_tokens_get_their_own_identity(manager):
+    manager.allocate("a", list(range(8)))
+    manager.rollback("a", 3)
+    assert manager.block_table("a").size == 2
+    manager.append("a", [50, 51, 52])
+    manager.commit("a", 8)
+    manager.free("a")
+    assert manager.allocate("b", list(range(8))).num_cached_tokens == 4
+    assert manager.allocate("c", [*range(5), 50, 51, 52]).num_cached_tokens == 7
+
+
+def test_rollback_into_a_findable_block_never_overwrites_it(manager):
+    a = manager.allocate("a", list(range(8)))
+    manager.commit("a", 8)
+    manager.rollback("a", 1)
+    step = manager.append("a", [99])
+    assert step.copies == [(a.block_ids[1], manager.block_table("a")[1])]
+    manager.commit("a", 8)
+    assert manager.allocate("b", list(range(8))).num_cached_tokens == 7
+    assert manager.allocate("c", [*range(7), 99]).num_cached_tokens == 7
+
+
+def test_rollback_cannot_bring_back_what_left_the_window():
+    m = pc.CacheManager(8, block_size=4, groups=[pc.SlidingWindow(window=4)])
+    m.allocate("a", list(range(16)))
+    m.commit("a", 16)
+    with pytest.raises(ValueError, match="left the window"):
+        m.rollback("a", 2)
+    m.rollback("a", 1)
+    m.check()
+
+
+def test_rollback_to_nothing_gives_back_what_is_left_of_a_window():
+    manager = pc.CacheManager(8, block_size=4, groups=[pc.SlidingWindow(window=4)])
+    manager.allocate("a", list(range(20)))
+    manager.commit("a", 20)
+    manager.rollback("a", 20)
+    manager.check()
+    assert manager.stats().held_blocks == 0
+    manager.append("a", [7] * 20)
+    manager.commit("a", 20)
+    manager.check()
+    assert manager.stats().held_blocks == 1
