@@ -52,9 +52,7 @@ typecheck: setup links ## mypy --strict over the package
 
 # The package as it is imported, for tools that read sources and do not know where an editable install points.
 links:
-	@mkdir -p .typecheck/pc
-	@for pair in triton_ops cache integrations; do ln -sfn ../../$$pair .typecheck/pc/$$pair; done
-	@for file in _pc/* _pc/.[!.]*; do [ -e "$$file" ] && ln -sfn "../../$$file" ".typecheck/pc/$$(basename $$file)" || true; done
+	@$(PYTHON) build_backend.py
 
 results: setup ## measure again what benchmarks/results/cpu holds, and render charts, README and docs from it
 	$(BIN)/python -m pc demo --output $(VENV)/demo && cp $(VENV)/demo/demo.csv benchmarks/results/cpu/

@@ -1,5 +1,7 @@
 """Builds a wheel, installs it into a clean environment and uses it there, beside a user's own cache.py.
 
+Type checkers are asked what they find in a script with typos: from the wheel, then from an editable install.
+
 Run by `make wheel-test`: python tests/check_wheel.py ENVIRONMENT. Not collected by pytest, because it installs torch.
 """
 
@@ -15,6 +17,10 @@ import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "tests" / "support"))
+
+PYRIGHT = "basedpyright==1.40.2"
+"""As pyright, in a package that brings the Node.js it runs on."""
 
 USE = """
 import cache, pc, torch
