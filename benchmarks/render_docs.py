@@ -309,6 +309,32 @@ def render_omni(page: Path) -> str:
     return "\n".join(lines)
 
 
+def render_batching(page: Path) -> str:
+    """CPU time of generate_batch calls, ours and transformers' own."""
+    source = RESULTS / "cpu" / "batching.csv"
+    rows = read_rows(source)
+    first = rows[0]
+    others = [way for way in dict.fromkeys(row["way"] for row in rows) if way != OURS]
+    lines = [
+        f"{first['requests']} prompts in a call, {first['new_tokens']} new tokens each; shared, again: about one "
+        f"document of {first['document']} tokens, {first['own']} of their own; "
+        f"own: {int(first['document']) // 4} of their own. "
+        f"{first['device']}, torch {first['torch']}, transformers {first['transformers']}, {first['date']}, commit "
+        f"{first['commit']}; [rows]({_link(page, source)}).",
+        "",
+        f"| model | prompts | pc | {' | '.join(others)} | best of theirs / pc | tokens found | same tokens |",
+        f"|---|---|{'--:|' * (3 + len(others))}---|",
+    ]
+    for model, work in dict.fromkeys((row["model"], row["workload"]) for row in rows):
+        here = {row["way"]: row for row in rows if (row["model"], row["workload"]) == (model, work)}
+        times = {way: float(row["cpu_s"]) for way, row in here.items()}
+        cells = [model, work, *(short_time(times[way] * 1e6) for way in (OURS, *others))]
+        cells += [f"{min(times[way] for way in others) / times[OURS]:.2f}", here[OURS]["hit_tokens"]]
+        same = "yes" if all(row["same_tokens"] == "True" for row in here.values()) else "no"
+        lines.append(f"| {' | '.join(cells)} | {same} |")
+    return "\n".join(lines)
+
+
 def render_work(page: Path) -> str:
     """Work of attention steps, counted on compiled kernels, beside vLLM's."""
     source = RESULTS / "work.csv"
@@ -351,6 +377,7 @@ RENDERERS: dict[str, Callable[..., str]] = {
     "replay": render_replay,
     "hints": render_hints,
     "manager": render_manager,
+    "batching": render_batching,
 }
 
 

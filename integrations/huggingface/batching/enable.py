@@ -12,7 +12,6 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 from ....cache import CacheManager
 from ....cache.allocation import CacheStats
@@ -191,6 +190,8 @@ class ContinuousBatching:
         self, generation_config: Any = None, continuous_batching_config: Any = None, workload_hints: Any = None
     ) -> Any:
         """The model's `init_continuous_batching`: a manager over blocks, or the one that was kept."""
+        from transformers.generation.configuration_utils import ContinuousBatchingConfig
+
         from .session import Session
 
         model = self._model()
@@ -248,7 +249,7 @@ class ContinuousBatching:
 
     def tell_of_options(self, settings: Any, not_ours: dict[str, Any]) -> None:
         """Warns once of each option of a continuous batching config that has no meaning here."""
-        default = ContinuousBatchingConfig()
+        default = type(settings)()
         for name in (*not_ours, "num_blocks"):
             value = getattr(settings, name)
             if value in (getattr(default, name), not_ours.get(name)) or name in self._told:

@@ -43,7 +43,6 @@ INTERFACES = {
     "scheduler:Scheduler.__init__": "self cache safety_margin max_requests_per_batch",
     "scheduler:Scheduler.add_waiting_request": "self state",
     "scheduler:Scheduler.finish_request": "self request_id",
-    "utils:drain_queue": "q",
 }
 
 UNUSED = frozenset({"update", "fill_block_table", "get_cache_for_block_table", "get_block_table_key"})

@@ -6,9 +6,8 @@ import copy
 from typing import Any
 
 import torch
-from transformers import DynamicCache
+from transformers import DynamicCache, cache_utils
 from transformers.cache_utils import (
-    DummyLayer,
     DynamicIndexedLayer,
     DynamicLayer,
     DynamicSlidingWindowLayer,
@@ -90,7 +89,8 @@ class GrowingWindowLayer(_Growing, DynamicSlidingWindowLayer):  # type: ignore[m
             self.cumulative_length = self.keys.shape[2]
 
 
-KEPT = (DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer, LinearAttentionAndFullAttentionLayer, DummyLayer)
+DUMMY: type = getattr(cache_utils, "DummyLayer", DynamicLayer)  # of layers that share keys, from transformers 5.23 on
+KEPT = (DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer, LinearAttentionAndFullAttentionLayer, DUMMY)
 
 
 def new_cache(config: Any) -> DynamicCache:
