@@ -2,10 +2,11 @@
 
     python -m benchmarks.reuse [25M ...] [--prompts 8 256 2048 10240]
 
-All ways alternate in one process, in CPU time. "by hand" keeps a DynamicCache of the document: a deep copy for each
-question, as transformers' documentation does, or one that is cropped afterwards and serves one question at a time. What
-is asked about a document ends in a question of its own; in a cold call the document is new too. Answers of 1 and 64
-tokens are the beginning of those of 256. OMP_NUM_THREADS threads (1). Writes results/cpu/reuse.csv.
+All ways alternate in one process, in CPU time: call by call for the first token, token by token after it. "by hand"
+keeps a DynamicCache of the document: a deep copy for each question, as transformers' documentation does, or one that is
+cropped afterwards and serves one question at a time. What is asked about a document ends in a question of its own; in a
+cold call the document is new too. An answer of 64 tokens is the beginning of one of 256, with what follows the last
+token. OMP_NUM_THREADS threads (1). Writes results/cpu/reuse.csv.
 """
 
 from __future__ import annotations
@@ -14,10 +15,12 @@ import argparse
 import contextlib
 import copy
 import csv
+import itertools
 import os
 import statistics
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +39,7 @@ QUESTION, ANSWERS = 24, (1, 64, 256)
 ROUNDS = {8: 9, 256: 7, 2048: 3, 10240: 1}
 """By length of the document."""
 RESULTS = Path(__file__).resolve().parent / "results" / "cpu" / "reuse.csv"
-COLD, WARM = ("plain", "pc, cold"), ("plain", "pc", "by hand, deep copy", "by hand, cropped")
+PLAIN, PC, DEEP_COPY, CROPPED = WARM = ("plain", "pc", "by hand, deep copy", "by hand, cropped")
 
 
 def build_model(size: str) -> Any:
@@ -58,14 +61,48 @@ def build_model(size: str) -> Any:
     return LlamaForCausalLM(config).eval()
 
 
-class _Clock:
-    """A streamer that notes the CPU time at which tokens come; generate puts the prompt before them."""
+class _Turns:
+    """Lets several threads take turns, one token each: what slows the machine down slows all ways down."""
 
-    def __init__(self) -> None:
+    def __init__(self, names: Sequence[str]) -> None:
+        self._order = list(names)
+        self._changed = threading.Condition()
+
+    def wait(self, name: str) -> None:
+        """Returns when it is this one's turn."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._order[0] == name)
+
+    def next(self, name: str, over: bool = False) -> None:
+        """Ends this one's turn; its last one where it is over."""
+        with self._changed:
+            self._order.remove(name)
+            if not over:
+                self._order.append(name)
+            self._changed.notify_all()
+
+    def pass_on(self, name: str) -> None:
+        """Ends this one's turn and waits for its next."""
+        self.next(name)
+        self.wait(name)
+
+
+class _Clock:
+    """A streamer that notes the CPU time at which tokens come; generate puts the prompt before them.
+
+    Args:
+        now: CPU time of the process, or of the thread where several take turns.
+        pause: Called after each token.
+    """
+
+    def __init__(self, now: Callable[[], float], pause: Callable[[], None] = lambda: None) -> None:
+        self._now, self._pause = now, pause
         self.times: list[float] = []
 
     def put(self, value: torch.Tensor) -> None:
-        self.times.append(time.process_time())
+        self.times.append(self._now())
+        if len(self.times) > 1:
+            self._pause()
 
     def end(self) -> None:
         """Nothing is held back."""
@@ -81,17 +118,16 @@ def _peak(reset: bool = False) -> int:
 
 
 class Ways:
-    """One document, and what each way keeps of it.
+    """A model, one document, and what each way keeps of it.
 
     Args:
-        model: Asked as it is.
-        cached: The same with prefix caching enabled.
-        document: `[1, length]`.
-        seed: Of questions.
+        model: With prefix caching enabled.
+        seed: Of documents and questions.
     """
 
-    def __init__(self, model: Any, cached: Any, document: torch.Tensor, seed: int) -> None:
-        self.model, self.cached, self.document = model, cached, document
+    def __init__(self, model: Any, seed: int) -> None:
+        self.model = model
+        self.document = torch.zeros(1, 0, dtype=torch.long)
         self._generator = torch.Generator().manual_seed(seed)
         self._by_hand: Any = None
 
@@ -99,91 +135,114 @@ class Ways:
         """`[1, length]`, of nobody else."""
         return torch.randint(3, 8192, (1, length), generator=self._generator)
 
-    def prepare(self) -> None:
-        """Lets every way see the document once."""
+    def prepare(self, length: int) -> None:
+        """Takes a new document, and lets every way see it once."""
         from transformers import DynamicCache
 
-        self._by_hand = DynamicCache(config=self.model.config)
+        self.document, self._by_hand = self.tokens(length), DynamicCache(config=self.model.config)
         with torch.no_grad():
             self.model(self.document, past_key_values=self._by_hand, logits_to_keep=1)
-        self.cached.generate(self.document, do_sample=False, max_new_tokens=1)
+        self.model.generate(self.document, do_sample=False, max_new_tokens=1)
 
-    def ask(self, way: str, prompt: torch.Tensor) -> tuple[list[float], torch.Tensor, int]:
-        """CPU seconds to each token of the answer, the answer, and bytes of memory it took at most."""
-        clock, options = _Clock(), {}
-        generate: Callable[..., torch.Tensor] = self.cached.generate if way.startswith("pc") else self.model.generate
-        before = _peak(reset=True)
-        begin = time.process_time()
-        if way == "by hand, deep copy":
+    def ask(self, way: str, prompt: torch.Tensor, new_tokens: int, clock: _Clock) -> torch.Tensor:
+        """The answer; the clock hears of its tokens."""
+        options: dict[str, Any] = {"do_sample": False, "max_new_tokens": new_tokens, "streamer": clock}
+        if way == PC:
+            return self.model.generate(prompt, **options)  # type: ignore[no-any-return]
+        if way == DEEP_COPY:
             options["past_key_values"] = copy.deepcopy(self._by_hand)
-        elif way == "by hand, cropped":
+        elif way == CROPPED:
             options["past_key_values"] = self._by_hand
-        answer = generate(prompt, do_sample=False, max_new_tokens=ANSWERS[-1], streamer=clock, **options)
-        if way == "by hand, cropped":
+        answer: torch.Tensor = type(self.model).generate(self.model, prompt, **options)
+        if way == CROPPED:
             self._by_hand.crop(self.document.shape[1] - self._by_hand.get_seq_length())
-        return [at - begin for at in clock.times[1:]], answer, _peak() - before
+        return answer
+
+    def first_token(self, way: str, prompt: torch.Tensor) -> tuple[float, torch.Tensor, int]:
+        """CPU seconds to the first token, the answer, and bytes of memory it took at most."""
+        clock, before, begin = _Clock(time.process_time), _peak(reset=True), time.process_time()
+        answer = self.ask(way, prompt, 1, clock)
+        return clock.times[1] - begin, answer, _peak() - before
+
+    def decode(self, names: Sequence[str], prompt: torch.Tensor) -> dict[str, list[float]]:
+        """CPU seconds of each token after the first, all ways by turns, and at last of what follows the answer."""
+        turns, seconds, answers = _Turns(names), {}, {}
+
+        def work(name: str) -> None:
+            turns.wait(name)
+            clock = _Clock(time.thread_time, lambda: turns.pass_on(name))
+            try:
+                answers[name] = self.ask(name, prompt, ANSWERS[-1], clock)
+                times = [*clock.times[1:], time.thread_time()]
+                seconds[name] = [b - a for a, b in itertools.pairwise(times)]
+            finally:
+                turns.next(name, over=True)
+
+        threads = [threading.Thread(target=work, args=(name,)) for name in names]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if len(answers) < len(names) or any(not torch.equal(a, answers[names[0]]) for a in answers.values()):
+            raise RuntimeError(f"tokens differ between {', '.join(names)}")
+        return seconds
 
 
 def measure(size: str, length: int, rounds: int) -> list[dict[str, str]]:
-    """A row for each way and answer: medians over rounds in which all ways take turns.
+    """A row for each way, cold and warm.
 
     Raises:
         RuntimeError: A way gives other tokens.
     """
     from pc.integrations.huggingface import enable_prefix_caching
 
-    model = build_model(size)
-    cached = build_model(size)
-    rows: list[dict[str, str]] = []
-    with enable_prefix_caching(cached, num_blocks=2 * (length + 600) * (rounds + 2) // 16) as handle:
-        ways = Ways(model, cached, torch.zeros(1, 0, dtype=torch.long), length)
-        for way in COLD:
-            ways.ask(way, ways.tokens(8))  # the first call of a process takes longer
-        for names, warm in ((COLD, False), (WARM, True)):
+    model, rows = build_model(size), []
+    with enable_prefix_caching(model, num_blocks=(2 * rounds + 4) * (length + 600) // 16) as handle:
+        ways = Ways(model, length)
+        for name in (PLAIN, PC):
+            ways.first_token(name, ways.tokens(8))  # the first call of a process takes longer
+        for names, warm in (((PLAIN, PC), False), (WARM, True)):
             if warm:
-                ways.document = ways.tokens(length)
-                ways.prepare()
-            times: dict[str, list[list[float]]] = {name: [] for name in names}
+                ways.prepare(length)
+            seconds: dict[str, list[float]] = {name: [] for name in names}
             peaks: dict[str, list[int]] = {name: [] for name in names}
             for turn in range(rounds):
-                prompt = torch.cat([ways.document, ways.tokens(QUESTION)], 1) if warm else ways.tokens(length)
+                prompt = torch.cat([ways.document, ways.tokens(QUESTION if warm else length)], 1)
                 answers = []
                 for name in names[turn % len(names) :] + names[: turn % len(names)]:
-                    seconds, answer, peak = ways.ask(name, prompt)
-                    times[name].append(seconds)
+                    took, answer, peak = ways.first_token(name, prompt)
+                    seconds[name].append(took)
                     peaks[name].append(peak)
                     answers.append(answer)
                 if any(not torch.equal(answer, answers[0]) for answer in answers):
                     raise RuntimeError(f"{size}, {length}: tokens differ")
             reused = sum(report.cached_tokens for report in handle.last_requests)
+            steps = ways.decode(names, torch.cat([ways.document, ways.tokens(QUESTION)], 1)) if warm else {}
             for name in names:
                 row = {"model": f"Llama {size}, random weights, float32", "call": "warm" if warm else "cold"}
-                row |= {
-                    "way": name,
-                    "document_tokens": str(length),
-                    "prompt_tokens": str(length + (QUESTION if warm else 0)),
-                }
-                for tokens in ANSWERS:
-                    row[f"s_{tokens}"] = f"{statistics.median(t[tokens - 1] for t in times[name]):.6f}"
-                decode = statistics.median((t[-1] - t[0]) / (len(t) - 1) for t in times[name])
-                row |= {"decode_s": f"{decode:.6f}", "peak_bytes": str(int(statistics.median(peaks[name])))}
-                for column in (*(f"s_{tokens}" for tokens in ANSWERS), "decode_s"):
-                    row[f"{column}_over_plain"] = f"{_ratio(times[name], times['plain'], column):.4f}"
-                row |= {"reused_tokens": str(reused) if name == "pc" else "", "rounds": str(rounds)}
+                row |= {"way": name, "document_tokens": str(length), "prompt_tokens": str(prompt.shape[1])}
+                row |= _columns(seconds[name], seconds[PLAIN], steps.get(name, []), steps.get(PLAIN, []))
+                row |= {"peak_bytes": str(int(statistics.median(peaks[name])))}
+                row |= {"reused_tokens": str(reused) if name == PC and warm else "", "rounds": str(rounds)}
                 rows.append(row | {"transformers": version("transformers")} | conditions("cpu"))
                 print(*list(row.values()), flush=True)
     return rows
 
 
-def _ratio(own: list[list[float]], plain: list[list[float]], column: str) -> float:
-    """The median of the ratios of a round, in which both were measured one after the other."""
-
-    def value(seconds: list[float]) -> float:
-        if column == "decode_s":
-            return (seconds[-1] - seconds[0]) / (len(seconds) - 1)
-        return seconds[int(column.removeprefix("s_")) - 1]
-
-    return statistics.median(value(a) / value(b) for a, b in zip(own, plain, strict=True))
+def _columns(first: list[float], plain: list[float], steps: list[float], plain_steps: list[float]) -> dict[str, str]:
+    """Seconds to the 1st, 64th and 256th token and of a token, and the medians of ratios to what plain took."""
+    ratios = [own / other for own, other in zip(first, plain, strict=True)]
+    row = {"s_1": f"{statistics.median(first):.6f}", "s_1_over_plain": f"{statistics.median(ratios):.4f}"}
+    for tokens in ANSWERS[1:]:
+        both = [
+            statistics.median(one) + sum(each[: tokens - 1]) + sum(each[ANSWERS[-1] - 1 :])
+            for one, each in ((first, steps), (plain, plain_steps))
+        ]
+        row |= {f"s_{tokens}": f"{both[0]:.6f}" if steps else ""}
+        row |= {f"s_{tokens}_over_plain": f"{both[0] / both[1]:.4f}" if steps else ""}
+    by_turn = [own / other for own, other in zip(steps[:-1], plain_steps[:-1], strict=True)]
+    row["decode_s"] = f"{statistics.median(steps[:-1]):.6f}" if steps else ""
+    return row | {"decode_s_over_plain": f"{statistics.median(by_turn):.4f}" if steps else ""}
 
 
 def main() -> None:
