@@ -39,6 +39,10 @@ class UnsupportedError(Exception):
         self.detail = detail
 
 
+OWN_CACHE = "past_key_values of your own is served by the model's own generate"
+CONTINUED = "_pc_continued"
+"""Attribute by which a cache is known as the result of a served call."""
+
 # Arguments of the forward pass that generate makes itself, or that change nothing in a token's KV.
 SERVED_ARGUMENTS = frozenset(
     {
@@ -77,8 +81,9 @@ def check_arguments(arguments: dict[str, Any]) -> None:
     for name in ("custom_generate", "synced_gpus"):
         if arguments.get(name):
             raise UnsupportedError(f"{name} is served by the model's own generate")
-    if any(arguments.get(name) is not None for name in ("past_key_values", "cache_params")):
-        raise UnsupportedError("past_key_values of your own is served by the model's own generate")
+    given = [arguments[name] for name in ("past_key_values", "cache_params") if arguments.get(name) is not None]
+    if not all(getattr(cache, CONTINUED, None) is not None for cache in given):
+        raise UnsupportedError(OWN_CACHE)
     if (
         torch.distributed.is_available()
         and torch.distributed.is_initialized()

@@ -123,6 +123,92 @@ def test_cache_of_a_result_goes_on(model: Any, handle: PrefixCaching) -> None:
     assert torch.equal(plain(model, input_ids=longer, eos_token_id=None), expected)
 
 
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2"])
+def test_cache_of_a_result_is_gone_on_with(name: str) -> None:
+    model = next(f for f in FAMILIES if f.name == name).build()
+    options: dict[str, Any] = {"eos_token_id": None, "return_dict_in_generate": True, "max_new_tokens": 12}
+
+    def rounds(generate: Any) -> Iterator[tuple[torch.Tensor, int]]:
+        given = left_padded(prompt(40), prompt(29, 1))
+        for turn in range(3):
+            result = generate(**given, **options)
+            cache = result.past_key_values
+            yield result.sequences, cache.get_seq_length()
+            ids = torch.cat([result.sequences, prompt(5, turn).expand(2, -1)], 1)
+            mask = torch.ones_like(ids)
+            mask[1, :11] = 0
+            given = {"input_ids": ids, "attention_mask": mask, "past_key_values": cache}
+
+    want = list(rounds(lambda **kw: type(model).generate(model, **kw)))
+    with enable_prefix_caching(model) as handle:
+        for (a, length), (b, own) in zip(want, rounds(model.generate), strict=True):
+            assert torch.equal(a, b)
+            assert length == own
+        assert [r.prompt_tokens - r.cached_tokens for r in handle.last_requests] == [6, 6]
+        assert handle.stats().calls_handed_back == {}
+        # What was computed behind the cache is in blocks: the same prompt without it computes next to nothing.
+        assert_same(model, input_ids=want[2][0][:1], attention_mask=torch.ones(1, want[2][0].shape[1]))
+        assert handle.last_requests[0].cached_tokens >= want[2][0].shape[1] // 16 * 16 - 16
+        assert_nothing_held(handle)
+
+
+def _reordered(cache: Any) -> None:
+    cache.reorder_cache(torch.tensor([1, 0]))
+
+
+def _written(cache: Any) -> None:
+    cache.layers[0].keys[0, 0, 3] += 1
+
+
+def _replaced(cache: Any) -> None:
+    cache.layers[1].values = cache.layers[1].values.clone()
+
+
+def _longer(cache: Any) -> None:
+    for layer in cache.layers:
+        layer.update(layer.keys[:, :, :1].clone(), layer.values[:, :, :1].clone())
+
+
+@pytest.mark.parametrize("change", [_reordered, _written, _replaced, _longer, copy.deepcopy, None])
+def test_cache_that_was_changed_goes_to_the_model(model: Any, handle: PrefixCaching, change: Any) -> None:
+    options: dict[str, Any] = {"eos_token_id": None, "return_dict_in_generate": True, "max_new_tokens": 12}
+    ids = torch.cat([prompt(40), prompt(40, 1)])
+    first = model.generate(input_ids=ids, **options)
+    own = first.past_key_values
+    longer = torch.cat([first.sequences, prompt(9, 2).expand(2, -1)], 1)
+    if change is None:
+        longer[0, 3] += 1  # other tokens than the cache has
+    else:
+        own = change(own) or own
+    mirror = copy.deepcopy(own)
+    with pytest.warns(UserWarning, match="past_key_values of your own"):
+        got = model.generate(input_ids=longer, past_key_values=own, max_new_tokens=9, eos_token_id=None)
+    assert torch.equal(got, plain(model, input_ids=longer, past_key_values=mirror, max_new_tokens=9, eos_token_id=None))
+    for row in longer:  # and nothing of it is in blocks
+        assert_same(model, input_ids=row[None])
+
+
+def test_cropped_cache_and_one_of_another_salt(model: Any, handle: PrefixCaching) -> None:
+    options: dict[str, Any] = {"eos_token_id": None, "return_dict_in_generate": True, "max_new_tokens": 12}
+    first = model.generate(input_ids=prompt(40), **options)
+    first.past_key_values.crop(30 - first.past_key_values.get_seq_length())
+    other = torch.cat([prompt(40)[:, :30], prompt(9, 2)], 1)
+    want = plain(model, input_ids=other, eos_token_id=None)
+    got = model.generate(input_ids=other, past_key_values=first.past_key_values, max_new_tokens=20, eos_token_id=None)
+    assert torch.equal(got, want)
+    assert handle.last_requests[0].cached_tokens == 30
+    first = model.generate(input_ids=prompt(40), **options)
+    longer = torch.cat([first.sequences, prompt(9, 2)], 1)
+    with handle.salt("tenant"), pytest.warns(UserWarning, match="past_key_values of your own"):
+        model.generate(input_ids=longer, past_key_values=first.past_key_values, max_new_tokens=2)
+    first = model.generate(input_ids=prompt(40), **options)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(1.5)
+    assert_same(model, input_ids=prompt(40))
+    model.generate(input_ids=longer, past_key_values=first.past_key_values, max_new_tokens=2)
+    assert handle.last_requests == []
+
+
 def test_processors_criteria_and_penalties(model: Any, handle: PrefixCaching) -> None:
     class Forbid(transformers.LogitsProcessor):
         def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:

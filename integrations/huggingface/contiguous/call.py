@@ -37,6 +37,7 @@ class Call:
         max_length: Tokens that a row has at the end at most.
         lease: Of `store`; kept by the caller as long as the call lasts.
         pictures: Images of the rows.
+        continued: A cache of the first tokens of every row, which is gone on with in place of blocks.
         adapters: Of each row, where they differ; rows are then computed together.
 
     Raises:
@@ -56,6 +57,7 @@ class Call:
         lease: Lease,
         pictures: Pictures | None = None,
         adapters: list[str] | None = None,
+        continued: DynamicCache | None = None,
     ) -> None:
         self.model = model
         self.store = store
@@ -73,8 +75,11 @@ class Call:
         try:
             for prompt in self.prompts:
                 if len(prompt.tokens):
-                    self.rows.admit(prompt, reuse)
-            self._prepare(reuse)
+                    self.rows.admit(prompt, reuse and continued is None)
+            if continued is None:
+                self._prepare(reuse)
+            else:
+                self._go_on(continued)
         except BaseException:
             self.close()
             raise
@@ -102,6 +107,11 @@ class Call:
             prompt.later = []
         self.start = self.start if any(p.cached for p in self.prompts) else 0
         self.cache = self._lay_out({}) if self.start else self._empty()
+
+    def _go_on(self, cache: DynamicCache) -> None:
+        self.cache, self.start = cache, num_tokens(cache)
+        for prompt in self.prompts:
+            prompt.cached = min(max(self.start - prompt.pad, 0), len(prompt.tokens))
 
     def _may_split(self) -> bool:
         """Whether rows may be computed by themselves up to their last tokens, and these together."""

@@ -11,8 +11,9 @@ from ..loop import Loop
 from ..memory import default_num_blocks, memory_budget
 from ..reports import RequestReport
 from ..store import Store
-from ..support import UnsupportedError
+from ..support import CONTINUED, OWN_CACHE, UnsupportedError
 from .call import Call
+from .continued import goes_on, mark
 from .decoding import WatchedModel
 from .disk import DiskBlocks, disk_blocks
 from .host import HostBlocks
@@ -25,6 +26,7 @@ from .storage import BlockStorage
 from .vision import VisionOutputs
 
 LOOPS = ("greedy_search", "sample", "beam_search", "beam_sample", "assisted_generation")
+BY_TOKEN = ("greedy_search", "sample")
 BY_ROW = ("greedy_search", "sample", "assisted_generation")
 """Loops whose result has a row for each row of the cache."""
 
@@ -161,6 +163,15 @@ class Contiguous:
             pictures = Pictures(loop.model, store.vision, loop.images, loop.input_ids, kwargs, loop.repeats)
             if store.vision.goes_on is None:
                 store.vision.goes_on = probe_images(loop.model, loop.input_ids, mask, pictures)
+        continued = kwargs[loop.cache_name] if hasattr(kwargs[loop.cache_name], CONTINUED) else None
+        by_token = loop.mode in BY_TOKEN and loop.repeats == 1 and store.states is None and pictures is None
+        if continued is not None and not (
+            by_token
+            and not shown
+            and not config.prefill_chunk_size
+            and goes_on(continued, store, loop.input_ids, mask, (*keys, loop.adapters), salt)
+        ):
+            raise UnsupportedError(OWN_CACHE)
         lease = store.lease(loop.returns)  # before the call: an interrupt may come between its making and its name
         try:
             call = Call(
@@ -175,6 +186,7 @@ class Contiguous:
                 lease,
                 pictures,
                 loop.adapters,
+                continued,
             )
         except OutOfBlocks as error:
             raise UnsupportedError(
@@ -190,6 +202,8 @@ class Contiguous:
                     call.keep_answers(result if not hasattr(result, "sequences") else result.sequences, loop.eos)
                 except OutOfBlocks as error:
                     out_of_blocks(error)
+            if by_token and call.cache is not None and getattr(result, "past_key_values", None) is call.cache:
+                mark(call.cache, store, result.sequences, mask, (*keys, loop.adapters), salt)
         finally:
             try:
                 call.publish()
