@@ -61,6 +61,7 @@ def replay(
     capacity: int,
     progress: Callable[[int], None] | None = None,
     hints: str = "none",
+    hits_of_each: list[int] | None = None,
 ) -> Result:
     """Runs a trace at one capacity; see the module's docstring for the rules.
 
@@ -70,6 +71,7 @@ def replay(
         capacity: Blocks.
         progress: Called now and then with the number of requests done since the last call.
         hints: "none", or as `hints_of` takes it.
+        hits_of_each: Appended to for each request: blocks it hit.
 
     Examples:
         >>> from pc.cache.replay import Trace, replay
@@ -89,6 +91,8 @@ def replay(
         cached = pool.leading(digests)
         rest = digests[cached.size :]
         hits += cached.size
+        if hits_of_each is not None:
+            hits_of_each.append(cached.size)
         anywhere += cached.size + int(np.count_nonzero(pool.table.find(rest) >= 0))
         if cached.size:
             pool.hold(cached)

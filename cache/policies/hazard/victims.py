@@ -187,5 +187,8 @@ class Chooser:
     def _row_ending_in(self, block: int) -> int:
         """The row whose last block this is, or -1."""
         runs, code = self._runs, int(self._code[block])
-        row = int(runs.rows_of(np.array([code >> self._place_bits]))[0])
-        return row if runs.end[row] - 1 == code & ((1 << self._place_bits) - 1) else -1
+        serial, place = code >> self._place_bits, code & ((1 << self._place_bits) - 1)
+        row = int(runs.rows_of(np.array([serial]))[0])
+        if row == runs.count or runs.serial[row] != serial:
+            return -1  # released since runs were brought up to date: ranked with them next time
+        return row if runs.end[row] - 1 == place else -1

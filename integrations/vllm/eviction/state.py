@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -45,7 +44,6 @@ class PolicyState:
         self._num_free = num_free
         self.policy = policy
         self.order_only = type(policy) is LRU
-        self._takes_returns = "returns" in inspect.signature(policy.finished).parameters
         policy.bind(self)
 
     @property
@@ -141,10 +139,11 @@ class PolicyState:
         self.policy.hinted(np.array(ids, np.int32), priority, ttl)
 
     def finished(self, output_tokens: int, returns: float | None) -> None:
-        """A request has ended; its releases follow. A policy written before there was `returns` goes without."""
+        """A request has ended; its releases follow."""
         self.flush()
-        told = {"returns": returns} if returns is not None and self._takes_returns else {}
-        self.policy.finished(output_tokens, **told)
+        if returns is not None:
+            self.policy.returning(returns)
+        self.policy.finished(output_tokens)
 
     def clear(self) -> None:
         """The prefix cache was emptied."""

@@ -136,3 +136,22 @@ def test_what_is_known_of_a_request_is_forgotten_at_its_end(crowded):
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
     assert scheduler._hints == {}
     assert scheduler._hinted == {}
+
+
+def test_how_likely_a_conversation_goes_on_arrives_at_the_policy():
+    from pc.cache.policies import LRU
+    from pc.integrations.vllm.eviction.state import PolicyState
+
+    heard = []
+
+    class Listens(LRU):
+        def returning(self, probability):
+            heard.append(probability)
+
+        def finished(self, output_tokens):
+            heard.append(output_tokens)
+
+    state = PolicyState([], Listens(), lambda: 0)
+    state.finished(7, 0.25)
+    state.finished(3, None)
+    assert heard == [0.25, 7, 3]

@@ -1,0 +1,59 @@
+"""Generated traffic, and that the learned policy holds against lru on it; all kinds: python -m benchmarks.traffic."""
+
+from __future__ import annotations
+
+import runpy
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pc.cache.replay import Trace
+
+TRAFFIC = runpy.run_path(str(Path(__file__).parents[3] / "benchmarks" / "traffic.py"))
+ALL = {**TRAFFIC["KINDS"], **TRAFFIC["STRESS"]}
+
+
+def test_there_are_twenty_kinds_and_more():
+    assert len(TRAFFIC["KINDS"]) >= 20
+
+
+@pytest.mark.parametrize("kind", ALL)
+def test_a_name_stands_for_a_whole_prefix(kind):
+    trace, again = (TRAFFIC["generate"](kind, 300, seed=3) for _ in range(2))
+    assert [ids.tolist() for ids in trace.requests] == [ids.tolist() for ids in again.requests]
+    before: dict[int, int] = {}
+    for ids in trace.requests:
+        chain = [-1, *ids.tolist()]
+        for parent, block in pairwise(chain):
+            assert before.setdefault(block, parent) == parent
+    assert len(trace.requests) == len(trace.outputs) == 300
+
+
+QUICK = ["chat", "agents", "documents_drifting", "hot_set_and_scans", "tree_search", "law_flips", "concatenated"]
+
+
+@pytest.mark.parametrize("kind", QUICK)
+def test_the_learned_policy_never_hits_much_less_than_lru(kind):
+    trace = TRAFFIC["generate"](kind, 700)
+    for share in (0.03, 0.3):
+        capacity = round(share * trace.unique_blocks)
+        lru, ours, worst = TRAFFIC["against_lru"](trace, "hazard", capacity, 200)
+        assert ours >= (0.9 if kind in TRAFFIC["STRESS"] else 0.99) * lru
+        assert worst <= ours / lru + 1e-9 if ours else worst == 1
+
+
+def test_the_worst_window_is_found():
+    lru, ours = [4] * 40, [4] * 40
+    ours[20:30] = [1] * 10
+    assert TRAFFIC["worst_window"](ours, lru, 10) == 0.25
+    assert TRAFFIC["worst_window"](lru, ours, 40) > 1
+    assert TRAFFIC["worst_window"]([1] * 8, [0] * 8, 4) == 1
+
+
+def test_traces_one_after_the_other_share_nothing():
+    first = Trace("a", 16, [np.array([1, 2]), np.array([1, 3])], [5, 6], [0.0, 1.0])
+    both = TRAFFIC["one_after_the_other"]([first, first])
+    assert both.unique_blocks == 2 * first.unique_blocks
+    assert both.outputs == [5, 6, 5, 6]
