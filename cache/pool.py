@@ -493,7 +493,7 @@ class BlockPool:
             more = self.table.leading(digests, at)
             if more.size:
                 held, guessed = np.concatenate((held, more)) if at else more, True
-        if guessed:
+        if guessed and held.size:  # a guess may have been evicted whole
             self._remember(path, held)
         return held
 
