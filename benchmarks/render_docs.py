@@ -365,8 +365,38 @@ def render_work(page: Path) -> str:
     return "\n".join(lines)
 
 
+KINDS = {
+    "full attention": "Llama Qwen2 Qwen3 Qwen3Moe Mixtral Phi3 Olmo2 Glm4 Glm4Moe Granite SmolLM3 GPT2 Bloom Falcon",
+    "windows, chunks, sinks": "Mistral Gemma2 Gemma3 Gemma4 GptOss Llama4 Cohere2 Olmo3 Exaone4",
+    "latent attention": "MiniCPM3 Glm4MoeLite",
+    "attention and recurrent states": "Qwen3Next Qwen3_5 NemotronH Lfm2 OlmoHybrid",
+    "vision-language": "Gemma3 Gemma4 Llava LlavaNext LlavaOnevision Qwen3VL Qwen3_5 InternVL Idefics3 SmolVLM",
+    "handed back": "Mamba FalconMamba RecurrentGemma DeepseekV32 Mpt",
+}
+"""Families that a newcomer looks for; README shows those of them that `pc families` found so."""
+
+
+def render_families(page: Path) -> str:
+    """A line for each kind of model, from the table of every class in docs/huggingface.md."""
+    source = ROOT / "docs" / "huggingface.md"
+    table = re.findall(r"^\| (\w+) \| (served|handed back) \|", source.read_text(encoding="utf-8"), re.MULTILINE)
+    lines = ["| models | families, of those that were run |", "|---|---|"]
+    for kind, names in KINDS.items():
+        outcome = "handed back" if kind == "handed back" else "served"
+        suffixes = ("ForConditionalGeneration",) if kind == "vision-language" else ("ForCausalLM", "LMHeadModel")
+        found = {
+            name.removesuffix(end) for name, was in table if was == outcome for end in suffixes if name.endswith(end)
+        }
+        lines.append(f"| {kind} | {', '.join(name for name in names.split() if name in found)} |")
+    served = sum(was == "served" for _, was in table)
+    return "\n".join(
+        [*lines, "", f"{served} classes of transformers are served: [every one]({_link(page, source)}#families)."]
+    )
+
+
 RENDERERS: dict[str, Callable[..., str]] = {
     "work": render_work,
+    "families": render_families,
     "operator": render_operator,
     "operators": render_operators,
     "gpu": render_gpu,
