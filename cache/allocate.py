@@ -64,6 +64,7 @@ def admit(state: ManagerState, request_id: Hashable, request: Request, hit: Hit)
         state.require([part.lengths.size for part in parts], held)
     hinted = request.priority or request.ttl is not None
     tables = request.tables
+    state.running[request_id] = request  # before anything is taken: comparing ids is the caller's code
     for pool, (table, mine, where, lengths, _) in zip(pools, parts, strict=True):
         if mine.size:
             if state.adopted is None:
@@ -93,12 +94,11 @@ def admit(state: ManagerState, request_id: Hashable, request: Request, hit: Hit)
                     break
                 node.taken = tables[0][node.begin : node.end].copy()
         chain.path = []
-    state.running[request_id] = request
     wait_for = None
     if hit.blocks < len(request.digests):
         digest = request.digests[hit.blocks].tobytes()
         wait_for = state.writers.setdefault(digest, request_id)
-        if wait_for == request_id:
+        if wait_for is request_id:
             wait_for, request.writing = None, digest
     copies: list[Pairs] | None = None
     loads: list[Pairs] | None = None

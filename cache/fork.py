@@ -19,8 +19,8 @@ def fork(state: ManagerState, request_id: Hashable, new_request_id: Hashable) ->
             "the state of a recurrent group is there only once it has been computed"
         )
     child = parent.copy()
+    state.running[new_request_id] = child
     for group, pool in enumerate(state.pools):
         pool.share(child.held(group))
     if length % state.block_size:
         child.shared_tail = parent.shared_tail = parent.shared_tail or SharedTail(length)
-    state.running[new_request_id] = child

@@ -94,9 +94,9 @@ def encode_tokens(token_ids: TokenIds, name: str = "token_ids") -> array[int]:
         except TypeError:
             odd = next((t for t in token_ids if not isinstance(t, int)), None)
             raise TypeError(f"{name}: got an element of type {type(odd).__name__}, needs integers") from None
-    if isinstance(token_ids, (str, bytes)):
-        raise TypeError(f"{name}: got {type(token_ids).__name__}, needs a sequence of integers")
     values = np.asarray(token_ids)
+    if isinstance(token_ids, (str, bytes, bytearray)) or (values.ndim == 0 and values is not token_ids):
+        raise TypeError(f"{name}: got {type(token_ids).__name__}, needs a sequence of integers")
     if values.ndim != 1:
         raise TypeError(f"{name}: got shape {list(values.shape)}, needs [num_tokens]")
     if values.size and values.dtype.kind not in "iu":
@@ -126,7 +126,7 @@ class BlockHasher:
     """
 
     def __init__(self, algorithm: str, block_size: int, seed: int | None = None, words: int | None = None) -> None:
-        if algorithm not in ALGORITHMS:
+        if not isinstance(algorithm, str) or algorithm not in ALGORITHMS:
             raise ValueError(f"hash_algorithm: got {algorithm!r}, needs one of {', '.join(ALGORITHMS)}")
         self.algorithm = algorithm
         self.block_size = block_size

@@ -61,6 +61,7 @@ def encode_key(key: Key, name: str = "extra_keys") -> bytes:
 
     Raises:
         TypeError: A key that is none of None, str, bytes, int, tuple and list.
+        ValueError: An integer of more than 14000 bits.
     """
     kind = type(key)
     if key is None:
@@ -70,6 +71,8 @@ def encode_key(key: Key, name: str = "extra_keys") -> bytes:
     elif isinstance(key, bytes) and kind is bytes:
         tag, body = b"b", key
     elif isinstance(key, int) and kind is int:
+        if key.bit_length() > 14000:  # Python writes no more than 4300 digits unless it is told to
+            raise ValueError(f"{name}: got an integer of {key.bit_length()} bits, needs at most 14000")
         tag, body = b"i", b"%d" % key
     elif isinstance(key, (tuple, list)) and kind in (tuple, list):
         return b"t" + struct.pack("<Q", len(key)) + b"".join([encode_key(item, name) for item in key])
@@ -96,10 +99,13 @@ def encode_keys(extra_keys: ExtraKeys = None, salt: Key = None) -> EncodedKeys:
     if extra_keys is None and salt is None:
         return NO_KEYS
     items = () if extra_keys is None else extra_keys if type(extra_keys) in (list, tuple) else (extra_keys,)
-    frozen = tuple([_freeze(item) for item in items])  # type: ignore[union-attr]
-    placed = [(_position(item.position), encode_key(item.key)) for item in frozen if isinstance(item, KeyAt)]
-    plain = [encode_key(item) for item in items if not isinstance(item, KeyAt)]  # type: ignore[arg-type, union-attr]
-    header = encode_key(salt, "salt") + struct.pack("<I", len(plain)) + b"".join(plain)
+    try:
+        frozen = tuple([_freeze(item) for item in items])  # type: ignore[union-attr]
+        placed = [(_position(item.position), encode_key(item.key)) for item in frozen if isinstance(item, KeyAt)]
+        plain = [encode_key(item) for item in items if not isinstance(item, KeyAt)]  # type: ignore[arg-type, union-attr]
+        header = encode_key(salt, "salt") + struct.pack("<I", len(plain)) + b"".join(plain)
+    except RecursionError:
+        raise ValueError("extra_keys, salt: got keys within keys without end, needs a few levels") from None
     given = None if extra_keys is None else frozen if type(extra_keys) in (list, tuple) else frozen[0]
     return EncodedKeys(header, tuple(sorted(placed)), given)
 

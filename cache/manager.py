@@ -177,7 +177,7 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
         """Starts a request: finds its cached blocks and takes blocks for the rest.
 
         Args:
-            request_id: Any hashable that no running request has.
+            request_id: Any hashable that no running request has; one that equals another is the same id.
             token_ids: The prompt: list, array or numpy array of integers.
             extra_keys: What decides the KV besides tokens: one key or a list of several, plain (LoRA name) or `KeyAt`.
                 Read now: what becomes of the list later does not matter.
@@ -205,8 +205,8 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
         """
         if reuse not in REUSES:
             raise ValueError(f"reuse: got {reuse!r}, needs one of {', '.join(REUSES)}")
-        if priority or ttl is not None:
-            _check_hint(priority, ttl)
+        if type(priority) is not int or priority or ttl is not None:
+            priority = _check_hint(priority, ttl)
         tokens = encode_tokens(token_ids)
         wanted = len(tokens)
         if num_tokens is not None:
@@ -485,6 +485,7 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
             >>> manager.block_table("a")
             array([0, 1, 2], dtype=int32)
         """
+        group = _integer("group", group)
         with self._lock:
             request = self._state.get(request_id)
             if not 0 <= group < len(self.groups):
@@ -580,14 +581,15 @@ def _free(state: ManagerState, request_id: Hashable, returns: float | None) -> N
 
 def _integer(name: str, value: Any) -> int:
     try:
-        return index(value)
+        number = index(value)
     except TypeError:
-        raise TypeError(f"{name}: got {type(value).__name__}, needs an int") from None
+        number = None
+    if number is None or isinstance(value, bool):
+        raise TypeError(f"{name}: got {type(value).__name__}, needs an int")
+    return number
 
 
 def _count(name: str, value: Any, least: int = 1) -> int:
-    if isinstance(value, bool):
-        raise TypeError(f"{name}: got bool, needs an int")
     if not least <= (number := _integer(name, value)) < 1 << 30:
         raise ValueError(f"{name}: got {value}, needs at least {least}" + (" and below 2**30" if number > 0 else ""))
     return number
@@ -601,12 +603,15 @@ def _probability(name: str, value: Any) -> float:
     return float(value)
 
 
-def _check_hint(priority: Any, ttl: Any) -> None:
-    if not -(1 << 31) <= _integer("priority", priority) < 1 << 31:
+def _check_hint(priority: Any, ttl: Any) -> int:
+    """The priority as an int."""
+    number = _integer("priority", priority)
+    if not -(1 << 31) <= number < 1 << 31:
         raise ValueError(f"priority: got {priority}, needs 32 bits")
     if ttl is None:
-        return
+        return number
     if not isinstance(ttl, int | float | np.number):
         raise TypeError(f"ttl: got {type(ttl).__name__}, needs seconds or None")
     if not ttl >= 0:
         raise ValueError(f"ttl: got {ttl}, needs at least 0 seconds")
+    return number

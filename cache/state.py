@@ -159,7 +159,7 @@ class ManagerState:
     def start_writing(self, request_id: Hashable, request: Request, digest: bytes) -> Hashable:
         """Says that a request computes the block of this hash, unless another one does: then returns who."""
         writer = self.writers.setdefault(digest, request_id)
-        if writer != request_id:
+        if writer is not request_id:
             return writer
         request.writing = digest
         return None

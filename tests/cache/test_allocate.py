@@ -113,3 +113,51 @@ def test_an_allocate_that_hits_takes_few_calls(cached):
         sys.setprofile(None)
     assert allocation.num_cached_tokens == min(16 * cached, 1023)
     assert len(calls) <= 20, calls
+
+
+class Odd:
+    """An id whose comparison fails the n-th time; all have one hash, so that a dict has to compare them."""
+
+    left = 1 << 30
+
+    def __hash__(self):
+        return 5
+
+    def __eq__(self, other):
+        Odd.left -= 1
+        if not Odd.left:
+            raise ArithmeticError
+        return self is other
+
+
+@pytest.mark.parametrize("verb", ["allocate", "fork"])
+def test_an_id_that_fails_to_be_compared_costs_nothing(manager, verb):
+    ids, failed = [Odd(), Odd()], 0
+    manager.allocate(ids[0], list(range(9)))
+    calls = {"allocate": lambda: manager.allocate(ids[1], list(range(9))), "fork": lambda: manager.fork(*ids)}
+    for times in range(1, 9):
+        Odd.left = times
+        try:
+            calls[verb]()
+        except ArithmeticError:
+            failed += 1
+        else:
+            Odd.left = 1 << 30
+            manager.free(ids[1])
+        Odd.left = 1 << 30
+        manager.check()
+        assert (manager.stats().num_requests, manager.stats().held_blocks) == (1, 3)
+    assert failed >= 2
+    manager.free(ids[0])
+
+
+def test_an_id_that_does_not_equal_itself_serves(manager):
+    name = float("nan")
+    assert manager.allocate(name, list(range(9))).wait_for is None
+    manager.check()
+    assert manager.allocate("b", list(range(9))).wait_for is name
+    manager.free("b")
+    manager.commit(name, 9)
+    manager.check()
+    manager.free(name)
+    assert manager.stats().held_blocks == 0

@@ -155,3 +155,19 @@ def test_keys_and_salts_keep_requests_apart(manager, one, two):
 def test_text_before_an_image_is_shared(manager):
     run(manager, "a", list(range(12)), extra_keys=pc.KeyAt(5, "image"))
     assert manager.allocate("b", list(range(12)), extra_keys=pc.KeyAt(6, "other")).num_cached_tokens == 4
+
+
+def test_keys_that_hold_themselves_are_refused():
+    endless = []
+    endless.append(endless)
+    manager = pc.CacheManager(4)
+    for options in ({"extra_keys": endless}, {"extra_keys": [pc.KeyAt(0, endless)]}, {"salt": endless}):
+        with pytest.raises(ValueError, match="extra_keys, salt: got keys within keys"):
+            manager.allocate("a", [1], **options)
+    assert manager.stats().num_requests == 0
+
+
+def test_an_integer_too_long_to_be_written_is_refused_by_name():
+    with pytest.raises(ValueError, match="salt: got an integer of 20001 bits, needs at most 14000"):
+        pc.CacheManager(4).allocate("a", [1], salt=1 << 20000)
+    assert encode_key((1 << 14000) - 1)

@@ -32,7 +32,16 @@ def test_bad_arguments_are_refused_by_name(manager):
 
 
 @pytest.mark.parametrize(
-    "hint", [{"priority": "x"}, {"priority": 1.5}, {"ttl": "x"}, {"ttl": -1.0}, {"ttl": float("nan")}]
+    "hint",
+    [
+        {"priority": "x"},
+        {"priority": 1.5},
+        {"priority": None},
+        {"priority": True},
+        {"ttl": "x"},
+        {"ttl": -1.0},
+        {"ttl": float("nan")},
+    ],
 )
 def test_a_bad_hint_changes_nothing(hint):
     m = pc.CacheManager(4, block_size=4, policy="priority")
@@ -42,12 +51,14 @@ def test_a_bad_hint_changes_nothing(hint):
     assert m.stats().num_requests == 0
 
 
-@pytest.mark.parametrize("value", [1.0, "1", None])
+@pytest.mark.parametrize("value", [1.0, "1", None, True])
 def test_positions_are_integers(manager, value):
     manager.allocate("a", [1, 2])
     for call in (manager.commit, manager.rollback):
         with pytest.raises(TypeError, match="num_tokens"):
             call("a", value)
+    with pytest.raises(TypeError, match="group"):
+        manager.block_table("a", value)
     manager.commit("a", np.int64(2))
     manager.rollback("a", np.int64(1))
 
