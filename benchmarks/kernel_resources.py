@@ -31,8 +31,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from pc.bench import PACKAGE, load_benchmarks
-from pc.triton_ops._attention import constants, launch, prepare, tuned
-from pc.triton_ops._attention.call import AttentionCall
+from pc.triton_ops._attention import constants, launch, lists_launch, prepare, tuned
+from pc.triton_ops._attention.call import TENSORS, AttentionCall
 from pc.triton_ops._attention.constants import Architecture
 
 load_benchmarks()
@@ -164,6 +164,7 @@ def attention_case(
     offset: int = 0,
     head_tables: bool = False,
     tree: bool = False,
+    top_k: int = 0,
 ) -> None:
     """One attention call on small tensors; `offset`: elements by which the query misses an aligned address."""
     if descriptors or specialized:
@@ -181,28 +182,31 @@ def attention_case(
     scale = None if cache_dtype is None else torch.ones(1)
     tables = torch.zeros(num_seqs, *[heads[1]] * head_tables, max_blocks, dtype=torch.int32)
     starts = torch.arange(num_seqs + 1, dtype=torch.int32) * q_len
-    launch.launch_attention(
-        AttentionCall(
-            query=query,
-            key_cache=cache,
-            value_cache=values,
-            block_tables=tables,
-            seq_lens=torch.full((num_seqs,), 4096, dtype=torch.int32),
-            query_start_loc=starts,
-            scale=head_dim**-0.5,
-            query_positions=torch.zeros(num_tokens, dtype=torch.int32) if positions else None,
-            window=window,
-            num_sink_tokens=4 if window else 0,
-            softcap=30.0 if options else 0.0,
-            alibi_slopes=torch.ones(heads[0]) if options else None,
-            sinks=torch.ones(heads[0]) if options else None,
-            k_scale=scale,
-            v_scale=scale,
-            max_query_len=q_len,
-            batch_invariant=batch_invariant,
-            tree_mask=torch.zeros(num_tokens, -(-q_len // 32), dtype=torch.int32) if tree else None,
-        )
+    call = AttentionCall(
+        query=query,
+        key_cache=cache,
+        value_cache=values,
+        block_tables=tables,
+        seq_lens=torch.full((num_seqs,), 4096, dtype=torch.int32),
+        query_start_loc=starts,
+        scale=head_dim**-0.5,
+        query_positions=torch.zeros(num_tokens, dtype=torch.int32) if positions else None,
+        window=window,
+        num_sink_tokens=4 if window else 0,
+        softcap=30.0 if options else 0.0,
+        alibi_slopes=torch.ones(heads[0]) if options else None,
+        sinks=torch.ones(heads[0]) if options else None,
+        k_scale=scale,
+        v_scale=scale,
+        max_query_len=q_len,
+        batch_invariant=batch_invariant,
+        tree_mask=torch.zeros(num_tokens, -(-q_len // 32), dtype=torch.int32) if tree else None,
     )
+    if top_k:
+        call = call.changed(query_blocks=torch.zeros(num_tokens, heads[1], top_k, dtype=torch.int32))
+        lists_launch.prepare_lists(call, False, True, None)(TENSORS(call))
+    else:
+        launch.launch_attention(call)
 
 
 def write_case(cache_dtype: torch.dtype | None = None, head_dim: int = 128) -> None:
@@ -301,6 +305,11 @@ CASES: dict[str, Callable[[], None]] = {
     "verify bf16 d128 g4 q8": lambda: attention_case(q_len=8),
     "verify bf16 d128 g4 tree of 6": lambda: attention_case(q_len=6, tree=True, positions=True),
     "verify bf16 d128 g4 tree of 64": lambda: attention_case(q_len=64, tree=True, positions=True),
+    "decode bf16 d128 g4 lists": lambda: attention_case(top_k=64),
+    "decode bf16 d128 g16 lists block64": lambda: attention_case(heads=(64, 4), block_size=64, top_k=16),
+    "prefill bf16 d128 g4 lists": lambda: attention_case(q_len=512, top_k=64),
+    "prefill bf16 d128 g4 e4m3 lists": lambda: attention_case(q_len=512, cache_dtype=_E4M3, top_k=64),
+    "prefill bf16 d256 g8 lists": lambda: attention_case(q_len=512, head_dim=256, heads=(8, 1), top_k=64),
     "prefill bf16 d64 g8": lambda: attention_case(head_dim=64, heads=(64, 8), q_len=512),
     "prefill bf16 d128 g4": lambda: attention_case(q_len=512),
     "prefill bf16 d128 g4 block64": lambda: attention_case(q_len=512, block_size=64),

@@ -36,6 +36,7 @@ def sparse_gap_attention(
     plan: torch.Tensor | None = None,
     batch_invariant: bool = False,
     tree_mask: torch.Tensor | None = None,
+    query_blocks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention over a cache with gaps, at the cost of its live tokens only.
 
@@ -57,6 +58,8 @@ def sparse_gap_attention(
             position seq_len - q_len + 32 * w + b of its sequence, one of this call's own tokens: among these the mask
             alone decides, whatever window and query_positions; keys before them follow the rule above. The ancestors
             of a token come before it, and its own bit is set by the caller.
+        query_blocks: `[num_tokens, num_kv_heads, top_k]` int32: the logical blocks that a query attends to, ascending,
+            then -1 for none; the rule above holds within them. They need no plan. Not together with tree_mask.
 
     Examples:
         >>> cache = torch.randn(8, 16, 2, 64)  # 8 blocks of 16 slots, 2 KV heads

@@ -117,6 +117,7 @@ class AttentionCall(BatchCall):
     max_seq_len: int | None = None
     plan: torch.Tensor | None = None
     tree_mask: torch.Tensor | None = None
+    query_blocks: torch.Tensor | None = None
 
     @property
     def block_size(self) -> int:
@@ -144,7 +145,7 @@ _signatures: Decisions[object] = Decisions()
 
 TENSOR_NAMES = (
     *("query", "key_cache", "value_cache", "block_tables", "seq_lens", "query_start_loc", "query_positions"),
-    *("plan", "alibi_slopes", "sinks", "k_scale", "v_scale", "tree_mask"),
+    *("plan", "alibi_slopes", "sinks", "k_scale", "v_scale", "tree_mask", "query_blocks"),
 )
 TENSORS: Callable[[AttentionCall], tuple[Any, ...]] = attrgetter(*TENSOR_NAMES)
 """The tensors that a launch takes, in its order; None for those that are not given."""

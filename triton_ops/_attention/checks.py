@@ -194,6 +194,16 @@ def check_attention(call: AttentionCall) -> None:
             raise bad_argument("tree_mask", f"shape {list(mask.shape)}", f"{num_tokens} rows, one per row of query")
         if mask.shape[1] > 1 and mask.stride(1) != 1:
             raise bad_argument("tree_mask", f"strides {list(mask.stride())}", "a contiguous last dimension")
+    if call.query_blocks is not None:
+        lists = call.query_blocks
+        check_tensor("query_blocks", lists, 3, "[num_tokens, num_kv_heads, top_k]", (torch.int32,), device)
+        if lists.shape[:2] != (num_tokens, num_kv_heads):
+            needs = f"[{num_tokens}, {num_kv_heads}, top_k], one list per row of query and KV head"
+            raise bad_argument("query_blocks", f"shape {list(lists.shape)}", needs)
+        if lists.shape[2] > 1 and lists.stride(2) != 1:
+            raise bad_argument("query_blocks", f"strides {list(lists.stride())}", "a contiguous last dimension")
+        if call.tree_mask is not None:
+            raise bad_argument("query_blocks", describe(lists), "None with tree_mask")
     if call.softcap < 0:
         raise bad_argument("softcap", call.softcap, "0 (off) or a positive number")
     if call.plan is not None:
@@ -246,6 +256,8 @@ def check_attention_values(call: AttentionCall) -> None:
             of_head = f", KV head {head[0]}" if head else ""
             got = f"{own[place]} in row {row}{of_head}, column {column}"
             raise bad_argument("block_tables", got, f"-1 to {num_blocks - 1}")
+    if call.query_blocks is not None:
+        _check_lists(call.query_blocks, call, lens, starts)
     if call.tree_mask is not None:
         _check_tree(call.tree_mask, call, starts)
     if call.num_shared_blocks:
@@ -258,6 +270,21 @@ def check_attention_values(call: AttentionCall) -> None:
             falls[:] = False
         if (positions < 0).any() or falls.any():
             raise bad_argument("query_positions", positions.tolist()[:16], "positions that ascend within each sequence")
+
+
+def _check_lists(lists: torch.Tensor, call: AttentionCall, lens: list[int], starts: list[int]) -> None:
+    own = lists.cpu().numpy()[: starts[-1]]
+    blocks = np.repeat([-(-length // call.block_size) for length in lens], np.diff(starts))[:, None, None]
+    wrong = (own < -1) | (own >= blocks)
+    if wrong.any():
+        query, head, place = np.argwhere(wrong)[0].tolist()
+        got = f"block {own[query, head, place]} for query {query}, KV head {head}"
+        raise bad_argument("query_blocks", got, f"-1 to {blocks[query, 0, 0] - 1}, the blocks of its sequence")
+    falls = (own[..., 1:] >= 0) & (own[..., 1:] <= own[..., :-1]) | (own[..., 1:] >= 0) & (own[..., :-1] < 0)
+    if falls.any():
+        query, head, _ = np.argwhere(falls)[0].tolist()
+        got = f"{own[query, head].tolist()[:16]} for query {query}, KV head {head}"
+        raise bad_argument("query_blocks", got, "blocks that ascend, then -1")
 
 
 def tree_bits(mask: torch.Tensor, num_keys: int) -> np.ndarray:

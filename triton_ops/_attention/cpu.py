@@ -8,6 +8,7 @@ are merged by their log-sum-exp, so that no [queries, keys] matrix is ever built
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -45,7 +46,9 @@ def attend(call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
     query = call.query
     out = query.new_zeros((*query.shape[:2], call.value_cache.shape[3]))
     lse = query.new_full(query.shape[:2], -math.inf, dtype=torch.float32)
-    if call.block_tables.dim() == 3:
+    if call.query_blocks is not None:
+        _attend_lists(call, out, lse)
+    elif call.block_tables.dim() == 3:
         _attend_heads(call, out, lse)
     else:
         _attend_sequences(call, out, lse, set())
@@ -112,7 +115,7 @@ def _attend_heads(call: AttentionCall, out: torch.Tensor, lse: torch.Tensor) -> 
         attend_rows(*_opened(call), rows, call.scale, out, lse)
     if len(done) < call.seq_lens.shape[0]:
         for head in range(call.table_heads):
-            heads, own = _of_head(call, head)
+            heads, own = _of_head(call, head, call.table_heads)
             _attend_sequences(own, out[:, heads], lse[:, heads], done)
 
 
@@ -120,28 +123,78 @@ def _single_rows(call: AttentionCall) -> tuple[list[Row], set[int]]:
     """A row per KV head of the sequences that have one query, and their indices."""
     lens, starts = call.seq_lens.tolist(), call.query_start_loc.tolist()
     tables, size = call.block_tables.numpy(), call.block_size
-    rows, done = [], set()
+    rows: list[Row] = []
+    done: set[int] = set()
     for i, seq_len in enumerate(lens):
         if starts[i + 1] - starts[i] != 1:
             continue
         done.add(i)
         position = seq_len - 1 if call.query_positions is None else int(call.query_positions[starts[i]])
-        begin, end = 0, min(seq_len, position + 1) if call.causal else seq_len
-        if call.window:
-            begin, end = max(0, position - call.window + 1), min(end, position + call.window)
-        sink_end = min(call.num_sink_tokens, begin) if call.window else 0
         for head in range(call.table_heads):
-            own = tables[i, head, : -(-max(0, end) // size)]
-            logical = np.flatnonzero(own >= 0)
-            if begin:
-                logical = logical[(logical * size + size > begin) | (logical * size < sink_end)]
-            rows.append(Row(starts[i], head, logical, own[logical], begin, end, sink_end))
+            own = tables[i, head, : -(-max(0, seq_len) // size)]
+            rows.append(_row_of(starts[i], head, np.flatnonzero(own >= 0), own, position, seq_len, call))
     return rows, done
 
 
-def _of_head(call: AttentionCall, head: int) -> tuple[slice, AttentionCall]:
-    """Query heads of a KV head that has a block table of its own, and the call of these alone."""
-    group = call.query.shape[1] // call.table_heads
+def _attend_lists(call: AttentionCall, out: torch.Tensor, lse: torch.Tensor) -> None:
+    """A list of blocks per query and KV head: queries in a row that have the same are taken together."""
+    assert call.query_blocks is not None
+    lens, starts = call.seq_lens.tolist(), call.query_start_loc.tolist()
+    tables, lists = call.block_tables.numpy(), call.query_blocks.numpy()
+    plain = call.softcap == 0 and call.alibi_slopes is None
+    rows: list[Row] = []
+    one = torch.tensor([0, 1], dtype=torch.int32)
+    for i, seq_len in enumerate(lens):
+        begin, end = starts[i], starts[i + 1]
+        if begin == end or seq_len == 0:
+            continue
+        positions = np.arange(seq_len - (end - begin), seq_len)
+        if call.query_positions is not None:
+            positions = call.query_positions.numpy()[begin:end].astype(np.int64)
+        for head in range(lists.shape[1]):
+            table = tables[i] if tables.ndim == 2 else tables[i, head]
+            own = lists[begin:end, head]
+            changes = np.flatnonzero((own[1:] != own[:-1]).any(axis=1)) + 1
+            for first, last in itertools.pairwise([0, *changes.tolist(), end - begin]):
+                logical = own[first][own[first] >= 0]
+                logical = logical[table[logical] >= 0]
+                if plain and last - first == 1:
+                    rows.append(_row_of(begin + first, head, logical, table, int(positions[first]), seq_len, call))
+                    continue
+                kept = np.full_like(table, -1)
+                kept[logical] = table[logical]
+                heads, part = _of_head(call, head, lists.shape[1])
+                run = slice(begin + first, begin + last)
+                part = part.changed(
+                    query=part.query[run],
+                    block_tables=torch.from_numpy(kept)[None],
+                    seq_lens=call.seq_lens[i : i + 1],
+                    query_start_loc=one * (last - first),
+                    query_positions=torch.from_numpy(positions[first:last].astype(np.int32)),
+                    query_blocks=None,
+                )
+                _attend_sequences(part, out[run, heads], lse[run, heads], set())
+    attend_rows(*_opened(call), rows, call.scale, out, lse)
+
+
+def _row_of(
+    token: int, head: int, logical: np.ndarray, table: np.ndarray, position: int, seq_len: int, call: AttentionCall
+) -> Row:
+    """A query at `position` over those of some present blocks that it reaches."""
+    size = call.block_size
+    begin, end = 0, min(seq_len, position + 1) if call.causal else seq_len
+    if call.window:
+        begin, end = max(0, position - call.window + 1), min(end, position + call.window)
+    sink_end = min(call.num_sink_tokens, begin) if call.window else 0
+    logical = logical[logical * size < end]
+    if begin:
+        logical = logical[(logical * size + size > begin) | (logical * size < sink_end)]
+    return Row(token, head, logical, table[logical], begin, end, sink_end)
+
+
+def _of_head(call: AttentionCall, head: int, kv_heads: int) -> tuple[slice, AttentionCall]:
+    """Query heads of a KV head that has keys of its own, and the call of these alone."""
+    group = call.query.shape[1] // kv_heads
     heads = slice(head * group, (head + 1) * group)
 
     def part(per_head: torch.Tensor | None, of: slice) -> torch.Tensor | None:
@@ -152,7 +205,7 @@ def _of_head(call: AttentionCall, head: int) -> tuple[slice, AttentionCall]:
         query=call.query[:, heads],
         key_cache=call.key_cache[:, :, own],
         value_cache=call.value_cache[:, :, own],
-        block_tables=call.block_tables[:, head],
+        block_tables=call.block_tables if call.block_tables.dim() == 2 else call.block_tables[:, head],
         alibi_slopes=part(call.alibi_slopes, heads),
         sinks=part(call.sinks, heads),
         k_scale=part(call.k_scale, own),

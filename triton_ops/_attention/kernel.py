@@ -60,6 +60,32 @@ def _halved(q):
 
 
 @triton.jit
+def _scaled_queries(
+    q, scale, softcap, k_scale_ptr, kv_head,
+    SCALES: tl.constexpr, CODES: tl.constexpr, SOFTCAP: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Queries, the factor that brings their scores to base 2 (ROWS: one a row), and softcap in base 2."""
+    qk_scale = scale
+    if SCALES > 0:
+        qk_scale *= tl.cast(tl.load(k_scale_ptr + kv_head * (SCALES - 1)), tl.float32)
+    if CODES >= E4M3_BITS:
+        qk_scale *= 256.0
+    # A softmax step takes the maximum before it multiplies, and -inf times 0 is NaN: the factor is made positive.
+    q = tl.where(qk_scale < 0, -q, q)
+    factor = tl.maximum(tl.abs(qk_scale), 1e-30)
+    if SOFTCAP:
+        factor /= softcap
+        softcap *= LOG2E
+    else:
+        factor *= LOG2E
+    if ROWS:
+        # Codes are exact in float16, and it takes one instruction for two of them where bfloat16 takes four.
+        q, power = _halved(q)
+        factor = factor * power
+    return q, factor, softcap
+
+
+@triton.jit
 def _attend_rows(
     query_ptr, key_ptr, value_ptr, out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, table_ptr, positions_ptr,
     alibi_ptr, sinks_ptr, k_scale_ptr, v_scale_ptr, visits_ptr,
@@ -169,24 +195,8 @@ def _attend_rows(
         value_source, stride_vb = _rows_of_head(
             value_ptr, num_blocks, stride_vb, stride_vt, BLOCK_SIZE, VALUE_DIM, BLOCK_N, BLOCK_V
         )
-    qk_scale = scale
-    if SCALES > 0:
-        qk_scale *= tl.cast(tl.load(k_scale_ptr + kv_head * (SCALES - 1)), tl.float32)
-    if CODES >= E4M3_BITS:
-        qk_scale *= 256.0
-    # A softmax step takes the maximum before it multiplies, and -inf times 0 is NaN: the factor is made positive.
-    q = tl.where(qk_scale < 0, -q, q)
-    factor = tl.maximum(tl.abs(qk_scale), 1e-30)
-    if SOFTCAP:
-        factor /= softcap
-        softcap *= LOG2E
-    else:
-        factor *= LOG2E
     ROWS: tl.constexpr = CODES != PLAIN_CACHE and query_ptr.dtype.element_ty == tl.bfloat16
-    if ROWS:
-        # Codes are exact in float16, and it takes one instruction for two of them where bfloat16 takes four.
-        q, power = _halved(q)
-        factor = factor * power
+    q, factor, softcap = _scaled_queries(q, scale, softcap, k_scale_ptr, kv_head, SCALES, CODES, SOFTCAP, ROWS)
     SHIFT: tl.constexpr = 15 if ROWS or query_ptr.dtype.element_ty == tl.float16 else 0
     slope = tl.zeros([BLOCK_M], tl.float32)
     if ALIBI:

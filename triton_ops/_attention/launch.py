@@ -16,6 +16,7 @@ from .._triton import INTERPRET, require_triton, triton
 from .call import TENSOR_NAMES, TENSORS, AttentionCall
 from .checks import check_attention, check_grad
 from .kernel import _attention_kernel
+from .lists_launch import prepare_lists
 from .merge import _merge_splits_kernel
 from .plan import launch_plan
 from .prepare import Prepared, prepare
@@ -55,6 +56,16 @@ def prepare_attention(names: tuple[str, ...], with_lse: bool, *values: Any) -> C
         values: The call's arguments.
     """
     call = AttentionCall.of(names, values, {})
+    places = [names.index(name) if name in names else len(names) for name in TENSOR_NAMES]
+    tensors = itemgetter(*places)
+    if call.query_blocks is not None:
+        require_triton("attention")
+        check_attention(call)
+        if 0 not in call.query.shape[:2] and 0 not in call.block_tables.shape:
+            run = prepare_lists(call, with_lse, aligned(*TENSORS(call)), _visits)
+            if with_lse:
+                return lambda *values: run(tensors((*values, None)))
+            return lambda *values: run(tensors((*values, None)))[0]
     prepared = _decided(call, with_lse)
     if prepared is None:
 
@@ -63,8 +74,7 @@ def prepare_attention(names: tuple[str, ...], with_lse: bool, *values: Any) -> C
             return results if with_lse else results[0]
 
         return none
-    places = [names.index(name) if name in names else len(names) for name in TENSOR_NAMES]
-    tensors, launch = itemgetter(*places), _launcher_of(prepared)
+    launch = _launcher_of(prepared)
     if with_lse:
         return lambda *values: launch(prepared, tensors((*values, None)))
     return lambda *values: launch(prepared, tensors((*values, None)))[0]
@@ -152,7 +162,7 @@ def _run_described(prepared: Prepared, tensors: tuple[Any, ...]) -> Result:
 def _run(prepared: Prepared, tensors: tuple[Any, ...]) -> Result:
     """Launches what was decided, on the addresses of this call: its TENSORS."""
     query, key_cache, value_cache, tables, seq_lens, starts, *others = tensors
-    positions, plan, alibi, sinks, k_scale, v_scale, tree = others
+    positions, plan, alibi, sinks, k_scale, v_scale, tree, _ = others
     results = prepared.results
     # Of a contiguous tensor, half the time of `new_empty`.
     out = torch.empty_like(query) if results.like_query else query.new_empty(results.shape, dtype=results.dtype)

@@ -40,7 +40,17 @@ DEAD_TILES, PARTIAL_TILES = kernel_constants(1, 2)
 # Arguments of the kernels that differ from step to step: nothing is compiled for their values.
 LENGTHS = ["num_seqs", "num_tokens", "max_tiles", "max_items", "max_q", "num_splits", "target_items", "extra_items"]
 LENGTHS += ["window", "num_sink_tokens", "key_begin", "num_blocks", "stride_bt", "stride_bh", "prefix_len"]
-LENGTHS += ["num_rows", "tree_keys", "stride_tree"]
+LENGTHS += [
+    "num_rows",
+    "tree_keys",
+    "stride_tree",
+    "top_k",
+    "max_blocks",
+    "max_union",
+    "stride_lq",
+    "stride_lh",
+    "stride_marks",
+]
 # Sequences with at most this many queries are decoded from the work list; longer ones are tiled over their queries.
 DECODE_QUERIES = 8
 # Room for splits beyond one item per row: two for each of 128 processors. More would make their sum, which few

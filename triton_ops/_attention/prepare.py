@@ -165,10 +165,7 @@ def prepare(
         num_splits = max(1, min(idle, max_tiles // 8, MAX_PREFILL_SPLITS))
 
     decode_splits = min(shape.max_items, max(1, max_tiles // MIN_SPLIT_TILES)) if run_decode else 1
-    convert_codes = key_cache.dtype == torch.float8_e4m3fn and not arch.has_e4m3
-    codes = NATIVE_CODES if quantized else PLAIN_CACHE
-    if convert_codes:
-        codes = E4M3_PACKED if arch.name.startswith("sm_") else E4M3_BITS
+    codes, convert_codes = cache_codes(call, arch)
     describable = is_aligned and _describable(call)
     special = specialized_tiles(arch.name, *kind)
     plain = call.causal and not (has_positions or heavy or call.batch_invariant or count or table_heads > 1)
@@ -189,7 +186,7 @@ def prepare(
             "ALIBI": call.alibi_slopes is not None,
             "SINKS": call.sinks is not None,
             "SCALES": scale_kind(call.k_scale, call.v_scale),
-            "CODES": int(codes),
+            "CODES": codes,
             "UPCAST": INTERPRET and query.dtype == torch.bfloat16,
             "COUNT": count,
             "DESCRIPTORS": describable and tiles.descriptors and block_size % block_n == 0,
@@ -261,6 +258,13 @@ def prepare(
         ),
         no_lse=query.new_empty(0, dtype=torch.float32),
     )
+
+
+def cache_codes(call: AttentionCall, arch: Architecture) -> tuple[int, bool]:
+    """How the cache is stored, and whether kernels convert its float8 codes by bit operations."""
+    if call.key_cache.dtype == torch.float8_e4m3fn and not arch.has_e4m3:
+        return int(E4M3_PACKED if arch.name.startswith("sm_") else E4M3_BITS), True
+    return int(NATIVE_CODES if call.key_cache.dtype != call.query.dtype else PLAIN_CACHE), False
 
 
 def _specialized_grid(
