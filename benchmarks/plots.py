@@ -178,6 +178,45 @@ def plot_work(source: Path, target: Path) -> None:
     _save(target, source, draw)
 
 
+def plot_reuse(source: Path, target: Path) -> None:
+    """CPU time over what plain generate takes, for each model and prompt: first token, 64 tokens, decoding."""
+    rows = [row for row in read_rows(source) if row["call"] == "warm" and row["way"] != "plain"]
+    cases = list(dict.fromkeys((row["model"].split(",")[0], int(row["prompt_tokens"])) for row in rows))
+    ways = list(dict.fromkeys(row["way"] for row in rows))
+    panels = {
+        "s_1_over_plain": "first token",
+        "s_64_over_plain": "answer of 64",
+        "decode_s_over_plain": "a token of decoding",
+    }
+
+    def draw(pyplot: Any) -> Any:
+        figure, axes = pyplot.subplots(
+            1, len(panels), figsize=(9, 0.9 + 0.55 * len(cases)), sharey=True, layout="constrained"
+        )
+        for axis, (column, title) in zip(axes, panels.items(), strict=True):
+            for i, way in enumerate(ways):
+                color = OURS_COLOR if way == "pc" else RIVALS[i - 1]
+                for place, (model, tokens) in enumerate(cases):
+                    own = [r for r in rows if r["model"].startswith(model + ",") and int(r["prompt_tokens"]) == tokens]
+                    value = float(next(r for r in own if r["way"] == way)[column])
+                    axis.barh(place + 0.27 * i, value, 0.25, color=color, label=None if place else way)
+                    axis.annotate(f" {value:.2f}", (value, place + 0.27 * i), va="center", fontsize=7.5)
+            axis.axvline(1, color=INK, linewidth=0.8)
+            axis.set(title=title, xlim=(0, 1.3), yticks=[place + 0.27 for place in range(len(cases))])
+            axis.set_yticklabels([f"{model}, {tokens:,} tokens" for model, tokens in cases])
+            axis.grid(axis="x")
+            axis.set_axisbelow(True)
+            axis.tick_params(length=0)
+            axis.spines[["top", "right", "left"]].set_visible(False)
+        axes[0].invert_yaxis()
+        axes[1].set_xlabel("CPU time over that of plain generate, less is better")
+        handles, labels = axes[0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside upper left", ncols=3, frameon=False)
+        return figure
+
+    _save(target, source, draw)
+
+
 def plot_demo(source: Path, target: Path) -> None:
     """Of each request of the demo what was reused, and the time to its first token without and with the cache."""
     from pc.demo._plot import draw_requests

@@ -19,7 +19,7 @@ if __name__ == "__main__":
     load_benchmarks()
     sys.exit(importlib.import_module(f"{PACKAGE}.render_docs").main())
 
-from .plots import digest, drawn_from, plot_demo, plot_operator, plot_work, short_time
+from .plots import digest, drawn_from, plot_demo, plot_operator, plot_reuse, plot_work, short_time
 from .registry import OURS, ROOT, operators
 from .runner import Row, read_rows
 
@@ -290,6 +290,33 @@ def render_hidden_states(page: Path) -> str:
     return "\n".join(lines)
 
 
+def render_reuse(page: Path) -> str:
+    """Generate over the cache beside plain generate and caches kept by hand, in CPU time."""
+    source = RESULTS / "cpu" / "reuse.csv"
+    rows = read_rows(source)
+    if not rows:
+        return "Not measured yet: `python -m benchmarks.reuse`."
+    first, commits = rows[0], ", ".join(sorted({row["commit"] for row in rows}))
+    lines = [
+        f"![CPU time over that of plain generate]({_chart(page, 'reuse.svg')})",
+        "",
+        f"{first['device']}, torch {first['torch']}, transformers {first['transformers']}, {first['date']}, "
+        f"commit {commits}; [rows]({_link(page, source)}). In brackets: over plain.",
+        "",
+        "| model | prompt | way | first token | 64 tokens | 256 tokens | a token | peak memory |",
+        "|---|--:|---|--:|--:|--:|--:|--:|",
+    ]
+    for row in rows:
+        cells = [row["model"].split(",")[0], f"{int(row['prompt_tokens']):,}"]
+        cells.append(row["way"] if row["call"] == "warm" else f"{row['way']}, all new")
+        for column in ("s_1", "s_64", "s_256", "decode_s"):
+            known = row[column] and f"{short_time(float(row[column]) * 1e6)} ({float(row[column + '_over_plain']):.2f})"
+            cells.append(known)
+        memory = f"{int(row['peak_bytes']) / 2**20:.0f} MiB"
+        lines.append(f"| {' | '.join([*cells, memory])} |")
+    return "\n".join(lines)
+
+
 def render_omni(page: Path) -> str:
     """Steps behind vLLM-Omni's calls, CPU time of its manager and of ours."""
     source = RESULTS / "cpu" / "vllm_omni.csv"
@@ -404,6 +431,7 @@ RENDERERS: dict[str, Callable[..., str]] = {
     "demo_table": render_demo_table,
     "hidden_states": render_hidden_states,
     "omni": render_omni,
+    "reuse": render_reuse,
     "replay": render_replay,
     "hints": render_hints,
     "manager": render_manager,
@@ -420,6 +448,8 @@ def charts() -> dict[Path, tuple[Path, Callable[[Path, Path], None]]]:
                 found[CHARTS / f"{op}-{device}.svg"] = (RESULTS / device / f"{op}.csv", plot_operator)
     if read_rows(RESULTS / "work.csv"):
         found[CHARTS / "work.svg"] = (RESULTS / "work.csv", plot_work)
+    if read_rows(RESULTS / "cpu" / "reuse.csv"):
+        found[CHARTS / "reuse.svg"] = (RESULTS / "cpu" / "reuse.csv", plot_reuse)
     if _demo():
         found[CHARTS / "demo.svg"] = (RESULTS / "cpu" / "demo.csv", plot_demo)
     return found
