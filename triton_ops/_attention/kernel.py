@@ -354,13 +354,18 @@ def _attention_kernel(
     WITH_LSE: tl.constexpr, TWO_LOOPS: tl.constexpr, NUM_HEADS: tl.constexpr, GROUP: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_G: tl.constexpr,
-    SPECIALIZED_M: tl.constexpr,
+    SPECIALIZED_M: tl.constexpr, EQUAL_STRIDES: tl.constexpr,
 ):  # fmt: skip
     """DECODE: grid (any, KV heads * row tiles), a work list. Else: grid (row tiles, KV heads, splits).
 
     TABLE_HEADS above 1: a table and a row of the plan per KV head; a decode's work items then tell the KV head.
     SPECIALIZED_M above 0: `specialized.py` takes the queries of whole tiles, SPECIALIZED_M at once.
+    EQUAL_STRIDES: values lie as keys do, and what is added to both pointers is computed once.
     """
+    if EQUAL_STRIDES:
+        stride_vb = stride_kb
+        stride_vt = stride_kt
+        stride_vh = stride_kh
     KV_HEADS: tl.constexpr = NUM_HEADS // GROUP
     # KV heads that program_id(1) tells apart, and heads beside each other in a decode's partial results.
     GRID_HEADS: tl.constexpr = KV_HEADS // TABLE_HEADS if DECODE else KV_HEADS

@@ -205,6 +205,7 @@ def prepare(
             "BLOCK_V": max(16, next_power_of_2(value_dim)),
             "BLOCK_G": next_power_of_2(group),
             "SPECIALIZED_M": 0 if special is None or decoding else special.block_m,
+            "EQUAL_STRIDES": key_cache.stride() == call.value_cache.stride(),
         }
 
     sizes = (num_seqs, num_tokens, shape.max_tiles, shape.max_items)

@@ -70,10 +70,11 @@ def _key_positions(start, second, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
-def _block_numbers(table_ptr, start, second, hi, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+def _block_numbers(table_ptr, start, second, hi, WHOLE: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
     """Block number of each of a step's keys, or one for all of them; -1 where there is none.
 
-    One load a block, if blocks begin where tiles do and are not too many; else one a key.
+    One load a block, if blocks begin where tiles do and are not too many; else one a key. WHOLE: steps that begin below
+    hi end there too.
     """
     SPAN: tl.constexpr = BLOCK_N if BLOCK_N < TILE else TILE
     PART: tl.constexpr = BLOCK_SIZE if BLOCK_SIZE < SPAN else SPAN
@@ -82,15 +83,31 @@ def _block_numbers(table_ptr, start, second, hi, BLOCK_SIZE: tl.constexpr, BLOCK
     elif TILE % PART == 0 and BLOCK_SIZE % PART == 0 and BLOCK_N // PART <= 8:
         part = tl.arange(0, BLOCK_N) // PART
         block = tl.zeros([BLOCK_N], tl.int32)
+        entry_ptr = table_ptr + tl.cast(start, tl.uint32) // BLOCK_SIZE
         for i in tl.static_range(BLOCK_N // PART):
-            key = start + i * PART
+            key = start
+            offset = i * PART
             if i * PART >= TILE:
-                key = second + (i * PART - TILE)
-            block = tl.where(part >= i, tl.load(table_ptr + key // BLOCK_SIZE, mask=key < hi, other=-1), block)
+                key = second
+                offset = i * PART - TILE
+                if i * PART == TILE:
+                    entry_ptr = table_ptr + tl.cast(second, tl.uint32) // BLOCK_SIZE
+            live = key < hi if WHOLE else key + offset < hi
+            block = tl.where(part >= i, tl.load(entry_ptr + offset // BLOCK_SIZE, mask=live, other=-1), block)
         return block
     else:
         t = _key_positions(start, second, BLOCK_N)
         return tl.load(table_ptr + t // BLOCK_SIZE, mask=t < hi, other=-1)
+
+
+@triton.jit
+def _distance(block, stride_b):
+    """Elements to a block; anything for block -1, of which nothing is loaded. Of unsigned numbers: one instruction."""
+    if isinstance(stride_b, tl.tensor) and stride_b.dtype == tl.int32:
+        wide = tl.cast(tl.cast(block, tl.uint32), tl.uint64) * tl.cast(tl.cast(stride_b, tl.uint32), tl.uint64)
+        return tl.cast(wide, tl.int64)
+    else:
+        return tl.cast(block, tl.int64) * stride_b
 
 
 @triton.jit
@@ -101,7 +118,7 @@ def _row_pointers(
     """Pointers to a step's keys or values; as much of them as can be is the same in every step."""
     offs_n = tl.arange(0, BLOCK_N)
     offs_d = tl.arange(0, BLOCK_D)
-    rows = source + tl.cast(block, tl.int64) * stride_b
+    rows = source + _distance(block, stride_b)
     if BLOCK_N <= TILE and BLOCK_SIZE % BLOCK_N == 0:
         rows += tl.cast(start % BLOCK_SIZE, tl.int64) * stride_t
         pointers = rows + (offs_n.to(tl.int64)[:, None] * stride_t + offs_d[None, :])
@@ -252,12 +269,12 @@ def _walk(
     start, second = _step_start(
         0, i_begin, i_end, jump, skip, hi, tiles_ptr, rank_lo, n_sink, rank_sink, has_holes, WINDOW, BLOCK_N
     )
-    block = _block_numbers(table_ptr, start, second, hi, BLOCK_SIZE, BLOCK_N)
+    block = _block_numbers(table_ptr, start, second, hi, not MASKED, BLOCK_SIZE, BLOCK_N)
     for j in tl.range(0, steps):
         next_start, next_second = _step_start(
             j + 1, i_begin, i_end, jump, skip, hi, tiles_ptr, rank_lo, n_sink, rank_sink, has_holes, WINDOW, BLOCK_N
         )
-        next_block = _block_numbers(table_ptr, next_start, next_second, hi, BLOCK_SIZE, BLOCK_N)
+        next_block = _block_numbers(table_ptr, next_start, next_second, hi, not MASKED, BLOCK_SIZE, BLOCK_N)
         m, total, acc = _step(
             q, m, total, acc, pos, slope, start, second, block, key_source, value_source,
             stride_kb, stride_kt, stride_vb, stride_vt,
