@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -44,3 +45,34 @@ def test_an_example_runs(name: str, tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert re.search(SAYS[name], done.stdout), done.stdout
+
+
+NOTEBOOK = EXAMPLES / "cache_at_work.ipynb"
+
+
+def test_the_notebook_runs_and_says_what_it_says_on_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("ipykernel")
+    nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
+    pytest.importorskip("transformers")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    stored, fresh = (nbformat.read(NOTEBOOK, as_version=4) for _ in range(2))
+    nbclient.NotebookClient(fresh, timeout=240, resources={"metadata": {"path": str(EXAMPLES)}}).execute()
+
+    def results(cell):
+        outputs = [output.get("data", {}) for output in cell.get("outputs", ())]
+        return ["plot" if "image/png" in data else data["text/plain"] for data in outputs if data]
+
+    assert [results(cell) for cell in fresh.cells] == [results(cell) for cell in stored.cells]
+    assert sum(results(cell).count("plot") for cell in stored.cells) == 3
+
+
+def test_the_notebook_holds_nothing_of_the_machine_it_ran_on() -> None:
+    cells = json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]
+    texts = [text for cell in cells for output in cell.get("outputs", ()) for text in _texts(output)]
+    assert not [text for text in texts if re.search(r"/\w+/\w+|\.py:\d+", text)]
+    assert all(output["output_type"] != "stream" for cell in cells for output in cell.get("outputs", ()))
+
+
+def _texts(output: dict) -> list[str]:
+    data = output.get("data", {"text": output.get("text", "")})
+    return ["".join(value) for kind, value in data.items() if kind.startswith("text")]

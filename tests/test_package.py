@@ -114,6 +114,12 @@ def test_errors_name_an_install_that_works_today() -> None:
     assert [hint for hint in hints() if hint[1] not in known] == []
 
 
+def test_the_changelog_has_a_dated_entry_for_this_version() -> None:
+    version = run_python("import pc; print(pc.__version__)").strip()
+    text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    assert re.search(rf"^## {re.escape(version)} \(\d{{4}}-\d{{2}}-\d{{2}}\)$", text, re.MULTILINE)
+
+
 def test_every_package_is_listed() -> None:
     tomllib = pytest.importorskip("tomllib")
     with (ROOT / "pyproject.toml").open("rb") as file:
