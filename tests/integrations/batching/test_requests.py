@@ -104,6 +104,28 @@ def test_cancelled(model: Any) -> None:
         assert_nothing_held(batching)
 
 
+def test_the_request_that_others_wait_for_is_cancelled(model: Any) -> None:
+    """Transformers lets nobody in again before a request ends well; here those that wait are let in."""
+    prompts = [tokens(30, 1), tokens(30, 2)]
+    want = alone(model, prompts, new=30)
+    model.get_decoder().layers[0].register_forward_pre_hook(lambda *_: time.sleep(0.02))
+    with enable_continuous_batching(model, num_blocks=4) as batching:
+        with model.continuous_batching_context_manager(generation_config=config(30)) as manager:
+            ids = [manager.add_request(prompt) for prompt in prompts]
+            deadline = time.monotonic() + 20
+            while not manager.batch_processor.scheduler.block_new_requests and time.monotonic() < deadline:
+                time.sleep(0.005)  # past 32 tokens, where there is room for one
+            (running,) = list(manager.batch_processor.scheduler.active_requests)
+            manager.cancel_request(running)
+            result = manager.get_result(timeout=20)
+            if result is None:
+                manager.stop(hard_stop=True)
+        assert result is not None
+        assert result.request_id != running
+        assert result.generated_tokens == want[ids.index(result.request_id)]
+        assert_nothing_held(batching)
+
+
 @pytest.mark.parametrize("failing", [1, 2, 4])
 def test_error_in_a_step(model: Any, batching: ContinuousBatching, failing: int) -> None:
     """All requests of the session fail, as with transformers' own; nothing is held and nothing wrong is cached."""
