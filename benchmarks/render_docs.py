@@ -237,7 +237,10 @@ def render_replay(page: Path, trace: str) -> str:
     lines = ["| policy | " + " | ".join(f"{share:.1%}" for share in shares) + " |", "|---" * (len(shares) + 1) + "|"]
     for policy in dict.fromkeys(row["policy"] for row in rows):
         cells = {float(row["capacity_share"]): row for row in rows if row["policy"] == policy}
-        texts = [f"{float(cells[s]['hit_rate']):.4f} ({float(cells[s]['lru_ratio']):.2f})" for s in shares]
+        texts = [
+            f"{float(cells[s]['hit_rate']):.4f} ({float(cells[s]['lru_ratio']):.2f})" if s in cells else ""
+            for s in shares
+        ]
         lines.append(f"| {policy} | " + " | ".join(texts) + " |")
     return "\n".join([*lines, "", f"[Rows]({_link(page, source)})"])
 
