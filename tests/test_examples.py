@@ -19,6 +19,8 @@ SAYS = {
     "custom_model": r"second: 204 tokens, 12 computed",
     "eviction_policy": r"10% +0\.\d+",
     "hidden_states": r"two: hidden states of 302 tokens, 14 computed",
+    "sparse_methods": r"Quest-like pages +3072 tokens a head: as computed densely",
+    "tree_speculation": r"48 tokens as one at a time, in \d+ calls instead of 47",
     "serve": r"bob: (\d+) tokens, \d{3} of them found in blocks",
 }
 NEEDS = {"serve": ("fastapi", "uvicorn", "openai", "accelerate", "psutil")}
