@@ -99,7 +99,7 @@ def hints() -> list[tuple[str, str]]:
         for path in sorted((ROOT / folder).rglob("*.py")):
             for text in re.findall(r"pip install ([^\"\n]+)", path.read_text(encoding="utf-8")):
                 found += [(path.name, requirement) for requirement in shlex.split(text.rstrip(")"))]
-    return found
+    return [hint for hint in found if not hint[1].startswith("{")]  # named by the code beside it
 
 
 def test_errors_name_an_install_that_works_today() -> None:
