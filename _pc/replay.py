@@ -187,19 +187,19 @@ def draw_hints(path: Path, results: list[Result]) -> None:
 
     figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
     share = results[0].capacity_share
-    for name in dict.fromkeys(r.policy for r in results):
+    for number, name in enumerate(dict.fromkeys(r.policy for r in results)):
+        color = "0.5" if name == "belady" else f"C{number}"
         rows = [r for r in results if r.policy == name and r.capacity_share == share]
         points = sorted((1.0 if r.hints == "oracle" else float(r.hints), r.hit_rate) for r in rows if r.hints != "none")
         bare = next((r.hit_rate for r in rows if r.hints == "none"), None)
         if points:
-            axes.plot(*zip(*points, strict=True), marker="o", label=f"{name}, told")
+            axes.plot(*zip(*points, strict=True), marker="o", color=color, label=f"{name}, told")
         if bare is not None:
-            axes.axhline(bare, linestyle="--", color="0.5" if name == "belady" else None, label=name)
-            axes.text(0.5, bare, f" {name}, told nothing", va="bottom", fontsize=8)
+            axes.axhline(bare, linestyle="--", color=color, label=f"{name}, told nothing")
     axes.set_xlabel("AUC of the bit that says whether a conversation goes on")
     axes.set_ylabel("share of blocks hit")
     axes.set_xlim(0.49, 1.02)
-    axes.set_ylim(bottom=0)
+    axes.set_ylim(0, 1.1 * max(r.hit_rate for r in results))
     axes.set_title(f"{results[0].trace}, capacity {share:.1%}")
     axes.grid(alpha=0.3)
     axes.legend()
