@@ -83,12 +83,16 @@ class PolicyBlockPool(BlockPool):
         self.policy_state.flush()
         super().move_block_hashes(src_block, dst_block)
         length = int(self.policy_state.prefix_length[src_block.block_id])
+        if src_block.block_hash is None:
+            self.policy_state.lost([src_block.block_id])
         self.policy_state.completed([dst_block], length - 1)
 
     def evict_blocks(self, block_ids: set[int]) -> None:
         """Blocks lose their hashes, held ones too; the policy hears of them while they hold."""
         self.policy_state.flush()
         super().evict_blocks(block_ids)
+        blocks = self.blocks
+        self.policy_state.lost([i for i in block_ids if blocks[i].block_hash is None])
 
     def reset_prefix_cache(self) -> bool:
         """Forgets every hash, if no block is held."""

@@ -43,7 +43,6 @@ class PolicyScheduler(Scheduler):
         self._hints: dict[str, Hint] = {}
         self._hinted: dict[str, list[int]] = {}
         self._allocate_slots = self.kv_cache_manager.allocate_slots
-        self.kv_cache_manager.allocate_slots = self._allocate_and_hint
 
     def add_request(self, request: Any) -> None:
         """Takes a request's hint, unless it cannot be read: that is said once, and the request goes on without."""
@@ -54,6 +53,7 @@ class PolicyScheduler(Scheduler):
             hint = None
         if hint is not None:
             self._hints[request.request_id] = hint
+            self.kv_cache_manager.allocate_slots = self._allocate_and_hint  # dearer, so from the first hint on
         super().add_request(request)
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -36,11 +36,12 @@ class PolicyState:
         self.last_access = np.zeros(self.num_blocks, np.int64)
         self.access_count = np.zeros(self.num_blocks, np.int32)
         self.prefix_length = np.zeros(self.num_blocks, np.int32)
-        self._ref_count = np.zeros(self.num_blocks, np.int32)
-        self._changed: list[int] = []
+        self.ref_count = np.zeros(self.num_blocks, np.int32)
+        self._keys = np.zeros(self.num_blocks, np.uint64)
         self._fresh: list[int] = []
         self._completed: list[int] = []
         self._lengths: list[int] = []
+        self._hashes: list[bytes] = []
         self._num_free = num_free
         self.policy = policy
         self.order_only = type(policy) is LRU
@@ -51,24 +52,9 @@ class PolicyState:
         """Blocks that requests hold, vLLM's null block not counted."""
         return self.num_blocks - 1 - self._num_free()
 
-    @property
-    def ref_count(self) -> npt.NDArray[np.int32]:
-        """Holders of each block; few policies look at them, so they are brought up to date when one does."""
-        if self._changed:
-            ids, self._changed = self._changed, []
-            self._ref_count[ids] = [self.blocks[i].ref_cnt for i in ids]
-        return self._ref_count
-
     def keys_of(self, ids: Ids) -> npt.NDArray[np.uint64]:
         """64 bits of the hash of each block, its group counted in; 0 for one that has lost its hash."""
-        hashes = [self.blocks[i].block_hash for i in ids.tolist()]
-        width = max((len(key) for key in hashes if key is not None), default=12)
-        lost = bytes(width)
-        raw = np.frombuffer(b"".join([key or lost for key in hashes]), np.uint8).reshape(-1, width)
-        keys: npt.NDArray[np.uint64] = raw[:, :8].copy().view(np.uint64)[:, 0]
-        # The last bytes of vLLM's key are the group: layers of one group do not stand for those of another.
-        groups = raw[:, -4:].copy().view(">u4")[:, 0].astype(np.uint64)
-        keys ^= groups * np.uint64(0x9E3779B97F4A7C15)
+        keys: npt.NDArray[np.uint64] = self._keys.take(ids)
         return keys
 
     def acquire(self, sequence: TokenIds | Sequence[bytes]) -> list[Block]:
@@ -83,26 +69,40 @@ class PolicyState:
     def completed(self, blocks: list[Any], before: int) -> None:
         """Those of these blocks that have one got their hash; `before` blocks of their sequence come first."""
         if not self.order_only:
-            places = [n for n, block in enumerate(blocks) if block.block_hash is not None]
-            self._completed += [blocks[n].block_id for n in places]
-            self._lengths += [before + 1 + n for n in places]
+            hashes = [block.block_hash for block in blocks]
+            if None not in hashes:
+                self._completed += [block.block_id for block in blocks]
+                self._lengths += range(before + 1, before + 1 + len(blocks))
+                self._hashes += hashes
+            else:
+                places = [n for n, key in enumerate(hashes) if key is not None]
+                self._completed += [blocks[n].block_id for n in places]
+                self._lengths += [before + 1 + n for n in places]
+                self._hashes += [hashes[n] for n in places]
             if len(self._completed) > MANY:
                 self.flush()
 
     def flush(self) -> None:
         """Tells the policy what has been noted."""
         if self._fresh:
-            self._changed += self._fresh
             ids, self._fresh = np.array(self._fresh, np.int32), []
             self.clock += 1
+            self.ref_count[ids] = 1
             self.access_count[ids] = 1
             self.last_access[ids] = self.clock
+            self._keys[ids] = 0
             self.policy.accessed(ids, False)
         if self._completed:
-            ids, lengths = np.array(self._completed, np.int32), self._lengths
-            self._completed, self._lengths = [], []
+            ids, lengths, hashes = np.array(self._completed, np.int32), self._lengths, self._hashes
+            self._completed, self._lengths, self._hashes = [], [], []
             self.prefix_length[ids] = lengths
+            self._keys[ids] = _keys(hashes)
             self.policy.completed(ids)
+
+    def lost(self, ids: Iterable[int]) -> None:
+        """Blocks have lost their hashes."""
+        if not self.order_only:
+            self._keys[np.fromiter(ids, np.intp)] = 0
 
     def accessed(self, blocks: list[Any]) -> None:
         """Cached blocks were found and taken, in the order of their sequence; vLLM has counted the holder already."""
@@ -111,7 +111,7 @@ class PolicyState:
         ids = np.array(found, np.int32)
         self.clock += 1
         if not self.order_only:
-            self._changed += found
+            self.ref_count[ids] += 1
             self.access_count[ids] += 1
             self.last_access[ids] = self.clock
         self.policy.accessed(ids, True)
@@ -120,9 +120,7 @@ class PolicyState:
         """A holder less for each of these blocks."""
         if not self.order_only and blocks:
             self.flush()
-            self._changed += [block.block_id for block in blocks]
-            if len(self._changed) > 4 * self.num_blocks:
-                self._changed = list(set(self._changed))
+            self.ref_count[[block.block_id for block in blocks]] -= 1
 
     def released(self, ids: list[int]) -> None:
         """Nobody holds these cached blocks any more; in the order of their sequence."""
@@ -147,7 +145,20 @@ class PolicyState:
 
     def clear(self) -> None:
         """The prefix cache was emptied."""
-        self._changed, self._fresh, self._completed, self._lengths = [], [], [], []
-        for field in (self._ref_count, self.access_count, self.prefix_length):
+        self._fresh, self._completed, self._lengths, self._hashes = [], [], [], []
+        for field in (self.ref_count, self.access_count, self.prefix_length, self._keys):
             field.fill(0)
         self.policy.clear()
+
+
+def _keys(hashes: list[bytes]) -> npt.NDArray[np.uint64]:
+    """64 bits of each of vLLM's hashes."""
+    width = len(hashes[0])
+    raw = np.frombuffer(b"".join(hashes), np.uint8)
+    if raw.size != width * len(hashes):  # of several lengths, which one algorithm does not give
+        raw = np.frombuffer(b"".join([key[:8] + key[-4:] for key in hashes]), np.uint8)
+    raw = raw.reshape(len(hashes), -1)
+    keys: npt.NDArray[np.uint64] = raw[:, :8].copy().view(np.uint64)[:, 0]
+    # The last bytes of vLLM's key are the group: layers of one group do not stand for those of another.
+    keys ^= raw[:, -4:].copy().view(">u4")[:, 0].astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    return keys
