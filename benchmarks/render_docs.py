@@ -365,6 +365,25 @@ def render_batching(page: Path) -> str:
     return "\n".join(lines)
 
 
+def render_scheduler(page: Path) -> str:
+    """Hit rates behind vLLM's scheduler, and CPU time of its steps."""
+    source = RESULTS / "cpu" / "vllm_scheduler.csv"
+    rows = read_rows(source)
+    first = rows[0]
+    lines = [
+        f"{first['device']}, {first['date']}, commit {first['commit']}; {first['trace']}, {int(first['blocks']):,} "
+        f"blocks, {first['steps']} steps of {first['requests']} requests; [rows]({_link(page, source)}).",
+        "",
+        "| policy | hit rate | of `pc replay` | CPU time of a step | over vLLM's own queue |",
+        "|---|--:|--:|--:|--:|",
+    ]
+    for row in rows:
+        took = short_time(float(row["step_us"]))
+        hits = f"{row['policy']} | {row['hit_rate']} | {row['replay_hit_rate']}"
+        lines.append(f"| {hits} | {took} | {float(row['over_vllm']):.2f} |")
+    return "\n".join(lines)
+
+
 def render_work(page: Path) -> str:
     """Work of attention steps, counted on compiled kernels, beside vLLM's."""
     source = RESULTS / "work.csv"
@@ -435,6 +454,7 @@ RENDERERS: dict[str, Callable[..., str]] = {
     "hidden_states": render_hidden_states,
     "omni": render_omni,
     "reuse": render_reuse,
+    "scheduler": render_scheduler,
     "replay": render_replay,
     "hints": render_hints,
     "manager": render_manager,

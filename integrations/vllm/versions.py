@@ -66,6 +66,8 @@ INTERFACES: dict[str, dict[str, str]] = {
     "hidden_states": {
         "vllm.v1.worker.gpu_model_runner:ExecuteModelState": "hidden_states aux_hidden_states",
         "vllm.v1.worker.gpu_model_runner:GPUModelRunner.execute_model": "self scheduler_output",
+        "vllm.v1.worker.gpu_model_runner:GPUModelRunner._pool": "self hidden_states num_scheduled_tokens",
+        "vllm.v1.pool.metadata:PoolingStates.clean": "self",
         "vllm.v1.worker.gpu_worker:Worker.initialize_from_config": "self kv_cache_config",
         "vllm.v1.worker.gpu_worker:Worker.compile_or_warm_up_model": "self",
         "vllm.v1.core.sched.output:NewRequestData": (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -45,22 +46,53 @@ class PromptHiddenStates:
         self.prompts: dict[str, list[int]] = {}
         self.runner = runner
         self._execute, runner.execute_model = runner.execute_model, self.execute_model
+        self._output: Any = None
+        if getattr(runner, "is_pooling_model", False):
+            self._pool, runner._pool = runner._pool, self.pool
 
     def execute_model(self, output: Any, *args: Any, **kwargs: Any) -> Any:
         """In place of the runner's; made-up requests pass through."""
+        self._output = None if kwargs.get("dummy_run") else output
         result = self._execute(output, *args, **kwargs)
-        if not kwargs.get("dummy_run"):
-            self._follow(output)
+        output, self._output = self._output, None
+        if output is not None:
+            positions = self._follow(output)
+            state = self.runner.execute_model_state
+            if state is not None and state.hidden_states is not None:  # None: no tokens, or not the last pipeline rank
+                self._store(output, positions, state)
         return result
 
-    def _follow(self, output: Any) -> None:
+    def pool(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """In place of the runner's, which pools and keeps nothing: token-wise poolers get the rows of hits first.
+
+        They put together what the chunks of a prompt gave; what a prompt has there is made to be what lies in front of
+        the tokens of this step, so that a hit, or one behind a preemption, leaves a row for each token.
+        """
+        output, self._output = self._output, None
+        if output is not None:
+            positions = self._follow(output)
+            self._store(output, positions, SimpleNamespace(hidden_states=hidden_states))
+            for request, begin in positions.items():
+                self._complete(request, begin, hidden_states.device)
+        return self._pool(hidden_states, *args, **kwargs)
+
+    def _complete(self, request: str, begin: int, device: torch.device) -> None:
+        """Puts the rows in front of a step's tokens where a token-wise pooler looks for them."""
+        batch = self.runner.input_batch
+        if not (batch.pooling_params[request].task or "").startswith("token_"):
+            return
+        chunks = batch.pooling_states[request].hidden_states_cache
+        if sum(map(len, chunks)) != begin:
+            table = np.array(self.tables.requests[request].blocks, np.int32)
+            chunks[:] = [self.rows.load(table, ["hidden_states"], num_tokens=begin)["hidden_states"].to(device)]
+
+    def _follow(self, output: Any) -> dict[str, int]:
+        """What a step does to blocks; the first position of each of its requests."""
         self.rows.forget(getattr(output, "pc_fresh_blocks", ()))
         positions = self.tables.follow(output)
         for copy in output.kv_cache_block_copies or ():
             self.rows.copy([(copy.src_block_id, copy.dst_block_id)])
-        state = self.runner.execute_model_state
-        if state is not None and state.hidden_states is not None:  # None: no tokens, or not the last pipeline rank
-            self._store(output, positions, state)
+        return positions
 
     def _store(self, output: Any, positions: dict[str, int], state: Any) -> None:
         batch = state.input_batch if hasattr(state, "input_batch") else self.runner.input_batch

@@ -26,7 +26,8 @@ class HiddenStatesWorker(Base):
 
     Raises:
         ValueError: At start-up: asynchronous speculation, whose positions the host does not know; a KV connector
-            without `pc`'s scheduler, which tells of blocks that the connector fills; a model without full attention.
+            without `pc`'s scheduler, which tells of blocks that the connector fills, or with a pooling model; pooling
+            without chunked prefill; a model without full attention.
     """
 
     pc_hidden_states: PromptHiddenStates | None = None
@@ -81,6 +82,11 @@ def check_hidden_states(vllm_config: Any) -> None:
     name = cls if isinstance(cls, str) else getattr(cls, "__qualname__", "")
     if connector is not None and not name.endswith("PolicyScheduler"):
         raise ValueError("kv_transfer_config: a connector fills blocks unseen, needs PC_VLLM=eviction,hidden_states")
+    if getattr(vllm_config.model_config, "runner_type", "") == "pooling":
+        if connector is not None:
+            raise ValueError("kv_transfer_config: got a connector, whose blocks have no rows to pool, needs None")
+        if not scheduler.enable_chunked_prefill:
+            raise ValueError("enable_chunked_prefill: got False, needs True for poolers to put rows together")
 
 
 def take_hidden_states(llm: Any) -> dict[str, dict[str, torch.Tensor] | None]:

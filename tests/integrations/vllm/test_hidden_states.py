@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from unittest import mock
 
 import pytest
 import torch
@@ -153,6 +154,40 @@ def test_blocks_that_a_connector_fills_hold_no_rows(model_path, feature):
         assert len(rows_of(fresh[1])["hidden_states"]) == 150
 
 
+@pytest.mark.parametrize("blocks", [ROOM, TIGHT])
+def test_token_wise_pooling_with_prefix_hits(model_path, feature, blocks):
+    """A row for each token, equal to those without hits; vLLM alone gives too few where its own switch is set."""
+    from vllm import PoolingParams
+
+    asked = PoolingParams(task="token_embed", skip_reading_prefix_cache=False, use_activation=False)
+
+    def pool(**options):
+        found, cached = [], []
+        # What scores pairs of texts wants a tokenizer when the engine is made.
+        with (
+            mock.patch("vllm.renderers.base.BaseRenderer.get_tokenizer", return_value=mock.MagicMock(pad_token_id=0)),
+            vllm_engine.engine(model_path("llama"), runner="pooling", convert="embed", **options) as (llm, _),
+        ):
+            for batch in rounds():
+                outputs = []
+                for number, prompt in enumerate(batch):  # `encode` needs a tokenizer
+                    llm.llm_engine.add_request(f"{len(found) + number:05}", {"prompt_token_ids": prompt}, asked)
+                while llm.llm_engine.has_unfinished_requests():
+                    outputs += llm.llm_engine.step()
+                outputs.sort(key=lambda output: output.request_id)
+                found += [output.outputs.data for output in outputs]
+                cached.append(sum(output.num_cached_tokens for output in outputs))
+        return found, cached
+
+    expected, cached = pool(enable_prefix_caching=False, num_gpu_blocks_override=160)
+    assert not any(cached)
+    found, cached = pool(num_gpu_blocks_override=blocks)
+    assert sum(cached) > 200
+    for prompt, rows, wanted in zip(itertools.chain(*rounds()), found, expected, strict=True):
+        assert rows.shape == wanted.shape == (len(prompt), 128)
+        torch.testing.assert_close(rows, wanted, rtol=1e-3, atol=1e-3)
+
+
 def test_models_with_windows_alone_are_refused(model_path, feature):
     with pytest.raises(ValueError, match="no layers with full attention"), vllm_engine.engine(model_path("mistral")):
         pass
@@ -163,9 +198,14 @@ def test_configurations_that_would_store_in_wrong_slots_are_refused():
 
     from pc.integrations.vllm.hidden_states.worker import check_hidden_states
 
-    def config(speculation=None, asynchronous=False, connector=None, scheduler=None):
-        chosen = SimpleNamespace(async_scheduling=asynchronous, scheduler_cls=scheduler)
-        return SimpleNamespace(speculative_config=speculation, scheduler_config=chosen, kv_transfer_config=connector)
+    def config(speculation=None, asynchronous=False, connector=None, scheduler=None, runner="generate", chunks=True):
+        chosen = SimpleNamespace(async_scheduling=asynchronous, scheduler_cls=scheduler, enable_chunked_prefill=chunks)
+        return SimpleNamespace(
+            speculative_config=speculation,
+            scheduler_config=chosen,
+            kv_transfer_config=connector,
+            model_config=SimpleNamespace(runner_type=runner),
+        )
 
     check_hidden_states(config())
     check_hidden_states(config(asynchronous=True))
@@ -175,3 +215,9 @@ def test_configurations_that_would_store_in_wrong_slots_are_refused():
         check_hidden_states(config(speculation="ngram", asynchronous=True))
     with pytest.raises(ValueError, match="needs PC_VLLM=eviction,hidden_states"):
         check_hidden_states(config(connector="any"))
+    check_hidden_states(config(runner="pooling"))
+    ours = "pc.integrations.vllm.eviction.AsyncPolicyScheduler"
+    with pytest.raises(ValueError, match="got a connector, whose blocks have no rows to pool"):
+        check_hidden_states(config(runner="pooling", connector="any", scheduler=ours))
+    with pytest.raises(ValueError, match="enable_chunked_prefill: got False"):
+        check_hidden_states(config(runner="pooling", chunks=False))
