@@ -244,6 +244,7 @@ def test_the_signature_of_a_call_holds_all_that_is_decided_by():
     changes |= {"value_cache": torch.zeros(4, 16, 2, 32, dtype=torch.float16)}
     changes |= {"block_tables": torch.zeros(2, 33, dtype=torch.int32), "seq_lens": torch.zeros(3, dtype=torch.int32)}
     changes |= {"query_start_loc": torch.zeros(4, dtype=torch.int32), "tree_mask": torch.zeros(2, 1, dtype=torch.int32)}
+    changes |= {"query_blocks": torch.zeros(2, 2, 1, dtype=torch.int32)}
     assert {field.name for field in dataclasses.fields(AttentionCall)} == {*changes, "scale"}
     base = _attention_call()
     assert base.signature() == _attention_call().signature() == dataclasses.replace(base, scale=2.0).signature()
