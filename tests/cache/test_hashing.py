@@ -38,7 +38,10 @@ def test_bad_tokens_are_refused_by_name(manager, tokens, error):
     assert manager.stats().num_requests == 0
 
 
-@pytest.mark.parametrize("tokens", [{1: 2}, {1, 2}, iter([1]), 5, None, "12", b"12", bytearray(b"12")], ids=repr)
+NO_SEQUENCES = [{1: 2}, {1, 2}, iter([1]), 5, None, "12", b"12", bytearray(b"12")]
+
+
+@pytest.mark.parametrize("tokens", NO_SEQUENCES, ids=lambda tokens: type(tokens).__name__)
 def test_what_is_no_sequence_is_named(tokens):
     message = f"token_ids: got {type(tokens).__name__}, needs a sequence of integers"
     with pytest.raises(TypeError, match=message):
