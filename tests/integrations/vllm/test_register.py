@@ -117,5 +117,6 @@ def test_the_installed_version_is_served(feature):
     if versions.PACKAGES.get(feature) == "vllm_omni":
         omni.use_omni()
     versions.check_version(feature)
-    adapter.enable(feature)
-    adapter.enable(feature)
+    if feature in adapter.FEATURES:  # a connector is named in vLLM's own options
+        adapter.enable(feature)
+        adapter.enable(feature)
