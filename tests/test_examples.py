@@ -15,7 +15,7 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 HELPERS = {"small_model"}
 SAYS = {
     "benchmark_kernel": r"mine \d+ us, largest error",
-    "chat_server": r"bob: 393 tokens, 384 of them reused",
+    "chat_server": r"bob: 608 tokens, 607 of them reused",
     "custom_model": r"second: 204 tokens, 12 computed",
     "eviction_policy": r"10% +0\.\d+",
     "hidden_states": r"two: hidden states of 302 tokens, 14 computed",
