@@ -25,8 +25,8 @@ class Tiles:
     Attributes:
         two_loops: Whether tiles that every row attends to whole get a loop of their own, without masks.
         descriptors: Whether keys and values are read through tensor descriptors where blocks are whole key tiles. Right
-            and free of spills on sm_90 and sm_100 as far as that can be told without one, so only a sweep turns it on;
-            on sm_80 and gfx942 descriptors become slow pointer code.
+            and free of spills on sm_90 as far as that can be told without one, so only a sweep turns it on; on sm_100
+            triton fails to compile prefills that read so, on sm_80 and gfx942 descriptors become slow pointer code.
         max_registers: Of a thread, so that more programs fit on a processor; 0 for as many as the compiler likes.
     """
 
