@@ -18,7 +18,7 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
-demo: setup ## ask a long document eight questions, with and without the cache
+demo: setup ## ask a long document six questions, with and without the cache
 	$(BIN)/python -m pc demo
 
 bench: setup ## measure every operator against its rivals, quickly; `python -m pc bench --help` for more

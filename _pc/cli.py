@@ -46,11 +46,15 @@ def demo(
     reuse: Annotated[
         str, typer.Option(help="prefix, or gap: the document's middle is evicted between questions, the rest reused.")
     ] = "prefix",
+    image: Annotated[
+        bool,
+        typer.Option("--image", help="Ask a model that reads images about two pictures instead."),
+    ] = False,
 ) -> None:
-    """Ask a long document eight questions and hold a conversation, with and without the cache."""
+    """Ask a long document six questions and hold a conversation, with and without the cache."""
     from .demo._run import run_demo
 
-    raise typer.Exit(run_demo(model, device, dtype, max_new_tokens, block_size, output, reuse))
+    raise typer.Exit(run_demo(model, device, dtype, max_new_tokens, block_size, output, reuse, image))
 
 
 @app.command()

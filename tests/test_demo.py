@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("transformers")
 pytest.importorskip("matplotlib")
 pytest.importorskip("rich")
 
-from pc.demo import _models, _plot, _run, _workloads
+from pc.demo import _models, _pictures, _plot, _run, _workloads
 
 
 @pytest.fixture
@@ -61,6 +62,45 @@ def test_behind_a_gap_the_end_is_reused_too(tmp_path: Path) -> None:
         (first, begin), (behind, end) = _plot.spans_of(row["reused_spans"])
         assert first == 0
         assert 0 < begin < behind < end < int(row["prompt_tokens"])
+
+
+def test_a_second_question_about_a_picture_computes_the_question_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_pictures, "QUESTIONS", _pictures.QUESTIONS[:2])
+    monkeypatch.setattr(_run, "PICTURE_QUESTIONS", _pictures.QUESTIONS)
+    few = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 16}
+    monkeypatch.setattr(_pictures, "TEXT", _pictures.TEXT | few | {"layer_types": _pictures.TEXT["layer_types"][1:3]})
+    monkeypatch.setattr(_pictures, "TOWER", _pictures.TOWER | few)
+    rows = rows_of(tmp_path, image=True)
+    assert [row["workload"] for row in rows] == ["picture"] * 4
+    assert [int(row["reused_tokens"]) < 32 for row in rows] == [True, False, True, False]
+    for row in rows[1::2]:
+        ((start, end),) = _plot.spans_of(row["reused_spans"])
+        assert start == 0
+        assert end > _pictures.TOKENS
+        assert int(row["prompt_tokens"]) - end < 40
+
+
+def test_the_small_model_sees_which_picture_it_is() -> None:
+    text = _models.read_document()[:5000]
+    model, _, encode = _pictures.load_seeing_model(None, torch.device("cpu"), torch.float32, text)
+    with torch.inference_mode():
+        one, other = (model(**encode(_pictures.draw(name), "?")).logits[0, -1] for name in _pictures.PICTURES)
+    assert (one - other).abs().max() > 0.1 * one.std()
+
+
+def test_pictures_differ_and_have_one_size() -> None:
+    sunrise, target = (_pictures.draw(name) for name in _pictures.PICTURES)
+    assert sunrise.shape == target.shape == (3, _pictures.SIZE, _pictures.SIZE)
+    for picture in (sunrise, target):
+        assert 0 <= picture.min() < picture.max() <= 1
+    assert (sunrise - target).abs().mean() > 0.2
+
+
+def test_gaps_and_pictures_are_not_shown_together(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert _run.run_demo(None, "cpu", None, 4, 16, tmp_path, reuse="gap", image=True) == 2
+    assert "--reuse: got gap together with --image, needs one of them" in capsys.readouterr().out
 
 
 @pytest.mark.usefixtures("short")

@@ -13,12 +13,13 @@ from rich.console import Console
 from rich.table import Table
 
 if TYPE_CHECKING:
-    from ._run import Measurement
+    from ._measure import Measurement
 
 TITLES = {
-    "document": "Eight questions about one document",
-    "gap": "Eight questions, before each of which the document's middle is evicted",
+    "document": "Six questions about one document",
+    "gap": "Six questions behind an evicted middle",
     "conversation": "A conversation of six rounds",
+    "picture": "Four questions about each of two pictures",
 }
 
 

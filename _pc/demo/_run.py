@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,97 +12,12 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from ._gap import MiddleFirst, blocks_for
+from ._measure import Comparison, Inputs, Measurement
 from ._models import DOCUMENT, load_model, read_document
+from ._pictures import PICTURES, SIZE, load_seeing_model, picture_prompts
+from ._pictures import QUESTIONS as PICTURE_QUESTIONS
 from ._report import print_tables, save_csv, save_plot
 from ._workloads import QUESTIONS, ROUNDS, Conversation, document_prompts, interlude
-
-
-@dataclass(frozen=True)
-class Measurement:
-    """One request, asked without and with the cache.
-
-    Attributes:
-        workload: Of `_report.TITLES`.
-        number: Of the request in its workload, from 1.
-        prompt_tokens: Length of the prompt.
-        reused_spans: Ranges [start, end) of it that were read from the cache.
-        plain_seconds: Time to first token without the cache.
-        cached_seconds: Time to first token with it.
-        verdict: "yes" when all tokens are the same, else where they part and why that is or is not rounding.
-        ok: Whether the verdict is acceptable.
-    """
-
-    workload: str
-    number: int
-    prompt_tokens: int
-    reused_spans: tuple[tuple[int, int], ...]
-    plain_seconds: float
-    cached_seconds: float
-    verdict: str
-    ok: bool
-
-    @property
-    def reused_tokens(self) -> int:
-        """Tokens of the prompt that were read from the cache."""
-        return sum(end - start for start, end in self.reused_spans)
-
-    @property
-    def ratio(self) -> float:
-        """How many times sooner the first token came with the cache."""
-        return self.plain_seconds / self.cached_seconds
-
-
-class _FirstToken:
-    """A streamer that notes when the first token arrived; generate puts the prompt before it."""
-
-    def __init__(self) -> None:
-        self._puts = 0
-        self._start = time.perf_counter()
-        self.seconds = float("nan")
-
-    def put(self, value: torch.Tensor) -> None:
-        self._puts += 1
-        if self._puts == 2:
-            self.seconds = time.perf_counter() - self._start
-
-    def end(self) -> None:
-        """Nothing is held back."""
-
-
-def _ask(generate: Callable[..., Any], prompt: list[int], device: torch.device, **options: Any) -> tuple[Any, float]:
-    """Greedy answer to a prompt, and seconds to its first token."""
-    ids = torch.tensor([prompt], device=device)
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    clock = _FirstToken()
-    result = generate(
-        input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=False, num_beams=1, streamer=clock, **options
-    )
-    return result, clock.seconds
-
-
-def compare_tokens(reference: list[int], got: list[int], logits: Callable[[int], torch.Tensor]) -> tuple[str, bool]:
-    """Whether two greedy answers are the same, or part only where rounding decides.
-
-    Args:
-        reference: Tokens without the cache.
-        got: Tokens with it.
-        logits: Gives the reference's logits `[vocabulary]` for the token at an index.
-
-    Returns:
-        What to print, and whether it is acceptable: in float32 only equal tokens are; in float16 and bfloat16 the first
-        difference may lie where the two highest logits are closer than the rounding error of the higher.
-    """
-    if reference == got:
-        return "yes", True
-    pairs = zip(reference, got, strict=False)
-    at = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(reference), len(got)))
-    scores = logits(at)
-    top = scores.float().topk(2).values
-    gap, rounding = (top[0] - top[1]).item(), top[0].abs().item() * torch.finfo(scores.dtype).eps
-    if scores.dtype != torch.float32 and gap <= rounding:
-        return f"to token {at}: two logits {gap:.2g} apart, rounding {rounding:.2g}", True
-    return f"NO, from token {at}", False
 
 
 def _choose(device_name: str | None, dtype_name: str | None) -> tuple[torch.device, torch.dtype]:
@@ -124,6 +38,31 @@ def _choose(device_name: str | None, dtype_name: str | None) -> tuple[torch.devi
     return device, getattr(torch, name)
 
 
+@dataclass(frozen=True)
+class Plan:
+    """A model and what it is asked.
+
+    Attributes:
+        model: As loaded.
+        tokenizer: Of its prompts.
+        name: In the table of results.
+        about: What is asked, for the reader.
+        options: Of `enable_prefix_caching`.
+        warm_up: The first prompt, which is not measured.
+        requests: How many are measured.
+        run: Asks them all.
+    """
+
+    model: Any
+    tokenizer: Any
+    name: str
+    about: str
+    options: dict[str, Any]
+    warm_up: Inputs
+    requests: int
+    run: Callable[[Comparison], None]
+
+
 def run_demo(
     model_name: str | None,
     device_name: str | None,
@@ -132,6 +71,7 @@ def run_demo(
     block_size: int,
     output: Path,
     reuse: str = "prefix",
+    image: bool = False,
 ) -> int:
     """Runs the workloads, prints the tables and saves CSV and plot into `output`; the process's exit code.
 
@@ -143,6 +83,7 @@ def run_demo(
         block_size: Tokens of a block.
         output: Folder of the results.
         reuse: "prefix", or "gap": the middle of the document is evicted between the questions.
+        image: Whether to ask about two pictures instead, of a model that sees.
     """
     console = Console()
     try:
@@ -152,69 +93,96 @@ def run_demo(
         output.mkdir(parents=True, exist_ok=True)
         if reuse not in ("prefix", "gap"):
             raise ValueError(f"--reuse: got {reuse!r}, needs prefix or gap")
-        model, tokenizer = load_model(model_name, device, dtype)
-        document = read_document()
-        questions = list(document_prompts(tokenizer, document))
-        evicting: dict[str, Any] = {}
-        if reuse == "gap":
-            room = blocks_for(max(map(len, questions)), max_new_tokens, block_size)
-            evicting = {"num_blocks": room, "policy": MiddleFirst, "reuse": "gap"}
-        handle = enable_prefix_caching(model, block_size=block_size, **evicting)
+        if image and reuse == "gap":
+            raise ValueError("--reuse: got gap together with --image, needs one of them")
+        if image:
+            plan = _plan_pictures(model_name, device, dtype)
+        else:
+            plan = _plan_document(model_name, device, dtype, reuse == "gap", max_new_tokens, block_size)
+        model = plan.model
+        handle = enable_prefix_caching(model, block_size=block_size, **plan.options)
     except (ImportError, OSError, ValueError) as error:
         console.print(str(error), style="red", markup=False)
         return 2
     parameters = sum(p.numel() for p in model.parameters()) / 1e6
-    name = model_name or "a Llama with untrained, random weights (its answers mean nothing, its work is real)"
+    name = (
+        model_name
+        or f"a {type(model).__name__} with untrained, random weights (its answers mean nothing, its work is real)"
+    )
     console.print(f"Model: {name}, {parameters:.1f} M parameters, {str(dtype).removeprefix('torch.')} on {device}")
-    console.print(f"Document: the Constitution of the United States ({DOCUMENT}, {len(document.split()):,} words)\n")
+    console.print(f"{plan.about}\n")
 
-    plain = type(model).generate
-    options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "pad_token_id": tokenizer.pad_token_id}
-    measurements: list[Measurement] = []
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
     with handle, Progress(*columns, console=console) as progress:
         if handle.unsupported:
             console.print(f"[red]{handle.unsupported}[/red]")
             return 1
-        task = progress.add_task("warming up", total=2 * (len(QUESTIONS) + len(ROUNDS)))
-        for generate in (model.generate, lambda **kw: plain(model, **kw)):
-            _ask(generate, tokenizer.encode("Warm up."), device, **options)
+        task = progress.add_task("warming up", total=2 * plan.requests)
 
-        def measure(workload: str, number: int, prompt: list[int]) -> list[int]:
-            def reference(**extra: Any) -> tuple[Any, float]:
-                return _ask(lambda **kw: plain(model, **kw), prompt, device, **options, **extra)
+        def advance(next_step: str | None) -> None:
+            progress.update(task, advance=1 if next_step is None else 0, description=next_step)
 
-            def logits(index: int) -> torch.Tensor:
-                result, _ = reference(return_dict_in_generate=True, output_logits=True)
-                scores: torch.Tensor = result.logits[index][0].to(dtype)
-                return scores
+        options = {"max_new_tokens": max_new_tokens, "pad_token_id": plan.tokenizer.pad_token_id}
+        comparison = Comparison(model, handle, options, advance)
+        comparison.warm_up(plan.warm_up)
+        plan.run(comparison)
+        advance("done")
+    return _report(console, comparison.measurements, output, plan.name, dtype, device)
 
-            progress.update(task, description=f"{workload} {number}, without the cache")
-            expected, plain_seconds = reference()
-            progress.update(task, advance=1, description=f"{workload} {number}, with the cache")
-            got, cached_seconds = _ask(model.generate, prompt, device, **options)
-            answer = expected[0, len(prompt) :].tolist()
-            verdict, ok = compare_tokens(answer, got[0, len(prompt) :].tolist(), logits)
-            spans = tuple(span for request in handle.last_requests for span in request.cached_spans)
-            measurements.append(
-                Measurement(workload, number, len(prompt), spans, plain_seconds, cached_seconds, verdict, ok)
-            )
-            progress.advance(task)
-            return list(answer)
 
-        other = interlude(tokenizer, document)
+def _plan_document(
+    model_name: str | None, device: torch.device, dtype: torch.dtype, gap: bool, max_new_tokens: int, block_size: int
+) -> Plan:
+    """Questions about a document; then a conversation, or between them what evicts the document's middle."""
+    model, tokenizer = load_model(model_name, device, dtype)
+    document = read_document()
+    questions = list(document_prompts(tokenizer, document))
+    options: dict[str, Any] = {}
+    if gap:
+        room = blocks_for(max(map(len, questions)), max_new_tokens, block_size)
+        options = {"num_blocks": room, "policy": MiddleFirst, "reuse": "gap"}
+
+    def inputs(prompt: list[int]) -> Inputs:
+        ids = torch.tensor([prompt], device=device)
+        return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+    def run(comparison: Comparison) -> None:
+        other = inputs(interlude(tokenizer, document))
         for number, prompt in enumerate(questions, 1):
-            if reuse == "gap" and number > 1:
-                progress.update(task, description="another request, for which blocks are evicted")
-                _ask(model.generate, other, device, **options)
-            measure("gap" if reuse == "gap" else "document", number, prompt)
-        conversation = Conversation(tokenizer, document)
-        for number, prompt in enumerate(conversation.prompts(), 1):
-            conversation.reply(measure("conversation", number, prompt))
-        progress.update(task, description="done")
+            if gap and number > 1:
+                comparison.ask(other, "another request, for which blocks are evicted")
+            comparison.measure("gap" if gap else "document", number, inputs(prompt))
+        if not gap:
+            conversation = Conversation(tokenizer, document)
+            for number, prompt in enumerate(conversation.prompts(), 1):
+                conversation.reply(comparison.measure("conversation", number, inputs(prompt)))
 
-    print_tables(console, measurements)
-    save_csv(output / "demo.csv", measurements, name=model_name or "llama-25m-untrained", dtype=dtype, device=device)
+    about = f"Document: the Constitution of the United States ({DOCUMENT}, {len(document.split()):,} words)"
+    name = model_name or "llama-25m-untrained"
+    count = len(QUESTIONS) + (0 if gap else len(ROUNDS))
+    return Plan(model, tokenizer, name, about, options, inputs(tokenizer.encode("Warm up.")), count, run)
+
+
+def _plan_pictures(model_name: str | None, device: torch.device, dtype: torch.dtype) -> Plan:
+    """Questions about one picture, then about another of the same size."""
+    model, tokenizer, encode = load_seeing_model(model_name, device, dtype, read_document())
+
+    def run(comparison: Comparison) -> None:
+        for number, inputs in enumerate(picture_prompts(encode), 1):
+            comparison.measure("picture", number, inputs)
+
+    about = f"Pictures: {' and '.join(PICTURES)}, drawn here, of the same size"
+    warm_up = encode(torch.zeros(3, SIZE, SIZE), "Warm up.")
+    count = len(PICTURES) * len(PICTURE_QUESTIONS)
+    return Plan(model, tokenizer, model_name or "gemma3-untrained", about, {}, warm_up, count, run)
+
+
+def _report(
+    console: Console, found: list[Measurement], output: Path, name: str, dtype: torch.dtype, device: torch.device
+) -> int:
+    """Prints and saves what was found; 1 where tokens differ, else 0."""
+    print_tables(console, found)
+    save_csv(output / "demo.csv", found, name=name, dtype=dtype, device=device)
     saved = f"{output / 'demo.csv'}"
     try:
         save_plot(output / "demo.png", output / "demo.csv")
@@ -222,7 +190,7 @@ def run_demo(
     except ModuleNotFoundError as error:
         saved += f"; the plot needs {error.name}: pip install matplotlib"
     console.print(f"\nSaved {saved}", markup=False)
-    different = [m for m in measurements if not m.ok]
+    different = [m for m in found if not m.ok]
     if different:
-        console.print(f"[red]{len(different)} of {len(measurements)} answers differ with the cache[/red]")
+        console.print(f"[red]{len(different)} of {len(found)} answers differ with the cache[/red]")
     return 1 if different else 0

@@ -1,4 +1,4 @@
-"""What is asked: eight questions about one document, and a conversation of six rounds."""
+"""What is asked: six questions about one document, and a conversation of six rounds."""
 
 from __future__ import annotations
 
@@ -11,9 +11,7 @@ QUESTIONS = (
     "Who acts as President when the President cannot?",
     "What may Congress not do about speech and the press?",
     "How is the Constitution amended?",
-    "In which cases has the Supreme Court original jurisdiction?",
     "Which amendment abolished slavery, and what does it say?",
-    "When does the term of the President end?",
 )
 
 ROUNDS = (
