@@ -5,14 +5,29 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 
 from .._launcher import Decisions
-from .layout import DECODE_QUERIES, PlanOptions
+from .layout import DECODE_QUERIES
+from .predicate import Mask
+from .scores import Terms
 
 Call = TypeVar("Call", bound="BatchCall")
+
+
+class PlanOptions(NamedTuple):
+    """What a plan is made for besides its tensors."""
+
+    mask: Mask
+    decode_queries: int
+    key_begin: int
+
+    def header(self) -> dict[str, int]:
+        """The integers of the header from its second on, by name."""
+        mask = {name: int(value) for name, value in self.mask._asdict().items()}
+        return {**mask, "decode_queries": self.decode_queries, "key_begin": self.key_begin}
 
 
 @dataclass(eq=False, kw_only=True)
@@ -69,6 +84,12 @@ class BatchCall:
         """The first key position behind the shared blocks."""
         return self.num_shared_blocks * self.block_size
 
+    @property
+    def mask(self) -> Mask:
+        """The options that decide which keys are live."""
+        window = self.window
+        return Mask(window, self.num_sink_tokens if window else 0, CAUSAL=self.causal, WINDOW=window > 0)
+
     def plan_options(self, tiled: bool = False) -> PlanOptions:
         """What a plan for this call is made for besides its tensors.
 
@@ -77,13 +98,7 @@ class BatchCall:
         """
         # Scattered queries under a window are tiled over queries, whose windows are then united.
         tiled = tiled or self.batch_invariant or (self.query_positions is not None and self.window > 0)
-        return PlanOptions(
-            causal=self.causal,
-            window=self.window,
-            num_sink_tokens=self.num_sink_tokens if self.window else 0,
-            decode_queries=0 if tiled else DECODE_QUERIES,
-            key_begin=self.key_begin,
-        )
+        return PlanOptions(self.mask, 0 if tiled else DECODE_QUERIES, self.key_begin)
 
 
 @dataclass(eq=False, kw_only=True)
@@ -123,6 +138,12 @@ class AttentionCall(BatchCall):
     def block_size(self) -> int:
         """Token slots of a block."""
         return self.key_cache.shape[1]
+
+    @property
+    def terms(self) -> Terms:
+        """The options that change a score."""
+        has_softcap, has_alibi = self.softcap > 0, self.alibi_slopes is not None
+        return Terms(self.softcap, has_softcap, has_alibi, PLAIN=not (has_softcap or has_alibi))
 
     def signature(self) -> tuple[object, ...]:
         """All that kernels are chosen and compiled by: equal for two calls that differ in addresses and values only."""

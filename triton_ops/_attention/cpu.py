@@ -22,6 +22,7 @@ from .call import AttentionCall
 from .checks import tree_bits
 from .cpu_cache import Cache, adjacent, flash_kernel
 from .cpu_rows import Row, attend_rows
+from .predicate import Mask
 
 # 64 MB of float32 scores per slice of the masked path.
 _MAX_SCORES = 1 << 24
@@ -73,7 +74,7 @@ def _attend_sequences(call: AttentionCall, out: torch.Tensor, lse: torch.Tensor,
 
     single = np.array([i for i in range(len(lens)) if starts[i + 1] - starts[i] == 1 and i not in done], dtype=np.int64)
     batched = set(done)
-    plain = call.softcap == 0 and call.alibi_slopes is None and call.window == 0
+    plain = call.terms.PLAIN and call.mask.is_unbounded
     if plain and positions is None and call.tree_mask is None and len(single) > 1:
         batched |= _decode_batch(compute_query, out, lse, cache, tables, lens, starts, single, call.scale)
 
@@ -97,7 +98,7 @@ def _attend_sequences(call: AttentionCall, out: torch.Tensor, lse: torch.Tensor,
         else:
             own = positions[q_begin:q_end].astype(np.int64)
             runs = [(begin, begin + count, first) for begin, first, count in contiguous_runs(own).tolist()]
-            if call.window == 0 and len(runs) > max(1, len(own) // _LONG_RUN):
+            if call.mask.is_unbounded and len(runs) > max(1, len(own) // _LONG_RUN):
                 rows = slice(q_begin, q_end)
                 out[rows], lse[rows] = _attend_scattered(compute_query[rows], cache, tables[i], seq_len, own, call)
                 continue
@@ -110,7 +111,7 @@ def _attend_sequences(call: AttentionCall, out: torch.Tensor, lse: torch.Tensor,
 def _attend_heads(call: AttentionCall, out: torch.Tensor, lse: torch.Tensor) -> None:
     """A block table per KV head: sequences of one query all at once, longer ones head by head."""
     done: set[int] = set()
-    if call.softcap == 0 and call.alibi_slopes is None and call.tree_mask is None:
+    if call.terms.PLAIN and call.tree_mask is None:
         rows, done = _single_rows(call)
         attend_rows(*_opened(call), rows, call.scale, out, lse)
     if len(done) < call.seq_lens.shape[0]:
@@ -122,7 +123,7 @@ def _attend_heads(call: AttentionCall, out: torch.Tensor, lse: torch.Tensor) -> 
 def _single_rows(call: AttentionCall) -> tuple[list[Row], set[int]]:
     """A row per KV head of the sequences that have one query, and their indices."""
     lens, starts = call.seq_lens.tolist(), call.query_start_loc.tolist()
-    tables, size = call.block_tables.numpy(), call.block_size
+    tables, size, mask = call.block_tables.numpy(), call.block_size, call.mask
     rows: list[Row] = []
     done: set[int] = set()
     for i, seq_len in enumerate(lens):
@@ -132,7 +133,7 @@ def _single_rows(call: AttentionCall) -> tuple[list[Row], set[int]]:
         position = seq_len - 1 if call.query_positions is None else int(call.query_positions[starts[i]])
         for head in range(call.table_heads):
             own = tables[i, head, : -(-max(0, seq_len) // size)]
-            rows.append(_row_of(starts[i], head, np.flatnonzero(own >= 0), own, position, seq_len, call))
+            rows.append(_row_of(starts[i], head, np.flatnonzero(own >= 0), own, position, seq_len, size, mask))
     return rows, done
 
 
@@ -141,7 +142,7 @@ def _attend_lists(call: AttentionCall, out: torch.Tensor, lse: torch.Tensor) -> 
     assert call.query_blocks is not None
     lens, starts = call.seq_lens.tolist(), call.query_start_loc.tolist()
     tables, lists = call.block_tables.numpy(), call.query_blocks.numpy()
-    plain = call.softcap == 0 and call.alibi_slopes is None
+    plain, size, mask = call.terms.PLAIN, call.block_size, call.mask
     rows: list[Row] = []
     one = torch.tensor([0, 1], dtype=torch.int32)
     for i, seq_len in enumerate(lens):
@@ -159,7 +160,9 @@ def _attend_lists(call: AttentionCall, out: torch.Tensor, lse: torch.Tensor) -> 
                 logical = own[first][own[first] >= 0]
                 logical = logical[table[logical] >= 0]
                 if plain and last - first == 1:
-                    rows.append(_row_of(begin + first, head, logical, table, int(positions[first]), seq_len, call))
+                    rows.append(
+                        _row_of(begin + first, head, logical, table, int(positions[first]), seq_len, size, mask)
+                    )
                     continue
                 kept = np.full_like(table, -1)
                 kept[logical] = table[logical]
@@ -178,14 +181,10 @@ def _attend_lists(call: AttentionCall, out: torch.Tensor, lse: torch.Tensor) -> 
 
 
 def _row_of(
-    token: int, head: int, logical: np.ndarray, table: np.ndarray, position: int, seq_len: int, call: AttentionCall
+    token: int, head: int, logical: np.ndarray, table: np.ndarray, position: int, seq_len: int, size: int, mask: Mask
 ) -> Row:
     """A query at `position` over those of some present blocks that it reaches."""
-    size = call.block_size
-    begin, end = 0, min(seq_len, position + 1) if call.causal else seq_len
-    if call.window:
-        begin, end = max(0, position - call.window + 1), min(end, position + call.window)
-    sink_end = min(call.num_sink_tokens, begin) if call.window else 0
+    sink_end, begin, end = mask.reach(position, position, seq_len)
     logical = logical[logical * size < end]
     if begin:
         logical = logical[(logical * size + size > begin) | (logical * size < sink_end)]
@@ -218,17 +217,17 @@ def _attend_run(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Queries at positions position, position + 1, ... of one sequence."""
     count = query.shape[0]
-    plain = call.softcap == 0 and call.alibi_slopes is None
-    if plain and (call.window == 0 or (call.causal and position + count <= call.window)):
+    plain = call.terms.PLAIN
+    if plain and call.mask.is_whole(position + count - 1):
         parts = _plain_parts(query, cache, table, seq_len, position, call.scale, call.causal)
         if parts is not None:
             return _merge_parts(parts, query, cache.width)
     elif plain and count == 1:
         return _merge_parts(_window_parts(query, cache, table, seq_len, position, call), query, cache.width)
-    keys = seq_len if call.window == 0 else min(seq_len, 2 * call.window + call.num_sink_tokens)
-    step = max(1, min(count, _MAX_SCORES // max(1, keys * query.shape[1])))
-    if call.window:
-        step = min(step, max(16, call.window))
+    sink_end, first, end = call.mask.reach(position + count - 1, position + count - 1, seq_len)
+    keys = sink_end + end - first
+    # A slice of as many queries as one of them has keys reads twice as many.
+    step = max(1, min(count, max(16, keys), _MAX_SCORES // max(1, min(seq_len, 2 * keys) * query.shape[1])))
     slices = [
         _attend_masked(query[b : b + step], cache, table, seq_len, position + b, call) for b in range(0, count, step)
     ]
@@ -261,9 +260,7 @@ def _window_parts(
     query: torch.Tensor, cache: Cache, table: np.ndarray, seq_len: int, position: int, call: AttentionCall
 ) -> list[_Part]:
     """One query with a window: its window and its sink tokens."""
-    begin = max(0, position - call.window + 1)
-    end = min(seq_len, position + 1 if call.causal else position + call.window)
-    sink_end = min(call.num_sink_tokens, begin, end)
+    sink_end, begin, end = call.mask.reach(position, position, seq_len)
     return [
         *_full_parts(query, cache, table, 0, sink_end, call.scale),
         *_full_parts(query, cache, table, begin, end, call.scale),
@@ -348,33 +345,14 @@ def _attend_masked(
 ) -> _Part:
     """A slice of a run with the predicate as a mask."""
     rows = query.shape[0]
-    last = position + rows - 1
-    begin, end = 0, min(seq_len, last + 1) if call.causal else seq_len
-    spans = [(begin, end)]
-    if call.window:
-        begin = max(0, position - call.window + 1)
-        end = end if call.causal else min(end, last + call.window)
-        spans = [(0, min(call.num_sink_tokens, begin, end)), (min(begin, end), end)]
-    pieces = [piece for b, e in spans for piece in _present(cache, table, b, e)]
+    sink_end, begin, end = call.mask.reach(position, position + rows - 1, seq_len)
+    pieces = [piece for b, e in ((0, sink_end), (begin, end)) for piece in _present(cache, table, b, e)]
     if not pieces:
         return _merge_parts([], query, cache.width)
     t = np.concatenate([piece.positions for piece in pieces])
     keys = torch.cat([piece.keys for piece in pieces])
     values = torch.cat([piece.values for piece in pieces])
     return _masked_part(query, t, keys, values, np.arange(position, position + rows), call)
-
-
-def _predicate(t: np.ndarray, positions: np.ndarray, call: AttentionCall) -> np.ndarray:
-    """Which keys at positions t queries attend to, of those that are present: `[queries, keys]`."""
-    p = positions[:, None]
-    live = np.ones((len(positions), len(t)), dtype=bool)
-    if call.causal:
-        live &= t <= p
-    if call.window:
-        live &= (t > p - call.window) | (t < call.num_sink_tokens)
-        if not call.causal:
-            live &= t < p + call.window
-    return live
 
 
 def _attend_tree(
@@ -390,14 +368,14 @@ def _attend_tree(
     own_begin = max(0, seq_len - len(positions))
     parts: list[_Part] = []
     sees_all = not call.causal or int(positions.min()) >= own_begin - 1
-    if call.softcap == 0 and call.alibi_slopes is None and call.window == 0 and sees_all:
+    if call.terms.PLAIN and call.mask.is_unbounded and sees_all:
         parts += _full_parts(query, cache, table, 0, own_begin, call.scale)
     else:
-        begin = max(0, int(positions.min()) - call.window + 1) if call.window else 0
-        begin = min(begin, own_begin)
-        for span in ((0, min(call.num_sink_tokens, begin)), (begin, own_begin)):
+        sink_end, begin, end = call.mask.reach(int(positions.min()), int(positions.max()), own_begin)
+        for span in ((0, sink_end), (begin, end)):
             for piece in _present(cache, table, *span):
-                parts.append(_live_part(query, piece, _predicate(piece.positions, positions, call), positions, call))
+                live = call.mask.live(piece.positions, positions)
+                parts.append(_live_part(query, piece, live, positions, call))
     for piece in _present(cache, table, own_begin, seq_len):
         own = piece.positions - own_begin
         parts.append(_live_part(query, piece, bits[:, own], positions, call, positions[own]))
@@ -440,11 +418,8 @@ def _masked_part(
     kv_heads = keys.shape[1]
     q = rearrange(query.float(), "row (kv group) dim -> kv (group row) dim", kv=kv_heads)
     score = torch.matmul(q, rearrange(keys.float(), "key kv dim -> kv dim key")).view(heads, rows, -1).mul_(call.scale)
-    if call.softcap > 0:
-        score = score.div_(call.softcap).tanh_().mul_(call.softcap)
-    if call.alibi_slopes is not None:
-        score += call.alibi_slopes.float().view(-1, 1, 1) * (t - p)
-    dead = torch.from_numpy(~(_predicate(key_positions, positions, call) if live is None else live))
+    score = call.terms.apply(score, t - p, call.alibi_slopes)
+    dead = torch.from_numpy(~(call.mask.live(key_positions, positions) if live is None else live))
     score.masked_fill_(dead, -math.inf)
     lse = torch.logsumexp(score, -1)
     weight = torch.exp_(score.sub_(lse.masked_fill(lse == -math.inf, 0.0)[..., None]))
@@ -456,7 +431,7 @@ def _attend_scattered(
     query: torch.Tensor, cache: Cache, table: np.ndarray, seq_len: int, positions: np.ndarray, call: AttentionCall
 ) -> _Part:
     """Queries at ascending positions far apart, without a window: one pass over the keys for all of them."""
-    plain = call.softcap == 0 and call.alibi_slopes is None
+    plain = call.terms.PLAIN
     out = query.new_zeros((*query.shape[:2], cache.width), dtype=torch.float32)
     lse = query.new_full(query.shape[:2], -math.inf, dtype=torch.float32)
     end = min(seq_len, int(positions[-1]) + 1) if call.causal else seq_len

@@ -85,21 +85,6 @@ class PlanShape:
         return HEADER_INTS + self.max_items * ITEM_INTS + self.num_rows * per_row
 
 
-@dataclass(frozen=True)
-class PlanOptions:
-    """What a plan is made for besides its tensors."""
-
-    causal: bool = True
-    window: int = 0
-    num_sink_tokens: int = 0
-    decode_queries: int = DECODE_QUERIES
-    key_begin: int = 0
-
-    def header(self) -> list[int]:
-        """The integers of the header from its second on."""
-        return [int(self.causal), self.window, self.num_sink_tokens, self.decode_queries, self.key_begin]
-
-
 @triton.jit
 def _plan_parts(plan_ptr, num_rows, max_tiles, max_items):
     """Where info, items, tiles and ranks begin."""

@@ -11,7 +11,7 @@ import torch
 from .._checks import bad_argument
 from .._launcher import KernelLaunch, aligned
 from .._triton import tl, triton
-from .call import AttentionCall, PlanCall
+from .call import AttentionCall, PlanCall, PlanOptions
 from .constants import next_power_of_2
 from .layout import (
     DEAD_TILES,
@@ -34,13 +34,12 @@ from .layout import (
     PARTIAL_TILES,
     TILE,
     TILE_KEYS,
-    PlanOptions,
     PlanShape,
     _plan_parts,
     _plan_rows,
     plan_views,
 )
-from .predicate import _span, reached_tiles
+from .predicate import _span
 
 
 @triton.jit(do_not_specialize=LENGTHS)
@@ -155,11 +154,12 @@ def _plan_items_kernel(
         tl.store(items_ptr + split * ITEM + ITEM_COUNT, tl.zeros_like(split) + items, mask=mask)
     if row == 0:
         tl.store(plan_ptr, count)
-        tl.store(plan_ptr + 1, tl.cast(CAUSAL, tl.int32))
-        tl.store(plan_ptr + 2, window)
-        tl.store(plan_ptr + 3, num_sink_tokens)
-        tl.store(plan_ptr + 4, DECODE_Q)
-        tl.store(plan_ptr + 5, key_begin)
+        tl.store(plan_ptr + 1, window)
+        tl.store(plan_ptr + 2, num_sink_tokens)
+        tl.store(plan_ptr + 3, tl.cast(CAUSAL, tl.int32))
+        tl.store(plan_ptr + 4, window > 0)
+        tl.store(plan_ptr + 5, DECODE_Q)
+        tl.store(plan_ptr + 6, key_begin)
 
 
 def launch_plan(
@@ -184,8 +184,8 @@ def launch_plan(
     table_heads = block_tables.shape[1] if block_tables.dim() == 3 else 1
     tiles, items = _plan_launches(
         options.decode_queries,
-        options.causal,
-        options.window > 0,
+        options.mask.CAUSAL,
+        options.mask.WINDOW,
         query_positions is not None,
         table_heads,
         block_size,
@@ -203,8 +203,8 @@ def launch_plan(
         shape.num_rows,
         shape.max_tiles,
         shape.max_items,
-        options.window,
-        options.num_sink_tokens,
+        options.mask.window,
+        options.mask.num_sink_tokens,
         options.key_begin,
         block_tables.stride(0),
         block_tables.stride(1) if block_tables.dim() == 3 else 0,
@@ -216,8 +216,8 @@ def launch_plan(
         shape.num_rows,
         target_items,
         shape.max_items - shape.num_rows,
-        options.window,
-        options.num_sink_tokens,
+        options.mask.window,
+        options.mask.num_sink_tokens,
         options.key_begin,
     )
 
@@ -313,7 +313,9 @@ def plan_reference(
         live = np.logical_or.reduceat(present, edges) if num_tiles else present
         partial = live & ~np.logical_and.reduceat(present, edges) if num_tiles else present
         decoded = 0 < q_len <= options.decode_queries
-        reached = live & reached_tiles(own, seq_len, num_tiles, options) if decoded else np.zeros_like(live)
+        reached = np.zeros_like(live)
+        if decoded:
+            reached = live & options.mask.reached_tiles(own, seq_len, num_tiles, options.key_begin)
         tiles[i, : live.sum()] = torch.from_numpy(np.flatnonzero(live))
         ranks[i, : num_tiles + 1] = torch.from_numpy(np.concatenate([[0], np.cumsum(live)]))
         checksum = 0 if positions is None else int((own * (2 * np.arange(q_len) + 1)).sum())
@@ -332,7 +334,8 @@ def plan_reference(
         for split in range(count):
             begin = min(split * per, int(reach[i]))
             items[int(first[i]) + split] = torch.tensor([i, begin, min(begin + per, int(reach[i])), count])
-    plan[: 1 + len(options.header())] = [counts.sum(), *options.header()]
+    header = options.header()
+    plan[: 1 + len(header)] = [counts.sum(), *header.values()]
     return torch.from_numpy(plan)
 
 
@@ -351,7 +354,7 @@ def check_plan(call: AttentionCall, options: PlanOptions) -> None:
     header = slice(1, 1 + len(options.header()))
     given = call.plan.cpu()
     if not torch.equal(given[header], expected[header]):
-        names = "causal, window, num_sink_tokens, decode_queries, key_begin"
+        names = ", ".join(options.header()).lower()
         raise bad_argument("plan", f"{given[header].tolist()}", f"{expected[header].tolist()} ({names} of this call)")
     made_for = (INFO_FLAGS, INFO_REACH, INFO_CHECKSUM, INFO_QUERY_LEN, INFO_SEQ_LEN, INFO_LIVE)
     columns = [int(column) for column in made_for]

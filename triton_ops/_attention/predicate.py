@@ -2,10 +2,60 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 from .._triton import tl, triton
-from .layout import TILE, TILE_KEYS, PlanOptions
+from .layout import TILE, TILE_KEYS
+
+
+class Mask(NamedTuple):
+    """The predicate's options: which keys a query attends to, of those that are present."""
+
+    window: int
+    num_sink_tokens: int
+    CAUSAL: bool
+    WINDOW: bool
+
+    @property
+    def is_unbounded(self) -> bool:
+        """Whether a query attends to all keys before it, however far."""
+        return not self.WINDOW
+
+    def is_whole(self, last: int) -> bool:
+        """Whether queries up to position `last` attend to all keys before them, and where not causal behind them."""
+        return not self.WINDOW or (self.CAUSAL and last < self.window)
+
+    def reach(self, first: int, last: int, seq_len: int) -> tuple[int, int, int]:
+        """Keys in reach of queries at positions first to last: [0, sink_end) and [begin, end), as these three."""
+        begin, end = 0, min(seq_len, last + 1) if self.CAUSAL else seq_len
+        if self.WINDOW:
+            begin = max(0, first - self.window + 1)
+            if not self.CAUSAL:
+                end = min(end, last + self.window)
+        end = max(0, end)
+        begin = min(begin, end)
+        return min(self.num_sink_tokens, begin), begin, end
+
+    def live(self, t: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        """Which keys at positions t queries attend to: `[queries, keys]`."""
+        p = positions[:, None]
+        live = np.ones((len(positions), len(t)), dtype=bool)
+        if self.CAUSAL:
+            live &= t <= p
+        if self.WINDOW:
+            live &= (t > p - self.window) | (t < self.num_sink_tokens)
+            if not self.CAUSAL:
+                live &= t < p + self.window
+        return live
+
+    def reached_tiles(self, positions: np.ndarray, seq_len: int, num_tiles: int, key_begin: int) -> np.ndarray:
+        """Which tiles hold a key from key_begin on that queries at ascending positions may attend to."""
+        keys = np.arange(num_tiles * TILE_KEYS)
+        sink_end, begin, end = self.reach(int(positions[0]), int(positions[-1]), seq_len)
+        live = (keys >= key_begin) & (keys < end) & ((keys < sink_end) | (keys >= begin))
+        return np.asarray(live.reshape(num_tiles, TILE_KEYS).any(axis=1))
 
 
 @triton.jit
@@ -37,21 +87,6 @@ def _span(
         sink_hi = tl.where(limit > key_begin, tl.minimum((limit + TILE - 1) // TILE, tile_lo), sink_lo)
         sink_hi = tl.maximum(sink_hi, sink_lo)
     return lo, hi, tile_lo, tile_hi, sink_lo, sink_hi
-
-
-def reached_tiles(positions: np.ndarray, seq_len: int, num_tiles: int, options: PlanOptions) -> np.ndarray:
-    """`_span` in numpy: which tiles hold a key that queries at ascending positions may attend to."""
-    keys = np.arange(num_tiles * TILE_KEYS)
-    first, last = int(positions[0]), int(positions[-1])
-    live = (keys < seq_len) & (keys >= options.key_begin)
-    if options.causal:
-        live &= keys <= last
-    if options.window:
-        inside = keys > first - options.window
-        if not options.causal:
-            inside &= keys < last + options.window
-        live &= inside | (keys < options.num_sink_tokens)
-    return np.asarray(live.reshape(num_tiles, TILE_KEYS).any(axis=1))
 
 
 @triton.jit

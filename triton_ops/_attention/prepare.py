@@ -12,7 +12,7 @@ import torch
 from .._launcher import KernelLaunch
 from .._quantize import scale_kind
 from .._triton import INTERPRET
-from .call import AttentionCall
+from .call import AttentionCall, PlanOptions
 from .constants import (
     Architecture,
     Tiles,
@@ -23,7 +23,7 @@ from .constants import (
     programs_per_processor,
     specialized_tiles,
 )
-from .layout import DECODE_QUERIES, MIN_SPLIT_TILES, TILE_KEYS, PlanOptions, PlanShape
+from .layout import DECODE_QUERIES, MIN_SPLIT_TILES, TILE_KEYS, PlanShape
 from .walk import E4M3_BITS, E4M3_PACKED, NATIVE_CODES, PLAIN_CACHE
 
 # Batch-invariant mode: keys per split, whatever the batch. Longer contexts are summed from splits of this length.
@@ -133,9 +133,9 @@ def prepare(
     quantized = key_cache.dtype != query.dtype
     has_tree = call.tree_mask is not None
     segments = has_positions and call.window > 0 and not has_tree
-    heavy = quantized or segments or has_tree or call.softcap > 0 or call.alibi_slopes is not None
+    heavy = quantized or segments or has_tree or not call.terms.PLAIN
     kind = (max(head_dim, value_dim), query.element_size())
-    more = call.window > 0 or call.softcap > 0 or call.alibi_slopes is not None
+    more = not options.mask.is_unbounded or not call.terms.PLAIN
     decode = decode_tiles(arch.name, *kind, decode_q * group, quantized, group, block_size, more)
     prefill = prefill_tiles(arch.name, *kind, heavy, group, block_size)
     if has_tree:
@@ -209,7 +209,7 @@ def prepare(
         }
 
     sizes = (num_seqs, num_tokens, shape.max_tiles, shape.max_items)
-    limits = (options.num_sink_tokens, options.key_begin)
+    limits = (options.mask.num_sink_tokens, options.key_begin)
     strides = (
         key_cache.shape[0],
         *query.stride()[:2],
