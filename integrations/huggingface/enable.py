@@ -55,8 +55,8 @@ def enable_prefix_caching(
     Raises:
         TypeError: `model` has no `generate` of transformers, or `num_blocks` or `block_size` is not an integer, or
             `cuda_graphs` not a bool.
-        ValueError: Caching is already enabled for this model, a number is out of range, or `cuda_graphs` is True and
-            its decode steps cannot be captured.
+        ValueError: Caching is already enabled for this model, a number is out of range, `policy` is one instance for
+            a model with several groups of layers, or `cuda_graphs` is True and its decode steps cannot be captured.
         OSError: The directory cannot be made.
 
     Examples:

@@ -5,15 +5,18 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Hashable
-from typing import Any
+from typing import Any, TypeAlias
 
 from ...cache import CacheManager
+
+AnyManager: TypeAlias = CacheManager[Any, Any, Any]
+"""Of one group or of several."""
 
 
 class Lease:
     """The requests of one call; those it has not given back when it is lost are given back by the next call."""
 
-    def __init__(self, manager: CacheManager, lost: deque[list[str]], returns: float | None = None) -> None:
+    def __init__(self, manager: AnyManager, lost: deque[list[str]], returns: float | None = None) -> None:
         self._manager = manager
         self._returns = returns
         self._request_ids: list[str] = []
@@ -36,7 +39,7 @@ class Lease:
             self._request_ids.pop()
 
 
-def free(manager: CacheManager[Any, Any, Any], request_id: Hashable, returns: float | None = None) -> None:
+def free(manager: AnyManager, request_id: Hashable, returns: float | None = None) -> None:
     """Ends a request; one that was never started is none."""
     try:
         manager.free(request_id, returns)
@@ -50,7 +53,7 @@ class Store:
     Args:
         manager: Hands out the blocks.
         storage: Keys and values of every layer, by block.
-        states: States by block hash; None for a model without.
+        states: Of recurrent and convolution layers, by block; None for a model without.
         host: Blocks in host memory; None without.
         reuse: "prefix", or "gap" to reuse cached blocks behind missing ones too.
         empty_cache: What a call's cache is made like.
@@ -60,7 +63,7 @@ class Store:
 
     def __init__(
         self,
-        manager: CacheManager,
+        manager: AnyManager,
         storage: Any,
         states: Any = None,
         heeds_padding: bool = False,

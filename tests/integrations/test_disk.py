@@ -109,18 +109,6 @@ def test_damaged_files_and_a_full_directory(tmp_path: Path) -> None:
     assert 0 < len(list(tmp_path.rglob("*.block"))) <= 3
 
 
-def test_hybrids_write_nothing(tmp_path: Path) -> None:
-    config = transformers.Lfm2Config(
-        vocab_size=503, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, layer_types=["conv", "full_attention"], pad_token_id=0, eos_token_id=7,
-    )  # fmt: skip
-    model = transformers.Lfm2ForCausalLM(config).eval()
-    with enable_prefix_caching(model, disk=tmp_path) as handle:
-        cached(model, handle, prompt(64))
-        assert cached(model, handle, prompt(64)) == 48
-    assert list(tmp_path.rglob("*.block")) == []
-
-
 def test_writing_waits_for_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = LLAMA.build()
     replace, slow = os.replace, []

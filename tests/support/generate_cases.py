@@ -67,6 +67,37 @@ FAMILIES = [
     Family("gpt-oss", "GptOssConfig", "GptOssForCausalLM", {"sliding_window": 24, "num_local_experts": 4}),
 ]
 LLAMA = FAMILIES[0]
+HYBRIDS = [
+    Family(
+        "qwen3-next",
+        "Qwen3NextConfig",
+        "Qwen3NextForCausalLM",
+        {
+            "num_hidden_layers": 4, "head_dim": 16, "linear_num_value_heads": 4, "linear_num_key_heads": 2,
+            "linear_key_head_dim": 16, "linear_value_head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32,
+        },
+    ),
+    Family("lfm2", "Lfm2Config", "Lfm2ForCausalLM", {"layer_types": ["conv", "full_attention"]}),
+    Family(
+        "granite-4",
+        "GraniteMoeHybridConfig",
+        "GraniteMoeHybridForCausalLM",
+        {
+            "layer_types": ["mamba", "attention"], "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 1,
+            "mamba_d_state": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 96,
+        },
+    ),
+]  # fmt: skip
+
+
+def remembering(family: Family) -> Any:
+    """A hybrid whose states matter: those of random weights forget within a few tokens."""
+    model = family.build()
+    for name, weight in model.named_parameters():
+        if name.endswith("A_log"):
+            torch.nn.init.constant_(weight, -4.0)
+    return model
 
 
 def prompt(length: int, seed: int = 0) -> torch.Tensor:

@@ -11,11 +11,11 @@ from transformers import DynamicCache
 
 from ....cache import OutOfBlocks
 from ..store import Lease, Store
-from .layers import GrowingLayer, GrowingWindowLayer, attention_layers, like, num_tokens, state_layers
+from .layers import GrowingLayer, GrowingWindowLayer, like, num_tokens
 from .pictures import Pictures
 from .rows import Prompt, Rows, prompts_of
 from .states import States, put_states, take_states
-from .storage import BlockIds
+from .storage import BlockIds, TokenSpec
 
 FORWARD_COST = 24
 """Tokens whose computing takes about as long as what a forward pass of any length costs besides."""
@@ -181,8 +181,8 @@ class Call:
             cuts |= {cut for cut in (prompt.shared, end // size * size) if prompt.computable(cut)}
         if at:
             self._read(cache, prompt, at)
-        if prompt.states is not None:
-            put_states(cache, [prompt.states])
+            if prompt.states is not None:
+                put_states(cache, [prompt.states])
         for start, behind in prompt.later:
             forward(self.model, prompt.tokens, at, start, cache, prompt.inputs(at, start))
             at = min(behind, end)
@@ -190,68 +190,57 @@ class Call:
         for cut in sorted(cut for cut in cuts if at < cut <= end):
             forward(self.model, prompt.tokens, at, cut, cache, prompt.inputs(at, cut))
             at = cut
-            if state_layers(cache) and cut % size == 0:
-                self.rows.keep_states(prompt, cut, take_states(cache, 0))
+            boundary = self.store.states is not None and cut % size == 0
+            self.rows.write(prompt, cache, 0, 0, cut, take_states(cache, 0) if boundary else None)
         self.rows.write(prompt, cache, 0, 0, end)
         return cache
 
     def _read(self, cache: DynamicCache, prompt: Prompt, length: int) -> None:
         """Fills an empty cache of one row from blocks."""
-        blocks = BlockIds(prompt.table[: -(-length // self.store.block_size)])
-        for index, layer in attention_layers(cache).items():
-            specs = self.store.storage.specs.get(index)
-            if specs is None:
-                continue
-            room = len(prompt.tokens) - length + self.room
-            keys, values = (
-                torch.empty(1, s.num_heads, length + room, s.width, dtype=s.dtype, device=s.device) for s in specs
-            )
-            self.store.storage.read(index, blocks, keys[0, :, :length], values[0, :, :length])
-            _fill(layer, keys, values, length)
+        room = len(prompt.tokens) - length + self.room
+        for group, part in self.store.storage.kv:
+            blocks = BlockIds(prompt.tables[group][: -(-length // self.store.block_size)])
+            for index, specs in part.specs.items():
+                keys, values = _buffers(specs, 1, length + room)
+                part.read(index, blocks, keys[0, :, :length], values[0, :, :length])
+                _fill(cache.layers[index], keys, values, length)
 
     def _read_behind(self, cache: DynamicCache, prompt: Prompt, start: int, end: int) -> None:
         """Puts a span of a prompt from blocks behind what a cache of one row has."""
-        blocks = BlockIds(prompt.table[start // self.store.block_size : -(-end // self.store.block_size)])
-        for index, layer in attention_layers(cache).items():
-            specs = self.store.storage.specs.get(index)
-            if specs is not None:
-                keys, values = (
-                    torch.empty(1, s.num_heads, end - start, s.width, dtype=s.dtype, device=s.device) for s in specs
-                )
-                self.store.storage.read(index, blocks, keys[0], values[0])
-                layer.update(keys, values)
+        first, behind = start // self.store.block_size, -(-end // self.store.block_size)
+        for group, part in self.store.storage.kv:
+            blocks = BlockIds(prompt.tables[group][first:behind])
+            for index, specs in part.specs.items():
+                keys, values = _buffers(specs, 1, end - start)
+                part.read(index, blocks, keys[0], values[0])
+                cache.layers[index].update(keys, values)
 
     def _lay_out(self, caches: dict[int, DynamicCache]) -> DynamicCache:
         """A cache of the whole batch with `start` columns: from the prompts' own caches, or else from blocks."""
-        cache, size = self._empty(), self.store.block_size
-        capacity = self.length + self.room
+        cache = self._empty()
         filled = [max(self.start - prompt.pad, 0) for prompt in self.prompts]
-        blocks = {
-            number: BlockIds(prompt.table[: -(-length // size)])
-            for number, (prompt, length) in enumerate(zip(self.prompts, filled, strict=True))
-            if length and number not in caches
-        }
-        for index, layer in attention_layers(cache).items():
-            specs = self.store.storage.specs.get(index)
-            if specs is None:
-                continue
-            keys, values = (
-                torch.empty(self.batch, s.num_heads, capacity, s.width, dtype=s.dtype, device=s.device) for s in specs
-            )
-            for number, prompt in enumerate(self.prompts):
-                row = prompt.rows[0]
-                columns = slice(self.start - filled[number], self.start)
-                for side in (keys, values):  # masked out, but NaN times 0 is NaN
-                    side[row, :, : columns.start] = 0
-                if filled[number] and number in caches:
-                    own = caches[number].layers[index]
-                    keys[row, :, columns], values[row, :, columns] = own.keys[0], own.values[0]
-                elif number in blocks:
-                    self.store.storage.read(index, blocks[number], keys[row, :, columns], values[row, :, columns])
-                for other in prompt.rows[1:]:
-                    for side in (keys, values):
-                        side[other, :, : self.start] = side[row, :, : self.start]
-            _fill(layer, keys, values, self.start)
+        for group, part in self.store.storage.kv:
+            blocks = {
+                number: BlockIds(prompt.tables[group][: -(-length // self.store.block_size)])
+                for number, (prompt, length) in enumerate(zip(self.prompts, filled, strict=True))
+                if length and number not in caches
+            }
+            for index, specs in part.specs.items():
+                keys, values = _buffers(specs, self.batch, self.length + self.room)
+                for number, prompt in enumerate(self.prompts):
+                    row = prompt.rows[0]
+                    columns = slice(self.start - filled[number], self.start)
+                    for side in (keys, values):  # masked out, but NaN times 0 is NaN
+                        side[row, :, : columns.start] = 0
+                    if filled[number] and number in caches:
+                        own = caches[number].layers[index]
+                        keys[row, :, columns], values[row, :, columns] = own.keys[0], own.values[0]
+                    elif number in blocks:
+                        part.read(index, blocks[number], keys[row, :, columns], values[row, :, columns])
+                    for other in prompt.rows[1:]:
+                        for side in (keys, values):
+                            side[other, :, : self.start] = side[row, :, : self.start]
+                _fill(cache.layers[index], keys, values, self.start)
         if self.store.states is not None:
             states = [take_states(caches[number], 0) for number in range(len(self.prompts))]
             of_row = {row: states[number] for number, p in enumerate(self.prompts) for row in p.rows}
@@ -307,11 +296,7 @@ class Call:
             if prompt.pad + len(prompt.tokens) != self.length or not len(prompt.tokens):
                 continue
             answers = [_up_to_eos(generated[row], eos) for row in prompt.rows]
-            self.rows.append(prompt, self.cache, answers)
-            for row, answer in zip(prompt.rows, answers, strict=True):
-                length, states = self._decode_states.get(row, (0, None))
-                if states is not None and len(prompt.rows) == 1 and length <= len(prompt.tokens) + len(answer):
-                    self.rows.keep_states(prompt, length, states)
+            self.rows.append(prompt, self.cache, answers, self._decode_states)
 
 
 def _agree(one: Prompt, other: Prompt) -> int:
@@ -328,6 +313,11 @@ def _agree(one: Prompt, other: Prompt) -> int:
 def _up_to_eos(tokens: np.ndarray, eos: set[int]) -> np.ndarray:
     ends = np.flatnonzero(np.isin(tokens, list(eos))) if eos else tokens[:0]
     return tokens[: int(ends[0]) + 1] if ends.size else tokens
+
+
+def _buffers(specs: tuple[TokenSpec, TokenSpec], rows: int, capacity: int) -> tuple[torch.Tensor, torch.Tensor]:
+    keys, values = specs
+    return keys.empty(rows, capacity), values.empty(rows, capacity)
 
 
 def _fill(layer: Any, keys: torch.Tensor, values: torch.Tensor, length: int) -> None:

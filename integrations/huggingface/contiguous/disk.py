@@ -1,4 +1,4 @@
-"""Blocks of keys and values on disk, by hash: they outlive the process, and only the same model reads them."""
+"""Blocks on disk by hash, of keys and values or of states: they outlive the process, for the same model only."""
 
 from __future__ import annotations
 
@@ -7,72 +7,61 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from ....cache import CacheManager
 from ....cache.disk import DiskTier
 from ....cache.tier import Layout
 from ....cache.tier_writer import TierWriter
+from ..store import AnyManager
 from .fingerprint import fingerprint
-from .storage import BlockStorage
-
-Content = dict[int, tuple[torch.Tensor, torch.Tensor]]
-"""Keys and values of one block by layer, `[num_heads, block_size, width]` each."""
-SIDES = ("keys", "values")
+from .grouped import GroupedStorage
+from .storage import Content
 
 
 class DiskBlocks:
     """Contents of blocks in a directory.
 
     Args:
-        tier: Where they are; a thread writes to it.
+        tiers: Where those of each group are; a thread writes to each.
     """
 
-    def __init__(self, tier: DiskTier) -> None:
-        self._tier = tier
-        self._writer = TierWriter(tier)
+    def __init__(self, tiers: list[DiskTier]) -> None:
+        self._tiers = tiers
+        self._writers = [TierWriter(tier) for tier in tiers]
 
-    def get(self, digest: bytes) -> Content | None:
+    def get(self, group: int, digest: bytes) -> Content | None:
         """A block's content."""
-        tensors = self._writer.get(digest)
-        if tensors is None:
-            return None
-        layers = sorted({int(name.partition(" ")[0]) for name in tensors})
-        return {layer: (tensors[f"{layer} keys"], tensors[f"{layer} values"]) for layer in layers}
+        tensors = self._writers[group].get(digest)
+        return None if tensors is None else dict(tensors)
 
-    def holds(self, digest: bytes) -> bool:
+    def holds(self, group: int, digest: bytes) -> bool:
         """Whether a block is there, or will be."""
-        return digest in self._writer
+        return digest in self._writers[group]
 
-    def put(self, digest: bytes, content: Content) -> None:
+    def put(self, group: int, digest: bytes, content: Content) -> None:
         """Takes a block to be written."""
-        self._writer.put(digest, _named(content))
+        self._writers[group].put(digest, content)
 
-    def close(self, rest: Iterable[tuple[bytes, Content]]) -> None:
+    def close(self, rest: Iterable[tuple[int, bytes, Content]]) -> None:
         """Waits for what is being written, and writes the rest."""
-        self._writer.close()
-        for digest, content in rest:
-            self._tier.put(digest, _named(content))
+        for writer in self._writers:
+            writer.close()
+        for group, digest, content in rest:
+            self._tiers[group].put(digest, content)
 
 
 def disk_blocks(
-    model: Any, manager: CacheManager, storage: BlockStorage, path: str | os.PathLike[str], max_bytes: int | None
+    model: Any, manager: AnyManager, storage: GroupedStorage, path: str | os.PathLike[str], max_bytes: int | None
 ) -> DiskBlocks:
-    """The blocks of this model, with these weights, in a directory.
+    """The blocks of this model, with these weights, in a directory; groups share the bytes as they do memory.
 
     Raises:
         OSError: It cannot be made.
     """
-    shapes = {
-        f"{index} {side}": ((spec.num_heads, storage.block_size, spec.width), spec.dtype)
-        for index, specs in storage.specs.items()
-        for side, spec in zip(SIDES, specs, strict=True)
-    }
     identity = f"{fingerprint(model)} {manager.hash_algorithm} {manager.seed}"
-    return DiskBlocks(DiskTier(Path(path), Layout(identity, shapes), max_bytes))
-
-
-def _named(content: Content) -> dict[str, torch.Tensor]:
-    return {
-        f"{layer} {side}": tensor for layer, pair in content.items() for side, tensor in zip(SIDES, pair, strict=True)
-    }
+    sizes = [part.num_blocks * part.bytes_per_block for part in storage.parts]
+    limits = [None if max_bytes is None else max(1, max_bytes * size // max(sum(sizes), 1)) for size in sizes]
+    return DiskBlocks(
+        [
+            DiskTier(Path(path), Layout(identity, part.shapes), limit)
+            for part, limit in zip(storage.parts, limits, strict=True)
+        ]
+    )

@@ -14,7 +14,7 @@ from .call import accepted, forward
 from .layers import GrowingWindowLayer, attention_layers, new_cache, num_tokens, state_layers
 from .pictures import Pictures, clear_of
 from .rows import prompts_of
-from .states import put_states, take_states
+from .states import States, put_states, take_states
 from .storage import Specs, TokenSpec
 from .vision import GoesOn
 
@@ -30,14 +30,14 @@ class Probed:
 
     Attributes:
         specs: Keys and values of its attention layers.
-        state_bytes: Bytes of a row's recurrent and convolution states; 0 without.
+        states: Of a row, recurrent and of convolutions; empty without.
         window: The longest window of its layers, 0 without.
         heeds_padding: Whether a token's KV depends on how many masked columns are before it.
         continues_padded: Whether it goes on from a cached prefix behind masked columns.
     """
 
     specs: Specs
-    state_bytes: int
+    states: States
     window: int
     heeds_padding: bool
     continues_padded: bool
@@ -62,7 +62,7 @@ def probe(model: Any) -> Probed:
         if 0 < window <= LONG:
             probe_window(model, window)
         heeds, continues = _behind_padding(model, whole) if specs else (False, True)
-    return Probed(specs, sum(state.nbytes for *_, state in states), window, heeds, continues)
+    return Probed(specs, states, window, heeds, continues)
 
 
 @torch.no_grad()

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -16,10 +17,9 @@ from ....cache import OutOfBlocks
 from ..store import Lease, Store
 from ..support import UnsupportedError
 from ..uninterrupted import uninterrupted
-from .layers import attention_layers
 from .pictures import Item, Pictures, clear_of
 from .states import States
-from .storage import BlockIds
+from .storage import BlockIds, Content
 
 _numbers = itertools.count()
 
@@ -35,9 +35,12 @@ class Prompt:
         rows: The rows of the batch that have it.
         cached: How many of the tokens are read from blocks.
         shared: The KV hit, where it is longer than what states allow to use.
+        held: Tokens that have blocks.
         written: Blocks whose content is there.
         later: Spans behind the first missing block that are read from blocks too.
         waits: Whether somebody is computing its next block at this moment.
+        tables: The block table of each group.
+        states: At the end of the cached tokens; None where there are none.
         items: Its images.
         adapter: Named for its rows; None where none is.
         pictures: Of the call; None where this prompt has no image.
@@ -49,10 +52,11 @@ class Prompt:
     rows: list[int]
     cached: int = 0
     shared: int = 0
+    held: int = 0
     written: int = 0
     waits: bool = False
     later: list[tuple[int, int]] = field(default_factory=list)
-    table: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
+    tables: list[np.ndarray] = field(default_factory=list)
     states: States | None = None
     items: list[Item] = field(default_factory=list)
     adapter: str | None = None
@@ -129,44 +133,79 @@ class Rows:
         Raises:
             OutOfBlocks: It does not fit.
         """
-        store, size = self.store, self.store.block_size
-        allocation = uninterrupted(self._allocate, prompt)
-        spans = allocation.cached_spans
-        length, cached = len(prompt.tokens), spans[0][1] if spans and spans[0][0] == 0 else 0
-        whole = cached == length - 1 and allocation.slot_mapping[-1] < 0
-        prompt.table = store.manager.block_table(prompt.request_id)
-        prompt.written = length // size if whole else cached // size
+        store, size, length = self.store, self.store.block_size, len(prompt.tokens)
+        junction: int | None = None
+        prompt.held = length if store.states is None else max(length - 1, 1)  # states go on with two tokens at least
+        while True:
+            allocation = uninterrupted(self._allocate, prompt)
+            spans = allocation.cached_spans
+            cached = spans[0][1] if spans and spans[0][0] == 0 else 0
+            junction = junction or allocation.junction
+            if store.states is None or prompt.readable(cached) == cached:
+                break
+            prompt.held = prompt.readable(cached) + 1  # there are no states where it is cut: the boundary before
+            uninterrupted(self._lease.free, prompt.request_id)
+        whole = cached == prompt.held - 1 and allocation.group_slot_mapping(0)[-1] < 0
+        prompt.tables = self._tables(prompt.request_id)
+        prompt.written = prompt.held // size if whole else cached // size
         prompt.later = [span for span in spans if span[0] > cached] if reuse else []
+        prompt.waits = allocation.wait_for is not None
+        prompt.states = None
+        if store.states is not None and cached and reuse:
+            prompt.states = store.states.read(int(prompt.tables[store.storage.state_group][cached // size - 1]))
         cached = prompt.readable(cached)
         if store.host is not None and reuse and not whole and not prompt.later:
-            cached = prompt.readable(self._load(prompt, cached))
-        prompt.waits = allocation.wait_for is not None
-        prompt.cached = prompt.shared = cached if reuse else 0
-        if store.states is None or not prompt.cached:
-            return
-        prompt.shared = prompt.cached // size * size
-        prompt.cached, digests = 0, store.manager.block_hashes(prompt.request_id)
-        for blocks in range(min(prompt.shared, length - 2) // size, 0, -1):
-            prompt.states = store.states.get(digests[blocks - 1])
-            if prompt.states is not None:
-                prompt.cached = blocks * size
-                return
+            cached = prompt.readable(self._bring_back(prompt, cached))
+        prompt.cached = cached if reuse else 0
+        prompt.shared = max(cached, junction or 0) if reuse else 0
 
-    def _load(self, prompt: Prompt, cached: int) -> int:
+    def _bring_back(self, prompt: Prompt, cached: int) -> int:
         """Brings blocks back from host memory; how many tokens are cached by then."""
-        store, block = self.store, cached // self.store.block_size
+        store, first = self.store, cached // self.store.block_size
         digests = store.manager.block_hashes(prompt.request_id)
-        while block < len(digests) and (content := store.host.get(digests[block])) is not None:
-            place = BlockIds(prompt.table[block : block + 1])
-            for index, (keys, values) in content.items():
-                store.storage.write(index, place, keys, values)
-            block += 1
-        if block == prompt.written:
+        found: list[list[Content]] = []
+        for digest in digests[first:]:
+            contents = [store.host.get(group, digest) for group, _ in store.storage.kv]
+            if any(content is None for content in contents):
+                break
+            found.append(contents)
+        states: Content | None = None
+        while store.states is not None and found:
+            end = (first + len(found)) * store.block_size
+            if end <= len(prompt.tokens) - 2 and prompt.readable(end) == end:
+                states = self._kept_states(digests[first + len(found) - 1])
+            if states is not None:
+                break
+            found.pop()
+        if not found:
             return cached
-        prompt.written = block
-        uninterrupted(store.manager.commit, prompt.request_id, block * store.block_size)
-        prompt.table = store.manager.block_table(prompt.request_id)
-        return min(block * store.block_size, len(prompt.tokens) - 1)
+        for block, contents in enumerate(found, first):
+            for (group, part), content in zip(store.storage.kv, contents, strict=True):
+                part.put(int(prompt.tables[group][block]), content)
+        prompt.written = first + len(found)
+        if states is not None:
+            prompt.states = store.states.of(states)
+            self._keep_states(prompt, prompt.written * store.block_size, prompt.states)
+        uninterrupted(store.manager.commit, prompt.request_id, prompt.written * store.block_size)
+        prompt.tables = self._tables(prompt.request_id)
+        return min(prompt.written * store.block_size, len(prompt.tokens) - 1)
+
+    def _kept_states(self, digest: bytes) -> Content | None:
+        """The states behind a block from host memory, or from a block that nobody has overwritten meanwhile."""
+        store, group = self.store, self.store.storage.state_group
+        pool = store.manager.pools[group]
+        block = int(pool.table.find(np.frombuffer(digest, np.uint64)[None])[0])
+        if block >= 0:
+            taken = pool.taken_at[block]
+            content: Content = store.storage.content(group, block)
+            if pool.taken_at[block] == taken and pool.table.lists(block):
+                return content
+        kept: Content | None = store.host.get(group, digest)
+        return kept
+
+    def _tables(self, request_id: str) -> list[np.ndarray]:
+        manager = self.store.manager
+        return [manager.block_table(request_id, group) for group in range(len(manager.groups))]
 
     def readmit(self, prompt: Prompt) -> None:
         """Looks again for what is cached by now."""
@@ -182,11 +221,14 @@ class Rows:
             keys = (*keys, "adapter of the row", prompt.adapter)
         placed = [item.key(prompt.pad) for item in prompt.items]
         reuse = "prefix" if placed else self.store.reuse  # a gap's end may cut an image
+        tokens = prompt.tokens if prompt.held == len(prompt.tokens) else prompt.tokens[: prompt.held]
         return self.store.manager.allocate(
-            prompt.request_id, prompt.tokens, extra_keys=[*keys, *placed] or None, salt=self._salt, reuse=reuse
+            prompt.request_id, tokens, extra_keys=[*keys, *placed] or None, salt=self._salt, reuse=reuse
         )
 
-    def write(self, prompt: Prompt, cache: DynamicCache, row: int, pad: int, length: int) -> None:
+    def write(
+        self, prompt: Prompt, cache: DynamicCache, row: int, pad: int, length: int, states: States | None = None
+    ) -> None:
         """Writes the complete blocks among a prompt's first `length` tokens and makes them findable.
 
         Args:
@@ -195,30 +237,72 @@ class Rows:
             row: See `cache`.
             pad: See `cache`.
             length: Tokens that the cache has of it, those that were read from blocks included.
+            states: Behind them, where they end a block and are to be kept.
+
+        Raises:
+            OutOfBlocks: There is no room for tokens that had no blocks yet.
         """
         length = min(length, len(prompt.tokens))
-        last = length // self.store.block_size
-        if last > prompt.written:  # between blocks there is nothing to publish
-            for first, end in _between(prompt.later, self.store.block_size, prompt.written, last):
-                self._write_blocks(prompt.table, cache, row, pad, first, end)
-            prompt.written = last
-            uninterrupted(self.store.manager.commit, prompt.request_id, length)
+        if length // self.store.block_size > prompt.written or states:  # between blocks there is nothing to publish
+            self._extend(prompt, prompt.tokens, cache, row, pad, length, states)
 
-    def _write_blocks(self, table: np.ndarray, cache: DynamicCache, row: int, pad: int, first: int, last: int) -> None:
+    def _extend(
+        self,
+        prompt: Prompt,
+        tokens: np.ndarray,
+        cache: DynamicCache,
+        row: int,
+        pad: int,
+        end: int,
+        states: States | None = None,
+    ) -> None:
+        manager, size = self.store.manager, self.store.block_size
+        if end > prompt.held:
+            uninterrupted(manager.append, prompt.request_id, tokens[prompt.held : end])
+            prompt.held, prompt.tables = end, self._tables(prompt.request_id)
+        last = end // size
+        for first, behind in _between(prompt.later, size, prompt.written, last):
+            self._write_blocks(prompt.tables, cache, row, pad, first, behind)
+        prompt.written = max(last, prompt.written)
+        if states is not None:
+            self._keep_states(prompt, end, states)
+        uninterrupted(manager.commit, prompt.request_id, end)
+
+    def _write_blocks(
+        self, tables: list[np.ndarray], cache: DynamicCache, row: int, pad: int, first: int, last: int
+    ) -> None:
         size = self.store.block_size
-        tokens, blocks = slice(pad + first * size, pad + last * size), BlockIds(table[first:last])
-        for index, layer in attention_layers(cache).items():
-            if index in self.store.storage.specs:
-                keys, values = layer.keys[row, :, tokens], layer.values[row, :, tokens]
-                self.store.storage.write(index, blocks, keys, values)
+        tokens = slice(pad + first * size, pad + last * size)
+        for group, part in self.store.storage.kv:
+            blocks = BlockIds(tables[group][first:last])
+            for index in part.specs:
+                layer = cache.layers[index]
+                part.write(index, blocks, layer.keys[row, :, tokens], layer.values[row, :, tokens])
 
-    def append(self, prompt: Prompt, cache: DynamicCache, answers: Sequence[np.ndarray]) -> None:
+    def _keep_states(self, prompt: Prompt, length: int, states: States) -> None:
+        """Keeps states behind a whole number of blocks; to be committed. Where all blocks of states are held, not."""
+        store, block = self.store, length // self.store.block_size - 1
+        if prompt.tables[store.storage.state_group][block] < 0:
+            try:
+                target = uninterrupted(store.manager.checkpoint, prompt.request_id, length)
+            except OutOfBlocks:
+                return
+            store.states.write(target, states)
+
+    def append(
+        self,
+        prompt: Prompt,
+        cache: DynamicCache,
+        answers: Sequence[np.ndarray],
+        states: Mapping[int, tuple[int, States]] = MappingProxyType({}),
+    ) -> None:
         """Keeps what was generated behind a prompt, up to the last complete block.
 
         Args:
             prompt: Its tokens reach up to the end of its row.
             cache: Where the keys and values of prompt and answers are.
             answers: Of each of the prompt's rows the generated tokens that the cache has.
+            states: By row, where one was within its answer: behind so many tokens.
 
         Raises:
             OutOfBlocks: There is no room; answers before it are kept.
@@ -228,27 +312,23 @@ class Rows:
             end = (length + len(answer)) // size * size
             if end <= length:
                 continue
-            request_id = prompt.request_id
+            branch = prompt
             if len(prompt.rows) > 1:
-                request_id = f"{request_id}-{number}"
-                uninterrupted(self._fork, prompt.request_id, request_id)
-            uninterrupted(manager.append, request_id, answer[: end - length])
-            table = manager.block_table(request_id)
-            self._write_blocks(table, cache, row, prompt.pad, length // size, end // size)
-            uninterrupted(manager.commit, request_id, end)
-            if request_id != prompt.request_id:
-                uninterrupted(self._lease.free, request_id)
+                branch = replace(prompt, request_id=f"{prompt.request_id}-{number}")
+                uninterrupted(manager.commit, prompt.request_id, min(length, prompt.held))
+                uninterrupted(self._fork, prompt.request_id, branch.request_id)
+            tokens = np.concatenate((prompt.tokens, answer))
+            self._extend(branch, tokens, cache, row, prompt.pad, end)
+            boundary, kept = states.get(row, (0, None))
+            if kept is not None and boundary <= end:
+                self._keep_states(branch, boundary, kept)
+                uninterrupted(manager.commit, branch.request_id, end)
+            if branch is not prompt:
+                uninterrupted(self._lease.free, branch.request_id)
 
     def _fork(self, request_id: str, new_request_id: str) -> None:
         self._lease.take(new_request_id)
         self.store.manager.fork(request_id, new_request_id)
-
-    def keep_states(self, prompt: Prompt, length: int, states: States, request_id: str | None = None) -> None:
-        """Keeps the states behind a prompt's first `length` tokens, a whole number of blocks."""
-        store = self.store
-        if store.states is not None and length:
-            digests = store.manager.block_hashes(request_id or prompt.request_id)
-            store.states.put(digests[length // store.block_size - 1], states)
 
     def close(self) -> None:
         """Gives all blocks back; complete ones stay findable until they are evicted."""

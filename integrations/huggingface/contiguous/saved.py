@@ -10,27 +10,27 @@ from typing import Any
 import torch
 
 from ..store import Store
-from .disk import Content
 from .fingerprint import fingerprint
+from .host import findable
+from .storage import Content
 
-FORMAT = 1
+FORMAT = 2
 
 
 def save(model: Any, store: Store, adapters: tuple[str, ...], path: str | os.PathLike[str]) -> int:
-    """Writes all blocks that can be found, and states; the file is there whole or not at all, and yours alone to read.
+    """Writes all blocks that can be found, states too; the file is there whole or not at all, and yours alone to read.
 
     Returns:
         How many blocks it has.
     """
-    blocks: dict[str, Content] = {}
-    if store.host is not None:
-        blocks |= {digest.hex(): content for digest, content in store.host.items()}
-    pool = store.manager.pools[0]
-    for block in range(pool.num_blocks):
-        if store.storage.layers and pool.table.lists(block):
-            blocks[pool.words[block].tobytes().hex()] = store.storage.content(block)
-    states = {} if store.states is None else {digest.hex(): kept for digest, kept in store.states.items()}
-    content = {"format": FORMAT, **_identity(model, store, adapters), "blocks": blocks, "states": states}
+    groups: list[dict[str, Content]] = []
+    for group in range(len(store.manager.pools)):
+        kept = [] if store.host is None else store.host.items(group)
+        blocks = {digest.hex(): content for digest, content in kept}
+        for digest, block in findable(store.manager, group):
+            blocks[digest.hex()] = store.storage.content(group, block)
+        groups.append(blocks)
+    content = {"format": FORMAT, **_identity(model, store, adapters), "blocks": groups}
     target = Path(path)
     handle, partial = tempfile.mkstemp(dir=target.absolute().parent, prefix=f".{target.name}.")
     try:
@@ -40,11 +40,13 @@ def save(model: Any, store: Store, adapters: tuple[str, ...], path: str | os.Pat
     except BaseException:
         Path(partial).unlink(missing_ok=True)
         raise
-    return len(blocks)
+    return sum(map(len, groups))
 
 
-def load(model: Any, store: Store, adapters: tuple[str, ...], path: str | os.PathLike[str]) -> dict[bytes, Content]:
-    """Reads a file's blocks, by hash; states go to the store.
+def load(
+    model: Any, store: Store, adapters: tuple[str, ...], path: str | os.PathLike[str]
+) -> list[dict[bytes, Content]]:
+    """Reads a file's blocks, by hash, group by group.
 
     Raises:
         ValueError: The file is none of `save`, or of another model, other weights, another dtype or block size.
@@ -62,10 +64,12 @@ def load(model: Any, store: Store, adapters: tuple[str, ...], path: str | os.Pat
     for name, value in _identity(model, store, adapters).items():
         if content.get(name) != value:
             raise ValueError(f"path: got KV of another {name}, needs that of this model as it is")
-    if store.states is not None:
-        for digest, kept in content["states"].items():
-            store.states.put(bytes.fromhex(digest), [tuple(state) for state in kept])
-    return {bytes.fromhex(digest): block for digest, block in content["blocks"].items()}
+    return [{bytes.fromhex(digest): block for digest, block in blocks.items()} for blocks in content["blocks"]]
+
+
+def _layout(store: Store) -> list[Any]:
+    groups, parts = store.manager.groups, store.storage.parts
+    return [(type(group).__name__, part.shapes) for group, part in zip(groups, parts, strict=True)]
 
 
 def _identity(model: Any, store: Store, adapters: tuple[str, ...]) -> dict[str, Any]:
@@ -74,4 +78,5 @@ def _identity(model: Any, store: Store, adapters: tuple[str, ...]) -> dict[str, 
         "hash": f"{store.manager.hash_algorithm} {store.manager.seed}",
         "adapter": " ".join(adapters),
         "model": fingerprint(model),
+        "layout": repr(_layout(store)),
     }

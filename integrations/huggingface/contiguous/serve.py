@@ -8,7 +8,7 @@ from typing import Any
 
 from ....cache import CacheManager, OutOfBlocks
 from ..loop import Loop
-from ..memory import default_num_blocks, memory_budget
+from ..memory import memory_budget
 from ..reports import RequestReport
 from ..store import Store
 from ..support import CONTINUED, OWN_CACHE, UnsupportedError
@@ -16,13 +16,12 @@ from .call import Call
 from .continued import goes_on, mark
 from .decoding import WatchedModel
 from .disk import DiskBlocks, disk_blocks
+from .grouped import grouped_storage
 from .host import HostBlocks
 from .layers import new_cache
 from .pictures import Pictures
 from .probe import LONG, Probed, probe, probe_images, probe_window
 from .saved import load, save
-from .states import StateStore
-from .storage import BlockStorage
 from .vision import VisionOutputs
 
 LOOPS = ("greedy_search", "sample", "beam_search", "beam_sample", "assisted_generation")
@@ -73,20 +72,19 @@ class Contiguous:
         self._probed = probed
         self._window_problem: UnsupportedError | None = None
         self._proven_window = min(probed.window, LONG)
-        storage = BlockStorage(0, block_size, probed.specs)
-        storage.num_blocks = num_blocks or default_num_blocks(model, storage.bytes_per_block, block_size)
-        states = StateStore(memory_budget(model) // 4) if probed.state_bytes else None
-        manager = CacheManager(storage.num_blocks, block_size, policy=policy)
+        storage = grouped_storage(model, num_blocks, block_size, probed.specs, probed.states)
+        manager = CacheManager(storage.parts[0].num_blocks, block_size, policy=policy, groups=storage.groups)
         host = None
-        if self._disk is not None and states is None:  # KV without the states at its end would not be read
+        if self._disk is not None:
             self._disk_blocks = disk_blocks(model, manager, storage, self._disk, self._disk_bytes)
         self._disk = None
         if self._host_blocks or self._disk_blocks is not None:
             host = HostBlocks(storage, self._host_blocks, self._disk_blocks)
             manager.on_evict = host.evicted
-        reuse = "prefix" if states is not None else self._reuse
         vision = VisionOutputs(memory_budget(model) // 8)
-        self.store = Store(manager, storage, states, probed.heeds_padding, host, reuse, vision, new_cache(model.config))
+        self.store = Store(
+            manager, storage, storage.states, probed.heeds_padding, host, self._reuse, vision, new_cache(model.config)
+        )
 
     def close(self) -> None:
         """Writes what is cached to disk, where there is one."""
@@ -111,13 +109,14 @@ class Contiguous:
 
     def load(self, model: Any, adapters: tuple[str, ...], path: str | os.PathLike[str]) -> int:
         """Takes blocks from a file into host memory: see `PrefixCaching.load`."""
-        blocks, store = load(model, self.store, adapters, path), self.store
+        groups, store = load(model, self.store, adapters, path), self.store
         if store.host is None:
             store.host = HostBlocks(store.storage, 0)
-        store.host.max_blocks = max(store.host.max_blocks, len(store.host) + len(blocks))
-        for digest, content in blocks.items():
-            store.host.put(digest, content)
-        return len(blocks)
+        store.host.max_blocks = max(store.host.max_blocks, len(store.host) + max(map(len, groups)))
+        for group, blocks in enumerate(groups):
+            for digest, content in blocks.items():
+                store.host.put(group, digest, content)
+        return sum(map(len, groups))
 
     def _prove_window(self, model: Any) -> None:
         if self._window_problem is None:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-import threading
-from collections import OrderedDict
+from dataclasses import dataclass
+from math import prod
 
 import torch
 from transformers import DynamicCache
 
 from .layers import state_layers
+from .storage import Content, Shapes
+
+Key = tuple[int, str, int]
+"""Layer, "conv" or "recurrent", index within the layer."""
 
 States = list[tuple[int, str, int, torch.Tensor]]
-"""(layer, "conv" or "recurrent", index within the layer, `[1, ...]`) of one row."""
+"""Of one row: the parts of a `Key`, and the state, `[1, ...]`."""
 
 
 def take_states(cache: DynamicCache, row: int) -> States:
@@ -34,50 +38,72 @@ def put_states(cache: DynamicCache, rows: list[States]) -> None:
         layer.has_previous_state[index] = True
 
 
-class StateStore:
-    """States by the hash of the block that ends where they were taken; the one used longest ago goes first.
+@dataclass(frozen=True)
+class StateSpec:
+    """What a state is of one row."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+class StateStorage:
+    """States of all layers by block of a recurrent group; memory is taken when the first is written.
 
     Args:
-        max_bytes: Bytes of all states together.
+        num_blocks: States of each layer.
+        like: States of a row.
     """
 
-    def __init__(self, max_bytes: int) -> None:
-        self.max_bytes = max_bytes
-        self.nbytes = 0
-        self._states: OrderedDict[bytes, States] = OrderedDict()
-        self._lock = threading.Lock()
+    def __init__(self, num_blocks: int, like: States) -> None:
+        self.num_blocks = num_blocks
+        self.specs = {
+            (at, kind, index): StateSpec(tuple(state.shape[1:]), state.dtype, state.device)
+            for at, kind, index, state in like
+        }
+        self.rows: dict[Key, torch.Tensor] = {}
 
-    def __len__(self) -> int:
-        return len(self._states)
+    @property
+    def bytes_per_block(self) -> int:
+        """Bytes of the states of one row."""
+        return sum(prod(spec.shape) * spec.dtype.itemsize for spec in self.specs.values())
 
-    def __contains__(self, digest: bytes) -> bool:
-        return digest in self._states
+    @property
+    def shapes(self) -> Shapes:
+        """Of the content of a block."""
+        return {_name(key): (spec.shape, spec.dtype) for key, spec in self.specs.items()}
 
-    def items(self) -> list[tuple[bytes, States]]:
-        """All states with their hashes."""
-        with self._lock:
-            return list(self._states.items())
+    def _row(self, key: Key) -> torch.Tensor:
+        found = self.rows.get(key)
+        if found is None:
+            spec = self.specs[key]
+            with torch.inference_mode(False):  # else nobody could write to them outside of it
+                rows = torch.empty(self.num_blocks, *spec.shape, dtype=spec.dtype, device=spec.device)
+            found = self.rows.setdefault(key, rows)
+        return found
 
-    def get(self, digest: bytes) -> States | None:
-        """The states taken behind a block; nobody writes to them."""
-        with self._lock:
-            states = self._states.get(digest)
-            if states is not None:
-                self._states.move_to_end(digest)
-            return states
+    def write(self, block: int, states: States) -> None:
+        """Fills a block with the states of a row."""
+        for at, kind, index, state in states:
+            self._row((at, kind, index))[block].copy_(state[0])
 
-    def put(self, digest: bytes, states: States) -> None:
-        """Keeps states; what has no room is dropped."""
-        size = _nbytes(states)
-        with self._lock:
-            if digest in self._states or size > self.max_bytes:
-                return
-            self._states[digest] = states
-            self.nbytes += size
-            while self.nbytes > self.max_bytes:
-                _, oldest = self._states.popitem(last=False)
-                self.nbytes -= _nbytes(oldest)
+    def read(self, block: int) -> States:
+        """The states of a block, which are the storage's own: `put_states` copies them."""
+        return [(*key, self._row(key)[block : block + 1]) for key in self.specs]
+
+    def of(self, content: Content) -> States:
+        """The states of a row from what `content` gave."""
+        return [(*key, content[_name(key)][None].to(spec.device)) for key, spec in self.specs.items()]
+
+    def content(self, block: int) -> Content:
+        """Copies of a block's states in host memory."""
+        return {_name(key): self._row(key)[block].to("cpu", copy=True) for key in self.specs}
+
+    def put(self, block: int, content: Content) -> None:
+        """Fills a block with what `content` gave."""
+        for key in self.specs:
+            self._row(key)[block].copy_(content[_name(key)])
 
 
-def _nbytes(states: States) -> int:
-    return sum(state.nbytes for *_, state in states)
+def _name(key: Key) -> str:
+    return " ".join(map(str, key))

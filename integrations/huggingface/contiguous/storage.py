@@ -22,9 +22,21 @@ class TokenSpec:
         """Bytes of one token."""
         return self.num_heads * self.width * self.dtype.itemsize
 
+    def empty(self, rows: int, tokens: int) -> torch.Tensor:
+        """`[rows, num_heads, tokens, width]`, not filled."""
+        return torch.empty(rows, self.num_heads, tokens, self.width, dtype=self.dtype, device=self.device)
+
+
+SIDES = ("keys", "values")
 
 Specs = dict[int, tuple[TokenSpec, TokenSpec]]
 """Of each attention layer its keys and its values."""
+
+Content = dict[str, torch.Tensor]
+"""What one block holds, by layer and side: "3 keys", "3 values"."""
+
+Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
+"""Shape and dtype of each tensor of a content."""
 
 
 class BlockIds:
@@ -72,16 +84,22 @@ class BlockStorage:
         """Bytes of one block over all layers."""
         return self.block_size * sum(k.nbytes + v.nbytes for k, v in self.specs.values())
 
+    @property
+    def shapes(self) -> Shapes:
+        """Of the content of a block."""
+        return {
+            f"{index} {side}": ((spec.num_heads, self.block_size, spec.width), spec.dtype)
+            for index, specs in self.specs.items()
+            for side, spec in zip(SIDES, specs, strict=True)
+        }
+
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The blocks of a layer."""
         found = self.layers.get(index)
         if found is None:
             # What is made in inference mode could not be written to outside of it.
             with torch.inference_mode(False):
-                keys, values = (
-                    torch.empty(self.num_blocks, s.num_heads, self.block_size, s.width, dtype=s.dtype, device=s.device)
-                    for s in self.specs[index]
-                )
+                keys, values = (spec.empty(self.num_blocks, self.block_size) for spec in self.specs[index])
             found = self.layers.setdefault(index, (keys, values))  # another thread may have been first
         return found
 
@@ -101,12 +119,19 @@ class BlockStorage:
             else:
                 cache.index_copy_(0, blocks.index(cache.device), source)
 
-    def content(self, block: int) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+    def content(self, block: int) -> Content:
         """Copies of one block's keys and values by layer, `[num_heads, block_size, width]`, in host memory."""
         return {
-            index: (keys[block].to("cpu", copy=True), values[block].to("cpu", copy=True))
-            for index, (keys, values) in self.layers.items()
+            f"{index} {side}": cache[block].to("cpu", copy=True)
+            for index, pair in self.layers.items()
+            for side, cache in zip(SIDES, pair, strict=True)
         }
+
+    def put(self, block: int, content: Content) -> None:
+        """Fills a block with what `content` gave."""
+        for index in self.specs:
+            for side, cache in zip(SIDES, self.layer(index), strict=True):
+                cache[block].copy_(content[f"{index} {side}"])
 
     def read(self, index: int, blocks: BlockIds, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Reads the first tokens of blocks into `keys` and `values`, `[num_heads, num_tokens, width]`.
