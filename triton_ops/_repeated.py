@@ -52,12 +52,21 @@ class _Kind(Generic[R]):
     runs: dict[bool, Callable[..., R]] = field(default_factory=dict)
 
 
-class _Style(Generic[R]):
-    """One way of passing an operator's arguments, so many by position and these by name.
+@dataclass(frozen=True, slots=True)
+class _Alike(Generic[R]):
+    """Calls whose arguments have the same types.
 
     Attributes:
-        last: The last calls, by what was passed besides tensors: a guard on the tensors, and the kind.
+        tensors: Takes them out of the arguments.
+        last: The last of them, by what was passed besides tensors: a guard on the tensors, and the kind.
     """
+
+    tensors: Callable[[Values], Values]
+    last: dict[object, list[tuple[Any, _Kind[R]]]] = field(default_factory=dict)
+
+
+class _Style(Generic[R]):
+    """One way of passing an operator's arguments, so many by position and these by name."""
 
     def __init__(self, passed: Sequence[str], hints: Mapping[str, object], defaults: Mapping[str, object]) -> None:
         names = [*passed, *(name for name in hints if name not in passed)]
@@ -67,35 +76,40 @@ class _Style(Generic[R]):
         self._optional = [i for i, name in enumerate(passed) if hints[name] == torch.Tensor | None]
         tensors = {*self._required, *self._optional}
         self._options = _picker([i for i in range(len(passed)) if i not in tensors])
-        self._optionals = _picker(self._optional)
-        self._given: dict[object, Callable[[Values], Values]] = {(): _picker(self._required)}
-        self.last: dict[object, list[tuple[Any, _Kind[R]]]] = {}
+        # A guard on tensors tells their types too.
+        self._typed = _picker([i for i in range(len(passed)) if i not in self._required])
+        self._alike: dict[object, _Alike[R]] = {}
 
     def values(self, passed: Values) -> Values:
         """All arguments in the signature's order."""
         values = passed + self._defaults
         return values if self._order is None else self._order(values)
 
-    def parts(self, passed: Values) -> tuple[object, tuple[torch.Tensor, ...]]:
-        """What is passed besides tensors with the types of those that may be None, and the tensors."""
-        types = tuple(map(type, self._optionals(passed))) if self._optional else ()
-        given = self._given.get(types)
-        if given is None:
-            there = [i for i, kind in zip(self._optional, types, strict=True) if kind is not type(None)]
-            given = self._given[types] = _picker([*self._required, *there])
-        return (types, *self._options(passed)), given(passed)
+    def parts(self, passed: Values) -> tuple[_Alike[R], object, tuple[torch.Tensor, ...]]:
+        """What is known of calls with arguments of these types; what is passed besides tensors, and the tensors.
 
-    def find(self, options: object, tensors: tuple[torch.Tensor, ...]) -> _Kind[R] | None:
+        5.0 and True equal 5 and 1 and are no window.
+        """
+        types = tuple(map(type, self._typed(passed)))
+        alike = self._alike.get(types)
+        if alike is None:
+            there = [i for i in self._optional if passed[i] is not None]
+            alike = remember(self._alike, types, _Alike(_picker([*self._required, *there])))
+        return alike, self._options(passed), alike.tensors(passed)
+
+    @staticmethod
+    def find(alike: _Alike[R], options: object, tensors: tuple[torch.Tensor, ...]) -> _Kind[R] | None:
         """The kind of a call like one of the last in all that torch goes by: modes, transforms, gradients too."""
-        for guard, kind in self.last.get(options, ()):
+        for guard, kind in alike.last.get(options, ()):
             if guard.check(*tensors):
                 return kind
         return None
 
-    def expect(self, options: object, tensors: tuple[torch.Tensor, ...], kind: _Kind[R]) -> None:
+    @staticmethod
+    def expect(alike: _Alike[R], options: object, tensors: tuple[torch.Tensor, ...], kind: _Kind[R]) -> None:
         """Lets `find` know such calls."""
         if (guard := tensor_guards(tensors)) is not None:
-            remember(self.last, options, [(guard, kind), *self.last.get(options, ())[: _MAX_COMPARED - 1]])
+            remember(alike.last, options, [(guard, kind), *alike.last.get(options, ())[: _MAX_COMPARED - 1]])
 
 
 class Repeated(Generic[R]):
@@ -130,9 +144,9 @@ class Repeated(Generic[R]):
         style = self._style(self._inside, args, kwargs)
         assert style is not None
         passed = (*args, *kwargs.values())
-        options, tensors = style.parts(passed)
+        alike, options, tensors = style.parts(passed)
         values, is_aligned = style.values(passed), aligned(*tensors)
-        kind = style.find(options, tensors)
+        kind = style.find(alike, options, tensors)
         run = None if kind is None else kind.runs.get(is_aligned)
         if run is None:
             # Metadata do not tell of gradients, which `prepare` may refuse.
@@ -140,7 +154,7 @@ class Repeated(Generic[R]):
             run = kind.runs.get(is_aligned)
             if run is None or (torch.is_grad_enabled() and any(t.requires_grad for t in tensors)):
                 run = kind.runs[is_aligned] = self._prepare(*values)
-            style.expect(options, tensors, kind)
+            style.expect(alike, options, tensors, kind)
         if self._check is not None and reads_values(tensors[0]):
             self._check(*values)
         return run(*values)
@@ -153,12 +167,12 @@ class Repeated(Generic[R]):
         if not _CAN_SKIP or _functions() or _is_profiling():  # type: ignore[misc]
             return None
         style = self._outside.get((len(args), *kwargs) if kwargs else len(args))
-        if style is None or not style.last:
+        if style is None:
             return None
         passed = (*args, *kwargs.values()) if kwargs else args
         try:
-            options, tensors = style.parts(passed)
-            kind = style.find(options, tensors)
+            alike, options, tensors = style.parts(passed)
+            kind = style.find(alike, options, tensors)
         except TypeError:  # not what the operator takes; the dispatcher says so
             return None
         if kind is None or (kind.device is not None and kind.device != _current_device()):
@@ -179,10 +193,10 @@ class Repeated(Generic[R]):
         if style is None:
             return
         passed = (*args, *kwargs.values())
-        options, tensors = style.parts(passed)
+        alike, options, tensors = style.parts(passed)
         if (tensors[0].is_cpu and not KERNELS_ON_CPU) or any(type(t) is not torch.Tensor for t in tensors):
             return
-        style.expect(options, tensors, self._known(style.values(passed)))
+        style.expect(alike, options, tensors, self._known(style.values(passed)))
 
     def clear(self) -> None:
         """Forgets all calls."""
@@ -212,7 +226,8 @@ class Repeated(Generic[R]):
 
 
 def _picker(places: Sequence[int]) -> Callable[[Values], Values]:
-    """`itemgetter` that gives a tuple however many places there are."""
-    if len(places) > 1:
-        return itemgetter(*places)
-    return lambda values: tuple(values[i] for i in places)
+    """`itemgetter` that gives a tuple however many places there are; neighbours, the fastest, are cut out."""
+    begin = places[0] if places else 0
+    if [*places] == [*range(begin, begin + len(places))]:
+        return itemgetter(slice(begin, begin + len(places)))
+    return itemgetter(*places)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -18,11 +20,12 @@ _names = itertools.count()
 class Operator:
     """An operator of two tensors and an optional one on "device" tensors of the CPU, and what became of its calls."""
 
-    def __init__(self) -> None:
+    def __init__(self, like: Callable[..., torch.Tensor] | None = None) -> None:
+        self.like = like = like or _like
         self.prepared: list[tuple[object, ...]] = []
         self.checked = 0
         self.through_dispatcher = 0
-        self.repeated: Repeated[torch.Tensor] = Repeated(self._prepare, self._check, like=_like)
+        self.repeated: Repeated[torch.Tensor] = Repeated(self._prepare, self._check, like=like)
         call, repeated, parent = type(self.repeated).__call__, self.repeated, self
 
         class Counted(Repeated):
@@ -32,12 +35,12 @@ class Operator:
 
             find, expect = repeated.find, repeated.expect
 
-        counted = Counted(self._prepare, self._check, like=_like)
+        counted = Counted(self._prepare, self._check, like=like)
         name = f"test_repeated_{next(_names)}"
-        fake = lambda *args, **kwargs: _like(*args, **kwargs)  # noqa: E731
+        fake = lambda *args, **kwargs: like(*args, **kwargs)  # noqa: E731
         fake.__name__ = fake.__qualname__ = name
-        fake.__signature__ = _library.inspect.signature(_like)
-        fake.__annotations__ = _library.typing.get_type_hints(_like)
+        fake.__signature__ = _library.inspect.signature(like)
+        fake.__annotations__ = _library.typing.get_type_hints(like)
         self.call = _library.operator(cpu=counted, launch=counted)(fake)
         self.op = getattr(torch.ops.pc, name)
 
@@ -45,7 +48,7 @@ class Operator:
         if any(isinstance(v, torch.Tensor) and v.requires_grad for v in values) and torch.is_grad_enabled():
             raise RuntimeError("a tensor that requires grad")
         self.prepared.append(tuple(v.shape if isinstance(v, torch.Tensor) else v for v in values))
-        return _like
+        return self.like
 
     def _check(self, *values):
         self.checked += 1
@@ -197,6 +200,34 @@ def test_values_are_checked_and_types_refused_though_the_call_is_known(operator)
         operator.call(one, two, one=one)
     with pytest.raises(TypeError):
         operator.call(one, two, none=one)
+
+
+def _counted(
+    one: torch.Tensor, two: torch.Tensor, extra: torch.Tensor | None = None, count: int = 1, plain: bool = False
+) -> torch.Tensor:
+    return one + two * count
+
+
+@pytest.mark.parametrize(
+    ("known", "given", "refused"),
+    [
+        ((5,), (5.0,), "count"),
+        ((1,), (1.0,), "count"),
+        ((5, True), (5, 1.0), ""),
+        ((1, True), (True, True), ""),
+        ((5, False), (5, 0), ""),
+    ],
+)
+def test_what_compares_equal_and_is_of_another_type_is_another_call(monkeypatch, known, given, refused):
+    monkeypatch.setattr(_repeated, "KERNELS_ON_CPU", True)
+    operator, tensors = Operator(_counted), (*_tensors(4, 4), None)
+    for _ in range(2):
+        operator.call(*tensors, *known)
+    before = operator.through_dispatcher
+    with pytest.raises((TypeError, RuntimeError), match=refused) if refused else contextlib.nullcontext():
+        operator.call(*tensors, *given)
+    operator.call(*tensors, *known)
+    assert operator.through_dispatcher == before + (not refused), "the dispatcher decides once, and the known is kept"
 
 
 def test_the_compiler_sees_the_operator(operator):
