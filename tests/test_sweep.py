@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import runpy
 import shutil
 from pathlib import Path
@@ -87,34 +88,42 @@ def test_the_table_is_written_and_emptied_again(tmp_path: Path) -> None:
     assert path.read_text() == before
 
 
-@pytest.mark.usefixtures("table")
-def test_an_entry_goes_before_the_rules_where_it_fits() -> None:
-    decode = ("interpreter", 128, 2, 4, False)
+def test_an_entry_goes_before_the_rules_where_it_fits_and_nowhere_else(request: pytest.FixtureRequest) -> None:
+    fits = ("interpreter", 128, 2, 4, False)
+    calls = [
+        (fits, None, None),
+        (fits, 4, 64),
+        (fits, 8, 32),
+        (("sm_90", *fits[1:]), 4, 32),
+        (("interpreter", 64, *fits[2:]), 4, 32),
+        (("interpreter", 128, 4, *fits[3:]), 4, 32),
+        (("interpreter", 128, 2, 4, True), 4, 32),  # quantized
+        (("interpreter", 128, 2, 32, False), 4, 32),  # more rows
+    ]
+    tiles = lambda: [constants.decode_tiles(*given, group=g, block_size=b) for given, g, b in calls]  # noqa: E731
+    rules, heavy = tiles(), constants.prefill_tiles("interpreter", 128, 2, True, 4, 64)
+    request.getfixturevalue("table")
     mine = constants.Tiles(16, 16, 8, 4, False)
-    assert constants.decode_tiles(*decode, group=4, block_size=32) == mine
-    rule = constants.decode_tiles(*decode)
-    assert rule != mine
-    others = [(4, 64), (8, 32)]
-    assert all(constants.decode_tiles(*decode, group=g, block_size=b) != mine for g, b in others)
-    for arguments in (("sm_90", 128, 2, 4, False), ("interpreter", 64, 2, 4, False), ("interpreter", 128, 4, 4, False)):
-        assert constants.decode_tiles(*arguments, group=4, block_size=32) != mine, arguments
-    assert constants.decode_tiles("interpreter", 128, 2, 4, True, group=4, block_size=32) != mine, "quantized"
-    assert constants.decode_tiles("interpreter", 128, 2, 32, False, group=4, block_size=32).block_m == 32, "more rows"
+    assert constants.decode_tiles(*fits, group=4, block_size=32) == mine
+    assert mine not in rules
+    assert tiles() == rules
+    assert rules[-1].block_m == 32
     assert constants.prefill_tiles("interpreter", 128, 2, False, 4, 64).descriptors
-    assert not constants.prefill_tiles("interpreter", 128, 2, True, 4, 64).descriptors, "more work a score"
+    assert constants.prefill_tiles("interpreter", 128, 2, True, 4, 64) == heavy, "more work a score"
+    assert not heavy.descriptors
 
 
-def prepared(block_size: int, q_len: int) -> Any:
+def prepared(block_size: int, *q_lens: int) -> Any:
     cache = torch.zeros(64, block_size, 8, 128, dtype=torch.float16)
     one = lambda *values: torch.tensor(values, dtype=torch.int32)  # noqa: E731
-    query = torch.zeros(q_len, 32, 128, dtype=torch.float16)
+    query = torch.zeros(sum(q_lens), 32, 128, dtype=torch.float16)
     call = AttentionCall(
         query=query,
         key_cache=cache,
         value_cache=cache,
-        block_tables=one(*range(64))[None],
-        seq_lens=one(64 * block_size),
-        query_start_loc=one(0, q_len),
+        block_tables=one(*range(64)).expand(len(q_lens), -1).contiguous(),
+        seq_lens=one(*[64 * block_size] * len(q_lens)),
+        query_start_loc=one(0, *itertools.accumulate(q_lens)),
         scale=1.0,
     )
     return prepare.prepare(call, False, False, True, False)
@@ -123,14 +132,16 @@ def prepared(block_size: int, q_len: int) -> Any:
 def test_what_is_launched_is_what_the_table_says(request: pytest.FixtureRequest) -> None:
     before = prepared(16, 1)
     request.getfixturevalue("table")
-    decode, prefill = prepared(16, 1), prepared(64, 512)
+    decode, prefill, mixed = prepared(16, 1), prepared(64, 512), prepared(64, 512, 1)
     assert decode.target_items == 2 * before.target_items
     assert decode.decode.launch._options["num_warps"] == 8
     assert decode.decode.launch._constants["BLOCK_N"] == 16
-    assert prefill.specialized is not None
-    assert prefill.descriptors
-    assert prefill.prefill.launch._constants["DESCRIPTORS"]
+    for both in (prefill, mixed):
+        assert both.specialized is not None
+        assert both.descriptors
+        assert both.prefill.launch._constants["DESCRIPTORS"]
     assert prefill.decode is None, "512 queries of one sequence are no decode"
+    assert not mixed.decode.launch._constants["DESCRIPTORS"], "chosen for the prefill alone"
 
 
 @pytest.mark.usefixtures("table")
