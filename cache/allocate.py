@@ -10,7 +10,7 @@ import numpy as np
 from .allocation import BaseAllocation, Pairs
 from .hashing import Chain
 from .keys import EncodedKeys
-from .lookup import GroupHit, Hit, complement, find_in_groups, find_prefix
+from .lookup import GroupHit, Hit, complement, find_in_groups, find_leading, find_prefix
 from .pool import BlockPool
 from .request import Request
 from .state import ManagerState
@@ -35,7 +35,7 @@ def allocate(
     digests = chain.extend(tokens, num_tokens // size)
     request = Request(tokens, chain, digests, keys, priority, ttl)
     if state.simple and not gaps:
-        hit = find_prefix(state.pools[0].leading(digests, chain.path), num_tokens, wanted, size)
+        hit = find_prefix(find_leading(state.pools[0], digests, chain.path), num_tokens, wanted, size)
     else:
         hit = find_in_groups(state.groups, state.pools, digests, num_tokens, wanted, size, gaps)
     allocation, common = admit(state, request_id, request, hit)

@@ -9,8 +9,9 @@ import numpy as np
 
 from .allocation import Span
 from .groups import Group, Mask
+from .hash_tree import Node
 from .hashing import Words
-from .pool import EMPTY, BlockPool
+from .pool import EMPTY, BlockPool, Index
 from .runs import find_runs
 from .table import Ids
 
@@ -54,6 +55,69 @@ class Hit(NamedTuple):
     """Whether blocks are loaded from the host."""
     junction: int | None = None
     """See `Allocation.junction`."""
+
+
+def find_leading(pool: BlockPool, digests: Words, path: Sequence[Node] = ()) -> Ids:
+    """The complete blocks of the first hashes, up to the first that has none.
+
+    Args:
+        pool: Where they may be.
+        digests: The hashes of a sequence.
+        path: Remembered chunks it begins with: where they were last found is tried first.
+    """
+    words, at, guessed = pool.words, 0, False
+    parts: list[Index] = []
+    for node in reversed(path):
+        found = node.found
+        if found is None:
+            if node.taken is None:
+                parts.clear()
+                continue
+            node.found = found = pool.index_of(node.taken)
+            node.taken, guessed = None, True
+        end, first = node.end, node.begin
+        if type(found) is slice:
+            if found.stop - found.start == end:
+                first = 0
+            # The last block first: blocks are given up from the tail, and the whole may be long.
+            same = words.item(found.stop - 1, 0) == digests.item(end - 1, 0)
+            same = same and words[found].tobytes() == digests[first:end].tobytes()
+        else:
+            same = words.take(found, axis=0).tobytes() == node.digests
+        if not same:
+            node.found = None
+            parts.clear()
+            continue
+        if not parts:
+            at = end
+        parts.append(found)
+        if not first:
+            break
+    if not parts:
+        at, held = 0, EMPTY
+    elif len(parts) == 1 and type(parts[0]) is slice:
+        held = pool.numbers[parts[0]]
+    else:
+        held = np.concatenate([pool.numbers[index] for index in reversed(parts)])
+    if at < len(digests):
+        more = pool.table.leading(digests, at)
+        if more.size:
+            held, guessed = np.concatenate((held, more)) if at else more, True
+    if guessed and held.size:  # a guess may have been evicted whole
+        _remember(pool, path, held)
+    return held
+
+
+def _remember(pool: BlockPool, path: Sequence[Node], held: Ids) -> None:
+    """Leaves the cached blocks that a sequence begins with as guesses for `find_leading`."""
+    whole = pool.index_of(held)
+    for node in path:
+        if node.end > held.size:
+            break
+        if type(whole) is slice:
+            node.found = slice(whole.start, whole.start + node.end)
+        elif node.found is None:
+            node.found = pool.index_of(held[node.begin : node.end])
 
 
 def find_prefix(held: Ids, num_tokens: int, wanted: int, block_size: int) -> Hit:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-from .pool import RESIDENCY_BOUNDS
+from .residency import BOUNDS
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
@@ -133,7 +133,7 @@ class _Group:
         )
         for name, row in stats.items():
             buckets, below = [], 0
-            for bound, count in zip((*RESIDENCY_BOUNDS.tolist(), None), row.residency, strict=True):
+            for bound, count in zip((*BOUNDS.tolist(), None), row.residency, strict=True):
                 below += count
                 buckets.append(("+Inf" if bound is None else str(float(bound)), below))
             residency.add_metric([name], buckets, row.residency_sum)

@@ -10,13 +10,10 @@ from weakref import WeakSet
 import numpy as np
 import numpy.typing as npt
 
-from .hash_tree import Node
 from .hashing import BlockHasher, TokenIds, Words, encode_tokens
 from .policies import Block, EvictionPolicy
+from .residency import Residency
 from .table import HashTable, Ids, count_nonzero
-
-RESIDENCY_BOUNDS = 1 << np.arange(0, 21, 2)
-"""Upper bounds of the residency histogram, in ticks: 1, 4, 16 ... about a million."""
 
 ONE, ZERO = np.array(1, np.int32), np.array(0, np.int32)
 """As arrays they take a third of the time that numbers take."""
@@ -81,7 +78,8 @@ class BlockPool:
         words: Hash of each findable block, `[num_blocks, words]` uint64, 0 for the others.
         num_free: Blocks without content.
         clock: The current tick.
-        evictions: Blocks evicted so far.
+        residency: How many blocks were evicted, and how long they had been there.
+        numbers: All blocks in order, int32, not to be written.
         on_removed: Called with the hashes of evicted blocks; only while `heard` is not empty.
         heard: Who wants to hear of evictions.
         watchers: Told which slots of a block that stays in use take other tokens; see `Watcher`.
@@ -100,19 +98,16 @@ class BlockPool:
         self.words: Words = np.zeros((num_blocks, hasher.words), np.uint64)
         self.table = HashTable(self.words)
         self.clock = 0
-        self.evictions = 0
         self.on_removed: Callable[[list[bytes]], None] | None = None
         self.heard: Sequence[object] = ()
         self.watchers: WeakSet[Watcher] = WeakSet()
-        self._residency = np.zeros(RESIDENCY_BOUNDS.size + 1, np.int64)
-        self._residency_sum = 0
-        self._ages: list[tuple[int, npt.NDArray[np.int64]]] = []
+        self.residency = Residency()
         self._evictable = 0
         self._free = np.arange(num_blocks - 1, -1, -1, dtype=np.int32)
         self.num_free = num_blocks
-        self._numbers = np.arange(num_blocks, dtype=np.int32)
-        self._numbers.flags.writeable = False
-        self._rising = self._numbers.tobytes()
+        self.numbers = np.arange(num_blocks, dtype=np.int32)
+        self.numbers.flags.writeable = False
+        self._rising = self.numbers.tobytes()
         self._absent = b"\xff" * (4 * num_blocks)
         self._guard = guard or Guard()
         self.policy = policy
@@ -165,7 +160,7 @@ class BlockPool:
 
     def hold(self, ids: Ids) -> None:
         """Takes a reference on complete blocks, in the order of their sequence."""
-        if ids.base is self._numbers:  # as `leading` gives blocks that are consecutive
+        if ids.base is self.numbers:  # as `find_leading` gives blocks that are consecutive
             first = ids.item(0)
             index: Index = slice(first, first + ids.size)
         else:
@@ -246,7 +241,7 @@ class BlockPool:
         ids = victims[::-1]  # given up tail first: so neighbours in memory are neighbours in the new sequence too
         index = self._unlist(ids)
         self._evictable -= count
-        self._count_evicted(victims)
+        self.residency.add(self.clock, self.taken_at.take(victims))
         if hashes and self.on_removed is not None:
             self.on_removed(hashes)
         return ids, index
@@ -258,12 +253,6 @@ class BlockPool:
         self._unlist(victims)
         self._evictable -= count
         return victims, hashes
-
-    def _count_evicted(self, victims: Ids) -> None:
-        self.evictions += victims.size
-        self._ages.append((self.clock, self.taken_at.take(victims)))
-        if len(self._ages) > 256:
-            self.residency()
 
     def _choose(self, count: int) -> Ids:
         guard = self._guard
@@ -317,15 +306,6 @@ class BlockPool:
         self.words[index] = 0
         return index
 
-    def residency(self) -> tuple[npt.NDArray[np.int64], int]:
-        """Ticks that evicted blocks had been there: a count for each of `RESIDENCY_BOUNDS` and beyond, and the sum."""
-        if self._ages:
-            ages = np.concatenate([now - then for now, then in self._ages])
-            self._ages.clear()
-            self._residency += np.bincount(RESIDENCY_BOUNDS.searchsorted(ages), minlength=self._residency.size)
-            self._residency_sum += int(ages.sum())
-        return self._residency, self._residency_sum
-
     @property
     def nbytes(self) -> int:
         """Bytes of bookkeeping, the policy's own not counted."""
@@ -339,7 +319,7 @@ class BlockPool:
     def give_up(self, victims: Ids) -> None:
         """Frees pinned blocks: they are evicted."""
         self.ref_count[victims] = 0
-        self._count_evicted(victims)
+        self.residency.add(self.clock, self.taken_at.take(victims))
         self._give_back(victims)
 
     def restore(self, victims: Ids, hashes: list[bytes]) -> None:
@@ -351,7 +331,7 @@ class BlockPool:
         lost = known >= 0 if known is not None else np.zeros(victims.size, np.bool_)
         self.words[victims[lost]] = 0
         self._give_back(victims[lost])
-        self._count_evicted(victims[lost])
+        self.residency.add(self.clock, self.taken_at.take(victims[lost]))
         kept = victims[~lost][::-1]
         self._evictable += int(kept.size)
         if kept.size:
@@ -448,66 +428,6 @@ class BlockPool:
         self.hold(duplicates[double])
         return old, duplicates[double]
 
-    def leading(self, digests: Words, path: Sequence[Node] = ()) -> Ids:
-        """The complete blocks of the first hashes, up to the first that has none.
-
-        Args:
-            digests: The hashes of a sequence.
-            path: Remembered chunks it begins with: where they were last found is tried first.
-        """
-        words, at, guessed = self.words, 0, False
-        parts: list[Index] = []
-        for node in reversed(path):
-            found = node.found
-            if found is None:
-                if node.taken is None:
-                    parts.clear()
-                    continue
-                node.found = found = self.index_of(node.taken)
-                node.taken, guessed = None, True
-            end, first = node.end, node.begin
-            if type(found) is slice:
-                if found.stop - found.start == end:
-                    first = 0
-                # The last block first: blocks are given up from the tail, and the whole may be long.
-                same = words.item(found.stop - 1, 0) == digests.item(end - 1, 0)
-                same = same and words[found].tobytes() == digests[first:end].tobytes()
-            else:
-                same = words.take(found, axis=0).tobytes() == node.digests
-            if not same:
-                node.found = None
-                parts.clear()
-                continue
-            if not parts:
-                at = end
-            parts.append(found)
-            if not first:
-                break
-        if not parts:
-            at, held = 0, EMPTY
-        elif len(parts) == 1 and type(parts[0]) is slice:
-            held = self._numbers[parts[0]]
-        else:
-            held = np.concatenate([self._numbers[index] for index in reversed(parts)])
-        if at < len(digests):
-            more = self.table.leading(digests, at)
-            if more.size:
-                held, guessed = np.concatenate((held, more)) if at else more, True
-        if guessed and held.size:  # a guess may have been evicted whole
-            self._remember(path, held)
-        return held
-
-    def _remember(self, path: Sequence[Node], held: Ids) -> None:
-        """Leaves the cached blocks that a sequence begins with as guesses for `leading`."""
-        whole = self.index_of(held)
-        for node in path:
-            if node.end > held.size:
-                break
-            if type(whole) is slice:
-                node.found = slice(whole.start, whole.start + node.end)
-            elif node.found is None:
-                node.found = self.index_of(held[node.begin : node.end])
-
     def acquire(self, sequence: TokenIds | Sequence[bytes]) -> list[Block]:
         """See `EvictionPolicy.acquire`."""
         size = self.hasher.block_size
@@ -554,9 +474,7 @@ class BlockPool:
         self._free[:] = np.arange(self.num_blocks - 1, -1, -1, dtype=np.int32)
         self.num_free = self.num_blocks
         self._evictable = 0
-        self.evictions = self._residency_sum = 0
-        self._residency.fill(0)
-        self._ages.clear()
+        self.residency.clear()
         self._tell("clear")
 
     def check(self, held: Ids) -> None:

@@ -88,7 +88,7 @@ def replay(
     began = perf_counter()
     for number, (ids, output) in enumerate(zip(trace.requests, trace.outputs, strict=True)):
         digests = digests_of(ids)
-        cached = pool.leading(digests)
+        cached = pool.table.leading(digests)
         rest = digests[cached.size :]
         hits += cached.size
         if hits_of_each is not None:
