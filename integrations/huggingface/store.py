@@ -59,6 +59,7 @@ class Store:
         empty_cache: What a call's cache is made like.
         vision: Outputs of a vision tower; None for a model without.
         heeds_padding: Whether a token's KV depends on how many masked columns are before it.
+        kept: Caches that calls have ended with.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class Store:
         reuse: str = "prefix",
         vision: Any = None,
         empty_cache: Any = None,
+        kept: Any = None,
     ) -> None:
         self.manager = manager
         self.storage = storage
@@ -79,6 +81,7 @@ class Store:
         self.reuse = reuse
         self.vision = vision
         self.empty_cache = empty_cache
+        self.kept = kept
         self.heeds_padding = heeds_padding
         self.block_size = manager.block_size
         self._lost: deque[list[str]] = deque()

@@ -154,6 +154,8 @@ def _are_expected(positions: torch.Tensor, input_ids: torch.Tensor, mask: torch.
     """Whether positions, `[..., batch, length]` of one or several axes, are those transformers gives to text."""
     if positions.shape[-1] != input_ids.shape[1]:
         return False
+    if mask is None:
+        return bool((positions == torch.arange(positions.shape[-1], device=positions.device)).all())
     expected = expected_positions(input_ids, mask)
     return bool((positions == expected.expand(positions.shape[:-2] + expected.shape)).all())
 

@@ -46,13 +46,13 @@ def test_salts_share_nothing(model: Any, handle: PrefixCaching) -> None:
     assert cached(model, handle) == 0
     for salt in ("a", "b", b"a", 7):
         with handle.salt(salt):
-            assert (cached(model, handle), cached(model, handle)) == (0, 32)
-    assert cached(model, handle) == 32
+            assert (cached(model, handle), cached(model, handle)) == (0, 39)
+    assert cached(model, handle) == 39
     with pytest.raises(TypeError, match="salt: got list"), handle.salt(["a"]):
         pass
     with pytest.raises(RuntimeError, match="on purpose"), handle.salt("c"):
         raise RuntimeError("on purpose")
-    assert cached(model, handle) == 32
+    assert cached(model, handle) == 39
 
 
 def test_salt_is_one_threads(model: Any, handle: PrefixCaching) -> None:
@@ -62,7 +62,7 @@ def test_salt_is_one_threads(model: Any, handle: PrefixCaching) -> None:
         thread = threading.Thread(target=lambda: found.append(cached(model, handle)))
         thread.start()
         thread.join()
-        assert cached(model, handle) == 32
+        assert cached(model, handle) == 39
     assert found == [0]
 
 
@@ -85,7 +85,7 @@ def test_copies_can_be_enabled(model: Any, handle: PrefixCaching) -> None:
         assert torch.equal(other.generate(prompt(40), max_new_tokens=20), want)
         assert other.generate.__self__ is other
         with enable_prefix_caching(other, num_blocks=64) as own:
-            assert (cached(other, own), cached(other, own)) == (0, 32)
+            assert (cached(other, own), cached(other, own)) == (0, 39)
     assert handle.stats().total_requests == 0
     assert "max_new_tokens" not in inspect.signature(model.generate).parameters
     assert "inputs" in inspect.signature(model.generate).parameters
@@ -96,7 +96,7 @@ def test_compiled_model(model: Any) -> None:
     with enable_prefix_caching(compiled, num_blocks=64) as handle:
         for _ in range(2):
             assert torch.equal(compiled.generate(prompt(40), max_new_tokens=20), plain(model, input_ids=prompt(40)))
-        assert handle.last_requests[0].cached_tokens == 32
+        assert handle.last_requests[0].cached_tokens == 39
 
 
 def test_model_goes_away_at_once() -> None:

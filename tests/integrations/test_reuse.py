@@ -15,11 +15,15 @@ from generate_cases import (  # noqa: E402
     SMALL,
     assert_nothing_held,
     assert_same,
+    both,
     left_padded,
     prompt,
 )
 
+from pc.cache.policies import POLICIES  # noqa: E402
+from pc.demo._gap import MiddleFirst  # noqa: E402
 from pc.integrations.huggingface import enable_prefix_caching  # noqa: E402
+from pc.integrations.huggingface.contiguous.storage import BlockStorage  # noqa: E402
 
 BY_NAME = {family.name: family for family in FAMILIES}
 
@@ -40,9 +44,71 @@ def test_blocks_behind_a_gap(name: str) -> None:
         assert_same(model, input_ids=prompt(110))
         assert handle.last_requests[0].cached_tokens == 96 - 32
         assert_same(model, input_ids=prompt(110))
-        assert handle.last_requests[0].cached_tokens == 96
+        assert handle.last_requests[0].cached_tokens == 109
         evict(pool, handle.manager.pools[0].table.find(words(handle, prompt(110)))[:1])
         assert_same(model, **left_padded(prompt(110), prompt(20, 1)))
+        assert_nothing_held(handle)
+
+
+@pytest.mark.parametrize("policy", [*POLICIES, MiddleFirst])
+def test_policies_leave_prefixes_and_gaps_come_from_others(policy: Any) -> None:
+    model = BY_NAME["llama"].build()
+    with enable_prefix_caching(model, num_blocks=28, policy=policy, reuse="gap") as handle:
+        assert_same(model, input_ids=prompt(421), max_new_tokens=4)
+        assert_same(model, input_ids=prompt(200, 1), max_new_tokens=4)
+        assert_same(model, input_ids=prompt(421), max_new_tokens=4)
+        spans = handle.last_requests[0].cached_spans
+        assert [start == 0 for start, _ in spans] == ([True, False] if policy is MiddleFirst else [True])
+        assert spans[-1][1] < 416 or policy is MiddleFirst
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral-window", "gemma2", "gpt2"])
+def test_a_row_is_gone_on_with_in_place(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, reads, read = BY_NAME[name].build(), [], BlockStorage.read
+
+    def counted(storage: BlockStorage, *arguments: Any) -> None:
+        reads.append(storage)
+        read(storage, *arguments)
+
+    def again(seed: int, tokens: int = 20) -> tuple[int, bool]:
+        reads.clear()
+        assert_same(model, input_ids=torch.cat([prompt(64), prompt(tokens, seed)], 1))
+        return handle.last_requests[0].cached_tokens, not reads
+
+    monkeypatch.setattr(BlockStorage, "read", counted)
+    with enable_prefix_caching(model, num_blocks=256) as handle:
+        assert again(1) == (0, True)
+        assert again(2) == (64, True)
+        assert again(3, 300) == (64, True)  # longer than the buffers of the row
+        with handle.salt("of another"):
+            assert again(2) == (0, True)
+            assert again(3) == (64, True)
+        assert again(4) == (64, True)
+        for row in handle._serving.store.kept._rows:
+            row.cache.layers[0].keys[:] = torch.nan
+        assert again(5) == (64, False)
+        _, got = both(model, input_ids=prompt(64), return_dict_in_generate=True)
+        kept = [row.cache for row in handle._serving.store.kept._rows]
+        assert all(cache is not got.past_key_values for cache in kept), "it is the caller's"
+        evict(handle.manager.pools[0], handle.manager.pools[0].table.find(words(handle, prompt(64))))
+        assert again(6) == (0, True)
+        assert handle._serving.store.kept.nbytes <= handle._serving.store.kept.max_bytes
+        handle._serving.store.kept.max_bytes = handle._serving.store.kept.nbytes // 8
+        assert again(7) == (64, True)
+        handle._serving.store.kept._rows.clear()
+        assert (again(8), again(9)) == ((64, False), (64, False)), "too large to be kept"
+        assert_nothing_held(handle)
+
+
+def test_the_first_tokens_of_a_block_are_read() -> None:
+    model = BY_NAME["llama"].build()
+    with enable_prefix_caching(model, num_blocks=64, host_blocks=64) as handle:
+        assert_same(model, input_ids=torch.cat([prompt(40), prompt(20, 1)], 1))
+        for _ in range(2):
+            assert_same(model, **left_padded(torch.cat([prompt(40), prompt(20, 2)], 1), prompt(33)))
+        assert [r.cached_tokens for r in handle.last_requests] == [59, 32]
+        assert_same(model, input_ids=torch.cat([prompt(40), prompt(20, 3)], 1))
+        assert handle.last_requests[0].cached_tokens == 40
         assert_nothing_held(handle)
 
 

@@ -39,6 +39,7 @@ class Call:
         pictures: Images of the rows.
         continued: A cache of the first tokens of every row, which is gone on with in place of blocks.
         adapters: Of each row, where they differ; rows are then computed together.
+        alone: Whether it is one row without padding, which may go on with a cache that another call has left.
 
     Raises:
         OutOfBlocks: The prompts do not fit.
@@ -58,6 +59,7 @@ class Call:
         pictures: Pictures | None = None,
         adapters: list[str] | None = None,
         continued: DynamicCache | None = None,
+        alone: bool = False,
     ) -> None:
         self.model = model
         self.store = store
@@ -78,6 +80,10 @@ class Call:
                     self.rows.admit(prompt, reuse and continued is None)
             if continued is None:
                 self._prepare(reuse)
+                if self.cache is None and alone:
+                    self.cache = store.kept.take(self.prompts[0].tokens[: self.start], extra_keys, salt)
+                if self.cache is None:
+                    self.cache = self._lay_out({})
             else:
                 self._go_on(continued)
         except BaseException:
@@ -89,7 +95,7 @@ class Call:
         self.rows.close()
 
     def _prepare(self, reuse: bool) -> None:
-        """Makes the cache for the batch, with `start` columns filled."""
+        """Makes the cache for the batch, or leaves it to be laid out from blocks with `start` columns filled."""
         alone = len(self.prompts) == 1 and self.batch == 1
         columns = self._readable(min((p.pad + p.cached for p in self.prompts), default=0))
         by_rows = reuse and self._may_split()
@@ -106,7 +112,7 @@ class Call:
             prompt.cached = max(self.start - prompt.pad, 0)
             prompt.later = []
         self.start = self.start if any(p.cached for p in self.prompts) else 0
-        self.cache = self._lay_out({}) if self.start else self._empty()
+        self.cache = None if self.start else self._empty()
 
     def _go_on(self, cache: DynamicCache) -> None:
         self.cache, self.start = cache, num_tokens(cache)
@@ -199,7 +205,7 @@ class Call:
         """Fills an empty cache of one row from blocks."""
         room = len(prompt.tokens) - length + self.room
         for group, part in self.store.storage.kv:
-            blocks = BlockIds(prompt.tables[group][: -(-length // self.store.block_size)])
+            blocks = BlockIds(prompt.blocks(group, length, self.store.block_size))
             for index, specs in part.specs.items():
                 keys, values = _buffers(specs, 1, length + room)
                 part.read(index, blocks, keys[0, :, :length], values[0, :, :length])
@@ -221,7 +227,7 @@ class Call:
         filled = [max(self.start - prompt.pad, 0) for prompt in self.prompts]
         for group, part in self.store.storage.kv:
             blocks = {
-                number: BlockIds(prompt.tables[group][: -(-length // self.store.block_size)])
+                number: BlockIds(prompt.blocks(group, length, self.store.block_size))
                 for number, (prompt, length) in enumerate(zip(self.prompts, filled, strict=True))
                 if length and number not in caches
             }
@@ -261,14 +267,14 @@ class Call:
         for prompt in self.prompts:
             prompt.cached = 0
 
-    def publish(self) -> None:
+    def publish(self, at_close: bool = False) -> None:
         """Makes the prompts findable once they are computed; called before the next forward pass, and at the end."""
         if not self._due:
             return
         self._due, self._published = False, True
         for prompt in self.prompts:
             if len(prompt.tokens):
-                self.rows.write(prompt, self.cache, prompt.rows[0], prompt.pad, len(prompt.tokens))
+                self.rows.write(prompt, self.cache, prompt.rows[0], prompt.pad, len(prompt.tokens), None, at_close)
 
     def _watch_states(self) -> None:
         """Remembers a row's states where its last token ends a block: the next round may go on from there."""

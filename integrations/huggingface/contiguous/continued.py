@@ -43,7 +43,7 @@ def mark(cache: Any, store: Store, sequences: torch.Tensor, mask: Any, keys: tup
         keys: What the KV depends on besides tokens.
         salt: Whose blocks were shared.
     """
-    buffers = _buffers(cache)
+    buffers = buffers_of(cache)
     if buffers is not None:
         tokens = sequences[:, : num_tokens(cache)].clone()
         whole = torch.ones_like(tokens)
@@ -66,11 +66,11 @@ def goes_on(cache: Any, store: Store, input_ids: torch.Tensor, mask: Any, keys: 
         and input_ids.shape[0] == own.tokens.shape[0]
         and torch.equal(input_ids[:, :length], own.tokens[:, :length].to(input_ids.device))
         and torch.equal(rows[:, :length].long(), own.mask[:, :length].to(input_ids.device))
-        and _buffers(cache) == own.buffers
+        and buffers_of(cache) == own.buffers
     )
 
 
-def _buffers(cache: DynamicCache) -> list[tuple[int, int]] | None:
+def buffers_of(cache: DynamicCache) -> list[tuple[int, int]] | None:
     """Address and version of every buffer; None where some cannot be told, or keys are not in them."""
     found = []
     for layer in attention_layers(cache).values():

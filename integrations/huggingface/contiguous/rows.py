@@ -37,6 +37,7 @@ class Prompt:
         shared: The KV hit, where it is longer than what states allow to use.
         held: Tokens that have blocks.
         written: Blocks whose content is there.
+        borrowed: Where its first tokens end within a block of another prompt: that block; None where they do not.
         later: Spans behind the first missing block that are read from blocks too.
         waits: Whether somebody is computing its next block at this moment.
         tables: The block table of each group.
@@ -54,6 +55,7 @@ class Prompt:
     shared: int = 0
     held: int = 0
     written: int = 0
+    borrowed: int | None = None
     waits: bool = False
     later: list[tuple[int, int]] = field(default_factory=list)
     tables: list[np.ndarray] = field(default_factory=list)
@@ -61,6 +63,14 @@ class Prompt:
     items: list[Item] = field(default_factory=list)
     adapter: str | None = None
     pictures: Pictures | None = None
+
+    def blocks(self, group: int, length: int, size: int) -> np.ndarray:
+        """The blocks of a group from which its first tokens are read."""
+        blocks: np.ndarray = self.tables[group][: -(-length // size)]
+        if self.borrowed is not None and len(blocks) > self.written:
+            blocks = blocks.copy()
+            blocks[self.written] = self.borrowed
+        return blocks
 
     def readable(self, length: int) -> int:
         """So many tokens, or fewer where what is behind them cannot be computed."""
@@ -88,6 +98,8 @@ def prompts_of(
 ) -> list[Prompt]:
     """The distinct prompts of a batch, in the order in which rows show them."""
     ids = input_ids.cpu().numpy()
+    if mask is None and len(ids) == 1 and pictures is None and adapters is None:
+        return [Prompt(f"generate-{next(_numbers)}", np.ascontiguousarray(ids[0]), 0, [0])]
     kept = np.ones(ids.shape, bool) if mask is None else mask.cpu().numpy().astype(bool)
     found: dict[tuple[Any, ...], Prompt] = {}
     for row, (line, keep) in enumerate(zip(ids, kept, strict=True)):
@@ -126,6 +138,7 @@ class Rows:
         self._salt = salt
         # Not kept alive by what refers to itself in a circle: when the call is over it has to be gone at once.
         self._lease = weakref.proxy(lease)
+        self._commits: dict[str, int] = {}
 
     def admit(self, prompt: Prompt, reuse: bool = True) -> None:
         """Takes blocks for a prompt and finds what it has cached.
@@ -148,6 +161,8 @@ class Rows:
         whole = cached == prompt.held - 1 and allocation.group_slot_mapping(0)[-1] < 0
         prompt.tables = self._tables(prompt.request_id)
         prompt.written = prompt.held // size if whole else cached // size
+        copies = allocation.group_copies(0)
+        prompt.borrowed = copies[0][0] if copies else None
         prompt.later = [span for span in spans if span[0] > cached] if reuse else []
         prompt.waits = allocation.wait_for is not None
         prompt.states = None
@@ -182,7 +197,7 @@ class Rows:
         for block, contents in enumerate(found, first):
             for (group, part), content in zip(store.storage.kv, contents, strict=True):
                 part.put(int(prompt.tables[group][block]), content)
-        prompt.written = first + len(found)
+        prompt.written, prompt.borrowed = first + len(found), None
         if states is not None:
             prompt.states = store.states.of(states)
             self._keep_states(prompt, prompt.written * store.block_size, prompt.states)
@@ -227,7 +242,14 @@ class Rows:
         )
 
     def write(
-        self, prompt: Prompt, cache: DynamicCache, row: int, pad: int, length: int, states: States | None = None
+        self,
+        prompt: Prompt,
+        cache: DynamicCache,
+        row: int,
+        pad: int,
+        length: int,
+        states: States | None = None,
+        at_close: bool = False,
     ) -> None:
         """Writes the complete blocks among a prompt's first `length` tokens and makes them findable.
 
@@ -238,13 +260,14 @@ class Rows:
             pad: See `cache`.
             length: Tokens that the cache has of it, those that were read from blocks included.
             states: Behind them, where they end a block and are to be kept.
+            at_close: Whether they are found from `close` on, which saves a change of threads.
 
         Raises:
             OutOfBlocks: There is no room for tokens that had no blocks yet.
         """
         length = min(length, len(prompt.tokens))
         if length // self.store.block_size > prompt.written or states:  # between blocks there is nothing to publish
-            self._extend(prompt, prompt.tokens, cache, row, pad, length, states)
+            self._extend(prompt, prompt.tokens, cache, row, pad, length, states, at_close)
 
     def _extend(
         self,
@@ -255,6 +278,7 @@ class Rows:
         pad: int,
         end: int,
         states: States | None = None,
+        at_close: bool = False,
     ) -> None:
         manager, size = self.store.manager, self.store.block_size
         if end > prompt.held:
@@ -266,7 +290,13 @@ class Rows:
         prompt.written = max(last, prompt.written)
         if states is not None:
             self._keep_states(prompt, end, states)
-        uninterrupted(manager.commit, prompt.request_id, end)
+        self._commits[prompt.request_id] = end
+        if not at_close:
+            uninterrupted(self._commit)
+
+    def _commit(self) -> None:
+        while self._commits:
+            self.store.manager.commit(*self._commits.popitem())
 
     def _write_blocks(
         self, tables: list[np.ndarray], cache: DynamicCache, row: int, pad: int, first: int, last: int
@@ -318,21 +348,28 @@ class Rows:
                 uninterrupted(manager.commit, prompt.request_id, min(length, prompt.held))
                 uninterrupted(self._fork, prompt.request_id, branch.request_id)
             tokens = np.concatenate((prompt.tokens, answer))
-            self._extend(branch, tokens, cache, row, prompt.pad, end)
+            self._extend(branch, tokens, cache, row, prompt.pad, end, at_close=True)
             boundary, kept = states.get(row, (0, None))
             if kept is not None and boundary <= end:
                 self._keep_states(branch, boundary, kept)
-                uninterrupted(manager.commit, branch.request_id, end)
             if branch is not prompt:
+                uninterrupted(self._commit)
                 uninterrupted(self._lease.free, branch.request_id)
 
     def _fork(self, request_id: str, new_request_id: str) -> None:
+        self._commit()
         self._lease.take(new_request_id)
         self.store.manager.fork(request_id, new_request_id)
 
     def close(self) -> None:
         """Gives all blocks back; complete ones stay findable until they are evicted."""
-        uninterrupted(self._lease.close)
+        uninterrupted(self._close)
+
+    def _close(self) -> None:
+        try:
+            self._commit()
+        finally:
+            self._lease.close()
 
 
 def _between(spans: list[tuple[int, int]], size: int, first: int, last: int) -> list[tuple[int, int]]:

@@ -6,6 +6,8 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from ....cache import CacheManager, OutOfBlocks
 from ..loop import Loop
 from ..memory import memory_budget
@@ -18,6 +20,7 @@ from .decoding import WatchedModel
 from .disk import DiskBlocks, disk_blocks
 from .grouped import grouped_storage
 from .host import HostBlocks
+from .kept import KeptRows
 from .layers import new_cache
 from .pictures import Pictures
 from .probe import LONG, Probed, probe, probe_images, probe_window
@@ -73,7 +76,8 @@ class Contiguous:
         self._window_problem: UnsupportedError | None = None
         self._proven_window = min(probed.window, LONG)
         storage = grouped_storage(model, num_blocks, block_size, probed.specs, probed.states)
-        manager = CacheManager(storage.parts[0].num_blocks, block_size, policy=policy, groups=storage.groups)
+        partial, count = len(storage.groups) == 1, storage.parts[0].num_blocks
+        manager = CacheManager(count, block_size, policy=policy, groups=storage.groups, partial_reuse=partial)
         host = None
         if self._disk is not None:
             self._disk_blocks = disk_blocks(model, manager, storage, self._disk, self._disk_bytes)
@@ -82,8 +86,10 @@ class Contiguous:
             host = HostBlocks(storage, self._host_blocks, self._disk_blocks)
             manager.on_evict = host.evicted
         vision = VisionOutputs(memory_budget(model) // 8)
+        kept = KeptRows(count * sum(part.bytes_per_block for _, part in storage.kv) // 4)
+        empty = new_cache(model.config)
         self.store = Store(
-            manager, storage, storage.states, probed.heeds_padding, host, self._reuse, vision, new_cache(model.config)
+            manager, storage, storage.states, probed.heeds_padding, host, self._reuse, vision, empty, kept
         )
 
     def close(self) -> None:
@@ -171,6 +177,7 @@ class Contiguous:
             and goes_on(continued, store, loop.input_ids, mask, (*keys, loop.adapters), salt)
         ):
             raise UnsupportedError(OWN_CACHE)
+        alone = by_token and len(loop.input_ids) == 1 and mask is None and loop.adapters is None and continued is None
         lease = store.lease(loop.returns)  # before the call: an interrupt may come between its making and its name
         try:
             call = Call(
@@ -186,6 +193,7 @@ class Contiguous:
                 pictures,
                 loop.adapters,
                 continued,
+                alone,
             )
         except OutOfBlocks as error:
             raise UnsupportedError(
@@ -195,7 +203,7 @@ class Contiguous:
             watched = WatchedModel(loop.model, call, bool(config.prefill_chunk_size))
             inputs = {} if pictures is None else {"mm_encoder_outputs": call.features()}
             result = loop.run(watched, **{loop.cache_name: call.cache}, **inputs)
-            call.publish()
+            call.publish(at_close=True)
             if loop.mode in BY_ROW:
                 try:
                     call.keep_answers(result if not hasattr(result, "sequences") else result.sequences, loop.eos)
@@ -203,9 +211,11 @@ class Contiguous:
                     out_of_blocks(error)
             if by_token and call.cache is not None and getattr(result, "past_key_values", None) is call.cache:
                 mark(call.cache, store, result.sequences, mask, (*keys, loop.adapters), salt)
+            elif alone and call.cache is not None and isinstance(result, torch.Tensor):
+                store.kept.put(call.cache, result[0].cpu().numpy(), keys, salt)
         finally:
             try:
-                call.publish()
+                call.publish(at_close=True)
             finally:
                 call.close()
         reports = {

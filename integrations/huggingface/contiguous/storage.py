@@ -113,7 +113,7 @@ class BlockStorage:
             values: Likewise, of their own width.
         """
         for cache, new in zip(self.layer(index), (keys, values), strict=True):
-            source = new.unflatten(1, (blocks.count, self.block_size)).transpose(0, 1)
+            source = new.view(new.shape[0], blocks.count, self.block_size, new.shape[2]).transpose(0, 1)
             if blocks.run is not None:
                 cache[blocks.run].copy_(source)
             else:
@@ -145,7 +145,7 @@ class BlockStorage:
         for cache, out in zip(self.layer(index), (keys, values), strict=True):
             found = cache[blocks.run] if blocks.run is not None else cache.index_select(0, blocks.index(cache.device))
             whole = out.shape[1] // self.block_size
-            head = out[:, : whole * self.block_size]
-            head.unflatten(1, (whole, self.block_size)).copy_(found[:whole].transpose(0, 1))
+            head = out[:, : whole * self.block_size].view(out.shape[0], whole, self.block_size, out.shape[2])
+            head.copy_(found[:whole].transpose(0, 1))
             if whole < blocks.count:
                 out[:, whole * self.block_size :] = found[whole, :, : out.shape[1] - whole * self.block_size]
