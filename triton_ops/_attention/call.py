@@ -27,7 +27,7 @@ class PlanOptions(NamedTuple):
     def header(self) -> dict[str, int]:
         """The integers of the header from its second on, by name."""
         mask = {name: int(value) for name, value in self.mask._asdict().items()}
-        return {**mask, "decode_queries": self.decode_queries, "key_begin": self.key_begin}
+        return {"decode_queries": self.decode_queries, "key_begin": self.key_begin, **mask}
 
 
 @dataclass(eq=False, kw_only=True)
@@ -88,7 +88,8 @@ class BatchCall:
     def mask(self) -> Mask:
         """The options that decide which keys are live."""
         window = self.window
-        return Mask(window, self.num_sink_tokens if window else 0, CAUSAL=self.causal, WINDOW=window > 0)
+        sinks, is_window = self.num_sink_tokens if window else 0, window > 0
+        return Mask(window, sinks, CAUSAL=self.causal, WINDOW=is_window, BOUNDED=is_window)
 
     def plan_options(self, tiled: bool = False) -> PlanOptions:
         """What a plan for this call is made for besides its tensors.

@@ -74,7 +74,7 @@ def _attend_sequences(call: AttentionCall, out: torch.Tensor, lse: torch.Tensor,
 
     single = np.array([i for i in range(len(lens)) if starts[i + 1] - starts[i] == 1 and i not in done], dtype=np.int64)
     batched = set(done)
-    plain = call.terms.PLAIN and call.mask.is_unbounded
+    plain = call.terms.PLAIN and not call.mask.BOUNDED
     if plain and positions is None and call.tree_mask is None and len(single) > 1:
         batched |= _decode_batch(compute_query, out, lse, cache, tables, lens, starts, single, call.scale)
 
@@ -98,7 +98,7 @@ def _attend_sequences(call: AttentionCall, out: torch.Tensor, lse: torch.Tensor,
         else:
             own = positions[q_begin:q_end].astype(np.int64)
             runs = [(begin, begin + count, first) for begin, first, count in contiguous_runs(own).tolist()]
-            if call.mask.is_unbounded and len(runs) > max(1, len(own) // _LONG_RUN):
+            if not call.mask.BOUNDED and len(runs) > max(1, len(own) // _LONG_RUN):
                 rows = slice(q_begin, q_end)
                 out[rows], lse[rows] = _attend_scattered(compute_query[rows], cache, tables[i], seq_len, own, call)
                 continue
@@ -368,7 +368,7 @@ def _attend_tree(
     own_begin = max(0, seq_len - len(positions))
     parts: list[_Part] = []
     sees_all = not call.causal or int(positions.min()) >= own_begin - 1
-    if call.terms.PLAIN and call.mask.is_unbounded and sees_all:
+    if call.terms.PLAIN and not call.mask.BOUNDED and sees_all:
         parts += _full_parts(query, cache, table, 0, own_begin, call.scale)
     else:
         sink_end, begin, end = call.mask.reach(int(positions.min()), int(positions.max()), own_begin)

@@ -8,6 +8,7 @@ divide, so that a dead tile is never visited.
 
 from __future__ import annotations
 
+from .._kernel import kernel
 from .._triton import tl, triton
 from .layout import (
     DEAD_TILES,
@@ -23,8 +24,9 @@ from .layout import (
     _plan_parts,
     _plan_rows,
 )
-from .predicate import _span, _whole_tile_queries
-from .softmax import LOG2E, _finish
+from .predicate import Mask, _reaching, _row_spans, _sink_tiles, _span, _whole_span, _whole_tile_queries
+from .scores import Terms, _product_factor, _slopes
+from .softmax import _finish
 from .walk import E4M3_BITS, PLAIN_CACHE, _rows_of_head, _walk
 
 
@@ -61,10 +63,9 @@ def _halved(q):
 
 @triton.jit
 def _scaled_queries(
-    q, scale, softcap, k_scale_ptr, kv_head,
-    SCALES: tl.constexpr, CODES: tl.constexpr, SOFTCAP: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
-    """Queries, the factor that brings their scores to base 2 (ROWS: one a row), and softcap in base 2."""
+    q, scale, k_scale_ptr, kv_head, terms, SCALES: tl.constexpr, CODES: tl.constexpr, ROWS: tl.constexpr
+):
+    """Queries, and the factor that their products are multiplied by first (ROWS: one a row)."""
     qk_scale = scale
     if SCALES > 0:
         qk_scale *= tl.cast(tl.load(k_scale_ptr + kv_head * (SCALES - 1)), tl.float32)
@@ -72,17 +73,12 @@ def _scaled_queries(
         qk_scale *= 256.0
     # A softmax step takes the maximum before it multiplies, and -inf times 0 is NaN: the factor is made positive.
     q = tl.where(qk_scale < 0, -q, q)
-    factor = tl.maximum(tl.abs(qk_scale), 1e-30)
-    if SOFTCAP:
-        factor /= softcap
-        softcap *= LOG2E
-    else:
-        factor *= LOG2E
+    factor = _product_factor(tl.maximum(tl.abs(qk_scale), 1e-30), terms)
     if ROWS:
         # Codes are exact in float16, and it takes one instruction for two of them where bfloat16 takes four.
         q, power = _halved(q)
         factor = factor * power
-    return q, factor, softcap
+    return q, factor
 
 
 @triton.jit
@@ -91,11 +87,10 @@ def _attend_rows(
     alibi_ptr, sinks_ptr, k_scale_ptr, v_scale_ptr, visits_ptr,
     tiles_ptr, ranks_ptr, has_holes, has_partial,
     q_begin, q_len, seq_len, row_begin, kv_head, i_begin, i_end, split_row, is_split, num_splits,
-    scale, softcap, window, num_sink_tokens, key_begin, num_blocks,
+    scale, terms, mask, key_begin, num_blocks,
     stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh,
     tree_ptr, tree_keys, stride_tree,
-    DECODE: tl.constexpr, SPLIT_TILES: tl.constexpr,
-    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, POSITIONS: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
+    DECODE: tl.constexpr, SPLIT_TILES: tl.constexpr, POSITIONS: tl.constexpr,
     SINKS: tl.constexpr, SCALES: tl.constexpr, CODES: tl.constexpr, UPCAST: tl.constexpr, COUNT: tl.constexpr,
     DESCRIPTORS: tl.constexpr, SPLIT_HEADS: tl.constexpr, TREE: tl.constexpr,
     WITH_LSE: tl.constexpr, TWO_LOOPS: tl.constexpr, NUM_HEADS: tl.constexpr, GROUP: tl.constexpr,
@@ -103,7 +98,7 @@ def _attend_rows(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """Rows row_begin to row_begin + BLOCK_M of one sequence and KV head, over live tiles [i_begin, i_end)."""
-    SEGMENTS: tl.constexpr = POSITIONS and WINDOW and not DECODE and not TREE
+    SEGMENTS: tl.constexpr = POSITIONS and mask.BOUNDED and not DECODE and not TREE
     # Steps of two tiles are for those that need no mask; they may lie apart where others between them are absent.
     EDGE_N: tl.constexpr = BLOCK_N if BLOCK_N < TILE else TILE
     offs_d = tl.arange(0, BLOCK_D)
@@ -142,15 +137,13 @@ def _attend_rows(
         if POSITIONS:
             own_positions_ptr = positions_ptr + q_begin
         span_last = tl.maximum(p_last, seq_len - 1)
-        if WINDOW:
-            span_first = tl.minimum(p_first, own_begin + window - 1)
-    lo, hi, tile_lo, tile_hi, sink_lo, sink_hi = _span(
-        span_first, span_last, seq_len, key_begin, window, num_sink_tokens, CAUSAL, WINDOW
-    )
+        if mask.BOUNDED:
+            span_first = _reaching(p_first, own_begin, mask)
+    lo, hi, tile_lo, tile_hi, sink_lo, sink_hi = _span(span_first, span_last, seq_len, key_begin, mask)
     sink_end = 0
     if SEGMENTS:
         # The tiles of sink tokens are one more segment, which may lie inside the hull of the windows.
-        sink_end = tl.where(num_sink_tokens > key_begin, (tl.minimum(num_sink_tokens, hi) + TILE - 1) // TILE, 0)
+        sink_end = _sink_tiles(hi, key_begin, mask)
         tile_lo = tl.where(sink_end > 0, tl.minimum(tile_lo, key_begin // TILE), tile_lo)
         lo = tl.where(sink_end > 0, tl.minimum(lo, key_begin), lo)
         tile_hi = tl.maximum(tile_hi, sink_end)
@@ -160,7 +153,7 @@ def _attend_rows(
     n_window = _rank(ranks_ptr, tile_hi, has_holes) - rank_lo
     n_sink = 0
     rank_sink = 0
-    if WINDOW:
+    if mask.BOUNDED:
         rank_sink = _rank(ranks_ptr, sink_lo, has_holes)
         n_sink = _rank(ranks_ptr, sink_hi, has_holes) - rank_sink
     n = n_sink + n_window
@@ -196,11 +189,9 @@ def _attend_rows(
             value_ptr, num_blocks, stride_vb, stride_vt, BLOCK_SIZE, VALUE_DIM, BLOCK_N, BLOCK_V
         )
     ROWS: tl.constexpr = CODES != PLAIN_CACHE and query_ptr.dtype.element_ty == tl.bfloat16
-    q, factor, softcap = _scaled_queries(q, scale, softcap, k_scale_ptr, kv_head, SCALES, CODES, SOFTCAP, ROWS)
+    q, factor = _scaled_queries(q, scale, k_scale_ptr, kv_head, terms, SCALES, CODES, ROWS)
     SHIFT: tl.constexpr = 15 if ROWS or query_ptr.dtype.element_ty == tl.float16 else 0
-    slope = tl.zeros([BLOCK_M], tl.float32)
-    if ALIBI:
-        slope = tl.load(alibi_ptr + head, mask=mask_m, other=0.0).to(tl.float32) * LOG2E
+    slope = _slopes(alibi_ptr, head, mask_m, terms)
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M, BLOCK_N] if DECODE else [BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
@@ -210,16 +201,9 @@ def _attend_rows(
     full_end = i_begin
     if TWO_LOOPS:
         # Tiles that every row attends to whole need no mask. A tile with an absent block never counts as one.
-        full_lo = key_begin
-        full_hi = seq_len
-        if CAUSAL:
-            full_hi = tl.minimum(full_hi, p_first + 1)
+        full_lo, full_hi = _whole_span(p_first, p_last, seq_len, key_begin, mask)
         if TREE:
             full_hi = tl.minimum(full_hi, own_begin)
-        if WINDOW:
-            full_lo = tl.maximum(full_lo, p_last - window + 1)
-            if not CAUSAL:
-                full_hi = tl.minimum(full_hi, p_first + window)
         x_lo = tl.minimum(tl.maximum((full_lo + TILE - 1) // TILE, tile_lo), tile_hi)
         x_hi = tl.minimum(tl.maximum(full_hi, 0) // TILE, tile_hi)
         full_begin = tl.maximum(n_sink + _rank(ranks_ptr, x_lo, has_holes) - rank_lo, i_begin)
@@ -233,21 +217,16 @@ def _attend_rows(
             q, m, total, acc, pos, slope, full_begin, full_end, full_end, 0,
             tiles_ptr, rank_lo, n_sink, 0, has_holes, table_ptr, key_source, value_source,
             stride_kb, stride_kt, stride_vb, stride_vt,
-            lo, hi, key_begin, window, num_sink_tokens, factor, softcap,
-            tree_rows, own_begin, tree_keys, own_positions_ptr,
-            False, CAUSAL, False, False, TREE, SOFTCAP, ALIBI, CODES, UPCAST, DESCRIPTORS, ROWS, DECODE, SHIFT,
+            lo, hi, key_begin, mask, factor, terms, tree_rows, own_begin, tree_keys, own_positions_ptr,
+            False, False, TREE, CODES, UPCAST, DESCRIPTORS, ROWS, DECODE, SHIFT,
             BLOCK_SIZE, BLOCK_N, HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_V,
         )  # fmt: skip
         visits += full_end - full_begin
     skip = full_end - full_begin
     if SEGMENTS:
         # Queries further apart than the window: walk over the union of their windows, not over its hull.
-        first_key = tl.minimum(tl.maximum(pos - window + 1, key_begin), seq_len)
+        first_key, end_key = _row_spans(pos, seq_len, key_begin, mask)
         first_tile = tl.maximum(first_key, 0) // TILE
-        end_key = pos + 1
-        if not CAUSAL:
-            end_key = pos + window
-        end_key = tl.minimum(end_key, seq_len)
         end_tile = tl.where(end_key > first_key, (end_key + TILE - 1) // TILE, 0)
         end_tile = tl.where(mask_m, end_tile, 0)
         segment = tl.min(tl.where(mask_m & (end_tile > 0), first_tile, 2147483647), 0)
@@ -265,9 +244,8 @@ def _attend_rows(
                 q, m, total, acc, pos, slope, segment_begin, segment_end, segment_end, 0,
                 tiles_ptr, rank_lo, 0, 0, has_holes, table_ptr, key_source, value_source,
                 stride_kb, stride_kt, stride_vb, stride_vt,
-                lo, hi, key_begin, window, num_sink_tokens, factor, softcap,
-                tree_rows, own_begin, tree_keys, own_positions_ptr,
-                True, CAUSAL, WINDOW, True, TREE, SOFTCAP, ALIBI, CODES, UPCAST, DESCRIPTORS, ROWS, DECODE, SHIFT,
+                lo, hi, key_begin, mask, factor, terms, tree_rows, own_begin, tree_keys, own_positions_ptr,
+                True, True, TREE, CODES, UPCAST, DESCRIPTORS, ROWS, DECODE, SHIFT,
                 BLOCK_SIZE, EDGE_N, HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_V,
             )  # fmt: skip
             visits += tl.maximum(segment_end - segment_begin, 0)
@@ -277,10 +255,9 @@ def _attend_rows(
             q, m, total, acc, pos, slope, i_begin, i_end - skip, full_begin, skip,
             tiles_ptr, rank_lo, n_sink, rank_sink, has_holes, table_ptr, key_source, value_source,
             stride_kb, stride_kt, stride_vb, stride_vt,
-            lo, hi, key_begin, window, num_sink_tokens, factor, softcap,
-            tree_rows, own_begin, tree_keys, own_positions_ptr,
-            True, CAUSAL, WINDOW, TREE or (POSITIONS and WINDOW), TREE, SOFTCAP, ALIBI, CODES, UPCAST, DESCRIPTORS,
-            ROWS, DECODE, SHIFT, BLOCK_SIZE, EDGE_N, HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_V,
+            lo, hi, key_begin, mask, factor, terms, tree_rows, own_begin, tree_keys, own_positions_ptr,
+            True, TREE or (POSITIONS and mask.BOUNDED), TREE, CODES, UPCAST, DESCRIPTORS, ROWS, DECODE, SHIFT,
+            BLOCK_SIZE, EDGE_N, HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_V,
         )  # fmt: skip
         visits += tl.maximum(i_end - skip - i_begin, 0)
     if DECODE:
@@ -331,7 +308,7 @@ def _zero_padding(
             tl.store(lse_ptr + row, tl.full([BLOCK_G], float("-inf"), tl.float32), mask=offs_g < GROUP)
 
 
-@triton.jit(do_not_specialize=LENGTHS)
+@kernel(LENGTHS, mask=Mask, terms=Terms)
 def _attention_kernel(
     query_ptr,  # [num_tokens, NUM_HEADS, HEAD_DIM]
     key_ptr, value_ptr,  # [num_blocks, BLOCK_SIZE, NUM_HEADS // GROUP, HEAD_DIM or VALUE_DIM]
@@ -344,12 +321,12 @@ def _attention_kernel(
     plan_ptr, alibi_ptr, sinks_ptr, k_scale_ptr, v_scale_ptr, visits_ptr,
     tree_ptr,  # [num_tokens, tree_keys // 32]
     num_seqs, num_tokens, max_tiles, max_items, max_q, num_splits,
-    scale, softcap, window, num_sink_tokens, key_begin, num_blocks,
+    scale, terms, mask, key_begin, num_blocks,
     stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh, stride_bt, stride_bh,
     tree_keys, stride_tree,
     DECODE: tl.constexpr, DECODE_Q: tl.constexpr, SPLIT_TILES: tl.constexpr,
-    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, POSITIONS: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
-    SINKS: tl.constexpr, SCALES: tl.constexpr, CODES: tl.constexpr, UPCAST: tl.constexpr, COUNT: tl.constexpr,
+    POSITIONS: tl.constexpr, SINKS: tl.constexpr, SCALES: tl.constexpr, CODES: tl.constexpr, UPCAST: tl.constexpr,
+    COUNT: tl.constexpr,
     DESCRIPTORS: tl.constexpr, TABLE_HEADS: tl.constexpr, TREE: tl.constexpr,
     WITH_LSE: tl.constexpr, TWO_LOOPS: tl.constexpr, NUM_HEADS: tl.constexpr, GROUP: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
@@ -437,10 +414,10 @@ def _attention_kernel(
                 alibi_ptr, sinks_ptr, k_scale_ptr, v_scale_ptr, visits_ptr,
                 tiles_ptr, ranks_ptr, (flags & DEAD_TILES) != 0, (flags & PARTIAL_TILES) != 0,
                 q_begin, q_len, seq_len, row_begin, kv_head, i_begin, i_end, split_row, is_split, num_splits,
-                scale, softcap, window, num_sink_tokens, key_begin, num_blocks,
+                scale, terms, mask, key_begin, num_blocks,
                 stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh,
                 tree_ptr, tree_keys, stride_tree,
-                DECODE, SPLIT_TILES, CAUSAL, WINDOW, POSITIONS, SOFTCAP, ALIBI,
-                SINKS, SCALES, CODES, UPCAST, COUNT, DESCRIPTORS, SPLIT_HEADS, TREE, WITH_LSE, TWO_LOOPS, NUM_HEADS,
+                DECODE, SPLIT_TILES, POSITIONS, SINKS, SCALES, CODES, UPCAST, COUNT, DESCRIPTORS, SPLIT_HEADS, TREE,
+                WITH_LSE, TWO_LOOPS, NUM_HEADS,
                 GROUP, BLOCK_SIZE, HEAD_DIM, VALUE_DIM, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V,
             )  # fmt: skip

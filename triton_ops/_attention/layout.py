@@ -39,7 +39,7 @@ ITEM_ROW, ITEM_BEGIN, ITEM_END, ITEM_COUNT = kernel_constants(0, 1, 2, 3)
 DEAD_TILES, PARTIAL_TILES = kernel_constants(1, 2)
 # Arguments of the kernels that differ from step to step: nothing is compiled for their values.
 LENGTHS = ["num_seqs", "num_tokens", "max_tiles", "max_items", "max_q", "num_splits", "target_items", "extra_items"]
-LENGTHS += ["window", "num_sink_tokens", "key_begin", "num_blocks", "stride_bt", "stride_bh", "prefix_len"]
+LENGTHS += ["key_begin", "num_blocks", "stride_bt", "stride_bh", "prefix_len"]
 LENGTHS += [
     "num_rows",
     "tree_keys",

@@ -6,25 +6,27 @@ its list; `_list_attention_kernel` walks over the union, so that a block that se
 
 from __future__ import annotations
 
+from .._kernel import kernel
 from .._triton import tl, triton
 from .kernel import _find_sequence, _scaled_queries, _zero_padding
 from .layout import LENGTHS
-from .predicate import _live_scores
-from .softmax import LOG2E, _finish
+from .predicate import Mask, _live_blocks, _live_scores
+from .scores import Terms, _slopes
+from .softmax import _finish
 from .walk import E4M3_BITS, PLAIN_CACHE, _accumulate, _load_rows
 
 
-@triton.jit(do_not_specialize=LENGTHS)
+@kernel(LENGTHS, mask=Mask)
 def _list_blocks_kernel(
     lists_ptr,  # [num_tokens, KV_HEADS, top_k]
     marks_ptr,  # [query tiles, KV_HEADS, stride_marks]: which queries of a tile have the block
     union_ptr,  # [query tiles, KV_HEADS, max_union, 2]: a block, and which queries have it
     counts_ptr,  # [query tiles, KV_HEADS]
     tables_ptr, seq_lens_ptr, starts_ptr, positions_ptr,
-    num_seqs, top_k, max_blocks, max_union, stride_marks, window, num_sink_tokens,
+    num_seqs, top_k, max_blocks, max_union, stride_marks, mask,
     stride_lq, stride_lh, stride_bt, stride_bh,
-    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, POSITIONS: tl.constexpr, TABLE_HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, QUERIES: tl.constexpr, BLOCK_K: tl.constexpr,
+    POSITIONS: tl.constexpr, TABLE_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    QUERIES: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Grid (query tiles, KV heads): the blocks that queries of a tile chose, are present and within reach."""
     item = tl.program_id(0)
@@ -54,14 +56,8 @@ def _list_blocks_kernel(
         list_ptr = lists_ptr + tl.cast(token, tl.int64) * stride_lq + tl.cast(head, tl.int64) * stride_lh
         for base in range(0, top_k, BLOCK_K):
             block = tl.load(list_ptr + base + offs_k, mask=base + offs_k < top_k, other=-1)
-            begin = block * BLOCK_SIZE
             live = (block >= 0) & (block < blocks)
-            if CAUSAL:
-                live = live & (begin <= pos)
-            if WINDOW:
-                live = live & ((begin + BLOCK_SIZE > pos - window + 1) | (begin < num_sink_tokens))
-                if not CAUSAL:
-                    live = live & (begin < pos + window)
+            live = _live_blocks(live, block * BLOCK_SIZE, pos, mask, BLOCK_SIZE)
             live = live & (tl.load(table_ptr + block, mask=live, other=-1) >= 0)
             mark = tl.load(marks_ptr + block, mask=live, other=0).to(tl.int32) | (1 << query)
             tl.store(marks_ptr + block, mark.to(tl.uint8), mask=live)
@@ -94,16 +90,16 @@ def _list_keys(
     return number, tl.where(exists, block * BLOCK_SIZE + offset, 2147483647), bits
 
 
-@triton.jit(do_not_specialize=LENGTHS)
+@kernel(LENGTHS, mask=Mask, terms=Terms)
 def _list_attention_kernel(
     query_ptr, key_ptr, value_ptr, out_ptr, lse_ptr,
     partial_ptr, partial_lse_ptr,  # [splits, num_tokens, NUM_HEADS, VALUE_DIM] and its base-2 lse
     union_ptr, counts_ptr, tables_ptr, seq_lens_ptr, starts_ptr, positions_ptr,
     alibi_ptr, sinks_ptr, k_scale_ptr, v_scale_ptr, visits_ptr,
-    num_seqs, num_tokens, max_union, num_splits, scale, softcap, window, num_sink_tokens,
+    num_seqs, num_tokens, max_union, num_splits, scale, terms, mask,
     stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh, stride_bt, stride_bh,
-    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, POSITIONS: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
-    SINKS: tl.constexpr, SCALES: tl.constexpr, CODES: tl.constexpr, UPCAST: tl.constexpr, COUNT: tl.constexpr,
+    POSITIONS: tl.constexpr, SINKS: tl.constexpr, SCALES: tl.constexpr, CODES: tl.constexpr, UPCAST: tl.constexpr,
+    COUNT: tl.constexpr,
     TABLE_HEADS: tl.constexpr, WITH_LSE: tl.constexpr, NUM_HEADS: tl.constexpr, GROUP: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, QUERIES: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_G: tl.constexpr,
@@ -156,10 +152,8 @@ def _list_attention_kernel(
     )  # fmt: skip
     ROWS: tl.constexpr = CODES != PLAIN_CACHE and query_ptr.dtype.element_ty == tl.bfloat16
     SHIFT: tl.constexpr = 15 if ROWS or query_ptr.dtype.element_ty == tl.float16 else 0
-    q, factor, softcap = _scaled_queries(q, scale, softcap, k_scale_ptr, kv_head, SCALES, CODES, SOFTCAP, ROWS)
-    slope = tl.zeros([BLOCK_M], tl.float32)
-    if ALIBI:
-        slope = tl.load(alibi_ptr + head, mask=mask_m, other=0.0).to(tl.float32) * LOG2E
+    q, factor = _scaled_queries(q, scale, k_scale_ptr, kv_head, terms, SCALES, CODES, ROWS)
+    slope = _slopes(alibi_ptr, head, mask_m, terms)
     key_ptr += tl.cast(kv_head, tl.int64) * stride_kh
     value_ptr += tl.cast(kv_head, tl.int64) * stride_vh
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -174,7 +168,7 @@ def _list_attention_kernel(
             BLOCK_SIZE, BLOCK_N, WIDTH,
         )  # fmt: skip
         live = ((bits[None, :] >> member[:, None]) & 1 != 0) & (t < seq_len)[None, :] & mask_m[:, None]
-        live = live & _live_scores(t, pos, window, num_sink_tokens, CAUSAL, WINDOW)
+        live = live & _live_scores(t, pos, mask)
         present = tl.max(tl.broadcast_to(live, [BLOCK_M, BLOCK_N]).to(tl.int32), 0) > 0
         number64 = number.to(tl.int64)
         slot = (t % BLOCK_SIZE).to(tl.int64)
@@ -183,9 +177,8 @@ def _list_attention_kernel(
         k = _load_rows(keys, present, q.dtype, True, CODES, HEAD_DIM, BLOCK_N, BLOCK_D)
         v = _load_rows(values, present, q.dtype, True, CODES, VALUE_DIM, BLOCK_N, BLOCK_V)
         m, total, acc = _accumulate(
-            q, m, total, acc, pos, slope, k, v, t, live, factor, softcap,
-            True, SOFTCAP, ALIBI, UPCAST, ROWS, True, SHIFT,
-        )  # fmt: skip
+            q, m, total, acc, pos, slope, k, v, t, live, factor, terms, True, UPCAST, ROWS, True, SHIFT
+        )
         number = next_number
         t = next_t
         bits = next_bits

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from .._kernel import constants, numbers
 from .._launcher import KernelLaunch, current_stream
 from .._quantize import as_codes, equal_scales, scale_kind
 from .._triton import INTERPRET
@@ -54,14 +55,12 @@ def prepare_lists(
     codes, convert_codes = cache_codes(call, arch)
     # Programs share no cache line.
     stride_marks = -(-max_blocks // 32) * 32
-    shared = {
-        "CAUSAL": call.causal,
-        "WINDOW": call.window > 0,
-        "POSITIONS": call.query_positions is not None,
-    }
+    mask, terms = call.mask, call.terms
+    has_positions = call.query_positions is not None
     unite = KernelLaunch(
         {
-            **shared,
+            **constants(mask),
+            "POSITIONS": has_positions,
             "TABLE_HEADS": call.table_heads,
             "KV_HEADS": kv_heads,
             "BLOCK_SIZE": block_size,
@@ -75,9 +74,9 @@ def prepare_lists(
     )
     attend = KernelLaunch(
         {
-            **shared,
-            "SOFTCAP": call.softcap > 0,
-            "ALIBI": call.alibi_slopes is not None,
+            **constants(terms),
+            **constants(mask),
+            "POSITIONS": has_positions,
             "SINKS": call.sinks is not None,
             "SCALES": scale_kind(call.k_scale, call.v_scale),
             "CODES": codes,
@@ -121,15 +120,12 @@ def prepare_lists(
         None,
         is_aligned,
     )
-    sinks_tokens = call.num_sink_tokens if call.window else 0
-    unite_numbers: tuple[float, ...] = (
-        *(num_seqs, top_k, max_blocks, max_union, stride_marks),
-        *(call.window, sinks_tokens),
-    )
-    unite_numbers += (*lists.stride()[:2], *call.table_strides)
-    numbers: tuple[float, ...] = (num_seqs, num_tokens, max_union, num_splits, call.scale, call.softcap, call.window)
-    numbers += (sinks_tokens, *query.stride()[:2], *call.key_cache.stride()[:3], *call.value_cache.stride()[:3])
-    numbers += call.table_strides
+    unite_values: tuple[float, ...] = (num_seqs, top_k, max_blocks, max_union, stride_marks, *numbers(mask))
+    unite_values += (*lists.stride()[:2], *call.table_strides)
+    values: tuple[float, ...] = (num_seqs, num_tokens, max_union, num_splits)
+    values += (call.scale, *numbers(terms), *numbers(mask))
+    values += (*query.stride()[:2], *call.key_cache.stride()[:3], *call.value_cache.stride()[:3])
+    values += call.table_strides
 
     def run(tensors: tuple[Any, ...]) -> Result:
         query, key_cache, value_cache, tables, seq_lens, starts, positions, _, *others = tensors
@@ -149,7 +145,7 @@ def prepare_lists(
         others = [out if tensor is None else tensor for tensor in (alibi, sinks, k_scale, v_scale)]
         lengths = (tables, seq_lens, starts, positions)
         grid = (*programs, 1)
-        unite.launch(_list_blocks_kernel, grid, (lists, marks, union, counts, *lengths), unite_numbers, stream)
+        unite.launch(_list_blocks_kernel, grid, (lists, marks, union, counts, *lengths), unite_values, stream)
         parts = (out, out)
         if num_splits > 1:
             shape = (num_splits, num_tokens, num_heads)
@@ -162,7 +158,7 @@ def prepare_lists(
             _list_attention_kernel,
             (programs[0], kv_heads * row_tiles, num_splits),
             (query, key_cache, value_cache, out, lse, *parts, union, counts, *lengths, *others, seen),
-            numbers,
+            values,
             stream,
         )
         if num_splits > 1:

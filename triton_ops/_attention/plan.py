@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from .._checks import bad_argument
+from .._kernel import constants, kernel, numbers
 from .._launcher import KernelLaunch, aligned
 from .._triton import tl, triton
 from .call import AttentionCall, PlanCall, PlanOptions
@@ -39,15 +40,15 @@ from .layout import (
     _plan_rows,
     plan_views,
 )
-from .predicate import _span
+from .predicate import Mask, _span
 
 
-@triton.jit(do_not_specialize=LENGTHS)
+@kernel(LENGTHS, mask=Mask)
 def _plan_tiles_kernel(
     plan_ptr, tables_ptr, seq_lens_ptr, starts_ptr, positions_ptr,
-    num_rows, max_tiles, max_items, window, num_sink_tokens, key_begin, stride_bt, stride_bh,
-    DECODE_Q: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, POSITIONS: tl.constexpr,
-    TABLE_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_T: tl.constexpr, SUB: tl.constexpr,
+    num_rows, max_tiles, max_items, mask, key_begin, stride_bt, stride_bh,
+    DECODE_Q: tl.constexpr, POSITIONS: tl.constexpr, TABLE_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    BLOCK_T: tl.constexpr, SUB: tl.constexpr,
 ):  # fmt: skip
     """Grid (num_rows,): a row's live tiles, their ranks, and how many of them a decode reaches."""
     row = tl.cast(tl.program_id(0), tl.int64)
@@ -71,9 +72,7 @@ def _plan_tiles_kernel(
     if POSITIONS:
         p_first = tl.load(positions_ptr + q_begin, mask=decoded, other=0)
         p_last = tl.load(positions_ptr + q_begin + q_len - 1, mask=decoded, other=0)
-    _, _, tile_lo, tile_hi, sink_lo, sink_hi = _span(
-        p_first, p_last, seq_len, key_begin, window, num_sink_tokens, CAUSAL, WINDOW
-    )
+    _, _, tile_lo, tile_hi, sink_lo, sink_hi = _span(p_first, p_last, seq_len, key_begin, mask)
     # A tile lies in up to SUB blocks; a block of any size may begin or end within one.
     blocks = (seq_len + BLOCK_SIZE - 1) // BLOCK_SIZE
     num_tiles = (seq_len + TILE - 1) // TILE
@@ -116,10 +115,10 @@ def _item_counts(plan_ptr, offs, num_rows, target, DECODE_Q: tl.constexpr):
     return tl.where(decoded, tl.maximum((reach + target - 1) // target, 1), 0), reach
 
 
-@triton.jit(do_not_specialize=LENGTHS)
+@kernel(LENGTHS, mask=Mask)
 def _plan_items_kernel(
-    plan_ptr, num_rows, target_items, extra_items, window, num_sink_tokens, key_begin,
-    DECODE_Q: tl.constexpr, CAUSAL: tl.constexpr, MIN_TILES: tl.constexpr, BLOCK_S: tl.constexpr,
+    plan_ptr, num_rows, target_items, extra_items, mask, key_begin,
+    DECODE_Q: tl.constexpr, MIN_TILES: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
     """Grid (num_rows,): cuts the live tiles in reach of all rows into items of about equal length."""
     row = tl.program_id(0)
@@ -145,21 +144,19 @@ def _plan_items_kernel(
     items_ptr += tl.cast(first, tl.int64) * ITEM
     for base in range(0, items, BLOCK_S):
         split = base + tl.arange(0, BLOCK_S)
-        mask = split < items
+        exists = split < items
         begin = tl.minimum(split * per, tl.sum(reach, 0))
         end = tl.minimum(begin + per, tl.sum(reach, 0))
-        tl.store(items_ptr + split * ITEM + ITEM_ROW, tl.zeros_like(split) + row, mask=mask)
-        tl.store(items_ptr + split * ITEM + ITEM_BEGIN, begin, mask=mask)
-        tl.store(items_ptr + split * ITEM + ITEM_END, end, mask=mask)
-        tl.store(items_ptr + split * ITEM + ITEM_COUNT, tl.zeros_like(split) + items, mask=mask)
+        tl.store(items_ptr + split * ITEM + ITEM_ROW, tl.zeros_like(split) + row, mask=exists)
+        tl.store(items_ptr + split * ITEM + ITEM_BEGIN, begin, mask=exists)
+        tl.store(items_ptr + split * ITEM + ITEM_END, end, mask=exists)
+        tl.store(items_ptr + split * ITEM + ITEM_COUNT, tl.zeros_like(split) + items, mask=exists)
     if row == 0:
         tl.store(plan_ptr, count)
-        tl.store(plan_ptr + 1, window)
-        tl.store(plan_ptr + 2, num_sink_tokens)
-        tl.store(plan_ptr + 3, tl.cast(CAUSAL, tl.int32))
-        tl.store(plan_ptr + 4, window > 0)
-        tl.store(plan_ptr + 5, DECODE_Q)
-        tl.store(plan_ptr + 6, key_begin)
+        tl.store(plan_ptr + 1, DECODE_Q)
+        tl.store(plan_ptr + 2, key_begin)
+        for i in tl.static_range(len(mask)):
+            tl.store(plan_ptr + 3 + i, tl.cast(mask[i], tl.int32))
 
 
 def launch_plan(
@@ -184,8 +181,7 @@ def launch_plan(
     table_heads = block_tables.shape[1] if block_tables.dim() == 3 else 1
     tiles, items = _plan_launches(
         options.decode_queries,
-        options.mask.CAUSAL,
-        options.mask.WINDOW,
+        tuple(constants(options.mask).items()),
         query_positions is not None,
         table_heads,
         block_size,
@@ -203,8 +199,7 @@ def launch_plan(
         shape.num_rows,
         shape.max_tiles,
         shape.max_items,
-        options.mask.window,
-        options.mask.num_sink_tokens,
+        *numbers(options.mask),
         options.key_begin,
         block_tables.stride(0),
         block_tables.stride(1) if block_tables.dim() == 3 else 0,
@@ -216,8 +211,7 @@ def launch_plan(
         shape.num_rows,
         target_items,
         shape.max_items - shape.num_rows,
-        options.mask.window,
-        options.mask.num_sink_tokens,
+        *numbers(options.mask),
         options.key_begin,
     )
 
@@ -258,8 +252,7 @@ def refresh_kept(call: PlanCall, plan: torch.Tensor) -> None:
 @functools.cache
 def _plan_launches(
     decode_queries: int,
-    causal: bool,
-    has_window: bool,
+    mask: tuple[tuple[str, bool], ...],
     has_positions: bool,
     table_heads: int,
     block_size: int,
@@ -271,16 +264,15 @@ def _plan_launches(
     offset = block_size - math.gcd(block_size, TILE_KEYS)
     sub = next_power_of_2((offset + TILE_KEYS - 1) // block_size + 1)
     tiles = {
+        **dict(mask),
         "DECODE_Q": decode_queries,
-        "CAUSAL": causal,
-        "WINDOW": has_window,
         "POSITIONS": has_positions,
         "TABLE_HEADS": table_heads,
         "BLOCK_SIZE": block_size,
         "BLOCK_T": max(16, min(128, 1024 // sub)),
         "SUB": sub,
     }
-    items = {"DECODE_Q": decode_queries, "CAUSAL": causal, "MIN_TILES": MIN_SPLIT_TILES, "BLOCK_S": 128}
+    items = {**dict(mask), "DECODE_Q": decode_queries, "MIN_TILES": MIN_SPLIT_TILES, "BLOCK_S": 128}
     return KernelLaunch(tiles, 4, None, is_aligned), KernelLaunch(items, 1, None, is_aligned)
 
 

@@ -1,4 +1,8 @@
-"""Which keys a group of queries may attend to, as ranges of keys and of tiles."""
+"""Which keys a query attends to: the predicate's options, and what follows from them.
+
+Kernels ask the functions below for keys and tiles in reach, the CPU and plans the methods of `Mask`; nobody else knows
+an option but for BOUNDED.
+"""
 
 from __future__ import annotations
 
@@ -11,21 +15,17 @@ from .layout import TILE, TILE_KEYS
 
 
 class Mask(NamedTuple):
-    """The predicate's options: which keys a query attends to, of those that are present."""
+    """The predicate's options. BOUNDED: a query does not reach back to all keys before it."""
 
     window: int
     num_sink_tokens: int
     CAUSAL: bool
     WINDOW: bool
-
-    @property
-    def is_unbounded(self) -> bool:
-        """Whether a query attends to all keys before it, however far."""
-        return not self.WINDOW
+    BOUNDED: bool
 
     def is_whole(self, last: int) -> bool:
         """Whether queries up to position `last` attend to all keys before them, and where not causal behind them."""
-        return not self.WINDOW or (self.CAUSAL and last < self.window)
+        return not self.BOUNDED or (self.CAUSAL and last < self.window)
 
     def reach(self, first: int, last: int, seq_len: int) -> tuple[int, int, int]:
         """Keys in reach of queries at positions first to last: [0, sink_end) and [begin, end), as these three."""
@@ -59,30 +59,27 @@ class Mask(NamedTuple):
 
 
 @triton.jit
-def _span(
-    p_first, p_last, seq_len, key_begin, window, num_sink_tokens,
-    CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
-):  # fmt: skip
+def _span(p_first, p_last, seq_len, key_begin, mask):
     """Live keys [lo, hi) and sink tokens below lo, of queries at positions p_first to p_last; and both in tiles."""
     hi = seq_len
     lo = key_begin
-    if CAUSAL:
+    if mask.CAUSAL:
         hi = tl.minimum(hi, p_last + 1)
-    if WINDOW:
-        if not CAUSAL:
-            hi = tl.minimum(hi, p_last + window)
-        lo = tl.maximum(lo, p_first - window + 1)
+    if mask.WINDOW:
+        if not mask.CAUSAL:
+            hi = tl.minimum(hi, p_last + mask.window)
+        lo = tl.maximum(lo, p_first - mask.window + 1)
     lo = tl.minimum(tl.maximum(lo, 0), seq_len)
     hi = tl.maximum(hi, lo)
     tile_lo = tl.where(hi > lo, lo // TILE, (lo + TILE - 1) // TILE)
     tile_hi = tl.where(hi > lo, (hi + TILE - 1) // TILE, tile_lo)
     sink_lo = tile_lo
     sink_hi = tile_lo
-    if WINDOW:
+    if mask.WINDOW:
         limit = seq_len
-        if CAUSAL:
+        if mask.CAUSAL:
             limit = tl.minimum(limit, p_last + 1)
-        limit = tl.minimum(limit, num_sink_tokens)
+        limit = tl.minimum(limit, mask.num_sink_tokens)
         sink_lo = tl.minimum(key_begin // TILE, tile_lo)
         sink_hi = tl.where(limit > key_begin, tl.minimum((limit + TILE - 1) // TILE, tile_lo), sink_lo)
         sink_hi = tl.maximum(sink_hi, sink_lo)
@@ -90,16 +87,71 @@ def _span(
 
 
 @triton.jit
-def _live_scores(t, pos, window, num_sink_tokens, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
+def _reaching(p_first, t, mask):
+    """p_first, or the last position before it that reaches back to key t."""
+    return tl.minimum(p_first, t + mask.window - 1)
+
+
+@triton.jit
+def _whole_span(p_first, p_last, seq_len, key_begin, mask):
+    """Keys [lo, hi) that all of the queries at positions p_first to p_last attend to."""
+    lo = key_begin
+    hi = seq_len
+    if mask.CAUSAL:
+        hi = tl.minimum(hi, p_first + 1)
+    if mask.WINDOW:
+        lo = tl.maximum(lo, p_last - mask.window + 1)
+        if not mask.CAUSAL:
+            hi = tl.minimum(hi, p_first + mask.window)
+    return lo, hi
+
+
+@triton.jit
+def _row_spans(pos, seq_len, key_begin, mask):
+    """Keys [lo, hi) of each query, sink tokens left out; hi may lie below lo."""
+    lo = tl.maximum(pos - mask.window + 1, key_begin)
+    hi = pos + 1
+    if not mask.CAUSAL:
+        hi = pos + mask.window
+    return tl.minimum(lo, seq_len), tl.minimum(hi, seq_len)
+
+
+@triton.jit
+def _in_reach(t, lo, mask):
+    """Whether keys t are live keys from lo on, or sink tokens."""
+    return (t >= lo) | (t < mask.num_sink_tokens)
+
+
+@triton.jit
+def _live_scores(t, pos, mask):
     """Which of keys t queries at pos attend to, of those that are present: [queries, keys]."""
     live = t[None, :] >= 0
-    if CAUSAL:
+    if mask.CAUSAL:
         live = t[None, :] <= pos[:, None]
-    if WINDOW:
-        live = live & ((t[None, :] > pos[:, None] - window) | (t[None, :] < num_sink_tokens))
-        if not CAUSAL:
-            live = live & (t[None, :] < pos[:, None] + window)
+    if mask.WINDOW:
+        live = live & ((t[None, :] > pos[:, None] - mask.window) | (t[None, :] < mask.num_sink_tokens))
+        if not mask.CAUSAL:
+            live = live & (t[None, :] < pos[:, None] + mask.window)
     return live
+
+
+@triton.jit
+def _live_blocks(live, begin, pos, mask, BLOCK_SIZE: tl.constexpr):
+    """Which of some blocks, that begin at these keys, have one that a query at pos attends to."""
+    if mask.CAUSAL:
+        live = live & (begin <= pos)
+    if mask.WINDOW:
+        live = live & ((begin + BLOCK_SIZE > pos - mask.window + 1) | (begin < mask.num_sink_tokens))
+        if not mask.CAUSAL:
+            live = live & (begin < pos + mask.window)
+    return live
+
+
+@triton.jit
+def _sink_tiles(hi, key_begin, mask):
+    """Where the tiles of sink tokens below hi end; 0 where there are none."""
+    end = (tl.minimum(mask.num_sink_tokens, hi) + TILE - 1) // TILE
+    return tl.where(mask.num_sink_tokens > key_begin, end, 0)
 
 
 @triton.jit

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from .._kernel import constants, numbers
 from .._launcher import KernelLaunch
 from .._quantize import scale_kind
 from .._triton import INTERPRET
@@ -132,10 +133,11 @@ def prepare(
     decode_q = max(1, min(longest, DECODE_QUERIES))
     quantized = key_cache.dtype != query.dtype
     has_tree = call.tree_mask is not None
-    segments = has_positions and call.window > 0 and not has_tree
-    heavy = quantized or segments or has_tree or not call.terms.PLAIN
+    segments = has_positions and options.mask.BOUNDED and not has_tree
+    terms = call.terms
+    heavy = quantized or segments or has_tree or not terms.PLAIN
     kind = (max(head_dim, value_dim), query.element_size())
-    more = not options.mask.is_unbounded or not call.terms.PLAIN
+    more = options.mask.BOUNDED or not terms.PLAIN
     decode = decode_tiles(arch.name, *kind, decode_q * group, quantized, group, block_size, more)
     prefill = prefill_tiles(arch.name, *kind, heavy, group, block_size)
     if has_tree:
@@ -176,14 +178,12 @@ def prepare(
         # A descriptor's tile lies in one block.
         block_n = min(tiles.block_n, TILE_KEYS) if describable and tiles.descriptors else tiles.block_n
         return {
+            **constants(terms),
+            **constants(options.mask),
             "DECODE": decoding,
             "DECODE_Q": decode_queries,
             "SPLIT_TILES": split_tiles,
-            "CAUSAL": call.causal,
-            "WINDOW": call.window > 0,
             "POSITIONS": has_positions,
-            "SOFTCAP": call.softcap > 0,
-            "ALIBI": call.alibi_slopes is not None,
             "SINKS": call.sinks is not None,
             "SCALES": scale_kind(call.k_scale, call.v_scale),
             "CODES": codes,
@@ -209,7 +209,7 @@ def prepare(
         }
 
     sizes = (num_seqs, num_tokens, shape.max_tiles, shape.max_items)
-    limits = (options.mask.num_sink_tokens, options.key_begin)
+    limits = (*numbers(options.mask), options.key_begin)
     strides = (
         key_cache.shape[0],
         *query.stride()[:2],
@@ -226,8 +226,8 @@ def prepare(
         launch = KernelLaunch(
             constexprs(tiles, decoding), tiles.num_warps, tiles.num_stages, is_aligned, tiles.max_registers
         )
-        numbers = (*sizes, decode_q, splits, call.scale, call.softcap, call.window, *limits, *strides, *tree)
-        return Grid(launch, programs, numbers, split_rows, split_heads)
+        values = (*sizes, decode_q, splits, call.scale, *numbers(terms), *limits, *strides, *tree)
+        return Grid(launch, programs, values, split_rows, split_heads)
 
     decoding = tiling = specialized = None
     if run_decode:
@@ -238,8 +238,8 @@ def prepare(
         split_rows = num_splits * num_tokens if num_splits > 1 else 0
         tiling = grid(prefill, False, (prefill_bound, num_kv_heads, num_splits), num_splits, split_rows)
     if special is not None:
-        numbers = (*sizes, call.scale, call.window, *limits, *strides[:-1])
-        specialized = _specialized_grid(call, with_lse, special, decode_queries, numbers)
+        values = (*sizes, call.scale, *limits, *strides[:-1])
+        specialized = _specialized_grid(call, with_lse, special, decode_queries, values)
     dtype = out_dtype or query.dtype
     return Prepared(
         shape=shape,
@@ -269,12 +269,12 @@ def cache_codes(call: AttentionCall, arch: Architecture) -> tuple[int, bool]:
 
 
 def _specialized_grid(
-    call: AttentionCall, with_lse: bool, tiles: Tiles, decode_queries: int, numbers: tuple[float, ...]
+    call: AttentionCall, with_lse: bool, tiles: Tiles, decode_queries: int, values: tuple[float, ...]
 ) -> Grid:
     num_tokens, num_heads, head_dim = call.query.shape
     constexprs = {
+        **constants(call.mask),
         "DECODE_Q": decode_queries,
-        "WINDOW": call.window > 0,
         "SINKS": call.sinks is not None,
         "WITH_LSE": with_lse,
         "UPCAST": INTERPRET and call.query.dtype == torch.bfloat16,
@@ -287,7 +287,7 @@ def _specialized_grid(
         "STAGES": tiles.num_stages,
     }
     programs = (num_tokens // tiles.block_m + call.seq_lens.shape[0], num_heads, 1)
-    return Grid(KernelLaunch(constexprs, tiles.num_warps, tiles.num_stages), programs, numbers)
+    return Grid(KernelLaunch(constexprs, tiles.num_warps, tiles.num_stages), programs, values)
 
 
 def _merge_grid(

@@ -9,16 +9,6 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
-def _tanh(x):
-    """Hyperbolic tangent to float32 accuracy, also near 0 where 1 - exp cancels."""
-    e = tl.exp2(tl.abs(x) * -2.8853900817779268)
-    large = (1.0 - e) / (1.0 + e)
-    y = x * x
-    small = 1.0 + y * (-0.33333333 + y * (0.13333333 + y * (-0.053968254 + y * 0.021869488)))
-    return tl.where(tl.abs(x) < 0.25, x * small, tl.where(x < 0, -large, large))
-
-
-@triton.jit
 def _rescale(
     score, m, total, acc, factor, MASKED: tl.constexpr, ROWS: tl.constexpr, LAZY: tl.constexpr, SHIFT: tl.constexpr
 ):

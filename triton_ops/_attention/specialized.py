@@ -8,15 +8,16 @@ triton 3.6 has no way to fetch a group's rows at once; one loop, since it specia
 
 from __future__ import annotations
 
-from .._triton import tl, triton
+from .._kernel import kernel
+from .._triton import tl
 from .kernel import _find_sequence, _rank
 from .layout import DEAD_TILES, INFO_FLAGS, LENGTHS, PARTIAL_TILES, _plan_rows
-from .predicate import _live_scores, _span, _whole_tile_queries
+from .predicate import Mask, _live_scores, _span, _whole_tile_queries
 from .softmax import LOG2E, _finish, _rescale
 from .walk import _rows_of_head
 
 
-@triton.jit(do_not_specialize=LENGTHS)
+@kernel(LENGTHS, mask=Mask)
 def _specialized_attention_kernel(
     query_ptr,  # [num_tokens, NUM_HEADS, HEAD_DIM]
     key_ptr, value_ptr,  # [num_blocks, BLOCK_SIZE, NUM_HEADS // GROUP, HEAD_DIM]
@@ -26,9 +27,9 @@ def _specialized_attention_kernel(
     seq_lens_ptr, starts_ptr,  # [num_seqs], [num_seqs + 1]
     plan_ptr, sinks_ptr,
     num_seqs, num_tokens, max_tiles, max_items,
-    scale, window, num_sink_tokens, key_begin, num_blocks,
+    scale, mask, key_begin, num_blocks,
     stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh, stride_bt,
-    DECODE_Q: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr, WITH_LSE: tl.constexpr, UPCAST: tl.constexpr,
+    DECODE_Q: tl.constexpr, SINKS: tl.constexpr, WITH_LSE: tl.constexpr, UPCAST: tl.constexpr,
     NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -51,9 +52,7 @@ def _specialized_attention_kernel(
 
     p_first = seq_len - q_len + first
     p_last = p_first + BLOCK_M - 1
-    _, _, tile_lo, tile_hi, sink_lo, sink_hi = _span(
-        p_first, p_last, seq_len, key_begin, window, num_sink_tokens, True, WINDOW
-    )
+    _, _, tile_lo, tile_hi, sink_lo, sink_hi = _span(p_first, p_last, seq_len, key_begin, mask)
     # An early return would end the specialization, so a program without work walks over no tile instead.
     tile_hi = tl.where(active, tile_hi, tile_lo)
     sink_hi = tl.where(active, sink_hi, sink_lo)
@@ -61,7 +60,7 @@ def _specialized_attention_kernel(
     n = _rank(ranks_ptr, tile_hi, has_holes) - rank_lo
     n_sink = 0
     rank_sink = 0
-    if WINDOW:
+    if mask.BOUNDED:
         rank_sink = _rank(ranks_ptr, sink_lo, has_holes)
         n_sink = _rank(ranks_ptr, sink_hi, has_holes) - rank_sink
         n += n_sink
@@ -87,7 +86,7 @@ def _specialized_attention_kernel(
     acc = tl.zeros([BLOCK_M, HEAD_DIM], tl.float32)
     for i in tl.range(0, n, warp_specialize=True, num_stages=STAGES):
         tile = rank_lo + i - n_sink
-        if WINDOW:
+        if mask.BOUNDED:
             tile = tl.where(i < n_sink, rank_sink + i, tile)
         tile = tl.load(tiles_ptr + tile, mask=has_holes, other=tile)
         t = tile * BLOCK_N + offs_n
@@ -97,7 +96,7 @@ def _specialized_attention_kernel(
             score = tl.dot(q.to(tl.float32), tl.trans(k.to(tl.float32)), input_precision="ieee")
         else:
             score = tl.dot(q, tl.trans(k))
-        live = _live_scores(t, pos, window, num_sink_tokens, True, WINDOW)
+        live = _live_scores(t, pos, mask)
         score = tl.where(live, score, float("-inf"))
         p, m, total, acc = _rescale(score, m, total, acc, factor, True, False, False, SHIFT)
         v = values.load([block * value_rows + tile * BLOCK_N % BLOCK_SIZE, 0])

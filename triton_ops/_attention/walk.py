@@ -9,8 +9,9 @@ from __future__ import annotations
 from .._quantize import small_e4m3
 from .._triton import tl, triton
 from .layout import TILE, kernel_constants
-from .predicate import _live_scores
-from .softmax import _rescale, _tanh
+from .predicate import _in_reach, _live_scores
+from .scores import _with_terms
+from .softmax import _rescale
 
 # How a cache is stored: as the query's dtype, as codes that the device converts, as uint8 codes of float8 e4m3 that are
 # read as a 256th of what they stand for; E4M3_PACKED: the same, on a device of Nvidia's.
@@ -32,12 +33,12 @@ def _rows_of_head(
 
 
 @triton.jit
-def _tile_start(i, i_end, jump, skip, hi, tiles_ptr, rank_lo, n_sink, rank_sink, has_holes, WINDOW: tl.constexpr):
+def _tile_start(i, i_end, jump, skip, hi, tiles_ptr, rank_lo, n_sink, rank_sink, has_holes, SINKS: tl.constexpr):
     """First key of the i-th live tile; `hi`, which no key reaches, from i_end on."""
     exists = i < i_end
     i = tl.where(i < jump, i, i + skip)
     rank = rank_lo + i - n_sink
-    if WINDOW:
+    if SINKS:
         rank = tl.where(i < n_sink, rank_sink + i, rank)
     tile = tl.load(tiles_ptr + rank, mask=has_holes & exists, other=rank)
     return tl.where(exists, tile * TILE, hi)
@@ -46,16 +47,16 @@ def _tile_start(i, i_end, jump, skip, hi, tiles_ptr, rank_lo, n_sink, rank_sink,
 @triton.jit
 def _step_start(
     step, i_begin, i_end, jump, skip, hi, tiles_ptr, rank_lo, n_sink, rank_sink, has_holes,
-    WINDOW: tl.constexpr, BLOCK_N: tl.constexpr,
+    SINKS: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """First key of a step, and of its second tile where it has one."""
     i = i_begin + step * BLOCK_N // TILE
-    start = _tile_start(i, i_end, jump, skip, hi, tiles_ptr, rank_lo, n_sink, rank_sink, has_holes, WINDOW)
+    start = _tile_start(i, i_end, jump, skip, hi, tiles_ptr, rank_lo, n_sink, rank_sink, has_holes, SINKS)
     second = start
     if BLOCK_N < TILE:
         start += step * BLOCK_N % TILE
     if BLOCK_N > TILE:
-        second = _tile_start(i + 1, i_end, jump, skip, hi, tiles_ptr, rank_lo, n_sink, rank_sink, has_holes, WINDOW)
+        second = _tile_start(i + 1, i_end, jump, skip, hi, tiles_ptr, rank_lo, n_sink, rank_sink, has_holes, SINKS)
     return start, second
 
 
@@ -162,9 +163,8 @@ def _tree_scores(live, t, hi, tree_rows, own_begin, tree_keys):
 
 @triton.jit
 def _accumulate(
-    q, m, total, acc, pos, slope, k, v, t, live, factor, softcap,
-    MASKED: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, UPCAST: tl.constexpr, ROWS: tl.constexpr,
-    LAZY: tl.constexpr, SHIFT: tl.constexpr,
+    q, m, total, acc, pos, slope, k, v, t, live, factor, terms,
+    MASKED: tl.constexpr, UPCAST: tl.constexpr, ROWS: tl.constexpr, LAZY: tl.constexpr, SHIFT: tl.constexpr,
 ):  # fmt: skip
     """Adds keys at positions t to an online softmax; `live`: which rows attend to which of them, where MASKED."""
     # The interpreter multiplies bfloat16 as integers, so there the operands of a dot are float32.
@@ -172,21 +172,16 @@ def _accumulate(
         score = tl.dot(q.to(tl.float32), tl.trans(k.to(tl.float32)), input_precision="ieee")
     else:
         score = tl.dot(q, tl.trans(k), input_precision="ieee")
-    if SOFTCAP or ALIBI:
+    if not terms.PLAIN:
         if ROWS:
             score *= factor[:, None]
         else:
             score *= factor
-        if SOFTCAP:
-            score = _tanh(score) * softcap
-        if ALIBI:
-            score += slope[:, None] * (t[None, :] - pos[:, None]).to(tl.float32)
+        score = _with_terms(score, t, pos, slope, terms)
         factor = 1.0
     if MASKED:
         score = tl.where(live, score, float("-inf"))
-    p, m, total, acc = _rescale(
-        score, m, total, acc, factor, MASKED, ROWS and not (SOFTCAP or ALIBI), LAZY, SHIFT
-    )  # fmt: skip
+    p, m, total, acc = _rescale(score, m, total, acc, factor, MASKED, ROWS and terms.PLAIN, LAZY, SHIFT)
     if UPCAST:
         acc += tl.dot(p.to(q.dtype).to(tl.float32), v.to(tl.float32), input_precision="ieee")
     else:
@@ -198,9 +193,9 @@ def _accumulate(
 def _step(
     q, m, total, acc, pos, slope, start, second, block, key_source, value_source,
     stride_kb, stride_kt, stride_vb, stride_vt,
-    lo, hi, key_begin, window, num_sink_tokens, factor, softcap, tree_rows, own_begin, tree_keys, own_positions_ptr,
-    MASKED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SCATTERED: tl.constexpr, TREE: tl.constexpr,
-    SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, CODES: tl.constexpr, UPCAST: tl.constexpr, DESCRIPTORS: tl.constexpr,
+    lo, hi, key_begin, mask, factor, terms, tree_rows, own_begin, tree_keys, own_positions_ptr,
+    MASKED: tl.constexpr, SCATTERED: tl.constexpr, TREE: tl.constexpr,
+    CODES: tl.constexpr, UPCAST: tl.constexpr, DESCRIPTORS: tl.constexpr,
     ROWS: tl.constexpr, LAZY: tl.constexpr, SHIFT: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr,
@@ -210,9 +205,9 @@ def _step(
     present = t < hi
     if MASKED:
         present = (t < tl.where(block >= 0, hi, 0)) & (t >= key_begin)
-        if WINDOW:
-            present &= (t >= lo) | (t < num_sink_tokens)
-        live = _live_scores(t, pos, window, num_sink_tokens, CAUSAL, WINDOW)
+        if mask.BOUNDED:
+            present &= _in_reach(t, lo, mask)
+        live = _live_scores(t, pos, mask)
         if TREE:
             live = _tree_scores(live, t, hi, tree_rows, own_begin, tree_keys)
         live = present[None, :] & live
@@ -238,14 +233,11 @@ def _step(
     if not MASKED:
         live = present
     if TREE and MASKED:  # noqa: SIM102  the first is known to the compiler
-        if ALIBI and own_positions_ptr is not None:
+        if terms.ALIBI and own_positions_ptr is not None:
             # The position of an own token is its depth.
             own = (t >= own_begin) & (t < hi)
             t = tl.load(own_positions_ptr + t - own_begin, mask=own, other=t)
-    return _accumulate(
-        q, m, total, acc, pos, slope, k, v, t, live, factor, softcap,
-        MASKED, SOFTCAP, ALIBI, UPCAST, ROWS, LAZY, SHIFT,
-    )  # fmt: skip
+    return _accumulate(q, m, total, acc, pos, slope, k, v, t, live, factor, terms, MASKED, UPCAST, ROWS, LAZY, SHIFT)
 
 
 @triton.jit
@@ -253,9 +245,9 @@ def _walk(
     q, m, total, acc, pos, slope, i_begin, i_end, jump, skip,
     tiles_ptr, rank_lo, n_sink, rank_sink, has_holes, table_ptr, key_source, value_source,
     stride_kb, stride_kt, stride_vb, stride_vt,
-    lo, hi, key_begin, window, num_sink_tokens, factor, softcap, tree_rows, own_begin, tree_keys, own_positions_ptr,
-    MASKED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SCATTERED: tl.constexpr, TREE: tl.constexpr,
-    SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, CODES: tl.constexpr, UPCAST: tl.constexpr, DESCRIPTORS: tl.constexpr,
+    lo, hi, key_begin, mask, factor, terms, tree_rows, own_begin, tree_keys, own_positions_ptr,
+    MASKED: tl.constexpr, SCATTERED: tl.constexpr, TREE: tl.constexpr,
+    CODES: tl.constexpr, UPCAST: tl.constexpr, DESCRIPTORS: tl.constexpr,
     ROWS: tl.constexpr, LAZY: tl.constexpr, SHIFT: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr,
@@ -264,23 +256,23 @@ def _walk(
 
     Without MASKED every row attends to all of their keys, and they fill whole steps.
     """
+    SINKS: tl.constexpr = MASKED and mask.BOUNDED
     steps = tl.maximum(i_end - i_begin, 0) * TILE
     steps = (steps + BLOCK_N - 1) // BLOCK_N
     start, second = _step_start(
-        0, i_begin, i_end, jump, skip, hi, tiles_ptr, rank_lo, n_sink, rank_sink, has_holes, WINDOW, BLOCK_N
+        0, i_begin, i_end, jump, skip, hi, tiles_ptr, rank_lo, n_sink, rank_sink, has_holes, SINKS, BLOCK_N
     )
     block = _block_numbers(table_ptr, start, second, hi, not MASKED, BLOCK_SIZE, BLOCK_N)
     for j in tl.range(0, steps):
         next_start, next_second = _step_start(
-            j + 1, i_begin, i_end, jump, skip, hi, tiles_ptr, rank_lo, n_sink, rank_sink, has_holes, WINDOW, BLOCK_N
+            j + 1, i_begin, i_end, jump, skip, hi, tiles_ptr, rank_lo, n_sink, rank_sink, has_holes, SINKS, BLOCK_N
         )
         next_block = _block_numbers(table_ptr, next_start, next_second, hi, not MASKED, BLOCK_SIZE, BLOCK_N)
         m, total, acc = _step(
             q, m, total, acc, pos, slope, start, second, block, key_source, value_source,
             stride_kb, stride_kt, stride_vb, stride_vt,
-            lo, hi, key_begin, window, num_sink_tokens, factor, softcap,
-            tree_rows, own_begin, tree_keys, own_positions_ptr,
-            MASKED, CAUSAL, WINDOW, SCATTERED, TREE, SOFTCAP, ALIBI, CODES, UPCAST, DESCRIPTORS, ROWS, LAZY, SHIFT,
+            lo, hi, key_begin, mask, factor, terms, tree_rows, own_begin, tree_keys, own_positions_ptr,
+            MASKED, SCATTERED, TREE, CODES, UPCAST, DESCRIPTORS, ROWS, LAZY, SHIFT,
             BLOCK_SIZE, BLOCK_N, HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_V,
         )  # fmt: skip
         start = next_start
