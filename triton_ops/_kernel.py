@@ -4,8 +4,8 @@ Triton (3.6 to 3.9) takes tuples from the host too, but compiles for the values 
 `do_not_specialize` says. So a kernel's tuples are spelled out where it is launched: `kernel` writes the function that
 puts them together,
 
-    def _attention_kernel(query_ptr, window, num_sink_tokens, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, ...):
-        body(query_ptr, Mask(window, num_sink_tokens, CAUSAL, WINDOW), ...)
+    def _some_kernel(ptr, number, FLAG: tl.constexpr, BLOCK: tl.constexpr):
+        body(ptr, Options(number, FLAG), BLOCK)
 
 and Triton compiles the same code for it as for one that was written so by hand. Fields in capitals are compiled for.
 """

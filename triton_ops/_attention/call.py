@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -15,6 +16,13 @@ from .predicate import Mask
 from .scores import Terms
 
 Call = TypeVar("Call", bound="BatchCall")
+Number = TypeVar("Number", int, float)
+
+
+def _not_negative(default: Number, needs: str) -> Number:
+    """A field that is refused below 0, in these words."""
+    number: Number = field(default=default, metadata={"not negative": needs})
+    return number
 
 
 class PlanOptions(NamedTuple):
@@ -39,8 +47,8 @@ class BatchCall:
     query_start_loc: torch.Tensor
     query_positions: torch.Tensor | None = None
     causal: bool = True
-    window: int = 0
-    num_sink_tokens: int = 0
+    window: int = _not_negative(0, "0 or a positive number of tokens")
+    num_sink_tokens: int = _not_negative(0, "0 or a positive number of tokens")
     num_shared_blocks: int = 0
     batch_invariant: bool = False
 
@@ -52,6 +60,13 @@ class BatchCall:
         call.__dict__.update(zip(names, args, strict=False))
         call.__dict__.update(kwargs)
         return call
+
+    @classmethod
+    @functools.cache
+    def not_negative(cls) -> dict[str, str]:
+        """The options that are refused below 0, and what they need to be."""
+        found = {f.name: f.metadata.get("not negative") for f in fields(cls)}
+        return {name: needs for name, needs in found.items() if needs}
 
     def changed(self: Call, **changes: Any) -> Call:
         """The same with other values; a tenth of the time that `dataclasses.replace` takes."""
@@ -124,7 +139,7 @@ class AttentionCall(BatchCall):
     key_cache: torch.Tensor
     value_cache: torch.Tensor
     scale: float
-    softcap: float = 0.0
+    softcap: float = _not_negative(0.0, "0 (off) or a positive number")
     alibi_slopes: torch.Tensor | None = None
     sinks: torch.Tensor | None = None
     k_scale: torch.Tensor | None = None

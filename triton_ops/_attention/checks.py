@@ -124,9 +124,9 @@ def check_batch(call: BatchCall, device: torch.device, num_tokens: int | None = 
         raise bad_argument(
             "num_shared_blocks", call.num_shared_blocks, f"0 to {max_blocks}, the columns of block_tables"
         )
-    for name in ("window", "num_sink_tokens"):
+    for name, needs in call.not_negative().items():
         if getattr(call, name) < 0:
-            raise bad_argument(name, getattr(call, name), "0 or a positive number of tokens")
+            raise bad_argument(name, getattr(call, name), needs)
 
 
 def check_lengths(call: BatchCall, lens: list[int], starts: list[int], max_seq_len: int | None = None) -> None:
@@ -204,8 +204,6 @@ def check_attention(call: AttentionCall) -> None:
             raise bad_argument("query_blocks", f"strides {list(lists.stride())}", "a contiguous last dimension")
         if call.tree_mask is not None:
             raise bad_argument("query_blocks", describe(lists), "None with tree_mask")
-    if call.softcap < 0:
-        raise bad_argument("softcap", call.softcap, "0 (off) or a positive number")
     if call.plan is not None:
         check_tensor("plan", call.plan, 1, "[n] from attention_plan", (torch.int32,), device)
         size = PlanShape.of(call.block_tables, call.block_size).size
