@@ -16,14 +16,14 @@ WAYS = 8
 """Places that a block may be in; the ghost of the oldest request there gives way. With one place the loss is random,
 and a prefix with holes in it is not recognized: Mooncake's synthetic trace falls from 1.26 to 1.05 times lru."""
 SERIAL_BITS = 28
-TAGS = np.uint64(32)
+LOW, HALF = np.uint64(0xFFFFFFFF), np.uint64(32)
 
 
 class Noted(NamedTuple):
     """What is known of evicted blocks."""
 
     serial: Numbers
-    """The request that used it last, int64; -1: nothing is known."""
+    """The request that used it last, int64."""
     uses: Numbers
     """How often it was used, at most 5."""
     tail: Numbers
@@ -33,8 +33,8 @@ class Noted(NamedTuple):
 class RequestGhosts:
     """Remembers of each block evicted lately who used it last and how often, by the first word of its hash.
 
-    8 bytes a place. Two blocks are taken for each other with a chance of 2**-29 at each look, which costs a wrong
-    guess and no more.
+    8 bytes a place: half of the hash, then serial, uses and tail. Two blocks are taken for each other with a chance of
+    2**-29 at each look, which costs a wrong guess and no more.
 
     Args:
         capacity: Ghosts.
@@ -43,34 +43,34 @@ class RequestGhosts:
     def __init__(self, capacity: int) -> None:
         sets = -(-capacity // WAYS)
         self._sets = np.uint64(sets)
-        self._tags = np.zeros((sets, WAYS), np.uint32)
-        self._values = np.zeros((sets, WAYS), np.uint32)  # 0: empty; else serial, uses, tail
+        self._places = np.zeros((sets, WAYS), np.uint64)  # 0: empty
+        self._flat = self._places.reshape(-1)
 
     @property
     def nbytes(self) -> int:
         """Bytes held."""
-        return self._tags.nbytes + self._values.nbytes
+        return self._places.nbytes
 
     def _set_of(self, keys: Keys) -> npt.NDArray[np.intp]:
-        rows: npt.NDArray[np.intp] = ((keys & np.uint64(0xFFFFFFFF)) * self._sets >> TAGS).astype(np.intp)
+        rows: npt.NDArray[np.intp] = ((keys & LOW) * self._sets >> HALF).astype(np.intp)
         return rows
 
     def remember(self, keys: Keys, noted: Noted, now: int) -> Noted:
         """Notes evicted blocks; returns what was known of those that had to give way."""
         if not keys.size:
             return noted
-        rows, tags = self._set_of(keys), (keys >> TAGS).astype(np.uint32)
-        values = ((noted.serial << 4 | noted.uses << 1 | noted.tail) & 0xFFFFFFFF).astype(np.uint32)
-        there = self._values.take(rows, axis=0)
-        age = (now - (there >> np.uint32(4)).astype(np.int64)) & ((1 << SERIAL_BITS) - 1)
-        age[there == 0] = 1 << SERIAL_BITS
-        age[(self._tags.take(rows, axis=0) == tags[:, None]) & (there != 0)] = 2 << SERIAL_BITS
-        way = age.argmax(axis=1)
-        at = rows * WAYS + way
-        old = there[np.arange(rows.size), way]
-        self._tags.reshape(-1)[at] = tags
-        self._values.reshape(-1)[at] = values
-        stayed = (self._values.take(at) == values) & (self._tags.take(at) == tags)
+        rows = self._set_of(keys)
+        value = (noted.serial << 4 | noted.uses << 1 | noted.tail).astype(np.uint64) & LOW
+        value |= keys & ~LOW
+        there = self._places.take(rows, axis=0)
+        age = (np.uint64(now << 4 & 0xFFFFFFFF | 15) - there & LOW) >> np.uint64(4)
+        empty = there == 0
+        age[empty] = 1 << SERIAL_BITS
+        age[(there ^ value[:, None] <= LOW) & ~empty] = 2 << SERIAL_BITS
+        at = rows * WAYS + age.argmax(axis=1)
+        old = self._flat.take(at)
+        self._flat[at] = value
+        stayed = self._flat.take(at) == value
         lost = self._read(old[(old != 0) & stayed], now)
         if count_nonzero(stayed) == stayed.size:
             return lost
@@ -78,26 +78,23 @@ class RequestGhosts:
         again = self.remember(keys[rest], Noted(*(part[rest] for part in noted)), now)
         return Noted(*(np.concatenate(parts) for parts in zip(lost, again, strict=True)))
 
-    def recall(self, keys: Keys, now: int) -> Noted:
-        """What is known of blocks that are filled again, which is forgotten then."""
-        rows, tags = self._set_of(keys), (keys >> TAGS).astype(np.uint32)
-        there = self._values.take(rows, axis=0)
-        same = (self._tags.take(rows, axis=0) == tags[:, None]) & (there != 0)
-        way = same.argmax(axis=1)
-        each = np.arange(rows.size)
-        found = same[each, way]
-        noted = self._read(there[each, way], now)
-        noted.serial[~found] = -1
-        noted.uses[~found] = 0
-        self._values.reshape(-1)[(rows * WAYS + way)[found]] = 0
-        return noted
+    def recall(self, keys: Keys, now: int) -> tuple[Numbers, Noted]:
+        """Which of the blocks that are filled again are known, and what of them, which is forgotten then."""
+        rows = self._set_of(keys)
+        there = self._places.take(rows, axis=0)
+        at = ((there ^ keys[:, None] <= LOW) & (there != 0)).reshape(-1).nonzero()[0]
+        found = at // WAYS
+        at = rows.take(found) * WAYS + at % WAYS
+        noted = self._read(self._flat.take(at), now)
+        self._flat[at] = 0
+        return found, noted
 
     @staticmethod
-    def _read(values: Numbers, now: int) -> Noted:
-        value = values.astype(np.int64)
+    def _read(places: Numbers, now: int) -> Noted:
+        value = (places & LOW).astype(np.int64)
         age = (now - (value >> 4)) & ((1 << SERIAL_BITS) - 1)
         return Noted(now - age, value >> 1 & 7, value & 1)
 
     def clear(self) -> None:
         """Forgets everything."""
-        self._values.fill(0)
+        self._places.fill(0)

@@ -12,6 +12,9 @@ from .tables import HazardTables
 
 Numbers = npt.NDArray[Any]
 
+add_reduce = np.add.reduce
+"""Without the Python call of `sum`."""
+
 HALF_LIFE = 1000
 """Requests after which a hit counts half."""
 STAKE = 3.0
@@ -71,32 +74,39 @@ class Guard:
     def released(self, sizes: Numbers) -> None:
         """Requests have ended and left so many blocks each, in new rows."""
         self._requests += sizes.size
-        self.mean += (float(sizes.mean()) - self.mean) * min(sizes.size / min(self._requests, 300), 1.0)
-        self._inside += int(sizes.sum())
+        total = int(add_reduce(sizes))
+        self.mean += (total / sizes.size - self.mean) * min(sizes.size / min(self._requests, 300), 1.0)
+        self._inside += total
         if not self.learned:
             self._start = np.append(self._start, np.zeros(sizes.size, np.int32))
             self._end = np.append(self._end, sizes)
 
     def fill(self, runs: Runs, capacity: int) -> None:
         """Finds the request at which the blocks used last fill the room, once all that was used has been told."""
-        row = int(runs.rows_of(np.array([self._edge]))[0])
-        kept = int(runs.kept[row])
+        row = int(runs.serial[: runs.count].searchsorted(self._edge))
+        kept = runs.kept.item(row)
         while self._inside - kept >= capacity and row < runs.count - 1:
             self._inside -= kept
             row += 1
-            kept = int(runs.kept[row])
-        self._edge = int(runs.serial[row])
+            kept = runs.kept.item(row)
+        self._edge = runs.serial.item(row)
         self._room = max(0, capacity - self._inside + kept)
 
     def used(self, runs: Runs, rows: Numbers, first: Numbers, last: Numbers, resident: bool) -> None:
         """Blocks at places `first` to `last` of these rows were asked for, and were there (`resident`) or not."""
-        serial, number = runs.serial[rows], last - first
-        inside = number[serial >= self._edge].sum()
-        at_edge = int(number[serial == self._edge].sum())
-        lru = int(inside) - max(at_edge - self._room, 0)
+        edge = self._edge
+        lru = hits = at_edge = 0
+        for serial, number in zip(runs.serial.take(rows).tolist(), (last - first).tolist(), strict=True):
+            hits += number
+            if serial >= edge:
+                lru += number
+                if serial == edge:
+                    at_edge += number
+        self._inside -= lru
+        lru -= max(at_edge - self._room, 0)
         self._room = max(self._room - at_edge, 0)
-        self._inside -= int(inside)
-        hits = int(number.sum()) if resident else 0
+        if not resident:
+            hits = 0
         if not self.learned:
             hits = int((np.minimum(last, self._end[rows]) - np.maximum(first, self._start[rows])).clip(0).sum())
             np.maximum.at(self._start, rows, last.astype(np.int32))
@@ -122,8 +132,8 @@ class Guard:
         excess = int((self._end - self._start).clip(0).sum()) - capacity
         while excess > 0:
             rows = np.flatnonzero(self._end > self._start)
-            uses, tail = runs.uses_at(rows, self._end[rows])
-            scores = tables.scores(runs.group[rows], runs.traits[rows], uses, tail, now - runs.serial[rows])
+            kind, trait = runs.ending_at(rows, self._end[rows])
+            scores = tables.scores(kind, trait, now - runs.serial[rows])
             for row in rows[scores.argsort()[:64]].tolist():
                 end = int(self._end[row])
                 piece = runs.piece(row, int(self._start[row]), end)

@@ -62,7 +62,7 @@ class Lives:
         self._calls += 1
         rows, kinds, times, number = self._reuses()
         weight = runs.weight[rows] * number
-        tables.reuse(runs.group[rows].astype(np.intp), runs.traits[rows], kinds, times - runs.serial[rows], weight)
+        tables.reuse(runs.groups(rows), runs.traits(rows), kinds, times - runs.serial[rows], weight)
         np.subtract.at(runs.lives, (rows, kinds), number.astype(np.float32))
         ended = np.zeros((rows.size, KINDS), np.float32)
         ended[np.arange(rows.size), kinds] = weight
@@ -75,9 +75,8 @@ class Lives:
         rows = np.append(rows, due)
         if rows.size:
             serial = runs.serial[rows]
-            group, traits = runs.group[rows].astype(np.intp), runs.traits[rows].astype(np.intp)
-            since = runs.flushed[rows] - serial
-            tables.expose(group, traits, since, until - serial, np.concatenate((ended, lives)), stale)
+            since, lasted = runs.flushed[rows] - serial, np.concatenate((ended, lives))
+            tables.expose(runs.groups(rows), runs.traits(rows), since, until - serial, lasted, stale)
         runs.flushed[due] = now
 
     def _begin(self) -> None:

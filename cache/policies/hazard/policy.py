@@ -22,7 +22,9 @@ from .tables import (
     NEW_BOUNDS,
     OUTPUT_BOUNDS,
     OUTPUTS,
+    TRAITS,
     USE_BOUNDS,
+    USES,
     HazardTables,
 )
 from .victims import Chooser, Part
@@ -41,6 +43,9 @@ GHOSTS, GHOST_FLOOR = 4, 65_536
 """Ghosts a block, and how many there are at least: what returns late returns to small caches too."""
 TOGETHER, LATE = 256, 8
 """Victims, and choices of them, after which they become ghosts at the latest."""
+UNTOLD = (0, TRAITS, False)
+"""What `finished` notes: the kind of a block used once, the trait of a tail with no new blocks, `certain`."""
+ONE = np.int32(1)
 NOTES = 256
 """Requests worked off together at most."""
 
@@ -71,7 +76,7 @@ class Hazard(EvictionPolicy):
     def _begin(self) -> None:
         self._now = 0
         self._last_fit = -1
-        self._ending = (0, 0, False)
+        self._ending = UNTOLD
         self._returns: float | None = None
         self._last_hit = -1
         self._places = 0
@@ -117,15 +122,15 @@ class Hazard(EvictionPolicy):
     def finished(self, output_tokens: int) -> None:
         returns, self._returns = self._returns, None
         hint = 0 if returns is None else 1 + bisect(HINT_BOUNDS, returns)
-        group = hint * OUTPUTS + bisect(OUTPUT_BOUNDS, output_tokens)
-        self._ending = (group, 8 * bisect(FINE_OUTPUT_BOUNDS, output_tokens), returns == 0)
+        kind = USES * (hint * OUTPUTS + bisect(OUTPUT_BOUNDS, output_tokens))
+        self._ending = (kind, TRAITS + 8 * bisect(FINE_OUTPUT_BOUNDS, output_tokens), returns == 0)
 
     def released(self, ids: Ids) -> None:
         index = ids.astype(np.intp)
         start = self._now << self._place_bits
         self._code[index] = np.arange(start, start + ids.size)
         self._released.append((ids, self.pool.access_count.take(index), *self._ending))
-        self._ending = (0, 0, False)
+        self._ending = UNTOLD
         self._now += 1
         self._places += ids.size
         if len(self._released) >= NOTES or self._places > 2 * self.pool.num_blocks + 64:
@@ -172,17 +177,18 @@ class Hazard(EvictionPolicy):
         sizes = runs.size[rows]
         starts = sizes.cumsum() - sizes
         bounds = runs.bounds[rows]
-        np.add.reduceat(count[:, None] >= USE_BOUNDS, starts, axis=0, dtype=np.int32, out=bounds)
+        bounds[:] = np.add.reduceat(count >= USE_BOUNDS[:, None], starts, axis=1, dtype=np.int32).T
         firsts = chain.take(starts)
         parent = self._before.take(firsts)
         self._before[chain[1:]] = chain[:-1]
         self._before[firsts] = runs.parent[rows] = parent
-        parent = parent[parent >= 0]
-        np.add.at(self._hanging, parent, 1)
-        self._forked[parent] = True
+        for block in parent[parent >= 0].tolist():
+            self._hanging[block] += 1
+            self._forked[block] = True
         runs.serial[rows] = np.arange(self._now - sizes.size, self._now)
-        runs.group[rows], output, runs.certain[rows] = ending
-        runs.traits[rows] = NEW_BOUNDS.searchsorted(sizes - bounds[:, 0], side="right") + output
+        group, output, runs.certain[rows] = ending
+        runs.kind[rows] = (bounds >= sizes[:, None]).sum(axis=1) + group
+        runs.trait[rows] = NEW_BOUNDS.searchsorted(sizes - bounds[:, 0], side="right") + output
         return rows
 
     def _note_shared(self, rows: slice) -> None:
@@ -194,35 +200,35 @@ class Hazard(EvictionPolicy):
     def _take_used(self) -> None:
         """Later requests take over the fronts of runs."""
         runs = self.runs
-        codes = np.concatenate([codes for _, codes in self._used]) if len(self._used) > 1 else self._used[0][1]
-        times = np.repeat([time for time, _ in self._used], [codes.size for _, codes in self._used])
-        found = codes >= 0
-        if count_nonzero(found) < codes.size:
-            codes, times = codes[found], times[found]
-        if not codes.size:
-            return
-        ends = ((codes[1:] - codes[:-1] != 1) | (times[1:] != times[:-1])).nonzero()[0]
-        at = np.zeros(ends.size + 1, np.intp)
-        np.add(ends, 1, out=at[1:])
-        number = np.empty_like(at)
-        np.subtract(at[1:], at[:-1], out=number[:-1])
-        number[-1] = codes.size - at[-1]
+        times, parts = zip(*self._used, strict=True)
+        codes = np.concatenate(parts) if len(parts) > 1 else parts[0]
+        begin = np.array([part.size for part in parts]).cumsum()  # of each request but the first
+        broken = codes[1:] - codes[:-1] != 1
+        broken[begin[:-1] - 1] = True
+        at = np.zeros(count_nonzero(broken) + 1, np.intp)
+        np.add(broken.nonzero()[0], 1, out=at[1:])
+        number = np.append(at[1:], codes.size) - at
         code = codes.take(at)
+        found = code >= 0
+        if count_nonzero(found) < found.size:
+            at, number, code = at[found], number[found], code[found]
+            if not at.size:
+                return
         first = code & ((1 << self._place_bits) - 1)
         rows = runs.rows_of(code >> self._place_bits)
         last = first + number
         self.guard.used(runs, rows, first, last, resident=True)
         np.subtract.at(runs.kept, rows, number.astype(np.int32))
-        self.lives.used(rows, first, last, times[at])
+        self.lives.used(rows, first, last, np.array(times)[begin.searchsorted(at, side="right")])
         moved = set()
         for row, at, place in zip(rows.tolist(), first.tolist(), last.tolist(), strict=True):
-            if at <= runs.start[row] < place:  # one after the other: several requests may have gone on from a run
+            if at <= runs.start.item(row) < place:  # one by one: several requests may have gone on from a run
                 runs.start[row] = place
                 moved.add(row)
-            if place < runs.size[row]:
-                self._forked[runs.chains[row][place - 1]] = True
+            if place < runs.size.item(row):
+                self._forked[runs.chains[row].item(place - 1)] = True
         for row in moved:
-            self._chooser.hang(row, int(runs.chains[row][runs.start[row] - 1]))
+            self._chooser.hang(row, runs.chains[row].item(runs.start.item(row) - 1))
 
     def _remember(self) -> None:
         """Makes ghosts of victims."""
@@ -238,25 +244,26 @@ class Hazard(EvictionPolicy):
 
     def _recall(self) -> None:
         """Blocks were filled: some of them are evicted ones that were asked for again."""
-        times, ids, keys, lengths = zip(*self._filled, strict=True)
-        time = np.repeat(times, [part.size for part in ids])
-        noted = self._ghosts.recall(np.concatenate(keys), self._now)
-        self._earlier_uses[np.concatenate(ids)] = noted.uses
+        times, parts, keys, lengths = zip(*self._filled, strict=True)
         self._filled = []
+        ids = np.concatenate(parts)
+        found, noted = self._ghosts.recall(np.concatenate(keys), self._now)
+        self._earlier_uses[ids] = 0
+        if not found.size:
+            return
+        self._earlier_uses[ids[found]] = noted.uses
         runs = self.runs
-        ghosts = (noted.serial >= 0).nonzero()[0]
-        if not (ghosts.size and runs.count):
+        rows = runs.rows_of(noted.serial).clip(0, max(runs.count - 1, 0))
+        known = (runs.serial[rows] == noted.serial).nonzero()[0] if runs.count else rows[:0]
+        if not known.size:
             return
-        serial = noted.serial[ghosts]
-        rows = runs.rows_of(serial).clip(0, runs.count - 1)
-        known = runs.serial[rows] == serial
-        rows, ghosts = rows[known], ghosts[known]
-        if not rows.size:
-            return
-        place = np.minimum(np.concatenate(lengths)[ghosts] - 1, runs.size[rows] - 1)
+        rows, found = rows[known], found[known]
+        begin = np.array([part.size for part in parts]).cumsum()
+        time = np.array(times)[begin.searchsorted(found, side="right")]
+        place = np.minimum(np.concatenate(lengths)[found] - 1, runs.size[rows] - 1)
         self.guard.used(runs, rows, place, place + 1, resident=False)
-        np.subtract.at(runs.kept, rows, np.int32(1))
-        self.lives.recalled(rows, noted.uses[ghosts], noted.tail[ghosts], time[ghosts])
+        np.subtract.at(runs.kept, rows, ONE)
+        self.lives.recalled(rows, noted.uses[known], noted.tail[known], time)
 
     def _learn(self) -> None:
         """Fits the tables, and drops rows that are of no use any more."""
@@ -313,7 +320,7 @@ class Hazard(EvictionPolicy):
         known = runs.serial[rows] == lost.serial
         rows = rows[known]
         self.guard.forgotten(runs, rows)
-        np.subtract.at(runs.kept, rows, np.int32(1))
+        np.subtract.at(runs.kept, rows, ONE)
         self.lives.forgotten(rows, lost.uses[known], lost.tail[known])
 
     def removed(self, ids: Ids) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...table import Ids
-from .tables import USE_BOUNDS, USES
+from .tables import TRAITS, USE_BOUNDS, USES
 
 Numbers = npt.NDArray[Any]
 
@@ -22,8 +22,8 @@ COLUMNS: dict[str, tuple[str, int]] = {
     "parent": ("i4", 1),
     "shared": ("i4", 1),
     "kept": ("i4", 1),
-    "group": ("i1", 1),
-    "traits": ("i1", 1),
+    "kind": ("i1", 1),
+    "trait": ("i1", 1),
     "certain": ("?", 1),
     "flushed": ("i8", 1),
     "weight": ("f4", 1),
@@ -46,7 +46,7 @@ class Runs:
         parent: The block before `start`, -1 for none.
         shared: Blocks of the chain before it have led to other requests too; known where `certain`.
         kept: Blocks that nobody used since, evicted ones included.
-        group, traits: Class and factors, see `HazardTables`.
+        kind, trait: Class and factors of the block at `end - 1`, see `HazardTables.scores`.
         certain: Whether the caller said that it does not go on.
         flushed: Time up to which its lives are counted as exposed.
         weight: Of each of its blocks in what is learned.
@@ -62,8 +62,8 @@ class Runs:
     parent: Numbers
     shared: Numbers
     kept: Numbers
-    group: Numbers
-    traits: Numbers
+    kind: Numbers
+    trait: Numbers
     certain: Numbers
     flushed: Numbers
     weight: Numbers
@@ -95,31 +95,58 @@ class Runs:
         rows = slice(first, last)
         self.start[rows] = self.shared[rows] = 0
         self.size[rows] = self.end[rows] = self.kept[rows] = [chain.size for chain in chains]
-        self.last[rows] = [chain[-1] for chain in chains]
+        self.last[rows] = [chain.item(-1) for chain in chains]
         return rows
 
     def rows_of(self, serials: Numbers) -> npt.NDArray[np.intp]:
         """The rows of requests that have one."""
         return self.serial[: self.count].searchsorted(serials)
 
+    def groups(self, rows: Numbers) -> npt.NDArray[np.intp]:
+        """Their groups, see `HazardTables`."""
+        return self.kind.take(rows).astype(np.intp) // USES
+
+    def traits(self, rows: Numbers) -> npt.NDArray[np.intp]:
+        """Their traits, see `HazardTables`."""
+        return self.trait.take(rows).astype(np.intp) % TRAITS
+
     def alive(self) -> npt.NDArray[np.intp]:
         """Rows that have blocks."""
-        return np.flatnonzero(self.end[: self.count] > self.start[: self.count])
+        return (self.end[: self.count] > self.start[: self.count]).nonzero()[0]
 
-    def uses_at(self, rows: Numbers, end: Numbers) -> tuple[Numbers, Numbers]:
-        """Of the last of `end` blocks: its use class and whether it is the tail."""
+    def ending_at(self, rows: Numbers, end: Numbers) -> tuple[Numbers, Numbers]:
+        """The kind and trait of the last of `end` blocks."""
         uses = (self.bounds[rows] >= end[:, None]).sum(axis=1)
-        return uses, (end == self.size[rows]).astype(np.intp)
+        tail = end == self.size[rows]
+        return USES * self.groups(rows) + uses, self.traits(rows) + TRAITS * tail
+
+    def end_at(self, row: int, end: int) -> None:
+        """The run of a row ends before a place of its chain that was in it."""
+        self.end[row] = end
+        if end > self.start.item(row):
+            kind = self.kind.item(row)
+            bounds = self.bounds
+            uses = (bounds.item(row, 0) >= end) + (bounds.item(row, 1) >= end) + (bounds.item(row, 2) >= end)
+            self.kind[row] = kind - kind % USES + uses
+            self.trait[row] = self.trait.item(row) % TRAITS
+            self.last[row] = self.chains[row].item(end - 1)
 
     def piece(self, row: int, start: int, end: int) -> int:
         """Where the blocks of one worth that end at `end` begin."""
-        if end == self.size[row]:
+        if end == self.size.item(row):
             return end - 1
-        for bound in self.bounds[row].tolist():
+        bounds = self.bounds  # falling
+        for at in range(USES - 1):
+            bound = bounds.item(row, at)
             if bound < end:
-                start = max(start, bound)
-        shared = int(self.shared[row])
-        return max(start, shared) if self.certain[row] and shared < end else start
+                if bound > start:
+                    start = bound
+                break
+        if self.certain.item(row):
+            shared = self.shared.item(row)
+            if start < shared < end:
+                return shared
+        return start
 
     def keep(self, rows: Numbers) -> None:
         """Drops all rows but these, which are ascending."""

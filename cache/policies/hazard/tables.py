@@ -20,8 +20,8 @@ AGES = 32
 """Buckets of age."""
 EDGES = 2 * (2 ** (np.arange(AGES + 1) / 2) - 1)
 """Where each begins, in requests."""
-EDGE_LIST = EDGES.tolist()
 WIDTHS = np.append(np.diff(EDGES)[:-1], 2000.0)
+EDGE_LIST, WIDTH_LIST = EDGES.tolist(), WIDTHS.tolist()
 SPANS = np.append(np.diff(EDGES)[:-1], np.inf)
 """Widths, the last bucket without an end."""
 
@@ -34,11 +34,20 @@ FINE_OUTPUT_BOUNDS = (10, 30, 100, 200, 300, 500, 800)
 NEW_BOUNDS = np.array([1, 2, 4, 8, 16, 32, 64])
 HINT_BOUNDS = (0.1, 0.35, 0.65)
 """Hint 0 is none; the others are of rising probability."""
+TRAITS = 64
+"""Traits are the bucket of new blocks + 8 * that of output."""
 NEW, OUTPUT, TAIL = 0, 8, 16
 FACTORS = 18
 """Places of the three factors: 8 for new blocks, 8 for output, 2 for whether it is the request's last block."""
 LEVELS = 24
 """Steps of a third of an octave that the product of the factors is rounded to."""
+KNOWN = 1 << 14
+"""Ages whose place among the buckets is looked up."""
+PLACES = np.interp(np.arange(KNOWN), EDGES[:AGES], np.arange(float(AGES)))
+BUCKETS = PLACES.astype(np.intp)
+PARTS = PLACES - BUCKETS
+FADING = 1 - 1e-7 * np.arange(KNOWN)
+"""Among equals the older one is worth a little less."""
 
 DECAY = 0.97
 """Of all sums in each 50 requests: about 1,600 count."""
@@ -83,8 +92,8 @@ class HazardTables:
             stale: The rates are of long ago: factors are learned against new ones, or they would make up for it all.
         """
         new, output = traits % 8 + NEW, traits // 8 + OUTPUT
-        overlap = (until[:, None] - EDGES[:AGES]).clip(0.0, SPANS)
-        overlap -= (since[:, None] - EDGES[:AGES]).clip(0.0, SPANS)
+        overlap = _within_buckets(until)
+        overlap -= _within_buckets(since)
         own = self.factor[new] * self.factor[output]
         weighted = lives * (own[:, None] * np.tile(self.factor[TAIL:], USES).astype(np.float32))
         by_uses = weighted[:, 0::2] + weighted[:, 1::2]
@@ -121,55 +130,82 @@ class HazardTables:
         """Rates, factors and indices from the sums, which then lose weight."""
         self._fit_rates()
         self.factor = (self._factor_events + FACTOR_PRIOR) / (self._factor_exposure + FACTOR_PRIOR)
-        self._level = self._levels()
+        level = self._levels()
         used = np.flatnonzero(np.repeat(self._seen, USES))
-        levels = np.unique(self._level)
+        levels = np.unique(level)
+        self._row_of_level = (AGES + 1) * level
         self._index[used[:, None], levels] = _index(self.rate[used], levels)
         for sums in (self._events, self._exposure, self._factor_events, self._factor_exposure):
             sums *= decay
 
     def _levels(self) -> npt.NDArray[np.intp]:
-        """The level of each product of factors, by traits + 64 * tail."""
+        """The level of each product of factors, by traits + TRAITS * tail."""
         factor = self.factor
         product = factor[TAIL:, None, None] * factor[OUTPUT:TAIL, None] * factor[NEW:OUTPUT]
         levels = np.rint(3 * np.log2(product)).astype(np.intp) + LEVELS // 2
         clipped: npt.NDArray[np.intp] = levels.clip(0, LEVELS - 1).reshape(-1)
         return clipped
 
-    def scores(self, group: Numbers, traits: Numbers, uses: Numbers, tail: Numbers, age: Numbers) -> Numbers:
-        """Hits to be had for each block and request of room; among equals the older one is worth a little less."""
-        place = np.interp(age, EDGES[:AGES], np.arange(float(AGES)))
-        bucket = place.astype(np.intp)
-        place -= bucket
-        level = self._level.take(traits + 64 * tail)
-        at = ((group * USES + uses) * LEVELS + level) * (AGES + 1) + bucket
-        flat = self._index.reshape(-1)
-        score = flat.take(at)
-        score += place * (flat.take(at + 1) - score)
-        worth: Numbers = score * (1 - 1e-7 * age)
-        return worth
+    def scores(self, kind: Numbers, trait: Numbers, age: Numbers) -> Numbers:
+        """Hits to be had for each block and request of room.
 
-    def score(self, group: int, traits: int, uses: int, tail: int, age: int) -> float:
+        Args:
+            kind: 4 * group + uses, `[n]`.
+            trait: Traits + TRAITS * tail, `[n]`.
+            age: Of the oldest first, `[n]`.
+        """
+        if age.size and age.item(0) >= KNOWN:
+            place = np.interp(age, EDGES[:AGES], np.arange(float(AGES)))
+            bucket = place.astype(np.intp)
+            part, fading = place - bucket, 1 - 1e-7 * age
+        else:
+            bucket, part, fading = BUCKETS.take(age), PARTS.take(age), FADING.take(age)
+        bucket += ROWS.take(kind)
+        bucket += self._row_of_level.take(trait)
+        flat = self._index.reshape(-1)
+        score = flat.take(bucket)
+        bucket += 1
+        score += part * (flat.take(bucket) - score)
+        fading *= score
+        return fading
+
+    def score(self, kind: int, trait: int, age: int) -> float:
         """`scores` of one block."""
         bucket = min(bisect(EDGE_LIST, age) - 1, AGES - 1)
-        part = min((age - EDGE_LIST[bucket]) / float(WIDTHS[bucket]), 1.0)
-        index = self._index[group * USES + uses, self._level[traits + 64 * tail]]
-        here = float(index[bucket])
-        return float((here + part * (float(index[bucket + 1]) - here)) * (1 - 1e-7 * age))
+        part = min((age - EDGE_LIST[bucket]) / WIDTH_LIST[bucket], 1.0)
+        at = LEVELS * (AGES + 1) * kind + self._row_of_level.item(trait) + bucket
+        here = self._index.item(at)
+        return float((here + part * (self._index.item(at + 1) - here)) * (1 - 1e-7 * age))
+
+
+ROWS = LEVELS * (AGES + 1) * np.arange(GROUPS * USES)
+"""Where the indices of each class begin."""
+
+
+def _within_buckets(age: Numbers) -> npt.NDArray[np.float64]:
+    """How long lives of these ages, `[n]`, were in each bucket, `[n, AGES]`."""
+    time = age[:, None] - EDGES[:AGES]
+    np.maximum(time, 0.0, out=time)
+    np.minimum(time, SPANS, out=time)
+    return time
 
 
 def _index(rate: Numbers, levels: Numbers) -> Numbers:
     """For each class, level and age the greatest ratio, over all later ages, of expected hits to expected waiting."""
-    rates = rate[:, None, :] * (2.0 ** ((levels - LEVELS // 2) / 3))[:, None]
-    survive = np.exp(-rates * WIDTHS)
-    alive = np.ones_like(rates)
-    np.cumprod(survive[..., :-1], axis=-1, out=alive[..., 1:])
-    hits = alive * (1 - survive)
+    rates = (rate.T[:, :, None] * 2.0 ** ((levels - LEVELS // 2) / 3)).reshape(AGES, -1)
+    survive = np.exp(-rates * WIDTHS[:, None])
+    hits = np.ones_like(rates)
+    np.cumprod(survive[:-1], axis=0, out=hits[1:])
+    hits *= 1 - survive
     waits = np.maximum(hits / np.maximum(rates, 1e-12), 1e-300)
-    index = np.empty((*rates.shape[:2], AGES + 1))
-    for age in range(AGES):
-        ratios = hits[..., age:].cumsum(axis=-1)
-        ratios /= waits[..., age:].cumsum(axis=-1)
-        ratios.max(axis=-1, out=index[..., age])
-    index[..., AGES] = index[..., AGES - 1]
-    return index
+    index = np.empty((AGES + 1, rates.shape[1]))
+    best = np.divide(hits, waits, out=index[:AGES])
+    hit, wait, ratio = hits.copy(), waits.copy(), np.empty_like(hits)
+    for later in range(1, AGES):
+        ages = slice(AGES - later)
+        hit[ages] += hits[later:]
+        wait[ages] += waits[later:]
+        np.divide(hit[ages], wait[ages], out=ratio[ages])
+        np.maximum(best[ages], ratio[ages], out=best[ages])
+    index[AGES] = index[AGES - 1]
+    return index.T.reshape(rate.shape[0], -1, AGES + 1)

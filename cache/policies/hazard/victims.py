@@ -64,9 +64,10 @@ class Chooser:
     def hang(self, row: int, parent: int) -> None:
         """The run of a row begins behind another block now; -1: it is over."""
         runs = self._runs
-        if runs.parent[row] >= 0:
-            self._hanging[runs.parent[row]] -= 1
-        if runs.start[row] >= runs.end[row]:
+        before = runs.parent.item(row)
+        if before >= 0:
+            self._hanging[before] -= 1
+        if runs.start.item(row) >= runs.end.item(row):
             parent = -1
         runs.parent[row] = parent
         if parent >= 0:
@@ -82,12 +83,12 @@ class Chooser:
         runs = self._runs
         rows = runs.alive()
         self._until = now + max(LEAST, min(LONGEST, rows.size // FRESH))
-        rows = rows[self._hanging.take(runs.last[rows]) == 0]
-        end = runs.end[rows]
-        uses, tail = runs.uses_at(rows, end)
-        group, traits, age = runs.group[rows].astype(np.intp), runs.traits[rows], now - runs.serial[rows]
-        scores = self._tables.scores(group, traits, uses, tail, age)
-        scores[runs.certain[rows] & (end > runs.shared[rows])] = GONE
+        rows = rows[self._hanging.take(runs.last.take(rows)) == 0]
+        scores = self._tables.scores(runs.kind.take(rows), runs.trait.take(rows), now - runs.serial.take(rows))
+        certain = runs.certain.take(rows).nonzero()[0]
+        if certain.size:
+            over = rows[certain]
+            scores[certain[runs.end.take(over) > runs.shared.take(over)]] = GONE
         most = LOOK + count * (self._until - now)
         if rows.size > most:
             least = scores.argpartition(most)[:most]
@@ -105,26 +106,24 @@ class Chooser:
         left = count
         while heap and left:
             row = heappop(heap)[1]
-            if runs.start[row] >= runs.end[row] or not self._is_free(row):
+            if not self._may_give(row):
                 continue
             given, parent = self._give(row, left, heed=True)
             left -= given
             for other in (row, parent):
-                if other >= 0 and runs.start[other] < runs.end[other] and self._is_free(other):
+                if other >= 0 and self._may_give(other):
                     heappush(heap, (self._score(other, now), other))
         return count - left
 
-    def _is_free(self, row: int) -> bool:
-        return bool(self._hanging[self._runs.last[row]] == 0)
+    def _may_give(self, row: int) -> bool:
+        runs = self._runs
+        return runs.start.item(row) < runs.end.item(row) and not self._hanging.item(runs.last.item(row))
 
     def _score(self, row: int, now: int) -> float:
         runs = self._runs
-        end = int(runs.end[row])
-        if runs.certain[row] and end > runs.shared[row]:
+        if runs.certain.item(row) and runs.end.item(row) > runs.shared.item(row):
             return GONE
-        uses = sum(bound >= end for bound in runs.bounds[row].tolist())
-        tail = int(end == runs.size[row])
-        return self._tables.score(int(runs.group[row]), int(runs.traits[row]), uses, tail, now - int(runs.serial[row]))
+        return self._tables.score(runs.kind.item(row), runs.trait.item(row), now - runs.serial.item(row))
 
     def oldest(self, count: int) -> int:
         """Takes `count` blocks in the order of lru; see `least`."""
@@ -145,12 +144,12 @@ class Chooser:
             heed: Whether to stop where the worth changes, and before blocks that others hang from.
         """
         runs = self._runs
-        start, end, serial = int(runs.start[row]), int(runs.end[row]), int(runs.serial[row])
+        start, end, serial = runs.start.item(row), runs.end.item(row), runs.serial.item(row)
         chain, code = runs.chains[row], serial << self._place_bits
-        tail = end == runs.size[row]
+        tail = end == runs.size.item(row)
         if tail and heed:  # a piece of its own, which nothing hangs from
             chosen, looked = chain[end - 1 : end], 1
-            if self._code[runs.last[row]] != code + end - 1:
+            if self._code.item(runs.last.item(row)) != code + end - 1:
                 chosen = chosen[:0]
         else:
             low = max(runs.piece(row, start, end) if heed else start, end - max(LOOK, 2 * count))
@@ -171,14 +170,13 @@ class Chooser:
                 chosen = ids[places]
                 tail = tail and bool(places.size) and places[0] == 0
         self._code[chosen] = -1
-        runs.end[row] = end - looked
+        if looked:
+            runs.end_at(row, end - looked)
         waited = -1
-        if end - looked > start:
-            runs.last[row] = chain[end - looked - 1]
-        else:
-            parent = int(runs.parent[row])
+        if end - looked <= start:
+            parent = runs.parent.item(row)
             self.hang(row, -1)
-            if parent >= 0 and self._hanging[parent] == 0 and self._code[parent] >= 0:
+            if parent >= 0 and not self._hanging.item(parent) and self._code.item(parent) >= 0:
                 waited = self._row_ending_in(parent)
         if chosen.size:
             self._parts.append((chosen, serial, bool(tail)))
@@ -186,9 +184,9 @@ class Chooser:
 
     def _row_ending_in(self, block: int) -> int:
         """The row whose last block this is, or -1."""
-        runs, code = self._runs, int(self._code[block])
+        runs, code = self._runs, self._code.item(block)
         serial, place = code >> self._place_bits, code & ((1 << self._place_bits) - 1)
-        row = int(runs.rows_of(np.array([serial]))[0])
-        if row == runs.count or runs.serial[row] != serial:
+        row = int(runs.serial[: runs.count].searchsorted(serial))
+        if row == runs.count or runs.serial.item(row) != serial:
             return -1  # released since runs were brought up to date: ranked with them next time
-        return row if runs.end[row] - 1 == place else -1
+        return row if runs.end.item(row) - 1 == place else -1
