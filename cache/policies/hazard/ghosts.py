@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,6 +29,13 @@ class Noted(NamedTuple):
     """How often it was used, at most 5."""
     tail: Numbers
     """Whether it was that request's last block, 0 or 1."""
+
+
+def _halves(places: Keys) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint32]]:
+    """The high and the low halves."""
+    halves = places.view(np.uint32)
+    low = int(sys.byteorder == "big")
+    return halves[:, 1 - low :: 2], halves[:, low::2]
 
 
 class RequestGhosts:
@@ -62,11 +70,14 @@ class RequestGhosts:
         rows = self._set_of(keys)
         value = (noted.serial << 4 | noted.uses << 1 | noted.tail).astype(np.uint64) & LOW
         value |= keys & ~LOW
-        there = self._places.take(rows, axis=0)
-        age = (np.uint64(now << 4 & 0xFFFFFFFF | 15) - there & LOW) >> np.uint64(4)
-        empty = there == 0
-        age[empty] = 1 << SERIAL_BITS
-        age[(there ^ value[:, None] <= LOW) & ~empty] = 2 << SERIAL_BITS
+        tags, known = _halves(self._places.take(rows, axis=0))
+        age = np.uint32(now << 4 & 0xFFFFFFFF | 15) - known
+        age >>= np.uint32(4)
+        empty = known == 0
+        np.copyto(age, np.uint32(1 << SERIAL_BITS), where=empty)
+        same = tags == (keys >> HALF).astype(np.uint32)[:, None]
+        if count_nonzero(same):
+            age[same & ~empty] = 2 << SERIAL_BITS
         at = rows * WAYS + age.argmax(axis=1)
         old = self._flat.take(at)
         self._flat[at] = value
@@ -81,8 +92,10 @@ class RequestGhosts:
     def recall(self, keys: Keys, now: int) -> tuple[Numbers, Noted]:
         """Which of the blocks that are filled again are known, and what of them, which is forgotten then."""
         rows = self._set_of(keys)
-        there = self._places.take(rows, axis=0)
-        at = ((there ^ keys[:, None] <= LOW) & (there != 0)).reshape(-1).nonzero()[0]
+        tags, known = _halves(self._places.take(rows, axis=0))
+        at = (tags == (keys >> HALF).astype(np.uint32)[:, None]).reshape(-1).nonzero()[0]
+        if at.size:
+            at = at[known[at // WAYS, at % WAYS] != 0]
         found = at // WAYS
         at = rows.take(found) * WAYS + at % WAYS
         noted = self._read(self._flat.take(at), now)

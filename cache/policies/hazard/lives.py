@@ -12,6 +12,7 @@ from .tables import USE_BOUNDS, USES, HazardTables
 
 Numbers = npt.NDArray[Any]
 KINDS = 2 * USES
+SUM = np.ones(KINDS, np.float32)
 YOUNG = 512
 """Requests whose lives are counted in every call."""
 
@@ -69,7 +70,7 @@ class Lives:
         serial = runs.serial[: runs.count]
         due = np.flatnonzero((serial >= now - YOUNG) | (serial % 4 == self._calls % 4))
         lives = np.maximum(runs.lives[due], 0)
-        waiting = lives.any(axis=1)
+        waiting = lives @ SUM > 0
         due, lives = due[waiting], lives[waiting] * runs.weight[due[waiting], None]
         until = np.append(np.maximum(times, runs.flushed[rows]), np.full(due.size, now))
         rows = np.append(rows, due)

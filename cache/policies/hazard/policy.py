@@ -84,6 +84,7 @@ class Hazard(EvictionPolicy):
         self._used: list[tuple[int, Numbers]] = []
         self._filled: list[tuple[int, Ids, Numbers, Numbers]] = []  # times, blocks, keys, lengths of prefixes
         self._gone: list[tuple[list[Part], Numbers, Numbers]] = []  # victims, their keys and uses
+        self._num_used = self._num_gone = 0
         self._judged = 0
         self.runs = Runs()
         self.tables = HazardTables()
@@ -102,15 +103,18 @@ class Hazard(EvictionPolicy):
             codes = self._code.take(index)
             self._code[index] = -1
             self._used.append((self._now, codes))
+            self._num_used += ids.size
             self._places += ids.size
-            self._last_hit = int(ids[-1])
+            self._last_hit = ids.item(-1)
             return
         self._before[index] = -1
         self._forked[index] = False
-        first, last_hit, length = int(ids[0]), self._last_hit, self.pool.prefix_length
-        if last_hit >= 0 and length[last_hit] == length[first] - 1:
-            self._before[first] = last_hit
-        self._last_hit = -1
+        last_hit = self._last_hit
+        if last_hit >= 0:
+            first, length = ids.item(0), self.pool.prefix_length
+            if length.item(last_hit) == length.item(first) - 1:
+                self._before[first] = last_hit
+            self._last_hit = -1
 
     def completed(self, ids: Ids) -> None:
         length = self.pool.prefix_length.take(ids)
@@ -143,12 +147,11 @@ class Hazard(EvictionPolicy):
         if not (self._released or self._used or self._filled):
             return
         runs, guard = self.runs, self.guard
-        taken = sum(codes.size for _, codes in self._used)
-        if sum(keys.size for _, keys, _ in self._gone) > TOGETHER or len(self._gone) >= LATE:
+        if self._num_gone > TOGETHER or len(self._gone) >= LATE:
             self._remember()
         if self._filled:
             self._recall()
-        room = max(1, self.pool.num_blocks - max(0, self.pool.num_held - taken))
+        room = max(1, self.pool.num_blocks - max(0, self.pool.num_held - self._num_used))
         if self._released:
             rows = self._add_rows()
             guard.released(runs.size[rows])
@@ -160,7 +163,7 @@ class Hazard(EvictionPolicy):
             self._note_shared(rows)
         if len(self._released) > 1:  # among these are requests that later ones in the batch went on from
             guard.fill(runs, room)
-        self._released, self._used, self._places = [], [], 0
+        self._released, self._used, self._places, self._num_used = [], [], 0, 0
         if runs.count:
             if not guard.learned:
                 guard.evict_on_paper(runs, self.tables, self._now, self.pool.num_blocks - self.pool.num_held)
@@ -239,7 +242,7 @@ class Hazard(EvictionPolicy):
         tails[np.cumsum(sizes) - sizes] = [tail for _, _, tail in parts]
         keys, uses = (np.concatenate(part) for part in list(zip(*self._gone, strict=True))[1:])
         uses = np.minimum(uses, USE_BOUNDS[-1]).astype(np.int64)
-        self._gone = []
+        self._gone, self._num_gone = [], 0
         self._forget(self._ghosts.remember(keys, Noted(serials, uses, tails), self._now))
 
     def _recall(self) -> None:
@@ -253,11 +256,10 @@ class Hazard(EvictionPolicy):
             return
         self._earlier_uses[ids[found]] = noted.uses
         runs = self.runs
-        rows = runs.rows_of(noted.serial).clip(0, max(runs.count - 1, 0))
-        known = (runs.serial[rows] == noted.serial).nonzero()[0] if runs.count else rows[:0]
+        known, rows = runs.find(noted.serial)
         if not known.size:
             return
-        rows, found = rows[known], found[known]
+        found = found[known]
         begin = np.array([part.size for part in parts]).cumsum()
         time = np.array(times)[begin.searchsorted(found, side="right")]
         place = np.minimum(np.concatenate(lengths)[found] - 1, runs.size[rows] - 1)
@@ -302,6 +304,7 @@ class Hazard(EvictionPolicy):
         index = ids.astype(np.intp)
         uses = self.pool.access_count.take(index) + self._earlier_uses.take(index)
         self._gone.append((parts, self.pool.keys_of(ids), uses))
+        self._num_gone += ids.size
         self._places += ids.size
         return ids
 
@@ -314,11 +317,9 @@ class Hazard(EvictionPolicy):
 
     def _forget(self, lost: Noted) -> None:
         runs = self.runs
-        if not lost.serial.size:
+        known, rows = runs.find(lost.serial)
+        if not known.size:
             return
-        rows = runs.rows_of(lost.serial).clip(0, runs.count - 1)
-        known = runs.serial[rows] == lost.serial
-        rows = rows[known]
         self.guard.forgotten(runs, rows)
         np.subtract.at(runs.kept, rows, ONE)
         self.lives.forgotten(rows, lost.uses[known], lost.tail[known])

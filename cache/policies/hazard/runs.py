@@ -102,6 +102,15 @@ class Runs:
         """The rows of requests that have one."""
         return self.serial[: self.count].searchsorted(serials)
 
+    def find(self, serials: Numbers) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.intp]]:
+        """Which of some requests have a row still, and the rows."""
+        serial = self.serial[: self.count]
+        if not self.count:
+            return (np.empty(0, np.intp),) * 2
+        rows = serial.searchsorted(serials)
+        known = (serial.take(rows, mode="clip") == serials).nonzero()[0]
+        return known, rows.take(known)
+
     def groups(self, rows: Numbers) -> npt.NDArray[np.intp]:
         """Their groups, see `HazardTables`."""
         return self.kind.take(rows).astype(np.intp) // USES

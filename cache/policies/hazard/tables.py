@@ -92,20 +92,21 @@ class HazardTables:
             stale: The rates are of long ago: factors are learned against new ones, or they would make up for it all.
         """
         new, output = traits % 8 + NEW, traits // 8 + OUTPUT
-        overlap = _within_buckets(until)
-        overlap -= _within_buckets(since)
+        ages = min(bisect(EDGE_LIST, float(until.max())), AGES)
+        overlap = _within_buckets(until, ages)
+        overlap -= _within_buckets(since, ages)
         own = self.factor[new] * self.factor[output]
         weighted = lives * (own[:, None] * np.tile(self.factor[TAIL:], USES).astype(np.float32))
         by_uses = weighted[:, 0::2] + weighted[:, 1::2]
         expected = np.empty_like(weighted)
         groups = [(g, (group == g).nonzero()[0]) for g in np.unique(group).tolist()]
         for g, mine in groups:
-            self._exposure[g * USES : (g + 1) * USES] += by_uses[mine].T @ overlap[mine]
+            self._exposure[g * USES : (g + 1) * USES, :ages] += by_uses[mine].T @ overlap[mine]
             self._seen[g] = True
         if stale:
             self._fit_rates()
         for g, mine in groups:
-            chance = overlap[mine] @ self.rate[g * USES : (g + 1) * USES].T
+            chance = overlap[mine] @ self.rate[g * USES : (g + 1) * USES, :ages].T
             expected[mine] = weighted[mine] * np.repeat(chance, 2, axis=1)
         each = expected.sum(axis=1)
         hits = np.bincount(new, each, FACTORS) + np.bincount(output, each, FACTORS)
@@ -182,11 +183,11 @@ ROWS = LEVELS * (AGES + 1) * np.arange(GROUPS * USES)
 """Where the indices of each class begin."""
 
 
-def _within_buckets(age: Numbers) -> npt.NDArray[np.float64]:
-    """How long lives of these ages, `[n]`, were in each bucket, `[n, AGES]`."""
-    time = age[:, None] - EDGES[:AGES]
+def _within_buckets(age: Numbers, ages: int) -> npt.NDArray[np.float64]:
+    """How long lives of these ages, `[n]`, were in each of the first buckets, `[n, ages]`."""
+    time = age[:, None] - EDGES[:ages]
     np.maximum(time, 0.0, out=time)
-    np.minimum(time, SPANS, out=time)
+    np.minimum(time, SPANS[:ages], out=time)
     return time
 
 

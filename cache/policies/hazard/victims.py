@@ -21,6 +21,8 @@ FRESH = 32
 """Runs for each request that scores are kept for: looking at all again costs in proportion to them."""
 LEAST, LONGEST = 2, 64
 """Requests that scores are kept for."""
+SPARE = 64
+"""Runs ranked beyond one for each block."""
 LOOK = 64
 """Places looked at together at least."""
 GONE = -1.0
@@ -89,7 +91,7 @@ class Chooser:
         if certain.size:
             over = rows[certain]
             scores[certain[runs.end.take(over) > runs.shared.take(over)]] = GONE
-        most = LOOK + count * (self._until - now)
+        most = SPARE + count * (self._until - now)
         if rows.size > most:
             least = scores.argpartition(most)[:most]
             rows, scores = rows[least], scores[least]
@@ -154,15 +156,15 @@ class Chooser:
         else:
             low = max(runs.piece(row, start, end) if heed else start, end - max(LOOK, 2 * count))
             ids = chain[low:end][::-1]
-            mine = self._code.take(ids) == np.arange(code + end - 1, code + low - 1, -1)
             looked = ids.size
+            mine = self._code.take(ids) == np.arange(code + end - 1, code + low - 1, -1)
             if heed:
-                stops = (self._hanging.take(ids) > 0) & mine
+                stops = self._hanging.take(ids) * mine
                 if count_nonzero(stops):
-                    looked = int(stops.argmax())
+                    looked = int(stops.nonzero()[0][0])
             if count_nonzero(mine) == ids.size:
-                chosen = ids[: min(looked, count)]
-                looked = chosen.size
+                looked = min(looked, count)
+                chosen = ids[:looked]
             else:
                 places = mine[:looked].nonzero()[0][:count]
                 if places.size == count:
