@@ -43,11 +43,22 @@ GHOSTS, GHOST_FLOOR = 4, 65_536
 """Ghosts a block, and how many there are at least: what returns late returns to small caches too."""
 TOGETHER, LATE = 256, 8
 """Victims, and choices of them, after which they become ghosts at the latest."""
-UNTOLD = (0, TRAITS, False)
+Ending = tuple[int, int, bool]
 """What `finished` notes: the kind of a block used once, the trait of a tail with no new blocks, `certain`."""
+UNTOLD: Ending = (0, TRAITS, False)
 ONE = np.int32(1)
 NOTES = 256
 """Requests worked off together at most."""
+
+
+def _ending(returns: float | None, output_tokens: int) -> Ending:
+    hint = 0 if returns is None else 1 + bisect(HINT_BOUNDS, returns)
+    kind = USES * (hint * OUTPUTS + bisect(OUTPUT_BOUNDS, output_tokens))
+    return kind, TRAITS + 8 * bisect(FINE_OUTPUT_BOUNDS, output_tokens), returns == 0
+
+
+ENDINGS = [_ending(None, output_tokens) for output_tokens in range(FINE_OUTPUT_BOUNDS[-1])]
+"""Of requests without a hint."""
 
 
 class Hazard(EvictionPolicy):
@@ -68,6 +79,7 @@ class Hazard(EvictionPolicy):
         self._code = np.full(pool.num_blocks, -1, np.int64)  # serial of the last user and place in its chain, or -1
         self._earlier_uses = np.zeros(pool.num_blocks, np.uint8)  # before the block was evicted and filled again
         self._forked = np.zeros(pool.num_blocks, np.bool_)  # whether other requests went on behind it
+        self._most_places = 2 * pool.num_blocks + 64
         self._before = np.full(pool.num_blocks, -1, np.int32)
         self._hanging = np.zeros(pool.num_blocks, np.int32)  # runs whose `parent` the block is
         self._ghosts = RequestGhosts(GHOSTS * pool.num_blocks + GHOST_FLOOR)
@@ -80,11 +92,11 @@ class Hazard(EvictionPolicy):
         self._returns: float | None = None
         self._last_hit = -1
         self._places = 0
-        self._released: list[tuple[Ids, Numbers, int, int, bool]] = []
+        self._released: list[tuple[Ids, Numbers, Ending]] = []
         self._used: list[tuple[int, Numbers]] = []
         self._filled: list[tuple[int, Ids, Numbers, Numbers]] = []  # times, blocks, keys, lengths of prefixes
         self._gone: list[tuple[list[Part], Numbers, Numbers]] = []  # victims, their keys and uses
-        self._num_used = self._num_gone = 0
+        self._num_gone = 0
         self._judged = 0
         self.runs = Runs()
         self.tables = HazardTables()
@@ -103,7 +115,6 @@ class Hazard(EvictionPolicy):
             codes = self._code.take(index)
             self._code[index] = -1
             self._used.append((self._now, codes))
-            self._num_used += ids.size
             self._places += ids.size
             self._last_hit = ids.item(-1)
             return
@@ -124,20 +135,22 @@ class Hazard(EvictionPolicy):
         self._returns = probability
 
     def finished(self, output_tokens: int) -> None:
-        returns, self._returns = self._returns, None
-        hint = 0 if returns is None else 1 + bisect(HINT_BOUNDS, returns)
-        kind = USES * (hint * OUTPUTS + bisect(OUTPUT_BOUNDS, output_tokens))
-        self._ending = (kind, TRAITS + 8 * bisect(FINE_OUTPUT_BOUNDS, output_tokens), returns == 0)
+        returns = self._returns
+        if returns is None and 0 <= output_tokens < len(ENDINGS):
+            self._ending = ENDINGS[output_tokens]
+        else:
+            self._ending = _ending(returns, output_tokens)
+            self._returns = None
 
     def released(self, ids: Ids) -> None:
         index = ids.astype(np.intp)
         start = self._now << self._place_bits
         self._code[index] = np.arange(start, start + ids.size)
-        self._released.append((ids, self.pool.access_count.take(index), *self._ending))
+        self._released.append((ids, self.pool.access_count.take(index), self._ending))
         self._ending = UNTOLD
         self._now += 1
         self._places += ids.size
-        if len(self._released) >= NOTES or self._places > 2 * self.pool.num_blocks + 64:
+        if len(self._released) >= NOTES or self._places > self._most_places:
             self._work_off()
             if self._now - self._last_fit > IDLE:
                 self._learn()
@@ -151,7 +164,7 @@ class Hazard(EvictionPolicy):
             self._remember()
         if self._filled:
             self._recall()
-        room = max(1, self.pool.num_blocks - max(0, self.pool.num_held - self._num_used))
+        room = max(1, self.pool.num_blocks - max(0, self.pool.num_held - sum([codes.size for _, codes in self._used])))
         if self._released:
             rows = self._add_rows()
             guard.released(runs.size[rows])
@@ -163,7 +176,7 @@ class Hazard(EvictionPolicy):
             self._note_shared(rows)
         if len(self._released) > 1:  # among these are requests that later ones in the batch went on from
             guard.fill(runs, room)
-        self._released, self._used, self._places, self._num_used = [], [], 0, 0
+        self._released, self._used, self._places = [], [], 0
         if runs.count:
             if not guard.learned:
                 guard.evict_on_paper(runs, self.tables, self._now, self.pool.num_blocks - self.pool.num_held)
@@ -172,7 +185,7 @@ class Hazard(EvictionPolicy):
 
     def _add_rows(self) -> slice:
         runs, notes = self.runs, self._released
-        chains, counts, *ending = zip(*notes, strict=True)
+        chains, counts, endings = zip(*notes, strict=True)
         rows = runs.add(list(chains))
         chain = np.concatenate(chains) if len(notes) > 1 else chains[0]
         count = np.concatenate(counts) if len(notes) > 1 else counts[0]
@@ -189,7 +202,7 @@ class Hazard(EvictionPolicy):
             self._hanging[block] += 1
             self._forked[block] = True
         runs.serial[rows] = np.arange(self._now - sizes.size, self._now)
-        group, output, runs.certain[rows] = ending
+        group, output, runs.certain[rows] = zip(*endings, strict=True)
         runs.kind[rows] = (bounds >= sizes[:, None]).sum(axis=1) + group
         runs.trait[rows] = NEW_BOUNDS.searchsorted(sizes - bounds[:, 0], side="right") + output
         return rows
