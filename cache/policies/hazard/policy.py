@@ -194,6 +194,7 @@ class Hazard(EvictionPolicy):
         starts = sizes.cumsum() - sizes
         bounds = runs.bounds[rows]
         bounds[:] = np.add.reduceat(count >= USE_BOUNDS[:, None], starts, axis=1, dtype=np.int32).T
+        runs.last[rows] = chain.take(starts + sizes - 1)
         firsts = chain.take(starts)
         parent = self._before.take(firsts)
         self._before[chain[1:]] = chain[:-1]
@@ -236,15 +237,17 @@ class Hazard(EvictionPolicy):
         self.guard.used(runs, rows, first, last, resident=True)
         np.subtract.at(runs.kept, rows, number.astype(np.int32))
         self.lives.used(rows, first, last, np.array(times)[begin.searchsorted(at, side="right")])
+        starts, hang = runs.start, self._chooser.hang
+        whole = (last == runs.size.take(rows)).tolist()
         moved = set()
-        for row, at, place in zip(rows.tolist(), first.tolist(), last.tolist(), strict=True):
-            if at <= runs.start.item(row) < place:  # one by one: several requests may have gone on from a run
-                runs.start[row] = place
+        for row, at, place, all_of_it in zip(rows.tolist(), first.tolist(), last.tolist(), whole, strict=True):
+            if at <= starts.item(row) < place:  # one by one: several requests may have gone on from a run
+                starts[row] = place
                 moved.add(row)
-            if place < runs.size.item(row):
+            if not all_of_it:
                 self._forked[runs.chains[row].item(place - 1)] = True
         for row in moved:
-            self._chooser.hang(row, runs.chains[row].item(runs.start.item(row) - 1))
+            hang(row)
 
     def _remember(self) -> None:
         """Makes ghosts of victims."""

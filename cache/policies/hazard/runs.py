@@ -81,7 +81,7 @@ class Runs:
         return int(sum(getattr(self, name).nbytes for name in COLUMNS)) + 4 * sum(chain.size for chain in self.chains)
 
     def add(self, chains: list[Ids]) -> slice:
-        """Appends a row for each chain, with all its blocks; the columns behind `last` are still to be filled in."""
+        """Appends a row for each chain, with all its blocks; the other columns are still to be filled in."""
         first, last = self.count, self.count + len(chains)
         if last > self.serial.size:
             for name, (_, width) in COLUMNS.items():
@@ -94,8 +94,8 @@ class Runs:
         self.chains += chains
         rows = slice(first, last)
         self.start[rows] = self.shared[rows] = 0
-        self.size[rows] = self.end[rows] = self.kept[rows] = [chain.size for chain in chains]
-        self.last[rows] = [chain.item(-1) for chain in chains]
+        self.size[rows] = [chain.size for chain in chains]
+        self.end[rows] = self.kept[rows] = self.size[rows]
         return rows
 
     def rows_of(self, serials: Numbers) -> npt.NDArray[np.intp]:
@@ -152,7 +152,7 @@ class Runs:
                     start = bound
                 break
         if self.certain.item(row):
-            shared = self.shared.item(row)
+            shared: int = self.shared.item(row)
             if start < shared < end:
                 return shared
         return start

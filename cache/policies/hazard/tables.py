@@ -155,6 +155,8 @@ class HazardTables:
             trait: Traits + TRAITS * tail, `[n]`.
             age: Of the oldest first, `[n]`.
         """
+        part: Numbers
+        fading: Numbers
         if age.size and age.item(0) >= KNOWN:
             place = np.interp(age, EDGES[:AGES], np.arange(float(AGES)))
             bucket = place.astype(np.intp)
@@ -209,4 +211,5 @@ def _index(rate: Numbers, levels: Numbers) -> Numbers:
         np.divide(hit[ages], wait[ages], out=ratio[ages])
         np.maximum(best[ages], ratio[ages], out=best[ages])
     index[AGES] = index[AGES - 1]
-    return index.T.reshape(rate.shape[0], -1, AGES + 1)
+    by_class: Numbers = index.T.reshape(rate.shape[0], -1, AGES + 1)
+    return by_class

@@ -63,17 +63,17 @@ class Chooser:
         """Whether the scores have to be made anew."""
         return now >= self._until
 
-    def hang(self, row: int, parent: int) -> None:
-        """The run of a row begins behind another block now; -1: it is over."""
+    def hang(self, row: int) -> None:
+        """The run of a row begins behind another block now, or it is over."""
         runs = self._runs
-        before = runs.parent.item(row)
+        start, before, parent = runs.start.item(row), runs.parent.item(row), -1
+        if start < runs.end.item(row):
+            parent = runs.chains[row].item(start - 1)
+            self._hanging[parent] += 1
         if before >= 0:
             self._hanging[before] -= 1
-        if runs.start.item(row) >= runs.end.item(row):
-            parent = -1
-        runs.parent[row] = parent
-        if parent >= 0:
-            self._hanging[parent] += 1
+        if before != parent:
+            runs.parent[row] = parent
 
     def taken(self) -> list[Part]:
         """The blocks given up since the last call."""
@@ -104,7 +104,7 @@ class Chooser:
 
     def least(self, count: int, now: int) -> int:
         """Takes up to `count` blocks of the least score out of their runs; returns how many."""
-        runs, heap = self._runs, self._heap
+        heap = self._heap
         left = count
         while heap and left:
             row = heappop(heap)[1]
@@ -177,7 +177,7 @@ class Chooser:
         waited = -1
         if end - looked <= start:
             parent = runs.parent.item(row)
-            self.hang(row, -1)
+            self.hang(row)
             if parent >= 0 and not self._hanging.item(parent) and self._code.item(parent) >= 0:
                 waited = self._row_ending_in(parent)
         if chosen.size:
