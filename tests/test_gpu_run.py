@@ -375,3 +375,16 @@ def test_bars(tmp_path: Path) -> None:
     assert set(bars.DECODE) | set(bars.PREFILL) <= {
         case.name.split(" ", 1)[1] for case in registry.discover(["paged_attention"])[0].of("cuda", False)
     }
+
+
+def test_the_interpreter_of_the_oldest_triton_takes_the_newest_numpy() -> None:
+    """numpy 2.5 refuses what earlier ones warn of: int() on an array of one element."""
+    folder = registry.ROOT / ".kernels" / "triton-3.6.0"
+    if not folder.is_dir():
+        pytest.skip("make .kernels/triton-3.6.0")
+    path = os.pathsep.join((str(folder), *filter(None, (os.environ.get("PYTHONPATH"),))))
+    code = "import torch, triton, pc; one = lambda *n: torch.tensor(n, dtype=torch.int32); "
+    code += "assert triton.__version__ == '3.6.0'; pc.attention_plan(one(0, 1)[None], one(20), one(0, 1), 16)"
+    environment = {**os.environ, "PYTHONPATH": path, "TRITON_INTERPRET": "1"}
+    command = [sys.executable, "-W", "error:Conversion of an array:DeprecationWarning", "-c", code]
+    subprocess.run(command, cwd=registry.ROOT, env=environment, check=True)

@@ -40,6 +40,18 @@ def _is_set(name: str) -> bool:
 INTERPRET = HAS_TRITON and _is_set("TRITON_INTERPRET")
 """Whether kernels run in triton's interpreter. Fixed at import, as `triton.jit` fixes it."""
 
+if INTERPRET and tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9):
+    from triton.runtime import interpreter
+
+    _patch_tensor = interpreter._patch_lang_tensor
+
+    def _patch_tensor_for_numpy(tensor: Any, scope: Any) -> None:
+        _patch_tensor(tensor, scope)
+        # The interpreter calls int() on an array of one element, which numpy refuses from 2.5 on.
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = _patch_tensor_for_numpy
+
 KERNELS_ON_CPU = INTERPRET or (HAS_TRITON and _is_set("PC_KERNELS_ON_CPU"))
 """Whether operators on CPU tensors launch kernels: in the interpreter, and with PC_KERNELS_ON_CPU=1 in whatever Triton
 driver is active, which then runs compiled kernels on host memory (tests/emulator). Fixed at import."""
