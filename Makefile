@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 WORKERS ?= 2
 
-.PHONY: help setup demo bench bench-manager vllm results gpu docs test lint typecheck links wheel-test kernels emulate emulate-quick mutate host work clean
+.PHONY: help setup demo bench bench-manager vllm results gpu gpu-dry docs test lint typecheck links wheel-test kernels emulate emulate-quick mutate host work clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | column -ts "$$(printf '\t')"
@@ -63,6 +63,10 @@ results: setup ## measure again what benchmarks/results/cpu holds, and render ch
 # More goes into ARGS: make gpu SLICE=2 ARGS="--results /tmp/results --peers wheels".
 gpu: links ## everything that needs a GPU, in slices of nine minutes that can be resumed: make gpu SLICE=1
 	PYTHONPATH=.typecheck $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) benchmarks/gpu.py $(if $(SLICE),--slice $(SLICE)) $(ARGS)
+
+gpu-dry: links ## the same slices without a GPU, small: tests are collected, kernels interpreted, results packed
+	PYTHONPATH=.typecheck OMP_NUM_THREADS=1 $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) benchmarks/gpu.py --dry-run \
+		$(if $(SLICE),--slice $(SLICE)) $(ARGS)
 
 docs: setup links ## render numbers and charts from rows, and build the site into site/
 	$(BIN)/python benchmarks/render_docs.py
