@@ -80,8 +80,11 @@ KERNEL_TRITONS := 3.6.0 3.9.0
 kernels: setup $(KERNEL_TRITONS:%=.kernels/triton-%) ## compile every kernel for four targets, without a GPU, into a table
 	$(BIN)/python benchmarks/kernel_resources.py --write
 
+# In parts: make emulate ARCHS=sm_90, and a share of the tests with PC_SHARE=0/8 to 7/8 in the environment.
+ARCHS ?= sm_80 sm_90
+
 # $(1): folders that come before the installed packages, $(2): tests and options of pytest
-run_emulated = for arch in sm_80 sm_90; do echo "== $$arch"; EMULATOR_ARCH=$$arch PYTHONPATH=$(1).typecheck:tests \
+run_emulated = for arch in $(ARCHS); do echo "== $$arch"; EMULATOR_ARCH=$$arch PYTHONPATH=$(1).typecheck:tests \
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) -p emulator.device $(2) || exit 1; done
 
 emulate: setup links .kernels/triton-3.6.0 ## run every kernel as it is compiled, without a GPU, in an emulator of sm_80 and sm_90
