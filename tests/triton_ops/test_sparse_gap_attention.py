@@ -48,17 +48,17 @@ def test_numerics(case, device):
 @pytest.mark.parametrize("change", [{}, {"softcap": 5.0}, {"alibi": True, "holes": 0.5}, {"causal": False}], ids=str)
 def test_scattered_queries_over_many_pieces(change, monkeypatch):
     """The CPU walks over the keys once for all scattered queries, piece by piece and slice by slice."""
-    from pc.triton_ops._attention import cpu
+    from pc.triton_ops._attention import cpu_cache, cpu_masked
     from pc.triton_ops._attention.call import AttentionCall
     from pc.triton_ops._attention.operator import attention_cpu
 
     case = dataclasses.replace(Case(lens=(500, 333), queries=(40, 60), scattered=True), **change)
     batch = build(case)
-    monkeypatch.setattr(cpu, "_GATHER_BYTES", 3 * 16 * 2 * 64 * 4)
-    monkeypatch.setattr(cpu, "_MAX_SCORES", 7 * 48 * 4)
+    monkeypatch.setattr(cpu_cache, "GATHER_BYTES", 3 * 16 * 2 * 64 * 4)
+    monkeypatch.setattr(cpu_masked, "MAX_SCORES", 7 * 48 * 4)
     calls = []
-    read = cpu.Cache.read
-    monkeypatch.setattr(cpu.Cache, "read", lambda self, blocks: calls.append(len(blocks)) or read(self, blocks))
+    read = cpu_cache.Cache.read
+    monkeypatch.setattr(cpu_cache.Cache, "read", lambda self, blocks: calls.append(len(blocks)) or read(self, blocks))
     names = tuple(inspect.signature(pc.sparse_gap_attention).parameters)
     call = AttentionCall.of(names, (*batch.tensors, batch.positions, batch.scale), batch.options)
     check(build(case), *attention_cpu(call))

@@ -1,138 +1,272 @@
-"""Queries that attend to keys of their own, on the CPU: a row per query and KV head, each with its own list of blocks.
+"""Rows: queries with a list of blocks of their own, over one KV head or all, many in each call of the flash kernel.
 
-Keys and values are gathered token by token for many rows at once and go through one call of PyTorch's flash kernel, so
-that a row costs its live tokens and little besides.
+Lists are cut into parts that fit a processor's own cache, parts of like length are gathered and computed together, and
+the parts of a row are summed at the end, so that a row costs its live tokens and little besides.
 """
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from .cpu_cache import Cache, flash_kernel
+from .call import AttentionCall
+from .cpu_cache import Cache
+from .cpu_flash import Part, flash_kernel
 
 # Keys of one gather: they are read again at once, so they are to stay in a processor's own cache.
 _GATHER_BYTES = 1 << 20
+# Padding keys that cost less than a call of their own.
+_PADDING_BYTES = 1 << 18
+# Results of parts that wait to be summed.
+_PENDING_BYTES = 1 << 24
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """A query and a KV head, with what they attend to.
+class Reach:
+    """Key positions that count for rows, each `[rows]`: from begin to end, and those below sink_end; None for 0."""
+
+    end: np.ndarray
+    begin: np.ndarray | None = None
+    sink_end: np.ndarray | None = None
+
+    @classmethod
+    def of(cls, positions: np.ndarray, lens: np.ndarray, call: AttentionCall) -> Reach:
+        """Of single queries at positions of sequences that are `lens` long."""
+        mask = call.mask
+        if not mask.BOUNDED:
+            return cls(np.minimum(lens, positions + 1) if mask.CAUSAL else lens)
+        each = [mask.reach(p, p, n) for p, n in zip(positions.tolist(), lens.tolist(), strict=True)]
+        sink_end, begin, end = np.array(each, dtype=np.int64).reshape(-1, 3).T
+        return cls(end, begin, sink_end)
+
+    def __getitem__(self, rows: np.ndarray) -> Reach:
+        if self.begin is None or self.sink_end is None:
+            return Reach(self.end[rows])
+        return Reach(self.end[rows], self.begin[rows], self.sink_end[rows])
+
+    def blocks(self, logical: np.ndarray, size: int) -> np.ndarray:
+        """Which of blocks `[rows, n]` or `[n]` have a key that counts."""
+        first = logical * size
+        live = first < self.end[:, None]
+        if self.begin is not None and self.sink_end is not None:
+            live &= (first + size > self.begin[:, None]) | (first < self.sink_end[:, None])
+        return np.asarray(live)
+
+    def cuts(self, size: int) -> bool:
+        """Whether a block may hold keys that count and others."""
+        return self.begin is not None or bool((self.end % size).any())
+
+    def dead(self, t: np.ndarray) -> np.ndarray:
+        """Which of key positions `[rows, n, block_size]` do not count."""
+        dead = t >= self.end[:, None, None]
+        if self.begin is not None and self.sink_end is not None:
+            dead |= (t < self.begin[:, None, None]) & (t >= self.sink_end[:, None, None])
+        return np.asarray(dead)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Runs of `count` queries, and the blocks that each run attends to.
 
     Attributes:
-        token: Row of the packed queries.
-        head: KV head.
-        logical: `[n]`, logical blocks that are present, ascending; each has a key that counts.
-        blocks: `[n]`, their block numbers.
-        begin: First key position that counts in them.
-        end: First key position behind those that count.
-        sink_end: Keys before this position count too.
+        tokens: `[rows]`, the first query of each in the packed batch.
+        count: Queries of each.
+        heads: `[rows]`, the KV head of each; None: all of them.
+        reach: The keys that count in the blocks.
+        sizes: `[rows]`, how many blocks each has.
+        logical: `[sum(sizes)]`, logical blocks, ascending in each row; all have a key that counts.
+        blocks: Their numbers.
+        kv_heads: How many there are.
     """
 
-    token: int
-    head: int
+    tokens: np.ndarray
+    count: int
+    heads: np.ndarray | None
+    reach: Reach
+    sizes: np.ndarray
     logical: np.ndarray
     blocks: np.ndarray
-    begin: int
-    end: int
-    sink_end: int = 0
+    kv_heads: int
 
-    def whole(self, size: int, first: int, end: int) -> bool:
-        """Whether all keys of blocks `first` to `end` of it count."""
-        return (int(self.logical[end - 1]) + 1) * size <= self.end and int(self.logical[first]) * size >= self.begin
+    @classmethod
+    def of(
+        cls,
+        tokens: np.ndarray,
+        count: int,
+        heads: np.ndarray | None,
+        reach: Reach,
+        logical: np.ndarray,
+        numbers: np.ndarray,
+        cache: Cache,
+    ) -> Rows:
+        """Of numbers `[rows, n]` those that are present and in reach; `logical` `[rows, n]`, or [n]: 0, 1, ..."""
+        live = (numbers >= 0) & reach.blocks(logical, cache.block_size)
+        flat, sizes = live.reshape(-1).nonzero()[0], live.sum(axis=1)
+        width = numbers.shape[1]
+        if logical.ndim == 1:
+            own = flat - np.repeat(np.arange(0, len(sizes) * width, max(1, width)), sizes)
+        else:
+            own = logical.reshape(-1)[flat]
+        return cls(tokens, count, heads, reach, sizes, own, numbers.reshape(-1)[flat], cache.kv_heads)
+
+    def queries(self, query: torch.Tensor) -> torch.Tensor:
+        """`[rows, heads of a row, group * count, head_dim]`."""
+        every = self.slice
+        if every is not None:
+            own = query[every].unflatten(1, (self.kv_heads, -1))
+            return self._by_row(own.permute(1, 2, 0, 3) if self.count > 1 else own)
+        of_group, index = query.unflatten(1, (self.kv_heads, -1)), self._index()
+        if self.heads is None:
+            return self._by_row(of_group[index[:, 0]])
+        return self._by_row(of_group[index, torch.from_numpy(self.heads)[:, None]].transpose(1, 2))
+
+    def _by_row(self, own: torch.Tensor) -> torch.Tensor:
+        rows, width = len(self.tokens), own.shape[-1]
+        if self.heads is None:
+            return own.reshape(rows, own.shape[1], -1, width)
+        return own.reshape(rows, 1, -1, width)
+
+    def write(self, part: Part, out: torch.Tensor, lse: torch.Tensor) -> None:
+        """Stores results, shaped as `queries`, into those of the packed batch."""
+        rows, group = len(self.tokens), out.shape[1] // self.kv_heads
+        for whole, own in zip((out, lse), part, strict=True):
+            if self.slice is None:
+                of_group, own = whole.unflatten(1, (self.kv_heads, group)), own.to(whole.dtype)
+                if self.heads is None:
+                    of_group[self._index()[:, 0]] = own
+                else:
+                    own = own.reshape(rows, group, self.count, *whole.shape[2:]).transpose(1, 2)
+                    of_group[self._index(), torch.from_numpy(self.heads)[:, None]] = own
+            elif self.count > 1:
+                whole[self.slice].copy_(own.reshape(-1, self.count, *whole.shape[2:]).transpose(0, 1))
+            else:
+                whole[self.slice].copy_(own.reshape(whole[self.slice].shape))
+
+    @functools.cached_property
+    def slice(self) -> slice | None:
+        """Their tokens, where rows are all heads of tokens that follow each other, or of one run."""
+        tokens, each = self.tokens, 1
+        if self.heads is not None:
+            each = self.kv_heads
+            tokens = tokens * each + self.heads
+        if len(tokens) % each or (self.count > 1 and len(tokens) != each):
+            return None
+        first = int(tokens[0])
+        if first % each or int(tokens[-1]) != first + len(tokens) - 1 or (tokens[1:] <= tokens[:-1]).any():
+            return None
+        return slice(first // each, (first + len(tokens)) // each + self.count - 1)
+
+    def _index(self) -> torch.Tensor:
+        return torch.from_numpy(self.tokens[:, None] + np.arange(self.count))
 
 
-def attend_rows(
-    query: torch.Tensor, cache: Cache, rows: Sequence[Row], scale: float, out: torch.Tensor, lse: torch.Tensor
-) -> None:
-    """Writes the results of rows, without score terms or sinks.
-
-    Args:
-        query: `[num_tokens, num_heads, head_dim]`, the dtype that the cache is read as.
-        cache: The cache.
-        rows: Their queries and keys.
-        scale: Factor on q.k.
-        out: `[num_tokens, num_heads, value_dim]`, 0 where a row has no key.
-        lse: `[num_tokens, num_heads]`, -inf there.
-    """
-    size, kv_heads = cache.block_size, cache.key.shape[2]
-    group = query.shape[1] // kv_heads
-    width = max(1, _GATHER_BYTES // (query.shape[2] * cache.dtype.itemsize) // size)
-    # (row, first and end of its blocks), the longest first, so that those beside each other need little padding.
-    parts = [(i, a, min(a + width, len(r.blocks))) for i, r in enumerate(rows) for a in range(0, len(r.blocks), width)]
-    parts.sort(key=lambda part: part[1] - part[2])
-    if not parts:
-        return
-    tokens, heads = np.array([(rows[i].token, rows[i].head) for i, _, _ in parts]).T
-    queries = query.reshape(query.shape[0], kv_heads, 1, group, -1)[torch.from_numpy(tokens), torch.from_numpy(heads)]
-    part_out = queries.new_empty((len(parts), group, cache.width), dtype=torch.float32)
-    part_lse = queries.new_empty((len(parts), group), dtype=torch.float32)
-    begin = 0
-    while begin < len(parts):
-        longest = parts[begin][2] - parts[begin][1]
-        limit = min(len(parts), begin + max(1, width // longest))
-        end = begin + 1
-        while end < limit and 8 * (parts[end][2] - parts[end][1]) >= 7 * longest:
-            end += 1
-        blocks, slots, bias = _keys_of(rows, parts[begin:end], size, cache.dtype)
-        keys, values = cache.read_rows(blocks, heads[begin:end], slots)
-        found, found_lse = flash_kernel(queries[begin:end], keys[:, None], values[:, None], False, scale, bias)
-        part_out[begin:end], part_lse[begin:end] = found[:, 0], found_lse.reshape(-1, group)
-        begin = end
-    _join(rows, parts, part_out, part_lse, out, lse, group)
+def empty_part(queries: torch.Tensor, width: int) -> Part:
+    """Results of queries without a key."""
+    out = queries.new_zeros((*queries.shape[:3], width), dtype=torch.float32)
+    return out, queries.new_full(queries.shape[:3], -math.inf, dtype=torch.float32)
 
 
-def _keys_of(
-    rows: Sequence[Row], parts: list[tuple[int, int, int]], size: int, dtype: torch.dtype
-) -> tuple[np.ndarray, np.ndarray | None, torch.Tensor | None]:
-    """Blocks of parts, padded to the first one's, which is the longest; slots and a bias where not all keys count."""
-    longest = parts[0][2] - parts[0][1]
-    if all(b - a == longest and rows[i].whole(size, a, b) for i, a, b in parts):
-        return np.stack([rows[i].blocks[a:b] for i, a, b in parts]).astype(np.int64), None, None
-    blocks = np.empty((len(parts), longest), dtype=np.int64)
-    logical = np.full((len(parts), longest), -1, dtype=np.int64)
-    bounds = np.empty((3, len(parts), 1, 1), dtype=np.int64)
-    for n, (i, a, b) in enumerate(parts):
-        row = rows[i]
-        blocks[n], logical[n, : b - a] = row.blocks[a], row.logical[a:b]
-        blocks[n, : b - a] = row.blocks[a:b]
-        bounds[:, n, 0, 0] = row.begin, row.end, row.sink_end
-    first, end, sink_end = bounds
-    t = logical[:, :, None] * size + np.arange(size)
-    live = (logical >= 0)[:, :, None] & (t < end) & ((t >= first) | (t < sink_end))
-    # What does not count may hold NaN: in its place a key of its block that counts is read, and has no weight.
-    slots = np.where(live, np.arange(size), live.argmax(axis=2)[:, :, None])
-    slots[logical < 0] = slots[:, :1, :1].repeat(longest, 1)[logical < 0]
-    dead = torch.from_numpy(~live.reshape(len(parts), 1, 1, -1))
-    return blocks, slots, torch.zeros(dead.shape, dtype=dtype).masked_fill_(dead, -math.inf)
+def attend_rows(queries: torch.Tensor, cache: Cache, rows: Rows, scale: float) -> Part:
+    """Results of rows without score terms or sinks, shaped as their queries, in float32; 0 and -inf without a key."""
+    sizes, block_bytes = rows.sizes, cache.block_size * cache.token_bytes
+    if rows.heads is not None:
+        block_bytes //= cache.kv_heads
+    width, spare = max(1, _GATHER_BYTES // block_bytes), _PADDING_BYTES // block_bytes
+    total = len(sizes) * int(sizes.max(initial=0))
+    if 0 < total <= width and total - len(rows.blocks) <= max(spare, total // 8) and sizes.all():
+        part = _flash(queries, cache, rows, np.arange(len(sizes)), sizes.cumsum() - sizes, sizes, scale)
+        return part[0].float(), part[1]
+    out, lse = empty_part(queries, cache.width)
+    row, begin, length = _cut(sizes, width)
+    waiting: list[tuple[np.ndarray, Part]] = []
+    pending = first = 0
+    while first < len(row):
+        longest = int(length[first])
+        last = min(len(row), first + max(1, width // longest))
+        padding = np.cumsum(longest - length[first:last])
+        last = first + int(np.searchsorted(padding, max(spare, (last - first) * longest // 8), side="right"))
+        own = slice(first, last)
+        found = _flash(queries[torch.from_numpy(row[own])], cache, rows, row[own], begin[own], length[own], scale)
+        waiting.append((row[own], found))
+        pending += found[0].numel() * 4
+        if pending > _PENDING_BYTES:
+            out, lse = _summed(out, lse, waiting)
+            waiting, pending = [], 0
+        first = last
+    return _summed(out, lse, waiting) if waiting else (out, lse)
 
 
-def _join(
-    rows: Sequence[Row],
-    parts: list[tuple[int, int, int]],
-    part_out: torch.Tensor,
-    part_lse: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    group: int,
-) -> None:
-    """Sums the parts of each row into its place."""
-    of_row: dict[int, list[int]] = {}
-    for n, (i, _, _) in enumerate(parts):
-        of_row.setdefault(i, []).append(n)
-    most = max(len(own) for own in of_row.values())
-    table = torch.tensor([own + [-1] * (most - len(own)) for own in of_row.values()])
-    tokens = torch.tensor([rows[i].token for i in of_row])
-    heads = torch.tensor([rows[i].head for i in of_row])
-    if most == 1:
-        total_out, total_lse = part_out[table[:, 0]], part_lse[table[:, 0]]
+def _cut(sizes: np.ndarray, width: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Parts of lists of at most `width` blocks, the longest first: the row of each, its begin and length."""
+    row = np.flatnonzero(sizes)
+    length = sizes[row]
+    begin = (np.cumsum(sizes) - sizes)[row]
+    cuts = -(-length // width)
+    nth = np.arange(cuts.sum()) - np.repeat(np.cumsum(cuts) - cuts, cuts)
+    row, begin, length = np.repeat(row, cuts), np.repeat(begin, cuts) + nth * width, np.repeat(length, cuts)
+    length = np.minimum(length - nth * width, width)
+    order = np.argsort(-length, kind="stable")
+    return row[order], begin[order], length[order]
+
+
+def _flash(
+    queries: torch.Tensor,
+    cache: Cache,
+    rows: Rows,
+    row: np.ndarray,
+    begin: np.ndarray,
+    length: np.ndarray,
+    scale: float,
+) -> Part:
+    """Queries of some parts over their keys, shorter ones padded."""
+    size, longest = cache.block_size, int(length.max())
+    nth = np.arange(longest)
+    place = begin[:, None] + nth
+    even = len(row) * longest == length.sum()
+    if not even:
+        place = np.where(nth < length[:, None], place, begin[:, None])
+    blocks = rows.blocks[place]
+    if rows.heads is None:
+        keys, values = (x.view(len(row), -1, *x.shape[1:]) for x in cache.read(blocks.reshape(-1)))
     else:
-        own_lse = torch.where((table >= 0)[..., None], part_lse[table], -math.inf)
-        total_lse = torch.logsumexp(own_lse, 1)
-        total_out = ((own_lse - total_lse[:, None]).exp()[..., None] * part_out[table]).sum(1)
-    out.view(out.shape[0], -1, group, out.shape[2])[tokens, heads] = total_out.to(out.dtype)
-    lse.view(lse.shape[0], -1, group)[tokens, heads] = total_lse
+        keys, values = (x[:, :, None] for x in cache.read_rows(blocks, rows.heads[row]))
+    bias = None
+    if not even or rows.reach.cuts(size):
+        dead = rows.reach[row].dead(rows.logical[place][:, :, None] * size + np.arange(size))
+        if not even:
+            dead |= (nth >= length[:, None])[:, :, None]
+        index = torch.from_numpy(dead.reshape(-1).nonzero()[0])
+        if len(index):
+            # What does not count may hold NaN, which no weight of 0 would keep out.
+            keys, values = (_zeroed(x, cached, index) for x, cached in ((keys, cache.key), (values, cache.value)))
+            bias = keys.new_zeros((len(row), 1, 1, longest * size))
+            bias.view(-1)[index] = -math.inf
+    return flash_kernel(queries, keys.transpose(1, 2), values.transpose(1, 2), False, scale, bias)
+
+
+def _zeroed(rows: torch.Tensor, cache: torch.Tensor, dead: torch.Tensor) -> torch.Tensor:
+    """`rows` `[parts, tokens, ...]` with its dead tokens 0. Never writes to the cache."""
+    if rows.untyped_storage().data_ptr() == cache.untyped_storage().data_ptr():
+        rows = rows.clone()
+    rows.flatten(0, 1).index_fill_(0, dead, 0.0)
+    return rows
+
+
+def _summed(out: torch.Tensor, lse: torch.Tensor, waiting: list[tuple[np.ndarray, Part]]) -> Part:
+    """Results of rows with those of some more parts, each of which has a key that counts."""
+    row = np.concatenate([rows for rows, _ in waiting])
+    part_out, part_lse = (torch.cat([part[n] for _, part in waiting]).float() for n in (0, 1))
+    index = torch.from_numpy(row)
+    if len(np.unique(row)) == len(row) and bool((lse[index] == -math.inf).all()):
+        return out.index_copy_(0, index, part_out), lse.index_copy_(0, index, part_lse)
+    every = index.view(-1, *[1] * (lse.dim() - 1)).expand_as(part_lse)
+    top = lse.scatter_reduce(0, every, part_lse, "amax")
+    shift = top.masked_fill(top == -math.inf, 0.0)
+    weight, own = torch.exp(part_lse - shift[index]), torch.exp(lse - shift)
+    total = own.index_add(0, index, weight)
+    out = out.mul_(own[..., None]).index_add_(0, index, part_out.mul_(weight[..., None]))
+    return out.div_(total.masked_fill(total == 0, 1.0)[..., None]), shift + torch.log(total)
