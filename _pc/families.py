@@ -70,13 +70,18 @@ def classes() -> list[str]:
     import transformers
     from transformers.models.auto import modeling_auto as auto
 
-    names: dict[str, None] = {}
-    for mapping in (auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES):
-        for value in mapping.values():
-            for name in value if isinstance(value, list | tuple) else [value]:
-                if hasattr(transformers, name):
-                    names[name] = None
-    return list(names)
+    names = dict.fromkeys((*_causal(), *_named(auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)))
+    return [name for name in names if hasattr(transformers, name)]
+
+
+def _causal() -> list[str]:
+    from transformers.models.auto import modeling_auto as auto
+
+    return _named(auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+
+def _named(mapping: Any) -> list[str]:
+    return [n for value in mapping.values() for n in (value if isinstance(value, list | tuple) else [value])]
 
 
 def shrink(config: Any, seen: int = 0) -> dict[str, Any]:
@@ -110,7 +115,7 @@ def build(name: str) -> Any:
     for extra in _variants(default):
         try:
             config = cls.config_class(**shrink(default) | extra)
-            if name.endswith("ForCausalLM") and hasattr(config, "is_decoder"):
+            if name in _causal() and hasattr(config, "is_decoder"):
                 config.is_decoder = True
             with torch.device("meta"):
                 model = cls(config)
@@ -162,6 +167,7 @@ def run_class(name: str) -> Row:
         other = ids.clone()
         other[0, 60] += 1
         options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+        options["use_cache"] = True  # some configs say no
         mask = torch.ones(2, 70, dtype=torch.long)
         mask[1, :33] = 0
         batch = torch.cat([ids, ids.roll(33, 1)])

@@ -18,7 +18,7 @@ def test_rows_and_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert "1 served" in printed
     assert "0 different" in printed
     lines = output.read_text().splitlines()
-    assert lines[2] == "| LlamaForCausalLM | served | 64 |  |"
+    assert lines[2] == "| LlamaForCausalLM | served | 69 |  |"
     assert lines[3].startswith("| XLNetLMHeadModel | handed back |")
     assert "NoSuchClass" in lines[4]
 

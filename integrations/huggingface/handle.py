@@ -24,7 +24,16 @@ from .paged.graphs import CAPTURERS, DecodeSteps, GraphReport
 from .paged.serve import Paged
 from .reports import RequestReport
 from .salts import Salts
-from .support import UnsupportedError, call_keys, check_arguments, check_loop, check_model, rope_keys, take_stop_strings
+from .support import (
+    UnsupportedError,
+    call_keys,
+    check_arguments,
+    check_loop,
+    check_mode,
+    check_model,
+    rope_keys,
+    take_stop_strings,
+)
 
 
 class PrefixCaching:
@@ -328,6 +337,7 @@ class PrefixCaching:
             del arguments["self"]
             arguments.update(arguments.pop("kwargs", {}))
             check_arguments(arguments)
+            check_mode(model, arguments)
             take_stop_strings(model, arguments)
             serving, adapters = self._current(model)
             images = None if serving is None else take_images(model, arguments)

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from transformers import DynamicCache, GenerationMixin
 from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
+from transformers.generation.utils import GENERATION_MODES_MAPPING
 
 from .loop import Loop
 
@@ -42,6 +43,9 @@ class UnsupportedError(Exception):
 OWN_CACHE = "past_key_values of your own is served by the model's own generate"
 CONTINUED = "_pc_continued"
 """Attribute by which a cache is known as the result of a served call."""
+
+_OF_HUB = ("constraints", "force_words_ids", "penalty_alpha", "num_beam_groups", "dola_layers")
+"""Settings that may choose a decoding loop of the hub."""
 
 # Arguments of the forward pass that generate makes itself, or that change nothing in a token's KV.
 SERVED_ARGUMENTS = frozenset(
@@ -106,6 +110,18 @@ def take_stop_strings(model: Any, arguments: dict[str, Any]) -> None:
     if arguments.get("stop_strings") and arguments.get("tokenizer") is not None:
         criterion = StopStringCriteria(arguments["tokenizer"], arguments.pop("stop_strings"))
         arguments["stopping_criteria"] = StoppingCriteriaList([*(arguments.get("stopping_criteria") or ()), criterion])
+
+
+def check_mode(model: Any, arguments: dict[str, Any]) -> None:
+    """Raises UnsupportedError for a decoding loop that transformers takes from the hub."""
+    own = arguments.get("generation_config")
+    configs = [vars(c) for c in (own, model.generation_config) if c is not None]
+    if any(known.get(name) is not None for known in (arguments, *configs) for name in _OF_HUB):
+        given = {name: value for name, value in arguments.items() if name in vars(model.generation_config)}
+        config, _ = model._prepare_generation_config(own, **given)
+        mode = config.get_generation_mode(arguments.get("assistant_model"))
+        if "/" in GENERATION_MODES_MAPPING[mode]:
+            raise UnsupportedError(f"generation mode {mode.value} is served by the model's own generate")
 
 
 def check_loop(loop: Loop) -> None:

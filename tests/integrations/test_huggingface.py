@@ -380,6 +380,47 @@ def test_rows_padded_on_the_right_and_masks_with_holes(family: str) -> None:
         assert handle.last_requests[0].cached_tokens == 32
 
 
+def test_rows_whose_last_token_sees_nothing_are_computed_whole() -> None:
+    ids = torch.cat([prompt(90), prompt(90, 1)])
+    mask = torch.ones_like(ids)
+    mask[1, 60:] = 0
+    for name in ("gemma2", "llama"):
+        model = next(family for family in FAMILIES if family.name == name).build()
+        with enable_prefix_caching(model, num_blocks=64) as handle:
+            for _ in range(2):
+                assert_same(model, input_ids=ids, attention_mask=mask)
+            assert (handle.last_requests[0].cached_tokens > 0) == (name == "llama")
+            mask[1] = 0
+            for _ in range(2):
+                assert_same(model, input_ids=ids, attention_mask=mask)
+            mask[1, :60] = 1
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"penalty_alpha": 0.6, "top_k": 4},
+        {"dola_layers": "high"},
+        {"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 0.5},
+        {"force_words_ids": [[5]], "num_beams": 2},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_loops_of_the_hub_are_left_to_transformers(model: Any, handle: PrefixCaching, options: dict[str, Any]) -> None:
+    config = transformers.GenerationConfig(**options)
+    with (
+        pytest.warns(UserWarning, match="the model's own generate"),
+        pytest.raises(ValueError, match="trust_remote_code"),
+    ):
+        model.generate(prompt(40), max_new_tokens=4, **options)
+    with pytest.raises(ValueError, match="trust_remote_code"):
+        model.generate(prompt(40), config)
+    assert sum(handle.stats().calls_handed_back.values()) == 2
+    if "penalty_alpha" in options:
+        assert_same(model, input_ids=prompt(40), do_sample=True, **options)
+        assert handle.stats().calls_served == 1
+
+
 def test_hidden_states_are_those_of_every_token(model: Any, handle: PrefixCaching) -> None:
     options = {"output_hidden_states": True, "output_attentions": True, "return_dict_in_generate": True}
     for _ in range(2):

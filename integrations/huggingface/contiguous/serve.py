@@ -135,6 +135,11 @@ class Contiguous:
         if self._window_problem is not None:
             raise self._window_problem
 
+    def _sees_nothing(self, mask: torch.Tensor) -> bool:
+        """Whether a row's last token may attend to none: what it then gives depends on every masked column."""
+        ends = mask[:, -1:] if self._probed.window else mask
+        return bool((ends == 0).all(1).any())
+
     def run(
         self, loop: Loop, keys: tuple[str, ...], salt: Any, out_of_blocks: Callable[[OutOfBlocks], None]
     ) -> tuple[Any, list[RequestReport]]:
@@ -163,6 +168,8 @@ class Contiguous:
         mask = kwargs.get("attention_mask")
         if mask is not None and not self._probed.continues_padded:
             raise UnsupportedError("it does not go on from a cached prefix behind padding")
+        if mask is not None and self._sees_nothing(mask):
+            shown = True
         store, pictures = self.store, None
         if loop.images is not None:
             pictures = Pictures(loop.model, store.vision, loop.images, loop.input_ids, kwargs, loop.repeats)
