@@ -511,6 +511,8 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
     def block_hashes(self, request_id: Hashable) -> list[bytes]:
         """The hashes of a running request's full blocks, in order, written or not: what a lower tier is asked for.
 
+        Of a prompt that is allocated in part all of them.
+
         Raises:
             KeyError: An unknown request.
 
@@ -522,7 +524,8 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
         """
         with self._lock:
             request, hasher = self._state.get(request_id), self._state.hasher
-            raw, width = hasher.hash_blocks(request.tokens, request.keys).tobytes(), 8 * hasher.words
+            tokens = request.tokens + request.pending if request.pending else request.tokens
+            raw, width = hasher.hash_blocks(tokens, request.keys).tobytes(), 8 * hasher.words
             return [raw[i : i + width] for i in range(0, len(raw), width)]
 
     def stats(self) -> CacheStats:

@@ -26,6 +26,7 @@ def enable_prefix_caching(
     cuda_graphs: bool | None = None,
     disk: str | os.PathLike[str] | None = None,
     disk_bytes: int | None = None,
+    window_blocks: int | None = None,
 ) -> PrefixCaching:
     """Lets `model.generate` reuse the KV of prompts it has seen, until `disable` is called.
 
@@ -47,6 +48,9 @@ def enable_prefix_caching(
         disk: A directory for evicted blocks, and for all when caching is disabled; later processes with the same
             model, weights and block size read them. None: no block is written.
         disk_bytes: Bytes of those at most, those used longest ago go first. None: no limit.
+        window_blocks: Blocks of layers with a sliding window, which need those of the window and of what is written at
+            a time, however long a prompt is; with more of them, more of what was computed is found again. None: as
+            many as of other layers.
 
     Returns:
         The handle: `stats()`, `last_requests`, `salt()`, `hint()`, `graphs`, `reset()`, `disable()`; also a context
@@ -88,6 +92,10 @@ def enable_prefix_caching(
         raise ValueError(f"host_blocks: got {host_blocks}, needs at least 0")
     if cuda_graphs is not None and not isinstance(cuda_graphs, bool):
         raise TypeError(f"cuda_graphs: got {type(cuda_graphs).__name__}, needs a bool or None")
+    if window_blocks is not None and (isinstance(window_blocks, bool) or not isinstance(window_blocks, int)):
+        raise TypeError(f"window_blocks: got {type(window_blocks).__name__}, needs an int or None")
+    if window_blocks is not None and window_blocks < 1:
+        raise ValueError(f"window_blocks: got {window_blocks}, needs at least 1")
     if disk is not None and not isinstance(disk, str | os.PathLike):
         raise TypeError(f"disk: got {type(disk).__name__}, needs a path or None")
     if disk_bytes is not None and (isinstance(disk_bytes, bool) or not isinstance(disk_bytes, int)):
@@ -100,7 +108,8 @@ def enable_prefix_caching(
         raise ValueError("model: prefix caching is already enabled; call disable() on its handle first")
     if replaced is not None and not isinstance(replaced, Generate):
         raise ValueError("model: its generate was already replaced on this instance; undo that first")
-    handle = PrefixCaching(model, num_blocks, block_size, policy, cuda_graphs, reuse, host_blocks, disk, disk_bytes)
+    tiers = (host_blocks, disk, disk_bytes, window_blocks)
+    handle = PrefixCaching(model, num_blocks, block_size, policy, cuda_graphs, reuse, *tiers)
     if cuda_graphs and handle.graphs.reason is not None:
         raise ValueError(f"cuda_graphs: got True, needs steps that can be captured, and {handle.graphs.reason}")
     vars(model)["generate"] = Generate(model, handle)

@@ -66,6 +66,7 @@ class PrefixCaching:
         host_blocks: int = 0,
         disk: str | os.PathLike[str] | None = None,
         disk_bytes: int | None = None,
+        window_blocks: int | None = None,
     ) -> None:
         self._model: weakref.ref[Any] = weakref.ref(model)
         self._lock = threading.RLock()
@@ -76,6 +77,7 @@ class PrefixCaching:
             "host_blocks": host_blocks,
             "disk": disk,
             "disk_bytes": disk_bytes,
+            "window_blocks": window_blocks,
         }
         self._salts = Salts()
         self._hints = Hints()
@@ -107,7 +109,7 @@ class PrefixCaching:
 
     def _way(self, model: Any) -> Contiguous | Paged:
         """Packed passes over blocks where there are kernels and the model can follow, contiguous copies else."""
-        tiers = self._tiers["host_blocks"] or self._tiers["disk"] is not None
+        tiers = any(self._tiers[name] for name in ("host_blocks", "disk", "window_blocks"))
         if model.device.type in CAPTURERS and self._tiers["reuse"] == "prefix" and not tiers:
             try:
                 return Paged(model, *self._arguments, self._steps)

@@ -20,8 +20,8 @@ def memory_budget(model: Any) -> int:
     return MOST
 
 
-def default_num_blocks(model: Any, bytes_per_block: int, block_size: int) -> int:
-    """What fits into the budget, and no more than 32 of the model's longest sequences need."""
+def default_num_blocks(model: Any, bytes_per_block: int, block_size: int, taken: int = 0) -> int:
+    """What fits into the budget beside what is taken, and no more than 32 of the model's longest sequences need."""
     config = model.config.get_text_config(decoder=True)
     longest = getattr(config, "max_position_embeddings", None) or 4096
-    return max(1, min(memory_budget(model) // max(bytes_per_block, 1), 32 * -(-longest // block_size)))
+    return max(1, min((memory_budget(model) - taken) // max(bytes_per_block, 1), 32 * -(-longest // block_size)))

@@ -20,11 +20,11 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from generate_cases import FAMILIES, assert_nothing_held, left_padded, plain, prompt  # noqa: E402
+from generate_cases import FAMILIES, HYBRIDS, assert_nothing_held, left_padded, plain, prompt  # noqa: E402
 
 from pc.integrations.huggingface import PrefixCaching, enable_prefix_caching  # noqa: E402
 
-BY_NAME = {family.name: family for family in FAMILIES}
+BY_NAME = {family.name: family for family in [*FAMILIES, *HYBRIDS]}
 MODES: list[dict[str, Any]] = [
     {},
     {"do_sample": True, "top_k": 50},
@@ -146,32 +146,39 @@ def interrupted(handle: PrefixCaching, model: Any, calls: int, seed: int = 0) ->
     return count
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2"])
-def test_random_requests(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("llama", {"reuse": "gap"}), ("gemma2", {"reuse": "gap"}), ("gemma2", {"window_blocks": 7}), ("lfm2", {})],
+)
+def test_random_requests(name: str, options: dict[str, Any]) -> None:
     model = BY_NAME[name].build()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        with enable_prefix_caching(model, num_blocks=30, reuse="gap", host_blocks=8) as handle:
+        with enable_prefix_caching(model, num_blocks=30, host_blocks=8, **options) as handle:
             counts = soak(handle, model, 40)
             assert min(counts["compared"], counts["cut off"]) > 5
             assert handle.stats().evictions > 0
             assert handle.stats().hit_tokens > 0
 
 
-def test_interrupted_calls() -> None:
-    model = BY_NAME["mistral-window"].build()
-    with enable_prefix_caching(model, num_blocks=40) as handle:
-        assert interrupted(handle, model, 40) > 10
+@pytest.mark.parametrize(
+    ("name", "options"), [("mistral-window", {}), ("gemma2", {"window_blocks": 6}), ("lfm2", {"host_blocks": 8})]
+)
+def test_interrupted_calls(name: str, options: dict[str, Any]) -> None:
+    model = BY_NAME[name].build()
+    with warnings.catch_warnings(), enable_prefix_caching(model, num_blocks=40, **options) as handle:
+        warnings.simplefilter("ignore")
+        assert interrupted(handle, model, 40 if name == "mistral-window" else 20) > 5
 
 
 def main(number: int) -> None:
     """Prints what came of so many requests, and of so many interrupted calls."""
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
-    for name in ("gemma2", "llama"):
+    for name, options in (("gemma2", {"window_blocks": 7}), ("gemma2", {}), ("llama", {}), ("lfm2", {})):
         model = BY_NAME[name].build()
-        with enable_prefix_caching(model, num_blocks=30, reuse="gap", host_blocks=8) as handle:
-            print(name, soak(handle, model, number // 2), handle.stats(), flush=True)
+        with enable_prefix_caching(model, num_blocks=30, reuse="gap", host_blocks=8, **options) as handle:
+            print(name, soak(handle, model, number // 4), handle.stats(), flush=True)
     model = BY_NAME["mistral-window"].build()
     with enable_prefix_caching(model, num_blocks=40) as handle:
         print("interrupted", interrupted(handle, model, number), handle.stats(), flush=True)

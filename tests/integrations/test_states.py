@@ -111,7 +111,7 @@ def test_policy_and_hints_govern_states(monkeypatch: pytest.MonkeyPatch) -> None
                 cached(model, handle, prompt(40, 2))
             cached(model, handle, prompt(40, 3))
             kv, states = handle.manager.pools
-            assert (kv.evictions, states.evictions) == (0, 1)
+            assert (kv.residency.evictions, states.residency.evictions) == (0, 1)
             kept.append(cached(model, handle, prompt(40)))
             assert_nothing_held(handle)
     assert kept == [0, 32]
@@ -136,7 +136,7 @@ def test_evicted_states_come_back(tmp_path: Path, tier: str) -> None:
             assert cached(model, handle, prompt(70, seed)) == 0
         for seed in range(4):
             assert cached(model, handle, prompt(70, seed)) == 64
-        assert handle.manager.pools[0].evictions > 0
+        assert handle.manager.pools[0].residency.evictions > 0
         assert_nothing_held(handle)
     if tier == "disk":
         model = remembering(LFM2)
@@ -149,7 +149,7 @@ def test_states_outlast_their_keys_and_values(monkeypatch: pytest.MonkeyPatch) -
     with enable_prefix_caching(model, num_blocks=8, host_blocks=64) as handle:
         for seed in range(3):
             cached(model, handle, prompt(70, seed))
-        assert handle.manager.pools[0].evictions > handle.manager.pools[1].evictions == 0
+        assert handle.manager.pools[0].residency.evictions > handle.manager.pools[1].residency.evictions == 0
         assert cached(model, handle, prompt(70)) == 64
         assert_nothing_held(handle)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from typing import Any
 
 import numpy as np
@@ -11,9 +12,11 @@ from transformers import DynamicCache
 
 from ....cache import OutOfBlocks
 from ..store import Lease, Store
-from .layers import GrowingLayer, GrowingWindowLayer, like, num_tokens
+from .grouped import CHUNK
+from .layers import GrowingLayer, GrowingWindowLayer, like, num_tokens, release
 from .pictures import Pictures
-from .rows import Prompt, Rows, prompts_of
+from .prompts import Prompt, prompts_of
+from .rows import Rows
 from .states import States, put_states, take_states
 from .storage import BlockIds, TokenSpec
 
@@ -40,6 +43,8 @@ class Call:
         continued: A cache of the first tokens of every row, which is gone on with in place of blocks.
         adapters: Of each row, where they differ; rows are then computed together.
         alone: Whether it is one row without padding, which may go on with a cache that another call has left.
+        by_row: Whether the loop gives each row of the cache its row of the result.
+        eos: Tokens behind which a row is padding.
 
     Raises:
         OutOfBlocks: The prompts do not fit.
@@ -60,6 +65,8 @@ class Call:
         adapters: list[str] | None = None,
         continued: DynamicCache | None = None,
         alone: bool = False,
+        by_row: bool = True,
+        eos: frozenset[int] = frozenset(),
     ) -> None:
         self.model = model
         self.store = store
@@ -71,8 +78,9 @@ class Call:
         self.rows = Rows(store, extra_keys, salt, lease)
         self.cache: DynamicCache = None
         self.start = 0
+        self._by_row, self._eos = by_row, eos
         self._due = self._published = False
-        self._computed = 0
+        self._computed = self._kept = 0
         self._decode_states: dict[int, tuple[int, States]] = {}
         try:
             for prompt in self.prompts:
@@ -102,11 +110,15 @@ class Call:
         if by_rows and self.store.states is not None:
             by_rows = self._has_boundaries()
         elif by_rows:
-            gaps = any(p.later for p in self.prompts)
-            by_rows = not (alone and not gaps) and self._rows_cost() < self.batch * (self.length - columns)
+            cost, gaps = self._rows_cost(), any(p.later for p in self.prompts)
+            long = self.store.storage.chunk is not None and self.length - columns > 2 * CHUNK
+            by_rows = not (alone and not gaps) and cost < self.batch * (self.length - columns)
+            by_rows |= long and cost < float("inf")
         if by_rows:
             self._compute_rows()
             return
+        if columns and not self.store.storage.simple:
+            columns = self._servable(columns)
         self.start = columns if self.store.states is None else 0
         for prompt in self.prompts:
             prompt.cached = max(self.start - prompt.pad, 0)
@@ -131,6 +143,17 @@ class Call:
         while (fewer := min((p.readable(columns - p.pad) + p.pad for p in self.prompts), default=0)) < columns:
             columns = fewer
         return columns
+
+    def _servable(self, columns: int) -> int:
+        """So many columns, or fewer where blocks that are read behind them are not held."""
+        while True:
+            for prompt in self.prompts:
+                if 0 < columns - prompt.pad < prompt.cached and not self.rows.serves(prompt, columns - prompt.pad):
+                    self.rows.readmit(prompt, columns - prompt.pad)
+            fewer = self._readable(min(p.pad + p.cached for p in self.prompts))
+            if fewer == columns:
+                return columns
+            columns = fewer
 
     def features(self) -> dict[str, Any]:
         """What the loop's first forward pass takes for the images that it computes."""
@@ -185,6 +208,8 @@ class Call:
         cuts = {end}
         if self.store.states is not None:
             cuts |= {cut for cut in (prompt.shared, end // size * size) if prompt.computable(cut)}
+        if self.store.storage.chunk is not None:
+            cuts |= {cut for cut in range(at // CHUNK * CHUNK + CHUNK, end, CHUNK) if prompt.computable(cut)}
         if at:
             self._read(cache, prompt, at)
             if prompt.states is not None:
@@ -198,18 +223,21 @@ class Call:
             at = cut
             boundary = self.store.states is not None and cut % size == 0
             self.rows.write(prompt, cache, 0, 0, cut, take_states(cache, 0) if boundary else None)
+            release(cache, self._unwritten(prompt))
         self.rows.write(prompt, cache, 0, 0, end)
         return cache
 
     def _read(self, cache: DynamicCache, prompt: Prompt, length: int) -> None:
         """Fills an empty cache of one row from blocks."""
-        room = len(prompt.tokens) - length + self.room
+        room, size = len(prompt.tokens) - length + self.room, self.store.block_size
         for group, part in self.store.storage.kv:
-            blocks = BlockIds(prompt.blocks(group, length, self.store.block_size))
+            first = self.store.storage.groups[group].first_needed(length, size)
+            blocks = BlockIds(prompt.blocks(group, first, length, size))
+            columns = length - first * size
             for index, specs in part.specs.items():
-                keys, values = _buffers(specs, 1, length + room)
-                part.read(index, blocks, keys[0, :, :length], values[0, :, :length])
-                _fill(cache.layers[index], keys, values, length)
+                keys, values = _buffers(specs, 1, columns + room)
+                part.read(index, blocks, keys[0, :, :columns], values[0, :, :columns])
+                _fill(cache.layers[index], keys, values, length, first * size)
 
     def _read_behind(self, cache: DynamicCache, prompt: Prompt, start: int, end: int) -> None:
         """Puts a span of a prompt from blocks behind what a cache of one row has."""
@@ -223,30 +251,37 @@ class Call:
 
     def _lay_out(self, caches: dict[int, DynamicCache]) -> DynamicCache:
         """A cache of the whole batch with `start` columns: from the prompts' own caches, or else from blocks."""
-        cache = self._empty()
+        cache, size = self._empty(), self.store.block_size
         filled = [max(self.start - prompt.pad, 0) for prompt in self.prompts]
+        unwritten = min(prompt.pad + self._unwritten(prompt) for prompt in self.prompts)
         for group, part in self.store.storage.kv:
+            spec = self.store.storage.groups[group]
+            firsts = [spec.first_needed(length, size) for length in filled]
             blocks = {
-                number: BlockIds(prompt.blocks(group, length, self.store.block_size))
+                number: BlockIds(prompt.blocks(group, firsts[number], length, size))
                 for number, (prompt, length) in enumerate(zip(self.prompts, filled, strict=True))
                 if length and number not in caches
             }
+            origin = min([self.prompts[number].pad + firsts[number] * size for number in blocks], default=self.start)
+            origin = min(origin, unwritten, spec.first_needed(self.start, 1))  # the first column of these layers
             for index, specs in part.specs.items():
-                keys, values = _buffers(specs, self.batch, self.length + self.room)
+                keys, values = _buffers(specs, self.batch, self.length + self.room - origin)
                 for number, prompt in enumerate(self.prompts):
-                    row = prompt.rows[0]
-                    columns = slice(self.start - filled[number], self.start)
+                    row, own = prompt.rows[0], caches[number].layers[index] if number in caches else None
+                    first = firsts[number] * size if own is None else getattr(own, "first", 0)
+                    begin = max(prompt.pad + first, origin) if filled[number] else self.start
+                    columns = slice(begin - origin, self.start - origin)
                     for side in (keys, values):  # masked out, but NaN times 0 is NaN
                         side[row, :, : columns.start] = 0
-                    if filled[number] and number in caches:
-                        own = caches[number].layers[index]
-                        keys[row, :, columns], values[row, :, columns] = own.keys[0], own.values[0]
+                    if own is not None and filled[number]:
+                        keys[row, :, columns] = own.keys[0, :, own.keys.shape[2] - self.start + begin :]
+                        values[row, :, columns] = own.values[0, :, own.values.shape[2] - self.start + begin :]
                     elif number in blocks:
                         part.read(index, blocks[number], keys[row, :, columns], values[row, :, columns])
                     for other in prompt.rows[1:]:
                         for side in (keys, values):
-                            side[other, :, : self.start] = side[row, :, : self.start]
-                _fill(cache.layers[index], keys, values, self.start)
+                            side[other, :, : columns.stop] = side[row, :, : columns.stop]
+                _fill(cache.layers[index], keys, values, self.start, origin)
         if self.store.states is not None:
             states = [take_states(caches[number], 0) for number in range(len(self.prompts))]
             of_row = {row: states[number] for number, p in enumerate(self.prompts) for row in p.rows}
@@ -275,6 +310,37 @@ class Call:
         for prompt in self.prompts:
             if len(prompt.tokens):
                 self.rows.write(prompt, self.cache, prompt.rows[0], prompt.pad, len(prompt.tokens), None, at_close)
+        self._kept = self._computed
+        self._release()
+
+    def _unwritten(self, prompt: Prompt) -> int:
+        """Tokens of a prompt, and of the answer that has the fewest, before those that are to go to blocks yet."""
+        if prompt.closed:
+            return sys.maxsize
+        branches = [prompt.branches.get(row, prompt) for row in prompt.rows]
+        open_ones = [branch.written for branch in branches if not branch.closed]
+        return min(open_ones, default=sys.maxsize) * self.store.block_size
+
+    def _release(self) -> None:
+        """Lets layers with windows forget what is in blocks, or will not be."""
+        if self.store.storage.chunk is None or self.cache is None:
+            return
+        kept = [p.pad + self._unwritten(p) for p in self.prompts if self._by_row and self._answers_are_kept(p)]
+        release(self.cache, min(kept, default=sys.maxsize))
+
+    def _answers_are_kept(self, prompt: Prompt) -> bool:
+        return len(prompt.tokens) > 0 and prompt.pad + len(prompt.tokens) == self.length
+
+    def keep_so_far(self, sequences: torch.Tensor) -> None:
+        """Keeps answers while they are generated, so that layers with windows need not hold all of them.
+
+        Args:
+            sequences: `[batch, length]` of prompts and answers up to now.
+        """
+        enough = self._computed - self._kept >= self.room
+        if enough and self._published and self._by_row and self.store.storage.chunk is not None:
+            self._kept = self._computed
+            self.keep_answers(sequences, last=False)
 
     def _watch_states(self) -> None:
         """Remembers a row's states where its last token ends a block: the next round may go on from there."""
@@ -284,25 +350,22 @@ class Call:
                 for row in prompt.rows:
                     self._decode_states[row] = (length, take_states(self.cache, row))
 
-    def keep_answers(self, sequences: torch.Tensor, eos: set[int]) -> None:
+    def keep_answers(self, sequences: torch.Tensor, last: bool = True) -> None:
         """Keeps what a loop generated that gives each row of the cache its row of the result.
 
         Args:
             sequences: `[batch, length]` of prompts and answers.
-            eos: Tokens behind which a row is padding.
-
-        Raises:
-            OutOfBlocks: There is no room.
+            last: Whether the answers are whole.
         """
         if self.cache is None:
             return
         have = self.start + self._computed if self.store.states is not None else num_tokens(self.cache)
         generated = sequences[:, self.length : have].cpu().numpy()
         for prompt in self.prompts:
-            if prompt.pad + len(prompt.tokens) != self.length or not len(prompt.tokens):
-                continue
-            answers = [_up_to_eos(generated[row], eos) for row in prompt.rows]
-            self.rows.append(prompt, self.cache, answers, self._decode_states)
+            if self._answers_are_kept(prompt):
+                answers = [_up_to_eos(generated[row], self._eos) for row in prompt.rows]
+                self.rows.append(prompt, self.cache, answers, self._decode_states, last)
+        self._release()
 
 
 def _agree(one: Prompt, other: Prompt) -> int:
@@ -316,7 +379,7 @@ def _agree(one: Prompt, other: Prompt) -> int:
     return int(differ[0]) if differ.size else both
 
 
-def _up_to_eos(tokens: np.ndarray, eos: set[int]) -> np.ndarray:
+def _up_to_eos(tokens: np.ndarray, eos: frozenset[int]) -> np.ndarray:
     ends = np.flatnonzero(np.isin(tokens, list(eos))) if eos else tokens[:0]
     return tokens[: int(ends[0]) + 1] if ends.size else tokens
 
@@ -326,8 +389,11 @@ def _buffers(specs: tuple[TokenSpec, TokenSpec], rows: int, capacity: int) -> tu
     return keys.empty(rows, capacity), values.empty(rows, capacity)
 
 
-def _fill(layer: Any, keys: torch.Tensor, values: torch.Tensor, length: int) -> None:
-    if hasattr(layer, "adopt"):
+def _fill(layer: Any, keys: torch.Tensor, values: torch.Tensor, length: int, first: int = 0) -> None:
+    """Gives a layer buffers that have its columns from `first` up to `length`."""
+    if isinstance(layer, GrowingWindowLayer):
+        layer.adopt(keys, values, length, first)
+    elif isinstance(layer, GrowingLayer):
         layer.adopt(keys, values, length)
     else:
         layer.update(keys[:, :, :length], values[:, :, :length])

@@ -34,6 +34,7 @@ class WatchedModel:
     ) -> Any:
         """The model's own inputs, of the tokens that the cache does not have."""
         call = self._call
+        call.keep_so_far(input_ids)
         if self._first and call.start:
             next_sequence_length = input_ids.shape[1] - call.start
         self._first = False

@@ -10,7 +10,7 @@ import numpy as np
 from transformers import DynamicCache
 
 from .continued import buffers_of
-from .layers import attention_layers, num_tokens
+from .layers import GrowingWindowLayer, attention_layers, num_tokens, window_layers
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,10 +81,13 @@ class KeptRows:
         if buffers_of(found.cache) != found.buffers:  # a hook has kept it and written to it
             return None
         for layer in attention_layers(found.cache).values():
-            layer.adopt(layer._keys_buffer, layer._values_buffer, len(tokens))
+            first = (layer.first,) if isinstance(layer, GrowingWindowLayer) else ()
+            layer.adopt(layer._keys_buffer, layer._values_buffer, len(tokens), *first)
         return found.cache
 
 
 def _begins(row: _Row, tokens: np.ndarray, keys: tuple[Any, ...], salt: Any) -> bool:
+    if any(layer.first > max(len(tokens) - layer.sliding_window + 1, 0) for layer in window_layers(row.cache)):
+        return False  # it has forgotten what is to be read again
     same = type(row.salt) is type(salt) and (row.keys, row.salt) == (keys, salt)
     return same and np.array_equal(row.tokens[: len(tokens)], tokens)

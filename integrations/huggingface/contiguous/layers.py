@@ -66,27 +66,57 @@ class GrowingLayer(_Growing, DynamicLayer):  # type: ignore[misc]  # transformer
 
 
 class GrowingWindowLayer(_Growing, DynamicSlidingWindowLayer):  # type: ignore[misc]
-    """A layer of sliding-window or chunked attention: it gives what is in the window, and keeps all for the blocks."""
+    """A layer of sliding-window or chunked attention: it gives what is in the window, and keeps what blocks lack.
+
+    Attributes:
+        first: Column of the first key that is there.
+        released: Columns before it are in blocks, or go to none: they may be forgotten behind the window.
+    """
+
+    first = released = 0
+    slack = 1024
+    """Tokens behind the window that are kept all the same: a later call may go on from there in place."""
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any) -> Any:
         """The keys and values that transformers' own layer would give."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
+        self._forget(key_states.shape[2])
         self.cumulative_length += key_states.shape[2]
         visible = self.sliding_window - 1 + key_states.shape[2]
         keys, values = self._extend("keys", key_states), self._extend("values", value_states)
         return keys[:, :, -visible:], values[:, :, -visible:]
 
-    def adopt(self, keys: torch.Tensor, values: torch.Tensor, length: int) -> None:
-        """See `GrowingLayer`."""
-        super().adopt(keys, values, length)
-        self.cumulative_length = length
+    def _forget(self, new: int) -> None:
+        """Leaves out what nobody asks for, where a buffer is full or mostly that; `_extend` then makes another."""
+        unread = min(self.released, self.cumulative_length - self.sliding_window + 1) - self.first
+        if unread <= self.slack or self.record_past:
+            return
+        buffer, there = self.__dict__.get("_keys_buffer"), self.keys.shape[2]
+        if buffer is None or there + new > buffer.shape[2] or unread > there - unread + new + self.room:
+            self.keys, self.values = self.keys[:, :, unread:], self.values[:, :, unread:]
+            self.first += unread
+
+    def adopt(self, keys: torch.Tensor, values: torch.Tensor, length: int, first: int = 0) -> None:
+        """See `GrowingLayer`; of `length` columns the buffers have those from `first` on."""
+        super().adopt(keys, values, length - first)
+        self.cumulative_length, self.first, self.released = length, first, first
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forgets the last tokens; those before them are all there."""
+        """Forgets the last tokens.
+
+        Raises:
+            RuntimeError: The window before what would be the last token is not there any more.
+        """
+        left = self.cumulative_length - abs(tokens_to_remove)
+        if tokens_to_remove and left - self.sliding_window + 1 < self.first > 0:
+            raise RuntimeError(
+                f"tokens_to_remove: got {tokens_to_remove}, needs fewer: tokens before the window are not kept"
+            )
         DynamicLayer.crop(self, tokens_to_remove)
         if self.is_initialized:
-            self.cumulative_length = self.keys.shape[2]
+            self.cumulative_length = self.first + self.keys.shape[2]
+            self.released = min(self.released, self.cumulative_length)
 
 
 DUMMY: type = getattr(cache_utils, "DummyLayer", DynamicLayer)  # of layers that share keys, from transformers 5.23 on
@@ -127,6 +157,17 @@ def attention_layers(cache: DynamicCache) -> dict[int, Any]:
 def state_layers(cache: DynamicCache) -> dict[int, Any]:
     """The layers that keep a state of fixed size, by index."""
     return {i: layer for i, layer in enumerate(cache.layers) if isinstance(layer, LinearAttentionCacheLayerMixin)}
+
+
+def window_layers(cache: DynamicCache) -> list[GrowingWindowLayer]:
+    """The layers that forget what is behind their window."""
+    return [layer for layer in cache.layers if isinstance(layer, GrowingWindowLayer)]
+
+
+def release(cache: DynamicCache, column: int) -> None:
+    """Says that what is before a column is in blocks, or goes to none."""
+    for layer in window_layers(cache):
+        layer.released = max(layer.released, min(column, layer.cumulative_length))
 
 
 def num_tokens(cache: DynamicCache) -> int:

@@ -13,7 +13,7 @@ from ..support import UnsupportedError, eval_mode, harmless_tokens
 from .call import accepted, forward
 from .layers import GrowingWindowLayer, attention_layers, new_cache, num_tokens, state_layers
 from .pictures import Pictures, clear_of
-from .rows import prompts_of
+from .prompts import prompts_of
 from .states import States, put_states, take_states
 from .storage import Specs, TokenSpec
 from .vision import GoesOn
@@ -31,16 +31,21 @@ class Probed:
     Attributes:
         specs: Keys and values of its attention layers.
         states: Of a row, recurrent and of convolutions; empty without.
-        window: The longest window of its layers, 0 without.
+        windows: Of each layer that has one.
         heeds_padding: Whether a token's KV depends on how many masked columns are before it.
         continues_padded: Whether it goes on from a cached prefix behind masked columns.
     """
 
     specs: Specs
     states: States
-    window: int
+    windows: dict[int, int]
     heeds_padding: bool
     continues_padded: bool
+
+    @property
+    def window(self) -> int:
+        """The longest window of its layers, 0 without."""
+        return max(self.windows.values(), default=0)
 
 
 @torch.no_grad()
@@ -57,12 +62,12 @@ def probe(model: Any) -> Probed:
         specs, states = _specs(whole), take_states(whole, 0)
         if not specs and not states:
             raise UnsupportedError("it fills no transformers cache")
-        windows = [layer.sliding_window for layer in whole.layers if isinstance(layer, GrowingWindowLayer)]
-        window = max(windows, default=0)
+        windows = {i: x.sliding_window for i, x in enumerate(whole.layers) if isinstance(x, GrowingWindowLayer)}
+        window = max(windows.values(), default=0)
         if 0 < window <= LONG:
             probe_window(model, window)
         heeds, continues = _behind_padding(model, whole) if specs else (False, True)
-    return Probed(specs, states, window, heeds, continues)
+    return Probed(specs, states, windows, heeds, continues)
 
 
 @torch.no_grad()

@@ -43,6 +43,7 @@ class Contiguous:
         policy: See `CacheManager`.
         reuse: See `CacheManager.allocate`.
         host_blocks: Evicted blocks that are kept in host memory.
+        window_blocks: Blocks of layers with a window; None: as many as of others.
         disk: Directory of evicted blocks; None: they are not kept on disk.
         disk_bytes: Bytes of those at most; None: no limit.
 
@@ -61,22 +62,25 @@ class Contiguous:
         policy: Any,
         reuse: str = "prefix",
         host_blocks: int = 0,
+        window_blocks: int | None = None,
         disk: str | os.PathLike[str] | None = None,
         disk_bytes: int | None = None,
     ) -> None:
-        self._arguments = (num_blocks, block_size, policy)
+        self._arguments = (num_blocks, window_blocks, block_size, policy)
         self._reuse, self._host_blocks = reuse, host_blocks
         self._disk, self._disk_bytes = disk, disk_bytes
         self._disk_blocks: DiskBlocks | None = None
         self._make(model, probe(model))
 
     def _make(self, model: Any, probed: Probed) -> None:
-        num_blocks, block_size, policy = self._arguments
+        num_blocks, window_blocks, block_size, policy = self._arguments
         self._probed = probed
         self._window_problem: UnsupportedError | None = None
         self._proven_window = min(probed.window, LONG)
-        storage = grouped_storage(model, num_blocks, block_size, probed.specs, probed.states)
-        partial, count = len(storage.groups) == 1, storage.parts[0].num_blocks
+        storage = grouped_storage(
+            model, num_blocks, window_blocks, block_size, probed.specs, probed.windows, probed.states
+        )
+        partial, count = storage.simple, storage.parts[0].num_blocks
         manager = CacheManager(count, block_size, policy=policy, groups=storage.groups, partial_reuse=partial)
         host = None
         if self._disk is not None:
@@ -86,7 +90,7 @@ class Contiguous:
             host = HostBlocks(storage, self._host_blocks, self._disk_blocks)
             manager.on_evict = host.evicted
         vision = VisionOutputs(memory_budget(model) // 8)
-        kept = KeptRows(count * sum(part.bytes_per_block for _, part in storage.kv) // 4)
+        kept = KeptRows(sum(part.num_blocks * part.bytes_per_block for _, part in storage.kv) // 4)
         empty = new_cache(model.config)
         self.store = Store(
             manager, storage, storage.states, probed.heeds_padding, host, self._reuse, vision, empty, kept
@@ -201,6 +205,8 @@ class Contiguous:
                 loop.adapters,
                 continued,
                 alone,
+                loop.mode in BY_ROW,
+                frozenset(loop.eos),
             )
         except OutOfBlocks as error:
             raise UnsupportedError(
@@ -208,14 +214,15 @@ class Contiguous:
             ) from error
         try:
             watched = WatchedModel(loop.model, call, bool(config.prefill_chunk_size))
+            if call.cache is not None and any(getattr(x, "record_past", False) for x in kwargs[loop.cache_name].layers):
+                call.cache.activate_past_recording()  # an assistant's, which will be cropped
             inputs = {} if pictures is None else {"mm_encoder_outputs": call.features()}
             result = loop.run(watched, **{loop.cache_name: call.cache}, **inputs)
             call.publish(at_close=True)
             if loop.mode in BY_ROW:
-                try:
-                    call.keep_answers(result if not hasattr(result, "sequences") else result.sequences, loop.eos)
-                except OutOfBlocks as error:
-                    out_of_blocks(error)
+                call.keep_answers(result if not hasattr(result, "sequences") else result.sequences)
+            if call.rows.full is not None:
+                out_of_blocks(call.rows.full)
             if by_token and call.cache is not None and getattr(result, "past_key_values", None) is call.cache:
                 mark(call.cache, store, result.sequences, mask, (*keys, loop.adapters), salt)
             elif alone and call.cache is not None and isinstance(result, torch.Tensor):
