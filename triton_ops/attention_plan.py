@@ -13,10 +13,13 @@ from typing import Any
 import torch
 
 from ._attention.call import PlanCall
-from ._attention.checks import check_batch, check_lengths
+from ._attention.check_values import check_lengths
+from ._attention.checks import check_batch
 from ._attention.constants import architecture
+from ._attention.kept import refresh_kept
 from ._attention.layout import PlanShape
-from ._attention.plan import launch_plan, plan_reference, refresh_kept
+from ._attention.plan import launch_plan
+from ._attention.plan_cpu import plan_cpu
 from ._attention.prepare import wanted_items
 from ._checks import bad_argument, check_tensor
 from ._debug import reads_values
@@ -61,7 +64,7 @@ def _build(fill: Callable[..., None], call: PlanCall) -> torch.Tensor:
 
 
 def _copy_plan(out: torch.Tensor, *arguments: Any) -> None:
-    out.copy_(plan_reference(*arguments))
+    out.copy_(plan_cpu(*arguments))
 
 
 def attention_plan_cpu(call: PlanCall) -> torch.Tensor:

@@ -14,10 +14,11 @@ from typing import Any
 import torch
 
 from ._attention.call import AttentionCall
+from ._attention.kept import Kept, kept_with
 from ._attention.launch import launch_attention
 from ._attention.layout import PlanShape
 from ._attention.operator import attention_operator, with_lse
-from ._attention.plan import Kept, kept_with, launch_plan
+from ._attention.plan import launch_plan
 from ._launcher import KernelLaunch, aligned, current_stream
 from ._triton import tl, triton
 from .merge_attention import launch_merge

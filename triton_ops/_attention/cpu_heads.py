@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from .call import AttentionCall
-from .checks import tree_bits
+from .check_values import tree_bits
 from .cpu_cache import GATHER_BYTES, Cache, Piece
 from .cpu_flash import Part, flash_kernel, merge_parts
 from .cpu_masked import live_part

@@ -7,7 +7,7 @@ import torch
 
 from .._rows.runs import contiguous_runs
 from .call import AttentionCall
-from .checks import tree_bits
+from .check_values import tree_bits
 from .cpu_cache import Cache, opened
 from .cpu_flash import Part, flash, full_parts, merge_parts
 from .cpu_masked import MAX_SCORES, attend_masked, attend_scattered, attend_tree

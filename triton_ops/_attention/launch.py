@@ -19,7 +19,8 @@ from .kernel import _attention_kernel
 from .lists_launch import prepare_lists
 from .merge import _merge_splits_kernel
 from .plan import launch_plan
-from .prepare import Prepared, prepare
+from .prepare import prepare
+from .prepared import Prepared
 from .specialized import _specialized_attention_kernel
 
 _visits: torch.Tensor | None = None

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from .._kernel import kernel
 from .._triton import tl, triton
-from .kernel import _find_sequence, _scaled_queries, _zero_padding
+from .kernel import _find_sequence, _zero_padding
 from .layout import LENGTHS
 from .predicate import Mask, _live_blocks, _live_scores
+from .rows import _scaled_queries
 from .scores import Terms, _slopes
 from .softmax import _finish
 from .walk import E4M3_BITS, PLAIN_CACHE, _accumulate, _load_rows

@@ -14,10 +14,11 @@ import torch
 from .._library import operator
 from .._repeated import Repeated
 from .call import AttentionCall
-from .checks import check_attention, check_attention_values
+from .check_values import check_attention_values
+from .checks import check_attention
 from .cpu import attend
 from .launch import Result, prepare_attention
-from .plan import check_plan
+from .plan_cpu import check_plan
 
 P = ParamSpec("P")
 Prepare = Callable[..., Callable[..., Any]]

@@ -5,7 +5,7 @@ Decided from metadata alone, so once for all calls of the same signature: for al
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
@@ -13,7 +13,7 @@ from .._kernel import constants, numbers
 from .._launcher import KernelLaunch
 from .._quantize import scale_kind
 from .._triton import INTERPRET
-from .call import AttentionCall, PlanOptions
+from .call import AttentionCall
 from .constants import (
     Architecture,
     Tiles,
@@ -25,6 +25,8 @@ from .constants import (
     specialized_tiles,
 )
 from .layout import DECODE_QUERIES, MIN_SPLIT_TILES, TILE_KEYS, PlanShape
+from .prepared import Grid, Prepared, Results
+from .specialized_launch import is_describable, is_specializable, specialized_grid
 from .walk import E4M3_BITS, E4M3_PACKED, NATIVE_CODES, PLAIN_CACHE
 
 # Batch-invariant mode: keys per split, whatever the batch. Longer contexts are summed from splits of this length.
@@ -35,66 +37,6 @@ MAX_PREFILL_SPLITS = 16
 def wanted_items(arch: Architecture, programs_per_item: int) -> int:
     """How many work items of a decode keep every processor busy."""
     return max(1, programs_per_processor(arch.name) * arch.num_processors // programs_per_item)
-
-
-@dataclass(frozen=True, slots=True)
-class Grid:
-    """One launch: a kernel's constants and its programs.
-
-    Attributes:
-        launch: The constants.
-        programs: The grid.
-        numbers: The kernel's arguments between tensors and constants.
-        split_rows: Rows of partial results; 0 for none.
-        split_heads: Heads of each of them.
-    """
-
-    launch: KernelLaunch
-    programs: tuple[int, int, int]
-    numbers: tuple[float, ...]
-    split_rows: int = 0
-    split_heads: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Results:
-    """What a call gives: the first result's shape and dtype, and whether both and its strides are the query's."""
-
-    shape: tuple[int, int, int]
-    dtype: torch.dtype
-    like_query: bool
-    with_lse: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Prepared:
-    """What a call launches.
-
-    Attributes:
-        shape: The plan's.
-        options: The plan's.
-        target_items: About how many work items a plan made for this call has.
-        convert_codes: Whether kernels convert float8 by bit operations.
-        descriptors: Whether a kernel reads through tensor descriptors.
-        decode: Sequences of few queries, from the work list; None where there can be none, as for the others.
-        prefill: The longer ones, tiled over queries.
-        specialized: Some of the latter's tiles with specialized warps.
-        merge: The sum of splits.
-        results: What is allocated for the caller.
-        no_lse: Stands for the second result where it is not wanted.
-    """
-
-    shape: PlanShape
-    options: PlanOptions
-    target_items: int
-    convert_codes: bool
-    descriptors: bool
-    decode: Grid | None
-    prefill: Grid | None
-    specialized: Grid | None
-    merge: Grid
-    results: Results
-    no_lse: torch.Tensor
 
 
 def prepare(
@@ -168,10 +110,10 @@ def prepare(
 
     decode_splits = min(shape.max_items, max(1, max_tiles // MIN_SPLIT_TILES)) if run_decode else 1
     codes, convert_codes = cache_codes(call, arch)
-    describable = is_aligned and _describable(call)
+    describable = is_aligned and is_describable(call)
     special = specialized_tiles(arch.name, *kind)
     plain = call.causal and not (has_positions or heavy or call.batch_invariant or count or table_heads > 1)
-    if not (run_prefill and plain and num_splits == 1 and describable and _specializable(call, special, prefill)):
+    if not (run_prefill and plain and num_splits == 1 and describable and is_specializable(call, special, prefill)):
         special = None
 
     def constexprs(tiles: Tiles, decoding: bool) -> dict[str, object]:
@@ -239,7 +181,7 @@ def prepare(
         tiling = grid(prefill, False, (prefill_bound, num_kv_heads, num_splits), num_splits, split_rows)
     if special is not None:
         values = (*sizes, call.scale, *limits, *strides[:-1])
-        specialized = _specialized_grid(call, with_lse, special, decode_queries, values)
+        specialized = specialized_grid(call, with_lse, special, decode_queries, values)
     dtype = out_dtype or query.dtype
     return Prepared(
         shape=shape,
@@ -266,28 +208,6 @@ def cache_codes(call: AttentionCall, arch: Architecture) -> tuple[int, bool]:
     if call.key_cache.dtype == torch.float8_e4m3fn and not arch.has_e4m3:
         return int(E4M3_PACKED if arch.name.startswith("sm_") else E4M3_BITS), True
     return int(NATIVE_CODES if call.key_cache.dtype != call.query.dtype else PLAIN_CACHE), False
-
-
-def _specialized_grid(
-    call: AttentionCall, with_lse: bool, tiles: Tiles, decode_queries: int, values: tuple[float, ...]
-) -> Grid:
-    num_tokens, num_heads, head_dim = call.query.shape
-    constexprs = {
-        **constants(call.mask),
-        "DECODE_Q": decode_queries,
-        "SINKS": call.sinks is not None,
-        "WITH_LSE": with_lse,
-        "UPCAST": INTERPRET and call.query.dtype == torch.bfloat16,
-        "NUM_HEADS": num_heads,
-        "GROUP": num_heads // call.key_cache.shape[2],
-        "BLOCK_SIZE": call.key_cache.shape[1],
-        "HEAD_DIM": head_dim,
-        "BLOCK_M": tiles.block_m,
-        "BLOCK_N": tiles.block_n,
-        "STAGES": tiles.num_stages,
-    }
-    programs = (num_tokens // tiles.block_m + call.seq_lens.shape[0], num_heads, 1)
-    return Grid(KernelLaunch(constexprs, tiles.num_warps, tiles.num_stages), programs, values)
 
 
 def _merge_grid(
@@ -324,28 +244,3 @@ def _merge_grid(
     programs = (rows, num_heads, -(-value_dim // block_v))
     numbers = (call.seq_lens.shape[0], num_tokens, decode_q, num_splits)
     return Grid(KernelLaunch(constexprs, 4, None, is_aligned), programs, numbers)
-
-
-def _specializable(call: AttentionCall, special: Tiles | None, prefill: Tiles) -> bool:
-    """Whether layouts and tiles suit the kernel with specialized warps."""
-    if special is None or call.key_cache.shape[1] % TILE_KEYS or call.scale <= 0:
-        return False
-    if call.value_cache.shape[3] != call.key_cache.shape[3]:
-        return False
-    group = call.query.shape[1] // call.key_cache.shape[2]
-    # Its tiles of queries have to be whole tiles of rows of the general kernel.
-    fits = prefill.block_m % group == 0 and special.block_m % (prefill.block_m // group) == 0
-    return fits and all(stride * call.query.element_size() % 16 == 0 for stride in call.query.stride()[:2])
-
-
-def _describable(call: AttentionCall) -> bool:
-    """Whether a head's rows lie in a matrix that the tensor memory accelerator takes: evenly, by 16 bytes, spaced."""
-    for cache in (call.key_cache, call.value_cache):
-        num_blocks, block_size, _, head_dim = cache.shape
-        block, slot, head, _ = cache.stride()
-        even = num_blocks > 0 and slot > 0 and block % slot == 0 and block >= block_size * slot
-        if not even or num_blocks * (block // slot) >= 2**31:
-            return False
-        if any(n * cache.element_size() % 16 for n in (slot, head, head_dim)):
-            return False
-    return True

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from .._kernel import kernel
 from .._triton import tl
-from .kernel import _find_sequence, _rank
+from .kernel import _find_sequence
 from .layout import DEAD_TILES, INFO_FLAGS, LENGTHS, PARTIAL_TILES, _plan_rows
 from .predicate import Mask, _live_scores, _span, _whole_tile_queries
+from .rows import _rank
 from .softmax import LOG2E, _finish, _rescale
 from .walk import _rows_of_head
 
