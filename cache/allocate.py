@@ -13,7 +13,7 @@ from .keys import EncodedKeys
 from .lookup import GroupHit, Hit, complement, find_in_groups, find_leading, find_prefix
 from .pool import BlockPool
 from .request import Request
-from .state import ManagerState
+from .state import FIT_EVERY, ManagerState
 from .table import Ids
 
 
@@ -40,6 +40,8 @@ def allocate(
         hit = find_in_groups(state.groups, state.pools, digests, num_tokens, wanted, size, gaps)
     allocation, common = admit(state, request_id, request, hit)
     state.total_requests += 1
+    if not state.total_requests % FIT_EVERY:
+        state.fit_hashes()
     state.queried += num_tokens
     hits = state.hits
     hits["prefix"] += hit.position

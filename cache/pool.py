@@ -496,3 +496,4 @@ class BlockPool:
         in_use = int(np.count_nonzero(self.ref_count))
         assert free.size + self._evictable + in_use == self.num_blocks, "free + cached + held differs from all"
         self.table.check()
+        self.policy.check()

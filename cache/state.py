@@ -24,7 +24,9 @@ BLOCK_BYTES = 256
 BASE_BYTES = 1 << 20
 """What it may take whatever the number of blocks: ghosts and tables of a policy."""
 QUEUE_BYTES = 16
-"""Of that, what policies may come to need once they are in use."""
+"""Of that, what policies may come to need until hashes are fitted again."""
+FIT_EVERY = 256
+"""Requests between looks at how much policies take."""
 
 OnEvict = Callable[[int, Ids, list[bytes]], "Collection[bytes] | object | None"]
 
@@ -88,8 +90,7 @@ class ManagerState:
         for group, pool in enumerate(self.pools):
             pool.on_removed = partial(self.removed, group)
             pool.heard = (self.partial,) if self.partial is not None else self.listeners.heard
-        blocks = sum(pool.num_blocks for pool in self.pools)
-        hasher.tree.capacity = max(BASE_BYTES + (BLOCK_BYTES - QUEUE_BYTES) * blocks - self.nbytes, 0)
+        self.fit_hashes()
         self.running: dict[Hashable, Request] = {}
         self.preempted: dict[Hashable, Preempted] = {}
         self.host = [HostSlots(host_blocks) for _ in groups]
@@ -98,6 +99,12 @@ class ManagerState:
         self.adopted: list[Ids] | None = None
         self.writers: dict[bytes, Hashable] = {}
         self._zero_counters()
+
+    def fit_hashes(self) -> None:
+        """Leaves to remembered hashes what pools and policies do not take of the bookkeeping's bytes."""
+        blocks, tree = sum(pool.num_blocks for pool in self.pools), self.hasher.tree
+        taken = self.nbytes - tree.nbytes
+        tree.capacity = max(BASE_BYTES + (BLOCK_BYTES - QUEUE_BYTES) * blocks - taken, 0)
 
     def _zero_counters(self) -> None:
         self.total_requests = self.queried = self.merged = self.preemptions = self.offloaded = 0

@@ -150,6 +150,9 @@ class EvictionPolicy(ABC):
     def clear(self) -> None:  # noqa: B027
         """The pool was emptied: forget every block."""
 
+    def check(self) -> None:  # noqa: B027
+        """Asserts that the policy's own state holds together; changes nothing."""
+
     @property
     def nbytes(self) -> int:
         """Bytes of the policy's arrays and queues."""

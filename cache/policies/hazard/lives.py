@@ -13,6 +13,8 @@ from .tables import USE_BOUNDS, USES, HazardTables
 Numbers = npt.NDArray[Any]
 KINDS = 2 * USES
 SUM = np.ones(KINDS, np.float32)
+MOST = (1 << 15) - 1
+"""Lives of a request that are counted."""
 YOUNG = 512
 """Requests whose lives are counted in every call."""
 
@@ -49,7 +51,7 @@ class Lives:
     def forgotten(self, rows: Numbers, uses: Numbers, tail: Numbers) -> None:
         """Evicted blocks are not remembered any more."""
         begun = rows < self._begun
-        np.subtract.at(self._runs.lives, (rows[begun], _kind(uses, tail)[begun]), np.float32(1))
+        np.subtract.at(self._runs.lives, (rows[begun], _kind(uses, tail)[begun]), np.int16(1))
 
     def learn(self, now: int, stale: bool) -> None:
         """Counts every life up to now; of old requests, whose chances change slowly, in every fourth call.
@@ -62,30 +64,30 @@ class Lives:
         self._begin()
         self._calls += 1
         rows, kinds, times, number = self._reuses()
-        weight = runs.weight[rows] * number
+        weight = self._weights(rows) * number
         tables.reuse(runs.groups(rows), runs.traits(rows), kinds, times - runs.serial[rows], weight)
-        np.subtract.at(runs.lives, (rows, kinds), number.astype(np.float32))
+        np.subtract.at(runs.lives, (rows, kinds), np.minimum(number, MOST).astype(np.int16))
         ended = np.zeros((rows.size, KINDS), np.float32)
         ended[np.arange(rows.size), kinds] = weight
         serial = runs.serial[: runs.count]
         due = np.flatnonzero((serial >= now - YOUNG) | (serial % 4 == self._calls % 4))
-        lives = np.maximum(runs.lives[due], 0)
+        lives = np.maximum(runs.lives[due], 0).astype(np.float32)
         waiting = lives @ SUM > 0
-        due, lives = due[waiting], lives[waiting] * runs.weight[due[waiting], None]
-        until = np.append(np.maximum(times, runs.flushed[rows]), np.full(due.size, now))
+        due, lives = due[waiting], lives[waiting] * self._weights(due[waiting])[:, None]
+        age = now - runs.serial[due]
+        until = np.append(np.maximum(times - runs.serial[rows], runs.flushed[rows]), age)
         rows = np.append(rows, due)
         if rows.size:
-            serial = runs.serial[rows]
-            since, lasted = runs.flushed[rows] - serial, np.concatenate((ended, lives))
-            tables.expose(runs.groups(rows), runs.traits(rows), since, until - serial, lasted, stale)
-        runs.flushed[due] = now
+            lasted = np.concatenate((ended, lives))
+            tables.expose(runs.groups(rows), runs.traits(rows), runs.flushed[rows], until, lasted, stale)
+        runs.flushed[due] = age
 
     def _begin(self) -> None:
         """New rows: none of their blocks has been asked for again."""
         runs = self._runs
         rows = slice(self._begun, runs.count)
         self._begun = runs.count
-        size, bounds, lives = runs.size[rows], runs.bounds[rows], runs.lives[rows]
+        size, bounds, lives = np.minimum(runs.size[rows], MOST), np.minimum(runs.bounds[rows], MOST), runs.lives[rows]
         lives[:] = 0
         lives[:, 0] = size - bounds[:, 0]
         lives[:, 2:-2:2] = bounds[:, :-1] - bounds[:, 1:]
@@ -94,8 +96,11 @@ class Lives:
         each = np.arange(size.size)
         lives[each, last] -= 1
         lives[each, last + 1] += 1
-        runs.flushed[rows] = runs.serial[rows]
-        runs.weight[rows] = 1 / np.sqrt(np.maximum(size, 1))
+        runs.flushed[rows] = 0
+
+    def _weights(self, rows: Numbers) -> npt.NDArray[np.float32]:
+        """What each block of a request counts."""
+        return (1 / np.sqrt(np.maximum(self._runs.size[rows], 1))).astype(np.float32)
 
     def _reuses(self) -> tuple[Numbers, Numbers, Numbers, Numbers]:
         """Rows, kinds, times and blocks of what was asked for since the last call."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect
 from typing import Any
 
 import numpy as np
@@ -11,23 +10,14 @@ import numpy.typing as npt
 from ...table import Ids, count_nonzero
 from ..base import EvictionPolicy, PoolView
 from ..run_queue import too_few
-from .ghosts import Noted, RequestGhosts
+from .endings import ENDINGS, UNTOLD, Ending, ending_of
+from .evicted import Evicted
+from .ghosts import RequestGhosts
 from .guard import Guard
 from .lives import Lives
 from .runs import Runs
-from .tables import (
-    DECAY,
-    FINE_OUTPUT_BOUNDS,
-    HINT_BOUNDS,
-    NEW_BOUNDS,
-    OUTPUT_BOUNDS,
-    OUTPUTS,
-    TRAITS,
-    USE_BOUNDS,
-    USES,
-    HazardTables,
-)
-from .victims import Chooser, Part
+from .tables import DECAY, NEW_BOUNDS, USE_BOUNDS, HazardTables
+from .victims import Chooser
 
 Numbers = npt.NDArray[Any]
 
@@ -41,24 +31,8 @@ MEMORY = 8192
 """Requests that are learned from; with 4096 the conversation trace at 30 % capacity falls below lru."""
 GHOSTS, GHOST_FLOOR = 4, 65_536
 """Ghosts a block, and how many there are at least: what returns late returns to small caches too."""
-TOGETHER, LATE = 256, 8
-"""Victims, and choices of them, after which they become ghosts at the latest."""
-Ending = tuple[int, int, bool]
-"""What `finished` notes: the kind of a block used once, the trait of a tail with no new blocks, `certain`."""
-UNTOLD: Ending = (0, TRAITS, False)
-ONE = np.int32(1)
 NOTES = 256
 """Requests worked off together at most."""
-
-
-def _ending(returns: float | None, output_tokens: int) -> Ending:
-    hint = 0 if returns is None else 1 + bisect(HINT_BOUNDS, returns)
-    kind = USES * (hint * OUTPUTS + bisect(OUTPUT_BOUNDS, output_tokens))
-    return kind, TRAITS + 8 * bisect(FINE_OUTPUT_BOUNDS, output_tokens), returns == 0
-
-
-ENDINGS = [_ending(None, output_tokens) for output_tokens in range(FINE_OUTPUT_BOUNDS[-1])]
-"""Of requests without a hint."""
 
 
 class Hazard(EvictionPolicy):
@@ -73,7 +47,7 @@ class Hazard(EvictionPolicy):
     """
 
     def bind(self, pool: PoolView) -> None:
-        """Also makes everything that is kept a block: 17 bytes of each, and 16 of ghosts."""
+        """Also makes everything that is kept a block: 18 bytes of each, and 32 of ghosts."""
         super().bind(pool)
         self._place_bits = max(pool.num_blocks.bit_length(), 1)
         self._code = np.full(pool.num_blocks, -1, np.int64)  # serial of the last user and place in its chain, or -1
@@ -94,20 +68,18 @@ class Hazard(EvictionPolicy):
         self._places = 0
         self._released: list[tuple[Ids, Numbers, Ending]] = []
         self._used: list[tuple[int, Numbers]] = []
-        self._filled: list[tuple[int, Ids, Numbers, Numbers]] = []  # times, blocks, keys, lengths of prefixes
-        self._gone: list[tuple[list[Part], Numbers, Numbers]] = []  # victims, their keys and uses
-        self._num_gone = 0
         self._judged = 0
         self.runs = Runs()
         self.tables = HazardTables()
         self.guard = Guard(self.pool.num_blocks)
         self.lives = Lives(self.runs, self.tables)
+        self._evicted = Evicted(self._ghosts, self.runs, self.guard, self.lives, self._earlier_uses)
         self._chooser = Chooser(self.pool, self.runs, self.tables, self._code, self._hanging, self._place_bits)
 
     @property
     def nbytes(self) -> int:
         """Bytes of arrays, ghosts, rows and notes."""
-        return super().nbytes + 16 * (self._places + sum(ids.size for _, ids, _, _ in self._filled))
+        return super().nbytes + 16 * self._places
 
     def accessed(self, ids: Ids, hit: bool) -> None:
         index = ids.astype(np.intp)
@@ -128,8 +100,7 @@ class Hazard(EvictionPolicy):
             self._last_hit = -1
 
     def completed(self, ids: Ids) -> None:
-        length = self.pool.prefix_length.take(ids)
-        self._filled.append((self._now, ids.copy(), self.pool.keys_of(ids), length))
+        self._evicted.filled.append((self._now, ids.copy(), self.pool.keys_of(ids), self.pool.prefix_length.take(ids)))
 
     def returning(self, probability: float) -> None:
         self._returns = probability
@@ -139,7 +110,7 @@ class Hazard(EvictionPolicy):
         if returns is None and 0 <= output_tokens < len(ENDINGS):
             self._ending = ENDINGS[output_tokens]
         else:
-            self._ending = _ending(returns, output_tokens)
+            self._ending = ending_of(returns, output_tokens)
             self._returns = None
 
     def released(self, ids: Ids) -> None:
@@ -157,34 +128,33 @@ class Hazard(EvictionPolicy):
 
     def _work_off(self) -> None:
         """Brings rows and the guard up to date with what was noted."""
-        if not (self._released or self._used or self._filled):
+        released, used = self._released, self._used
+        if not (released or used or self._evicted.filled):
             return
-        runs, guard = self.runs, self.guard
-        if self._num_gone > TOGETHER or len(self._gone) >= LATE:
-            self._remember()
-        if self._filled:
-            self._recall()
-        room = max(1, self.pool.num_blocks - max(0, self.pool.num_held - sum([codes.size for _, codes in self._used])))
-        if self._released:
-            rows = self._add_rows()
-            guard.released(runs.size[rows])
-        if len(self._released) == 1:
-            guard.fill(runs, room)
-        if self._used:
-            self._take_used()
-        if self._released:
-            self._note_shared(rows)
-        if len(self._released) > 1:  # among these are requests that later ones in the batch went on from
-            guard.fill(runs, room)
         self._released, self._used, self._places = [], [], 0
+        runs, guard = self.runs, self.guard
+        self._evicted.work_off(self._now)
+        room = max(1, self.pool.num_blocks - max(0, self.pool.num_held - sum([codes.size for _, codes in used])))
+        if released:
+            rows = self._add_rows(released)
+            guard.released(runs.size[rows])
+        if len(released) == 1:
+            guard.fill(runs, room)
+        if used:
+            self._take_used(used)
+        if released:
+            self._note_shared(rows)
+        if len(released) > 1:  # among these are requests that later ones in the batch went on from
+            guard.fill(runs, room)
+        runs.cut_shorter()
         if runs.count:
             if not guard.learned:
                 guard.evict_on_paper(runs, self.tables, self._now, self.pool.num_blocks - self.pool.num_held)
             guard.judge(self._now - self._judged, runs)
             self._judged = self._now
 
-    def _add_rows(self) -> slice:
-        runs, notes = self.runs, self._released
+    def _add_rows(self, notes: list[tuple[Ids, Numbers, Ending]]) -> slice:
+        runs = self.runs
         chains, counts, endings = zip(*notes, strict=True)
         rows = runs.add(list(chains))
         chain = np.concatenate(chains) if len(notes) > 1 else chains[0]
@@ -212,12 +182,12 @@ class Hazard(EvictionPolicy):
         """How much of the chains whose requests do not go on others went on from."""
         for row in (rows.start + self.runs.certain[rows].nonzero()[0]).tolist():
             forks = self._forked.take(self.runs.chains[row]).nonzero()[0]
-            self.runs.shared[row] = forks[-1] + 1 if forks.size else 0
+            self.runs.shared[row] = self.runs.base[row] + forks[-1] + 1 if forks.size else 0
 
-    def _take_used(self) -> None:
+    def _take_used(self, used: list[tuple[int, Numbers]]) -> None:
         """Later requests take over the fronts of runs."""
         runs = self.runs
-        times, parts = zip(*self._used, strict=True)
+        times, parts = zip(*used, strict=True)
         codes = np.concatenate(parts) if len(parts) > 1 else parts[0]
         begin = np.array([part.size for part in parts]).cumsum()  # of each request but the first
         broken = codes[1:] - codes[:-1] != 1
@@ -245,43 +215,10 @@ class Hazard(EvictionPolicy):
                 starts[row] = place
                 moved.add(row)
             if not all_of_it:
-                self._forked[runs.chains[row].item(place - 1)] = True
+                self._forked[runs.block(row, place - 1)] = True
         for row in moved:
             hang(row)
-
-    def _remember(self) -> None:
-        """Makes ghosts of victims."""
-        parts = [part for parts, _, _ in self._gone for part in parts]
-        sizes = [ids.size for ids, _, _ in parts]
-        serials = np.repeat(np.array([serial for _, serial, _ in parts], np.int64), sizes)
-        tails = np.zeros(serials.size, np.int64)
-        tails[np.cumsum(sizes) - sizes] = [tail for _, _, tail in parts]
-        keys, uses = (np.concatenate(part) for part in list(zip(*self._gone, strict=True))[1:])
-        uses = np.minimum(uses, USE_BOUNDS[-1]).astype(np.int64)
-        self._gone, self._num_gone = [], 0
-        self._forget(self._ghosts.remember(keys, Noted(serials, uses, tails), self._now))
-
-    def _recall(self) -> None:
-        """Blocks were filled: some of them are evicted ones that were asked for again."""
-        times, parts, keys, lengths = zip(*self._filled, strict=True)
-        self._filled = []
-        ids = np.concatenate(parts)
-        found, noted = self._ghosts.recall(np.concatenate(keys), self._now)
-        self._earlier_uses[ids] = 0
-        if not found.size:
-            return
-        self._earlier_uses[ids[found]] = noted.uses
-        runs = self.runs
-        known, rows = runs.find(noted.serial)
-        if not known.size:
-            return
-        found = found[known]
-        begin = np.array([part.size for part in parts]).cumsum()
-        time = np.array(times)[begin.searchsorted(found, side="right")]
-        place = np.minimum(np.concatenate(lengths)[found] - 1, runs.size[rows] - 1)
-        self.guard.used(runs, rows, place, place + 1, resident=False)
-        np.subtract.at(runs.kept, rows, ONE)
-        self.lives.recalled(rows, noted.uses[known], noted.tail[known], time)
+            runs.cut(row)
 
     def _learn(self) -> None:
         """Fits the tables, and drops rows that are of no use any more."""
@@ -319,9 +256,7 @@ class Hazard(EvictionPolicy):
         ids = np.concatenate([part for part, _, _ in parts]) if len(parts) > 1 else parts[0][0]
         index = ids.astype(np.intp)
         uses = self.pool.access_count.take(index) + self._earlier_uses.take(index)
-        self._gone.append((parts, self.pool.keys_of(ids), uses))
-        self._num_gone += ids.size
-        self._places += ids.size
+        self._evicted.gone(parts, self.pool.keys_of(ids), uses)
         return ids
 
     def _refresh(self, count: int) -> None:
@@ -331,17 +266,14 @@ class Hazard(EvictionPolicy):
             self._learn()
         self._chooser.rank(count, self._now)
 
-    def _forget(self, lost: Noted) -> None:
-        runs = self.runs
-        known, rows = runs.find(lost.serial)
-        if not known.size:
-            return
-        self.guard.forgotten(runs, rows)
-        np.subtract.at(runs.kept, rows, ONE)
-        self.lives.forgotten(rows, lost.uses[known], lost.tail[known])
-
     def removed(self, ids: Ids) -> None:
         self._code[ids] = -1
+
+    def check(self) -> None:
+        released, code = self._released, self._code
+        self.runs.check(self._hanging)
+        assert not self.pool.ref_count[code >= 0].any(), "a block that is held may be chosen"
+        self.runs.check_blocks(code, self._place_bits, self._now - len(released), [ids for ids, _, _ in released])
 
     def clear(self) -> None:
         self._code.fill(-1)

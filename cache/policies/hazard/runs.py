@@ -25,12 +25,15 @@ COLUMNS: dict[str, tuple[str, int]] = {
     "kind": ("i1", 1),
     "trait": ("i1", 1),
     "certain": ("?", 1),
-    "flushed": ("i8", 1),
-    "weight": ("f4", 1),
-    "lives": ("f4", 2 * USES),
+    "base": ("i4", 1),
+    "flushed": ("i4", 1),
+    "lives": ("i2", 2 * USES),
 }
 LEAST = 64
 """Rows made at once at least."""
+SHORT = 8
+"""Chains that are kept whole: to cut them saves nothing."""
+NONE: Ids = np.empty(0, np.int32)
 
 
 class Runs:
@@ -48,9 +51,13 @@ class Runs:
         kept: Blocks that nobody used since, evicted ones included.
         kind, trait: Class and factors of the block at `end - 1`, see `HazardTables.scores`.
         certain: Whether the caller said that it does not go on.
-        flushed: Time up to which its lives are counted as exposed.
-        weight: Of each of its blocks in what is learned.
+        base: Place of the first block in `chains`.
+        flushed: Age up to which its lives are counted as exposed.
         lives: `kept` by 2 * uses + tail, as far as learned, `[rows, 8]`.
+
+    Attributes:
+        chains: For each row the blocks of its chain from place `base` on, all of its run among them.
+        places: Blocks in all chains.
     """
 
     serial: Numbers
@@ -65,20 +72,21 @@ class Runs:
     kind: Numbers
     trait: Numbers
     certain: Numbers
+    base: Numbers
     flushed: Numbers
-    weight: Numbers
     lives: Numbers
 
     def __init__(self) -> None:
-        self.count = 0
+        self.count = self.places = 0
         self.chains: list[Ids] = []
+        self._shorter: set[int] = set()
         for name, (dtype, width) in COLUMNS.items():
             setattr(self, name, np.zeros((LEAST, width) if width > 1 else LEAST, dtype))
 
     @property
     def nbytes(self) -> int:
         """Bytes held."""
-        return int(sum(getattr(self, name).nbytes for name in COLUMNS)) + 4 * sum(chain.size for chain in self.chains)
+        return int(sum(getattr(self, name).nbytes for name in COLUMNS)) + 4 * self.places
 
     def add(self, chains: list[Ids]) -> slice:
         """Appends a row for each chain, with all its blocks; the other columns are still to be filled in."""
@@ -86,15 +94,17 @@ class Runs:
         if last > self.serial.size:
             for name, (_, width) in COLUMNS.items():
                 old = getattr(self, name)
-                room = max(last, 3 * old.shape[0] // 2)
+                room = max(last, 9 * old.shape[0] // 8 + LEAST)
                 new = np.zeros((room, width) if width > 1 else room, old.dtype)
                 new[:first] = old[:first]
                 setattr(self, name, new)
         self.count = last
         self.chains += chains
         rows = slice(first, last)
-        self.start[rows] = self.shared[rows] = 0
-        self.size[rows] = [chain.size for chain in chains]
+        self.start[rows] = self.shared[rows] = self.base[rows] = 0
+        sizes = [chain.size for chain in chains]
+        self.size[rows] = sizes
+        self.places += sum(sizes)
         self.end[rows] = self.kept[rows] = self.size[rows]
         return rows
 
@@ -138,7 +148,33 @@ class Runs:
             uses = (bounds.item(row, 0) >= end) + (bounds.item(row, 1) >= end) + (bounds.item(row, 2) >= end)
             self.kind[row] = kind - kind % USES + uses
             self.trait[row] = self.trait.item(row) % TRAITS
-            self.last[row] = self.chains[row].item(end - 1)
+            self.last[row] = self.block(row, end - 1)
+        self._shorter.add(row)
+
+    def block(self, row: int, place: int) -> int:
+        """The block at a place of a chain that was in its run lately."""
+        block: int = self.chains[row].item(place - self.base.item(row))
+        return block
+
+    def cut_shorter(self) -> None:
+        """Cuts what came to an end earlier, once nobody may ask for blocks behind it any more."""
+        for row in self._shorter:
+            self.cut(row)
+        self._shorter.clear()
+
+    def cut(self, row: int) -> None:
+        """Lets go of blocks of a chain once few of them are in its run."""
+        chain, start, end = self.chains[row], self.start.item(row), self.end.item(row)
+        if start >= end:
+            left = NONE
+        elif chain.size > max(SHORT, 2 * (end - start)):
+            base = self.base.item(row)
+            left = chain[start - base : end - base].copy()
+            self.base[row] = start
+        else:
+            return
+        self.places += left.size - chain.size
+        self.chains[row] = left
 
     def piece(self, row: int, start: int, end: int) -> int:
         """Where the blocks of one worth that end at `end` begin."""
@@ -164,10 +200,41 @@ class Runs:
             column = getattr(self, name)
             column[: rows.size] = column[rows]
         self.count = rows.size
-        for row in np.flatnonzero(self.end[: self.count] <= self.start[: self.count]).tolist():
-            self.chains[row] = self.chains[row][:0]
+        self.places = sum([chain.size for chain in self.chains])
 
-    def clear(self) -> None:
-        """Forgets every row."""
-        self.count = 0
-        self.chains.clear()
+    def check(self, hanging: Numbers) -> None:
+        """Asserts that rows hold together, and that so many of them wait for each block."""
+        rows, alive = slice(self.count), self.alive()
+        start, end, sizes = self.start[rows], self.end[rows], np.array([chain.size for chain in self.chains], np.intp)
+        assert len(self.chains) == self.count, "a row without a chain"
+        assert (np.diff(self.serial[rows]) > 0).all(), "rows out of order"
+        assert self.places == sizes.sum(), "blocks of chains are miscounted"
+        assert ((self.base[rows] <= start) & (end <= self.base[rows] + sizes))[alive].all(), "a run beyond its chain"
+        assert [self.block(row, int(end[row]) - 1) for row in alive] == self.last[alive].tolist(), "another last block"
+        parent = self.parent[rows]
+        waiting = np.bincount(parent[parent >= 0], minlength=hanging.size)
+        assert (waiting == hanging).all(), "runs that wait for a block are miscounted"
+
+    def check_blocks(self, code: Numbers, place_bits: int, first: int, notes: list[Ids]) -> None:
+        """Asserts that each block is where its code says.
+
+        Args:
+            code: Serial of its row and place, -1 for none, `[num_blocks]`.
+            place_bits: Low bits of a code that are the place.
+            first: Serial of the first request that has no row yet.
+            notes: The chains of these requests.
+        """
+        blocks = (code >= 0).nonzero()[0].tolist()
+        for block, serial, place in zip(
+            blocks,
+            (code[blocks] >> place_bits).tolist(),
+            (code[blocks] & ((1 << place_bits) - 1)).tolist(),
+            strict=True,
+        ):
+            if serial >= first:
+                assert notes[serial - first][place] == block, "a block that was released is in another place"
+                continue
+            known, rows = self.find(np.array([serial]))
+            assert known.size, "a block without a row"
+            assert self.start[rows[0]] <= place < self.end[rows[0]], "a block outside its run"
+            assert self.block(int(rows[0]), place) == block, "a block is in another place"

@@ -68,7 +68,7 @@ class Chooser:
         runs = self._runs
         start, before, parent = runs.start.item(row), runs.parent.item(row), -1
         if start < runs.end.item(row):
-            parent = runs.chains[row].item(start - 1)
+            parent = runs.block(row, start - 1)
             self._hanging[parent] += 1
         if before >= 0:
             self._hanging[before] -= 1
@@ -147,15 +147,15 @@ class Chooser:
         """
         runs = self._runs
         start, end, serial = runs.start.item(row), runs.end.item(row), runs.serial.item(row)
-        chain, code = runs.chains[row], serial << self._place_bits
+        chain, base, code = runs.chains[row], runs.base.item(row), serial << self._place_bits
         tail = end == runs.size.item(row)
         if tail and heed:  # a piece of its own, which nothing hangs from
-            chosen, looked = chain[end - 1 : end], 1
+            chosen, looked = chain[end - 1 - base : end - base], 1
             if self._code.item(runs.last.item(row)) != code + end - 1:
                 chosen = chosen[:0]
         else:
             low = max(runs.piece(row, start, end) if heed else start, end - max(LOOK, 2 * count))
-            ids = chain[low:end][::-1]
+            ids = chain[low - base : end - base][::-1]
             looked = ids.size
             mine = self._code.take(ids) == np.arange(code + end - 1, code + low - 1, -1)
             if heed:

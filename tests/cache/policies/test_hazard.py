@@ -199,6 +199,46 @@ def test_random_access_patterns_leave_every_victim_findable():
     m.check()
 
 
+@pytest.mark.parametrize(
+    "broken",
+    [
+        lambda p: p._hanging.__setitem__(0, 7),
+        lambda p: p._code.__setitem__((p._code >= 0).nonzero()[0][:2], 0),
+        lambda p: p.runs.last.__setitem__(p.runs.alive()[0], 99),
+        lambda p: setattr(p.runs, "places", -1),
+        lambda p: p.runs.serial.__setitem__(0, 1 << 40),
+    ],
+    ids=["hanging", "code", "last", "places", "serial"],
+)
+def test_check_covers_the_state_of_the_policy(broken):
+    m = pc.CacheManager(32, block_size=4, policy="hazard")
+    for i in range(40):
+        serve(m, i, [i % 7] * 8 + [i] * 4)
+    policy = m.pools[0].policy
+    policy._work_off()
+    m.check()
+    broken(policy)
+    with pytest.raises(AssertionError):
+        m.check()
+
+
+def test_a_policy_that_failed_once_goes_on(monkeypatch, cache_errors):
+    """What was noted is not worked off twice: one failure must not make all later ones."""
+    m = pc.CacheManager(32, block_size=4, policy="hazard")
+    policy = m.pools[0].policy
+    with monkeypatch.context() as failing:
+        failing.setattr(policy.guard, "fill", lambda *_: 1 / 0)
+        for i in range(30):
+            serve(m, i, [i] * 8)
+    assert cache_errors
+    cache_errors.clear()
+    for i in range(30, 60):
+        serve(m, i, [i] * 8)
+    assert not policy._used
+    assert policy.runs.count > 5
+    assert cached_of(m, [59] * 8) == 8
+
+
 def test_ghosts_of_the_oldest_requests_give_way():
     ghosts = RequestGhosts(64)
     keys = np.random.default_rng(0).integers(0, 1 << 63, 400, dtype=np.uint64)

@@ -267,7 +267,7 @@ def test_finds_the_last_block_among_held_ones(policy: str) -> None:
     manager.check()
 
 
-@pytest.mark.parametrize("name", ["lru", "default"])
+@pytest.mark.parametrize("name", ["lru", "segmented", "hazard"])
 @pytest.mark.parametrize("num_blocks", [10_000, 21_846, 100_000])  # 21,846: most table slots a block
 def test_bookkeeping_stays_under_256_bytes_a_block_and_a_mebibyte(name, num_blocks):
     """Everything counted, with the pool full and every hash remembered that may be."""
@@ -278,6 +278,20 @@ def test_bookkeeping_stays_under_256_bytes_a_block_and_a_mebibyte(name, num_bloc
     assert m.stats().cached_blocks == num_blocks
     assert m.nbytes < 256 * num_blocks + (1 << 20)
     assert m._state.hasher.tree.nbytes > 50 * num_blocks
+
+
+@pytest.mark.parametrize("shared", [0, 100])
+def test_many_small_requests_stay_under_256_bytes_a_block_too(shared):
+    """A request for every two blocks: what is kept of requests and of prefixes that they share is bounded as well."""
+    num_blocks, most = 10_000, 0
+    m = pc.CacheManager(num_blocks, block_size=1, policy="hazard")
+    prefix = list(range(shared))
+    for i in range(6000):
+        serve(m, i, [*prefix, 1000 + i, 5])
+        if i % 500 == 0:
+            most = max(most, m.nbytes)
+    assert m.stats().cached_blocks == num_blocks
+    assert max(most, m.nbytes) < 256 * num_blocks + (1 << 20)
 
 
 @pytest.mark.parametrize("name", sorted(POLICIES))
