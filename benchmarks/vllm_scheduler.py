@@ -4,8 +4,8 @@
 
 Requests come one at a time for the hit rates, which are to be those of `pc replay`, and 16 at a time for the CPU time:
 that of `schedule` and `update_from_output`, vLLM's own queue and the policies in turns of some steps in one process,
-rounds repeated. The timed pool holds a share of the timed requests' blocks, so that most are evicted again. A block of the
-trace is `--split` blocks of vLLM. Writes results/cpu/vllm_scheduler.csv.
+rounds repeated. The timed pool holds a share of the timed requests' blocks, so that most are evicted again. A block of
+the trace is `--split` blocks of vLLM. Writes results/cpu/vllm_scheduler.csv.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ INTERFACES: dict[str, dict[str, str]] = {
         "vllm.v1.core.block_pool:BlockPool.move_block_hashes": "self src_block dst_block",
         "vllm.v1.core.block_pool:BlockPool.evict_blocks": "self block_ids",
         "vllm.v1.core.block_pool:BlockPool.reset_prefix_cache": "self",
-        "vllm.v1.core.kv_cache_utils:KVCacheBlock": "block_id ref_cnt pool is_null",
+        "vllm.v1.core.kv_cache_utils:KVCacheBlock": "block_id ref_cnt pool is_null _block_hash",
         "vllm.v1.core.kv_cache_utils:FreeKVCacheBlockQueue.popleft_n": "self n",
         "vllm.v1.core.kv_cache_utils:FreeKVCacheBlockQueue.append_n": "self blocks",
         "vllm.v1.core.kv_cache_utils:FreeKVCacheBlockQueue.prepend_n": "self blocks",

@@ -8,7 +8,7 @@ from typing import Any
 from .state import PolicyState
 
 AHEAD_FROM, AHEAD = 4096, 32
-"""A pool of so many blocks chooses a 32nd of them ahead: asked at every step, a policy's code is never in the caches."""
+"""A pool of so many blocks chooses a 32nd of them ahead: policies asked at every step are slow, see `PolicyState`."""
 
 
 class PolicyQueue:
@@ -28,7 +28,7 @@ class PolicyQueue:
         self._blocks = blocks
         self._state = state
         self._empty = free[::-1]  # the last is handed out next
-        self._chosen: dict[int, Any] = {}  # likewise
+        self._chosen: list[int] = []  # the first is handed out next
         self._ahead = len(blocks) // AHEAD if len(blocks) >= AHEAD_FROM else 0
         self.num_free_blocks = len(free)
 
@@ -45,32 +45,33 @@ class PolicyQueue:
 
     def popleft_n(self, n: int) -> list[Any]:
         """The next `n` blocks; the policy is asked for what the blocks without content do not cover."""
-        empty, chosen = self._empty, self._chosen
+        empty = self._empty
         assert n <= self.num_free_blocks
-        if n > len(empty) + len(chosen):
+        if n > len(empty) + len(self._chosen):
             self._choose(n - len(empty))
-            chosen = self._chosen
         left = max(0, len(empty) - n)
         taken = empty[left:]
         del empty[left:]
         taken.reverse()
-        if len(taken) < n:
-            taken += [chosen.popitem()[1] for _ in range(n - len(taken))]
+        rest, blocks = n - len(taken), self._blocks
+        if rest:
+            taken += [blocks[i] for i in self._chosen[:rest]]
+            del self._chosen[:rest]
         self.num_free_blocks -= n
         return taken
 
     def _choose(self, count: int) -> None:
         """Has `count` victims at least."""
-        waiting = self.num_free_blocks - len(self._empty) - len(self._chosen)
-        wanted = min(count - len(self._chosen) + self._ahead, waiting)
-        ids = self._state.victims(wanted).tolist()
-        if len(ids) != wanted:
-            raise RuntimeError(f"{type(self._state.policy).__name__}.victims: got {len(ids)}, needs {wanted} blocks")
-        ids.reverse()
-        later = dict(zip(ids, map(self._blocks.__getitem__, ids), strict=True))
-        if len(later) != wanted or not later.keys().isdisjoint(self._chosen):
-            raise RuntimeError(f"{type(self._state.policy).__name__}.victims: got a block twice")
-        self._chosen = later | self._chosen
+        chosen = self._chosen
+        waiting = self.num_free_blocks - len(self._empty) - len(chosen)
+        wanted = min(count - len(chosen) + self._ahead, waiting)
+        chosen = chosen + self._state.victims(wanted).tolist()
+        name = type(self._state.policy).__name__
+        if len(chosen) != wanted + len(self._chosen):
+            raise RuntimeError(f"{name}.victims: got {len(chosen) - len(self._chosen)}, needs {wanted} blocks")
+        if len(set(chosen)) != len(chosen):
+            raise RuntimeError(f"{name}.victims: got a block twice")
+        self._chosen = chosen
 
     def remove(self, block: Any) -> None:
         """Takes a block out that somebody found."""
@@ -84,9 +85,11 @@ class PolicyQueue:
         if None in [block.block_hash for block in blocks]:
             gone = {id(block) for block in blocks if block.block_hash is None}
             self._empty = [block for block in self._empty if id(block) not in gone]
-        if not chosen:
+        found = {block.block_id for block in blocks}.intersection(chosen) if chosen else ()
+        if not found:
             return []
-        return [block for block in blocks if chosen.pop(block.block_id, None) is not None]
+        self._chosen = [i for i in chosen if i not in found]
+        return [block for block in blocks if block.block_id in found]
 
     def append(self, block: Any) -> None:
         """A block was given back with its content."""
@@ -112,8 +115,8 @@ class PolicyQueue:
         """
         waiting = self.num_free_blocks - len(self._empty) - len(self._chosen)
         ids = self._state.victims(waiting).tolist() if waiting else []
-        self._empty = [*(self._blocks[i] for i in reversed(ids)), *self._chosen.values(), *self._empty]
-        self._chosen = {}
+        self._empty = [self._blocks[i] for i in reversed(self._chosen + ids)] + self._empty
+        self._chosen = []
         self._state.clear()
 
     def get_all_free_blocks(self) -> list[Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterable, Sequence
-from operator import attrgetter
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -17,7 +16,6 @@ from ....cache.table import Ids
 MANY = 2048
 """So many blocks are told of at once, if no victims are needed before."""
 Numbers: TypeAlias = "array[int]"
-NUMBER, HASH = attrgetter("block_id"), attrgetter("block_hash")
 
 
 class PolicyState:
@@ -46,7 +44,7 @@ class PolicyState:
         self._log: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
         self._noted = 0
         self._fresh = array("i")
-        self._completed: list[tuple[int, Numbers, list[bytes | None]]] = []
+        self._completed: list[tuple[Numbers, Numbers, bytes]] = []
         self._num_free = num_free
         self._held_then: int | None = None
         self.policy = policy
@@ -84,7 +82,16 @@ class PolicyState:
     def completed(self, blocks: list[Any], before: int) -> None:
         """Those of these blocks that have one got their hash; `before` blocks of their sequence come first."""
         if not self.order_only:
-            self._note(self._take_completed, before, _numbers(blocks), list(map(HASH, blocks)), count=len(blocks))
+            hashes = [block._block_hash for block in blocks]  # the property takes ten times as long
+            if None in hashes:
+                places = [n for n, key in enumerate(hashes, before + 1) if key is not None]
+                blocks = [blocks[place - before - 1] for place in places]
+                hashes = [key for key in hashes if key is not None]
+            else:
+                places = list(range(before + 1, before + 1 + len(blocks)))
+            if hashes:
+                noted = array("i", places), _numbers(blocks), _joined(hashes)
+                self._note(self._take_completed, noted, count=len(blocks))
 
     def accessed(self, blocks: list[Any], returned: Sequence[Any] = ()) -> None:
         """Cached blocks were found and taken, in the order of their sequence; vLLM has counted the holder already.
@@ -141,8 +148,8 @@ class PolicyState:
     def _take_fresh(self, numbers: Numbers) -> None:
         self._fresh += numbers
 
-    def _take_completed(self, before: int, numbers: Numbers, hashes: list[bytes | None]) -> None:
-        self._completed.append((before, numbers, hashes))
+    def _take_completed(self, noted: tuple[Numbers, Numbers, bytes]) -> None:
+        self._completed.append(noted)
 
     def _tell_taken(self) -> None:
         """Fresh and completed blocks since the last hit or release."""
@@ -155,21 +162,12 @@ class PolicyState:
             self._keys[ids] = 0
             self.policy.accessed(ids, False)
         if self._completed:
-            numbers, places, hashes = array("i"), array("i"), []
-            for before, some, keys in self._completed:
-                numbers += some
-                places.extend(range(before + 1, before + 1 + len(some)))
-                hashes += keys
+            places, numbers, hashes = (list(parts) for parts in zip(*self._completed, strict=True))
             self._completed = []
-            if None in hashes:
-                named = [n for n, key in enumerate(hashes) if key is not None]
-                numbers, places = array("i", [numbers[n] for n in named]), array("i", [places[n] for n in named])
-                hashes = [hashes[n] for n in named]
-            if hashes:
-                ids = _ids(numbers)
-                self.prefix_length[ids] = places
-                self._keys[ids] = _keys(hashes)
-                self.policy.completed(ids)
+            ids = _ids(b"".join(numbers))
+            self.prefix_length[ids] = _ids(b"".join(places))
+            self._keys[ids] = _keys(hashes, list(map(len, numbers)))
+            self.policy.completed(ids)
 
     def _tell_accessed(self, numbers: Numbers, returned: Numbers, held: int) -> None:
         self._tell_taken()
@@ -228,22 +226,28 @@ class PolicyState:
 
 def _numbers(blocks: Sequence[Any]) -> Numbers:
     """Numbers of blocks, taken while they are in the processor's caches."""
-    return array("i", map(NUMBER, blocks))
+    return array("i", [block.block_id for block in blocks])
 
 
-def _ids(numbers: Numbers) -> Ids:
+def _ids(numbers: Numbers | bytes) -> Ids:
     ids: Ids = np.frombuffer(numbers, np.int32)
     return ids
 
 
-def _keys(hashes: list[bytes]) -> npt.NDArray[np.uint64]:
-    """64 bits of each of vLLM's hashes."""
-    width = len(hashes[0])
-    raw = np.frombuffer(b"".join(hashes), np.uint8)
-    if raw.size != width * len(hashes):  # of several lengths, which one algorithm does not give
-        raw = np.frombuffer(b"".join([key[:8] + key[-4:] for key in hashes]), np.uint8)
-    raw = raw.reshape(len(hashes), -1)
-    keys: npt.NDArray[np.uint64] = raw[:, :8].copy().view(np.uint64)[:, 0]
+def _joined(hashes: list[bytes]) -> bytes:
+    """Hashes of vLLM behind each other, those of several lengths cut to what `_keys` reads."""
+    raw = b"".join(hashes)
+    if hashes and len(raw) != len(hashes) * len(hashes[0]):
+        raw = b"".join([key[:8] + key[-4:] for key in hashes])
+    return raw
+
+
+def _keys(parts: list[bytes], counts: list[int]) -> npt.NDArray[np.uint64]:
+    """64 bits of each hash; they are of one length in each part, and longer where blocks are larger."""
+    if len({len(raw) // count for raw, count in zip(parts, counts, strict=True)}) > 1:
+        return np.concatenate([_keys([raw], [count]) for raw, count in zip(parts, counts, strict=True)])
+    rows = np.frombuffer(b"".join(parts), np.uint8).reshape(sum(counts), -1)
+    keys: npt.NDArray[np.uint64] = rows[:, :8].copy().view(np.uint64)[:, 0]
     # The last bytes of vLLM's key are the group: layers of one group do not stand for those of another.
-    keys ^= raw[:, -4:].copy().view(">u4")[:, 0].astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    keys ^= rows[:, -4:].copy().view(">u4")[:, 0].astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     return keys
