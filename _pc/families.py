@@ -30,7 +30,7 @@ SIZES: list[tuple[str, int]] = [
     (r"(n_group|topk_group|num_expert_group|limited_topk|n_shared_experts|num_shared_experts)", 1),
     (r"(kv_lora_rank|q_lora_rank|qk_nope_head_dim|v_head_dim|lora_rank.*|qk_head_dim)", 16),
     (r"(qk_rope_head_dim|rotary_dim)", 8),
-    (r"(sliding_window|attention_chunk_size|window_size|attention_window|local_window)", 20),
+    (r"(sliding_window|sliding_window_size|attention_chunk_size|window_size|attention_window|local_window)", 20),
     (r"(mamba_n_heads|mamba_num_heads)", 8),
     (r"(linear_num_value_heads)", 4),
     (r"(linear_num_key_heads|mamba_n_groups|n_groups)", 2),

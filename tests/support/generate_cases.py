@@ -88,6 +88,17 @@ HYBRIDS = [
             "mamba_d_state": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 96,
         },
     ),
+    Family(
+        "inkling",
+        "InklingTextConfig",
+        "InklingForCausalLM",
+        {
+            "head_dim": 16, "swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "swa_head_dim": 16,
+            "sliding_window_size": 20, "d_rel": 8, "rel_extent": 32, "layer_types": ["hybrid_sliding", "hybrid"],
+            "mlp_layer_types": ["dense", "sparse"], "moe_intermediate_size": 32, "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+        },
+    ),
 ]  # fmt: skip
 
 

@@ -119,6 +119,13 @@ class GrowingWindowLayer(_Growing, DynamicSlidingWindowLayer):  # type: ignore[m
             self.released = min(self.released, self.cumulative_length)
 
 
+_BOTH: Any = getattr(cache_utils, "LinearAttentionAndSlidingWindowAttentionLayer", DynamicSlidingWindowLayer)
+
+
+class GrowingWindowAndStateLayer(GrowingWindowLayer, _BOTH):  # type: ignore[misc]
+    """A layer of a window, as above, and of states of fixed size beside it."""
+
+
 DUMMY: type = getattr(cache_utils, "DummyLayer", DynamicLayer)  # of layers that share keys, from transformers 5.23 on
 KEPT = (DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer, LinearAttentionAndFullAttentionLayer, DUMMY)
 
@@ -130,11 +137,14 @@ def new_cache(config: Any) -> DynamicCache:
         UnsupportedError: A layer keeps something that is neither keys and values by token nor a state of fixed size.
     """
     cache = DynamicCache(config=config)
-    for index, layer in enumerate(cache.layers):
+    layers: list[Any] = cache.layers
+    for index, layer in enumerate(layers):
         if type(layer) is DynamicLayer:
             cache.layers[index] = GrowingLayer()
         elif type(layer) is DynamicSlidingWindowLayer:
             cache.layers[index] = GrowingWindowLayer(layer.sliding_window)
+        elif type(layer) is _BOTH:
+            cache.layers[index] = GrowingWindowAndStateLayer(layer.sliding_window, layer.number_of_states)
         elif type(layer) is DynamicIndexedLayer:
             raise UnsupportedError("its attention keeps the keys of an index beside keys and values")
         elif type(layer) not in KEPT:
@@ -145,7 +155,8 @@ def new_cache(config: Any) -> DynamicCache:
 def like(empty: DynamicCache) -> DynamicCache:
     """Another of the same layers as one of `new_cache` that is still empty, without asking the config again."""
     cache = copy.copy(empty)
-    cache.layers = [copy.copy(layer) if isinstance(layer, _Growing) else copy.deepcopy(layer) for layer in empty.layers]
+    flat = (GrowingLayer, GrowingWindowLayer)
+    cache.layers = [copy.copy(layer) if type(layer) in flat else copy.deepcopy(layer) for layer in empty.layers]
     return cache
 
 
