@@ -4,15 +4,18 @@
     PYTHONPATH=.typecheck python -m benchmarks.traffic --kinds law_flips,concatenated --capacity 3%,10%
     PYTHONPATH=.typecheck python -m benchmarks.traffic --traces a.jsonl.gz b.jsonl.gz    # one after the other
 
-Rules of `python -m pc replay`. The worst window is the least ratio to lru over so many requests, of windows in which
-lru hits at least a fiftieth of its share. `KINDS` are common traffic; `STRESS` changes in ways that no policy foresees.
+Rules of `python -m pc replay`; `--csv FILE` adds rows to a file. The worst window is the least ratio to lru over so
+many requests, of windows in which lru hits at least a fiftieth of its share. `KINDS` are common traffic; `STRESS`
+changes in ways that no policy foresees.
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
 from collections.abc import Callable, Iterator
 from itertools import count, islice
+from pathlib import Path
 
 import numpy as np
 
@@ -256,7 +259,9 @@ def main() -> None:
     parser.add_argument("--window", type=int, default=500, help="requests")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--traces", nargs="*", default=[], help="files, replayed as one instead of generated traffic")
+    parser.add_argument("--csv", type=Path, help="a file that rows are added to")
     arguments = parser.parse_args()
+    rows = []
     if arguments.traces:
         traces = iter([one_after_the_other([load_trace(path) for path in arguments.traces])])
     else:
@@ -267,9 +272,26 @@ def main() -> None:
             capacity = max(1, round(float(share.rstrip("%")) / 100 * trace.unique_blocks))
             lru, ours, worst = against_lru(trace, arguments.policy, capacity, arguments.window)
             ratio = ours / lru if lru else float("nan")
+            row = {"traffic": trace.name, "requests": len(trace.requests), "capacity_share": share, "blocks": capacity}
+            row |= {"policy": arguments.policy, "lru": f"{lru:.6f}", "hit_rate": f"{ours:.6f}", "ratio": f"{ratio:.6f}"}
+            rows.append(row | {"window": arguments.window, "worst_window": f"{worst:.4f}"})
             print(
                 f"{trace.name:24} {share:>5} {capacity:6} {lru:7.4f} {ours:9.4f} {ratio:6.3f} {worst:6.3f}", flush=True
             )
+    if arguments.csv is not None:
+        write_rows(arguments.csv, rows)
+
+
+def write_rows(path: Path, rows: list[dict[str, object]]) -> None:
+    """Adds rows to a file."""
+    from .conditions import conditions
+
+    new = not path.exists()
+    with path.open("a", newline="") as file:
+        writer = csv.DictWriter(file, [*rows[0], *conditions("cpu")], lineterminator="\n")
+        if new:
+            writer.writeheader()
+        writer.writerows(row | conditions("cpu") for row in rows)
 
 
 if __name__ == "__main__":

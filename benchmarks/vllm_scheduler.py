@@ -94,10 +94,12 @@ def make_scheduler(policy: str | None, num_blocks: int, at_once: int) -> Any:
     return kind(config, caches, StructuredOutputManager(config), BLOCK_SIZE, BLOCK_SIZE)
 
 
-def make_requests(trace: Trace, split: int, longest: int) -> list[Any]:
+def make_requests(trace: Trace, split: int, longest: int, returns: list[float] | None = None) -> list[Any]:
     """Requests whose full blocks carry the hashes of the trace's; one more token follows, so that all can be hit."""
     from vllm.sampling_params import SamplingParams
     from vllm.v1.request import Request
+
+    from pc.integrations.vllm.eviction import retention_hints
 
     made = []
     for number, (ids, output) in enumerate(zip(trace.requests, trace.outputs, strict=True)):
@@ -113,25 +115,40 @@ def make_requests(trace: Trace, split: int, longest: int) -> list[Any]:
             fresh = [own + at.to_bytes(8, "little") for at in range(max(known, len(hashes)), full)]
             return hashes[known:full] + fresh
 
-        sampling = SamplingParams(max_tokens=max(1, min(output, longest)), ignore_eos=True)
+        told = None if returns is None else {"kv_hints": retention_hints(returns=returns[number])}
+        sampling = SamplingParams(max_tokens=max(1, min(output, longest)), ignore_eos=True, extra_args=told)
         tokens = [0] * (BLOCK_SIZE * len(hashes) + 1)
         made.append(Request(str(number), tokens, sampling, None, block_hasher=hasher))
     return made
 
 
-def run(trace: Trace, policy: str | None, capacity: int, split: int, at_once: int, longest: int) -> Run:
-    """One pass; `at_once` requests run together, each of which generates at most `longest` tokens."""
-    return list(passing(trace, policy, capacity, split, at_once, longest))[-1]
+def run(
+    trace: Trace,
+    policy: str | None,
+    capacity: int,
+    split: int,
+    at_once: int,
+    longest: int,
+    returns: list[float] | None = None,
+) -> Run:
+    """One pass; `at_once` requests run together, each of which generates at most `longest` tokens and has its hint."""
+    return list(passing(trace, policy, capacity, split, at_once, longest, returns))[-1]
 
 
 def passing(
-    trace: Trace, policy: str | None, capacity: int, split: int, at_once: int, longest: int
+    trace: Trace,
+    policy: str | None,
+    capacity: int,
+    split: int,
+    at_once: int,
+    longest: int,
+    returns: list[float] | None = None,
 ) -> Iterator[Run | None]:
     """As `run`; gives way every few steps with None, so that passes can go side by side."""
     from vllm.v1.outputs import ModelRunnerOutput
 
     scheduler = make_scheduler(policy, capacity * split + 2 * at_once, at_once)
-    waiting = make_requests(trace, split, longest)[::-1]
+    waiting = make_requests(trace, split, longest, returns)[::-1]
     hits, steps, seconds, running = 0, 0, 0.0, 0
     while waiting or running:
         while waiting and running < at_once:
