@@ -33,8 +33,17 @@ class StepSlots:
     def __init__(self, count: int, runs: list[Run], array: Slots | None = None) -> None:
         self.count = count
         self._runs = runs
-        self.runs: list[Run] | None = runs if len(runs) <= max(_FEW_RUNS, count // _SHORT) else None
-        self.spans: list[Span] = ascending(runs) if self.runs is not None else []
+        self.runs: list[Run] | None = runs
+        self.spans: list[Span]
+        if array is not None:
+            self.array = array
+        if len(runs) == 1:  # as of a request that decodes, where the rest would take longest
+            _, first, end = runs[0]
+            self.spans, self.low, self.high = [(first, end)], first if end - first >= count else -1, end - 1
+            return
+        if len(runs) > max(_FEW_RUNS, count // _SHORT):
+            self.runs = None
+        self.spans = ascending(runs) if self.runs is not None else []
         if self.spans:
             self.low, self.high = self.spans[0][0], self.spans[-1][1] - 1
         else:
@@ -42,8 +51,6 @@ class StepSlots:
             self.high = max([end for _, _, end in runs], default=0) - 1
         if sum([end - first for _, first, end in runs]) < count:
             self.low = -1
-        if array is not None:
-            self.array = array
 
     @classmethod
     def of(cls, slot_mapping: npt.ArrayLike) -> StepSlots:

@@ -207,12 +207,30 @@ class TensorCache:
         """
         slots = self._checked_slots(step)
         mine, others = self._names.sort(step)
+        self.write(slots, mine)
+        return others
+
+    def write(self, slots: StepSlots, mine: Named) -> None:
+        """`store` of what has been looked through already: a few microseconds less.
+
+        Args:
+            slots: Of the step's tokens, in range.
+            mine: By name, which has been registered, `[slots.count, *features]` of its dtype; nothing is checked.
+
+        Examples:
+            >>> from pc.cache.tensors.step_slots import StepSlots
+            >>> cache = pc.TensorCache(None, num_blocks=16, block_size=4)
+            >>> cache.register("hidden", (32,), torch.float32)
+            >>> cache.write(StepSlots.of([8, 9]), {"hidden": torch.ones(2, 32)})
+            >>> cache.available(np.array([2]), num_tokens=2)
+            2
+        """
         if slots.runs is not None:
             self._valid.clear_spans(slots.spans)
         else:
             self._valid.clear(slots.kept)
         if not mine or slots.high < 0:
-            return others
+            return
         if self._on_host(mine):
             for name, tensor in mine.items():
                 entry = self._entries[name]
@@ -224,7 +242,6 @@ class TensorCache:
             self._valid.mark_spans(mine, slots.spans)
         else:
             self._valid.mark(mine, slots.kept)
-        return others
 
     def _on_host(self, mine: Named) -> bool:
         """Whether rows and their cache are all where plain copies serve; waits for what a device still writes there."""

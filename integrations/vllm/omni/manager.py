@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,38 +17,14 @@ from vllm_omni.core.prefix_cache.interface import (
     is_hidden_key,
 )
 
-from ....cache.table import Ids
 from ....cache.tensors.step import Step
 from ....cache.tensors.step_slots import StepSlots
 from ....cache.tensors.tensor_cache import TensorCache
 from .leftover import Leftover
+from .saved import Hit, Rows, SavedStep, copied_rows
 from .view import GroupView
 
-Rows = dict[str, dict[str, torch.Tensor]]
-"""By name and request."""
-
-
 _NOTHING = Leftover({})
-
-
-class Hit(NamedTuple):
-    """Cached tokens of a request that enters a batch: from which on they are handed on, how many, and its blocks."""
-
-    begin: int
-    end: int
-    blocks: Ids
-
-
-@dataclass(slots=True)
-class SavedStep:
-    """A step whose outputs nobody has taken yet."""
-
-    step: Step
-    spans: dict[str, tuple[int, int]]
-    hits: dict[str, Hit]
-    leftover: Leftover
-    rows: Rows | OmniPrefixCacheUnmatchError | None = None
-    """Read as soon as a later step writes; what was wrong then is said to who takes them."""
 
 
 class OmniPrefixCacheManager:
@@ -75,6 +50,7 @@ class OmniPrefixCacheManager:
         self._size: int = view.block_size
         self._policy = ModelCachePolicy()
         self._cache = TensorCache(None, config.num_blocks, self._size)
+        self._limit = config.num_blocks * self._size
         self._kinds: dict[str, tuple[torch.Size, torch.dtype]] = {}
         self._changed = threading.Condition()
         self._reached: dict[str, int] = {}  # of each live request, the position behind its last saved token
@@ -148,14 +124,16 @@ class OmniPrefixCacheManager:
         slots = self._slots(requests) if count else StepSlots(0, [])
         if slots.count != count or slots.low < 0:
             raise OmniPrefixCacheUnmatchError(f"slot mapping covers {slots.count} of {count} scheduled tokens")
+        if slots.high >= self._limit:
+            raise OmniPrefixCacheUnmatchError(f"slots: got {slots.high}, needs at most {self._limit - 1}")
         with self._changed:
             try:
                 kept, leftover = self._sort(hidden_states, mm_outputs or {}, count, num_tokens_padded)
                 if self._steps:
                     self._wait_for_room()
                     self._read_waiting()
-                step = Step.at(slots, kept)
-                self._cache.store(step)
+                new = copied_rows(kept)
+                self._cache.write(slots, kept)
             except BaseException:
                 self._read_waiting()
                 self._cache.store(Step.at(slots, {}))  # their KV is another's now
@@ -169,7 +147,7 @@ class OmniPrefixCacheManager:
                 begin = end
             step_id = self._next_step_id
             self._next_step_id += 1
-            self._steps[step_id] = SavedStep(step, spans, self._hits, leftover)
+            self._steps[step_id] = SavedStep(slots, tuple(kept), spans, self._hits, leftover, new)
             self._hits = {}
             return step_id
 
@@ -193,7 +171,8 @@ class OmniPrefixCacheManager:
         for name, value in outputs.items():
             if is_hidden_key(name):
                 continue
-            if count and isinstance(value, torch.Tensor) and value.dim() > 1 and value.shape[0] in (count, padded):
+            per_token = count and isinstance(value, torch.Tensor) and value.dim() > 1 and value.layout == torch.strided
+            if per_token and value.shape[0] in (count, padded):
                 kept[name] = value[:count]
             else:
                 rest[name] = value
@@ -224,16 +203,17 @@ class OmniPrefixCacheManager:
                     saved.rows = error
 
     def _read(self, saved: SavedStep, requests: Sequence[str]) -> Rows:
-        names = list(saved.step.outputs)
-        plain = [request for request in requests if request not in saved.hits]
-        new = self._cache.read(saved.step, names) if plain and names else {}
+        names, new = saved.names, saved.new
+        if new is None:
+            plain = names and any(request not in saved.hits for request in requests)
+            new = self._cache.read(Step.at(saved.slots, {}), names) if plain else {}
         rows: Rows = {name: {} for name in names}
         for request in requests:
             begin, end = saved.spans[request]
             hit = saved.hits.get(request)
             if hit is None:
                 for name, tensor in new.items():
-                    rows[name][request] = tensor[begin:end]
+                    rows[name][request] = tensor if end - begin == saved.slots.count else tensor[begin:end]
             else:
                 whole = self._with_hit(request, hit, hit.end + end - begin, names)
                 for name, tensor in whole.items():
@@ -270,7 +250,7 @@ class OmniPrefixCacheManager:
         """
         with self._changed:
             saved = self._take(step_id)
-            strange = set(req_ids) - set(saved.spans)
+            strange = [request for request in req_ids if request not in saved.spans]
             if strange:
                 raise OmniPrefixCacheUnmatchError(
                     f"materialize(step {step_id}) got req ids outside the save snapshot: {sorted(strange)[:8]}"
@@ -280,14 +260,16 @@ class OmniPrefixCacheManager:
             raise rows
         hidden = None
         outputs: dict[str, dict[str, Any]] = {}
-        for name, by_request in rows.items():
-            mine = {request: by_request[request] for request in req_ids}
+        for name, mine in rows.items():
+            if len(mine) > len(req_ids):  # read for all requests of the step
+                mine = {request: mine[request] for request in req_ids}
             if is_hidden_key(name):
                 hidden = mine
             else:
                 outputs[name] = mine
-        outputs.update(saved.leftover.split(saved.spans, req_ids))
-        return StageCacheOutputs(hidden_states=hidden, mm_outputs=outputs)
+        if saved.leftover is not _NOTHING:
+            outputs.update(saved.leftover.split(saved.spans, req_ids))
+        return StageCacheOutputs(hidden, outputs)
 
     def discard_step(self, step_id: int) -> None:
         """Nobody takes the outputs of a step; its rows stay for later hits.

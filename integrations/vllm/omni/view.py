@@ -50,9 +50,9 @@ class GroupView:
                 continue
             rows = table.np if rows is None else rows
             row = batch.req_id_to_index[request]
-            block, offset = divmod(int(computed[row]), size)
+            block, offset = divmod(computed.item(row), size)
             if offset + count <= size:
-                first = int(rows[row, block]) * size + offset
+                first = rows.item(row, block) * size + offset
                 runs.append((begin, first, first + count))
             else:
                 blocks = rows[row, block : block - (-(offset + count) // size)].tolist()
