@@ -83,7 +83,8 @@ class PrefixCaching:
         self._hints = Hints()
         self._steps = DecodeSteps(cuda_graphs is not False, self._warn_of_graphs)
         self._serving: Contiguous | Paged | None = None
-        self._disabled = self._looked_at_images = False
+        self._disabled = False
+        self._looked_at: set[str] = set()
         self.unsupported: str | None = None
         self.block_size = block_size
         self.last_requests: list[RequestReport] = []
@@ -410,7 +411,10 @@ class PrefixCaching:
                 encoded = encoded_by_model(loop.images, loop.model, loop.input_ids, loop.repeats)
                 return loop.run(mm_encoder_outputs=encoded)
             return loop.run()
-        if loop.images is not None and not self._looked_at_images:
+        first = {"images"} if loop.images is not None else set()
+        first |= {"outputs"} if loop.shown else set()
+        if not first <= self._looked_at:
+            self._looked_at |= first
             self._look_again(loop.model)
         self.last_requests = reports
         self._calls.serve()
@@ -432,9 +436,8 @@ class PrefixCaching:
         return names if names is None else [str(name) for name in names]
 
     def _look_again(self, model: Any) -> None:
-        """After the first images: a vision tower puts hooks on itself when it first runs, and that is no change."""
+        """After the first images or hidden states: transformers then puts hooks on modules, and that is no change."""
         with self._lock:
-            self._looked_at_images = True
             if not self._identity.tensors_changed():
                 self._identity = Identity(model, passing=self._passing)
 

@@ -11,6 +11,8 @@ import torch
 if TYPE_CHECKING:
     from .images import Images
 
+SHOWN = ("output_attentions", "output_hidden_states")
+
 
 @dataclass
 class Loop:
@@ -51,6 +53,13 @@ class Loop:
             **self.options | (options or {}),
             **self.model_kwargs | inputs,
         )
+
+    @property
+    def shown(self) -> dict[str, Any]:
+        """What of every token the caller wants to see: hidden states, attention weights."""
+        config = self.generation_config
+        wanted = {n: getattr(config, n, None) or self.model_kwargs.get(n) for n in SHOWN}
+        return {name: value for name, value in wanted.items() if value and config.return_dict_in_generate}
 
     @property
     def repeats(self) -> int:

@@ -82,6 +82,7 @@ class Store:
         self.vision = vision
         self.empty_cache = empty_cache
         self.kept = kept
+        self.hidden: Any = None
         self.heeds_padding = heeds_padding
         self.block_size = manager.block_size
         self._lost: deque[list[str]] = deque()

@@ -13,6 +13,7 @@ from transformers import DynamicCache
 from ....cache import OutOfBlocks
 from ..store import Lease, Store
 from .grouped import CHUNK
+from .hidden import HiddenRows
 from .layers import GrowingLayer, GrowingWindowLayer, like, num_tokens, release
 from .pictures import Pictures
 from .prompts import Prompt, prompts_of
@@ -45,6 +46,7 @@ class Call:
         alone: Whether it is one row without padding, which may go on with a cache that another call has left.
         by_row: Whether the loop gives each row of the cache its row of the result.
         eos: Tokens behind which a row is padding.
+        hidden: Hidden states of cached tokens, where the result is to have them; only what has some is then read.
 
     Raises:
         OutOfBlocks: The prompts do not fit.
@@ -67,6 +69,7 @@ class Call:
         alone: bool = False,
         by_row: bool = True,
         eos: frozenset[int] = frozenset(),
+        hidden: HiddenRows | None = None,
     ) -> None:
         self.model = model
         self.store = store
@@ -82,10 +85,12 @@ class Call:
         self._due = self._published = False
         self._computed = self._kept = 0
         self._decode_states: dict[int, tuple[int, States]] = {}
+        self._hidden = hidden
         try:
             for prompt in self.prompts:
                 if len(prompt.tokens):
                     self.rows.admit(prompt, reuse and continued is None)
+                    self._limit_to_hidden(prompt)
             if continued is None:
                 self._prepare(reuse)
                 if self.cache is None and alone:
@@ -133,7 +138,11 @@ class Call:
 
     def _may_split(self) -> bool:
         """Whether rows may be computed by themselves up to their last tokens, and these together."""
-        if self._adapters is not None or (self.store.heeds_padding and any(p.pad for p in self.prompts)):
+        if (
+            self._adapters is not None
+            or self._hidden is not None
+            or (self.store.heeds_padding and any(p.pad for p in self.prompts))
+        ):
             return False
         behind = self.length - (1 if self.store.states is None else 2)
         return all(p.computable(behind - p.pad) for p in self.prompts)
@@ -349,6 +358,48 @@ class Call:
             if length % self.store.block_size == 0:
                 for row in prompt.rows:
                     self._decode_states[row] = (length, take_states(self.cache, row))
+
+    def _limit_to_hidden(self, prompt: Prompt) -> None:
+        """Reads no token whose hidden states are not there."""
+        for last in (False, True):
+            if self._hidden is None or not prompt.cached:
+                return
+            have = self._hidden.available(prompt.tables[0], prompt.cached)
+            if have < prompt.cached:
+                self.rows.readmit(prompt, 0 if last else have)
+
+    def add_hidden(self, outputs: Any) -> None:
+        """Puts the hidden states of cached tokens before those that the first pass has computed."""
+        if self._hidden is None or self._computed or not self.start:
+            return
+        loaded = {row: self._hidden.load(p.tables[0], self.start) for p in self.prompts for row in p.rows[:1]}
+        of_row = {row: loaded[p.rows[0]] for p in self.prompts for row in p.rows}
+        outputs.hidden_states = tuple(
+            torch.cat([torch.stack([of_row[row][layer] for row in range(self.batch)]).to(new.device), new], 1)
+            for layer, new in enumerate(outputs.hidden_states)
+        )
+
+    def keep_hidden(self, steps: Any) -> None:
+        """Keeps what a result has of hidden states, for later calls that ask for them.
+
+        Args:
+            steps: Of each pass and layer `[batch, tokens, width]`, the prompts' first.
+        """
+        if self._hidden is None or self.cache is None or not steps:
+            return
+        sizes = {(layer.dim(), *layer.shape[:2]) for layer in steps[0]}
+        if sizes != {(3, self.batch, self.length)} or self._computed + self.start < self.length:
+            return
+        self.rows.settle()
+        for prompt in self.prompts:
+            row, size = prompt.rows[0], self.store.block_size
+            whole = self._by_row and len(prompt.rows) == 1 and not prompt.closed
+            passes = steps if whole else steps[:1]
+            end = min(prompt.written * size, self.length + len(passes) - 1)
+            begin = self.start // size * size
+            if begin < end:
+                rows = [torch.cat([step[layer][row] for step in passes])[begin:end] for layer in range(len(steps[0]))]
+                self._hidden.store(self.rows.tables(prompt.request_id)[0], begin, rows)
 
     def keep_answers(self, sequences: torch.Tensor, last: bool = True) -> None:
         """Keeps what a loop generated that gives each row of the cache its row of the result.

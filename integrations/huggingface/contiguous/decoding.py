@@ -51,6 +51,7 @@ class WatchedModel:
         """The model's own forward pass."""
         self._call.publish()
         outputs = self._model(**inputs)
+        self._call.add_hidden(outputs)
         ids = inputs.get("input_ids")
         self._call.computed(ids.shape[1] if ids is not None else inputs["inputs_embeds"].shape[1])
         return outputs

@@ -70,7 +70,7 @@ class Rows:
             uninterrupted(self._lease.free, prompt.request_id)
         whole = cached == limit - 1 and (allocation.group_slot_mapping(0)[-1:] < 0).any()
         prompt.held = limit if store.storage.chunk is None else store.manager.num_tokens(prompt.request_id)
-        prompt.tables = self._tables(prompt.request_id)
+        prompt.tables = self.tables(prompt.request_id)
         prompt.written = limit // size if whole else cached // size
         copies = allocation.group_copies(0)
         prompt.borrowed = copies[0][0] if copies else None
@@ -116,7 +116,7 @@ class Rows:
                 prompt.states = store.states.of(states)
                 self._keep_states(prompt, prompt.written * size, prompt.states)
             uninterrupted(store.manager.commit, prompt.request_id, prompt.written * size)
-            prompt.tables = self._tables(prompt.request_id)
+            prompt.tables = self.tables(prompt.request_id)
         return min(prompt.written * size, len(prompt.tokens) - 1) if found else cached
 
     def _kept_states(self, digest: bytes) -> Content | None:
@@ -132,7 +132,12 @@ class Rows:
         kept: Content | None = store.host.get(group, digest)
         return kept
 
-    def _tables(self, request_id: str) -> list[np.ndarray]:
+    def settle(self) -> None:
+        """Makes everything findable that is written, and gives up blocks that others have too."""
+        uninterrupted(self._commit)
+
+    def tables(self, request_id: str) -> list[np.ndarray]:
+        """The block table of each group, as of the last commit."""
         manager = self.store.manager
         return [manager.block_table(request_id, group) for group in range(len(manager.groups))]
 
@@ -144,7 +149,7 @@ class Rows:
             except OutOfBlocks as error:
                 self.full, prompt.closed = error, True
                 return False
-            prompt.held, prompt.tables = end, self._tables(prompt.request_id)
+            prompt.held, prompt.tables = end, self.tables(prompt.request_id)
         return True
 
     def serves(self, prompt: Prompt, length: int) -> bool:

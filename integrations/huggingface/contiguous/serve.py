@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ....cache import CacheManager, OutOfBlocks
+from ....cache import CacheManager, FullAttention, OutOfBlocks
 from ..loop import Loop
 from ..memory import memory_budget
 from ..reports import RequestReport
@@ -19,6 +19,7 @@ from .continued import goes_on, mark
 from .decoding import WatchedModel
 from .disk import DiskBlocks, disk_blocks
 from .grouped import grouped_storage
+from .hidden import HiddenRows
 from .host import HostBlocks
 from .kept import KeptRows
 from .layers import new_cache
@@ -95,6 +96,7 @@ class Contiguous:
         self.store = Store(
             manager, storage, storage.states, probed.heeds_padding, host, self._reuse, vision, empty, kept
         )
+        self.store.hidden = HiddenRows(manager, memory_budget(model) // 2)
 
     def close(self) -> None:
         """Writes what is cached to disk, where there is one."""
@@ -127,6 +129,20 @@ class Contiguous:
             for digest, content in blocks.items():
                 store.host.put(group, digest, content)
         return sum(map(len, groups))
+
+    def _keeps_hidden(self, loop: Loop) -> bool:
+        """Whether hidden states of a call are rows of blocks: all tokens count, and blocks of all are there."""
+        mask = loop.model_kwargs.get("attention_mask")
+        return (
+            loop.shown == {"output_hidden_states": True}  # not of some layers alone
+            and isinstance(self.store.manager.groups[0], FullAttention)
+            and self.store.states is None
+            and loop.mode in (*BY_TOKEN, "beam_search", "beam_sample")
+            and loop.images is None
+            and loop.adapters is None
+            and not loop.generation_config.prefill_chunk_size
+            and (mask is None or bool(mask.all()))
+        )
 
     def _prove_window(self, model: Any) -> None:
         if self._window_problem is None:
@@ -168,12 +184,13 @@ class Contiguous:
             raise UnsupportedError("its recurrent states cannot be rolled back, or are not those of a chunk")
         if self._proven_window < self._probed.window < loop.input_ids.shape[1]:
             self._prove_window(loop.model)
-        shown = any(getattr(config, n, False) or kwargs.get(n) for n in ("output_attentions", "output_hidden_states"))
         mask = kwargs.get("attention_mask")
+        hidden = self.store.hidden if self._keeps_hidden(loop) else None
+        shown = bool(loop.shown) and hidden is None
         if mask is not None and not self._probed.continues_padded:
             raise UnsupportedError("it does not go on from a cached prefix behind padding")
         if mask is not None and self._sees_nothing(mask):
-            shown = True
+            shown, hidden = True, None
         store, pictures = self.store, None
         if loop.images is not None:
             pictures = Pictures(loop.model, store.vision, loop.images, loop.input_ids, kwargs, loop.repeats)
@@ -207,6 +224,7 @@ class Contiguous:
                 alone,
                 loop.mode in BY_ROW,
                 frozenset(loop.eos),
+                hidden,
             )
         except OutOfBlocks as error:
             raise UnsupportedError(
@@ -221,6 +239,7 @@ class Contiguous:
             call.publish(at_close=True)
             if loop.mode in BY_ROW:
                 call.keep_answers(result if not hasattr(result, "sequences") else result.sequences)
+            call.keep_hidden(getattr(result, "hidden_states", None))
             if call.rows.full is not None:
                 out_of_blocks(call.rows.full)
             if by_token and call.cache is not None and getattr(result, "past_key_values", None) is call.cache:
