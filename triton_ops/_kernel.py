@@ -35,10 +35,15 @@ def numbers(bundle: tuple[Any, ...]) -> tuple[Any, ...]:
     return bundle[: _num_numbers(type(bundle))]
 
 
+def flags(bundle: tuple[Any, ...]) -> tuple[Any, ...]:
+    """What kernels are compiled for of a named tuple: its last fields."""
+    return bundle[_num_numbers(type(bundle)) :]
+
+
 def constants(bundle: tuple[Any, ...]) -> dict[str, Any]:
-    """What kernels are compiled for of a named tuple."""
-    count = _num_numbers(type(bundle))
-    return dict(zip(bundle._fields[count:], bundle[count:], strict=True))  # type: ignore[attr-defined]
+    """The same by name."""
+    values = flags(bundle)
+    return dict(zip(bundle._fields[-len(values) :], values, strict=True))  # type: ignore[attr-defined]
 
 
 def kernel(do_not_specialize: Sequence[str], **bundles: type[tuple[Any, ...]]) -> Callable[[Callable[..., None]], Any]:

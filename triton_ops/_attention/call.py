@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from operator import attrgetter
@@ -61,13 +60,6 @@ class BatchCall:
         call.__dict__.update(kwargs)
         return call
 
-    @classmethod
-    @functools.cache
-    def not_negative(cls) -> dict[str, str]:
-        """The options that are refused below 0, and what they need to be."""
-        found = {f.name: f.metadata.get("not negative") for f in fields(cls)}
-        return {name: needs for name, needs in found.items() if needs}
-
     def changed(self: Call, **changes: Any) -> Call:
         """The same with other values; a tenth of the time that `dataclasses.replace` takes."""
         call = type(self).__new__(type(self))
@@ -103,8 +95,9 @@ class BatchCall:
     def mask(self) -> Mask:
         """The options that decide which keys are live."""
         window = self.window
-        sinks, is_window = self.num_sink_tokens if window else 0, window > 0
-        return Mask(window, sinks, CAUSAL=self.causal, WINDOW=is_window, BOUNDED=is_window)
+        if not window:
+            return Mask(0, 0, self.causal, False, False)
+        return Mask(window, self.num_sink_tokens, self.causal, True, True)
 
     def plan_options(self, tiled: bool = False) -> PlanOptions:
         """What a plan for this call is made for besides its tensors.
@@ -179,6 +172,17 @@ _TENSORS = attrgetter(*_names("torch.Tensor"))
 _OPTIONAL = attrgetter(*_names("torch.Tensor | None"))
 _OPTIONS = attrgetter(*_names("int", "int | None", "float", "bool"))
 _signatures: Decisions[object] = Decisions()
+
+
+def _refused_below_0(kind: type[BatchCall]) -> tuple[dict[str, str], Callable[[BatchCall], tuple[float, ...]]]:
+    needs = {f.name: f.metadata["not negative"] for f in fields(kind) if f.metadata}
+    return needs, attrgetter(*needs)
+
+
+NOT_NEGATIVE: dict[type[BatchCall], tuple[dict[str, str], Callable[[BatchCall], tuple[float, ...]]]]
+NOT_NEGATIVE = {kind: _refused_below_0(kind) for kind in (PlanCall, AttentionCall)}
+"""Of each kind of call the options that are refused below 0, with what they need to be, and what takes their values."""
+
 
 TENSOR_NAMES = (
     *("query", "key_cache", "value_cache", "block_tables", "seq_lens", "query_start_loc", "query_positions"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from .._checks import bad_argument, check_tensor, describe, refuse_grad
-from .call import AttentionCall, BatchCall
+from .call import NOT_NEGATIVE, AttentionCall, BatchCall
 from .layout import PlanShape
 
 QUERY_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -121,9 +121,10 @@ def check_batch(call: BatchCall, device: torch.device, num_tokens: int | None = 
         raise bad_argument(
             "num_shared_blocks", call.num_shared_blocks, f"0 to {max_blocks}, the columns of block_tables"
         )
-    for name, needs in call.not_negative().items():
-        if getattr(call, name) < 0:
-            raise bad_argument(name, getattr(call, name), needs)
+    refusals, values_of = NOT_NEGATIVE[type(call)]
+    if min(values_of(call)) < 0:
+        option = next(option for option in refusals if getattr(call, option) < 0)
+        raise bad_argument(option, getattr(call, option), refusals[option])
 
 
 def check_attention(call: AttentionCall) -> None:

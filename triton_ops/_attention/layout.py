@@ -14,8 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -60,8 +59,7 @@ EXTRA_ITEMS = 256
 MIN_SPLIT_TILES = 4
 
 
-@dataclass(frozen=True)
-class PlanShape:
+class PlanShape(NamedTuple):
     """Sizes that follow from the shapes of a call."""
 
     num_rows: int

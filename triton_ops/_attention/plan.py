@@ -7,8 +7,8 @@ import math
 
 import torch
 
-from .._kernel import constants, kernel, numbers
-from .._launcher import KernelLaunch, aligned
+from .._kernel import flags, kernel, numbers
+from .._launcher import KernelLaunch, aligned, current_stream
 from .._triton import tl, triton
 from .call import PlanOptions
 from .constants import next_power_of_2
@@ -173,50 +173,37 @@ def launch_plan(
     if shape.num_rows == 0:
         plan.zero_()
         return
-    grid = (shape.num_rows, 1, 1)
+    grid, max_items = (shape.num_rows, 1, 1), shape.max_items
     positions = seq_lens if query_positions is None else query_positions
     table_heads = block_tables.shape[1] if block_tables.dim() == 3 else 1
     tiles, items = _plan_launches(
         options.decode_queries,
-        tuple(constants(options.mask).items()),
+        flags(options.mask),
         query_positions is not None,
         table_heads,
         block_size,
         aligned(plan, block_tables, seq_lens, query_start_loc, positions),
         plan.device,
     )
-    tiles(
+    stream = None if plan.is_cpu else current_stream()
+    own = (*numbers(options.mask), options.key_begin)
+    strides = (block_tables.stride(0), block_tables.stride(1) if block_tables.dim() == 3 else 0)
+    tiles.launch(
         _plan_tiles_kernel,
         grid,
-        plan,
-        block_tables,
-        seq_lens,
-        query_start_loc,
-        positions,
-        shape.num_rows,
-        shape.max_tiles,
-        shape.max_items,
-        *numbers(options.mask),
-        options.key_begin,
-        block_tables.stride(0),
-        block_tables.stride(1) if block_tables.dim() == 3 else 0,
+        (plan, block_tables, seq_lens, query_start_loc, positions),
+        (shape.num_rows, shape.max_tiles, max_items, *own, *strides),
+        stream,
     )
-    items(
-        _plan_items_kernel,
-        grid,
-        plan,
-        shape.num_rows,
-        target_items,
-        shape.max_items - shape.num_rows,
-        *numbers(options.mask),
-        options.key_begin,
+    items.launch(
+        _plan_items_kernel, grid, (plan, shape.num_rows, target_items, max_items - shape.num_rows), own, stream
     )
 
 
 @functools.cache
 def _plan_launches(
     decode_queries: int,
-    mask: tuple[tuple[str, bool], ...],
+    mask_flags: tuple[bool, ...],
     has_positions: bool,
     table_heads: int,
     block_size: int,
@@ -224,11 +211,12 @@ def _plan_launches(
     device: torch.device,
 ) -> tuple[KernelLaunch, KernelLaunch]:
     """One of each for all that the kernels are compiled by."""
+    mask = dict(zip(Mask._fields[-len(mask_flags) :], mask_flags, strict=True))
     # A tile begins at most so far behind the beginning of a block.
     offset = block_size - math.gcd(block_size, TILE_KEYS)
     sub = next_power_of_2((offset + TILE_KEYS - 1) // block_size + 1)
     tiles = {
-        **dict(mask),
+        **mask,
         "DECODE_Q": decode_queries,
         "POSITIONS": has_positions,
         "TABLE_HEADS": table_heads,
@@ -236,5 +224,5 @@ def _plan_launches(
         "BLOCK_T": max(16, min(128, 1024 // sub)),
         "SUB": sub,
     }
-    items = {**dict(mask), "DECODE_Q": decode_queries, "MIN_TILES": MIN_SPLIT_TILES, "BLOCK_S": 128}
+    items = {**mask, "DECODE_Q": decode_queries, "MIN_TILES": MIN_SPLIT_TILES, "BLOCK_S": 128}
     return KernelLaunch(tiles, 4, None, is_aligned), KernelLaunch(items, 1, None, is_aligned)
