@@ -214,7 +214,11 @@ KINDS: dict[str, Callable[[Rng, int], Requests]] = {
     ),
     "day_and_night": lambda rng, n: mixed(rng, [chat(rng), batches(rng)], lambda i: i // 500 % 2),
 }
-STRESS: dict[str, Callable[[Rng, int], Requests]] = {"law_flips": flips, "concatenated": concatenated}
+STRESS: dict[str, Callable[[Rng, int], Requests]] = {
+    "law_flips": flips,
+    "law_flips_often": lambda rng, n: mixed(rng, [telling(rng, True), telling(rng, False)], lambda i: i // 400 % 2),
+    "concatenated": concatenated,
+}
 
 
 def generate(kind: str, number: int = 3000, seed: int = 0) -> Trace:
@@ -259,11 +263,15 @@ def main() -> None:
     parser.add_argument("--window", type=int, default=500, help="requests")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--traces", nargs="*", default=[], help="files, replayed as one instead of generated traffic")
+    parser.add_argument("--first", type=int, help="how many requests of each file; all unless given")
     parser.add_argument("--csv", type=Path, help="a file that rows are added to")
     arguments = parser.parse_args()
     rows = []
     if arguments.traces:
-        traces = iter([one_after_the_other([load_trace(path) for path in arguments.traces])])
+        parts = [load_trace(path) for path in arguments.traces]
+        if arguments.first is not None:
+            parts = [trace.part(0, min(arguments.first / len(trace.requests), 1)) for trace in parts]
+        traces = iter([one_after_the_other(parts)])
     else:
         traces = (generate(kind, arguments.requests, arguments.seed) for kind in arguments.kinds.split(","))
     print(f"{'traffic':24} {'capacity':>12} {'lru':>7} {arguments.policy:>9} {'ratio':>6} {'worst':>6}")
