@@ -43,8 +43,20 @@ SIZES: list[tuple[str, int]] = [
     (r"(first_k_dense_replace|moe_layer_start_index|num_dense_layers)", 1),
 ]
 """What integers of a config become, by name."""
-MOST = 8_000_000
+MOST = 12_000_000
 """Parameters of a model that counts as small."""
+FITTING: list[dict[str, Any]] = [
+    {"head_dim": 8, "qk_rope_head_dim": 8},
+    {"attn_layer_indices": [1, 3]},
+    {"attn_layer_period": 2, "attn_layer_offset": 1},
+    {"mamba_d_ssm": 128, "mamba_n_heads": 8, "mamba_d_head": 16},
+    {"num_heads": 8, "head_dim": 16, "state_size": 16},
+    {"layer_types": ["conv", "full_attention"] * 2},
+    {"layer_types": ["mamba", "attention"] * 2},
+]
+"""What configs need beyond their sizes."""
+OPTIONS: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "use_cache": True}
+"""Of generate; some configs say that they want no cache."""
 OUTCOMES = ("served", "different", "handed back", "not built")
 
 
@@ -104,32 +116,35 @@ def shrink(config: Any, seen: int = 0) -> dict[str, Any]:
 
 
 def build(name: str) -> Any:
-    """A model of the class with few small layers and weights that make every prompt token count."""
+    """A model of the class with few small layers and weights that make every prompt token count.
+
+    Raises:
+        Exception: Of the first config tried: that it makes no model, or one that does not run.
+    """
     import torch
     import transformers
 
     cls = getattr(transformers, name)
     default = cls.config_class()
-    config = None
-    error: Exception | None = None
+    first: Exception | None = None
     for extra in _variants(default):
         try:
             config = cls.config_class(**shrink(default) | extra)
             if name in _causal() and hasattr(config, "is_decoder"):
                 config.is_decoder = True
             with torch.device("meta"):
-                model = cls(config)
-            error = None
-            break
-        except Exception as problem:
-            error = error or problem
-    if error is not None:
-        raise error
-    count = sum(p.numel() for p in model.parameters())
-    if count > MOST:
-        raise ValueError(f"{count / 1e6:.0f} M parameters after shrinking")
-    torch.manual_seed(0)
-    return cls(config).eval()
+                count = sum(p.numel() for p in cls(config).parameters())
+            if count > MOST:
+                raise ValueError(f"{count / 1e6:.0f} M parameters after shrinking")
+            torch.manual_seed(0)
+            model = cls(config).eval()
+            model.generate(torch.full((1, 9), 20), max_new_tokens=2, **OPTIONS)
+        except Exception as error:  # noqa: PERF203
+            first = first or error
+        else:
+            return model
+    assert first is not None
+    raise first
 
 
 def scatter(model: Any, embedding: float, weight: float) -> None:
@@ -146,13 +161,15 @@ def scatter(model: Any, embedding: float, weight: float) -> None:
 
 
 def _variants(default: Any) -> Iterator[dict[str, Any]]:
-    """Lists by layer must be as long as there are layers."""
+    """What a shrunk config may need besides: lists as long as there are layers, sizes that have to fit each other."""
     yield {}
     layers = getattr(default, "layer_types", None)
     if layers:
         kinds = list(dict.fromkeys(layers))
         yield {"layer_types": (kinds * 4)[:4]}
     yield {"num_hidden_layers": getattr(default, "num_hidden_layers", 4)}
+    yield {n: size for n, v in vars(default).items() if v is None for p, size in SIZES if re.fullmatch(p, n)}
+    yield from (extra for extra in FITTING if all(hasattr(default, n) for n in extra))
 
 
 def run_class(name: str) -> Row:
@@ -166,8 +183,7 @@ def run_class(name: str) -> Row:
         ids = torch.randint(20, VOCABULARY - 10, (1, 70), generator=torch.Generator().manual_seed(1))
         other = ids.clone()
         other[0, 60] += 1
-        options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-        options["use_cache"] = True  # some configs say no
+        options = {"max_new_tokens": 12, **OPTIONS}
         mask = torch.ones(2, 70, dtype=torch.long)
         mask[1, :33] = 0
         batch = torch.cat([ids, ids.roll(33, 1)])
