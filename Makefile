@@ -102,7 +102,8 @@ emulate: setup links .kernels/triton-3.6.0 ## run every kernel as it is compiled
 	$(call run_emulated,.kernels/triton-3.6.0:,tests/emulator)
 
 emulate-quick: setup links ## the same for every operator's main kernels, in two minutes
-	$(call run_emulated,,-m "not slow" tests/emulator/test_operators.py tests/emulator/test_faults.py)
+	$(call run_emulated,,-m "not slow" tests/emulator/test_operators.py tests/emulator/test_faults.py \
+		tests/emulator/test_mutate.py)
 
 mutate: setup links ## break compiled kernels on purpose and count what `make emulate` notices
 	EMULATOR_ARCH=sm_80 PYTHONPATH=.typecheck:tests:tests/support OMP_NUM_THREADS=1 $(BIN)/python -m emulator.mutate --write $(ARGS)

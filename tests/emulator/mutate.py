@@ -1,8 +1,9 @@
 """Breaks compiled kernels in one place at a time and counts what the cases of cases.py notice: `make mutate`.
 
 Comparisons become their neighbours (`<` to `<=`, `>=` to `>`), barriers go, waits let more copies fly, operands of
-products are swapped. Noticed is what makes a case fail. Of a comparison that nothing notices, the machine says whether
-its operands were ever equal: if never, a denser case might; if they were, both answers gave the same result.
+products are swapped. Noticed is what makes a case fail. Comparisons are looked at one and all, by their place in the
+source (comparisons.py); one that changes no result says why (equivalents.py), and the exit code is 1 where a place is
+neither noticed nor explained, or, with --copies 0, explained without need.
 """
 
 from __future__ import annotations
@@ -13,17 +14,19 @@ import random
 import re
 import sys
 from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from .device import ARCH  # first: cases import pc  # isort: skip
-from .cases import CASES, QUICK, run
+from . import launch
+from .cases import CASES, run
+from .comparisons import LEFT_OUT, NO_EFFECT, NOT_MET, NOTICED, outcomes
+from .equivalents import reason, reasons
 from .program import Program, edited, program
 from .ptx import EmulationError
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "numerics.md"
-NEIGHBOURS = {"lt": "le", "le": "lt", "gt": "ge", "ge": "gt"}
-KINDS = {
-    "comparison": (r"setp\.(lt|le|gt|ge)\.([su]\d\d)", lambda match: f"setp.{NEIGHBOURS[match[1]]}.{match[2]}"),
+KINDS: dict[str, tuple[str, Callable[[re.Match[str]], str]]] = {
     "barrier": (r"bar\.sync\s+0;", lambda match: ""),
     "wait": (r"cp\.async\.wait_group\s+\d+", lambda match: "cp.async.wait_group 9"),
     "operand": (
@@ -85,53 +88,71 @@ def noticed(mutant: Mutant) -> bool:
     return False
 
 
-def outcome(mutant: Mutant) -> str:
-    """Noticed, no effect (the boundary was met and both answers are right), or not met."""
-    before = mutant.kernel.counts()[1][mutant.index]
-    if noticed(mutant):
-        return "noticed"
-    if mutant.kind != "comparison":
-        return "not noticed"
-    run(mutant.case)
-    return "no effect" if mutant.kernel.counts()[1][mutant.index] > before else "not met"
+def sampled(names: Sequence[str], count: int, seed: int) -> list[str]:
+    """A row of the table for each of KINDS, `count` places of each drawn at random."""
+    everything = [mutant for name in names for mutant in mutants(name)]
+    rows = []
+    for kind in KINDS:
+        pool = [mutant for mutant in everything if mutant.kind == kind]
+        drawn, missed = random.Random(seed).sample(pool, min(count, len(pool))), 0
+        for mutant in drawn:
+            if not noticed(mutant):
+                missed += 1
+                print(f"{kind}, not noticed: {mutant.case}, {mutant.kernel.place(mutant.index)}", flush=True)
+        rows.append(f"| {kind} | {len(pool):,} | {len(drawn)} | {len(drawn) - missed} | {missed} |")
+    return rows
+
+
+def compared(names: Sequence[str], count: int, seed: int) -> tuple[str, list[str]]:
+    """A line for the page, and what is wrong: places neither noticed nor explained, and needless reasons."""
+    total: Counter[str] = Counter()
+    kinds: Counter[str] = Counter()
+    wrong, unneeded = [], set(reasons())
+    for place, found, same in outcomes(names, count, seed):
+        total += found
+        always = not found[NO_EFFECT] and found[NOTICED]
+        kinds["noticed" if always else "explained" if reason(place) else "neither"] += 1
+        if not always:
+            unneeded.discard(place)
+        shown = ", ".join(f"{found[name]} {name}" for name in (NOTICED, NO_EFFECT, NOT_MET, LEFT_OUT) if found[name])
+        print(f"comparison {place}: {shown}", flush=True)
+        if not always and reason(place) is None:
+            first = f", as {same[0].kernel.place(same[0].index)}" if same else ""
+            wrong.append(f"neither noticed nor explained: {place} ({shown}{first})")
+    copies = sum(total.values())
+    tried = total[NOTICED] + total[NO_EFFECT]
+    text = (
+        f"{sum(kinds.values())} comparisons of the sources, which are {copies:,} in the compiled kernels. "
+        f"{kinds['noticed']} were noticed wherever they were tried, {kinds['explained']} change no result in a kernel "
+        f"or in all, and {kinds['neither']} are neither noticed nor explained. Of the compiled ones {tried:,} were "
+        f"tried and {total[NOTICED]:,} noticed; {total[NOT_MET]:,} never had equal operands: copies for elements and "
+        "turns of loops that no case of that very kernel ends at."
+    )
+    # Of a few copies none may be one that the reason is for.
+    return text, wrong + ([f"explained without need: {place}" for place in sorted(unneeded)] if not count else [])
 
 
 def main() -> int:
-    """Samples mutants of every kind and prints what became of them, by place in the source."""
+    """Prints what became of each, and the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--count", type=int, default=60, help="of each kind")
-    parser.add_argument("--case", default="", help="only cases whose name matches this; default: CI's")
+    parser.add_argument("--count", type=int, default=16, help="barriers, waits and operands to break")
+    parser.add_argument("--copies", type=int, default=2, help="compiled copies of a comparison to break; 0: all")
+    parser.add_argument("--case", default="", help="only cases whose name matches this; reasons are then not counted")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--write", action="store_true", help="the table into docs/numerics.md")
     given = parser.parse_args()
-    names = [name for name in (CASES if given.case else QUICK) if re.search(given.case, name)]
-    everything = [mutant for name in names for mutant in mutants(name)]
-    found: Counter[tuple[str, str]] = Counter()
-    for kind in KINDS:
-        pool = [mutant for mutant in everything if mutant.kind == kind]
-        for mutant in random.Random(given.seed).sample(pool, min(given.count, len(pool))):
-            result = outcome(mutant)
-            found[kind, result] += 1
-            print(
-                f"{kind}, {result}: {mutant.case}, {mutant.kernel.name}, {mutant.kernel.place(mutant.index)}",
-                flush=True,
-            )
-    lines = [
-        "| broken | of | noticed | boundary met, no effect | boundary not met, or not noticed |",
-        "|---|--:|--:|--:|--:|",
-    ]
-    for kind in KINDS:
-        total = sum(count for (k, _), count in found.items() if k == kind)
-        missed = found[kind, "not met"] + found[kind, "not noticed"]
-        cells = (total, found[kind, "noticed"], found[kind, "no effect"], missed)
-        lines.append(f"| {kind} | {' | '.join(map(str, cells))} |")
-    table = "\n".join([f"Of {ARCH}, {len(everything):,} places in {len(names)} cases, drawn at random:", "", *lines])
-    print(table)
+    launch.MAX_INSTRUCTIONS = 20_000_000  # a broken loop may have no end
+    names = [name for name in CASES if re.search(given.case, name)]
+    about, wrong = compared(names, given.copies, given.seed)
+    rows = sampled(names, given.count, given.seed) if given.count else []
+    head = ["| broken | places | tried | noticed | not noticed |", "|---|--:|--:|--:|--:|"]
+    text = "\n".join([f"On {ARCH}, in {len(names)} cases: {about}", "", *head, *rows])
+    print(text, *wrong, sep="\n")
     if given.write:
-        text = PAGE.read_text(encoding="utf-8")
-        start, end = text.index("<!-- mutants -->"), text.index("<!-- /mutants -->")
-        PAGE.write_text(f"{text[:start]}<!-- mutants -->\n{table}\n{text[end:]}", encoding="utf-8")
-    return 0
+        page = PAGE.read_text(encoding="utf-8")
+        start, end = page.index("<!-- mutants -->"), page.index("<!-- /mutants -->")
+        PAGE.write_text(f"{page[:start]}<!-- mutants -->\n{text}\n{page[end:]}", encoding="utf-8")
+    return int(bool(wrong) and not given.case)
 
 
 if __name__ == "__main__":

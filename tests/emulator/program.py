@@ -7,6 +7,7 @@ import ctypes
 import functools
 from collections import Counter
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import numpy as np
 
@@ -81,6 +82,17 @@ class Program:
         machine().emulator_counts(self.handle, pointer(ran), pointer(ties))
         return ran.astype(np.int64), ties.astype(np.int64)
 
+    @contextlib.contextmanager
+    def flipped(self, *instructions: int) -> Iterator[None]:
+        """Within it, comparisons are their neighbours: `<` is `<=`, `>=` is `>`."""
+        for instruction in instructions:
+            machine().emulator_flip(self.handle, instruction)
+        try:
+            yield
+        finally:
+            for instruction in instructions:
+                machine().emulator_flip(self.handle, instruction)
+
     def kinds(self) -> Counter[str]:
         """Instructions that ran since the start, by kind."""
         found: Counter[str] = Counter()
@@ -89,15 +101,15 @@ class Program:
                 found[kind_of(instruction.statement.text)] += int(count)
         return found
 
-    def source(self, instruction: int) -> tuple[str, int] | None:
-        """File and line of the kernel's source."""
+    def source(self, instruction: int) -> tuple[str, int, int] | None:
+        """Path, line and column of the kernel's source."""
         place = self._entry.source.get(self.code[instruction].statement.line)
-        return place and (self._entry.files.get(place[0], "?"), place[1])
+        return place and (self._entry.files.get(place[0], "?"), *place[1:])
 
     def place(self, instruction: int) -> str:
         """An instruction, for people."""
         line, source = self.code[instruction].statement.line, self.source(instruction)
-        where = f" ({source[0]}:{source[1]})" if source else ""
+        where = f" ({Path(source[0]).name}:{source[1]})" if source else ""
         return f"PTX line {line}{where}: {self._lines[line - 1].strip()}"
 
 

@@ -44,14 +44,14 @@ class Entry:
         parameters: Offset and size of each, by name.
         threads: Of a program.
         body: Statements and labels in order.
-        source: File number and line of the kernel's source, by line of PTX.
-        files: Names of files by number.
+        source: File number, line and column of the kernel's source, by line of PTX.
+        files: Paths of files by number.
     """
 
     parameters: dict[str, tuple[int, int]]
     threads: int
     body: list[Statement | Label]
-    source: dict[int, tuple[int, int] | None]
+    source: dict[int, tuple[int, int, int] | None]
     files: dict[int, str]
 
 
@@ -88,7 +88,7 @@ def parse(ptx: str) -> Entry:
         int(threads[1]),
         list(_statements(text, first)),
         source,
-        {int(number): Path(second or one).name for number, one, second in names},
+        {int(number): str(Path(one) / second) if second else one for number, one, second in names},
     )
 
 
@@ -109,12 +109,12 @@ def _parameters(text: str) -> dict[str, tuple[int, int]]:
     return found
 
 
-def _without_debug(text: str, first: int) -> tuple[str, dict[int, tuple[int, int] | None]]:
+def _without_debug(text: str, first: int) -> tuple[str, dict[int, tuple[int, int, int] | None]]:
     """The text with comments and debug directives blanked, and where its lines come from."""
     place, source, lines = None, {}, text.split("\n")
     for number, line in enumerate(lines):
-        if match := re.match(r"\s*\.loc\s+(\d+)\s+(\d+)", line):
-            place, lines[number] = (int(match[1]), int(match[2])), ""
+        if match := re.match(r"\s*\.loc\s+(\d+)\s+(\d+)\s+(\d+)", line):
+            place, lines[number] = (int(match[1]), int(match[2]), int(match[3])), ""
         else:
             lines[number] = re.sub(r"//.*", "", line)
             if lines[number].lstrip().startswith((".file", ".section", ".pragma")):

@@ -183,6 +183,9 @@ void emulator_counts(Program* p, u64* ran, u64* ties) {
     for (size_t k = 0; k < p->code.size(); k++) ran[k] = p->counts[k], ties[k] = p->code[k].ties;
 }
 
+// Makes a comparison its neighbour, or what it was: `<` and `<=`, `>` and `>=` stand next to each other.
+void emulator_flip(Program* p, s32 at) { p->code[at].a ^= 1; }
+
 // Returns -1, or the instruction at fault with what is wrong in `text`; `where`: program and warp.
 // `ranges`: begin and end of the memory that may be touched; `races`: 1 in shared memory, 2 between programs.
 s64 emulator_run(Program* p, const u32* grid, u32 warps, u32 shared, const u8* params, u32 nparams, const u64* ranges,

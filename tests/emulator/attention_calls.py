@@ -1,0 +1,178 @@
+"""Calls of the attention operators and of their plan, dense where masks end: a length for every element of a tile."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import itertools
+import math
+from collections.abc import Callable
+
+import torch
+from attention_cases import Case, build, check
+
+import pc
+from pc.triton_ops._attention.call import PlanCall
+from pc.triton_ops._attention.layout import PlanShape, plan_views
+from pc.triton_ops.attention_plan import attention_plan_cpu
+
+BF16, F16, E4M3, INT8 = torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int8
+ATTENTION_CASES: dict[str, Callable[[], None]] = {}
+EVERY = tuple(range(1, 131))
+# A length for each element of a tile, and some before the first.
+DENSE = (1, 2, 17, *range(64, 131))
+# Sequences of every count of queries from 9 (prefill) to two tiles of rows, each of which ends elsewhere in a tile.
+RAGGED = tuple((9 + i + 36 * i % 64, 9 + i) for i in range(66))
+
+
+def _attention(call: Case) -> None:
+    batch = build(call)
+    given = dict(batch.options)
+    if call.window:
+        out, lse = pc.sliding_window_attention_with_lse(
+            *batch.tensors, batch.scale, call.window, call.num_sink_tokens, **given
+        )
+    else:
+        out, lse = pc.paged_attention_with_lse(*batch.tensors, batch.scale, **given)
+    check(batch, out, lse)
+
+
+def _gap(call: Case) -> None:
+    batch = build(call)
+    out, lse = pc.sparse_gap_attention_with_lse(
+        *batch.tensors, batch.positions, batch.scale, call.window, call.num_sink_tokens, **batch.options
+    )
+    check(batch, out, lse)
+
+
+def _shared(call: Case, shared: int) -> None:
+    batch = build(call)
+    batch.block_tables[:, :shared] = batch.block_tables[:1, :shared]
+    out, lse = pc.shared_prefix_attention_with_lse(*batch.tensors, shared, batch.scale, **batch.options)
+    check(batch, out, lse)
+
+
+def _ragged(every: int = 1, **given: object) -> Case:
+    lens, queries = zip(*RAGGED[::every], strict=True)
+    return Case(lens, queries, **given)
+
+
+DECODE = Case(EVERY, (1,) * len(EVERY), heads=(4, 2), dtype=F16)
+SPARSE = Case(DENSE, (1,) * len(DENSE), heads=(4, 2), dtype=F16)
+ATTENTION = {
+    "decode": DECODE,
+    "decode bf16, block 64": dataclasses.replace(SPARSE, dtype=BF16, block_size=64, head_dim=128),
+    "decode head_dim 80, rows of 7 heads": dataclasses.replace(SPARSE, heads=(7, 1), head_dim=80, block_size=32),
+    "one decode": dataclasses.replace(DECODE, lens=(77,), queries=(1,)),
+    "decode of 5 queries": Case((5, 6, 40, 69, 130), (5, 3, 5, 1, 2), dtype=F16),
+    "decode window": dataclasses.replace(DECODE, window=6, num_sink_tokens=3),
+    "decode more sink tokens": dataclasses.replace(SPARSE, window=4, num_sink_tokens=37),
+    "decode softcap, slopes, sinks": dataclasses.replace(SPARSE, softcap=4.0, alibi=True, sinks=True),
+    "decode e4m3": dataclasses.replace(SPARSE, cache_dtype=E4M3, per_head_scales=True),
+    "decode int8": dataclasses.replace(SPARSE, cache_dtype=INT8, dtype=BF16),
+    "split decode": Case(
+        (1500, 3, 0, 700, 400), (1, 1, 0, 2, 1), heads=(2, 1), dtype=BF16, padding=2, sinks=True, bounds=True
+    ),
+    "batch-invariant decode": dataclasses.replace(SPARSE, batch_invariant=True),
+    "prefill": _ragged(dtype=F16),
+    "one prefill": Case((90,), (70,), dtype=F16),
+    "prefill bf16, head_dim 128": _ragged(6, dtype=BF16, head_dim=128, heads=(2, 1)),
+    "prefill float32": _ragged(8, heads=(2, 1)),
+    "prefill not causal, window": _ragged(2, dtype=F16, causal=False, window=5, num_sink_tokens=2),
+    "prefill window, sinks": _ragged(2, dtype=F16, window=6, num_sink_tokens=3, sinks=True),
+    "prefill softcap, slopes": _ragged(6, dtype=F16, softcap=4.0, alibi=True),
+    "prefill e4m3": _ragged(8, dtype=BF16, cache_dtype=E4M3),
+    "prefill and decode, empty sequences": Case(
+        (0, 70, 1, 33, 0, 129, 60, 61), (0, 70, 1, 12, 0, 1, 9, 8), dtype=BF16, padding=3
+    ),
+    "prefill in two splits": Case((1030, 40, 200), (9, 12, 8), heads=(2, 1), dtype=BF16, bounds=True),
+}
+for name, given in ATTENTION.items():
+    ATTENTION_CASES[f"attention: {name}"] = functools.partial(_attention, given)
+GAP = {
+    "holes": dataclasses.replace(SPARSE, holes=0.5),
+    "holes, scattered queries": Case((40, 77, 130), (12, 20, 33), dtype=F16, holes=0.4, scattered=True),
+    "holes, window": _ragged(8, dtype=F16, holes=0.4, window=9, num_sink_tokens=4),
+    "table per head": dataclasses.replace(SPARSE, holes=0.5, head_tables=True),
+    "table per head, prefill": Case((130, 70, 33), (1, 70, 12), heads=(6, 3), dtype=BF16, holes=0.4, head_tables=True),
+    "table per head, splits": Case(
+        (900, 3, 0), (1, 1, 0), heads=(6, 3), dtype=BF16, holes=0.4, head_tables=True, padding=2, bounds=True
+    ),
+    "tree": Case((70, 33, 200), (40, 5, 33), dtype=BF16, tree=True, scattered=True, alibi=True, holes=0.2),
+    "tree, few queries, window": Case(EVERY[6::9], (5,) * 14, dtype=F16, tree=True, scattered=True, window=6),
+    "lists": Case((130, 33, 200), (40, 5, 1), dtype=BF16, top_k=5, holes=0.2, heads=(8, 2)),
+    "lists, window, block 5": Case(
+        EVERY[6::9], (5,) * 14, dtype=F16, top_k=9, block_size=5, window=20, scattered=True, holes=0.2
+    ),
+    "lists, not causal": Case(EVERY[6::3], (5,) * 42, dtype=F16, top_k=6, causal=False),
+    "lists in two splits": Case((700, 300), (1, 1), dtype=BF16, top_k=40, heads=(8, 2)),
+    "all holes": Case((100, 64), (1, 20), dtype=BF16, holes=1.0, sinks=True),
+}
+for name, given in GAP.items():
+    ATTENTION_CASES[f"gap: {name}"] = functools.partial(_gap, given)
+ATTENTION_CASES["shared prefix"] = functools.partial(
+    _shared, Case((200, 150, *range(131, 163)), (1, 9, *[1, 2] * 16), dtype=BF16, alibi=True, padding=3), 8
+)
+
+
+def _plan(block_size: int, window: int = 0, num_sink_tokens: int = 0, causal: bool = True, heads: int = 0) -> None:
+    """Tables alone, of every count of tiles over two turns of the kernel's loop; equal to the plan in numpy."""
+    lens = [64 * tiles + 37 * tiles % 64 for tiles in range(131)]
+    queries = [min(length, row % 11) for row, length in enumerate(lens)]
+    width = -(-max(lens) // block_size)
+    tables = torch.randint(0, 9, (len(lens), *[heads] * bool(heads), width), dtype=torch.int32)
+    tables[torch.rand(tables.shape) < 0.2] = -1
+    tables[::3] = 1
+    starts = [0, *itertools.accumulate(queries)]
+    for scattered in (False, True):
+        positions = [sorted(torch.randperm(n)[:q].tolist()) for n, q in zip(lens, queries, strict=True)]
+        given = (
+            *(torch.tensor(values, dtype=torch.int32) for values in (lens, starts)),
+            block_size,
+            causal,
+            window,
+            num_sink_tokens,
+            torch.tensor([*itertools.chain(*positions)], dtype=torch.int32) if scattered else None,
+        )
+        shape = PlanShape.of(tables, block_size)
+        names = tuple(inspect.signature(pc.attention_plan).parameters)
+        found = pc.attention_plan(tables, *given)
+        want = attention_plan_cpu(PlanCall.of(names, (tables, *given), {}))
+        assert torch.equal(found[:6], want[:6])
+        (info, items, tiles, ranks), wanted = plan_views(found, shape), plan_views(want, shape)
+        assert torch.equal(info, wanted[0])
+        assert torch.equal(items[: found[0]], wanted[1][: found[0]])
+        for row, live in enumerate(info[:, 7].tolist()):
+            count = -(-lens[row // max(1, heads)] // 64)
+            assert torch.equal(tiles[row, :live], wanted[2][row, :live])
+            assert torch.equal(ranks[row, : count + 1], wanted[3][row, : count + 1])
+
+
+PLANS = (
+    {"block_size": 16},
+    {"block_size": 16, "window": 70, "num_sink_tokens": 130},
+    {"block_size": 16, "window": 5, "causal": False},
+    {"block_size": 64},
+    {"block_size": 5, "window": 64},
+    {"block_size": 16, "heads": 2},
+)
+for plan in PLANS:
+    ATTENTION_CASES["plan: " + ", ".join(f"{k} {v}" for k, v in plan.items())] = functools.partial(_plan, **plan)
+
+
+def _merge() -> None:
+    for tokens, heads, dim in ((9, 5, 80), (1, 3, 16), (33, 4, 64)):
+        parts = [(torch.randn(tokens, heads, dim).to(BF16), torch.randn(tokens, heads) * 5) for _ in range(2)]
+        for number, (out, lse) in enumerate(parts):
+            lse[number::3], out[number::3] = -math.inf, math.nan
+        out, lse = pc.merge_attention(*parts[0], *parts[1])
+        want = torch.logaddexp(parts[0][1].double(), parts[1][1].double())
+        shift = want.masked_fill(want == -math.inf, 0.0)
+        exact = sum(o.double().nan_to_num() * (s.double() - shift).exp()[..., None] for o, s in parts)
+        assert torch.equal(lse == -math.inf, want == -math.inf)
+        assert torch.allclose(lse.double(), want, atol=1e-5)
+        assert (out.double() - exact).abs().max() <= 4 * torch.finfo(BF16).eps * max(1.0, exact.abs().max())
+
+
+ATTENTION_CASES["merge"] = _merge

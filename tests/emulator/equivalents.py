@@ -1,0 +1,115 @@
+"""Comparisons of the kernels' sources whose neighbours change no result, and why.
+
+By file and expression, as comparisons.py names them. `make mutate` fails on a comparison that no case notices and that
+is missing here, and on one that is here without need.
+"""
+
+from __future__ import annotations
+
+ONE_TURN = "one more turn of the loop, in which every lane is masked off or that nothing uses"
+INSIDE = "one key more is read, inside of the tensors, and a later mask drops it"
+AGAIN = "one more program or lane writes what another one writes, the same values"
+EMPTY = "one more row tile or query tile runs, with every row masked off"
+DEAD_ROWS = "an element of rows behind the last query, which are not written"
+LOG2 = "log2's own tests for infinity and numbers below the smallest normal one: at the boundary both ways agree"
+SEVERAL = "made by the compiler from several: entries of loops, and which thread writes a sum"
+REASONS: dict[str, dict[str, str]] = {
+    "_attention/kernel.py": {
+        "for base in range(0, num_seqs, 128)": ONE_TURN,
+        "offs < num_seqs": "the end of the last sequence is read too, which lies behind every tile that a sequence has",
+        "row_begin < q_len * GROUP": EMPTY,
+        "tl.program_id(1) < GRID_HEADS": AGAIN,
+        "tl.log2(denominator)": LOG2,
+        "tl.log2(safe_total)": LOG2,
+        "token < q_len": "a row behind the last query is read and not written; one outside of the tensor is found",
+    },
+    "_attention/lists.py": {
+        "base + offs_k < blocks": "the mark behind the last block is cleared too",
+        "block < blocks": "lists hold blocks that their sequence has; debug mode refuses others",
+        "first < q_len": EMPTY,
+        "first >= q_len": EMPTY,
+        "for base in range(0, blocks, BLOCK_K)": ONE_TURN,
+        "for base in range(0, top_k, BLOCK_K)": ONE_TURN,
+        "for step in tl.range(0, (i_end - i_begin + PARTS - 1) // PARTS * PIECES)": ONE_TURN,
+        "i < i_end": "what is loaded ahead for the step after the last, and what lies behind the last chosen block",
+        "member < QUERIES": "no block is marked for that query",
+        "offs < blocks": "the mark behind the last block is of no block: its keys lie behind the sequence",
+        "offset < BLOCK_SIZE": "the next block's first key, in a lane of a block that has no such key",
+        "t < seq_len": "with a causal mask no query lies behind the sequence, and the mask drops that key too",
+        "tl.load(table_ptr + block, mask=live, other=-1) >= 0": "a lane of no block, which is masked off all the same",
+        "tl.log2(denominator)": LOG2,
+        "tl.max(tl.broadcast_to(live, [BLOCK_M, BLOCK_N]).to(tl.int32), 0) > 0": INSIDE,
+    },
+    "_attention/merge.py": {
+        "for begin in range(0, count, BLOCK_S)": ONE_TURN,
+        "token < q_begin + q_len": EMPTY,
+        "tokens >= 0": "a token's number is never below 0",
+    },
+    "_attention/plan.py": {
+        "block * BLOCK_SIZE < tile[:, None] * TILE + TILE": "where blocks divide tiles no lane is at the next tile",
+        "block < blocks": "its tile lies behind the sequence, or has that block as its last and drops it by its end",
+        "for base in range(0, items, BLOCK_S)": ONE_TURN,
+        "for base in range(0, num_rows, BLOCK_S)": ONE_TURN,
+        "offs < num_rows": "one row more is read, whose column of live tiles in reach is that of no decode",
+        "tile < sink_hi": "sink tokens end inside of the window's tiles, or the tile is of no block",
+        "tile < tile_hi": "the last query of a decode is the last token: no tile behind it is live",
+        "tile >= sink_lo": "sink tokens begin at tile 0 or where none is in reach",
+        "tile >= tile_lo": "without a window every tile counts from 0 on, which no tile is below",
+        "tile[:, None] < num_tiles": "the blocks of that tile lie behind the sequence's last",
+    },
+    "_attention/predicate.py": {
+        "begin + BLOCK_SIZE > pos - mask.window + 1": "one block more is marked, all of whose keys the window drops",
+        "begin < mask.num_sink_tokens": "one block more is marked, none of whose keys is a sink token",
+        "hi > lo": "an empty range gets a tile, all of whose keys are masked off",
+        "limit > key_begin": "no sink token gets a tile, all of whose keys are masked off",
+        "t < mask.num_sink_tokens": INSIDE,
+        "t[None, :] < mask.num_sink_tokens": "a key that a row has in its window, or has not at all",
+        "t[None, :] <= pos[:, None]": DEAD_ROWS,
+        "t[None, :] > pos[:, None] - mask.window": DEAD_ROWS,
+        "t[None, :] >= 0": "a key's position is never below 0",
+    },
+    "_attention/softmax.py": {"tl.log2(denominator)": LOG2},
+    "_attention/walk.py": {
+        "for j in tl.range(0, steps)": ONE_TURN,
+        "i < i_end": "what is loaded ahead for the step after the last",
+        "i < n_sink": "the first tile of the window by its rank, or what is loaded ahead for the step after the last",
+        "key + offset < hi": "a block's number is read, and the keys' own masks drop its keys",
+        "key < hi": "a block's number is read ahead for the step after the last",
+        "own < tree_keys": "a token that no mask has a bit for lies behind the sequence",
+        "start < hi": "a block's number is read, and the keys' own masks drop its keys",
+        "t < hi": INSIDE,
+        "t < tl.where(block >= 0, hi, 0)": "a key behind the last query of a row tile, which the causal mask drops too",
+        "t >= own_begin": "the first of a call's own tokens is at depth 0, where its position is its place",
+    },
+    "_quantize.py": {"magnitude < 1015021568": "at the smallest normal number both formulas give the same code"},
+    "_rows/join.py": {
+        "block < max_blocks": "a sequence has no more blocks than its table, which debug mode checks",
+        "for _ in range(steps)": "one more halving of a range that is empty",
+    },
+    "_rows/kernel.py": {
+        "pid < first + programs": "the first program of the next tensor has no row of this one",
+        "source >= 0": "a lane that has no row reads -1, and writes nothing",
+        "target >= 0": "a lane that has no row reads -1, and writes nothing",
+    },
+    "_rows/quantize.py": {
+        "for start in range(0, width, TILE)": ONE_TURN,
+        "for start in range(TILE, width, TILE)": ONE_TURN,
+    },
+    "_list_attention_kernel": {"several": SEVERAL},
+    "_plan_tiles_kernel": {"several": SEVERAL},
+    "_scatter_quantized_kernel": {"several": SEVERAL},
+    "merge_attention.py": {"tl.log(total)": LOG2},
+    "rope_and_cache.py": {"offs_d < ROTARY_DIM": "the partner of one element more is read, which nothing uses"},
+    "shared_prefix_attention.py": {"for base in range(0, num_seqs, BLOCK_S)": ONE_TURN},
+}
+
+
+def reasons() -> list[str]:
+    """Places that have a reason."""
+    return [f"{path}: {expression}" for path, found in REASONS.items() for expression in found]
+
+
+def reason(place: str) -> str | None:
+    """Why the neighbour of a comparison changes nothing; None where that is not known."""
+    path, _, expression = place.partition(": ")
+    return REASONS.get(path, {}).get(expression)
