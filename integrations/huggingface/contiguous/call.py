@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import sys
 from typing import Any
 
@@ -10,16 +9,16 @@ import numpy as np
 import torch
 from transformers import DynamicCache
 
-from ....cache import OutOfBlocks
 from ..store import Lease, Store
 from .grouped import CHUNK
 from .hidden import HiddenRows
 from .layers import GrowingLayer, GrowingWindowLayer, like, num_tokens, release
+from .layout import lay_out, read, read_behind
+from .passes import forward
 from .pictures import Pictures
 from .prompts import Prompt, prompts_of
 from .rows import Rows
-from .states import States, put_states, take_states
-from .storage import BlockIds, TokenSpec
+from .states import States, take_states
 
 FORWARD_COST = 24
 """Tokens whose computing takes about as long as what a forward pass of any length costs besides."""
@@ -220,13 +219,11 @@ class Call:
         if self.store.storage.chunk is not None:
             cuts |= {cut for cut in range(at // CHUNK * CHUNK + CHUNK, end, CHUNK) if prompt.computable(cut)}
         if at:
-            self._read(cache, prompt, at)
-            if prompt.states is not None:
-                put_states(cache, [prompt.states])
+            read(cache, self.store.storage, prompt, at, len(prompt.tokens) - at + self.room)
         for start, behind in prompt.later:
             forward(self.model, prompt.tokens, at, start, cache, prompt.inputs(at, start))
             at = min(behind, end)
-            self._read_behind(cache, prompt, start, at)
+            read_behind(cache, self.store.storage, prompt, start, at)
         for cut in sorted(cut for cut in cuts if at < cut <= end):
             forward(self.model, prompt.tokens, at, cut, cache, prompt.inputs(at, cut))
             at = cut
@@ -236,65 +233,10 @@ class Call:
         self.rows.write(prompt, cache, 0, 0, end)
         return cache
 
-    def _read(self, cache: DynamicCache, prompt: Prompt, length: int) -> None:
-        """Fills an empty cache of one row from blocks."""
-        room, size = len(prompt.tokens) - length + self.room, self.store.block_size
-        for group, part in self.store.storage.kv:
-            first = self.store.storage.groups[group].first_needed(length, size)
-            blocks = BlockIds(prompt.blocks(group, first, length, size))
-            columns = length - first * size
-            for index, specs in part.specs.items():
-                keys, values = _buffers(specs, 1, columns + room)
-                part.read(index, blocks, keys[0, :, :columns], values[0, :, :columns])
-                _fill(cache.layers[index], keys, values, length, first * size)
-
-    def _read_behind(self, cache: DynamicCache, prompt: Prompt, start: int, end: int) -> None:
-        """Puts a span of a prompt from blocks behind what a cache of one row has."""
-        first, behind = start // self.store.block_size, -(-end // self.store.block_size)
-        for group, part in self.store.storage.kv:
-            blocks = BlockIds(prompt.tables[group][first:behind])
-            for index, specs in part.specs.items():
-                keys, values = _buffers(specs, 1, end - start)
-                part.read(index, blocks, keys[0], values[0])
-                cache.layers[index].update(keys, values)
-
     def _lay_out(self, caches: dict[int, DynamicCache]) -> DynamicCache:
-        """A cache of the whole batch with `start` columns: from the prompts' own caches, or else from blocks."""
-        cache, size = self._empty(), self.store.block_size
-        filled = [max(self.start - prompt.pad, 0) for prompt in self.prompts]
-        unwritten = min(prompt.pad + self._unwritten(prompt) for prompt in self.prompts)
-        for group, part in self.store.storage.kv:
-            spec = self.store.storage.groups[group]
-            firsts = [spec.first_needed(length, size) for length in filled]
-            blocks = {
-                number: BlockIds(prompt.blocks(group, firsts[number], length, size))
-                for number, (prompt, length) in enumerate(zip(self.prompts, filled, strict=True))
-                if length and number not in caches
-            }
-            origin = min([self.prompts[number].pad + firsts[number] * size for number in blocks], default=self.start)
-            origin = min(origin, unwritten, spec.first_needed(self.start, 1))  # the first column of these layers
-            for index, specs in part.specs.items():
-                keys, values = _buffers(specs, self.batch, self.length + self.room - origin)
-                for number, prompt in enumerate(self.prompts):
-                    row, own = prompt.rows[0], caches[number].layers[index] if number in caches else None
-                    first = firsts[number] * size if own is None else getattr(own, "first", 0)
-                    begin = max(prompt.pad + first, origin) if filled[number] else self.start
-                    columns = slice(begin - origin, self.start - origin)
-                    for side in (keys, values):  # masked out, but NaN times 0 is NaN
-                        side[row, :, : columns.start] = 0
-                    if own is not None and filled[number]:
-                        keys[row, :, columns] = own.keys[0, :, own.keys.shape[2] - self.start + begin :]
-                        values[row, :, columns] = own.values[0, :, own.values.shape[2] - self.start + begin :]
-                    elif number in blocks:
-                        part.read(index, blocks[number], keys[row, :, columns], values[row, :, columns])
-                    for other in prompt.rows[1:]:
-                        for side in (keys, values):
-                            side[other, :, : columns.stop] = side[row, :, : columns.stop]
-                _fill(cache.layers[index], keys, values, self.start, origin)
-        if self.store.states is not None:
-            states = [take_states(caches[number], 0) for number in range(len(self.prompts))]
-            of_row = {row: states[number] for number, p in enumerate(self.prompts) for row in p.rows}
-            put_states(cache, [of_row[row] for row in range(self.batch)])
+        cache, unwritten = self._empty(), min(prompt.pad + self._unwritten(prompt) for prompt in self.prompts)
+        capacity = self.length + self.room
+        lay_out(cache, self.store.storage, self.prompts, caches, self.start, capacity, unwritten)
         return cache
 
     def computed(self, tokens: int) -> None:
@@ -370,14 +312,8 @@ class Call:
 
     def add_hidden(self, outputs: Any) -> None:
         """Puts the hidden states of cached tokens before those that the first pass has computed."""
-        if self._hidden is None or self._computed or not self.start:
-            return
-        loaded = {row: self._hidden.load(p.tables[0], self.start) for p in self.prompts for row in p.rows[:1]}
-        of_row = {row: loaded[p.rows[0]] for p in self.prompts for row in p.rows}
-        outputs.hidden_states = tuple(
-            torch.cat([torch.stack([of_row[row][layer] for row in range(self.batch)]).to(new.device), new], 1)
-            for layer, new in enumerate(outputs.hidden_states)
-        )
+        if self._hidden is not None and not self._computed and self.start:
+            outputs.hidden_states = self._hidden.before(outputs.hidden_states, self.prompts, self.start)
 
     def keep_hidden(self, steps: Any) -> None:
         """Keeps what a result has of hidden states, for later calls that ask for them.
@@ -385,21 +321,13 @@ class Call:
         Args:
             steps: Of each pass and layer `[batch, tokens, width]`, the prompts' first.
         """
-        if self._hidden is None or self.cache is None or not steps:
-            return
-        sizes = {(layer.dim(), *layer.shape[:2]) for layer in steps[0]}
-        if sizes != {(3, self.batch, self.length)} or self._computed + self.start < self.length:
+        if self._hidden is None or self.cache is None or not steps or self._computed + self.start < self.length:
             return
         self.rows.settle()
         for prompt in self.prompts:
-            row, size = prompt.rows[0], self.store.block_size
             whole = self._by_row and len(prompt.rows) == 1 and not prompt.closed
-            passes = steps if whole else steps[:1]
-            end = min(prompt.written * size, self.length + len(passes) - 1)
-            begin = self.start // size * size
-            if begin < end:
-                rows = [torch.cat([step[layer][row] for step in passes])[begin:end] for layer in range(len(steps[0]))]
-                self._hidden.store(self.rows.tables(prompt.request_id)[0], begin, rows)
+            table = self.rows.tables(prompt.request_id)[0]
+            self._hidden.keep(prompt, table, self.start, steps if whole else steps[:1])
 
     def keep_answers(self, sequences: torch.Tensor, last: bool = True) -> None:
         """Keeps what a loop generated that gives each row of the cache its row of the result.
@@ -433,65 +361,3 @@ def _agree(one: Prompt, other: Prompt) -> int:
 def _up_to_eos(tokens: np.ndarray, eos: frozenset[int]) -> np.ndarray:
     ends = np.flatnonzero(np.isin(tokens, list(eos))) if eos else tokens[:0]
     return tokens[: int(ends[0]) + 1] if ends.size else tokens
-
-
-def _buffers(specs: tuple[TokenSpec, TokenSpec], rows: int, capacity: int) -> tuple[torch.Tensor, torch.Tensor]:
-    keys, values = specs
-    return keys.empty(rows, capacity), values.empty(rows, capacity)
-
-
-def _fill(layer: Any, keys: torch.Tensor, values: torch.Tensor, length: int, first: int = 0) -> None:
-    """Gives a layer buffers that have its columns from `first` up to `length`."""
-    if isinstance(layer, GrowingWindowLayer):
-        layer.adopt(keys, values, length, first)
-    elif isinstance(layer, GrowingLayer):
-        layer.adopt(keys, values, length)
-    else:
-        layer.update(keys[:, :, :length], values[:, :, :length])
-
-
-def accepted(model: Any, **inputs: Any) -> dict[str, Any]:
-    """Those of the inputs that a model's forward knows."""
-    known = inspect.signature(model.forward).parameters
-    return {name: value for name, value in inputs.items() if name in known}
-
-
-@torch.no_grad()
-def forward(
-    model: Any,
-    tokens: np.ndarray,
-    start: int,
-    end: int,
-    cache: DynamicCache,
-    given: dict[str, Any] | None = None,
-) -> Any:
-    """Computes tokens `start` to `end` of one row behind those in a cache, with the inputs that generate would give.
-
-    Args:
-        model: The model.
-        tokens: Of the row.
-        start: The first token to compute, as many as the cache has.
-        end: Behind the last.
-        cache: Of one row.
-        given: Positions, types and images up to `end`; None: those of text.
-    """
-    ids = torch.from_numpy(tokens[:end])[None].to(model.device)
-    options: dict[str, Any] = {"logits_to_keep": 1} if model._supports_logits_to_keep() else {}
-    first = start == 0 or given is not None
-    if given is None:
-        positions = model._prepare_position_ids_for_generation(ids, {"attention_mask": torch.ones_like(ids)})
-        given = accepted(model, position_ids=positions)
-    inputs = model.prepare_inputs_for_generation(
-        ids,
-        next_sequence_length=end - start,
-        past_key_values=cache,
-        attention_mask=None,
-        **given,
-        is_first_iteration=first,
-        use_cache=True,
-        **options,
-    )
-    return model(**inputs, return_dict=True)
-
-
-__all__ = ["Call", "OutOfBlocks", "accepted", "forward"]

@@ -11,6 +11,7 @@ import torch
 from ....cache.tensors.step import Step
 from ....cache.tensors.tensor_cache import TensorCache
 from ..store import AnyManager
+from .prompts import Prompt
 
 Rows = list[torch.Tensor]
 """Of each layer, the embeddings first, `[num_tokens, width]`."""
@@ -44,8 +45,40 @@ class HiddenRows:
             rows = self._cache.load(table, num_tokens=num_tokens)
             return [rows[name] for name in self._cache.names]
 
-    def store(self, table: np.ndarray, begin: int, rows: Sequence[torch.Tensor]) -> None:
-        """Keeps rows of the tokens from `begin` on, `[num_tokens, width]` each, whose blocks are held and written."""
+    def before(self, new: Sequence[torch.Tensor], prompts: Sequence[Prompt], start: int) -> tuple[torch.Tensor, ...]:
+        """Hidden states of all tokens of a batch, `[batch, tokens, width]` by layer.
+
+        Args:
+            new: Of the tokens from `start` on.
+            prompts: Of the batch, without padding, the first `start` tokens of each available.
+            start: How many are read.
+        """
+        rows = {row: loaded for p in prompts for loaded in [self.load(p.tables[0], start)] for row in p.rows}
+        order = sorted(rows)
+        return tuple(
+            torch.cat([torch.stack([rows[row][number] for row in order]).to(layer.device), layer], 1)
+            for number, layer in enumerate(new)
+        )
+
+    def keep(self, prompt: Prompt, table: np.ndarray, start: int, steps: Sequence[Sequence[torch.Tensor]]) -> None:
+        """Keeps rows of a prompt, and of its answer, whose blocks are written.
+
+        Args:
+            prompt: Without padding.
+            table: Its blocks.
+            start: Its first tokens, of which rows are there.
+            steps: Of each pass and layer `[batch, tokens, width]`, all of the prompt in the first.
+        """
+        length, size = len(prompt.tokens), self._manager.block_size
+        if any(layer.dim() != 3 or layer.shape[1] != length for layer in steps[0]):
+            return
+        begin, end = start // size * size, min(prompt.written * size, length + len(steps) - 1)
+        if begin < end:
+            row = prompt.rows[0]
+            parts = [[step[number][row] for step in steps] for number in range(len(steps[0]))]
+            self._store(table, begin, [torch.cat(part)[begin:end] for part in parts])
+
+    def _store(self, table: np.ndarray, begin: int, rows: Sequence[torch.Tensor]) -> None:
         size = self._manager.block_size
         positions = np.arange(begin, begin + len(rows[0]))
         slots = table[positions // size].astype(np.int64) * size + positions % size

@@ -10,8 +10,8 @@ import torch
 from transformers import DynamicCache
 
 from ..support import UnsupportedError, eval_mode, harmless_tokens
-from .call import accepted, forward
 from .layers import GrowingWindowLayer, attention_layers, new_cache, num_tokens, state_layers
+from .passes import accepted, forward
 from .pictures import Pictures, clear_of
 from .prompts import prompts_of
 from .states import States, put_states, take_states
