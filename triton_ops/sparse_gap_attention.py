@@ -59,7 +59,7 @@ def sparse_gap_attention(
             alone decides, whatever window and query_positions; keys before them follow the rule above. The ancestors
             of a token come before it, and its own bit is set by the caller.
         query_blocks: `[num_tokens, num_kv_heads, top_k]` int32: the logical blocks that a query attends to, ascending,
-            then -1 for none; the rule above holds within them. They need no plan. Not together with tree_mask.
+            then -1 for none; the rule above holds within them, and tree_mask where it is given. They need no plan.
 
     Examples:
         >>> cache = torch.randn(8, 16, 2, 64)  # 8 blocks of 16 slots, 2 KV heads
@@ -67,6 +67,25 @@ def sparse_gap_attention(
         >>> query = torch.randn(3, 4, 64)  # a sequence that decodes one token, and the last two of another
         >>> tables = one(5, 1, 7, 0).view(2, 2)
         >>> out = pc.sparse_gap_attention(query, cache, cache, tables, one(20, 32), one(0, 1, 3), one(19, 3, 30), 0.125)
+        >>> out.shape
+        torch.Size([3, 4, 64])
+
+        A table per KV head: the first has lost the first block of 48 tokens, the second the middle one.
+
+        >>> call = query[:1], cache, cache, one(-1, 5, 2, 7, -1, 2).view(1, 2, 3), one(48), one(0, 1), None, 0.125
+        >>> out = pc.sparse_gap_attention(*call)
+
+        A list per query: the first head reads block 0 and the last, the second the last alone.
+
+        >>> table, lists = one(1, 5, 2).view(1, 3), one(0, 2, 2, -1).view(1, 2, 2)
+        >>> call = query[:1], cache, cache, table, one(48), one(0, 1), None, 0.125
+        >>> out = pc.sparse_gap_attention(*call, query_blocks=lists)
+
+        A tree of three tokens behind 45: two children of the first, at one depth, that do not see each other.
+
+        >>> depths, mask = one(45, 46, 46), one(0b001, 0b011, 0b101).view(3, 1)
+        >>> call = query, cache, cache, table, one(48), one(0, 3), depths, 0.125
+        >>> out = pc.sparse_gap_attention(*call, tree_mask=mask)
         >>> out.shape
         torch.Size([3, 4, 64])
     """

@@ -102,6 +102,7 @@ GAP = {
     "tree": Case((70, 33, 200), (40, 5, 33), dtype=BF16, tree=True, scattered=True, alibi=True, holes=0.2),
     "tree, few queries, window": Case(EVERY[6::9], (5,) * 14, dtype=F16, tree=True, scattered=True, window=6),
     "lists": Case((130, 33, 200), (40, 5, 1), dtype=BF16, top_k=5, holes=0.2, heads=(8, 2)),
+    "lists of a tree": Case((130, 33), (9, 5), dtype=F16, tree=True, scattered=True, alibi=True, top_k=5, heads=(8, 2)),
     "lists, window, block 5": Case(
         EVERY[6::9], (5,) * 14, dtype=F16, top_k=9, block_size=5, window=20, scattered=True, holes=0.2
     ),

@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 import torch
 from attention_cases import Case, attended, build, check
+from graph_double import TapeCapturer
 
 import pc
 from pc.triton_ops._attention.launch import count_tiles
@@ -21,6 +22,10 @@ CASES = [
     Case(lens=(700, 90), queries=(2, 7), top_k=3, block_size=128, cache_dtype=INT8, heads=(20, 1), bounds=True),
     Case(lens=(300, 90), queries=(9, 3), top_k=5, causal=False, window=60, batch_invariant=True, value_dim=24),
     Case(lens=(), queries=(), top_k=3, padding=2),
+    Case(lens=(90, 40), queries=(1, 35), top_k=4, tree=True, scattered=True, sinks=True, padding=1),
+    Case(lens=(150,), queries=(9,), top_k=6, tree=True, scattered=True, alibi=True, dtype=F16, head_tables=True),
+    Case(lens=(90,), queries=(12,), top_k=9, tree=True, window=40, num_sink_tokens=20, block_size=5, holes=0.2),
+    Case(lens=(120,), queries=(7,), top_k=4, tree=True, causal=False, cache_dtype=E4M3, dtype=BF16, softcap=5.0),
 ]
 
 
@@ -96,19 +101,35 @@ def test_opcheck(device):
     tensors = [t.nan_to_num() if t.dtype.is_floating_point else t for t in batch.tensors]
     lists = batch.options["query_blocks"]
     turned = lists.transpose(0, 1).contiguous().transpose(0, 1)
+    masks = build(dataclasses.replace(case, tree=True)).to(device).options["tree_mask"]
     for given in (lists, turned, lists[..., :0]):
         arguments = (*tensors, None, batch.scale)
-        torch.library.opcheck(torch.ops.pc.sparse_gap_attention.default, arguments, {"query_blocks": given})
+        options = {"query_blocks": given, "tree_mask": masks if given is turned else None}
+        torch.library.opcheck(torch.ops.pc.sparse_gap_attention.default, arguments, options)
 
 
 def test_compile(device):
     torch._dynamo.reset()
     compiled = torch.compile(pc.sparse_gap_attention, fullgraph=True, dynamic=True, backend="aot_eager")
-    for case in (Case(lens=(40, 20), queries=(2, 9), top_k=3), Case(lens=(70, 9), queries=(3, 4), top_k=2)):
+    first = Case(lens=(40, 20), queries=(2, 9), top_k=3)
+    for case in (first, Case(lens=(70, 9), queries=(3, 4), top_k=2), dataclasses.replace(first, tree=True)):
         batch = build(case).to(device)
         arguments = (*batch.tensors, None, batch.scale)
-        options = {"query_blocks": batch.options["query_blocks"]}
+        options = {name: batch.options[name] for name in ("query_blocks", "tree_mask") if name in batch.options}
         assert torch.equal(compiled(*arguments, **options), pc.sparse_gap_attention(*arguments, **options))
+
+
+def test_replayed_with_other_lists_and_trees(device):
+    """Captured once; lists, masks, depths and lengths are what they are when it is replayed."""
+    case = Case(lens=(90, 60), queries=(5, 3), heads=(4, 2), head_dim=16, top_k=3, tree=True, scattered=True)
+    batch = build(case).to(device)
+    replay = TapeCapturer(device).capture(lambda: _call(batch, pc.sparse_gap_attention))
+    other = build(dataclasses.replace(case, seed=1, lens=(81, 75)))
+    for name in ("query", "key_cache", "value_cache", "block_tables", "seq_lens", "positions"):
+        getattr(batch, name).copy_(getattr(other, name))
+    for name in ("query_blocks", "tree_mask"):
+        batch.options[name].copy_(other.options[name])
+    check(other, replay())
 
 
 def _with(lists, *row):
@@ -136,12 +157,6 @@ def test_bad_lists(change, error, message):
     batch = build(Case(lens=(40, 30), queries=(3, 4), top_k=3))
     with pytest.raises(error, match=message):
         _call(batch, query_blocks=change(batch.options["query_blocks"]))
-
-
-def test_not_with_a_tree():
-    batch = build(Case(lens=(40, 30), queries=(3, 4), top_k=3, tree=True))
-    with pytest.raises(ValueError, match=r"query_blocks: got int32 .*needs None with tree_mask"):
-        _call(batch)
 
 
 @pytest.mark.gpu

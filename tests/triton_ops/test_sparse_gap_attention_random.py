@@ -44,6 +44,8 @@ def cases(draw):
         batch_invariant=draw(st.sampled_from([False, False, True])),
         bounds=draw(st.booleans()),
         head_tables=draw(st.booleans()),
+        tree=draw(st.sampled_from([False, False, True])),
+        top_k=draw(st.sampled_from([0, 0, 1, 5])),
         seed=draw(st.integers(0, 1000)),
     )
 

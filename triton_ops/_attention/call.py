@@ -149,6 +149,11 @@ class AttentionCall(BatchCall):
         return self.key_cache.shape[1]
 
     @property
+    def tree_sizes(self) -> tuple[int, int]:
+        """Keys that a row of tree_mask has bits for, and elements from row to row; 0 without one."""
+        return (0, 0) if self.tree_mask is None else (32 * self.tree_mask.shape[1], self.tree_mask.stride(0))
+
+    @property
     def terms(self) -> Terms:
         """The options that change a score."""
         has_softcap, has_alibi = self.softcap > 0, self.alibi_slopes is not None

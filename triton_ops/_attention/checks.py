@@ -175,8 +175,6 @@ def check_attention(call: AttentionCall) -> None:
             raise bad_argument("query_blocks", f"shape {list(lists.shape)}", needs)
         if lists.shape[2] > 1 and lists.stride(2) != 1:
             raise bad_argument("query_blocks", f"strides {list(lists.stride())}", "a contiguous last dimension")
-        if call.tree_mask is not None:
-            raise bad_argument("query_blocks", describe(lists), "None with tree_mask")
     if call.plan is not None:
         check_tensor("plan", call.plan, 1, "[n] from attention_plan", (torch.int32,), device)
         size = PlanShape.of(call.block_tables, call.block_size).size

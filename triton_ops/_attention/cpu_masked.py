@@ -99,7 +99,9 @@ def masked_part(
     score.masked_fill_(dead, -math.inf)
     lse = torch.logsumexp(score, -1)
     weight = torch.exp_(score.sub_(lse.masked_fill(lse == -math.inf, 0.0)[..., None]))
-    out = torch.matmul(weight.view(kv_heads, -1, len(t)), rearrange(values.float(), "key kv dim -> kv key dim"))
+    out = torch.matmul(
+        weight.view(kv_heads, heads // kv_heads * rows, len(t)), rearrange(values.float(), "key kv dim -> kv key dim")
+    )
     return rearrange(out, "kv (group row) dim -> row (kv group) dim", row=rows), lse.transpose(0, 1)
 
 

@@ -14,7 +14,7 @@ from .predicate import Mask, _live_blocks, _live_scores
 from .rows import _scaled_queries
 from .scores import Terms, _slopes
 from .softmax import _finish
-from .walk import E4M3_BITS, PLAIN_CACHE, _accumulate, _load_rows
+from .walk import E4M3_BITS, PLAIN_CACHE, _accumulate, _depths, _load_rows, _tree_scores
 
 
 @kernel(LENGTHS, mask=Mask)
@@ -27,7 +27,7 @@ def _list_blocks_kernel(
     num_seqs, top_k, max_blocks, max_union, stride_marks, mask,
     stride_lq, stride_lh, stride_bt, stride_bh,
     POSITIONS: tl.constexpr, TABLE_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    QUERIES: tl.constexpr, BLOCK_K: tl.constexpr,
+    QUERIES: tl.constexpr, BLOCK_K: tl.constexpr, TREE: tl.constexpr,
 ):  # fmt: skip
     """Grid (query tiles, KV heads): the blocks that queries of a tile chose, are present and within reach."""
     item = tl.program_id(0)
@@ -57,8 +57,11 @@ def _list_blocks_kernel(
         list_ptr = lists_ptr + tl.cast(token, tl.int64) * stride_lq + tl.cast(head, tl.int64) * stride_lh
         for base in range(0, top_k, BLOCK_K):
             block = tl.load(list_ptr + base + offs_k, mask=base + offs_k < top_k, other=-1)
-            live = (block >= 0) & (block < blocks)
-            live = _live_blocks(live, block * BLOCK_SIZE, pos, mask, BLOCK_SIZE)
+            exists = (block >= 0) & (block < blocks)
+            live = _live_blocks(exists, block * BLOCK_SIZE, pos, mask, BLOCK_SIZE)
+            if TREE:
+                # Of the call's own tokens the mask decides, not the depth.
+                live = exists & (live | ((block + 1) * BLOCK_SIZE > seq_len - q_len))
             live = live & (tl.load(table_ptr + block, mask=live, other=-1) >= 0)
             mark = tl.load(marks_ptr + block, mask=live, other=0).to(tl.int32) | (1 << query)
             tl.store(marks_ptr + block, mark.to(tl.uint8), mask=live)
@@ -97,10 +100,12 @@ def _list_attention_kernel(
     partial_ptr, partial_lse_ptr,  # [splits, num_tokens, NUM_HEADS, VALUE_DIM] and its base-2 lse
     union_ptr, counts_ptr, tables_ptr, seq_lens_ptr, starts_ptr, positions_ptr,
     alibi_ptr, sinks_ptr, k_scale_ptr, v_scale_ptr, visits_ptr,
+    tree_ptr,  # [num_tokens, tree_keys // 32]
     num_seqs, num_tokens, max_union, num_splits, scale, terms, mask,
     stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh, stride_bt, stride_bh,
+    tree_keys, stride_tree,
     POSITIONS: tl.constexpr, SINKS: tl.constexpr, SCALES: tl.constexpr, CODES: tl.constexpr, UPCAST: tl.constexpr,
-    COUNT: tl.constexpr,
+    COUNT: tl.constexpr, TREE: tl.constexpr,
     TABLE_HEADS: tl.constexpr, WITH_LSE: tl.constexpr, NUM_HEADS: tl.constexpr, GROUP: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, QUERIES: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_G: tl.constexpr,
@@ -157,6 +162,10 @@ def _list_attention_kernel(
     slope = _slopes(alibi_ptr, head, mask_m, terms)
     key_ptr += tl.cast(kv_head, tl.int64) * stride_kh
     value_ptr += tl.cast(kv_head, tl.int64) * stride_vh
+    own_begin = seq_len - q_len
+    tree_rows = tree_ptr
+    if TREE:
+        tree_rows = tree_ptr + tl.where(mask_m, q_token, 0) * stride_tree
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
@@ -169,7 +178,10 @@ def _list_attention_kernel(
             BLOCK_SIZE, BLOCK_N, WIDTH,
         )  # fmt: skip
         live = ((bits[None, :] >> member[:, None]) & 1 != 0) & (t < seq_len)[None, :] & mask_m[:, None]
-        live = live & _live_scores(t, pos, mask)
+        reached = _live_scores(t, pos, mask)
+        if TREE:
+            reached = _tree_scores(reached, t, seq_len, tree_rows, own_begin, tree_keys)
+        live = live & reached
         present = tl.max(tl.broadcast_to(live, [BLOCK_M, BLOCK_N]).to(tl.int32), 0) > 0
         number64 = number.to(tl.int64)
         slot = (t % BLOCK_SIZE).to(tl.int64)
@@ -177,6 +189,8 @@ def _list_attention_kernel(
         values = value_ptr + (number64 * stride_vb + slot * stride_vt)[:, None] + offs_v[None, :]
         k = _load_rows(keys, present, q.dtype, True, CODES, HEAD_DIM, BLOCK_N, BLOCK_D)
         v = _load_rows(values, present, q.dtype, True, CODES, VALUE_DIM, BLOCK_N, BLOCK_V)
+        if TREE and terms.ALIBI and POSITIONS:
+            t = _depths(positions_ptr + q_begin, t, seq_len, own_begin)
         m, total, acc = _accumulate(
             q, m, total, acc, pos, slope, k, v, t, live, factor, terms, True, UPCAST, ROWS, True, SHIFT
         )

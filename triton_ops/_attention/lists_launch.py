@@ -67,6 +67,7 @@ def prepare_lists(
             "QUERIES": queries,
             # At least one a thread: with fewer, several threads would mark the same block.
             "BLOCK_K": max(128, min(512, next_power_of_2(max(top_k, max_blocks)))),
+            "TREE": call.tree_mask is not None,
         },
         4,
         None,
@@ -82,6 +83,7 @@ def prepare_lists(
             "CODES": codes,
             "UPCAST": INTERPRET and query.dtype == torch.bfloat16,
             "COUNT": visits is not None,
+            "TREE": call.tree_mask is not None,
             "TABLE_HEADS": call.table_heads,
             "WITH_LSE": with_lse,
             "NUM_HEADS": num_heads,
@@ -125,11 +127,11 @@ def prepare_lists(
     values: tuple[float, ...] = (num_seqs, num_tokens, max_union, num_splits)
     values += (call.scale, *numbers(terms), *numbers(mask))
     values += (*query.stride()[:2], *call.key_cache.stride()[:3], *call.value_cache.stride()[:3])
-    values += call.table_strides
+    values += (*call.table_strides, *call.tree_sizes)
 
     def run(tensors: tuple[Any, ...]) -> Result:
         query, key_cache, value_cache, tables, seq_lens, starts, positions, _, *others = tensors
-        alibi, sinks, k_scale, v_scale, _, lists = others
+        alibi, sinks, k_scale, v_scale, tree, lists = others
         device = query.device
         out = query.new_empty((num_tokens, num_heads, value_dim))
         lse = query.new_empty((num_tokens, num_heads) if with_lse else 0, dtype=torch.float32)
@@ -143,6 +145,7 @@ def prepare_lists(
             k_scale, v_scale = equal_scales(k_scale, v_scale, kv_heads)
         positions = seq_lens if positions is None else positions
         others = [out if tensor is None else tensor for tensor in (alibi, sinks, k_scale, v_scale)]
+        masks = seq_lens if tree is None else tree
         lengths = (tables, seq_lens, starts, positions)
         grid = (*programs, 1)
         unite.launch(_list_blocks_kernel, grid, (lists, marks, union, counts, *lengths), unite_values, stream)
@@ -157,7 +160,7 @@ def prepare_lists(
         attend.launch(
             _list_attention_kernel,
             (programs[0], kv_heads * row_tiles, num_splits),
-            (query, key_cache, value_cache, out, lse, *parts, union, counts, *lengths, *others, seen),
+            (query, key_cache, value_cache, out, lse, *parts, union, counts, *lengths, *others, seen, masks),
             values,
             stream,
         )

@@ -160,15 +160,12 @@ def prepare(
         *call.table_strides,
     )
 
-    mask = call.tree_mask
-    tree = (0, 0) if mask is None else (32 * mask.shape[1], mask.stride(0))
-
     def grid(tiles: Tiles, decoding: bool, programs: tuple[int, int, int], splits: int, split_rows: int) -> Grid:
         split_heads = num_heads // table_heads if decoding else num_heads
         launch = KernelLaunch(
             constexprs(tiles, decoding), tiles.num_warps, tiles.num_stages, is_aligned, tiles.max_registers
         )
-        values = (*sizes, decode_q, splits, call.scale, *numbers(terms), *limits, *strides, *tree)
+        values = (*sizes, decode_q, splits, call.scale, *numbers(terms), *limits, *strides, *call.tree_sizes)
         return Grid(launch, programs, values, split_rows, split_heads)
 
     decoding = tiling = specialized = None

@@ -162,6 +162,12 @@ def _tree_scores(live, t, hi, tree_rows, own_begin, tree_keys):
 
 
 @triton.jit
+def _depths(own_positions_ptr, t, hi, own_begin):
+    """Key positions t, where those of the call's own tokens are their depths."""
+    return tl.load(own_positions_ptr + t - own_begin, mask=(t >= own_begin) & (t < hi), other=t)
+
+
+@triton.jit
 def _accumulate(
     q, m, total, acc, pos, slope, k, v, t, live, factor, terms,
     MASKED: tl.constexpr, UPCAST: tl.constexpr, ROWS: tl.constexpr, LAZY: tl.constexpr, SHIFT: tl.constexpr,
@@ -234,9 +240,7 @@ def _step(
         live = present
     if TREE and MASKED:  # noqa: SIM102  the first is known to the compiler
         if terms.ALIBI and own_positions_ptr is not None:
-            # The position of an own token is its depth.
-            own = (t >= own_begin) & (t < hi)
-            t = tl.load(own_positions_ptr + t - own_begin, mask=own, other=t)
+            t = _depths(own_positions_ptr, t, hi, own_begin)
     return _accumulate(q, m, total, acc, pos, slope, k, v, t, live, factor, terms, MASKED, UPCAST, ROWS, LAZY, SHIFT)
 
 
