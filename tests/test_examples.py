@@ -12,12 +12,14 @@ from pathlib import Path
 import pytest
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
-HELPERS = {"small_model"}
+HELPERS = {"small_model", "paged_model"}
 SAYS = {
     "benchmark_kernel": r"mine \d+ us, largest error",
     "chat_server": r"bob: 608 tokens, 607 of them reused",
     "custom_model": r"second: 204 tokens, 12 computed",
     "eviction_policy": r"10% +0\.\d+",
+    "evicted_middle": r"128 of 640 tokens computed again: .* 0\.00000\d+\nwithout them: 0\.[1-9]",
+    "reuse_behind_another_prefix": r"the tenth that changes most +0\.\d+\n +half +0\.\d+\n +all of them +0\.0000",
     "hidden_states": r"two: hidden states of 302 tokens, 14 computed",
     "sparse_methods": r"Quest-like pages +3072 tokens a head: as computed densely",
     "tree_speculation": r"48 tokens as one at a time, in \d+ calls instead of 47",
