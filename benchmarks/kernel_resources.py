@@ -308,6 +308,7 @@ CASES: dict[str, Callable[[], None]] = {
     "verify bf16 d128 g4 tree of 6": lambda: attention_case(q_len=6, tree=True, positions=True),
     "verify bf16 d128 g4 tree of 64": lambda: attention_case(q_len=64, tree=True, positions=True),
     "decode bf16 d128 g4 lists": lambda: attention_case(top_k=64),
+    "verify bf16 d128 g4 lists tree of 6": lambda: attention_case(q_len=6, tree=True, positions=True, top_k=64),
     "decode bf16 d128 g16 lists block64": lambda: attention_case(heads=(64, 4), block_size=64, top_k=16),
     "prefill bf16 d128 g4 lists": lambda: attention_case(q_len=512, top_k=64),
     "prefill bf16 d128 g4 e4m3 lists": lambda: attention_case(q_len=512, cache_dtype=_E4M3, top_k=64),
