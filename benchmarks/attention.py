@@ -37,6 +37,8 @@ class AttentionCase:
         num_sink_tokens: Tokens at the start that a window never leaves behind.
         sinks: Whether heads have a learned sink logit.
         live: Spans of tokens that are present in every sequence; None: all.
+        kept: Part of the blocks that each KV head attends to, drawn for it alone, the queries' own among them; 1: all.
+        lists: Whether queries name them, not a table per KV head.
         queries: Spans of positions that the queries are at; None: the last ones.
         shared: Tokens at the start that all sequences share, in the same blocks.
     """
@@ -53,6 +55,8 @@ class AttentionCase:
     num_sink_tokens: int = 0
     sinks: bool = False
     live: Ranges | None = None
+    kept: float = 1.0
+    lists: bool = False
     queries: Ranges | None = None
     shared: int = 0
 
@@ -68,9 +72,18 @@ class AttentionCase:
             return np.arange(self.seq_lens[i] - self.q_lens[i], self.seq_lens[i])
         return np.concatenate([np.arange(*span) for span in self.queries])
 
-    def present(self, i: int) -> np.ndarray:
-        """Which key positions of sequence `i` are in present blocks."""
+    def chosen(self, i: int) -> np.ndarray:
+        """Blocks that each KV head of sequence `i` attends to, ascending: [kv_heads, n]."""
+        blocks, own = -(-self.seq_lens[i] // self.block_size), (self.seq_lens[i] - self.q_lens[i]) // self.block_size
+        count, rng = max(0, round(blocks * self.kept) - (blocks - own)), np.random.default_rng(i)
+        drawn = [np.sort(rng.permutation(own)[:count]) for _ in range(self.heads[1])]
+        return np.stack([np.concatenate([before, np.arange(own, blocks)]) for before in drawn])
+
+    def present(self, i: int, head: int = 0) -> np.ndarray:
+        """Which key positions of sequence `i` are in present blocks, of a KV head where heads differ."""
         length = self.seq_lens[i]
+        if self.kept < 1:
+            return np.asarray(np.isin(np.arange(length) // self.block_size, self.chosen(i)[head]))
         if self.live is None:
             return np.ones(length, dtype=bool)
         mask = np.zeros(length, dtype=bool)
@@ -78,16 +91,17 @@ class AttentionCase:
             mask[begin // self.block_size * self.block_size : -(-end // self.block_size) * self.block_size] = True
         return mask
 
-    def visible(self, i: int, positions: np.ndarray) -> np.ndarray:
-        """Which keys of sequence `i` queries at `positions` attend to: [queries, seq_len]."""
+    def visible(self, i: int, positions: np.ndarray, head: int = 0) -> np.ndarray:
+        """Which keys of sequence `i` queries at `positions` attend to, of a KV head: [queries, seq_len]."""
         t, p = np.arange(self.seq_lens[i])[None], positions[:, None]
-        mask = (t <= p) & self.present(i)[None]
+        mask = (t <= p) & self.present(i, head)[None]
         if self.window:
             mask &= (t > p - self.window) | (t < self.num_sink_tokens)
         return mask
 
     def conditions(self) -> dict[str, str]:
         """The columns of the row."""
+        live = sum(int(self.present(i).sum()) for i in _indices(self))
         return {
             "sequences": str(len(self.seq_lens)),
             "seq_lens": _runs(self.seq_lens),
@@ -100,7 +114,7 @@ class AttentionCase:
             "cache_dtype": self.cache_dtype or "",
             "window": str(self.window),
             "num_sink_tokens": str(self.num_sink_tokens),
-            "live_tokens": "" if self.live is None else str(sum(int(self.present(i).sum()) for i in _indices(self))),
+            "live_tokens": "" if self.live is None and self.kept == 1 else str(live),
             "shared": str(self.shared),
         }
 
@@ -129,6 +143,7 @@ class AttentionCall:
     seq_lens: torch.Tensor
     query_start_loc: torch.Tensor
     query_positions: torch.Tensor | None
+    query_blocks: torch.Tensor | None
     sinks: torch.Tensor | None
     k_scale: torch.Tensor | None
     v_scale: torch.Tensor | None
@@ -145,7 +160,7 @@ class AttentionCall:
         given = {name: getattr(self, name) for name in (*names, "sinks", "k_scale", "v_scale")}
         given |= {"max_query_len": max(case.q_lens), "max_seq_len": max(case.seq_lens)}
         if op == "sparse_gap_attention":
-            given["query_positions"] = self.query_positions
+            given |= {"query_positions": self.query_positions, "query_blocks": self.query_blocks}
         if op == "shared_prefix_attention":
             given["num_shared_blocks"] = case.shared // case.block_size
         if op in ("sparse_gap_attention", "sliding_window_attention"):
@@ -232,8 +247,9 @@ class AttentionInputs:
             own = -(-length // size) - len(shared)
             tables[i, : len(shared) + own] = torch.cat([shared, order[first : first + own]])
             first += own
-            absent = ~torch.from_numpy(case.present(i)[::size].copy())
-            tables[i, : len(absent)][absent] = -1
+            if case.kept == 1:
+                absent = ~torch.from_numpy(case.present(i)[::size].copy())
+                tables[i, : len(absent)][absent] = -1
         positions = None
         if case.queries is not None:
             positions = torch.from_numpy(np.concatenate([case.positions(i) for i in _indices(case)])).int().to(device)
@@ -242,8 +258,19 @@ class AttentionInputs:
             scale = torch.full((1,), 1 / 32 if case.cache_dtype == "int8" else 0.5, device=device)
         starts = torch.tensor([0, *np.cumsum(case.q_lens).tolist()], dtype=torch.int32, device=device)
         lens = torch.tensor(case.seq_lens, dtype=torch.int32, device=device)
+        lists = None
+        if case.kept < 1:
+            chosen = [torch.from_numpy(case.chosen(i)) for i in _indices(case)]
+            if case.lists:
+                most = max(own.shape[1] for own in chosen)
+                padded = [torch.nn.functional.pad(own, (0, most - own.shape[1]), value=-1) for own in chosen]
+                lists = torch.stack(padded).repeat_interleave(torch.tensor(case.q_lens), 0).int().to(device)
+            else:
+                whole, tables = tables, torch.full((len(chosen), case.heads[1], tables.shape[1]), -1, dtype=torch.int32)
+                for i, own in enumerate(chosen):
+                    tables[i].scatter_(1, own, whole[i][own])
         return AttentionCall(
-            case, query, keys, values, tables.to(device), lens, starts, positions, sinks, scale, scale
+            case, query, keys, values, tables.to(device), lens, starts, positions, lists, sinks, scale, scale
         )  # fmt: skip
 
     def check(self, call: AttentionCall, run: Callable[[], Any]) -> float:
@@ -280,9 +307,16 @@ def expected_row(call: AttentionCall, row: int) -> tuple[torch.Tensor, torch.Ten
     starts = np.cumsum([0, *case.q_lens])
     i = int(np.searchsorted(starts, row, side="right")) - 1
     position = case.positions(i)[row - starts[i]]
-    live = torch.from_numpy(np.flatnonzero(case.visible(i, np.array([position]))[0])).to(device)
-    blocks = call.block_tables[i, live // case.block_size].long()
-    index = (blocks, live % case.block_size)
+    differ, heads = case.kept < 1, torch.arange(case.heads[1], device=device)
+    own = [
+        np.flatnonzero(case.visible(i, np.array([position]), head)[0]) for head in range(len(heads) if differ else 1)
+    ]
+    live = torch.from_numpy(np.stack(own, axis=1)).to(device)
+    table = call.block_tables[i].expand(len(own), -1) if call.block_tables.dim() == 2 else call.block_tables[i]
+    blocks = table.gather(1, (live // case.block_size).T).T.long()
+    index = (
+        (blocks, live % case.block_size, heads[: len(own)]) if differ else (blocks[:, 0], live[:, 0] % case.block_size)
+    )
 
     def read(cache: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
         found = cache.view(torch.uint8)[index].view(cache.dtype) if cache.dtype.itemsize == 1 else cache[index]

@@ -23,6 +23,7 @@ def refuse_beyond_dense(call: AttentionCall, name: str, window: bool = True, qua
     case = call.case
     refused = {
         "holes": case.live is not None,
+        "blocks of each head's own": case.kept < 1,
         "queries at scattered positions": case.queries is not None,
         "sink tokens": case.num_sink_tokens > 0,
         "a window": case.window > 0 and not window,

@@ -52,6 +52,8 @@ def _sdpa(call: AttentionCall) -> Run:
         raise UnsupportedError("quantized cache")
     if case.sinks:
         raise UnsupportedError("attention sinks")
+    if case.kept < 1:
+        raise UnsupportedError("blocks of each head's own")
     tables, starts = call.block_tables.cpu().numpy(), np.cumsum([0, *case.q_lens])
     groups: dict[tuple[int, int], list[int]] = {}
     for i, lengths in enumerate(zip(case.seq_lens, case.q_lens, strict=True)):
@@ -120,6 +122,8 @@ def _mask(call: AttentionCall, i: int, positions: np.ndarray) -> tuple[Any, np.n
 def _compacted(call: AttentionCall) -> Run:
     """Drops the dead blocks from the table and calls the dense kernel; exact only behind block-aligned holes."""
     case = call.case
+    if case.kept < 1:
+        return _compacted_heads(call, copies=True)
     if case.live is None or case.window or case.queries is not None:
         raise UnsupportedError("compaction needs holes, all queries behind them, and no window")
     tables = call.block_tables.cpu()
@@ -137,13 +141,53 @@ def _compacted(call: AttentionCall) -> Run:
     return lambda: pc.paged_attention(**arguments)
 
 
+def _compacted_heads(call: AttentionCall, copies: bool) -> Run:
+    """Copies the blocks of each head together, then calls the dense kernel: over as many tokens, the same result.
+
+    Args:
+        call: Heads with blocks of their own, its queries behind them.
+        copies: Whether each call copies; otherwise it is done once, outside of the timing.
+    """
+    case = call.case
+    if case.kept == 1:
+        raise UnsupportedError("blocks that all heads share")
+    chosen = [torch.from_numpy(case.chosen(i)).to(call.query.device) for i in range(len(case.seq_lens))]
+    tables, heads = call.block_tables, torch.arange(case.heads[1], device=call.query.device)
+    numbers = torch.cat([tables[i].expand(len(heads), -1).gather(1, own) for i, own in enumerate(chosen)], dim=1).long()
+    size, lens = case.block_size, [own.shape[1] * case.block_size for own in chosen]
+    # Tokens of the last block that are not there yet.
+    lens = [n - -length % size for n, length in zip(lens, case.seq_lens, strict=True)]
+    compact = torch.full((len(chosen), max(own.shape[1] for own in chosen)), -1, dtype=torch.int32)
+    begins = np.cumsum([0, *(own.shape[1] for own in chosen)])
+    for i, own in enumerate(chosen):
+        compact[i, : own.shape[1]] = torch.arange(begins[i], begins[i + 1])
+
+    def copied(cache: torch.Tensor) -> torch.Tensor:
+        # Head-major as they are gathered, [heads, blocks, slots, dim].
+        return cache.transpose(1, 2)[numbers, heads[:, None]].permute(1, 2, 0, 3)
+
+    arguments = call.arguments("paged_attention") | {
+        "block_tables": compact.to(call.query.device),
+        "seq_lens": torch.tensor(lens, dtype=torch.int32, device=call.query.device),
+        "max_seq_len": max(lens),
+    }
+    arguments["plan"] = _plan(call, arguments)
+    kept = {} if copies else {"key_cache": copied(call.key_cache), "value_cache": copied(call.value_cache)}
+
+    def run() -> torch.Tensor:
+        made = kept or {"key_cache": copied(call.key_cache), "value_cache": copied(call.value_cache)}
+        return pc.paged_attention(**{**arguments, **made})
+
+    return run
+
+
 def _flex(call: AttentionCall, compile: bool = True) -> Run:
     """FlexAttention over the cache as one sequence of slots, with a block mask in physical blocks."""
     from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
     case, device, size = call.case, call.query.device, call.case.block_size
-    if case.sinks or case.cache_dtype or case.shared:
-        raise UnsupportedError("attention sinks, quantized cache or shared blocks")
+    if case.sinks or case.cache_dtype or case.shared or case.kept < 1:
+        raise UnsupportedError("attention sinks, quantized cache, shared blocks or blocks of each head's own")
     if len(set(case.q_lens)) != 1:
         raise UnsupportedError("sequences of unequal query length")
     batch, q_len, q_block = len(case.q_lens), case.q_lens[0], 128
@@ -255,6 +299,8 @@ def attention_providers(op: str) -> tuple[Provider, ...]:
         Provider("vLLM unified_attention", run_vllm_triton, vllm_version, "cuda"),
     ]
     if op == "sparse_gap_attention":
+        copied = functools.partial(_compacted_heads, copies=False)
+        rivals.insert(0, Provider("pc.paged_attention over a copy made before", copied, ours))
         rivals.insert(0, Provider("compaction + pc.paged_attention", _compacted, ours))
     if op == "shared_prefix_attention":
         rivals.insert(0, Provider("each alone: pc.paged_attention", functools.partial(_pc, "paged_attention"), ours))

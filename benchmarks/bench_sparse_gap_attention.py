@@ -34,6 +34,11 @@ def _short(n: int) -> str:
     return f"{n // K}k" if n % K == 0 else str(n)
 
 
+def of_heads(batch: int, seq_len: int, kept: float, lists: bool, q_len: int = 1) -> dict[str, Any]:
+    """Every KV head attends to blocks of its own."""
+    return {"seq_lens": (seq_len,) * batch, "q_lens": (q_len,) * batch, "kept": kept, "lists": lists}
+
+
 CPU = [
     ("decode 1x32k, prefix 256 + window 1k", prefix_and_window(1, 32 * K, 256, K), True),
     ("decode 8x8k, prefix 1k + window 1k", prefix_and_window(8, 8 * K, K, K), False),
@@ -43,6 +48,12 @@ CPU = [
         True,
     ),
     ("64 queries in the middle of 8k", recompute(8 * K, ((4 * K, 4 * K + 64),)), True),
+    *(
+        (f"decode 4x8k, {round(100 * kept)}% a {form}", of_heads(4, 8 * K, kept, form != "head"), kept == 0.1)
+        for form in ("head", "query and head")
+        for kept in (0.5, 0.1, 0.02)
+    ),
+    ("64 queries behind 8k, 10% a query and head", of_heads(1, 8 * K, 0.1, True, 64), False),
 ]
 CUDA = [
     *(
@@ -63,6 +74,12 @@ CUDA = [
     (
         "2k queries in eight spans of 32k",
         recompute(32 * K, tuple((i * 4 * K + K, i * 4 * K + K + 256) for i in range(8))),
+    ),
+    *(
+        (f"decode {b}x{_short(s)}, {round(100 * kept)}% a {form}", of_heads(b, s, kept, form != "head"))
+        for form in ("head", "query and head")
+        for b, s in ((8, 32 * K), (1, 128 * K))
+        for kept in (0.1, 0.02)
     ),
     (
         "512 queries in a hole of 32k with 90 % absent",
