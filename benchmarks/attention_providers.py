@@ -158,9 +158,13 @@ def _compacted_heads(call: AttentionCall, copies: bool) -> Run:
     # Tokens of the last block that are not there yet.
     lens = [n - -length % size for n, length in zip(lens, case.seq_lens, strict=True)]
     compact = torch.full((len(chosen), max(own.shape[1] for own in chosen)), -1, dtype=torch.int32)
-    begins = np.cumsum([0, *(own.shape[1] for own in chosen)])
-    for i, own in enumerate(chosen):
-        compact[i, : own.shape[1]] = torch.arange(begins[i], begins[i + 1])
+    places = torch.arange(numbers.shape[1])
+    if not copies:
+        # Blocks of a pool lie anywhere; a copy of the moment is in order.
+        places = torch.randperm(len(places), generator=torch.Generator().manual_seed(0))
+        numbers = numbers[:, places.argsort().to(numbers.device)]
+    for i, own in enumerate(places.split([own.shape[1] for own in chosen])):
+        compact[i, : len(own)] = own
 
     def copied(cache: torch.Tensor) -> torch.Tensor:
         # Head-major as they are gathered, [heads, blocks, slots, dim].
