@@ -1,12 +1,12 @@
 """Paged attention on the CPU in plain PyTorch, fast enough to serve a small model.
 
-One predicate for all operators (see `attend`), and no `[queries, keys]` matrix where PyTorch's flash kernel for CPUs
+One predicate for all operators (`Mask`), and no `[queries, keys]` matrix where PyTorch's flash kernel for CPUs
 serves: over all that is before a run of queries without a mask, and over the run itself causally.
 
     cpu_sequences.py    one block table for all heads: sequence by sequence
     cpu_heads.py        a table per KV head, a list per query: runs of queries (cpu_runs.py)
     cpu_rows.py         many short lists of blocks in one call of the flash kernel: decodes, runs
-    cpu_masked.py       what that kernel cannot express: softcap, ALiBi, trees, a window or a hole inside a run
+    cpu_masked.py       what that kernel cannot express: terms of scores, trees, the edge of a mask or a hole in a run
     cpu_cache.py        blocks read, cpu_flash.py: the kernel, and parts merged by their log-sum-exp
 """
 
@@ -26,8 +26,7 @@ from .cpu_sequences import attend_sequences
 def attend(call: AttentionCall) -> Part:
     """Attention of packed queries over block tables.
 
-    The query at position p attends to key position t when t <= p (causal; without it and with a window,
-    t < p + window), t < seq_len, the block of t is present, and (no window, or t > p - window, or t < num_sink_tokens).
+    A query attends to those key positions before seq_len whose block is present that the call's `mask` has live.
 
     Returns:
         out like query, and lse `[num_tokens, num_heads]` float32: the natural logarithm of the softmax's denominator.
