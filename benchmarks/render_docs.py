@@ -255,6 +255,35 @@ def render_hints(page: Path, trace: str) -> str:
     return "\n".join([*lines, "", f"[Rows]({_link(page, source)})"])
 
 
+def render_hint_ways(page: Path) -> str:
+    """Blocks hit with and without hints, a line for each way a cut of a trace was served."""
+    source = RESULTS / "cpu" / "hints.csv"
+    rows = read_rows(source)
+    columns = list(dict.fromkeys((row["policy"], row["hints"]) for row in rows))
+    heads = [policy if told == "none" else f"{policy}, told {told}" for policy, told in columns]
+    lines = [
+        f"The first {int(rows[0]['requests']):,} requests of {rows[0]['trace']}, {rows[0]['blocks']} blocks.",
+        "",
+        "| blocks hit through | " + " | ".join(heads) + " |",
+        "|---" + "|--:" * len(heads) + "|",
+    ]
+    for way in dict.fromkeys(row["through"] for row in rows):
+        hits = {(row["policy"], row["hints"]): row["hits"] for row in rows if row["through"] == way}
+        lines.append(f"| {way} | " + " | ".join(hits.get(column, "") for column in columns) + " |")
+    return "\n".join([*lines, "", f"[Rows]({_link(page, source)})"])
+
+
+def render_traffic(page: Path) -> str:
+    """Hit rates where traffic changes, and the worst windows."""
+    source = RESULTS / "cpu" / "traffic.csv"
+    lines = ["| traffic | capacity | lru | policy | hits | to lru | worst window |", "|---|--:|--:|---|--:|--:|--:|"]
+    for row in read_rows(source):
+        rates = f"{float(row['lru']):.4f} | {row['policy']} | {float(row['hit_rate']):.4f} | {float(row['ratio']):.3f}"
+        worst = f"{float(row['worst_window']):.2f} of {int(row['window']):,} requests"
+        lines.append(f"| {row['traffic']} | {row['capacity_share']} | {rates} | {worst} |")
+    return "\n".join([*lines, "", f"[Rows]({_link(page, source)})"])
+
+
 def render_manager(page: Path) -> str:
     """Microseconds a request of the manager and of its peers."""
     source = RESULTS / "cpu" / "manager.csv"
@@ -457,6 +486,8 @@ RENDERERS: dict[str, Callable[..., str]] = {
     "scheduler": render_scheduler,
     "replay": render_replay,
     "hints": render_hints,
+    "hint_ways": render_hint_ways,
+    "traffic": render_traffic,
     "manager": render_manager,
     "batching": render_batching,
 }

@@ -1,7 +1,7 @@
-"""Learned eviction: gives up the blocks that are least likely to be asked for again soon; the default.
+"""Learned eviction: gives up the blocks that are least likely to be asked for again soon.
 
-state per request (`runs`), what is remembered of evicted blocks (`ghosts`), what is learned (`lives`, `tables`), who is
-given up (`victims`), and lru on paper as a guard (`guard`).
+State per request (`runs`), what its end says (`endings`), what is remembered of evicted blocks (`evicted`, `ghosts`),
+what is learned (`lives`, `tables`), who is given up (`victims`), and lru on paper as a guard (`guard`).
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import numpy as np
 import pytest
 
@@ -158,7 +160,7 @@ def test_a_hint_that_is_no_probability_is_refused(returns):
     m.allocate("a", [1] * 8)
     with pytest.raises(ValueError, match=r"returns: got .*needs a probability between 0 and 1"):
         m.free("a", returns)
-    for wrong in ("1", True, [0.5]):
+    for wrong in ("1", True, [0.5], np.True_, np.array(0.5), 1j):
         with pytest.raises(TypeError, match="returns: got"):
             m.free("a", wrong)
     assert m.num_tokens("a") == 8
@@ -237,6 +239,43 @@ def test_a_policy_that_failed_once_goes_on(monkeypatch, cache_errors):
     assert not policy._used
     assert policy.runs.count > 5
     assert cached_of(m, [59] * 8) == 8
+
+
+def test_requests_of_several_threads_with_preemption_and_resets_leave_the_state_whole():
+    m = pc.CacheManager(64, block_size=4, policy="hazard")
+    failed = []
+
+    def work(thread):
+        rng = np.random.default_rng(thread)
+        try:
+            for i in range(120):
+                name, tokens = (
+                    (thread, i),
+                    [int(rng.zipf(1.5)) % 20] * 4 * int(rng.integers(1, 5)) + [1000 * thread + i] * 4,
+                )
+                m.allocate(name, tokens, reuse="gap" if i % 3 == 0 else "prefix")
+                m.commit(name, len(tokens))
+                if i % 7 == 0:
+                    m.preempt(name)
+                    m.resume(name)
+                m.free(name, [None, 0, np.float32(0.7)][i % 3])
+        except Exception as error:  # whatever it is, in the thread of the test
+            failed.append(error)
+
+    for _ in range(2):
+        threads = [threading.Thread(target=work, args=(k,)) for k in range(3)]
+        for each in threads:
+            each.start()
+        for each in threads:
+            each.join()
+        assert not failed
+        assert m.stats().evictions > 100
+        m.check()
+        m.reset()
+        m.check()
+        assert m.pools[0].policy.runs.count == 0
+    assert serve(m, "after", [1] * 256) == 0
+    assert serve(m, "again", [1] * 256) == 255
 
 
 def test_ghosts_of_the_oldest_requests_give_way():
