@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from importlib.metadata import entry_points
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -343,6 +344,39 @@ def test_another_model_finds_nothing(model_path, shared):
     folder, _ = shared
     options = {"tier": {"tier": "disk", "path": str(folder)}, "prompts": prompts()[:1]}
     assert vllm_shared.answer(model_path("qwen3"), options)["cached"] == [0]
+
+
+@pytest.mark.parametrize("name", ["gemma3", "mistral"])
+def test_models_with_windows(model_path, tmp_path, name):
+    """Windows beside full attention, and alone: all blocks are kept, and shared."""
+    options = {"tier": {"tier": "disk", "path": str(tmp_path)}, "prompts": prompts()}
+    first, second = (vllm_shared.answer(model_path(name), options) for _ in range(2))
+    assert second["tokens"] == first["tokens"]
+    assert (first["cached"], second["cached"]) == ([0, 0, 0], [96, 64, 128])
+    assert second["computed"] == 4 + 6 + 22 + 3 * 11
+
+
+def test_a_hybrid_model_is_refused_at_start_up(model_path, tmp_path):
+    options = {"tier": {"tier": "disk", "path": str(tmp_path)}, "prompts": prompts()[:1]}
+    with pytest.raises(ValueError, match="promote local KV cache specs to one unified type"):
+        vllm_shared.answer(model_path("granite_hybrid"), options)
+
+
+@pytest.mark.skipif(not list(entry_points(group="vllm.general_plugins", name="pc")), reason="pc is not installed here")
+def test_two_workers_share_blocks(model_path, shared, tmp_path):
+    """With tensor_parallel_size=2: each rank has a layout of its own, and the tokens are those of one worker."""
+    options = {
+        "tier": {"tier": "disk", "path": str(tmp_path)},
+        "prompts": prompts(),
+        "engine": {"tensor_parallel_size": 2},
+    }
+    environment = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn", "PC_VLLM": "attention"}
+    path = model_path("llama")
+    first, second = (result(start(path, options, environment)) for _ in range(2))
+    assert first["tokens"] == second["tokens"] == shared[1]["tokens"]
+    assert (first["cached"], second["cached"]) == ([0, 0, 0], [96, 64, 128])
+    ranks = [sorted(path.name for path in folder.glob("*.block")) for folder in tmp_path.glob("*/")]
+    assert ranks == [sorted(entries(shared[0]))] * 2
 
 
 def test_through_a_mooncake_store_that_dies(model_path, tmp_path):
