@@ -78,10 +78,12 @@ def _block_numbers(table_ptr, start, second, hi, WHOLE: tl.constexpr, BLOCK_SIZE
     hi end there too.
     """
     SPAN: tl.constexpr = BLOCK_N if BLOCK_N < TILE else TILE
-    PART: tl.constexpr = BLOCK_SIZE if BLOCK_SIZE < SPAN else SPAN
+    # Keys that lie in one block wherever a step begins: the power of two in BLOCK_SIZE.
+    POWER: tl.constexpr = BLOCK_SIZE & -BLOCK_SIZE
+    PART: tl.constexpr = POWER if POWER < SPAN else SPAN
     if BLOCK_N <= TILE and BLOCK_SIZE % BLOCK_N == 0:
         return tl.load(table_ptr + start // BLOCK_SIZE, mask=start < hi, other=-1)
-    elif TILE % PART == 0 and BLOCK_SIZE % PART == 0 and BLOCK_N // PART <= 8:
+    elif BLOCK_N // PART <= 8:
         part = tl.arange(0, BLOCK_N) // PART
         block = tl.zeros([BLOCK_N], tl.int32)
         entry_ptr = table_ptr + tl.cast(start, tl.uint32) // BLOCK_SIZE
@@ -93,8 +95,12 @@ def _block_numbers(table_ptr, start, second, hi, WHOLE: tl.constexpr, BLOCK_SIZE
                 offset = i * PART - TILE
                 if i * PART == TILE:
                     entry_ptr = table_ptr + tl.cast(second, tl.uint32) // BLOCK_SIZE
+            if SPAN % BLOCK_SIZE == 0 or BLOCK_SIZE % SPAN == 0:
+                part_ptr = entry_ptr + offset // BLOCK_SIZE
+            else:
+                part_ptr = table_ptr + tl.cast(key + offset, tl.uint32) // BLOCK_SIZE
             live = key < hi if WHOLE else key + offset < hi
-            block = tl.where(part >= i, tl.load(entry_ptr + offset // BLOCK_SIZE, mask=live, other=-1), block)
+            block = tl.where(part >= i, tl.load(part_ptr, mask=live, other=-1), block)
         return block
     else:
         t = _key_positions(start, second, BLOCK_N)
@@ -102,13 +108,13 @@ def _block_numbers(table_ptr, start, second, hi, WHOLE: tl.constexpr, BLOCK_SIZE
 
 
 @triton.jit
-def _distance(block, stride_b):
-    """Elements to a block; anything for block -1, of which nothing is loaded. Of unsigned numbers: one instruction."""
-    if isinstance(stride_b, tl.tensor) and stride_b.dtype == tl.int32:
-        wide = tl.cast(tl.cast(block, tl.uint32), tl.uint64) * tl.cast(tl.cast(stride_b, tl.uint32), tl.uint64)
-        return tl.cast(wide, tl.int64)
-    else:
-        return tl.cast(block, tl.int64) * stride_b
+def _blocks(source, block, stride_b):
+    """Pointers to blocks; anything for block -1, of which nothing is loaded. In bytes, which takes no shift a block."""
+    SIZE: tl.constexpr = source.dtype.element_ty.primitive_bitwidth // 8
+    if SIZE == 1 and isinstance(stride_b, tl.tensor) and stride_b.dtype == tl.int32:
+        return source + tl.cast(tl.cast(block, tl.uint32), tl.uint64) * tl.cast(tl.cast(stride_b, tl.uint32), tl.uint64)
+    apart = tl.cast(tl.cast(block, tl.uint32), tl.uint64) * (tl.cast(stride_b, tl.uint64) * SIZE)
+    return (source.to(tl.pointer_type(tl.uint8)) + apart).to(source.dtype)
 
 
 @triton.jit
@@ -119,7 +125,7 @@ def _row_pointers(
     """Pointers to a step's keys or values; as much of them as can be is the same in every step."""
     offs_n = tl.arange(0, BLOCK_N)
     offs_d = tl.arange(0, BLOCK_D)
-    rows = source + _distance(block, stride_b)
+    rows = _blocks(source, block, stride_b)
     if BLOCK_N <= TILE and BLOCK_SIZE % BLOCK_N == 0:
         rows += tl.cast(start % BLOCK_SIZE, tl.int64) * stride_t
         pointers = rows + (offs_n.to(tl.int64)[:, None] * stride_t + offs_d[None, :])
