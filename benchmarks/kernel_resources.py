@@ -58,8 +58,6 @@ TARGETS = {
     "gfx942": (GPUTarget("hip", "gfx942", 64), Architecture("gfx942", 304, False), 65_536),
 }
 DESCRIPTOR_TARGETS = frozenset({"sm_90", "sm_100"})
-# Triton 3.6 and 3.9 give up on prefills that read so: their pipeliner meets a use before its definition.
-NOT_PIPELINED = "sm_100"
 SPECIALIZED_TARGETS = frozenset({"sm_90"})
 # Compiled for the most used cases only.
 MINOR_TARGETS = frozenset({"sm_86", "sm_89", "sm_120"})
@@ -480,9 +478,6 @@ def measure(case: str, target: str) -> Iterator[Row]:
     if case.startswith("descriptors") and target not in DESCRIPTOR_TARGETS:
         note = "n/a: the target has no tensor memory accelerator; it reads through pointers"
         yield Row(triton.__version__, target, case, "attention", note=note)
-        return
-    if case.startswith("descriptors prefill") and target == NOT_PIPELINED:
-        yield Row(triton.__version__, target, case, "attention", note="n/a: triton fails to pipeline it")
         return
     if case.startswith("specialized") and target not in SPECIALIZED_TARGETS:
         note = "n/a: the compiler specializes the warps of this kernel for Hopper only"

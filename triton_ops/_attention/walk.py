@@ -273,7 +273,9 @@ def _walk(
         0, i_begin, i_end, jump, skip, hi, tiles_ptr, rank_lo, n_sink, rank_sink, has_holes, SINKS, BLOCK_N
     )
     block = _block_numbers(table_ptr, start, second, hi, not MASKED, BLOCK_SIZE, BLOCK_N)
-    for j in tl.range(0, steps):
+    # Triton's pipeliner for sm_100 gives up on values that a descriptor read and a mask changed: these steps are few.
+    STAGES: tl.constexpr = 1 if DESCRIPTORS and MASKED and not LAZY else None
+    for j in tl.range(0, steps, num_stages=STAGES):
         next_start, next_second = _step_start(
             j + 1, i_begin, i_end, jump, skip, hi, tiles_ptr, rank_lo, n_sink, rank_sink, has_holes, SINKS, BLOCK_N
         )
