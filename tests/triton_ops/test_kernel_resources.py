@@ -19,6 +19,8 @@ CASES = ["decode bf16 d128 g4", "prefill bf16 d128 g4", "write bf16 d128 e4m3"]
 OTHER_CASES = ["decode bf16 d128 g4", "prefill bf16 d128 g4"]
 OTHER_TARGETS = ["sm_80", "sm_90"]
 MATRIX = {"sm_90": "wgmma", "sm_100": "tcgen05", "gfx942": "mfma"}
+# 64 rows, the least that wgmma takes, have sums of 512 columns that leave too few registers for the rest.
+MMA_SYNC = {("sm_90", "prefill bf16 d512 g8"): "mma"}
 
 pytestmark = pytest.mark.skipif(
     INTERPRET or not HAS_TRITON, reason="compiles, so it needs triton without its interpreter"
@@ -76,34 +78,15 @@ def test_other_triton(version, resources):
         _check(resources, row)
 
 
-# Rows that spill registers to memory, to be mended: one that leaves goes from here, and none may come.
-SPILLING = {
-    ("3.6.0", "sm_90", "prefill bf16 d128 g4 block528"),
-    ("3.6.0", "sm_90", "prefill bf16 d512 g8"),
-    ("3.6.0", "sm_90", "prefill fp32 d128 g4"),
-    ("3.6.0", "sm_100", "prefill fp32 d128 g4"),
-    ("3.6.0", "sm_80", "prefill fp32 d256 g4"),
-    ("3.9.0", "sm_120", "decode bf16 d256 g8"),
-    ("3.9.0", "sm_80", "decode bf16 d192 values 128 g1"),
-    ("3.9.0", "sm_100", "decode bf16 d128 g4 softcap alibi sinks"),
-    ("3.9.0", "sm_100", "decode fp32 d256 g4"),
-    ("3.9.0", "sm_100", "prefill bf16 d128 g4 block528"),
-    ("3.9.0", "sm_90", "prefill bf16 d512 g8"),
-    ("3.9.0", "sm_90", "prefill fp32 d128 g4"),
-    ("3.9.0", "sm_100", "prefill fp32 d128 g4"),
-}
-
-
 def test_table_is_complete_and_clean(resources):
-    """Every case on every target and version, within shared memory, with matrix units; spills where known."""
+    """Every case on every target and version, within shared memory, with matrix units, without a spill."""
     rows = list(resources.read_table().values())
     found = {(row.triton, row.target, row.case) for row in rows}
     assert found == {(v, t, c) for v in resources.VERSIONS for c in resources.CASES for t in resources.targets_of(c)}
-    assert {(row.triton, row.target, row.case) for row in rows if row.spills} == SPILLING
     for row in rows:
-        assert not resources.complaints(dataclasses.replace(row, spills=row.spills and 0)), row
+        assert not resources.complaints(row), row
         if row.case.startswith("prefill bf16") and row.kernel == "attention" and row.target in MATRIX:
-            assert row.matrix == MATRIX[row.target], row
+            assert row.matrix == MMA_SYNC.get((row.target, row.case), MATRIX[row.target]), row
 
 
 def test_main_decodes_keep_memory_busy(resources):
@@ -111,12 +94,28 @@ def test_main_decodes_keep_memory_busy(resources):
     rows = [row for row in resources.read_table().values() if row.kernel == "attention" and row.target in OTHER_TARGETS]
     plain = [row for row in rows if row.case == "decode bf16 d128 g4"]
     codes = [row for row in rows if row.case == "decode bf16 d128 g4 e4m3"]
+    options = [
+        row for row in rows if row.case in ("decode bf16 d128 g4 window", "decode bf16 d128 g4 softcap alibi sinks")
+    ]
     assert plain
     assert codes
+    assert options
+    for row in options:
+        assert row.programs >= 3
+        assert row.buffers >= 3
     for row in plain + codes:
         assert row.programs >= 3
         assert row.buffers >= 3
         assert row.per_kilobyte <= (60 if row in plain else 200)
+
+
+def test_main_prefills_take_few_instructions(resources):
+    rows = [
+        row for row in resources.read_table().values() if row.case == "prefill bf16 d128 g4" and row.target == "sm_90"
+    ]
+    assert len(rows) == len(resources.VERSIONS)
+    for row in rows:
+        assert row.instructions <= 400, row
 
 
 def test_complaints_can_be_raised(resources):

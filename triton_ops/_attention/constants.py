@@ -25,8 +25,8 @@ class Tiles:
     Attributes:
         two_loops: Whether tiles that every row attends to whole get a loop of their own, without masks.
         descriptors: Whether keys and values are read through tensor descriptors where blocks are whole key tiles. Right
-            and free of spills on sm_90 as far as that can be told without one, so only a sweep turns it on; on sm_100
-            triton fails to compile prefills that read so, on sm_80 and gfx942 descriptors become slow pointer code.
+            and free of spills on sm_90 and sm_100 as far as that can be told without one, so only a sweep turns it on;
+            on sm_80 and gfx942 descriptors become slow pointer code.
         max_registers: Of a thread, so that more programs fit on a processor; 0 for as many as the compiler likes.
     """
 
@@ -103,7 +103,7 @@ def decode_tiles(
 ) -> Tiles:
     """For at most DECODE_QUERIES queries a sequence: `rows` is queries * heads of a group.
 
-    `heavy` when a score takes more than a product and a causal mask.
+    `heavy` when a score takes more than a product and a mask.
     """
     block_m = min(64, max(16, next_power_of_2(rows)))
     tuned = None if quantized else tuned_tiles(arch, "decode", head_dim, itemsize, group, block_size)
@@ -115,15 +115,21 @@ def decode_tiles(
     block_n = max(16, min(64 if head_dim <= 64 else 32, (16384 if is_large else 8192) // row_bytes))
     num_stages = 4 if is_large and (row_bytes <= 512 or head_dim > 256) else 3
     if itemsize == 4:
-        return Tiles(block_m, max(16, min(64, 8192 // row_bytes)), 8, 2, False)
+        # Two programs of 8 warps have 128 registers a thread each.
+        cap = 128 if 128 < head_dim <= 256 and block_m == 16 and not arch.startswith("gfx") else 0
+        return Tiles(block_m, max(16, min(64, 8192 // row_bytes)), 8, 2, False, max_registers=cap)
     if arch.startswith("gfx"):
         return Tiles(block_m, 64 if row_bytes <= 256 else 32 if row_bytes <= 512 else 16, 4, 2, False)
     # Three programs of 4 warps have 168 registers a thread each; what would spill into memory then keeps its own.
     converts = quantized and arch not in ("sm_90", "sm_100")
-    spills = head_dim <= 64 or head_dim > 128 or converts or block_m > 16 or heavy
+    spills = head_dim <= 64 or head_dim > 128 or converts or block_m > 16
     # 4 warps spill from head_dim 257 on.
     num_warps = 8 if head_dim > 256 or (head_dim > 128 and block_m > 16) else 4
-    return Tiles(block_m, block_n, num_warps, num_stages, True, max_registers=0 if spills else 168)
+    cap = 0 if spills else 168
+    if quantized and heavy and num_warps == 4:
+        # Left to itself the compiler takes 168 and spills.
+        cap = 240
+    return Tiles(block_m, block_n, num_warps, num_stages, True, max_registers=cap)
 
 
 def prefill_tiles(
@@ -137,13 +143,16 @@ def prefill_tiles(
     if arch == "interpreter":
         return Tiles(64, 32, 4, 1, True)
     if head_dim > 256:
-        # The queries alone take 64 KB in 64 rows of 16 bits.
-        rows = 64 if arch in _ASYNC_MATRIX and itemsize == 2 else 32 if arch in _LARGE_SHARED or itemsize == 2 else 16
+        # The queries alone take 64 KB in 64 rows of 16 bits. On sm_90 their sums take half of a thread's registers and
+        # spill with wgmma, whose least rows they are; tcgen05 keeps them elsewhere.
+        if arch == "sm_90" and itemsize == 2:
+            return Tiles(32, 32, 8, 2, False)
+        rows = 64 if arch == "sm_100" and itemsize == 2 else 32 if arch in _LARGE_SHARED or itemsize == 2 else 16
         return Tiles(rows, 16, 4 if arch.startswith("gfx") else 8, 2 if itemsize == 2 else 1, False)
     if itemsize == 4:
         if arch.startswith("gfx"):
             return Tiles(32, 16, 4, 1, False)
-        return Tiles(32, 16, 8 if wide else 4, 2, False)
+        return Tiles(32, 16, 8, 3 if wide and arch in _LARGE_SHARED else 2, False)
     if arch.startswith("gfx"):
         # 4 waves may have 512 registers each, 8 waves 256.
         return Tiles(64, 32, 4, 2, not wide)
@@ -153,10 +162,13 @@ def prefill_tiles(
         # mma.sync keeps both operands and the sums in registers: fewer rows or keys at once, so as not to spill.
         if heavy:
             return Tiles(64, 32, 8, 2, True)
-        return Tiles(128, 32, 8, 2, True) if head_dim <= 64 else Tiles(64, 64, 8, 2, True)
+        if head_dim <= 64:
+            return Tiles(128, 32, 8, 2, True)
+        # 128 rows take fewer instructions for a row; on sm_80 triton 3.6 spills 8 to 16 bytes with them.
+        return Tiles(64, 64, 8, 3, True) if arch in _LARGE_SHARED else Tiles(128, 32, 8, 3, True)
     if heavy:
         return Tiles(64, 64, 8, 2, True)
-    return Tiles(128, 64, 8, 3, True)
+    return Tiles(128, 128 if head_dim <= 64 else 64, 8, 3, True)
 
 
 def specialized_tiles(arch: str, head_dim: int, itemsize: int) -> Tiles | None:

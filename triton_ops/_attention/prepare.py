@@ -79,8 +79,7 @@ def prepare(
     terms = call.terms
     heavy = quantized or segments or has_tree or not terms.PLAIN
     kind = (max(head_dim, value_dim), query.element_size())
-    more = options.mask.BOUNDED or not terms.PLAIN
-    decode = decode_tiles(arch.name, *kind, decode_q * group, quantized, group, block_size, more)
+    decode = decode_tiles(arch.name, *kind, decode_q * group, quantized, group, block_size, not terms.PLAIN)
     prefill = prefill_tiles(arch.name, *kind, heavy, group, block_size)
     if has_tree:
         # A word of the mask for each score takes registers that wider tiles do not have; without a cap on them either.
