@@ -19,6 +19,8 @@ REASONS: dict[str, dict[str, str]] = {
         "offs < num_seqs": "the end of the last sequence is read too, which lies behind every tile that a sequence has",
         "row_begin < q_len * GROUP": EMPTY,
         "tl.program_id(1) < GRID_HEADS": AGAIN,
+    },
+    "_attention/rows.py": {
         "tl.log2(denominator)": LOG2,
         "tl.log2(safe_total)": LOG2,
         "token < q_len": "a row behind the last query is read and not written; one outside of the tensor is found",

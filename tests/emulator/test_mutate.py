@@ -34,6 +34,8 @@ def test_a_comparison_is_noticed_where_its_boundary_is_met(monkeypatch, n, room,
     _add(n, room)  # the kernel is whole again
 
 
+# With all of `make emulate`: whoever changes a kernel brings the reasons up to date with `make mutate`.
+@pytest.mark.slow
 @pytest.mark.parametrize("path", REASONS)
 def test_reasons_are_of_expressions_of_the_sources(path):
     if (comparisons.SOURCES / path).exists():
