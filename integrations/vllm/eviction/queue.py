@@ -7,8 +7,11 @@ from typing import Any
 
 from .state import PolicyState
 
-AHEAD_FROM, AHEAD = 4096, 32
-"""A pool of so many blocks chooses a 32nd of them ahead: policies asked at every step are slow, see `PolicyState`."""
+AHEAD_FROM, AHEAD = 16_384, 64
+"""A pool of so many blocks chooses a 64th of them ahead: policies asked at every step are slow, see `PolicyState`.
+
+A 32nd in a pool of 4,200 blocks lost the default 1.2 % of its hits: half a request is little, five are not.
+"""
 
 
 class PolicyQueue:
