@@ -155,10 +155,12 @@ class Contiguous:
         if self._window_problem is not None:
             raise self._window_problem
 
-    def _sees_nothing(self, mask: torch.Tensor) -> bool:
+    def _sees_nothing(self, mask: torch.Tensor, config: Any) -> bool:
         """Whether a row's last token may attend to none: what it then gives depends on every masked column."""
-        ends = mask[:, -1:] if self._probed.window else mask
-        return bool((ends == 0).all(1).any())
+        seen = min(self._probed.windows.values(), default=mask.shape[1])
+        if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
+            seen = 1  # it may be the first of its chunk
+        return bool((mask[:, -seen:] == 0).all(1).any())
 
     def run(
         self, loop: Loop, keys: tuple[str, ...], salt: Any, out_of_blocks: Callable[[OutOfBlocks], None]
@@ -189,7 +191,7 @@ class Contiguous:
         shown = bool(loop.shown) and hidden is None
         if mask is not None and not self._probed.continues_padded:
             raise UnsupportedError("it does not go on from a cached prefix behind padding")
-        if mask is not None and self._sees_nothing(mask):
+        if mask is not None and self._sees_nothing(mask, loop.model.config.get_text_config(decoder=True)):
             shown, hidden = True, None
         store, pictures = self.store, None
         if loop.images is not None:
