@@ -72,7 +72,7 @@ REASONS: dict[str, dict[str, str]] = {
     },
     "_attention/softmax.py": {"tl.log2(denominator)": LOG2},
     "_attention/walk.py": {
-        "for j in tl.range(0, steps)": ONE_TURN,
+        "for j in tl.range(0, steps, num_stages=STAGES)": ONE_TURN,
         "i < i_end": "what is loaded ahead for the step after the last",
         "i < n_sink": "the first tile of the window by its rank, or what is loaded ahead for the step after the last",
         "key + offset < hi": "a block's number is read, and the keys' own masks drop its keys",
