@@ -27,6 +27,7 @@ REASONS: dict[str, dict[str, str]] = {
     },
     "_attention/lists.py": {
         "base + offs_k < blocks": "the mark behind the last block is cleared too",
+        "(block + 1) * BLOCK_SIZE > seq_len - q_len": "one block more is marked, all of whose keys the predicate drops",
         "block < blocks": "lists hold blocks that their sequence has; debug mode refuses others",
         "first < q_len": EMPTY,
         "first >= q_len": EMPTY,
@@ -98,6 +99,7 @@ REASONS: dict[str, dict[str, str]] = {
         "for start in range(TILE, width, TILE)": ONE_TURN,
     },
     "_list_attention_kernel": {"several": SEVERAL},
+    "_list_blocks_kernel": {"several": SEVERAL},
     "_plan_tiles_kernel": {"several": SEVERAL},
     "_scatter_quantized_kernel": {"several": SEVERAL},
     "merge_attention.py": {"tl.log(total)": LOG2},
