@@ -115,6 +115,11 @@ class ScheduledBlocks:
         """Whether it is the first of the sessions with requests."""
         return self.shared.first_holder() == self.number
 
+    def let_go(self) -> None:
+        """Gives back what was found for waiting requests without room: the session that goes first may need it."""
+        for request_id in [request_id for request_id in self._held if request_id in self.waiting]:
+            self._give_up(request_id)
+
     # What the scheduler asks, in the order of a request's life.
 
     def search_prefix_match(self, request_id: str, prompt_ids: list[int]) -> int:
@@ -182,7 +187,8 @@ class ScheduledBlocks:
     def mark_complete_blocks(self, state: Any, complete_blocks: dict[str, int]) -> None:
         """Makes what a request has computed findable."""
         held = self._held.get(state.request_id)
-        if held is not None:
+        if held is not None and any(self.manager.commit(held.key, state.current_len())):
+            # The step that read replaced blocks is over: they go back now, not when there is room for the next one.
             self.manager.commit(held.key, state.current_len())
 
     def prepare_fork_request(

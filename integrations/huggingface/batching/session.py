@@ -115,8 +115,10 @@ class Offloading(OffloadingManager):  # type: ignore[misc]
             self._queue_again(active[-1])
             return True
         if blocks.others_hold():
-            if active and not blocks.is_first():
-                self._queue_again(active[0])
+            if not blocks.is_first():
+                if active:
+                    self._queue_again(active[0])
+                blocks.let_go()
             raise NoRoomYetError
         stuck = active or blocks.refused
         if not stuck:

@@ -69,7 +69,7 @@ def test_tenants_share_nothing(model: Any, batching: ContinuousBatching) -> None
 
 def test_salt_of_requests_that_are_queued_again_and_forked(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     prompts = [tokens(20 + 7 * n, n) for n in range(4)]
-    peaked = config(num_return_sequences=2, do_sample=True, temperature=1e-4)  # the likeliest token, drawn
+    peaked = config(new=24, num_return_sequences=2, do_sample=True, temperature=1e-4)  # the likeliest token, drawn
     with enable_continuous_batching(model, num_blocks=6) as batching:
         salts: dict[str, list[Any]] = {}
         allocate = batching.manager.allocate
@@ -81,7 +81,7 @@ def test_salt_of_requests_that_are_queued_again_and_forked(model: Any, monkeypat
         monkeypatch.setattr(batching.manager, "allocate", spy)
         with batching.salt("tenant"):
             answers = batched(model, prompts, generation_config=peaked)
-        assert answers == [answer for answer in alone(model, prompts) for _ in range(2)]
+        assert answers == [answer for answer in alone(model, prompts, new=24) for _ in range(2)]
         assert {salt for found in salts.values() for _, salt in found} == {"tenant"}
         lengths = {len(prompt) for prompt in prompts}
         again = {key for key, found in salts.items() for length, _ in found if length not in lengths}
@@ -159,4 +159,48 @@ def test_sessions_of_several_threads(model: Any) -> None:
         for thread in threads:
             thread.join(timeout=120)
         assert [got.get(t) for t in range(2)] == want
+        assert_nothing_held(batching)
+
+
+class Computed:
+    """As much of transformers' state of a request as blocks are told of."""
+
+    generated_tokens: list[int] = []  # noqa: RUF012
+
+    def __init__(self, request_id: str, prompt: list[int]) -> None:
+        self.request_id, self.initial_tokens, self.length = request_id, prompt, 0
+
+    def current_len(self) -> int:
+        return self.length
+
+
+def test_blocks_that_two_sessions_computed_go_back_with_the_step(model: Any) -> None:
+    """What a merge replaced is nobody's once the step is over, although its request has no room for the next one."""
+    with enable_continuous_batching(model, num_blocks=8) as batching:
+        first, second = (batching.blocks(model, True, 64) for _ in range(2))
+        states = [Computed("a", tokens(40)), Computed("b", tokens(40))]
+        for session, state in zip((first, second), states, strict=True):
+            session.begin()
+            assert session.can_store_request_tokens(state, 40)
+        for session, state in zip((first, second), states, strict=True):
+            state.length = 40
+            session.mark_complete_blocks(state, {})
+        first.free_blocks("a")
+        assert not second.others_hold()
+        second.free_blocks("b")
+        assert_nothing_held(batching)
+
+
+def test_a_session_that_waits_holds_nothing_for_requests_without_room(model: Any) -> None:
+    with enable_continuous_batching(model, num_blocks=8) as batching:
+        session = batching.blocks(model, True, 64)
+        waiting, active = Computed("waits", tokens(40)), Computed("runs", tokens(40, 1))
+        session.begin()
+        for state in (active, waiting):
+            assert session.can_store_request_tokens(state, 33)
+        session.waiting = {"waits": waiting}
+        session.let_go()
+        assert session.holds
+        assert session.can_store_request_tokens(active, 40)
+        session.free_blocks("runs")
         assert_nothing_held(batching)
