@@ -45,7 +45,7 @@ vllm-quick: setup links ## what of `make vllm` needs no compiled engine: vLLM's 
 # vLLM's own tests of its block pool, ours in its place.
 define VLLM_OWN
 cd .peers/vllm-0.33 && PYTHONPATH=$(PYTHONPATH):.:$(CURDIR)/tests/support VLLM_TARGET_DEVICE=cpu HF_HOME=hub \
-	HF_HUB_OFFLINE=1 ../$(1)/bin/python -m pytest -q --noconftest -p vllm_lru_pool -p no:cacheprovider \
+	HF_HUB_OFFLINE=1 ../$(1)/bin/python -m pytest -q -c /dev/null --rootdir . --noconftest -p vllm_lru_pool -p no:cacheprovider \
 	tests/v1/core/test_prefix_caching.py tests/v1/core/test_single_type_kv_cache_manager.py
 endef
 
