@@ -57,15 +57,17 @@ def write_rows(rows: torch.Tensor, flat: torch.Tensor, slots: StepSlots, new: to
         new: `[num_tokens, *features]` of the same dtype, in host memory.
         row_bytes: Of one of them.
     """
-    if slots.runs is None or not worth_copies(len(slots.runs), slots.count * row_bytes):
+    runs, num_bytes = slots.runs, slots.count * row_bytes
+    alone = _alone(num_bytes)
+    if runs is None or not (alone or worth_copies(len(runs), num_bytes)):
         scatter_rows(new.detach(), rows, 2, slots.index, slots.low)
-    elif _bare(new) and _alone(slots.count * row_bytes):
+    elif alone and _bare(new):
         target, source = flat.data_ptr(), new.data_ptr()
-        for begin, first, end in slots.runs:
+        for begin, first, end in runs:
             ctypes.memmove(target + first * row_bytes, source + begin * row_bytes, (end - first) * row_bytes)
     else:
         new = new.detach()
-        for begin, first, end in slots.runs:
+        for begin, first, end in runs:
             flat[first:end].copy_(new[begin : begin + end - first])
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -48,11 +48,16 @@ class OmniPrefixCacheManager:
     def __init__(self, config: PrefixCacheConfig, view: Any, *, eager: bool | None = None) -> None:
         self._config, self._view = config, view
         self._size: int = view.block_size
-        self._policy = ModelCachePolicy()
+        self._group: int = getattr(view, "group", 0)
+        self._slots: Callable[[Sequence[str], Mapping[str, int]], StepSlots] = (
+            view.slots if isinstance(view, GroupView) else self._slots_of_array
+        )
+        self._hidden_key = ModelCachePolicy().hidden_key
         self._cache = TensorCache(None, config.num_blocks, self._size)
         self._limit = config.num_blocks * self._size
         self._kinds: dict[str, tuple[torch.Size, torch.dtype]] = {}
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
+        self._taken = threading.Condition(self._lock)
         self._reached: dict[str, int] = {}  # of each live request, the position behind its last saved token
         self._counts: dict[str, int] = {}
         self._hits: dict[str, Hit] = {}
@@ -61,7 +66,7 @@ class OmniPrefixCacheManager:
 
     def register_policy(self, policy: ModelCachePolicy) -> None:
         """What of a model is kept."""
-        self._policy = policy
+        self._hidden_key = policy.hidden_key
 
     def new_step_starts(self, scheduler_output: Any) -> None:
         """Takes over which requests enter, with which hits, and which have ended.
@@ -69,28 +74,27 @@ class OmniPrefixCacheManager:
         Raises:
             OmniPrefixCacheUnmatchError: A hit without blocks.
         """
-        group = getattr(self._view, "group", 0)
-        with self._changed:
+        with self._lock:
             self._hits = {}
             for request in scheduler_output.finished_req_ids or ():
                 self._reached.pop(request, None)
             for new in scheduler_output.scheduled_new_reqs or ():
-                self._enter(new.req_id, int(new.num_computed_tokens or 0), new.block_ids, group)
+                self._enter(new.req_id, int(new.num_computed_tokens or 0), new.block_ids)
             cached = getattr(scheduler_output, "scheduled_cached_reqs", None)
             if cached is not None and cached.resumed_req_ids:
                 for request, blocks, computed in zip(
                     cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
                 ):
                     if request in cached.resumed_req_ids:
-                        self._enter(request, int(computed), blocks, group)
+                        self._enter(request, int(computed), blocks)
             self._counts = dict(scheduler_output.num_scheduled_tokens)
 
-    def _enter(self, request: str, computed: int, blocks: Any, group: int) -> None:
+    def _enter(self, request: str, computed: int, blocks: Any) -> None:
         had = min(self._reached.get(request, 0), computed)
         self._reached[request] = computed
         if had < computed:
             if blocks and not isinstance(blocks[0], int):
-                blocks = blocks[group]
+                blocks = blocks[self._group]
             if not blocks or len(blocks) * self._size < computed:
                 got = f"{len(blocks or ())} for {computed} cached tokens"
                 raise OmniPrefixCacheUnmatchError(f"block_ids: got {got}: prefix hit of {request} carries no block_ids")
@@ -119,16 +123,16 @@ class OmniPrefixCacheManager:
             OmniPrefixCacheUnmatchError: Rows that fit neither the step nor what a name held before.
             OmniPrefixCacheStagingTimeoutError: So many steps wait to be taken that one more finds no place in time.
         """
-        count = num_tokens_unpadded
+        count, counts = num_tokens_unpadded, self._counts
         requests = self._view.batch_req_ids()
-        slots = self._slots(requests) if count else StepSlots(0, [])
+        slots = self._slots(requests, counts) if count else StepSlots(0, [])
         if slots.count != count or slots.low < 0:
             raise OmniPrefixCacheUnmatchError(f"slot mapping covers {slots.count} of {count} scheduled tokens")
         if slots.high >= self._limit:
             raise OmniPrefixCacheUnmatchError(f"slots: got {slots.high}, needs at most {self._limit - 1}")
-        with self._changed:
+        with self._lock:
             try:
-                kept, leftover = self._sort(hidden_states, mm_outputs or {}, count, num_tokens_padded)
+                kept, leftover = self._sort(hidden_states, mm_outputs, count, num_tokens_padded)
                 if self._steps:
                     self._wait_for_room()
                     self._read_waiting()
@@ -140,7 +144,7 @@ class OmniPrefixCacheManager:
                 raise
             spans, begin, reached = {}, 0, self._reached
             for request in requests:
-                end = begin + self._counts.get(request, 0)
+                end = begin + counts.get(request, 0)
                 spans[request] = begin, end
                 if request in reached:
                     reached[request] += end - begin
@@ -151,44 +155,45 @@ class OmniPrefixCacheManager:
             self._hits = {}
             return step_id
 
-    def _slots(self, requests: Sequence[str]) -> StepSlots:
-        if isinstance(self._view, GroupView):
-            count = sum([self._counts.get(request, 0) for request in requests])
-            return StepSlots(count, self._view.runs(requests, self._counts))
-        return StepSlots.of(self._view.step_slots_cpu(requests, self._counts).numpy())
+    def _slots_of_array(self, requests: Sequence[str], counts: Mapping[str, int]) -> StepSlots:
+        return StepSlots.of(self._view.step_slots_cpu(requests, counts).numpy())
 
     def _sort(
-        self, hidden_states: torch.Tensor | None, outputs: Mapping[str, Any], count: int, padded: int
+        self, hidden_states: torch.Tensor | None, outputs: Mapping[str, Any] | None, count: int, padded: int
     ) -> tuple[dict[str, torch.Tensor], Leftover]:
         """What has a row for each token, registered, and a copy of the rest."""
         kept: dict[str, torch.Tensor] = {}
         rest: dict[str, Any] = {}
-        hidden_key = self._policy.hidden_key
-        if count and hidden_states is not None and hidden_key is not None:
-            if hidden_states.dim() < 2 or hidden_states.shape[0] < count:
-                raise OmniPrefixCacheUnmatchError(f"hidden_states: got {list(hidden_states.shape)}, needs {count} rows")
-            kept[hidden_key] = hidden_states if hidden_states.shape[0] == count else hidden_states[:count]
-        for name, value in outputs.items():
+        if count and hidden_states is not None and self._hidden_key is not None:
+            shape = hidden_states.shape
+            if len(shape) < 2 or shape[0] < count:
+                raise OmniPrefixCacheUnmatchError(f"hidden_states: got {list(shape)}, needs {count} rows")
+            self._keep(kept, self._hidden_key, hidden_states, shape, count)
+        for name, value in outputs.items() if outputs else ():
             if is_hidden_key(name):
                 continue
             per_token = count and isinstance(value, torch.Tensor) and value.dim() > 1 and value.layout == torch.strided
             if per_token and value.shape[0] in (count, padded):
-                kept[name] = value[:count]
+                self._keep(kept, name, value, value.shape, count)
             else:
                 rest[name] = value
-        try:
-            for name, value in kept.items():
-                kind = value.shape[1:], value.dtype
-                if self._kinds.get(name) != kind:
-                    self._cache.register(name, *kind)
-                    self._kinds[name] = kind
-        except ValueError as error:
-            raise OmniPrefixCacheUnmatchError(str(error)) from error
         return kept, Leftover(rest) if rest else _NOTHING
+
+    def _keep(
+        self, kept: dict[str, torch.Tensor], name: str, value: torch.Tensor, shape: torch.Size, count: int
+    ) -> None:
+        kind = shape[1:], value.dtype
+        if self._kinds.get(name) != kind:
+            try:
+                self._cache.register(name, *kind)
+            except ValueError as error:
+                raise OmniPrefixCacheUnmatchError(str(error)) from error
+            self._kinds[name] = kind
+        kept[name] = value if shape[0] == count else value[:count]
 
     def _wait_for_room(self) -> None:
         limit = self._config.staging_claim_timeout_s
-        if not self._changed.wait_for(lambda: len(self._steps) < self._config.staging_depth, limit):
+        if not self._taken.wait_for(lambda: len(self._steps) < self._config.staging_depth, limit):
             raise OmniPrefixCacheStagingTimeoutError(
                 f"no place for a step within {limit} s: unconsumed step contexts (ids={sorted(self._steps)})"
             )
@@ -248,7 +253,7 @@ class OmniPrefixCacheManager:
             OmniPrefixCacheUnmatchError: A step that is not waiting, a request that was not in it, or a hit of which
                 rows of the hidden states are missing.
         """
-        with self._changed:
+        with self._lock:
             saved = self._take(step_id)
             strange = [request for request in req_ids if request not in saved.spans]
             if strange:
@@ -277,7 +282,7 @@ class OmniPrefixCacheManager:
         Raises:
             OmniPrefixCacheUnmatchError: A step that is not waiting.
         """
-        with self._changed:
+        with self._lock:
             self._take(step_id)
 
     def _take(self, step_id: int) -> SavedStep:
@@ -286,11 +291,12 @@ class OmniPrefixCacheManager:
             raise OmniPrefixCacheUnmatchError(
                 f"step context {step_id} missing (have {sorted(self._steps)}); already consumed or never saved"
             )
-        self._changed.notify_all()
+        if len(self._steps) + 1 >= self._config.staging_depth:  # else nobody waits
+            self._taken.notify_all()
         return saved
 
     def shutdown(self) -> None:
         """Forgets the steps that wait; nothing runs that would have to be stopped."""
-        with self._changed:
+        with self._lock:
             self._steps.clear()
-            self._changed.notify_all()
+            self._taken.notify_all()

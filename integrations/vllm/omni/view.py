@@ -9,6 +9,7 @@ import torch
 from vllm_omni.core.prefix_cache.interface import OmniPrefixCacheUnmatchError
 
 from ....cache.runs import Run, slot_runs
+from ....cache.tensors.step_slots import StepSlots
 from ..groups import full_attention_group
 
 
@@ -38,8 +39,8 @@ class GroupView:
         """Requests of the batch, in its order."""
         return list(self._batch.req_ids)
 
-    def runs(self, requests: Iterable[str], counts: Mapping[str, int]) -> list[Run]:
-        """Slots of the next `counts` tokens of each request, behind each other, as runs of consecutive ones."""
+    def slots(self, requests: Iterable[str], counts: Mapping[str, int]) -> StepSlots:
+        """Slots of the next `counts` tokens of each request, behind each other."""
         batch, size = self._batch, self._table_block_size
         table, computed, rows = batch.block_table[self.group].block_table, batch.num_computed_tokens_cpu, None
         runs: list[Run] = []
@@ -58,12 +59,11 @@ class GroupView:
                 blocks = rows[row, block : block - (-(offset + count) // size)].tolist()
                 runs += [(begin + token, first, end) for token, first, end in slot_runs(blocks, size, offset, count)]
             begin += count
-        return runs
+        return StepSlots(begin, runs)
 
     def step_slots_cpu(self, req_ids: list[str], num_scheduled: Mapping[str, int]) -> torch.Tensor:
         """The slots themselves, as vLLM-Omni asks for them."""
-        found = [torch.arange(first, end) for _, first, end in self.runs(req_ids, num_scheduled)]
-        return torch.cat(found) if found else torch.empty(0, dtype=torch.int64)
+        return self.slots(req_ids, num_scheduled).index
 
 
 def check_groups(kv_cache_groups: Iterable[Any]) -> None:
