@@ -87,6 +87,9 @@ INTERFACES: dict[str, dict[str, str]] = {
         "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1.__init__": (
             "self vllm_config role kv_cache_config"
         ),
+        "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1.get_required_kvcache_layout": (
+            "vllm_config"
+        ),
         "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1.register_kv_caches": "self kv_caches",
         "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1.get_num_new_matched_tokens": (
             "self request num_computed_tokens"
@@ -104,6 +107,7 @@ INTERFACES: dict[str, dict[str, str]] = {
         "vllm.v1.core.sched.output:CachedRequestData": "req_ids resumed_req_ids new_block_ids num_computed_tokens",
         "vllm.v1.kv_cache_interface:AttentionSpec.unpadded_page_size_bytes": "",
         "vllm.config:KVTransferConfig": "kv_connector_extra_config kv_load_failure_policy",
+        "vllm.config:ModelConfig.is_hybrid": "",
     },
     "omni": {
         "vllm_omni.core.prefix_cache.manager:OmniPrefixCacheManager.__init__": "self config view eager",

@@ -31,8 +31,8 @@ class TierConnector(KVConnectorBase_V1):
     in no folder of this machine), `writer_bytes` (bound of what waits to be written).
 
     Raises:
-        ValueError: At start-up: an option that is not known; several groups of layers, pipeline or context parallelism
-            or adapters (LoRA), by name.
+        ValueError: At start-up: an option that is not known; a model with recurrent layers, several groups of layers,
+            pipeline or context parallelism or adapters (LoRA), by name.
         UnsupportedVersionError: A vLLM with other interfaces.
     """
 
@@ -64,6 +64,22 @@ class TierConnector(KVConnectorBase_V1):
                 produces=transfer.is_kv_producer,
                 consumes=transfer.is_kv_consumer,
             )
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
+        """None, since blocks of any layout are served. It is asked before vLLM makes groups of the layers.
+
+        Raises:
+            ValueError: A model with recurrent layers; later vLLM would fail to make a single group of them.
+        """
+        if vllm_config.model_config.is_hybrid:
+            raise ValueError(
+                f"kv_transfer_config: got TierConnector for a model with recurrent layers "
+                f"({', '.join(vllm_config.model_config.architectures)}), needs one with attention layers alone: states "
+                "of recurrent layers need vLLM's hybrid KV cache manager, which is off beside a connector of one group "
+                "of blocks (not SupportsHMA); without --kv-transfer-config the model is served, hits within the engine"
+            )
+        return None
 
     # The scheduler's half.
 

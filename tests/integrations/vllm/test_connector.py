@@ -238,6 +238,29 @@ def test_configurations_that_blocks_cannot_stand_for_are_refused(changes, messag
             )
 
 
+HYBRID = (
+    r"kv_transfer_config: got TierConnector for a model with recurrent layers \(Granite.*\), needs .* attention layers "
+    r"alone: .* hybrid KV cache manager, .* without --kv-transfer-config"
+)
+
+
+@pytest.mark.parametrize("hybrid", [True, False])
+def test_hybrid_models_are_refused_where_vllm_first_asks_a_connector(hybrid):
+    """Before it makes groups of layers; it goes the same way with the hybrid cache manager switched on by hand."""
+    from vllm.config import KVTransferConfig
+    from vllm.distributed.kv_transfer.kv_connector.utils import get_kv_connector_cache_layout
+
+    config = SimpleNamespace(
+        kv_transfer_config=KVTransferConfig(**vllm_shared.transfer({"tier": "disk", "path": "x"})),
+        model_config=SimpleNamespace(is_hybrid=hybrid, architectures=["GraniteMoeHybridForCausalLM"]),
+    )
+    if hybrid:
+        with pytest.raises(ValueError, match=HYBRID):
+            get_kv_connector_cache_layout(config)
+    else:
+        assert get_kv_connector_cache_layout(config) is None
+
+
 def prompts():
     generator = torch.Generator().manual_seed(1)
     return [torch.randint(3, 500, (n,), generator=generator).tolist() for n in (100, 70, 150)]
@@ -358,7 +381,7 @@ def test_models_with_windows(model_path, tmp_path, name):
 
 def test_a_hybrid_model_is_refused_at_start_up(model_path, tmp_path):
     options = {"tier": {"tier": "disk", "path": str(tmp_path)}, "prompts": prompts()[:1]}
-    with pytest.raises(ValueError, match="promote local KV cache specs to one unified type"):
+    with pytest.raises(ValueError, match=HYBRID):
         vllm_shared.answer(model_path("granite_hybrid"), options)
 
 
