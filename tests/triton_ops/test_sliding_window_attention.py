@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from attention_cases import Case, build, check
 
 import pc
+from pc.triton_ops._attention import launch, operator
 from pc.triton_ops._attention.launch import count_tiles
+from pc.triton_ops._attention.predicate import Mask
+from pc.triton_ops._triton import INTERPRET
 
 CASES = [
     Case(lens=(200, 90), queries=(1, 40), window=1),
@@ -75,6 +79,40 @@ def test_tiles_visited(length, q_len, window, sink_tokens, tiles, device):
     with count_tiles(device) as visits:
         _call(batch)
     assert int(visits) == tiles
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(("window", "sink_tokens"), [(1, 0), (2, 64), (64, 3), (65, 0), (66, 65), (128, 130)])
+@pytest.mark.parametrize("q_len", [1, 2, 8])
+def test_no_decode_reaches_more_tiles_than_are_planned_for(q_len, window, sink_tokens, causal):
+    mask = Mask(window, sink_tokens, causal, True, True)
+    reached = [
+        int(mask.reached_tiles(np.arange(length - q_len, length), length, 12, 0).sum()) for length in range(q_len, 700)
+    ]
+    assert max(reached) == mask.max_tiles(q_len)
+
+
+@pytest.mark.parametrize(("window", "programs"), [(130, 2), (193, 2), (194, 4)])
+def test_decode_within_a_short_window_is_not_split(window, programs, device):
+    """A window that lies in 4 tiles is one work item a sequence: no idle programs, no parts, no launch to sum them."""
+    if device.type == "cpu" and not INTERPRET:
+        pytest.skip("runs kernels")
+    batch = build(Case(lens=(2000, 700), queries=(1, 1), heads=(2, 1), window=window, bounds=True)).to(device)
+    launch.forget_prepared()
+    check(build(batch.case), *_call(batch))
+    (prepared,) = launch._prepared.values()
+    assert prepared.decode.programs[0] == programs
+    assert bool(prepared.decode.split_rows) == (programs > 2)
+
+
+@pytest.mark.interpreter
+def test_a_plan_without_the_window_writes_nothing_outside(device, monkeypatch):
+    """Without the checks of values, which devices do not make: such a plan has splits where the call has no room."""
+    batch = build(Case(lens=(1500,), queries=(1,), heads=(2, 1), window=70))
+    plan = pc.attention_plan(*batch.tensors[3:], 16, num_kv_heads=1)
+    assert int(plan[0]) > 1
+    monkeypatch.setattr(operator, "check_call", lambda call: None)
+    _call(batch, plan=plan)
 
 
 def test_opcheck(device):

@@ -128,7 +128,8 @@ def _attention_kernel(
             split_row = tl.cast(item, tl.int64) * max_q * SPLIT_HEADS
             if TABLE_HEADS > 1:
                 split_row -= kv_head * GROUP
-            is_split = tl.load(item_ptr + ITEM_COUNT) > 1
+            # A plan that was made for another call may split where this one has no room for parts.
+            is_split = (tl.load(item_ptr + ITEM_COUNT) > 1) & (num_splits > 1)
         else:
             seq = _find_sequence(starts_ptr, num_seqs, item, 1, GROUP, BLOCK_M)
             row = seq

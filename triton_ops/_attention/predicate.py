@@ -38,6 +38,13 @@ class Mask(NamedTuple):
         begin = min(begin, end)
         return min(self.num_sink_tokens, begin), begin, end
 
+    def max_tiles(self, queries: int) -> int:
+        """How many tiles the last queries of a sequence reach at most; any number where nothing bounds them."""
+        if not self.BOUNDED:
+            return 1 << 31
+        # The first of the window's keys may be the last one of its tile.
+        return -(-(self.window + queries - 2) // TILE_KEYS) + 1 + -(-self.num_sink_tokens // TILE_KEYS)
+
     def live(self, t: np.ndarray, positions: np.ndarray) -> np.ndarray:
         """Which keys at positions t queries attend to: `[queries, keys]`."""
         p = positions[:, None]

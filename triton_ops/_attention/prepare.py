@@ -103,11 +103,12 @@ def prepare(
     if call.batch_invariant:
         split_tiles = INVARIANT_SPLIT_KEYS // TILE_KEYS
         num_splits = max(1, -(-max_tiles // split_tiles))
-    elif not segments:
+    elif run_prefill and not segments:
         idle = 2 * arch.num_processors // (prefill_bound * num_kv_heads)
         num_splits = max(1, min(idle, max_tiles // 8, MAX_PREFILL_SPLITS))
 
-    decode_splits = min(shape.max_items, max(1, max_tiles // MIN_SPLIT_TILES)) if run_decode else 1
+    reached = max_tiles if has_positions else min(max_tiles, options.mask.max_tiles(decode_q))
+    decode_splits = min(shape.max_items, -(-reached // MIN_SPLIT_TILES)) if run_decode else 1
     codes, convert_codes = cache_codes(call, arch)
     describable = is_aligned and is_describable(call)
     special = specialized_tiles(arch.name, *kind)
@@ -169,9 +170,9 @@ def prepare(
 
     decoding = tiling = specialized = None
     if run_decode:
-        items = min(shape.max_items, shape.num_rows + target_items)
-        split_rows = shape.max_items * decode_q if max_tiles > MIN_SPLIT_TILES else 0
-        decoding = grid(decode, True, (items, item_heads * row_tiles, 1), 1, split_rows)
+        items = min(shape.max_items, shape.num_rows + target_items, shape.num_rows * decode_splits)
+        split_rows = shape.max_items * decode_q if decode_splits > 1 else 0
+        decoding = grid(decode, True, (items, item_heads * row_tiles, 1), decode_splits, split_rows)
     if run_prefill:
         split_rows = num_splits * num_tokens if num_splits > 1 else 0
         tiling = grid(prefill, False, (prefill_bound, num_kv_heads, num_splits), num_splits, split_rows)
@@ -225,6 +226,8 @@ def _merge_grid(
     splits = next_power_of_2(max(decode_splits, num_splits, 2))
     if rows * num_heads < 2 * arch.num_processors and splits > 16 and not call.batch_invariant:
         block_v = min(block_v, 32)
+    # The order of a sum follows from this number, which in batch-invariant mode may not follow from the batch.
+    block_s = 16 if call.batch_invariant else min(splits, 8192 // block_v)
     constexprs = {
         "DECODE_Q": decode_queries,
         "BY_SEQUENCE": by_sequence,
@@ -233,10 +236,14 @@ def _merge_grid(
         "WITH_LSE": with_lse,
         "NUM_HEADS": num_heads,
         "VALUE_DIM": value_dim,
-        # The order of a sum follows from this number, which in batch-invariant mode may not follow from the batch.
-        "BLOCK_S": 16 if call.batch_invariant else min(splits, 8192 // block_v),
+        "BLOCK_S": block_s,
         "BLOCK_V": block_v,
     }
     programs = (rows, num_heads, -(-value_dim // block_v))
     numbers = (call.seq_lens.shape[0], num_tokens, decode_q, num_splits)
-    return Grid(KernelLaunch(constexprs, 4, None, is_aligned), programs, numbers)
+    return Grid(KernelLaunch(constexprs, merge_warps(block_s, block_v), None, is_aligned), programs, numbers)
+
+
+def merge_warps(block_s: int, block_v: int) -> int:
+    """Warps of a program that sums splits: as few as have 64 numbers a thread, since each computes where they are."""
+    return max(1, min(4, block_s * block_v // 2048))
