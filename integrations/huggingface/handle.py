@@ -240,7 +240,8 @@ class PrefixCaching:
 
     def _saving(self) -> tuple[Contiguous, Any, tuple[str, ...]]:
         model = self._model()
-        serving, adapters = (None, ()) if model is None else self._current(model)
+        placed = None if model is None else self._placed_serving(model)
+        serving, adapters = (None, ()) if placed is None else self._current(model)
         if not isinstance(serving, Contiguous):
             raise ValueError("model: needs one that is served over contiguous copies, to save or load its blocks")
         return serving, model, adapters
@@ -342,7 +343,7 @@ class PrefixCaching:
             check_arguments(arguments)
             check_mode(model, arguments)
             take_stop_strings(model, arguments)
-            serving, adapters = self._current(model)
+            serving = self._placed_serving(model)
             images = None if serving is None else take_images(model, arguments)
         except UnsupportedError as error:
             self._calls.hand_back(error.reason, error.detail)
@@ -351,24 +352,29 @@ class PrefixCaching:
             if self.unsupported is not None:
                 self._calls.hand_back(self.unsupported)
             return original(model, *args, **kwargs)
-        return original(model, **arguments | {"custom_generate": self._loop(serving, adapters, arguments, images)})
+        return original(model, **arguments | {"custom_generate": self._loop(serving, arguments, images)})
+
+    def _placed_serving(self, model: Any) -> Contiguous | Paged | None:
+        """What serves the model in its dtype and on its device."""
+        with self._lock:
+            if self._disabled:
+                return None
+            if not model.training and (model.dtype, model.device) != self._placed:
+                self._set_up(model)
+            return self._serving
 
     def _current(self, model: Any) -> tuple[Contiguous | Paged | None, tuple[str, ...]]:
         """What serves the model as it is now: KV of other weights must not be read, nor kept in blocks of others."""
         with self._lock:
             if self._disabled or model.training:
                 return (None if self._disabled else self._serving), ()
-            if (model.dtype, model.device) != self._placed:
-                self._set_up(model)
-            elif self._identity.changed(model):
+            if self._identity.changed(model):
                 self._identity = Identity(model, passing=self._passing)
                 if self._serving is not None:
                     self._serving.empty(model, changed=True)
             return self._serving, self._identity.adapter_keys()
 
-    def _loop(
-        self, serving: Contiguous | Paged, adapters: tuple[str, ...], arguments: dict[str, Any], images: Images | None
-    ) -> Any:
+    def _loop(self, serving: Contiguous | Paged, arguments: dict[str, Any], images: Images | None) -> Any:
         """The decoding loop that generate calls once it has prepared everything."""
         given = {n: arguments.get(n) for n in ("tokenizer", "assistant_tokenizer", "assistant_model", "streamer")}
 
@@ -391,20 +397,19 @@ class PrefixCaching:
             own = arguments.get("logits_processor") is not None
             prepared = (generation_config, options, model_kwargs, own, images)
             loop = Loop(function, str(mode.value), model, input_ids, *prepared)
-            return self._run(serving, adapters, loop)
+            return self._run(serving, loop)
 
+        decode.__signature__ = _DECODING  # type: ignore[attr-defined]  # generate asks three times, and never twice of one
         return decode
 
-    def _run(self, serving: Contiguous | Paged, adapters: tuple[str, ...], loop: Loop) -> Any:
+    def _run(self, serving: Contiguous | Paged, loop: Loop) -> Any:
         try:
             check_loop(loop)
-            loop.adapters, loop.returns = self._row_adapters(loop), self._hints.returns
-            lengths = [loop.input_ids.shape[1]]
-            mask = loop.model_kwargs.get("attention_mask")
-            if mask is not None:
-                lengths = mask.sum(-1).tolist()
-            keys = (*rope_keys(loop.model.config, lengths, loop.generation_config.max_length), *call_keys(loop))
-            result, reports = serving.run(loop, (*keys, *adapters), self._salts.current, self._warn_out_of_blocks)
+            if isinstance(serving, Contiguous) and serving.leaves_alone(loop):
+                result = loop.run()
+                reports = [RequestReport.of(loop.input_ids.shape[1], ()) for _ in loop.input_ids]
+            else:
+                result, reports = self._serve(loop)
         except UnsupportedError as error:
             self._calls.hand_back(error.reason, error.detail)
             if loop.images is not None:
@@ -419,6 +424,23 @@ class PrefixCaching:
         self.last_requests = reports
         self._calls.serve()
         return result
+
+    def _serve(self, loop: Loop) -> tuple[Any, list[RequestReport]]:
+        """Runs a loop over the cache.
+
+        Raises:
+            UnsupportedError: Before a token was computed.
+        """
+        serving, adapters = self._current(loop.model)
+        if serving is None:
+            raise UnsupportedError(self.unsupported or "caching was disabled while the call began")
+        loop.adapters, loop.returns = self._row_adapters(loop), self._hints.returns
+        lengths = [loop.input_ids.shape[1]]
+        mask = loop.model_kwargs.get("attention_mask")
+        if mask is not None:
+            lengths = mask.sum(-1).tolist()
+        keys = (*rope_keys(loop.model.config, lengths, loop.generation_config.max_length), *call_keys(loop))
+        return serving.run(loop, (*keys, *adapters), self._salts.current, self._warn_out_of_blocks)
 
     def _row_adapters(self, loop: Loop) -> list[str] | None:
         """PEFT's adapter of each row, where the caller named them.
@@ -453,6 +475,17 @@ class PrefixCaching:
 @functools.lru_cache(64)
 def _signature(function: Any) -> inspect.Signature:
     return inspect.signature(function)
+
+
+_DECODING = inspect.Signature(
+    [
+        inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        for name in ("model", "input_ids", "logits_processor", "stopping_criteria", "generation_config")
+    ]
+    + [inspect.Parameter("inputs_tensor", inspect.Parameter.KEYWORD_ONLY, default=None)]
+    + [inspect.Parameter("model_kwargs", inspect.Parameter.VAR_KEYWORD)]
+)
+"""Of a decoding loop as generate calls it."""
 
 
 def _forget(handle: weakref.ref[PrefixCaching]) -> None:

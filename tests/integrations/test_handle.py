@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import gc
 import inspect
 import pickle
@@ -21,8 +22,10 @@ transformers = pytest.importorskip("transformers")
 
 from generate_cases import LLAMA, assert_nothing_held, assert_same, plain, prompt  # noqa: E402
 
+from pc.cache import CacheManager  # noqa: E402
 from pc.cache.allocation import CacheStats  # noqa: E402
-from pc.integrations.huggingface import PrefixCaching, enable_prefix_caching  # noqa: E402
+from pc.integrations.huggingface import PrefixCaching, RequestReport, enable_prefix_caching  # noqa: E402
+from pc.integrations.huggingface.identity import Identity  # noqa: E402
 from pc.integrations.huggingface.uninterrupted import uninterrupted  # noqa: E402
 
 
@@ -77,6 +80,25 @@ def test_counts_of_calls(model: Any, handle: PrefixCaching) -> None:
     assert stats.calls_served == 1
     assert stats.calls_handed_back == {"use_cache=False asks for no cache": 2}
     assert [w.filename for w in told] == [__file__]  # once, at the line that called
+
+
+def test_a_call_within_one_block_costs_nothing(
+    model: Any, handle: PrefixCaching, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert cached(model, handle) == 0
+    before, called = handle.stats(), []
+    with monkeypatch.context() as patch:
+        for owner, name in ((CacheManager, "allocate"), (Identity, "changed")):
+            patch.setattr(owner, name, lambda *a, **k: called.append(a))
+        assert_same(model, input_ids=prompt(9), max_new_tokens=7)
+        assert handle.last_requests == [RequestReport(9, 0)]
+        assert not called
+    assert handle.stats() == dataclasses.replace(before, calls_served=2)
+    model.model.layers[0].mlp.up_proj.weight.data.neg_()
+    assert_same(model, input_ids=prompt(8), max_new_tokens=8)
+    assert cached(model, handle) == 0  # a short call saw the change first, and a long one heeds it
+    assert_same(model, input_ids=prompt(9), max_new_tokens=8)  # ends with a block, and begins as a cached one
+    assert handle.last_requests == [RequestReport(9, 8, ((0, 8),))]
 
 
 def test_copies_can_be_enabled(model: Any, handle: PrefixCaching) -> None:

@@ -106,6 +106,20 @@ def test_a_row_is_gone_on_with_in_place(name: str, monkeypatch: pytest.MonkeyPat
         assert_nothing_held(handle)
 
 
+def test_there_is_room_for_a_question_behind_a_document() -> None:
+    model = BY_NAME["llama"].build()
+    with enable_prefix_caching(model, num_blocks=256) as handle:
+
+        def buffer(tokens: torch.Tensor) -> int:
+            model.generate(tokens, max_new_tokens=1)
+            (row,) = handle._serving.store.kept._rows
+            return int(row.cache.layers[1]._values_buffer.data_ptr())
+
+        first = buffer(prompt(256))
+        assert buffer(torch.cat([prompt(256), prompt(32, 1)], 1)) == first
+        assert buffer(torch.cat([prompt(256), prompt(32, 2)], 1)) == first
+
+
 def test_the_first_tokens_of_a_block_are_read() -> None:
     model = BY_NAME["llama"].build()
     with enable_prefix_caching(model, num_blocks=64, host_blocks=64) as handle:

@@ -73,7 +73,8 @@ class Call:
         self.model = model
         self.store = store
         self.batch, self.length = input_ids.shape
-        self.room = max(1, min(max_length - self.length, ROOM))
+        # Behind a document for a question too, which then goes on with the cache in place.
+        self.room = max(1, min(max(max_length - self.length, self.length // 8), ROOM))
         self.pictures = pictures
         self._adapters = adapters
         self.prompts = prompts_of(input_ids, mask, pictures, adapters)

@@ -29,23 +29,26 @@ class _Growing:
 
     def _extend(self, name: str, new: torch.Tensor) -> torch.Tensor:
         """Puts `new [batch, heads, tokens, width]` behind what is there, in a new buffer where `keys` was replaced."""
-        there, buffer = getattr(self, name), self.__dict__.get(f"_{name}_buffer")
-        length = there.shape[2] if there.dim() == 4 else 0
-        end = length + new.shape[2]
+        own = self.__dict__
+        there: Any = own.get(name)
+        buffer: Any = own.get(f"_{name}_buffer")
+        batch, heads, tokens, width = new.shape
+        length = there.shape[2] if there is not None and there.dim() == 4 else 0
+        end = length + tokens
         if (
             buffer is None
+            or there is None
             or there.data_ptr() != buffer.data_ptr()
-            or there.shape[0] != buffer.shape[0]
+            or batch != buffer.shape[0]
             or end > buffer.shape[2]
         ):
-            capacity = end + max(self.room, end // 2 if length else 0)
-            buffer = new.new_empty(new.shape[0], new.shape[1], capacity, new.shape[3])
+            buffer = new.new_empty((batch, heads, end + max(self.room, end // 2 if length else 0), width))
             if length:
-                buffer[:, :, :length] = there
-            self.__dict__[f"_{name}_buffer"] = buffer
-        buffer[:, :, length:end] = new
-        grown = buffer[:, :, :end]
-        setattr(self, name, grown)
+                buffer.narrow(2, 0, length).copy_(there)
+            own[f"_{name}_buffer"] = buffer
+        buffer.narrow(2, length, tokens).copy_(new)
+        grown: torch.Tensor = buffer.narrow(2, 0, end)
+        own[name] = grown
         return grown
 
     def adopt(self, keys: torch.Tensor, values: torch.Tensor, length: int) -> None:
@@ -60,9 +63,10 @@ class GrowingLayer(_Growing, DynamicLayer):  # type: ignore[misc]  # transformer
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any) -> Any:
         """All keys and values, the new ones last."""
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        return self._extend("keys", key_states), self._extend("values", value_states)
+        keys, values = self._extend("keys", key_states), self._extend("values", value_states)
+        if not self.is_initialized:  # without the empty tensors of `lazy_initialization`
+            self.dtype, self.device, self.is_initialized = keys.dtype, keys.device, True
+        return keys, values
 
 
 class GrowingWindowLayer(_Growing, DynamicSlidingWindowLayer):  # type: ignore[misc]

@@ -14,7 +14,7 @@ from ..memory import memory_budget
 from ..reports import RequestReport
 from ..store import Store
 from ..support import CONTINUED, OWN_CACHE, UnsupportedError
-from .call import Call
+from .call import FORWARD_COST, Call
 from .continued import goes_on, mark
 from .decoding import WatchedModel
 from .disk import DiskBlocks, disk_blocks
@@ -129,6 +129,19 @@ class Contiguous:
             for digest, content in blocks.items():
                 store.host.put(group, digest, content)
         return sum(map(len, groups))
+
+    def leaves_alone(self, loop: Loop) -> bool:
+        """Whether a call ends within its first block, so that there is next to nothing to read and nothing to keep."""
+        config, kwargs = loop.generation_config, loop.model_kwargs
+        return (
+            config.max_length <= min(self.store.block_size, FORWARD_COST)
+            and loop.mode in BY_TOKEN
+            and loop.repeats == 1
+            and loop.images is None
+            and not config.return_dict_in_generate
+            and kwargs.get("attention_mask") is None
+            and not hasattr(kwargs[loop.cache_name], CONTINUED)
+        )
 
     def _keeps_hidden(self, loop: Loop) -> bool:
         """Whether hidden states of a call are rows of blocks: all tokens count, and blocks of all are there."""
