@@ -1,0 +1,150 @@
+"""vLLM's scheduler with a made-up model: each token's row is the token and its position, and the next token follows."""
+
+from __future__ import annotations
+
+import json
+import random
+import tempfile
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+BLOCK, WINDOW, DRAFTS = 4, 8, 3
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 8,
+    "intermediate_size": 8,
+    "num_attention_heads": 1,
+    "num_key_value_heads": 1,
+    "num_hidden_layers": 1,
+    "vocab_size": 1024,
+    "max_position_embeddings": 512,
+    "torch_dtype": "float32",
+}
+
+
+def following(token: int, position: int) -> int:
+    """What the model says behind a token."""
+    return (token * 31 + position * 7 + 1) % 1000
+
+
+def rows_of(tokens: list[int]) -> torch.Tensor:
+    """What the model's hidden states of a sequence are."""
+    return torch.tensor([[float(token), float(at)] for at, token in enumerate(tokens)])
+
+
+def make_scheduler(num_blocks: int, windows: int, drafts: bool) -> Any:
+    """VLLM's scheduler over a group of full attention and some of windows; steps have room for 24 tokens."""
+    from vllm.config import CacheConfig, DeviceConfig, ModelConfig, SchedulerConfig, SpeculativeConfig, VllmConfig
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
+    from vllm.v1.structured_output import StructuredOutputManager
+
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(CONFIG))
+        model = ModelConfig(model=folder, skip_tokenizer_init=True, max_model_len=256, dtype="float32")
+    config = VllmConfig(
+        model_config=model,
+        scheduler_config=SchedulerConfig(
+            max_num_seqs=4,
+            max_num_batched_tokens=24,
+            max_model_len=256,
+            enable_chunked_prefill=True,
+            is_encoder_decoder=False,
+            async_scheduling=False,
+        ),
+        cache_config=CacheConfig(block_size=BLOCK, enable_prefix_caching=True),
+        device_config=DeviceConfig("cpu"),
+        speculative_config=(
+            SpeculativeConfig(method="ngram", num_speculative_tokens=DRAFTS, prompt_lookup_max=2) if drafts else None
+        ),
+    )
+    config.cache_config.num_gpu_blocks = num_blocks
+    shape = {"block_size": BLOCK, "num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}
+    groups = [KVCacheGroupSpec([f"w{n}"], SlidingWindowSpec(sliding_window=WINDOW, **shape)) for n in range(windows)]
+    groups.insert(windows // 2, KVCacheGroupSpec(["full"], FullAttentionSpec(**shape)))
+    caches = KVCacheConfig(num_blocks=num_blocks, kv_cache_tensors=[], kv_cache_groups=groups)
+    return Scheduler(config, caches, StructuredOutputManager(config), BLOCK, BLOCK)
+
+
+class Steps:
+    """An engine without a model: what its runner leaves is there to be kept.
+
+    Attributes:
+        runner: What `PromptHiddenStates` stands in front of.
+        counts: "hits", "chunks", "resumed" and "rejected" of what the steps came to.
+    """
+
+    def __init__(self, num_blocks: int, windows: int = 0, drafts: bool = False, seed: int = 0) -> None:
+        self.scheduler = make_scheduler(num_blocks, windows, drafts)
+        self.drafts, self.rng = drafts, random.Random(seed)
+        self.counts = dict.fromkeys(("hits", "chunks", "resumed", "rejected"), 0)
+        self.batch = SimpleNamespace(req_ids=[])
+        self.runner = SimpleNamespace(execute_model=self._execute, execute_model_state=None, input_batch=self.batch)
+
+    def add(self, name: str, tokens: list[int], generate: int, extra: dict[str, Any] | None = None) -> Any:
+        """A request that asks for something in `extra_args`."""
+        from vllm.sampling_params import SamplingParams
+        from vllm.utils.hashing import sha256
+        from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+        from vllm.v1.request import Request
+
+        init_none_hash(sha256)
+        sampling = SamplingParams(max_tokens=generate, ignore_eos=True, extra_args=extra)
+        request = Request(name, tokens, sampling, None, block_hasher=get_request_block_hasher(BLOCK, sha256))
+        self.scheduler.add_request(request)
+        return request
+
+    def _tokens(self, output: Any, name: str) -> tuple[int, list[int]]:
+        """Where a request's tokens of a step begin, and the tokens; drafts are behind those that are known."""
+        request, count = self.scheduler.requests[name], output.num_scheduled_tokens[name]
+        begin = self.begins[name]
+        known = list(request.all_token_ids)[begin:]
+        return begin, (known + list(output.scheduled_spec_decode_tokens.get(name, ())))[:count]
+
+    def _execute(self, output: Any) -> None:
+        self.batch.req_ids = sorted(output.num_scheduled_tokens)  # an order of its own
+        found = [self._tokens(output, name) for name in self.batch.req_ids]
+        rows = [[float(token), float(begin + at)] for begin, tokens in found for at, token in enumerate(tokens)]
+        padding = [[-1.0, -1.0]] * (len(rows) % 3)
+        self.runner.execute_model_state = SimpleNamespace(hidden_states=torch.tensor(rows + padding).reshape(-1, 2))
+
+    def step(self) -> None:
+        """Schedules, executes, and tells the scheduler what was sampled."""
+        from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
+
+        output, requests = self.scheduler.schedule(), self.scheduler.requests
+        cached = output.scheduled_cached_reqs
+        self.counts["hits"] += sum(new.num_computed_tokens for new in output.scheduled_new_reqs)
+        self.counts["resumed"] += len(cached.resumed_req_ids)
+        self.begins = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
+        self.begins |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        self.runner.execute_model(output)
+        names, sampled, guesses = list(output.num_scheduled_tokens), [], []
+        for name in names:
+            begin, tokens = self._tokens(output, name)
+            guessed = output.scheduled_spec_decode_tokens.get(name, ())
+            first = begin + len(tokens) - len(guessed)
+            taken: list[int] = []
+            if first >= requests[name].num_tokens:
+                taken = [following(tokens[first - 1 - begin], first - 1)]
+                for guess in guessed:
+                    if guess != taken[-1]:
+                        break
+                    taken.append(following(guess, first - 1 + len(taken)))
+                self.counts["rejected"] += len(guessed) - (len(taken) - 1)
+            else:
+                self.counts["chunks"] += 1
+            sampled.append(taken)
+            guess, at, mine = taken[-1] if taken else 0, first - 1 + len(taken), []
+            for _ in range(DRAFTS if self.drafts and taken else 0):
+                guess, at = following(guess, at) if self.rng.random() < 0.7 else 1001, at + 1
+                mine.append(guess)
+            guesses.append(mine)
+        answer = ModelRunnerOutput(names, {name: at for at, name in enumerate(names)}, sampled)
+        self.scheduler.update_from_output(output, answer)
+        if self.drafts:
+            self.scheduler.update_draft_token_ids(DraftTokenIds(names, guesses))
