@@ -83,9 +83,11 @@ def test_alibi(model_path):
     assert found[0] == found[1]
 
 
-def test_speculation_with_ngrams(model_path):
+# Drafts of a model with state-space layers end vLLM's CPU build by themselves, with its own attention too.
+@pytest.mark.parametrize("name", [name for name in CASES if name != "granite_hybrid"])
+def test_speculation_with_ngrams(model_path, name):
     """Drafts come from the prompt, so that some are accepted and some are rolled back."""
-    path = model_path("llama")
+    path = model_path(name)
     piece = prompts()[0][:20]
     repeated = [piece * 4 + piece[:7], piece * 2, prompts()[2]]
     found = []
