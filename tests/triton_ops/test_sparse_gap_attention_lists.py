@@ -154,7 +154,7 @@ def _with(lists, *row):
     ],
 )
 def test_bad_lists(change, error, message):
-    batch = build(Case(lens=(40, 30), queries=(3, 4), top_k=3))
+    batch = build(Case(lens=(40, 33), queries=(3, 4), top_k=3))
     with pytest.raises(error, match=message):
         _call(batch, query_blocks=change(batch.options["query_blocks"]))
 

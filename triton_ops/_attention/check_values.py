@@ -84,13 +84,19 @@ def check_attention_values(call: AttentionCall) -> None:
 
 def _check_lists(lists: torch.Tensor, call: AttentionCall, lens: list[int], starts: list[int]) -> None:
     own = lists.cpu().numpy()[: starts[-1]]
-    blocks = np.repeat([-(-length // call.block_size) for length in lens], np.diff(starts))[:, None, None]
-    wrong = (own < -1) | (own >= blocks)
-    if wrong.any():
-        query, head, place = np.argwhere(wrong)[0].tolist()
-        got = f"block {own[query, head, place]} for query {query}, KV head {head}"
-        raise bad_argument("query_blocks", got, f"-1 to {blocks[query, 0, 0] - 1}, the blocks of its sequence")
-    falls = (own[..., 1:] >= 0) & (own[..., 1:] <= own[..., :-1]) | (own[..., 1:] >= 0) & (own[..., :-1] < 0)
+    if not own.size:
+        return
+    blocks = [-(-length // call.block_size) for length in lens]
+    if own.min() < -1 or own.max() >= min(blocks):
+        bounds = np.repeat(blocks, np.diff(starts))[:, None, None]
+        wrong = (own < -1) | (own >= bounds)
+        if wrong.any():
+            query, head, place = np.argwhere(wrong)[0].tolist()
+            got = f"block {own[query, head, place]} for query {query}, KV head {head}"
+            raise bad_argument("query_blocks", got, f"-1 to {bounds[query, 0, 0] - 1}, the blocks of its sequence")
+    # Without a sign -1 is above all others.
+    unsigned = own.view(np.uint32)
+    falls = (unsigned[..., 1:] <= unsigned[..., :-1]) & (own[..., 1:] >= 0)
     if falls.any():
         query, head, _ = np.argwhere(falls)[0].tolist()
         got = f"{own[query, head].tolist()[:16]} for query {query}, KV head {head}"

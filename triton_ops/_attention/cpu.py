@@ -6,6 +6,8 @@ serves: over all that is before a run of queries without a mask, and over the ru
     cpu_sequences.py    one block table for all heads: sequence by sequence
     cpu_heads.py        a table per KV head, a list per query: runs of queries (cpu_runs.py)
     cpu_rows.py         many short lists of blocks in one call of the flash kernel: decodes, runs
+    cpu_in_place.py     single queries over blocks of one KV head, without a copy of keys and values
+    cpu_decode.py       steps of nothing else
     cpu_masked.py       what that kernel cannot express: terms of scores, trees, the edge of a mask or a hole in a run
     cpu_cache.py        blocks read, cpu_flash.py: the kernel, and parts merged by their log-sum-exp
 """
@@ -18,6 +20,7 @@ import torch
 
 from .call import AttentionCall
 from .cpu_cache import opened
+from .cpu_decode import attend_decodes
 from .cpu_flash import Part
 from .cpu_heads import attend_heads, attend_lists
 from .cpu_sequences import attend_sequences
@@ -33,14 +36,19 @@ def attend(call: AttentionCall) -> Part:
         Rows with nothing to attend to hold 0 and -inf.
     """
     query = call.query
-    out = query.new_zeros((*query.shape[:2], call.value_cache.shape[3]))
-    lse = query.new_full(query.shape[:2], -math.inf, dtype=torch.float32)
-    if call.query_blocks is not None:
-        attend_lists(call, *opened(call), out, lse)
-    elif call.block_tables.dim() == 3:
-        attend_heads(call, *opened(call), out, lse)
+    by_head = call.query_blocks is not None or call.block_tables.dim() == 3
+    part = attend_decodes(call) if by_head else None
+    if part is None:
+        out = query.new_zeros((*query.shape[:2], call.value_cache.shape[3]))
+        lse = query.new_full(query.shape[:2], -math.inf, dtype=torch.float32)
+        if call.query_blocks is not None:
+            attend_lists(call, *opened(call), out, lse)
+        elif by_head:
+            attend_heads(call, *opened(call), out, lse)
+        else:
+            attend_sequences(call, out, lse, set())
     else:
-        attend_sequences(call, out, lse, set())
+        out, lse = part
     if call.sinks is not None:
         _add_sinks(out, lse, call.sinks, int(call.query_start_loc[-1]))
     return out, lse

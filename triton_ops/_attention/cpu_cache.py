@@ -6,6 +6,7 @@ import functools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -15,6 +16,32 @@ from .call import AttentionCall
 # Gathers stay this small: larger ones are fresh pages from the system on every call, at several times the copy's cost.
 GATHER_BYTES = 4 << 20
 _SUMMED = (torch.float32, torch.float16, torch.bfloat16)
+
+
+class Matrix(NamedTuple):
+    """Float32 keys and values as contiguous matrices of rows of head_dim, one per token and KV head.
+
+    Attributes:
+        keys: Of its head_dim.
+        values: Of theirs; a token of a KV head is the same row of both.
+        block_rows: Rows from block to block.
+        slot_rows: From token to token.
+        head_rows: From KV head to KV head.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    block_rows: int
+    slot_rows: int
+    head_rows: int
+
+    def cells(self, blocks: np.ndarray, heads: np.ndarray, block_size: int) -> np.ndarray:
+        """Rows `[n, block_size]` of blocks, each of one KV head."""
+        wide = np.int64 if self.keys.shape[0] > 1 << 31 else np.int32
+        first = blocks.astype(wide, copy=False) * wide(self.block_rows)
+        first += (heads * self.head_rows).astype(wide, copy=False)
+        slots = np.arange(0, block_size * self.slot_rows, self.slot_rows, dtype=wide)
+        return np.asarray(first[:, None] + slots)
 
 
 @dataclass(frozen=True)
@@ -80,6 +107,16 @@ class Cache:
                 rows = rows.to(torch.float32).mul_(own)
             found.append(rows.to(self.dtype))
         return found[0], found[1]
+
+    @functools.cached_property
+    def matrix(self) -> Matrix | None:
+        """Keys and values as they are computed with where they lie; None where they have to be read first."""
+        if self.key.dtype != torch.float32:
+            return None
+        (keys, strides), (values, value_strides) = self._matrices
+        if strides != value_strides or not (keys.is_contiguous() and values.is_contiguous()):
+            return None
+        return Matrix(keys, values, *strides)
 
     @functools.cached_property
     def _matrices(self) -> list[tuple[torch.Tensor, list[int]]]:

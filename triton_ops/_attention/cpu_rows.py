@@ -14,8 +14,9 @@ import numpy as np
 import torch
 
 from .call import AttentionCall
-from .cpu_cache import Cache
+from .cpu_cache import Cache, Matrix
 from .cpu_flash import Part, flash_kernel
+from .cpu_in_place import MAX_GROUP, attend_in_place
 
 # Keys of one gather: they are read again at once, so they are to stay in a processor's own cache.
 _GATHER_BYTES = 1 << 20
@@ -113,6 +114,17 @@ class Rows:
             own = logical.reshape(-1)[flat]
         return cls(tokens, count, heads, reach, sizes, own, numbers.reshape(-1)[flat], cache.kv_heads)
 
+    def cells(self, matrix: Matrix, size: int) -> tuple[np.ndarray, np.ndarray]:
+        """Rows of a matrix that hold the keys that count, and how many each row here has."""
+        assert self.heads is not None
+        cells, lengths = matrix.cells(self.blocks, self.heads.repeat(self.sizes), size), self.sizes * size
+        if self.reach.cuts(size):
+            row = np.arange(len(self.sizes)).repeat(self.sizes)
+            live = ~self.reach[row].dead(self.logical[:, None, None] * size + np.arange(size))[:, 0]
+            lengths = np.bincount(row, live.sum(axis=1), len(self.sizes)).astype(np.int64)
+            cells = cells[live]
+        return cells.reshape(-1), lengths
+
     def queries(self, query: torch.Tensor) -> torch.Tensor:
         """`[rows, heads of a row, group * count, head_dim]`."""
         every = self.slice
@@ -172,6 +184,10 @@ def empty_part(queries: torch.Tensor, width: int) -> Part:
 
 def attend_rows(queries: torch.Tensor, cache: Cache, rows: Rows, scale: float) -> Part:
     """Results of rows without score terms or sinks, shaped as their queries, in float32; 0 and -inf without a key."""
+    if rows.heads is not None and rows.count == 1 and queries.shape[2] <= MAX_GROUP and cache.matrix is not None:
+        cells, lengths = rows.cells(cache.matrix, cache.block_size)
+        out, lse = attend_in_place(queries[:, 0], cache.matrix, cells, lengths, scale)
+        return out[:, None], lse[:, None]
     sizes, block_bytes = rows.sizes, cache.block_size * cache.token_bytes
     if rows.heads is not None:
         block_bytes //= cache.kv_heads
