@@ -84,11 +84,12 @@ class Guard:
     def fill(self, runs: Runs, capacity: int) -> None:
         """Finds the request at which the blocks used last fill the room, once all that was used has been told."""
         row = int(runs.serial[: runs.count].searchsorted(self._edge))
-        kept = runs.kept.item(row)
+        kept_of = runs.cells.kept
+        kept = kept_of[row]
         while self._inside - kept >= capacity and row < runs.count - 1:
             self._inside -= kept
             row += 1
-            kept = runs.kept.item(row)
+            kept = kept_of[row]
         self._edge = runs.serial.item(row)
         self._room = max(0, capacity - self._inside + kept)
 

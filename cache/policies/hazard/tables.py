@@ -69,6 +69,7 @@ class HazardTables:
         self._factor_events = np.zeros(FACTORS)
         self._factor_exposure = np.zeros(FACTORS)
         self._index = np.zeros((GROUPS * USES, LEVELS, AGES + 1), np.float32)
+        self._index_at: Any = memoryview(self._index.reshape(-1))
         self._seen = np.zeros(GROUPS, np.bool_)
         self._seen[:OUTPUTS] = True
         self.fit(1.0)
@@ -177,8 +178,8 @@ class HazardTables:
         bucket = min(bisect(EDGE_LIST, age) - 1, AGES - 1)
         part = min((age - EDGE_LIST[bucket]) / WIDTH_LIST[bucket], 1.0)
         at = LEVELS * (AGES + 1) * kind + self._row_of_level.item(trait) + bucket
-        here = self._index.item(at)
-        return float((here + part * (self._index.item(at + 1) - here)) * (1 - 1e-7 * age))
+        here = self._index_at[at]
+        return float((here + part * (self._index_at[at + 1] - here)) * (1 - 1e-7 * age))
 
 
 ROWS = LEVELS * (AGES + 1) * np.arange(GROUPS * USES)

@@ -47,8 +47,8 @@ class Chooser:
         self._pool = pool
         self._runs = runs
         self._tables = tables
-        self._code = code
-        self._hanging = hanging
+        self._code, self._code_of = code, memoryview(code)
+        self._hanging, self._hanging_of = hanging, memoryview(hanging)
         self._place_bits = place_bits
         self._parts: list[Part] = []
         self._heap: list[tuple[float, int]] = []
@@ -65,15 +65,15 @@ class Chooser:
 
     def hang(self, row: int) -> None:
         """The run of a row begins behind another block now, or it is over."""
-        runs = self._runs
-        start, before, parent = runs.start.item(row), runs.parent.item(row), -1
-        if start < runs.end.item(row):
-            parent = runs.block(row, start - 1)
-            self._hanging[parent] += 1
+        cells, hanging = self._runs.cells, self._hanging_of
+        start, before, parent = cells.start[row], cells.parent[row], -1
+        if start < cells.end[row]:
+            parent = self._runs.block(row, start - 1)
+            hanging[parent] += 1
         if before >= 0:
-            self._hanging[before] -= 1
+            hanging[before] -= 1
         if before != parent:
-            runs.parent[row] = parent
+            cells.parent[row] = parent
 
     def taken(self) -> list[Part]:
         """The blocks given up since the last call."""
@@ -118,14 +118,14 @@ class Chooser:
         return count - left
 
     def _may_give(self, row: int) -> bool:
-        runs = self._runs
-        return runs.start.item(row) < runs.end.item(row) and not self._hanging.item(runs.last.item(row))
+        cells = self._runs.cells
+        return bool(cells.start[row] < cells.end[row] and not self._hanging_of[cells.last[row]])
 
     def _score(self, row: int, now: int) -> float:
-        runs = self._runs
-        if runs.certain.item(row) and runs.end.item(row) > runs.shared.item(row):
+        cells = self._runs.cells
+        if cells.certain[row] and cells.end[row] > cells.shared[row]:
             return GONE
-        return self._tables.score(runs.kind.item(row), runs.trait.item(row), now - runs.serial.item(row))
+        return self._tables.score(cells.kind[row], cells.trait[row], now - cells.serial[row])
 
     def oldest(self, count: int) -> int:
         """Takes `count` blocks in the order of lru; see `least`."""
@@ -146,12 +146,15 @@ class Chooser:
             heed: Whether to stop where the worth changes, and before blocks that others hang from.
         """
         runs = self._runs
-        start, end, serial = runs.start.item(row), runs.end.item(row), runs.serial.item(row)
-        chain, base, code = runs.chains[row], runs.base.item(row), serial << self._place_bits
-        tail = end == runs.size.item(row)
+        cells = runs.cells
+        start, end, serial = cells.start[row], cells.end[row], cells.serial[row]
+        chain, base, code = runs.chains[row], cells.base[row], serial << self._place_bits
+        tail = end == cells.size[row]
         if tail and heed:  # a piece of its own, which nothing hangs from
             chosen, looked = chain[end - 1 - base : end - base], 1
-            if self._code.item(runs.last.item(row)) != code + end - 1:
+            if self._code_of[cells.last[row]] == code + end - 1:
+                self._code_of[cells.last[row]] = -1
+            else:
                 chosen = chosen[:0]
         else:
             low = max(runs.piece(row, start, end) if heed else start, end - max(LOOK, 2 * count))
@@ -171,24 +174,25 @@ class Chooser:
                     looked = int(places[-1]) + 1
                 chosen = ids[places]
                 tail = tail and bool(places.size) and places[0] == 0
-        self._code[chosen] = -1
+            self._code[chosen.astype(np.intp)] = -1
         if looked:
             runs.end_at(row, end - looked)
         waited = -1
         if end - looked <= start:
-            parent = runs.parent.item(row)
+            parent = cells.parent[row]
             self.hang(row)
-            if parent >= 0 and not self._hanging.item(parent) and self._code.item(parent) >= 0:
+            if parent >= 0 and not self._hanging_of[parent] and self._code_of[parent] >= 0:
                 waited = self._row_ending_in(parent)
-        if chosen.size:
+        number = len(chosen)
+        if number:
             self._parts.append((chosen, serial, bool(tail)))
-        return int(chosen.size), waited
+        return number, waited
 
     def _row_ending_in(self, block: int) -> int:
         """The row whose last block this is, or -1."""
-        runs, code = self._runs, self._code.item(block)
+        runs, code = self._runs, self._code_of[block]
         serial, place = code >> self._place_bits, code & ((1 << self._place_bits) - 1)
         row = int(runs.serial[: runs.count].searchsorted(serial))
-        if row == runs.count or runs.serial.item(row) != serial:
+        if row == runs.count or runs.cells.serial[row] != serial:
             return -1  # released since runs were brought up to date: ranked with them next time
-        return row if runs.end.item(row) - 1 == place else -1
+        return row if runs.cells.end[row] - 1 == place else -1
