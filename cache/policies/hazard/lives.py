@@ -63,23 +63,23 @@ class Lives:
         runs, tables = self._runs, self._tables
         self._begin()
         self._calls += 1
-        rows, kinds, times, number = self._reuses()
-        weight = self._weights(rows) * number
-        tables.reuse(runs.groups(rows), runs.traits(rows), kinds, times - runs.serial[rows], weight)
-        np.subtract.at(runs.lives, (rows, kinds), np.minimum(number, MOST).astype(np.int16))
-        ended = np.zeros((rows.size, KINDS), np.float32)
-        ended[np.arange(rows.size), kinds] = weight
+        rows, times, number = self._reuses()
+        groups, traits, ages = runs.groups(rows), runs.traits(rows), times - runs.serial[rows]
+        ended = number * self._weights(rows)[:, None]
+        each, kinds = number.nonzero()
+        tables.reuse(groups[each], traits[each], kinds, ages[each], ended[each, kinds])
+        np.subtract.at(runs.lives, (rows[each], kinds), np.minimum(number[each, kinds], MOST).astype(np.int16))
         serial = runs.serial[: runs.count]
         due = np.flatnonzero((serial >= now - YOUNG) | (serial % 4 == self._calls % 4))
         lives = np.maximum(runs.lives[due], 0).astype(np.float32)
         waiting = lives @ SUM > 0
         due, lives = due[waiting], lives[waiting] * self._weights(due[waiting])[:, None]
         age = now - runs.serial[due]
-        until = np.append(np.maximum(times - runs.serial[rows], runs.flushed[rows]), age)
-        rows = np.append(rows, due)
-        if rows.size:
-            lasted = np.concatenate((ended, lives))
-            tables.expose(runs.groups(rows), runs.traits(rows), runs.flushed[rows], until, lasted, stale)
+        until = np.append(np.maximum(ages, runs.flushed[rows]), age)
+        if until.size:
+            since = np.append(runs.flushed[rows], runs.flushed[due])
+            groups, traits = np.append(groups, runs.groups(due)), np.append(traits, runs.traits(due))
+            tables.expose(groups, traits, since, until, np.concatenate((ended.astype(np.float32), lives)), stale)
         runs.flushed[due] = age
 
     def _begin(self) -> None:
@@ -102,26 +102,30 @@ class Lives:
         """What each block of a request counts."""
         return (1 / np.sqrt(np.maximum(self._runs.size[rows], 1))).astype(np.float32)
 
-    def _reuses(self) -> tuple[Numbers, Numbers, Numbers, Numbers]:
-        """Rows, kinds, times and blocks of what was asked for since the last call."""
+    def _reuses(self) -> tuple[Numbers, Numbers, Numbers]:
+        """Rows, times and, by kind, blocks of what was asked for since the last call, `[n]` and `[n, 8]`."""
         runs = self._runs
-        parts = [(rows, kinds, times, np.ones(rows.size, np.intp)) for rows, kinds, times in self._recalled]
+        parts: list[tuple[Numbers, Numbers, Numbers]] = []
+        if self._recalled:
+            rows, kinds, times = (np.concatenate(part) for part in zip(*self._recalled, strict=True))
+            number = np.zeros((rows.size, KINDS), np.intp)
+            number[np.arange(rows.size), kinds] = 1
+            parts.append((rows, times, number))
         if self._used:
             rows, first, last, times = (np.concatenate(part) for part in zip(*self._used, strict=True))
             size, bounds = runs.size[rows], runs.bounds[rows]
             tail = last == size
             ends = np.concatenate((bounds[:, ::-1], size[:, None] - 1), axis=1)
             ends = ends.clip(first[:, None], (last - tail)[:, None])
-            number = np.diff(ends, prepend=first[:, None], axis=1)[:, ::-1]
-            row, uses = number.nonzero()
-            parts.append((rows[row], 2 * uses, times[row], number[row, uses]))
-            kind = 2 * (bounds[tail] >= size[tail, None]).sum(axis=1) + 1
-            parts.append((rows[tail], kind, times[tail], np.ones(kind.size, np.intp)))
+            number = np.zeros((rows.size, KINDS), np.intp)
+            number[:, 6::-2] = np.diff(ends, prepend=first[:, None], axis=1)
+            number[tail.nonzero()[0], 2 * (bounds[tail] >= size[tail, None]).sum(axis=1) + 1] = 1
+            parts.append((rows, times, number))
         self._used, self._recalled = [], []
         if not parts:
-            return (np.empty(0, np.intp),) * 4
-        rows, kinds, times, number = (np.concatenate(part) for part in zip(*parts, strict=True))
-        return rows, kinds, times, number
+            return np.empty(0, np.intp), np.empty(0, np.intp), np.empty((0, KINDS), np.intp)
+        rows, times, number = (np.concatenate(part) for part in zip(*parts, strict=True))
+        return rows, times, number
 
     def renumbered(self) -> None:
         """Rows were dropped, after everything was learned."""

@@ -95,12 +95,15 @@ class HazardTables:
         new, output = traits % 8 + NEW, traits // 8 + OUTPUT
         ages = min(bisect(EDGE_LIST, float(until.max())), AGES)
         overlap = _within_buckets(until, ages)
-        overlap -= _within_buckets(since, ages)
+        begun = since.nonzero()[0]
+        overlap[begun] -= _within_buckets(since[begun], ages)
         own = self.factor[new] * self.factor[output]
         weighted = lives * (own[:, None] * np.tile(self.factor[TAIL:], USES).astype(np.float32))
         by_uses = weighted[:, 0::2] + weighted[:, 1::2]
-        expected = np.empty_like(weighted)
-        groups = [(g, (group == g).nonzero()[0]) for g in np.unique(group).tolist()]
+        expected = weighted.reshape(-1, USES, 2)
+        present = np.bincount(group).nonzero()[0].tolist()
+        every: list[Any] = [slice(None)]
+        groups = list(zip(present, every if len(present) == 1 else [group == g for g in present], strict=True))
         for g, mine in groups:
             self._exposure[g * USES : (g + 1) * USES, :ages] += by_uses[mine].T @ overlap[mine]
             self._seen[g] = True
@@ -108,10 +111,10 @@ class HazardTables:
             self._fit_rates()
         for g, mine in groups:
             chance = overlap[mine] @ self.rate[g * USES : (g + 1) * USES, :ages].T
-            expected[mine] = weighted[mine] * np.repeat(chance, 2, axis=1)
-        each = expected.sum(axis=1)
+            expected[mine] *= chance[:, :, None]
+        each = weighted.sum(axis=1)
         hits = np.bincount(new, each, FACTORS) + np.bincount(output, each, FACTORS)
-        hits[TAIL:] = expected[:, 0::2].sum(), expected[:, 1::2].sum()
+        hits[TAIL:] = expected.sum(axis=(0, 1))
         self._factor_exposure += hits / self.factor
 
     def reuse(self, group: Numbers, traits: Numbers, kind: Numbers, age: Numbers, weight: Numbers) -> None:
