@@ -16,6 +16,7 @@ from .ghosts import RequestGhosts
 from .guard import Guard
 from .lives import Lives
 from .runs import Runs
+from .strip import Strip
 from .tables import DECAY, NEW_BOUNDS, USE_BOUNDS, HazardTables
 from .victims import Chooser
 
@@ -33,6 +34,7 @@ GHOSTS, GHOST_FLOOR = 4, 65_536
 """Ghosts a block, and how many there are at least: what returns late returns to small caches too."""
 NOTES = 256
 """Requests worked off together at most."""
+LEAST_USES = USE_BOUNDS.astype(np.int32)[:, None]
 NOBODY = np.array(-1)
 """As an array it takes two thirds of the time that a number takes."""
 
@@ -68,8 +70,9 @@ class Hazard(EvictionPolicy):
         self._returns: float | None = None
         self._last_hit = -1
         self._places = 0
-        self._released: list[tuple[Ids, Numbers, Ending]] = []
-        self._used: list[tuple[int, Numbers]] = []
+        self._released: list[tuple[Ids, Ending]] = []
+        self._chains, self._counts = Strip(np.int32, self._most_places), Strip(np.int32, self._most_places)
+        self._used, self._times = Strip(np.int64, self._most_places), list[int]()
         self._judged = 0
         self.runs = Runs()
         self.tables = HazardTables()
@@ -81,15 +84,16 @@ class Hazard(EvictionPolicy):
     @property
     def nbytes(self) -> int:
         """Bytes of arrays, ghosts, rows and notes."""
-        return super().nbytes + 16 * self._places
+        return super().nbytes + 4 * self._chains.total
 
     def accessed(self, ids: Ids, hit: bool) -> None:
         index = ids.astype(np.intp)
         if hit:
-            code = self._code
-            self._used.append((self._now, code[index]))
+            code, number = self._code, len(ids)
+            self._used.note(code[index], number)
+            self._times.append(self._now)
             code[index] = NOBODY
-            self._places += len(ids)
+            self._places += number
             self._last_hit = ids.item(-1)
             return
         self._before[index] = NOBODY
@@ -119,7 +123,9 @@ class Hazard(EvictionPolicy):
         index, number, now = ids.astype(np.intp), len(ids), self._now
         start = now << self._place_bits
         self._code[index] = np.arange(start, start + number)
-        self._released.append((ids, self.pool.access_count[index], self._ending))
+        self._chains.note(ids, number)
+        self._counts.note(self.pool.access_count[index], number)
+        self._released.append((ids, self._ending))
         self._ending = UNTOLD
         self._now = now + 1
         self._places += number
@@ -130,20 +136,21 @@ class Hazard(EvictionPolicy):
 
     def _work_off(self) -> None:
         """Brings rows and the guard up to date with what was noted."""
-        released, used = self._released, self._used
+        released, used = self._released, self._used.total
         if not (released or used or self._evicted.filled):
             return
-        self._released, self._used, self._places = [], [], 0
+        (chain, sizes), (counts, _), (codes, parts) = self._chains.taken(), self._counts.taken(), self._used.taken()
+        times, self._times, self._released, self._places = self._times, [], [], 0
         runs, guard = self.runs, self.guard
         self._evicted.work_off(self._now)
-        room = max(1, self.pool.num_blocks - max(0, self.pool.num_held - sum([codes.size for _, codes in used])))
+        room = max(1, self.pool.num_blocks - max(0, self.pool.num_held - used))
         if released:
-            rows = self._add_rows(released)
+            rows = self._add_rows(released, chain, sizes, counts)
             guard.released(runs.size[rows])
         if len(released) == 1:
             guard.fill(runs, room)
         if used:
-            self._take_used(used)
+            self._take_used(codes, parts, times)
         if released:
             self._note_shared(rows)
         if len(released) > 1:  # among these are requests that later ones in the batch went on from
@@ -155,21 +162,28 @@ class Hazard(EvictionPolicy):
             guard.judge(self._now - self._judged, runs)
             self._judged = self._now
 
-    def _add_rows(self, notes: list[tuple[Ids, Numbers, Ending]]) -> slice:
+    def _add_rows(self, notes: list[tuple[Ids, Ending]], chain: Ids, number: list[int], counts: Numbers) -> slice:
+        """Rows for requests that have ended.
+
+        Args:
+            notes: Their blocks and endings.
+            chain: All these blocks.
+            number: How many of each.
+            counts: How often each was used.
+        """
         runs = self.runs
-        chains, counts, endings = zip(*notes, strict=True)
-        rows = runs.add(list(chains))
-        chain = np.concatenate(chains) if len(notes) > 1 else chains[0]
-        count = np.concatenate(counts) if len(notes) > 1 else counts[0]
-        count = count + self._earlier_uses.take(chain)
+        chains, endings = zip(*notes, strict=True)
+        rows = runs.add(chains, number)
+        index = chain.astype(np.intp)
+        counts = counts + self._earlier_uses[index]
         sizes = runs.size[rows]
         starts = sizes.cumsum() - sizes
         bounds = runs.bounds[rows]
-        bounds[:] = np.add.reduceat(count >= USE_BOUNDS[:, None], starts, axis=1, dtype=np.int32).T
+        bounds[:] = np.add.reduceat(counts >= LEAST_USES, starts, axis=1, dtype=np.int32).T
         runs.last[rows] = chain.take(starts + sizes - 1)
-        firsts = chain.take(starts)
+        firsts = index.take(starts)
         parent = self._before.take(firsts)
-        self._before[chain[1:]] = chain[:-1]
+        self._before[index[1:]] = chain[:-1]
         self._before[firsts] = runs.parent[rows] = parent
         for block in parent[parent >= 0].tolist():
             self._hanging[block] += 1
@@ -186,39 +200,41 @@ class Hazard(EvictionPolicy):
             forks = self._forked.take(self.runs.chains[row]).nonzero()[0]
             self.runs.shared[row] = self.runs.base[row] + forks[-1] + 1 if forks.size else 0
 
-    def _take_used(self, used: list[tuple[int, Numbers]]) -> None:
-        """Later requests take over the fronts of runs."""
+    def _take_used(self, codes: Numbers, number: list[int], times: list[int]) -> None:
+        """Later requests take over the fronts of runs.
+
+        Args:
+            codes: What the codes of the blocks they found were.
+            number: How many of each request.
+            times: When they found them.
+        """
         runs = self.runs
-        times, parts = zip(*used, strict=True)
-        codes = np.concatenate(parts) if len(parts) > 1 else parts[0]
-        begin = np.array([part.size for part in parts]).cumsum()  # of each request but the first
+        begin = np.array(number).cumsum()  # of each request but the first
         broken = codes[1:] - codes[:-1] != 1
         broken[begin[:-1] - 1] = True
         at = np.zeros(count_nonzero(broken) + 1, np.intp)
         np.add(broken.nonzero()[0], 1, out=at[1:])
-        number = np.append(at[1:], codes.size) - at
+        sizes = np.append(at[1:], codes.size) - at
         code = codes.take(at)
         found = code >= 0
         if count_nonzero(found) < found.size:
-            at, number, code = at[found], number[found], code[found]
+            at, sizes, code = at[found], sizes[found], code[found]
             if not at.size:
                 return
         first = code & ((1 << self._place_bits) - 1)
         rows = runs.rows_of(code >> self._place_bits)
-        last = first + number
+        last = first + sizes
         self.guard.used(runs, rows, first, last, resident=True)
-        np.subtract.at(runs.kept, rows, number.astype(np.int32))
+        np.subtract.at(runs.kept, rows, sizes.astype(np.int32))
         self.lives.used(rows, first, last, np.array(times)[begin.searchsorted(at, side="right")])
-        starts, sizes, hang, moved = runs.cells.start, runs.cells.size, self._chooser.hang, set()
-        for row, at, place in zip(rows.tolist(), first.tolist(), last.tolist(), strict=True):
-            if at <= starts[row] < place:  # one by one: several requests may have gone on from a run
-                starts[row] = place
+        start_of, size_of, moved = runs.cells.start, runs.cells.size, set()
+        for row, begins, ends in zip(rows.tolist(), first.tolist(), last.tolist(), strict=True):
+            if begins <= start_of[row] < ends:  # one by one: several requests may have gone on from a run
+                start_of[row] = ends
                 moved.add(row)
-            if place < sizes[row]:
-                self._forked[runs.block(row, place - 1)] = True
-        for row in moved:
-            hang(row)
-            runs.cut(row)
+            if ends < size_of[row]:
+                self._forked[runs.block(row, ends - 1)] = True
+        self._chooser.hang(moved)
 
     def _learn(self) -> None:
         """Fits the tables, and drops rows that are of no use any more."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -109,8 +110,13 @@ class Runs:
         """Bytes held."""
         return int(sum(getattr(self, name).nbytes for name in COLUMNS)) + 4 * self.places
 
-    def add(self, chains: list[Ids]) -> slice:
-        """Appends a row for each chain, with all its blocks; the other columns are still to be filled in."""
+    def add(self, chains: Sequence[Ids], sizes: list[int]) -> slice:
+        """Appends a row for each chain, with all its blocks; the other columns are still to be filled in.
+
+        Args:
+            chains: Blocks.
+            sizes: How many there are in each.
+        """
         first, last = self.count, self.count + len(chains)
         if last > self.serial.size:
             for name, (_, width) in COLUMNS.items():
@@ -124,7 +130,6 @@ class Runs:
         self.chains += chains
         rows = slice(first, last)
         self.start[rows] = self.shared[rows] = self.base[rows] = 0
-        sizes = [chain.size for chain in chains]
         self.size[rows] = sizes
         self.places += sum(sizes)
         self.end[rows] = self.kept[rows] = self.size[rows]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from heapq import heapify, heappop, heappush
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy.typing as npt
 
 from ...table import Ids, count_nonzero
 from ..base import PoolView
-from .runs import Runs
+from .runs import NONE, Runs
 from .tables import HazardTables
 
 Numbers = npt.NDArray[Any]
@@ -63,17 +64,24 @@ class Chooser:
         """Whether the scores have to be made anew."""
         return now >= self._until
 
-    def hang(self, row: int) -> None:
-        """The run of a row begins behind another block now, or it is over."""
-        cells, hanging = self._runs.cells, self._hanging_of
-        start, before, parent = cells.start[row], cells.parent[row], -1
-        if start < cells.end[row]:
-            parent = self._runs.block(row, start - 1)
-            hanging[parent] += 1
-        if before >= 0:
-            hanging[before] -= 1
-        if before != parent:
-            cells.parent[row] = parent
+    def hang(self, rows: Iterable[int]) -> None:
+        """The runs of these rows begin behind another block now, or they are over: their chains may be cut."""
+        runs, hanging = self._runs, self._hanging_of
+        cells, chains = runs.cells, runs.chains
+        start_of, end_of, parent_of, places = cells.start, cells.end, cells.parent, 0
+        for row in rows:
+            before = parent_of[row]
+            if before >= 0:
+                hanging[before] -= 1
+            if start_of[row] < end_of[row]:
+                parent_of[row] = parent = runs.block(row, start_of[row] - 1)
+                hanging[parent] += 1
+                runs.cut(row)
+            else:
+                parent_of[row] = -1
+                places += len(chains[row])
+                chains[row] = NONE
+        runs.places -= places
 
     def taken(self) -> list[Part]:
         """The blocks given up since the last call."""
@@ -180,9 +188,11 @@ class Chooser:
         waited = -1
         if end - looked <= start:
             parent = cells.parent[row]
-            self.hang(row)
-            if parent >= 0 and not self._hanging_of[parent] and self._code_of[parent] >= 0:
-                waited = self._row_ending_in(parent)
+            if parent >= 0:
+                cells.parent[row] = -1
+                self._hanging_of[parent] -= 1
+                if not self._hanging_of[parent] and self._code_of[parent] >= 0:
+                    waited = self._row_ending_in(parent)
         number = len(chosen)
         if number:
             self._parts.append((chosen, serial, bool(tail)))
