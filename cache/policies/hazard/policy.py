@@ -16,7 +16,6 @@ from .ghosts import RequestGhosts
 from .guard import Guard
 from .lives import Lives
 from .runs import Runs
-from .strip import Strip
 from .tables import DECAY, NEW_BOUNDS, USE_BOUNDS, HazardTables
 from .victims import Chooser
 
@@ -69,10 +68,7 @@ class Hazard(EvictionPolicy):
         self._ending = UNTOLD
         self._returns: float | None = None
         self._last_hit = -1
-        self._places = 0
-        self._released: list[tuple[Ids, Ending]] = []
-        self._chains, self._counts = Strip(np.int32, self._most_places), Strip(np.int32, self._most_places)
-        self._used, self._times = Strip(np.int64, self._most_places), list[int]()
+        self._forget_notes()
         self._judged = 0
         self.runs = Runs()
         self.tables = HazardTables()
@@ -84,13 +80,25 @@ class Hazard(EvictionPolicy):
     @property
     def nbytes(self) -> int:
         """Bytes of arrays, ghosts, rows and notes."""
-        return super().nbytes + 4 * self._chains.total
+        return super().nbytes + 16 * self._places
+
+    def _forget_notes(self) -> None:
+        """Begins new lists: sizes are noted apart, since arrays are cold in memory when they are looked at again."""
+        self._chains: list[Ids] = []
+        self._counts: list[Numbers] = []
+        self._sizes: list[int] = []
+        self._endings: list[Ending] = []
+        self._used: list[Numbers] = []
+        self._used_sizes: list[int] = []
+        self._times: list[int] = []
+        self._places = 0
 
     def accessed(self, ids: Ids, hit: bool) -> None:
         index = ids.astype(np.intp)
         if hit:
             code, number = self._code, len(ids)
-            self._used.note(code[index], number)
+            self._used.append(code[index])
+            self._used_sizes.append(number)
             self._times.append(self._now)
             code[index] = NOBODY
             self._places += number
@@ -123,37 +131,38 @@ class Hazard(EvictionPolicy):
         index, number, now = ids.astype(np.intp), len(ids), self._now
         start = now << self._place_bits
         self._code[index] = np.arange(start, start + number)
-        self._chains.note(ids, number)
-        self._counts.note(self.pool.access_count[index], number)
-        self._released.append((ids, self._ending))
+        self._chains.append(ids)
+        self._counts.append(self.pool.access_count[index])
+        self._sizes.append(number)
+        self._endings.append(self._ending)
         self._ending = UNTOLD
         self._now = now + 1
         self._places += number
-        if len(self._released) >= NOTES or self._places > self._most_places:
+        if len(self._sizes) >= NOTES or self._places > self._most_places:
             self._work_off()
             if self._now - self._last_fit > IDLE:
                 self._learn()
 
     def _work_off(self) -> None:
         """Brings rows and the guard up to date with what was noted."""
-        released, used = self._released, self._used.total
-        if not (released or used or self._evicted.filled):
+        chains, counts, sizes, endings = self._chains, self._counts, self._sizes, self._endings
+        used, used_sizes, times = self._used, self._used_sizes, self._times
+        if not (sizes or used or self._evicted.filled):
             return
-        (chain, sizes), (counts, _), (codes, parts) = self._chains.taken(), self._counts.taken(), self._used.taken()
-        times, self._times, self._released, self._places = self._times, [], [], 0
+        self._forget_notes()
         runs, guard = self.runs, self.guard
         self._evicted.work_off(self._now)
-        room = max(1, self.pool.num_blocks - max(0, self.pool.num_held - used))
-        if released:
-            rows = self._add_rows(released, chain, sizes, counts)
+        room = max(1, self.pool.num_blocks - max(0, self.pool.num_held - sum(used_sizes)))
+        if sizes:
+            rows = self._add_rows(chains, counts, sizes, endings)
             guard.released(runs.size[rows])
-        if len(released) == 1:
+        if len(sizes) == 1:
             guard.fill(runs, room)
         if used:
-            self._take_used(codes, parts, times)
-        if released:
+            self._take_used(used, used_sizes, times)
+        if sizes:
             self._note_shared(rows)
-        if len(released) > 1:  # among these are requests that later ones in the batch went on from
+        if len(sizes) > 1:  # among these are requests that later ones in the batch went on from
             guard.fill(runs, room)
         runs.cut_shorter()
         if runs.count:
@@ -162,24 +171,19 @@ class Hazard(EvictionPolicy):
             guard.judge(self._now - self._judged, runs)
             self._judged = self._now
 
-    def _add_rows(self, notes: list[tuple[Ids, Ending]], chain: Ids, number: list[int], counts: Numbers) -> slice:
-        """Rows for requests that have ended.
-
-        Args:
-            notes: Their blocks and endings.
-            chain: All these blocks.
-            number: How many of each.
-            counts: How often each was used.
-        """
+    def _add_rows(
+        self, chains: list[Ids], counts: list[Numbers], number: list[int], endings: list[Ending]
+    ) -> slice:
+        """Rows for requests that have ended: their blocks, how often these were used, and how many there are."""
         runs = self.runs
-        chains, endings = zip(*notes, strict=True)
         rows = runs.add(chains, number)
+        chain, count = (np.concatenate(chains), np.concatenate(counts)) if len(number) > 1 else (chains[0], counts[0])
         index = chain.astype(np.intp)
-        counts = counts + self._earlier_uses[index]
+        count = count + self._earlier_uses[index]
         sizes = runs.size[rows]
         starts = sizes.cumsum() - sizes
         bounds = runs.bounds[rows]
-        bounds[:] = np.add.reduceat(counts >= LEAST_USES, starts, axis=1, dtype=np.int32).T
+        bounds[:] = np.add.reduceat(count >= LEAST_USES, starts, axis=1, dtype=np.int32).T
         runs.last[rows] = chain.take(starts + sizes - 1)
         firsts = index.take(starts)
         parent = self._before.take(firsts)
@@ -200,15 +204,10 @@ class Hazard(EvictionPolicy):
             forks = self._forked.take(self.runs.chains[row]).nonzero()[0]
             self.runs.shared[row] = self.runs.base[row] + forks[-1] + 1 if forks.size else 0
 
-    def _take_used(self, codes: Numbers, number: list[int], times: list[int]) -> None:
-        """Later requests take over the fronts of runs.
-
-        Args:
-            codes: What the codes of the blocks they found were.
-            number: How many of each request.
-            times: When they found them.
-        """
+    def _take_used(self, used: list[Numbers], number: list[int], times: list[int]) -> None:
+        """Later requests take over the fronts of runs: which codes their blocks had, how many there are, and when."""
         runs = self.runs
+        codes = np.concatenate(used) if len(used) > 1 else used[0]
         begin = np.array(number).cumsum()  # of each request but the first
         broken = codes[1:] - codes[:-1] != 1
         broken[begin[:-1] - 1] = True
@@ -286,10 +285,10 @@ class Hazard(EvictionPolicy):
         self._code[ids] = -1
 
     def check(self) -> None:
-        released, code = self._released, self._code
+        code = self._code
         self.runs.check(self._hanging)
         assert not self.pool.ref_count[code >= 0].any(), "a block that is held may be chosen"
-        self.runs.check_blocks(code, self._place_bits, self._now - len(released), [ids for ids, _, _ in released])
+        self.runs.check_blocks(code, self._place_bits, self._now - len(self._sizes), self._chains)
 
     def clear(self) -> None:
         self._code.fill(-1)
