@@ -34,6 +34,7 @@ GHOSTS, GHOST_FLOOR = 4, 65_536
 NOTES = 256
 """Requests worked off together at most."""
 LEAST_USES = USE_BOUNDS.astype(np.int32)[:, None]
+RELEASED = -1
 NOBODY = np.array(-1)
 """As an array it takes two thirds of the time that a number takes."""
 
@@ -83,27 +84,45 @@ class Hazard(EvictionPolicy):
         return super().nbytes + 16 * self._places
 
     def _forget_notes(self) -> None:
-        """Begins new lists: sizes are noted apart, since arrays are cold in memory when they are looked at again."""
+        self._log: list[bytes] = []  # hits and releases that `_code` does not know of yet: their blocks
+        self._times: list[int] = []  # of the hits among them, RELEASED for the others
         self._chains: list[Ids] = []
         self._counts: list[Numbers] = []
-        self._sizes: list[int] = []
         self._endings: list[Ending] = []
         self._used: list[Numbers] = []
-        self._used_sizes: list[int] = []
-        self._times: list[int] = []
+        self._used_at: list[int] = []
         self._places = 0
 
+    def _catch_up(self) -> None:
+        """Brings `_code` up to date: in one go it takes a third of the time that it takes between other work."""
+        log, times = self._log, self._times
+        if not log:
+            return
+        self._log, self._times = [], []
+        code, used, used_at = self._code, self._used, self._used_at
+        index = np.frombuffer(b"".join(log), np.int32).astype(np.intp)
+        serial, at = self._now - times.count(RELEASED), 0
+        for blocks, time in zip(log, times, strict=True):
+            end = at + len(blocks) // 4
+            part = index[at:end]
+            if time == RELEASED:
+                start = serial << self._place_bits
+                code[part] = np.arange(start, start + end - at)
+                serial += 1
+            else:
+                used.append(code[part])
+                used_at.append(time)
+                code[part] = NOBODY
+            at = end
+
     def accessed(self, ids: Ids, hit: bool) -> None:
-        index = ids.astype(np.intp)
         if hit:
-            code, number = self._code, len(ids)
-            self._used.append(code[index])
-            self._used_sizes.append(number)
+            self._log.append(ids.tobytes())  # the caller may write to the array
             self._times.append(self._now)
-            code[index] = NOBODY
-            self._places += number
+            self._places += len(ids)
             self._last_hit = ids.item(-1)
             return
+        index = ids.astype(np.intp)
         self._before[index] = NOBODY
         self._forked[index] = False
         last_hit = self._last_hit
@@ -128,41 +147,41 @@ class Hazard(EvictionPolicy):
             self._returns = None
 
     def released(self, ids: Ids) -> None:
-        index, number, now = ids.astype(np.intp), len(ids), self._now
-        start = now << self._place_bits
-        self._code[index] = np.arange(start, start + number)
+        self._log.append(ids.tobytes())
+        self._times.append(RELEASED)
         self._chains.append(ids)
-        self._counts.append(self.pool.access_count[index])
-        self._sizes.append(number)
+        self._counts.append(self.pool.access_count[ids.astype(np.intp)])
         self._endings.append(self._ending)
         self._ending = UNTOLD
-        self._now = now + 1
-        self._places += number
-        if len(self._sizes) >= NOTES or self._places > self._most_places:
+        self._now += 1
+        self._places += len(ids)
+        if len(self._chains) >= NOTES or self._places > self._most_places:
             self._work_off()
             if self._now - self._last_fit > IDLE:
                 self._learn()
 
     def _work_off(self) -> None:
         """Brings rows and the guard up to date with what was noted."""
-        chains, counts, sizes, endings = self._chains, self._counts, self._sizes, self._endings
-        used, used_sizes, times = self._used, self._used_sizes, self._times
-        if not (sizes or used or self._evicted.filled):
+        self._catch_up()
+        chains, counts, endings = self._chains, self._counts, self._endings
+        used, times = self._used, self._used_at
+        if not (chains or used or self._evicted.filled):
             return
         self._forget_notes()
         runs, guard = self.runs, self.guard
         self._evicted.work_off(self._now)
+        used_sizes = [len(codes) for codes in used]
         room = max(1, self.pool.num_blocks - max(0, self.pool.num_held - sum(used_sizes)))
-        if sizes:
-            rows = self._add_rows(chains, counts, sizes, endings)
+        if chains:
+            rows = self._add_rows(chains, counts, endings)
             guard.released(runs.size[rows])
-        if len(sizes) == 1:
+        if len(chains) == 1:
             guard.fill(runs, room)
         if used:
             self._take_used(used, used_sizes, times)
-        if sizes:
+        if chains:
             self._note_shared(rows)
-        if len(sizes) > 1:  # among these are requests that later ones in the batch went on from
+        if len(chains) > 1:  # among these are requests that later ones in the batch went on from
             guard.fill(runs, room)
         runs.cut_shorter()
         if runs.count:
@@ -171,13 +190,11 @@ class Hazard(EvictionPolicy):
             guard.judge(self._now - self._judged, runs)
             self._judged = self._now
 
-    def _add_rows(
-        self, chains: list[Ids], counts: list[Numbers], number: list[int], endings: list[Ending]
-    ) -> slice:
-        """Rows for requests that have ended: their blocks, how often these were used, and how many there are."""
+    def _add_rows(self, chains: list[Ids], counts: list[Numbers], endings: list[Ending]) -> slice:
+        """Rows for requests that have ended: their blocks, how often these were used, and what the end says."""
         runs = self.runs
-        rows = runs.add(chains, number)
-        chain, count = (np.concatenate(chains), np.concatenate(counts)) if len(number) > 1 else (chains[0], counts[0])
+        rows = runs.add(chains)
+        chain, count = (np.concatenate(chains), np.concatenate(counts)) if len(chains) > 1 else (chains[0], counts[0])
         index = chain.astype(np.intp)
         count = count + self._earlier_uses[index]
         sizes = runs.size[rows]
@@ -253,6 +270,7 @@ class Hazard(EvictionPolicy):
             self.lives.renumbered()
 
     def victims(self, count: int) -> Ids:
+        self._catch_up()
         chooser = self._chooser
         left = count
         if chooser.is_due(self._now):
@@ -282,13 +300,15 @@ class Hazard(EvictionPolicy):
         self._chooser.rank(count, self._now)
 
     def removed(self, ids: Ids) -> None:
+        self._catch_up()
         self._code[ids] = -1
 
     def check(self) -> None:
+        self._catch_up()
         code = self._code
         self.runs.check(self._hanging)
         assert not self.pool.ref_count[code >= 0].any(), "a block that is held may be chosen"
-        self.runs.check_blocks(code, self._place_bits, self._now - len(self._sizes), self._chains)
+        self.runs.check_blocks(code, self._place_bits, self._now - len(self._chains), self._chains)
 
     def clear(self) -> None:
         self._code.fill(-1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -110,13 +109,9 @@ class Runs:
         """Bytes held."""
         return int(sum(getattr(self, name).nbytes for name in COLUMNS)) + 4 * self.places
 
-    def add(self, chains: Sequence[Ids], sizes: list[int]) -> slice:
-        """Appends a row for each chain, with all its blocks; the other columns are still to be filled in.
-
-        Args:
-            chains: Blocks.
-            sizes: How many there are in each.
-        """
+    def add(self, chains: list[Ids]) -> slice:
+        """Appends a row for each chain, with all its blocks; the other columns are still to be filled in."""
+        sizes = [len(chain) for chain in chains]
         first, last = self.count, self.count + len(chains)
         if last > self.serial.size:
             for name, (_, width) in COLUMNS.items():
