@@ -81,7 +81,8 @@ class Hazard(EvictionPolicy):
     @property
     def nbytes(self) -> int:
         """Bytes of arrays, ghosts, rows and notes."""
-        return super().nbytes + 16 * self._places
+        kept = [value for value in vars(self).values() if value is not self.pool]
+        return sum([getattr(value, "nbytes", 0) for value in kept]) + 20 * self._places
 
     def _forget_notes(self) -> None:
         self._log: list[bytes] = []  # hits and releases that `_code` does not know of yet: their blocks

@@ -135,13 +135,18 @@ class HazardTables:
         """Rates, factors and indices from the sums, which then lose weight."""
         self._fit_rates()
         self.factor = (self._factor_events + FACTOR_PRIOR) / (self._factor_exposure + FACTOR_PRIOR)
+        self._indexed = False
+        for sums in (self._events, self._exposure, self._factor_events, self._factor_exposure):
+            sums *= decay
+
+    def _find_index(self) -> None:
+        """Indices from rates, once somebody asks for scores: where everything hits nobody does."""
         level = self._levels()
         used = np.flatnonzero(np.repeat(self._seen, USES))
         levels = np.unique(level)
         self._row_of_level = (AGES + 1) * level
         self._index[used[:, None], levels] = _index(self.rate[used], levels)
-        for sums in (self._events, self._exposure, self._factor_events, self._factor_exposure):
-            sums *= decay
+        self._indexed = True
 
     def _levels(self) -> npt.NDArray[np.intp]:
         """The level of each product of factors, by traits + TRAITS * tail."""
@@ -161,6 +166,8 @@ class HazardTables:
         """
         part: Numbers
         fading: Numbers
+        if not self._indexed:
+            self._find_index()
         if age.size and age.item(0) >= KNOWN:
             place = np.interp(age, EDGES[:AGES], np.arange(float(AGES)))
             bucket = place.astype(np.intp)
@@ -178,6 +185,8 @@ class HazardTables:
 
     def score(self, kind: int, trait: int, age: int) -> float:
         """`scores` of one block."""
+        if not self._indexed:
+            self._find_index()
         bucket = min(bisect(EDGE_LIST, age) - 1, AGES - 1)
         part = min((age - EDGE_LIST[bucket]) / WIDTH_LIST[bucket], 1.0)
         at = LEVELS * (AGES + 1) * kind + self._row_of_level.item(trait) + bucket
