@@ -49,9 +49,8 @@ class HashTable:
         self._slots = np.full(self._size + 1, num_blocks, np.int32)  # the last is no hash's own
         self._num_passed = 0
         self.slot_of = np.full(num_blocks + 1, -1, np.int32)  # the last is that of empty slots: none
-        # Reading one element through these takes a third of the time that numpy takes.
-        self._slots_view, self._slot_of_view = _view(self._slots), _view(self.slot_of)
-        self._words_view = _view(words.reshape(-1))
+        self._slots_view, self._slot_of_view = view(self._slots), view(self.slot_of)
+        self._words_view = view(words.reshape(-1))
         self._width = words.shape[1]
 
     @property
@@ -290,5 +289,6 @@ class HashTable:
         assert np.array_equal(self.find(self._words[live]), live), "a block is not found under its hash"
 
 
-def _view(values: Any) -> Any:
+def view(values: Any) -> Any:
+    """To read and write single elements of an array through: a third of the time that numpy takes."""
     return memoryview(values)

@@ -15,6 +15,7 @@ from .evicted import Evicted
 from .ghosts import RequestGhosts
 from .guard import Guard
 from .lives import Lives
+from .notes import NOBODY, RELEASED, Notes
 from .runs import Runs
 from .tables import DECAY, NEW_BOUNDS, USE_BOUNDS, HazardTables
 from .victims import Chooser
@@ -34,9 +35,6 @@ GHOSTS, GHOST_FLOOR = 4, 65_536
 NOTES = 256
 """Requests worked off together at most."""
 LEAST_USES = USE_BOUNDS.astype(np.int32)[:, None]
-RELEASED = -1
-NOBODY = np.array(-1)
-"""As an array it takes two thirds of the time that a number takes."""
 
 
 class Hazard(EvictionPolicy):
@@ -69,7 +67,7 @@ class Hazard(EvictionPolicy):
         self._ending = UNTOLD
         self._returns: float | None = None
         self._last_hit = -1
-        self._forget_notes()
+        self._notes = Notes(self._code, self._place_bits)
         self._judged = 0
         self.runs = Runs()
         self.tables = HazardTables()
@@ -78,49 +76,12 @@ class Hazard(EvictionPolicy):
         self._evicted = Evicted(self._ghosts, self.runs, self.guard, self.lives, self._earlier_uses)
         self._chooser = Chooser(self.pool, self.runs, self.tables, self._code, self._hanging, self._place_bits)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of arrays, ghosts, rows and notes."""
-        kept = [value for value in vars(self).values() if value is not self.pool]
-        return sum([getattr(value, "nbytes", 0) for value in kept]) + 20 * self._places
-
-    def _forget_notes(self) -> None:
-        self._log: list[bytes] = []  # hits and releases that `_code` does not know of yet: their blocks
-        self._times: list[int] = []  # of the hits among them, RELEASED for the others
-        self._chains: list[Ids] = []
-        self._counts: list[Numbers] = []
-        self._endings: list[Ending] = []
-        self._used: list[Numbers] = []
-        self._used_at: list[int] = []
-        self._places = 0
-
-    def _catch_up(self) -> None:
-        """Brings `_code` up to date: in one go it takes a third of the time that it takes between other work."""
-        log, times = self._log, self._times
-        if not log:
-            return
-        self._log, self._times = [], []
-        code, used, used_at = self._code, self._used, self._used_at
-        index = np.frombuffer(b"".join(log), np.int32).astype(np.intp)
-        serial, at = self._now - times.count(RELEASED), 0
-        for blocks, time in zip(log, times, strict=True):
-            end = at + len(blocks) // 4
-            part = index[at:end]
-            if time == RELEASED:
-                start = serial << self._place_bits
-                code[part] = np.arange(start, start + end - at)
-                serial += 1
-            else:
-                used.append(code[part])
-                used_at.append(time)
-                code[part] = NOBODY
-            at = end
-
     def accessed(self, ids: Ids, hit: bool) -> None:
         if hit:
-            self._log.append(ids.tobytes())  # the caller may write to the array
-            self._times.append(self._now)
-            self._places += len(ids)
+            notes = self._notes
+            notes.log.append(ids.tobytes())  # the caller may write to the array
+            notes.times.append(self._now)
+            notes.places += len(ids)
             self._last_hit = ids.item(-1)
             return
         index = ids.astype(np.intp)
@@ -148,38 +109,39 @@ class Hazard(EvictionPolicy):
             self._returns = None
 
     def released(self, ids: Ids) -> None:
-        self._log.append(ids.tobytes())
-        self._times.append(RELEASED)
-        self._chains.append(ids)
-        self._counts.append(self.pool.access_count[ids.astype(np.intp)])
-        self._endings.append(self._ending)
+        notes = self._notes
+        notes.log.append(ids.tobytes())
+        notes.times.append(RELEASED)
+        notes.chains.append(ids)
+        notes.counts.append(self.pool.access_count[ids.astype(np.intp)])
+        notes.endings.append(self._ending)
+        notes.places += len(ids)
         self._ending = UNTOLD
         self._now += 1
-        self._places += len(ids)
-        if len(self._chains) >= NOTES or self._places > self._most_places:
+        if len(notes.chains) >= NOTES or notes.places > self._most_places:
             self._work_off()
             if self._now - self._last_fit > IDLE:
                 self._learn()
 
     def _work_off(self) -> None:
         """Brings rows and the guard up to date with what was noted."""
-        self._catch_up()
-        chains, counts, endings = self._chains, self._counts, self._endings
-        used, times = self._used, self._used_at
+        notes = self._notes
+        notes.catch_up(self._now)
+        chains, used = notes.chains, notes.used
         if not (chains or used or self._evicted.filled):
             return
-        self._forget_notes()
+        self._notes = Notes(self._code, self._place_bits)
         runs, guard = self.runs, self.guard
         self._evicted.work_off(self._now)
         used_sizes = [len(codes) for codes in used]
         room = max(1, self.pool.num_blocks - max(0, self.pool.num_held - sum(used_sizes)))
         if chains:
-            rows = self._add_rows(chains, counts, endings)
+            rows = self._add_rows(chains, notes.counts, notes.endings)
             guard.released(runs.size[rows])
         if len(chains) == 1:
             guard.fill(runs, room)
         if used:
-            self._take_used(used, used_sizes, times)
+            self._take_used(used, used_sizes, notes.used_at)
         if chains:
             self._note_shared(rows)
         if len(chains) > 1:  # among these are requests that later ones in the batch went on from
@@ -271,7 +233,7 @@ class Hazard(EvictionPolicy):
             self.lives.renumbered()
 
     def victims(self, count: int) -> Ids:
-        self._catch_up()
+        self._notes.catch_up(self._now)
         chooser = self._chooser
         left = count
         if chooser.is_due(self._now):
@@ -301,15 +263,15 @@ class Hazard(EvictionPolicy):
         self._chooser.rank(count, self._now)
 
     def removed(self, ids: Ids) -> None:
-        self._catch_up()
+        self._notes.catch_up(self._now)
         self._code[ids] = -1
 
     def check(self) -> None:
-        self._catch_up()
-        code = self._code
+        chains, code = self._notes.chains, self._code
+        self._notes.catch_up(self._now)
         self.runs.check(self._hanging)
         assert not self.pool.ref_count[code >= 0].any(), "a block that is held may be chosen"
-        self.runs.check_blocks(code, self._place_bits, self._now - len(self._chains), self._chains)
+        self.runs.check_blocks(code, self._place_bits, self._now - len(chains), chains)
 
     def clear(self) -> None:
         self._code.fill(-1)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ...table import Ids
+from ...table import Ids, view
 from .tables import TRAITS, USE_BOUNDS, USES
 
 Numbers = npt.NDArray[Any]
@@ -40,19 +40,19 @@ class Cells:
     """The columns of `Runs` for a look at one row, `bounds` row by row: a third of the time that numpy takes."""
 
     def __init__(self, runs: Runs) -> None:
-        self.serial: Any = memoryview(runs.serial)
-        self.start: Any = memoryview(runs.start)
-        self.end: Any = memoryview(runs.end)
-        self.size: Any = memoryview(runs.size)
-        self.bounds: Any = memoryview(runs.bounds.reshape(-1))
-        self.last: Any = memoryview(runs.last)
-        self.parent: Any = memoryview(runs.parent)
-        self.shared: Any = memoryview(runs.shared)
-        self.kept: Any = memoryview(runs.kept)
-        self.kind: Any = memoryview(runs.kind)
-        self.trait: Any = memoryview(runs.trait)
-        self.certain: Any = memoryview(runs.certain)
-        self.base: Any = memoryview(runs.base)
+        self.serial: Any = view(runs.serial)
+        self.start: Any = view(runs.start)
+        self.end: Any = view(runs.end)
+        self.size: Any = view(runs.size)
+        self.bounds: Any = view(runs.bounds.reshape(-1))
+        self.last: Any = view(runs.last)
+        self.parent: Any = view(runs.parent)
+        self.shared: Any = view(runs.shared)
+        self.kept: Any = view(runs.kept)
+        self.kind: Any = view(runs.kind)
+        self.trait: Any = view(runs.trait)
+        self.certain: Any = view(runs.certain)
+        self.base: Any = view(runs.base)
 
 
 class Runs:

@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ...table import view
+
 Numbers = npt.NDArray[Any]
 
 AGES = 32
@@ -69,7 +71,7 @@ class HazardTables:
         self._factor_events = np.zeros(FACTORS)
         self._factor_exposure = np.zeros(FACTORS)
         self._index = np.zeros((GROUPS * USES, LEVELS, AGES + 1), np.float32)
-        self._index_at: Any = memoryview(self._index.reshape(-1))
+        self._index_at: Any = view(self._index.reshape(-1))
         self._seen = np.zeros(GROUPS, np.bool_)
         self._seen[:OUTPUTS] = True
         self.fit(1.0)

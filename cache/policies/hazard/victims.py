@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ...table import Ids, count_nonzero
+from ...table import Ids, count_nonzero, view
 from ..base import PoolView
 from .runs import NONE, Runs
 from .tables import HazardTables
@@ -48,8 +48,8 @@ class Chooser:
         self._pool = pool
         self._runs = runs
         self._tables = tables
-        self._code, self._code_of = code, memoryview(code)
-        self._hanging, self._hanging_of = hanging, memoryview(hanging)
+        self._code, self._code_of = code, view(code)
+        self._hanging, self._hanging_of = hanging, view(hanging)
         self._place_bits = place_bits
         self._parts: list[Part] = []
         self._heap: list[tuple[float, int]] = []

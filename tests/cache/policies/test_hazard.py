@@ -236,7 +236,7 @@ def test_a_policy_that_failed_once_goes_on(monkeypatch, cache_errors):
     cache_errors.clear()
     for i in range(30, 60):
         serve(m, i, [i] * 8)
-    assert not policy._used
+    assert not policy._notes.used
     assert policy.runs.count > 5
     assert cached_of(m, [59] * 8) == 8
 
