@@ -6,7 +6,7 @@ from pathlib import Path
 
 from .ceilings import PUBLISHED
 from .registry import OURS
-from .runner import Row, read_rows
+from .tables import Row, read_rows
 
 # Microseconds of a decode in a CUDA graph: bfloat16, heads 32/8, head_dim 128, blocks of 16.
 DECODE = {"1x1k": 11, "1x4k": 14, "8x4k": 39, "1x32k": 39, "32x4k": 136, "8x16k": 136, "8x32k": 272}

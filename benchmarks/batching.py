@@ -10,7 +10,6 @@ OMP_NUM_THREADS threads (1). Writes results/cpu/batching.csv.
 
 from __future__ import annotations
 
-import csv
 import logging
 import os
 import statistics
@@ -21,6 +20,7 @@ from typing import Any
 import torch
 
 from .conditions import conditions, version
+from .tables import write_rows
 
 RESULTS = Path(__file__).resolve().parent / "results" / "cpu" / "batching.csv"
 ROUNDS = 3
@@ -135,10 +135,7 @@ def main() -> None:
         rows += [common | row | conditions("cpu") for row in measure(model)]
         for row in rows[-9:]:
             print(name, row["workload"], row["way"], row["cpu_s"], row["hit_tokens"], row["same_tokens"], flush=True)
-    with RESULTS.open("w", newline="") as file:
-        writer = csv.DictWriter(file, rows[0].keys(), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
+    write_rows(RESULTS, rows)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import csv
 import statistics
 import time
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 import torch
 
 from .conditions import conditions, version
+from .tables import write_rows
 
 SIZES = {
     "1B": {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "heads": (32, 8)},
@@ -152,12 +152,7 @@ def run_generate(
 def save_generate(path: Path, rows: list[dict[str, str]]) -> None:
     """Writes the rows, with medians of later requests last in the console."""
     columns = ["way", "request", "first_token_s", "tokens_per_s", "reused_tokens", "same_as_transformers", "note"]
-    columns += [name for row in rows for name in row if name not in columns]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(dict.fromkeys(columns)), restval="", lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
+    write_rows(path, rows, columns)
     for way in dict.fromkeys(row["way"] for row in rows):
         timed = [row for row in rows if row["way"] == way and row.get("request", "1") != "1"]
         if timed:

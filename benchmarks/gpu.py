@@ -14,7 +14,6 @@ results are packed into one file (--pack).
 from __future__ import annotations
 
 import argparse
-import csv
 import dataclasses
 import functools
 import hashlib
@@ -43,6 +42,7 @@ from .conditions import SOURCES, conditions, device_folder, device_name
 from .pack import pack, unpack
 from .peers import add_peers
 from .registry import OURS, ROOT, discover
+from .tables import read_rows, write_rows
 
 SLICE_SECONDS = 530
 # A slice is planned shorter than it may take, since estimates are only that.
@@ -130,15 +130,7 @@ def _pytest(context: Context, *arguments: str) -> None:
 def _ceilings(context: Context) -> None:
     found = measure_ceilings(context.kind, context.dry)
     row = {"copy_gbs": f"{found.copy / 1e9:.1f}", "matmul_tflops": f"{found.matmul / 1e12:.2f}", "dtype": found.dtype}
-    _write(context.folder / "ceilings.csv", [row | published(device_name(context.kind)) | conditions(context.kind)])
-
-
-def _write(path: Path, rows: list[dict[str, str]]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
+    write_rows(context.folder / "ceilings.csv", [row | published(device_name(context.kind)) | conditions(context.kind)])
 
 
 def _numerics(context: Context, files: tuple[str, ...]) -> None:
@@ -280,7 +272,7 @@ class Log:
 
     def rows(self) -> dict[str, dict[str, str]]:
         """By unit."""
-        return {row["unit"]: row for row in runner.read_rows(self.path)}
+        return {row["unit"]: row for row in read_rows(self.path)}
 
     def done(self, name: str, also: tuple[str, ...] = ()) -> bool:
         """Whether a unit or a case of one was done, or cannot be, with the sources as they are."""
@@ -300,7 +292,7 @@ class Log:
         """Notes an outcome in the place of an earlier one; of its seconds, those that compilers were waited for."""
         values = (name, outcome, f"{seconds:.0f}", note, fingerprint(), f"{ahead.spent():.0f}")
         row = dict(zip(self.COLUMNS, values, strict=True))
-        _write(self.path, list((self.rows() | {name: row | conditions(self.kind)}).values()))
+        write_rows(self.path, list((self.rows() | {name: row | conditions(self.kind)}).values()))
 
 
 def run_unit(unit: Unit, context: Context) -> int:

@@ -12,7 +12,6 @@ OMP_NUM_THREADS threads (1). Writes results/cpu/hidden_states.csv.
 
 from __future__ import annotations
 
-import csv
 import importlib
 import os
 import sys
@@ -28,6 +27,7 @@ import torch
 import pc
 
 from .conditions import conditions
+from .tables import write_rows
 from .timing import Quantiles
 
 BLOCK_SIZE = 16
@@ -333,11 +333,7 @@ def main() -> None:
             }
             rows.append(row | conditions("cpu"))
             print(*list(row.values()), flush=True)
-    RESULTS.parent.mkdir(parents=True, exist_ok=True)
-    with RESULTS.open("w", newline="") as file:
-        writer = csv.DictWriter(file, rows[0].keys(), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
+    write_rows(RESULTS, rows)
 
 
 if __name__ == "__main__":

@@ -10,13 +10,13 @@ trace is four tokens of a small model; vLLM's scheduler runs without one. Rows i
 from __future__ import annotations
 
 import argparse
-import csv
 from pathlib import Path
 from typing import Any
 
 from pc.cache.replay import Trace, hints_of, load_trace, replay
 
 from .conditions import conditions
+from .tables import read_rows, write_rows
 
 RESULTS = Path(__file__).resolve().parent / "results" / "cpu" / "hints.csv"
 TOKENS = 4
@@ -74,10 +74,7 @@ def main() -> None:
     trace = Trace(whole.name, part.block_size, part.requests, [1] * len(part.requests), part.times)
     capacity = max(1, round(given.share * trace.unique_blocks))
     ways = given.through.split(",")
-    rows: list[dict[str, Any]] = []
-    if RESULTS.exists():
-        with RESULTS.open(newline="") as file:
-            rows = [row for row in csv.DictReader(file) if row["through"] not in ways]
+    rows: list[dict[str, Any]] = [row for row in read_rows(RESULTS) if row["through"] not in ways]
     for way in ways:
         for policy, hints in (("lru", "none"), ("hazard", "none"), ("hazard", "0.8"), ("hazard", "oracle")):
             hits = WAYS[way](trace, policy, capacity, hints)
@@ -85,10 +82,7 @@ def main() -> None:
             row |= {"policy": policy, "hints": hints, "hits": hits, "hit_rate": f"{hits / trace.num_blocks:.4f}"}
             rows.append(row | conditions("cpu"))
             print(*list(row.values()), flush=True)
-    with RESULTS.open("w", newline="") as file:
-        writer = csv.DictWriter(file, rows[0].keys(), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
+    write_rows(RESULTS, rows)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import csv
 import dataclasses
 import importlib
 import json
@@ -36,7 +35,7 @@ from pc.triton_ops._attention.call import TENSORS, AttentionCall
 from pc.triton_ops._attention.constants import Architecture
 
 load_benchmarks()
-sass = importlib.import_module(f"{PACKAGE}.sass")
+sass, tables = (importlib.import_module(f"{PACKAGE}.{name}") for name in ("sass", "tables"))
 
 # `pc.triton_ops.reshape_and_cache` is the function; the module of that name is where its launcher is.
 reshape_and_cache, rope_and_cache, rotate_keys, merge_attention = (
@@ -508,8 +507,7 @@ def _number(text: str) -> Any:
 
 def read_table() -> dict[tuple[str, str, str, str], Row]:
     """The checked-in rows by their key."""
-    with TABLE.open() as file:
-        rows = [Row(**{k: _number(v) for k, v in line.items()}) for line in csv.DictReader(file)]
+    rows = [Row(**{k: _number(v) for k, v in line.items()}) for line in tables.read_rows(TABLE)]
     return {row.key: row for row in rows}
 
 
@@ -567,11 +565,7 @@ def main() -> None:
         rows.sort(
             key=lambda row: (row.triton, list(CASES).index(row.case), row.kernel, list(TARGETS).index(row.target))
         )
-        TABLE.parent.mkdir(exist_ok=True)
-        with TABLE.open("w", newline="") as file:
-            writer = csv.DictWriter(file, [field.name for field in dataclasses.fields(Row)], lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(dataclasses.asdict(row) for row in rows)
+        tables.write_rows(TABLE, [dataclasses.asdict(row) for row in rows])
         wrong = [(row, complaints(row)) for row in rows if complaints(row)]
         for row, found in wrong:
             print(row.key, *found)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from .runner import Row, read_rows
+from .tables import Row, read_rows
 
 INK, PAPER, GRID = "#1f2937", "#ffffff", "#d5dae1"
 DARK = {INK: "#e5e7eb", PAPER: "#1e2129", GRID: "#3d4452"}

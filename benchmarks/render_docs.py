@@ -21,7 +21,7 @@ if __name__ == "__main__":
 
 from .plots import digest, drawn_from, plot_demo, plot_operator, plot_reuse, plot_work, short_time
 from .registry import OURS, ROOT, operators
-from .runner import Row, read_rows
+from .tables import Row, read_rows
 
 RESULTS = ROOT / "benchmarks" / "results"
 CHARTS = ROOT / "docs" / "images"

@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
-import csv
 import itertools
 import os
 import statistics
@@ -27,6 +26,7 @@ from typing import Any
 import torch
 
 from .conditions import conditions, version
+from .tables import read_rows, write_rows
 
 SIZES = {
     "25M": {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 8},
@@ -254,16 +254,13 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=RESULTS)
     arguments = parser.parse_args()
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    rows = list(csv.DictReader(arguments.output.open())) if arguments.output.exists() else []
+    rows = read_rows(arguments.output)
     for size in arguments.sizes:
         for length in arguments.prompts:
             new = measure(size, length, min(ROUNDS.get(length, 1), arguments.rounds))
             own = {(row["model"], row["document_tokens"]) for row in new}
             rows = [row for row in rows if (row["model"], row["document_tokens"]) not in own] + new
-            with arguments.output.open("w", newline="") as file:
-                writer = csv.DictWriter(file, rows[0].keys(), lineterminator="\n")
-                writer.writeheader()
-                writer.writerows(rows)
+            write_rows(arguments.output, rows)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -15,8 +14,8 @@ from . import timing
 from .ceilings import Ceilings, measure_ceilings
 from .conditions import conditions, device_folder
 from .registry import OURS, Benchmark, Case, Inputs, Provider, UnsupportedError, WrongError
+from .tables import Row, read_rows, write_rows
 
-Row = dict[str, str]
 MEASURED = ("p20_us", "p50_us", "p80_us", "samples", "error", "bytes", "flops", "copy_gbs", "matmul_tflops", "roofline")
 KEY = ("case", "provider", "mode")
 # Inputs rotate over four times the last-level cache, so that each call finds its own cold.
@@ -173,14 +172,6 @@ def results_path(folder: Path, kind: str, op: str) -> Path:
     return folder / device_folder(kind) / f"{op}.csv"
 
 
-def read_rows(path: Path) -> list[Row]:
-    """Rows of a file; none where there is no file."""
-    if not path.exists():
-        return []
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
-
-
 def save_rows(path: Path, benchmark: Benchmark, rows: Iterable[Row]) -> None:
     """Puts new rows in the place of those of the same cases; drops other machines and cases that are gone."""
     rows = list(rows)
@@ -196,13 +187,7 @@ def save_rows(path: Path, benchmark: Benchmark, rows: Iterable[Row]) -> None:
         if row["case"] not in measured and row["case"] in order and row["device"] == rows[0]["device"]
     ]
     rows = sorted([*kept, *rows], key=lambda row: order[row["case"]])
-    columns = [*KEY, "version", *MEASURED, "note"]
-    columns += [name for row in rows for name in row if name not in columns]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(dict.fromkeys(columns)), restval="", lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
+    write_rows(path, rows, [*KEY, "version", *MEASURED, "note"])
 
 
 def run_benchmarks(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import csv
 import dataclasses
 import importlib
 import itertools
@@ -36,6 +35,7 @@ from . import timing
 from .attention import AttentionCase, AttentionInputs
 from .conditions import conditions
 from .registry import ROOT, WrongError
+from .tables import read_rows, write_rows
 
 # A change below this is noise: the present constants stay.
 WORTH = 0.97
@@ -294,20 +294,9 @@ def save_sweep(path: Path, rows: list[dict[str, str]]) -> None:
     """Replaces the rows of the regimes that were swept now."""
     if not rows:
         return
-    before = [row for row in read_sweep(path) if row["regime"] not in {r["regime"] for r in rows}]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, [*COLUMNS, *CEILINGS, *conditions("cpu")], restval="", lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(sorted([*before, *rows], key=lambda row: row["regime"]))
-
-
-def read_sweep(path: Path) -> list[dict[str, str]]:
-    """Rows of a sweep; none where there is no file."""
-    if not path.exists():
-        return []
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
+    before = [row for row in read_rows(path) if row["regime"] not in {r["regime"] for r in rows}]
+    rows = sorted([*before, *rows], key=lambda row: row["regime"])
+    write_rows(path, rows, [*COLUMNS, *CEILINGS, *conditions("cpu")])
 
 
 def table(rows: list[dict[str, str]], source: str) -> dict[str, dict[Any, Any]]:
@@ -373,7 +362,7 @@ def main(arguments: list[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     found: dict[str, dict[Any, Any]] = {"TILES": {}, "PROGRAMS": {}, "SPECIALIZED": {}}
     for path in sorted(given.results.glob("*/constants.csv")):
-        for name, entries in table(read_sweep(path), f"{path.parent.name}/constants.csv").items():
+        for name, entries in table(read_rows(path), f"{path.parent.name}/constants.csv").items():
             found[name] |= entries
     for name, entries in found.items():
         for key, value in sorted(entries.items()):

@@ -12,7 +12,6 @@ changes in ways that no policy foresees.
 from __future__ import annotations
 
 import argparse
-import csv
 from collections.abc import Callable, Iterator
 from itertools import count, islice
 from pathlib import Path
@@ -287,19 +286,10 @@ def main() -> None:
                 f"{trace.name:24} {share:>5} {capacity:6} {lru:7.4f} {ours:9.4f} {ratio:6.3f} {worst:6.3f}", flush=True
             )
     if arguments.csv is not None:
-        write_rows(arguments.csv, rows)
+        from .conditions import conditions
+        from .tables import read_rows, write_rows
 
-
-def write_rows(path: Path, rows: list[dict[str, object]]) -> None:
-    """Adds rows to a file."""
-    from .conditions import conditions
-
-    new = not path.exists()
-    with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, [*rows[0], *conditions("cpu")], lineterminator="\n")
-        if new:
-            writer.writeheader()
-        writer.writerows(row | conditions("cpu") for row in rows)
+        write_rows(arguments.csv, [*read_rows(arguments.csv), *(row | conditions("cpu") for row in rows)])
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ OMP_NUM_THREADS threads (1). Writes results/cpu/vllm_omni.csv.
 
 from __future__ import annotations
 
-import csv
 import os
 import sys
 import types
@@ -22,6 +21,7 @@ import numpy as np
 import torch
 
 from .conditions import conditions
+from .tables import write_rows
 from .timing import Quantiles
 
 BLOCK_SIZE = 16
@@ -156,11 +156,7 @@ def main() -> None:
             }
             rows.append(row | conditions("cpu"))
             print(*list(row.values()), flush=True)
-    RESULTS.parent.mkdir(parents=True, exist_ok=True)
-    with RESULTS.open("w", newline="") as file:
-        writer = csv.DictWriter(file, rows[0].keys(), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
+    write_rows(RESULTS, rows)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ the trace is `--split` blocks of vLLM. Writes results/cpu/vllm_scheduler.csv.
 from __future__ import annotations
 
 import argparse
-import csv
 import gc
 import json
 import os
@@ -31,6 +30,7 @@ from pc.cache.replay import Trace, load_trace, replay
 from pc.cache.replay.traces import digests_of
 
 from .conditions import conditions
+from .tables import write_rows
 
 BLOCK_SIZE = 16
 TURN = 10
@@ -234,11 +234,7 @@ def main() -> None:
         }
         rows.append(row | conditions("cpu"))
         print(*list(row.values()), flush=True)
-    RESULTS.parent.mkdir(parents=True, exist_ok=True)
-    with RESULTS.open("w", newline="") as file:
-        writer = csv.DictWriter(file, rows[0].keys(), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
+    write_rows(RESULTS, rows)
 
 
 if __name__ == "__main__":

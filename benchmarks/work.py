@@ -11,9 +11,9 @@ Work is no time: nothing here says how long a step takes.
 from __future__ import annotations
 
 import argparse
-import csv
 import dataclasses
 import datetime
+import importlib
 import importlib.util
 import logging
 import os
@@ -31,6 +31,10 @@ import triton.language as tl
 from emulator.launch import Session
 
 import pc
+from pc.bench import PACKAGE, load_benchmarks
+
+load_benchmarks()
+tables = importlib.import_module(f"{PACKAGE}.tables")
 
 ROOT = Path(__file__).resolve().parents[1]
 HEADS, KV_HEADS, HEAD_DIM, BLOCK = 32, 8, 128, 16
@@ -224,17 +228,11 @@ def main() -> int:
 
 
 def _save(path: Path, rows: list[dict[str, str]]) -> None:
-    before = []
-    if path.exists():
-        with path.open(newline="") as file:
-            before = list(csv.DictReader(file))
-    found = {(row["architecture"], row["case"], row["provider"]): row for row in [*before, *rows]}
+    rows = [*tables.read_rows(path), *rows]
+    found = {(row["architecture"], row["case"], row["provider"]): row for row in rows}
     order = {name: place for place, name in enumerate(STEPS)}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(sorted(found.values(), key=lambda r: (r["architecture"], order[r["case"]], r["provider"])))
+    rows = sorted(found.values(), key=lambda row: (row["architecture"], order[row["case"]], row["provider"]))
+    tables.write_rows(path, rows, COLUMNS)
 
 
 if __name__ == "__main__":

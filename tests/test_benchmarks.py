@@ -18,9 +18,9 @@ import pc
 from pc.bench import PACKAGE, load_benchmarks, run_bench
 
 load_benchmarks()
-attention, attention_providers, peers, registry, runner = (
+attention, attention_providers, peers, registry, runner, tables = (
     importlib.import_module(f"{PACKAGE}.{name}")
-    for name in ("attention", "attention_providers", "peers", "registry", "runner")
+    for name in ("attention", "attention_providers", "peers", "registry", "runner", "tables")
 )
 CPU = torch.device("cpu")
 SMALL = {"heads": (4, 2), "head_dim": 16, "block_size": 8}
@@ -166,7 +166,7 @@ def test_rows_carry_numbers_and_conditions(op: str, tmp_path: Path) -> None:
     for _, rows in runner.run_benchmarks([benchmark], "cpu", True, tiny=True):
         path = runner.results_path(tmp_path, "cpu", op)
         runner.save_rows(path, benchmark, rows)
-    found = runner.read_rows(path)
+    found = tables.read_rows(path)
     assert path == tmp_path / "cpu" / f"{op}.csv"
     assert len({row["provider"] for row in found}) > 1
     for row in found:
@@ -183,9 +183,25 @@ def test_saving_replaces_what_was_measured_again(tmp_path: Path) -> None:
     row = {"provider": "pc", "mode": "eager", "device": "this"}
     runner.save_rows(path, benchmark, [row | {"case": "two", "p50_us": "1"}, row | {"case": "one", "p50_us": "2"}])
     runner.save_rows(path, benchmark, [row | {"case": "one", "p50_us": "3"}])
-    assert [(r["case"], r["p50_us"]) for r in runner.read_rows(path)] == [("one", "3"), ("two", "1")]
+    assert [(r["case"], r["p50_us"]) for r in tables.read_rows(path)] == [("one", "3"), ("two", "1")]
     runner.save_rows(path, benchmark, [row | {"case": "one", "p50_us": "4", "device": "that"}])
-    assert [(r["case"], r["p50_us"]) for r in runner.read_rows(path)] == [("one", "4")], "machines are not mixed"
+    assert [(r["case"], r["p50_us"]) for r in tables.read_rows(path)] == [("one", "4")], "machines are not mixed"
+
+
+def test_rows_are_written_as_they_were_read(tmp_path: Path) -> None:
+    """Every file of results in the tree, to the byte but for ends of lines; a file is not emptied for no rows."""
+    copy = tmp_path / "new" / "copy.csv"
+    paths = sorted((registry.ROOT / "benchmarks" / "results").rglob("*.csv"))
+    assert len(paths) > 20
+    for path in paths:
+        tables.write_rows(copy, tables.read_rows(path))
+        assert copy.read_bytes() == path.read_bytes().replace(b"\r\n", b"\n"), path
+    before = copy.read_bytes()
+    with pytest.raises(ValueError, match="rows: got none, needs at least one"):
+        tables.write_rows(copy, [])
+    assert copy.read_bytes() == before
+    tables.write_rows(copy, [{"b": 1}, {"a": 2, "c": "x,y"}], ["a"])
+    assert copy.read_text() == 'a,b,c\n,1,\n2,,"x,y"\n'
 
 
 def test_the_command_writes_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,8 +20,8 @@ import torch
 from pc.bench import PACKAGE, load_benchmarks
 
 load_benchmarks()
-gpu, registry, runner, sweep = (
-    importlib.import_module(f"{PACKAGE}.{n}") for n in ("gpu", "registry", "runner", "sweep")
+gpu, registry, runner, sweep, tables = (
+    importlib.import_module(f"{PACKAGE}.{n}") for n in ("gpu", "registry", "runner", "sweep", "tables")
 )
 UNITS = {unit.name: unit for unit in gpu.units()}
 
@@ -66,7 +66,7 @@ def test_units_hold_every_operator_every_case_and_every_test_file() -> None:
 )
 def test_a_dry_run_writes_rows(name: str, file: str, context: Any) -> None:
     assert gpu.run_unit(UNITS[name], context) == 0
-    rows = runner.read_rows(context.folder / file)
+    rows = tables.read_rows(context.folder / file)
     assert rows
     assert all(row["device"] and row["commit"] and row["date"] for row in rows)
     assert gpu.Log(context).rows()[name]["outcome"] == "ok"
@@ -77,7 +77,7 @@ def test_kernels_run_in_the_interpreter_in_processes_of_their_own(context: Any) 
     assert gpu.run_slice(chosen, context) == []
     log = gpu.Log(context)
     assert all(log.done(unit.name) for unit in chosen)
-    rows = runner.read_rows(context.folder / "constants.csv")
+    rows = tables.read_rows(context.folder / "constants.csv")
     assert len(rows) == 2
     assert sum(bool(row["reason"]) for row in rows) == 1
     assert all(float(row["p50_us"]) > 0 for row in rows)
@@ -330,7 +330,7 @@ def test_a_rival_that_loses_the_device_is_left_out_by_the_next_process(
         codes.append(gpu.run_unit(unit, dataclasses.replace(context, resumed=bool(codes))))
         device.dead = False
     assert codes == [gpu.RESUME] * 3 + [0]
-    rows = runner.read_rows(tmp_path / "fake-gpu" / "op.csv")
+    rows = tables.read_rows(tmp_path / "fake-gpu" / "op.csv")
     assert {row["case"] for row in rows if row["provider"] == "other" and row["mode"] == "graph"} == {
         "one",
         "two",
