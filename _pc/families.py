@@ -17,9 +17,9 @@ SIZES: list[tuple[str, int]] = [
     (r"(max_position_embeddings|n_positions|n_ctx|max_seq_len|max_sequence_length|seq_length|context_length)", 512),
     (r"(num_hidden_layers|n_layers?|num_layers|decoder_layers|depth)", 4),
     (r"(num_key_value_heads|num_kv_heads|n_head_kv|multi_query_group_num|num_attention_groups)", 2),
-    (r"(num_attention_heads|n_heads?|num_heads|decoder_attention_heads|attention_heads)", 4),
+    (r"(num_attention_heads|n_heads?|num_heads|(de|en)coder_attention_heads|attention_heads)", 4),
     (r"(head_dim|d_kv|attention_head_size|global_head_dim|kv_channels|swa_head_dim)", 16),
-    (r"(hidden_size|d_model|n_embd|embed_dim|embedding_size|model_dim|word_embed_proj_dim|rotary_dim_base)", 64),
+    (r"((out_)?hidden_size|d_model|n_embd|embed_dim|embedding_size|model_dim|word_embed_proj_dim|rotary_dim_base)", 64),
     (r"(moe_intermediate_size|shared_expert_intermediate_size|expert_ffn_hidden_size|moe_shared_.*size)", 32),
     (
         r"(intermediate_size|ffn_dim|n_inner|ffn_hidden_size|d_ff|decoder_ffn_dim|dense_intermediate_size|.*_ffn_.*size)",
@@ -43,7 +43,7 @@ SIZES: list[tuple[str, int]] = [
     (r"(first_k_dense_replace|moe_layer_start_index|num_dense_layers)", 1),
 ]
 """What integers of a config become, by name."""
-MOST = 12_000_000
+MOST = 26_000_000
 """Parameters of a model that counts as small."""
 FITTING: list[dict[str, Any]] = [
     {"head_dim": 8, "qk_rope_head_dim": 8},
@@ -53,8 +53,17 @@ FITTING: list[dict[str, Any]] = [
     {"num_heads": 8, "head_dim": 16, "state_size": 16},
     {"layer_types": ["conv", "full_attention"] * 2},
     {"layer_types": ["mamba", "attention"] * 2},
+    {"qk_head_dim": 24, "head_dim": 8},
+    {"num_kv_shared_layers": 2, "layer_types": ["sliding_attention", "full_attention"] * 2},
+    {
+        "num_kv_shared_layers": 2,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "activation_sparsity_pattern": [0.0] * 4,
+    },
 ]
 """What configs need beyond their sizes."""
+SECTIONS = ([2, 3, 3], [1, 1, 2], [3, 3, 2])
+"""Rotary frequencies of each axis, where a model's own are those of wider heads."""
 OPTIONS: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "use_cache": True}
 """Of generate; some configs say that they want no cache."""
 OUTCOMES = ("served", "different", "handed back", "not built")
@@ -170,6 +179,11 @@ def _variants(default: Any) -> Iterator[dict[str, Any]]:
     yield {"num_hidden_layers": getattr(default, "num_hidden_layers", 4)}
     yield {n: size for n, v in vars(default).items() if v is None for p, size in SIZES if re.fullmatch(p, n)}
     yield from (extra for extra in FITTING if all(hasattr(default, n) for n in extra))
+    text = getattr(default, "text_config", None)
+    if hasattr(text, "to_dict"):
+        rope = getattr(text, "rope_parameters", None) or {}
+        extras = [*_variants(text), *({"rope_parameters": rope | {"mrope_section": s}} for s in SECTIONS)]
+        yield from ({"text_config": {"model_type": text.model_type, **shrink(text, 1), **extra}} for extra in extras)
 
 
 def run_class(name: str) -> Row:
@@ -189,7 +203,7 @@ def run_class(name: str) -> Row:
         batch = torch.cat([ids, ids.roll(33, 1)])
         batch[1, :33] = 0
         calls = [{"input_ids": ids}, {"input_ids": other}, {"input_ids": batch, "attention_mask": mask}]
-        for spread in ((1.0, 1.4), (0.1, 2.0), (0.02, 3.0), (0.3, 5.0)):
+        for spread in ((1.0, 1.4), (0.1, 2.0), (0.02, 3.0), (0.3, 5.0), (10.0, 3.0)):
             scatter(model, *spread)
             want = [model.generate(**call, **options) for call in calls]
             counts = not torch.equal(want[0][:, 70:], want[1][:, 70:])
