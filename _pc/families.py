@@ -179,7 +179,7 @@ def _variants(default: Any) -> Iterator[dict[str, Any]]:
     yield {"num_hidden_layers": getattr(default, "num_hidden_layers", 4)}
     yield {n: size for n, v in vars(default).items() if v is None for p, size in SIZES if re.fullmatch(p, n)}
     yield from (extra for extra in FITTING if all(hasattr(default, n) for n in extra))
-    text = getattr(default, "text_config", None)
+    text: Any = getattr(default, "text_config", None)
     if hasattr(text, "to_dict"):
         rope = getattr(text, "rope_parameters", None) or {}
         extras = [*_variants(text), *({"rope_parameters": rope | {"mrope_section": s}} for s in SECTIONS)]

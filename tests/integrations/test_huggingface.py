@@ -485,7 +485,7 @@ def test_families_that_attend_in_their_own_way(family: Family) -> None:
 
 
 NOT_SERVED_FAMILIES = [
-    (Family("mamba", "MambaConfig", "MambaForCausalLM", {"state_size": 8}), "a cache that it has not filled itself"),
+    (Family("mamba", "MambaConfig", "MambaForCausalLM", {"state_size": 8}), "does not go on from a cached prefix"),
     (Family("gpt", "OpenAIGPTConfig", "OpenAIGPTLMHeadModel", {"n_embd": 64, "n_head": 4}), "no transformers cache"),
 ]
 

@@ -89,6 +89,12 @@ HYBRIDS = [
         },
     ),
     Family(
+        "mamba-2",
+        "Mamba2Config",
+        "Mamba2ForCausalLM",
+        {"num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 1, "chunk_size": 16},
+    ),
+    Family(
         "inkling",
         "InklingTextConfig",
         "InklingForCausalLM",

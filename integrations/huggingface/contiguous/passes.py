@@ -10,6 +10,12 @@ import torch
 from transformers import DynamicCache
 
 
+def cache_name(model: Any) -> str:
+    """The name under which a model's forward takes its cache."""
+    known = inspect.signature(model.forward).parameters
+    return "cache_params" if "cache_params" in known and "past_key_values" not in known else "past_key_values"
+
+
 def accepted(model: Any, **inputs: Any) -> dict[str, Any]:
     """Those of the inputs that a model's forward knows."""
     known = inspect.signature(model.forward).parameters
@@ -44,7 +50,7 @@ def forward(
     inputs = model.prepare_inputs_for_generation(
         ids,
         next_sequence_length=end - start,
-        past_key_values=cache,
+        **{cache_name(model): cache},
         attention_mask=None,
         **given,
         is_first_iteration=first,

@@ -11,7 +11,7 @@ from transformers import DynamicCache
 
 from ..support import UnsupportedError, eval_mode, harmless_tokens
 from .layers import GrowingWindowLayer, attention_layers, new_cache, num_tokens, state_layers
-from .passes import accepted, forward
+from .passes import accepted, cache_name, forward
 from .pictures import Pictures, clear_of
 from .prompts import prompts_of
 from .states import States, put_states, take_states
@@ -217,7 +217,7 @@ def _behind_padding(model: Any, whole: DynamicCache) -> tuple[bool, bool]:
         inputs = model.prepare_inputs_for_generation(
             ids[:, :end],
             next_sequence_length=end - num_tokens(cache),
-            past_key_values=cache,
+            **{cache_name(model): cache},
             attention_mask=part,
             **accepted(model, position_ids=positions),
             is_first_iteration=num_tokens(cache) == 0,
