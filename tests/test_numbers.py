@@ -11,7 +11,9 @@ import pytest
 from pc.bench import PACKAGE, load_benchmarks
 
 load_benchmarks()
-plots, render_docs = (importlib.import_module(f"{PACKAGE}.{name}") for name in ("plots", "render_docs"))
+markdown, plots, render_docs, render_operators = (
+    importlib.import_module(f"{PACKAGE}.{name}") for name in ("markdown", "plots", "render_docs", "render_operators")
+)
 PAGES = [pytest.param(page, id=page.relative_to(render_docs.ROOT).as_posix()) for page in render_docs.pages()]
 AGAIN = "run: python benchmarks/render_docs.py"
 
@@ -71,8 +73,8 @@ def test_what_counts_as_a_measurement(line: str, states: bool, tmp_path: Path) -
 
 
 def test_a_gpu_that_was_not_measured_is_said_to_be_missing() -> None:
-    text = render_docs.render_gpu(render_docs.ROOT / "docs" / "benchmarks.md")
-    assert ("Missing" in text) == (render_docs.devices() == ["cpu"])
+    text = render_operators.render_gpu(render_docs.ROOT / "docs" / "benchmarks.md")
+    assert ("Missing" in text) == (markdown.devices() == ["cpu"])
 
 
 def test_a_table_gives_the_best_rival_and_the_ratio() -> None:
@@ -84,16 +86,16 @@ def test_a_table_gives_the_best_rival_and_the_ratio() -> None:
         base | {"provider": "fast", "p50_us": "250"},
         {"case": "one", "mode": "", "provider": "absent", "note": "n/a: holes"},
     ]
-    assert render_docs._table(rows)[-1] == "| one | 100 us | 50% | fast, 250 us | 2.50 |"
+    assert render_operators.cells(rows)[-1] == ["one", "100 us", "50%", "fast, 250 us", "2.50"]
 
 
 def test_results_of_a_gpu_take_the_place_of_the_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root, page = tmp_path, tmp_path / "docs" / "benchmarks.md"
     folder = root / "benchmarks" / "results" / "a-gpu"
     folder.mkdir(parents=True)
-    monkeypatch.setattr(render_docs, "ROOT", root)
-    monkeypatch.setattr(render_docs, "RESULTS", folder.parent)
-    monkeypatch.setattr(render_docs, "CHARTS", root / "docs" / "images")
+    monkeypatch.setattr(markdown, "ROOT", root)
+    monkeypatch.setattr(markdown, "RESULTS", folder.parent)
+    monkeypatch.setattr(markdown, "CHARTS", root / "docs" / "images")
     conditions = "device,torch,date,commit\n"
     row = "{},{},graph,{},0.5,A GPU,2.13,2026-01-01,abc\n"
     (folder / "paged_attention.csv").write_text(
@@ -107,8 +109,8 @@ def test_results_of_a_gpu_take_the_place_of_the_note(tmp_path: Path, monkeypatch
         + conditions
         + "pc,1,9,1,True,M,bfloat16,100,A GPU,2,d,c\npc,2,0.02,50,True,M,bfloat16,100,A GPU,2,d,c\n"
     )
-    text = render_docs.render_gpu(page)
+    text = render_operators.render_gpu(page)
     assert "| one | 10 us | 50% | rival, 30 us | 3.00 |" in text
     assert "| pc | 20 ms | 50.0 | yes |" in text
     assert "Missing" not in text
-    assert "Not measured on a GPU" not in render_docs.render_operator(page, "paged_attention")
+    assert "Not measured on a GPU" not in render_operators.render_operator(page, "paged_attention")
