@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from generate_cases import (  # noqa: E402
     Family,
     assert_nothing_held,
     assert_same,
+    assert_same_in_threads,
     both,
     count_computed,
     left_padded,
@@ -178,22 +178,9 @@ def test_answers_of_several_rows_leave_their_states() -> None:
 
 def test_threads_share_states() -> None:
     model = remembering(LFM2)
-    document, wrong = prompt(70), []
-    ids = [torch.cat([document, prompt(9 + seed, seed)], 1) for seed in range(6)]
+    ids = [torch.cat([prompt(70), prompt(9 + seed, seed)], 1) for seed in range(6)]
     want = [type(model).generate(model, row, max_new_tokens=8) for row in ids]
-
-    def ask(first: int) -> None:
-        for turn in range(6):
-            number = (first + turn) % len(ids)
-            if not torch.equal(model.generate(ids[number], max_new_tokens=8), want[number]):
-                wrong.append(number)
-
     with enable_prefix_caching(model, num_blocks=12) as handle:
-        threads = [threading.Thread(target=ask, args=(first,)) for first in range(3)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert not wrong
+        assert_same_in_threads(model, ids, want, 8)
         assert handle.stats().hit_tokens > 0
         assert_nothing_held(handle)

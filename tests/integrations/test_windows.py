@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import warnings
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,15 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from generate_cases import FAMILIES, assert_nothing_held, assert_same, left_padded, plain, prompt  # noqa: E402
+from generate_cases import (  # noqa: E402
+    FAMILIES,
+    assert_nothing_held,
+    assert_same,
+    assert_same_in_threads,
+    left_padded,
+    plain,
+    prompt,
+)
 
 from pc.integrations.huggingface import enable_prefix_caching  # noqa: E402
 from pc.integrations.huggingface.contiguous import call, grouped, layers  # noqa: E402
@@ -163,24 +170,11 @@ def test_cache_of_a_result_that_was_cropped() -> None:
 
 def test_threads_with_few_blocks() -> None:
     model = BY_NAME["gemma2"].build()
-    document, wrong = prompt(100), []
-    ids = [torch.cat([document, prompt(9 + seed, seed)], 1) for seed in range(6)]
+    ids = [torch.cat([prompt(100), prompt(9 + seed, seed)], 1) for seed in range(6)]
     want = [plain(model, input_ids=row, max_new_tokens=24) for row in ids]
-
-    def ask(first: int) -> None:
-        for turn in range(6):
-            number = (first + turn) % len(ids)
-            if not torch.equal(model.generate(ids[number], max_new_tokens=24), want[number]):
-                wrong.append(number)
-
     with warnings.catch_warnings(), enable_prefix_caching(model, num_blocks=40, window_blocks=FEW) as handle:
         warnings.simplefilter("ignore")
-        threads = [threading.Thread(target=ask, args=(first,)) for first in range(3)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert not wrong
+        assert_same_in_threads(model, ids, want, 24)
         assert handle.stats().hit_tokens > 0
         assert_nothing_held(handle)
 

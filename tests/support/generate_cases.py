@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -147,6 +148,17 @@ def assert_same(model: Any, seed: int = 0, **kwargs: Any) -> torch.Tensor:
     want, got = both(model, seed, **kwargs)
     assert torch.equal(want, got)
     return got
+
+
+def assert_same_in_threads(model: Any, prompts: list[torch.Tensor], want: list[torch.Tensor], new_tokens: int) -> None:
+    """Three threads ask all prompts, each from another on, and get what is wanted; what one raises is raised."""
+
+    def ask(first: int) -> None:
+        for number in [*range(first, len(prompts)), *range(first)]:
+            assert torch.equal(model.generate(prompts[number], max_new_tokens=new_tokens), want[number]), number
+
+    with ThreadPoolExecutor(3) as threads:
+        list(threads.map(ask, range(3)))
 
 
 def assert_nothing_held(handle: PrefixCaching) -> None:
