@@ -160,9 +160,9 @@ def _compacted_heads(call: AttentionCall, copies: bool) -> Run:
     compact = torch.full((len(chosen), max(own.shape[1] for own in chosen)), -1, dtype=torch.int32)
     places = torch.arange(numbers.shape[1])
     if not copies:
-        # Blocks of a pool lie anywhere; a copy of the moment is in order.
-        places = torch.randperm(len(places), generator=torch.Generator().manual_seed(0))
-        numbers = numbers[:, places.argsort().to(numbers.device)]
+        # Blocks of a pool lie anywhere in it; a copy of the moment is in order.
+        pool = sum(-(-length // size) for length in case.seq_lens)
+        places = torch.randperm(pool, generator=torch.Generator().manual_seed(0))[: len(places)]
     for i, own in enumerate(places.split([own.shape[1] for own in chosen])):
         compact[i, : len(own)] = own
 
@@ -170,13 +170,19 @@ def _compacted_heads(call: AttentionCall, copies: bool) -> Run:
         # Head-major as they are gathered, [heads, blocks, slots, dim].
         return cache.transpose(1, 2)[numbers, heads[:, None]].permute(1, 2, 0, 3)
 
+    def pooled(cache: torch.Tensor) -> torch.Tensor:
+        shape = (pool, len(heads), size, cache.shape[3]) if case.layout == "HND" else (pool, *cache.shape[1:])
+        made = cache.new_empty(shape)
+        made = made.transpose(1, 2) if case.layout == "HND" else made
+        return made.index_copy_(0, places.to(made.device), copied(cache))
+
     arguments = call.arguments("paged_attention") | {
         "block_tables": compact.to(call.query.device),
         "seq_lens": torch.tensor(lens, dtype=torch.int32, device=call.query.device),
         "max_seq_len": max(lens),
     }
     arguments["plan"] = _plan(call, arguments)
-    kept = {} if copies else {"key_cache": copied(call.key_cache), "value_cache": copied(call.value_cache)}
+    kept = {} if copies else {"key_cache": pooled(call.key_cache), "value_cache": pooled(call.value_cache)}
 
     def run() -> torch.Tensor:
         made = kept or {"key_cache": copied(call.key_cache), "value_cache": copied(call.value_cache)}

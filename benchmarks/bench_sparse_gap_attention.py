@@ -49,7 +49,8 @@ CPU = [
     ),
     ("64 queries in the middle of 8k", recompute(8 * K, ((4 * K, 4 * K + 64),)), True),
     *(
-        (f"decode 4x8k, {round(100 * kept)}% a {form}", of_heads(4, 8 * K, kept, form != "head"), True)
+        (f"decode {b}x{_short(s)}, {round(100 * kept)}% a {form}", of_heads(b, s, kept, form != "head"), True)
+        for b, s in ((1, 2 * K), (4, 8 * K))
         for form in ("head", "query and head")
         for kept in (0.5, 0.1, 0.02)
     ),

@@ -39,7 +39,7 @@ from .render_models import (
     render_families,
     render_reuse,
 )
-from .render_operators import render_gpu, render_operator, render_operators, render_work
+from .render_operators import render_gpu, render_operator, render_operators, render_sparse, render_work
 from .tables import read_rows
 
 MARKED = re.compile(r"(<!-- render: ([^>]*?) -->)(.*?)(<!-- /render -->)", re.DOTALL)
@@ -91,6 +91,7 @@ RENDERERS: dict[str, Callable[..., str]] = {
     "omni": render_omni,
     "reuse": render_reuse,
     "scheduler": render_scheduler,
+    "sparse": render_sparse,
     "replay": render_replay,
     "hints": render_hints,
     "hint_ways": render_hint_ways,

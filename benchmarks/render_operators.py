@@ -5,11 +5,13 @@ from __future__ import annotations
 import statistics
 from pathlib import Path
 
+from .bars import COMPACTED
 from .markdown import all_of, chart, devices, link, measured, results, table
 from .plots import short_time
 from .registry import OURS, ROOT, operators
 from .tables import Row, read_rows
 
+DENSE = "pc.paged_attention over a copy made before"
 HEADS = ("case", "pc", "of the roofline", "best rival", "rival / pc")
 SIDES = "lrrlr"
 
@@ -108,6 +110,26 @@ def _generate(page: Path, device: str) -> str:
     )
     heads = ("way", "first token", "tokens a second after it", "same tokens")
     return "\n".join(["### generate", "", said + measured(page, source, rows, ()), "", *table(heads, "lrrl", lines)])
+
+
+def render_sparse(page: Path, device: str = "cpu") -> str:
+    """Blocks of a head's own beside the dense kernel over as many tokens, and compaction before each call."""
+    source = results(device, "sparse_gap_attention.csv")
+    rows = [row for row in read_rows(source) if row.get("p50_us")]
+    times = {(row["case"], row["provider"]): float(row["p50_us"]) for row in rows}
+    of_heads = [row for row in rows if row["provider"] == OURS and (row["case"], DENSE) in times]
+    if not of_heads:
+        return "Not measured yet: `python -m pc bench sparse_gap_attention` writes the rows of this table."
+    lines = []
+    for row in of_heads:
+        ours, dense, compacted = (times[row["case"], name] for name in (OURS, DENSE, COMPACTED))
+        lines.append(
+            [row["case"], short_time(ours), short_time(dense), f"{ours / dense:.2f}", f"{ours / compacted:.2f}"]
+        )
+    first = of_heads[0]
+    said = f"{first['dtype']}, {first['heads']} heads of {first['head_dim']}, blocks of {first['block_size']}, "
+    heads = ("case", "pc", "dense, as many tokens", "pc / dense", "pc / compaction and dense")
+    return "\n".join([said + measured(page, source, of_heads), "", *table(heads, "lrrrr", lines)])
 
 
 def render_work(page: Path) -> str:

@@ -114,3 +114,26 @@ def test_results_of_a_gpu_take_the_place_of_the_note(tmp_path: Path, monkeypatch
     assert "| pc | 20 ms | 50.0 | yes |" in text
     assert "Missing" not in text
     assert "Not measured on a GPU" not in render_operators.render_operator(page, "paged_attention")
+
+
+def test_cost_of_blocks_of_a_heads_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    providers = importlib.import_module(f"{PACKAGE}.attention_providers")
+    names = [provider.name for provider in providers.attention_providers("sparse_gap_attention")]
+    assert {render_operators.OURS, render_operators.DENSE, render_operators.COMPACTED} <= {*names}
+    monkeypatch.setattr(markdown, "ROOT", tmp_path)
+    monkeypatch.setattr(markdown, "RESULTS", tmp_path / "results")
+    page, source = tmp_path / "docs" / "sparse.md", tmp_path / "results" / "cpu" / "sparse_gap_attention.csv"
+    source.parent.mkdir(parents=True)
+    assert "Not measured yet" in render_operators.render_sparse(page)
+    row = "{},{},{},CPU,2.13,float32,32/8,128,16,2026-01-01,abc\n".format
+    source.write_text(
+        "case,provider,p50_us,device,torch,dtype,heads,head_dim,block_size,date,commit\n"
+        + row("holes", "pc", 10)
+        + row("holes", render_operators.COMPACTED, 10)
+        + row("a head", "pc", 110)
+        + row("a head", render_operators.COMPACTED, 220)
+        + row("a head", render_operators.DENSE, 100)
+    )
+    *_, rule, last = render_operators.render_sparse(page).splitlines()
+    assert rule.startswith("|---")
+    assert last == "| a head | 110 us | 100 us | 1.10 | 0.50 |"
