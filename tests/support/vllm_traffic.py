@@ -10,8 +10,8 @@ import torch
 BLOCK = 4
 
 
-def make_manager(num_blocks: int, hybrid: bool = False, block_size: int = BLOCK) -> Any:
-    """A manager of one group of full attention, or of that and two windows."""
+def make_manager(num_blocks: int, hybrid: bool = False, block_size: int = BLOCK, heard: bool = True) -> Any:
+    """A manager of one group of full attention, or of that and two windows, with events or without."""
     from vllm.utils.hashing import sha256
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.kv_cache_utils import init_none_hash
@@ -29,7 +29,7 @@ def make_manager(num_blocks: int, hybrid: bool = False, block_size: int = BLOCK)
         scheduler_block_size=block_size,
         hash_block_size=block_size,
         enable_caching=True,
-        enable_kv_cache_events=True,
+        enable_kv_cache_events=heard,
     )
 
 
@@ -44,11 +44,21 @@ def make_request(name: str, tokens: list[int], block_size: int = BLOCK, **params
     return Request(name, tokens, sampling, None, block_hasher=get_request_block_hasher(block_size, sha256))
 
 
+def contents_of(pool: Any) -> list[Any]:
+    """Which blocks every hash is found at, and which hashes and lengths of prefixes the blocks say they have."""
+    found = {
+        key: sorted(blocks) if isinstance(blocks, dict) else [blocks.block_id]
+        for key, blocks in pool.cached_block_hash_to_block._cache.items()
+    }
+    own = [(b.block_id, b.block_hash, b.block_hash_num_tokens) for b in pool.blocks if b.block_hash is not None]
+    return [sorted(found.items()), own]
+
+
 def run_traffic(manager: Any, seed: int, steps: int = 300) -> tuple[list[Any], int]:
     """Requests with common beginnings come, are computed in chunks, decode, are preempted and end.
 
     Returns:
-        Every answer in order (hits, block numbers, events, free blocks), and the tokens hit.
+        Every answer in order (hits, block numbers, events or else contents, free blocks), and the tokens hit.
     """
     rng = random.Random(seed)
     roots = [[rng.randrange(100) for _ in range(80)] for _ in range(4)]
@@ -87,7 +97,9 @@ def run_traffic(manager: Any, seed: int, steps: int = 300) -> tuple[list[Any], i
             manager.free(live.pop(rng.randrange(len(live))))
         if rng.random() < 0.02:
             manager.block_pool.evict_blocks(set(rng.sample(range(1, manager.block_pool.num_gpu_blocks), 5)))
-        log.append((repr(manager.take_events()), manager.block_pool.get_num_free_blocks()))
+        pool = manager.block_pool
+        heard = manager.take_events() if pool.enable_kv_cache_events else contents_of(pool)
+        log.append((repr(heard), pool.get_num_free_blocks()))
         if not live and rng.random() < 0.3:
             log.append(manager.reset_prefix_cache())
     return log, hits

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from vllm.v1.core.block_pool import BlockPool
 
 from ....cache.policies import EvictionPolicy, make_policy
+from .bulk import drop_hashes, give_hashes, is_plain
 from .queue import PolicyQueue
 from .state import PolicyState
 
@@ -19,6 +21,8 @@ class PolicyBlockPool(BlockPool):
     """
 
     policy_state: PolicyState
+    plain: bool
+    """See `is_plain`, of the pool that it was."""
     handed_out: list[int] | None = None
     """Blocks handed out since somebody took this list, where somebody does."""
 
@@ -44,7 +48,7 @@ class PolicyBlockPool(BlockPool):
         if num_blocks > queue.num_free_blocks:
             raise ValueError(f"Cannot get {num_blocks} free blocks from the pool")
         empty = queue.num_empty_blocks
-        taken = queue.popleft_n(num_blocks)
+        taken, numbers = queue.take(num_blocks)
         for block in taken:
             if block.ref_cnt:
                 raise RuntimeError(f"{type(self.policy_state.policy).__name__}.victims: got a block that is held")
@@ -52,41 +56,66 @@ class PolicyBlockPool(BlockPool):
         if self._reuse_watchers:
             self._notify_reuse(taken)
         if self.enable_caching:
-            for block in taken if self.metrics_collector else taken[empty:]:
-                self._maybe_evict_cached_block(block)
+            drop_hashes(self, taken if self.metrics_collector else taken[empty:])
         if self.metrics_collector:
             for block in taken:
                 self.metrics_collector.on_block_allocated(block)
-        self.policy_state.took(taken)
+        self.policy_state.took(numbers)
         if self.handed_out is not None:
-            self.handed_out += [block.block_id for block in taken]
+            self.handed_out += numbers
         return taken
 
     def free_blocks(self, ordered_blocks: Iterable[Any]) -> None:
         """A holder gives these blocks back, the last of its sequence first."""
-        if self.policy_state.order_only:
-            super().free_blocks(ordered_blocks)
-            return
-        blocks = list(ordered_blocks)
-        self.policy_state.shared([block for block in blocks if block.ref_cnt > 1 and self._is_own(block)])
-        super().free_blocks(blocks)
-
-    def _is_own(self, block: Any) -> bool:
-        return not block.is_null and (block.pool is None or block.pool is self)
+        shared: list[int] = []
+        empty: list[Any] = []
+        others: list[Any] = []
+        cached = array("i")
+        for block in ordered_blocks:
+            if block.is_null or (block.pool is not self and block.pool is not None):
+                others.append(block)
+                continue
+            block.ref_cnt = held = block.ref_cnt - 1
+            if held:
+                shared.append(block.block_id)
+            elif block._block_hash is None or not self.enable_caching:
+                empty.append(block)
+            else:
+                cached.append(block.block_id)
+        self.policy_state.shared(shared)
+        self.free_block_queue.prepend_n(empty)
+        self.free_block_queue.append_numbers(cached[::-1])
+        if others:
+            super().free_blocks(others)
 
     def unpin_blocks(self, blocks: Iterable[Any], on_reuse: Any) -> None:
         """As `free_blocks`, of blocks that somebody reads until they are handed out anew."""
         released = list(blocks)
-        self.policy_state.shared([block for block in released if block.ref_cnt > 1])
+        self.policy_state.shared([block.block_id for block in released if block.ref_cnt > 1])
         super().unpin_blocks(released, on_reuse)
 
     def cache_full_blocks(
-        self, request: Any, blocks: list[Any], num_cached_blocks: int, num_full_blocks: int, *args: Any, **kwargs: Any
+        self,
+        request: Any,
+        blocks: list[Any],
+        num_cached_blocks: int,
+        num_full_blocks: int,
+        block_size: int,
+        kv_cache_group_id: int,
+        *args: Any,
+        **kwargs: Any,
     ) -> None:
         """Blocks of a request get their hashes."""
-        super().cache_full_blocks(request, blocks, num_cached_blocks, num_full_blocks, *args, **kwargs)
-        if num_cached_blocks < num_full_blocks:
-            self.policy_state.completed(blocks[num_cached_blocks:num_full_blocks], num_cached_blocks)
+        if num_cached_blocks >= num_full_blocks:
+            return
+        full = blocks[num_cached_blocks:num_full_blocks]
+        keys: list[bytes] | None = None
+        left = [(num_cached_blocks, num_full_blocks)]
+        if block_size == self.hash_block_size and not args and not any(kwargs.values()):
+            keys, left = give_hashes(self, request, full, num_cached_blocks, kv_cache_group_id)
+        for first, last in left:
+            super().cache_full_blocks(request, blocks, first, last, block_size, kv_cache_group_id, *args, **kwargs)
+        self.policy_state.completed(full, num_cached_blocks, None if left else keys)
 
     def cache_partial_block(
         self,
@@ -150,6 +179,7 @@ def install_policy(pool: Any, policy: str | EvictionPolicy | type[EvictionPolicy
     state = PolicyState(pool.blocks, make_policy(policy), pool.get_num_free_blocks)
     pool.free_block_queue = PolicyQueue(pool.blocks, free, state)
     pool.policy_state = state
+    pool.plain = is_plain(pool)
     kind = type(pool)
     pool.__class__ = PolicyBlockPool if kind is BlockPool else type(kind.__name__, (PolicyBlockPool, kind), {})
     pool.__dict__ = dict(pool.__dict__)  # else attributes of an object of a changed class are slow: 4 % of a step

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator
 from typing import Any
 
-from .state import PolicyState
+from .state import Numbers, PolicyState
 
 AHEAD_FROM, AHEAD = 16_384, 64
 """A pool of so many blocks chooses a 64th of them ahead: policies asked at every step are slow, see `PolicyState`.
@@ -32,6 +33,7 @@ class PolicyQueue:
         self._state = state
         self._empty = free[::-1]  # the last is handed out next
         self._chosen: list[int] = []  # the first is handed out next
+        self._trusted = type(state.policy).__module__.startswith("pc.cache.")
         self._ahead = len(blocks) // AHEAD if len(blocks) >= AHEAD_FROM else 0
         self.num_free_blocks = len(free)
 
@@ -47,7 +49,11 @@ class PolicyQueue:
         return self.popleft_n(1)[0]
 
     def popleft_n(self, n: int) -> list[Any]:
-        """The next `n` blocks; the policy is asked for what the blocks without content do not cover."""
+        """The next `n` blocks."""
+        return self.take(n)[0]
+
+    def take(self, n: int) -> tuple[list[Any], Numbers]:
+        """The next `n` blocks and their numbers; the policy is asked for what those without content do not cover."""
         empty = self._empty
         assert n <= self.num_free_blocks
         if n > len(empty) + len(self._chosen):
@@ -56,12 +62,14 @@ class PolicyQueue:
         taken = empty[left:]
         del empty[left:]
         taken.reverse()
-        rest, blocks = n - len(taken), self._blocks
+        numbers, rest, blocks = array("i", [block.block_id for block in taken]), n - len(taken), self._blocks
         if rest:
-            taken += [blocks[i] for i in self._chosen[:rest]]
+            chosen = self._chosen[:rest]
+            taken += [blocks[i] for i in chosen]
+            numbers.extend(chosen)
             del self._chosen[:rest]
         self.num_free_blocks -= n
-        return taken
+        return taken, numbers
 
     def _choose(self, count: int) -> None:
         """Has `count` victims at least."""
@@ -72,7 +80,7 @@ class PolicyQueue:
         name = type(self._state.policy).__name__
         if len(chosen) != wanted + len(self._chosen):
             raise RuntimeError(f"{name}.victims: got {len(chosen) - len(self._chosen)}, needs {wanted} blocks")
-        if len(set(chosen)) != len(chosen):
+        if not self._trusted and len(set(chosen)) != len(chosen):
             raise RuntimeError(f"{name}.victims: got a block twice")
         self._chosen = chosen
 
@@ -100,9 +108,13 @@ class PolicyQueue:
 
     def append_n(self, blocks: list[Any]) -> None:
         """Blocks were given back with their content, the last of their sequence first."""
-        if blocks:
-            self.num_free_blocks += len(blocks)
-            self._state.released(blocks[::-1])
+        self.append_numbers(array("i", [block.block_id for block in reversed(blocks)]))
+
+    def append_numbers(self, numbers: Numbers) -> None:
+        """As `append_n`, by number and in the order of their sequence."""
+        if numbers:
+            self.num_free_blocks += len(numbers)
+            self._state.released(numbers)
 
     def prepend_n(self, blocks: list[Any]) -> None:
         """Blocks without content were given back; the first of them is the next to be handed out."""

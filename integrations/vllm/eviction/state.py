@@ -74,16 +74,23 @@ class PolicyState:
         if self._noted > MANY:
             self.flush()
 
-    def took(self, blocks: list[Any]) -> None:
+    def took(self, numbers: Numbers) -> None:
         """Fresh blocks were taken."""
         if not self.order_only:
-            self._note(self._take_fresh, _numbers(blocks))
+            self._note(self._take_fresh, numbers)
 
-    def completed(self, blocks: list[Any], before: int) -> None:
-        """Those of these blocks that have one got their hash; `before` blocks of their sequence come first."""
+    def completed(self, blocks: list[Any], before: int, keys: list[bytes] | None = None) -> None:
+        """Those of these blocks that have one got their hash; `before` blocks of their sequence come first.
+
+        Args:
+            blocks: Some may have no hash.
+            before: See there.
+            keys: Their hashes with the group, where all have one.
+        """
         if not self.order_only:
-            hashes = [block._block_hash for block in blocks]  # the property takes ten times as long
-            if None in hashes:
+            # The property takes ten times as long.
+            hashes = keys or [block._block_hash for block in blocks]
+            if not keys and None in hashes:
                 places = [n for n, key in enumerate(hashes, before + 1) if key is not None]
                 blocks = [blocks[place - before - 1] for place in places]
                 hashes = [key for key in hashes if key is not None]
@@ -102,14 +109,14 @@ class PolicyState:
         """
         self._note(self._tell_accessed, _numbers(blocks), _numbers(returned), self._num_held(), count=len(blocks))
 
-    def shared(self, blocks: list[Any]) -> None:
+    def shared(self, numbers: list[int]) -> None:
         """A holder less for each of these blocks, the last one not gone."""
-        if blocks and not self.order_only:
-            self._note(self._tell_shared, _numbers(blocks))
+        if numbers and not self.order_only:
+            self._note(self._tell_shared, array("i", numbers))
 
-    def released(self, blocks: list[Any]) -> None:
+    def released(self, numbers: Numbers) -> None:
         """Nobody holds these cached blocks any more; in the order of their sequence."""
-        self._note(self._tell_released, _numbers(blocks), self._num_held(), count=len(blocks))
+        self._note(self._tell_released, numbers, self._num_held(), count=len(numbers))
 
     def emptied(self, blocks: list[Any]) -> None:
         """Nobody holds these blocks any more, which have no content."""

@@ -32,18 +32,21 @@ def ahead(request, monkeypatch):
 
 
 @pytest.mark.usefixtures("ahead")
+@pytest.mark.parametrize("heard", [False, True], ids=["unheard", "heard"])
 @pytest.mark.parametrize("hybrid", [False, True])
-def test_lru_is_vllms_own(hybrid):
-    """The same hits, block numbers, events and free blocks after every step of random traffic."""
+def test_lru_is_vllms_own(hybrid, heard):
+    """The same hits, block numbers, events or contents, and free blocks after every step of random traffic."""
     evicted = reset = 0
-    for seed in range(15):
-        expected, hits = run_traffic(make_manager(40, hybrid), seed)
-        found, same_hits = run_traffic(with_policy("lru", hybrid=hybrid), seed)
+    for seed in range(15 if heard else 8):
+        expected, hits = run_traffic(make_manager(40, hybrid, heard=heard), seed)
+        manager = with_policy("lru", hybrid=hybrid, heard=heard)
+        found, same_hits = run_traffic(manager, seed)
         assert found == expected, seed
         assert hits == same_hits
         evicted += sum(str(entry).count("BlockRemoved") for entry in expected)
         reset += expected.count(True)
-    assert evicted > 500
+        assert manager.block_pool.plain
+    assert evicted > 500 or not heard
     assert reset > 0
 
 
