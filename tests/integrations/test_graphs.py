@@ -33,8 +33,9 @@ from pc.integrations.huggingface.paged import graphs as graphs_module  # noqa: E
 from pc.integrations.huggingface.paged.batch import DecodeBatch  # noqa: E402
 from pc.integrations.huggingface.paged.capturable import Rehearsal  # noqa: E402
 from pc.integrations.huggingface.paged.dispatch import install  # noqa: E402
-from pc.integrations.huggingface.paged.generation import PackedModel, Requests  # noqa: E402
 from pc.integrations.huggingface.paged.layers import BlockStorage, layer_windows  # noqa: E402
+from pc.integrations.huggingface.paged.packed import PackedModel  # noqa: E402
+from pc.integrations.huggingface.paged.requests import Requests  # noqa: E402
 
 BY_NAME = {family.name: family for family in FAMILIES}
 

@@ -17,7 +17,7 @@ import torch
 
 from .batch import DecodeBatch
 from .capturable import Rehearsal, baked_in, why_eager
-from .generation import PackedModel
+from .packed import PackedModel
 
 WARM_STEPS = 3
 """Eager steps of a bucket before its capture: in them kernels are compiled and libraries choose theirs."""

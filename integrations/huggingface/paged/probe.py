@@ -10,8 +10,8 @@ import torch
 from ..support import UnsupportedError, eval_mode, harmless_tokens
 from .batch import DecodeBatch
 from .dispatch import install
-from .generation import PackedModel, Row, Span
 from .layers import BlockStorage, layer_windows
+from .packed import PackedModel, Row, Span
 
 
 @torch.no_grad()

@@ -12,11 +12,13 @@ from ..memory import default_num_blocks
 from ..reports import RequestReport
 from ..store import Store
 from ..support import UnsupportedError
+from .decoder import PagedDecoder, RecordedCriteria
 from .dispatch import install
-from .generation import PackedModel, PagedDecoder, RecordedCriteria, Requests, prompts_of
 from .graphs import DecodeSteps
 from .layers import BlockStorage, layer_windows
+from .packed import PackedModel
 from .probe import probe
+from .requests import Requests, prompts_of
 
 
 class Paged:

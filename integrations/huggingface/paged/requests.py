@@ -1,0 +1,184 @@
+"""The rows of one call of generate as requests of the manager: block tables, slots and packed passes."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from ....cache import CacheManager, OutOfBlocks
+from ..store import Lease, Store
+from ..uninterrupted import uninterrupted
+from .packed import PackedModel, Row, Span
+
+if TYPE_CHECKING:
+    from .graphs import DecodeSteps
+
+_request_numbers = itertools.count()
+
+
+class Requests:
+    """The rows of one call as requests of the manager; whatever happens, `close` gives their blocks back.
+
+    Args:
+        manager: Whose blocks they take.
+        packed: Computes them.
+        steps: Runs decode steps.
+        prompts: Tokens of each row.
+        extra_keys: What their KV depends on besides tokens.
+        chunk: Tokens of a row that one pass computes at most; None: all.
+        turn: Held during each pass, so that calls of several threads take turns.
+        salt: Whose blocks may be shared.
+        lease: Gives back what a call that is cut off leaves behind.
+    """
+
+    def __init__(
+        self,
+        manager: CacheManager,
+        packed: PackedModel,
+        steps: DecodeSteps,
+        prompts: Sequence[np.ndarray],
+        extra_keys: tuple[str, ...] | None = None,
+        chunk: int | None = None,
+        turn: AbstractContextManager[Any] | None = None,
+        salt: Any = None,
+        lease: Lease | None = None,
+    ) -> None:
+        self.salt = salt
+        self.lease = lease or Store(manager, packed.storage).lease()
+        self.turn = turn or nullcontext()
+        self.manager = manager
+        self.packed = packed
+        self.steps = steps
+        self.extra_keys = extra_keys
+        self.chunk = chunk
+        self.rows = [Row(f"generate-{next(_request_numbers)}", prompt) for prompt in prompts]
+
+    def prefill(self) -> torch.Tensor:
+        """Computes what is not cached of every prompt; `[num_rows, vocabulary]`.
+
+        Rows that share a prefix which nobody has cached yet go one after the other, so that it is computed once.
+
+        Raises:
+            OutOfBlocks: A prompt does not fit, even after the others were computed.
+        """
+        logits: dict[int, torch.Tensor] = {}
+        waiting = list(range(len(self.rows)))
+        while waiting:
+            spans: dict[int, Span] = {}
+            later: list[int] = []
+            for index in waiting:
+                span = self._admit(self.rows[index], alone=not spans)
+                if span is None:
+                    later.append(index)
+                else:
+                    spans[index] = span
+            logits.update(zip(spans, self._compute(list(spans.values())), strict=True))
+            waiting = later
+        return torch.stack([logits[index] for index in range(len(self.rows))])
+
+    def decode(self, tokens: Sequence[int]) -> torch.Tensor:
+        """Appends one token to each active row and computes it; `[num_active, vocabulary]`, in the order of rows.
+
+        Raises:
+            OutOfBlocks: The cache is full of blocks that this call holds.
+        """
+        rows, size = self.active(), self.manager.block_size
+        slots, copies = uninterrupted(
+            self.manager.append_each, [row.request_id for row in rows], np.array(tokens, np.int64)
+        )
+        if copies:
+            self.packed.storage.copy(copies)
+            copied = {target for _, target in copies}
+        for row, block in zip(rows, (slots // size).tolist(), strict=True):
+            if copies and block in copied:
+                row.unsettled = True
+            index = row.length // size
+            if index >= len(row.table) or row.table[index] != block:
+                row.table = self.manager.block_table(row.request_id)
+        positions = np.array([row.length for row in rows], np.int64)
+        with self.turn:
+            logits = self.steps.run(self.packed, [row.table for row in rows], positions, tokens, slots)
+        for row in rows:
+            row.length += 1
+            if row.unsettled or row.length % size == 0:  # between blocks there is nothing to publish or merge
+                self._commit(row)
+        return logits
+
+    def active(self) -> list[Row]:
+        """Rows that still hold blocks."""
+        return [row for row in self.rows if row.active]
+
+    def finish(self, row: Row) -> None:
+        """Gives a row's blocks back; the complete ones stay findable until they are evicted."""
+        if row.active:
+            row.active = False
+            uninterrupted(self.lease.free, row.request_id)
+
+    def close(self) -> None:
+        """Gives every row's blocks back."""
+        for row in self.rows:
+            row.active = False
+        uninterrupted(self.lease.close)
+
+    def _admit(self, row: Row, alone: bool) -> Span | None:
+        """Takes blocks for a prompt; None when it should wait until the rows admitted before it are computed."""
+        try:
+            allocation = uninterrupted(self._allocate, row)
+        except OutOfBlocks:
+            if alone:
+                raise
+            return None
+        row.active = True
+        if not alone and allocation.wait_for is not None:
+            self.finish(row)
+            return None
+        self.packed.storage.copy(allocation.copies)
+        row.num_cached_tokens = allocation.num_cached_tokens
+        row.length = allocation.num_cached_tokens
+        row.table = self.manager.block_table(row.request_id)
+        return Span(row, row.tokens[row.length :], allocation.slot_mapping, row.length)
+
+    def _allocate(self, row: Row) -> Any:
+        self.lease.take(row.request_id)
+        try:
+            return self.manager.allocate(row.request_id, row.tokens, extra_keys=self.extra_keys, salt=self.salt)
+        except OutOfBlocks:
+            self.lease.free(row.request_id)
+            raise
+
+    def _compute(self, spans: list[Span]) -> list[torch.Tensor]:
+        """Runs the spans, in chunks if asked to, and commits them; logits of the last token of each."""
+        logits: dict[str, torch.Tensor] = {}
+        longest = max(map(len, spans))
+        step = self.chunk or longest
+        for begin in range(0, longest, step):
+            pieces = [span.piece(begin, begin + step) for span in spans if len(span) > begin]
+            with self.turn:
+                computed = self.packed.forward(pieces)
+            for piece, row_logits in zip(pieces, computed, strict=True):
+                logits[piece.row.request_id] = row_logits
+        for span in spans:
+            row = span.row
+            row.length = span.start + len(span)
+            self._commit(row)
+        return [logits[span.row.request_id] for span in spans]
+
+    def _commit(self, row: Row) -> None:
+        """Makes what a row has computed findable; blocks that a merge replaced are free after its next commit."""
+        row.unsettled = bool(uninterrupted(self.manager.commit, row.request_id, row.length))
+        if row.unsettled:
+            row.table = self.manager.block_table(row.request_id)
+
+
+def prompts_of(input_ids: torch.Tensor, mask: torch.Tensor | None) -> list[np.ndarray]:
+    """The tokens of each row that the attention mask leaves, int64."""
+    ids = input_ids.cpu().numpy()
+    if mask is None:
+        return [np.ascontiguousarray(row) for row in ids]
+    kept = mask.cpu().numpy().astype(bool)
+    return [row[keep] for row, keep in zip(ids, kept, strict=True)]
