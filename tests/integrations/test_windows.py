@@ -22,7 +22,7 @@ from generate_cases import (  # noqa: E402
 )
 
 from pc.integrations.huggingface import enable_prefix_caching  # noqa: E402
-from pc.integrations.huggingface.contiguous import call, grouped, layers  # noqa: E402
+from pc.integrations.huggingface.contiguous import batch, grouped, layers  # noqa: E402
 
 BY_NAME = {family.name: family for family in FAMILIES}
 WINDOWS = ["mistral-window", "gemma2", "gemma3", "gpt-oss"]
@@ -33,9 +33,9 @@ FEW = 8
 @pytest.fixture(autouse=True)
 def short_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks of 32 tokens, room for 16 of an answer and 16 passed ones: short prompts show what long ones do."""
-    monkeypatch.setattr(call, "CHUNK", 32)
+    monkeypatch.setattr(batch, "CHUNK", 32)
     monkeypatch.setattr(grouped, "CHUNK", 32)
-    monkeypatch.setattr(call, "ROOM", 16)
+    monkeypatch.setattr(batch, "ROOM", 16)
     monkeypatch.setattr(layers.GrowingWindowLayer, "slack", 16)
 
 

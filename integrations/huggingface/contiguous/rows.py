@@ -18,8 +18,9 @@ from ..store import Lease, Store
 from ..uninterrupted import uninterrupted
 from .layers import window_layers
 from .prompts import Prompt
+from .returned import bring_back
 from .states import States
-from .storage import BlockIds, Content
+from .storage import BlockIds
 
 
 class Rows:
@@ -81,56 +82,9 @@ class Rows:
             prompt.states = store.states.read(int(prompt.tables[store.storage.state_group][cached // size - 1]))
         cached = prompt.readable(cached)
         if store.host is not None and reuse and not whole and not prompt.later and most is None:
-            cached = prompt.readable(self._bring_back(prompt, cached))
+            cached = prompt.readable(bring_back(self, prompt, cached))
         prompt.cached = cached if reuse else 0
         prompt.shared = max(cached, junction or 0) if reuse else 0
-
-    def _bring_back(self, prompt: Prompt, cached: int) -> int:
-        """Brings blocks back from host memory; how many tokens are cached by then."""
-        store, size, first = self.store, self.store.block_size, prompt.written
-        digests = store.manager.block_hashes(prompt.request_id)
-        found: list[list[Content]] = []
-        for digest in digests[first:]:
-            contents = [store.host.get(group, digest) for group, _ in store.storage.kv]
-            if any(content is None for content in contents):
-                break
-            found.append(contents)
-        states: Content | None = None
-        while store.states is not None and found:
-            end = (first + len(found)) * size
-            if end <= len(prompt.tokens) - 2 and prompt.readable(end) == end:
-                states = self._kept_states(digests[first + len(found) - 1])
-            if states is not None:
-                break
-            found.pop()
-        step = store.storage.chunk or len(found)
-        for at in range(0, len(found), max(step, 1)):
-            chunk = found[at : at + step]
-            if not self._hold(prompt, prompt.tokens, (prompt.written + len(chunk)) * size):
-                return cached if states is not None else prompt.written * size
-            for block, contents in enumerate(chunk, prompt.written):
-                for (group, part), content in zip(store.storage.kv, contents, strict=True):
-                    part.put(int(prompt.tables[group][block]), content)
-            prompt.written, prompt.borrowed = prompt.written + len(chunk), None
-            if states is not None and at + step >= len(found):
-                prompt.states = store.states.of(states)
-                self._keep_states(prompt, prompt.written * size, prompt.states)
-            uninterrupted(store.manager.commit, prompt.request_id, prompt.written * size)
-            prompt.tables = self.tables(prompt.request_id)
-        return min(prompt.written * size, len(prompt.tokens) - 1) if found else cached
-
-    def _kept_states(self, digest: bytes) -> Content | None:
-        """The states behind a block from host memory, or from a block that nobody has overwritten meanwhile."""
-        store, group = self.store, self.store.storage.state_group
-        pool = store.manager.pools[group]
-        block = int(pool.table.find(np.frombuffer(digest, np.uint64)[None])[0])
-        if block >= 0:
-            taken = pool.taken_at[block]
-            content: Content = store.storage.content(group, block)
-            if pool.taken_at[block] == taken and pool.table.lists(block):
-                return content
-        kept: Content | None = store.host.get(group, digest)
-        return kept
 
     def settle(self) -> None:
         """Makes everything findable that is written, and gives up blocks that others have too."""
@@ -141,7 +95,7 @@ class Rows:
         manager = self.store.manager
         return [manager.block_table(request_id, group) for group in range(len(manager.groups))]
 
-    def _hold(self, prompt: Prompt, tokens: np.ndarray, end: int) -> bool:
+    def hold(self, prompt: Prompt, tokens: np.ndarray, end: int) -> bool:
         """Takes blocks for tokens up to `end` that have none; whether there was room."""
         if end > prompt.held:
             try:
@@ -234,14 +188,14 @@ class Rows:
         at = min(prompt.written * size, end - 1)
         while not prompt.closed and at < end:
             at = end if chunk is None else min(end, at + chunk * size)
-            if not self._hold(prompt, tokens, at):
+            if not self.hold(prompt, tokens, at):
                 return
             last = at // size
             for first, behind in _between(prompt.later, size, prompt.written, last):
                 self._write_blocks(prompt.tables, cache, row, pad, first, behind)
             prompt.written = max(last, prompt.written)
             if states is not None and at == end:
-                self._keep_states(prompt, end, states)
+                self.keep_states(prompt, end, states)
             self._commits[prompt.request_id] = at
             if at < end or not at_close:
                 uninterrupted(self._commit)
@@ -262,7 +216,7 @@ class Rows:
                 tokens = slice(begin + first * size, begin + last * size)
                 part.write(index, blocks, layer.keys[row, :, tokens], layer.values[row, :, tokens])
 
-    def _keep_states(self, prompt: Prompt, length: int, states: States) -> None:
+    def keep_states(self, prompt: Prompt, length: int, states: States) -> None:
         """Keeps states behind a whole number of blocks; to be committed. Where all blocks of states are held, not."""
         store, block = self.store, length // self.store.block_size - 1
         if prompt.tables[store.storage.state_group][block] < 0:
@@ -305,7 +259,7 @@ class Rows:
             self._extend(branch, tokens, cache, row, prompt.pad, end, at_close=last)
             boundary, kept = states.get(row, (0, None))
             if kept is not None and boundary <= branch.written * size:
-                self._keep_states(branch, boundary, kept)
+                self.keep_states(branch, boundary, kept)
                 self._commits[branch.request_id] = branch.settled(size)
             if last and branch is not prompt:
                 uninterrupted(self._commit)

@@ -14,7 +14,8 @@ from ..memory import memory_budget
 from ..reports import RequestReport
 from ..store import Store
 from ..support import CONTINUED, OWN_CACHE, UnsupportedError
-from .call import FORWARD_COST, Call
+from .batch import FORWARD_COST, Asked
+from .call import Call
 from .continued import goes_on, mark
 from .decoding import WatchedModel
 from .disk import DiskBlocks, disk_blocks
@@ -226,20 +227,22 @@ class Contiguous:
             call = Call(
                 loop.model,
                 store,
-                loop.input_ids,
-                mask,
-                keys,
-                salt,
-                not shown,
-                config.max_length,
+                Asked(
+                    loop.input_ids,
+                    mask,
+                    keys,
+                    salt,
+                    config.max_length,
+                    reuse=not shown,
+                    pictures=pictures,
+                    adapters=loop.adapters,
+                    continued=continued,
+                    alone=alone,
+                    by_row=loop.mode in BY_ROW,
+                    eos=frozenset(loop.eos),
+                    hidden=hidden,
+                ),
                 lease,
-                pictures,
-                loop.adapters,
-                continued,
-                alone,
-                loop.mode in BY_ROW,
-                frozenset(loop.eos),
-                hidden,
             )
         except OutOfBlocks as error:
             raise UnsupportedError(
