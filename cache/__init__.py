@@ -13,8 +13,9 @@ from .manager import CacheManager, GroupedCacheManager
 from .policies import EvictionPolicy
 from .pool import OutOfBlocks
 from .tensors.encoder_cache import EncoderCache, EncoderItem
+from .tensors.row_store import MissingRowsError
 from .tensors.step import Step
-from .tensors.tensor_cache import MissingRowsError, TensorCache
+from .tensors.tensor_cache import TensorCache
 
 __all__ = [
     "Allocation",

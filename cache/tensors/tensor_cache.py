@@ -8,38 +8,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...triton_ops import (
-    copy_blocks_list,
-    gather_blocks_list,
-    gather_slots_list,
-    join_prefix_list,
-    scatter_blocks_list,
-    scatter_slots_list,
-)
 from ..allocation import BaseAllocation
 from ..manager import CacheManager
-from ..runs import Slots, ascending, find_runs
+from ..runs import Slots
 from ..table import Ids
-from .host_copy import Range, find_pieces, join_pieces, worth_copies, write_rows
 from .named_tensors import Named, NamedTensors
+from .row_store import MissingRowsError, RowStore
 from .step import Step, StepRequest
 from .step_slots import StepSlots
 from .valid_rows import Mask, ValidRows
-
-
-class MissingRowsError(LookupError):
-    """Rows of a name were asked for that no step stored, or whose blocks have had other content since.
-
-    Examples:
-        >>> manager = pc.CacheManager(num_blocks=8, block_size=4)
-        >>> cache, allocation = pc.TensorCache(manager, 8, 4), manager.allocate("a", range(3))
-        >>> cache.register("hidden", (32,), torch.float32)
-        >>> try:
-        ...     rows = cache.load("a", ["hidden"])
-        ... except pc.MissingRowsError:
-        ...     print("no step has stored them")
-        no step has stored them
-    """
 
 
 class TensorCache:
@@ -109,8 +86,7 @@ class TensorCache:
         self._valid = ValidRows(num_blocks, block_size, pool)
         self._names = NamedTensors(num_blocks, block_size, self.device, self.pin, max_bytes, exclude, self._valid)
         self._entries = self._names.entries
-        self._swapped: dict[int, tuple[Named, dict[str, Mask]]] = {}
-        self._written: torch.cuda.Event | None = None
+        self._store = RowStore(self._entries, self._valid, self.device)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -207,7 +183,7 @@ class TensorCache:
         """
         slots = self._checked_slots(step)
         mine, others = self._names.sort(step)
-        self.write(slots, mine)
+        self._store.write(slots, mine)
         return others
 
     def write(self, slots: StepSlots, mine: Named) -> None:
@@ -225,42 +201,7 @@ class TensorCache:
             >>> cache.available(np.array([2]), num_tokens=2)
             2
         """
-        if slots.runs is not None:
-            self._valid.clear_spans(slots.spans)
-        else:
-            self._valid.clear(slots.kept)
-        if not mine or slots.high < 0:
-            return
-        if self._on_host(mine):
-            for name, tensor in mine.items():
-                entry = self._entries[name]
-                assert entry.flat is not None
-                write_rows(entry.rows, entry.flat, slots, tensor, entry.row_bytes)
-        else:
-            self._scatter(mine, slots.index)
-        if slots.runs is not None:
-            self._valid.mark_spans(mine, slots.spans)
-        else:
-            self._valid.mark(mine, slots.kept)
-
-    def _on_host(self, mine: Named) -> bool:
-        """Whether rows and their cache are all where plain copies serve; waits for what a device still writes there."""
-        for name, tensor in mine.items():
-            if self._entries[name].flat is None or not tensor.is_cpu:
-                return False
-        if self._written is not None:
-            self._wait()
-        return True
-
-    def _scatter(self, mine: Named, index: torch.Tensor) -> None:
-        for device in {tensor.device for tensor in mine.values()}:  # one launch for each
-            some = {name: tensor.detach() for name, tensor in mine.items() if tensor.device == device}
-            if device.type == "cpu":
-                self._wait()
-            scatter_slots_list(list(some.values()), [self._entries[name].rows for name in some], index)
-            if device.type == "cuda" and self.device.type == "cpu":
-                self._written = torch.cuda.Event()
-                self._written.record(torch.cuda.current_stream(device))
+        self._store.write(slots, mine)
 
     def _checked_slots(self, step: Step) -> StepSlots:
         """The slots of a step, all in range."""
@@ -287,8 +228,8 @@ class TensorCache:
             >>> cache.load("b")["hidden"].shape
             torch.Size([7, 32])
         """
-        self.copy(allocation.group_copies(self.group))
-        self._swap_in(allocation.group_loads(self.group))
+        self._store.copy(allocation.group_copies(self.group))
+        self._store.swap_in(allocation.group_loads(self.group))
         mapping = allocation.group_slot_mapping(self.group)
         self._valid.clear(mapping[mapping >= 0])
 
@@ -302,12 +243,7 @@ class TensorCache:
             >>> cache.load(np.array([5]), num_tokens=4)["hidden"].shape
             torch.Size([4, 32])
         """
-        self._wait()
-        for source, target in pairs:
-            if self._entries:
-                ids = (torch.tensor([block], device=self.device) for block in (source, target))
-                copy_blocks_list([entry.rows for entry in self._entries.values()], *ids)
-            self._valid.set_bits(target, self._valid.bits_of(source))
+        self._store.copy(pairs)
 
     def swap_out(self, pairs: Iterable[tuple[int, int]]) -> None:
         """Keeps the rows of blocks that `CacheManager.preempt` gave up, in host memory, until they are loaded again.
@@ -324,22 +260,7 @@ class TensorCache:
             >>> cache.swap_out(manager.preempt("a", "swap"))
             >>> cache.prepare(manager.resume("a"))
         """
-        self._wait()
-        for block, slot in pairs:
-            index = torch.tensor([block])
-            rows = gather_blocks_list([entry.rows for entry in self._entries.values()], index) if self._entries else []
-            kept = {name: row.cpu() for name, row in zip(self._entries, rows, strict=True)}
-            self._swapped[slot] = kept, self._valid.bits_of(block)
-
-    def _swap_in(self, pairs: Iterable[tuple[int, int]]) -> None:
-        self._wait()
-        for slot, block in pairs:
-            rows, bits = self._swapped.pop(slot, ({}, {}))
-            known = [name for name in rows if name in self._entries]
-            if known:
-                targets = [self._entries[name].rows for name in known]
-                scatter_blocks_list([rows[name] for name in known], targets, torch.tensor([block]))
-            self._valid.set_bits(block, bits)
+        self._store.swap_out(pairs)
 
     def forget(self, block_ids: Iterable[int] | Ids) -> None:
         """Drops what is stored in blocks that somebody else has filled or will fill, such as a connector or a tier.
@@ -386,7 +307,7 @@ class TensorCache:
             6
         """
         table, count = self._table(request, num_tokens)
-        there = self._there(list(self._entries) if names is None else names, table, count)
+        there = self._store.there(list(self._entries) if names is None else names, table, count)
         return min((int(here.argmin()) for here in there.values() if not here.all()), default=count)
 
     def load(
@@ -427,26 +348,19 @@ class TensorCache:
         if count and device is None:
             wanted = list(self._entries) if names is None else list(names)
             if all(name in self._entries and self._entries[name].flat is not None for name in wanted):
-                self._wait()
-                rows = self._by_copies(wanted, [(table, count, 0, 0)], {})
+                rows = self._store.by_copies(wanted, [(table, count, 0, 0)], {})
                 if rows is not None:
                     return dict(zip(wanted, rows, strict=True))
-        there = self._there(names, table, count)
+        there = self._store.there(names, table, count)
         whole = [name for name, here in there.items() if here.all()]
         if missing == "raise" and len(whole) < len(there):
             _refuse_missing(there, request)
         slots = _slots_of(table, count, self.block_size)
-        loaded = dict(zip(whole, self._gather(whole, slots, device), strict=True))
+        loaded = dict(zip(whole, self._store.gather(whole, slots, device), strict=True))
         for name, here in there.items():
             if name not in loaded:
-                loaded[name] = self._gather([name], np.where(here, slots, -1), device)[0]
+                loaded[name] = self._store.gather([name], np.where(here, slots, -1), device)[0]
         return {name: loaded[name] for name in there}
-
-    def _gather(self, names: list[str], slots: Slots, device: str | torch.device | None) -> list[torch.Tensor]:
-        self._wait()
-        if not names:
-            return []
-        return gather_slots_list([self._entries[name].rows for name in names], torch.from_numpy(slots), device)
 
     def _table(self, request: Hashable | Ids, num_tokens: int | None) -> tuple[Ids, int]:
         """Block table and length to read of a request."""
@@ -465,17 +379,6 @@ class TensorCache:
         if not 0 <= count <= known:
             raise ValueError(f"num_tokens: got {count}, needs 0 to {known}")
         return table, count
-
-    def _there(self, names: Sequence[str] | None, table: Ids, count: int) -> dict[str, Mask]:
-        """Per name, which tokens have a row; without names, of those that have any."""
-        for name in names or ():
-            if name not in self._entries:
-                raise KeyError(f"names: got {name!r}, needs one of {', '.join(self._entries) or 'none'}")
-        blocks = table[: -(-count // self.block_size)]
-        there = self._valid.there(self._entries if names is None else names, blocks, count)
-        if names is None and count:
-            there = {name: here for name, here in there.items() if here.any()}
-        return there
 
     def read(self, step: Step, names: Sequence[str]) -> Named:
         """The rows in the slots of a step, in the order of its tokens: what `store` kept, until others are written.
@@ -500,20 +403,7 @@ class TensorCache:
             >>> torch.equal(cache.read(step, ["hidden"])["hidden"], step.outputs["hidden"])
             True
         """
-        slots = self._checked_slots(step)
-        for name in names:
-            if name not in self._entries:
-                raise KeyError(f"names: got {name!r}, needs one of {', '.join(self._entries) or 'none'}")
-        if not self._valid.holds(names, slots.spans if slots.runs is not None else ascending(find_runs(slots.kept))):
-            raise MissingRowsError(f"{', '.join(names)}: a row of the step's slots is missing")
-        self._wait()
-        runs, entries = slots.runs, [self._entries[name] for name in names]
-        if runs and slots.low >= 0 and all(entry.flat is not None for entry in entries):
-            pieces = [(True, first, end) for _, first, end in runs]
-            if all(worth_copies(len(runs), slots.count * entry.row_bytes) for entry in entries):
-                read = [join_pieces(e.flat, pieces, e.flat, slots.count, e.row_bytes) for e in entries]  # type: ignore[arg-type]
-                return dict(zip(names, read, strict=True))
-        return dict(zip(names, gather_slots_list([e.rows for e in entries], slots.index), strict=True))
+        return self._store.read(self._checked_slots(step), names)
 
     def join(self, step: Step, names: Sequence[str] | None = None) -> dict[Hashable, Named]:
         """Whole tensors of all requests of a step: cached rows and the step's own, read once and written once.
@@ -576,48 +466,20 @@ class TensorCache:
         tables = [self.manager.block_table(part.request, self.group) for part in parts]
         lengths = [part.num_tokens for part in parts]
         scattered = any(part.scattered for part in parts)
-        if not scattered and self._on_host(new):
+        if not scattered and self._store.on_host(new):
             ranges = [(table, part.num_tokens, part.begin, part.end) for part, table in zip(parts, tables, strict=True)]
-            joined = self._by_copies(list(new), ranges, new)
+            joined = self._store.by_copies(list(new), ranges, new)
             if joined is not None:
                 return joined
         positions = np.asarray(step.positions, np.int64)
         for part, table in zip(parts, tables, strict=True):
             if part.num_tokens > part.end - part.begin:
-                there = self._there(list(new), table, part.num_tokens)
+                there = self._store.there(list(new), table, part.num_tokens)
                 for here in there.values():
                     here[positions[part.begin : part.end]] = True
                 _refuse_missing(there, part.request)
-        self._wait()
-        return join_prefix_list(
-            [self._entries[name].rows for name in new],
-            torch.from_numpy(_stack(tables)),
-            torch.tensor(lengths),
-            [rows.detach() for rows in new.values()],
-            torch.from_numpy(np.require(step.query_start_loc, np.int64, ["C", "W"])),
-            sum(lengths),
-            torch.from_numpy(np.require(positions, np.int64, ["C", "W"])) if scattered else None,
-        )
-
-    def _by_copies(self, names: Sequence[str], ranges: Sequence[Range], new: Named) -> list[torch.Tensor] | None:
-        """Rows of names that the host can copy, and new ones; None where a kernel moves them or one is missing."""
-        pieces = find_pieces(self._valid, names, ranges)
-        if pieces is None:
-            return None
-        count = sum(length for _, length, _, _ in ranges)
-        joined = []
-        for name in names:
-            entry = self._entries[name]
-            if entry.flat is None or not worth_copies(len(pieces), count * entry.row_bytes):
-                return None
-            joined.append(join_pieces(entry.flat, pieces, new.get(name, entry.flat), count, entry.row_bytes))
-        return joined
-
-    def _wait(self) -> None:
-        """Waits for what a device still writes to host memory."""
-        if self._written is not None:
-            self._written.synchronize()
-            self._written = None
+        assert step.query_start_loc is not None
+        return self._store.join(new, tables, lengths, step.query_start_loc, positions if scattered else None)
 
 
 def _slots_of(table: Ids, num_tokens: int, block_size: int) -> Slots:
@@ -627,14 +489,6 @@ def _slots_of(table: Ids, num_tokens: int, block_size: int) -> Slots:
     if blocks.size and blocks.min() < 0:
         slots[blocks[:, 0] < 0] = -1
     return slots.ravel()[:num_tokens]
-
-
-def _stack(tables: Sequence[Ids]) -> Ids:
-    """Block tables as the rows of one array, padded with -1."""
-    grid = np.full((len(tables), max(len(table) for table in tables)), -1, np.int32)
-    for row, table in zip(grid, tables, strict=True):
-        row[: len(table)] = table
-    return grid
 
 
 def _refuse_missing(there: Mapping[str, Mask], request: object) -> None:

@@ -16,8 +16,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 import pc
 from pc.cache.policies import POLICIES
-from pc.cache.tensors import host_copy, named_tensors, step_slots, tensor_cache
-from pc.cache.tensors.tensor_cache import MissingRowsError
+from pc.cache.tensors import host_copy, named_tensors, row_store, step_slots
+from pc.cache.tensors.row_store import MissingRowsError
 
 BLOCK = 4
 
@@ -631,7 +631,7 @@ def test_a_step_that_fails_while_it_writes_leaves_no_rows(monkeypatch):
         raise KeyboardInterrupt
 
     for way in ("write_rows", "scatter_slots_list"):
-        monkeypatch.setattr(tensor_cache, way, fail)
+        monkeypatch.setattr(row_store, way, fail)
     with pytest.raises(KeyboardInterrupt):
         tensors.store(pc.Step({"h": torch.zeros(1, 2)}, np.arange(1, 2)))
     assert tensors.stored("h").ravel()[:4].tolist() == [True, False, True, False]
@@ -644,7 +644,7 @@ def _never(num_runs, num_bytes):
 WAYS = {
     "runs": (),
     "runs, by several threads": ((host_copy, "_ALONE_BYTES", -1), (torch, "get_num_threads", lambda: 2)),
-    "slots": ((step_slots, "_FEW_RUNS", 0), (step_slots, "_SHORT", 1 << 30), (tensor_cache, "worth_copies", _never)),
+    "slots": ((step_slots, "_FEW_RUNS", 0), (step_slots, "_SHORT", 1 << 30), (row_store, "worth_copies", _never)),
     "operators": ((named_tensors, "PLAIN", frozenset()),),
 }
 """How rows are moved; tensors as small as here would go by runs alone."""
