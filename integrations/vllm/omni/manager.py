@@ -21,7 +21,7 @@ from ....cache.tensors.step import Step
 from ....cache.tensors.step_slots import StepSlots
 from ....cache.tensors.tensor_cache import TensorCache
 from .leftover import Leftover
-from .saved import Hit, Rows, SavedStep, copied_rows
+from .saved import Hit, SavedStep, copied_rows
 from .view import GroupView
 
 _NOTHING = Leftover({})
@@ -203,40 +203,9 @@ class OmniPrefixCacheManager:
         for saved in self._steps.values():
             if saved.rows is None:
                 try:
-                    saved.rows = self._read(saved, list(saved.spans))
+                    saved.rows = saved.read(self._cache, list(saved.spans))
                 except OmniPrefixCacheUnmatchError as error:
                     saved.rows = error
-
-    def _read(self, saved: SavedStep, requests: Sequence[str]) -> Rows:
-        names, new = saved.names, saved.new
-        if new is None:
-            plain = names and any(request not in saved.hits for request in requests)
-            new = self._cache.read(Step.at(saved.slots, {}), names) if plain else {}
-        rows: Rows = {name: {} for name in names}
-        for request in requests:
-            begin, end = saved.spans[request]
-            hit = saved.hits.get(request)
-            if hit is None:
-                for name, tensor in new.items():
-                    rows[name][request] = tensor if end - begin == saved.slots.count else tensor[begin:end]
-            else:
-                whole = self._with_hit(request, hit, hit.end + end - begin, names)
-                for name, tensor in whole.items():
-                    rows[name][request] = tensor[hit.begin :]
-        return rows
-
-    def _with_hit(self, request: str, hit: Hit, length: int, names: Sequence[str]) -> dict[str, torch.Tensor]:
-        """All rows of a request up to its newest token."""
-        if len(hit.blocks) * self._size < length:
-            raise OmniPrefixCacheUnmatchError(f"block_ids: got {len(hit.blocks)} for {length} tokens of {request}")
-        for name in names:
-            if is_hidden_key(name):
-                there = self._cache.available(hit.blocks, [name], hit.end)
-                if there < hit.end:
-                    raise OmniPrefixCacheUnmatchError(
-                        f"hit span for req {request} key={name} is not readable (rows from {there} on are absent)"
-                    )
-        return self._cache.load(hit.blocks, names, length, missing="zero")
 
     def materialize(self, step_id: int, req_ids: Sequence[str]) -> StageCacheOutputs:
         """What a step gives to each request: its rows, behind those of a hit.
@@ -260,7 +229,7 @@ class OmniPrefixCacheManager:
                 raise OmniPrefixCacheUnmatchError(
                     f"materialize(step {step_id}) got req ids outside the save snapshot: {sorted(strange)[:8]}"
                 )
-            rows = self._read(saved, req_ids) if saved.rows is None else saved.rows
+            rows = saved.read(self._cache, req_ids) if saved.rows is None else saved.rows
         if isinstance(rows, OmniPrefixCacheUnmatchError):
             raise rows
         hidden = None
