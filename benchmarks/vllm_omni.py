@@ -10,6 +10,7 @@ OMP_NUM_THREADS threads (1). Writes results/cpu/vllm_omni.csv.
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 import types
@@ -137,7 +138,7 @@ def main() -> None:
     rows = []
     for tokens, features in ((1024, 2048), (16384, 2048)):
         runners = measure(tokens, features)
-        for what, call in runners["pc"].times:
+        for what, call in itertools.product(("miss", "hit", "decode"), (*CALLS, "all")):
             took = {}
             for name, runner in runners.items():
                 times = runner.times[what, call]
