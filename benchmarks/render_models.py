@@ -97,11 +97,11 @@ def render_batching(page: Path) -> str:
 KINDS = {
     "full attention": "Llama Qwen2 Qwen3 Qwen3Moe Mixtral Phi3 Olmo2 Glm4 Glm4Moe Granite SmolLM3 GPT2 Bloom Falcon",
     "windows, chunks, sinks": "Mistral Gemma2 Gemma3 Gemma3n Gemma4 GptOss Llama4 Cohere2 Olmo3 Exaone4",
-    "latent attention": "DeepseekV2 DeepseekV3 Mistral4 MiniCPM3 Glm4MoeLite LongcatFlash",
+    "latent attention": "DeepseekV2 DeepseekV3 DeepseekV32 Mistral4 MiniCPM3 Glm4MoeLite LongcatFlash",
     "recurrent states": "Qwen3Next Qwen3_5 NemotronH GraniteMoeHybrid FalconH1 Lfm2 OlmoHybrid KimiLinear Mamba2",
     "vision-language": "Gemma3 Gemma4 Llava LlavaNext LlavaOnevision Qwen2VL Qwen2_5_VL Qwen3VL Qwen3_5 Llama4 Glm4v "
     "InternVL Idefics3 SmolVLM",
-    "handed back": "Mamba FalconMamba RecurrentGemma DeepseekV32 Mpt",
+    "handed back": "Mamba FalconMamba RecurrentGemma DeepseekV32 DeepseekV4 Mpt",
 }
 """Families that a newcomer looks for; README shows those of them that `pc families` found so."""
 

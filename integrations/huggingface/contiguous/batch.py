@@ -13,7 +13,7 @@ from transformers import DynamicCache
 from ..store import Lease, Store
 from .grouped import CHUNK
 from .hidden import HiddenRows
-from .layers import GrowingLayer, GrowingWindowLayer, like, num_tokens, release
+from .layers import GrowingLayer, GrowingWindowLayer, attention_layers, like, num_tokens, release
 from .layout import lay_out, read, read_behind
 from .passes import forward
 from .pictures import Pictures
@@ -183,7 +183,7 @@ class Batch:
 
     def _empty(self) -> DynamicCache:
         cache = like(self.store.empty_cache)
-        for layer in cache.layers:
+        for layer in attention_layers(cache).values():
             if isinstance(layer, GrowingLayer | GrowingWindowLayer):
                 layer.room = self.room
         return cache

@@ -69,6 +69,50 @@ class GrowingLayer(_Growing, DynamicLayer):  # type: ignore[misc]  # transformer
         return keys, values
 
 
+class GrowingIndexedLayer(GrowingLayer, DynamicIndexedLayer):  # type: ignore[misc]
+    """A layer of sparse attention, whose indexer has a key of its own for each token.
+
+    Attributes:
+        index: These keys as those of one head, with values of no width.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.index = GrowingLayer()
+
+    def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
+        """All keys of the indexer, `[batch, tokens, width]`, the new ones last."""
+        states = indexer_key_states[:, None]
+        keys, _ = self.index.update(states, states[..., :0])
+        all_keys: torch.Tensor = keys[:, 0]
+        return all_keys
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forgets the last tokens."""
+        super().crop(tokens_to_remove)
+        self.index.crop(tokens_to_remove)
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Gives each row what another had."""
+        super().reorder_cache(beam_idx)
+        self.index.reorder_cache(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeats each row."""
+        super().batch_repeat_interleave(repeats)
+        self.index.batch_repeat_interleave(repeats)
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Leaves these rows."""
+        super().batch_select_indices(indices)
+        self.index.batch_select_indices(indices)
+
+    def reset(self) -> None:
+        """Forgets all tokens."""
+        super().reset()
+        self.index.reset()
+
+
 class GrowingWindowLayer(_Growing, DynamicSlidingWindowLayer):  # type: ignore[misc]
     """A layer of sliding-window or chunked attention: it gives what is in the window, and keeps what blocks lack.
 
@@ -149,11 +193,22 @@ def new_cache(config: Any) -> DynamicCache:
             cache.layers[index] = GrowingWindowLayer(layer.sliding_window)
         elif type(layer) is _BOTH:
             cache.layers[index] = GrowingWindowAndStateLayer(layer.sliding_window, layer.number_of_states)
-        elif type(layer) is DynamicIndexedLayer:
-            raise UnsupportedError("its attention keeps the keys of an index beside keys and values")
+        elif type(layer) is DynamicIndexedLayer and index_reach(config) is not None:
+            cache.layers[index] = GrowingIndexedLayer()
         elif type(layer) not in KEPT:
             raise UnsupportedError(f"a layer of its cache is a {type(layer).__name__}")
     return cache
+
+
+def has_indexer(cache: DynamicCache) -> bool:
+    """Whether sparse attention chooses by keys of its own in some layer."""
+    return any(isinstance(layer, GrowingIndexedLayer) for layer in cache.layers)
+
+
+def index_reach(config: Any) -> int | None:
+    """Tokens of which an indexer takes all; of more it chooses, by scores whose order may hang on rounding."""
+    reach = getattr(config.get_text_config(decoder=True), "index_topk", None)
+    return reach if isinstance(reach, int) else None
 
 
 def like(empty: DynamicCache) -> DynamicCache:
@@ -165,8 +220,10 @@ def like(empty: DynamicCache) -> DynamicCache:
 
 
 def attention_layers(cache: DynamicCache) -> dict[int, Any]:
-    """The layers that keep keys and values by token, by index."""
-    return {i: layer for i, layer in enumerate(cache.layers) if isinstance(layer, DynamicLayer)}
+    """The layers that keep keys and values by token, by index; behind all of them the indexes that some have."""
+    layers = {i: layer for i, layer in enumerate(cache.layers) if isinstance(layer, DynamicLayer)}
+    indexed = {len(cache.layers) + i: x.index for i, x in layers.items() if isinstance(x, GrowingIndexedLayer)}
+    return layers | indexed
 
 
 def state_layers(cache: DynamicCache) -> dict[int, Any]:

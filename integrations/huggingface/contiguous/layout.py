@@ -9,7 +9,7 @@ import torch
 from transformers import DynamicCache
 
 from .grouped import GroupedStorage
-from .layers import GrowingLayer, GrowingWindowLayer
+from .layers import GrowingLayer, GrowingWindowLayer, attention_layers
 from .prompts import Prompt
 from .states import put_states, take_states
 from .storage import BlockIds, TokenSpec
@@ -25,7 +25,7 @@ def read(cache: DynamicCache, storage: GroupedStorage, prompt: Prompt, length: i
         length: How many.
         room: Tokens for which there is to be room besides.
     """
-    size = storage.block_size
+    size, layers = storage.block_size, attention_layers(cache)
     for group, part in storage.kv:
         first = storage.groups[group].first_needed(length, size)
         blocks = BlockIds(prompt.blocks(group, first, length, size))
@@ -33,20 +33,20 @@ def read(cache: DynamicCache, storage: GroupedStorage, prompt: Prompt, length: i
         for index, specs in part.specs.items():
             keys, values = _buffers(specs, 1, columns + room)
             part.read(index, blocks, keys[0, :, :columns], values[0, :, :columns])
-            _fill(cache.layers[index], keys, values, length, first * size)
+            _fill(layers[index], keys, values, length, first * size)
     if prompt.states is not None:
         put_states(cache, [prompt.states])
 
 
 def read_behind(cache: DynamicCache, storage: GroupedStorage, prompt: Prompt, start: int, end: int) -> None:
     """Puts a span of a prompt from blocks behind what a cache of one row has."""
-    first, behind = start // storage.block_size, -(-end // storage.block_size)
+    first, behind, layers = start // storage.block_size, -(-end // storage.block_size), attention_layers(cache)
     for group, part in storage.kv:
         blocks = BlockIds(prompt.tables[group][first:behind])
         for index, specs in part.specs.items():
             keys, values = _buffers(specs, 1, end - start)
             part.read(index, blocks, keys[0], values[0])
-            cache.layers[index].update(keys, values)
+            layers[index].update(keys, values)
 
 
 def lay_out(
@@ -70,6 +70,7 @@ def lay_out(
         unwritten: The first column that goes to blocks yet.
     """
     size, batch = storage.block_size, sum(len(prompt.rows) for prompt in prompts)
+    layers, own_layers = attention_layers(cache), {n: attention_layers(own) for n, own in caches.items()}
     filled = [max(start - prompt.pad, 0) for prompt in prompts]
     for group, part in storage.kv:
         spec = storage.groups[group]
@@ -84,7 +85,7 @@ def lay_out(
         for index, specs in part.specs.items():
             keys, values = _buffers(specs, batch, capacity - origin)
             for number, prompt in enumerate(prompts):
-                row, own = prompt.rows[0], caches[number].layers[index] if number in caches else None
+                row, own = prompt.rows[0], own_layers[number][index] if number in caches else None
                 first = firsts[number] * size if own is None else getattr(own, "first", 0)
                 begin = max(prompt.pad + first, origin) if filled[number] else start
                 columns = slice(begin - origin, start - origin)
@@ -98,7 +99,7 @@ def lay_out(
                 for other in prompt.rows[1:]:
                     for side in (keys, values):
                         side[other, :, : columns.stop] = side[row, :, : columns.stop]
-            _fill(cache.layers[index], keys, values, start, origin)
+            _fill(layers[index], keys, values, start, origin)
     if storage.states is not None:
         states = {row: take_states(caches[number], 0) for number, p in enumerate(prompts) for row in p.rows}
         put_states(cache, [states[row] for row in range(batch)])

@@ -172,8 +172,9 @@ def _specs(cache: DynamicCache) -> Specs:
 def _restored(model: Any, cache: DynamicCache, length: int | None = None) -> DynamicCache:
     """A cache with what one has, or has of its first tokens, put in as from blocks."""
     fresh = new_cache(model.config)
+    layers = attention_layers(fresh)
     for index, own in _kept(cache).items():
-        layer = fresh.layers[index]
+        layer = layers[index]
         if hasattr(layer, "adopt"):
             keys, values = own.keys[:, :, :length].clone(), own.values[:, :, :length].clone()
             layer.adopt(keys, values, keys.shape[2])
@@ -186,8 +187,9 @@ def _restored(model: Any, cache: DynamicCache, length: int | None = None) -> Dyn
 
 def _close(whole: DynamicCache, parts: DynamicCache, skipped: int = 0) -> bool:
     """Whether keys, values and states agree; the second cache has so many columns before them."""
+    others = attention_layers(parts)
     pairs = [
-        (getattr(layer, side), getattr(parts.layers[i], side)[:, :, skipped:])
+        (getattr(layer, side), getattr(others[i], side)[:, :, skipped:])
         for i, layer in _kept(whole).items()
         for side in ("keys", "values")
     ]
@@ -200,7 +202,7 @@ def _alike(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two tensors differ by no more than rounding explains; NaN differs from everything."""
     tolerance = 1e-3 if a.dtype in (torch.float32, torch.float64) else 5e-2
     a, b = a.float(), b.float()
-    return bool((a - b).abs().max() <= a.abs().max() * tolerance)
+    return not a.numel() or bool((a - b).abs().max() <= a.abs().max() * tolerance)
 
 
 def _behind_padding(model: Any, whole: DynamicCache) -> tuple[bool, bool]:

@@ -16,7 +16,7 @@ from transformers import DynamicCache
 from ....cache import OutOfBlocks
 from ..store import Lease, Store
 from ..uninterrupted import uninterrupted
-from .layers import window_layers
+from .layers import attention_layers, window_layers
 from .prompts import Prompt
 from .returned import bring_back
 from .states import States
@@ -207,11 +207,11 @@ class Rows:
     def _write_blocks(
         self, tables: list[np.ndarray], cache: DynamicCache, row: int, pad: int, first: int, last: int
     ) -> None:
-        size = self.store.block_size
+        size, layers = self.store.block_size, attention_layers(cache)
         for group, part in self.store.storage.kv:
             blocks = BlockIds(tables[group][first:last])
             for index in part.specs:
-                layer = cache.layers[index]
+                layer = layers[index]
                 begin = pad - getattr(layer, "first", 0)
                 tokens = slice(begin + first * size, begin + last * size)
                 part.write(index, blocks, layer.keys[row, :, tokens], layer.values[row, :, tokens])

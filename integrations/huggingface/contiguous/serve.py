@@ -23,7 +23,7 @@ from .grouped import grouped_storage
 from .hidden import HiddenRows
 from .host import HostBlocks
 from .kept import KeptRows
-from .layers import new_cache
+from .layers import has_indexer, index_reach, new_cache
 from .pictures import Pictures
 from .probe import LONG, Probed, probe, probe_images, probe_window
 from .saved import load, save
@@ -94,6 +94,7 @@ class Contiguous:
         vision = VisionOutputs(memory_budget(model) // 8)
         kept = KeptRows(sum(part.num_blocks * part.bytes_per_block for _, part in storage.kv) // 4)
         empty = new_cache(model.config)
+        self._reach = index_reach(model.config) if has_indexer(empty) else None
         self.store = Store(
             manager, storage, storage.states, probed.heeds_padding, host, self._reuse, vision, empty, kept
         )
@@ -198,6 +199,8 @@ class Contiguous:
             raise UnsupportedError(f"generation mode {loop.mode} is served by the model's own generate")
         if self.store.states is not None and (loop.mode == "assisted_generation" or config.prefill_chunk_size):
             raise UnsupportedError("its recurrent states cannot be rolled back, or are not those of a chunk")
+        if self._reach is not None and config.max_length > self._reach:
+            raise UnsupportedError("which keys its indexer chooses among more than it takes may hang on rounding")
         if self._proven_window < self._probed.window < loop.input_ids.shape[1]:
             self._prove_window(loop.model)
         mask = kwargs.get("attention_mask")
