@@ -7,6 +7,7 @@ import sys
 import types
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 FOLDER = Path(os.environ.get("OMNI_SRC") or Path(__file__).parents[2] / ".peers" / "vllm-omni")
@@ -46,11 +47,29 @@ class Requests:
 
 
 class Batch:
-    """A batch as vLLM-Omni's managers look at it."""
+    """A batch as vLLM-Omni's managers look at it, and as vLLM's own looks to a view over its block tables."""
 
     def __init__(self, block_size):
         self.block_size = block_size
         self.order, self.tables, self.computed = [], {}, {}
+
+    @property
+    def req_ids(self):
+        return self.order
+
+    @property
+    def req_id_to_index(self):
+        return {name: row for row, name in enumerate(self.order)}
+
+    @property
+    def num_computed_tokens_cpu(self):
+        return np.array([self.computed[name] for name in self.order], np.int32)
+
+    @property
+    def block_table(self):
+        rows = [self.tables[name] for name in self.order]
+        cells = np.array([row + [0] * (max(map(len, rows)) - len(row)) for row in rows], np.int32)
+        return [types.SimpleNamespace(block_table=types.SimpleNamespace(np=cells))]
 
     def batch_req_ids(self):
         return list(self.order)

@@ -23,15 +23,16 @@ from vllm_omni.core.prefix_cache.interface import (  # noqa: E402
 )
 from vllm_omni.core.prefix_cache.manager import OmniPrefixCacheManager as Theirs  # noqa: E402
 
+from pc.integrations.vllm.omni import GroupView  # noqa: E402
 from pc.integrations.vllm.omni import OmniPrefixCacheManager as Ours  # noqa: E402
 
 SIZE, BLOCKS, WIDTH = 4, 40, 6
 
 
-def make(kind=Ours, policy=None, **options):
+def make(kind=Ours, policy=None, view=None, **options):
     batch = omni.Batch(SIZE)
     config = PrefixCacheConfig(num_blocks=BLOCKS, block_size=SIZE, **options)
-    manager = kind(config, batch, eager=True)
+    manager = kind(config, view(batch, 0, SIZE) if view else batch, eager=True)
     if policy is not None:
         manager.register_policy(policy)
     return manager, batch
@@ -140,11 +141,12 @@ def same(mine, theirs):
     return mine == theirs
 
 
+@pytest.mark.parametrize("view", [None, GroupView], ids=["", "tables"])
 @pytest.mark.parametrize("seed", range(6))
-def test_random_traffic_gives_what_vllm_omnis_manager_gives(seed):
+def test_random_traffic_gives_what_vllm_omnis_manager_gives(seed, view):
     """Hits on blocks of this step and of earlier ones, chunks, blocks used again; taken at once, late, or never."""
     policy = ModelCachePolicy(needs_full_hidden_states=seed != 5, deferred_keys=frozenset({"late"}))
-    ours, batch = make(policy=policy)
+    ours, batch = make(policy=policy, view=view)
     theirs, other = make(Theirs, policy=policy)
     traffic, waiting, hits, taken = Traffic(seed), [], 0, 0
     rng = random.Random(seed)
