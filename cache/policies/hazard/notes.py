@@ -28,9 +28,11 @@ class Notes:
         log: Hits and releases that `code` does not know of yet, in their order: bytes of their blocks.
         times: Of the hits among them, `RELEASED` for the others.
         chains: Blocks of each request that has ended.
-        counts: How often they were used.
+        blocks: The same as bytes: to join many takes a tenth of the time that many small arrays take.
+        counts: How often they were used, int32 as bytes.
         endings: What the ends of these requests say.
-        used: Codes that blocks had when they were hit, for each hit that `code` knows of.
+        used: Codes that blocks had when they were hit, for all hits that `code` knows of.
+        used_sizes: How many blocks each of these hits has.
         used_at: When these hits were.
         places: Blocks in all notes.
     """
@@ -41,16 +43,18 @@ class Notes:
         self.log: list[bytes] = []
         self.times: list[int] = []
         self.chains: list[Ids] = []
-        self.counts: list[Numbers] = []
+        self.blocks: list[bytes] = []
+        self.counts: list[bytes] = []
         self.endings: list[Ending] = []
         self.used: list[Numbers] = []
+        self.used_sizes: list[int] = []
         self.used_at: list[int] = []
         self.places = 0
 
     @property
     def nbytes(self) -> int:
         """Bytes held."""
-        return 20 * self.places
+        return 24 * self.places
 
     def catch_up(self, now: int) -> None:
         """Brings `code` up to date at the number of the next request: together it takes a third of the time."""
@@ -58,9 +62,11 @@ class Notes:
         if not log:
             return
         self.log, self.times = [], []
-        code, used, used_at = self._code, self.used, self.used_at
+        code, used_sizes = self._code, self.used_sizes
         index = np.frombuffer(b"".join(log), np.int32).astype(np.intp)
-        serial, at = now - times.count(RELEASED), 0
+        ended = times.count(RELEASED)
+        serial, at, hit = now - ended, 0, 0
+        used = np.empty(index.size if ended < len(times) else 0, np.int64)
         for blocks, time in zip(log, times, strict=True):
             end = at + len(blocks) // 4
             part = index[at:end]
@@ -69,7 +75,12 @@ class Notes:
                 code[part] = np.arange(start, start + end - at)
                 serial += 1
             else:
-                used.append(code[part])
-                used_at.append(time)
+                size = end - at
+                used[hit : hit + size] = code[part]
+                hit += size
+                used_sizes.append(size)
                 code[part] = NOBODY
             at = end
+        if hit:
+            self.used.append(used[:hit])
+            self.used_at += [time for time in times if time != RELEASED]

@@ -110,10 +110,12 @@ class Hazard(EvictionPolicy):
 
     def released(self, ids: Ids) -> None:
         notes = self._notes
-        notes.log.append(ids.tobytes())
+        blocks = ids.tobytes()
+        notes.log.append(blocks)
         notes.times.append(RELEASED)
         notes.chains.append(ids)
-        notes.counts.append(self.pool.access_count[ids.astype(np.intp)])
+        notes.blocks.append(blocks)
+        notes.counts.append(self.pool.access_count[ids.astype(np.intp)].tobytes())
         notes.endings.append(self._ending)
         notes.places += len(ids)
         self._ending = UNTOLD
@@ -133,15 +135,14 @@ class Hazard(EvictionPolicy):
         self._notes = Notes(self._code, self._place_bits)
         runs, guard = self.runs, self.guard
         self._evicted.work_off(self._now)
-        used_sizes = [len(codes) for codes in used]
-        room = max(1, self.pool.num_blocks - max(0, self.pool.num_held - sum(used_sizes)))
+        room = max(1, self.pool.num_blocks - max(0, self.pool.num_held - sum(notes.used_sizes)))
         if chains:
-            rows = self._add_rows(chains, notes.counts, notes.endings)
+            rows = self._add_rows(notes)
             guard.released(runs.size[rows])
         if len(chains) == 1:
             guard.fill(runs, room)
         if used:
-            self._take_used(used, used_sizes, notes.used_at)
+            self._take_used(notes)
         if chains:
             self._note_shared(rows)
         if len(chains) > 1:  # among these are requests that later ones in the batch went on from
@@ -153,17 +154,21 @@ class Hazard(EvictionPolicy):
             guard.judge(self._now - self._judged, runs)
             self._judged = self._now
 
-    def _add_rows(self, chains: list[Ids], counts: list[Numbers], endings: list[Ending]) -> slice:
-        """Rows for requests that have ended: their blocks, how often these were used, and what the end says."""
+    def _add_rows(self, notes: Notes) -> slice:
+        """Rows for requests that have ended."""
         runs = self.runs
-        rows = runs.add(chains)
-        chain, count = (np.concatenate(chains), np.concatenate(counts)) if len(chains) > 1 else (chains[0], counts[0])
+        rows = runs.add(notes.chains)
+        chain = np.frombuffer(b"".join(notes.blocks), np.int32)
         index = chain.astype(np.intp)
-        count = count + self._earlier_uses[index]
+        count = np.frombuffer(b"".join(notes.counts), np.int32)
         sizes = runs.size[rows]
         starts = sizes.cumsum() - sizes
         bounds = runs.bounds[rows]
-        bounds[:] = np.add.reduceat(count >= LEAST_USES, starts, axis=1, dtype=np.int32).T
+        if np.minimum.reduce(count) >= USE_BOUNDS[-1]:  # as where everything hits
+            bounds[:] = sizes[:, None]
+        else:
+            count = count + self._earlier_uses[index]
+            bounds[:] = np.add.reduceat(count >= LEAST_USES, starts, axis=1, dtype=np.int32).T
         runs.last[rows] = chain.take(starts + sizes - 1)
         firsts = index.take(starts)
         parent = self._before.take(firsts)
@@ -173,7 +178,7 @@ class Hazard(EvictionPolicy):
             self._hanging[block] += 1
             self._forked[block] = True
         runs.serial[rows] = np.arange(self._now - sizes.size, self._now)
-        group, output, runs.certain[rows] = zip(*endings, strict=True)
+        group, output, runs.certain[rows] = zip(*notes.endings, strict=True)
         runs.kind[rows] = (bounds >= sizes[:, None]).sum(axis=1) + group
         runs.trait[rows] = NEW_BOUNDS.searchsorted(sizes - bounds[:, 0], side="right") + output
         return rows
@@ -184,11 +189,11 @@ class Hazard(EvictionPolicy):
             forks = self._forked.take(self.runs.chains[row]).nonzero()[0]
             self.runs.shared[row] = self.runs.base[row] + forks[-1] + 1 if forks.size else 0
 
-    def _take_used(self, used: list[Numbers], number: list[int], times: list[int]) -> None:
-        """Later requests take over the fronts of runs: which codes their blocks had, how many there are, and when."""
+    def _take_used(self, notes: Notes) -> None:
+        """Later requests take over the fronts of runs."""
         runs = self.runs
-        codes = np.concatenate(used) if len(used) > 1 else used[0]
-        begin = np.array(number).cumsum()  # of each request but the first
+        codes = np.concatenate(notes.used) if len(notes.used) > 1 else notes.used[0]
+        begin = np.array(notes.used_sizes).cumsum()  # of each request but the first
         broken = codes[1:] - codes[:-1] != 1
         broken[begin[:-1] - 1] = True
         at = np.zeros(count_nonzero(broken) + 1, np.intp)
@@ -205,7 +210,7 @@ class Hazard(EvictionPolicy):
         last = first + sizes
         self.guard.used(runs, rows, first, last, resident=True)
         np.subtract.at(runs.kept, rows, sizes.astype(np.int32))
-        self.lives.used(rows, first, last, np.array(times)[begin.searchsorted(at, side="right")])
+        self.lives.used(rows, first, last, np.array(notes.used_at)[begin.searchsorted(at, side="right")])
         start_of, size_of, moved = runs.cells.start, runs.cells.size, set()
         for row, begins, ends in zip(rows.tolist(), first.tolist(), last.tolist(), strict=True):
             if begins <= start_of[row] < ends:  # one by one: several requests may have gone on from a run
