@@ -81,6 +81,7 @@ class BlockPool:
         residency: How many blocks were evicted, and how long they had been there.
         numbers: All blocks in order, int32, not to be written.
         on_removed: Called with the hashes of evicted blocks; only while `heard` is not empty.
+        on_first_choice: Called once, after the first victims were chosen: a policy may take more memory from then on.
         heard: Who wants to hear of evictions.
         watchers: Told which slots of a block that stays in use take other tokens; see `Watcher`.
     """
@@ -99,6 +100,7 @@ class BlockPool:
         self.table = HashTable(self.words)
         self.clock = 0
         self.on_removed: Callable[[list[bytes]], None] | None = None
+        self.on_first_choice: Callable[[], None] | None = None
         self.heard: Sequence[object] = ()
         self.watchers: WeakSet[Watcher] = WeakSet()
         self.residency = Residency()
@@ -259,6 +261,9 @@ class BlockPool:
         guard.in_policy = True
         try:
             victims: Ids = self.policy.victims(count)
+            if self.on_first_choice is not None:
+                first, self.on_first_choice = self.on_first_choice, None
+                first()
             if victims.size == count and (self._trusted or self._evictable_all(victims)):
                 return victims
             log.error("%s.victims(%d) gave what it cannot give up: %s", type(self.policy).__name__, count, victims)

@@ -89,6 +89,7 @@ class ManagerState:
         self.pools = [BlockPool(g.num_blocks or num_blocks, hasher, make_policy(policy), self.guard) for g in groups]
         for group, pool in enumerate(self.pools):
             pool.on_removed = partial(self.removed, group)
+            pool.on_first_choice = self.fit_hashes
             pool.heard = (self.partial,) if self.partial is not None else self.listeners.heard
         self.fit_hashes()
         self.running: dict[Hashable, Request] = {}

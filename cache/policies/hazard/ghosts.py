@@ -51,13 +51,16 @@ class RequestGhosts:
     def __init__(self, capacity: int) -> None:
         sets = -(-capacity // WAYS)
         self._sets = np.uint64(sets)
-        self._places = np.zeros((sets, WAYS), np.uint64)  # 0: empty
-        self._flat = self._places.reshape(-1)
+        self.clear()
 
     @property
     def nbytes(self) -> int:
-        """Bytes held."""
-        return self._places.nbytes
+        """Bytes held: none before ghosts are expected, since memory that was never written to takes no room."""
+        return self._places.nbytes if self._written else 0
+
+    def expect(self) -> None:
+        """Blocks were evicted, and will be noted."""
+        self._written = True
 
     def _set_of(self, keys: Keys) -> npt.NDArray[np.intp]:
         rows: npt.NDArray[np.intp] = ((keys & LOW) * self._sets >> HALF).astype(np.intp)
@@ -67,6 +70,7 @@ class RequestGhosts:
         """Notes evicted blocks; returns what was known of those that had to give way."""
         if not keys.size:
             return noted
+        self.expect()
         rows = self._set_of(keys)
         value = (noted.serial << 4 | noted.uses << 1 | noted.tail).astype(np.uint64) & LOW
         value |= keys & ~LOW
@@ -91,6 +95,8 @@ class RequestGhosts:
 
     def recall(self, keys: Keys, now: int) -> tuple[Numbers, Noted]:
         """Which of the blocks that are filled again are known, and what of them, which is forgotten then."""
+        if not self._written:
+            return np.empty(0, np.intp), Noted(*(np.empty(0, np.int64) for _ in range(3)))
         rows = self._set_of(keys)
         tags, known = _halves(self._places.take(rows, axis=0))
         at = (tags == (keys >> HALF).astype(np.uint32)[:, None]).reshape(-1).nonzero()[0]
@@ -110,4 +116,6 @@ class RequestGhosts:
 
     def clear(self) -> None:
         """Forgets everything."""
-        self._places.fill(0)
+        self._places = np.zeros((int(self._sets), WAYS), np.uint64)  # 0: empty
+        self._flat = self._places.reshape(-1)
+        self._written = False

@@ -280,6 +280,23 @@ def test_bookkeeping_stays_under_256_bytes_a_block_and_a_mebibyte(name, num_bloc
     assert m._state.hasher.tree.nbytes > 50 * num_blocks
 
 
+def test_memory_for_ghosts_is_left_to_hashes_until_something_is_evicted():
+    """Prompts that all fit are hashed once: room that the learned policy keeps for later is not taken yet."""
+    prompts = np.random.default_rng(0).integers(0, 150_000, (200, 1024)).astype(np.int32)
+    for name in ("lru", "hazard"):
+        m = pc.CacheManager(16_384, block_size=16, policy=name)
+        for i in range(400):
+            serve(m, i, prompts[i % 200])
+        tree = m._state.hasher.tree
+        assert tree.nbytes > 9 * prompts.nbytes // 4, name  # tokens, and 32 bytes of hash for each 16 of them
+    ghosts, before = m.pools[0].policy._ghosts, tree.capacity
+    assert not ghosts.nbytes
+    for i in range(8):
+        serve(m, i, np.arange(i << 16, (i << 16) + 16_384, dtype=np.int32))
+    assert before - tree.capacity > ghosts.nbytes // 2 > 0
+    assert m.nbytes < 256 * 16_384 + (1 << 20)
+
+
 @pytest.mark.parametrize("shared", [0, 100])
 def test_many_small_requests_stay_under_256_bytes_a_block_too(shared):
     """A request for every two blocks: what is kept of requests and of prefixes that they share is bounded as well."""
