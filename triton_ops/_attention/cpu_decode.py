@@ -48,32 +48,26 @@ def _cells(call: AttentionCall, matrix: Matrix) -> tuple[np.ndarray, np.ndarray]
             live &= logical < (-(-ends // size))[:, None, None]
     else:
         logical = call.query_blocks.numpy()
-        sequence = np.arange(len(tables))[:, None, None]
-        index = (sequence, logical) if tables.ndim == 2 else (sequence, np.arange(kv_heads)[:, None], logical)
-        numbers = tables[index] if longest else logical
+        sequence, head = np.arange(len(tables))[:, None, None], np.arange(kv_heads)[:, None]
+        numbers = logical
+        if longest:
+            numbers = tables[sequence, logical] if tables.ndim == 2 else tables[sequence, head, logical]
         live = (numbers >= 0) & (logical >= 0)
         if call.query_positions is not None:
             live &= logical * size < ends[:, None, None]
-    width = numbers.shape[2]
-    if not width:
+    if not numbers.size:
         return None
-    flat = live.reshape(-1).nonzero()[0]
-    row = np.arange(len(ends) * kv_heads)
-    stops = flat.searchsorted((row + 1) * width)
-    sizes = stops.copy()
-    sizes[1:] -= stops[:-1]
-    heads = (row % kv_heads).repeat(sizes)
-    cells, lengths = matrix.cells(numbers.reshape(-1)[flat], heads, size), sizes * size
+    sequence, head, place = live.nonzero()
+    row = sequence * kv_heads + head
+    cells = matrix.cells(numbers[sequence, head, place], head, size)
+    lengths = np.bincount(row, minlength=len(ends) * kv_heads) * size
     tails = ends % size
     if tails.any():
-        # Only the last block of a row may reach behind the end of its sequence.
-        some = (tails.repeat(kv_heads) * sizes).nonzero()[0]
-        last, tails = stops[some] - 1, tails[some // kv_heads]
-        own = flat[last] - some * width if logical.ndim == 1 else logical.reshape(-1)[flat[last]]
-        reached = own == ends[some // kv_heads] // size
-        some, last, tails = some[reached], last[reached], tails[reached]
-        live = np.ones(cells.shape, dtype=bool)
-        live[last] = np.arange(size) < tails[:, None]
-        lengths[some] += tails - size
-        cells = cells[live]
+        if call.query_blocks is not None:
+            place = logical[sequence, head, place]
+        cut = (place == (ends // size)[sequence]).nonzero()[0]
+        present = np.ones(cells.shape, dtype=bool)
+        present[cut] = np.arange(size) < tails[sequence[cut], None]
+        lengths[row[cut]] += tails[sequence[cut]] - size
+        cells = cells[present]
     return cells.reshape(-1), lengths
