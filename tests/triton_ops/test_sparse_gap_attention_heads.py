@@ -185,3 +185,15 @@ def test_numerics_on_the_device(device):
         batch = build(dataclasses.replace(case, holes=0.5, head_tables=True, **change))
         out, lse = pc.sparse_gap_attention_with_lse(*_arguments(batch.to(device)), **batch.to(device).options)
         check(batch, out, lse)
+
+
+@pytest.mark.parametrize("positions", [(40, 41), (64, 65), (320, 321)], ids=str)
+def test_queries_behind_the_last_key_attend_to_each_once(positions, device):
+    """Not to the keys of the table's last block as their own besides."""
+    batch = build(Case(lens=(32,), queries=(2,), head_tables=True)).to(device)
+    query, key, value, tables, *lengths = batch.tensors
+    tables = torch.nn.functional.pad(tables, (0, 2), value=-1)
+    where = torch.tensor(positions, dtype=torch.int32, device=device)
+    call = query, key, value, tables, *lengths, where, batch.scale
+    every = pc.sparse_gap_attention(*call, causal=False)
+    assert torch.allclose(pc.sparse_gap_attention(*call), every, atol=1e-5)

@@ -63,13 +63,19 @@ def full_parts(query: torch.Tensor, cache: Cache, table: np.ndarray, begin: int,
 
 
 def merge_parts(parts: list[Part], query: torch.Tensor, width: int) -> Part:
-    """Parts over disjoint keys, each with at least one key, as one; `width` is the head_dim of the result."""
+    """Parts over disjoint keys, each with at least one key, as one, which may take the first part's memory.
+
+    Args:
+        parts: Results and log-sum-exps.
+        query: What they are of.
+        width: head_dim of the result.
+    """
     if not parts:
         out = query.new_zeros((*query.shape[:2], width))
         return out, query.new_full(query.shape[:2], -math.inf, dtype=torch.float32)
     out, lse = parts[0]
     for other, other_lse in parts[1:]:
         weight = torch.sigmoid(other_lse - lse).masked_fill_(other_lse == -math.inf, 0.0)
-        out = torch.lerp(out.float(), other.float(), weight[..., None])
+        out = out.float().lerp_(other.float(), weight[..., None])
         lse = torch.logaddexp(lse, other_lse)
     return out, lse

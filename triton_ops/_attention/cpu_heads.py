@@ -95,36 +95,34 @@ def _attend_runs(
         for begin in range(0, len(same), step):
             own = same if len(same) <= step else same[begin : begin + step]
             rows = own.rows(call, cache)
-            queries = rows.queries(query)
-            part: Part | None = None
-            if count == 1 or not call.causal or len(rows.blocks):
-                part = attend_rows(queries, cache, rows, call.scale)
-            if count > 1 and call.causal:
-                part = _with_squares(part, queries, own, call, cache)
-            assert part is not None
-            rows.write(part, out, lse)
+            if count == 1 or not call.causal:
+                rows.write(attend_rows(rows.queries(query), cache, rows, call.scale), out, lse)
+                continue
+            queries, part = rows.runs(query), None
+            if len(rows.blocks):
+                part = attend_rows(queries.reshape(len(own), 1, -1, query.shape[2]), cache, rows, call.scale)
+                part = part[0].view(*queries.shape[:3], -1), part[1].view(queries.shape[:3])
+            rows.write(_with_squares(part, queries, own, call, cache), out, lse)
 
 
 def _with_squares(part: Part | None, queries: torch.Tensor, runs: Runs, call: AttentionCall, cache: Cache) -> Part:
-    """Results of runs over what is before them, with those over their own keys, causal."""
+    """Results of runs `[runs, group, count, head_dim]` over what is before them, with those over their own keys."""
     some, blocks, slots = runs.own_keys(call)
     if part is None and len(some) < len(runs):
         part = empty_part(queries, cache.width)
-    if len(some):
-        keys, values = cache.read_rows(blocks, runs.head[some], slots)
-        own = queries if len(some) == len(runs) else queries[torch.from_numpy(some)]
-        by_head = own.view(len(some), -1, blocks.shape[1], queries.shape[3])
-        square, square_lse = flash_kernel(by_head, keys[:, None], values[:, None], True, call.scale)
-        square, square_lse = square.reshape(*own.shape[:3], -1), square_lse.reshape(own.shape[:3])
-        if part is None:
-            return square, square_lse
-        if len(some) == len(runs):
-            return merge_parts([part, (square, square_lse)], queries, cache.width)
-        index = torch.from_numpy(some)
-        merged = merge_parts([(part[0][index], part[1][index]), (square, square_lse)], queries, cache.width)
-        return part[0].index_copy(0, index, merged[0]), part[1].index_copy(0, index, merged[1])
-    assert part is not None
-    return part
+    if not len(some):
+        assert part is not None
+        return part
+    keys, values = cache.read_rows(blocks, runs.head[some], slots)
+    own = queries if len(some) == len(runs) else queries[torch.from_numpy(some)]
+    square = flash_kernel(own, keys[:, None], values[:, None], True, call.scale)
+    if part is None:
+        return square
+    if len(some) == len(runs):
+        return merge_parts([part, square], queries, cache.width)
+    index = torch.from_numpy(some)
+    merged = merge_parts([(part[0][index], part[1][index]), square], queries, cache.width)
+    return part[0].index_copy(0, index, merged[0]), part[1].index_copy(0, index, merged[1])
 
 
 def _united(call: AttentionCall, query: torch.Tensor, cache: Cache, rows: slice, sequence: int, head: int) -> Part:

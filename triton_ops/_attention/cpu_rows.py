@@ -127,23 +127,25 @@ class Rows:
 
     def queries(self, query: torch.Tensor) -> torch.Tensor:
         """`[rows, heads of a row, group * count, head_dim]`."""
-        every = self.slice
-        if every is not None:
-            own = query[every].unflatten(1, (self.kv_heads, -1))
-            return self._by_row(own.permute(1, 2, 0, 3) if self.count > 1 else own)
-        of_group, index = query.unflatten(1, (self.kv_heads, -1)), self._index()
-        if self.heads is None:
-            return self._by_row(of_group[index[:, 0]])
-        return self._by_row(of_group[index, torch.from_numpy(self.heads)[:, None]].transpose(1, 2))
+        rows, width = len(self.tokens), query.shape[2]
+        if self.heads is not None:
+            return self.runs(query).reshape(rows, 1, -1, width)
+        own = query[self._index()[:, 0] if self.slice is None else self.slice]
+        return own.reshape(rows, self.kv_heads, -1, width)
 
-    def _by_row(self, own: torch.Tensor) -> torch.Tensor:
-        rows, width = len(self.tokens), own.shape[-1]
-        if self.heads is None:
-            return own.reshape(rows, own.shape[1], -1, width)
-        return own.reshape(rows, 1, -1, width)
+    def runs(self, query: torch.Tensor) -> torch.Tensor:
+        """`[rows, group, count, head_dim]` of rows of one KV head each; a view where they are one run's."""
+        of_group: torch.Tensor = query.unflatten(1, (self.kv_heads, -1))
+        every = self.slice
+        if every is None:
+            assert self.heads is not None
+            return of_group[self._index(), torch.from_numpy(self.heads)[:, None]].transpose(1, 2)
+        if self.count > 1:
+            return of_group[every].permute(1, 2, 0, 3)
+        return of_group[every].flatten(0, 1)[:, :, None]
 
     def write(self, part: Part, out: torch.Tensor, lse: torch.Tensor) -> None:
-        """Stores results, shaped as `queries`, into those of the packed batch."""
+        """Stores results, shaped as `queries` or `runs`, into those of the packed batch."""
         rows, group = len(self.tokens), out.shape[1] // self.kv_heads
         for whole, own in zip((out, lse), part, strict=True):
             if self.slice is None:
@@ -154,7 +156,8 @@ class Rows:
                     own = own.reshape(rows, group, self.count, *whole.shape[2:]).transpose(1, 2)
                     of_group[self._index(), torch.from_numpy(self.heads)[:, None]] = own
             elif self.count > 1:
-                whole[self.slice].copy_(own.reshape(-1, self.count, *whole.shape[2:]).transpose(0, 1))
+                target = whole[self.slice].unflatten(1, (self.kv_heads, group)).movedim(0, 2)
+                target.copy_(own.reshape(target.shape))
             else:
                 whole[self.slice].copy_(own.reshape(whole[self.slice].shape))
 

@@ -90,20 +90,16 @@ class Runs:
 
     def own_keys(self, call: AttentionCall) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Which runs of one count, all whole, attend to their own keys; block numbers and slots `[those, count]`."""
-        position = self.position[:, None] + np.arange(int(self.count[0]))
-        wanted = position // call.block_size
-        logical, numbers = self.blocks(call)
-        if logical.ndim == 1:
-            blocks = np.take_along_axis(numbers, np.minimum(wanted, numbers.shape[1] - 1), 1)
-        else:
-            # A last column that is no block's, so that there is one to look at.
-            logical, numbers = (np.pad(x, ((0, 0), (0, 1)), constant_values=-1) for x in (logical, numbers))
-            first = (logical == wanted[:, :1]).argmax(axis=1)[:, None]
-            place = np.minimum(first + wanted - wanted[:, :1], logical.shape[1] - 1)
-            own = np.take_along_axis(logical, place, 1) == wanted
-            blocks = np.where(own, np.take_along_axis(numbers, place, 1), -1)
-        some = np.flatnonzero(blocks[:, 0] >= 0)
-        return some, blocks[some], position[some] % call.block_size
+        size, tables = call.block_size, call.block_tables.numpy()
+        first = self.position // size
+        # A query may stand behind the last key.
+        there = self.position < self.length
+        there &= self._numbers(tables, np.minimum(first, tables.shape[-1] - 1)) >= 0
+        if call.query_blocks is not None:
+            there &= (call.query_blocks.numpy()[self.token, self.head] == first[:, None]).any(axis=1)
+        some = there.nonzero()[0]
+        position = self.position[some, None] + np.arange(int(self.count[0]))
+        return some, self[some]._numbers(tables, position // size), position % size
 
     def blocks(self, call: AttentionCall) -> tuple[np.ndarray, np.ndarray]:
         """Logical blocks, `[runs, n]` of lists, -1 for none, or `[n]` of tables; their numbers `[runs, n]`."""
@@ -112,9 +108,14 @@ class Runs:
             width = -(-int(self.length.max(initial=0)) // call.block_size)
             return np.arange(width), tables[self.sequence, self.head, :width]
         logical = call.query_blocks.numpy()[self.token, self.head].astype(np.int64)
-        sequence = self.sequence[:, None]
-        numbers = tables[sequence, logical] if tables.ndim == 2 else tables[sequence, self.head[:, None], logical]
-        return logical, np.where(logical >= 0, numbers, -1)
+        return logical, np.where(logical >= 0, self._numbers(tables, logical), -1)
+
+    def _numbers(self, tables: np.ndarray, logical: np.ndarray) -> np.ndarray:
+        """Numbers of logical blocks `[runs]` or `[runs, n]`."""
+        sequence, head = (
+            (self.sequence, self.head) if logical.ndim == 1 else (self.sequence[:, None], self.head[:, None])
+        )
+        return np.asarray(tables[sequence, logical] if tables.ndim == 2 else tables[sequence, head, logical])
 
     def rows(self, call: AttentionCall, cache: Cache) -> Rows:
         """Runs of one count as rows over the keys that all queries of a run attend to."""
