@@ -186,3 +186,20 @@ def test_threads_with_few_blocks() -> None:
 def test_bad_arguments(value: Any, error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):
         enable_prefix_caching(BY_NAME["gemma2"].build(), window_blocks=value)
+
+
+def test_prompts_are_computed_in_the_chunks_that_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, passes, update = BY_NAME["gemma2"].build(), [], layers.GrowingWindowLayer.update
+
+    def watched(self: Any, keys: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        passes.append(keys.shape[2])
+        return update(self, keys, *args, **kwargs)
+
+    with enable_prefix_caching(model, num_blocks=64, window_blocks=FEW) as handle:
+        monkeypatch.setattr(layers.GrowingWindowLayer, "update", watched)
+        for chunk in (24, 7):
+            passes.clear()
+            assert_same(model, input_ids=prompt(260, chunk), prefill_chunk_size=chunk)
+            assert max(passes) == chunk
+        assert handle.stats().calls_served == 2
+        assert_nothing_held(handle)

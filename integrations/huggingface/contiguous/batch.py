@@ -44,6 +44,7 @@ class Asked:
         alone: Whether it is one row without padding, which may go on with a cache that another call has left.
         by_row: Whether the loop gives each row of the cache its row of the result.
         eos: Tokens behind which a row is padding.
+        chunk: Tokens of a row that one pass computes at most, where layers have windows; None: as many as suit them.
         hidden: Hidden states of cached tokens, where the result is to have them; only what has some is then read.
     """
 
@@ -60,6 +61,7 @@ class Asked:
     by_row: bool = True
     eos: frozenset[int] = frozenset()
     hidden: HiddenRows | None = None
+    chunk: int | None = None
 
 
 class Batch:
@@ -228,7 +230,8 @@ class Batch:
         if self.store.states is not None:
             cuts |= {cut for cut in (prompt.shared, end // size * size) if prompt.computable(cut)}
         if self.store.storage.chunk is not None:
-            cuts |= {cut for cut in range(at // CHUNK * CHUNK + CHUNK, end, CHUNK) if prompt.computable(cut)}
+            step = min(self._asked.chunk or CHUNK, CHUNK)
+            cuts |= {cut for cut in range(at // step * step + step, end, step) if prompt.computable(cut)}
         if at:
             read(cache, self.store.storage, prompt, at, len(prompt.tokens) - at + self.room)
         for start, behind in prompt.later:

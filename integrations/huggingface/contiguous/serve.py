@@ -244,6 +244,7 @@ class Contiguous:
                     by_row=loop.mode in BY_ROW,
                     eos=frozenset(loop.eos),
                     hidden=hidden,
+                    chunk=config.prefill_chunk_size,
                 ),
                 lease,
             )
