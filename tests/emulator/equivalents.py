@@ -9,6 +9,7 @@ from __future__ import annotations
 ONE_TURN = "one more turn of the loop, in which every lane is masked off or that nothing uses"
 INSIDE = "one key more is read, inside of the tensors, and a later mask drops it"
 AGAIN = "one more program or lane writes what another one writes, the same values"
+NO_TILE = "a walk over no tile"
 EMPTY = "one more row tile or query tile runs, with every row masked off"
 DEAD_ROWS = "an element of rows behind the last query, which are not written"
 LOG2 = "log2's own tests for infinity and numbers below the smallest normal one: at the boundary both ways agree"
@@ -20,9 +21,10 @@ REASONS: dict[str, dict[str, str]] = {
         "row_begin < q_len * GROUP": EMPTY,
         "tl.program_id(1) < GRID_HEADS": AGAIN,
     },
+    "_attention/scaling.py": {"tl.log2(denominator)": LOG2, "tl.log2(safe_total)": LOG2},
     "_attention/rows.py": {
-        "tl.log2(denominator)": LOG2,
-        "tl.log2(safe_total)": LOG2,
+        "full_end > full_begin": NO_TILE,
+        "i_end - skip > i_begin": NO_TILE,
         "token < q_len": "a row behind the last query is read and not written; one outside of the tensor is found",
     },
     "_attention/lists.py": {
@@ -38,9 +40,8 @@ REASONS: dict[str, dict[str, str]] = {
         "member < QUERIES": "no block is marked for that query",
         "offs < blocks": "the mark behind the last block is of no block: its keys lie behind the sequence",
         "offset < BLOCK_SIZE": "the next block's first key, in a lane of a block that has no such key",
-        "t < seq_len": "with a causal mask no query lies behind the sequence, and the mask drops that key too",
+        "token < q_len": "a row behind the last query is read and not written; one outside of the tensor is found",
         "tl.load(table_ptr + block, mask=live, other=-1) >= 0": "a lane of no block, which is masked off all the same",
-        "tl.log2(denominator)": LOG2,
         "tl.max(tl.broadcast_to(live, [BLOCK_M, BLOCK_N]).to(tl.int32), 0) > 0": INSIDE,
     },
     "_attention/merge.py": {
@@ -61,15 +62,13 @@ REASONS: dict[str, dict[str, str]] = {
         "tile[:, None] < num_tiles": "the blocks of that tile lie behind the sequence's last",
     },
     "_attention/predicate.py": {
+        "ahead < _ahead(tl.maximum(hi, key_begin), key_begin)": "one key more is read and masked, or " + DEAD_ROWS,
+        "ahead < sink_end": "one key more is read, or one that a row has in its window, or has not at all",
+        "ahead >= _ahead(tl.maximum(lo, key_begin), key_begin)": DEAD_ROWS,
         "begin + BLOCK_SIZE > pos - mask.window + 1": "one block more is marked, all of whose keys the window drops",
         "begin < mask.num_sink_tokens": "one block more is marked, none of whose keys is a sink token",
         "hi > lo": "an empty range gets a tile, all of whose keys are masked off",
         "limit > key_begin": "no sink token gets a tile, all of whose keys are masked off",
-        "t < mask.num_sink_tokens": INSIDE,
-        "t[None, :] < mask.num_sink_tokens": "a key that a row has in its window, or has not at all",
-        "t[None, :] <= pos[:, None]": DEAD_ROWS,
-        "t[None, :] > pos[:, None] - mask.window": DEAD_ROWS,
-        "t[None, :] >= 0": "a key's position is never below 0",
     },
     "_attention/softmax.py": {"tl.log2(denominator)": LOG2},
     "_attention/walk.py": {
@@ -79,9 +78,8 @@ REASONS: dict[str, dict[str, str]] = {
         "key + offset < hi": "a block's number is read, and the keys' own masks drop its keys",
         "key < hi": "a block's number is read ahead for the step after the last",
         "own < tree_keys": "a token that no mask has a bit for lies behind the sequence",
-        "start < hi": "a block's number is read, and the keys' own masks drop its keys",
+        "start < hi": "a block's number is read, or a step taken, and the keys' own masks drop its keys",
         "t < hi": INSIDE,
-        "t < tl.where(block >= 0, hi, 0)": "a key behind the last query of a row tile, which the causal mask drops too",
         "t >= own_begin": "the first of a call's own tokens is at depth 0, where its position is its place",
     },
     "_quantize.py": {"magnitude < 1015021568": "at the smallest normal number both formulas give the same code"},

@@ -29,9 +29,10 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "numerics.md"
 KINDS: dict[str, tuple[str, Callable[[re.Match[str]], str]]] = {
     "barrier": (r"bar\.sync\s+0;", lambda match: ""),
     "wait": (r"cp\.async\.wait_group\s+\d+", lambda match: "cp.async.wait_group 9"),
+    # Other columns of the same rows: those behind the last query are the last one's again.
     "operand": (
-        r"(mma\.sync\S+\s+\{[^}]*\}, \{ )(%r\d+), (%r\d+)",
-        lambda match: f"{match[1]}{match[3]}, {match[2]}",
+        r"(mma\.sync\S+\s+\{[^}]*\}, \{ )(%r\d+), (%r\d+), (%r\d+)",
+        lambda match: f"{match[1]}{match[4]}, {match[3]}, {match[2]}",
     ),
 }
 

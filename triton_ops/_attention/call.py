@@ -157,7 +157,8 @@ class AttentionCall(BatchCall):
     def terms(self) -> Terms:
         """The options that change a score."""
         has_softcap, has_alibi = self.softcap > 0, self.alibi_slopes is not None
-        return Terms(self.softcap, has_softcap, has_alibi, PLAIN=not (has_softcap or has_alibi))
+        plain = not (has_softcap or has_alibi)
+        return Terms(self.softcap, has_softcap, has_alibi, PLAIN=plain, NEGATIVE=self.scale < 0)
 
     def signature(self) -> tuple[object, ...]:
         """All that kernels are chosen and compiled by: equal for two calls that differ in addresses and values only."""

@@ -10,7 +10,7 @@ from .._kernel import kernel
 from .._triton import tl, triton
 from .kernel import _find_sequence, _zero_padding
 from .layout import LENGTHS
-from .predicate import Mask, _live_blocks, _live_scores
+from .predicate import Mask, _ahead, _live_blocks, _row_spans, _within
 from .rows import _scaled_queries
 from .scores import Terms, _slopes
 from .softmax import _finish
@@ -177,8 +177,9 @@ def _list_attention_kernel(
             union_ptr, table_ptr, i_begin + following // PIECES * PARTS, i_end, following % PIECES,
             BLOCK_SIZE, BLOCK_N, WIDTH,
         )  # fmt: skip
-        live = ((bits[None, :] >> member[:, None]) & 1 != 0) & (t < seq_len)[None, :] & mask_m[:, None]
-        reached = _live_scores(t, pos, mask)
+        live = ((bits[None, :] >> member[:, None]) & 1 != 0) & mask_m[:, None]
+        row_lo, row_hi = _row_spans(pos, seq_len, 0, mask)
+        reached = _within(_ahead(t, 0)[None, :], row_lo[:, None], row_hi[:, None], 0, mask)
         if TREE:
             reached = _tree_scores(reached, t, seq_len, tree_rows, own_begin, tree_keys)
         live = live & reached

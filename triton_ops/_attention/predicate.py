@@ -66,16 +66,26 @@ class Mask(NamedTuple):
 
 
 @triton.jit
+def _between(low, high, seq_len, key_begin, mask):
+    """Keys from where the window of a query at `low` begins to where what a query at `high` reaches ends.
+
+    Sink tokens are left out; the end may lie below the beginning.
+    """
+    lo = key_begin
+    hi = seq_len
+    if mask.CAUSAL:
+        hi = tl.minimum(hi, high + 1)
+    if mask.WINDOW:
+        lo = tl.maximum(lo, low - mask.window + 1)
+        if not mask.CAUSAL:
+            hi = tl.minimum(hi, high + mask.window)
+    return lo, hi
+
+
+@triton.jit
 def _span(p_first, p_last, seq_len, key_begin, mask):
     """Live keys [lo, hi) and sink tokens below lo, of queries at positions p_first to p_last; and both in tiles."""
-    hi = seq_len
-    lo = key_begin
-    if mask.CAUSAL:
-        hi = tl.minimum(hi, p_last + 1)
-    if mask.WINDOW:
-        if not mask.CAUSAL:
-            hi = tl.minimum(hi, p_last + mask.window)
-        lo = tl.maximum(lo, p_first - mask.window + 1)
+    lo, hi = _between(p_first, p_last, seq_len, key_begin, mask)
     lo = tl.minimum(tl.maximum(lo, 0), seq_len)
     hi = tl.maximum(hi, lo)
     tile_lo = tl.where(hi > lo, lo // TILE, (lo + TILE - 1) // TILE)
@@ -102,43 +112,30 @@ def _reaching(p_first, t, mask):
 @triton.jit
 def _whole_span(p_first, p_last, seq_len, key_begin, mask):
     """Keys [lo, hi) that all of the queries at positions p_first to p_last attend to."""
-    lo = key_begin
-    hi = seq_len
-    if mask.CAUSAL:
-        hi = tl.minimum(hi, p_first + 1)
-    if mask.WINDOW:
-        lo = tl.maximum(lo, p_last - mask.window + 1)
-        if not mask.CAUSAL:
-            hi = tl.minimum(hi, p_first + mask.window)
-    return lo, hi
+    return _between(p_last, p_first, seq_len, key_begin, mask)
 
 
 @triton.jit
 def _row_spans(pos, seq_len, key_begin, mask):
     """Keys [lo, hi) of each query, sink tokens left out; hi may lie below lo."""
-    lo = tl.maximum(pos - mask.window + 1, key_begin)
-    hi = pos + 1
-    if not mask.CAUSAL:
-        hi = pos + mask.window
-    return tl.minimum(lo, seq_len), tl.minimum(hi, seq_len)
+    lo, hi = _between(pos, pos, seq_len, key_begin, mask)
+    none = tl.zeros_like(pos)
+    return lo + none, hi + none
 
 
 @triton.jit
-def _in_reach(t, lo, mask):
-    """Whether keys t are live keys from lo on, or sink tokens."""
-    return (t >= lo) | (t < mask.num_sink_tokens)
+def _ahead(t, key_begin):
+    """How far keys t are from key_begin on; unsigned, so that those before it are beyond every end."""
+    return tl.cast(t - key_begin, tl.uint32, bitcast=True)
 
 
 @triton.jit
-def _live_scores(t, pos, mask):
-    """Which of keys t queries at pos attend to, of those that are present: [queries, keys]."""
-    live = t[None, :] >= 0
-    if mask.CAUSAL:
-        live = t[None, :] <= pos[:, None]
+def _within(ahead, lo, hi, key_begin, mask):
+    """Which keys so far `_ahead` are in [lo, hi), or sink tokens below hi."""
+    live = ahead < _ahead(tl.maximum(hi, key_begin), key_begin)
     if mask.WINDOW:
-        live = live & ((t[None, :] > pos[:, None] - mask.window) | (t[None, :] < mask.num_sink_tokens))
-        if not mask.CAUSAL:
-            live = live & (t[None, :] < pos[:, None] + mask.window)
+        sink_end = _ahead(tl.maximum(mask.num_sink_tokens, key_begin), key_begin)
+        live = live & ((ahead >= _ahead(tl.maximum(lo, key_begin), key_begin)) | (ahead < sink_end))
     return live
 
 

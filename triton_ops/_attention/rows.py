@@ -12,7 +12,7 @@ from .layout import TILE
 from .predicate import _reaching, _row_spans, _sink_tiles, _span, _whole_span
 from .scores import _product_factor, _slopes
 from .softmax import _finish
-from .walk import E4M3_BITS, PLAIN_CACHE, _rows_of_head, _walk
+from .walk import E4M3_BITS, PLAIN_CACHE, _first_tile, _rows_of_head, _walk
 
 
 @triton.jit
@@ -43,8 +43,12 @@ def _scaled_queries(
         qk_scale *= tl.cast(tl.load(k_scale_ptr + kv_head * (SCALES - 1)), tl.float32)
     if CODES >= E4M3_BITS:
         qk_scale *= 256.0
-    # A softmax step takes the maximum before it multiplies, and -inf times 0 is NaN: the factor is made positive.
-    q = tl.where(qk_scale < 0, -q, q)
+    # A softmax step takes the maximum before it multiplies, and -inf times 0 is NaN: the factor is made positive. Where
+    # nothing changes them, queries go to the matrix unit from shared memory.
+    if SCALES > 0:
+        q = tl.where(qk_scale < 0, -q, q)
+    elif terms.NEGATIVE:
+        q = -q
     factor = _product_factor(tl.maximum(tl.abs(qk_scale), 1e-30), terms)
     if ROWS:
         # Codes are exact in float16, and it takes one instruction for two of them where bfloat16 takes four.
@@ -73,11 +77,15 @@ def _attend_rows(
     SEGMENTS: tl.constexpr = POSITIONS and mask.BOUNDED and not DECODE and not TREE
     # Steps of two tiles are for those that need no mask; they may lie apart where others between them are absent.
     EDGE_N: tl.constexpr = BLOCK_N if BLOCK_N < TILE else TILE
+    SCATTERED: tl.constexpr = TREE or (POSITIONS and mask.BOUNDED)
+    # Scores that take more than a product and a mask leave it no registers.
+    LAST_FIRST: tl.constexpr = TWO_LOOPS and not (DECODE or TREE) and terms.PLAIN and CODES == PLAIN_CACHE
     offs_d = tl.arange(0, BLOCK_D)
     offs_v = tl.arange(0, BLOCK_V)
     row = row_begin + tl.arange(0, BLOCK_M)
-    token = row // GROUP
-    head = kv_head * GROUP + row % GROUP
+    # Unsigned numbers are divided by a power of two in one instruction.
+    token = (row.to(tl.uint32) // GROUP).to(tl.int32)
+    head = kv_head * GROUP + (row.to(tl.uint32) % GROUP).to(tl.int32)
     mask_m = token < q_len
     first = row_begin // GROUP
     last = tl.minimum(q_len - 1, (row_begin + BLOCK_M - 1) // GROUP)
@@ -145,10 +153,13 @@ def _attend_rows(
     i_end = tl.minimum(i_end, n)
 
     q_token = q_begin + token
-    q = tl.load(
-        query_ptr + q_token.to(tl.int64)[:, None] * stride_qt + head[:, None] * stride_qh + offs_d[None, :],
-        mask=mask_m[:, None] & (offs_d[None, :] < HEAD_DIM), other=0.0,
-    )  # fmt: skip
+    # Rows past the last query are those of the last one again: no mask, and nothing of theirs is written.
+    q_rows = (q_begin + tl.minimum(token, q_len - 1)).to(tl.int64)
+    q_ptrs = query_ptr + q_rows[:, None] * stride_qt + head[:, None] * stride_qh + offs_d[None, :]
+    if HEAD_DIM == BLOCK_D:
+        q = tl.load(q_ptrs)
+    else:
+        q = tl.load(q_ptrs, mask=tl.broadcast_to(offs_d[None, :] < HEAD_DIM, q_ptrs.shape), other=0.0)
     key_ptr += tl.cast(kv_head, tl.int64) * stride_kh
     value_ptr += tl.cast(kv_head, tl.int64) * stride_vh
     key_source = key_ptr
@@ -164,10 +175,23 @@ def _attend_rows(
     q, factor = _scaled_queries(q, scale, k_scale_ptr, kv_head, terms, SCALES, CODES, ROWS)
     SHIFT: tl.constexpr = 15 if ROWS or query_ptr.dtype.element_ty == tl.float16 else 0
     slope = _slopes(alibi_ptr, head, mask_m, terms)
-    m = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_M, BLOCK_N] if DECODE else [BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
-    visits = 0
+    visits = tl.maximum(i_end - i_begin, 0)
+    if LAST_FIRST:
+        # The last tile, which nearly always needs a mask, needs no loop, and as the first of a sum no rescaling.
+        i_last = tl.maximum(i_end - 1, i_begin)
+        m, total, acc = _first_tile(
+            q, pos, slope, i_last, i_end,
+            tiles_ptr, rank_lo, n_sink, rank_sink, has_holes, table_ptr, key_source, value_source,
+            stride_kb, stride_kt, stride_vb, stride_vt,
+            lo, hi, key_begin, mask, factor, terms, tree_rows, own_begin, tree_keys, own_positions_ptr,
+            SCATTERED, TREE, CODES, UPCAST, DESCRIPTORS, ROWS, DECODE, SHIFT,
+            BLOCK_SIZE, EDGE_N, HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_V,
+        )  # fmt: skip
+        i_end = i_last
+    else:
+        m = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        total = tl.zeros([BLOCK_M, BLOCK_N] if DECODE else [BLOCK_M], tl.float32)
+        acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
 
     full_begin = i_begin
     full_end = i_begin
@@ -179,23 +203,23 @@ def _attend_rows(
         x_lo = tl.minimum(tl.maximum((full_lo + TILE - 1) // TILE, tile_lo), tile_hi)
         x_hi = tl.minimum(tl.maximum(full_hi, 0) // TILE, tile_hi)
         full_begin = tl.maximum(n_sink + _rank(ranks_ptr, x_lo, has_holes) - rank_lo, i_begin)
-        full_end = tl.minimum(n_sink + _rank(ranks_ptr, tl.maximum(x_hi, x_lo), has_holes) - rank_lo, i_end)
-        full_end = tl.where(has_partial, full_begin, full_end)
         full_begin = tl.minimum(full_begin, i_end)
-        full_end = tl.maximum(full_end, full_begin)
+        full_end = tl.minimum(n_sink + _rank(ranks_ptr, tl.maximum(x_hi, x_lo), has_holes) - rank_lo, i_end)
+        full_end = tl.where(has_partial, full_begin, tl.maximum(full_end, full_begin))
         if BLOCK_N > TILE:
             full_end -= (full_end - full_begin) % (BLOCK_N // TILE)
-        m, total, acc = _walk(
-            q, m, total, acc, pos, slope, full_begin, full_end, full_end, 0,
-            tiles_ptr, rank_lo, n_sink, 0, has_holes, table_ptr, key_source, value_source,
-            stride_kb, stride_kt, stride_vb, stride_vt,
-            lo, hi, key_begin, mask, factor, terms, tree_rows, own_begin, tree_keys, own_positions_ptr,
-            False, False, TREE, CODES, UPCAST, DESCRIPTORS, ROWS, DECODE, SHIFT,
-            BLOCK_SIZE, BLOCK_N, HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_V,
-        )  # fmt: skip
-        visits += full_end - full_begin
+        if DECODE or (full_end > full_begin):
+            m, total, acc = _walk(
+                q, m, total, acc, pos, slope, full_begin, full_end, full_end, 0,
+                tiles_ptr, rank_lo, n_sink, 0, has_holes, table_ptr, key_source, value_source,
+                stride_kb, stride_kt, stride_vb, stride_vt,
+                lo, hi, key_begin, mask, factor, terms, tree_rows, own_begin, tree_keys, own_positions_ptr,
+                False, False, TREE, CODES, UPCAST, DESCRIPTORS, ROWS, DECODE, SHIFT,
+                BLOCK_SIZE, BLOCK_N, HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_V,
+            )  # fmt: skip
     skip = full_end - full_begin
     if SEGMENTS:
+        visits = 0
         # Queries further apart than the window: walk over the union of their windows, not over its hull.
         first_key, end_key = _row_spans(pos, seq_len, key_begin, mask)
         first_tile = tl.maximum(first_key, 0) // TILE
@@ -222,16 +246,15 @@ def _attend_rows(
             )  # fmt: skip
             visits += tl.maximum(segment_end - segment_begin, 0)
             segment = tl.min(tl.where(mask_m & (end_tile > 0) & (first_tile > reach), first_tile, 2147483647), 0)
-    else:
+    elif (not LAST_FIRST) or (i_end - skip > i_begin):
         m, total, acc = _walk(
             q, m, total, acc, pos, slope, i_begin, i_end - skip, full_begin, skip,
             tiles_ptr, rank_lo, n_sink, rank_sink, has_holes, table_ptr, key_source, value_source,
             stride_kb, stride_kt, stride_vb, stride_vt,
             lo, hi, key_begin, mask, factor, terms, tree_rows, own_begin, tree_keys, own_positions_ptr,
-            True, TREE or (POSITIONS and mask.BOUNDED), TREE, CODES, UPCAST, DESCRIPTORS, ROWS, DECODE, SHIFT,
+            True, SCATTERED, TREE, CODES, UPCAST, DESCRIPTORS, ROWS, DECODE, SHIFT,
             BLOCK_SIZE, EDGE_N, HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_V,
         )  # fmt: skip
-        visits += tl.maximum(i_end - skip - i_begin, 0)
     if DECODE:
         total = tl.sum(total, 1)
     if COUNT:

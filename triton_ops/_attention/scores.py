@@ -11,12 +11,13 @@ from .softmax import LOG2E
 
 
 class Terms(NamedTuple):
-    """The options that change a score; PLAIN: none of them is given."""
+    """The options that change a score; PLAIN: none of them is given. NEGATIVE: scale is below 0."""
 
     softcap: float
     SOFTCAP: bool
     ALIBI: bool
     PLAIN: bool
+    NEGATIVE: bool
 
     def apply(self, score: torch.Tensor, distance: torch.Tensor, alibi_slopes: torch.Tensor | None) -> torch.Tensor:
         """Scores `[num_heads, queries, keys]` brought to what they are, in place.

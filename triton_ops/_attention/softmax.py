@@ -14,22 +14,30 @@ def _rescale(
 ):
     """Weights of a tile of scores, and m, total and acc brought to its maximum; total with the weights added.
 
-    `factor` is above 0 and brings scores to base 2; ROWS: one a row. LAZY: total has a column per key of a tile, summed
-    at the end. Weights are up to 2**SHIFT: in float16 small ones then lose nothing.
+    For the first tile m and total are None, and acc is 0. `factor` is above 0 and brings scores to base 2; ROWS: one a
+    row. LAZY: total has a column per key of a tile, summed at the end. Weights are up to 2**SHIFT: in float16 small ones
+    then lose nothing.
     """
     top = tl.max(score, 1) * factor
     if SHIFT != 0:
         top -= SHIFT
-    m_new = tl.maximum(m, top)
+    m_new = top
+    if m is not None:
+        m_new = tl.maximum(m, top)
     safe = m_new
     if MASKED:
         safe = tl.where(m_new == float("-inf"), 0.0, m_new)
     if ROWS:
         factor = factor[:, None]
     p = tl.exp2(score * factor - safe[:, None])
-    alpha = tl.exp2(m - safe)
-    total = total * alpha[:, None] + p if LAZY else total * alpha + tl.sum(p, 1)
-    return p, m_new, total, acc * alpha[:, None]
+    added = p if LAZY else tl.sum(p, 1)
+    if m is None:
+        total = added
+    else:
+        alpha = tl.exp2(m - safe)
+        total = total * (alpha[:, None] if LAZY else alpha) + added
+        acc = acc * alpha[:, None]
+    return p, m_new, total, acc
 
 
 @triton.jit

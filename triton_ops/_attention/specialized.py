@@ -12,7 +12,7 @@ from .._kernel import kernel
 from .._triton import tl
 from .kernel import _find_sequence
 from .layout import DEAD_TILES, INFO_FLAGS, LENGTHS, PARTIAL_TILES, _plan_rows
-from .predicate import Mask, _live_scores, _span, _whole_tile_queries
+from .predicate import Mask, _ahead, _row_spans, _span, _whole_tile_queries, _within
 from .rows import _rank
 from .softmax import LOG2E, _finish, _rescale
 from .walk import _rows_of_head
@@ -79,6 +79,7 @@ def _specialized_attention_kernel(
     q = queries.load([q_begin + first, 0])
     token = first + tl.arange(0, BLOCK_M)
     pos = seq_len - q_len + token
+    row_lo, row_hi = _row_spans(pos, seq_len, key_begin, mask)
     offs_n = tl.arange(0, BLOCK_N)
     factor = scale * LOG2E
     SHIFT: tl.constexpr = 15 if query_ptr.dtype.element_ty == tl.float16 else 0
@@ -97,7 +98,7 @@ def _specialized_attention_kernel(
             score = tl.dot(q.to(tl.float32), tl.trans(k.to(tl.float32)), input_precision="ieee")
         else:
             score = tl.dot(q, tl.trans(k))
-        live = _live_scores(t, pos, mask)
+        live = _within(_ahead(t, key_begin)[None, :], row_lo[:, None], row_hi[:, None], key_begin, mask)
         score = tl.where(live, score, float("-inf"))
         p, m, total, acc = _rescale(score, m, total, acc, factor, True, False, False, SHIFT)
         v = values.load([block * value_rows + tile * BLOCK_N % BLOCK_SIZE, 0])

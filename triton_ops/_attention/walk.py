@@ -9,13 +9,15 @@ from __future__ import annotations
 from .._quantize import small_e4m3
 from .._triton import tl, triton
 from .layout import TILE, kernel_constants
-from .predicate import _in_reach, _live_scores
+from .predicate import _ahead, _row_spans, _within
 from .scores import _with_terms
 from .softmax import _rescale
 
 # How a cache is stored: as the query's dtype, as codes that the device converts, as uint8 codes of float8 e4m3 that are
 # read as a 256th of what they stand for; E4M3_PACKED: the same, on a device of Nvidia's.
 PLAIN_CACHE, NATIVE_CODES, E4M3_BITS, E4M3_PACKED = kernel_constants(0, 1, 2, 3)
+# How far ahead an absent key is: beyond every end.
+(ABSENT,) = kernel_constants(1 << 31)
 
 
 @triton.jit
@@ -178,7 +180,10 @@ def _accumulate(
     q, m, total, acc, pos, slope, k, v, t, live, factor, terms,
     MASKED: tl.constexpr, UPCAST: tl.constexpr, ROWS: tl.constexpr, LAZY: tl.constexpr, SHIFT: tl.constexpr,
 ):  # fmt: skip
-    """Adds keys at positions t to an online softmax; `live`: which rows attend to which of them, where MASKED."""
+    """Adds keys at positions t to an online softmax; `live`: which rows attend to which of them, where MASKED.
+
+    m and total are None where they are the first.
+    """
     # The interpreter multiplies bfloat16 as integers, so there the operands of a dot are float32.
     if UPCAST:
         score = tl.dot(q.to(tl.float32), tl.trans(k.to(tl.float32)), input_precision="ieee")
@@ -195,7 +200,7 @@ def _accumulate(
         score = tl.where(live, score, float("-inf"))
     p, m, total, acc = _rescale(score, m, total, acc, factor, MASKED, ROWS and terms.PLAIN, LAZY, SHIFT)
     if UPCAST:
-        acc += tl.dot(p.to(q.dtype).to(tl.float32), v.to(tl.float32), input_precision="ieee")
+        acc = tl.dot(p.to(q.dtype).to(tl.float32), v.to(tl.float32), acc, input_precision="ieee")
     else:
         acc = tl.dot(p.to(q.dtype), v, acc, input_precision="ieee")
     return m, total, acc
@@ -214,15 +219,16 @@ def _step(
 ):  # fmt: skip
     """One step of the online softmax. Sources are pointers, or descriptors: then stride_kb and stride_vb count rows."""
     t = _key_positions(start, second, BLOCK_N)
-    present = t < hi
+    present = t
+    live = t
     if MASKED:
-        present = (t < tl.where(block >= 0, hi, 0)) & (t >= key_begin)
-        if mask.BOUNDED:
-            present &= _in_reach(t, lo, mask)
-        live = _live_scores(t, pos, mask)
+        ahead = _ahead(_key_positions(start - key_begin, second - key_begin, BLOCK_N), 0)
+        ahead = tl.where(block >= 0, ahead, ABSENT)
+        present = _within(ahead, lo, hi, key_begin, mask)
+        row_lo, row_hi = _row_spans(pos, hi, key_begin, mask)
+        live = _within(ahead[None, :], row_lo[:, None], row_hi[:, None], key_begin, mask)
         if TREE:
-            live = _tree_scores(live, t, hi, tree_rows, own_begin, tree_keys)
-        live = present[None, :] & live
+            live = present[None, :] & _tree_scores(live, t, hi, tree_rows, own_begin, tree_keys)
         if SCATTERED:
             # Between far queries a tile holds keys that no row attends to: their memory may hold NaN.
             present = tl.max(tl.broadcast_to(live, [q.shape[0], BLOCK_N]).to(tl.int32), 0) > 0
@@ -242,12 +248,41 @@ def _step(
         values = _row_pointers(value_source, block, start, second, stride_vb, stride_vt, BLOCK_SIZE, BLOCK_N, BLOCK_V)
         k = _load_rows(keys, present, q.dtype, MASKED, CODES, HEAD_DIM, BLOCK_N, BLOCK_D)
         v = _load_rows(values, present, q.dtype, MASKED, CODES, VALUE_DIM, BLOCK_N, BLOCK_V)
-    if not MASKED:
-        live = present
     if TREE and MASKED:  # noqa: SIM102  the first is known to the compiler
         if terms.ALIBI and own_positions_ptr is not None:
             t = _depths(own_positions_ptr, t, hi, own_begin)
     return _accumulate(q, m, total, acc, pos, slope, k, v, t, live, factor, terms, MASKED, UPCAST, ROWS, LAZY, SHIFT)
+
+
+@triton.jit
+def _first_tile(
+    q, pos, slope, i, i_end,
+    tiles_ptr, rank_lo, n_sink, rank_sink, has_holes, table_ptr, key_source, value_source,
+    stride_kb, stride_kt, stride_vb, stride_vt,
+    lo, hi, key_begin, mask, factor, terms, tree_rows, own_begin, tree_keys, own_positions_ptr,
+    SCATTERED: tl.constexpr, TREE: tl.constexpr, CODES: tl.constexpr, UPCAST: tl.constexpr, DESCRIPTORS: tl.constexpr,
+    ROWS: tl.constexpr, LAZY: tl.constexpr, SHIFT: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """The online softmax of the i-th live tile, or of no key where i is not below i_end; without a loop around it."""
+    m = None
+    total = None
+    acc = tl.zeros([q.shape[0], BLOCK_V], tl.float32)
+    for piece in tl.static_range(TILE // BLOCK_N):
+        start, second = _step_start(
+            piece, i, i_end, i_end, 0, hi, tiles_ptr, rank_lo, n_sink, rank_sink, has_holes, mask.BOUNDED, BLOCK_N
+        )
+        if piece == 0 or start < hi:
+            block = _block_numbers(table_ptr, start, second, hi, False, BLOCK_SIZE, BLOCK_N)
+            m, total, acc = _step(
+                q, m, total, acc, pos, slope, start, second, block, key_source, value_source,
+                stride_kb, stride_kt, stride_vb, stride_vt,
+                lo, hi, key_begin, mask, factor, terms, tree_rows, own_begin, tree_keys, own_positions_ptr,
+                True, SCATTERED, TREE, CODES, UPCAST, DESCRIPTORS, ROWS, LAZY, SHIFT,
+                BLOCK_SIZE, BLOCK_N, HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_V,
+            )  # fmt: skip
+    return m, total, acc
 
 
 @triton.jit
