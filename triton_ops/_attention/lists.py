@@ -9,12 +9,12 @@ from __future__ import annotations
 from .._kernel import kernel
 from .._triton import tl, triton
 from .kernel import _find_sequence, _zero_padding
+from .keys import PLAIN_CACHE, _load_rows
 from .layout import LENGTHS
 from .predicate import Mask, _ahead, _live_blocks, _row_spans, _within
-from .rows import _scaled_queries
+from .scaling import _end_rows, _scaled_queries
 from .scores import Terms, _slopes
-from .softmax import _finish
-from .walk import E4M3_BITS, PLAIN_CACHE, _accumulate, _depths, _load_rows, _tree_scores
+from .walk import _accumulate, _depths, _tree_scores
 
 
 @kernel(LENGTHS, mask=Mask)
@@ -201,20 +201,9 @@ def _list_attention_kernel(
     total = tl.sum(total, 1)
     if COUNT:
         tl.atomic_add(visits_ptr, i_end - i_begin)
-    if SCALES > 0:
-        acc *= tl.cast(tl.load(v_scale_ptr + kv_head * (SCALES - 1)), tl.float32)
-    if CODES >= E4M3_BITS:
-        acc *= 256.0
-    if num_splits > 1:
-        denominator = tl.where(total == 0, 1.0, total)
-        row_out = (tl.cast(split, tl.int64) * num_tokens + q_token) * NUM_HEADS + head
-        tl.store(
-            partial_ptr + row_out[:, None] * VALUE_DIM + offs_v[None, :], acc / denominator[:, None],
-            mask=mask_m[:, None] & (offs_v[None, :] < VALUE_DIM),
-        )  # fmt: skip
-        tl.store(partial_lse_ptr + row_out, m + tl.log2(denominator), mask=mask_m)
-    else:
-        _finish(
-            acc, m, total, sinks_ptr, out_ptr, lse_ptr, q_token, head, mask_m, 0,
-            SINKS, WITH_LSE, NUM_HEADS, VALUE_DIM, BLOCK_V,
-        )  # fmt: skip
+    split_row = (tl.cast(split, tl.int64) * num_tokens + q_begin) * NUM_HEADS
+    _end_rows(
+        acc, m, total, v_scale_ptr, kv_head, sinks_ptr, out_ptr, lse_ptr, partial_ptr, partial_lse_ptr,
+        q_token, head, mask_m, num_splits > 1, split_row, token,
+        False, SINKS, SCALES, CODES, WITH_LSE, NUM_HEADS, NUM_HEADS, VALUE_DIM, BLOCK_V,
+    )  # fmt: skip

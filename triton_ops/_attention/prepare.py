@@ -24,10 +24,10 @@ from .constants import (
     programs_per_processor,
     specialized_tiles,
 )
+from .keys import E4M3_BITS, E4M3_PACKED, NATIVE_CODES, PLAIN_CACHE
 from .layout import DECODE_QUERIES, MIN_SPLIT_TILES, TILE_KEYS, PlanShape
 from .prepared import Grid, Prepared, Results
 from .specialized_launch import is_describable, is_specializable, specialized_grid
-from .walk import E4M3_BITS, E4M3_PACKED, NATIVE_CODES, PLAIN_CACHE
 
 # Batch-invariant mode: keys per split, whatever the batch. Longer contexts are summed from splits of this length.
 INVARIANT_SPLIT_KEYS = 8192

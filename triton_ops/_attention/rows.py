@@ -8,53 +8,18 @@ a dead tile is never visited.
 from __future__ import annotations
 
 from .._triton import tl, triton
+from .keys import PLAIN_CACHE, _rows_of_head
 from .layout import TILE
 from .predicate import _reaching, _row_spans, _sink_tiles, _span, _whole_span
-from .scores import _product_factor, _slopes
-from .softmax import _finish
-from .walk import E4M3_BITS, PLAIN_CACHE, _first_tile, _rows_of_head, _walk
+from .scaling import _end_rows, _scaled_queries
+from .scores import _slopes
+from .walk import _first_tile, _walk
 
 
 @triton.jit
 def _rank(ranks_ptr, tile, has_holes):
     """How many live tiles a sequence has before `tile`."""
     return tl.load(ranks_ptr + tile, mask=has_holes, other=tile)
-
-
-@triton.jit
-def _halved(q):
-    """Rows of q as float16 after a division by a power of two each, which is the second result."""
-    wide = q.to(tl.float32)
-    top = tl.max(tl.abs(wide), 1)
-    # Within these bounds both the power and its inverse are normal numbers, made by their exponents alone.
-    top = tl.minimum(tl.maximum(top, 2.0**-120), 2.0**126)
-    exponent = top.to(tl.int32, bitcast=True) & 0x7F800000
-    inverse = (0x7F000000 - exponent).to(tl.float32, bitcast=True)
-    return (wide * inverse[:, None]).to(tl.float16), exponent.to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _scaled_queries(
-    q, scale, k_scale_ptr, kv_head, terms, SCALES: tl.constexpr, CODES: tl.constexpr, ROWS: tl.constexpr
-):
-    """Queries, and the factor that their products are multiplied by first (ROWS: one a row)."""
-    qk_scale = scale
-    if SCALES > 0:
-        qk_scale *= tl.cast(tl.load(k_scale_ptr + kv_head * (SCALES - 1)), tl.float32)
-    if CODES >= E4M3_BITS:
-        qk_scale *= 256.0
-    # A softmax step takes the maximum before it multiplies, and -inf times 0 is NaN: the factor is made positive. Where
-    # nothing changes them, queries go to the matrix unit from shared memory.
-    if SCALES > 0:
-        q = tl.where(qk_scale < 0, -q, q)
-    elif terms.NEGATIVE:
-        q = -q
-    factor = _product_factor(tl.maximum(tl.abs(qk_scale), 1e-30), terms)
-    if ROWS:
-        # Codes are exact in float16, and it takes one instruction for two of them where bfloat16 takes four.
-        q, power = _halved(q)
-        factor = factor * power
-    return q, factor
 
 
 @triton.jit
@@ -81,7 +46,6 @@ def _attend_rows(
     # Scores that take more than a product and a mask leave it no registers.
     LAST_FIRST: tl.constexpr = TWO_LOOPS and not (DECODE or TREE) and terms.PLAIN and CODES == PLAIN_CACHE
     offs_d = tl.arange(0, BLOCK_D)
-    offs_v = tl.arange(0, BLOCK_V)
     row = row_begin + tl.arange(0, BLOCK_M)
     # Unsigned numbers are divided by a power of two in one instruction.
     token = (row.to(tl.uint32) // GROUP).to(tl.int32)
@@ -260,26 +224,8 @@ def _attend_rows(
     if COUNT:
         tl.atomic_add(visits_ptr, visits)
 
-    if SCALES > 0:
-        acc *= tl.cast(tl.load(v_scale_ptr + kv_head * (SCALES - 1)), tl.float32)
-    if CODES >= E4M3_BITS:
-        acc *= 256.0
-    if SPLIT_TILES > 0:
-        # One split or many, the same roundings in the same order.
-        safe_total = tl.where(total == 0, 1.0, total)
-        acc = acc / safe_total[:, None]
-        m += tl.log2(safe_total)
-        total = tl.where(total == 0, 0.0, 1.0)
-    if is_split:
-        denominator = tl.where(total == 0, 1.0, total)
-        row_out = split_row + tl.cast(token, tl.int64) * SPLIT_HEADS + head
-        tl.store(
-            partial_ptr + row_out[:, None] * VALUE_DIM + offs_v[None, :], acc / denominator[:, None],
-            mask=mask_m[:, None] & (offs_v[None, :] < VALUE_DIM),
-        )  # fmt: skip
-        tl.store(partial_lse_ptr + row_out, m + tl.log2(denominator), mask=mask_m)
-    else:
-        _finish(
-            acc, m, total, sinks_ptr, out_ptr, lse_ptr, q_token.to(tl.int64), head, mask_m, 0,
-            SINKS, WITH_LSE, NUM_HEADS, VALUE_DIM, BLOCK_V,
-        )  # fmt: skip
+    _end_rows(
+        acc, m, total, v_scale_ptr, kv_head, sinks_ptr, out_ptr, lse_ptr, partial_ptr, partial_lse_ptr,
+        q_token.to(tl.int64), head, mask_m, is_split, split_row, token,
+        SPLIT_TILES > 0, SINKS, SCALES, CODES, WITH_LSE, NUM_HEADS, SPLIT_HEADS, VALUE_DIM, BLOCK_V,
+    )  # fmt: skip

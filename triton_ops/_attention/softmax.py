@@ -15,8 +15,8 @@ def _rescale(
     """Weights of a tile of scores, and m, total and acc brought to its maximum; total with the weights added.
 
     For the first tile m and total are None, and acc is 0. `factor` is above 0 and brings scores to base 2; ROWS: one a
-    row. LAZY: total has a column per key of a tile, summed at the end. Weights are up to 2**SHIFT: in float16 small ones
-    then lose nothing.
+    row. LAZY: total has a column per key of a tile, summed at the end. Weights are up to 2**SHIFT: in float16 small
+    ones then lose nothing.
     """
     top = tl.max(score, 1) * factor
     if SHIFT != 0:

@@ -11,11 +11,11 @@ from __future__ import annotations
 from .._kernel import kernel
 from .._triton import tl
 from .kernel import _find_sequence
+from .keys import _rows_of_head
 from .layout import DEAD_TILES, INFO_FLAGS, LENGTHS, PARTIAL_TILES, _plan_rows
 from .predicate import Mask, _ahead, _row_spans, _span, _whole_tile_queries, _within
 from .rows import _rank
 from .softmax import LOG2E, _finish, _rescale
-from .walk import _rows_of_head
 
 
 @kernel(LENGTHS, mask=Mask)
