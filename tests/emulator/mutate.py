@@ -3,7 +3,8 @@
 Comparisons become their neighbours (`<` to `<=`, `>=` to `>`), barriers go, waits let more copies fly, operands of
 products are swapped. Noticed is what makes a case fail. Comparisons are looked at one and all, by their place in the
 source (comparisons.py); one that changes no result says why (equivalents.py), and the exit code is 1 where a place is
-neither noticed nor explained, or, with --copies 0, explained without need.
+neither noticed nor explained, or, with --copies 0, explained without need. Of a barrier that no case misses it is tried
+why.
 """
 
 from __future__ import annotations
@@ -35,6 +36,10 @@ KINDS: dict[str, tuple[str, Callable[[re.Match[str]], str]]] = {
         lambda match: f"{match[1]}{match[4]}, {match[3]}, {match[2]}",
     ),
 }
+BARRIER_OR_JUMP = r"bar\.sync\s+0;|\n\$L\w+:|\bbra\b"
+SHARED_MEMORY = r"\.shared|matrix|wgmma|mbarrier|wait_group"
+# Barriers that one is tried together with.
+NEIGHBOURS = 6
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,9 +83,9 @@ def mutants(case: str) -> list[Mutant]:
     return found
 
 
-def noticed(mutant: Mutant) -> bool:
-    """Whether the case fails with it."""
-    original, broken = mutant.kernel.ptx, mutant.text
+def noticed(mutant: Mutant, text: str | None = None) -> bool:
+    """Whether the case fails with it, or with a text that is broken elsewhere too."""
+    original, broken = mutant.kernel.ptx, text or mutant.text
     try:
         with edited(lambda name, ptx: broken if ptx == original else ptx):
             run(mutant.case)
@@ -93,15 +98,43 @@ def sampled(names: Sequence[str], count: int, seed: int) -> list[str]:
     """A row of the table for each of KINDS, `count` places of each drawn at random."""
     everything = [mutant for name in names for mutant in mutants(name)]
     rows = []
+    why: Counter[str] = Counter()
     for kind in KINDS:
         pool = [mutant for mutant in everything if mutant.kind == kind]
         drawn, missed = random.Random(seed).sample(pool, min(count, len(pool))), 0
         for mutant in drawn:
             if not noticed(mutant):
                 missed += 1
-                print(f"{kind}, not noticed: {mutant.case}, {mutant.kernel.place(mutant.index)}", flush=True)
+                cause = f": {dispensable(mutant, pool)}" if kind == "barrier" else ""
+                why[cause] += 1
+                print(f"{kind}, not noticed: {mutant.case}, {mutant.kernel.place(mutant.index)}{cause}", flush=True)
         rows.append(f"| {kind} | {len(pool):,} | {len(drawn)} | {len(drawn) - missed} | {missed} |")
-    return rows
+    causes = "; ".join(f"{count}{cause}" for cause, count in why.items() if cause)
+    return [*rows, "", f"Barriers that are not missed, each tried: {causes}."] if causes else rows
+
+
+def dispensable(mutant: Mutant, pool: Sequence[Mutant]) -> str:
+    """Why no case misses a barrier: what holds of these, tried in turn.
+
+    Args:
+        mutant: The barrier.
+        pool: All barriers.
+    """
+    ptx, (start, end) = mutant.kernel.ptx, mutant.span
+    before, behind = re.split(BARRIER_OR_JUMP, ptx[:start])[-1], re.split(BARRIER_OR_JUMP, ptx[end:])[0]
+    ends = ptx[: start - len(before)].rstrip().endswith("0;"), re.match(r"\s*bar\.sync", ptx[end + len(behind) :])
+    if any(there and not re.search(SHARED_MEMORY, text) for text, there in zip((before, behind), ends, strict=True)):
+        return "another barrier beside it, with no access to shared memory between"
+    same = [other for other in pool if other.kernel is mutant.kernel and other.index == mutant.index]
+    if any(noticed(other) for other in same if other.case != mutant.case):
+        return "a longer case, whose buffers are written again, misses it"
+    others = {other.index: other for other in pool if other.kernel is mutant.kernel and other.index != mutant.index}
+    for other in sorted(others.values(), key=lambda other: abs(other.index - mutant.index))[:NEIGHBOURS]:
+        (first, until), (behind_first, last) = sorted([mutant.span, other.span])
+        both = ptx[:first] + ptx[until:behind_first] + ptx[last:]
+        if noticed(mutant, both) and not noticed(dataclasses.replace(other, case=mutant.case)):
+            return "another one stands in for it, and it for the other: without both the case fails"
+    return "no two warps touch the same bytes between the barriers on its sides, one of them writing"
 
 
 def compared(names: Sequence[str], count: int, seed: int) -> tuple[str, list[str]]:
