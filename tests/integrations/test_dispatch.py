@@ -1,4 +1,7 @@
-"""Dispatch of paged passes: whoever else calls the model meanwhile gets what it would get alone."""
+"""Dispatch of paged passes: whoever else calls the model meanwhile gets what it would get alone.
+
+`python tests/integrations/test_dispatch.py 2000` runs so many forward passes beside served calls, and a tenth of beams.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +61,8 @@ def beside_served_calls(model: Any, work: Callable[[], None], times: int) -> Non
     assert wrong == []
 
 
-def test_padded_forwards_beside_served_calls(model: Any, fast_switches: None) -> None:
+def forwards_beside_served_calls(model: Any, times: int) -> None:
+    """Padded forward passes, each compared with what it gives alone."""
     batch = left_padded(prompt(30), prompt(9, 1))
     positions = (batch["attention_mask"].cumsum(-1) - 1).clamp(min=0)
 
@@ -68,10 +72,11 @@ def test_padded_forwards_beside_served_calls(model: Any, fast_switches: None) ->
 
     want = logits()
     with enable_prefix_caching(model, num_blocks=64):
-        beside_served_calls(model, lambda: torch.testing.assert_close(logits(), want), 100)
+        beside_served_calls(model, lambda: torch.testing.assert_close(logits(), want), times)
 
 
-def test_beams_beside_served_calls(model: Any, fast_switches: None) -> None:
+def beams_beside_served_calls(model: Any, times: int) -> None:
+    """Beam searches, each compared with what it gives alone."""
     batch = left_padded(prompt(30), prompt(9, 1))
     want = plain(model, **batch, num_beams=2, max_new_tokens=8)
 
@@ -79,7 +84,15 @@ def test_beams_beside_served_calls(model: Any, fast_switches: None) -> None:
         assert torch.equal(model.generate(**batch, num_beams=2, max_new_tokens=8), want)
 
     with enable_prefix_caching(model, num_blocks=64):
-        beside_served_calls(model, beams, 10)
+        beside_served_calls(model, beams, times)
+
+
+def test_padded_forwards_beside_served_calls(model: Any, fast_switches: None) -> None:
+    forwards_beside_served_calls(model, 100)
+
+
+def test_beams_beside_served_calls(model: Any, fast_switches: None) -> None:
+    beams_beside_served_calls(model, 10)
 
 
 def test_training_and_a_model_of_the_same_config_beside_served_calls(model: Any, fast_switches: None) -> None:
@@ -116,3 +129,10 @@ def test_compiled_exported_and_copied_models_are_what_they_were(model: Any) -> N
         torch.testing.assert_close(compiled(prompt(12)).logits, want)
         torch.testing.assert_close(copy.deepcopy(model)(prompt(12)).logits, want)
         assert "pc" not in str(model.config._attn_implementation)
+
+
+if __name__ == "__main__":
+    sys.setswitchinterval(1e-5)
+    forwards_beside_served_calls(LLAMA.build(), int(sys.argv[1]))
+    beams_beside_served_calls(LLAMA.build(), int(sys.argv[1]) // 10)
+    print(f"{sys.argv[1]} forward passes and {int(sys.argv[1]) // 10} beam searches beside served calls: none wrong")
