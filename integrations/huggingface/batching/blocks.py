@@ -15,11 +15,9 @@ from typing import Any
 from ....cache import CacheManager, OutOfBlocks
 from ....cache.allocation import Pairs
 from ..store import free
+from .allocator import NAME, Allocator, NoSectors
 from .shared import SharedBlocks
 from .step import Row
-
-NAME = "full_attention"
-"""The one name that transformers' buffers know the blocks by, whatever layers they belong to."""
 
 
 @dataclass
@@ -73,8 +71,8 @@ class ScheduledBlocks:
         self.max_batch_tokens = min(max_batch_tokens, max(self.capacity // 2, 1))
         self.bytes_per_sector = self.storage.bytes_per_block()
         self.use_prefix_sharing = self.allow_block_sharing = sharing
-        self.cache_allocators = {NAME: _Allocator(self)}
-        self.pool = _NoSectors()
+        self.cache_allocators = {NAME: Allocator(self)}
+        self.pool = NoSectors()
         self.waiting: dict[str, Any] = {}
         self.refused: list[Any] = []
         self.scheduled: set[Hashable] = set()
@@ -271,37 +269,6 @@ class ScheduledBlocks:
         if held is not None:
             self.shared.give_up(*held.searched)
             self.free_blocks(request_id)
-
-
-class _Allocator:
-    """The blocks as transformers' buffers and its offloading see them."""
-
-    index = 0
-    layer_type = NAME
-    blocks_per_sector = 1
-
-    def __init__(self, blocks: ScheduledBlocks) -> None:
-        self._blocks = weakref.ref(blocks)
-        self.block_table: dict[str, list[int]] = {}
-        self.tokens_per_page = blocks.manager.block_size
-        self.bytes_per_block = blocks.bytes_per_sector
-        self.write_trash_index = self.read_trash_index = 0
-
-    def get_seqlen_k(self, past_length: int, query_length: int) -> int:
-        """Tokens of a request at the end of a step."""
-        return past_length + query_length
-
-    def needs_new_blocks(self, request_id: str, past_length: int, query_length: int) -> int:
-        """See `ScheduledBlocks.blocks_needed`."""
-        blocks = self._blocks()
-        return 0 if blocks is None else blocks.blocks_needed(request_id, past_length, query_length)
-
-
-class _NoSectors:
-    """Blocks are not dealt out to kinds of layers in sectors."""
-
-    def try_to_free_sectors(self) -> None:
-        """Nothing."""
 
 
 def _tokens(state: Any, start: int, end: int) -> list[int]:

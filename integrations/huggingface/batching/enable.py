@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
 import threading
 import warnings
 import weakref
@@ -24,11 +22,11 @@ from ..paged.probe import probe
 from ..salts import Salts
 from ..support import UnsupportedError, check_model, rope_keys
 from .blocks import ScheduledBlocks
+from .replaced import REPLACED, Initialize
 from .shared import SharedBlocks
 from .step import GroupedStorage, allocate_layers
 from .versions import check_version
 
-REPLACED = "init_continuous_batching"
 KEPT = "_cached_continuous_batching_manager"
 """Where transformers keeps a manager from one call to the next."""
 UNBOUNDED = 1 << 30
@@ -276,33 +274,3 @@ def _check(model: Any) -> None:
     check_model(model)
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         raise UnsupportedError("several processes generate together")
-
-
-class Initialize:
-    """What stands in the place of one model's `init_continuous_batching`; a copy of the model has its class's.
-
-    It does not keep the model alive, and dies with it.
-    """
-
-    def __init__(self, model: Any, handle: ContinuousBatching | None = None) -> None:
-        self._model = weakref.ref(model)
-        self.handle = handle
-        functools.update_wrapper(self, type(model).init_continuous_batching, updated=())
-        self.__signature__ = inspect.signature(type(model).init_continuous_batching.__get__(model))
-
-    @property
-    def __self__(self) -> Any:
-        return self._model()
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """See `GenerationMixin.init_continuous_batching`."""
-        if self.handle is None:
-            model: Any = self._model()
-            return type(model).init_continuous_batching(model, *args, **kwargs)
-        return self.handle.session(*args, **kwargs)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Initialize:
-        return Initialize(memo.get(id(self._model()), self._model()))
-
-    def __reduce__(self) -> Any:
-        return Initialize, (self._model(),)
