@@ -12,7 +12,7 @@ import torch
 from attention_cases import Case, build, check
 
 import pc
-from pc.triton_ops._attention import cpu_in_place
+from pc.triton_ops._attention import cpu_in_place, cpu_rows
 from pc.triton_ops._attention.call import AttentionCall
 from pc.triton_ops._attention.cpu_cache import Cache, Matrix
 from pc.triton_ops._attention.operator import attention_cpu
@@ -129,3 +129,27 @@ def test_nothing_is_said_about_sparse_tensors():
     done = subprocess.run([sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(lens=(513, 200), queries=(1, 1), heads=(12, 1), head_tables=True, holes=0.5),
+        Case(lens=(513, 200), queries=(1, 1), dtype=torch.bfloat16, head_tables=True, holes=0.5),
+        Case(lens=(513, 200), queries=(40, 30), head_tables=True, holes=0.5),
+        Case(lens=(513, 200), queries=(40, 30), head_tables=True, holes=0.5, causal=False, head_major=True),
+    ],
+    ids=str,
+)
+def test_what_is_gathered_in_parts(case, monkeypatch):
+    """Large groups, half precision and runs: each row's keys in several gathers, summed before all are there."""
+    parts = []
+    flash, own = cpu_rows._flash, (3 * 16 * 64 * 4, 2 << 10)
+    for name, limit in zip(("_GATHER_BYTES", "_PENDING_BYTES"), own, strict=True):
+        monkeypatch.setattr(cpu_rows, name, limit)
+    monkeypatch.setattr(cpu_rows, "GATHER_BYTES", own[0])
+    monkeypatch.setattr(cpu_rows, "_PADDING_BYTES", 0)
+    monkeypatch.setattr(cpu_rows, "_flash", lambda *given: parts.append(given) or flash(*given))
+    batch = build(case)
+    check(build(case), *attention_cpu(_call(batch)))
+    assert len(parts) > 4

@@ -14,11 +14,11 @@ import numpy as np
 import torch
 
 from .call import AttentionCall
-from .cpu_cache import Cache, Matrix
+from .cpu_cache import GATHER_BYTES, Cache, Matrix
 from .cpu_flash import Part, flash_kernel
 from .cpu_in_place import MAX_GROUP, attend_in_place
 
-# Keys of one gather: they are read again at once, so they are to stay in a processor's own cache.
+# Keys of one gather for single queries, which do little with them: they are to stay in a processor's own cache.
 _GATHER_BYTES = 1 << 20
 # Padding keys that cost less than a call of their own.
 _PADDING_BYTES = 1 << 18
@@ -194,7 +194,8 @@ def attend_rows(queries: torch.Tensor, cache: Cache, rows: Rows, scale: float) -
     sizes, block_bytes = rows.sizes, cache.block_size * cache.token_bytes
     if rows.heads is not None:
         block_bytes //= cache.kv_heads
-    width, spare = max(1, _GATHER_BYTES // block_bytes), _PADDING_BYTES // block_bytes
+    gather = GATHER_BYTES if rows.count > 1 else _GATHER_BYTES
+    width, spare = max(1, gather // block_bytes), _PADDING_BYTES // block_bytes
     total = len(sizes) * int(sizes.max(initial=0))
     if 0 < total <= width and total - len(rows.blocks) <= max(spare, total // 8) and sizes.all():
         part = _flash(queries, cache, rows, np.arange(len(sizes)), sizes.cumsum() - sizes, sizes, scale)
