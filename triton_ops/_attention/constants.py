@@ -120,15 +120,15 @@ def decode_tiles(
         return Tiles(block_m, max(16, min(64, 8192 // row_bytes)), 8, 2, False, max_registers=cap)
     if arch.startswith("gfx"):
         return Tiles(block_m, 64 if row_bytes <= 256 else 32 if row_bytes <= 512 else 16, 4, 2, False)
-    # Three programs of 4 warps have 168 registers a thread each; what would spill into memory then keeps its own.
-    converts = quantized and arch not in ("sm_90", "sm_100")
-    spills = head_dim <= 64 or head_dim > 128 or converts or block_m > 16
-    # 4 warps spill from head_dim 257 on.
-    num_warps = 8 if head_dim > 256 or (head_dim > 128 and block_m > 16) else 4
-    cap = 0 if spills else 168
-    if quantized and heavy and num_warps == 4:
-        # Left to itself the compiler takes 168 and spills.
-        cap = 240
+    # 16 rows are few for a warp: two of them take a third fewer instructions for the same keys than four do. Codes take
+    # more registers, and 4 warps spill from head_dim 257 on.
+    num_warps = 2 if head_dim <= 128 and block_m == 16 and not quantized else 4
+    if head_dim > 256 or (head_dim > 128 and block_m > 16):
+        num_warps = 8
+    # Left to itself the compiler takes 168 registers and spills. Three programs of 4 warps have 168, two 240.
+    cap = {2: 255, 4: 240, 8: 0}[num_warps]
+    if quantized and num_warps == 4 and not heavy:
+        cap = 168 if arch in _ASYNC_MATRIX and 64 < head_dim <= 128 and block_m == 16 else 0
     return Tiles(block_m, block_n, num_warps, num_stages, True, max_registers=cap)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from .._kernel import kernel
 from .._triton import tl, triton
+from .keys import PLAIN_CACHE
 from .layout import (
     DEAD_TILES,
     INFO_FLAGS,
@@ -116,7 +117,8 @@ def _attention_kernel(
                     starts_ptr, out_ptr, lse_ptr, num_seqs, num_tokens, kv_head + padded_head,
                     WITH_LSE, NUM_HEADS, GROUP, VALUE_DIM, BLOCK_V, BLOCK_G,
                 )  # fmt: skip
-    for item in range(item_begin, item_end, item_step):
+    # What a program of a decode needs it needs once: kept through a loop over items, it would take registers.
+    for item in tl.range(item_begin, item_end, item_step, disable_licm=DECODE and CODES == PLAIN_CACHE):
         if DECODE:
             item_ptr = _plan_parts(plan_ptr, num_rows, max_tiles, max_items)[1] + tl.cast(item, tl.int64) * ITEM
             row = tl.load(item_ptr + ITEM_ROW)

@@ -210,7 +210,8 @@ def _attend_rows(
             )  # fmt: skip
             visits += tl.maximum(segment_end - segment_begin, 0)
             segment = tl.min(tl.where(mask_m & (end_tile > 0) & (first_tile > reach), first_tile, 2147483647), 0)
-    elif (not LAST_FIRST) or (i_end - skip > i_begin):
+    # Few splits of a decode have such steps. (With codes, to ask takes registers that there are not.)
+    elif not TWO_LOOPS or (DECODE and CODES != PLAIN_CACHE) or (i_end - skip > i_begin):
         m, total, acc = _walk(
             q, m, total, acc, pos, slope, i_begin, i_end - skip, full_begin, skip,
             tiles_ptr, rank_lo, n_sink, rank_sink, has_holes, table_ptr, key_source, value_source,
