@@ -99,7 +99,8 @@ def prepare_lists(
             "BLOCK_G": next_power_of_2(group),
             "WIDTH": min(tiles.block_n, next_power_of_2(block_size)),
         },
-        tiles.num_warps,
+        # Words of a tree's mask take registers that two warps do not have.
+        tiles.num_warps if call.tree_mask is None else max(4, tiles.num_warps),
         tiles.num_stages,
         is_aligned,
         # triton 3.6 stops at 128 for sm_80, and spills.
