@@ -123,9 +123,12 @@ def interrupted(handle: PrefixCaching, model: Any, calls: int, seed: int = 0) ->
     chance, count = random.Random(seed), 0
     batch = left_padded(prompt(64), prompt(30, 1))
     want = plain(model, **batch, max_new_tokens=4)
-    begin = time.perf_counter()
-    model.generate(**batch, max_new_tokens=4)
-    usual = time.perf_counter() - begin
+    times = []
+    for _ in range(4):  # the first one, and any that waits for the machine, takes much longer than those to interrupt
+        begin = time.perf_counter()
+        model.generate(**batch, max_new_tokens=4)
+        times.append(time.perf_counter() - begin)
+    usual = min(times)
     before = signal.signal(signal.SIGALRM, interrupt)
     try:
         for number in range(calls):

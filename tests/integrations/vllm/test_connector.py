@@ -114,8 +114,8 @@ def test_blocks_that_are_lost_between_two_questions_are_computed(
         torch.testing.assert_close(values(data), values(right[name]), rtol=1e-3, atol=1e-3)
 
 
-def test_tight_blocks_and_preemption(model_path, shared):
-    folder, _ = shared
+def test_tight_blocks_and_preemption(model_path, shared, tmp_path):
+    folder = shutil.copytree(shared[0], tmp_path / "copy")
     long = {"prompts": prompts() * 2, "max_tokens": 40, "engine": {"num_gpu_blocks_override": 10}}
     with vllm_engine.engine(model_path("llama"), enable_prefix_caching=False) as (llm, _):
         expected, _ = vllm_engine.generate(llm, long["prompts"], max_tokens=40)
@@ -124,8 +124,8 @@ def test_tight_blocks_and_preemption(model_path, shared):
     assert found["tokens"] == expected
 
 
-def test_another_model_finds_nothing(model_path, shared):
-    folder, _ = shared
+def test_another_model_finds_nothing(model_path, shared, tmp_path):
+    folder = shutil.copytree(shared[0], tmp_path / "copy")
     options = {"tier": {"tier": "disk", "path": str(folder)}, "prompts": prompts()[:1]}
     assert vllm_shared.answer(model_path("qwen3"), options)["cached"] == [0]
 
