@@ -82,10 +82,11 @@ def prepare(
     decode = decode_tiles(arch.name, *kind, decode_q * group, quantized, group, block_size, not terms.PLAIN)
     prefill = prefill_tiles(arch.name, *kind, heavy, group, block_size)
     if has_tree:
-        # A word of the mask for each score takes registers that wider tiles do not have; without a cap on them either.
+        # A word of the mask for each score takes registers that wider tiles do not have: all of a thread's, which the
+        # compiler would leave to a second program and spill.
         few = decode_tiles(arch.name, *kind, longest * group, quantized, group, block_size)
         tiles = few if longest * group <= prefill.block_m // 2 else prefill
-        prefill = replace(tiles, block_n=min(tiles.block_n, 32), max_registers=0)
+        prefill = replace(tiles, block_n=min(tiles.block_n, 32), max_registers=255)
     row_tiles = -(-decode_q * group // decode.block_m)
     target_items = wanted_items(arch, item_heads * row_tiles)
     prefill_bound = num_tokens * group // prefill.block_m + num_seqs
