@@ -74,6 +74,7 @@ REASONS: dict[str, dict[str, str]] = {
     "_attention/walk.py": {
         "for j in tl.range(0, steps, num_stages=STAGES)": ONE_TURN,
         "i < i_end": "what is loaded ahead for the step after the last",
+        "i < jump": "what is loaded ahead for the step after the last, or nothing is skipped",
         "i < n_sink": "the first tile of the window by its rank, or what is loaded ahead for the step after the last",
         "key + offset < hi": "a block's number is read, and the keys' own masks drop its keys",
         "key < hi": "a block's number is read ahead for the step after the last",
