@@ -14,6 +14,7 @@ from .tables import Row, read_rows
 INK, PAPER, GRID = "#1f2937", "#ffffff", "#d5dae1"
 DARK = {INK: "#e5e7eb", PAPER: "#1e2129", GRID: "#3d4452"}
 WIDTH = 5.6  # inches: what a phone shows without making it smaller
+LONGEST_NAME = 30  # characters of which a legend of that width holds two
 OURS_COLOR = "#2f74d0"
 RIVALS = ("#9aa5b1", "#e0903b", "#3f9d73", "#a46bbd", "#c2564b", "#7f8c4d", "#5aa3a8", "#b08a5b")
 
@@ -89,7 +90,8 @@ def plot_operator(source: Path, target: Path) -> None:
 
     def draw(pyplot: Any) -> Any:
         lines = sum(1.6 + sum((case, name) in times for name in providers) for case in cases)
-        legend = -(-len(providers) // 2)
+        columns = 2 if max(map(len, providers)) <= LONGEST_NAME else 1
+        legend = -(-len(providers) // columns)
         figure, axis = pyplot.subplots(figsize=(WIDTH, 0.8 + 0.21 * lines + 0.22 * legend), layout="constrained")
         at = 0.0
         for case in cases:
@@ -112,7 +114,7 @@ def plot_operator(source: Path, target: Path) -> None:
         axis.tick_params(length=0)
         axis.spines[["top", "right"]].set_visible(False)
         handles = [pyplot.Rectangle((0, 0), 1, 1, color=colors[name]) for name in providers]
-        figure.legend(handles, providers, loc="outside upper left", ncols=min(2, len(providers)), frameon=False)
+        figure.legend(handles, providers, loc="outside upper left", ncols=columns, frameon=False)
         return figure
 
     _save(target, source, draw)
