@@ -12,6 +12,7 @@ import torch
 from transformers import GenerationMixin
 
 from .handle import PrefixCaching
+from .options import Options
 
 REUSES = ("prefix", "gap")
 
@@ -108,8 +109,8 @@ def enable_prefix_caching(
         raise ValueError("model: prefix caching is already enabled; call disable() on its handle first")
     if replaced is not None and not isinstance(replaced, Generate):
         raise ValueError("model: its generate was already replaced on this instance; undo that first")
-    tiers = (host_blocks, disk, disk_bytes, window_blocks)
-    handle = PrefixCaching(model, num_blocks, block_size, policy, cuda_graphs, reuse, *tiers)
+    options = Options(num_blocks, block_size, policy, reuse, host_blocks, disk, disk_bytes, window_blocks)
+    handle = PrefixCaching(model, options, cuda_graphs)
     if cuda_graphs and handle.graphs.reason is not None:
         raise ValueError(f"cuda_graphs: got True, needs steps that can be captured, and {handle.graphs.reason}")
     vars(model)["generate"] = Generate(model, handle)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import os
 import threading
 import weakref
 from typing import Any
@@ -19,6 +18,7 @@ from .hints import Hints
 from .identity import Identity, set_by_forward
 from .images import Images, encoded_by_model, take_images
 from .loop import Loop
+from .options import Options
 from .paged.graphs import CAPTURERS, DecodeSteps
 from .paged.serve import Paged
 from .reports import RequestReport
@@ -43,30 +43,11 @@ class Serving:
         last_requests: A report per row of the last call, in the order of the batch; empty when it was not served here.
     """
 
-    def __init__(
-        self,
-        model: Any,
-        num_blocks: int | None,
-        block_size: int,
-        policy: Any,
-        cuda_graphs: bool | None,
-        reuse: str = "prefix",
-        host_blocks: int = 0,
-        disk: str | os.PathLike[str] | None = None,
-        disk_bytes: int | None = None,
-        window_blocks: int | None = None,
-    ) -> None:
+    def __init__(self, model: Any, options: Options, cuda_graphs: bool | None) -> None:
         self._model: weakref.ref[Any] = weakref.ref(model)
         self._lock = threading.RLock()
         self._calls = Calls()
-        self._arguments = (num_blocks, block_size, policy)
-        self._tiers: dict[str, Any] = {
-            "reuse": reuse,
-            "host_blocks": host_blocks,
-            "disk": disk,
-            "disk_bytes": disk_bytes,
-            "window_blocks": window_blocks,
-        }
+        self._options = options
         self._salts = Salts()
         self._hints = Hints()
         self._steps = DecodeSteps(cuda_graphs is not False, self._warn_of_graphs)
@@ -74,9 +55,10 @@ class Serving:
         self._disabled = False
         self._looked_at: set[str] = set()
         self.unsupported: str | None = None
-        self.block_size = block_size
+        self.block_size = options.block_size
         self.last_requests: list[RequestReport] = []
-        CacheManager(1, block_size, policy=policy)  # a wrong policy is told of before the model is looked at
+        # A wrong policy is told of before the model is looked at.
+        CacheManager(1, options.block_size, policy=options.policy)
         with self._lock:
             self._set_up(model)
         weakref.finalize(model, _forget, weakref.ref(self)).atexit = False
@@ -98,13 +80,14 @@ class Serving:
 
     def _way(self, model: Any) -> Contiguous | Paged:
         """Packed passes over blocks where there are kernels and the model can follow, contiguous copies else."""
-        tiers = any(self._tiers[name] for name in ("host_blocks", "disk", "window_blocks"))
-        if model.device.type in CAPTURERS and self._tiers["reuse"] == "prefix" and not tiers:
+        options = self._options
+        tiers = options.host_blocks or options.disk or options.window_blocks
+        if model.device.type in CAPTURERS and options.reuse == "prefix" and not tiers:
             try:
-                return Paged(model, *self._arguments, self._steps)
+                return Paged(model, options.num_blocks, options.block_size, options.policy, self._steps)
             except UnsupportedError as error:
                 self._steps.refuse(str(error))
-        return Contiguous(model, *self._arguments, **self._tiers)
+        return Contiguous(model, options)
 
     def _generate(self, *args: Any, **kwargs: Any) -> Any:
         """The model's generate, over the cache where it can be served."""

@@ -11,6 +11,7 @@ import torch
 from ....cache import CacheManager, FullAttention, OutOfBlocks
 from ..loop import Loop
 from ..memory import memory_budget
+from ..options import Options
 from ..reports import RequestReport
 from ..store import Store
 from ..support import CONTINUED, OWN_CACHE, UnsupportedError
@@ -40,14 +41,7 @@ class Contiguous:
 
     Args:
         model: The model.
-        num_blocks: Blocks of the cache; None: see `default_num_blocks`.
-        block_size: Tokens of a block.
-        policy: See `CacheManager`.
-        reuse: See `CacheManager.allocate`.
-        host_blocks: Evicted blocks that are kept in host memory.
-        window_blocks: Blocks of layers with a window; None: as many as of others.
-        disk: Directory of evicted blocks; None: they are not kept on disk.
-        disk_bytes: Bytes of those at most; None: no limit.
+        options: Of its cache.
 
     Attributes:
         store: Where KV is kept.
@@ -56,47 +50,36 @@ class Contiguous:
         UnsupportedError: The model cannot be served.
     """
 
-    def __init__(
-        self,
-        model: Any,
-        num_blocks: int | None,
-        block_size: int,
-        policy: Any,
-        reuse: str = "prefix",
-        host_blocks: int = 0,
-        window_blocks: int | None = None,
-        disk: str | os.PathLike[str] | None = None,
-        disk_bytes: int | None = None,
-    ) -> None:
-        self._arguments = (num_blocks, window_blocks, block_size, policy)
-        self._reuse, self._host_blocks = reuse, host_blocks
-        self._disk, self._disk_bytes = disk, disk_bytes
+    def __init__(self, model: Any, options: Options) -> None:
+        self._options = options
+        self._disk = options.disk
         self._disk_blocks: DiskBlocks | None = None
         self._make(model, probe(model))
 
     def _make(self, model: Any, probed: Probed) -> None:
-        num_blocks, window_blocks, block_size, policy = self._arguments
+        options = self._options
         self._probed = probed
         self._window_problem: UnsupportedError | None = None
         self._proven_window = min(probed.window, LONG)
-        storage = grouped_storage(
-            model, num_blocks, window_blocks, block_size, probed.specs, probed.windows, probed.states
-        )
+        blocks = (options.num_blocks, options.window_blocks, options.block_size)
+        storage = grouped_storage(model, *blocks, probed.specs, probed.windows, probed.states)
         partial, count = storage.simple, storage.parts[0].num_blocks
-        manager = CacheManager(count, block_size, policy=policy, groups=storage.groups, partial_reuse=partial)
+        manager = CacheManager(
+            count, options.block_size, policy=options.policy, groups=storage.groups, partial_reuse=partial
+        )
         host = None
         if self._disk is not None:
-            self._disk_blocks = disk_blocks(model, manager, storage, self._disk, self._disk_bytes)
+            self._disk_blocks = disk_blocks(model, manager, storage, self._disk, options.disk_bytes)
         self._disk = None
-        if self._host_blocks or self._disk_blocks is not None:
-            host = HostBlocks(storage, self._host_blocks, self._disk_blocks)
+        if options.host_blocks or self._disk_blocks is not None:
+            host = HostBlocks(storage, options.host_blocks, self._disk_blocks)
             manager.on_evict = host.evicted
         vision = VisionOutputs(memory_budget(model) // 8)
         kept = KeptRows(sum(part.num_blocks * part.bytes_per_block for _, part in storage.kv) // 4)
         empty = new_cache(model.config)
         self._reach = index_reach(model.config) if has_indexer(empty) else None
         self.store = Store(
-            manager, storage, storage.states, probed.heeds_padding, host, self._reuse, vision, empty, kept
+            manager, storage, storage.states, probed.heeds_padding, host, options.reuse, vision, empty, kept
         )
         self.store.hidden = HiddenRows(manager, memory_budget(model) // 2)
 
