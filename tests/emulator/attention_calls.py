@@ -15,6 +15,8 @@ from attention_cases import Case, build, check
 import pc
 from pc.triton_ops._attention.call import PlanCall
 from pc.triton_ops._attention.layout import PlanShape, plan_views
+from pc.triton_ops._attention.merge import _merge_splits_kernel
+from pc.triton_ops._launcher import KernelLaunch
 from pc.triton_ops.attention_plan import attention_plan_cpu
 
 BF16, F16, E4M3, INT8 = torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int8
@@ -177,3 +179,25 @@ def _merge() -> None:
 
 
 ATTENTION_CASES["merge"] = _merge
+
+
+def _merge_splits() -> None:
+    """Every tile of splits and columns that has few numbers a thread, which are summed by lanes and by warps."""
+    tokens, heads = 3, 2
+    starts = torch.tensor([0, tokens], dtype=torch.int32)
+    for block_s, dim, warps in ((4, 32, 1), (8, 16, 1), (2, 64, 1), (4, 16, 4), (8, 64, 4), (16, 32, 4), (32, 16, 4)):
+        splits = block_s - block_s // 4
+        parts, lse = torch.randn(splits, tokens, heads, dim), torch.randn(splits, tokens, heads) * 3
+        lse[1:, 0], lse[:, 1, 0] = -math.inf, -math.inf
+        out, found = torch.empty(tokens, heads, dim), torch.empty(tokens, heads)
+        constants = {"DECODE_Q": 0, "BY_SEQUENCE": False, "TABLE_HEADS": 1, "SINKS": False, "WITH_LSE": True}
+        constants |= {"NUM_HEADS": heads, "VALUE_DIM": dim, "BLOCK_S": block_s, "BLOCK_V": dim}
+        given = (out, found, parts, lse, parts, lse, starts, starts, out, 1, tokens, 1, splits)
+        KernelLaunch(constants, warps)(_merge_splits_kernel, (tokens, heads, 1), *given)
+        nats = lse.double() * math.log(2)
+        want = (nats.softmax(0).nan_to_num()[..., None] * parts.double()).sum(0)
+        assert torch.allclose(out.double(), want, atol=1e-5)
+        assert torch.allclose(found.double(), nats.logsumexp(0), atol=1e-5)
+
+
+ATTENTION_CASES["merge of splits"] = _merge_splits

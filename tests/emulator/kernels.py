@@ -101,3 +101,19 @@ def clash(x, y, STEP: tl.constexpr):
     tl.store(x + number * STEP, number)
     if STEP:
         tl.store(y + number, tl.load(x + (number + 1) % 4))
+
+
+@triton.jit
+def weighted_sum(x, weights, out, M: tl.constexpr, N: tl.constexpr, FUSED: tl.constexpr):
+    """FUSED: the compiler may fuse a product with the first addition of its lane, so that lanes round differently."""
+    rows, columns = tl.arange(0, M), tl.arange(0, N)
+    values, factors = tl.load(x + rows[:, None] * N + columns[None, :]), tl.load(weights + rows)[:, None]
+    products = values * factors if FUSED else tl.fma(values, factors, 0.0)
+    tl.store(out + columns, tl.sum(products, 0))
+
+
+@triton.jit
+def one_place(x, out, N: tl.constexpr):
+    """All lanes of all warps write one place."""
+    offsets = tl.arange(0, N)
+    tl.store(out + offsets * 0, tl.load(x + offsets))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 
 import pytest
@@ -33,6 +34,23 @@ def test_a_program_that_reads_what_another_writes():
     x, y = torch.zeros(4, dtype=torch.int32), torch.zeros(9, dtype=torch.int32)
     with pytest.raises(EmulationError, match=r"which another read|which program \d wrote"):
         kernels.clash[(4,)](x, y, 1)
+
+
+@pytest.mark.parametrize(("values", "text"), [(0, None), (1, "warps . and . write diff"), (32, "lanes of warp . write")])
+def test_lanes_and_warps_that_write_one_place(values, text):
+    """Equal values are no fault; `values`: by how many lanes on they change."""
+    x, out = torch.arange(128, dtype=torch.int32) * values // 32, torch.zeros(1, dtype=torch.int32)
+    with pytest.raises(EmulationError, match=text) if text else contextlib.nullcontext():
+        kernels.one_place[(1,)](x, out, 128)
+
+
+@pytest.mark.parametrize(("m", "n"), [(4, 32), (8, 16)])
+def test_lanes_that_share_a_sum_and_differ_in_its_last_bit(m, n):
+    x, weights, out = torch.randn(m, n), torch.randn(m), torch.empty(n)
+    kernels.weighted_sum[(1,)](x, weights, out, m, n, False, num_warps=1)
+    assert torch.allclose(out, (x * weights[:, None]).sum(0), atol=1e-5)
+    with pytest.raises(EmulationError, match="race: lanes of warp . write different values"):
+        kernels.weighted_sum[(1,)](x, weights, out, m, n, True, num_warps=1)
 
 
 def _product() -> None:

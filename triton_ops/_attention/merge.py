@@ -73,7 +73,10 @@ def _merge_splits_kernel(
             safe = tl.where(m_new == float("-inf"), 0.0, m_new)
             alpha = tl.exp2(m - safe)
             weight = tl.exp2(part_lse - safe)
-            acc = acc * alpha[:, None] + tl.sum(part * weight[:, None], 0)[None, :]
+            # A product would be fused with the first addition of its lane alone: lanes with the same sum, which all
+            # write it to one place of shared memory, would differ in its last bit.
+            weighted = tl.fma(part, weight[:, None], 0.0)
+            acc = acc * alpha[:, None] + tl.sum(weighted, 0)[None, :]
             total = total * alpha + tl.sum(weight, 0)
             m = m_new
         tokens = tl.zeros([1], tl.int64) + token

@@ -19,7 +19,7 @@ void check_global(Warp& w, u64 at, u32 bytes, const char* what) {
 }
 
 // Programs of a launch have no order: what one writes no other may read, nor write, unless it writes the same; and
-// within a program, warps need a barrier between.
+// within a program, warps need a barrier between, and lanes another instruction.
 void touch(Warp& w, u64 at, u32 bytes, const u8* data) {
     Cta& c = *w.cta;
     if (!c.watch) return;
@@ -30,18 +30,27 @@ void touch(Warp& w, u64 at, u32 bytes, const u8* data) {
         Touch& t = c.touched[word];
         long long self = c.program - 1, other = (long long)t.writer - 1;
         if (data) {
-            bool differs = false;
+            u8 differs = 0;
             for (int k = 0; k < 4; k++)
-                if ((mask & t.wrote) >> k & 1) differs |= *(u8*)(word + k) != data[word + k - at];
+                if ((mask & t.wrote) >> k & 1) differs |= (*(u8*)(word + k) != data[word + k - at]) << k;
             if (differs && t.writer != c.program)
                 fail("programs %lld and %lld write different values to %llx", other, self, (unsigned long long)word);
+            bool now = t.writer == c.program && t.epoch == c.epoch;
+            if (now && differs & t.last && t.warp != w.id && c.races)
+                fail("warps %d and %d write different values to %llx with no barrier between", t.warp, w.id,
+                     (unsigned long long)word);
+            now &= t.warp == w.id && t.step == c.step();
+            if (now && differs & t.last)
+                fail("lanes of warp %d write different values to %llx at once", w.id, (unsigned long long)word);
             if (t.read & mask && t.reader != c.program)
                 fail("program %lld writes %llx, which another read", self, (unsigned long long)word);
             if (t.writer != c.program) t.wrote = 0;
             t.writer = c.program;
             t.wrote |= mask;
+            t.last = now ? t.last | mask : mask;
             t.warp = w.id;
             t.epoch = c.epoch;
+            t.step = c.step();
         } else {
             if (t.wrote & mask) {
                 if (t.writer != c.program)
@@ -69,14 +78,18 @@ void shared_write(Warp& w, u32 at, const u8* data, u32 bytes) {
     for (u32 k = at; k < at + bytes; k++) {
         Cell& x = c.cells[k];
         if (x.flags & PENDING) fail("shared write at %u where an asynchronous copy is on its way", k);
+        bool differs = x.wrote == c.epoch && c.shared[k] != data[k - at];
+        if (differs && x.writer == w.id && x.step == c.step())
+            fail("race: lanes of warp %d write different values to shared byte %u at once", w.id, k);
         if (c.races) {
-            if (x.wrote == c.epoch && x.writer != w.id && c.shared[k] != data[k - at])
+            if (differs && x.writer != w.id)
                 fail("race: warps %d and %d write shared byte %u with no barrier between", x.writer, w.id, k);
             if (x.read == c.epoch && x.readers & ~(1 << w.id))
                 fail("race: warp %d writes shared byte %u that warps %x read with no barrier between", w.id, k,
                      x.readers);
         }
         x.wrote = c.epoch;
+        x.step = c.step();
         x.writer = w.id;
         x.flags |= WRITTEN;
     }

@@ -65,19 +65,20 @@ struct Range {
     u64 begin, end;
 };
 
-// A byte of shared memory: in which epoch it was written and read last, and by which warps.
+// A byte of shared memory: in which epoch and step it was written and in which epoch read last, and by which warps.
 struct Cell {
-    u32 wrote, read;
+    u32 wrote, read, step;
     u8 writer, flags;
     u16 readers;
 };
 enum { WRITTEN = 1, PENDING = 2 };
 
-// Four bytes of global memory: the programs that touched them, plus one; a reader of ~0 stands for several.
+// Four bytes of global memory: the programs that touched them, plus one; a reader of ~0 stands for several. `last`: what
+// the warp wrote in that step of that epoch.
 struct Touch {
     u64 writer, reader;
-    u32 epoch;
-    u8 warp, wrote, read;  // the last two: a bit for each byte
+    u32 epoch, step;
+    u8 warp, wrote, read, last;  // the last three: a bit for each byte
 };
 
 struct Barrier {
@@ -116,6 +117,8 @@ struct Cta {
     std::vector<Bulk> bulks;
     std::unordered_map<u64, Touch> touched;
     u64 program = 0;
+    // Tells instructions that were run apart: lanes of one have no order.
+    u32 step() const { return stats.instructions; }
 };
 
 template <class T>
