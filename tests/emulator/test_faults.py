@@ -36,7 +36,9 @@ def test_a_program_that_reads_what_another_writes():
         kernels.clash[(4,)](x, y, 1)
 
 
-@pytest.mark.parametrize(("values", "text"), [(0, None), (1, "warps . and . write diff"), (32, "lanes of warp . write")])
+@pytest.mark.parametrize(
+    ("values", "text"), [(0, None), (1, "warps . and . write diff"), (32, "lanes of warp . write")]
+)
 def test_lanes_and_warps_that_write_one_place(values, text):
     """Equal values are no fault; `values`: by how many lanes on they change."""
     x, out = torch.arange(128, dtype=torch.int32) * values // 32, torch.zeros(1, dtype=torch.int32)
@@ -49,7 +51,7 @@ def test_lanes_that_share_a_sum_and_differ_in_its_last_bit(m, n):
     x, weights, out = torch.randn(m, n), torch.randn(m), torch.empty(n)
     kernels.weighted_sum[(1,)](x, weights, out, m, n, False, num_warps=1)
     assert torch.allclose(out, (x * weights[:, None]).sum(0), atol=1e-5)
-    with pytest.raises(EmulationError, match="race: lanes of warp . write different values"):
+    with pytest.raises(EmulationError, match=r"race: lanes of warp . write different values"):
         kernels.weighted_sum[(1,)](x, weights, out, m, n, True, num_warps=1)
 
 
