@@ -39,7 +39,14 @@ from .render_models import (
     render_families,
     render_reuse,
 )
-from .render_operators import render_gpu, render_operator, render_operators, render_sparse, render_work
+from .render_operators import (
+    render_gpu,
+    render_operator,
+    render_operators,
+    render_sparse,
+    render_work,
+    render_work_summary,
+)
 from .tables import read_rows
 
 MARKED = re.compile(r"(<!-- render: ([^>]*?) -->)(.*?)(<!-- /render -->)", re.DOTALL)
@@ -81,6 +88,7 @@ def unrendered_measurements(page: Path) -> list[str]:
 
 RENDERERS: dict[str, Callable[..., str]] = {
     "work": render_work,
+    "work_summary": render_work_summary,
     "families": render_families,
     "operator": render_operator,
     "operators": render_operators,

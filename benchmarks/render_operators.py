@@ -134,30 +134,44 @@ def render_sparse(page: Path, device: str = "cpu") -> str:
 
 def render_work(page: Path) -> str:
     """Work of attention steps, counted on compiled kernels, beside vLLM's."""
-    source = results("work.csv")
-    rows = read_rows(source)
-    if not rows:
+    steps = _steps_counted()
+    if not steps:
         return "Not counted yet: `make work`."
-    first, version = rows[0], next(row["version"] for row in rows if row["version"])
+    first, rival = steps[0]
     pairs = ("warp instructions, pc", "vLLM", "vLLM / pc", "MB read, pc", "vLLM", "MB written, pc", "vLLM")
     lines = []
-    for arch, case in dict.fromkeys((row["architecture"], row["case"]) for row in rows):
-        ours, theirs = (
-            next(r for r in rows if (r["architecture"], r["case"]) == (arch, case) and (r["provider"] == OURS) == own)
-            for own in (True, False)
-        )
+    for ours, theirs in steps:
         count = [int(row["instructions"]) for row in (ours, theirs)]
         found = [f"{count[0]:,}", f"{count[1]:,}", f"{count[1] / count[0]:.2f}"]
         for name in ("loaded_bytes", "stored_bytes"):
             found += [f"{int(row[name]) / 1e6:.2f}" for row in (ours, theirs)]
-        lines.append([case, arch, *found, f"{ours['launches']}, {theirs['launches']}"])
+        lines.append([ours["case"], ours["architecture"], *found, f"{ours['launches']}, {theirs['launches']}"])
     return "\n".join(
         [
             f"![Warp instructions of attention steps, ours and vLLM's]({chart(page, 'work.svg')})",
             "",
-            f"triton {first['triton']}, {first['date']}, commit {first['commit']}, vLLM {version}; "
-            f"[rows, with instructions by kind]({link(page, source)}).",
+            f"triton {first['triton']}, {first['date']}, commit {first['commit']}, vLLM {rival['version']}; "
+            f"[rows, with instructions by kind]({link(page, results('work.csv'))}).",
             "",
             *table(("step", "target", *pairs, "launches"), "ll" + "r" * 8, lines),
         ]
     )
+
+
+def render_work_summary(page: Path) -> str:
+    """The same in a sentence."""
+    steps = _steps_counted()
+    times = sorted(int(theirs["instructions"]) / int(ours["instructions"]) for ours, theirs in steps)
+    targets = " and ".join(dict.fromkeys(ours["architecture"] for ours, _ in steps))
+    ours, theirs = steps[0]
+    return (
+        f"{times[0]:.1f} to {times[-1]:.1f} times fewer warp instructions a step than vLLM {theirs['version']}'s "
+        f"Triton kernel on the same tensors, results compared ({targets}, triton {ours['triton']}); "
+        f"[rows]({link(page, results('work.csv'))})."
+    )
+
+
+def _steps_counted() -> list[tuple[dict[str, str], dict[str, str]]]:
+    """Our row and vLLM's of each step and target."""
+    rows = {(row["architecture"], row["case"], row["provider"] == OURS): row for row in read_rows(results("work.csv"))}
+    return [(row, rows[arch, case, False]) for (arch, case, own), row in rows.items() if own]
