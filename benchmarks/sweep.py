@@ -28,7 +28,13 @@ import torch
 
 import pc
 from pc.triton_ops._attention import constants, launch, prepare, tuned
-from pc.triton_ops._attention.constants import Tiles, architecture, next_power_of_2, programs_per_processor
+from pc.triton_ops._attention.constants import (
+    DECODE_REGISTERS,
+    Tiles,
+    architecture,
+    next_power_of_2,
+    programs_per_processor,
+)
 from pc.triton_ops._attention.layout import TILE_KEYS
 
 from . import timing
@@ -108,23 +114,30 @@ def candidates(regime: Regime, present: Candidate, arch: str) -> list[Candidate]
     """The present constants first, then others that may compile to something useful."""
     tiles = present.tiles
     if regime.name == "decode":
-        grid: Any = itertools.product((tiles.block_m,), (16, 32, 64), (4, 8), STAGES, (False,))
+        # With the bound on registers that the rules would set: without one some spill that need not.
+        warps = sorted({2, 4, tiles.num_warps})
+        found = [
+            Tiles(tiles.block_m, n, w, stages, tiles.two_loops, max_registers=DECODE_REGISTERS[w])
+            for n, w, stages in itertools.product((16, 32, 64), warps, STAGES)
+        ]
     else:
-        # 4 warps spill with 128 rows.
-        shapes = [(m, n, w) for m, n, w in itertools.product((64, 128), (32, 64), (4, 8)) if (m, w) != (128, 4)]
-        grid = ((*shape, stages, loops) for shape in shapes for stages in STAGES for loops in (False, True))
-    found = [Candidate(Tiles(*given), present.programs) for given in grid]
+        # 4 warps spill with 128 rows, 64 rows are few for 128 keys.
+        shapes = [(64, 32, 4), (64, 32, 8), (64, 64, 4), (64, 64, 8), (128, 32, 8), (128, 64, 8), (128, 128, 8)]
+        found = [
+            Tiles(*shape, stages, loops) for shape, stages, loops in itertools.product(shapes, STAGES, (False, True))
+        ]
+    chosen = [Candidate(each, present.programs) for each in found]
     if regime.name == "decode":
-        found += [dataclasses.replace(present, programs=programs) for programs in (2, 8, 16)]
+        chosen += [dataclasses.replace(present, programs=programs) for programs in (2, 3, 6, 8, 16)]
     # Descriptors take blocks of at least a tile, and are slow pointer code where there is no such unit.
     if regime.case.block_size >= TILE_KEYS and arch in ("interpreter", "sm_90", "sm_100", "sm_103", "sm_120"):
-        found += [
+        chosen += [
             dataclasses.replace(present, tiles=dataclasses.replace(tiles, descriptors=True, num_stages=stages))
             for stages in STAGES
         ]
         if regime.name == "prefill":
-            found.append(dataclasses.replace(present, specialized=True))
-    return list(dict.fromkeys([present, *found]))
+            chosen.append(dataclasses.replace(present, specialized=True))
+    return list(dict.fromkeys([present, *chosen]))
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import itertools
 import runpy
@@ -180,3 +181,22 @@ def test_candidates_reach_six_stages() -> None:
     for regime in sweep.regimes():
         found = sweep.candidates(regime, present, "sm_90")
         assert {c.tiles.num_stages for c in found if not c.tiles.descriptors} >= {2, 3, 4, 5, 6}
+
+
+def test_candidates_differ_from_the_constants_in_use_by_one_thing() -> None:
+    # Without what the rules rely on (two warps, loops of their own, a bound) a sweep has nothing to beat them with.
+    present = sweep.Candidate(constants.decode_tiles("sm_90", 128, 2, 4, False), 4)
+    regime = next(r for r in sweep.regimes() if r.name == "decode" and r.case.head_dim == 128)
+    values = dataclasses.asdict(present.tiles)
+    found = [dataclasses.asdict(c.tiles) for c in sweep.candidates(regime, present, "sm_90") if c.programs == 4]
+    changed = [{name for name in values if tiles[name] != values[name]} for tiles in found]
+    for name in ("block_n", "num_stages"):
+        assert {name} in changed
+    assert {"num_warps", "max_registers"} in changed
+    assert {c.programs for c in sweep.candidates(regime, present, "sm_90") if c.tiles == present.tiles} >= {
+        2,
+        3,
+        4,
+        6,
+        8,
+    }

@@ -69,6 +69,10 @@ _ASYNC_MATRIX = frozenset({"sm_90", "sm_100"})
 # Shared memory of 160 KB and more a processor; others have 100.
 _LARGE_SHARED = frozenset({"sm_80", "sm_90", "sm_100", "interpreter"})
 
+# Registers of a thread of a decode, by warps: left to itself the compiler takes 168 and spills. Three programs of 4
+# warps have 168, two 240.
+DECODE_REGISTERS = {2: 255, 4: 240, 8: 0}
+
 
 def next_power_of_2(n: int) -> int:
     """The smallest power of two that is at least `n`."""
@@ -125,8 +129,7 @@ def decode_tiles(
     num_warps = 2 if head_dim <= 128 and block_m == 16 and not quantized else 4
     if head_dim > 256 or (head_dim > 128 and block_m > 16):
         num_warps = 8
-    # Left to itself the compiler takes 168 registers and spills. Three programs of 4 warps have 168, two 240.
-    cap = {2: 255, 4: 240, 8: 0}[num_warps]
+    cap = DECODE_REGISTERS[num_warps]
     if quantized and num_warps == 4 and not heavy:
         cap = 168 if arch in _ASYNC_MATRIX and 64 < head_dim <= 128 and block_m == 16 else 0
     return Tiles(block_m, block_n, num_warps, num_stages, True, max_registers=cap)
