@@ -17,10 +17,10 @@ add_reduce = np.add.reduce
 
 HALF_LIFE = 1000
 """Requests after which a hit counts half."""
-STAKE = 3.0
-"""Mean requests of hits that the learned order may fall behind lru."""
-MOST = 12.0
-"""Mean requests of hits that it can be ahead: what it won long ago must not cover what it loses now."""
+SHARE = 0.125
+"""Of the capacity: hits that one order may fall behind the other. To change over costs blocks that are held."""
+LEAST, MOST = 3.0, 10.0
+"""The same in mean requests: less is chance in caches of few requests, more is too much to lose in large ones."""
 
 
 class Guard:
@@ -118,9 +118,15 @@ class Guard:
         self._inside -= int(np.count_nonzero(runs.serial[rows] >= self._edge))
 
     def judge(self, number: int, runs: Runs) -> None:
-        """Decides which order is in force, after so many requests."""
-        self._balance = min(self._balance * 0.5 ** (number / HALF_LIFE), MOST * self.mean)
-        if self.learned and self._balance < -STAKE * self.mean:
+        """Decides which order is in force, after so many requests.
+
+        The lead of one order over the other is bounded by what it takes to change over: what was won long ago does not
+        cover what is lost now, and what was lost long ago does not keep the better order out.
+        """
+        stake = min(max(SHARE * self._capacity, LEAST * self.mean), MOST * self.mean)
+        balance = self._balance * 0.5 ** (number / HALF_LIFE)
+        self._balance = max(-stake, min(balance, stake))
+        if self.learned and balance < -stake:
             self.learned = False
             self.switches += 1
             self._start, self._end = runs.start[: runs.count].copy(), runs.end[: runs.count].copy()

@@ -10,6 +10,8 @@ import pytest
 import pc
 from pc.cache.policies import Hazard
 from pc.cache.policies.hazard.ghosts import Noted, RequestGhosts
+from pc.cache.policies.hazard.guard import Guard
+from pc.cache.policies.hazard.runs import Runs
 from pc.cache.policies.hazard.tables import AGES, EDGES, USES, HazardTables
 from pc.cache.replay import Trace, replay
 
@@ -57,6 +59,18 @@ def test_the_guard_hands_over_to_lru_when_the_past_says_the_opposite():
     policy = Hazard()
     lru, hazard = replay(trace, "lru", 1200), replay(trace, policy, 1200)
     assert hazard.hit_rate > 0.99 * lru.hit_rate
+
+
+@pytest.mark.parametrize(("capacity", "stake"), [(8, 60), (800, 100), (80_000, 200)])
+def test_neither_order_is_further_ahead_than_a_change_costs(capacity, stake):
+    guard, runs = Guard(capacity), Runs()
+    guard.released(np.full(4, 20, np.int32))
+    for lead, learned in ((10**6, True), (-2 * stake, True), (-1, False), (-(10**6), False), (stake, False), (1, True)):
+        guard._balance += lead
+        guard.judge(0, runs)
+        assert guard.learned == learned
+        assert abs(guard._balance) <= stake
+    assert guard.switches == 1
 
 
 def test_on_paper_lru_hits_what_lru_hits(monkeypatch):
