@@ -12,7 +12,7 @@ import torch
 from attention_cases import Case, build, check
 
 import pc
-from pc.triton_ops._attention import cpu_in_place, cpu_rows
+from pc.triton_ops._attention import cpu_in_place, cpu_rows, cpu_steps
 from pc.triton_ops._attention.call import AttentionCall
 from pc.triton_ops._attention.cpu_cache import Cache, Matrix
 from pc.triton_ops._attention.operator import attention_cpu
@@ -31,8 +31,9 @@ def _no_copies(monkeypatch):
     def refused(*_):
         raise AssertionError("keys are copied")
 
-    monkeypatch.setattr(Cache, "read", refused)
-    monkeypatch.setattr(Cache, "read_rows", refused)
+    for name in ("read", "read_rows", "rows_at"):
+        monkeypatch.setattr(Cache, name, refused)
+    monkeypatch.setattr(cpu_steps, "_GATHER_BYTES", 0)
 
 
 CASES = [
@@ -64,8 +65,9 @@ def test_numerics_without_copies(case, limits, monkeypatch):
 
 
 @pytest.mark.parametrize("place", ["halves", "pairs", "offset", "columns", "padded", "mixed"])
-def test_layouts(place):
+def test_layouts(place, monkeypatch):
     """Keys and values are read in place in parts of one tensor too; not where rows have gaps or lie differently."""
+    monkeypatch.setattr(cpu_steps, "_GATHER_BYTES", 0)
     batch = build(Case(lens=(513, 40), queries=(1, 1), head_tables=True, holes=0.5))
     key, value = batch.key_cache, batch.value_cache
     if place == "halves":
@@ -81,7 +83,8 @@ def test_layouts(place):
         batch.key_cache, batch.value_cache = wide[..., :64], wide[..., 64:128]
     call = _call(batch)
     matrix = Cache(call.key_cache, call.value_cache, None, None, torch.float32).matrix
-    assert (matrix is None) == (place in ("padded", "mixed"))
+    assert (matrix is None) == (place == "mixed")
+    assert (matrix is not None and matrix.is_computed_with) == (place not in ("padded", "mixed"))
     if matrix is not None:
         assert matrix.keys.untyped_storage().data_ptr() == batch.key_cache.untyped_storage().data_ptr()
     check(build(batch.case), *attention_cpu(call))

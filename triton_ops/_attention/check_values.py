@@ -87,17 +87,17 @@ def _check_lists(lists: torch.Tensor, call: AttentionCall, lens: list[int], star
     if not own.size:
         return
     blocks = [-(-length // call.block_size) for length in lens]
-    if own.min() < -1 or own.max() >= min(blocks):
+    # Without a sign -1 is above all others.
+    unsigned = own.view(np.uint32)
+    if unsigned.max() >= min(blocks) and (own.min() < -1 or own.max() >= min(blocks)):
         bounds = np.repeat(blocks, np.diff(starts))[:, None, None]
         wrong = (own < -1) | (own >= bounds)
         if wrong.any():
             query, head, place = np.argwhere(wrong)[0].tolist()
             got = f"block {own[query, head, place]} for query {query}, KV head {head}"
             raise bad_argument("query_blocks", got, f"-1 to {bounds[query, 0, 0] - 1}, the blocks of its sequence")
-    # Without a sign -1 is above all others.
-    unsigned = own.view(np.uint32)
-    falls = (unsigned[..., 1:] <= unsigned[..., :-1]) & (own[..., 1:] >= 0)
-    if falls.any():
+    falls = unsigned[..., 1:] <= unsigned[..., :-1]
+    if falls.any() and (falls := falls & (own[..., 1:] >= 0)).any():
         query, head, _ = np.argwhere(falls)[0].tolist()
         got = f"{own[query, head].tolist()[:16]} for query {query}, KV head {head}"
         raise bad_argument("query_blocks", got, "blocks that ascend, then -1")

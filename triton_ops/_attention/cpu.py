@@ -5,9 +5,10 @@ serves: over all that is before a run of queries without a mask, and over the ru
 
     cpu_sequences.py    one block table for all heads: sequence by sequence
     cpu_heads.py        a table per KV head, a list per query: runs of queries (cpu_runs.py)
+    cpu_blocks.py       rows of queries, and the live blocks of each
     cpu_rows.py         many short lists of blocks in one call of the flash kernel: decodes, runs
     cpu_in_place.py     single queries over blocks of one KV head, without a copy of keys and values
-    cpu_decode.py       steps of nothing else
+    cpu_steps.py        over those, steps in which all sequences have as many queries, without padding or masks
     cpu_masked.py       what that kernel cannot express: terms of scores, trees, the edge of a mask or a hole in a run
     cpu_cache.py        blocks read, cpu_flash.py: the kernel, and parts merged by their log-sum-exp
 """
@@ -20,10 +21,10 @@ import torch
 
 from .call import AttentionCall
 from .cpu_cache import opened
-from .cpu_decode import attend_decodes
 from .cpu_flash import Part
 from .cpu_heads import attend_heads, attend_lists
 from .cpu_sequences import attend_sequences
+from .cpu_steps import attend_steps
 
 
 def attend(call: AttentionCall) -> Part:
@@ -37,7 +38,7 @@ def attend(call: AttentionCall) -> Part:
     """
     query = call.query
     by_head = call.query_blocks is not None or call.block_tables.dim() == 3
-    part = attend_decodes(call) if by_head else None
+    part = attend_steps(call) if by_head else None
     if part is None:
         out = query.new_zeros((*query.shape[:2], call.value_cache.shape[3]))
         lse = query.new_full(query.shape[:2], -math.inf, dtype=torch.float32)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ _SUMMED = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class Matrix(NamedTuple):
-    """Float32 keys and values as contiguous matrices of rows of head_dim, one per token and KV head.
+    """Keys and values as matrices of rows of head_dim, one per token and KV head.
 
     Attributes:
         keys: Of its head_dim.
@@ -34,6 +33,11 @@ class Matrix(NamedTuple):
     block_rows: int
     slot_rows: int
     head_rows: int
+
+    @property
+    def is_computed_with(self) -> bool:
+        """Whether rows are what is computed with, as they lie in the cache."""
+        return self.keys.dtype == torch.float32 and self.keys.is_contiguous() and self.values.is_contiguous()
 
     def cells(self, blocks: np.ndarray, heads: np.ndarray, block_size: int) -> np.ndarray:
         """Rows `[n, block_size]` of blocks, each of one KV head."""
@@ -85,42 +89,43 @@ class Cache:
     def read_rows(
         self, blocks: np.ndarray, heads: np.ndarray, slots: np.ndarray | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values `[rows, tokens, head_dim]` of one KV head a row.
-
-        Args:
-            blocks: `[rows, n]`, block numbers.
-            heads: `[rows]`, KV head of each.
-            slots: `[rows, n]`, the slot that is read of each block; None: all of them.
-        """
+        """Keys and values `[rows, tokens, head_dim]` of blocks `[rows, n]` of a KV head a row, or of a slot of each."""
         found: list[torch.Tensor] = []
-        index = each = torch.empty(0)
-        made_for = None
+        index, each, made_for = torch.empty(0), torch.empty(0), None
         for (matrix, strides), scale in zip(self._matrices, (self.k_scale, self.v_scale), strict=True):
             if strides != made_for:
                 first = blocks.astype(np.int64) * strides[0] + heads[:, None] * strides[2]
                 offsets = (np.arange(self.block_size) if slots is None else slots[:, :, None]) * strides[1]
-                index, made_for = torch.from_numpy((first[:, :, None] + offsets).reshape(-1)), strides
-                each = torch.arange(len(index))
-            rows = _take(matrix, index, each).view(len(blocks), -1, matrix.shape[1])
-            if scale is not None:
-                own = scale.to(torch.float32).expand(self.kv_heads)[torch.from_numpy(heads)].view(-1, 1, 1)
-                rows = rows.to(torch.float32).mul_(own)
-            found.append(rows.to(self.dtype))
+                index, made_for = torch.from_numpy((first[:, :, None] + offsets).reshape(len(blocks), -1)), strides
+                each = torch.arange(index.numel())
+            found.append(self._as_read(_take(matrix, index.reshape(-1), each), index, heads, scale))
         return found[0], found[1]
 
-    @functools.cached_property
-    def matrix(self) -> Matrix | None:
-        """Keys and values as they are computed with where they lie; None where they have to be read first."""
-        if self.key.dtype != torch.float32:
-            return None
-        (keys, strides), (values, value_strides) = self._matrices
-        if strides != value_strides or not (keys.is_contiguous() and values.is_contiguous()):
-            return None
-        return Matrix(keys, values, *strides)
+    def rows_at(self, matrix: Matrix, cells: torch.Tensor, heads: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values `[rows, ..., head_dim]` at cells `[rows, ...]` of `matrix`, of one KV head a row."""
+        index = cells.reshape(-1)
+        each = torch.arange(len(index), dtype=index.dtype)
+        keys, values = _take(matrix.keys, index, each), _take(matrix.values, index, each)
+        return self._as_read(keys, cells, heads, self.k_scale), self._as_read(values, cells, heads, self.v_scale)
 
-    @functools.cached_property
-    def _matrices(self) -> list[tuple[torch.Tensor, list[int]]]:
-        return [_as_rows(self.key), _as_rows(self.value)]
+    def _as_read(
+        self, found: torch.Tensor, cells: torch.Tensor, heads: np.ndarray, scale: torch.Tensor | None
+    ) -> torch.Tensor:
+        rows = found.view(*cells.shape, found.shape[1])
+        if scale is not None:
+            own = scale.to(torch.float32).expand(self.kv_heads)[torch.from_numpy(heads)]
+            rows = rows.to(torch.float32).mul_(own.view(-1, *[1] * cells.dim()))
+        return rows if rows.dtype == self.dtype else rows.to(self.dtype)
+
+    @property
+    def matrix(self) -> Matrix | None:
+        """Keys and values as matrices; None where a token of a KV head is not the same row of both."""
+        (keys, strides), (values, value_strides) = self._matrices
+        return Matrix(keys, values, *strides) if strides == value_strides else None
+
+    @property
+    def _matrices(self) -> tuple[tuple[torch.Tensor, list[int]], tuple[torch.Tensor, list[int]]]:
+        return _as_rows(self.key), _as_rows(self.value)
 
     def _dequantized(self, rows: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
         if scale is None:

@@ -99,7 +99,7 @@ def _attend_runs(
                 rows.write(attend_rows(rows.queries(query), cache, rows, call.scale), out, lse)
                 continue
             queries, part = rows.runs(query), None
-            if len(rows.blocks):
+            if len(rows.blocks.numbers):
                 part = attend_rows(queries.reshape(len(own), 1, -1, query.shape[2]), cache, rows, call.scale)
                 part = part[0].view(*queries.shape[:3], -1), part[1].view(queries.shape[:3])
             rows.write(_with_squares(part, queries, own, call, cache), out, lse)

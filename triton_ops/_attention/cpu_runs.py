@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from .call import AttentionCall
+from .cpu_blocks import Blocks, Reach, Rows
 from .cpu_cache import Cache
-from .cpu_rows import Reach, Rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +124,7 @@ class Runs:
             reach = Reach.of(self.position, self.length, call)
         else:
             reach = Reach(np.minimum(self.length, self.position) if call.causal else self.length)
-        return Rows.of(self.token, count, self.head, reach, *self.blocks(call), cache)
+        return Rows(self.token, count, cache.kv_heads, Blocks(self.head, reach, *self.blocks(call), call.block_size))
 
 
 def _begins(new: np.ndarray, count: int) -> np.ndarray:

@@ -8,10 +8,11 @@ import torch
 from .._rows.runs import contiguous_runs
 from .call import AttentionCall
 from .check_values import tree_bits
+from .cpu_blocks import Blocks, Reach, Rows
 from .cpu_cache import Cache, opened
 from .cpu_flash import Part, flash, full_parts, merge_parts
 from .cpu_masked import MAX_SCORES, attend_masked, attend_scattered, attend_tree
-from .cpu_rows import Reach, Rows, attend_rows
+from .cpu_rows import attend_rows
 
 # Runs shorter than this on average share one pass over the keys: each alone would gather all that is before it.
 LONG_RUN = 64
@@ -126,13 +127,14 @@ def _decode_batch(
     reach = Reach.of(lens - 1 if call.query_positions is None else call.query_positions.numpy()[tokens], lens, call)
     logical = np.arange(-(-int(lens.max()) // cache.block_size))
     tables = call.block_tables.numpy()[members, : len(logical)]
-    rows = Rows.of(tokens, 1, None, reach, logical, tables, cache)
-    some = np.flatnonzero(rows.sizes * cache.block_size <= _BATCHED_KEYS)
-    if len(some) < len(members):
-        members, tokens, reach, tables = members[some], tokens[some], reach[some], tables[some]
-        rows = Rows.of(tokens, 1, None, reach, logical, tables, cache)
-    if len(members) < 2:
+    blocks = Blocks(None, reach, logical, tables, cache.block_size)
+    some = np.flatnonzero(blocks.sizes * cache.block_size <= _BATCHED_KEYS)
+    if len(some) < 2:
         return set()
+    if len(some) < len(members):
+        members, tokens = members[some], tokens[some]
+        blocks = Blocks(None, reach[some], logical, tables[some], cache.block_size)
+    rows = Rows(tokens, 1, cache.kv_heads, blocks)
     part = attend_rows(rows.queries(query), cache, rows, call.scale)
     rows.write(part, out, lse)
     return set(members.tolist())
