@@ -36,10 +36,8 @@ class Reach:
             return Reach(self.end[rows])
         return Reach(self.end[rows], self.begin[rows], self.sink_end[rows])
 
-    def blocks(self, logical: np.ndarray, size: int) -> np.ndarray | None:
-        """Which of blocks `[rows, n]` or `[n]`, then ascending, have a key that counts; None for all of them."""
-        if self.begin is None and logical.ndim == 1 and (len(logical) - 1) * size < self.end.min():
-            return None
+    def blocks(self, logical: np.ndarray, size: int) -> np.ndarray:
+        """Which of blocks `[rows, n]` or `[n]` have a key that counts."""
         first = logical * size
         live = first < self.end[:, None]
         if self.begin is not None and self.sink_end is not None:
@@ -69,12 +67,21 @@ class Blocks:
     """
 
     def __init__(
-        self, heads: np.ndarray | None, reach: Reach, logical: np.ndarray, numbers: np.ndarray, block_size: int
+        self,
+        heads: np.ndarray | None,
+        reach: Reach,
+        logical: np.ndarray,
+        numbers: np.ndarray,
+        block_size: int,
+        is_inside: bool = False,
     ) -> None:
-        """Of numbers `[rows, n]` those that are present and in reach; `logical` `[rows, n]`, or [n]: 0, 1, ..."""
-        live, reached = numbers >= 0, reach.blocks(logical, block_size)
-        if reached is not None:
-            live &= reached
+        """Of numbers `[rows, n]` those that are present and in reach, as all are where `is_inside`.
+
+        Their logical blocks: `[rows, n]`, or [n]: 0, 1, ...
+        """
+        live = numbers >= 0
+        if not is_inside:
+            live &= reach.blocks(logical, block_size)
         self.heads, self.reach, self.sizes, self.numbers = heads, reach, live.sum(axis=1), numbers[live]
         self._logical, self._live, self._size = logical, live, block_size
 

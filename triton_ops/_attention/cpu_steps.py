@@ -6,6 +6,8 @@ have as many keys each, a step is a few calls on tensors without padding or mask
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 import torch
 
@@ -41,7 +43,7 @@ def attend_steps(call: AttentionCall) -> Part | None:
     if matrix is None or blocks is None:
         return None
     cells, lengths = blocks.cells(matrix)
-    is_even, own = not (lengths != lengths[0]).any(), None
+    is_even, own = len(set(lengths.tolist())) == 1, None
     most = (GATHER_BYTES if count > 1 else _GATHER_BYTES) // (width * dtype.itemsize)
     if count > 1:
         own = _own_cells(call, matrix, blocks.reach.end, count) if is_even else None
@@ -72,12 +74,14 @@ def _blocks(call: AttentionCall, count: int) -> Blocks | None:
     kv_heads, ends = call.key_cache.shape[2], lens if count == 1 else lens - count
     if call.query_positions is not None and call.causal:
         ends = np.minimum(lens, call.query_positions.numpy().astype(np.int64) + 1)
-    longest = -(-int(ends.max()) // size)
+    each = ends.tolist()
+    first, longest = min(each), -(-max(each) // size)
     logical: np.ndarray
-    if int(ends.min()) < 0 or longest < int(count == 1):
+    if first < 0 or longest < int(count == 1):
         return None
     if call.query_blocks is None:
         logical, numbers = np.arange(longest), tables[:, :, :longest]
+        is_inside = (longest - 1) * size < first
     else:
         lists = call.query_blocks.numpy().reshape(len(lens), count, kv_heads, -1)
         logical = lists[:, 0]
@@ -85,9 +89,16 @@ def _blocks(call: AttentionCall, count: int) -> Blocks | None:
             return None
         numbers = np.where(logical < 0, -1, _numbers(tables, logical))
         logical = logical.reshape(len(lens) * kv_heads, -1)
+        # Lists name blocks of their sequence alone.
+        is_inside = ends is lens
     numbers = numbers.reshape(len(lens) * kv_heads, -1)
-    heads = np.arange(len(numbers)) % kv_heads
-    return Blocks(heads, Reach(ends.repeat(kv_heads)), logical, numbers, size)
+    return Blocks(_heads(len(numbers), kv_heads), Reach(ends.repeat(kv_heads)), logical, numbers, size, is_inside)
+
+
+@functools.lru_cache(64)
+def _heads(num_rows: int, kv_heads: int) -> np.ndarray:
+    """KV heads of rows; for reading."""
+    return np.arange(num_rows) % kv_heads
 
 
 def _numbers(tables: np.ndarray, logical: np.ndarray) -> np.ndarray:
@@ -146,11 +157,12 @@ def _attend(
             own_cut = None if own is None else own[cut]
             parts.append(_attend(query[cut], cache, matrix, heads[cut], before[cut], own_cut, most, scale))
         return torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts])
-    # The queries of a group as rows of one head: each key is read once per group.
-    united = query.reshape(len(query), 1, -1, query.shape[3])
     parts = []
-    for cells in before.split(most, 2) if before.shape[2] > most else (before,) * bool(before.shape[2]):
-        parts.append(flash_kernel(united, *cache.rows_at(matrix, cells, heads), False, scale))
+    if before.shape[2]:
+        # The queries of a group as rows of one head: each key is read once per group.
+        united = query.reshape(len(query), 1, -1, query.shape[3])
+        for cells in before.split(most, 2):
+            parts.append(flash_kernel(united, *cache.rows_at(matrix, cells, heads), False, scale))
     if own is not None:
         parts = [(out.reshape(*query.shape[:3], -1), lse.view(query.shape[:3])) for out, lse in parts]
         parts.append(flash_kernel(query, *cache.rows_at(matrix, own, heads), True, scale))
