@@ -179,6 +179,10 @@ def flips(rng: Rng, number: int) -> Requests:
     return mixed(rng, [telling(rng, True), telling(rng, False)], lambda i: int(i >= number // 2))
 
 
+def alternating(rng: Rng, every: int) -> Requests:
+    return mixed(rng, [telling(rng, True), telling(rng, False)], lambda i: i // every % 2)
+
+
 def concatenated(rng: Rng, number: int) -> Requests:
     parts = [chat(rng), agents(rng), popular(rng, 1.3), loop(rng), chat(rng, 6, 200)]
     return mixed(rng, parts, lambda i: min(i * len(parts) // number, len(parts) - 1))
@@ -215,7 +219,8 @@ KINDS: dict[str, Callable[[Rng, int], Requests]] = {
 }
 STRESS: dict[str, Callable[[Rng, int], Requests]] = {
     "law_flips": flips,
-    "law_flips_often": lambda rng, n: mixed(rng, [telling(rng, True), telling(rng, False)], lambda i: i // 400 % 2),
+    "law_flips_often": lambda rng, n: alternating(rng, 400),
+    "law_flips_quickly": lambda rng, n: alternating(rng, 200),
     "concatenated": concatenated,
 }
 
