@@ -98,23 +98,23 @@ class Cache:
                 offsets = (np.arange(self.block_size) if slots is None else slots[:, :, None]) * strides[1]
                 index, made_for = torch.from_numpy((first[:, :, None] + offsets).reshape(len(blocks), -1)), strides
                 each = torch.arange(index.numel())
-            found.append(self._as_read(_take(matrix, index.reshape(-1), each), index, heads, scale))
+            found.append(self._as_read(_take(matrix, index.reshape(-1), each), index, torch.from_numpy(heads), scale))
         return found[0], found[1]
 
-    def rows_at(self, matrix: Matrix, cells: torch.Tensor, heads: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values `[rows, ..., head_dim]` at cells `[rows, ...]` of `matrix`, of one KV head a row."""
+    def rows_at(self, matrix: Matrix, cells: torch.Tensor, heads: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values `[sequences, heads, n, head_dim]` at cells `[sequences, heads, n]` of `matrix`."""
         index = cells.reshape(-1)
         each = torch.arange(len(index), dtype=index.dtype)
         keys, values = _take(matrix.keys, index, each), _take(matrix.values, index, each)
         return self._as_read(keys, cells, heads, self.k_scale), self._as_read(values, cells, heads, self.v_scale)
 
     def _as_read(
-        self, found: torch.Tensor, cells: torch.Tensor, heads: np.ndarray, scale: torch.Tensor | None
+        self, found: torch.Tensor, cells: torch.Tensor, heads: torch.Tensor | slice, scale: torch.Tensor | None
     ) -> torch.Tensor:
         rows = found.view(*cells.shape, found.shape[1])
         if scale is not None:
-            own = scale.to(torch.float32).expand(self.kv_heads)[torch.from_numpy(heads)]
-            rows = rows.to(torch.float32).mul_(own.view(-1, *[1] * cells.dim()))
+            own = scale.to(torch.float32).expand(self.kv_heads)[heads]
+            rows = rows.to(torch.float32).mul_(own.view(-1, 1, 1))
         return rows if rows.dtype == self.dtype else rows.to(self.dtype)
 
     @property

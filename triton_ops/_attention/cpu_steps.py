@@ -7,6 +7,7 @@ have as many keys each, a step is a few calls on tensors without padding or mask
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -19,6 +20,7 @@ from .cpu_in_place import MAX_GROUP, attend_in_place
 
 # Keys of one gather for single queries, which do little with them: they are to stay in a processor's own cache.
 _GATHER_BYTES = 1 << 20
+Read = Callable[[torch.Tensor, slice], tuple[torch.Tensor, torch.Tensor]]
 
 
 def attend_steps(call: AttentionCall) -> Part | None:
@@ -54,18 +56,11 @@ def attend_steps(call: AttentionCall) -> Part | None:
         return out.view(num_tokens, heads, -1), lse.view(num_tokens, heads)
     elif not is_even or not len(cells):
         return None
-    if count == 1:
-        rows = query.to(dtype).reshape(len(lengths), -1, 1, width)
-    else:
-        rows = query.to(dtype).reshape(num_seqs, count, cache.kv_heads, -1, width).permute(0, 2, 3, 1, 4)
-        rows = rows.reshape(len(lengths), -1, count, width)
-    before = torch.from_numpy(cells).view(len(lengths), 1, int(lengths[0]))
-    assert blocks.heads is not None
-    out, lse = _attend(rows, cache, matrix, blocks.heads, before, own, max(1, most), call.scale)
-    if count > 1:
-        out, lse = (x.unflatten(0, (num_seqs, -1)).movedim(3, 1) for x in (out, lse))
-    out = out.reshape(num_tokens, heads, -1).to(query.dtype)
-    return out.contiguous(), lse.reshape(num_tokens, heads)
+    rows = (query if query.dtype == dtype else query.to(dtype)).unflatten(0, (num_seqs, count)).transpose(1, 2)
+    before = torch.from_numpy(cells).view(num_seqs, cache.kv_heads, -1 if len(cells) else 0)
+    out, lse = _attend(rows, functools.partial(cache.rows_at, matrix), before, own, max(1, most), call.scale)
+    out, lse = out.transpose(1, 2).reshape(num_tokens, heads, -1), lse.transpose(1, 2).reshape(num_tokens, heads)
+    return (out if out.dtype == query.dtype else out.to(query.dtype)).contiguous(), lse
 
 
 def _blocks(call: AttentionCall, count: int) -> Blocks | None:
@@ -110,7 +105,7 @@ def _numbers(tables: np.ndarray, logical: np.ndarray) -> np.ndarray:
 
 
 def _own_cells(call: AttentionCall, matrix: Matrix, ends: np.ndarray, count: int) -> torch.Tensor | None:
-    """Where rows' own keys lie, `[rows, 1, count]`; None where one of their blocks is absent or in no list."""
+    """Where own keys lie, `[num_seqs, num_kv_heads, count]`; None where one of their blocks is absent or in no list."""
     tables, size, kv_heads = call.block_tables.numpy(), call.block_size, call.key_cache.shape[2]
     positions = ends[::kv_heads, None] + np.arange(count)
     logical = positions // size
@@ -124,46 +119,54 @@ def _own_cells(call: AttentionCall, matrix: Matrix, ends: np.ndarray, count: int
         return None
     cells = numbers.astype(np.int64) * matrix.block_rows + (positions % size * matrix.slot_rows)[:, None]
     cells = cells + np.arange(kv_heads)[:, None] * matrix.head_rows
-    return torch.from_numpy(cells.reshape(-1, 1, count))
+    return torch.from_numpy(cells)
 
 
 def _attend(
+    query: torch.Tensor, read: Read, before: torch.Tensor, own: torch.Tensor | None, most: int, scale: float
+) -> Part:
+    """Queries over the keys before them, and causally over their own.
+
+    Args:
+        query: `[num_seqs, num_heads, count, head_dim]`.
+        read: Keys and values of cells `[sequences, KV heads, n]`, given the heads.
+        before: `[num_seqs, num_kv_heads, n]`, cells of keys.
+        own: `[num_seqs, num_kv_heads, count]`, of keys that are attended to causally.
+        most: Keys of one gather.
+        scale: Factor on q.k.
+    """
+    num_seqs, kv_heads, many = before.shape
+    step, group = max(1, most // (many + (0 if own is None else own.shape[2]))), query.shape[1] // kv_heads
+    if step >= num_seqs * kv_heads:
+        return _attend_at_once(query, read, slice(None), before, own, most, scale)
+    parts, some = [], max(1, step // kv_heads)
+    for first in range(0, num_seqs, some):
+        of, row = slice(first, first + some), []
+        for head in range(0, kv_heads, step):
+            to = slice(head, head + step)
+            own_cut, each = None if own is None else own[of, to], query[of, head * group : (head + step) * group]
+            row.append(_attend_at_once(each, read, to, before[of, to], own_cut, most, scale))
+        parts.append((torch.cat([out for out, _ in row], 1), torch.cat([lse for _, lse in row], 1)))
+    return torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts])
+
+
+def _attend_at_once(
     query: torch.Tensor,
-    cache: Cache,
-    matrix: Matrix,
-    heads: np.ndarray,
+    read: Read,
+    heads: slice,
     before: torch.Tensor,
     own: torch.Tensor | None,
     most: int,
     scale: float,
 ) -> Part:
-    """Queries over the keys before them, and causally over their own: results `[rows, group, count, head_dim]`.
-
-    Args:
-        query: `[rows, group, count, head_dim]`.
-        cache: What is attended to.
-        matrix: Its matrices.
-        heads: `[rows]`, the KV head of each.
-        before: `[rows, 1, n]`, cells of keys.
-        own: `[rows, 1, count]`, of keys that are attended to causally; None: results are `[rows, 1, group, head_dim]`.
-        most: Keys of one gather.
-        scale: Factor on q.k.
-    """
-    step = max(1, most // (before.shape[2] + (0 if own is None else own.shape[2])))
-    if step < len(query):
-        parts = []
-        for first in range(0, len(query), step):
-            cut = slice(first, first + step)
-            own_cut = None if own is None else own[cut]
-            parts.append(_attend(query[cut], cache, matrix, heads[cut], before[cut], own_cut, most, scale))
-        return torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts])
+    """As `_attend`, with some KV heads alone: their keys in one gather, or in several where one head has more."""
     parts = []
+    if own is not None:
+        parts.append(flash_kernel(query, *read(own, heads), True, scale))
     if before.shape[2]:
         # The queries of a group as rows of one head: each key is read once per group.
-        united = query.reshape(len(query), 1, -1, query.shape[3])
-        for cells in before.split(most, 2):
-            parts.append(flash_kernel(united, *cache.rows_at(matrix, cells, heads), False, scale))
-    if own is not None:
-        parts = [(out.reshape(*query.shape[:3], -1), lse.view(query.shape[:3])) for out, lse in parts]
-        parts.append(flash_kernel(query, *cache.rows_at(matrix, own, heads), True, scale))
-    return merge_parts(parts, query, cache.width)
+        united = query.reshape(*before.shape[:2], -1, query.shape[3])
+        for cells in before.split(most, 2) if before.shape[2] > most else (before,):
+            out, lse = flash_kernel(united, *read(cells, heads), False, scale)
+            parts.append((out.reshape(*query.shape[:3], -1), lse.reshape(query.shape[:3])))
+    return merge_parts(parts, query, 0)
