@@ -87,15 +87,18 @@ class Lives:
         runs = self._runs
         rows = slice(self._begun, runs.count)
         self._begun = runs.count
-        size, bounds, lives = np.minimum(runs.size[rows], MOST), np.minimum(runs.bounds[rows], MOST), runs.lives[rows]
+        size, lives = np.minimum(runs.size[rows], MOST), runs.lives[rows]
+        bounds = np.minimum(runs.bounds[rows].T, MOST)
         lives[:] = 0
-        lives[:, 0] = size - bounds[:, 0]
-        lives[:, 2:-2:2] = bounds[:, :-1] - bounds[:, 1:]
-        lives[:, -2] = bounds[:, -1]
-        last = 2 * (bounds >= size[:, None]).sum(axis=1)
-        each = np.arange(size.size)
-        lives[each, last] -= 1
-        lives[each, last + 1] += 1
+        least = size
+        for kind, bound in zip(range(0, KINDS, 2), bounds, strict=False):
+            lives[:, kind] = least - bound
+            least = bound
+        lives[:, -2] = least
+        last = 2 * _uses(bounds, size) + KINDS * np.arange(size.size)
+        flat = runs.lives.reshape(-1)[KINDS * rows.start : KINDS * rows.stop]
+        flat[last] -= 1
+        flat[last + 1] += 1
         runs.flushed[rows] = 0
 
     def _weights(self, rows: Numbers) -> npt.NDArray[np.float32]:
@@ -113,13 +116,15 @@ class Lives:
             parts.append((rows, times, number))
         if self._used:
             rows, first, last, times = (np.concatenate(part) for part in zip(*self._used, strict=True))
-            size, bounds = runs.size[rows], runs.bounds[rows]
+            size, bounds = runs.size.take(rows), runs.bounds.take(rows, axis=0).T
             tail = last == size
-            ends = np.concatenate((bounds[:, ::-1], size[:, None] - 1), axis=1)
-            ends = ends.clip(first[:, None], (last - tail)[:, None])
             number = np.zeros((rows.size, KINDS), np.intp)
-            number[:, 6::-2] = np.diff(ends, prepend=first[:, None], axis=1)
-            number[tail.nonzero()[0], 2 * (bounds[tail] >= size[tail, None]).sum(axis=1) + 1] = 1
+            begin, last = first, last - tail
+            for kind, bound in zip(range(KINDS - 2, -1, -2), (*bounds[::-1], size), strict=True):
+                end = np.minimum(np.maximum(bound, first), last)  # a column at a time: rows of four take much longer
+                number[:, kind] = end - begin
+                begin = end
+            number.reshape(-1)[(KINDS * np.arange(rows.size) + 2 * _uses(bounds, size) + 1)[tail]] = 1
             parts.append((rows, times, number))
         self._used, self._recalled = [], []
         if not parts:
@@ -130,6 +135,14 @@ class Lives:
     def renumbered(self) -> None:
         """Rows were dropped, after everything was learned."""
         self._begun = self._runs.count
+
+
+def _uses(bounds: Numbers, size: Numbers) -> Numbers:
+    """The uses of the last of `size` blocks, from the bounds of their uses, `[3, n]`."""
+    uses: Numbers = (bounds[0] >= size).astype(np.intp)
+    for bound in bounds[1:]:
+        uses += bound >= size
+    return uses
 
 
 def _kind(uses: Numbers, tail: Numbers) -> Numbers:

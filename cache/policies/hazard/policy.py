@@ -16,9 +16,9 @@ from .evicted import Evicted
 from .ghosts import RequestGhosts
 from .guard import Guard
 from .lives import Lives
-from .notes import NOBODY, RELEASED, Notes
+from .notes import NOBODY, Notes, Pieces, Step, last_of
 from .runs import Runs
-from .tables import DECAY, NEW_BOUNDS, USE_BOUNDS, HazardTables
+from .tables import DECAY, NEW_BOUNDS, USE_BOUNDS, USES, HazardTables
 from .victims import Chooser
 
 Numbers = npt.NDArray[Any]
@@ -74,9 +74,9 @@ class Hazard(EvictionPolicy):
         self._last_fit = -1
         self._ending = UNTOLD
         self._returns: float | None = None
-        self._last_hit = -1
+        self._last_hit: Step | None = None
         self._notes = Notes(self._code, self._place_bits)
-        self._judged = 0
+        self._judged = self._worked_off = 0
         self.runs = Runs()
         self.tables = HazardTables()
         self.guard = Guard(self.pool.num_blocks)
@@ -86,22 +86,28 @@ class Hazard(EvictionPolicy):
 
     def accessed(self, ids: Ids, hit: bool) -> None:
         if hit:
-            notes, number = self._notes, len(ids)
+            notes = self._notes
+            number = len(ids)
             index = self._index_of(ids) if number >= LONG else None
-            notes.log.append(index if type(index) is slice else ids.tobytes())  # the caller may write to the array
-            notes.times.append(self._now)
+            self._last_hit = step = index if type(index) is slice else ids.tobytes()  # the array may be written to
+            if notes.hit is not None:
+                notes.put_aside(self._now)
+                if notes.places > self._most_places:  # somebody else holds the same blocks: nothing is released
+                    self._work_off()
+                    notes = self._notes
+            notes.hit = step
             notes.places += number
-            self._last_hit = ids.item(-1)
             return
         index = ids.astype(np.intp)
         self._before[index] = NOBODY
         self._forked[index] = False
         last_hit = self._last_hit
-        if last_hit >= 0:
+        if last_hit is not None:
             first, length = ids.item(0), self.pool.prefix_length
-            if length.item(last_hit) == length.item(first) - 1:
-                self._before[first] = last_hit
-            self._last_hit = -1
+            last = last_of(last_hit)
+            if length.item(last) == length.item(first) - 1:
+                self._before[first] = last
+            self._last_hit = None
 
     def completed(self, ids: Ids) -> None:
         self._evicted.filled.append((self._now, ids.copy(), self.pool.keys_of(ids), self.pool.prefix_length.take(ids)))
@@ -118,18 +124,24 @@ class Hazard(EvictionPolicy):
             self._returns = None
 
     def released(self, ids: Ids) -> None:
-        notes, number, blocks = self._notes, len(ids), ids.tobytes()
+        notes, number, chain = self._notes, len(ids), ids.tobytes()
         index = ids.astype(np.intp) if number < LONG else self._index_of(ids)
-        notes.log.append(index if type(index) is slice else blocks)
-        notes.times.append(RELEASED)
-        notes.chains.append(ids)
-        notes.blocks.append(blocks)
-        notes.counts.append(self.pool.access_count[index].tobytes())
+        count = self.pool.access_count[index].tobytes()
+        step = index if type(index) is slice else chain
+        hits = 0
+        if notes.hit == step:
+            hits, notes.hit = number, None
+        elif notes.hit is not None:
+            hits = notes.hits_of(step, self._now)
+        notes.steps.append(step)
+        notes.hits.append(hits)
+        notes.chains.append(chain)
+        notes.counts.append(count)
         notes.endings.append(self._ending)
         notes.places += number
         self._ending = UNTOLD
-        self._now += 1
-        if len(notes.chains) >= NOTES or notes.places > self._most_places:
+        self._now = now = self._now + 1
+        if now - self._worked_off >= NOTES or notes.places > self._most_places:
             self._work_off()
             if self._now - self._last_fit > IDLE:
                 self._learn()
@@ -138,23 +150,25 @@ class Hazard(EvictionPolicy):
         """Brings rows and the guard up to date with what was noted."""
         notes = self._notes
         notes.catch_up(self._now)
-        chains, used = notes.chains, notes.used
-        if not (chains or used or self._evicted.filled):
+        self._worked_off = self._now
+        ended, used = len(notes.chains), notes.pieces()
+        if not (ended or used or self._evicted.filled):
             return
         self._notes = Notes(self._code, self._place_bits)
         runs, guard = self.runs, self.guard
         self._evicted.work_off(self._now)
-        room = max(1, self.pool.num_blocks - max(0, self.pool.num_held - sum(notes.used_sizes)))
-        if chains:
-            rows = self._add_rows(notes)
+        room = max(1, self.pool.num_blocks - max(0, self.pool.num_held - notes.hit_places))
+        if ended:
+            # Blocks that were hit in one piece are still behind one another.
+            rows = self._add_rows(notes, not (used and notes.whole and used.code.size == ended))
             guard.released(runs.size[rows])
-        if len(chains) == 1:
+        if ended == 1:
             guard.fill(runs, room)
         if used:
-            self._take_used(notes)
-        if chains:
+            self._take_used(used)
+        if ended:
             self._note_shared(rows)
-        if len(chains) > 1:  # among these are requests that later ones in the batch went on from
+        if ended > 1:  # among these are requests that later ones in the batch went on from
             guard.fill(runs, room)
         runs.cut_shorter()
         if runs.count:
@@ -163,71 +177,62 @@ class Hazard(EvictionPolicy):
             guard.judge(self._now - self._judged, runs)
             self._judged = self._now
 
-    def _add_rows(self, notes: Notes) -> slice:
-        """Rows for requests that have ended."""
+    def _add_rows(self, notes: Notes, moved: bool) -> slice:
+        """Rows for requests that have ended; `moved`: blocks may be behind others than before."""
         runs = self.runs
         rows = runs.add(notes.chains)
-        chain = np.frombuffer(b"".join(notes.blocks), np.int32)
-        index = chain.astype(np.intp)
+        chain = np.frombuffer(b"".join(notes.chains), np.int32)
         count = np.frombuffer(b"".join(notes.counts), np.int32)
         sizes = runs.size[rows]
         starts = sizes.cumsum() - sizes
         bounds = runs.bounds[rows]
+        group, output, runs.certain[rows] = zip(*notes.endings, strict=True)
         if np.minimum.reduce(count) >= USE_BOUNDS[-1]:  # as where everything hits
             bounds[:] = sizes[:, None]
+            runs.kind[rows], runs.trait[rows] = group, output
+            runs.kind[rows] += USES - 1
         else:
-            count = count + self._earlier_uses[index]
+            count = count + self._earlier_uses.take(chain)
             bounds[:] = np.add.reduceat(count >= LEAST_USES, starts, axis=1, dtype=np.int32).T
+            runs.kind[rows] = (bounds >= sizes[:, None]).sum(axis=1) + group
+            runs.trait[rows] = NEW_BOUNDS.searchsorted(sizes - bounds[:, 0], side="right") + output
         runs.last[rows] = chain.take(starts + sizes - 1)
-        firsts = index.take(starts)
+        firsts = chain.take(starts)
         parent = self._before.take(firsts)
-        self._before[index[1:]] = chain[:-1]
-        self._before[firsts] = runs.parent[rows] = parent
+        if moved:
+            self._before[chain[1:].astype(np.intp)] = chain[:-1]
+            self._before[firsts] = parent
+        runs.parent[rows] = parent
         for block in parent[parent >= 0].tolist():
             self._hanging[block] += 1
             self._forked[block] = True
         runs.serial[rows] = np.arange(self._now - sizes.size, self._now)
-        group, output, runs.certain[rows] = zip(*notes.endings, strict=True)
-        runs.kind[rows] = (bounds >= sizes[:, None]).sum(axis=1) + group
-        runs.trait[rows] = NEW_BOUNDS.searchsorted(sizes - bounds[:, 0], side="right") + output
         return rows
 
     def _note_shared(self, rows: slice) -> None:
         """How much of the chains whose requests do not go on others went on from."""
         for row in (rows.start + self.runs.certain[rows].nonzero()[0]).tolist():
-            forks = self._forked.take(self.runs.chains[row]).nonzero()[0]
+            forks = self._forked.take(self.runs.blocks(row)).nonzero()[0]
             self.runs.shared[row] = self.runs.base[row] + forks[-1] + 1 if forks.size else 0
 
-    def _take_used(self, notes: Notes) -> None:
+    def _take_used(self, used: Pieces) -> None:
         """Later requests take over the fronts of runs."""
-        runs = self.runs
-        codes = np.concatenate(notes.used) if len(notes.used) > 1 else notes.used[0]
-        begin = np.array(notes.used_sizes).cumsum()  # of each request but the first
-        broken = codes[1:] - codes[:-1] != 1
-        broken[begin[:-1] - 1] = True
-        at = np.zeros(count_nonzero(broken) + 1, np.intp)
-        np.add(broken.nonzero()[0], 1, out=at[1:])
-        sizes = np.append(at[1:], codes.size) - at
-        code = codes.take(at)
+        runs, (code, sizes, times) = self.runs, used
         found = code >= 0
         if count_nonzero(found) < found.size:
-            at, sizes, code = at[found], sizes[found], code[found]
-            if not at.size:
+            code, sizes, times = code[found], sizes[found], times[found]
+            if not code.size:
                 return
         first = code & ((1 << self._place_bits) - 1)
         rows = runs.rows_of(code >> self._place_bits)
         last = first + sizes
         self.guard.used(runs, rows, first, last, resident=True)
         np.subtract.at(runs.kept, rows, sizes.astype(np.int32))
-        self.lives.used(rows, first, last, np.array(notes.used_at)[begin.searchsorted(at, side="right")])
-        start_of, size_of, moved = runs.cells.start, runs.cells.size, set()
-        for row, begins, ends in zip(rows.tolist(), first.tolist(), last.tolist(), strict=True):
-            if begins <= start_of[row] < ends:  # one by one: several requests may have gone on from a run
-                start_of[row] = ends
-                moved.add(row)
-            if ends < size_of[row]:
-                self._forked[runs.block(row, ends - 1)] = True
-        self._chooser.hang(moved)
+        self.lives.used(rows, first, last, times)
+        forks = (last < runs.size.take(rows)).nonzero()[0]
+        for row, end in zip(rows.take(forks).tolist(), last.take(forks).tolist(), strict=True):
+            self._forked[runs.block(row, end - 1)] = True
+        self._chooser.hang(runs.begin_at(rows, first, last))
 
     def _learn(self) -> None:
         """Fits the tables, and drops rows that are of no use any more."""
@@ -282,8 +287,8 @@ class Hazard(EvictionPolicy):
         self._code[ids] = -1
 
     def check(self) -> None:
-        chains, code = self._notes.chains, self._code
         self._notes.catch_up(self._now)
+        chains, code = [np.frombuffer(chain, np.int32) for chain in self._notes.chains], self._code
         self.runs.check(self._hanging)
         assert not self.pool.ref_count[code >= 0].any(), "a block that is held may be chosen"
         self.runs.check_blocks(code, self._place_bits, self._now - len(chains), chains)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from sys import byteorder
 from typing import Any
 
 import numpy as np
@@ -33,7 +34,9 @@ LEAST = 64
 """Rows made at once at least."""
 SHORT = 8
 """Chains that are kept whole: to cut them saves nothing."""
-NONE: Ids = np.empty(0, np.int32)
+FEW = 16
+"""Rows up to which a loop is quicker."""
+NONE = b""
 
 
 class Cells:
@@ -75,7 +78,7 @@ class Runs:
         lives: `kept` by 2 * uses + tail, as far as learned, `[rows, 8]`.
 
     Attributes:
-        chains: For each row the blocks of its chain from place `base` on, all of its run among them.
+        chains: For each row the blocks of its chain from place `base` on, all of its run among them; int32 as bytes.
         places: Blocks in all chains.
         cells: See `Cells`; others once there is room for more rows.
     """
@@ -98,7 +101,7 @@ class Runs:
 
     def __init__(self) -> None:
         self.count = self.places = 0
-        self.chains: list[Ids] = []
+        self.chains: list[bytes] = []
         self._shorter: set[int] = set()
         for name, (dtype, width) in COLUMNS.items():
             setattr(self, name, np.zeros((LEAST, width) if width > 1 else LEAST, dtype))
@@ -109,9 +112,9 @@ class Runs:
         """Bytes held."""
         return int(sum(getattr(self, name).nbytes for name in COLUMNS)) + 4 * self.places
 
-    def add(self, chains: list[Ids]) -> slice:
+    def add(self, chains: list[bytes]) -> slice:
         """Appends a row for each chain, with all its blocks; the other columns are still to be filled in."""
-        sizes = [len(chain) for chain in chains]
+        sizes = [len(chain) // 4 for chain in chains]
         first, last = self.count, self.count + len(chains)
         if last > self.serial.size:
             for name, (_, width) in COLUMNS.items():
@@ -161,6 +164,23 @@ class Runs:
         tail = end == self.size[rows]
         return USES * self.groups(rows) + uses, self.traits(rows) + TRAITS * tail
 
+    def begin_at(self, rows: Numbers, first: Numbers, last: Numbers) -> list[int]:
+        """Runs from whose places `first` to `last` requests went on begin behind them; returns the rows that do."""
+        each = rows.tolist()
+        if len(each) >= FEW and len(set(each)) == len(each):
+            start = self.start.take(rows)
+            here = (first <= start) & (start < last)
+            rows = rows[here]
+            self.start[rows] = last[here]
+            begun: list[int] = rows.tolist()
+            return begun
+        start_of, moved = self.cells.start, set()
+        for row, begins, ends in zip(each, first.tolist(), last.tolist(), strict=True):
+            if begins <= start_of[row] < ends:  # one by one: several requests may have gone on from a run
+                start_of[row] = ends
+                moved.add(row)
+        return list(moved)
+
     def end_at(self, row: int, end: int) -> None:
         """The run of a row ends before a place of its chain that was in it."""
         cells = self.cells
@@ -170,13 +190,20 @@ class Runs:
             uses = (bounds[at] >= end) + (bounds[at + 1] >= end) + (bounds[at + 2] >= end)
             cells.kind[row] = kind - kind % USES + uses
             cells.trait[row] %= TRAITS
-            cells.last[row] = self.chains[row].item(end - 1 - cells.base[row])
+            cells.last[row] = self.block(row, end - 1)
         self._shorter.add(row)
 
     def block(self, row: int, place: int) -> int:
         """The block at a place of a chain that was in its run lately."""
-        block: int = self.chains[row].item(place - self.cells.base[row])
-        return block
+        at = 4 * (place - self.cells.base[row])
+        return int.from_bytes(self.chains[row][at : at + 4], byteorder)
+
+    def blocks(self, row: int, first: int = 0, last: int | None = None) -> Ids:
+        """Blocks at places of a chain that were in its run lately; all that are left of it."""
+        base, chain = self.cells.base[row], self.chains[row]
+        if last is None:
+            return np.frombuffer(chain, np.int32)
+        return np.frombuffer(chain, np.int32, last - first, 4 * (first - base))
 
     def cut_shorter(self) -> None:
         """Cuts what came to an end earlier, once nobody may ask for blocks behind it any more."""
@@ -187,16 +214,16 @@ class Runs:
     def cut(self, row: int) -> None:
         """Lets go of blocks of a chain once few of them are in its run."""
         cells, chain = self.cells, self.chains[row]
-        start, end, size = cells.start[row], cells.end[row], len(chain)
+        start, end, size = cells.start[row], cells.end[row], len(chain) // 4
         if start >= end:
             left = NONE
         elif size > SHORT and size > 2 * (end - start):
             base = cells.base[row]
-            left = chain[start - base : end - base].copy()
+            left = chain[4 * (start - base) : 4 * (end - base)]
             cells.base[row] = start
         else:
             return
-        self.places += len(left) - size
+        self.places += len(left) // 4 - size
         self.chains[row] = left
 
     def piece(self, row: int, start: int, end: int) -> int:
@@ -220,12 +247,13 @@ class Runs:
             column = getattr(self, name)
             column[: rows.size] = column[rows]
         self.count = rows.size
-        self.places = sum([chain.size for chain in self.chains])
+        self.places = sum([len(chain) for chain in self.chains]) // 4
 
     def check(self, hanging: Numbers) -> None:
         """Asserts that rows hold together, and that so many of them wait for each block."""
         rows, alive = slice(self.count), self.alive()
-        start, end, sizes = self.start[rows], self.end[rows], np.array([chain.size for chain in self.chains], np.intp)
+        start, end = self.start[rows], self.end[rows]
+        sizes = np.array([len(chain) // 4 for chain in self.chains], np.intp)
         assert len(self.chains) == self.count, "a row without a chain"
         assert (np.diff(self.serial[rows]) > 0).all(), "rows out of order"
         assert self.places == sizes.sum(), "blocks of chains are miscounted"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from heapq import heapify, heappop, heappush
 from typing import Any
 
@@ -11,7 +10,7 @@ import numpy.typing as npt
 
 from ...table import Ids, count_nonzero, view
 from ..base import PoolView
-from .runs import NONE, Runs
+from .runs import FEW, NONE, Runs
 from .tables import HazardTables
 
 Numbers = npt.NDArray[Any]
@@ -64,11 +63,22 @@ class Chooser:
         """Whether the scores have to be made anew."""
         return now >= self._until
 
-    def hang(self, rows: Iterable[int]) -> None:
+    def hang(self, rows: list[int]) -> None:
         """The runs of these rows begin behind another block now, or they are over: their chains may be cut."""
         runs, hanging = self._runs, self._hanging_of
         cells, chains = runs.cells, runs.chains
         start_of, end_of, parent_of, places = cells.start, cells.end, cells.parent, 0
+        if len(rows) >= FEW:
+            index = np.array(rows)
+            before = runs.parent.take(index)
+            runs.parent[index] = -1
+            for block in before[before >= 0].tolist():
+                hanging[block] -= 1
+            over = runs.start.take(index) >= runs.end.take(index)
+            for row in index[over].tolist():
+                places += len(chains[row]) // 4
+                chains[row] = NONE
+            rows = index[~over].tolist()
         for row in rows:
             before = parent_of[row]
             if before >= 0:
@@ -79,7 +89,7 @@ class Chooser:
                 runs.cut(row)
             else:
                 parent_of[row] = -1
-                places += len(chains[row])
+                places += len(chains[row]) // 4
                 chains[row] = NONE
         runs.places -= places
 
@@ -156,17 +166,17 @@ class Chooser:
         runs = self._runs
         cells = runs.cells
         start, end, serial = cells.start[row], cells.end[row], cells.serial[row]
-        chain, base, code = runs.chains[row], cells.base[row], serial << self._place_bits
+        code = serial << self._place_bits
         tail = end == cells.size[row]
         if tail and heed:  # a piece of its own, which nothing hangs from
-            chosen, looked = chain[end - 1 - base : end - base], 1
+            chosen, looked = runs.blocks(row, end - 1, end), 1
             if self._code_of[cells.last[row]] == code + end - 1:
                 self._code_of[cells.last[row]] = -1
             else:
                 chosen = chosen[:0]
         else:
             low = max(runs.piece(row, start, end) if heed else start, end - max(LOOK, 2 * count))
-            ids = chain[low - base : end - base][::-1]
+            ids = runs.blocks(row, low, end)[::-1]
             looked = ids.size
             mine = self._code.take(ids) == np.arange(code + end - 1, code + low - 1, -1)
             if heed:

@@ -11,6 +11,7 @@ import pc
 from pc.cache.policies import Hazard
 from pc.cache.policies.hazard.ghosts import Noted, RequestGhosts
 from pc.cache.policies.hazard.guard import Guard
+from pc.cache.policies.hazard.notes import Notes
 from pc.cache.policies.hazard.runs import Runs
 from pc.cache.policies.hazard.tables import AGES, EDGES, USES, HazardTables
 from pc.cache.replay import Trace, replay
@@ -101,23 +102,106 @@ def growing(count, rng):
         yield chat[-1]
 
 
-def test_what_is_worked_off_together_comes_to_the_same_as_one_by_one(monkeypatch):
+def whole(count, rng, prompts=40, blocks=5):
+    """Prompts that are asked for again and again, and nothing else."""
+    return [[1000 * i + k for k in range(blocks)] for i in rng.integers(0, prompts, count).tolist()]
+
+
+@pytest.mark.parametrize("at_once", [1, 3])
+@pytest.mark.parametrize(
+    "prompts",
+    [growing, whole, lambda count, rng: whole(count, rng, 6, 150), lambda count, rng: whole(count, rng, 30, 1)],
+    ids=["growing", "whole", "long", "short"],
+)
+def test_what_is_worked_off_together_comes_to_the_same_as_one_by_one(monkeypatch, prompts, at_once):
     from pc.cache.policies.hazard import policy
 
-    trace = trace_of(growing(230, np.random.default_rng(0)))
-    rows, balances = [], []
+    states = []
     for notes in (1, 256):
         monkeypatch.setattr(policy, "NOTES", notes)
-        hazard = Hazard()
-        replay(trace, hazard, trace.unique_blocks + 1, hints="oracle")
+        rng = np.random.default_rng(0)
+        m = pc.CacheManager(4000, block_size=4, policy="hazard")
+        running = []
+        for i, prompt in enumerate(prompts(230, rng)):
+            m.allocate(i, np.repeat(prompt, 4))
+            running.append(i)
+            if len(running) == at_once:
+                ended = running.pop(int(rng.integers(0, at_once)))
+                m.commit(ended, m.num_tokens(ended))
+                m.free(ended, [None, 0, 0.7][i % 3])
+        m.check()
+        hazard = m.pools[0].policy
         hazard._work_off()
+        m.check()
         runs = hazard.runs
         runs.shared = np.maximum(runs.shared, runs.start)  # what another took over is not in the run any more
-        columns = ("serial", "start", "end", "size", "last", "parent", "kept", "shared", "kind", "trait")
-        rows.append({name: getattr(runs, name)[: runs.count].tolist() for name in columns})
-        balances.append(hazard.guard._balance)
-    assert rows[0] == rows[1]
-    assert balances == [0, 0]  # nothing was evicted: lru hit as much
+        columns = ["serial", "start", "end", "size", "bounds", "last", "kept", "shared", "kind", "trait"]
+        blocks = ["_code", "_forked"]
+        if at_once == 1:  # else a request may leave blocks in the same batch as the one that it went on from
+            columns, blocks = [*columns, "parent"], [*blocks, "_hanging", "_before"]
+        state = {name: getattr(runs, name)[: runs.count].tolist() for name in columns}
+        state |= {name: getattr(hazard, name).tolist() for name in blocks}
+        if at_once == 1:
+            for prompt in prompts(230, np.random.default_rng(0)):
+                ids = m.allocate("look", np.repeat(prompt, 4)).block_ids
+                m.free("look")
+                assert (hazard._before[ids[1:]] == ids[:-1]).all()
+        for name in ("_balance", "_inside", "_edge"):
+            state[name] = getattr(hazard.guard, name)
+        states.append(state)
+        assert hazard.guard._balance == 0  # nothing was evicted: lru hit as much
+    assert states[0] == states[1]
+
+
+@pytest.mark.parametrize("batch", [1, 5, 60])
+@pytest.mark.parametrize("consecutive", [False, True])
+def test_notes_know_of_each_hit_who_had_the_blocks(batch, consecutive):
+    """Chains that overlap anywhere, against one block after the other."""
+    rng = np.random.default_rng(batch)
+    code, expected, told, found = np.full(40, -1), np.full(40, -1), [], []
+    notes = Notes(code, place_bits=8)
+    for now in range(240):
+        ids = rng.permutation(40)[: int(rng.integers(1, 8))].astype(np.int32)
+        chain = ids.tobytes()
+        if consecutive and now % 3:
+            first = int(rng.choice([0, 0, 10, 12]))
+            chain = slice(first, first + 10)
+            ids = np.arange(first, first + 10, dtype=np.int32)
+        number = ids.size if now % 2 else int(rng.integers(0, ids.size + 1))
+        hit = slice(chain.start, chain.start + number) if type(chain) is slice else chain[: 4 * number]
+        blocks = ids[:number].tolist()
+        if now < 120 and not rng.integers(0, 8):  # a request that hits other blocks, and does not end yet
+            blocks = [7, 11]
+            hit = np.array(blocks, np.int32).tobytes()
+        for block in blocks:
+            told.append((int(expected[block]), now))
+            expected[block] = -1
+        expected[ids] = (now << 8) + np.arange(ids.size)
+        notes.hit = hit if blocks else None
+        hits = notes.hits_of(chain, now) if blocks else 0  # as `Hazard.released` does
+        notes.steps.append(chain)
+        notes.hits.append(hits)
+        if now % batch == batch - 1:
+            notes.catch_up(now + 1)
+            assert (code == expected).all()
+    for first, size, time in zip(*notes.pieces(), strict=True):
+        found += [(first + k if first >= 0 else -1, time) for k in range(size)]
+    assert found == told
+
+
+def test_what_is_hit_while_others_hold_it_is_noted_within_bounds():
+    m = pc.CacheManager(64, block_size=4, policy="hazard")
+    policy = m.pools[0].policy
+    serve(m, "first", [1] * 64)
+    m.allocate("holds it all", [1] * 64)
+    sizes = set()
+    for i in range(300):
+        assert serve(m, i, [1] * 64) == 63
+        sizes.add(policy._notes.places)
+    assert 100 < max(sizes) <= policy._most_places + 32
+    m.free("holds it all")
+    m.check()
+    assert serve(m, "again", [1] * 64) == 63
 
 
 def test_rates_learned_after_a_long_time_are_not_made_up_for_by_the_factors():
@@ -250,7 +334,7 @@ def test_a_policy_that_failed_once_goes_on(monkeypatch, cache_errors):
     cache_errors.clear()
     for i in range(30, 60):
         serve(m, i, [i] * 8)
-    assert not policy._notes.used
+    assert policy._notes.pieces() is None
     assert policy.runs.count > 5
     assert cached_of(m, [59] * 8) == 8
 
