@@ -43,7 +43,8 @@ def _run(source: torch.Tensor, cache: torch.Tensor, scales: torch.Tensor, slot_m
         return
     device = next((t.device for t in (slot_mapping, source, cache) if t.is_cuda), source.device)
     slots = slot_mapping.to(device, non_blocking=True).contiguous()
-    launch_scatter_quantized(source.reshape(source.shape[0], -1), cache, scales, slots)
+    rows = source.reshape(source.shape[0], -1)
+    launch_scatter_quantized(rows if rows.stride(1) == 1 else rows.contiguous(), cache, scales, slots)
 
 
 @operator(cpu=_run, launch=_run, mutates=("cache", "scales"))

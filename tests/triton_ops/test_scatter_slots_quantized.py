@@ -67,13 +67,15 @@ def test_zeros_stay_zero_and_bad_rows_read_as_nan(device):
         assert not bool(scales.view(16)[[1, 2, 4, 6, 12, 13, 14, 15]].any())
 
 
-def test_strided_cache_and_source(same_bits, device):
-    source, slots = rows((3, 5), torch.bfloat16), torch.tensor(SLOTS)
-    expected = empty_cache((3, 5), torch.int8, "cpu")
+@pytest.mark.parametrize("features", [(3, 5), (7,)], ids=str)
+def test_strided_cache_and_source(features, same_bits, device):
+    """A row that is turned is copied first, and one of a single dimension even where it is no copy to flatten it."""
+    source, slots = rows(features, torch.bfloat16), torch.tensor(SLOTS)
+    expected = empty_cache(features, torch.int8, "cpu")
     scatter_slots_quantized_cpu(source, *expected, slots)
-    cache = torch.zeros(4, 5, 3, 5, dtype=torch.int8, device=device)[:, :4]
+    cache = torch.zeros(4, 5, *features, dtype=torch.int8, device=device)[:, :4]
     scales = torch.zeros(4, 8, device=device)[:, ::2]
-    wide = source.permute(2, 1, 0).contiguous().permute(2, 1, 0)
+    wide = source.mT.contiguous().mT if len(features) == 1 else source.permute(2, 1, 0).contiguous().permute(2, 1, 0)
     pc.scatter_slots_quantized(wide.to(device), cache, scales, slots.to(device))
     assert same_bits(cache, expected[0])
     assert same_bits(scales.nan_to_num(-1.0), expected[1].nan_to_num(-1.0))

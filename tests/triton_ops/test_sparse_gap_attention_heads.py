@@ -11,6 +11,7 @@ from attention_cases import Case, attended, build, check
 from graph_double import TapeCapturer
 
 import pc
+from pc.triton_ops._attention.constants import architecture, prefill_tiles
 from pc.triton_ops._attention.launch import count_tiles
 
 CASE = Case(lens=(40, 20), queries=(1, 9), block_size=8, heads=(6, 3), holes=0.5, head_tables=True)
@@ -66,18 +67,20 @@ def test_another_heads_memory_is_not_read(device):
 
 @pytest.mark.interpreter
 @pytest.mark.parametrize("window", [0, 100])
-@pytest.mark.parametrize("q_len", [1, 3, 33])
+@pytest.mark.parametrize("q_len", [1, 3, 70])
 def test_tiles_visited_equal_live_tiles_of_each_head(q_len, window, device):
-    """Tiles of 64 keys with a present block, of those that the window reaches; counted head by head."""
+    """Tiles of 64 keys with a present block, of those that a tile of queries reaches; counted head by head."""
     case = Case(lens=(1000, 700), queries=(q_len, 1), heads=(3, 3), head_dim=16, block_size=32, window=window)
     case = dataclasses.replace(case, holes=0.8, head_tables=True)
     batch, whole = build(case).to(device), build(dataclasses.replace(case, holes=0.0))
+    rows = prefill_tiles(architecture(device).name, case.head_dim, 4, False, 1, case.block_size).block_m
     expected = 0
     for i, length in enumerate(case.lens):
         present = batch.block_tables[i].cpu()[:, torch.arange(length) // case.block_size] >= 0
-        reached = attended(whole, i).any(1)
-        live, reach = (torch.nn.functional.pad(x, (0, -length % 64)).view(3, -1, 64).any(2) for x in (present, reached))
-        expected += int((live & reach).sum())
+        for tile in attended(whole, i).split(rows, 1):
+            both = (present, tile.any(1))
+            live, reach = (torch.nn.functional.pad(x, (0, -length % 64)).view(3, -1, 64).any(2) for x in both)
+            expected += int((live & reach).sum())
     with count_tiles(device) as visits:
         pc.sparse_gap_attention(*_arguments(batch))
     assert int(visits) == expected
