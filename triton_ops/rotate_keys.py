@@ -128,7 +128,8 @@ def _rotate_keys_kernel(
 ):  # fmt: skip
     """Grid (n, row tiles): rows are the heads of a block's tokens.
 
-    A thread holds both features of its pairs, so that a block may be turned in place.
+    A thread holds both features of its pairs, so that a block may be turned in place: but where a tile has fewer pairs
+    than a program threads, several hold the same pair, and none may read what another has written.
     """
     move = tl.cast(tl.program_id(0), tl.int64)
     source = tl.cast(tl.load(source_ptr + move), tl.int64)
@@ -153,13 +154,15 @@ def _rotate_keys_kernel(
         mask = reads[:, None] & mask_p[None, :]
         a = _load_keys(source_ptrs + first[None, :], mask, KIND)
         b = _load_keys(source_ptrs + second[None, :], mask, KIND)
-        mask = mask_r[:, None] & mask_p[None, :]
-        _store_keys(target_ptrs + first[None, :], a * cos - b * sin, mask, KIND)
-        _store_keys(target_ptrs + second[None, :], b * cos + a * sin, mask, KIND)
         if HEAD_DIM > 2 * HALF:
             rest = 2 * HALF + tl.arange(0, BLOCK_D)
             mask_d = (rest < HEAD_DIM)[None, :]
             x = tl.load(source_ptrs + rest[None, :], mask=reads[:, None] & mask_d, other=0)
+        tl.debug_barrier()
+        mask = mask_r[:, None] & mask_p[None, :]
+        _store_keys(target_ptrs + first[None, :], a * cos - b * sin, mask, KIND)
+        _store_keys(target_ptrs + second[None, :], b * cos + a * sin, mask, KIND)
+        if HEAD_DIM > 2 * HALF:
             tl.store(target_ptrs + rest[None, :], x, mask=mask_r[:, None] & mask_d)
 
 

@@ -88,7 +88,9 @@ def _turned(x: torch.Tensor, angles: torch.Tensor, interleaved: bool) -> torch.T
 
 @case("rotate")
 def _rotate() -> None:
-    for head_dim, rotary, heads, dtype in ((64, 64, 3, torch.float32), (80, 32, 2, BF16), (48, 32, 1, E4M3)):
+    # Of 512 features 2 or 510 turned: in place, by tiles that have fewer pairs, or other features, than threads.
+    turns = ((64, 64, 3, torch.float32), (80, 32, 2, BF16), (48, 32, 1, E4M3), (512, 2, 2, F16), (512, 510, 2, BF16))
+    for head_dim, rotary, heads, dtype in turns:
         for is_neox in (True, False):
             cache = torch.randn(9, 5, heads, head_dim).to(dtype)
             before, inv_freq = cache.clone(), 10000.0 ** (-torch.arange(0, rotary, 2) / rotary)
