@@ -9,6 +9,7 @@
     arguments.py      a launch's arguments against what the kernel was compiled for
     driver.py         Triton's driver for it, over libcuda.c
     device.py         the package on top of it; as a pytest plugin: `pytest -p emulator.device`
+    random_calls.py   calls of every operator drawn at random (random_attention.py, random_rows.py, random_memory.py)
     mutate.py         breaks kernels on purpose and counts what is noticed
 
 docs/numerics.md says what is found and what only a GPU can show.

@@ -7,6 +7,9 @@ under them.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 import torch
 
 from pc.triton_ops._attention.launch import forget_prepared
@@ -25,13 +28,20 @@ QUICK = [name for name in CASES if name.removeprefix("attention: ") not in SLOW]
 
 def run(name: str) -> None:
     """Raises AssertionError where a result is wrong, EmulationError where a kernel did what it must not."""
-    torch.manual_seed(0)
+    with fresh(0):
+        CASES[name]()
+
+
+@contextlib.contextmanager
+def fresh(seed: int) -> Iterator[None]:
+    """Nothing prepared before, random numbers from `seed`, and NaN in memory that was not written."""
+    torch.manual_seed(seed)
     forget_prepared()
     before = torch.utils.deterministic.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = True
     try:
-        CASES[name]()
+        yield
     finally:
         torch.utils.deterministic.fill_uninitialized_memory = before
         torch.use_deterministic_algorithms(False)

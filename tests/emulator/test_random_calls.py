@@ -1,0 +1,12 @@
+"""Some of the calls that are drawn at random; `python -m emulator.random_calls` goes on with others."""
+
+from __future__ import annotations
+
+import pytest
+
+from emulator.random_calls import CALLS, call
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_drawn(name):
+    call(0, name)
