@@ -111,6 +111,34 @@ def test_what_is_no_even_step(case):
     check(build(case), *attention_cpu(_call(build(case))))
 
 
+def _one_query_differs(case, positions, starts, rand):
+    lists = _same_lists(case, positions, starts, rand)
+    free = min(set(range(case.top_k)) - set(lists[5, 1].tolist()))
+    lists[5, 1, 0] = free
+    lists[5, 1] = lists[5, 1].sort().values
+    return lists
+
+
+def _own_block_left_out(case, positions, starts, rand):
+    lists = _same_lists(case, positions, starts, rand)
+    lists[starts[1] :, 0, -1] = -1
+    return lists
+
+
+@pytest.mark.parametrize("lists", [_one_query_differs, _own_block_left_out], ids=lambda f: f.__name__)
+def test_lists_that_make_no_even_step(lists, monkeypatch):
+    """As many blocks before a run's own in every row, but not for all of its queries, or not all of its own."""
+    monkeypatch.setattr(attention_cases, "_lists", lists)
+    case = Case(lens=(195, 195), queries=(35, 35), top_k=6)
+    check(build(case), *attention_cpu(_call(build(case))))
+
+
+def test_heads_of_other_lengths_that_end_in_one_block():
+    batch = build(Case(lens=(44,), queries=(1,), head_tables=True))
+    batch.block_tables[0, 0, :2] = -1
+    check(batch, *attention_cpu(_call(batch)))
+
+
 @pytest.mark.parametrize("queries", [1, 20])
 @pytest.mark.parametrize("form", ["tables", "lists"])
 def test_changes_between_calls_are_seen(queries, form):
