@@ -15,8 +15,8 @@ Numbers = npt.NDArray[Any]
 Step = bytes | slice
 """Blocks as int32 or, of many that are consecutive, as a slice: what is done to one takes half the time."""
 
-NOBODY = np.array(-1)
-"""As an array it takes two thirds of the time that a number takes."""
+NOBODY, ONE = np.array(-1), np.array(1)
+"""As arrays they take two thirds of the time that numbers take."""
 MANY, MOST = 8, 16384
 """Requests worked off together at least, fewer are quicker one by one; their blocks, more do not stay in the cache."""
 
@@ -55,7 +55,8 @@ class Notes:
     def __init__(self, code: Numbers, place_bits: int) -> None:
         self._code = code
         self._place_bits = place_bits
-        self._used: list[tuple[Any, list[int], list[int]]] = []  # see `_cut`
+        # Of some hits their codes, or a list of the first codes of those that are one piece each, then sizes and times.
+        self._used: list[tuple[Any, list[int], list[int]]] = []
         self.hit: Step | None = None
         self.steps: list[Step] = []
         self.hits: list[int] = []
@@ -105,7 +106,7 @@ class Notes:
         if alone or len(steps) < MANY or slice in map(type, steps):
             self._one_by_one(steps, hits, index, serial)
             return
-        sizes = np.array([_size(step) for step in steps])
+        sizes = np.array([len(step) for step in steps if type(step) is bytes]) // 4
         ends = sizes.cumsum()
         seen: set[int] = set()
         cuts, most = [], MOST
@@ -143,22 +144,33 @@ class Notes:
     def _one_by_one(self, steps: list[Step], hits: list[int], index: Numbers, serial: int) -> None:
         """Does steps in their order; `index` has the blocks of those that are no slices."""
         code, at = self._code, 0
+        firsts: list[int] = []  # of the last hits that were one piece each
         for step, hit in zip(steps, hits, strict=True):
-            size = _size(step)
             if type(step) is slice:
                 place: Any = step
+                size = step.stop - step.start
             else:
+                size = len(step) // 4
                 place = index[at : at + size]
                 at += size
             here, start = code[place], serial << self._place_bits
             if hit != size:
                 self.whole = False
-            elif type(step) is slice and count_nonzero(here[1:] - here[:-1] == 1) == size - 1:
+            elif type(step) is slice and count_nonzero(here[1:] - here[:-1] == ONE) == size - 1:
                 first = here.item(0)
-                self._add_used(first, [size], [serial])
+                if not firsts:
+                    sizes: list[int] = []
+                    times: list[int] = []
+                    self._used.append((firsts, sizes, times))
+                firsts.append(first)
+                sizes.append(size)
+                times.append(serial)
+                self.hit_places += size
                 here += start - first
                 serial += 1
                 continue
+            if hit:
+                firsts = []
             if hit < 0:
                 self._add_used(here.copy(), [size], [-1 - hit])
                 code[place] = NOBODY
@@ -168,7 +180,7 @@ class Notes:
             code[place] = np.arange(start, start + size)
             serial += 1
 
-    def _add_used(self, codes: Numbers | int, sizes: list[int], times: list[int]) -> None:
+    def _add_used(self, codes: Numbers, sizes: list[int], times: list[int]) -> None:
         self._used.append((codes, sizes, times))
         self.hit_places += sum(sizes)
 
@@ -180,13 +192,17 @@ class Notes:
         some: list[Any] = []
         number = 0
         for each in self._used:
-            one = type(each[0]) is int
-            if some and (number >= MOST or one != (type(some[0][0]) is int)):
+            whole = type(each[0]) is list
+            if some and (whole or number >= MOST):
                 found.append(_cut(some))
                 some, number = [], 0
-            some.append(each)
-            number += 1 if one else each[0].size
-        found.append(_cut(some))
+            if whole:
+                found.append(Pieces(*map(np.array, each)))
+            else:
+                some.append(each)
+                number += each[0].size
+        if some:
+            found.append(_cut(some))
         return found[0] if len(found) == 1 else Pieces(*map(np.concatenate, zip(*found, strict=True)))
 
 
@@ -201,13 +217,11 @@ def last_of(step: Step) -> int:
 
 
 def _cut(used: list[Any]) -> Pieces:
-    """The pieces of some hits: their codes, or the first of those that are one piece, and of each hit size and time."""
+    """The pieces of some hits: their codes, and of each hit size and time."""
     sizes, times = used[0][1:]
     if len(used) > 1:
         sizes, times = [size for _, some, _ in used for size in some], [time for _, _, some in used for time in some]
     size, time = np.array(sizes), np.array(times)
-    if type(used[0][0]) is int:
-        return Pieces(np.array([code for code, _, _ in used]), size, time)
     codes = np.concatenate([codes for codes, _, _ in used]) if len(used) > 1 else used[0][0]
     broken = codes[1:] - codes[:-1] != 1
     ends = size.cumsum()

@@ -33,9 +33,9 @@ MEMORY = 8192
 """Requests that are learned from; with 4096 the conversation trace at 30 % capacity falls below lru."""
 GHOSTS, GHOST_FLOOR = 4, 65_536
 """Ghosts a block, and how many there are at least: what returns late returns to small caches too."""
-LONG = 128
+LONG = 256
 """Blocks of a request that are looked at whether they are consecutive: what is done to a slice takes half the time."""
-NOTES, TOGETHER = 256, 1 << 16
+NOTES, TOGETHER = 512, 1 << 16
 """Requests, and their blocks, worked off together at most: in a pool of a million blocks more took 70 ms at a time."""
 LEAST_USES = USE_BOUNDS.astype(np.int32)[:, None]
 

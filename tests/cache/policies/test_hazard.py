@@ -110,14 +110,14 @@ def whole(count, rng, prompts=40, blocks=5):
 @pytest.mark.parametrize("at_once", [1, 3])
 @pytest.mark.parametrize(
     "prompts",
-    [growing, whole, lambda count, rng: whole(count, rng, 6, 150), lambda count, rng: whole(count, rng, 30, 1)],
+    [growing, whole, lambda count, rng: whole(count, rng, 6, 300), lambda count, rng: whole(count, rng, 30, 1)],
     ids=["growing", "whole", "long", "short"],
 )
 def test_what_is_worked_off_together_comes_to_the_same_as_one_by_one(monkeypatch, prompts, at_once):
     from pc.cache.policies.hazard import policy
 
     states = []
-    for notes in (1, 256):
+    for notes in (1, 512):
         monkeypatch.setattr(policy, "NOTES", notes)
         rng = np.random.default_rng(0)
         m = pc.CacheManager(4000, block_size=4, policy="hazard")
