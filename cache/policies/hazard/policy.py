@@ -86,8 +86,7 @@ class Hazard(EvictionPolicy):
 
     def accessed(self, ids: Ids, hit: bool) -> None:
         if hit:
-            notes = self._notes
-            number = len(ids)
+            notes, number = self._notes, len(ids)
             index = self._index_of(ids) if number >= LONG else None
             self._last_hit = step = index if type(index) is slice else ids.tobytes()  # the array may be written to
             if notes.hit is not None:
@@ -103,8 +102,7 @@ class Hazard(EvictionPolicy):
         self._forked[index] = False
         last_hit = self._last_hit
         if last_hit is not None:
-            first, length = ids.item(0), self.pool.prefix_length
-            last = last_of(last_hit)
+            first, last, length = ids.item(0), last_of(last_hit), self.pool.prefix_length
             if length.item(last) == length.item(first) - 1:
                 self._before[first] = last
             self._last_hit = None
@@ -127,8 +125,7 @@ class Hazard(EvictionPolicy):
         notes, number, chain = self._notes, len(ids), ids.tobytes()
         index = ids.astype(np.intp) if number < LONG else self._index_of(ids)
         count = self.pool.access_count[index].tobytes()
-        step = index if type(index) is slice else chain
-        hits = 0
+        hits, step = 0, index if type(index) is slice else chain
         if notes.hit == step:
             hits, notes.hit = number, None
         elif notes.hit is not None:
@@ -189,8 +186,7 @@ class Hazard(EvictionPolicy):
         group, output, runs.certain[rows] = zip(*notes.endings, strict=True)
         if np.minimum.reduce(count) >= USE_BOUNDS[-1]:  # as where everything hits
             bounds[:] = sizes[:, None]
-            runs.kind[rows], runs.trait[rows] = group, output
-            runs.kind[rows] += USES - 1
+            runs.kind[rows], runs.trait[rows] = np.add(group, USES - 1), output
         else:
             count = count + self._earlier_uses.take(chain)
             bounds[:] = np.add.reduceat(count >= LEAST_USES, starts, axis=1, dtype=np.int32).T
