@@ -116,12 +116,17 @@ class Notes:
                 seen.clear()
                 most = end + MOST
             seen.add(first)
-        begin = at = 0
+        starts = [0, *ends.tolist()]
+        begin = done = 0
         for end in (*cuts, len(steps)):
-            part, some = index[at : ends[end - 1]], hits[begin:end]
-            if end - begin < MANY or not self._together(part, sizes[begin:end], some, serial + begin):
-                self._one_by_one(steps[begin:end], some, part, serial + begin)
-            begin, at = end, at + part.size
+            if end - begin >= MANY:
+                self._one_by_one(
+                    steps[done:begin], hits[done:begin], index[starts[done] : starts[begin]], serial + done
+                )
+                part = index[starts[begin] : starts[end]]
+                done = end if self._together(part, sizes[begin:end], hits[begin:end], serial + begin) else begin
+            begin = end
+        self._one_by_one(steps[done:], hits[done:], index[starts[done] :], serial + done)
 
     def _together(self, index: Numbers, sizes: Numbers, hits: list[int], serial: int) -> bool:
         """Does steps that have no block in common; False if some have: then nothing has changed."""
