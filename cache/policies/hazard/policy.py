@@ -225,9 +225,10 @@ class Hazard(EvictionPolicy):
         self.guard.used(runs, rows, first, last, resident=True)
         np.subtract.at(runs.kept, rows, sizes.astype(np.int32))
         self.lives.used(rows, first, last, times)
-        forks = (last < runs.size.take(rows)).nonzero()[0]
-        for row, end in zip(rows.take(forks).tolist(), last.take(forks).tolist(), strict=True):
-            self._forked[runs.block(row, end - 1)] = True
+        size_of = runs.cells.size
+        for row, end in zip(rows.tolist(), last.tolist(), strict=True):
+            if end < size_of[row]:
+                self._forked[runs.block(row, end - 1)] = True
         self._chooser.hang(runs.begin_at(rows, first, last))
 
     def _learn(self) -> None:
