@@ -209,7 +209,7 @@ def main() -> None:
     whole = load_trace(given.trace)
     capacity = max(1, round(given.share * whole.unique_blocks))
     timed = whole.part(0, given.requests / len(whole.requests))
-    names = [None, *(given.policy or ["lru", "default", "hazard"])]
+    names = [None, *(given.policy or ["lru", "segmented", "hazard"])]
     times: dict[str | None, list[Run]] = {name: [] for name in names}
     room = max(1, round(given.room * timed.unique_blocks))
     for turn in range(given.rounds):

@@ -15,7 +15,7 @@ POLICIES: dict[str, type[EvictionPolicy]] = {
     "segmented": Segmented,
     "priority": Priority,
     "hazard": Hazard,
-    "default": Segmented,
+    "default": Hazard,
 }
 """What `CacheManager(policy=...)` accepts as a name; `pc.cache.replay` adds those that are there for comparison."""
 

@@ -233,7 +233,7 @@ def few(rng, count):
     return list(chats(rng, 2000))[:200]
 
 
-@pytest.mark.parametrize("policy", ["default", "hazard"])
+@pytest.mark.parametrize("policy", ["segmented", "hazard"])
 @pytest.mark.parametrize("traffic", [drifting, popular, chats, phases, batches, few])
 def test_what_learns_is_not_below_lru(traffic, policy):
     """By more than 1 % of its hits, and ten requests for what a try may cost where there is little to go by."""
@@ -246,7 +246,7 @@ def test_what_learns_is_not_below_lru(traffic, policy):
         assert max(row.lru_ratio for row in rows) > 1.5
 
 
-def test_the_default_knows_what_lru_would_have_hit(monkeypatch):
+def test_segmented_knows_what_lru_would_have_hit(monkeypatch):
     """Where no credit can come into force it is lru, and its count of lru's hits is exact."""
     from pc.cache.policies import Segmented, credit
 
@@ -322,5 +322,5 @@ def test_a_trial_that_pays_goes_on():
     """Interest in a few documents, asked for too rarely for lru, is served from the first time on."""
     trace = trace_of(*popular(np.random.default_rng(0), 1500))
     capacity = 200 * 8
-    lru, default = replay(trace, "lru", capacity), replay(trace, "segmented", capacity)
-    assert default.hit_rate > 1.35 * lru.hit_rate  # 1.2 without
+    lru, credited = replay(trace, "lru", capacity), replay(trace, "segmented", capacity)
+    assert credited.hit_rate > 1.35 * lru.hit_rate  # 1.2 without
