@@ -202,7 +202,7 @@ def draw_hints(path: Path, results: list[Result]) -> None:
     axes.set_ylim(0, 1.1 * max(r.hit_rate for r in results))
     axes.set_title(f"{results[0].trace}, capacity {share:.1%}")
     axes.grid(alpha=0.3)
-    axes.legend()
+    axes.legend(loc="lower right")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
     plt.close(figure)
