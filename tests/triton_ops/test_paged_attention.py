@@ -21,6 +21,8 @@ CASES = [
     Case(lens=(), queries=()),
     Case(lens=(), queries=(), padding=2),
     Case(lens=(0, 5, 0, 70), queries=(0, 0, 1, 1), padding=3, sinks=True),
+    Case(lens=(0, 0), queries=(1, 3), bounds=True),
+    Case(lens=(0, 0), queries=(1, 30), bounds=True, sinks=True),
     Case(lens=(150,), queries=(150,), heads=(1, 1)),
     Case(lens=(1000,), queries=(1,), heads=(8, 1), bounds=True),
     Case(lens=(700, 64, 3), queries=(1, 1, 1), head_major=True, bounds=True),

@@ -109,7 +109,8 @@ def prepare(
         num_splits = max(1, min(idle, max_tiles // 8, MAX_PREFILL_SPLITS))
 
     reached = max_tiles if has_positions else min(max_tiles, options.mask.max_tiles(decode_q))
-    decode_splits = min(shape.max_items, -(-reached // MIN_SPLIT_TILES)) if run_decode else 1
+    # At least one, which writes zeros, where no sequence has a key.
+    decode_splits = max(1, min(shape.max_items, -(-reached // MIN_SPLIT_TILES))) if run_decode else 1
     codes, convert_codes = cache_codes(call, arch)
     describable = is_aligned and is_describable(call)
     special = specialized_tiles(arch.name, *kind)
