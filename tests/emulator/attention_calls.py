@@ -189,7 +189,8 @@ def _merge_splits() -> None:
         splits = block_s - block_s // 4
         parts, lse = torch.randn(splits, tokens, heads, dim), torch.randn(splits, tokens, heads) * 3
         lse[1:, 0], lse[:, 1, 0] = -math.inf, -math.inf
-        out, found = torch.empty(tokens, heads, dim), torch.empty(tokens, heads)
+        # What nothing writes is not to hold the results of the call before.
+        out, found = torch.full((tokens, heads, dim), math.nan), torch.full((tokens, heads), math.nan)
         constants = {"DECODE_Q": 0, "BY_SEQUENCE": False, "TABLE_HEADS": 1, "SINKS": False, "WITH_LSE": True}
         constants |= {"NUM_HEADS": heads, "VALUE_DIM": dim, "BLOCK_S": block_s, "BLOCK_V": dim}
         given = (out, found, parts, lse, parts, lse, starts, starts, out, 1, tokens, 1, splits)

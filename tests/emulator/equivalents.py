@@ -24,6 +24,7 @@ REASONS: dict[str, dict[str, str]] = {
         "for base in range(0, num_seqs, 128)": ONE_TURN,
         "offs < num_seqs": "the end of the last sequence is read too, which lies behind every tile that a sequence has",
         "row_begin < q_len * GROUP": EMPTY,
+        "start <= index": "a lane behind the last sequence, dropped by `offs < num_seqs`: a warp has several a thread",
         "tl.program_id(1) < GRID_HEADS": AGAIN,
     },
     "_attention/scaling.py": {"tl.log2(denominator)": LOG2, "tl.log2(safe_total)": LOG2},
