@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-if __name__ != "pc.triton_ops":
-    raise ImportError(f"import pc.triton_ops, not {__name__}: a second copy would register every operator twice")
+if "." not in __name__:
+    raise ImportError(f"import pc.triton_ops, not {__name__}: operators are registered under the package's name")
 
-from ._debug import set_debug_mode
+from ._checks import set_debug_mode
 from .attention_plan import attention_plan
 from .copy_blocks import copy_blocks, copy_blocks_list
 from .gather_blocks import gather_blocks, gather_blocks_list
 from .gather_slots import gather_slots, gather_slots_list
 from .gather_slots_dequantized import gather_slots_dequantized
 from .join_prefix import join_prefix, join_prefix_list
+from .latent_attention import latent_attention, latent_attention_with_lse
 from .merge_attention import merge_attention
+from .move_slots import move_slots
 from .paged_attention import paged_attention, paged_attention_with_lse
 from .reshape_and_cache import reshape_and_cache
 from .rope_and_cache import rope_and_cache
@@ -23,6 +25,7 @@ from .scatter_slots_quantized import scatter_slots_quantized
 from .shared_prefix_attention import shared_prefix_attention, shared_prefix_attention_with_lse
 from .sliding_window_attention import sliding_window_attention, sliding_window_attention_with_lse
 from .sparse_gap_attention import sparse_gap_attention, sparse_gap_attention_with_lse
+from .sparse_latent_attention import sparse_latent_attention, sparse_latent_attention_with_lse
 from .warmup import warmup
 
 __all__ = [
@@ -36,7 +39,10 @@ __all__ = [
     "gather_slots_list",
     "join_prefix",
     "join_prefix_list",
+    "latent_attention",
+    "latent_attention_with_lse",
     "merge_attention",
+    "move_slots",
     "paged_attention",
     "paged_attention_with_lse",
     "reshape_and_cache",
@@ -54,5 +60,7 @@ __all__ = [
     "sliding_window_attention_with_lse",
     "sparse_gap_attention",
     "sparse_gap_attention_with_lse",
+    "sparse_latent_attention",
+    "sparse_latent_attention_with_lse",
     "warmup",
 ]

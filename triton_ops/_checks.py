@@ -1,13 +1,66 @@
-"""Argument errors that name the argument, what it got and what it needs."""
+"""Argument errors that name the argument, what it got and what it needs; debug mode, in which values are read too."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
+from operator import index
+from typing import Any
+
 import torch
+
+from ._triton import KERNELS_ON_CPU
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+INDEX_DTYPES = (torch.int32, torch.int64)
+
+_debug = os.environ.get("PC_DEBUG", "0").lower() in ("1", "true", "yes", "on")
+
+
+def debug_mode_enabled() -> bool:
+    """Whether operators on device tensors check the values of block tables, lengths and slots."""
+    return _debug
+
+
+def set_debug_mode(enabled: bool) -> None:
+    """Turns value checks on device tensors on or off; the environment variable PC_DEBUG=1 starts with them on.
+
+    They cost a synchronization per call. On CPU tensors the checks always run, because reading there needs none.
+
+    Examples:
+        >>> pc.set_debug_mode(True)  # operators on a GPU now refuse a block number that is out of range
+        >>> pc.set_debug_mode(False)
+    """
+    global _debug
+    _debug = bool(enabled)
+
+
+def reads_values(tensor: torch.Tensor) -> bool:
+    """Whether values may be read to be checked: on the CPU they are free, on a device that synchronizes."""
+    return _debug or tensor.is_cpu
+
+
+def on_host(*tensors: torch.Tensor) -> bool:
+    """Whether PyTorch on the CPU serves these tensors."""
+    return not KERNELS_ON_CPU and not any(t.is_cuda for t in tensors)
 
 
 def bad_argument(name: str, got: object, needs: str, error: type[Exception] = ValueError) -> Exception:
     """The error to raise for argument `name`; call it only once a check has failed, since it formats text."""
     return error(f"{name}: got {got}, needs {needs}")
+
+
+def check_integer(name: str, value: Any, least: int | None = None, bits: int = 63) -> int:
+    """The value as an int: TypeError for a bool or no integer; with `least`, ValueError outside [least, 2**bits)."""
+    try:
+        number = index(value)
+    except TypeError:
+        number = None
+    if number is None or isinstance(value, bool):
+        raise bad_argument(name, repr(value), "an int", TypeError)
+    if least is not None and not least <= number < 1 << bits:
+        raise bad_argument(name, number, f"at least {least}" + (f" and below 2**{bits}" if number > 0 else ""))
+    return number
 
 
 def describe(tensor: object) -> str:
@@ -49,6 +102,67 @@ def refuse_grad(**tensors: torch.Tensor | None) -> None:
         return
     for name, tensor in tensors.items():
         if tensor is not None and tensor.requires_grad:
-            raise bad_argument(
-                name, "a tensor that requires grad", "torch.no_grad() or .detach(), there is no backward", RuntimeError
-            )
+            needs = "torch.no_grad() or .detach(), there is no backward"
+            raise bad_argument(name, "a tensor that requires grad", needs, RuntimeError)
+
+
+def check_last_dim(name: str, tensor: torch.Tensor) -> None:
+    """Raises ValueError for a tensor whose last dimension is not contiguous."""
+    if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
+        raise bad_argument(name, f"strides {list(tensor.stride())}", "a contiguous last dimension")
+
+
+def check_index(name: str, index: torch.Tensor, layout: str) -> None:
+    """An index argument is one-dimensional and of int32 or int64."""
+    check_tensor(name, index, 1, layout, INDEX_DTYPES)
+
+
+def lowest_entry(name: str, index: torch.Tensor, limit: int) -> int:
+    """The lowest entry of an index, all of which have to be from -1 to limit - 1; 0 where values are not read."""
+    if not index.numel() or not reads_values(index):
+        return 0
+    low, high = (int(bound) for bound in torch.aminmax(index))
+    if low < -1 or high >= limit:
+        raise bad_argument(name, f"values from {low} to {high}", f"-1 to {limit - 1}")
+    return low
+
+
+def check_caches(name: str, caches: Sequence[torch.Tensor]) -> None:
+    """Cache tensors of one call: same blocks, same device, no gradient."""
+    layout = "[num_blocks, block_size, *features]"
+    if not caches:
+        raise bad_argument(name, "an empty list", "at least one tensor")
+    for cache in caches:
+        if not isinstance(cache, torch.Tensor):
+            raise bad_argument(name, describe(cache), f"a tensor {layout}", TypeError)
+        if cache.dim() < 2:
+            raise bad_argument(name, f"shape {list(cache.shape)}", layout)
+        if cache.shape[:2] != caches[0].shape[:2]:
+            got = f"shapes {list(caches[0].shape)} and {list(cache.shape)}"
+            raise bad_argument(name, got, "the same blocks in all")
+        if cache.device != caches[0].device:
+            raise bad_argument(name, f"devices {caches[0].device} and {cache.device}", "one device")
+        refuse_grad(**{name: cache})
+
+
+def check_rows(name: str, rows: Sequence[torch.Tensor], caches: Sequence[torch.Tensor], count: int, lead: int) -> None:
+    """Packed rows of the caches in the same places: `[count, *cache.shape[lead:]]`, the cache's dtype."""
+    if len(rows) != len(caches):
+        raise bad_argument(name, f"{len(rows)} tensors", f"{len(caches)}, one per cache")
+    for tensor, cache in zip(rows, caches, strict=True):
+        needs = [count, *cache.shape[lead:]]
+        check_tensor(name, tensor, len(needs), str(needs), (cache.dtype,))
+        if list(tensor.shape) != needs:
+            raise bad_argument(name, f"shape {list(tensor.shape)}", str(needs))
+        if tensor.device != rows[0].device:
+            raise bad_argument(name, f"devices {rows[0].device} and {tensor.device}", "one device")
+        refuse_grad(**{name: tensor})
+
+
+def check_reachable(name: str, tensor: torch.Tensor, index: torch.Tensor, index_name: str) -> None:
+    """Host memory beside an index on an accelerator has to be pinned, or no kernel reaches it."""
+    if tensor.is_cuda:
+        if index.is_cuda and index.device != tensor.device:
+            raise bad_argument(index_name, f"device {index.device}", f"device {tensor.device} of {name}")
+    elif index.is_cuda and not tensor.is_pinned():
+        raise bad_argument(name, "pageable host memory", f"pinned memory, since {index_name} is on {index.device}")

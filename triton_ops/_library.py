@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar
@@ -21,10 +22,12 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 
 from ._checks import bad_argument, describe
-from ._repeated import Repeated
+from ._dispatch import ChosenOnce, is_watched
 from ._triton import KERNELS_ON_CPU
 
-LIBRARY = torch.library.Library("pc", "DEF")
+# "pc", or what a copy of the package is imported as: their operators do not meet.
+NAMESPACE = __name__.partition(".")[0]
+LIBRARY = torch.library.Library(NAMESPACE, "DEF")
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -58,6 +61,7 @@ def operator(
     mutates: tuple[str, ...] = (),
     direct: bool = False,
     bind: Bind | None = None,
+    like: tuple[Callable[..., Any], ...] = (),
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Registers the decorated function as `torch.ops.pc.<its name>` and returns a function that calls the operator.
 
@@ -65,34 +69,62 @@ def operator(
     writes to `out` and has no result; `cpu` and `launch` are given `out` by name then.
 
     Args:
-        cpu: Runs on CPU tensors, unless kernels do (`_triton.KERNELS_ON_CPU`). Takes the function's arguments.
-        launch: Runs on device tensors, and on CPU tensors where kernels run on them. Takes the function's arguments. If
-            it is `Repeated`, calls that it knows do without the dispatcher.
+        cpu: Runs on CPU tensors, unless kernels do (`_triton.KERNELS_ON_CPU`).
+        launch: Runs where kernels do; if it is `ChosenOnce`, calls that it knows do without the dispatcher.
         mutates: The parameters that are written to.
-        direct: Whether plain CPU tensors go to `cpu` without the dispatcher; `cpu` checks everything itself then.
+        direct: Unwatched calls on CPU tensors go to `cpu` without the dispatcher; `cpu` checks all by itself.
         bind: Makes one object of the parameters' names and of positional and named arguments; `cpu` and a `launch` that
-            is not `Repeated` then take that object in their place.
+            is not `ChosenOnce` then take that object in place of the function's arguments.
+        like: Operators whose docstrings say what the function's own does not: see `inherited_doc`.
     """
 
     def decorate(fake: Callable[P, R]) -> Callable[P, R]:
+        if like:
+            fake.__doc__ = inherited_doc(fake, *like)
         signature = _Signature(fake)
         name = fake.__name__
         on_device = launch
-        if bind is not None and not isinstance(launch, Repeated):
+        if bind is not None and not isinstance(launch, ChosenOnce):
             on_device = _bound(launch, bind, tuple(signature.types))
         on_cpu = cpu if bind is None else _bound(cpu, bind, tuple(signature.types))
         if KERNELS_ON_CPU:
             on_cpu = on_device
         _register(name, signature.schema(mutates), on_cpu, on_device, fake)
-        call = getattr(torch.ops.pc, name).default
+        operators = getattr(torch.ops, NAMESPACE)
+        call = getattr(operators, name).default
         if signature.has_out:
             schema = signature.schema(mutates, with_out=True)
             _register(f"{name}.out", schema, _without_result(on_cpu), _without_result(on_device), _nothing)
-            call = _choosing_out(call, getattr(torch.ops.pc, name).out, len(signature.types))
-        repeated = launch if isinstance(launch, Repeated) else None
-        return _forwarding(fake, call, signature, on_cpu if direct else None, repeated)
+            call = _choosing_out(call, getattr(operators, name).out, len(signature.types))
+        chosen = launch if isinstance(launch, ChosenOnce) else None
+        return _forwarding(fake, call, signature, on_cpu if direct and not KERNELS_ON_CPU else None, chosen)
 
     return decorate
+
+
+def doc_sections(doc: str | None) -> dict[str, str]:
+    """A docstring by the headings of its sections; the text above them under an empty one."""
+    parts = re.split(r"\n\n(\w+):\n", inspect.cleandoc(doc or ""))
+    return {"": parts[0]} | dict(zip(parts[1::2], parts[2::2], strict=True))
+
+
+def joined_sections(sections: Mapping[str, str]) -> str:
+    """The docstring of such sections."""
+    return "\n\n".join(f"{heading}:\n{text}" if heading else text for heading, text in sections.items())
+
+
+def inherited_doc(function: Callable[..., object], *like: Callable[..., object]) -> str:
+    """A function's docstring with what it leaves out: arguments as the first that has them, sections as the first."""
+    arguments: dict[str, str] = {}
+    for other in (*reversed(like), function):
+        entries = re.split(r"\n(?=    \w)", doc_sections(other.__doc__).get("Args", ""))
+        arguments |= {entry.strip().partition(":")[0]: entry for entry in entries if entry}
+    given = "\n".join(arguments[name] for name in inspect.signature(function).parameters)
+    found = doc_sections(like[0].__doc__) | doc_sections(function.__doc__) | {"Args": given}
+    if inspect.signature(function).return_annotation in (None, "None"):
+        found.pop("Returns", None)
+    order = ("", "Args", "Returns", "Raises", "Examples")
+    return joined_sections({heading: found[heading] for heading in order if heading in found})
 
 
 class _Signature:
@@ -148,14 +180,11 @@ def _register(
     LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
     LIBRARY.impl(name, on_cpu, "CPU")
     LIBRARY.impl(name, _on_own_device(on_device), "CUDA")  # ROCm answers to the same key
-    torch.library.register_fake(f"pc::{name}", fake, lib=LIBRARY)
+    torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=LIBRARY)
 
 
 def _on_own_device(launch: Callable[..., Any]) -> Callable[..., Any]:
-    """Kernels are launched on the current device; this makes it that of the first tensor on one.
-
-    Not simply the first tensor's: a cache in pinned host memory comes before its index on a device.
-    """
+    """Makes current the device of the first tensor on one: behind a cache in pinned host memory it may be its index."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         first = args[0] if args else None
@@ -178,53 +207,50 @@ def _tensors(arguments: Sequence[Any]) -> Iterator[torch.Tensor]:
             yield from argument
 
 
-# Of the tracer that runs Python code; others are modes, and calls under a mode go through the dispatcher.
-is_compiling = torch.compiler.is_dynamo_compiling
-_modes: Callable[[], int] | None = getattr(torch._C, "_len_torch_dispatch_stack", None)
-
-
-def is_plain(*tensors: object) -> bool:
-    """Whether the CPU's function may be called without the dispatcher, whose way to it costs as much as a few rows.
-
-    Not under a compiler or a mode that looks on, nor for tensors that are another class's or on a device.
-    """
-    if KERNELS_ON_CPU or torch.compiler.is_compiling() or _modes is None or _modes():
-        return False
-    for tensor in tensors:  # noqa: SIM110 - a generator costs as much as the rest
-        if type(tensor) is not torch.Tensor or not tensor.is_cpu:
-            return False
-    return True
-
-
 def _forwarding(
     function: Callable[P, R],
     call: Callable[P, R],
     signature: _Signature,
     direct: Callable[P, R] | None,
-    repeated: Repeated[R] | None,
+    chosen: ChosenOnce[R] | None,
 ) -> Callable[P, R]:
-    """The public function: calls the operator, and says in a line what is wrong with arguments that torch refuses."""
+    """The public function: calls the operator, and says in a line what is wrong with arguments that torch refuses.
+
+    The way through the dispatcher costs as much as a few rows or a launch: an unwatched call goes to `direct`
+    when all that it is given are CPU tensors of torch's own class, and to what `chosen` knows for its kind.
+    """
 
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        if direct is not None and not kwargs and is_plain(*args):
-            return direct(*args, **kwargs)
-        known = None if repeated is None or is_compiling() else repeated
-        if known is not None and (found := known.find(args, kwargs)) is not None:
-            return found[0](*found[1])
+        known = None
+        if not is_watched():
+            if direct is not None and not kwargs and _are_on_cpu(args):
+                return direct(*args, **kwargs)
+            known = chosen
+            if known is not None and (found := known.find(args, kwargs)) is not None:
+                return found[0](*found[1])
         try:
             result = call(*args, **kwargs)
             if known is not None:
-                known.expect(args, kwargs)
+                known.learn(args, kwargs)
             return result
         except (RuntimeError, TypeError) as error:
             # The dispatcher's own refusal is a page long and holds the schema.
-            refusal = signature.refusal(args, kwargs) if f"pc::{signature.name}" in str(error) else None
+            refusal = signature.refusal(args, kwargs) if f"{NAMESPACE}::{signature.name}" in str(error) else None
             if refusal is None:
                 raise
             raise refusal from None
 
+    run.chosen = chosen  # type: ignore[attr-defined]
     return run
+
+
+def _are_on_cpu(tensors: tuple[object, ...]) -> bool:
+    """Whether all are tensors of torch's own class in host memory."""
+    for tensor in tensors:  # noqa: SIM110 - a generator costs as much as the rest
+        if type(tensor) is not torch.Tensor or not tensor.is_cpu:
+            return False
+    return True
 
 
 def _choosing_out(call: Callable[P, R], call_out: Callable[..., None], num_arguments: int) -> Callable[P, R]:

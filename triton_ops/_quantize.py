@@ -11,6 +11,8 @@ import torch
 from ._checks import bad_argument
 from ._triton import tl, triton
 
+CODES = (torch.float8_e4m3fn, torch.int8)
+"""Types of quantized caches."""
 PLAIN, INT8, E4M3 = 0, 1, 2
 
 
@@ -47,12 +49,9 @@ def refuse_nan(name: str, values: torch.Tensor) -> None:
 
 
 def quantize(values: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Values / scale in the nearest code of `dtype`, saturating; ties to even. NaN is 0x7F in e4m3 and 0 in int8.
+    """Values `[num_tokens, num_kv_heads, head_dim]` / scale, one or one per KV head, in the nearest code of `dtype`.
 
-    Args:
-        values: `[num_tokens, num_kv_heads, head_dim]`.
-        scale: One element, or one per KV head.
-        dtype: float8_e4m3fn or int8.
+    Saturating, ties to even; NaN is 0x7F in e4m3 and 0 in int8.
     """
     scaled = values.float() / scale.float().view(-1, 1)
     # Spelled out: PyTorch keeps the sign of a NaN in e4m3, and what it gives in int8 is the processor's choice.

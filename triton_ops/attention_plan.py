@@ -8,21 +8,17 @@ sequence of 128k tokens among 31 of 1k does not run alone at the end.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
 from ._attention.call import PlanCall
-from ._attention.check_values import check_lengths
-from ._attention.checks import check_batch
+from ._attention.checks import check_batch, check_lengths
+from ._attention.choose import wanted_items
 from ._attention.constants import architecture
-from ._attention.kept import refresh_kept
 from ._attention.layout import PlanShape
-from ._attention.plan import launch_plan
+from ._attention.plan import launch_plan, refresh_cached
 from ._attention.plan_cpu import plan_cpu
-from ._attention.prepare import wanted_items
-from ._checks import bad_argument, check_tensor
-from ._debug import reads_values
+from ._checks import bad_argument, check_tensor, reads_values
 from ._library import operator
 from ._triton import require_triton
 
@@ -44,39 +40,28 @@ def _check(call: PlanCall) -> None:
         raise bad_argument("out", f"{call.out.shape[0]} elements", f"{size}, a plan for tables of this shape")
 
 
-def _build(fill: Callable[..., None], call: PlanCall) -> torch.Tensor:
+def _build(fill: Callable[..., object], call: PlanCall) -> torch.Tensor:
     _check(call)
-    out = call.out
-    if out is None:
-        size = PlanShape.of(call.block_tables, call.block_size).size
-        out = torch.empty(size, dtype=torch.int32, device=call.block_tables.device)
-    fill(
-        out,
-        call.block_tables,
-        call.seq_lens,
-        call.query_start_loc,
-        call.query_positions,
-        call.block_size,
-        call.plan_options(),
-        wanted_items(architecture(out.device), 1 if call.block_tables.dim() == 3 else call.num_kv_heads),
-    )
-    return out
-
-
-def _copy_plan(out: torch.Tensor, *arguments: Any) -> None:
-    out.copy_(plan_cpu(*arguments))
+    tables, plan = call.block_tables, call.out
+    if plan is None:
+        size = PlanShape.of(tables, call.block_size).size
+        plan = torch.empty(size, dtype=torch.int32, device=tables.device)
+    batch = (tables, call.seq_lens, call.query_start_loc, call.query_positions)
+    items = wanted_items(architecture(plan.device), 1 if tables.dim() == 3 else call.num_kv_heads)
+    fill(plan, *batch, call.block_size, call.plan_options(), items)
+    return plan
 
 
 def attention_plan_cpu(call: PlanCall) -> torch.Tensor:
     """The plan that `pc.attention_plan` builds, in numpy on CPU tensors; elements the kernels leave unwritten are 0."""
-    return _build(_copy_plan, call)
+    return _build(lambda plan, *batch: plan.copy_(plan_cpu(*batch)), call)
 
 
 def _launch(call: PlanCall) -> torch.Tensor:
     require_triton("attention_plan")
     plan = _build(launch_plan, call)
     if call.out is not None:
-        refresh_kept(call, plan)
+        refresh_cached(call, plan)
     return plan
 
 

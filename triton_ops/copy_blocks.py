@@ -9,12 +9,11 @@ from collections.abc import Sequence
 
 import torch
 
-from ._checks import bad_argument
+from ._checks import bad_argument, check_caches, check_index, check_reachable, lowest_entry, on_host
 from ._library import operator
 from ._rows import cpu
-from ._rows.checks import check_caches, check_index, check_reach
 from ._rows.kernel import launch_move_rows
-from ._rows.ops import lowest_entry, on_host
+from .gather_blocks import gather_blocks, gather_blocks_list
 
 
 def _run_list(caches: Sequence[torch.Tensor], source_ids: torch.Tensor, target_ids: torch.Tensor) -> None:
@@ -25,7 +24,7 @@ def _run_list(caches: Sequence[torch.Tensor], source_ids: torch.Tensor, target_i
         raise bad_argument("target_ids", f"{target_ids.shape[0]} elements", f"{source_ids.shape[0]} as source_ids")
     if target_ids.device != source_ids.device:
         raise bad_argument("target_ids", f"device {target_ids.device}", f"device {source_ids.device} of source_ids")
-    check_reach("caches", caches[0], source_ids, "source_ids")
+    check_reachable("caches", caches[0], source_ids, "source_ids")
     limit = caches[0].shape[0]
     lowest = lowest_entry("source_ids", source_ids, limit), lowest_entry("target_ids", target_ids, limit)
     if on_host(caches[0], source_ids):
@@ -44,7 +43,7 @@ def _run(cache: torch.Tensor, source_ids: torch.Tensor, target_ids: torch.Tensor
     _run_list([cache], source_ids, target_ids)
 
 
-@operator(cpu=_run, launch=_run, mutates=("cache",))
+@operator(cpu=_run, launch=_run, mutates=("cache",), like=(gather_blocks,))
 def copy_blocks(cache: torch.Tensor, source_ids: torch.Tensor, target_ids: torch.Tensor) -> None:
     """Copies blocks of a cache to other blocks of it.
 
@@ -55,11 +54,6 @@ def copy_blocks(cache: torch.Tensor, source_ids: torch.Tensor, target_ids: torch
         source_ids: `[n]` int32 or int64; -1 writes zeros to the target.
         target_ids: `[n]` int32 or int64; -1 writes nothing.
 
-    Raises:
-        TypeError: An argument of a wrong type or dtype.
-        ValueError: A wrong shape or device; with ids in host memory, and in debug mode, also a block out of range.
-        RuntimeError: A cache that requires grad while grad mode is on.
-
     Examples:
         >>> cache = torch.arange(4.0).view(4, 1, 1).expand(4, 2, 3).contiguous()  # 4 blocks of 2 slots
         >>> pc.copy_blocks(cache, torch.tensor([3, 0]), torch.tensor([1, 2]))
@@ -68,20 +62,9 @@ def copy_blocks(cache: torch.Tensor, source_ids: torch.Tensor, target_ids: torch
     """
 
 
-@operator(cpu=_run_list, launch=_run_list, mutates=("caches",))
+@operator(cpu=_run_list, launch=_run_list, mutates=("caches",), like=(copy_blocks, gather_blocks_list))
 def copy_blocks_list(caches: Sequence[torch.Tensor], source_ids: torch.Tensor, target_ids: torch.Tensor) -> None:
     """Copies the same blocks within each of several caches, in one launch per eight of them.
-
-    Args:
-        caches: Like `cache` of `pc.copy_blocks`; one device and the same num_blocks and block_size, features and
-            dtypes of their own.
-        source_ids: As in `pc.copy_blocks`.
-        target_ids: As in `pc.copy_blocks`.
-
-    Raises:
-        TypeError: As in `pc.copy_blocks`.
-        ValueError: As in `pc.copy_blocks`, and for caches that do not agree.
-        RuntimeError: As in `pc.copy_blocks`.
 
     Examples:
         >>> keys, values = torch.randn(2, 4, 16, 2, 64).unbind()  # 4 blocks each

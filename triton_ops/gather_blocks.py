@@ -21,11 +21,14 @@ def gather_blocks(
 ) -> torch.Tensor:
     """Gathers blocks of a cache into a packed tensor.
 
+    Long contiguous runs of an index in host memory go through the copy engine where the cache or the result is on a
+    device.
+
     Args:
-        cache: `[num_blocks, block_size, *features]`, any dtype and strides; on a device, or in host memory.
-        block_ids: `[n]` int32 or int64; -1 gives zeros. On a device it needs the cache there or pinned. In host memory
-            with the cache or the result on a device, long contiguous runs go through the copy engine.
-        device: Where the result goes; None: where block_ids is if that is a device, else where the cache is. A result
+        cache: `[num_blocks, block_size, *features]`, any dtype and strides; on a device, or in host memory, which has
+            to be pinned when the index is on a device.
+        block_ids: `[n]` int32 or int64; -1 gives zeros.
+        device: Where the result goes; None: where the index is if that is a device, else where the cache is. A result
             in host memory gathered from a device is pinned, and there once the current stream is synchronized.
 
     Returns:
@@ -33,8 +36,8 @@ def gather_blocks(
 
     Raises:
         TypeError: An argument of a wrong type or dtype.
-        ValueError: A wrong shape or device; with ids in host memory, and in debug mode, also a block out of range.
-        RuntimeError: A cache that requires grad while grad mode is on.
+        ValueError: A wrong shape or device; with the index in host memory, and in debug mode, also one out of range.
+        RuntimeError: A tensor that requires grad while grad mode is on.
 
     Examples:
         >>> cache = torch.arange(4.0).view(4, 1, 1).expand(4, 2, 3).contiguous()  # 4 blocks of 2 slots
@@ -45,25 +48,18 @@ def gather_blocks(
     return _rows.empty(cache, block_ids, device)
 
 
-@operator(cpu=_rows.cpu_list, launch=_rows.launch_list)
+@operator(cpu=_rows.cpu_list, launch=_rows.launch_list, like=(gather_blocks,))
 def gather_blocks_list(
     caches: Sequence[torch.Tensor], block_ids: torch.Tensor, device: torch.device | str | None = None
 ) -> list[torch.Tensor]:
     """Gathers the same blocks of several caches, in one launch per eight of them.
 
     Args:
-        caches: Like `cache` of `pc.gather_blocks`; one device and the same num_blocks and block_size, features and
+        caches: Each as the operator for one takes it; one device, the same num_blocks and block_size, features and
             dtypes of their own.
-        block_ids: As in `pc.gather_blocks`.
-        device: As in `pc.gather_blocks`.
 
     Returns:
         One tensor per cache.
-
-    Raises:
-        TypeError: As in `pc.gather_blocks`.
-        ValueError: As in `pc.gather_blocks`, and for caches that do not agree.
-        RuntimeError: As in `pc.gather_blocks`.
 
     Examples:
         >>> keys, values = torch.randn(4, 16, 2, 64), torch.randn(4, 16, 2, 128)

@@ -1,6 +1,6 @@
-"""Gathers token rows of an 8-bit cache and dequantizes them: out[i] = code * scale of its slot, zeros at slot -1.
+"""Gathers token vectors of an 8-bit cache and dequantizes them: out[i] = code * scale of its slot, zeros at slot -1.
 
-Reads one byte an element and a float32 scale a row, and writes the rows in the wanted dtype, once; arithmetic in
+Reads one byte an element and a float32 scale a vector, and writes these in the wanted dtype, once; arithmetic in
 float32. The inverse of `scatter_slots_quantized`.
 """
 
@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import torch
 
-from ._checks import bad_argument
+from ._checks import FLOATS, bad_argument, lowest_entry, on_host
 from ._library import operator
-from ._rows import cpu, memory
-from ._rows.checks import check_quantized
-from ._rows.ops import lowest_entry, on_host
-from ._rows.quantize import FLOATS, dequantize_rows, launch_gather_dequantized
+from ._rows import cpu
+from ._rows.quantize import check_quantized, dequantize_rows, launch_gather_dequantized
+from .gather_blocks import gather_blocks
 
 
 def _gather_cpu(
@@ -36,18 +35,18 @@ def _run(cache: torch.Tensor, scales: torch.Tensor, slot_mapping: torch.Tensor, 
     if on_host(cache, slot_mapping):
         return _gather_cpu(cache, scales, slot_mapping, dtype)
     device = slot_mapping.device if slot_mapping.is_cuda else cache.device
-    out = memory.empty((slot_mapping.shape[0], *cache.shape[2:]), dtype, device)
+    out = cpu.empty((slot_mapping.shape[0], *cache.shape[2:]), dtype, device)
     if out.numel():
         slots = slot_mapping.to(device, non_blocking=True).contiguous()
         launch_gather_dequantized(cache, scales, slots, out.view(out.shape[0], -1))
     return out
 
 
-@operator(cpu=_run, launch=_run)
+@operator(cpu=_run, launch=_run, like=(gather_blocks,))
 def gather_slots_dequantized(
     cache: torch.Tensor, scales: torch.Tensor, slot_mapping: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Gathers rows that `pc.scatter_slots_quantized` stored.
+    """Gathers token vectors that `pc.scatter_slots_quantized` stored.
 
     Args:
         cache: `[num_blocks, block_size, *features]`, float8_e4m3fn or int8 with contiguous features; in host memory it
@@ -59,11 +58,6 @@ def gather_slots_dequantized(
     Returns:
         `[num_tokens, *features]`, contiguous, `dtype`, where slot_mapping is if that is a device, else where the
         cache is.
-
-    Raises:
-        TypeError: An argument of a wrong type or dtype.
-        ValueError: A wrong shape or device; with slots in host memory, and in debug mode, also a slot out of range.
-        RuntimeError: A cache that requires grad while grad mode is on.
 
     Examples:
         >>> row = torch.tensor([[0.5, -1.0, 2.0, 127.0]])

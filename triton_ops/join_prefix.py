@@ -1,37 +1,59 @@
 """Joins cached rows and new rows of all sequences: out[seq_start + t] = new[...] where t is new, else cache[slot of t].
 
-Reads and writes the bytes of num_rows rows once. A map of 8 bytes a row is built first and shared by all tensors of a
-call; nothing is computed on the rows, so every dtype is served and no bit changes.
+Reads and writes the bytes of num_rows token vectors once. A map of 8 bytes for each is built first and shared by all
+tensors of a call; nothing is computed on them, so every dtype is served and no bit changes.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 
-from ._checks import bad_argument, check_tensor, describe
-from ._debug import reads_values
+from ._checks import (
+    INDEX_DTYPES,
+    bad_argument,
+    check_caches,
+    check_reachable,
+    check_rows,
+    check_tensor,
+    describe,
+    lowest_entry,
+    on_host,
+    reads_values,
+)
+from ._dispatch import Memo, aligned
+from ._kernel import KernelLaunch
 from ._library import operator
-from ._rows import cpu, memory
-from ._rows.checks import INDEX_DTYPES, check_caches, check_reach, check_rows
-from ._rows.join import check_join_values, join_map_cpu, launch_join_map
+from ._numpy import np
+from ._rows import cpu
 from ._rows.kernel import launch_move_rows
-from ._rows.ops import on_host
+from ._triton import tl, triton
+from .gather_blocks import gather_blocks_list
 
 _FEW_SEQUENCES, _LONG_SEQUENCE = 8, 1 << 18
 """How many sequences, or bytes of one, the CPU joins one by one: a few calls each, but whole blocks and no map."""
+_ROWS_A_PROGRAM = 128
+
+_launches: Memo[KernelLaunch] = Memo()
 
 
-def _check(
-    caches: Sequence[torch.Tensor],
-    block_tables: torch.Tensor,
-    seq_lens: torch.Tensor,
-    news: Sequence[torch.Tensor],
-    query_start_loc: torch.Tensor,
-    num_rows: int,
-    new_positions: torch.Tensor | None,
-) -> None:
+class Join(NamedTuple):
+    """What `pc.join_prefix_list` takes."""
+
+    caches: Sequence[torch.Tensor]
+    block_tables: torch.Tensor
+    seq_lens: torch.Tensor
+    news: Sequence[torch.Tensor]
+    query_start_loc: torch.Tensor
+    num_rows: int
+    new_positions: torch.Tensor | None = None
+
+
+def _check(call: Join) -> None:
+    caches, block_tables, seq_lens, news, query_start_loc, num_rows, new_positions = call
     check_caches("cache", caches)
     check_tensor("seq_lens", seq_lens, 1, "[num_seqs]", INDEX_DTYPES)
     device, num_seqs = seq_lens.device, seq_lens.shape[0]
@@ -51,32 +73,148 @@ def _check(
         check_tensor("new_positions", new_positions, 1, "[num_tokens]", INDEX_DTYPES, device)
         if new_positions.shape[0] != num_tokens:
             raise bad_argument("new_positions", describe(new_positions), f"{num_tokens} elements, one per row of new")
-    check_reach("cache", caches[0], seq_lens, "seq_lens")
-    check_reach("new", news[0], seq_lens, "seq_lens")
+    check_reachable("cache", caches[0], seq_lens, "seq_lens")
+    check_reachable("new", news[0], seq_lens, "seq_lens")
     if reads_values(seq_lens):
-        num_blocks, block_size = caches[0].shape[:2]
-        check_join_values(
-            block_tables, seq_lens, query_start_loc, num_rows, num_blocks, block_size, num_tokens, new_positions
-        )
+        _check_values(call)
+
+
+def _check_values(call: Join) -> None:
+    """Raises ValueError for values that point outside of something; reads them, so it waits for a device."""
+    (num_blocks, block_size), num_tokens = call.caches[0].shape[:2], call.news[0].shape[0]
+    _, block_tables, seq_lens, _, query_start_loc, num_rows, new_positions = call
+    lengths, starts = seq_lens.tolist(), query_start_loc.tolist()
+    queries = [end - begin for begin, end in itertools.pairwise(starts)]
+    if starts[0] < 0 or starts[-1] > num_tokens or min(queries, default=0) < 0:
+        raise bad_argument("query_start_loc", starts, f"ascending values from 0 to {num_tokens}, the new rows")
+    if not lengths:
+        return
+    if any(length < count for length, count in zip(lengths, queries, strict=True)):
+        raise bad_argument("seq_lens", "a sequence shorter than its new rows", "lengths that include the new rows")
+    longest, total, most = max(lengths), sum(lengths), block_tables.shape[1] * block_size
+    if longest > most:
+        raise bad_argument("seq_lens", longest, f"at most {most}, what block_tables holds")
+    if total > num_rows:
+        raise bad_argument("num_rows", num_rows, f"at least {total}, the sum of seq_lens")
+    lowest_entry("block_tables", block_tables, num_blocks)
+    if new_positions is not None and num_tokens:
+        owner = np.repeat(np.arange(len(lengths)), queries)
+        limits = np.repeat(lengths, queries)
+        places = new_positions.cpu().numpy().astype(np.int64)[starts[0] : starts[-1]]
+        if (places < 0).any() or (places >= limits).any():
+            raise bad_argument("new_positions", places.tolist(), "positions within their sequences")
+        if ((np.diff(places) <= 0) & (np.diff(owner) == 0)).any():
+            raise bad_argument("new_positions", places.tolist(), "ascending positions within a sequence")
+
+
+def join_map_cpu(call: Join, block_size: int) -> torch.Tensor:
+    """Where each row of the result comes from, `[num_rows]` int64: a slot, -2 - token of a new one, or -1 for zeros."""
+    _, block_tables, seq_lens, _, query_start_loc, num_rows, new_positions = call
+    lengths, starts = seq_lens.long(), query_start_loc.long()
+    queries = starts.diff()
+    ends = lengths.cumsum(0)
+    sequence = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
+    position = torch.arange(len(sequence)) - (ends - lengths)[sequence]
+    rows = torch.full((num_rows,), -1, dtype=torch.int64)
+    if not len(sequence):
+        return rows
+    block = position // block_size
+    if block_tables.shape[1]:
+        number = block_tables[sequence, block].long()
+        rows[: len(sequence)] = torch.where(number < 0, -1, number * block_size + position % block_size)
+    owner = torch.repeat_interleave(torch.arange(len(lengths)), queries)
+    tokens = torch.arange(int(starts[0]), int(starts[-1]))
+    if new_positions is None:
+        place = tokens - starts[:-1][owner] + (lengths - queries)[owner]
+    else:
+        place = new_positions[int(starts[0]) : int(starts[-1])].long()
+    rows[(ends - lengths)[owner] + place] = -2 - tokens
+    return rows
+
+
+@triton.jit
+def _bisect(values, target, low, high, steps):
+    """First index in [low, high) whose value is above target, else high; `steps` halvings suffice."""
+    for _ in range(steps):
+        middle = (low + high) // 2
+        open_ = low < high
+        above = tl.load(values + middle, mask=open_, other=0) > target
+        low = tl.where(open_ & (above == 0), middle + 1, low)
+        high = tl.where(open_ & above, middle, high)
+    return low
+
+
+@triton.jit(do_not_specialize=["num_seqs", "num_rows", "max_blocks", "block_size", "seq_steps", "token_steps"])
+def _join_map_kernel(
+    rows,  # [num_rows] int64, written
+    block_tables,  # [num_seqs, max_blocks]
+    seq_ends,  # [num_seqs] int64, cumulated lengths
+    query_start_loc,  # [num_seqs + 1]
+    new_positions,  # [num_tokens] or None
+    num_seqs, num_rows, max_blocks, block_size, seq_steps, token_steps, stride_bs, stride_bb,
+    TILE: tl.constexpr,
+):  # fmt: skip
+    """Grid (tiles of rows,)."""
+    offs = tl.cast(tl.program_id(0), tl.int64) * TILE + tl.arange(0, TILE)
+    low = tl.zeros([TILE], tl.int64)
+    sequence = _bisect(seq_ends, offs, low, low + num_seqs, seq_steps)
+    live = (offs < num_rows) & (sequence < num_seqs)
+    begin = tl.load(seq_ends + sequence - 1, mask=live & (sequence > 0), other=0)
+    end = tl.load(seq_ends + sequence, mask=live, other=0)
+    first_token = tl.cast(tl.load(query_start_loc + sequence, mask=live, other=0), tl.int64)
+    last_token = tl.cast(tl.load(query_start_loc + sequence + 1, mask=live, other=0), tl.int64)
+    position = offs - begin
+    if new_positions is None:
+        token = last_token - (end - offs)
+        is_new = live & (token >= first_token)
+    else:
+        token = _bisect(new_positions, position, first_token, last_token, token_steps) - 1
+        found = live & (token >= first_token)
+        is_new = found & (tl.load(new_positions + token, mask=found, other=-1) == position)
+    block = position // block_size
+    cached = live & (is_new == 0) & (block < max_blocks)
+    number = tl.cast(tl.load(block_tables + sequence * stride_bs + block * stride_bb, mask=cached, other=-1), tl.int64)
+    slot = tl.where(number >= 0, number * block_size + position % block_size, -1)
+    tl.store(rows + offs, tl.where(is_new, -2 - token, slot), mask=offs < num_rows)
+
+
+def launch_join_map(call: Join, block_size: int) -> torch.Tensor:
+    """The map of `join_map_cpu` by kernel, without waiting for the device."""
+    _, block_tables, seq_lens, _, query_start_loc, num_rows, new_positions = call
+    num_seqs = seq_lens.shape[0]
+    rows = torch.empty(num_rows, dtype=torch.int64, device=seq_lens.device)
+    if not num_rows:
+        return rows
+    ends = seq_lens.cumsum(0, dtype=torch.int64)
+    positions = None if new_positions is None else new_positions.contiguous()
+    starts = query_start_loc.contiguous()
+    # Not by lengths, which differ from step to step and for which nothing is compiled.
+    dtypes = [None if tensor is None else tensor.dtype for tensor in (block_tables, starts, positions)]
+    is_aligned = aligned(rows, block_tables, ends, starts, positions)
+    options = (is_aligned, *dtypes, block_tables.stride(), rows.device)
+    launch = _launches.get(options)
+    if launch is None:
+        launch = _launches.keep(options, (), KernelLaunch({"TILE": _ROWS_A_PROGRAM}, 4, None, is_aligned))
+    steps = (num_seqs.bit_length(), 0 if positions is None else positions.shape[0].bit_length())
+    launch.launch(
+        _join_map_kernel,
+        (-(-num_rows // _ROWS_A_PROGRAM), 1, 1),
+        (rows, block_tables, ends, starts, positions),
+        (num_seqs, num_rows, block_tables.shape[1], block_size, *steps, *block_tables.stride()),
+    )
+    return rows
 
 
 def _result_device(cache: torch.Tensor, seq_lens: torch.Tensor, new: torch.Tensor) -> torch.device:
     return next((t.device for t in (seq_lens, new, cache) if t.is_cuda), seq_lens.device)
 
 
-def _run_list(
-    caches: Sequence[torch.Tensor],
-    block_tables: torch.Tensor,
-    seq_lens: torch.Tensor,
-    news: Sequence[torch.Tensor],
-    query_start_loc: torch.Tensor,
-    num_rows: int,
-    new_positions: torch.Tensor | None = None,
-) -> list[torch.Tensor]:
-    _check(caches, block_tables, seq_lens, news, query_start_loc, num_rows, new_positions)
+def _run_list(call: Join) -> list[torch.Tensor]:
+    _check(call)
+    caches, block_tables, seq_lens, news, query_start_loc, num_rows, new_positions = call
     block_size = caches[0].shape[1]
     device = _result_device(caches[0], seq_lens, news[0])
-    outs = [memory.empty((num_rows, *new.shape[1:]), new.dtype, device) for new in news]
+    outs = [cpu.empty((num_rows, *new.shape[1:]), new.dtype, device) for new in news]
     if on_host(outs[0]):
         num_seqs = seq_lens.shape[0]
         few = num_seqs <= _FEW_SEQUENCES or sum(out.nbytes for out in outs) >= _LONG_SEQUENCE * num_seqs
@@ -84,7 +222,7 @@ def _run_list(
             for cache, new, out in zip(caches, news, outs, strict=True):
                 cpu.join_sequences(cache, block_tables, seq_lens.tolist(), new, query_start_loc.tolist(), out)
             return outs
-        rows = join_map_cpu(block_tables, seq_lens, query_start_loc, num_rows, block_size, new_positions)
+        rows = join_map_cpu(call, block_size)
         for cache, new, out in zip(caches, news, outs, strict=True):
             cpu.join_rows(cache, new, rows, out)
         return outs
@@ -95,24 +233,21 @@ def _run_list(
     tables, lengths, starts = (t.to(device, non_blocking=True) for t in (block_tables, seq_lens, query_start_loc))
     if new_positions is not None:
         new_positions = new_positions.to(device, non_blocking=True)
-    rows = launch_join_map(tables, lengths, starts, num_rows, block_size, new_positions)
+    rows = launch_join_map(Join(caches, tables, lengths, news, starts, num_rows, new_positions), block_size)
     launch_move_rows("join_prefix", caches, outs, (2, 1), num_rows, source_index=rows, extras=news)
     return outs
 
 
-def _run(
-    cache: torch.Tensor,
-    block_tables: torch.Tensor,
-    seq_lens: torch.Tensor,
-    new: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    num_rows: int,
-    new_positions: torch.Tensor | None = None,
-) -> torch.Tensor:
-    return _run_list([cache], block_tables, seq_lens, [new], query_start_loc, num_rows, new_positions)[0]
+def _run(call: Join) -> torch.Tensor:
+    one: Any = call  # a cache and a tensor of new rows, not lists of them
+    return _run_list(call._replace(caches=[one.caches], news=[one.news]))[0]
 
 
-@operator(cpu=_run, launch=_run)
+def _bind(names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Join:
+    return Join(*args, **kwargs)
+
+
+@operator(cpu=_run, launch=_run, bind=_bind)
 def join_prefix(
     cache: torch.Tensor,
     block_tables: torch.Tensor,
@@ -155,7 +290,7 @@ def join_prefix(
     return new.new_empty((num_rows, *new.shape[1:]), device=_result_device(cache, seq_lens, new))
 
 
-@operator(cpu=_run_list, launch=_run_list)
+@operator(cpu=_run_list, launch=_run_list, bind=_bind, like=(join_prefix, gather_blocks_list))
 def join_prefix_list(
     caches: Sequence[torch.Tensor],
     block_tables: torch.Tensor,
@@ -168,22 +303,10 @@ def join_prefix_list(
     """Joins the rows of several caches that follow the same slots, in two launches for up to eight of them.
 
     Args:
-        caches: Like `cache` of `pc.join_prefix`; one device and the same num_blocks and block_size, features and dtypes
-            of their own.
-        block_tables: As in `pc.join_prefix`.
-        seq_lens: As in `pc.join_prefix`.
-        news: One per cache, like `new` of `pc.join_prefix`; one device.
-        query_start_loc: As in `pc.join_prefix`.
-        num_rows: As in `pc.join_prefix`.
-        new_positions: As in `pc.join_prefix`.
+        news: One per cache, each as `pc.join_prefix` takes it; one device.
 
     Returns:
         One tensor per cache.
-
-    Raises:
-        TypeError: As in `pc.join_prefix`.
-        ValueError: As in `pc.join_prefix`, and for tensors that do not agree.
-        RuntimeError: As in `pc.join_prefix`.
 
     Examples:
         >>> hidden, gates = torch.randn(4, 2, 8), torch.randn(4, 2, 3)  # 4 blocks of 2 slots

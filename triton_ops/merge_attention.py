@@ -7,14 +7,15 @@ Moves three times out and lse; accumulates in float32. https://arxiv.org/abs/250
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import functools
+from collections.abc import Callable
 
 import torch
 
-from ._attention.checks import QUERY_DTYPES
 from ._attention.constants import next_power_of_2
-from ._checks import bad_argument, check_tensor, refuse_grad
-from ._launcher import Decisions, KernelLaunch, aligned
+from ._checks import FLOATS, bad_argument, check_last_dim, check_tensor, refuse_grad
+from ._dispatch import ChosenOnce, aligned
+from ._kernel import Grid, KernelLaunch
 from ._library import operator
 from ._triton import require_triton, tl, triton
 
@@ -23,7 +24,7 @@ _PIECE_ELEMENTS = 1 << 18
 
 def _check(out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor) -> None:
     layout = "[num_tokens, num_heads, head_dim]"
-    check_tensor("out_a", out_a, 3, layout, QUERY_DTYPES)
+    check_tensor("out_a", out_a, 3, layout, FLOATS)
     check_tensor("out_b", out_b, 3, layout, (out_a.dtype,), out_a.device)
     if out_b.shape != out_a.shape:
         raise bad_argument("out_b", f"shape {list(out_b.shape)}", f"{list(out_a.shape)} as out_a")
@@ -32,8 +33,7 @@ def _check(out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b:
         if lse.shape != out_a.shape[:2]:
             raise bad_argument(name, f"shape {list(lse.shape)}", f"{list(out_a.shape[:2])}")
     for name, out in (("out_a", out_a), ("out_b", out_b)):
-        if out.stride(2) != 1 and out.shape[2] > 1:
-            raise bad_argument(name, f"strides {list(out.stride())}", "a contiguous last dimension")
+        check_last_dim(name, out)
     refuse_grad(out_a=out_a, lse_a=lse_a, out_b=out_b, lse_b=lse_b)
 
 
@@ -97,55 +97,41 @@ def _merge_attention_kernel(
     tl.store(lse_ptr + row, top + tl.log(total), mask=mask_r)
 
 
-class _Merge(NamedTuple):
-    """The launch of a merge, as far as metadata tell."""
-
-    launch: KernelLaunch
-    grid: tuple[int, int, int]
-    numbers: tuple[int, ...]  # of rows, then strides
+Pair = tuple[torch.Tensor, torch.Tensor]
 
 
-_merges: Decisions[_Merge] = Decisions()
-
-
-def launch_merge(
+def choose_merge(
     out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Merges on the device, with the result in `dtype`."""
-    tensors = (out_a, lse_a, out_b, lse_b)
-    options = (aligned(*tensors), dtype)
-    merge = _merges.get(options, tensors)
-    if merge is None:
-        require_triton("merge_attention")
-        _check(*tensors)
-        merge = _merges.keep(options, tensors, _prepare(*tensors, options[0]))
-    elif torch.is_grad_enabled():
-        refuse_grad(out_a=out_a, lse_a=lse_a, out_b=out_b, lse_b=lse_b)
-    out = torch.empty(out_a.shape, dtype=dtype, device=out_a.device)
-    lse = torch.empty(out_a.shape[:2], dtype=torch.float32, device=out_a.device)
-    launch, grid, numbers = merge
-    if grid[0]:
-        launch(_merge_attention_kernel, grid, out, lse, out_a, lse_a, out_b, lse_b, *numbers)
-    return out, lse
-
-
-def _prepare(
-    out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor, is_aligned: bool
-) -> _Merge:
+) -> Callable[..., Pair]:
+    """What merges such results on the device, into one in `dtype`."""
     num_tokens, num_heads, head_dim = out_a.shape
     num_rows = num_tokens * num_heads if head_dim else 0
     block_d = next_power_of_2(max(1, head_dim))
     block_r = max(1, 2048 // block_d)
     constexprs = {"NUM_HEADS": num_heads, "HEAD_DIM": head_dim, "BLOCK_R": block_r, "BLOCK_D": block_d}
-    strides = [stride for tensor in (out_a, lse_a, out_b, lse_b) for stride in tensor.stride()[:2]]
-    launch = KernelLaunch(constexprs, 4, None, is_aligned)
-    return _Merge(launch, (-(-num_rows // block_r), 1, 1), (num_rows, *strides))
+    tensors = (out_a, lse_a, out_b, lse_b)
+    strides = [stride for tensor in tensors for stride in tensor.stride()[:2]]
+    launch = KernelLaunch(constexprs, 4, None, aligned(*tensors))
+    return functools.partial(_launch, Grid(launch, (-(-num_rows // block_r), 1, 1), (num_rows, *strides)), dtype)
 
 
-def _launch_merge_attention(
-    out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return launch_merge(out_a, lse_a, out_b, lse_b, out_a.dtype)
+def _launch(
+    grid: Grid, dtype: torch.dtype, out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor
+) -> Pair:
+    out = torch.empty(out_a.shape, dtype=dtype, device=out_a.device)
+    lse = torch.empty(out_a.shape[:2], dtype=torch.float32, device=out_a.device)
+    if grid.programs[0]:
+        grid.run(_merge_attention_kernel, (out, lse, out_a, lse_a, out_b, lse_b))
+    return out, lse
+
+
+def _choose(out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor) -> Callable[..., Pair]:
+    require_triton("merge_attention")
+    _check(out_a, lse_a, out_b, lse_b)
+    return choose_merge(out_a, lse_a, out_b, lse_b, out_a.dtype)
+
+
+_launch_merge_attention = ChosenOnce(_choose)
 
 
 @operator(cpu=merge_attention_cpu, launch=_launch_merge_attention)

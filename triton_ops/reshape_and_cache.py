@@ -6,41 +6,55 @@ holds. Moves 2 * num_tokens * num_kv_heads * head_dim elements in and out; slot 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 
-from ._attention.checks import MAX_HEAD_DIM, QUERY_DTYPES, check_cache
+from ._attention.checks import MAX_HEAD_DIM, check_cache
 from ._attention.constants import next_power_of_2
-from ._checks import bad_argument, check_tensor, describe, refuse_grad
-from ._debug import debug_mode_enabled
-from ._launcher import KernelLaunch, aligned
+from ._checks import (
+    FLOATS,
+    bad_argument,
+    check_last_dim,
+    check_tensor,
+    debug_mode_enabled,
+    describe,
+    lowest_entry,
+    refuse_grad,
+)
+from ._dispatch import ChosenOnce, aligned
+from ._kernel import Grid, KernelLaunch, kernel
 from ._library import operator
 from ._quantize import as_codes, code_kind, equal_scales, quantize, refuse_nan, scale_kind, to_code
-from ._repeated import Repeated
-from ._triton import require_triton, tl, triton
+from ._triton import require_triton, tl
 
 
-def check_write(
-    key: torch.Tensor,
-    value: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    k_scale: torch.Tensor | None,
-    v_scale: torch.Tensor | None,
-) -> None:
+class CacheWrite(NamedTuple):
+    """What `pc.reshape_and_cache` takes."""
+
+    key: torch.Tensor
+    value: torch.Tensor
+    key_cache: torch.Tensor
+    value_cache: torch.Tensor
+    slot_mapping: torch.Tensor
+    k_scale: torch.Tensor | None = None
+    v_scale: torch.Tensor | None = None
+
+
+def check_write(write: CacheWrite) -> None:
     """Checks the arguments of a cache write, from metadata alone; raises TypeError, ValueError or RuntimeError."""
-    check_tensor("key", key, 3, "[num_tokens, num_kv_heads, head_dim]", QUERY_DTYPES)
+    key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale = write
+    check_tensor("key", key, 3, "[num_tokens, num_kv_heads, head_dim]", FLOATS)
     check_tensor("value", value, 3, "[num_tokens, num_kv_heads, head_dim]", (key.dtype,), key.device)
     if value.shape[:2] != key.shape[:2]:
         needs = f"{list(key.shape[:2])} as key, and any head_dim"
         raise bad_argument("value", f"shape {list(value.shape)}", needs)
     if not 1 <= key.shape[2] <= MAX_HEAD_DIM:
         raise bad_argument("key", f"head_dim {key.shape[2]}", f"1 to {MAX_HEAD_DIM}")
-    for name, tensor in (("key", key), ("value", value)):
-        if tensor.stride(2) != 1 and tensor.shape[2] > 1:
-            raise bad_argument(name, f"strides {list(tensor.stride())}", "a contiguous last dimension")
+    check_last_dim("key", key)
+    check_last_dim("value", value)
     check_cache(key_cache, value_cache, "key", key, key.shape[1], k_scale, v_scale, value.shape[2])
     check_tensor("slot_mapping", slot_mapping, 1, "[num_tokens]", (torch.int64,), key.device)
     if slot_mapping.shape[0] != key.shape[0]:
@@ -48,38 +62,21 @@ def check_write(
     refuse_grad(key=key, value=value, key_cache=key_cache, value_cache=value_cache)
 
 
-def check_write_values(
-    key: torch.Tensor, value: torch.Tensor, key_cache: torch.Tensor, slot_mapping: torch.Tensor
-) -> bool:
-    """Checks that every slot is -1 or in the cache, and tells whether one is -1; on a device it synchronizes.
-
-    In debug mode NaN on its way into int8 is refused as well.
-    """
-    if debug_mode_enabled() and key_cache.dtype == torch.int8:
-        written = slot_mapping >= 0
-        refuse_nan("key", key[written])
-        refuse_nan("value", value[written])
-    num_slots = key_cache.shape[0] * key_cache.shape[1]
-    if not slot_mapping.numel():
-        return False
-    low, high = (bound.item() for bound in torch.aminmax(slot_mapping))
-    if low < -1 or high >= num_slots:
-        raise bad_argument("slot_mapping", f"values from {low} to {high}", f"-1 to {num_slots - 1}")
-    return low < 0
+def check_write_values(write: CacheWrite) -> bool:
+    """Whether a slot is -1, others being in the cache; synchronizes a device. Debug mode refuses NaN for int8."""
+    slots = write.slot_mapping
+    if debug_mode_enabled() and write.key_cache.dtype == torch.int8:
+        refuse_nan("key", write.key[slots >= 0])
+        refuse_nan("value", write.value[slots >= 0])
+    num_slots = write.key_cache.shape[0] * write.key_cache.shape[1]
+    return lowest_entry("slot_mapping", slots, num_slots) < 0
 
 
-def reshape_and_cache_cpu(
-    key: torch.Tensor,
-    value: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    k_scale: torch.Tensor | None = None,
-    v_scale: torch.Tensor | None = None,
-) -> None:
+def reshape_and_cache_cpu(write: CacheWrite) -> None:
     """What `pc.reshape_and_cache` writes, in PyTorch on CPU tensors."""
-    check_write(key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale)
-    if check_write_values(key, value, key_cache, slot_mapping):
+    check_write(write)
+    key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale = write
+    if check_write_values(write):
         rows = torch.nonzero(slot_mapping >= 0).squeeze(1)
         key, value, slot_mapping = key[rows], value[rows], slot_mapping[rows]
     for source, cache, scale in ((key, key_cache, k_scale), (value, value_cache, v_scale)):
@@ -94,15 +91,36 @@ def reshape_and_cache_cpu(
             cache[slot_mapping // block_size, slot_mapping % block_size] = source
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+class WrittenTensors(NamedTuple):
+    """What a cache write reads and writes."""
+
+    key_ptr: Any  # [num_tokens, KV_HEADS, HEAD_DIM]
+    value_ptr: Any  # [num_tokens, KV_HEADS, VALUE_DIM]
+    key_cache_ptr: Any  # [num_blocks, BLOCK_SIZE, KV_HEADS, HEAD_DIM]
+    value_cache_ptr: Any  # [num_blocks, BLOCK_SIZE, KV_HEADS, VALUE_DIM]
+    slots_ptr: Any  # [num_tokens]
+    k_scale_ptr: Any
+    v_scale_ptr: Any
+
+
+class WrittenStrides(NamedTuple):
+    """Elements from token and head, and in the caches from block, slot and head, to the next."""
+
+    stride_kt: int
+    stride_kh: int
+    stride_vt: int
+    stride_vh: int
+    stride_kcb: int
+    stride_kct: int
+    stride_kch: int
+    stride_vcb: int
+    stride_vct: int
+    stride_vch: int
+
+
+@kernel(["num_rows"], tensors=WrittenTensors, strides=WrittenStrides)
 def _reshape_and_cache_kernel(
-    key_ptr, value_ptr,  # [num_tokens, KV_HEADS, HEAD_DIM or VALUE_DIM]
-    key_cache_ptr, value_cache_ptr,  # [num_blocks, BLOCK_SIZE, KV_HEADS, HEAD_DIM or VALUE_DIM]
-    slots_ptr,  # [num_tokens]
-    k_scale_ptr, v_scale_ptr,
-    num_rows,
-    stride_kt, stride_kh, stride_vt, stride_vh,
-    stride_kcb, stride_kct, stride_kch, stride_vcb, stride_vct, stride_vch,
+    tensors, num_rows, strides,
     KIND: tl.constexpr, SCALES: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
@@ -111,35 +129,31 @@ def _reshape_and_cache_kernel(
     offs_d = tl.arange(0, BLOCK_D)
     token = row // KV_HEADS
     head = row % KV_HEADS
-    slot = tl.load(slots_ptr + token, mask=row < num_rows, other=-1)
+    slot = tl.load(tensors.slots_ptr + token, mask=row < num_rows, other=-1)
     block = slot // BLOCK_SIZE
     offset = slot % BLOCK_SIZE
     mask_k = (slot >= 0)[:, None] & (offs_d[None, :] < HEAD_DIM)
     mask_v = (slot >= 0)[:, None] & (offs_d[None, :] < VALUE_DIM)
-    k = tl.load(key_ptr + (token * stride_kt + head * stride_kh)[:, None] + offs_d[None, :], mask=mask_k, other=0.0)
-    v = tl.load(value_ptr + (token * stride_vt + head * stride_vh)[:, None] + offs_d[None, :], mask=mask_v, other=0.0)
+    k_ptrs = tensors.key_ptr + (token * strides.stride_kt + head * strides.stride_kh)[:, None] + offs_d[None, :]
+    k = tl.load(k_ptrs, mask=mask_k, other=0.0)
+    v_ptrs = tensors.value_ptr + (token * strides.stride_vt + head * strides.stride_vh)[:, None] + offs_d[None, :]
+    v = tl.load(v_ptrs, mask=mask_v, other=0.0)
     if SCALES > 0:
-        k_scale = tl.load(k_scale_ptr + head * (SCALES - 1), mask=slot >= 0, other=1.0).to(tl.float32)
-        v_scale = tl.load(v_scale_ptr + head * (SCALES - 1), mask=slot >= 0, other=1.0).to(tl.float32)
+        k_scale = tl.load(tensors.k_scale_ptr + head * (SCALES - 1), mask=slot >= 0, other=1.0).to(tl.float32)
+        v_scale = tl.load(tensors.v_scale_ptr + head * (SCALES - 1), mask=slot >= 0, other=1.0).to(tl.float32)
         k = to_code(k.to(tl.float32), k_scale[:, None], KIND)
         v = to_code(v.to(tl.float32), v_scale[:, None], KIND)
-    k_row = block * stride_kcb + offset * stride_kct + head * stride_kch
-    v_row = block * stride_vcb + offset * stride_vct + head * stride_vch
-    tl.store(key_cache_ptr + k_row[:, None] + offs_d[None, :], k, mask=mask_k)
-    tl.store(value_cache_ptr + v_row[:, None] + offs_d[None, :], v, mask=mask_v)
+    k_row = block * strides.stride_kcb + offset * strides.stride_kct + head * strides.stride_kch
+    v_row = block * strides.stride_vcb + offset * strides.stride_vct + head * strides.stride_vch
+    tl.store(tensors.key_cache_ptr + k_row[:, None] + offs_d[None, :], k, mask=mask_k)
+    tl.store(tensors.value_cache_ptr + v_row[:, None] + offs_d[None, :], v, mask=mask_v)
 
 
-def _prepare(
-    key: torch.Tensor,
-    value: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    k_scale: torch.Tensor | None = None,
-    v_scale: torch.Tensor | None = None,
-) -> Callable[..., None]:
+def _choose_write(*values: Any) -> Callable[..., None]:
     require_triton("reshape_and_cache")
-    check_write(key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale)
+    write = CacheWrite(*values)
+    check_write(write)
+    key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale = write
     num_tokens, kv_heads, head_dim = key.shape
     block_d = next_power_of_2(max(head_dim, value.shape[2]))
     block_r = max(1, 2048 // block_d)
@@ -154,51 +168,35 @@ def _prepare(
         "BLOCK_D": block_d,
     }
     num_rows = num_tokens * kv_heads
-    grid = (-(-num_rows // block_r), 1, 1)
     strides = (*key.stride()[:2], *value.stride()[:2], *key_cache.stride()[:3], *value_cache.stride()[:3])
-    is_aligned = aligned(key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale)
-    launch = KernelLaunch(constexprs, 4, None, is_aligned)
-    numbers = (num_rows, *strides)
-    is_packed = slot_mapping.is_contiguous()
-
-    def run(
-        key: torch.Tensor,
-        value: torch.Tensor,
-        key_cache: torch.Tensor,
-        value_cache: torch.Tensor,
-        slot_mapping: torch.Tensor,
-        k_scale: torch.Tensor | None = None,
-        v_scale: torch.Tensor | None = None,
-    ) -> None:
-        if num_rows == 0:
-            return
-        scales: tuple[torch.Tensor | None, ...] = (key, key)
-        if k_scale is not None:
-            scales = equal_scales(k_scale, v_scale, kv_heads)
-            key_cache, value_cache = as_codes(key_cache), as_codes(value_cache)
-        slots = slot_mapping if is_packed else slot_mapping.contiguous()
-        launch.launch(
-            _reshape_and_cache_kernel, grid, (key, value, key_cache, value_cache, slots, *scales), numbers
-        )  # fmt: skip
-
-    return run
+    programs = (-(-num_rows // block_r), 1, 1)
+    grid = Grid(KernelLaunch(constexprs, 4, None, aligned(*write)), programs, (num_rows, *strides))
+    return functools.partial(_write, grid, kv_heads, slot_mapping.is_contiguous())
 
 
-def _check_values(
-    key: torch.Tensor,
-    value: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    *scales: object,
-) -> None:
-    check_write_values(key, value, key_cache, slot_mapping)
+def _write(grid: Grid, kv_heads: int, is_packed: bool, *values: Any) -> None:
+    if grid.programs[0] == 0:
+        return
+    key, value, key_cache, value_cache, slots, k_scale, v_scale = values
+    scales: tuple[torch.Tensor | None, ...] = (key, key)
+    if k_scale is not None:
+        scales = equal_scales(k_scale, v_scale, kv_heads)
+        key_cache, value_cache = as_codes(key_cache), as_codes(value_cache)
+    slots = slots if is_packed else slots.contiguous()
+    grid.run(_reshape_and_cache_kernel, (key, value, key_cache, value_cache, slots, *scales))
 
 
-_launch_reshape_and_cache = Repeated(_prepare, _check_values)
+_launch_reshape_and_cache = ChosenOnce(
+    _choose_write, lambda *values: check_write_values(CacheWrite(*values)), like=CacheWrite
+)
 
 
-@operator(cpu=reshape_and_cache_cpu, launch=_launch_reshape_and_cache, mutates=("key_cache", "value_cache"))
+@operator(
+    cpu=reshape_and_cache_cpu,
+    launch=_launch_reshape_and_cache,
+    mutates=("key_cache", "value_cache"),
+    bind=lambda names, args, kwargs: CacheWrite(*args, **kwargs),
+)
 def reshape_and_cache(
     key: torch.Tensor,
     value: torch.Tensor,
@@ -235,4 +233,4 @@ def reshape_and_cache(
         >>> torch.equal(keys[1, :2], key[:2]), keys.count_nonzero().item() == 2 * 2 * 64
         (True, True)
     """
-    check_write(key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale)
+    check_write(CacheWrite(key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale))

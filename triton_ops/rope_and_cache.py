@@ -11,35 +11,56 @@ https://arxiv.org/abs/2104.09864
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
 from ._attention.constants import next_power_of_2
-from ._checks import bad_argument, check_tensor, describe, refuse_grad
-from ._launcher import KernelLaunch, aligned
+from ._checks import FLOATS, INDEX_DTYPES, bad_argument, check_last_dim, check_tensor, describe, refuse_grad
+from ._dispatch import ChosenOnce, aligned
+from ._kernel import Grid, KernelLaunch, kernel
 from ._library import operator
 from ._quantize import as_codes, code_kind, equal_scales, scale_kind, to_code
-from ._repeated import Repeated
 from ._triton import require_triton, tl, triton
-from .reshape_and_cache import check_write, check_write_values, reshape_and_cache_cpu
+from .reshape_and_cache import (
+    CacheWrite,
+    WrittenStrides,
+    WrittenTensors,
+    check_write,
+    check_write_values,
+    reshape_and_cache,
+    reshape_and_cache_cpu,
+)
 
 _PIECE_ELEMENTS = 1 << 16
 
 
-def _check(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    positions: torch.Tensor,
-    cos_sin: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    k_scale: torch.Tensor | None,
-    v_scale: torch.Tensor | None,
-) -> None:
-    check_write(key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale)
+class _Rope(NamedTuple):
+    """What `pc.rope_and_cache` takes."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    positions: torch.Tensor
+    cos_sin: torch.Tensor
+    key_cache: torch.Tensor
+    value_cache: torch.Tensor
+    slot_mapping: torch.Tensor
+    interleaved: bool = False
+    k_scale: torch.Tensor | None = None
+    v_scale: torch.Tensor | None = None
+
+    @property
+    def write(self) -> CacheWrite:
+        """The cache write, of keys that are not rotated yet."""
+        return CacheWrite(self.key, self.value, *self[5:8], *self[9:])
+
+
+def _check(call: _Rope) -> None:
+    check_write(call.write)
+    query, key, value, positions, cos_sin, *_ = call
     if value.shape != key.shape:
         raise bad_argument("value", f"shape {list(value.shape)}", f"{list(key.shape)} as key")
     num_tokens, _, head_dim = key.shape
@@ -47,13 +68,11 @@ def _check(
     if query.shape[0] != num_tokens or query.shape[2] != head_dim:
         needs = f"[{num_tokens}, num_heads, {head_dim}] as key"
         raise bad_argument("query", f"shape {list(query.shape)}", needs)
-    if query.stride(2) != 1 and head_dim > 1:
-        raise bad_argument("query", f"strides {list(query.stride())}", "a contiguous last dimension")
-    check_tensor("positions", positions, 1, "[num_tokens]", (torch.int32, torch.int64), key.device)
+    check_last_dim("query", query)
+    check_tensor("positions", positions, 1, "[num_tokens]", INDEX_DTYPES, key.device)
     if positions.shape[0] != num_tokens or not positions.is_contiguous():
         raise bad_argument("positions", describe(positions), f"a contiguous tensor of {num_tokens} elements")
-    floats = (torch.float32, torch.float16, torch.bfloat16)
-    check_tensor("cos_sin", cos_sin, 2, "[max_positions, rotary_dim]", floats, key.device)
+    check_tensor("cos_sin", cos_sin, 2, "[max_positions, rotary_dim]", FLOATS, key.device)
     rotary_dim = cos_sin.shape[1]
     if not cos_sin.is_contiguous() or rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
         needs = f"a contiguous tensor with an even rotary_dim of at most {head_dim}"
@@ -61,11 +80,12 @@ def _check(
     refuse_grad(query=query, cos_sin=cos_sin)
 
 
-def _check_values(positions: torch.Tensor, cos_sin: torch.Tensor) -> None:
-    if positions.numel():
-        low, high = (int(bound) for bound in torch.aminmax(positions))
-        if low < 0 or high >= cos_sin.shape[0]:
-            raise bad_argument("positions", f"values from {low} to {high}", f"0 to {cos_sin.shape[0] - 1} (cos_sin)")
+def _check_positions(call: _Rope) -> None:
+    if call.positions.numel():
+        low, high = (int(bound) for bound in torch.aminmax(call.positions))
+        limit = call.cos_sin.shape[0] - 1
+        if low < 0 or high > limit:
+            raise bad_argument("positions", f"values from {low} to {high}", f"0 to {limit} (cos_sin)")
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> torch.Tensor:
@@ -87,26 +107,13 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: b
     return out
 
 
-def rope_and_cache_cpu(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    positions: torch.Tensor,
-    cos_sin: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    interleaved: bool = False,
-    k_scale: torch.Tensor | None = None,
-    v_scale: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """What `pc.rope_and_cache` computes, in PyTorch on CPU tensors."""
-    _check(query, key, value, positions, cos_sin, key_cache, value_cache, slot_mapping, k_scale, v_scale)
-    _check_values(positions, cos_sin)
-    cos, sin = cos_sin[positions.long()].chunk(2, -1)
-    rotated = rotate(key, cos, sin, interleaved)
-    reshape_and_cache_cpu(rotated, value, key_cache, value_cache, slot_mapping, k_scale, v_scale)
-    return rotate(query, cos, sin, interleaved)
+def _rope_and_cache_cpu(call: _Rope) -> torch.Tensor:
+    _check(call)
+    _check_positions(call)
+    cos, sin = call.cos_sin[call.positions.long()].chunk(2, -1)
+    rotated = rotate(call.key, cos, sin, call.interleaved)
+    reshape_and_cache_cpu(call.write._replace(key=rotated))
+    return rotate(call.query, cos, sin, call.interleaved)
 
 
 @triton.jit
@@ -136,17 +143,12 @@ def _rotated_rows(
     return x * cos[None, :] + y * sin[None, :]
 
 
-@triton.jit
+@kernel([], tensors=WrittenTensors, strides=WrittenStrides)
 def _rope_and_cache_kernel(
     out_ptr,  # [num_tokens, NUM_HEADS, HEAD_DIM]
     query_ptr,  # [num_tokens, NUM_HEADS, HEAD_DIM]
-    key_ptr, value_ptr,  # [num_tokens, KV_HEADS, HEAD_DIM]
     positions_ptr, cos_sin_ptr,  # [num_tokens], [max_positions, ROTARY_DIM]
-    key_cache_ptr, value_cache_ptr,  # [num_blocks, BLOCK_SIZE, KV_HEADS, HEAD_DIM]
-    slots_ptr,  # [num_tokens]
-    k_scale_ptr, v_scale_ptr,
-    stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh,
-    stride_kcb, stride_kct, stride_kch, stride_vcb, stride_vct, stride_vch,
+    tensors, stride_qt, stride_qh, strides,
     KIND: tl.constexpr, SCALES: tl.constexpr, INTERLEAVED: tl.constexpr, ROTARY_DIM: tl.constexpr,
     NUM_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -165,7 +167,7 @@ def _rope_and_cache_kernel(
         q.to(out_ptr.dtype.element_ty),
         mask=mask_h[:, None] & (offs_d[None, :] < HEAD_DIM),
     )
-    slot = tl.load(slots_ptr + token)
+    slot = tl.load(tensors.slots_ptr + token)
     if (tl.program_id(1) == 0) & (slot >= 0):
         block = slot // BLOCK_SIZE
         offset = slot % BLOCK_SIZE
@@ -173,114 +175,92 @@ def _rope_and_cache_kernel(
         mask_k = kv_head < KV_HEADS
         mask = mask_k[:, None] & (offs_d[None, :] < HEAD_DIM)
         k = _rotated_rows(
-            key_ptr + token * stride_kt, stride_kh, kv_head, mask_k, cos_sin_row,
+            tensors.key_ptr + token * strides.stride_kt, strides.stride_kh, kv_head, mask_k, cos_sin_row,
             ROTARY_DIM, INTERLEAVED, HEAD_DIM, BLOCK_D,
-        ).to(key_ptr.dtype.element_ty)  # fmt: skip
+        ).to(tensors.key_ptr.dtype.element_ty)  # fmt: skip
         kv_head = kv_head.to(tl.int64)
         v = tl.load(
-            value_ptr + token * stride_vt + kv_head[:, None] * stride_vh + offs_d[None, :], mask=mask, other=0.0
+            tensors.value_ptr + token * strides.stride_vt + kv_head[:, None] * strides.stride_vh + offs_d[None, :],
+            mask=mask,
+            other=0.0,
         )
         if SCALES > 0:
-            k_scale = tl.load(k_scale_ptr + kv_head * (SCALES - 1), mask=mask_k, other=1.0).to(tl.float32)
-            v_scale = tl.load(v_scale_ptr + kv_head * (SCALES - 1), mask=mask_k, other=1.0).to(tl.float32)
+            k_scale = tl.load(tensors.k_scale_ptr + kv_head * (SCALES - 1), mask=mask_k, other=1.0).to(tl.float32)
+            v_scale = tl.load(tensors.v_scale_ptr + kv_head * (SCALES - 1), mask=mask_k, other=1.0).to(tl.float32)
             k = to_code(k.to(tl.float32), k_scale[:, None], KIND)
             v = to_code(v.to(tl.float32), v_scale[:, None], KIND)
-        k_row = block * stride_kcb + offset * stride_kct + kv_head * stride_kch
-        v_row = block * stride_vcb + offset * stride_vct + kv_head * stride_vch
-        tl.store(key_cache_ptr + k_row[:, None] + offs_d[None, :], k, mask=mask)
-        tl.store(value_cache_ptr + v_row[:, None] + offs_d[None, :], v, mask=mask)
+        k_row = block * strides.stride_kcb + offset * strides.stride_kct + kv_head * strides.stride_kch
+        v_row = block * strides.stride_vcb + offset * strides.stride_vct + kv_head * strides.stride_vch
+        tl.store(tensors.key_cache_ptr + k_row[:, None] + offs_d[None, :], k, mask=mask)
+        tl.store(tensors.value_cache_ptr + v_row[:, None] + offs_d[None, :], v, mask=mask)
 
 
-def _prepare(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    positions: torch.Tensor,
-    cos_sin: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    interleaved: bool = False,
-    k_scale: torch.Tensor | None = None,
-    v_scale: torch.Tensor | None = None,
-) -> Callable[..., torch.Tensor]:
+def _choose_rope(*values: Any) -> Callable[..., torch.Tensor]:
     require_triton("rope_and_cache")
-    _check(query, key, value, positions, cos_sin, key_cache, value_cache, slot_mapping, k_scale, v_scale)
-    num_tokens, num_heads, head_dim = query.shape
+    call = _Rope(*values)
+    _check(call)
+    num_tokens, num_heads, head_dim = call.query.shape
     block_d = next_power_of_2(head_dim)
     block_h = max(1, min(next_power_of_2(num_heads), 2048 // block_d))
-    kv_heads = key.shape[1]
+    kv_heads = call.key.shape[1]
     constexprs = {
-        "KIND": code_kind(key_cache.dtype),
-        "SCALES": scale_kind(k_scale, v_scale),
-        "INTERLEAVED": interleaved,
-        "ROTARY_DIM": cos_sin.shape[1],
+        "KIND": code_kind(call.key_cache.dtype),
+        "SCALES": scale_kind(call.k_scale, call.v_scale),
+        "INTERLEAVED": call.interleaved,
+        "ROTARY_DIM": call.cos_sin.shape[1],
         "NUM_HEADS": num_heads,
         "KV_HEADS": kv_heads,
-        "BLOCK_SIZE": key_cache.shape[1],
+        "BLOCK_SIZE": call.key_cache.shape[1],
         "HEAD_DIM": head_dim,
         "BLOCK_H": block_h,
         "BLOCK_K": next_power_of_2(kv_heads),
         "BLOCK_D": block_d,
     }
-    packed = [stride for tensor in (query, key, value) for stride in tensor.stride()[:2]]
-    strides = (*packed, *key_cache.stride()[:3], *value_cache.stride()[:3])
-    is_aligned = aligned(
-        query, key, value, positions, cos_sin, key_cache, value_cache, slot_mapping, k_scale, v_scale
-    )  # fmt: skip
-    launch = KernelLaunch(constexprs, 4, None, is_aligned)
-    grid = (num_tokens, max(1, -(-num_heads // block_h)), 1)
-    is_packed, shape = slot_mapping.is_contiguous(), query.shape
-    is_like_query = query.stride() == (num_heads * head_dim, head_dim, 1)
+    packed = [stride for tensor in call[:3] for stride in tensor.stride()[:2]]
+    grid = Grid(
+        KernelLaunch(constexprs, 4, None, aligned(*call[:8], *call[9:])),
+        (num_tokens, max(1, -(-num_heads // block_h)), 1),
+        (*packed, *call.key_cache.stride()[:3], *call.value_cache.stride()[:3]),
+    )
+    out_shape = None if call.query.stride() == (num_heads * head_dim, head_dim, 1) else call.query.shape
+    return functools.partial(_rotate_and_write, grid, kv_heads, call.slot_mapping.is_contiguous(), out_shape)
 
-    def run(
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        positions: torch.Tensor,
-        cos_sin: torch.Tensor,
-        key_cache: torch.Tensor,
-        value_cache: torch.Tensor,
-        slot_mapping: torch.Tensor,
-        interleaved: bool = False,
-        k_scale: torch.Tensor | None = None,
-        v_scale: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        # Of a contiguous tensor, half the time of `new_empty`.
-        out = torch.empty_like(query) if is_like_query else query.new_empty(shape)
-        if num_tokens == 0:
-            return out
-        scales: tuple[torch.Tensor | None, ...] = (key, key)
-        if k_scale is not None:
-            scales = equal_scales(k_scale, v_scale, kv_heads)
-            key_cache, value_cache = as_codes(key_cache), as_codes(value_cache)
-        slots = slot_mapping if is_packed else slot_mapping.contiguous()
-        tensors = (out, query, key, value, positions, cos_sin, key_cache, value_cache, slots, *scales)
-        launch.launch(_rope_and_cache_kernel, grid, tensors, strides)
+
+def _rotate_and_write(
+    grid: Grid, kv_heads: int, is_packed: bool, out_shape: Sequence[int] | None, *values: Any
+) -> torch.Tensor:
+    """Launches the kernel; out_shape None: the query is contiguous."""
+    query, key, value, positions, cos_sin, key_cache, value_cache, slots, _, k_scale, v_scale = values
+    # Of a contiguous tensor, half the time of `new_empty`.
+    out: torch.Tensor = torch.empty_like(query) if out_shape is None else query.new_empty(out_shape)
+    if grid.programs[0] == 0:
         return out
-
-    return run
-
-
-def _check_given(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    positions: torch.Tensor,
-    cos_sin: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    *options: object,
-) -> None:
-    _check_values(positions, cos_sin)
-    check_write_values(key, value, key_cache, slot_mapping)
+    scales: tuple[torch.Tensor | None, ...] = (key, key)
+    if k_scale is not None:
+        scales = equal_scales(k_scale, v_scale, kv_heads)
+        key_cache, value_cache = as_codes(key_cache), as_codes(value_cache)
+    slots = slots if is_packed else slots.contiguous()
+    tensors = (out, query, positions, cos_sin, key, value, key_cache, value_cache, slots, *scales)
+    grid.run(_rope_and_cache_kernel, tensors)
+    return out
 
 
-_launch_rope_and_cache = Repeated(_prepare, _check_given)
+def _check_given(*values: Any) -> None:
+    call = _Rope(*values)
+    _check_positions(call)
+    check_write_values(call.write)
 
 
-@operator(cpu=rope_and_cache_cpu, launch=_launch_rope_and_cache, mutates=("key_cache", "value_cache"))
+_launch_rope_and_cache = ChosenOnce(_choose_rope, _check_given, like=_Rope)
+
+
+@operator(
+    cpu=_rope_and_cache_cpu,
+    launch=_launch_rope_and_cache,
+    mutates=("key_cache", "value_cache"),
+    bind=lambda names, args, kwargs: _Rope(*args, **kwargs),
+    like=(reshape_and_cache,),
+)
 def rope_and_cache(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -308,10 +288,7 @@ def rope_and_cache(
             rotary_dim is even and at most head_dim.
         key_cache: `[num_blocks, block_size, num_kv_heads, head_dim]`, written to, as for `reshape_and_cache`.
         value_cache: Like key_cache.
-        slot_mapping: `[num_tokens]` int64, block number * block_size + offset; -1 writes nothing.
         interleaved: Whether a pair of features is (2i, 2i + 1); otherwise (i, i + rotary_dim / 2).
-        k_scale: One float or one per KV head; what is stored is key / k_scale, as `reshape_and_cache` stores it.
-        v_scale: The same for values.
 
     Returns:
         The rotated query, `[num_tokens, num_heads, head_dim]`, contiguous.
@@ -331,5 +308,6 @@ def rope_and_cache(
         >>> query.shape, torch.equal(keys[1, 0], key[0])  # position 0 is not turned
         (torch.Size([3, 4, 64]), True)
     """
-    _check(query, key, value, positions, cos_sin, key_cache, value_cache, slot_mapping, k_scale, v_scale)
+    call = (query, key, value, positions, cos_sin, key_cache, value_cache, slot_mapping, interleaved, k_scale, v_scale)
+    _check(_Rope(*call))
     return query.new_empty(query.shape)

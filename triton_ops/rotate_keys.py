@@ -11,38 +11,50 @@ https://arxiv.org/abs/2104.09864
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
-from ._attention.checks import QUERY_DTYPES
 from ._attention.constants import next_power_of_2
-from ._checks import bad_argument, check_tensor, describe, refuse_grad
-from ._launcher import KernelLaunch, aligned, metadata, remember
+from ._checks import (
+    FLOATS,
+    bad_argument,
+    check_index,
+    check_last_dim,
+    check_tensor,
+    describe,
+    lowest_entry,
+    refuse_grad,
+)
+from ._dispatch import Memo, aligned
+from ._kernel import KernelLaunch
 from ._library import operator
-from ._quantize import as_codes, code_kind, from_e4m3, quantize, to_code
-from ._rows.checks import check_index
-from ._rows.ops import lowest_entry
+from ._quantize import CODES, as_codes, code_kind, from_e4m3, quantize, to_code
 from ._triton import require_triton, tl, triton
 from .rope_and_cache import rotate
 
-KEY_DTYPES = (*QUERY_DTYPES, torch.float8_e4m3fn, torch.int8)
 _LAYOUT = "[num_blocks, block_size, num_kv_heads, head_dim]"
 # Elements turned at a time on a CPU: their float32 copies stay in the caches.
 _PIECE_ELEMENTS = 1 << 20
 
-_prepared: dict[object, tuple[KernelLaunch, int]] = {}
+
+class _Rotation(NamedTuple):
+    """What `pc.rotate_keys` takes."""
+
+    key_cache: torch.Tensor
+    source_ids: torch.Tensor
+    target_ids: torch.Tensor
+    deltas: torch.Tensor
+    inv_freq: torch.Tensor
+    is_neox: bool = True
+    first: int = 0
 
 
-def _check(
-    key_cache: torch.Tensor,
-    source_ids: torch.Tensor,
-    target_ids: torch.Tensor,
-    deltas: torch.Tensor,
-    inv_freq: torch.Tensor,
-) -> None:
-    check_tensor("key_cache", key_cache, 4, _LAYOUT, KEY_DTYPES)
+def _check(call: _Rotation) -> None:
+    key_cache, source_ids, target_ids, deltas, inv_freq, _, first = call
+    check_tensor("key_cache", key_cache, 4, _LAYOUT, (*FLOATS, *CODES))
     head_dim = key_cache.shape[3]
-    if head_dim > 1 and key_cache.stride(3) != 1:
-        raise bad_argument("key_cache", f"strides {list(key_cache.stride())}", "a contiguous last dimension")
+    check_last_dim("key_cache", key_cache)
     check_index("source_ids", source_ids, "[n]")
     check_index("target_ids", target_ids, "[n]")
     check_tensor("deltas", deltas, 1, "[n]", (torch.int32, torch.int64))
@@ -53,29 +65,27 @@ def _check(
     for name, vector in (("source_ids", source_ids), ("target_ids", target_ids), ("deltas", deltas)):
         if vector.device not in (key_cache.device, torch.device("cpu")):
             raise bad_argument(name, f"device {vector.device}", f"device {key_cache.device} of key_cache, or the host")
-    if not 1 <= inv_freq.shape[0] <= head_dim // 2:
-        raise bad_argument("inv_freq", describe(inv_freq), f"1 to {head_dim // 2} elements, one per pair of head_dim")
+    if not 0 <= first <= max(0, head_dim - 2):
+        raise bad_argument("first", first, f"0 to {head_dim - 2}, a column of head_dim {head_dim} with one behind it")
+    pairs = (head_dim - first) // 2
+    if not 1 <= inv_freq.shape[0] <= pairs:
+        needs = f"1 to {pairs} elements, one per pair of head_dim" + (f" from {first} on" if first else "")
+        raise bad_argument("inv_freq", describe(inv_freq), needs)
     refuse_grad(key_cache=key_cache, inv_freq=inv_freq)
     limit = key_cache.shape[0]
     lowest_entry("source_ids", source_ids, limit)
     lowest_entry("target_ids", target_ids, limit)
 
 
-def _turns(deltas: torch.Tensor, inv_freq: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def turns(deltas: torch.Tensor, inv_freq: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Cosines and sines `[n, rotary_dim / 2]`, float32."""
     angles = deltas.double()[:, None] * inv_freq.double()
     return angles.cos().float(), angles.sin().float()
 
 
-def _rotate_keys_cpu(
-    key_cache: torch.Tensor,
-    source_ids: torch.Tensor,
-    target_ids: torch.Tensor,
-    deltas: torch.Tensor,
-    inv_freq: torch.Tensor,
-    is_neox: bool = True,
-) -> None:
-    _check(key_cache, source_ids, target_ids, deltas, inv_freq)
+def _rotate_keys_cpu(call: _Rotation) -> None:
+    _check(call)
+    key_cache, source_ids, target_ids, deltas, inv_freq, is_neox, first = call
     written = (target_ids >= 0).nonzero()[:, 0]
     _, block_size, heads, head_dim = key_cache.shape
     one = torch.ones(1)
@@ -85,15 +95,14 @@ def _rotate_keys_cpu(
         sources, targets = source_ids[piece].long(), target_ids[piece].long()
         keys = key_cache.index_select(0, sources.clamp(min=0))
         absent = sources < 0
-        cos, sin = (turn.repeat_interleave(block_size, 0) for turn in _turns(deltas[piece], inv_freq))
+        cos, sin = (turn.repeat_interleave(block_size, 0) for turn in turns(deltas[piece], inv_freq))
         rows = keys.view(-1, heads, head_dim)
-        if key_cache.dtype in QUERY_DTYPES:
-            rows = rotate(rows, cos, sin, not is_neox)
+        turned = rows[..., first : first + 2 * inv_freq.shape[0]]
+        if key_cache.dtype in FLOATS:
+            fresh = rotate(turned, cos, sin, not is_neox)
         else:  # a scale per head turns with its head: the codes themselves are turned and rounded anew
-            turned = rotate(rows.float(), cos, sin, not is_neox)
-            fresh = quantize(turned, one, key_cache.dtype)
-            rotary = torch.arange(head_dim) < 2 * inv_freq.shape[0]
-            rows = torch.where(rotary, fresh.view(torch.uint8), rows.view(torch.uint8)).view(key_cache.dtype)
+            fresh = quantize(rotate(turned.float(), cos, sin, not is_neox), one, key_cache.dtype)
+        as_codes(turned).copy_(as_codes(fresh))
         rows = rows.view(keys.shape)
         if absent.any():
             rows.view(torch.uint8)[absent] = 0
@@ -101,7 +110,7 @@ def _rotate_keys_cpu(
 
 
 @triton.jit
-def _load_keys(ptrs, mask, KIND: tl.constexpr):
+def load_keys(ptrs, mask, KIND: tl.constexpr):
     """Keys, or codes as the numbers they stand for, in float32."""
     if KIND == 2:
         return from_e4m3(tl.load(ptrs, mask=mask, other=0)).to(tl.float32)
@@ -110,7 +119,8 @@ def _load_keys(ptrs, mask, KIND: tl.constexpr):
 
 
 @triton.jit
-def _store_keys(ptrs, x, mask, KIND: tl.constexpr):
+def store_keys(ptrs, x, mask, KIND: tl.constexpr):
+    """Keys in the cache's dtype, or the nearest codes."""
     if KIND == 0:
         tl.store(ptrs, x.to(ptrs.dtype.element_ty), mask=mask)
     else:
@@ -124,9 +134,10 @@ def _rotate_keys_kernel(
     cos_ptr, sin_ptr,  # [n, HALF]
     stride_b, stride_t, stride_h,
     KIND: tl.constexpr, IS_NEOX: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    HEAD_DIM: tl.constexpr, HALF: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr,
+    HEAD_DIM: tl.constexpr, HALF: tl.constexpr, FIRST: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_F: tl.constexpr,
 ):  # fmt: skip
-    """Grid (n, row tiles): rows are the heads of a block's tokens.
+    """Grid (n, row tiles): rows are the heads of a block's tokens; pairs begin at column FIRST.
 
     A thread holds both features of its pairs, so that a block may be turned in place: but where a tile has fewer pairs
     than a program threads, several hold the same pair, and none may read what another has written.
@@ -144,66 +155,65 @@ def _rotate_keys_kernel(
         pair = tl.arange(0, BLOCK_P)
         mask_p = pair < HALF
         if IS_NEOX:
-            first = pair
-            second = pair + HALF
+            first = FIRST + pair
+            second = FIRST + pair + HALF
         else:
-            first = 2 * pair
-            second = 2 * pair + 1
+            first = FIRST + 2 * pair
+            second = FIRST + 2 * pair + 1
         cos = tl.load(cos_ptr + move * HALF + pair, mask=mask_p, other=1.0)[None, :]
         sin = tl.load(sin_ptr + move * HALF + pair, mask=mask_p, other=0.0)[None, :]
         mask = reads[:, None] & mask_p[None, :]
-        a = _load_keys(source_ptrs + first[None, :], mask, KIND)
-        b = _load_keys(source_ptrs + second[None, :], mask, KIND)
-        if HEAD_DIM > 2 * HALF:
-            rest = 2 * HALF + tl.arange(0, BLOCK_D)
+        a = load_keys(source_ptrs + first[None, :], mask, KIND)
+        b = load_keys(source_ptrs + second[None, :], mask, KIND)
+        if FIRST > 0:
+            before = tl.arange(0, BLOCK_F)
+            mask_f = (before < FIRST)[None, :]
+            unturned = tl.load(source_ptrs + before[None, :], mask=reads[:, None] & mask_f, other=0)
+        if HEAD_DIM > FIRST + 2 * HALF:
+            rest = FIRST + 2 * HALF + tl.arange(0, BLOCK_D)
             mask_d = (rest < HEAD_DIM)[None, :]
             x = tl.load(source_ptrs + rest[None, :], mask=reads[:, None] & mask_d, other=0)
         tl.debug_barrier()
         mask = mask_r[:, None] & mask_p[None, :]
-        _store_keys(target_ptrs + first[None, :], a * cos - b * sin, mask, KIND)
-        _store_keys(target_ptrs + second[None, :], b * cos + a * sin, mask, KIND)
-        if HEAD_DIM > 2 * HALF:
+        store_keys(target_ptrs + first[None, :], a * cos - b * sin, mask, KIND)
+        store_keys(target_ptrs + second[None, :], b * cos + a * sin, mask, KIND)
+        if FIRST > 0:
+            tl.store(target_ptrs + before[None, :], unturned, mask=mask_r[:, None] & mask_f)
+        if HEAD_DIM > FIRST + 2 * HALF:
             tl.store(target_ptrs + rest[None, :], x, mask=mask_r[:, None] & mask_d)
 
 
-def _launch_rotate_keys(
-    key_cache: torch.Tensor,
-    source_ids: torch.Tensor,
-    target_ids: torch.Tensor,
-    deltas: torch.Tensor,
-    inv_freq: torch.Tensor,
-    is_neox: bool = True,
-) -> None:
+_rotations: Memo[tuple[KernelLaunch, int]] = Memo()
+
+
+def _launch_rotate_keys(call: _Rotation) -> None:
     require_triton("rotate_keys")
-    _check(key_cache, source_ids, target_ids, deltas, inv_freq)
-    if not source_ids.numel() or not key_cache.numel():
+    _check(call)
+    key_cache, sources, targets, deltas, inv_freq, is_neox, first = call
+    if not sources.numel() or not key_cache.numel():
         return
-    device = key_cache.device
-    sources, targets, deltas = (x.to(device, non_blocking=True) for x in (source_ids, target_ids, deltas))
+    sources, targets, deltas = (x.to(key_cache.device, non_blocking=True) for x in (sources, targets, deltas))
     sources, targets = sources.contiguous(), targets.contiguous()
-    cos, sin = _turns(deltas, inv_freq)
-    is_aligned = aligned(key_cache, sources, targets, cos, sin)
-    signature = (is_neox, is_aligned, inv_freq.shape, *metadata(key_cache, sources, targets))
-    prepared = _prepared.get(signature)
-    if prepared is None:
-        prepared = remember(_prepared, signature, _prepare(key_cache, inv_freq.shape[0], is_neox, is_aligned))
-    launch, tiles = prepared
-    launch(
-        _rotate_keys_kernel,
-        (sources.shape[0], tiles, 1),
-        as_codes(key_cache),
-        sources,
-        targets,
-        cos,
-        sin,
-        *key_cache.stride()[:3],
+    cos, sin = turns(deltas, inv_freq)
+    tensors = (key_cache, sources, targets, cos, sin)
+    chosen = _rotations.get((is_neox, first), tensors)
+    if chosen is None:
+        rotation = _choose_rotation(key_cache, cos.shape[1], is_neox, first, tensors)
+        chosen = _rotations.keep((is_neox, first), tensors, rotation)
+    launch, tiles = chosen
+    launch.launch(
+        _rotate_keys_kernel, (sources.shape[0], tiles, 1), (as_codes(key_cache), *tensors[1:]), key_cache.stride()[:3]
     )
 
 
-def _prepare(key_cache: torch.Tensor, half: int, is_neox: bool, is_aligned: bool) -> tuple[KernelLaunch, int]:
+def _choose_rotation(
+    key_cache: torch.Tensor, half: int, is_neox: bool, first: int, tensors: tuple[torch.Tensor, ...]
+) -> tuple[KernelLaunch, int]:
+    """The kernel's constants, and how many tiles the heads of a block's tokens are."""
     _, block_size, kv_heads, head_dim = key_cache.shape
-    block_p, block_d = next_power_of_2(half), next_power_of_2(max(1, head_dim - 2 * half))
-    block_r = max(1, 2048 // max(block_p, block_d))
+    block_p, block_d = next_power_of_2(half), next_power_of_2(max(1, head_dim - first - 2 * half))
+    block_f = next_power_of_2(first)
+    block_r = max(1, 2048 // max(block_p, block_d, block_f))
     constexprs = {
         "KIND": code_kind(key_cache.dtype),
         "IS_NEOX": is_neox,
@@ -211,14 +221,21 @@ def _prepare(key_cache: torch.Tensor, half: int, is_neox: bool, is_aligned: bool
         "BLOCK_SIZE": block_size,
         "HEAD_DIM": head_dim,
         "HALF": half,
+        "FIRST": first,
         "BLOCK_R": block_r,
         "BLOCK_P": block_p,
         "BLOCK_D": block_d,
+        "BLOCK_F": block_f,
     }
-    return KernelLaunch(constexprs, 4, None, is_aligned), -(-block_size * kv_heads // block_r)
+    return KernelLaunch(constexprs, 4, None, aligned(*tensors)), -(-block_size * kv_heads // block_r)
 
 
-@operator(cpu=_rotate_keys_cpu, launch=_launch_rotate_keys, mutates=("key_cache",))
+@operator(
+    cpu=_rotate_keys_cpu,
+    launch=_launch_rotate_keys,
+    mutates=("key_cache",),
+    bind=lambda names, args, kwargs: _Rotation(*args, **kwargs),
+)
 def rotate_keys(
     key_cache: torch.Tensor,
     source_ids: torch.Tensor,
@@ -226,6 +243,7 @@ def rotate_keys(
     deltas: torch.Tensor,
     inv_freq: torch.Tensor,
     is_neox: bool = True,
+    first: int = 0,
 ) -> None:
     """Copies blocks of keys and turns each by a number of positions, so that cached text serves at another place.
 
@@ -242,6 +260,8 @@ def rotate_keys(
         inv_freq: `[rotary_dim / 2]` float32 or float64, inverse frequency of each pair in radians a position, as the
             model's rotary embedding has it (scaled, if it scales). Features past rotary_dim are copied.
         is_neox: Pairs (i, i + rotary_dim / 2) as in GPT-NeoX and Llama; False: (2i, 2i + 1) as in GPT-J.
+        first: The column that pairs begin at; those before it are copied. 512 turns the latent rows of DeepSeek's
+            models, which go in as `cache.unsqueeze(2)`.
 
     Raises:
         TypeError: An argument of a wrong type or dtype.

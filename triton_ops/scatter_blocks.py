@@ -11,6 +11,7 @@ import torch
 
 from ._library import operator
 from ._rows.ops import BLOCKS, Scatter
+from .gather_blocks import gather_blocks_list
 
 _rows = Scatter("scatter_blocks", BLOCKS)
 
@@ -19,17 +20,18 @@ _rows = Scatter("scatter_blocks", BLOCKS)
 def scatter_blocks(source: torch.Tensor, cache: torch.Tensor, block_ids: torch.Tensor) -> None:
     """Writes packed blocks to their places in a cache.
 
-    A block number that appears twice, and memory that source and cache share, are undefined.
+    A place that appears twice, and memory that source and cache share, are undefined. Long contiguous runs of an index
+    in host memory go through the copy engine where one of the two tensors is on a device.
 
     Args:
         source: `[n, block_size, *features]`, cache's dtype, any strides; on a device, or in host memory.
-        cache: `[num_blocks, block_size, *features]`, any dtype and strides, written to; on a device, or in host memory.
-        block_ids: `[n]` int32 or int64; -1 writes nothing. On a device it needs host memory to be pinned. In host
-            memory with one of the two tensors on a device, long contiguous runs go through the copy engine.
+        cache: `[num_blocks, block_size, *features]`, any dtype and strides, written to; on a device, or in host memory,
+            which has to be pinned when the index is on a device.
+        block_ids: `[n]` int32 or int64; -1 writes nothing.
 
     Raises:
         TypeError: An argument of a wrong type or dtype.
-        ValueError: A wrong shape or device; with ids in host memory, and in debug mode, also a block out of range.
+        ValueError: A wrong shape or device; with the index in host memory, and in debug mode, also one out of range.
         RuntimeError: A tensor that requires grad while grad mode is on.
 
     Examples:
@@ -43,22 +45,14 @@ def scatter_blocks(source: torch.Tensor, cache: torch.Tensor, block_ids: torch.T
     """
 
 
-@operator(cpu=_rows.cpu_list, launch=_rows.launch_list, mutates=("caches",))
+@operator(cpu=_rows.cpu_list, launch=_rows.launch_list, mutates=("caches",), like=(scatter_blocks, gather_blocks_list))
 def scatter_blocks_list(
     sources: Sequence[torch.Tensor], caches: Sequence[torch.Tensor], block_ids: torch.Tensor
 ) -> None:
     """Writes to the same blocks of several caches, in one launch per eight of them.
 
     Args:
-        sources: One per cache, like `source` of `pc.scatter_blocks`; one device.
-        caches: Like `cache` of `pc.scatter_blocks`; one device and the same num_blocks and block_size, features and
-            dtypes of their own.
-        block_ids: As in `pc.scatter_blocks`.
-
-    Raises:
-        TypeError: As in `pc.scatter_blocks`.
-        ValueError: As in `pc.scatter_blocks`, and for tensors that do not agree.
-        RuntimeError: As in `pc.scatter_blocks`.
+        sources: One per cache, each as the operator for one takes it; one device.
 
     Examples:
         >>> keys, values = torch.zeros(4, 16, 2, 64), torch.zeros(4, 16, 2, 128)

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import torch
 
-from ._checks import bad_argument, check_tensor, describe, refuse_grad
+from ._checks import FLOATS, bad_argument, check_reachable, check_tensor, describe, lowest_entry, on_host, refuse_grad
 from ._library import operator
 from ._rows import cpu
-from ._rows.checks import check_quantized, check_reach
-from ._rows.ops import lowest_entry, on_host
-from ._rows.quantize import FLOATS, launch_scatter_quantized, quantize_rows
+from ._rows.quantize import check_quantized, launch_scatter_quantized, quantize_rows
+from .scatter_slots import scatter_slots
 
 
 def scatter_slots_quantized_cpu(
@@ -34,7 +33,7 @@ def _run(source: torch.Tensor, cache: torch.Tensor, scales: torch.Tensor, slot_m
     if list(source.shape) != needs:
         raise bad_argument("source", describe(source), str(needs))
     refuse_grad(source=source)
-    check_reach("source", source, slot_mapping, "slot_mapping")
+    check_reachable("source", source, slot_mapping, "slot_mapping")
     lowest_entry("slot_mapping", slot_mapping, scales.numel())
     if not source.numel():
         return
@@ -47,7 +46,7 @@ def _run(source: torch.Tensor, cache: torch.Tensor, scales: torch.Tensor, slot_m
     launch_scatter_quantized(rows if rows.stride(1) == 1 else rows.contiguous(), cache, scales, slots)
 
 
-@operator(cpu=_run, launch=_run, mutates=("cache", "scales"))
+@operator(cpu=_run, launch=_run, mutates=("cache", "scales"), like=(scatter_slots,))
 def scatter_slots_quantized(
     source: torch.Tensor, cache: torch.Tensor, scales: torch.Tensor, slot_mapping: torch.Tensor
 ) -> None:
@@ -61,12 +60,6 @@ def scatter_slots_quantized(
         source: `[num_tokens, *features]`, float16, bfloat16 or float32.
         cache: `[num_blocks, block_size, *features]`, float8_e4m3fn or int8 with contiguous features, written to.
         scales: `[num_blocks, block_size]` float32 on the cache's device, written to.
-        slot_mapping: `[num_tokens]` int64 or int32, block number * block_size + offset; -1 writes nothing.
-
-    Raises:
-        TypeError: An argument of a wrong type or dtype.
-        ValueError: A wrong shape or device; with slots in host memory, and in debug mode, also a slot out of range.
-        RuntimeError: A tensor that requires grad while grad mode is on.
 
     Examples:
         >>> cache, scales = torch.zeros(4, 2, 4, dtype=torch.int8), torch.zeros(4, 2)  # 4 blocks of 2 slots

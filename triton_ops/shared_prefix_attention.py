@@ -13,15 +13,15 @@ from typing import Any
 
 import torch
 
-from ._attention.call import AttentionCall
-from ._attention.kept import Kept, kept_with
-from ._attention.launch import launch_attention
+from ._attention.call import TENSORS, AttentionCall
+from ._attention.checks import check_attention
+from ._attention.launch import Launch, attention_operator, choose_launch, choose_operator, with_lse
 from ._attention.layout import PlanShape
-from ._attention.operator import attention_operator, with_lse
-from ._attention.plan import launch_plan
-from ._launcher import KernelLaunch, aligned, current_stream
+from ._attention.plan import cached_with, launch_plan
+from ._dispatch import Memo, aligned
+from ._kernel import KernelLaunch, current_stream
 from ._triton import tl, triton
-from .merge_attention import launch_merge
+from .merge_attention import Pair, choose_merge
 from .paged_attention import paged_attention
 
 
@@ -49,37 +49,35 @@ def _shared_prefix_kernel(
         tl.store(bounds_ptr + 1, tl.load(starts_ptr + num_seqs))
 
 
-@functools.cache
-def _positions_launch(is_aligned: bool, device: torch.device) -> KernelLaunch:
-    return KernelLaunch({"BLOCK_T": 64, "BLOCK_S": 128}, 4, None, is_aligned)
+_positions_launches: Memo[KernelLaunch] = Memo()
 
 
-class _Prefix(Kept):
-    """The shared blocks as one sequence that all queries belong to: the same for all layers of a step."""
+class _Prefix:
+    """The shared blocks as one sequence that all queries belong to: the same for all layers of a step, once filled."""
+
+    is_captured = False
 
     def __init__(self, call: AttentionCall) -> None:
         device, self._num_blocks = call.query.device, call.num_shared_blocks
         self._end, self._block_size = call.key_begin, call.block_size
         sizes = (call.query.shape[0], 1, 2)
         self.positions, self.lens, self.bounds = (torch.empty(n, dtype=torch.int32, device=device) for n in sizes)
-        self._options = self.call(call).plan_options(tiled=True)
         size = PlanShape.of(call.block_tables[:1, : self._num_blocks], self._block_size).size
         self.plan = torch.empty(size, dtype=torch.int32, device=device)
-        self.fill(call.block_tables, call.seq_lens, call.query_start_loc)
+        self._options = self.call(call).plan_options(tiled=True)
 
     def fill(self, block_tables: torch.Tensor, seq_lens: torch.Tensor, query_start_loc: torch.Tensor) -> None:
-        num_tokens = self.positions.shape[0]
-        _positions_launch(aligned(seq_lens, query_start_loc), seq_lens.device)(
+        """Finds each query's position, and plans."""
+        num_tokens, is_aligned = self.positions.shape[0], aligned(seq_lens, query_start_loc)
+        launch = _positions_launches.get((is_aligned, seq_lens.device))
+        if launch is None:
+            launch = KernelLaunch({"BLOCK_T": 64, "BLOCK_S": 128}, 4, None, is_aligned)
+            _positions_launches.keep((is_aligned, seq_lens.device), (), launch)
+        launch.launch(
             _shared_prefix_kernel,
             (-(-num_tokens // 64), 1, 1),
-            self.positions,
-            self.lens,
-            self.bounds,
-            seq_lens,
-            query_start_loc,
-            seq_lens.shape[0],
-            num_tokens,
-            self._end,
+            (self.positions, self.lens, self.bounds, seq_lens, query_start_loc),
+            (seq_lens.shape[0], num_tokens, self._end),
         )
         tables = block_tables[:1, : self._num_blocks]
         tensors = (tables, self.lens, self.bounds, self.positions)
@@ -96,44 +94,54 @@ class _Prefix(Kept):
             sinks=None,
             max_query_len=None,
             max_seq_len=None,
-            plan=getattr(self, "plan", None),
+            plan=self.plan,
         )
 
 
 def _prefix_of(call: AttentionCall) -> _Prefix:
-    """Kept with the plan, where there is one."""
+    """Filled for the call; cached with the plan, where there is one."""
+    batch = (call.block_tables, call.seq_lens, call.query_start_loc)
     if call.plan is None:
-        return _Prefix(call)
+        prefix = _Prefix(call)
+        prefix.fill(*batch)
+        return prefix
     on_device = call.query.is_cuda
     stream = current_stream() if on_device else None
-    kept, key = kept_with(call.plan), (_Prefix, stream, call.query.shape[0], call.num_shared_blocks, call.block_size)
-    prefix = kept.get(key)
-    if prefix is None:
-        prefix = kept[key] = _Prefix(call)
-    prefix.is_captured = prefix.is_captured or (on_device and torch.cuda.is_current_stream_capturing())
-    assert isinstance(prefix, _Prefix)
-    return prefix
+    derived = cached_with(call.plan).derived
+    key = (stream, call.query.shape[0], call.num_shared_blocks, call.block_size)
+    found = derived.get(key)
+    if found is None:
+        found = derived[key] = _Prefix(call)
+        found.fill(*batch)
+    found.is_captured = found.is_captured or (on_device and torch.cuda.is_current_stream_capturing())
+    assert isinstance(found, _Prefix)
+    return found
 
 
-def _launch(call: AttentionCall, with_lse: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    query = call.query
-    if call.num_shared_blocks <= 0 or call.seq_lens.shape[0] == 0 or query.shape[0] == 0:
-        return launch_attention(call, with_lse)
-    rest = launch_attention(call, out_dtype=torch.float32)
+def _choose(names: tuple[str, ...], with_lse: bool, *values: Any) -> Callable[..., Any]:
+    call = AttentionCall.of(names, values, {})
+    check_attention(call)
+    if call.num_shared_blocks <= 0 or call.seq_lens.shape[0] == 0 or call.query.shape[0] == 0:
+        return choose_operator(names, with_lse, *values)
+    rest = choose_launch(call, out_dtype=torch.float32)
     # Positions do not ascend over sequences, so the queries are tiled, never decoded from a work list.
-    prefix = launch_attention(_prefix_of(call).call(call), out_dtype=torch.float32, tiled=True)
-    return launch_merge(*prefix, *rest, query.dtype)
+    prefix = choose_launch(_Prefix(call).call(call), out_dtype=torch.float32, tiled=True)
+    out = torch.empty((*call.query.shape[:2], call.value_cache.shape[3]), dtype=torch.float32, device="meta")
+    merge = choose_merge(out, out[..., 0].contiguous(), out, out[..., 0].contiguous(), call.query.dtype)
+    return functools.partial(_launch, names, with_lse, prefix, rest, merge)
 
 
-def _prepare(names: tuple[str, ...], with_lse: bool, *values: Any) -> Callable[..., Any]:
-    def run(*values: Any) -> Any:
-        out, lse = _launch(AttentionCall.of(names, values, {}), with_lse)
-        return (out, lse) if with_lse else out
+def _launch(
+    names: tuple[str, ...], with_lse: bool, prefix: Launch, rest: Launch, merge: Callable[..., Pair], *values: Any
+) -> Any:
+    """Attention over the rest and over the prefix, and their merge."""
+    call = AttentionCall.of(names, values, {})
+    own = rest(TENSORS(call))
+    out, lse = merge(*prefix(TENSORS(_prefix_of(call).call(call))), *own)
+    return (out, lse) if with_lse else out
 
-    return run
 
-
-@attention_operator(_prepare, like=paged_attention)
+@attention_operator(_choose, like=(paged_attention,))
 def shared_prefix_attention(
     query: torch.Tensor,
     key_cache: torch.Tensor,
@@ -167,12 +175,6 @@ def shared_prefix_attention(
         sinks: `[num_heads]`, a learned logit per head that joins the softmax's denominator once.
         plan: From `attention_plan` with the same num_shared_blocks; the op plans by itself when None.
 
-    Raises:
-        TypeError: An argument of a wrong type or dtype.
-        ValueError: A wrong shape, device or option; on CPU tensors and in debug mode also a wrong value, or tables that
-            differ in the shared columns.
-        RuntimeError: A tensor that requires grad while grad mode is on.
-
     Examples:
         >>> cache = torch.randn(8, 16, 2, 64)  # 8 blocks of 16 slots, 2 KV heads
         >>> one = lambda *numbers: torch.tensor(numbers, dtype=torch.int32)
@@ -185,4 +187,4 @@ def shared_prefix_attention(
     return query.new_empty((*query.shape[:2], value_cache.shape[3]))
 
 
-shared_prefix_attention_with_lse = with_lse(shared_prefix_attention, _prepare)
+shared_prefix_attention_with_lse = with_lse(shared_prefix_attention, _choose)

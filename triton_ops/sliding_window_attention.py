@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import torch
 
-from ._attention.operator import attention_operator, with_lse
+from ._attention.launch import attention_operator, with_lse
 from .paged_attention import paged_attention
 
 
-@attention_operator(like=paged_attention)
+@attention_operator(like=(paged_attention,))
 def sliding_window_attention(
     query: torch.Tensor,
     key_cache: torch.Tensor,

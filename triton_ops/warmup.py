@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
-from ._attention.layout import DECODE_QUERIES
+from ._attention.choose import INVARIANT_SPLIT_KEYS
+from ._attention.constants import architecture
+from ._attention.layout import DECODE_QUERIES, MIN_SPLIT_TILES, TILE_KEYS
+from .latent_attention import latent_attention
 from .reshape_and_cache import reshape_and_cache
 from .sparse_gap_attention import sparse_gap_attention
 
@@ -24,11 +29,14 @@ def warmup(
     sinks: bool = False,
     gaps: bool = False,
     batch_invariant: bool = False,
+    value_dim: int | None = None,
 ) -> None:
     """Runs the cache write and the attention of one kind of layer once for each regime, on a few tokens.
 
-    What it compiles serves any batch, any lengths, any table and any number of blocks. Call it once per kind of layer:
-    a model that alternates windows calls it with and without one.
+    What it compiles serves any batch, any lengths, any mix of prefills and decodes, any table and any number of
+    blocks, with a plan or without. Call it once per kind of layer: a model that alternates windows calls it with and
+    without one. Not compiled: the `_with_lse` ops, shared prefixes, tables per KV head, trees and lists of blocks, nor
+    kernels for tensors that begin at other addresses than multiples of 16 bytes.
 
     Args:
         num_heads: Query heads of the layer on this device.
@@ -45,6 +53,7 @@ def warmup(
         sinks: Whether the layer passes sinks.
         gaps: Whether query_positions will be passed as well.
         batch_invariant: Whether that mode will be used.
+        value_dim: Of latent rows, head_dim wide: `latent_attention` is compiled then, and no cache write.
 
     Examples:
         >>> pc.warmup(num_heads=8, num_kv_heads=2, head_dim=64, dtype=torch.float32, device="cpu")
@@ -52,33 +61,44 @@ def warmup(
     device = torch.device(device)
     per_head = torch.zeros(num_heads, dtype=torch.float32, device=device)
     scale = None if cache_dtype is None else torch.ones(1, device=device)
-    for q_len in (1, DECODE_QUERIES, 4 * DECODE_QUERIES):
-        blocks = -(-q_len // block_size)
-        shape = (blocks, block_size, num_kv_heads, head_dim)
-        key_cache, value_cache = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
-        if cache_dtype is not None:
-            key_cache, value_cache = key_cache.to(cache_dtype), value_cache.to(cache_dtype)
-        key = torch.zeros(q_len, num_kv_heads, head_dim, dtype=dtype, device=device)
-        slots = torch.arange(q_len, device=device)
-        reshape_and_cache(key, key, key_cache, value_cache, slots, scale, scale)
-        numbers = torch.arange(max(blocks, q_len), dtype=torch.int32, device=device)
-        for positions in (None, numbers[:q_len]) if gaps else (None,):
+    cache = torch.zeros(1, block_size, num_kv_heads, head_dim, dtype=dtype, device=device)
+    cache = cache if cache_dtype is None else cache.to(cache_dtype)
+    # Tables wide enough for splits, so that their sum is compiled too, though nothing is there to be split.
+    keys = 2 * INVARIANT_SPLIT_KEYS if batch_invariant else 4 * MIN_SPLIT_TILES * TILE_KEYS
+    columns = -(-keys // block_size)
+    # Few rows are summed by another kernel than many.
+    many = -(-2 * architecture(device).num_processors // num_heads)
+    # Tiles of a decode hold a power of two of rows; a chunk of few queries is as any prefill.
+    for num_seqs, q_len in ((1, 1), (1, 2), (1, 4), (1, DECODE_QUERIES), (1, 4 * DECODE_QUERIES), (many, 1)):
+        num_tokens = num_seqs * q_len
+        query = torch.zeros(num_tokens, num_heads, head_dim, dtype=dtype, device=device)
+        tables = torch.zeros(num_seqs, columns, dtype=torch.int32, device=device)
+        lens = torch.full((num_seqs,), q_len, dtype=torch.int32, device=device)
+        starts = torch.arange(num_seqs + 1, dtype=torch.int32, device=device) * q_len
+        options: dict[str, Any] = {"causal": causal, "softcap": softcap, "max_query_len": q_len}
+        options["batch_invariant"] = batch_invariant
+        if value_dim is not None:
+            latent_attention(query, cache[:, :, 0], tables, lens, starts, 1.0, value_dim, k_scale=scale, **options)
+            continue
+        key = torch.zeros(num_tokens, num_kv_heads, head_dim, dtype=dtype, device=device)
+        slots = torch.full((num_tokens,), -1, device=device)
+        reshape_and_cache(key, key, cache, cache.clone(), slots, scale, scale)
+        positions = torch.arange(num_tokens, dtype=torch.int32, device=device) % q_len
+        for given in (None, positions) if gaps else (None,):
             sparse_gap_attention(
-                torch.zeros(q_len, num_heads, head_dim, dtype=dtype, device=device),
-                key_cache,
-                value_cache,
-                numbers[None, :blocks],
-                torch.tensor([q_len], dtype=torch.int32, device=device),
-                torch.tensor([0, q_len], dtype=torch.int32, device=device),
-                positions,
+                query,
+                cache,
+                cache.clone(),
+                tables,
+                lens,
+                starts,
+                given,
                 1.0,
-                window=window,
-                causal=causal,
-                softcap=softcap,
+                # Long enough for splits.
+                window=keys if window else 0,
                 alibi_slopes=per_head if alibi else None,
                 sinks=per_head if sinks else None,
                 k_scale=scale,
                 v_scale=scale,
-                max_query_len=q_len,
-                batch_invariant=batch_invariant,
+                **options,
             )

@@ -3,25 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 
-from .._launcher import Decisions
+from .._checks import bad_argument
 from .layout import DECODE_QUERIES
 from .predicate import Mask
 from .scores import Terms
 
 Call = TypeVar("Call", bound="BatchCall")
-Number = TypeVar("Number", int, float)
-
-
-def _not_negative(default: Number, needs: str) -> Number:
-    """A field that is refused below 0, in these words."""
-    number: Number = field(default=default, metadata={"not negative": needs})
-    return number
 
 
 class PlanOptions(NamedTuple):
@@ -46,8 +39,8 @@ class BatchCall:
     query_start_loc: torch.Tensor
     query_positions: torch.Tensor | None = None
     causal: bool = True
-    window: int = _not_negative(0, "0 or a positive number of tokens")
-    num_sink_tokens: int = _not_negative(0, "0 or a positive number of tokens")
+    window: int = 0
+    num_sink_tokens: int = 0
     num_shared_blocks: int = 0
     batch_invariant: bool = False
 
@@ -100,11 +93,7 @@ class BatchCall:
         return Mask(window, self.num_sink_tokens, self.causal, True, True)
 
     def plan_options(self, tiled: bool = False) -> PlanOptions:
-        """What a plan for this call is made for besides its tensors.
-
-        Args:
-            tiled: Whether even few queries are tiled, not decoded from the work list.
-        """
+        """What a plan for this call is made for besides its tensors; `tiled`: few queries are tiled too."""
         # Scattered queries under a window are tiled over queries, whose windows are then united.
         tiled = tiled or self.batch_invariant or (self.query_positions is not None and self.window > 0)
         return PlanOptions(self.mask, 0 if tiled else DECODE_QUERIES, self.key_begin)
@@ -132,7 +121,7 @@ class AttentionCall(BatchCall):
     key_cache: torch.Tensor
     value_cache: torch.Tensor
     scale: float
-    softcap: float = _not_negative(0.0, "0 (off) or a positive number")
+    softcap: float = 0.0
     alibi_slopes: torch.Tensor | None = None
     sinks: torch.Tensor | None = None
     k_scale: torch.Tensor | None = None
@@ -142,6 +131,7 @@ class AttentionCall(BatchCall):
     plan: torch.Tensor | None = None
     tree_mask: torch.Tensor | None = None
     query_blocks: torch.Tensor | None = None
+    is_latent: ClassVar[bool] = False  # whether values are the first columns of keys
 
     @property
     def block_size(self) -> int:
@@ -160,39 +150,48 @@ class AttentionCall(BatchCall):
         plain = not (has_softcap or has_alibi)
         return Terms(self.softcap, has_softcap, has_alibi, PLAIN=plain, NEGATIVE=self.scale < 0)
 
-    def signature(self) -> tuple[object, ...]:
-        """All that kernels are chosen and compiled by: equal for two calls that differ in addresses and values only."""
-        optional = _OPTIONAL(self)
-        options = (_OPTIONS(self), *[tensor is None for tensor in optional])
-        tensors = (*_TENSORS(self), *[tensor for tensor in optional if tensor is not None])
-        found = _signatures.get(options, tensors)
-        return (found or _signatures.keep(options, tensors, object()),)
+
+@dataclass(eq=False, kw_only=True)
+class LatentCall(AttentionCall):
+    """What an operator over latent rows was given: keys of one head, and values that are their first columns."""
+
+    cache: torch.Tensor
+    value_dim: int = 512
+    is_latent: ClassVar[bool] = True
+
+    @classmethod
+    def of(cls, names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]) -> LatentCall:
+        """The call of an operator whose parameters are `names`."""
+        call = super().of(names, args, kwargs)
+        cache, value_dim = call.cache, call.value_dim
+        layout = "[num_blocks, block_size, head_dim] or [num_blocks, block_size, 1, head_dim]"
+        if cache.dim() not in (3, 4) or (cache.dim() == 4 and cache.shape[2] != 1):
+            raise bad_argument("cache", f"shape {list(cache.shape)}", layout)
+        if value_dim < 16 or value_dim % 16 or value_dim >= cache.shape[-1]:
+            raise bad_argument("value_dim", value_dim, f"a multiple of 16 below head_dim {cache.shape[-1]} of cache")
+        rows = cache.unsqueeze(2) if cache.dim() == 3 else cache
+        given = {"key_cache": rows, "value_cache": rows[..., :value_dim], "v_scale": call.k_scale}
+        call.__dict__.update(given)
+        return call
 
 
-def _names(*types: str) -> tuple[str, ...]:
-    """The fields of these types; scale alone is a number that nothing is decided by."""
-    return tuple(f.name for f in fields(AttentionCall) if f.type in types and f.name != "scale")
-
-
-_TENSORS = attrgetter(*_names("torch.Tensor"))
-_OPTIONAL = attrgetter(*_names("torch.Tensor | None"))
-_OPTIONS = attrgetter(*_names("int", "int | None", "float", "bool"))
-_signatures: Decisions[object] = Decisions()
-
-
-def _refused_below_0(kind: type[BatchCall]) -> tuple[dict[str, str], Callable[[BatchCall], tuple[float, ...]]]:
-    needs = {f.name: f.metadata["not negative"] for f in fields(kind) if f.metadata}
-    return needs, attrgetter(*needs)
-
-
-NOT_NEGATIVE: dict[type[BatchCall], tuple[dict[str, str], Callable[[BatchCall], tuple[float, ...]]]]
-NOT_NEGATIVE = {kind: _refused_below_0(kind) for kind in (PlanCall, AttentionCall)}
-"""Of each kind of call the options that are refused below 0, with what they need to be, and what takes their values."""
-
+NOT_NEGATIVE = {
+    "window": "0 or a positive number of tokens",
+    "num_sink_tokens": "0 or a positive number of tokens",
+    "softcap": "0 (off) or a positive number",
+}
+"""Options that are refused below 0, with what they need to be."""
 
 TENSOR_NAMES = (
     *("query", "key_cache", "value_cache", "block_tables", "seq_lens", "query_start_loc", "query_positions"),
     *("plan", "alibi_slopes", "sinks", "k_scale", "v_scale", "tree_mask", "query_blocks"),
 )
+LATENT_NAMES = {"key_cache": "cache", "value_cache": "cache", "v_scale": "k_scale"}
+"""Tensors that operators over latent rows have by another name."""
 TENSORS: Callable[[AttentionCall], tuple[Any, ...]] = attrgetter(*TENSOR_NAMES)
 """The tensors that a launch takes, in its order; None for those that are not given."""
+
+
+def kind_of(names: Sequence[str]) -> type[AttentionCall]:
+    """What a call of an operator with these parameters is."""
+    return LatentCall if "cache" in names else AttentionCall

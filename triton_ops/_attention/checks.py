@@ -1,16 +1,18 @@
-"""Checks of what metadata tell of an attention operator's arguments; `check_values.py` looks at values."""
+"""Checks of an attention operator's arguments: of metadata, then of values where reading them is free or debugging."""
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 
-from .._checks import bad_argument, check_tensor, describe, refuse_grad
+from .._checks import FLOATS, bad_argument, check_last_dim, check_tensor, describe, refuse_grad
+from .._numpy import np
+from .._quantize import CODES
 from .call import NOT_NEGATIVE, AttentionCall, BatchCall
 from .layout import PlanShape
 
-QUERY_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-QUANTIZED_DTYPES = (torch.float8_e4m3fn, torch.int8)
-MAX_HEAD_DIM = 512
+MAX_HEAD_DIM, MAX_LATENT_DIM = 512, 1024
 
 
 def check_cache(
@@ -23,26 +25,11 @@ def check_cache(
     v_scale: torch.Tensor | None,
     value_dim: int | None = None,
 ) -> None:
-    """Checks a pair of caches against the tensor that is written to or attends over them.
-
-    Args:
-        key_cache: `[num_blocks, block_size, num_kv_heads, head_dim]`.
-        value_cache: Like `key_cache` by shape, except for its head_dim, and dtype.
-        like_name: Name of `like` in errors.
-        like: `[num_tokens, heads, head_dim]`; its dtype is the cache's, unless that is quantized.
-        num_kv_heads: What the caches must have; None when any will do.
-        k_scale: Scale of a quantized key cache, one element or one per KV head.
-        v_scale: Scale of a quantized value cache.
-        value_dim: head_dim of the value cache; None for any up to the largest.
-
-    Raises:
-        TypeError: A dtype that cannot be served.
-        ValueError: A shape, stride or device that cannot be served.
-    """
+    """Checks caches and scales against `like`, which is written to them or attends over them, and the sizes given."""
     layout = "[num_blocks, block_size, num_kv_heads, head_dim]"
     head_dim = like.shape[2]
     for name, cache in (("key_cache", key_cache), ("value_cache", value_cache)):
-        check_tensor(name, cache, 4, layout, (like.dtype, *QUANTIZED_DTYPES), like.device)
+        check_tensor(name, cache, 4, layout, (like.dtype, *CODES), like.device)
         if num_kv_heads is not None and cache.shape[2] != num_kv_heads:
             raise bad_argument(name, f"{cache.shape[2]} heads", f"{num_kv_heads} heads as {like_name}")
         if cache.stride(3) != 1:
@@ -60,31 +47,47 @@ def check_cache(
         raise bad_argument("value_cache", f"head_dim {value_cache.shape[3]}", f"1 to {MAX_HEAD_DIM}")
     if value_cache.dtype != key_cache.dtype:
         raise bad_argument("value_cache", describe(value_cache), f"dtype {key_cache.dtype} as key_cache", TypeError)
-    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+    _check_scales(key_cache, like.device, k_scale=k_scale, v_scale=v_scale)
+
+
+def _check_scales(key_cache: torch.Tensor, device: torch.device, **scales: torch.Tensor | None) -> None:
+    for name, scale in scales.items():
         if scale is None:
-            if key_cache.dtype in QUANTIZED_DTYPES:
+            if key_cache.dtype in CODES:
                 raise bad_argument(name, "None", f"a scale, since the cache is {key_cache.dtype}")
             continue
-        if key_cache.dtype not in QUANTIZED_DTYPES:
+        if key_cache.dtype not in CODES:
             raise bad_argument(name, describe(scale), f"None, since the cache is {key_cache.dtype}")
-        if scale.device != like.device:
-            raise bad_argument(name, f"device {scale.device}", f"device {like.device}")
+        if scale.device != device:
+            raise bad_argument(name, f"device {scale.device}", f"device {device}")
         if not scale.dtype.is_floating_point or scale.dtype.itemsize < 2:
             raise bad_argument(name, describe(scale), "dtype float32, float16 or bfloat16", TypeError)
         if scale.numel() not in (1, key_cache.shape[2]) or scale.dim() > 1 or not scale.is_contiguous():
-            raise bad_argument(
-                name, describe(scale), f"one contiguous element or {key_cache.shape[2]}, one per KV head"
-            )
+            needs = f"one contiguous element or {key_cache.shape[2]}, one per KV head"
+            raise bad_argument(name, describe(scale), needs)
+
+
+def _check_latent(call: AttentionCall) -> None:
+    """Checks the cache of latent rows, whose sizes are known to hold the values."""
+    rows, query = call.key_cache, call.query
+    if rows.dtype not in (query.dtype, *CODES):
+        names = " or ".join(str(d).removeprefix("torch.") for d in (query.dtype, *CODES))
+        raise bad_argument("cache", describe(rows), f"dtype {names}", TypeError)
+    if rows.device != query.device:
+        raise bad_argument("cache", f"device {rows.device}", f"device {query.device}")
+    if rows.shape[3] != query.shape[2] or rows.shape[3] % 16:
+        needs = f"head_dim {query.shape[2]} of query, a multiple of 16"
+        raise bad_argument("cache", f"head_dim {rows.shape[3]}", needs)
+    if rows.stride(3) != 1:
+        raise bad_argument("cache", f"strides {list(rows.stride())}", "a contiguous last dimension")
+    if rows.shape[1] < 1:
+        raise bad_argument("cache", f"block_size {rows.shape[1]}", "at least 1")
+    _check_scales(rows, query.device, k_scale=call.k_scale)
+    refuse_grad(query=query, cache=rows)
 
 
 def check_batch(call: BatchCall, device: torch.device, num_tokens: int | None = None) -> None:
-    """Checks tables, lengths and options that a plan and an attention call share, from metadata alone.
-
-    Args:
-        call: Which keys are attended to.
-        device: Where its tensors have to be.
-        num_tokens: Rows of the query, where there is one.
-    """
+    """Checks tables, lengths and options that a plan and an attention call share, from metadata alone."""
     tables, seq_lens, starts = call.block_tables, call.seq_lens, call.query_start_loc
     if call.head_tables and tables.dim() == 3:
         check_tensor("block_tables", tables, 3, "[num_seqs, num_kv_heads, max_blocks]", (torch.int32,), device)
@@ -100,8 +103,7 @@ def check_batch(call: BatchCall, device: torch.device, num_tokens: int | None = 
     check_tensor("seq_lens", seq_lens, 1, "[num_seqs]", (torch.int32,), device)
     check_tensor("query_start_loc", starts, 1, "[num_seqs + 1]", (torch.int32,), device)
     num_seqs, max_blocks = tables.shape[0], tables.shape[-1]
-    if max_blocks > 1 and tables.stride(-1) != 1:
-        raise bad_argument("block_tables", f"strides {list(tables.stride())}", "a contiguous last dimension")
+    check_last_dim("block_tables", tables)
     if seq_lens.shape[0] != num_seqs:
         raise bad_argument("seq_lens", f"{seq_lens.shape[0]} elements", f"{num_seqs}, the rows of block_tables")
     if starts.shape[0] != num_seqs + 1:
@@ -118,31 +120,26 @@ def check_batch(call: BatchCall, device: torch.device, num_tokens: int | None = 
         if not vector.is_contiguous():
             raise bad_argument(name, f"strides {list(vector.stride())}", "a contiguous tensor")
     if not 0 <= call.num_shared_blocks <= max_blocks:
-        raise bad_argument(
-            "num_shared_blocks", call.num_shared_blocks, f"0 to {max_blocks}, the columns of block_tables"
-        )
-    refusals, values_of = NOT_NEGATIVE[type(call)]
-    if min(values_of(call)) < 0:
-        option = next(option for option in refusals if getattr(call, option) < 0)
-        raise bad_argument(option, getattr(call, option), refusals[option])
+        needs = f"0 to {max_blocks}, the columns of block_tables"
+        raise bad_argument("num_shared_blocks", call.num_shared_blocks, needs)
+    for option, needs in NOT_NEGATIVE.items():
+        if getattr(call, option, 0) < 0:
+            raise bad_argument(option, getattr(call, option), needs)
 
 
 def check_attention(call: AttentionCall) -> None:
-    """Checks everything about an attention call that metadata tells, without reading a value.
-
-    Raises:
-        TypeError: An argument of the wrong type or dtype.
-        ValueError: A wrong shape, stride, device or option.
-        RuntimeError: A tensor that requires grad while grad mode is on.
-    """
+    """Checks everything about an attention call that metadata tells, without reading a value."""
     query = call.query
-    check_tensor("query", query, 3, "[num_tokens, num_heads, head_dim]", QUERY_DTYPES)
+    check_tensor("query", query, 3, "[num_tokens, num_heads, head_dim]", FLOATS)
     num_tokens, num_heads, head_dim = query.shape
-    if not 1 <= head_dim <= MAX_HEAD_DIM:
-        raise bad_argument("query", f"head_dim {head_dim}", f"1 to {MAX_HEAD_DIM}")
-    if query.stride(2) != 1 and head_dim > 1:
-        raise bad_argument("query", f"strides {list(query.stride())}", "a contiguous last dimension")
-    check_cache(call.key_cache, call.value_cache, "query", query, None, call.k_scale, call.v_scale)
+    limit = MAX_LATENT_DIM if call.is_latent else MAX_HEAD_DIM
+    if not 1 <= head_dim <= limit:
+        raise bad_argument("query", f"head_dim {head_dim}", f"1 to {limit}")
+    check_last_dim("query", query)
+    if call.is_latent:
+        _check_latent(call)
+    else:
+        check_cache(call.key_cache, call.value_cache, "query", query, None, call.k_scale, call.v_scale)
     num_kv_heads = call.key_cache.shape[2]
     if num_kv_heads == 0 or num_heads % num_kv_heads:
         needs = f"a divisor of query's {num_heads} heads in its third dimension"
@@ -157,7 +154,7 @@ def check_attention(call: AttentionCall) -> None:
     for name, per_head in (("alibi_slopes", call.alibi_slopes), ("sinks", call.sinks)):
         if per_head is None:
             continue
-        check_tensor(name, per_head, 1, "[num_heads]", QUERY_DTYPES, device)
+        check_tensor(name, per_head, 1, "[num_heads]", FLOATS, device)
         if per_head.shape[0] != num_heads or not per_head.is_contiguous():
             raise bad_argument(name, describe(per_head), f"a contiguous tensor of {num_heads} elements, one per head")
     if call.tree_mask is not None:
@@ -165,31 +162,132 @@ def check_attention(call: AttentionCall) -> None:
         check_tensor("tree_mask", mask, 2, layout, (torch.int32,), device)
         if mask.shape[0] != num_tokens or mask.shape[1] < 1:
             raise bad_argument("tree_mask", f"shape {list(mask.shape)}", f"{num_tokens} rows, one per row of query")
-        if mask.shape[1] > 1 and mask.stride(1) != 1:
-            raise bad_argument("tree_mask", f"strides {list(mask.stride())}", "a contiguous last dimension")
+        check_last_dim("tree_mask", mask)
     if call.query_blocks is not None:
         lists = call.query_blocks
         check_tensor("query_blocks", lists, 3, "[num_tokens, num_kv_heads, top_k]", (torch.int32,), device)
         if lists.shape[:2] != (num_tokens, num_kv_heads):
             needs = f"[{num_tokens}, {num_kv_heads}, top_k], one list per row of query and KV head"
             raise bad_argument("query_blocks", f"shape {list(lists.shape)}", needs)
-        if lists.shape[2] > 1 and lists.stride(2) != 1:
-            raise bad_argument("query_blocks", f"strides {list(lists.stride())}", "a contiguous last dimension")
+        check_last_dim("query_blocks", lists)
     if call.plan is not None:
         check_tensor("plan", call.plan, 1, "[n] from attention_plan", (torch.int32,), device)
         size = PlanShape.of(call.block_tables, call.block_size).size
         if call.plan.shape[0] != size or not call.plan.is_contiguous():
             needs = f"{size}, from attention_plan for these tables"
             raise bad_argument("plan", f"{call.plan.shape[0]} elements", needs)
-    check_grad(call)
+    differentiable = ("query", "key_cache", "value_cache", "sinks", "alibi_slopes")
+    refuse_grad(**{name: getattr(call, name) for name in differentiable})
 
 
-def check_grad(call: AttentionCall) -> None:
-    """Raises RuntimeError for a tensor that requires grad while grad mode is on."""
-    refuse_grad(
-        query=call.query,
-        key_cache=call.key_cache,
-        value_cache=call.value_cache,
-        sinks=call.sinks,
-        alibi_slopes=call.alibi_slopes,
-    )
+def check_lengths(call: BatchCall, lens: list[int], starts: list[int], max_seq_len: int | None = None) -> None:
+    """Checks that the tables hold every sequence, and every sequence its queries; the call's tensors read as lists."""
+    capacity = call.block_tables.shape[-1] * call.block_size
+    bound = capacity if max_seq_len is None else min(capacity, max_seq_len)
+    shortest, longest = min(lens, default=0), max(lens, default=0)
+    if shortest < 0 or longest > bound:
+        needs = f"0 to {bound} (block_tables, max_seq_len)"
+        raise bad_argument("seq_lens", f"values from {shortest} to {longest}", needs)
+    for row, (length, begin, end) in enumerate(zip(lens, starts, starts[1:], strict=False)):
+        if 0 < length < end - begin:
+            needs = f"0 or at least {end - begin}, since lengths include the sequence's queries in this call"
+            raise bad_argument("seq_lens", f"{length} in row {row}", needs)
+
+
+def check_attention_values(call: AttentionCall) -> None:
+    """Checks lengths, block numbers and positions; reads them, so on a device it synchronizes."""
+    num_tokens = call.query.shape[0]
+    num_blocks, block_size = call.key_cache.shape[0], call.block_size
+    lens, starts = call.seq_lens.tolist(), call.query_start_loc.tolist()
+    q_lens = [end - begin for begin, end in itertools.pairwise(starts)]
+    if starts[0] != 0 or starts[-1] > num_tokens or min(q_lens, default=0) < 0:
+        raise bad_argument("query_start_loc", starts, f"ascending from 0 to at most {num_tokens} (num_tokens)")
+    if not lens:
+        return
+    check_lengths(call, lens, starts, call.max_seq_len)
+    shortest, longest = min(lens), max(lens)
+    if call.max_query_len is not None and max(q_lens) > call.max_query_len:
+        needs = f"at least {max(q_lens)}, the longest of query_start_loc"
+        raise bad_argument("max_query_len", call.max_query_len, needs)
+    tables = call.block_tables.cpu()
+    own = tables[..., : -(-longest // block_size)]
+    if own.numel() and (own.min() < -1 or own.max() >= num_blocks):
+        # Entries behind a sequence's end are never read and may hold anything.
+        ends = torch.tensor(lens).view(-1, *[1] * (own.dim() - 1))
+        wrong = (torch.arange(own.shape[-1]) * block_size < ends) & ((own < -1) | (own >= num_blocks))
+        if wrong.any():
+            row, *head, column = place = tuple(wrong.nonzero()[0].tolist())
+            of_head = f", KV head {head[0]}" if head else ""
+            got = f"{own[place]} in row {row}{of_head}, column {column}"
+            raise bad_argument("block_tables", got, f"-1 to {num_blocks - 1}")
+    if call.query_blocks is not None:
+        _check_lists(call.query_blocks, call, lens, starts)
+    if call.tree_mask is not None:
+        _check_tree(call.tree_mask, call, starts)
+    if call.num_shared_blocks:
+        _check_prefix(tables[:, : call.num_shared_blocks], shortest, block_size)
+    if call.query_positions is not None:
+        positions = call.query_positions.cpu()[: starts[-1]]
+        falls = positions[1:] <= positions[:-1]
+        for start in starts[1:-1]:
+            if 0 < start < len(positions):
+                falls[start - 1] = False
+        if call.tree_mask is not None:
+            falls[:] = False
+        if (positions < 0).any() or falls.any():
+            raise bad_argument("query_positions", positions.tolist()[:16], "positions that ascend within each sequence")
+
+
+def _check_lists(lists: torch.Tensor, call: AttentionCall, lens: list[int], starts: list[int]) -> None:
+    own = lists.cpu().numpy()[: starts[-1]]
+    if not own.size:
+        return
+    blocks = [-(-length // call.block_size) for length in lens]
+    # Without a sign -1 is above all others.
+    unsigned = own.view(np.uint32)
+    if unsigned.max() >= min(blocks) and (own.min() < -1 or own.max() >= min(blocks)):
+        bounds = np.repeat(blocks, np.diff(starts))[:, None, None]
+        wrong = (own < -1) | (own >= bounds)
+        if wrong.any():
+            query, head, place = np.argwhere(wrong)[0].tolist()
+            got = f"block {own[query, head, place]} for query {query}, KV head {head}"
+            raise bad_argument("query_blocks", got, f"-1 to {bounds[query, 0, 0] - 1}, the blocks of its sequence")
+    falls = unsigned[..., 1:] <= unsigned[..., :-1]
+    if falls.any() and (falls := falls & (own[..., 1:] >= 0)).any():
+        query, head, _ = np.argwhere(falls)[0].tolist()
+        got = f"{own[query, head].tolist()[:16]} for query {query}, KV head {head}"
+        raise bad_argument("query_blocks", got, "blocks that ascend, then -1")
+
+
+def tree_bits(mask: torch.Tensor, num_keys: int) -> np.ndarray:
+    """Rows of a tree_mask as booleans: `[rows, num_keys]`."""
+    words = np.ascontiguousarray(mask.cpu().numpy()).astype("<i4")
+    bits = np.unpackbits(words.view(np.uint8), axis=1, bitorder="little")
+    return np.pad(bits, ((0, 0), (0, max(0, num_keys - bits.shape[1]))))[:, :num_keys].astype(bool)
+
+
+def _check_tree(mask: torch.Tensor, call: AttentionCall, starts: list[int]) -> None:
+    for i, (begin, end) in enumerate(itertools.pairwise(starts)):
+        if end - begin > 32 * mask.shape[1]:
+            needs = f"{-(-(end - begin) // 32)}, 32 keys each, for the {end - begin} queries of sequence {i}"
+            raise bad_argument("tree_mask", f"{mask.shape[1]} words", needs)
+        if not call.causal:
+            continue
+        bits, row = tree_bits(mask[begin:end], 32 * mask.shape[1]), np.arange(end - begin)[:, None]
+        future = np.arange(bits.shape[1]) > row
+        if call.query_positions is not None:
+            depth = call.query_positions[begin:end].cpu().numpy()
+            future[:, : end - begin] |= (depth[None] >= depth[:, None]) & (row != row.T)
+        if (bits & future).any():
+            query, key = np.argwhere(bits & future)[0]
+            needs = "its own bit and those of tokens before it, of smaller depth, where causal"
+            raise bad_argument("tree_mask", f"bit {key} in query {query} of sequence {i}", needs)
+
+
+def _check_prefix(prefixes: torch.Tensor, shortest: int, block_size: int) -> None:
+    num_shared_blocks = prefixes.shape[1]
+    if shortest < num_shared_blocks * block_size:
+        needs = f"at most {shortest // block_size}, since a sequence is {shortest} long"
+        raise bad_argument("num_shared_blocks", num_shared_blocks, needs)
+    if (prefixes != prefixes[:1]).any():
+        raise bad_argument("block_tables", "rows that differ in shared columns", f"{num_shared_blocks} equal columns")

@@ -15,28 +15,20 @@ import torch
 
 from .._triton import INTERPRET, KERNELS_ON_CPU, triton
 from .layout import TILE_KEYS
-from .tuned import PROGRAMS, SPECIALIZED, TILES
+from .tuned import PROGRAMS, TILES
 
 
 @dataclass(frozen=True)
 class Tiles:
-    """Compile-time constants of one launch of the attention kernel.
-
-    Attributes:
-        two_loops: Whether tiles that every row attends to whole get a loop of their own, without masks.
-        descriptors: Whether keys and values are read through tensor descriptors where blocks are whole key tiles. Right
-            and free of spills on sm_90 and sm_100 as far as that can be told without one, so only a sweep turns it on;
-            on sm_80 and gfx942 descriptors become slow pointer code.
-        max_registers: Of a thread, so that more programs fit on a processor; 0 for as many as the compiler likes.
-    """
+    """Compile-time constants of one launch of the attention kernel."""
 
     block_m: int
     block_n: int
     num_warps: int
     num_stages: int
-    two_loops: bool
-    descriptors: bool = False
-    max_registers: int = 0
+    two_loops: bool  # tiles that every row attends to whole have a loop of their own, without masks
+    max_registers: int = 0  # of a thread, so that more programs fit on a processor; 0: as the compiler likes
+    parts: int = 1  # programs that have a part each of a latent row's value
 
 
 @dataclass(frozen=True)
@@ -105,10 +97,7 @@ def decode_tiles(
     block_size: int | None = None,
     heavy: bool = False,
 ) -> Tiles:
-    """For at most DECODE_QUERIES queries a sequence: `rows` is queries * heads of a group.
-
-    `heavy` when a score takes more than a product and a mask.
-    """
+    """Up to DECODE_QUERIES queries a sequence: `rows` is queries * heads of a group; `heavy` as for `prefill_tiles`."""
     block_m = min(64, max(16, next_power_of_2(rows)))
     tuned = None if quantized else tuned_tiles(arch, "decode", head_dim, itemsize, group, block_size)
     if tuned is not None and tuned.block_m == block_m:
@@ -133,6 +122,33 @@ def decode_tiles(
     if quantized and num_warps == 4 and not heavy:
         cap = 168 if arch in _ASYNC_MATRIX and 64 < head_dim <= 128 and block_m == 16 else 0
     return Tiles(block_m, block_n, num_warps, num_stages, True, max_registers=cap)
+
+
+def latent_tiles(
+    arch: str, value_dim: int, itemsize: int, rows: int, quantized: bool, decoding: bool, narrow: bool
+) -> Tiles:
+    """Of latent rows: `rows` is queries * heads; `narrow`: a block's elements are fewer than 2**31."""
+    block_v = max(16, next_power_of_2(value_dim))
+    row_bytes = block_v * itemsize
+    if arch == "interpreter":
+        # Parts there too, so that they are tested.
+        parts = 2 if rows > 16 and narrow and value_dim == block_v >= 32 else 1
+        return Tiles(16 if rows <= 16 else 32, 32, 4, 1, True, parts=parts)
+    if itemsize == 4 or row_bytes > 1024:
+        return Tiles(16, 16, 4 if arch.startswith("gfx") else 8, 1, False)
+    # Programs that have half of the value's columns each have rows enough: all 512 of 64 rows would spill.
+    has_parts = rows > 16 and narrow and value_dim == 512 and not quantized
+    if arch.startswith("gfx"):
+        return Tiles(32, 32 if decoding else 16, 4, 1, False, parts=2) if has_parts else Tiles(16, 32, 4, 1, False)
+    if not has_parts:
+        # Codes take more registers.
+        return Tiles(16, 32, 8 if quantized else 4, 3, True)
+    if arch not in _ASYNC_MATRIX:
+        return Tiles(32, 32, 4, 2, True, parts=2)
+    # wgmma takes 64 rows. In a prefill, which also finds its rows and their splits, they spill; with tcgen05 too, and
+    # where triton 3.6 compiles.
+    block_m = 64 if arch == "sm_90" and decoding and not triton.__version__.startswith("3.6.") else 32
+    return Tiles(block_m, 64, 4, 2, True, parts=2)
 
 
 def prefill_tiles(
@@ -174,14 +190,3 @@ def prefill_tiles(
     if heavy:
         return Tiles(64, 64, 8, 2, True)
     return Tiles(128, 128 if head_dim <= 64 else 64, 8, 3, True)
-
-
-def specialized_tiles(arch: str, head_dim: int, itemsize: int) -> Tiles | None:
-    """For a prefill with specialized warps (`specialized.py`); None where a sweep has not shown it to be faster.
-
-    It compiles as such for sm_90 and for no other target, without a spill, with triton 3.6 and 3.9. A key tile is that
-    of the plan.
-    """
-    if (arch, head_dim) not in SPECIALIZED or itemsize != 2 or head_dim not in (64, 128, 256):
-        return None
-    return Tiles(64 if head_dim > 128 else 128, TILE_KEYS, 4, 2, False)

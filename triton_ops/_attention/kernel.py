@@ -1,17 +1,21 @@
-"""The attention kernel: one predicate and one tile loop for every operator, regime and option.
+"""The attention kernel, one for every operator, regime and option; what it takes; and the sum of its splits.
 
 A program owns BLOCK_M rows, a row being one query token and one head of a KV head's group, and walks over key tiles of
-TILE keys (`rows.py`). Here it finds which rows these are, from the plan's work list or from its place in the grid.
+TILE keys (`program.py`). Here it finds which rows these are, from the plan's work list or from its place in the grid.
 """
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 from .._kernel import kernel
 from .._triton import tl, triton
-from .keys import PLAIN_CACHE
 from .layout import (
     DEAD_TILES,
+    INFO,
+    INFO_FIRST,
     INFO_FLAGS,
+    INFO_ITEMS,
     ITEM,
     ITEM_BEGIN,
     ITEM_COUNT,
@@ -22,9 +26,86 @@ from .layout import (
     _plan_parts,
     _plan_rows,
 )
-from .predicate import Mask, _whole_tile_queries
-from .rows import _attend_rows
-from .scores import Terms
+from .predicate import Mask
+from .program import Sequence, _attend_rows
+from .scores import Terms, _finish
+from .walk import PLAIN_CACHE
+
+
+class AttentionTensors(NamedTuple):
+    """Where the tensors of an attention call begin."""
+
+    query_ptr: Any  # [num_tokens, NUM_HEADS, HEAD_DIM]
+    key_ptr: Any  # [num_blocks, BLOCK_SIZE, NUM_HEADS // GROUP, HEAD_DIM]
+    value_ptr: Any  # [num_blocks, BLOCK_SIZE, NUM_HEADS // GROUP, VALUE_DIM]; with REST not read
+    out_ptr: Any  # [num_tokens, NUM_HEADS, VALUE_DIM]
+    lse_ptr: Any  # [num_tokens, NUM_HEADS]
+    partial_ptr: Any  # a row of VALUE_DIM for each split and row,
+    partial_lse_ptr: Any  # and its base-2 lse
+    tables_ptr: Any  # [num_seqs, max_blocks], or [num_seqs, TABLE_HEADS, max_blocks]
+    seq_lens_ptr: Any  # [num_seqs]
+    starts_ptr: Any  # [num_seqs + 1]
+    positions_ptr: Any  # [num_tokens]
+    alibi_ptr: Any  # [NUM_HEADS]
+    sinks_ptr: Any  # [NUM_HEADS]
+    k_scale_ptr: Any
+    v_scale_ptr: Any
+    tree_ptr: Any  # [num_tokens, tree_keys // 32]
+
+
+class Strides(NamedTuple):
+    """Elements from token, head, block and slot to the next, and keys that a row of the tree's mask has bits for."""
+
+    stride_qt: int
+    stride_qh: int
+    stride_kb: int
+    stride_kt: int
+    stride_kh: int
+    stride_vb: int
+    stride_vt: int
+    stride_vh: int
+    stride_bt: int
+    stride_bh: int
+    tree_keys: int
+    stride_tree: int
+
+
+class Traits(NamedTuple):
+    """What kernels are compiled for of a call: which tensors are given, how the cache is stored, and sizes.
+
+    HEAD_DIM: columns of a key, or of a part of a latent row's value, behind which are REST more; 0 where values are not
+    the first columns of keys.
+    """
+
+    POSITIONS: bool
+    SINKS: bool
+    SCALES: int
+    CODES: int
+    UPCAST: bool
+    TABLE_HEADS: int
+    TREE: bool
+    WITH_LSE: bool
+    NUM_HEADS: int
+    GROUP: int
+    BLOCK_SIZE: int
+    HEAD_DIM: int
+    VALUE_DIM: int
+    REST: int
+
+
+class TileSizes(NamedTuple):
+    """Rows and keys of a tile; powers of two that hold a program's columns of a key and a value, and a group's heads.
+
+    BLOCK_R: the REST of a latent row. PARTS: programs that have a part of its value each.
+    """
+
+    BLOCK_M: int
+    BLOCK_N: int
+    BLOCK_D: int
+    BLOCK_V: int
+    BLOCK_R: int
+    BLOCK_G: int
+    PARTS: int
 
 
 @triton.jit
@@ -41,135 +122,210 @@ def _find_sequence(starts_ptr, num_seqs, index, STRIDE: tl.constexpr, GROUP: tl.
 
 
 @triton.jit
-def _zero_padding(
-    starts_ptr, out_ptr, lse_ptr, num_seqs, num_tokens, kv_head,
-    WITH_LSE: tl.constexpr, NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, VALUE_DIM: tl.constexpr,
-    BLOCK_V: tl.constexpr, BLOCK_G: tl.constexpr,
-):  # fmt: skip
-    """Rows past the last sequence hold 0 and -inf."""
-    offs_v = tl.arange(0, BLOCK_V)
-    offs_g = tl.arange(0, BLOCK_G)
-    for token in range(tl.load(starts_ptr + num_seqs) + tl.program_id(0), num_tokens, tl.num_programs(0)):
-        row = tl.cast(token, tl.int64) * NUM_HEADS + kv_head * GROUP + offs_g
-        mask = (offs_g[:, None] < GROUP) & (offs_v[None, :] < VALUE_DIM)
-        zero = tl.zeros([BLOCK_G, BLOCK_V], out_ptr.dtype.element_ty)
-        tl.store(out_ptr + row[:, None] * VALUE_DIM + offs_v[None, :], zero, mask=mask)
-        if WITH_LSE:
-            tl.store(lse_ptr + row, tl.full([BLOCK_G], float("-inf"), tl.float32), mask=offs_g < GROUP)
+def _zero_padding(tensors, num_seqs, num_tokens, kv_head, traits, tile):
+    """Zeros, and -inf as lse, for query tokens past the last sequence."""
+    offs_g = tl.arange(0, tile.BLOCK_G)
+    for token in range(tl.load(tensors.starts_ptr + num_seqs) + tl.program_id(0), num_tokens, tl.num_programs(0)):
+        row = tl.cast(token, tl.int64) * traits.NUM_HEADS + kv_head * traits.GROUP + offs_g
+        for first_v in tl.static_range(0, tile.PARTS * tile.BLOCK_V, tile.BLOCK_V):
+            offs_v = first_v + tl.arange(0, tile.BLOCK_V)
+            mask = (offs_g[:, None] < traits.GROUP) & (offs_v[None, :] < traits.VALUE_DIM)
+            zero = tl.zeros([tile.BLOCK_G, tile.BLOCK_V], tensors.out_ptr.dtype.element_ty)
+            tl.store(tensors.out_ptr + row[:, None] * traits.VALUE_DIM + offs_v[None, :], zero, mask=mask)
+        if traits.WITH_LSE:
+            none = tl.full([tile.BLOCK_G], float("-inf"), tl.float32)
+            tl.store(tensors.lse_ptr + row, none, mask=offs_g < traits.GROUP)
 
 
-@kernel(LENGTHS, mask=Mask, terms=Terms)
+@triton.jit
+def _zero_padding_once(
+    tensors, num_seqs, num_tokens, kv_head, decode_queries, traits, tile, GRID_HEADS: tl.constexpr, DECODE: tl.constexpr
+):
+    """`_zero_padding` by one launch of a call, and by programs of the first split and row tile of each KV head."""
+    zeroes = (tl.program_id(1) < GRID_HEADS) & (tl.program_id(2) == 0)
+    if not DECODE:
+        zeroes = zeroes & (decode_queries == 0)
+    if zeroes:
+        for padded_head in tl.static_range(0, traits.NUM_HEADS // traits.GROUP, GRID_HEADS):
+            _zero_padding(tensors, num_seqs, num_tokens, kv_head + padded_head, traits, tile)
+
+
+@triton.jit
+def _with_equal_strides(strides):
+    """Values lie as keys do: what is added to both pointers is computed once."""
+    return Strides(
+        strides.stride_qt, strides.stride_qh, strides.stride_kb, strides.stride_kt, strides.stride_kh,
+        strides.stride_kb, strides.stride_kt, strides.stride_kh, strides.stride_bt, strides.stride_bh,
+        strides.tree_keys, strides.stride_tree,
+    )  # fmt: skip
+
+
+@triton.jit
+def _work_item(items_ptr, item, max_q, num_splits, traits, SPLIT_HEADS: tl.constexpr):
+    """Of a decode's work item the row of the plan, its live tiles, and where its part goes if it is one of several."""
+    item_ptr = items_ptr + tl.cast(item, tl.int64) * ITEM
+    row = tl.load(item_ptr + ITEM_ROW)
+    i_begin = tl.load(item_ptr + ITEM_BEGIN)
+    i_end = tl.load(item_ptr + ITEM_END)
+    split_row = tl.cast(item, tl.int64) * max_q * SPLIT_HEADS
+    if traits.TABLE_HEADS > 1:
+        split_row -= row % traits.TABLE_HEADS * traits.GROUP
+    # A plan that was made for another call may split where this one has no room for parts.
+    is_split = (tl.load(item_ptr + ITEM_COUNT) > 1) & (num_splits > 1)
+    return row, i_begin, i_end, split_row, is_split
+
+
+@kernel(LENGTHS, tensors=AttentionTensors, terms=Terms, mask=Mask, strides=Strides, traits=Traits, tile=TileSizes)
 def _attention_kernel(
-    query_ptr,  # [num_tokens, NUM_HEADS, HEAD_DIM]
-    key_ptr, value_ptr,  # [num_blocks, BLOCK_SIZE, NUM_HEADS // GROUP, HEAD_DIM or VALUE_DIM]
-    out_ptr,  # [num_tokens, NUM_HEADS, VALUE_DIM]
-    lse_ptr,  # [num_tokens, NUM_HEADS]
-    partial_ptr, partial_lse_ptr,  # one row of VALUE_DIM per split and row, and its base-2 lse
-    tables_ptr,  # [num_seqs, max_blocks], or [num_seqs, TABLE_HEADS, max_blocks]
-    seq_lens_ptr, starts_ptr,  # [num_seqs], [num_seqs + 1]
-    positions_ptr,  # [num_tokens]
-    plan_ptr, alibi_ptr, sinks_ptr, k_scale_ptr, v_scale_ptr, visits_ptr,
-    tree_ptr,  # [num_tokens, tree_keys // 32]
-    num_seqs, num_tokens, max_tiles, max_items, max_q, num_splits,
-    scale, terms, mask, key_begin, num_blocks,
-    stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh, stride_bt, stride_bh,
-    tree_keys, stride_tree,
-    DECODE: tl.constexpr, DECODE_Q: tl.constexpr, SPLIT_TILES: tl.constexpr,
-    POSITIONS: tl.constexpr, SINKS: tl.constexpr, SCALES: tl.constexpr, CODES: tl.constexpr, UPCAST: tl.constexpr,
-    COUNT: tl.constexpr,
-    DESCRIPTORS: tl.constexpr, TABLE_HEADS: tl.constexpr, TREE: tl.constexpr,
-    WITH_LSE: tl.constexpr, TWO_LOOPS: tl.constexpr, NUM_HEADS: tl.constexpr, GROUP: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_G: tl.constexpr,
-    SPECIALIZED_M: tl.constexpr, EQUAL_STRIDES: tl.constexpr,
+    tensors, plan_ptr, num_seqs, num_tokens, max_tiles, max_items, decode_queries, max_q, num_splits,
+    scale, terms, mask, key_begin, strides, traits, tile,
+    DECODE: tl.constexpr, SPLIT_TILES: tl.constexpr, TWO_LOOPS: tl.constexpr, EQUAL_STRIDES: tl.constexpr,
 ):  # fmt: skip
-    """DECODE: grid (any, KV heads * row tiles), a work list. Else: grid (row tiles, KV heads, splits).
+    """DECODE: grid (any, KV heads * row tiles * parts), a work list. Else: grid (row tiles, KV heads * parts, splits).
 
+    A prefill leaves sequences of up to decode_queries queries to the decode, and is alone where these are 0.
     TABLE_HEADS above 1: a table and a row of the plan per KV head; a decode's work items then tell the KV head.
-    SPECIALIZED_M above 0: `specialized.py` takes the queries of whole tiles, SPECIALIZED_M at once.
-    EQUAL_STRIDES: values lie as keys do, and what is added to both pointers is computed once.
     """
     if EQUAL_STRIDES:
-        stride_vb = stride_kb
-        stride_vt = stride_kt
-        stride_vh = stride_kh
-    KV_HEADS: tl.constexpr = NUM_HEADS // GROUP
+        strides = _with_equal_strides(strides)
+    GROUP: tl.constexpr = traits.GROUP
+    TABLE_HEADS: tl.constexpr = traits.TABLE_HEADS
+    KV_HEADS: tl.constexpr = traits.NUM_HEADS // GROUP
     # KV heads that program_id(1) tells apart, and heads beside each other in a decode's partial results.
     GRID_HEADS: tl.constexpr = KV_HEADS // TABLE_HEADS if DECODE else KV_HEADS
-    SPLIT_HEADS: tl.constexpr = GROUP if DECODE and TABLE_HEADS > 1 else NUM_HEADS
+    SPLIT_HEADS: tl.constexpr = GROUP if DECODE and TABLE_HEADS > 1 else traits.NUM_HEADS
     num_rows = num_seqs * TABLE_HEADS
+    place = tl.program_id(1) // tile.PARTS
+    part = tl.program_id(1) % tile.PARTS
     if DECODE:
-        kv_head = tl.program_id(1) % GRID_HEADS
-        row_begin = tl.program_id(1) // GRID_HEADS * BLOCK_M
+        kv_head = place % GRID_HEADS
+        row_begin = place // GRID_HEADS * tile.BLOCK_M
         item_begin = tl.program_id(0)
         item_end = tl.load(plan_ptr)
         item_step = tl.num_programs(0)
     else:
-        kv_head = tl.program_id(1)
+        kv_head = place
         # The last tiles of a causal prefill are the longest: they start first.
         item_begin = tl.num_programs(0) - 1 - tl.program_id(0)
         item_end = item_begin + 1
         item_step = 1
-    if DECODE or DECODE_Q == 0:  # noqa: SIM102  the first is known to the compiler
-        if (tl.program_id(1) < GRID_HEADS) & (tl.program_id(2) == 0):
-            for padded_head in tl.static_range(0, KV_HEADS, GRID_HEADS):
-                _zero_padding(
-                    starts_ptr, out_ptr, lse_ptr, num_seqs, num_tokens, kv_head + padded_head,
-                    WITH_LSE, NUM_HEADS, GROUP, VALUE_DIM, BLOCK_V, BLOCK_G,
-                )  # fmt: skip
+    _zero_padding_once(tensors, num_seqs, num_tokens, kv_head, decode_queries, traits, tile, GRID_HEADS, DECODE)
     # What a program of a decode needs it needs once: kept through a loop over items, it would take registers.
-    for item in tl.range(item_begin, item_end, item_step, disable_licm=DECODE and CODES == PLAIN_CACHE):
+    ONCE: tl.constexpr = DECODE and (traits.CODES == PLAIN_CACHE or traits.REST > 0)
+    for item in tl.range(item_begin, item_end, item_step, disable_licm=ONCE):
         if DECODE:
-            item_ptr = _plan_parts(plan_ptr, num_rows, max_tiles, max_items)[1] + tl.cast(item, tl.int64) * ITEM
-            row = tl.load(item_ptr + ITEM_ROW)
+            items_ptr = _plan_parts(plan_ptr, num_rows, max_tiles, max_items)[1]
+            row, i_begin, i_end, split_row, is_split = _work_item(
+                items_ptr, item, max_q, num_splits, traits, SPLIT_HEADS
+            )  # fmt: skip
             seq = row // TABLE_HEADS
             if TABLE_HEADS > 1:
                 kv_head = row % TABLE_HEADS
-            i_begin = tl.load(item_ptr + ITEM_BEGIN)
-            i_end = tl.load(item_ptr + ITEM_END)
-            split_row = tl.cast(item, tl.int64) * max_q * SPLIT_HEADS
-            if TABLE_HEADS > 1:
-                split_row -= kv_head * GROUP
-            # A plan that was made for another call may split where this one has no room for parts.
-            is_split = (tl.load(item_ptr + ITEM_COUNT) > 1) & (num_splits > 1)
         else:
-            seq = _find_sequence(starts_ptr, num_seqs, item, 1, GROUP, BLOCK_M)
+            seq = _find_sequence(tensors.starts_ptr, num_seqs, item, 1, GROUP, tile.BLOCK_M)
             row = seq
             if TABLE_HEADS > 1:
                 row = seq * TABLE_HEADS + kv_head
             i_begin = tl.program_id(2)
             i_end = 0
             is_split = num_splits > 1
-        q_begin = tl.load(starts_ptr + seq)
-        q_len = tl.load(starts_ptr + seq + 1) - q_begin
-        seq_len = tl.load(seq_lens_ptr + seq)
+        q_begin = tl.load(tensors.starts_ptr + seq)
+        q_len = tl.load(tensors.starts_ptr + seq + 1) - q_begin
+        seq_len = tl.load(tensors.seq_lens_ptr + seq)
         info_ptr, tiles_ptr, ranks_ptr = _plan_rows(plan_ptr, row, num_rows, max_tiles, max_items)
-        if DECODE:
-            active = row_begin < q_len * GROUP
-        else:
-            split_row = (tl.cast(tl.program_id(2), tl.int64) * num_tokens + q_begin) * NUM_HEADS
-            tile = item - (tl.cast(tl.cast(q_begin, tl.int64) * GROUP // BLOCK_M, tl.int32) + seq)
-            row_begin = tile * BLOCK_M
-            active = (row_begin < q_len * GROUP) & (q_len > DECODE_Q)
-            if SPECIALIZED_M > 0:
-                has_partial = (tl.load(info_ptr + INFO_FLAGS) & PARTIAL_TILES) != 0
-                done = _whole_tile_queries(q_len, seq_len, has_partial, DECODE_Q, SPECIALIZED_M)
-                active = active & (row_begin // GROUP >= done)
+        if not DECODE:
+            split_row = (tl.cast(tl.program_id(2), tl.int64) * num_tokens + q_begin) * traits.NUM_HEADS
+            first_tile = tl.cast(tl.cast(q_begin, tl.int64) * GROUP // tile.BLOCK_M, tl.int32) + seq
+            row_begin = (item - first_tile) * tile.BLOCK_M
+        active = row_begin < q_len * GROUP
+        if not DECODE:
+            active = active & (q_len > decode_queries)
         if active:
             flags = tl.load(info_ptr + INFO_FLAGS)
-            table_ptr = tables_ptr + tl.cast(seq, tl.int64) * stride_bt
+            table_ptr = tensors.tables_ptr + tl.cast(seq, tl.int64) * strides.stride_bt
             if TABLE_HEADS > 1:
-                table_ptr += tl.cast(kv_head, tl.int64) * stride_bh
-            _attend_rows(
-                query_ptr, key_ptr, value_ptr, out_ptr, lse_ptr, partial_ptr, partial_lse_ptr,
-                table_ptr, positions_ptr,
-                alibi_ptr, sinks_ptr, k_scale_ptr, v_scale_ptr, visits_ptr,
-                tiles_ptr, ranks_ptr, (flags & DEAD_TILES) != 0, (flags & PARTIAL_TILES) != 0,
-                q_begin, q_len, seq_len, row_begin, kv_head, i_begin, i_end, split_row, is_split, num_splits,
-                scale, terms, mask, key_begin, num_blocks,
-                stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh,
-                tree_ptr, tree_keys, stride_tree,
-                DECODE, SPLIT_TILES, POSITIONS, SINKS, SCALES, CODES, UPCAST, COUNT, DESCRIPTORS, SPLIT_HEADS, TREE,
-                WITH_LSE, TWO_LOOPS, NUM_HEADS,
-                GROUP, BLOCK_SIZE, HEAD_DIM, VALUE_DIM, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V,
+                table_ptr += tl.cast(kv_head, tl.int64) * strides.stride_bh
+            sequence = Sequence(
+                table_ptr, tiles_ptr, ranks_ptr, (flags & DEAD_TILES) != 0, (flags & PARTIAL_TILES) != 0,
+                q_begin, q_len, seq_len,
             )  # fmt: skip
+            _attend_rows(
+                tensors, strides, sequence, row_begin, kv_head, part, i_begin, i_end, split_row, is_split, num_splits,
+                scale, terms, mask, key_begin, traits, tile, DECODE, SPLIT_TILES, SPLIT_HEADS, TWO_LOOPS,
+            )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=LENGTHS)
+def _merge_splits_kernel(
+    out_ptr,  # [num_tokens, NUM_HEADS, VALUE_DIM]
+    lse_ptr,  # [num_tokens, NUM_HEADS]
+    decode_ptr, decode_lse_ptr,  # [items, max_q, NUM_HEADS // TABLE_HEADS, VALUE_DIM] and its base-2 lse
+    prefill_ptr, prefill_lse_ptr,  # [num_splits, num_tokens, NUM_HEADS, VALUE_DIM] and its base-2 lse
+    starts_ptr, plan_ptr, sinks_ptr,
+    num_seqs, num_tokens, decode_queries, max_q, num_splits, by_sequence,
+    TABLE_HEADS: tl.constexpr, SINKS: tl.constexpr, WITH_LSE: tl.constexpr, NUM_HEADS: tl.constexpr,
+    VALUE_DIM: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """Grid (rows, heads, parts of a head): BLOCK_S splits at once, in the order of their keys.
+
+    by_sequence: rows are max_q queries of each sequence, of which the decodes have splits; else they are all tokens.
+    """
+    head = tl.program_id(1)
+    first_v = tl.program_id(2) * BLOCK_V
+    if by_sequence != 0:
+        seq = tl.program_id(0) // max_q
+        q_begin = tl.load(starts_ptr + seq)
+        token = q_begin + tl.program_id(0) % max_q
+    else:
+        token = tl.program_id(0)
+        seq = _find_sequence(starts_ptr, num_seqs, token, 0, 1, 1)
+        q_begin = tl.load(starts_ptr + seq)
+    q_len = tl.load(starts_ptr + seq + 1) - q_begin
+    exists = token < q_begin + q_len
+    count = num_splits
+    step = tl.cast(num_tokens, tl.int64) * NUM_HEADS
+    first = tl.cast(token, tl.int64) * NUM_HEADS
+    source_ptr = prefill_ptr
+    source_lse_ptr = prefill_lse_ptr
+    source_head = head
+    if exists & (q_len <= decode_queries):
+        HEADS: tl.constexpr = NUM_HEADS // TABLE_HEADS
+        plan_row = tl.cast(seq, tl.int64)
+        if TABLE_HEADS > 1:
+            plan_row = plan_row * TABLE_HEADS + head // HEADS
+            source_head = head % HEADS
+        info_ptr = _plan_parts(plan_ptr, num_seqs * TABLE_HEADS, 0, 0)[0] + plan_row * INFO
+        count = tl.load(info_ptr + INFO_ITEMS)
+        step = tl.cast(max_q, tl.int64) * HEADS
+        first = tl.load(info_ptr + INFO_FIRST) * step + tl.cast(token - q_begin, tl.int64) * HEADS
+        source_ptr = decode_ptr
+        source_lse_ptr = decode_lse_ptr
+    if exists & (count > 1):
+        offs_s = tl.arange(0, BLOCK_S)
+        offs_v = first_v + tl.arange(0, BLOCK_V)
+        m = tl.full([1], float("-inf"), tl.float32)
+        total = tl.zeros([1], tl.float32)
+        acc = tl.zeros([1, BLOCK_V], tl.float32)
+        for begin in range(0, count, BLOCK_S):
+            live = begin + offs_s < count
+            row = first + (begin + offs_s).to(tl.int64) * step + source_head
+            part_lse = tl.load(source_lse_ptr + row, mask=live, other=float("-inf"))
+            part = tl.load(
+                source_ptr + row[:, None] * VALUE_DIM + offs_v[None, :],
+                mask=live[:, None] & (offs_v[None, :] < VALUE_DIM), other=0.0,
+            )  # fmt: skip
+            m_new = tl.maximum(m, tl.max(part_lse, 0))
+            safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+            alpha = tl.exp2(m - safe)
+            weight = tl.exp2(part_lse - safe)
+            # A product would be fused with the first addition of its lane alone: lanes with the same sum, which all
+            # write it to one place of shared memory, would differ in its last bit.
+            weighted = tl.fma(part, weight[:, None], 0.0)
+            acc = acc * alpha[:, None] + tl.sum(weighted, 0)[None, :]
+            total = total * alpha + tl.sum(weight, 0)
+            m = m_new
+        tokens = tl.zeros([1], tl.int64) + token
+        _finish(
+            acc, m, total, sinks_ptr, out_ptr, lse_ptr, tokens, tl.zeros([1], tl.int32) + head, tokens >= 0, first_v,
+            SINKS, WITH_LSE, NUM_HEADS, VALUE_DIM, BLOCK_V,
+        )  # fmt: skip

@@ -1,241 +1,232 @@
-"""Launches the attention kernels of a call: memory for results, addresses filled in, nothing decided."""
+"""From a typed signature to an attention operator, its twin with the log-sum-exp, and what it launches.
+
+A launch finds memory for results and fills in addresses; `choose.py` has chosen all else.
+"""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+import functools
+import inspect
+import re
+import typing
+from collections.abc import Callable
 from operator import itemgetter
-from typing import Any
+from typing import Any, ParamSpec
 
 import torch
 
-from .._launcher import aligned, current_stream, remember
+from .._dispatch import ChosenOnce
+from .._kernel import current_stream
+from .._library import doc_sections, joined_sections, operator
 from .._quantize import as_codes, equal_scales
-from .._repeated import forget_repeated
-from .._triton import INTERPRET, require_triton, triton
-from .call import TENSOR_NAMES, TENSORS, AttentionCall
-from .checks import check_attention, check_grad
-from .kernel import _attention_kernel
-from .lists_launch import prepare_lists
-from .merge import _merge_splits_kernel
-from .plan import launch_plan
-from .prepare import prepare
-from .prepared import Prepared
-from .specialized import _specialized_attention_kernel
+from .._triton import require_triton
+from .call import LATENT_NAMES, TENSOR_NAMES, AttentionCall, kind_of
+from .checks import check_attention, check_attention_values
+from .choose import Chosen, Results, SplitGrid, Wanted, choose_attention
+from .cpu import attend
+from .kernel import _attention_kernel, _merge_splits_kernel
+from .lists import ChosenLists, _list_attention_kernel, _list_blocks_kernel, choose_lists
+from .plan import cached_with, launch_plan
+from .plan_cpu import check_plan
 
-_visits: torch.Tensor | None = None
-_prepared: dict[object, Prepared] = {}
-
+P = ParamSpec("P")
 Result = tuple[torch.Tensor, torch.Tensor]
+Launch = Callable[[tuple[Any, ...]], Result]
+Choose = Callable[..., Callable[..., Any]]
+
+_SINKS = TENSOR_NAMES.index("sinks")
+_LSE = """and lse `[num_tokens, num_heads]` float32: the natural logarithm of the softmax's denominator, sinks included;
+    -inf for a row with nothing to attend to."""
 
 
-@contextlib.contextmanager
-def count_tiles(device: torch.device) -> Iterator[torch.Tensor]:
-    """Within it, every attention kernel adds the key tiles its programs visited to the yielded int32 element."""
-    global _visits
-    _visits = torch.zeros(1, dtype=torch.int32, device=device)
-    forget_prepared()
-    try:
-        yield _visits
-    finally:
-        _visits = None
-        forget_prepared()
+def choose_operator(names: tuple[str, ...], with_lse: bool, *values: Any) -> Callable[..., Any]:
+    """What runs an operator's call of parameters `names`, and all that differ from it in addresses and values only."""
+    call = kind_of(names).of(names, values, {})
+    check_attention(call)
+    given = [LATENT_NAMES.get(name, name) if call.is_latent else name for name in TENSOR_NAMES]
+    # Behind the arguments there is None, for tensors that the operator does not take.
+    places = [names.index(name) if name in names else len(names) for name in given]
+    return functools.partial(_run, choose_launch(call, with_lse), itemgetter(*places), with_lse)
 
 
-def forget_prepared() -> None:
-    """Makes the next calls decide anew: for whoever changes what the decisions rest on."""
-    _prepared.clear()
-    forget_repeated()
+def _run(launch: Launch, tensors_of: Callable[[tuple[Any, ...]], tuple[Any, ...]], with_lse: bool, *values: Any) -> Any:
+    results = launch(tensors_of((*values, None)))
+    return results if with_lse else results[0]
 
 
-def prepare_attention(names: tuple[str, ...], with_lse: bool, *values: Any) -> Callable[..., Any]:
-    """What runs an operator's call, and all that differ from it in addresses and values only, on their arguments.
-
-    Args:
-        names: The operator's parameters.
-        with_lse: Whether it gives the lse too, not the first result alone.
-        values: The call's arguments.
-    """
-    call = AttentionCall.of(names, values, {})
-    places = [names.index(name) if name in names else len(names) for name in TENSOR_NAMES]
-    tensors = itemgetter(*places)
-    if call.query_blocks is not None:
-        require_triton("attention")
-        check_attention(call)
-        if 0 not in call.query.shape[:2] and 0 not in call.block_tables.shape:
-            run = prepare_lists(call, with_lse, aligned(*TENSORS(call)), _visits)
-            if with_lse:
-                return lambda *values: run(tensors((*values, None)))
-            return lambda *values: run(tensors((*values, None)))[0]
-    prepared = _decided(call, with_lse)
-    if prepared is None:
-
-        def none(*values: Any) -> Any:
-            results = _empty(AttentionCall.of(names, values, {}), with_lse)
-            return results if with_lse else results[0]
-
-        return none
-    launch = _launcher_of(prepared)
-    if with_lse:
-        return lambda *values: launch(prepared, tensors((*values, None)))
-    return lambda *values: launch(prepared, tensors((*values, None)))[0]
-
-
-def launch_attention(
+def choose_launch(
     call: AttentionCall, with_lse: bool = True, out_dtype: torch.dtype | None = None, tiled: bool = False
-) -> Result:
-    """Runs the attention kernels; a launch each for decodes and prefills, and one that sums their splits.
+) -> Launch:
+    """What runs a call that passed its checks, and all of its kind, on their TENSORS; the lse is empty if not wanted.
 
-    Args:
-        call: The call; checked here as far as metadata tells.
-        with_lse: Whether the second result is wanted; without it, it is empty.
-        out_dtype: Of the first result; None: like query.
-        tiled: Whether even few queries are tiled, not decoded from the work list.
+    out_dtype None: like query. `tiled`: even few queries are tiled, not decoded from the work list.
     """
-    prepared = _decided(call, with_lse, out_dtype, tiled)
-    if prepared is None:
-        return _empty(call, with_lse, out_dtype)
-    return _launcher_of(prepared)(prepared, TENSORS(call))
-
-
-def _decided(
-    call: AttentionCall, with_lse: bool, out_dtype: torch.dtype | None = None, tiled: bool = False
-) -> Prepared | None:
-    """What such a call launches, checked by its metadata; None where there is nothing to attend to."""
     require_triton("attention")
-    is_aligned = aligned(*TENSORS(call))
-    key = (with_lse, out_dtype, tiled, is_aligned, call.scale, *call.signature())
-    prepared = _prepared.get(key)
-    if prepared is None:
-        check_attention(call)
-        if 0 in call.query.shape[:2] or 0 in call.block_tables.shape:
-            return None
-        prepared = prepare(call, with_lse, tiled, is_aligned, _visits is not None, out_dtype)
-        return remember(_prepared, key, prepared)
-    if torch.is_grad_enabled():
-        check_grad(call)
-    return prepared
+    if 0 in call.query.shape[:2] or 0 in call.block_tables.shape:
+        return functools.partial(_give_empty, Results.of(call, with_lse, out_dtype))
+    wanted = Wanted.of(call, with_lse)
+    if call.query_blocks is not None:
+        return functools.partial(_launch_lists, choose_lists(wanted))
+    return functools.partial(_launch, choose_attention(wanted, out_dtype, tiled))
 
 
-@contextlib.contextmanager
-def _scratch_memory(device: torch.device) -> Iterator[None]:
-    """Within it, launches have memory on `device` for the descriptors that kernels make."""
-    from triton.runtime import _allocation
-
-    def allocate(size: int, align: int, stream: int | None) -> torch.Tensor:
-        return torch.empty(size, dtype=torch.int8, device=device)
-
-    before = _allocation._allocator.get()
-    triton.set_allocator(allocate)
-    try:
-        yield
-    finally:
-        triton.set_allocator(before)
-
-
-def _split_buffers(
-    plan: torch.Tensor, name: str, stream: int | None, rows: int, num_heads: int, value_dim: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Parts of rows and their lse, which nothing reads after the call: kept with the plan for the next layer's."""
-    # Layers on another stream may run at the same time.
-    kind = (stream, rows, num_heads, value_dim)
-    kept: dict[object, tuple[torch.Tensor, torch.Tensor]] | None = getattr(plan, name, None)
-    if kept is None:
-        kept = {}
-        setattr(plan, name, kept)
-    buffers = kept.get(kind)
-    if buffers is None:  # and the others stay, whose addresses a captured graph may hold
-        parts = torch.empty(rows, num_heads, value_dim, dtype=torch.float32, device=plan.device)
-        buffers = kept[kind] = parts, torch.empty(rows, num_heads, dtype=torch.float32, device=plan.device)
-    return buffers
-
-
-def _launcher_of(prepared: Prepared) -> Callable[[Prepared, tuple[Any, ...]], Result]:
-    return _run_described if prepared.descriptors and not INTERPRET else _run
-
-
-def _run_described(prepared: Prepared, tensors: tuple[Any, ...]) -> Result:
-    """`_run` with memory for descriptors."""
-    with _scratch_memory(tensors[0].device):
-        return _run(prepared, tensors)
-
-
-def _run(prepared: Prepared, tensors: tuple[Any, ...]) -> Result:
-    """Launches what was decided, on the addresses of this call: its TENSORS."""
-    query, key_cache, value_cache, tables, seq_lens, starts, *others = tensors
-    positions, plan, alibi, sinks, k_scale, v_scale, tree, _ = others
-    results = prepared.results
-    # Of a contiguous tensor, half the time of `new_empty`.
-    out = torch.empty_like(query) if results.like_query else query.new_empty(results.shape, dtype=results.dtype)
-    lse = query.new_empty(results.shape[:2], dtype=torch.float32) if results.with_lse else prepared.no_lse
-    if plan is None:
-        plan = torch.empty(prepared.shape.size, dtype=torch.int32, device=query.device)
-        launch_plan(
-            plan,
-            tables,
-            seq_lens,
-            starts,
-            positions,
-            key_cache.shape[1],
-            prepared.options,
-            prepared.target_items,
-        )
-    stream = None if query.is_cpu else current_stream()
-    if prepared.convert_codes:
+def _arguments(tensors: tuple[Any, ...], out: torch.Tensor, convert_codes: bool) -> tuple[Any, ...]:
+    """What a kernel takes before and behind its results; others stand for tensors that are not given, never read."""
+    query, key_cache, value_cache, tables, seq_lens, starts, positions, _, *others = tensors
+    alibi, sinks, k_scale, v_scale, tree, _ = others
+    if convert_codes:
         key_cache, value_cache = as_codes(key_cache), as_codes(value_cache)
     if k_scale is not None:
         k_scale, v_scale = equal_scales(k_scale, v_scale, key_cache.shape[2])
-    lengths = (seq_lens, starts)
-    positions = seq_lens if positions is None else positions
+    positions, tree = (seq_lens if positions is None else positions), (seq_lens if tree is None else tree)
     alibi, sinks = (out if alibi is None else alibi), (out if sinks is None else sinks)
     k_scale, v_scale = (out if k_scale is None else k_scale), (out if v_scale is None else v_scale)
-    visits = seq_lens if _visits is None else _visits
-    tree = seq_lens if tree is None else tree
-    splits: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
-    if (special := prepared.specialized) is not None:
-        special.launch.launch(
-            _specialized_attention_kernel,
-            special.programs,
-            (query, key_cache, value_cache, out, lse, tables, *lengths, plan, sinks),
-            special.numbers,
-            stream,
-        )
-    for name, kind in (("_pc_decode_splits", prepared.decode), ("_pc_prefill_splits", prepared.prefill)):
-        if kind is None:
-            continue
-        rows = (out, out)
-        if kind.split_rows:
-            rows = splits[name] = _split_buffers(
-                plan, name, stream, kind.split_rows, kind.split_heads, results.shape[2]
-            )
-        kind.launch.launch(
-            _attention_kernel,
-            kind.programs,
-            (
-                *(query, key_cache, value_cache, out, lse, *rows, tables, *lengths, positions, plan),
-                *(alibi, sinks, k_scale, v_scale, visits, tree),
-            ),
-            kind.numbers,
-            stream,
-        )
-    if splits:
-        merge, (one, *other) = prepared.merge, splits.values()
-        merge.launch.launch(
-            _merge_splits_kernel,
-            merge.programs,
-            (out, lse, *one, *(other[0] if other else one), starts, plan, sinks),
-            merge.numbers,
-            stream,
-        )
+    return (query, key_cache, value_cache), (tables, seq_lens, starts, positions, alibi, sinks, k_scale, v_scale, tree)
+
+
+def _launch(chosen: Chosen, tensors: tuple[Any, ...]) -> Result:
+    """A launch each for decodes and prefills, and one that sums their splits."""
+    query, _, _, tables, seq_lens, starts, positions, plan, *_ = tensors
+    results, nothing = chosen.results, chosen.nothing
+    # Of a contiguous tensor, half the time of `new_empty`.
+    out = torch.empty_like(query) if results.like_query else query.new_empty(results.shape, dtype=results.dtype)
+    lse = query.new_empty(results.shape[:2], dtype=torch.float32) if results.with_lse else nothing
+    if plan is None:
+        plan = torch.empty(chosen.shape.size, dtype=torch.int32, device=query.device)
+        launch_plan(
+            plan, tables, seq_lens, starts, positions, chosen.block_size, chosen.options, chosen.target_items
+        )  # fmt: skip
+    stream = None if query.is_cpu else current_stream()
+    before, behind = _arguments(tensors, out, chosen.convert_codes)
+    no_parts = (nothing, nothing)
+    decoded = tiled = None
+    if (grid := chosen.decode) is not None:
+        if grid.split_rows:
+            decoded = _parts(plan, "decode", stream, grid, results.shape[2])
+        arguments = (*before, out, lse, *(decoded or no_parts), *behind, plan)
+        grid.run(_attention_kernel, arguments, stream)
+    if (grid := chosen.prefill) is not None:
+        if grid.split_rows:
+            tiled = _parts(plan, "prefill", stream, grid, results.shape[2])
+        arguments = (*before, out, lse, *(tiled or no_parts), *behind, plan)
+        grid.run(_attention_kernel, arguments, stream)
+    if split := decoded or tiled:
+        summed = (out, lse, *split, *(tiled or split), starts, plan, tensors[_SINKS])
+        chosen.merge.run(_merge_splits_kernel, summed, stream)
     return out, lse
 
 
-def _empty(call: AttentionCall, with_lse: bool, out_dtype: torch.dtype | None = None) -> Result:
+def _launch_lists(chosen: ChosenLists, tensors: tuple[Any, ...]) -> Result:
+    """Unites lists, attends, and sums splits."""
+    query, lists, starts, sinks = tensors[0], tensors[-1], tensors[5], tensors[_SINKS]
+    unite, attend, merge = chosen.unite, chosen.attend, chosen.merge
+    tiles, device, rows, value_dim = unite.programs[:2], query.device, query.shape[:2], chosen.value_dim
+    out = query.new_empty((*rows, value_dim))
+    lse = query.new_empty(rows if chosen.with_lse else 0, dtype=torch.float32)
+    marks = torch.empty((*tiles, chosen.stride_marks), dtype=torch.uint8, device=device)
+    union = torch.empty((*tiles, chosen.max_union, 2), dtype=torch.int32, device=device)
+    counts = torch.empty(tiles, dtype=torch.int32, device=device)
+    stream = None if query.is_cpu else current_stream()
+    before, behind = _arguments(tensors, out, chosen.convert_codes)
+    unite.run(_list_blocks_kernel, (lists, marks, union, counts, *behind[:4]), stream)
+    splits = chosen.num_splits if merge is not None else 0
+    parts = torch.empty((splits, *rows, value_dim), dtype=torch.float32, device=device)
+    parts_lse = torch.empty((splits, *rows), dtype=torch.float32, device=device)
+    attend.run(_list_attention_kernel, (*before, out, lse, parts, parts_lse, *behind, union, counts), stream)
+    if merge is not None:
+        summed = (out, lse, parts, parts_lse, parts, parts_lse, starts, starts, sinks)
+        merge.run(_merge_splits_kernel, summed, stream)
+    return out, lse
+
+
+def _parts(plan: torch.Tensor, name: str, stream: int | None, grid: SplitGrid, value_dim: int) -> Result:
+    """Partial results and their lse, which nothing reads after the call: cached with the plan for the next layer's."""
+    # Layers on another stream may run at the same time. Others stay, whose addresses a captured graph may hold.
+    parts = cached_with(plan).parts
+    kind = (name, stream, grid.split_rows, grid.split_heads, value_dim)
+    found = parts.get(kind)
+    if found is None:
+        rows = (grid.split_rows, grid.split_heads)
+        found = parts[kind] = (
+            torch.empty(*rows, value_dim, dtype=torch.float32, device=plan.device),
+            torch.empty(rows, dtype=torch.float32, device=plan.device),
+        )
+    return found
+
+
+def _give_empty(results: Results, tensors: tuple[Any, ...]) -> Result:
     """No sequence or no block table: every row is 0. Sinks alone decide, and only rows of a sequence have them."""
-    query = call.query
-    out = query.new_zeros((*query.shape[:2], call.value_cache.shape[3]), dtype=out_dtype)
-    lse = query.new_full(query.shape[:2] if with_lse else (0,), float("-inf"), dtype=torch.float32)
-    if lse.numel() and call.sinks is not None:
-        rows = torch.arange(out.shape[0], device=out.device) < call.query_start_loc[-1]
-        lse.copy_(torch.where(rows[:, None], call.sinks.float()[None], lse))
+    query, starts, sinks = tensors[0], tensors[5], tensors[_SINKS]
+    out = query.new_zeros(results.shape, dtype=results.dtype)
+    lse = query.new_full(results.shape[:2] if results.with_lse else (0,), float("-inf"), dtype=torch.float32)
+    if lse.numel() and sinks is not None:
+        rows = torch.arange(out.shape[0], device=out.device) < starts[-1]
+        lse.copy_(torch.where(rows[:, None], sinks.float()[None], lse))
     return out, lse
+
+
+def attention_operator(
+    choose: Choose = choose_operator, like: tuple[Callable[..., torch.Tensor], ...] = ()
+) -> Callable[[Callable[P, torch.Tensor]], Callable[P, torch.Tensor]]:
+    """Makes `torch.ops.pc.<name>` and the public function of a function whose body gives an empty result."""
+
+    def decorate(function: Callable[P, torch.Tensor]) -> Callable[P, torch.Tensor]:
+        names = tuple(inspect.signature(function).parameters)
+
+        @functools.wraps(function)
+        def fake(*args: P.args, **kwargs: P.kwargs) -> torch.Tensor:
+            check_attention(kind_of(names).of(names, args, kwargs))
+            return function(*args, **kwargs)
+
+        launch = _chosen_once(function, choose, False)
+        make = operator(cpu=lambda call: attention_cpu(call)[0], launch=launch, bind=kind_of(names).of, like=like)
+        return make(fake)
+
+    return decorate
+
+
+def with_lse(function: Callable[P, torch.Tensor], choose: Choose = choose_operator) -> Callable[P, Result]:
+    """The twin of an attention operator that also gives the log-sum-exp: `torch.ops.pc.<name>_with_lse`."""
+
+    def fake(*args: P.args, **kwargs: P.kwargs) -> Result:
+        out: torch.Tensor = function.__wrapped__(*args, **kwargs)  # type: ignore[attr-defined]
+        return out, out.new_empty(out.shape[:2], dtype=torch.float32)
+
+    fake.__name__ = f"{function.__name__}_with_lse"
+    fake.__qualname__, fake.__module__, fake.__doc__ = fake.__name__, function.__module__, _doc_with_lse(function)
+    fake.__annotations__ = typing.get_type_hints(function) | {"return": Result}
+    fake.__signature__ = inspect.signature(function).replace(return_annotation=Result)  # type: ignore[attr-defined]
+    kind = kind_of(tuple(inspect.signature(function).parameters))
+    return operator(cpu=attention_cpu, launch=_chosen_once(function, choose, True), bind=kind.of)(fake)
+
+
+def _doc_with_lse(function: Callable[..., object]) -> str:
+    name, sections = function.__name__, doc_sections(function.__doc__)
+    sections[""] = f"`{name}`, and the log-sum-exp of each row's scores for `merge_attention`."
+    sections["Returns"] = f"    out as `{name}` gives it, {_LSE}"
+    sections["Examples"] = re.sub(rf"\bout = pc\.{name}\(", f"out, lse = pc.{name}_with_lse(", sections["Examples"])
+    return joined_sections(sections)
+
+
+def attention_cpu(call: AttentionCall) -> Result:
+    """Attention on CPU tensors in PyTorch."""
+    check_call(call)
+    return attend(call)
+
+
+def _chosen_once(function: Callable[..., object], choose: Choose, wants_lse: bool) -> ChosenOnce[Any]:
+    # Metadata are checked by `choose`, once for calls that have the same.
+    names = tuple(inspect.signature(function).parameters)
+    return ChosenOnce(
+        functools.partial(choose, names, wants_lse),
+        lambda *values: check_call(kind_of(names).of(names, values, {})),
+        like=function,
+    )
+
+
+def check_call(call: AttentionCall) -> None:
+    """Checks a call whose values may be read: metadata, values, and that its plan was made for it."""
+    check_attention(call)
+    check_attention_values(call)
+    if call.plan is not None:
+        check_plan(call, call.plan_options())

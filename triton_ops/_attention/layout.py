@@ -29,26 +29,18 @@ def kernel_constants(*values: int) -> Iterator[Any]:
 
 
 TILE, HEADER, INFO, ITEM = kernel_constants(TILE_KEYS, HEADER_INTS, INFO_INTS, ITEM_INTS)
-# Columns of info: flags, first item, number of items, live tiles in reach of a decode, checksum of the positions, ...
-INFO_FLAGS, INFO_FIRST, INFO_ITEMS, INFO_REACH = kernel_constants(0, 1, 2, 3)
+# Columns of info: flags, first item, number of items, live tiles that a decode attends to, checksum of positions, ...
+INFO_FLAGS, INFO_FIRST, INFO_ITEMS, INFO_ATTENDED = kernel_constants(0, 1, 2, 3)
 INFO_CHECKSUM, INFO_QUERY_LEN, INFO_SEQ_LEN, INFO_LIVE = kernel_constants(4, 5, 6, 7)
 # Columns of items: the row, the first and the end of the item's live tiles, how many items the row has.
 ITEM_ROW, ITEM_BEGIN, ITEM_END, ITEM_COUNT = kernel_constants(0, 1, 2, 3)
 # Flags: some tile is dead; some live tile has an absent block.
 DEAD_TILES, PARTIAL_TILES = kernel_constants(1, 2)
 # Arguments of the kernels that differ from step to step: nothing is compiled for their values.
-LENGTHS = ["num_seqs", "num_tokens", "max_tiles", "max_items", "max_q", "num_splits", "target_items", "extra_items"]
-LENGTHS += ["key_begin", "num_blocks", "stride_bt", "stride_bh", "prefix_len"]
-LENGTHS += [
-    "num_rows",
-    "tree_keys",
-    "stride_tree",
-    "top_k",
-    "max_blocks",
-    "max_union",
-    "stride_lq",
-    "stride_lh",
-    "stride_marks",
+LENGTHS = [
+    *("num_seqs", "num_tokens", "max_tiles", "max_items", "max_q", "num_splits", "target_items", "extra_items"),
+    *("decode_queries", "by_sequence", "key_begin", "num_rows", "top_k", "max_blocks", "max_union", "tree_keys"),
+    *("stride_bt", "stride_bh", "stride_tree", "stride_lq", "stride_lh", "stride_marks"),
 ]
 # Sequences with at most this many queries are decoded from the work list; longer ones are tiled over their queries.
 DECODE_QUERIES = 8

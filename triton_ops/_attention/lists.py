@@ -6,15 +6,23 @@ its list; `_list_attention_kernel` walks over the union, so that a block that se
 
 from __future__ import annotations
 
-from .._kernel import kernel
+from typing import Any, NamedTuple
+
+from .._kernel import Grid, KernelLaunch, constants, kernel, numbers
 from .._triton import tl, triton
-from .kernel import _find_sequence, _zero_padding
-from .keys import PLAIN_CACHE, _load_rows
+from .call import AttentionCall
+from .choose import Wanted, compiled_for, merge_grid, strides_of
+from .constants import decode_tiles, latent_tiles, next_power_of_2
+from .kernel import AttentionTensors, Strides, TileSizes, Traits, _find_sequence, _zero_padding
 from .layout import LENGTHS
 from .predicate import Mask, _ahead, _live_blocks, _row_spans, _within
-from .scaling import _end_rows, _scaled_queries
+from .program import _columns_beside, _end_rows, _scaled_queries
 from .scores import Terms, _slopes
-from .walk import _accumulate, _depths, _tree_scores
+from .walk import PLAIN_CACHE, CachedHead, Queries, TreeRows, _accumulate, _depths, _load_rows, _tree_scores
+
+# Queries whose lists are united: as many as fill the rows of the smallest product, and bits of a mark.
+_MAX_QUERIES = 8
+_MAX_SPLITS = 16
 
 
 @kernel(LENGTHS, mask=Mask)
@@ -29,7 +37,7 @@ def _list_blocks_kernel(
     POSITIONS: tl.constexpr, TABLE_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     QUERIES: tl.constexpr, BLOCK_K: tl.constexpr, TREE: tl.constexpr,
 ):  # fmt: skip
-    """Grid (query tiles, KV heads): the blocks that queries of a tile chose, are present and within reach."""
+    """Grid (query tiles, KV heads): the blocks that queries of a tile chose, are present and in the attended range."""
     item = tl.program_id(0)
     head = tl.program_id(1)
     seq = _find_sequence(starts_ptr, num_seqs, item, 1, 1, QUERIES)
@@ -94,81 +102,143 @@ def _list_keys(
     return number, tl.where(exists, block * BLOCK_SIZE + offset, 2147483647), bits
 
 
-@kernel(LENGTHS, mask=Mask, terms=Terms)
+class ListRows(NamedTuple):
+    """The rows of a program: a head of a query each, and which of the united queries that is."""
+
+    member: Any  # [BLOCK_M]
+    token: Any  # [BLOCK_M], counted from the sequence's first query
+    head: Any  # [BLOCK_M]
+    mask_m: Any  # [BLOCK_M], False for rows past the last query
+    q_token: Any  # [BLOCK_M]
+    pos: Any  # [BLOCK_M]
+    q_ptrs: Any  # [BLOCK_M, 1]
+    tree_ptr: Any
+
+
+@triton.jit
+def _list_rows(
+    tensors, strides, kv_head, row_begin, first, q_begin, q_len, seq_len, traits, tile, QUERIES: tl.constexpr
+):
+    """Rows row_begin to row_begin + BLOCK_M of the QUERIES queries from `first` on of a sequence."""
+    row = row_begin + tl.arange(0, tile.BLOCK_M)
+    member = row // traits.GROUP
+    token = first + member
+    head = kv_head * traits.GROUP + row % traits.GROUP
+    mask_m = (member < QUERIES) & (token < q_len)
+    q_token = (q_begin + token).to(tl.int64)
+    pos = seq_len - q_len + token
+    if traits.POSITIONS:
+        pos = tl.load(tensors.positions_ptr + q_token, mask=mask_m, other=0)
+    q_ptrs = tensors.query_ptr + q_token[:, None] * strides.stride_qt + head.to(tl.int64)[:, None] * strides.stride_qh
+    tree_ptr = tensors.tree_ptr
+    if traits.TREE:
+        tree_ptr = tensors.tree_ptr + tl.where(mask_m, q_token, 0) * strides.stride_tree
+    return ListRows(member, token, head, mask_m, q_token, pos, q_ptrs, tree_ptr)
+
+
+@triton.jit
+def _load_list_query(rows, first, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr):
+    """WIDTH columns of the rows' queries from column `first` on."""
+    offs_d = tl.arange(0, BLOCK_D)
+    mask = rows.mask_m[:, None] & (offs_d[None, :] < WIDTH)
+    return tl.load(rows.q_ptrs + first + offs_d[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def _list_step(
+    m, total, acc, number, t, bits, seq_len, queries, rows, tree, cache, terms, mask, traits, BLOCK_N: tl.constexpr
+):
+    """One step of the online softmax: keys at positions t of these blocks, and bits of the queries that chose them."""
+    offs_d = tl.arange(0, cache.BLOCK_D)
+    live = ((bits[None, :] >> rows.member[:, None]) & 1 != 0) & rows.mask_m[:, None]
+    row_lo, row_hi = _row_spans(rows.pos, seq_len, 0, mask)
+    attended = _within(_ahead(t, 0)[None, :], row_lo[:, None], row_hi[:, None], 0, mask)
+    if traits.TREE:
+        attended = _tree_scores(attended, t, seq_len, tree)
+    live = live & attended
+    present = tl.max(tl.broadcast_to(live, [queries.q.shape[0], BLOCK_N]).to(tl.int32), 0) > 0
+    number64 = number.to(tl.int64)
+    slot = (t % cache.BLOCK_SIZE).to(tl.int64)
+    row_ptrs = cache.key_ptr + (number64 * cache.stride_kb + slot * cache.stride_kt)[:, None]
+    keys = row_ptrs + offs_d[None, :]
+    k = _load_rows(keys, present, queries.q.dtype, True, cache.CODES, cache.HEAD_DIM, BLOCK_N, cache.BLOCK_D)
+    other = k
+    rest = k
+    if cache.PARTS > 1:
+        pointers = keys + cache.other
+        other = _load_rows(
+            pointers, present, queries.q.dtype, True, cache.CODES, cache.HEAD_DIM, BLOCK_N, cache.BLOCK_D
+        )
+    if cache.REST > 0:
+        behind = row_ptrs + cache.behind + tl.arange(0, cache.BLOCK_R)[None, :]
+        rest = _load_rows(behind, present, queries.q.dtype, True, cache.CODES, cache.REST, BLOCK_N, cache.BLOCK_R)
+        v = k
+    else:
+        offs_v = tl.arange(0, cache.BLOCK_V)
+        values = cache.value_ptr + (number64 * cache.stride_vb + slot * cache.stride_vt)[:, None] + offs_v[None, :]
+        v = _load_rows(values, present, queries.q.dtype, True, cache.CODES, cache.VALUE_DIM, BLOCK_N, cache.BLOCK_V)
+    if traits.TREE and terms.ALIBI and traits.POSITIONS:
+        t = _depths(t, seq_len, tree)
+    return _accumulate(m, total, acc, k, other, rest, v, t, live, queries, terms, True)
+
+
+@kernel(LENGTHS, tensors=AttentionTensors, terms=Terms, mask=Mask, strides=Strides, traits=Traits, tile=TileSizes)
 def _list_attention_kernel(
-    query_ptr, key_ptr, value_ptr, out_ptr, lse_ptr,
-    partial_ptr, partial_lse_ptr,  # [splits, num_tokens, NUM_HEADS, VALUE_DIM] and its base-2 lse
-    union_ptr, counts_ptr, tables_ptr, seq_lens_ptr, starts_ptr, positions_ptr,
-    alibi_ptr, sinks_ptr, k_scale_ptr, v_scale_ptr, visits_ptr,
-    tree_ptr,  # [num_tokens, tree_keys // 32]
-    num_seqs, num_tokens, max_union, num_splits, scale, terms, mask,
-    stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh, stride_bt, stride_bh,
-    tree_keys, stride_tree,
-    POSITIONS: tl.constexpr, SINKS: tl.constexpr, SCALES: tl.constexpr, CODES: tl.constexpr, UPCAST: tl.constexpr,
-    COUNT: tl.constexpr, TREE: tl.constexpr,
-    TABLE_HEADS: tl.constexpr, WITH_LSE: tl.constexpr, NUM_HEADS: tl.constexpr, GROUP: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, QUERIES: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_G: tl.constexpr,
-    WIDTH: tl.constexpr,
+    tensors, union_ptr, counts_ptr, num_seqs, num_tokens, max_union, num_splits,
+    scale, terms, mask, strides, traits, tile,
+    QUERIES: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Grid (query tiles, KV heads * row tiles, splits)."""
-    KV_HEADS: tl.constexpr = NUM_HEADS // GROUP
+    """Grid (query tiles, KV heads * row tiles * parts, splits)."""
+    BLOCK_SIZE: tl.constexpr = traits.BLOCK_SIZE
+    BLOCK_N: tl.constexpr = tile.BLOCK_N
+    KV_HEADS: tl.constexpr = traits.NUM_HEADS // traits.GROUP
     PARTS: tl.constexpr = BLOCK_N // WIDTH
     PIECES: tl.constexpr = (BLOCK_SIZE + WIDTH - 1) // WIDTH
     item = tl.program_id(0)
-    kv_head = tl.program_id(1) % KV_HEADS
-    row_begin = tl.program_id(1) // KV_HEADS * BLOCK_M
+    part = tl.program_id(1) % tile.PARTS
+    kv_head = tl.program_id(1) // tile.PARTS % KV_HEADS
+    row_begin = tl.program_id(1) // tile.PARTS // KV_HEADS * tile.BLOCK_M
     split = tl.program_id(2)
-    if (row_begin == 0) & (split == 0):
-        _zero_padding(
-            starts_ptr, out_ptr, lse_ptr, num_seqs, num_tokens, kv_head,
-            WITH_LSE, NUM_HEADS, GROUP, VALUE_DIM, BLOCK_V, BLOCK_G,
-        )  # fmt: skip
-    seq = _find_sequence(starts_ptr, num_seqs, item, 1, 1, QUERIES)
-    q_begin = tl.load(starts_ptr + seq)
-    q_len = tl.load(starts_ptr + seq + 1) - q_begin
-    seq_len = tl.load(seq_lens_ptr + seq)
+    if (row_begin == 0) & (part == 0) & (split == 0):
+        _zero_padding(tensors, num_seqs, num_tokens, kv_head, traits, tile)
+    seq = _find_sequence(tensors.starts_ptr, num_seqs, item, 1, 1, QUERIES)
+    q_begin = tl.load(tensors.starts_ptr + seq)
+    q_len = tl.load(tensors.starts_ptr + seq + 1) - q_begin
+    seq_len = tl.load(tensors.seq_lens_ptr + seq)
     first = (item - (q_begin // QUERIES + seq)) * QUERIES
     if first >= q_len:
         return
     place = tl.cast(item, tl.int64) * KV_HEADS + kv_head
     union_ptr += place * max_union * 2
-    table_ptr = tables_ptr + tl.cast(seq, tl.int64) * stride_bt
-    if TABLE_HEADS > 1:
-        table_ptr += tl.cast(kv_head, tl.int64) * stride_bh
+    table_ptr = tensors.tables_ptr + tl.cast(seq, tl.int64) * strides.stride_bt
+    if traits.TABLE_HEADS > 1:
+        table_ptr += tl.cast(kv_head, tl.int64) * strides.stride_bh
     count = tl.load(counts_ptr + place)
     per = (count + num_splits - 1) // num_splits
     i_begin = tl.minimum(split * per, count)
     i_end = tl.minimum(i_begin + per, count)
 
-    offs_d = tl.arange(0, BLOCK_D)
-    offs_v = tl.arange(0, BLOCK_V)
-    row = row_begin + tl.arange(0, BLOCK_M)
-    member = row // GROUP
-    token = first + member
-    head = kv_head * GROUP + row % GROUP
-    mask_m = (member < QUERIES) & (token < q_len)
-    q_token = (q_begin + token).to(tl.int64)
-    pos = seq_len - q_len + token
-    if POSITIONS:
-        pos = tl.load(positions_ptr + q_token, mask=mask_m, other=0)
-    q = tl.load(
-        query_ptr + q_token[:, None] * stride_qt + head[:, None] * stride_qh + offs_d[None, :],
-        mask=mask_m[:, None] & (offs_d[None, :] < HEAD_DIM), other=0.0,
+    rows = _list_rows(tensors, strides, kv_head, row_begin, first, q_begin, q_len, seq_len, traits, tile, QUERIES)
+    ROWS: tl.constexpr = traits.CODES != PLAIN_CACHE and tensors.query_ptr.dtype.element_ty == tl.bfloat16
+    SHIFT: tl.constexpr = 15 if ROWS or tensors.query_ptr.dtype.element_ty == tl.float16 else 0
+    other_at, rest_at = _columns_beside(part, traits, tile)
+    key_at = part * tile.BLOCK_D
+    q = _load_list_query(rows, key_at, traits.HEAD_DIM, tile.BLOCK_D)
+    other = q
+    rest = q
+    if tile.PARTS > 1:
+        other = _load_list_query(rows, key_at + other_at, traits.HEAD_DIM, tile.BLOCK_D)
+    if traits.REST > 0:
+        rest = _load_list_query(rows, key_at + rest_at, traits.REST, tile.BLOCK_R)
+    q, other, rest, factor = _scaled_queries(
+        q, other, rest, scale, tensors.k_scale_ptr, kv_head, terms, traits, tile, ROWS
     )  # fmt: skip
-    ROWS: tl.constexpr = CODES != PLAIN_CACHE and query_ptr.dtype.element_ty == tl.bfloat16
-    SHIFT: tl.constexpr = 15 if ROWS or query_ptr.dtype.element_ty == tl.float16 else 0
-    q, factor = _scaled_queries(q, scale, k_scale_ptr, kv_head, terms, SCALES, CODES, ROWS)
-    slope = _slopes(alibi_ptr, head, mask_m, terms)
-    key_ptr += tl.cast(kv_head, tl.int64) * stride_kh
-    value_ptr += tl.cast(kv_head, tl.int64) * stride_vh
-    own_begin = seq_len - q_len
-    tree_rows = tree_ptr
-    if TREE:
-        tree_rows = tree_ptr + tl.where(mask_m, q_token, 0) * stride_tree
-    m = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
+    slope = _slopes(tensors.alibi_ptr, rows.head, rows.mask_m, terms)
+    key_ptr = tensors.key_ptr + tl.cast(kv_head, tl.int64) * strides.stride_kh + key_at
+    value_ptr = tensors.value_ptr + tl.cast(kv_head, tl.int64) * strides.stride_vh
+    m = tl.full([tile.BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([tile.BLOCK_M, BLOCK_N], tl.float32)
+    acc = tl.zeros([tile.BLOCK_M, tile.BLOCK_V], tl.float32)
     number, t, bits = _list_keys(union_ptr, table_ptr, i_begin, i_end, 0, BLOCK_SIZE, BLOCK_N, WIDTH)
     for step in tl.range(0, (i_end - i_begin + PARTS - 1) // PARTS * PIECES):
         # Numbers of the next step's blocks are on their way while this one's keys are.
@@ -177,33 +247,105 @@ def _list_attention_kernel(
             union_ptr, table_ptr, i_begin + following // PIECES * PARTS, i_end, following % PIECES,
             BLOCK_SIZE, BLOCK_N, WIDTH,
         )  # fmt: skip
-        live = ((bits[None, :] >> member[:, None]) & 1 != 0) & mask_m[:, None]
-        row_lo, row_hi = _row_spans(pos, seq_len, 0, mask)
-        reached = _within(_ahead(t, 0)[None, :], row_lo[:, None], row_hi[:, None], 0, mask)
-        if TREE:
-            reached = _tree_scores(reached, t, seq_len, tree_rows, own_begin, tree_keys)
-        live = live & reached
-        present = tl.max(tl.broadcast_to(live, [BLOCK_M, BLOCK_N]).to(tl.int32), 0) > 0
-        number64 = number.to(tl.int64)
-        slot = (t % BLOCK_SIZE).to(tl.int64)
-        keys = key_ptr + (number64 * stride_kb + slot * stride_kt)[:, None] + offs_d[None, :]
-        values = value_ptr + (number64 * stride_vb + slot * stride_vt)[:, None] + offs_v[None, :]
-        k = _load_rows(keys, present, q.dtype, True, CODES, HEAD_DIM, BLOCK_N, BLOCK_D)
-        v = _load_rows(values, present, q.dtype, True, CODES, VALUE_DIM, BLOCK_N, BLOCK_V)
-        if TREE and terms.ALIBI and POSITIONS:
-            t = _depths(positions_ptr + q_begin, t, seq_len, own_begin)
-        m, total, acc = _accumulate(
-            q, m, total, acc, pos, slope, k, v, t, live, factor, terms, True, UPCAST, ROWS, True, SHIFT
-        )
-        number = next_number
-        t = next_t
-        bits = next_bits
+        # Put together where they are handed on: a variable of the loop would forget what is compiled for.
+        m, total, acc = _list_step(
+            m, total, acc, number, t, bits, seq_len,
+            Queries(
+                q, other, rest, rows.pos, slope, factor, traits.UPCAST, ROWS, True, SHIFT, tile.PARTS, traits.REST,
+            ),
+            rows,
+            TreeRows(rows.tree_ptr, seq_len - q_len, strides.tree_keys, tensors.positions_ptr + q_begin),
+            CachedHead(
+                key_ptr, value_ptr, strides.stride_kb, strides.stride_kt, strides.stride_vb, strides.stride_vt,
+                other_at, rest_at, traits.CODES, BLOCK_SIZE, traits.HEAD_DIM, traits.VALUE_DIM, traits.REST,
+                tile.BLOCK_D, tile.BLOCK_V, tile.BLOCK_R, tile.PARTS,
+            ),
+            terms, mask, traits, BLOCK_N,
+        )  # fmt: skip
+        number, t, bits = next_number, next_t, next_bits
     total = tl.sum(total, 1)
-    if COUNT:
-        tl.atomic_add(visits_ptr, i_end - i_begin)
-    split_row = (tl.cast(split, tl.int64) * num_tokens + q_begin) * NUM_HEADS
+    split_row = (tl.cast(split, tl.int64) * num_tokens + q_begin) * traits.NUM_HEADS
     _end_rows(
-        acc, m, total, v_scale_ptr, kv_head, sinks_ptr, out_ptr, lse_ptr, partial_ptr, partial_lse_ptr,
-        q_token, head, mask_m, num_splits > 1, split_row, token,
-        False, SINKS, SCALES, CODES, WITH_LSE, NUM_HEADS, NUM_HEADS, VALUE_DIM, BLOCK_V,
+        acc, m, total, tensors, kv_head, rows.token, rows.q_token, rows.head, rows.mask_m, num_splits > 1, split_row,
+        part * tile.BLOCK_V, traits, False, traits.NUM_HEADS, tile.BLOCK_V,
     )  # fmt: skip
+
+
+class ChosenLists(NamedTuple):
+    """What a call launches: the union of lists, attention, and the sum of splits where there are any."""
+
+    unite: Grid
+    attend: Grid
+    merge: Grid | None
+    num_splits: int
+    max_union: int
+    stride_marks: int
+    convert_codes: bool
+    with_lse: bool
+    value_dim: int
+
+
+def choose_lists(wanted: Wanted) -> ChosenLists:
+    """Chooses how a call with query_blocks is launched."""
+    call, arch, is_aligned = wanted.call, wanted.arch, wanted.is_aligned
+    query, lists = call.query, call.query_blocks
+    assert lists is not None
+    num_tokens, num_heads, head_dim = query.shape
+    kv_heads, value_dim = call.value_cache.shape[2:]
+    num_seqs, max_blocks = call.seq_lens.shape[0], call.block_tables.shape[-1]
+    top_k, group = lists.shape[2], num_heads // kv_heads
+    longest = num_tokens if call.max_query_len is None else min(num_tokens, call.max_query_len)
+    # One query at a time where its bits may not depend on those beside it.
+    queries = 1 if call.batch_invariant else max(1, min(longest, _MAX_QUERIES, 16 // group))
+    quantized, kind = call.key_cache.dtype != query.dtype, (max(head_dim, value_dim), query.element_size())
+    if call.is_latent:
+        tiles = latent_tiles(arch.name, value_dim, query.element_size(), queries * group, quantized, False, False)
+    else:
+        tiles = decode_tiles(arch.name, *kind, queries * group, quantized, group, call.block_size)
+    max_union = max(1, min(max_blocks, queries * top_k))
+    query_tiles, row_tiles = num_tokens // queries + num_seqs, -(-queries * group // tiles.block_m) * tiles.parts
+    idle = 4 * arch.num_processors // (query_tiles * kv_heads * row_tiles)
+    splits = 1 if call.batch_invariant else max(1, min(idle, max_union * call.block_size // 256, _MAX_SPLITS))
+    # Programs share no cache line.
+    stride_marks = -(-max_blocks // 32) * 32
+    sizes = (num_seqs, top_k, max_blocks, max_union, stride_marks)
+    unite = Grid(
+        _unite_launch(call, queries, is_aligned),
+        (query_tiles, kv_heads, 1),
+        (*sizes, *numbers(call.mask), *lists.stride()[:2], *call.table_strides),
+    )
+    width = min(tiles.block_n, next_power_of_2(call.block_size))
+    own = {"QUERIES": queries, "WIDTH": width}
+    # Words of a tree's mask take registers that two warps do not have.
+    num_warps = tiles.num_warps if call.tree_mask is None else max(4, tiles.num_warps)
+    # triton 3.6 stops at 128 for sm_80, and spills.
+    cap = 168 if wanted.convert_codes else 0
+    constexprs = {**compiled_for(wanted, call.mask, tiles), **own}
+    lengths = (num_seqs, num_tokens, max_union, splits)
+    attend = Grid(
+        KernelLaunch(constexprs, num_warps, tiles.num_stages, is_aligned, cap),
+        (query_tiles, kv_heads * row_tiles, splits),
+        (*lengths, call.scale, *numbers(call.terms), *numbers(call.mask), *strides_of(call)),
+    )
+    merge = None
+    if splits > 1:
+        merge = merge_grid(wanted, num_tokens, (num_seqs, num_tokens, 0, 1, splits, 0), 1)
+    return ChosenLists(
+        unite, attend, merge, splits, max_union, stride_marks, wanted.convert_codes, wanted.with_lse, value_dim
+    )
+
+
+def _unite_launch(call: AttentionCall, queries: int, is_aligned: bool) -> KernelLaunch:
+    assert call.query_blocks is not None
+    constexprs = {
+        **constants(call.mask),
+        "POSITIONS": call.query_positions is not None,
+        "TABLE_HEADS": call.table_heads,
+        "KV_HEADS": call.key_cache.shape[2],
+        "BLOCK_SIZE": call.block_size,
+        "QUERIES": queries,
+        # At least one a thread: with fewer, several threads would mark the same block.
+        "BLOCK_K": max(128, min(512, next_power_of_2(max(call.query_blocks.shape[2], call.block_tables.shape[-1])))),
+        "TREE": call.tree_mask is not None,
+    }
+    return KernelLaunch(constexprs, 4, None, is_aligned)

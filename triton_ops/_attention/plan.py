@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
-import functools
 import math
+import weakref
+from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 
-from .._kernel import flags, kernel, numbers
-from .._launcher import KernelLaunch, aligned, current_stream
+from .._dispatch import Memo, aligned
+from .._kernel import KernelLaunch, current_stream, flags, kernel, numbers
 from .._triton import tl, triton
-from .call import PlanOptions
+from .call import PlanCall, PlanOptions
 from .constants import next_power_of_2
 from .layout import (
     DEAD_TILES,
     INFO,
+    INFO_ATTENDED,
     INFO_CHECKSUM,
     INFO_FIRST,
     INFO_FLAGS,
     INFO_ITEMS,
     INFO_LIVE,
     INFO_QUERY_LEN,
-    INFO_REACH,
     INFO_SEQ_LEN,
     ITEM,
     ITEM_BEGIN,
@@ -47,7 +49,7 @@ def _plan_tiles_kernel(
     DECODE_Q: tl.constexpr, POSITIONS: tl.constexpr, TABLE_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_T: tl.constexpr, SUB: tl.constexpr,
 ):  # fmt: skip
-    """Grid (num_rows,): a row's live tiles, their ranks, and how many of them a decode reaches."""
+    """Grid (num_rows,): a row's live tiles, their ranks, and how many of them a decode attends to."""
     row = tl.cast(tl.program_id(0), tl.int64)
     info_ptr, tiles_ptr, ranks_ptr = _plan_rows(plan_ptr, row, num_rows, max_tiles, max_items)
     seq = row // TABLE_HEADS
@@ -74,7 +76,7 @@ def _plan_tiles_kernel(
     blocks = (seq_len + BLOCK_SIZE - 1) // BLOCK_SIZE
     num_tiles = (seq_len + TILE - 1) // TILE
     live_before = 0
-    reach = 0
+    attended = 0
     partial = 0
     offs_s = tl.arange(0, SUB)
     for base in range(0, num_tiles + 1, BLOCK_T):
@@ -88,13 +90,13 @@ def _plan_tiles_kernel(
         partial += tl.sum(((live > 0) & (present < tl.sum(expected.to(tl.int32), 1))).to(tl.int32), 0)
         in_window = (tile >= tile_lo) & (tile < tile_hi)
         in_sinks = (tile >= sink_lo) & (tile < sink_hi)
-        reach += tl.sum(live * (in_window | in_sinks).to(tl.int32), 0)
+        attended += tl.sum(live * (in_window | in_sinks).to(tl.int32), 0)
         tl.store(ranks_ptr + tile, rank, mask=tile <= num_tiles)
         tl.store(tiles_ptr + rank, tile, mask=live > 0)
         live_before += tl.sum(live, 0)
     flags = tl.where(live_before < num_tiles, DEAD_TILES, 0) + tl.where(partial > 0, PARTIAL_TILES, 0)
     tl.store(info_ptr + INFO_FLAGS, flags)
-    tl.store(info_ptr + INFO_REACH, tl.where(decoded, reach, 0))
+    tl.store(info_ptr + INFO_ATTENDED, tl.where(decoded, attended, 0))
     tl.store(info_ptr + INFO_CHECKSUM, checksum)
     tl.store(info_ptr + INFO_QUERY_LEN, q_len)
     tl.store(info_ptr + INFO_SEQ_LEN, seq_len)
@@ -103,13 +105,13 @@ def _plan_tiles_kernel(
 
 @triton.jit
 def _item_counts(plan_ptr, offs, num_rows, target, DECODE_Q: tl.constexpr):
-    """Work items of rows `offs`, and their live tiles in reach."""
+    """Work items of rows `offs`, and the live tiles that they attend to."""
     mask = offs < num_rows
     info_ptr = _plan_parts(plan_ptr, num_rows, 0, 0)[0] + offs.to(tl.int64) * INFO
-    reach = tl.load(info_ptr + INFO_REACH, mask=mask, other=0)
+    attended = tl.load(info_ptr + INFO_ATTENDED, mask=mask, other=0)
     q_len = tl.load(info_ptr + INFO_QUERY_LEN, mask=mask, other=0)
     decoded = mask & (q_len > 0) & (q_len <= DECODE_Q)
-    return tl.where(decoded, tl.maximum((reach + target - 1) // target, 1), 0), reach
+    return tl.where(decoded, tl.maximum((attended + target - 1) // target, 1), 0), attended
 
 
 @kernel(LENGTHS, mask=Mask)
@@ -117,7 +119,7 @@ def _plan_items_kernel(
     plan_ptr, num_rows, target_items, extra_items, mask, key_begin,
     DECODE_Q: tl.constexpr, MIN_TILES: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    """Grid (num_rows,): cuts the live tiles in reach of all rows into items of about equal length."""
+    """Grid (num_rows,): cuts the live tiles that all decodes attend to into items of about equal length."""
     row = tl.program_id(0)
     total = 0
     for base in range(0, num_rows, BLOCK_S):
@@ -131,9 +133,9 @@ def _plan_items_kernel(
         counts, _ = _item_counts(plan_ptr, offs, num_rows, target, DECODE_Q)
         first += tl.sum(tl.where(offs < row, counts, 0), 0)
         count += tl.sum(counts, 0)
-    own, reach = _item_counts(plan_ptr, row + tl.arange(0, 1), num_rows, target, DECODE_Q)
+    own, attended = _item_counts(plan_ptr, row + tl.arange(0, 1), num_rows, target, DECODE_Q)
     items = tl.sum(own, 0)
-    per = (tl.sum(reach, 0) + tl.maximum(items, 1) - 1) // tl.maximum(items, 1)
+    per = (tl.sum(attended, 0) + tl.maximum(items, 1) - 1) // tl.maximum(items, 1)
     info_ptr, items_ptr, _, _ = _plan_parts(plan_ptr, num_rows, 0, 0)
     info_ptr += tl.cast(row, tl.int64) * INFO
     tl.store(info_ptr + INFO_FIRST, first)
@@ -142,8 +144,8 @@ def _plan_items_kernel(
     for base in range(0, items, BLOCK_S):
         split = base + tl.arange(0, BLOCK_S)
         exists = split < items
-        begin = tl.minimum(split * per, tl.sum(reach, 0))
-        end = tl.minimum(begin + per, tl.sum(reach, 0))
+        begin = tl.minimum(split * per, tl.sum(attended, 0))
+        end = tl.minimum(begin + per, tl.sum(attended, 0))
         tl.store(items_ptr + split * ITEM + ITEM_ROW, tl.zeros_like(split) + row, mask=exists)
         tl.store(items_ptr + split * ITEM + ITEM_BEGIN, begin, mask=exists)
         tl.store(items_ptr + split * ITEM + ITEM_END, end, mask=exists)
@@ -176,15 +178,13 @@ def launch_plan(
     grid, max_items = (shape.num_rows, 1, 1), shape.max_items
     positions = seq_lens if query_positions is None else query_positions
     table_heads = block_tables.shape[1] if block_tables.dim() == 3 else 1
-    tiles, items = _plan_launches(
-        options.decode_queries,
-        flags(options.mask),
-        query_positions is not None,
-        table_heads,
-        block_size,
-        aligned(plan, block_tables, seq_lens, query_start_loc, positions),
-        plan.device,
-    )
+    is_aligned = aligned(plan, block_tables, seq_lens, query_start_loc, positions)
+    compiled_for = (options.decode_queries, flags(options.mask), query_positions is not None, table_heads, block_size)
+    launches = _launches.get((compiled_for, is_aligned, plan.device))
+    if launches is None:
+        chosen = _choose_launches(*compiled_for, is_aligned)
+        launches = _launches.keep((compiled_for, is_aligned, plan.device), (), chosen)
+    tiles, items = launches
     stream = None if plan.is_cpu else current_stream()
     own = (*numbers(options.mask), options.key_begin)
     strides = (block_tables.stride(0), block_tables.stride(1) if block_tables.dim() == 3 else 0)
@@ -200,17 +200,17 @@ def launch_plan(
     )
 
 
-@functools.cache
-def _plan_launches(
+_launches: Memo[tuple[KernelLaunch, KernelLaunch]] = Memo()
+
+
+def _choose_launches(
     decode_queries: int,
     mask_flags: tuple[bool, ...],
     has_positions: bool,
     table_heads: int,
     block_size: int,
     is_aligned: bool,
-    device: torch.device,
 ) -> tuple[KernelLaunch, KernelLaunch]:
-    """One of each for all that the kernels are compiled by."""
     mask = dict(zip(Mask._fields[-len(mask_flags) :], mask_flags, strict=True))
     # A tile begins at most so far behind the beginning of a block.
     offset = block_size - math.gcd(block_size, TILE_KEYS)
@@ -226,3 +226,45 @@ def _plan_launches(
     }
     items = {**mask, "DECODE_Q": decode_queries, "MIN_TILES": MIN_SPLIT_TILES, "BLOCK_S": 128}
     return KernelLaunch(tiles, 4, None, is_aligned), KernelLaunch(items, 1, None, is_aligned)
+
+
+class Refreshed(Protocol):
+    """What the layers of a step share besides a plan, made from the same batch."""
+
+    is_captured: bool
+    """Whether a captured graph may read it: it is then filled anew, in place, when the plan is refreshed."""
+
+    def fill(self, block_tables: torch.Tensor, seq_lens: torch.Tensor, query_start_loc: torch.Tensor) -> None:
+        """Brings it up to date with a batch of the same shapes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cached:
+    """What is cached with a plan, as long as it lives."""
+
+    parts: dict[object, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)  # memory, by what it is for
+    derived: dict[object, Refreshed] = field(default_factory=dict)  # from the plan's batch, until it is refreshed
+
+
+_cached: dict[int, tuple[weakref.ref[torch.Tensor], Cached]] = {}
+
+
+def cached_with(plan: torch.Tensor) -> Cached:
+    """What is cached with a plan; tensors compare by elements, so it is found by identity."""
+    key = id(plan)
+    found = _cached.get(key)
+    if found is not None and found[0]() is plan:
+        return found[1]
+    cached = Cached()
+    _cached[key] = weakref.ref(plan, lambda _: _cached.pop(key, None)), cached
+    return cached
+
+
+def refresh_cached(call: PlanCall, plan: torch.Tensor) -> None:
+    """Brings what is cached with a plan up to date, after the plan itself."""
+    derived = cached_with(plan).derived
+    for key, entry in [*derived.items()]:
+        if entry.is_captured:
+            entry.fill(call.block_tables, call.seq_lens, call.query_start_loc)
+        else:
+            del derived[key]

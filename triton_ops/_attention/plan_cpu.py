@@ -2,27 +2,13 @@
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 
 from .._checks import bad_argument
+from .._numpy import np
+from . import layout
 from .call import AttentionCall, PlanOptions
-from .layout import (
-    DEAD_TILES,
-    INFO_CHECKSUM,
-    INFO_FIRST,
-    INFO_FLAGS,
-    INFO_ITEMS,
-    INFO_LIVE,
-    INFO_QUERY_LEN,
-    INFO_REACH,
-    INFO_SEQ_LEN,
-    MIN_SPLIT_TILES,
-    PARTIAL_TILES,
-    TILE_KEYS,
-    PlanShape,
-    plan_views,
-)
+from .layout import MIN_SPLIT_TILES, TILE_KEYS, PlanShape, plan_views
 
 
 def plan_cpu(
@@ -54,38 +40,35 @@ def plan_cpu(
         live = np.logical_or.reduceat(present, edges) if num_tiles else present
         partial = live & ~np.logical_and.reduceat(present, edges) if num_tiles else present
         decoded = 0 < q_len <= options.decode_queries
-        reached = np.zeros_like(live)
+        in_range = np.zeros_like(live)
         if decoded:
-            reached = live & options.mask.reached_tiles(own, seq_len, num_tiles, options.key_begin)
+            in_range = live & options.mask.attended_tiles(own, seq_len, num_tiles, options.key_begin)
         tiles[i, : live.sum()] = torch.from_numpy(np.flatnonzero(live))
         ranks[i, : num_tiles + 1] = torch.from_numpy(np.concatenate([[0], np.cumsum(live)]))
         checksum = 0 if positions is None else int((own * (2 * np.arange(q_len) + 1)).sum())
-        flags = int(DEAD_TILES) * int(not live.all()) + int(PARTIAL_TILES) * int(partial.any())
-        row = [flags, 0, 0, int(reached.sum()), checksum, q_len, seq_len, int(live.sum())]
+        flags = int(layout.DEAD_TILES) * int(not live.all()) + int(layout.PARTIAL_TILES) * int(partial.any())
+        row = [flags, 0, 0, int(in_range.sum()), checksum, q_len, seq_len, int(live.sum())]
         info[i] = torch.from_numpy(np.array(row, dtype=np.int64).astype(np.int32))
-    reach, q_lens = info[:, int(INFO_REACH)].numpy().astype(np.int64), info[:, int(INFO_QUERY_LEN)].numpy()
+    attended = info[:, int(layout.INFO_ATTENDED)].numpy().astype(np.int64)
+    q_lens = info[:, int(layout.INFO_QUERY_LEN)].numpy()
     is_decoded = (q_lens > 0) & (q_lens <= options.decode_queries)
     wanted = max(1, min(target_items, shape.max_items - shape.num_rows))
-    target = max(-(-int(reach.sum()) // wanted), MIN_SPLIT_TILES)
-    counts = np.where(is_decoded, np.maximum(-(-reach // target), 1), 0)
+    target = max(-(-int(attended.sum()) // wanted), MIN_SPLIT_TILES)
+    counts = np.where(is_decoded, np.maximum(-(-attended // target), 1), 0)
     first = np.cumsum(counts) - counts
-    info[:, int(INFO_FIRST)], info[:, int(INFO_ITEMS)] = torch.from_numpy(first), torch.from_numpy(counts)
+    info[:, int(layout.INFO_FIRST)], info[:, int(layout.INFO_ITEMS)] = torch.from_numpy(first), torch.from_numpy(counts)
     for i, count in enumerate(counts.tolist()):
-        per = -(-int(reach[i]) // max(1, count))
+        per = -(-int(attended[i]) // max(1, count))
         for split in range(count):
-            begin = min(split * per, int(reach[i]))
-            items[int(first[i]) + split] = torch.tensor([i, begin, min(begin + per, int(reach[i])), count])
+            begin = min(split * per, int(attended[i]))
+            items[int(first[i]) + split] = torch.tensor([i, begin, min(begin + per, int(attended[i])), count])
     header = options.header()
     plan[: 1 + len(header)] = [counts.sum(), *header.values()]
     return torch.from_numpy(plan)
 
 
 def check_plan(call: AttentionCall, options: PlanOptions) -> None:
-    """Refuses a plan that was made for another call; reads values, so on a device it synchronizes.
-
-    Raises:
-        ValueError: Made for other lengths, holes, positions, window or mode.
-    """
+    """Refuses a plan that was made for another call; reads values, so on a device it synchronizes."""
     block_size = call.key_cache.shape[1]
     shape = PlanShape.of(call.block_tables, block_size)
     if call.plan is None or shape.num_rows == 0:
@@ -97,12 +80,11 @@ def check_plan(call: AttentionCall, options: PlanOptions) -> None:
     if not torch.equal(given[header], expected[header]):
         names = ", ".join(options.header()).lower()
         raise bad_argument("plan", f"{given[header].tolist()}", f"{expected[header].tolist()} ({names} of this call)")
-    made_for = (INFO_FLAGS, INFO_REACH, INFO_CHECKSUM, INFO_QUERY_LEN, INFO_SEQ_LEN, INFO_LIVE)
-    columns = [int(column) for column in made_for]
+    found = (layout.INFO_FLAGS, layout.INFO_ATTENDED, layout.INFO_CHECKSUM)
+    columns = [int(column) for column in (*found, layout.INFO_QUERY_LEN, layout.INFO_SEQ_LEN, layout.INFO_LIVE)]
     mine, theirs = (plan_views(p, shape)[0][:, columns] for p in (given, expected))
     if not torch.equal(mine, theirs):
         row = int(torch.nonzero((mine != theirs).any(dim=1))[0])
-        raise bad_argument(
-            "plan", f"{mine[row].tolist()} for sequence {row}", f"{theirs[row].tolist()} (flags, live tiles in reach, "
-            "checksum of positions, q_len, seq_len, live tiles): build it again for this step"
-        )  # fmt: skip
+        names = "flags, live tiles that a decode attends to, checksum of positions, q_len, seq_len, live tiles"
+        needs = f"{theirs[row].tolist()} ({names}): build it again for this step"
+        raise bad_argument("plan", f"{mine[row].tolist()} for sequence {row}", needs)

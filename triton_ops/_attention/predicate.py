@@ -1,21 +1,20 @@
 """Which keys a query attends to: the predicate's options, and what follows from them.
 
-Kernels ask the functions below for keys and tiles in reach, the CPU and plans the methods of `Mask`; nobody else knows
+Kernels ask the functions below for attended keys and tiles, the CPU and plans the methods of `Mask`; nothing else knows
 an option but for BOUNDED.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-import numpy as np
-
+from .._numpy import np
 from .._triton import tl, triton
 from .layout import TILE, TILE_KEYS
 
 
 class Mask(NamedTuple):
-    """The predicate's options. BOUNDED: a query does not reach back to all keys before it."""
+    """The predicate's options. BOUNDED: a query does not attend to all keys before it."""
 
     window: int
     num_sink_tokens: int
@@ -27,8 +26,8 @@ class Mask(NamedTuple):
         """Whether queries up to position `last` attend to all keys before them, and where not causal behind them."""
         return not self.BOUNDED or (self.CAUSAL and last < self.window)
 
-    def reach(self, first: int, last: int, seq_len: int) -> tuple[int, int, int]:
-        """Keys in reach of queries at positions first to last: [0, sink_end) and [begin, end), as these three."""
+    def attended_range(self, first: int, last: int, seq_len: int) -> tuple[int, int, int]:
+        """Keys that queries at positions first to last attend to: [0, sink_end) and [begin, end), as these three."""
         begin, end = 0, min(seq_len, last + 1) if self.CAUSAL else seq_len
         if self.WINDOW:
             begin = max(0, first - self.window + 1)
@@ -39,35 +38,33 @@ class Mask(NamedTuple):
         return min(self.num_sink_tokens, begin), begin, end
 
     def max_tiles(self, queries: int) -> int:
-        """How many tiles the last queries of a sequence reach at most; any number where nothing bounds them."""
+        """How many tiles the last queries of a sequence attend to at most; any number where nothing bounds them."""
         if not self.BOUNDED:
             return 1 << 31
         # The first of the window's keys may be the last one of its tile.
         return -(-(self.window + queries - 2) // TILE_KEYS) + 1 + -(-self.num_sink_tokens // TILE_KEYS)
 
-    def live(self, t: np.ndarray, positions: np.ndarray) -> np.ndarray:
-        """Which keys at positions t queries attend to: `[queries, keys]`."""
+    def live(self, t: Any, positions: Any) -> Any:
+        """Which keys at positions t queries attend to, arrays or tensors: `[queries, keys]`."""
         p = positions[:, None]
-        live = np.ones((len(positions), len(t)), dtype=bool)
-        if self.CAUSAL:
-            live &= t <= p
+        live = t <= p if self.CAUSAL else (t == t) & (p == p)
         if self.WINDOW:
             live &= (t > p - self.window) | (t < self.num_sink_tokens)
             if not self.CAUSAL:
                 live &= t < p + self.window
         return live
 
-    def reached_tiles(self, positions: np.ndarray, seq_len: int, num_tiles: int, key_begin: int) -> np.ndarray:
+    def attended_tiles(self, positions: np.ndarray, seq_len: int, num_tiles: int, key_begin: int) -> np.ndarray:
         """Which tiles hold a key from key_begin on that queries at ascending positions may attend to."""
         keys = np.arange(num_tiles * TILE_KEYS)
-        sink_end, begin, end = self.reach(int(positions[0]), int(positions[-1]), seq_len)
+        sink_end, begin, end = self.attended_range(int(positions[0]), int(positions[-1]), seq_len)
         live = (keys >= key_begin) & (keys < end) & ((keys < sink_end) | (keys >= begin))
         return np.asarray(live.reshape(num_tiles, TILE_KEYS).any(axis=1))
 
 
 @triton.jit
 def _between(low, high, seq_len, key_begin, mask):
-    """Keys from where the window of a query at `low` begins to where what a query at `high` reaches ends.
+    """Keys from where the window of a query at `low` begins to where the attended range of one at `high` ends.
 
     Sink tokens are left out; the end may lie below the beginning.
     """
@@ -104,13 +101,13 @@ def _span(p_first, p_last, seq_len, key_begin, mask):
 
 
 @triton.jit
-def _reaching(p_first, t, mask):
-    """p_first, or the last position before it that reaches back to key t."""
+def _attending_from(p_first, t, mask):
+    """p_first, or the last position before it whose query attends to key t."""
     return tl.minimum(p_first, t + mask.window - 1)
 
 
 @triton.jit
-def _whole_span(p_first, p_last, seq_len, key_begin, mask):
+def _full_span(p_first, p_last, seq_len, key_begin, mask):
     """Keys [lo, hi) that all of the queries at positions p_first to p_last attend to."""
     return _between(p_last, p_first, seq_len, key_begin, mask)
 
@@ -156,10 +153,3 @@ def _sink_tiles(hi, key_begin, mask):
     """Where the tiles of sink tokens below hi end; 0 where there are none."""
     end = (tl.minimum(mask.num_sink_tokens, hi) + TILE - 1) // TILE
     return tl.where(mask.num_sink_tokens > key_begin, end, 0)
-
-
-@triton.jit
-def _whole_tile_queries(q_len, seq_len, has_partial, DECODE_Q: tl.constexpr, BLOCK_Q: tl.constexpr):
-    """How many first queries of a sequence `specialized.py` takes: whole tiles of keys, BLOCK_Q queries at once."""
-    whole = tl.minimum(q_len, seq_len // TILE * TILE - (seq_len - q_len))
-    return tl.where(has_partial | (q_len <= DECODE_Q), 0, tl.maximum(whole, 0) // BLOCK_Q * BLOCK_Q)

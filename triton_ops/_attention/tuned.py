@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-# (architecture, "decode" or "prefill", head_dim, heads of a group, 64 for blocks of whole tiles of 64 tokens or 16) ->
-# ((block_m, block_n, num_warps, num_stages, two_loops, descriptors, max_registers if any), reason)
-_Tiles = tuple[int, int, int, int, bool, bool] | tuple[int, int, int, int, bool, bool, int]
+# (architecture, "decode" or "prefill", head_dim, heads of a group, 64 for blocks of full tiles of 64 tokens or 16) ->
+# ((block_m, block_n, num_warps, num_stages, two_loops, max_registers if any), reason)
+_Tiles = tuple[int, int, int, int, bool] | tuple[int, int, int, int, bool, int]
 TILES: dict[tuple[str, str, int, int, int], tuple[_Tiles, str]] = {}
 
 # architecture -> (programs of a decode per processor, reason)
 PROGRAMS: dict[str, tuple[int, str]] = {}
-
-# (architecture, head_dim) -> reason to take the prefill with specialized warps
-SPECIALIZED: dict[tuple[str, int], str] = {}

@@ -6,51 +6,146 @@ and as many of them are in flight as there are stages.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 from .._quantize import small_e4m3
 from .._triton import tl, triton
-from .keys import E4M3_BITS, E4M3_PACKED, _key_positions, _load_rows, _row_pointers
 from .layout import TILE, kernel_constants
-from .predicate import _ahead, _row_spans, _within
-from .scores import _with_terms
-from .softmax import _rescale
+from .predicate import Mask, _ahead, _row_spans, _within
+from .scores import Terms, _rescale, _with_terms
 
+# How a cache is stored: as the query's dtype, as codes that the device converts, as uint8 codes of float8 e4m3 that are
+# read as a 256th of what they stand for; E4M3_PACKED: the same, on a device of Nvidia's.
+PLAIN_CACHE, NATIVE_CODES, E4M3_BITS, E4M3_PACKED = kernel_constants(0, 1, 2, 3)
 # How far ahead an absent key is: beyond every end.
 (ABSENT,) = kernel_constants(1 << 31)
 
 
+class Queries(NamedTuple):
+    """The rows of a program, in a tile's order, and what their scores are made of.
+
+    UPCAST: products are of float32. ROWS: `factor` is one a row. LAZY and SHIFT: as for `_rescale`. PARTS above 1:
+    latent rows have another part; REST: and a rest.
+    """
+
+    q: Any  # [BLOCK_M, BLOCK_D]
+    other: Any  # [BLOCK_M, BLOCK_D]
+    rest: Any  # [BLOCK_M, BLOCK_R]
+    pos: Any  # [BLOCK_M]
+    slope: Any  # [BLOCK_M]
+    factor: Any
+    UPCAST: bool
+    ROWS: bool
+    LAZY: bool
+    SHIFT: int
+    PARTS: int
+    REST: int
+
+
+class CachedHead(NamedTuple):
+    """Keys and values of a KV head in the cache; with REST the key_ptr is at a part of the value, which is its key too.
+
+    other, behind: columns from there to the other part, and to the rest.
+    """
+
+    key_ptr: Any
+    value_ptr: Any
+    stride_kb: Any
+    stride_kt: Any
+    stride_vb: Any
+    stride_vt: Any
+    other: Any
+    behind: Any
+    CODES: int
+    BLOCK_SIZE: int
+    HEAD_DIM: int
+    VALUE_DIM: int
+    REST: int
+    BLOCK_D: int
+    BLOCK_V: int
+    BLOCK_R: int
+    PARTS: int
+
+
+class LiveTiles(NamedTuple):
+    """The live tiles that a program's rows attend to, numbered 0, 1, 2, ...: n_sink with sink tokens, then the others.
+
+    Without has_holes every tile of the sequence is live and ranks are tiles.
+    """
+
+    table_ptr: Any
+    tiles_ptr: Any
+    has_holes: Any
+    rank_lo: Any
+    n_sink: Any
+    rank_sink: Any
+
+
+class TreeRows(NamedTuple):
+    """Where the rows' masks over the call's own tokens begin, the first of these, their number, and their depths."""
+
+    rows: Any
+    own_begin: Any
+    keys: Any
+    positions_ptr: Any
+
+
+class Walk(NamedTuple):
+    """What is the same in every step of a program: its rows attend to keys of [lo, hi) and to sink tokens."""
+
+    queries: Queries
+    cache: CachedHead
+    tiles: LiveTiles
+    tree: TreeRows
+    mask: Mask
+    terms: Terms
+    lo: Any
+    hi: Any
+    key_begin: Any
+    # Triton 3.6 knows what the tuples in a tuple are compiled for where a constant comes last.
+    TREE: bool
+
+
 @triton.jit
-def _tile_start(i, i_end, jump, skip, hi, tiles_ptr, rank_lo, n_sink, rank_sink, has_holes, SINKS: tl.constexpr):
-    """First key of the i-th live tile; `hi`, which no key reaches, from i_end on."""
+def _tile_start(i, i_end, jump, skip, hi, tiles, SINKS: tl.constexpr):
+    """First key of the i-th live tile; `hi`, behind all keys, from i_end on."""
     exists = i < i_end
     i = tl.where(i < jump, i, i + skip)
-    rank = rank_lo + i - n_sink
+    rank = tiles.rank_lo + i - tiles.n_sink
     if SINKS:
-        rank = tl.where(i < n_sink, rank_sink + i, rank)
-    tile = tl.load(tiles_ptr + rank, mask=has_holes & exists, other=rank)
+        rank = tl.where(i < tiles.n_sink, tiles.rank_sink + i, rank)
+    tile = tl.load(tiles.tiles_ptr + rank, mask=tiles.has_holes & exists, other=rank)
     return tl.where(exists, tile * TILE, hi)
 
 
 @triton.jit
-def _step_start(
-    step, i_begin, i_end, jump, skip, hi, tiles_ptr, rank_lo, n_sink, rank_sink, has_holes,
-    SINKS: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
+def _step_start(step, i_begin, i_end, jump, skip, hi, tiles, SINKS: tl.constexpr, BLOCK_N: tl.constexpr):
     """First key of a step, and of its second tile where it has one."""
     i = i_begin + step * BLOCK_N // TILE
-    start = _tile_start(i, i_end, jump, skip, hi, tiles_ptr, rank_lo, n_sink, rank_sink, has_holes, SINKS)
+    start = _tile_start(i, i_end, jump, skip, hi, tiles, SINKS)
     second = start
     if BLOCK_N < TILE:
         start += step * BLOCK_N % TILE
     if BLOCK_N > TILE:
-        second = _tile_start(i + 1, i_end, jump, skip, hi, tiles_ptr, rank_lo, n_sink, rank_sink, has_holes, SINKS)
+        second = _tile_start(i + 1, i_end, jump, skip, hi, tiles, SINKS)
     return start, second
 
 
 @triton.jit
-def _block_numbers(table_ptr, start, second, hi, WHOLE: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+def _key_positions(start, second, BLOCK_N: tl.constexpr):
+    """Positions of a step's keys: from `start` on, those past TILE of them from `second` on."""
+    offs_n = tl.arange(0, BLOCK_N)
+    t = start + offs_n
+    if BLOCK_N > TILE:
+        t = tl.where(offs_n < TILE, t, second + offs_n - TILE)
+    return t
+
+
+@triton.jit
+def _block_numbers(table_ptr, start, second, hi, FULL: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
     """Block number of each of a step's keys, or one for all of them; -1 where there is none.
 
-    One load a block, if blocks begin where tiles do and are not too many; else one a key. WHOLE: steps that begin below
+    One load a block, if blocks begin where tiles do and are not too many; else one a key. FULL: steps that begin below
     hi end there too.
     """
     SPAN: tl.constexpr = BLOCK_N if BLOCK_N < TILE else TILE
@@ -75,7 +170,7 @@ def _block_numbers(table_ptr, start, second, hi, WHOLE: tl.constexpr, BLOCK_SIZE
                 part_ptr = entry_ptr + offset // BLOCK_SIZE
             else:
                 part_ptr = table_ptr + tl.cast(key + offset, tl.uint32) // BLOCK_SIZE
-            live = key < hi if WHOLE else key + offset < hi
+            live = key < hi if FULL else key + offset < hi
             block = tl.where(part >= i, tl.load(part_ptr, mask=live, other=-1), block)
         return block
     else:
@@ -84,45 +179,55 @@ def _block_numbers(table_ptr, start, second, hi, WHOLE: tl.constexpr, BLOCK_SIZE
 
 
 @triton.jit
-def _tree_scores(live, t, hi, tree_rows, own_begin, tree_keys):
-    """`live`, but for the call's own tokens, from own_begin on, what the bits of the rows' masks say."""
-    own = t - own_begin
+def _tree_scores(live, t, hi, tree):
+    """`live`, but for the call's own tokens what the bits of the rows' masks say."""
+    own = t - tree.own_begin
     is_own = (own >= 0) & (t < hi)
-    word = tl.load(tree_rows[:, None] + (own // 32)[None, :], mask=(is_own & (own < tree_keys))[None, :], other=0)
+    word = tl.load(tree.rows[:, None] + (own // 32)[None, :], mask=(is_own & (own < tree.keys))[None, :], other=0)
     return tl.where(is_own[None, :], (word >> (own & 31)[None, :]) & 1 != 0, live)
 
 
 @triton.jit
-def _depths(own_positions_ptr, t, hi, own_begin):
+def _depths(t, hi, tree):
     """Key positions t, where those of the call's own tokens are their depths."""
-    return tl.load(own_positions_ptr + t - own_begin, mask=(t >= own_begin) & (t < hi), other=t)
+    return tl.load(tree.positions_ptr + t - tree.own_begin, mask=(t >= tree.own_begin) & (t < hi), other=t)
 
 
 @triton.jit
-def _accumulate(
-    q, m, total, acc, pos, slope, k, v, t, live, factor, terms,
-    MASKED: tl.constexpr, UPCAST: tl.constexpr, ROWS: tl.constexpr, LAZY: tl.constexpr, SHIFT: tl.constexpr,
-):  # fmt: skip
-    """Adds keys at positions t to an online softmax; `live`: which rows attend to which of them, where MASKED.
-
-    m and total are None where they are the first.
-    """
+def _products(q, k, score, UPCAST: tl.constexpr):
+    """q.k, added to `score` where there is one."""
     # The interpreter multiplies bfloat16 as integers, so there the operands of a dot are float32.
     if UPCAST:
-        score = tl.dot(q.to(tl.float32), tl.trans(k.to(tl.float32)), input_precision="ieee")
+        return tl.dot(q.to(tl.float32), tl.trans(k.to(tl.float32)), score, input_precision="ieee")
     else:
-        score = tl.dot(q, tl.trans(k), input_precision="ieee")
+        return tl.dot(q, tl.trans(k), score, input_precision="ieee")
+
+
+@triton.jit
+def _accumulate(m, total, acc, k, other, rest, v, t, live, queries, terms, MASKED: tl.constexpr):
+    """Adds keys at positions t to an online softmax; `live`: which rows attend to which of them, where MASKED.
+
+    m and total are None where they are the first; other and rest are what latent rows have beside k.
+    """
+    q = queries.q
+    score = _products(q, k, None, queries.UPCAST)
+    if queries.PARTS > 1:
+        score = _products(queries.other, other, score, queries.UPCAST)
+    if queries.REST > 0:
+        score = _products(queries.rest, rest, score, queries.UPCAST)
+    factor = queries.factor
     if not terms.PLAIN:
-        if ROWS:
+        if queries.ROWS:
             score *= factor[:, None]
         else:
             score *= factor
-        score = _with_terms(score, t, pos, slope, terms)
+        score = _with_terms(score, t, queries.pos, queries.slope, terms)
         factor = 1.0
     if MASKED:
         score = tl.where(live, score, float("-inf"))
-    p, m, total, acc = _rescale(score, m, total, acc, factor, MASKED, ROWS and terms.PLAIN, LAZY, SHIFT)
-    if UPCAST:
+    ROWS: tl.constexpr = queries.ROWS and terms.PLAIN
+    p, m, total, acc = _rescale(score, m, total, acc, factor, MASKED, ROWS, queries.LAZY, queries.SHIFT)
+    if queries.UPCAST:
         acc = tl.dot(p.to(q.dtype).to(tl.float32), v.to(tl.float32), acc, input_precision="ieee")
     else:
         acc = tl.dot(p.to(q.dtype), v, acc, input_precision="ieee")
@@ -130,121 +235,162 @@ def _accumulate(
 
 
 @triton.jit
-def _step(
-    q, m, total, acc, pos, slope, start, second, block, key_source, value_source,
-    stride_kb, stride_kt, stride_vb, stride_vt,
-    lo, hi, key_begin, mask, factor, terms, tree_rows, own_begin, tree_keys, own_positions_ptr,
-    MASKED: tl.constexpr, SCATTERED: tl.constexpr, TREE: tl.constexpr,
-    CODES: tl.constexpr, UPCAST: tl.constexpr, DESCRIPTORS: tl.constexpr,
-    ROWS: tl.constexpr, LAZY: tl.constexpr, SHIFT: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr,
+def _blocks(source, block, stride_b):
+    """Pointers to blocks; anything for block -1, of which nothing is loaded. In bytes, which takes no shift a block."""
+    SIZE: tl.constexpr = source.dtype.element_ty.primitive_bitwidth // 8
+    if SIZE == 1 and isinstance(stride_b, tl.tensor) and stride_b.dtype == tl.int32:
+        return source + tl.cast(tl.cast(block, tl.uint32), tl.uint64) * tl.cast(tl.cast(stride_b, tl.uint32), tl.uint64)
+    apart = tl.cast(tl.cast(block, tl.uint32), tl.uint64) * (tl.cast(stride_b, tl.uint64) * SIZE)
+    return (source.to(tl.pointer_type(tl.uint8)) + apart).to(source.dtype)
+
+
+@triton.jit
+def _row_pointers(
+    source, block, start, second, stride_b, stride_t,
+    BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, NARROW: tl.constexpr = False,
 ):  # fmt: skip
-    """One step of the online softmax. Sources are pointers, or descriptors: then stride_kb and stride_vb count rows."""
+    """Pointers to a step's keys or values; as much of them as can be is the same in every step.
+
+    NARROW: a block's elements are fewer than 2**31.
+    """
+    offs_n = tl.arange(0, BLOCK_N)
+    offs_d = tl.arange(0, BLOCK_D)
+    rows = _blocks(source, block, stride_b)
+    if NARROW and BLOCK_N <= TILE and BLOCK_SIZE % BLOCK_N == 0:
+        # Computed anew in each step, for which there are registers where there are none for what stays the same.
+        pointers = rows + ((start % BLOCK_SIZE + offs_n)[:, None] * stride_t + offs_d[None, :])
+    elif BLOCK_N <= TILE and BLOCK_SIZE % BLOCK_N == 0:
+        rows += tl.cast(start % BLOCK_SIZE, tl.int64) * stride_t
+        pointers = rows + (offs_n.to(tl.int64)[:, None] * stride_t + offs_d[None, :])
+    elif TILE % BLOCK_SIZE == 0:
+        pointers = rows[:, None] + ((offs_n % BLOCK_SIZE).to(tl.int64) * stride_t)[:, None] + offs_d[None, :]
+    else:
+        t = _key_positions(start, second, BLOCK_N)
+        pointers = rows[:, None] + ((t % BLOCK_SIZE).to(tl.int64) * stride_t)[:, None] + offs_d[None, :]
+    return pointers
+
+
+@triton.jit
+def _load_rows(
+    pointers, present, dtype: tl.constexpr,
+    MASKED: tl.constexpr, CODES: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Keys or values; 0 where they are absent."""
+    offs_d = tl.arange(0, BLOCK_D)
+    if MASKED:
+        mask = tl.broadcast_to(present[:, None], [BLOCK_N, BLOCK_D])
+        if HEAD_DIM != BLOCK_D:
+            mask = mask & (offs_d[None, :] < HEAD_DIM)
+        rows = tl.load(pointers, mask=mask, other=0.0)
+    elif HEAD_DIM != BLOCK_D:
+        rows = tl.load(pointers, mask=tl.broadcast_to(offs_d[None, :] < HEAD_DIM, [BLOCK_N, BLOCK_D]), other=0.0)
+    else:
+        rows = tl.load(pointers)
+    if CODES >= E4M3_BITS:
+        rows = small_e4m3(rows, CODES == E4M3_PACKED)
+    return rows.to(dtype)
+
+
+@triton.jit
+def _load_step(
+    cache, block, start, second, present, dtype: tl.constexpr, MASKED: tl.constexpr, BLOCK_N: tl.constexpr
+):  # fmt: skip
+    """Keys of a step, what latent rows have beside them, and values; 0 where they are absent."""
+    keys = _row_pointers(
+        cache.key_ptr, block, start, second, cache.stride_kb, cache.stride_kt,
+        cache.BLOCK_SIZE, BLOCK_N, cache.BLOCK_D, cache.PARTS > 1,
+    )  # fmt: skip
+    if cache.REST > 0:
+        behind = _row_pointers(
+            cache.key_ptr + cache.behind, block, start, second, cache.stride_kb, cache.stride_kt,
+            cache.BLOCK_SIZE, BLOCK_N, cache.BLOCK_R, cache.PARTS > 1,
+        )  # fmt: skip
+        k = _load_rows(keys, present, dtype, MASKED, cache.CODES, cache.HEAD_DIM, BLOCK_N, cache.BLOCK_D)
+        rest = _load_rows(behind, present, dtype, MASKED, cache.CODES, cache.REST, BLOCK_N, cache.BLOCK_R)
+        other = k
+        if cache.PARTS > 1:
+            pointers = _row_pointers(
+                cache.key_ptr + cache.other, block, start, second, cache.stride_kb, cache.stride_kt,
+                cache.BLOCK_SIZE, BLOCK_N, cache.BLOCK_D, cache.PARTS > 1,
+            )  # fmt: skip
+            other = _load_rows(pointers, present, dtype, MASKED, cache.CODES, cache.HEAD_DIM, BLOCK_N, cache.BLOCK_D)
+        return k, other, rest, k
+    else:
+        values = _row_pointers(
+            cache.value_ptr, block, start, second, cache.stride_vb, cache.stride_vt,
+            cache.BLOCK_SIZE, BLOCK_N, cache.BLOCK_V,
+        )  # fmt: skip
+        k = _load_rows(keys, present, dtype, MASKED, cache.CODES, cache.HEAD_DIM, BLOCK_N, cache.BLOCK_D)
+        v = _load_rows(values, present, dtype, MASKED, cache.CODES, cache.VALUE_DIM, BLOCK_N, cache.BLOCK_V)
+        return k, k, k, v
+
+
+@triton.jit
+def _step(
+    m, total, acc, start, second, block, walk, MASKED: tl.constexpr, SCATTERED: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    """One step of the online softmax: the keys from `start` and `second` on, whose block numbers are known."""
+    q = walk.queries.q
     t = _key_positions(start, second, BLOCK_N)
     present = t
     live = t
     if MASKED:
+        key_begin = walk.key_begin
         ahead = _ahead(_key_positions(start - key_begin, second - key_begin, BLOCK_N), 0)
         ahead = tl.where(block >= 0, ahead, ABSENT)
-        present = _within(ahead, lo, hi, key_begin, mask)
-        row_lo, row_hi = _row_spans(pos, hi, key_begin, mask)
-        live = _within(ahead[None, :], row_lo[:, None], row_hi[:, None], key_begin, mask)
-        if TREE:
-            live = present[None, :] & _tree_scores(live, t, hi, tree_rows, own_begin, tree_keys)
+        present = _within(ahead, walk.lo, walk.hi, key_begin, walk.mask)
+        row_lo, row_hi = _row_spans(walk.queries.pos, walk.hi, key_begin, walk.mask)
+        live = _within(ahead[None, :], row_lo[:, None], row_hi[:, None], key_begin, walk.mask)
+        if walk.TREE:
+            live = present[None, :] & _tree_scores(live, t, walk.hi, walk.tree)
         if SCATTERED:
             # Between far queries a tile holds keys that no row attends to: their memory may hold NaN.
             present = tl.max(tl.broadcast_to(live, [q.shape[0], BLOCK_N]).to(tl.int32), 0) > 0
-    if DESCRIPTORS:
-        # What lies outside of the cache or past HEAD_DIM reads as 0; what must not be seen inside of it is zeroed here.
-        k = key_source.load([block * stride_kb + start % BLOCK_SIZE, 0])
-        v = value_source.load([block * stride_vb + start % BLOCK_SIZE, 0])
-        if MASKED:
-            v = tl.where(present[:, None], v, 0.0).to(v.dtype)
-        if CODES >= E4M3_BITS:
-            k = small_e4m3(k, CODES == E4M3_PACKED)
-            v = small_e4m3(v, CODES == E4M3_PACKED)
-        k = k.to(q.dtype)
-        v = v.to(q.dtype)
-    else:
-        keys = _row_pointers(key_source, block, start, second, stride_kb, stride_kt, BLOCK_SIZE, BLOCK_N, BLOCK_D)
-        values = _row_pointers(value_source, block, start, second, stride_vb, stride_vt, BLOCK_SIZE, BLOCK_N, BLOCK_V)
-        k = _load_rows(keys, present, q.dtype, MASKED, CODES, HEAD_DIM, BLOCK_N, BLOCK_D)
-        v = _load_rows(values, present, q.dtype, MASKED, CODES, VALUE_DIM, BLOCK_N, BLOCK_V)
-    if TREE and MASKED:  # noqa: SIM102  the first is known to the compiler
-        if terms.ALIBI and own_positions_ptr is not None:
-            t = _depths(own_positions_ptr, t, hi, own_begin)
-    return _accumulate(q, m, total, acc, pos, slope, k, v, t, live, factor, terms, MASKED, UPCAST, ROWS, LAZY, SHIFT)
+    k, other, rest, v = _load_step(walk.cache, block, start, second, present, q.dtype, MASKED, BLOCK_N)
+    if walk.TREE and MASKED:  # noqa: SIM102  the first is known to the compiler
+        if walk.terms.ALIBI and walk.tree.positions_ptr is not None:
+            t = _depths(t, walk.hi, walk.tree)
+    return _accumulate(m, total, acc, k, other, rest, v, t, live, walk.queries, walk.terms, MASKED)
 
 
 @triton.jit
-def _first_tile(
-    q, pos, slope, i, i_end,
-    tiles_ptr, rank_lo, n_sink, rank_sink, has_holes, table_ptr, key_source, value_source,
-    stride_kb, stride_kt, stride_vb, stride_vt,
-    lo, hi, key_begin, mask, factor, terms, tree_rows, own_begin, tree_keys, own_positions_ptr,
-    SCATTERED: tl.constexpr, TREE: tl.constexpr, CODES: tl.constexpr, UPCAST: tl.constexpr, DESCRIPTORS: tl.constexpr,
-    ROWS: tl.constexpr, LAZY: tl.constexpr, SHIFT: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr,
-):  # fmt: skip
+def _first_tile(i, i_end, walk, SCATTERED: tl.constexpr, BLOCK_N: tl.constexpr):
     """The online softmax of the i-th live tile, or of no key where i is not below i_end; without a loop around it."""
     m = None
     total = None
-    acc = tl.zeros([q.shape[0], BLOCK_V], tl.float32)
+    acc = tl.zeros([walk.queries.q.shape[0], walk.cache.BLOCK_V], tl.float32)
     for piece in tl.static_range(TILE // BLOCK_N):
-        start, second = _step_start(
-            piece, i, i_end, i_end, 0, hi, tiles_ptr, rank_lo, n_sink, rank_sink, has_holes, mask.BOUNDED, BLOCK_N
-        )
-        if piece == 0 or start < hi:
-            block = _block_numbers(table_ptr, start, second, hi, False, BLOCK_SIZE, BLOCK_N)
-            m, total, acc = _step(
-                q, m, total, acc, pos, slope, start, second, block, key_source, value_source,
-                stride_kb, stride_kt, stride_vb, stride_vt,
-                lo, hi, key_begin, mask, factor, terms, tree_rows, own_begin, tree_keys, own_positions_ptr,
-                True, SCATTERED, TREE, CODES, UPCAST, DESCRIPTORS, ROWS, LAZY, SHIFT,
-                BLOCK_SIZE, BLOCK_N, HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_V,
+        start, second = _step_start(piece, i, i_end, i_end, 0, walk.hi, walk.tiles, walk.mask.BOUNDED, BLOCK_N)
+        if piece == 0 or start < walk.hi:
+            block = _block_numbers(
+                walk.tiles.table_ptr, start, second, walk.hi, False, walk.cache.BLOCK_SIZE, BLOCK_N
             )  # fmt: skip
+            m, total, acc = _step(m, total, acc, start, second, block, walk, True, SCATTERED, BLOCK_N)
     return m, total, acc
 
 
 @triton.jit
 def _walk(
-    q, m, total, acc, pos, slope, i_begin, i_end, jump, skip,
-    tiles_ptr, rank_lo, n_sink, rank_sink, has_holes, table_ptr, key_source, value_source,
-    stride_kb, stride_kt, stride_vb, stride_vt,
-    lo, hi, key_begin, mask, factor, terms, tree_rows, own_begin, tree_keys, own_positions_ptr,
-    MASKED: tl.constexpr, SCATTERED: tl.constexpr, TREE: tl.constexpr,
-    CODES: tl.constexpr, UPCAST: tl.constexpr, DESCRIPTORS: tl.constexpr,
-    ROWS: tl.constexpr, LAZY: tl.constexpr, SHIFT: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr,
+    m, total, acc, i_begin, i_end, jump, skip, walk,
+    MASKED: tl.constexpr, SCATTERED: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Adds live tiles [i_begin, i_end), counted without the `skip` ones from `jump` on.
 
-    Without MASKED every row attends to all of their keys, and they fill whole steps.
+    Without MASKED every row attends to all of their keys, and they fill their steps.
     """
-    SINKS: tl.constexpr = MASKED and mask.BOUNDED
+    SINKS: tl.constexpr = MASKED and walk.mask.BOUNDED
+    BLOCK_SIZE: tl.constexpr = walk.cache.BLOCK_SIZE
+    hi = walk.hi
     steps = tl.maximum(i_end - i_begin, 0) * TILE
     steps = (steps + BLOCK_N - 1) // BLOCK_N
-    start, second = _step_start(
-        0, i_begin, i_end, jump, skip, hi, tiles_ptr, rank_lo, n_sink, rank_sink, has_holes, SINKS, BLOCK_N
-    )
-    block = _block_numbers(table_ptr, start, second, hi, not MASKED, BLOCK_SIZE, BLOCK_N)
-    # Triton's pipeliner for sm_100 gives up on values that a descriptor read and a mask changed: these steps are few.
-    STAGES: tl.constexpr = 1 if DESCRIPTORS and MASKED and not LAZY else None
-    for j in tl.range(0, steps, num_stages=STAGES):
-        next_start, next_second = _step_start(
-            j + 1, i_begin, i_end, jump, skip, hi, tiles_ptr, rank_lo, n_sink, rank_sink, has_holes, SINKS, BLOCK_N
-        )
-        next_block = _block_numbers(table_ptr, next_start, next_second, hi, not MASKED, BLOCK_SIZE, BLOCK_N)
-        m, total, acc = _step(
-            q, m, total, acc, pos, slope, start, second, block, key_source, value_source,
-            stride_kb, stride_kt, stride_vb, stride_vt,
-            lo, hi, key_begin, mask, factor, terms, tree_rows, own_begin, tree_keys, own_positions_ptr,
-            MASKED, SCATTERED, TREE, CODES, UPCAST, DESCRIPTORS, ROWS, LAZY, SHIFT,
-            BLOCK_SIZE, BLOCK_N, HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_V,
+    start, second = _step_start(0, i_begin, i_end, jump, skip, hi, walk.tiles, SINKS, BLOCK_N)
+    block = _block_numbers(walk.tiles.table_ptr, start, second, hi, not MASKED, BLOCK_SIZE, BLOCK_N)
+    for j in tl.range(0, steps):
+        next_start, next_second = _step_start(j + 1, i_begin, i_end, jump, skip, hi, walk.tiles, SINKS, BLOCK_N)
+        next_block = _block_numbers(
+            walk.tiles.table_ptr, next_start, next_second, hi, not MASKED, BLOCK_SIZE, BLOCK_N
         )  # fmt: skip
+        m, total, acc = _step(m, total, acc, start, second, block, walk, MASKED, SCATTERED, BLOCK_N)
         start = next_start
         second = next_second
         block = next_block

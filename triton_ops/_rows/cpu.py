@@ -1,8 +1,11 @@
-"""The same moves in PyTorch on CPU tensors: one parallel call per tensor, in 16-byte elements where rows allow."""
+"""The moves in PyTorch on CPU tensors: one parallel call per tensor, in 16-byte elements where rows allow."""
 
 from __future__ import annotations
 
+import ctypes
 import math
+import sys
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -17,7 +20,36 @@ _FEW_BYTES, _FEW_ROWS = 1 << 14, 32  # what is moved and looked through faster t
 _REFUSALS = (AttributeError, IndexError, RuntimeError, TypeError, ValueError)
 
 QUICK_BYTES = 32 << 20
-"""From here on glibc maps fresh memory for every result, and `memory.empty` is worth its calls."""
+"""From here on glibc maps fresh memory for every result, and `empty` is worth its calls."""
+
+_HUGE_FROM = 4 << 20
+_PAGE = 4096
+_MADV_HUGEPAGE = 14
+
+
+def _find_madvise() -> Callable[[int, int, int], int] | None:
+    if not sys.platform.startswith("linux"):
+        return None
+    try:
+        function = ctypes.CDLL(None).madvise
+    except (OSError, AttributeError):
+        return None
+    function.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    found: Callable[[int, int, int], int] = function
+    return found
+
+
+_madvise = _find_madvise()
+
+
+def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """`torch.empty`; large on the CPU, of huge pages if granted: faulting 64 MB in takes several times its copy."""
+    tensor = torch.empty(shape, dtype=dtype, device=device)
+    size = tensor.untyped_storage().nbytes()
+    if _madvise is not None and tensor.is_cpu and size >= _HUGE_FROM:
+        begin = -(-tensor.data_ptr() // _PAGE) * _PAGE
+        _madvise(begin, (size - _PAGE) // _PAGE * _PAGE, _MADV_HUGEPAGE)
+    return tensor
 
 
 def as_bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -28,10 +60,7 @@ def as_bits(tensor: torch.Tensor) -> torch.Tensor:
 def _as_matrices(
     source: torch.Tensor, target: torch.Tensor, leading: tuple[int, int]
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Both tensors as `[rows, units]` of their widest common unit; None where rows are no contiguous, even grid.
-
-    A row of one unit has no second dimension: indexing is faster so.
-    """
+    """Both tensors as `[rows, units]` of their widest common unit; None where rows are no contiguous, even grid."""
     itemsize = source.dtype.itemsize
     width = math.prod(source.shape[leading[0] :])
     offsets = int(source.storage_offset() * itemsize) | int(target.storage_offset() * itemsize)
@@ -57,7 +86,7 @@ def _as_matrices(
 
 
 def quick_gather(cache: torch.Tensor, leading: int, index: torch.Tensor) -> torch.Tensor | None:
-    """The gather of plain arguments in as few calls as can be; None where they are not plain or the result is large.
+    """The fast path of a gather, in as few calls as can be: a contiguous cache and a small result; else None.
 
     What a call does before it copies counts: between two of them a model has run, and neither the code nor the objects
     of the last call are left in the processor's caches. `index_select` checks the range of an index by itself; what it
@@ -75,16 +104,16 @@ def quick_gather(cache: torch.Tensor, leading: int, index: torch.Tensor) -> torc
 
 
 def fits(source: torch.Tensor, cache: torch.Tensor, leading: int, index: torch.Tensor) -> bool:
-    """Whether a source is one row of the cache per entry of the index, and nobody expects a gradient."""
+    """Whether a source is one row of the cache per entry of the index, and no gradient is expected."""
     if source is None or cache is None or index is None or source.dtype != cache.dtype:
         return False
     return source.shape == index.shape + cache.shape[leading:] and not (source.requires_grad or cache.requires_grad)
 
 
 def quick_scatter(source: torch.Tensor, cache: torch.Tensor, leading: int, index: torch.Tensor) -> bool:
-    """The scatter of plain arguments likewise; False, and nothing done, where they are not plain."""
+    """The fast path of a scatter between contiguous tensors; False, and nothing done, where it does not apply."""
     try:
-        # A plain copy would take a source of another shape for one to be repeated.
+        # A copy would take a source of another shape for one to be repeated.
         if not fits(source, cache, leading, index) or source.dim() < 2:
             return False
         if not (source.is_contiguous() and cache.is_contiguous() and index.dim() == 1):
@@ -113,15 +142,7 @@ def quick_scatter(source: torch.Tensor, cache: torch.Tensor, leading: int, index
 
 
 def gather_rows(source: torch.Tensor, leading: int, index: torch.Tensor, target: torch.Tensor, lowest: int) -> None:
-    """target[i] = row index[i] of source, zeros where it is negative.
-
-    Args:
-        source: Rows under its first `leading` dimensions.
-        leading: 1 or 2; see `row_layout`.
-        index: `[num_rows]` int32 or int64, in range.
-        target: `[num_rows, *row]`, other memory.
-        lowest: Smallest entry of index; negative ones cost a pass over the index, none costs nothing.
-    """
+    """target[i] = row index[i] of source, zeros where it is negative; a `lowest` entry of 0 or more saves looking."""
     if not target.numel():
         return
     if lowest < 0:
@@ -189,7 +210,7 @@ def join_sequences(
 ) -> None:
     """Joins sequence by sequence: whole blocks, the cached part of the next one, then the new rows."""
     block_size, begin = cache.shape[1], 0
-    plain = cache.is_contiguous()
+    is_contiguous = cache.is_contiguous()
     for s, length in enumerate(seq_lens):
         first, last = query_start_loc[s], query_start_loc[s + 1]
         cached = length - (last - first)
@@ -198,7 +219,7 @@ def join_sequences(
             ids = block_tables[s, :whole]
             blocks = out[begin : begin + whole * block_size].view(whole, *cache.shape[1:])
             lowest = int(ids.amin())
-            if plain and lowest >= 0:
+            if is_contiguous and lowest >= 0:
                 torch.index_select(cache, 0, ids, out=blocks)
             else:
                 gather_rows(cache, 1, ids, blocks, lowest)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from .._launcher import KernelLaunch, metadata, remember
+from .._dispatch import Memo
+from .._kernel import Grid, KernelLaunch
 from .._triton import INTERPRET, require_triton, tl, triton
 from .layout import MAX_OUTER, row_layout
 
@@ -26,7 +27,9 @@ NUM_WARPS = 4
 @triton.jit
 def _row_offsets(index, address, VECTOR: tl.constexpr):
     """Offsets of rows in units: (index // block_size) * block + (index % block_size) * slot."""
-    return (index // address[0]) * (address[1] * VECTOR) + (index % address[0]) * (address[2] * VECTOR)
+    block = tl.cast(address[1], tl.int64) * VECTOR
+    slot = tl.cast(address[2], tl.int64) * VECTOR
+    return (index // address[0]) * block + (index % address[0]) * slot
 
 
 @triton.jit
@@ -37,36 +40,31 @@ def _column_offsets(cols, inner, sizes, strides, VECTOR: tl.constexpr, NUM_OUTER
         rest = cols // (inner * VECTOR)
         offsets = tl.cast(cols % (inner * VECTOR), tl.int64)
         for axis in tl.static_range(NUM_OUTER):
+            stride = tl.cast(strides[axis], tl.int64) * VECTOR
             if axis == NUM_OUTER - 1:
-                offsets += tl.cast(rest, tl.int64) * (strides[axis] * VECTOR)
+                offsets += tl.cast(rest, tl.int64) * stride
             else:
-                offsets += tl.cast(rest % sizes[axis], tl.int64) * (strides[axis] * VECTOR)
+                offsets += tl.cast(rest % sizes[axis], tl.int64) * stride
                 rest = rest // sizes[axis]
     return offsets
 
 
 @triton.jit(do_not_specialize=["num_rows", "inners", "widths", "sizes", "addresses", "strides"])
 def _move_rows_kernel(
-    # pointers
     sources,  # per tensor, what source_index >= 0 counts
     extras,  # per tensor, what source_index <= -2 counts as -2 - index; None: nothing
     targets,  # per tensor, what target_index counts
     source_index,  # [num_rows], -1 reads zeros; None: row number
     target_index,  # [num_rows], negative writes nothing; None: row number
-    # sizes, in grains
     num_rows,
-    inners,  # per tensor, contiguous grains
-    widths,  # per tensor, grains of a row
+    inners, widths,  # per tensor, grains that are contiguous, and of a row
     sizes,  # per tensor, of the outer dimensions, innermost first
-    # strides, in grains
     addresses,  # per tensor, for source, extra and target: block_size, block, slot
     strides,  # per tensor, for source, extra and target: of the outer dimensions
-    NUM_TENSORS: tl.constexpr,
-    NUM_OUTER: tl.constexpr,
-    VECTOR: tl.constexpr,
-    TILE_ROWS: tl.constexpr,
+    NUM_TENSORS: tl.constexpr, NUM_OUTER: tl.constexpr, VECTOR: tl.constexpr, TILE_ROWS: tl.constexpr,
     TILE_COLS: tl.constexpr,
-):
+):  # fmt: skip
+    """Grid: the tiles of all tensors, one tensor's after the other's. Sizes and strides are in grains."""
     pid = tl.program_id(0)
     first = 0
     for t in tl.static_range(NUM_TENSORS):
@@ -102,10 +100,7 @@ def _move_rows_kernel(
 
 
 def tile_of(width: int, unit: int) -> tuple[int, int]:
-    """Rows and columns of a program's tile, for rows of `width` units of `unit` bytes.
-
-    Columns are the largest power of two that wastes at most an eighth of the row's last tile.
-    """
+    """Rows of a tile, and columns: the largest power of two that wastes at most an eighth of a row's last tile."""
     cols = min(triton.next_power_of_2(width), TILE_UNITS)
     while cols * unit > 512 and -(-width // cols) * cols > width + width // 8:
         cols //= 2
@@ -129,66 +124,52 @@ def launch_move_rows(
     target_index: torch.Tensor | None = None,
     extras: Sequence[torch.Tensor] | None = None,
 ) -> None:
-    """Copies row source_index[i] of each source to row target_index[i] of the target in the same place.
+    """Copies row source_index[i] of each source to row target_index[i] of the target in the same place, other memory.
 
-    Args:
-        op: The operator's name, for errors.
-        sources: Where an index of at least 0 reads; -1 reads zeros.
-        targets: Where to write; same row shape and dtype as the source, other memory.
-        leading: For sources and for targets 1, when an index counts their first dimension, or 2, when it counts slots.
-        num_rows: Rows to move.
-        source_index: `[num_rows]` int32 or int64; None: 0, 1, 2 and so on.
-        target_index: `[num_rows]` int32 or int64, negative entries write nothing; None: 0, 1, 2 and so on.
-        extras: Where an index of at most -2 reads row -2 - index, of their first dimension.
+    Indices are `[num_rows]`, None for 0, 1, 2 and so on. A source index reads zeros at -1, and at -2 and below row
+    -2 - index of the `extras`, by their first dimension; a negative target index writes nothing. `leading`: for sources
+    and for targets 1, when an index counts their first dimension, or 2, when it counts slots. `op` is for errors.
     """
     require_triton(op)
     assert source_index is None or source_index.is_contiguous()
     assert target_index is None or target_index.is_contiguous()
     if num_rows == 0:
         return
-    given = (*sources, *targets, *(extras or ()), source_index, target_index)
-    lowest_bits = tuple([None if tensor is None else tensor.data_ptr() & 15 for tensor in given])
-    signature = (leading, num_rows, len(sources), lowest_bits, *metadata(*given))
-    moves = _prepared.get(signature)
     work: list[_Work] = []
     for i, (source, target) in enumerate(zip(sources, targets, strict=True)):
         if target.numel():
             work.append((source, source if extras is None else extras[i], target))
+    indices = [index for index in (source_index, target_index) if index is not None]
+    given = [*sources, *targets, *(extras or ()), *indices]
+    options = (leading, num_rows, len(sources), extras is None, source_index is None, target_index is None)
+    moves = _moves.get(options, given)
     if moves is None:
         parts = [part for tensors in work for part in _split(*tensors, leading)]
         moves = [
-            _prepare(parts[start : start + MAX_TENSORS], leading, num_rows, extras is not None)
+            _choose_move(parts[start : start + MAX_TENSORS], leading, num_rows, extras is not None)
             for start in range(0, len(parts), MAX_TENSORS)
         ]
         if len(parts) == len(work):
-            remember(_prepared, signature, moves)
+            _moves.keep(options, given, moves)
         work = parts
     for start, move in enumerate(moves):
         now = work[start * MAX_TENSORS : (start + 1) * MAX_TENSORS]
-        _launch(move, now, num_rows, source_index, target_index, extras is not None)
+        _launch(move, now, (source_index, target_index), extras is not None)
 
 
 _Work = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-@dataclass(frozen=True, slots=True)
-class _Move:
-    """One launch, as far as shapes, strides and the lowest bits of addresses tell.
-
-    Attributes:
-        launch: The kernel's constants.
-        programs: Its grid.
-        dtypes: Per tensor, the integer type that it is moved in.
-        lengths: inners, widths, sizes, addresses and strides, as the kernel takes them.
-    """
-
-    launch: KernelLaunch
-    programs: int
-    dtypes: tuple[Any, ...]
-    lengths: tuple[Any, ...]
+_Move = tuple[Grid, tuple[Any, ...]]
+"""One launch, as far as shapes, strides and the lowest bits of addresses tell, and the integer type of each tensor."""
 
 
-_prepared: dict[object, list[_Move]] = {}
+def _lowest_bits(*tensors: torch.Tensor) -> tuple[int, ...]:
+    """What layouts are chosen by: how far each address is behind a multiple of 16 bytes."""
+    return tuple([tensor.data_ptr() & 15 for tensor in tensors])
+
+
+_moves: Memo[list[_Move]] = Memo(_lowest_bits)
 
 
 def _split(source: torch.Tensor, extra: torch.Tensor, target: torch.Tensor, leading: tuple[int, int]) -> list[_Work]:
@@ -206,60 +187,46 @@ def _split(source: torch.Tensor, extra: torch.Tensor, target: torch.Tensor, lead
     return parts
 
 
-def _prepare(work: list[_Work], leading: tuple[int, int], num_rows: int, has_extras: bool) -> _Move:
-    inners, widths, sizes, addresses, strides, num_outer, vectors, tiles = [], [], [], [], [], [], [], []
-    dtypes = []
-    programs = 0
-    for tensors in work:
-        layout = row_layout(tensors, (leading[0], 1 if has_extras else leading[0], leading[1]))
-        dtype, vector = _units(layout.grain)
-        dtypes.append(dtype)
-        width = layout.inner
-        for size in layout.sizes:
-            width *= size
-        tile = tile_of(width * vector, layout.grain // vector)
-        tiles.append(tile)
-        programs += -(-num_rows // tile[0]) * -(-(width * vector) // tile[1])
-        inners.append(layout.inner)
-        widths.append(width)
-        sizes.append((*layout.sizes, *(1,) * (MAX_OUTER - len(layout.sizes))))
-        addresses.append(tuple(tuple(a) for a in layout.addresses))
-        strides.append(tuple((*s, *(0,) * (MAX_OUTER - len(s))) for s in layout.strides))
-        num_outer.append(len(layout.sizes))
-        vectors.append(vector)
+def _choose_move(work: list[_Work], leading: tuple[int, int], num_rows: int, has_extras: bool) -> _Move:
+    layouts = [row_layout(tensors, (leading[0], 1 if has_extras else leading[0], leading[1])) for tensors in work]
+    units = [_units(layout.grain) for layout in layouts]
+    vectors = [vector for _, vector in units]
+    widths = [layout.inner * math.prod(layout.sizes) for layout in layouts]
+    whole = [
+        (width * vector, layout.grain // vector) for width, vector, layout in zip(widths, vectors, layouts, strict=True)
+    ]
+    tiles = [tile_of(*row) for row in whole]
+    programs = sum(
+        -(-num_rows // tile[0]) * -(-width // tile[1]) for tile, (width, _) in zip(tiles, whole, strict=True)
+    )
     constexprs = {
         "NUM_TENSORS": len(work),
-        "NUM_OUTER": tuple(num_outer),
+        "NUM_OUTER": tuple(len(layout.sizes) for layout in layouts),
         "VECTOR": tuple(vectors),
         "TILE_ROWS": tuple(tile[0] for tile in tiles),
         "TILE_COLS": tuple(tile[1] for tile in tiles),
     }
-    lengths = tuple(tuple(length) for length in (inners, widths, sizes, addresses, strides))
-    return _Move(KernelLaunch(constexprs, NUM_WARPS), programs, tuple(dtypes), lengths)
+    lengths = (
+        tuple(layout.inner for layout in layouts),
+        tuple(widths),
+        tuple(_padded(layout.sizes, 1) for layout in layouts),
+        tuple(tuple(tuple(address) for address in layout.addresses) for layout in layouts),
+        tuple(tuple(_padded(strides, 0) for strides in layout.strides) for layout in layouts),
+    )
+    grid = Grid(KernelLaunch(constexprs, NUM_WARPS), (programs, 1, 1), (num_rows, *lengths))
+    return grid, tuple(dtype for dtype, _ in units)
 
 
-def _launch(
-    move: _Move,
-    work: list[_Work],
-    num_rows: int,
-    source_index: torch.Tensor | None,
-    target_index: torch.Tensor | None,
-    has_extras: bool,
-) -> None:
+def _padded(numbers: tuple[int, ...], fill: int) -> tuple[int, ...]:
+    return (*numbers, *(fill,) * (MAX_OUTER - len(numbers)))
+
+
+def _launch(move: _Move, work: list[_Work], indices: tuple[torch.Tensor | None, ...], has_extras: bool) -> None:
+    grid, dtypes = move
     sources, extras, targets = (
-        tuple([triton.reinterpret(tensor, dtype) for tensor, dtype in zip(tensors, move.dtypes, strict=True)])
+        tuple([triton.reinterpret(tensor, dtype) for tensor, dtype in zip(tensors, dtypes, strict=True)])
         for tensors in zip(*work, strict=True)
     )
     device = next((t.device for t in work[0] if t.is_cuda), torch.device("cpu"))
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
-        move.launch(
-            _move_rows_kernel,
-            (move.programs, 1, 1),
-            sources,
-            extras if has_extras else None,
-            targets,
-            source_index,
-            target_index,
-            num_rows,
-            *move.lengths,
-        )
+        grid.run(_move_rows_kernel, (sources, extras if has_extras else None, targets, *indices))

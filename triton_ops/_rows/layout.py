@@ -19,21 +19,13 @@ class Address(NamedTuple):
 
 
 class RowLayout(NamedTuple):
-    """A row as `outer` nested strides around `inner` contiguous grains; every number counts grains.
+    """A row as `outer` nested strides around `inner` contiguous grains; every number counts grains."""
 
-    Attributes:
-        grain: Bytes moved at a time, a power of two up to 16 that divides every address, stride and size.
-        inner: Grains that are contiguous in all tensors.
-        sizes: Sizes of the outer dimensions, innermost first; at most MAX_OUTER.
-        addresses: One per tensor.
-        strides: Per tensor the strides of the outer dimensions, innermost first.
-    """
-
-    grain: int
-    inner: int
-    sizes: tuple[int, ...]
-    addresses: tuple[Address, ...]
-    strides: tuple[tuple[int, ...], ...]
+    grain: int  # bytes, a power of two up to 16 that divides every address, stride and size
+    inner: int  # grains that are contiguous in all tensors
+    sizes: tuple[int, ...]  # of the outer dimensions, innermost first
+    addresses: tuple[Address, ...]  # one per tensor
+    strides: tuple[tuple[int, ...], ...]  # per tensor those of the outer dimensions, innermost first
 
 
 def address_of(tensor: torch.Tensor, leading: int) -> Address:
@@ -48,12 +40,7 @@ def address_of(tensor: torch.Tensor, leading: int) -> Address:
 
 
 def row_layout(tensors: tuple[torch.Tensor, ...], leading: tuple[int, ...]) -> RowLayout:
-    """Lines up rows of the same shape and dtype.
-
-    Args:
-        tensors: Not empty ones; their shapes agree behind their leading dimensions.
-        leading: Per tensor 1 (an index counts its first dimension) or 2 (it counts slots of blocks).
-    """
+    """Lines up rows, none empty, of the same shape and dtype behind 1 or 2 `leading` dimensions of each tensor."""
     itemsize = tensors[0].dtype.itemsize
     shape = tensors[0].shape[leading[0] :]
     strides = [t.stride()[lead:] for t, lead in zip(tensors, leading, strict=True)]

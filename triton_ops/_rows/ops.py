@@ -1,39 +1,38 @@
-"""Gather and scatter by block number or slot, which differ in nothing but how many dimensions an index counts."""
+"""Gather and scatter by block number or slot, which differ in nothing but how many dimensions an index counts.
+
+Rows travel by kernel, or by copy engine where one side is host memory and the index is known here.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
-from .._debug import reads_values
-from .._triton import KERNELS_ON_CPU
-from . import cpu, memory
-from .checks import check_caches, check_index, check_range, check_reach, check_rows
-from .transfer import move_rows
+from .._checks import check_caches, check_index, check_reachable, check_rows, lowest_entry, on_host
+from .._numpy import np
+from . import cpu
+from .kernel import launch_move_rows
+from .layout import address_of, row_bytes
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
 
 BLOCKS, SLOTS = 1, 2
 _INDEX = {BLOCKS: ("block_ids", "[n]"), SLOTS: ("slot_mapping", "[num_tokens]")}
 
-
-def on_host(*tensors: torch.Tensor) -> bool:
-    """Whether PyTorch on the CPU serves these tensors."""
-    return not KERNELS_ON_CPU and not any(t.is_cuda for t in tensors)
-
-
-def lowest_entry(name: str, index: torch.Tensor, limit: int) -> int:
-    """Checks the range of an index and gives its lowest entry; 0 on a device, where that waits, but in debug mode."""
-    if not reads_values(index):
-        return 0
-    return check_range(name, index, limit)
+RUN_BYTES = 1 << 20
+"""Mean bytes of a contiguous run from which on the copy engine serves: a copy takes some 10 us to issue, in which a
+bus of 50 GB/s moves half of this. Arithmetic, not a sweep."""
 
 
 def new_rows(cache: torch.Tensor, shape: Sequence[int], device: torch.device) -> torch.Tensor:
     """An empty result on `device`; pinned host memory when it is a device that will write it."""
     if device.type == "cpu" and cache.is_cuda:
         return torch.empty(tuple(shape), dtype=cache.dtype, pin_memory=True)
-    return memory.empty(shape, cache.dtype, device)
+    return cpu.empty(shape, cache.dtype, device)
 
 
 def result_device(cache: torch.Tensor, index: torch.Tensor, device: torch.device | None) -> torch.device:
@@ -43,44 +42,77 @@ def result_device(cache: torch.Tensor, index: torch.Tensor, device: torch.device
     return index.device if index.is_cuda else cache.device
 
 
-def _gather(
-    op: str, name: str, caches: Sequence[torch.Tensor], index: torch.Tensor, leading: int, device: torch.device | None
-) -> list[torch.Tensor]:
-    check_caches(name, caches)
-    index_name, layout = _INDEX[leading]
-    check_index(index_name, index, layout)
-    check_reach(name, caches[0], index, index_name)
-    lowest = lowest_entry(index_name, index, math.prod(caches[0].shape[:leading]))
-    device = result_device(caches[0], index, device)
-    targets = [new_rows(cache, (index.shape[0], *cache.shape[leading:]), device) for cache in caches]
-    if on_host(caches[0], index, targets[0]):
-        for cache, target in zip(caches, targets, strict=True):
-            cpu.gather_rows(cache, leading, index, target, lowest)
-    else:
-        move_rows(op, targets, caches, leading, index, to_cache=False)
-    return targets
+def contiguous_runs(index: npt.NDArray[np.integer]) -> npt.NDArray[np.int64]:
+    """Runs of an index, `[num_runs, 3]`: position, first number, length; first is -1 for a run of negative numbers."""
+    values = np.asarray(index, np.int64)
+    if not values.size:
+        return np.empty((0, 3), np.int64)
+    holes = values < 0
+    together = np.where(holes[1:] | holes[:-1], holes[1:] & holes[:-1], np.diff(values) == 1)
+    begins = np.concatenate(([0], np.flatnonzero(~together) + 1))
+    lengths = np.diff(np.append(begins, values.size))
+    return np.stack([begins, np.maximum(values[begins], -1), lengths], axis=1)
 
 
-def _scatter(
+def _flat(tensor: torch.Tensor, leading: int) -> torch.Tensor | None:
+    """The tensor with one leading dimension, or None where its slots are not evenly spaced."""
+    address = address_of(tensor, leading)
+    if address.block_size > 1:
+        return None
+    shape = (math.prod(tensor.shape[:leading]), *tensor.shape[leading:])
+    return tensor.as_strided(shape, (address.block, *tensor.stride()[leading:]))
+
+
+def copy_runs(packed: torch.Tensor, cache: torch.Tensor, runs: npt.NDArray[np.int64], to_cache: bool) -> None:
+    """Copies `contiguous_runs` of packed rows to or from a cache, without waiting; packed rows of holes become 0."""
+    for begin, first, length in runs.tolist():
+        here = packed[begin : begin + length]
+        if first < 0:
+            if not to_cache:
+                here.zero_()
+        elif to_cache:
+            cache[first : first + length].copy_(here, non_blocking=True)
+        else:
+            here.copy_(cache[first : first + length], non_blocking=True)
+
+
+def move_rows(
     op: str,
-    names: tuple[str, str],
-    sources: Sequence[torch.Tensor],
+    packed: Sequence[torch.Tensor],
     caches: Sequence[torch.Tensor],
-    index: torch.Tensor,
     leading: int,
+    index: torch.Tensor,
+    to_cache: bool,
 ) -> None:
-    check_caches(names[1], caches)
+    """Moves rows by kernel; pageable memory and a host's index with runs of RUN_BYTES in the mean by copy engine."""
+    device = next((t.device for t in (*packed, *caches, index) if t.is_cuda), None)
+    if device is not None and not index.is_cuda:
+        hosted = [t for t in (*packed, *caches) if not t.is_cuda]
+        flats = [_flat(cache, leading) for cache in caches]
+        if hosted and all(flat is not None for flat in flats):
+            runs = contiguous_runs(index.numpy())
+            size = sum(row_bytes(tensor, 1) for tensor in packed) * index.shape[0]
+            if size >= RUN_BYTES * len(runs) * len(caches) or not all(t.is_pinned() for t in hosted):
+                for rows, flat in zip(packed, flats, strict=True):
+                    assert flat is not None
+                    copy_runs(rows, flat, runs, to_cache)
+                return
+        index = index.to(device, non_blocking=True)
+    index = index.contiguous()
+    if to_cache:
+        launch_move_rows(op, packed, caches, (1, leading), index.shape[0], target_index=index)
+    else:
+        launch_move_rows(op, caches, packed, (leading, 1), index.shape[0], source_index=index)
+
+
+def _check_index(index: torch.Tensor, leading: int, **tensors: torch.Tensor) -> int:
+    """Checks an index into the first of some tensors, all of which a kernel has to reach; gives its lowest entry."""
     index_name, layout = _INDEX[leading]
     check_index(index_name, index, layout)
-    check_rows(names[0], sources, caches, index.shape[0], leading)
-    check_reach(names[0], sources[0], index, index_name)
-    check_reach(names[1], caches[0], index, index_name)
-    lowest = lowest_entry(index_name, index, math.prod(caches[0].shape[:leading]))
-    if on_host(sources[0], caches[0], index):
-        for source, cache in zip(sources, caches, strict=True):
-            cpu.scatter_rows(source, cache, leading, index, lowest)
-    else:
-        move_rows(op, sources, caches, leading, index, to_cache=True)
+    for name, tensor in tensors.items():
+        check_reachable(name, tensor, index, index_name)
+    cache = next(iter(tensors.values()))
+    return lowest_entry(index_name, index, math.prod(cache.shape[:leading]))
 
 
 def _agree(caches: Sequence[torch.Tensor]) -> bool:
@@ -89,12 +121,7 @@ def _agree(caches: Sequence[torch.Tensor]) -> bool:
 
 
 class Gather:
-    """What a gather of rows by BLOCKS or SLOTS runs, from one cache and from several.
-
-    Args:
-        op: The operator's name, for errors.
-        leading: BLOCKS or SLOTS.
-    """
+    """What a gather by BLOCKS or SLOTS runs, from one cache and from several; `op` is its name, for errors."""
 
     def __init__(self, op: str, leading: int) -> None:
         self._op = op
@@ -102,13 +129,28 @@ class Gather:
 
     def launch(self, cache: torch.Tensor, index: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
         """One cache, any device."""
-        return _gather(self._op, "cache", [cache], index, self._leading, device)[0]
+        return self._gather(self._op, "cache", [cache], index, device)[0]
 
     def launch_list(
         self, caches: Sequence[torch.Tensor], index: torch.Tensor, device: torch.device | None = None
     ) -> list[torch.Tensor]:
         """Several caches, any device."""
-        return _gather(f"{self._op}_list", "caches", caches, index, self._leading, device)
+        return self._gather(f"{self._op}_list", "caches", caches, index, device)
+
+    def _gather(
+        self, op: str, name: str, caches: Sequence[torch.Tensor], index: torch.Tensor, device: torch.device | None
+    ) -> list[torch.Tensor]:
+        leading = self._leading
+        check_caches(name, caches)
+        lowest = _check_index(index, leading, **{name: caches[0]})
+        device = result_device(caches[0], index, device)
+        targets = [new_rows(cache, (index.shape[0], *cache.shape[leading:]), device) for cache in caches]
+        if on_host(caches[0], index, targets[0]):
+            for cache, target in zip(caches, targets, strict=True):
+                cpu.gather_rows(cache, leading, index, target, lowest)
+        else:
+            move_rows(op, targets, caches, leading, index, to_cache=False)
+        return targets
 
     def cpu(self, cache: torch.Tensor, index: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
         """One cache in host memory."""
@@ -131,7 +173,7 @@ class Gather:
 
 
 class Scatter:
-    """What a scatter of rows by BLOCKS or SLOTS runs, into one cache and into several; arguments as for `Gather`."""
+    """What a scatter by BLOCKS or SLOTS runs, into one cache and into several; arguments as for `Gather`."""
 
     def __init__(self, op: str, leading: int) -> None:
         self._op = op
@@ -139,11 +181,31 @@ class Scatter:
 
     def launch(self, source: torch.Tensor, cache: torch.Tensor, index: torch.Tensor) -> None:
         """One cache, any device."""
-        _scatter(self._op, ("source", "cache"), [source], [cache], index, self._leading)
+        self._scatter(self._op, "source", [source], "cache", [cache], index)
 
     def launch_list(self, sources: Sequence[torch.Tensor], caches: Sequence[torch.Tensor], index: torch.Tensor) -> None:
         """Several caches, any device."""
-        _scatter(f"{self._op}_list", ("sources", "caches"), sources, caches, index, self._leading)
+        self._scatter(f"{self._op}_list", "sources", sources, "caches", caches, index)
+
+    def _scatter(
+        self,
+        op: str,
+        source_name: str,
+        sources: Sequence[torch.Tensor],
+        name: str,
+        caches: Sequence[torch.Tensor],
+        index: torch.Tensor,
+    ) -> None:
+        leading = self._leading
+        check_caches(name, caches)
+        lowest = _check_index(index, leading, **{name: caches[0]})
+        check_rows(source_name, sources, caches, index.shape[0], leading)
+        check_reachable(source_name, sources[0], index, _INDEX[leading][0])
+        if on_host(sources[0], caches[0], index):
+            for source, cache in zip(sources, caches, strict=True):
+                cpu.scatter_rows(source, cache, leading, index, lowest)
+        else:
+            move_rows(op, sources, caches, leading, index, to_cache=True)
 
     def cpu(self, source: torch.Tensor, cache: torch.Tensor, index: torch.Tensor) -> None:
         """One cache in host memory."""
@@ -155,13 +217,10 @@ class Scatter:
         leading = self._leading
         pairs = list(zip(sources, caches, strict=False))
         # All are looked at before the first is written: what is refused changes nothing.
-        if (
-            len(sources) != len(caches)
-            or not _agree(caches)
-            or not all(cpu.fits(*pair, leading, index) for pair in pairs)
-        ):
+        agree = (
+            len(sources) == len(caches) and _agree(caches) and all(cpu.fits(*pair, leading, index) for pair in pairs)
+        )
+        if not agree:
             self.launch_list(sources, caches, index)
-            return
-        left = [(source, cache) for source, cache in pairs if not cpu.quick_scatter(source, cache, leading, index)]
-        if left:
+        elif left := [pair for pair in pairs if not cpu.quick_scatter(*pair, leading, index)]:
             self.launch_list([source for source, _ in left], [cache for _, cache in left], index)

@@ -8,32 +8,39 @@ from __future__ import annotations
 
 import torch
 
-from .._launcher import Decisions, KernelLaunch, aligned
-from .._quantize import as_codes, code_kind, from_e4m3, to_code
+from .._checks import bad_argument, check_caches, check_index, check_reachable, check_tensor, describe
+from .._dispatch import Memo, aligned
+from .._kernel import KernelLaunch
+from .._quantize import CODES, as_codes, code_kind, from_e4m3, to_code
 from .._triton import tl, triton
 from .layout import address_of
 
 LIMITS = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
-CODES = tuple(LIMITS)
-FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 SMALLEST_SCALE = torch.finfo(torch.float32).smallest_normal
 
 _TILE = 2048
 
-_scatters: Decisions[KernelLaunch] = Decisions()
-_gathers: Decisions[KernelLaunch] = Decisions()
+_scatters: Memo[KernelLaunch] = Memo()
+_gathers: Memo[KernelLaunch] = Memo()
+
+
+def check_quantized(cache: torch.Tensor, scales: torch.Tensor, index: torch.Tensor) -> None:
+    """A cache of 8-bit codes with contiguous rows, its scales, and the slots that name its rows."""
+    check_caches("cache", [cache])
+    if cache.dtype not in CODES:
+        raise bad_argument("cache", describe(cache), "dtype float8_e4m3fn or int8", TypeError)
+    if not cache[:1, :1].is_contiguous():
+        raise bad_argument("cache", f"strides {list(cache.stride())}", "contiguous features")
+    check_tensor("scales", scales, 2, "[num_blocks, block_size]", (torch.float32,), cache.device)
+    if scales.shape != cache.shape[:2]:
+        raise bad_argument("scales", f"shape {list(scales.shape)}", f"{list(cache.shape[:2])}, one per slot of cache")
+    check_index("slot_mapping", index, "[num_tokens]")
+    check_reachable("cache", cache, index, "slot_mapping")
+    check_reachable("scales", scales, index, "slot_mapping")
 
 
 def quantize_rows(source: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes and scales of rows, in PyTorch.
-
-    Args:
-        source: `[num_rows, *row]`, float16, bfloat16 or float32.
-        dtype: float8_e4m3fn or int8.
-
-    Returns:
-        Codes `[num_rows, *row]` and scales `[num_rows]` float32.
-    """
+    """Codes `[num_rows, *row]` and scales `[num_rows]` float32 of rows, in PyTorch."""
     values = source.float()
     flat = values.reshape(len(values), -1)
     peak = flat.abs().amax(1) if flat.shape[1] else flat.new_zeros(len(flat))
@@ -48,13 +55,7 @@ def quantize_rows(source: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tenso
 
 
 def dequantize_rows(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Codes times scales in float32, rounded to `dtype`.
-
-    Args:
-        codes: `[num_rows, *row]`.
-        scales: `[num_rows]` float32.
-        dtype: Of the result.
-    """
+    """Codes `[num_rows, *row]` times scales `[num_rows]` in float32, rounded to `dtype`."""
     return codes.float().mul_(scales.view(-1, *(1,) * (codes.dim() - 1))).to(dtype)
 
 
@@ -65,27 +66,14 @@ def _row_base(slot, block_size, stride_b, stride_t):
 
 @triton.jit(do_not_specialize=["block_size", "scales_block_size"])
 def _scatter_quantized_kernel(
-    # pointers
     source,  # [num_rows, width]
     cache,  # [num_blocks, block_size, width] uint8 (float8_e4m3fn) or int8
-    scales,  # [num_blocks, block_size] float32
-    slot_mapping,  # [num_rows]
-    # sizes
-    width,
-    block_size,
-    scales_block_size,
-    # strides
-    stride_source,
-    stride_cb,
-    stride_ct,
-    stride_sb,
-    stride_st,
-    KIND: tl.constexpr,  # as in code_kind
-    LIMIT: tl.constexpr,
-    SMALLEST: tl.constexpr,
-    TILE: tl.constexpr,
-    SINGLE: tl.constexpr,
-):
+    scales, slot_mapping,  # [num_blocks, block_size] float32, [num_rows]
+    width, block_size, scales_block_size,
+    stride_source, stride_cb, stride_ct, stride_sb, stride_st,
+    KIND: tl.constexpr, LIMIT: tl.constexpr, SMALLEST: tl.constexpr, TILE: tl.constexpr, SINGLE: tl.constexpr,
+):  # fmt: skip
+    """Grid (num_rows,)."""
     row = tl.cast(tl.program_id(0), tl.int64)
     slot = tl.cast(tl.load(slot_mapping + row), tl.int64)
     if slot >= 0:
@@ -114,25 +102,14 @@ def _scatter_quantized_kernel(
 
 @triton.jit(do_not_specialize=["block_size", "scales_block_size", "chunks"])
 def _gather_dequantized_kernel(
-    # pointers
     cache,  # [num_blocks, block_size, width] uint8 (float8_e4m3fn) or int8
-    scales,  # [num_blocks, block_size] float32
-    slot_mapping,  # [num_rows]
+    scales, slot_mapping,  # [num_blocks, block_size] float32, [num_rows]
     target,  # [num_rows, width], written
-    # sizes
-    width,
-    block_size,
-    scales_block_size,
-    chunks,
-    # strides
-    stride_target,
-    stride_cb,
-    stride_ct,
-    stride_sb,
-    stride_st,
-    KIND: tl.constexpr,  # as in code_kind
-    TILE: tl.constexpr,
-):
+    width, block_size, scales_block_size, chunks,
+    stride_target, stride_cb, stride_ct, stride_sb, stride_st,
+    KIND: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Grid (num_rows * chunks,): `chunks` tiles of a row."""
     pid = tl.program_id(0)
     row = tl.cast(pid // chunks, tl.int64)
     offs = pid % chunks * TILE + tl.arange(0, TILE)
@@ -146,10 +123,10 @@ def _gather_dequantized_kernel(
     tl.store(target + row * stride_target + offs, tl.cast(value * scale, target.dtype.element_ty), mask=mask)
 
 
-def _row_strides(cache: torch.Tensor, scales: torch.Tensor) -> tuple[int, ...]:
-    """Block sizes and strides of the kernels: block_size, scales_block_size, then block and slot strides of both."""
+def _row_strides(cache: torch.Tensor, scales: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Of cache and scales the block sizes, and the strides of blocks and slots."""
     a, b = address_of(cache, 2), address_of(scales, 2)
-    return a.block_size, b.block_size, a.block, a.slot, b.block, b.slot
+    return (a.block_size, b.block_size), (a.block, a.slot, b.block, b.slot)
 
 
 def launch_scatter_quantized(
@@ -160,11 +137,9 @@ def launch_scatter_quantized(
     assert source.stride(1) == 1 or width <= 1
     if not num_rows or not width:
         return
-    block_size, scales_block_size, *strides = _row_strides(cache, scales)
     tile = min(_TILE, triton.next_power_of_2(width))
     tensors = (source, cache, scales, slot_mapping)
-    options = (aligned(*tensors),)
-    launch = _scatters.get(options, tensors)
+    launch = _scatters.get((), tensors)
     if launch is None:
         constexprs = {
             "KIND": code_kind(cache.dtype),
@@ -173,20 +148,10 @@ def launch_scatter_quantized(
             "TILE": tile,
             "SINGLE": width <= tile,
         }
-        launch = _scatters.keep(options, tensors, KernelLaunch(constexprs, 4, None, options[0]))
-    launch(
-        _scatter_quantized_kernel,
-        (num_rows, 1, 1),
-        source,
-        as_codes(cache),
-        scales,
-        slot_mapping,
-        width,
-        block_size,
-        scales_block_size,
-        source.stride(0),
-        *strides,
-    )
+        launch = _scatters.keep((), tensors, KernelLaunch(constexprs, 4, None, aligned(*tensors)))
+    block_sizes, strides = _row_strides(cache, scales)
+    numbers = (width, *block_sizes, source.stride(0), *strides)
+    launch.launch(_scatter_quantized_kernel, (num_rows, 1, 1), (source, as_codes(cache), scales, slot_mapping), numbers)
 
 
 def launch_gather_dequantized(
@@ -196,26 +161,15 @@ def launch_gather_dequantized(
     num_rows, width = target.shape
     if not target.numel():
         return
-    block_size, scales_block_size, *strides = _row_strides(cache, scales)
     tile = min(_TILE, triton.next_power_of_2(width))
     chunks = triton.cdiv(width, tile)
     tensors = (cache, scales, slot_mapping, target)
-    options = (aligned(*tensors),)
-    launch = _gathers.get(options, tensors)
+    launch = _gathers.get((), tensors)
     if launch is None:
         constexprs = {"KIND": code_kind(cache.dtype), "TILE": tile}
-        launch = _gathers.keep(options, tensors, KernelLaunch(constexprs, 4, None, options[0]))
-    launch(
-        _gather_dequantized_kernel,
-        (num_rows * chunks, 1, 1),
-        as_codes(cache),
-        scales,
-        slot_mapping,
-        target,
-        width,
-        block_size,
-        scales_block_size,
-        chunks,
-        target.stride(0),
-        *strides,
+        launch = _gathers.keep((), tensors, KernelLaunch(constexprs, 4, None, aligned(*tensors)))
+    block_sizes, strides = _row_strides(cache, scales)
+    numbers = (width, *block_sizes, chunks, target.stride(0), *strides)
+    launch.launch(
+        _gather_dequantized_kernel, (num_rows * chunks, 1, 1), (as_codes(cache), scales, slot_mapping, target), numbers
     )

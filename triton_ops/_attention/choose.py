@@ -1,0 +1,326 @@
+"""What an attention call launches: which kernels, on which grids, with which constants.
+
+Chosen from metadata alone, so once for all calls of a kind: for all layers of a step. Nothing that a kernel is compiled
+for follows from how many sequences or splits there are or from whether decodes and prefills are mixed, so that
+`pc.warmup` can compile all of it: such numbers are arguments.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+
+from .._dispatch import aligned
+from .._kernel import Grid, KernelLaunch, constants, numbers
+from .._quantize import scale_kind
+from .._triton import INTERPRET
+from .call import TENSORS, AttentionCall, PlanOptions
+from .constants import (
+    Architecture,
+    Tiles,
+    architecture,
+    decode_tiles,
+    latent_tiles,
+    next_power_of_2,
+    prefill_tiles,
+    programs_per_processor,
+)
+from .kernel import Strides, TileSizes, Traits
+from .layout import DECODE_QUERIES, MIN_SPLIT_TILES, TILE_KEYS, PlanShape
+from .predicate import Mask
+from .walk import E4M3_BITS, E4M3_PACKED, NATIVE_CODES, PLAIN_CACHE
+
+# Batch-invariant mode: keys per split, whatever the batch. Longer contexts are summed from splits of this length.
+INVARIANT_SPLIT_KEYS = 8192
+MAX_PREFILL_SPLITS = 16
+# Splits summed at once: seldom has a row more of them, but where there are few rows.
+MERGED_SPLITS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class SplitGrid(Grid):
+    """A launch of the attention kernel, with rows of partial results, 0 for none, and heads of each of them."""
+
+    split_rows: int = 0
+    split_heads: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Results:
+    """What a call gives: the first result's shape and dtype, and whether both and its strides are the query's."""
+
+    shape: tuple[int, int, int]
+    dtype: torch.dtype
+    like_query: bool
+    with_lse: bool
+
+    @classmethod
+    def of(cls, call: AttentionCall, with_lse: bool, dtype: torch.dtype | None = None) -> Results:
+        """Those of a call; `dtype` None: like query."""
+        query, value_dim = call.query, call.value_cache.shape[3]
+        num_tokens, num_heads, head_dim = query.shape
+        is_packed = query.stride() == (num_heads * head_dim, head_dim, 1)
+        like_query = is_packed and value_dim == head_dim and dtype in (None, query.dtype)
+        return cls((num_tokens, num_heads, value_dim), dtype or query.dtype, like_query, with_lse)
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """What a call launches: sequences of few queries are decoded from the work list, longer ones tiled over queries."""
+
+    shape: PlanShape
+    block_size: int
+    options: PlanOptions
+    target_items: int  # about how many a plan made for this call has
+    convert_codes: bool
+    decode: SplitGrid | None  # None where there can be none
+    prefill: SplitGrid | None
+    merge: Grid  # of splits
+    results: Results
+    nothing: torch.Tensor  # empty float32, for an lse or parts that there are not: kernels are compiled for types
+
+
+class Wanted(NamedTuple):
+    """A call that passed its checks, and what else decides how it is launched."""
+
+    call: AttentionCall
+    with_lse: bool
+    is_aligned: bool  # all tensors begin at multiples of 16 bytes
+    arch: Architecture
+    codes: int  # how the cache is stored, as kernels are told it
+
+    @classmethod
+    def of(cls, call: AttentionCall, with_lse: bool) -> Wanted:
+        """On the device of the call."""
+        arch, codes = architecture(call.query.device), PLAIN_CACHE
+        if call.key_cache.dtype == torch.float8_e4m3fn and not arch.has_e4m3:
+            codes = E4M3_PACKED if arch.name.startswith("sm_") else E4M3_BITS
+        elif call.key_cache.dtype != call.query.dtype:
+            codes = NATIVE_CODES
+        return cls(call, with_lse, aligned(*TENSORS(call)), arch, int(codes))
+
+    @property
+    def convert_codes(self) -> bool:
+        """Whether kernels convert float8 by bit operations."""
+        return self.codes in (int(E4M3_BITS), int(E4M3_PACKED))
+
+
+class _Regimes(NamedTuple):
+    """Which sequences there can be, by max_query_len and shape, and how finely their keys are split."""
+
+    decode_queries: int  # sequences of more are prefills; 0 where all are
+    max_q: int  # queries of a decode, at most
+    decode_splits: int  # 0 without decodes
+    prefill_splits: int  # 0 without prefills
+
+
+def wanted_items(arch: Architecture, programs_per_item: int) -> int:
+    """How many work items of a decode keep every processor busy."""
+    return max(1, programs_per_processor(arch.name) * arch.num_processors // programs_per_item)
+
+
+def choose_attention(wanted: Wanted, out_dtype: torch.dtype | None = None, tiled: bool = False) -> Chosen:
+    """Chooses how a call with queries and blocks is launched; arguments as of `launch.choose_launch`."""
+    call = wanted.call
+    num_tokens, num_heads, _ = call.query.shape
+    num_seqs, num_kv_heads = call.seq_lens.shape[0], call.key_cache.shape[2]
+    group = num_heads // num_kv_heads
+    arch, options = wanted.arch, call.plan_options(tiled)
+    shape = PlanShape.of(call.block_tables, call.block_size)
+    longest = num_tokens if call.max_query_len is None else min(num_tokens, call.max_query_len)
+    decode, prefill = _tiles(call, arch, longest)
+    query_tiles = num_tokens * group // prefill.block_m + num_seqs
+    regimes = _regimes(call, arch, options, shape, longest, query_tiles * num_kv_heads * prefill.parts)
+    # A work item of a decode serves all KV heads, or the one whose table it is of.
+    item_programs = num_kv_heads // call.table_heads * -(-regimes.max_q * group // decode.block_m) * decode.parts
+    target_items = wanted_items(arch, item_programs)
+    decoding = tiling = None
+    if splits := regimes.decode_splits:
+        items = min(shape.max_items, shape.num_rows + target_items, shape.num_rows * splits)
+        decoding = _attention_grid(wanted, options, shape, regimes, decode, True, (items, item_programs, 1))
+    if splits := regimes.prefill_splits:
+        programs = (query_tiles, num_kv_heads * prefill.parts, splits)
+        tiling = _attention_grid(wanted, options, shape, regimes, prefill, False, programs)
+    return Chosen(
+        shape=shape,
+        block_size=call.block_size,
+        options=options,
+        target_items=target_items,
+        convert_codes=wanted.convert_codes,
+        decode=decoding,
+        prefill=tiling,
+        merge=_merge_of(wanted, regimes),
+        results=Results.of(call, wanted.with_lse, out_dtype),
+        nothing=call.query.new_empty(0, dtype=torch.float32),
+    )
+
+
+def _tiles(call: AttentionCall, arch: Architecture, longest: int) -> tuple[Tiles, Tiles]:
+    """Tiles of a decode and of a prefill."""
+    query, group = call.query, call.query.shape[1] // call.key_cache.shape[2]
+    quantized, has_tree = call.key_cache.dtype != query.dtype, call.tree_mask is not None
+    is_modified = not call.terms.PLAIN
+    heavy = quantized or _has_segments(call) or has_tree or is_modified
+    kind = (max(query.shape[2], call.value_cache.shape[3]), query.element_size())
+    rows = max(1, min(longest, DECODE_QUERIES)) * group
+    if call.is_latent:
+        kind = (call.value_cache.shape[3], query.element_size())
+        narrow = call.block_size * max(1, call.key_cache.stride(1)) < 1 << 31
+        few = latent_tiles(arch.name, *kind, rows, quantized, True, narrow)
+        return few, latent_tiles(arch.name, *kind, 64, quantized, False, narrow)
+    decode = decode_tiles(arch.name, *kind, rows, quantized, group, call.block_size, is_modified)
+    prefill = prefill_tiles(arch.name, *kind, heavy, group, call.block_size)
+    if has_tree:
+        # A word of the mask for each score takes registers that wider tiles do not have: all of a thread's, which the
+        # compiler would leave to a second program and spill.
+        few = decode_tiles(arch.name, *kind, longest * group, quantized, group, call.block_size)
+        tiles = few if longest * group <= prefill.block_m // 2 else prefill
+        prefill = replace(tiles, block_n=min(tiles.block_n, 32), max_registers=255)
+    return decode, prefill
+
+
+def _has_segments(call: AttentionCall) -> bool:
+    """Whether a tile's scattered queries have windows of their own, which are then united."""
+    return call.query_positions is not None and call.mask.BOUNDED and call.tree_mask is None
+
+
+def _regimes(
+    call: AttentionCall, arch: Architecture, options: PlanOptions, shape: PlanShape, longest: int, prefill_programs: int
+) -> _Regimes:
+    num_tokens, num_seqs = call.query.shape[0], call.seq_lens.shape[0]
+    # Where even the longest sequences leave more than a decode's queries to each other one, none is a decode. (Padded
+    # rows may make one seem longer than it is; tiled over queries it is right all the same.)
+    prefill_only = call.tree_mask is not None or num_tokens - (num_seqs - 1) * longest > DECODE_QUERIES
+    decode_queries = 0 if prefill_only else options.decode_queries
+    max_q = max(1, min(longest, DECODE_QUERIES))
+    max_tiles = shape.max_tiles
+    if call.max_seq_len is not None:
+        max_tiles = min(max_tiles, -(-call.max_seq_len // TILE_KEYS))
+    decode_splits = prefill_splits = 0
+    if decode_queries:
+        # At least one, which writes zeros, where no sequence has a key.
+        attended = max_tiles
+        if call.query_positions is None:
+            attended = min(max_tiles, options.mask.max_tiles(max_q))
+        decode_splits = max(1, min(shape.max_items, -(-attended // MIN_SPLIT_TILES)))
+    if call.batch_invariant:
+        prefill_splits = max(1, -(-max_tiles // (INVARIANT_SPLIT_KEYS // TILE_KEYS)))
+    elif longest > decode_queries or not decode_queries:
+        prefill_splits = 1
+        if not _has_segments(call):
+            idle = 2 * arch.num_processors // prefill_programs
+            prefill_splits = max(1, min(idle, max_tiles // 8, MAX_PREFILL_SPLITS))
+    return _Regimes(decode_queries, max_q, decode_splits, prefill_splits)
+
+
+def _attention_grid(
+    wanted: Wanted,
+    options: PlanOptions,
+    shape: PlanShape,
+    regimes: _Regimes,
+    tiles: Tiles,
+    decoding: bool,
+    programs: tuple[int, int, int],
+) -> SplitGrid:
+    """A launch of the attention kernel: its constants and the numbers before them, in the order of its parameters."""
+    call, (num_tokens, num_heads, _) = wanted.call, wanted.call.query.shape
+    splits = regimes.decode_splits if decoding else regimes.prefill_splits
+    split_rows, split_heads = splits * num_tokens, num_heads
+    if decoding:
+        split_rows, split_heads = shape.max_items * regimes.max_q, num_heads // call.table_heads
+    constexprs = {
+        **compiled_for(wanted, options.mask, tiles),
+        "DECODE": decoding,
+        "SPLIT_TILES": INVARIANT_SPLIT_KEYS // TILE_KEYS if call.batch_invariant else 0,
+        "TWO_LOOPS": tiles.two_loops and not (_has_segments(call) or call.batch_invariant),
+        "EQUAL_STRIDES": call.key_cache.stride() == call.value_cache.stride(),
+    }
+    launch = KernelLaunch(constexprs, tiles.num_warps, tiles.num_stages, wanted.is_aligned, tiles.max_registers)
+    lengths = (call.seq_lens.shape[0], num_tokens, shape.max_tiles, shape.max_items)
+    mask = (*numbers(options.mask), options.key_begin)
+    regime = (regimes.decode_queries, regimes.max_q, splits, call.scale)
+    values = (*lengths, *regime, *numbers(call.terms), *mask, *strides_of(call))
+    return SplitGrid(launch, programs, values, split_rows if splits > 1 else 0, split_heads)
+
+
+def compiled_for(wanted: Wanted, mask: Mask, tiles: Tiles) -> dict[str, Any]:
+    """What attention kernels are compiled for of a call and its tiles, in the order of their parameters."""
+    call = wanted.call
+    num_heads, head_dim = call.query.shape[1:]
+    value_dim, group = call.value_cache.shape[3], num_heads // call.key_cache.shape[2]
+    rest = head_dim - value_dim if call.is_latent else 0
+    own, value = ((head_dim - rest) // tiles.parts, value_dim // tiles.parts)
+    traits = Traits(
+        POSITIONS=call.query_positions is not None,
+        SINKS=call.sinks is not None,
+        SCALES=scale_kind(call.k_scale, call.v_scale),
+        CODES=wanted.codes,
+        UPCAST=INTERPRET and call.query.dtype == torch.bfloat16,
+        TABLE_HEADS=call.table_heads,
+        TREE=call.tree_mask is not None,
+        WITH_LSE=wanted.with_lse,
+        NUM_HEADS=num_heads,
+        GROUP=group,
+        BLOCK_SIZE=call.block_size,
+        HEAD_DIM=own,
+        VALUE_DIM=value_dim,
+        REST=rest,
+    )
+    sizes = TileSizes(
+        BLOCK_M=tiles.block_m,
+        BLOCK_N=tiles.block_n,
+        BLOCK_D=max(16, next_power_of_2(own)),
+        BLOCK_V=max(16, next_power_of_2(value)),
+        BLOCK_R=next_power_of_2(rest),
+        BLOCK_G=next_power_of_2(group),
+        PARTS=tiles.parts,
+    )
+    return {**constants(call.terms), **constants(mask), **constants(traits), **constants(sizes)}
+
+
+def strides_of(call: AttentionCall) -> Strides:
+    """The strides that attention kernels take."""
+    tensors = (*call.query.stride()[:2], *call.key_cache.stride()[:3], *call.value_cache.stride()[:3])
+    return Strides._make((*tensors, *call.table_strides, *call.tree_sizes))
+
+
+def _merge_of(wanted: Wanted, regimes: _Regimes) -> Grid:
+    """Sums the splits of a decode's queries where they alone have splits, else of all tokens."""
+    num_tokens, num_seqs = wanted.call.query.shape[0], wanted.call.seq_lens.shape[0]
+    by_sequence = regimes.decode_queries > 0 and regimes.prefill_splits <= 1
+    rows = num_seqs * regimes.max_q if by_sequence else num_tokens
+    values = (num_seqs, num_tokens, regimes.decode_queries, regimes.max_q, max(1, regimes.prefill_splits), by_sequence)
+    return merge_grid(wanted, rows, values, wanted.call.table_heads)
+
+
+def merge_grid(wanted: Wanted, rows: int, values: tuple[int, ...], table_heads: int) -> Grid:
+    """A program for each of these rows and each head; few rows are cut into parts of a head, of more splits at once.
+
+    Of both kinds there is one kernel, whatever the number of splits. The order of a sum follows from it, which in
+    batch-invariant mode may not follow from the batch.
+    """
+    call, num_heads, value_dim = wanted.call, wanted.call.query.shape[1], wanted.call.value_cache.shape[3]
+    block_s, block_v = MERGED_SPLITS, max(16, next_power_of_2(value_dim))
+    if call.is_latent:
+        # Many heads of wide rows are programs enough, and most have few splits.
+        block_s, block_v = MERGED_SPLITS // 2, min(block_v, 256)
+    elif rows * num_heads < 2 * wanted.arch.num_processors and not call.batch_invariant:
+        block_s, block_v = 8 * MERGED_SPLITS, min(block_v, 32)
+    constexprs = {
+        "TABLE_HEADS": table_heads,
+        "SINKS": call.sinks is not None,
+        "WITH_LSE": wanted.with_lse,
+        "NUM_HEADS": num_heads,
+        "VALUE_DIM": value_dim,
+        "BLOCK_S": block_s,
+        "BLOCK_V": block_v,
+    }
+    launch = KernelLaunch(constexprs, merge_warps(block_s, block_v), None, wanted.is_aligned)
+    return Grid(launch, (rows, num_heads, -(-value_dim // block_v)), values)
+
+
+def merge_warps(block_s: int, block_v: int) -> int:
+    """Warps of a program that sums splits: as few as have 32 numbers a thread: with 64 some spill on sm_86."""
+    return max(1, min(4, block_s * block_v // 1024))

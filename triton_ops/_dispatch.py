@@ -1,0 +1,287 @@
+"""What was chosen for a kind of call, found again; and whether a call may do without the dispatcher.
+
+What metadata decide (kernels, grids, constants) is checked and chosen at the first call of a kind, which leaves a
+function that does the rest. The layers of a step are calls of a kind, and a decode is bound by what the host does for
+each: a call found again does without the dispatcher, which takes 4 us for 17 arguments (torch 2.13, on a CPU).
+"""
+
+from __future__ import annotations
+
+import inspect
+import typing
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from operator import itemgetter
+from typing import Any, Generic, TypeVar
+
+import torch
+
+from ._checks import reads_values
+from ._triton import KERNELS_ON_CPU
+
+try:
+    from torch._C._dynamo.guards import TensorGuards
+except ImportError:  # not a promise of torch's: it saves time, nothing else
+    TensorGuards = None  # type: ignore[misc, assignment]
+
+R = TypeVar("R")
+T = TypeVar("T")
+Values = tuple[Any, ...]
+Tensors = Sequence[torch.Tensor]
+
+# Calls remembered by an operator: some steps' worth of lengths, each with a kind of layer or two.
+MAX_REMEMBERED = 1024
+# Calls that one is compared with: kinds of layers of one model.
+_MAX_COMPARED = 4
+
+_modes: Callable[[], int] | None = getattr(torch._C, "_len_torch_dispatch_stack", None)
+_functions: Callable[[], int] | None = getattr(torch._C, "_len_torch_function_stack", None)
+_functorch: Callable[[], object] | None = getattr(torch._C._functorch, "peek_interpreter_stack", None)
+_is_profiling: Callable[[], bool] | None = getattr(torch.autograd, "_profiler_enabled", None)
+current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
+# Where torch does not tell who else looks on, every call goes through the dispatcher.
+_CAN_TELL = None not in (_modes, _functions, _functorch, _is_profiling)
+_is_traced = torch.compiler.is_dynamo_compiling
+
+
+def is_watched() -> bool:
+    """Whether a tracer, mode, transform or profiler has to see a call, which then goes through the dispatcher.
+
+    A tracer of Python code comes first, since it traces this too; others, of exports and fake tensors, are modes.
+    Tensors that the dispatcher would treat in another way (subclasses, gradients) are told by who looks at them.
+    """
+    if _is_traced() or not _CAN_TELL:
+        return True
+    return bool(_modes() or _functions() or _is_profiling()) or _functorch() is not None  # type: ignore[misc]
+
+
+def may_keep(on_gpu: bool) -> bool:
+    """Whether tensors that a call makes may serve later ones: not where it is watched, nor of a graph's own memory."""
+    return not (is_watched() or (on_gpu and torch.cuda.is_current_stream_capturing()))
+
+
+def aligned(*tensors: torch.Tensor | None) -> bool:
+    """Whether all begin at a multiple of 16 bytes, which triton compiles kernels for."""
+    bits = 0
+    for tensor in tensors:
+        if tensor is not None:
+            bits |= tensor.data_ptr()
+    return not bits & 15
+
+
+def _remember(memory: dict[object, T], key: object, value: T) -> T:
+    """Keeps a value, in place of all others once they are too many."""
+    if len(memory) >= MAX_REMEMBERED:
+        memory.clear()
+    memory[key] = value
+    return value
+
+
+def _guard(tensors: Tensors) -> Any:
+    """Whose `check` tells in C++ whether tensors are like these in all but addresses; None where torch has none."""
+    # It takes no tensor twice, and one that requires grad, met while grad mode is off, it takes for one met while on.
+    if TensorGuards is None or not tensors or len({id(tensor) for tensor in tensors}) != len(tensors):
+        return None
+    if any(tensor.requires_grad for tensor in tensors):
+        return None
+    sizes, strides = [list(t.shape) for t in tensors], [list(t.stride()) for t in tensors]
+    lengths: Any = {"dynamic_dims_sizes": sizes, "dynamic_dims_strides": strides}
+    return TensorGuards(*tensors, **lengths)
+
+
+_all: weakref.WeakSet[Memo[Any]] = weakref.WeakSet()
+
+
+def forget_choices() -> None:
+    """Makes the next call of every operator choose anew: for whoever changes what choices rest on."""
+    for memo in [*_all]:
+        memo.clear()
+
+
+class Memo(Generic[T]):
+    """What was chosen for calls, by their options and by metadata and `of_addresses` of their tensors.
+
+    A call like one of the last is told by a comparison in C++ of all that torch goes by: classes, metadata, modes,
+    transforms and gradients. Options are all that matters besides: which optional tensors are given, for one. What
+    compares equal is the same option: callers whose 1 and True differ put types among them.
+    """
+
+    def __init__(self, of_addresses: Callable[..., object] = aligned) -> None:
+        self._of_addresses = of_addresses
+        self._last: dict[object, list[tuple[Any, object, T]]] = {}
+        self._known: dict[object, T] = {}
+        _all.add(self)
+
+    def find(self, options: object, tensors: Tensors) -> T | None:
+        """What was chosen for a call like one of the last; None if none was."""
+        for guard, addresses, choice in self._last.get(options, ()):
+            if guard.check(*tensors) and self._of_addresses(*tensors) == addresses:
+                return choice
+        return None
+
+    def add(self, options: object, tensors: Tensors, choice: T) -> None:
+        """Lets `find` know such calls, and nothing else."""
+        if (guard := _guard(tensors)) is not None:
+            entry = (guard, self._of_addresses(*tensors), choice)
+            _remember(self._last, options, [entry, *self._last.get(options, ())[: _MAX_COMPARED - 1]])
+
+    def get(self, options: object, tensors: Tensors = ()) -> T | None:
+        """What was chosen for such a call; None if nothing was."""
+        choice = self.find(options, tensors)
+        if choice is None:
+            choice = self._known.get(self._key(options, tensors))
+            if choice is not None:
+                self.add(options, tensors, choice)
+        return choice
+
+    def keep(self, options: object, tensors: Tensors, choice: T) -> T:
+        """Remembers a choice, in place of all others once they are too many."""
+        _remember(self._known, self._key(options, tensors), choice)
+        self.add(options, tensors, choice)
+        return choice
+
+    def clear(self) -> None:
+        """Forgets all."""
+        self._last.clear()
+        self._known.clear()
+
+    def _key(self, options: object, tensors: Tensors) -> object:
+        metadata = [(t.shape, t.stride(), t.dtype, t.device) for t in tensors]
+        return (options, self._of_addresses(*tensors), *metadata)
+
+
+class _Way(Generic[T]):
+    """One way of passing an operator's arguments, so many by position and these by name."""
+
+    def __init__(self, passed: Sequence[str], hints: Mapping[str, object], defaults: Mapping[str, object]) -> None:
+        names = [*passed, *(name for name in hints if name not in passed)]
+        self._defaults = tuple(defaults[name] for name in names[len(passed) :])
+        self._order = None if names == [*hints] else _picker([names.index(name) for name in hints])
+        self._required = [i for i, name in enumerate(passed) if hints[name] is torch.Tensor]
+        self._optional = [i for i, name in enumerate(passed) if hints[name] == torch.Tensor | None]
+        tensors = {*self._required, *self._optional}
+        self._options = _picker([i for i in range(len(passed)) if i not in tensors])
+        # A guard on tensors tells their types too.
+        self._typed = _picker([i for i in range(len(passed)) if i not in self._required])
+        self._by_types: dict[object, tuple[Memo[T], Callable[[Values], Values]]] = {}
+
+    def values(self, passed: Values) -> Values:
+        """All arguments in the signature's order."""
+        values = passed + self._defaults
+        return values if self._order is None else self._order(values)
+
+    def split(self, passed: Values) -> tuple[Memo[T], object, Values]:
+        """Memo of calls with these types, options, tensors; 5.0 and True equal 5 and 1 and are no window."""
+        types = tuple(map(type, self._typed(passed)))
+        found = self._by_types.get(types)
+        if found is None:
+            given = [i for i in self._optional if passed[i] is not None]
+            found = _remember(self._by_types, types, (Memo(), _picker([*self._required, *given])))
+        recent, tensors_of = found
+        return recent, self._options(passed), tensors_of(passed)
+
+
+def is_launched(tensors: Tensors) -> bool:
+    """Whether kernels run on these, which are tensors of torch's own class."""
+    return not (tensors[0].is_cpu and not KERNELS_ON_CPU) and all(type(tensor) is torch.Tensor for tensor in tensors)
+
+
+class ChosenOnce(Generic[R]):
+    """An operator on device tensors whose launch is chosen once for all calls of a kind.
+
+    `choose` takes the operator's arguments, all by position, checks their metadata and returns what runs on these and
+    all that differ from them in addresses and values only; it keeps none of them. `check` takes the same and looks at
+    values, every time that they may be read. `like` has the operator's parameters where `choose` has not.
+    """
+
+    def __init__(
+        self,
+        choose: Callable[..., Callable[..., R]],
+        check: Callable[..., object] | None = None,
+        like: Callable[..., object] | None = None,
+    ) -> None:
+        self._choose, self._check = choose, check
+        parameters = inspect.signature(like or choose).parameters
+        hints = typing.get_type_hints(like or choose)
+        self._hints = {name: hints[name] for name in parameters}
+        self._defaults = {name: p.default for name, p in parameters.items() if p.default is not p.empty}
+        self._chosen: Memo[Callable[..., R]] = Memo()
+        # What torch goes by is not the same inside of the dispatcher. Outside, the device must be the current one.
+        self._inside: dict[object, _Way[Callable[..., R]]] = {}
+        self._outside: dict[object, _Way[tuple[int | None, Callable[..., R]]]] = {}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> R:
+        """Runs the operator on arguments that the dispatcher has looked at."""
+        way = self._way(self._inside, args, kwargs)
+        assert way is not None
+        passed = (*args, *kwargs.values())
+        recent, options, tensors = way.split(passed)
+        values = way.values(passed)
+        launch = recent.find(options, tensors)
+        if launch is None:
+            launch = self.launch_for(values)
+            recent.add(options, tensors, launch)
+        if self._check is not None and reads_values(tensors[0]):
+            self._check(*values)
+        return launch(*values)
+
+    def find(self, args: Values, kwargs: Mapping[str, Any]) -> tuple[Callable[..., R], Values] | None:
+        """What runs an unwatched call like one of the last on the current device, and its arguments; else None."""
+        way = self._outside.get((len(args), *kwargs) if kwargs else len(args))
+        if way is None:
+            return None
+        passed = (*args, *kwargs.values()) if kwargs else args
+        try:
+            recent, options, tensors = way.split(passed)
+            found = recent.find(options, tensors)
+        except TypeError:  # not what the operator takes; the dispatcher says so
+            return None
+        if found is None:
+            return None
+        device, launch = found
+        if device is not None and device != current_device():
+            return None
+        values = way.values(passed)
+        if self._check is not None and reads_values(tensors[0]):
+            self._check(*values)
+        return launch, values
+
+    def learn(self, args: Values, kwargs: Mapping[str, Any]) -> None:
+        """Lets `find` know an unwatched call that went well through the dispatcher."""
+        way = self._way(self._outside, args, kwargs)
+        if way is None:
+            return
+        passed = (*args, *kwargs.values())
+        recent, options, tensors = way.split(passed)
+        if is_launched(tensors):
+            recent.add(options, tensors, (tensors[0].device.index, self.launch_for(way.values(passed))))
+
+    def _way(self, ways: dict[object, _Way[T]], args: Values, kwargs: Mapping[str, Any]) -> _Way[T] | None:
+        """How arguments are passed; None where they do not fit the signature."""
+        key = (len(args), *kwargs) if kwargs else len(args)
+        way = ways.get(key)
+        if way is None:
+            passed = [*list(self._hints)[: len(args)], *kwargs]
+            left = self._hints.keys() - {*passed}
+            if len(args) + len(kwargs) + len(left) != len(self._hints) or not left <= self._defaults.keys():
+                return None
+            way = _remember(ways, key, _Way(passed, self._hints, self._defaults))
+        return way
+
+    def launch_for(self, values: Values) -> Callable[..., R]:
+        """What runs a call, chosen by its metadata; however arguments are passed it is one."""
+        tensors = [value for value in values if isinstance(value, torch.Tensor)]
+        options = tuple([torch.Tensor if isinstance(value, torch.Tensor) else value for value in values])
+        launch = self._chosen.get(options, tensors)
+        # Metadata do not tell of gradients, which `choose` may refuse.
+        if launch is None or (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)):
+            launch = self._chosen.keep(options, tensors, self._choose(*values))
+        return launch
+
+
+def _picker(places: Sequence[int]) -> Callable[[Values], Values]:
+    """`itemgetter` that gives a tuple however many places there are; neighbours, the fastest, are cut out."""
+    begin = places[0] if places else 0
+    if [*places] == [*range(begin, begin + len(places))]:
+        return itemgetter(slice(begin, begin + len(places)))
+    return itemgetter(*places)

@@ -1,0 +1,70 @@
+"""Attention of packed queries over a paged cache of latent rows, as multi-head latent attention (MLA) decodes.
+
+out[i, h] = sum over live t of softmax_t(score(i, h, t)) * row[t, :value_dim], where
+
+    score = scale * q.row[t];  score = softcap * tanh(score / softcap) if softcap
+
+Absorbed form of https://arxiv.org/abs/2405.04434, section 2.1: queries have gone through the up-projection of keys, and
+results are still to go through that of values. Reads q_len * num_heads * head_dim + live tokens * head_dim elements per
+sequence and tile of 64 rows (queries * heads): a row is loaded once and is key and value. Accumulates in float32.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ._attention.launch import attention_operator, with_lse
+from .paged_attention import paged_attention
+
+
+@attention_operator(like=(paged_attention,))
+def latent_attention(
+    query: torch.Tensor,
+    cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    scale: float,
+    value_dim: int = 512,
+    causal: bool = True,
+    softcap: float = 0.0,
+    k_scale: torch.Tensor | None = None,
+    max_query_len: int | None = None,
+    max_seq_len: int | None = None,
+    plan: torch.Tensor | None = None,
+    batch_invariant: bool = False,
+) -> torch.Tensor:
+    """Attention over a paged cache of latent rows, one a token for all heads: the row is the key, its start the value.
+
+    The query at position p = seq_len - q_len + i attends to key position t when t <= p (causal), t < seq_len and the
+    block that holds t is present. Decode, several queries a sequence, chunks and mixes go in one call.
+
+    Args:
+        query: `[num_tokens, num_heads, head_dim]`, float16, bfloat16 or float32; contiguous last dimension: queries
+            multiplied by the up-projection of keys, their rotated part behind. Sequences follow each other; rows past
+            query_start_loc[-1] are padding and give 0.
+        cache: `[num_blocks, block_size, head_dim]` or `[num_blocks, block_size, 1, head_dim]`, any strides with a
+            contiguous last dimension: normalized latents, their token's rotated key behind; the query's dtype, or
+            float8_e4m3fn or int8 with k_scale. head_dim is a multiple of 16 to 1024, 576 in DeepSeek's models.
+        scale: Factor on q.row, that of the model before absorption: (128 + 64) ** -0.5 in DeepSeek's models, times what
+            its rotary embedding adds.
+        value_dim: Columns of a row that are its value, a multiple of 16 below head_dim.
+        k_scale: One float; a quantized row is read as stored * k_scale, as key and as value.
+
+    Returns:
+        `[num_tokens, num_heads, value_dim]`, contiguous, the query's dtype, to be multiplied by the up-projection of
+        values. Rows with nothing to attend to are 0.
+
+    Examples:
+        >>> cache = torch.randn(8, 16, 576)  # 8 blocks of 16 slots: 512 latent columns, then 64 of the rotated key
+        >>> one = lambda *numbers: torch.tensor(numbers, dtype=torch.int32)
+        >>> query = torch.randn(3, 16, 576)  # a sequence that decodes one token, and the last two of another
+        >>> tables = one(5, 1, 7, 0).view(2, 2)
+        >>> out = pc.latent_attention(query, cache, tables, one(20, 32), one(0, 1, 3), 192**-0.5)
+        >>> out.shape
+        torch.Size([3, 16, 512])
+    """
+    return query.new_empty((*query.shape[:2], value_dim))
+
+
+latent_attention_with_lse = with_lse(latent_attention)

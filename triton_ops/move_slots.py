@@ -1,0 +1,267 @@
+"""Copies keys and values of tokens to other slots and turns the keys: cached text used where it was not computed.
+
+With (a, b) a pair of features of a key and w its inverse frequency, for a token that moves by delta positions:
+
+    a' = a * cos(delta * w) - b * sin(delta * w);  b' = b * cos(delta * w) + a * sin(delta * w)
+
+Unlike `pc.rotate_keys` it takes tokens, so text may begin anywhere in a block. Reads and writes keys and values once;
+turns in float32, angles in float64. https://arxiv.org/abs/2104.09864
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from ._attention.constants import next_power_of_2
+from ._checks import (
+    FLOATS,
+    bad_argument,
+    check_index,
+    check_last_dim,
+    check_tensor,
+    describe,
+    lowest_entry,
+    refuse_grad,
+)
+from ._dispatch import Memo, aligned
+from ._kernel import KernelLaunch
+from ._library import operator
+from ._quantize import CODES, as_codes, code_kind, quantize
+from ._triton import require_triton, tl, triton
+from .rope_and_cache import rotate
+from .rotate_keys import load_keys, store_keys, turns
+
+_LAYOUT = "[num_blocks, block_size, num_kv_heads, head_dim]"
+
+
+class _Move(NamedTuple):
+    """What `pc.move_slots` takes."""
+
+    key_cache: torch.Tensor
+    value_cache: torch.Tensor | None
+    source_slots: torch.Tensor
+    target_slots: torch.Tensor
+    deltas: torch.Tensor
+    inv_freq: torch.Tensor | None = None
+    is_neox: bool = True
+    first: int = 0
+
+
+def _check(call: _Move) -> None:
+    keys, values = call.key_cache, call.value_cache
+    check_tensor("key_cache", keys, 4, _LAYOUT, (*FLOATS, *CODES))
+    check_last_dim("key_cache", keys)
+    if values is not None:
+        check_tensor("value_cache", values, 4, _LAYOUT, (*FLOATS, *CODES), keys.device)
+        check_last_dim("value_cache", values)
+        if values.shape[:3] != keys.shape[:3]:
+            raise bad_argument(
+                "value_cache", f"shape {list(values.shape)}", f"{list(keys.shape[:3])} first, as key_cache"
+            )
+    indexes = {"source_slots": call.source_slots, "target_slots": call.target_slots, "deltas": call.deltas}
+    for name, vector in indexes.items():
+        check_index(name, vector, "[n]")
+        if vector.shape != call.source_slots.shape:
+            raise bad_argument(name, f"{vector.shape[0]} elements", f"{call.source_slots.shape[0]} as source_slots")
+        if vector.device not in (keys.device, torch.device("cpu")):
+            raise bad_argument(name, f"device {vector.device}", f"device {keys.device} of key_cache, or the host")
+    room = keys.shape[3] - call.first
+    if call.first < 0 or room < 0:
+        raise bad_argument("first", call.first, f"0 to {keys.shape[3]}, features of a key")
+    if call.inv_freq is not None:
+        wanted = (torch.float32, torch.float64)
+        check_tensor("inv_freq", call.inv_freq, 1, "[rotary_dim / 2]", wanted, keys.device)
+        if not 1 <= call.inv_freq.shape[0] <= room // 2:
+            raise bad_argument("inv_freq", describe(call.inv_freq), f"1 to {room // 2} elements, one per pair")
+        refuse_grad(inv_freq=call.inv_freq)
+    refuse_grad(key_cache=keys, value_cache=values)
+    for name in ("source_slots", "target_slots"):
+        lowest_entry(name, indexes[name], keys.shape[0] * keys.shape[1])
+
+
+def _move_slots_cpu(call: _Move) -> None:
+    _check(call)
+    keys, values, sources, targets, deltas, inv_freq, is_neox, first = call
+    if not sources.numel():
+        return
+    written = targets >= 0
+    if not written.all():
+        sources, targets, deltas = sources[written], targets[written], deltas[written]
+    size, absent = keys.shape[1], sources < 0
+    source, target = (x.long().clamp(min=0) for x in (sources, targets))
+    source_at, target_at = (source // size, source % size), (target // size, target % size)
+    rows = keys[source_at] if keys.dtype in FLOATS else as_codes(keys)[source_at].view(keys.dtype)
+    if inv_freq is not None:
+        distances, which = deltas.unique(return_inverse=True)
+        cos, sin = (turn[which] for turn in turns(distances, inv_freq))
+        own = rows[..., first : first + 2 * inv_freq.shape[0]]
+        turned = rotate(own if keys.dtype in FLOATS else own.float(), cos, sin, not is_neox)
+        if keys.dtype not in FLOATS:  # a scale per head turns with its head: codes are turned and rounded anew
+            turned = quantize(turned, torch.ones(1), keys.dtype)
+        as_codes(rows)[..., first : first + 2 * inv_freq.shape[0]] = as_codes(turned)
+    for cache, new in ((keys, rows), (values, None)):
+        if cache is not None:
+            codes = as_codes(cache)
+            moved = codes[source_at] if new is None else as_codes(new)
+            if absent.any():
+                moved[absent] = 0
+            codes[target_at] = moved
+
+
+@triton.jit
+def _move_slots_kernel(
+    key_ptr, value_ptr,  # [num_blocks, BLOCK_SIZE, KV_HEADS, HEAD_DIM and VALUE_DIM]
+    source_ptr, target_ptr,  # [n]
+    cos_ptr, sin_ptr,  # [n, HALF]
+    stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh,
+    KIND: tl.constexpr, IS_NEOX: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, FIRST: tl.constexpr, HALF: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """Grid (n, tiles of heads): one token's keys and values."""
+    move = tl.cast(tl.program_id(0), tl.int64)
+    source = tl.cast(tl.load(source_ptr + move), tl.int64)
+    target = tl.cast(tl.load(target_ptr + move), tl.int64)
+    if target >= 0:
+        offs_h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+        writes = offs_h < KV_HEADS
+        reads = offs_h < tl.where(source >= 0, KV_HEADS, 0)
+        source = tl.maximum(source, 0)
+        heads = offs_h.to(tl.int64) * stride_kh
+        read_ptrs = key_ptr + (source // BLOCK_SIZE * stride_kb + source % BLOCK_SIZE * stride_kt + heads)[:, None]
+        write_ptrs = key_ptr + (target // BLOCK_SIZE * stride_kb + target % BLOCK_SIZE * stride_kt + heads)[:, None]
+        if HALF > 0:
+            pair = tl.arange(0, BLOCK_P)
+            mask_p = pair < HALF
+            if IS_NEOX:
+                first = FIRST + pair
+                second = FIRST + pair + HALF
+            else:
+                first = FIRST + 2 * pair
+                second = FIRST + 2 * pair + 1
+            cos = tl.load(cos_ptr + move * HALF + pair, mask=mask_p, other=1.0)[None, :]
+            sin = tl.load(sin_ptr + move * HALF + pair, mask=mask_p, other=0.0)[None, :]
+            mask = reads[:, None] & mask_p[None, :]
+            a = load_keys(read_ptrs + first[None, :], mask, KIND)
+            b = load_keys(read_ptrs + second[None, :], mask, KIND)
+            mask = writes[:, None] & mask_p[None, :]
+            store_keys(write_ptrs + first[None, :], a * cos - b * sin, mask, KIND)
+            store_keys(write_ptrs + second[None, :], b * cos + a * sin, mask, KIND)
+        if HEAD_DIM > 2 * HALF:
+            offs_d = tl.arange(0, BLOCK_D)
+            mask_d = ((offs_d < FIRST) | (offs_d >= FIRST + 2 * HALF)) & (offs_d < HEAD_DIM)
+            x = tl.load(read_ptrs + offs_d[None, :], mask=reads[:, None] & mask_d[None, :], other=0)
+            tl.store(write_ptrs + offs_d[None, :], x, mask=writes[:, None] & mask_d[None, :])
+        if VALUE_DIM > 0:
+            offs_v = tl.arange(0, BLOCK_V)
+            mask_v = (offs_v < VALUE_DIM)[None, :]
+            heads = offs_h.to(tl.int64) * stride_vh
+            read_ptrs = (
+                value_ptr + (source // BLOCK_SIZE * stride_vb + source % BLOCK_SIZE * stride_vt + heads)[:, None]
+            )
+            x = tl.load(read_ptrs + offs_v[None, :], mask=reads[:, None] & mask_v, other=0)
+            write_ptrs = (
+                value_ptr + (target // BLOCK_SIZE * stride_vb + target % BLOCK_SIZE * stride_vt + heads)[:, None]
+            )
+            tl.store(write_ptrs + offs_v[None, :], x, mask=writes[:, None] & mask_v)
+
+
+_moves: Memo[tuple[KernelLaunch, int]] = Memo()
+
+
+def _launch_move_slots(call: _Move) -> None:
+    require_triton("move_slots")
+    _check(call)
+    keys, values, sources, targets, deltas, inv_freq, is_neox, first = call
+    if not sources.numel() or not keys.numel():
+        return
+    sources, targets, deltas = (x.to(keys.device, non_blocking=True).contiguous() for x in (sources, targets, deltas))
+    own = torch.empty(0, device=keys.device) if inv_freq is None else inv_freq
+    cos, sin = turns(deltas, own)
+    tensors = (keys, keys if values is None else values, sources, targets, cos, sin)
+    kind = (is_neox, first, values is None)
+    chosen = _moves.get(kind, tensors)
+    if chosen is None:
+        value_dim = 0 if values is None else values.shape[3]
+        chosen = _moves.keep(kind, tensors, _choose_move(keys, value_dim, cos.shape[1], is_neox, first, tensors))
+    launch, tiles = chosen
+    codes = (as_codes(tensors[0]), as_codes(tensors[1]), *tensors[2:])
+    strides = (*tensors[0].stride()[:3], *tensors[1].stride()[:3])
+    launch.launch(_move_slots_kernel, (sources.shape[0], tiles, 1), codes, strides)
+
+
+def _choose_move(
+    keys: torch.Tensor, value_dim: int, half: int, is_neox: bool, first: int, tensors: tuple[torch.Tensor, ...]
+) -> tuple[KernelLaunch, int]:
+    """The kernel's constants, and how many tiles the heads of a token are."""
+    _, block_size, kv_heads, head_dim = keys.shape
+    widest = max(next_power_of_2(x) for x in (max(half, 1), head_dim if head_dim > 2 * half else 1, max(value_dim, 1)))
+    block_h = min(next_power_of_2(kv_heads), max(1, 2048 // widest))
+    constexprs = {
+        "KIND": code_kind(keys.dtype),
+        "IS_NEOX": is_neox,
+        "KV_HEADS": kv_heads,
+        "BLOCK_SIZE": block_size,
+        "HEAD_DIM": head_dim,
+        "VALUE_DIM": value_dim,
+        "FIRST": first,
+        "HALF": half,
+        "BLOCK_H": block_h,
+        "BLOCK_P": next_power_of_2(max(half, 1)),
+        "BLOCK_D": next_power_of_2(head_dim),
+        "BLOCK_V": next_power_of_2(max(value_dim, 1)),
+    }
+    return KernelLaunch(constexprs, 4, None, aligned(*tensors)), -(-kv_heads // block_h)
+
+
+@operator(
+    cpu=_move_slots_cpu,
+    launch=_launch_move_slots,
+    mutates=("key_cache", "value_cache"),
+    bind=lambda names, args, kwargs: _Move(*args, **kwargs),
+)
+def move_slots(
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor | None,
+    source_slots: torch.Tensor,
+    target_slots: torch.Tensor,
+    deltas: torch.Tensor,
+    inv_freq: torch.Tensor | None = None,
+    is_neox: bool = True,
+    first: int = 0,
+) -> None:
+    """Copies keys and values of tokens to other slots, keys turned by a number of positions: see `Allocation.moved`.
+
+    A target that appears twice, or is the source of another entry, is undefined.
+
+    Args:
+        key_cache: `[num_blocks, block_size, num_kv_heads, head_dim]` with keys as they were rotated for their
+            positions, written to; float16, bfloat16, float32, float8_e4m3fn or int8; any strides with a contiguous last
+            dimension. Codes are turned and rounded anew under the scale they have; what leaves their range saturates.
+        value_cache: The same with a width of its own, written to; None where keys hold all there is (latent rows).
+        source_slots: `[n]` int64 or int32, block number * block_size + offset, on the cache's device or the host; -1
+            writes zeros.
+        target_slots: `[n]`, the same; -1 writes nothing.
+        deltas: `[n]` int64 or int32, positions to move by, target minus source; may be negative.
+        inv_freq: `[rotary_dim / 2]` float32 or float64, inverse frequency of each pair in radians a position, as the
+            model's rotary embedding has it (scaled, if it scales), of this layer. None: keys do not hang on positions
+            (ALiBi, none at all), and are copied.
+        is_neox: Pairs (i, i + rotary_dim / 2) as in GPT-NeoX and Llama; False: (2i, 2i + 1) as in GPT-J.
+        first: The feature that the pairs begin at; others are copied.
+
+    Raises:
+        TypeError: An argument of a wrong type or dtype.
+        ValueError: A wrong shape or device, `first` out of range; with slots in host memory, and in debug mode, also a
+            slot out of range.
+        RuntimeError: A tensor that requires grad while grad mode is on.
+
+    Examples:
+        >>> keys, values = torch.randn(2, 8, 16, 2, 64)
+        >>> inv_freq = 10000.0 ** (-torch.arange(0, 64, 2) / 64)
+        >>> text = torch.arange(5, 45)  # 40 tokens, now 70 slots and positions later
+        >>> pc.move_slots(keys, values, text, text + 70, torch.full((40,), 70), inv_freq)
+        >>> torch.equal(values.flatten(0, 1)[75:115], values.flatten(0, 1)[5:45])
+        True
+    """
