@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 if __name__ != "pc.cache":
     raise ImportError(f"import pc.cache, not {__name__}: a second copy would not share its classes")
 
-from . import replay as replay  # its policies get their names
-from .allocation import Allocation, AppendedTokens, CacheStats, GroupedAllocation
+from .allocation import Allocation, AppendedTokens, CacheStats, GroupedAllocation, MovedSpan
 from .groups import FullAttention, Group, Recurrent, SlidingWindow, Tensors
 from .keys import KeyAt
 from .manager import CacheManager, GroupedCacheManager
 from .policies import EvictionPolicy
 from .pool import OutOfBlocks
-from .tensors.encoder_cache import EncoderCache, EncoderItem
-from .tensors.row_store import MissingRowsError
+from .tensors.encoder import EncoderCache, EncoderItem
+from .tensors.rows import MissingRowsError
 from .tensors.step import Step
 from .tensors.tensor_cache import TensorCache
+
+if TYPE_CHECKING:
+    from . import replay as replay
+else:  # hidden from type checkers, which would take any name for one of Any
+
+    def __getattr__(name: str) -> Any:
+        if name == "replay":  # no manager needs it
+            return importlib.import_module(".replay", __name__)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 __all__ = [
     "Allocation",
@@ -31,6 +43,7 @@ __all__ = [
     "GroupedCacheManager",
     "KeyAt",
     "MissingRowsError",
+    "MovedSpan",
     "OutOfBlocks",
     "Recurrent",
     "SlidingWindow",

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
+from functools import partial
+from typing import Any
 
 import numpy as np
 
-from .allocation import BaseAllocation, Pairs
+from .allocation import BaseAllocation, Pairs, Span
+from .content import ContentIndex
 from .hashing import Chain
-from .keys import EncodedKeys
-from .lookup import GroupHit, Hit, complement, find_in_groups, find_leading, find_prefix
-from .pool import BlockPool
+from .keys import EncodedKeys, approximate_from
+from .lookup import Hit, complement, find_in_groups, find_leading, find_prefix, remember_taken
+from .moved import extend_anywhere, moved_spans
 from .request import Request
-from .state import FIT_EVERY, ManagerState
+from .state import FIT_EVERY, ManagerState, Saving, Shortage
 from .table import Ids
 
 
@@ -22,141 +25,133 @@ def allocate(
     request_id: Hashable,
     tokens: array[int],
     keys: EncodedKeys,
-    gaps: bool,
+    reuse: str,
     priority: int,
     ttl: float | None,
     wanted: int,
-) -> BaseAllocation:
+    segments: Sequence[Span] | None = None,
+    saving: Saving | None = None,
+) -> BaseAllocation | Shortage:
     """Starts a request: see `CacheManager.allocate`; `wanted` tokens are to have blocks at least."""
     if request_id in state.running or request_id in state.preempted:
         state.check_new("request_id", request_id)
-    size, num_tokens = state.block_size, len(tokens)
+    size, num_tokens, pool = state.block_size, len(tokens), state.pools[0]
     chain = Chain(state.hasher, keys)
     digests = chain.extend(tokens, num_tokens // size)
     request = Request(tokens, chain, digests, keys, priority, ttl)
-    if state.simple and not gaps:
-        hit = find_prefix(find_leading(state.pools[0], digests, chain.path), num_tokens, wanted, size)
+    if state.simple and reuse != "gap":
+        hit = find_prefix(find_leading(pool, digests, chain.path), num_tokens, wanted, size)
     else:
-        hit = find_in_groups(state.groups, state.pools, digests, num_tokens, wanted, size, gaps)
-    allocation, common = admit(state, request_id, request, hit)
-    state.total_requests += 1
-    if not state.total_requests % FIT_EVERY:
+        hit = find_in_groups(state.groups, state.pools, digests, num_tokens, wanted, size, reuse == "gap")
+    if state.partial is not None:
+        hit = state.partial.extend(pool, request, hit)
+    if reuse == "anywhere":
+        hit = extend_anywhere(state, request, hit, segments)
+    short = shortage(state, hit, saving)
+    if short is not None:
+        return short
+    state.changes.append((_forget, state, request, state.asked, state.content))
+    if reuse == "anywhere" and state.content is None:  # from now on published blocks are entered
+        state.content = ContentIndex(pool, size)
+    allocation = admit(state, request_id, request, hit, saving)
+    requests, queried, prefix, gap, part, moved = state.asked
+    begun, behind = hit.position - hit.copied, allocation.num_cached_tokens - hit.position
+    moved += sum([run.end - run.start for run in hit.moved])
+    state.asked = (requests + 1, queried + num_tokens, prefix + begun, gap + behind, part + hit.copied, moved)
+    if not (requests + 1) % FIT_EVERY:
         state.fit_hashes()
-    state.queried += num_tokens
-    hits = state.hits
-    hits["prefix"] += hit.position
-    if allocation.num_cached_tokens != hit.position:
-        hits["partial"] += common
-        hits["gap"] += allocation.num_cached_tokens - hit.position - common
     return allocation
 
 
-def admit(state: ManagerState, request_id: Hashable, request: Request, hit: Hit) -> tuple[BaseAllocation, int]:
-    """Gives a request its blocks, or changes nothing; also returns the tokens reused by a copy."""
-    pools, size, num_tokens = state.pools, state.block_size, hit.num_tokens
-    source, common, reached, cached = None, 0, hit.position, hit.cached
-    # A block that comes back from the host must not be overwritten by a copy of one that begins like it.
-    if state.partial is not None and hit.contiguous and not hit.loading:
-        source, common = _find_partial(state, request, hit)
-        if common:
-            reached = hit.blocks * size + common
-    parts = hit.groups
-    if len(parts) > 1 or parts[0].lengths.size > pools[0].num_free:
-        held = [part.held for part in parts] if source is None else [np.concatenate((parts[0].held, source))]
-        state.require([part.lengths.size for part in parts], held)
-    hinted = request.priority or request.ttl is not None
-    tables = request.tables
+def _forget(state: ManagerState, request: Request, asked: Any, content: ContentIndex | None) -> None:
+    """Undoes `allocate`."""
+    forget_last(state, request)
+    state.asked, state.content = asked, content
+
+
+def forget_last(state: ManagerState, request: Request) -> None:
+    """Takes a request out of the running ones again, if it got there: without comparing ids, which may raise."""
+    if next(reversed(state.running.values()), None) is request:
+        state.running.popitem()
+
+
+def shortage(state: ManagerState, hit: Hit, saving: Saving | None) -> Shortage | None:
+    """See `ManagerState.shortage`: for the blocks that a hit leaves to be taken."""
+    for pool, part in zip(state.pools, hit.groups, strict=True):
+        if part.prefix_lengths.size > pool.num_free:
+            break
+    else:
+        return None
+    held = [part.held for part in hit.groups]
+    for more in (hit.source, hit.sources):
+        if more is not None:
+            held = [np.union1d(held[0], more).astype(np.int32)]
+    return state.shortage([part.prefix_lengths.size for part in hit.groups], held, saving=saving)
+
+
+def admit(
+    state: ManagerState, request_id: Hashable, request: Request, hit: Hit, saving: Saving | None
+) -> BaseAllocation:
+    """Gives a request its blocks, of which there are enough; the caller has noted how to forget it."""
+    size, chain, tables = state.block_size, request.chain, request.tables
     state.running[request_id] = request  # before anything is taken: comparing ids is the caller's code
-    for pool, (table, mine, where, lengths, _) in zip(pools, parts, strict=True):
-        if mine.size:
-            if state.adopted is None:
-                pool.hold(mine)
-            else:
-                state.hold(len(tables), mine)
-        if source is not None:
-            state.hold(0, source)
-        if lengths.size:
-            table[where] = pool.take(lengths)
-        if hinted:
-            pool.hinted(table[table >= 0], request.priority, request.ttl)
+    for pool, (table, held, fresh, prefix_lengths, _) in zip(state.pools, hit.groups, strict=True):
+        hold = pool.hold if saving is None else partial(saving.hold, pool, len(tables))
+        if held.size:
+            hold(held)
+        for source in (hit.source, hit.sources):
+            if source is not None and source.size:
+                hold(source)
+        if prefix_lengths.size:
+            table[fresh] = pool.take(prefix_lengths)
+        if request.priority or request.ttl is not None:
+            pool.hinted(table, request.priority, request.ttl)
         tables.append(table)
+        request.released.append(0)
     request.num_blocks = tables[0].size
-    request.released = [0] * len(tables)
-    request.hit = hit.blocks
-    request.committed = hit.committed + common
-    request.published = hit.published
-    if num_tokens < len(request.tokens):
-        request.pending = request.tokens[num_tokens:]
-        request.tokens = request.tokens[:num_tokens]
-    chain = request.chain
+    request.hit, request.published = hit.blocks, hit.published
+    request.committed, request.computed = hit.committed, hit.position
+    if hit.num_tokens < len(request.tokens):
+        request.pending = request.tokens[hit.num_tokens :]
+        request.tokens = request.tokens[: hit.num_tokens]
+    if hit.sources is not None:
+        request.keep_replaced(0, hit.sources)
     if chain is not None and chain.path:
         if state.simple and not request.pending:
-            for node in reversed(chain.path):
-                if node.found is not None:
-                    break
-                node.taken = tables[0][node.begin : node.end].copy()
+            remember_taken(chain.path, tables[0])
         chain.path = []
-    wait_for = None
-    if hit.blocks < len(request.digests):
-        digest = request.digests[hit.blocks].tobytes()
-        wait_for = state.writers.setdefault(digest, request_id)
-        if wait_for is request_id:
-            wait_for, request.writing = None, digest
-    copies: list[Pairs] | None = None
-    loads: list[Pairs] | None = None
-    if source is not None:
-        copies = [[(int(source[0]), int(tables[0][hit.blocks]))]]
-        request.keep_replaced(0, source)
-        pools[0].refill(int(tables[0][hit.blocks]), common)
-    if hit.loading:
-        loads = [_loads(part) for part in parts]
-        if hit.committed % size:  # tokens taken back may have been swapped out behind the last one
-            for pool, table in zip(pools, tables, strict=True):
-                _refill(pool, table, hit.committed, size)
-    if cached is None:
-        cached = [(0, reached)] if reached else []
-        spans = [(reached, num_tokens)] if reached < num_tokens else []
-    else:
-        spans = complement(cached, num_tokens)
-    allocation = state.allocation(
-        [table.copy() for table in tables] if len(tables) > 1 else [tables[0].copy()],
-        0,
-        size,
-        cached,
-        spans,
-        hit.written,
-        copies,
-        wait_for,
-        0,
-        loads,
-        hit.junction,
+    known = hit.cached if not hit.moved else [*hit.cached, *[(run.start, run.end) for run in hit.moved]]
+    return state.allocation(
+        [table.copy() for table in tables],
+        first_block=0,
+        block_size=size,
+        cached_spans=hit.cached,
+        compute_spans=complement(known, hit.num_tokens),
+        written=hit.written,
+        copies=None if hit.source is None else _copy_beginning(state, request, hit.source, hit),
+        wait_for=state.start_writing(request_id, request, hit.blocks),
+        loads=_load(state, hit) if hit.loads else None,
+        junction=hit.attention_hit,
+        moved=moved_spans(hit.moved, tables[0], size) if hit.moved else None,
+        approximate_from=approximate_from(request.keys) if request.keys.placed else None,
     )
-    return allocation, common
 
 
-def _refill(pool: BlockPool, table: Ids, position: int, block_size: int) -> None:
-    block = int(table[position // block_size])
-    if block >= 0:
-        pool.refill(block, position % block_size)
+def _copy_beginning(state: ManagerState, request: Request, source: Ids, hit: Hit) -> list[Pairs]:
+    """The copy of a cached block's first tokens to the first fresh block; the cached one is kept for this step."""
+    pair = source.item(0), request.tables[0].item(hit.blocks)
+    request.keep_replaced(0, source)
+    state.pools[0].refill(pair[1], hit.copied, pair[0])
+    return [[pair]]
 
 
-def _loads(part: GroupHit) -> Pairs:
-    """(host slot, block) of the blocks that are loaded."""
-    if not part.slots:
-        return []
-    return list(zip(part.slots, part.table[part.where][: len(part.slots)].tolist(), strict=True))
-
-
-def _find_partial(state: ManagerState, request: Request, hit: Hit) -> tuple[Ids | None, int]:
-    """The block to copy the beginning of the first fresh block from, if there is room for both."""
-    assert state.partial is not None
-    pool, part, whole = state.pools[0], hit.groups[0], len(request.tokens)
-    if not part.lengths.size:
-        return None, 0
-    end = hit.num_tokens if hit.num_tokens < whole else whole - 1
-    source, common = state.partial.find(pool, request, hit.blocks, end)
-    if source is not None:
-        room = pool.available - pool.unreferenced(np.concatenate((part.held, source)))
-        if part.lengths.size > room:
-            return None, 0
-    return source, common
+def _load(state: ManagerState, hit: Hit) -> list[Pairs]:
+    """Per group, (host slot, block) of the blocks that are loaded."""
+    block, first = divmod(hit.committed, state.block_size)
+    pairs = []
+    for pool, part in zip(state.pools, hit.groups, strict=True):
+        loaded = part.table[part.fresh][: len(part.slots)].tolist() if part.slots else []
+        pairs.append(list(zip(part.slots, loaded, strict=True)))
+        if first:  # tokens taken back may have been swapped out behind the last one
+            pool.refill(part.table.item(block), first)
+    return pairs

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Generic
+from typing import Any, Generic, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +22,34 @@ SlotsT = TypeVar("SlotsT", default=Slots)
 PairsT = TypeVar("PairsT", default=Pairs)
 
 
+class MovedSpan(NamedTuple):
+    """Tokens of a prompt that are cached at another position, or behind other text: see `Allocation.moved`.
+
+    Attributes:
+        start: The first of them in this prompt.
+        end: Behind the last.
+        slots: Where their KV is, [end - start] int64, of any alignment.
+        delta: By how many positions their keys are to be turned, this prompt's minus those they were computed for.
+        targets: The slots of this request that they are to be copied to, [end - start] int64.
+
+    Examples:
+        >>> manager = pc.CacheManager(num_blocks=16, block_size=4)
+        >>> text = list(range(100, 112))
+        >>> for request in ("a", "b"):
+        ...     allocation = manager.allocate(request, [*range(7 if request == "b" else 4), *text, 1], reuse="anywhere")
+        ...     merged = manager.commit(request, 17)
+        >>> span = allocation.moved[0]
+        >>> span.start, span.end, span.delta, span.slots[:4].tolist()
+        (7, 19, 3, [4, 5, 6, 7])
+    """
+
+    start: int
+    end: int
+    slots: Slots
+    delta: int
+    targets: Slots
+
+
 class BaseAllocation:
     """Blocks for some tokens of a request, and what is left to compute, whatever the number of groups.
 
@@ -31,24 +59,17 @@ class BaseAllocation:
         num_cached_tokens: Tokens in `cached_spans`.
         wait_for: Id of a request that is computing the next block of this prompt at this moment, or None. Waiting for
             its commit and allocating anew saves the work; going on is right too.
-        junction: With a recurrent group, the greater number of leading tokens whose KV is cached while no state is:
+        junction: The longest hit of the attention layers alone, in tokens, where a recurrent group has no state for it:
             `CacheManager.checkpoint` there lets the next such prompt begin at it. None where there is none.
+        moved: Spans of tokens that are cached elsewhere, ascending, with `reuse="anywhere"` alone: before this step
+            computes anything their KV is to be copied to `MovedSpan.targets`, keys turned by `delta` positions
+            (`pc.move_slots`). `compute_spans` leaves them out. The blocks they are in are held until the next commit.
+        approximate_from: The first position whose block has, or stands behind, moved KV; None where all is exact.
     """
 
     __slots__ = (
-        "_block_size",
-        "_copies",
-        "_first_block",
-        "_loads",
-        "_new_block",
-        "_slots",
-        "_tables",
-        "_written",
-        "cached_spans",
-        "compute_spans",
-        "junction",
-        "num_cached_tokens",
-        "wait_for",
+        *("_block_size", "_copies", "_first_block", "_loads", "_new_block", "_slots", "_tables", "_written"),
+        *("approximate_from", "cached_spans", "compute_spans", "junction", "moved", "num_cached_tokens", "wait_for"),
     )
 
     def __init__(
@@ -64,22 +85,63 @@ class BaseAllocation:
         new_block: int = 0,
         loads: list[Pairs] | None = None,
         junction: int | None = None,
+        moved: list[MovedSpan] | None = None,
+        approximate_from: int | None = None,
     ) -> None:
         self._tables = tables
-        self._first_block = first_block
-        self._new_block = new_block
-        self._block_size = block_size
+        self._first_block, self._new_block, self._block_size = first_block, new_block, block_size
         self._written = written
         self._slots: list[Slots] | None = None
-        self._copies = copies
-        self._loads = loads
-        self.cached_spans = cached_spans
-        self.compute_spans = compute_spans
+        self._copies, self._loads = copies, loads
+        self.cached_spans, self.compute_spans = cached_spans, compute_spans
         self.num_cached_tokens = 0
         for start, end in cached_spans:
             self.num_cached_tokens += end - start
         self.wait_for = wait_for
         self.junction = junction
+        self.moved: list[MovedSpan] = [] if moved is None else moved
+        self.approximate_from = approximate_from
+
+    def recompute_moved(self, fraction: float) -> Slots:
+        """The moved tokens to be computed again, so that they see what is before them now: the first of each span.
+
+        A span's first tokens differ most from what they would be: later ones see them. Each span gives the same
+        number, those that are shorter give all they have (EPIC, arXiv:2410.15332).
+
+        Args:
+            fraction: Share of all moved tokens, 0 to 1; with 1 nothing that was moved is read.
+
+        Returns:
+            Their positions, ascending, [n] int64. They are computed with the other tokens, at once.
+
+        Raises:
+            TypeError: `fraction` is not a number.
+            ValueError: `fraction` is not between 0 and 1.
+
+        Examples:
+            >>> manager = pc.CacheManager(num_blocks=16, block_size=4)
+            >>> allocation, merged = manager.allocate("a", range(12), reuse="anywhere"), manager.commit("a", 12)
+            >>> allocation = manager.allocate("b", [50, *range(12), 51], reuse="anywhere")
+            >>> allocation.compute_spans, allocation.recompute_moved(0.25).tolist()
+            ([(0, 1), (13, 14)], [1, 2, 3])
+        """
+        if isinstance(fraction, bool) or not isinstance(fraction, int | float | np.integer | np.floating):
+            raise TypeError(f"fraction: got {type(fraction).__name__}, needs a number from 0 to 1")
+        if not 0 <= fraction <= 1:
+            raise ValueError(f"fraction: got {fraction}, needs 0 to 1")
+        lengths = sorted([span.end - span.start for span in self.moved])
+        left, each = round(fraction * sum(lengths)), 0
+        for at, length in enumerate(lengths):
+            each = max(each, min(length, -(-left // (len(lengths) - at))))
+            left -= min(length, each)
+        chosen = [np.arange(span.start, min(span.start + each, span.end)) for span in self.moved]
+        return np.concatenate(chosen) if chosen else np.empty(0, np.int64)
+
+    def slots_at(self, positions: npt.NDArray[Any], group: int = 0) -> Slots:
+        """The slots of any of the tokens, computed, cached or moved: [n] int64."""
+        blocks = positions // self._block_size - self._first_block
+        slots: Slots = self._tables[group][blocks].astype(np.int64) * self._block_size + positions % self._block_size
+        return slots
 
     def slot_runs(self, group: int = 0) -> list[Run]:
         """The slot mapping of a group as runs of consecutive slots; tokens whose slot is -1 are in none."""
@@ -117,6 +179,11 @@ class BaseAllocation:
         """`loads` of a group."""
         return self._loads[group] if self._loads else []
 
+    def __repr__(self) -> str:
+        names = ("num_cached_tokens", "compute_spans", "block_ids", "copies")
+        said = "".join(f"{name}={getattr(self, name)}, " for name in names)
+        return f"{type(self).__name__}({said}wait_for={self.wait_for!r})"
+
 
 class Allocation(BaseAllocation):
     """What a manager of one group gives; see `BaseAllocation` for the other attributes.
@@ -149,9 +216,6 @@ class Allocation(BaseAllocation):
     def loads(self) -> Pairs:
         """(host slot, block) to be copied before anything is written; only `resume` has any."""
         return self.group_loads(0)
-
-    def __repr__(self) -> str:
-        return _repr(self, self.block_ids, self.copies)
 
 
 class GroupedAllocation(BaseAllocation):
@@ -190,17 +254,6 @@ class GroupedAllocation(BaseAllocation):
         """Per group, (host slot, block) to be copied before anything is written; only `resume` has any."""
         return [self.group_loads(group) for group in range(len(self._tables))]
 
-    def __repr__(self) -> str:
-        return _repr(self, self.block_ids, self.copies)
-
-
-def _repr(allocation: BaseAllocation, block_ids: object, copies: object) -> str:
-    return (
-        f"{type(allocation).__name__}(num_cached_tokens={allocation.num_cached_tokens}, "
-        f"compute_spans={allocation.compute_spans}, block_ids={block_ids}, copies={copies}, "
-        f"wait_for={allocation.wait_for!r})"
-    )
-
 
 class AppendedTokens(tuple[SlotsT, PairsT], Generic[SlotsT, PairsT]):
     """The slots and copies of `CacheManager.append_each`, with what else a `Step` is made of.
@@ -230,6 +283,9 @@ class AppendedTokens(tuple[SlotsT, PairsT], Generic[SlotsT, PairsT]):
         self.requests = tuple(requests)
         self.positions = np.array(positions, np.int32)
         return self
+
+    def __getnewargs__(self) -> tuple[Any, ...]:  # for pickle and copy: a tuple would pass itself to `__new__`
+        return self[0], self[1], self.requests, self.positions
 
     @property
     def slot_mapping(self) -> SlotsT:  # noqa: D102  see Attributes
@@ -263,7 +319,7 @@ class CacheStats:
     free_blocks: int
     """Without content."""
     cached_blocks: int
-    """Complete, held by nobody: findable until evicted."""
+    """Complete, with a reference count of 0: published until evicted."""
     held_blocks: int
     num_requests: int
     """Running now."""
@@ -274,6 +330,10 @@ class CacheStats:
     """Of those, tokens that need not be computed."""
     hit_tokens_by_cause: dict[str, int]
     """`hit_tokens` split: prefix, gap (behind a missing block), partial (part of a block, copied)."""
+    moved_tokens: int
+    """Of `queried_tokens`, those found at another place; not among `hit_tokens`."""
+    index_bytes: int
+    """Memory of the index that finds them, taken by the first request with `reuse="anywhere"`."""
     evictions: int
     offloaded_blocks: int
     """Evicted blocks that `on_evict` said a lower tier took."""

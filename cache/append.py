@@ -11,43 +11,88 @@ import numpy as np
 from .allocation import AppendedTokens, BaseAllocation, Pairs
 from .pool import BlockPool, OutOfBlocks
 from .request import Request, SharedTail
-from .state import ManagerState
+from .state import ManagerState, Saving, Shortage
 from .table import Ids
 
 
-class Room(NamedTuple):
-    """What a request needs to reach `end` tokens."""
+class Growth(NamedTuple):
+    """How a request gets to `end` tokens."""
 
     request: Request
     end: int
+    position: int
+    """The first query that is still to come: blocks that only earlier ones read are released."""
     copied: list[bool]
     """Per group, whether the block it is in has to become one of its own."""
     again: int
-    """The first token to be computed, before the new ones where their block can not be copied yet."""
+    """The first token to be computed, before the new ones where their block cannot be copied yet."""
 
 
-def append(state: ManagerState, request_id: Hashable, new: array[int]) -> BaseAllocation:
+def append(
+    state: ManagerState, request_id: Hashable, new: array[int], saving: Saving | None = None
+) -> BaseAllocation | Shortage:
     """Adds tokens to a request: see `CacheManager.append`."""
     request, size = state.get(request_id), state.block_size
-    pending = request.pending
+    pending, start, old_blocks = request.pending, len(request.tokens), request.num_blocks
     if pending and new[: len(pending)] != pending[: len(new)]:
         raise ValueError("token_ids: got others than the prompt goes on with, needs its next tokens")
-    start, old_blocks, again = len(request.tokens), request.num_blocks, len(request.tokens)
-    end = start + len(new)
+    end, again = start + len(new), start
+    more, shares = -(-end // size) - old_blocks, request.shared_tail is not None
     copies: list[Pairs] | None = None
-    if end > start and (end > old_blocks * size or request.shared_tail is not None):
-        room = _plan(state, [(request, end)], decoding=False)[0]
-        copies, again = _make_room(state, room), room.again
-    request.tokens.extend(new)
+    if more > 0 and state.simple and not shares:
+        short = state.shortage([more], saving=saving)
+        if short is not None:
+            return short
+        state.changes += ((_cut, [request], [start]), (_shrink, request, old_blocks, pending))
+        _take(state, request, 0, old_blocks + more)
+        request.num_blocks = old_blocks + more
+    else:
+        grows = end > start and (more > 0 or shares)
+        growths = _plan(state, [(request, end, request.computed)], False, saving) if grows else []
+        if isinstance(growths, Shortage):
+            return growths
+        if growths or pending:
+            state.changes += ((_cut, [request], [start]), (request.restore, request.snapshot()))
+        for growth in growths:
+            copies, again = _grow(state, growth), growth.again
     if pending:
         request.pending = pending[len(new) :] or None
     first, num_blocks = again // size, request.num_blocks
-    tables = [table[first:num_blocks].copy() for table in request.tables]
-    spans = [(again, end)] if end > start else []
-    return state.allocation(tables, first, size, [], spans, False, copies, None, old_blocks)
+    allocation = state.allocation(
+        [table[first:num_blocks].copy() for table in request.tables],
+        first_block=first,
+        block_size=size,
+        cached_spans=[],
+        compute_spans=[(again, end)] if end > start else [],
+        copies=copies,
+        new_block=old_blocks,
+    )
+    request.tokens.extend(new)  # last: with it the verb is complete
+    return allocation
 
 
-def append_each(state: ManagerState, request_ids: Sequence[Hashable], new: array[int]) -> AppendedTokens[Any, Any]:
+def _cut(requests: Sequence[Request], lengths: Sequence[int]) -> None:
+    """Takes back what was added to the tokens of requests."""
+    for request, length in zip(requests, lengths, strict=True):
+        del request.tokens[length:]
+
+
+def _shrink(request: Request, num_blocks: int, pending: array[int] | None) -> None:
+    """Undoes `_take`: what a table holds behind its blocks does not count."""
+    request.num_blocks, request.pending = num_blocks, pending
+
+
+def _take(state: ManagerState, request: Request, group: int, num_blocks: int) -> None:
+    """Fresh blocks, up to so many, for a group's table; the request does not count them yet."""
+    pool, old = state.pools[group], request.num_blocks
+    ids = pool.take(np.arange(old + 1, num_blocks + 1, dtype=np.int32))
+    request.grown_table(group, num_blocks)[old:num_blocks] = ids
+    pool.hinted(ids, request.priority, request.ttl)
+
+
+def append_each(
+    state: ManagerState, request_ids: Sequence[Hashable], new: array[int], saving: Saving | None = None
+) -> AppendedTokens[Any, Any] | Shortage:
     """Adds a token to each of several requests: see `CacheManager.append_each`."""
     size, running = state.block_size, state.running
     try:
@@ -57,152 +102,192 @@ def append_each(state: ManagerState, request_ids: Sequence[Hashable], new: array
     if len(set(request_ids)) < len(requests):
         raise ValueError("request_ids: got a request twice, needs each once")
     positions = [len(request.tokens) for request in requests]
-    several = len(state.pools) > 1
     slow = [r for r, at in zip(requests, positions, strict=True) if at % size == 0 or r.shared_tail or r.pending]
     copies: list[Pairs] = [[] for _ in state.pools]
     if slow:
-        for request, token in zip(requests, new, strict=True):
-            if request.pending and request.pending[0] != token:
-                raise ValueError("token_ids: got another than its prompt goes on with, needs its next token")
-        if state.simple and not any(request.shared_tail for request in slow):
-            _take_one_each(state, [request for request in slow if len(request.tokens) % size == 0])
-        else:
-            rooms = _plan(state, [(request, len(request.tokens) + 1) for request in slow], decoding=True)
-            for room in rooms:
-                for group, pairs in enumerate(_make_room(state, room)):
-                    copies[group] += pairs
-    offsets = [at % size for at in positions]
+        if any(request.pending and request.pending[0] != token for request, token in zip(requests, new, strict=True)):
+            raise ValueError("token_ids: got another than its prompt goes on with, needs its next token")
+        grown = _grow_each(state, slow, saving)
+        if isinstance(grown, Shortage):
+            return grown
+        copies = grown
     slots = []
+    offsets = np.array([at % size for at in positions], np.int64)
     for group, spec in enumerate(state.groups):
         if spec.holds_states:
             slots.append(np.full(len(requests), -1, np.int64))
             continue
         blocks = [request.tables[group].item(request.num_blocks - 1) for request in requests]
-        slots.append(np.array(blocks, np.int64) * size + np.array(offsets, np.int64))
+        slots.append(np.array(blocks, np.int64) * size + offsets)
+    several = len(state.pools) > 1
+    appended: AppendedTokens[Any, Any] = AppendedTokens(
+        tuple(slots) if several else slots[0], copies if several else copies[0], request_ids, positions
+    )
+    state.changes.append((_cut, requests, positions))
     for request, token in zip(requests, new, strict=True):
         request.tokens.append(token)
+    return appended
+
+
+def _grow_each(state: ManagerState, slow: list[Request], saving: Saving | None) -> list[Pairs] | Shortage:
+    """Takes the blocks that requests which may need one have to have for a token more each: per group, the copies."""
+    full = [request for request in slow if len(request.tokens) % state.block_size == 0]
+    at_once = state.simple and not any(request.shared_tail for request in slow)
+    growths: list[Growth] | Shortage | None
+    if at_once:
+        growths = state.shortage([len(full)], saving=saving)
+    else:
+        growths = _plan(state, [(r, len(r.tokens) + 1, len(r.tokens)) for r in slow], True, saving)
+    if isinstance(growths, Shortage):
+        return growths
+    if at_once:
+        state.changes += [(_shrink, request, request.num_blocks, request.pending) for request in slow]
+    else:
+        state.changes += [(request.restore, request.snapshot()) for request in slow]
+    copies: list[Pairs] = [[] for _ in state.pools]
+    for growth in growths or ():
+        for pairs, more in zip(copies, _grow(state, growth), strict=True):
+            pairs += more
+    if at_once and full:
+        _take_one_each(state, full)
     for request in slow:
         if request.pending:
             request.pending = request.pending[1:] or None
-    if several:
-        return AppendedTokens(tuple(slots), copies, request_ids, positions)
-    return AppendedTokens(slots[0], copies[0], request_ids, positions)
+    return copies
 
 
 def _take_one_each(state: ManagerState, requests: Sequence[Request]) -> None:
     """A fresh block for each of several requests that share nothing, in one go."""
-    if not requests:
-        return
     pool = state.pools[0]
-    state.require([len(requests)], [np.empty(0, np.int32)])
     ids = pool.take(np.array([request.num_blocks + 1 for request in requests], np.int32), runs=False)
     for i, (request, block) in enumerate(zip(requests, ids.tolist(), strict=True)):
         at = request.num_blocks
         request.grown_table(0, at + 1)[at] = block
         request.num_blocks = at + 1
-        if request.priority or request.ttl is not None:
+        if request.priority or request.ttl is not None:  # what a batch's decode does for each request
             pool.hinted(ids[i : i + 1], request.priority, request.ttl)
 
 
-def _plan(state: ManagerState, ends: Sequence[tuple[Request, int]], decoding: bool) -> list[Room]:
+class _Ledger:
+    """What the pools will have when requests have been served one after the other; nothing is changed.
+
+    Per group: `taken` blocks, and `leaving`, of which the last reference is dropped when windows move on.
+    """
+
+    def __init__(self, pools: Sequence[BlockPool]) -> None:
+        self._pools = pools
+        self._dropped: list[dict[int, int]] = [{} for _ in pools]
+        self.taken = [0] * len(pools)
+        self.leaving: list[list[int]] = [[] for _ in pools]
+
+    def is_shared(self, group: int, block: int) -> bool:
+        """Whether other requests see this block by then."""
+        pool = self._pools[group]
+        return pool.table.lists(block) or pool.ref_count.item(block) - self._dropped[group].get(block, 0) > 1
+
+    def drop(self, group: int, block: int) -> bool:
+        """A request drops its reference: whether it is the last one."""
+        count = self._dropped[group].get(block, 0) + 1
+        self._dropped[group][block] = count
+        return self._pools[group].ref_count.item(block) == count
+
+    def leave(self, group: int, blocks: Ids) -> None:
+        """Blocks are left behind a window."""
+        self.leaving[group] += [block for block in blocks.tolist() if self.drop(group, block)]
+
+    def take(self, group: int, count: int) -> None:
+        """Blocks are taken."""
+        self.taken[group] += count
+        available = self._pools[group].available + len(self.leaving[group])
+        if self.taken[group] > available:
+            raise OutOfBlocks(self.taken[group], available)
+
+
+def _plan(
+    state: ManagerState, ends: Sequence[tuple[Request, int, int]], decoding: bool, saving: Saving | None
+) -> list[Growth] | Shortage:
     """What requests need, one after the other as if each had been served before the next is looked at.
 
-    Args:
-        state: Of the manager; nothing is changed.
-        ends: Requests and how many tokens each is to have.
-        decoding: Whether every token so far has been computed, committed or not.
-
-    Raises:
-        OutOfBlocks: Too few blocks for all.
-        MustEvict: Enough, once `on_evict` has saved some.
+    `ends` are requests, how many tokens each is to have, and the first query that is still to come; when `decoding`,
+    every token so far has been computed, committed or not. Nothing is changed; OutOfBlocks: too few blocks for all.
     """
-    size, pools = state.block_size, state.pools
-    given_up: list[dict[int, int]] = [{} for _ in pools]  # references that earlier ones will have given up
-    taken = [0] * len(pools)
-    freed = [0] * len(pools)
-    rooms = []
+    size, ledger = state.block_size, _Ledger(state.pools)
     claimed: list[SharedTail] = []  # blocks that one of these goes on in
-    for request, end in ends:
-        start = len(request.tokens)
-        first, more = start // size, -(-end // size) - request.num_blocks
-        copied, listed, tail = [], False, request.shared_tail
-        for group, pool in enumerate(pools):
-            block = request.tables[group].item(first) if tail is not None and start % size else -1
-            shared = block >= 0 and (
-                pool.table.lists(block) or pool.ref_count.item(block) - given_up[group].get(block, 0) > 1
-            )
-            copied.append(shared)
-            listed |= shared and pool.table.lists(block)
-        # What is not committed may not be written yet: a copy would come too early, so who is first goes on in place.
-        unsure = any(copied) and request.committed < start
-        if unsure and not listed and tail is not None and tail.end == start and tail not in claimed:
-            copied, unsure = [False] * len(pools), False
-            claimed.append(tail)
-        again = max(request.committed, first * size) if unsure and not decoding else start
-        for group, (pool, spec) in enumerate(zip(pools, state.groups, strict=True)):
+    growths = []
+    for request, end, computed in ends:
+        more = -(-end // size) - request.num_blocks
+        copied, again = _copied(state, request, ledger, claimed, decoding)
+        position = min(request.committed, computed, max(request.length - 1, end - 1))
+        for group, spec in enumerate(state.groups):
             if more > 0 and not state.simple:
-                for block in state.passed(request, group, end)[2].tolist():
-                    lost = given_up[group].get(block, 0) + 1
-                    given_up[group][block] = lost
-                    freed[group] += pool.ref_count.item(block) == lost
-            count = 0 if spec.holds_states else more + copied[group]
-            taken[group] += count
-            if taken[group] > pool.available + freed[group]:
-                raise OutOfBlocks(taken[group], pool.available + freed[group])
+                ledger.leave(group, state.passed(request, group, position)[2])
+            ledger.take(group, 0 if spec.holds_states else more + copied[group])
             if copied[group]:
-                block = request.tables[group].item(first)
-                given_up[group][block] = given_up[group].get(block, 0) + 1
-        rooms.append(Room(request, end, copied, again))
-    if state.on_evict is not None:
-        if any(count > pool.available for count, pool in zip(taken, pools, strict=True)):
-            for request, end in ends:
-                for group in range(len(pools)):
-                    state.leave_window(request, group, end)
-        state.require(taken, [np.empty(0, np.int32) for _ in pools])
-    return rooms
+                ledger.drop(group, request.tables[group].item(len(request.tokens) // size))
+        growths.append(Growth(request, end, position, copied, again))
+    leaving = [np.array(blocks, np.int32) for blocks in ledger.leaving]
+    return state.shortage(ledger.taken, None, leaving, saving) or growths
 
 
-def _make_room(state: ManagerState, room: Room) -> list[Pairs]:
-    """Takes the blocks that a request needs; the copies to make."""
-    request, end, size = room.request, room.end, state.block_size
-    start, old_blocks, num_blocks = len(request.tokens), request.num_blocks, -(-end // size)
+def _copied(
+    state: ManagerState, request: Request, ledger: _Ledger, claimed: list[SharedTail], decoding: bool
+) -> tuple[list[bool], int]:
+    """Per group, whether the block that a request goes on in has to be copied, and the first token to compute."""
+    start, size, tail = len(request.tokens), state.block_size, request.shared_tail
+    first = start // size
+    if tail is None or not start % size:
+        return [False] * len(state.pools), start
+    blocks = [table.item(first) for table in request.tables]
+    copied = [block >= 0 and ledger.is_shared(group, block) for group, block in enumerate(blocks)]
+    if not any(copied) or request.committed == start:
+        return copied, start
+    # What is not committed may not be written yet: a copy would come too early, so who is first goes on in place.
+    published = any(pool.table.lists(block) for pool, block in zip(state.pools, blocks, strict=True) if block >= 0)
+    if not published and tail.end == start and tail not in claimed:
+        claimed.append(tail)
+        return [False] * len(copied), start
+    return copied, start if decoding else max(request.committed, first * size)
+
+
+def _grow(state: ManagerState, growth: Growth) -> list[Pairs]:
+    """Takes the blocks that a request needs, whose state the caller has noted; the copies to make."""
+    request, size, tail = growth.request, state.block_size, growth.request.shared_tail
+    start, old_blocks, num_blocks = len(request.tokens), request.num_blocks, -(-growth.end // size)
     first = start // size
     copies: list[Pairs] = [[] for _ in state.pools]
-    hinted = request.priority or request.ttl is not None
     for group, (pool, spec) in enumerate(zip(state.pools, state.groups, strict=True)):
         if num_blocks > old_blocks and not state.simple:
-            state.leave_window(request, group, end)
-        table = request.grown_table(group, num_blocks)
-        if room.copied[group]:
-            old, fresh = _replace_shared(pool, request, group, first)
-            if room.again > first * size:
+            state.leave_window(request, group, growth.position)
+        old = -1
+        if growth.copied[group]:
+            old, fresh = _replace_shared(state, request, group, first)
+            if growth.again > first * size:
                 copies[group].append((old, fresh))
-            if hinted:
-                pool.hinted(table[first : first + 1], request.priority, request.ttl)
-        if start % size and table[first] >= 0:  # tokens taken back, or a fork's, may have been written behind
-            pool.refill(int(table[first]), room.again - first * size)
+        if tail is not None and start % size:  # tokens taken back, or a fork's, may have been written behind
+            pool.refill(request.tables[group].item(first), growth.again - first * size, old)
         if num_blocks > old_blocks:
-            table[old_blocks:num_blocks] = -1
-            if not spec.holds_states:
-                lengths = np.arange(old_blocks + 1, num_blocks + 1, dtype=np.int32)
-                table[old_blocks:num_blocks] = fresh_ids = pool.take(lengths)
-                if hinted:
-                    pool.hinted(fresh_ids, request.priority, request.ttl)
-    if request.shared_tail is not None:
-        if not any(room.copied):
-            request.shared_tail.end = max(request.shared_tail.end, end)
+            if spec.holds_states:
+                request.grown_table(group, num_blocks)[old_blocks:num_blocks] = -1
+            else:
+                _take(state, request, group, num_blocks)
+    if tail is not None:
+        if not any(growth.copied):
+            state.changes.append((setattr, tail, "end", tail.end))
+            tail.end = max(tail.end, growth.end)
         request.shared_tail = None
     request.num_blocks = num_blocks
     return copies
 
 
-def _replace_shared(pool: BlockPool, request: Request, group: int, block: int) -> tuple[int, int]:
-    """Puts a fresh block in the place of one that others see: (its number, the fresh one's)."""
-    table = request.tables[group]
+def _replace_shared(state: ManagerState, request: Request, group: int, block: int) -> tuple[int, int]:
+    """Puts a fresh block in the place of one that other requests see: (its number, the fresh one's)."""
+    pool, table = state.pools[group], request.tables[group]
     old: Ids = table[block : block + 1].copy()
-    table[block] = pool.take(np.array([block + 1], np.int32))[0]
+    state.changes.append((request.put_blocks, group, block, old))
+    table[block : block + 1] = fresh = pool.take(np.array([block + 1], np.int32))
+    pool.hinted(fresh, request.priority, request.ttl)
     if pool.ref_count[old[0]] > 1:
         pool.release(old)
-    else:  # nobody else keeps it from being handed out before the copy is made
+    else:  # nothing else keeps it from being handed out before the copy is made
         request.keep_replaced(group, old)
-    return int(old[0]), int(table[block])
+    return int(old[0]), int(fresh[0])

@@ -1,4 +1,4 @@
-"""What becomes of blocks once they are written: findable, merged with equal ones, released behind a window."""
+"""What becomes of blocks once they are written: published, merged with equal ones, released behind a window."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ import numpy.typing as npt
 
 from .allocation import Pairs
 from .groups import Mask
-from .hashing import Chain, Words
-from .pool import OutOfBlocks
+from .hashing import Chain, Words, split_digests
+from .keys import approximate_from
+from .moved import root_of
 from .request import Request
 from .runs import find_runs
-from .state import ManagerState
+from .state import ManagerState, Saving, Shortage
 
 
 def commit(state: ManagerState, request_id: Hashable, num_tokens: int) -> Any:
@@ -22,34 +23,68 @@ def commit(state: ManagerState, request_id: Hashable, num_tokens: int) -> Any:
     request = state.running.get(request_id) or state.get(request_id)
     if not 0 <= num_tokens <= len(request.tokens):
         raise ValueError(f"num_tokens: got {num_tokens}, needs 0 to {len(request.tokens)}, its tokens")
+    first, last = request.published, num_tokens // state.block_size
+    if state.simple and last <= first and request.replaced is None and not request.loading:
+        if num_tokens > request.committed:
+            request.committed = num_tokens
+        return []
+    state.changes.append((_take_back, state, request, request.snapshot(), request.chain, state.merged))
     if request.replaced is not None or request.loading:
         state.end_step(request)
-    first, last = request.published, num_tokens // state.block_size
-    if num_tokens > request.committed:
-        request.committed = num_tokens
+    request.committed, request.computed = max(request.committed, num_tokens), max(request.computed, num_tokens)
     replaced: list[Pairs] = []
     if last > first:
-        if request.writing is not None:
-            state.stop_writing(request)
-        known = request.digests
-        digests = known[first:last] if last <= len(known) else _digests(state, request, first, last)
-        groups = range(len(state.pools))
-        replaced = [_publish(state, request, group, first, last, digests) for group in groups]
-        request.published = last
-        following = request.committed // state.block_size
-        if following < len(known):
-            state.start_writing(request_id, request, known[following].tobytes())
+        replaced = _publish_all(state, request_id, request, first, last)
     if state.simple:
         return replaced[0] if replaced else []
     replaced = replaced or [[] for _ in state.pools]
     if request.new_states:
         _publish_states(state, request, replaced)
+    # The last token may be computed again for its logits, so what it reads is kept.
+    position = min(request.committed, request.computed, max(request.length - 1, 0))
     for group in range(len(state.pools)):
-        state.leave_window(request, group)
+        state.leave_window(request, group, position)
     return state.per_group(replaced)
 
 
-def checkpoint(state: ManagerState, request_id: Hashable, num_tokens: int, group: int | None) -> int:
+def _take_back(state: ManagerState, request: Request, before: tuple[Any, ...], chain: Any, merged: int) -> None:
+    """Undoes `commit`."""
+    request.restore(before)
+    request.chain = None if request.chain is chain else chain  # it may have been fed: it is built again
+    state.merged = merged
+
+
+def _publish_all(state: ManagerState, request_id: Hashable, request: Request, first: int, last: int) -> list[Pairs]:
+    """Publishes logical blocks [first, last) in all groups: what was replaced in each."""
+    if request.writing is not None:
+        state.stop_writing(request)
+    digests = _digests(state, request, first, last)
+    replaced = [_publish(state, request, group, first, last, digests) for group in range(len(state.pools))]
+    if state.content is not None:
+        _enter(state, request, first, last)
+    request.published = last
+    state.start_writing(request_id, request, request.committed // state.block_size)
+    return replaced
+
+
+def _enter(state: ManagerState, request: Request, first: int, last: int) -> None:
+    """Enters published logical blocks into the index of what blocks hold, those that are exact and others apart."""
+    content, table, size = state.content, request.tables[0], state.block_size
+    assert content is not None
+    root, moved = root_of(state, request.keys), approximate_from(request.keys)
+    border = last if moved is None else min(max(moved // size, first), last)
+    for begin, end in ((first, border), (border, last)):
+        ids = table[begin:end].copy()
+        if root is None:
+            content.leave_out(ids)
+        elif begin < end:
+            before = table.item(begin - 1) if begin else -1
+            content.add(ids, before, request.tokens[begin * size : end * size], root, end == border)
+
+
+def checkpoint(
+    state: ManagerState, request_id: Hashable, num_tokens: int, group: int | None, saving: Saving | None = None
+) -> int | Shortage:
     """Takes a block for a state: see `CacheManager.checkpoint`."""
     request, size = state.get(request_id), state.block_size
     recurrent = [at for at, spec in enumerate(state.groups) if spec.holds_states]
@@ -63,31 +98,34 @@ def checkpoint(state: ManagerState, request_id: Hashable, num_tokens: int, group
     if num_tokens % size or not 0 < num_tokens <= length:
         raise ValueError(f"num_tokens: got {num_tokens}, needs a multiple of {size}, one or more, up to {length}")
     block, pool = num_tokens // size - 1, state.pools[group]
-    table = request.tables[group]
-    if table[block] >= 0:
+    held = request.tables[group].item(block)
+    if held >= 0:
         if (group, block) in request.new_states:
-            return int(table[block])
+            return held
         raise ValueError(f"num_tokens: got {num_tokens}, whose state the request holds already")
-    if not pool.available:
-        raise OutOfBlocks(1, 0)
-    counts = [int(at == group) for at in range(len(state.pools))]
-    state.require(counts, [np.empty(0, np.int32) for _ in counts])
-    table[block : block + 1] = ids = pool.take(np.array([block + 1], np.int32))
-    if request.priority or request.ttl is not None:
-        pool.hinted(ids, request.priority, request.ttl)
-    request.new_states.append((group, block))
-    request.released[group] = min(request.released[group], block)
-    return int(ids[0])
+    short = state.shortage([int(at == group) for at in range(len(state.pools))], saving=saving)
+    if short is not None:
+        return short
+    hole = np.full(1, -1, np.int32)
+    state.changes += ((request.restore, request.snapshot()), (request.put_blocks, group, block, hole))
+    ids = pool.take(np.array([block + 1], np.int32))
+    request.put_blocks(group, block, ids)
+    pool.hinted(ids, request.priority, request.ttl)
+    request.new_states = [*request.new_states, (group, block)]
+    request.released = [min(at, block) if of == group else at for of, at in enumerate(request.released)]
+    return ids.item(0)
 
 
 def _digests(state: ManagerState, request: Request, first: int, last: int) -> Words:
-    """Hashes of blocks [first, last), of which `digests` lacks some."""
-    known = request.digests
-    if request.chain is None:
-        request.chain = Chain(state.hasher, request.keys)
-    before = request.chain.hashed
-    fresh = request.chain.extend(request.tokens, last)
-    request.chain.path = []
+    """Hashes of blocks [first, last), also where `digests` of the request lacks some."""
+    known, chain = request.digests, request.chain
+    if last <= len(known):
+        return known[first:last]
+    if chain is None:
+        request.chain = chain = Chain(state.hasher, request.keys)
+    before = chain.hashed
+    fresh = chain.extend(request.tokens, last)
+    chain.path = []
     if first >= before:
         return fresh[first - before :]
     if not before:
@@ -97,7 +135,7 @@ def _digests(state: ManagerState, request: Request, first: int, last: int) -> Wo
 
 
 def _publish(state: ManagerState, request: Request, group: int, first: int, last: int, digests: Words) -> Pairs:
-    """Makes logical blocks [first, last) findable and swaps in the duplicates of those that already were."""
+    """Publishes logical blocks [first, last) and swaps in the duplicates of those that already were."""
     pool, table = state.pools[group], request.tables[group]
     ids = table[first:last]
     present: Mask | None = None
@@ -109,27 +147,27 @@ def _publish(state: ManagerState, request: Request, group: int, first: int, last
         if not present.any():
             return []
         ids, digests = ids[present], digests[present]
-    heard = bool(state.listeners.heard) or state.partial is not None
-    listed = pool.table.contains(ids) if heard else None
+    listed = pool.table.contains(ids) if pool.notified else None
     old, new = pool.publish(ids, digests)
     if listed is None and not old.size:
         return []
     blocks = np.arange(first, last) if present is None else present.nonzero()[0] + first
     if listed is not None:
         fresh = ~listed & ~np.isin(ids, old)
-        _tell_stored(state, group, request, blocks[fresh], digests[fresh])
+        _notify_stored(state, group, request, blocks[fresh], digests[fresh])
     if not old.size:
         return []
-    table[blocks[np.isin(ids, old)]] = new
+    for at, block in zip(blocks[np.isin(ids, old)].tolist(), new.tolist(), strict=True):
+        state.changes.append((request.put_blocks, group, at, table[at : at + 1].copy()))
+        table[at] = block
     request.keep_replaced(group, old)
     state.merged += old.size
-    if request.priority or request.ttl is not None:
-        pool.hinted(new, request.priority, request.ttl)
+    pool.hinted(new, request.priority, request.ttl)
     return list(zip(old.tolist(), new.tolist(), strict=True))
 
 
 def _publish_states(state: ManagerState, request: Request, replaced: list[Pairs]) -> None:
-    """Makes findable the states of `checkpoint` that lie before the committed position."""
+    """Publishes the states of `checkpoint` that lie before the committed position."""
     size = state.block_size
     ready = [(group, block) for group, block in request.new_states if (block + 1) * size <= request.committed]
     request.new_states = [pair for pair in request.new_states if pair not in ready]
@@ -150,20 +188,24 @@ def _digest_of(state: ManagerState, request: Request, group: int, block: int) ->
     return state.hasher.hash_blocks(request.tokens[: (block + 1) * size], request.keys)[block:]
 
 
-def _tell_stored(
+def _notify_stored(
     state: ManagerState, group: int, request: Request, blocks: npt.NDArray[np.intp], digests: Words
 ) -> None:
-    """Tells listeners and the index of block beginnings of logical blocks that became findable."""
-    size, tokens = state.block_size, request.tokens
-    width = 8 * digests.shape[1]
+    """Notifies listeners and the index of block beginnings of logical blocks that were published.
+
+    Listeners do not know yet that a block is gone which a tier is saving: one of the same content is no news to them.
+    """
+    size = state.block_size
+    if state.saving:
+        known = frozenset().union(*(saving.hashes[group] for saving in state.saving))
+        news = np.array([digest.tobytes() not in known for digest in digests], np.bool_)
+        blocks, digests = blocks[news], digests[news]
     for at, start, end in find_runs(blocks):
-        raw = digests[at : at + end - start].tobytes()
-        hashes = [raw[i : i + width] for i in range(0, len(raw), width)]
+        hashes = split_digests(digests[at : at + end - start])
         parent = _digest_of(state, request, group, start - 1).tobytes() if start else None
         if state.partial is not None:
             for block, before, own in zip(range(start, end), [parent, *hashes], hashes, strict=False):
                 state.partial.add(request, block, before, own)
-        if state.listeners.heard:
-            state.listeners.add(
-                "stored", group, hashes, parent, tokens[start * size : end * size].tolist(), request.keys.extra_keys
-            )
+        if state.listeners.registered:
+            tokens = request.tokens[start * size : end * size].tolist()
+            state.listeners.add("stored", group, hashes, parent, tokens, request.keys.extra_keys)

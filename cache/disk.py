@@ -21,7 +21,7 @@ from .tier import Layout, Tensors, check_key, check_tensors
 
 _ENTRY = re.compile(r"([0-9a-f]{2,128})-1\.block")
 _PARTIAL = re.compile(r"[0-9a-f]{2,128}-1\.block\.[0-9a-f]{16}\.partial")
-_ABANDONED_SECONDS = 3600.0  # an empty partial file, or one where locks cannot tell
+_ABANDONED_SECONDS = 3600.0  # of an empty partial file, or one whose file system has no locks
 
 
 class DiskTier:
@@ -112,15 +112,7 @@ class DiskTier:
             return False
 
     def put(self, key: bytes, tensors: Tensors) -> bool:
-        """Writes a block; see `Tier.put`.
-
-        Returns:
-            Whether it is on disk now.
-
-        Raises:
-            TypeError: No bytes, or no dense tensors by name.
-            ValueError: A key of another length than 1 to 64 bytes, or tensors that differ from the layout.
-        """
+        """Writes a block, and says whether it is on disk now; see `Tier.put`."""
         check_key(key)
         check_tensors(tensors, self.layout)
         if key in self:
@@ -132,8 +124,7 @@ class DiskTier:
         path = self._path(key)
         partial = path.with_name(f"{path.name}.{secrets.token_hex(8)}.partial")
         try:
-            _write(partial, data)
-            os.replace(partial, path)
+            _write(partial, data, path)
         except OSError as error:
             warnings.warn(f"a block is not kept on disk: {error}", RuntimeWarning, stacklevel=2)
             _unlink(partial)
@@ -153,17 +144,14 @@ class DiskTier:
         return {key for key, tensors in entries.items() if self.put(key, tensors)}
 
     def get(self, key: bytes) -> dict[str, torch.Tensor] | None:
-        """Reads a block: its tensors on the CPU, or None when it is not there, cannot be read or was damaged.
-
-        Raises:
-            TypeError: No bytes.
-            ValueError: A key of another length than 1 to 64 bytes.
-        """
+        """Reads a block: its tensors on the CPU, or None when it is not there, cannot be read or was damaged."""
         check_key(key)
         path = self._path(key)
         try:
-            data, status = _read(path)
-        except OSError:  # evicted by someone else, or not ours to read
+            descriptor, status = _open_file(path)
+            with open(descriptor, "rb") as file:
+                data = file.read()
+        except OSError:  # evicted by another process, or not ours to read
             with self._lock:
                 self.nbytes -= self._own.pop(key, 0)
             return None
@@ -189,12 +177,7 @@ class DiskTier:
         return [key in self for key in keys]
 
     def discard(self, key: bytes) -> None:
-        """Removes a block, if it is there and this user's.
-
-        Raises:
-            TypeError: No bytes.
-            ValueError: A key of another length than 1 to 64 bytes.
-        """
+        """Removes a block, if it is there and this user's."""
         check_key(key)
         with self._lock:
             self.nbytes -= self._own.pop(key, 0)
@@ -234,38 +217,39 @@ def _open_file(path: Path) -> tuple[int, os.stat_result]:
     return descriptor, status
 
 
-def _read(path: Path) -> tuple[bytes, os.stat_result]:
-    descriptor, status = _open_file(path)
-    with open(descriptor, "rb") as file:
-        return file.read(), status
-
-
-def _write(path: Path, data: bytearray) -> None:
-    """Writes a file, locked as long as that takes."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+def _write(partial: Path, data: bytearray, path: Path) -> None:
+    """Writes a file and moves it to its place, locked until it is there: unlocked ones are taken for abandoned."""
+    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with open(descriptor, "wb") as file:
         _lock(descriptor)
         file.write(data)
         file.flush()
         os.fsync(descriptor)
+        os.replace(partial, path)
 
 
-def _lock(descriptor: int) -> bool:
-    """Takes the lock of a file; False where somebody has it, or the system knows no locks."""
+def _lock(descriptor: int) -> bool | None:
+    """Takes the lock of a file, which ends with its process: False where it is taken, None where there are none."""
+    # Of the file, not of a process number: containers that share the directory see each other's.
     try:
         import fcntl
 
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (ImportError, OSError):
+    except BlockingIOError:
         return False
+    except (ImportError, OSError):
+        return None
     return True
 
 
 def _remove_abandoned(path: Path) -> None:
-    """Removes a partial file of this user that nobody writes any more."""
+    """Removes a partial file of this user that no process writes any more."""
     with contextlib.suppress(OSError):
         descriptor, status = _open_file(path)
         with open(descriptor, "rb"):
             old = time.time() - status.st_mtime > _ABANDONED_SECONDS
-            if _is_own(status) and (old or (status.st_size and _lock(descriptor))):
+            if not _is_own(status) or not (status.st_size or old):
+                return  # an empty one may have been made a moment ago, and its writer is about to lock it
+            locked = _lock(descriptor)
+            if locked or (locked is None and old):
                 os.unlink(path)

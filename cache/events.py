@@ -18,6 +18,7 @@ from collections import deque
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from ..triton_ops._checks import check_integer
 from .keys import KeyAt
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ END = (-1).to_bytes(8, "big", signed=True)
 
 
 class EventPublisher:
-    """Publishes what becomes findable in a manager and what ceases to be.
+    """Publishes which blocks enter a manager's prefix cache and which leave it.
 
     Needs the extra `events` (pyzmq, msgpack). Events are collected as they happen and sent by `flush`, once a step.
 
@@ -42,7 +43,7 @@ class EventPublisher:
 
     Raises:
         ImportError: pyzmq or msgpack is missing.
-        TypeError: A dp_rank that is no integer.
+        TypeError: A dp_rank or buffer_batches that is no integer.
         ValueError: A dp_rank that a message cannot carry, or no batch to keep.
         zmq.ZMQError: An endpoint that cannot be bound; nothing is left open.
 
@@ -56,7 +57,7 @@ class EventPublisher:
         >>> manager = pc.CacheManager(num_blocks=8, block_size=4)
         >>> publisher = EventPublisher(manager, "tcp://127.0.0.1:*")
         >>> allocation, merged = manager.allocate("a", range(9)), manager.commit("a", 9)
-        >>> publisher.flush()  # once a step: what became findable
+        >>> publisher.flush()  # once a step: what was published
         0
         >>> publisher.close()
     """
@@ -75,16 +76,10 @@ class EventPublisher:
             msgpack, zmq = import_module("msgpack"), import_module("zmq")
         except ImportError as error:
             raise ImportError(f"EventPublisher needs {error.name}: pip install pyzmq msgpack") from None
-        if dp_rank is not None:
-            if isinstance(dp_rank, bool) or not isinstance(dp_rank, int):
-                raise TypeError(f"dp_rank: got {dp_rank!r}, needs an integer or None")
-            if _publishable(dp_rank) is not dp_rank:
-                raise ValueError(f"dp_rank: got {dp_rank}, needs at most 64 bits")
-        if buffer_batches < 1:
-            raise ValueError(f"buffer_batches: got {buffer_batches}, needs at least 1")
+        self._dp_rank = None if dp_rank is None else check_integer("dp_rank", dp_rank, -(1 << 63), 64)
+        buffer_batches = check_integer("buffer_batches", buffer_batches, 1)
         self._pack = msgpack.packb
         self._topic = topic.encode()
-        self._dp_rank = dp_rank
         self._medium = medium
         self._pending: list[dict[str, Any]] = []
         self._sequence = 0
@@ -112,14 +107,9 @@ class EventPublisher:
         manager.listeners.append(self)
 
     def stored(
-        self,
-        group: int,
-        hashes: list[bytes],
-        parent: bytes | None,
-        token_ids: list[int],
-        extra_keys: Any,
+        self, group: int, hashes: list[bytes], parent: bytes | None, token_ids: list[int], extra_keys: Any
     ) -> None:
-        """Blocks of one sequence became findable, each the parent of the next."""
+        """Blocks of one sequence were published in the prefix cache, each the parent of the next."""
         self._add(
             {
                 "type": "BlockStored",
@@ -220,10 +210,7 @@ class EventPublisher:
 def _listed(extra_keys: Any) -> list[Any]:
     """A request's extra keys as msgpack can carry them; a placed key as (key, position)."""
     keys = [extra_keys] if isinstance(extra_keys, str | bytes | int | KeyAt) else list(extra_keys)
-    return [
-        (_publishable(key.key), _publishable(key.position)) if isinstance(key, KeyAt) else _publishable(key)
-        for key in keys
-    ]
+    return [_publishable((key.key, key.position) if isinstance(key, KeyAt) else key) for key in keys]
 
 
 def _publishable(key: Any) -> Any:

@@ -1,10 +1,13 @@
-"""A second request on the blocks of a running one."""
+"""A second request on the blocks of a running one, and taking back a request's last tokens."""
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Hashable
+from typing import Any
 
-from .request import SharedTail
+from .allocate import forget_last
+from .request import Request, SharedTail
 from .state import ManagerState
 
 
@@ -19,8 +22,65 @@ def fork(state: ManagerState, request_id: Hashable, new_request_id: Hashable) ->
             "the state of a recurrent group is there only once it has been computed"
         )
     child = parent.copy()
+    state.changes += ((setattr, parent, "shared_tail", parent.shared_tail), (forget_last, state, child))
     state.running[new_request_id] = child
     for group, pool in enumerate(state.pools):
         pool.share(child.held(group))
     if length % state.block_size:
         child.shared_tail = parent.shared_tail = parent.shared_tail or SharedTail(length)
+
+
+def rollback(state: ManagerState, request_id: Hashable, num_tokens: int) -> None:
+    """Takes back the last tokens of a request: see `CacheManager.rollback`."""
+    request, size = state.get(request_id), state.block_size
+    if not 0 <= num_tokens <= len(request.tokens):
+        raise ValueError(f"num_tokens: got {num_tokens}, needs 0 to {len(request.tokens)}, its tokens")
+    if not num_tokens:
+        return
+    length = len(request.tokens) - num_tokens
+    committed, num_blocks = min(request.committed, length), -(-length // size)
+    needed_from = [max(g.first_needed(committed, size), g.sink_blocks(size)) for g in state.groups]
+    _check_resident(state, request, length, needed_from)
+    state.changes.append((_put_back, request, length, request.tokens[length:], request.snapshot(), request.chain))
+    for group, (pool, spec) in enumerate(zip(state.pools, state.groups, strict=True)):
+        first = length // size if spec.holds_states else num_blocks  # of a block that is cut there is no state any more
+        ids = request.tables[group][first : request.num_blocks].copy()
+        state.clear_table(request, group, first, request.num_blocks)
+        pool.release(ids[ids >= 0])
+    request.new_states = [(group, block) for group, block in request.new_states if block < length // size]
+    request.released = [min(pair) for pair in zip(request.released, needed_from, strict=True)]
+    del request.tokens[length:]
+    request.pending = None
+    request.committed, request.num_blocks = committed, num_blocks
+    request.computed = min(request.computed, length)
+    request.published = min(request.published, committed // size)
+    if length % size:
+        request.shared_tail = SharedTail(-1)
+    complete = length // size
+    request.digests = request.digests[:complete]
+    if request.chain is not None and request.chain.hashed > complete:
+        request.chain = None
+        state.stop_writing(request)
+
+
+def _check_resident(state: ManagerState, request: Request, length: int, needed_from: list[int]) -> None:
+    """Refuses to go back to where blocks or a state are gone."""
+    size, num_tokens = state.block_size, len(request.tokens) - length
+    for group, (spec, table, first) in enumerate(zip(state.groups, request.tables, needed_from, strict=True)):
+        if spec.holds_states:
+            end = length // size - 1
+            kept = length % size == 0 and table[end] >= 0 and (group, end) not in request.new_states
+            if length and length != request.committed and not kept:
+                raise ValueError(
+                    f"num_tokens: got {num_tokens}, needs to end where a state is held or at the committed "
+                    f"{request.committed} tokens: the state at {length} is gone"
+                )
+        elif (table[first : -(-length // size)] < 0).any():
+            raise ValueError(f"num_tokens: got {num_tokens}, needs less: blocks left the window for good")
+
+
+def _put_back(request: Request, length: int, tokens: array[int], before: tuple[Any, ...], chain: Any) -> None:
+    """Undoes `rollback`."""
+    request.tokens[length:] = tokens
+    request.restore(before)
+    request.chain = chain

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from operator import index
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
+
+from ..triton_ops._checks import check_integer
 
 Mask = npt.NDArray[np.bool_]
 """Per block of a sequence, whether it is there."""
@@ -29,15 +30,11 @@ class Group:
 
     def __post_init__(self) -> None:
         if self.num_blocks is not None:
-            object.__setattr__(self, "num_blocks", _integer("num_blocks", self.num_blocks, 1))
+            object.__setattr__(self, "num_blocks", check_integer("num_blocks", self.num_blocks, 1, 30))
 
-    @property
-    def holds_states(self) -> bool:
-        """Whether a block is a state of the whole sequence up to its end, which only a checkpoint fills.
-
-        Computing can then go on at the end of such a block alone.
-        """
-        return False
+    holds_states: ClassVar[bool] = False
+    """Whether a block is a state of the whole sequence up to its end, which only a checkpoint fills: computing can then
+    go on at the end of such a block alone."""
 
     def sink_blocks(self, block_size: int) -> int:
         """Blocks at the start of the sequence that stay needed for ever."""
@@ -54,13 +51,9 @@ class Group:
         return np.concatenate((np.arange(sinks, dtype=np.int32), np.arange(first, end, dtype=np.int32)))
 
     def servable(self, resident: Mask, num_tokens: int, block_size: int, room: int | None = None) -> Mask:
-        """For every length L of a hit in blocks, 0 to `len(resident)`: whether computing could go on behind it.
+        """For every length of a hit in blocks, 0 to `len(resident)`: whether computing could go on behind it.
 
-        Args:
-            resident: Which complete blocks of the sequence are there.
-            num_tokens: Length of the sequence, whose last token is always computed.
-            block_size: Tokens a block.
-            room: Blocks that may be needed at most; None: any number.
+        Of `num_tokens` the last is always computed; `room` limits the blocks that may be needed.
         """
         missing = np.concatenate(([0], np.cumsum(~resident)))
         lengths = np.arange(resident.size + 1)
@@ -119,8 +112,8 @@ class SlidingWindow(Group):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        object.__setattr__(self, "window", _integer("window", self.window, 1))
-        object.__setattr__(self, "num_sink_tokens", _integer("num_sink_tokens", self.num_sink_tokens, 0))
+        object.__setattr__(self, "window", check_integer("window", self.window, 1))
+        object.__setattr__(self, "num_sink_tokens", check_integer("num_sink_tokens", self.num_sink_tokens, 0))
 
     def sink_blocks(self, block_size: int) -> int:
         """Blocks that hold sink tokens."""
@@ -148,26 +141,11 @@ class Recurrent(Group):
         [(8, 10)]
     """
 
-    @property
-    def holds_states(self) -> bool:
-        """True."""
-        return True
+    holds_states: ClassVar[bool] = True
 
     def first_needed(self, position: Any, block_size: int) -> Any:
         """The block whose end is the last boundary before `position`."""
         return _positive(position - 1) // block_size
-
-
-def _integer(name: str, value: object, least: int) -> int:
-    try:
-        number = index(value)  # type: ignore[arg-type]
-    except TypeError:
-        number = None
-    if number is None or isinstance(value, bool):
-        raise TypeError(f"{name}: got {value!r}, needs an int")
-    if number < least:
-        raise ValueError(f"{name}: got {value}, needs at least {least}")
-    return number
 
 
 def _positive(value: Any) -> Any:

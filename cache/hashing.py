@@ -11,8 +11,10 @@ tokens only. Where a `KeyAt` has its position in block i, the chain starts anew 
     root' = b"pc.extra.1" | hash(block i - 1), or digest(root) for i = 0 | u32 n | (u64 position | key) ...
     hash(block i + k) = digest(root' | tokens of block i | ... | tokens of block i + k)
 
-with the n keys of that block by position, then by their bytes. `pc.cache.keys` says what key(...) is. Nothing depends
-on the process or the machine. Every record carries its length, so two different inputs never give the same bytes.
+with the n keys of that block by position, then by their bytes. `pc.cache.keys` says what key(...) is. A request with
+moved KV has such a record with the key b"m", which is no key's, at the start of the first block that has some: its
+blocks from there on are approximate, and no other request has their hashes. Nothing depends on the process or the
+machine. Every record carries its length, so two different inputs never give the same bytes.
 
 sha256 and blake2b (32 bytes) are collision resistant: with 2**40 blocks the chance of any two sharing a hash is below
 2**-176, and no input that makes it happen is known, so equal hashes are taken for equal blocks. xxh3_128 is not
@@ -26,13 +28,13 @@ import hashlib
 import struct
 import sys
 from array import array
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from .hash_tree import HashTree, Node
 from .keys import NO_KEYS, EncodedKeys, encode_key
 
 Words = npt.NDArray[np.uint64]
@@ -42,18 +44,22 @@ BIG_ENDIAN = sys.byteorder == "big"
 
 TokenIds = Sequence[int] | npt.NDArray[Any]
 
+OVERHEAD = 800
+"""Bytes of a node besides its tokens and digests: objects, dictionary entries and the state of a hasher."""
+
+
+def split_digests(digests: Words) -> list[bytes]:
+    """The digests of a run of blocks, one by one."""
+    raw, width = digests.tobytes(), 8 * digests.shape[1]
+    return [raw[i : i + width] for i in range(0, len(raw), width)]
+
 
 class Hasher(Protocol):
     """What the chain needs of a hash object; those of hashlib and xxhash have it."""
 
-    def update(self, data: Any, /) -> None:
-        """Feeds bytes."""
-
-    def digest(self) -> bytes:
-        """The hash of what was fed so far."""
-
-    def copy(self) -> Any:
-        """A hasher that continues from here on its own."""
+    def update(self, data: Any, /) -> None: ...  # noqa: D102
+    def digest(self) -> bytes: ...  # noqa: D102
+    def copy(self) -> Any: ...  # noqa: D102
 
 
 def _xxh3_128() -> Hasher:
@@ -74,12 +80,7 @@ ALGORITHMS: dict[str, Callable[[], Hasher]] = {
 
 
 def encode_tokens(token_ids: TokenIds, name: str = "token_ids") -> array[int]:
-    """Token ids as an `array('I')`.
-
-    Raises:
-        TypeError: Not a flat sequence of integers.
-        ValueError: An id below 0 or past 2**32 - 1.
-    """
+    """Token ids as an `array('I')`; TypeError unless they are a flat sequence of integers, ValueError out of range."""
     if isinstance(token_ids, (list, tuple)):  # a union would be built at every call
         try:
             if isinstance(token_ids, tuple):
@@ -109,33 +110,105 @@ def encode_tokens(token_ids: TokenIds, name: str = "token_ids") -> array[int]:
     return tokens
 
 
-class BlockHasher:
-    """Hashes the complete blocks of sequences under one algorithm, block size and seed.
-
-    Args:
-        algorithm: A name in `ALGORITHMS`.
-        block_size: Tokens a block.
-        seed: Part of every root when given; None is the identity that all processes share.
-        words: 64-bit words of an identity, where the caller brings identities of its own; None: of the algorithm.
+class Node:
+    """A chunk of blocks behind a certain prefix, known to its tree from then on; without a parent a start of chains.
 
     Attributes:
-        tree: Hashes of chunks seen before.
-        pieces: Iterates over the bytes of tokens block by block, each in a tuple of its own.
+        key: The bytes of its tokens; of a root those of the keys.
+        begin: Blocks of the sequence before it; `end`: up to its own end; `reach`: up to that of a chunk behind it.
+        hasher: State behind the chunk; to be copied, never fed.
+        children: The chunks seen behind it, by their bytes.
+        latest: The child taken last: mostly the next one asked for, and cheaper to compare than to look up.
+        found: The blocks in which its hashes were found last, as an index, None for nowhere: a guess, to be checked.
+            Where all blocks up to its end are neighbours, a slice of them all.
+        taken: The blocks that a request took for it since, None for no guess: most are never asked for.
+        used: Whether a walk came by since the node was last up for removal.
+    """
 
-    Not to be used by two threads at once.
+    __slots__ = (
+        *("begin", "children", "digests", "end", "found", "hasher"),
+        *("key", "latest", "parent", "reach", "taken", "used"),
+    )
+
+    def __init__(self, tree: HashTree, parent: Node | None, key: bytes, end: int, digests: bytes, hasher: Any) -> None:
+        self.parent, self.key, self.digests, self.hasher = parent, key, digests, hasher
+        self.begin: int = parent.end if parent is not None else 0
+        self.end: int = end
+        # Chunks are short where prompts branch, long where they run on.
+        self.reach = end + (16 if end < 64 else 64 if end < 256 else 128 if end < 1024 else 256)
+        self.children: dict[bytes, Node] = {}
+        self.latest: Node | None = None
+        self.found: slice | npt.NDArray[np.intp] | None = None
+        self.taken: npt.NDArray[np.int32] | None = None
+        self.used = True
+        if parent is not None:
+            if parent.parent is None and parent.key not in tree.roots:
+                tree.nbytes += len(parent.key) + OVERHEAD
+                tree.queue.append(parent)
+                tree.roots[parent.key] = parent
+            # Queued first: what an interrupt leaves out of the children is forgotten like any other.
+            tree.nbytes += len(key) + len(digests) + OVERHEAD
+            tree.queue.append(self)
+            parent.children[key] = parent.latest = self
+
+
+class HashTree:
+    """A tree of chunks, compared by content: it changes how fast a hash is found, never which.
+
+    It holds `capacity` bytes at most: chunks that no walk used for a while go first, a chunk never before those behind
+    it. `queue` has all chunks and roots, those to be looked at for removal first; `roots` the starts of chains, by the
+    bytes of their keys. One is listed with the first chunk behind it: prompts too short for a chunk leave nothing.
+    """
+
+    def __init__(self) -> None:
+        self.capacity = 0
+        self.clear()
+
+    def trim(self) -> None:
+        """Forgets what exceeds the capacity. Not to be called in the middle of a walk."""
+        queue = self.queue
+        while self.nbytes > self.capacity and queue:
+            node = queue[0]
+            if node.used or node.children:
+                node.used = False
+                queue.rotate(-1)
+                continue
+            parent = node.parent
+            if parent is None:
+                if self.roots.get(node.key) is node:
+                    del self.roots[node.key]
+            else:
+                if parent.latest is node:
+                    parent.latest = None
+                if parent.children.get(node.key) is node:
+                    del parent.children[node.key]
+            queue.popleft()  # last: what an interrupt leaves here is removed the next time
+            self.nbytes -= len(node.key) + len(node.digests) + OVERHEAD
+
+    def clear(self) -> None:
+        """Forgets everything."""
+        self.queue: deque[Node] = deque()
+        self.roots: dict[bytes, Node] = {}
+        self.nbytes = 0
+
+
+class BlockHasher:
+    """Hashes the complete blocks of sequences under one algorithm of `ALGORITHMS`, block size (in tokens) and seed.
+
+    Without a seed all processes share the identity. `words` are the 64-bit words of an identity, for a caller that
+    brings identities of its own; None: the algorithm's. `pieces` iterates over the bytes of tokens block by block, each
+    in a tuple of its own. Not to be used by two threads at once.
     """
 
     def __init__(self, algorithm: str, block_size: int, seed: int | None = None, words: int | None = None) -> None:
         if not isinstance(algorithm, str) or algorithm not in ALGORITHMS:
             raise ValueError(f"hash_algorithm: got {algorithm!r}, needs one of {', '.join(ALGORITHMS)}")
-        self.algorithm = algorithm
         self.block_size = block_size
-        self.seed = seed
         self.new = ALGORITHMS[algorithm]
         name = algorithm.encode()
         prefix = b"pc.block.1" + bytes([len(name)]) + name + struct.pack("<I", block_size) + encode_key(seed, "seed")
-        self._start = self.new()
-        self._start.update(prefix)
+        self.start = self.new()
+        self.start.update(prefix)
         self.tree = HashTree()
         self.pieces = struct.Struct(f"{4 * block_size}s").iter_unpack
         size = len(self.new().digest())
@@ -143,27 +216,31 @@ class BlockHasher:
             raise ValueError(f"hash_algorithm: {algorithm!r} gives {size} bytes, needs a multiple of 8")
         self.words = words or size // 8
 
-    def root(self, header: bytes) -> Node:
-        """A new start of chains with these keys."""
-        hasher = self._start.copy()
-        hasher.update(header)
-        return Node(self.tree, None, header, 0, b"", hasher)
-
     def hash_blocks(self, tokens: array[int], keys: EncodedKeys = NO_KEYS) -> Words:
         """The digests of all complete blocks of a sequence, `[blocks, words]`."""
         return Chain(self, keys).extend(tokens, len(tokens) // self.block_size)
 
 
+class _Ended:
+    """A hasher of which only the digest is left."""
+
+    def __init__(self, digest: bytes) -> None:
+        self._digest = digest
+
+    def update(self, data: Any, /) -> None:
+        raise AssertionError("it has ended")
+
+    def digest(self) -> bytes:
+        return self._digest
+
+    def copy(self) -> Any:
+        return self
+
+
 class Chain:
     """The running hash of one sequence: feed it whole blocks in order, it gives their digests.
 
-    Args:
-        owner: Algorithm and block size.
-        keys: What else decides the KV.
-
-    Attributes:
-        hashed: Blocks hashed so far.
-        path: The remembered chunks that the sequence begins with.
+    `hashed` counts the blocks so far; `path` has the remembered chunks that the sequence begins with.
     """
 
     __slots__ = ("_hasher", "_owner", "_placed", "_root", "hashed", "path")
@@ -172,7 +249,9 @@ class Chain:
         self._owner = owner
         root = owner.tree.roots.get(keys.header)
         if root is None:
-            root = owner.root(keys.header)
+            hasher = owner.start.copy()
+            hasher.update(keys.header)
+            root = Node(owner.tree, None, keys.header, 0, b"", hasher)
         root.used = True
         self._root = root
         self._hasher: Hasher = root.hasher
@@ -185,6 +264,14 @@ class Chain:
         """What stands for the empty prefix of this sequence, None with keys placed inside it."""
         return None if self._placed else self._root.hasher.digest()
 
+    @classmethod
+    def behind(cls, owner: BlockHasher, keys: EncodedKeys, digests: Words, block: int) -> Chain:
+        """A chain that goes on behind `block` blocks of these digests where it starts anew: `keys` has a key there."""
+        chain = cls(owner, keys)
+        if block:
+            chain._hasher, chain.hashed = _Ended(digests[block - 1].tobytes()), block
+        return chain
+
     def copy(self) -> Chain:
         """A chain that continues from here on its own."""
         other = object.__new__(Chain)
@@ -194,12 +281,7 @@ class Chain:
         return other
 
     def extend(self, tokens: array[int], end: int) -> Words:
-        """Hashes blocks `hashed` to `end` of the sequence and returns their digests `[end - hashed, words]`.
-
-        Args:
-            tokens: All tokens of the sequence, at least `end * block_size` of them.
-            end: Block to stop before.
-        """
+        """The digests of blocks `hashed` to `end`, `[end - hashed, words]`, of a sequence given from its start."""
         start, owner = self.hashed, self._owner
         size, words = owner.block_size, owner.words
         if end <= start:

@@ -11,8 +11,9 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from operator import index
 from typing import NamedTuple, TypeAlias, Union
+
+from ..triton_ops._checks import check_integer
 
 Key: TypeAlias = Union[str, bytes, int, "list[Key]", "tuple[Key, ...]", None]
 """A tuple and a list of the same keys are the same key."""
@@ -42,7 +43,7 @@ ExtraKeys: TypeAlias = Union[Key, KeyAt, Sequence[Union[Key, KeyAt]]]  # noqa: U
 """One key or a list or tuple of several."""
 
 FrozenKeys: TypeAlias = Union[str, bytes, int, KeyAt, "tuple[FrozenKeys, ...]", None]
-"""Keys that nobody can change any more."""
+"""Keys that cannot be changed."""
 
 
 class EncodedKeys(NamedTuple):
@@ -57,12 +58,7 @@ class EncodedKeys(NamedTuple):
 
 
 def encode_key(key: Key, name: str = "extra_keys") -> bytes:
-    """The bytes of a key, injective over all keys; see the module's docstring.
-
-    Raises:
-        TypeError: A key that is none of None, str, bytes, int, tuple and list.
-        ValueError: An integer of more than 14000 bits.
-    """
+    """The bytes of a key, injective over all keys; see the module's docstring."""
     kind = type(key)
     if key is None:
         return b"n"
@@ -81,20 +77,30 @@ def encode_key(key: Key, name: str = "extra_keys") -> bytes:
     return tag + struct.pack("<Q", len(body)) + body
 
 
+MOVED = b"m"
+"""The key of a block from which on KV is approximate; `encode_key` never gives it."""
+
+
+def mark_moved(keys: EncodedKeys, position: int) -> EncodedKeys:
+    """The keys of a request whose KV is approximate from a block's first position on; listeners see a `KeyAt`."""
+    given = keys.extra_keys
+    some = () if given is None else given if isinstance(given, tuple) else (given,)
+    placed = tuple(sorted([*keys.placed, (position, MOVED)]))
+    return EncodedKeys(keys.header, placed, (*some, KeyAt(position, "pc.moved")))
+
+
+def approximate_from(keys: EncodedKeys) -> int | None:
+    """The position from which on KV of a request is approximate, None where all is exact."""
+    return next((position for position, key in keys.placed if key == MOVED), None)
+
+
 NO_KEYS = EncodedKeys(encode_key(None) + struct.pack("<I", 0), (), None)
 
 
 def encode_keys(extra_keys: ExtraKeys = None, salt: Key = None) -> EncodedKeys:
-    """The keys of a request.
+    """The keys of a request: a plain key (LoRA name) holds for the whole sequence, a `KeyAt` from its position on.
 
-    Args:
-        extra_keys: One key or several. A plain key (LoRA name) holds for the whole sequence, a `KeyAt` from its
-            position on (image, prompt embeddings).
-        salt: Sequences with different salts never share a block.
-
-    Raises:
-        TypeError: A key of an unsupported type, such as a mapping, a set, an iterator, a bool or a float.
-        ValueError: A `KeyAt` with a position below 0 or past 2**64 - 1.
+    TypeError for a key of an unsupported type, ValueError for a position below 0 or past 2**64 - 1.
     """
     if extra_keys is None and salt is None:
         return NO_KEYS
@@ -117,16 +123,12 @@ def _freeze(key: object) -> FrozenKeys:
         return tuple([_freeze(item) for item in key])
     if key is None or type(key) in (str, bytes, int):
         return key  # type: ignore[return-value]
-    raise TypeError(
-        f"extra_keys: got {type(key).__name__}, needs str, bytes, int, None or KeyAt, or a list or tuple of those"
-    )
+    needs = "str, bytes, int, None or KeyAt, or a list or tuple of those"
+    raise TypeError(f"extra_keys: got {type(key).__name__}, needs {needs}")
 
 
 def _position(value: object) -> int:
     try:
-        position = index(value)  # type: ignore[arg-type]
-    except TypeError:
-        position = -1
-    if isinstance(value, bool) or not 0 <= position < 1 << 64:
-        raise ValueError(f"extra_keys: got position {value!r}, needs an integer from 0 to 2**64 - 1")
-    return position
+        return check_integer("position", value, 0, 64)
+    except (TypeError, ValueError):
+        raise ValueError(f"extra_keys: got position {value!r}, needs an integer from 0 to 2**64 - 1") from None

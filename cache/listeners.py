@@ -1,4 +1,4 @@
-"""Whoever hears that blocks become findable or cease to be."""
+"""Those who are notified that blocks are published in the prefix cache, or leave it."""
 
 from __future__ import annotations
 
@@ -12,62 +12,62 @@ log = logging.getLogger("pc.cache")
 
 
 class Listener(Protocol):
-    """Hears of every block that becomes findable or ceases to be, in order.
+    """Is notified of every block that is published in the prefix cache or leaves it, in order.
 
     Called at the end of the verb that caused it, under the manager's lock, when the manager's state is whole. It may
-    call the manager; what that causes is told after this. It must not wait for another thread that does. What it
-    raises is logged (logger "pc.cache"), and the verb returns as if it had not.
+    call the manager; what that causes is notified after this. It must not wait for another thread that does. What it
+    raises is logged (logger "pc.cache"), and the verb returns as if it had not. A `KeyboardInterrupt` in the middle of
+    a notification goes to the caller of the verb; the notification is then repeated, to all listeners, after the next
+    verb: each comes at least once.
     """
 
     def stored(
         self, group: int, hashes: list[bytes], parent: bytes | None, token_ids: list[int], extra_keys: FrozenKeys
     ) -> None:
-        """A run of blocks of one sequence became findable; `parent` is the hash of the block before, if any.
+        """A run of blocks of one sequence was published; `parent` is the hash of the block before, if any.
 
         `extra_keys` are as given to `allocate`, lists as tuples.
         """
 
     def removed(self, group: int, hashes: list[bytes]) -> None:
-        """Blocks are not findable any more."""
+        """Blocks are no longer published."""
 
     def cleared(self) -> None:
         """The manager was reset."""
 
 
 class Listeners:
-    """Tells listeners what happened once the manager is done with it.
+    """Notifies listeners, which callers append to `registered`, of what happened once the manager is done with it.
 
-    Attributes:
-        heard: See `Listener`; callers append to it.
-        queue: What is still to be told.
+    While they are being notified (`busy`), a listener's own calls leave theirs in the queue. `changes` are those of
+    `ManagerState`.
     """
 
-    def __init__(self) -> None:
-        self.heard: list[Listener] = []
+    def __init__(self, changes: list[tuple[Any, ...]]) -> None:
+        self.registered: list[Listener] = []
         self.queue: deque[tuple[str, tuple[Any, ...]]] = deque()
-        self._telling = False
+        self.busy = False
+        self._changes = changes
 
     def add(self, event: str, *args: Any) -> None:
         """Something happened."""
-        if self.heard:
+        if self.registered:
+            self._changes.append((self._drop, len(self.queue)))
             self.queue.append((event, args))
 
-    def tell(self) -> None:
-        """Tells all that is queued, in order; a listener's own calls find it busy and leave theirs to it."""
-        if self._telling:
-            return
-        self._telling = True
-        try:
-            while self.queue:
-                event, args = self.queue.popleft()
-                for listener in tuple(self.heard):
-                    self._tell(listener, event, args)
-        finally:
-            self._telling = False
+    def _drop(self, count: int) -> None:
+        while len(self.queue) > count:
+            self.queue.pop()
 
-    @staticmethod
-    def _tell(listener: Listener, event: str, args: tuple[Any, ...]) -> None:
-        try:
-            getattr(listener, event)(*args)
-        except Exception:
-            log.exception("%s.%s raised; the manager goes on", type(listener).__name__, event)
+    def notify(self) -> None:
+        """Notifies of all that is queued, in order."""
+        self.busy = True  # an interrupt leaves it so: `ManagerState.recover` puts it right
+        while self.queue:
+            event, args = self.queue[0]
+            for listener in tuple(self.registered):
+                try:
+                    getattr(listener, event)(*args)
+                except Exception:  # noqa: PERF203
+                    log.exception("%s.%s raised; the manager goes on", type(listener).__name__, event)
+            self.queue.popleft()
+        self.busy = False

@@ -2,27 +2,39 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Hashable, Sequence
-from operator import index
 from typing import Any, Generic, overload
+from weakref import WeakSet
 
 import numpy as np
 from typing_extensions import TypeVar
 
-from . import allocate, append, commit, fork, offload, rollback, swap
-from .allocation import Allocation, AppendedTokens, BaseAllocation, CacheStats, GroupedAllocation, Pairs, PairsT, SlotsT
+from ..triton_ops._checks import check_integer
+from . import allocate, append, commit, fork, offload, swap
+from .allocation import (
+    Allocation,
+    AppendedTokens,
+    BaseAllocation,
+    CacheStats,
+    GroupedAllocation,
+    Pairs,
+    PairsT,
+    SlotsT,
+    Span,
+)
 from .groups import FullAttention, Group
-from .hashing import BlockHasher, TokenIds, encode_tokens
+from .hashing import BlockHasher, TokenIds, encode_tokens, split_digests
 from .keys import NO_KEYS, ExtraKeys, Key, encode_keys
 from .listeners import Listener
 from .policies import EvictionPolicy
 from .pool import BlockPool
 from .runs import Slots
-from .state import ManagerState, MustEvict, OnEvict
+from .state import ManagerState, OnEvict, Shortage
 from .table import Ids
 
-REUSES = ("prefix", "gap")
+REUSES = ("prefix", "gap", "anywhere")
 MODES = ("recompute", "swap")
 
 AllocationT = TypeVar("AllocationT", bound=BaseAllocation, default=Allocation)
@@ -31,7 +43,12 @@ AllocationT = TypeVar("AllocationT", bound=BaseAllocation, default=Allocation)
 class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
     """Gives requests block tables, finds what is cached, and decides what is evicted.
 
-    All methods may be called from several threads; each is atomic. A method that raises has changed nothing.
+    All methods may be called from several threads; each is atomic. A method that raises has changed nothing, also when
+    what it raises is an interrupt that came in the middle of it (`KeyboardInterrupt`, an exception that another thread
+    raises in this one); or it had been completed when the interrupt came. An interrupt that is undone may cost the
+    eviction policy what it had learned, evictions for which a tier had saved the blocks stay, and listeners may be
+    notified of the same twice. After `os.fork()` the child has a manager of its own in the state before the verbs
+    that other threads were running.
 
     With one group results are `Allocation`, arrays and lists; with several, `GroupedAllocation` and one of each per
     group. To a type checker a manager without `groups`, or with a tuple of one, is of the first kind
@@ -49,6 +66,8 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
         host_blocks: Block-sized slots of host memory, of each group, that `preempt(mode="swap")` may use.
 
     Examples:
+        Those of its methods begin with `manager = pc.CacheManager(num_blocks=8, block_size=4)`.
+
         >>> manager = pc.CacheManager(num_blocks=64, block_size=4)
         >>> document = list(range(100, 130))
         >>> first = manager.allocate("a", document + [1, 2])
@@ -98,9 +117,9 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
         host_blocks: int = 0,
         partial_reuse: bool = False,
     ) -> None:
-        num_blocks = _count("num_blocks", num_blocks)
-        block_size = _count("block_size", block_size)
-        host_blocks = _count("host_blocks", host_blocks, 0)
+        num_blocks = check_integer("num_blocks", num_blocks, 1, 30)
+        block_size = check_integer("block_size", block_size, 1, 30)
+        host_blocks = check_integer("host_blocks", host_blocks, 0, 30)
         specs = (FullAttention(),) if groups is None else tuple(groups) if isinstance(groups, Sequence) else ()
         if not specs or not all(isinstance(g, Group) for g in specs):
             raise TypeError(f"groups: got {groups!r}, needs a list of specs, such as [pc.FullAttention()], or None")
@@ -111,23 +130,22 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
         )
         if partial_reuse and not self._state.simple:
             raise ValueError("partial_reuse: got several groups or a window, needs one group of full attention")
-        self.block_size = block_size
-        self.hash_algorithm = hash_algorithm
-        self.seed = seed
+        self.block_size, self.hash_algorithm, self.seed = block_size, hash_algorithm, seed
         self.groups: tuple[Group, ...] = specs
         self._lock = threading.RLock()
+        _MANAGERS.add(self)
 
     @property
     def listeners(self) -> list[Listener]:
         """Hear of stores and removals; append to it. See `Listener` for what they may do."""
-        return self._state.listeners.heard
+        return self._state.listeners.registered
 
     @property
     def on_evict(self) -> OnEvict | None:
         """Called with (group, blocks, hashes) when blocks are about to lose their content, for a lower tier.
 
-        It is called without the manager's lock, so that a slow tier stops nobody else, in the thread of the verb that
-        needs room and before that verb changes anything. Until it returns the blocks are nobody's and keep their
+        It is called without the manager's lock, so that a slow tier stops no other thread, in the thread of the verb
+        that needs free blocks and before that verb changes anything. Until it returns the blocks keep their
         content: read them, or order their copy before later writes. It may call the manager. It returns the hashes it
         took, as a list or set, or None; `stats().offloaded_blocks` counts them. If it raises, the blocks stay cached
         and the verb raises the same, having changed nothing.
@@ -145,23 +163,17 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of bookkeeping: fields, tables and policies of all pools, and remembered hashes."""
-        return self._state.nbytes
+        """Bytes of bookkeeping: fields, tables and policies of all pools, remembered hashes, what blocks hold."""
+        content = self._state.content
+        return self._state.nbytes + (content.nbytes if content is not None else 0)
 
     def _run(self, verb: Callable[..., Any], *args: Any) -> Any:
-        """Runs a verb under the lock, then tells listeners what it did."""
+        """Runs a verb under the lock; before what has to be evicted for it is, a tier may save it."""
         state = self._state
-        with self._lock:
-            if state.guard.in_policy:
-                raise RuntimeError("the manager was called from within a hook of its eviction policy")
-            try:
-                return verb(state, *args)
-            except MustEvict:
-                pass
-            finally:
-                if state.listeners.queue:
-                    state.listeners.tell()
-        return offload.run_with_room(state, self._lock, verb, args)
+        with self._lock: result = state.run(verb, args)  # fmt: skip  # noqa: E701  in one line no interrupt is between
+        if type(result) is not Shortage:
+            return result
+        return offload.save_and_run(state, self._lock, verb, args, result)
 
     def allocate(
         self,
@@ -173,6 +185,7 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
         priority: int = 0,
         ttl: float | None = None,
         num_tokens: int | None = None,
+        segments: Sequence[Span] | None = None,
     ) -> AllocationT:
         """Starts a request: finds its cached blocks and takes blocks for the rest.
 
@@ -183,10 +196,17 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
                 Read now: what becomes of the list later does not matter.
             salt: Requests with different salts never share a block.
             reuse: "prefix": the leading run of cached blocks. "gap": cached blocks behind a missing one too.
-            priority: Above 0 asks policies that heed it to keep the blocks longer, generated ones too.
+                "anywhere": behind the prefix also text that is cached at another position, or behind other text, with
+                the same keys and salt (`Allocation.moved`). Such KV is approximate: blocks from there on have an
+                identity of their own, which no request with "prefix" or "gap" ever finds. With one group of full
+                attention. Blocks published after the first such request are found so, not those of a prompt with a
+                `KeyAt`.
+            priority: Above 0 asks policies that honour it to keep the blocks longer, generated ones too.
             ttl: Seconds for which the priority holds; None: until evicted.
             num_tokens: Take blocks for so many tokens of the prompt only, or as many as are cached if these are more;
                 `append` takes those for its next tokens. None: for all.
+            segments: With "anywhere": the spans (start, end) of tokens in which text may be found, ascending, none
+                across two of them (documents, tool results). None: in all of the prompt.
 
         Returns:
             Block ids of the prompt, or its part. At least the last token of a whole prompt is to be computed; its
@@ -194,11 +214,11 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
 
         Raises:
             OutOfBlocks: Too few blocks.
-            ValueError: A request id in use, a token id out of range, an unknown `reuse`, num_tokens below 0.
+            ValueError: A request id in use, a token id out of range, an unknown `reuse`, num_tokens below 0,
+                "anywhere" with several groups or a window, segments without it or not ascending.
             TypeError: token_ids or keys of the wrong type.
 
         Examples:
-            >>> manager = pc.CacheManager(num_blocks=8, block_size=4)
             >>> allocation = manager.allocate("a", [5, 6, 7, 8, 9], salt="tenant 1")
             >>> allocation.num_cached_tokens, allocation.block_ids.tolist(), allocation.slot_mapping.tolist()
             (0, [0, 1], [0, 1, 2, 3, 4])
@@ -210,12 +230,19 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
         tokens = encode_tokens(token_ids)
         wanted = len(tokens)
         if num_tokens is not None:
-            wanted = min(wanted, _count("num_tokens", num_tokens, 0))
+            wanted = min(wanted, check_integer("num_tokens", num_tokens, 0, 30))
         keys = NO_KEYS if extra_keys is None and salt is None else encode_keys(extra_keys, salt)
-        result: AllocationT = self._run(
-            allocate.allocate, request_id, tokens, keys, reuse == "gap", priority, ttl, wanted
-        )
-        return result
+        if reuse == "anywhere" and not self._state.simple:
+            raise ValueError("reuse: got 'anywhere' with several groups or a window, needs one group of full attention")
+        if segments is not None:
+            segments = _check_segments(segments, reuse)
+        # As `_run`, without a call: short prompts cost what the calls cost.
+        args = (request_id, tokens, keys, reuse, priority, ttl, wanted, segments)
+        with self._lock: result = self._state.run(allocate.allocate, args)  # fmt: skip  # noqa: E701
+        if type(result) is Shortage:
+            result = offload.save_and_run(self._state, self._lock, allocate.allocate, args, result)
+        allocation: AllocationT = result  # type: ignore[assignment]
+        return allocation
 
     def append(self, request_id: Hashable, token_ids: TokenIds) -> AllocationT:
         """Adds tokens to a request and takes the blocks they need.
@@ -237,7 +264,6 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
             TypeError: token_ids of the wrong type.
 
         Examples:
-            >>> manager = pc.CacheManager(num_blocks=8, block_size=4)
             >>> allocation = manager.allocate("a", range(7))
             >>> step = manager.append("a", [7, 8])
             >>> step.compute_spans, step.slot_mapping.tolist(), step.block_ids.tolist()
@@ -265,7 +291,6 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
             ValueError: Another number of tokens than of requests, a request given twice, a token id out of range.
 
         Examples:
-            >>> manager = pc.CacheManager(num_blocks=8, block_size=4)
             >>> allocations = [manager.allocate(request, range(6)) for request in ("a", "b")]
             >>> slots, copies = manager.append_each(["a", "b"], [7, 8])
             >>> slots.tolist(), copies
@@ -278,7 +303,7 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
         return result
 
     def commit(self, request_id: Hashable, num_tokens: int) -> PairsT:
-        """Says that every position before `num_tokens` has been written: complete blocks become findable.
+        """Says that every position before `num_tokens` has been written: publishes complete blocks in the prefix cache.
 
         Args:
             request_id: A running request.
@@ -294,22 +319,21 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
             ValueError: More tokens than the request has blocks for.
 
         Examples:
-            >>> manager = pc.CacheManager(num_blocks=8, block_size=4)
             >>> both = [manager.allocate(request, range(5)) for request in ("a", "b")]  # compute the same prompt
             >>> manager.commit("a", 5)
             []
-            >>> manager.commit("b", 5)  # its block 2 is given up for block 0 of the first
+            >>> manager.commit("b", 5)  # block 0 of the first takes the place of its block 2
             [(2, 0)]
         """
         if type(num_tokens) is not int:
-            num_tokens = _integer("num_tokens", num_tokens)
+            num_tokens = check_integer("num_tokens", num_tokens)
         result: PairsT = self._run(commit.commit, request_id, num_tokens)
         return result
 
     def checkpoint(self, request_id: Hashable, num_tokens: int, group: int | None = None) -> int:
         """Takes a block for the state of a recurrent group behind `num_tokens` tokens.
 
-        Write the state there before the next commit of that position, which makes it findable: a later prompt with
+        Write the state there before the next commit of that position, which publishes it: a later prompt with
         these tokens and their KV then begins there. `Allocation.junction` names positions where that pays.
 
         Args:
@@ -333,7 +357,7 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
             >>> manager.allocate("b", range(10)).num_cached_tokens
             8
         """
-        block: int = self._run(commit.checkpoint, request_id, _integer("num_tokens", num_tokens), group)
+        block: int = self._run(commit.checkpoint, request_id, check_integer("num_tokens", num_tokens), group)
         return block
 
     def rollback(self, request_id: Hashable, num_tokens: int) -> None:
@@ -352,16 +376,13 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
                 at the committed position, whose state the engine has kept.
 
         Examples:
-            >>> manager = pc.CacheManager(num_blocks=8, block_size=4)
             >>> allocation = manager.allocate("a", range(6))
             >>> draft = manager.append("a", [6, 7, 8])
             >>> manager.rollback("a", 2)  # the last two were rejected
             >>> manager.num_tokens("a"), len(manager.block_table("a"))
             (7, 2)
         """
-        if type(num_tokens) is not int:
-            num_tokens = _integer("num_tokens", num_tokens)
-        self._run(rollback.rollback, request_id, num_tokens)
+        self._run(fork.rollback, request_id, check_integer("num_tokens", num_tokens))
 
     def fork(self, request_id: Hashable, new_request_id: Hashable) -> None:
         """Starts a request that shares everything with a running one (parallel sampling, beam search).
@@ -374,7 +395,6 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
             ValueError: new_request_id is running, or a recurrent group and tokens that are not committed.
 
         Examples:
-            >>> manager = pc.CacheManager(num_blocks=8, block_size=4)
             >>> allocation, merged = manager.allocate("a", range(6)), manager.commit("a", 6)
             >>> manager.fork("a", "b")
             >>> manager.append("b", [9]).copies  # its own copy of the block they share
@@ -383,13 +403,13 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
         self._run(fork.fork, request_id, new_request_id)
 
     def free(self, request_id: Hashable, returns: float | None = None) -> None:
-        """Ends a request, running or preempted: its complete, committed blocks stay findable, the others are free.
+        """Ends a request, running or preempted: its complete, committed blocks stay published, the others are free.
 
         Args:
             request_id: The request.
             returns: Probability that its conversation goes on soon, 0 to 1, where the caller knows something: a tool
-                call is pending, the window was closed. With 0 the policies that heed it (`hazard`,
-                `priority`) give up first what nobody but this conversation used. None: unknown.
+                call is pending, the window was closed. With 0 the policies that honour it (`hazard`,
+                `priority`) evict first what only this conversation used. None: unknown.
 
         Raises:
             KeyError: An unknown request.
@@ -397,7 +417,6 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
             ValueError: `returns` is not between 0 and 1.
 
         Examples:
-            >>> manager = pc.CacheManager(num_blocks=8, block_size=4)
             >>> allocation, merged = manager.allocate("a", range(6)), manager.commit("a", 6)
             >>> manager.free("a", returns=0.9)  # a tool call is pending: the conversation most likely goes on
             >>> manager.stats().cached_blocks, manager.stats().free_blocks
@@ -440,7 +459,6 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
         """The running request to preempt first: of the lowest priority the one started last; None when none runs.
 
         Examples:
-            >>> manager = pc.CacheManager(num_blocks=8, block_size=4)
             >>> first, second = manager.allocate("a", range(4)), manager.allocate("b", range(4), priority=1)
             >>> manager.victim()
             'a'
@@ -480,12 +498,11 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
             IndexError: An unknown group.
 
         Examples:
-            >>> manager = pc.CacheManager(num_blocks=8, block_size=4)
             >>> allocation = manager.allocate("a", range(9))
             >>> manager.block_table("a")
             array([0, 1, 2], dtype=int32)
         """
-        group = _integer("group", group)
+        group = check_integer("group", group)
         with self._lock:
             request = self._state.get(request_id)
             if not 0 <= group < len(self.groups):
@@ -500,7 +517,6 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
             KeyError: An unknown request.
 
         Examples:
-            >>> manager = pc.CacheManager(num_blocks=8, block_size=4)
             >>> allocation, step = manager.allocate("a", range(9)), manager.append("a", [9])
             >>> manager.num_tokens("a")
             10
@@ -517,7 +533,6 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
             KeyError: An unknown request.
 
         Examples:
-            >>> manager = pc.CacheManager(num_blocks=8, block_size=4)
             >>> allocation = manager.allocate("a", range(9))
             >>> [key.hex()[:8] for key in manager.block_hashes("a")]
             ['f2ca9d08', 'da4290a1']
@@ -525,14 +540,12 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
         with self._lock:
             request, hasher = self._state.get(request_id), self._state.hasher
             tokens = request.tokens + request.pending if request.pending else request.tokens
-            raw, width = hasher.hash_blocks(tokens, request.keys).tobytes(), 8 * hasher.words
-            return [raw[i : i + width] for i in range(0, len(raw), width)]
+            return split_digests(hasher.hash_blocks(tokens, request.keys))
 
     def stats(self) -> CacheStats:
         """Counters since the manager was made or reset.
 
         Examples:
-            >>> manager = pc.CacheManager(num_blocks=8, block_size=4)
             >>> allocation = manager.allocate("a", range(9))
             >>> manager.stats().held_blocks, manager.stats().hit_rate
             (3, 0.0)
@@ -547,7 +560,6 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
             RuntimeError: Requests are running.
 
         Examples:
-            >>> manager = pc.CacheManager(num_blocks=8, block_size=4)
             >>> allocation, merged = manager.allocate("a", range(9)), manager.commit("a", 9)
             >>> manager.free("a")
             >>> manager.reset()
@@ -560,7 +572,6 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
         """Asserts that all is consistent: free + cached + held = all, no block in two places, counts right.
 
         Examples:
-            >>> manager = pc.CacheManager(num_blocks=8, block_size=4)
             >>> allocation = manager.allocate("a", range(9))
             >>> manager.check()
         """
@@ -569,33 +580,43 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
 
 
 GroupedCacheManager = CacheManager[GroupedAllocation, list[Pairs], tuple[Slots, ...]]
-"""A manager of several groups, for type checkers."""
+"""A manager of several groups, for type checkers.
+
+Examples:
+    >>> def tables(manager: pc.GroupedCacheManager, request_id: str) -> list[list[int]]:
+    ...     return [manager.block_table(request_id, group).tolist() for group in range(len(manager.groups))]
+    >>> groups = [pc.FullAttention(), pc.SlidingWindow(window=4)]
+    >>> manager = pc.GroupedCacheManager(num_blocks=8, block_size=4, groups=groups)
+    >>> allocation, merged = manager.allocate("a", range(10)), manager.commit("a", 10)
+    >>> tables(manager, "a"), [slots.tolist() for slots in allocation.slot_mapping]  # an entry a group
+    ([[0, 1, 2], [-1, 1, 2]], [[0, 1, 2, 3, 4, 5, 6, 7, 8, 9], [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]])
+"""
+
+_MANAGERS: WeakSet[CacheManager[Any, Any, Any]] = WeakSet()
+"""All that there are, for a child process."""
+
+
+def _after_fork() -> None:
+    """Frees the managers of a child process from what threads were doing that it does not have."""
+    for manager in list(_MANAGERS):
+        if not manager._lock._is_owned():  # type: ignore[attr-defined]
+            manager._lock = threading.RLock()
+            manager._state.recover()
+            for saving in list(manager._state.saving):
+                if saving.thread != threading.get_ident():
+                    manager._run(offload.end, saving)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 def _free(state: ManagerState, request_id: Hashable, returns: float | None) -> None:
     request = state.running.get(request_id)
-    if request is not None:
-        state.release(request_id, request, returns)
-    elif request_id in state.preempted:
+    if request is None and request_id in state.preempted:
         swap.drop(state, request_id)
     else:
-        state.get(request_id)
-
-
-def _integer(name: str, value: Any) -> int:
-    try:
-        number = index(value)
-    except TypeError:
-        number = None
-    if number is None or isinstance(value, bool):
-        raise TypeError(f"{name}: got {type(value).__name__}, needs an int")
-    return number
-
-
-def _count(name: str, value: Any, least: int = 1) -> int:
-    if not least <= (number := _integer(name, value)) < 1 << 30:
-        raise ValueError(f"{name}: got {value}, needs at least {least}" + (" and below 2**30" if number > 0 else ""))
-    return number
+        state.release(request_id, request or state.get(request_id), returns)
 
 
 def _probability(name: str, value: Any) -> float:
@@ -606,15 +627,24 @@ def _probability(name: str, value: Any) -> float:
     return float(value)
 
 
+def _check_segments(segments: Any, reuse: str) -> list[Span]:
+    """The segments as pairs of integers."""
+    if reuse != "anywhere":
+        raise ValueError(f"segments: got some with reuse={reuse!r}, needs reuse='anywhere'")
+    try:
+        spans = [(check_integer("segments", a), check_integer("segments", b)) for a, b in segments]
+    except (TypeError, ValueError):
+        raise TypeError(f"segments: got {segments!r}, needs pairs (start, end) of integers") from None
+    edges = [0, *[edge for span in spans for edge in span]]
+    if edges != sorted(edges):
+        raise ValueError(f"segments: got {segments!r}, needs ascending spans that do not overlap")
+    return spans
+
+
 def _check_hint(priority: Any, ttl: Any) -> int:
     """The priority as an int."""
-    number = _integer("priority", priority)
-    if not -(1 << 31) <= number < 1 << 31:
-        raise ValueError(f"priority: got {priority}, needs 32 bits")
-    if ttl is None:
-        return number
-    if not isinstance(ttl, int | float | np.number):
+    if ttl is not None and not isinstance(ttl, int | float | np.number):
         raise TypeError(f"ttl: got {type(ttl).__name__}, needs seconds or None")
-    if not ttl >= 0:
+    if ttl is not None and not ttl >= 0:
         raise ValueError(f"ttl: got {ttl}, needs at least 0 seconds")
-    return number
+    return check_integer("priority", priority, -(1 << 31), 31)

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-from .residency import BOUNDS
+from .pool import BOUNDS
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 GAUGES = {
     "free_blocks": "Blocks without content",
-    "cached_blocks": "Findable blocks that nobody holds",
+    "cached_blocks": "Published blocks with a reference count of 0",
     "held_blocks": "Blocks that requests hold",
     "num_requests": "Running requests",
     "host_blocks": "Host slots in use",
@@ -66,8 +66,9 @@ class CacheCollector:
             from prometheus_client import REGISTRY, core
         except ImportError:
             raise ImportError("CacheCollector needs prometheus_client: pip install prometheus_client") from None
+        self._registry: CollectorRegistry = REGISTRY if registry is None else registry
         with _lock:
-            groups = _groups.setdefault(REGISTRY if registry is None else registry, {})
+            groups = _groups.setdefault(self._registry, {})
             group = groups.get(prefix) or _Group(core, prefix)
             taken = group.managers
             if name is None:
@@ -75,13 +76,10 @@ class CacheCollector:
             if name in taken:
                 raise ValueError(f"name: got {name!r}, needs one that no other manager of {prefix} has")
             if not taken:
-                (REGISTRY if registry is None else registry).register(group)
+                self._registry.register(group)
                 groups[prefix] = group
             group.managers = {**taken, name: manager}
-        self.name = name
-        self._registry: CollectorRegistry = REGISTRY if registry is None else registry
-        self._prefix = prefix
-        self._closed = False
+        self.name, self._prefix, self._closed = name, prefix, False
 
     def close(self) -> None:
         """Reports the manager no longer; without effect the second time."""
@@ -102,35 +100,26 @@ class _Group:
 
     def __init__(self, core: Any, prefix: str) -> None:
         self.managers: dict[str, CacheManager] = {}
-        self._core = core
-        self._prefix = prefix
+        self._core, self._prefix = core, prefix
 
     def collect(self) -> Iterable[Any]:
         """Called by the registry."""
         core, prefix = self._core, self._prefix
         stats = {name: manager.stats() for name, manager in self.managers.items()}
-        for metric, text in GAUGES.items():
-            gauge = core.GaugeMetricFamily(f"{prefix}_{metric}", text, labels=["manager"])
-            for name, row in stats.items():
-                gauge.add_metric([name], getattr(row, metric))
-            yield gauge
-        for metric, text in COUNTERS.items():
-            counter = core.CounterMetricFamily(f"{prefix}_{metric}", text, labels=["manager"])
-            for name, row in stats.items():
-                counter.add_metric([name], getattr(row, metric))
-            yield counter
-        hits = core.CounterMetricFamily(
-            f"{prefix}_hit_tokens", "Prompt tokens that need not be computed", labels=["manager", "cause"]
-        )
+        for texts, kind in ((GAUGES, core.GaugeMetricFamily), (COUNTERS, core.CounterMetricFamily)):
+            for metric, text in texts.items():
+                family = kind(f"{prefix}_{metric}", text, labels=["manager"])
+                for name, row in stats.items():
+                    family.add_metric([name], getattr(row, metric))
+                yield family
+        text = "Prompt tokens that need not be computed"
+        hits = core.CounterMetricFamily(f"{prefix}_hit_tokens", text, labels=["manager", "cause"])
         for name, row in stats.items():
             for cause, tokens in row.hit_tokens_by_cause.items():
                 hits.add_metric([name, cause], tokens)
         yield hits
-        residency = core.HistogramMetricFamily(
-            f"{prefix}_residency_ticks",
-            "Accesses and releases between a block's filling and its eviction",
-            labels=["manager"],
-        )
+        text = "Accesses and releases between a block's filling and its eviction"
+        residency = core.HistogramMetricFamily(f"{prefix}_residency_ticks", text, labels=["manager"])
         for name, row in stats.items():
             buckets, below = [], 0
             for bound, count in zip((*BOUNDS.tolist(), None), row.residency, strict=True):

@@ -162,12 +162,7 @@ class MooncakeTier:
         return tier
 
     def put(self, key: bytes, tensors: Tensors) -> bool:
-        """Stores a block; see `Tier.put`.
-
-        Raises:
-            TypeError: No bytes, or no dense tensors by name.
-            ValueError: A key of another length than 1 to 64 bytes, or tensors that differ from the layout.
-        """
+        """Stores a block; see `Tier.put`."""
         return bool(self.put_many({key: tensors}))
 
     def put_many(self, entries: Mapping[bytes, Tensors]) -> set[bytes]:
@@ -190,12 +185,7 @@ class MooncakeTier:
             return took
 
     def get(self, key: bytes) -> dict[str, torch.Tensor] | None:
-        """Reads a block; see `Tier.get`.
-
-        Raises:
-            TypeError: No bytes.
-            ValueError: A key of another length than 1 to 64 bytes.
-        """
+        """Reads a block; see `Tier.get`."""
         return self.get_many([key])[0]
 
     def get_many(self, keys: Sequence[bytes]) -> list[dict[str, torch.Tensor] | None]:

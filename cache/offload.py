@@ -9,87 +9,109 @@ from typing import Any
 import numpy as np
 
 from .pool import EMPTY
-from .state import ManagerState, MustEvict
+from .state import ManagerState, Saving, Shortage
 from .table import Ids
 
 Batch = list[tuple[int, Ids, list[bytes]]]
-"""Per group: its number, blocks and their hashes."""
+"""Blocks and their hashes, and of which group they are."""
 
 
-def run_with_room(
-    state: ManagerState, lock: AbstractContextManager[object], verb: Callable[..., Any], args: tuple[Any, ...]
+def save_and_run(
+    state: ManagerState,
+    lock: AbstractContextManager[object],
+    verb: Callable[..., Any],
+    args: tuple[Any, ...],
+    shortage: Shortage,
 ) -> Any:
-    """Runs a verb; what it has to evict is handed to `on_evict` first, without the lock.
+    """Runs a verb that has returned a shortage: what it has to evict is handed to `on_evict` first, without the lock.
 
-    Blocks in hand are held by nobody else and keep their content. If the callback raises, they are findable again and
-    the verb has changed nothing.
-
-    Args:
-        state: Of the manager.
-        lock: The manager's.
-        verb: Called with the state and `args`, under the lock; raises MustEvict before it changes anything.
-        args: Its arguments.
+    Meanwhile other verbs may come and go, so it is run again from its start, under the lock and with a `Saving`, until
+    it finds enough. If the callback raises, the blocks are published again and the verb has changed nothing.
     """
-    pinned = [EMPTY for _ in state.pools]  # what the verb is about to hold must not be evicted for it
-    with lock:
-        state.pinned.append(pinned)
+    saving = Saving(len(state.pools))
+
+    def locked(function: Callable[..., Any], *arguments: Any) -> Any:
+        with lock: return state.run(function, arguments)  # fmt: skip  # noqa: E701  in one line no interrupt is between
+
     try:
-        while True:
-            with lock:
-                state.adopted = pinned
-                try:
-                    return verb(state, *args)
-                except MustEvict as need:
-                    batch = _choose(state, need, pinned)
-                finally:
-                    state.adopted = None
-            _save(state, lock, batch)
-    finally:
-        with lock:
-            state.pinned[:] = [ids for ids in state.pinned if ids is not pinned]
-            for pool, ids in zip(state.pools, pinned, strict=True):
-                pool.release(ids)
-            state.listeners.tell()
+        result: Any = shortage
+        while type(result) is Shortage:
+            taken = _save(state, locked(_choose, saving, result))
+            saving.offered = [np.concatenate(pair) for pair in zip(saving.offered, result.leaving, strict=True)]
+            locked(_evict, saving, taken)
+            result = locked(verb, *args, saving)
+        locked(end, saving)
+        return result
+    except BaseException:
+        locked(end, saving)
+        raise
 
 
-def _choose(state: ManagerState, need: MustEvict, pinned: list[Ids]) -> Batch:
-    """Takes victims out of the table, and keeps them and what must not be among them from being handed out."""
-    batch: Batch = []
-    for group, (pool, count, held) in enumerate(zip(state.pools, need.counts, need.held, strict=True)):
-        fresh = held[~np.isin(held, pinned[group])]
+def _choose(state: ManagerState, saving: Saving, shortage: Shortage) -> Batch:
+    """Takes victims out of the table, pins what must not be among them; they and what is to be released are saved."""
+    leaving: Batch = []
+    _note(state, saving)
+    if saving not in state.saving:
+        state.saving.append(saving)
+    for group, (pool, count, held) in enumerate(zip(state.pools, shortage.counts, shortage.held, strict=True)):
+        fresh = held[~np.isin(held, saving.pinned[group])]
         if fresh.size:
             pool.hold(fresh)
-            pinned[group] = np.concatenate((pinned[group], fresh))
+            saving.pinned[group] = np.concatenate((saving.pinned[group], fresh))
         if count:
             victims, hashes = pool.remove_victims(count)
-            pool.pin(victims)
-            state.saving.append((group, victims))
-            batch.append((group, victims, hashes))
-    return batch
+            saving.batch.append((group, victims, hashes))
+            saving.hashes[group] = frozenset(hashes)
+        if (blocks := shortage.leaving[group]).size:
+            leaving.append((group, blocks, pool.digests_of(blocks)))
+    return saving.batch + leaving
 
 
-def _save(state: ManagerState, lock: AbstractContextManager[object], batch: Batch) -> None:
-    """Hands blocks over and frees them, or makes all of them findable again."""
+def _note(state: ManagerState, saving: Saving) -> None:
+    """Notes how to undo what is about to be done with a saving."""
+    before = list(saving.batch), list(saving.hashes), list(saving.pinned), state.offloaded
+    state.changes.append((_undo, state, saving, before))
+
+
+def _undo(state: ManagerState, saving: Saving, before: Any) -> None:
+    saving.batch, saving.hashes, saving.pinned, state.offloaded = before
+    if saving not in state.saving:
+        state.saving.append(saving)
+
+
+def _save(state: ManagerState, batch: Batch) -> int:
+    """Hands blocks over; how many the tier took."""
     taken = 0
-    try:
-        for group, blocks, hashes in batch:
-            if state.on_evict is not None:
-                kept = state.on_evict(group, blocks.copy(), list(hashes))
-                if isinstance(kept, (list, tuple, set, frozenset, dict)):
-                    taken += sum(1 for block_hash in hashes if block_hash in kept)
-    except BaseException:
-        with lock:
-            for group, blocks, hashes in batch:
-                _forget(state, blocks)
-                state.pools[group].restore(blocks, hashes)
-        raise
-    with lock:
-        state.offloaded += taken
-        for group, blocks, hashes in batch:
-            _forget(state, blocks)
-            state.pools[group].give_up(blocks)
-            state.removed(group, hashes)
+    for group, blocks, hashes in batch:
+        if state.on_evict is not None:
+            kept = state.on_evict(group, blocks.copy(), list(hashes))
+            if isinstance(kept, (list, tuple, set, frozenset, dict)):
+                taken += sum(1 for block_hash in hashes if block_hash in kept)
+    return taken
 
 
-def _forget(state: ManagerState, blocks: Ids) -> None:
-    state.saving[:] = [entry for entry in state.saving if entry[1] is not blocks]
+def _evict(state: ManagerState, saving: Saving, taken: int) -> None:
+    """Frees the blocks that were saved."""
+    _note(state, saving)
+    batch, saving.batch, saving.hashes = saving.batch, [], [frozenset()] * len(saving.hashes)
+    state.offloaded += taken
+    for group, blocks, lost in batch:
+        pool = state.pools[group]
+        pool.evict(blocks)
+        back = pool.table.find(np.frombuffer(b"".join(lost), np.uint64).reshape(len(lost), -1)) >= 0
+        state.removed(group, [block_hash for block_hash, there in zip(lost, back, strict=True) if not there])
+
+
+def end(state: ManagerState, saving: Saving) -> None:
+    """Ends the saving for a verb: what is still in hand is published again, and nothing is pinned any more."""
+    if saving not in state.saving:
+        return
+    _note(state, saving)
+    batch, pinned = saving.batch, saving.pinned
+    saving.batch, saving.hashes, saving.pinned = [], [frozenset()] * len(pinned), [EMPTY] * len(pinned)
+    state.saving.remove(saving)
+    for group, blocks, hashes in batch:
+        state.pools[group].restore(blocks, hashes)
+    for pool, ids in zip(state.pools, pinned, strict=True):
+        if ids.size:
+            pool.release(ids)

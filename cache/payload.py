@@ -26,21 +26,10 @@ _HEAD = struct.Struct("<8s16s16sII")
 
 
 def pack(key: bytes, tensors: Tensors, layout: Layout | None) -> bytearray:
-    """A block's bytes.
-
-    Args:
-        key: Its hash.
-        tensors: Dense ones of any dtype, strides and device.
-        layout: Of the tier.
-    """
-    data = bytearray(packed_size(key, tensors))
+    """A block's bytes; the tensors are dense, of any dtype, strides and device."""
+    data = bytearray(_HEAD.size + len(key) + len(_describe(tensors)) + sum(t.nbytes for t in tensors.values()))
     pack_into(memoryview(data), key, tensors, layout)
     return data
-
-
-def packed_size(key: bytes, tensors: Tensors) -> int:
-    """Bytes that `pack` gives."""
-    return _HEAD.size + len(key) + len(_describe(tensors)) + sum(tensor.nbytes for tensor in tensors.values())
 
 
 def largest_size(layout: Layout) -> int:
@@ -67,16 +56,7 @@ def pack_into(target: memoryview, key: bytes, tensors: Tensors, layout: Layout |
 
 
 def unpack(data: bytes | bytearray | memoryview, key: bytes, layout: Layout | None) -> dict[str, torch.Tensor]:
-    """The tensors of a block, in memory of their own.
-
-    Args:
-        data: As `pack` gives it.
-        key: Whose bytes they have to be.
-        layout: Of which layout.
-
-    Raises:
-        ValueError: They are damaged, or those of another key or layout.
-    """
+    """The tensors of a block, in memory of their own; ValueError where it is damaged, or of another key or layout."""
     view = memoryview(data)
     if len(view) < _HEAD.size:
         raise ValueError(f"it has {len(view)} bytes, less than any block")

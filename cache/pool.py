@@ -1,8 +1,9 @@
-"""The blocks of one group: reference counts, the table of findable blocks, the free list, and who is evicted."""
+"""The blocks of one group: reference counts, the table of published blocks, the free list, and who is evicted."""
 
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 from weakref import WeakSet
@@ -10,9 +11,8 @@ from weakref import WeakSet
 import numpy as np
 import numpy.typing as npt
 
-from .hashing import BlockHasher, TokenIds, Words, encode_tokens
+from .hashing import BlockHasher, TokenIds, Words, encode_tokens, split_digests
 from .policies import Block, EvictionPolicy
-from .residency import Residency
 from .table import HashTable, Ids, count_nonzero
 
 ONE, ZERO = np.array(1, np.int32), np.array(0, np.int32)
@@ -23,23 +23,61 @@ EMPTY: Ids = np.empty(0, np.int32)
 Index = slice | npt.NDArray[np.intp]
 """Blocks as an index of the fields: a slice where they are consecutive, which is several times as quick."""
 
+BOUNDS = 1 << np.arange(0, 21, 2)
+"""Upper bounds of `Residency` in ticks: 1, 4, 16 ... about a million."""
+
+Ticks = npt.NDArray[np.int64]
+
+Changes = list[tuple[Any, ...]]
+"""How to undo the verb that runs, one function and its arguments for each change that cannot be derived."""
+
 log = logging.getLogger("pc.cache")
 
 
 class Watcher(Protocol):
     """A cache that follows the slots of a pool."""
 
-    def refill(self, block: int, first: int) -> None:
+    def refill(self, block: int, first: int, source: int) -> None:
         """See `BlockPool.refill`; called under the manager's lock."""
 
 
-class Guard:
-    """Whether a policy is being told or asked at this moment, so that a call back into the manager is noticed."""
-
-    __slots__ = ("in_policy",)
+class Residency:
+    """Counts evicted blocks by how long they had been there, in ticks of a pool's clock; sorted in when asked for."""
 
     def __init__(self) -> None:
-        self.in_policy = False
+        self._all: tuple[Ticks, int, list[tuple[int, Ticks]]]
+        self.clear()
+
+    @property
+    def evictions(self) -> int:
+        """Blocks evicted so far."""
+        counts, _, waiting = self._all
+        return int(counts.sum()) + sum(then.size for _, then in waiting)
+
+    def add(self, now: int, then: Ticks) -> None:
+        """Blocks evicted at tick `now` that were taken at `then`."""
+        if len(self._all[2]) > 256:
+            self.totals()
+        self._all[2].append((now, then))
+
+    def take_back(self, then: Ticks) -> None:
+        """Undoes the `add` of this very array, if it was made."""
+        waiting = self._all[2]
+        waiting[:] = [entry for entry in waiting if entry[1] is not then]
+
+    def totals(self) -> tuple[Ticks, int]:
+        """Evicted blocks by age, one count for each of `BOUNDS` and one beyond, and the sum of their ages."""
+        counts, total, waiting = self._all
+        if waiting:
+            ages = np.concatenate([now - then for now, then in waiting])
+            counts = counts + np.bincount(BOUNDS.searchsorted(ages), minlength=counts.size)
+            total += int(ages.sum())
+            self._all = (counts, total, [])
+        return counts, total
+
+    def clear(self) -> None:
+        """Forgets all."""
+        self._all = (np.zeros(BOUNDS.size + 1, np.int64), 0, [])
 
 
 class OutOfBlocks(RuntimeError):  # noqa: N818  the name is part of the interface
@@ -55,39 +93,47 @@ class OutOfBlocks(RuntimeError):  # noqa: N818  the name is part of the interfac
     """
 
     def __init__(self, needed: int, available: int) -> None:
-        super().__init__(f"needs {needed} blocks, {available} are free or unreferenced")
-        self.needed = needed
-        self.available = available
+        super().__init__(needed, available)
+        self.needed, self.available = needed, available
+
+    def __str__(self) -> str:
+        return f"needs {self.needed} blocks, {self.available} are free or unreferenced"
 
 
 class BlockPool:
-    """Blocks `0..num_blocks - 1`, each free, held by requests, or cached (complete and held by nobody).
+    """Blocks `0..num_blocks - 1`, each free, held by requests, or cached (complete, with a reference count of 0).
 
-    Complete blocks are those in the table: their KV is written and they are findable. Only they outlive their last
-    holder; blocks that are partial, or not committed yet, are known to the requests that hold them and to nobody else.
+    Complete blocks are those in the table: their KV is written and they are published in the prefix cache. Only they
+    outlive their last holder; blocks that are partial, or not committed yet, are known only to the requests that hold
+    them.
 
-    A policy is told and asked in the middle of the manager's work. What it raises is logged (logger "pc.cache") and
-    the work goes on; where it has no valid victims to name, the blocks used longest ago go.
+    A policy is called in the middle of the manager's work, with `in_policy` held, on which the manager refuses calls.
+    What it raises is logged (logger "pc.cache") and the work goes on; where it has no valid victims to name, the
+    blocks used longest ago go.
+
+    `words` and the references that requests have decide all other fields: `rebuild` derives them anew after a verb was
+    interrupted. What a verb does to `words` it first notes in `changes` (None: changes are not to be undone).
 
     Attributes:
-        ref_count: Holders of each block, int32.
-        last_access: Tick of the last access or release, int64.
-        access_count: Requests that took the block since it was last filled, int32.
-        prefix_length: Blocks of its sequence up to and including it, int32.
-        taken_at: Tick at which the block was last taken fresh, int64: while it stands, the content is the same.
-        words: Hash of each findable block, `[num_blocks, words]` uint64, 0 for the others.
+        last_access: Tick of the last access or release of each block.
+        access_count: Requests that took the block since it was last filled.
+        prefix_length: Blocks of its sequence up to and including it.
+        taken_at: Tick at which the block was last taken fresh: while it stands, the content is the same.
+        words: Hash of each published block, `[num_blocks, words]`, 0 for the others.
         num_free: Blocks without content.
-        clock: The current tick.
-        residency: How many blocks were evicted, and how long they had been there.
-        numbers: All blocks in order, int32, not to be written.
-        on_removed: Called with the hashes of evicted blocks; only while `heard` is not empty.
+        on_removed: Called with the hashes of evicted blocks; only while `notified` is not empty.
         on_first_choice: Called once, after the first victims were chosen: a policy may take more memory from then on.
-        heard: Who wants to hear of evictions.
-        watchers: Told which slots of a block that stays in use take other tokens; see `Watcher`.
+        watchers: Notified which slots of a block that stays in use take other tokens; see `Watcher`.
+        refills: Of that, what they are still to be notified of; of all pools of a manager.
     """
 
     def __init__(
-        self, num_blocks: int, hasher: BlockHasher, policy: EvictionPolicy, guard: Guard | None = None
+        self,
+        num_blocks: int,
+        hasher: BlockHasher,
+        policy: EvictionPolicy,
+        in_policy: threading.Lock | None = None,
+        changes: Changes | None = None,
     ) -> None:
         self.num_blocks = num_blocks
         self.hasher = hasher
@@ -101,8 +147,10 @@ class BlockPool:
         self.clock = 0
         self.on_removed: Callable[[list[bytes]], None] | None = None
         self.on_first_choice: Callable[[], None] | None = None
-        self.heard: Sequence[object] = ()
+        self.notified: Sequence[object] = ()
         self.watchers: WeakSet[Watcher] = WeakSet()
+        self.refills: list[tuple[BlockPool, int, int, int]] = []
+        self._changes = changes
         self.residency = Residency()
         self._evictable = 0
         self._free = np.arange(num_blocks - 1, -1, -1, dtype=np.int32)
@@ -111,7 +159,7 @@ class BlockPool:
         self.numbers.flags.writeable = False
         self._rising = self.numbers.tobytes()
         self._absent = b"\xff" * (4 * num_blocks)
-        self._guard = guard or Guard()
+        self._in_policy = in_policy or threading.Lock()
         self.policy = policy
         # A policy of one's own is not believed without a look.
         self._trusted = type(policy).__module__.startswith("pc.cache.")
@@ -119,7 +167,7 @@ class BlockPool:
 
     @property
     def num_cached(self) -> int:
-        """Complete blocks that nobody holds: findable until evicted."""
+        """Complete blocks with a reference count of 0: published until evicted."""
         return int(self._evictable)
 
     @property
@@ -134,23 +182,20 @@ class BlockPool:
 
     @property
     def complete(self) -> npt.NDArray[np.bool_]:
-        """Per block, whether it is findable."""
+        """Per block, whether it is published."""
         return self.table.listed
 
     def digests_of(self, ids: Ids) -> list[bytes]:
-        """The hashes of findable blocks."""
-        raw = self.words[ids].tobytes()
-        width = 8 * self.words.shape[1]
-        return [raw[i : i + width] for i in range(0, len(raw), width)]
+        """The hashes of published blocks."""
+        return split_digests(self.words[ids])
 
     def keys_of(self, ids: Ids) -> npt.NDArray[np.uint64]:
         """The first word of the hash of each block."""
         # Rows first: to take from a column, numpy copies all of it.
-        keys: npt.NDArray[np.uint64] = self.words.take(ids, axis=0)[:, 0]
-        return keys
+        return self.words.take(ids, axis=0)[:, 0]
 
     def unreferenced(self, ids: Ids) -> int:
-        """How many of these blocks nobody holds."""
+        """How many of these blocks have a reference count of 0."""
         return ids.size - int(count_nonzero(self.ref_count.take(ids)))
 
     def index_of(self, ids: Ids) -> Index:
@@ -162,11 +207,9 @@ class BlockPool:
 
     def hold(self, ids: Ids) -> None:
         """Takes a reference on complete blocks, in the order of their sequence."""
-        if ids.base is self.numbers:  # as `find_leading` gives blocks that are consecutive
-            first = ids.item(0)
-            index: Index = slice(first, first + ids.size)
-        else:
-            index = self.index_of(ids)
+        first = ids.item(0)
+        # `find_leading` gives blocks that are consecutive so.
+        index: Index = slice(first, first + ids.size) if ids.base is self.numbers else self.index_of(ids)
         if type(index) is slice:
             refs, counts = self.ref_count[index], self.access_count[index]
             self._evictable -= ids.size - count_nonzero(refs)
@@ -179,25 +222,17 @@ class BlockPool:
             self.access_count[index] = np.add(self.access_count.take(index), ONE)
         self.clock += 1
         self.last_access[index] = self.clock
-        guard = self._guard
-        guard.in_policy = True
-        try:
-            self.policy.accessed(ids, True)
-        except Exception:
-            self._log("accessed")
-        finally:
-            guard.in_policy = False
+        self._call("accessed", ids, True)
 
     def share(self, ids: Ids) -> None:
         """Takes one more reference on held blocks."""
         self.ref_count[ids] += 1
 
     def take(self, prefix_lengths: Ids, runs: bool = True) -> Ids:
-        """Takes fresh blocks, empty ones first, then victims of the policy.
+        """Takes fresh blocks, one for each prefix length: empty ones first, then victims of the policy.
 
-        Args:
-            prefix_lengths: One for each block; the caller has made sure that so many are available.
-            runs: Whether they are a run of one sequence, the lengths ascending; else each is of another sequence.
+        The caller has made sure that so many are available. Without `runs` each is of another sequence; else they are a
+        run of one, the lengths ascending.
         """
         count, num_free = prefix_lengths.size, self.num_free
         if not num_free:
@@ -212,104 +247,108 @@ class BlockPool:
             index = self.index_of(ids)
         self.clock += 1
         self.ref_count[index] = 1
-        self.last_access[index] = self.clock
-        self.taken_at[index] = self.clock
+        self.last_access[index] = self.taken_at[index] = self.clock
         self.access_count[index] = 1
         self.prefix_length[index] = prefix_lengths
-        guard = self._guard
-        guard.in_policy = True
         try:
-            if runs:
-                self.policy.accessed(ids, False)
-            else:
-                for i in range(count):
-                    self.policy.accessed(ids[i : i + 1], False)
+            with self._in_policy:
+                for part in (ids,) if runs else [ids[i : i + 1] for i in range(count)]:
+                    self.policy.accessed(part, False)
         except Exception:
             self._log("accessed")
-        finally:
-            guard.in_policy = False
         return ids
 
-    def refill(self, block: int, first: int) -> None:
-        """Says that the slots of a block from `first` on take other tokens than they, or what is copied there, held."""
+    def refill(self, block: int, first: int, source: int = -1) -> None:
+        """Says that the slots of a block from `first` on take other tokens than they, or what is copied there, held.
+
+        Watchers are notified when the verb is complete. `source` is the block that the caller is told to copy to it, as
+        its slots are now; -1 is no block.
+        """
         if block >= 0 and self.watchers:
-            for watcher in list(self.watchers):
-                watcher.refill(block, first)
+            self.refills.append((self, block, first, source))
 
     def _evict(self, count: int) -> tuple[Ids, Index]:
         """Blocks that have lost their content, and their index."""
         victims = self._choose(count)
-        hashes = self.digests_of(victims) if self.heard else []
-        ids = victims[::-1]  # given up tail first: so neighbours in memory are neighbours in the new sequence too
-        index = self._unlist(ids)
+        hashes = self.digests_of(victims) if self.notified else []
+        ids = victims[::-1]  # chosen tail first: so neighbours in memory are neighbours in the new sequence too
+        then = self.taken_at.take(victims)
+        index = self._unlist(ids, then)
         self._evictable -= count
-        self.residency.add(self.clock, self.taken_at.take(victims))
+        self.residency.add(self.clock, then)
         if hashes and self.on_removed is not None:
             self.on_removed(hashes)
         return ids, index
 
     def remove_victims(self, count: int) -> tuple[Ids, list[bytes]]:
-        """Takes `count` cached blocks, at least so many there are, out of the table: with their hashes."""
+        """Takes `count` cached blocks, at least so many there are, out of the table: with their hashes.
+
+        Their reference count is 1 from then on, so that they are not handed out while their content is saved.
+        """
         victims = self._choose(count)
         hashes = self.digests_of(victims)
         self._unlist(victims)
         self._evictable -= count
+        self.ref_count[victims] = 1
         return victims, hashes
 
     def _choose(self, count: int) -> Ids:
-        guard = self._guard
-        guard.in_policy = True
-        try:
-            victims: Ids = self.policy.victims(count)
-            if self.on_first_choice is not None:
-                first, self.on_first_choice = self.on_first_choice, None
-                first()
-            if victims.size == count and (self._trusted or self._evictable_all(victims)):
-                return victims
-            log.error("%s.victims(%d) gave what it cannot give up: %s", type(self.policy).__name__, count, victims)
-        except Exception:
-            self._log("victims")
-        finally:
-            guard.in_policy = False
+        victims: Any = self._call("victims", count)
+        if self.on_first_choice is not None:
+            first, self.on_first_choice = self.on_first_choice, None
+            first()
+        if victims is not False:
+            if (self._trusted and victims.size == count) or self._all_evictable(victims, count):
+                return victims  # type: ignore[no-any-return]
+            log.error("%s.victims(%d) chose what cannot be evicted: %s", type(self.policy).__name__, count, victims)
         cached = (self.complete & (self.ref_count == 0)).nonzero()[0].astype(np.int32)
         order = np.lexsort((-self.prefix_length[cached], self.last_access[cached]))
-        victims = cached[order[:count]]
-        self._tell("removed", victims)
-        return victims
+        oldest: Ids = cached[order[:count]]
+        self._call("removed", oldest)
+        return oldest
 
-    def _evictable_all(self, ids: Ids) -> bool:
+    def _all_evictable(self, ids: object, count: int) -> bool:
         return bool(
-            ids.dtype == np.int32
+            isinstance(ids, np.ndarray)
+            and ids.dtype == np.int32
+            and ids.size == count
             and ((ids >= 0) & (ids < self.num_blocks)).all()
             and np.unique(ids).size == ids.size
             and not self.ref_count[ids].any()
             and self.table.contains(ids).all()
         )
 
-    def _tell(self, hook: str, *args: Any) -> None:
-        """Tells the policy of what happens less often than at every request."""
-        self._guard.in_policy = True
+    def _call(self, hook: str, *args: Any) -> Any:
+        """Calls a hook of the policy; False where it raises."""
         try:
-            getattr(self.policy, hook)(*args)
+            with self._in_policy:
+                return getattr(self.policy, hook)(*args)
         except Exception:
             self._log(hook)
-        finally:
-            self._guard.in_policy = False
+            return False
 
     def _log(self, hook: str) -> None:
         log.exception("%s.%s raised; the manager goes on", type(self.policy).__name__, hook)
 
     def hinted(self, ids: Ids, priority: int, ttl: float | None) -> None:
-        """See `EvictionPolicy.hinted`."""
-        if ids.size:
-            self._tell("hinted", ids, priority, ttl)
+        """See `EvictionPolicy.hinted`; holes are left out, and without a hint nothing is done."""
+        if (priority or ttl is not None) and ids.size:
+            self._call("hinted", ids[ids >= 0], priority, ttl)
 
-    def _unlist(self, ids: Ids) -> Index:
-        """Takes blocks out of the table; their index."""
+    def _unlist(self, ids: Ids, then: Ticks | None = None) -> Index:
+        """Takes blocks out of the table; their index. `then` is what the residency is about to count."""
         index = self.index_of(ids)
+        if self._changes is not None:
+            words = self.words[index].copy() if type(index) is slice else self.words.take(index, axis=0)
+            self._changes.append((self._put_words, ids, words, then))
         self.table.remove(index)
         self.words[index] = 0
         return index
+
+    def _put_words(self, ids: Ids, words: Words | int, then: Ticks | None = None) -> None:
+        self.words[ids] = words
+        if then is not None:
+            self.residency.take_back(then)
 
     @property
     def nbytes(self) -> int:
@@ -317,55 +356,47 @@ class BlockPool:
         fields = (self.ref_count, self.last_access, self.taken_at, self.access_count, self.prefix_length, self.words)
         return sum(field.nbytes for field in fields) + self._free.nbytes + 3 * len(self._rising) + self.table.nbytes
 
-    def pin(self, victims: Ids) -> None:
-        """Keeps blocks that were chosen to be evicted from being handed out while their content is saved."""
-        self.ref_count[victims] = 1
-
-    def give_up(self, victims: Ids) -> None:
-        """Frees pinned blocks: they are evicted."""
+    def evict(self, victims: Ids) -> None:
+        """Frees what `remove_victims` gave."""
+        then = self.taken_at.take(victims)
+        if self._changes is not None:
+            self._changes.append((self.residency.take_back, then))
         self.ref_count[victims] = 0
-        self.residency.add(self.clock, self.taken_at.take(victims))
+        self.residency.add(self.clock, then)
         self._give_back(victims)
 
     def restore(self, victims: Ids, hashes: list[bytes]) -> None:
-        """Makes pinned blocks findable again, as if they had not been chosen; frees one whose hash has come back."""
+        """Publishes what `remove_victims` gave again; frees a block whose hash another one has since."""
+        if self._changes is not None:
+            self._changes.append((self._put_words, victims, 0))
         self.ref_count[victims] = 0
         digests = np.frombuffer(b"".join(hashes), np.uint64).reshape(len(hashes), -1)
         self.words[victims] = digests
         known = self.table.put(victims, digests)
         lost = known >= 0 if known is not None else np.zeros(victims.size, np.bool_)
         self.words[victims[lost]] = 0
-        self._give_back(victims[lost])
-        self.residency.add(self.clock, self.taken_at.take(victims[lost]))
+        if lost.any():
+            self.evict(victims[lost])
         kept = victims[~lost][::-1]
         self._evictable += int(kept.size)
         if kept.size:
-            self._tell("completed", kept)
-            self._tell("released", kept)
+            self._call("completed", kept)
+            self._call("released", kept)
 
     def _give_back(self, ids: Ids) -> None:
         self._free[self.num_free : self.num_free + ids.size] = ids[::-1]
         self.num_free += ids.size
 
     def ended(self, returns: float | None, output_tokens: int) -> None:
-        """Tells the policy that a request has ended; the releases follow."""
-        guard = self._guard
-        guard.in_policy = True
-        try:
-            if returns is not None:
-                self.policy.returning(returns)
-            self.policy.finished(output_tokens)
-        except Exception:
-            self._log("finished")
-        finally:
-            guard.in_policy = False
+        """Notifies the policy that a request has ended; the releases follow."""
+        if returns is not None:
+            self._call("returning", returns)
+        self._call("finished", output_tokens)
 
     def release(self, ids: Ids, split: int = 0) -> None:
-        """Gives up a reference on each block, in the order of their sequence; what is complete stays findable.
+        """Drops a reference on each block, in the order of their sequence; what is complete stays published.
 
-        Args:
-            ids: Blocks.
-            split: How many of the first are likely to be consecutive, apart from the others.
+        The first `split` are likely to be consecutive, apart from the others.
         """
         self.clock += 1
         kept: Ids | None = None
@@ -394,48 +425,38 @@ class BlockPool:
             self.last_access[index] = self.clock
             self._evictable += part.size
             kept = part if kept is None else np.concatenate((kept, part))
-        if kept is None:
-            return
-        guard = self._guard
-        guard.in_policy = True
-        try:
-            self.policy.released(kept)
-        except Exception:
-            self._log("released")
-        finally:
-            guard.in_policy = False
+        if kept is not None:
+            self._call("released", kept)
 
     def publish(self, ids: Ids, digests: Words) -> tuple[Ids, Ids]:
-        """Makes written blocks findable under their hashes.
+        """Publishes written blocks under their hashes: (blocks, duplicates) where another block has the hash already.
 
-        Returns:
-            (blocks, duplicates): blocks whose hash another block has already. The caller is to use the other one, on
-            which a reference has been taken, and to give up its own.
+        The caller is to use the other one, on which a reference has been taken, and to release its own.
         """
-        index = self.index_of(ids)
-        table = self.table
+        index, table = self.index_of(ids), self.table
         slots = table.slot_of[index]
-        if slots.tobytes() != self._absent[: slots.nbytes]:  # some are findable already
+        if slots.tobytes() != self._absent[: slots.nbytes]:  # some are published already
             new = slots < 0
             ids, digests = ids[new], digests[new]
             if not ids.size:
                 return EMPTY, EMPTY
             index = self.index_of(ids)
+        if self._changes is not None:
+            self._changes.append((self._put_words, ids, 0))
         self.words[index] = digests
         duplicates = table.put(ids, digests)
         if duplicates is None:
-            self._tell("completed", ids)
+            self._call("completed", ids)
             return EMPTY, EMPTY
         double = duplicates >= 0
         old = ids[double]
         self.words[old] = 0
-        self._tell("completed", ids[~double])
+        self._call("completed", ids[~double])
         self.hold(duplicates[double])
         return old, duplicates[double]
 
     def acquire(self, sequence: TokenIds | Sequence[bytes]) -> list[Block]:
         """See `EvictionPolicy.acquire`."""
-        size = self.hasher.block_size
         if len(sequence) and isinstance(sequence[0], bytes):
             raw = b"".join(sequence)  # type: ignore[arg-type]
             count = len(sequence)
@@ -444,31 +465,21 @@ class BlockPool:
             digests = np.frombuffer(raw, np.uint64).reshape(count, self.hasher.words)
         else:
             tokens = encode_tokens(sequence, "sequence")  # type: ignore[arg-type]
-            count = -(-len(tokens) // size)
+            count = -(-len(tokens) // self.hasher.block_size)
             digests = self.hasher.hash_blocks(tokens)
         hits = self.table.leading(digests)
-        needed = count - hits.size
-        available = self.available - self.unreferenced(hits)
+        needed, available = count - hits.size, self.available - self.unreferenced(hits)
         if needed > available:
             raise OutOfBlocks(needed, available)
         if hits.size:
             self.hold(hits)
         lengths = np.arange(hits.size + 1, count + 1, dtype=np.int32)
-        fresh = self.take(lengths) if needed else EMPTY
-        ids = np.concatenate((hits, fresh))
-        raw, width = digests.tobytes(), 8 * self.hasher.words
-        hashes = [*(raw[i : i + width] for i in range(0, len(raw), width)), None]
+        ids = np.concatenate((hits, self.take(lengths) if needed else EMPTY))
+        hashes = [*split_digests(digests), None]
+        fields = (self.ref_count, self.last_access, self.access_count, self.prefix_length)
         return [
-            Block(
-                number=int(b),
-                cached=i < hits.size,
-                hash=hashes[min(i, digests.shape[0])],
-                ref_count=int(self.ref_count[b]),
-                last_access=int(self.last_access[b]),
-                access_count=int(self.access_count[b]),
-                prefix_length=int(self.prefix_length[b]),
-            )
-            for i, b in enumerate(ids)
+            Block(block, i < hits.size, hashes[min(i, digests.shape[0])], *(field.item(block) for field in fields))
+            for i, block in enumerate(ids.tolist())
         ]
 
     def reset(self) -> None:
@@ -480,25 +491,74 @@ class BlockPool:
         self.num_free = self.num_blocks
         self._evictable = 0
         self.residency.clear()
-        self._tell("clear")
+        self._call("clear")
+
+    def rebuild(self, held: Ids) -> None:
+        """Derives every field anew from the hashes and all block references that there are, `held`, with repetition.
+
+        The policy forgets what it has learned; it is told of all blocks in the order of their last access.
+        """
+        self.ref_count[:] = np.bincount(held, minlength=self.num_blocks) if held.size else 0
+        listed: npt.NDArray[np.bool_] = np.asarray(self.words.any(axis=1))
+        unheld = self.ref_count == 0
+        self.table.renew(listed.nonzero()[0].astype(np.int32))
+        known = np.concatenate((self._free, self.numbers))  # what was free keeps its order
+        order = known[np.sort(np.unique(known, return_index=True)[1])]
+        free = order[(unheld & ~listed)[order]]
+        self._free[: free.size] = free
+        self.num_free = free.size
+        self._evictable = int(count_nonzero(unheld & listed))
+        self._call("clear")
+        used = (listed | ~unheld).nonzero()[0].astype(np.int32)
+        used = used[np.lexsort((self.prefix_length[used], self.last_access[used]))]
+        for ids in np.split(used, np.diff(self.last_access[used]).nonzero()[0] + 1) if used.size else ():
+            self._call("accessed", ids, False)
+            for hook, chosen in (("completed", listed[ids]), ("released", (listed & unheld)[ids])):
+                if chosen.any():
+                    self._call(hook, ids[chosen])
 
     def check(self, held: Ids) -> None:
-        """Asserts every invariant of the pool.
-
-        Args:
-            held: Every block reference that requests have, with repetition.
-        """
+        """Asserts every invariant of the pool; `held` are all block references that there are, with repetition."""
         refs = np.bincount(held, minlength=self.num_blocks) if held.size else np.zeros(self.num_blocks, np.int64)
         assert np.array_equal(refs, self.ref_count), "reference counts differ from what requests hold"
         free = self._free[: self.num_free]
         assert np.unique(free).size == free.size, "a block is free twice"
         assert not self.ref_count[free].any(), "a free block is held"
         listed = self.table.listed
-        assert not listed[free].any(), "a free block is findable"
-        assert not self.words[~listed].any(), "a block that is not findable has a hash"
+        assert not listed[free].any(), "a free block is published"
+        assert not self.words[~listed].any(), "a block that is not published has a hash"
         cached = (self.ref_count == 0) & listed
         assert int(cached.sum()) == self._evictable, "the count of cached blocks is wrong"
         in_use = int(np.count_nonzero(self.ref_count))
         assert free.size + self._evictable + in_use == self.num_blocks, "free + cached + held differs from all"
         self.table.check()
         self.policy.check()
+
+
+class HostSlots:
+    """Block-sized slots of host memory for one group, by number; the memory itself is the engine's."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self._free = list(range(count - 1, -1, -1))
+
+    @property
+    def num_free(self) -> int:
+        """Slots not in use."""
+        return len(self._free)
+
+    def take(self, count: int) -> list[int]:
+        """`count` slots; the caller has made sure that so many are free."""
+        return [self._free.pop() for _ in range(count)]
+
+    def give_back(self, slots: list[int]) -> None:
+        """Makes slots free."""
+        self._free += slots
+
+    def rebuild(self, held: list[int]) -> None:
+        """Makes all slots free but these."""
+        self._free = sorted(set(range(self.count)).difference(held), reverse=True)
+
+    def check(self, held: list[int]) -> None:
+        """Asserts that every slot is free or held, once."""
+        assert sorted([*self._free, *held]) == list(range(self.count)), "a host slot is lost or in two places"

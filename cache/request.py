@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass, field
+from operator import attrgetter
+from typing import Any
 
 import numpy as np
 
@@ -11,66 +13,45 @@ from .hashing import Chain, Words
 from .keys import EncodedKeys
 from .table import Ids
 
+_CHANGING = (
+    *("pending", "num_blocks", "committed", "computed", "published", "digests", "released", "replaced"),
+    *("shared_tail", "writing", "loading", "new_states"),
+)
+_snapshot = attrgetter(*_CHANGING)
 
+
+@dataclass(eq=False, slots=True)
 class SharedTail:
-    """How far the last block that forks share is spoken for.
+    """How far the last block that forks share is spoken for."""
 
-    Attributes:
-        end: Tokens of the sequence up to which somebody has written in that block, or may; -1 for nobody knows.
-    """
-
-    __slots__ = ("end",)
-
-    def __init__(self, end: int) -> None:
-        self.end = end
+    end: int
+    """Tokens of the sequence up to which a request has written in that block, or may; -1: unknown."""
 
 
 class Request:
     """A running request.
 
     Attributes:
-        tokens: The ids of all tokens that have blocks.
+        tokens: Those that have blocks.
         pending: The rest of a prompt that is allocated in chunks.
         committed: Positions before it have been written.
-        published: Logical blocks before it that it holds are findable.
+        computed: Queries before it have been computed, or need not be: less than `committed` while the last token of a
+            prompt that is cached whole is to be computed again.
+        published: Logical blocks before it that it holds are published in the prefix cache.
         tables: Per group, block numbers by logical block, with room to grow; -1 is a hole.
-        num_blocks: Logical blocks in use.
         chain: Running hash behind `chain.hashed` blocks, None when it has to be built again.
         digests: Hashes of the complete blocks of the prompt, as far as they still hold.
-        keys: Extra keys and salt.
         hit: Leading blocks that were cached when the request began.
         released: Per group, logical blocks before it, sinks apart, were given back.
         replaced: Per group, blocks that are replaced in the table, held until the next commit or free.
-        shared_tail: Set while the last block may be someone else's too, so that writing it needs a look.
+        shared_tail: Set while another request may hold the last block too, so that writing it needs a look.
         loading: Per group, host slots that its KV is being copied from, held until the next commit or free.
-        new_states: Per group, logical blocks taken by `checkpoint` that no commit has made findable yet.
-        priority: As given to `allocate`.
+        new_states: Per group, logical blocks taken by `checkpoint` that no commit has published yet.
         prompt_tokens: How many tokens it began with.
-        ttl: As given to `allocate`.
         writing: The hash under which others learn that this request is computing that block, or None.
     """
 
-    __slots__ = (
-        "chain",
-        "committed",
-        "digests",
-        "hit",
-        "keys",
-        "loading",
-        "new_states",
-        "num_blocks",
-        "pending",
-        "priority",
-        "prompt_tokens",
-        "published",
-        "released",
-        "replaced",
-        "shared_tail",
-        "tables",
-        "tokens",
-        "ttl",
-        "writing",
-    )
+    __slots__ = (*_CHANGING, "chain", "hit", "keys", "priority", "prompt_tokens", "tables", "tokens", "ttl")
 
     def __init__(
         self,
@@ -84,13 +65,10 @@ class Request:
         self.tokens = tokens
         self.pending: array[int] | None = None
         self.tables: list[Ids] = []
-        self.num_blocks = 0
+        self.num_blocks = self.hit = self.committed = self.computed = self.published = 0
         self.chain = chain
         self.digests = digests
         self.keys = keys
-        self.hit = 0
-        self.committed = 0
-        self.published = 0
         self.released: list[int] = []
         self.replaced: list[Ids] | None = None
         self.shared_tail: SharedTail | None = None
@@ -100,6 +78,21 @@ class Request:
         self.new_states: list[tuple[int, int]] = []
         self.priority = priority
         self.ttl = ttl
+
+    def snapshot(self) -> tuple[Any, ...]:
+        """What `restore` puts back: what verbs change, but for tokens, the running hash and the contents of tables."""
+        values: tuple[Any, ...] = _snapshot(self)
+        return values
+
+    def restore(self, values: tuple[Any, ...]) -> None:
+        """Puts back what `snapshot` gave."""
+        for name, value in zip(_CHANGING, values, strict=True):
+            setattr(self, name, value)
+
+    @property
+    def root(self) -> bytes | None:
+        """See `Chain.root`; None also for a chain that is to be built again."""
+        return self.chain.root if self.chain is not None else None
 
     @property
     def length(self) -> int:
@@ -114,17 +107,20 @@ class Request:
         other.tables = [table[: self.num_blocks].copy() for table in self.tables]
         for group, block in self.new_states:
             other.tables[group][block] = -1
-        other.num_blocks = self.num_blocks
-        other.prompt_tokens = self.prompt_tokens
-        other.committed, other.published = self.committed, self.published
+        other.num_blocks, other.prompt_tokens = self.num_blocks, self.prompt_tokens
+        other.committed, other.computed, other.published = self.committed, self.computed, self.published
         other.released = list(self.released)
         return other
 
     def keep_replaced(self, group: int, ids: Ids) -> None:
         """Keeps replaced blocks from being handed out for now."""
-        if self.replaced is None:
-            self.replaced = [np.empty(0, np.int32) for _ in self.tables]
-        self.replaced[group] = np.concatenate((self.replaced[group], ids))
+        replaced = list(self.replaced) if self.replaced is not None else [np.empty(0, np.int32) for _ in self.tables]
+        replaced[group] = np.concatenate((replaced[group], ids))
+        self.replaced = replaced  # as a new list, so that what was there before can be put back
+
+    def put_blocks(self, group: int, first: int, ids: Ids) -> None:
+        """Writes logical blocks from `first` on into a group's table."""
+        self.tables[group][first : first + ids.size] = ids
 
     def held(self, group: int) -> Ids:
         """The blocks in a group's table."""
@@ -154,6 +150,5 @@ class Preempted:
     position: int = 0
     """Computing can go on here with what is in host memory alone, or one token before if it is the end."""
     blocks: list[Ids] = field(default_factory=list)
-    """Per group, the logical blocks in host memory."""
     slots: list[list[int]] = field(default_factory=list)
-    """Per group, the host slot of each."""
+    """Per group, the host slot of each of `blocks`, logical blocks."""

@@ -52,20 +52,10 @@ def _find_long_runs(values: npt.NDArray[Any]) -> list[Run]:
     return list(zip(begins.tolist(), firsts.tolist(), ends.tolist(), strict=True))
 
 
-def slots_of_blocks(blocks: npt.NDArray[Any], block_size: int) -> Slots:
-    """All slots of blocks, `[num_blocks * block_size]`, block after block."""
-    slots: Slots = (blocks.astype(np.int64)[:, None] * block_size + np.arange(block_size)).reshape(-1)
-    return slots
-
-
 def slot_runs(blocks: npt.NDArray[Any] | list[int], block_size: int, begin: int, count: int) -> list[Run]:
-    """Slots of `count` tokens, at least one, as runs in their order.
+    """Slots of `count` tokens, at least one, as runs in their order; they begin at `begin` of the first block.
 
-    Args:
-        blocks: The blocks that hold them and no others; negative ones are absent and give no runs.
-        block_size: Tokens a block.
-        begin: Where the tokens begin in the first block.
-        count: How many.
+    `blocks` are those that hold them and no others; negative ones are absent and give no runs.
     """
     runs = [(at * block_size - begin, a * block_size, b * block_size) for at, a, b in find_runs(blocks)]
     if runs:
@@ -96,11 +86,7 @@ def slots_of_runs(runs: list[Run], count: int) -> Slots:
 def ascending(runs: Iterable[Run]) -> list[tuple[int, int]]:
     """The same slots in ascending order, touching runs as one: blocks are often handed out in descending order."""
     spans: list[tuple[int, int]] = []
-    last = -1
     for first, end in sorted([(first, end) for _, first, end in runs]):
-        if first == last:
-            spans[-1] = (spans[-1][0], end)
-        else:
-            spans.append((first, end))
-        last = end
+        begin = spans.pop()[0] if spans and spans[-1][1] == first else first
+        spans.append((begin, end))
     return spans

@@ -1,21 +1,33 @@
-"""What the verbs of a manager work on: the pools, the requests, and who is computing what."""
+"""What the verbs of a manager work on: the pools, the requests, and who is computing what.
+
+How a verb stays whole. It looks first, at what `ManagerState.shortage` says too, and only then changes anything; so
+errors of the caller leave all as it was. While it changes something, an interrupt (`KeyboardInterrupt`, or what
+another thread raises in this one) may come between any two instructions. So before a change that nothing else tells
+of, a verb notes in `ManagerState.changes` how to undo it: a function and its arguments, which may be called whether the
+change was made or not, and again. What is noted is forgotten at once when the verb is complete. If an exception comes
+before, `ManagerState.recover` undoes what is noted and derives the rest anew from the requests and the hashes of
+blocks: reference counts, the table, the free list, host slots, writers, and what the policy knows. That takes time in
+proportion to all blocks, but only then.
+"""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Collection, Hashable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
 
 from .allocation import Allocation, BaseAllocation, CacheStats, GroupedAllocation
+from .content import ContentIndex
 from .groups import FullAttention, Group, Tensors
 from .hashing import BlockHasher
-from .host_slots import HostSlots
 from .listeners import Listeners
-from .partial_reuse import PartialIndex
+from .lookup import PartialIndex
 from .policies import EvictionPolicy, make_policy
-from .pool import EMPTY, BlockPool, Guard, OutOfBlocks
+from .pool import EMPTY, BlockPool, Changes, HostSlots, OutOfBlocks
 from .request import Preempted, Request
 from .table import Ids
 
@@ -27,45 +39,68 @@ QUEUE_BYTES = 16
 """Of that, what policies may come to need until hashes are fitted again."""
 FIT_EVERY = 256
 """Requests between looks at how much policies take."""
+ATTEMPTS = 100
+"""Interrupts in a row that `ManagerState.recover` withstands."""
 
 OnEvict = Callable[[int, Ids, list[bytes]], "Collection[bytes] | object | None"]
 
 T = TypeVar("T")
 
 
-class MustEvict(Exception):  # noqa: N818  no error: a verb that has changed nothing asks for room
-    """Blocks have to be evicted, and somebody wants to save them first.
+@dataclass(eq=False, slots=True)
+class Shortage:
+    """What a verb returns, having changed nothing, when blocks have to be evicted that a tier wants to save first."""
 
-    Args:
-        counts: Per group, how many.
-        held: Per group, cached blocks that must not be among them.
+    counts: list[int]
+    """Per group, how many of the cached blocks."""
+    held: Sequence[Ids]
+    """Per group, cached blocks that must not be among them."""
+    leaving: Sequence[Ids]
+    """Per group, blocks of requests that the verb will release and may have to evict at once."""
+
+
+class Saving:
+    """What is kept for a verb while a tier saves blocks that have to go for it.
+
+    Attributes:
+        pinned: Per group, cached blocks that the verb is about to hold: they must not be evicted meanwhile.
+        batch: Blocks taken out of the table, which nothing else holds: (group, blocks, hashes) each.
+        hashes: Per group, the hashes of `batch`: listeners know them as published until they are evicted.
+        offered: Per group, blocks of the verb's requests that the tier has seen; they may be evicted without asking.
     """
 
-    def __init__(self, counts: list[int], held: Sequence[Ids]) -> None:
-        super().__init__()
-        self.counts = counts
-        self.held = held
+    def __init__(self, num_groups: int) -> None:
+        self.pinned: list[Ids] = [EMPTY] * num_groups
+        self.batch: list[tuple[int, Ids, list[bytes]]] = []
+        self.hashes: list[frozenset[bytes]] = [frozenset()] * num_groups
+        self.offered: list[Ids] = [EMPTY] * num_groups
+        self.thread = threading.get_ident()
+
+    def hold(self, pool: BlockPool, group: int, ids: Ids) -> None:
+        """Takes a reference on cached blocks for the verb's request; takes over those that are pinned for it."""
+        pinned = self.pinned[group]
+        mine = np.isin(ids, pinned)
+        self.pinned[group] = pinned[~np.isin(pinned, ids)]
+        if not mine.all():
+            pool.hold(ids[~mine])
 
 
 class ManagerState:
     """The state of a manager; its lock is the manager's business.
 
     Attributes:
-        groups: Specs of the layer groups.
-        pools: The block pool of each.
         simple: Whether there is one group, which needs all its blocks.
-        listeners: Who hears of blocks that become findable or cease to be.
-        partial: The beginnings of findable blocks, None without partial reuse.
-        guard: Notices calls from within a policy.
-        on_evict: See `CacheManager.on_evict`.
-        running: Requests by id.
-        preempted: What is kept of requests that wait for `resume`.
-        host: The slots of host memory of each group.
-        saving: Blocks that a tier is saving: (group, blocks).
-        pinned: Cached blocks that verbs hold while it does, per group; one list a verb.
-        adopted: The list of the verb that runs now, if it has one.
-        queried: Prompt tokens asked for.
-        hits: Tokens found, by cause.
+        partial: The beginnings of published blocks, None without partial reuse.
+        content: What published blocks hold, None before the first request with `reuse="anywhere"`.
+        in_policy: Held while a policy is called: it may not call the manager.
+        changes: How to undo what the verb that runs has done; empty when none does. See above.
+        refills: What watchers of the pools are to be notified of; see `BlockPool.refill`.
+        saving: Verbs for which `on_evict` is saving blocks at this moment.
+        writers: Which request computes the block of a hash.
+        asked: Requests, prompt tokens asked for, and tokens found: in the prefix, behind a gap, in part of a block,
+            elsewhere.
+        merged: Blocks that another request had completed first.
+        offloaded: Evicted blocks that a tier took.
     """
 
     def __init__(
@@ -82,22 +117,27 @@ class ManagerState:
         self.groups = tuple(groups)
         self.simple = len(groups) == 1 and isinstance(groups[0], FullAttention | Tensors)
         self.allocation: type[BaseAllocation] = Allocation if len(groups) == 1 else GroupedAllocation
-        self.listeners = Listeners()
-        self.partial = PartialIndex(self.block_size) if partial_reuse else None
-        self.guard = Guard()
+        self.changes: Changes = []
+        self.refills: list[tuple[BlockPool, int, int, int]] = []
+        self.listeners = Listeners(self.changes)
+        self.partial = PartialIndex(self.block_size, self.changes) if partial_reuse else None
+        self.content: ContentIndex | None = None
+        self.in_policy = threading.Lock()
         self.on_evict: OnEvict | None = None
-        self.pools = [BlockPool(g.num_blocks or num_blocks, hasher, make_policy(policy), self.guard) for g in groups]
+        self.pools = [
+            BlockPool(g.num_blocks or num_blocks, hasher, make_policy(policy), self.in_policy, self.changes)
+            for g in groups
+        ]
         for group, pool in enumerate(self.pools):
             pool.on_removed = partial(self.removed, group)
             pool.on_first_choice = self.fit_hashes
-            pool.heard = (self.partial,) if self.partial is not None else self.listeners.heard
+            pool.notified = (self.partial,) if self.partial is not None else self.listeners.registered
+            pool.refills = self.refills
         self.fit_hashes()
         self.running: dict[Hashable, Request] = {}
         self.preempted: dict[Hashable, Preempted] = {}
         self.host = [HostSlots(host_blocks) for _ in groups]
-        self.saving: list[tuple[int, Ids]] = []
-        self.pinned: list[list[Ids]] = []
-        self.adopted: list[Ids] | None = None
+        self.saving: list[Saving] = []
         self.writers: dict[bytes, Hashable] = {}
         self._zero_counters()
 
@@ -108,12 +148,80 @@ class ManagerState:
         tree.capacity = max(BASE_BYTES + (BLOCK_BYTES - QUEUE_BYTES) * blocks - taken, 0)
 
     def _zero_counters(self) -> None:
-        self.total_requests = self.queried = self.merged = self.preemptions = self.offloaded = 0
-        self.hits = {"prefix": 0, "gap": 0, "partial": 0}
+        self.merged = self.preemptions = self.offloaded = 0
+        self.asked = (0, 0, 0, 0, 0, 0)
+
+    def run(self, verb: Callable[..., T], args: tuple[Any, ...]) -> T:
+        """Calls a verb with this state and `args`, then notifies of what it did; one that raises changed nothing."""
+        if self.in_policy.locked():
+            raise RuntimeError("the manager was called from within a hook of its eviction policy")
+        nested = self.listeners.busy
+        try:
+            result = verb(self, *args)
+            if self.changes:
+                self.changes.clear()  # from here on the verb is complete
+                while self.refills:
+                    pool, *refill = self.refills[0]
+                    for watcher in list(pool.watchers):
+                        watcher.refill(*refill)
+                    self.refills.pop(0)
+            if self.listeners.queue and not nested:
+                self.listeners.notify()
+            return result
+        except BaseException:
+            self.recover(nested)
+            raise
+
+    def recover(self, nested: bool = False) -> None:
+        """Undoes what a verb that did not come to its end has done; `nested`: it was called by a listener."""
+        for attempt in range(ATTEMPTS):
+            try:
+                self._undo(nested)
+            except BaseException:  # noqa: PERF203  another interrupt: from the start again
+                if attempt == ATTEMPTS - 1:
+                    raise
+            else:
+                return
+
+    def _undo(self, nested: bool) -> None:
+        if self.in_policy.locked():
+            self.in_policy.release()
+        self.listeners.busy = nested
+        if self.changes:
+            for function, *args in reversed(self.changes):
+                function(*args)
+            self.refills.clear()
+            self._rebuild()
+            self.changes.clear()
+
+    def _rebuild(self) -> None:
+        """Derives from requests and hashes what follows from them."""
+        for request_id in self.running.keys() & self.preempted.keys() if self.preempted else ():
+            del self.preempted[request_id]
+        self.writers.clear()
+        self.writers.update({r.writing: i for i, r in self.running.items() if r.writing is not None})
+        for group, (pool, host) in enumerate(zip(self.pools, self.host, strict=True)):
+            pool.rebuild(np.concatenate(self._references(group)))
+            host.rebuild(self._host_slots(group))
+
+    def _references(self, group: int) -> list[Ids]:
+        """All block references that there are in a group."""
+        held = [EMPTY]
+        for saving in self.saving:
+            held += [saving.pinned[group], *(ids for at, ids, _ in saving.batch if at == group)]
+        for request in self.running.values():
+            held += [request.held(group), *((request.replaced or [])[group : group + 1])]
+        return held
+
+    def _host_slots(self, group: int) -> list[int]:
+        """All host slots in use by a group."""
+        slots = [saved.slots[group] for saved in self.preempted.values() if saved.slots]
+        slots += [request.loading[group] for request in self.running.values() if request.loading]
+        return [slot for some in slots for slot in some]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of bookkeeping: fields, tables and policies of all pools, and remembered hashes."""
+        """See `CacheManager.nbytes`."""
         return sum(pool.nbytes + pool.policy.nbytes for pool in self.pools) + self.hasher.tree.nbytes
 
     def per_group(self, values: list[T]) -> Any:
@@ -122,79 +230,90 @@ class ManagerState:
 
     def get(self, request_id: Hashable) -> Request:
         """A running request."""
-        try:
-            return self.running[request_id]
-        except KeyError:
-            raise KeyError(f"request_id: got {request_id!r}, needs a running request") from None
+        if (request := self.running.get(request_id)) is None:
+            raise KeyError(f"request_id: got {request_id!r}, needs a running request")
+        return request
 
     def check_new(self, name: str, request_id: Hashable) -> None:
         """Refuses an id in use."""
         if request_id in self.running or request_id in self.preempted:
             raise ValueError(f"{name}: got {request_id!r}, which is running, needs a new one")
 
-    def require(self, counts: list[int], held: Sequence[Ids]) -> None:
-        """Makes sure, before anything is changed, that so many blocks of each group can be taken.
+    def shortage(
+        self,
+        counts: list[int],
+        held: Sequence[Ids] | None = None,
+        leaving: Sequence[Ids] | None = None,
+        saving: Saving | None = None,
+    ) -> Shortage | None:
+        """What keeps a verb from taking so many blocks of each group, None where nothing does; or raises OutOfBlocks.
 
-        Args:
-            counts: Blocks, per group.
-            held: Cached blocks that are about to be held, per group.
-
-        Raises:
-            OutOfBlocks: Too few.
-            MustEvict: Enough, once `on_evict` has saved some.
+        Per group: `held` are cached blocks that the verb is about to hold, `leaving` those of which it is about to drop
+        the last reference. `saving` is what has been done for it before.
         """
         short = False
-        for pool, count, ids in zip(self.pools, counts, held, strict=True):
+        for group, (pool, count) in enumerate(zip(self.pools, counts, strict=True)):
             if count > pool.num_free:
-                if count + ids.size > pool.available:
-                    available = pool.available - pool.unreferenced(ids)
-                    if count > available:
-                        raise OutOfBlocks(count, available)
+                available = pool.available
+                if held is not None and count + held[group].size > available:
+                    available -= pool.unreferenced(held[group])
+                if leaving is not None:
+                    available += leaving[group].size
+                if count > available:
+                    raise OutOfBlocks(count, available)
                 short = True
-        if short and self.on_evict is not None:
-            raise MustEvict([max(c - p.num_free, 0) for c, p in zip(counts, self.pools, strict=True)], held)
+        if not short or self.on_evict is None:
+            return None
+        evicted = [max(count - pool.num_free, 0) for count, pool in zip(counts, self.pools, strict=True)]
+        offered = [EMPTY for _ in counts]
+        if leaving is not None:
+            for group, (pool, ids) in enumerate(zip(self.pools, leaving, strict=True)):
+                cached = pool.available - pool.num_free
+                if evicted[group] > cached:  # some of those that leave have to go as well
+                    evicted[group] = cached
+                    complete = ids[pool.table.contains(ids)]
+                    offered[group] = complete if saving is None else np.setdiff1d(complete, saving.offered[group])
+        if any(evicted) or any(ids.size for ids in offered):
+            return Shortage(evicted, held or [EMPTY for _ in counts], offered)
+        return None
 
-    def hold(self, group: int, ids: Ids) -> None:
-        """Takes a reference on cached blocks for a request, or the one that its verb has already."""
-        if self.adopted is not None:
-            pinned = self.adopted[group]
-            mine = np.isin(ids, pinned)
-            self.adopted[group] = pinned[~np.isin(pinned, ids)]
-            ids = ids[~mine]
-        if ids.size:
-            self.pools[group].hold(ids)
-
-    def start_writing(self, request_id: Hashable, request: Request, digest: bytes) -> Hashable:
-        """Says that a request computes the block of this hash, unless another one does: then returns who."""
-        writer = self.writers.setdefault(digest, request_id)
-        if writer is not request_id:
-            return writer
-        request.writing = digest
+    def start_writing(self, request_id: Hashable, request: Request, block: int) -> Hashable:
+        """Notes that a request computes a block of its prompt, unless another does: the id of that one, or None."""
+        if block < len(request.digests):
+            digest = request.digests[block].tobytes()
+            writer = self.writers.setdefault(digest, request_id)
+            if writer is not request_id:
+                return writer
+            request.writing = digest
         return None
 
     def stop_writing(self, request: Request) -> None:
-        """Takes back what `start_writing` said."""
+        """Others may compute what a request said that it computes."""
         if request.writing is not None:
-            del self.writers[request.writing]
+            self.writers.pop(request.writing, None)
             request.writing = None
 
     def removed(self, group: int, hashes: list[bytes]) -> None:
-        """Blocks were evicted."""
-        if self.partial is not None:
-            self.partial.remove(hashes)
-        self.listeners.add("removed", group, hashes)
+        """Blocks were evicted; of one that is still being saved, that is said when it has been."""
+        for saving in self.saving:
+            hashes = [block_hash for block_hash in hashes if block_hash not in saving.hashes[group]]
+        if hashes:
+            if self.partial is not None:
+                self.partial.remove(hashes)
+            self.listeners.add("removed", group, hashes)
 
     def end_step(self, request: Request) -> None:
         """Gives back what was held for the step that is over: replaced blocks, host slots that were read."""
-        for host, slots in zip(self.host, request.loading, strict=False):
+        loading, request.loading = request.loading, []
+        replaced, request.replaced = request.replaced, None
+        for host, slots in zip(self.host, loading, strict=False):
             host.give_back(slots)
-        request.loading = []
-        for pool, ids in zip(self.pools, request.replaced or (), strict=False):
+        for pool, ids in zip(self.pools, replaced or (), strict=False):
             pool.release(ids)
-        request.replaced = None
 
     def release(self, request_id: Hashable, request: Request, returns: float | None = None) -> None:
-        """Ends a running request and gives up all it holds; see `CacheManager.free` for `returns`."""
+        """Ends a running request and releases all it holds; `recover` completes it once it is gone from `running`."""
+        self.changes.append(NOTHING)
         del self.running[request_id]
         if request.replaced is not None or request.loading:
             self.end_step(request)
@@ -208,14 +327,10 @@ class ManagerState:
             else:
                 pool.release(request.held(group))
 
-    def passed(self, request: Request, group: int, end: int = 0) -> tuple[int, int, Ids]:
-        """Blocks that no later query of a request reads: the range of logical blocks, and those held in it.
-
-        The last token may be computed again for its logits, so what it reads is kept; `end` is what the request is
-        about to have.
-        """
+    def passed(self, request: Request, group: int, position: int) -> tuple[int, int, Ids]:
+        """Blocks that no query at `position` or later reads: the range of logical blocks, and those held in it."""
         spec, size = self.groups[group], self.block_size
-        last = spec.first_needed(min(request.committed, max(request.length - 1, end - 1, 0)), size)
+        last = spec.first_needed(position, size)
         first = max(request.released[group], spec.sink_blocks(size))
         if request.new_states:  # still to be written
             last = min([last, *[block for at, block in request.new_states if at == group]])
@@ -224,64 +339,79 @@ class ManagerState:
         ids = request.tables[group][first:last]
         return first, last, ids[ids >= 0]
 
-    def leave_window(self, request: Request, group: int, end: int = 0) -> None:
+    def leave_window(self, request: Request, group: int, position: int) -> None:
         """Releases what `passed` names."""
-        first, last, ids = self.passed(request, group, end)
+        first, last, ids = self.passed(request, group, position)
         if last > first:
+            self.clear_table(request, group, first, last)
+            request.released = [*request.released[:group], last, *request.released[group + 1 :]]
             self.pools[group].release(ids)
-            request.tables[group][first:last] = -1
-            request.released[group] = last
+
+    def clear_table(self, request: Request, group: int, first: int, last: int) -> None:
+        """Makes logical blocks [first, last) of a table holes."""
+        part = request.tables[group][first:last]
+        self.changes.append((request.put_blocks, group, first, part.copy()))
+        part.fill(-1)
 
     def stats(self) -> CacheStats:
-        """Counters since the manager was made or reset."""
+        """See `CacheManager.stats`."""
+        total_requests, queried, prefix, gap, partial, moved = self.asked
+        residency = [pool.residency.totals() for pool in self.pools]
         return CacheStats(
             num_blocks=sum(p.num_blocks for p in self.pools),
             free_blocks=sum(p.num_free for p in self.pools),
             cached_blocks=sum(p.num_cached for p in self.pools),
             held_blocks=sum(p.num_held for p in self.pools),
             num_requests=len(self.running),
-            total_requests=self.total_requests,
-            queried_tokens=self.queried,
-            hit_tokens=sum(self.hits.values()),
-            hit_tokens_by_cause=dict(self.hits),
+            total_requests=total_requests,
+            queried_tokens=queried,
+            hit_tokens=prefix + gap + partial,
+            hit_tokens_by_cause={"prefix": prefix, "gap": gap, "partial": partial},
+            moved_tokens=moved,
+            index_bytes=0 if self.content is None else self.content.nbytes,
             evictions=sum(p.residency.evictions for p in self.pools),
             offloaded_blocks=self.offloaded,
             merged_blocks=self.merged,
-            residency=tuple(np.sum([p.residency.totals()[0] for p in self.pools], axis=0).tolist()),
-            residency_sum=sum(p.residency.totals()[1] for p in self.pools),
+            residency=tuple(np.sum([counts for counts, _ in residency], axis=0).tolist()),
+            residency_sum=sum(total for _, total in residency),
             preemptions=self.preemptions,
             host_blocks=sum(host.count - host.num_free for host in self.host),
         )
 
     def reset(self) -> None:
-        """Forgets all cached blocks and counters."""
+        """Forgets all cached blocks and counters; once begun, `recover` does not undo that but completes it."""
         busy = len(self.running) + len(self.preempted)
-        if busy or self.saving or self.pinned:
+        if busy or self.saving:
             what = f"{busy} requests are running or preempted" if busy else "blocks are being saved by on_evict"
             raise RuntimeError(f"reset: {what}, needs none; free them first")
+        self.listeners.add("cleared")
+        self.changes[:] = [(self._empty,)]
+        self._empty()
+
+    def _empty(self) -> None:
         for pool in self.pools:
             pool.reset()
         self._zero_counters()
         if self.partial is not None:
             self.partial.clear()
-        self.listeners.add("cleared")
 
     def check(self) -> None:
         """Asserts every invariant."""
+        assert not self.changes, "a verb was left in the middle"
         assert {r.writing: i for i, r in self.running.items() if r.writing is not None} == self.writers, "a lost writer"
         for group, pool in enumerate(self.pools):
-            held = [EMPTY, *[ids for at, ids in self.saving if at == group], *[ids[group] for ids in self.pinned]]
             for request in self.running.values():
-                mine = [request.held(group), *((request.replaced or [])[group : group + 1])]
-                assert np.unique(mine[0]).size == mine[0].size, "a request holds a block twice"
+                held = request.held(group)
+                assert np.unique(held).size == held.size, "a request holds a block twice"
                 assert request.num_blocks == -(-len(request.tokens) // self.block_size), "a table has another length"
                 assert request.committed <= len(request.tokens), "more committed than there is"
-                assert request.published * self.block_size <= request.committed, "findable before it was written"
+                assert request.published * self.block_size <= request.committed, "published before it was written"
                 before = request.tables[group][: request.published].copy()
                 before[[block for at, block in request.new_states if at == group and block < before.size]] = -1
-                assert pool.table.contains(before[before >= 0]).all(), "a committed block is not findable"
-                held += mine
-            pool.check(np.concatenate(held))
-            slots = [saved.slots[group] for saved in self.preempted.values() if saved.slots]
-            slots += [request.loading[group] for request in self.running.values() if request.loading]
-            self.host[group].check([slot for some in slots for slot in some])
+                assert pool.table.contains(before[before >= 0]).all(), "a committed block is not published"
+            pool.check(np.concatenate(self._references(group)))
+            self.host[group].check(self._host_slots(group))
+
+
+NOTHING = (lambda: None,)
+"""What is noted where all that a verb does can be derived."""

@@ -1,4 +1,4 @@
-"""Requests that give up their blocks for a while, and what of their KV waits in host memory.
+"""Requests whose blocks are released for a while, and what of their KV waits in host memory.
 
 Only what a later query reads is kept: all blocks of full attention, the last ones and the sinks of a window, the
 state at a boundary. Groups have to agree on one position to go on from, the greatest at which each has its blocks.
@@ -12,31 +12,41 @@ from typing import Any
 
 import numpy as np
 
-from .allocate import admit
+from .allocate import admit, forget_last, shortage
 from .allocation import BaseAllocation, Pairs
-from .groups import Group
 from .hashing import Chain, Words
-from .lookup import GroupHit, Hit, longest_hit
+from .lookup import GroupHit, Hit, longest_hit, prefix_hit
 from .request import Preempted, Request
-from .state import ManagerState
+from .state import NOTHING, ManagerState, Saving, Shortage
 from .table import Ids
 
 
 def preempt(state: ManagerState, request_id: Hashable, swap: bool) -> Any:
     """Ends a running request but keeps its tokens: see `CacheManager.preempt`."""
     request = state.get(request_id)
-    state.end_step(request)
     saved = Preempted(request.tokens, request.pending, request.keys, request.priority, request.ttl)
+    state.changes.append((_keep_running, state, request_id, request, request.snapshot(), state.preemptions))
+    state.end_step(request)
     pairs: list[Pairs] = [[] for _ in state.pools]
     if swap and request.committed:
         pairs = _save(state, request, saved)
-    state.release(request_id, request)
-    state.preempted[request_id] = saved
     state.preemptions += 1
+    state.preempted[request_id] = saved
+    state.release(request_id, request)
     return state.per_group(pairs)
 
 
-def resume(state: ManagerState, request_id: Hashable) -> BaseAllocation:
+def _keep_running(
+    state: ManagerState, request_id: Hashable, request: Request, before: tuple[Any, ...], preemptions: int
+) -> None:
+    """Undoes `preempt`, as long as the request is running."""
+    if request_id in state.running:
+        state.preempted.pop(request_id, None)
+        request.restore(before)
+        state.preemptions = preemptions
+
+
+def resume(state: ManagerState, request_id: Hashable, saving: Saving | None = None) -> BaseAllocation | Shortage:
     """Starts a preempted request again: see `CacheManager.resume`."""
     saved = state.preempted.get(request_id)
     if saved is None:
@@ -47,14 +57,27 @@ def resume(state: ManagerState, request_id: Hashable) -> BaseAllocation:
     request = Request(saved.tokens, chain, digests, saved.keys, saved.priority, saved.ttl)
     request.pending = saved.pending
     hit = _find(state, digests[: len(saved.tokens) // state.block_size], saved)
-    allocation, _ = admit(state, request_id, request, hit)
+    if state.partial is not None:
+        hit = state.partial.extend(state.pools[0], request, hit)
+    short = shortage(state, hit, saving)
+    if short is not None:
+        return short
+    state.changes.append((_stay_preempted, state, request_id, request, saved))
+    allocation = admit(state, request_id, request, hit, saving)
     request.loading = saved.slots
     del state.preempted[request_id]
     return allocation
 
 
+def _stay_preempted(state: ManagerState, request_id: Hashable, request: Request, saved: Preempted) -> None:
+    """Undoes `resume`."""
+    forget_last(state, request)
+    state.preempted[request_id] = saved
+
+
 def drop(state: ManagerState, request_id: Hashable) -> None:
-    """Ends a preempted request."""
+    """Ends a preempted request; once it is gone, `ManagerState.recover` does not undo the rest but completes it."""
+    state.changes.append(NOTHING)
     for host, slots in zip(state.host, state.preempted.pop(request_id).slots, strict=False):
         host.give_back(slots)
 
@@ -62,26 +85,21 @@ def drop(state: ManagerState, request_id: Hashable) -> None:
 def _save(state: ManagerState, request: Request, saved: Preempted) -> list[Pairs]:
     """Takes host slots for what computing needs to go on as far behind as they allow."""
     size, committed, num_tokens = state.block_size, request.committed, len(request.tokens)
-    stateful = any(group.holds_states for group in state.groups)
     tables = _with_released(state, request)
     free = [host.num_free for host in state.host]
     end, position = committed, min(committed, num_tokens - 1)
     needed = [group.needed(position, -(-end // size), size) for group in state.groups]
-    if (
-        stateful
-        or any(blocks.size > room for blocks, room in zip(needed, free, strict=True))
-        or any((table[blocks] < 0).any() for table, blocks in zip(tables, needed, strict=True))
-    ):
+    tight = any(blocks.size > room for blocks, room in zip(needed, free, strict=True))
+    lacking = any((table[blocks] < 0).any() for table, blocks in zip(tables, needed, strict=True))
+    if tight or lacking or any(group.holds_states for group in state.groups):
         resident = [table[: committed // size] >= 0 for table in tables]
         end = longest_hit(state.groups, resident, num_tokens, size, free) * size
         position = min(end, num_tokens - 1)
         needed = [group.needed(position, end // size, size) for group in state.groups]
     saved.position, saved.blocks = end, needed
     saved.slots = [host.take(blocks.size) for host, blocks in zip(state.host, needed, strict=True)]
-    return [
-        list(zip(table[blocks].tolist(), slots, strict=True))
-        for table, blocks, slots in zip(tables, needed, saved.slots, strict=True)
-    ]
+    parts = zip(tables, needed, saved.slots, strict=True)
+    return [list(zip(table[blocks].tolist(), slots, strict=True)) for table, blocks, slots in parts]
 
 
 def _with_released(state: ManagerState, request: Request) -> list[Ids]:
@@ -105,7 +123,9 @@ def _find(state: ManagerState, digests: Words, saved: Preempted) -> Hit:
     size, num_tokens = state.block_size, len(saved.tokens)
     total = num_tokens + (len(saved.pending) if saved.pending else 0)
     listed = [pool.table.find(digests) for pool in state.pools]
-    on_host = _host_tables(saved, state.groups, -(-saved.position // size))
+    on_host = [np.full(-(-saved.position // size), -1, np.int32) for _ in state.groups]
+    for slots, blocks, taken in zip(on_host, saved.blocks, saved.slots, strict=False):
+        slots[blocks] = taken
     whole = saved.position // size
     resident = [ids >= 0 for ids in listed]
     for there, slots in zip(resident, on_host, strict=True):
@@ -116,8 +136,7 @@ def _find(state: ManagerState, digests: Words, saved: Preempted) -> Hit:
         hit, end = whole, saved.position
     position, last, num_blocks = min(end, max(total - 1, 0)), -(-end // size), -(-num_tokens // size)
     behind = np.arange(last, num_blocks, dtype=np.int32)
-    parts = []
-    published = hit
+    parts, published = [], hit
     for group, ids, slots in zip(state.groups, listed, on_host, strict=True):
         needed = group.needed(position, last, size)
         there = needed < hit
@@ -128,13 +147,4 @@ def _find(state: ManagerState, digests: Words, saved: Preempted) -> Hit:
         fresh = loaded if group.holds_states else np.concatenate((loaded, behind))
         parts.append(GroupHit(table, table[cached], fresh, fresh + 1, slots[loaded].tolist()))
         published = min([published, *loaded[:1].tolist()])
-    loading = any(part.slots for part in parts)
-    return Hit(hit, position, None, position < end, parts, end, published, num_tokens, loading=loading)
-
-
-def _host_tables(saved: Preempted, groups: tuple[Group, ...], num_blocks: int) -> list[Ids]:
-    """Per group, host slots by logical block, -1 for none."""
-    tables = [np.full(num_blocks, -1, np.int32) for _ in groups]
-    for table, blocks, slots in zip(tables, saved.blocks, saved.slots, strict=False):
-        table[blocks] = slots
-    return tables
+    return prefix_hit(hit, end, total, parts, published, num_tokens)._replace(loads=any(part.slots for part in parts))

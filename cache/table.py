@@ -11,7 +11,6 @@ from .hashing import Words
 
 Ids = npt.NDArray[np.int32]
 """Block numbers."""
-
 Places = npt.NDArray[np.int64]
 """Slots of the table."""
 
@@ -20,9 +19,13 @@ count_nonzero = np._core.multiarray.count_nonzero if hasattr(np, "_core") else n
 
 FEW = 24
 """Up to so many blocks are handled one by one: a round of vector operations costs as much."""
-
 PASSED = 1 << 30
 """Set in a slot that an insertion had to pass; the rest of it is the number of the block there."""
+
+
+def view(values: Any) -> Any:
+    """To read and write single elements of an array through: a third of the time that numpy takes."""
+    return memoryview(values)
 
 
 class HashTable:
@@ -31,13 +34,8 @@ class HashTable:
     Open addressing with double hashing. A slot is live when the block in it points back at it, so removal is one
     vector write. Each slot remembers whether an insertion ever had to pass it: a search goes on only behind such
     slots, which keeps it at one or two rounds however much was removed; the marks are renewed when a sixteenth is set.
-    Six to twelve slots a block: a quarter less time to insert than with half as many.
-
-    Args:
-        words: Hash of every block `[num_blocks, words]`, owned by the pool.
-
-    Attributes:
-        slot_of: Per block, its slot, -1 for one that is not in the table.
+    Six to twelve slots a block: a quarter less time to insert than with half as many. `words`, the hash of every block,
+    is the pool's; `slot_of` has the slot of each block, -1 for one that is not in the table.
     """
 
     def __init__(self, words: Words) -> None:
@@ -50,8 +48,7 @@ class HashTable:
         self._num_passed = 0
         self.slot_of = np.full(num_blocks + 1, -1, np.int32)  # the last is that of empty slots: none
         self._slots_view, self._slot_of_view = view(self._slots), view(self.slot_of)
-        self._words_view = view(words.reshape(-1))
-        self._width = words.shape[1]
+        self._words_view, self._width = view(words.reshape(-1)), words.shape[1]
 
     @property
     def nbytes(self) -> int:
@@ -61,13 +58,11 @@ class HashTable:
     @property
     def listed(self) -> npt.NDArray[np.bool_]:
         """Per block, whether it is in the table."""
-        listed: npt.NDArray[np.bool_] = self.slot_of[:-1] >= 0
-        return listed
+        return self.slot_of[:-1] >= 0
 
     def contains(self, ids: Ids) -> npt.NDArray[np.bool_]:
         """Whether each block is in the table."""
-        listed: npt.NDArray[np.bool_] = self.slot_of.take(ids) >= 0
-        return listed
+        return self.slot_of.take(ids) >= 0
 
     def lists(self, block: int) -> bool:
         """Whether one block is in the table."""
@@ -120,23 +115,33 @@ class HashTable:
 
     def leading(self, digests: Words, start: int = 0) -> Ids:
         """The blocks of the hashes from `start` on, up to the first hash that is not there."""
-        slots, slot_of, first_word, width = self._slots_view, self._slot_of_view, self._words_view, self._width
-        count = len(digests)
-        some: list[int] = []
-        for row in range(start, min(start + 4, count)):
+        slots, slot_of, mask = self._slots_view, self._slot_of_view, self._mask
+        first_word, width = self._words_view, self._width
+        count, some = len(digests), []
+        last = min(start + (FEW if count - start <= FEW else 4), count)
+        for row in range(start, last):
             key = digests.item(row, 0)
-            at = key & self._mask
-            while True:
-                slot = slots[at]
-                block: int = slot & (PASSED - 1)
-                near = slot_of[block] == at and first_word[block * width] == key
-                if near and self._words[block].tobytes() == digests[row].tobytes():
-                    some.append(block)
-                    break
+            at = key & mask
+            slot = slots[at]
+            block = slot & (PASSED - 1)
+            while slot_of[block] != at or first_word[block * width] != key:
                 if slot < PASSED:
-                    return np.array(some, np.int32)
-                at = (at + ((key >> 40) | 1)) & self._mask
-        parts, row, length = [np.array(some, np.int32)], start + len(some), 64
+                    break
+                at = (at + ((key >> 40) | 1)) & mask
+                slot = slots[at]
+                block = slot & (PASSED - 1)
+            else:
+                some.append(block)
+                continue
+            break  # the first that is not there
+        found: Ids = np.array(some, np.int32)
+        seen = digests[start : start + found.size]
+        if some and self._words.take(found, axis=0).tobytes() != seen.tobytes():
+            found = self.find(seen)  # two hashes share their first 64 bits
+            found = found[: int(np.append(found, -1).argmin())]
+        if start + found.size < last or last == count:
+            return found
+        parts, row, length = [found], last, 64
         while row < count:
             found = self.find(digests[row : row + length])
             missing = found < 0
@@ -149,17 +154,12 @@ class HashTable:
         return np.concatenate(parts)
 
     def put(self, ids: Ids, digests: Words) -> Ids | None:
-        """Adds blocks under their words, except those whose hash is there already.
+        """Adds blocks that are not in the table under their words, all different, except those whose hash is there.
 
-        Args:
-            ids: Blocks that are not in the table, with different hashes.
-            digests: Their words.
-
-        Returns:
-            For each, -1, or the block that has its hash; None when it is -1 for all.
+        For each, -1, or the block that has its hash; None when it is -1 for all.
         """
         if self._num_passed > self._size // 16:
-            self._renew()
+            self.renew(self.listed.nonzero()[0].astype(np.int32))
         if ids.size <= FEW:
             crowded, slots, slot_of, mask = [], self._slots_view, self._slot_of_view, self._mask
             blocks = ids.tolist()
@@ -237,12 +237,8 @@ class HashTable:
 
     def _put_many(self, ids: Ids, digests: Words) -> Ids:
         found, ends = self.search(digests)
-        duplicates = found >= 0
-        if count_nonzero(duplicates):
-            new = ~duplicates
-            self._place(ids[new], ends[new], digests[new, 0])
-        else:
-            self._place(ids, ends, digests[:, 0])
+        new = found < 0
+        self._place(ids[new], ends[new], digests[new, 0])
         return found
 
     def _place(self, ids: Ids, at: Places, key: npt.NDArray[np.uint64]) -> None:
@@ -270,8 +266,8 @@ class HashTable:
         """Takes blocks out of the table; those that are not in it are left alone."""
         self.slot_of[ids] = -1
 
-    def _renew(self) -> None:
-        live = np.flatnonzero(self.listed).astype(np.int32)
+    def renew(self, live: Ids) -> None:
+        """Has these blocks, and no others, under their words, whatever was in the table before."""
         self.clear()
         key = self._words[live, 0]
         self._place(live, self._start(key), key)
@@ -287,8 +283,3 @@ class HashTable:
         live = np.flatnonzero(self.listed).astype(np.int32)
         assert np.array_equal(self._slots[self.slot_of[live]] & (PASSED - 1), live), "a slot and its block disagree"
         assert np.array_equal(self.find(self._words[live]), live), "a block is not found under its hash"
-
-
-def view(values: Any) -> Any:
-    """To read and write single elements of an array through: a third of the time that numpy takes."""
-    return memoryview(values)

@@ -44,10 +44,14 @@ class Tier(Protocol):
 
         Returns:
             Whether it took it, or had it already.
+
+        Raises:
+            TypeError: No bytes, or no dense tensors by name.
+            ValueError: A key of another length, or tensors that differ from the layout.
         """
 
     def get(self, key: bytes) -> dict[str, torch.Tensor] | None:
-        """The tensors of a block in host memory, the caller's own; None when it is not there."""
+        """The tensors of a block in host memory, the caller's own; None when it is not there. Keys are as in `put`."""
 
     def __contains__(self, key: object, /) -> bool:
         """Whether a `get` would find it, as far as can be told without reading it."""
@@ -111,12 +115,7 @@ class Layout:
 
     @classmethod
     def of(cls, model: str, tensors: Tensors) -> Layout:
-        """The layout of blocks like this one.
-
-        Args:
-            model: As above.
-            tensors: One block's.
-        """
+        """The layout of blocks like this one, of a model as above."""
         return cls(model, {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()})
 
     @property
@@ -129,12 +128,7 @@ class Layout:
 
 
 def check_key(key: bytes) -> None:
-    """Raises unless a key is one.
-
-    Raises:
-        TypeError: It is no bytes.
-        ValueError: It is empty or too long.
-    """
+    """Raises TypeError unless a key is bytes, ValueError where it is empty or too long."""
     if not isinstance(key, bytes):
         raise TypeError(f"key: got {type(key).__name__}, needs bytes")
     if not 0 < len(key) <= MAX_KEY_BYTES:
@@ -142,12 +136,7 @@ def check_key(key: bytes) -> None:
 
 
 def check_tensors(tensors: Tensors, layout: Layout | None) -> None:
-    """Raises unless tensors are those of a block.
-
-    Raises:
-        TypeError: They are no mapping from names to dense tensors.
-        ValueError: They differ from the layout.
-    """
+    """Raises TypeError unless they are dense tensors by name, ValueError where they differ from the layout."""
     if not isinstance(tensors, Mapping):
         raise TypeError(f"tensors: got {type(tensors).__name__}, needs a mapping by name")
     for name, tensor in tensors.items():

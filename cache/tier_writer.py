@@ -1,4 +1,4 @@
-"""A tier that takes blocks at once and writes them in a thread of its own, so that a slow disk stops nobody."""
+"""A tier that takes blocks at once and writes them in a thread of its own, so that no request waits for a slow disk."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class TierWriter:
     threads. Close it, or use it in a `with` block: what is queued when the process ends otherwise is lost.
 
     Args:
-        tier: What to write to. Nobody else is to write the same keys to it.
+        tier: What to write to. Nothing else is to write the same keys to it.
         max_bytes: Bound of the tensors that are queued or being written.
 
     Attributes:
@@ -81,15 +81,7 @@ class TierWriter:
         self.close()
 
     def put(self, key: bytes, tensors: Tensors) -> bool:
-        """Takes a block to be written; see `Tier.put`.
-
-        Returns:
-            Whether it is queued; it is not when the queue is full or closed.
-
-        Raises:
-            TypeError: No bytes, or no dense tensors by name.
-            ValueError: A key of another length than 1 to 64 bytes.
-        """
+        """Takes a block to be written, and says whether it is queued: not when full or closed; see `Tier.put`."""
         return bool(self.put_many({key: tensors}))
 
     def put_many(self, entries: Mapping[bytes, Tensors]) -> set[bytes]:
@@ -195,14 +187,7 @@ class TierWriter:
         self.tier.discard(key)
 
     def flush(self, timeout: float | None = None) -> bool:
-        """Waits until nothing is queued or being written.
-
-        Args:
-            timeout: Seconds to wait at most; None: as long as it takes.
-
-        Returns:
-            Whether that is so.
-        """
+        """Waits at most `timeout` seconds until nothing is queued or being written; returns whether that is so."""
         end = None if timeout is None else time.monotonic() + timeout
         with self._changed:
             while self._queued or self._writing or self._copying:
@@ -213,13 +198,9 @@ class TierWriter:
         return True
 
     def close(self, timeout: float | None = None) -> bool:
-        """Takes nothing more, and waits until what is queued is written.
+        """Takes nothing more, and waits as `flush` until what is queued is written; returns whether all of it is.
 
-        Args:
-            timeout: As in `flush`.
-
-        Returns:
-            Whether all of it is; what is left is still being written.
+        What is left is still being written.
         """
         with self._changed:
             self._closed = True
@@ -231,6 +212,6 @@ class TierWriter:
 
 
 def _warn(text: str) -> None:
-    # Where warnings are errors, the worker has nobody to raise it to.
+    # Where warnings are errors, the worker has no caller to raise it to.
     with contextlib.suppress(RuntimeWarning):
         warnings.warn(text, RuntimeWarning, stacklevel=3)

@@ -2,22 +2,50 @@
 
 from __future__ import annotations
 
+import importlib
+from collections import UserDict
+from typing import TYPE_CHECKING, Any
+
 from .base import Block, EvictionPolicy, PoolView
 from .ghosts import Ghosts
-from .hazard import Hazard
 from .lru import LRU
 from .priority import Priority
-from .run_queue import RunQueue, compact_together, too_few
-from .segmented import Segmented
+from .run_queue import QueuedPolicy, RunQueue, compact_together, too_few
 
-POLICIES: dict[str, type[EvictionPolicy]] = {
-    "lru": LRU,
-    "segmented": Segmented,
-    "priority": Priority,
-    "hazard": Hazard,
-    "default": Hazard,
-}
-"""What `CacheManager(policy=...)` accepts as a name; `pc.cache.replay` adds those that are there for comparison."""
+if TYPE_CHECKING:
+    from ..replay.segmented import Segmented
+    from .hazard import Hazard
+else:
+
+    def __getattr__(name: str) -> Any:
+        if name in ("Hazard", "Segmented"):
+            return POLICIES[name.lower()]
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+class _Policies(UserDict[str, "type[EvictionPolicy] | str"]):
+    """Classes by name; one that is given as `module:class` is imported when it is asked for."""
+
+    def __getitem__(self, name: str) -> type[EvictionPolicy]:
+        found = self.data[name]
+        if isinstance(found, str):
+            module, _, attribute = found.partition(":")
+            found = self.data[name] = getattr(importlib.import_module(module, __package__), attribute)
+        return found
+
+
+POLICIES = _Policies(
+    lru=LRU,
+    priority=Priority,
+    hazard=".hazard:Hazard",
+    default=".hazard:Hazard",
+    segmented="..replay:Segmented",
+    lfu="..replay:LFU",
+    fifo="..replay:FIFO",
+    s3fifo="..replay:S3FIFO",
+    arc="..replay:ARC",
+)
+"""What `CacheManager(policy=...)` accepts as a name; those of `pc.cache.replay` are there for comparison."""
 
 
 def make_policy(policy: str | EvictionPolicy | type[EvictionPolicy]) -> EvictionPolicy:
@@ -54,6 +82,7 @@ __all__ = [
     "Hazard",
     "PoolView",
     "Priority",
+    "QueuedPolicy",
     "RunQueue",
     "Segmented",
     "compact_together",

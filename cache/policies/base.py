@@ -85,7 +85,7 @@ class PoolView(Protocol):
 
 
 class EvictionPolicy(ABC):
-    """Decides which unreferenced block is given up next.
+    """Decides which unreferenced block is evicted next.
 
     A policy is told of accesses and releases in whole runs of blocks, in the order of their sequence, and asked for
     victims. It may read what `PoolView` has and writes none of it. Only `victims` has to be written; see
@@ -129,7 +129,7 @@ class EvictionPolicy(ABC):
         """A request asked to keep these blocks: `priority` above 0, for `ttl` seconds; called after `accessed`."""
 
     def completed(self, ids: Ids) -> None:  # noqa: B027
-        """These blocks are written and findable from now on: their hashes hold. The array changes afterwards."""
+        """These blocks are written and published: their hashes hold. The array changes afterwards."""
 
     def returning(self, probability: float) -> None:  # noqa: B027
         """The caller of `free` said how likely the conversation goes on soon; `finished` follows at once."""
@@ -138,7 +138,7 @@ class EvictionPolicy(ABC):
         """A request has ended after so many tokens of its own; its releases follow."""
 
     def released(self, ids: Ids) -> None:  # noqa: B027
-        """Nobody holds these cached blocks any more: from now on they may be chosen."""
+        """The reference counts of these cached blocks are 0 now: from now on they may be chosen."""
 
     @abstractmethod
     def victims(self, count: int) -> Ids:

@@ -9,15 +9,14 @@ from collections.abc import Callable
 import numpy as np
 
 from ..table import Ids
-from .base import EvictionPolicy, PoolView
-from .run_queue import RunQueue, too_few
+from .base import PoolView
+from .run_queue import QueuedPolicy, RunQueue
 
-GONE = -(1 << 31)
-"""Priority of blocks of a conversation that is over."""
+GONE = -(1 << 31)  # priority of blocks of a conversation that is over
 
 
-class Priority(EvictionPolicy):
-    """Heeds `allocate(..., priority=, ttl=)`; without hints it is lru.
+class Priority(QueuedPolicy):
+    """Honours `allocate(..., priority=, ttl=)`; without hints it is lru.
 
     A block keeps the highest priority that a running hint gives it. When `ttl` seconds have passed since the hint, the
     block has priority 0 again. Of a conversation that `free(..., returns=0)` says is over, blocks without priority that
@@ -44,11 +43,10 @@ class Priority(EvictionPolicy):
         super().bind(pool)
         self._priority = np.zeros(pool.num_blocks, np.int32)
         self._until = np.zeros(pool.num_blocks)
-        self._ticket_of = np.full(pool.num_blocks, -1, np.int64)
-        self._queues: dict[int, RunQueue] = {}
+        self._by_priority: dict[int, RunQueue] = {}
         self._order: list[int] = []  # heap of the priorities that have a queue
         self._places = 0  # of all queues, at most
-        self._over = RunQueue(self._ticket_of)
+        self._expired = self.queues[0]
         self._ends: list[tuple[float, int, Ids]] = []
         self._end_places = 0
         self._tickets = 0
@@ -57,16 +55,12 @@ class Priority(EvictionPolicy):
     @property
     def nbytes(self) -> int:
         """Bytes of arrays, queues and hints that run out."""
-        return super().nbytes + 4 * (self._places + self._end_places) + 500 * len(self._queues) + 200 * len(self._ends)
+        hints = 500 * len(self._by_priority) + 200 * len(self._ends)
+        return super().nbytes + 4 * (self._places + self._end_places) + hints
 
     def accessed(self, ids: Ids, hit: bool) -> None:
-        if hit:
-            self._ticket_of[ids] = -1
-            back = ids[self._priority.take(ids) == GONE]
-            if back.size:
-                self._priority[back] = 0
-        else:
-            self._priority[ids] = 0
+        super().accessed(ids, hit)
+        self._priority[ids[self._priority.take(ids) == GONE] if hit else ids] = 0
 
     def hinted(self, ids: Ids, priority: int, ttl: float | None) -> None:
         now = self._now()
@@ -78,15 +72,11 @@ class Priority(EvictionPolicy):
         if ttl is not None and ids.size:
             heapq.heappush(self._ends, (until, self._next_ticket(), ids))
             self._end_places += ids.size
-            if self._end_places > 2 * self.pool.num_blocks + 64:
-                self._drop_old_ends()
-
-    def _drop_old_ends(self) -> None:
-        """Forgets ends that a later hint has moved; each block has one at most then."""
-        ends = [(until, ticket, ids[self._until[ids] == until]) for until, ticket, ids in self._ends]
-        self._ends = [end for end in ends if end[2].size]
-        heapq.heapify(self._ends)
-        self._end_places = sum(ids.size for _, _, ids in self._ends)
+            if self._end_places > 2 * self.pool.num_blocks + 64:  # forgets those that a later hint has moved
+                ends = [(until, ticket, ids[self._until[ids] == until]) for until, ticket, ids in self._ends]
+                self._ends = [end for end in ends if end[2].size]
+                heapq.heapify(self._ends)
+                self._end_places = sum(ids.size for _, _, ids in self._ends)
 
     def _next_ticket(self) -> int:
         self._tickets += 1
@@ -107,21 +97,18 @@ class Priority(EvictionPolicy):
         self._priority[ids[self._until[ids] <= self._now()]] = 0
         priorities = self._priority[ids]
         for priority in np.unique(priorities).tolist():
-            queue = self._queues.get(priority)
+            queue = self._by_priority.get(priority)
             if queue is None:
-                queue = self._queues[priority] = RunQueue(self._ticket_of)
+                queue = self._by_priority[priority] = RunQueue(self._ticket_of)
                 heapq.heappush(self._order, priority)
             queue.push(self._next_ticket(), ids[priorities == priority])
         self._places += ids.size
         if self._places > 2 * self.pool.num_blocks + 64:
-            self._compact()
-
-    def _compact(self) -> None:
-        for queue in (*self._queues.values(), self._over):
-            queue.compact()
-        self._queues = {priority: queue for priority, queue in self._queues.items() if queue.nbytes}
-        self._order = sorted(self._queues)
-        self._places = sum(queue.nbytes for queue in (*self._queues.values(), self._over)) // 4
+            for queue in (*self._by_priority.values(), self._expired):
+                queue.compact()
+            self._by_priority = {priority: queue for priority, queue in self._by_priority.items() if queue.nbytes}
+            self._order = sorted(self._by_priority)
+            self._places = sum(queue.nbytes for queue in (*self._by_priority.values(), self._expired)) // 4
 
     def _expire(self) -> None:
         now = self._now()
@@ -133,44 +120,37 @@ class Priority(EvictionPolicy):
             waiting = ids[self._ticket_of[ids] >= 0]
             if waiting.size:
                 order = np.lexsort((-self.pool.prefix_length[waiting], self.pool.last_access[waiting]))
-                self._over.push(self._next_ticket(), waiting[order])
+                self._expired.push(self._next_ticket(), waiting[order])
                 self._places += waiting.size
 
     def _oldest(self) -> RunQueue:
         """The queue whose head goes next: priority 0 with what has fallen back to it, then the higher ones."""
-        over = self._over.first()
+        over = self._expired.first()
         while self._order:
             priority = self._order[0]
-            queue = self._queues[priority]
+            queue = self._by_priority[priority]
             block = queue.first()
             if block is None:
                 heapq.heappop(self._order)
-                del self._queues[priority]
+                del self._by_priority[priority]
                 continue
             if over is None or priority < 0:
                 return queue
             age = self.pool.last_access
-            return self._over if priority > 0 or age[over] < age[block] else queue
-        return self._over
+            return self._expired if priority > 0 or age[over] < age[block] else queue
+        return self._expired
+
+    def next_victims(self, count: int) -> Ids:
+        return self._oldest().pop(count)
 
     def victims(self, count: int) -> Ids:
         self._expire()
-        parts = []
-        while count:
-            parts.append(self._oldest().pop(count))
-            if not parts[-1].size:
-                raise too_few(count)
-            count -= parts[-1].size
-        return np.concatenate(parts)
-
-    def removed(self, ids: Ids) -> None:
-        self._ticket_of[ids] = -1
+        return super().victims(count)
 
     def clear(self) -> None:
-        self._ticket_of.fill(-1)
-        self._queues.clear()
+        super().clear()
+        self._by_priority.clear()
         self._order.clear()
-        self._over.clear()
         self._ends.clear()
         self._places = self._end_places = 0
         self._gone = False

@@ -1,7 +1,8 @@
-"""The queue most policies are made of."""
+"""The queue most policies are made of, and what such policies have in common."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections import deque
 from collections.abc import Iterable
 
@@ -9,13 +10,13 @@ import numpy as np
 import numpy.typing as npt
 
 from ..table import Ids, count_nonzero
+from .base import EvictionPolicy, PoolView
 
-LOOK = 64
-"""Places looked at together: taking a few blocks must not cost a look at a whole long run."""
+LOOK = 64  # places looked at together: taking a few blocks must not cost a look at a whole long run
 
 
 class RunQueue:
-    """Released blocks in the order they shall be given up, kept as runs so that all work is on vectors.
+    """Released blocks in the order they shall be evicted, as runs so that all work is on vectors.
 
     A block that is taken out merely loses its ticket; its place in the run is skipped when the run comes up. Runs are
     compacted when half of the places are empty, so every operation is O(1) a block, amortized.
@@ -43,7 +44,7 @@ class RunQueue:
         return 4 * self._places
 
     def push(self, ticket: int, ids: Ids) -> None:
-        """Appends a run, its first block to be given up first. Tickets are unique and rise."""
+        """Appends a run, its first block to be evicted first. Tickets are unique and rise."""
         self._ticket_of[ids.astype(np.intp)] = ticket  # a third of the time that int32 takes
         self._runs.append((ticket, ids))
         self._places += ids.size
@@ -71,7 +72,7 @@ class RunQueue:
             self._places -= count
 
     def first(self) -> int | None:
-        """The block to be given up next, None when the queue is empty."""
+        """The block to be evicted next, None when the queue is empty."""
         return None if self.head() is None else int(self._runs[0][1][0])
 
     def pop(self, count: int) -> Ids:
@@ -127,3 +128,57 @@ def compact_together(queues: Iterable[RunQueue], num_blocks: int) -> None:
     if sum(queue.nbytes for queue in queues) > 4 * (2 * num_blocks + 64):
         for queue in queues:
             queue.compact()
+
+
+class QueuedPolicy(EvictionPolicy):
+    """Released blocks wait in one of several queues that share their tickets.
+
+    A subclass pushes what was released, and says in `next_victims` which queue the next victims come from.
+
+    Attributes:
+        queues: `num_queues` of them.
+
+    Examples:
+        >>> from pc.cache.policies import QueuedPolicy
+        >>> class LongRequestsFirst(QueuedPolicy):
+        ...     num_queues = 2
+        ...     def released(self, ids):
+        ...         self.queues[len(ids) < 100].push(self.pool.clock, ids[::-1])  # of each request the tail first
+        ...     def next_victims(self, count):
+        ...         return self.queues[self.queues[0].head() is None].pop(count)
+        >>> manager = pc.CacheManager(num_blocks=8, policy=LongRequestsFirst)
+    """
+
+    num_queues = 1
+
+    def bind(self, pool: PoolView) -> None:
+        super().bind(pool)
+        self._ticket_of = np.full(pool.num_blocks, -1, np.int64)
+        self.queues = [RunQueue(self._ticket_of) for _ in range(self.num_queues)]
+
+    def accessed(self, ids: Ids, hit: bool) -> None:
+        if hit:
+            self._ticket_of[ids.astype(np.intp)] = -1  # a third of the time that int32 takes
+
+    @abstractmethod
+    def next_victims(self, count: int) -> Ids:
+        """1 to `count` blocks from the front of a queue; none where all are empty."""
+
+    def victims(self, count: int) -> Ids:
+        first = self.next_victims(count)
+        if first.size == count:
+            return first
+        parts = [first]
+        while (left := count - sum([part.size for part in parts])) and parts[-1].size:
+            parts.append(self.next_victims(left))
+        if left:
+            raise too_few(left)
+        return np.concatenate(parts)
+
+    def removed(self, ids: Ids) -> None:
+        self._ticket_of[ids] = -1
+
+    def clear(self) -> None:
+        self._ticket_of.fill(-1)
+        for queue in self.queues:
+            queue.clear()

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from ..policies import POLICIES
-from .arc import ARC
-from .belady import Belady
-from .fifo import FIFO
-from .hints import hints_of
-from .lfu import LFU
+from .policies import ARC, FIFO, LFU, S3FIFO, Belady
 from .run import Result, compare, replay
-from .s3fifo import S3FIFO
-from .traces import Trace, load_trace
+from .segmented import Segmented
+from .traces import Trace, hints_of, load_trace
 
-POLICIES.update(lfu=LFU, fifo=FIFO, s3fifo=S3FIFO, arc=ARC)
-
-__all__ = ["ARC", "FIFO", "LFU", "S3FIFO", "Belady", "Result", "Trace", "compare", "hints_of", "load_trace", "replay"]
+__all__ = [
+    "ARC",
+    "FIFO",
+    "LFU",
+    "S3FIFO",
+    "Belady",
+    "Result",
+    "Segmented",
+    "Trace",
+    "compare",
+    "hints_of",
+    "load_trace",
+    "replay",
+]

@@ -17,12 +17,10 @@ import numpy as np
 from ..hashing import BlockHasher
 from ..policies import EvictionPolicy, make_policy
 from ..pool import BlockPool
-from .belady import Belady
-from .hints import hints_of
-from .traces import Trace, digests_of
+from .policies import Belady
+from .traces import Trace, digests_of, hints_of
 
-DEAF = ("lru", "belady")
-"""Policies that no hint changes: they are run once."""
+DEAF = ("lru", "belady")  # policies that no hint changes: they are run once
 
 
 @dataclass(frozen=True)
@@ -112,19 +110,9 @@ def replay(
         pool.release(np.concatenate(held))
         if progress is not None and number % 256 == 255:
             progress(256)
-    total = max(trace.num_blocks, 1)
-    share = capacity / max(trace.unique_blocks, 1)
-    return Result(
-        trace=trace.name,
-        policy=name,
-        hints=hints,
-        capacity_share=share,
-        capacity_blocks=capacity,
-        hit_rate=hits / total,
-        gap_hit_rate=anywhere / total,
-        lru_ratio=float("nan"),
-        seconds=process_time() - began,
-    )
+    total, share = max(trace.num_blocks, 1), capacity / max(trace.unique_blocks, 1)
+    rates = hits / total, anywhere / total, float("nan")
+    return Result(trace.name, name, hints, share, capacity, *rates, process_time() - began)
 
 
 def compare(

@@ -1,4 +1,4 @@
-"""Request traces: which blocks each request of a real workload had."""
+"""Request traces: which blocks each request of a real workload had, and hints from their own future."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ import numpy as np
 import numpy.typing as npt
 
 BlockIds = npt.NDArray[np.int64]
-Row = tuple[float, BlockIds, int]
-"""Start in seconds, blocks, tokens generated."""
+Row = tuple[float, BlockIds, int]  # start in seconds, blocks, tokens generated
 
-SESSION_GAP = 60.0
-"""Seconds between the starts of sessions whose traces have times of their own only."""
+BAD_LINE = (ValueError, TypeError, KeyError, AttributeError, OverflowError, EOFError, RecursionError, zlib.error)
+SESSION_GAP = 60.0  # seconds between the starts of sessions whose traces have times of their own only
 
 
 @dataclass(frozen=True)
@@ -59,13 +58,8 @@ class Trace:
     def part(self, start: float, end: float) -> Trace:
         """The requests between two shares of the trace, 0 to 1."""
         cut = slice(int(start * len(self.requests)), int(end * len(self.requests)))
-        return Trace(
-            f"{self.name} {start:.0%}-{end:.0%}",
-            self.block_size,
-            self.requests[cut],
-            self.outputs[cut],
-            self.times[cut],
-        )
+        name = f"{self.name} {start:.0%}-{end:.0%}"
+        return Trace(name, self.block_size, self.requests[cut], self.outputs[cut], self.times[cut])
 
 
 def load_trace(path: str | Path, block_size: int | None = None) -> Trace:
@@ -113,16 +107,7 @@ def load_trace(path: str | Path, block_size: int | None = None) -> Trace:
                     line = json.loads(text)
                     first = first or line
                     rows += _rows(line, first, number - 1)
-        except (
-            ValueError,
-            TypeError,
-            KeyError,
-            AttributeError,
-            OverflowError,
-            EOFError,
-            RecursionError,
-            zlib.error,
-        ) as error:
+        except BAD_LINE as error:
             cause = f"lacks {error}" if isinstance(error, KeyError) else error
             raise ValueError(f"path: {path}, line {number}: {cause}") from None
     if not rows:
@@ -208,3 +193,47 @@ def digests_of(ids: BlockIds) -> npt.NDArray[np.uint64]:
     words[:, 0] = mixed * np.uint64(0xBF58476D1CE4E5B9)
     words[:, 0] ^= words[:, 0] >> np.uint64(29)
     return words
+
+
+def continued(trace: Trace) -> npt.NDArray[np.bool_]:
+    """Of each request, whether a later one goes on from it: asks for the last block but one, which is never partial."""
+    last_use: dict[int, int] = {}
+    for number, ids in enumerate(trace.requests):
+        last_use.update(dict.fromkeys(ids.tolist(), number))
+    ends = [int(ids[-2:][0]) if ids.size else -1 for ids in trace.requests]
+    return np.array([last_use.get(end, -1) > number for number, end in enumerate(ends)], np.bool_)
+
+
+def hints_of(trace: Trace, hints: str, seed: int = 0) -> list[float]:
+    """What `free(..., returns=)` is told after each request.
+
+    Args:
+        trace: The requests.
+        hints: "oracle", which gives 0 or 1, or the area under the ROC curve that a noisy bit shall have, 0.5 to 1: the
+            bit is wrong for that share of both kinds, and what is told is how often it is right.
+        seed: Of the noise.
+
+    Raises:
+        ValueError: Neither.
+
+    Examples:
+        >>> from pc.cache.replay import Trace, hints_of
+        >>> requests = [np.array(ids) for ids in ([1, 2], [3], [1, 2], [4], [1, 2])]  # blocks of each prompt
+        >>> trace = Trace("small", 16, requests, outputs=[0] * 5, times=[0.0] * 5)
+        >>> hints_of(trace, "oracle")
+        [1.0, 0.0, 1.0, 0.0, 0.0]
+    """
+    truth = continued(trace)
+    if hints == "oracle":
+        return [float(goes_on) for goes_on in truth]
+    try:
+        auc = float(hints)
+    except ValueError:
+        auc = 0.0
+    if not 0.5 <= auc <= 1:
+        raise ValueError(f"hints: got {hints!r}, needs oracle or an area under the curve of 0.5 to 1")
+    said = truth ^ (np.random.default_rng(seed).random(truth.size) >= auc)
+    base = float(truth.mean()) if truth.size else 0.0
+    yes = auc * base / max(auc * base + (1 - auc) * (1 - base), 1e-12)
+    no = (1 - auc) * base / max((1 - auc) * base + auc * (1 - base), 1e-12)
+    return [yes if bit else no for bit in said.tolist()]

@@ -1,4 +1,4 @@
-"""What one forward pass computed: its outputs, and which tokens of which requests they belong to."""
+"""What one forward pass computed: its outputs, which tokens of which requests they belong to, and their slots."""
 
 from __future__ import annotations
 
@@ -12,8 +12,77 @@ import numpy.typing as npt
 import torch
 
 from ..allocation import BaseAllocation, Span
-from ..runs import Slots
-from .step_slots import StepSlots
+from ..runs import Run, Slots, ascending, find_runs
+
+_FEW_RUNS, _SHORT = 8, 8  # above so many runs, shorter ones are moved slot by slot
+
+
+class StepSlots:
+    """Slots of `count` tokens, as runs of all that are not negative; without an array, it is made when it is needed.
+
+    `runs` is None where they are short; `spans` has the slots in ascending order, none where runs are short;
+    `low` is the lowest slot, 0 of none, `high` the highest, -1 of none.
+    """
+
+    def __init__(self, count: int, runs: list[Run], array: Slots | None = None) -> None:
+        self.count = count
+        self._runs = runs
+        self.runs: list[Run] | None = runs
+        self.spans: list[Span]
+        if array is not None:
+            self.array = array
+        if len(runs) == 1:  # as of a request that decodes, where the rest would take longest
+            _, first, end = runs[0]
+            self.spans, self.low, self.high = [(first, end)], first if end - first >= count else -1, end - 1
+            return
+        if len(runs) > max(_FEW_RUNS, count // _SHORT):
+            self.runs = None
+        self.spans = ascending(runs) if self.runs is not None else []
+        if self.spans:
+            self.low, self.high = self.spans[0][0], self.spans[-1][1] - 1
+        else:
+            self.low = min([first for _, first, _ in runs], default=0)
+            self.high = max([end for _, _, end in runs], default=0) - 1
+        if sum([end - first for _, first, end in runs]) < count:
+            self.low = -1
+
+    @classmethod
+    def of(cls, slot_mapping: npt.ArrayLike) -> StepSlots:
+        """Looks through an array of slots; TypeError unless they are integers, ValueError unless `[num_tokens]`."""
+        slots = np.asarray(slot_mapping)
+        if slots.dtype != np.int64 or not slots.flags.carray:
+            if slots.size and slots.dtype.kind not in "iu":
+                raise TypeError(f"slot_mapping: got {slots.dtype}, needs integers")
+            slots = np.require(slots, np.int64, ["C", "W"])
+        if slots.ndim != 1:
+            raise ValueError(f"slot_mapping: got shape {list(slots.shape)}, needs [num_tokens]")
+        found = cls(len(slots), find_runs(slots), slots)
+        if slots.size:
+            found.low = int(slots.min())
+        return found
+
+    @property
+    def all_single(self) -> bool:
+        """Whether no two tokens have neighbouring slots."""
+        return all(end - first == 1 for _, first, end in self._runs)
+
+    @cached_property
+    def array(self) -> Slots:
+        """The slots, `[num_tokens]`, -1 for a token that is not stored."""
+        slots = np.full(self.count, -1, np.int64)
+        for begin, first, end in self._runs:
+            slots[begin : begin + end - first] = np.arange(first, end)
+        return slots
+
+    @cached_property
+    def kept(self) -> Slots:
+        """Those that are not -1."""
+        return self.array if self.low >= 0 else self.array[self.array >= 0]
+
+    @cached_property
+    def index(self) -> torch.Tensor:
+        """The memory of `array` as a tensor."""
+        return torch.from_numpy(self.array)
 
 
 class StepRequest(NamedTuple):
@@ -77,19 +146,13 @@ class Step:
             found = allocation.slot_runs(group)
             runs += [(begin + token, first, behind) for token, first, behind in found] if begin else found
         step = object.__new__(_StepOf)
-        step.__dict__.update(
-            outputs=outputs, requests=tuple(allocations), parts=parts, slots=StepSlots(count, runs), _spans=spans
-        )
+        slots = StepSlots(count, runs)
+        step.__dict__.update(outputs=outputs, requests=tuple(allocations), parts=parts, slots=slots, _spans=spans)
         return step
 
     @classmethod
     def at(cls, slots: StepSlots, outputs: Mapping[str, object]) -> Step:
-        """A step whose slots have been looked through already.
-
-        Args:
-            slots: Of its tokens.
-            outputs: As in `outputs`.
-        """
+        """A step whose slots have been looked through already."""
         step = object.__new__(_StepAt)
         step.__dict__.update(outputs=outputs, slots=slots, requests=(), query_start_loc=None, positions=None)
         return step
@@ -139,20 +202,12 @@ class _StepOf(_StepAt):
         return np.concatenate([np.empty(0, np.int32), *(np.arange(start, end, dtype=np.int32) for start, end in spans)])
 
 
-def leaves(outputs: object) -> list[tuple[str, object]]:
+def leaves(outputs: object, prefix: str = "") -> list[tuple[str, object]]:
     """Every leaf of nested mappings, lists and tuples, named by its path with dots: `{"a": {"b": x}}` gives "a.b"."""
-    found: list[tuple[str, object]] = []
-    _collect(outputs, "", found)
-    return found
-
-
-def _collect(outputs: object, prefix: str, found: list[tuple[str, object]]) -> None:
     if isinstance(outputs, Mapping):
         items = outputs.items()
     elif isinstance(outputs, list | tuple) and not isinstance(outputs, torch.Size):
         items = enumerate(outputs)  # type: ignore[assignment]
     else:
-        found.append((prefix, outputs))
-        return
-    for key, value in items:
-        _collect(value, f"{prefix}.{key}" if prefix else str(key), found)
+        return [(prefix, outputs)]
+    return [leaf for key, value in items for leaf in leaves(value, f"{prefix}.{key}" if prefix else str(key))]

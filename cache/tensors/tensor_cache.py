@@ -12,11 +12,10 @@ from ..allocation import BaseAllocation
 from ..manager import CacheManager
 from ..runs import Slots
 from ..table import Ids
-from .named_tensors import Named, NamedTensors
-from .row_store import MissingRowsError, RowStore
-from .step import Step, StepRequest
-from .step_slots import StepSlots
-from .valid_rows import Mask, ValidRows
+from .names import Named, NamedTensors
+from .rows import MissingRowsError, RowStore
+from .step import Step, StepRequest, StepSlots
+from .valid import Mask, ValidRows
 
 
 class TensorCache:
@@ -40,7 +39,7 @@ class TensorCache:
         max_bytes: Bound of all names together; None: half of the memory that is available now.
         group: Whose slots and block tables are followed, when the manager has several groups.
         exclude: Names that are never discovered, because their first dimension may equal the token count by
-            coincidence, or because nobody wants their rows again; `register` overrules it.
+            coincidence, or because their rows are never read again; `register` overrules it.
 
     Examples:
         >>> manager = pc.CacheManager(num_blocks=16, block_size=4)
@@ -107,7 +106,7 @@ class TensorCache:
         """Bytes that a name of this shape and dtype takes.
 
         Examples:
-            >>> pc.TensorCache(None, num_blocks=16, block_size=4).cost((32,), torch.bfloat16)
+            >>> cache.cost((32,), torch.bfloat16)
             4096
         """
         return self._names.cost(feature_shape, dtype)
@@ -116,8 +115,6 @@ class TensorCache:
         """The cache of a name itself, `[num_blocks, block_size, *features]`.
 
         Examples:
-            >>> cache = pc.TensorCache(None, num_blocks=16, block_size=4)
-            >>> cache.register("hidden", (32,), torch.bfloat16)
             >>> cache.rows("hidden").shape
             torch.Size([16, 4, 32])
         """
@@ -148,10 +145,9 @@ class TensorCache:
             MemoryError: It does not fit into `max_bytes`; nothing has been allocated.
 
         Examples:
-            >>> cache = pc.TensorCache(None, num_blocks=16, block_size=4)
-            >>> cache.register("decoder.hidden", (32,), torch.bfloat16)
+            >>> cache.register("decoder.hidden", (8,), torch.bfloat16)
             >>> cache.names, cache.rows("decoder.hidden").shape
-            (('decoder.hidden',), torch.Size([16, 4, 32]))
+            (('hidden', 'decoder.hidden'), torch.Size([16, 4, 8]))
         """
         self._names.register(name, feature_shape, dtype)
 
@@ -175,11 +171,9 @@ class TensorCache:
             TypeError: Outputs that are no mapping, or slots that are not integers.
 
         Examples:
-            >>> manager = pc.CacheManager(num_blocks=16, block_size=4)
-            >>> cache, allocation = pc.TensorCache(manager, 16, 4), manager.allocate("a", range(6))
-            >>> outputs = {"hidden": torch.randn(6, 32), "loss": torch.tensor(0.5)}
-            >>> cache.store(pc.Step.of({"a": allocation}, outputs)), cache.names
-            ({'loss': tensor(0.5000)}, ('hidden',))
+            >>> outputs = {"hidden": torch.randn(1, 32), "loss": torch.tensor(0.5)}
+            >>> cache.store(pc.Step.of({"a": manager.append("a", [7])}, outputs))
+            {'loss': tensor(0.5000)}
         """
         slots = self._checked_slots(step)
         mine, others = self._names.sort(step)
@@ -194,7 +188,7 @@ class TensorCache:
             mine: By name, which has been registered, `[slots.count, *features]` of its dtype; nothing is checked.
 
         Examples:
-            >>> from pc.cache.tensors.step_slots import StepSlots
+            >>> from pc.cache.tensors.step import StepSlots
             >>> cache = pc.TensorCache(None, num_blocks=16, block_size=4)
             >>> cache.register("hidden", (32,), torch.float32)
             >>> cache.write(StepSlots.of([8, 9]), {"hidden": torch.ones(2, 32)})
@@ -217,16 +211,12 @@ class TensorCache:
         reused in part) or loads (swapped out before); at other times it changes nothing that `store` would not.
 
         Examples:
-            >>> manager = pc.CacheManager(num_blocks=16, block_size=4)
-            >>> cache, allocation = pc.TensorCache(manager, 16, 4), manager.allocate("a", range(6))
-            >>> others = cache.store(pc.Step.of({"a": allocation}, {"hidden": torch.randn(6, 32)}))
-            >>> merged = manager.commit("a", 6)
-            >>> manager.fork("a", "b")
-            >>> own = manager.append("b", [7])  # has copies: the block that both share in part
+            >>> manager.fork("a", "c")
+            >>> own = manager.append("c", [7])  # has copies: the block that both share in part
             >>> cache.prepare(own)
-            >>> others = cache.store(pc.Step.of({"b": own}, {"hidden": torch.randn(1, 32)}))
-            >>> cache.load("b")["hidden"].shape
-            torch.Size([7, 32])
+            >>> others = cache.store(pc.Step.of({"c": own}, {"hidden": torch.randn(1, 32)}))
+            >>> cache.load("c")["hidden"].shape
+            torch.Size([22, 32])
         """
         self._store.copy(allocation.group_copies(self.group))
         self._store.swap_in(allocation.group_loads(self.group))
@@ -237,10 +227,8 @@ class TensorCache:
         """Copies the rows of blocks to other blocks: (source, target) pairs, one after the other.
 
         Examples:
-            >>> cache = pc.TensorCache(None, num_blocks=16, block_size=4)
-            >>> others = cache.store(pc.Step({"hidden": torch.ones(4, 32)}, np.arange(8, 12)))  # fills block 2
-            >>> cache.copy([(2, 5)])
-            >>> cache.load(np.array([5]), num_tokens=4)["hidden"].shape
+            >>> cache.copy([(2, 9)])
+            >>> cache.load(np.array([9]), num_tokens=4)["hidden"].shape
             torch.Size([4, 32])
         """
         self._store.copy(pairs)
@@ -263,7 +251,7 @@ class TensorCache:
         self._store.swap_out(pairs)
 
     def forget(self, block_ids: Iterable[int] | Ids) -> None:
-        """Drops what is stored in blocks that somebody else has filled or will fill, such as a connector or a tier.
+        """Drops what is stored in blocks that something else has filled or will fill, such as a connector or a tier.
 
         A manager tells of blocks that it hands out anew; without one, this is to be called for each of them whose first
         token no stored step writes.
@@ -276,11 +264,9 @@ class TensorCache:
             ValueError: A number that no block has; nothing has been dropped.
 
         Examples:
-            >>> cache = pc.TensorCache(None, num_blocks=16, block_size=4)
-            >>> others = cache.store(pc.Step({"hidden": torch.ones(4, 32)}, np.arange(8, 12)))  # fills block 2
-            >>> cache.forget([2])
-            >>> cache.available(np.array([2]), num_tokens=4)
-            0
+            >>> cache.forget([manager.block_table("a")[2]])
+            >>> cache.available("a")
+            8
         """
         self._valid.forget(block_ids)
 
@@ -299,12 +285,9 @@ class TensorCache:
             ValueError: num_tokens is missing or too large.
 
         Examples:
-            >>> manager = pc.CacheManager(num_blocks=16, block_size=4)
-            >>> cache, allocation = pc.TensorCache(manager, 16, 4), manager.allocate("a", range(6))
-            >>> others = cache.store(pc.Step.of({"a": allocation}, {"hidden": torch.randn(6, 32)}))
-            >>> step = manager.append("a", [7, 8])
+            >>> allocation = manager.append("a", [7, 8])
             >>> cache.available("a")
-            6
+            21
         """
         table, count = self._table(request, num_tokens)
         there = self._store.there(list(self._entries) if names is None else names, table, count)
@@ -336,11 +319,8 @@ class TensorCache:
             ValueError: num_tokens is missing or too large, a block number out of range, or another `missing`.
 
         Examples:
-            >>> manager = pc.CacheManager(num_blocks=16, block_size=4)
-            >>> cache, allocation = pc.TensorCache(manager, 16, 4), manager.allocate("a", range(6))
-            >>> others = cache.store(pc.Step.of({"a": allocation}, {"hidden": torch.randn(6, 32)}))
             >>> cache.load("a", ["hidden"])["hidden"].shape
-            torch.Size([6, 32])
+            torch.Size([21, 32])
         """
         if missing not in ("raise", "zero"):
             raise ValueError(f"missing: got {missing!r}, needs 'raise' or 'zero'")
@@ -396,9 +376,7 @@ class TensorCache:
             ValueError: A slot out of range.
 
         Examples:
-            >>> manager = pc.CacheManager(num_blocks=16, block_size=4)
-            >>> cache, allocation = pc.TensorCache(manager, 16, 4), manager.allocate("a", range(6))
-            >>> step = pc.Step.of({"a": allocation}, {"hidden": torch.randn(6, 32)})
+            >>> step = pc.Step.of({"a": manager.append("a", [7])}, {"hidden": torch.randn(1, 32)})
             >>> others = cache.store(step)
             >>> torch.equal(cache.read(step, ["hidden"])["hidden"], step.outputs["hidden"])
             True
@@ -426,12 +404,9 @@ class TensorCache:
             ValueError: A step without requests, or as in `store`.
 
         Examples:
-            >>> manager = pc.CacheManager(num_blocks=16, block_size=4)
-            >>> cache, allocation = pc.TensorCache(manager, 16, 4), manager.allocate("a", range(6))
-            >>> others = cache.store(pc.Step.of({"a": allocation}, {"hidden": torch.randn(6, 32)}))
             >>> step = pc.Step.of({"a": manager.append("a", [7])}, {"hidden": torch.randn(1, 32)})
             >>> cache.join(step)["a"]["hidden"].shape
-            torch.Size([7, 32])
+            torch.Size([22, 32])
         """
         parts = step.parts
         if self.manager is None or parts is None:

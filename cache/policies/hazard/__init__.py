@@ -1,7 +1,8 @@
-"""Learned eviction: gives up the blocks that are least likely to be asked for again soon.
+"""Learned eviction: evicts the blocks that are least likely to be asked for again soon.
 
-State per request (`runs`), what its end says (`endings`), what is remembered of evicted blocks (`evicted`, `ghosts`),
-what is learned (`lives`, `tables`), who is given up (`victims`), and lru on paper as a guard (`guard`).
+`policy` logs notifications (`log`) and applies them to a row per request (`runs`). `model` estimates hazard rates of
+reuse, evicted blocks included (`evicted`), and what a block is worth; `victims` evicts what is worth least. A guard
+(`evicted`) simulates lru in a shadow cache, and evicts by it where it hits more.
 """
 
 from __future__ import annotations

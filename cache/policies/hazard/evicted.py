@@ -1,64 +1,185 @@
-"""What becomes of victims: ghosts, which are asked for again or forgotten."""
+"""What becomes of evicted blocks: ghosts, which tell of reuses that a larger cache had hit, and lru's shadow cache.
+
+Ghosts keep the model unbiased: without them the idle time of an evicted block would seem to end at its eviction. The
+shadow guard simulates the order that is not in force, and decides which one is.
+"""
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
-import numpy.typing as npt
 
 from ...table import Ids
-from .ghosts import Keys, Noted, RequestGhosts
-from .guard import Guard
-from .lives import Lives
-from .runs import Runs
-from .tables import USE_BOUNDS
-from .victims import Part
+from ..ghosts import GhostRecord, Keys, RequestGhosts
+from .model import HazardModel, IntervalsAtRisk
+from .runs import USE_BOUNDS, Numbers, RunTable
+from .victims import FINISHED_SCORE, Part
 
-Numbers = npt.NDArray[Any]
+add_reduce = np.add.reduce  # without the Python call of `sum`
 
-TOGETHER, LATE = 256, 8
-"""Victims, and choices of them, after which they become ghosts at the latest."""
+HALF_LIFE = 1000  # requests after which a hit counts half
+SHARE = 0.125  # of the capacity: hits that one order may fall behind; to change over costs blocks that are held
+LEAST, MOST = 3.0, 10.0  # the same in mean requests: less is chance where few fit, more a great loss where many do
+
+
+class ShadowGuard:
+    """Simulates lru in a shadow cache, and the learned order too while lru is in force; the one that hit more decides.
+
+    lru is in force first: what a model that has seen no reuse evicts too early comes back only once it is lost.
+    What lru would hold needs no second cache: it is the blocks used last, evicted ones included, back to the request at
+    which they fill the capacity.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.learned = False  # whether the learned order is in force
+        self.mean = 0.0  # mean blocks of a request
+        self.switches = 0  # how often lru came into force again
+        self._capacity = capacity
+        self._requests = 0
+        self._balance = 0.0
+        self._edge = 0  # serial of the oldest request that lru would have blocks of
+        self._inside = 0  # blocks last used since
+        self._room = capacity  # for the edge's own
+        self._start: Numbers = np.empty(0, np.int32)
+        self._end: Numbers = np.empty(0, np.int32)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        return self._start.nbytes + self._end.nbytes
+
+    def needed(self, runs: RunTable) -> Numbers:
+        """Per row, whether a shadow cache needs it."""
+        serial = runs.serial[: runs.count]
+        needed = (serial >= self._edge) & (runs.owned[: runs.count] > 0)
+        if not self.learned:
+            needed |= self._end > self._start
+        return needed
+
+    def keep(self, rows: Numbers) -> None:
+        """All rows but these are dropped."""
+        if not self.learned:
+            self._start, self._end = self._start[rows], self._end[rows]
+
+    def released(self, sizes: Numbers) -> None:
+        """Requests have ended and released so many blocks each, in new rows."""
+        self._requests += sizes.size
+        total = int(add_reduce(sizes))
+        self.mean += (total / sizes.size - self.mean) * min(sizes.size / min(self._requests, 300), 1.0)
+        self._inside += total
+        if not self.learned:
+            self._start = np.append(self._start, np.zeros(sizes.size, np.int32))
+            self._end = np.append(self._end, sizes)
+
+    def fill(self, runs: RunTable, capacity: int) -> None:
+        """Finds the request at which the blocks used last fill the capacity, once all that was used is known."""
+        row = int(runs.serial[: runs.count].searchsorted(self._edge))
+        owned_of = runs.views.owned
+        owned = owned_of[row]
+        while self._inside - owned >= capacity and row < runs.count - 1:
+            self._inside -= owned
+            row += 1
+            owned = owned_of[row]
+        self._edge = runs.serial.item(row)
+        self._room = max(0, capacity - self._inside + owned)
+
+    def used(self, runs: RunTable, rows: Numbers, first: Numbers, last: Numbers, resident: bool) -> None:
+        """Blocks at places `first` to `last` of these rows were asked for, and were there (`resident`) or not."""
+        edge = self._edge
+        lru = hits = at_edge = 0
+        for serial, number in zip(runs.serial.take(rows).tolist(), (last - first).tolist(), strict=True):
+            hits += number
+            if serial >= edge:
+                lru += number
+                if serial == edge:
+                    at_edge += number
+        self._inside -= lru
+        lru -= max(at_edge - self._room, 0)
+        self._room = max(self._room - at_edge, 0)
+        if not resident:
+            hits = 0
+        if not self.learned:
+            hits = int((np.minimum(last, self._end[rows]) - np.maximum(first, self._start[rows])).clip(0).sum())
+            np.maximum.at(self._start, rows, last.astype(np.int32))
+        self._balance += hits - lru
+
+    def forgotten(self, runs: RunTable, rows: Numbers) -> None:
+        """Ghosts of these rows are not remembered any more."""
+        self._inside -= int(np.count_nonzero(runs.serial[rows] >= self._edge))
+
+    def judge(self, number: int, runs: RunTable) -> None:
+        """Decides which order is in force, after so many requests; a lead is bounded by what a change costs.
+
+        So what was won long ago does not cover what is lost now, and old losses do not keep the better order out.
+        """
+        stake = min(max(SHARE * self._capacity, LEAST * self.mean), MOST * self.mean)
+        balance = self._balance * 0.5 ** (number / HALF_LIFE)
+        self._balance = max(-stake, min(balance, stake))
+        if self.learned and balance < -stake:
+            self.learned = False
+            self.switches += 1
+            self._start, self._end = runs.start[: runs.count].copy(), runs.end[: runs.count].copy()
+        elif not self.learned and self._balance > 0:
+            self.learned = True
+            self._start = self._end = np.empty(0, np.int32)
+
+    def evict_in_shadow(self, runs: RunTable, model: HazardModel, now: int, capacity: int) -> None:
+        """While lru is in force: evicts from the learned order's shadow cache what exceeds the capacity."""
+        excess = int((self._end - self._start).clip(0).sum()) - capacity
+        while excess > 0:
+            rows = np.flatnonzero(self._end > self._start)
+            stratum, covariates = runs.class_at(rows, self._end[rows])
+            scores = model.scores(stratum, covariates, now - runs.serial[rows])
+            scores[runs.final[rows] & (self._end[rows] > runs.shared[rows])] = FINISHED_SCORE
+            for row in rows[scores.argsort()[:64]].tolist():
+                end = int(self._end[row])
+                piece = runs.piece_start(row, int(self._start[row]), end)
+                gone = min(excess, end - piece)
+                self._end[row] = end - gone
+                excess -= gone
+                if not excess:
+                    break
+
+
+GHOST_BATCH, GHOST_CALLS = 256, 8  # victims, or choices, after which they become ghosts: many at once, for speed
 ONE = np.int32(1)
 
 
-class Evicted:
-    """Notes victims and filled blocks, and works them off together.
+class EvictedBlocks:
+    """Logs victims and filled blocks, and makes ghosts of them, or looks for theirs, for many at once.
 
-    Args:
-        ghosts: What is remembered.
-        runs: Rows of the requests that used them last.
-        guard: Told of what lru might still have.
-        lives: Told of what was asked for again, and of what is forgotten.
-        earlier_uses: Per block, uses before it was evicted and filled again; kept here.
-
-    Attributes:
-        filled: Times, blocks, keys and lengths of prefixes of what was filled and not worked off yet.
+    `earlier_uses` has for each block the uses before it was evicted and filled again, and is kept here.
     """
 
-    def __init__(self, ghosts: RequestGhosts, runs: Runs, guard: Guard, lives: Lives, earlier_uses: Numbers) -> None:
+    def __init__(
+        self,
+        ghosts: RequestGhosts,
+        runs: RunTable,
+        guard: ShadowGuard,
+        intervals: IntervalsAtRisk,
+        earlier_uses: Numbers,
+    ) -> None:
         self._ghosts = ghosts
         self._runs = runs
         self._guard = guard
-        self._lives = lives
+        self._intervals = intervals
         self._earlier_uses = earlier_uses
-        self.filled: list[tuple[int, Ids, Keys, Ids]] = []
+        self.filled: list[tuple[int, Ids, Keys, Ids]] = []  # times, blocks, keys and prefix lengths, not drained yet
         self._gone: list[tuple[list[Part], Keys, Numbers]] = []
         self._num_gone = 0
 
     @property
     def nbytes(self) -> int:
-        """Bytes of notes."""
+        """Bytes of the log."""
         return 16 * (self._num_gone + sum(ids.size for _, ids, _, _ in self.filled))
 
     def gone(self, parts: list[Part], keys: Keys, uses: Numbers) -> None:
-        """Blocks were given up: by request, then their keys and uses in this order."""
+        """Blocks were evicted: by request, then their keys and uses in this order."""
         self._gone.append((parts, keys, uses))
         self._num_gone += keys.size
 
-    def work_off(self, now: int) -> None:
-        """Brings ghosts, guard and lives up to date, at the number of the next request."""
-        if self._num_gone > TOGETHER or len(self._gone) >= LATE:
+    def drain(self, now: int) -> None:
+        """Brings ghosts, guard and intervals up to date, at the number of the next request."""
+        if self._num_gone > GHOST_BATCH or len(self._gone) >= GHOST_CALLS:
             self._remember(now)
         if self.filled:
             self._recall(now)
@@ -73,20 +194,25 @@ class Evicted:
         keys, uses = (np.concatenate(part) for part in list(zip(*self._gone, strict=True))[1:])
         uses = np.minimum(uses, USE_BOUNDS[-1]).astype(np.int64)
         self._gone, self._num_gone = [], 0
-        self._forget(self._ghosts.remember(keys, Noted(serials, uses, tails), now))
+        lost = self._ghosts.remember(keys, GhostRecord(serials, uses, tails), now)
+        known, rows = self._runs.find(lost.serial)
+        if known.size:
+            self._guard.forgotten(self._runs, rows)
+            np.subtract.at(self._runs.owned, rows, ONE)
+            self._intervals.forgotten(rows, lost.uses[known], lost.tail[known])
 
     def _recall(self, now: int) -> None:
         """Blocks were filled: some of them are evicted ones that were asked for again."""
         times, parts, keys, lengths = zip(*self.filled, strict=True)
         self.filled = []
         ids = np.concatenate(parts)
-        found, noted = self._ghosts.recall(np.concatenate(keys), now)
+        found, records = self._ghosts.recall(np.concatenate(keys), now)
         self._earlier_uses[ids] = 0
         if not found.size:
             return
-        self._earlier_uses[ids[found]] = noted.uses
+        self._earlier_uses[ids[found]] = records.uses
         runs = self._runs
-        known, rows = runs.find(noted.serial)
+        known, rows = runs.find(records.serial)
         if not known.size:
             return
         found = found[known]
@@ -94,12 +220,5 @@ class Evicted:
         time = np.array(times)[begin.searchsorted(found, side="right")]
         place = np.minimum(np.concatenate(lengths)[found] - 1, runs.size[rows] - 1)
         self._guard.used(runs, rows, place, place + 1, resident=False)
-        np.subtract.at(runs.kept, rows, ONE)
-        self._lives.recalled(rows, noted.uses[known], noted.tail[known], time)
-
-    def _forget(self, lost: Noted) -> None:
-        known, rows = self._runs.find(lost.serial)
-        if known.size:
-            self._guard.forgotten(self._runs, rows)
-            np.subtract.at(self._runs.kept, rows, ONE)
-            self._lives.forgotten(rows, lost.uses[known], lost.tail[known])
+        np.subtract.at(runs.owned, rows, ONE)
+        self._intervals.recalled(rows, records.uses[known], records.tail[known], time)

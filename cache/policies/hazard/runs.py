@@ -1,17 +1,25 @@
-"""State per request: the blocks it used last and nobody since are one run of its chain."""
+"""State per request: the blocks that it used last form one run of its chain.
+
+A table of columns, since a fit looks at thousands of requests at once. For speed alone: chains are bytes, which are cut
+without a copy's bookkeeping.
+"""
 
 from __future__ import annotations
 
 from sys import byteorder
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from ...table import Ids, view
-from .tables import TRAITS, USE_BOUNDS, USES
 
 Numbers = npt.NDArray[Any]
+
+USES = 4  # classes of use: a block used once, at least 2, 3 and 5 times
+USE_BOUNDS = np.array([2, 3, 5])
+COVARIATES = 64  # covariates are the bucket of new blocks + 8 * that of output, and of a request's last block 64 more
 
 COLUMNS: dict[str, tuple[str, int]] = {
     "serial": ("i8", 1),
@@ -22,90 +30,55 @@ COLUMNS: dict[str, tuple[str, int]] = {
     "last": ("i4", 1),
     "parent": ("i4", 1),
     "shared": ("i4", 1),
-    "kept": ("i4", 1),
-    "kind": ("i1", 1),
-    "trait": ("i1", 1),
-    "certain": ("?", 1),
+    "owned": ("i4", 1),
+    "stratum": ("i1", 1),
+    "covariates": ("i1", 1),
+    "final": ("?", 1),
     "base": ("i4", 1),
-    "flushed": ("i4", 1),
-    "lives": ("i2", 2 * USES),
+    "counted_to": ("i4", 1),
+    "at_risk": ("i2", 2 * USES),
 }
-LEAST = 64
-"""Rows made at once at least."""
-SHORT = 8
-"""Chains that are kept whole: to cut them saves nothing."""
-FEW = 16
-"""Rows up to which a loop is quicker."""
-NONE = b""
+LEAST = 64  # rows made at once at least
+TRIM_MIN = 8  # blocks of a chain up to which it is kept whole: to trim it saves nothing
+FEW = 16  # rows from which vector operations are quicker than a loop
+NO_BLOCKS = b""
 
 
-class Cells:
-    """The columns of `Runs` for a look at one row, `bounds` row by row: a third of the time that numpy takes."""
-
-    def __init__(self, runs: Runs) -> None:
-        self.serial: Any = view(runs.serial)
-        self.start: Any = view(runs.start)
-        self.end: Any = view(runs.end)
-        self.size: Any = view(runs.size)
-        self.bounds: Any = view(runs.bounds.reshape(-1))
-        self.last: Any = view(runs.last)
-        self.parent: Any = view(runs.parent)
-        self.shared: Any = view(runs.shared)
-        self.kept: Any = view(runs.kept)
-        self.kind: Any = view(runs.kind)
-        self.trait: Any = view(runs.trait)
-        self.certain: Any = view(runs.certain)
-        self.base: Any = view(runs.base)
-
-
-class Runs:
+class RunTable:
     """A row for each request that has blocks left or is learned from, in the order of their serial numbers.
 
-    Columns, `[rows]` each, of which the first `count` are in use:
-        serial: Number of the request, which is its time too.
-        start, end: Places of its chain that are still its run: a later request with the same prefix takes the front
-            over, eviction takes the end. Single places between them may be somebody else's by now.
-        size: Blocks of its chain.
-        bounds: Blocks of the chain used at least 2, 3 and 5 times, `[rows, 3]`.
-        last: The block at `end - 1`.
-        parent: The block before `start`, -1 for none.
-        shared: Blocks of the chain before it have led to other requests too; known where `certain`.
-        kept: Blocks that nobody used since, evicted ones included.
-        kind, trait: Class and factors of the block at `end - 1`, see `HazardTables.scores`.
-        certain: Whether the caller said that it does not go on.
-        base: Place of the first block in `chains`.
-        flushed: Age up to which its lives are counted as exposed.
-        lives: `kept` by 2 * uses + tail, as far as learned, `[rows, 8]`.
+    `views` are the same columns, flat, for a look at one row: a third of the time that numpy takes; made anew as rows
+    grow. `chains` has the blocks of each row's chain from place `base` on, int32 as bytes; `places` counts them all.
 
-    Attributes:
-        chains: For each row the blocks of its chain from place `base` on, all of its run among them; int32 as bytes.
-        places: Blocks in all chains.
-        cells: See `Cells`; others once there is room for more rows.
+    Columns are `[rows, ...]`, of which the first `count` are in use.
     """
 
-    serial: Numbers
-    start: Numbers
-    end: Numbers
-    size: Numbers
-    bounds: Numbers
-    last: Numbers
-    parent: Numbers
-    shared: Numbers
-    kept: Numbers
-    kind: Numbers
-    trait: Numbers
-    certain: Numbers
-    base: Numbers
-    flushed: Numbers
-    lives: Numbers
+    serial: Numbers  # number of the request, which is its time too
+    start: Numbers  # first place of its chain that is still its run; a later request with this prefix takes the front
+    end: Numbers  # behind the last: eviction takes the end; single places between may be another request's by now
+    size: Numbers  # blocks of its chain
+    bounds: Numbers  # blocks of the chain used at least 2, 3 and 5 times, [rows, 3]
+    last: Numbers  # the block at `end - 1`
+    parent: Numbers  # the block before `start`, -1 for none
+    shared: Numbers  # blocks of the chain before it have led to other requests too; known where `final`
+    owned: Numbers  # blocks that no other request used since, evicted ones included
+    stratum: Numbers  # with covariates, what the model knows the block at `end - 1` by, see `HazardModel.scores`
+    covariates: Numbers
+    final: Numbers  # whether the caller said that the conversation is over
+    base: Numbers  # place of the first block in `chains`
+    counted_to: Numbers  # age up to which its exposure is counted
+    at_risk: Numbers  # `owned` by 2 * uses + tail, as far as counted, [rows, 8]
 
     def __init__(self) -> None:
         self.count = self.places = 0
         self.chains: list[bytes] = []
-        self._shorter: set[int] = set()
+        self._shortened: set[int] = set()
         for name, (dtype, width) in COLUMNS.items():
             setattr(self, name, np.zeros((LEAST, width) if width > 1 else LEAST, dtype))
-        self.cells = Cells(self)
+        self._make_views()
+
+    def _make_views(self) -> None:
+        self.views: Any = SimpleNamespace(**{name: view(getattr(self, name).reshape(-1)) for name in COLUMNS})
 
     @property
     def nbytes(self) -> int:
@@ -123,14 +96,14 @@ class Runs:
                 new = np.zeros((room, width) if width > 1 else room, old.dtype)
                 new[:first] = old[:first]
                 setattr(self, name, new)
-            self.cells = Cells(self)
+            self._make_views()
         self.count = last
         self.chains += chains
         rows = slice(first, last)
         self.start[rows] = self.shared[rows] = self.base[rows] = 0
         self.size[rows] = sizes
         self.places += sum(sizes)
-        self.end[rows] = self.kept[rows] = self.size[rows]
+        self.end[rows] = self.owned[rows] = self.size[rows]
         return rows
 
     def rows_of(self, serials: Numbers) -> npt.NDArray[np.intp]:
@@ -146,26 +119,26 @@ class Runs:
         known = (serial.take(rows, mode="clip") == serials).nonzero()[0]
         return known, rows.take(known)
 
-    def groups(self, rows: Numbers) -> npt.NDArray[np.intp]:
-        """Their groups, see `HazardTables`."""
-        return self.kind.take(rows).astype(np.intp) // USES
+    def groups_of(self, rows: Numbers) -> npt.NDArray[np.intp]:
+        """Their groups, of which strata are parts."""
+        return self.stratum.take(rows).astype(np.intp) // USES
 
-    def traits(self, rows: Numbers) -> npt.NDArray[np.intp]:
-        """Their traits, see `HazardTables`."""
-        return self.trait.take(rows).astype(np.intp) % TRAITS
+    def covariates_of(self, rows: Numbers) -> npt.NDArray[np.intp]:
+        """Their covariates but for the last block's."""
+        return self.covariates.take(rows).astype(np.intp) % COVARIATES
 
-    def alive(self) -> npt.NDArray[np.intp]:
-        """Rows that have blocks."""
+    def nonempty(self) -> npt.NDArray[np.intp]:
+        """Rows that have blocks left."""
         return (self.end[: self.count] > self.start[: self.count]).nonzero()[0]
 
-    def ending_at(self, rows: Numbers, end: Numbers) -> tuple[Numbers, Numbers]:
-        """The kind and trait of the last of `end` blocks."""
+    def class_at(self, rows: Numbers, end: Numbers) -> tuple[Numbers, Numbers]:
+        """The stratum and covariates of the last of `end` blocks of each chain."""
         uses = (self.bounds[rows] >= end[:, None]).sum(axis=1)
         tail = end == self.size[rows]
-        return USES * self.groups(rows) + uses, self.traits(rows) + TRAITS * tail
+        return USES * self.groups_of(rows) + uses, self.covariates_of(rows) + COVARIATES * tail
 
-    def begin_at(self, rows: Numbers, first: Numbers, last: Numbers) -> list[int]:
-        """Runs from whose places `first` to `last` requests went on begin behind them; returns the rows that do."""
+    def advance_starts(self, rows: Numbers, first: Numbers, last: Numbers) -> list[int]:
+        """Runs begin behind places `first` to `last`, from which requests went on; returns the rows changed."""
         each = rows.tolist()
         if len(each) >= FEW and len(set(each)) == len(each):
             start = self.start.take(rows)
@@ -174,70 +147,70 @@ class Runs:
             self.start[rows] = last[here]
             begun: list[int] = rows.tolist()
             return begun
-        start_of, moved = self.cells.start, set()
+        start_of, moved = self.views.start, set()
         for row, begins, ends in zip(each, first.tolist(), last.tolist(), strict=True):
             if begins <= start_of[row] < ends:  # one by one: several requests may have gone on from a run
                 start_of[row] = ends
                 moved.add(row)
         return list(moved)
 
-    def end_at(self, row: int, end: int) -> None:
-        """The run of a row ends before a place of its chain that was in it."""
-        cells = self.cells
-        cells.end[row] = end
-        if end > cells.start[row]:
-            kind, bounds, at = cells.kind[row], cells.bounds, 3 * row
+    def shrink_to(self, row: int, end: int) -> None:
+        """A run ends before a place of its chain that was in it."""
+        views = self.views
+        views.end[row] = end
+        if end > views.start[row]:
+            stratum, bounds, at = views.stratum[row], views.bounds, 3 * row
             uses = (bounds[at] >= end) + (bounds[at + 1] >= end) + (bounds[at + 2] >= end)
-            cells.kind[row] = kind - kind % USES + uses
-            cells.trait[row] %= TRAITS
-            cells.last[row] = self.block(row, end - 1)
-        self._shorter.add(row)
+            views.stratum[row] = stratum - stratum % USES + uses
+            views.covariates[row] %= COVARIATES
+            views.last[row] = self.block(row, end - 1)
+        self._shortened.add(row)
 
     def block(self, row: int, place: int) -> int:
         """The block at a place of a chain that was in its run lately."""
-        at = 4 * (place - self.cells.base[row])
+        at = 4 * (place - self.views.base[row])
         return int.from_bytes(self.chains[row][at : at + 4], byteorder)
 
     def blocks(self, row: int, first: int = 0, last: int | None = None) -> Ids:
         """Blocks at places of a chain that were in its run lately; all that are left of it."""
-        base, chain = self.cells.base[row], self.chains[row]
+        base, chain = self.views.base[row], self.chains[row]
         if last is None:
             return np.frombuffer(chain, np.int32)
         return np.frombuffer(chain, np.int32, last - first, 4 * (first - base))
 
-    def cut_shorter(self) -> None:
-        """Cuts what came to an end earlier, once nobody may ask for blocks behind it any more."""
-        for row in self._shorter:
-            self.cut(row)
-        self._shorter.clear()
+    def trim_all(self) -> None:
+        """Trims chains whose runs were shortened, once blocks behind their end cannot be asked for any more."""
+        for row in self._shortened:
+            self.trim(row)
+        self._shortened.clear()
 
-    def cut(self, row: int) -> None:
-        """Lets go of blocks of a chain once few of them are in its run."""
-        cells, chain = self.cells, self.chains[row]
-        start, end, size = cells.start[row], cells.end[row], len(chain) // 4
+    def trim(self, row: int) -> None:
+        """Drops blocks of a chain once few of them are in its run."""
+        views, chain = self.views, self.chains[row]
+        start, end, size = views.start[row], views.end[row], len(chain) // 4
         if start >= end:
-            left = NONE
-        elif size > SHORT and size > 2 * (end - start):
-            base = cells.base[row]
+            left = NO_BLOCKS
+        elif size > TRIM_MIN and size > 2 * (end - start):
+            base = views.base[row]
             left = chain[4 * (start - base) : 4 * (end - base)]
-            cells.base[row] = start
+            views.base[row] = start
         else:
             return
         self.places += len(left) // 4 - size
         self.chains[row] = left
 
-    def piece(self, row: int, start: int, end: int) -> int:
-        """Where the blocks of one worth that end at `end` begin."""
-        cells = self.cells
-        if end == cells.size[row]:
+    def piece_start(self, row: int, start: int, end: int) -> int:
+        """Where the blocks that are worth the same as the one at `end - 1` begin."""
+        views = self.views
+        if end == views.size[row]:
             return end - 1
         at = 3 * row
-        for bound in cells.bounds[at : at + 3]:  # falling
+        for bound in views.bounds[at : at + 3]:  # falling
             if bound < end:
                 start = max(start, bound)
                 break
-        if cells.certain[row] and start < cells.shared[row] < end:
-            start = cells.shared[row]
+        if views.final[row] and start < views.shared[row] < end:
+            start = views.shared[row]
         return start
 
     def keep(self, rows: Numbers) -> None:
@@ -249,9 +222,9 @@ class Runs:
         self.count = rows.size
         self.places = sum([len(chain) for chain in self.chains]) // 4
 
-    def check(self, hanging: Numbers) -> None:
-        """Asserts that rows hold together, and that so many of them wait for each block."""
-        rows, alive = slice(self.count), self.alive()
+    def check(self, child_count: Numbers) -> None:
+        """Asserts that rows hold together, and that so many of them are children of each block."""
+        rows, alive = slice(self.count), self.nonempty()
         start, end = self.start[rows], self.end[rows]
         sizes = np.array([len(chain) // 4 for chain in self.chains], np.intp)
         assert len(self.chains) == self.count, "a row without a chain"
@@ -260,27 +233,15 @@ class Runs:
         assert ((self.base[rows] <= start) & (end <= self.base[rows] + sizes))[alive].all(), "a run beyond its chain"
         assert [self.block(row, int(end[row]) - 1) for row in alive] == self.last[alive].tolist(), "another last block"
         parent = self.parent[rows]
-        waiting = np.bincount(parent[parent >= 0], minlength=hanging.size)
-        assert (waiting == hanging).all(), "runs that wait for a block are miscounted"
+        children = np.bincount(parent[parent >= 0], minlength=child_count.size)
+        assert (children == child_count).all(), "children of a block are miscounted"
 
-    def check_blocks(self, code: Numbers, place_bits: int, first: int, notes: list[Ids]) -> None:
-        """Asserts that each block is where its code says.
-
-        Args:
-            code: Serial of its row and place, -1 for none, `[num_blocks]`.
-            place_bits: Low bits of a code that are the place.
-            first: Serial of the first request that has no row yet.
-            notes: The chains of these requests.
-        """
-        blocks = (code >= 0).nonzero()[0].tolist()
-        for block, serial, place in zip(
-            blocks,
-            (code[blocks] >> place_bits).tolist(),
-            (code[blocks] & ((1 << place_bits) - 1)).tolist(),
-            strict=True,
-        ):
+    def check_blocks(self, owner: Numbers, place_bits: int, first: int, pending: list[Ids]) -> None:
+        """Asserts that each block is where `owner` says; requests from serial `first` on have chains in `pending`."""
+        for block in (owner >= 0).nonzero()[0].tolist():
+            serial, place = divmod(owner.item(block), 1 << place_bits)
             if serial >= first:
-                assert notes[serial - first][place] == block, "a block that was released is in another place"
+                assert pending[serial - first][place] == block, "a block that was released is in another place"
                 continue
             known, rows = self.find(np.array([serial]))
             assert known.size, "a block without a row"

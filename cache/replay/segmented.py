@@ -11,48 +11,38 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from ..policies.base import PoolView
+from ..policies.ghosts import Ghosts
+from ..policies.run_queue import QueuedPolicy, compact_together
 from ..table import Ids
-from .base import EvictionPolicy, PoolView
 from .credit import EVERY, CreditChooser
-from .ghosts import Ghosts
-from .run_queue import RunQueue, compact_together, too_few
 
 LEVELS = 4
-GHOSTS = 4
-"""Places for ghosts a block of the pool, of 8 bytes; 12 gain 2 % more at 1 % capacity on the conversation trace."""
-BINS = 4
-"""Bins of the interval histogram an octave."""
-DECAY = 1.002
-"""Growth of the weight of each newer observation: about 500 requests count."""
+GHOSTS = 4  # places a block of the pool, of 8 bytes; 12 gain 2 % more at 1 % capacity on the conversation trace
+BINS = 4  # bins of the interval histogram an octave
+DECAY = 1.002  # growth of the weight of each newer observation: about 500 requests count
 PRIOR_INTERVAL, PRIOR_WEIGHT = 1024, 10_000
-"""Until intervals have been seen (long ones come late) they are taken to be long; weight in block uses.
-
-On the first half of the conversation trace the prior hits 1 % more at 3 % capacity and 1 % less at 1 %.
-"""
-WRAP = 1 << 28
-"""Requests after which the times that ghosts keep begin anew."""
-WORTH = [0.0, 2.0, 3.0, 4.0]
-"""Credits that a level of use is worth."""
+"""Until intervals have been seen (long ones come late) they are taken to be long; weight in block uses. On the first
+half of the conversation trace the prior hits 1 % more at 3 % capacity and 1 % less at 1 %."""
+WRAP = 1 << 28  # requests after which the times that ghosts keep begin anew
+WORTH = [0.0, 2.0, 3.0, 4.0]  # credits that a level of use is worth
 EACH = np.arange(1, LEVELS + 1, dtype=np.int8)
 
 
-class Segmented(EvictionPolicy):
+class Segmented(QueuedPolicy):
     """One queue in order of last use for each level of use; the least worth of the heads goes first.
 
     Examples:
-        >>> from pc.cache.replay import Trace, replay
-        >>> requests = [np.array(ids) for ids in ([1, 2], [3], [1, 2], [4], [1, 2])]  # blocks of each prompt
-        >>> trace = Trace("small", 16, requests, outputs=[0] * 5, times=[0.0] * 5)
-        >>> round(replay(trace, "segmented", capacity=3).hit_rate, 2)
-        0.5
+        >>> pc.CacheManager(num_blocks=8, policy="segmented").pools[0].policy.__class__.__name__
+        'Segmented'
     """
+
+    num_queues = LEVELS
 
     def bind(self, pool: PoolView) -> None:
         super().bind(pool)
         self._level = np.zeros(pool.num_blocks, np.int8)
         self._last_use = np.zeros(pool.num_blocks, np.int64)
-        self._ticket_of = np.full(pool.num_blocks, -1, np.int64)
-        self._queues = [RunQueue(self._ticket_of) for _ in range(LEVELS)]
         self._ghosts = Ghosts(GHOSTS * pool.num_blocks)
         self._begin()
 
@@ -103,10 +93,6 @@ class Segmented(EvictionPolicy):
             self._histogram /= self._weight
             self._weight = 1.0
 
-    def _median(self) -> float:
-        total = self._histogram.cumsum()
-        return float(2 ** ((int(total.searchsorted(total[-1] / 2)) + 0.5) / BINS))
-
     def released(self, ids: Ids) -> None:
         self._requests += 1
         ids = ids[::-1]
@@ -114,46 +100,38 @@ class Segmented(EvictionPolicy):
         self._level[ids] = level
         self._last_use[ids] = self._requests
         ends = level.searchsorted(EACH, side="right").tolist()
-        for n, (queue, start, end) in enumerate(zip(self._queues, [0, *ends], ends, strict=False)):
+        for n, (queue, start, end) in enumerate(zip(self.queues, [0, *ends], ends, strict=False)):
             if start < end:
                 queue.push(LEVELS * self._requests + n, ids[start:end].copy())
-        compact_together(self._queues, self.pool.num_blocks)
+        compact_together(self.queues, self.pool.num_blocks)
         if self._requests % EVERY == 0:
-            self.interval = self._median()
+            total = self._histogram.cumsum()
+            self.interval = float(2 ** ((int(total.searchsorted(total[-1] / 2)) + 0.5) / BINS))  # the median
         self._chooser.released(self._requests, ends, self.pool.num_held, self.interval)
 
     def _due(self, level: int) -> float:
-        head = self._queues[level].head()
+        head = self.queues[level].head()
         if head is None:
             return float("inf")
         return head // LEVELS + self._chooser.share * self.interval * WORTH[level]
 
-    def victims(self, count: int) -> Ids:
-        parts = []
+    def next_victims(self, count: int) -> Ids:
         due = [self._due(level) for level in range(LEVELS)]
-        while True:
-            least = due.index(min(due))
-            parts.append(self._queues[least].pop(count))
-            if not parts[-1].size:
-                raise too_few(count)
-            count -= parts[-1].size
-            if not count:
-                break
-            due[least] = self._due(least)
-        ids = np.concatenate(parts) if len(parts) > 1 else parts[0]
+        return self.queues[due.index(min(due))].pop(count)
+
+    def victims(self, count: int) -> Ids:
+        ids = super().victims(count)
         noted = (self._last_use.take(ids) % WRAP) * LEVELS + self._level.take(ids) - 1
         lost = self._ghosts.remember(self.pool.keys_of(ids), noted.astype(np.int32))
         self._chooser.forgotten(self._unwrap(lost), lost % LEVELS + 1)
         return ids
 
     def removed(self, ids: Ids) -> None:
-        self._ticket_of[ids] = -1
+        super().removed(ids)
         self._chooser.left(self._last_use.take(ids), self._level.take(ids))
 
     def clear(self) -> None:
-        self._ticket_of.fill(-1)
+        super().clear()
         self._last_use.fill(0)  # else a use after the reset would lie before the last one
-        for queue in self._queues:
-            queue.clear()
         self._ghosts.clear()
         self._begin()

@@ -1,7 +1,12 @@
-"""Rows of named tensors by slot: moved by plain copies where host memory allows it, by kernels elsewhere."""
+"""Rows of named tensors by slot: moved by plain copies where host memory allows it, by kernels elsewhere.
+
+In host memory it is one copy for each run of consecutive slots: for a few rows Python and PyTorch around a copy cost
+more than the copy, so there is as little of both as possible.
+"""
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
@@ -16,12 +21,17 @@ from ...triton_ops import (
     scatter_blocks_list,
     scatter_slots_list,
 )
-from ..runs import Slots, ascending, find_runs
+from ...triton_ops._rows.cpu import QUICK_BYTES, empty, scatter_rows
+from ..runs import Slots, ascending, find_runs, slot_runs
 from ..table import Ids
-from .host_copy import Range, find_pieces, join_pieces, worth_copies, write_rows
-from .named_tensors import Entry, Named
-from .step_slots import StepSlots
-from .valid_rows import Mask, ValidRows
+from .names import Entry, Named
+from .step import StepSlots
+from .valid import Mask, ValidRows
+
+Piece = tuple[bool, int, int]  # whether its rows are cached, and the range of slots or else of new rows
+Range = tuple[Ids, int, int, int]  # block table of a request, its length, and which new rows are its last
+_ALONE_BYTES = 1 << 20  # up to here more threads gain less than it takes to start them
+_FEW_RUNS, _RUN_BYTES = 2, 1 << 20  # what several threads copy as well one by one as all at once
 
 
 class MissingRowsError(LookupError):
@@ -40,13 +50,7 @@ class MissingRowsError(LookupError):
 
 
 class RowStore:
-    """What a `TensorCache` keeps, without requests: every slot and block that it is given is in range.
-
-    Args:
-        entries: Names and their rows, which come and go.
-        valid: Which slots hold a row of which name.
-        device: Where the rows are kept.
-    """
+    """What a `TensorCache` keeps, without requests: every slot and block that it is given is in range."""
 
     def __init__(self, entries: Mapping[str, Entry], valid: ValidRows, device: torch.device) -> None:
         self.entries = entries
@@ -175,7 +179,7 @@ class RowStore:
             if self.entries:
                 ids = (torch.tensor([block], device=self._device) for block in (source, target))
                 copy_blocks_list([entry.rows for entry in self.entries.values()], *ids)
-            self.valid.set_bits(target, self.valid.bits_of(source))
+            self.valid.loaded(target, self.valid.bits_of(source), source)
 
     def swap_out(self, pairs: Iterable[tuple[int, int]]) -> None:
         """Keeps the rows of blocks, (block, host slot) pairs, until they are swapped in."""
@@ -195,10 +199,83 @@ class RowStore:
             if known:
                 targets = [self.entries[name].rows for name in known]
                 scatter_blocks_list([rows[name] for name in known], targets, torch.tensor([block]))
-            self.valid.set_bits(block, bits)
+            self.valid.loaded(block, bits)
 
     def _wait(self) -> None:
         """Waits for what a device still writes to host memory."""
         if self._written is not None:
             self._written.synchronize()
             self._written = None
+
+
+def worth_copies(num_runs: int, num_bytes: int) -> bool:
+    """Whether runs of rows are best copied one by one."""
+    return num_runs <= _FEW_RUNS or num_bytes >= _RUN_BYTES * num_runs or _alone(num_bytes)
+
+
+def _alone(num_bytes: int) -> bool:
+    return num_bytes <= _ALONE_BYTES or torch.get_num_threads() == 1
+
+
+def _bare(rows: torch.Tensor) -> bool:
+    """Whether the memory of rows is nothing but the rows."""
+    return type(rows) is torch.Tensor and rows.is_contiguous() and not rows.is_neg()
+
+
+def write_rows(rows: torch.Tensor, flat: torch.Tensor, slots: StepSlots, new: torch.Tensor, row_bytes: int) -> None:
+    """Writes new rows `[num_tokens, *features]`, of the dtype of `rows` and in host memory, to at least one slot.
+
+    `rows` are `[num_blocks, block_size, *features]`, contiguous, and `flat` is the same memory with slots in front.
+    """
+    runs, num_bytes = slots.runs, slots.count * row_bytes
+    alone = _alone(num_bytes)
+    if runs is None or not (alone or worth_copies(len(runs), num_bytes)):
+        scatter_rows(new.detach(), rows, 2, slots.index, slots.low)
+    elif alone and _bare(new):
+        target, source = flat.data_ptr(), new.data_ptr()
+        for begin, first, end in runs:
+            ctypes.memmove(target + first * row_bytes, source + begin * row_bytes, (end - first) * row_bytes)
+    else:
+        new = new.detach()
+        for begin, first, end in runs:
+            flat[first:end].copy_(new[begin : begin + end - first])
+
+
+def find_pieces(valid: ValidRows, names: Sequence[str], ranges: Iterable[Range]) -> list[Piece] | None:
+    """What the rows of requests are put together from, in order; None where one of them is missing."""
+    pieces: list[Piece] = []
+    size = valid.block_size
+    for table, length, begin, end in ranges:
+        cached = length - (end - begin)
+        if cached:
+            blocks = table[: -(-cached // size)].tolist()
+            runs = slot_runs(blocks, size, 0, cached)
+            if min(blocks) < 0 or not valid.holds(names, ascending(runs)):
+                return None
+            pieces += [(True, first, behind) for _, first, behind in runs]
+        if begin < end:
+            pieces.append((False, begin, end))
+    return pieces
+
+
+def join_pieces(
+    flat: torch.Tensor, pieces: Sequence[Piece], new: torch.Tensor, count: int, row_bytes: int
+) -> torch.Tensor:
+    """Cached rows and new ones of a name, of one dtype and in host memory, one piece behind the other in fresh memory.
+
+    `flat` is `[num_blocks * block_size, *features]`; `count`, the rows of all pieces, is at least one.
+    """
+    shape = (count, *flat.shape[1:])
+    if count * row_bytes >= QUICK_BYTES:
+        out = empty(shape, flat.dtype, flat.device)
+    else:
+        out = torch.empty(shape, dtype=flat.dtype, device=flat.device)
+    if _bare(new) and _alone(count * row_bytes):
+        target, sources = out.data_ptr(), (new.data_ptr(), flat.data_ptr())
+        for cached, begin, end in pieces:
+            length = (end - begin) * row_bytes
+            ctypes.memmove(target, sources[cached] + begin * row_bytes, length)
+            target += length
+        return out
+    new = new.detach()
+    return torch.cat([(flat if cached else new)[begin:end] for cached, begin, end in pieces], out=out)

@@ -53,25 +53,15 @@ class EncoderItem:
 
 @dataclass
 class EncoderEntry:
-    """An output as policies see it; ticks count accesses of the whole cache.
+    """An output as policies see it; times are ticks, which count accesses of the whole cache."""
 
-    Attributes:
-        output: `[length, *features]`.
-        nbytes: Its bytes.
-        inserted_at: Tick at which it was put in.
-        last_access: Tick of the last access.
-        access_count: Accesses since it was put in.
-        holders: Requests that hold it.
-        released_at: Tick at which the last of them let go.
-    """
-
-    output: torch.Tensor
+    output: torch.Tensor  # [length, *features]
     nbytes: int
     inserted_at: int
     last_access: int
-    access_count: int = 1
-    holders: set[Hashable] = field(default_factory=set)
-    released_at: int = 0
+    access_count: int = 1  # since it was put in
+    holders: set[Hashable] = field(default_factory=set)  # requests
+    released_at: int = 0  # when the last of them let go
 
 
 EncoderPolicy = Callable[[EncoderEntry], Any]
@@ -154,10 +144,9 @@ class EncoderCache:
             ValueError: Items of one content differ in length, or from the output that is there; nothing is held then.
 
         Examples:
-            >>> cache = pc.EncoderCache(max_bytes=1 << 20)
-            >>> image, clip = pc.EncoderItem("image", start=4, length=3), pc.EncoderItem("clip", start=20, length=5)
-            >>> [item.content_hash for item in cache.missing("request", [image, clip], compute_spans=[(0, 9)])]
-            ['image']
+            >>> clip = pc.EncoderItem("clip", start=20, length=5)
+            >>> [item.content_hash for item in cache.missing("third", [image, clip], compute_spans=[(0, 30)])]
+            ['clip']
         """
         needed = [item for item in items if item.overlaps(compute_spans)]
         lengths: dict[Hashable, int] = {}
@@ -205,10 +194,9 @@ class EncoderCache:
             MemoryError: It does not fit beside what requests hold; nothing has changed.
 
         Examples:
-            >>> cache, image = pc.EncoderCache(max_bytes=1 << 20), pc.EncoderItem("image", start=4, length=3)
-            >>> cache.put("request", image, torch.ones(3, 8))
-            >>> "image" in cache, cache.nbytes
-            (True, 96)
+            >>> cache.put("third", pc.EncoderItem("clip", start=20, length=5), torch.ones(5, 8))
+            >>> "clip" in cache, cache.nbytes
+            (True, 256)
         """
         self._check_length(item, output)
         content = _identity(item.content_hash)
@@ -254,7 +242,7 @@ class EncoderCache:
         self._released = []
 
     def _is_idle(self, content: Hashable, tick: int) -> bool:
-        """Whether an output is here that was last released at a tick and is held by nobody since."""
+        """Whether an output is here that was last released at a tick and is held by no request since."""
         entry = self._entries.get(content)
         return entry is not None and entry.released_at == tick and not entry.holders
 
@@ -277,8 +265,6 @@ class EncoderCache:
             KeyError: It is not here.
 
         Examples:
-            >>> cache, image = pc.EncoderCache(max_bytes=1 << 20), pc.EncoderItem("image", start=4, length=3)
-            >>> cache.put("request", image, torch.ones(3, 8))
             >>> cache.output(image).shape
             torch.Size([3, 8])
         """
@@ -302,12 +288,10 @@ class EncoderCache:
             ValueError: An output of another length than its item, or of other rows than embeddings; likewise.
 
         Examples:
-            >>> cache, image = pc.EncoderCache(max_bytes=1 << 20), pc.EncoderItem("image", start=4, length=3)
-            >>> cache.put("request", image, torch.ones(3, 1))
-            >>> embeddings = torch.zeros(4, 1)
+            >>> embeddings = torch.zeros(4, 8)
             >>> cache.place(embeddings, np.arange(5, 9), [image])  # computing goes on inside of the image
-            >>> embeddings.T
-            tensor([[1., 1., 0., 0.]])
+            >>> embeddings[:, 0]
+            tensor([1., 1., 0., 0.])
         """
         positions = np.asarray(positions)
         work = []
@@ -351,7 +335,7 @@ class EncoderCache:
         """Asserts that bytes and holders are consistent.
 
         Examples:
-            >>> pc.EncoderCache(max_bytes=12).check()
+            >>> cache.check()
         """
         assert self.nbytes == sum(entry.nbytes for entry in self._entries.values()) <= self.max_bytes
         assert self._held_bytes == sum(entry.nbytes for entry in self._entries.values() if entry.holders)

@@ -1,6 +1,6 @@
 """How much credit for earlier uses pays in the traffic seen; none is lru.
 
-Every amount is tried on paper while one is in force. A cache of C blocks that keeps what has the greatest `last use +
+Every amount is simulated while one is in force. A cache of C blocks that keeps what has the greatest `last use +
 credit * level` holds just the blocks above the value that C blocks exceed, so it is enough to count blocks by level
 and last use, those evicted lately included: when a block comes back, its own value tells whether it would still have
 been there. For no credit this is exact while it is in force. The others are given a request less of room than they
@@ -24,56 +24,33 @@ import numpy.typing as npt
 
 from ..table import count_nonzero
 
-SHARES = np.array([0.5, 1.0])
-"""Credits tried beside none, as shares of the learned interval."""
-HALF_LIFE = 2000
-"""Requests after which a win counts half; 1000 to 4000 do as well."""
+SHARES = np.array([0.5, 1.0])  # credits tried beside none, as shares of the learned interval
+HALF_LIFE = 2000  # requests after which a win counts half; 1000 to 4000 do as well
 ODDS = 1.5
-"""Standard deviations of its wins over no credit that a credit must have won to come into force.
-
-And that it must lose in truth, from its best, to go at once. Odds of 1.25 end more than 1 % below lru more often.
-"""
-DOUBT = 4.0
-"""Deviation assumed before any is seen, in requests of mean length, so that a few lucky ones decide nothing."""
+"""Standard deviations of its wins over no credit that a credit must win to come into force, and in truth lose from
+its best to go at once. Odds of 1.25 end more than 1 % below lru more often."""
+DOUBT = 4.0  # deviation assumed before any is seen, in requests of mean length, so that a few lucky ones decide nothing
 LARGE = 1.25
-"""Requests of mean length that one request counts as at most: a few long ones are no evidence.
-
-2 loses more than 1 % against lru more often; 1 waits longer, and takes the conversation trace at 10 % capacity from
-1.042 to 1.039 times lru.
-"""
+"""Requests of mean length that one request counts as at most: a few long ones are no evidence. 2 loses more than 1 %
+against lru more often; 1 waits longer, and takes the conversation trace at 10 % capacity from 1.042 to 1.039 of lru."""
 TRIAL = 150
-"""Requests that the cache holds once it is full, from which on full credit is tried; 100 to 200 do the same.
-
-With 50, a trace of 200 requests may end 3 % below lru before the stake is lost.
-"""
+"""Requests that the cache holds once it is full, from which on full credit is tried; 100 to 200 do the same, with 50 a
+trace of 200 requests may end 3 % below lru before the stake is lost."""
 STAKE = 3.0
-"""Requests of mean length that lru may be ahead by before the trial ends.
-
-2 ends it too early for the conversation trace at 10 % capacity (1.040 instead of 1.054 times lru), 4 loses more than
-1 % against lru more often.
-"""
-EVERY = 16
-"""Requests between looks at the counts."""
-BINS = 2048
-"""Bins of last use."""
-FINE = 128
-"""Bins at least that the time lru would keep a block is divided into before bins get wider."""
+"""Requests of mean length that lru may be ahead by before the trial ends. 2 ends it too early for the conversation
+trace at 10 % capacity (1.040 instead of 1.054 times lru), 4 loses more than 1 % against lru more often."""
+EVERY = 16  # requests between looks at the counts
+BINS = 2048  # bins of last use
+FINE = 128  # bins at least that the time lru would keep a block is divided into before bins get wider
 
 STEPS = np.linspace(0.0, 1.0, 65)
-
-ONE = np.int32(1)
-"""`subtract.at` takes thrice as long with a Python int."""
+ONE = np.int32(1)  # `subtract.at` takes thrice as long with a Python int
 
 Numbers = npt.NDArray[Any]
 
 
 class CreditChooser:
-    """Counts the wins of each credit over none, and chooses.
-
-    Args:
-        capacity: Blocks.
-        worth: Per level of use, counted from 1, the multiple of the credit that it gives.
-    """
+    """Counts the wins of each credit over none, and chooses; `worth` has the credits that each level of use gives."""
 
     def __init__(self, capacity: int, worth: Sequence[float]) -> None:
         self._capacity = capacity
@@ -89,7 +66,7 @@ class CreditChooser:
         self._kept = np.zeros(max(BINS, 1 << (capacity + 1).bit_length()), np.int32)
         self._edge = self._inside = 0
         self._room = capacity
-        # Of the request at hand: hits on paper and in truth.
+        # Of the request at hand: simulated hits and real ones.
         self._lru = self._real = 0
         self._paper = [0] * SHARES.size
         self._wins = [0.0] * SHARES.size
@@ -157,13 +134,10 @@ class CreditChooser:
         self._uncount(last_use, row)
 
     def released(self, now: int, ends: list[int], held: int, interval: float) -> None:
-        """Blocks were used until now, the number of the request.
+        """Blocks were used until now, the number of the request, from 1.
 
-        Args:
-            now: Number of the request, from 1.
-            ends: How many of the blocks have each level at most.
-            held: Blocks that others hold.
-            interval: What a credit is worth from now on.
+        `ends` says how many of them have each level at most, `held` how many blocks others hold; a credit is worth
+        `interval` from now on.
         """
         self._now = now
         self._mean += (ends[-1] - self._mean) / min(now, HALF_LIFE)

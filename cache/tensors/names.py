@@ -10,18 +10,20 @@ from typing import NamedTuple, cast
 
 import torch
 
-from ...triton_ops._rows import memory
-from ...triton_ops._rows.ops import on_host
-from .host_copy import PLAIN
+from ...triton_ops._checks import on_host
+from ...triton_ops._rows.cpu import empty
 from .step import Step, leaves
-from .valid_rows import ValidRows
+from .valid import ValidRows
 
 _log = logging.getLogger("pc.cache")
 
+PLAIN = {
+    *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
+    *(torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.bool),
+}
+"""What PyTorch copies bit by bit in every way of copying."""
 Named = dict[str, torch.Tensor]
-
-RowKind = tuple[tuple[int, ...], torch.dtype]
-"""Shape and dtype of one token's row."""
+RowKind = tuple[tuple[int, ...], torch.dtype]  # shape and dtype of one token's row
 
 
 class Entry(NamedTuple):
@@ -37,19 +39,9 @@ class Entry(NamedTuple):
 
 
 class NamedTensors:
-    """Rows `[num_blocks, block_size, *features]` by name, registered or discovered, within a bound.
+    """Rows `[num_blocks, block_size, *features]` by name, registered or discovered, within a bound; as `TensorCache`.
 
-    Args:
-        num_blocks: Blocks of each.
-        block_size: Tokens a block.
-        device: Where rows are kept.
-        pin: Whether host memory is pinned.
-        max_bytes: Bound of all names together; None: half of the memory that is available now.
-        exclude: Names that are never discovered.
-        valid: Told of names that come and go.
-
-    Attributes:
-        entries: By name.
+    `valid` is told of names that come and go.
     """
 
     def __init__(
@@ -114,10 +106,7 @@ class NamedTensors:
         for name, (shape, dtype) in new.items():
             full = (self.num_blocks, self.block_size, *shape)
             with torch.inference_mode(False):  # else no step outside of that mode could write them
-                if self.pin:
-                    rows = torch.empty(full, dtype=dtype, pin_memory=True)
-                else:
-                    rows = memory.empty(full, dtype, self.device)
+                rows = torch.empty(full, dtype=dtype, pin_memory=True) if self.pin else empty(full, dtype, self.device)
                 flat = rows.flatten(0, 1) if on_host(rows) and dtype in PLAIN else None
             made[name] = Entry(rows, registered, shape, dtype, math.prod(shape) * dtype.itemsize, flat)
         for name, entry in made.items():
@@ -134,13 +123,6 @@ class NamedTensors:
                 refused.append(name)
                 self._warn_once(name, f"{error}; it is not cached")
         return refused
-
-    def _give_up(self, name: str, value: torch.Tensor) -> None:
-        """Drops a discovered name that is not per token."""
-        self._exclude.add(name)
-        if self.entries.pop(name, None) is not None:
-            self._valid.drop(name)
-            _log.warning("TensorCache: %s %s is not per token, it is no longer cached", name, list(value.shape))
 
     def _warn_once(self, name: str, text: str) -> None:
         if name not in self._warned:
@@ -193,7 +175,10 @@ class NamedTensors:
             others[name] = mine.pop(name)
         for name, value in no_rows.items():
             if value.layout != torch.strided or value.dim() < 1 or value.shape[0] < num_tokens:
-                self._give_up(name, value)
+                self._exclude.add(name)
+                if self.entries.pop(name, None) is not None:
+                    self._valid.drop(name)
+                    _log.warning("TensorCache: %s %s is not per token, it is no longer cached", name, list(value.shape))
             elif name in self.entries:
                 text = f"{name}: got {len(value)} rows for {num_tokens} tokens, none is kept: cut off the padding"
                 self._warn_once(name, text)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -14,16 +15,20 @@ from ..runs import Slots
 Mask = npt.NDArray[np.bool_]
 
 
+class _PlannedCopy(NamedTuple):
+    """A copy that the manager has planned and that is not made yet."""
+
+    taken_at: int  # of the target; with another value it is no longer planned
+    first: int  # the target's first slot that is not copied
+    source: int  # -1: from host memory
+    bits: dict[str, Mask]  # the source's: another request may go on in it before the copy is made
+
+
 class ValidRows:
     """One bit per name and slot, void once the block has been handed out anew.
 
     A pool tells when that is, and which slots of a block in use take other tokens. Without one, a block is taken to be
     handed out anew when its first slot is written.
-
-    Args:
-        num_blocks: Blocks of the cache.
-        block_size: Tokens a block.
-        pool: Whose blocks they are; None: nothing is known of them but what the methods are told.
     """
 
     def __init__(self, num_blocks: int, block_size: int, pool: BlockPool | None) -> None:
@@ -33,7 +38,7 @@ class ValidRows:
         self._pool = pool
         self._bits: dict[str, Mask] = {}
         self._seen = np.full(num_blocks, -1, np.int64)  # taken_at of each block when its rows were written
-        self._copied_below: dict[int, tuple[int, int]] = {}  # taken_at, and the offset that a copy reaches to
+        self._copies: dict[int, _PlannedCopy] = {}  # by target
         if pool is not None:
             pool.watchers.add(self)
 
@@ -121,33 +126,32 @@ class ValidRows:
         if index.size and index.dtype.kind not in "iu":
             raise TypeError(f"block_ids: got {index.dtype}, needs integers")
         if index.size and not -1 <= int(index.min()) <= int(index.max()) < self.num_blocks:
-            raise ValueError(
-                f"block_ids: got numbers from {index.min()} to {index.max()}, needs -1 to {self.num_blocks - 1}"
-            )
+            got = f"numbers from {index.min()} to {index.max()}"
+            raise ValueError(f"block_ids: got {got}, needs -1 to {self.num_blocks - 1}")
         index = index[index >= 0].astype(np.intp)
         for bits in self._bits.values():
             bits.reshape(self.num_blocks, self.block_size)[index] = False
 
-    def refill(self, block: int, first: int) -> None:
+    def refill(self, block: int, first: int, source: int) -> None:
         """Told by the pool: slots of a block from `first` on take other tokens than they, or a copy's source, held."""
         for bits in self._bits.values():
             bits[block * self.block_size + first : (block + 1) * self.block_size] = False
         assert self._pool is not None
         taken = int(self._pool.taken_at[block])
         if self._seen[block] != taken:
-            self._copied_below[block] = taken, first
+            self._copies[block] = _PlannedCopy(taken, first, source, self.bits_of(source) if source >= 0 else {})
 
     def bits_of(self, block: int) -> dict[str, Mask]:
         """Per name, which slots of a block hold a row."""
         return self.there(self._bits, np.array([block]))
 
-    def set_bits(self, block: int, bits: dict[str, Mask]) -> None:
-        """Says which slots of a block hold a row now, of names that are known; of others none does."""
-        count = self.block_size
-        if self._pool is not None:
-            taken, below = self._copied_below.pop(block, (-1, count))
-            if taken == self._pool.taken_at[block]:
-                count = below
+    def loaded(self, block: int, bits: dict[str, Mask], source: int = -1) -> None:
+        """Sets which slots of a block hold a row now, by name; copied from a block or, where -1, from host memory."""
+        count, planned = self.block_size, self._copies.pop(block, None)
+        if planned is not None and self._pool is not None and planned.taken_at == self._pool.taken_at[block]:
+            count = planned.first
+            if planned.source == source:
+                bits = {name: mine | planned.bits.get(name, False) for name, mine in bits.items()}
         slots = block * self.block_size + np.arange(self.block_size)
         self.clear(slots)
         for name in bits.keys() & self._bits.keys():

@@ -1,0 +1,238 @@
+"""What published blocks hold by content alone, so that text is found wherever it stands and whatever is before it.
+
+As rsync finds pieces of a file: a block has a fingerprint, a polynomial of its tokens modulo 2**32,
+
+    f(t) = t[0] + t[1] m + ... + t[B - 1] m**(B - 1)
+
+which the differences of one running sum over a prompt, times m**-i, give for the B tokens behind every offset i. What
+the table of fingerprints has is compared with the block's own tokens, keys and salt before it counts, so a fingerprint
+decides how fast text is found, never which. Neighbouring blocks of the sequence that a block was computed in extend a
+match to both sides, token by token.
+
+An entry says "block b, since it was taken at tick t, holds these tokens". It counts while the block is published and
+was not taken anew, so evictions and verbs that are undone need no word of it.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from .hashing import BIG_ENDIAN
+from .pool import BlockPool
+from .runs import Slots
+from .table import Ids
+
+Tokens = npt.NDArray[np.uint32]
+
+FACTOR = 0x85EBCA6B
+"""m: odd, so that it has an inverse modulo 2**32."""
+INVERSE = pow(FACTOR, -1, 1 << 32)
+CHUNK = 4096
+"""Offsets of a prompt that are looked at together: what is computed of them stays in a core's cache."""
+PLACES = 4
+"""Of the table of fingerprints for each block: one in nine blocks loses its place to another, and is found by a
+neighbour alone; more places leave a core's cache."""
+
+
+class Found(NamedTuple):
+    """Tokens `start` to `end` of a prompt that are cached in `slots`, where they stood `delta` positions before."""
+
+    start: int
+    end: int
+    slots: Slots
+    delta: int
+
+
+class _Scratch:
+    """Memory for `CHUNK` offsets: where it is taken anew for every prompt, its pages cost more than all else."""
+
+    def __init__(self, block_size: int) -> None:
+        self.up, self.down = _powers(FACTOR, CHUNK + block_size), _powers(INVERSE, CHUNK)
+        self.sums, self.prints = np.empty(CHUNK + block_size, np.uint32), np.empty(CHUNK, np.uint32)
+        self.low = self.prints.view(np.uint8)[3 if BIG_ENDIAN else 0 :: 4]
+        self.scaled, self._factor = self.down.copy(), np.uint32(1)
+        self.places, self.marks = np.empty(CHUNK, np.intp), np.empty(CHUNK, np.uint8)
+        self.equal = np.empty(CHUNK, np.bool_)
+        arrays = (self.up, self.down, self.scaled, self.sums, self.prints, self.places, self.marks, self.equal)
+        self.nbytes = sum(part.nbytes for part in arrays)
+
+    def scale(self, factor: np.uint32) -> None:
+        """Makes `scaled` what `down` is, times a factor; most prompts have the same."""
+        if factor != self._factor:
+            self._factor = np.uint32(0)  # until it holds
+            np.multiply(self.down, factor, out=self.scaled)
+            self._factor = factor
+
+
+class ContentIndex:
+    """The content of the published blocks of a pool, about 180 bytes a block; memory is taken once, here."""
+
+    def __init__(self, pool: BlockPool, block_size: int) -> None:
+        count, self._pool, self._size = pool.num_blocks, pool, block_size
+        bits = min(max((PLACES * count - 1).bit_length(), 4), 30)
+        self._shift = np.uint32(32 - bits)
+        # Eight bits of a fingerprint in each place: a prompt is compared with what the core's cache holds.
+        self._marks = np.zeros(1 << bits, np.uint8)
+        self._blocks = np.zeros(1 << bits, np.int32)
+        self._prints = np.zeros(count, np.uint32)
+        self._tokens = np.zeros((count, block_size), np.uint32)
+        self._roots = np.zeros((count, len(pool.hasher.new().digest()) // 8), np.uint64)
+        self._stamps = np.full(count, -1, np.int64)
+        self._before, self._behind = np.full(count, -1, np.int32), np.full(count, -1, np.int32)
+        self._exact = np.zeros(count, np.bool_)
+        self._scratch = _Scratch(block_size)
+        self.approximate = False  # whether a block of a request with moved KV was ever entered
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        by_block = (self._prints, self._tokens, self._roots, self._stamps, self._before, self._behind, self._exact)
+        return sum(part.nbytes for part in (self._marks, self._blocks, *by_block)) + self._scratch.nbytes
+
+    def add(self, ids: Ids, before: int, tokens: array[int], root: bytes, exact: bool) -> None:
+        """Enters published blocks of one sequence, behind the block `before` (-1: none), with their tokens.
+
+        `root` stands for keys and salt; `exact`: no moved KV is in them or before them. Exact text is found first.
+        """
+        self._stamps[ids] = -1  # from here on to the last line there is no entry
+        rows, word = np.frombuffer(tokens, np.uint32).reshape(-1, self._size), np.frombuffer(root, np.uint64)
+        self._tokens[ids], self._roots[ids], self._exact[ids] = rows, word, exact
+        self._before[ids[1:]], self._before[ids[0]] = ids[:-1], before
+        self._behind[ids[:-1]], self._behind[ids[-1]] = ids[1:], -1
+        if before >= 0:
+            self._behind[before] = ids[0]
+        prints = (rows * self._scratch.up[: self._size]).sum(1, dtype=np.uint32) * _factor(word)
+        self._prints[ids] = prints
+        at, new = prints >> self._shift, ids  # the high bits: low ones of a polynomial are weak
+        if not exact:
+            self.approximate = True
+            there = self._blocks[at]
+            kept = (self._prints[there] == prints) & self._exact[there] & self._live(there)
+            at, prints, new = at[~kept], prints[~kept], ids[~kept]
+        self._blocks[at], self._marks[at] = new, prints.astype(np.uint8)
+        self._stamps[ids] = self._pool.taken_at[ids]
+
+    def leave_out(self, ids: Ids) -> None:
+        """Published blocks whose KV hangs on more than tokens, keys and salt are not found."""
+        self._stamps[ids] = -1
+
+    def _live(self, ids: Ids) -> npt.NDArray[np.bool_]:
+        """Whether the entries of blocks count."""
+        live: npt.NDArray[np.bool_] = self._stamps[ids] == self._pool.taken_at[ids]
+        return live & self._pool.table.contains(ids)
+
+    def find(self, tokens: Tokens, begin: int, end: int, root: bytes) -> Iterator[Found]:
+        """Runs of cached text among `tokens[begin:end]`, ascending; none overlap and each holds a whole block."""
+        size, text, word = self._size, tokens[begin:end], np.frombuffer(root, np.uint64)
+        if text.size < size:
+            return
+        self._scratch.scale(_factor(word))
+        hits, wanted = self._candidates(text)
+        if not hits.size:
+            return
+        blocks = self._blocks[wanted >> self._shift]
+        same = self._prints[blocks] == wanted
+        hits, blocks = hits[same], blocks[same]
+        if not hits.size:
+            return
+        good = self._live(blocks) & (self._roots[blocks] == word).all(1)
+        hits, blocks = hits[good], blocks[good]
+        windows = np.lib.stride_tricks.sliding_window_view(text, size)
+        same = (windows[hits] == self._tokens[blocks]).all(1)
+        hits, blocks = hits[same], blocks[same]
+        known = np.full(text.size + size, -1, np.int32)
+        known[hits] = blocks
+        behind = known[hits + size]
+        linked = np.zeros(text.size + size, np.bool_)
+        linked[hits] = (behind >= 0) & (self._before[behind] == blocks) & self._consecutive(blocks, behind)
+        goes_on, done, number = linked.tobytes(), 0, 0
+        while number < hits.size:
+            first = last = hits.item(number)
+            while goes_on[last]:
+                last += size
+            found = self._extended(text, done, first, known[first : last + 1 : size].tolist())
+            yield found._replace(start=found.start + begin, end=found.end + begin, delta=found.delta + begin)
+            done = found.end
+            number = int(hits.searchsorted(done))
+
+    def _candidates(self, text: Tokens) -> tuple[npt.NDArray[np.intp], Tokens]:
+        """Offsets of `text` whose fingerprint may be in the table, and their fingerprints."""
+        size, scratch, offsets, prints = self._size, self._scratch, [], []
+        for begin in range(0, text.size - size + 1, CHUNK):
+            part = text[begin : begin + CHUNK + size - 1]
+            count = part.size - size + 1
+            sums, own = scratch.sums[: part.size], scratch.prints[:count]
+            np.multiply(part, scratch.up[: part.size], out=sums)
+            sums.cumsum(dtype=np.uint32, out=sums)
+            own[0] = sums[size - 1]
+            np.subtract(sums[size:], sums[: count - 1], out=own[1:])
+            np.multiply(own, scratch.scaled[:count], out=own)
+            np.right_shift(own, self._shift, out=scratch.places[:count])
+            there = self._marks.take(scratch.places[:count], out=scratch.marks[:count], mode="clip")
+            np.equal(there, scratch.low[:count], out=scratch.equal[:count])
+            at = scratch.equal[:count].nonzero()[0]
+            if at.size:
+                prints.append(own[at])
+                offsets.append(at + begin)
+        if not offsets:
+            return np.empty(0, np.intp), np.empty(0, np.uint32)
+        return np.concatenate(offsets), np.concatenate(prints)
+
+    def _consecutive(self, ids: Ids, behind: Ids) -> npt.NDArray[np.bool_]:
+        """Whether blocks stood directly before others in their sequences."""
+        lengths = self._pool.prefix_length
+        consecutive: npt.NDArray[np.bool_] = lengths[ids] + 1 == lengths[behind]
+        return consecutive
+
+    def _extended(self, text: Tokens, done: int, first: int, ids: list[int]) -> Found:
+        """A run of whole blocks at `first`, with what agrees before it, down to `done`, and behind it."""
+        size, end, lead, tail = self._size, first + len(ids) * self._size, 0, 0
+        while (block := self._neighbour(self._before, ids[0], -1)) >= 0 and first > done and not lead:
+            agreed = _common(text[max(first - size, done) : first][::-1], self._tokens[block][::-1])
+            if not agreed:
+                break
+            ids.insert(0, block)
+            first, lead = first - agreed, (size - agreed) % size
+        while (block := self._neighbour(self._behind, ids[-1], 1)) >= 0 and end < text.size and not tail:
+            agreed = _common(text[end : end + size], self._tokens[block])
+            if not agreed:
+                break
+            ids.append(block)
+            end, tail = end + agreed, agreed % size
+        slots = (np.array(ids, np.int64)[:, None] * size + np.arange(size)).ravel()[lead : lead + end - first]
+        stood = (self._pool.prefix_length.item(ids[0]) - 1) * size + lead
+        return Found(first, end, slots, first - stood)
+
+    def _neighbour(self, links: Ids, block: int, step: int) -> int:
+        """The block before or behind one in the sequence it was computed in, -1 where that is gone."""
+        other, pool = links.item(block), self._pool
+        if other < 0 or not pool.table.lists(other) or self._stamps.item(other) != pool.taken_at.item(other):
+            return -1
+        follows = pool.prefix_length.item(other) == pool.prefix_length.item(block) + step
+        return other if follows and (self._roots[other] == self._roots[block]).all() else -1
+
+
+def _powers(base: int, count: int) -> Tokens:
+    """Powers of `base` modulo 2 ** 32, from 1 on."""
+    factors = np.full(count, base, np.uint32)
+    factors[0] = 1
+    powers: Tokens = np.cumprod(factors, dtype=np.uint32)
+    return powers
+
+
+def _factor(root: npt.NDArray[np.uint64]) -> np.uint32:
+    """What keys and salt multiply a fingerprint by: an odd number."""
+    factor: np.uint32 = np.uint32(root.item(0) >> 32 | 1)
+    return factor
+
+
+def _common(one: Tokens, other: Tokens) -> int:
+    """In how many tokens two runs agree from their beginning."""
+    count = min(one.size, other.size)
+    differ = (one[:count] != other[:count]).nonzero()[0]
+    return differ.item(0) if differ.size else count

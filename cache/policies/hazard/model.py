@@ -1,0 +1,358 @@
+"""The hazard model: how likely a block is asked for again by the next request, after it has been idle for so many.
+
+Survival analysis of blocks: a proportional hazards model. The hazard rate of a block is piecewise constant in its idle
+time, which is requests since its last use: `rate[stratum][idle time] * factor[new blocks] * factor[output] *
+factor[tail]`. Strata are the uses of a block, the output of the request that used it last, and the caller's hint. Rates
+are occurrences over exposure: reuses, divided by the idle time during which blocks were at risk of one, evicted blocks
+(ghosts) included, or eviction would decide what is learned. Both are shrunk towards a prior.
+
+From the rates follows a Gittins index for each stratum and idle time: the most hits for the capacity that a block takes
+until some later time. That is what eviction compares.
+
+For speed alone: factors are rounded to levels, so that indices are computed once a fit and looked up; `score` does for
+one block what `scores` does for many; whole requests are counted at a time.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ...table import view
+from .runs import COVARIATES, USE_BOUNDS, USES, Numbers, RunTable
+
+AGES = 32  # buckets of idle time (age), in requests since the last use
+EDGES = 2 * (2 ** (np.arange(AGES + 1) / 2) - 1)  # where each begins, in requests
+WIDTHS = np.append(np.diff(EDGES)[:-1], 2000.0)
+EDGE_LIST, WIDTH_LIST = EDGES.tolist(), WIDTHS.tolist()
+SPANS = np.append(np.diff(EDGES)[:-1], np.inf)  # widths, the last bucket without an end
+
+OUTPUTS, HINTS = 3, 5
+GROUPS = OUTPUTS * HINTS  # a stratum is `4 * group + uses`, a group `3 * hint + output`
+OUTPUT_BOUNDS = (30, 100)
+FINE_OUTPUT_BOUNDS = (10, 30, 100, 200, 300, 500, 800)
+NEW_BOUNDS = np.array([1, 2, 4, 8, 16, 32, 64])
+HINT_BOUNDS = (0.1, 0.35, 0.65)  # hint 0 is none; the others are of rising probability
+NEW, OUTPUT, TAIL = 0, 8, 16  # places of the factors of new blocks, output, and whether it is the request's last block
+FACTORS = 18
+LEVELS = 24  # steps of a third of an octave that the product of factors is rounded to, so that indices are looked up
+KNOWN = 1 << 14  # ages whose place among the buckets is looked up
+PLACES = np.interp(np.arange(KNOWN), EDGES[:AGES], np.arange(float(AGES)))
+BUCKETS = PLACES.astype(np.intp)
+PARTS = PLACES - BUCKETS
+FADING = 1 - 1e-7 * np.arange(KNOWN)  # among equals the older one is worth a little less
+
+DECAY = 0.97  # of all sums in each 50 requests: about 1,600 count
+# Weights of what is assumed before much was seen: halving or doubling them changes hits by about 1 %.
+PRIOR, FACTOR_PRIOR, AGE_PRIOR = 50.0, 50.0, 200.0
+
+
+class HazardModel:
+    """Occurrences and exposure, decaying sums, and the rates and indices that follow from them.
+
+    `rate` is the baseline hazard, reuses a request of idle time, `[strata, AGES]`; `factor` is `[FACTORS]`.
+    """
+
+    def __init__(self) -> None:
+        self._events = np.zeros((GROUPS * USES, AGES))
+        self._exposure = np.zeros((GROUPS * USES, AGES))
+        self._factor_events = np.zeros(FACTORS)
+        self._factor_exposure = np.zeros(FACTORS)
+        self._index = np.zeros((GROUPS * USES, LEVELS, AGES + 1), np.float32)
+        self._index_at: Any = view(self._index.reshape(-1))
+        self._seen = np.zeros(GROUPS, np.bool_)
+        self._seen[:OUTPUTS] = True
+        self.fit(1.0)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        return sum(value.nbytes for value in vars(self).values() if isinstance(value, np.ndarray))
+
+    def expose(
+        self, group: Numbers, covariates: Numbers, since: Numbers, until: Numbers, at_risk: Numbers, stale: bool = False
+    ) -> None:
+        """Counts intervals at risk: blocks that were idle from age `since` to `until`.
+
+        All are `[n]`; covariates are the bucket of new blocks + 8 * that of output, `at_risk` weighted blocks by
+        2 * uses + tail, `[n, 8]`. `stale` rates are of long ago: factors are learned against new ones, or they would
+        make up for it all.
+        """
+        new, output = covariates % 8 + NEW, covariates // 8 + OUTPUT
+        ages = min(bisect(EDGE_LIST, float(until.max())), AGES)
+        overlap = _within_buckets(until, ages)
+        begun = since.nonzero()[0]
+        overlap[begun] -= _within_buckets(since[begun], ages)
+        own = self.factor[new] * self.factor[output]
+        weighted = at_risk * (own[:, None] * np.tile(self.factor[TAIL:], USES).astype(np.float32))
+        by_uses = weighted[:, 0::2] + weighted[:, 1::2]
+        expected = weighted.reshape(-1, USES, 2)
+        present = np.bincount(group).nonzero()[0].tolist()
+        every: list[Any] = [slice(None)]
+        groups = list(zip(present, every if len(present) == 1 else [group == g for g in present], strict=True))
+        for g, mine in groups:
+            self._exposure[g * USES : (g + 1) * USES, :ages] += by_uses[mine].T @ overlap[mine]
+            self._seen[g] = True
+        if stale:
+            self._fit_rates()
+        for g, mine in groups:
+            chance = overlap[mine] @ self.rate[g * USES : (g + 1) * USES, :ages].T
+            expected[mine] *= chance[:, :, None]
+        each = weighted.sum(axis=1)
+        hits = np.bincount(new, each, FACTORS) + np.bincount(output, each, FACTORS)
+        hits[TAIL:] = expected.sum(axis=(0, 1))
+        self._factor_exposure += hits / self.factor
+
+    def reuse(self, group: Numbers, covariates: Numbers, cell: Numbers, age: Numbers, weight: Numbers) -> None:
+        """Counts occurrences: blocks that were asked for again; a cell is 2 * uses + tail."""
+        bucket = EDGES[:AGES].searchsorted(age, side="right") - 1
+        places = (group * USES + cell // 2) * AGES + bucket
+        self._events += np.bincount(places, weight, self._events.size).reshape(self._events.shape)
+        for factor in (covariates % 8 + NEW, covariates // 8 + OUTPUT, cell % 2 + TAIL):
+            self._factor_events += np.bincount(factor, weight, FACTORS)
+
+    def _fit_rates(self) -> None:
+        events, exposure = self._events.sum(axis=0), self._exposure.sum(axis=0)
+        prior = AGE_PRIOR * WIDTHS  # falls with age: one never seen must not look good
+        pooled = (events + prior * 0.05 / (EDGES[:AGES] + 300)) / (exposure + prior)
+        self.rate = (self._events + PRIOR * WIDTHS * pooled) / (self._exposure + PRIOR * WIDTHS)
+
+    def fit(self, decay: float) -> None:
+        """Rates, factors and indices from the sums, which then lose weight."""
+        self._fit_rates()
+        self.factor = (self._factor_events + FACTOR_PRIOR) / (self._factor_exposure + FACTOR_PRIOR)
+        self._indexed = False
+        for sums in (self._events, self._exposure, self._factor_events, self._factor_exposure):
+            sums *= decay
+
+    def _find_index(self) -> None:
+        """Indices from rates, once scores are needed: where everything hits they never are."""
+        level = self._levels()
+        used = np.flatnonzero(np.repeat(self._seen, USES))
+        levels = np.bincount(level).nonzero()[0]  # `unique` imports 40 ms of numpy when it is first called
+        self._row_of_level = (AGES + 1) * level
+        self._index[used[:, None], levels] = _index(self.rate[used], levels)
+        self._indexed = True
+
+    def _levels(self) -> npt.NDArray[np.intp]:
+        """The level of each product of factors, by covariates + COVARIATES * tail."""
+        factor = self.factor
+        product = factor[TAIL:, None, None] * factor[OUTPUT:TAIL, None] * factor[NEW:OUTPUT]
+        levels = np.rint(3 * np.log2(product)).astype(np.intp) + LEVELS // 2
+        clipped: npt.NDArray[np.intp] = levels.clip(0, LEVELS - 1).reshape(-1)
+        return clipped
+
+    def scores(self, stratum: Numbers, covariates: Numbers, age: Numbers) -> Numbers:
+        """Gittins indices: hits to be had for each block and request of capacity.
+
+        All are `[n]`: stratum 4 * group + uses, covariates as in `RunTable`, idle times with the longest first.
+        """
+        part: Numbers
+        fading: Numbers
+        if not self._indexed:
+            self._find_index()
+        if age.size and age.item(0) >= KNOWN:
+            place = np.interp(age, EDGES[:AGES], np.arange(float(AGES)))
+            bucket = place.astype(np.intp)
+            part, fading = place - bucket, 1 - 1e-7 * age
+        else:
+            bucket, part, fading = BUCKETS.take(age), PARTS.take(age), FADING.take(age)
+        bucket += ROWS.take(stratum)
+        bucket += self._row_of_level.take(covariates)
+        flat = self._index.reshape(-1)
+        score = flat.take(bucket)
+        bucket += 1
+        score += part * (flat.take(bucket) - score)
+        fading *= score
+        return fading
+
+    def score(self, stratum: int, covariates: int, age: int) -> float:
+        """`scores` of one block."""
+        if not self._indexed:
+            self._find_index()
+        bucket = min(bisect(EDGE_LIST, age) - 1, AGES - 1)
+        part = min((age - EDGE_LIST[bucket]) / WIDTH_LIST[bucket], 1.0)
+        at = LEVELS * (AGES + 1) * stratum + self._row_of_level.item(covariates) + bucket
+        here = self._index_at[at]
+        return float((here + part * (self._index_at[at + 1] - here)) * (1 - 1e-7 * age))
+
+
+ROWS = LEVELS * (AGES + 1) * np.arange(GROUPS * USES)  # where the indices of each stratum begin
+
+
+def _within_buckets(age: Numbers, ages: int) -> npt.NDArray[np.float64]:
+    """How much of an idle time of these ages, `[n]`, lies in each of the first buckets, `[n, ages]`."""
+    time = age[:, None] - EDGES[:ages]
+    np.maximum(time, 0.0, out=time)
+    np.minimum(time, SPANS[:ages], out=time)
+    return time
+
+
+def _index(rate: Numbers, levels: Numbers) -> Numbers:
+    """For each stratum, level and age the greatest ratio, over all later ages, of expected hits to expected waiting."""
+    rates = (rate.T[:, :, None] * 2.0 ** ((levels - LEVELS // 2) / 3)).reshape(AGES, -1)
+    survive = np.exp(-rates * WIDTHS[:, None])
+    hits = np.ones_like(rates)
+    np.cumprod(survive[:-1], axis=0, out=hits[1:])
+    hits *= 1 - survive
+    waits = np.maximum(hits / np.maximum(rates, 1e-12), 1e-300)
+    index = np.empty((AGES + 1, rates.shape[1]))
+    best = np.divide(hits, waits, out=index[:AGES])
+    hit, wait, ratio = hits.copy(), waits.copy(), np.empty_like(hits)
+    for later in range(1, AGES):
+        ages = slice(AGES - later)
+        hit[ages] += hits[later:]
+        wait[ages] += waits[later:]
+        np.divide(hit[ages], wait[ages], out=ratio[ages])
+        np.maximum(best[ages], ratio[ages], out=best[ages])
+    index[AGES] = index[AGES - 1]
+    by_stratum: Numbers = index.T.reshape(rate.shape[0], -1, AGES + 1)
+    return by_stratum
+
+
+# What the end of a request says of its blocks: the stratum of one used once, the covariates of a tail with no new
+# blocks, and whether the caller said that the conversation is over.
+Ending = tuple[int, int, bool]
+UNKNOWN_ENDING: Ending = (0, COVARIATES, False)  # of a request whose end was not notified
+
+
+def ending_of(returns: float | None, output_tokens: int) -> Ending:
+    """From the caller's hint and the tokens generated."""
+    hint = 0 if returns is None else 1 + bisect(HINT_BOUNDS, returns)
+    stratum = USES * (hint * OUTPUTS + bisect(OUTPUT_BOUNDS, output_tokens))
+    return stratum, COVARIATES + 8 * bisect(FINE_OUTPUT_BOUNDS, output_tokens), returns == 0
+
+
+ENDINGS = [ending_of(None, output_tokens) for output_tokens in range(FINE_OUTPUT_BOUNDS[-1])]  # without a hint
+CELLS = 2 * USES  # a cell of a request's blocks is 2 * uses + tail
+SUM = np.ones(CELLS, np.float32)
+MOST_COUNTED = (1 << 15) - 1  # blocks of a request that are counted
+YOUNG = 512  # requests whose idle time is counted in every call
+
+
+class IntervalsAtRisk:
+    """Collects reuses, which end an interval at risk, and counts them with all exposure before the model is fitted.
+
+    Blocks not reused yet are censored: they add exposure and no occurrence. Keeps `at_risk` and `counted_to` of rows.
+    """
+
+    def __init__(self, runs: RunTable, model: HazardModel) -> None:
+        self._runs = runs
+        self._model = model
+        self._calls = 0
+        self._begun = 0  # rows before it have `at_risk`
+        self._used: list[tuple[Numbers, Numbers, Numbers, Numbers]] = []  # rows, first and last places, times
+        self._recalled: list[tuple[Numbers, Numbers, Numbers]] = []  # rows, cells, times
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of what is not counted yet."""
+        return sum(part.nbytes for parts in (*self._used, *self._recalled) for part in parts)
+
+    def used(self, rows: Numbers, first: Numbers, last: Numbers, times: Numbers) -> None:
+        """Blocks at places `first` to `last` of rows were asked for at these times."""
+        self._used.append((rows, first, last, times))
+
+    def recalled(self, rows: Numbers, uses: Numbers, tail: Numbers, times: Numbers) -> None:
+        """Evicted blocks were asked for at these times."""
+        self._recalled.append((rows, _cell_of(uses, tail), times))
+
+    def forgotten(self, rows: Numbers, uses: Numbers, tail: Numbers) -> None:
+        """Evicted blocks are not remembered any more: their intervals are censored here."""
+        begun = rows < self._begun
+        np.subtract.at(self._runs.at_risk, (rows[begun], _cell_of(uses, tail)[begun]), np.int16(1))
+
+    def learn(self, now: int, stale: bool) -> None:
+        """Counts all exposure up to now; of old requests, whose hazard changes slowly, in every fourth call."""
+        runs, model = self._runs, self._model
+        self._open_new_rows()
+        self._calls += 1
+        rows, times, number = self._reuses()
+        groups, covariates, ages = runs.groups_of(rows), runs.covariates_of(rows), times - runs.serial[rows]
+        ended = number * self._weights(rows)[:, None]
+        each, cells = number.nonzero()
+        model.reuse(groups[each], covariates[each], cells, ages[each], ended[each, cells])
+        fewer = np.minimum(number[each, cells], MOST_COUNTED).astype(np.int16)
+        np.subtract.at(runs.at_risk, (rows[each], cells), fewer)
+        serial = runs.serial[: runs.count]
+        due = np.flatnonzero((serial >= now - YOUNG) | (serial % 4 == self._calls % 4))
+        at_risk = np.maximum(runs.at_risk[due], 0).astype(np.float32)
+        waiting = at_risk @ SUM > 0
+        due, at_risk = due[waiting], at_risk[waiting] * self._weights(due[waiting])[:, None]
+        age = now - runs.serial[due]
+        until = np.append(np.maximum(ages, runs.counted_to[rows]), age)
+        if until.size:
+            since = np.append(runs.counted_to[rows], runs.counted_to[due])
+            groups, covariates = np.append(groups, runs.groups_of(due)), np.append(covariates, runs.covariates_of(due))
+            model.expose(groups, covariates, since, until, np.concatenate((ended.astype(np.float32), at_risk)), stale)
+        runs.counted_to[due] = age
+
+    def _open_new_rows(self) -> None:
+        """Intervals of new rows: none of their blocks has been asked for again."""
+        runs = self._runs
+        rows = slice(self._begun, runs.count)
+        self._begun = runs.count
+        size, at_risk = np.minimum(runs.size[rows], MOST_COUNTED), runs.at_risk[rows]
+        bounds = np.minimum(runs.bounds[rows].T, MOST_COUNTED)
+        at_risk[:] = 0
+        least = size
+        for cell, bound in zip(range(0, CELLS, 2), bounds, strict=False):
+            at_risk[:, cell] = least - bound
+            least = bound
+        at_risk[:, -2] = least
+        last = 2 * _uses(bounds, size) + CELLS * np.arange(size.size)
+        flat = runs.at_risk.reshape(-1)[CELLS * rows.start : CELLS * rows.stop]
+        flat[last] -= 1
+        flat[last + 1] += 1
+        runs.counted_to[rows] = 0
+
+    def _weights(self, rows: Numbers) -> npt.NDArray[np.float32]:
+        """What each block of a request counts."""
+        return (1 / np.sqrt(np.maximum(self._runs.size[rows], 1))).astype(np.float32)
+
+    def _reuses(self) -> tuple[Numbers, Numbers, Numbers]:
+        """Rows, times and, by cell, blocks of what was asked for since the last call, `[n]` and `[n, 8]`."""
+        runs = self._runs
+        parts: list[tuple[Numbers, Numbers, Numbers]] = []
+        if self._recalled:
+            rows, cells, times = (np.concatenate(part) for part in zip(*self._recalled, strict=True))
+            number = np.zeros((rows.size, CELLS), np.intp)
+            number[np.arange(rows.size), cells] = 1
+            parts.append((rows, times, number))
+        if self._used:
+            rows, first, last, times = (np.concatenate(part) for part in zip(*self._used, strict=True))
+            size, bounds = runs.size.take(rows), runs.bounds.take(rows, axis=0).T
+            tail = last == size
+            number = np.zeros((rows.size, CELLS), np.intp)
+            begin, last = first, last - tail
+            for cell, bound in zip(range(CELLS - 2, -1, -2), (*bounds[::-1], size), strict=True):
+                end = np.minimum(np.maximum(bound, first), last)  # a column at a time: rows of four take much longer
+                number[:, cell] = end - begin
+                begin = end
+            number.reshape(-1)[(CELLS * np.arange(rows.size) + 2 * _uses(bounds, size) + 1)[tail]] = 1
+            parts.append((rows, times, number))
+        self._used, self._recalled = [], []
+        if not parts:
+            return np.empty(0, np.intp), np.empty(0, np.intp), np.empty((0, CELLS), np.intp)
+        rows, times, number = (np.concatenate(part) for part in zip(*parts, strict=True))
+        return rows, times, number
+
+    def renumbered(self) -> None:
+        """Rows were dropped, after everything was counted."""
+        self._begun = self._runs.count
+
+
+def _uses(bounds: Numbers, size: Numbers) -> Numbers:
+    """The uses of the last of `size` blocks, from the bounds of their uses, `[3, n]`."""
+    uses: Numbers = (bounds[0] >= size).astype(np.intp)
+    for bound in bounds[1:]:
+        uses += bound >= size
+    return uses
+
+
+def _cell_of(uses: Numbers, tail: Numbers) -> Numbers:
+    cells: Numbers = 2 * USE_BOUNDS.searchsorted(uses, side="right") + tail
+    return cells
