@@ -8,9 +8,10 @@ handle.stats()
 handle.disable()
 ```
 
-Modules: `enable` puts a handle before a model's generate; `handle` compares the model's `identity`, asks `support` what
-can be served and hands a decoding `loop` to one of two ways, `paged` or `contiguous`, over a `store` of blocks; `calls`
-counts and warns. `batching` does the same for `generate_batch` and `transformers serve`.
+Modules: `enable` puts a handle before a model's generate, through which users see `serving`. That compares the model's
+`identity`, asks `support` what can be served and hands a decoding loop to one of two ways, `paged` or `contiguous`,
+over blocks from a `store`; `images` is what a call shows besides tokens, `settings` what users choose, `calls` what
+they are told. `batching` does the same for `generate_batch` and `transformers serve`.
 """
 
 from __future__ import annotations
@@ -23,12 +24,9 @@ except ModuleNotFoundError as error:
     ) from error
 
 from .batching.enable import ContinuousBatching, enable_continuous_batching
-from .calls import ServedStats
-from .enable import enable_prefix_caching
-from .handle import PrefixCaching
+from .calls import RequestReport, ServedStats, UnsupportedError
+from .enable import PrefixCaching, enable_prefix_caching
 from .paged.graphs import GraphReport
-from .reports import RequestReport
-from .support import UnsupportedError
 
 __all__ = [
     "ContinuousBatching",

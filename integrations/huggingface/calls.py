@@ -1,4 +1,4 @@
-"""Counts of calls, served and handed back, and the warnings that go with them."""
+"""What callers are told: why something is not served, counts, a report for each row of the last call, warnings."""
 
 from __future__ import annotations
 
@@ -6,15 +6,59 @@ import sys
 import threading
 import warnings
 from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
-from ...cache import CacheManager
+from ...cache import CacheManager, OutOfBlocks
 from ...cache.allocation import CacheStats
 
 _BETWEEN = (str(Path(__file__).parent), str(Path(warnings.__file__).parent / "contextlib.py"))
 """Files between a caller's line and a warning, besides those of the packages below."""
 _PACKAGES = ("torch", "transformers", "peft")
+
+
+class UnsupportedError(Exception):
+    """Raised, before anything is changed, when a model or a call cannot be served.
+
+    Args:
+        reason: Why, in words that are the same for every call of the kind.
+        detail: What is particular to this one.
+
+    Examples:
+        >>> from transformers import MambaConfig, MambaForCausalLM
+        >>> from pc.integrations.huggingface import UnsupportedError, enable_continuous_batching
+        >>> sizes = {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 64}
+        >>> model = MambaForCausalLM(MambaConfig(**sizes)).eval()
+        >>> try:
+        ...     handle = enable_continuous_batching(model)
+        ... except UnsupportedError as error:
+        ...     print(str(error).partition(":")[0], "is not served")
+        MambaForCausalLM is not served
+    """
+
+    def __init__(self, reason: str, detail: str = "") -> None:
+        super().__init__(f"{reason} ({detail})" if detail else reason)
+        self.reason = reason
+        self.detail = detail
+
+
+def refuse_if(condition: object, reason: str, detail: str = "") -> None:
+    """Raises an UnsupportedError where a condition holds."""
+    if condition:
+        raise UnsupportedError(reason, detail)
+
+
+@contextmanager
+def refusing(reason: str) -> Iterator[None]:
+    """Turns what a model raises into an UnsupportedError."""
+    try:
+        yield
+    except UnsupportedError:
+        raise
+    except Exception as error:
+        raise UnsupportedError(reason, f"{type(error).__name__}: {error}") from error
 
 
 @dataclass(frozen=True)
@@ -33,15 +77,64 @@ class ServedStats(CacheStats):
 
     calls_served: int = 0
     calls_handed_back: dict[str, int] = field(default_factory=dict)
-    """By reason: calls that the model's own generate served."""
+    """By reason: calls that fell back to the model's own generate."""
+    repaired_tokens: int = 0
+    """Of `moved_tokens` those that were computed again."""
+
+
+@dataclass(frozen=True)
+class RequestReport:
+    """What the cache did for one row of the last call.
+
+    Attributes:
+        prompt_tokens: Tokens of the prompt, padding left out.
+        cached_tokens: How many of them were read from the cache.
+        cached_spans: Which: ranges [start, end) of the prompt, ascending; more than one with `reuse="gap"` alone.
+        moved_spans: With `reuse="anywhere"` ranges that were read from where other text, or another place, had them.
+        repaired_tokens: Tokens of those that were computed again.
+
+    Examples:
+        >>> from pc.integrations.huggingface import RequestReport
+        >>> report = RequestReport.of(100, [(0, 32), (64, 96)])
+        >>> report.prompt_tokens, report.cached_tokens
+        (100, 64)
+    """
+
+    prompt_tokens: int
+    cached_tokens: int
+    cached_spans: tuple[tuple[int, int], ...] = ()
+    moved_spans: tuple[tuple[int, int], ...] = ()
+    repaired_tokens: int = 0
+
+    @property
+    def moved_tokens(self) -> int:
+        """Tokens in `moved_spans`."""
+        return sum(end - start for start, end in self.moved_spans)
+
+    def __repr__(self) -> str:
+        names = [field.name for field in fields(self)][: None if self.moved_spans else 3]
+        return f"RequestReport({', '.join(f'{name}={getattr(self, name)!r}' for name in names)})"
+
+    @classmethod
+    def of(
+        cls,
+        prompt_tokens: int,
+        cached_spans: Iterable[tuple[int, int]],
+        moved_spans: Iterable[tuple[int, int]] = (),
+        repaired_tokens: int = 0,
+    ) -> RequestReport:
+        """The report of a prompt of which these ranges were read; empty ones are left out."""
+        spans = tuple([(start, end) for start, end in cached_spans if start < end])
+        known = sum(end - start for start, end in spans)
+        return cls(prompt_tokens, known, spans, tuple(moved_spans), repaired_tokens)
 
 
 class Calls:
     """Counts the calls of one handle; each reason is told once, at the line that called."""
 
     def __init__(self) -> None:
-        self.served = 0
-        self.handed_back: Counter[str] = Counter()
+        self.served = self.repaired = 0
+        self.fell_back: Counter[str] = Counter()
         self._told: set[str] = set()
         self._lock = threading.Lock()
 
@@ -50,11 +143,32 @@ class Calls:
         with self._lock:
             self.served += 1
 
-    def hand_back(self, reason: str, detail: str = "") -> None:
-        """Counts a call that the model's own generate serves, and says why the first time."""
+    def repair(self, tokens: int) -> None:
+        """Counts moved tokens that were computed again."""
         with self._lock:
-            self.handed_back[reason] += 1
-        self.tell(reason, f"{reason}{f' ({detail})' if detail else ''}. The model's own generate serves this.")
+            self.repaired += tokens
+
+    def fall_back(self, reason: str, detail: str = "") -> None:
+        """Counts a call that falls back to the model's own generate, and says why the first time."""
+        with self._lock:
+            self.fell_back[reason] += 1
+        self.tell_fallback(reason, detail)
+
+    def tell_fallback(self, reason: str, detail: str = "") -> None:
+        """Warns once of a reason for which calls fall back to the model's own generate."""
+        self.tell(reason, f"falls back to the model's own generate: {reason}{f' ({detail})' if detail else ''}")
+
+    def tell_out_of_blocks(self, error: OutOfBlocks) -> None:
+        """Warns once that there was no block for an answer."""
+        self.tell("out of blocks", f"an answer is generated without the cache: {error}; give a larger num_blocks")
+
+    def tell_hidden(self, tokens: int, max_blocks: int, block_size: int) -> None:
+        """Warns once that cached tokens were computed again because their hidden states are asked for."""
+        self.tell(
+            "hidden states",
+            f"output_hidden_states=True: {tokens} cached tokens are computed again, whose hidden states are not kept. "
+            f"Kept are those of calls that asked for them, of {max_blocks} blocks of {block_size} tokens at most",
+        )
 
     def tell(self, reason: str, text: str) -> None:
         """Warns once for each reason."""
@@ -71,7 +185,12 @@ class Calls:
         if manager is None:
             of_cache |= {"num_blocks": 0, "free_blocks": 0}
         with self._lock:
-            return ServedStats(**of_cache, calls_served=self.served, calls_handed_back=dict(self.handed_back))
+            return ServedStats(
+                **of_cache,
+                calls_served=self.served,
+                calls_handed_back=dict(self.fell_back),
+                repaired_tokens=self.repaired,
+            )
 
 
 def callers_level() -> int:

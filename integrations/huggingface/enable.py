@@ -1,4 +1,4 @@
-"""`enable_prefix_caching`: puts a handle before a model's own `generate`."""
+"""`enable_prefix_caching`: puts a handle before a model's own `generate`, through which users see its cache."""
 
 from __future__ import annotations
 
@@ -6,15 +6,23 @@ import functools
 import inspect
 import os
 import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from transformers import GenerationMixin
 
-from .handle import PrefixCaching
-from .options import Options
+from ...cache import CacheManager
+from .calls import ServedStats
+from .contiguous.serve import Contiguous
+from .paged.graphs import GraphReport
+from .serving import Serving
+from .settings import CacheOptions, check_number
 
-REUSES = ("prefix", "gap")
+REUSES = ("prefix", "gap", "anywhere")
+RECOMPUTE = 0.1
+"""Share of moved tokens computed again: see docs/reuse_anywhere.md for what others lose."""
 
 
 def enable_prefix_caching(
@@ -28,6 +36,7 @@ def enable_prefix_caching(
     disk: str | os.PathLike[str] | None = None,
     disk_bytes: int | None = None,
     window_blocks: int | None = None,
+    recompute: float | None = None,
 ) -> PrefixCaching:
     """Lets `model.generate` reuse the KV of prompts it has seen, until `disable` is called.
 
@@ -42,7 +51,10 @@ def enable_prefix_caching(
         block_size: Tokens of a block.
         policy: Which block is evicted first: a name or an `EvictionPolicy`, see `CacheManager`.
         reuse: "prefix": the leading run of cached blocks. "gap": cached blocks behind an evicted one too; the tokens
-            between are computed again.
+            between are computed again. "anywhere": behind the prefix also text that is cached at another position or
+            behind other text: documents in another order, a conversation with its middle left out. **Approximate**: its
+            keys are turned to their places, but they were computed behind other text, so tokens may differ from those
+            without it; a share is computed again (`recompute`). What was computed so is kept apart.
         host_blocks: Evicted blocks that are kept in host memory, to be read again.
         cuda_graphs: Whether decode steps are captured in CUDA graphs and replayed. None: where that is possible, see
             `docs/huggingface.md`; what cannot be captured runs eagerly.
@@ -52,6 +64,8 @@ def enable_prefix_caching(
         window_blocks: Blocks of layers with a sliding window, which need those of the window and of what is written at
             a time, however long a prompt is; with more of them, more of what was computed is found again. None: as
             many as of other layers.
+        recompute: With "anywhere" the share of tokens found elsewhere that are computed again, the first of each piece,
+            0 to 1; with 1 all are, and results are those without it but for rounding. None: 0.1.
 
     Returns:
         The handle: `stats()`, `last_requests`, `salt()`, `hint()`, `graphs`, `reset()`, `disable()`; also a context
@@ -61,7 +75,8 @@ def enable_prefix_caching(
         TypeError: `model` has no `generate` of transformers, or `num_blocks` or `block_size` is not an integer, or
             `cuda_graphs` not a bool.
         ValueError: Caching is already enabled for this model, a number is out of range, `policy` is one instance for
-            a model with several groups of layers, or `cuda_graphs` is True and its decode steps cannot be captured.
+            a model with several groups of layers, `cuda_graphs` is True and its decode steps cannot be captured, or
+            `recompute` is given without "anywhere".
         OSError: The directory cannot be made.
 
     Examples:
@@ -77,52 +92,220 @@ def enable_prefix_caching(
         [RequestReport(prompt_tokens=40, cached_tokens=32, cached_spans=((0, 32),))]
         >>> handle.disable()
     """
-    if isinstance(block_size, bool) or not isinstance(block_size, int):
-        raise TypeError(f"block_size: got {type(block_size).__name__}, needs an int")
-    if block_size < 1:
-        raise ValueError(f"block_size: got {block_size}, needs at least 1")
-    if num_blocks is not None and (isinstance(num_blocks, bool) or not isinstance(num_blocks, int)):
-        raise TypeError(f"num_blocks: got {type(num_blocks).__name__}, needs an int or None")
-    if num_blocks is not None and num_blocks < 1:
-        raise ValueError(f"num_blocks: got {num_blocks}, needs at least 1")
+    for name, value, least in (("block_size", block_size, 1), ("host_blocks", host_blocks, 0)):
+        check_number(name, value, least)
+    for name, most in (("num_blocks", num_blocks), ("window_blocks", window_blocks), ("disk_bytes", disk_bytes)):
+        check_number(name, most, 1, optional=True)
     if reuse not in REUSES:
         raise ValueError(f"reuse: got {reuse!r}, needs one of {', '.join(REUSES)}")
-    if isinstance(host_blocks, bool) or not isinstance(host_blocks, int):
-        raise TypeError(f"host_blocks: got {type(host_blocks).__name__}, needs an int")
-    if host_blocks < 0:
-        raise ValueError(f"host_blocks: got {host_blocks}, needs at least 0")
     if cuda_graphs is not None and not isinstance(cuda_graphs, bool):
         raise TypeError(f"cuda_graphs: got {type(cuda_graphs).__name__}, needs a bool or None")
-    if window_blocks is not None and (isinstance(window_blocks, bool) or not isinstance(window_blocks, int)):
-        raise TypeError(f"window_blocks: got {type(window_blocks).__name__}, needs an int or None")
-    if window_blocks is not None and window_blocks < 1:
-        raise ValueError(f"window_blocks: got {window_blocks}, needs at least 1")
     if disk is not None and not isinstance(disk, str | os.PathLike):
         raise TypeError(f"disk: got {type(disk).__name__}, needs a path or None")
-    if disk_bytes is not None and (isinstance(disk_bytes, bool) or not isinstance(disk_bytes, int)):
-        raise TypeError(f"disk_bytes: got {type(disk_bytes).__name__}, needs an int or None")
-    if disk_bytes is not None and disk_bytes < 1:
-        raise ValueError(f"disk_bytes: got {disk_bytes}, needs at least 1")
+    share = _share(recompute, reuse)
     model = generating_model(model)
-    replaced = vars(model).get("generate")
-    if isinstance(replaced, Generate) and replaced.handle is not None:
-        raise ValueError("model: prefix caching is already enabled; call disable() on its handle first")
-    if replaced is not None and not isinstance(replaced, Generate):
-        raise ValueError("model: its generate was already replaced on this instance; undo that first")
-    options = Options(num_blocks, block_size, policy, reuse, host_blocks, disk, disk_bytes, window_blocks)
+    check_not_replaced(model, "generate", "prefix caching")
+    options = CacheOptions(num_blocks, block_size, policy, reuse, host_blocks, disk, disk_bytes, window_blocks, share)
     handle = PrefixCaching(model, options, cuda_graphs)
     if cuda_graphs and handle.graphs.reason is not None:
         raise ValueError(f"cuda_graphs: got True, needs steps that can be captured, and {handle.graphs.reason}")
-    vars(model)["generate"] = Generate(model, handle)
+    vars(model)["generate"] = ReplacedMethod(model, "generate", handle.generate)
     return handle
 
 
-def generating_model(model: Any) -> Any:
-    """The model whose `generate` runs the decoding loop: PEFT and torch.compile wrap it.
+def _share(recompute: Any, reuse: str) -> float:
+    """`recompute` as a number; TypeError or ValueError: it is none of 0 to 1, or not asked for."""
+    if recompute is None:
+        return RECOMPUTE
+    if reuse != "anywhere":
+        raise ValueError(f'recompute: got {recompute!r} with reuse={reuse!r}, needs reuse="anywhere"')
+    if isinstance(recompute, bool) or not isinstance(recompute, int | float):
+        raise TypeError(f"recompute: got {type(recompute).__name__}, needs a number from 0 to 1, or None")
+    if not 0 <= recompute <= 1:
+        raise ValueError(f"recompute: got {recompute}, needs 0 to 1")
+    return float(recompute)
 
-    Raises:
-        TypeError: There is none.
+
+class PrefixCaching(Serving):
+    """What `enable_prefix_caching` returns.
+
+    Attributes:
+        unsupported: Why the model cannot be served; None when it can.
+        last_requests: A report per row of the last call, in the order of the batch; empty when it was not served here.
+
+    Examples:
+        Those of its methods go on from this one.
+
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> from pc.integrations.huggingface import enable_prefix_caching
+        >>> sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+        >>> model = LlamaForCausalLM(LlamaConfig(vocab_size=64, eos_token_id=None, **sizes)).eval()
+        >>> handle = enable_prefix_caching(model, num_blocks=64, policy="priority")
+        >>> prompt = torch.arange(3, 43)[None]  # [1, 40]
+        >>> tokens = [model.generate(prompt, max_new_tokens=4) for turn in range(2)]
+        >>> torch.equal(*tokens), handle.last_requests[0].cached_tokens
+        (True, 32)
     """
+
+    def __enter__(self) -> PrefixCaching:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.disable()
+
+    @property
+    def manager(self) -> CacheManager | None:
+        """Hands out the blocks; None when the model cannot be served."""
+        return None if self._serving is None else self._serving.store.manager
+
+    @property
+    def graphs(self) -> GraphReport:
+        """How decode steps ran: captured in CUDA graphs, or eagerly and why."""
+        return self._steps.report()
+
+    def stats(self) -> ServedStats:
+        """Counts of the cache since it was last empty, and of all calls: served, and by reason those that fell back.
+
+        Examples:
+            >>> handle.stats().calls_served, handle.stats().queried_tokens
+            (2, 80)
+        """
+        with self._lock:
+            if self._serving is not None:
+                self._serving.store.sweep()
+            return self._calls.stats(self.manager)
+
+    def reset(self) -> None:
+        """Forgets every cached block; calls under way go on with those they have.
+
+        Examples:
+            >>> handle.reset()
+            >>> handle.stats().cached_blocks
+            0
+        """
+        with self._lock:
+            model = self._model()
+            if self._serving is not None and model is not None:
+                self._serving.empty(model)
+
+    def save(self, path: str | os.PathLike[str]) -> int:
+        """Writes every cached block to a file for its owner alone (0600): it holds what prompts can be guessed from.
+
+        Args:
+            path: The file; one that is there is replaced.
+
+        Returns:
+            How many blocks it has.
+
+        Raises:
+            ValueError: The model is not served, or by packed passes, whose blocks stay on the device.
+            OSError: The file cannot be written.
+
+        Examples:
+            >>> import tempfile
+            >>> with tempfile.TemporaryDirectory() as folder:
+            ...     count = handle.save(f"{folder}/blocks")
+            >>> count
+            2
+        """
+        serving, model, adapters = self._saving()
+        return serving.save(model, adapters, path)
+
+    def load(self, path: str | os.PathLike[str]) -> int:
+        """Takes the blocks of a file into host memory, from where prompts read them.
+
+        Args:
+            path: A file of `save`.
+
+        Returns:
+            How many blocks it has.
+
+        Raises:
+            ValueError: The file holds KV of another model, weights, dtype, adapter or block size, or is none of
+                `save`; or the model is not served, or by packed passes.
+            OSError: The file cannot be read.
+
+        Examples:
+            >>> import tempfile
+            >>> with tempfile.TemporaryDirectory() as folder:
+            ...     count = handle.save(f"{folder}/blocks")
+            ...     handle.disable()
+            ...     handle = enable_prefix_caching(model, num_blocks=64)  # another process, later
+            ...     count = handle.load(f"{folder}/blocks")
+            >>> tokens = model.generate(prompt, max_new_tokens=4)
+            >>> handle.last_requests
+            [RequestReport(prompt_tokens=40, cached_tokens=32, cached_spans=((0, 32),))]
+        """
+        serving, model, adapters = self._saving()
+        return serving.load(model, adapters, path)
+
+    def _saving(self) -> tuple[Contiguous, Any, tuple[str, ...]]:
+        model = self._model()
+        placed = None if model is None else self._placed_serving(model)
+        serving, adapters = (None, ()) if placed is None else self._current(model)
+        if not isinstance(serving, Contiguous):
+            raise ValueError("model: needs one that is served over contiguous copies, to save or load its blocks")
+        return serving, model, adapters
+
+    def salt(self, salt: Any) -> AbstractContextManager[None]:
+        """Within it, this thread's calls share blocks only with calls of the same salt.
+
+        Args:
+            salt: str, bytes or int.
+
+        Raises:
+            TypeError: `salt` is None or of another type.
+
+        Examples:
+            >>> for tenant in ("one", "other", "one"):
+            ...     with handle.salt(tenant):
+            ...         tokens = model.generate(prompt, max_new_tokens=4)
+            ...     print(tenant, handle.last_requests[0].cached_tokens)
+            one 0
+            other 0
+            one 32
+        """
+        return self._salt.within(salt)
+
+    def hint(self, returns: float | None) -> AbstractContextManager[None]:
+        """Within it, what this thread knows of its conversations is told to the eviction policy when its calls end.
+
+        Args:
+            returns: Probability that the conversation of a call goes on soon, 0 to 1; None: unknown. With 0 the
+                policies that honour it (`hazard`, `priority`) evict first what no other request used.
+
+        Raises:
+            TypeError: `returns` is neither a number nor None.
+            ValueError: `returns` is not between 0 and 1.
+
+        Examples:
+            >>> with handle.hint(returns=0):  # the last question of this user
+            ...     tokens = model.generate(prompt, max_new_tokens=4)
+            >>> tokens.shape
+            torch.Size([1, 44])
+        """
+        return self._hint.within(returns)
+
+    def disable(self) -> None:
+        """Gives the model its own `generate` back and frees the blocks; a second call does nothing.
+
+        Examples:
+            >>> handle.disable()
+            >>> "generate" in vars(model)  # its class's own again
+            False
+        """
+        with self._lock:
+            model, self._disabled = self._model(), True
+            if isinstance(self._serving, Contiguous):
+                self._serving.close()
+            self._serving = None
+            self._steps.drop()
+            if model is not None and getattr(vars(model).get("generate"), "handle", None) is self:
+                del vars(model)["generate"]
+
+
+def generating_model(model: Any) -> Any:
+    """The model whose `generate` runs the loop: PEFT and torch.compile wrap it. TypeError: there is none."""
     inner = model
     while isinstance(inner, torch.nn.Module):
         if isinstance(inner, GenerationMixin):
@@ -132,31 +315,45 @@ def generating_model(model: Any) -> Any:
     raise TypeError(f"model: got {type(model).__name__}, needs a transformers model with generate")
 
 
-class Generate:
-    """What stands in the place of one model's `generate`; a copy of the model has one that goes to its class's.
+class ReplacedMethod:
+    """What stands in the place of one model's method; it does not keep the model alive, and dies with it."""
 
-    It does not keep the model alive, and dies with it.
-    """
+    # A handle's method `serve` takes its calls. A copy of the model has one without, which goes to its class's method.
 
-    def __init__(self, model: Any, handle: PrefixCaching | None = None) -> None:
+    def __init__(self, model: Any, name: str, serve: Callable[..., Any] | None = None) -> None:
         self._model = weakref.ref(model)
-        self.handle = handle
-        functools.update_wrapper(self, type(model).generate, updated=())
-        self.__signature__ = inspect.signature(type(model).generate.__get__(model))
+        self._name, self._serve = name, serve
+        original = getattr(type(model), name)
+        functools.update_wrapper(self, original, updated=())
+        self.__signature__ = inspect.signature(original.__get__(model))
 
     @property
     def __self__(self) -> Any:
         return self._model()
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """See `GenerationMixin.generate`."""
-        model: Any = self._model()
-        if self.handle is None:
-            return type(model).generate(model, *args, **kwargs)
-        return self.handle.generate(*args, **kwargs)
+    @property
+    def handle(self) -> Any:
+        """Whose method takes its calls; None where the model's class does."""
+        return getattr(self._serve, "__self__", None)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Generate:
-        return Generate(memo.get(id(self._model()), self._model()))
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """See the method of `GenerationMixin`."""
+        if self._serve is None:
+            model: Any = self._model()
+            return getattr(type(model), self._name)(model, *args, **kwargs)
+        return self._serve(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ReplacedMethod:
+        return ReplacedMethod(memo.get(id(self._model()), self._model()), self._name)
 
     def __reduce__(self) -> Any:
-        return Generate, (self._model(),)
+        return ReplacedMethod, (self._model(), self._name)
+
+
+def check_not_replaced(model: Any, name: str, feature: str) -> None:
+    """Raises ValueError where something stands in the place of a model's method already."""
+    there = vars(model).get(name)
+    if isinstance(there, ReplacedMethod) and there.handle is not None:
+        raise ValueError(f"model: {feature} is already enabled; call disable() on its handle first")
+    if there is not None and not isinstance(there, ReplacedMethod):
+        raise ValueError(f"model: its {name} was already replaced on this instance; undo that first")

@@ -17,38 +17,24 @@ from typing import Any
 import numpy as np
 import torch
 
-SAMPLED = 16
-"""Elements of each weight that are compared before a call."""
+SAMPLED = 16  # elements of each weight that are compared before a call
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 ADAPTER_STATE = frozenset({"active_adapters", "_active_adapter", "disable_adapters", "_disable_adapters", "scaling"})
 """Attributes by which PEFT's layers say what is active: they are keys of a block's identity, not changes."""
 _INTERNAL = frozenset(vars(torch.nn.Module()))
 """What torch keeps in every module; of these only the tables below decide what a forward pass computes."""
-_TABLES = (
-    "_parameters",
-    "_buffers",
-    "_modules",
-    "_forward_hooks",
-    "_forward_hooks_with_kwargs",
-    "_forward_pre_hooks",
-    "_forward_pre_hooks_with_kwargs",
-)
+_PRE_HOOKS = ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs")
+_TABLES = ("_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_hooks_with_kwargs", *_PRE_HOOKS)
 ATTACHED = frozenset({"generate", "init_continuous_batching", "_cached_continuous_batching_manager"})
 """Attributes of a model that adapters put there: a handle says nothing of KV, and must not keep its model alive."""
-_PRE_HOOKS = ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs")
 ROW_HOOKS = ("adapter_names", "alora_offsets")
 """What PEFT gives its layers for each row of a call, through hooks that it puts on for the call."""
 CHANGING_ROPE = ("dynamic", "longrope")
-"""Rotary embeddings that change their own buffers with the length; `rope_keys` heeds them."""
+"""Rotary embeddings that change their own buffers with the length; `rope_keys` takes them into account."""
 
 
 class Identity:
-    """What a model looked like; `changed` tells whether it still does.
-
-    Args:
-        model: The model.
-        passing: Names of attributes that a forward pass sets by itself, see `set_by_forward`.
-    """
+    """What a model looked like; `changed` tells whether it still does. `passing`: see `set_by_forward`."""
 
     def __init__(self, model: Any, passing: frozenset[str] = frozenset()) -> None:
         self._modules = [m for m in model.modules() if m is not model]
@@ -104,11 +90,7 @@ class Identity:
         return [hook for m in self.adapters for hook in m._forward_pre_hooks.values() if not _row_settings(hook)]
 
     def row_settings(self) -> dict[str, Any]:
-        """What PEFT's hooks give its layers for each row, by name: empty where no call is of that kind.
-
-        Raises:
-            ValueError: Not all layers are given the same.
-        """
+        """What PEFT's hooks give its layers for each row, by name, if any; ValueError: not all are given the same."""
         found: dict[str, Any] = {}
         for module in self.adapters:
             for hook in module._forward_pre_hooks.values():

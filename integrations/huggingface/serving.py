@@ -11,21 +11,17 @@ from typing import Any
 import torch
 from transformers.generation.utils import GENERATION_MODES_MAPPING
 
-from ...cache import CacheManager, OutOfBlocks
-from .calls import Calls
+from ...cache import CacheManager
+from .calls import Calls, RequestReport, UnsupportedError
 from .contiguous.serve import Contiguous
-from .hints import Hints
 from .identity import Identity, set_by_forward
 from .images import Images, encoded_by_model, take_images
-from .loop import Loop
-from .options import Options
 from .paged.graphs import CAPTURERS, DecodeSteps
 from .paged.serve import Paged
-from .reports import RequestReport
-from .salts import Salts
+from .settings import CacheOptions, ScopedSetting, check_returns, check_salt
 from .support import (
-    UnsupportedError,
-    call_keys,
+    Loop,
+    ask_for_cache,
     check_arguments,
     check_loop,
     check_mode,
@@ -36,20 +32,15 @@ from .support import (
 
 
 class Serving:
-    """A model, its cache, and its calls; `PrefixCaching` is what users see of it.
+    """A model, its cache, and its calls; `PrefixCaching` is what users see of it."""
 
-    Attributes:
-        unsupported: Why the model cannot be served; None when it can.
-        last_requests: A report per row of the last call, in the order of the batch; empty when it was not served here.
-    """
-
-    def __init__(self, model: Any, options: Options, cuda_graphs: bool | None) -> None:
+    def __init__(self, model: Any, options: CacheOptions, cuda_graphs: bool | None) -> None:
         self._model: weakref.ref[Any] = weakref.ref(model)
         self._lock = threading.RLock()
         self._calls = Calls()
         self._options = options
-        self._salts = Salts()
-        self._hints = Hints()
+        self._salt = ScopedSetting(check_salt)
+        self._hint = ScopedSetting(check_returns)
         self._steps = DecodeSteps(cuda_graphs is not False, self._warn_of_graphs)
         self._serving: Contiguous | Paged | None = None
         self._disabled = False
@@ -73,7 +64,7 @@ class Serving:
                 self._serving = self._way(model)
             except UnsupportedError as error:
                 self.unsupported = self._steps.reason = f"{type(model).__name__}: {error}"
-                self._calls.tell(self.unsupported, f"{self.unsupported}. The model's own generate serves this.")
+                self._calls.tell_fallback(self.unsupported)
         self._passing = frozenset(passing)
         self._identity = Identity(model, passing=self._passing)
         self._steps.prepare(model, None)
@@ -84,12 +75,12 @@ class Serving:
         tiers = options.host_blocks or options.disk or options.window_blocks
         if model.device.type in CAPTURERS and options.reuse == "prefix" and not tiers:
             try:
-                return Paged(model, options.num_blocks, options.block_size, options.policy, self._steps)
+                return Paged(model, options, self._steps)
             except UnsupportedError as error:
                 self._steps.refuse(str(error))
         return Contiguous(model, options)
 
-    def _generate(self, *args: Any, **kwargs: Any) -> Any:
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
         """The model's generate, over the cache where it can be served."""
         model: Any = self._model()
         if model is None:
@@ -103,14 +94,15 @@ class Serving:
             check_arguments(arguments)
             check_mode(model, arguments)
             take_stop_strings(model, arguments)
+            ask_for_cache(model, arguments)
             serving = self._placed_serving(model)
             images = None if serving is None else take_images(model, arguments)
         except UnsupportedError as error:
-            self._calls.hand_back(error.reason, error.detail)
+            self._calls.fall_back(error.reason, error.detail)
             return original(model, *args, **kwargs)
         if serving is None:
             if self.unsupported is not None:
-                self._calls.hand_back(self.unsupported)
+                self._calls.fall_back(self.unsupported)
             return original(model, *args, **kwargs)
         return original(model, **arguments | {"custom_generate": self._loop(serving, arguments, images)})
 
@@ -171,7 +163,7 @@ class Serving:
             else:
                 result, reports = self._serve(loop)
         except UnsupportedError as error:
-            self._calls.hand_back(error.reason, error.detail)
+            self._calls.fall_back(error.reason, error.detail)
             if loop.images is not None:
                 encoded = encoded_by_model(loop.images, loop.model, loop.input_ids, loop.repeats)
                 return loop.run(mm_encoder_outputs=encoded)
@@ -186,28 +178,22 @@ class Serving:
         return result
 
     def _serve(self, loop: Loop) -> tuple[Any, list[RequestReport]]:
-        """Runs a loop over the cache.
-
-        Raises:
-            UnsupportedError: Before a token was computed.
-        """
+        """Runs a loop over the cache; UnsupportedError: before a token was computed."""
         serving, adapters = self._current(loop.model)
         if serving is None:
             raise UnsupportedError(self.unsupported or "caching was disabled while the call began")
-        loop.adapters, loop.returns = self._row_adapters(loop), self._hints.returns
+        loop.adapters, loop.returns = self._row_adapters(loop), self._hint.current
         lengths = [loop.input_ids.shape[1]]
         mask = loop.model_kwargs.get("attention_mask")
         if mask is not None:
             lengths = mask.sum(-1).tolist()
-        keys = (*rope_keys(loop.model.config, lengths, loop.generation_config.max_length), *call_keys(loop))
-        return serving.run(loop, (*keys, *adapters), self._salts.current, self._warn_out_of_blocks)
+        keys = rope_keys(loop.model.config, lengths, loop.generation_config.max_length)
+        if loop.model_kwargs.get("token_type_ids") is not None:  # which may change KV without saying so in a token
+            keys = (*keys, "token_type_ids")
+        return serving.run(loop, (*keys, *adapters), self._salt.current, self._calls)
 
     def _row_adapters(self, loop: Loop) -> list[str] | None:
-        """PEFT's adapter of each row, where the caller named them.
-
-        Raises:
-            UnsupportedError: They are not one for each row, or something else is set by row.
-        """
+        """PEFT's adapter of each row, where named; UnsupportedError: not one for each, or more is set by row."""
         try:
             settings = dict(self._identity.row_settings())
         except ValueError as error:
@@ -223,11 +209,6 @@ class Serving:
             if not self._identity.tensors_changed():
                 self._identity = Identity(model, passing=self._passing)
 
-    def _warn_out_of_blocks(self, error: OutOfBlocks) -> None:
-        self._calls.tell(
-            "out of blocks", f"an answer is generated without the cache: {error}; give a larger num_blocks"
-        )
-
     def _warn_of_graphs(self, reason: str) -> None:
         self._calls.tell("graphs", f"{reason}. It runs without CUDA graphs.")
 
@@ -237,13 +218,8 @@ def _signature(function: Any) -> inspect.Signature:
     return inspect.signature(function)
 
 
-_DECODING = inspect.Signature(
-    [
-        inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        for name in ("model", "input_ids", "logits_processor", "stopping_criteria", "generation_config")
-    ]
-    + [inspect.Parameter("inputs_tensor", inspect.Parameter.KEYWORD_ONLY, default=None)]
-    + [inspect.Parameter("model_kwargs", inspect.Parameter.VAR_KEYWORD)]
+_DECODING = inspect.signature(
+    lambda model, input_ids, logits_processor, stopping_criteria, generation_config, inputs_tensor=None, **kwargs: None
 )
 """Of a decoding loop as generate calls it."""
 

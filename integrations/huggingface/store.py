@@ -1,23 +1,28 @@
-"""What one model's prompts are kept in: a manager, the blocks it hands out, and states where the model has some."""
+"""The blocks of one model's prompts: their manager, and its requests, which end whatever becomes of a call."""
 
 from __future__ import annotations
 
+import threading
+import time
 import weakref
 from collections import deque
-from collections.abc import Hashable
-from typing import Any, TypeAlias
+from collections.abc import Callable, Hashable
+from contextlib import suppress
+from functools import partial
+from queue import SimpleQueue
+from typing import Any, TypeAlias, TypeVar
 
 from ...cache import CacheManager
 
-AnyManager: TypeAlias = CacheManager[Any, Any, Any]
-"""Of one group or of several."""
+T = TypeVar("T")
+AnyManager: TypeAlias = CacheManager[Any, Any, Any]  # of one group or of several
 
 
 class Lease:
     """The requests of one call; those it has not given back when it is lost are given back by the next call."""
 
     def __init__(self, manager: AnyManager, lost: deque[list[str]], returns: float | None = None) -> None:
-        self._manager = manager
+        self.manager = manager
         self._returns = returns
         self._request_ids: list[str] = []
         self._finalizer = weakref.finalize(self, lost.append, self._request_ids)
@@ -29,66 +34,32 @@ class Lease:
 
     def free(self, request_id: str) -> None:
         """Ends a request, if it was started."""
-        free(self._manager, request_id)
+        free(self.manager, request_id)
         self._request_ids.remove(request_id)
 
     def close(self) -> None:
         """Ends all requests."""
         while self._request_ids:
-            free(self._manager, self._request_ids[-1], self._returns)
+            free(self.manager, self._request_ids[-1], self._returns)
             self._request_ids.pop()
 
 
 def free(manager: AnyManager, request_id: Hashable, returns: float | None = None) -> None:
     """Ends a request; one that was never started is none."""
-    try:
+    with suppress(KeyError):
         manager.free(request_id, returns)
-    except KeyError:
-        return
 
 
-class Store:
-    """A manager and what its blocks hold.
+class Leases:
+    """A manager and the requests of calls."""
 
-    Args:
-        manager: Hands out the blocks.
-        storage: Keys and values of every layer, by block.
-        states: Of recurrent and convolution layers, by block; None for a model without.
-        host: Blocks in host memory; None without.
-        reuse: "prefix", or "gap" to reuse cached blocks behind missing ones too.
-        empty_cache: What a call's cache is made like.
-        vision: Outputs of a vision tower; None for a model without.
-        heeds_padding: Whether a token's KV depends on how many masked columns are before it.
-        kept: Caches that calls have ended with.
-    """
-
-    def __init__(
-        self,
-        manager: AnyManager,
-        storage: Any,
-        states: Any = None,
-        heeds_padding: bool = False,
-        host: Any = None,
-        reuse: str = "prefix",
-        vision: Any = None,
-        empty_cache: Any = None,
-        kept: Any = None,
-    ) -> None:
+    def __init__(self, manager: AnyManager) -> None:
         self.manager = manager
-        self.storage = storage
-        self.states = states
-        self.host = host
-        self.reuse = reuse
-        self.vision = vision
-        self.empty_cache = empty_cache
-        self.kept = kept
-        self.hidden: Any = None
-        self.heeds_padding = heeds_padding
         self.block_size = manager.block_size
         self._lost: deque[list[str]] = deque()
 
     def lease(self, returns: float | None = None) -> Lease:
-        """Room for the requests of a call; `returns`: see `CacheManager.free`."""
+        """For the requests of a call; `returns`: see `CacheManager.free`."""
         self.sweep()
         return Lease(self.manager, self._lost, returns)
 
@@ -97,3 +68,57 @@ class Store:
         while self._lost:
             for request_id in self._lost.popleft():
                 free(self.manager, request_id)
+
+
+class _Job:
+    """A call for the worker. A lock and two attributes: `concurrent.futures.Future` takes half as long again."""
+
+    def __init__(self, call: Callable[[], Any]) -> None:
+        self.call: Callable[[], Any] | None = call
+        self.result: Any = None
+        self.error: BaseException | None = None
+        self.finished = False
+        self.done = threading.Lock()
+        self.done.acquire()
+
+
+def _work(jobs: SimpleQueue[_Job]) -> None:
+    while True:
+        job = jobs.get()
+        try:
+            job.result = job.call()  # type: ignore[misc]  # not run yet
+        except BaseException as error:
+            job.error = error
+        job.call, job.finished = None, True
+        job.done.release()
+        del job
+
+
+_jobs: SimpleQueue[_Job] = SimpleQueue()
+_worker: threading.Thread | None = None
+
+
+def uninterrupted(function: Callable[..., T], *arguments: Any) -> T:
+    """Runs a short function to its end, even when a KeyboardInterrupt arrives while the caller waits for it.
+
+    The main thread alone handles signals, so another does its work.
+    """
+    global _jobs, _worker
+    if threading.current_thread() is not threading.main_thread():
+        return function(*arguments)
+    if _worker is None or not _worker.is_alive():  # none survives a fork
+        _jobs = SimpleQueue()
+        _worker = threading.Thread(target=_work, args=(_jobs,), name="pc-uninterrupted", daemon=True)
+        _worker.start()
+    job = _Job(partial(function, *arguments))
+    _jobs.put(job)
+    try:
+        job.done.acquire()
+    except BaseException:  # not raised before the work is done: what it holds is the caller's to give back
+        while not job.finished:
+            time.sleep(1e-4)
+        raise
+    if job.error is not None:
+        raise job.error
+    result: T = job.result
+    return result

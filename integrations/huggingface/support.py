@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import inspect
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,59 +14,72 @@ from transformers import DynamicCache, GenerationMixin
 from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
 from transformers.generation.utils import GENERATION_MODES_MAPPING
 
-from .loop import Loop
+from .calls import UnsupportedError, refuse_if
+from .images import Images
 
-
-class UnsupportedError(Exception):
-    """Raised, before anything is changed, when a model or a call cannot be served.
-
-    Args:
-        reason: Why, in words that are the same for every call of the kind.
-        detail: What is particular to this one.
-
-    Examples:
-        >>> from transformers import MambaConfig, MambaForCausalLM
-        >>> from pc.integrations.huggingface import UnsupportedError, enable_continuous_batching
-        >>> sizes = {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 64}
-        >>> model = MambaForCausalLM(MambaConfig(**sizes)).eval()
-        >>> try:
-        ...     handle = enable_continuous_batching(model)
-        ... except UnsupportedError as error:
-        ...     print(str(error).partition(":")[0], "is not served")
-        MambaForCausalLM is not served
-    """
-
-    def __init__(self, reason: str, detail: str = "") -> None:
-        super().__init__(f"{reason} ({detail})" if detail else reason)
-        self.reason = reason
-        self.detail = detail
-
-
-OWN_CACHE = "past_key_values of your own is served by the model's own generate"
-CONTINUED = "_pc_continued"
-"""Attribute by which a cache is known as the result of a served call."""
+SHOWN = ("output_attentions", "output_hidden_states")
+OWN_CACHE = "past_key_values of your own"
+CONTINUED = "_pc_continued"  # attribute by which a cache is known as the result of a served call
 
 _OF_HUB = ("constraints", "force_words_ids", "penalty_alpha", "num_beam_groups", "dola_layers")
 """Settings that may choose a decoding loop of the hub."""
 
-# Arguments of the forward pass that generate makes itself, or that change nothing in a token's KV.
-SERVED_ARGUMENTS = frozenset(
-    {
-        "attention_mask",
-        "position_ids",
-        "past_key_values",
-        "cache_params",
-        "use_cache",
-        "logits_to_keep",
-        "return_dict",
-        "output_attentions",
-        "output_hidden_states",
-        "output_router_logits",
-        "cache_position",
-        "token_type_ids",
-        "mm_token_type_ids",
-    }
-)
+SERVED_ARGUMENTS = frozenset((
+    "attention_mask", "position_ids", "past_key_values", "cache_params", "use_cache", "logits_to_keep", "return_dict",
+    "output_attentions", "output_hidden_states", "output_router_logits", "cache_position", "token_type_ids",
+    "mm_token_type_ids",
+))  # fmt: skip
+"""Arguments of the forward pass that generate makes itself, or that change nothing in a token's KV."""
+
+
+@dataclass
+class Loop:
+    """One call of generate at the moment when its loop would begin."""
+
+    function: Callable[..., Any]  # `GenerationMixin._sample` or another
+    mode: str  # its name, as `GenerationMode` has it
+    model: Any
+    input_ids: torch.Tensor  # [batch, length], rows repeated for beams and several answers
+    generation_config: Any  # as prepared
+    options: dict[str, Any]  # other arguments of the loop
+    model_kwargs: dict[str, Any]  # arguments of the forward pass; the cache is among them, no output of a vision tower
+    own_processors: bool  # whether the caller gave logits processors
+    images: Images | None = None  # what was taken out of the arguments
+    adapters: list[str] | None = None  # PEFT's of each row, where the caller named them
+    returns: float | None = None  # probability that the conversation goes on soon
+
+    def run(self, model: Any = None, options: dict[str, Any] | None = None, **inputs: Any) -> Any:
+        """The loop over `model`, the model itself where none is given, with some options and inputs replaced."""
+        return self.function(
+            self.model if model is None else model,
+            self.input_ids,
+            generation_config=self.generation_config,
+            **self.options | (options or {}),
+            **self.model_kwargs | inputs,
+        )
+
+    @property
+    def shown(self) -> dict[str, Any]:
+        """What of every token the caller wants to see: hidden states, attention weights."""
+        config = self.generation_config
+        wanted = {n: getattr(config, n, None) or self.model_kwargs.get(n) for n in SHOWN}
+        return {name: value for name, value in wanted.items() if value and config.return_dict_in_generate}
+
+    @property
+    def repeats(self) -> int:
+        """How often each row that the caller gave stands in `input_ids`."""
+        return max(self.generation_config.num_beams or 1, self.generation_config.num_return_sequences or 1)
+
+    @property
+    def cache_name(self) -> str:
+        """The name under which the model's forward takes its cache."""
+        return "cache_params" if "cache_params" in self.model_kwargs else "past_key_values"
+
+    @property
+    def eos(self) -> set[int]:
+        """Tokens that end an answer."""
+        tokens = getattr(self.generation_config, "_eos_token_tensor", None)
+        return set() if tokens is None else set(tokens.flatten().tolist())
 
 
 def check_model(model: Any) -> None:
@@ -72,44 +87,40 @@ def check_model(model: Any) -> None:
     config = model.config
     if type(model).generate is not GenerationMixin.generate or type(model)._sample is not GenerationMixin._sample:
         raise UnsupportedError("it has a generate of its own")
-    if getattr(config, "is_encoder_decoder", False):
-        raise UnsupportedError("it is an encoder-decoder model")
-    if not model._supports_default_dynamic_cache():
-        raise UnsupportedError("its state is not kept in a transformers cache")
-    if any(p.device.type == "meta" for p in model.parameters()):
-        raise UnsupportedError("some of its weights are on the meta device")
+    refuse_if(getattr(config, "is_encoder_decoder", False), "it is an encoder-decoder model")
+    refuse_if(not model._supports_default_dynamic_cache(), "its state is not kept in a transformers cache")
+    refuse_if(any(p.device.type == "meta" for p in model.parameters()), "some of its weights are on the meta device")
 
 
 def check_arguments(arguments: dict[str, Any]) -> None:
     """Raises UnsupportedError for arguments of generate under which nothing of a call can be cached."""
     for name in ("custom_generate", "synced_gpus"):
-        if arguments.get(name):
-            raise UnsupportedError(f"{name} is served by the model's own generate")
+        refuse_if(arguments.get(name), f"{name}")
     given = [arguments[name] for name in ("past_key_values", "cache_params") if arguments.get(name) is not None]
-    if not all(getattr(cache, CONTINUED, None) is not None for cache in given):
-        raise UnsupportedError(OWN_CACHE)
-    if (
-        torch.distributed.is_available()
-        and torch.distributed.is_initialized()
-        and torch.distributed.get_world_size() > 1
-    ):
-        raise UnsupportedError("several processes generate together")
+    refuse_if(not all(getattr(cache, CONTINUED, None) is not None for cache in given), OWN_CACHE)
+    initialized = torch.distributed.is_available() and torch.distributed.is_initialized()
+    refuse_if(initialized and torch.distributed.get_world_size() > 1, "several processes generate together")
 
 
 def take_stop_strings(model: Any, arguments: dict[str, Any]) -> None:
-    """Turns `stop_strings` and `tokenizer` into a criterion: generate drops the tokenizer of a custom decoding loop.
-
-    Raises:
-        UnsupportedError: They stand in a generation config, or the tokenizer is needed for more.
-    """
+    """Turns `stop_strings` and `tokenizer` into a criterion: generate drops the tokenizer of a custom decoding loop."""
+    # UnsupportedError: they stand in a generation config, or the tokenizer is needed for more.
     configs = [c for c in (arguments.get("generation_config"), model.generation_config) if c is not None]
     if arguments.get("token_healing") or any(getattr(c, "token_healing", False) for c in configs):
-        raise UnsupportedError("token healing is served by the model's own generate")
-    if any(getattr(c, "stop_strings", None) for c in configs):
-        raise UnsupportedError("stop_strings of a generation config are served by the model's own generate")
+        raise UnsupportedError("token healing")
+    refuse_if(any(getattr(c, "stop_strings", None) for c in configs), "stop_strings of a generation config")
     if arguments.get("stop_strings") and arguments.get("tokenizer") is not None:
         criterion = StopStringCriteria(arguments["tokenizer"], arguments.pop("stop_strings"))
         arguments["stopping_criteria"] = StoppingCriteriaList([*(arguments.get("stopping_criteria") or ()), criterion])
+
+
+def ask_for_cache(model: Any, arguments: dict[str, Any]) -> None:
+    """Turns the cache on where the model's own defaults leave it out, as MPT's do, and the caller says nothing."""
+    own = arguments.get("generation_config")
+    if arguments.get("use_cache") is None and getattr(own, "use_cache", None) is None:
+        configs = (model.generation_config, model.config.get_text_config(decoder=True))
+        if any(getattr(config, "use_cache", None) is False for config in configs):
+            arguments["use_cache"] = True
 
 
 def check_mode(model: Any, arguments: dict[str, Any]) -> None:
@@ -120,8 +131,7 @@ def check_mode(model: Any, arguments: dict[str, Any]) -> None:
         given = {name: value for name, value in arguments.items() if name in vars(model.generation_config)}
         config, _ = model._prepare_generation_config(own, **given)
         mode = config.get_generation_mode(arguments.get("assistant_model"))
-        if "/" in GENERATION_MODES_MAPPING[mode]:
-            raise UnsupportedError(f"generation mode {mode.value} is served by the model's own generate")
+        refuse_if("/" in GENERATION_MODES_MAPPING[mode], f"generation mode {mode.value}")
 
 
 def check_loop(loop: Loop) -> None:
@@ -130,40 +140,28 @@ def check_loop(loop: Loop) -> None:
     prepare = vars(model).get("prepare_inputs_for_generation", type(model).prepare_inputs_for_generation)
     if not str(getattr(prepare, "__module__", "")).startswith("transformers."):
         raise UnsupportedError("prepare_inputs_for_generation is overridden")
-    if model.training:
-        raise UnsupportedError("the model is in training mode; call model.eval()")
+    refuse_if(model.training, "the model is in training mode; call model.eval()")
     if torch.is_autocast_enabled(model.device.type):
         raise UnsupportedError("autocast is on, and keys and values would not be those computed without it")
-    if not kwargs.get("use_cache", True):
-        raise UnsupportedError("use_cache=False asks for no cache")
+    refuse_if(not kwargs.get("use_cache", True), "use_cache=False asks for no cache")
     if config.cache_implementation is not None:
         raise UnsupportedError("cache_implementation asks for another cache", config.cache_implementation)
-    if type(kwargs.get(loop.cache_name)) is not DynamicCache:
-        raise UnsupportedError("its state is not kept in a transformers cache")
+    refuse_if(type(kwargs.get(loop.cache_name)) is not DynamicCache, "its state is not kept in a transformers cache")
     encoded = kwargs.get("mm_encoder_outputs")
     given = [k for k, v in kwargs.items() if v is not None and not (v is encoded and not any((v or {}).values()))]
     other = sorted(set(given) - SERVED_ARGUMENTS)
-    if other:
-        raise UnsupportedError(f"arguments that could change what a token's KV is: {', '.join(other)}")
+    refuse_if(other, f"arguments that could change what a token's KV is: {', '.join(other)}")
     types = [kwargs[k] for k in ("token_type_ids", "mm_token_type_ids") if kwargs.get(k) is not None]
     if loop.images is None and any(bool(t.any()) for t in types):
         raise UnsupportedError("token types could change what a token's KV is")
     ids, mask, positions = loop.input_ids, kwargs.get("attention_mask"), kwargs.get("position_ids")
-    if ids.dim() != 2 or ids.shape[1] == 0:
-        raise UnsupportedError("input_ids hold no prompt", f"shape {list(ids.shape)}")
-    if mask is not None and mask.dim() != 2:
-        raise UnsupportedError("attention_mask has more than two dimensions")
+    refuse_if(ids.dim() != 2 or ids.shape[1] == 0, "input_ids hold no prompt", f"shape {list(ids.shape)}")
+    refuse_if(mask is not None and mask.dim() != 2, "attention_mask has more than two dimensions")
     if loop.images is not None:
         if config.prefill_chunk_size:
             raise UnsupportedError("chunks of a prompt may cut an image")
     elif positions is not None and not _are_expected(positions, ids, mask):
         raise UnsupportedError("position_ids are not those of the tokens that attention_mask leaves")
-
-
-def call_keys(loop: Loop) -> tuple[str, ...]:
-    """Extra keys of a call: arguments that change KV without saying so in a token."""
-    given = loop.model_kwargs.get("token_type_ids") is not None
-    return ("token_type_ids",) if given else ()
 
 
 def _are_expected(positions: torch.Tensor, input_ids: torch.Tensor, mask: torch.Tensor | None) -> bool:
@@ -227,6 +225,12 @@ def _rope_parameters(config: Any) -> Iterator[dict[str, Any]]:
         yield from (value for value in rope.values() if isinstance(value, dict))
     else:
         yield rope
+
+
+def modeling_globals(model: torch.nn.Module) -> list[dict[str, Any]]:
+    """The globals of the files that define the forwards of a model's modules, each once."""
+    found = [getattr(inspect.unwrap(kind.forward), "__globals__", {}) for kind in {type(m) for m in model.modules()}]
+    return list({id(names): names for names in found}.values())
 
 
 @contextmanager

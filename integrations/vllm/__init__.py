@@ -7,9 +7,7 @@ be named in vLLM's own options; see docs/vllm.md. vLLM is imported where it is u
 
 from __future__ import annotations
 
-import os
-
-from .features import FEATURES, enable
+from .features import FEATURES, enable, enable_by_environment
 from .versions import UnsupportedVersionError, check_version
 
 __all__ = ["FEATURES", "UnsupportedVersionError", "check_version", "enable", "register"]
@@ -21,12 +19,12 @@ def register() -> None:
     vLLM calls it in every process, more than once in some.
 
     Raises:
-        ValueError: A name that is no feature.
+        ValueError: A name that is no feature, or another variable PC_VLLM_* with a name or a value that is not known.
+            When an engine is made then, an option is refused whose feature it does not use.
         UnsupportedVersionError: A vLLM whose interfaces are not those this package was written for.
 
     Examples:
         >>> from pc.integrations.vllm import register
         >>> register()  # what vLLM calls; PC_VLLM names no feature here
     """
-    names = [name.strip() for name in os.environ.get("PC_VLLM", "").split(",")]
-    enable(*(name for name in names if name))
+    enable_by_environment()

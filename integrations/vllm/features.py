@@ -1,47 +1,46 @@
-"""Switches features on in this process, each once."""
+"""Switches features on in this process, each once, checks their options, and says in the log what is in use."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import importlib
+import os
+import sys
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from ...cache.policies import POLICIES
 from .versions import check_version
 
-_configure: dict[str, Callable[[Any], None]] = {}
-"""By feature: what it sets in a configuration of vLLM that its user has left open."""
+VARIABLE = "PC_VLLM"
+"""Names the features; further variables begin like it and set options of one feature each."""
+
+LOGGER = "vllm.pc"
+"""vLLM shows what loggers below its own say."""
+
+HIDDEN_STATES_OPTIONS = (
+    *("pc_hidden_states_device", "pc_hidden_states_bytes", "pc_hidden_states_waiting_bytes"),
+    *("pc_hidden_states_dir", "pc_hidden_states_dir_bytes", "pc_hidden_states_dir_seconds"),
+)
+"""In `additional_config`: see `HiddenStatesWorker`."""
+
+VLLMS_WORKERS = ("auto", "vllm.v1.worker.cpu_worker.CPUWorker", "vllm.v1.worker.gpu_worker.Worker")
+
+_BACKEND = f"{__package__}.attention.PagedAttentionBackend"
+
+_enabled: set[str] = set()
 
 
 def _enable_attention() -> None:
+    from vllm.v1.attention import selector
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
+    from .attention.builder import follow_common_prefixes
+
     # CUSTOM is what users name elsewhere; vLLM's CPU platform takes CPU_ATTN whatever is named.
-    register_backend(AttentionBackendEnum.CUSTOM, f"{__package__}.attention.PagedAttentionBackend")
-    register_backend(AttentionBackendEnum.CPU_ATTN, f"{__package__}.attention.PagedAttentionBackend")
-
-    from .attention.common_prefix import follow_common_prefixes
-
+    register_backend(AttentionBackendEnum.CUSTOM, _BACKEND)
+    register_backend(AttentionBackendEnum.CPU_ATTN, _BACKEND)
+    selector._cached_get_attn_backend.cache_clear()  # what earlier engines of this process chose
     follow_common_prefixes()
-
-
-def _enable_eviction() -> None:
-    def configure(vllm_config: Any) -> None:
-        scheduler = vllm_config.scheduler_config
-        if scheduler.scheduler_cls is None:
-            kind = "AsyncPolicyScheduler" if scheduler.async_scheduling else "PolicyScheduler"
-            scheduler.scheduler_cls = f"{__package__}.eviction.{kind}"
-
-    _configure["eviction"] = configure
-    _hook_configurations()
-
-
-def _enable_hidden_states() -> None:
-    def configure(vllm_config: Any) -> None:
-        parallel = vllm_config.parallel_config
-        if parallel.worker_cls in ("vllm.v1.worker.cpu_worker.CPUWorker", "vllm.v1.worker.gpu_worker.Worker"):
-            parallel.worker_cls = f"{__package__}.hidden_states.HiddenStatesWorker"
-
-    _configure["hidden_states"] = configure
-    _hook_configurations()
 
 
 def _enable_omni() -> None:
@@ -59,27 +58,10 @@ def _enable_omni() -> None:
         module.get_prefix_cache_group_view = make_view
 
 
-def _hook_configurations() -> None:
-    """Lets `_configure` see every configuration right after vLLM has completed it."""
-    from vllm.config import VllmConfig
-
-    complete = VllmConfig.__post_init__
-    if getattr(complete, "completes_for_pc", False):
-        return
-
-    def complete_and_configure(self: Any) -> None:
-        complete(self)
-        for configure in _configure.values():
-            configure(self)
-
-    complete_and_configure.completes_for_pc = True  # type: ignore[attr-defined]
-    VllmConfig.__post_init__ = complete_and_configure
-
-
 FEATURES: dict[str, Callable[[], None]] = {
     "attention": _enable_attention,
-    "eviction": _enable_eviction,
-    "hidden_states": _enable_hidden_states,
+    "eviction": lambda: None,  # what they set in configurations is all, see `_complete`
+    "hidden_states": lambda: None,
     "omni": _enable_omni,
 }
 """What `PC_VLLM` may name."""
@@ -105,8 +87,131 @@ def enable(*names: str) -> None:
     """
     for name in names:
         if name not in FEATURES:
-            raise ValueError(f"PC_VLLM: got {name!r}, needs some of {', '.join(FEATURES)}")
+            raise ValueError(f"{VARIABLE}: got {name!r}, needs some of {', '.join(FEATURES)}")
     for name in names:
         check_version(name)
     for name in names:
         FEATURES[name]()
+        _enabled.add(name)
+    if names:
+        _hook_configurations()
+
+
+def enable_by_environment() -> None:
+    """Switches on what the environment names, once all of its variables have been looked at; raises as `register`."""
+    given = [name.strip() for name in os.environ.get(VARIABLE, "").split(",")]
+    for variable in os.environ:
+        if variable.startswith(f"{VARIABLE}_") and variable != "PC_VLLM_POLICY":
+            raise ValueError(f"{variable}: got an unknown variable, needs {VARIABLE} or PC_VLLM_POLICY")
+    policy = os.environ.get("PC_VLLM_POLICY")
+    if policy and policy not in POLICIES:
+        raise ValueError(f"PC_VLLM_POLICY: got {policy!r}, needs one of {', '.join(sorted(POLICIES))}")
+    enable(*(name for name in given if name))
+    if policy:
+        _hook_configurations()  # a scheduler named in vLLM's own options may ask for it
+
+
+def additional_config(vllm_config: Any) -> dict[str, Any]:
+    """`additional_config` of the engine, {} where it is none of options by name."""
+    given = getattr(vllm_config, "additional_config", None)
+    return given if isinstance(given, dict) else {}
+
+
+def chosen_policy(vllm_config: Any) -> str:
+    """The policy's name: `additional_config={"pc_policy": ...}`, else the variable PC_VLLM_POLICY, else default."""
+    return str(additional_config(vllm_config).get("pc_policy") or os.environ.get("PC_VLLM_POLICY") or "default")
+
+
+def check_options(vllm_config: Any) -> None:
+    """Refuses, by ValueError, options of this package that are not known or whose feature is off."""
+    scheduler = vllm_config.scheduler_config.scheduler_cls
+    no_policy = scheduler is None or (isinstance(scheduler, str) and scheduler.startswith("vllm."))
+    no_rows = vllm_config.parallel_config.worker_cls in VLLMS_WORKERS
+    if os.environ.get("PC_VLLM_POLICY") and no_policy:
+        got = f"PC_VLLM_POLICY: got {os.environ['PC_VLLM_POLICY']!r} for vLLM's own scheduler"
+        raise ValueError(f"{got}, needs PC_VLLM=eviction, or a scheduler_cls that reads it")
+    known = ("pc_policy", *HIDDEN_STATES_OPTIONS)
+    for name in additional_config(vllm_config):
+        if name == "pc_policy" and no_policy:
+            raise ValueError("pc_policy: got one for vLLM's own scheduler, needs PC_VLLM=eviction")
+        if name in HIDDEN_STATES_OPTIONS and no_rows:
+            raise ValueError(f"{name}: got one for vLLM's own worker, needs PC_VLLM=hidden_states")
+        if name.startswith("pc_") and name not in known:
+            raise ValueError(f"additional_config: got {name!r}, needs some of {', '.join(known)}")
+
+
+def announce(vllm_config: Any) -> None:
+    """Says in vLLM's log, once in a process, what of this package an engine uses."""
+    from vllm.logger import init_logger
+
+    init_logger(LOGGER).info_once(describe(vllm_config))
+
+
+def describe(vllm_config: Any) -> str:
+    """What of this package an engine with this configuration uses, in one line."""
+    active = [*_attention_in_use(vllm_config)]
+    scheduler = _class_name(vllm_config.scheduler_config.scheduler_cls)
+    worker = _class_name(vllm_config.parallel_config.worker_cls)
+    if scheduler.endswith("PolicyScheduler"):
+        policy = chosen_policy(vllm_config)
+        kind = POLICIES[policy].__name__ if policy in POLICIES else "unknown"
+        active.append(f"eviction ({scheduler}, policy {policy}: {kind})")
+    if worker.endswith("HiddenStatesWorker"):
+        given = additional_config(vllm_config)
+        options = [f"{name}={given[name]!r}" for name in HIDDEN_STATES_OPTIONS if name in given]
+        active.append(f"hidden_states ({', '.join([worker, *options])})")
+    omni = sys.modules.get("vllm_omni.core.prefix_cache")
+    if str(getattr(getattr(omni, "OmniPrefixCacheManager", None), "__module__", "")).startswith(str(__package__)):
+        active.append("omni (OmniPrefixCacheManager)")
+    versions = [f"{name} {importlib.import_module(name).__version__}" for name in ("pc", "vllm")]
+    return f"{', '.join(versions)}: {'; '.join(active) or 'no feature is in use'}"
+
+
+def _attention_in_use(vllm_config: Any) -> Sequence[str]:
+    """What attention to tell of: nothing where ours is not registered."""
+    from vllm.platforms import current_platform
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    name = "CPU_ATTN" if current_platform.is_cpu() else "CUSTOM"
+    try:
+        if AttentionBackendEnum[name].get_path() != _BACKEND:
+            return ()
+    except ValueError:  # nothing is registered
+        return ()
+    given = getattr(vllm_config, "attention_config", None)
+    chosen = [getattr(given, "backend", None), *(getattr(given, "backend_per_kind", None) or {}).values()]
+    if name == "CUSTOM" and AttentionBackendEnum.CUSTOM not in chosen:
+        return ("attention (not in use: needs --attention-backend CUSTOM)",)
+    return (f"attention (PagedAttentionBackend as {name})",)
+
+
+def _class_name(given: Any) -> str:
+    return given.rpartition(".")[2] if isinstance(given, str) else getattr(given, "__name__", "")
+
+
+def _complete(vllm_config: Any) -> None:
+    """Sets what the user has left open, checks this package's options, and says what is in use."""
+    scheduler, parallel = vllm_config.scheduler_config, vllm_config.parallel_config
+    if "eviction" in _enabled and scheduler.scheduler_cls is None:
+        kind = "AsyncPolicyScheduler" if scheduler.async_scheduling else "PolicyScheduler"
+        scheduler.scheduler_cls = f"{__package__}.eviction.{kind}"
+    if "hidden_states" in _enabled and parallel.worker_cls in VLLMS_WORKERS[1:]:
+        parallel.worker_cls = f"{__package__}.hidden_states.HiddenStatesWorker"
+    if vllm_config.model_config is not None:  # an engine's
+        check_options(vllm_config)
+        announce(vllm_config)
+
+
+def _hook_configurations() -> None:
+    """Sees every configuration right after vLLM has completed it."""
+    from vllm.config import VllmConfig
+
+    complete = VllmConfig.__post_init__
+    if not getattr(complete, "completes_for_pc", False):
+
+        def complete_both(self: Any) -> None:
+            complete(self)
+            _complete(self)
+
+        complete_both.completes_for_pc = True  # type: ignore[attr-defined]
+        VllmConfig.__post_init__ = complete_both

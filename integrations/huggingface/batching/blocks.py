@@ -1,59 +1,88 @@
 """What transformers' scheduler asks of its cache, answered from a `CacheManager`: one object for each session.
 
 Blocks are taken when tokens are scheduled and evicted one at a time by the manager's policy; those of ended requests
-stay findable for every later session of the model. A cached block is as good as a free one to whoever needs room, so
-there is nothing to evict at once.
+stay published for every later session of the model.
 """
 
 from __future__ import annotations
 
+import itertools
+import threading
 import weakref
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 from ....cache import CacheManager, OutOfBlocks
-from ....cache.allocation import Pairs
+from ....cache.allocation import CacheStats, Pairs
+from ..paged.layers import PagedStorage
 from ..store import free
-from .allocator import NAME, Allocator, NoSectors
-from .shared import SharedBlocks
-from .step import Row
+
+NAME = "full_attention"  # the one name that transformers' buffers know the blocks by, whatever layers they belong to
+
+
+class SharedBlocks:
+    """What the sessions of one model share: the manager, what its blocks hold, and counts."""
+
+    def __init__(self, manager: CacheManager[Any, Any, Any], storage: PagedStorage) -> None:
+        self.manager, self.storage = manager, storage
+        self.num_groups = len(manager.groups)
+        self.unserved = [0, 0, 0]  # requests, tokens and hits of searches taken back, not to be counted twice
+        self._lock = threading.Lock()
+        self._sessions: weakref.WeakSet[ScheduledBlocks] = weakref.WeakSet()
+        self._numbers = itertools.count()
+
+    def join(self, session: ScheduledBlocks) -> int:
+        """The number of a new session."""
+        with self._lock:
+            self._sessions.add(session)
+            return next(self._numbers)
+
+    def take_back(self, prompt: int, hits: int) -> None:
+        """Leaves a search out of the counts."""
+        with self._lock:
+            self.unserved = [a + b for a, b in zip(self.unserved, (1, prompt, hits), strict=True)]
+
+    def first_holder(self) -> int:
+        """The lowest number of a session with requests."""
+        with self._lock:
+            return min((session.number for session in self._sessions if session.holds), default=-1)
+
+    def stats(self) -> CacheStats:
+        """The manager's counts without searches that were taken back."""
+        counts = self.manager.stats()
+        requests, tokens, hits = self.unserved
+        by_cause = counts.hit_tokens_by_cause | {"prefix": counts.hit_tokens_by_cause["prefix"] - hits}
+        return replace(
+            counts,
+            total_requests=counts.total_requests - requests,
+            queried_tokens=counts.queried_tokens - tokens,
+            hit_tokens=counts.hit_tokens - hits,
+            hit_tokens_by_cause=by_cause,
+        )
+
+
+class ScheduledTokens(NamedTuple):
+    """Tokens of one request in a step: `length` of them, the first at position `start`."""
+
+    key: Any  # the request in the manager
+    start: int
+    length: int  # 0 for a request that waits to be forked
+    written: int  # tokens at the start of the request whose KV is in blocks already
 
 
 @dataclass
 class Held:
-    """A request that was started in the manager.
+    """A request that was started in the manager."""
 
-    Attributes:
-        key: Its name there.
-        written: Tokens at its start whose KV is there already.
-        searched: Tokens of its prompt, and those of them that were found.
-    """
-
-    key: Any
-    written: int = 0
-    searched: tuple[int, int] = (0, 0)
+    key: Any  # its name there
+    written: int = 0  # tokens at its start whose KV is there already
+    searched: tuple[int, int] = (0, 0)  # tokens of its prompt, and those of them that were found
 
 
 class ScheduledBlocks:
-    """Stands in for transformers' `PagedAttentionCache`, for one session.
-
-    Only the session's own thread calls it.
-
-    Args:
-        shared: The model's blocks.
-        keys: What KV depends on besides tokens, asked for at the start of every request.
-        sharing: Whether a request may use blocks of another one.
-        max_batch_tokens: Tokens of a step at most.
-
-    Attributes:
-        number: Of the session; where none can go on, those with lower numbers go first.
-        capacity: Tokens of the longest request there is room for.
-        waiting: The scheduler's waiting requests by id.
-        refused: Requests that got no room in the schedule under way.
-        scheduled: Requests that got room in it.
-        arrived: Requests that came in with it.
-    """
+    """Stands in for transformers' `PagedAttentionCache`, for one session, whose own thread alone calls it."""
 
     read_cache_limit = 0  # nothing is read through an index: no budget of reads, and no memory for one
     max_tokens_read = 1
@@ -63,25 +92,26 @@ class ScheduledBlocks:
     def __init__(
         self, shared: SharedBlocks, keys: Callable[[], tuple[str, ...]], sharing: bool, max_batch_tokens: int
     ) -> None:
-        self.shared, self._keys = shared, keys
+        self.shared, self._keys = shared, keys  # what KV depends on besides tokens, asked for as a request starts
         self.manager, self.storage = shared.manager, shared.storage
-        self.number = shared.join(self)
         self.num_blocks = min(pool.num_blocks for pool in self.manager.pools)
-        self.capacity = self.num_blocks * self.manager.block_size
+        self.capacity = self.num_blocks * self.manager.block_size  # tokens of the longest request there is room for
         self.max_batch_tokens = min(max_batch_tokens, max(self.capacity // 2, 1))
-        self.bytes_per_sector = self.storage.bytes_per_block()
+        self.bytes_per_sector = self.storage.bytes_per_block
         self.use_prefix_sharing = self.allow_block_sharing = sharing
         self.cache_allocators = {NAME: Allocator(self)}
-        self.pool = NoSectors()
-        self.waiting: dict[str, Any] = {}
+        self.pool = SimpleNamespace(try_to_free_sectors=lambda: None)  # there are no sectors of kinds of layers
+        self.waiting: dict[str, Any] = {}  # the scheduler's
+        # Requests of the schedule under way: those that got no room, those that did, and those that came in with it.
         self.refused: list[Any] = []
         self.scheduled: set[Hashable] = set()
         self.arrived: set[str] = set()
         self._held: dict[str, Held] = {}
         self._deferred: set[str] = set()
-        self._rows: list[Row] = []
+        self._rows: list[ScheduledTokens] = []
         self._copies: list[tuple[int, Pairs]] = []
         weakref.finalize(self, _free_all, self.manager, self._held).atexit = False
+        self.number = shared.join(self)  # where none can go on, sessions with lower numbers go first
 
     @property
     def holds(self) -> bool:
@@ -96,7 +126,7 @@ class ScheduledBlocks:
         self._deferred.clear()
         self._rows = []
 
-    def take_step(self) -> tuple[list[Row], list[tuple[int, Pairs]]]:
+    def take_step(self) -> tuple[list[ScheduledTokens], list[tuple[int, Pairs]]]:
         """The rows of the batch that was prepared, and the block copies that go before it."""
         rows, copies = self._rows, self._copies
         self._rows, self._copies = [], []
@@ -105,45 +135,29 @@ class ScheduledBlocks:
     def others_hold(self) -> bool:
         """Whether other sessions hold blocks that this one does not."""
         keys = [held.key for held in self._held.values()]
-        groups = range(len(self.storage.groups))
+        groups = range(self.shared.num_groups)
         mine = {(g, block) for key in keys for g in groups for block in self.manager.block_table(key, g).tolist()}
         return bool(self.manager.stats().held_blocks > sum(block >= 0 for _, block in mine))
-
-    def is_first(self) -> bool:
-        """Whether it is the first of the sessions with requests."""
-        return self.shared.first_holder() == self.number
 
     def let_go(self) -> None:
         """Gives back what was found for waiting requests without room: the session that goes first may need it."""
         for request_id in [request_id for request_id in self._held if request_id in self.waiting]:
-            self._give_up(request_id)
+            self._take_back(request_id)
 
     # What the scheduler asks, in the order of a request's life.
 
     def search_prefix_match(self, request_id: str, prompt_ids: list[int]) -> int:
-        """Starts a request on the blocks that are cached of its prompt.
-
-        A prompt whose next block is computed in this very step waits for it: it gets no room this time.
-
-        Returns:
-            How many tokens need not be computed; at least one is left.
-        """
-        self._give_up(request_id)
+        """Starts a request on the cached blocks of its prompt; how many tokens they are: at least one is left."""
+        self._take_back(request_id)
         allocation = self._start(self.waiting[request_id], prompt_ids)
-        if allocation.wait_for in self.scheduled:
-            self._give_up(request_id)
+        if allocation.wait_for in self.scheduled:  # its next block is computed in this very step: no room this time
+            self._take_back(request_id)
             self._deferred.add(request_id)
             return 0
         return int(allocation.num_cached_tokens)
 
     def can_store_request_tokens(self, state: Any, request_len: int, dry_run: bool = False) -> bool:
-        """Takes the blocks for a request's next tokens, or changes nothing and says that there are too few.
-
-        Args:
-            state: Transformers' state of the request.
-            request_len: How many tokens.
-            dry_run: Only say.
-        """
+        """Takes the blocks for a request's next tokens, or changes nothing and says that there are too few."""
         if dry_run:
             needed = self.blocks_needed(state.request_id, state.current_len(), request_len)
             return self.count_storable_requests([{NAME: needed}]) == 1
@@ -159,7 +173,7 @@ class ScheduledBlocks:
             except OutOfBlocks:
                 self.refused.append(state)
                 return False
-            for group in range(len(self.storage.groups)):
+            for group in range(self.shared.num_groups):
                 pairs = allocation.group_copies(group)
                 if pairs:
                     self._copies.append((group, pairs))
@@ -180,10 +194,10 @@ class ScheduledBlocks:
     ) -> None:
         """Adds a request to the step; its slots are computed with those of all others."""
         held = self._held[request_id]
-        self._rows.append(Row(held.key, past_length, query_length, held.written))
+        self._rows.append(ScheduledTokens(held.key, past_length, query_length, held.written))
 
     def mark_complete_blocks(self, state: Any, complete_blocks: dict[str, int]) -> None:
-        """Makes what a request has computed findable."""
+        """Publishes what a request has computed."""
         held = self._held.get(state.request_id)
         if held is not None and any(self.manager.commit(held.key, state.current_len())):
             # The step that read replaced blocks is over: they go back now, not when there is room for the next one.
@@ -208,7 +222,7 @@ class ScheduledBlocks:
         """Nothing: a fork copies nothing yet."""
 
     def free_blocks(self, request_id: str, no_cache: bool = False) -> None:
-        """Ends a request, if it was started; its complete blocks stay findable, offloaded or not."""
+        """Ends a request, if it was started; its complete blocks stay published, offloaded or not."""
         held = self._held.pop(request_id, None)
         if held is not None:
             free(self.manager, held.key)
@@ -243,12 +257,10 @@ class ScheduledBlocks:
 
     def compute_free_capacity(self, relative: bool = True) -> float:
         """The share of blocks that can be taken, cached ones included, or their number; of the fullest group."""
-        if relative:
-            return min(pool.available / pool.num_blocks for pool in self.manager.pools)
-        return min(pool.available for pool in self.manager.pools)
+        return min(pool.available / (pool.num_blocks if relative else 1) for pool in self.manager.pools)
 
     def evict_cached_blocks(self) -> bool:
-        """False: cached blocks are evicted when somebody needs them, one at a time."""
+        """False: cached blocks are evicted when a request needs them, one at a time."""
         return False
 
     def _start(self, state: Any, prompt_ids: list[int]) -> Any:
@@ -263,12 +275,36 @@ class ScheduledBlocks:
         held.searched = (len(prompt_ids), allocation.num_cached_tokens)
         return allocation
 
-    def _give_up(self, request_id: str) -> None:
+    def _take_back(self, request_id: str) -> None:
         """Takes a search back, of a request that got no room for its first token."""
         held = self._held.get(request_id)
         if held is not None:
-            self.shared.give_up(*held.searched)
+            self.shared.take_back(*held.searched)
             self.free_blocks(request_id)
+
+
+class Allocator:
+    """The blocks as transformers' buffers and its offloading see them."""
+
+    index = 0
+    layer_type = NAME
+    blocks_per_sector = 1
+
+    def __init__(self, blocks: ScheduledBlocks) -> None:
+        self._blocks = weakref.ref(blocks)
+        self.block_table: dict[str, list[int]] = {}
+        self.tokens_per_page = blocks.manager.block_size
+        self.bytes_per_block = blocks.bytes_per_sector
+        self.write_trash_index = self.read_trash_index = 0
+
+    def get_seqlen_k(self, past_length: int, query_length: int) -> int:
+        """Tokens of a request at the end of a step."""
+        return past_length + query_length
+
+    def needs_new_blocks(self, request_id: str, past_length: int, query_length: int) -> int:
+        """See `ScheduledBlocks.blocks_needed`."""
+        blocks = self._blocks()
+        return 0 if blocks is None else blocks.blocks_needed(request_id, past_length, query_length)
 
 
 def _tokens(state: Any, start: int, end: int) -> list[int]:

@@ -2,34 +2,62 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import threading
-import warnings
 import weakref
-from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from packaging.version import InvalidVersion, Version
 
-from ....cache import CacheManager
+from ....cache import CacheManager, FullAttention, Group, SlidingWindow
 from ....cache.allocation import CacheStats
-from ..calls import callers_level
-from ..enable import generating_model
+from ..calls import UnsupportedError, refuse_if
+from ..enable import ReplacedMethod, check_not_replaced, generating_model
 from ..identity import Identity, set_by_forward
-from ..memory import default_num_blocks
-from ..paged.layers import layer_windows
-from ..paged.probe import probe
-from ..salts import Salts
-from ..support import UnsupportedError, check_model, rope_keys
-from .blocks import ScheduledBlocks
-from .replaced import REPLACED, Initialize
-from .shared import SharedBlocks
-from .step import GroupedStorage, allocate_layers
-from .versions import check_version
+from ..paged.layers import PagedStorage, layer_windows
+from ..paged.packed import probe
+from ..settings import ScopedSetting, check_number, check_salt, default_num_blocks
+from ..support import check_model
+from .blocks import ScheduledBlocks, SharedBlocks
 
-KEPT = "_cached_continuous_batching_manager"
-"""Where transformers keeps a manager from one call to the next."""
-UNBOUNDED = 1 << 30
+OLDEST, NEWEST = "5.19", "5.23"
+PACKAGE = "transformers.generation.continuous_batching."
+
+_CONFIGS = "generation_config continuous_batching_config workload_hints"
+INTERFACES = {
+    "continuous_api:ContinuousMixin.init_continuous_batching": f"self {_CONFIGS}",
+    "continuous_api:ContinuousBatchingManager.__init__": f"self model {_CONFIGS}",
+    "continuous_api:ContinuousBatchingManager.switch_to_cb_friendly_attn": "self model auto_switch_to_flash",
+    "continuous_api:ContinuousBatchingManager.start": "self",
+    "continuous_api:ContinuousBatchingManager._create_batch_processor": "self",
+    "continuous_api:ContinuousBatchProcessor.__init__": (
+        "self cache config generation_config continuous_batching_config logit_processor input_queue cancel_queue "
+        "output_router background_thread_status model_device model_dtype scheduler distributed_helper"
+    ),
+    "continuous_api:ContinuousBatchProcessor.prepare_next_batch": "self",
+    "continuous_api:ContinuousBatchProcessor._generation_step": "self model",
+    "continuous_api:ContinuousBatchProcessor._handle_request_error": "self error state",
+    "continuous_api:OutputRouter.fail_and_deliver": "self state error",
+    "initialization:update_cb_config_after_cache_creation": "cb_config num_blocks max_batch_tokens",
+    "input_outputs:ContinuousBatchingIOs.get_model_kwargs": "self use_padding",
+    "input_outputs:ContinuousBatchingIOs.retrieve_device_outputs": "self",
+    "model_runner:ModelRunner.compute_batch": "self model batch_data",
+    "offloading_manager:OffloadingManager.offload_requests": "self",
+    "requests:RequestState.current_len": "self",
+    "requests:RequestState.create_equivalent_initial_request": "self",
+    "scheduler:Scheduler.__init__": "self cache safety_margin max_requests_per_batch",
+    "scheduler:Scheduler.add_waiting_request": "self state",
+    "scheduler:Scheduler.finish_request": "self request_id",
+}
+
+UNUSED = frozenset({"update", "fill_block_table", "get_cache_for_block_table", "get_block_table_key"})
+"""Methods of transformers' cache by which attention reads it; here attention reads blocks."""
+
+REPLACED = "init_continuous_batching"
+KEPT = "_cached_continuous_batching_manager"  # where transformers keeps a manager from one call to the next
 
 
 def enable_continuous_batching(
@@ -71,24 +99,15 @@ def enable_continuous_batching(
         [4, 4]
         >>> handle.disable()
     """
-    for name, value, least in (("num_blocks", num_blocks, 1), ("block_size", block_size, 4)):
-        if value is None and name == "num_blocks":
-            continue
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise TypeError(f"{name}: got {type(value).__name__}, needs an int")
-        if value < least:
-            raise ValueError(f"{name}: got {value}, needs at least {least}")
+    check_number("num_blocks", num_blocks, 1, optional=True)
+    check_number("block_size", block_size, 4)
     check_version(ScheduledBlocks)
     model = generating_model(model)
-    replaced = vars(model).get(REPLACED)
-    if isinstance(replaced, Initialize) and replaced.handle is not None:
-        raise ValueError("model: continuous batching is already enabled; call disable() on its handle first")
-    if replaced is not None and not isinstance(replaced, Initialize):
-        raise ValueError(f"model: its {REPLACED} was already replaced on this instance; undo that first")
+    check_not_replaced(model, REPLACED, "continuous batching")
     if getattr(model, KEPT, None) is not None:
         raise ValueError("model: keeps a manager of its own; call destroy_cached_continuous_batching_manager() first")
     handle = ContinuousBatching(model, num_blocks, block_size, policy)
-    vars(model)[REPLACED] = Initialize(model, handle)
+    vars(model)[REPLACED] = ReplacedMethod(model, REPLACED, handle.session)
     return handle
 
 
@@ -112,8 +131,8 @@ class ContinuousBatching:
         self._model: weakref.ref[Any] = weakref.ref(model)
         self._num_blocks, self._policy = num_blocks, policy
         self._lock = threading.RLock()
-        self._salts = Salts()
-        self._told: set[str] = set()
+        self._salt = ScopedSetting(check_salt)
+        self.told: set[str] = set()
         self._epoch = 0
         self._disabled = False
         CacheManager(1, block_size, policy=policy)  # a wrong policy is told of before the model is looked at
@@ -121,19 +140,25 @@ class ContinuousBatching:
 
     def _set_up(self, model: Any) -> None:
         """Looks at the model as it is now and makes empty blocks for it."""
+        num_layers = model.config.get_text_config(decoder=True).num_hidden_layers
         try:
             _check(model)
             with set_by_forward(model) as passing:
-                bytes_per_block = probe(model, self.block_size)
+                specs = probe(model, self.block_size)
+            refuse_if(len(specs) != num_layers, f"{len(specs)} of its {num_layers} layers cache keys and values")
             windows = layer_windows(model.config)
         except UnsupportedError as error:
             raise UnsupportedError(f"{type(model).__name__}: {error.reason}", error.detail) from error
         self._passing = frozenset(passing)
-        num_blocks = self._num_blocks or default_num_blocks(model, bytes_per_block, self.block_size)
-        num_layers = model.config.get_text_config(decoder=True).num_hidden_layers
-        storage = GroupedStorage(num_blocks, self.block_size, windows, num_layers)
-        allocate_layers(model, storage)
-        manager = CacheManager(num_blocks, self.block_size, policy=self._policy, groups=storage.groups.specs())
+        per_block = self.block_size * sum(spec.bytes_per_token for spec in specs.values())
+        num_blocks = self._num_blocks or default_num_blocks(model, per_block, self.block_size)
+        kinds = sorted({windows.get(layer, 0) for layer in specs})
+        groups: list[Group] = [SlidingWindow(window) if window else FullAttention() for window in kinds]
+        group_of = {layer: kinds.index(windows.get(layer, 0)) for layer in specs}
+        storage = PagedStorage(num_blocks, self.block_size, windows, group_of)
+        for layer, spec in specs.items():  # now, so that sessions of several threads find them there
+            storage.allocate(layer, spec)
+        manager = CacheManager(num_blocks, self.block_size, policy=self._policy, groups=groups)
         self._shared = SharedBlocks(manager, storage)
         self._placed = (model.dtype, model.device)
         self._identity = Identity(model, passing=self._passing)
@@ -162,7 +187,7 @@ class ContinuousBatching:
         Raises:
             TypeError: `salt` is None or of another type.
         """
-        return self._salts.within(salt)
+        return self._salt.within(salt)
 
     def reset(self) -> None:
         """Requests that start from now on share nothing with earlier ones, whose blocks go as room is needed."""
@@ -208,7 +233,7 @@ class ContinuousBatching:
 
     def current_salt(self) -> Any:
         """The salt of the thread that calls."""
-        return self._salts.current
+        return self._salt.current
 
     def shared(self, model: Any) -> SharedBlocks:
         """The blocks for the model as it is now: those of another dtype or device cannot hold its keys and values."""
@@ -230,35 +255,6 @@ class ContinuousBatching:
                 self._epoch += 1
             return (f"model {self._epoch}", *self._identity.adapter_keys())
 
-    def refusal(self, model: Any, tokens: Sequence[int], max_new_tokens: int | None, capacity: int) -> str | None:
-        """Why a request cannot be served; None when it can."""
-        vocabulary = model.get_input_embeddings().num_embeddings
-        if not tokens:
-            return "input_ids: got no token, needs one"
-        if not all(isinstance(token, int) for token in tokens) or min(tokens) < 0 or max(tokens) >= vocabulary:
-            return f"input_ids: got tokens out of range, needs integers from 0 to {vocabulary - 1}"
-        if len(tokens) > capacity:
-            return f"input_ids: got {len(tokens)} tokens, needs at most {capacity}, which the blocks hold"
-        try:
-            rope_keys(model.config, [0], len(tokens) + (UNBOUNDED if max_new_tokens is None else max_new_tokens))
-        except UnsupportedError as error:
-            return str(error)
-        return None
-
-    def tell_of_options(self, settings: Any, not_ours: dict[str, Any]) -> None:
-        """Warns once of each option of a continuous batching config that has no meaning here."""
-        default = type(settings)()
-        for name in (*not_ours, "num_blocks"):
-            value = getattr(settings, name)
-            if value in (getattr(default, name), not_ours.get(name)) or name in self._told:
-                continue
-            self._told.add(name)
-            warnings.warn(
-                f"continuous batching over blocks: {name}={value!r} has no meaning here and is left out",
-                UserWarning,
-                stacklevel=callers_level(),
-            )
-
 
 def _check(model: Any) -> None:
     """Raises UnsupportedError for a model that transformers' continuous batching, or the blocks, do not run."""
@@ -274,3 +270,42 @@ def _check(model: Any) -> None:
     check_model(model)
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         raise UnsupportedError("several processes generate together")
+
+
+def check_version(cache: type) -> None:
+    """Raises UnsupportedError unless transformers is in range and has every interface that is built on."""
+    # `cache` stands in for transformers' `PagedAttentionCache`: it has to have every method of it.
+    supported = f"transformers {OLDEST} to {NEWEST}"
+    version = str(importlib.import_module("transformers").__version__)  # a lazy module, which may be replaced
+    refuse_if(not _in_range(version), f"continuous batching needs {supported}, got {version}")
+    where = f"by continuous batching over blocks, written for {supported}, in {version}"
+    for name, parameters in INTERFACES.items():
+        found = list(inspect.signature(_find(name, where)).parameters)
+        if found != parameters.split():
+            raise UnsupportedError(f"{PACKAGE}{name} takes ({', '.join(found)}), not what is needed {where}")
+    theirs = _find("cache:PagedAttentionCache", where)
+    for name, method in inspect.getmembers(theirs, inspect.isfunction):
+        if not name.startswith("_") and name not in UNUSED:
+            ours, takes = getattr(cache, name, None), list(inspect.signature(method).parameters)
+            if ours is None or list(inspect.signature(ours).parameters) != takes:
+                raise UnsupportedError(f"PagedAttentionCache.{name}({', '.join(takes)}) is not known {where}")
+
+
+def _in_range(version: str) -> bool:
+    """Whether a version is of a series in range, its release candidates too; what is no version is not."""
+    try:
+        release = Version(version).release
+    except InvalidVersion:
+        return False
+    return Version(OLDEST).release <= release[:2] <= Version(NEWEST).release
+
+
+def _find(name: str, where: str) -> Any:
+    module, _, path = name.partition(":")
+    try:
+        found: Any = importlib.import_module(PACKAGE + module)
+        for part in path.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError) as error:
+        raise UnsupportedError(f"{PACKAGE}{name} is not there, needed {where}") from error
+    return found

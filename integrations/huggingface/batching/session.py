@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import copy
 import queue
-from typing import TYPE_CHECKING, Any
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
+import numpy as np
 import torch
 from transformers.generation.continuous_batching.continuous_api import (
     ContinuousBatchingManager,
@@ -20,16 +23,16 @@ from transformers.generation.continuous_batching.offloading_manager import Offlo
 from transformers.generation.continuous_batching.requests import RequestState, RequestStatus
 from transformers.generation.continuous_batching.scheduler import SCHEDULER_MAPPING, FIFOScheduler
 
-from .blocks import ScheduledBlocks
-from .step import Step
+from ....cache import CacheManager
+from ....cache.allocation import Pairs
+from ..calls import UnsupportedError, callers_level
+from ..paged.batch import PackedBatch
+from ..paged.layers import PagedCache
+from ..paged.packed import run
+from ..support import rope_keys
+from .blocks import ScheduledBlocks, ScheduledTokens, SharedBlocks
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from .enable import ContinuousBatching
-
-MAX_BATCH_TOKENS = 8192
-"""Tokens of a step where nobody says: transformers' own default."""
+MAX_BATCH_TOKENS = 8192  # tokens of a step by default: transformers' own default
 
 NOT_OURS: dict[str, Any] = {
     "use_cuda_graph": False,
@@ -41,6 +44,67 @@ NOT_OURS: dict[str, Any] = {
     "decode_compile_config": None,
 }
 """Options of transformers' config that have no meaning over blocks, and what they are set to."""
+
+UNBOUNDED = 1 << 30
+
+
+class SessionHandle(Protocol):
+    """What a session asks of the handle that made it."""
+
+    block_size: int
+    told: set[str]
+
+    def current_salt(self) -> Any:
+        """The salt of the thread that calls."""
+
+    def shared(self, model: Any) -> SharedBlocks:
+        """The blocks for the model as it is now."""
+
+    def blocks(self, model: Any, sharing: bool, max_batch_tokens: int) -> ScheduledBlocks:
+        """What stands in for transformers' cache in a session."""
+
+
+def passes(manager: CacheManager[Any, Any, Any], rows: Sequence[ScheduledTokens]) -> list[PackedBatch]:
+    """What the layers of each group share in a step, a token of padding at least; RuntimeError: one has no block."""
+    size = manager.block_size
+    counts = np.array([row.length for row in rows], np.int32)
+    starts = np.array([row.start for row in rows], np.int32)
+    of_row = np.repeat(np.arange(len(rows)), counts)
+    first = np.cumsum(counts) - counts
+    positions = np.arange(counts.sum()) - np.repeat(first - starts, counts)
+    known = positions < np.array([row.written for row in rows])[of_row]
+    made = []
+    for group in range(len(manager.groups)):
+        found = [manager.block_table(row.key, group) for row in rows]
+        tables = np.full((len(rows), max(1, *map(len, found))), -1, np.int32)
+        for line, table in zip(tables, found, strict=True):
+            line[: len(table)] = table
+        blocks = tables[of_row, positions // size].astype(np.int64)
+        if blocks.size and blocks.min() < 0:
+            raise RuntimeError(f"request {rows[of_row[blocks.argmin()]].key}: a token of this step has no block")
+        slots = np.where(known, -1, blocks * size + positions % size) if blocks.size else np.array([-1])
+        made.append(PackedBatch(slots, tables, starts + counts, counts))
+    return made
+
+
+class PackedStep:
+    """A model as transformers' runner calls it, over the blocks of one step, behind copies of block pairs by group."""
+
+    def __init__(
+        self, model: Any, shared: SharedBlocks, rows: Sequence[ScheduledTokens], copies: Sequence[tuple[int, Pairs]]
+    ) -> None:
+        self._model, self._copies = model, copies
+        self._cache = PagedCache(shared.storage, *passes(shared.manager, rows))
+
+    def _supports_logits_to_keep(self) -> bool:
+        return bool(self._model._supports_logits_to_keep())
+
+    def __call__(self, input_ids: torch.Tensor, position_ids: torch.Tensor, **kwargs: Any) -> Any:
+        """The model's output, see `run`."""
+        for group, pairs in self._copies:
+            self._cache.storage.copy(pairs, group)
+        keep = {name: kwargs[name] for name in ("logits_to_keep",) if name in kwargs}
+        return run(self._model, self._cache, input_ids.long(), position_ids.long(), **keep)
 
 
 class NoRoomYetError(Exception):
@@ -60,14 +124,7 @@ class SaltedState(RequestState):  # type: ignore[misc]  # transformers is untype
 
 
 class RequestQueue(queue.Queue):  # type: ignore[type-arg]
-    """Where requests come in: clients' threads put them, which decides their salt, and the loop's gets them.
-
-    Args:
-        maxsize: As of `queue.Queue`.
-        salt: The salt of the thread that calls it.
-        check: Says why a request cannot be served, or None; called by the loop's thread.
-        fail: Told of a request that cannot be served, and why.
-    """
+    """Where requests come in: clients' threads put them, which decides their salt, and the loop's gets them."""
 
     def __init__(
         self,
@@ -77,6 +134,7 @@ class RequestQueue(queue.Queue):  # type: ignore[type-arg]
         fail: Callable[[Any, Exception], None],
     ) -> None:
         super().__init__(maxsize)
+        # `check` says why a request cannot be served, or None; `fail` is told of such a one.
         self._salt, self._check, self._fail = salt, check, fail
 
     def put(self, item: Any, block: bool = True, timeout: float | None = None) -> None:
@@ -100,11 +158,7 @@ class Offloading(OffloadingManager):  # type: ignore[misc]
     processor: Any
 
     def offload_requests(self) -> bool:
-        """Makes room for starved requests by queueing others again.
-
-        Raises:
-            NoRoomYetError: Only another session can make room.
-        """
+        """Makes room by queueing others again; raises NoRoomYetError where only another session can make some."""
         if super().offload_requests():
             return True
         blocks: ScheduledBlocks = self.cache
@@ -115,7 +169,7 @@ class Offloading(OffloadingManager):  # type: ignore[misc]
             self._queue_again(active[-1])
             return True
         if blocks.others_hold():
-            if not blocks.is_first():
+            if blocks.shared.first_holder() != blocks.number:
                 if active:
                     self._queue_again(active[0])
                 blocks.let_go()
@@ -159,7 +213,7 @@ class Processor(ContinuousBatchProcessor):  # type: ignore[misc]
         batch = self.inputs_and_outputs.get_model_kwargs(use_padding=False)
         if not batch["input_ids"].shape[1]:  # requests that are only to be forked: a token of padding, to draw as ever
             batch["input_ids"] = batch["position_ids"] = batch["input_ids"].new_zeros(1, 1)
-        step = Step(model, self.cache.storage, self.cache.manager, rows, copies)
+        step = PackedStep(model, self.cache.shared, rows, copies)
         self.model_runner.compute_batch(step, batch)
         self.inputs_and_outputs.retrieve_device_outputs()
 
@@ -173,19 +227,11 @@ class Processor(ContinuousBatchProcessor):  # type: ignore[misc]
 
 
 class Session(ContinuousBatchingManager):  # type: ignore[misc]
-    """Transformers' manager over a model's blocks.
-
-    Args:
-        handle: The model's handle.
-        model: The model.
-        generation_config: As for transformers' manager.
-        continuous_batching_config: The same.
-        workload_hints: The same.
-    """
+    """Transformers' manager over a model's blocks; its arguments are theirs, behind the model's handle."""
 
     def __init__(
         self,
-        handle: ContinuousBatching,
+        handle: SessionHandle,
         model: Any,
         generation_config: Any,
         continuous_batching_config: Any,
@@ -193,7 +239,7 @@ class Session(ContinuousBatchingManager):  # type: ignore[misc]
     ) -> None:
         self._handle = handle
         settings = copy.deepcopy(continuous_batching_config)
-        handle.tell_of_options(settings, NOT_OURS)
+        _warn_of_options(settings, handle.told)
         for name, value in NOT_OURS.items():
             setattr(settings, name, value)
         settings.page_size, settings.num_blocks = handle.block_size, None
@@ -215,7 +261,7 @@ class Session(ContinuousBatchingManager):  # type: ignore[misc]
         super().start()
 
     def _refusal(self, state: Any) -> str | None:
-        """Why a request cannot be served; None when it can."""
+        """Why a request cannot be served; None when it can. Called by the loop's thread."""
         processor: Any = self.batch_processor
         if processor is None:
             return None
@@ -224,7 +270,20 @@ class Session(ContinuousBatchingManager):  # type: ignore[misc]
         if request_id in arrived or request_id in scheduler.active_requests or request_id in scheduler.waiting_requests:
             return f"request_id: got {request_id!r}, which is running, needs a new one"
         arrived.add(request_id)
-        return self._handle.refusal(self.model, state.initial_tokens, state.max_new_tokens, processor.cache.capacity)
+        tokens, capacity = state.initial_tokens, processor.cache.capacity
+        vocabulary = self.model.get_input_embeddings().num_embeddings
+        if not tokens:
+            return "input_ids: got no token, needs one"
+        if not all(isinstance(token, int) for token in tokens) or min(tokens) < 0 or max(tokens) >= vocabulary:
+            return f"input_ids: got tokens out of range, needs integers from 0 to {vocabulary - 1}"
+        if len(tokens) > capacity:
+            return f"input_ids: got {len(tokens)} tokens, needs at most {capacity}, which the blocks hold"
+        new = UNBOUNDED if state.max_new_tokens is None else state.max_new_tokens
+        try:
+            rope_keys(self.model.config, [0], len(tokens) + new)
+        except UnsupportedError as error:
+            return str(error)
+        return None
 
     def _create_batch_processor(self) -> Any:
         processor: Any = self.batch_processor
@@ -258,4 +317,19 @@ class Session(ContinuousBatchingManager):  # type: ignore[misc]
             model_dtype=self.model.dtype,
             scheduler=scheduler,
             distributed_helper=self.distributed_helper,
+        )
+
+
+def _warn_of_options(settings: Any, told: set[str]) -> None:
+    """Warns once of each option of a continuous batching config that has no meaning here."""
+    default = type(settings)()
+    for name in (*NOT_OURS, "num_blocks"):
+        value = getattr(settings, name)
+        if value in (getattr(default, name), NOT_OURS.get(name)) or name in told:
+            continue
+        told.add(name)
+        warnings.warn(
+            f"continuous batching over blocks: {name}={value!r} has no meaning here and is left out",
+            UserWarning,
+            stacklevel=callers_level(),
         )

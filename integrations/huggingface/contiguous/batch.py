@@ -10,89 +10,67 @@ import numpy as np
 import torch
 from transformers import DynamicCache
 
-from ..store import Lease, Store
-from .grouped import CHUNK
-from .hidden import HiddenRows
-from .layers import GrowingLayer, GrowingWindowLayer, attention_layers, like, num_tokens, release
-from .layout import lay_out, read, read_behind
-from .passes import forward
-from .pictures import Pictures
-from .prompts import Prompt, prompts_of
-from .rows import Rows
-from .states import take_states
+from ....cache.keys import Key
+from ..store import Lease
+from .layers import GrowingLayer, GrowingWindowLayer, attention_layers, like, num_tokens, release, take_states
+from .layout import forward, lay_out, read, read_behind
+from .moved import compute_moved
+from .prompts import Prompt, RowImages, prompts_of
+from .requests import PromptRequests
+from .storage import CHUNK
+from .store import ContiguousStore, HiddenStates
 
-FORWARD_COST = 24
-"""Tokens whose computing takes about as long as what a forward pass of any length costs besides."""
-ROOM = 256
-"""Tokens of answer for which there is room before buffers are enlarged."""
+FORWARD_COST = 24  # tokens whose computing takes about as long as what a forward pass of any length costs besides
+ROOM = 256  # tokens of answer for which there is room before buffers are enlarged
 
 
 @dataclass(frozen=True, eq=False)
 class Asked:
-    """What a call asks for.
+    """What a call asks for."""
 
-    Attributes:
-        input_ids: `[batch, length]`.
-        mask: `[batch, length]`, or None when no token is left out.
-        extra_keys: What KV depends on besides tokens.
-        salt: Whose blocks may be shared.
-        max_length: Tokens that a row has at the end at most.
-        reuse: Whether cached tokens are left out, or all is computed and only kept.
-        pictures: Images of the rows.
-        adapters: Of each row, where they differ; rows are then computed together.
-        continued: A cache of the first tokens of every row, which is gone on with in place of blocks.
-        alone: Whether it is one row without padding, which may go on with a cache that another call has left.
-        by_row: Whether the loop gives each row of the cache its row of the result.
-        eos: Tokens behind which a row is padding.
-        chunk: Tokens of a row that one pass computes at most, where layers have windows; None: as many as suit them.
-        hidden: Hidden states of cached tokens, where the result is to have them; only what has some is then read.
-    """
+    input_ids: torch.Tensor  # [batch, length]
+    mask: torch.Tensor | None  # [batch, length]; None where no token is left out
+    extra_keys: tuple[Any, ...]  # what KV depends on besides tokens
+    salt: Key  # whose blocks may be shared
+    max_length: int  # of a row at the end
+    reuse: bool = True  # whether cached tokens are left out, or all is computed and only kept
+    images: RowImages | None = None
+    adapters: list[str] | None = None  # of each row, where they differ; rows are then computed together
+    continued: DynamicCache | None = None  # of the first tokens of every row, gone on with in place of blocks
+    by_token: bool = False  # whether the loop computes each row token by token, over keys and values alone
+    by_row: bool = True  # whether the loop gives each row of the cache its row of the result
+    eos: frozenset[int] = frozenset()  # tokens behind which a row is padding
+    hidden: HiddenStates | None = None  # where the result is to have them; only what has some is then read
+    chunk: int | None = None  # tokens of a row that one pass computes at most, where layers have windows
 
-    input_ids: torch.Tensor
-    mask: torch.Tensor | None
-    extra_keys: tuple[Any, ...]
-    salt: Any
-    max_length: int
-    reuse: bool = True
-    pictures: Pictures | None = None
-    adapters: list[str] | None = None
-    continued: DynamicCache | None = None
-    alone: bool = False
-    by_row: bool = True
-    eos: frozenset[int] = frozenset()
-    hidden: HiddenRows | None = None
-    chunk: int | None = None
+    @property
+    def alone(self) -> bool:
+        """Whether it is one row without padding, which may go on with a cache that another call has left."""
+        single = self.by_token and len(self.input_ids) == 1 and self.mask is None
+        return single and self.adapters is None and self.continued is None
 
 
 class Batch:
-    """The batch of one call as prompts over a store.
+    """The batch of one call as prompts over a store; the caller keeps the lease. OutOfBlocks: it does not fit."""
 
-    Args:
-        model: The model.
-        store: Where KV is kept.
-        asked: What the call asks for.
-        lease: Of `store`; kept by the caller as long as the call lasts.
-
-    Raises:
-        OutOfBlocks: The prompts do not fit.
-    """
-
-    def __init__(self, model: Any, store: Store, asked: Asked, lease: Lease) -> None:
+    def __init__(self, model: Any, store: ContiguousStore, asked: Asked, lease: Lease) -> None:
         self.model = model
         self.store = store
         self.batch, self.length = asked.input_ids.shape
         # Behind a document for a question too, which then goes on with the cache in place.
         self.room = max(1, min(max(asked.max_length - self.length, self.length // 8), ROOM))
-        self.pictures = asked.pictures
+        self.images = asked.images
         self._asked, self._hidden = asked, asked.hidden
-        self.prompts = prompts_of(asked.input_ids, asked.mask, asked.pictures, asked.adapters)
-        self.rows = Rows(store, asked.extra_keys, asked.salt, lease)
+        self.prompts = prompts_of(asked.input_ids, asked.mask, asked.images, asked.adapters)
+        plain = asked.hidden is None and asked.images is None and asked.adapters is None and asked.continued is None
+        self.requests = PromptRequests(store, asked.extra_keys, asked.salt, lease, anywhere=asked.reuse and plain)
         self.cache: DynamicCache = None
-        self.start = 0
+        self.start = 0  # columns that the cache has when the loop begins
+        self.computed_for_hidden = 0  # cached tokens without the hidden states that are asked for
         try:
             for prompt in self.prompts:
                 if len(prompt.tokens):
-                    self.rows.admit(prompt, asked.reuse and asked.continued is None)
+                    self.requests.admit(prompt, asked.reuse and asked.continued is None)
                     self._limit_to_hidden(prompt)
             if asked.continued is None:
                 self._prepare(asked.reuse)
@@ -101,23 +79,22 @@ class Batch:
                 if self.cache is None:
                     self.cache = self._lay_out({})
             else:
-                self._go_on(asked.continued)
+                self.cache, self.start = asked.continued, num_tokens(asked.continued)
+                for prompt in self.prompts:
+                    prompt.cached = min(max(self.start - prompt.pad, 0), len(prompt.tokens))
         except BaseException:
-            self.close()
+            self.requests.close()
             raise
-
-    def close(self) -> None:
-        """Gives all blocks back."""
-        self.rows.close()
 
     def _limit_to_hidden(self, prompt: Prompt) -> None:
         """Reads no token whose hidden states are not there."""
-        for last in (False, True):
-            if self._hidden is None or not prompt.cached:
-                return
-            have = self._hidden.available(prompt.tables[0], prompt.cached)
-            if have < prompt.cached:
-                self.rows.readmit(prompt, 0 if last else have)
+        if self._hidden is None or not prompt.cached:
+            return
+        prompt.hidden = self._hidden.load(prompt.tables[0], prompt.cached)
+        have = len(prompt.hidden[0]) if prompt.hidden else 0
+        if have < prompt.cached:
+            self.computed_for_hidden += prompt.cached - have
+            self.requests.readmit(prompt, have)
 
     def _prepare(self, reuse: bool) -> None:
         """Makes the cache for the batch, or leaves it to be laid out from blocks with `start` columns filled."""
@@ -127,7 +104,7 @@ class Batch:
         if by_rows and self.store.states is not None:
             by_rows = self._has_boundaries()
         elif by_rows:
-            cost, gaps = self._rows_cost(), any(p.later for p in self.prompts)
+            cost, gaps = self._rows_cost(), any(p.later or p.moved for p in self.prompts)
             long = self.store.storage.chunk is not None and self.length - columns > 2 * CHUNK
             by_rows = not (alone and not gaps) and cost < self.batch * (self.length - columns)
             by_rows |= long and cost < float("inf")
@@ -139,25 +116,20 @@ class Batch:
         self.start = columns if self.store.states is None else 0
         for prompt in self.prompts:
             prompt.cached = max(self.start - prompt.pad, 0)
-            prompt.later = []
+            prompt.later, prompt.moved = [], []
         self.start = self.start if any(p.cached for p in self.prompts) else 0
         self.cache = None if self.start else self._empty()
 
-    def _go_on(self, cache: DynamicCache) -> None:
-        self.cache, self.start = cache, num_tokens(cache)
-        for prompt in self.prompts:
-            prompt.cached = min(max(self.start - prompt.pad, 0), len(prompt.tokens))
-
     def _may_split(self) -> bool:
         """Whether rows may be computed by themselves up to their last tokens, and these together."""
-        if (
-            self._asked.adapters is not None
-            or self._hidden is not None
-            or (self.store.heeds_padding and any(p.pad for p in self.prompts))
-        ):
-            return False
-        behind = self.length - (1 if self.store.states is None else 2)
-        return all(p.computable(behind - p.pad) for p in self.prompts)
+        together = self._asked.adapters is not None or self._hidden is not None
+        together = together or (self.store.counts_padding and any(p.pad for p in self.prompts))
+        return not together and all(p.computable(self._end(p)) for p in self.prompts)
+
+    def _end(self, prompt: Prompt) -> int:
+        """Tokens of a prompt before the last columns of the batch, which its rows compute together."""
+        behind = 1 if self.store.states is None else 2
+        return min(len(prompt.tokens), self.length - behind - prompt.pad)
 
     def _readable(self, columns: int) -> int:
         """So many columns, or fewer where they would end within an image and must not."""
@@ -169,8 +141,8 @@ class Batch:
         """So many columns, or fewer where blocks that are read behind them are not held."""
         while True:
             for prompt in self.prompts:
-                if 0 < columns - prompt.pad < prompt.cached and not self.rows.serves(prompt, columns - prompt.pad):
-                    self.rows.readmit(prompt, columns - prompt.pad)
+                if 0 < columns - prompt.pad < prompt.cached and not self.requests.serves(prompt, columns - prompt.pad):
+                    self.requests.readmit(prompt, columns - prompt.pad)
             fewer = self._readable(min(p.pad + p.cached for p in self.prompts))
             if fewer == columns:
                 return columns
@@ -178,10 +150,10 @@ class Batch:
 
     def features(self) -> dict[str, Any]:
         """What the loop's first forward pass takes for the images that it computes."""
-        if self.pictures is None:
+        if self.images is None:
             return {}
-        items = [item for row in self.pictures.items for item in row]
-        return self.pictures.features(items, self.start, self.length)
+        items = [item for row in self.images.items for item in row]
+        return self.images.features(items, self.start, self.length)
 
     def _empty(self) -> DynamicCache:
         cache = like(self.store.empty_cache)
@@ -196,27 +168,28 @@ class Batch:
         return len(lengths) == len(self.prompts) and min(lengths) > 2 and max(lengths) - 2 >= self.store.block_size
 
     def _rows_cost(self) -> float:
-        """Cost of computing prompt by prompt, in tokens; infinite where a row does not end with its prompt."""
+        """Cost of computing prompt by prompt, in tokens; infinite where a row has unmasked tokens behind its prompt."""
         cost = float(self.batch)
         for number, prompt in enumerate(self.prompts):
-            if prompt.pad + len(prompt.tokens) != self.length:
+            padded = prompt.last and self.store.storage.simple
+            if not padded and prompt.pad + len(prompt.tokens) != self.length:
                 return float("inf")
-            known = prompt.cached + sum(end - start for start, end in prompt.later)
+            known = prompt.cached + sum(end - start for start, end in (*prompt.later, *prompt.moved))
+            known -= len(prompt.repaired) if prompt.moved else 0
             if prompt.waits:
                 known = max([known, *(_agree(prompt, other) for other in self.prompts[:number])])
-            if len(prompt.tokens) - 1 > known:
-                cost += len(prompt.tokens) - 1 - known + FORWARD_COST
+            if self._end(prompt) > known:
+                cost += self._end(prompt) - known + FORWARD_COST
         return cost
 
     def _compute_rows(self) -> None:
-        """Computes every prompt by itself up to its last token, or its last two where states are kept."""
-        behind = 1 if self.store.states is None else 2
+        """Computes every prompt by itself up to the last column of the batch, or its last two where states are kept."""
         caches: dict[int, DynamicCache] = {}
         for number, prompt in enumerate(self.prompts):
             if prompt.waits and number:
-                self.rows.readmit(prompt)
-            caches[number] = self._compute(prompt, len(prompt.tokens) - behind)
-        self.start = self.length - behind
+                self.requests.readmit(prompt)
+            caches[number] = self._compute(prompt, self._end(prompt))
+        self.start = self.length - (1 if self.store.states is None else 2)
         if len(self.prompts) == 1 and self.batch == 1:
             self.cache = caches[0]
         else:
@@ -226,6 +199,11 @@ class Batch:
         """A cache of one row with the first `end` tokens of a prompt."""
         size, at = self.store.block_size, min(prompt.cached, end)
         cache = self._empty()
+        if prompt.moved:
+            room = len(prompt.tokens) - end + self.room
+            compute_moved(self.model, self.store.storage, prompt, end, room, cache, self.store.windows)
+            self.requests.publish(prompt, cache, 0, 0, end)
+            return cache
         cuts = {end}
         if self.store.states is not None:
             cuts |= {cut for cut in (prompt.shared, end // size * size) if prompt.computable(cut)}
@@ -242,9 +220,9 @@ class Batch:
             forward(self.model, prompt.tokens, at, cut, cache, prompt.inputs(at, cut))
             at = cut
             boundary = self.store.states is not None and cut % size == 0
-            self.rows.write(prompt, cache, 0, 0, cut, take_states(cache, 0) if boundary else None)
+            self.requests.publish(prompt, cache, 0, 0, cut, take_states(cache, 0) if boundary else None)
             release(cache, self.unwritten(prompt))
-        self.rows.write(prompt, cache, 0, 0, end)
+        self.requests.publish(prompt, cache, 0, 0, end)
         return cache
 
     def _lay_out(self, caches: dict[int, DynamicCache]) -> DynamicCache:

@@ -1,24 +1,25 @@
-"""One call of generate: what its loop computes behind the cached part is kept in blocks."""
+"""One call of generate: the model watched while its loop runs, and what it computes kept in blocks."""
 
 from __future__ import annotations
 
 import sys
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
 import torch
 
-from ..store import Lease, Store
+from ..store import Lease
 from .batch import Asked, Batch
-from .layers import num_tokens, release
+from .layers import States, from_states, num_tokens, release, take_states
 from .prompts import Prompt
-from .states import States, take_states
+from .store import ContiguousStore, of_steps
 
 
 class Call(Batch):
     """A batch whose loop is watched: prompts are kept once they are computed, answers at the end. See `Batch`."""
 
-    def __init__(self, model: Any, store: Store, asked: Asked, lease: Lease) -> None:
+    def __init__(self, model: Any, store: ContiguousStore, asked: Asked, lease: Lease) -> None:
         self._due = self._published = False
         self._computed = self._kept = 0
         self._decode_states: dict[int, tuple[int, States]] = {}
@@ -28,7 +29,7 @@ class Call(Batch):
         """To be told after each forward pass of the loop how many tokens a row had in it."""
         self._computed += tokens
         if not self._published and self.start + self._computed >= self.length:
-            self._due = True  # not now: somebody waits for the first token
+            self._due = True  # not now: the caller waits for the first token
         elif self.store.states is not None and self.cache is not None:
             self._watch_states()
 
@@ -39,13 +40,13 @@ class Call(Batch):
             prompt.cached = 0
 
     def publish(self, at_close: bool = False) -> None:
-        """Makes the prompts findable once they are computed; called before the next forward pass, and at the end."""
+        """Publishes the prompts once they are computed; called before the next forward pass, and at the end."""
         if not self._due:
             return
         self._due, self._published = False, True
         for prompt in self.prompts:
-            if len(prompt.tokens):
-                self.rows.write(prompt, self.cache, prompt.rows[0], prompt.pad, len(prompt.tokens), None, at_close)
+            if length := len(prompt.tokens):
+                self.requests.publish(prompt, self.cache, prompt.rows[0], prompt.pad, length, at_close=at_close)
         self._kept = self._computed
         self._release()
 
@@ -60,18 +61,14 @@ class Call(Batch):
         return len(prompt.tokens) > 0 and prompt.pad + len(prompt.tokens) == self.length
 
     def keep_so_far(self, sequences: torch.Tensor) -> None:
-        """Keeps answers while they are generated, so that layers with windows need not hold all of them.
-
-        Args:
-            sequences: `[batch, length]` of prompts and answers up to now.
-        """
+        """Keeps the answers in `sequences [batch, length]` so far, so that layers with windows need not hold them."""
         enough = self._computed - self._kept >= self.room
         if enough and self._published and self._asked.by_row and self.store.storage.chunk is not None:
             self._kept = self._computed
             self.keep_answers(sequences, last=False)
 
     def _watch_states(self) -> None:
-        """Remembers a row's states where its last token ends a block: the next round may go on from there."""
+        """Keeps a row's states where its last token ends a block: the next round may go on from there."""
         for prompt in self.prompts:
             length = self.start + self._computed - prompt.pad
             if length % self.store.block_size == 0:
@@ -80,30 +77,28 @@ class Call(Batch):
 
     def add_hidden(self, outputs: Any) -> None:
         """Puts the hidden states of cached tokens before those that the first pass has computed."""
-        if self._hidden is not None and not self._computed and self.start:
-            outputs.hidden_states = self._hidden.before(outputs.hidden_states, self.prompts, self.start)
+        if self._hidden is None or self._computed or not self.start:
+            return
+        known = {row: prompt.hidden for prompt in self.prompts for row in prompt.rows}
+        outputs.hidden_states = tuple(
+            torch.cat([torch.stack([known[row][number][: self.start] for row in range(self.batch)]), layer], 1)
+            for number, layer in enumerate(outputs.hidden_states)
+        )
 
     def keep_hidden(self, steps: Any) -> None:
-        """Keeps what a result has of hidden states, for later calls that ask for them.
-
-        Args:
-            steps: Of each pass and layer `[batch, tokens, width]`, the prompts' first.
-        """
+        """Keeps a result's hidden states: of each pass and layer `[batch, tokens, width]`, the prompts' first."""
         if self._hidden is None or self.cache is None or not steps or self._computed + self.start < self.length:
             return
-        self.rows.settle()
+        self.requests.settle()
         for prompt in self.prompts:
+            if any(layer.dim() != 3 or layer.shape[1] != len(prompt.tokens) for layer in steps[0]):
+                continue
             whole = self._asked.by_row and len(prompt.rows) == 1 and not prompt.closed
-            table = self.rows.tables(prompt.request_id)[0]
-            self._hidden.keep(prompt, table, self.start, steps if whole else steps[:1])
+            table = self.requests.tables(prompt.request_id)[0]
+            self._hidden.keep(table[: prompt.written], of_steps(steps if whole else steps[:1], prompt.rows[0]))
 
     def keep_answers(self, sequences: torch.Tensor, last: bool = True) -> None:
-        """Keeps what a loop generated that gives each row of the cache its row of the result.
-
-        Args:
-            sequences: `[batch, length]` of prompts and answers.
-            last: Whether the answers are whole.
-        """
+        """Keeps what a loop generated that gives each row of the cache its row of the result, `[batch, length]`."""
         if self.cache is None:
             return
         have = self.start + self._computed if self.store.states is not None else num_tokens(self.cache)
@@ -111,10 +106,53 @@ class Call(Batch):
         for prompt in self.prompts:
             if self._answers_are_kept(prompt):
                 answers = [_up_to_eos(generated[row], self._asked.eos) for row in prompt.rows]
-                self.rows.append(prompt, self.cache, answers, self._decode_states, last)
+                self.requests.append(prompt, self.cache, answers, self._decode_states, last)
         self._release()
 
 
 def _up_to_eos(tokens: np.ndarray, eos: frozenset[int]) -> np.ndarray:
     ends = np.flatnonzero(np.isin(tokens, list(eos))) if eos else tokens[:0]
     return tokens[: int(ends[0]) + 1] if ends.size else tokens
+
+
+class WatchedModel:
+    """Passes everything on to the model; the first inputs leave out what is cached, and a call hears of every pass."""
+
+    def __init__(self, model: Any, call: Call, chunked: bool) -> None:
+        self._model, self._call = model, call
+        self._first = not chunked  # else the loop cuts the prompt itself
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def _prefill(self, *args: Any, **kwargs: Any) -> Any:
+        return type(self._model)._prefill(self, *args, **kwargs)
+
+    def prepare_inputs_for_generation(
+        self, input_ids: torch.Tensor, next_sequence_length: int | None = None, **kwargs: Any
+    ) -> Any:
+        """The model's own inputs, of the tokens that the cache does not have."""
+        call = self._call
+        call.keep_so_far(input_ids)
+        behind = input_ids.shape[1] - call.start if self._first and call.start else None
+        self._first = False
+        prepare = self._model.prepare_inputs_for_generation
+        inputs = prepare(input_ids, next_sequence_length=behind or next_sequence_length, **kwargs)
+        if call.cache is not None and all(value is not call.cache for value in inputs.values()):
+            call.abandon()  # the model has dropped the cache: it computes all tokens anew
+            if call.images is not None:
+                kwargs["mm_encoder_outputs"] = call.features()
+            inputs = prepare(input_ids, next_sequence_length=None, **kwargs)
+        elif behind and not call.store.storage.specs and inputs.get("attention_mask") is not None:
+            inputs["attention_mask"] = inputs["attention_mask"][:, -behind:]  # states know no columns before these
+        return inputs
+
+    def __call__(self, **inputs: Any) -> Any:
+        """The model's own forward pass."""
+        self._call.publish()
+        with from_states() if self._call.store.states is not None else nullcontext():
+            outputs = self._model(**inputs)
+        self._call.add_hidden(outputs)
+        ids = inputs.get("input_ids")
+        self._call.computed(ids.shape[1] if ids is not None else inputs["inputs_embeds"].shape[1])
+        return outputs

@@ -1,11 +1,23 @@
-"""Layers of a cache that keep every token in buffers with room to grow, and give the model what its own layers give."""
+"""Layers of a cache that keep every token in buffers with room to grow, and give the model what its own layers give.
+
+Layers of recurrent states can be gone on with too, those of Mamba-1 with help: transformers' scan of several tokens
+begins with zeros, whatever a cache has. A scan is linear in its initial state h_0: with the decay a_t of each token,
+h_t lacks (a_1 ... a_t) h_0 and the output C_t times that (Gu and Dao, arXiv:2312.00752, section 2). So the scan that a
+modeling file knows is replaced, once, by one that adds it. It acts within `from_states` alone: a cache layer there
+says which state the next scan begins with.
+"""
 
 from __future__ import annotations
 
 import copy
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
+from torch.nn.functional import silu, softplus
 from transformers import DynamicCache, cache_utils
 from transformers.cache_utils import (
     DynamicIndexedLayer,
@@ -16,7 +28,8 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
-from ..support import UnsupportedError
+from ..calls import UnsupportedError
+from ..support import modeling_globals
 
 
 class _Growing:
@@ -24,8 +37,7 @@ class _Growing:
 
     keys: Any
     values: Any
-    room = 64
-    """Tokens of room that a new buffer gets, or half of what it holds where that is more."""
+    room = 64  # tokens of room that a new buffer gets, or half of what it holds where that is more
 
     def _extend(self, name: str, new: torch.Tensor) -> torch.Tensor:
         """Puts `new [batch, heads, tokens, width]` behind what is there, in a new buffer where `keys` was replaced."""
@@ -35,13 +47,8 @@ class _Growing:
         batch, heads, tokens, width = new.shape
         length = there.shape[2] if there is not None and there.dim() == 4 else 0
         end = length + tokens
-        if (
-            buffer is None
-            or there is None
-            or there.data_ptr() != buffer.data_ptr()
-            or batch != buffer.shape[0]
-            or end > buffer.shape[2]
-        ):
+        own_buffer = buffer is not None and there is not None and there.data_ptr() == buffer.data_ptr()
+        if not own_buffer or batch != buffer.shape[0] or end > buffer.shape[2]:
             buffer = new.new_empty((batch, heads, end + max(self.room, end // 2 if length else 0), width))
             if length:
                 buffer.narrow(2, 0, length).copy_(there)
@@ -69,12 +76,18 @@ class GrowingLayer(_Growing, DynamicLayer):  # type: ignore[misc]  # transformer
         return keys, values
 
 
-class GrowingIndexedLayer(GrowingLayer, DynamicIndexedLayer):  # type: ignore[misc]
-    """A layer of sparse attention, whose indexer has a key of its own for each token.
+def _with_index(name: str) -> Any:
+    """A method that an indexed layer's index follows."""
 
-    Attributes:
-        index: These keys as those of one head, with values of no width.
-    """
+    def method(self: Any, *args: Any, **kwargs: Any) -> None:
+        getattr(super(GrowingIndexedLayer, self), name)(*args, **kwargs)
+        getattr(self.index, name)(*args, **kwargs)
+
+    return method
+
+
+class GrowingIndexedLayer(GrowingLayer, DynamicIndexedLayer):  # type: ignore[misc]
+    """A layer of sparse attention, whose indexer has a key for each token: in `index`, as those of one head."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -87,43 +100,18 @@ class GrowingIndexedLayer(GrowingLayer, DynamicIndexedLayer):  # type: ignore[mi
         all_keys: torch.Tensor = keys[:, 0]
         return all_keys
 
-    def crop(self, tokens_to_remove: int) -> None:
-        """Forgets the last tokens."""
-        super().crop(tokens_to_remove)
-        self.index.crop(tokens_to_remove)
-
-    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Gives each row what another had."""
-        super().reorder_cache(beam_idx)
-        self.index.reorder_cache(beam_idx)
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeats each row."""
-        super().batch_repeat_interleave(repeats)
-        self.index.batch_repeat_interleave(repeats)
-
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Leaves these rows."""
-        super().batch_select_indices(indices)
-        self.index.batch_select_indices(indices)
-
-    def reset(self) -> None:
-        """Forgets all tokens."""
-        super().reset()
-        self.index.reset()
+    crop, reset = _with_index("crop"), _with_index("reset")
+    reorder_cache = _with_index("reorder_cache")
+    batch_repeat_interleave = _with_index("batch_repeat_interleave")
+    batch_select_indices = _with_index("batch_select_indices")
 
 
 class GrowingWindowLayer(_Growing, DynamicSlidingWindowLayer):  # type: ignore[misc]
-    """A layer of sliding-window or chunked attention: it gives what is in the window, and keeps what blocks lack.
+    """A layer of sliding-window or chunked attention: it gives what is in the window, and keeps what blocks lack."""
 
-    Attributes:
-        first: Column of the first key that is there.
-        released: Columns before it are in blocks, or go to none: they may be forgotten behind the window.
-    """
-
-    first = released = 0
-    slack = 1024
-    """Tokens behind the window that are kept all the same: a later call may go on from there in place."""
+    first = 0  # column of the first key that is there
+    released = 0  # columns before it are in blocks, or go to none: they may be forgotten behind the window
+    slack = 1024  # tokens behind the window that are kept all the same: a later call may go on from there in place
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any) -> Any:
         """The keys and values that transformers' own layer would give."""
@@ -136,7 +124,7 @@ class GrowingWindowLayer(_Growing, DynamicSlidingWindowLayer):  # type: ignore[m
         return keys[:, :, -visible:], values[:, :, -visible:]
 
     def _forget(self, new: int) -> None:
-        """Leaves out what nobody asks for, where a buffer is full or mostly that; `_extend` then makes another."""
+        """Leaves out what no later token reads, where a buffer is full or mostly that; `_extend` then makes another."""
         unread = min(self.released, self.cumulative_length - self.sliding_window + 1) - self.first
         if unread <= self.slack or self.record_past:
             return
@@ -151,11 +139,7 @@ class GrowingWindowLayer(_Growing, DynamicSlidingWindowLayer):  # type: ignore[m
         self.cumulative_length, self.first, self.released = length, first, first
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forgets the last tokens.
-
-        Raises:
-            RuntimeError: The window before what would be the last token is not there any more.
-        """
+        """Forgets the last tokens; RuntimeError: the window before the last one left is not there any more."""
         left = self.cumulative_length - abs(tokens_to_remove)
         if tokens_to_remove and left - self.sliding_window + 1 < self.first > 0:
             raise RuntimeError(
@@ -167,6 +151,35 @@ class GrowingWindowLayer(_Growing, DynamicSlidingWindowLayer):  # type: ignore[m
             self.released = min(self.released, self.cumulative_length)
 
 
+SCAN = "mamba_selective_scan"
+SCAN_CHUNK = 256  # tokens whose carried states `[batch, channels, tokens, states]` are in memory at a time
+
+_passes: ContextVar[list[torch.Tensor] | None] = ContextVar("pc_scan", default=None)
+"""Within a pass: at most one tensor, the state that the next scan begins with."""
+
+
+@contextmanager
+def from_states() -> Iterator[None]:
+    """Around a forward pass over a cache of `StateLayer`s: its scans begin with the cache's states."""
+    token = _passes.set([])
+    try:
+        yield
+    finally:
+        _passes.reset(token)
+
+
+class StateLayer(LinearAttentionLayer):  # type: ignore[misc]  # transformers is untyped here
+    """A layer of recurrent states, which a scan of several tokens begins with."""
+
+    def update_conv_state(self, conv_states: torch.Tensor, state_idx: int = 0, **kwargs: Any) -> torch.Tensor:
+        """As transformers'; every mixer calls it before its scan."""
+        waiting, state = _passes.get(), self.recurrent_states[state_idx]
+        if waiting is not None:
+            waiting[:] = [state] if self.has_previous_state[state_idx] and state is not None else []
+        full: torch.Tensor = super().update_conv_state(conv_states, state_idx=state_idx, **kwargs)
+        return full
+
+
 _BOTH: Any = getattr(cache_utils, "LinearAttentionAndSlidingWindowAttentionLayer", DynamicSlidingWindowLayer)
 
 
@@ -174,35 +187,29 @@ class GrowingWindowAndStateLayer(GrowingWindowLayer, _BOTH):  # type: ignore[mis
     """A layer of a window, as above, and of states of fixed size beside it."""
 
 
-DUMMY: type = getattr(cache_utils, "DummyLayer", DynamicLayer)  # of layers that share keys, from transformers 5.23 on
-KEPT = (DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer, LinearAttentionAndFullAttentionLayer, DUMMY)
+GROWING: dict[type, Callable[[Any], Any]] = {
+    DynamicLayer: lambda layer: GrowingLayer(),
+    DynamicSlidingWindowLayer: lambda layer: GrowingWindowLayer(layer.sliding_window),
+    DynamicIndexedLayer: lambda layer: GrowingIndexedLayer(),
+    LinearAttentionLayer: lambda layer: StateLayer(layer.number_of_states),
+    LinearAttentionAndFullAttentionLayer: lambda layer: layer,
+}
+"""By type of transformers' layers what makes one that is served in its place."""
+if _BOTH is not DynamicSlidingWindowLayer:
+    GROWING[_BOTH] = lambda layer: GrowingWindowAndStateLayer(layer.sliding_window, layer.number_of_states)
+if hasattr(cache_utils, "DummyLayer"):  # of layers that share keys, from transformers 5.23 on
+    GROWING[cache_utils.DummyLayer] = lambda layer: layer
 
 
 def new_cache(config: Any) -> DynamicCache:
-    """An empty cache as generate would make it, of layers that grow.
-
-    Raises:
-        UnsupportedError: A layer keeps something that is neither keys and values by token nor a state of fixed size.
-    """
+    """An empty cache of layers that grow; UnsupportedError: one keeps neither KV by token nor a fixed-size state."""
     cache = DynamicCache(config=config)
-    layers: list[Any] = cache.layers
-    for index, layer in enumerate(layers):
-        if type(layer) is DynamicLayer:
-            cache.layers[index] = GrowingLayer()
-        elif type(layer) is DynamicSlidingWindowLayer:
-            cache.layers[index] = GrowingWindowLayer(layer.sliding_window)
-        elif type(layer) is _BOTH:
-            cache.layers[index] = GrowingWindowAndStateLayer(layer.sliding_window, layer.number_of_states)
-        elif type(layer) is DynamicIndexedLayer and index_reach(config) is not None:
-            cache.layers[index] = GrowingIndexedLayer()
-        elif type(layer) not in KEPT:
-            raise UnsupportedError(f"a layer of its cache is a {type(layer).__name__}")
+    for index, layer in enumerate(list(cache.layers)):
+        kind = type(layer)
+        if kind not in GROWING or (kind is DynamicIndexedLayer and index_reach(config) is None):
+            raise UnsupportedError(f"a layer of its cache is a {kind.__name__}")
+        cache.layers[index] = GROWING[kind](layer)
     return cache
-
-
-def has_indexer(cache: DynamicCache) -> bool:
-    """Whether sparse attention chooses by keys of its own in some layer."""
-    return any(isinstance(layer, GrowingIndexedLayer) for layer in cache.layers)
 
 
 def index_reach(config: Any) -> int | None:
@@ -246,3 +253,90 @@ def num_tokens(cache: DynamicCache) -> int:
     """Tokens whose keys and values every layer has; 0 for a cache of states alone."""
     lengths = [layer.get_seq_length() for layer in attention_layers(cache).values() if layer.keys is not None]
     return min(lengths, default=0)
+
+
+States = dict[str, torch.Tensor]  # of one row: by layer, kind and index ("3 recurrent 0") the state, `[1, ...]`
+
+
+def take_states(cache: DynamicCache, row: int) -> States:
+    """Copies of a row's states: layers change theirs in place."""
+    return {
+        f"{at} {kind} {index}": state[row : row + 1].clone()
+        for at, layer in state_layers(cache).items()
+        for kind in ("conv", "recurrent")
+        for index, state in getattr(layer, f"{kind}_states").items()
+        if state is not None
+    }
+
+
+def put_states(cache: DynamicCache, rows: list[States]) -> None:
+    """Gives the layers of an empty cache the states of its rows."""
+    for name in rows[0]:
+        at, kind, index = name.split()
+        layer = cache.layers[int(at)]
+        getattr(layer, f"update_{kind}_state")(torch.cat([row[name] for row in rows]), int(index))
+        layer.has_previous_state[int(index)] = True
+
+
+def install_scan(model: torch.nn.Module) -> bool:
+    """Replaces the scan in the files that define a model's forwards, once each; whether there is one."""
+    # It stays: outside of `from_states` it costs a look-up, and taking it out could hit a pass of another model.
+    found = False
+    for names in modeling_globals(model):
+        scan = names.get(SCAN)
+        if callable(scan):
+            found = True
+            if not hasattr(scan, "_pc_original"):
+                names[SCAN] = _from_state(scan)  # one assignment: a thread sees the one or the other
+    return found
+
+
+def _from_state(scan: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(scan)
+    def scanned(
+        hidden_states: torch.Tensor,
+        dt: torch.Tensor,
+        A: torch.Tensor,
+        B: torch.Tensor,
+        C: torch.Tensor,
+        D: torch.Tensor | None = None,
+        z: torch.Tensor | None = None,
+        delta_bias: torch.Tensor | None = None,
+        delta_softplus: bool = False,
+        return_last_state: bool = False,
+        **kwargs: Any,
+    ) -> Any:
+        waiting = _passes.get()
+        initial = waiting.pop() if waiting else None
+        options = {"D": D, "z": z, "delta_bias": delta_bias, "delta_softplus": delta_softplus}
+        result = scan(hidden_states, dt, A, B, C, return_last_state=return_last_state, **options, **kwargs)
+        if initial is None:
+            return result
+        if delta_bias is not None:
+            dt = dt + delta_bias.to(dt.dtype)[..., None]
+        if delta_softplus:
+            dt = softplus(dt)
+        carried, last = _carried(initial.float(), dt.float(), A.float(), C.float())
+        if z is not None:
+            carried = carried * silu(z.float())
+        if not return_last_state:
+            return result + carried.to(result.dtype)
+        out, state = result
+        return out + carried.to(out.dtype), state + last.to(state.dtype)
+
+    scanned._pc_original = scan  # type: ignore[attr-defined]
+    return scanned
+
+
+def _carried(
+    state: torch.Tensor, dt: torch.Tensor, decay: torch.Tensor, outputs: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What `state [batch, channels, states]` adds to a scan's outputs, and what is left of it behind them."""
+    # `dt [batch, channels, tokens]`: time steps; `decay [channels, states]` < 0; `outputs [batch, states, tokens]`: C.
+    parts = []
+    for begin in range(0, dt.shape[-1], SCAN_CHUNK):
+        step, readout = dt[..., begin : begin + SCAN_CHUNK], outputs[..., begin : begin + SCAN_CHUNK]
+        states = torch.exp(step.cumsum(-1)[..., None] * decay[:, None]) * state[:, :, None]
+        parts.append(torch.einsum("bctn,bnt->bct", states, readout))
+        state = states[:, :, -1]
+    return torch.cat(parts, -1), state

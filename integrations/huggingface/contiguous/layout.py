@@ -1,30 +1,22 @@
-"""Contiguous caches from blocks: of one row, or of a batch whose rows end at one column."""
+"""Contiguous caches: filled from blocks or by forward passes over one row, laid out for a batch, written to blocks."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import DynamicCache
 
-from .grouped import GroupedStorage
-from .layers import GrowingLayer, GrowingWindowLayer, attention_layers
+from .layers import GrowingLayer, GrowingWindowLayer, attention_layers, from_states, put_states, take_states
 from .prompts import Prompt
-from .states import put_states, take_states
-from .storage import BlockIds, TokenSpec
+from .storage import BlockIds, ModelStorage, TokenSpec
 
 
-def read(cache: DynamicCache, storage: GroupedStorage, prompt: Prompt, length: int, room: int) -> None:
-    """Fills an empty cache of one row with a prompt's first `length` tokens, and what states it has there.
-
-    Args:
-        cache: Of one row.
-        storage: Whose blocks.
-        prompt: Whose tokens.
-        length: How many.
-        room: Tokens for which there is to be room besides.
-    """
+def read(cache: DynamicCache, storage: ModelStorage, prompt: Prompt, length: int, room: int) -> None:
+    """Fills an empty cache of one row with a prompt's first `length` tokens, its states, and room for `room` more."""
     size, layers = storage.block_size, attention_layers(cache)
     for group, part in storage.kv:
         first = storage.groups[group].first_needed(length, size)
@@ -38,7 +30,7 @@ def read(cache: DynamicCache, storage: GroupedStorage, prompt: Prompt, length: i
         put_states(cache, [prompt.states])
 
 
-def read_behind(cache: DynamicCache, storage: GroupedStorage, prompt: Prompt, start: int, end: int) -> None:
+def read_behind(cache: DynamicCache, storage: ModelStorage, prompt: Prompt, start: int, end: int) -> None:
     """Puts a span of a prompt from blocks behind what a cache of one row has."""
     first, behind, layers = start // storage.block_size, -(-end // storage.block_size), attention_layers(cache)
     for group, part in storage.kv:
@@ -51,27 +43,18 @@ def read_behind(cache: DynamicCache, storage: GroupedStorage, prompt: Prompt, st
 
 def lay_out(
     cache: DynamicCache,
-    storage: GroupedStorage,
+    storage: ModelStorage,
     prompts: Sequence[Prompt],
     caches: dict[int, DynamicCache],
     start: int,
     capacity: int,
     unwritten: int,
 ) -> None:
-    """Fills an empty cache of a batch: from the prompts' own caches, or else from blocks.
-
-    Args:
-        cache: Of the batch.
-        storage: Whose blocks.
-        prompts: Of the batch; every row is one's.
-        caches: Of single rows, by the prompt's number.
-        start: Columns to fill.
-        capacity: Columns that buffers are to have room for.
-        unwritten: The first column that goes to blocks yet.
-    """
+    """Fills `start` columns of an empty cache of a batch: from the prompts' own caches, by number, or from blocks."""
+    # `capacity`: columns that buffers have room for; `unwritten`: the first column that is yet to go to blocks.
     size, batch = storage.block_size, sum(len(prompt.rows) for prompt in prompts)
     layers, own_layers = attention_layers(cache), {n: attention_layers(own) for n, own in caches.items()}
-    filled = [max(start - prompt.pad, 0) for prompt in prompts]
+    filled = [min(max(start - prompt.pad, 0), len(prompt.tokens)) for prompt in prompts]
     for group, part in storage.kv:
         spec = storage.groups[group]
         firsts = [spec.first_needed(length, size) for length in filled]
@@ -87,18 +70,20 @@ def lay_out(
             for number, prompt in enumerate(prompts):
                 row, own = prompt.rows[0], own_layers[number][index] if number in caches else None
                 first = firsts[number] * size if own is None else getattr(own, "first", 0)
+                end = prompt.pad + filled[number] if filled[number] else start
                 begin = max(prompt.pad + first, origin) if filled[number] else start
-                columns = slice(begin - origin, start - origin)
+                columns = slice(begin - origin, end - origin)
                 for side in (keys, values):  # masked out, but NaN times 0 is NaN
                     side[row, :, : columns.start] = 0
+                    side[row, :, columns.stop : start - origin] = 0
                 if own is not None and filled[number]:
-                    keys[row, :, columns] = own.keys[0, :, own.keys.shape[2] - start + begin :]
-                    values[row, :, columns] = own.values[0, :, own.values.shape[2] - start + begin :]
+                    keys[row, :, columns] = own.keys[0, :, own.keys.shape[2] - end + begin :]
+                    values[row, :, columns] = own.values[0, :, own.values.shape[2] - end + begin :]
                 elif number in blocks:
                     part.read(index, blocks[number], keys[row, :, columns], values[row, :, columns])
                 for other in prompt.rows[1:]:
                     for side in (keys, values):
-                        side[other, :, : columns.stop] = side[row, :, : columns.stop]
+                        side[other, :, : start - origin] = side[row, :, : start - origin]
             _fill(layers[index], keys, values, start, origin)
     if storage.states is not None:
         states = {row: take_states(caches[number], 0) for number, p in enumerate(prompts) for row in p.rows}
@@ -118,3 +103,55 @@ def _fill(layer: Any, keys: torch.Tensor, values: torch.Tensor, length: int, fir
         layer.adopt(keys, values, length)
     else:
         layer.update(keys[:, :, :length], values[:, :, :length])
+
+
+def write(
+    cache: DynamicCache, storage: ModelStorage, tables: list[np.ndarray], row: int, pad: int, first: int, last: int
+) -> None:
+    """Writes what a row of a cache has behind `pad` columns to the blocks `first` to `last` of each group's table."""
+    size, layers = storage.block_size, attention_layers(cache)
+    for group, part in storage.kv:
+        blocks = BlockIds(tables[group][first:last])
+        for index in part.specs:
+            layer = layers[index]
+            begin = pad - getattr(layer, "first", 0)
+            tokens = slice(begin + first * size, begin + last * size)
+            part.write(index, blocks, layer.keys[row, :, tokens], layer.values[row, :, tokens])
+
+
+def cache_name(model: Any) -> str:
+    """The name under which a model's forward takes its cache."""
+    known = inspect.signature(model.forward).parameters
+    return "cache_params" if "cache_params" in known and "past_key_values" not in known else "past_key_values"
+
+
+def accepted(model: Any, **inputs: Any) -> dict[str, Any]:
+    """Those of the inputs that a model's forward knows."""
+    known = inspect.signature(model.forward).parameters
+    return {name: value for name, value in inputs.items() if name in known}
+
+
+@torch.no_grad()
+def forward(
+    model: Any, tokens: np.ndarray, start: int, end: int, cache: DynamicCache, given: dict[str, Any] | None = None
+) -> Any:
+    """Computes tokens `start` to `end` of one row behind those in a cache, with the inputs that generate would give."""
+    # `given` are positions, types and images up to `end`; None: those of text.
+    ids = torch.from_numpy(tokens[:end])[None].to(model.device)
+    options: dict[str, Any] = {"logits_to_keep": 1} if model._supports_logits_to_keep() else {}
+    first = start == 0 or given is not None
+    if given is None:
+        positions = model._prepare_position_ids_for_generation(ids, {"attention_mask": torch.ones_like(ids)})
+        given = accepted(model, position_ids=positions)
+    inputs = model.prepare_inputs_for_generation(
+        ids,
+        next_sequence_length=end - start,
+        **{cache_name(model): cache},
+        attention_mask=None,
+        **given,
+        is_first_iteration=first,
+        use_cache=True,
+        **options,
+    )
+    with from_states():
+        return model(**inputs, return_dict=True)

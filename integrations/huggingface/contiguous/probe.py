@@ -9,38 +9,37 @@ import numpy as np
 import torch
 from transformers import DynamicCache
 
-from ..support import UnsupportedError, eval_mode, harmless_tokens
-from .layers import GrowingWindowLayer, attention_layers, new_cache, num_tokens, state_layers
-from .passes import accepted, cache_name, forward
-from .pictures import Pictures, clear_of
-from .prompts import prompts_of
-from .states import States, put_states, take_states
+from ..calls import UnsupportedError, refuse_if, refusing
+from ..images import GoesOn, alike
+from ..support import eval_mode, harmless_tokens
+from .layers import (
+    GrowingWindowLayer,
+    States,
+    attention_layers,
+    install_scan,
+    new_cache,
+    num_tokens,
+    put_states,
+    state_layers,
+    take_states,
+)
+from .layout import accepted, cache_name, forward
+from .prompts import RowImages, clear_of, prompts_of
 from .storage import Specs, TokenSpec
-from .vision import GoesOn
 
-TOKENS, CUT, PAD = 29, 16, 3
-"""Length of the probe, where it is cut, and by how much it is padded."""
-LONG = 256
-"""Windows up to so many tokens are looked at when caching is enabled, longer ones when a prompt is first longer."""
+TOKENS, CUT, PAD = 29, 16, 3  # length of the probe, where it is cut, and by how much it is padded
+LONG = 256  # longer windows are not looked at when caching is enabled, but when a prompt is first longer
 
 
 @dataclass(frozen=True)
 class Probed:
-    """What a model keeps of a token.
-
-    Attributes:
-        specs: Keys and values of its attention layers.
-        states: Of a row, recurrent and of convolutions; empty without.
-        windows: Of each layer that has one.
-        heeds_padding: Whether a token's KV depends on how many masked columns are before it.
-        continues_padded: Whether it goes on from a cached prefix behind masked columns.
-    """
+    """What a model keeps of a token."""
 
     specs: Specs
-    states: States
-    windows: dict[int, int]
-    heeds_padding: bool
-    continues_padded: bool
+    states: States  # of a row; empty without
+    windows: dict[int, int]  # of each layer that has one
+    counts_padding: bool  # whether a token's KV depends on how many masked columns are before it
+    continues_padded: bool  # whether it goes on from a cached prefix behind masked columns
 
     @property
     def window(self) -> int:
@@ -50,18 +49,13 @@ class Probed:
 
 @torch.no_grad()
 def probe(model: Any) -> Probed:
-    """Computes a short row at once, in two parts with a restored cache between them, and behind padding.
-
-    Keys, values and states are compared, not logits alone: random or idle states hardly show in those.
-
-    Raises:
-        UnsupportedError: The model fails, or what it computes behind a restored prefix differs.
-    """
+    """Computes a short row at once, in two parts, and behind padding; UnsupportedError: it fails, or they differ."""
+    # Keys, values and states are compared, not logits alone: random or idle states hardly show in those.
+    install_scan(model)
     with eval_mode(model):
         whole = _in_parts(model, TOKENS, CUT)
         specs, states = _specs(whole), take_states(whole, 0)
-        if not specs and not states:
-            raise UnsupportedError("it fills no transformers cache")
+        refuse_if(not specs and not states, "it fills no transformers cache")
         windows = {i: x.sliding_window for i, x in enumerate(whole.layers) if isinstance(x, GrowingWindowLayer)}
         window = max(windows.values(), default=0)
         if 0 < window <= LONG:
@@ -72,31 +66,21 @@ def probe(model: Any) -> Probed:
 
 @torch.no_grad()
 def probe_window(model: Any, window: int) -> None:
-    """Looks whether a prompt longer than the window is attended to as the cache keeps it.
-
-    Raises:
-        UnsupportedError: It attends past the window, or fails.
-    """
+    """Raises UnsupportedError where a prompt longer than the window is attended to past what the cache keeps of it."""
     with eval_mode(model):
         _in_parts(model, window + TOKENS, window + CUT)
 
 
 @torch.no_grad()
-def probe_images(model: Any, input_ids: torch.Tensor, mask: torch.Tensor | None, pictures: Pictures) -> GoesOn | None:
-    """Looks whether a row goes on from a cached prefix before its first image, behind it, and within it.
-
-    Returns:
-        How it does; None for a row that says nothing about it.
-
-    Raises:
-        UnsupportedError: It does not, or fails.
-    """
-    prompt = next((p for p in prompts_of(input_ids, mask, pictures) if p.items), None)
+def probe_images(model: Any, input_ids: torch.Tensor, mask: torch.Tensor | None, images: RowImages) -> GoesOn | None:
+    """How a row goes on from a prefix before, behind and within its first image; UnsupportedError: it does not."""
+    # None where the images do not show it.
+    prompt = next((p for p in prompts_of(input_ids, mask, images) if p.items), None)
     if prompt is None:
         return None
     first, end = prompt.items[0].first - prompt.pad, prompt.items[0].end - prompt.pad
     length = clear_of(prompt.items, min(len(prompt.tokens), end + CUT) + prompt.pad) - prompt.pad
-    try:
+    with refusing("its forward pass fails behind a cached prefix beside images"):
         whole = new_cache(model.config)
         want = forward(model, prompt.tokens, 0, length, whole, prompt.inputs(0, length)).logits[0, -1]
 
@@ -106,11 +90,10 @@ def probe_images(model: Any, input_ids: torch.Tensor, mask: torch.Tensor | None,
                 forward(model, prompt.tokens, 0, cut, parts, prompt.inputs(0, cut))
             parts = _restored(model, parts if computed else whole, cut)
             got = forward(model, prompt.tokens, cut, length, parts, prompt.inputs(cut, length)).logits[0, -1]
-            return _close(whole, parts) and _alike(want, got)
+            return _close(whole, parts) and alike(want, got)
 
         cuts = [cut for cut in (first, end) if 0 < cut < length]
-        if not all(map(same, cuts)):
-            raise UnsupportedError("it does not go on from a cached prefix beside images")
+        refuse_if(not all(map(same, cuts)), "it does not go on from a cached prefix beside images")
         within = (first + end) // 2
         if not cuts:
             return None
@@ -118,36 +101,19 @@ def probe_images(model: Any, input_ids: torch.Tensor, mask: torch.Tensor | None,
             return GoesOn()
         computes = same(within)
         return GoesOn(computes, computes or (not state_layers(whole) and same(within, computed=False)))
-    except UnsupportedError:
-        raise
-    except Exception as error:
-        raise UnsupportedError(
-            "its forward pass fails behind a cached prefix beside images", f"{type(error).__name__}: {error}"
-        ) from error
 
 
 def _in_parts(model: Any, length: int, cut: int) -> DynamicCache:
-    """The cache of a row computed at once, which is what it is in two parts.
-
-    Raises:
-        UnsupportedError: It is not, or the model fails.
-    """
+    """The cache of a row computed at once; UnsupportedError: it is another in two parts, or the model fails."""
     tokens = harmless_tokens(model, length)
-    try:
+    with refusing("its forward pass fails over a cache that it has not filled itself"):
         whole, first = new_cache(model.config), new_cache(model.config)
         want = forward(model, tokens, 0, length, whole).logits[0, -1]
         forward(model, tokens, 0, cut, first)
         parts = _restored(model, first)
         got = forward(model, tokens, cut, length, parts).logits[0, -1]
-        same = _close(whole, parts) and _alike(want, got)
-    except UnsupportedError:
-        raise
-    except Exception as error:
-        raise UnsupportedError(
-            "its forward pass fails over a cache that it has not filled itself", f"{type(error).__name__}: {error}"
-        ) from error
-    if not same:
-        raise UnsupportedError("it does not go on from a cached prefix as if it had computed it")
+        same = _close(whole, parts) and alike(want, got)
+    refuse_if(not same, "it does not go on from a cached prefix as if it had computed it")
     return whole
 
 
@@ -194,15 +160,8 @@ def _close(whole: DynamicCache, parts: DynamicCache, skipped: int = 0) -> bool:
         for side in ("keys", "values")
     ]
     if not skipped:
-        pairs += [(a[3], b[3]) for a, b in zip(take_states(whole, 0), take_states(parts, 0), strict=True)]
-    return all(a.shape == b.shape and _alike(a, b) for a, b in pairs)
-
-
-def _alike(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors differ by no more than rounding explains; NaN differs from everything."""
-    tolerance = 1e-3 if a.dtype in (torch.float32, torch.float64) else 5e-2
-    a, b = a.float(), b.float()
-    return not a.numel() or bool((a - b).abs().max() <= a.abs().max() * tolerance)
+        pairs += zip(take_states(whole, 0).values(), take_states(parts, 0).values(), strict=True)
+    return all(a.shape == b.shape and alike(a, b) for a, b in pairs)
 
 
 def _behind_padding(model: Any, whole: DynamicCache) -> tuple[bool, bool]:
@@ -236,7 +195,7 @@ def _behind_padding(model: Any, whole: DynamicCache) -> tuple[bool, bool]:
         compute(CUT, first)
         parts = _restored(model, first)
         got = compute(ids.shape[1], parts)
-        return not _close(whole, _row(padded), PAD), _alike(want, got) and _close(_row(padded, PAD), _row(parts), PAD)
+        return not _close(whole, _row(padded), PAD), alike(want, got) and _close(_row(padded, PAD), _row(parts), PAD)
     except Exception:
         return True, False
 

@@ -1,4 +1,4 @@
-"""Prompts of a batch: which rows begin with the same tokens, and what is known of each."""
+"""Prompts of a batch: which rows begin with the same tokens, which tokens stand for images, what is known of each."""
 
 from __future__ import annotations
 
@@ -9,56 +9,173 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..support import UnsupportedError
-from .pictures import Item, Pictures, clear_of
-from .states import States
+from ....cache import KeyAt
+from ..calls import UnsupportedError, refuse_if
+from ..images import GoesOn, Images, Segment, VisionOutputs
+from ..support import expected_positions
+from .layers import States
 
 _numbers = itertools.count()
+TYPES = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
+
+
+@dataclass(frozen=True)
+class Item:
+    """An image in a row."""
+
+    segment: Segment
+    columns: np.ndarray = field(compare=False)  # of the tokens that stand for it, ascending
+    seen: bytes  # positions and types of its tokens, which its keys and values depend on too
+
+    @property
+    def first(self) -> int:
+        """Column of the first token that stands for it."""
+        return int(self.columns[0])
+
+    @property
+    def end(self) -> int:
+        """Column behind the last."""
+        return int(self.columns[-1]) + 1
+
+    def key(self, pad: int) -> KeyAt:
+        """What it adds to the identity of blocks, in a prompt behind so many columns."""
+        return KeyAt(self.first - pad, (*self.segment.key, self.seen))
+
+
+class RowImages:
+    """The images of one call; `items` are those of each row, in order."""
+
+    # Each of the caller's rows stands in `input_ids [batch, length]` as often as `repeats` says.
+    # UnsupportedError: tokens and images do not go together, or something besides images sets positions or types.
+
+    def __init__(
+        self,
+        model: Any,
+        outputs: VisionOutputs,
+        images: Images,
+        input_ids: torch.Tensor,
+        kwargs: dict[str, Any],
+        repeats: int,
+    ) -> None:
+        self._model, self._outputs = model, outputs
+        self._inputs = {n: kwargs[n] for n in ("position_ids", *TYPES) if kwargs.get(n) is not None}
+        self._fresh: dict[bytes, torch.Tensor] = {}
+        unknown = [unit for unit in images.units if outputs.length(unit) is None]
+        if unknown:
+            self._fresh = outputs.encode(model, unknown)
+        own = input_ids[::repeats]
+        rows = self._segments(images, own == images.token, kwargs.get("attention_mask"), repeats)
+        self.items = [row for row in rows for _ in range(repeats)]
+        self._check(input_ids, kwargs.get("attention_mask"))
+
+    def _segments(self, images: Images, stands: torch.Tensor, mask: Any, repeats: int) -> list[list[Item]]:
+        lengths = [self._length(unit) for unit in images.units]
+        refuse_if(sum(lengths) != int(stands.sum()), "its tokens for images and their features differ in number")
+        if mask is not None and bool((stands & (mask[::repeats] == 0)).any()):
+            raise UnsupportedError("attention_mask leaves out tokens of an image")
+        rows: list[list[Item]] = []
+        number = taken = 0
+        for row, line in enumerate(stands.cpu().numpy()):
+            columns, items = np.flatnonzero(line), []
+            while columns.size:
+                count = min(columns.size, lengths[number] - taken)
+                if count:
+                    own = columns[:count]
+                    seen = self._seen(row * repeats, int(own[0]), int(own[-1]) + 1)
+                    items.append(Item(Segment(images.units[number], taken, count), own, seen))
+                taken, columns = taken + count, columns[count:]
+                if taken == lengths[number]:
+                    number, taken = number + 1, 0
+            rows.append(items)
+        return rows
+
+    def _length(self, unit: Any) -> int:
+        known = self._outputs.length(unit)
+        return len(self._fresh[unit.digest]) if known is None else known
+
+    def _seen(self, row: int, first: int, end: int) -> bytes:
+        parts = [value[..., row, first:end].cpu().numpy() for value in self._inputs.values()]
+        return b"".join(np.ascontiguousarray(part).astype(np.int64).tobytes() for part in parts)
+
+    def _check(self, input_ids: torch.Tensor, mask: Any) -> None:
+        """Before the first image all must be as in a prompt of text alone, whose blocks are shared."""
+        inside = torch.zeros(input_ids.shape, dtype=torch.bool)
+        before = torch.ones(input_ids.shape, dtype=torch.bool)
+        for row, items in enumerate(self.items):
+            for item in items:
+                inside[row, item.first : item.end] = True
+                before[row, item.first :] = False
+        for name in TYPES:
+            if name in self._inputs and bool(self._inputs[name].cpu()[~inside].any()):
+                raise UnsupportedError("token types could change what a token's KV is")
+        if "position_ids" in self._inputs:
+            expected = expected_positions(input_ids, mask).cpu()
+            if bool(((self._inputs["position_ids"].cpu() != expected) & before).any()):
+                raise UnsupportedError("position_ids are not those of the tokens that attention_mask leaves")
+
+    @property
+    def goes_on(self) -> GoesOn:
+        """How prompts go on within images."""
+        return self._outputs.goes_on or GoesOn()
+
+    def inputs(self, row: int, start: int, end: int) -> dict[str, torch.Tensor]:
+        """Positions and types of some columns of a row, with a batch of one."""
+        return {name: value[..., row : row + 1, start:end] for name, value in self._inputs.items()}
+
+    def features(self, items: list[Item], start: int, end: int) -> dict[str, Any]:
+        """What a forward pass over some columns takes for images; the tower runs for those that are not kept."""
+        items = [item for item in items if item.first < end and start < item.end]
+        segments = [item.segment for item in items]
+        kept = dict(zip(segments, self._outputs.get(list(segments)), strict=True)) if segments else {}
+        lacking = [s for s, rows in kept.items() if rows is None]
+        units = {s.unit.digest: s.unit for s in lacking if s.unit.digest not in self._fresh}
+        if units:
+            self._fresh |= self._outputs.encode(self._model, list(units.values()))
+        found = {s: self._fresh[s.unit.digest][s.offset : s.offset + s.length] for s in lacking}
+        if found:
+            self._outputs.put(found)
+        rows = []
+        for item in items:
+            whole: Any = found.get(item.segment, kept[item.segment])
+            rows.append(whole[slice(*np.searchsorted(item.columns, (start, end)))])
+        return self._outputs.together(rows)
+
+
+def clear_of(items: list[Item], column: int) -> int:
+    """The column, or where the image begins that it would cut."""
+    for item in items:
+        if item.first < column < item.end:
+            return item.first
+    return column
 
 
 @dataclass
 class Prompt:
-    """One prompt of a call, for all rows that begin with it.
-
-    Attributes:
-        request_id: Its name in the manager.
-        tokens: The tokens from the first that the mask leaves up to the next that it does not, `[n]` int64.
-        pad: Columns before them.
-        rows: The rows of the batch that have it.
-        cached: How many of the tokens are read from blocks.
-        shared: The KV hit, where it is longer than what states allow to use.
-        held: Tokens that have blocks.
-        written: Blocks whose content is there.
-        borrowed: Where its first tokens end within a block of another prompt: that block; None where they do not.
-        later: Spans behind the first missing block that are read from blocks too.
-        waits: Whether somebody is computing its next block at this moment.
-        closed: Whether nothing more of it goes to blocks.
-        branches: Of several rows with answers, each one's own blocks.
-        tables: The block table of each group.
-        states: At the end of the cached tokens; None where there are none.
-        items: Its images.
-        adapter: Named for its rows; None where none is.
-        pictures: Of the call; None where this prompt has no image.
-    """
+    """One prompt of a call, for all rows that begin with it."""
 
     request_id: str
-    tokens: np.ndarray
-    pad: int
-    rows: list[int]
-    cached: int = 0
-    shared: int = 0
-    held: int = 0
-    written: int = 0
-    borrowed: int | None = None
-    waits: bool = False
-    closed: bool = False
-    branches: dict[int, Prompt] = field(default_factory=dict)
-    later: list[tuple[int, int]] = field(default_factory=list)
-    tables: list[np.ndarray] = field(default_factory=list)
-    states: States | None = None
-    items: list[Item] = field(default_factory=list)
-    adapter: str | None = None
-    pictures: Pictures | None = None
+    tokens: np.ndarray  # from the first that the mask leaves up to the next that it does not, `[n]` int64
+    pad: int  # columns before them
+    rows: list[int]  # of the batch
+    last: bool = True  # whether all columns behind the tokens are masked, where there are some
+    cached: int = 0  # tokens that are read from blocks
+    shared: int = 0  # tokens that the attention layers alone have cached, where recurrent states allow to use fewer
+    held: int = 0  # tokens that have blocks
+    written: int = 0  # blocks whose content is there
+    borrowed: int | None = None  # the block of another prompt within which its cached tokens end, where they do
+    waits: bool = False  # whether another request is computing its next block at this moment
+    closed: bool = False  # whether nothing more of it goes to blocks
+    branches: dict[int, Prompt] = field(default_factory=dict)  # of several rows with answers, each one's own blocks
+    later: list[tuple[int, int]] = field(default_factory=list)  # spans behind the first missing block that are read too
+    moved: list[tuple[int, int]] = field(default_factory=list)  # spans that were found elsewhere and brought here
+    repaired: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))  # those of their tokens computed again
+    approximate: bool = False  # whether some of what it reads from blocks is approximate
+    tables: list[np.ndarray] = field(default_factory=list)  # by group
+    states: States | None = None  # the checkpoint at the end of the cached tokens
+    items: list[Item] = field(default_factory=list)  # its images
+    adapter: str | None = None  # named for its rows
+    images: RowImages | None = None  # of the call; None where this prompt has none
+    hidden: list[torch.Tensor] = field(default_factory=list)  # of its first tokens, by layer, where they are asked for
 
     def blocks(self, group: int, first: int, length: int, size: int) -> np.ndarray:
         """The blocks of a group from `first` on from which its first `length` tokens are read."""
@@ -70,12 +187,12 @@ class Prompt:
 
     def readable(self, length: int) -> int:
         """So many tokens, or fewer where what is behind them cannot be computed."""
-        within = self.pictures is None or self.pictures.goes_on.reads
+        within = self.images is None or self.images.goes_on.reads
         return length if within else clear_of(self.items, length + self.pad) - self.pad
 
     def computable(self, length: int) -> bool:
         """Whether so many tokens may be computed before the rest."""
-        within = self.pictures is None or self.pictures.goes_on.computes
+        within = self.images is None or self.images.goes_on.computes
         return within or clear_of(self.items, length + self.pad) == length + self.pad
 
     def settled(self, size: int) -> int:
@@ -84,21 +201,21 @@ class Prompt:
 
     def inputs(self, start: int, end: int) -> dict[str, Any] | None:
         """Inputs besides tokens of a forward pass over its tokens `start` to `end`; None where it has no image."""
-        if self.pictures is None:
+        if self.images is None:
             return None
-        features = {"mm_encoder_outputs": self.pictures.features(self.items, self.pad + start, self.pad + end)}
-        return self.pictures.inputs(self.rows[0], self.pad, self.pad + end) | features
+        features = {"mm_encoder_outputs": self.images.features(self.items, self.pad + start, self.pad + end)}
+        return self.images.inputs(self.rows[0], self.pad, self.pad + end) | features
 
 
 def prompts_of(
     input_ids: torch.Tensor,
     mask: torch.Tensor | None,
-    pictures: Pictures | None = None,
+    images: RowImages | None = None,
     adapters: list[str] | None = None,
 ) -> list[Prompt]:
     """The distinct prompts of a batch, in the order in which rows show them."""
     ids = input_ids.cpu().numpy()
-    if mask is None and len(ids) == 1 and pictures is None and adapters is None:
+    if mask is None and len(ids) == 1 and images is None and adapters is None:
         return [Prompt(f"generate-{next(_numbers)}", np.ascontiguousarray(ids[0]), 0, [0])]
     kept = np.ones(ids.shape, bool) if mask is None else mask.cpu().numpy().astype(bool)
     found: dict[tuple[Any, ...], Prompt] = {}
@@ -106,17 +223,16 @@ def prompts_of(
         first = int(keep.argmax()) if keep.any() else len(line)
         gaps = np.flatnonzero(~keep[first:])
         end = first + int(gaps[0]) if gaps.size else len(line)
-        items = [] if pictures is None else pictures.items[row]
-        if items and items[-1].end > end:
-            raise UnsupportedError("attention_mask leaves out tokens before an image")
+        items = [] if images is None else images.items[row]
+        refuse_if(items and items[-1].end > end, "attention_mask leaves out tokens before an image")
         adapter = None if adapters is None else adapters[row]
         key = (first, line[first:].tobytes(), keep.tobytes(), adapter, *(item.key(first) for item in items))
         if key in found:
             found[key].rows.append(row)
         else:
             tokens = np.ascontiguousarray(line[first:end])
-            found[key] = Prompt(f"generate-{next(_numbers)}", tokens, first, [row])
+            found[key] = Prompt(f"generate-{next(_numbers)}", tokens, first, [row], last=not keep[end:].any())
             found[key].adapter = adapter
             if items:
-                found[key].items, found[key].pictures = items, pictures
+                found[key].items, found[key].images = items, images
     return list(found.values())

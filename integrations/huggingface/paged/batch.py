@@ -13,8 +13,7 @@ import torch
 
 from .... import triton_ops  # noqa: F401  registers torch.ops.pc
 
-ALIGNMENT = 16
-"""Bytes at whose multiples tensors begin: what triton compiles the faster kernels for."""
+ALIGNMENT = 16  # bytes at whose multiples tensors begin: what triton compiles the faster kernels for
 
 
 class Metadata(NamedTuple):
@@ -27,15 +26,10 @@ class Metadata(NamedTuple):
 
 
 class Pass:
-    """What the layers of one forward pass share.
+    """What the layers of one forward pass share."""
 
-    Attributes:
-        max_query_len: Bound of the queries of a sequence.
-        max_seq_len: Bound of their lengths; None where the block tables' shape is the bound.
-    """
-
-    max_query_len: int
-    max_seq_len: int | None
+    max_query_len: int  # bound of the queries of a sequence
+    max_seq_len: int | None  # bound of their lengths; None where the block tables' shape is the bound
 
     def __init__(self) -> None:
         self._plans: dict[tuple[torch.device, int], torch.Tensor] = {}
@@ -73,14 +67,10 @@ def needs_plan(device: torch.device) -> bool:
 
 
 class PackedBatch(Pass):
-    """Rows of any length behind each other.
+    """Rows of any length behind each other."""
 
-    Args:
-        slot_mapping: `[num_tokens]` int64, token -> slot; -1 writes nothing.
-        block_tables: `[num_seqs, max_blocks]` int32.
-        seq_lens: `[num_seqs]` int32, tokens including those of this pass.
-        query_lens: `[num_seqs]` int32, tokens of this pass.
-    """
+    # `slot_mapping [num_tokens]` int64: -1 writes nothing; `block_tables [num_seqs, max_blocks]`, `seq_lens [num_seqs]`
+    # and `query_lens [num_seqs]` int32: lengths are those after the pass, queries the tokens of this pass.
 
     def __init__(
         self, slot_mapping: np.ndarray, block_tables: np.ndarray, seq_lens: np.ndarray, query_lens: np.ndarray
@@ -101,15 +91,10 @@ class PackedBatch(Pass):
 
 
 class DecodeBatch(Pass):
-    """One new token for each of up to `num_rows` sequences of up to `width` blocks.
+    """One new token for each of up to `num_rows` sequences of up to `width` blocks."""
 
-    Rows past those written are padding: token and position 0, slot -1, length 0, no queries.
-
-    Args:
-        num_rows: Rows of the buffers.
-        width: Columns of the block tables.
-        pinned: Whether the host's side is page-locked, as asynchronous copies to a GPU need.
-    """
+    # Rows past those written are padding: token and position 0, slot -1, length 0, no queries.
+    # Asynchronous copies to a GPU need a host's side that is page-locked (`pinned`).
 
     def __init__(self, num_rows: int, width: int, pinned: bool) -> None:
         super().__init__()
@@ -145,14 +130,8 @@ class DecodeBatch(Pass):
     def write(
         self, tables: Sequence[np.ndarray], positions: np.ndarray, tokens: Sequence[int] | np.ndarray, slots: np.ndarray
     ) -> None:
-        """Puts a step into the buffers.
-
-        Args:
-            tables: Block numbers of each sequence; a changed table is another array.
-            positions: `[n]`, position of each new token.
-            tokens: `[n]`, the new tokens.
-            slots: `[n]` int64, where their keys and values go.
-        """
+        """Puts a step into the buffers: by sequence its table, and its new token's position, id and slot (int64)."""
+        # A changed table is another array: the same one is not written again.
         count = len(tables)
         for event in self._copied:  # the copies of the step before still read this memory
             event.synchronize()

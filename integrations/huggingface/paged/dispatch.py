@@ -3,19 +3,19 @@
 `Cache.update` marks the key tensor it gives back with the pass it belongs to; transformers hands that very tensor to
 the attention function. The attention registry that a modeling file looks at is replaced by one whose functions look
 for the mark and otherwise call what the original registry gives. No state is set for the time of a call, so nothing
-can be left set, nothing is seen by other threads, other models or other calls, and the fall-through has the name,
-the default and the mask it always had. Masks: a four-dimensional mask is returned as it is by transformers.
+can be left set or seen by other threads, models or calls. Transformers returns a four-dimensional mask as it is.
 """
 
 from __future__ import annotations
 
 import functools
-import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
 from transformers import AttentionInterface
+
+from ..support import modeling_globals
 
 REGISTRY = "ALL_ATTENTION_FUNCTIONS"
 MARK = "_pc_pass"
@@ -35,19 +35,13 @@ def mark(key: torch.Tensor, batch: PagedPass) -> torch.Tensor:
 
 
 def no_mask(num_tokens: int, device: torch.device, batch: PagedPass) -> torch.Tensor:
-    """What to give as attention_mask: of the right shape, without memory, returned as it is by mask functions.
-
-    It is marked too, so that a layer of the pass whose keys are not those just cached is refused, not computed.
-    """
+    """What to give as attention_mask: of the right shape, without memory, returned as it is by mask functions."""
+    # Marked too, so that a layer of the pass whose keys are not those just cached is refused, not computed.
     return mark(torch.ones((), dtype=torch.bool, device=device).expand(1, 1, num_tokens, num_tokens), batch)
 
 
 class Dispatch(AttentionInterface):  # type: ignore[misc]  # transformers is untyped here
-    """A registry of attention functions before another one; unmarked calls reach the other one's unchanged.
-
-    Args:
-        original: The registry that the modeling file had.
-    """
+    """A registry of attention functions before a modeling file's own, which unmarked calls reach unchanged."""
 
     def __init__(self, original: AttentionInterface) -> None:
         self.original = original
@@ -67,10 +61,9 @@ class Dispatch(AttentionInterface):  # type: ignore[misc]  # transformers is unt
     def _before(self, found: Callable[..., Any]) -> Callable[..., Any]:
         if torch.compiler.is_compiling():  # a compiled forward is never part of a paged pass; traced as it was
             return found
-        made = self._made.get(found)
-        if made is None:
-            made = self._made[found] = _looking(found)
-        return made
+        if found not in self._made:
+            self._made[found] = _looking(found)
+        return self._made[found]
 
 
 def _looking(found: Callable[..., Any]) -> Callable[..., Any]:
@@ -86,26 +79,14 @@ def _looking(found: Callable[..., Any]) -> Callable[..., Any]:
     return attention
 
 
-def _namespaces(model: torch.nn.Module) -> Iterator[dict[str, Any]]:
-    """The globals of the files that define the model's forwards, those that know the registry."""
-    seen: set[int] = set()
-    for module in model.modules():
-        forward = inspect.unwrap(type(module).forward)
-        names = getattr(forward, "__globals__", {})
-        if id(names) not in seen and isinstance(names.get(REGISTRY), AttentionInterface):
-            seen.add(id(names))
-            yield names
-
-
 def install(model: torch.nn.Module) -> int:
-    """Puts a `Dispatch` into the modeling files of a model, once each; how many files have one now.
-
-    It stays: without marked keys it only costs a look-up, and taking it out could hit a pass of another model.
-    """
+    """Puts a `Dispatch` into the modeling files of a model, once each; how many files have one now."""
+    # It stays: without marked keys it costs a look-up, and taking it out could hit a pass of another model.
     count = 0
-    for names in _namespaces(model):
-        original = names[REGISTRY]
-        if not isinstance(original, Dispatch):
-            names[REGISTRY] = Dispatch(original)  # one assignment: a thread sees the one or the other
-        count += 1
+    for names in modeling_globals(model):
+        original = names.get(REGISTRY)
+        if isinstance(original, AttentionInterface):
+            count += 1
+            if not isinstance(original, Dispatch):
+                names[REGISTRY] = Dispatch(original)  # one assignment: a thread sees the one or the other
     return count

@@ -8,23 +8,28 @@ everything that changes from step to step lies in the buffers of a `DecodeBatch`
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.modules import module as torch_module
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
+from ..support import rope_types
 from .batch import DecodeBatch
-from .capturable import Rehearsal, baked_in, why_eager
 from .packed import PackedModel
 
-WARM_STEPS = 3
-"""Eager steps of a bucket before its capture: in them kernels are compiled and libraries choose theirs."""
-MAX_ROWS = 256
-"""Rows of the largest graph; a larger batch keeps a GPU busy without one."""
-MIN_WIDTH = 16
-"""Columns of the narrowest block tables, so that short sequences share a graph."""
+WARM_STEPS = 3  # eager steps of a bucket before its capture: in them kernels are compiled and libraries choose theirs
+MAX_ROWS = 256  # rows of the largest graph; a larger batch keeps a GPU busy without one
+MIN_WIDTH = 16  # columns of the narrowest block tables, so that short sequences share a graph
+
+_ATEN = torch.ops.aten
+_COPIES = (_ATEN._to_copy.default, _ATEN.copy_.default)
+_INDEXING = (_ATEN.index.Tensor, _ATEN.index_put.default, _ATEN.index_put_.default, _ATEN._unsafe_index.Tensor)
 
 Step = Callable[[], torch.Tensor]
 
@@ -55,22 +60,11 @@ class GraphReport:
     reason: str | None
 
 
-class Capturer(Protocol):
-    """Runs and captures the steps of one device."""
-
-    def warm(self, step: Step) -> torch.Tensor:
-        """Runs a step eagerly, where it will be captured."""
-
-    def capture(self, step: Step) -> Step:
-        """Captures a step without running it; what is given back replays it into the same result each time."""
-
-
 class CudaCapturer:
-    """Captures on a stream of its own, into one memory pool for all graphs.
+    """Captures on a stream of its own, into one memory pool for all graphs."""
 
-    Graphs of one pool overwrite each other's results, so each is to be copied before the next replay ("CUDA semantics"
-    in torch's documentation).
-    """
+    # Graphs of one pool overwrite each other's results, so each is to be copied before the next replay
+    # ("CUDA semantics" in torch's documentation).
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -88,7 +82,7 @@ class CudaCapturer:
         return result
 
     def capture(self, step: Step) -> Step:
-        """Captures a step; what other threads do on the device does not disturb it."""
+        """Captures a step without running it, whatever other threads do; gives what replays it into the same result."""
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.device(self._device):
             generator = torch.cuda.default_generators[torch.cuda.current_device()]
@@ -112,8 +106,7 @@ class CudaCapturer:
         return replay
 
 
-CAPTURERS: dict[str, Callable[[torch.device], Capturer]] = {"cuda": CudaCapturer}
-"""What captures, by type of device."""
+CAPTURERS: dict[str, Callable[[torch.device], CudaCapturer]] = {"cuda": CudaCapturer}  # by type of device
 
 
 @dataclass
@@ -126,15 +119,9 @@ class Bucket:
 
 
 class DecodeSteps:
-    """Runs the decode steps of one model over one set of blocks, and captures them where that is possible.
+    """Runs the decode steps of one model over one set of blocks, and captures them where that is possible."""
 
-    Args:
-        wanted: Whether to capture at all.
-        on_failure: Told why a capture failed; none is tried again.
-
-    Attributes:
-        reason: Why steps are not captured; None when they are.
-    """
+    # After a capture that failed, which `on_failure` is told of, none is tried again.
 
     def __init__(self, wanted: bool, on_failure: Callable[[str], None]) -> None:
         self.reason: str | None = None if wanted else "cuda_graphs=False"
@@ -142,7 +129,7 @@ class DecodeSteps:
         self._on_failure = on_failure
         self._failure: str | None = None
         self._state: object = None
-        self._capturer: Capturer | None = None
+        self._capturer: CudaCapturer | None = None
         self._buckets: dict[tuple[int, int], Bucket] = {}
         self._eager: DecodeBatch | None = None
         self._replays = self._eager_steps = 0
@@ -162,12 +149,8 @@ class DecodeSteps:
         self._failure = self.reason = reason
 
     def prepare(self, model: Any, state: object) -> None:
-        """Decides, before the steps of a call, whether they are captured, and drops graphs that no longer hold.
-
-        Args:
-            model: The model as it is now.
-            state: What else its steps depend on, to be compared.
-        """
+        """Decides, before the steps of a call, whether they are captured, and drops graphs that no longer hold."""
+        # `state`: what they depend on besides the model as it is now.
         if not self._wanted:
             return
         if model.device.type not in CAPTURERS:
@@ -187,14 +170,7 @@ class DecodeSteps:
         tokens: Sequence[int],
         slots: np.ndarray,
     ) -> torch.Tensor:
-        """One step, of what `DecodeBatch.write` takes.
-
-        Returns:
-            Logits of the new tokens, `[len(tables), vocabulary]`; nobody else writes to them.
-
-        Raises:
-            UnsupportedError: As `PackedModel.forward`.
-        """
+        """Logits of one step, `[len(tables), vocabulary]`, not written to afterwards: see `DecodeBatch.write`."""
         count, width = len(tables), _power_of_two(max(map(len, tables)), MIN_WIDTH)
         if self.reason is None and count <= MAX_ROWS:
             key = (_power_of_two(count), width)
@@ -249,3 +225,59 @@ def _batch(packed: PackedModel, num_rows: int, width: int) -> DecodeBatch:
 
 def _power_of_two(n: int, least: int = 1) -> int:
     return max(least, 1 << (n - 1).bit_length())
+
+
+def why_eager(model: Any) -> str | None:
+    """Why decode steps of a model cannot be captured as it is now; None when nothing is known to speak against it."""
+    device = model.device
+    if any(t.device != device for t in itertools.chain(model.parameters(), model.buffers())):
+        return f"some of the model is not on {device}"
+    kinds = sorted({"dynamic", "longrope"} & rope_types(model.config))
+    if kinds:
+        return f"{kinds[0]} rotary embeddings change with the length"
+    if torch_module._has_any_global_hook():
+        return "a hook on all modules is registered"
+    for name, m in model.named_modules():
+        if m._forward_hooks or m._forward_pre_hooks or "forward" in vars(m):
+            return f"{name or 'the model'} has a hook or a forward of its own"
+    return None
+
+
+def baked_in(model: Any) -> object:
+    """What a captured step depends on besides weights and adapters; equal as long as that is the same."""
+    return (
+        [(id(buffer), buffer.data_ptr()) for buffer in model.buffers()],
+        str(model.config.to_dict()),
+        getattr(model.config, "_experts_implementation", None),
+        torch.get_float32_matmul_precision(),
+        torch.are_deterministic_algorithms_enabled(),
+    )
+
+
+class Rehearsal(TorchDispatchMode):
+    """Runs operators as they are, and notes in `problem` the first that makes the host wait for the device."""
+
+    # A capture that meets one fails half-way; a rehearsed step is still right.
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.problem: str | None = None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Runs one operator and looks at it."""
+        result = func(*args, **(kwargs or {}))
+        if self.problem is None:
+            self.problem = _problem(func, (args, kwargs), result)
+        return result
+
+
+def _problem(func: Any, arguments: Any, result: Any) -> str | None:
+    if torch.Tag.data_dependent_output in func.tags:
+        return f"{func} reads a value from the device"
+    tensors = [t for t in tree_leaves((arguments, result)) if isinstance(t, torch.Tensor)]
+    masks = func in _INDEXING and any(t.dtype in (torch.bool, torch.uint8) for t in tree_leaves(arguments[0][1:2]))
+    if masks or (torch.Tag.dynamic_output_shape in func.tags and func not in _INDEXING):
+        return f"{func} has a result whose shape depends on values"
+    # A scalar on the host is an argument of a kernel, unless it is what is copied.
+    devices = {t.device for t in tensors if t.dim() or func in _COPIES}
+    return f"{func} copies between {', '.join(sorted(map(str, devices)))}" if len(devices) > 1 else None

@@ -6,13 +6,15 @@ the attention registry of `dispatch`, which sends a marked key to `PagedCache.at
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
-from ..support import UnsupportedError
+from ..calls import UnsupportedError, refuse_if
 from .batch import Pass
 from .dispatch import mark
 
@@ -26,38 +28,40 @@ class LayerSpec:
     dtype: torch.dtype
     device: torch.device
 
+    @property
     def bytes_per_token(self) -> int:
         """Bytes of key and value of one token."""
         return 2 * self.num_kv_heads * self.head_dim * self.dtype.itemsize
 
 
-class BlockStorage:
-    """Key and value blocks of every layer, `[num_blocks, block_size, num_kv_heads, head_dim]` each.
+class PagedStorage:
+    """Key and value blocks of every layer, `[num_blocks, block_size, num_kv_heads, head_dim]` each."""
 
-    Args:
-        num_blocks: Blocks of each layer.
-        block_size: Tokens of a block.
-        windows: Layers that attend over the last so many tokens only.
-    """
-
-    def __init__(self, num_blocks: int, block_size: int, windows: dict[int, int]) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        windows: Mapping[int, int],
+        group_of: Mapping[int, int] = MappingProxyType({}),
+    ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self.windows = windows
+        self.windows = windows  # of layers that attend over the last so many tokens only
+        self.group_of = group_of  # the manager's group whose block table a layer has; others have the first one's
         self.layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self.specs: dict[int, LayerSpec] = {}
 
+    def allocate(self, layer_idx: int, spec: LayerSpec) -> None:
+        """Takes the memory of a layer's blocks."""
+        shape = (self.num_blocks, self.block_size, spec.num_kv_heads, spec.head_dim)
+        # Tensors made in inference mode could not be written to outside it, and the blocks outlive a call.
+        with torch.inference_mode(False):
+            keys, values = (torch.empty(shape, dtype=spec.dtype, device=spec.device) for _ in range(2))
+        self.layers[layer_idx], self.specs[layer_idx] = (keys, values), spec
+
     def layer(self, layer_idx: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The blocks of a layer, allocated when it first shows its shape.
-
-        Args:
-            layer_idx: Which layer.
-            key: `[1, num_kv_heads, num_tokens, head_dim]`.
-            value: Like `key`.
-
-        Raises:
-            UnsupportedError: Keys and values differ in shape, or the layer changed its shape.
-        """
+        """A layer's blocks, allocated at its first keys `[1, num_kv_heads, num_tokens, head_dim]`."""
+        # UnsupportedError: keys and values differ in shape, or the layer changed its shape.
         spec = LayerSpec(key.shape[1], key.shape[3], key.dtype, key.device)
         known = self.specs.get(layer_idx)
         if known is None:
@@ -65,39 +69,29 @@ class BlockStorage:
                 raise UnsupportedError(
                     f"layer {layer_idx} has keys {list(key.shape)} and values {list(value.shape)}, which must be alike"
                 )
-            shape = (self.num_blocks, self.block_size, spec.num_kv_heads, spec.head_dim)
-            # Tensors made in inference mode could not be written to outside it, and the blocks outlive this call.
-            with torch.inference_mode(False):
-                self.layers[layer_idx] = (key.new_empty(shape), key.new_empty(shape))
-            self.specs[layer_idx] = spec
+            self.allocate(layer_idx, spec)
         elif known != spec:
             raise UnsupportedError(f"layer {layer_idx} changed from {known} to {spec}")
         return self.layers[layer_idx]
 
-    def fresh(self) -> BlockStorage:
-        """Blocks of the same layers without content."""
-        return BlockStorage(self.num_blocks, self.block_size, self.windows)
-
-    def copy(self, pairs: list[tuple[int, int]]) -> None:
-        """Copies whole blocks, source to target, in every layer."""
+    def copy(self, pairs: Sequence[tuple[int, int]], group: int = 0) -> None:
+        """Copies whole blocks, source to target, in the layers of a group."""
         if not pairs:
             return
         source, target = (torch.tensor(side) for side in zip(*pairs, strict=True))
-        for key_cache, value_cache in self.layers.values():
-            for cache in (key_cache, value_cache):
-                torch.ops.pc.copy_blocks(cache, source.to(cache.device), target.to(cache.device))
+        for layer, caches in self.layers.items():
+            if self.group_of.get(layer, 0) == group:
+                for cache in caches:
+                    torch.ops.pc.copy_blocks(cache, source.to(cache.device), target.to(cache.device))
 
+    @property
     def bytes_per_block(self) -> int:
         """Bytes of one block over all layers."""
-        return self.block_size * sum(spec.bytes_per_token() for spec in self.specs.values())
+        return self.block_size * sum(spec.bytes_per_token for spec in self.specs.values())
 
 
 def layer_windows(config: Any) -> dict[int, int]:
-    """The layers with a sliding window, and its tokens: what transformers itself would cache for each layer.
-
-    Raises:
-        UnsupportedError: A layer is neither full attention nor a sliding window.
-    """
+    """The windows of layers, as transformers would cache them; UnsupportedError: one is neither full nor sliding."""
     text = config.get_text_config(decoder=True)
     other = set(getattr(text, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
     if other:
@@ -112,12 +106,12 @@ def layer_windows(config: Any) -> dict[int, int]:
 
 
 class PagedCache(Cache):  # type: ignore[misc]  # transformers is untyped here
-    """The `past_key_values` of one packed forward pass: writes blocks, and hands the pass to the attention function."""
+    """The `past_key_values` of one packed pass: writes blocks, and hands a group's pass to the attention function."""
 
-    def __init__(self, storage: BlockStorage, batch: Pass) -> None:
+    def __init__(self, storage: PagedStorage, *batches: Pass) -> None:
         super().__init__(layer_class_to_replicate=DynamicLayer)
         self.storage = storage
-        self.batch = batch
+        self.batches, self.batch = batches, batches[0]
         self.layers_attended = 0
         self._written: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int] | None = None
 
@@ -130,6 +124,7 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is untyped here
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Writes keys and values `[1, num_kv_heads, num_tokens, head_dim]` to their slots and gives them back."""
         key_cache, value_cache = self.storage.layer(layer_idx, key_states, value_states)
+        self.batch = self.batches[self.storage.group_of.get(layer_idx, 0)]
         slot_mapping = self.batch.on(key_states.device).slot_mapping
         torch.ops.pc.reshape_and_cache(
             key_states[0].transpose(0, 1), value_states[0].transpose(0, 1), key_cache, value_cache, slot_mapping
@@ -147,14 +142,8 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is untyped here
         softcap: float,
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Attention of `query [1, num_heads, num_tokens, head_dim]` over the blocks just written.
-
-        Returns:
-            `[1, num_tokens, num_heads, head_dim]`.
-
-        Raises:
-            UnsupportedError: The keys are not those that `update` saw, as in models whose layers share them.
-        """
+        """Attention of `query [1, num_heads, num_tokens, head_dim]` over the blocks just written, transposed."""
+        # Layers that share keys attend to others than `update` saw: UnsupportedError.
         if self._written is None or self._written[0] is not key or self._written[1] is not value:
             raise UnsupportedError("a layer attends to keys other than those it has just cached")
         _, _, key_cache, value_cache, layer_idx = self._written
@@ -199,13 +188,8 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is untyped here
     ) -> tuple[torch.Tensor, None]:
         """What transformers' layers call: `AttentionInterface`'s signature over `attend`."""
         causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
-        refused = {
-            "attention that is not causal": not causal,
-            "dropout": bool(dropout),
-            "a position bias": position_bias is not None,
-        }
-        for what, present in refused.items():
-            if present:
-                raise UnsupportedError(f"its attention uses {what}")
+        refuse_if(not causal, "its attention uses attention that is not causal")
+        refuse_if(dropout, "its attention uses dropout")
+        refuse_if(position_bias is not None, "its attention uses a position bias")
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         return self.attend(query, key, value, scale, sliding_window, softcap or 0.0, s_aux), None

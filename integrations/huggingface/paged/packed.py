@@ -1,4 +1,4 @@
-"""Forward passes of a model over packed rows, whose keys and values are in blocks."""
+"""Forward passes of a model over packed rows whose keys and values are in blocks, and a look whether they are right."""
 
 from __future__ import annotations
 
@@ -9,40 +9,32 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..support import UnsupportedError
+from ..calls import UnsupportedError, refuse_if, refusing
+from ..support import eval_mode, harmless_tokens
 from .batch import DecodeBatch, PackedBatch, Pass
-from .dispatch import no_mask
-from .layers import BlockStorage, PagedCache
+from .dispatch import install, no_mask
+from .layers import LayerSpec, PagedCache, PagedStorage, layer_windows
 
 
 @dataclass
-class Row:
-    """One sequence of the batch.
-
-    Attributes:
-        request_id: Its name in the manager.
-        tokens: The prompt without padding.
-        num_cached_tokens: How many of them were read from the cache.
-        length: Tokens whose KV is in blocks, or will be after the pass under way.
-        table: Block numbers, in order; never written to, a changed table is another array.
-        active: Whether it holds blocks.
-        unsettled: Whether blocks were taken out of its table that are free only after its next commit.
-    """
+class BatchRow:
+    """One sequence of the batch."""
 
     request_id: str
-    tokens: np.ndarray
+    tokens: np.ndarray  # the prompt without padding
     num_cached_tokens: int = 0
-    length: int = 0
+    length: int = 0  # tokens whose KV is in blocks, or will be after the pass under way
+    # Block numbers, in order; never written to, a changed table is another array.
     table: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
-    active: bool = False
-    unsettled: bool = False
+    active: bool = False  # whether it holds blocks
+    unsettled: bool = False  # whether blocks were taken out of its table that are free only after its next commit
 
 
 @dataclass(frozen=True)
 class Span:
     """Tokens of one row to compute in one pass, at positions `start`, `start + 1`, ..."""
 
-    row: Row
+    row: BatchRow
     tokens: np.ndarray
     slots: np.ndarray
     start: int
@@ -55,33 +47,39 @@ class Span:
         return Span(self.row, self.tokens[begin:end], self.slots[begin:end], self.start + begin)
 
 
+def run(model: Any, cache: PagedCache, tokens: torch.Tensor, positions: torch.Tensor, **keep: Any) -> Any:
+    """The model's output for a packed pass, tokens and positions `[1, num_tokens]`."""
+    # UnsupportedError: a layer attended to something else than its blocks.
+    output = model(
+        input_ids=tokens,
+        attention_mask=no_mask(tokens.shape[1], tokens.device, cache),
+        position_ids=positions,
+        past_key_values=cache,
+        use_cache=True,
+        return_dict=True,
+        **keep,
+    )
+    attended, layers = cache.layers_attended, len(cache.storage.layers)
+    refuse_if(not attended == layers > 0, f"{attended} of its {layers} caching layers attended through the cache")
+    return output
+
+
 class PackedModel:
     """Runs a model's forward pass over packed rows whose keys and values are in blocks."""
 
-    def __init__(self, model: Any, storage: BlockStorage) -> None:
+    def __init__(self, model: Any, storage: PagedStorage) -> None:
         self.model = model
         self.storage = storage
 
     def forward(self, spans: Sequence[Span]) -> torch.Tensor:
-        """One pass over all spans.
-
-        Returns:
-            Logits of the last token of each span, `[len(spans), vocabulary]`.
-
-        Raises:
-            UnsupportedError: The model did something the blocks cannot follow.
-        """
+        """Logits of the last token of each span, `[len(spans), vocabulary]`, of one pass over all; raises as `run`."""
         lens = np.array([len(span) for span in spans], np.int32)
         width = max(len(span.row.table) for span in spans)
         tables = np.full((len(spans), width), -1, np.int32)
         for line, span in zip(tables, spans, strict=True):
             line[: len(span.row.table)] = span.row.table
-        batch = PackedBatch(
-            slot_mapping=np.concatenate([span.slots for span in spans]),
-            block_tables=tables,
-            seq_lens=np.array([span.start + len(span) for span in spans], np.int32),
-            query_lens=lens,
-        )
+        seq_lens = np.array([span.start + len(span) for span in spans], np.int32)
+        batch = PackedBatch(np.concatenate([span.slots for span in spans]), tables, seq_lens, lens)
         device = self.model.device
         tokens = torch.from_numpy(np.concatenate([span.tokens for span in spans])).to(device)
         positions = np.concatenate([np.arange(span.start, span.start + len(span)) for span in spans])
@@ -91,31 +89,57 @@ class PackedModel:
         return logits if keep else logits[last.to(logits.device)]
 
     def decode(self, batch: DecodeBatch) -> torch.Tensor:
-        """The pass over the tokens written to a batch; what changes from step to step it reads from its buffers alone.
-
-        Returns:
-            Logits of all rows, padding included, `[batch.num_rows, vocabulary]`.
-
-        Raises:
-            UnsupportedError: As `forward`.
-        """
+        """Logits of all rows, padding too, `[batch.num_rows, vocabulary]`, from buffers alone; raises as `run`."""
         batch.begin()
         return self._run(batch, *batch.inputs(self.model.device))
 
     def _run(self, batch: Pass, tokens: torch.Tensor, positions: torch.Tensor, **keep: Any) -> torch.Tensor:
-        cache = PagedCache(self.storage, batch)
-        output = self.model(
-            input_ids=tokens,
-            attention_mask=no_mask(tokens.shape[1], tokens.device, cache),
-            position_ids=positions,
-            past_key_values=cache,
-            use_cache=True,
-            return_dict=True,
-            **keep,
-        )
-        if cache.layers_attended == 0 or cache.layers_attended != len(self.storage.layers):
-            raise UnsupportedError(
-                f"{cache.layers_attended} of its {len(self.storage.layers)} caching layers attended through the cache"
-            )
-        logits: torch.Tensor = output.logits[0]
+        logits: torch.Tensor = run(self.model, PagedCache(self.storage, batch), tokens, positions, **keep).logits[0]
         return logits
+
+
+@torch.no_grad()
+def probe(model: Any, block_size: int) -> dict[int, LayerSpec]:
+    """What each layer keeps, as two short sequences over blocks show; UnsupportedError: it fails, or logits differ."""
+    # It catches what no attribute tells: attention outside the interface, keys changed after they were cached,
+    # positions that are counted rather than given.
+    if not getattr(model, "_supports_attention_backend", False):
+        raise UnsupportedError("its attention does not go through transformers' AttentionInterface")
+    lens = (2 * block_size + 3, 5)
+    blocks = [-(-n // block_size) for n in lens]
+    storage = PagedStorage(sum(blocks), block_size, layer_windows(model.config))
+    install(model)
+    packed = PackedModel(model, storage)
+    rows = [BatchRow("", harmless_tokens(model, sum(lens))[-n:]) for n in lens]
+    rows[0].table = np.arange(blocks[0], dtype=np.int32)[::-1].copy()  # out of order, as in a real cache
+    rows[1].table = np.arange(blocks[0], sum(blocks), dtype=np.int32)
+
+    def span(row: BatchRow, start: int, end: int) -> Span:
+        at = np.arange(start, end)
+        slots = row.table[at // block_size].astype(np.int64) * block_size + at % block_size
+        return Span(row, row.tokens[start:end], slots, start)
+
+    cut = block_size + 1
+    tolerance = 1e-3 if model.dtype == torch.float32 else 5e-2
+    with eval_mode(model):
+        with refusing("its forward pass fails over a paged cache"):
+            packed.forward([span(rows[0], 0, cut), span(rows[1], 0, 2)])
+            packed.forward([span(rows[1], 2, lens[1] - 1), span(rows[0], cut, lens[0] - 1)])
+            last = [span(row, n - 1, n) for row, n in zip(rows, lens, strict=True)]
+            step = DecodeBatch(4, max(blocks), pinned=False)
+            step.write(
+                [row.table for row in rows],
+                np.array([s.start for s in last]),
+                np.concatenate([s.tokens for s in last]),
+                np.concatenate([s.slots for s in last]),
+            )
+            got = packed.decode(step)[:2].float()
+        for row, logits in zip(rows, got, strict=True):
+            ids = torch.from_numpy(row.tokens).to(model.device)[None]
+            want = model(input_ids=ids, use_cache=False, return_dict=True).logits[0, -1].float()
+            difference = (logits - want).abs().max().item()
+            if not difference <= want.abs().max().item() * tolerance:  # NaN fails too
+                raise UnsupportedError(
+                    f"its logits over a paged cache differ by {difference:.2g}, more than rounding explains"
+                )
+    return storage.specs

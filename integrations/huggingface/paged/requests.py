@@ -5,67 +5,41 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from dataclasses import InitVar, dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
 
-from ....cache import CacheManager, OutOfBlocks
-from ..store import Lease, Store
-from ..uninterrupted import uninterrupted
-from .packed import PackedModel, Row, Span
-
-if TYPE_CHECKING:
-    from .graphs import DecodeSteps
+from ....cache import OutOfBlocks
+from ....cache.keys import Key
+from ..store import Lease, uninterrupted
+from .graphs import DecodeSteps
+from .packed import BatchRow, PackedModel, Span
 
 _request_numbers = itertools.count()
 
 
+@dataclass
 class Requests:
-    """The rows of one call as requests of the manager; whatever happens, `close` gives their blocks back.
+    """The rows of one call as requests of the manager; whatever happens, `close` gives their blocks back."""
 
-    Args:
-        manager: Whose blocks they take.
-        packed: Computes them.
-        steps: Runs decode steps.
-        prompts: Tokens of each row.
-        extra_keys: What their KV depends on besides tokens.
-        chunk: Tokens of a row that one pass computes at most; None: all.
-        turn: Held during each pass, so that calls of several threads take turns.
-        salt: Whose blocks may be shared.
-        lease: Gives back what a call that is cut off leaves behind.
-    """
+    lease: Lease  # gives back what a call that is cut off leaves behind
+    packed: PackedModel
+    steps: DecodeSteps
+    prompts: InitVar[Sequence[np.ndarray]]  # tokens of each row
+    extra_keys: tuple[str, ...] = ()  # what their KV depends on besides tokens
+    salt: Key = None  # whose blocks may be shared
+    chunk: int | None = None  # tokens of a row that one pass computes at most
+    turn: AbstractContextManager[object] = field(default_factory=nullcontext)  # of several threads' calls, at each pass
 
-    def __init__(
-        self,
-        manager: CacheManager,
-        packed: PackedModel,
-        steps: DecodeSteps,
-        prompts: Sequence[np.ndarray],
-        extra_keys: tuple[str, ...] | None = None,
-        chunk: int | None = None,
-        turn: AbstractContextManager[Any] | None = None,
-        salt: Any = None,
-        lease: Lease | None = None,
-    ) -> None:
-        self.salt = salt
-        self.lease = lease or Store(manager, packed.storage).lease()
-        self.turn = turn or nullcontext()
-        self.manager = manager
-        self.packed = packed
-        self.steps = steps
-        self.extra_keys = extra_keys
-        self.chunk = chunk
-        self.rows = [Row(f"generate-{next(_request_numbers)}", prompt) for prompt in prompts]
+    def __post_init__(self, prompts: Sequence[np.ndarray]) -> None:
+        self.manager = self.lease.manager
+        self.rows = [BatchRow(f"generate-{next(_request_numbers)}", prompt) for prompt in prompts]
 
     def prefill(self) -> torch.Tensor:
-        """Computes what is not cached of every prompt; `[num_rows, vocabulary]`.
-
-        Rows that share a prefix which nobody has cached yet go one after the other, so that it is computed once.
-
-        Raises:
-            OutOfBlocks: A prompt does not fit, even after the others were computed.
-        """
+        """Computes what is not cached of each prompt: `[num_rows, vocabulary]`; OutOfBlocks: one does not fit alone."""
+        # Rows that share a prefix that is not cached yet go one after the other, so that it is computed once.
         logits: dict[int, torch.Tensor] = {}
         waiting = list(range(len(self.rows)))
         while waiting:
@@ -82,11 +56,7 @@ class Requests:
         return torch.stack([logits[index] for index in range(len(self.rows))])
 
     def decode(self, tokens: Sequence[int]) -> torch.Tensor:
-        """Appends one token to each active row and computes it; `[num_active, vocabulary]`, in the order of rows.
-
-        Raises:
-            OutOfBlocks: The cache is full of blocks that this call holds.
-        """
+        """Appends a token to each active row and computes it: `[num_active, vocabulary]`; OutOfBlocks: all are held."""
         rows, size = self.active(), self.manager.block_size
         slots, copies = uninterrupted(
             self.manager.append_each, [row.request_id for row in rows], np.array(tokens, np.int64)
@@ -109,12 +79,12 @@ class Requests:
                 self._commit(row)
         return logits
 
-    def active(self) -> list[Row]:
+    def active(self) -> list[BatchRow]:
         """Rows that still hold blocks."""
         return [row for row in self.rows if row.active]
 
-    def finish(self, row: Row) -> None:
-        """Gives a row's blocks back; the complete ones stay findable until they are evicted."""
+    def finish(self, row: BatchRow) -> None:
+        """Gives a row's blocks back; the complete ones stay published until they are evicted."""
         if row.active:
             row.active = False
             uninterrupted(self.lease.free, row.request_id)
@@ -125,7 +95,7 @@ class Requests:
             row.active = False
         uninterrupted(self.lease.close)
 
-    def _admit(self, row: Row, alone: bool) -> Span | None:
+    def _admit(self, row: BatchRow, alone: bool) -> Span | None:
         """Takes blocks for a prompt; None when it should wait until the rows admitted before it are computed."""
         try:
             allocation = uninterrupted(self._allocate, row)
@@ -143,10 +113,10 @@ class Requests:
         row.table = self.manager.block_table(row.request_id)
         return Span(row, row.tokens[row.length :], allocation.slot_mapping, row.length)
 
-    def _allocate(self, row: Row) -> Any:
+    def _allocate(self, row: BatchRow) -> Any:
         self.lease.take(row.request_id)
         try:
-            return self.manager.allocate(row.request_id, row.tokens, extra_keys=self.extra_keys, salt=self.salt)
+            return self.manager.allocate(row.request_id, row.tokens, extra_keys=self.extra_keys or None, salt=self.salt)
         except OutOfBlocks:
             self.lease.free(row.request_id)
             raise
@@ -168,8 +138,8 @@ class Requests:
             self._commit(row)
         return [logits[span.row.request_id] for span in spans]
 
-    def _commit(self, row: Row) -> None:
-        """Makes what a row has computed findable; blocks that a merge replaced are free after its next commit."""
+    def _commit(self, row: BatchRow) -> None:
+        """Publishes what a row has computed; blocks that a merge replaced are free after its next commit."""
         row.unsettled = bool(uninterrupted(self.manager.commit, row.request_id, row.length))
         if row.unsettled:
             row.table = self.manager.block_table(row.request_id)

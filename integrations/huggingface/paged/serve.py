@@ -1,4 +1,10 @@
-"""Serves the decoding loops of a model with packed passes over blocks."""
+"""Serves the decoding loops of a model with packed passes over blocks.
+
+The loop stays transformers' own (`_sample`): sampling, logits processors, stopping criteria and streamers are
+theirs and cannot differ. `PagedDecoder` takes the model's place in that loop and answers its two questions, the
+prompt's logits and the next token's, with packed passes: rows of any length behind each other, no padding, cached
+tokens left out.
+"""
 
 from __future__ import annotations
 
@@ -6,79 +12,150 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import torch
+from transformers.generation.stopping_criteria import StoppingCriteriaList
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
 from ....cache import CacheManager, OutOfBlocks
-from ..loop import Loop
-from ..memory import default_num_blocks
-from ..reports import RequestReport
-from ..store import Store
-from ..support import UnsupportedError
-from .decoder import PagedDecoder, RecordedCriteria
+from ..calls import Calls, RequestReport, UnsupportedError, refuse_if
+from ..settings import CacheOptions, default_num_blocks
+from ..store import Leases
+from ..support import Loop
 from .dispatch import install
 from .graphs import DecodeSteps
-from .layers import BlockStorage, layer_windows
-from .packed import PackedModel
-from .probe import probe
+from .layers import PagedStorage, layer_windows
+from .packed import PackedModel, probe
 from .requests import Requests, prompts_of
 
 
+class RecordedCriteria(StoppingCriteriaList):  # type: ignore[misc]  # transformers is untyped here
+    """Stopping criteria that remember which rows have stopped."""
+
+    finished: torch.Tensor | None = None
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> Any:
+        """Which rows stop now, as transformers' own list says."""
+        done = super().__call__(input_ids, scores, **kwargs)
+        self.finished = done if self.finished is None else self.finished | done
+        return done
+
+
+class PagedDecoder:
+    """Stands in for the model in `_sample`: everything but the forward passes is the model's."""
+
+    # When it runs out of blocks it gives them all back and the model's own cache takes over, from the tokens so far.
+
+    def __init__(
+        self,
+        model: Any,
+        requests: Requests,
+        criteria: RecordedCriteria,
+        drop_finished: bool,
+        on_out_of_blocks: Callable[[OutOfBlocks], None],
+    ) -> None:
+        self._model = model
+        self._requests = requests
+        self._criteria = criteria
+        self._drop_finished = drop_finished
+        self._on_out_of_blocks = on_out_of_blocks
+        self._prefilled = False
+        self._native = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def _prefill(self, input_ids: torch.Tensor, generation_config: Any, model_kwargs: Any, **_: Any) -> Any:
+        return self(**self.prepare_inputs_for_generation(input_ids, **model_kwargs))
+
+    def prepare_inputs_for_generation(self, input_ids: torch.Tensor, **model_kwargs: Any) -> dict[str, Any]:
+        """The inputs of the next `__call__`: all tokens so far, or the model's own once it has taken over."""
+        if not self._native:
+            return {"input_ids": input_ids, "model_kwargs": model_kwargs}
+        inputs: dict[str, Any] = self._model.prepare_inputs_for_generation(input_ids, **model_kwargs)
+        return inputs
+
+    def __call__(self, input_ids: torch.Tensor, model_kwargs: Any = None, **inputs: Any) -> Any:
+        """Logits of every row's next token, `[batch, 1, vocabulary]`."""
+        if self._native:
+            return self._model(input_ids=input_ids, **inputs)
+        try:
+            logits = self._decode(input_ids) if self._prefilled else self._requests.prefill()
+        except OutOfBlocks as error:
+            self._on_out_of_blocks(error)
+            return self._take_over(input_ids, model_kwargs)
+        self._prefilled = True
+        return CausalLMOutputWithPast(logits=logits[:, None])
+
+    def _decode(self, input_ids: torch.Tensor) -> torch.Tensor:
+        rows = self._requests.rows
+        if self._drop_finished and self._criteria.finished is not None:
+            for row, finished in zip(rows, self._criteria.finished.tolist(), strict=True):
+                if finished:
+                    self._requests.finish(row)
+        active = [index for index, row in enumerate(rows) if row.active]
+        last = input_ids[:, -1].tolist()
+        logits = self._requests.decode([last[index] for index in active])
+        if len(active) == len(rows):
+            return logits
+        # A finished row's next token is padding whatever its logits are.
+        every = logits.new_zeros(len(rows), logits.shape[-1])
+        every[active] = logits
+        return every
+
+    def _take_over(self, input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> Any:
+        self._requests.close()
+        self._native = True
+        # Without next_sequence_length the model's own, still empty, cache is filled with all tokens so far.
+        model_kwargs.pop("next_sequence_length", None)
+        inputs = self._model.prepare_inputs_for_generation(input_ids, is_first_iteration=True, **model_kwargs)
+        return self._model(**inputs, return_dict=True)
+
+
+class PagedStore(Leases):
+    """A manager and the memory of its blocks."""
+
+    def __init__(self, manager: CacheManager, storage: PagedStorage) -> None:
+        super().__init__(manager)
+        self.storage = storage
+
+
 class Paged:
-    """One model's blocks, its decode steps, and its calls over them.
+    """One model's blocks, its decode steps, and its calls over them; UnsupportedError: it cannot be served."""
 
-    Args:
-        model: The model.
-        num_blocks: Blocks of the cache; None: see `default_num_blocks`.
-        block_size: Tokens of a block.
-        policy: See `CacheManager`.
-        steps: Runs decode steps.
+    def __init__(self, model: Any, options: CacheOptions, steps: DecodeSteps) -> None:
+        self._options, self._steps, self._turn = options, steps, threading.RLock()
+        size = options.block_size
+        per_block = size * sum(spec.bytes_per_token for spec in probe(model, size).values())
+        self._num_blocks = options.num_blocks or default_num_blocks(model, per_block, size)
+        self.store = self._empty_store(model)
 
-    Attributes:
-        store: Where KV is kept.
-
-    Raises:
-        UnsupportedError: The model cannot be served.
-    """
-
-    def __init__(self, model: Any, num_blocks: int | None, block_size: int, policy: Any, steps: DecodeSteps) -> None:
-        self._policy, self._steps = policy, steps
-        self._turn = threading.RLock()
-        bytes_per_block = probe(model, block_size)
-        num_blocks = num_blocks or default_num_blocks(model, bytes_per_block, block_size)
-        storage = BlockStorage(num_blocks, block_size, layer_windows(model.config))
-        self.store = Store(CacheManager(num_blocks, block_size, policy=policy), storage)
+    def _empty_store(self, model: Any) -> PagedStore:
+        count, size = self._num_blocks, self._options.block_size
+        manager = CacheManager(count, size, policy=self._options.policy)
+        return PagedStore(manager, PagedStorage(count, size, layer_windows(model.config)))
 
     def empty(self, model: Any, changed: bool = False) -> None:
         """An empty cache from now on; calls under way go on with the blocks they have."""
         install(model)
-        storage = self.store.storage.fresh()
-        manager = CacheManager(storage.num_blocks, storage.block_size, policy=self._policy)
+        store = self._empty_store(model)
         with self._turn:
             self._steps.drop()
-            self.store = Store(manager, storage)
+            self.store = store
 
-    def run(
-        self, loop: Loop, keys: tuple[str, ...], salt: Any, out_of_blocks: Callable[[OutOfBlocks], None]
-    ) -> tuple[Any, list[RequestReport]]:
+    def run(self, loop: Loop, keys: tuple[str, ...], salt: Any, calls: Calls) -> tuple[Any, list[RequestReport]]:
         """Runs a loop over the blocks: see `Contiguous.run`."""
         check_paged(loop)
         config, store, model = loop.generation_config, self.store, loop.model
         criteria = RecordedCriteria(loop.options["stopping_criteria"])
-        # Rows that met an eos are padded from then on, so that nobody sees their logits but who asked for them.
+        # Rows that met an eos are padded from then on, so that only a caller who asked for logits sees theirs.
         seen = loop.own_processors or config.output_scores or config.output_logits
         drop_finished = not seen and any(hasattr(c, "eos_token_id") for c in criteria)
         with self._turn:
             self._steps.prepare(model, (id(store), keys))
-        requests = Requests(
-            store.manager,
-            PackedModel(model, store.storage),
-            self._steps,
-            prompts_of(loop.input_ids, loop.model_kwargs.get("attention_mask")),
-            keys or None,
-            config.prefill_chunk_size,
-            self._turn,
-            salt,
-            store.lease(loop.returns),
-        )
-        decoder = PagedDecoder(model, requests, criteria, drop_finished, out_of_blocks)
+        lease, packed, chunk = store.lease(loop.returns), PackedModel(model, store.storage), config.prefill_chunk_size
+        prompts = prompts_of(loop.input_ids, loop.model_kwargs.get("attention_mask"))
+        requests = Requests(lease, packed, self._steps, prompts, keys, salt, chunk, self._turn)
+        decoder = PagedDecoder(model, requests, criteria, drop_finished, calls.tell_out_of_blocks)
         try:
             result = loop.run(decoder, {"stopping_criteria": criteria})
         finally:
@@ -90,19 +167,15 @@ class Paged:
 
 def check_paged(loop: Loop) -> None:
     """Raises UnsupportedError for a loop that packed passes cannot follow."""
-    if loop.mode not in ("greedy_search", "sample"):
-        raise UnsupportedError(f"generation mode {loop.mode} is served by the model's own generate")
+    refuse_if(loop.mode not in ("greedy_search", "sample"), f"generation mode {loop.mode}")
     for name in ("output_attentions", "output_hidden_states"):
         if getattr(loop.generation_config, name, False) or loop.model_kwargs.get(name):
             raise UnsupportedError(f"{name}=True needs tensors that are not there for cached tokens")
-    if loop.adapters is not None:
-        raise UnsupportedError("packed passes know no rows that adapters could be named for")
-    if loop.images is not None:
-        raise UnsupportedError("packed passes take no images")
+    refuse_if(loop.adapters is not None, "packed passes know no rows that adapters could be named for")
+    refuse_if(loop.images is not None, "packed passes take no images")
     mask = loop.model_kwargs.get("attention_mask")
     if mask is None:
         return
-    if not bool(mask[:, -1].all()):
-        raise UnsupportedError("the batch is padded on the right")
+    refuse_if(not bool(mask[:, -1].all()), "the batch is padded on the right")
     if layer_windows(loop.model.config) and bool((mask.diff(dim=-1) < 0).any()):
         raise UnsupportedError("windows are counted over the holes of its attention_mask")

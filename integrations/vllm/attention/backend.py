@@ -1,14 +1,18 @@
-"""What vLLM asks of an attention backend before it makes a layer: what is served, and what is refused, by name."""
+"""Attention of vLLM's layers through `pc`: what is served, what is refused by name, and the attention of one layer."""
 
 from __future__ import annotations
 
 from typing import Any, ClassVar
 
 import torch
-from vllm.v1.attention.backend import AttentionBackend, MultipleOf
+from vllm.config import get_current_vllm_config_or_none
+from vllm.v1.attention.backend import AttentionBackend, AttentionImpl, AttentionType, MultipleOf
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
-from ....triton_ops._attention.checks import MAX_HEAD_DIM, QUERY_DTYPES
+from ....triton_ops import paged_attention, reshape_and_cache, shared_prefix_attention, sliding_window_attention
+from ....triton_ops._attention.checks import MAX_HEAD_DIM
+from ....triton_ops._checks import FLOATS
+from .builder import PagedMetadata, PagedMetadataBuilder
 
 
 class PagedAttentionBackend(AttentionBackend):
@@ -19,7 +23,7 @@ class PagedAttentionBackend(AttentionBackend):
     bidirectional spans of multimodal prompts, context parallelism, quantized caches other than e4m3.
     """
 
-    supported_dtypes: ClassVar[list[torch.dtype]] = list(QUERY_DTYPES)
+    supported_dtypes: ClassVar[list[torch.dtype]] = list(FLOATS)
     supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "float16", "bfloat16", "fp8", "fp8_e4m3"]
     forward_includes_kv_cache_update = False
 
@@ -31,15 +35,11 @@ class PagedAttentionBackend(AttentionBackend):
     @staticmethod
     def get_impl_cls() -> type[Any]:
         """The attention of one layer."""
-        from .layer import PagedAttention
-
         return PagedAttention
 
     @staticmethod
     def get_builder_cls() -> type[Any]:
         """What makes the metadata of a step."""
-        from .builder import PagedMetadataBuilder
-
         return PagedMetadataBuilder
 
     @staticmethod
@@ -52,20 +52,7 @@ class PagedAttentionBackend(AttentionBackend):
         """Whether heads of this width are served."""
         return 1 <= head_size <= MAX_HEAD_DIM
 
-    @classmethod
-    def supports_sink(cls) -> bool:
-        """Learned logits that join the softmax."""
-        return True
-
-    @classmethod
-    def supports_sliding_window(cls) -> bool:
-        """Windows over the last tokens."""
-        return True
-
-    @classmethod
-    def supports_batch_invariance(cls) -> bool:
-        """VLLM's VLLM_BATCH_INVARIANT."""
-        return True
+    supports_sink = supports_sliding_window = supports_batch_invariance = classmethod(lambda cls: True)
 
     @classmethod
     def supports_combination(
@@ -80,3 +67,120 @@ class PagedAttentionBackend(AttentionBackend):
     def supported_kv_cache_layouts(cls) -> tuple[Any, ...]:
         """All; blocks whose tokens lie behind each other are written fastest."""
         return (KVCacheLayout.LBNHC, *(layout for layout in KVCacheLayout if layout is not KVCacheLayout.LBNHC))
+
+
+class PagedAttention(AttentionImpl[PagedMetadata]):
+    """Decoder attention of one layer; ValueError for what vLLM's CPU platform does not ask the backend beforehand."""
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None,
+        sinks: torch.Tensor | None = None,
+        **options: Any,
+    ) -> None:
+        reasons = [f"option {name}" for name in options]
+        reasons += _refusals(head_size, kv_cache_dtype, attn_type, sinks is not None, bool(sliding_window))
+        if reasons:
+            raise ValueError(f"pc's attention backend does not support: {'; '.join(reasons)}")
+        self.num_heads = num_heads
+        self.head_size = head_size
+        self.scale = float(scale)
+        self.num_kv_heads = num_kv_heads or num_heads
+        self.alibi_slopes = None if alibi_slopes is None else torch.tensor(alibi_slopes, dtype=torch.float32)
+        self.window = sliding_window or 0
+        self.kv_cache_dtype = kv_cache_dtype
+        self.softcap = logits_soft_cap or 0.0
+        self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
+        self.sinks = sinks
+
+    def _caches(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values `[num_blocks, block_size, num_kv_heads, head_size]` as views of vLLM's packed cache."""
+        if self.kv_cache_dtype.startswith("fp8"):
+            kv_cache = kv_cache.view(torch.float8_e4m3fn)
+        keys, values = kv_cache.transpose(1, 2).split(self.head_size, dim=-1)
+        return keys, values
+
+    def _scales(self, layer: Any) -> dict[str, torch.Tensor]:
+        if self.kv_cache_dtype.startswith("fp8"):
+            return {"k_scale": layer._k_scale, "v_scale": layer._v_scale}
+        return {}
+
+    def do_kv_cache_update(
+        self, layer: Any, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
+    ) -> None:
+        """Writes the keys and values of a step, `[num_tokens, num_kv_heads, head_size]`, into their slots."""
+        keys, values = self._caches(kv_cache)
+        count = slot_mapping.shape[0]  # rows behind are padding
+        reshape_and_cache(key[:count], value[:count], keys, values, slot_mapping, **self._scales(layer))
+
+    def forward(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: PagedMetadata | None,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Attention of `query` `[num_tokens, num_heads, head_size]` over the cache, written into `output`."""
+        if output_scale is not None or output_block_scale is not None:
+            raise NotImplementedError("output_scale: quantized outputs are not supported")
+        if attn_metadata is None:  # a profiling run
+            return output.zero_()
+        step, count = attn_metadata, attn_metadata.num_actual_tokens
+        tensors = (query[:count], *self._caches(kv_cache), step.block_tables, step.seq_lens, step.query_start_loc)
+        options: dict[str, Any] = {
+            "causal": step.causal,
+            "softcap": self.softcap,
+            "alibi_slopes": self.alibi_slopes,
+            "sinks": self.sinks,
+            "max_query_len": step.max_query_len,
+            "max_seq_len": step.max_seq_len,
+            "plan": step.plans.get(self.window),
+            "batch_invariant": step.batch_invariant,
+            **self._scales(layer),
+        }
+        if self.window:
+            output[:count] = sliding_window_attention(*tensors, self.scale, self.window, **options)
+        elif step.num_shared_blocks:
+            output[:count] = shared_prefix_attention(*tensors, step.num_shared_blocks, self.scale, **options)
+        else:
+            output[:count] = paged_attention(*tensors, self.scale, **options)
+        return output
+
+
+def _refusals(head_size: int, kv_cache_dtype: str, attn_type: str, has_sink: bool, has_window: bool) -> list[str]:
+    """What of a layer and of vLLM's configuration is not served."""
+    config = get_current_vllm_config_or_none()
+    model = getattr(config, "model_config", None)
+    parallel = getattr(config, "parallel_config", None)
+    reasons: list[str] = PagedAttentionBackend.validate_configuration(
+        head_size=head_size,
+        dtype=torch.get_default_dtype(),
+        kv_cache_dtype=kv_cache_dtype,
+        block_size=None,
+        use_mla=False,
+        has_sink=has_sink,
+        use_sparse=False,
+        use_mm_prefix=bool(getattr(model, "is_mm_prefix_lm", False)),
+        use_per_head_quant_scales=False,
+        device_capability=None,
+        attn_type=attn_type,
+        has_sliding_window=has_window,
+        use_pcp=getattr(parallel, "prefill_context_parallel_size", 1) > 1,
+        use_dcp=getattr(parallel, "decode_context_parallel_size", 1) > 1,
+        use_rswa=getattr(model, "rswa_window", None) is not None,
+    )
+    return reasons

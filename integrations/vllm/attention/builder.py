@@ -1,10 +1,17 @@
-"""What the layers of a step share: tables with holes for vLLM's null block, lengths, and one plan for each window."""
+"""What the layers of a step share: tables with holes for vLLM's null block, lengths, one plan for each window.
+
+How many first blocks all requests of a batch share is counted here, since vLLM 0.32 and 0.33 no longer tell backends.
+"""
 
 from __future__ import annotations
 
+import functools
+import inspect
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from vllm import envs
 from vllm.config import get_layers_from_vllm_config
@@ -24,31 +31,18 @@ SHARED_TOKENS, SHARED_REQUESTS = 256, 8
 
 @dataclass
 class PagedMetadata(AttentionMetadata):
-    """A step of one group of layers.
+    """A step of one group of layers."""
 
-    Attributes:
-        num_actual_tokens: Rows of the query that are attended, padding of a captured graph included.
-        block_tables: `[num_seqs, max_blocks]` int32, -1 where vLLM has its null block.
-        seq_lens: `[num_seqs]` int32.
-        query_start_loc: `[num_seqs + 1]` int32.
-        max_query_len: Upper bound of a sequence's queries.
-        max_seq_len: Upper bound of seq_lens; None: what the tables can hold.
-        causal: Whether a query sees only keys at or before its own position.
-        batch_invariant: vLLM's VLLM_BATCH_INVARIANT.
-        num_shared_blocks: First blocks that all sequences share, where reading them once pays.
-        plans: By window, 0 for none; empty where operators need none.
-    """
-
-    num_actual_tokens: int
-    block_tables: torch.Tensor
-    seq_lens: torch.Tensor
-    query_start_loc: torch.Tensor
-    max_query_len: int
-    max_seq_len: int | None
+    num_actual_tokens: int  # rows of the query that are attended, padding of a captured graph included
+    block_tables: torch.Tensor  # `[num_seqs, max_blocks]` int32, -1 where vLLM has its null block
+    seq_lens: torch.Tensor  # `[num_seqs]` int32
+    query_start_loc: torch.Tensor  # `[num_seqs + 1]` int32
+    max_query_len: int  # upper bounds of a sequence
+    max_seq_len: int | None  # None: what the tables can hold
     causal: bool = True
     batch_invariant: bool = False
-    num_shared_blocks: int = 0
-    plans: dict[int, torch.Tensor] = field(default_factory=dict)
+    num_shared_blocks: int = 0  # first ones of all sequences, where reading them once pays
+    plans: dict[int, torch.Tensor] = field(default_factory=dict)  # by window, 0 for none; empty if none are needed
 
 
 class PagedMetadataBuilder(AttentionMetadataBuilder[PagedMetadata]):
@@ -79,11 +73,7 @@ class PagedMetadataBuilder(AttentionMetadataBuilder[PagedMetadata]):
         self._plans: dict[int, torch.Tensor] = {}
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> PagedMetadata:
-        """The metadata of a step.
-
-        Raises:
-            NotImplementedError: A step that no operator of `pc` computes.
-        """
+        """The metadata of a step; NotImplementedError where no operator of `pc` computes it."""
         common = common_attn_metadata
         if not isinstance(common.causal, bool):
             raise NotImplementedError("causal: got one value per sequence, needs one for all")
@@ -140,3 +130,56 @@ class PagedMetadataBuilder(AttentionMetadataBuilder[PagedMetadata]):
             batch_invariant=metadata.batch_invariant,
             out=out,
         )
+
+
+def count_shared_blocks(table: npt.NDArray[np.int32], computed: npt.NDArray[np.int32], block_size: int) -> int:
+    """Leading columns of `[num_requests, max_blocks]` equal in all rows, of tokens that all have `computed`."""
+    limit = int(computed.min()) // block_size
+    if len(table) < SHARED_REQUESTS or limit * block_size < SHARED_TOKENS:
+        return 0
+    first = table[0, :limit]
+    # The last request differs soonest where only some share more; most batches end here.
+    same = first == table[-1, :limit]
+    if not same[: -(-SHARED_TOKENS // block_size)].all():
+        return 0
+    same = (table[:, :limit] == first).all(axis=0) & (first != NULL_BLOCK)
+    return limit if same.all() else int(same.argmin())
+
+
+def follow_common_prefixes() -> None:
+    """Lets vLLM's model runner hand `PagedMetadataBuilder` what a batch shares, from its tables on the host; once."""
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    build = GPUModelRunner._build_attention_metadata
+    if getattr(build, "tells_pc", False):
+        return
+    signature = inspect.signature(build)
+
+    @functools.wraps(build)
+    def build_and_tell(self: Any, *args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(self, *args, **kwargs).arguments
+        builders = _builders(self) if not given.get("for_cudagraph_capture") else []
+        try:
+            for group, builder in builders:
+                count, batch = given["num_reqs"], self.input_batch
+                table = batch.block_table[group].block_table.np[:count]
+                shared = count_shared_blocks(table, batch.num_computed_tokens_cpu[:count], builder.block_size)
+                builder.shared = count, shared
+            return build(self, *args, **kwargs)
+        finally:
+            for _, builder in builders:
+                builder.shared = 0, 0
+
+    build_and_tell.tells_pc = True  # type: ignore[attr-defined]
+    GPUModelRunner._build_attention_metadata = build_and_tell
+
+
+def _builders(runner: Any) -> list[tuple[int, PagedMetadataBuilder]]:
+    """Those of this package, with their groups."""
+    return [
+        (number, builder)
+        for number, groups in enumerate(runner.attn_groups)
+        for group in groups
+        for builder in group.metadata_builders
+        if isinstance(builder, PagedMetadataBuilder) and not builder.captured and not builder.batch_invariant
+    ]

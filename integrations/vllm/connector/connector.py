@@ -1,22 +1,165 @@
-"""VLLM's KV connector over a tier of `pc.cache`."""
+"""VLLM's KV connector over a tier of `pc.cache`: what it loads and saves in which step, and how."""
 
 from __future__ import annotations
 
-import os
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata, KVConnectorRole
 from vllm.logger import init_logger
 
 from ....cache.tier import Tier
 from ....cache.tier_writer import TierWriter
+from ..features import LOGGER
+from ..scheduler_output import BlockTables, ScheduledRequest
 from ..versions import check_version
-from .blocks import BlockStore
-from .layout import block_bytes, check_options, describe, layout_of, open_tier
-from .plans import Plan, Planner
+from .layout import block_bytes, check_connector, check_options, describe, layout_of, open_tier
 
-logger = init_logger(__name__)
+logger = init_logger(LOGGER)
+
+
+class KeyedBlocks(NamedTuple):
+    """Blocks of a request, one behind the other, and the keys of their contents."""
+
+    ids: list[int]
+    keys: list[bytes]
+
+
+@dataclass
+class TransferPlan(KVConnectorMetadata):
+    """What the workers do around one step: blocks that they fill before it, and those that it completes."""
+
+    fingerprint: str
+    loads: list[KeyedBlocks] = field(default_factory=list)
+    saves: list[KeyedBlocks] = field(default_factory=list)
+
+
+@dataclass
+class SavedRequest:
+    """A running request: how many of its blocks are in the tier or on the way there, and those to be loaded."""
+
+    request: Any
+    saved: int = 0
+    load: tuple[int, int] | None = None
+
+
+class Planner:
+    """The scheduler's half: what to load from a tier, and what to save into it, step by step.
+
+    Keys are the hashes by which vLLM finds blocks itself: they count in everything in front of a block, adapters, media
+    and salts. A block is saved when a step has completed it with tokens that are known, so never with rejected drafts.
+    There is a tier for each tensor-parallel rank, and a block counts when all have it.
+    """
+
+    def __init__(
+        self, tiers: Sequence[Tier], block_size: int, fingerprint: str, produces: bool = True, consumes: bool = True
+    ) -> None:
+        self._tiers, self._size, self._fingerprint = tiers, block_size, fingerprint
+        self._produces, self._consumes = produces, consumes
+        self._tables = BlockTables(0, block_size)
+        self._requests: dict[str, SavedRequest] = {}
+        self._found: dict[str, int] = {}
+
+    def find(self, request: Any, computed: int) -> int:
+        """How many tokens behind `computed` the tier has, in whole blocks; the last token of all is computed anew."""
+        if not self._consumes or computed % self._size or request.skip_reading_prefix_cache:
+            return 0
+        first, behind = computed // self._size, (request.num_tokens - 1) // self._size
+        keys = [bytes(key) for key in request.block_hashes[first:behind]]
+        count = len(keys)
+        for tier in self._tiers:
+            there = tier.contains_many(keys[:count])
+            count = there.index(False) if False in there else len(there)
+        self._found[request.request_id] = computed
+        return count * self._size
+
+    def admit(self, request: Any, count: int) -> None:
+        """A request is about to run, with `count` tokens from the tier."""
+        first = self._found.pop(request.request_id, 0) // self._size
+        behind = first + count // self._size
+        self._requests[request.request_id] = SavedRequest(request, behind, (first, behind) if count else None)
+
+    def plan(self, output: Any) -> TransferPlan:
+        """The plan of a step that has been scheduled."""
+        plan = TransferPlan(self._fingerprint)
+        for name in output.finished_req_ids:
+            self._requests.pop(name, None)
+        for each in self._tables.follow(output):
+            known = self._requests.get(each.request_id)
+            if known is not None:
+                self._add(plan, known, each, output.num_scheduled_tokens[each.request_id])
+        return plan
+
+    def _add(self, plan: TransferPlan, known: SavedRequest, step: ScheduledRequest, count: int) -> None:
+        hashes, size = known.request.block_hashes, self._size
+
+        def keyed(first: int, behind: int) -> KeyedBlocks:
+            return KeyedBlocks(step.blocks[first:behind], [bytes(key) for key in hashes[first:behind]])
+
+        if known.load is not None:
+            plan.loads.append(keyed(*known.load))
+            known.load = None
+        else:
+            known.saved = min(known.saved, step.begin // size)  # a load failed: they are computed again
+        # Tokens that vLLM does not know yet, drafts among them, have no hash either.
+        behind = min((step.begin + count) // size, len(hashes), len(step.blocks))
+        if self._produces and behind > known.saved:
+            plan.saves.append(keyed(known.saved, behind))
+            known.saved = behind
+
+    def forget(self, name: str) -> None:
+        """A request has ended."""
+        self._requests.pop(name, None)
+        self._found.pop(name, None)
+
+
+class BlockStore:
+    """A worker's blocks of all layers, in any layout, as one row of `nbytes` bytes each; ValueError for other sizes."""
+
+    def __init__(self, caches: Mapping[str, torch.Tensor], nbytes: int) -> None:
+        self.caches = [caches[name] for name in sorted(caches)]
+        sizes = [cache[0].numel() * cache.element_size() for cache in self.caches]
+        if sum(sizes) != nbytes:
+            raise ValueError(f"kv_caches: got {sum(sizes)} bytes a block, needs {nbytes}: a layout that is not served")
+        self._parts = [(sum(sizes[:n]), sum(sizes[: n + 1])) for n in range(len(sizes))]
+        self.nbytes = nbytes
+        self._pin = any(cache.is_cuda for cache in self.caches)
+
+    def read(self, ids: Sequence[int]) -> torch.Tensor:
+        """The bytes of blocks, `[len(ids), nbytes]` in host memory."""
+        rows = torch.empty(len(ids), self.nbytes, dtype=torch.uint8, pin_memory=self._pin)
+        for cache, (begin, end) in zip(self.caches, self._parts, strict=True):
+            found = cache.index_select(0, torch.tensor(ids, device=cache.device))
+            rows[:, begin:end].copy_(found.reshape(len(ids), -1).view(torch.uint8), non_blocking=True)
+        if self._pin:
+            torch.cuda.current_stream().synchronize()
+        return rows
+
+    def write(self, ids: Sequence[int], rows: torch.Tensor) -> None:
+        """Puts `rows` `[len(ids), nbytes]` in host memory into blocks."""
+        for cache, (begin, end) in zip(self.caches, self._parts, strict=True):
+            values = rows[:, begin:end].contiguous().to(cache.device).view(cache.dtype)
+            index = torch.tensor(ids, device=cache.device)
+            cache.index_copy_(0, index, values.reshape(len(ids), *cache.shape[1:]))
+
+    def load(self, tier: Tier, wanted: KeyedBlocks) -> list[int]:
+        """Fills blocks from a tier; those that it has lost, and all behind them, are returned and left alone."""
+        found = tier.get_many(wanted.keys)
+        count = next((n for n, tensors in enumerate(found) if tensors is None), len(found))
+        if count:
+            self.write(wanted.ids[:count], torch.stack([tensors["kv"] for tensors in found[:count] if tensors]))
+        return wanted.ids[count:]
+
+    def save(self, tier: Tier, blocks: Sequence[KeyedBlocks]) -> None:
+        """Puts blocks into a tier that does not have them."""
+        keys = [key for each in blocks for key in each.keys]
+        ids = [block for each in blocks for block in each.ids]
+        missing = [n for n, there in enumerate(tier.contains_many(keys)) if not there]
+        if missing:
+            rows = self.read([ids[n] for n in missing])
+            tier.put_many({keys[n]: {"kv": row} for n, row in zip(missing, rows, strict=True)})
 
 
 class TierConnector(KVConnectorBase_V1):
@@ -67,11 +210,7 @@ class TierConnector(KVConnectorBase_V1):
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
-        """None, since blocks of any layout are served. It is asked before vLLM makes groups of the layers.
-
-        Raises:
-            ValueError: A model with recurrent layers; later vLLM would fail to make a single group of them.
-        """
+        """None: any is served. Asked before layers are grouped, it refuses recurrent ones by ValueError."""
         if vllm_config.model_config.is_hybrid:
             raise ValueError(
                 f"kv_transfer_config: got TierConnector for a model with recurrent layers "
@@ -91,7 +230,7 @@ class TierConnector(KVConnectorBase_V1):
         """Follows a request from the step on in which it runs."""
         self._planner.admit(request, num_external_tokens)
 
-    def build_connector_meta(self, scheduler_output: Any) -> Plan:
+    def build_connector_meta(self, scheduler_output: Any) -> TransferPlan:
         """What the workers load and save around this step."""
         return self._planner.plan(scheduler_output)
 
@@ -103,14 +242,10 @@ class TierConnector(KVConnectorBase_V1):
     # A worker's half.
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """The caches of the layers.
-
-        Raises:
-            ValueError: Blocks of other sizes than the scheduler takes them to have.
-        """
+        """The caches of the layers; ValueError where their blocks have other sizes than the scheduler assumes."""
         self._store = BlockStore(kv_caches, self._bytes)
 
-    def _open(self, plan: Plan) -> Tier:
+    def _open(self, plan: TransferPlan) -> Tier:
         if self._tier is None:
             from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
@@ -119,9 +254,9 @@ class TierConnector(KVConnectorBase_V1):
         return self._tier
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Fills this step's blocks from the tier; those that it has lost are told to the scheduler."""
+        """Fills this step's blocks from the tier; those that it has lost are reported to the scheduler."""
         plan = self._get_connector_metadata()
-        if isinstance(plan, Plan) and plan.loads:
+        if isinstance(plan, TransferPlan) and plan.loads:
             assert self._store is not None
             tier = self._open(plan)
             lost = [block for wanted in plan.loads for block in self._store.load(tier, wanted)]
@@ -137,15 +272,12 @@ class TierConnector(KVConnectorBase_V1):
         """Whole blocks are saved, behind the step."""
 
     def wait_for_save(self) -> None:
-        """Hands the blocks that this step completed to the tier's writer.
-
-        Behind a load that failed nothing is saved until no step is left that was scheduled before that was known.
-        """
+        """Has completed blocks written, but not of steps that were scheduled before a failed load was known."""
         if self._quiet:
             self._quiet -= 1
             return
         plan = self._get_connector_metadata()
-        if isinstance(plan, Plan) and plan.saves:
+        if isinstance(plan, TransferPlan) and plan.saves:
             assert self._store is not None
             self._store.save(self._open(plan), plan.saves)
 
@@ -164,32 +296,3 @@ class TierConnector(KVConnectorBase_V1):
                 tier = tier.tier
             if hasattr(tier, "close"):
                 tier.close()
-
-
-def check_connector(vllm_config: Any, kv_cache_config: Any) -> None:
-    """Refuses what blocks of a tier cannot stand for.
-
-    Raises:
-        ValueError: By name.
-    """
-    from vllm.v1.kv_cache_interface import AttentionSpec
-
-    groups = kv_cache_config.kv_cache_groups
-    kinds = [type(group.kv_cache_spec).__name__ for group in groups]
-    if len(groups) != 1 or not isinstance(groups[0].kv_cache_spec, AttentionSpec):
-        raise ValueError(f"kv_cache_groups: got {', '.join(kinds)}, needs one group of attention layers")
-    parallel = vllm_config.parallel_config
-    for name in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
-        if getattr(parallel, name, 1) != 1:
-            raise ValueError(f"{name}: got {getattr(parallel, name)}, needs 1")
-    if vllm_config.lora_config is not None:
-        raise ValueError("lora_config: got adapters, which blocks know by name alone, needs None")
-    cache = vllm_config.cache_config
-    if "xxhash" in str(cache.prefix_caching_hash_algo) and not os.environ.get("PYTHONHASHSEED"):
-        raise ValueError(
-            f"prefix_caching_hash_algo: got {cache.prefix_caching_hash_algo}, whose hashes differ from process to "
-            "process; needs sha256, or PYTHONHASHSEED set"
-        )
-    hashed = getattr(cache, "prefix_match_unit", None) or groups[0].kv_cache_spec.block_size
-    if hashed != groups[0].kv_cache_spec.block_size:
-        raise ValueError(f"prefix_match_unit: got {hashed}, needs the block size")

@@ -33,15 +33,9 @@ def block_bytes(kv_cache_config: Any) -> int:
 
 
 def describe(vllm_config: Any, kv_cache_config: Any, options: Mapping[str, Any]) -> str:
-    """What decides the bytes of a block besides its tokens, as a fingerprint.
+    """What decides the bytes of a block besides its tokens, as a fingerprint; raises as `digest_of_weights`.
 
-    Args:
-        vllm_config: VLLM's.
-        kv_cache_config: Of one group.
-        options: `kv_connector_extra_config`; its `model` stands for model and weights where it is given.
-
-    Raises:
-        ValueError: The weights are not in a folder of this machine, and no `model` is given.
+    `options` is `kv_connector_extra_config`; its `model` stands for model and weights where it is given.
     """
     model, cache = vllm_config.model_config, vllm_config.cache_config
     (group,) = kv_cache_config.kv_cache_groups
@@ -79,19 +73,12 @@ def _class_of(backend: str) -> str:
 
 def _device(kind: str) -> str:
     """A device, and of a CPU its instructions, which vLLM's own kernels order keys by."""
-    return (
-        f"{kind} {torch.backends.cpu.get_cpu_capability()} {torch.cpu._is_amx_tile_supported()}"
-        if kind == "cpu"
-        else kind
-    )
+    instructions = f"{torch.backends.cpu.get_cpu_capability()} {torch.cpu._is_amx_tile_supported()}"
+    return f"{kind} {instructions}" if kind == "cpu" else kind
 
 
 def digest_of_weights(model_config: Any) -> str:
-    """Names, sizes and parts all over the files of a model's weights.
-
-    Raises:
-        ValueError: There are none on this machine.
-    """
+    """Names, sizes and parts all over the files of a model's weights; ValueError without any on this machine."""
     folder = Path(model_config.model)
     if not folder.is_dir():
         from huggingface_hub import snapshot_download
@@ -118,26 +105,15 @@ def digest_of_weights(model_config: Any) -> str:
 
 
 def layout_of(fingerprint: str, rank: int, size: int) -> Layout:
-    """The layout of the blocks of one tensor-parallel rank.
-
-    Args:
-        fingerprint: As `describe` gives it.
-        rank: Its number.
-        size: Bytes of a block.
-    """
+    """The layout of the blocks of one tensor-parallel rank, of `size` bytes each; `fingerprint` is of `describe`."""
     return Layout(f"vllm {fingerprint} rank {rank}", {"kv": ((size,), torch.uint8)})
 
 
 def open_tier(options: Mapping[str, Any], layout: Layout, gives: bool = True) -> Tier:
-    """The tier that `kv_connector_extra_config` names.
+    """The tier that `kv_connector_extra_config` names; ValueError for another, or an option that it does not know.
 
-    Args:
-        options: `tier` is "disk", "mooncake" or "module:function", called with the layout and the options.
-        layout: Of its entries.
-        gives: Whether memory of this process is given to a store; who only asks what is there gives none.
-
-    Raises:
-        ValueError: Another tier, or an option that it does not know.
+    `tier` is "disk", "mooncake" or "module:function", called with the layout and the options. Without `gives` no memory
+    of this process is given to a store: who only asks what is there gives none.
     """
     kind = options.get("tier")
     if isinstance(kind, str) and ":" in kind:
@@ -160,11 +136,7 @@ def open_tier(options: Mapping[str, Any], layout: Layout, gives: bool = True) ->
 
 
 def check_options(options: Mapping[str, Any]) -> None:
-    """Checks what is said of a tier of this package.
-
-    Raises:
-        ValueError: An option that it does not know, or one that is missing.
-    """
+    """Checks what is said of a tier of this package: ValueError for an unknown option, and for one that is missing."""
     kind = options.get("tier")
     known = OPTIONS.get(str(kind))
     if known is None:
@@ -176,3 +148,28 @@ def check_options(options: Mapping[str, Any]) -> None:
     for name in {"disk": ("path",), "mooncake": ("metadata_server", "master")}[str(kind)]:
         if name not in options:
             raise ValueError(f"kv_connector_extra_config: got no {name!r}, needs it for the tier {kind!r}")
+
+
+def check_connector(vllm_config: Any, kv_cache_config: Any) -> None:
+    """Refuses what blocks of a tier cannot stand for, by a ValueError that names it."""
+    from vllm.v1.kv_cache_interface import AttentionSpec
+
+    groups = kv_cache_config.kv_cache_groups
+    kinds = [type(group.kv_cache_spec).__name__ for group in groups]
+    if len(groups) != 1 or not isinstance(groups[0].kv_cache_spec, AttentionSpec):
+        raise ValueError(f"kv_cache_groups: got {', '.join(kinds)}, needs one group of attention layers")
+    parallel = vllm_config.parallel_config
+    for name in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
+        if getattr(parallel, name, 1) != 1:
+            raise ValueError(f"{name}: got {getattr(parallel, name)}, needs 1")
+    if vllm_config.lora_config is not None:
+        raise ValueError("lora_config: got adapters, which blocks know by name alone, needs None")
+    cache = vllm_config.cache_config
+    if "xxhash" in str(cache.prefix_caching_hash_algo) and not os.environ.get("PYTHONHASHSEED"):
+        raise ValueError(
+            f"prefix_caching_hash_algo: got {cache.prefix_caching_hash_algo}, whose hashes differ from process to "
+            "process; needs sha256, or PYTHONHASHSEED set"
+        )
+    hashed = getattr(cache, "prefix_match_unit", None) or groups[0].kv_cache_spec.block_size
+    if hashed != groups[0].kv_cache_spec.block_size:
+        raise ValueError(f"prefix_match_unit: got {hashed}, needs the block size")

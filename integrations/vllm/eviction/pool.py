@@ -1,4 +1,8 @@
-"""vLLM's block pool with an eviction policy in place of its queue."""
+"""vLLM's block pool with an eviction policy in place of its queue.
+
+What vLLM does to blocks one by one, in several calls each, is done to many in one loop: those calls are more than a
+third of a step that allocates and evicts. With KV events or metrics, and for unusual blocks, vLLM's own are called.
+"""
 
 from __future__ import annotations
 
@@ -7,24 +11,24 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
 
 from ....cache.policies import EvictionPolicy, make_policy
-from .bulk import drop_hashes, give_hashes, is_plain
 from .queue import PolicyQueue
 from .state import PolicyState
 
 
 class PolicyBlockPool(BlockPool):
-    """A `BlockPool` whose policy is told of what vLLM's queue never sees: hits on held blocks, hashes, fresh blocks.
+    """A `BlockPool` with a policy, notified of what vLLM's queue never sees: hits on referenced blocks, hashes.
 
-    Made from vLLM's pool by `install_policy`, since everything that holds the pool is to go on holding it.
+    `install_policy` makes it of vLLM's pool, in place: the scheduler and its managers hold that object.
     """
 
     policy_state: PolicyState
-    plain: bool
-    """See `is_plain`, of the pool that it was."""
+    has_vllms_table: bool
+    """Whether the pool was vLLM's own class, with the table of hashes that is written to here."""
     handed_out: list[int] | None = None
-    """Blocks handed out since somebody took this list, where somebody does."""
+    """Blocks handed out since the scheduler last took this list; None where it does not."""
 
     def touch(self, blocks: Sequence[Any]) -> None:
         """A request found these blocks."""
@@ -38,12 +42,7 @@ class PolicyBlockPool(BlockPool):
             self.policy_state.accessed(found, returned)
 
     def get_new_blocks(self, num_blocks: int) -> list[Any]:
-        """Blocks for a request, those without content first, then the policy's victims.
-
-        Raises:
-            ValueError: More than are free.
-            RuntimeError: The policy chose too few blocks, or one that somebody holds.
-        """
+        """Blocks for a request, those without content first, then victims; RuntimeError for a policy's bad choice."""
         queue: PolicyQueue = self.free_block_queue
         if num_blocks > queue.num_free_blocks:
             raise ValueError(f"Cannot get {num_blocks} free blocks from the pool")
@@ -51,7 +50,7 @@ class PolicyBlockPool(BlockPool):
         taken, numbers = queue.take(num_blocks)
         for block in taken:
             if block.ref_cnt:
-                raise RuntimeError(f"{type(self.policy_state.policy).__name__}.victims: got a block that is held")
+                raise RuntimeError(f"{type(self.policy_state.policy).__name__}.victims: got a block that is referenced")
             block.ref_cnt = 1
         if self._reuse_watchers:
             self._notify_reuse(taken)
@@ -66,7 +65,7 @@ class PolicyBlockPool(BlockPool):
         return taken
 
     def free_blocks(self, ordered_blocks: Iterable[Any]) -> None:
-        """A holder gives these blocks back, the last of its sequence first."""
+        """A request releases these blocks, the last of its sequence first."""
         shared: list[int] = []
         empty: list[Any] = []
         others: list[Any] = []
@@ -89,7 +88,7 @@ class PolicyBlockPool(BlockPool):
             super().free_blocks(others)
 
     def unpin_blocks(self, blocks: Iterable[Any], on_reuse: Any) -> None:
-        """As `free_blocks`, of blocks that somebody reads until they are handed out anew."""
+        """As `free_blocks`, of blocks that a connector reads until they are handed out anew."""
         released = list(blocks)
         self.policy_state.shared([block.block_id for block in released if block.ref_cnt > 1])
         super().unpin_blocks(released, on_reuse)
@@ -145,13 +144,13 @@ class PolicyBlockPool(BlockPool):
         self.policy_state.completed([dst_block], length - 1)
 
     def evict_blocks(self, block_ids: set[int]) -> None:
-        """Blocks lose their hashes, held ones too."""
+        """Blocks lose their hashes, referenced ones too."""
         super().evict_blocks(block_ids)
         blocks = self.blocks
         self.policy_state.lost([i for i in block_ids if blocks[i].block_hash is None])
 
     def reset_prefix_cache(self) -> bool:
-        """Forgets every hash, if no block is held."""
+        """Forgets every hash, if no block is referenced."""
         done: bool = super().reset_prefix_cache()
         if done:
             self.free_block_queue.forget_contents()
@@ -159,15 +158,9 @@ class PolicyBlockPool(BlockPool):
 
 
 def install_policy(pool: Any, policy: str | EvictionPolicy | type[EvictionPolicy]) -> PolicyBlockPool:
-    """Puts an eviction policy behind vLLM's pool, which is the same object afterwards.
+    """Puts an eviction policy, as for `CacheManager`, behind vLLM's pool, which is the same object afterwards.
 
-    Args:
-        pool: vLLM's `BlockPool`, before any request.
-        policy: As for `CacheManager`.
-
-    Raises:
-        TypeError: Another kind of pool.
-        ValueError: A pool in use, or as `make_policy`.
+    Raises TypeError for another kind of pool, ValueError for one in use, and as `make_policy`.
     """
     if not isinstance(pool, BlockPool) or isinstance(pool, PolicyBlockPool):
         raise TypeError(f"pool: got {type(pool).__name__}, needs vLLM's BlockPool, without a policy")
@@ -179,9 +172,57 @@ def install_policy(pool: Any, policy: str | EvictionPolicy | type[EvictionPolicy
     state = PolicyState(pool.blocks, make_policy(policy), pool.get_num_free_blocks)
     pool.free_block_queue = PolicyQueue(pool.blocks, free, state)
     pool.policy_state = state
-    pool.plain = is_plain(pool)
     kind = type(pool)
+    pool.has_vllms_table = kind is BlockPool and type(getattr(pool.cached_block_hash_to_block, "_cache", None)) is dict
     pool.__class__ = PolicyBlockPool if kind is BlockPool else type(kind.__name__, (PolicyBlockPool, kind), {})
     pool.__dict__ = dict(pool.__dict__)  # else attributes of an object of a changed class are slow: 4 % of a step
     installed: PolicyBlockPool = pool
     return installed
+
+
+def _table_of(pool: Any) -> dict[bytes, Any] | None:
+    """The blocks by key; None where vLLM's own methods have to be called."""
+    watched = pool.enable_kv_cache_events or pool.metrics_collector or pool.cached_block_hashes_by_block
+    return pool.cached_block_hash_to_block._cache if pool.has_vllms_table and not watched else None
+
+
+def drop_hashes(pool: Any, blocks: list[Any]) -> None:
+    """As `_maybe_evict_cached_block` of each block."""
+    table = _table_of(pool)
+    if table is None:
+        for block in blocks:
+            pool._maybe_evict_cached_block(block)
+        return
+    for block in blocks:
+        key = block._block_hash
+        if key is not None:
+            found = table.pop(key, None)
+            if found is block:
+                block._block_hash = block._block_hash_num_tokens = None
+                continue
+            if found is not None:  # several blocks have the hash
+                table[key] = found
+            pool._maybe_evict_cached_block(block)
+
+
+def give_hashes(
+    pool: Any, request: Any, blocks: list[Any], first: int, group: int
+) -> tuple[list[bytes], list[tuple[int, int]]]:
+    """As `cache_full_blocks`, of blocks from number `first` on whose tokens are as many as a hash covers.
+
+    Gives the keys of all blocks, and the ranges of blocks for which vLLM's own method is still to be called.
+    """
+    table, size = _table_of(pool), pool.hash_block_size
+    if table is None:
+        return [], [(first, first + len(blocks))]
+    ending = make_block_hash_with_group_id(b"", group)
+    keys = [digest + ending for digest in request.block_hashes[first : first + len(blocks)]]
+    left, tokens = [], first * size
+    for block, key in zip(blocks, keys, strict=True):
+        tokens += size
+        if block._block_hash is not None or block.is_null or table.setdefault(key, block) is not block:
+            left.append((tokens // size - 1, tokens // size))
+        else:
+            block._block_hash = key
+            block._block_hash_num_tokens = tokens
+    return keys, left

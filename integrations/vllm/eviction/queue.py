@@ -16,16 +16,11 @@ A 32nd in a pool of 4,200 blocks lost the default 1.2 % of its hits: half a requ
 
 
 class PolicyQueue:
-    """The interface of vLLM's `FreeKVCacheBlockQueue` over an eviction policy.
+    """The interface of vLLM's `FreeKVCacheBlockQueue` over an eviction policy; of `free` none may have a hash.
 
     Blocks without a hash hold nothing that could be hit: they are handed out first, those freed last before those never
-    used, as vLLM does. Under the lru policy the order is vLLM's own. Victims that were chosen ahead can be hit until
-    they are handed out; the policy then hears of them as of content that came back.
-
-    Args:
-        blocks: Every block of the pool, by number.
-        free: Those that are free, the next to be handed out first; none of them has a hash.
-        state: What the policy reads and is told of.
+    used, as vLLM does. Under the lru policy the order is vLLM's own. Victims chosen ahead can be hit until they are
+    handed out; to the policy that is content that came back.
     """
 
     def __init__(self, blocks: list[Any], free: list[Any], state: PolicyState) -> None:
@@ -85,12 +80,12 @@ class PolicyQueue:
         self._chosen = chosen
 
     def remove(self, block: Any) -> None:
-        """Takes a block out that somebody found."""
+        """Takes out a block that was hit."""
         returned = self.discard([block])
         self._state.accessed([block], returned)
 
     def discard(self, blocks: list[Any]) -> list[Any]:
-        """Takes blocks out, the policy not told; returns those that it had chosen already."""
+        """Takes blocks out without notifying the policy; returns those that it had chosen already."""
         self.num_free_blocks -= len(blocks)
         chosen = self._chosen
         if None in [block.block_hash for block in blocks]:
@@ -103,11 +98,11 @@ class PolicyQueue:
         return [block for block in blocks if block.block_id in found]
 
     def append(self, block: Any) -> None:
-        """A block was given back with its content."""
+        """A block was released with its content."""
         self.append_n([block])
 
     def append_n(self, blocks: list[Any]) -> None:
-        """Blocks were given back with their content, the last of their sequence first."""
+        """Blocks were released with their content, the last of their sequence first."""
         self.append_numbers(array("i", [block.block_id for block in reversed(blocks)]))
 
     def append_numbers(self, numbers: Numbers) -> None:
@@ -117,17 +112,14 @@ class PolicyQueue:
             self._state.released(numbers)
 
     def prepend_n(self, blocks: list[Any]) -> None:
-        """Blocks without content were given back; the first of them is the next to be handed out."""
+        """Blocks without content were released; the first of them is the next to be handed out."""
         if blocks:
             self.num_free_blocks += len(blocks)
             self._empty += blocks[::-1]
             self._state.emptied(blocks)
 
     def forget_contents(self) -> None:
-        """No block has a hash any more: all go in the order they would have gone, and the policy begins anew.
-
-        Where the policy's order is lru's, blocks that never had content still go first.
-        """
+        """No block has a hash any more: all go in the order they would have gone, and the policy begins anew."""
         waiting = self.num_free_blocks - len(self._empty) - len(self._chosen)
         ids = self._state.victims(waiting).tolist() if waiting else []
         self._empty = [self._blocks[i] for i in reversed(self._chosen + ids)] + self._empty
@@ -141,5 +133,5 @@ class PolicyQueue:
         return [*reversed(self._empty), *cached]
 
     def iter_blocks_after(self, cursor: Any) -> Iterator[Any]:
-        """Refused: a policy decides when it is asked, so nobody can look ahead."""
+        """Refused: a policy decides when it is asked."""
         raise NotImplementedError("iter_blocks_after: an eviction policy has no order to walk through")

@@ -1,4 +1,4 @@
-"""What an eviction policy may read of vLLM's blocks, and what it is told, in runs."""
+"""What an eviction policy may read of vLLM's blocks, and what it is notified of, in runs."""
 
 from __future__ import annotations
 
@@ -14,22 +14,17 @@ from ....cache.policies import LRU, Block, EvictionPolicy
 from ....cache.table import Ids
 
 MANY = 2048
-"""So many blocks are told of at once, if no victims are needed before."""
+"""Blocks of which the policy is notified at once, if no victims are needed before."""
 Numbers: TypeAlias = "array[int]"
 
 
 class PolicyState:
-    """A `PoolView` over the blocks of vLLM's pool.
+    """A `PoolView` over the blocks of vLLM's pool; the null block is among them and in no event.
 
-    A policy decides when it is asked for victims, so what happens is noted and told to it then, in its order, or when
-    much has come together: a policy's code, called once in a few steps for a few blocks, takes ten times as long as
-    when its instructions and arrays are in the processor's caches. Fresh and completed blocks between two hits or
-    releases are told of together. lru is told of hits and releases alone, all it looks at.
-
-    Args:
-        blocks: Every block of the pool, by number; the null block is among them and never told of.
-        policy: A fresh policy.
-        num_free: Tells how many blocks are free.
+    A policy decides when it is asked for victims, so events are logged, and drained to it then or when many have come
+    together: its code, called once in a few steps for a few blocks, takes ten times as long as when its instructions
+    and arrays are in the processor's caches. Fresh and completed blocks between two hits or releases are drained
+    together. lru is notified of hits and releases alone, all it looks at.
     """
 
     def __init__(self, blocks: list[Any], policy: EvictionPolicy, num_free: Callable[[], int]) -> None:
@@ -42,7 +37,7 @@ class PolicyState:
         self.ref_count = np.zeros(self.num_blocks, np.int32)
         self._keys = np.zeros(self.num_blocks, np.uint64)
         self._log: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
-        self._noted = 0
+        self._num_logged = 0
         self._fresh = array("i")
         self._completed: list[tuple[Numbers, Numbers, bytes]] = []
         self._num_free = num_free
@@ -53,7 +48,7 @@ class PolicyState:
 
     @property
     def num_held(self) -> int:
-        """Blocks that requests hold, vLLM's null block not counted."""
+        """Blocks with a reference count above 0, vLLM's null block not counted."""
         return self._num_held() if self._held_then is None else self._held_then
 
     def _num_held(self) -> int:
@@ -68,25 +63,19 @@ class PolicyState:
         """Refused: vLLM takes blocks, the policy only chooses."""
         raise NotImplementedError("acquire: blocks are taken by vLLM's scheduler")
 
-    def _note(self, tell: Callable[..., None], *what: Any, count: int = 1) -> None:
-        self._log.append((tell, what))
-        self._noted += count
-        if self._noted > MANY:
+    def _add(self, notify: Callable[..., None], *what: Any, count: int = 1) -> None:
+        self._log.append((notify, what))
+        self._num_logged += count
+        if self._num_logged > MANY:
             self.flush()
 
     def took(self, numbers: Numbers) -> None:
         """Fresh blocks were taken."""
         if not self.order_only:
-            self._note(self._take_fresh, numbers)
+            self._add(self._take_fresh, numbers)
 
     def completed(self, blocks: list[Any], before: int, keys: list[bytes] | None = None) -> None:
-        """Those of these blocks that have one got their hash; `before` blocks of their sequence come first.
-
-        Args:
-            blocks: Some may have no hash.
-            before: See there.
-            keys: Their hashes with the group, where all have one.
-        """
+        """Blocks from number `before` of their sequence on got hashes, or some did; `keys` where all have one."""
         if not self.order_only:
             # The property takes ten times as long.
             hashes = keys or [block._block_hash for block in blocks]
@@ -98,42 +87,40 @@ class PolicyState:
                 places = list(range(before + 1, before + 1 + len(blocks)))
             if hashes:
                 noted = array("i", places), _numbers(blocks), _joined(hashes)
-                self._note(self._take_completed, noted, count=len(blocks))
+                self._add(self._take_completed, noted, count=len(blocks))
 
     def accessed(self, blocks: list[Any], returned: Sequence[Any] = ()) -> None:
-        """Cached blocks were found and taken, in the order of their sequence; vLLM has counted the holder already.
+        """Cached blocks were hit, in the order of their sequence; vLLM has raised their reference counts already.
 
-        Args:
-            blocks: All of them.
-            returned: Those that the policy had given up already: to it they are blocks that were filled again.
+        Of them the policy had chosen those `returned` as victims: to it they are blocks that were filled again.
         """
-        self._note(self._tell_accessed, _numbers(blocks), _numbers(returned), self._num_held(), count=len(blocks))
+        self._add(self._notify_accessed, _numbers(blocks), _numbers(returned), self._num_held(), count=len(blocks))
 
     def shared(self, numbers: list[int]) -> None:
-        """A holder less for each of these blocks, the last one not gone."""
+        """The reference count of each of these blocks fell, not to 0."""
         if numbers and not self.order_only:
-            self._note(self._tell_shared, array("i", numbers))
+            self._add(self._notify_shared, array("i", numbers))
 
     def released(self, numbers: Numbers) -> None:
-        """Nobody holds these cached blocks any more; in the order of their sequence."""
-        self._note(self._tell_released, numbers, self._num_held(), count=len(numbers))
+        """The reference counts of these cached blocks fell to 0; in the order of their sequence."""
+        self._add(self._notify_released, numbers, self._num_held(), count=len(numbers))
 
     def emptied(self, blocks: list[Any]) -> None:
-        """Nobody holds these blocks any more, which have no content."""
+        """The reference counts of these blocks without content fell to 0."""
         if not self.order_only:
-            self._note(self._tell_emptied, _numbers(blocks))
+            self._add(self._notify_emptied, _numbers(blocks))
 
     def lost(self, ids: Iterable[int]) -> None:
         """Blocks have lost their hashes."""
         if not self.order_only:
-            self._note(self._tell_lost, array("i", ids))
+            self._add(self._notify_lost, array("i", ids))
 
     def finished(self, output_tokens: int, returns: float | None) -> None:
         """A request has ended; its releases follow."""
-        self._note(self._tell_finished, output_tokens, returns)
+        self._add(self._notify_finished, output_tokens, returns)
 
     def hinted(self, ids: list[int], priority: int, ttl: float | None) -> None:
-        """A request asked to keep these blocks; told at once, since its time runs."""
+        """A request asked to keep these blocks; the policy hears it at once, since the time runs."""
         self.flush()
         self.policy.hinted(np.array(ids, np.int32), priority, ttl)
 
@@ -143,12 +130,12 @@ class PolicyState:
         return self.policy.victims(count)
 
     def flush(self) -> None:
-        """Tells the policy what has been noted."""
-        log, self._log, self._noted = self._log, [], 0
+        """Drains the log to the policy."""
+        log, self._log, self._num_logged = self._log, [], 0
         try:
-            for tell, what in log:
-                tell(*what)
-            self._tell_taken()
+            for notify, what in log:
+                notify(*what)
+            self._notify_taken()
         finally:
             self._held_then = None
 
@@ -158,7 +145,7 @@ class PolicyState:
     def _take_completed(self, noted: tuple[Numbers, Numbers, bytes]) -> None:
         self._completed.append(noted)
 
-    def _tell_taken(self) -> None:
+    def _notify_taken(self) -> None:
         """Fresh and completed blocks since the last hit or release."""
         if self._fresh:
             ids, self._fresh = _ids(self._fresh), array("i")
@@ -176,8 +163,8 @@ class PolicyState:
             self._keys[ids] = _keys(hashes, list(map(len, numbers)))
             self.policy.completed(ids)
 
-    def _tell_accessed(self, numbers: Numbers, returned: Numbers, held: int) -> None:
-        self._tell_taken()
+    def _notify_accessed(self, numbers: Numbers, returned: Numbers, held: int) -> None:
+        self._notify_taken()
         self._held_then = held
         self.clock += 1
         ids = _ids(numbers)
@@ -195,12 +182,12 @@ class PolicyState:
         self.policy.accessed(back, False)
         self.policy.completed(back)
 
-    def _tell_shared(self, numbers: Numbers) -> None:
-        self._tell_taken()
+    def _notify_shared(self, numbers: Numbers) -> None:
+        self._notify_taken()
         self.ref_count[_ids(numbers)] -= 1
 
-    def _tell_released(self, numbers: Numbers, held: int) -> None:
-        self._tell_taken()
+    def _notify_released(self, numbers: Numbers, held: int) -> None:
+        self._notify_taken()
         self._held_then = held
         self.clock += 1
         ids = _ids(numbers)
@@ -209,23 +196,23 @@ class PolicyState:
             self.last_access[ids] = self.clock
         self.policy.released(ids)
 
-    def _tell_emptied(self, numbers: Numbers) -> None:
-        self._tell_taken()
+    def _notify_emptied(self, numbers: Numbers) -> None:
+        self._notify_taken()
         self.ref_count[_ids(numbers)] = 0
 
-    def _tell_lost(self, numbers: Numbers) -> None:
-        self._tell_taken()
+    def _notify_lost(self, numbers: Numbers) -> None:
+        self._notify_taken()
         self._keys[_ids(numbers)] = 0
 
-    def _tell_finished(self, output_tokens: int, returns: float | None) -> None:
-        self._tell_taken()
+    def _notify_finished(self, output_tokens: int, returns: float | None) -> None:
+        self._notify_taken()
         if returns is not None:
             self.policy.returning(returns)
         self.policy.finished(output_tokens)
 
     def clear(self) -> None:
         """The prefix cache was emptied."""
-        self._log, self._noted, self._completed, self._fresh = [], 0, [], array("i")
+        self._log, self._num_logged, self._completed, self._fresh = [], 0, [], array("i")
         for field in (self.ref_count, self.access_count, self.prefix_length, self._keys):
             field.fill(0)
         self.policy.clear()

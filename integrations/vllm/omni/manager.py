@@ -17,12 +17,10 @@ from vllm_omni.core.prefix_cache.interface import (
     is_hidden_key,
 )
 
-from ....cache.tensors.step import Step
-from ....cache.tensors.step_slots import StepSlots
+from ....cache.tensors.step import Step, StepSlots
 from ....cache.tensors.tensor_cache import TensorCache
-from .leftover import Leftover
-from .saved import Hit, SavedStep, copied_rows
-from .view import GroupView
+from ..scheduler_output import entering_requests
+from .steps import GroupView, Leftover, PrefixHit, SavedStep, copied_rows
 
 _NOTHING = Leftover({})
 
@@ -30,16 +28,10 @@ _NOTHING = Leftover({})
 class OmniPrefixCacheManager:
     """Stands in for vLLM-Omni's manager, without threads and without copies between stages of memory.
 
-    A step's rows go once into the slots of their tokens, in host memory that is pinned beside a GPU. What `materialize`
-    gives is read from there once, when it is asked for or before the next step writes, and a step that is discarded is
-    not read at all. Beyond vLLM-Omni: several groups of layers, hits below a block, blocks that kernels split, and a
-    request that comes back from preemption to a longer hit gets the rows it has not had.
-
-    Args:
-        config: VLLM-Omni's; `num_blocks`, `staging_depth` (steps that may wait to be taken) and
-            `staging_claim_timeout_s` count.
-        view: The batch, asked for `batch_req_ids` and `step_slots_cpu`.
-        eager: Not looked at: nothing is done behind the caller's back.
+    A step's rows go once into the slots of their tokens, in host memory that is pinned beside a GPU, and are read once,
+    by `materialize` or before the next step writes. Beyond vLLM-Omni: several groups of layers, hits below a block,
+    blocks that kernels split, and a request that resumes behind a longer hit gets the rows it has not had. `eager` is
+    not looked at: nothing is done behind the caller's back.
 
     Methods may be called from several threads, which take turns. Wrong rows are never given: a row of the hidden states
     that is missing is an OmniPrefixCacheUnmatchError in `materialize`, of other names it is zero, as in vLLM-Omni.
@@ -60,7 +52,7 @@ class OmniPrefixCacheManager:
         self._taken = threading.Condition(self._lock)
         self._reached: dict[str, int] = {}  # of each live request, the position behind its last saved token
         self._counts: dict[str, int] = {}
-        self._hits: dict[str, Hit] = {}
+        self._hits: dict[str, PrefixHit] = {}
         self._steps: dict[int, SavedStep] = {}
         self._next_step_id = 1
 
@@ -69,36 +61,23 @@ class OmniPrefixCacheManager:
         self._hidden_key = policy.hidden_key
 
     def new_step_starts(self, scheduler_output: Any) -> None:
-        """Takes over which requests enter, with which hits, and which have ended.
-
-        Raises:
-            OmniPrefixCacheUnmatchError: A hit without blocks.
-        """
+        """Takes over which requests enter, with which hits, and which have ended; an error for a hit without blocks."""
         with self._lock:
             self._hits = {}
             for request in scheduler_output.finished_req_ids or ():
                 self._reached.pop(request, None)
-            for new in scheduler_output.scheduled_new_reqs or ():
-                self._enter(new.req_id, int(new.num_computed_tokens or 0), new.block_ids)
-            cached = getattr(scheduler_output, "scheduled_cached_reqs", None)
-            if cached is not None and cached.resumed_req_ids:
-                for request, blocks, computed in zip(
-                    cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
-                ):
-                    if request in cached.resumed_req_ids:
-                        self._enter(request, int(computed), blocks)
+            for each in entering_requests(scheduler_output, self._group):
+                self._enter(each.request_id, each.begin, each.blocks)
             self._counts = dict(scheduler_output.num_scheduled_tokens)
 
-    def _enter(self, request: str, computed: int, blocks: Any) -> None:
+    def _enter(self, request: str, computed: int, blocks: list[int]) -> None:
         had = min(self._reached.get(request, 0), computed)
         self._reached[request] = computed
         if had < computed:
-            if blocks and not isinstance(blocks[0], int):
-                blocks = blocks[self._group]
-            if not blocks or len(blocks) * self._size < computed:
-                got = f"{len(blocks or ())} for {computed} cached tokens"
+            if len(blocks) * self._size < computed:
+                got = f"{len(blocks)} for {computed} cached tokens"
                 raise OmniPrefixCacheUnmatchError(f"block_ids: got {got}: prefix hit of {request} carries no block_ids")
-            self._hits[request] = Hit(had, computed, np.array(blocks, np.int32))
+            self._hits[request] = PrefixHit(had, computed, np.array(blocks, np.int32))
 
     def save_outputs(
         self,
@@ -108,16 +87,10 @@ class OmniPrefixCacheManager:
         num_tokens_unpadded: int,
         num_tokens_padded: int,
     ) -> int:
-        """Keeps the outputs of a step.
+        """Keeps the outputs of a step; gives its id, for `materialize` or `discard_step` once.
 
-        Args:
-            hidden_states: `[num_tokens_unpadded or more, hidden_size]`.
-            mm_outputs: By flat name; tensors with a row for each token are kept, the rest is handed on.
-            num_tokens_unpadded: Tokens of the step.
-            num_tokens_padded: Rows of the outputs of a captured graph.
-
-        Returns:
-            The step's id, to be given to `materialize` or `discard_step` once.
+        Of `hidden_states` the first num_tokens_unpadded rows count; of `mm_outputs` tensors with a row for each token
+        are kept, or with num_tokens_padded rows, as captured graphs give them, and the rest is handed on.
 
         Raises:
             OmniPrefixCacheUnmatchError: Rows that fit neither the step nor what a name held before.
@@ -208,19 +181,11 @@ class OmniPrefixCacheManager:
                     saved.rows = error
 
     def materialize(self, step_id: int, req_ids: Sequence[str]) -> StageCacheOutputs:
-        """What a step gives to each request: its rows, behind those of a hit.
+        """What a step gives to each request, once: its rows, behind those of a hit.
 
-        Args:
-            step_id: Of `save_outputs`; it cannot be given again.
-            req_ids: Of the step's batch.
-
-        Returns:
-            Hidden states `[num_tokens, hidden_size]` in host memory by request (None where none are kept), and the
-            other outputs by name and request.
-
-        Raises:
-            OmniPrefixCacheUnmatchError: A step that is not waiting, a request that was not in it, or a hit of which
-                rows of the hidden states are missing.
+        Hidden states `[num_tokens, hidden_size]` in host memory by request (None where none are kept), and the other
+        outputs by name and request. OmniPrefixCacheUnmatchError: a step that is not waiting, a request that was not in
+        it, or a hit of which rows of the hidden states are missing.
         """
         with self._lock:
             saved = self._take(step_id)
@@ -246,11 +211,7 @@ class OmniPrefixCacheManager:
         return StageCacheOutputs(hidden, outputs)
 
     def discard_step(self, step_id: int) -> None:
-        """Nobody takes the outputs of a step; its rows stay for later hits.
-
-        Raises:
-            OmniPrefixCacheUnmatchError: A step that is not waiting.
-        """
+        """The outputs of a step will not be taken; its rows stay for later hits."""
         with self._lock:
             self._take(step_id)
 
@@ -260,12 +221,12 @@ class OmniPrefixCacheManager:
             raise OmniPrefixCacheUnmatchError(
                 f"step context {step_id} missing (have {sorted(self._steps)}); already consumed or never saved"
             )
-        if len(self._steps) + 1 >= self._config.staging_depth:  # else nobody waits
+        if len(self._steps) + 1 >= self._config.staging_depth:  # else no save waits
             self._taken.notify_all()
         return saved
 
     def shutdown(self) -> None:
-        """Forgets the steps that wait; nothing runs that would have to be stopped."""
+        """Forgets the steps that wait."""
         with self._lock:
             self._steps.clear()
             self._taken.notify_all()

@@ -1,4 +1,4 @@
-"""Rows of a batch as requests of the manager: what each of them has cached, and what its cache is written to."""
+"""The prompts of a batch as requests of the manager: what each has cached, and what goes from its cache to blocks."""
 
 from __future__ import annotations
 
@@ -14,57 +14,41 @@ import numpy as np
 from transformers import DynamicCache
 
 from ....cache import OutOfBlocks
-from ..store import Lease, Store
-from ..uninterrupted import uninterrupted
-from .layers import attention_layers, window_layers
+from ....cache.keys import Key
+from ..store import Lease, uninterrupted
+from .layers import States, window_layers
+from .layout import write
+from .moved import bring
 from .prompts import Prompt
-from .returned import bring_back
-from .states import States
-from .storage import BlockIds
+from .storage import Content
+from .store import ContiguousStore
 
 
-class Rows:
-    """The requests of one call; `close` gives all their blocks back, whatever has happened.
+class PromptRequests:
+    """The requests of one call with a lease of a store; `close` gives all blocks back, whatever has happened."""
 
-    Args:
-        store: Where KV is kept.
-        extra_keys: What KV depends on besides tokens.
-        salt: Whose blocks may be shared.
-        lease: Of `store`, for the requests of the call.
-
-    Attributes:
-        full: Raised where something was not kept; None where all was.
-    """
-
-    def __init__(self, store: Store, extra_keys: tuple[Any, ...], salt: Any, lease: Lease) -> None:
-        self.store = store
-        self._extra_keys = extra_keys
-        self._salt = salt
+    def __init__(
+        self, store: ContiguousStore, extra_keys: tuple[Any, ...], salt: Key, lease: Lease, anywhere: bool = False
+    ) -> None:
+        # `anywhere`: whether text that is cached elsewhere is used.
+        self.store, self._anywhere = store, anywhere
+        self._extra_keys, self._salt = extra_keys, salt
         # Not kept alive by what refers to itself in a circle: when the call is over it has to be gone at once.
         self._lease = weakref.proxy(lease)
-        self.full: OutOfBlocks | None = None
+        self.full: OutOfBlocks | None = None  # raised where something was not kept
         self._commits: dict[str, int] = {}
 
     def admit(self, prompt: Prompt, reuse: bool = True, most: int | None = None) -> None:
-        """Takes blocks for a prompt and finds what it has cached.
-
-        Args:
-            prompt: The prompt.
-            reuse: Whether that is read.
-            most: Tokens that are read at most; None: all there are.
-
-        Raises:
-            OutOfBlocks: It does not fit.
-        """
+        """Takes blocks for a prompt and finds `most` cached tokens at most; OutOfBlocks: it does not fit."""
         store, size, length = self.store, self.store.block_size, len(prompt.tokens)
         limit = length if store.states is None else max(length - 1, 1)  # states go on with two tokens at least
         limit = limit if most is None else min(limit, most + 1)
-        junction: int | None = None
+        kv_hit: int | None = None  # the longest hit of the attention layers alone, which states may not reach
         while True:
-            allocation = uninterrupted(self._allocate, prompt, limit)
+            allocation = uninterrupted(self._allocate, prompt, limit, most is None)
             spans = allocation.cached_spans
             cached = spans[0][1] if spans and spans[0][0] == 0 else 0
-            junction = junction or allocation.junction
+            kv_hit = kv_hit or allocation.junction
             if store.storage.simple or prompt.readable(cached) == cached:
                 break
             limit = prompt.readable(cached) + 1  # states, or windows, are there for other places only
@@ -76,18 +60,59 @@ class Rows:
         copies = allocation.group_copies(0)
         prompt.borrowed = copies[0][0] if copies else None
         prompt.later = [span for span in spans if span[0] > cached] if reuse else []
+        prompt.approximate = allocation.approximate_from is not None
+        prompt.moved = [(span.start, span.end) for span in allocation.moved]
+        if prompt.moved:
+            prompt.repaired = allocation.recompute_moved(store.recompute)
+            bring(allocation, store.storage, store.turns)
+            prompt.borrowed = None
         prompt.waits = allocation.wait_for is not None
         prompt.states, prompt.closed = None, False
         if store.states is not None and cached and reuse:
             prompt.states = store.states.read(int(prompt.tables[store.storage.state_group][cached // size - 1]))
         cached = prompt.readable(cached)
-        if store.host is not None and reuse and not whole and not prompt.later and most is None:
-            cached = prompt.readable(bring_back(self, prompt, cached))
+        if store.evicted is not None and reuse and not whole and not prompt.later and not prompt.moved and most is None:
+            cached = prompt.readable(self._bring_back(prompt, cached))
         prompt.cached = cached if reuse else 0
-        prompt.shared = max(cached, junction or 0) if reuse else 0
+        prompt.shared = max(cached, kv_hit or 0) if reuse else 0
+
+    def _bring_back(self, prompt: Prompt, cached: int) -> int:
+        """Brings blocks behind an admitted prompt's back from host memory or disk; how many tokens it has then."""
+        store, size, first, evicted = self.store, self.store.block_size, prompt.written, self.store.evicted
+        assert evicted is not None
+        digests = store.manager.block_hashes(prompt.request_id)
+        found: list[list[Content]] = []
+        for digest in digests[first:]:
+            contents = [c for group, _ in store.storage.kv if (c := evicted.get(group, digest)) is not None]
+            if len(contents) < len(store.storage.kv):
+                break
+            found.append(contents)
+        states: Content | None = None
+        while store.states is not None and found:
+            end = (first + len(found)) * size
+            if end <= len(prompt.tokens) - 2 and prompt.readable(end) == end:
+                states = evicted.states(store.manager, digests[first + len(found) - 1])
+            if states is not None:
+                break
+            found.pop()
+        step = store.storage.chunk or len(found)
+        for at in range(0, len(found), max(step, 1)):
+            chunk = found[at : at + step]
+            if not self.hold(prompt, prompt.tokens, (prompt.written + len(chunk)) * size):
+                return cached if states is not None else prompt.written * size
+            for block, contents in enumerate(chunk, prompt.written):
+                for (group, part), content in zip(store.storage.kv, contents, strict=True):
+                    part.put(int(prompt.tables[group][block]), content)
+            prompt.written, prompt.borrowed = prompt.written + len(chunk), None
+            if store.states is not None and states is not None and at + step >= len(found):
+                prompt.states = store.states.of(states)
+                self.keep_states(prompt, prompt.written * size, prompt.states)
+            uninterrupted(store.manager.commit, prompt.request_id, prompt.written * size)
+            prompt.tables = self.tables(prompt.request_id)
+        return min(prompt.written * size, len(prompt.tokens) - 1) if found else cached
 
     def settle(self) -> None:
-        """Makes everything findable that is written, and gives up blocks that others have too."""
+        """Publishes everything that is written, and releases blocks that others have too."""
         uninterrupted(self._commit)
 
     def tables(self, request_id: str) -> list[np.ndarray]:
@@ -120,24 +145,20 @@ class Rows:
         uninterrupted(self._lease.free, prompt.request_id)
         self.admit(prompt, most=most)
 
-    def _allocate(self, prompt: Prompt, limit: int) -> Any:
+    def _allocate(self, prompt: Prompt, limit: int, anywhere: bool) -> Any:
         self._lease.take(prompt.request_id)
         keys = self._extra_keys
-        if self.store.heeds_padding and prompt.pad:
+        if self.store.counts_padding and prompt.pad:
             keys = (*keys, "columns before it", str(prompt.pad))
         if prompt.adapter is not None:
             keys = (*keys, "adapter of the row", prompt.adapter)
         placed = [item.key(prompt.pad) for item in prompt.items]
         reuse = "prefix" if placed else self.store.reuse  # a gap's end may cut an image
+        if reuse == "anywhere" and not (anywhere and self._anywhere):
+            reuse = "prefix"
         tokens = prompt.tokens if limit == len(prompt.tokens) else prompt.tokens[:limit]
-        allocate = partial(
-            self.store.manager.allocate,
-            prompt.request_id,
-            tokens,
-            extra_keys=[*keys, *placed] or None,
-            salt=self._salt,
-            reuse=reuse,
-        )
+        options: dict[str, Any] = {"extra_keys": [*keys, *placed] or None, "salt": self._salt, "reuse": reuse}
+        allocate = partial(self.store.manager.allocate, prompt.request_id, tokens, **options)
         if self.store.storage.chunk is None:
             return allocate()
         if reuse == "gap":  # what is behind a gap is found for tokens that have blocks
@@ -145,43 +166,24 @@ class Rows:
                 return allocate()
         return allocate(num_tokens=0)
 
-    def write(
+    def publish(
         self,
         prompt: Prompt,
-        cache: DynamicCache,
-        row: int,
-        pad: int,
-        length: int,
-        states: States | None = None,
-        at_close: bool = False,
-    ) -> None:
-        """Writes the complete blocks among a prompt's first `length` tokens and makes them findable.
-
-        Args:
-            prompt: Whose blocks.
-            cache: Where the tokens are, in `row` behind `pad` columns.
-            row: See `cache`.
-            pad: See `cache`.
-            length: Tokens that the cache has of it, those that were read from blocks included.
-            states: Behind them, where they end a block and are to be kept.
-            at_close: Whether they are found from `close` on, which saves a change of threads.
-        """
-        length = min(length, len(prompt.tokens))
-        if length // self.store.block_size > prompt.written or states:  # between blocks there is nothing to publish
-            self._extend(prompt, prompt.tokens, cache, row, pad, length, states, at_close)
-
-    def _extend(
-        self,
-        prompt: Prompt,
-        tokens: np.ndarray,
         cache: DynamicCache,
         row: int,
         pad: int,
         end: int,
         states: States | None = None,
         at_close: bool = False,
+        tokens: np.ndarray | None = None,
     ) -> None:
-        """Writes blocks up to `end` and commits them, in steps that let a window's blocks be used again."""
+        """Writes and commits the complete blocks among the first `end` tokens of a prompt, or of prompt and answer."""
+        # `row` of the cache has them behind `pad` columns. In steps, where windows let their blocks be used again.
+        # `states` are those behind `end`, to be kept. `at_close`: `close` commits, which saves a change of threads.
+        tokens = prompt.tokens if tokens is None else tokens
+        end = min(end, len(tokens))
+        if end // self.store.block_size <= prompt.written and not states:  # between blocks there is nothing to publish
+            return
         size, chunk = self.store.block_size, self.store.storage.chunk
         gone = max((layer.first for layer in window_layers(cache)), default=0)
         prompt.closed |= gone > pad + prompt.written * size
@@ -192,7 +194,7 @@ class Rows:
                 return
             last = at // size
             for first, behind in _between(prompt.later, size, prompt.written, last):
-                self._write_blocks(prompt.tables, cache, row, pad, first, behind)
+                write(cache, self.store.storage, prompt.tables, row, pad, first, behind)
             prompt.written = max(last, prompt.written)
             if states is not None and at == end:
                 self.keep_states(prompt, end, states)
@@ -204,22 +206,10 @@ class Rows:
         while self._commits:
             self.store.manager.commit(*self._commits.popitem())
 
-    def _write_blocks(
-        self, tables: list[np.ndarray], cache: DynamicCache, row: int, pad: int, first: int, last: int
-    ) -> None:
-        size, layers = self.store.block_size, attention_layers(cache)
-        for group, part in self.store.storage.kv:
-            blocks = BlockIds(tables[group][first:last])
-            for index in part.specs:
-                layer = layers[index]
-                begin = pad - getattr(layer, "first", 0)
-                tokens = slice(begin + first * size, begin + last * size)
-                part.write(index, blocks, layer.keys[row, :, tokens], layer.values[row, :, tokens])
-
     def keep_states(self, prompt: Prompt, length: int, states: States) -> None:
-        """Keeps states behind a whole number of blocks; to be committed. Where all blocks of states are held, not."""
+        """Keeps a checkpoint of recurrent states behind whole blocks, to be committed, if there is room."""
         store, block = self.store, length // self.store.block_size - 1
-        if prompt.tables[store.storage.state_group][block] < 0:
+        if store.states is not None and prompt.tables[store.storage.state_group][block] < 0:
             uninterrupted(self._commit)  # not between these lines: what an interrupt leaves half written is not found
             try:
                 target = uninterrupted(store.manager.checkpoint, prompt.request_id, length)
@@ -235,15 +225,8 @@ class Rows:
         states: Mapping[int, tuple[int, States]] = MappingProxyType({}),
         last: bool = True,
     ) -> None:
-        """Keeps what was generated behind a prompt, up to the last complete block.
-
-        Args:
-            prompt: Its tokens reach up to the end of its row.
-            cache: Where the keys and values of prompt and answers are.
-            answers: Of each of the prompt's rows the generated tokens that the cache has.
-            states: By row, where one was within its answer: behind so many tokens.
-            last: Whether the answers are whole.
-        """
+        """Keeps the complete blocks of what each row has generated behind a prompt up to the end of its row."""
+        # `states` by row: behind so many tokens, where that is within the answer. `last`: the answers are whole.
         size, length = self.store.block_size, len(prompt.tokens)
         for number, (row, answer) in enumerate(zip(prompt.rows, answers, strict=True)):
             end = (length + len(answer)) // size * size
@@ -256,7 +239,7 @@ class Rows:
                 uninterrupted(self._fork, prompt.request_id, branch.request_id)
                 prompt.branches[row] = branch
             tokens = np.concatenate((prompt.tokens, answer))
-            self._extend(branch, tokens, cache, row, prompt.pad, end, at_close=last)
+            self.publish(branch, cache, row, prompt.pad, end, at_close=last, tokens=tokens)
             boundary, kept = states.get(row, (0, None))
             if kept is not None and boundary <= branch.written * size:
                 self.keep_states(branch, boundary, kept)
@@ -271,7 +254,7 @@ class Rows:
         self.store.manager.fork(request_id, new_request_id)
 
     def close(self) -> None:
-        """Gives all blocks back; complete ones stay findable until they are evicted."""
+        """Gives all blocks back; complete ones stay published until they are evicted."""
         uninterrupted(self._close)
 
     def _close(self) -> None:

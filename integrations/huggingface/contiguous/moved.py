@@ -1,0 +1,228 @@
+"""Text that is cached elsewhere: brought to a prompt's blocks, some of it computed again at its scattered positions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import product
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
+
+from ....cache import Allocation
+from ....triton_ops import copy_blocks, move_slots
+from ..calls import refuse_if, refusing
+from ..images import alike
+from ..support import eval_mode, harmless_tokens, rope_types
+from .layers import GrowingIndexedLayer, attention_layers, like, new_cache, state_layers
+from .layout import accepted, cache_name, forward, read
+from .probe import LONG, TOKENS, Probed
+from .prompts import Prompt
+from .storage import ModelStorage
+
+CHUNK = 1024  # scattered tokens that are computed at a time: their mask is as wide as the prompt
+AGAIN = (3, 4, 5, 10, 17)  # positions that the probe computes again, and all behind TOKENS - 9
+
+
+class Turn(NamedTuple):
+    """How the keys of a layer hang on their position: see `pc.move_slots`."""
+
+    inv_freq: torch.Tensor | None
+    is_neox: bool = True
+    first: int = 0
+
+
+@torch.no_grad()
+def probe_moved(model: Any, probed: Probed) -> dict[int, Turn]:
+    """How the keys of each layer turn; UnsupportedError: they cannot, or tokens are not computed where they stand."""
+    config = model.config.get_text_config(decoder=True)
+    refuse_if(probed.states, 'reuse="anywhere": recurrent states cannot be moved')
+    refuse_if(
+        rope_types(model.config) & {"dynamic", "longrope"},
+        'reuse="anywhere": its rotary frequencies change with the length',
+    )
+    refuse_if(
+        "chunked_attention" in (getattr(config, "layer_types", None) or ()), 'reuse="anywhere": it attends in chunks'
+    )
+    with eval_mode(model), refusing('reuse="anywhere": its forward pass fails where positions are given'):
+        found = _turns(model)
+        window = probed.window if 0 < probed.window <= LONG else 0
+        _check_scattered(model, probed.windows, window + TOKENS)
+    return found
+
+
+def _turns(model: Any) -> dict[int, Turn]:
+    """By layer, from a row of one token: its keys differ by their positions alone."""
+    # All tokens are the same, so whatever a layer attends to is the same, and so is its input at every position.
+    cache, turns = new_cache(model.config), dict[int, Turn]()
+    forward(model, np.repeat(harmless_tokens(model, 1), TOKENS), 0, TOKENS, cache)
+    layers = attention_layers(cache)
+    refuse_if(any(isinstance(x, GrowingIndexedLayer) for x in layers.values()), 'reuse="anywhere": it has an indexer')
+    known = list(_frequencies(model))
+    for index, layer in layers.items():
+        if layer.keys is None:  # it reads another layer's
+            continue
+        if not alike(layer.values, layer.values[:, :, :1].expand_as(layer.values)):
+            refuse_if(not turns, 'reuse="anywhere": its embeddings hang on positions that are learned')
+            # Attention sinks make what a layer gives hang on how many tokens there are.
+            refuse_if(len(known) != 1, 'reuse="anywhere": which of its rotary embeddings turns a layer cannot be told')
+            turns[index] = next(iter(turns.values()))
+            continue
+        fitting = [turn for turn in _candidates(layer.keys.shape[-1], known) if _explains(turn, layer.keys)]
+        refuse_if(not fitting, 'reuse="anywhere": no rotary embedding explains how its keys hang on positions')
+        turns[index] = fitting[0]
+    return turns
+
+
+def _frequencies(model: Any) -> Any:
+    """Inverse frequencies that the model's modules have, or that its config describes."""
+    seen: list[torch.Tensor] = []
+    for name, buffer in model.named_buffers():
+        own = name.rpartition(".")[2]
+        if own.endswith("inv_freq") and "original" not in own and buffer.dim() == 1 and buffer.numel():
+            seen.append(buffer.float())
+    config = model.config.get_text_config(decoder=True)
+    rotary = getattr(config, "rotary_dim", None)
+    if isinstance(rotary, int) and rotary > 1:
+        seen.append(10000.0 ** (-torch.arange(0, rotary, 2, device=model.device).float() / rotary))
+    for number, values in enumerate(seen):
+        if not any(values.shape == other.shape and torch.equal(values, other) for other in seen[:number]):
+            yield values
+
+
+def _candidates(width: int, known: list[torch.Tensor]) -> list[Turn]:
+    fitting = [values for values in known if 2 * len(values) <= width]
+    turned = [
+        Turn(values, is_neox, first)
+        for values, is_neox in product(fitting, (True, False))
+        for first in dict.fromkeys((0, width - 2 * len(values)))
+    ]
+    return [Turn(None), *turned]
+
+
+def _explains(turn: Turn, keys: torch.Tensor) -> bool:
+    """Whether all keys `[1, heads, tokens, width]` are the first one, turned to their positions."""
+    heads, tokens, width = keys.shape[1:]
+    cache = keys[0].transpose(0, 1)[:1].repeat(2 * tokens, 1, 1).view(2, tokens, heads, width)
+    slots = torch.arange(tokens)
+    move_slots(cache, None, slots, slots + tokens, slots, *turn)
+    return alike(cache[1].transpose(0, 1), keys[0])
+
+
+class PlacedLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untyped here
+    """A layer with room for all tokens of a row, `[1, heads, tokens, width]`, that puts new ones where they stand."""
+
+    def __init__(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        super().__init__()
+        self.keys, self.values, self.is_initialized = keys, values, True
+        self.dtype, self.device = keys.dtype, keys.device
+        self.at = torch.empty(0, dtype=torch.int64, device=keys.device)
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any) -> Any:
+        """All keys and values in the order of their positions."""
+        self.keys.index_copy_(2, self.at, key_states)
+        self.values.index_copy_(2, self.at, value_states)
+        return self.keys, self.values
+
+
+@torch.no_grad()
+def compute_scattered(
+    model: Any, tokens: np.ndarray, positions: np.ndarray, cache: DynamicCache, windows: Mapping[int, int]
+) -> Any:
+    """Computes a row's tokens at `positions`, ascending, over a cache that has all others; the last output."""
+    placed, layers, length = like(cache), attention_layers(cache), len(tokens)
+    for index, layer in layers.items():
+        if layer.keys is not None:
+            for side in (layer.keys, layer.values):  # masked out until it is computed, but NaN times 0 is NaN
+                side[:, :, torch.from_numpy(positions).to(side.device)] = 0
+            placed.layers[index] = PlacedLayer(layer.keys[:, :, :length], layer.values[:, :, :length])
+    outputs = None
+    options: dict[str, Any] = {"logits_to_keep": 1} if model._supports_logits_to_keep() else {}
+    for begin in range(0, len(positions), CHUNK):
+        at = torch.from_numpy(positions[begin : begin + CHUNK]).to(model.device)
+        for layer in placed.layers:
+            if isinstance(layer, PlacedLayer):
+                layer.at = at.to(layer.device)
+        outputs = model(
+            input_ids=torch.from_numpy(tokens).to(model.device)[at][None],
+            attention_mask=_masks(model, at, length, windows),
+            **accepted(model, position_ids=at[None], cache_position=at),
+            **{cache_name(model): placed},
+            use_cache=True,
+            return_dict=True,
+            **options,
+        )
+    return outputs
+
+
+def _masks(model: Any, at: torch.Tensor, length: int, windows: Mapping[int, int]) -> Any:
+    """What is added to scores, `[1, 1, queries, tokens]`; by kind of layer where kinds see different tokens."""
+    config, keys = model.config.get_text_config(decoder=True), torch.arange(length, device=at.device)
+    kinds = getattr(config, "layer_types", None) or [""] * config.num_hidden_layers
+    reach = {kind: windows.get(number, 0) for number, kind in enumerate(kinds)}
+
+    def mask(window: int) -> torch.Tensor:
+        hidden = keys > at[:, None]
+        if window:
+            hidden |= keys <= at[:, None] - window
+        added = torch.zeros(hidden.shape, dtype=model.dtype, device=at.device)
+        return added.masked_fill_(hidden, torch.finfo(model.dtype).min)[None, None]
+
+    if len(set(reach.values())) == 1:
+        return mask(next(iter(reach.values())))
+    return {kind: mask(window) for kind, window in reach.items()}
+
+
+def _check_scattered(model: Any, windows: Mapping[int, int], length: int) -> None:
+    """UnsupportedError: tokens computed again at scattered positions are not what they were."""
+    tokens, whole = harmless_tokens(model, length), new_cache(model.config)
+    want = forward(model, tokens, 0, length, whole).logits[0, -1]
+    kept = {i: (x.keys.clone(), x.values.clone()) for i, x in attention_layers(whole).items() if x.keys is not None}
+    refuse_if(any(keys.shape[2] != length for keys, _ in kept.values()) or state_layers(whole), "its cache is cut off")
+    positions = np.array([*AGAIN, *range(length - 9, length)])
+    got = compute_scattered(model, tokens, positions, whole, windows).logits[0, -1]
+    layers = attention_layers(whole)
+    same = alike(want, got) and all(
+        alike(old, new)
+        for i, pair in kept.items()
+        for old, new in zip(pair, (layers[i].keys, layers[i].values), strict=True)
+    )
+    refuse_if(not same, 'reuse="anywhere": tokens computed at scattered positions are not what they are in a row')
+
+
+def bring(allocation: Allocation, storage: ModelStorage, turns: Mapping[int, Turn]) -> None:
+    """Copies what was found elsewhere to the blocks of its request."""
+    spans = allocation.moved
+    sources, targets = (torch.from_numpy(np.concatenate([span[at] for span in spans])) for at in (2, 4))
+    deltas = torch.from_numpy(np.concatenate([np.full(span.end - span.start, span.delta) for span in spans]))
+    pairs = torch.tensor(allocation.copies, dtype=torch.int64).view(-1, 2)
+    for _, part in storage.kv:
+        for index in part.specs:
+            caches = [part.tensor(f"{index} {side}") for side in ("keys", "values")]
+            for cache in caches if len(pairs) else ():
+                copy_blocks(cache, pairs[:, 0], pairs[:, 1])
+            keys, values = (cache.transpose(1, 2) for cache in caches)
+            move_slots(keys, values, sources, targets, deltas, *turns[index])
+
+
+def compute_moved(
+    model: Any,
+    storage: ModelStorage,
+    prompt: Prompt,
+    end: int,
+    room: int,
+    cache: DynamicCache,
+    windows: Mapping[int, int],
+) -> None:
+    """Fills an empty cache of one row with a prompt's first `end` tokens: from blocks, and the rest computed."""
+    known = np.zeros(len(prompt.tokens), np.bool_)
+    known[: prompt.cached] = True
+    for start, behind in prompt.moved:
+        known[start:behind] = True
+    known[prompt.repaired] = False
+    read(cache, storage, prompt, end, room)
+    positions = (~known[:end]).nonzero()[0]
+    if positions.size:
+        compute_scattered(model, prompt.tokens[:end], positions, cache, windows)

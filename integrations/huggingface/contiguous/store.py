@@ -1,0 +1,251 @@
+"""What is kept of the prompts of one model: blocks, and beside them the caches of past calls and hidden states."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import DynamicCache
+
+from ....cache import CacheManager
+from ..images import VisionOutputs
+from ..settings import CacheOptions, memory_budget
+from ..store import AnyManager, Leases
+from ..support import CONTINUED
+from .layers import GrowingWindowLayer, attention_layers, new_cache, num_tokens, window_layers
+from .moved import Turn
+from .probe import Probed
+from .storage import model_storage
+from .tiers import TieredBlocks
+
+Layers = list[torch.Tensor]  # of each layer, the embeddings first, `[num_tokens, width]`
+
+
+class ContiguousStore(Leases):
+    """A manager, what its blocks hold, and what is kept beside them."""
+
+    def __init__(self, model: Any, options: CacheOptions, probed: Probed) -> None:
+        anywhere = options.reuse == "anywhere"  # layers with windows then keep all blocks, as the others do
+        windows = {} if anywhere else probed.windows
+        self.storage = storage = model_storage(model, options, probed.specs, windows, probed.states)
+        count, size, policy = storage.parts[0].num_blocks, options.block_size, options.policy
+        manager = CacheManager(count, size, policy=policy, groups=storage.groups, partial_reuse=storage.simple)
+        super().__init__(manager)
+        self.states = storage.states
+        self.empty_cache = new_cache(model.config)  # what a call's cache is made like
+        self.vision = VisionOutputs(memory_budget(model) // 8)
+        self.kept = KeptCaches(sum(part.num_blocks * part.bytes_per_block for _, part in storage.kv) // 4)
+        self.hidden = HiddenStates(manager, memory_budget(model) // 2)
+        self.evicted: TieredBlocks | None = None  # blocks in host memory or on disk
+        self.reuse, self.counts_padding = options.reuse, probed.counts_padding
+        self.recompute, self.windows = options.recompute, probed.windows
+        self.turns: Mapping[int, Turn] = {}  # how the keys of each layer are moved
+
+    def evict_to(self, evicted: TieredBlocks) -> None:
+        """Gives evicted blocks to a tier from now on."""
+        self.evicted, self.manager.on_evict = evicted, evicted.evicted
+
+
+@dataclass(frozen=True, eq=False)
+class _Mark:
+    """What a cache has: tokens and mask, `[batch, length]`, under which keys and salt, and the state of its buffers."""
+
+    store: weakref.ref[Leases]
+    tokens: torch.Tensor
+    mask: torch.Tensor
+    keys: tuple[Any, ...]
+    salt: Any
+    buffers: list[tuple[int, int]]
+
+    def __deepcopy__(self, memo: Any) -> None:
+        """A copy has buffers of its own, of which nothing is known."""
+
+    def __reduce__(self) -> Any:
+        return type(None), ()
+
+
+def mark(cache: Any, store: Leases, sequences: torch.Tensor, mask: Any, keys: tuple[Any, ...], salt: Any) -> None:
+    """Says what the cache of a result has whose rows are the result's: prompts and answers, `[batch, length]`."""
+    # The mask is of the prompts, `[batch, columns]`, or None; keys are what KV depends on besides tokens.
+    buffers = buffers_of(cache)
+    if buffers is not None:
+        tokens = sequences[:, : num_tokens(cache)].clone()
+        whole = torch.ones_like(tokens)
+        if mask is not None:
+            whole[:, : mask.shape[1]] = mask
+        setattr(cache, CONTINUED, _Mark(weakref.ref(store), tokens, whole, keys, salt, buffers))
+
+
+def goes_on(cache: Any, store: Leases, input_ids: torch.Tensor, mask: Any, keys: tuple[Any, ...], salt: Any) -> bool:
+    """Whether a call goes on with what a cache has, and it has not been changed since."""
+    own = getattr(cache, CONTINUED, None)
+    if not isinstance(own, _Mark) or own.store() is not store or (own.keys, own.salt) != (keys, salt):
+        return False
+    length = num_tokens(cache)
+    rows = torch.ones_like(input_ids) if mask is None else mask
+    return (
+        0 < length < input_ids.shape[1]
+        and length <= own.tokens.shape[1]
+        and rows.shape == input_ids.shape
+        and input_ids.shape[0] == own.tokens.shape[0]
+        and torch.equal(input_ids[:, :length], own.tokens[:, :length].to(input_ids.device))
+        and torch.equal(rows[:, :length].long(), own.mask[:, :length].to(input_ids.device))
+        and buffers_of(cache) == own.buffers
+    )
+
+
+def buffers_of(cache: DynamicCache) -> list[tuple[int, int]] | None:
+    """Address and version of every buffer; None where some cannot be told, or keys are not in them."""
+    found = []
+    for layer in attention_layers(cache).values():
+        for name in ("keys", "values"):
+            buffer, view = layer.__dict__.get(f"_{name}_buffer"), getattr(layer, name)
+            if buffer is None or buffer.is_inference() or view.data_ptr() != buffer.data_ptr():
+                return None
+            found.append((buffer.data_ptr(), buffer._version))
+    return found
+
+
+@dataclass(frozen=True, eq=False)
+class _Kept:
+    cache: DynamicCache
+    tokens: np.ndarray
+    keys: tuple[Any, ...]
+    salt: Any
+    buffers: list[tuple[int, int]]
+    nbytes: int
+
+
+class KeptCaches:
+    """The latest rows, each of one request, of `max_bytes` together; blocks alone say what of a prompt is cached."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self._rows: list[_Kept] = []
+        self._lock = threading.Lock()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all rows."""
+        with self._lock:
+            return sum(row.nbytes for row in self._rows)
+
+    def put(self, cache: DynamicCache, sequence: np.ndarray, keys: tuple[Any, ...], salt: Any) -> None:
+        """Keeps a call's cache that no one else has, of the first tokens of `sequence`; those used longest ago go."""
+        buffers = buffers_of(cache)
+        layers = attention_layers(cache).values()
+        if not buffers or any(layer.keys.requires_grad for layer in layers):
+            return
+        nbytes = sum(layer._keys_buffer.nbytes + layer._values_buffer.nbytes for layer in layers)
+        row = _Kept(cache, sequence[: num_tokens(cache)].copy(), keys, salt, buffers, nbytes)
+        if nbytes <= self.max_bytes:
+            with self._lock:
+                rows, left = [row], self.max_bytes - nbytes
+                for other in self._rows:
+                    left -= other.nbytes
+                    if left >= 0:
+                        rows.append(other)
+                self._rows = rows
+
+    def take(self, tokens: np.ndarray, keys: tuple[Any, ...], salt: Any) -> DynamicCache | None:
+        """A cache of these tokens alone, all cached in blocks, the caller's from now on; None where there is none."""
+        with self._lock:
+            found = next((row for row in self._rows if _begins(row, tokens, keys, salt)), None)
+            if found is None:
+                return None
+            self._rows = [row for row in self._rows if row is not found]
+        if buffers_of(found.cache) != found.buffers:  # a hook has kept it and written to it
+            return None
+        for layer in attention_layers(found.cache).values():
+            first = (layer.first,) if isinstance(layer, GrowingWindowLayer) else ()
+            layer.adopt(layer._keys_buffer, layer._values_buffer, len(tokens), *first)
+        return found.cache
+
+
+def _begins(row: _Kept, tokens: np.ndarray, keys: tuple[Any, ...], salt: Any) -> bool:
+    if any(layer.first > max(len(tokens) - layer.sliding_window + 1, 0) for layer in window_layers(row.cache)):
+        return False  # it has forgotten what is to be read again
+    same = type(row.salt) is type(salt) and (row.keys, row.salt) == (keys, salt)
+    return same and np.array_equal(row.tokens[: len(tokens)], tokens)
+
+
+class HiddenStates:
+    """Hidden states of whole blocks of a manager's first group; those read longest ago give way to new ones."""
+
+    # They count for as long as a block keeps its content: a block that was taken anew has none.
+
+    def __init__(self, manager: AnyManager, max_bytes: int) -> None:
+        self._pool, self._size = manager.pools[0], manager.block_size
+        self._max_bytes = max_bytes
+        self._layers: Layers = []  # [max_blocks, block_size, width] each
+        self._places: OrderedDict[int, tuple[int, int]] = OrderedDict()  # block: (place, when it was taken)
+        self._free: list[int] = []  # places; one that an interrupt loses is missing, never in use twice
+        self._lock = threading.Lock()
+        self.max_blocks: int | None = None  # as `max_bytes` hold; None before the first were kept
+
+    def load(self, table: np.ndarray, num_tokens: int) -> Layers:
+        """Copies of those of a table's first tokens, up to a gap: of each layer `[found, width]`; empty: none."""
+        with self._lock:
+            blocks: list[int] = []
+            for block in table[: -(-num_tokens // self._size)].tolist():
+                if not self._has(block):
+                    break
+                blocks.append(block)
+            if not blocks:
+                return []
+            self._touch(blocks)
+            places = torch.tensor([self._places[block][0] for block in blocks])
+            return [layer[places.to(layer.device)].flatten(0, 1)[:num_tokens] for layer in self._layers]
+
+    def keep(self, table: np.ndarray, new: Sequence[torch.Tensor]) -> None:
+        """Keeps those of a table's first tokens, of each layer `[num_tokens, width]`, in whole blocks that fit."""
+        with self._lock:
+            if self.max_blocks is None:
+                self._make(new)
+            if [(x.shape[-1], x.dtype) for x in new] != [(x.shape[-1], x.dtype) for x in self._layers]:
+                return
+            blocks = table[: min(len(new[0]) // self._size, self.max_blocks or 0)].tolist()
+            self._touch(blocks)
+            for number, block in enumerate(blocks):
+                if not self._has(block):
+                    place = self._place(block)
+                    for layer, rows in zip(self._layers, new, strict=True):
+                        layer[place] = rows[number * self._size : (number + 1) * self._size].detach()
+                    self._places[block] = (place, int(self._pool.taken_at[block]))
+            self._touch(blocks)
+
+    def _has(self, block: int) -> bool:
+        known = self._places.get(block)
+        return known is not None and known[1] == self._pool.taken_at[block]
+
+    def _touch(self, blocks: list[int]) -> None:
+        """Of a prefix the end goes first."""
+        for block in reversed(blocks):
+            if block in self._places:
+                self._places.move_to_end(block)
+
+    def _place(self, block: int) -> int:
+        """Where a block's may be written: its own, one not used yet, or that of the block used longest ago."""
+        if block in self._places:
+            return self._places.pop(block)[0]
+        if self._free:
+            return self._free.pop()
+        return self._places.popitem(last=False)[1][0]
+
+    def _make(self, like: Sequence[torch.Tensor]) -> None:
+        bytes_per_block = self._size * sum(layer.shape[-1] * layer.dtype.itemsize for layer in like)
+        self.max_blocks = min(self._pool.num_blocks, self._max_bytes // max(bytes_per_block, 1))
+        self._free = list(range(self.max_blocks))
+        with torch.inference_mode(False):  # else they could not be written to outside of it
+            self._layers = [layer.new_empty(self.max_blocks, self._size, layer.shape[-1]) for layer in like]
+
+
+def of_steps(steps: Sequence[Sequence[torch.Tensor]], row: int) -> Layers:
+    """Those of one row's tokens from a result's, of each pass and layer `[batch, tokens, width]`."""
+    return [torch.cat([step[number][row] for step in steps]) for number in range(len(steps[0]))]

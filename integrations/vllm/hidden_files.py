@@ -1,0 +1,120 @@
+"""Rows of prompts as files that clients of a server can read: safetensors by request id, bounded by bytes and age."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import threading
+import time
+import uuid
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from urllib.parse import quote
+
+import torch
+from safetensors.torch import save_file
+from vllm.logger import init_logger
+
+from .features import LOGGER
+
+MAX_BYTES, MAX_SECONDS, PENDING_BYTES = 10 << 30, 3600.0, 1 << 30
+"""Of a folder, where nothing else is said: its files, their age, and what waits in memory to be written."""
+
+SUFFIX, PART = ".safetensors", ".part"
+PART_SECONDS = 600
+"""Beyond a folder's own age, a part is one that a killed process left."""
+
+LONGEST = 200
+"""Characters of a request id that are kept in a file's name; of a longer one it is the sha256."""
+
+logger = init_logger(LOGGER)
+
+
+def file_name(request_id: str) -> str:
+    """The name of a request's file: its id as vLLM answers it ("cmpl-...-0"), percent-encoded: clients choose ids."""
+    name = quote(request_id, safe="")
+    return (name if len(name) <= LONGEST else hashlib.sha256(request_id.encode()).hexdigest()) + SUFFIX
+
+
+class RowsFolder:
+    """A folder that one thread writes and keeps within its bounds; others may read and delete its files at any time.
+
+    A file appears whole or not at all. Several engines may share a folder, each of which keeps it within its bounds.
+    Beyond `max_bytes` the oldest files go, but not the newest, whatever its size; those older than `max_seconds` when
+    one is written, a 16th of this late at most. Beyond `pending_bytes` in memory rows are dropped, with one warning.
+    An OSError says that the folder cannot be made or written.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        max_bytes: int = MAX_BYTES,
+        max_seconds: float = MAX_SECONDS,
+        pending_bytes: int = PENDING_BYTES,
+    ) -> None:
+        self.path = Path(path)
+        self.max_bytes, self.max_seconds, self.pending_bytes = max_bytes, max_seconds, pending_bytes
+        self._lock = threading.Lock()
+        self._pending, self._warned = 0, False
+        self._total, self._trim_at = 0, 0.0  # bytes there, by the last look and what was written since
+        self.path.mkdir(parents=True, exist_ok=True)
+        if not os.access(self.path, os.W_OK | os.X_OK):
+            raise PermissionError(f"{self.path}: cannot be written")
+        self._writer = ThreadPoolExecutor(1, "pc-hidden-states")
+
+    def put(self, request_id: str, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
+        """Has tensors, which must not change any more, written soon; what cannot be is only said in a warning."""
+        nbytes = sum(tensor.nbytes for tensor in tensors.values())
+        with self._lock:
+            fits = not self._pending or self._pending + nbytes <= self.pending_bytes
+            self._pending += nbytes if fits else 0
+        if not fits:
+            if not self._warned:
+                logger.warning("hidden states are dropped: more than %d bytes wait to be written", self.pending_bytes)
+            self._warned = True
+            return
+        host = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
+        self._writer.submit(self._write, request_id, host, dict(metadata), nbytes)
+
+    def _write(self, request_id: str, tensors: dict[str, torch.Tensor], metadata: dict[str, str], nbytes: int) -> None:
+        part = self.path / f".{uuid.uuid4().hex}{PART}"
+        try:
+            save_file(tensors, part, metadata)
+            self._total += part.stat().st_size
+            part.replace(self.path / file_name(request_id))
+            if self._total > self.max_bytes or time.time() > self._trim_at:
+                self._trim()
+        except Exception as error:  # safetensors has its own for a full disk; the engine goes on
+            logger.warning("hidden states of %s are not written: %s", request_id, error)
+            with contextlib.suppress(OSError):
+                part.unlink()
+        finally:
+            with self._lock:
+                self._pending -= nbytes
+
+    def _trim(self) -> None:
+        """Removes what is too old, parts that killed processes left, and the oldest files beyond 15/16 of the bytes."""
+        found = []
+        for entry in os.scandir(self.path):
+            if entry.name.endswith((SUFFIX, PART)):
+                with contextlib.suppress(FileNotFoundError):  # a client deletes what it has read
+                    stat = entry.stat(follow_symlinks=False)
+                    found.append((stat.st_mtime, stat.st_size, entry))
+        found.sort(key=lambda each: each[0], reverse=True)
+        # The last 16th is room for what comes before the next look at a folder that may have many files.
+        kept, now, room = 0, time.time(), self.max_bytes - self.max_bytes // 16
+        for modified, size, entry in found:
+            is_part = entry.name.endswith(PART)
+            if now - modified > self.max_seconds + PART_SECONDS * is_part or (kept and kept + size > room):
+                room = room if is_part else 0  # what is older goes too
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(entry)
+            elif not is_part:
+                kept += size
+        self._total, self._trim_at = kept, now + self.max_seconds / 16
+
+    def close(self) -> None:
+        """Waits until everything is written."""
+        self._writer.shutdown()

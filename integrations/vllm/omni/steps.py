@@ -1,0 +1,202 @@
+"""A step of vLLM-Omni's runner: the slots of its tokens, and its outputs until they are taken."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from vllm_omni.core.prefix_cache.interface import OmniPrefixCacheUnmatchError, is_hidden_key
+
+from ....cache.runs import Run, slot_runs
+from ....cache.table import Ids
+from ....cache.tensors.step import Step, StepSlots
+from ....cache.tensors.tensor_cache import TensorCache
+from ..scheduler_output import full_attention_group
+
+FEW_BYTES = 1 << 16
+"""Of a name: so few rows of a step are copied when they are saved, since finding them again takes longer."""
+
+Rows = dict[str, dict[str, torch.Tensor]]
+"""By name and request."""
+
+
+class PrefixHit(NamedTuple):
+    """Cached tokens of a request that enters a batch: from which on they are handed on, how many, and its blocks."""
+
+    begin: int
+    end: int
+    blocks: Ids
+
+    def read(self, cache: TensorCache, request: str, more: int, names: Sequence[str]) -> dict[str, torch.Tensor]:
+        """All rows of the request, up to `more` tokens behind the hit; an error where rows of hidden states miss."""
+        if len(self.blocks) * cache.block_size < self.end + more:
+            got = f"{len(self.blocks)} for {self.end + more} tokens of {request}"
+            raise OmniPrefixCacheUnmatchError(f"block_ids: got {got}")
+        for name in names:
+            if is_hidden_key(name):
+                there = cache.available(self.blocks, [name], self.end)
+                if there < self.end:
+                    raise OmniPrefixCacheUnmatchError(
+                        f"hit span for req {request} key={name} is not readable (rows from {there} on are absent)"
+                    )
+        return cache.load(self.blocks, names, self.end + more, missing="zero")
+
+
+@dataclass(slots=True)
+class SavedStep:
+    """Where its rows are, and what is handed on with them."""
+
+    slots: StepSlots
+    names: tuple[str, ...]
+    spans: dict[str, tuple[int, int]]
+    hits: dict[str, PrefixHit]
+    leftover: Leftover
+    new: dict[str, torch.Tensor] | None
+    """Its own rows, where they are few."""
+    rows: Rows | OmniPrefixCacheUnmatchError | None = None
+    """Read as soon as a later step writes; what was wrong then is said to who takes them."""
+
+    def read(self, cache: TensorCache, requests: Sequence[str]) -> Rows:
+        """The rows of some of its requests, behind those of their hits; raises as `PrefixHit.read`."""
+        names, new = self.names, self.new
+        if new is None:
+            without_hit = names and any(request not in self.hits for request in requests)
+            new = cache.read(Step.at(self.slots, {}), names) if without_hit else {}
+        rows: Rows = {name: {} for name in names}
+        for request in requests:
+            begin, end = self.spans[request]
+            hit = self.hits.get(request)
+            if hit is None:
+                for name, tensor in new.items():
+                    rows[name][request] = tensor if end - begin == self.slots.count else tensor[begin:end]
+            else:
+                for name, tensor in hit.read(cache, request, end - begin, names).items():
+                    rows[name][request] = tensor[hit.begin :]
+        return rows
+
+
+def copied_rows(kept: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor] | None:
+    """The rows of a step by name, if they are few and in host memory."""
+    copies = {}
+    for name, value in kept.items():
+        if not value.is_cpu or value.nbytes > FEW_BYTES:
+            return None
+        copies[name] = (value.detach() if value.requires_grad else value).clone()
+    return copies
+
+
+class Leftover:
+    """A copy of outputs by name, since the next step may write over them; of a device without waiting for it."""
+
+    def __init__(self, outputs: Mapping[str, Any]) -> None:
+        self._copied: list[torch.device] = []
+        self._values = {name: self._copy(value) for name, value in outputs.items()}
+        self._ready = None
+        if self._copied:
+            self._ready = torch.cuda.Event()
+            self._ready.record(torch.cuda.current_stream(self._copied[0]))
+
+    def _copy(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            value = value.detach()
+            if not value.is_cuda:
+                return value.to("cpu", copy=True, memory_format=torch.contiguous_format)
+            self._copied.append(value.device)
+            host = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
+            return host.copy_(value, non_blocking=True)
+        if isinstance(value, Mapping):
+            return {key: self._copy(each) for key, each in value.items()}
+        if isinstance(value, list):
+            return [self._copy(each) for each in value]
+        return tuple(self._copy(each) for each in value) if isinstance(value, tuple) else value
+
+    def split(self, spans: Mapping[str, tuple[int, int]], requests: Sequence[str]) -> dict[str, dict[str, Any]]:
+        """The part of each request, by vLLM-Omni's own rule; of a tensor with a row for each token its rows."""
+        if not self._values:
+            return {}
+        from vllm_omni.utils.mm_outputs import to_payload_element
+
+        if self._ready is not None:
+            self._ready.synchronize()
+        order, total = list(spans), sum(end - begin for begin, end in spans.values())
+        return {
+            name: {
+                request: to_payload_element(
+                    value,
+                    order.index(request),
+                    start=spans[request][0],
+                    end=spans[request][1],
+                    pass_lists_through=True,
+                    seq_len=total,
+                )
+                for request in requests
+            }
+            for name, value in self._values.items()
+        }
+
+
+class GroupView:
+    """As vLLM-Omni's `FullAttentionGroupView`, of any group with full attention, and with blocks that kernels split."""
+
+    def __init__(self, input_batch: Any, group: int, block_size: int) -> None:
+        self._batch = input_batch
+        self.group = group
+        self.block_size = block_size
+        table = input_batch.block_table[group]
+        if int(getattr(table, "dcp_world_size", 1)) != 1:
+            raise OmniPrefixCacheUnmatchError("decode context parallelism: not supported with omni prefix caching")
+        # A row of the table then holds the parts of blocks that kernels see; their slots are those of the blocks.
+        self._table_block_size = block_size // int(getattr(table, "blocks_per_kv_block", 1))
+
+    def batch_req_ids(self) -> list[str]:
+        """Requests of the batch, in its order."""
+        return list(self._batch.req_ids)
+
+    def slots(self, requests: Iterable[str], counts: Mapping[str, int]) -> StepSlots:
+        """Slots of the next `counts` tokens of each request, behind each other."""
+        batch, size = self._batch, self._table_block_size
+        table, computed, rows = batch.block_table[self.group].block_table, batch.num_computed_tokens_cpu, None
+        runs: list[Run] = []
+        begin = 0
+        for request in requests:
+            count = counts.get(request, 0)
+            if not count:
+                continue
+            rows = table.np if rows is None else rows
+            row = batch.req_id_to_index[request]
+            block, offset = divmod(computed.item(row), size)
+            if offset + count <= size:
+                first = rows.item(row, block) * size + offset
+                runs.append((begin, first, first + count))
+            else:
+                blocks = rows[row, block : block - (-(offset + count) // size)].tolist()
+                runs += [(begin + token, first, end) for token, first, end in slot_runs(blocks, size, offset, count)]
+            begin += count
+        return StepSlots(begin, runs)
+
+    def step_slots_cpu(self, req_ids: list[str], num_scheduled: Mapping[str, int]) -> torch.Tensor:
+        """The slots themselves, as vLLM-Omni asks for them."""
+        return self.slots(req_ids, num_scheduled).index
+
+
+def check_groups(kv_cache_groups: Iterable[Any]) -> None:
+    """In place of vLLM-Omni's check, which refuses more than one group: an error where none has full attention."""
+    _group(kv_cache_groups)
+
+
+def make_view(input_batch: Any, block_size: int, kv_cache_groups: Any = None) -> GroupView | None:
+    """In place of vLLM-Omni's `get_prefix_cache_group_view`; the block size is that of the group."""
+    groups = list(kv_cache_groups or ())
+    number = _group(groups)
+    if not getattr(input_batch.block_table, "block_tables", None):
+        return None
+    return GroupView(input_batch, number, groups[number].kv_cache_spec.block_size)
+
+
+def _group(groups: Iterable[Any]) -> int:
+    try:
+        return full_attention_group(list(groups or ()))
+    except ValueError as error:
+        raise OmniPrefixCacheUnmatchError(str(error)) from error
