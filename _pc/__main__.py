@@ -1,17 +1,175 @@
-"""`python -m pc` and `pc`: the command line, which needs typer and rich (the extra `demo` or `bench`)."""
+"""`python -m pc` and `pc`: one function per command, which parses and leaves the work to a module of its own."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+from . import __version__
+
+try:
+    import typer
+except ModuleNotFoundError as error:
+    raise SystemExit(f"python -m pc needs {error.name}: pip install typer rich matplotlib") from error
+
+SHELLS = ("bash", "zsh", "fish")
+POLICIES = ("arc", "belady", "default", "fifo", "hazard", "lfu", "lru", "priority", "s3fifo", "segmented")
+"""What `--policies` offers, without importing them: a test compares it with `pc.cache.policies`."""
+
+app = typer.Typer(
+    help="Fused attention and prefix caching for PyTorch.", no_args_is_help=True, pretty_exceptions_enable=False
+)
+
+
+def _one_of(*values: str) -> Callable[[str], list[str]]:
+    """Completes an option's value."""
+    return lambda incomplete: [value for value in values if value.startswith(incomplete)]
+
+
+def _say_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"pc {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Show the version.", callback=_say_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Fused attention and prefix caching for PyTorch."""
+
+
+@app.command()
+def demo(
+    model: Annotated[
+        str | None,
+        typer.Option(help="Hub id or path of a causal language model, GGUF too; default: SmolLM2-135M-Instruct."),
+    ] = None,
+    device: Annotated[
+        str | None,
+        typer.Option(help="Default: cuda where there is one, else cpu.", autocompletion=_one_of("cpu", "cuda")),
+    ] = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option(
+            help="Default: float32 on a cpu, bfloat16 on a GPU.",
+            autocompletion=_one_of("float32", "bfloat16", "float16"),
+        ),
+    ] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each answer.")] = 24,
+    block_size: Annotated[int, typer.Option(help="Tokens of a block.")] = 16,
+    output: Annotated[Path, typer.Option(help="Folder for the table (CSV) and the plot (PNG).")] = Path("demo_output"),
+    reuse: Annotated[
+        str,
+        typer.Option(
+            help="prefix, or gap: the document's middle is evicted between questions, the rest reused.",
+            autocompletion=_one_of("prefix", "gap"),
+        ),
+    ] = "prefix",
+    image: Annotated[
+        bool, typer.Option("--image", help="Ask a model that reads images about two of them instead.")
+    ] = False,
+) -> None:
+    """Ask a long document six questions and hold a conversation, with and without the cache."""
+    from .demo._run import run_demo
+
+    raise typer.Exit(run_demo(model, device, dtype, max_new_tokens, block_size, output, reuse, image))
+
+
+@app.command()
+def bench(
+    ops: Annotated[list[str] | None, typer.Argument(help="Operators, such as paged_attention; none: all.")] = None,
+    device: Annotated[
+        str | None,
+        typer.Option(help="cpu or cuda; default: a GPU where there is one.", autocompletion=_one_of("cpu", "cuda")),
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Few cases and little time.")] = False,
+    case: Annotated[str, typer.Option(help="Only cases whose name contains this.")] = "",
+    provider: Annotated[str | None, typer.Option(help="Besides pc, only providers whose name contains this.")] = None,
+    output: Annotated[Path, typer.Option(help="Folder for the rows (CSV).")] = Path("bench_output"),
+    threads: Annotated[int, typer.Option(min=1, help="Of PyTorch on a cpu.")] = 1,
+    peers: Annotated[Path | None, typer.Option(help="Folder of other projects' wheels to measure beside pc.")] = None,
+) -> None:
+    """Measure operators against their rivals; numbers are checked first. Needs a checkout."""
+    from .bench import run_bench
+
+    raise typer.Exit(run_bench(ops or [], device, quick, case, provider, output, threads, peers))
+
+
+@app.command()
+def info(as_json: Annotated[bool, typer.Option("--json", help="For machines.")] = False) -> None:
+    """Print versions, devices, kernels and cache directories: what a bug report needs."""
+    import json
+
+    from .info import collect_info, format_info
+
+    found = collect_info()
+    typer.echo(json.dumps(found, indent=2) if as_json else format_info(found))
+
+
+@app.command()
+def families(
+    names: Annotated[list[str] | None, typer.Argument(help="Classes, such as LlamaForCausalLM; none: all.")] = None,
+    output: Annotated[Path | None, typer.Option(help="Markdown file for the table.")] = None,
+) -> None:
+    """Build every language model class of transformers small and run it with and without prefix caching."""
+    from .families import run_families
+
+    raise typer.Exit(run_families(names or [], output))
+
+
+@app.command()
+def replay(
+    trace: Annotated[Path, typer.Argument(help="A .jsonl or .jsonl.gz: hash_ids a line, or sessions with requests.")],
+    policies: Annotated[
+        str,
+        typer.Option(help="Names, separated by commas; belady knows the future.", autocompletion=_one_of(*POLICIES)),
+    ] = "lru,default",
+    capacity: Annotated[
+        str, typer.Option(help="Shares of the whole trace's unique blocks (1%) or blocks (4096), separated by commas.")
+    ] = "1%,3%,10%,30%",
+    part: Annotated[
+        str, typer.Option(help="Requests to replay, as shares of the trace: 50%-100% is its second half.")
+    ] = "0%-100%",
+    csv_file: Annotated[Path | None, typer.Option("--csv", help="Write the rows here.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw hit rate against capacity here, with lru and belady.")] = None,
+    hints: Annotated[
+        str,
+        typer.Option(
+            help="What free(returns=) says, separated by commas: none, oracle (the trace's own future), or a "
+            "noisy bit's area under the ROC curve, such as 0.8."
+        ),
+    ] = "none",
+    block_size: Annotated[int | None, typer.Option(help="Tokens a block, where the file does not say.")] = None,
+) -> None:
+    """Replay a request trace through eviction policies: hit rates at several capacities."""
+    from .replay import run_replay
+
+    run_replay(trace, policies, capacity, part, csv_file, plot, hints, block_size)
+
+
+@app.command()
+def completion(
+    shell: Annotated[str, typer.Argument(help="bash, zsh or fish.", autocompletion=_one_of(*SHELLS))],
+) -> None:
+    """Print a script that completes commands and options of `pc` in a shell.
+
+    bash: eval "$(pc completion bash)" in ~/.bashrc. zsh: the same with zsh in ~/.zshrc, behind compinit. fish: pc
+    completion fish > ~/.config/fish/completions/pc.fish
+    """
+    from typer.completion import get_completion_script  # type: ignore[attr-defined]
+
+    if shell not in SHELLS:
+        raise typer.BadParameter(f"shell: got {shell!r}, needs one of {', '.join(SHELLS)}", param_hint="SHELL")
+    typer.echo(get_completion_script(prog_name="pc", complete_var="_PC_COMPLETE", shell=shell))
+
 
 def main() -> None:
-    """Runs the command line, or says what to install for it."""
-    try:
-        from .cli import app
-    except ModuleNotFoundError as error:
-        if error.name not in ("typer", "rich"):
-            raise
-        raise SystemExit(f"python -m pc needs {error.name}: pip install typer rich matplotlib") from error
-    app()
+    """Runs the command line."""
+    app(prog_name="pc")
 
 
 if __name__ == "__main__":

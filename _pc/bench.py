@@ -12,11 +12,7 @@ PACKAGE = "pc_benchmarks"  # a name that no distribution has, where `benchmarks`
 
 
 def find_checkout() -> Path:
-    """The repository this package runs from, or that of the current folder, or of the script that runs.
-
-    Raises:
-        FileNotFoundError: Neither has the benchmarks.
-    """
+    """The repository this package runs from, or that of the current folder or script; FileNotFoundError without one."""
     # The last is where a script of benchmarks/ lies that is run from elsewhere.
     for root in (Path(__file__).resolve().parent.parent, Path.cwd(), Path(sys.argv[0]).resolve().parent.parent):
         if (root / "benchmarks" / "registry.py").exists():
@@ -27,11 +23,7 @@ def find_checkout() -> Path:
 
 
 def load_benchmarks() -> ModuleType:
-    """The checkout's benchmarks/ as the package `pc_benchmarks`.
-
-    Raises:
-        FileNotFoundError: There is no checkout.
-    """
+    """The checkout's benchmarks/ as the package `pc_benchmarks`; raises as `find_checkout`."""
     if PACKAGE in sys.modules:
         return sys.modules[PACKAGE]
     folder = find_checkout() / "benchmarks"
@@ -56,18 +48,7 @@ def run_bench(
     threads: int,
     peers: Path | None,
 ) -> int:
-    """Measures, prints a table per operator and writes CSV files; the process's exit code.
-
-    Args:
-        ops: Operators by name; none: all.
-        device: "cpu" or "cuda"; None: a GPU where there is one.
-        quick: Few cases and little time.
-        case: Only cases whose name contains this.
-        provider: Besides ours, only providers whose name contains this.
-        output: Folder of the results.
-        threads: Of PyTorch on a CPU.
-        peers: Folder of wheels of other projects to measure beside ours.
-    """
+    """Measures, prints a table per operator and writes CSV files; takes what the command takes, gives its exit code."""
     import torch
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn

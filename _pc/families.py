@@ -45,6 +45,7 @@ SIZES: list[tuple[str, int]] = [
 """What integers of a config become, by name."""
 MOST = 26_000_000
 """Parameters of a model that counts as small."""
+_SHARED_LAYERS: dict[str, Any] = {"num_kv_shared_layers": 2, "layer_types": ["sliding_attention", "full_attention"] * 2}
 FITTING: list[dict[str, Any]] = [
     {"head_dim": 8, "qk_rope_head_dim": 8},
     {"attn_layer_indices": [1, 3]},
@@ -54,36 +55,25 @@ FITTING: list[dict[str, Any]] = [
     {"layer_types": ["conv", "full_attention"] * 2},
     {"layer_types": ["mamba", "attention"] * 2},
     {"qk_head_dim": 24, "head_dim": 8},
-    {"num_kv_shared_layers": 2, "layer_types": ["sliding_attention", "full_attention"] * 2},
-    {
-        "num_kv_shared_layers": 2,
-        "layer_types": ["sliding_attention", "full_attention"] * 2,
-        "activation_sparsity_pattern": [0.0] * 4,
-    },
+    _SHARED_LAYERS,
+    _SHARED_LAYERS | {"activation_sparsity_pattern": [0.0] * 4},
 ]
 """What configs need beyond their sizes."""
 SECTIONS = ([2, 3, 3], [1, 1, 2], [3, 3, 2])
 """Rotary frequencies of each axis, where a model's own are those of wider heads."""
 OPTIONS: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "use_cache": True}
 """Of generate; some configs say that they want no cache."""
-OUTCOMES = ("served", "different", "handed back", "not built")
+OUTCOMES = ("served", "different", "falls back", "not built")
 
 
 @dataclass(frozen=True)
-class Row:
-    """What became of one class.
-
-    Attributes:
-        name: The class.
-        outcome: "served", "handed back", "different", or "not built".
-        reused: Tokens of the 70 of a prompt that its second call read from the cache.
-        why: Why it was not served or not built.
-    """
+class FamilyResult:
+    """What became of one class."""
 
     name: str
-    outcome: str
-    reused: int = 0
-    why: str = ""
+    outcome: str  # of `OUTCOMES`
+    reused: int = 0  # of the 70 tokens of a prompt, by its second call
+    why: str = ""  # it was not served or not built
 
 
 def classes() -> list[str]:
@@ -127,8 +117,7 @@ def shrink(config: Any, seen: int = 0) -> dict[str, Any]:
 def build(name: str) -> Any:
     """A model of the class with few small layers and weights that make every prompt token count.
 
-    Raises:
-        Exception: Of the first config tried: that it makes no model, or one that does not run.
+    Raises what the first config tried did: that it makes no model, or one that does not run.
     """
     import torch
     import transformers
@@ -186,7 +175,7 @@ def _variants(default: Any) -> Iterator[dict[str, Any]]:
         yield from ({"text_config": {"model_type": text.model_type, **shrink(text, 1), **extra}} for extra in extras)
 
 
-def run_class(name: str) -> Row:
+def run_class(name: str) -> FamilyResult:
     """Builds one class and compares what it generates with and without the cache."""
     import torch
 
@@ -211,9 +200,9 @@ def run_class(name: str) -> Row:
                 break
     except Exception as error:
         text = str(error).strip().splitlines() or [""]
-        return Row(name, "not built", why=f"{type(error).__name__}: {text[0]}")
+        return FamilyResult(name, "not built", why=f"{type(error).__name__}: {text[0]}")
     if not counts:
-        return Row(name, "not built", why="a token of the prompt does not change what follows")
+        return FamilyResult(name, "not built", why="a token of the prompt does not change what follows")
     reused = 0
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -224,19 +213,15 @@ def run_class(name: str) -> Row:
                 if call is calls[0] and handle.last_requests:
                     reused = handle.last_requests[0].cached_tokens
                 if not torch.equal(got, expected):
-                    return Row(name, "different", reused)
+                    return FamilyResult(name, "different", reused)
     stats = handle.stats()
     if handle.unsupported or stats.calls_handed_back:
-        return Row(name, "handed back", why=handle.unsupported or ", ".join(stats.calls_handed_back))
-    return Row(name, "served", reused)
+        return FamilyResult(name, "falls back", why=handle.unsupported or ", ".join(stats.calls_handed_back))
+    return FamilyResult(name, "served", reused)
 
 
 def run_families(names: list[str], output: Path | None = None) -> int:
-    """Runs classes, all of them where none is named, prints their rows and writes the table.
-
-    Returns:
-        1 when the tokens of one differ, else 0.
-    """
+    """Runs classes (none: all), prints their rows and writes the table; 1 when tokens of one differ, else 0."""
     logging.disable(logging.WARNING)
     rows = []
     for name in names or classes():
@@ -251,7 +236,7 @@ def run_families(names: list[str], output: Path | None = None) -> int:
     return int(any(row.outcome == "different" for row in rows))
 
 
-def table(rows: list[Row]) -> str:
+def table(rows: list[FamilyResult]) -> str:
     """The rows in Markdown."""
     lines = ["| class | outcome | reused of 70 | why not |", "|---|---|---|---|"]
     lines += [

@@ -85,8 +85,7 @@ def _gpu(device: torch.device) -> dict[str, str]:
 
 
 def _tiles(tiles: Tiles) -> str:
-    path = ", descriptors" if tiles.descriptors else ""
-    return f"tiles of {tiles.block_m}x{tiles.block_n}, {tiles.num_warps} warps, {tiles.num_stages} stages{path}"
+    return f"tiles of {tiles.block_m}x{tiles.block_n}, {tiles.num_warps} warps, {tiles.num_stages} stages"
 
 
 def _tuned(arch: str) -> dict[str, str]:
@@ -96,9 +95,6 @@ def _tuned(arch: str) -> dict[str, str]:
         if name == arch:
             blocks = f"blocks {'from' if size >= 64 else 'under'} 64"
             found[f"tuned {kind} {head_dim}, {group} heads a group, {blocks}"] = f"{_tiles(Tiles(*tiles))}: {why}"
-    for (name, head_dim), why in tuned.SPECIALIZED.items():
-        if name == arch:
-            found[f"tuned prefill {head_dim}, blocks from 64"] = f"specialized warps: {why}"
     if arch in tuned.PROGRAMS:
         found["tuned decode"] = f"{tuned.PROGRAMS[arch][0]} programs a processor: {tuned.PROGRAMS[arch][1]}"
     return found

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
+from collections.abc import Iterator
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Annotated
+from typing import Any
 
 import typer
 
@@ -13,27 +15,17 @@ from .cache.policies import POLICIES
 from .cache.replay import Result, Trace, compare, hints_of, load_trace
 
 
-def replay(
-    trace: Annotated[Path, typer.Argument(help="A .jsonl or .jsonl.gz: hash_ids a line, or sessions with requests.")],
-    policies: Annotated[str, typer.Option(help="Names, separated by commas; belady knows the future.")] = "lru,default",
-    capacity: Annotated[
-        str, typer.Option(help="Shares of the whole trace's unique blocks (1%) or blocks (4096), separated by commas.")
-    ] = "1%,3%,10%,30%",
-    part: Annotated[
-        str, typer.Option(help="Requests to replay, as shares of the trace: 50%-100% is its second half.")
-    ] = "0%-100%",
-    csv_file: Annotated[Path | None, typer.Option("--csv", help="Write the rows here.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw hit rate against capacity here, with lru and belady.")] = None,
-    hints: Annotated[
-        str,
-        typer.Option(
-            help="What free(returns=) tells policies, separated by commas: none, oracle (the trace's own future), or a "
-            "noisy bit's area under the ROC curve, such as 0.8."
-        ),
-    ] = "none",
-    block_size: Annotated[int | None, typer.Option(help="Tokens a block, where the file does not say.")] = None,
+def run_replay(
+    trace: Path,
+    policies: str,
+    capacity: str,
+    part: str,
+    csv_file: Path | None,
+    plot: Path | None,
+    hints: str,
+    block_size: int | None,
 ) -> None:
-    """Replay a request trace through eviction policies: hit rates at several capacities."""
+    """Replays a trace and prints a table; arguments as the command's, BadParameter for one that cannot be served."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -45,7 +37,7 @@ def replay(
         raise typer.BadParameter(str(error), param_hint="TRACE") from error
     shares = _shares(capacity, loaded)
     whole = loaded.unique_blocks
-    told = _hints(hints, loaded)
+    kinds = _hints(hints, loaded)
     loaded = _part(part, loaded)
     console.print(
         f"{loaded.name}: {len(loaded.requests)} requests, {loaded.num_blocks} blocks of {loaded.block_size} tokens, "
@@ -55,12 +47,12 @@ def replay(
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console) as bar:
         task = bar.add_task("requests", total=None)
-        results = compare(loaded, names, shares, lambda done: bar.advance(task, done), whole, told)
+        results = compare(loaded, names, shares, lambda done: bar.advance(task, done), whole, kinds)
     _print(console, results, loaded)
     if csv_file is not None:
         write_csv(csv_file, results)
     if plot is not None:
-        draw_hints(plot, results) if len(told) > 1 else draw(plot, results)
+        draw_hints(plot, results) if len(kinds) > 1 else draw(plot, results)
 
 
 def _names(policies: str, drawn: bool) -> list[str]:
@@ -113,17 +105,8 @@ def _print(console: object, results: list[Result], trace: Trace) -> None:
     from rich.table import Table
 
     table = Table(title=f"{trace.name}: share of all blocks that was hit")
-    for header in (
-        "capacity",
-        "blocks",
-        "policy",
-        "hints",
-        "prefix hits",
-        "with gaps",
-        "x lru",
-        "tokens saved",
-        "seconds",
-    ):
+    left, right = ("capacity", "blocks", "policy", "hints"), ("prefix hits", "with gaps", "x lru", "tokens saved")
+    for header in (*left, *right, "seconds"):
         table.add_column(header, justify="left" if header in ("policy", "hints") else "right")
     tokens = trace.num_blocks * trace.block_size
     for r in results:
@@ -151,26 +134,17 @@ def write_csv(path: Path, results: list[Result]) -> None:
             writer.writerow({k: round(v, 6) if isinstance(v, float) else v for k, v in asdict(result).items()})
 
 
-def draw(path: Path, results: list[Result]) -> None:
-    """Draws hit rate against capacity, a line a policy; belady, the optimum, dashed."""
+@contextlib.contextmanager
+def _axes(path: Path, **settings: Any) -> Iterator[Any]:
+    """Axes to draw in, which are then labelled and saved."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
-    for name in dict.fromkeys(r.policy for r in results):
-        rows = sorted((r for r in results if r.policy == name), key=lambda r: r.capacity_share)
-        style = {"linestyle": "--", "color": "0.5"} if name == "belady" else {"marker": "o"}
-        axes.plot([100 * r.capacity_share for r in rows], [r.hit_rate for r in rows], label=name, **style)
-    axes.set_xscale("log")
-    ticks = sorted({100 * r.capacity_share for r in results})
-    axes.set_xticks(ticks, [f"{t:g} %" for t in ticks], minor=False)
-    axes.set_xticks([], minor=True)
-    axes.set_xlabel("capacity, share of the trace's unique blocks")
-    axes.set_ylabel("share of blocks hit")
-    axes.set_ylim(bottom=0)
-    axes.set_title(results[0].trace)
+    yield axes
+    axes.set(ylabel="share of blocks hit", **settings)
     axes.grid(alpha=0.3)
     axes.legend()
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -178,31 +152,33 @@ def draw(path: Path, results: list[Result]) -> None:
     plt.close(figure)
 
 
+def draw(path: Path, results: list[Result]) -> None:
+    """Draws hit rate against capacity, a line a policy; belady, the optimum, dashed."""
+    with _axes(path, title=results[0].trace, xlabel="capacity, share of the trace's unique blocks") as axes:
+        for name in dict.fromkeys(r.policy for r in results):
+            rows = sorted((r for r in results if r.policy == name), key=lambda r: r.capacity_share)
+            style = {"linestyle": "--", "color": "0.5"} if name == "belady" else {"marker": "o"}
+            axes.plot([100 * r.capacity_share for r in rows], [r.hit_rate for r in rows], label=name, **style)
+        axes.set_xscale("log")
+        ticks = sorted({100 * r.capacity_share for r in results})
+        axes.set_xticks(ticks, [f"{t:g} %" for t in ticks], minor=False)
+        axes.set_xticks([], minor=True)
+        axes.set_ylim(bottom=0)
+
+
 def draw_hints(path: Path, results: list[Result]) -> None:
-    """Draws hit rate against the AUC of the hint, a line a policy; those that heed none are level."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
+    """Draws hit rate against the AUC of the hint, a line a policy; those that use none are level."""
     share = results[0].capacity_share
-    for number, name in enumerate(dict.fromkeys(r.policy for r in results)):
-        color = "0.5" if name == "belady" else f"C{number}"
-        rows = [r for r in results if r.policy == name and r.capacity_share == share]
-        points = sorted((1.0 if r.hints == "oracle" else float(r.hints), r.hit_rate) for r in rows if r.hints != "none")
-        bare = next((r.hit_rate for r in rows if r.hints == "none"), None)
-        if points:
-            axes.plot(*zip(*points, strict=True), marker="o", color=color, label=f"{name}, told")
-        if bare is not None:
-            axes.axhline(bare, linestyle="--", color=color, label=f"{name}, told nothing")
-    axes.set_xlabel("AUC of the bit that says whether a conversation goes on")
-    axes.set_ylabel("share of blocks hit")
-    axes.set_xlim(0.49, 1.02)
-    axes.set_ylim(0, 1.1 * max(r.hit_rate for r in results))
-    axes.set_title(f"{results[0].trace}, capacity {share:.1%}")
-    axes.grid(alpha=0.3)
-    axes.legend(loc="lower right")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
+    limits = {"xlim": (0.49, 1.02), "ylim": (0, 1.1 * max(r.hit_rate for r in results))}
+    about = {"title": f"{results[0].trace}, capacity {share:.1%}"}
+    with _axes(path, xlabel="AUC of the bit that says whether a conversation goes on", **about, **limits) as axes:
+        for number, name in enumerate(dict.fromkeys(r.policy for r in results)):
+            color = "0.5" if name == "belady" else f"C{number}"
+            rows = [r for r in results if r.policy == name and r.capacity_share == share]
+            hinted = [r for r in rows if r.hints != "none"]
+            points = sorted((1.0 if r.hints == "oracle" else float(r.hints), r.hit_rate) for r in hinted)
+            bare = next((r.hit_rate for r in rows if r.hints == "none"), None)
+            if points:
+                axes.plot(*zip(*points, strict=True), marker="o", color=color, label=f"{name}, hinted")
+            if bare is not None:
+                axes.axhline(bare, linestyle="--", color=color, label=f"{name}, without hints")

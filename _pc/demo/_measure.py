@@ -1,4 +1,7 @@
-"""One request, asked without and with the cache: times to first token, what was reused, and whether tokens agree."""
+"""One request, asked without and with the cache: times to first token, what was reused, and whether tokens agree.
+
+Beside it the policy that leaves a gap behind which the demo reuses.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
+
+from ..cache import EvictionPolicy
+from ..cache.policies import PoolView
+from ..cache.table import Ids
 
 Inputs = Mapping[str, torch.Tensor]
 """Arguments of `generate` that make a prompt: `input_ids` `[1, tokens]` and what goes with them."""
@@ -15,26 +24,17 @@ Inputs = Mapping[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Measurement:
-    """One request, asked without and with the cache.
+    """One request, asked without and with the cache."""
 
-    Attributes:
-        workload: Of `_report.TITLES`.
-        number: Of the request in its workload, from 1.
-        prompt_tokens: Length of the prompt.
-        reused_spans: Ranges [start, end) of it that were read from the cache.
-        plain_seconds: Time to first token without the cache.
-        cached_seconds: Time to first token with it.
-        verdict: "yes" when all tokens are the same, else where they part and why that is or is not rounding.
-        ok: Whether the verdict is acceptable.
-    """
-
-    workload: str
-    number: int
+    workload: str  # of `_report.TITLES`
+    number: int  # in its workload, from 1
+    question: str
+    answer: str  # without the cache
     prompt_tokens: int
-    reused_spans: tuple[tuple[int, int], ...]
-    plain_seconds: float
+    reused_spans: tuple[tuple[int, int], ...]  # of the prompt, [start, end) each
+    plain_seconds: float  # to the first token
     cached_seconds: float
-    verdict: str
+    verdict: str  # "yes" when all tokens are the same, else where they part and why that is or is not rounding
     ok: bool
 
     @property
@@ -66,16 +66,10 @@ class _FirstToken:
 
 
 def compare_tokens(reference: list[int], got: list[int], logits: Callable[[int], torch.Tensor]) -> tuple[str, bool]:
-    """Whether two greedy answers are the same, or part only where rounding decides.
+    """Whether greedy tokens without and with the cache agree, as text, and whether that will do.
 
-    Args:
-        reference: Tokens without the cache.
-        got: Tokens with it.
-        logits: Gives the reference's logits `[vocabulary]` for the token at an index.
-
-    Returns:
-        What to print, and whether it is acceptable: in float32 only equal tokens are; in float16 and bfloat16 the first
-        difference may lie where the two highest logits are closer than the rounding error of the higher.
+    In float32 only equal tokens do; in float16 and bfloat16 the first difference may lie where the two highest of the
+    reference's logits `[vocabulary]` for the token at that index are closer than the rounding error of the higher.
     """
     if reference == got:
         return "yes", True
@@ -90,22 +84,16 @@ def compare_tokens(reference: list[int], got: list[int], logits: Callable[[int],
 
 
 class Comparison:
-    """Asks a served model, and the same one without the cache.
+    """Asks a served model, and the same one without the cache; `options` go to every call of `generate`.
 
-    Args:
-        model: The served model.
-        handle: What `enable_prefix_caching` gave for it.
-        options: Of every call of `generate`.
-        advance: Called before each call with what is done next, and with None behind it.
-
-    Attributes:
-        measurements: Of all requests so far.
+    `advance` is called before each call with what is done next, and with None behind it.
     """
 
     def __init__(
-        self, model: Any, handle: Any, options: Mapping[str, Any], advance: Callable[[str | None], None]
+        self, model: Any, handle: Any, tokenizer: Any, options: Mapping[str, Any], advance: Callable[[str | None], None]
     ) -> None:
-        self._model, self._handle, self._options, self._advance = model, handle, options, advance
+        self._model, self._handle, self._tokenizer = model, handle, tokenizer
+        self._options, self._advance = options, advance
         self._plain = type(model).generate
         self.measurements: list[Measurement] = []
 
@@ -119,27 +107,36 @@ class Comparison:
         self._advance(about)
         self._ask(self._model.generate, inputs)
 
-    def measure(self, workload: str, number: int, inputs: Inputs) -> list[int]:
-        """One request both ways; the tokens of the answer without the cache."""
+    def measure(
+        self, workload: str, number: int, question: str, inputs: Inputs, last_token: int | None = None
+    ) -> list[int]:
+        """One request both ways, ended by `last_token` too; the tokens of the answer without the cache."""
         length = inputs["input_ids"].shape[1]
+        own = self._model.generation_config.eos_token_id
+        ends = (
+            {}
+            if last_token is None
+            else {"eos_token_id": [last_token, *([own] if isinstance(own, int) else own or [])]}
+        )
 
         def logits(index: int) -> torch.Tensor:
-            result, _ = self._ask(self._generate_plain, inputs, return_dict_in_generate=True, output_logits=True)
+            options = {"return_dict_in_generate": True, "output_logits": True}
+            result, _ = self._ask(self._generate_plain, inputs, **options, **ends)
             scores: torch.Tensor = result.logits[index][0].to(self._model.dtype)
             return scores
 
         self._advance(f"{workload} {number}, without the cache")
-        expected, plain_seconds = self._ask(self._generate_plain, inputs)
+        expected, plain_seconds = self._ask(self._generate_plain, inputs, **ends)
         self._advance(None)
         self._advance(f"{workload} {number}, with the cache")
-        got, cached_seconds = self._ask(self._model.generate, inputs)
+        got, cached_seconds = self._ask(self._model.generate, inputs, **ends)
         self._advance(None)
         answer: list[int] = expected[0, length:].tolist()
         verdict, ok = compare_tokens(answer, got[0, length:].tolist(), logits)
         spans = tuple(span for request in self._handle.last_requests for span in request.cached_spans)
-        self.measurements.append(
-            Measurement(workload, number, length, spans, plain_seconds, cached_seconds, verdict, ok)
-        )
+        said = " ".join(self._tokenizer.decode(answer, skip_special_tokens=True).split())
+        times = (plain_seconds, cached_seconds)
+        self.measurements.append(Measurement(workload, number, question, said, length, spans, *times, verdict, ok))
         return answer
 
     def _generate_plain(self, **arguments: Any) -> Any:
@@ -152,3 +149,39 @@ class Comparison:
         clock = _FirstToken()
         result = generate(**inputs, do_sample=False, num_beams=1, streamer=clock, **self._options, **extra)
         return result, clock.seconds
+
+
+class MiddleFirst(EvictionPolicy):
+    """Evicts the middle of the longest prompt between questions: beginning and end of a document stay.
+
+    Policies that evict the tail first leave no gaps. This one stands for those that do: hints by ranges of a prompt,
+    scores by attention.
+    """
+
+    def bind(self, pool: PoolView) -> None:
+        super().bind(pool)
+        self._waiting: npt.NDArray[np.bool_] = np.zeros(pool.num_blocks, np.bool_)
+
+    def accessed(self, ids: Ids, hit: bool) -> None:
+        self._waiting[ids] = False
+
+    def released(self, ids: Ids) -> None:
+        self._waiting[ids] = True
+
+    def victims(self, count: int) -> Ids:
+        ids = self._waiting.nonzero()[0].astype(np.int32)
+        place = self.pool.prefix_length[ids]
+        chosen = ids[np.argsort(np.abs(2 * place - place.max(initial=0)), kind="stable")[:count]]
+        self._waiting[chosen] = False
+        return chosen
+
+    def removed(self, ids: Ids) -> None:
+        self._waiting[ids] = False
+
+    def clear(self) -> None:
+        self._waiting[:] = False
+
+
+def blocks_for(prompt_tokens: int, new_tokens: int, block_size: int) -> int:
+    """Blocks of a pool that holds one such request, and hardly anything beside it."""
+    return -(-(prompt_tokens + new_tokens) // block_size) + 1

@@ -1,4 +1,4 @@
-"""The model under demonstration: one from the hub or a path, or a small one that needs no network."""
+"""The model under demonstration: SmolLM2, one from the hub or a path, or an untrained one where there is none."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from importlib.resources import files
 from typing import Any
 
 import torch
+
+from ._trained import load_gguf, plain_copy, trained_model_folder
 
 DOCUMENT = "constitution.txt"
 """The Constitution of the United States with its amendments, 7,670 words, in the public domain."""
@@ -20,15 +22,25 @@ def load_model(name: str | None, device: torch.device, dtype: torch.dtype) -> tu
     """Model and tokenizer, on `device` in `dtype`, in eval mode.
 
     Args:
-        name: Hub id or path; None builds the small default.
+        name: Hub id or path, also of a GGUF file; None: SmolLM2-135M-Instruct, see `trained_model_folder`.
         device: Where the model goes.
         dtype: Of its weights.
+
+    Raises:
+        NoTrainedModelError: No name is given, and the trained model is not installed.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    if name is not None:
-        tokenizer = AutoTokenizer.from_pretrained(name)
-        return AutoModelForCausalLM.from_pretrained(name, dtype=dtype).to(device).eval(), tokenizer
+    if name is not None and name.endswith(".gguf"):
+        model, tokenizer = load_gguf(name, dtype)
+        return plain_copy(model).to(device), tokenizer
+    place = trained_model_folder() if name is None else name
+    tokenizer = AutoTokenizer.from_pretrained(place)
+    return AutoModelForCausalLM.from_pretrained(place, dtype=dtype).to(device).eval(), tokenizer
+
+
+def load_untrained(device: torch.device, dtype: torch.dtype) -> tuple[Any, Any]:
+    """The same of a small model with random weights, for where there is no trained one."""
     tokenizer = train_tokenizer(read_document())
     return build_model(len(tokenizer)).to(device, dtype).eval(), tokenizer
 

@@ -11,13 +11,7 @@ WITHOUT, COMPUTED, REUSED = "#9aa5b1", "#2f74d0", "#7cc49a"
 
 
 def draw_requests(pyplot: Any, rows: Sequence[Mapping[str, str]], titles: Mapping[str, str]) -> Any:
-    """A figure with a pair of axes for each workload, which both begin at zero; high rather than wide, for phones.
-
-    Args:
-        pyplot: `matplotlib.pyplot`, with the colors of the page set.
-        rows: Of the demo's CSV file.
-        titles: By workload, those to draw.
-    """
+    """Axes for each workload of `titles`, beginning at zero, from rows of the demo's CSV file; high, for phones."""
     chosen = {name: [row for row in rows if row["workload"] == name] for name in titles}
     chosen = {name: some for name, some in chosen.items() if some}
     count = sum(map(len, chosen.values()))

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ TITLES = {
 
 COLUMNS = (
     *("workload", "request", "prompt_tokens", "reused_tokens", "reused_spans"),
-    *("ttft_plain_s", "ttft_cached_s", "ratio", "same"),
+    *("ttft_plain_s", "ttft_cached_s", "ratio", "same", "question", "answer"),
     *("model", "dtype", "device", "torch", "threads"),
 )
 
@@ -36,7 +37,7 @@ def later_ratio(measurements: list[Measurement], workload: str) -> float:
 
 
 def print_tables(console: Console, measurements: list[Measurement]) -> None:
-    """A table per workload and its headline."""
+    """A table per workload, what was asked and answered, and the headline."""
     for workload, title in TITLES.items():
         if all(m.workload != workload for m in measurements):
             continue
@@ -63,6 +64,9 @@ def print_tables(console: Console, measurements: list[Measurement]) -> None:
                     m.verdict if m.ok else f"[red]{m.verdict}[/red]",
                 )
         console.print(table)
+        for m in measurements:
+            if m.workload == workload:
+                console.print(f"[dim]{m.number}  {escape(m.question)}[/dim]\n   {escape(m.answer)}", highlight=False)
         ratio = later_ratio(measurements, workload)
         console.print(f"From the second request on the first token comes {ratio:.1f} times sooner (median).\n")
 
@@ -80,7 +84,10 @@ def save_csv(path: Path, measurements: list[Measurement], name: str, dtype: torc
             conditions = (str(dtype).removeprefix("torch."), processor, torch.__version__, torch.get_num_threads())
             spans = " ".join(f"{start}-{end}" for start, end in m.reused_spans)
             writer.writerow(
-                (m.workload, m.number, m.prompt_tokens, m.reused_tokens, spans, *times, m.verdict, name, *conditions)
+                (
+                    *(m.workload, m.number, m.prompt_tokens, m.reused_tokens, spans, *times, m.verdict),
+                    *(m.question, m.answer, name, *conditions),
+                )
             )
 
 

@@ -11,13 +11,14 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from ._gap import MiddleFirst, blocks_for
-from ._measure import Comparison, Inputs, Measurement
-from ._models import DOCUMENT, load_model, read_document
-from ._pictures import PICTURES, SIZE, load_seeing_model, picture_prompts
-from ._pictures import QUESTIONS as PICTURE_QUESTIONS
+from ..triton_ops._checks import check_integer
+from ._images import IMAGES, SIZE, image_prompts, load_seeing_model
+from ._images import QUESTIONS as IMAGE_QUESTIONS
+from ._measure import Comparison, Inputs, Measurement, MiddleFirst, blocks_for
+from ._models import load_model, load_untrained, read_document
 from ._report import print_tables, save_csv, save_plot
-from ._workloads import QUESTIONS, ROUNDS, Conversation, document_prompts, interlude
+from ._trained import NAME, NoTrainedModelError
+from ._workloads import QUESTIONS, ROUNDS, Conversation, document_prompts, excerpt, interlude, line_end
 
 
 def _choose(device_name: str | None, dtype_name: str | None) -> tuple[torch.device, torch.dtype]:
@@ -46,6 +47,7 @@ class Plan:
         model: As loaded.
         tokenizer: Of its prompts.
         name: In the table of results.
+        known_as: What the reader is told of the model.
         about: What is asked, for the reader.
         options: Of `enable_prefix_caching`.
         warm_up: The first prompt, which is not measured.
@@ -56,6 +58,7 @@ class Plan:
     model: Any
     tokenizer: Any
     name: str
+    known_as: str
     about: str
     options: dict[str, Any]
     warm_up: Inputs
@@ -76,7 +79,8 @@ def run_demo(
     """Runs the workloads, prints the tables and saves CSV and plot into `output`; the process's exit code.
 
     Args:
-        model_name: Hub id or path; None: a small one of random weights.
+        model_name: Hub id or path, also of a GGUF file; None: SmolLM2, or a small untrained one where it is not
+            installed.
         device_name: "cpu" or "cuda"; None: a GPU where there is one.
         dtype_name: "float32", "bfloat16" or "float16"; None: by the device.
         max_new_tokens: Of each answer.
@@ -90,13 +94,14 @@ def run_demo(
         from ..integrations.huggingface import enable_prefix_caching
 
         device, dtype = _choose(device_name, dtype_name)
+        check_integer("block_size", block_size, 1)
         output.mkdir(parents=True, exist_ok=True)
         if reuse not in ("prefix", "gap"):
             raise ValueError(f"--reuse: got {reuse!r}, needs prefix or gap")
         if image and reuse == "gap":
             raise ValueError("--reuse: got gap together with --image, needs one of them")
         if image:
-            plan = _plan_pictures(model_name, device, dtype)
+            plan = _plan_images(model_name, device, dtype)
         else:
             plan = _plan_document(model_name, device, dtype, reuse == "gap", max_new_tokens, block_size)
         model = plan.model
@@ -105,11 +110,8 @@ def run_demo(
         console.print(str(error), style="red", markup=False)
         return 2
     parameters = sum(p.numel() for p in model.parameters()) / 1e6
-    name = (
-        model_name
-        or f"a {type(model).__name__} with untrained, random weights (its answers mean nothing, its work is real)"
-    )
-    console.print(f"Model: {name}, {parameters:.1f} M parameters, {str(dtype).removeprefix('torch.')} on {device}")
+    about_weights = f"{parameters:.1f} M parameters, {str(dtype).removeprefix('torch.')} on {device}"
+    console.print(f"Model: {plan.known_as}, {about_weights}", markup=False)
     console.print(f"{plan.about}\n")
 
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
@@ -123,58 +125,73 @@ def run_demo(
             progress.update(task, advance=1 if next_step is None else 0, description=next_step)
 
         options = {"max_new_tokens": max_new_tokens, "pad_token_id": plan.tokenizer.pad_token_id}
-        comparison = Comparison(model, handle, options, advance)
+        comparison = Comparison(model, handle, plan.tokenizer, options, advance)
         comparison.warm_up(plan.warm_up)
         plan.run(comparison)
         advance("done")
     return _report(console, comparison.measurements, output, plan.name, dtype, device)
 
 
+def _load(name: str | None, device: torch.device, dtype: torch.dtype) -> tuple[Any, Any, str, str]:
+    """Model, tokenizer, the model's name in the results, and what the reader is told of it."""
+    if name is not None:
+        return *load_model(name, device, dtype), name, name
+    try:
+        told = f"{NAME} (small and trained: what it says is printed as it comes, right or wrong)"
+        return *load_model(None, device, dtype), NAME, told
+    except NoTrainedModelError as error:
+        told = f"a Llama with untrained, random weights: its answers mean nothing, its work is real ({error})"
+        return *load_untrained(device, dtype), "llama-25m-untrained", told
+
+
 def _plan_document(
     model_name: str | None, device: torch.device, dtype: torch.dtype, gap: bool, max_new_tokens: int, block_size: int
 ) -> Plan:
     """Questions about a document; then a conversation, or between them what evicts the document's middle."""
-    model, tokenizer = load_model(model_name, device, dtype)
+    model, tokenizer, name, known_as = _load(model_name, device, dtype)
     document = read_document()
-    questions = list(document_prompts(tokenizer, document))
+    text, what = document, "the Constitution of the United States"
+    if len(tokenizer.encode(document)) + 1024 > getattr(model.config, "max_position_embeddings", 2**31):
+        text, what = excerpt(document), f"Articles II to VI of {what}"
+    questions = list(document_prompts(tokenizer, text))
     options: dict[str, Any] = {}
     if gap:
-        room = blocks_for(max(map(len, questions)), max_new_tokens, block_size)
-        options = {"num_blocks": room, "policy": MiddleFirst, "reuse": "gap"}
+        capacity = blocks_for(max(map(len, questions)), max_new_tokens, block_size)
+        options = {"num_blocks": capacity, "policy": MiddleFirst, "reuse": "gap"}
 
     def inputs(prompt: list[int]) -> Inputs:
         ids = torch.tensor([prompt], device=device)
         return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
     def run(comparison: Comparison) -> None:
-        other = inputs(interlude(tokenizer, document))
-        for number, prompt in enumerate(questions, 1):
+        other, end = inputs(interlude(tokenizer, text)), line_end(tokenizer)
+        for number, (question, prompt) in enumerate(zip(QUESTIONS, questions, strict=True), 1):
             if gap and number > 1:
                 comparison.ask(other, "another request, for which blocks are evicted")
-            comparison.measure("gap" if gap else "document", number, inputs(prompt))
+            comparison.measure("gap" if gap else "document", number, question, inputs(prompt), end)
         if not gap:
             conversation = Conversation(tokenizer, document)
-            for number, prompt in enumerate(conversation.prompts(), 1):
-                conversation.reply(comparison.measure("conversation", number, inputs(prompt)))
+            for number, (said, prompt) in enumerate(zip(ROUNDS, conversation.prompts(), strict=True), 1):
+                conversation.reply(comparison.measure("conversation", number, said, inputs(prompt)))
 
-    about = f"Document: the Constitution of the United States ({DOCUMENT}, {len(document.split()):,} words)"
-    name = model_name or "llama-25m-untrained"
+    about = f"Document: {what} ({len(text.split()):,} words)"
     count = len(QUESTIONS) + (0 if gap else len(ROUNDS))
-    return Plan(model, tokenizer, name, about, options, inputs(tokenizer.encode("Warm up.")), count, run)
+    return Plan(model, tokenizer, name, known_as, about, options, inputs(tokenizer.encode("Warm up.")), count, run)
 
 
-def _plan_pictures(model_name: str | None, device: torch.device, dtype: torch.dtype) -> Plan:
-    """Questions about one picture, then about another of the same size."""
+def _plan_images(model_name: str | None, device: torch.device, dtype: torch.dtype) -> Plan:
+    """Questions about one image, then about another of the same size."""
     model, tokenizer, encode = load_seeing_model(model_name, device, dtype, read_document())
 
     def run(comparison: Comparison) -> None:
-        for number, inputs in enumerate(picture_prompts(encode), 1):
-            comparison.measure("picture", number, inputs)
+        for number, (question, inputs) in enumerate(image_prompts(encode), 1):
+            comparison.measure("picture", number, question, inputs)
 
-    about = f"Pictures: {' and '.join(PICTURES)}, drawn here, of the same size"
+    about = f"Images: {' and '.join(IMAGES)}, drawn here, of the same size"
     warm_up = encode(torch.zeros(3, SIZE, SIZE), "Warm up.")
-    count = len(PICTURES) * len(PICTURE_QUESTIONS)
-    return Plan(model, tokenizer, model_name or "gemma3-untrained", about, {}, warm_up, count, run)
+    count = len(IMAGES) * len(IMAGE_QUESTIONS)
+    known_as = model_name or "a Gemma 3 with untrained, random weights: its answers mean nothing, its work is real"
+    return Plan(model, tokenizer, model_name or "gemma3-untrained", known_as, about, {}, warm_up, count, run)
 
 
 def _report(

@@ -6,38 +6,63 @@ from collections.abc import Iterator
 from typing import Any
 
 QUESTIONS = (
-    "How old must a Representative be?",
-    "How many Senators does each State have, and for how long are they chosen?",
-    "Who acts as President when the President cannot?",
-    "What may Congress not do about speech and the press?",
-    "How is the Constitution amended?",
-    "Which amendment abolished slavery, and what does it say?",
+    "Who acts as President when the President dies or resigns?",
+    "Who is the Commander in Chief of the Army and Navy?",
+    "How many witnesses are needed to convict a person of treason?",
+    "Who may admit new States into the Union?",
+    "Who can propose amendments to the Constitution?",
+    "What is the supreme law of the land?",
 )
+"""Such as a model of 135 million parameters can answer: what it says to harder ones is not what the demo is about."""
+
+WORKED = (
+    "Questions and short answers about the text above.\n\n"
+    "Q: In what is the executive power vested?\nA: In a President of the United States of America."
+)
+"""A question with its answer: shown one, small models answer in its manner."""
 
 ROUNDS = (
-    "What is the purpose of the article I have just quoted?",
+    "What is this text about?",
     "Put that in one sentence.",
-    "Which offices does it name?",
-    "What would a critic say about it?",
-    "And what would its authors answer?",
-    "Thank you. Sum up our conversation.",
+    "Who was the first President of the United States?",
+    "In which year was the Constitution signed?",
+    "Write two lines of verse about it.",
+    "Thank you. What did we talk about?",
 )
 
 
-def document_prompts(tokenizer: Any, document: str) -> Iterator[list[int]]:
-    """Token ids of each question behind the whole document."""
+def excerpt(document: str) -> str:
+    """Articles II to VI: the executive, the courts, the States, amendments."""
+    return between(document, "Article II\n", "Article VII\n")
+
+
+def between(document: str, start: str, end: str) -> str:
+    """The text from one heading to another."""
+    begin = document.index(start)
+    return document[begin : document.index(end, begin)]
+
+
+def document_prompts(tokenizer: Any, text: str) -> Iterator[list[int]]:
+    """Token ids of each question behind the whole text."""
     for question in QUESTIONS:
-        yield _chat(tokenizer, [("user", f"{document}\n\nQuestion: {question}")])
+        ids: list[int] = tokenizer.encode(f"The text:\n\n{text}\n\n{WORKED}\n\nQ: {question}\nA:")
+        yield ids
+
+
+def line_end(tokenizer: Any) -> int | None:
+    """The token that ends a line, where the tokenizer has one: an answer ends with it."""
+    ids = tokenizer.encode("\n", add_special_tokens=False)
+    return ids[0] if len(ids) == 1 else None
 
 
 def opening(document: str) -> str:
-    """The article that the conversation is about: Article II, on the executive."""
-    return document[document.index("Article II\n") : document.index("Article III\n")]
+    """What the conversation is about: Articles IV and V, on the States and on amendments."""
+    return between(document, "Article IV\n", "Article VI\n")
 
 
-def interlude(tokenizer: Any, document: str) -> list[int]:
-    """Token ids of a request of somebody else, a tenth as long as the document: its last words."""
-    return _chat(tokenizer, [("user", f"Translate:\n\n{document[-len(document) // 10 :]}")])
+def interlude(tokenizer: Any, text: str) -> list[int]:
+    """Token ids of a request of somebody else, a tenth as long as the text: its last words."""
+    return _chat(tokenizer, [("user", f"Translate:\n\n{text[-len(text) // 10 :]}")])
 
 
 class Conversation:

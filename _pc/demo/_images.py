@@ -1,4 +1,4 @@
-"""Questions about pictures: a model that sees, small and untrained or one from the hub, and what it is asked."""
+"""Questions about images: a model that sees, small and untrained or one from the hub, and what it is asked."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import torch
 from ._models import train_tokenizer
 
 SIZE = 224
-"""Height and width of a picture, pixels."""
+"""Height and width of an image, pixels."""
 PATCH = 14
 TOKENS = 256
-"""Of a picture in the small model's prompt: one for each patch."""
+"""Of an image in the small model's prompt: one for each patch."""
 
-PICTURES = ("sunrise", "target")
+IMAGES = ("sunrise", "target")
 QUESTIONS = (
     "What is in the picture?",
     "Which colours does it have?",
@@ -49,11 +49,11 @@ TOWER = {
 }
 
 Encode = Callable[[torch.Tensor, str], Mapping[str, torch.Tensor]]
-"""A picture and a question about it, as arguments of `generate`."""
+"""An image and a question about it, as arguments of `generate`."""
 
 
 def draw(name: str) -> torch.Tensor:
-    """A picture `[3, SIZE, SIZE]`, float32 from 0 to 1."""
+    """An image `[3, SIZE, SIZE]`, float32 from 0 to 1."""
     at = torch.linspace(-1, 1, SIZE)
     y, x = at[:, None].expand(SIZE, SIZE), at.expand(SIZE, SIZE)
     if name == "sunrise":
@@ -66,23 +66,16 @@ def draw(name: str) -> torch.Tensor:
     return torch.stack((torch.ones_like(rings), rings, rings))
 
 
-def picture_prompts(encode: Encode) -> Iterator[Mapping[str, torch.Tensor]]:
-    """All questions about the first picture, then about another of the same size."""
-    for name in PICTURES:
-        picture = draw(name)
+def image_prompts(encode: Encode) -> Iterator[tuple[str, Mapping[str, torch.Tensor]]]:
+    """All questions about the first image, then about another of the same size, each with its prompt."""
+    for name in IMAGES:
+        image = draw(name)
         for question in QUESTIONS:
-            yield encode(picture, question)
+            yield question, encode(image, question)
 
 
 def load_seeing_model(name: str | None, device: torch.device, dtype: torch.dtype, text: str) -> tuple[Any, Any, Encode]:
-    """Model, tokenizer, and what makes its prompts.
-
-    Args:
-        name: Hub id or path of a model that takes images and text; None builds the small default.
-        device: Where the model goes.
-        dtype: Of its weights.
-        text: What the default's tokenizer is trained on.
-    """
+    """Model, tokenizer, and what makes prompts: from the hub or a path, or the small default, trained on `text`."""
     if name is not None:
         return _load(name, device, dtype)
     tokenizer = train_tokenizer(text)
@@ -96,8 +89,8 @@ def _load(name: str, device: torch.device, dtype: torch.dtype) -> tuple[Any, Any
     processor = AutoProcessor.from_pretrained(name)
     model = AutoModelForImageTextToText.from_pretrained(name, dtype=dtype).to(device).eval()
 
-    def encode(picture: torch.Tensor, question: str) -> Mapping[str, torch.Tensor]:
-        image = Image.fromarray((picture.permute(1, 2, 0) * 255).round().byte().numpy())
+    def encode(pixels: torch.Tensor, question: str) -> Mapping[str, torch.Tensor]:
+        image = Image.fromarray((pixels.permute(1, 2, 0) * 255).round().byte().numpy())
         content = [{"type": "image", "image": image}, {"type": "text", "text": question}]
         chat = [{"role": "user", "content": content}]
         options = {"tokenize": True, "return_dict": True, "return_tensors": "pt"}
@@ -110,7 +103,7 @@ def _load(name: str, device: torch.device, dtype: torch.dtype) -> tuple[Any, Any
 def _encoder(tokenizer: Any, device: torch.device, dtype: torch.dtype) -> Encode:
     begin, end, image = range(len(tokenizer), len(tokenizer) + 3)
 
-    def encode(picture: torch.Tensor, question: str) -> Mapping[str, torch.Tensor]:
+    def encode(pixels: torch.Tensor, question: str) -> Mapping[str, torch.Tensor]:
         before = tokenizer.encode("You are shown a picture and answer a question about it.\n\nUser: ")
         behind = tokenizer.encode(f"\n\n{question}\n\nAssistant: ")
         ids = torch.tensor([[*before, begin, *[image] * TOKENS, end, *behind]], device=device)
@@ -118,18 +111,14 @@ def _encoder(tokenizer: Any, device: torch.device, dtype: torch.dtype) -> Encode
             "input_ids": ids,
             "attention_mask": torch.ones_like(ids),
             "token_type_ids": (ids == image).long(),
-            "pixel_values": (picture * 2 - 1)[None].to(device, dtype),
+            "pixel_values": (pixels * 2 - 1)[None].to(device, dtype),
         }
 
     return encode
 
 
 def build_model(vocab_size: int) -> Any:
-    """A Gemma-3 with random, seeded weights; see `TEXT` and `TOWER`.
-
-    Args:
-        vocab_size: Of the tokenizer; three tokens for pictures are added.
-    """
+    """A Gemma-3 with random, seeded weights (`TEXT`, `TOWER`), and three tokens for images behind the vocabulary."""
     from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 
     config = Gemma3Config(
@@ -143,6 +132,6 @@ def build_model(vocab_size: int) -> Any:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = Gemma3ForConditionalGeneration(config)
-        # The projection begins as zeros: every picture would look the same.
+        # The projection begins as zeros: every image would look the same.
         torch.nn.init.normal_(model.model.multi_modal_projector.mm_input_projection_weight, std=0.05)
         return model
