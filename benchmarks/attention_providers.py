@@ -17,7 +17,15 @@ import torch
 import pc
 
 from .attention import AttentionCall
-from .attention_peers import refuse_beyond_dense, run_flash_attn_4, run_flashinfer, run_vllm_triton, vllm_version
+from .attention_peers import (
+    flash_attn_3_version,
+    refuse_beyond_dense,
+    run_flash_attn_3,
+    run_flash_attn_4,
+    run_flashinfer,
+    run_vllm_triton,
+    vllm_version,
+)
 from .conditions import version
 from .registry import OURS, Provider, UnsupportedError
 
@@ -305,6 +313,7 @@ def attention_providers(op: str) -> tuple[Provider, ...]:
         Provider("FlexAttention, paged mask", _flex, torch_version, "cuda"),
         Provider("torch varlen_attn", _varlen, _varlen_version, "cuda"),
         Provider("FlashInfer", run_flashinfer, lambda: version("flashinfer-python"), "cuda"),
+        Provider("FlashAttention-3", run_flash_attn_3, flash_attn_3_version, "cuda"),
         Provider("flash-attn-4", run_flash_attn_4, lambda: version("flash-attn-4"), "cuda"),
         Provider("vLLM unified_attention", run_vllm_triton, vllm_version, "cuda"),
     ]

@@ -46,7 +46,7 @@ class RotateInputs:
         ]
 
     def check(self, call: RotateCall, run: Callable[[], Any]) -> float:
-        """Turned keys against float64."""
+        """Re-rotated keys against float64."""
         run()
         exact = _turn(call.key_cache[call.source_ids].double(), call)
         error = (call.key_cache[call.target_ids].double() - exact).abs().max().item()

@@ -1,5 +1,8 @@
 """`make gpu`: everything that only a GPU can tell, in slices of at most nine minutes that can be resumed.
 
+In the order of what decides: whether operators run and are right, the constants that a sweep chooses, the decisive
+cases with these constants beside rivals, charts and pages of them, all tests; half an hour holds it. The rest follows.
+
     python benchmarks/gpu.py --list             units, slices and what is done
     python benchmarks/gpu.py --slice 3          one slice; again: what is left of it
     python benchmarks/gpu.py                    all slices
@@ -7,8 +10,8 @@
     python benchmarks/gpu.py --unpack FILE      results that another machine packed, into benchmarks/results
 
 Each unit is a process of its own, so that one that crashes takes nothing with it. What is done stands in
-results/<device>/run.csv with a fingerprint of the sources: a unit is repeated when they change. After every unit all
-results are packed into one file (--pack).
+results/<device>/run.csv with a fingerprint of the sources: a unit is repeated when they change, a measurement when the
+constants do too. After every unit all results are packed into one file (--pack).
 """
 
 from __future__ import annotations
@@ -41,17 +44,26 @@ from .ceilings import measure_ceilings, published
 from .conditions import SOURCES, conditions, device_folder, device_name
 from .pack import pack, unpack
 from .peers import add_peers
+from .plots import plot_operator
 from .registry import OURS, ROOT, discover
 from .tables import read_rows, write_rows
 
 SLICE_SECONDS = 530
 # A slice is planned shorter than it may take, since estimates are only that.
-PLANNED_SECONDS = 440
+PLANNED_SECONDS = 500
 # No unit may take the whole of a slice from those after it.
 MOST_SECONDS = 400
 CASES_PER_UNIT = 8
 SKIPPED, RESUME, TIMEOUT = 4, 5, 124
 TOOLS = ("memcheck", "initcheck", "racecheck", "synccheck")
+# What the stages of a run buy, in order; what is measured depends on the constants that the sweep finds.
+STAGES = {
+    "smoke": "every operator runs and is right: the quick tests",
+    "sweep": "constants of decode and prefill at head_dim 128, written into the table",
+    "decisive": "decodes, prefills, chunks, windows and holes with these constants, beside the rivals",
+    "pages": "charts and pages of all that, drawn on the machine",
+    "numerics": "every test of operators, graphs and adapters on the device",
+}
 
 
 def device_kind(dry: bool) -> str:
@@ -101,12 +113,14 @@ class Unit:
         seconds: Estimated, on an H200 with nothing compiled yet.
         run: Does it; raises SkippedError, or anything else where it fails.
         kernels: Whether a dry run needs the interpreter.
+        stage: One of STAGES, or empty: after the first half hour.
     """
 
     name: str
     seconds: int
     run: Callable[[Context], None]
     kernels: bool = False
+    stage: str = ""
 
 
 def _command(*command: str) -> None:
@@ -131,6 +145,33 @@ def _ceilings(context: Context) -> None:
     found = measure_ceilings(context.kind, context.dry)
     row = {"copy_gbs": f"{found.copy / 1e9:.1f}", "matmul_tflops": f"{found.matmul / 1e12:.2f}", "dtype": found.dtype}
     write_rows(context.folder / "ceilings.csv", [row | published(device_name(context.kind)) | conditions(context.kind)])
+
+
+def _smoke(context: Context) -> None:
+    """The quick tests of every operator; on a GPU kernels are what they run."""
+    _pytest(context, "tests/triton_ops", "-m", "not slow", "--ignore", "tests/triton_ops/test_kernel_resources.py")
+
+
+def _constants(context: Context) -> None:
+    """Puts what the sweeps chose into the table that the following units launch by, with a copy among the results."""
+    rows = read_rows(context.folder / "constants.csv")
+    found = sweep.table(rows, f"{context.folder.name}/constants.csv")
+    target = context.folder / "tuned.py"
+    target.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copy(sweep.TABLE, target)
+    sweep.write_table(found, target)
+    if not context.dry:
+        shutil.copy(target, sweep.TABLE)
+
+
+def _pages(context: Context) -> None:
+    """Charts of every operator that was measured, and the pages if the results lie in the tree."""
+    charts = context.folder / "charts"
+    for benchmark in discover():
+        if (source := context.folder / f"{benchmark.op}.csv").exists():
+            plot_operator(source, charts / f"{benchmark.op}.svg")
+    if context.results == ROOT / "benchmarks" / "results":
+        _command(sys.executable, "benchmarks/render_docs.py")
 
 
 def _numerics(context: Context, files: tuple[str, ...]) -> None:
@@ -213,32 +254,37 @@ def _generate(context: Context) -> None:
 
 
 def units() -> list[Unit]:
-    """Everything, in the order of its worth: right before fast, then what the bars are about, then the sweep."""
+    """Everything, in the order of its worth: each is useful if the next never runs."""
     tests = sorted(path.name for path in (ROOT / "tests" / "triton_ops").glob("test_*.py"))
     tests.remove("test_kernel_resources.py")  # compiles without a GPU, as everywhere
     attention = tuple(name for name in tests if "attention" in name)
     others = tuple(name for name in tests if name not in attention)
-    first = [
-        Unit("ceilings", 15, _ceilings),
-        Unit("numerics attention", 240, functools.partial(_numerics, files=attention)),
-        Unit("numerics others", 180, functools.partial(_numerics, files=others)),
-        Unit("graphs", 60, _graphs),
-        Unit("adapters", 60, _adapters),
-    ]
-    benches = []
+    benches = {}
     for benchmark in discover():
         count = len(benchmark.of("cuda", False))
         for part in range(-(-count // CASES_PER_UNIT)):
             cases = min(CASES_PER_UNIT, count - part * CASES_PER_UNIT)
             seconds = 15 + cases * (12 if "attention" in benchmark.op else 4)
-            run = functools.partial(_bench, op=benchmark.op, part=part)
-            benches.append(Unit(f"bench {benchmark.op} {part}", seconds, run))
-    worth = ("paged_attention 0", "paged_attention 1", "sparse_gap_attention 0", "sliding_window_attention 0")
-    barred = sorted((u for u in benches if u.name[6:] in worth), key=lambda unit: worth.index(unit.name[6:]))
-    sweeps = [Unit(f"sweep {r.key}", 120, functools.partial(_sweep, key=r.key), True) for r in sweep.regimes()]
+            name, run = f"bench {benchmark.op} {part}", functools.partial(_bench, op=benchmark.op, part=part)
+            benches[name] = Unit(name, seconds, run)
+    sweeps = [Unit(f"sweep {r.key}", 110, functools.partial(_sweep, key=r.key), True) for r in sweep.regimes()]
+    worth = [f"paged_attention {k}" for k in range(3)] + ["sparse_gap_attention 0", "sliding_window_attention 0"]
+    first = {
+        "smoke": [Unit("ceilings", 15, _ceilings), Unit("smoke", 105, _smoke)],
+        "sweep": [*sweeps[:4], Unit("constants", 5, _constants)],
+        "decisive": [benches.pop(f"bench {name}") for name in worth],
+        "pages": [Unit("pages", 30, _pages)],
+        "numerics": [
+            Unit("numerics attention", 240, functools.partial(_numerics, files=attention)),
+            Unit("numerics others", 180, functools.partial(_numerics, files=others)),
+            Unit("graphs", 60, _graphs),
+            Unit("adapters", 60, _adapters),
+        ],
+    }
+    staged = [dataclasses.replace(unit, stage=stage) for stage, own in first.items() for unit in own]
     sanitizers = [Unit(f"sanitizer {tool}", 120, functools.partial(_sanitizer, tool=tool), True) for tool in TOOLS]
-    rest = [unit for unit in benches if unit not in barred]
-    return [*first, *barred, *sweeps[:4], Unit("generate", 200, _generate), *rest, *sweeps[4:], *sanitizers]
+    last = [Unit("generate", 200, _generate), *benches.values(), *sweeps[4:], *sanitizers]
+    return [*staged, *last, Unit("pages of the rest", 30, _pages)]
 
 
 def slices(all_units: Iterable[Unit]) -> list[list[Unit]]:
@@ -251,13 +297,18 @@ def slices(all_units: Iterable[Unit]) -> list[list[Unit]]:
     return found
 
 
+def fingerprint(unit: str = "") -> str:
+    """Of the sources and tests that a result depends on; of a measurement, of the swept constants too."""
+    measures = unit.startswith(("bench ", "generate", "pages"))
+    return _fingerprint(sweep.TABLE.read_bytes() if measures else b"")
+
+
 @functools.cache
-def fingerprint() -> str:
-    """Of the sources and tests that a result depends on."""
-    total = hashlib.sha256()
+def _fingerprint(constants: bytes) -> str:
+    total = hashlib.sha256(constants)
     for pattern in (*SOURCES, "tests/triton_ops"):
         paths = ROOT.glob(pattern) if "*" in pattern else (ROOT / pattern).rglob("*.py")
-        for path in sorted(paths):
+        for path in sorted(set(paths) - {sweep.TABLE}):
             total.update(path.relative_to(ROOT).as_posix().encode() + path.read_bytes())
     return total.hexdigest()[:12]
 
@@ -277,7 +328,7 @@ class Log:
     def done(self, name: str, also: tuple[str, ...] = ()) -> bool:
         """Whether a unit or a case of one was done, or cannot be, with the sources as they are."""
         row = self.rows().get(name, {})
-        return row.get("fingerprint") == fingerprint() and row.get("outcome") in ("ok", "skipped", *also)
+        return row.get("fingerprint") == fingerprint(name) and row.get("outcome") in ("ok", "skipped", *also)
 
     def lost(self, name: str) -> dict[str, str]:
         """The providers that made the device unusable in a case, and how."""
@@ -285,12 +336,12 @@ class Log:
         return {
             unit.removeprefix(start): row["note"]
             for unit, row in self.rows().items()
-            if unit.startswith(start) and row["outcome"] == "lost" and row["fingerprint"] == fingerprint()
+            if unit.startswith(start) and row["outcome"] == "lost" and row["fingerprint"] == fingerprint(unit)
         }
 
     def put(self, name: str, outcome: str, seconds: float, note: str = "") -> None:
         """Notes an outcome in the place of an earlier one; of its seconds, those that compilers were waited for."""
-        values = (name, outcome, f"{seconds:.0f}", note, fingerprint(), f"{ahead.spent():.0f}")
+        values = (name, outcome, f"{seconds:.0f}", note, fingerprint(name), f"{ahead.spent():.0f}")
         row = dict(zip(self.COLUMNS, values, strict=True))
         write_rows(self.path, list((self.rows() | {name: row | conditions(self.kind)}).values()))
 
@@ -349,7 +400,7 @@ def run_slice(
             left.append(unit.name)
             if code == TIMEOUT:
                 log.put(unit.name, "timeout", time.perf_counter() - start)
-            elif log.rows().get(unit.name, {}).get("fingerprint") != fingerprint():
+            elif log.rows().get(unit.name, {}).get("fingerprint") != fingerprint(unit.name):
                 log.put(unit.name, "failed", time.perf_counter() - start, f"exit code {code}")
         if packed is not None:
             pack(context.folder, packed)
@@ -408,6 +459,9 @@ def main(arguments: list[str] | None = None) -> int:
         return run_unit(next(unit for unit in everything if unit.name == given.unit), context)
     if given.list:
         rows = Log(context).rows() if given.dry_run or torch.cuda.is_available() else {}
+        for stage, what in STAGES.items():
+            minutes = sum(unit.seconds for unit in everything if unit.stage == stage) / 60
+            print(f"{minutes:4.1f} min {stage}: {what}")
         for number, part in enumerate(parts, 1):
             print(f"slice {number}, about {sum(unit.seconds for unit in part)} s")
             for unit in part:

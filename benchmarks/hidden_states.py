@@ -5,8 +5,8 @@
 Rounds of all providers alternate in one process. A miss stores a whole prompt and gives its tensor to the next stage, a
 hit stores the last quarter and gives the whole tensor, a decode step stores one token; "step" is what is made once a
 step for all of its tensors, its slots above all. All follow the same block tables, those of a manager that evicts, so
-that all write where nobody has written for a while; managing blocks is not timed. "plain copy" is the floor: it is told
-where the rows lie, one behind the other, and copies them.
+that all write where nothing was written for a while; managing blocks is not timed. "plain copy" is the floor: it is
+given the places of the rows, one behind the other, and copies them.
 OMP_NUM_THREADS threads (1). Writes results/cpu/hidden_states.csv.
 """
 
@@ -63,7 +63,7 @@ class Follower:
         self.allocation = self.manager.append(self.running, [7])
 
     def commit(self) -> None:
-        """Makes the request's blocks findable."""
+        """Publishes the request's blocks."""
         self.manager.commit(self.running, self.manager.num_tokens(self.running))
 
 
@@ -217,7 +217,7 @@ class Omni(Follower):
         return torch.tensor(self.table)[positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE
 
     def begin(self, request: str, prompt: np.ndarray) -> int:
-        """As above; its block 0 is nobody's."""
+        """As above; its block 0 belongs to no request."""
         self.finished = [self.running] if self.running else []
         left = super().begin(request, prompt)
         self.table = (self.manager.block_table(request) + 1).tolist()

@@ -28,7 +28,8 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 import pc
-from pc.triton_ops import _repeated
+from pc.flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
+from pc.triton_ops import _dispatch, _flash_append, _flash_attention
 
 # `pc.triton_ops.attention_plan` is the function.
 attention_plan = importlib.import_module("pc.triton_ops.attention_plan")
@@ -60,6 +61,17 @@ class Driver:
         return 0
 
 
+# FlashAttention's functions, and the calls of operators that they stand for.
+BESIDE = {
+    "flash_attn_with_kvcache, block table": "paged_attention",
+    "flash_attn_with_kvcache, new keys": "reshape_and_cache, paged_attention",
+    "flash_attn_with_kvcache, new keys and rotary": "rope_and_cache, paged_attention",
+    "flash_attn_varlen_func, block table": "paged_attention",
+    "flash_attn_varlen_func": "paged_attention, blocks of a token",
+    "flash_attn_func": "paged_attention",
+}
+
+
 def calls() -> dict[str, Callable[[], Any]]:
     """A decode of 8 sequences of 4096 tokens, heads 32/8 of 128, blocks of 16; torch.add comes first."""
     query = torch.zeros(8, 32, 128, dtype=torch.bfloat16)
@@ -71,9 +83,26 @@ def calls() -> dict[str, Callable[[], Any]]:
         torch.arange(9, dtype=torch.int32),
     )
     slots, positions, angles = torch.arange(8), torch.arange(8), torch.zeros(4096, 128)
-    plan = pc.attention_plan(*batch, 16)
+    cos, sin = angles.chunk(2, 1)
+    plan, before = pc.attention_plan(*batch, 16), batch[1] - 1
     shared = pc.attention_plan(*batch, 16, num_shared_blocks=64)
     attend = (query, *caches, *batch)
+    tables, lens, starts = batch
+    dense = [torch.zeros(8, 4096, 8, 128, dtype=torch.bfloat16) for _ in range(2)]
+    packed = [torch.zeros(8 * 4096, 8, 128, dtype=torch.bfloat16) for _ in range(2)]
+    key_starts = torch.arange(9, dtype=torch.int32) * 4096
+    numbers = key_starts[:-1, None] + torch.arange(4096, dtype=torch.int32)
+    flash = {"softmax_scale": 0.1, "causal": True}
+    queries, new = query[:, None], (key[:, None], value[:, None])  # as models have them
+
+    def append() -> None:
+        pc.reshape_and_cache(key, value, *caches, slots)
+        pc.paged_attention(*attend, 0.1, max_query_len=1)
+
+    def append_rotated() -> None:
+        rotated = pc.rope_and_cache(query, key, value, positions, angles, *caches, slots)
+        pc.paged_attention(rotated, *attend[1:], 0.1, max_query_len=1)
+
     return {
         "torch.add": lambda: torch.add(slots, slots),
         "paged_attention, plan given": lambda: pc.paged_attention(*attend, 0.1, max_query_len=1, plan=plan),
@@ -81,6 +110,25 @@ def calls() -> dict[str, Callable[[], Any]]:
         "shared_prefix_attention, plan given": lambda: pc.shared_prefix_attention(
             *attend, 64, 0.1, max_query_len=1, plan=shared
         ),
+        "flash_attn_with_kvcache, block table": lambda: flash_attn_with_kvcache(
+            queries, *caches, cache_seqlens=lens, block_table=tables, **flash
+        ),
+        "flash_attn_with_kvcache, new keys": lambda: flash_attn_with_kvcache(
+            queries, *caches, *new, cache_seqlens=before, block_table=tables, **flash
+        ),
+        "flash_attn_with_kvcache, new keys and rotary": lambda: flash_attn_with_kvcache(
+            queries, *caches, *new, cos, sin, before, block_table=tables, **flash
+        ),
+        "flash_attn_varlen_func, block table": lambda: flash_attn_varlen_func(
+            query, *caches, starts, None, 1, 4096, seqused_k=lens, block_table=tables, **flash
+        ),
+        "flash_attn_varlen_func": lambda: flash_attn_varlen_func(query, *packed, starts, key_starts, 1, 4096, **flash),
+        "flash_attn_func": lambda: flash_attn_func(queries, *dense, **flash),
+        "paged_attention, blocks of a token": lambda: pc.paged_attention(
+            query, packed[0][:, None], packed[1][:, None], numbers, lens, starts, 0.1, max_query_len=1, max_seq_len=4096
+        ),
+        "reshape_and_cache, paged_attention": append,
+        "rope_and_cache, paged_attention": append_rotated,
         "attention_plan": lambda: pc.attention_plan(*batch, 16),
         "reshape_and_cache": lambda: pc.reshape_and_cache(key, value, *caches, slots),
         "rope_and_cache": lambda: pc.rope_and_cache(query, key, value, positions, angles, *caches, slots),
@@ -96,7 +144,7 @@ def measure(rounds: int, repeats: int) -> dict[str, float]:
     driver.set_active(Driver())
     # On a device values are not read.
     with contextlib.ExitStack() as stack:
-        for module in (_repeated, attention_plan):
+        for module in (_dispatch, _flash_append, _flash_attention, attention_plan):
             stack.enter_context(mock.patch.object(module, "reads_values", _not_read))
         stack.enter_context(torch.inference_mode())
         made = calls()
@@ -124,7 +172,8 @@ def main() -> int:
     torch.set_num_threads(1)
     found = measure(given.rounds, given.repeats)
     for name, seconds in found.items():
-        print(f"{name:36s} {seconds * 1e6:7.2f} us {seconds / found['torch.add']:6.2f} times torch.add")
+        beside = f", {seconds / found[BESIDE[name]]:.2f} times {BESIDE[name]}" if name in BESIDE else ""
+        print(f"{name:45s} {seconds * 1e6:7.2f} us {seconds / found['torch.add']:6.2f} times torch.add{beside}")
     return 0
 
 

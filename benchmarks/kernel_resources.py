@@ -30,17 +30,21 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from pc.bench import PACKAGE, load_benchmarks
-from pc.triton_ops._attention import constants, launch, lists_launch, prepare, tuned
-from pc.triton_ops._attention.call import TENSORS, AttentionCall
+from pc.triton_ops import _flash_append
+from pc.triton_ops._attention import constants, dense, launch
+from pc.triton_ops._attention.call import TENSORS, AttentionCall, LatentCall
 from pc.triton_ops._attention.constants import Architecture
+from pc.triton_ops._dispatch import forget_choices
+from pc.triton_ops._triton import load
 
+load()  # kernels are found by their class, so that triton has to have made them
 load_benchmarks()
 sass, tables = (importlib.import_module(f"{PACKAGE}.{name}") for name in ("sass", "tables"))
 
 # `pc.triton_ops.reshape_and_cache` is the function; the module of that name is where its launcher is.
-reshape_and_cache, rope_and_cache, rotate_keys, merge_attention = (
+reshape_and_cache, rope_and_cache, rotate_keys, merge_attention, join_prefix, move_slots = (
     importlib.import_module(f"pc.triton_ops.{name}")
-    for name in ("reshape_and_cache", "rope_and_cache", "rotate_keys", "merge_attention")
+    for name in ("reshape_and_cache", "rope_and_cache", "rotate_keys", "merge_attention", "join_prefix", "move_slots")
 )
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -56,8 +60,6 @@ TARGETS = {
     "sm_120": (GPUTarget("cuda", 120, 32), Architecture("sm_120", 188, True), 101_376),
     "gfx942": (GPUTarget("hip", "gfx942", 64), Architecture("gfx942", 304, False), 65_536),
 }
-DESCRIPTOR_TARGETS = frozenset({"sm_90", "sm_100"})
-SPECIALIZED_TARGETS = frozenset({"sm_90"})
 # Compiled for the most used cases only.
 MINOR_TARGETS = frozenset({"sm_86", "sm_89", "sm_120"})
 
@@ -121,9 +123,9 @@ def recorded(arch: Architecture) -> Iterator[list[Launch]]:
     """Within it, launchers record into the yielded list instead of launching, as if on `arch`."""
     launches: list[Launch] = []
     original = constants.architecture
-    launch.forget_prepared()
+    forget_choices()
     with contextlib.ExitStack() as stack:
-        stack.callback(launch.forget_prepared)
+        stack.callback(forget_choices)
         for name, module in list(sys.modules.items()):
             if not name.startswith("pc.triton_ops"):
                 continue
@@ -133,17 +135,6 @@ def recorded(arch: Architecture) -> Iterator[list[Launch]]:
             if getattr(module, "architecture", None) is original:
                 stack.enter_context(mock.patch.object(module, "architecture", return_value=arch))
         yield launches
-
-
-@contextlib.contextmanager
-def _described() -> Iterator[None]:
-    """Within it, tiles are read through descriptors where they can be."""
-    with contextlib.ExitStack() as stack:
-        for name in ("decode_tiles", "prefill_tiles"):
-            tiles = getattr(prepare, name)
-            read = lambda *args, tiles=tiles: dataclasses.replace(tiles(*args), descriptors=True)  # noqa: E731
-            stack.enter_context(mock.patch.object(prepare, name, read))
-        yield
 
 
 def attention_case(
@@ -157,8 +148,6 @@ def attention_case(
     positions: bool = False,
     options: bool = False,
     batch_invariant: bool = False,
-    descriptors: bool = False,
-    specialized: bool = False,
     value_dim: int | None = None,
     offset: int = 0,
     head_tables: bool = False,
@@ -166,12 +155,6 @@ def attention_case(
     top_k: int = 0,
 ) -> None:
     """One attention call on small tensors; `offset`: elements by which the query misses an aligned address."""
-    if descriptors or specialized:
-        choice: Any = _described()
-        if specialized:
-            choice = mock.patch.dict(tuned.SPECIALIZED, {(target, head_dim): "" for target in SPECIALIZED_TARGETS})
-        with choice:
-            return attention_case(dtype, cache_dtype, head_dim, heads, block_size, q_len, window)
     num_seqs, max_blocks = 2, 4096 // block_size
     num_tokens = num_seqs * q_len
     elements = torch.zeros(num_tokens * heads[0] * head_dim + offset, dtype=dtype)
@@ -203,9 +186,29 @@ def attention_case(
     )
     if top_k:
         call = call.changed(query_blocks=torch.zeros(num_tokens, heads[1], top_k, dtype=torch.int32))
-        lists_launch.prepare_lists(call, False, True, None)(TENSORS(call))
+        launch.choose_launch(call, with_lse=False)(TENSORS(call))
     else:
-        launch.launch_attention(call)
+        launch.choose_launch(call)(TENSORS(call))
+
+
+def latent_case(
+    heads: int = 16, q_len: int = 1, cache_dtype: torch.dtype | None = None, block_size: int = 64, top_k: int = 0
+) -> None:
+    """One call over latent rows of 512 columns and 64 behind them."""
+    num_seqs, max_blocks, dtype = 2, 4096 // block_size, torch.bfloat16
+    lists = torch.zeros(num_seqs * q_len, 1, top_k, dtype=torch.int32) if top_k else None
+    given = {
+        "query": torch.zeros(num_seqs * q_len, heads, 576, dtype=dtype),
+        "cache": torch.zeros(4, block_size, 576, dtype=cache_dtype or dtype),
+        "block_tables": torch.zeros(num_seqs, max_blocks, dtype=torch.int32),
+        "seq_lens": torch.full((num_seqs,), 4096, dtype=torch.int32),
+        "query_start_loc": torch.arange(num_seqs + 1, dtype=torch.int32) * q_len,
+        "scale": 0.1,
+        "k_scale": None if cache_dtype is None else torch.ones(1),
+        "max_query_len": q_len,
+    }
+    call = LatentCall.of((), (), given).changed(query_blocks=lists)
+    launch.choose_launch(call)(TENSORS(call))
 
 
 def write_case(cache_dtype: torch.dtype | None = None, head_dim: int = 128) -> None:
@@ -229,13 +232,30 @@ def rows_case(row: int = 4096, head_major: bool = False, tensors: int = 1, dtype
 
 def join_case(positions: bool = False) -> None:
     """One join of cached and new rows."""
-    from pc.triton_ops._rows.join import launch_join_map
     from pc.triton_ops._rows.kernel import launch_move_rows
 
     tables, lengths, starts = torch.zeros(2, 8, dtype=torch.int32), torch.tensor([64, 64]), torch.tensor([0, 8, 16])
-    rows = launch_join_map(tables, lengths, starts, 128, 16, torch.arange(16) if positions else None)
+    new_positions = torch.arange(16) if positions else None
+    rows = join_prefix.launch_join_map(join_prefix.Join([], tables, lengths, [], starts, 128, new_positions), 16)
     cache, new, out = (torch.zeros(*shape, 4096, dtype=torch.bfloat16) for shape in ((4, 16), (16,), (128,)))
     launch_move_rows("join", [cache], [out], (2, 1), 128, source_index=rows, extras=[new])
+
+
+def flash_case(rotary: bool = False) -> None:
+    """Tables of packed keys, or slots and angles of new ones, for FlashAttention's functions."""
+    lens, tables, angles = (
+        torch.zeros(8, dtype=torch.int32),
+        torch.zeros(8, 256, dtype=torch.int32),
+        torch.zeros(64, 64),
+    )
+    with contextlib.ExitStack() as stack:
+        for module in (_flash_append, dense):
+            stack.enter_context(mock.patch.object(module, "is_launched", return_value=True))
+        if rotary:
+            rotation = _flash_append.Rotary(angles, angles, lens, False)
+            _flash_append.choose_append_places(1, 16, lens, tables, rotation)(lens, tables, rotation)
+        else:
+            dense.choose_packed_tables(lens, 4096)(lens)
 
 
 def quantized_rows_case(code: torch.dtype, row: int = 2048) -> None:
@@ -272,7 +292,15 @@ def rope_case(cache_dtype: torch.dtype | None = None, interleaved: bool = False)
 def rotate_case(cache_dtype: torch.dtype = torch.bfloat16, is_neox: bool = True, rotary_dim: int = 128) -> None:
     """Blocks of keys turned to another position."""
     cache, ids = torch.zeros(8, 16, 8, 128, dtype=cache_dtype), torch.arange(4)
-    rotate_keys._launch_rotate_keys(cache, ids, ids + 4, ids.int(), torch.ones(rotary_dim // 2), is_neox)
+    given = (cache, ids, ids + 4, ids.int(), torch.ones(rotary_dim // 2), is_neox)
+    rotate_keys._launch_rotate_keys(rotate_keys._Rotation(*given))
+
+
+def move_case(cache_dtype: torch.dtype = torch.bfloat16, is_neox: bool = True, rotary_dim: int = 128) -> None:
+    """Tokens of keys and values moved to other slots."""
+    cache, slots = torch.zeros(8, 16, 8, 128, dtype=cache_dtype), torch.arange(40)
+    given = (cache, cache, slots, slots + 64, slots, torch.ones(rotary_dim // 2), is_neox)
+    move_slots._launch_move_slots(move_slots._Move(*given))
 
 
 def merge_case() -> None:
@@ -293,6 +321,11 @@ CASES: dict[str, Callable[[], None]] = {
     "decode bf16 d128 g4 unaligned": lambda: attention_case(offset=1),
     "decode bf16 d192 values 128 g1": lambda: attention_case(head_dim=192, value_dim=128, heads=(16, 16)),
     "decode bf16 d512 g8": lambda: attention_case(head_dim=512, heads=(8, 1)),
+    "decode bf16 latent g16": latent_case,
+    "decode bf16 latent g16 block16": lambda: latent_case(block_size=16),
+    "decode bf16 latent g16 e4m3": lambda: latent_case(cache_dtype=_E4M3),
+    "decode bf16 latent g128": lambda: latent_case(heads=128),
+    "decode bf16 latent g128 e4m3": lambda: latent_case(heads=128, cache_dtype=_E4M3),
     "decode bf16 d128 g4 window": lambda: attention_case(window=128),
     "decode bf16 d128 g4 softcap alibi sinks": lambda: attention_case(options=True),
     "decode fp32 d128 g4": lambda: attention_case(dtype=torch.float32),
@@ -318,6 +351,8 @@ CASES: dict[str, Callable[[], None]] = {
     "prefill bf16 d256 g8": lambda: attention_case(head_dim=256, heads=(8, 1), q_len=512),
     "prefill bf16 d192 values 128 g1": lambda: attention_case(head_dim=192, value_dim=128, heads=(16, 16), q_len=512),
     "prefill bf16 d512 g8": lambda: attention_case(head_dim=512, heads=(8, 1), q_len=512),
+    "prefill bf16 latent g16": lambda: latent_case(q_len=512),
+    "prefill bf16 latent g128": lambda: latent_case(heads=128, q_len=512),
     "prefill bf16 d128 g4 window": lambda: attention_case(q_len=512, window=128),
     "prefill bf16 d128 g4 softcap alibi sinks": lambda: attention_case(q_len=512, options=True),
     "prefill bf16 d128 g4 table per head": lambda: attention_case(q_len=512, head_tables=True),
@@ -328,21 +363,6 @@ CASES: dict[str, Callable[[], None]] = {
     "prefill bf16 d128 g4 int8": lambda: attention_case(q_len=512, cache_dtype=torch.int8),
     "prefill fp32 d128 g4": lambda: attention_case(dtype=torch.float32, q_len=512),
     "prefill fp32 d256 g4": lambda: attention_case(dtype=torch.float32, head_dim=256, q_len=512),
-    "descriptors decode bf16 d128 g4": lambda: attention_case(block_size=64, descriptors=True),
-    "descriptors prefill bf16 d128 g4": lambda: attention_case(block_size=64, q_len=512, descriptors=True),
-    "descriptors prefill bf16 d80 g1": lambda: attention_case(
-        head_dim=80, heads=(32, 32), block_size=64, q_len=512, descriptors=True
-    ),
-    "specialized prefill bf16 d64 g8": lambda: attention_case(
-        head_dim=64, heads=(64, 8), block_size=64, q_len=512, specialized=True
-    ),
-    "specialized prefill bf16 d128 g4": lambda: attention_case(block_size=64, q_len=512, specialized=True),
-    "specialized prefill bf16 d128 g4 window": lambda: attention_case(
-        block_size=64, q_len=512, window=128, specialized=True
-    ),
-    "specialized prefill bf16 d256 g8": lambda: attention_case(
-        head_dim=256, heads=(32, 4), block_size=64, q_len=512, specialized=True
-    ),
     "write bf16 d128": write_case,
     "write bf16 d80": lambda: write_case(head_dim=80),
     "write bf16 d128 e4m3": lambda: write_case(_E4M3),
@@ -353,6 +373,9 @@ CASES: dict[str, Callable[[], None]] = {
     "rotate bf16 d128": rotate_case,
     "rotate bf16 d128 interleaved rotary64": lambda: rotate_case(is_neox=False, rotary_dim=64),
     "rotate bf16 d128 e4m3": lambda: rotate_case(_E4M3),
+    "move bf16 d128": move_case,
+    "move bf16 d128 interleaved rotary64": lambda: move_case(is_neox=False, rotary_dim=64),
+    "move bf16 d128 e4m3": lambda: move_case(_E4M3),
     "merge bf16 d128": merge_case,
     "rows 8 KiB": rows_case,
     "rows 8 KiB head-major": lambda: rows_case(head_major=True),
@@ -360,6 +383,8 @@ CASES: dict[str, Callable[[], None]] = {
     "rows 33 bytes": lambda: rows_case(33, dtype=torch.int8),
     "join 8 KiB": join_case,
     "join 8 KiB positions": lambda: join_case(positions=True),
+    "flash packed": flash_case,
+    "flash new keys rotary": lambda: flash_case(rotary=True),
     "rows 4 KiB e4m3": lambda: quantized_rows_case(_E4M3),
     "rows 4 KiB int8": lambda: quantized_rows_case(torch.int8),
     "rows 16 KiB int8": lambda: quantized_rows_case(torch.int8, 8192),
@@ -445,8 +470,7 @@ def _nvidia(compiled: Any, target: str, entry: Launch) -> dict[str, Any]:
                 work = instructions * num_warps / sass.tile_kilobytes(entry.arguments)
                 found["per_kilobyte"] = round(work, 1)
     ptx = compiled.asm["ptx"]
-    names = {"wgmma": "wgmma.mma_async", "tcgen05": "tcgen05.mma", "mma": "mma.sync", "tma": "cp.async.bulk.tensor"}
-    names["warps"] = "setmaxnreg"  # registers go from warps that fetch to warps that multiply
+    names = {"wgmma": "wgmma.mma_async", "tcgen05": "tcgen05.mma", "mma": "mma.sync"}
     loads = [int(n) for n in re.findall(r"cp\.async\.c[ag]\.shared\.global \[[^]]*\], \[[^]]*\], 0x([0-9a-f]+)", ptx)]
     loads = [int(str(n), 16) for n in loads]
     widths = re.findall(r"ld\.global(?:\.\w+::\w+)*(?:\.L\d::\w+)*(?:\.v(\d))?\.[bfu](\d+)", ptx)
@@ -474,14 +498,6 @@ def _amd(compiled: Any) -> dict[str, Any]:
 def measure(case: str, target: str) -> Iterator[Row]:
     """One row per kernel that the case launches."""
     gpu, arch, _ = TARGETS[target]
-    if case.startswith("descriptors") and target not in DESCRIPTOR_TARGETS:
-        note = "n/a: the target has no tensor memory accelerator; it reads through pointers"
-        yield Row(triton.__version__, target, case, "attention", note=note)
-        return
-    if case.startswith("specialized") and target not in SPECIALIZED_TARGETS:
-        note = "n/a: the compiler specializes the warps of this kernel for Hopper only"
-        yield Row(triton.__version__, target, case, "specialized_attention", note=note)
-        return
     with recorded(arch) as launches:
         CASES[case]()
     for entry in launches:
@@ -490,8 +506,6 @@ def measure(case: str, target: str) -> Iterator[Row]:
         if name in ("plan_tiles", "plan_items", "merge_splits") and case != MERGED_CASE:
             continue
         if entry.arguments.get("DECODE") and "prefill" in case:
-            continue
-        if case.startswith("specialized") and name != "specialized_attention":
             continue
         row = Row(triton.__version__, target, case, name)
         compiled = compile_launch(entry, gpu)
@@ -523,10 +537,8 @@ def complaints(row: Row) -> list[str]:
         found.append(f"{row.shared} bytes of shared memory, {limit} at most")
     if row.kernel == "attention" and "fp32" not in row.case and not row.matrix:
         found.append("no matrix instruction")
-    if row.kernel == "attention" and row.load_bytes != 16 and "tma" not in row.matrix:
+    if row.kernel == "attention" and row.load_bytes != 16:
         found.append(f"loads of {row.load_bytes} bytes")
-    if row.kernel == "specialized_attention" and row.matrix != "wgmma tma warps":
-        found.append("no specialized warps")
     if row.kernel == "move_rows" and "KiB" in row.case and row.load_bytes != 16:
         found.append(f"loads of {row.load_bytes} bytes")
     return found

@@ -219,6 +219,62 @@ def plot_reuse(source: Path, target: Path) -> None:
     _save(target, source, draw)
 
 
+def plot_quality(source: Path, target: Path) -> None:
+    """KL divergence from full attention against the budget, a line for each method that has several."""
+    from .render_quality import losses
+
+    lines: dict[str, list[tuple[float, float]]] = {}
+    for (kind, name, budget), loss in losses(read_rows(source)).items():
+        if kind in ("evicted", "chosen"):
+            lines.setdefault(name, []).append((budget, loss["kl"]))
+
+    def draw(pyplot: Any) -> Any:
+        figure, axis = pyplot.subplots(figsize=(WIDTH, 4.4), layout="constrained")
+        for color, (name, points) in zip((RIVALS[4], *RIVALS[1:4], OURS_COLOR, RIVALS[0]), lines.items(), strict=True):
+            axis.plot(*zip(*points, strict=True), color=color, marker="o", markersize=4, label=name)
+        budgets = sorted({budget for points in lines.values() for budget, _ in points})
+        axis.set(xscale="log", yscale="log", xlabel="share of the prompt that is read", ylabel="KL divergence, nats")
+        axis.set_xticks(budgets, [f"{budget:.0%}" for budget in budgets])
+        axis.minorticks_off()
+        axis.yaxis.set_major_formatter("{x:g}")
+        axis.grid(axis="both")
+        axis.set_axisbelow(True)
+        axis.tick_params(length=0)
+        axis.spines[["top", "right"]].set_visible(False)
+        figure.legend(loc="outside upper left", ncols=2, frameon=False)
+        return figure
+
+    _save(target, source, draw)
+
+
+def plot_anywhere(source: Path, target: Path) -> None:
+    """KL divergence against the time to the first token over that of prefix caching: a line for each workload."""
+    from .render_anywhere import WORKLOADS
+
+    rows = [row for row in read_rows(source) if row["way"] == "anywhere" and row["recompute"] != "1"]
+    size = min(int(row["size"]) for row in rows)
+
+    def draw(pyplot: Any) -> Any:
+        figure, axis = pyplot.subplots(figsize=(WIDTH, 3.6), layout="constrained")
+        for color, (workload, name) in zip((OURS_COLOR, RIVALS[1], RIVALS[2]), WORKLOADS.items(), strict=True):
+            own = [row for row in rows if row["workload"] == workload and int(row["size"]) == size]
+            own.sort(key=lambda row: float(row["recompute"]))
+            points = [(float(row["over_prefix_cpu"]), float(row["kl"])) for row in own]
+            axis.plot(*zip(*points, strict=True), color=color, marker="o", markersize=4, label=name)
+            for row, (x, y) in zip(own, points, strict=True):
+                axis.annotate(f"{float(row['recompute']):.0%}", (x, y), (4, 4), textcoords="offset points", fontsize=8)
+        axis.set(yscale="log", xlabel="time to first token, of prefix caching's", ylabel="KL divergence, nats")
+        axis.yaxis.set_major_formatter("{x:g}")
+        axis.grid(axis="both")
+        axis.set_axisbelow(True)
+        axis.tick_params(length=0)
+        axis.spines[["top", "right"]].set_visible(False)
+        figure.legend(loc="outside upper left", ncols=2, frameon=False)
+        return figure
+
+    _save(target, source, draw)
+
+
 def plot_demo(source: Path, target: Path) -> None:
     """Of each request of the demo what was reused, and the time to its first token without and with the cache."""
     from pc.demo._plot import draw_requests

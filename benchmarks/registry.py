@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
-import pc  # noqa: F401  registers torch.ops.pc
+import pc.triton_ops  # noqa: F401  registers torch.ops.pc, in `python -m pc` too, where `import pc` is lazy
 
 ROOT = Path(__file__).resolve().parent.parent
 OURS = "pc"

@@ -19,8 +19,9 @@ if __name__ == "__main__":
     sys.exit(importlib.import_module(f"{PACKAGE}.render_docs").main())
 
 from .markdown import CHARTS, devices, results
-from .plots import digest, drawn_from, plot_demo, plot_operator, plot_reuse, plot_work
+from .plots import digest, drawn_from, plot_anywhere, plot_demo, plot_operator, plot_quality, plot_reuse, plot_work
 from .registry import ROOT, operators
+from .render_anywhere import render_anywhere, render_anywhere_chart, render_anywhere_conditions
 from .render_cache import (
     render_hidden_states,
     render_hint_ways,
@@ -41,11 +42,19 @@ from .render_models import (
 )
 from .render_operators import (
     render_gpu,
+    render_gpu_plan,
     render_operator,
     render_operators,
     render_sparse,
     render_work,
     render_work_summary,
+)
+from .render_quality import (
+    render_quality,
+    render_quality_chart,
+    render_quality_conditions,
+    render_quality_order,
+    render_quality_summary,
 )
 from .tables import read_rows
 
@@ -93,6 +102,7 @@ RENDERERS: dict[str, Callable[..., str]] = {
     "operator": render_operator,
     "operators": render_operators,
     "gpu": render_gpu,
+    "gpu_plan": render_gpu_plan,
     "demo_conditions": render_demo_conditions,
     "demo_table": render_demo_table,
     "hidden_states": render_hidden_states,
@@ -106,6 +116,14 @@ RENDERERS: dict[str, Callable[..., str]] = {
     "traffic": render_traffic,
     "manager": render_manager,
     "batching": render_batching,
+    "quality": render_quality,
+    "quality_chart": render_quality_chart,
+    "quality_conditions": render_quality_conditions,
+    "quality_order": render_quality_order,
+    "quality_summary": render_quality_summary,
+    "anywhere": render_anywhere,
+    "anywhere_chart": render_anywhere_chart,
+    "anywhere_conditions": render_anywhere_conditions,
 }
 
 
@@ -120,6 +138,10 @@ def charts() -> dict[Path, tuple[Path, Callable[[Path, Path], None]]]:
         found[CHARTS / "work.svg"] = (results("work.csv"), plot_work)
     if read_rows(results("cpu", "reuse.csv")):
         found[CHARTS / "reuse.svg"] = (results("cpu", "reuse.csv"), plot_reuse)
+    if read_rows(results("cpu", "quality.csv")):
+        found[CHARTS / "quality.svg"] = (results("cpu", "quality.csv"), plot_quality)
+    if read_rows(results("cpu", "reuse_anywhere.csv")):
+        found[CHARTS / "reuse_anywhere.svg"] = (results("cpu", "reuse_anywhere.csv"), plot_anywhere)
     if demo_rows():
         found[CHARTS / "demo.svg"] = (results("cpu", "demo.csv"), plot_demo)
     return found

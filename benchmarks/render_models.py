@@ -36,14 +36,16 @@ def render_demo_conditions(page: Path) -> str:
 
 
 def render_demo_table(page: Path) -> str:
-    """The demo's requests."""
+    """The demo's requests, and what the model answered, as it came."""
     heads = ("workload", "request", "prompt tokens", "reused", "first token without", "with pc", "ratio", "same tokens")
-    lines = []
+    heads, lines = (*heads, "asked", "answered"), []
     for row in demo_rows():
         times = (short_time(float(row[name]) * 1e6) for name in ("ttft_plain_s", "ttft_cached_s"))
         counts = (f"{int(row[name]):,}" for name in ("prompt_tokens", "reused_tokens"))
-        lines.append([row["workload"], row["request"], *counts, *times, f"{float(row['ratio']):.1f}", row["same"]])
-    return "\n".join(table(heads, "lrrrrrrl", lines))
+        words = (row.get(name, "").replace("|", "\\|") for name in ("question", "answer"))
+        cells = (row["workload"], row["request"], *counts, *times, f"{float(row['ratio']):.1f}", row["same"], *words)
+        lines.append(cells)
+    return "\n".join(table(heads, "lrrrrrrlll", lines))
 
 
 def render_reuse(page: Path) -> str:
@@ -98,10 +100,11 @@ KINDS = {
     "full attention": "Llama Qwen2 Qwen3 Qwen3Moe Mixtral Phi3 Olmo2 Glm4 Glm4Moe Granite SmolLM3 GPT2 Bloom Falcon",
     "windows, chunks, sinks": "Mistral Gemma2 Gemma3 Gemma3n Gemma4 GptOss Llama4 Cohere2 Olmo3 Exaone4",
     "latent attention": "DeepseekV2 DeepseekV3 DeepseekV32 Mistral4 MiniCPM3 Glm4MoeLite LongcatFlash",
-    "recurrent states": "Qwen3Next Qwen3_5 NemotronH GraniteMoeHybrid FalconH1 Lfm2 OlmoHybrid KimiLinear Mamba2",
+    "recurrent states": "Qwen3Next Qwen3_5 NemotronH GraniteMoeHybrid FalconH1 Lfm2 OlmoHybrid KimiLinear Jamba Mamba2 "
+    "Mamba",
     "vision-language": "Gemma3 Gemma4 Llava LlavaNext LlavaOnevision Qwen2VL Qwen2_5_VL Qwen3VL Qwen3_5 Llama4 Glm4v "
     "InternVL Idefics3 SmolVLM",
-    "handed back": "Mamba FalconMamba RecurrentGemma DeepseekV32 DeepseekV4 Mpt",
+    "fall back": "RecurrentGemma DeepseekV4 Zamba Rwkv",
 }
 """Families that a newcomer looks for; README shows those of them that `pc families` found so."""
 
@@ -109,10 +112,10 @@ KINDS = {
 def render_families(page: Path) -> str:
     """A line for each kind of model, from the table of every class in docs/huggingface.md."""
     source = ROOT / "docs" / "huggingface.md"
-    classes = re.findall(r"^\| (\w+) \| (served|handed back) \|", source.read_text(encoding="utf-8"), re.MULTILINE)
+    classes = re.findall(r"^\| (\w+) \| (served|falls back) \|", source.read_text(encoding="utf-8"), re.MULTILINE)
     lines = []
     for kind, names in KINDS.items():
-        outcome = "handed back" if kind == "handed back" else "served"
+        outcome = "falls back" if kind == "fall back" else "served"
         suffixes = ("ForConditionalGeneration",) if kind == "vision-language" else ("ForCausalLM", "LMHeadModel")
         found = {
             name.removesuffix(end) for name, was in classes if was == outcome for end in suffixes if name.endswith(end)

@@ -6,6 +6,7 @@ import statistics
 from pathlib import Path
 
 from .bars import COMPACTED
+from .gpu import STAGES, units
 from .markdown import all_of, chart, devices, link, measured, results, table
 from .plots import short_time
 from .registry import OURS, ROOT, operators
@@ -79,6 +80,15 @@ def render_operators(page: Path, device: str) -> str:
         f"pc is the fastest in {won} of {len(ratios)} cases that have a rival; below 1.00 in the last column it loses."
     )
     return "\n".join([said, "", *table(("operator", *HEADS), "l" + SIDES, lines)])
+
+
+def render_gpu_plan(page: Path) -> str:
+    """What the first half hour of `make gpu` is planned to buy."""
+    lines = []
+    for stage, what in STAGES.items():
+        own = [unit for unit in units() if unit.stage == stage]
+        lines.append([stage, f"{sum(unit.seconds for unit in own) / 60:.1f}", what])
+    return "\n".join(table(("first", "minutes, planned", "what they buy"), "lrl", lines))
 
 
 def render_gpu(page: Path) -> str:

@@ -1,6 +1,7 @@
 """Generation on the CPU: transformers' generate as it is, over the prefix cache, and with a cache that is kept by hand.
 
     python -m benchmarks.reuse [25M ...] [--prompts 8 256 2048 10240]
+    python -m benchmarks.reuse SmolLM2 --prompts 512 2048 6144     (trained, over the Constitution of the United States)
 
 All ways alternate in one process, in CPU time: call by call for the first token, token by token after it. "by hand"
 keeps a DynamicCache of the document: a deep copy for each question, as transformers' documentation does, or one that is
@@ -25,6 +26,8 @@ from typing import Any
 
 import torch
 
+from pc.demo import trained_model_folder
+
 from .conditions import conditions, version
 from .tables import read_rows, write_rows
 
@@ -34,18 +37,23 @@ SIZES = {
     "tiny": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2},
 }
 HEADS = {"25M": (8, 4), "100M": (12, 4), "tiny": (4, 2)}
+TRAINED = "SmolLM2"
 PROMPTS = (8, 256, 2048, 10240)
 QUESTION, ANSWERS = 24, (1, 64, 256)
-ROUNDS = {8: 9, 256: 7, 2048: 3, 10240: 3}
+ROUNDS = {8: 9, 256: 7, 512: 5, 2048: 3, 6144: 3, 10240: 3}
 """By length of the document."""
 RESULTS = Path(__file__).resolve().parent / "results" / "cpu" / "reuse.csv"
 PLAIN, PC, DEEP_COPY, CROPPED = WARM = ("plain", "pc", "by hand, deep copy", "by hand, cropped")
 
 
 def build_model(size: str) -> Any:
-    """A Llama with seeded random weights."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+    """A Llama with seeded random weights, or the trained one."""
+    from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+    if size == TRAINED:
+        model = AutoModelForCausalLM.from_pretrained(trained_model_folder()).eval()
+        model.generation_config.eos_token_id = None
+        return model
     given = dict(SIZES[size])
     heads, kv_heads = HEADS[size]
     config = LlamaConfig(
@@ -59,6 +67,15 @@ def build_model(size: str) -> Any:
     )
     torch.manual_seed(0)
     return LlamaForCausalLM(config).eval()
+
+
+def read_text() -> torch.Tensor:
+    """Token ids of the demo's document, as the trained model reads them."""
+    from transformers import AutoTokenizer
+
+    from pc.demo._models import read_document
+
+    return torch.tensor(AutoTokenizer.from_pretrained(trained_model_folder()).encode(read_document()))
 
 
 class _Turns:
@@ -123,17 +140,21 @@ class Ways:
     Args:
         model: With prefix caching enabled.
         seed: Of documents and questions.
+        text: Token ids that these are taken from; None: random ones.
     """
 
-    def __init__(self, model: Any, seed: int) -> None:
-        self.model = model
+    def __init__(self, model: Any, seed: int, text: torch.Tensor | None = None) -> None:
+        self.model, self._text = model, text
         self.document = torch.zeros(1, 0, dtype=torch.long)
         self._generator = torch.Generator().manual_seed(seed)
         self._by_hand: Any = None
 
     def tokens(self, length: int) -> torch.Tensor:
-        """`[1, length]`, of nobody else."""
-        return torch.randint(3, 8192, (1, length), generator=self._generator)
+        """`[1, length]`, of no other prompt."""
+        if self._text is None:
+            return torch.randint(3, 8192, (1, length), generator=self._generator)
+        begin = torch.randint(len(self._text), (1,), generator=self._generator)
+        return self._text.roll(-int(begin))[None, :length]
 
     def prepare(self, length: int) -> None:
         """Takes a new document, and lets every way see it once."""
@@ -198,7 +219,7 @@ def measure(size: str, length: int, rounds: int) -> list[dict[str, str]]:
 
     model, rows = build_model(size), []
     with enable_prefix_caching(model, num_blocks=(2 * rounds + 4) * (length + 600) // 16) as handle:
-        ways = Ways(model, length)
+        ways = Ways(model, length, read_text() if size == TRAINED else None)
         for name in (PLAIN, PC):
             ways.first_token(name, ways.tokens(8))  # the first call of a process takes longer
         for names, warm in (((PLAIN, PC), False), (WARM, True)):
@@ -219,7 +240,8 @@ def measure(size: str, length: int, rounds: int) -> list[dict[str, str]]:
             reused = sum(report.cached_tokens for report in handle.last_requests)
             steps = ways.decode(names, torch.cat([ways.document, ways.tokens(QUESTION)], 1)) if warm else {}
             for name in names:
-                row = {"model": f"Llama {size}, random weights, float32", "call": "warm" if warm else "cold"}
+                label = f"{TRAINED}-135M, trained" if size == TRAINED else f"Llama {size}, random weights"
+                row = {"model": f"{label}, float32", "call": "warm" if warm else "cold"}
                 row |= {"way": name, "document_tokens": str(length), "prompt_tokens": str(prompt.shape[1])}
                 row |= _columns(seconds[name], seconds[PLAIN], steps.get(name, []), steps.get(PLAIN, []))
                 row |= {"peak_bytes": str(int(statistics.median(peaks[name])))}

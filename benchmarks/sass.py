@@ -71,4 +71,7 @@ def programs_per_processor(target: str, registers: int, shared: int, num_warps: 
 def tile_kilobytes(arguments: dict[str, Any]) -> float:
     """Keys and values of one step of an attention kernel, in KiB."""
     itemsize = arguments["key_ptr"].dtype.itemsize
-    return float(arguments["BLOCK_N"] * (arguments["HEAD_DIM"] + arguments["VALUE_DIM"]) * itemsize / 1024)
+    columns = arguments["HEAD_DIM"] + arguments["VALUE_DIM"]
+    if arguments["REST"]:  # values are in keys
+        columns = arguments["VALUE_DIM"] + arguments["REST"]
+    return float(arguments["BLOCK_N"] * columns * itemsize / 1024)

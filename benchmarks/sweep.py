@@ -27,7 +27,7 @@ if __name__ == "__main__":
 import torch
 
 import pc
-from pc.triton_ops._attention import constants, launch, prepare, tuned
+from pc.triton_ops._attention import choose, tuned
 from pc.triton_ops._attention.constants import (
     DECODE_REGISTERS,
     Tiles,
@@ -35,7 +35,7 @@ from pc.triton_ops._attention.constants import (
     next_power_of_2,
     programs_per_processor,
 )
-from pc.triton_ops._attention.layout import TILE_KEYS
+from pc.triton_ops._dispatch import forget_choices
 
 from . import timing
 from .attention import AttentionCase, AttentionInputs
@@ -76,16 +76,14 @@ class Candidate:
     Attributes:
         tiles: Of the regime's launch.
         programs: Of a decode per processor.
-        specialized: Whether a prefill takes the kernel with specialized warps where it can.
     """
 
     tiles: Tiles
     programs: int
-    specialized: bool = False
 
     def columns(self) -> dict[str, str]:
         """As they stand in a row."""
-        values = dataclasses.asdict(self.tiles) | {"programs": self.programs, "specialized": self.specialized}
+        values = dataclasses.asdict(self.tiles) | {"programs": self.programs}
         return {name: str(int(value)) for name, value in values.items()}
 
 
@@ -129,27 +127,17 @@ def candidates(regime: Regime, present: Candidate, arch: str) -> list[Candidate]
     chosen = [Candidate(each, present.programs) for each in found]
     if regime.name == "decode":
         chosen += [dataclasses.replace(present, programs=programs) for programs in (2, 3, 6, 8, 16)]
-    # Descriptors take blocks of at least a tile, and are slow pointer code where there is no such unit.
-    if regime.case.block_size >= TILE_KEYS and arch in ("interpreter", "sm_90", "sm_100", "sm_103", "sm_120"):
-        chosen += [
-            dataclasses.replace(present, tiles=dataclasses.replace(tiles, descriptors=True, num_stages=stages))
-            for stages in STAGES
-        ]
-        if regime.name == "prefill":
-            chosen.append(dataclasses.replace(present, specialized=True))
     return list(dict.fromkeys([present, *chosen]))
 
 
 @contextlib.contextmanager
 def applied(regime: Regime, candidate: Candidate, arch: str) -> Iterator[None]:
     """Within it, calls are launched with these constants; nothing that was decided before or in it is kept."""
-    special = {(arch, regime.case.head_dim): ""} if candidate.specialized else {}
     with contextlib.ExitStack() as stack:
-        stack.callback(launch.forget_prepared)
-        stack.enter_context(mock.patch.object(prepare, f"{regime.name}_tiles", return_value=candidate.tiles))
+        stack.callback(forget_choices)
+        stack.enter_context(mock.patch.object(choose, f"{regime.name}_tiles", return_value=candidate.tiles))
         stack.enter_context(mock.patch.dict(tuned.PROGRAMS, {arch: (candidate.programs, "")}))
-        stack.enter_context(mock.patch.dict(tuned.SPECIALIZED, special, clear=True))
-        launch.forget_prepared()
+        forget_choices()
         yield
 
 
@@ -227,19 +215,18 @@ def first_calls(regime: Regime, device: torch.device, limit: int | None = None) 
 def _present(regime: Regime, inputs: AttentionInputs, arch: str) -> Candidate | None:
     """The constants in use; None where no kernel is launched."""
     seen: list[Tiles] = []
-    original = getattr(prepare, f"{regime.name}_tiles")
+    original = getattr(choose, f"{regime.name}_tiles")
 
     def observe(*arguments: Any) -> Tiles:
         seen.append(original(*arguments))
         return seen[-1]
 
-    launch.forget_prepared()
-    with mock.patch.object(prepare, f"{regime.name}_tiles", observe):
+    forget_choices()
+    with mock.patch.object(choose, f"{regime.name}_tiles", observe):
         _call(inputs.calls[0])
     if not seen:
         return None
-    special = regime.name == "prefill" and constants.specialized_tiles(arch, regime.case.head_dim, 2) is not None
-    return Candidate(seen[0], programs_per_processor(arch), special)
+    return Candidate(seen[0], programs_per_processor(arch))
 
 
 def _call(call: Any, plan: torch.Tensor | None = None) -> torch.Tensor:
@@ -297,7 +284,8 @@ def _choose(rows: list[dict[str, str]]) -> None:
         best["reason"] = f"fastest of {len(timed)}{gain}"
 
 
-CHOICES = (*(field.name for field in dataclasses.fields(Tiles)), "programs", "specialized")
+TUNED = tuple(field.name for field in dataclasses.fields(Tiles) if field.name != "parts")  # those are of latent rows
+CHOICES = (*TUNED, "programs")
 CEILINGS = ("copy_gbs", "matmul_tflops")
 KEYS = ("architecture", "kind", "head_dim", "group", "block_size")
 COLUMNS = ("regime", "present", "reason", "p50_us", *CHOICES, *KEYS, "note")
@@ -313,23 +301,20 @@ def save_sweep(path: Path, rows: list[dict[str, str]]) -> None:
 
 
 def table(rows: list[dict[str, str]], source: str) -> dict[str, dict[Any, Any]]:
-    """TILES, PROGRAMS and SPECIALIZED of `tuned.py` from the rows of a device.
+    """TILES and PROGRAMS of `tuned.py` from the rows of a device.
 
     Args:
         rows: Of all regimes; one of each has a reason.
         source: Where they lie, for the reasons.
     """
-    found: dict[str, dict[Any, Any]] = {"TILES": {}, "PROGRAMS": {}, "SPECIALIZED": {}}
+    found: dict[str, dict[Any, Any]] = {"TILES": {}, "PROGRAMS": {}}
     for row in rows:
         if not row.get("reason") or row["present"] == "1":
             continue
         why = f"{row['reason']}; {row['device']}, {row['date']}, {source}"
         arch, head_dim, group, size = row["architecture"], *(int(row[name]) for name in KEYS[2:])
-        if row["specialized"] == "1":
-            found["SPECIALIZED"][arch, head_dim] = why
-            continue
-        *numbers, loops, descriptors, limit = (int(row.get(field.name) or 0) for field in dataclasses.fields(Tiles))
-        tiles = (*numbers, bool(loops), bool(descriptors), *([limit] if limit else []))
+        *numbers, loops, limit = (int(row.get(name) or 0) for name in TUNED)
+        tiles = (*numbers, bool(loops), *([limit] if limit else []))
         found["TILES"][arch, row["kind"], head_dim, group, size] = (tiles, why)
     for arch in sorted({row["architecture"] for row in rows}):
         decodes = [row for row in rows if (row["architecture"], row["kind"]) == (arch, "decode") and row.get("p50_us")]
@@ -373,7 +358,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--write", action="store_true", help="write the table; else show it")
     parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results")
     given = parser.parse_args(arguments)
-    found: dict[str, dict[Any, Any]] = {"TILES": {}, "PROGRAMS": {}, "SPECIALIZED": {}}
+    found: dict[str, dict[Any, Any]] = {"TILES": {}, "PROGRAMS": {}}
     for path in sorted(given.results.glob("*/constants.csv")):
         for name, entries in table(read_rows(path), f"{path.parent.name}/constants.csv").items():
             found[name] |= entries

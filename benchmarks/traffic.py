@@ -192,6 +192,13 @@ def loop(rng: Rng) -> Requests:
     return documents(rng, lambda i: i % 300)
 
 
+def scans_and_loops(rng: Rng) -> Requests:
+    """In turn documents that are read once, others that are read one after the other again and again, and both."""
+    once = documents(rng, lambda i: i, size=40)
+    again = documents(rng, lambda i: i % 160 if i % 450 < 300 else int(rng.integers(160)), size=25, question=1)
+    return mixed(rng, [once, again], lambda i: int((i % 900 >= 600 and rng.random() < 0.5) or 300 <= i % 900 < 600))
+
+
 KINDS: dict[str, Callable[[Rng, int], Requests]] = {
     "chat": lambda rng, n: chat(rng),
     "chat_long": lambda rng, n: chat(rng, 10, 40),
@@ -208,6 +215,7 @@ KINDS: dict[str, Callable[[Rng, int], Requests]] = {
     "documents_drifting": lambda rng, n: documents(rng, lambda i: (int(rng.zipf(1.3)) + i // 20) % 3000),
     "loop": lambda rng, n: loop(rng),
     "hot_set_and_scans": lambda rng, n: scans(rng),
+    "scans_and_loops": lambda rng, n: scans_and_loops(rng),
     "recent": lambda rng, n: recent(rng),
     "batches": lambda rng, n: batches(rng),
     "retries": lambda rng, n: retries(rng),

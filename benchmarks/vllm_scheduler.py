@@ -110,7 +110,7 @@ def make_requests(trace: Trace, split: int, longest: int, returns: list[float] |
         own = f"{number}-".encode().ljust(8, b"\0")
 
         def hasher(request: Any, hashes: list[bytes] = hashes, own: bytes = own) -> list[bytes]:
-            """Of what is generated, hashes that nobody shares."""
+            """Of what is generated, hashes of no other request."""
             known, full = len(request.block_hashes), request.num_tokens // BLOCK_SIZE
             fresh = [own + at.to_bytes(8, "little") for at in range(max(known, len(hashes)), full)]
             return hashes[known:full] + fresh

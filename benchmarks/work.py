@@ -39,6 +39,8 @@ tables = importlib.import_module(f"{PACKAGE}.tables")
 ROOT = Path(__file__).resolve().parents[1]
 HEADS, KV_HEADS, HEAD_DIM, BLOCK = 32, 8, 128, 16
 SEGMENTS = 16  # vLLM's
+# Columns of latent rows, of these those that are values, tokens of their blocks, and vLLM's splits of them.
+LATENT_DIM, LATENT_VALUE, LATENT_BLOCK, LATENT_SPLITS = 576, 512, 64, 4
 KINDS = ("global load", "global store", "shared memory", "matrix product", "synchronization", "other")
 WORK = ("instructions", "loaded_bytes", "stored_bytes", "launches")
 COLUMNS = ("case", "provider", *WORK, *(kind.replace(" ", "_") for kind in KINDS), "difference", "architecture")
@@ -47,12 +49,13 @@ COLUMNS += ("version", "torch", "triton", "commit", "date")
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """Lengths of a batch; `q_lens` of one each is a decode."""
+    """Lengths of a batch; `q_lens` of one each is a decode. `latent`: heads over latent rows, 0 for a usual cache."""
 
     seq_lens: tuple[int, ...]
     q_lens: tuple[int, ...] = ()
     window: int = 0
     prefix: int = 0
+    latent: int = 0
 
 
 # The matrix of shapes that serving is measured on, scaled down to what an emulator runs in seconds.
@@ -64,6 +67,8 @@ STEPS = {
     "chunk of 64 over 512": Step((576,), (64,)),
     "window 128 of 2k": Step((2048,), window=128),
     "prefix 64 + window 128 of 2k": Step((2048,), window=128, prefix=64),
+    "latent decode 2 x 512, 16 heads": Step((512,) * 2, latent=16),
+    "latent decode 1 x 1k, 128 heads": Step((1024,), latent=128),
 }
 
 
@@ -73,14 +78,16 @@ class Batch:
     def __init__(self, step: Step) -> None:
         generator = torch.Generator().manual_seed(0)
         q_lens = step.q_lens or (1,) * len(step.seq_lens)
-        blocks = [-(-length // BLOCK) for length in step.seq_lens]
-        shape = (sum(blocks) + 1, BLOCK, KV_HEADS, HEAD_DIM)
+        size = LATENT_BLOCK if step.latent else BLOCK
+        blocks = [-(-length // size) for length in step.seq_lens]
+        shape = (sum(blocks) + 1, size, *((1, LATENT_DIM) if step.latent else (KV_HEADS, HEAD_DIM)))
         self.key, self.value = (torch.randn(shape, generator=generator).bfloat16() for _ in range(2))
         numbers = iter((torch.randperm(sum(blocks), generator=generator) + 1).split(blocks))
         self.tables = torch.zeros(len(blocks), max(blocks), dtype=torch.int32)
         for row, count in enumerate(blocks):
             self.tables[row, :count] = next(numbers)
-        self.query = torch.randn(sum(q_lens), HEADS, HEAD_DIM, generator=generator).bfloat16()
+        heads = (step.latent, LATENT_DIM) if step.latent else (HEADS, HEAD_DIM)
+        self.query = torch.randn(sum(q_lens), *heads, generator=generator).bfloat16()
         self.starts = torch.tensor([0, *torch.tensor(q_lens).cumsum(0).tolist()], dtype=torch.int32)
         self.lens = torch.tensor(step.seq_lens, dtype=torch.int32)
         self.most, self.step = max(q_lens), step
@@ -91,6 +98,8 @@ def ours(batch: Batch) -> torch.Tensor:
     step, given = batch.step, {"max_query_len": batch.most, "max_seq_len": max(batch.step.seq_lens)}
     tensors = (batch.query, batch.key, batch.value)
     rest, scale = (batch.lens, batch.starts), HEAD_DIM**-0.5
+    if step.latent:
+        return pc.latent_attention(batch.query, batch.key, batch.tables, *rest, scale, LATENT_VALUE, **given)
     if step.prefix:
         holes = batch.tables.clone()
         holes[0, -(-step.prefix // BLOCK) : (step.seq_lens[0] - step.window) // BLOCK] = -1
@@ -128,7 +137,7 @@ def load_vllm(folder: Path) -> Callable[[Batch], torch.Tensor]:
     stand_in("vllm.platforms", current_platform=Platform())
     stand_in("vllm.triton_utils", tl=tl, triton=triton)
     stand_in("vllm.v1.kv_cache_interface", KVQuantMode=Modes)
-    for name in ("triton_attention_helpers", "triton_unified_attention"):
+    for name in ("triton_attention_helpers", "triton_unified_attention", "triton_decode_attention"):
         full = f"vllm.v1.attention.ops.{name}"
         spec = importlib.util.spec_from_file_location(full, folder / f"vllm/v1/attention/ops/{name}.py")
         assert spec is not None
@@ -136,8 +145,21 @@ def load_vllm(folder: Path) -> Callable[[Batch], torch.Tensor]:
         sys.modules[full] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(sys.modules[full])
     kernel = sys.modules["vllm.v1.attention.ops.triton_unified_attention"].unified_attention
+    latent = sys.modules["vllm.v1.attention.ops.triton_decode_attention"].decode_attention_fwd
+
+    def run_latent(batch: Batch) -> torch.Tensor:
+        rows, heads = batch.key, batch.query.shape[:2]
+        out = torch.empty(*heads, LATENT_VALUE, dtype=batch.query.dtype)
+        parts = torch.empty(*heads, LATENT_SPLITS, LATENT_VALUE + 1)
+        latent(
+            batch.query, rows, rows[..., :LATENT_VALUE], out, torch.empty(heads), batch.tables, batch.lens, parts,
+            LATENT_SPLITS, HEAD_DIM**-0.5, LATENT_BLOCK,
+        )  # fmt: skip
+        return out
 
     def run(batch: Batch) -> torch.Tensor:
+        if batch.step.latent:
+            return run_latent(batch)
         step, tokens, out = batch.step, batch.query.shape[0], torch.empty_like(batch.query)
         partial = [torch.empty(tokens, HEADS, SEGMENTS, *last) for last in ((HEAD_DIM,), (), ())]
         options: dict[str, Any] = {}

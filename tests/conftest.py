@@ -43,7 +43,28 @@ def pytest_report_header() -> str | None:
     return f"files that import {', '.join(ABSENT)} are left out" if ABSENT else None
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+_QUICK: pytest.StashKey[list[pytest.Item]] = pytest.StashKey()
+
+
+def _mark_cases_slow(items: list[pytest.Item]) -> None:
+    """Of a test with many cases the first and the last are quick, unless it marks its cases itself, or all `quick`.
+
+    In the interpreter, which takes a hundred times as long, only the first.
+    """
+    cases: dict[tuple[str, str], list[pytest.Item]] = {}
+    for item in items:
+        if hasattr(item, "callspec") and not item.get_closest_marker("quick"):
+            cases.setdefault((item.parent.nodeid, item.originalname), []).append(item)
+    for group in cases.values():
+        if not any(item.get_closest_marker("slow") for item in group):
+            for item in group[1:] if INTERPRET else group[1:-1]:
+                item.add_marker(pytest.mark.slow)
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest leaves out what `-m` names
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    _mark_cases_slow(items)
+    config.stash[_QUICK] = [item for item in items if not item.get_closest_marker("slow")]
     share, count = map(int, os.environ.get("PC_SHARE", "0/1").split("/"))
     items[:] = items[share::count]
     no_gpu = pytest.mark.skip(reason="needs a GPU")
@@ -53,6 +74,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(no_gpu)
         if item.get_closest_marker("interpreter") and not (KERNELS_ON_CPU or (HAS_GPU and HAS_TRITON)):
             item.add_marker(no_kernel)
+
+
+@pytest.fixture
+def quick_tests(pytestconfig: pytest.Config) -> list[pytest.Item]:
+    """The tests of `make test`, where all were collected."""
+    if pytestconfig.args != pytestconfig.getini("testpaths"):
+        pytest.skip("asks about all tests")
+    return pytestconfig.stash[_QUICK]
 
 
 @pytest.fixture(autouse=True)
@@ -100,6 +129,18 @@ def _cache_errors(request: pytest.FixtureRequest):
 def cache_errors(_cache_errors: list[str]) -> list[str]:
     """What the cache logged as errors; for a test that makes a policy or listener fail on purpose."""
     return _cache_errors
+
+
+@pytest.fixture(scope="session")
+def trained_model() -> Path:
+    """Folder of SmolLM2-135M-Instruct, for `from_pretrained`; skips where it cannot be had."""
+    pytest.importorskip("transformers")
+    from pc.demo import NoTrainedModelError, trained_model_folder
+
+    try:
+        return trained_model_folder()
+    except NoTrainedModelError as error:
+        pytest.skip(str(error))
 
 
 @pytest.fixture(scope="session")

@@ -6,6 +6,7 @@ import csv
 import dataclasses
 import importlib
 import json
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -205,7 +206,11 @@ def test_rows_are_written_as_they_were_read(tmp_path: Path) -> None:
 
 
 def test_the_command_writes_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_bench(["reshape_and_cache"], "cpu", True, "8 tokens", None, tmp_path, 1, None) == 0
+    options = ("--quick", "--device", "cpu", "--case", "8 tokens", "--output", str(tmp_path))
+    command = [sys.executable, "-m", "pc", "bench", "reshape_and_cache", *options]  # as a process: `import pc` is lazy
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "roofline" in done.stdout
     with (tmp_path / "cpu" / "reshape_and_cache.csv").open() as file:
         assert {row["provider"] for row in csv.DictReader(file)} == {"pc", "torch indexing"}
     assert run_bench(["nothing"], "cpu", True, "", None, tmp_path, 1, None) == 2
@@ -213,7 +218,6 @@ def test_the_command_writes_a_table(tmp_path: Path, capsys: pytest.CaptureFixtur
         assert run_bench([], "cuda", True, "", None, tmp_path, 1, None) == 2
     said = capsys.readouterr().out
     assert "got 'nothing'" in said
-    assert "roofline" in said
 
 
 def test_without_a_checkout_the_command_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -265,7 +269,12 @@ def test_info_names_the_tiles_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "op", [op for op in registry.operators() if op.endswith("_attention") and op != "merge_attention"]
+    "op",
+    [
+        op
+        for op in registry.operators()
+        if op.endswith("_attention") and op not in ("merge_attention", "latent_attention", "sparse_latent_attention")
+    ],
 )
 def test_cases_for_a_gpu_are_sound_and_fit(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "AttentionInputs", lambda case, device, rotate: case)

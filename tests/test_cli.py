@@ -1,20 +1,19 @@
-"""The command line as a shell sees it: its version, and the completion scripts run in the shells they are for."""
+"""The command line as a shell sees it: its version, its help, and what it completes."""
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 pytest.importorskip("typer")
 
 import pc
-from pc.cli import app
-from pc.completion import SHELLS, VALUES, script
+from pc.__main__ import POLICIES, SHELLS
 
 
 def test_version() -> None:
@@ -22,51 +21,63 @@ def test_version() -> None:
     assert done.stdout == f"pc {pc.__version__}\n"
 
 
-def candidates(shell: str, line: str, tmp_path: Path) -> set[str]:
-    """What a shell offers for the last word of a line."""
+def candidates(line: str) -> list[str]:
+    """What typer's script for bash is told to offer for the last word of a line, as the installed `pc` tells it."""
+    env = {**os.environ, "_PC_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": str(line.count(" "))}
+    done = subprocess.run([sys.executable, "-m", "pc"], capture_output=True, text=True, check=False, env=env)
+    assert not done.stderr, done.stderr
+    return done.stdout.split()
+
+
+def test_commands_options_and_values_are_completed() -> None:
+    assert {"demo", "replay", "bench", "info"} <= {*candidates("pc ")}
+    assert {"--policies", "--plot", "--csv"} <= {*candidates("pc replay --")}
+    assert "--quick" not in candidates("pc replay --")
+    assert candidates("pc demo --device ") == ["cpu", "cuda"]
+    assert candidates("pc replay --policies s") == ["s3fifo", "segmented"]
+
+
+def test_the_policies_it_offers_are_those_there_are() -> None:
+    assert set(POLICIES) == {*pc.cache.policies.POLICIES, "belady"}
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_a_script_is_one_for_its_shell(shell: str) -> None:
     if shutil.which(shell) is None:
         pytest.skip(f"no {shell} here")
-    (tmp_path / "script").write_text(script(shell, app))
-    words = line.split(" ")
-    if shell == "bash":
-        code = (
-            f"source ./script; COMP_WORDS=({' '.join(words[:-1])} '{words[-1]}'); COMP_CWORD={len(words) - 1}; "
-            'complete -p pc >/dev/null && _pc && printf "%s\\n" "${COMPREPLY[@]}"'
-        )
-    elif shell == "fish":
-        code = f"source ./script; complete -C '{line}'"
-    else:  # what zsh would be told to offer, before it draws
-        code = (
-            "compdef() { }; _describe() { for each in $commands; do print -r -- ${each%%:*}; done }; "
-            "_arguments() { for each in $@; do print -r -- ${each%%\\[*}; done }; "
-            f"source ./script; words=({' '.join(words)}); CURRENT={len(words)}; _pc"
-        )
-    done = subprocess.run([shell, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=60)
-    assert not done.stderr, done.stderr
-    return {found.split("\t")[0] for found in done.stdout.splitlines()}
+    script = subprocess.run(
+        [sys.executable, "-m", "pc", "completion", shell], capture_output=True, text=True, check=True
+    )
+    assert "_PC_COMPLETE" in script.stdout
+    done = subprocess.run([shell, "-n"], input=script.stdout, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
-@pytest.mark.parametrize("shell", SHELLS)
-def test_commands_are_completed(shell: str, tmp_path: Path) -> None:
-    assert {"demo", "replay", "bench", "info"} <= candidates(shell, "pc ", tmp_path)
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["replay", "--help"], ["completion", "bash"], ["--version"]], ids=" ".join
+)
+def test_help_is_there_without_torch(arguments: list[str]) -> None:
+    # A None entry in sys.modules makes the import fail.
+    code = (
+        "import runpy, sys\n"
+        f"sys.argv, sys.orig_argv = ['-m', *{arguments}], ['python', '-m', 'pc', *{arguments}]\n"
+        "for name in ('torch', 'numpy'): sys.modules[name] = None\n"
+        "runpy.run_module('pc', run_name='__main__')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout
 
 
-@pytest.mark.parametrize("shell", SHELLS)
-def test_options_are_those_of_the_command(shell: str, tmp_path: Path) -> None:
-    found = candidates(shell, "pc replay --", tmp_path)
-    assert {"--policies", "--plot", "--csv"} <= found
-    assert "--quick" not in found
-    assert "--quick" in candidates(shell, "pc bench --", tmp_path)
-
-
-@pytest.mark.parametrize("shell", ["bash", "fish"])
-def test_values_of_an_option_are_completed(shell: str, tmp_path: Path) -> None:
-    assert candidates(shell, "pc demo --device ", tmp_path) == set(VALUES["--device"])
-
-
-def test_the_options_with_known_values_exist() -> None:
-    options = set(re.findall(r"--[\w-]+", script("bash", app).replace('words="', " ").partition('"$COMP_CWORD"')[2]))
-    assert set(VALUES) <= options
+def test_a_command_has_the_public_names() -> None:
+    code = (
+        "import sys\nsys.argv, sys.orig_argv = ['-m', 'info'], ['python', '-m', 'pc', 'info']\n"
+        "import pc\nprint('torch' in sys.modules)\n"
+        "print(pc.CacheManager.__name__, pc.cache.__name__, hasattr(pc, 'nothing'), 'paged_attention' in dir(pc))\n"
+        "import torch\nprint(torch.ops.pc.paged_attention.default.name())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout.splitlines() == ["False", "CacheManager pc.cache False True", "pc::paged_attention"], done.stderr
 
 
 def test_another_shell_is_refused() -> None:

@@ -13,15 +13,15 @@ pytest.importorskip("transformers")
 pytest.importorskip("matplotlib")
 pytest.importorskip("rich")
 
-from pc.demo import _models, _pictures, _plot, _run, _workloads
+from pc.demo import _images, _models, _plot, _run, _trained, _workloads
 
 
 @pytest.fixture
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tenth of the document with Article II in it, two questions, two rounds, and a small model."""
+    """A tenth of the document, three questions, two rounds, and a small untrained model, as without the trained one."""
     text = _models.read_document()
-    begin = text.index("Article II\n")
-    monkeypatch.setattr(_run, "read_document", lambda: text[begin - 2000 : begin + 1500] + "\n\nArticle III\n")
+    begin, end = text.index("Article IV\n"), text.index("Article VI\n")
+    monkeypatch.setattr(_run, "read_document", lambda: text[begin - 2000 : begin + 500] + text[end - 500 : end + 200])
     monkeypatch.setattr(_workloads, "QUESTIONS", _workloads.QUESTIONS[:3])
     monkeypatch.setattr(_run, "QUESTIONS", _workloads.QUESTIONS)
     monkeypatch.setattr(_workloads, "ROUNDS", _workloads.ROUNDS[:2])
@@ -33,7 +33,11 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
         sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
         return LlamaForCausalLM(LlamaConfig(vocab_size=vocab_size, eos_token_id=None, **sizes))
 
+    def absent() -> Path:
+        raise _trained.NoTrainedModelError(f"not installed: {_trained.HOW_TO_GET}")
+
     monkeypatch.setattr(_models, "build_model", small)
+    monkeypatch.setattr(_models, "trained_model_folder", absent)
 
 
 def rows_of(folder: Path, **options: Any) -> list[dict[str, str]]:
@@ -55,6 +59,25 @@ def test_a_prefix_is_reused_and_the_rest_is_computed(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("short")
+def test_without_the_trained_model_it_says_how_to_get_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = rows_of(tmp_path)
+    said = " ".join(capsys.readouterr().out.split())
+    assert "untrained" in said
+    assert _trained.HOW_TO_GET in said
+    assert {row["model"] for row in rows} == {"llama-25m-untrained"}
+
+
+@pytest.mark.usefixtures("short")
+def test_answers_are_shown_as_they_came(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = rows_of(tmp_path)
+    said = " ".join(capsys.readouterr().out.split())
+    for row in rows:
+        assert row["question"] in said
+        assert row["answer"] == " ".join(row["answer"].split())
+        assert len(row["answer"]) > 0
+
+
+@pytest.mark.usefixtures("short")
 def test_behind_a_gap_the_end_is_reused_too(tmp_path: Path) -> None:
     rows = [row for row in rows_of(tmp_path, reuse="gap") if row["workload"] == "gap"]
     assert len(rows) == 3
@@ -64,41 +87,41 @@ def test_behind_a_gap_the_end_is_reused_too(tmp_path: Path) -> None:
         assert 0 < begin < behind < end < int(row["prompt_tokens"])
 
 
-def test_a_second_question_about_a_picture_computes_the_question_only(
+def test_a_second_question_about_an_image_computes_the_question_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_pictures, "QUESTIONS", _pictures.QUESTIONS[:2])
-    monkeypatch.setattr(_run, "PICTURE_QUESTIONS", _pictures.QUESTIONS)
+    monkeypatch.setattr(_images, "QUESTIONS", _images.QUESTIONS[:2])
+    monkeypatch.setattr(_run, "IMAGE_QUESTIONS", _images.QUESTIONS)
     few = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 16}
-    monkeypatch.setattr(_pictures, "TEXT", _pictures.TEXT | few | {"layer_types": _pictures.TEXT["layer_types"][1:3]})
-    monkeypatch.setattr(_pictures, "TOWER", _pictures.TOWER | few)
+    monkeypatch.setattr(_images, "TEXT", _images.TEXT | few | {"layer_types": _images.TEXT["layer_types"][1:3]})
+    monkeypatch.setattr(_images, "TOWER", _images.TOWER | few)
     rows = rows_of(tmp_path, image=True)
     assert [row["workload"] for row in rows] == ["picture"] * 4
     assert [int(row["reused_tokens"]) < 32 for row in rows] == [True, False, True, False]
     for row in rows[1::2]:
         ((start, end),) = _plot.spans_of(row["reused_spans"])
         assert start == 0
-        assert end > _pictures.TOKENS
+        assert end > _images.TOKENS
         assert int(row["prompt_tokens"]) - end < 40
 
 
-def test_the_small_model_sees_which_picture_it_is() -> None:
+def test_the_small_model_sees_which_image_it_is() -> None:
     text = _models.read_document()[:5000]
-    model, _, encode = _pictures.load_seeing_model(None, torch.device("cpu"), torch.float32, text)
+    model, _, encode = _images.load_seeing_model(None, torch.device("cpu"), torch.float32, text)
     with torch.inference_mode():
-        one, other = (model(**encode(_pictures.draw(name), "?")).logits[0, -1] for name in _pictures.PICTURES)
+        one, other = (model(**encode(_images.draw(name), "?")).logits[0, -1] for name in _images.IMAGES)
     assert (one - other).abs().max() > 0.1 * one.std()
 
 
-def test_pictures_differ_and_have_one_size() -> None:
-    sunrise, target = (_pictures.draw(name) for name in _pictures.PICTURES)
-    assert sunrise.shape == target.shape == (3, _pictures.SIZE, _pictures.SIZE)
-    for picture in (sunrise, target):
-        assert 0 <= picture.min() < picture.max() <= 1
+def test_images_differ_and_have_one_size() -> None:
+    sunrise, target = (_images.draw(name) for name in _images.IMAGES)
+    assert sunrise.shape == target.shape == (3, _images.SIZE, _images.SIZE)
+    for image in (sunrise, target):
+        assert 0 <= image.min() < image.max() <= 1
     assert (sunrise - target).abs().mean() > 0.2
 
 
-def test_gaps_and_pictures_are_not_shown_together(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_gaps_and_images_are_not_shown_together(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert _run.run_demo(None, "cpu", None, 4, 16, tmp_path, reuse="gap", image=True) == 2
     assert "--reuse: got gap together with --image, needs one of them" in capsys.readouterr().out
 

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.quick  # each page, name and command
+
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 SNIPPET = re.compile(r"(<!-- not run:[^>]*-->\n)?```python\n(.*?)```", re.DOTALL)
@@ -21,6 +23,7 @@ def snippets(page: Path) -> list[str]:
 @pytest.mark.parametrize("page", [p for p in PAGES if snippets(p)], ids=lambda p: str(p.relative_to(ROOT)))
 def test_snippets_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     transformers = pytest.importorskip("transformers")
+    import pc.demo
     from pc.demo._models import train_tokenizer
 
     # No hub is reached: any name gives a small model, and its tokenizer.
@@ -31,6 +34,7 @@ def test_snippets_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     model = transformers.LlamaForCausalLM(config).eval()
     for auto, result in (("AutoTokenizer", tokenizer), ("AutoModelForCausalLM", model)):
         monkeypatch.setattr(getattr(transformers, auto), "from_pretrained", lambda *_, result=result, **__: result)
+    monkeypatch.setattr(pc.demo, "trained_model_folder", lambda: tmp_path)
     namespace: dict[str, Any] = {"__name__": "__snippet__"}
     for number, code in enumerate(snippets(page)):
         exec(compile(code, f"{page.name}, snippet {number}", "exec"), namespace)
@@ -41,3 +45,13 @@ def test_links_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text(encoding="utf-8")):
         if "://" not in target:
             assert (page.parent / target).exists(), target
+
+
+def test_the_navigation_names_each_page_once() -> None:
+    navigation = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:")[2]
+    entries = re.findall(r"- ([\w ]+): ([\w/]+\.md)", navigation)
+    assert len(entries) > 10
+    for number in (0, 1):
+        named = [entry[number] for entry in entries]
+        assert sorted(named) == sorted(set(named))
+    assert [page for _, page in entries if not (ROOT / "docs" / page).exists()] == []

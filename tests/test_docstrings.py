@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import doctest
 import importlib
 import inspect
+import itertools
 import typing
 from collections.abc import Iterator
 from typing import Any
@@ -14,6 +16,8 @@ import pytest
 import torch
 
 import pc
+
+pytestmark = pytest.mark.quick  # each page, name and command
 
 MODULES = (
     "pc",
@@ -26,11 +30,14 @@ MODULES = (
     "pc.cache.replay",
     "pc.cache.tier",
     "pc.cache.tier_writer",
+    "pc.flash_attn",
     "pc.integrations.huggingface",
     "pc.integrations.vllm",
 )
 BY_METHOD = ("CacheManager", "EncoderCache", "PrefixCaching", "TensorCache")
 """Classes whose methods are used one by one, so that each has an example of its own; others have one for the whole."""
+GO_ON = ("EncoderCache", "PrefixCaching", "TensorCache")
+"""Classes whose methods' examples go on from the class's own, so that none has to set up a model or a cache again."""
 NEEDS = {"pc.cache.events": ("zmq", "msgpack"), "pc.cache.metrics": ("prometheus_client",)}
 
 
@@ -79,12 +86,28 @@ def test_the_walk_finds_the_interface() -> None:
 def test_an_example_runs(name: str, value: Any, module: str) -> None:
     for needed in NEEDS.get(module, ()):
         pytest.importorskip(needed)
-    doc = inspect.getdoc(value) or ""
+    run_example(name, inspect.getdoc(value) or "", inspect.isclass(value))
+
+
+def test_the_example_of_grouped_managers_runs() -> None:
+    """An alias has no docstring at run time: it stands behind it in the source."""
+    body = ast.parse(inspect.getsource(pc.cache.manager)).body
+    after = {node.targets[0].id: doc for node, doc in itertools.pairwise(body) if isinstance(node, ast.Assign)}
+    doc = ast.literal_eval(after["GroupedCacheManager"].value)
+    run_example("pc.GroupedCacheManager", inspect.cleandoc(doc), True)
+
+
+def run_example(name: str, doc: str, is_class: bool) -> None:
     assert "\nExamples:\n" in doc, f"{name} has no example"
-    names = {"pc": pc, "torch": torch, "np": np, "__name__": "__example__"}
+    manager = pc.CacheManager(num_blocks=8, block_size=4)  # as the examples of its methods say
+    names = {"pc": pc, "torch": torch, "np": np, "manager": manager, "__name__": "__example__"}
     example = doctest.DocTestParser().get_doctest(doc, names, name, None, 0)
     assert len(example.examples) >= 1
-    assert name.rpartition(".")[2] in "".join(e.source for e in example.examples) or inspect.isclass(value)
+    holder, _, last = name.rpartition(".")
+    assert last in "".join(e.source for e in example.examples) or is_class
+    if (of := holder.rpartition(".")[2]) in GO_ON:
+        before = inspect.getdoc(getattr(importlib.import_module(holder.rpartition(".")[0]), of)) or ""
+        example.examples[:0] = doctest.DocTestParser().get_examples(before)
     said: list[str] = []
     runner = doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE)
     runner.run(example, out=said.append)

@@ -19,18 +19,18 @@ def test_rows_and_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert "0 different" in printed
     lines = output.read_text().splitlines()
     assert lines[2] == "| LlamaForCausalLM | served | 69 |  |"
-    assert lines[3].startswith("| XLNetLMHeadModel | handed back |")
+    assert lines[3].startswith("| XLNetLMHeadModel | falls back |")
     assert "NoSuchClass" in lines[4]
 
 
 def test_other_tokens_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    from pc.integrations.huggingface.contiguous.storage import BlockStorage
+    from pc.integrations.huggingface.contiguous.storage import KVStorage
 
-    read = BlockStorage.read
+    read = KVStorage.read
 
-    def wrong(self: BlockStorage, index: int, blocks: object, keys: object, values: object) -> None:
+    def wrong(self: KVStorage, index: int, blocks: object, keys: object, values: object) -> None:
         read(self, index, blocks, keys, values)  # type: ignore[arg-type]
         values.neg_()  # type: ignore[attr-defined]
 
-    monkeypatch.setattr(BlockStorage, "read", wrong)
+    monkeypatch.setattr(KVStorage, "read", wrong)
     assert families.run_families(["LlamaForCausalLM"]) == 1

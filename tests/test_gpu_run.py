@@ -23,6 +23,8 @@ load_benchmarks()
 gpu, registry, runner, sweep, tables = (
     importlib.import_module(f"{PACKAGE}.{n}") for n in ("gpu", "registry", "runner", "sweep", "tables")
 )
+HALF_HOUR = 1800
+
 UNITS = {unit.name: unit for unit in gpu.units()}
 
 
@@ -40,6 +42,51 @@ def test_slices_hold_every_unit_once_and_are_short() -> None:
     parts = gpu.slices(gpu.units())
     assert [unit.name for part in parts for unit in part] == list(UNITS)
     assert all(sum(unit.seconds for unit in part) < gpu.SLICE_SECONDS < 540 for part in parts)
+
+
+def test_what_decides_comes_first_and_fits_half_an_hour() -> None:
+    staged = [unit.stage for unit in UNITS.values()]
+    first = staged[: staged.index("")]
+    assert list(dict.fromkeys(first)) == list(gpu.STAGES)
+    assert not any(staged[len(first) :])
+    assert HALF_HOUR - 180 < sum(unit.seconds for unit in UNITS.values() if unit.stage) <= HALF_HOUR
+    assert UNITS["bench paged_attention 0"].stage == "decisive"
+
+
+def test_a_measurement_is_repeated_when_the_constants_change_and_a_sweep_is_not(
+    context: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    log = gpu.Log(context)
+    names = ("sweep decode head_dim 128 block 16", "bench paged_attention 0")
+    for name in names:
+        log.put(name, "ok", 1)
+    assert [log.done(name) for name in names] == [True, True]
+    monkeypatch.setattr(sweep, "TABLE", tmp_path / "tuned.py")
+    sweep.TABLE.write_text("TILES = {}\n")
+    assert [log.done(name) for name in names] == [True, False]
+
+
+def test_the_swept_constants_are_among_the_results(context: Any) -> None:
+    regime = sweep.regimes(tiny=True)[0]
+    tiles = {"block_m": 16, "block_n": 32, "num_warps": 4, "num_stages": 3, "two_loops": 1, "max_registers": 0}
+    row = {"regime": regime.key, "architecture": "sm_90", "kind": "decode", "group": "4", "head_dim": "128"}
+    row |= {"block_size": "16", "present": "0", "reason": "fastest of 2", "p50_us": "1.0", "programs": "4"}
+    row |= {name: str(value) for name, value in tiles.items()} | {"device": "Fake", "date": "2026-01-01"}
+    sweep.save_sweep(context.folder / "constants.csv", [row])
+    before = sweep.TABLE.read_bytes()
+    assert gpu.run_unit(UNITS["constants"], context) == 0
+    found: dict[str, Any] = {}
+    exec((context.folder / "tuned.py").read_text(), found)
+    assert found["TILES"]["sm_90", "decode", 128, 4, 16][0] == (16, 32, 4, 3, True)
+    assert sweep.TABLE.read_bytes() == before
+
+
+def test_charts_of_what_was_measured_are_among_the_results(context: Any) -> None:
+    measured = registry.ROOT / "benchmarks" / "results" / "cpu" / "copy_blocks.csv"
+    context.folder.mkdir(parents=True)
+    (context.folder / measured.name).write_bytes(measured.read_bytes())
+    assert gpu.run_unit(UNITS["pages"], context) == 0
+    assert "<svg" in (context.folder / "charts" / "copy_blocks.svg").read_text()
 
 
 def test_units_hold_every_operator_every_case_and_every_test_file() -> None:
@@ -72,6 +119,7 @@ def test_a_dry_run_writes_rows(name: str, file: str, context: Any) -> None:
     assert gpu.Log(context).rows()[name]["outcome"] == "ok"
 
 
+@pytest.mark.slow
 def test_kernels_run_in_the_interpreter_in_processes_of_their_own(context: Any) -> None:
     chosen = [UNITS["sanitizer memcheck"], UNITS["sweep decode head_dim 64 block 16"], UNITS["numerics others"]]
     assert gpu.run_slice(chosen, context) == []
@@ -112,7 +160,7 @@ def test_what_is_done_is_not_repeated_until_sources_change(
     assert gpu.run_slice([unit], context) == []
     assert "done before: ceilings" in capsys.readouterr().out
     assert gpu.Log(context).done(unit.name)
-    monkeypatch.setattr(gpu, "fingerprint", lambda: "another")
+    monkeypatch.setattr(gpu, "fingerprint", lambda _: "another")
     assert not gpu.Log(context).done(unit.name)
 
 
@@ -128,6 +176,7 @@ def test_a_crashed_process_is_noted(context: Any) -> None:
     assert "exit code" in gpu.Log(context).rows()["no such unit"]["note"]
 
 
+@pytest.mark.slow
 def test_results_are_packed_after_every_unit_and_unpacked_elsewhere(context: Any, tmp_path: Path) -> None:
     packed = tmp_path / "out" / "slice.tar.gz"
     bad = gpu.Unit("no such unit", 1, fail)
@@ -153,6 +202,7 @@ def collected(code: str, **environment: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_tests_run_in_shares_that_together_are_all() -> None:
     code = "sys.exit(pytest.main(['-q', '--collect-only', 'tests/test_numbers.py']))"
     shares = [collected(code, PC_SHARE=share) for share in ("0/2", "1/2", "0/1")]
@@ -163,6 +213,7 @@ def test_tests_run_in_shares_that_together_are_all() -> None:
     assert first | second == everything
 
 
+@pytest.mark.slow
 def test_a_test_file_that_needs_what_is_absent_is_left_out_only_where_asked() -> None:
     code = "import glob, importlib.util as u; find = u.find_spec; "
     code += "u.find_spec = lambda name, *rest: None if name == 'hypothesis' else find(name, *rest); "
@@ -339,6 +390,7 @@ def test_a_rival_that_loses_the_device_is_left_out_by_the_next_process(
     assert all(row["note"].startswith("loses the device: ") for row in rows if row["provider"] == "astray")
 
 
+@pytest.mark.slow
 def test_a_case_that_fails_does_not_stop_the_others(
     device: FakeDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,6 +14,8 @@ load_benchmarks()
 markdown, plots, render_docs, render_operators = (
     importlib.import_module(f"{PACKAGE}.{name}") for name in ("markdown", "plots", "render_docs", "render_operators")
 )
+pytestmark = pytest.mark.quick  # each page, name and command
+
 PAGES = [pytest.param(page, id=page.relative_to(render_docs.ROOT).as_posix()) for page in render_docs.pages()]
 AGAIN = "run: python benchmarks/render_docs.py"
 

@@ -11,6 +11,10 @@ from pathlib import Path
 
 import pytest
 
+import pc
+
+pytestmark = pytest.mark.quick  # each page, name and command
+
 ROOT = Path(__file__).parent.parent
 FOLDERS = {"pc": "_pc", "pc.triton_ops": "triton_ops", "pc.cache": "cache", "pc.integrations": "integrations"}
 LAYERS = ("triton_ops", "cache", "integrations")  # each may import those before it
@@ -22,10 +26,30 @@ def run_python(code: str) -> str:
     return done.stdout
 
 
-def test_import_pulls_in_nothing_heavy() -> None:
-    heavy = "transformers vllm typer rich matplotlib zmq prometheus_client safetensors.torch"
-    loaded = run_python(f"import sys, pc; print([m for m in {heavy.split()!r} if m in sys.modules])")
+def test_import_loads_nothing_that_is_not_asked_for() -> None:
+    # After torch, which brings some of these itself in some versions.
+    heavy = """transformers vllm typer rich matplotlib zmq prometheus_client safetensors mooncake xxhash triton
+        torch._dynamo torch._inductor torch.onnx sympy pc.cache.replay pc.cache.policies.hazard
+        pc.integrations.huggingface pc.integrations.vllm pc.demo pc.__main__ pc.bench"""
+    loaded = run_python(
+        "import sys, torch\nbefore = {*sys.modules}\nimport pc\n"
+        f"print(sorted(m for m in {{*sys.modules}} - before if m in {heavy.split()!r}))"
+    )
     assert loaded.strip() == "[]"
+    assert run_python("import sys, pc; pc.cache.replay.Trace; print('triton' in sys.modules)").strip() == "False"
+
+
+def test_a_call_on_cpu_tensors_does_without_triton() -> None:
+    out = run_python(
+        "import sys, torch, pc\n"
+        "cache = torch.zeros(4, 8, 1, 16)\n"
+        "pc.reshape_and_cache(kv := torch.ones(1, 1, 16), kv, cache, cache.clone(), torch.tensor([8]))\n"
+        "one = lambda *x: torch.tensor(x, dtype=torch.int32)\n"
+        "plan = pc.attention_plan(one(1)[None], one(8), one(0, 1), 8)\n"
+        "pc.paged_attention(torch.ones(1, 1, 16), cache, cache, one(1)[None], one(8), one(0, 1), 0.25, plan=plan)\n"
+        "print('triton' in sys.modules)"
+    )
+    assert out.strip() == "False"
 
 
 def test_an_adapter_is_imported_when_it_is_named() -> None:
@@ -85,7 +109,7 @@ def test_the_adapter_names_what_it_lacks() -> None:
 )
 def test_what_a_command_cannot_do_is_said_in_a_line(arguments: list[str], said: str) -> None:
     testing = pytest.importorskip("typer.testing")
-    from pc.cli import app
+    from pc.__main__ import app
 
     done = testing.CliRunner().invoke(app, arguments, env={"COLUMNS": "300"})
     assert done.exit_code == 2, done.output
@@ -98,7 +122,9 @@ def hints() -> list[tuple[str, str]]:
     for folder in FOLDERS.values():
         for path in sorted((ROOT / folder).rglob("*.py")):
             for text in re.findall(r"pip install ([^\"\n]+)", path.read_text(encoding="utf-8")):
-                found += [(path.name, requirement) for requirement in shlex.split(text.rstrip(")"))]
+                for command in text.rstrip(")").split("&&"):
+                    words = shlex.split(command.removeprefix(" pip install"))
+                    found += [(path.name, word) for word in words if not word.startswith("--")]
     return [hint for hint in found if not hint[1].startswith("{")]  # named by the code beside it
 
 
@@ -110,14 +136,14 @@ def test_errors_name_an_install_that_works_today() -> None:
     lists = (project["dependencies"], *project["optional-dependencies"].values())
     known = {requirement for requirements in lists for requirement in requirements}
     known |= {re.split(r"[<>=\[]", requirement)[0] for requirement in known} - {"pc-kernels"}
+    known |= set(re.findall(r"^MODEL := (\S+)$", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
     assert len(hints()) > 8
     assert [hint for hint in hints() if hint[1] not in known] == []
 
 
 def test_the_changelog_has_a_dated_entry_for_this_version() -> None:
-    version = run_python("import pc; print(pc.__version__)").strip()
     text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
-    assert re.search(rf"^## {re.escape(version)} \(\d{{4}}-\d{{2}}-\d{{2}}\)$", text, re.MULTILINE)
+    assert re.search(rf"^## {re.escape(pc.__version__)} \(\d{{4}}-\d{{2}}-\d{{2}}\)$", text, re.MULTILINE)
 
 
 def test_every_package_is_listed() -> None:

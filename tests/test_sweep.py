@@ -15,7 +15,7 @@ import torch
 
 from pc.bench import PACKAGE, load_benchmarks
 from pc.info import _tuned
-from pc.triton_ops._attention import constants, prepare, tuned
+from pc.triton_ops._attention import choose, constants, tuned
 from pc.triton_ops._attention.call import AttentionCall
 
 load_benchmarks()
@@ -23,11 +23,10 @@ sweep = importlib.import_module(f"{PACKAGE}.sweep")
 WHY = "as fast as two"
 MINE = {
     "TILES": {
-        ("interpreter", "decode", 128, 4, 16): ((16, 16, 8, 4, False, False), WHY),
-        ("interpreter", "prefill", 128, 4, 64): ((128, 64, 8, 2, True, True), WHY),
+        ("interpreter", "decode", 128, 4, 16): ((16, 16, 8, 4, False), WHY),
+        ("interpreter", "prefill", 128, 4, 64): ((128, 64, 8, 2, True), WHY),
     },
     "PROGRAMS": {"interpreter": (8, WHY)},
-    "SPECIALIZED": {("interpreter", 128): WHY},
 }
 
 
@@ -48,8 +47,8 @@ def test_present_constants_stay_within_noise() -> None:
 
 
 def row(**changes: Any) -> dict[str, str]:
-    base = {"block_m": 16, "block_n": 64, "num_warps": 4, "num_stages": 3, "two_loops": 0, "descriptors": 0}
-    base |= {"programs": 4, "specialized": 0, "architecture": "sm_90", "kind": "decode", "head_dim": 128, "group": 4}
+    base = {"block_m": 16, "block_n": 64, "num_warps": 4, "num_stages": 3, "two_loops": 0}
+    base |= {"programs": 4, "architecture": "sm_90", "kind": "decode", "head_dim": 128, "group": 4}
     base |= {"block_size": 16, "regime": "r", "present": 0, "reason": "", "p50_us": 100, "device": "H", "date": "D"}
     return {name: str(value) for name, value in (base | changes).items()}
 
@@ -64,12 +63,14 @@ def test_rows_become_entries() -> None:
         row(regime="q", programs=8, p50_us=90),
         row(regime="q", programs=2, p50_us=150),
         row(regime="p", kind="prefill", present=1),
-        row(regime="p", kind="prefill", specialized=1, reason="fastest"),
+        row(regime="p", kind="prefill", block_m=64, reason="fastest"),
     ]
     found = sweep.table(rows, "file")
     why = "fastest; H, D, file"
-    assert found["TILES"] == {("sm_90", "decode", 128, 4, 16): ((16, 32, 4, 3, False, False), why)}
-    assert found["SPECIALIZED"] == {("sm_90", 128): why}
+    assert found["TILES"] == {
+        ("sm_90", "decode", 128, 4, 16): ((16, 32, 4, 3, False), why),
+        ("sm_90", "prefill", 128, 4, 16): ((64, 64, 4, 3, False), why),
+    }
     assert found["PROGRAMS"]["sm_90"][0] == 8
     assert found["PROGRAMS"]["sm_90"][1].startswith("1.11 times as fast as before over all decodes")
 
@@ -109,12 +110,12 @@ def test_an_entry_goes_before_the_rules_where_it_fits_and_nowhere_else(request: 
     assert mine not in rules
     assert tiles() == rules
     assert rules[-1].block_m == 32
-    assert constants.prefill_tiles("interpreter", 128, 2, False, 4, 64).descriptors
+    assert constants.prefill_tiles("interpreter", 128, 2, False, 4, 64) == constants.Tiles(128, 64, 8, 2, True)
     assert constants.prefill_tiles("interpreter", 128, 2, True, 4, 64) == heavy, "more work a score"
-    assert not heavy.descriptors
+    assert heavy != constants.Tiles(128, 64, 8, 2, True)
 
 
-def prepared(block_size: int, *q_lens: int) -> Any:
+def chosen(block_size: int, *q_lens: int) -> Any:
     cache = torch.zeros(64, block_size, 8, 128, dtype=torch.float16)
     one = lambda *values: torch.tensor(values, dtype=torch.int32)  # noqa: E731
     query = torch.zeros(sum(q_lens), 32, 128, dtype=torch.float16)
@@ -127,28 +128,27 @@ def prepared(block_size: int, *q_lens: int) -> Any:
         query_start_loc=one(0, *itertools.accumulate(q_lens)),
         scale=1.0,
     )
-    return prepare.prepare(call, False, False, True, False)
+    return choose.choose_attention(choose.Wanted.of(call, with_lse=False))
 
 
 def test_what_is_launched_is_what_the_table_says(request: pytest.FixtureRequest) -> None:
-    before = prepared(16, 1)
+    before = chosen(16, 1)
     request.getfixturevalue("table")
-    decode, prefill, mixed = prepared(16, 1), prepared(64, 512), prepared(64, 512, 1)
+    decode, prefill, mixed = chosen(16, 1), chosen(64, 512), chosen(64, 512, 1)
     assert decode.target_items == 2 * before.target_items
-    assert decode.decode.launch._options["num_warps"] == 8
-    assert decode.decode.launch._constants["BLOCK_N"] == 16
+    assert decode.decode.constants._options["num_warps"] == 8
+    assert decode.decode.constants._constants["BLOCK_N"] == 16
     for both in (prefill, mixed):
-        assert both.specialized is not None
-        assert both.descriptors
-        assert both.prefill.launch._constants["DESCRIPTORS"]
+        assert both.prefill.constants._constants["BLOCK_M"] == 128
+        assert both.prefill.constants._options["num_warps"] == 8
     assert prefill.decode is None, "512 queries of one sequence are no decode"
-    assert not mixed.decode.launch._constants["DESCRIPTORS"], "chosen for the prefill alone"
+    assert mixed.decode.constants._constants["BLOCK_M"] == 32, "chosen for the prefill alone"
 
 
 @pytest.mark.usefixtures("table")
 def test_info_names_what_is_tuned() -> None:
     found = _tuned("interpreter")
-    assert len(found) == 4
+    assert len(found) == 3
     assert all(WHY in text for text in found.values())
     assert _tuned("sm_90") == {}
 
@@ -180,7 +180,7 @@ def test_candidates_reach_six_stages() -> None:
     present = sweep.Candidate(constants.Tiles(16, 64, 4, 3, False), 4)
     for regime in sweep.regimes():
         found = sweep.candidates(regime, present, "sm_90")
-        assert {c.tiles.num_stages for c in found if not c.tiles.descriptors} >= {2, 3, 4, 5, 6}
+        assert {c.tiles.num_stages for c in found} >= {2, 3, 4, 5, 6}
 
 
 def test_candidates_differ_from_the_constants_in_use_by_one_thing() -> None:

@@ -43,6 +43,7 @@ def _script() -> tuple[str, list[int]]:
     return "\n".join(lines) + "\n", wrong
 
 
+@pytest.mark.slow
 def test_every_function_has_its_signature_in_mypy(tmp_path: Path) -> None:
     pytest.importorskip("mypy")
     script, wrong = _script()
@@ -56,5 +57,5 @@ def test_every_function_has_its_signature_in_mypy(tmp_path: Path) -> None:
 
 
 def test_dir_shows_the_interface_only() -> None:
-    assert dir(pc) == sorted([*pc.__all__, "cache", "integrations"])
+    assert dir(pc) == sorted([*pc.__all__, "cache", "flash_attn", "integrations"])
     assert not any(name.startswith("_") for name in dir(pc) if name != "__version__")

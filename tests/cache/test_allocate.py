@@ -95,7 +95,7 @@ def test_empty_prompt_holds_nothing_until_it_grows(manager):
 
 @pytest.mark.parametrize("cached", [48, 64])
 def test_an_allocate_that_hits_takes_few_calls(cached):
-    """Short prompts cost what the calls cost: at most 20 of Python, numpy's own left out."""
+    """Short prompts cost what the calls cost: at most 31 of Python, numpy's own left out."""
     m = pc.CacheManager(4096, policy="lru")
     prefix = list(range(16 * cached))
     run(m, "a", prefix)
@@ -112,7 +112,7 @@ def test_an_allocate_that_hits_takes_few_calls(cached):
     finally:
         sys.setprofile(None)
     assert allocation.num_cached_tokens == min(16 * cached, 1023)
-    assert len(calls) <= 20, calls
+    assert len(calls) <= 31, calls
 
 
 class Odd:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import stat
 import subprocess
 import sys
 import tempfile
+import time
 import warnings
 
 import pytest
 import torch
 
-from pc.cache import disk
 from pc.cache.disk import DiskTier
 from pc.cache.tier import Layout
 
@@ -125,14 +127,18 @@ tier.put({KEY!r}, {{"key": torch.ones(3)}})
     assert len(files(tmp_path)) == 1
 
 
-def test_a_start_leaves_alone_what_another_is_writing(tmp_path, monkeypatch):
-    tier, fsync = DiskTier(tmp_path, LAYOUT), os.fsync
+@pytest.mark.parametrize("age", [0, 7200], ids=["now", "since two hours"])
+@pytest.mark.parametrize("moment", ["fsync", "replace"])
+def test_a_start_leaves_alone_what_another_is_writing(tmp_path, monkeypatch, moment, age):
+    tier, proceed = DiskTier(tmp_path, LAYOUT), getattr(os, moment)
 
-    def start_another(descriptor):
+    def start_another(*args):
+        (partial,) = files(tmp_path)
+        os.utime(partial, (time.time() - age,) * 2)
         DiskTier(tmp_path, LAYOUT)
-        fsync(descriptor)
+        proceed(*args)
 
-    monkeypatch.setattr(os, "fsync", start_another)
+    monkeypatch.setattr(os, moment, start_another)
     assert tier.put(KEY, block())
     assert same(DiskTier(tmp_path, LAYOUT).get(KEY), block())
 
@@ -261,7 +267,10 @@ def test_a_directory_that_cannot_be_made_is_an_error(tmp_path):
 
 
 def test_without_file_locks_only_old_partial_files_are_removed(tmp_path, monkeypatch):
-    monkeypatch.setattr(disk, "_lock", lambda descriptor: False)
+    def refuse(*args):
+        raise OSError(errno.ENOLCK, "no locks on this file system")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
     path = tmp_path / f"{KEY.hex()}-1.block.{'0' * 16}.partial"
     path.write_text("being written")
     DiskTier(tmp_path)
@@ -271,6 +280,7 @@ def test_without_file_locks_only_old_partial_files_are_removed(tmp_path, monkeyp
     assert not path.exists()
 
 
+@pytest.mark.slow
 def test_processes_that_write_the_same_keys(tmp_path):
     code = f"""
 import sys, torch

@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 import os
 
-import numpy as np
 import pytest
 from cache_model import BLOCK, GROUPS, Model
 
 import pc
-from pc.cache import allocate, append, commit, lookup, partial_reuse, state, swap
+from pc.cache import allocate, append, commit, content, lookup, moved, state, swap
+from pc.cache.content import ContentIndex
 from pc.cache.hashing import Chain
 from pc.cache.keys import NO_KEYS
 from pc.cache.pool import BlockPool
@@ -29,9 +29,10 @@ def _quiet():
     logging.disable(logging.NOTSET)
 
 
+@pytest.mark.parametrize("operations", [OPERATIONS // 12, pytest.param(OPERATIONS, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("case", GROUPS)
-def test_random_operations(case):
-    for seed in range(max(1, OPERATIONS // len(GROUPS) // LENGTH)):
+def test_random_operations(case, operations):
+    for seed in range(max(1, operations // len(GROUPS) // LENGTH)):
         model = Model(seed, case)
         try:
             model.run(LENGTH)
@@ -40,27 +41,24 @@ def test_random_operations(case):
 
 
 def window_released_too_early(patch):
-    """What the last token reads is given up though it may be computed again."""
-
-    def passed(self, request, group, end=0):
-        length = request.pending
-        request.pending = [0] * (len(request.tokens) + 9)
-        try:
-            return honest(self, request, group, end)
-        finally:
-            request.pending = length
-
+    """What the last token reads is released though it may be computed again."""
     honest = ManagerState.passed
-    patch.setattr(ManagerState, "passed", passed)
+    patch.setattr(
+        ManagerState,
+        "passed",
+        lambda self, request, group, position: honest(
+            self, request, group, min(request.committed, max(position + 1, len(request.tokens)))
+        ),
+    )
 
 
 def copy_before_its_source_is_written(patch):
     plan = append._plan
-    patch.setattr(append, "_plan", lambda state, ends, decoding: plan(state, ends, True))
+    patch.setattr(append, "_plan", lambda state, ends, decoding, saving: plan(state, ends, True, saving))
 
 
 def fork_goes_on_in_place(patch):
-    patch.setattr(append, "_replace_shared", lambda pool, request, group, block: (0, 0))
+    patch.setattr(append, "_replace_shared", lambda state, request, group, block: (0, 0))
 
 
 def shared_blocks_are_not_counted(patch):
@@ -68,7 +66,7 @@ def shared_blocks_are_not_counted(patch):
 
 
 def stale_guess_is_believed(patch):
-    patch.setattr(BlockPool, "_unlist", lambda self, ids: (self.table.remove(ids), self.index_of(ids))[1])
+    patch.setattr(BlockPool, "_unlist", lambda self, ids, then=None: (self.table.remove(ids), self.index_of(ids))[1])
 
 
 def salt_is_forgotten(patch):
@@ -112,17 +110,17 @@ def replaced_block_is_free_at_once(patch):
 
 
 def failed_tier_loses_blocks(patch):
-    patch.setattr(BlockPool, "restore", lambda self, victims, hashes: self.give_up(victims))
+    patch.setattr(BlockPool, "restore", lambda self, victims, hashes: self.evict(victims))
 
 
 def partial_copy_is_a_token_too_long(patch):
-    honest = partial_reuse.PartialIndex.longest
+    honest = lookup.PartialIndex.longest
 
     def longest(self, parent, tokens):
         block_hash, common = honest(self, parent, tokens)
         return block_hash, common + (0 < common < len(tokens))
 
-    patch.setattr(partial_reuse.PartialIndex, "longest", longest)
+    patch.setattr(lookup.PartialIndex, "longest", longest)
 
 
 def host_slots_are_given_back_early(patch):
@@ -149,22 +147,121 @@ def a_hit_ends_a_block_early(patch):
 
 
 def resume_takes_the_wrong_host_slot(patch):
-    honest = swap._host_tables
+    class Wrong(swap.GroupHit):
+        def __new__(cls, table, held, fresh, prefix_lengths, slots):
+            return super().__new__(cls, table, held, fresh, prefix_lengths, [max(slots, default=0)] * len(slots))
 
-    def tables(saved, groups, num_blocks):
-        found = honest(saved, groups, num_blocks)
-        return [np.where(t >= 0, t[::-1].max(initial=0), t).astype(np.int32) for t in found]
-
-    patch.setattr(swap, "_host_tables", tables)
+    patch.setattr(swap, "GroupHit", Wrong)
 
 
 def hits_are_not_protected_from_eviction(patch):
-    patch.setattr(state.ManagerState, "hold", lambda self, group, ids: None)
+    patch.setattr(state.Saving, "hold", lambda self, pool, group, ids: None)
     patch.setattr(BlockPool, "hold", lambda self, ids: None)
 
 
+def moved_text_keeps_the_identity_of_exact_text(patch):
+    patch.setattr(moved, "_set_identity", lambda *args: None)
+
+
+def text_is_found_across_salts(patch):
+    add, find = ContentIndex.add, ContentIndex.find
+    one = bytes(32)
+    patch.setattr(ContentIndex, "__init__", _wide(ContentIndex.__init__))
+    patch.setattr(ContentIndex, "add", lambda self, a, b, c, root, exact: add(self, a, b, c, one, exact))
+    patch.setattr(ContentIndex, "find", lambda self, a, b, c, root: find(self, a, b, c, one))
+
+
+def _wide(make):
+    def init(self, pool, size):
+        make(self, pool, size)
+        self._roots = content.np.zeros((pool.num_blocks, 4), "u8")
+
+    return init
+
+
+def neighbours_are_taken_for_equal(patch):
+    patch.setattr(content, "_common", lambda one, other: min(one.size, other.size))
+
+
+def neighbours_are_taken_for_unchanged(patch):
+    patch.setattr(ContentIndex, "_neighbour", lambda self, links, block, step: links.item(block))
+
+
+def entries_outlive_their_blocks(patch):
+    patch.setattr(ContentIndex, "_live", lambda self, ids: ids >= 0)
+
+
+def entries_outlive_the_content_of_their_blocks(patch):
+    def some(state, request, first, last):
+        if not last % 2:
+            enter(state, request, first, last)
+
+    enter = commit._enter
+    patch.setattr(ContentIndex, "_live", lambda self, ids: self._pool.table.contains(ids))
+    patch.setattr(commit, "_enter", some)
+
+
+def sources_of_moved_text_are_not_held(patch):
+    def admit(state, name, request, hit, saving):
+        return honest(state, name, request, hit._replace(sources=None), saving)
+
+    honest = allocate.admit
+    patch.setattr(allocate, "admit", admit)
+
+
+def keys_are_turned_a_position_too_far(patch):
+    honest = moved.moved_spans
+    patch.setattr(allocate, "moved_spans", lambda *args: [s._replace(delta=s.delta + 1) for s in honest(*args)])
+
+
+def moved_text_begins_a_slot_early(patch):
+    honest = moved.moved_spans
+    patch.setattr(allocate, "moved_spans", lambda *args: [s._replace(slots=s.slots - 1) for s in honest(*args)])
+
+
+def moved_text_overlaps_the_prefix(patch):
+    find = ContentIndex.find
+    patch.setattr(ContentIndex, "find", lambda self, tokens, begin, end, root: find(self, tokens, 0, end, root))
+
+
+def a_fork_of_moved_text_is_exact(patch):
+    def copy(self):
+        other = honest(self)
+        other.keys, other.chain = other.keys._replace(placed=()), None
+        return other
+
+    honest = Request.copy
+    patch.setattr(Request, "copy", copy)
+
+
+def a_preempted_request_is_exact_again(patch):
+    honest = swap.Preempted
+    patch.setattr(swap, "Preempted", lambda a, b, keys, *rest: honest(a, b, keys._replace(placed=()), *rest))
+
+
+def a_chain_built_again_is_exact(patch):
+    honest = commit.Chain
+    patch.setattr(commit, "Chain", lambda hasher, keys: honest(hasher, keys._replace(placed=())))
+
+
+def blocks_with_moved_text_are_copied_in_part(patch):
+    patch.setattr(Chain, "root", property(lambda self: self._root.hasher.digest()))
+
+
+MOVED_BUGS = (
+    *(moved_text_keeps_the_identity_of_exact_text, text_is_found_across_salts, neighbours_are_taken_for_equal),
+    *(neighbours_are_taken_for_unchanged, entries_outlive_their_blocks, entries_outlive_the_content_of_their_blocks),
+    *(sources_of_moved_text_are_not_held, keys_are_turned_a_position_too_far, moved_text_begins_a_slot_early),
+    *(moved_text_overlaps_the_prefix, a_fork_of_moved_text_is_exact, a_preempted_request_is_exact_again),
+    *(a_chain_built_again_is_exact, blocks_with_moved_text_are_copied_in_part),
+)
+
 BUGS = (
-    *(window_released_too_early, copy_before_its_source_is_written, fork_goes_on_in_place),
+    *(
+        window_released_too_early,
+        copy_before_its_source_is_written,
+        fork_goes_on_in_place,
+    ),
     *(shared_blocks_are_not_counted, stale_guess_is_believed, salt_is_forgotten, fork_shares_its_hasher),
     *(rollback_keeps_hashes, replaced_block_is_free_at_once, failed_tier_loses_blocks),
     *(partial_copy_is_a_token_too_long, host_slots_are_given_back_early, state_is_published_under_another_hash),
@@ -180,11 +277,24 @@ def test_a_planted_bug_is_found(bug, monkeypatch):
         _run_all()
 
 
+@pytest.mark.parametrize("bug", MOVED_BUGS, ids=lambda bug: bug.__name__)
+def test_a_planted_bug_of_moved_text_is_found(bug, monkeypatch):
+    bug(monkeypatch)
+    with pytest.raises(Exception):  # noqa: B017, PT011  any check may find it
+        _run_moved()
+
+
+def _run_moved():
+    for seed in range(40):
+        Model(seed, "anywhere").run(200)
+
+
 def _run_all():
     for seed in range(12):
         for case in GROUPS:
             Model(seed, case).run(120)
 
 
+@pytest.mark.slow
 def test_without_a_planted_bug_the_same_runs_pass():
     _run_all()

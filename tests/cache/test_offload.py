@@ -230,12 +230,12 @@ def test_a_policy_hook_that_raises_or_calls_back_costs_nothing(hook, calls_back,
 
 
 @pytest.mark.parametrize("answer", [[], [0, 0], [99, 100], [-1, 0]])
-def test_victims_that_cannot_be_given_up_are_not(answer, caplog, cache_errors):
+def test_victims_that_cannot_be_evicted_are_not(answer, caplog, cache_errors):
     import numpy as np
 
     policy = type("Mine", (LRU,), {"victims": lambda self, count: np.array(answer, np.int32)})
     manager = full(policy)
     a = manager.allocate("b", [9] * 8)
     assert sorted(a.block_ids.tolist()) == [2, 3], "what was used longest ago, the tail first"
-    assert "cannot give up" in caplog.text
+    assert "cannot be evicted" in caplog.text
     manager.check()

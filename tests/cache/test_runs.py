@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import pc
-from pc.cache.runs import _find_long_runs, ascending, find_runs, slot_runs, slots_of_blocks, slots_of_runs
+from pc.cache.runs import _find_long_runs, ascending, find_runs, slot_runs, slots_of_runs
 
 BLOCK = 4
 
@@ -57,15 +57,11 @@ def test_runs_are_the_numbers_and_as_long_as_they_can_be(values):
 def test_many_runs_give_their_slots(present):
     rng = np.random.default_rng(0)
     blocks = np.where(rng.random(1000) < present, rng.permutation(1000) // 3 * 3, -1)
-    want = slots_of_blocks(blocks, BLOCK)
+    want = (blocks[:, None] * BLOCK + np.arange(BLOCK)).reshape(-1)
     want[np.repeat(blocks < 0, BLOCK)] = -1
     runs = slot_runs(blocks, BLOCK, 0, want.size)
     assert len(runs) > 300
     assert slots_of_runs(runs, want.size).tolist() == want.tolist()
-
-
-def test_all_slots_of_blocks():
-    assert slots_of_blocks(np.array([3, 0], np.int32), 4).tolist() == [12, 13, 14, 15, 0, 1, 2, 3]
 
 
 def test_runs_in_ascending_order_touch_nowhere():

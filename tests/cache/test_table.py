@@ -32,7 +32,7 @@ def test_churn_matches_a_dict(spread, one_by_one):
     table = HashTable(words)
     model: dict[bytes, int] = {}
     free = list(range(n))
-    for step in range(400):
+    for step in range(150):
         count = int(rng.integers(0, len(free) + 1))
         digests = random_digests(rng, count)
         digests[:, 0] %= np.uint64(spread)

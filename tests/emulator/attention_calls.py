@@ -14,9 +14,9 @@ from attention_cases import Case, build, check
 
 import pc
 from pc.triton_ops._attention.call import PlanCall
+from pc.triton_ops._attention.kernel import _merge_splits_kernel
 from pc.triton_ops._attention.layout import PlanShape, plan_views
-from pc.triton_ops._attention.merge import _merge_splits_kernel
-from pc.triton_ops._launcher import KernelLaunch
+from pc.triton_ops._kernel import KernelLaunch
 from pc.triton_ops.attention_plan import attention_plan_cpu
 
 BF16, F16, E4M3, INT8 = torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int8
@@ -119,6 +119,40 @@ ATTENTION_CASES["shared prefix"] = functools.partial(
 )
 
 
+LATENT = Case(
+    (1, 17, *range(60, 70), 128), (1,) * 13, heads=(16, 1), dtype=BF16, head_dim=576, value_dim=512, latent=True
+)
+LATENTS = {
+    "decode": LATENT,
+    "decode block 64, 40 heads": dataclasses.replace(
+        LATENT, lens=(1, 65, 127, 300), queries=(1, 1, 1, 1), heads=(40, 1), block_size=64
+    ),
+    "decode e4m3": dataclasses.replace(LATENT, cache_dtype=E4M3, lens=(1, 66, 127), queries=(1, 1, 1)),
+    "several queries, holes": dataclasses.replace(LATENT, lens=(150, 70, 9), queries=(4, 2, 5), holes=0.3),
+    "prefill": dataclasses.replace(LATENT, lens=(70, 40), queries=(40, 9), heads=(4, 1), head_dim=96, value_dim=64),
+    "splits": dataclasses.replace(LATENT, lens=(900, 3, 0), queries=(1, 1, 0), padding=2, bounds=True),
+}
+
+
+def _latent(call: Case) -> None:
+    batch = build(call)
+    out, lse = pc.latent_attention_with_lse(*batch.tensors, batch.scale, call.value_dim, **batch.options)
+    check(batch, out, lse)
+
+
+def _sparse_latent(call: Case) -> None:
+    batch = build(call)
+    given = (*batch.tensors, batch.positions, batch.scale, call.value_dim, call.window, call.num_sink_tokens)
+    check(batch, *pc.sparse_latent_attention_with_lse(*given, **batch.options))
+
+
+ATTENTION_CASES["latent: lists"] = functools.partial(
+    _sparse_latent, dataclasses.replace(LATENT, lens=(130, 33, 200), queries=(1, 5, 1), top_k=5, holes=0.2)
+)
+for name, given in LATENTS.items():
+    ATTENTION_CASES[f"latent: {name}"] = functools.partial(_latent, given)
+
+
 def _plan(block_size: int, window: int = 0, num_sink_tokens: int = 0, causal: bool = True, heads: int = 0) -> None:
     """Tables alone, of every count of tiles over two turns of the kernel's loop; equal to the plan in numpy."""
     lens = [64 * tiles + 37 * tiles % 64 for tiles in range(131)]
@@ -191,10 +225,10 @@ def _merge_splits() -> None:
         lse[1:, 0], lse[:, 1, 0] = -math.inf, -math.inf
         # What nothing writes is not to hold the results of the call before.
         out, found = torch.full((tokens, heads, dim), math.nan), torch.full((tokens, heads), math.nan)
-        constants = {"DECODE_Q": 0, "BY_SEQUENCE": False, "TABLE_HEADS": 1, "SINKS": False, "WITH_LSE": True}
+        constants = {"TABLE_HEADS": 1, "SINKS": False, "WITH_LSE": True}
         constants |= {"NUM_HEADS": heads, "VALUE_DIM": dim, "BLOCK_S": block_s, "BLOCK_V": dim}
-        given = (out, found, parts, lse, parts, lse, starts, starts, out, 1, tokens, 1, splits)
-        KernelLaunch(constants, warps)(_merge_splits_kernel, (tokens, heads, 1), *given)
+        given = (out, found, parts, lse, parts, lse, starts, starts, out, 1, tokens, 0, 1, splits, 0)
+        KernelLaunch(constants, warps).launch(_merge_splits_kernel, (tokens, heads, 1), given)
         nats = lse.double() * math.log(2)
         want = (nats.softmax(0).nan_to_num()[..., None] * parts.double()).sum(0)
         assert torch.allclose(out.double(), want, atol=1e-5)

@@ -12,17 +12,19 @@ from collections.abc import Iterator
 
 import torch
 
-from pc.triton_ops._attention.launch import forget_prepared
+from pc.triton_ops._dispatch import forget_choices
 
 from .attention_calls import ATTENTION_CASES
+from .flash_calls import FLASH_CASES
 from .row_calls import ROW_CASES
 
-CASES = {**ATTENTION_CASES, **ROW_CASES}
+CASES = {**ATTENTION_CASES, **FLASH_CASES, **ROW_CASES}
 
 # What compiles in a minute and still has every kernel: CI's set. The rest are options of the attention kernel.
 SLOW = ("decode head_dim 80, rows of 7 heads", "decode softcap, slopes, sinks", "decode int8", "batch-invariant decode")
 SLOW += ("prefill float32", "prefill not causal, window", "prefill softcap, slopes", "prefill e4m3")
-SLOW += ("decode bf16, block 64", "prefill bf16, head_dim 128")
+SLOW += ("decode bf16, block 64", "prefill bf16, head_dim 128", "flash dense")
+SLOW += ("latent: decode e4m3", "latent: several queries, holes", "latent: prefill", "latent: lists")
 QUICK = [name for name in CASES if name.removeprefix("attention: ") not in SLOW]
 
 
@@ -34,9 +36,9 @@ def run(name: str) -> None:
 
 @contextlib.contextmanager
 def fresh(seed: int) -> Iterator[None]:
-    """Nothing prepared before, random numbers from `seed`, and NaN in memory that was not written."""
+    """Nothing chosen before, random numbers from `seed`, and NaN in memory that was not written."""
     torch.manual_seed(seed)
-    forget_prepared()
+    forget_choices()
     before = torch.utils.deterministic.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = True

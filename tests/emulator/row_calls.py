@@ -108,6 +108,39 @@ def _rotate() -> None:
             assert torch.equal(cache[[2, 3, 5, 6, 8]].float(), before[[2, 3, 5, 6, 8]].float())
 
 
+@case("move")
+def _move() -> None:
+    turns = (
+        (64, 64, 3, 0, F16),
+        (80, 32, 2, 16, BF16),
+        (48, 32, 1, 0, E4M3),
+        (576, 64, 1, 512, BF16),
+        (64, 0, 2, 0, INT8),
+    )
+    for head_dim, rotary, heads, first, dtype in turns:
+        for is_neox in (True, False):
+            keys, values = torch.randn(9, 5, heads, head_dim).to(dtype), torch.randn(9, 5, heads, 40).to(dtype)
+            before, old = keys.clone().flatten(0, 1), values.clone().flatten(0, 1)
+            inv_freq = 10000.0 ** (-torch.arange(0, rotary, 2) / max(rotary, 1))
+            order = torch.randperm(45)
+            sources, targets, deltas = order[:20].clone(), order[20:40].clone(), torch.randint(-5000, 131_000, (20,))
+            sources[3], targets[5] = -1, -1
+            pc.move_slots(keys, values, sources, targets, deltas, inv_freq if rotary else None, is_neox, first)
+            found, moved = keys.flatten(0, 1), values.flatten(0, 1)
+            for source, target, delta in zip(sources.tolist(), targets.tolist(), deltas.tolist(), strict=True):
+                if target < 0:
+                    continue
+                want, live = before[source].double(), float(source >= 0)
+                part = want[None, :, first : first + rotary]
+                want[:, first : first + rotary] = _turned(part, delta * inv_freq.double()[None], not is_neox)[0]
+                error = 1 / 15 if dtype == E4M3 else 2 * torch.finfo(dtype).eps if dtype != INT8 else 0
+                limit = error * (want.abs() + (dtype != E4M3)) + 2**-9
+                assert ((found[target].double() - want * live).abs() <= limit).all()
+                assert torch.equal(moved[target].float(), old[source].float() * live)
+            rest = torch.tensor([slot for slot in range(45) if slot not in targets.tolist()])
+            assert torch.equal(found[rest].float(), before[rest].float())
+
+
 def _bytes(*shape: int) -> torch.Tensor:
     return torch.randint(0, 256, shape, dtype=torch.uint8)
 

@@ -17,6 +17,8 @@ from emulator.device import ARCH
 from emulator.program import edited, program
 from emulator.ptx import EmulationError
 
+pytestmark = pytest.mark.quick
+
 
 def test_memory_outside_of_every_argument():
     x, y, out = torch.randn(900), torch.randn(1000), torch.randn(1000)

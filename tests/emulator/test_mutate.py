@@ -20,6 +20,7 @@ def _add(n: int, room: int) -> None:
     assert torch.equal(out[:n], (x + y)[:n])
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("n", "room", "outcome"),
     [(300, 0, NOTICED), (256, 0, NOT_MET), (300, 1, NO_EFFECT)],

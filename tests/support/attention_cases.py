@@ -38,6 +38,7 @@ class Case:
     bounds: bool = False
     seed: int = 0
     value_dim: int | None = None
+    latent: bool = False  # values are the first columns of keys
     head_tables: bool = False  # a block table per KV head
     tree: bool = False  # queries are trees, whose depths are their positions where scattered
     top_k: int = 0  # blocks of each query's own list
@@ -65,6 +66,8 @@ class Batch:
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
+        if self.case.latent:
+            return (self.query, self.key_cache[:, :, 0], self.block_tables, self.seq_lens, self.query_start_loc)
         return (
             self.query,
             self.key_cache,
@@ -129,6 +132,8 @@ def build(case: Case) -> Batch:
     if case.head_major:
         key, value = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (key, value))
 
+    if case.latent:
+        value = key[..., : case.value_dim]
     num_tokens = sum(case.queries)
     positions = None
     trees = [_tree(q, rand) for q in case.queries] if case.tree else []
@@ -148,7 +153,7 @@ def build(case: Case) -> Batch:
     if case.sinks:
         options["sinks"] = normal(num_heads)
     if key_scale is not None:
-        options |= {"k_scale": key_scale, "v_scale": value_scale}
+        options |= {"k_scale": key_scale} if case.latent else {"k_scale": key_scale, "v_scale": value_scale}
     if case.batch_invariant:
         options["batch_invariant"] = True
     if case.bounds:
@@ -271,7 +276,7 @@ def dense(batch: Batch, dtype: torch.dtype = torch.float64) -> tuple[torch.Tenso
         )
         if case.cache_dtype is not None:
             key = key * batch.options["k_scale"].to(dtype).view(-1, 1)
-            value = value * batch.options["v_scale"].to(dtype).view(-1, 1)
+            value = value * batch.options["k_scale" if case.latent else "v_scale"].to(dtype).view(-1, 1)
         key, value = (x.repeat_interleave(num_heads // kv_heads, 1) for x in (key, value))
         score = torch.einsum("qhd,thd->hqt", query[begin:end].to(dtype), key) * batch.scale
         if case.softcap:

@@ -17,8 +17,7 @@ def drop(pool, ids):
         victims, _ = pool.remove_victims(ids.size)
     finally:
         pool.policy.victims = policy_choice
-    pool.pin(victims)
-    pool.give_up(victims)
+    pool.evict(victims)
 
 
 def run(manager, request_id, tokens, **options):

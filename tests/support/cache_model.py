@@ -8,6 +8,7 @@ it. A lower tier, listeners and a policy misbehave now and then.
 
 from __future__ import annotations
 
+import math
 import random
 
 import pc
@@ -21,6 +22,7 @@ BLOCK = 4
 GROUPS = {
     "full": lambda: None,
     "partial": lambda: None,
+    "anywhere": lambda: None,
     "window": lambda: [pc.SlidingWindow(window=6)],
     "window and sinks": lambda: [pc.SlidingWindow(window=9, num_sink_tokens=5)],
     "state": lambda: [pc.Recurrent(num_blocks=6)],
@@ -95,7 +97,7 @@ class Model:
             hash_algorithm=r.choice(["sha256", "blake2b", "xxh3_128"]),
             groups=groups,
             host_blocks=r.choice([0, 3, 12]),
-            partial_reuse=self.case == "partial",
+            partial_reuse=self.case == "partial" or (self.case == "anywhere" and r.random() < 0.5),
         )
         self.specs = self.manager.groups
         self.states = [g for g, spec in enumerate(self.specs) if isinstance(spec, pc.Recurrent)]
@@ -104,6 +106,7 @@ class Model:
         self.host = [{} for _ in self.specs]
         self.findable = [{} for _ in self.specs]
         self.meaning = {}
+        self.of = {}  # what a value stands for: salt, keys, token, position
         self.running = {}
         self.preempted = {}
         self.step = []
@@ -120,7 +123,8 @@ class Model:
     def on_evict(self, group, blocks, hashes):
         assert len(blocks) == len(hashes)
         for block, block_hash in zip(blocks.tolist(), hashes, strict=True):
-            assert self.held(group, block, BLOCK - 1) == self.meaning[block_hash], "a tier got other content"
+            value = self.held(group, block, BLOCK - 1)
+            assert self.meaning[block_hash] in (value, self.of.get(value)), "a tier got other content"
         chance = self.random.random()
         if chance < 0.1:
             raise TierError
@@ -169,8 +173,48 @@ class Model:
         last = known[-1] if known else hash((request["salt"], request["keys"]))
         for token in tokens[first:]:
             last = hash((last, token))
+            self.of[last] = (request["salt"], request["keys"], token, len(known))
             known.append(last)
         return known
+
+    def means(self, request, block):
+        """What a block's last slot stands for; of one that is approximate that varies, its token does not."""
+        value = request["ids"][(block + 1) * BLOCK - 1]
+        return self.of[value] if block * BLOCK >= request["approximate"] else value
+
+    def take_approximate(self, name, allocation):
+        """What an allocation makes of a request whose KV is approximate: what is read is what others left there."""
+        request, (content,), size = self.running[name], self.content, BLOCK
+        begin = request["approximate"] = allocation.approximate_from
+        tokens = request["tokens"] + request["prompt"][len(request["tokens"]) :]
+        table = self.manager.block_table(name).tolist()
+        sources = {b: (content, a) for a, b in allocation.copies}
+        sources |= {b: (self.host[0], a) for a, b in allocation.loads}
+        cached = {p for start, end in allocation.cached_spans for p in range(start, end)}
+        if allocation.compute_spans and allocation.slot_mapping[-1] < 0:
+            cached.add(len(request["tokens"]) - 1)
+        moved = {}
+        for start, end, slots, delta, targets in allocation.moved:
+            assert len(slots) == len(targets) == end - start > 0
+            assert start >= begin
+            for p, slot, target in zip(range(start, end), slots.tolist(), targets.tolist(), strict=True):
+                assert divmod(target, size) == (table[p // size], p % size), "another target"
+                value = content[divmod(slot, size)]
+                known = (request["salt"], request["keys"], tokens[p], p - delta)
+                assert self.of[value] == known, "moved KV is of another token, position, salt or keys"
+                moved[p] = hash(("moved", value, p))
+        ids, count = request["ids"], len(request["tokens"])
+        begin = min(begin, len(tokens))
+        last = ids[begin - 1] if begin else hash((request["salt"], request["keys"]))
+        for p in range(begin, len(tokens)):
+            last = hash((last, tokens[p]))
+            if p < count and p in cached:
+                there, block = sources.get(table[p // size], (content, table[p // size]))
+                last = there[block, p % size]
+                assert self.of[last] == (request["salt"], request["keys"], tokens[p], p), "another text was found"
+            last = moved.get(p, last)
+            self.of[last] = (request["salt"], request["keys"], tokens[p], p)
+            ids[p:] = [last]
 
     def must_read(self, group, position):
         spec = self.specs[group]
@@ -190,6 +234,16 @@ class Model:
                 assert block >= 0, f"group {group}: what the query at {position} reads at {t} is gone"
                 assert self.held(group, block, t % BLOCK) == ids[t], f"group {group}: wrong KV at {t} for {position}"
 
+    def assert_still_held(self, name):
+        """What queries of this step read that are not computed yet has a place in the tables of now."""
+        tables = self.tables_of(name)
+        for of, allocation, _ in self.step:
+            if of == name:
+                for position in [p for start, end in allocation.compute_spans for p in range(start, end)]:
+                    for group, table in enumerate(tables):
+                        reads = self.must_read(group, position)
+                        assert all(table[t // BLOCK] >= 0 for t in reads), "a query of this step reads a released block"
+
     # One step of the engine.
 
     def flush(self):
@@ -204,6 +258,12 @@ class Model:
                     for a, b in pairs:
                         moved = [source.get((a, offset)) for offset in range(BLOCK)]
                         content.update({(b, offset): value for offset, value in enumerate(moved)})
+        for _, allocation, _ in step:
+            for span in allocation.moved:
+                places = zip(range(span.start, span.end), span.slots.tolist(), span.targets.tolist(), strict=True)
+                for p, slot, target in places:
+                    assert not self.manager.pools[0].complete[target // BLOCK], "a findable block is written"
+                    self.write(0, *divmod(target, BLOCK), hash(("moved", self.content[0][divmod(slot, BLOCK)], p)))
         for name, allocation, tables in step:
             request = self.running[name]
             slots = [mapping.tolist() for mapping in self.per_group(allocation.slot_mapping)]
@@ -259,7 +319,7 @@ class Model:
             r.choice([None] * 6 + ["s", 1, "1"]),
             r.choice([None] * 6 + [("k",), ("k", 2)]),
         )
-        reuse = r.choice(["prefix", "prefix", "gap"])
+        reuse = r.choice(["prefix", "prefix", "gap"] + ["anywhere"] * (8 * (self.case == "anywhere")))
         part = r.choice([None, None, None, r.randrange(0, 20)])
         self.count += 1
         name = self.count
@@ -285,6 +345,7 @@ class Model:
             "committed": 0,
             "state": 0,
             "cut": False,
+            "approximate": math.inf,
         }
         request["ids"] = self.ids_of(request, prompt)
         length = m.num_tokens(name)
@@ -293,6 +354,9 @@ class Model:
         request["state"] = self.start_of(a)
         self.running[name] = request
         self.covers(a, length)
+        if a.approximate_from is not None:
+            assert reuse == "anywhere", "an exact request has approximate KV"
+            self.take_approximate(name, a)
         self.check_state(name, a)
         if self.whole == list(range(len(self.specs))) and reuse == "prefix":
             self.check_hits(a, request, prompt)
@@ -301,7 +365,8 @@ class Model:
             self.checkpoint(name, a.junction)
 
     def covers(self, allocation, length):
-        spans = sorted([*allocation.cached_spans, *allocation.compute_spans])
+        moved = [(start, end) for start, end, *_ in allocation.moved]
+        spans = sorted([*allocation.cached_spans, *allocation.compute_spans, *moved])
         assert [p for s, e in spans for p in range(s, e)] == list(range(length)), "spans do not cover the tokens"
 
     def start_of(self, allocation):
@@ -329,7 +394,7 @@ class Model:
         while hits < len(digests) and all(t[hits] for t in there):
             hits += 1
         least = min(hits * BLOCK, max(len(prompt) - 1, 0))
-        most = least if self.case != "partial" else least + BLOCK - 1
+        most = least if self.case not in ("partial", "anywhere") else least + BLOCK - 1
         assert least <= allocation.num_cached_tokens <= most, "a cached block was not used"
 
     def checkpoint(self, name, junction):
@@ -374,6 +439,7 @@ class Model:
         assert self.manager.num_tokens(name) == length + len(new)
         (start, end) = a.compute_spans[0]
         assert start <= length < end == length + len(new)
+        self.assert_still_held(name)
         self.step.append((name, a, self.tables_of(name)))
         if self.states and r.random() < 0.3:
             self.checkpoint(name, None)
@@ -421,12 +487,23 @@ class Model:
         upto = length if r.random() < 0.8 else r.randrange(length + 1)
         hashes = self.manager.block_hashes(name)
         for block, block_hash in enumerate(hashes):
-            meaning = request["ids"][(block + 1) * BLOCK - 1]
+            meaning = self.means(request, block)
             assert self.meaning.setdefault(block_hash, meaning) == meaning, "two contents under one hash"
         for group, pairs in enumerate(self.per_group(self.manager.commit(name, upto))):
             for old, new in pairs:
+                moved = request["approximate"] < math.inf
+                at = self.tables_of(name)[group].index(new) * BLOCK if moved else 0
                 for offset in range(BLOCK):
-                    assert self.held(group, old, offset) == self.held(group, new, offset), "merged with another"
+                    a, b = self.held(group, old, offset), self.held(group, new, offset)
+                    if moved and at >= request["approximate"]:
+                        assert self.of[a] == self.of[b], "merged with another"
+                        request["ids"][at + offset] = b
+                    else:
+                        assert a == b, "merged with another"
+        for group in self.whole:
+            table, pool = self.tables_of(name)[group][: upto // BLOCK], self.manager.pools[group]
+            published = pool.digests_of([block for block in table if pool.complete[block]])
+            assert set(published) <= set(hashes), "a block is published under another hash"
         request["committed"] = max(request["committed"], upto)
         request["kept"] = request["state"]
 
@@ -504,7 +581,7 @@ class Model:
         needed = -(-request["committed"] // BLOCK)
         roomy = mode == "swap" and not self.states and all(f >= needed for f in free)
         # A rollback may have ended where the window of the last token that is left has gone.
-        request["least"] = request["committed"] if roomy and self.case in ("full", "partial") else 0
+        request["least"] = request["committed"] if roomy and self.case in ("full", "partial", "anywhere") else 0
 
     def resume(self):
         if not self.preempted:
@@ -517,6 +594,8 @@ class Model:
         request = self.running[name] = self.preempted.pop(name)
         length = len(request["tokens"])
         self.covers(a, length)
+        if a.approximate_from is not None:
+            self.take_approximate(name, a)
         assert a.num_cached_tokens >= min(request["least"], length - 1), "what was swapped out is computed again"
         request["marks"] = {}
         self.check_state(name, a)
@@ -533,7 +612,7 @@ class Model:
         for name in new:
             request = self.running[name]
             for block, block_hash in enumerate(self.manager.block_hashes(name)):
-                self.meaning.setdefault(block_hash, request["ids"][(block + 1) * BLOCK - 1])
+                self.meaning.setdefault(block_hash, self.means(request, block))
             self.manager.commit(name, len(request["tokens"]))
             self.manager.free(name)
             del self.running[name]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 import transformers
 from torch.nn.modules.module import register_module_forward_pre_hook
@@ -65,9 +67,12 @@ FAMILIES = [
     ),
     Family("glm4", "Glm4Config", "Glm4ForCausalLM", {"head_dim": 16}),
     Family("opt", "OPTConfig", "OPTForCausalLM", {"ffn_dim": 96, "word_embed_proj_dim": 64}),
+    Family("mpt", "MptConfig", "MptForCausalLM", {"d_model": 64, "n_heads": 4, "n_layers": 2, "max_seq_len": 512}),
     Family("gpt-oss", "GptOssConfig", "GptOssForCausalLM", {"sliding_window": 24, "num_local_experts": 4}),
 ]
 LLAMA = FAMILIES[0]
+PAGED = [family for family in FAMILIES if family.name != "mpt"]
+"""Those whose attention goes through transformers' interface, as packed passes need."""
 HYBRIDS = [
     Family(
         "qwen3-next",
@@ -95,6 +100,16 @@ HYBRIDS = [
         "Mamba2ForCausalLM",
         {"num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 1, "chunk_size": 16},
     ),
+    Family("mamba", "MambaConfig", "MambaForCausalLM", {"state_size": 8}),
+    Family(
+        "jamba",
+        "JambaConfig",
+        "JambaForCausalLM",
+        {
+            "attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 8, "num_experts": 2,
+            "num_experts_per_tok": 1,
+        },
+    ),
     Family(
         "inkling",
         "InklingTextConfig",
@@ -107,6 +122,12 @@ HYBRIDS = [
         },
     ),
 ]  # fmt: skip
+
+
+def first_quick(cases: Iterable[Any]) -> list[Any]:
+    """Cases of a test of which `make test` runs the first alone."""
+    first, *others = cases
+    return [first, *(pytest.param(case, marks=pytest.mark.slow) for case in others)]
 
 
 def remembering(family: Family) -> Any:

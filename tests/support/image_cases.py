@@ -80,7 +80,7 @@ class VisionCase:
     """Height and width of an image; 0 where it comes in patches of a grid."""
     types: str | None = None
     spread: tuple[float, float] = (0.05, 2.0)
-    """Of the weights of embeddings and of others; pictures have to show in the tokens."""
+    """Of the weights of embeddings and of others; images have to show in the tokens."""
 
     def build(self) -> Any:
         torch.manual_seed(0)

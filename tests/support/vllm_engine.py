@@ -63,7 +63,7 @@ def use_hidden_states(ours: bool) -> None:
 def _use(feature: str, ours: bool) -> None:
     from pc.integrations.vllm import enable, features
 
-    features._configure.pop(feature, None)
+    features._enabled.discard(feature)
     if ours:
         enable(feature)
 

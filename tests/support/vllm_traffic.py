@@ -37,11 +37,15 @@ def make_request(name: str, tokens: list[int], block_size: int = BLOCK, **params
     """A request of vLLM."""
     from vllm.sampling_params import SamplingParams
     from vllm.utils.hashing import sha256
-    from vllm.v1.core.kv_cache_utils import get_request_block_hasher
+    from vllm.v1.core import kv_cache_utils
     from vllm.v1.request import Request
 
+    if not hasattr(kv_cache_utils, "NONE_HASH"):  # once, or earlier hashes would be found no more
+        kv_cache_utils.init_none_hash(sha256)
     sampling = SamplingParams(max_tokens=40, **params)
-    return Request(name, tokens, sampling, None, block_hasher=get_request_block_hasher(block_size, sha256))
+    return Request(
+        name, tokens, sampling, None, block_hasher=kv_cache_utils.get_request_block_hasher(block_size, sha256)
+    )
 
 
 def contents_of(pool: Any) -> list[Any]:

@@ -5,17 +5,22 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 import pytest
 import torch
 
-from pc.triton_ops._attention.launch import forget_prepared
-from pc.triton_ops._debug import debug_mode_enabled, set_debug_mode
+from pc.triton_ops._attention import launch
+from pc.triton_ops._attention.choose import Chosen
+from pc.triton_ops._checks import debug_mode_enabled, set_debug_mode
+from pc.triton_ops._dispatch import forget_choices
 from pc.triton_ops._triton import INTERPRET
 
 if INTERPRET:
     from guarded import guarded_memory
 
+FOLDER = Path(__file__).parent
+COMPILES = ("test_compile", "test_inductor")
 LAYOUTS = ("contiguous", "padded_features", "padded_blocks", "head_major", "every_second", "offset", "permuted")
 
 
@@ -46,6 +51,14 @@ def _strided(layout: str, shape: Sequence[int], dtype: torch.dtype, device: torc
     return _random_bits([shape[axis] for axis in order], dtype, device).permute(order)
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest leaves out what `-m` names
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Graphs around operators are compiled on CPU tensors too; in the interpreter their calls take long."""
+    for item in items if INTERPRET else ():
+        if item.path.parent == FOLDER and getattr(item, "originalname", "").startswith(COMPILES):
+            item.add_marker(pytest.mark.slow)
+
+
 @pytest.fixture(autouse=True)
 def _guarded_memory() -> Iterator[None]:
     """In the interpreter every access of a kernel is checked, and the programs of a launch run in a random order."""
@@ -54,11 +67,11 @@ def _guarded_memory() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def _forget_prepared() -> Iterator[None]:
+def _forget_choices() -> Iterator[None]:
     """What a test changes about launches holds for its own calls, all of them, and for no other's."""
-    forget_prepared()
+    forget_choices()
     yield
-    forget_prepared()
+    forget_choices()
 
 
 @pytest.fixture(autouse=True)
@@ -67,6 +80,15 @@ def _debug_mode_as_before() -> Iterator[None]:
     before = debug_mode_enabled()
     yield
     set_debug_mode(before)
+
+
+@pytest.fixture
+def chosen(monkeypatch: pytest.MonkeyPatch) -> list[Chosen]:
+    """What attention calls that follow launch, each kind once."""
+    found: list[Chosen] = []
+    choose = launch.choose_attention
+    monkeypatch.setattr(launch, "choose_attention", lambda *given: found.append(choose(*given)) or found[-1])
+    return found
 
 
 @pytest.fixture(params=LAYOUTS)

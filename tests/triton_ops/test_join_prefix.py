@@ -6,7 +6,6 @@ from itertools import accumulate
 import numpy as np
 import pytest
 import torch
-from torch.library import opcheck
 
 import pc
 
@@ -169,15 +168,7 @@ def test_bad_arguments_are_named(change, error, message):
         pc.join_prefix(**{**arguments, **change(arguments)})
 
 
-def test_opcheck(device):
-    for case in (CASES[1], CASES[3], CASES[7]):
-        for scattered in (False, True):
-            cache, tables, seq_lens, new, *rest = inputs(case, (3, 8), torch.float32, device, scattered)
-            opcheck(torch.ops.pc.join_prefix.default, (cache, tables, seq_lens, new, *rest))
-            lists = ([cache, cache[..., :1]], tables, seq_lens, [new, new[..., 1:2]], *rest)
-            opcheck(torch.ops.pc.join_prefix_list.default, lists)
-
-
+@pytest.mark.slow
 def test_compiles_whole_with_dynamic_shapes(device):
     compiled = torch.compile(lambda *a: pc.join_prefix(*a) * 2, fullgraph=True, dynamic=True)
     for case in (CASES[1], CASES[2]):

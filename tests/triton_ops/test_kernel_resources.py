@@ -15,12 +15,13 @@ import pytest
 from pc.triton_ops._triton import HAS_TRITON, INTERPRET
 
 ROOT = Path(__file__).resolve().parents[2]
-CASES = ["decode bf16 d128 g4", "prefill bf16 d128 g4", "write bf16 d128 e4m3"]
 OTHER_CASES = ["decode bf16 d128 g4", "prefill bf16 d128 g4"]
+CASES = [*(pytest.param(case, marks=pytest.mark.slow) for case in OTHER_CASES), "write bf16 d128 e4m3"]
 OTHER_TARGETS = ["sm_80", "sm_90"]
 MATRIX = {"sm_90": "wgmma", "sm_100": "tcgen05", "gfx942": "mfma"}
 # 64 rows, the least that wgmma takes, have sums of 512 columns that leave too few registers for the rest.
 MMA_SYNC = {("sm_90", "prefill bf16 d512 g8"): "mma"}
+MMA_SYNC |= {(t, f"prefill bf16 latent g{n}"): "mma" for t in ("sm_90", "sm_100") for n in (16, 128)}
 
 pytestmark = pytest.mark.skipif(
     INTERPRET or not HAS_TRITON, reason="compiles, so it needs triton without its interpreter"
@@ -61,6 +62,7 @@ def test_installed_triton(case, target, resources):
         _check(resources, row)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("version", ["3.6.0", "3.9.0"])
 def test_other_triton(version, resources):
     folder = ROOT / ".kernels" / f"triton-{version}"

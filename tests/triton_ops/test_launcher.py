@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import importlib
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 import torch
 
-from pc.triton_ops import _launcher
-from pc.triton_ops._attention import launch, plan, prepare
-from pc.triton_ops._attention.call import AttentionCall
+import pc
+from pc.triton_ops._attention import choose, launch
 from pc.triton_ops._attention.constants import Architecture
-from pc.triton_ops._launcher import MAX_REMEMBERED, Decisions, remember
+from pc.triton_ops._attention.launch import choose_operator
+from pc.triton_ops._dispatch import forget_choices
 from pc.triton_ops._rows import kernel as rows
 from pc.triton_ops._triton import HAS_TRITON, INTERPRET
 
@@ -64,33 +63,30 @@ def launches(monkeypatch):
     from triton.runtime import driver
 
     fake, active = _Driver(), driver._active
-    monkeypatch.setattr(prepare, "architecture", lambda device: Architecture("sm_90", 132, True))
-    _forget()
+    monkeypatch.setattr(choose, "architecture", lambda device: Architecture("sm_90", 132, True))
+    forget_choices()
     driver.set_active(fake)
     yield fake.launches
     driver._active = active
-    _forget()
+    forget_choices()
 
 
-def _forget():
-    launch.forget_prepared()
-    plan._plan_launches.cache_clear()
-    rows._prepared.clear()
+attend = launch._chosen_once(pc.paged_attention, choose_operator, True)
 
 
-def _attention_call(misaligned: bool = False, num_seqs: int = 2, head_dim: int = 64) -> AttentionCall:
+def _attention_call(misaligned: bool = False, num_seqs: int = 2, head_dim: int = 64) -> dict[str, Any]:
     elements = torch.zeros(num_seqs * 8 * head_dim + 8, dtype=torch.float16)[misaligned:]
     cache = torch.zeros(4, 16, 2, head_dim, dtype=torch.float16)
-    return AttentionCall(
-        query=elements[: num_seqs * 8 * head_dim].view(num_seqs, 8, head_dim),
-        key_cache=cache,
-        value_cache=cache.clone(),
-        block_tables=torch.zeros(num_seqs, 32, dtype=torch.int32),
-        seq_lens=torch.full((num_seqs,), 512, dtype=torch.int32),
-        query_start_loc=torch.arange(num_seqs + 1, dtype=torch.int32),
-        scale=0.125,
-        max_query_len=1,
-    )
+    return {
+        "query": elements[: num_seqs * 8 * head_dim].view(num_seqs, 8, head_dim),
+        "key_cache": cache,
+        "value_cache": cache.clone(),
+        "block_tables": torch.zeros(num_seqs, 32, dtype=torch.int32),
+        "seq_lens": torch.full((num_seqs,), 512, dtype=torch.int32),
+        "query_start_loc": torch.arange(num_seqs + 1, dtype=torch.int32),
+        "scale": 0.125,
+        "max_query_len": 1,
+    }
 
 
 def _same(one, other) -> bool:
@@ -103,10 +99,11 @@ def _same(one, other) -> bool:
 
 
 @needs_compiler
+@pytest.mark.slow
 def test_second_launch_is_that_of_triton(launches):
     """The plan's two kernels, the attention kernel and the merge: first by triton, then without it."""
     for call in (_attention_call(), _attention_call()):
-        launch.launch_attention(call)
+        attend(**call)
     first, second = launches[:4], launches[4:]
     assert len(second) == 4
     for (grid, kernel, arguments), (again, same_kernel, others) in zip(first, second, strict=True):
@@ -119,9 +116,10 @@ def test_second_launch_is_that_of_triton(launches):
 
 
 @needs_compiler
+@pytest.mark.slow
 def test_addresses_that_are_not_aligned_get_another_kernel(launches):
     for misaligned in (False, True, False, True):
-        launch.launch_attention(_attention_call(misaligned))
+        attend(**_attention_call(misaligned))
     kernels = [kernel for _, kernel, _ in launches[2::4]]
     assert kernels[0] is kernels[2]
     assert kernels[1] is kernels[3]
@@ -166,50 +164,10 @@ def test_moved_rows_reuse_their_kernel_for_addresses_aligned_alike(launches):
 @needs_compiler
 def test_remembered_calls_are_still_refused_a_gradient(launches):
     call = _attention_call()
-    launch.launch_attention(call)
-    call.query.requires_grad_(True)
+    attend(**call)
+    call["query"].requires_grad_(True)
     with pytest.raises(RuntimeError, match="query: got a tensor that requires grad"):
-        launch.launch_attention(call)
-
-
-def test_memory_of_signatures_is_bounded():
-    memory = {}
-    for signature in range(MAX_REMEMBERED + 1):
-        assert remember(memory, signature, -signature) == -signature
-    assert memory == {MAX_REMEMBERED: -MAX_REMEMBERED}
-
-
-def test_decisions_tell_calls_apart_by_all_that_kernels_are_chosen_by():
-    decisions, base = Decisions(), torch.zeros(4, 8, 16)
-    calls = {
-        "same": (base, torch.zeros(3)),
-        "length": (base[:2], torch.zeros(3)),
-        "strides": (base.transpose(0, 1).contiguous().transpose(0, 1), torch.zeros(3)),
-        "dtype": (base.half(), torch.zeros(3)),
-        "other": (base, torch.zeros(4)),
-        "device": (base.to("meta"), torch.zeros(3)),
-    }
-    for name, tensors in calls.items():
-        assert decisions.get((1,), tensors) is None, name
-        decisions.keep((1,), tensors, name)
-    for _ in range(2):
-        for name, tensors in calls.items():
-            assert decisions.get((1,), tensors) == name
-            assert decisions.get((1,), [tensor.clone() for tensor in tensors]) == name
-            assert decisions.get((2,), tensors) is None
-    with torch.inference_mode():
-        assert decisions.get((1,), (base, torch.zeros(3))) == "same"
-    grown = torch.zeros(3)
-    assert decisions.get((1,), (base, grown)) == "same"
-    grown.resize_(4)
-    assert decisions.get((1,), (base, grown)) == "other", "in place"
-    decisions.keep("twice", (grown, grown), "twice")
-    assert decisions.get("twice", (grown, grown)) == "twice"
-
-
-def test_decisions_do_without_what_torch_does_not_promise(monkeypatch):
-    monkeypatch.setattr(_launcher, "TensorGuards", None)
-    test_decisions_tell_calls_apart_by_all_that_kernels_are_chosen_by()
+        attend(**call)
 
 
 @needs_compiler
@@ -231,37 +189,3 @@ def test_a_profiler_hears_of_every_launch(launches):
     finally:
         knobs.runtime.launch_enter_hook.remove(hear)
     assert _Driver.hooks[-2] is None, "without a profiler the launch is the short one"
-
-
-def test_the_signature_of_a_call_holds_all_that_is_decided_by():
-    """An option added to AttentionCall is in it without being named there."""
-    one = torch.zeros(8)
-    changes = {"query_positions": torch.zeros(2, dtype=torch.int32), "causal": False, "window": 3, "num_sink_tokens": 3}
-    changes |= {"num_shared_blocks": 1, "batch_invariant": True, "softcap": 2.0, "alibi_slopes": one, "sinks": one}
-    changes |= {"k_scale": one[:1], "v_scale": one[:1], "max_query_len": None, "max_seq_len": 5}
-    changes |= {"plan": torch.zeros(99, dtype=torch.int32), "query": torch.zeros(3, 8, 64, dtype=torch.float16)}
-    changes |= {"key_cache": torch.zeros(5, 16, 2, 64, dtype=torch.float16)}
-    changes |= {"value_cache": torch.zeros(4, 16, 2, 32, dtype=torch.float16)}
-    changes |= {"block_tables": torch.zeros(2, 33, dtype=torch.int32), "seq_lens": torch.zeros(3, dtype=torch.int32)}
-    changes |= {"query_start_loc": torch.zeros(4, dtype=torch.int32), "tree_mask": torch.zeros(2, 1, dtype=torch.int32)}
-    changes |= {"query_blocks": torch.zeros(2, 2, 1, dtype=torch.int32)}
-    assert {field.name for field in dataclasses.fields(AttentionCall)} == {*changes, "scale"}
-    base = _attention_call()
-    assert base.signature() == _attention_call().signature() == dataclasses.replace(base, scale=2.0).signature()
-    found = [dataclasses.replace(base, **{name: value}).signature() for name, value in changes.items()]
-    assert len({base.signature(), *found}) == 1 + len(changes)
-
-
-@needs_compiler
-def test_memory_for_descriptors_leaves_no_trace():
-    from triton.runtime import _allocation
-
-    def fail():
-        with launch._scratch_memory(torch.device("cpu")):
-            assert _allocation._allocator.get()(24, 128, None).numel() == 24
-            raise RuntimeError("a launch that fails")
-
-    before = _allocation._allocator.get()
-    with pytest.raises(RuntimeError, match="a launch that fails"):
-        fail()
-    assert _allocation._allocator.get() is before

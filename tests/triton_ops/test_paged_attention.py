@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import math
 
 import numpy as np
@@ -13,6 +12,7 @@ import torch
 from attention_cases import Case, build, check, dense
 
 import pc
+from pc.triton_ops._attention.plan import cached_with
 from pc.triton_ops._triton import INTERPRET
 
 BF16, F16, E4M3 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
@@ -94,34 +94,6 @@ def test_strides(layout, device):
     check(build(case), pc.paged_attention(query, key, value, tables, *rest, batch.scale))
 
 
-def _arguments(case, device):
-    batch = build(case).to(device)
-    # opcheck compares results, in which NaN equals nothing; the poison has its own tests.
-    return (*(t.nan_to_num() if t.dtype.is_floating_point else t for t in batch.tensors), batch.scale), batch.options
-
-
-@pytest.mark.parametrize(
-    "case",
-    [
-        Case(lens=(20, 9), queries=(1, 9), block_size=8),
-        Case(lens=(20, 9), queries=(1, 9), head_major=True, dtype=BF16, sinks=True, alibi=True),
-        Case(lens=(), queries=()),
-        Case(lens=(20,), queries=(1,), cache_dtype=torch.int8),
-    ],
-    ids=str,
-)
-def test_opcheck(case, device):
-    arguments, options = _arguments(case, device)
-    torch.library.opcheck(torch.ops.pc.paged_attention.default, arguments, options)
-    torch.library.opcheck(torch.ops.pc.paged_attention_with_lse.default, arguments, options)
-
-
-def test_opcheck_strided_query(device):
-    arguments, options = _arguments(Case(lens=(20, 9), queries=(1, 9)), device)
-    query = arguments[0].transpose(0, 1).contiguous().transpose(0, 1)
-    torch.library.opcheck(torch.ops.pc.paged_attention.default, (query, *arguments[1:]), options)
-
-
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compile(dynamic, device):
     torch._dynamo.reset()
@@ -133,12 +105,18 @@ def test_compile(dynamic, device):
         assert torch.equal(compiled(*batch.tensors, batch.scale), pc.paged_attention(*batch.tensors, batch.scale) * 2)
 
 
-def test_inductor_and_export(device):
+@pytest.mark.slow
+def test_inductor(device):
     torch._dynamo.reset()
     batch = build(Case(lens=(20, 9), queries=(1, 9))).to(device)
     expected = pc.paged_attention(*batch.tensors, batch.scale)
     compiled = torch.compile(lambda *args: pc.paged_attention(*args) + 1, fullgraph=True)
     assert torch.equal(compiled(*batch.tensors, batch.scale), expected + 1)
+
+
+def test_export(device):
+    batch = build(Case(lens=(20, 9), queries=(1, 9))).to(device)
+    expected = pc.paged_attention(*batch.tensors, batch.scale)
 
     class Layer(torch.nn.Module):
         def forward(self, query, key, value, tables, lens, starts):
@@ -180,10 +158,10 @@ def rowwise_dot(monkeypatch):
 @pytest.mark.parametrize("split_keys", [64, 8192])
 def test_batch_invariant(split_keys, device, monkeypatch, rowwise_dot):
     """A row's bits do not depend on its batch, on chunking, or on the width of the tables."""
-    from pc.triton_ops._attention import prepare
+    from pc.triton_ops._attention import choose
 
-    monkeypatch.setattr(prepare, "INVARIANT_SPLIT_KEYS", split_keys)
-    batch = build(Case(lens=(140, 90), queries=(140, 1), heads=(2, 1), sinks=True, seed=3)).to(device)
+    monkeypatch.setattr(choose, "INVARIANT_SPLIT_KEYS", split_keys)
+    batch = build(Case(lens=(140, 90), queries=(40, 1), heads=(2, 1), sinks=True, seed=3)).to(device)
     query, key, value, tables = batch.tensors[:4]
     options = {"batch_invariant": True, "sinks": batch.options["sinks"]}
     whole = pc.paged_attention(*batch.tensors, batch.scale, **options)
@@ -196,11 +174,12 @@ def test_batch_invariant(split_keys, device, monkeypatch, rowwise_dot):
             query[begin:end], key, value, tables[:1, :width], new_lens, bounds, batch.scale, **options
         )
 
-    assert torch.equal(alone(70, 0, 70), whole[:70])
-    assert torch.equal(alone(71, 70, 71), whole[70:71])
-    assert torch.equal(alone(140, 71, 140), whole[71:140])
+    assert torch.equal(alone(120, 0, 20), whole[:20])
+    assert torch.equal(alone(121, 20, 21), whole[20:21])
+    assert torch.equal(alone(140, 21, 40), whole[21:40])
 
 
+@pytest.mark.slow
 @pytest.mark.interpreter
 def test_large_offsets(device):
     """Blocks whose byte offset passes 2**31, in memory that is only partly backed."""
@@ -218,6 +197,24 @@ def test_large_offsets(device):
     assert storage.numel() * 2 > 2**31
 
 
+@pytest.mark.slow
+@pytest.mark.interpreter
+@pytest.mark.parametrize("operator", ["decode", "prefill", "lists"])
+def test_query_heads_far_apart(operator, device):
+    """A query whose last head lies 2**31 elements behind the first, each stride below that; partly backed memory."""
+    num_tokens = 20 if operator == "prefill" else 1
+    batch = build(Case(lens=(40,), queries=(num_tokens,), heads=(3, 1), dtype=BF16)).to(device)
+    memory = torch.zeros(2**31 + 64 * num_tokens, dtype=BF16, device=device)
+    far = memory.as_strided(batch.query.shape, (64, 2**30, 1)).copy_(batch.query)
+    _, *others = batch.tensors
+    if operator == "lists":
+        every = torch.arange(3, dtype=torch.int32, device=device).expand(num_tokens, 1, 3)
+        attend = functools.partial(pc.sparse_gap_attention, query_positions=None, scale=0.125, query_blocks=every)
+    else:
+        attend = functools.partial(pc.paged_attention, scale=0.125)
+    assert torch.equal(attend(far, *others), attend(batch.query, *others))
+
+
 @pytest.mark.parametrize("scale", [-0.3, 0.0])
 def test_scale_of_any_sign(scale, device):
     batch = build(Case(lens=(150, 90), queries=(1, 20), holes=0.2)).to(device)
@@ -227,7 +224,7 @@ def test_scale_of_any_sign(scale, device):
     check(expected, *pc.paged_attention_with_lse(*batch.tensors, scale))
 
 
-@pytest.mark.parametrize("cache_dtype", [E4M3, torch.int8])
+@pytest.mark.parametrize("cache_dtype", [E4M3, pytest.param(torch.int8, marks=pytest.mark.slow)])
 def test_codes_are_read_as_exactly_for_queries_of_any_size(cache_dtype, device):
     """Codes are multiplied in float16, which bfloat16 queries are brought into the range of row by row."""
     batch = build(Case(lens=(150, 90), queries=(1, 20), cache_dtype=cache_dtype, dtype=BF16))
@@ -247,13 +244,13 @@ def test_codes_are_read_as_exactly_for_queries_of_any_size(cache_dtype, device):
 @pytest.mark.parametrize(
     "options", [{}, {"holes": 0.5}, {"block_size": 48}, {"block_size": 64, "window": 150}], ids=str
 )
-def test_steps_of_two_tiles(options, device, monkeypatch):
+def test_steps_of_two_tiles(options, device, monkeypatch, chosen):
     """Where no mask is needed a step may take 128 keys, of tiles that need not be neighbours."""
-    from pc.triton_ops._attention import launch, prepare
+    from pc.triton_ops._attention import choose
 
-    tiles = prepare.prefill_tiles
+    tiles = choose.prefill_tiles
     wide = lambda *args: dataclasses.replace(tiles(*args), block_n=128, two_loops=True)  # noqa: E731
-    monkeypatch.setattr(prepare, "prefill_tiles", wide)
+    monkeypatch.setattr(choose, "prefill_tiles", wide)
     case = Case(lens=(700, 450), queries=(40, 20), heads=(2, 1), head_dim=16, **options)
     if "holes" in options:  # whole tiles are absent, and none in part
         case = dataclasses.replace(case, block_size=64)
@@ -261,36 +258,32 @@ def test_steps_of_two_tiles(options, device, monkeypatch):
     arguments = (*batch.tensors, batch.scale, case.window) if case.window else (*batch.tensors, batch.scale)
     op = pc.sliding_window_attention_with_lse if case.window else pc.paged_attention_with_lse
     check(build(case), *op(*arguments))
-    (prepared,) = launch._prepared.values()
-    assert prepared.prefill.launch._constants["BLOCK_N"] == 128
+    (call,) = chosen
+    assert call.prefill.constants._constants["BLOCK_N"] == 128
 
 
-def test_prefills_alone_have_no_splits_of_decodes(device):
+def test_prefills_alone_have_no_splits_of_decodes(device, chosen):
     """One long chunk leaves no sequence of few queries: no launch for those, nothing to sum, no memory for it."""
-    from pc.triton_ops._attention import launch
-
     batch = build(Case(lens=(300, 200), queries=(100, 100), bounds=True, padding=0)).to(device)
     if device.type == "cpu" and not INTERPRET:
         pytest.skip("runs kernels")
     check(build(batch.case), *pc.paged_attention_with_lse(*batch.tensors, batch.scale, **batch.options))
-    (prepared,) = launch._prepared.values()
-    assert prepared.decode is None
-    assert prepared.prefill is not None
+    (call,) = chosen
+    assert call.decode is None
+    assert call.prefill is not None
 
 
-def test_parts_of_rows_are_kept_with_the_plan(device):
-    from pc.triton_ops._attention import launch
-
+def test_partial_results_are_cached_with_the_plan(device, chosen):
     if device.type == "cpu" and not INTERPRET:
         pytest.skip("runs kernels")
     batch = build(Case(lens=(1000, 300), queries=(1, 1), heads=(2, 1))).to(device)
     plan = pc.attention_plan(*batch.tensors[3:], 16, num_kv_heads=1)
     first = pc.paged_attention(*batch.tensors, batch.scale, plan=plan)
-    ((parts, lse),) = plan._pc_decode_splits.values()
+    ((parts, lse),) = cached_with(plan).parts.values()
     assert torch.equal(pc.paged_attention(*batch.tensors, batch.scale, plan=plan), first)
-    assert plan._pc_decode_splits.popitem()[1] == (parts, lse)
-    (prepared,) = launch._prepared.values()
-    assert parts.shape[0] == prepared.decode.split_rows
+    assert cached_with(plan).parts.popitem()[1] == (parts, lse)
+    (call,) = chosen
+    assert parts.shape[0] == call.decode.split_rows
 
 
 def test_parts_of_layers_of_other_shapes_stay_where_a_graph_may_read_them(device):
@@ -301,102 +294,7 @@ def test_parts_of_layers_of_other_shapes_stay_where_a_graph_may_read_them(device
         batch = build(Case(lens=(1000, 300), queries=(1, 1), heads=(2, 1), head_dim=head_dim)).to(device)
         plan = pc.attention_plan(*batch.tensors[3:], 16, num_kv_heads=1) if plan is None else plan
         check(build(batch.case), *pc.paged_attention_with_lse(*batch.tensors, batch.scale, plan=plan))
-    assert [parts.shape[2] for parts, _ in plan._pc_decode_splits.values()] == [64, 32]
-
-
-DESCRIBED = [
-    Case(lens=(200, 90), queries=(1, 20), block_size=64),
-    Case(lens=(200, 90), queries=(1, 20), block_size=128, holes=0.3, dtype=F16, head_dim=80),
-    Case(lens=(200, 90), queries=(1, 20), block_size=64, cache_dtype=E4M3, head_major=True),
-]
-
-
-@pytest.mark.interpreter
-@pytest.mark.parametrize("case", DESCRIBED, ids=str)
-def test_tensor_descriptors(case, device, monkeypatch):
-    """The load path of Hopper and newer, off until it has been measured."""
-    from pc.triton_ops._attention import constants, launch, prepare
-
-    if constants.architecture(device).name not in ("interpreter", "sm_90", "sm_100"):
-        pytest.skip("no tensor memory accelerator")
-    for regime in ("decode_tiles", "prefill_tiles"):
-        tiles = getattr(prepare, regime)
-        read = lambda *args, tiles=tiles: dataclasses.replace(tiles(*args), descriptors=True)  # noqa: E731
-        monkeypatch.setattr(prepare, regime, read)
-    batch = build(case).to(device)
-    check(build(case), *pc.paged_attention_with_lse(*batch.tensors, batch.scale, **batch.options))
-    (prepared,) = launch._prepared.values()
-    assert all(grid.launch._constants["DESCRIPTORS"] for grid in (prepared.decode, prepared.prefill))
-
-
-SPECIALIZED = [
-    Case(lens=(210, 90), queries=(210, 1), heads=(2, 1), block_size=64, dtype=F16),
-    Case(lens=(330, 64, 130), queries=(150, 64, 130), heads=(1, 1), block_size=128, dtype=F16),
-    Case(
-        lens=(256, 200), queries=(256, 130), heads=(2, 1), block_size=64, dtype=BF16, holes=0.4, sinks=True, padding=3
-    ),
-    Case(lens=(400,), queries=(290,), heads=(2, 2), block_size=64, dtype=F16, window=70, num_sink_tokens=3),
-    Case(lens=(140, 130), queries=(140, 70), heads=(2, 2), block_size=64, dtype=F16, head_dim=256, head_major=True),
-]
-CAUSAL_ONLY = Case(lens=(130,), queries=(130,), heads=(2, 1), block_size=64, dtype=F16)
-
-
-@pytest.mark.interpreter
-@pytest.mark.parametrize("case", SPECIALIZED, ids=str)
-def test_specialized_warps(case, device, monkeypatch):
-    """The prefill of Hopper with specialized warps, off until it has been measured."""
-    from pc.triton_ops._attention import constants, launch, tuned
-
-    name = constants.architecture(device).name
-    if name not in ("interpreter", "sm_90"):
-        pytest.skip("not Hopper")
-    monkeypatch.setitem(tuned.SPECIALIZED, (name, case.head_dim), "")
-    batch = build(case).to(device)
-    operator = functools.partial(pc.paged_attention_with_lse, *batch.tensors, batch.scale, **batch.options)
-    if case.window:
-        extent = {"window": case.window, "num_sink_tokens": case.num_sink_tokens}
-        operator = functools.partial(
-            pc.sliding_window_attention_with_lse, *batch.tensors, batch.scale, **extent, **batch.options
-        )
-    check(build(case), *operator())
-
-    class Nothing:
-        def __getitem__(self, grid):
-            return lambda *args, **kwargs: None
-
-    # Its queries are left out by the other kernel: without it they stay as `torch.empty` gave them.
-    monkeypatch.setattr(launch, "_specialized_attention_kernel", Nothing())
-    launch.forget_prepared()  # with the compiled kernel, which is run directly
-    rows = 64 if case.head_dim > 128 else 128
-    left_out = torch.zeros(len(batch.query), dtype=torch.bool)
-    for start, q_len, length in zip(itertools.accumulate((0, *case.queries)), case.queries, case.lens, strict=False):
-        whole = min(q_len, length // 64 * 64 - (length - q_len)) // rows * rows
-        left_out[start : start + whole] = True
-    assert left_out.any()
-    assert torch.equal(operator()[0].isnan().all(-1).all(-1).cpu(), left_out)
-
-
-@pytest.mark.interpreter
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"block_size": 32},
-        {"dtype": torch.float32},
-        {"softcap": 5.0},
-        {"causal": False},
-        {"heads": (3, 1)},
-        {"batch_invariant": True},
-    ],
-    ids=str,
-)
-def test_what_specialized_warps_cannot_do(change, device, monkeypatch):
-    from pc.triton_ops._attention import constants, launch, tuned
-
-    case = dataclasses.replace(CAUSAL_ONLY, **change)
-    monkeypatch.setitem(tuned.SPECIALIZED, (constants.architecture(device).name, case.head_dim), "")
-    monkeypatch.setattr(launch, "_specialized_attention_kernel", None)
-    batch = build(case).to(device)
-    check(build(case), *pc.paged_attention_with_lse(*batch.tensors, batch.scale, **batch.options))
+    assert [parts.shape[2] for parts, _ in cached_with(plan).parts.values()] == [64, 32]
 
 
 BAD = {

@@ -100,21 +100,6 @@ def test_quantized_codes(dtype, cache_dtype, per_head, device):
         assert torch.equal(found.masked_fill(negative_zero, 0), _bits(expected))
 
 
-@pytest.mark.parametrize("cache_dtype", [None, E4M3, INT8])
-def test_opcheck(cache_dtype, device):
-    key = torch.randn(5, 2, 32, device=device)
-    caches = [torch.zeros(2, 8, 2, 32, device=device).to(cache_dtype or torch.float32) for _ in range(2)]
-    scale = None if cache_dtype is None else torch.ones(1, device=device)
-    slots = torch.tensor([3, -1, 9, 15, 0], device=device)
-    # The schema test multiplies its inputs, which PyTorch cannot do in float8.
-    checks = (
-        ("test_faketensor",) if cache_dtype == E4M3 else ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
-    )
-    torch.library.opcheck(
-        torch.ops.pc.reshape_and_cache.default, (key, key, *caches, slots, scale, scale), test_utils=checks
-    )
-
-
 def test_compile(device):
     torch._dynamo.reset()
 

@@ -83,12 +83,6 @@ def test_strided_inputs(device):
     assert torch.equal(pc.rope_and_cache(*split, *rest), expected)
 
 
-def test_opcheck(device):
-    inputs = _inputs(torch.float32, device=device)
-    utils = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
-    torch.library.opcheck(torch.ops.pc.rope_and_cache.default, tuple(inputs), test_utils=utils)
-
-
 def test_compile(device):
     torch._dynamo.reset()
     compiled = torch.compile(pc.rope_and_cache, fullgraph=True, dynamic=True, backend="aot_eager")

@@ -15,11 +15,10 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import pc
-from pc.triton_ops._rows.kernel import TILE_UNITS, tile_of
+from pc.triton_ops._rows.kernel import TILE_UNITS, _column_offsets, _row_offsets, tile_of
 from pc.triton_ops._rows.layout import row_layout
-from pc.triton_ops._rows.runs import contiguous_runs
-from pc.triton_ops._rows.transfer import copy_runs
-from pc.triton_ops._triton import HAS_TRITON, INTERPRET
+from pc.triton_ops._rows.ops import contiguous_runs, copy_runs
+from pc.triton_ops._triton import HAS_TRITON, INTERPRET, tl, triton
 
 
 def test_contiguous_rows_move_in_sixteen_bytes():
@@ -51,6 +50,21 @@ def test_tiles_are_full_and_waste_little(width, unit):
     assert rows * cols == TILE_UNITS
     covered = -(-width // cols) * cols
     assert covered <= width + width // 8 or cols * unit <= 512
+
+
+@triton.jit
+def _offsets_kernel(out_ptr, address, strides, VECTOR: tl.constexpr):
+    number = tl.arange(0, 2)
+    tl.store(out_ptr + number, _row_offsets(number.to(tl.int64), address, VECTOR))
+    tl.store(out_ptr + 2 + number, _column_offsets(number * VECTOR, 1, (2,), strides, VECTOR, 1))
+
+
+@pytest.mark.interpreter
+def test_strides_that_pass_32_bits_in_units_only(device):
+    """2**30 grains of 16 bytes are 2**31 units of 8."""
+    out = torch.zeros(4, dtype=torch.int64, device=device)
+    _offsets_kernel[(1,)](out, (1, 2**30, 0), (2**30,), VECTOR=2)
+    assert out.tolist() == [0, 2**31] * 2
 
 
 @pytest.mark.parametrize(
@@ -86,6 +100,7 @@ CASES = ("rows 8 KiB head-major", "rows 33 bytes", "join 8 KiB positions", "rows
 
 
 @pytest.mark.skipif(not HAS_TRITON or INTERPRET, reason="needs triton, and one run is enough")
+@pytest.mark.slow
 def test_kernels_compile_for_every_target_with_wide_loads_and_without_spills():
     script = Path(__file__).parents[2] / "benchmarks" / "kernel_resources.py"
     command = [sys.executable, str(script), "--json", *CASES]

@@ -3,7 +3,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from torch.library import opcheck
 
 import pc
 
@@ -171,15 +170,7 @@ def test_list_whose_second_source_is_refused_writes_nothing(second):
     assert not any(bool(cache.any()) for cache in caches)
 
 
-def test_opcheck(layout, strided, random_bits, device):
-    cache = strided(layout, (6, 4, 3, 8), torch.int32).clone(memory_format=torch.preserve_format)
-    source = random_bits((7, 3, 8), torch.int32)
-    for name in ("plain", "scattered_holes"):
-        slots = torch.tensor(SLOT_LISTS[name], device=device)
-        opcheck(torch.ops.pc.scatter_slots.default, (source, cache, slots))
-        opcheck(torch.ops.pc.scatter_slots_list.default, ([source, source], [cache, cache.clone()], slots))
-
-
+@pytest.mark.slow
 def test_compiles_whole_with_dynamic_shapes(device):
     def step(source, cache, slots):
         pc.scatter_slots(source * 2, cache, slots)

@@ -8,9 +8,9 @@ import importlib
 import pytest
 import torch
 from attention_cases import Case, build, check
+from counted import counted_work, counts_work
 
 import pc
-from pc.triton_ops._attention.launch import count_tiles
 
 # `pc.shared_prefix_attention` is the function.
 shared_prefix = importlib.import_module("pc.triton_ops.shared_prefix_attention")
@@ -78,23 +78,18 @@ def test_what_layers_share_is_made_once_a_step(device, monkeypatch):
     assert len(made) == 4, "without a plan, in every layer"
 
 
-@pytest.mark.interpreter
-def test_prefix_is_read_once(device):
+@counts_work
+def test_prefix_is_read_once():
     case, shared = Case(lens=(640, 650, 660, 670), queries=(1, 1, 1, 1), heads=(1, 1), block_size=64), 10
-    batch = _batch(case, shared).to(device)
-    with count_tiles(device) as visits:
+    batch = _batch(case, shared)
+    with counted_work(batch.key_cache) as work:
         pc.shared_prefix_attention(*batch.tensors, shared, batch.scale)
-    assert int(visits) == 10 + 0 + 1 + 1 + 1
-    with count_tiles(device) as visits:
+    assert work.read == 640 + 0 + 10 + 20 + 30
+    assert work.multiplied == 64 * (10 + 0 + 1 + 1 + 1)
+    with counted_work(batch.key_cache) as work:
         pc.paged_attention(*batch.tensors, batch.scale)
-    assert int(visits) == 10 + 11 + 11 + 11
-
-
-def test_opcheck(device):
-    batch = _batch(Case(lens=(70, 90), queries=(1, 3)), 2).to(device)
-    tensors = [t.nan_to_num() if t.dtype.is_floating_point else t for t in batch.tensors]
-    for op in (torch.ops.pc.shared_prefix_attention, torch.ops.pc.shared_prefix_attention_with_lse):
-        torch.library.opcheck(op.default, (*tensors, 2, batch.scale))
+    assert work.read == 640 + 650 + 660 + 670
+    assert work.multiplied == 64 * (10 + 11 + 11 + 11)
 
 
 def test_compile(device):

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 from attention_cases import Case, build, check
+from counted import counted_work, counts_work
 
 import pc
-from pc.triton_ops._attention import launch, operator
-from pc.triton_ops._attention.launch import count_tiles
+from pc.triton_ops._attention import launch
 from pc.triton_ops._attention.predicate import Mask
 from pc.triton_ops._triton import INTERPRET
 
@@ -59,26 +59,27 @@ def test_no_window_is_paged_attention(device):
     )
 
 
-@pytest.mark.interpreter
+@counts_work
 @pytest.mark.parametrize(
-    ("length", "q_len", "window", "sink_tokens", "tiles"),
+    ("length", "q_len", "window", "sink_tokens", "tiles", "keys"),
     [
-        (1000, 1, 0, 0, 16),
-        (1000, 1, 64, 0, 2),
-        (1024, 1, 64, 0, 1),
-        (1000, 1, 128, 4, 4),
-        (1000, 1, 1, 200, 5),
-        (1000, 16, 64, 0, 2),
-        (1000, 1, 5000, 4, 16),
+        (1000, 1, 0, 0, 16, 1000),
+        (1000, 1, 64, 0, 2, 64),
+        (1024, 1, 64, 0, 1, 64),
+        (1000, 1, 128, 4, 4, 132),
+        (1000, 1, 1, 200, 5, 201),
+        (1000, 16, 64, 0, 2, 79),
+        (1000, 1, 5000, 4, 16, 1000),
     ],
 )
-def test_tiles_visited(length, q_len, window, sink_tokens, tiles, device):
-    """Only tiles with a live key are visited: the count does not depend on the context behind the window."""
+def test_work_does_not_depend_on_the_context_behind_the_window(length, q_len, window, sink_tokens, tiles, keys):
+    """Only keys that a query attends to are read, and only their tiles are multiplied."""
     case = Case(lens=(length,), queries=(q_len,), heads=(1, 1), window=window, num_sink_tokens=sink_tokens)
-    batch = build(case).to(device)
-    with count_tiles(device) as visits:
+    batch = build(case)
+    with counted_work(batch.key_cache) as work:
         _call(batch)
-    assert int(visits) == tiles
+    assert work.read == keys
+    assert work.multiplied == 64 * tiles
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -87,22 +88,21 @@ def test_tiles_visited(length, q_len, window, sink_tokens, tiles, device):
 def test_no_decode_reaches_more_tiles_than_are_planned_for(q_len, window, sink_tokens, causal):
     mask = Mask(window, sink_tokens, causal, True, True)
     reached = [
-        int(mask.reached_tiles(np.arange(length - q_len, length), length, 12, 0).sum()) for length in range(q_len, 700)
+        int(mask.attended_tiles(np.arange(length - q_len, length), length, 12, 0).sum()) for length in range(q_len, 700)
     ]
     assert max(reached) == mask.max_tiles(q_len)
 
 
 @pytest.mark.parametrize(("window", "programs"), [(130, 2), (193, 2), (194, 4)])
-def test_decode_within_a_short_window_is_not_split(window, programs, device):
+def test_decode_within_a_short_window_is_not_split(window, programs, device, chosen):
     """A window that lies in 4 tiles is one work item a sequence: no idle programs, no parts, no launch to sum them."""
     if device.type == "cpu" and not INTERPRET:
         pytest.skip("runs kernels")
     batch = build(Case(lens=(2000, 700), queries=(1, 1), heads=(2, 1), window=window, bounds=True)).to(device)
-    launch.forget_prepared()
     check(build(batch.case), *_call(batch))
-    (prepared,) = launch._prepared.values()
-    assert prepared.decode.programs[0] == programs
-    assert bool(prepared.decode.split_rows) == (programs > 2)
+    (call,) = chosen
+    assert call.decode.programs[0] == programs
+    assert bool(call.decode.split_rows) == (programs > 2)
 
 
 @pytest.mark.interpreter
@@ -111,15 +111,8 @@ def test_a_plan_without_the_window_writes_nothing_outside(device, monkeypatch):
     batch = build(Case(lens=(1500,), queries=(1,), heads=(2, 1), window=70))
     plan = pc.attention_plan(*batch.tensors[3:], 16, num_kv_heads=1)
     assert int(plan[0]) > 1
-    monkeypatch.setattr(operator, "check_call", lambda call: None)
+    monkeypatch.setattr(launch, "check_call", lambda call: None)
     _call(batch, plan=plan)
-
-
-def test_opcheck(device):
-    batch = build(Case(lens=(40, 20), queries=(1, 9), block_size=8)).to(device)
-    tensors = [t.nan_to_num() if t.dtype.is_floating_point else t for t in batch.tensors]
-    for op in (torch.ops.pc.sliding_window_attention, torch.ops.pc.sliding_window_attention_with_lse):
-        torch.library.opcheck(op.default, (*tensors, batch.scale, 16, 2))
 
 
 def test_compile(device):

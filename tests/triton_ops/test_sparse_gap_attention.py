@@ -8,9 +8,9 @@ import inspect
 import pytest
 import torch
 from attention_cases import Case, build, check
+from counted import counted_work, counts_work
 
 import pc
-from pc.triton_ops._attention.launch import count_tiles
 
 BF16, F16, E4M3, INT8 = torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int8
 CASES = [
@@ -50,7 +50,7 @@ def test_scattered_queries_over_many_pieces(change, monkeypatch):
     """The CPU walks over the keys once for all scattered queries, piece by piece and slice by slice."""
     from pc.triton_ops._attention import cpu_cache, cpu_masked
     from pc.triton_ops._attention.call import AttentionCall
-    from pc.triton_ops._attention.operator import attention_cpu
+    from pc.triton_ops._attention.launch import attention_cpu
 
     case = dataclasses.replace(Case(lens=(500, 333), queries=(40, 60), scattered=True), **change)
     batch = build(case)
@@ -100,43 +100,35 @@ def test_nan_between_far_windows_is_not_read(device):
     assert torch.equal(pc.sparse_gap_attention(*batch.tensors, positions, batch.scale, 8), expected)
 
 
-@pytest.mark.interpreter
+@counts_work
 @pytest.mark.parametrize("window", [0, 40])
 @pytest.mark.parametrize("block_size", [16, 64, 128])
-def test_tiles_visited_equal_live_tiles(window, block_size, device):
-    """One decode: tiles with a present key in reach, counted from the mask."""
+def test_work_is_that_of_live_tiles(window, block_size):
+    """One decode: present keys in the attended range are read, and their tiles are multiplied."""
     case = Case(lens=(2000,), queries=(1,), heads=(1, 1), head_dim=16, block_size=block_size, holes=0.9, window=window)
     for seed in range(3):
-        batch = build(Case(**{**case.__dict__, "seed": seed})).to(device)
-        t = torch.arange(2000)
-        live = batch.block_tables[0].cpu()[t // block_size] >= 0
-        tiles = live.new_zeros(32 * 64)
-        tiles[:2000] = live
-        reach = tiles.view(32, 64).any(1)
+        batch = build(Case(**{**case.__dict__, "seed": seed}))
+        present = torch.zeros(32 * 64, dtype=torch.bool)
+        present[:2000] = batch.block_tables[0][torch.arange(2000) // block_size] >= 0
+        keys, tiles = present.clone(), present.view(32, 64).any(1)
         if window:
-            first = torch.arange(32 * 64).view(32, 64)[:, -1] >= 2000 - window
-            reach &= first
-        with count_tiles(device) as visits:
+            keys[: 2000 - window] = False
+            tiles[: (2000 - window) // 64] = False
+        with counted_work(batch.key_cache) as work:
             _call(batch)
-        assert int(visits) == int(reach.sum())
+        assert work.read == int(keys.sum())
+        assert work.multiplied == 64 * int(tiles.sum())
 
 
-@pytest.mark.interpreter
-def test_tiles_visited_by_scattered_queries(device):
+@counts_work
+def test_work_of_scattered_queries():
     """Far queries under a window cost their windows, not the span between them."""
-    batch = build(Case(lens=(4000,), queries=(4,), heads=(1, 1), head_dim=16, window=64)).to(device)
-    positions = torch.tensor([127, 1023, 1024 + 63, 3999], dtype=torch.int32, device=device)
-    with count_tiles(device) as visits:
+    batch = build(Case(lens=(4000,), queries=(4,), heads=(1, 1), head_dim=16, window=64))
+    positions = torch.tensor([127, 1023, 1024 + 63, 3999], dtype=torch.int32)
+    with counted_work(batch.key_cache) as work:
         pc.sparse_gap_attention(*batch.tensors, positions, batch.scale, 64)
-    assert int(visits) == 1 + 2 + 2
-
-
-def test_opcheck(device):
-    batch = build(Case(lens=(40, 20), queries=(3, 9), block_size=8, scattered=True)).to(device)
-    tensors = [t.nan_to_num() if t.dtype.is_floating_point else t for t in batch.tensors]
-    for op in (torch.ops.pc.sparse_gap_attention, torch.ops.pc.sparse_gap_attention_with_lse):
-        torch.library.opcheck(op.default, (*tensors, batch.positions, batch.scale, 16, 2))
-        torch.library.opcheck(op.default, (*tensors, None, batch.scale))
+    assert work.read == 4 * 64
+    assert work.multiplied == 64 * (1 + 2 + 2)
 
 
 def test_compile(device):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from attention_cases import Case, build, check
 from hypothesis import HealthCheck, given, settings
@@ -50,14 +51,29 @@ def cases(draw):
     )
 
 
-@settings(
-    max_examples=40 if INTERPRET else 80,
-    deadline=None,
-    derandomize=True,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
-)
-@given(case=cases())
+def options_together(examples):
+    """Decorator: runs a test with so many cases, the same each time."""
+    return lambda test: settings(
+        max_examples=examples,
+        deadline=None,
+        derandomize=True,
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+    )(given(case=cases())(test))
+
+
+@options_together(8 if INTERPRET else 80)
+def test_some_options_together(case, device):
+    check_all_options(case, device)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not INTERPRET, reason="on CPU tensors the quick test has as many")
+@options_together(40)
 def test_all_options_together(case, device):
+    check_all_options(case, device)
+
+
+def check_all_options(case, device):
     batch = build(case).to(device)
     plan = None
     if case.seed % 2:

@@ -55,16 +55,6 @@ def test_with_a_plan(device):
     check(build(case), *_call(batch, plan=plan))
 
 
-def test_opcheck(device):
-    case = Case(lens=(20, 9), queries=(3, 9), heads=(2, 2), head_dim=16, scattered=True, tree=True)
-    batch = build(case).to(device)
-    tensors = [t.nan_to_num() if t.dtype.is_floating_point else t for t in batch.tensors]
-    wide = batch.options["tree_mask"].repeat(1, 2)
-    for mask in (batch.options["tree_mask"], wide[:, : wide.shape[1] // 2]):
-        arguments = (*tensors, batch.positions, batch.scale)
-        torch.library.opcheck(torch.ops.pc.sparse_gap_attention.default, arguments, {"tree_mask": mask})
-
-
 def test_compile(device):
     torch._dynamo.reset()
     compiled = torch.compile(pc.sparse_gap_attention, fullgraph=True, dynamic=True, backend="aot_eager")

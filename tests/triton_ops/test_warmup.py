@@ -2,15 +2,52 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
 import pc
+from pc.triton_ops._triton import HAS_TRITON, INTERPRET
+
+ROOT = Path(__file__).parent.parent
+KINDS = [
+    {},
+    {"window": 4096, "sinks": True, "alibi": True},
+    {"cache_dtype": "float8_e4m3fn", "head_dim": 128},
+    {"cache_dtype": "int8", "gaps": True},
+    {"batch_invariant": True},
+    {"head_dim": 576, "value_dim": 512},
+]
+
+
+@pytest.mark.skipif(not HAS_TRITON or torch.version.hip is not None, reason="chooses kernels for CUDA")
+@pytest.mark.skipif(INTERPRET, reason="compiles, in a process of its own")
+@pytest.mark.parametrize("options", [KINDS[0], *(pytest.param(k, marks=pytest.mark.slow) for k in KINDS[1:])], ids=str)
+def test_a_life_of_a_model_compiles_nothing_after_it(options):
+    """Prefill, chunks, decodes at 1 to 128k tokens and mixes of them: see `tests/support/compiled.py`."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"PC_KERNELS_ON_CPU": "1", "TRITON_DEFAULT_FP_FUSION": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+    script = [sys.executable, str(ROOT / "support" / "compiled.py"), json.dumps(options)]
+    found = subprocess.run(script, env=environment, capture_output=True, text=True, timeout=600, check=False)
+    assert found.returncode == 0, found.stderr
+    *more, warm = found.stdout.splitlines()
+    assert not more
+    assert int(warm) >= 5, "a write, a plan's two, attention and a sum of splits at least"
 
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"window": 5, "sinks": True, "alibi": True, "softcap": 2.0}, {"cache_dtype": torch.int8, "gaps": True}],
+    [
+        {},
+        pytest.param({"window": 5, "sinks": True, "alibi": True, "softcap": 2.0}, marks=pytest.mark.slow),
+        pytest.param({"cache_dtype": torch.int8, "gaps": True}, marks=pytest.mark.slow),
+    ],
 )
 def test_runs_every_regime(options, device):
     pc.warmup(4, 2, 32, dtype=torch.float32, device=device, **options)
@@ -18,14 +55,19 @@ def test_runs_every_regime(options, device):
 
 @pytest.mark.gpu
 def test_serving_compiles_nothing_more(device):
-    from pc.triton_ops._attention.kernel import _attention_kernel
+    from triton import knobs
 
+    compiled: list[str] = []
     pc.warmup(8, 2, 64, dtype=torch.bfloat16, device=device)
-    compiled = {index: len(cache[0]) for index, cache in _attention_kernel.device_caches.items()}
-    query = torch.randn(2, 8, 64, dtype=torch.bfloat16, device=device)
     cache = torch.randn(100, 16, 2, 64, dtype=torch.bfloat16, device=device)
     tables = torch.arange(60, dtype=torch.int32, device=device).view(2, 30)
-    lens = torch.tensor([400, 17], dtype=torch.int32, device=device)
-    starts = torch.tensor([0, 1, 2], dtype=torch.int32, device=device)
-    pc.paged_attention(query, cache, cache, tables, lens, starts, 0.125, max_query_len=1)
-    assert {index: len(cache[0]) for index, cache in _attention_kernel.device_caches.items()} == compiled
+    knobs.runtime.jit_cache_hook = lambda *, repr, **rest: compiled.append(repr)
+    try:
+        for lens, queries in (((400, 17), (1, 1)), ((400, 300), (9, 300)), ((480, 30), (1, 30)), ((77, 80), (5, 5))):
+            query = torch.randn(sum(queries), 8, 64, dtype=torch.bfloat16, device=device)
+            starts = torch.tensor([0, queries[0], sum(queries)], dtype=torch.int32, device=device)
+            given = (tables, torch.tensor(lens, dtype=torch.int32, device=device), starts)
+            pc.paged_attention(query, cache, cache, *given, 0.125, max_query_len=max(queries))
+    finally:
+        knobs.runtime.jit_cache_hook = None
+    assert not compiled

@@ -9,11 +9,11 @@ import pytest
 
 import pc
 from pc.cache.policies import Hazard
-from pc.cache.policies.hazard.ghosts import Noted, RequestGhosts
-from pc.cache.policies.hazard.guard import Guard
-from pc.cache.policies.hazard.notes import Notes
-from pc.cache.policies.hazard.runs import Runs
-from pc.cache.policies.hazard.tables import AGES, EDGES, USES, HazardTables
+from pc.cache.policies.ghosts import GhostRecord, RequestGhosts
+from pc.cache.policies.hazard.evicted import ShadowGuard
+from pc.cache.policies.hazard.log import EventLog
+from pc.cache.policies.hazard.model import AGES, EDGES, HazardModel
+from pc.cache.policies.hazard.runs import USES, RunTable
 from pc.cache.replay import Trace, replay
 
 
@@ -64,7 +64,7 @@ def test_the_guard_hands_over_to_lru_when_the_past_says_the_opposite():
 
 @pytest.mark.parametrize(("capacity", "stake"), [(8, 60), (800, 100), (80_000, 200)])
 def test_neither_order_is_further_ahead_than_a_change_costs(capacity, stake):
-    guard, runs = Guard(capacity), Runs()
+    guard, runs = ShadowGuard(capacity), RunTable()
     guard.released(np.full(4, 20, np.int32))
     for lead, learned in ((10**6, True), (-2 * stake, True), (-1, False), (-(10**6), False), (stake, False), (1, True)):
         guard._balance += lead
@@ -75,17 +75,15 @@ def test_neither_order_is_further_ahead_than_a_change_costs(capacity, stake):
 
 
 def test_on_paper_lru_hits_what_lru_hits(monkeypatch):
-    from pc.cache.policies.hazard import guard
-
     told = []
-    used = guard.Guard.used
+    used = ShadowGuard.used
 
     def note(self, runs, rows, first, last, resident):
         before = self._balance
         used(self, runs, rows, first, last, resident)
         told.append((int((last - first).sum()) if resident else 0) - (self._balance - before))
 
-    monkeypatch.setattr(guard.Guard, "used", note)
+    monkeypatch.setattr(ShadowGuard, "used", note)
     trace = trace_of(rounds(800, documents=6))
     lru = replay(trace, "lru", 400)
     replay(trace, "hazard", 400)
@@ -113,12 +111,12 @@ def whole(count, rng, prompts=40, blocks=5):
     [growing, whole, lambda count, rng: whole(count, rng, 6, 300), lambda count, rng: whole(count, rng, 30, 1)],
     ids=["growing", "whole", "long", "short"],
 )
-def test_what_is_worked_off_together_comes_to_the_same_as_one_by_one(monkeypatch, prompts, at_once):
+def test_what_is_drained_together_comes_to_the_same_as_one_by_one(monkeypatch, prompts, at_once):
     from pc.cache.policies.hazard import policy
 
     states = []
-    for notes in (1, 512):
-        monkeypatch.setattr(policy, "NOTES", notes)
+    for requests in (1, 512):
+        monkeypatch.setattr(policy, "LOG_REQUESTS", requests)
         rng = np.random.default_rng(0)
         m = pc.CacheManager(4000, block_size=4, policy="hazard")
         running = []
@@ -131,21 +129,21 @@ def test_what_is_worked_off_together_comes_to_the_same_as_one_by_one(monkeypatch
                 m.free(ended, [None, 0, 0.7][i % 3])
         m.check()
         hazard = m.pools[0].policy
-        hazard._work_off()
+        hazard._drain()
         m.check()
         runs = hazard.runs
         runs.shared = np.maximum(runs.shared, runs.start)  # what another took over is not in the run any more
-        columns = ["serial", "start", "end", "size", "bounds", "last", "kept", "shared", "kind", "trait"]
-        blocks = ["_code", "_forked"]
+        columns = ["serial", "start", "end", "size", "bounds", "last", "owned", "shared", "stratum", "covariates"]
+        blocks = ["_owner", "_forked"]
         if at_once == 1:  # else a request may leave blocks in the same batch as the one that it went on from
-            columns, blocks = [*columns, "parent"], [*blocks, "_hanging", "_before"]
+            columns, blocks = [*columns, "parent"], [*blocks, "_child_count", "_previous"]
         state = {name: getattr(runs, name)[: runs.count].tolist() for name in columns}
         state |= {name: getattr(hazard, name).tolist() for name in blocks}
         if at_once == 1:
             for prompt in prompts(230, np.random.default_rng(0)):
                 ids = m.allocate("look", np.repeat(prompt, 4)).block_ids
                 m.free("look")
-                assert (hazard._before[ids[1:]] == ids[:-1]).all()
+                assert (hazard._previous[ids[1:]] == ids[:-1]).all()
         for name in ("_balance", "_inside", "_edge"):
             state[name] = getattr(hazard.guard, name)
         states.append(state)
@@ -155,11 +153,11 @@ def test_what_is_worked_off_together_comes_to_the_same_as_one_by_one(monkeypatch
 
 @pytest.mark.parametrize("batch", [1, 5, 60])
 @pytest.mark.parametrize("consecutive", [False, True])
-def test_notes_know_of_each_hit_who_had_the_blocks(batch, consecutive):
+def test_the_log_knows_of_each_hit_who_had_the_blocks(batch, consecutive):
     """Chains that overlap anywhere, against one block after the other."""
     rng = np.random.default_rng(batch)
     code, expected, told, found = np.full(40, -1), np.full(40, -1), [], []
-    notes = Notes(code, place_bits=8)
+    log = EventLog(code, place_bits=8)
     for now in range(240):
         ids = rng.permutation(40)[: int(rng.integers(1, 8))].astype(np.int32)
         chain = ids.tobytes()
@@ -177,14 +175,14 @@ def test_notes_know_of_each_hit_who_had_the_blocks(batch, consecutive):
             told.append((int(expected[block]), now))
             expected[block] = -1
         expected[ids] = (now << 8) + np.arange(ids.size)
-        notes.hit = hit if blocks else None
-        hits = notes.hits_of(chain, now) if blocks else 0  # as `Hazard.released` does
-        notes.steps.append(chain)
-        notes.hits.append(hits)
+        log.hit = hit if blocks else None
+        hits = log.match_hit(chain, now) if blocks else 0  # as `Hazard.released` does
+        log.events.append(chain)
+        log.hits.append(hits)
         if now % batch == batch - 1:
-            notes.catch_up(now + 1)
+            log.drain(now + 1)
             assert (code == expected).all()
-    for first, size, time in zip(*notes.pieces(), strict=True):
+    for first, size, time in zip(*log.reused(), strict=True):
         found += [(first + k if first >= 0 else -1, time) for k in range(size)]
     assert found == told
 
@@ -197,8 +195,8 @@ def test_what_is_hit_while_others_hold_it_is_noted_within_bounds():
     sizes = set()
     for i in range(300):
         assert serve(m, i, [1] * 64) == 63
-        sizes.add(policy._notes.places)
-    assert 100 < max(sizes) <= policy._most_places + 32
+        sizes.add(policy._log.num_blocks)
+    assert 100 < max(sizes) <= policy._log_limit + 32
     m.free("holds it all")
     m.check()
     assert serve(m, "again", [1] * 64) == 63
@@ -207,14 +205,14 @@ def test_what_is_hit_while_others_hold_it_is_noted_within_bounds():
 def test_rates_learned_after_a_long_time_are_not_made_up_for_by_the_factors():
     """All that is known of the first thousand requests comes at once, and is 50 times what was assumed."""
     for stale in (False, True):
-        tables = HazardTables()
+        model = HazardModel()
         one = np.zeros(1, np.intp)
         lives = np.zeros((1, 2 * USES))
         lives[0, 0] = 1000.0
-        tables.reuse(one, one, one, np.array([EDGES[6]]), np.array([500.0]))
-        tables.expose(one, one, np.array([0.0]), np.array([EDGES[8]]), lives, stale)
-        tables.fit(1.0)
-        factor = tables.factor[0] * tables.factor[8] * tables.factor[16]
+        model.reuse(one, one, one, np.array([EDGES[6]]), np.array([500.0]))
+        model.expose(one, one, np.array([0.0]), np.array([EDGES[8]]), lives, stale)
+        model.fit(1.0)
+        factor = model.factor[0] * model.factor[8] * model.factor[16]
         assert (factor < 4) == stale
 
 
@@ -302,20 +300,20 @@ def test_random_access_patterns_leave_every_victim_findable():
 @pytest.mark.parametrize(
     "broken",
     [
-        lambda p: p._hanging.__setitem__(0, 7),
-        lambda p: p._code.__setitem__((p._code >= 0).nonzero()[0][:2], 0),
-        lambda p: p.runs.last.__setitem__(p.runs.alive()[0], 99),
+        lambda p: p._child_count.__setitem__(0, 7),
+        lambda p: p._owner.__setitem__((p._owner >= 0).nonzero()[0][:2], 0),
+        lambda p: p.runs.last.__setitem__(p.runs.nonempty()[0], 99),
         lambda p: setattr(p.runs, "places", -1),
         lambda p: p.runs.serial.__setitem__(0, 1 << 40),
     ],
-    ids=["hanging", "code", "last", "places", "serial"],
+    ids=["child_count", "owner", "last", "places", "serial"],
 )
 def test_check_covers_the_state_of_the_policy(broken):
     m = pc.CacheManager(32, block_size=4, policy="hazard")
     for i in range(40):
         serve(m, i, [i % 7] * 8 + [i] * 4)
     policy = m.pools[0].policy
-    policy._work_off()
+    policy._drain()
     m.check()
     broken(policy)
     with pytest.raises(AssertionError):
@@ -323,7 +321,7 @@ def test_check_covers_the_state_of_the_policy(broken):
 
 
 def test_a_policy_that_failed_once_goes_on(monkeypatch, cache_errors):
-    """What was noted is not worked off twice: one failure must not make all later ones."""
+    """What was logged is not drained twice: one failure must not make all later ones."""
     m = pc.CacheManager(32, block_size=4, policy="hazard")
     policy = m.pools[0].policy
     with monkeypatch.context() as failing:
@@ -334,7 +332,7 @@ def test_a_policy_that_failed_once_goes_on(monkeypatch, cache_errors):
     cache_errors.clear()
     for i in range(30, 60):
         serve(m, i, [i] * 8)
-    assert policy._notes.pieces() is None
+    assert policy._log.reused() is None
     assert policy.runs.count > 5
     assert cached_of(m, [59] * 8) == 8
 
@@ -380,7 +378,7 @@ def test_ghosts_of_the_oldest_requests_give_way():
     ghosts = RequestGhosts(64)
     keys = np.random.default_rng(0).integers(0, 1 << 63, 400, dtype=np.uint64)
     for i in range(0, 400, 20):
-        some = Noted(np.full(20, i), np.full(20, 2), np.zeros(20, np.int64))
+        some = GhostRecord(np.full(20, i), np.full(20, 2), np.zeros(20, np.int64))
         ghosts.remember(keys[i : i + 20], some, i)
     known, noted = ghosts.recall(keys, 400)
     assert known.min() >= 200
@@ -391,22 +389,22 @@ def test_ghosts_of_the_oldest_requests_give_way():
 
 
 def test_rates_are_what_was_seen():
-    tables = HazardTables()
+    model = HazardModel()
     one = np.zeros(1, np.intp)
     lives = np.zeros((1, 2 * USES))
     lives[0, 0] = 1000.0
     for _ in range(200):
-        tables.expose(one, one, np.array([0.0]), np.array([EDGES[8]]), lives)
-        tables.reuse(one, one, one, np.array([EDGES[6]]), np.array([30.0]))
-        tables.fit(1.0)
+        model.expose(one, one, np.array([0.0]), np.array([EDGES[8]]), lives)
+        model.reuse(one, one, one, np.array([EDGES[6]]), np.array([30.0]))
+        model.fit(1.0)
     width = EDGES[7] - EDGES[6]
-    rate = tables.rate[0, 6] * tables.factor[0] * tables.factor[8] * tables.factor[16]
+    rate = model.rate[0, 6] * model.factor[0] * model.factor[8] * model.factor[16]
     assert rate == pytest.approx(30 / (1000 * width), rel=0.1)
-    assert tables.rate[0, 7] < 0.1 * tables.rate[0, 6]
-    here, there, long_ago = (tables.score(0, 0, age) for age in (int(EDGES[5]), int(EDGES[7]), 1 << 20))
+    assert model.rate[0, 7] < 0.1 * model.rate[0, 6]
+    here, there, long_ago = (model.score(0, 0, age) for age in (int(EDGES[5]), int(EDGES[7]), 1 << 20))
     assert there < here
     assert long_ago > 0
     ages = np.array([1 << 20, int(EDGES[7]), int(EDGES[5])])
-    assert tables.scores(one.repeat(3), one.repeat(3), ages) == pytest.approx([long_ago, there, here], rel=1e-5)
-    assert tables.scores(one.repeat(2), one.repeat(2), ages[1:]) == pytest.approx([there, here], rel=1e-5)
-    assert tables.rate.shape[1] == AGES
+    assert model.scores(one.repeat(3), one.repeat(3), ages) == pytest.approx([long_ago, there, here], rel=1e-5)
+    assert model.scores(one.repeat(2), one.repeat(2), ages[1:]) == pytest.approx([there, here], rel=1e-5)
+    assert model.rate.shape[1] == AGES

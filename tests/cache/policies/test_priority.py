@@ -18,10 +18,10 @@ def test_queues_of_priorities_that_are_gone_are_removed():
     for i in range(4000):
         serve(m, i, [i] * 8, priority=1 + i)
     policy = m.pools[0].policy
-    assert len(policy._queues) <= 2 * 64 + 65
+    assert len(policy._by_priority) <= 2 * 64 + 65
     for i in range(64):
         serve(m, ("plain", i), [i, 1] * 32)
-    assert len(policy._queues) <= 64
+    assert len(policy._by_priority) <= 64
     m.check()
 
 

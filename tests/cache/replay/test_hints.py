@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from pc.cache.replay import Trace, hints_of, replay
-from pc.cache.replay.hints import continued
+from pc.cache.replay.traces import continued
 
 
 def chats(count, rng):

@@ -101,7 +101,7 @@ def test_ratio_to_lru():
 def test_command_writes_csv_and_plot(tmp_path):
     pytest.importorskip("matplotlib")
     testing = pytest.importorskip("typer.testing")
-    from pc.cli import app
+    from pc.__main__ import app
 
     lines = [{"timestamp": i, "output_length": 1, "hash_ids": [i % 3, 10 + i % 5]} for i in range(40)]
     path = write(tmp_path / "mini.jsonl", lines)
@@ -177,7 +177,7 @@ def test_ids_of_contents_become_ids_of_prefixes(tmp_path):
 
 def test_a_part_is_measured_against_the_whole(tmp_path):
     testing = pytest.importorskip("typer.testing")
-    from pc.cli import app
+    from pc.__main__ import app
 
     path = write(tmp_path / "mini.jsonl", [{"timestamp": i, "hash_ids": [i, 100 + i]} for i in range(20)])
     arguments = [str(path), "--part", "50%-100%", "--capacity", "10%", "--csv", str(tmp_path / "rows.csv")]
@@ -248,7 +248,7 @@ def test_what_learns_is_not_below_lru(traffic, policy):
 
 def test_segmented_knows_what_lru_would_have_hit(monkeypatch):
     """Where no credit can come into force it is lru, and its count of lru's hits is exact."""
-    from pc.cache.policies import Segmented, credit
+    from pc.cache.replay import Segmented, credit
 
     monkeypatch.setattr(credit, "ODDS", 1e9)
     monkeypatch.setattr(credit, "TRIAL", 1e9)
@@ -263,7 +263,7 @@ def test_segmented_knows_what_lru_would_have_hit(monkeypatch):
 
 
 def test_a_credit_in_force_hits_what_it_did_on_paper(monkeypatch):
-    from pc.cache.policies import Segmented, credit
+    from pc.cache.replay import Segmented, credit
 
     trace = trace_of(*popular(np.random.default_rng(0), 1500))
     told, judge = [], credit.CreditChooser._judge
@@ -280,7 +280,7 @@ def test_a_credit_in_force_hits_what_it_did_on_paper(monkeypatch):
 
 
 def test_a_credit_that_disappointed_needs_more_to_come_back():
-    from pc.cache.policies.credit import CreditChooser
+    from pc.cache.replay.credit import CreditChooser
 
     chooser = CreditChooser(100, [0.0, 2.0, 3.0, 4.0])
     chooser._mean = 10.0
@@ -301,7 +301,7 @@ def test_a_credit_that_disappointed_needs_more_to_come_back():
 
 @pytest.mark.parametrize("held", [100, 400])
 def test_a_cache_of_many_requests_tries_full_credit_until_its_stake_is_lost(held):
-    from pc.cache.policies.credit import CreditChooser
+    from pc.cache.replay.credit import CreditChooser
 
     chooser, shares = CreditChooser(10 * held, [0.0, 2.0, 3.0, 4.0]), []
     for now in range(1, 2 * held):

@@ -31,7 +31,8 @@ def test_a_name_stands_for_a_whole_prefix(kind):
     assert len(trace.requests) == len(trace.outputs) == 300
 
 
-QUICK = ["chat", "agents", "documents_drifting", "hot_set_and_scans", "tree_search", "law_flips", "concatenated"]
+QUICK = ["chat", "agents", "documents_drifting", "hot_set_and_scans", "scans_and_loops", "tree_search"]
+QUICK += ["law_flips", "concatenated"]
 
 
 @pytest.mark.parametrize("kind", QUICK)

@@ -11,7 +11,7 @@ import torch
 
 import pc
 
-PICTURES = Path(__file__).parents[3] / "docs" / "images"
+IMAGES = Path(__file__).parents[3] / "docs" / "images"
 FIRST = ["The", "quick", "brown", "fox", "was", "tired", "and", "slept", "beneath", "the", "shady", "tree"]
 SECOND = ["The", "quick", "brown", "fox", "jumped", "over", "the", "dog"]
 WORDS = list(dict.fromkeys(FIRST + SECOND))
@@ -62,7 +62,7 @@ def test_the_worked_example():
 
 
 @pytest.mark.parametrize("number", [0, 1, 2])
-def test_pictures_show_what_the_cache_holds(number):
-    drawn = runpy.run_path(str(PICTURES / "hidden_states.py"))["pictures"]()
+def test_images_show_what_the_cache_holds(number):
+    drawn = runpy.run_path(str(IMAGES / "hidden_states.py"))["images"]()
     name = f"hidden_states_{number}.svg"
-    assert (PICTURES / name).read_text(encoding="utf-8") == drawn[name]
+    assert (IMAGES / name).read_text(encoding="utf-8") == drawn[name]

@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import pc
-from pc.cache.tensors.step_slots import StepSlots
+from pc.cache.tensors.step import StepSlots
 
 BLOCK = 4
 

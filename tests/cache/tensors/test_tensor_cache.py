@@ -16,8 +16,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 import pc
 from pc.cache.policies import POLICIES
-from pc.cache.tensors import host_copy, named_tensors, row_store, step_slots
-from pc.cache.tensors.row_store import MissingRowsError
+from pc.cache.tensors import names as names_module
+from pc.cache.tensors import rows as rows_module
+from pc.cache.tensors import step as step_module
+from pc.cache.tensors.rows import MissingRowsError
 
 BLOCK = 4
 
@@ -444,6 +446,30 @@ def test_a_copied_block_of_a_fork_brings_no_rows_behind_it(pair, decode):
     assert same(tensors.load("a"), expected(list(range(8))))
 
 
+@pytest.mark.parametrize("order", ["ab", "ba"])
+@pytest.mark.parametrize("each", [False, True], ids=["append", "append_each"])
+def test_a_copy_has_the_rows_that_its_source_held_when_it_was_planned(pair, order, each):
+    manager, tensors = pair
+    run(manager, tensors, "a", [1, 2, 3])
+    manager.fork("a", "b")
+    manager.rollback("b", 1)
+    token, tokens = {"a": 7, "b": 8}, {"a": [1, 2, 3, 7], "b": [1, 2, 8]}
+    if each:  # the source of a's copy is where b goes on
+        step = manager.append_each(list(order), [token[request] for request in order])
+        tensors.copy(step.copies)
+        slots = step.slot_mapping
+    else:
+        allocations = [manager.append(request, [token[request]]) for request in order]
+        for allocation in allocations[::-1]:
+            tensors.prepare(allocation)
+        slots = np.concatenate([allocation.slot_mapping for allocation in allocations])
+    assert [tensors.available(request) for request in "ab"] == [3, 2]
+    rows = torch.cat([expected(tokens[request])["hidden"][-1:] for request in order])
+    tensors.store(pc.Step({"hidden": rows}, slots))
+    for request in "ab":
+        assert torch.equal(tensors.load(request, ["hidden"])["hidden"], expected(tokens[request])["hidden"])
+
+
 def test_without_a_manager_a_block_begun_anew_has_no_rows_of_before():
     for slots in (np.array([4, 5]), np.arange(4, 6, dtype=np.int32), np.array([5, 40, 4, 9, 30, 20, 22, 24, 26, 28])):
         tensors = pc.TensorCache(None, 16, BLOCK)
@@ -482,7 +508,7 @@ def test_the_rows_of_a_step_are_read_in_its_order(count, scattered):
 
 def test_a_step_of_slots_that_were_looked_through_is_stored_likewise():
     tensors = pc.TensorCache(None, 8, BLOCK)
-    slots = step_slots.StepSlots(5, [(0, 2, 4), (2, 9, 12)])
+    slots = step_module.StepSlots(5, [(0, 2, 4), (2, 9, 12)])
     step = pc.Step.at(slots, {"h": torch.arange(10.0).view(5, 2)})
     assert step.slot_mapping.tolist() == [2, 3, 9, 10, 11]
     tensors.store(step)
@@ -579,7 +605,7 @@ def test_outputs_that_require_grad_are_stored_detached(pair):
 )
 def test_outputs_of_any_layout(hidden, threads, monkeypatch):
     if threads > 1:
-        monkeypatch.setattr(host_copy, "_ALONE_BYTES", -1)
+        monkeypatch.setattr(rows_module, "_ALONE_BYTES", -1)
         monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     manager = pc.CacheManager(16, BLOCK)
     tensors = pc.TensorCache(manager, 16, BLOCK)
@@ -599,7 +625,7 @@ def test_outputs_of_any_layout(hidden, threads, monkeypatch):
 
 
 def test_a_cache_made_in_inference_mode_is_written_outside(monkeypatch):
-    monkeypatch.setattr(host_copy, "_ALONE_BYTES", -1)
+    monkeypatch.setattr(rows_module, "_ALONE_BYTES", -1)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     tensors = pc.TensorCache(None, 16, BLOCK)
     with torch.inference_mode():
@@ -631,7 +657,7 @@ def test_a_step_that_fails_while_it_writes_leaves_no_rows(monkeypatch):
         raise KeyboardInterrupt
 
     for way in ("write_rows", "scatter_slots_list"):
-        monkeypatch.setattr(row_store, way, fail)
+        monkeypatch.setattr(rows_module, way, fail)
     with pytest.raises(KeyboardInterrupt):
         tensors.store(pc.Step({"h": torch.zeros(1, 2)}, np.arange(1, 2)))
     assert tensors.stored("h").ravel()[:4].tolist() == [True, False, True, False]
@@ -643,9 +669,9 @@ def _never(num_runs, num_bytes):
 
 WAYS = {
     "runs": (),
-    "runs, by several threads": ((host_copy, "_ALONE_BYTES", -1), (torch, "get_num_threads", lambda: 2)),
-    "slots": ((step_slots, "_FEW_RUNS", 0), (step_slots, "_SHORT", 1 << 30), (row_store, "worth_copies", _never)),
-    "operators": ((named_tensors, "PLAIN", frozenset()),),
+    "runs, by several threads": ((rows_module, "_ALONE_BYTES", -1), (torch, "get_num_threads", lambda: 2)),
+    "slots": ((step_module, "_FEW_RUNS", 0), (step_module, "_SHORT", 1 << 30), (rows_module, "worth_copies", _never)),
+    "operators": ((names_module, "PLAIN", frozenset()),),
 }
 """How rows are moved; tensors as small as here would go by runs alone."""
 
@@ -733,6 +759,27 @@ class CachedModel(RuleBasedStateMachine):
 
     @precondition(lambda self: self.tokens)
     @rule(data=st.data())
+    def decode_together(self, data):
+        requests = data.draw(st.lists(st.sampled_from(sorted(self.tokens)), min_size=1, max_size=3, unique=True))
+        new = [data.draw(st.integers(0, 1)) for _ in requests]
+        try:
+            slots, pairs = self.manager.append_each(requests, new)
+        except pc.OutOfBlocks:
+            return
+        for request, token in zip(requests, new, strict=True):
+            self.tokens[request].append(token)
+        self.tensors.copy(pairs)
+        parts = [outputs_of(self.tokens[r], [len(self.tokens[r]) - 1]) for r in requests]
+        outputs = {
+            "hidden": torch.cat([part["hidden"] for part in parts]),
+            "mm": {"feature": torch.cat([part["mm"]["feature"] for part in parts])},
+        }
+        self.tensors.store(pc.Step(outputs, slots))
+        for request in requests:
+            self.manager.commit(request, len(self.tokens[request]))
+
+    @precondition(lambda self: self.tokens)
+    @rule(data=st.data())
     def fork(self, data):
         request = data.draw(st.sampled_from(sorted(self.tokens)))
         self.count += 1
@@ -783,7 +830,7 @@ class CachedModel(RuleBasedStateMachine):
 
 
 CachedModel.TestCase.settings = settings(max_examples=80, stateful_step_count=25, deadline=None)
-TestCachedModel = CachedModel.TestCase
+TestCachedModel = pytest.mark.slow(CachedModel.TestCase)
 
 
 @pytest.mark.gpu

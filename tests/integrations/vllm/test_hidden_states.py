@@ -1,8 +1,10 @@
-"""Hidden states of whole prompts from vLLM's engine: the same with hits, preemption and speculation as without."""
+"""Hidden states of whole prompts: rows along what vLLM's scheduler says, without a model, and from its engine."""
 
 from __future__ import annotations
 
 import itertools
+import logging
+import random
 from unittest import mock
 
 import pytest
@@ -11,6 +13,121 @@ import torch
 pytest.importorskip("vllm", reason="vllm is not installed: make vllm")
 
 import vllm_engine
+from safetensors import safe_open
+from vllm_steps import Steps, following, rows_of
+
+from pc.integrations.vllm.features import LOGGER
+from pc.integrations.vllm.hidden_files import RowsFolder, file_name
+from pc.integrations.vllm.hidden_states import PromptHiddenStates
+
+ASKED, GENERATED = "rows", 14
+
+
+def answered(prompt):
+    """A prompt and what the model answers."""
+    tokens = list(prompt)
+    for _ in range(GENERATED):
+        tokens.append(following(tokens[-1], len(tokens) - 1))
+    return tokens
+
+
+def ask(steps, seed, num_requests=40):
+    """Prompts that begin as others, or as others and their answers; the tokens and the rows of those that asked."""
+    kept = PromptHiddenStates(steps.runner, steps.scheduler.kv_cache_config, ASKED)
+    rng = random.Random(seed)
+    roots = [[rng.randrange(1000) for _ in range(60)] for _ in range(3)]
+    prompts, found = [], {}
+    while len(prompts) < num_requests or steps.scheduler.requests:
+        while len(prompts) < num_requests and len(steps.scheduler.requests) < 5:
+            root = rng.choice([*roots, *map(answered, prompts[-4:])])[:90]
+            prompt = root[: rng.randrange(1, len(root) + 1)] + [rng.randrange(1000) for _ in range(rng.randrange(3))]
+            steps.add(str(len(prompts)), prompt, GENERATED, {ASKED: len(prompts) % 5 != 0})
+            prompts.append(prompt)
+        steps.step()
+        taken = kept.take()
+        assert not taken.keys() & found.keys(), "the same rows twice"
+        found |= taken
+    return prompts, found
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("drafts", [False, True], ids=["", "drafts"])
+@pytest.mark.parametrize("windows", [0, 2])
+def test_a_row_for_each_token(windows, drafts, seed):
+    """Hits, misses, chunks, preemption and rejected drafts; the full group lies between those of windows."""
+    steps = Steps(30 + 13 * windows, windows, drafts, seed)
+    prompts, found = ask(steps, seed)
+    assert sorted(map(int, found)) == [n for n in range(len(prompts)) if n % 5]
+    for name, rows in found.items():
+        assert torch.equal(rows["hidden_states"], rows_of(prompts[int(name)])), name
+    assert steps.counts["hits"] > 100
+    assert steps.counts["chunks"] > 5
+    assert steps.counts["resumed"] > 0
+    assert (steps.counts["rejected"] > 0) == drafts
+
+
+def test_rows_that_nobody_takes_are_bounded_by_bytes():
+    """Those completed first go, with one warning; of a prompt larger than the bound the rows are there."""
+    steps = Steps(64, 0, False, 0)
+    kept = PromptHiddenStates(steps.runner, steps.scheduler.kv_cache_config, ASKED, waiting_bytes=20_000)
+    warnings = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: warnings.append(record.getMessage())
+    logging.getLogger(LOGGER).addHandler(handler)
+    try:
+        for n in range(30):
+            steps.add(str(n), [n, *range(40)], 1, {ASKED: True})
+            while steps.scheduler.requests:
+                steps.step()
+            held = [tensor for each in kept.waiting.values() for tensor in (each.prompt, *each.rows.values())]
+            assert sum(tensor.nbytes for tensor in held) <= 20_000
+    finally:
+        logging.getLogger(LOGGER).removeHandler(handler)
+    assert len(warnings) == 1
+    assert "pc_hidden_states_waiting_bytes" in warnings[0]
+    found = kept.take()
+    assert 2 < len(found) < 20
+    assert list(found)[-1] == "29", "not those completed last"
+    kept.waiting_bytes = 1
+    steps.add("large", list(range(50)), 1, {ASKED: True})
+    while steps.scheduler.requests:
+        steps.step()
+    assert list(kept.take()) == ["large"]
+
+
+def test_rows_in_a_folder_are_those_of_each_prompt(tmp_path):
+    """Hits included; a prompt of which rows are missing says so."""
+    steps = Steps(64, 0, False, 0)
+    folder = RowsFolder(tmp_path)
+    kept = PromptHiddenStates(steps.runner, steps.scheduler.kv_cache_config, ASKED, folder=folder)
+    prompts = {f"cmpl-{n}-0": [n // 2, *range(40)] for n in range(6)}
+    for name, prompt in prompts.items():
+        steps.add(f"{name}-a1b2c3d4", prompt, 1, {ASKED: True})
+        while steps.scheduler.requests:
+            steps.step()
+    assert steps.counts["hits"] > 0
+    kept._take("cmpl-lost-0-a1b2c3d4", [63], [1, 2], ["hidden_states"])
+    folder.close()
+    assert kept.take() == {}
+    assert len(list(tmp_path.iterdir())) == 7
+    for name, prompt in prompts.items():
+        with safe_open(tmp_path / file_name(name), "pt") as file:
+            assert file.metadata() == {"complete": "true"}
+            assert file.get_tensor("token_ids").tolist() == prompt
+            assert torch.equal(file.get_tensor("hidden_states"), rows_of(prompt))
+    with safe_open(tmp_path / file_name("cmpl-lost-0"), "pt") as file:
+        assert (file.metadata(), list(file.keys())) == ({"complete": "false"}, ["token_ids"])
+
+
+def test_prompts_without_rows_are_bounded_too():
+    steps = Steps(64, 0, False, 0)
+    kept = PromptHiddenStates(steps.runner, steps.scheduler.kv_cache_config, ASKED, waiting_bytes=50_000)
+    kept.rows.register("hidden_states", (2,), torch.float32)
+    for n in range(300):
+        kept._take(str(n), [1], [1, 2], ["hidden_states"])
+    assert {each.rows for each in kept.waiting.values()} == {None}
+    assert 10 < len(kept.waiting) <= 50
+
 
 ROOM, TIGHT = 64, 14
 
@@ -196,7 +313,7 @@ def test_models_with_windows_alone_are_refused(model_path, feature):
 def test_configurations_that_would_store_in_wrong_slots_are_refused():
     from types import SimpleNamespace
 
-    from pc.integrations.vllm.hidden_states.worker import check_hidden_states
+    from pc.integrations.vllm.hidden_states import check_hidden_states
 
     def config(speculation=None, asynchronous=False, connector=None, scheduler=None, runner="generate", chunks=True):
         chosen = SimpleNamespace(async_scheduling=asynchronous, scheduler_cls=scheduler, enable_chunked_prefill=chunks)
@@ -216,6 +333,16 @@ def test_configurations_that_would_store_in_wrong_slots_are_refused():
     with pytest.raises(ValueError, match="needs PC_VLLM=eviction,hidden_states"):
         check_hidden_states(config(connector="any"))
     check_hidden_states(config(runner="pooling"))
+    for options, said in (
+        ({"dir": 5}, "pc_hidden_states_dir: got 5, needs the path"),
+        ({"dir_bytes": 5}, "pc_hidden_states_dir_bytes: got one without pc_hidden_states_dir"),
+        ({"dir": "/tmp", "dir_seconds": 0}, "pc_hidden_states_dir_seconds: got 0, needs a number above 0"),
+        ({"dir": "/tmp", "dir_bytes": 1.5}, "pc_hidden_states_dir_bytes: got 1.5, needs an integer"),
+    ):
+        chosen = config()
+        chosen.additional_config = {f"pc_hidden_states_{name}": value for name, value in options.items()}
+        with pytest.raises(ValueError, match=said):
+            check_hidden_states(chosen)
     ours = "pc.integrations.vllm.eviction.AsyncPolicyScheduler"
     with pytest.raises(ValueError, match="got a connector, whose blocks have no rows to pool"):
         check_hidden_states(config(runner="pooling", connector="any", scheduler=ours))

@@ -20,11 +20,12 @@ def test_kernels_in_the_interpreter(model_path):
 
     from pc.integrations.vllm.attention import PagedAttention
 
-    attend, plans = PagedAttention._attend, []
+    forward, plans = PagedAttention.forward, []
 
-    def watched(self, query, keys, values, step, scales):
-        plans.append(step.plans[self.window].data_ptr())
-        return attend(self, query, keys, values, step, scales)
+    def watched(self, layer, query, key, value, kv_cache, step, *args, **kwargs):
+        if step is not None:
+            plans.append(step.plans[self.window].data_ptr())
+        return forward(self, layer, query, key, value, kv_cache, step, *args, **kwargs)
 
     generator = torch.Generator().manual_seed(1)
     prompts = [torch.randint(3, 500, (n,), generator=generator).tolist() for n in (57, 33)]
@@ -32,7 +33,7 @@ def test_kernels_in_the_interpreter(model_path):
     for ours in (False, True):
         vllm_engine.use_attention(ours)
         with (
-            mock.patch.object(PagedAttention, "_attend", watched),
+            mock.patch.object(PagedAttention, "forward", watched),
             vllm_engine.engine(model_path("llama")) as (llm, seen),
         ):
             found.append([vllm_engine.generate(llm, prompts, max_tokens=3) for _ in range(2)])

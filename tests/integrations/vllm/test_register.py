@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import subprocess
 import sys
 import types
@@ -11,7 +12,7 @@ import omni
 import pytest
 
 from pc.integrations import vllm as adapter
-from pc.integrations.vllm import versions
+from pc.integrations.vllm import features, versions
 
 ROOT = Path(__file__).parents[3]
 
@@ -48,6 +49,8 @@ def test_spaces_and_empty_names_are_passed_over(monkeypatch):
     done = []
     monkeypatch.setattr("pc.integrations.vllm.features.check_version", lambda name: done.append(("checked", name)))
     monkeypatch.setitem(adapter.FEATURES, "attention", lambda: done.append("enabled"))
+    monkeypatch.setattr("pc.integrations.vllm.features._hook_configurations", lambda: None)
+    monkeypatch.setattr("pc.integrations.vllm.features._enabled", set())
     monkeypatch.setenv("PC_VLLM", " attention ,, ")
     adapter.register()
     assert done == [("checked", "attention"), "enabled"]
@@ -82,16 +85,16 @@ def test_a_missing_or_changed_interface_is_named(monkeypatch, version):
 
     holder = type("Builder", (), {"build": build})
     pretend(monkeypatch, version, fake_vllm={"Builder": holder})
-    monkeypatch.setitem(versions.INTERFACES, "attention", {"fake_vllm:Builder.build": "self prefix metadata"})
+    monkeypatch.setitem(versions.INTERFACES, "attention", {"fake_vllm:Builder": "build(self prefix metadata)"})
     versions.check_version("attention")
-    for name, said in (
-        ("fake_vllm:Builder.make", "fake_vllm:Builder.make: not there"),
-        ("fake_nothing:Builder", "fake_nothing:Builder: not there"),
+    for holder, name, said in (
+        ("fake_vllm:Builder", "make", "fake_vllm:Builder.make: not there"),
+        ("fake_nothing", "Builder", "fake_nothing:Builder: not there"),
     ):
-        monkeypatch.setitem(versions.INTERFACES, "attention", {name: "self"})
+        monkeypatch.setitem(versions.INTERFACES, "attention", {holder: f"{name}(self)"})
         with pytest.raises(adapter.UnsupportedVersionError, match=said):
             versions.check_version("attention")
-    monkeypatch.setitem(versions.INTERFACES, "attention", {"fake_vllm:Builder.build": "self fast_build metadata"})
+    monkeypatch.setitem(versions.INTERFACES, "attention", {"fake_vllm": "Builder.build(self fast_build metadata)"})
     with pytest.raises(adapter.UnsupportedVersionError, match="has no fast_build, needed by vllm"):
         versions.check_version("attention")
 
@@ -120,3 +123,99 @@ def test_the_installed_version_is_served(feature):
     if feature in adapter.FEATURES:  # a connector is named in vLLM's own options
         adapter.enable(feature)
         adapter.enable(feature)
+
+
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        ({"PC_VLLM_POLICY": "nonsense"}, "PC_VLLM_POLICY: got 'nonsense', needs one of .*lru"),
+        ({"PC_VLLM": "eviction", "PC_VLLM_POLICY": "nonsense"}, "PC_VLLM_POLICY: got 'nonsense'"),
+        ({f"{features.VARIABLE}_POLCY": "lru"}, "PC_VLLM_POLCY: got an unknown variable, needs .* PC_VLLM_POLICY"),
+    ],
+)
+def test_values_that_make_no_sense_are_refused_before_anything_is_enabled(monkeypatch, variables, said):
+    done = []
+    monkeypatch.setattr("pc.integrations.vllm.features.check_version", done.append)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=said):
+        adapter.register()
+    assert done == []
+
+
+def configuration(scheduler=None, worker="vllm.v1.worker.cpu_worker.CPUWorker", **additional):
+    """What is looked at of vLLM's configuration."""
+    return types.SimpleNamespace(
+        scheduler_config=types.SimpleNamespace(scheduler_cls=scheduler),
+        parallel_config=types.SimpleNamespace(worker_cls=worker),
+        additional_config=additional,
+    )
+
+
+OURS = {
+    "scheduler": "pc.integrations.vllm.eviction.AsyncPolicyScheduler",
+    "worker": "pc.integrations.vllm.hidden_states.HiddenStatesWorker",
+}
+
+
+def test_options_that_nothing_reads_are_refused(monkeypatch):
+    features.check_options(configuration())
+    features.check_options(configuration(**OURS, pc_policy="lru", pc_hidden_states_bytes=1, other=2))
+    features.check_options(configuration("my.Scheduler", "my.Worker", pc_policy="lru", pc_hidden_states_bytes=1))
+    with pytest.raises(ValueError, match="pc_policy: got one for vLLM's own scheduler, needs PC_VLLM=eviction"):
+        features.check_options(configuration(worker=OURS["worker"], pc_policy="lru"))
+    with pytest.raises(ValueError, match="pc_hidden_states_device: got one for vLLM's own worker"):
+        features.check_options(configuration(OURS["scheduler"], pc_hidden_states_device="cpu"))
+    with pytest.raises(ValueError, match="additional_config: got 'pc_polcy', needs some of pc_policy"):
+        features.check_options(configuration(**OURS, pc_polcy="lru"))
+    monkeypatch.setenv("PC_VLLM_POLICY", "lru")
+    features.check_options(configuration(**OURS))
+    with pytest.raises(ValueError, match="PC_VLLM_POLICY: got 'lru' for vLLM's own scheduler, needs PC_VLLM=eviction"):
+        features.check_options(configuration())
+
+
+def test_one_line_says_what_is_in_use(monkeypatch):
+    pytest.importorskip("vllm", reason="vllm is not installed: make vllm")
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    said = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logger = logging.getLogger(features.LOGGER)
+    monkeypatch.setattr(logger, "handlers", [handler])
+    monkeypatch.setattr(logger, "level", logging.INFO)
+    monkeypatch.setattr(logger, "_cache", {})  # levels that were asked for before
+    monkeypatch.setenv("PC_VLLM_POLICY", "priority")
+    monkeypatch.delitem(sys.modules, "vllm_omni.core.prefix_cache", raising=False)
+    adapter.enable("attention")
+    for _ in range(2):
+        features.announce(configuration(**OURS, pc_hidden_states_bytes=1 << 20))
+    (line,) = said
+    assert line.startswith("pc ")
+    for part in (
+        "vllm 0.",
+        "attention (PagedAttentionBackend as CPU_ATTN)",
+        "eviction (AsyncPolicyScheduler, policy priority: Priority)",
+        "hidden_states (HiddenStatesWorker, pc_hidden_states_bytes=1048576)",
+    ):
+        assert part in line
+    AttentionBackendEnum.CPU_ATTN.clear_override()
+    assert "attention" not in features.describe(configuration())
+    assert "no feature is in use" in features.describe(configuration())
+
+
+def test_attention_replaces_what_an_earlier_engine_chose():
+    pytest.importorskip("vllm", reason="vllm is not installed: make vllm")
+    import torch
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+    from vllm.v1.attention.selector import _cached_get_attn_backend, get_attn_backend
+
+    AttentionBackendEnum.CPU_ATTN.clear_override()
+    _cached_get_attn_backend.cache_clear()
+    with set_current_vllm_config(VllmConfig()):
+        assert get_attn_backend(64, torch.float32, "auto").__name__ == "CPUAttentionBackend"
+        adapter.enable("attention")
+        assert get_attn_backend(64, torch.float32, "auto").__name__ == "PagedAttentionBackend"
+    AttentionBackendEnum.CPU_ATTN.clear_override()
+    _cached_get_attn_backend.cache_clear()

@@ -1,0 +1,239 @@
+"""What once broke a manager: tiers beside other threads, processes, values that go through pickle, huge numbers."""
+
+from __future__ import annotations
+
+import copy
+import os
+import pickle
+import signal
+import threading
+
+import numpy as np
+import pytest
+
+import pc
+
+
+class Listener:
+    def __init__(self):
+        self.events, self.published = [], set()
+
+    def stored(self, group, hashes, *rest):
+        self.events += [("stored", block_hash) for block_hash in hashes]
+        self.published |= set(hashes)
+
+    def removed(self, group, hashes):
+        self.events += [("removed", block_hash) for block_hash in hashes]
+        self.published -= set(hashes)
+
+    def cleared(self):
+        self.published = set()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("partial_reuse", [False, True])
+def test_what_is_published_while_its_twin_is_saved_stays_known(fails, partial_reuse):
+    manager = pc.CacheManager(2, block_size=2, partial_reuse=partial_reuse)
+    listener = Listener()
+    manager.listeners.append(listener)
+    manager.allocate("computes", [1, 2])
+    manager.allocate("first", [1, 2])
+    manager.commit("first", 2)
+    manager.free("first")
+
+    def on_evict(group, blocks, hashes):
+        manager.commit("computes", 2)
+        if fails:
+            raise OSError
+
+    manager.on_evict = on_evict
+    try:
+        manager.allocate("other", [9, 9])
+    except OSError:
+        assert fails
+    manager.check()
+    pool = manager.pools[0]
+    there = set(pool.digests_of(pool.complete.nonzero()[0]))
+    assert len(there) == 1
+    assert listener.published == there
+    assert [event for event, _ in listener.events] == ["stored"], "it was published all the time"
+    manager.free("computes")
+    if partial_reuse and not fails:
+        manager.free("other")
+        manager.on_evict = None
+        assert manager.allocate("again", [1, 5]).num_cached_tokens == 1, "the index of beginnings knows it too"
+
+
+def test_what_is_published_and_evicted_while_its_twin_is_saved_is_removed_once():
+    manager = pc.CacheManager(2, block_size=2, policy="lru")
+    listener = Listener()
+    manager.listeners.append(listener)
+    manager.allocate("computes", [1, 2])
+    manager.allocate("first", [1, 2])
+    manager.commit("first", 2)
+    manager.free("first")
+
+    def on_evict(group, blocks, hashes):
+        manager.on_evict = None
+        manager.commit("computes", 2)
+        manager.free("computes")
+        manager.allocate("inner", [7, 7])  # evicts it without asking
+        manager.free("inner")
+
+    manager.on_evict = on_evict
+    manager.allocate("other", [9, 9])
+    manager.check()
+    assert listener.published == set()
+    assert [event for event, _ in listener.events] == ["stored", "removed"]
+
+
+@pytest.mark.parametrize(("window", "block_size"), [(1, 2), (3, 2), (17, 16), (2, 2), (16, 16), (4, 1)])
+def test_append_keeps_what_the_last_prompt_token_reads_until_it_is_computed(window, block_size):
+    manager = pc.CacheManager(16, block_size=block_size, groups=(pc.SlidingWindow(window=window),))
+    prompt = list(range(4 * block_size))
+    for name in ("first", "again"):
+        allocation = manager.allocate(name, prompt)
+        if name == "first":
+            manager.commit(name, len(prompt))
+            manager.free(name)
+    last = len(prompt) - 1
+    assert allocation.compute_spans == [(last, last + 1)]
+    manager.append("again", [7])
+    read = np.arange(max(0, last - window + 1), last + 1) // block_size
+    assert (manager.block_table("again")[read] >= 0).all()
+    manager.commit("again", last + 2)
+    held = (manager.block_table("again") >= 0).sum()
+    assert held == -(-(last + 2) // block_size) - max(0, last + 2 - window) // block_size, (
+        "released once it is computed"
+    )
+    manager.check()
+
+
+def test_a_tier_is_shown_blocks_that_a_window_leaves_before_the_table_changes():
+    manager = pc.CacheManager(4, block_size=1, groups=(pc.SlidingWindow(window=2),))
+    manager.allocate("cached", [5])
+    manager.commit("cached", 1)
+    manager.free("cached")
+    manager.allocate("a", [1, 2, 3])
+    manager.commit("a", 3)
+    before = manager.block_table("a").tolist(), manager.stats()
+    seen = []
+
+    def refuses(group, blocks, hashes):
+        assert (manager.block_table("a").tolist(), manager.num_tokens("a")) == (before[0], 3)
+        raise OSError
+
+    def takes(group, blocks, hashes):
+        assert (manager.block_table("a").tolist(), manager.num_tokens("a")) == (before[0], 3)
+        seen.extend(blocks.tolist())
+        return hashes
+
+    for count in (1, 2, 3):
+        manager.on_evict = refuses
+        with pytest.raises(OSError):  # noqa: PT011
+            manager.append("a", list(range(count)))
+        assert (manager.block_table("a").tolist(), manager.stats()) == before, count
+        manager.check()
+    manager.on_evict = takes
+    manager.append("a", [0, 1, 2])
+    assert len(seen) == 3, "the two cached blocks and the one that the window has left"
+    assert manager.stats().offloaded_blocks == 3
+    manager.check()
+
+
+def results():
+    manager = pc.CacheManager(8, block_size=4)
+    grouped = pc.CacheManager(8, block_size=4, groups=[pc.FullAttention(), pc.SlidingWindow(window=8)])
+    for m in (manager, grouped):
+        yield m.allocate("a", range(6), extra_keys=pc.KeyAt(2, "image"))
+        yield m.append("a", [6])
+        yield m.append_each(["a"], [7])
+        yield m.stats()
+    yield pc.OutOfBlocks(3, 1)
+    yield pc.KeyAt(4, ("a", 1))
+    yield from grouped.groups
+
+
+@pytest.mark.parametrize("through", [lambda x: pickle.loads(pickle.dumps(x)), copy.copy, copy.deepcopy])
+def test_results_and_errors_can_be_pickled_and_copied(through):
+    names = ("block_ids", "slot_mapping", "copies", "compute_spans", "requests", "positions", "needed", "available")
+    for value in results():
+        again = through(value)
+        assert type(again) is type(value)
+        assert str(again) == str(value)
+        for name in names:
+            assert str(getattr(again, name, None)) == str(getattr(value, name, None))
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+def test_a_child_process_beside_a_working_thread_has_a_whole_manager():
+    manager, stop = pc.CacheManager(100, 4), threading.Event()
+
+    def work():
+        number = 0
+        while not stop.is_set():
+            number += 1
+            manager.allocate(number, list(range(200)))
+            manager.commit(number, 200)
+            manager.free(number)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        for _ in range(8):
+            child = os.fork()
+            if not child:
+                signal.alarm(20)
+                try:
+                    manager.check()
+                    manager.allocate("child", [7] * 20)
+                    manager.commit("child", 20)
+                    manager.check()
+                except BaseException:
+                    os._exit(1)
+                os._exit(0)
+            assert os.waitpid(child, 0)[1] == 0
+    finally:
+        stop.set()
+        thread.join()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+def test_a_child_process_has_back_what_a_thread_was_saving():
+    manager = pc.CacheManager(2, block_size=2)
+    manager.allocate("a", [1, 2, 3, 4])
+    manager.commit("a", 4)
+    manager.free("a")
+    entered, leave = threading.Event(), threading.Event()
+    manager.on_evict = lambda *_: (entered.set(), leave.wait(30))
+    thread = threading.Thread(target=manager.allocate, args=("b", [9, 9]))
+    thread.start()
+    assert entered.wait(30)
+    child = os.fork()
+    if not child:
+        signal.alarm(20)
+        status = 1
+        try:
+            manager.check()
+            status = int(manager.stats().cached_blocks != 2)
+        finally:
+            os._exit(status)
+    leave.set()
+    thread.join()
+    assert os.waitpid(child, 0)[1] == 0
+    manager.check()
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (lambda: pc.SlidingWindow(2**70), "window"),
+        (lambda: pc.SlidingWindow(4, num_sink_tokens=2**70), "num_sink_tokens"),
+        (lambda: pc.FullAttention(num_blocks=2**40), "num_blocks"),
+        (lambda: pc.Recurrent(num_blocks=2**30), "num_blocks"),
+        (lambda: pc.CacheManager(2**30), "num_blocks"),
+    ],
+)
+def test_numbers_past_what_is_possible_are_refused_at_once(make, name):
+    with pytest.raises(ValueError, match=f"{name}: got .*below"):
+        make()

@@ -1,0 +1,77 @@
+"""Sparse attention whose indexer keeps a key of its own for each token: DeepSeek-V3.2 and those like it."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+from generate_cases import Family, assert_nothing_held, assert_same, both, left_padded, plain, prompt  # noqa: E402
+
+from pc.integrations.huggingface import enable_prefix_caching  # noqa: E402
+
+if not hasattr(transformers, "DeepseekV32ForCausalLM"):
+    pytest.skip("needs a transformers with DeepSeek-V3.2", allow_module_level=True)
+
+REACH = 128
+OPTIONS = {
+    "kv_lora_rank": 16, "q_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16,
+    "num_key_value_heads": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
+    "moe_intermediate_size": 32, "first_k_dense_replace": 1, "index_topk": REACH, "index_head_dim": 16,
+    "index_n_heads": 4,
+}  # fmt: skip
+FAMILY = Family("deepseek-v3.2", "DeepseekV32Config", "DeepseekV32ForCausalLM", OPTIONS)
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return FAMILY.build()
+
+
+def question(seed: int) -> torch.Tensor:
+    return torch.cat([prompt(70), prompt(9, seed)], 1)
+
+
+@pytest.mark.slow
+def test_rows_go_on_behind_a_cached_prefix(model: Any) -> None:
+    with enable_prefix_caching(model, num_blocks=64) as handle:
+        assert_same(model, input_ids=question(1))
+        assert_same(model, input_ids=question(2))
+        assert handle.last_requests[0].cached_tokens == 70
+        handle._serving.store.kept._rows.clear()  # from blocks
+        assert_same(model, input_ids=question(3))
+        assert handle.last_requests[0].cached_tokens == 70
+        assert_same(model, **left_padded(question(4), prompt(33, 7)))
+        assert_same(model, **left_padded(question(5), prompt(33, 7)), num_beams=2)
+        assert_same(model, input_ids=question(6), num_return_sequences=2, do_sample=True)
+        assert_same(model, input_ids=question(6), prompt_lookup_num_tokens=3)
+        assert not handle.stats().calls_handed_back
+        assert_nothing_held(handle)
+
+
+def test_keys_of_the_indexer_are_kept(model: Any) -> None:
+    with enable_prefix_caching(model, num_blocks=64) as handle:
+        found = []
+        for _ in range(2):
+            want, got = both(model, input_ids=question(1), return_dict_in_generate=True)
+            found.append(handle.last_requests[0].cached_tokens)
+            for own, other in zip(want.past_key_values.layers, got.past_key_values.layers, strict=True):
+                torch.testing.assert_close(own.indexer_keys, other.index.keys[:, 0], rtol=1e-4, atol=1e-5)
+        assert found == [0, 78]
+
+
+def test_more_than_the_indexer_takes_falls_back(model: Any) -> None:
+    with enable_prefix_caching(model, num_blocks=64) as handle:
+        assert_same(model, input_ids=prompt(100), max_new_tokens=28)
+        assert handle.stats().calls_served == 1
+        want = plain(model, input_ids=prompt(100), max_new_tokens=29)
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            assert torch.equal(model.generate(prompt(100), max_new_tokens=29), want)
+        assert ["its indexer" in str(w.message) for w in told] == [True]
+        (reason,) = handle.stats().calls_handed_back
+        assert "its indexer" in reason

@@ -1,0 +1,161 @@
+"""Text found elsewhere, in generate: exact where all of it is computed again, told apart where it is not."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from generate_cases import (
+    FAMILIES,
+    HYBRIDS,
+    assert_nothing_held,
+    count_computed,
+    first_quick,
+    left_padded,
+    plain,
+    prompt,
+)
+
+from pc.integrations.huggingface import enable_prefix_caching
+from pc.integrations.huggingface.contiguous import moved
+from pc.integrations.huggingface.contiguous.batch import Batch
+from pc.integrations.huggingface.contiguous.layers import attention_layers, new_cache
+from pc.integrations.huggingface.contiguous.layout import forward
+
+LEARNED = {"gpt2", "opt"}
+ROTARY = [family for family in FAMILIES if family.name not in LEARNED]
+LLAMA = FAMILIES[0]
+ONE, TWO, END = prompt(61, 1), prompt(83, 2), prompt(5, 3)
+FIRST, THEN = torch.cat([ONE, TWO, END], 1), torch.cat([TWO[:, 2:], ONE, END], 1)
+
+
+def enabled(model, recompute, **options):
+    return enable_prefix_caching(model, num_blocks=200, block_size=4, reuse="anywhere", recompute=recompute, **options)
+
+
+def logits(result):
+    return torch.cat(list(result.logits))
+
+
+@pytest.mark.parametrize("family", first_quick(ROTARY), ids=lambda family: family.name)
+def test_all_computed_again_is_what_is_computed_without_it(family, monkeypatch):
+    """Over the very path of a repair, which costs more than computing the row and is taken here all the same."""
+    model, show = family.build(), {"output_logits": True, "return_dict_in_generate": True, "max_new_tokens": 4}
+    want = logits(plain(model, input_ids=THEN, **show))
+    monkeypatch.setattr(Batch, "_rows_cost", lambda self: 0.0)
+    with enabled(model, 1) as handle:
+        model.generate(FIRST, max_new_tokens=2)
+        got = logits(model.generate(THEN, **show))
+        (report,) = handle.last_requests
+        assert report.moved_tokens == report.repaired_tokens > 130
+        assert (got - want).abs().max() <= 2e-6 * want.abs().max()
+        assert_nothing_held(handle)
+
+
+def test_what_moved_is_not_computed_and_told_apart():
+    model = LLAMA.build()
+    with enabled(model, 0.1) as handle:
+        model.generate(FIRST, max_new_tokens=2)
+        computed = count_computed(model, input_ids=THEN, max_new_tokens=1)
+        (report,) = handle.last_requests
+        assert report.cached_tokens == 0
+        assert report.moved_tokens > 130
+        assert report.repaired_tokens == pytest.approx(0.1 * report.moved_tokens, abs=2)
+        assert computed == report.prompt_tokens - report.moved_tokens + report.repaired_tokens
+        stats = handle.stats()
+        assert (stats.moved_tokens, stats.repaired_tokens) == (report.moved_tokens, report.repaired_tokens)
+        assert stats.hit_tokens == 0
+        assert "moved_spans=((0, " in repr(report)
+        assert_nothing_held(handle)
+
+
+def test_what_is_approximate_is_read_by_its_like_alone():
+    """Another handle on the blocks of this one, exact, computes all; the next call of its own reads them."""
+    model = LLAMA.build()
+    with enabled(model, 0.1) as handle:
+        model.generate(FIRST, max_new_tokens=2)
+        model.generate(THEN, max_new_tokens=2)
+        manager = handle.manager
+        assert manager.allocate("exact", THEN[0].numpy()).num_cached_tokens == 0
+        manager.free("exact")
+        model.generate(THEN, max_new_tokens=2)
+        assert handle.last_requests[0].cached_tokens > 140
+        assert not handle.last_requests[0].moved_spans
+
+
+def test_ragged_batches_samples_and_salts():
+    model = LLAMA.build()
+    with enabled(model, 0.2) as handle:
+        model.generate(FIRST, max_new_tokens=2)
+        rows = left_padded(THEN, torch.cat([prompt(3, 9), ONE, END], 1))
+        torch.manual_seed(0)
+        tokens = model.generate(**rows, max_new_tokens=3, do_sample=True)
+        assert tokens.shape == (2, rows["input_ids"].shape[1] + 3)
+        assert [report.moved_tokens > 50 for report in handle.last_requests] == [True, True]
+        with handle.salt("other"):
+            model.generate(THEN, max_new_tokens=2)
+        assert handle.last_requests[0].moved_tokens == 0
+        assert_nothing_held(handle)
+
+
+def test_prompts_that_find_nothing_and_hidden_states_are_exact():
+    model = LLAMA.build()
+    want = plain(model, input_ids=THEN, max_new_tokens=4)
+    with enabled(model, 0) as handle:
+        assert torch.equal(model.generate(THEN, max_new_tokens=4), want)
+        model.generate(FIRST, max_new_tokens=2)
+        shown = {"output_hidden_states": True, "return_dict_in_generate": True, "max_new_tokens": 4}
+        again = torch.cat([ONE, THEN], 1)
+        assert torch.equal(model.generate(again, **shown).sequences, plain(model, input_ids=again, max_new_tokens=4))
+        assert not handle.last_requests[0].moved_spans
+
+
+def test_keys_are_those_of_their_new_places():
+    """In the first layer, whose keys and values hang on nothing but token and position."""
+    model = FAMILIES[[family.name for family in FAMILIES].index("gemma3")].build()
+    with enabled(model, 0) as handle:
+        model.generate(FIRST, max_new_tokens=2)
+        storage = handle._serving.store.storage
+        allocation = handle.manager.allocate("moved", THEN[0].numpy(), reuse="anywhere")
+        moved.bring(allocation, storage, handle._serving.store.turns)
+        whole = new_cache(model.config)
+        forward(model, THEN[0].numpy(), 0, THEN.shape[1], whole)
+        (_, part), at = storage.kv[0], np.concatenate([np.arange(s.start, s.end) for s in allocation.moved])
+        slots = torch.from_numpy(allocation.slots_at(at))
+        for side, want in zip(
+            ("keys", "values"), (attention_layers(whole)[0].keys, attention_layers(whole)[0].values), strict=True
+        ):
+            found = part.tensor(f"0 {side}").transpose(1, 2).flatten(0, 1)[slots]
+            torch.testing.assert_close(
+                found, want[0].transpose(0, 1)[torch.from_numpy(at)], atol=2e-4, rtol=0
+            )  # its angles are float32
+
+
+@pytest.mark.parametrize("family", [f for f in FAMILIES if f.name in LEARNED] + HYBRIDS[:1], ids=lambda f: f.name)
+def test_models_that_cannot_be_served_so_are_named(family):
+    model = family.build()
+    with pytest.warns(UserWarning, match="falls back to the model's own generate"):
+        handle = enabled(model, 0.1)
+    with handle:
+        why = "states cannot be moved" if family in HYBRIDS else "its embeddings hang on positions that are learned"
+        assert why in handle.unsupported
+        assert type(model).__name__ in handle.unsupported
+        assert torch.equal(model.generate(THEN, max_new_tokens=3), plain(model, input_ids=THEN, max_new_tokens=3))
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"reuse": "anywhere", "recompute": 1.5}, ValueError, "recompute: got 1.5, needs 0 to 1"),
+        ({"reuse": "anywhere", "recompute": -0.1}, ValueError, "recompute: got -0.1, needs 0 to 1"),
+        ({"reuse": "anywhere", "recompute": float("nan")}, ValueError, "recompute: got nan, needs 0 to 1"),
+        ({"reuse": "anywhere", "recompute": "0.1"}, TypeError, "recompute: got str, needs a number from 0 to 1"),
+        ({"reuse": "anywhere", "recompute": True}, TypeError, "recompute: got bool"),
+        ({"recompute": 0.1}, ValueError, "recompute: got 0.1 with reuse='prefix', needs reuse=\"anywhere\""),
+    ],
+)
+def test_bad_shares(options, error, message):
+    model = LLAMA.build()
+    with pytest.raises(error, match=message):
+        enable_prefix_caching(model, **options)
+    assert "generate" not in vars(model)

@@ -1,0 +1,177 @@
+"""What a prompt can be read from besides its prefix in blocks: blocks behind a gap, host memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+from generate_cases import (  # noqa: E402
+    FAMILIES,
+    SMALL,
+    assert_nothing_held,
+    assert_same,
+    both,
+    first_quick,
+    left_padded,
+    prompt,
+)
+
+from pc.cache.policies import POLICIES  # noqa: E402
+from pc.demo._measure import MiddleFirst  # noqa: E402
+from pc.integrations.huggingface import enable_prefix_caching  # noqa: E402
+from pc.integrations.huggingface.contiguous.storage import KVStorage  # noqa: E402
+
+BY_NAME = {family.name: family for family in FAMILIES}
+
+
+@pytest.mark.parametrize(
+    ("name", "gone", "cached", "whole"),  # those before a window are not asked for
+    [
+        ("llama", [2, 3], 64, 109),
+        ("mistral-window", [2, 3], 96, 96),
+        ("gemma2", [2, 3], 64, 96),
+        ("gpt2", [2, 3], 64, 109),
+    ],
+)
+def test_blocks_behind_a_gap(name: str, gone: list[int], cached: int, whole: int) -> None:
+    model = BY_NAME[name].build()
+    with enable_prefix_caching(model, num_blocks=64, reuse="gap") as handle:
+        assert_same(model, input_ids=prompt(110))
+        for pool, part in zip(handle.manager.pools, handle._serving.store.storage.parts, strict=True):
+            blocks = pool.table.find(words(handle, prompt(110)))[gone]
+            for side in part.tensors.values():
+                side[blocks.tolist()] = torch.nan  # what is evicted must not be read
+            evict(pool, blocks)
+        assert_same(model, input_ids=prompt(110))
+        assert handle.last_requests[0].cached_tokens == cached
+        assert_same(model, input_ids=prompt(110))
+        assert handle.last_requests[0].cached_tokens == whole
+        evict(pool, pool.table.find(words(handle, prompt(110)))[:1])
+        assert_same(model, **left_padded(prompt(110), prompt(20, 1)))
+        assert_nothing_held(handle)
+
+
+@pytest.mark.parametrize("policy", [*POLICIES, MiddleFirst])
+def test_policies_leave_prefixes_and_gaps_come_from_others(policy: Any) -> None:
+    model = BY_NAME["llama"].build()
+    with enable_prefix_caching(model, num_blocks=28, policy=policy, reuse="gap") as handle:
+        assert_same(model, input_ids=prompt(421), max_new_tokens=4)
+        assert_same(model, input_ids=prompt(200, 1), max_new_tokens=4)
+        assert_same(model, input_ids=prompt(421), max_new_tokens=4)
+        spans = handle.last_requests[0].cached_spans
+        assert [start == 0 for start, _ in spans] == ([True, False] if policy is MiddleFirst else [True])
+        assert spans[-1][1] < 416 or policy is MiddleFirst
+
+
+@pytest.mark.parametrize("name", first_quick(["llama", "mistral-window", "gemma2", "gpt2"]))
+def test_a_row_is_gone_on_with_in_place(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, reads, read = BY_NAME[name].build(), [], KVStorage.read
+
+    def counted(storage: KVStorage, *arguments: Any) -> None:
+        reads.append(storage)
+        read(storage, *arguments)
+
+    def again(seed: int, tokens: int = 20) -> tuple[int, bool]:
+        reads.clear()
+        assert_same(model, input_ids=torch.cat([prompt(64), prompt(tokens, seed)], 1))
+        return handle.last_requests[0].cached_tokens, not reads
+
+    monkeypatch.setattr(KVStorage, "read", counted)
+    with enable_prefix_caching(model, num_blocks=256) as handle:
+        assert again(1) == (0, True)
+        assert again(2) == (64, True)
+        assert again(3, 300) == (64, True)  # longer than the buffers of the row
+        with handle.salt("of another"):
+            assert again(2) == (0, True)
+            assert again(3) == (64, True)
+        assert again(4) == (64, True)
+        for row in handle._serving.store.kept._rows:
+            row.cache.layers[0].keys[:] = torch.nan
+        assert again(5) == (64, False)
+        _, got = both(model, input_ids=prompt(64), return_dict_in_generate=True)
+        kept = [row.cache for row in handle._serving.store.kept._rows]
+        assert all(cache is not got.past_key_values for cache in kept), "it is the caller's"
+        evict(handle.manager.pools[0], handle.manager.pools[0].table.find(words(handle, prompt(64))))
+        assert again(6) == (0, True)
+        assert handle._serving.store.kept.nbytes <= handle._serving.store.kept.max_bytes
+        handle._serving.store.kept.max_bytes = handle._serving.store.kept.nbytes // 8
+        assert again(7) == (64, True)
+        handle._serving.store.kept._rows.clear()
+        assert (again(8), again(9)) == ((64, False), (64, False)), "too large to be kept"
+        assert_nothing_held(handle)
+
+
+def test_there_is_room_for_a_question_behind_a_document() -> None:
+    model = BY_NAME["llama"].build()
+    with enable_prefix_caching(model, num_blocks=256) as handle:
+
+        def buffer(tokens: torch.Tensor) -> int:
+            model.generate(tokens, max_new_tokens=1)
+            (row,) = handle._serving.store.kept._rows
+            return int(row.cache.layers[1]._values_buffer.data_ptr())
+
+        first = buffer(prompt(256))
+        assert buffer(torch.cat([prompt(256), prompt(32, 1)], 1)) == first
+        assert buffer(torch.cat([prompt(256), prompt(32, 2)], 1)) == first
+
+
+def test_the_first_tokens_of_a_block_are_read() -> None:
+    model = BY_NAME["llama"].build()
+    with enable_prefix_caching(model, num_blocks=64, host_blocks=64) as handle:
+        assert_same(model, input_ids=torch.cat([prompt(40), prompt(20, 1)], 1))
+        for _ in range(2):
+            assert_same(model, **left_padded(torch.cat([prompt(40), prompt(20, 2)], 1), prompt(33)))
+        assert [r.cached_tokens for r in handle.last_requests] == [59, 32]
+        assert_same(model, input_ids=torch.cat([prompt(40), prompt(20, 3)], 1))
+        assert handle.last_requests[0].cached_tokens == 40
+        assert_nothing_held(handle)
+
+
+def words(handle: Any, ids: torch.Tensor) -> Any:
+    """The hashes of a prompt's blocks, as the pool's table has them."""
+    handle.manager.allocate("words", ids[0].numpy())
+    raw = b"".join(handle.manager.block_hashes("words"))
+    handle.manager.free("words")
+    return np.frombuffer(raw, np.uint64).reshape(-1, 4)
+
+
+def evict(pool: Any, blocks: Any) -> None:
+    """Takes blocks out of what can be found."""
+    victims = np.asarray(blocks, np.int32)
+    pool._call("removed", victims)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pool, "_choose", lambda count: victims)
+        pool.evict(pool.remove_victims(victims.size)[0])
+
+
+def test_evicted_blocks_come_back_from_host_memory() -> None:
+    model = BY_NAME["llama"].build()
+    with enable_prefix_caching(model, num_blocks=8, host_blocks=32) as handle:
+        for _ in range(2):
+            for seed in range(4):
+                assert_same(model, input_ids=prompt(64, seed), max_new_tokens=4)
+        assert handle.stats().evictions > 0
+        assert handle.last_requests[0].cached_tokens == 63
+        assert len(handle._serving.store.evicted) <= 32
+        assert_nothing_held(handle)
+        handle.reset()
+        assert_same(model, input_ids=prompt(64), max_new_tokens=4)
+        assert handle.last_requests[0].cached_tokens == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        ({"reuse": "all"}, ValueError, "reuse: got 'all'"),
+        ({"host_blocks": -1}, ValueError, "host_blocks: got -1"),
+        ({"host_blocks": 1.5}, TypeError, "host_blocks: got float"),
+    ],
+)
+def test_bad_arguments(arguments: dict[str, Any], error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        enable_prefix_caching(transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL)), **arguments)

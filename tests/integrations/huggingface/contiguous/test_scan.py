@@ -1,0 +1,107 @@
+"""Mamba-1: scans that begin with the state of a cache, and leave every other scan as it was."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+from generate_cases import HYBRIDS, assert_same, both, count_computed, plain, prompt, remembering  # noqa: E402
+from transformers.models.jamba import modeling_jamba  # noqa: E402
+
+from pc.integrations.huggingface import enable_prefix_caching  # noqa: E402
+from pc.integrations.huggingface.contiguous import layers  # noqa: E402
+
+BY_NAME = {family.name: family for family in HYBRIDS}
+LOGITS = {"return_dict_in_generate": True, "output_logits": True, "max_new_tokens": 3}
+
+
+def arguments(tokens: int) -> dict[str, Any]:
+    """Of a scan in float64, whose states are remembered through all tokens."""
+    draw = torch.Generator().manual_seed(tokens)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=draw, dtype=torch.float64)
+
+    rows = {"hidden_states": random(2, 3, tokens), "dt": random(2, 3, tokens), "z": random(2, 3, tokens)}
+    rows |= {"B": random(2, 4, tokens), "C": random(2, 4, tokens)}
+    fixed = {"A": -0.05 * random(3, 4).exp(), "D": random(3), "delta_bias": random(3)}
+    return rows | fixed | {"delta_softplus": True, "return_last_state": True}
+
+
+@pytest.mark.parametrize("cut", [1, 300, 599])
+def test_parts_of_a_scan_are_the_whole(monkeypatch: pytest.MonkeyPatch, cut: int) -> None:
+    monkeypatch.setattr(layers, "SCAN_CHUNK", 64)
+    own = layers._from_state(
+        getattr(modeling_jamba.mamba_selective_scan, "_pc_original", modeling_jamba.mamba_selective_scan)
+    )
+    given = arguments(600)
+    parts = [
+        {n: v[..., part] if n in ("hidden_states", "dt", "z", "B", "C") else v for n, v in given.items()}
+        for part in (slice(0, cut), slice(cut, None))
+    ]
+    want, want_state = own(**given)
+    first, state = own(**parts[0])
+    layer = layers.StateLayer()
+    layer.update_conv_state(torch.zeros(2, 3, 4))
+    layer.update_recurrent_state(state)
+    with layers.from_states():
+        layer.update_conv_state(torch.zeros(2, 3, 4))
+        second, last = own(**parts[1])
+        again, _ = own(**parts[1])  # a state is for the one scan that follows
+    torch.testing.assert_close(torch.cat([first, second], -1), want, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(last, want_state, rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(again, second)
+    layer.update_conv_state(torch.zeros(2, 3, 4))  # outside of a pass of ours nothing is added
+    assert torch.equal(own(**parts[1])[0], again)
+
+
+@pytest.mark.parametrize("name", ["mamba", "jamba"])
+def test_few_tokens_are_computed_behind_a_state_that_counts(name: str) -> None:
+    model = remembering(BY_NAME[name])
+    with enable_prefix_caching(model, num_blocks=64) as handle:
+        model.generate(prompt(70), max_new_tokens=2)
+        ids = torch.cat([prompt(70)[:, :64], prompt(9, 1)], 1)
+        want, got = both(model, input_ids=ids, **LOGITS)
+        assert handle.last_requests[0].cached_tokens == 64
+        torch.testing.assert_close(torch.stack(want.logits), torch.stack(got.logits), rtol=1e-3, atol=1e-3)
+        assert count_computed(model, input_ids=torch.cat([prompt(70)[:, :64], prompt(9, 2)], 1), max_new_tokens=1) == 9
+        for state in handle._serving.store.states.tensors.values():
+            state.zero_()
+        lost = model.generate(torch.cat([prompt(70)[:, :64], prompt(9, 1)], 1), **LOGITS)
+        assert (lost.logits[0] - want.logits[0]).abs().max() > 1e-3
+
+
+def test_without_it_such_models_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layers, "_carried", lambda state, dt, decay, outputs: (torch.zeros_like(dt), 0 * state))
+    model = remembering(BY_NAME["mamba"])
+    with pytest.warns(UserWarning, match="falls back") as told, enable_prefix_caching(model) as handle:
+        assert_same(model, input_ids=prompt(40))
+    assert any("does not go on from a cached prefix" in str(w.message) for w in told)
+    assert handle.unsupported
+
+
+def test_a_pass_that_fails_leaves_no_state_behind() -> None:
+    model = remembering(BY_NAME["jamba"])
+    want = plain(model, input_ids=prompt(50, 3))
+    with enable_prefix_caching(model, num_blocks=64):
+        model.generate(prompt(70), max_new_tokens=2)
+        mixer = next(m for m in model.modules() if type(m).__name__ == "JambaMambaMixer")
+        inner, calls = mixer.conv1d, []
+        whole = modeling_jamba.causal_conv1d_fn
+
+        def failing(*args: Any, **kwargs: Any) -> Any:  # between the state and its scan
+            calls.append(inner)
+            raise RuntimeError("in the middle")
+
+        modeling_jamba.causal_conv1d_fn = failing
+        try:
+            with pytest.raises(RuntimeError, match="in the middle"):
+                model.generate(torch.cat([prompt(70)[:, :64], prompt(9, 1)], 1), max_new_tokens=2)
+        finally:
+            modeling_jamba.causal_conv1d_fn = whole
+        assert calls
+        assert torch.equal(plain(model, input_ids=prompt(50, 3)), want)

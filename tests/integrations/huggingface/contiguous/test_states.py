@@ -1,0 +1,188 @@
+"""Hybrids: states of recurrent and convolution layers in blocks of the manager, evicted, kept and read like others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+from generate_cases import (  # noqa: E402
+    HYBRIDS,
+    Family,
+    assert_nothing_held,
+    assert_same,
+    assert_same_in_threads,
+    both,
+    count_computed,
+    first_quick,
+    left_padded,
+    prompt,
+    remembering,
+)
+
+from pc.integrations.huggingface import enable_prefix_caching  # noqa: E402
+from pc.integrations.huggingface.contiguous import storage  # noqa: E402
+
+LFM2 = HYBRIDS[1]
+
+
+def cached(model: Any, handle: Any, ids: torch.Tensor, **options: Any) -> int:
+    """Tokens that a call reads from the cache, while it gives what the model gives."""
+    assert_same(model, input_ids=ids, max_new_tokens=4, **options)
+    return int(handle.last_requests[0].cached_tokens)
+
+
+@pytest.mark.parametrize("family", first_quick(HYBRIDS), ids=lambda f: f.name)
+def test_hybrids_go_on_from_states(family: Family) -> None:
+    model = remembering(family)
+    document = prompt(70)
+    with enable_prefix_caching(model, num_blocks=64) as handle:
+        for seed, reused in ((1, 0), (2, 0), (3, 64)):  # the second leaves states where it parts from the first
+            assert_same(model, input_ids=torch.cat([document, prompt(20, seed)], 1))
+            assert handle.last_requests[0].cached_tokens == reused
+        question = torch.cat([document, prompt(20, 4)], 1)
+        assert count_computed(model, input_ids=question, max_new_tokens=1) == 26
+        want, got = both(
+            model, input_ids=torch.cat([document, prompt(20, 5)], 1), return_dict_in_generate=True, output_logits=True
+        )
+        for a, b in zip(want.logits, got.logits, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3)
+        assert_same(model, **left_padded(torch.cat([document, prompt(9, 6)], 1), prompt(33, 7)))
+        assert_same(model, **left_padded(torch.cat([document, prompt(9, 6)], 1), prompt(33, 7)), num_beams=2)
+        assert_nothing_held(handle)
+
+
+@pytest.mark.parametrize("family", HYBRIDS, ids=lambda f: f.name)
+def test_next_round_of_a_hybrids_chat_goes_on_behind_the_answer(family: Family) -> None:
+    model = remembering(family)
+    with enable_prefix_caching(model, num_blocks=64) as handle:
+        first = assert_same(model, input_ids=prompt(40), max_new_tokens=30, eos_token_id=None)
+        assert_same(model, input_ids=torch.cat([first, prompt(5, 1)], 1))
+        assert handle.last_requests[0].cached_tokens == 64
+
+
+def test_states_that_are_lost_show() -> None:
+    model = remembering(HYBRIDS[0])
+    document = prompt(70)
+    with enable_prefix_caching(model, num_blocks=64) as handle:
+        for seed in (1, 2):
+            model.generate(torch.cat([document, prompt(20, seed)], 1), max_new_tokens=2)
+        for state in handle._serving.store.states.tensors.values():
+            state.zero_()
+        ids = torch.cat([document, prompt(20, 3)], 1)
+        want, got = both(model, input_ids=ids, return_dict_in_generate=True, output_logits=True, max_new_tokens=1)
+        assert (want.logits[0] - got.logits[0]).abs().max() > 1e-3
+
+
+def test_states_are_blocks_of_the_manager() -> None:
+    model = remembering(LFM2)
+    with enable_prefix_caching(model, num_blocks=64) as handle:
+        assert cached(model, handle, prompt(70)) == 0
+        kv, states = handle.manager.pools
+        assert (kv.num_cached, states.num_cached) == (4, 1)
+        assert cached(model, handle, prompt(70)) == 64
+        assert cached(model, handle, torch.cat([prompt(40), prompt(30, 1)], 1)) == 0
+        assert states.num_cached == 3  # where both prompts part, and at each one's end
+        assert cached(model, handle, torch.cat([prompt(40), prompt(30, 2)], 1)) == 32
+        assert_nothing_held(handle)
+        handle.reset()
+        assert cached(model, handle, prompt(70)) == 0
+
+
+def few_states(model: Any, monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    """Lets a cache of this model have so many states."""
+    with enable_prefix_caching(model, num_blocks=1) as handle:
+        size = handle._serving.store.states.bytes_per_block
+    monkeypatch.setattr(storage, "memory_budget", lambda model: 4 * count * size)
+
+
+def test_policy_and_hints_govern_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = remembering(LFM2)
+    few_states(model, monkeypatch, 3)
+    kept = []
+    for returns in (None, 0.0):
+        with enable_prefix_caching(model, num_blocks=64, policy="priority") as handle:
+            for seed in range(2):
+                cached(model, handle, prompt(40, seed))
+            with handle.hint(returns):
+                cached(model, handle, prompt(40, 2))
+            cached(model, handle, prompt(40, 3))
+            kv, states = handle.manager.pools
+            assert (kv.residency.evictions, states.residency.evictions) == (0, 1)
+            kept.append(cached(model, handle, prompt(40)))
+            assert_nothing_held(handle)
+    assert kept == [0, 32]
+
+
+def test_more_rows_than_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = remembering(LFM2)
+    few_states(model, monkeypatch, 1)
+    with enable_prefix_caching(model, num_blocks=64) as handle:
+        for _ in range(2):
+            assert_same(model, **left_padded(prompt(40), prompt(60, 1), prompt(20, 2)), max_new_tokens=20)
+            assert_nothing_held(handle)
+        assert handle.stats().calls_served == 2
+
+
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_evicted_states_come_back(tmp_path: Path, tier: str) -> None:
+    model = remembering(LFM2)
+    options: dict[str, Any] = {"host_blocks": 64} if tier == "host" else {"disk": tmp_path}
+    with enable_prefix_caching(model, num_blocks=8, **options) as handle:
+        for seed in range(4):
+            assert cached(model, handle, prompt(70, seed)) == 0
+        for seed in range(4):
+            assert cached(model, handle, prompt(70, seed)) == 64
+        assert handle.manager.pools[0].residency.evictions > 0
+        assert_nothing_held(handle)
+    if tier == "disk":
+        model = remembering(LFM2)
+        with enable_prefix_caching(model, **options) as handle:  # another process, later
+            assert cached(model, handle, prompt(70)) == 64
+
+
+def test_states_outlast_their_keys_and_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = remembering(LFM2)
+    with enable_prefix_caching(model, num_blocks=8, host_blocks=64) as handle:
+        for seed in range(3):
+            cached(model, handle, prompt(70, seed))
+        assert handle.manager.pools[0].residency.evictions > handle.manager.pools[1].residency.evictions == 0
+        assert cached(model, handle, prompt(70)) == 64
+        assert_nothing_held(handle)
+
+
+def test_saved_states_are_loaded(tmp_path: Path) -> None:
+    with enable_prefix_caching(model := remembering(LFM2), num_blocks=64) as handle:
+        cached(model, handle, prompt(70))
+        assert handle.save(tmp_path / "blocks") == handle.stats().cached_blocks == 5
+    with enable_prefix_caching(model := remembering(LFM2), num_blocks=64) as handle:
+        assert handle.load(tmp_path / "blocks") == 5
+        assert cached(model, handle, torch.cat([prompt(70), prompt(9, 1)], 1)) == 64
+        assert handle.manager.pools[1].num_cached == 2
+
+
+def test_answers_of_several_rows_leave_their_states() -> None:
+    model = remembering(LFM2)
+    with enable_prefix_caching(model, num_blocks=64) as handle:
+        rows = assert_same(
+            model, input_ids=prompt(40), max_new_tokens=30, eos_token_id=None, do_sample=True, num_return_sequences=2
+        )
+        assert not torch.equal(*rows)
+        for row in rows:
+            assert cached(model, handle, torch.cat([row[None], prompt(5, 1)], 1)) == 64
+        assert_nothing_held(handle)
+
+
+@pytest.mark.slow
+def test_threads_share_states() -> None:
+    model = remembering(LFM2)
+    ids = [torch.cat([prompt(70), prompt(9 + seed, seed)], 1) for seed in range(6)]
+    want = [type(model).generate(model, row, max_new_tokens=8) for row in ids]
+    with enable_prefix_caching(model, num_blocks=12) as handle:
+        assert_same_in_threads(model, ids, want, 8)
+        assert handle.stats().hit_tokens > 0
+        assert_nothing_held(handle)

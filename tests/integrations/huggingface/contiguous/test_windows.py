@@ -1,0 +1,206 @@
+"""Layers with windows: they hold what the window and the next step need, however long prompts and answers are."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+from generate_cases import (  # noqa: E402
+    FAMILIES,
+    assert_nothing_held,
+    assert_same,
+    assert_same_in_threads,
+    left_padded,
+    plain,
+    prompt,
+)
+
+from pc.integrations.huggingface import enable_prefix_caching  # noqa: E402
+from pc.integrations.huggingface.contiguous import batch, layers, storage  # noqa: E402
+
+BY_NAME = {family.name: family for family in FAMILIES}
+WINDOWS = ["mistral-window", "gemma2", "gemma3", "gpt-oss"]
+FEW = 8
+"""Blocks of 16 tokens: less than half of the longest prompts here."""
+
+
+@pytest.fixture(autouse=True)
+def short_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks of 32 tokens, room for 16 of an answer and 16 passed ones: short prompts show what long ones do."""
+    monkeypatch.setattr(batch, "CHUNK", 32)
+    monkeypatch.setattr(storage, "CHUNK", 32)
+    monkeypatch.setattr(batch, "ROOM", 16)
+    monkeypatch.setattr(layers.GrowingWindowLayer, "slack", 16)
+
+
+@pytest.fixture
+def longest(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Tokens that layers with windows had room for, of every pass."""
+    seen: list[int] = []
+    update = layers.GrowingWindowLayer.update
+
+    def watched(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = update(self, *args, **kwargs)
+        seen.append(self._keys_buffer.shape[2])
+        return result
+
+    monkeypatch.setattr(layers.GrowingWindowLayer, "update", watched)
+    return seen
+
+
+@pytest.mark.parametrize("name", WINDOWS)
+def test_few_blocks_serve_long_prompts_and_answers(name: str, longest: list[int]) -> None:
+    model = BY_NAME[name].build()
+    document = prompt(260)
+    with enable_prefix_caching(model, num_blocks=64, window_blocks=FEW) as handle:
+        longest.clear()
+        for seed, reused in ((1, 0), (2, 256)):
+            assert_same(model, input_ids=torch.cat([document, prompt(20, seed)], 1), max_new_tokens=4)
+            assert handle.last_requests[0].cached_tokens == reused
+        first = assert_same(model, input_ids=prompt(40, 3), max_new_tokens=150, eos_token_id=None)
+        assert max(longest) < 150  # of 430 tokens: a window, a chunk and room to grow
+        assert_same(model, input_ids=torch.cat([first, prompt(5, 1)], 1), max_new_tokens=4)
+        assert handle.last_requests[0].cached_tokens == 176
+        window = handle.manager.pools[0 if name == "mistral-window" else 1]
+        assert window.num_blocks == FEW
+        assert window.residency.evictions > 0
+        assert handle.stats().calls_handed_back == {}
+        assert_nothing_held(handle)
+
+
+MODES: dict[str, dict[str, Any]] = {
+    "beams": {"num_beams": 2},
+    "rows": {"num_return_sequences": 2, "do_sample": True},
+    "lookup": {"prompt_lookup_num_tokens": 3},
+    "batch": {},
+}
+
+
+@pytest.mark.parametrize("name", ["mistral-window", "gemma2"])
+@pytest.mark.parametrize("mode", MODES)
+def test_modes_over_few_blocks(name: str, mode: str) -> None:
+    model = BY_NAME[name].build()
+    document = prompt(130)
+    with warnings.catch_warnings(), enable_prefix_caching(model, num_blocks=128, window_blocks=FEW) as handle:
+        warnings.simplefilter("ignore")  # blocks may be too few for all rows
+        for seed in range(3):
+            rows = [torch.cat([document, prompt(9 + seed, seed)], 1)]
+            if mode == "batch":
+                rows += [prompt(30, 9), document[:, :70]]
+            assert_same(model, seed, **left_padded(*rows), **MODES[mode], max_new_tokens=40)
+            assert_nothing_held(handle)
+        assert handle.stats().hit_tokens > 0
+        assert handle.stats().calls_handed_back == {}
+
+
+def test_rows_whose_hits_end_apart() -> None:
+    model = BY_NAME["gemma2"].build()
+    document = prompt(96)
+    with enable_prefix_caching(model, num_blocks=64) as handle:
+        assert_same(model, input_ids=document, max_new_tokens=2)
+        for lengths in ((96, 50), (90, 96, 17)):
+            rows = [torch.cat([document[:, :length], prompt(3, length)], 1) for length in lengths]
+            assert_same(model, **left_padded(*rows), max_new_tokens=8)
+            assert_nothing_held(handle)
+
+
+def test_prompt_that_does_not_fit_is_served_and_not_kept() -> None:
+    model = BY_NAME["gemma2"].build()
+    with enable_prefix_caching(model, num_blocks=6, window_blocks=FEW) as handle:
+        with pytest.warns(UserWarning, match="give a larger num_blocks"):
+            assert_same(model, input_ids=prompt(130), max_new_tokens=30)
+        assert handle.stats().calls_served == 1
+        assert_same(model, input_ids=prompt(130), max_new_tokens=30)
+        assert handle.last_requests[0].cached_tokens > 0  # as far as there was room
+        assert_nothing_held(handle)
+
+
+@pytest.mark.parametrize("tier", ["host", "disk", "file"])
+@pytest.mark.parametrize("name", ["mistral-window", "gemma2"])
+def test_tiers_bring_windows_back(tmp_path: Path, name: str, tier: str) -> None:
+    model = BY_NAME[name].build()
+    tiers: dict[str, Any] = {"host": {"host_blocks": 64}, "disk": {"disk": tmp_path}, "file": {}}[tier]
+    with enable_prefix_caching(model, num_blocks=12, window_blocks=FEW if tier != "file" else 12, **tiers) as handle:
+        for turn in range(2):
+            for seed in range(1 if tier == "file" else 3):
+                assert_same(model, input_ids=prompt(150, seed), max_new_tokens=4)
+                assert handle.last_requests[0].cached_tokens == 144 * turn
+                assert_nothing_held(handle)
+        if tier == "file":
+            handle.save(tmp_path / "blocks")
+    if tier != "host":
+        model = BY_NAME[name].build()
+        with enable_prefix_caching(model, num_blocks=12, window_blocks=FEW, **tiers) as handle:
+            if tier == "file":
+                handle.load(tmp_path / "blocks")
+            assert_same(model, input_ids=prompt(150), max_new_tokens=4)
+            assert handle.last_requests[0].cached_tokens == 144
+            assert_nothing_held(handle)
+
+
+def test_cache_of_a_result_that_was_cropped() -> None:
+    model = BY_NAME["mistral-window"].build()
+    with enable_prefix_caching(model, num_blocks=64, window_blocks=FEW) as handle:
+        result = model.generate(prompt(150), max_new_tokens=60, return_dict_in_generate=True, eos_token_id=None)
+        rest = result.past_key_values
+        assert rest.get_seq_length() == 209
+        with pytest.raises(RuntimeError, match="tokens_to_remove: got -190"):
+            rest.crop(-190)
+        assert rest.get_seq_length() == 209
+        rest.crop(-2)
+        ids = torch.cat([result.sequences[:, :207], prompt(5, 1)], 1)
+        want = plain(model, input_ids=ids)
+        assert torch.equal(model.generate(ids, past_key_values=rest, max_new_tokens=20), want)
+        assert handle.stats().calls_handed_back == {}
+        handle.reset()
+        result = model.generate(prompt(150), max_new_tokens=60, return_dict_in_generate=True, eos_token_id=None)
+        for seed in range(1, 4):  # its blocks go, the cache goes on
+            assert_same(model, input_ids=prompt(150, seed), max_new_tokens=4)
+        ids = torch.cat([result.sequences, prompt(5, 1)], 1)
+        want = plain(model, input_ids=ids, max_new_tokens=40)
+        assert torch.equal(model.generate(ids, past_key_values=result.past_key_values, max_new_tokens=40), want)
+        assert_nothing_held(handle)
+
+
+@pytest.mark.slow
+def test_threads_with_few_blocks() -> None:
+    model = BY_NAME["gemma2"].build()
+    ids = [torch.cat([prompt(100), prompt(9 + seed, seed)], 1) for seed in range(6)]
+    want = [plain(model, input_ids=row, max_new_tokens=24) for row in ids]
+    with warnings.catch_warnings(), enable_prefix_caching(model, num_blocks=40, window_blocks=FEW) as handle:
+        warnings.simplefilter("ignore")
+        assert_same_in_threads(model, ids, want, 24)
+        assert handle.stats().hit_tokens > 0
+        assert_nothing_held(handle)
+
+
+@pytest.mark.parametrize(
+    ("value", "error", "text"),
+    [(0, ValueError, "window_blocks: got 0"), (1.5, TypeError, "window_blocks: got float")],
+)
+def test_bad_arguments(value: Any, error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        enable_prefix_caching(BY_NAME["gemma2"].build(), window_blocks=value)
+
+
+def test_prompts_are_computed_in_the_chunks_that_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, passes, update = BY_NAME["gemma2"].build(), [], layers.GrowingWindowLayer.update
+
+    def watched(self: Any, keys: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        passes.append(keys.shape[2])
+        return update(self, keys, *args, **kwargs)
+
+    with enable_prefix_caching(model, num_blocks=64, window_blocks=FEW) as handle:
+        monkeypatch.setattr(layers.GrowingWindowLayer, "update", watched)
+        for chunk in (24, 7):
+            passes.clear()
+            assert_same(model, input_ids=prompt(260, chunk), prefill_chunk_size=chunk)
+            assert max(passes) == chunk
+        assert handle.stats().calls_served == 2
+        assert_nothing_held(handle)

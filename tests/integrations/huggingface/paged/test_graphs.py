@@ -1,0 +1,440 @@
+"""Decode steps that are captured and replayed: the same tokens, and nothing from the host in what is captured."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+transformers = pytest.importorskip("transformers")
+
+from generate_cases import (  # noqa: E402
+    FAMILIES,
+    LLAMA,
+    PAGED,
+    Family,
+    assert_nothing_held,
+    assert_same,
+    both,
+    first_quick,
+    left_padded,
+    plain,
+    prompt,
+)
+from graph_double import FailingCapturer, TapeCapturer  # noqa: E402
+
+from pc.integrations.huggingface import PrefixCaching, enable_prefix_caching  # noqa: E402
+from pc.integrations.huggingface.paged import batch as batch_module  # noqa: E402
+from pc.integrations.huggingface.paged import graphs as graphs_module  # noqa: E402
+from pc.integrations.huggingface.paged.batch import DecodeBatch  # noqa: E402
+from pc.integrations.huggingface.paged.dispatch import install  # noqa: E402
+from pc.integrations.huggingface.paged.graphs import Rehearsal  # noqa: E402
+from pc.integrations.huggingface.paged.layers import PagedStorage, layer_windows  # noqa: E402
+from pc.integrations.huggingface.paged.packed import PackedModel  # noqa: E402
+from pc.integrations.huggingface.paged.requests import Requests  # noqa: E402
+
+BY_NAME = {family.name: family for family in FAMILIES}
+
+
+@pytest.fixture
+def capturable(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """Steps on the CPU are captured on a tape, with a plan, whose every use the reference checks."""
+    monkeypatch.setitem(graphs_module.CAPTURERS, "cpu", TapeCapturer)
+    monkeypatch.setattr(batch_module, "needs_plan", lambda device: True)
+    return monkeypatch
+
+
+@pytest.fixture
+def model() -> Any:
+    return LLAMA.build()
+
+
+def ragged(*lengths: int) -> dict[str, torch.Tensor]:
+    return left_padded(*(prompt(n, n) for n in lengths))
+
+
+def replays(handle: PrefixCaching) -> int:
+    assert handle.graphs.reason is None
+    return handle.graphs.replays
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma2", "gemma3", "mistral-window", "gpt2", "gpt-oss", "mixtral", "opt"])
+def test_families(capturable: pytest.MonkeyPatch, name: str) -> None:
+    model = BY_NAME[name].build()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with enable_prefix_caching(model, cuda_graphs=True) as handle:
+            for options in ({}, {"do_sample": True, "top_k": 50}):
+                assert_same(model, **ragged(40, 27, 3), **options, eos_token_id=None)
+            assert replays(handle) > 30
+            assert handle.graphs.captured == 1
+            assert_nothing_held(handle)
+
+
+@pytest.mark.parametrize(
+    "lengths", first_quick([(16, 40, 1), (33,), (33, 5), (9, 8, 7, 6), (30, 2, 60, 31, 17)]), ids=len
+)
+def test_batch_sizes_and_table_widths(model: Any, capturable: pytest.MonkeyPatch, lengths: tuple[int, ...]) -> None:
+    capturable.setattr(graphs_module, "MIN_WIDTH", 2)
+    with enable_prefix_caching(model, block_size=8) as handle:
+        for options in ({}, {"do_sample": True}, {"num_return_sequences": 2, "do_sample": True}):
+            assert_same(model, **ragged(*lengths), **options, max_new_tokens=40, eos_token_id=None)
+        assert handle.graphs.captured > 2
+        assert replays(handle) > 60
+        assert_nothing_held(handle)
+
+
+def test_rows_that_finish_early_leave_smaller_batches(model: Any, capturable: pytest.MonkeyPatch) -> None:
+    batch = ragged(40, 30, 20, 10, 5)
+    generated = plain(model, **batch, eos_token_id=None, max_new_tokens=40)[:, 40:]
+    eos = [generated[1, 8].item(), generated[3, 18].item()]
+    ends = torch.isin(generated, torch.tensor(eos)).float().argmax(1)
+    assert len(ends.unique()) > 2
+    with enable_prefix_caching(model) as handle:
+        for _ in range(2):
+            assert_same(model, **batch, eos_token_id=eos, max_new_tokens=40)
+        assert handle.graphs.captured > 1
+        assert replays(handle) > 40
+        assert_nothing_held(handle)
+
+
+def test_equal_rows_merge_their_blocks_while_a_graph_replays(model: Any, capturable: pytest.MonkeyPatch) -> None:
+    twice = left_padded(prompt(20), prompt(20), prompt(13, 1))
+    with enable_prefix_caching(model, block_size=8) as handle:
+        for _ in range(2):
+            assert_same(model, **twice, max_new_tokens=40, eos_token_id=None)
+        assert replays(handle) > 60
+        assert_nothing_held(handle)
+
+
+@pytest.mark.parametrize("options", [{}, {"do_sample": True}], ids=["greedy", "sampled"])
+def test_out_of_blocks_while_replaying(model: Any, capturable: pytest.MonkeyPatch, options: dict[str, Any]) -> None:
+    with enable_prefix_caching(model, num_blocks=5) as handle:
+        with pytest.warns(UserWarning, match="generated without the cache"):
+            assert_same(model, **ragged(30, 20), **options, max_new_tokens=40)
+        assert replays(handle) > 0
+        assert_nothing_held(handle)
+
+
+def test_logits_stay_what_they_were(model: Any, capturable: pytest.MonkeyPatch) -> None:
+    given: list[tuple[torch.Tensor, torch.Tensor]] = []
+    run = graphs_module.DecodeSteps.run
+
+    def keep(*args: Any) -> torch.Tensor:
+        logits = run(*args)
+        given.append((logits, logits.clone()))
+        return logits
+
+    capturable.setattr(graphs_module.DecodeSteps, "run", keep)
+    with enable_prefix_caching(model) as handle:
+        for lengths in ((40,), (40, 7), (40,)):
+            model.generate(**ragged(*lengths), max_new_tokens=8, eos_token_id=None)
+        assert replays(handle) > 8
+    assert all(torch.equal(a, b) for a, b in given)
+
+
+def test_failed_capture_is_told_once_and_harmless(model: Any, capturable: pytest.MonkeyPatch) -> None:
+    capturable.setitem(graphs_module.CAPTURERS, "cpu", FailingCapturer)
+    capturable.setattr(FailingCapturer, "attempts", 0)
+    with enable_prefix_caching(model) as handle:
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                for batch in (ragged(40, 7), ragged(64)):
+                    assert_same(model, **batch)
+        assert ["out of luck" in str(w.message) for w in told if "prefix caching" in str(w.message)] == [True]
+        assert handle.graphs.reason == "its decode step cannot be captured: RuntimeError: out of luck"
+        assert (handle.graphs.captured, handle.graphs.replays, FailingCapturer.attempts) == (0, 0, 1)
+        assert handle.last_requests[0].cached_tokens == 63
+        assert_nothing_held(handle)
+
+
+def test_step_that_waits_for_the_device_is_never_captured(model: Any, capturable: pytest.MonkeyPatch) -> None:
+    norm = type(model.model.norm)
+    forward = norm.forward
+    capturable.setattr(norm, "forward", lambda self, x: forward(self, x * (1.0 if x.sum().item() else 0.0)))
+    capturable.setattr(TapeCapturer, "capture", lambda self, step: pytest.fail("captured"))
+    with enable_prefix_caching(model):
+        with pytest.warns(UserWarning, match="_local_scalar_dense"):
+            assert_same(model, input_ids=prompt(40))
+        assert_same(model, input_ids=prompt(40))
+
+
+def _replace_parameter(model: Any) -> None:
+    weight = model.model.layers[0].self_attn.k_proj.weight
+    model.model.layers[0].self_attn.k_proj.weight = torch.nn.Parameter(torch.randn_like(weight))
+
+
+def _replace_buffer(model: Any) -> None:
+    model.model.rotary_emb.inv_freq = model.model.rotary_emb.inv_freq * 0.5
+
+
+def _scale_logits(model: Any) -> None:
+    model.config.logits_scaling = -1.0
+
+
+def _change_dtype(model: Any) -> None:
+    model.to(torch.bfloat16).to(torch.float32)
+
+
+CHANGES: dict[str, Callable[[Any], None]] = {
+    "a parameter": _replace_parameter,
+    "a buffer": _replace_buffer,
+    "the config": _scale_logits,
+    "the dtype": _change_dtype,
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
+def test_graphs_of_another_model_are_not_replayed(
+    capturable: pytest.MonkeyPatch, change: Callable[[Any], None]
+) -> None:
+    granite = BY_NAME["granite"]
+    model = replace(granite, options=granite.options | {"initializer_range": 0.3}).build()
+    with enable_prefix_caching(model) as handle:
+        before = assert_same(model, input_ids=prompt(40), eos_token_id=None)
+        assert handle.graphs.captured == 1
+        change(model)
+        handle.manager.reset()  # blocks are another test's subject
+        after = assert_same(model, input_ids=prompt(40), eos_token_id=None)
+        assert handle.graphs.captured == 1
+        assert not torch.equal(before, after)
+
+
+class Scaled(torch.nn.Linear):
+    """A linear layer with the attributes by which PEFT's layers say which adapter is active."""
+
+    active_adapters, disable_adapters, scaling = ("a",), False, 1.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.scaling
+
+
+def test_graphs_of_another_adapter_are_not_replayed(model: Any, capturable: pytest.MonkeyPatch) -> None:
+    model.model.layers[0].self_attn.k_proj.__class__ = Scaled
+    with enable_prefix_caching(model):
+        for scaling in (1.0, 3.0, 1.0):
+            model.model.layers[0].self_attn.k_proj.scaling = scaling
+            assert_same(model, input_ids=prompt(40))
+
+
+def test_reset_and_disable_drop_graphs(model: Any, capturable: pytest.MonkeyPatch) -> None:
+    handle = enable_prefix_caching(model)
+    for drop in (handle.reset, handle.disable):
+        assert_same(model, input_ids=prompt(40))
+        assert handle.graphs.captured == 1
+        drop()
+        assert handle.graphs.captured == 0
+
+
+def _own_forward(model: Any) -> None:
+    model.model.norm.forward = model.model.norm.forward
+
+
+def _split(model: Any) -> None:
+    model.model.register_buffer("elsewhere", torch.empty(1, device="meta"))
+
+
+WHY_EAGER: dict[str, Callable[[Any], Any]] = {
+    "model.norm has a hook or a forward of its own": _own_forward,
+    "lm_head has a hook or a forward of its own": lambda model: model.lm_head.register_forward_hook(lambda *_: None),
+    "a hook on all modules is registered": lambda model: register_module_forward_pre_hook(lambda *_: None),
+    "some of the model is not on cpu": _split,
+    "dynamic rotary embeddings": lambda model: model.config.rope_parameters.update(rope_type="dynamic"),
+}
+
+
+@pytest.mark.parametrize(("why", "spoil"), WHY_EAGER.items(), ids=WHY_EAGER.keys())
+def test_what_cannot_be_captured_runs_eagerly_without_a_word(
+    model: Any, capturable: pytest.MonkeyPatch, why: str, spoil: Callable[[Any], Any]
+) -> None:
+    with enable_prefix_caching(model) as handle, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert_same(model, input_ids=prompt(40))
+        assert replays(handle) > 0
+        spoiler = spoil(model)
+        try:
+            assert_same(model, input_ids=prompt(40))
+        finally:
+            if hasattr(spoiler, "remove"):
+                spoiler.remove()
+        assert handle.graphs.reason is not None
+        assert why in handle.graphs.reason
+        assert handle.graphs.captured == 0
+
+
+def test_what_the_keyword_says(model: Any, capturable: pytest.MonkeyPatch) -> None:
+    with enable_prefix_caching(model, cuda_graphs=False) as handle:
+        assert_same(model, input_ids=prompt(40))
+        assert handle.graphs == graphs_module.GraphReport(0, 0, 19, "cuda_graphs=False")
+    capturable.delitem(graphs_module.CAPTURERS, "cpu")
+    with pytest.raises(TypeError, match="cuda_graphs: got str, needs a bool or None"):
+        enable_prefix_caching(model, cuda_graphs="yes")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"cuda_graphs: got True, needs .* the model is on cpu"):
+        enable_prefix_caching(model, cuda_graphs=True)
+    with enable_prefix_caching(model) as handle:
+        assert_same(model, input_ids=prompt(40))
+        assert handle.graphs.reason == "the model is on cpu"
+
+
+@pytest.mark.parametrize("family", PAGED, ids=lambda f: f.name)
+def test_step_takes_nothing_from_the_host(family: Family) -> None:
+    """The meta device stands in for a GPU: whatever passes between it and the host, or reads a value, shows."""
+    model = family.build().to("meta")
+    model.set_experts_implementation("batched_mm")  # transformers' choice for decoding on a GPU
+    batch = DecodeBatch(4, 16, pinned=False)
+    table = np.arange(3, dtype=np.int32)
+    batch.write([table, table], np.array([34, 34]), [1, 2], np.array([34, 34]))
+    batch.on(model.device)
+    with torch.no_grad(), Rehearsal() as rehearsal:
+        install(model)
+        logits = PackedModel(model, PagedStorage(8, 16, layer_windows(model.config))).decode(batch)
+    assert rehearsal.problem is None
+    assert logits.shape == (4, model.config.vocab_size)
+
+
+FORBIDDEN: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
+    "item": (lambda x: x.sum().item(), "reads a value"),
+    "equal": (lambda x: torch.equal(x, x), "reads a value"),
+    "nonzero": (lambda x: x.nonzero(), "shape depends on values"),
+    "mask": (lambda x: x[x > 0], "shape depends on values"),
+    "written mask": (lambda x: x.index_put_((x > 0,), x[:1]), "shape depends on values"),
+    "to the device": (lambda x: x[:1].to("meta"), "copies between cpu, meta"),
+    "a constant": (lambda x: torch.zeros(2, device="meta").copy_(x.sum()), "copies between cpu, meta"),
+}
+
+
+@pytest.mark.parametrize(("run", "says"), FORBIDDEN.values(), ids=FORBIDDEN.keys())
+def test_rehearsal_notes_what_a_capture_cannot_take(run: Callable[[torch.Tensor], Any], says: str) -> None:
+    with Rehearsal() as rehearsal:
+        run(torch.arange(3.0))
+    assert rehearsal.problem is not None
+    assert says in rehearsal.problem
+
+
+def test_rehearsal_lets_scalars_of_the_host_pass() -> None:
+    with Rehearsal() as rehearsal:
+        x = torch.ones(3, device="meta") * torch.tensor(2.0)
+        x[torch.zeros(2, dtype=torch.int64, device="meta")].add_(1)
+    assert rehearsal.problem is None
+
+
+def start(model: Any, handle: PrefixCaching, *prompts: torch.Tensor) -> Requests:
+    install(model)
+    packed = PackedModel(model, handle._serving.store.storage)
+    lease = handle._serving.store.lease()
+    requests = Requests(lease, packed, handle._steps, [ids[0].numpy() for ids in prompts])
+    requests.prefill()
+    return requests
+
+
+@torch.no_grad()
+def test_row_whose_last_block_is_shared_goes_on_in_a_copy(model: Any, capturable: pytest.MonkeyPatch) -> None:
+    with enable_prefix_caching(model) as handle:
+        requests = start(model, handle, prompt(20))
+        row = requests.rows[0]
+        handle.manager.fork(row.request_id, "child")
+        before = row.table
+        logits = requests.decode([9])
+        assert row.table[0] == before[0]
+        assert row.table[1] != before[1]
+        ids = torch.cat([prompt(20), torch.tensor([[9]])], 1)
+        torch.testing.assert_close(logits[0], model(ids).logits[0, -1], rtol=1e-4, atol=1e-4)
+        assert not row.unsettled
+        requests.close()
+        handle.manager.free("child")
+        assert_nothing_held(handle)
+
+
+@torch.no_grad()
+def test_merged_blocks_are_read_and_replaced_ones_given_back(model: Any, capturable: pytest.MonkeyPatch) -> None:
+    with enable_prefix_caching(model, block_size=8) as handle:
+        requests = start(model, handle, prompt(12), prompt(12))
+        for token in range(10, 22):
+            requests.decode([token, token])
+            for row in requests.rows:
+                assert row.table.tolist() == handle.manager.block_table(row.request_id).tolist()
+            merged = len(set(requests.rows[0].table) & set(requests.rows[1].table))
+            held = len(set(requests.rows[0].table) | set(requests.rows[1].table))
+            retired = sum(row.unsettled for row in requests.rows)
+            assert merged == requests.rows[0].length // 8
+            assert handle.stats().held_blocks == held + retired
+        requests.close()
+        assert_nothing_held(handle)
+
+
+def test_plan_is_refreshed_in_place_once_a_pass(capturable: pytest.MonkeyPatch) -> None:
+    batch = DecodeBatch(2, 4, pinned=False)
+    cpu, table = torch.device("cpu"), np.arange(4, dtype=np.int32)
+    plans = []
+    for length in (20, 50):
+        batch.write([table], np.array([length]), [1], np.array([length]))
+        batch.begin()
+        plans.append(batch.plan(cpu, 16, 0, 2))
+        assert batch.plan(cpu, 16, 0, 2) is plans[-1]
+        assert torch.equal(plans[-1], torch.ops.pc.attention_plan(*batch.on(cpu)[1:], 16, num_kv_heads=2))
+    assert plans[0] is plans[1]
+    assert batch.plan(cpu, 16, 9, 2) is not plans[0]
+
+
+def test_decode_batch_brings_what_has_changed() -> None:
+    batch = DecodeBatch(4, 3, pinned=False)
+    cpu = torch.device("cpu")
+    device = torch.zeros_like(batch._staging)  # a copy, as on a GPU
+    batch._on_device[cpu] = (device, batch._views(device))
+    first, second = np.array([5, 6], np.int32), np.array([7], np.int32)
+    batch.write([first, second], np.array([20, 3]), [11, 12], np.array([100, 115]))
+    tokens, positions = batch.inputs(cpu)
+    slots, tables, seq_lens, starts = batch.on(cpu)
+    assert tokens.tolist() == [[11, 12, 0, 0]]
+    assert positions.tolist() == [[20, 3, 0, 0]]
+    assert slots.tolist() == [100, 115, -1, -1]
+    assert tables.tolist() == [[5, 6, -1], [7, -1, -1], [-1] * 3, [-1] * 3]
+    assert (seq_lens.tolist(), starts.tolist()) == ([21, 4, 0, 0], [0, 1, 2, 2, 2])
+    assert all(t.data_ptr() % 16 == device.data_ptr() % 16 for t in (tokens, positions, *batch.on(cpu)))
+    batch._tables[:] = 99  # only a table that is another array is written
+    longer = np.array([5, 6, 8], np.int32)
+    batch.write([longer], np.array([32]), [13], np.array([128]))
+    assert (slots.tolist(), tables[0].tolist(), tables[1].tolist()) == ([128, -1, -1, -1], [5, 6, 8], [99] * 3)
+    assert (tokens.tolist(), seq_lens.tolist(), starts.tolist()) == ([[13, 0, 0, 0]], [33, 0, 0, 0], [0, 1, 1, 1, 1])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["llama", "gemma2", "mistral-window", "gpt-oss"])
+def test_replays_on_a_gpu(name: str) -> None:
+    model = BY_NAME[name].build().to("cuda")
+    with enable_prefix_caching(model) as handle:
+        for lengths in ((40,), (30, 2, 60), (40,)):
+            batch = {k: v.cuda() for k, v in ragged(*lengths).items()}
+            want, got = both(model, **batch, max_new_tokens=40, eos_token_id=None)
+            assert torch.equal(want, got)
+        assert replays(handle) > 0
+
+
+@pytest.mark.gpu
+def test_generate_goes_on_after_a_failed_capture_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = LLAMA.build().to("cuda")
+    norm = type(model.model.norm)
+    forward = norm.forward
+
+    def wait(self: Any, x: torch.Tensor) -> torch.Tensor:
+        if torch.cuda.is_current_stream_capturing():
+            x.sum().item()
+        return forward(self, x)
+
+    monkeypatch.setattr(norm, "forward", wait)
+    stream = torch.cuda.current_stream()
+    with enable_prefix_caching(model) as handle:
+        batch = {k: v.cuda() for k, v in ragged(30, 2).items()}
+        with pytest.warns(UserWarning, match="cannot be captured"):
+            model.generate(**batch, max_new_tokens=20, do_sample=True, eos_token_id=None)
+        assert torch.cuda.current_stream() == stream
+        want, got = both(model, **batch, do_sample=True, eos_token_id=None)
+        assert torch.equal(want, got)
+        assert handle.graphs.replays == 0

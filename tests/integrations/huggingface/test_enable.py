@@ -1,0 +1,207 @@
+"""The handle: salts, counts, copies of a model, models that go away, and calls that are cut off."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import gc
+import inspect
+import pickle
+import random
+import signal
+import threading
+import warnings
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+from generate_cases import LLAMA, assert_nothing_held, assert_same, plain, prompt  # noqa: E402
+
+from pc.cache import CacheManager  # noqa: E402
+from pc.cache.allocation import CacheStats  # noqa: E402
+from pc.integrations.huggingface import PrefixCaching, RequestReport, enable_prefix_caching  # noqa: E402
+from pc.integrations.huggingface.identity import Identity  # noqa: E402
+from pc.integrations.huggingface.store import uninterrupted  # noqa: E402
+
+
+@pytest.fixture
+def model() -> Any:
+    return LLAMA.build()
+
+
+@pytest.fixture
+def handle(model: Any) -> Iterator[PrefixCaching]:
+    with enable_prefix_caching(model, num_blocks=64) as handle:
+        yield handle
+
+
+def cached(model: Any, handle: PrefixCaching) -> int:
+    assert_same(model, input_ids=prompt(40))
+    return handle.last_requests[0].cached_tokens
+
+
+def test_salts_share_nothing(model: Any, handle: PrefixCaching) -> None:
+    assert cached(model, handle) == 0
+    for salt in ("a", "b", b"a", 7):
+        with handle.salt(salt):
+            assert (cached(model, handle), cached(model, handle)) == (0, 39)
+    assert cached(model, handle) == 39
+    with pytest.raises(TypeError, match="salt: got list"), handle.salt(["a"]):
+        pass
+    with pytest.raises(RuntimeError, match="on purpose"), handle.salt("c"):
+        raise RuntimeError("on purpose")
+    assert cached(model, handle) == 39
+
+
+def test_salt_is_one_threads(model: Any, handle: PrefixCaching) -> None:
+    found: list[int] = []
+    with handle.salt("mine"):
+        assert cached(model, handle) == 0
+        thread = threading.Thread(target=lambda: found.append(cached(model, handle)))
+        thread.start()
+        thread.join()
+        assert cached(model, handle) == 39
+    assert found == [0]
+
+
+def test_counts_of_calls(model: Any, handle: PrefixCaching) -> None:
+    assert_same(model, input_ids=prompt(40))
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for length in (40, 41):
+            model.generate(prompt(length), max_new_tokens=2, use_cache=False)
+    stats = handle.stats()
+    assert isinstance(stats, CacheStats)
+    assert stats.calls_served == 1
+    assert stats.calls_handed_back == {"use_cache=False asks for no cache": 2}
+    assert [w.filename for w in told] == [__file__]  # once, at the line that called
+
+
+def test_a_call_within_one_block_costs_nothing(
+    model: Any, handle: PrefixCaching, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert cached(model, handle) == 0
+    before, called = handle.stats(), []
+    with monkeypatch.context() as patch:
+        for owner, name in ((CacheManager, "allocate"), (Identity, "changed")):
+            patch.setattr(owner, name, lambda *a, **k: called.append(a))
+        assert_same(model, input_ids=prompt(9), max_new_tokens=7)
+        assert handle.last_requests == [RequestReport(9, 0)]
+        assert not called
+    assert handle.stats() == dataclasses.replace(before, calls_served=2)
+    model.model.layers[0].mlp.up_proj.weight.data.neg_()
+    assert_same(model, input_ids=prompt(8), max_new_tokens=8)
+    assert cached(model, handle) == 0  # a short call saw the change first, and a long one heeds it
+    assert_same(model, input_ids=prompt(9), max_new_tokens=8)  # ends with a block, and begins as a cached one
+    assert handle.last_requests == [RequestReport(9, 8, ((0, 8),))]
+
+
+def test_copies_can_be_enabled(model: Any, handle: PrefixCaching) -> None:
+    want = plain(model, input_ids=prompt(40))
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(other.generate(prompt(40), max_new_tokens=20), want)
+        assert other.generate.__self__ is other
+        with enable_prefix_caching(other, num_blocks=64) as own:
+            assert (cached(other, own), cached(other, own)) == (0, 39)
+    assert handle.stats().total_requests == 0
+    assert "max_new_tokens" not in inspect.signature(model.generate).parameters
+    assert "inputs" in inspect.signature(model.generate).parameters
+
+
+def test_compiled_model(model: Any) -> None:
+    compiled = torch.compile(model, backend="eager")
+    with enable_prefix_caching(compiled, num_blocks=64) as handle:
+        for _ in range(2):
+            assert torch.equal(compiled.generate(prompt(40), max_new_tokens=20), plain(model, input_ids=prompt(40)))
+        assert handle.last_requests[0].cached_tokens == 39
+
+
+def test_model_goes_away_at_once() -> None:
+    model = LLAMA.build()
+    handle = enable_prefix_caching(model, num_blocks=64)
+    model.generate(prompt(40), max_new_tokens=2)
+    blocks, gone = weakref.ref(handle._serving.store.storage), weakref.ref(model)
+    gc.collect()
+    gc.disable()
+    try:
+        del model
+        assert gone() is None
+        assert blocks() is None
+    finally:
+        gc.enable()
+    handle.disable()
+    with pytest.raises(RuntimeError, match="gone"):
+        handle.generate(prompt(4))
+
+
+@pytest.mark.parametrize("method", ["reset", "disable"])
+def test_emptied_while_a_call_runs(model: Any, method: str) -> None:
+    class Streamer:
+        count = 0
+
+        def put(self, value: Any) -> None:
+            self.count += 1
+            if self.count == 4:
+                getattr(handle, method)()
+
+        def end(self) -> None:
+            pass
+
+    handle = enable_prefix_caching(model, num_blocks=64)
+    want = plain(model, input_ids=prompt(40))
+    assert torch.equal(model.generate(prompt(40), max_new_tokens=20, streamer=Streamer()), want)
+    assert_same(model, input_ids=prompt(40))
+    handle.disable()
+
+
+def test_many_threads(model: Any, handle: PrefixCaching) -> None:
+    want = [plain(model, input_ids=prompt(40, seed)) for seed in range(4)]
+    same: list[bool] = []
+
+    def work(seed: int) -> None:
+        same.extend(torch.equal(model.generate(prompt(40, seed), max_new_tokens=20), want[seed]) for _ in range(3))
+
+    threads = [threading.Thread(target=work, args=(seed % 4,)) for seed in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert same == [True] * 18
+    assert_nothing_held(handle)
+
+
+@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="needs timers")
+def test_interrupts_leave_nothing_held(model: Any) -> None:
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    want = [plain(model, input_ids=prompt(60, seed), max_new_tokens=6) for seed in range(5)]
+    before, chance, interrupted = signal.signal(signal.SIGALRM, interrupt), random.Random(1), 0
+    try:
+        with enable_prefix_caching(model, num_blocks=24) as handle:
+            for number in range(150):
+                try:
+                    signal.setitimer(signal.ITIMER_REAL, 0.001 + 0.03 * chance.random())
+                    got = model.generate(prompt(60, number % 5), max_new_tokens=6)
+                    signal.setitimer(signal.ITIMER_REAL, 0)
+                    assert torch.equal(got, want[number % 5])
+                except KeyboardInterrupt:
+                    interrupted += 1
+                finally:
+                    signal.setitimer(signal.ITIMER_REAL, 0)
+                assert_nothing_held(handle)
+            assert interrupted > 20
+    finally:
+        signal.signal(signal.SIGALRM, before)
+
+
+def test_uninterrupted_gives_results_and_errors() -> None:
+    assert uninterrupted(divmod, 7, 2) == (3, 1)
+    with pytest.raises(ZeroDivisionError):
+        uninterrupted(divmod, 7, 0)
+    assert uninterrupted(lambda: threading.current_thread() is not threading.main_thread())

@@ -1,0 +1,834 @@
+"""HuggingFace generate over the prefix cache: the same tokens as without it, whatever is asked, and no block lost."""
+
+from __future__ import annotations
+
+import copy
+import sys
+import threading
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+from generate_cases import (  # noqa: E402
+    EOS,
+    FAMILIES,
+    LLAMA,
+    SMALL,
+    VOCAB,
+    Family,
+    assert_nothing_held,
+    assert_same,
+    both,
+    count_computed,
+    first_quick,
+    left_padded,
+    plain,
+    prompt,
+)
+
+from pc.integrations.huggingface import PrefixCaching, enable_prefix_caching  # noqa: E402
+from pc.integrations.huggingface import settings as settings_module  # noqa: E402
+
+
+@pytest.fixture
+def model() -> Any:
+    return LLAMA.build()
+
+
+@pytest.fixture
+def handle(model: Any) -> Iterator[PrefixCaching]:
+    with enable_prefix_caching(model) as handle:
+        yield handle
+
+
+@pytest.mark.parametrize("family", first_quick(FAMILIES), ids=lambda f: f.name)
+def test_same_tokens_cold_warm_pressed_and_disabled(family: Family) -> None:
+    model = family.build()
+    shared = prompt(70)
+    calls = [
+        {"input_ids": shared},
+        left_padded(torch.cat([shared, prompt(9, 1)], 1), prompt(33, 2), shared[:, :40], prompt(1, 3)),
+        {"input_ids": prompt(64, 4)},  # a whole number of blocks: a hit computes one token
+    ]
+    for num_blocks in (None, 24):  # 24 blocks hold less than the calls together need
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            with enable_prefix_caching(model, num_blocks=num_blocks) as handle:
+                for _ in range(2):
+                    for call in calls:
+                        assert_same(model, **call)
+                        assert_same(model, **call, do_sample=True, top_k=50)
+                assert handle.stats().hit_tokens > 0
+                assert (handle.stats().evictions > 0) == (num_blocks is not None)
+                assert_nothing_held(handle)
+        for call in calls:
+            assert torch.equal(plain(model, **call), model.generate(max_new_tokens=20, **call))
+
+
+def test_second_call_computes_one_token_of_a_whole_hit(model: Any, handle: PrefixCaching) -> None:
+    for expected in (0, 63):
+        assert_same(model, input_ids=prompt(64))
+        assert [r.cached_tokens for r in handle.last_requests] == [expected]
+
+
+def test_conversation_reuses_what_was_generated(model: Any, handle: PrefixCaching) -> None:
+    ids = prompt(40)
+    for turn in range(3):
+        ids = torch.cat([assert_same(model, input_ids=ids, min_new_tokens=20), prompt(5, turn)], 1)
+        if turn:
+            # All but the partial last block of the round before, whose last token was never computed.
+            assert handle.last_requests[0].cached_tokens >= handle.last_requests[0].prompt_tokens - 5 - 16
+
+
+def test_batch_computes_neither_padding_nor_cached_tokens(model: Any, handle: PrefixCaching) -> None:
+    batch = left_padded(prompt(100), prompt(30, 1), prompt(5, 2))
+    assert count_computed(model, **batch, max_new_tokens=1) == 135
+    # 96 of 100, 16 of 30 and nothing of 5 are cached: three short rows cost less in one padded pass.
+    assert count_computed(model, **batch, max_new_tokens=1) == 3 * 14
+
+
+def test_rows_with_a_common_prefix_compute_it_once(model: Any, handle: PrefixCaching) -> None:
+    shared = prompt(64)
+    batch = left_padded(*(torch.cat([shared, prompt(n, n)], 1) for n in (3, 7, 20)))
+    assert count_computed(model, **batch, max_new_tokens=1) == 64 + 3 + 7 + 20
+    assert count_computed(model, input_ids=prompt(50, 9), num_return_sequences=4, do_sample=True, max_new_tokens=1) == (
+        49 + 4  # the last token is computed in every row
+    )
+
+
+def test_scores_and_logits_are_those_of_the_model(model: Any, handle: PrefixCaching) -> None:
+    batch = left_padded(prompt(40), prompt(17, 1))
+    eos = plain(model, **batch, eos_token_id=None)[1, 43].item()
+    for _ in range(2):
+        want, got = both(
+            model, **batch, eos_token_id=eos, return_dict_in_generate=True, output_scores=True, output_logits=True
+        )
+        assert torch.equal(want.sequences, got.sequences)
+        assert len(want.scores) == len(got.scores)
+        for a, b in zip(want.logits + want.scores, got.logits + got.scores, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+        assert got.past_key_values.get_seq_length() == got.sequences.shape[1] - 1
+
+
+def test_cache_of_a_result_goes_on(model: Any, handle: PrefixCaching) -> None:
+    options: dict[str, Any] = {"eos_token_id": None, "return_dict_in_generate": True}
+    want, got = both(model, input_ids=prompt(40), **options)
+    longer = torch.cat([want.sequences, prompt(5, 1)], 1)
+    expected = plain(model, input_ids=longer, past_key_values=want.past_key_values, eos_token_id=None)
+    assert torch.equal(plain(model, input_ids=longer, past_key_values=got.past_key_values, eos_token_id=None), expected)
+    assert torch.equal(plain(model, input_ids=longer, eos_token_id=None), expected)
+
+
+@pytest.mark.parametrize("name", first_quick(["llama", "gemma2", "gpt2"]))
+def test_cache_of_a_result_is_gone_on_with(name: str) -> None:
+    model = next(f for f in FAMILIES if f.name == name).build()
+    options: dict[str, Any] = {"eos_token_id": None, "return_dict_in_generate": True, "max_new_tokens": 12}
+
+    def rounds(generate: Any) -> Iterator[tuple[torch.Tensor, int]]:
+        given = left_padded(prompt(40), prompt(29, 1))
+        for turn in range(3):
+            result = generate(**given, **options)
+            cache = result.past_key_values
+            yield result.sequences, cache.get_seq_length()
+            ids = torch.cat([result.sequences, prompt(5, turn).expand(2, -1)], 1)
+            mask = torch.ones_like(ids)
+            mask[1, :11] = 0
+            given = {"input_ids": ids, "attention_mask": mask, "past_key_values": cache}
+
+    want = list(rounds(lambda **kw: type(model).generate(model, **kw)))
+    with enable_prefix_caching(model) as handle:
+        for (a, length), (b, own) in zip(want, rounds(model.generate), strict=True):
+            assert torch.equal(a, b)
+            assert length == own
+        assert [r.prompt_tokens - r.cached_tokens for r in handle.last_requests] == [6, 6]
+        assert handle.stats().calls_handed_back == {}
+        # What was computed behind the cache is in blocks: the same prompt without it computes next to nothing.
+        assert_same(model, input_ids=want[2][0][:1], attention_mask=torch.ones(1, want[2][0].shape[1]))
+        assert handle.last_requests[0].cached_tokens >= want[2][0].shape[1] // 16 * 16 - 16
+        assert_nothing_held(handle)
+
+
+def _reordered(cache: Any) -> None:
+    cache.reorder_cache(torch.tensor([1, 0]))
+
+
+def _written(cache: Any) -> None:
+    cache.layers[0].keys[0, 0, 3] += 1
+
+
+def _replaced(cache: Any) -> None:
+    cache.layers[1].values = cache.layers[1].values.clone()
+
+
+def _longer(cache: Any) -> None:
+    for layer in cache.layers:
+        layer.update(layer.keys[:, :, :1].clone(), layer.values[:, :, :1].clone())
+
+
+@pytest.mark.parametrize("change", [_reordered, _written, _replaced, _longer, copy.deepcopy, None])
+def test_cache_that_was_changed_goes_to_the_model(model: Any, handle: PrefixCaching, change: Any) -> None:
+    options: dict[str, Any] = {"eos_token_id": None, "return_dict_in_generate": True, "max_new_tokens": 12}
+    ids = torch.cat([prompt(40), prompt(40, 1)])
+    first = model.generate(input_ids=ids, **options)
+    own = first.past_key_values
+    longer = torch.cat([first.sequences, prompt(9, 2).expand(2, -1)], 1)
+    if change is None:
+        longer[0, 3] += 1  # other tokens than the cache has
+    else:
+        own = change(own) or own
+    mirror = copy.deepcopy(own)
+    with pytest.warns(UserWarning, match="past_key_values of your own"):
+        got = model.generate(input_ids=longer, past_key_values=own, max_new_tokens=9, eos_token_id=None)
+    assert torch.equal(got, plain(model, input_ids=longer, past_key_values=mirror, max_new_tokens=9, eos_token_id=None))
+    for row in longer:  # and nothing of it is in blocks
+        assert_same(model, input_ids=row[None])
+
+
+def test_cropped_cache_and_one_of_another_salt(model: Any, handle: PrefixCaching) -> None:
+    options: dict[str, Any] = {"eos_token_id": None, "return_dict_in_generate": True, "max_new_tokens": 12}
+    first = model.generate(input_ids=prompt(40), **options)
+    first.past_key_values.crop(30 - first.past_key_values.get_seq_length())
+    other = torch.cat([prompt(40)[:, :30], prompt(9, 2)], 1)
+    want = plain(model, input_ids=other, eos_token_id=None)
+    got = model.generate(input_ids=other, past_key_values=first.past_key_values, max_new_tokens=20, eos_token_id=None)
+    assert torch.equal(got, want)
+    assert handle.last_requests[0].cached_tokens == 30
+    first = model.generate(input_ids=prompt(40), **options)
+    longer = torch.cat([first.sequences, prompt(9, 2)], 1)
+    with handle.salt("tenant"), pytest.warns(UserWarning, match="past_key_values of your own"):
+        model.generate(input_ids=longer, past_key_values=first.past_key_values, max_new_tokens=2)
+    first = model.generate(input_ids=prompt(40), **options)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(1.5)
+    assert_same(model, input_ids=prompt(40))
+    model.generate(input_ids=longer, past_key_values=first.past_key_values, max_new_tokens=2)
+    assert handle.last_requests == []
+
+
+def test_processors_criteria_and_penalties(model: Any, handle: PrefixCaching) -> None:
+    class Forbid(transformers.LogitsProcessor):
+        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            scores = scores.clone()
+            scores[:, input_ids[:, -1]] = -torch.inf
+            return scores
+
+    class StopAt(transformers.StoppingCriteria):
+        def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+            return torch.full((len(input_ids),), input_ids.shape[1] >= 50)
+
+    for _ in range(2):
+        got = assert_same(
+            model,
+            input_ids=prompt(40),
+            logits_processor=transformers.LogitsProcessorList([Forbid()]),
+            stopping_criteria=transformers.StoppingCriteriaList([StopAt()]),
+        )
+        assert got.shape[1] == 50
+        assert_same(model, input_ids=prompt(40), repetition_penalty=1.3, no_repeat_ngram_size=2, min_new_tokens=5)
+        assert_same(model, input_ids=prompt(40), generation_config=transformers.GenerationConfig(max_new_tokens=9))
+
+
+def test_classifier_free_guidance_runs_the_model_between_steps(model: Any, handle: PrefixCaching) -> None:
+    for _ in range(2):
+        assert_same(model, input_ids=prompt(40), guidance_scale=1.7, negative_prompt_ids=prompt(6, 1))
+    assert handle.stats().hit_tokens > 0
+
+
+class Recorder:
+    """A streamer that keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.got: list[list[int]] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        self.got.append(value.flatten().tolist())
+
+    def end(self) -> None:
+        self.got.append([])
+
+
+def test_streamers_see_what_they_saw(model: Any, handle: PrefixCaching) -> None:
+    want = Recorder()
+    plain(model, input_ids=prompt(40), streamer=want)
+    for _ in range(2):
+        got = Recorder()
+        model.generate(input_ids=prompt(40), max_new_tokens=20, streamer=got)
+        assert got.got == want.got
+    # A call that is not served must not show the prompt twice.
+    got = Recorder()
+    with pytest.warns(UserWarning, match="use_cache"):
+        model.generate(input_ids=prompt(40), max_new_tokens=20, streamer=got, use_cache=False)
+    assert got.got == want.got
+
+
+def test_stop_strings(model: Any, handle: PrefixCaching) -> None:
+    from pc.demo._models import train_tokenizer
+
+    tokenizer = train_tokenizer("the quick brown fox jumps over the lazy dog " * 20, VOCAB)
+    ids = torch.tensor([tokenizer.encode("the quick brown fox")])
+    answer = tokenizer.decode(plain(model, input_ids=ids)[0, ids.shape[1] :])
+    stop = answer[4:7]
+    assert_same(model, input_ids=ids, stop_strings=[stop], tokenizer=tokenizer)
+    assert handle.last_requests
+
+
+def test_chunked_prefill_gives_the_same_tokens(model: Any, handle: PrefixCaching) -> None:
+    batch = left_padded(prompt(100), prompt(33, 1))
+    want = plain(model, **batch)
+    assert torch.equal(model.generate(**batch, max_new_tokens=20, prefill_chunk_size=24), want)
+    assert handle.last_requests
+
+
+def test_positional_arguments_and_inference_mode(model: Any, handle: PrefixCaching) -> None:
+    config = transformers.GenerationConfig(max_new_tokens=11, eos_token_id=EOS, pad_token_id=0)
+    want = type(model).generate(model, prompt(40), config)
+    with torch.inference_mode():
+        assert torch.equal(model.generate(prompt(40), config), want)
+    assert torch.equal(model.generate(prompt(40), config), want)  # blocks made in inference mode stay writable
+    assert handle.last_requests[0].cached_tokens == 39
+
+
+NOT_SERVED = {
+    "use_cache": {"use_cache": False},
+    "cache_implementation": {"cache_implementation": "static"},
+    "past_key_values": {"past_key_values": transformers.DynamicCache},
+    "positions": {"position_ids": torch.arange(5, 45)[None]},
+}
+
+
+@pytest.mark.parametrize("options", NOT_SERVED.values(), ids=NOT_SERVED.keys())
+def test_what_is_not_served_goes_to_the_model_with_one_warning(
+    model: Any, handle: PrefixCaching, options: dict[str, Any]
+) -> None:
+    def call(generate: Any) -> torch.Tensor:
+        fresh = {k: v() if isinstance(v, type) else v for k, v in options.items()}
+        result = generate(input_ids=prompt(40), max_new_tokens=12, **fresh)
+        return result if isinstance(result, torch.Tensor) else result.sequences
+
+    want = call(lambda **kw: plain(model, **kw))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert torch.equal(call(model.generate), want)
+        assert torch.equal(call(model.generate), want)
+    assert len([w for w in caught if str(w.message).startswith("prefix caching:")]) == 1
+    assert handle.last_requests == []
+    assert handle.stats().calls_served == 0
+    assert list(handle.stats().calls_handed_back.values()) == [2]
+    assert_nothing_held(handle)
+
+
+SERVED_MODES = {
+    "beams": {"num_beams": 3},
+    "several beams": {"num_beams": 4, "num_return_sequences": 3},
+    "sampled beams": {"num_beams": 3, "do_sample": True},
+    "several answers": {"num_return_sequences": 3, "do_sample": True},
+    "prompt lookup": {"prompt_lookup_num_tokens": 3},
+}
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral-window", "gemma2", "gpt2"])
+@pytest.mark.parametrize("options", SERVED_MODES.values(), ids=SERVED_MODES.keys())
+def test_modes(family: str, options: dict[str, Any]) -> None:
+    model = next(f for f in FAMILIES if f.name == family).build()
+    ids = torch.cat([prompt(30), prompt(30), prompt(7, 1)], 1)  # something to look up
+    calls = [{"input_ids": ids}]
+    if "prompt_lookup_num_tokens" not in options:
+        calls.append(left_padded(prompt(40), prompt(9, 1), prompt(40)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with enable_prefix_caching(model, num_blocks=64) as handle:
+            for _ in range(2):
+                for call in calls:
+                    assert_same(model, **call, **options)
+            assert handle.last_requests[0].cached_tokens
+            assert_nothing_held(handle)
+
+
+def test_assisted_decoding_with_either_model_cached(model: Any) -> None:
+    draft = transformers.LlamaForCausalLM(model.config).eval()
+    draft.load_state_dict(model.state_dict())
+    with torch.no_grad():
+        draft.lm_head.weight.add_(torch.randn_like(draft.lm_head.weight) * 0.01)
+    want = plain(model, input_ids=prompt(40), assistant_model=draft)
+    with enable_prefix_caching(model) as handle:
+        for expected in (0, 39):
+            assert torch.equal(model.generate(prompt(40), assistant_model=draft, max_new_tokens=20), want)
+            assert handle.last_requests[0].cached_tokens == expected
+    with enable_prefix_caching(draft), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for _ in range(2):
+            assert torch.equal(plain(model, input_ids=prompt(40), assistant_model=draft), want)
+
+
+@pytest.mark.parametrize("family", first_quick(["llama", "mistral-window", "gpt2"]))
+def test_rows_padded_on_the_right_and_masks_with_holes(family: str) -> None:
+    model = next(f for f in FAMILIES if f.name == family).build()
+    right = {k: v.flip(1) for k, v in left_padded(prompt(50), prompt(37, 1)).items()}
+    holes = torch.ones(1, 60, dtype=torch.long)
+    holes[0, 34:50] = 0
+    with enable_prefix_caching(model) as handle:
+        for _ in range(2):
+            assert_same(model, **right)
+        windows = family == "mistral-window"  # whose rows are computed together, from the shortest row's hit on
+        assert [r.cached_tokens for r in handle.last_requests] == ([32, 32] if windows else [49, 32])
+        assert windows or count_computed(model, **right, max_new_tokens=1) == 5 + 2  # of the short row, and of both
+        for _ in range(2):
+            assert_same(model, input_ids=prompt(60), attention_mask=holes)
+        assert handle.last_requests[0].prompt_tokens == 34
+        assert handle.last_requests[0].cached_tokens == 32
+
+
+def test_rows_whose_last_token_sees_nothing_are_computed_whole() -> None:
+    ids = torch.cat([prompt(90), prompt(90, 1)])
+    mask = torch.ones_like(ids)
+    mask[1, 60:] = 0
+    for name in ("gemma2", "llama"):
+        model = next(family for family in FAMILIES if family.name == name).build()
+        with enable_prefix_caching(model, num_blocks=64) as handle:
+            for _ in range(2):
+                assert_same(model, input_ids=ids, attention_mask=mask)
+            assert (handle.last_requests[0].cached_tokens > 0) == (name == "llama")
+            mask[1] = 0
+            for _ in range(2):
+                assert_same(model, input_ids=ids, attention_mask=mask)
+            mask[1, :60] = 1
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"penalty_alpha": 0.6, "top_k": 4},
+        {"dola_layers": "high"},
+        {"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 0.5},
+        {"force_words_ids": [[5]], "num_beams": 2},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_loops_of_the_hub_are_left_to_transformers(model: Any, handle: PrefixCaching, options: dict[str, Any]) -> None:
+    config = transformers.GenerationConfig(**options)
+    with (
+        pytest.warns(UserWarning, match="the model's own generate"),
+        pytest.raises(ValueError, match="trust_remote_code"),
+    ):
+        model.generate(prompt(40), max_new_tokens=4, **options)
+    with pytest.raises(ValueError, match="trust_remote_code"):
+        model.generate(prompt(40), config)
+    assert sum(handle.stats().calls_handed_back.values()) == 2
+    if "penalty_alpha" in options:
+        assert_same(model, input_ids=prompt(40), do_sample=True, **options)
+        assert handle.stats().calls_served == 1
+
+
+def test_hidden_states_are_those_of_every_token(model: Any, handle: PrefixCaching) -> None:
+    options = {"output_hidden_states": True, "output_attentions": True, "return_dict_in_generate": True}
+    for _ in range(2):
+        want, got = both(model, input_ids=prompt(40), **options)
+        assert torch.equal(want.sequences, got.sequences)
+        for a, b in zip(want.hidden_states, got.hidden_states, strict=True):
+            torch.testing.assert_close(a, b)
+    assert cached(model, handle) == 39
+
+
+def test_inputs_that_are_made_otherwise_go_to_the_model(model: Any) -> None:
+    class Shifted(transformers.LlamaForCausalLM):  # type: ignore[misc, name-defined]
+        def prepare_inputs_for_generation(self, input_ids: torch.Tensor, **kwargs: Any) -> Any:
+            inputs = super().prepare_inputs_for_generation(input_ids, **kwargs)
+            return inputs | {"input_ids": (inputs["input_ids"] + 1) % VOCAB}
+
+    own = model.prepare_inputs_for_generation
+    for subject in (Shifted(model.config).eval(), model):
+        if subject is model:
+            model.prepare_inputs_for_generation = lambda input_ids, **kw: own((input_ids + 1) % VOCAB, **kw)
+        with enable_prefix_caching(subject) as handle:
+            with pytest.warns(UserWarning, match="is overridden"):
+                assert_same(subject, input_ids=prompt(40))
+            assert_same(subject, input_ids=prompt(40))
+            assert list(handle.stats().calls_handed_back.values()) == [2]
+
+
+def test_input_embeddings_go_to_the_model(model: Any, handle: PrefixCaching) -> None:
+    embeds = model.get_input_embeddings()(prompt(20)).detach()
+    with pytest.warns(UserWarning, match="prefix caching"):
+        assert_same(model, inputs_embeds=embeds, attention_mask=torch.ones(1, 20, dtype=torch.long))
+
+
+LATENT = {
+    "kv_lora_rank": 16, "q_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16,
+    "num_key_value_heads": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+    "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
+}  # fmt: skip
+MORE_FAMILIES = [
+    Family("bloom", "BloomConfig", "BloomForCausalLM", {"n_layer": 2, "n_head": 4}),
+    Family("falcon", "FalconConfig", "FalconForCausalLM", {"alibi": True}),
+    Family("diff-llama", "DiffLlamaConfig", "DiffLlamaForCausalLM"),
+    Family("deepseek-v3", "DeepseekV3Config", "DeepseekV3ForCausalLM", LATENT),
+    Family("wide heads", "LlamaConfig", "LlamaForCausalLM", {"head_dim": 512}),
+    Family("phimoe", "PhimoeConfig", "PhimoeForCausalLM", {"num_local_experts": 2, "sliding_window": 16}),
+    Family("lfm2", "Lfm2Config", "Lfm2ForCausalLM", {"layer_types": ["conv", "full_attention"]}),
+]
+
+
+@pytest.mark.parametrize("family", first_quick(MORE_FAMILIES), ids=lambda f: f.name)
+def test_families_that_attend_in_their_own_way(family: Family) -> None:
+    model = family.build()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with enable_prefix_caching(model, num_blocks=24) as handle:
+            for _ in range(2):
+                assert_same(model, input_ids=prompt(70))
+                assert handle.last_requests
+                assert_same(model, **left_padded(prompt(79), prompt(33, 2)))
+            assert handle.last_requests[0].cached_tokens
+            assert_nothing_held(handle)
+
+
+NOT_SERVED_FAMILIES = [
+    (
+        Family("rwkv", "RwkvConfig", "RwkvForCausalLM", {"attention_hidden_size": 64}),
+        "not kept in a transformers cache",
+    ),
+    (Family("gpt", "OpenAIGPTConfig", "OpenAIGPTLMHeadModel", {"n_embd": 64, "n_head": 4}), "no transformers cache"),
+]
+
+
+@pytest.mark.parametrize(("family", "why"), NOT_SERVED_FAMILIES, ids=lambda f: getattr(f, "name", ""))
+def test_model_that_is_not_served_keeps_its_generate(family: Family, why: str) -> None:
+    model = family.build()
+    want = plain(model, input_ids=prompt(40))
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        handle = enable_prefix_caching(model)
+        assert torch.equal(model.generate(input_ids=prompt(40), max_new_tokens=20), want)
+    assert [why in str(w.message) for w in told if "prefix caching" in str(w.message)] == [True]
+    assert handle.unsupported
+    assert handle.stats().calls_handed_back == {handle.unsupported: 1}
+    assert handle.stats().hit_rate == 0
+    handle.disable()
+
+
+def test_cache_that_a_config_leaves_out_is_asked_for() -> None:
+    model = next(family for family in FAMILIES if family.name == "mpt").build()
+    assert model.config.use_cache is False  # as MptConfig says, and training often leaves it
+    with enable_prefix_caching(model, num_blocks=64) as handle:
+        for computed in (40, 8):
+            assert count_computed(model, input_ids=prompt(40), max_new_tokens=1) == computed
+        assert_same(model, input_ids=prompt(40))
+        assert handle.stats().calls_handed_back == {}
+        with pytest.warns(UserWarning, match="use_cache=False asks for no cache"):
+            assert_same(model, input_ids=prompt(40), use_cache=False)  # the caller's own word
+
+
+def test_warning_says_once_where_a_call_goes(model: Any) -> None:
+    with enable_prefix_caching(model, num_blocks=64), warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        model.generate(prompt(40), max_new_tokens=2, past_key_values=transformers.DynamicCache())
+        model.generate(prompt(40), max_new_tokens=2, use_cache=False)
+    texts = [str(w.message) for w in told if "prefix caching" in str(w.message)]
+    assert [text.count("the model's own generate") for text in texts] == [1, 1]
+    assert texts[0] == "prefix caching: falls back to the model's own generate: past_key_values of your own"
+
+
+def test_encoder_decoder_is_not_served() -> None:
+    config = transformers.T5Config(vocab_size=VOCAB, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4)
+    with pytest.warns(UserWarning, match="encoder-decoder"):
+        assert enable_prefix_caching(transformers.T5ForConditionalGeneration(config)).unsupported
+
+
+def test_prompt_that_does_not_fit_goes_to_the_model(model: Any) -> None:
+    with enable_prefix_caching(model, num_blocks=2) as handle:
+        with pytest.warns(UserWarning, match="num_blocks"):
+            assert_same(model, input_ids=prompt(60))
+        assert_nothing_held(handle)
+        assert_same(model, input_ids=prompt(20), max_new_tokens=5)
+        assert handle.last_requests
+
+
+def test_batch_that_does_not_fit_goes_to_the_model(model: Any) -> None:
+    with enable_prefix_caching(model, num_blocks=6) as handle:
+        with pytest.warns(UserWarning, match="num_blocks"):
+            assert_same(model, **left_padded(prompt(60), prompt(50, 1)))
+        assert_nothing_held(handle)
+
+
+@pytest.mark.parametrize("options", [{}, {"do_sample": True}], ids=["greedy", "sampled"])
+def test_running_out_of_blocks_while_decoding(model: Any, options: dict[str, Any]) -> None:
+    batch = left_padded(prompt(30), prompt(20, 1))
+    with enable_prefix_caching(model, num_blocks=5) as handle:
+        with pytest.warns(UserWarning, match="without the cache"):
+            assert_same(model, **batch, **options, max_new_tokens=40)
+        assert_nothing_held(handle)
+
+
+def test_nothing_is_held_after_a_failure(model: Any, handle: PrefixCaching) -> None:
+    class Fail(transformers.LogitsProcessor):
+        def __init__(self, at: int) -> None:
+            self.left = at
+
+        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            self.left -= 1
+            if self.left < 0:
+                raise RuntimeError("on purpose")
+            return scores
+
+    for at in (0, 1, 18):
+        with pytest.raises(RuntimeError, match="on purpose"):
+            model.generate(
+                input_ids=prompt(40), max_new_tokens=20, logits_processor=transformers.LogitsProcessorList([Fail(at)])
+            )
+        assert_nothing_held(handle)
+    assert_same(model, input_ids=prompt(40))
+
+
+def test_failed_forward_leaves_nothing_findable(model: Any, handle: PrefixCaching) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("on purpose")
+
+    hook = model.model.layers[1].register_forward_pre_hook(fail)
+    with pytest.raises(RuntimeError, match="on purpose"):
+        model.generate(input_ids=prompt(40), max_new_tokens=20)
+    hook.remove()
+    assert_nothing_held(handle)
+    assert handle.stats().cached_blocks == 0
+    assert model.config._attn_implementation == "sdpa"
+    assert_same(model, input_ids=prompt(40))
+
+
+def test_changed_weights_empty_the_cache(model: Any, handle: PrefixCaching) -> None:
+    assert_same(model, input_ids=prompt(64))
+    with torch.no_grad():
+        model.model.layers[0].self_attn.k_proj.weight.mul_(1.5)
+    assert_same(model, input_ids=prompt(64))
+    assert handle.last_requests[0].cached_tokens == 0
+    model.model.layers[1].self_attn.v_proj.weight.data = torch.randn(32, 64)
+    assert_same(model, input_ids=prompt(64))
+    assert handle.last_requests[0].cached_tokens == 0
+
+
+class Adapted(torch.nn.Module):
+    """A linear layer with two adapters, and the attributes by which PEFT's layers say which is active."""
+
+    def __init__(self, base: torch.nn.Linear) -> None:
+        super().__init__()
+        self.base = base
+        self.deltas = {name: torch.randn_like(base.weight) for name in "ab"}
+        self.active_adapters, self.disable_adapters, self.scaling = ["a"], False, {"a": 1.0, "b": 1.0}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.base(x)
+        if not self.disable_adapters:
+            for name in self.active_adapters:
+                y = y + self.scaling[name] * torch.nn.functional.linear(x, self.deltas[name])
+        return y
+
+
+def _first_attention(model: Any) -> Any:
+    return model.model.layers[0].self_attn
+
+
+def _adapt(model: Any) -> None:
+    _first_attention(model).k_proj = Adapted(_first_attention(model).k_proj)
+
+
+CHANGES = {
+    "weight.data +=": lambda model: _first_attention(model).k_proj.weight.data.add_(0.3),
+    "weight in place": lambda model: _first_attention(model).k_proj.weight.detach().add_(0.3),
+    "a hook": lambda model: _first_attention(model).register_forward_pre_hook(
+        lambda module, args, kwargs: (args, kwargs | {"hidden_states": kwargs["hidden_states"].flip(-1)}),
+        with_kwargs=True,
+    ),
+    "a forward of its own": lambda model: setattr(
+        _first_attention(model).k_proj, "forward", lambda x: torch.nn.functional.linear(x, torch.ones(32, 64))
+    ),
+    "an adapter": _adapt,
+}
+
+
+def cached(model: Any, handle: PrefixCaching) -> int:
+    assert_same(model, input_ids=prompt(40))
+    return handle.last_requests[0].cached_tokens
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
+def test_keys_and_values_from_before_a_change_are_not_read(model: Any, handle: PrefixCaching, change: Any) -> None:
+    assert (cached(model, handle), cached(model, handle)) == (0, 39)
+    change(model)
+    assert (cached(model, handle), cached(model, handle)) == (0, 39)
+
+
+def test_adapters_have_blocks_of_their_own(model: Any, handle: PrefixCaching) -> None:
+    _adapt(model)
+    layer = _first_attention(model).k_proj
+    assert cached(model, handle) == 0
+    before = dict(vars(layer))
+    for change in ({"active_adapters": ["b"]}, {"disable_adapters": True}, {"scaling": {"a": 3.0, "b": 1.0}}):
+        vars(layer).update(change)
+        assert cached(model, handle) == 0, change
+        vars(layer).update(before)
+    assert cached(model, handle) == 39, "the first adapter's are still there"
+
+
+def test_changed_dtype_is_looked_at_anew(model: Any, handle: PrefixCaching) -> None:
+    for dtype, served in ((torch.bfloat16, True), (torch.float64, True), (torch.float32, True)):
+        model.to(dtype)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for _ in range(2):
+                got = model.generate(input_ids=prompt(64), max_new_tokens=20)
+        assert bool(handle.last_requests) == served
+        if dtype != torch.bfloat16:
+            assert torch.equal(got, plain(model, input_ids=prompt(64)))
+
+
+def test_training_mode_goes_to_the_model_and_survives_enabling(model: Any) -> None:
+    model.train()
+    model.model.layers[0].eval()
+    modes = [m.training for m in model.modules()]
+    with enable_prefix_caching(model):
+        assert [m.training for m in model.modules()] == modes
+        with pytest.warns(UserWarning, match="training mode"):
+            assert_same(model, input_ids=prompt(40))
+
+
+def test_autocast_goes_to_the_model(model: Any, handle: PrefixCaching) -> None:
+    with torch.autocast("cpu", torch.bfloat16), pytest.warns(UserWarning, match="autocast"):
+        assert_same(model, input_ids=prompt(40))
+    assert_same(model, input_ids=prompt(40))
+    assert handle.last_requests[0].cached_tokens == 0
+
+
+def test_disable_restores_the_model(model: Any) -> None:
+    before, config = dict(vars(model)), copy.deepcopy(model.config.to_dict())
+    implementation = model.config._attn_implementation
+    handle = enable_prefix_caching(model)
+    assert_same(model, input_ids=prompt(40))
+    handle.disable()
+    handle.disable()
+    assert vars(model) == before
+    assert model.config.to_dict() == config
+    assert model.config._attn_implementation == implementation
+    again = enable_prefix_caching(model)
+    assert_same(model, input_ids=prompt(40))
+    again.disable()
+
+
+def test_copy_of_the_model_has_its_own_generate(model: Any, handle: PrefixCaching) -> None:
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        other.lm_head.weight.copy_(torch.randn_like(other.lm_head.weight))
+    want = plain(other, input_ids=prompt(40))
+    assert torch.equal(other.generate(input_ids=prompt(40), max_new_tokens=20), want)
+    assert handle.stats().total_requests == 0
+
+
+def test_global_random_state_is_left_alone(model: Any) -> None:
+    state = torch.random.get_rng_state()
+    with enable_prefix_caching(model):
+        assert torch.equal(torch.random.get_rng_state(), state)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        ({"block_size": 0}, ValueError, "block_size: got 0, needs at least 1"),
+        ({"block_size": 16.0}, TypeError, "block_size: got float"),
+        ({"num_blocks": 0}, ValueError, "num_blocks: got 0"),
+        ({"num_blocks": "many"}, TypeError, "num_blocks: got str"),
+        ({"policy": "nonsense"}, ValueError, "policy"),
+    ],
+)
+def test_bad_arguments(model: Any, arguments: dict[str, Any], error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        enable_prefix_caching(model, **arguments)
+    enable_prefix_caching(model).disable()  # the failed call left nothing behind
+
+
+def test_enabling_twice_and_what_is_no_model(model: Any, handle: PrefixCaching) -> None:
+    with pytest.raises(ValueError, match="already enabled"):
+        enable_prefix_caching(model)
+    with pytest.raises(TypeError, match="model: got Linear"):
+        enable_prefix_caching(torch.nn.Linear(2, 2))
+    with pytest.raises(TypeError, match="model: got str"):
+        enable_prefix_caching("gpt2")
+
+
+def test_unknown_arguments_are_refused_as_before(model: Any, handle: PrefixCaching) -> None:
+    with pytest.raises(ValueError, match="model_kwargs"):
+        model.generate(input_ids=prompt(40), no_such_option=1)
+
+
+@pytest.mark.parametrize(("length", "served"), [(40, True), (58, False), (90, True)])
+def test_longrope_is_served_on_either_side_of_its_switch(length: int, served: bool) -> None:
+    factors = {"short_factor": [1.0] * 8, "long_factor": [1.0 + 0.5 * i for i in range(8)]}
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, **factors}
+    options = {"rope_parameters": rope, "original_max_position_embeddings": 64, "max_position_embeddings": 512}
+    model = Family("phi3", "Phi3Config", "Phi3ForCausalLM", options).build()
+    ids = prompt(length)
+    with enable_prefix_caching(model) as handle, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model.generate(input_ids=ids[:, :32], max_new_tokens=2)  # short factors, the same first blocks
+        for _ in range(2):
+            assert_same(model, input_ids=ids)
+            assert bool(handle.last_requests) == served
+
+
+@pytest.mark.slow
+def test_block_sizes(model: Any) -> None:
+    for block_size in (1, 12, 64, 256):
+        with enable_prefix_caching(model, block_size=block_size) as handle:
+            for _ in range(2):
+                assert_same(model, input_ids=prompt(300))
+            assert handle.last_requests[0].cached_tokens == min(300 // block_size * block_size, 299)
+
+
+def test_models_of_one_config_take_turns() -> None:
+    config = transformers.LlamaConfig(**SMALL | {"eos_token_id": None})
+    models = [transformers.LlamaForCausalLM(config).eval() for _ in range(2)]
+    want = [plain(m, input_ids=prompt(30), max_new_tokens=12) for m in models]
+    same: list[bool] = []
+
+    def work(index: int) -> None:
+        for _ in range(3):
+            got = models[index].generate(input_ids=prompt(30), max_new_tokens=12)
+            same.append(torch.equal(got, want[index]))
+
+    interval = sys.getswitchinterval()
+    with enable_prefix_caching(models[0]), enable_prefix_caching(models[1]):
+        threads = [threading.Thread(target=work, args=(i % 2,)) for i in range(4)]
+        sys.setswitchinterval(1e-5)
+        try:
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        finally:
+            sys.setswitchinterval(interval)
+    assert same == [True] * 12
+    assert torch.equal(plain(models[0], input_ids=prompt(30), max_new_tokens=12), want[0])
+
+
+def test_default_size_of_the_cache(model: Any) -> None:
+    bytes_per_block = 2 * 2 * 2 * 16 * 16 * 4  # key and value, layers, heads, head_dim, tokens, float32
+    assert settings_module.default_num_blocks(model, bytes_per_block, 16) == 32 * 512 // 16
+    assert settings_module.default_num_blocks(model, 1 << 40, 16) == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_same_tokens_on_a_gpu(dtype: torch.dtype) -> None:
+    from pc.demo._run import compare_tokens
+
+    model = LLAMA.build().to("cuda", dtype)
+    with enable_prefix_caching(model) as handle:
+        for _ in range(2):
+            ids = prompt(300).cuda()
+            want = plain(model, input_ids=ids, return_dict_in_generate=True, output_logits=True)
+            got = model.generate(input_ids=ids, max_new_tokens=20)
+            answers = (want.sequences[0, 300:].tolist(), got[0, 300:].tolist())
+            _, ok = compare_tokens(*answers, lambda i: want.logits[i][0].to(dtype))  # noqa: B023
+            assert ok
+        assert handle.last_requests[0].cached_tokens == 288

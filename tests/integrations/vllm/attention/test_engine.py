@@ -1,0 +1,182 @@
+"""The attention backend in vLLM's engine: the tokens are those of vLLM's own compiled CPU backend."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+import torch
+
+pytest.importorskip("vllm", reason="vllm is not installed: make vllm")
+
+import vllm_engine
+from vllm_models import WINDOW
+
+import pc
+from pc.triton_ops._triton import INTERPRET
+
+pytestmark = pytest.mark.skipif(INTERPRET, reason="kernels in the interpreter: test_interpreter.py")
+
+LENGTHS = (57, 33, 100, 200)
+
+
+def prompts():
+    """Prompts longer than a step's tokens, and one that shares another's first blocks."""
+    generator = torch.Generator().manual_seed(1)
+    made = [torch.randint(3, 500, (n,), generator=generator).tolist() for n in LENGTHS]
+    return [*made, made[0][:48] + made[1]]
+
+
+def altered(prompt):
+    """The prompt with one token changed: the first, and others on both sides of block boundaries."""
+    return [[*prompt[:i], 3 + (prompt[i] - 2) % 490, *prompt[i + 1 :]] for i in (0, 15, 31, 32, 56)]
+
+
+def run(path, ours, **options):
+    """What an engine gives: the same prompts twice, samples, prompts changed in one token, answers without room."""
+    vllm_engine.use_attention(ours)
+    with vllm_engine.engine(path, **options) as (llm, seen):
+        cold, missed = vllm_engine.generate(llm, prompts())
+        warm, hits = vllm_engine.generate(llm, prompts())
+        torch.manual_seed(7)  # a seed per request does not go with chunked prompts in vLLM on a CPU
+        samples, _ = vllm_engine.generate(llm, prompts()[:2], n=3, temperature=0.8)
+        changed, _ = vllm_engine.generate(llm, altered(prompts()[0]))
+        long, _ = vllm_engine.generate(llm, [prompt[:60] for prompt in prompts()], max_tokens=60)
+    assert cold == warm
+    assert len({str(tokens) for tokens in [cold[0], *changed]}) == 6, "the tokens do not depend on the prompt"
+    return {"cold": cold, "samples": samples, "changed": changed, "long": long, "cached": [missed, hits]}, seen
+
+
+# Attention layers, and so few blocks that requests are preempted.
+CASES = {
+    "llama": (2, 10),
+    "qwen3": (2, 10),
+    "mistral": (2, 10),
+    "gemma2": (4, 18),
+    "gemma3": (6, 54),
+    "gpt_oss": (4, 18),
+    "granite_hybrid": (1, 13),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_tokens_are_those_of_the_compiled_backend(model_path, name):
+    path = model_path(name)
+    layers, blocks = CASES[name]
+    theirs, seen = run(path, False, num_gpu_blocks_override=blocks)
+    assert not seen["attention"]
+    ours, seen = run(path, True, num_gpu_blocks_override=blocks)
+    assert ours == theirs
+    assert seen["attention"] == layers * seen["steps"]
+    assert sum(ours["cached"][1]) > 0
+    assert seen["preemptions"] > 0
+
+
+@pytest.mark.slow
+def test_a_trained_model_says_the_same(model_path, trained_model):
+    from transformers import AutoTokenizer
+
+    from pc.demo import _models, _workloads
+
+    tokenizer = AutoTokenizer.from_pretrained(trained_model)
+    text = _workloads.between(_models.read_document(), "Article V\n", "Article VI\n")
+    asked = [tokenizer.encode(f"{text}\n\nQ: {question}\nA:") for question in _workloads.QUESTIONS[3:5]]
+    said = []
+    for ours in (False, True):
+        vllm_engine.use_attention(ours)
+        with vllm_engine.engine(str(trained_model), max_model_len=512, max_num_batched_tokens=128) as (llm, seen):
+            said.append([vllm_engine.generate(llm, asked) for turn in range(2)])
+        assert bool(seen["attention"]) == ours
+    assert said[0] == said[1]
+    assert sum(said[1][1][1]) > 0, "the second time from the cache"
+
+
+def test_alibi(model_path):
+    path = model_path("bloom")
+    found = []
+    for ours in (False, True):
+        vllm_engine.use_attention(ours)
+        with vllm_engine.engine(path) as (llm, seen):
+            found.append(vllm_engine.generate(llm, prompts()))
+        assert bool(seen["attention"]) == ours
+    assert found[0] == found[1]
+
+
+# Drafts of a model with state-space layers end vLLM's CPU build by themselves, with its own attention too.
+@pytest.mark.parametrize("name", [name for name in CASES if name != "granite_hybrid"])
+def test_speculation_with_ngrams(model_path, name):
+    """Drafts come from the prompt, so that some are accepted and some are rolled back."""
+    path = model_path(name)
+    piece = prompts()[0][:20]
+    repeated = [piece * 4 + piece[:7], piece * 2, prompts()[2]]
+    found = []
+    for ours, speculate in ((False, False), (True, True)):
+        vllm_engine.use_attention(ours)
+        draft = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
+        with vllm_engine.engine(path, speculative_config=draft if speculate else None) as (llm, seen):
+            found.append(vllm_engine.generate(llm, repeated, max_tokens=40)[0])
+    assert found[0] == found[1]
+    assert seen["attention"] > 0
+    assert seen["drafts"] > 0
+
+
+@pytest.mark.parametrize("block_size", [16, 48])
+def test_block_sizes_that_the_compiled_backend_does_not_prefer(model_path, block_size):
+    path = model_path("llama")
+    vllm_engine.use_attention(False)
+    with vllm_engine.engine(path) as (llm, _):
+        expected, _ = vllm_engine.generate(llm, prompts())
+    vllm_engine.use_attention(True)
+    with vllm_engine.engine(path, block_size=block_size) as (llm, seen):
+        for _ in range(2):
+            found, cached = vllm_engine.generate(llm, prompts())
+            assert found == expected
+    assert seen["attention"] > 0
+    assert cached[3] == 199 // block_size * block_size
+
+
+def test_float8_caches(model_path):
+    """The tokens of a float32 cache whose entries were rounded to float8; vLLM's CPU kernel rounds otherwise."""
+    path = model_path("llama")
+    vllm_engine.use_attention(True)
+
+    def write_rounded(key, value, *args):
+        pc.reshape_and_cache(*(x.to(torch.float8_e4m3fn).to(x.dtype) for x in (key, value)), *args)
+
+    found = []
+    for dtype in ("fp8", "auto"):
+        spy = write_rounded if dtype == "auto" else pc.reshape_and_cache
+        with (
+            mock.patch("pc.integrations.vllm.attention.backend.reshape_and_cache", spy),
+            vllm_engine.engine(path, kv_cache_dtype=dtype) as (llm, seen),
+        ):
+            found.append(vllm_engine.generate(llm, prompts())[0])
+            assert seen["attention"] > 0
+    with vllm_engine.engine(path) as (llm, _):
+        found.append(vllm_engine.generate(llm, prompts())[0])
+    assert found[0] == found[1] != found[2]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"kv_cache_dtype": "fp8_e5m2"}, "kv_cache_dtype not supported"),
+        ({"kv_cache_dtype": "float16"}, "kv_cache_dtype float16 with a model in torch.float32 not supported"),
+    ],
+)
+def test_what_is_not_served_is_refused_by_name(model_path, options, said):
+    vllm_engine.use_attention(True)
+    with pytest.raises(ValueError, match=said), vllm_engine.engine(model_path("llama"), **options):
+        pass
+
+
+def test_a_window_is_seen(model_path):
+    """A token far behind the window of a model that has nothing else does not matter: the window is not ignored."""
+    path = model_path("mistral")
+    prompt = prompts()[3]
+    other = [5 if prompt[0] != 5 else 6, *prompt[1:]]
+    assert len(prompt) > 2 * WINDOW
+    vllm_engine.use_attention(True)
+    with vllm_engine.engine(path, enable_prefix_caching=False) as (llm, _):
+        found, _ = vllm_engine.generate(llm, [prompt, other])
+    assert found[0] == found[1]

@@ -1,0 +1,249 @@
+"""What a connector loads and saves step by step, the bytes of blocks, and what it refuses at start-up; no engine."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("vllm", reason="vllm is not installed: make vllm")
+
+import vllm_shared
+from vllm.v1.kv_cache_layout import KVCacheLayout
+
+from pc.cache.disk import DiskTier
+from pc.cache.tier import Layout
+from pc.integrations.vllm.connector.connector import BlockStore, KeyedBlocks, Planner
+from pc.integrations.vllm.connector.layout import check_connector, digest_of_weights, layout_of, open_tier
+
+SIZE = 4
+
+
+class Kept(dict):
+    """A tier that says what it has."""
+
+    def contains_many(self, keys):
+        return [key in self for key in keys]
+
+
+def request(name, known, keys=None, **more):
+    """A request of vLLM: tokens known so far, and the hashes of its full blocks."""
+    keys = keys if keys is not None else [f"{name}{n}".encode() for n in range(known // SIZE)]
+    return SimpleNamespace(
+        request_id=name, num_tokens=known, block_hashes=keys, skip_reading_prefix_cache=False, **more
+    )
+
+
+def step(counts, new=(), cached=(), resumed=(), finished=()):
+    """What vLLM's scheduler says: `(name, first position, blocks)` of new and of running requests."""
+    names = [name for name, _, _ in cached]
+    return SimpleNamespace(
+        num_scheduled_tokens=counts,
+        finished_req_ids=set(finished),
+        scheduled_new_reqs=[
+            SimpleNamespace(req_id=name, num_computed_tokens=at, block_ids=(blocks,)) for name, at, blocks in new
+        ],
+        scheduled_cached_reqs=SimpleNamespace(
+            req_ids=names,
+            resumed_req_ids=set(resumed),
+            new_block_ids=[None if blocks is None else (blocks,) for _, _, blocks in cached],
+            num_computed_tokens=[at for _, at, _ in cached],
+        ),
+    )
+
+
+def test_a_prompt_that_the_tier_has_whole_leaves_a_token():
+    tier = Kept.fromkeys([b"a0", b"a1", b"a2"])
+    planner = Planner([tier], SIZE, "f")
+    assert planner.find(request("a", 12), 0) == 8
+    assert planner.find(request("a", 13), 0) == 12
+    assert planner.find(request("a", 13), 4) == 8
+    assert planner.find(request("a", 13), 6) == 0
+    assert planner.find(request("b", 13), 0) == 0
+    del tier[b"a1"]
+    assert planner.find(request("a", 13), 0) == 4
+    assert planner.find(request("a", 13), 4) == 0
+
+
+def test_a_block_counts_when_every_rank_has_it():
+    planner = Planner([Kept.fromkeys([b"a0", b"a1"]), Kept.fromkeys([b"a0"])], SIZE, "f")
+    assert planner.find(request("a", 12), 0) == 4
+
+
+def test_who_reads_no_prefixes_and_who_only_produces_finds_nothing():
+    tier = Kept.fromkeys([b"a0", b"a1"])
+    asked = request("a", 12)
+    asked.skip_reading_prefix_cache = True
+    assert Planner([tier], SIZE, "f").find(asked, 0) == 0
+    assert Planner([tier], SIZE, "f", consumes=False).find(request("a", 12), 0) == 0
+
+
+def test_loads_and_saves_step_by_step():
+    planner = Planner([Kept.fromkeys([b"a0", b"a1"])], SIZE, "f")
+    asked = request("a", 15)
+    planner.admit(asked, planner.find(asked, 0))
+    plan = planner.plan(step({"a": 3}, new=[("a", 8, [5, 2, 7, 1])]))
+    assert plan.loads == [KeyedBlocks([5, 2], [b"a0", b"a1"])]
+    assert plan.saves == []
+    plan = planner.plan(step({"a": 4}, cached=[("a", 11, None)]))
+    assert (plan.loads, plan.saves) == ([], [KeyedBlocks([7], [b"a2"])])
+    asked.block_hashes.append(b"a3")
+    plan = planner.plan(step({"a": 1}, cached=[("a", 15, None)]))
+    assert plan.saves == [KeyedBlocks([1], [b"a3"])]
+    assert planner.plan(step({}, finished=["a"])).saves == []
+
+
+def test_drafts_are_not_saved():
+    """The step computes 6 tokens, of which vLLM knows one; the block that they would fill has no hash."""
+    planner = Planner([Kept()], SIZE, "f")
+    asked = request("a", 7)
+    planner.admit(asked, planner.find(asked, 0))
+    assert planner.plan(step({"a": 7}, new=[("a", 0, [0, 1, 2])])).saves == [KeyedBlocks([0], [b"a0"])]
+    assert planner.plan(step({"a": 6}, cached=[("a", 7, [3])])).saves == []
+
+
+def test_blocks_whose_load_failed_are_saved_when_they_are_computed():
+    planner = Planner([Kept.fromkeys([b"a0", b"a1", b"a2"])], SIZE, "f")
+    asked = request("a", 14)
+    planner.admit(asked, planner.find(asked, 0))
+    planner.plan(step({"a": 2}, new=[("a", 12, [4, 5, 6, 7])]))
+    plan = planner.plan(step({"a": 10}, cached=[("a", 4, None)]))
+    assert plan.saves == [KeyedBlocks([5, 6], [b"a1", b"a2"])]
+
+
+def test_a_resumed_request_has_other_blocks():
+    tier = Kept()
+    planner = Planner([tier], SIZE, "f")
+    asked = request("a", 12)
+    planner.admit(asked, planner.find(asked, 0))
+    planner.plan(step({"a": 8}, new=[("a", 0, [4, 5])]))
+    tier.update(dict.fromkeys([b"a0", b"a1"]))
+    planner.admit(asked, planner.find(asked, 0))
+    plan = planner.plan(step({"a": 4}, cached=[("a", 8, [9, 8, 1])], resumed=["a"]))
+    assert plan.loads == [KeyedBlocks([9, 8], [b"a0", b"a1"])]
+    assert plan.saves == [KeyedBlocks([1], [b"a2"])]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 1, 3), (1, 0, 2, 3), (2, 1, 0, 3)])
+def test_bytes_of_blocks_in_any_layout(dtype, order, tmp_path):
+    shape = [9, 2, SIZE, 6]
+    inverse = sorted(range(4), key=order.__getitem__)
+
+    def made(name):
+        memory = torch.randint(0, 100, [shape[at] for at in order]).to(dtype)
+        return memory.permute(inverse)
+
+    caches = {name: made(name) for name in ("x.1", "x.0")}
+    before = {name: cache.clone() for name, cache in caches.items()}
+    size = 2 * 2 * SIZE * 6 * caches["x.0"].element_size()
+    store, tier = BlockStore(caches, size), DiskTier(tmp_path, layout_of("f", 0, size))
+    store.save(tier, [KeyedBlocks([3, 8], [b"k3", b"k8"]), KeyedBlocks([1], [b"k1"])])
+    other = {name: torch.zeros(5, *shape[1:], dtype=dtype) for name in caches}
+    wanted = KeyedBlocks([4, 0, 2, 1], [b"k8", b"k1", b"gone", b"k3"])
+    assert BlockStore(other, size).load(tier, wanted) == [2, 1]
+    for name, cache in other.items():
+        assert torch.equal(cache[4], before[name][8])
+        assert torch.equal(cache[0], before[name][1])
+        assert not cache[1:4].any()
+        assert torch.equal(caches[name], before[name])
+    with pytest.raises(ValueError, match=f"kv_caches: got {size} bytes a block, needs {size + 1}"):
+        BlockStore(caches, size + 1)
+
+
+def test_all_layouts_of_vllm_are_strides_of_one_shape():
+    """What the test above permutes is what vLLM's layouts name."""
+    assert len(KVCacheLayout) == 6
+
+
+def test_other_weights_have_another_digest(tmp_path):
+    from safetensors.torch import save_file
+
+    def digest(values):
+        save_file({"w": values}, tmp_path / "model.safetensors")
+        return digest_of_weights(SimpleNamespace(model=str(tmp_path), revision=None))
+
+    values = torch.zeros(300_000)
+    first = digest(values)
+    assert digest(values.clone()) == first
+    values[200_000:] = 1
+    assert digest(values) != first
+    (tmp_path / "none").mkdir()
+    with pytest.raises(ValueError, match="without weights"):
+        digest_of_weights(SimpleNamespace(model=str(tmp_path / "none"), revision=None))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tier": "disk", "path": "x", "capacity": 1}, "got 'capacity', needs some of tier, model"),
+        ({"tier": "disk"}, "got no 'path'"),
+        ({"tier": "mooncake", "master": "x"}, "got no 'metadata_server'"),
+        ({}, "tier: got None, needs 'disk', 'mooncake' or"),
+        ({"tier": "redis"}, "tier: got 'redis'"),
+    ],
+)
+def test_options_that_mean_nothing_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        open_tier(options, Layout("m", {"kv": ((4,), torch.uint8)}))
+
+
+def configuration(**changes):
+    parallel = {"pipeline_parallel_size": 1, "decode_context_parallel_size": 1, "prefill_context_parallel_size": 1}
+    cache = {"prefix_caching_hash_algo": "sha256", "prefix_match_unit": None}
+    return SimpleNamespace(
+        parallel_config=SimpleNamespace(**{name: changes.get(name, value) for name, value in parallel.items()}),
+        cache_config=SimpleNamespace(**{name: changes.get(name, value) for name, value in cache.items()}),
+        lora_config=changes.get("lora_config"),
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size: got 2, needs 1"),
+        ({"decode_context_parallel_size": 2}, "decode_context_parallel_size: got 2, needs 1"),
+        ({"lora_config": "some"}, "lora_config: got adapters"),
+        ({"prefix_caching_hash_algo": "xxhash"}, "differ from process to process"),
+        ({"prefix_match_unit": 8}, "prefix_match_unit: got 8"),
+    ],
+)
+def test_configurations_that_blocks_cannot_stand_for_are_refused(changes, message, monkeypatch):
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
+
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    spec = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=8, dtype=torch.float32)
+    one = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec)])
+    check_connector(configuration(), one)
+    with pytest.raises(ValueError, match=message):
+        check_connector(configuration(**changes), one)
+    state = MambaSpec(block_size=16, shapes=((1,),), dtypes=(torch.float32,))
+    for specs in ([spec, spec], [state], []):
+        with pytest.raises(ValueError, match="needs one group of attention layers"):
+            check_connector(
+                configuration(), SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=s) for s in specs])
+            )
+
+
+HYBRID = (
+    r"kv_transfer_config: got TierConnector for a model with recurrent layers \(Granite.*\), needs .* attention layers "
+    r"alone: .* hybrid KV cache manager, .* without --kv-transfer-config"
+)
+
+
+@pytest.mark.parametrize("hybrid", [True, False])
+def test_hybrid_models_are_refused_where_vllm_first_asks_a_connector(hybrid):
+    """Before it makes groups of layers; it goes the same way with the hybrid cache manager switched on by hand."""
+    from vllm.config import KVTransferConfig
+    from vllm.distributed.kv_transfer.kv_connector.utils import get_kv_connector_cache_layout
+
+    config = SimpleNamespace(
+        kv_transfer_config=KVTransferConfig(**vllm_shared.transfer({"tier": "disk", "path": "x"})),
+        model_config=SimpleNamespace(is_hybrid=hybrid, architectures=["GraniteMoeHybridForCausalLM"]),
+    )
+    if hybrid:
+        with pytest.raises(ValueError, match=HYBRID):
+            get_kv_connector_cache_layout(config)
+    else:
+        assert get_kv_connector_cache_layout(config) is None

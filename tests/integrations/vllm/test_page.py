@@ -1,0 +1,57 @@
+"""What docs/vllm.md has an operator type: vLLM's own classes take it, and it arrives here."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("vllm", reason="vllm is not installed: make vllm")
+
+from pc.integrations.vllm import FEATURES, features
+from pc.integrations.vllm.connector.layout import check_options
+from pc.integrations.vllm.eviction import read_hint
+from pc.integrations.vllm.hidden_states import ASKED
+
+PAGE = (Path(__file__).parents[3] / "docs" / "vllm.md").read_text(encoding="utf-8")
+BLOCKS = [text for language, text in re.findall(r"^```(\w*)\n(.*?)^```", PAGE, re.M | re.S) if not language]
+
+
+def commands(program):
+    """The words of each of a program's commands in the page's blocks, variables in front of it included."""
+    command = re.compile(rf"^(?:PC_\w+=\S+ )*{program} (?:\\\n|[^'\n]|'[^']*')*", re.M)
+    return [shlex.split(text.replace("\\\n", ""), comments=True) for block in BLOCKS for text in command.findall(block)]
+
+
+def test_every_request_of_the_page_arrives():
+    protocol = pytest.importorskip("vllm.entrypoints.openai.completion.protocol")
+    arrived = []
+    for words in commands("curl"):
+        sent = protocol.CompletionRequest(**json.loads(words[words.index("-d") + 1]))
+        extra = sent.to_sampling_params(16, {}).extra_args
+        arrived += list(extra)
+        request = SimpleNamespace(sampling_params=SimpleNamespace(extra_args=extra))
+        assert (read_hint(request) is not None) == ("kv_hints" in extra)
+        assert bool(extra.get(ASKED)) == (ASKED in extra)
+    assert sorted(arrived) == ["kv_hints", ASKED]
+
+
+def test_every_server_of_the_page_starts_with_options_that_are_known():
+    options = []
+    for words in commands("vllm serve"):
+        variables = dict(word.split("=", 1) for word in words if word.startswith("PC_VLLM"))
+        assert set(variables.get("PC_VLLM", "omni").split(",")) <= set(FEATURES)
+        for option in ("--additional-config", "--kv-transfer-config"):
+            if option in words:
+                given = json.loads(words[words.index(option) + 1])
+                options += list(given)
+                if option == "--kv-transfer-config":
+                    check_options(given["kv_connector_extra_config"])
+                else:
+                    assert set(given) <= {"pc_policy", *features.HIDDEN_STATES_OPTIONS}
+    assert len(commands("vllm serve")) > 4
+    assert {"pc_hidden_states_dir", "kv_connector"} <= set(options)

@@ -1,0 +1,140 @@
+"""What `pc.warmup` and the life of a model after it would compile, without compiling it: run by test_warmup.py.
+
+    PC_KERNELS_ON_CPU=1 PYTHONPATH=.typecheck python tests/support/compiled.py
+
+A driver that passes for an H100's launches nothing, and triton's hook before a compilation tells the kernel with all
+it is compiled for, and stops it. Prints what a life compiles that warmup has not, a line each, and then the number of
+kernels that warmup has.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import sys
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+import pc
+from pc.triton_ops import _dispatch
+
+HEADS, KV_HEADS, BLOCK = 8, 2, 16
+OPTIONS = json.loads(sys.argv[1]) if len(sys.argv) > 1 else {}
+
+
+class Driver:
+    """Enough of a triton driver for kernels to be chosen for an H100."""
+
+    def __init__(self) -> None:
+        self.utils = self
+
+    def get_device_properties(self, device: int) -> dict[str, int]:
+        return {"max_shared_mem": 232_448, "multiprocessor_count": 132}
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 4242
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+@contextlib.contextmanager
+def compiled() -> Iterator[set[str]]:
+    """Collects what triton would compile within it."""
+    found: set[str] = set()
+
+    def tell(*, fn: Any, key: str, **rest: object) -> bool:
+        found.add(f"{fn.name} {key}")
+        return True  # as if it were done elsewhere: nothing is compiled or launched
+
+    knobs.runtime.jit_cache_hook = tell
+    try:
+        yield found
+    finally:
+        knobs.runtime.jit_cache_hook = None
+
+
+def step(lens: tuple[int, ...], queries: tuple[int, ...], planned: bool, bounds: bool, head_dim: int) -> None:
+    """A layer's part of a forward pass, as an engine calls it: slices of a projection, a plan or none."""
+    dtype, tokens = torch.bfloat16, sum(queries)
+    cache_dtype = getattr(torch, OPTIONS["cache_dtype"]) if "cache_dtype" in OPTIONS else dtype
+    packed = torch.zeros(tokens, HEADS + 2 * KV_HEADS, head_dim, dtype=dtype)
+    query, key, value = packed.split([HEADS, KV_HEADS, KV_HEADS], dim=1)
+    caches = torch.zeros(2, 4, BLOCK, KV_HEADS, head_dim, dtype=cache_dtype).unbind()
+    scales = {} if cache_dtype == dtype else {"k_scale": torch.ones(1), "v_scale": torch.ones(1)}
+    batch = (
+        torch.zeros(len(lens), -(-max(lens) // BLOCK), dtype=torch.int32),
+        torch.tensor(lens, dtype=torch.int32),
+        torch.tensor([0, *torch.tensor(queries).cumsum(0).tolist()], dtype=torch.int32),
+    )
+    options = {"max_query_len": max(queries), "max_seq_len": max(lens)} if bounds else {}
+    if "value_dim" in OPTIONS:
+        options["plan"] = pc.attention_plan(*batch, BLOCK, num_kv_heads=1) if planned else None
+        pc.latent_attention(query, caches[0][:, :, 0].contiguous(), *batch, 0.125, OPTIONS["value_dim"], **options)
+        return
+    pc.reshape_and_cache(key, value, *caches, torch.zeros(tokens, dtype=torch.int64), **scales)
+    options["batch_invariant"] = OPTIONS.get("batch_invariant", False)
+    window, sinks = OPTIONS.get("window", 0), OPTIONS.get("sinks", False)
+    if planned:
+        given = {"window": window, "num_kv_heads": KV_HEADS, "batch_invariant": options["batch_invariant"]}
+        options["plan"] = pc.attention_plan(*batch, BLOCK, **given)
+    options |= scales | {"sinks": torch.zeros(HEADS) if sinks else None}
+    if OPTIONS.get("alibi"):
+        options |= {"alibi_slopes": torch.zeros(HEADS), "softcap": 3.0}
+    if window:
+        pc.sliding_window_attention(query, *caches, *batch, 0.125, window, **options)
+    else:
+        pc.paged_attention(query, *caches, *batch, 0.125, **options)
+    if OPTIONS.get("gaps"):
+        positions = torch.zeros(tokens, dtype=torch.int32)
+        options.pop("plan", None)
+        pc.sparse_gap_attention(query, *caches, *batch, positions, 0.125, window, **options)
+
+
+def life(head_dim: int) -> None:
+    """Prefill, chunks, decode from 1 to 128k tokens in batches of 1 to 64, several tokens at once, and mixes."""
+    lengths = (1, 17, 256, 257, 1024, 4096, 40_000, 131_072)
+    for planned, bounds in ((False, False), (True, True), (False, True), (True, False)):
+        for length in lengths:
+            step((length,), (length if length < 5000 else 2048,), planned, bounds, head_dim)
+            for count in (1, 3, 64):
+                step((length,) * count, (1,) * count, planned, bounds, head_dim)
+            for tokens in range(2, 10):
+                step((length + tokens, 9), (tokens, 1), planned, bounds, head_dim)
+            step((length + 300, 50, length, 9), (300, 50, 1, 1), planned, bounds, head_dim)
+            step((length + 16, length + 16), (16, 16), planned, bounds, head_dim)
+
+
+def main() -> None:
+    driver.set_active(Driver())
+    head_dim = OPTIONS.get("head_dim", 64)
+    plan = importlib.import_module("pc.triton_ops.attention_plan")
+    kind = {name: OPTIONS[name] for name in ("window", "sinks", "alibi", "batch_invariant", "gaps") if name in OPTIONS}
+    if "value_dim" in OPTIONS:
+        kind["value_dim"] = OPTIONS["value_dim"]
+    if "cache_dtype" in OPTIONS:
+        kind["cache_dtype"] = getattr(torch, OPTIONS["cache_dtype"])
+    # On a device values are not read.
+    with contextlib.ExitStack() as stack:
+        for module in (_dispatch, plan):
+            stack.enter_context(mock.patch.object(module, "reads_values", return_value=False))
+        stack.enter_context(torch.inference_mode())
+        with compiled() as warm:
+            pc.warmup(HEADS, KV_HEADS, head_dim, BLOCK, device="cpu", softcap=3.0 * OPTIONS.get("alibi", False), **kind)
+        with compiled() as served:
+            life(head_dim)
+    print(*sorted(served - warm), len(warm), sep="\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,84 @@
+"""The benchmark of quality: a method that leaves nothing out loses nothing, and one that does loses something."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from pc.bench import PACKAGE, load_benchmarks
+
+load_benchmarks()
+quality = importlib.import_module(f"{PACKAGE}.quality")
+WHOLE = {m.name: m for m in quality.methods([1.0])}
+EXACT = {
+    *("last tokens", "last and 4 first tokens", "H2O", "SnapKV", "Quest-like pages", "best blocks"),
+    "middle computed again",
+}
+
+
+@pytest.fixture(scope="module")
+def readings() -> list[Any]:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4}
+    config = LlamaConfig(vocab_size=97, num_key_value_heads=2, initializer_range=0.15, **sizes)  # scores far apart
+    model = LlamaForCausalLM(config).eval()
+    llama = quality.Llama(model, num_blocks=48)
+    with torch.inference_mode():
+        readings = quality.prose(llama, torch.randint(97, (400,)).tolist(), 256, 33, 2)
+    quality.measure(readings, None, ())
+    return readings
+
+
+def test_full_attention_is_that_of_the_model(readings: list[Any]) -> None:
+    reading = readings[1]
+    tokens = torch.tensor([*reading.prompt.tolist(), *reading.parts[0][0]])
+    expected = reading.llama.body(tokens[None]).last_hidden_state[0, -33:-1]
+    torch.testing.assert_close(reading.expected[0], reading.llama.head(expected).log_softmax(-1), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("name", WHOLE)
+def test_what_leaves_nothing_out_loses_nothing(name: str, readings: list[Any]) -> None:
+    found = quality.measure(readings, WHOLE[name], ())
+    assert found["tokens"] == "64"
+    divergence = float(found["kl"])
+    if name in EXACT:
+        assert divergence < 1e-6
+        assert found["same_top1"] == "1.0000"
+    else:
+        assert 1e-6 < divergence < 3
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("name", sorted(EXACT - {"middle computed again"}))
+def test_what_leaves_out_most_loses_something(name: str, readings: list[Any]) -> None:
+    (method,) = (m for m in quality.methods([0.15]) if m.name == name)
+    assert float(quality.measure(readings, method, ())["kl"]) > 1e-4
+
+
+@torch.inference_mode()
+def test_heads_keep_what_they_attended_to(readings: list[Any]) -> None:
+    reading, seen, scattered = readings[0], [], quality.scattered
+
+    def watch(*arguments: Any, table: torch.Tensor) -> torch.Tensor:
+        seen.append(table)
+        return scattered(*arguments, table=table)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(quality, "scattered", watch)
+        attend = quality.keep_heavy(reading, 0.25)
+        list(reading.log_probabilities(attend))
+    assert len(seen) == 4
+    for layer, table in enumerate(seen):
+        kept = table[0, :, :256] >= 0
+        assert kept.sum(-1).tolist() == [64, 64]
+        assert kept[:, -32:].all()
+        lost = reading.mass[layer].masked_fill(kept, 0).amax(-1)
+        assert (reading.mass[layer].masked_fill(~kept, torch.inf)[:, :-32].amin(-1) >= lost).all()

@@ -1,0 +1,342 @@
+"""Calls found again run what was chosen for their kind, and nothing else does."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import pc
+from pc.triton_ops import _dispatch, _library
+from pc.triton_ops._dispatch import MAX_REMEMBERED, ChosenOnce, Memo, forget_choices
+
+_names = itertools.count()
+
+
+class Operator:
+    """An operator of two tensors and an optional one on "device" tensors of the CPU, and what became of its calls."""
+
+    def __init__(self, like: Callable[..., torch.Tensor] | None = None) -> None:
+        self.like = like = like or _like
+        self.chosen: list[tuple[object, ...]] = []
+        self.checked = 0
+        self.through_dispatcher = 0
+        self.known: ChosenOnce[torch.Tensor] = ChosenOnce(self._choose, self._check, like=like)
+        call, known, parent = type(self.known).__call__, self.known, self
+
+        class Counted(ChosenOnce):
+            def __call__(self, *args, **kwargs):
+                parent.through_dispatcher += 1
+                return call(known, *args, **kwargs)
+
+            find, learn = known.find, known.learn
+
+        counted = Counted(self._choose, self._check, like=like)
+        name = f"test_dispatch_{next(_names)}"
+        fake = lambda *args, **kwargs: like(*args, **kwargs)  # noqa: E731
+        fake.__name__ = fake.__qualname__ = name
+        fake.__signature__ = _library.inspect.signature(like)
+        fake.__annotations__ = _library.typing.get_type_hints(like)
+        self.call = _library.operator(cpu=counted, launch=counted)(fake)
+        self.op = getattr(torch.ops.pc, name)
+
+    def _choose(self, *values):
+        if any(isinstance(v, torch.Tensor) and v.requires_grad for v in values) and torch.is_grad_enabled():
+            raise RuntimeError("a tensor that requires grad")
+        self.chosen.append(tuple(v.shape if isinstance(v, torch.Tensor) else v for v in values))
+        return self.like
+
+    def _check(self, *values):
+        self.checked += 1
+        if values[3] < 0:
+            raise ValueError("factor")
+
+
+def _like(one: torch.Tensor, two: torch.Tensor, extra: torch.Tensor | None = None, factor: float = 1.0) -> torch.Tensor:
+    return (one + two if extra is None else one + two + extra) * factor
+
+
+@pytest.fixture
+def operator(monkeypatch):
+    monkeypatch.setattr(_dispatch, "KERNELS_ON_CPU", True)
+    return Operator()
+
+
+def _tensors(*shapes, **options):
+    return tuple(torch.randn(shape, **options) for shape in shapes)
+
+
+def test_a_call_like_the_last_is_found_however_it_is_passed(operator):
+    one, two, extra = _tensors(4, 4, 4)
+    ways = [
+        lambda a, b, c: operator.call(a, b, c, 2.0),
+        lambda a, b, c: operator.call(a, b, factor=2.0, extra=c),
+        lambda a, b, c: operator.call(two=b, factor=2.0, one=a, extra=c),
+        lambda a, b, c: operator.call(a, b, extra=c, factor=2.0),
+    ]
+    for call in ways:
+        for _ in range(3):
+            assert torch.equal(call(one, two, extra), (one + two + extra) * 2.0)
+    assert operator.chosen == [(one.shape, two.shape, extra.shape, 2.0)]
+    assert operator.through_dispatcher == len(ways), "once for each way"
+    assert operator.checked == 3 * len(ways), "values, every time"
+
+
+@pytest.mark.parametrize("change", ["shape", "dtype", "strides", "option", "absent", "aligned", "resized"])
+def test_another_kind_of_call_is_chosen_anew(operator, change):
+    one, two, extra = _tensors(4, 4, 4)
+    for _ in range(2):
+        operator.call(one, two, extra, 2.0)
+    if change == "resized":
+        given = one.resize_(1), two.resize_(1), extra, 2.0
+    else:
+        given = {
+            "shape": (*_tensors(5, 5, 5), 2.0),
+            "dtype": (*_tensors(4, 4, 4, dtype=torch.float64), 2.0),
+            "strides": (torch.randn(8)[::2], two, extra, 2.0),
+            "option": (one, two, extra, 3.0),
+            "absent": (one, two, None, 2.0),
+            "aligned": (torch.randn(5)[1:], two, extra, 2.0),
+        }[change]
+    before = operator.through_dispatcher
+    for _ in range(2):
+        assert torch.equal(operator.call(*given), _like(*given))
+    assert len(operator.chosen) == 2
+    assert operator.through_dispatcher > before
+
+
+def test_layers_that_alternate_are_all_found(operator):
+    layers = [_tensors(n, n) for n in range(1, 5)]
+    for _ in range(3):
+        for one, two in layers:
+            assert torch.equal(operator.call(one, two), one + two)
+    assert operator.through_dispatcher == len(layers) == len(operator.chosen)
+
+
+class _Functions(TorchFunctionMode):
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.seen.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+class _Operators(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+class _Tensor(torch.Tensor):
+    seen = 0
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        cls.seen += "test_dispatch" in str(func)
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def test_who_looks_on_is_told_of_calls_that_are_known(operator):
+    one, two = _tensors(4, 4)
+    name = str(operator.op.default)
+    for _ in range(2):
+        operator.call(one, two)
+    assert operator.through_dispatcher == 1
+    for mode in (_Functions(), _Operators()):
+        for _ in range(2):
+            with mode:
+                operator.call(one, two)
+        assert mode.seen.count(name) == 2, mode
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        operator.call(one, two)
+    assert any(event.name == name.replace(".default", "").replace("pc.", "pc::") for event in profile.events())
+    for _ in range(2):
+        operator.call(one.as_subclass(_Tensor), two)
+    assert _Tensor.seen == 2
+    doubled = torch.vmap(operator.call)(torch.stack([one, one]), torch.stack([two, two]))
+    assert torch.equal(torch.vmap(operator.call)(torch.stack([one, one]), torch.stack([two, two])), doubled)
+    assert torch.equal(doubled[1], one + two)
+    before = operator.through_dispatcher
+    operator.call(one, two)
+    assert operator.through_dispatcher == before, "and found again afterwards"
+
+
+def test_a_gradient_is_refused_though_the_call_is_known(operator):
+    one, two = _tensors(4, 4)
+    for _ in range(2):
+        operator.call(one, two)
+    grown = one.clone().requires_grad_()
+    for call in (operator.call, operator.op):
+        with pytest.raises(RuntimeError, match="requires grad"):
+            call(grown, two)
+        with torch.no_grad():
+            assert torch.equal(call(grown, two), one + two)
+
+
+def test_values_are_checked_and_types_refused_though_the_call_is_known(operator):
+    one, two = _tensors(4, 4)
+    for _ in range(2):
+        operator.call(one, two, None, 2.0)
+    with pytest.raises(ValueError, match="factor"):
+        operator.call(one, two, None, -2.0)
+    with pytest.raises(TypeError, match="two: got 3, needs a tensor"):
+        operator.call(one, 3, None, 2.0)
+    with pytest.raises(TypeError, match="extra: got 'x', needs a tensor or None"):
+        operator.call(one, two, "x", 2.0)
+    with pytest.raises(TypeError, match="factor"):
+        operator.call(one, two, None, [2.0])
+    with pytest.raises(TypeError, match="one"):
+        operator.call(two=two)
+    with pytest.raises(TypeError):
+        operator.call(one, two, one=one)
+    with pytest.raises(TypeError):
+        operator.call(one, two, none=one)
+
+
+def _counted(
+    one: torch.Tensor, two: torch.Tensor, extra: torch.Tensor | None = None, count: int = 1, plain: bool = False
+) -> torch.Tensor:
+    return one + two * count
+
+
+@pytest.mark.parametrize(
+    ("known", "given", "refused"),
+    [
+        ((5,), (5.0,), "count"),
+        ((1,), (1.0,), "count"),
+        ((5, True), (5, 1.0), ""),
+        ((1, True), (True, True), ""),
+        ((5, False), (5, 0), ""),
+    ],
+)
+def test_what_compares_equal_and_is_of_another_type_is_another_call(monkeypatch, known, given, refused):
+    monkeypatch.setattr(_dispatch, "KERNELS_ON_CPU", True)
+    operator, tensors = Operator(_counted), (*_tensors(4, 4), None)
+    for _ in range(2):
+        operator.call(*tensors, *known)
+    before = operator.through_dispatcher
+    with pytest.raises((TypeError, RuntimeError), match=refused) if refused else contextlib.nullcontext():
+        operator.call(*tensors, *given)
+    operator.call(*tensors, *known)
+    assert operator.through_dispatcher == before + (not refused), "the dispatcher decides once, and the known is kept"
+
+
+def test_the_compiler_sees_the_operator(operator):
+    one, two = _tensors(4, 4)
+    for _ in range(2):
+        operator.call(one, two)
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    compiled = torch.compile(operator.call, fullgraph=True, backend=backend)
+    assert torch.equal(compiled(one, two), one + two)
+    assert [node.target for node in graphs[0].graph.nodes if node.op == "call_function"] == [operator.op.default]
+
+
+def test_calls_are_forgotten_when_decisions_change(operator):
+    one, two = _tensors(4, 4)
+    for _ in range(2):
+        operator.call(one, two)
+    forget_choices()
+    operator.call(one, two)
+    assert len(operator.chosen) == 2
+
+
+def test_without_what_torch_does_not_promise_every_call_goes_through_the_dispatcher(operator, monkeypatch):
+    monkeypatch.setattr(_dispatch, "_CAN_TELL", False)
+    one, two = _tensors(4, 4)
+    for _ in range(3):
+        assert torch.equal(operator.call(one, two), one + two)
+    assert operator.through_dispatcher == 3
+    assert len(operator.chosen) == 1
+
+
+def test_memory_of_choices_is_bounded():
+    memo: Memo[int] = Memo()
+    for option in range(MAX_REMEMBERED + 1):
+        assert memo.keep(option, (), -option) == -option
+    assert [memo.get(option) for option in (0, MAX_REMEMBERED - 1, MAX_REMEMBERED)] == [None, None, -MAX_REMEMBERED]
+
+
+def test_a_memo_tells_calls_apart_by_all_that_kernels_are_chosen_by():
+    memo, base = Memo(), torch.zeros(4, 8, 16)
+    calls = {
+        "same": (base, torch.zeros(3)),
+        "length": (base[:2], torch.zeros(3)),
+        "strides": (base.transpose(0, 1).contiguous().transpose(0, 1), torch.zeros(3)),
+        "dtype": (base.half(), torch.zeros(3)),
+        "other": (base, torch.zeros(4)),
+        "device": (base.to("meta"), torch.zeros(3)),
+        "address": (base, torch.zeros(4)[1:]),
+    }
+    for name, tensors in calls.items():
+        assert memo.get((1,), tensors) is None, name
+        memo.keep((1,), tensors, name)
+    for _ in range(2):
+        for name, tensors in calls.items():
+            assert memo.get((1,), tensors) == name
+            assert name == "address" or memo.get((1,), [tensor.clone() for tensor in tensors]) == name
+            assert memo.get((2,), tensors) is None
+    with torch.inference_mode():
+        assert memo.get((1,), (base, torch.zeros(3))) == "same"
+    grown = torch.zeros(3)
+    assert memo.get((1,), (base, grown)) == "same"
+    grown.resize_(4)
+    assert memo.get((1,), (base, grown)) == "other", "in place"
+    memo.keep("twice", (grown, grown), "twice")
+    assert memo.get("twice", (grown, grown)) == "twice"
+    forget_choices()
+    assert memo.get("twice", (grown, grown)) is None
+
+
+def test_a_memo_does_without_what_torch_does_not_promise(monkeypatch):
+    monkeypatch.setattr(_dispatch, "TensorGuards", None)
+    test_a_memo_tells_calls_apart_by_all_that_kernels_are_chosen_by()
+
+
+def test_what_looks_on_sees_calls_of_cpu_tensors_too():
+    """Rows of plain CPU tensors are gathered without the dispatcher only where nobody watches."""
+    cache, ids = torch.randn(4, 2, 3), torch.tensor([2, 0])
+    name = str(torch.ops.pc.gather_blocks.default)
+    for mode in (_Functions(), _Operators()):
+        with mode:
+            pc.gather_blocks(cache, ids)
+        assert mode.seen.count(name) == 1, mode
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        pc.gather_blocks(cache, ids)
+    assert any(event.name == "pc::gather_blocks" for event in profile.events())
+
+
+def test_calls_of_many_threads_find_what_is_theirs(operator):
+    """Kinds in turn, more than are remembered, while choices are forgotten."""
+    wrong = []
+
+    def work(seed):
+        numbers = torch.Generator().manual_seed(seed)
+        for n in torch.randint(1, 40, (150,), generator=numbers).tolist():
+            one, two = torch.full((n,), float(seed)), torch.full((n,), float(n))
+            if not torch.equal(operator.call(one, two, factor=seed), (one + two) * seed):
+                wrong.append((seed, n))
+            if n == 1:
+                forget_choices()
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(1, 4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong

@@ -1,0 +1,613 @@
+"""FlashAttention's three functions over the grid of its own tests (tests/test_flash_attn.py there), by the formula."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import itertools
+from typing import Any
+
+import flash_cases
+import pytest
+import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+
+import pc
+from pc.flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
+from pc.triton_ops._attention import cpu
+from pc.triton_ops._attention.dense import as_blocks
+from pc.triton_ops._triton import INTERPRET, KERNELS_ON_CPU
+
+HEADS = {"mha": (6, 6), "mqa": (6, 1), "gqa": (6, 2)}
+# Of queries and keys, as in FlashAttention's tests; in the interpreter, which takes a hundred times as long, a third.
+LONG = ((113, 203), (128, 217), (113, 211), (108, 256), (256, 113), (64, 64), (160, 128))
+LENGTHS = ((3, 1), (1, 147), *((q // 3, k // 3) if INTERPRET else (q, k) for q, k in LONG))
+MASKS = ({}, {"causal": True}, {"window_size": (17, 0), "causal": True}, {"window_size": (23, 23)}, *(
+    {"window_size": window} for window in ((31, 7), (-1, 11), (9, -1), (0, 40))))  # fmt: skip
+TERMS = ({}, {"softcap": 20.0}, {"alibi_slopes": True}, {"s_aux": True})
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    lengths: tuple[int, int]
+    mask: dict[str, Any]
+    term: dict[str, Any]
+    heads: str
+    head_dim: int
+    dtype: torch.dtype
+
+    def __str__(self) -> str:
+        options = {**self.mask, **self.term}
+        return f"{self.lengths} {options} {self.heads} {self.head_dim} {self.dtype}".replace("torch.", "")
+
+    def options(self, generator: torch.Generator) -> dict[str, Any]:
+        heads, given = HEADS[self.heads][0], {**self.mask, **self.term}
+        if "alibi_slopes" in given:
+            given["alibi_slopes"] = torch.rand(heads, generator=generator) * 0.3
+        if "s_aux" in given:
+            given["s_aux"] = torch.randn(heads, generator=generator).to(self.dtype)
+        return given
+
+
+def grid() -> list[Case]:
+    """All masks with all lengths, and with each of them the next of everything else in turn."""
+    found = []
+    turn = itertools.count()
+    for mask, lengths in itertools.product(MASKS, LENGTHS):
+        n = next(turn)
+        term, heads, dim = TERMS[n % 4], [*HEADS][n // 4 % 3], (32, 40, 59, 64, 96, 111, 128, 256)[n % 8]
+        found.append(Case(lengths, mask, term, heads, dim, (torch.float32, torch.bfloat16, torch.float16)[n % 3]))
+    return found
+
+
+def drawn(case: Case, generator: torch.Generator, *tokens: int) -> list[torch.Tensor]:
+    """q, k and v of so many tokens each."""
+    num_heads, kv_heads = HEADS[case.heads]
+    heads = (num_heads, kv_heads, kv_heads)
+    return [
+        torch.randn(n, count, case.head_dim, generator=generator).to(case.dtype)
+        for n, count in zip(tokens, heads, strict=True)
+    ]
+
+
+def laid_out(*layouts: str) -> list[tuple[Case, str]]:
+    """The grid in every layout; in the interpreter each fifth case, which is none of the grid's cycles, in the next."""
+    if INTERPRET:
+        return [*zip(grid()[::5], itertools.cycle(layouts), strict=False)]
+    return [*itertools.product(grid(), layouts)]
+
+
+@pytest.mark.parametrize(("case", "layout"), laid_out("tokens first", "heads first", "mixed", "sliced"), ids=str)
+def test_dense(case: Case, layout: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    options, (seqlen_q, seqlen_k) = case.options(generator), case.lengths
+    sequences = [drawn(case, generator, seqlen_q, seqlen_k, seqlen_k) for _ in range(3)]
+    q, k, v = (torch.stack(tensors) for tensors in zip(*sequences, strict=True))
+    if layout != "tokens first":
+        k = k.transpose(1, 2).contiguous().transpose(1, 2)
+    if layout in ("heads first", "sliced"):
+        v = v.transpose(1, 2).contiguous().transpose(1, 2)
+        q = q.transpose(1, 2).contiguous().transpose(1, 2)
+    if layout == "sliced":
+        k, v = (torch.nn.functional.pad(x, (0, 0, 0, 0, 0, 13), value=float("nan"))[:, :seqlen_k] for x in (k, v))
+    out, lse, _ = flash_attn_func(q, k, v, **options, return_attn_probs=True)
+    assert out.dtype == case.dtype
+    assert lse.shape == (3, q.shape[2], seqlen_q)
+    flash_cases.check(out.flatten(0, 1), lse.transpose(0, 1).flatten(1), sequences, case.dtype, **options)
+    assert torch.equal(out, flash_attn_func(q, k, v, **options))
+
+
+LENS_Q, LENS_K = (0.0, 1.0, 0.7, 0.02, 0.4), (0.6, 1.0, 0.0, 0.5, 0.9)
+
+
+@pytest.mark.parametrize(("case", "layout"), laid_out("packed", "paged"), ids=str)
+def test_varlen(case: Case, layout: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    options = case.options(generator)
+    lens_q, lens_k = (
+        [round(part * length) for part in parts] for parts, length in zip((LENS_Q, LENS_K), case.lengths, strict=True)
+    )
+    sequences = [drawn(case, generator, n, m, m) for n, m in zip(lens_q, lens_k, strict=True)]
+    q, k, v = (torch.cat(tensors) for tensors in zip(*sequences, strict=True))
+    starts_q, starts_k = (
+        torch.tensor([0, *itertools.accumulate(lens)], dtype=torch.int32) for lens in (lens_q, lens_k)
+    )
+    tables = None
+    if layout == "paged":
+        k, v, tables = in_pages([s[1] for s in sequences], [s[2] for s in sequences], generator)
+    padding = torch.full_like(q[:2], float("nan"))
+    out, lse = flash_attn_varlen_func(
+        torch.cat([q, padding]), k, v, starts_q, starts_k, max(lens_q), max(lens_k), block_table=tables,
+        return_softmax_lse=True, **options,
+    )  # fmt: skip
+    assert not out[len(q) :].any()
+    flash_cases.check(out[: len(q)], lse[:, : len(q)], sequences, case.dtype, **options)
+
+
+def in_pages(
+    keys: list[torch.Tensor], values: list[torch.Tensor], generator: torch.Generator, size: int = 16
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A paged cache that holds these, with NaN elsewhere, and its block table."""
+    width = max(1, *(-(-len(key) // size) for key in keys))
+    order = torch.randperm(len(keys) * width + 2, generator=generator)[: len(keys) * width].to(torch.int32)
+    tables = order.view(len(keys), width)
+    caches = []
+    for own in (keys, values):
+        cache = own[0].new_full((len(keys) * width + 2, size, *own[0].shape[1:]), float("nan"))
+        for table, rows in zip(tables.tolist(), own, strict=True):
+            for begin in range(0, len(rows), size):
+                cache[table[begin // size], : len(rows[begin : begin + size])] = rows[begin : begin + size]
+        caches.append(cache)
+    return caches[0], caches[1], tables
+
+
+@dataclasses.dataclass(frozen=True)
+class Kv:
+    """A call with a cache: what its lengths, the new keys and the cache are."""
+
+    seqlen_q: int
+    seqlen_k: int
+    new: int = 0
+    rotary: float = 0.0  # share of head_dim
+    interleaved: bool = False
+    paged: int = 0
+    batch_idx: bool = False
+    leftpad: bool = False
+    mask: tuple[tuple[str, Any], ...] = ()
+    term: str = ""
+    heads: str = "gqa"
+    dtype: torch.dtype = torch.float32
+
+    def __str__(self) -> str:
+        fields = dataclasses.fields(self)
+        changed = [(f.name, getattr(self, f.name)) for f in fields if getattr(self, f.name) != f.default]
+        return " ".join(f"{name}={str(value).removeprefix('torch.')}" for name, value in changed)
+
+
+def converted(x: torch.Tensor, dtype: torch.dtype, by_kernel: bool) -> torch.Tensor:
+    """In triton's interpreter a kernel's conversion to bfloat16 cuts bits off where a device rounds."""
+    if INTERPRET and by_kernel and dtype == torch.bfloat16:
+        x = x.float().view(torch.int32).bitwise_and(-(1 << 16)).view(torch.float32)
+    return x.to(dtype)
+
+
+def cached_cases() -> list[Kv]:
+    """FlashAttention's grid, each feature with each of the masks, the rest in turn."""
+    found = []
+    kinds: tuple[dict[str, Any], ...] = (
+        {}, {"new": 1}, {"new": 1, "rotary": 1.0}, {"new": 1, "rotary": 0.5, "interleaved": True}, {"new": 2},
+        {"new": 2, "rotary": 1.0, "interleaved": True}, {"paged": 16}, {"paged": 256, "new": 1, "rotary": 1.0},
+        {"paged": 16, "new": 1}, {"batch_idx": True}, {"batch_idx": True, "new": 1, "rotary": 0.5}, {"leftpad": True},
+        {"leftpad": True, "new": 1, "rotary": 1.0}, {"leftpad": True, "new": 2, "batch_idx": True},
+    )  # fmt: skip
+    masks = ((), (("causal", True),), (("window_size", (20, 5)),), (("causal", True), ("window_size", (30, 0))),
+             (("window_size", (12, 12)),))  # fmt: skip
+    lengths = ((1, 128), (1, 339), (64, 160), (3, 96), (16, 128), (128, 128))
+    for n, (kind, mask) in enumerate(itertools.product(kinds, masks)):
+        q, k = lengths[n % 6]
+        new = {0: 0, 1: q, 2: max(1, q // 2)}[kind.get("new", 0)]
+        term = ("", "softcap", "s_aux", "alibi")[n // 5 % 4]
+        dtype = (torch.float32, torch.float16, torch.bfloat16)[n % 3]
+        found.append(Kv(q, k, **{**kind, "new": new}, mask=mask, term=term, heads=[*HEADS][n % 3], dtype=dtype))
+    return found
+
+
+@pytest.mark.parametrize("case", cached_cases()[:: 7 if INTERPRET else 1], ids=str)
+def test_kvcache(case: Kv) -> None:
+    generator = torch.Generator().manual_seed(1)
+    batch, dim, (num_heads, kv_heads) = 4, 64, HEADS[case.heads]
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).to(case.dtype)
+
+    q, mask = normal(batch, case.seqlen_q, num_heads, dim), dict(case.mask)
+    rows = batch + 2 if case.batch_idx else batch
+    caches = [normal(rows, case.seqlen_k, kv_heads, dim) for _ in range(2)]
+    chosen = torch.randperm(rows, generator=generator)[:batch].to(torch.int32)
+    chosen = chosen if case.batch_idx else torch.arange(batch, dtype=torch.int32)
+    room = case.seqlen_k - case.new
+    before = torch.randint(0 if case.new else 1, room + 1, (batch,), generator=generator, dtype=torch.int32)
+    leftpad = (before * torch.rand(batch, generator=generator)).int()
+    options: dict[str, Any] = {
+        "softcap": {"softcap": 15.0}, "s_aux": {"s_aux": normal(num_heads)},
+        "alibi": {"alibi_slopes": torch.rand(num_heads, generator=generator) * 0.3}, "": {},
+    }[case.term]  # fmt: skip
+    cos, sin = torch.ones(0, 0), torch.ones(0, 0)
+    given: dict[str, Any] = {**mask, **options}
+    new = [normal(batch, case.new, kv_heads, dim) for _ in range(2)]
+    if case.new:
+        given |= {"k": new[0], "v": new[1]}
+    if case.rotary:
+        angle = torch.rand(case.seqlen_k + case.seqlen_q, int(case.rotary * dim) // 2, generator=generator) * 6
+        cos, sin = angle.cos().to(case.dtype), angle.sin().to(case.dtype)
+        given |= {"rotary_cos": cos, "rotary_sin": sin, "rotary_interleaved": case.interleaved}
+    if case.batch_idx:
+        given["cache_batch_idx"] = chosen
+    if case.leftpad:
+        given["cache_leftpad"] = leftpad
+
+    sequences = []
+    is_local = bool(mask)
+    for i, length in enumerate(before.tolist()):
+        at = torch.arange(length, length + case.new)
+        own_q, own = q[i], [cache[chosen[i], :length] for cache in caches]
+        added = [x[i] for x in new]
+        if case.rotary:
+            places = length + torch.arange(case.seqlen_q) * is_local
+            by_kernel = case.new == case.seqlen_q and (is_local or case.new == 1)
+            own_q = flash_cases.rotated(own_q, cos[places], sin[places], case.interleaved)
+            own_q = converted(own_q, case.dtype, by_kernel)
+            added[0] = flash_cases.rotated(added[0], cos[at], sin[at], case.interleaved)
+            added[0] = converted(added[0], case.dtype, by_kernel)
+        begin = int(leftpad[i]) if case.leftpad else 0
+        key, value = (torch.cat([old, fresh])[begin:] for old, fresh in zip(own, added, strict=True))
+        sequences.append((own_q, key, value))
+    expected = [cache.clone() for cache in caches]
+    for i, length in enumerate(before.tolist()):
+        for cache, sequence in zip(expected, (1, 2), strict=True):
+            if case.new:
+                cache[chosen[i], length : length + case.new] = sequences[i][sequence][-case.new :]
+    tables = None
+    if case.paged:
+        k_pages, v_pages, tables = in_pages([*caches[0]], [*caches[1]], generator, case.paged)
+        given["block_table"], read = tables, (k_pages, v_pages)
+    else:
+        read = (caches[0], caches[1])
+    out, lse = flash_attn_with_kvcache(q, *read, cache_seqlens=before, return_softmax_lse=True, **given)
+    flash_cases.check(out.flatten(0, 1), lse.transpose(0, 1).flatten(1), sequences, case.dtype, **mask, **options)
+    for cache, pages, wanted in zip(caches, read, expected, strict=True):
+        found = cache
+        if tables is not None:
+            found = torch.stack([pages[table.long()].flatten(0, 1)[: case.seqlen_k] for table in tables])
+        if case.rotary:  # keys are rotated in float32 and rounded once
+            torch.testing.assert_close(found, wanted, atol=1e-5, rtol=torch.finfo(case.dtype).eps)
+        else:
+            assert torch.equal(found, wanted)
+
+
+def small(dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return torch.randn(2, 5, 4, 32).to(dtype), torch.randn(2, 9, 2, 32).to(dtype), torch.randn(2, 9, 2, 32).to(dtype)
+
+
+def starts(*lengths: int) -> torch.Tensor:
+    return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+
+
+REFUSED = {
+    "dropout_p": {"dropout_p": 0.1},
+    "qv": {"qv": torch.zeros(1)},
+    "attention_chunk": {"attention_chunk": 8},
+    "alibi_slopes: got float32 [3, 4]": {"alibi_slopes": torch.rand(3, 4), "causal": True},
+    "alibi_slopes: got float32 [3]": {"alibi_slopes": torch.rand(3), "causal": True},
+    "s_aux: got float32 [2]": {"s_aux": torch.zeros(2)},
+    "softcap: got -1.0": {"softcap": -1.0},
+    "out: got float32 [2, 5, 4]": {"out": torch.zeros(2, 5, 4)},
+    "k: got float16": {"k": torch.zeros(2, 9, 2, 32, dtype=torch.float16)},
+    "v: got float32 [2, 8, 2, 32]": {"v": torch.zeros(2, 8, 2, 32)},
+    "v: got shape [9, 2, 32], needs [batch, seqlen, heads, head_dim]": {"v": torch.zeros(9, 2, 32)},
+    "k: got 3 KV heads": {"k": torch.zeros(2, 9, 3, 32), "v": torch.zeros(2, 9, 3, 32)},
+    "q: got a tensor that requires grad": {"q": torch.zeros(2, 5, 4, 32, requires_grad=True)},
+    "v: got a tensor that requires grad": {"v": torch.zeros(2, 9, 2, 32, requires_grad=True)},
+    "s_aux: got a tensor that requires grad": {"s_aux": torch.zeros(4, requires_grad=True)},
+}
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("said", REFUSED)
+def test_what_is_not_served_is_refused_by_name(said: str) -> None:
+    q, k, v = small()
+    out = torch.full((2, 5, 4, 32), 7.0)
+    with pytest.raises((TypeError, ValueError, RuntimeError)) as raised:
+        flash_attn_func(**{"q": q, "k": k, "v": v, "out": out, **REFUSED[said]})
+    assert str(raised.value).startswith(said)
+    assert (out == 7).all()
+
+
+@pytest.mark.quick
+def test_errors_of_the_others_name_their_arguments() -> None:
+    q, k, v = (x[0] for x in small())
+    with pytest.raises(ValueError, match=r"^cu_seqlens_q: got 2 elements, needs 3"):
+        flash_attn_varlen_func(q, k, v, starts(5), starts(4, 5), 5, 5)
+    with pytest.raises(ValueError, match=r"^cu_seqlens_k: got None"):
+        flash_attn_varlen_func(q, k, v, starts(5))
+    with pytest.raises(ValueError, match=r"^seqused_q: got float32 \[1\] on cpu, needs int32 \[1\]"):
+        flash_attn_varlen_func(q, k, v, starts(5), starts(9), 5, 9, seqused_q=torch.ones(1))
+    with pytest.raises(ValueError, match=r"^max_seqlen_q: got 3, needs at least 5"):
+        flash_attn_varlen_func(q, k, v, starts(5), starts(9), 3, 9)
+    q, k, v = small()
+    lens = torch.tensor([5, 9], dtype=torch.int32)
+    with pytest.raises(ValueError, match=r"^rotary_cos: "):
+        flash_attn_with_kvcache(q, k, v, rotary_cos=torch.ones(9, 8), rotary_sin=torch.ones(9, 8), cache_seqlens=lens)
+    for name in ("cache_batch_idx", "cache_leftpad"):
+        with pytest.raises(ValueError, match=f"^{name}: "):
+            flash_attn_with_kvcache(q, k, v, block_table=lens[:, None], **{name: lens})
+    with pytest.raises(ValueError, match=r"^cache_seqlens: got 9, needs at most 8, with 1 new"):
+        flash_attn_with_kvcache(q[:, :1], k, v, k[:, :1] * 2, v[:, :1], cache_seqlens=lens)
+    with pytest.raises(ValueError, match=r"^k_cache: got 2 sequences, needs at least 3"):
+        flash_attn_with_kvcache(torch.cat([q, q[:1]]), k, v, cache_seqlens=4)
+    with pytest.raises(ValueError, match=r"^v: "):
+        flash_attn_with_kvcache(q, k, v, k[:, :1], v[:, :2], cache_seqlens=4)
+
+
+@pytest.mark.quick
+def test_parameters_are_those_of_flash_attention() -> None:
+    """FlashAttention 2.8's by position; FlashAttention 3's, and what vLLM and SGLang pass, by name."""
+    dense = "q k v dropout_p softmax_scale causal window_size softcap alibi_slopes deterministic return_attn_probs"
+    packed = dense.replace(" v ", " v cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k ") + " block_table"
+    cached = "q k_cache v_cache k v rotary_cos rotary_sin cache_seqlens cache_batch_idx cache_leftpad block_table"
+    cached += " softmax_scale causal window_size softcap rotary_interleaved alibi_slopes num_splits return_softmax_lse"
+    third = "qv q_descale k_descale v_descale attention_chunk num_splits pack_gqa sm_margin s_aux out"
+    for function, in_order, others in (
+        (flash_attn_func, dense, third),
+        (flash_attn_varlen_func, packed, f"{third} seqused_q seqused_k scheduler_metadata fa_version"),
+        (flash_attn_with_kvcache, cached, f"{third} page_table cu_seqlens_q cu_seqlens_k_new max_seqlen_q"
+         " rotary_seqlens scheduler_metadata"),
+    ):  # fmt: skip
+        parameters = inspect.signature(function).parameters
+        positional = [name for name, p in parameters.items() if p.kind is not p.KEYWORD_ONLY]
+        assert positional == in_order.split()
+        assert {*others.split()} <= {*parameters}
+
+
+@pytest.mark.quick
+def test_out_is_written_and_returned() -> None:
+    q, k, v = small()
+    wanted, out = flash_attn_func(q, k, v), torch.empty(2, 5, 4, 32)
+    assert flash_attn_func(q, k, v, out=out) is out
+    assert torch.equal(out, wanted)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("per_sequence", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.bfloat16])
+def test_descales(dtype: torch.dtype, per_sequence: bool) -> None:
+    """A quantized k and v with a scale for each sequence and KV head, or one; q quantized too, or not."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(3, n, heads, 64, generator=generator) for n, heads in ((5, 4), (40, 2), (40, 2)))
+    scales = [torch.rand(3, 2, generator=generator) + 0.5 for _ in range(3)]
+    if not per_sequence:
+        scales = [scale[:1, :1].expand(3, 2) for scale in scales]
+    q8, k8, v8 = (x.to(torch.float8_e4m3fn) for x in (q, k, v))
+    given = q8 if dtype == torch.float8_e4m3fn else q.to(dtype)
+    options = dict(zip(("q_descale", "k_descale", "v_descale"), scales, strict=True))
+    exact = [x.double() * s[:, None, :, None] for x, s in zip((k8, v8), scales[1:], strict=True)]
+    factor = scales[0].repeat_interleave(2, 1)[:, None, :, None] if given is q8 else 1.0
+    queries = given.double() * factor
+    sequences = list(zip(queries.to(torch.bfloat16), *exact, strict=True))
+    out = flash_attn_func(given, k8, v8, causal=True, **options)
+    assert out.dtype == torch.bfloat16
+    # k's own rounding to bfloat16 after its scale is more than what the library rounds, which is q with all scales.
+    flash_cases.check(out.flatten(0, 1), None, sequences, torch.bfloat16, causal=True)
+    packed = (given.flatten(0, 1), k8.flatten(0, 1), v8.flatten(0, 1), starts(5, 5, 5), starts(40, 40, 40), 5, 40)
+    assert torch.equal(flash_attn_varlen_func(*packed, causal=True, **options).view_as(out), out)
+
+
+@pytest.mark.quick
+def test_new_keys_are_stored_in_a_quantized_cache() -> None:
+    q, k, v = (torch.randn(2, n, heads, 32) for n, heads in ((1, 4), (1, 2), (1, 2)))
+    caches = [torch.zeros(2, 16, 2, 32, dtype=torch.float8_e4m3fn) for _ in range(2)]
+    descale = torch.full((1, 1), 0.5).expand(2, 2)
+    options = {"k_descale": descale, "v_descale": descale}
+    out = flash_attn_with_kvcache(q, *caches, k, v, cache_seqlens=0, **options)
+    assert torch.equal(caches[0][:, :1].float(), (k / 0.5).to(torch.float8_e4m3fn).float())
+    torch.testing.assert_close(out, v.repeat_interleave(2, 2), atol=0.1, rtol=0.07)
+    with pytest.raises(ValueError, match=r"^k_descale: .*the same for every sequence"):
+        flash_attn_with_kvcache(q, *caches, k, v, cache_seqlens=0, k_descale=torch.rand(2, 2), v_descale=descale)
+
+
+@pytest.mark.quick
+def test_dense_keys_and_values_are_read_where_they_are() -> None:
+    """The operators get the memory that the caller gave, whichever way heads, tokens and sequences lie in it."""
+    q, k, v = small()
+    wide = torch.randn(4, 3, 2, 20, 32)
+    for key, value in (
+        (k, v),
+        (k.transpose(1, 2).contiguous().transpose(1, 2), v.transpose(1, 2).contiguous().transpose(1, 2)),
+        (wide[0, :2, :, :9].transpose(1, 2), wide[1, :2, :, :9].transpose(1, 2)),
+        (k[:1].expand(2, -1, -1, -1), v[:1].expand(2, -1, -1, -1)),
+    ):
+        blocks = as_blocks(key, value)
+        assert blocks.key_cache.data_ptr() == key.data_ptr()
+        assert blocks.value_cache.data_ptr() == value.data_ptr()
+        flash_attn_func(q, key, value)
+
+
+@pytest.mark.quick
+def test_a_padded_step_of_transformers_writes_nothing() -> None:
+    """Entries of -1: a row of a captured graph that stands for no request."""
+    q, k, v = torch.randn(3, 1, 4, 32), torch.randn(3, 1, 2, 32), torch.randn(3, 1, 2, 32)
+    caches = [torch.randn(4, 8, 2, 32) for _ in range(2)]
+    before = [cache.clone() for cache in caches]
+    tables = torch.tensor([[2, 0], [-1, -1], [-1, -1]], dtype=torch.int32)
+    out = flash_attn_with_kvcache(
+        q, *caches, k, v, cache_seqlens=torch.tensor([9, -1, -1], dtype=torch.int32), block_table=tables, causal=True
+    )
+    assert not out[1:].any()
+    before[0][0, 1], before[1][0, 1] = k[0, 0], v[0, 0]
+    assert all(torch.equal(*pair) for pair in zip(caches, before, strict=True))
+
+
+def decode(q: torch.Tensor, caches: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lens: torch.Tensor) -> Any:
+    angles = torch.linspace(0, 1, 32 * 16).view(32, 16)
+    return flash_attn_with_kvcache(q, *caches.unbind(), k, v, angles, angles, cache_seqlens=lens, causal=True)
+
+
+FOUND = ("dense", "heads first", "lse", "narrow", "packed", "new keys", "index", "paged", "leftpad", "halves", "rotary")
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_a_call_that_is_found_gives_the_same(name: str) -> None:
+    """From the second of a kind on it is launched, without views of its arguments; kernels find slots and tables."""
+    q, k, v = small()
+    both = torch.randn(2, 2, 32, 2, 32)
+    cached = (q[:, :1].contiguous(), *both.unbind(), k[:, :1].contiguous(), v[:, :1].contiguous())
+    lens, cos = torch.tensor([3, 20], dtype=torch.int32), torch.randn(32, 8)
+    tables = torch.tensor([[1, -1], [0, 1]], dtype=torch.int32)
+    packed = (q[0], *both[:, 0, :9], starts(2, 3), starts(4, 5), 3, 9)
+    calls: dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]] = {
+        "dense": (flash_attn_func, (q, k, v), {"causal": True}),
+        "heads first": (flash_attn_func, (q.transpose(1, 2).contiguous().transpose(1, 2), k, v), {}),
+        "lse": (flash_attn_func, (q, k, v), {"window_size": (3, 3), "return_softmax_lse": True}),
+        "narrow": (flash_attn_func, (q, k, v[..., :16].contiguous()), {}),
+        "packed": (flash_attn_varlen_func, packed, {"causal": True}),
+        "new keys": (flash_attn_with_kvcache, cached, {"cache_seqlens": lens, "causal": True}),
+        "index": (flash_attn_with_kvcache, cached[:3], {"cache_seqlens": 7, "cache_batch_idx": lens.remainder(2)}),
+        "paged": (flash_attn_with_kvcache, cached, {"cache_seqlens": lens % 16, "block_table": tables}),
+        "leftpad": (flash_attn_with_kvcache, cached[:3], {"cache_seqlens": lens, "cache_leftpad": lens // 2}),
+        "halves": (flash_attn_with_kvcache, (*cached, cos, cos + 1, lens), {"rotary_interleaved": False}),
+        "rotary": (flash_attn_with_kvcache, (*cached, cos, cos + 1, lens), {"causal": True}),
+    }  # fmt: skip
+    function, arguments, options = calls[name]
+    before = both.clone()
+    wanted, written = function(*arguments, **options), both.clone()
+    with flash_cases.as_on_a_device():
+        for _ in range(3):
+            both.copy_(before)
+            torch.testing.assert_close(function(*arguments, **options), wanted)
+            assert torch.equal(both, written)
+
+
+@pytest.mark.quick
+def test_tokens_outside_of_a_block_table_are_not_written() -> None:
+    """Where values are not read: behind the table's end, of a hole, and of a row whose length is -1."""
+    caches = torch.zeros(2, 4, 16, 2, 32)
+    new, lens = torch.ones(5, 1, 2, 32), torch.tensor([3, 16, 32, 40, -1], dtype=torch.int32)
+    tables = torch.tensor([[-1, 1], [0, -1], [2, 3], [0, 0], [1, 1]], dtype=torch.int32)
+    with flash_cases.as_on_a_device():
+        if not KERNELS_ON_CPU:
+            tables, lens, new = tables[:2], lens[:2], new[:2]
+        flash_attn_with_kvcache(
+            torch.ones(len(lens), 1, 4, 32), *caches, new, new, cache_seqlens=lens, block_table=tables, causal=True
+        )
+    assert not caches.any()
+
+
+@pytest.mark.parametrize("paged", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["packed", "paged"])
+def test_used_queries(paged: bool) -> None:
+    """FlashAttention 3's seqused_q: the mask's bottom right is the last used one, and others give nothing."""
+    generator, lens = torch.Generator().manual_seed(0), ((4, 6, 9), (0, 2, 5), (3, 3, 7), (2, 2, 0))
+    drawn_of = [[torch.randn(n, h, 32, generator=generator) for n, h in ((m, 4), (k, 2), (k, 2))] for _, m, k in lens]
+    sequences = [(q[:used], k, v) for (used, _, _), (q, k, v) in zip(lens, drawn_of, strict=True)]
+    q, k, v = (torch.cat(tensors) for tensors in zip(*drawn_of, strict=True))
+    q = torch.cat([q, torch.full_like(q[:2], float("nan"))])
+    used, begins = torch.tensor([n for n, _, _ in lens], dtype=torch.int32), starts(*(m for _, m, _ in lens))
+    tables = None
+    if paged:
+        k, v, tables = in_pages([s[1] for s in drawn_of], [s[2] for s in drawn_of], generator)
+    given = (q, k, v, begins, starts(*(n for _, _, n in lens)), 6, 9)
+    is_used = torch.cat([torch.arange(m) < n for n, m, _ in lens] + [torch.zeros(2, dtype=torch.bool)])
+    for options in ({"causal": True}, {"window_size": (2, 1)}):
+        out, lse, _ = flash_attn_varlen_func(
+            *given, block_table=tables, seqused_q=used, return_attn_probs=True, out=torch.empty_like(q), **options
+        )
+        flash_cases.check(out[is_used], lse[:, is_used], sequences, torch.float32, **options)
+        assert not out[~is_used].any()
+        assert (lse[:, ~is_used] == flash_cases.EMPTY).all()
+
+
+ALIBI = ({"causal": True}, {"window_size": (2, -1), "softcap": 3.0}, {}, {"window_size": (4, 2), "s_aux": True})
+
+
+@pytest.mark.parametrize("options", [pytest.param(o, marks=pytest.mark.slow if o else (), id=str(o)) for o in ALIBI])
+def test_slopes_of_each_sequence(options: dict[str, Any]) -> None:
+    """As FlashAttention's own tests draw them: `[batch, heads]`, in all three functions."""
+    generator = torch.Generator().manual_seed(0)
+    slopes = torch.rand(3, 4, generator=generator) * 0.3
+    if "s_aux" in options:
+        options = options | {"s_aux": torch.randn(4, generator=generator)}
+    sequences = [
+        [torch.randn(n, heads, 32, generator=generator) for n, heads in ((5, 4), (9, 2), (9, 2))] for _ in "abc"
+    ]
+    exact = [flash_cases.attention(*s, **options, alibi_slopes=own) for s, own in zip(sequences, slopes, strict=True)]
+    wanted, wanted_lse = (torch.stack(results).float() for results in zip(*exact, strict=True))
+    q, k, v = (torch.stack(tensors) for tensors in zip(*sequences, strict=True))
+    options = options | {"alibi_slopes": slopes, "return_softmax_lse": True}
+    for out, lse in (
+        flash_attn_func(q, k, v, **options),
+        flash_attn_with_kvcache(q, k, v, cache_seqlens=9, **options),
+    ):
+        torch.testing.assert_close(out, wanted, atol=2e-6, rtol=2e-6)
+        torch.testing.assert_close(lse, wanted_lse, atol=2e-6, rtol=2e-6)
+    packed = (q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), starts(5, 5, 5), starts(9, 9, 9), 5, 9)
+    out, lse = flash_attn_varlen_func(*packed, **options)
+    torch.testing.assert_close(out.view_as(wanted), wanted, atol=2e-6, rtol=2e-6)
+    torch.testing.assert_close(lse.view(4, 3, 5).transpose(0, 1), wanted_lse, atol=2e-6, rtol=2e-6)
+
+
+@pytest.mark.quick
+@pytest.mark.skipif(KERNELS_ON_CPU, reason="kernels need no numpy")
+def test_without_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On CPU tensors PyTorch alone serves them."""
+    generator = torch.Generator().manual_seed(0)
+    sequences = [
+        tuple(torch.randn(n, heads, 32, generator=generator) for n, heads in ((length, 4), (keys, 2), (keys, 2)))
+        for length, keys in ((5, 40), (1, 0), (7, 3), (0, 4), (1, 21))
+    ]
+    q, k, v = (torch.cat(tensors) for tensors in zip(*sequences, strict=True))
+    slopes, sinks = (torch.rand(4, generator=generator) for _ in range(2))
+    of_queries, of_keys = (starts(*(len(sequence[i]) for sequence in sequences)) for i in (0, 1))
+    k, v, tables = in_pages([s[1] for s in sequences], [s[2] for s in sequences], generator)
+    monkeypatch.setattr(cpu, "HAS_NUMPY", False)
+    monkeypatch.setattr(cpu, "attend_sequences", None)
+    for options in (
+        {}, {"causal": True}, {"window_size": (3, 0)}, {"window_size": (4, 4), "softcap": 3.0}, {"window_size": (9, 2)},
+        {"causal": True, "alibi_slopes": slopes}, {"s_aux": sinks},
+    ):  # fmt: skip
+        given = (of_queries, of_keys, 7, 40)
+        out, lse = flash_attn_varlen_func(q, k, v, *given, block_table=tables, return_softmax_lse=True, **options)
+        flash_cases.check(out, lse, sequences, torch.float32, **options)
+    codes = [x.nan_to_num().to(torch.float8_e4m3fn) for x in (k, v)]
+    out = flash_attn_varlen_func(q, *codes, *given, block_table=tables, k_descale=torch.ones(5, 2))
+    torch.testing.assert_close(out, flash_attn_varlen_func(q, *(x.float() for x in codes), *given, block_table=tables))
+
+
+def test_compiles_whole() -> None:
+    q, k, v = small()
+    heads_first = k.transpose(1, 2).contiguous().transpose(1, 2)
+    packed = (q[0], k[0, :5], v[0, :5])
+    lens = torch.tensor([3, 20], dtype=torch.int32)
+    calls: dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]] = {
+        "dense": (flash_attn_func, (q, k, v), {"causal": True}),
+        "heads first": (flash_attn_func, (q, heads_first, v), {"window_size": (3, 1), "return_softmax_lse": True}),
+        "packed": (flash_attn_varlen_func, (*packed, starts(2, 3), starts(2, 3), 3, 3), {"causal": True}),
+        "others": (flash_attn_varlen_func, (*packed, starts(2, 3), starts(1, 4), 3, 4), {"window_size": (2, 0)}),
+    }
+    for name, (function, arguments, options) in calls.items():
+        compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+        torch.testing.assert_close(compiled(*arguments, **options), function(*arguments, **options), msg=name)
+    caches, again = (torch.zeros(2, 2, 32, 2, 32) for _ in range(2))
+    arguments = (k[:, :1], v[:, :1], lens)
+    out = torch.compile(decode, fullgraph=True, backend="aot_eager")(q[:, :1], caches, *arguments)
+    torch.testing.assert_close(out, decode(q[:, :1], again, *arguments))
+    assert torch.equal(caches, again)
+
+
+@pytest.mark.quick
+def test_no_value_on_a_device_is_read() -> None:
+    """Fake tensors have none: what reads one raises. So a CUDA graph can hold the call."""
+    with flash_cases.as_on_a_device(), FakeTensorMode():
+        q, k, v = (torch.empty(2, 1, heads, 32) for heads in (4, 2, 2))
+        caches, lens = torch.empty(2, 2, 32, 2, 32), torch.empty(2, dtype=torch.int32)
+        cos, tables = torch.empty(32, 16), torch.empty(2, 4, dtype=torch.int32)
+        for paged, options in itertools.product(
+            (None, tables), ({"causal": True}, {"window_size": (3, 2)}, {"alibi_slopes": torch.empty(4)})
+        ):
+            out = flash_attn_with_kvcache(q, *caches, k, v, cos, cos, lens, block_table=paged, **options)
+            assert out.shape == q.shape
+        leftpad = flash_attn_with_kvcache(q, *caches, cache_seqlens=lens, cache_leftpad=lens)
+        begin = torch.empty(3, dtype=torch.int32)
+        packed = flash_attn_varlen_func(q[:, 0], k[:, 0], v[:, 0], begin, begin.clone(), 2, 2, window_size=(3, 1))
+        assert (leftpad.shape, packed.shape) == (q.shape, q[:, 0].shape)
+        with pytest.raises(DataDependentOutputException):
+            int(lens.max())
+
+
+@pytest.mark.quick
+def test_empty_batches() -> None:
+    q, k, v = small()
+    assert flash_attn_func(q[:0], k[:0], v[:0]).shape == (0, 5, 4, 32)
+    assert flash_attn_func(q[:, :0], k, v).shape == (2, 0, 4, 32)
+    out, lse = flash_attn_func(q, k[:, :0], v[:, :0], return_softmax_lse=True)
+    assert not out.any()
+    assert (lse == flash_cases.EMPTY).all()
+    assert pc.flash_attn.flash_attn_func is flash_attn_func
