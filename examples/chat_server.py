@@ -13,11 +13,12 @@ import threading
 import urllib.request
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-from small_model import load
+from small_model import article, load
 
 from pc.integrations.huggingface import enable_prefix_caching
 
-SYSTEM = "System: You are the clerk of a library. Answer in one sentence. " + "Be kind, exact and brief. " * 40
+SYSTEM = f"You answer questions about this text, briefly, in a sentence.\n\n{article('III', 'IV')}"
+QUESTIONS = ("In what court is the judicial power vested?", "How many witnesses does treason need?", "Thank you.")
 
 
 class Chat:
@@ -29,11 +30,15 @@ class Chat:
         self.conversations: dict[str, list[int]] = {}
         self.lock = threading.Lock()  # a conversation's turns come one after another
 
+    def encode(self, role: str, text: str) -> list[int]:
+        """A message as SmolLM2 was trained to read it."""
+        return self.tokenizer.encode(f"<|im_start|>{role}\n{text}<|im_end|>\n")
+
     def answer(self, conversation: str, message: str) -> dict[str, object]:
         """The next turn of a conversation: its answer, and how many tokens of the prompt were reused."""
         with self.lock:
-            tokens = self.conversations.setdefault(conversation, self.tokenizer.encode(SYSTEM))
-            tokens += self.tokenizer.encode(f"\nUser: {message}\nClerk:")
+            tokens = self.conversations.setdefault(conversation, self.encode("system", SYSTEM))
+            tokens += self.encode("user", message) + self.tokenizer.encode("<|im_start|>assistant\n")
             ids = self.tokenizer.pad({"input_ids": [tokens]}, return_tensors="pt").to(self.model.device)
             output = self.model.generate(**ids, max_new_tokens=20, do_sample=False)[0].tolist()
             report = self.handle.last_requests[0]
@@ -76,6 +81,7 @@ def main() -> None:
     """Starts the server; without --port, lets two clients talk to it."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--port", type=int, help="serve there until interrupted")
+    parser.add_argument("--untrained", action="store_true", help="a model whose words mean nothing")
     port = parser.parse_args().port
     chat = Chat()
     server = serve(chat, port or 0)
@@ -84,10 +90,11 @@ def main() -> None:
         server.serve_forever()
     threading.Thread(target=server.serve_forever, daemon=True).start()
     url = f"http://127.0.0.1:{server.server_address[1]}"
-    for message in ("Where are the atlases?", "And the globes?", "Thank you."):
+    for message in QUESTIONS:
         for conversation in ("alice", "bob"):
             reply = talk(url, conversation, message)
             print(f"{conversation}: {reply['prompt_tokens']} tokens, {reply['cached_tokens']} of them reused")
+        print(f"  {message} {reply['answer']}")
     server.shutdown()
     print(chat.handle.stats())
 

@@ -1,4 +1,7 @@
-"""A model of one's own on torch.ops.pc.*: a prefix computed once for two prompts, decode in a CUDA graph on a GPU.
+"""A Llama on torch.ops.pc.*: a text read once for two questions about it, decode in a CUDA graph on a GPU.
+
+Linear layers and norms are those that were loaded; attention, rotary embedding and cache are the operators and the
+blocks of a `pc.CacheManager`.
 
 Run: python examples/custom_model.py
 """
@@ -6,70 +9,67 @@ Run: python examples/custom_model.py
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F  # noqa: N812
+from small_model import DEVICE, article, load
 from torch import nn
 
 import pc
 
-HEADS, KV_HEADS, HEAD_DIM, LAYERS, VOCABULARY, BLOCK = 8, 2, 32, 4, 512, 16
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+BLOCK = 16
 
 
 class Batch:
     """Where the tokens of a step are: the same tensors for every layer."""
 
-    def __init__(self, positions, slots, tables, seq_lens, starts):
+    def __init__(self, positions, slots, tables, seq_lens, starts, kv_heads):
         self.positions, self.slots, self.tables, self.seq_lens, self.starts = positions, slots, tables, seq_lens, starts
-        self.plan = pc.attention_plan(tables, seq_lens, starts, BLOCK, num_kv_heads=KV_HEADS)
+        self.kv_heads = kv_heads
+        self.plan = pc.attention_plan(tables, seq_lens, starts, BLOCK, num_kv_heads=kv_heads)
 
     def refresh(self):
         """Builds the plan anew in the same memory, so that a captured graph reads this step's."""
-        pc.attention_plan(self.tables, self.seq_lens, self.starts, BLOCK, num_kv_heads=KV_HEADS, out=self.plan)
+        pc.attention_plan(self.tables, self.seq_lens, self.starts, BLOCK, num_kv_heads=self.kv_heads, out=self.plan)
+
+    def attend(self, layer, q, keys, values):
+        """A layer's attention `[tokens, heads, head_dim]` over the blocks of its cache."""
+        call = (q, keys, values, self.tables, self.seq_lens, self.starts, q.shape[-1] ** -0.5)
+        return torch.ops.pc.paged_attention(*call, plan=self.plan)
 
 
-class Layer(nn.Module):
-    """Attention over the cache, then a feed-forward network."""
+class Llama(nn.Module):
+    """A Llama of transformers whose keys and values live in the blocks of a `pc.CacheManager`."""
 
-    def __init__(self):
+    def __init__(self, model, num_blocks):
         super().__init__()
-        width = HEADS * HEAD_DIM
-        self.norm_1, self.norm_2 = nn.RMSNorm(width), nn.RMSNorm(width)
-        self.qkv = nn.Linear(width, (HEADS + 2 * KV_HEADS) * HEAD_DIM, bias=False)
-        self.out = nn.Linear(width, width, bias=False)
-        self.up, self.down = nn.Linear(width, 4 * width, bias=False), nn.Linear(4 * width, width, bias=False)
-
-    def forward(self, x, keys, values, cos_sin, batch):
-        qkv = self.qkv(self.norm_1(x)).view(len(x), -1, HEAD_DIM)
-        q, k, v = qkv.split([HEADS, KV_HEADS, KV_HEADS], dim=1)
-        q = torch.ops.pc.rope_and_cache(q, k, v, batch.positions, cos_sin, keys, values, batch.slots)
-        attended = torch.ops.pc.paged_attention(
-            q, keys, values, batch.tables, batch.seq_lens, batch.starts, HEAD_DIM**-0.5, plan=batch.plan
+        config, rotary = model.config, model.model.rotary_emb
+        self.body, self.head, self.kv_heads, self.head_dim = (
+            *(model.model, model.lm_head, config.num_key_value_heads),
+            model.model.layers[0].self_attn.head_dim,
         )
-        x = x + self.out(attended.flatten(1))
-        return x + self.down(F.silu(self.up(self.norm_2(x))))
+        positions = torch.arange(config.max_position_embeddings, device=DEVICE)
+        angles = positions[:, None] * rotary.inv_freq.float()
+        self.register_buffer("cos_sin", torch.cat([angles.cos(), angles.sin()], 1).to(model.dtype))
+        shape = (config.num_hidden_layers, 2, num_blocks, BLOCK, self.kv_heads, self.head_dim)
+        self.register_buffer("cache", torch.zeros(shape, dtype=model.dtype, device=DEVICE))
 
-
-class Model(nn.Module):
-    """A decoder whose keys and values live in the blocks of a `pc.CacheManager`."""
-
-    def __init__(self, num_blocks):
-        super().__init__()
-        self.embed = nn.Embedding(VOCABULARY, HEADS * HEAD_DIM)
-        self.layers = nn.ModuleList(Layer() for _ in range(LAYERS))
-        self.norm, self.head = nn.RMSNorm(HEADS * HEAD_DIM), nn.Linear(HEADS * HEAD_DIM, VOCABULARY, bias=False)
-        angles = torch.arange(4096)[:, None] / 10000 ** (torch.arange(0, HEAD_DIM, 2) / HEAD_DIM)
-        self.register_buffer("cos_sin", torch.cat([angles.cos(), angles.sin()], 1))
-        self.register_buffer("cache", torch.zeros(LAYERS, 2, num_blocks, BLOCK, KV_HEADS, HEAD_DIM))
+    def hidden(self, tokens, batch):
+        """Last hidden states `[tokens, width]`."""
+        x = self.body.embed_tokens(tokens)
+        for number, (layer, (keys, values)) in enumerate(zip(self.body.layers, self.cache, strict=True)):
+            attention, normed = layer.self_attn, layer.input_layernorm(x)
+            projections = (attention.q_proj, attention.k_proj, attention.v_proj)
+            q, k, v = (projection(normed).unflatten(1, (-1, self.head_dim)) for projection in projections)
+            q = torch.ops.pc.rope_and_cache(q, k, v, batch.positions, self.cos_sin, keys, values, batch.slots)
+            x = x + attention.o_proj(batch.attend(number, q, keys, values).flatten(1))
+            x = x + layer.mlp(layer.post_attention_layernorm(x))
+        return self.body.norm(x)
 
     def forward(self, tokens, batch):
-        x = self.embed(tokens)
-        for layer, (keys, values) in zip(self.layers, self.cache, strict=True):
-            x = layer(x, keys, values, self.cos_sin, batch)
-        return self.head(self.norm(x[(batch.starts[1:] - 1).long()]))  # of the last token of each sequence
+        """Logits of the last token of each sequence."""
+        return self.head(self.hidden(tokens, batch)[(batch.starts[1:] - 1).long()])
 
 
-def prefill(model, manager, request, prompt):
-    """Computes what of a prompt is not cached; its logits and how many tokens were computed."""
+def prefill(llama, manager, request, prompt):
+    """Computes what of a prompt is not cached: its batch, tokens to compute, and how many of the prompt were there."""
     allocation = manager.allocate(request, prompt)
     todo = [position for span in allocation.compute_spans for position in range(*span)]
     batch = Batch(
@@ -78,8 +78,9 @@ def prefill(model, manager, request, prompt):
         torch.from_numpy(manager.block_table(request))[None].to(DEVICE),
         torch.tensor([len(prompt)], dtype=torch.int32, device=DEVICE),
         torch.tensor([0, len(todo)], dtype=torch.int32, device=DEVICE),
+        llama.kv_heads,
     )
-    logits = model(torch.tensor([prompt[position] for position in todo], device=DEVICE), batch)
+    logits = llama(torch.tensor([prompt[position] for position in todo], device=DEVICE), batch)
     manager.commit(request, len(prompt))
     return logits, len(todo)
 
@@ -87,15 +88,15 @@ def prefill(model, manager, request, prompt):
 class Decoder:
     """One token a call: eager on a CPU; on a GPU one captured graph, whose inputs are copied into its memory."""
 
-    def __init__(self, model, max_blocks):
+    def __init__(self, llama, max_blocks):
         def ints(*shape, dtype=torch.int32):
             return torch.zeros(shape, dtype=dtype, device=DEVICE)
 
-        self.model, self.graph = model, None
+        self.llama, self.graph = llama, None
         self.token = ints(1, dtype=torch.int64)
-        starts = torch.tensor([0, 1], dtype=torch.int32, device=DEVICE)
-        tables = ints(1, max_blocks) - 1
-        self.batch = Batch(ints(1, dtype=torch.int64), ints(1, dtype=torch.int64) - 1, tables, ints(1), starts)
+        starts, tables = torch.tensor([0, 1], dtype=torch.int32, device=DEVICE), ints(1, max_blocks) - 1
+        where = (ints(1, dtype=torch.int64), ints(1, dtype=torch.int64) - 1, tables, ints(1), starts)
+        self.batch = Batch(*where, llama.kv_heads)
 
     def step(self, token, length, allocation, table):
         batch = self.batch
@@ -106,39 +107,38 @@ class Decoder:
         batch.tables[0, : len(table)].copy_(torch.from_numpy(table))
         if DEVICE.type == "cpu":
             batch.refresh()
-            return self.model(self.token, batch)
+            return self.llama(self.token, batch)
         if self.graph is None:  # writing one token's keys a second time changes nothing
             batch.refresh()
-            self.model(self.token, batch)  # kernels are compiled before the capture
+            self.llama(self.token, batch)  # kernels are compiled before the capture
             self.graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(self.graph):
                 batch.refresh()
-                self.logits = self.model(self.token, batch)
+                self.logits = self.llama(self.token, batch)
         self.graph.replay()
         return self.logits
 
 
 @torch.inference_mode()
 def main():
-    """Two prompts that share 200 tokens, then an answer of 16 tokens, compared with computing everything anew."""
-    torch.manual_seed(0)
-    manager, model = pc.CacheManager(num_blocks=64, block_size=BLOCK), Model(num_blocks=64).to(DEVICE)
-    shared = torch.randint(VOCABULARY, (200,)).tolist()
-    for name, own in (("first", [1, 2, 3]), ("second", [4, 5, 6, 7])):
-        logits, computed = prefill(model, manager, name, shared + own)
-        print(f"{name}: {len(shared + own)} tokens, {computed} computed")
-    decoder, tokens = Decoder(model, max_blocks=32), [*shared, 4, 5, 6, 7]
-    for _ in range(16):
-        tokens.append(int(logits.argmax()))
-        allocation = manager.append("second", tokens[-1:])
-        logits = decoder.step(tokens[-1], len(tokens), allocation, manager.block_table("second"))
-        manager.commit("second", len(tokens))
-    fresh = pc.CacheManager(num_blocks=64, block_size=BLOCK)
-    expected, computed = prefill(model, fresh, "again", tokens)
-    assert computed == len(tokens)
-    error = (logits - expected).abs().max().item()
-    assert error < 1e-2, error
-    print(f"answer: {tokens[-16:]}; logits as of a computation without a cache, but for {error:.1e}")
+    """Two questions behind one text, each answer compared with that of transformers' own attention and cache."""
+    model, tokenizer = load()
+    manager, llama = pc.CacheManager(num_blocks=128, block_size=BLOCK), Llama(model, num_blocks=128)
+    worked = "Q: In what is the executive power vested?\nA: In a President of the United States of America."
+    for question in ("In what court is the judicial power vested?", "How many witnesses convict of treason?"):
+        prompt = tokenizer.encode(f"The text:\n\n{article('III', 'IV')}\n\n{worked}\n\nQ: {question}\nA:")
+        logits, computed = prefill(llama, manager, question, prompt)
+        decoder, tokens = Decoder(llama, max_blocks=128), list(prompt)
+        for _ in range(8):
+            tokens.append(int(logits.argmax()))
+            allocation = manager.append(question, tokens[-1:])
+            logits = decoder.step(tokens[-1], len(tokens), allocation, manager.block_table(question))
+            manager.commit(question, len(tokens))
+        said = tokenizer.decode(tokens[len(prompt) :]).split("\n")[0]
+        print(f"{len(prompt)} tokens, {computed} computed: {question}{said}")
+        error = (logits - model(torch.tensor([tokens], device=DEVICE), logits_to_keep=1).logits[0]).abs().max().item()
+        assert error < 1e-2, error
+    print(f"logits as of transformers' own attention, but for {error:.1e}")
 
 
 if __name__ == "__main__":

@@ -9,20 +9,11 @@ Run: python examples/hidden_states.py
 from __future__ import annotations
 
 import torch
-from custom_model import BLOCK, DEVICE, VOCABULARY, Batch, Model
+from custom_model import BLOCK, Batch, Llama
+from small_model import DEVICE, load_untrained
 from torch import nn
 
 import pc
-
-
-class Thinker(Model):
-    """The model of custom_model.py, giving the hidden states of all its tokens instead of logits."""
-
-    def forward(self, tokens, batch):
-        x = self.embed(tokens)
-        for layer, (keys, values) in zip(self.layers, self.cache, strict=True):
-            x = layer(x, keys, values, self.cos_sin, batch)
-        return x
 
 
 class Talker(nn.Module):
@@ -47,8 +38,9 @@ def think(thinker, manager, tensors, request, prompt):
         torch.from_numpy(manager.block_table(request))[None].to(DEVICE),
         torch.tensor([end], dtype=torch.int32, device=DEVICE),
         torch.tensor([0, end - start], dtype=torch.int32, device=DEVICE),
+        thinker.kv_heads,
     )
-    hidden = thinker(torch.tensor(prompt[start:end], device=DEVICE), batch)
+    hidden = thinker.hidden(torch.tensor(prompt[start:end], device=DEVICE), batch)
     step = pc.Step.of({request: allocation}, {"hidden": hidden})
     whole = tensors.join(step)[request]["hidden"]  # rows of the cache in front of the new ones
     tensors.store(step)
@@ -60,12 +52,11 @@ def think(thinker, manager, tensors, request, prompt):
 @torch.inference_mode()
 def main():
     """Three prompts with a prefix in common, each compared with a computation from nothing."""
-    torch.manual_seed(0)
-    thinker = Thinker(num_blocks=64).to(DEVICE)
-    talker = Talker(thinker.embed.embedding_dim).to(DEVICE)
+    model, tokenizer = load_untrained()
+    thinker, talker = Llama(model, num_blocks=64), Talker(model.config.hidden_size).to(DEVICE)
     manager = pc.CacheManager(num_blocks=64, block_size=BLOCK)
     tensors = pc.TensorCache(manager, num_blocks=64, block_size=BLOCK, device=str(DEVICE))
-    shared = torch.randint(VOCABULARY, (300,)).tolist()
+    shared = torch.randint(len(tokenizer), (300,)).tolist()
     said = {}
     for name, own in (("one", [1, 2, 3]), ("two", [4, 5]), ("three", [6, 7, 8, 9])):
         hidden, computed = think(thinker, manager, tensors, name, shared + own)

@@ -27,7 +27,7 @@ def save_gemma(folder: str) -> None:
     """A small untrained Gemma 3 and a tokenizer, as `from_pretrained` finds them."""
     from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
-    tokenizer = small_model.load()[1]
+    tokenizer = small_model.load_untrained()[1]
     torch.manual_seed(0)
     config = Gemma3TextConfig(
         vocab_size=len(tokenizer),

@@ -1,18 +1,38 @@
-"""A small untrained Llama and a tokenizer, so that no example downloads anything.
+"""The examples' model: SmolLM2-135M where it is installed; else, or with `--untrained`, a Llama with random weights.
 
 With a model of your own: `AutoModelForCausalLM.from_pretrained(name)` and `AutoTokenizer.from_pretrained(name)`.
 """
 
 from __future__ import annotations
 
+import sys
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import torch
 
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
 
 def load() -> tuple[Any, Any]:
     """Model and tokenizer, on a GPU where there is one."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from pc.demo import NoTrainedModelError, trained_model_folder
+
+    if "--untrained" not in sys.argv:
+        try:
+            folder = trained_model_folder()
+            model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+            return model.to(DEVICE).eval(), AutoTokenizer.from_pretrained(folder)
+        except NoTrainedModelError as error:
+            print(f"A small untrained model instead, whose words mean nothing: {error}", file=sys.stderr)
+    return load_untrained()
+
+
+def load_untrained() -> tuple[Any, Any]:
+    """The same of a small Llama with random, seeded weights."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -22,9 +42,8 @@ def load() -> tuple[Any, Any]:
     trainer = trainers.BpeTrainer(
         vocab_size=2048, special_tokens=["<pad>"], initial_alphabet=alphabet, show_progress=False
     )
-    here = Path(__file__)
-    # Texts that stay as they are, whatever examples come, so that numbers of tokens do too.
-    bpe.train_from_iterator([path.read_text("utf-8") for path in (here, here.parent.parent / "LICENSE")], trainer)
+    # A text that stays as it is, whatever examples come, so that numbers of tokens do too.
+    bpe.train_from_iterator([(Path(__file__).parent.parent / "LICENSE").read_text("utf-8")], trainer)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, pad_token="<pad>")
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -39,5 +58,11 @@ def load() -> tuple[Any, Any]:
         bos_token_id=None,
         eos_token_id=None,
     )
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    return LlamaForCausalLM(config).to(device).eval(), tokenizer
+    return LlamaForCausalLM(config).to(DEVICE).eval(), tokenizer
+
+
+def article(number: str, after: str) -> str:
+    """An article of the Constitution of the United States, by its Roman number and that of the next."""
+    text = files("pc.demo").joinpath("constitution.txt").read_text("utf-8")
+    begin = text.index(f"Article {number}\n")
+    return text[begin : text.index(f"Article {after}\n", begin)]

@@ -1,4 +1,4 @@
-"""Draws the pictures of docs/hidden_states.md from the state of a real cache: `python docs/images/hidden_states.py`."""
+"""Draws the images of docs/hidden_states.md from the state of a real cache: `python docs/images/hidden_states.py`."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def steps() -> Iterator[tuple[str, str, pc.TensorCache, dict[int, str], set[int]
         yield f"hidden_states_{number}.svg", title, tensors, held, set(slots[start:]), set(slots[:start])
 
 
-def picture(title: str, tensors: pc.TensorCache, held: dict[int, str], new: set[int], hit: set[int]) -> str:
+def image(title: str, tensors: pc.TensorCache, held: dict[int, str], new: set[int], hit: set[int]) -> str:
     """One row a block, one box a slot: its word, its hidden state (2 cells) and its mm_feature (16 cells)."""
     width, height = LEFT + BLOCK_SIZE * SLOT + 20, TOP + NUM_BLOCKS * ROW + 40
     parts = [
@@ -91,11 +91,11 @@ def picture(title: str, tensors: pc.TensorCache, held: dict[int, str], new: set[
     return "\n".join([*parts, "</svg>", ""])
 
 
-def pictures() -> dict[str, str]:
-    """Every picture by its file."""
-    return {file: picture(title, *state) for file, title, *state in steps()}
+def images() -> dict[str, str]:
+    """Every image by its file."""
+    return {file: image(title, *state) for file, title, *state in steps()}
 
 
 if __name__ == "__main__":
-    for file, text in pictures().items():
+    for file, text in images().items():
         (FOLDER / file).write_text(text, encoding="utf-8")
