@@ -122,6 +122,15 @@ def _find_sequence(starts_ptr, num_seqs, index, STRIDE: tl.constexpr, GROUP: tl.
 
 
 @triton.jit
+def _table_of(tables_ptr, seq, head, stride_bt, stride_bh, TABLE_HEADS: tl.constexpr):
+    """Where a sequence's block table begins; with TABLE_HEADS above 1, that of one of its KV heads."""
+    table_ptr = tables_ptr + tl.cast(seq, tl.int64) * stride_bt
+    if TABLE_HEADS > 1:
+        table_ptr += tl.cast(head, tl.int64) * stride_bh
+    return table_ptr
+
+
+@triton.jit
 def _zero_padding(tensors, num_seqs, num_tokens, kv_head, traits, tile):
     """Zeros, and -inf as lse, for query tokens past the last sequence."""
     offs_g = tl.arange(0, tile.BLOCK_G)
@@ -242,9 +251,7 @@ def _attention_kernel(
             active = active & (q_len > decode_queries)
         if active:
             flags = tl.load(info_ptr + INFO_FLAGS)
-            table_ptr = tensors.tables_ptr + tl.cast(seq, tl.int64) * strides.stride_bt
-            if TABLE_HEADS > 1:
-                table_ptr += tl.cast(kv_head, tl.int64) * strides.stride_bh
+            table_ptr = _table_of(tensors.tables_ptr, seq, kv_head, strides.stride_bt, strides.stride_bh, TABLE_HEADS)
             sequence = Sequence(
                 table_ptr, tiles_ptr, ranks_ptr, (flags & DEAD_TILES) != 0, (flags & PARTIAL_TILES) != 0,
                 q_begin, q_len, seq_len,

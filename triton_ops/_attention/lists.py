@@ -13,7 +13,7 @@ from .._triton import tl, triton
 from .call import AttentionCall
 from .choose import Wanted, compiled_for, merge_grid, strides_of
 from .constants import decode_tiles, latent_tiles, next_power_of_2
-from .kernel import AttentionTensors, Strides, TileSizes, Traits, _find_sequence, _zero_padding
+from .kernel import AttentionTensors, Strides, TileSizes, Traits, _find_sequence, _table_of, _zero_padding
 from .layout import LENGTHS
 from .predicate import Mask, _ahead, _live_blocks, _row_spans, _within
 from .program import _columns_beside, _end_rows, _scaled_queries
@@ -23,6 +23,16 @@ from .walk import PLAIN_CACHE, CachedHead, Queries, TreeRows, _accumulate, _dept
 # Queries whose lists are united: as many as fill the rows of the smallest product, and bits of a mark.
 _MAX_QUERIES = 8
 _MAX_SPLITS = 16
+
+
+@triton.jit
+def _list_sequence(starts_ptr, seq_lens_ptr, num_seqs, item, QUERIES: tl.constexpr):
+    """The sequence of a query tile, its first token, queries and keys, and the tile's first query."""
+    seq = _find_sequence(starts_ptr, num_seqs, item, 1, 1, QUERIES)
+    q_begin = tl.load(starts_ptr + seq)
+    q_len = tl.load(starts_ptr + seq + 1) - q_begin
+    seq_len = tl.load(seq_lens_ptr + seq)
+    return seq, q_begin, q_len, seq_len, (item - (q_begin // QUERIES + seq)) * QUERIES
 
 
 @kernel(LENGTHS, mask=Mask)
@@ -40,17 +50,11 @@ def _list_blocks_kernel(
     """Grid (query tiles, KV heads): the blocks that queries of a tile chose, are present and in the attended range."""
     item = tl.program_id(0)
     head = tl.program_id(1)
-    seq = _find_sequence(starts_ptr, num_seqs, item, 1, 1, QUERIES)
-    q_begin = tl.load(starts_ptr + seq)
-    q_len = tl.load(starts_ptr + seq + 1) - q_begin
-    seq_len = tl.load(seq_lens_ptr + seq)
-    first = (item - (q_begin // QUERIES + seq)) * QUERIES
+    seq, q_begin, q_len, seq_len, first = _list_sequence(starts_ptr, seq_lens_ptr, num_seqs, item, QUERIES)
     place = tl.cast(item, tl.int64) * KV_HEADS + head
     marks_ptr += place * stride_marks
     union_ptr += place * max_union * 2
-    table_ptr = tables_ptr + tl.cast(seq, tl.int64) * stride_bt
-    if TABLE_HEADS > 1:
-        table_ptr += tl.cast(head, tl.int64) * stride_bh
+    table_ptr = _table_of(tables_ptr, seq, head, stride_bt, stride_bh, TABLE_HEADS)
     blocks = tl.minimum((seq_len + BLOCK_SIZE - 1) // BLOCK_SIZE, max_blocks)
     blocks = tl.where(first < q_len, blocks, 0)
     offs_k = tl.arange(0, BLOCK_K)
@@ -85,6 +89,15 @@ def _list_blocks_kernel(
         tl.store(union_ptr + 2 * rank + 1, mark, mask=live > 0)
         count += tl.sum(live, 0)
     tl.store(counts_ptr + place, count)
+
+
+@triton.jit
+def _list_share(count_ptr, split, num_splits):
+    """The entries of a union that a split walks over."""
+    count = tl.load(count_ptr)
+    per = (count + num_splits - 1) // num_splits
+    begin = tl.minimum(split * per, count)
+    return begin, tl.minimum(begin + per, count)
 
 
 @triton.jit
@@ -145,6 +158,19 @@ def _load_list_query(rows, first, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr):
 
 
 @triton.jit
+def _load_list_queries(rows, key_at, other_at, rest_at, traits, tile):
+    """The rows' queries: a part's own columns, those of the other part, and the rest behind; the first if none."""
+    q = _load_list_query(rows, key_at, traits.HEAD_DIM, tile.BLOCK_D)
+    other = q
+    rest = q
+    if tile.PARTS > 1:
+        other = _load_list_query(rows, key_at + other_at, traits.HEAD_DIM, tile.BLOCK_D)
+    if traits.REST > 0:
+        rest = _load_list_query(rows, key_at + rest_at, traits.REST, tile.BLOCK_R)
+    return q, other, rest
+
+
+@triton.jit
 def _list_step(
     m, total, acc, number, t, bits, seq_len, queries, rows, tree, cache, terms, mask, traits, BLOCK_N: tl.constexpr
 ):
@@ -201,35 +227,21 @@ def _list_attention_kernel(
     split = tl.program_id(2)
     if (row_begin == 0) & (part == 0) & (split == 0):
         _zero_padding(tensors, num_seqs, num_tokens, kv_head, traits, tile)
-    seq = _find_sequence(tensors.starts_ptr, num_seqs, item, 1, 1, QUERIES)
-    q_begin = tl.load(tensors.starts_ptr + seq)
-    q_len = tl.load(tensors.starts_ptr + seq + 1) - q_begin
-    seq_len = tl.load(tensors.seq_lens_ptr + seq)
-    first = (item - (q_begin // QUERIES + seq)) * QUERIES
+    starts_ptr = tensors.starts_ptr
+    seq, q_begin, q_len, seq_len, first = _list_sequence(starts_ptr, tensors.seq_lens_ptr, num_seqs, item, QUERIES)
     if first >= q_len:
         return
     place = tl.cast(item, tl.int64) * KV_HEADS + kv_head
     union_ptr += place * max_union * 2
-    table_ptr = tensors.tables_ptr + tl.cast(seq, tl.int64) * strides.stride_bt
-    if traits.TABLE_HEADS > 1:
-        table_ptr += tl.cast(kv_head, tl.int64) * strides.stride_bh
-    count = tl.load(counts_ptr + place)
-    per = (count + num_splits - 1) // num_splits
-    i_begin = tl.minimum(split * per, count)
-    i_end = tl.minimum(i_begin + per, count)
+    table_ptr = _table_of(tensors.tables_ptr, seq, kv_head, strides.stride_bt, strides.stride_bh, traits.TABLE_HEADS)
+    i_begin, i_end = _list_share(counts_ptr + place, split, num_splits)
 
     rows = _list_rows(tensors, strides, kv_head, row_begin, first, q_begin, q_len, seq_len, traits, tile, QUERIES)
     ROWS: tl.constexpr = traits.CODES != PLAIN_CACHE and tensors.query_ptr.dtype.element_ty == tl.bfloat16
     SHIFT: tl.constexpr = 15 if ROWS or tensors.query_ptr.dtype.element_ty == tl.float16 else 0
     other_at, rest_at = _columns_beside(part, traits, tile)
     key_at = part * tile.BLOCK_D
-    q = _load_list_query(rows, key_at, traits.HEAD_DIM, tile.BLOCK_D)
-    other = q
-    rest = q
-    if tile.PARTS > 1:
-        other = _load_list_query(rows, key_at + other_at, traits.HEAD_DIM, tile.BLOCK_D)
-    if traits.REST > 0:
-        rest = _load_list_query(rows, key_at + rest_at, traits.REST, tile.BLOCK_R)
+    q, other, rest = _load_list_queries(rows, key_at, other_at, rest_at, traits, tile)
     q, other, rest, factor = _scaled_queries(
         q, other, rest, scale, tensors.k_scale_ptr, kv_head, terms, traits, tile, ROWS
     )  # fmt: skip
@@ -250,9 +262,7 @@ def _list_attention_kernel(
         # Put together where they are handed on: a variable of the loop would forget what is compiled for.
         m, total, acc = _list_step(
             m, total, acc, number, t, bits, seq_len,
-            Queries(
-                q, other, rest, rows.pos, slope, factor, traits.UPCAST, ROWS, True, SHIFT, tile.PARTS, traits.REST,
-            ),
+            Queries(q, other, rest, rows.pos, slope, factor, traits.UPCAST, ROWS, True, SHIFT, tile.PARTS, traits.REST),
             rows,
             TreeRows(rows.tree_ptr, seq_len - q_len, strides.tree_keys, tensors.positions_ptr + q_begin),
             CachedHead(
