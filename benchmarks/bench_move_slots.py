@@ -10,9 +10,8 @@ import torch
 
 import pc
 
+from .bench_rotate_keys import BLOCK_SIZE, HEAD_DIM, turn
 from .registry import OURS, Benchmark, Case, Provider, WrongError
-
-BLOCK_SIZE, HEAD_DIM = 16, 128
 
 
 @dataclass(frozen=True)
@@ -52,7 +51,7 @@ class MoveInputs:
         """Turned keys against float64, values bit for bit."""
         run()
         keys, values = (cache.flatten(0, 1) for cache in (call.key_cache, call.value_cache))
-        exact = _turn(keys[call.source_slots].double(), call)
+        exact = turn(keys[call.source_slots].double(), call.deltas, call.inv_freq)
         error = (keys[call.target_slots].double() - exact).abs().max().item()
         if not error <= 2 * torch.finfo(keys.dtype).eps * exact.abs().max().item():
             raise WrongError(f"off by {error:.3g}")
@@ -61,16 +60,9 @@ class MoveInputs:
         return error
 
 
-def _turn(keys: torch.Tensor, call: MoveCall) -> torch.Tensor:
-    angles = call.deltas.double()[:, None] * call.inv_freq.double()
-    cos, sin = (turn.to(keys.dtype)[:, None] for turn in (angles.cos(), angles.sin()))
-    a, b = keys.chunk(2, dim=-1)
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
-
-
 def _torch(call: MoveCall) -> None:
     keys, values = (cache.flatten(0, 1) for cache in (call.key_cache, call.value_cache))
-    turned = _turn(keys.index_select(0, call.source_slots).float(), call)
+    turned = turn(keys.index_select(0, call.source_slots).float(), call.deltas, call.inv_freq)
     keys.index_copy_(0, call.target_slots, turned.to(keys.dtype))
     values.index_copy_(0, call.target_slots, values.index_select(0, call.source_slots))
 

@@ -48,22 +48,23 @@ class RotateInputs:
     def check(self, call: RotateCall, run: Callable[[], Any]) -> float:
         """Re-rotated keys against float64."""
         run()
-        exact = _turn(call.key_cache[call.source_ids].double(), call)
+        exact = turn(call.key_cache[call.source_ids].double(), call.deltas, call.inv_freq)
         error = (call.key_cache[call.target_ids].double() - exact).abs().max().item()
         if not error <= 2 * torch.finfo(call.key_cache.dtype).eps * exact.abs().max().item():
             raise WrongError(f"off by {error:.3g}")
         return error
 
 
-def _turn(keys: torch.Tensor, call: RotateCall) -> torch.Tensor:
-    angles = call.deltas.double()[:, None] * call.inv_freq.double()
-    cos, sin = (turn.to(keys.dtype)[:, None, None] for turn in (angles.cos(), angles.sin()))
+def turn(keys: torch.Tensor, deltas: torch.Tensor, inv_freq: torch.Tensor) -> torch.Tensor:
+    """Keys `[n, ..., head_dim]` that move by `[n]` positions, in their own dtype."""
+    angles = deltas.double().view(-1, *[1] * (keys.ndim - 1)) * inv_freq.double()
+    cos, sin = (part.to(keys.dtype) for part in (angles.cos(), angles.sin()))
     a, b = keys.chunk(2, dim=-1)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
 
 
 def _torch(call: RotateCall) -> None:
-    turned = _turn(call.key_cache.index_select(0, call.source_ids).float(), call)
+    turned = turn(call.key_cache.index_select(0, call.source_ids).float(), call.deltas, call.inv_freq)
     call.key_cache.index_copy_(0, call.target_ids, turned.to(call.key_cache.dtype))
 
 

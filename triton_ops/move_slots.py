@@ -28,12 +28,9 @@ from ._checks import (
 from ._dispatch import Memo, aligned
 from ._kernel import KernelLaunch
 from ._library import operator
-from ._quantize import CODES, as_codes, code_kind, quantize
+from ._quantize import CODES, as_codes, code_kind
 from ._triton import require_triton, tl, triton
-from .rope_and_cache import rotate
-from .rotate_keys import load_keys, store_keys, turns
-
-_LAYOUT = "[num_blocks, block_size, num_kv_heads, head_dim]"
+from .rotate_keys import LAYOUT, load_keys, pair_columns, store_keys, turn_pairs, turns
 
 
 class _Move(NamedTuple):
@@ -51,10 +48,10 @@ class _Move(NamedTuple):
 
 def _check(call: _Move) -> None:
     keys, values = call.key_cache, call.value_cache
-    check_tensor("key_cache", keys, 4, _LAYOUT, (*FLOATS, *CODES))
+    check_tensor("key_cache", keys, 4, LAYOUT, (*FLOATS, *CODES))
     check_last_dim("key_cache", keys)
     if values is not None:
-        check_tensor("value_cache", values, 4, _LAYOUT, (*FLOATS, *CODES), keys.device)
+        check_tensor("value_cache", values, 4, LAYOUT, (*FLOATS, *CODES), keys.device)
         check_last_dim("value_cache", values)
         if values.shape[:3] != keys.shape[:3]:
             raise bad_argument(
@@ -92,22 +89,14 @@ def _move_slots_cpu(call: _Move) -> None:
     size, absent = keys.shape[1], sources < 0
     source, target = (x.long().clamp(min=0) for x in (sources, targets))
     source_at, target_at = (source // size, source % size), (target // size, target % size)
-    rows = keys[source_at] if keys.dtype in FLOATS else as_codes(keys)[source_at].view(keys.dtype)
-    if inv_freq is not None:
-        distances, which = deltas.unique(return_inverse=True)
-        cos, sin = (turn[which] for turn in turns(distances, inv_freq))
-        own = rows[..., first : first + 2 * inv_freq.shape[0]]
-        turned = rotate(own if keys.dtype in FLOATS else own.float(), cos, sin, not is_neox)
-        if keys.dtype not in FLOATS:  # a scale per head turns with its head: codes are turned and rounded anew
-            turned = quantize(turned, torch.ones(1), keys.dtype)
-        as_codes(rows)[..., first : first + 2 * inv_freq.shape[0]] = as_codes(turned)
-    for cache, new in ((keys, rows), (values, None)):
-        if cache is not None:
-            codes = as_codes(cache)
-            moved = codes[source_at] if new is None else as_codes(new)
-            if absent.any():
-                moved[absent] = 0
-            codes[target_at] = moved
+    for cache in (keys,) if values is None else (keys, values):
+        moved = as_codes(cache)[source_at]
+        if cache is keys and inv_freq is not None:
+            distances, which = deltas.unique(return_inverse=True)
+            cos, sin = (turn[which] for turn in turns(distances, inv_freq))
+            turn_pairs(moved.view(keys.dtype), cos, sin, is_neox, first)
+        moved[absent] = 0
+        as_codes(cache)[target_at] = moved
 
 
 @triton.jit
@@ -135,12 +124,7 @@ def _move_slots_kernel(
         if HALF > 0:
             pair = tl.arange(0, BLOCK_P)
             mask_p = pair < HALF
-            if IS_NEOX:
-                first = FIRST + pair
-                second = FIRST + pair + HALF
-            else:
-                first = FIRST + 2 * pair
-                second = FIRST + 2 * pair + 1
+            first, second = pair_columns(pair, IS_NEOX, FIRST, HALF)
             cos = tl.load(cos_ptr + move * HALF + pair, mask=mask_p, other=1.0)[None, :]
             sin = tl.load(sin_ptr + move * HALF + pair, mask=mask_p, other=0.0)[None, :]
             mask = reads[:, None] & mask_p[None, :]

@@ -33,7 +33,7 @@ from ._quantize import CODES, as_codes, code_kind, from_e4m3, quantize, to_code
 from ._triton import require_triton, tl, triton
 from .rope_and_cache import rotate
 
-_LAYOUT = "[num_blocks, block_size, num_kv_heads, head_dim]"
+LAYOUT = "[num_blocks, block_size, num_kv_heads, head_dim]"
 # Elements turned at a time on a CPU: their float32 copies stay in the caches.
 _PIECE_ELEMENTS = 1 << 20
 
@@ -52,7 +52,7 @@ class _Rotation(NamedTuple):
 
 def _check(call: _Rotation) -> None:
     key_cache, source_ids, target_ids, deltas, inv_freq, _, first = call
-    check_tensor("key_cache", key_cache, 4, _LAYOUT, (*FLOATS, *CODES))
+    check_tensor("key_cache", key_cache, 4, LAYOUT, (*FLOATS, *CODES))
     head_dim = key_cache.shape[3]
     check_last_dim("key_cache", key_cache)
     check_index("source_ids", source_ids, "[n]")
@@ -83,12 +83,24 @@ def turns(deltas: torch.Tensor, inv_freq: torch.Tensor) -> tuple[torch.Tensor, t
     return angles.cos().float(), angles.sin().float()
 
 
+def turn_pairs(keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, is_neox: bool, first: int) -> None:
+    """Turns keys `[n, heads, head_dim]` on the host in place, from column `first` on.
+
+    A scale per head turns with its head: codes themselves are turned and rounded anew.
+    """
+    turned = keys[..., first : first + 2 * cos.shape[1]]
+    if keys.dtype in FLOATS:
+        turned.copy_(rotate(turned, cos, sin, not is_neox))
+    else:
+        codes = quantize(rotate(turned.float(), cos, sin, not is_neox), torch.ones(1), keys.dtype)
+        as_codes(turned).copy_(as_codes(codes))
+
+
 def _rotate_keys_cpu(call: _Rotation) -> None:
     _check(call)
     key_cache, source_ids, target_ids, deltas, inv_freq, is_neox, first = call
     written = (target_ids >= 0).nonzero()[:, 0]
     _, block_size, heads, head_dim = key_cache.shape
-    one = torch.ones(1)
     step = max(1, _PIECE_ELEMENTS // max(1, block_size * heads * head_dim))
     for begin in range(0, len(written), step):
         piece = written[begin : begin + step]
@@ -96,17 +108,10 @@ def _rotate_keys_cpu(call: _Rotation) -> None:
         keys = key_cache.index_select(0, sources.clamp(min=0))
         absent = sources < 0
         cos, sin = (turn.repeat_interleave(block_size, 0) for turn in turns(deltas[piece], inv_freq))
-        rows = keys.view(-1, heads, head_dim)
-        turned = rows[..., first : first + 2 * inv_freq.shape[0]]
-        if key_cache.dtype in FLOATS:
-            fresh = rotate(turned, cos, sin, not is_neox)
-        else:  # a scale per head turns with its head: the codes themselves are turned and rounded anew
-            fresh = quantize(rotate(turned.float(), cos, sin, not is_neox), one, key_cache.dtype)
-        as_codes(turned).copy_(as_codes(fresh))
-        rows = rows.view(keys.shape)
+        turn_pairs(keys.view(-1, heads, head_dim), cos, sin, is_neox, first)
         if absent.any():
-            rows.view(torch.uint8)[absent] = 0
-        as_codes(key_cache)[targets] = as_codes(rows)
+            keys.view(torch.uint8)[absent] = 0
+        as_codes(key_cache)[targets] = as_codes(keys)
 
 
 @triton.jit
@@ -125,6 +130,18 @@ def store_keys(ptrs, x, mask, KIND: tl.constexpr):
         tl.store(ptrs, x.to(ptrs.dtype.element_ty), mask=mask)
     else:
         tl.store(ptrs, to_code(x, tl.full((1, 1), 1.0, tl.float32), KIND), mask=mask)
+
+
+@triton.jit
+def pair_columns(pair, IS_NEOX: tl.constexpr, FIRST: tl.constexpr, HALF: tl.constexpr):
+    """Columns of both features of a pair."""
+    if IS_NEOX:
+        first = FIRST + pair
+        second = FIRST + pair + HALF
+    else:
+        first = FIRST + 2 * pair
+        second = FIRST + 2 * pair + 1
+    return first, second
 
 
 @triton.jit
@@ -154,12 +171,7 @@ def _rotate_keys_kernel(
         target_ptrs = cache_ptr + (target * stride_b + rows)[:, None]
         pair = tl.arange(0, BLOCK_P)
         mask_p = pair < HALF
-        if IS_NEOX:
-            first = FIRST + pair
-            second = FIRST + pair + HALF
-        else:
-            first = FIRST + 2 * pair
-            second = FIRST + 2 * pair + 1
+        first, second = pair_columns(pair, IS_NEOX, FIRST, HALF)
         cos = tl.load(cos_ptr + move * HALF + pair, mask=mask_p, other=1.0)[None, :]
         sin = tl.load(sin_ptr + move * HALF + pair, mask=mask_p, other=0.0)[None, :]
         mask = reads[:, None] & mask_p[None, :]
