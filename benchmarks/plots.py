@@ -30,6 +30,13 @@ def drawn_from(chart: Path) -> str:
     return found[1] if found else ""
 
 
+def _quiet(axis: Any) -> None:
+    """Leaves of an axis what is read: no marks, no frame at the top and the right, lines behind what is drawn."""
+    axis.set_axisbelow(True)
+    axis.tick_params(length=0)
+    axis.spines[["top", "right"]].set_visible(False)
+
+
 def _save(path: Path, source: Path, draw: Callable[[Any], Any]) -> None:
     import matplotlib
 
@@ -110,9 +117,7 @@ def plot_operator(source: Path, target: Path) -> None:
         axis.set_xticks(range(int(LONGEST) + 1))
         axis.xaxis.set_major_formatter("{x:g}")
         axis.grid(axis="x", alpha=0.9)
-        axis.set_axisbelow(True)
-        axis.tick_params(length=0)
-        axis.spines[["top", "right"]].set_visible(False)
+        _quiet(axis)
         handles = [pyplot.Rectangle((0, 0), 1, 1, color=colors[name]) for name in providers]
         figure.legend(handles, providers, loc="outside upper left", ncols=columns, frameon=False)
         return figure
@@ -171,9 +176,7 @@ def plot_work(source: Path, target: Path) -> None:
         axis.set_xlim(0, max(counts.values()) * 1.2)
         axis.xaxis.set_major_formatter(lambda value, _: f"{value / 1e6:g} M")
         axis.grid(axis="x", alpha=0.9)
-        axis.set_axisbelow(True)
-        axis.tick_params(length=0)
-        axis.spines[["top", "right"]].set_visible(False)
+        _quiet(axis)
         figure.legend(loc="outside upper left", ncols=2, frameon=False)
         return figure
 
@@ -207,9 +210,8 @@ def plot_reuse(source: Path, target: Path) -> None:
             axis.set(title=title, xlim=(0, 1.3), yticks=[place + 0.27 for place in range(len(cases))])
             axis.set_yticklabels([f"{model}, {tokens:,} tokens" for model, tokens in cases])
             axis.grid(axis="x")
-            axis.set_axisbelow(True)
-            axis.tick_params(length=0)
-            axis.spines[["top", "right", "left"]].set_visible(False)
+            _quiet(axis)
+            axis.spines["left"].set_visible(False)
         axes[0].invert_yaxis()
         axes[1].set_xlabel("CPU time over that of plain generate, less is better")
         handles, labels = axes[0].get_legend_handles_labels()
@@ -238,9 +240,7 @@ def plot_quality(source: Path, target: Path) -> None:
         axis.minorticks_off()
         axis.yaxis.set_major_formatter("{x:g}")
         axis.grid(axis="both")
-        axis.set_axisbelow(True)
-        axis.tick_params(length=0)
-        axis.spines[["top", "right"]].set_visible(False)
+        _quiet(axis)
         figure.legend(loc="outside upper left", ncols=2, frameon=False)
         return figure
 
@@ -266,9 +266,7 @@ def plot_anywhere(source: Path, target: Path) -> None:
         axis.set(yscale="log", xlabel="time to first token, of prefix caching's", ylabel="KL divergence, nats")
         axis.yaxis.set_major_formatter("{x:g}")
         axis.grid(axis="both")
-        axis.set_axisbelow(True)
-        axis.tick_params(length=0)
-        axis.spines[["top", "right"]].set_visible(False)
+        _quiet(axis)
         figure.legend(loc="outside upper left", ncols=2, frameon=False)
         return figure
 

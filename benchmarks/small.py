@@ -21,10 +21,13 @@ import torch
 from .attention import AttentionCase, AttentionInputs
 from .bench_attention_plan import PlanInputs
 from .bench_join_prefix import JoinInputs
+from .bench_latent_attention import LatentInputs
 from .bench_merge_attention import MergeInputs
+from .bench_move_slots import MoveInputs
 from .bench_reshape_and_cache import WriteInputs
 from .bench_rope_and_cache import RopeInputs
 from .bench_rotate_keys import RotateInputs
+from .bench_sparse_latent_attention import ListedInputs
 from .quantized import QuantizedInputs
 from .registry import OURS, Benchmark, Inputs, discover
 from .rows import RowsInputs
@@ -55,6 +58,9 @@ def small_inputs(benchmark: Benchmark, device: torch.device) -> Iterator[tuple[s
     low = torch.float32 if device.type == "cpu" else torch.bfloat16
     others: dict[str, Callable[[], Inputs]] = {
         "attention_plan": lambda: PlanInputs(AttentionCase((1, 70, 513), (1, 1, 1), (1, 1), 16), device, 0),
+        "latent_attention": lambda: LatentInputs(2, 150, 3, 5, device, 0),
+        "sparse_latent_attention": lambda: ListedInputs(2, 256, 2, 5, device, 0),
+        "move_slots": lambda: MoveInputs(20, device, 0, kv_heads=3),
         "merge_attention": lambda: MergeInputs(7, 3, 40, device, 0),
         "reshape_and_cache": lambda: WriteInputs(21, 3, 40, None, device, 0),
         "rope_and_cache": lambda: RopeInputs(5, device, 0, heads=4, kv_heads=2),

@@ -20,8 +20,8 @@ import torch
 from pc.bench import PACKAGE, load_benchmarks
 
 load_benchmarks()
-gpu, registry, runner, sweep, tables = (
-    importlib.import_module(f"{PACKAGE}.{n}") for n in ("gpu", "registry", "runner", "sweep", "tables")
+gpu, registry, runner, small, sweep, tables = (
+    importlib.import_module(f"{PACKAGE}.{n}") for n in ("gpu", "registry", "runner", "small", "sweep", "tables")
 )
 HALF_HOUR = 1800
 
@@ -117,6 +117,12 @@ def test_a_dry_run_writes_rows(name: str, file: str, context: Any) -> None:
     assert rows
     assert all(row["device"] and row["commit"] and row["date"] for row in rows)
     assert gpu.Log(context).rows()[name]["outcome"] == "ok"
+
+
+def test_a_small_call_of_every_operator_is_right() -> None:
+    said: list[str] = []
+    small.run_small(None, torch.device("cpu"), said.append)
+    assert {line.partition(",")[0] for line in said} == {benchmark.op for benchmark in registry.discover()}
 
 
 @pytest.mark.slow
