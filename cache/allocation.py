@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 from typing_extensions import TypeVar
 
+from ..triton_ops._checks import check_share
 from .runs import Run, Slots, slot_runs, slots_of_runs
 from .table import Ids
 
@@ -125,10 +126,7 @@ class BaseAllocation:
             >>> allocation.compute_spans, allocation.recompute_moved(0.25).tolist()
             ([(0, 1), (13, 14)], [1, 2, 3])
         """
-        if isinstance(fraction, bool) or not isinstance(fraction, int | float | np.integer | np.floating):
-            raise TypeError(f"fraction: got {type(fraction).__name__}, needs a number from 0 to 1")
-        if not 0 <= fraction <= 1:
-            raise ValueError(f"fraction: got {fraction}, needs 0 to 1")
+        fraction = check_share("fraction", fraction)
         lengths = sorted([span.end - span.start for span in self.moved])
         left, each = round(fraction * sum(lengths)), 0
         for at, length in enumerate(lengths):

@@ -11,7 +11,7 @@ from weakref import WeakSet
 import numpy as np
 from typing_extensions import TypeVar
 
-from ..triton_ops._checks import check_integer
+from ..triton_ops._checks import check_integer, check_share
 from . import allocate, append, commit, fork, offload, swap
 from .allocation import (
     Allocation,
@@ -423,7 +423,7 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
             (1, 7)
         """
         if returns is not None:
-            returns = _probability("returns", returns)
+            returns = check_share("returns", returns)
         self._run(_free, request_id, returns)
 
     def preempt(self, request_id: Hashable, mode: str = "recompute") -> PairsT:
@@ -617,14 +617,6 @@ def _free(state: ManagerState, request_id: Hashable, returns: float | None) -> N
         swap.drop(state, request_id)
     else:
         state.release(request_id, request or state.get(request_id), returns)
-
-
-def _probability(name: str, value: Any) -> float:
-    if isinstance(value, bool | np.bool_) or not isinstance(value, int | float | np.integer | np.floating):
-        raise TypeError(f"{name}: got {type(value).__name__}, needs a number between 0 and 1, or None")
-    if not 0 <= value <= 1:
-        raise ValueError(f"{name}: got {value}, needs a probability between 0 and 1, or None")
-    return float(value)
 
 
 def _check_segments(segments: Any, reuse: str) -> list[Span]:

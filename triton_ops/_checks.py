@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from numbers import Real
 from operator import index
 from typing import Any
 
@@ -61,6 +62,16 @@ def check_integer(name: str, value: Any, least: int | None = None, bits: int = 6
     if least is not None and not least <= number < 1 << bits:
         raise bad_argument(name, number, f"at least {least}" + (f" and below 2**{bits}" if number > 0 else ""))
     return number
+
+
+def check_share(name: str, value: Any) -> float:
+    """The value as a float: TypeError for a bool or no number, ValueError outside 0 to 1."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise bad_argument(name, type(value).__name__, "a number from 0 to 1", TypeError)
+    share = float(value)
+    if not 0 <= share <= 1:
+        raise bad_argument(name, value, "0 to 1")
+    return share
 
 
 def describe(tensor: object) -> str:

@@ -14,13 +14,14 @@ import torch
 from transformers import GenerationMixin
 
 from ...cache import CacheManager
+from ...cache.manager import REUSES
+from ...triton_ops._checks import check_share
 from .calls import ServedStats
 from .contiguous.serve import Contiguous
 from .paged.graphs import GraphReport
 from .serving import Serving
 from .settings import CacheOptions, check_number
 
-REUSES = ("prefix", "gap", "anywhere")
 RECOMPUTE = 0.1
 """Share of moved tokens computed again: see docs/reuse_anywhere.md for what others lose."""
 
@@ -119,11 +120,7 @@ def _share(recompute: Any, reuse: str) -> float:
         return RECOMPUTE
     if reuse != "anywhere":
         raise ValueError(f'recompute: got {recompute!r} with reuse={reuse!r}, needs reuse="anywhere"')
-    if isinstance(recompute, bool) or not isinstance(recompute, int | float):
-        raise TypeError(f"recompute: got {type(recompute).__name__}, needs a number from 0 to 1, or None")
-    if not 0 <= recompute <= 1:
-        raise ValueError(f"recompute: got {recompute}, needs 0 to 1")
-    return float(recompute)
+    return check_share("recompute", recompute)
 
 
 class PrefixCaching(Serving):

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ...triton_ops._checks import check_share
+
 MAX_CPU_BYTES = 4 << 30  # bytes that a cache takes on a CPU by default at most
 
 
@@ -93,9 +95,5 @@ def check_salt(salt: Any) -> None:
 
 def check_returns(returns: Any) -> None:
     """Raises TypeError or ValueError for what is neither a probability nor None."""
-    if returns is None:
-        return
-    if isinstance(returns, bool) or not isinstance(returns, int | float):
-        raise TypeError(f"returns: got {type(returns).__name__}, needs a number or None")
-    if not 0 <= returns <= 1:
-        raise ValueError(f"returns: got {returns}, needs 0 to 1")
+    if returns is not None:
+        check_share("returns", returns)

@@ -116,7 +116,7 @@ class Batch:
         self.start = columns if self.store.states is None else 0
         for prompt in self.prompts:
             prompt.cached = max(self.start - prompt.pad, 0)
-            prompt.later, prompt.moved = [], []
+            prompt.later, prompt.moved, prompt.repaired = [], [], prompt.repaired[:0]
         self.start = self.start if any(p.cached for p in self.prompts) else 0
         self.cache = None if self.start else self._empty()
 
@@ -175,7 +175,7 @@ class Batch:
             if not padded and prompt.pad + len(prompt.tokens) != self.length:
                 return float("inf")
             known = prompt.cached + sum(end - start for start, end in (*prompt.later, *prompt.moved))
-            known -= len(prompt.repaired) if prompt.moved else 0
+            known -= len(prompt.repaired)
             if prompt.waits:
                 known = max([known, *(_agree(prompt, other) for other in self.prompts[:number])])
             if self._end(prompt) > known:

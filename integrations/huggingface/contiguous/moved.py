@@ -195,7 +195,8 @@ def _check_scattered(model: Any, windows: Mapping[int, int], length: int) -> Non
 def bring(allocation: Allocation, storage: ModelStorage, turns: Mapping[int, Turn]) -> None:
     """Copies what was found elsewhere to the blocks of its request."""
     spans = allocation.moved
-    sources, targets = (torch.from_numpy(np.concatenate([span[at] for span in spans])) for at in (2, 4))
+    sources = torch.from_numpy(np.concatenate([span.slots for span in spans]))
+    targets = torch.from_numpy(np.concatenate([span.targets for span in spans]))
     deltas = torch.from_numpy(np.concatenate([np.full(span.end - span.start, span.delta) for span in spans]))
     pairs = torch.tensor(allocation.copies, dtype=torch.int64).view(-1, 2)
     for _, part in storage.kv:

@@ -62,8 +62,8 @@ class PromptRequests:
         prompt.later = [span for span in spans if span[0] > cached] if reuse else []
         prompt.approximate = allocation.approximate_from is not None
         prompt.moved = [(span.start, span.end) for span in allocation.moved]
+        prompt.repaired = allocation.recompute_moved(store.recompute)
         if prompt.moved:
-            prompt.repaired = allocation.recompute_moved(store.recompute)
             bring(allocation, store.storage, store.turns)
             prompt.borrowed = None
         prompt.waits = allocation.wait_for is not None

@@ -44,8 +44,7 @@ class Contiguous:
         self._probed = probed
         self._window_problem: UnsupportedError | None = None
         self._proven_window = min(probed.window, LONG)
-        self.store = store = ContiguousStore(model, self._options, probed)
-        store.turns = self._turns
+        self.store = store = ContiguousStore(model, self._options, probed, self._turns)
         indexed = any(isinstance(layer, GrowingIndexedLayer) for layer in store.empty_cache.layers)
         self._reach = index_reach(model.config) if indexed else None  # sparse attention chooses by keys of its own
         if self._options.host_blocks or self._disk is not None:
@@ -151,11 +150,11 @@ class Contiguous:
         if call.computed_for_hidden:
             calls.tell_hidden(call.computed_for_hidden, store.hidden.max_blocks or 0, store.block_size)
         reports = {
-            row: RequestReport.of(len(p.tokens), [(0, p.cached), *p.later], p.moved, len(p.repaired) if p.moved else 0)
+            row: RequestReport.of(len(p.tokens), [(0, p.cached), *p.later], p.moved, len(p.repaired))
             for p in call.prompts
             for row in p.rows
         }
-        calls.repair(sum(len(p.repaired) for p in call.prompts if p.moved))
+        calls.repair(sum(len(p.repaired) for p in call.prompts))
         return result, [reports[row] for row in range(call.batch)]
 
     def _check(self, loop: Loop) -> None:

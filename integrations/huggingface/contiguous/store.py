@@ -30,7 +30,7 @@ Layers = list[torch.Tensor]  # of each layer, the embeddings first, `[num_tokens
 class ContiguousStore(Leases):
     """A manager, what its blocks hold, and what is kept beside them."""
 
-    def __init__(self, model: Any, options: CacheOptions, probed: Probed) -> None:
+    def __init__(self, model: Any, options: CacheOptions, probed: Probed, turns: Mapping[int, Turn]) -> None:
         anywhere = options.reuse == "anywhere"  # layers with windows then keep all blocks, as the others do
         windows = {} if anywhere else probed.windows
         self.storage = storage = model_storage(model, options, probed.specs, windows, probed.states)
@@ -45,7 +45,7 @@ class ContiguousStore(Leases):
         self.evicted: TieredBlocks | None = None  # blocks in host memory or on disk
         self.reuse, self.counts_padding = options.reuse, probed.counts_padding
         self.recompute, self.windows = options.recompute, probed.windows
-        self.turns: Mapping[int, Turn] = {}  # how the keys of each layer are moved
+        self.turns = turns  # how the keys of each layer are moved
 
     def evict_to(self, evicted: TieredBlocks) -> None:
         """Gives evicted blocks to a tier from now on."""

@@ -254,7 +254,7 @@ def test_priority_heeds_the_end_of_a_conversation_too():
 def test_a_hint_that_is_no_probability_is_refused(returns):
     m = pc.CacheManager(4, block_size=4)
     m.allocate("a", [1] * 8)
-    with pytest.raises(ValueError, match=r"returns: got .*needs a probability between 0 and 1"):
+    with pytest.raises(ValueError, match=r"returns: got .*needs 0 to 1"):
         m.free("a", returns)
     for wrong in ("1", True, [0.5], np.True_, np.array(0.5), 1j):
         with pytest.raises(TypeError, match="returns: got"):
