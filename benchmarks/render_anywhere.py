@@ -8,6 +8,7 @@ from .markdown import chart, measured, results, table
 from .tables import Row, read_rows
 
 SOURCE = ("cpu", "reuse_anywhere.csv")
+LOOKUP = ("cpu", "lookup_anywhere.csv")
 WORKLOADS = {
     "order": "five documents, six orders",
     "agent": "an agent drops results",
@@ -74,3 +75,20 @@ def render_anywhere_conditions(page: Path) -> str:
 def render_anywhere_chart(page: Path) -> str:
     """The chart of loss against time."""
     return f"![Loss against time to the first token]({chart(page, 'reuse_anywhere.svg')})"
+
+
+def render_lookup_anywhere(page: Path) -> str:
+    """What it costs to look for text that moved."""
+    rows = read_rows(results(*LOOKUP))
+    heads = ("prompt", "cached elsewhere", "prefix, ms", "anywhere, ms", "ratio", "whole request")
+    lines = [
+        (
+            f"{int(row['tokens']):,}",
+            row["found"],
+            *(f"{float(row[name]) / 1000:.2f}" for name in ("plain_us", "anywhere_us")),
+            *(f"{float(row[name]):.2f}" for name in ("over_plain", "request_over_plain")),
+        )
+        for row in rows
+    ]
+    said = measured(page, results(*LOOKUP), rows)
+    return "\n".join([*table(heads, "rlrrrr", lines), "", said])

@@ -21,7 +21,12 @@ if __name__ == "__main__":
 from .markdown import CHARTS, devices, results
 from .plots import digest, drawn_from, plot_anywhere, plot_demo, plot_operator, plot_quality, plot_reuse, plot_work
 from .registry import ROOT, operators
-from .render_anywhere import render_anywhere, render_anywhere_chart, render_anywhere_conditions
+from .render_anywhere import (
+    render_anywhere,
+    render_anywhere_chart,
+    render_anywhere_conditions,
+    render_lookup_anywhere,
+)
 from .render_cache import (
     render_hidden_states,
     render_hint_ways,
@@ -124,6 +129,7 @@ RENDERERS: dict[str, Callable[..., str]] = {
     "anywhere": render_anywhere,
     "anywhere_chart": render_anywhere_chart,
     "anywhere_conditions": render_anywhere_conditions,
+    "lookup_anywhere": render_lookup_anywhere,
 }
 
 

@@ -4,10 +4,10 @@ As rsync finds pieces of a file: a block has a fingerprint, a polynomial of its 
 
     f(t) = t[0] + t[1] m + ... + t[B - 1] m**(B - 1)
 
-which the differences of one running sum over a prompt, times m**-i, give for the B tokens behind every offset i. What
-the table of fingerprints has is compared with the block's own tokens, keys and salt before it counts, so a fingerprint
-decides how fast text is found, never which. Neighbouring blocks of the sequence that a block was computed in extend a
-match to both sides, token by token.
+which the sums of t[i] m**i over B neighbours, times m**-i, give for the B tokens behind every offset i of a prompt.
+What the table of fingerprints has is compared with the block's own tokens, keys and salt before it counts, so a
+fingerprint decides how fast text is found, never which. Neighbouring blocks of the sequence that a block was computed
+in extend a match to both sides, token by token.
 
 An entry says "block b, since it was taken at tick t, holds these tokens". It counts while the block is published and
 was not taken anew, so evictions and verbs that are undone need no word of it.
@@ -53,13 +53,33 @@ class _Scratch:
 
     def __init__(self, block_size: int) -> None:
         self.up, self.down = _powers(FACTOR, CHUNK + block_size), _powers(INVERSE, CHUNK)
-        self.sums, self.prints = np.empty(CHUNK + block_size, np.uint32), np.empty(CHUNK, np.uint32)
-        self.low = self.prints.view(np.uint8)[3 if BIG_ENDIAN else 0 :: 4]
+        self.sums = [np.empty(CHUNK + block_size, np.uint32) for _ in range(2)]
+        self.prints = np.empty(CHUNK, np.uint32)
+        self.low = self.prints.view(np.uint16)[1 if BIG_ENDIAN else 0 :: 2]
         self.scaled, self._factor = self.down.copy(), np.uint32(1)
-        self.places, self.marks = np.empty(CHUNK, np.intp), np.empty(CHUNK, np.uint8)
+        self.places, self.marks = np.empty(CHUNK, np.intp), np.empty(CHUNK, np.uint16)
         self.equal = np.empty(CHUNK, np.bool_)
-        arrays = (self.up, self.down, self.scaled, self.sums, self.prints, self.places, self.marks, self.equal)
-        self.nbytes = sum(part.nbytes for part in arrays)
+        arrays = (self.up, self.down, self.scaled, self.prints, self.places, self.marks, self.equal)
+        self.nbytes: int = sum(part.nbytes for part in (*arrays, *self.sums))
+
+    def windows(self, part: Tokens, size: int) -> Tokens:
+        """Sums of `size` neighbours, t[i] m**i each, at every offset: of two, of four, and so on, then of what is left.
+
+        A running sum would wait for itself at every token.
+        """
+        done, width, (sums, other) = 0, 1, self.sums
+        sums = np.multiply(part, self.up[: part.size], out=sums[: part.size])
+        total: Tokens | None = None
+        while True:
+            if size & width:
+                here = sums[done : done + part.size - size + 1]
+                total = here if total is None else total + here
+                done += width
+            if done == size:
+                assert total is not None
+                return total
+            sums, other = np.add(sums[:-width], sums[width:], out=other[: sums.size - width]), sums
+            width *= 2
 
     def scale(self, factor: np.uint32) -> None:
         """Makes `scaled` what `down` is, times a factor; most prompts have the same."""
@@ -76,8 +96,8 @@ class ContentIndex:
         count, self._pool, self._size = pool.num_blocks, pool, block_size
         bits = min(max((PLACES * count - 1).bit_length(), 4), 30)
         self._shift = np.uint32(32 - bits)
-        # Eight bits of a fingerprint in each place: a prompt is compared with what the core's cache holds.
-        self._marks = np.zeros(1 << bits, np.uint8)
+        # Sixteen bits of a fingerprint in each place: a prompt is compared with what the core's cache holds.
+        self._marks = np.zeros(1 << bits, np.uint16)
         self._blocks = np.zeros(1 << bits, np.int32)
         self._prints = np.zeros(count, np.uint32)
         self._tokens = np.zeros((count, block_size), np.uint32)
@@ -99,23 +119,23 @@ class ContentIndex:
 
         `root` stands for keys and salt; `exact`: no moved KV is in them or before them. Exact text is found first.
         """
-        self._stamps[ids] = -1  # from here on to the last line there is no entry
+        index = self._pool.index_of(ids)  # mostly a slice, through which writes cost a tenth
+        self._stamps[index] = -1  # from here on to the last line there is no entry
         rows, word = np.frombuffer(tokens, np.uint32).reshape(-1, self._size), np.frombuffer(root, np.uint64)
-        self._tokens[ids], self._roots[ids], self._exact[ids] = rows, word, exact
-        self._before[ids[1:]], self._before[ids[0]] = ids[:-1], before
-        self._behind[ids[:-1]], self._behind[ids[-1]] = ids[1:], -1
+        self._tokens[index], self._roots[index], self._exact[index] = rows, word, exact
+        self._before[index], self._behind[index] = np.append(before, ids[:-1]), np.append(ids[1:], -1)
         if before >= 0:
             self._behind[before] = ids[0]
-        prints = (rows * self._scratch.up[: self._size]).sum(1, dtype=np.uint32) * _factor(word)
-        self._prints[ids] = prints
+        prints = rows @ self._scratch.up[: self._size] * _factor(word)
+        self._prints[index] = prints
         at, new = prints >> self._shift, ids  # the high bits: low ones of a polynomial are weak
         if not exact:
             self.approximate = True
             there = self._blocks[at]
             kept = (self._prints[there] == prints) & self._exact[there] & self._live(there)
             at, prints, new = at[~kept], prints[~kept], ids[~kept]
-        self._blocks[at], self._marks[at] = new, prints.astype(np.uint8)
-        self._stamps[ids] = self._pool.taken_at[ids]
+        self._blocks[at], self._marks[at] = new, prints.astype(np.uint16)
+        self._stamps[index] = self._pool.taken_at[index]
 
     def leave_out(self, ids: Ids) -> None:
         """Published blocks whose KV hangs on more than tokens, keys and salt are not found."""
@@ -166,12 +186,8 @@ class ContentIndex:
         for begin in range(0, text.size - size + 1, CHUNK):
             part = text[begin : begin + CHUNK + size - 1]
             count = part.size - size + 1
-            sums, own = scratch.sums[: part.size], scratch.prints[:count]
-            np.multiply(part, scratch.up[: part.size], out=sums)
-            sums.cumsum(dtype=np.uint32, out=sums)
-            own[0] = sums[size - 1]
-            np.subtract(sums[size:], sums[: count - 1], out=own[1:])
-            np.multiply(own, scratch.scaled[:count], out=own)
+            own = scratch.prints[:count]
+            np.multiply(scratch.windows(part, size), scratch.scaled[:count], out=own)
             np.right_shift(own, self._shift, out=scratch.places[:count])
             there = self._marks.take(scratch.places[:count], out=scratch.marks[:count], mode="clip")
             np.equal(there, scratch.low[:count], out=scratch.equal[:count])
