@@ -199,9 +199,9 @@ class Batch:
         """A cache of one row with the first `end` tokens of a prompt."""
         size, at = self.store.block_size, min(prompt.cached, end)
         cache = self._empty()
-        if prompt.moved:
+        if prompt.moved and self.store.moving is not None:
             room = len(prompt.tokens) - end + self.room
-            compute_moved(self.model, self.store.storage, prompt, end, room, cache, self.store.windows)
+            compute_moved(self.model, self.store.storage, prompt, end, room, cache, self.store.moving)
             self.requests.publish(prompt, cache, 0, 0, end)
             return cache
         cuts = {end}

@@ -12,9 +12,12 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from ....cache import Allocation
-from ....triton_ops import copy_blocks, move_slots
-from ..calls import refuse_if, refusing
+from ....triton_ops import copy_blocks, move_slots, sparse_gap_attention
+from ....triton_ops._attention.dense import as_blocks, counted, numbered, repeated
+from ....triton_ops._triton import KERNELS_ON_CPU
+from ..calls import UnsupportedError, refuse_if, refusing
 from ..images import alike
+from ..paged.dispatch import PagedPass, install, mark, no_mask
 from ..support import eval_mode, harmless_tokens, rope_types
 from .layers import GrowingIndexedLayer, attention_layers, like, new_cache, state_layers
 from .layout import accepted, cache_name, forward, read
@@ -35,8 +38,8 @@ class Turn(NamedTuple):
 
 
 @torch.no_grad()
-def probe_moved(model: Any, probed: Probed) -> dict[int, Turn]:
-    """How the keys of each layer turn; UnsupportedError: they cannot, or tokens are not computed where they stand."""
+def probe_moved(model: Any, probed: Probed) -> Moving:
+    """How keys turn and tokens are computed where they stand; UnsupportedError: they are not."""
     config = model.config.get_text_config(decoder=True)
     refuse_if(probed.states, 'reuse="anywhere": recurrent states cannot be moved')
     refuse_if(
@@ -47,10 +50,25 @@ def probe_moved(model: Any, probed: Probed) -> dict[int, Turn]:
         "chunked_attention" in (getattr(config, "layer_types", None) or ()), 'reuse="anywhere": it attends in chunks'
     )
     with eval_mode(model), refusing('reuse="anywhere": its forward pass fails where positions are given'):
-        found = _turns(model)
-        window = probed.window if 0 < probed.window <= LONG else 0
-        _check_scattered(model, probed.windows, window + TOKENS)
-    return found
+        moving = Moving(_turns(model), probed.windows, by_operator=False)
+        length = TOKENS + (probed.window if 0 < probed.window <= LONG else 0)
+        # In PyTorch the operator takes two to three times as long as attention under a mask.
+        if (model.device.type != "cpu" or KERNELS_ON_CPU) and _operator_serves(model, moving, length):
+            return moving._replace(by_operator=True)
+        _check_scattered(model, moving, length)
+    return moving
+
+
+def _operator_serves(model: Any, moving: Moving, length: int) -> bool:
+    """Whether the model's attention can be the operator's, which takes no mask."""
+    if not getattr(model, "_supports_attention_backend", False) or not install(model):
+        return False
+    try:
+        with refusing("its attention does not go through the operator"):
+            _check_scattered(model, moving._replace(by_operator=True), length)
+    except UnsupportedError:
+        return False
+    return True
 
 
 def _turns(model: Any) -> dict[int, Turn]:
@@ -111,25 +129,67 @@ def _explains(turn: Turn, keys: torch.Tensor) -> bool:
     return alike(cache[1].transpose(0, 1), keys[0])
 
 
+class Moving(NamedTuple):
+    """How tokens of a model are moved and computed again."""
+
+    turns: Mapping[int, Turn]  # of each layer
+    windows: Mapping[int, int]  # of layers that have one
+    by_operator: bool  # whether attention is `pc.sparse_gap_attention`, else the model's own under a mask
+
+
+class ScatteredPass(PagedPass):
+    """Attention of tokens at positions `at`, ascending, over a row's keys and values where they lie, in one layer."""
+
+    def __init__(self, at: torch.Tensor, window: int) -> None:
+        self._at, self._window = at, window
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scale: float,
+        window: int | None,
+        softcap: float,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """See `PagedPass`."""
+        refuse_if((window or 0) != self._window, f"a layer attends over a window of {window}, not {self._window}")
+        blocks, length, device = as_blocks(key.transpose(1, 2), value.transpose(1, 2)), key.shape[2], query.device
+        tables = numbered(device, 1, length // blocks.size, blocks.per_sequence, blocks.per_block)
+        batch = (tables, repeated(device, 1, length), counted(device, 2, query.shape[2]))
+        out: torch.Tensor = sparse_gap_attention(
+            query[0].transpose(0, 1), *blocks[:2], *batch, self._at.to(torch.int32), scale, self._window,
+            softcap=softcap, sinks=sinks, max_query_len=query.shape[2], max_seq_len=length,
+        )  # fmt: skip
+        return out.unsqueeze(0)
+
+
 class PlacedLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untyped here
     """A layer with room for all tokens of a row, `[1, heads, tokens, width]`, that puts new ones where they stand."""
 
-    def __init__(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+    def __init__(self, keys: torch.Tensor, values: torch.Tensor, window: int, by_operator: bool) -> None:
         super().__init__()
         self.keys, self.values, self.is_initialized = keys, values, True
         self.dtype, self.device = keys.dtype, keys.device
-        self.at = torch.empty(0, dtype=torch.int64, device=keys.device)
+        self._window, self._by_operator = window, by_operator
+
+    def begin(self, at: torch.Tensor) -> None:
+        """The next tokens stand there."""
+        self._at = at.to(self.device)
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any) -> Any:
         """All keys and values in the order of their positions."""
-        self.keys.index_copy_(2, self.at, key_states)
-        self.values.index_copy_(2, self.at, value_states)
-        return self.keys, self.values
+        self.keys.index_copy_(2, self._at, key_states)
+        self.values.index_copy_(2, self._at, value_states)
+        if not self._by_operator:
+            return self.keys, self.values
+        return mark(self.keys.view(self.keys.shape), ScatteredPass(self._at, self._window)), self.values
 
 
 @torch.no_grad()
 def compute_scattered(
-    model: Any, tokens: np.ndarray, positions: np.ndarray, cache: DynamicCache, windows: Mapping[int, int]
+    model: Any, tokens: np.ndarray, positions: np.ndarray, cache: DynamicCache, moving: Moving
 ) -> Any:
     """Computes a row's tokens at `positions`, ascending, over a cache that has all others; the last output."""
     placed, layers, length = like(cache), attention_layers(cache), len(tokens)
@@ -137,17 +197,19 @@ def compute_scattered(
         if layer.keys is not None:
             for side in (layer.keys, layer.values):  # masked out until it is computed, but NaN times 0 is NaN
                 side[:, :, torch.from_numpy(positions).to(side.device)] = 0
-            placed.layers[index] = PlacedLayer(layer.keys[:, :, :length], layer.values[:, :, :length])
+            sides = (layer.keys[:, :, :length], layer.values[:, :, :length])
+            placed.layers[index] = PlacedLayer(*sides, moving.windows.get(index, 0), moving.by_operator)
     outputs = None
     options: dict[str, Any] = {"logits_to_keep": 1} if model._supports_logits_to_keep() else {}
     for begin in range(0, len(positions), CHUNK):
         at = torch.from_numpy(positions[begin : begin + CHUNK]).to(model.device)
         for layer in placed.layers:
             if isinstance(layer, PlacedLayer):
-                layer.at = at.to(layer.device)
+                layer.begin(at)
+        by_operator = moving.by_operator
         outputs = model(
             input_ids=torch.from_numpy(tokens).to(model.device)[at][None],
-            attention_mask=_masks(model, at, length, windows),
+            attention_mask=no_mask(len(at), at.device) if by_operator else _masks(model, at, length, moving.windows),
             **accepted(model, position_ids=at[None], cache_position=at),
             **{cache_name(model): placed},
             use_cache=True,
@@ -175,14 +237,14 @@ def _masks(model: Any, at: torch.Tensor, length: int, windows: Mapping[int, int]
     return {kind: mask(window) for kind, window in reach.items()}
 
 
-def _check_scattered(model: Any, windows: Mapping[int, int], length: int) -> None:
+def _check_scattered(model: Any, moving: Moving, length: int) -> None:
     """UnsupportedError: tokens computed again at scattered positions are not what they were."""
     tokens, whole = harmless_tokens(model, length), new_cache(model.config)
     want = forward(model, tokens, 0, length, whole).logits[0, -1]
     kept = {i: (x.keys.clone(), x.values.clone()) for i, x in attention_layers(whole).items() if x.keys is not None}
     refuse_if(any(keys.shape[2] != length for keys, _ in kept.values()) or state_layers(whole), "its cache is cut off")
     positions = np.array([*AGAIN, *range(length - 9, length)])
-    got = compute_scattered(model, tokens, positions, whole, windows).logits[0, -1]
+    got = compute_scattered(model, tokens, positions, whole, moving).logits[0, -1]
     layers = attention_layers(whole)
     same = alike(want, got) and all(
         alike(old, new)
@@ -215,7 +277,7 @@ def compute_moved(
     end: int,
     room: int,
     cache: DynamicCache,
-    windows: Mapping[int, int],
+    moving: Moving,
 ) -> None:
     """Fills an empty cache of one row with a prompt's first `end` tokens: from blocks, and the rest computed."""
     known = np.zeros(len(prompt.tokens), np.bool_)
@@ -226,4 +288,4 @@ def compute_moved(
     read(cache, storage, prompt, end, room)
     positions = (~known[:end]).nonzero()[0]
     if positions.size:
-        compute_scattered(model, prompt.tokens[:end], positions, cache, windows)
+        compute_scattered(model, prompt.tokens[:end], positions, cache, moving)

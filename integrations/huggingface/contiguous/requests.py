@@ -63,8 +63,8 @@ class PromptRequests:
         prompt.approximate = allocation.approximate_from is not None
         prompt.moved = [(span.start, span.end) for span in allocation.moved]
         prompt.repaired = allocation.recompute_moved(store.recompute)
-        if prompt.moved:
-            bring(allocation, store.storage, store.turns)
+        if prompt.moved and store.moving is not None:
+            bring(allocation, store.storage, store.moving.turns)
             prompt.borrowed = None
         prompt.waits = allocation.wait_for is not None
         prompt.states, prompt.closed = None, False

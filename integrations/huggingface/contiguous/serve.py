@@ -33,7 +33,7 @@ class Contiguous:
         self._options = options
         self._disk: list[TierWriter] | None = None
         probed = probe(model)
-        self._turns = probe_moved(model, probed) if options.reuse == "anywhere" else {}
+        self._moving = probe_moved(model, probed) if options.reuse == "anywhere" else None
         self._make(model, probed)
         if options.disk is not None:
             store = self.store
@@ -44,7 +44,7 @@ class Contiguous:
         self._probed = probed
         self._window_problem: UnsupportedError | None = None
         self._proven_window = min(probed.window, LONG)
-        self.store = store = ContiguousStore(model, self._options, probed, self._turns)
+        self.store = store = ContiguousStore(model, self._options, probed, self._moving)
         indexed = any(isinstance(layer, GrowingIndexedLayer) for layer in store.empty_cache.layers)
         self._reach = index_reach(model.config) if indexed else None  # sparse attention chooses by keys of its own
         if self._options.host_blocks or self._disk is not None:

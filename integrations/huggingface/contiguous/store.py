@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from ..settings import CacheOptions, memory_budget
 from ..store import AnyManager, Leases
 from ..support import CONTINUED
 from .layers import GrowingWindowLayer, attention_layers, new_cache, num_tokens, window_layers
-from .moved import Turn
+from .moved import Moving
 from .probe import Probed
 from .storage import model_storage
 from .tiers import TieredBlocks
@@ -30,7 +30,7 @@ Layers = list[torch.Tensor]  # of each layer, the embeddings first, `[num_tokens
 class ContiguousStore(Leases):
     """A manager, what its blocks hold, and what is kept beside them."""
 
-    def __init__(self, model: Any, options: CacheOptions, probed: Probed, turns: Mapping[int, Turn]) -> None:
+    def __init__(self, model: Any, options: CacheOptions, probed: Probed, moving: Moving | None) -> None:
         anywhere = options.reuse == "anywhere"  # layers with windows then keep all blocks, as the others do
         windows = {} if anywhere else probed.windows
         self.storage = storage = model_storage(model, options, probed.specs, windows, probed.states)
@@ -44,8 +44,8 @@ class ContiguousStore(Leases):
         self.hidden = HiddenStates(manager, memory_budget(model) // 2)
         self.evicted: TieredBlocks | None = None  # blocks in host memory or on disk
         self.reuse, self.counts_padding = options.reuse, probed.counts_padding
-        self.recompute, self.windows = options.recompute, probed.windows
-        self.turns = turns  # how the keys of each layer are moved
+        self.recompute = options.recompute
+        self.moving = moving  # how tokens are moved, None where they are not
 
     def evict_to(self, evicted: TieredBlocks) -> None:
         """Gives evicted blocks to a tier from now on."""

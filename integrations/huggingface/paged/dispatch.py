@@ -10,22 +10,60 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from transformers import AttentionInterface
 
+from ..calls import UnsupportedError, refuse_if
 from ..support import modeling_globals
 
 REGISTRY = "ALL_ATTENTION_FUNCTIONS"
 MARK = "_pc_pass"
 
 
-class PagedPass(Protocol):
+class PagedPass:
     """What a marked key leads to."""
 
-    def attention(self, module: torch.nn.Module, query: Any, key: Any, value: Any, **kwargs: Any) -> tuple[Any, None]:
-        """An attention function of transformers over blocks."""
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scale: float,
+        window: int | None,
+        softcap: float,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Attention of `query [1, num_heads, num_tokens, head_dim]` over all that is cached, transposed.
+
+        A mark of this class itself, on a mask, is found where a layer's keys are not those just cached.
+        """
+        raise UnsupportedError("a layer attends to keys other than those it has just cached")
+
+    def attention(
+        self,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        scaling: float | None = None,
+        dropout: float = 0.0,
+        softcap: float | None = None,
+        sliding_window: int | None = None,
+        s_aux: torch.Tensor | None = None,
+        position_bias: torch.Tensor | None = None,
+        is_causal: bool | None = None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, None]:
+        """What transformers' layers call: `AttentionInterface`'s signature over `attend`."""
+        causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
+        refuse_if(not causal, "its attention uses attention that is not causal")
+        refuse_if(dropout, "its attention uses dropout")
+        refuse_if(position_bias is not None, "its attention uses a position bias")
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        return self.attend(query, key, value, scale, sliding_window, softcap or 0.0, s_aux), None
 
 
 def mark(key: torch.Tensor, batch: PagedPass) -> torch.Tensor:
@@ -34,10 +72,10 @@ def mark(key: torch.Tensor, batch: PagedPass) -> torch.Tensor:
     return key
 
 
-def no_mask(num_tokens: int, device: torch.device, batch: PagedPass) -> torch.Tensor:
+def no_mask(num_tokens: int, device: torch.device) -> torch.Tensor:
     """What to give as attention_mask: of the right shape, without memory, returned as it is by mask functions."""
     # Marked too, so that a layer of the pass whose keys are not those just cached is refused, not computed.
-    return mark(torch.ones((), dtype=torch.bool, device=device).expand(1, 1, num_tokens, num_tokens), batch)
+    return mark(torch.ones((), dtype=torch.bool, device=device).expand(1, 1, num_tokens, num_tokens), PagedPass())
 
 
 class Dispatch(AttentionInterface):  # type: ignore[misc]  # transformers is untyped here
@@ -70,7 +108,7 @@ def _looking(found: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(found)
     def attention(module: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
         mask = args[0] if args else kwargs.get("attention_mask")
-        batch: PagedPass | None = getattr(key, MARK, None) or getattr(mask, MARK, None)
+        batch: PagedPass | None = getattr(key, MARK, getattr(mask, MARK, None))
         if batch is None:
             return found(module, query, key, value, *args, **kwargs)
         kwargs["attention_mask"] = mask

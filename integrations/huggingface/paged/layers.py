@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
-from ..calls import UnsupportedError, refuse_if
+from ..calls import UnsupportedError
 from .batch import Pass
-from .dispatch import mark
+from .dispatch import PagedPass, mark
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ def layer_windows(config: Any) -> dict[int, int]:
     return windows
 
 
-class PagedCache(Cache):  # type: ignore[misc]  # transformers is untyped here
+class PagedCache(PagedPass, Cache):  # type: ignore[misc]  # transformers is untyped here
     """The `past_key_values` of one packed pass: writes blocks, and hands a group's pass to the attention function."""
 
     def __init__(self, storage: PagedStorage, *batches: Pass) -> None:
@@ -145,7 +145,7 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is untyped here
         """Attention of `query [1, num_heads, num_tokens, head_dim]` over the blocks just written, transposed."""
         # Layers that share keys attend to others than `update` saw: UnsupportedError.
         if self._written is None or self._written[0] is not key or self._written[1] is not value:
-            raise UnsupportedError("a layer attends to keys other than those it has just cached")
+            return super().attend(query, key, value, scale, window, softcap, sinks)
         _, _, key_cache, value_cache, layer_idx = self._written
         self._written = None
         self.layers_attended += 1
@@ -169,27 +169,3 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is untyped here
         else:
             out = torch.ops.pc.sliding_window_attention(*batch, window, **options)
         return out.unsqueeze(0)
-
-    def attention(
-        self,
-        module: torch.nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        scaling: float | None = None,
-        dropout: float = 0.0,
-        softcap: float | None = None,
-        sliding_window: int | None = None,
-        s_aux: torch.Tensor | None = None,
-        position_bias: torch.Tensor | None = None,
-        is_causal: bool | None = None,
-        **kwargs: Any,
-    ) -> tuple[torch.Tensor, None]:
-        """What transformers' layers call: `AttentionInterface`'s signature over `attend`."""
-        causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
-        refuse_if(not causal, "its attention uses attention that is not causal")
-        refuse_if(dropout, "its attention uses dropout")
-        refuse_if(position_bias is not None, "its attention uses a position bias")
-        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        return self.attend(query, key, value, scale, sliding_window, softcap or 0.0, s_aux), None

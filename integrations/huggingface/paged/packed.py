@@ -52,7 +52,7 @@ def run(model: Any, cache: PagedCache, tokens: torch.Tensor, positions: torch.Te
     # UnsupportedError: a layer attended to something else than its blocks.
     output = model(
         input_ids=tokens,
-        attention_mask=no_mask(tokens.shape[1], tokens.device, cache),
+        attention_mask=no_mask(tokens.shape[1], tokens.device),
         position_ids=positions,
         past_key_values=cache,
         use_cache=True,

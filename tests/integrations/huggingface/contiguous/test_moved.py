@@ -37,9 +37,11 @@ def logits(result):
     return torch.cat(list(result.logits))
 
 
+@pytest.mark.parametrize("by_operator", [False, True], ids=["mask", "operator"])
 @pytest.mark.parametrize("family", first_quick(ROTARY), ids=lambda family: family.name)
-def test_all_computed_again_is_what_is_computed_without_it(family, monkeypatch):
+def test_all_computed_again_is_what_is_computed_without_it(family, by_operator, monkeypatch):
     """Over the very path of a repair, which costs more than computing the row and is taken here all the same."""
+    monkeypatch.setattr(moved, "KERNELS_ON_CPU", by_operator)
     model, show = family.build(), {"output_logits": True, "return_dict_in_generate": True, "max_new_tokens": 4}
     want = logits(plain(model, input_ids=THEN, **show))
     monkeypatch.setattr(Batch, "_rows_cost", lambda self: 0.0)
@@ -48,6 +50,8 @@ def test_all_computed_again_is_what_is_computed_without_it(family, monkeypatch):
         got = logits(model.generate(THEN, **show))
         (report,) = handle.last_requests
         assert report.moved_tokens == report.repaired_tokens > 130
+        serves = getattr(model, "_supports_attention_backend", False)
+        assert handle._serving.store.moving.by_operator == (by_operator and serves)
         assert (got - want).abs().max() <= 2e-6 * want.abs().max()
         assert_nothing_held(handle)
 
@@ -117,7 +121,7 @@ def test_keys_are_those_of_their_new_places():
         model.generate(FIRST, max_new_tokens=2)
         storage = handle._serving.store.storage
         allocation = handle.manager.allocate("moved", THEN[0].numpy(), reuse="anywhere")
-        moved.bring(allocation, storage, handle._serving.store.turns)
+        moved.bring(allocation, storage, handle._serving.store.moving.turns)
         whole = new_cache(model.config)
         forward(model, THEN[0].numpy(), 0, THEN.shape[1], whole)
         (_, part), at = storage.kv[0], np.concatenate([np.arange(s.start, s.end) for s in allocation.moved])
