@@ -117,14 +117,16 @@ def choose_append_places(
     rows, steps = (0, (0, 0)) if rotary is None else (len(rotary.cos), (rotary.cos.stride(0), rotary.sin.stride(0)))
     numbers = (num_tokens, count, tables.shape[1], block_size, rows, tables.stride(0), *steps)
     grid = Grid(KernelLaunch(constants, 4, None, aligned(*given)), (-(-num_tokens // _TOKENS_A_PROGRAM), 1, 1), numbers)
+    # `empty_like` of these, which take no memory, costs the host half of `new_empty`.
+    slots_like = torch.empty(1, dtype=torch.int64, device=lens.device).expand(num_tokens)
+    angles_like = None if rotary is None else rotary.cos.new_empty(1).expand(num_tokens, 2 * half)
 
     def run(lens: torch.Tensor, tables: torch.Tensor, rotary: Rotary | None) -> Appended:
-        slots = torch.empty(num_tokens, dtype=torch.int64, device=lens.device)
-        new_lens = torch.empty_like(lens)
-        if rotary is None:
+        slots, new_lens = torch.empty_like(slots_like), torch.empty_like(lens)
+        if rotary is None or angles_like is None:
             grid.run(_append_kernel, (slots, new_lens, slots, lens, lens, tables, slots, slots))
             return slots, new_lens, None
-        angles = rotary.cos.new_empty((num_tokens, 2 * half))
+        angles = torch.empty_like(angles_like)
         cos, sin, first, _ = rotary
         grid.run(_append_kernel, (slots, new_lens, angles, lens, first, tables, cos, sin))
         return slots, new_lens, angles
