@@ -111,6 +111,27 @@ def info(as_json: Annotated[bool, typer.Option("--json", help="For machines.")] 
 
 
 @app.command()
+def warmup(
+    model: Annotated[str, typer.Argument(help="Hub id or folder of a causal language model; its config is read.")],
+    device: Annotated[str | None, typer.Option(help="Default: cuda where there is one, else cpu.")] = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option(help="Of queries; default: the config's.", autocompletion=_one_of("bfloat16", "float16")),
+    ] = None,
+    cache_dtype: Annotated[
+        str | None, typer.Option(help="Of a quantized cache.", autocompletion=_one_of("float8", "int8"))
+    ] = None,
+    block_size: Annotated[int, typer.Option(min=1, help="Tokens of a block.")] = 16,
+    tensor_parallel: Annotated[int, typer.Option(min=1, help="Devices that share the heads.")] = 1,
+    workers: Annotated[int, typer.Option(min=1, help="Processes that compile at once.")] = 4,
+) -> None:
+    """Compile the kernels of a model's layers into Triton's cache, ahead of its first request."""
+    from .warm import run_warmup
+
+    raise typer.Exit(run_warmup(model, device, dtype, cache_dtype, block_size, tensor_parallel, workers))
+
+
+@app.command()
 def families(
     names: Annotated[list[str] | None, typer.Argument(help="Classes, such as LlamaForCausalLM; none: all.")] = None,
     output: Annotated[Path | None, typer.Option(help="Markdown file for the table.")] = None,

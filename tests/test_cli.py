@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -35,6 +36,36 @@ def test_commands_options_and_values_are_completed() -> None:
     assert "--quick" not in candidates("pc replay --")
     assert candidates("pc demo --device ") == ["cpu", "cuda"]
     assert candidates("pc replay --policies s") == ["s3fifo", "segmented"]
+
+
+def test_a_models_layers_are_warmed_up(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """What its config tells: windows and full layers, sinks, heads shared by devices, latent rows."""
+    transformers = pytest.importorskip("transformers")
+    from pc.warm import layer_kinds, run_warmup
+
+    sizes = {"hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 2, "vocab_size": 64}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2}
+    shape = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 16}
+    llama = transformers.LlamaConfig(**sizes)
+    assert layer_kinds(llama) == [shape]
+    assert layer_kinds(llama, 4) == [{"num_heads": 1, "num_kv_heads": 1, "head_dim": 16}]
+    with pytest.raises(ValueError, match="tensor_parallel: got 3, needs a divisor of 4 heads"):
+        layer_kinds(llama, 3)
+    windows = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8, "head_dim": 16}
+    assert layer_kinds(transformers.Gemma2Config(**sizes, **windows)) == [
+        shape | {"softcap": 50.0},
+        shape | {"softcap": 50.0, "window": 8},
+    ]
+    sinks = layer_kinds(transformers.GptOssConfig(**sizes, **windows, num_local_experts=2))
+    assert sinks == [shape | {"sinks": True}, shape | {"sinks": True, "window": 8}]
+    latent = transformers.DeepseekV3Config(**(sizes | {"num_key_value_heads": 4}), kv_lora_rank=32, qk_rope_head_dim=16)
+    assert layer_kinds(latent) == [{"num_heads": 4, "num_kv_heads": 1, "head_dim": 48, "value_dim": 32}]
+    llama.save_pretrained(tmp_path)
+    assert run_warmup(str(tmp_path), "cpu", "float32", "int8", 16, 1, 1) == 0
+    assert "num_heads 4, num_kv_heads 2, head_dim 16" in capfd.readouterr().out
+    assert run_warmup(str(tmp_path / "none"), "cpu", None, None, 16, 1, 1) == 1
+    assert run_warmup(str(tmp_path), "cpu", None, "int4", 16, 1, 1) == 2
+    assert "cache_dtype: got 'int4', needs one of" in capfd.readouterr().out
 
 
 def test_the_policies_it_offers_are_those_there_are() -> None:

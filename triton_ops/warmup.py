@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+import base64
+import os
+import pickle
+import subprocess
+import sys
+from typing import Any, NamedTuple
 
 import torch
 
 from ._attention.choose import INVARIANT_SPLIT_KEYS
 from ._attention.constants import architecture
 from ._attention.layout import DECODE_QUERIES, MIN_SPLIT_TILES, TILE_KEYS
+from ._checks import check_integer
 from .latent_attention import latent_attention
 from .reshape_and_cache import reshape_and_cache
 from .sparse_gap_attention import sparse_gap_attention
@@ -30,6 +36,7 @@ def warmup(
     gaps: bool = False,
     batch_invariant: bool = False,
     value_dim: int | None = None,
+    workers: int = 1,
 ) -> None:
     """Runs the cache write and the attention of one kind of layer once for each regime, on a few tokens.
 
@@ -54,37 +61,92 @@ def warmup(
         gaps: Whether query_positions will be passed as well.
         batch_invariant: Whether that mode will be used.
         value_dim: Of latent rows, head_dim wide: `latent_attention` is compiled then, and no cache write.
+        workers: Processes that compile at once, each its share of the regimes, into Triton's cache on disk; 1: this one
+            alone.
+
+    Raises:
+        ValueError: workers is below 1.
 
     Examples:
         >>> pc.warmup(num_heads=8, num_kv_heads=2, head_dim=64, dtype=torch.float32, device="cpu")
     """
-    device = torch.device(device)
+    check_integer("workers", workers, 1)
+    layer = _Layer(
+        num_heads, num_kv_heads, head_dim, block_size, dtype, cache_dtype, torch.device(device), causal, window,
+        softcap, alibi, sinks, gaps, batch_invariant, value_dim,
+    )  # fmt: skip
+    if workers > 1:
+        _compile_in_processes(layer, workers)
+    _run_regimes(layer)
+
+
+class _Layer(NamedTuple):
+    """What `warmup` takes of a layer."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+    dtype: torch.dtype
+    cache_dtype: torch.dtype | None
+    device: torch.device
+    causal: bool
+    window: int
+    softcap: float
+    alibi: bool
+    sinks: bool
+    gaps: bool
+    batch_invariant: bool
+    value_dim: int | None
+
+
+def _compile_in_processes(layer: _Layer, workers: int) -> None:
+    """Each compiles its share of the regimes into the cache on disk; what fails there fails here again."""
+    script = "import importlib, sys; importlib.import_module(sys.argv[1])._run_share(*sys.argv[2:])"
+    given = base64.b64encode(pickle.dumps(tuple(layer))).decode()
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    commands = [[sys.executable, "-c", script, __name__, given, str(k), str(workers)] for k in range(workers)]
+    running = [subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL) for command in commands]
+    for process in running:
+        process.wait()
+
+
+def _run_share(given: str, share: str, shares: str) -> None:
+    """What a process of `_compile_in_processes` does."""
+    _run_regimes(_Layer(*pickle.loads(base64.b64decode(given))), int(share), int(shares))
+
+
+def _run_regimes(layer: _Layer, share: int = 0, shares: int = 1) -> None:
+    """Runs each `shares`-th regime from number `share` on."""
+    device, dtype, num_heads, block_size = layer.device, layer.dtype, layer.num_heads, layer.block_size
     per_head = torch.zeros(num_heads, dtype=torch.float32, device=device)
-    scale = None if cache_dtype is None else torch.ones(1, device=device)
-    cache = torch.zeros(1, block_size, num_kv_heads, head_dim, dtype=dtype, device=device)
-    cache = cache if cache_dtype is None else cache.to(cache_dtype)
+    scale = None if layer.cache_dtype is None else torch.ones(1, device=device)
+    cache = torch.zeros(1, block_size, layer.num_kv_heads, layer.head_dim, dtype=dtype, device=device)
+    cache = cache if layer.cache_dtype is None else cache.to(layer.cache_dtype)
     # Tables wide enough for splits, so that their sum is compiled too, though nothing is there to be split.
-    keys = 2 * INVARIANT_SPLIT_KEYS if batch_invariant else 4 * MIN_SPLIT_TILES * TILE_KEYS
+    keys = 2 * INVARIANT_SPLIT_KEYS if layer.batch_invariant else 4 * MIN_SPLIT_TILES * TILE_KEYS
     columns = -(-keys // block_size)
     # Few rows are summed by another kernel than many.
     many = -(-2 * architecture(device).num_processors // num_heads)
     # Tiles of a decode hold a power of two of rows; a chunk of few queries is as any prefill.
-    for num_seqs, q_len in ((1, 1), (1, 2), (1, 4), (1, DECODE_QUERIES), (1, 4 * DECODE_QUERIES), (many, 1)):
+    regimes = ((1, 1), (1, 2), (1, 4), (1, DECODE_QUERIES), (1, 4 * DECODE_QUERIES), (many, 1))
+    for num_seqs, q_len in regimes[share::shares]:
         num_tokens = num_seqs * q_len
-        query = torch.zeros(num_tokens, num_heads, head_dim, dtype=dtype, device=device)
+        query = torch.zeros(num_tokens, num_heads, layer.head_dim, dtype=dtype, device=device)
         tables = torch.zeros(num_seqs, columns, dtype=torch.int32, device=device)
         lens = torch.full((num_seqs,), q_len, dtype=torch.int32, device=device)
         starts = torch.arange(num_seqs + 1, dtype=torch.int32, device=device) * q_len
-        options: dict[str, Any] = {"causal": causal, "softcap": softcap, "max_query_len": q_len}
-        options["batch_invariant"] = batch_invariant
-        if value_dim is not None:
-            latent_attention(query, cache[:, :, 0], tables, lens, starts, 1.0, value_dim, k_scale=scale, **options)
+        options: dict[str, Any] = {"causal": layer.causal, "softcap": layer.softcap, "max_query_len": q_len}
+        options["batch_invariant"] = layer.batch_invariant
+        if layer.value_dim is not None:
+            rows = cache[:, :, 0]
+            latent_attention(query, rows, tables, lens, starts, 1.0, layer.value_dim, k_scale=scale, **options)
             continue
-        key = torch.zeros(num_tokens, num_kv_heads, head_dim, dtype=dtype, device=device)
+        key = torch.zeros(num_tokens, layer.num_kv_heads, layer.head_dim, dtype=dtype, device=device)
         slots = torch.full((num_tokens,), -1, device=device)
         reshape_and_cache(key, key, cache, cache.clone(), slots, scale, scale)
         positions = torch.arange(num_tokens, dtype=torch.int32, device=device) % q_len
-        for given in (None, positions) if gaps else (None,):
+        for given in (None, positions) if layer.gaps else (None,):
             sparse_gap_attention(
                 query,
                 cache,
@@ -95,9 +157,9 @@ def warmup(
                 given,
                 1.0,
                 # Long enough for splits.
-                window=keys if window else 0,
-                alibi_slopes=per_head if alibi else None,
-                sinks=per_head if sinks else None,
+                window=keys if layer.window else 0,
+                alibi_slopes=per_head if layer.alibi else None,
+                sinks=per_head if layer.sinks else None,
                 k_scale=scale,
                 v_scale=scale,
                 **options,

@@ -53,6 +53,18 @@ def test_runs_every_regime(options, device):
     pc.warmup(4, 2, 32, dtype=torch.float32, device=device, **options)
 
 
+@pytest.mark.skipif(INTERPRET, reason="starts processes of its own")
+def test_processes_take_a_share_each(monkeypatch):
+    started, start = [], subprocess.Popen
+    monkeypatch.setattr(
+        subprocess, "Popen", lambda *args, **given: started.append(start(*args, **given)) or started[-1]
+    )
+    pc.warmup(4, 2, 32, dtype=torch.float32, cache_dtype=torch.int8, window=8, device="cpu", workers=2)
+    assert [process.returncode for process in started] == [0, 0]
+    with pytest.raises(ValueError, match="workers: got 0, needs at least 1"):
+        pc.warmup(4, 2, 32, device="cpu", workers=0)
+
+
 @pytest.mark.gpu
 def test_serving_compiles_nothing_more(device):
     from triton import knobs
