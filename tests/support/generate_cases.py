@@ -70,6 +70,12 @@ FAMILIES = [
     Family("mpt", "MptConfig", "MptForCausalLM", {"d_model": 64, "n_heads": 4, "n_layers": 2, "max_seq_len": 512}),
     Family("gpt-oss", "GptOssConfig", "GptOssForCausalLM", {"sliding_window": 24, "num_local_experts": 4}),
 ]
+LATENT = {
+    "kv_lora_rank": 16, "q_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16,
+    "num_key_value_heads": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+    "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
+}  # fmt: skip
+DEEPSEEK = Family("deepseek-v3", "DeepseekV3Config", "DeepseekV3ForCausalLM", LATENT)
 LLAMA = FAMILIES[0]
 PAGED = [family for family in FAMILIES if family.name != "mpt"]
 """Those whose attention goes through transformers' interface, as packed passes need."""

@@ -30,11 +30,18 @@ AGAIN = (3, 4, 5, 10, 17)  # positions that the probe computes again, and all be
 
 
 class Turn(NamedTuple):
-    """How the keys of a layer hang on their position: see `pc.move_slots`."""
+    """How rows of a layer hang on their position: see `pc.move_slots`."""
 
     inv_freq: torch.Tensor | None
     is_neox: bool = True
     first: int = 0
+
+
+class LayerTurns(NamedTuple):
+    """Of what a layer keeps of a token; latent attention keeps what turns where others have values."""
+
+    keys: Turn
+    values: Turn
 
 
 @torch.no_grad()
@@ -71,10 +78,10 @@ def _operator_serves(model: Any, moving: Moving, length: int) -> bool:
     return True
 
 
-def _turns(model: Any) -> dict[int, Turn]:
-    """By layer, from a row of one token: its keys differ by their positions alone."""
+def _turns(model: Any) -> dict[int, LayerTurns]:
+    """By layer, from a row of one token: what it keeps differs by positions alone."""
     # All tokens are the same, so whatever a layer attends to is the same, and so is its input at every position.
-    cache, turns = new_cache(model.config), dict[int, Turn]()
+    cache, turns = new_cache(model.config), dict[int, LayerTurns]()
     forward(model, np.repeat(harmless_tokens(model, 1), TOKENS), 0, TOKENS, cache)
     layers = attention_layers(cache)
     refuse_if(any(isinstance(x, GrowingIndexedLayer) for x in layers.values()), 'reuse="anywhere": it has an indexer')
@@ -82,15 +89,16 @@ def _turns(model: Any) -> dict[int, Turn]:
     for index, layer in layers.items():
         if layer.keys is None:  # it reads another layer's
             continue
-        if not alike(layer.values, layer.values[:, :, :1].expand_as(layer.values)):
+        keys, values = (_turn_of(side, known) for side in (layer.keys, layer.values))
+        if values is None:
             refuse_if(not turns, 'reuse="anywhere": its embeddings hang on positions that are learned')
             # Attention sinks make what a layer gives hang on how many tokens there are.
             refuse_if(len(known) != 1, 'reuse="anywhere": which of its rotary embeddings turns a layer cannot be told')
             turns[index] = next(iter(turns.values()))
             continue
-        fitting = [turn for turn in _candidates(layer.keys.shape[-1], known) if _explains(turn, layer.keys)]
-        refuse_if(not fitting, 'reuse="anywhere": no rotary embedding explains how its keys hang on positions')
-        turns[index] = fitting[0]
+        if keys is None:
+            raise UnsupportedError('reuse="anywhere": no rotary embedding explains how its keys hang on positions')
+        turns[index] = LayerTurns(keys, values)
     return turns
 
 
@@ -110,6 +118,11 @@ def _frequencies(model: Any) -> Any:
             yield values
 
 
+def _turn_of(rows: torch.Tensor, known: list[torch.Tensor]) -> Turn | None:
+    """What explains how a layer's rows `[1, heads, tokens, width]` hang on positions."""
+    return next((turn for turn in _candidates(rows.shape[-1], known) if _explains(turn, rows)), None)
+
+
 def _candidates(width: int, known: list[torch.Tensor]) -> list[Turn]:
     fitting = [values for values in known if 2 * len(values) <= width]
     turned = [
@@ -120,19 +133,19 @@ def _candidates(width: int, known: list[torch.Tensor]) -> list[Turn]:
     return [Turn(None), *turned]
 
 
-def _explains(turn: Turn, keys: torch.Tensor) -> bool:
-    """Whether all keys `[1, heads, tokens, width]` are the first one, turned to their positions."""
-    heads, tokens, width = keys.shape[1:]
-    cache = keys[0].transpose(0, 1)[:1].repeat(2 * tokens, 1, 1).view(2, tokens, heads, width)
+def _explains(turn: Turn, rows: torch.Tensor) -> bool:
+    """Whether all rows are the first one, turned to their positions."""
+    heads, tokens, width = rows.shape[1:]
+    cache = rows[0].transpose(0, 1)[:1].repeat(2 * tokens, 1, 1).view(2, tokens, heads, width)
     slots = torch.arange(tokens)
     move_slots(cache, None, slots, slots + tokens, slots, *turn)
-    return alike(cache[1].transpose(0, 1), keys[0])
+    return alike(cache[1].transpose(0, 1), rows[0])
 
 
 class Moving(NamedTuple):
     """How tokens of a model are moved and computed again."""
 
-    turns: Mapping[int, Turn]  # of each layer
+    turns: Mapping[int, LayerTurns]
     windows: Mapping[int, int]  # of layers that have one
     by_operator: bool  # whether attention is `pc.sparse_gap_attention`, else the model's own under a mask
 
@@ -254,7 +267,7 @@ def _check_scattered(model: Any, moving: Moving, length: int) -> None:
     refuse_if(not same, 'reuse="anywhere": tokens computed at scattered positions are not what they are in a row')
 
 
-def bring(allocation: Allocation, storage: ModelStorage, turns: Mapping[int, Turn]) -> None:
+def bring(allocation: Allocation, storage: ModelStorage, turns: Mapping[int, LayerTurns]) -> None:
     """Copies what was found elsewhere to the blocks of its request."""
     spans = allocation.moved
     sources = torch.from_numpy(np.concatenate([span.slots for span in spans]))
@@ -266,8 +279,11 @@ def bring(allocation: Allocation, storage: ModelStorage, turns: Mapping[int, Tur
             caches = [part.tensor(f"{index} {side}") for side in ("keys", "values")]
             for cache in caches if len(pairs) else ():
                 copy_blocks(cache, pairs[:, 0], pairs[:, 1])
-            keys, values = (cache.transpose(1, 2) for cache in caches)
-            move_slots(keys, values, sources, targets, deltas, *turns[index])
+            (keys, values), turn = (cache.transpose(1, 2) for cache in caches), turns[index]
+            together = turn.values.inv_freq is None
+            move_slots(keys, values if together else None, sources, targets, deltas, *turn.keys)
+            if not together:
+                move_slots(values, None, sources, targets, deltas, *turn.values)
 
 
 def compute_moved(

@@ -15,6 +15,7 @@ import torch
 transformers = pytest.importorskip("transformers")
 
 from generate_cases import (  # noqa: E402
+    DEEPSEEK,
     EOS,
     FAMILIES,
     LLAMA,
@@ -457,16 +458,11 @@ def test_input_embeddings_go_to_the_model(model: Any, handle: PrefixCaching) -> 
         assert_same(model, inputs_embeds=embeds, attention_mask=torch.ones(1, 20, dtype=torch.long))
 
 
-LATENT = {
-    "kv_lora_rank": 16, "q_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16,
-    "num_key_value_heads": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
-    "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
-}  # fmt: skip
 MORE_FAMILIES = [
     Family("bloom", "BloomConfig", "BloomForCausalLM", {"n_layer": 2, "n_head": 4}),
     Family("falcon", "FalconConfig", "FalconForCausalLM", {"alibi": True}),
     Family("diff-llama", "DiffLlamaConfig", "DiffLlamaForCausalLM"),
-    Family("deepseek-v3", "DeepseekV3Config", "DeepseekV3ForCausalLM", LATENT),
+    DEEPSEEK,
     Family("wide heads", "LlamaConfig", "LlamaForCausalLM", {"head_dim": 512}),
     Family("phimoe", "PhimoeConfig", "PhimoeForCausalLM", {"num_local_experts": 2, "sliding_window": 16}),
     Family("lfm2", "Lfm2Config", "Lfm2ForCausalLM", {"layer_types": ["conv", "full_attention"]}),
@@ -485,6 +481,19 @@ def test_families_that_attend_in_their_own_way(family: Family) -> None:
                 assert_same(model, **left_padded(prompt(79), prompt(33, 2)))
             assert handle.last_requests[0].cached_tokens
             assert_nothing_held(handle)
+
+
+def test_latent_rows_are_kept_as_they_are() -> None:
+    """With DeepSeek-V3's attention, less than a tenth of keys and values of all heads."""
+    sizes = {"num_attention_heads": 128, "num_key_value_heads": 128, "kv_lora_rank": 512, "num_hidden_layers": 1}
+    sizes |= {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+    model = Family("", DEEPSEEK.config, DEEPSEEK.model, DEEPSEEK.options | sizes).build()
+    with enable_prefix_caching(model, num_blocks=8) as handle:
+        for _ in range(2):
+            assert_same(model, input_ids=prompt(40))
+        assert handle.last_requests[0].cached_tokens >= 32
+        ((_, part),) = handle._serving.store.storage.kv
+        assert part.bytes_per_block == 16 * (512 + 64) * 4 < 16 * 128 * (192 + 128) * 4 / 10
 
 
 NOT_SERVED_FAMILIES = [
