@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from importlib.util import find_spec
 
 import pytest
 import vllm_engine
 from vllm_models import save_model
+
+from pc.integrations.vllm.features import LOGGER
 
 if find_spec("vllm") is not None:
     vllm_engine.prepare()
@@ -24,3 +27,16 @@ def model_path(tmp_path_factory):
         pytest.skip("vLLM's compiled engine is not installed: make vllm")
     folder = tmp_path_factory.mktemp("models")
     return lambda name: save_model(name, folder)
+
+
+@pytest.fixture
+def warnings(monkeypatch):
+    """What our logger warns of, whatever level vLLM has set since."""
+    said = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())
+    logger = logging.getLogger(LOGGER)
+    monkeypatch.setattr(logger, "level", logging.WARNING)
+    monkeypatch.setattr(logger, "_cache", {})  # levels that were asked for before
+    monkeypatch.setattr(logger, "handlers", [*logger.handlers, handler])
+    return said

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import time
 
@@ -15,18 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import save
 
 from pc.integrations.vllm import hidden_files
-from pc.integrations.vllm.features import LOGGER
 from pc.integrations.vllm.hidden_files import RowsFolder, file_name
-
-
-@pytest.fixture
-def warnings():
-    said = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: said.append(record.getMessage())
-    logging.getLogger(LOGGER).addHandler(handler)
-    yield said
-    logging.getLogger(LOGGER).removeHandler(handler)
 
 
 def rows(value=1.0, count=3, width=4):

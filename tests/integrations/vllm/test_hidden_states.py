@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import logging
 import random
 from unittest import mock
 
@@ -16,7 +15,6 @@ import vllm_engine
 from safetensors import safe_open
 from vllm_steps import Steps, following, rows_of
 
-from pc.integrations.vllm.features import LOGGER
 from pc.integrations.vllm.hidden_files import RowsFolder, file_name
 from pc.integrations.vllm.hidden_states import PromptHiddenStates
 
@@ -66,23 +64,16 @@ def test_a_row_for_each_token(windows, drafts, seed):
     assert (steps.counts["rejected"] > 0) == drafts
 
 
-def test_rows_that_nobody_takes_are_bounded_by_bytes():
+def test_rows_that_nobody_takes_are_bounded_by_bytes(warnings):
     """Those completed first go, with one warning; of a prompt larger than the bound the rows are there."""
     steps = Steps(64, 0, False, 0)
     kept = PromptHiddenStates(steps.runner, steps.scheduler.kv_cache_config, ASKED, waiting_bytes=20_000)
-    warnings = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: warnings.append(record.getMessage())
-    logging.getLogger(LOGGER).addHandler(handler)
-    try:
-        for n in range(30):
-            steps.add(str(n), [n, *range(40)], 1, {ASKED: True})
-            while steps.scheduler.requests:
-                steps.step()
-            held = [tensor for each in kept.waiting.values() for tensor in (each.prompt, *each.rows.values())]
-            assert sum(tensor.nbytes for tensor in held) <= 20_000
-    finally:
-        logging.getLogger(LOGGER).removeHandler(handler)
+    for n in range(30):
+        steps.add(str(n), [n, *range(40)], 1, {ASKED: True})
+        while steps.scheduler.requests:
+            steps.step()
+        held = [tensor for each in kept.waiting.values() for tensor in (each.prompt, *each.rows.values())]
+        assert sum(tensor.nbytes for tensor in held) <= 20_000
     assert len(warnings) == 1
     assert "pc_hidden_states_waiting_bytes" in warnings[0]
     found = kept.take()

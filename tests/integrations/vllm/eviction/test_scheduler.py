@@ -25,11 +25,12 @@ def scheduler_of(llm):
 @pytest.mark.parametrize("policy", ["lru", "default"])
 def test_chosen_by_the_environment(model_path, monkeypatch, policy):
     """lru gives vLLM's own hits too; tight blocks make it evict and preempt."""
-    monkeypatch.setenv("PC_VLLM_POLICY", policy)
     vllm_engine.use_attention(False)
     found = []
     for ours in (False, True):
         vllm_engine.use_eviction(ours)
+        if ours:  # vLLM's own scheduler refuses it
+            monkeypatch.setenv("PC_VLLM_POLICY", policy)
         with vllm_engine.engine(model_path("llama"), num_gpu_blocks_override=12) as (llm, seen):
             assert type(scheduler_of(llm)).__name__ == ("PolicyScheduler" if ours else "Scheduler")
             found.append(vllm_engine.generate(llm, prompts(), max_tokens=30))
