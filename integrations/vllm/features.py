@@ -26,6 +26,7 @@ HIDDEN_STATES_OPTIONS = (
 VLLMS_WORKERS = ("auto", "vllm.v1.worker.cpu_worker.CPUWorker", "vllm.v1.worker.gpu_worker.Worker")
 
 _BACKEND = f"{__package__}.attention.PagedAttentionBackend"
+_LATENT_BACKEND = f"{__package__}.attention.latent.LatentAttentionBackend"
 
 _enabled: set[str] = set()
 
@@ -39,6 +40,8 @@ def _enable_attention() -> None:
     # CUSTOM is what users name elsewhere; vLLM's CPU platform takes CPU_ATTN whatever is named.
     register_backend(AttentionBackendEnum.CUSTOM, _BACKEND)
     register_backend(AttentionBackendEnum.CPU_ATTN, _BACKEND)
+    for name in ("CUSTOM_MLA", "CPU_MLA", "AMX_MLA"):  # the first is new to vLLM
+        register_backend(AttentionBackendEnum.__members__.get(name, name), _LATENT_BACKEND)
     selector._cached_get_attn_backend.cache_clear()  # what earlier engines of this process chose
     follow_common_prefixes()
 
@@ -172,17 +175,19 @@ def _attention_in_use(vllm_config: Any) -> Sequence[str]:
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-    name = "CPU_ATTN" if current_platform.is_cpu() else "CUSTOM"
+    name, path = "CPU_ATTN" if current_platform.is_cpu() else "CUSTOM", _BACKEND
+    if getattr(getattr(vllm_config, "model_config", None), "use_mla", False):
+        name, path = "CPU_MLA" if current_platform.is_cpu() else "CUSTOM_MLA", _LATENT_BACKEND
     try:
-        if AttentionBackendEnum[name].get_path() != _BACKEND:
+        if AttentionBackendEnum[name].get_path() != path:
             return ()
-    except ValueError:  # nothing is registered
+    except (KeyError, ValueError):  # nothing is registered
         return ()
     given = getattr(vllm_config, "attention_config", None)
     chosen = [getattr(given, "backend", None), *(getattr(given, "backend_per_kind", None) or {}).values()]
-    if name == "CUSTOM" and AttentionBackendEnum.CUSTOM not in chosen:
-        return ("attention (not in use: needs --attention-backend CUSTOM)",)
-    return (f"attention (PagedAttentionBackend as {name})",)
+    if name.startswith("CUSTOM") and AttentionBackendEnum[name] not in chosen:
+        return (f"attention (not in use: needs --attention-backend {name})",)
+    return (f"attention ({path.rpartition('.')[2]} as {name})",)
 
 
 def _class_name(given: Any) -> str:

@@ -29,6 +29,9 @@ INTERFACES: dict[str, dict[str, str]] = {
             "fast_build)"
         ),
         "vllm.v1.kv_cache_layout": "KVCacheLayout",
+        "vllm.v1.attention.backends.mla.cpu_mla": (
+            "CPUMLABackend CPUMLAImpl.forward_mqa(q kv_c_and_k_pe_cache attn_metadata layer)"
+        ),
         "vllm.v1.attention.selector": "_cached_get_attn_backend.cache_clear",
         "vllm.v1.worker.gpu_model_runner": "GPUModelRunner._build_attention_metadata(num_reqs for_cudagraph_capture)",
     },

@@ -45,7 +45,8 @@ def use_attention(ours: bool) -> None:
     from pc.integrations.vllm import enable
 
     selector._cached_get_attn_backend.cache_clear()
-    AttentionBackendEnum.CPU_ATTN.clear_override()
+    for backend in ("CPU_ATTN", "CPU_MLA", "AMX_MLA"):
+        AttentionBackendEnum[backend].clear_override()
     if ours:
         enable("attention")
 
@@ -87,7 +88,7 @@ def _kernels_rebound_once() -> Iterator[None]:
 
 @contextlib.contextmanager
 def engine(model: str, **options: Any) -> Iterator[tuple[Any, Counter[str]]]:
-    """An engine, and counts: "attention" (our forward, given a step), "steps", "tokens", "preemptions", "drafts"."""
+    """An engine, and counts: "attention" and "latent" (our forwards), "steps", "tokens", "preemptions", "drafts"."""
     from unittest import mock
 
     from vllm import LLM
@@ -96,13 +97,19 @@ def engine(model: str, **options: Any) -> Iterator[tuple[Any, Counter[str]]]:
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
     from pc.integrations.vllm.attention import PagedAttention
+    from pc.integrations.vllm.attention.latent import LatentAttention
 
     seen: Counter[str] = Counter()
+    decode = LatentAttention.forward_mqa
     forward, preempt, execute = PagedAttention.forward, Scheduler._preempt_request, GPUModelRunner.execute_model
 
     def counted_forward(self, layer, query, key, value, kv_cache, attn_metadata, *args, **kwargs):
         seen["attention"] += attn_metadata is not None
         return forward(self, layer, query, key, value, kv_cache, attn_metadata, *args, **kwargs)
+
+    def counted_decode(self, *args):
+        seen["latent"] += 1
+        return decode(self, *args)
 
     def counted_preempt(self, *args, **kwargs):
         seen["preemptions"] += 1
@@ -117,6 +124,7 @@ def engine(model: str, **options: Any) -> Iterator[tuple[Any, Counter[str]]]:
     with (
         _kernels_rebound_once(),
         mock.patch.object(PagedAttention, "forward", counted_forward),
+        mock.patch.object(LatentAttention, "forward_mqa", counted_decode),
         mock.patch.object(Scheduler, "_preempt_request", counted_preempt),
         mock.patch.object(GPUModelRunner, "execute_model", counted_execute),
     ):

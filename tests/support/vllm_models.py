@@ -20,6 +20,11 @@ SIZES = {
     "pad_token_id": 0,
 }
 WINDOW = 40
+LATENT = {
+    "num_key_value_heads": 4, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 32, "v_head_dim": 32,
+    "q_lora_rank": None, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64,
+    "n_shared_experts": 1, "first_k_dense_replace": 2, "tie_word_embeddings": False,
+}  # fmt: skip
 MODELS = {
     "llama": ("LlamaConfig", {"head_dim": 32}),
     "qwen3": ("Qwen3Config", {"head_dim": 32}),
@@ -56,6 +61,9 @@ MODELS = {
             "tie_word_embeddings": False,
         },
     ),
+    # What vLLM's own kernel for CPUs takes: latent rows of 512 and 64 columns.
+    "deepseek_v2": ("DeepseekV2Config", {**LATENT, "topk_method": "greedy"}),
+    "deepseek_v3": ("DeepseekV3Config", {**LATENT, "q_lora_rank": 64, "topk_group": 1, "n_group": 1}),
     "bloom": ("BloomConfig", {"n_layer": 2, "n_head": 4}),
     "granite_hybrid": (
         "GraniteMoeHybridConfig",

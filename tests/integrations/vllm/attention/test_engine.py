@@ -13,6 +13,7 @@ import vllm_engine
 from vllm_models import WINDOW
 
 import pc
+from pc.integrations.vllm import features
 from pc.triton_ops._triton import INTERPRET
 
 pytestmark = pytest.mark.skipif(INTERPRET, reason="kernels in the interpreter: test_interpreter.py")
@@ -70,6 +71,23 @@ def test_tokens_are_those_of_the_compiled_backend(model_path, name):
     assert seen["attention"] == layers * seen["steps"]
     assert sum(ours["cached"][1]) > 0
     assert seen["preemptions"] > 0
+
+
+@pytest.mark.parametrize("name", ["deepseek_v2", "deepseek_v3"])
+def test_latent_attention(model_path, name):
+    """Tokens are those of vLLM's own kernel; its platform leaves out chunks and prefix caching for such models."""
+    # Where a processor has AMX, vLLM's kernel for it takes bfloat16 alone.
+    path, options = model_path(name), {"max_num_batched_tokens": 512, "block_size": 16, "attention_backend": "CPU_MLA"}
+    found = []
+    for ours in (False, True):
+        vllm_engine.use_attention(ours)
+        with vllm_engine.engine(path, **options) as (llm, seen):
+            found.append([vllm_engine.generate(llm, prompts()), vllm_engine.generate(llm, altered(prompts()[0]))])
+            found[-1].append("LatentAttentionBackend as CPU_MLA" in features.describe(llm.llm_engine.vllm_config))
+        assert not seen["attention"]
+        assert found[-1].pop() == bool(seen["latent"]) == ours
+    assert found[0] == found[1]
+    assert len({str(tokens) for tokens in [found[0][0][0][0], *found[0][1][0]]}) == 6, "tokens depend on the prompt"
 
 
 @pytest.mark.slow
