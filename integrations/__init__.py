@@ -8,17 +8,18 @@ from typing import TYPE_CHECKING, Any
 if __name__ != "pc.integrations":
     raise ImportError(f"import pc.integrations, not {__name__}: a second copy would register its attention twice")
 
-ADAPTERS = ("huggingface", "vllm")
+ADAPTERS = ("huggingface", "sglang", "vllm")
 
 if TYPE_CHECKING:
     from . import huggingface as huggingface
+    from . import sglang as sglang
     from . import vllm as vllm
 else:  # hidden from type checkers, which would take any name for one of Any
 
     def __getattr__(name: str) -> Any:
         if name in ADAPTERS:
             return importlib.import_module(f".{name}", __name__)
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {' and '.join(ADAPTERS)}")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(ADAPTERS)}")
 
 
 def __dir__() -> list[str]:

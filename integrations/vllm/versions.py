@@ -1,15 +1,9 @@
-"""Which vLLM is served: a range of versions, and the interfaces of it that a feature builds on.
-
-vLLM's plugin interfaces carry no promise of stability, so a version in range is not enough: what a feature overrides or
-calls has to be there with the parameters it had.
-"""
+"""Which vLLM is served, and the interfaces of it that each feature builds on."""
 
 from __future__ import annotations
 
-import importlib
-import inspect
-import re
-from typing import Any
+from ..versions import UnsupportedVersionError as UnsupportedVersionError
+from ..versions import check_installed
 
 VERSIONS = {"vllm": ((0, 32), (0, 33)), "vllm_omni": ((0, 30), (0, 30))}
 """By package: the oldest and the newest series that is served."""
@@ -109,18 +103,6 @@ PACKAGES = {"omni": "vllm_omni"}
 """By feature: whose interfaces these are, where it is not vLLM."""
 
 
-class UnsupportedVersionError(RuntimeError):
-    """The installed vLLM is not one that this package was written for.
-
-    Examples:
-        >>> from pc.integrations.vllm import UnsupportedVersionError, check_version
-        >>> try:
-        ...     check_version("attention")
-        ... except UnsupportedVersionError as error:
-        ...     reason = str(error)
-    """
-
-
 def check_version(feature: str) -> None:
     """Checks that the installed vLLM, or vLLM-Omni, is in range and has the interfaces that a feature builds on.
 
@@ -135,45 +117,4 @@ def check_version(feature: str) -> None:
         ...     reason = str(error)  # names the versions that are served
     """
     package = PACKAGES.get(feature, "vllm")
-    oldest, newest = VERSIONS[package]
-    supported = f"{_text(oldest)} to {_text(newest)}"
-    try:
-        version = str(importlib.import_module(package).__version__)
-    except ImportError as error:
-        wanted = f"{package.replace('_', '-')}>={_text(oldest)},<{newest[0]}.{newest[1] + 1}"
-        raise UnsupportedVersionError(f"{package}: not installed, needs {supported}; pip install '{wanted}'") from error
-    if not oldest <= _series(version) <= newest:
-        raise UnsupportedVersionError(f"{package}: got {version}, needs {supported}")
-    where = f"{package} {version} ({feature}; written for {supported})"
-    for holder, members in INTERFACES[feature].items():
-        for name, parameters in re.findall(r"([\w.]+)(?:\(([\w ]+)\))?", members):
-            _check_interface(f"{holder}{'.' if ':' in holder else ':'}{name}", parameters.split(), where)
-
-
-def _text(series: tuple[int, int]) -> str:
-    return ".".join(map(str, series))
-
-
-def _series(version: str) -> tuple[int, ...]:
-    """Major and minor number; a version without them is out of every range."""
-    from packaging.version import InvalidVersion, Version  # which vLLM brings
-
-    try:
-        return Version(version).release[:2]
-    except InvalidVersion:
-        return (0, 0)
-
-
-def _check_interface(name: str, parameters: list[str], where: str) -> None:
-    module, _, path = name.partition(":")
-    try:
-        found: Any = importlib.import_module(module)
-        for part in path.split("."):
-            found = getattr(found, part)
-    except (ImportError, AttributeError) as error:
-        raise UnsupportedVersionError(f"{name}: not there, needed by {where}") from error
-    if parameters:
-        there = inspect.signature(found).parameters
-        missing = [parameter for parameter in parameters if parameter not in there]
-        if missing:
-            raise UnsupportedVersionError(f"{name}: has no {', '.join(missing)}, needed by {where}")
+    check_installed(package, *VERSIONS[package], feature, INTERFACES[feature])

@@ -1,0 +1,61 @@
+"""Which SGLang is served, and the interfaces of it that each feature builds on."""
+
+from __future__ import annotations
+
+from ..versions import UnsupportedVersionError as UnsupportedVersionError
+from ..versions import check_installed
+
+OLDEST = NEWEST = (0, 5, 23)
+"""SGLang changes these interfaces between releases, so each one is served once it has been run."""
+
+INTERFACES: dict[str, dict[str, str]] = {
+    "attention": {
+        "sglang.srt.arg_groups.choices": (
+            "add_attention_backend_choices add_deterministic_attention_backend_choices "
+            "add_radix_supported_deterministic_attention_backend_choices"
+        ),
+        "sglang.srt.layers.attention.attention_registry": "register_attention_backend(name)",
+        "sglang.srt.layers.attention.base_attn_backend:AttentionBackend": (
+            "init_forward_metadata(forward_batch) init_forward_metadata_out_graph(forward_batch in_capture) "
+            "init_forward_metadata_in_graph(forward_batch) init_cuda_graph_state(max_bs max_num_tokens) "
+            "get_cuda_graph_seq_len_fill_value update_verify_buffers_to_fill_after_draft(spec_info cuda_graph_bs) "
+            "forward_extend(q k v layer forward_batch save_kv_cache) "
+            "forward_decode(q k v layer forward_batch save_kv_cache) needs_cpu_seq_lens verify_mask"
+        ),
+        "sglang.srt.layers.attention.verify_mask": "VerifyMask(buffer mode max_bs)",
+        "sglang.srt.layers.radix_attention": (
+            "AttentionType.DECODER RadixAttention(num_heads head_dim scaling num_kv_heads layer_id logit_cap "
+            "v_head_dim sliding_window_size is_cross_attention pos_encoding_mode logit_capping_method attn_type "
+            "use_irope)"
+        ),
+        "sglang.srt.mem_cache.memory_pool": (
+            "KVWriteLoc.for_batch(forward_batch swa_loc) MHATokenToKVPool.get_key_buffer(layer_id) "
+            "MHATokenToKVPool.get_value_buffer(layer_id) "
+            "MHATokenToKVPool.set_kv_buffer(layer loc_info cache_k cache_v k_scale v_scale)"
+        ),
+        "sglang.srt.mem_cache.swa_memory_pool": "SWAKVPool.translate_loc_from_full_to_swa(kv_indices)",
+        "sglang.srt.model_executor.forward_batch_info": (
+            "ForwardBatch(forward_mode batch_size req_pool_indices seq_lens out_cache_loc seq_lens_cpu extend_seq_lens "
+            "extend_seq_lens_cpu positions spec_info encoder_lens) ForwardMode.TARGET_VERIFY"
+        ),
+        "sglang.srt.runtime_context": "get_exec get_parallel",
+        "sglang.srt.speculative.eagle_utils": "TreeMaskMode.QLEN_ONLY default_tree_mask_mode",
+    },
+}
+"""By feature: what it builds on, by module or module:class, and of each name the parameters it relies on."""
+
+
+def check_version(feature: str) -> str:
+    """The version of the installed SGLang, once it is in range and has the interfaces that a feature builds on.
+
+    Raises:
+        UnsupportedVersionError: It is not; says what was found and what is needed.
+
+    Examples:
+        >>> from pc.integrations.sglang import UnsupportedVersionError, check_version
+        >>> try:
+        ...     version = check_version("attention")
+        ... except UnsupportedVersionError as error:
+        ...     reason = str(error)  # names the versions that are served
+    """
+    return check_installed("sglang", OLDEST, NEWEST, feature, INTERFACES[feature])

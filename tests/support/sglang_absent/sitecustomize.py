@@ -1,0 +1,64 @@
+"""Two packages that SGLang imports and a CPU has no use for, as names that can be imported and not used.
+
+With this folder on PYTHONPATH Python imports it in every process that SGLang starts. Whatever is looked up in
+`torchvision` or `sgl_kernel`, where it is not installed, is a class of that name: it can be subclassed, stand in an
+annotation and decorate. Calling it for anything else is an error that names it.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import sys
+from types import ModuleType
+from typing import Any
+
+PACKAGES = ("sgl_kernel", "torchvision")
+
+
+class Absence(type):
+    """The class of absent names."""
+
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return absent(f"{cls.__qualname__}.{name}")
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        if len(args) == 1 and not kwargs and callable(args[0]):
+            return args[0]
+        raise NotImplementedError(f"{cls.__qualname__}: called, and its package is not installed")
+
+
+def absent(path: str) -> Absence:
+    return Absence(path.rpartition(".")[2], (), {"__qualname__": path})
+
+
+class AbsentModule(ModuleType):
+    __version__ = "0.0"
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        value = absent(f"{self.__name__}.{name}")
+        setattr(self, name, value)
+        return value
+
+
+class AbsentFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Stands behind all other finders, so that a package that is installed is the one that is imported."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        if name.partition(".")[0] not in PACKAGES:
+            return None
+        return importlib.machinery.ModuleSpec(name, self, is_package=True)
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
+        return AbsentModule(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        pass
+
+
+sys.meta_path.append(AbsentFinder())
