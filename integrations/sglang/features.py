@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 from collections.abc import Callable
 from typing import Any
 
+from ...cache.policies import POLICIES
 from .versions import check_version
 
 VARIABLE = "PC_SGLANG"
@@ -14,6 +16,9 @@ VARIABLE = "PC_SGLANG"
 
 BACKEND = "pc"
 """What `--attention-backend` takes."""
+
+PREFIX, CORE = "pc_", "pc"
+"""What our policies begin with in `--radix-eviction-policy`, and what SGLang calls the core of the tree under them."""
 
 logger = logging.getLogger("sglang.pc")
 
@@ -39,7 +44,44 @@ def _enable_attention() -> str:
     return f"attention (--attention-backend {BACKEND})"
 
 
-FEATURES: dict[str, Callable[[], str]] = {"attention": _enable_attention}
+def _enable_eviction() -> str:
+    from sglang.srt.arg_groups import choices
+    from sglang.srt.mem_cache import registry, utils
+    from sglang.srt.mem_cache.evict_policy import LRUStrategy
+    from sglang.srt.mem_cache.unified_cache.tree_core_registry import register_tree_core_backend
+
+    names = policy_names()
+    choices.add_radix_eviction_policy_choices(names)
+    utils._EVICTION_POLICY_FACTORIES |= {name: functools.partial(_refuse, name) for name in names}
+    utils._EVICTION_POLICY_FACTORIES[names[0]] = LRUStrategy
+
+    def make_core(params: Any, components: Any) -> Any:
+        from .eviction import PolicyTreeCore
+
+        return PolicyTreeCore(params, components)
+
+    register_tree_core_backend(CORE, make_core)
+    sglangs = registry.default_radix_cache_factory
+
+    def make(context: Any) -> Any:
+        from .eviction import make_cache
+
+        return make_cache(context, sglangs)
+
+    registry.default_radix_cache_factory = make
+    return f"eviction (--radix-eviction-policy {', '.join(names)})"
+
+
+def policy_names() -> list[str]:
+    """What `--radix-eviction-policy` takes of this package, its lru first."""
+    return [f"{PREFIX}{name}" for name in sorted(POLICIES, key=lambda name: (name != "lru", name != "default"))]
+
+
+def _refuse(name: str, **config: Any) -> Any:
+    raise ValueError(f"{name}: got a cache that asks for one leaf at a time, needs SGLang's UnifiedRadixCache")
+
+
+FEATURES: dict[str, Callable[[], str]] = {"attention": _enable_attention, "eviction": _enable_eviction}
 """What `PC_SGLANG` may name; each registers itself and says under which names."""
 
 

@@ -41,6 +41,30 @@ INTERFACES: dict[str, dict[str, str]] = {
         "sglang.srt.runtime_context": "get_exec get_parallel",
         "sglang.srt.speculative.eagle_utils": "TreeMaskMode.QLEN_ONLY default_tree_mask_mode",
     },
+    "eviction": {
+        "sglang.srt.arg_groups.choices": "add_radix_eviction_policy_choices",
+        "sglang.srt.mem_cache.utils": "_EVICTION_POLICY_FACTORIES",
+        "sglang.srt.mem_cache.evict_policy": "LRUStrategy",
+        "sglang.srt.mem_cache.registry": (
+            "default_radix_cache_factory(ctx) create_unified_radix_cache(ctx cache_class) "
+            "TreeCacheBuildContext(params disable_radix_cache enable_hierarchical_cache)"
+        ),
+        "sglang.srt.mem_cache.cache_init_params": (
+            "CacheInitParams(page_size token_to_kv_pool_allocator eviction_policy eviction_policy_config "
+            "tree_core_backend enable_session_radix_cache)"
+        ),
+        "sglang.srt.mem_cache.unified_cache.tree_core_registry": "register_tree_core_backend(name factory)",
+        "sglang.srt.mem_cache.unified_cache.unified_tree_core:UnifiedTreeCore": (
+            "__init__(params components) reset set_hicache_enabled _add_new_node(parent key value) "
+            "_split_node(key child split_len) _remove_leaf_from_parent(node) inc_lock_ref(node_id) "
+            "dec_lock_ref(node_id params) evict_device_start(component_type request_cnt) "
+            "evict_device_next_node(component_type tracker) evict_device_end(component_type) _is_device_leaf(node) "
+            "node_by_id(node_id)"
+        ),
+        "sglang.srt.mem_cache.unified_radix_cache:UnifiedRadixCache": (
+            "__init__(params) checkpoint_into_tree(req up_to) _evict(params)"
+        ),
+    },
 }
 """By feature: what it builds on, by module or module:class, and of each name the parameters it relies on."""
 

@@ -1,7 +1,8 @@
 """Eviction policies of `pc.cache` behind vLLM's block pool, and hints of its callers to them."""
 
+from ...hints import Hint, HintRange, read_hint, retention_hints
 from .pool import PolicyBlockPool, install_policy
-from .scheduler import AsyncPolicyScheduler, Hint, HintRange, PolicyScheduler, read_hint, retention_hints
+from .scheduler import AsyncPolicyScheduler, PolicyScheduler
 
 __all__ = [
     "AsyncPolicyScheduler",

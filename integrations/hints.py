@@ -1,0 +1,149 @@
+"""What callers know of a prompt's future, as engines carry it to an eviction policy.
+
+vLLM and SGLang have an envelope for such hints (`kv_hints`): the arguments of `retention_hints` are the payload of an
+action of the type `retention`, version 1.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+ACTION, VERSION = "retention", "1"
+
+MAX_RANGES = 1024
+"""Of one hint: they are looked at in every step in which its request gets blocks."""
+
+_NUMBERS: dict[str, tuple[Any, float, float, str]] = {
+    "priority": (int, 1, (1 << 31) - 1, f"an integer, 1 to {(1 << 31) - 1}"),
+    "ttl": (int | float, sys.float_info.min, sys.float_info.max, "a number of seconds above 0"),
+    "returns": (int | float, 0, 1, "a number from 0 to 1"),
+    **dict.fromkeys(("start", "end"), (int, -sys.maxsize, sys.maxsize, "an integer")),
+}
+"""By name: type, least and largest value, and how an error says so."""
+
+
+@dataclass(frozen=True)
+class HintRange:
+    """Tokens `[start, end)` of a prompt, to its end where `end` is None, kept with a priority for some seconds."""
+
+    start: int
+    end: int | None
+    priority: int
+    ttl: float | None
+
+
+@dataclass(frozen=True)
+class Hint:
+    """What is known of one request: what to keep, and how likely the conversation goes on soon (None: unknown)."""
+
+    ranges: tuple[HintRange, ...] = ()
+    returns: float | None = None
+
+
+def retention_hints(
+    priority: int | None = None,
+    ttl: float | None = None,
+    token_ranges: Sequence[Mapping[str, Any]] = (),
+    returns: float | None = None,
+) -> dict[str, Any]:
+    """An envelope for SGLang's and vLLM's `kv_hints`, or vLLM's `SamplingParams(extra_args={"kv_hints": ...})`.
+
+    Args:
+        priority: Above 0: blocks of the prompt are kept before those of lower priority.
+        ttl: Seconds after which the priority ends; None: never.
+        token_ranges: `{"start", "end", "priority", "ttl"}` each, instead of the whole prompt; the latter two fall back
+            to the arguments.
+        returns: How likely the conversation goes on soon, 0 to 1.
+
+    Raises ValueError for a value out of range and TypeError for one of another type, by name.
+    """
+    given = {"priority": priority, "ttl": ttl, "token_ranges": [*map(dict, token_ranges)], "returns": returns}
+    payload = {key: value for key, value in given.items() if value not in (None, [])}
+    _read_payload(payload)
+    action = {"action_id": uuid.uuid4().hex, "action_type": ACTION, "action_version": VERSION, "payload": payload}
+    return {"protocol_version": "1", "message_id": uuid.uuid4().hex, "actions": [action]}
+
+
+def read_hint(request: Any) -> Hint | None:
+    """The hint that an engine's request carries: in `kv_hints`, else in its sampling parameters' `extra_args`.
+
+    The envelope may be a string of JSON, since vLLM's server takes none but scalars and lists in `vllm_xargs`. None
+    where there is no hint for an eviction policy; raises as `retention_hints`.
+    """
+    envelope = getattr(request, "kv_hints", None)
+    if envelope is None:
+        extra = getattr(getattr(request, "sampling_params", None), "extra_args", None) or {}
+        envelope = extra.get("kv_hints")
+    if envelope is None:
+        return None
+    if isinstance(envelope, str):  # all that a client of vLLM's server can send
+        try:
+            envelope = json.loads(envelope)
+        except (ValueError, RecursionError) as error:
+            raise TypeError(f"kv_hints: got a string that is no JSON ({error}), needs an envelope") from error
+    hints = [_read_payload(_get(a, "payload")) for a in _get(envelope, "actions") or () if _is_retention(a)]
+    if not hints:
+        return None
+    returns = [hint.returns for hint in hints if hint.returns is not None]
+    return Hint(tuple(each for hint in hints for each in hint.ranges), returns[-1] if returns else None)
+
+
+def _get(holder: Any, name: str) -> Any:
+    """A field of an engine's structs, or of the dictionaries that they are on the wire."""
+    if isinstance(holder, Mapping):
+        return holder.get(name)
+    if isinstance(holder, str | bytes | int | float | Sequence):
+        raise TypeError(f"kv_hints: got {type(holder).__name__}, needs an envelope with {name}")
+    return getattr(holder, name, None)
+
+
+def _is_retention(action: Any) -> bool:
+    return (_get(action, "action_type"), _get(action, "action_version")) == (ACTION, VERSION)
+
+
+def _read_payload(payload: Any) -> Hint:
+    if not isinstance(payload, Mapping):
+        raise TypeError(f"payload: got {type(payload).__name__}, needs a mapping")
+    known = ("priority", "ttl", "token_ranges", "returns")
+    for name in payload:
+        if name not in known:
+            raise ValueError(f"payload: got {name!r}, needs some of {', '.join(known)}")
+    returns, priority, ttl = (_value(payload, name) for name in ("returns", "priority", "ttl"))
+    ranges = payload.get("token_ranges")
+    if ranges is None:
+        ranges = [{"start": 0}] if priority is not None else []
+    if not isinstance(ranges, Sequence) or isinstance(ranges, str | bytes):
+        raise TypeError(f"token_ranges: got {type(ranges).__name__}, needs a list")
+    if len(ranges) > MAX_RANGES:
+        raise ValueError(f"token_ranges: got {len(ranges)}, needs at most {MAX_RANGES}")
+    return Hint(tuple(_read_range(each, priority, ttl) for each in ranges), returns)
+
+
+def _read_range(given: Any, priority: int | None, ttl: float | None) -> HintRange:
+    if not isinstance(given, Mapping):
+        raise TypeError(f"token_ranges: got {type(given).__name__}, needs mappings with start, end, priority, ttl")
+    start, end = _value(given, "start", 0), _value(given, "end")
+    if start < 0 or (end is not None and end < start):
+        raise ValueError(f"token_ranges: got start {start} and end {end}, needs 0 <= start <= end")
+    own = _value(given, "priority", priority)
+    if own is None:
+        raise ValueError("priority: got None, needs one above 0, for each range or for all")
+    return HintRange(start, end, own, _value(given, "ttl", ttl))
+
+
+def _value(given: Mapping[str, Any], name: str, default: Any = None) -> Any:
+    """A number of a payload or of a range, checked."""
+    value = given.get(name)
+    if value is None:
+        return default
+    kind, least, most, needs = _NUMBERS[name]
+    if isinstance(value, bool) or not isinstance(value, kind):
+        raise TypeError(f"{name}: got {type(value).__name__}, needs {needs}")
+    if not least <= value <= most:
+        raise ValueError(f"{name}: got {value}, needs {needs}")
+    return value

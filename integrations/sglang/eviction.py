@@ -1,0 +1,287 @@
+"""An eviction policy of `pc.cache` behind SGLang's radix tree.
+
+SGLang asks a policy of its own for the priority of one leaf at a time, which tells nothing of requests and chains. Here
+the tree's core notifies the policy of pages as they are found, filled and released, and asks it which to evict: of a
+leaf, its end alone where that is enough.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import zlib
+from typing import Any
+
+import numpy as np
+from sglang.srt.mem_cache.unified_cache.components import ComponentType
+from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeCore
+from sglang.srt.mem_cache.unified_cache.unified_tree_core_interface import EvictDeviceNextNodeResult
+from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+
+from ...cache.policies import make_policy
+from ...cache.table import Ids
+from ..hints import read_hint
+from .features import CORE, PREFIX
+from .pages import PageState
+
+logger = logging.getLogger("sglang.pc")
+
+
+class PolicyTreeCore(UnifiedTreeCore):
+    """SGLang's own core of the tree in Python, with a policy in place of its heap of leaves.
+
+    A request's locks tell what it holds: it finds pages when it is admitted, fills some when its prompt or a chunk has
+    been computed, and releases them all at its end. A page that is chosen takes what stands behind it along.
+    """
+
+    def __init__(self, params: Any, components: dict[Any, Any]) -> None:
+        if set(components) != {ComponentType.FULL}:
+            raise ValueError(f"{params.eviction_policy}: got a model with windows or recurrent states, needs neither")
+        self.policy_name = params.eviction_policy.lower().removeprefix(PREFIX)
+        slots = getattr(params.token_to_kv_pool_allocator, "size", None)
+        if not isinstance(slots, int):
+            raise ValueError(f"{params.eviction_policy}: got an allocator without a size, needs SGLang's own")
+        self._num_pages = -(-slots // params.page_size) + 1
+        self.asked = 0
+        self.checkpointing = False
+        super().__init__(dataclasses.replace(params, eviction_policy="lru", eviction_policy_config=None), components)
+
+    def reset(self) -> None:
+        """Also a new policy, which knows nothing."""
+        super().reset()
+        self.pages = PageState(self._num_pages, self.page_size, make_policy(self.policy_name))
+        self._node_of = np.full(self._num_pages, None, object)
+        self._unlocked: dict[int, Any] = {}  # nodes that nobody has locked yet
+        self._untold: list[Any] = []  # nodes locked by requests, of which the policy has not heard yet
+        self._leaves: list[Any] = []
+        self.root_node.pc_pages = np.zeros(0, np.int32)
+        self.root_node.pc_waits = False
+
+    def set_hicache_enabled(self) -> None:
+        """Refused: pages that leave the device go their own ways there."""
+        raise NotImplementedError(f"{PREFIX}{self.policy_name}: a hierarchical cache is not supported")
+
+    def _add_new_node(self, parent: Any, key: Any, *args: Any, **kwargs: Any) -> Any:
+        node = super()._add_new_node(parent, key, *args, **kwargs)
+        raw = np.frombuffer(node.key.raw_token_ids(), np.int64)
+        tokens = raw[: len(raw) // self.page_size * self.page_size].reshape(-1, self.page_size)
+        seed = zlib.crc32(repr((key.extra_key, key.cache_salt)).encode())
+        before = None if parent is self.root_node else parent.pc_pages.item(-1)
+        node.pc_pages = self.pages.fill(tokens[: len(node.key) // self.page_size], before, seed)
+        node.pc_waits = False
+        self._node_of[node.pc_pages] = node
+        self._unlocked[node.id] = node
+        return node
+
+    def _split_node(self, key: Any, child: Any, split_len: int) -> Any:
+        new_node, action = super()._split_node(key, child, split_len)
+        count = split_len // self.page_size
+        new_node.pc_pages, child.pc_pages = child.pc_pages[:count], child.pc_pages[count:]
+        new_node.pc_waits = child.pc_waits
+        self._node_of[new_node.pc_pages] = new_node
+        if child.id in self._unlocked:
+            self._unlocked[new_node.id] = new_node
+        return new_node, action
+
+    def _remove_leaf_from_parent(self, node: Any) -> None:
+        super()._remove_leaf_from_parent(node)
+        ids = node.pc_pages
+        self.pages.empty(ids, ids if node.pc_waits else ids[:0])
+        self._node_of[ids] = None
+        self._unlocked.pop(node.id, None)
+
+    def inc_lock_ref(self, node_id: Any, *args: Any, **kwargs: Any) -> Any:
+        """A request holds the pages up to this node."""
+        result = super().inc_lock_ref(node_id, *args, **kwargs)
+        node = self.node_by_id(node_id)
+        path = self._path(node)
+        if path:
+            self.pages.hold(_pages(path), 1, sum(len(each.pc_pages) for each in path if _locks(each) == 1))
+            for each in path:
+                self._unlocked.pop(each.id, None)
+            if not self.checkpointing:
+                self._untold.append(node)
+            elif any(each.pc_waits for each in path):  # filled meanwhile by another request that is over
+                self._tell([each for each in path if each.pc_waits])
+        return result
+
+    def dec_lock_ref(self, node_id: Any, *args: Any, **kwargs: Any) -> Any:
+        """A request lets go of the pages up to this node."""
+        node = self.node_by_id(node_id)
+        path = self._path(node)
+        result = super().dec_lock_ref(node_id, *args, **kwargs)
+        if path:
+            last = [each for each in path if _locks(each) == 0]
+            self.pages.hold(_pages(path), -1, -sum(len(each.pc_pages) for each in last))
+            if node in self._untold:  # a lock that was taken and given back, as while a request is looked at
+                self._untold.remove(node)
+                self._unlocked |= {each.id: each for each in last if not each.pc_waits}
+            elif self.checkpointing:  # the request goes on with a longer lock
+                self._unlocked |= {each.id: each for each in last}
+            elif last:
+                self._release(last)
+        return result
+
+    def _tell(self, path: list[Any]) -> None:
+        """A request has found these nodes."""
+        waiting = sum(len(each.pc_pages) for each in path if each.pc_waits)
+        for each in path:
+            each.pc_waits = False
+        self.pages.hit(_pages(path), waiting)
+
+    def tell_hit(self, node_id: Any) -> None:
+        """A request is about to fill pages behind this node, which it has found."""
+        node = self.node_by_id(node_id)
+        if node in self._untold:
+            self._untold.remove(node)
+            self._tell(self._path(node))
+
+    def _release(self, nodes: list[Any]) -> None:
+        for node in nodes:
+            node.pc_waits = True
+            self._unlocked.pop(node.id, None)
+        self.pages.release(_pages(nodes))
+
+    def _path(self, node: Any) -> list[Any]:
+        """From below the root to the node."""
+        path = []
+        while node is not self.root_node:
+            path.append(node)
+            node = node.parent
+        return path[::-1]
+
+    def evict_device_start(self, component_type: Any, request_cnt: int) -> None:
+        """SGLang names all that could be evicted; what it asked for is in `asked`."""
+        self._leaves = []
+        for node in self._untold:
+            self._tell(self._path(node))
+        self._untold = []
+        for node in [node for node in self._unlocked.values() if _locks(node) == 0]:
+            self._release([node])
+
+    def evict_device_next_node(self, component_type: Any, tracker: dict[Any, int]) -> Any:
+        """The next leaf to be evicted, None when none is left."""
+        result = EvictDeviceNextNodeResult()
+        while not self._leaves and self.pages.num_waiting:
+            left = max(self.asked - tracker[ComponentType.FULL], 1)
+            self._choose(-(-left // self.page_size))
+        while self._leaves:
+            node = self._leaves.pop()
+            if self._is_device_leaf(node):
+                result.node_id, result.made_progress = node.id, True
+                break
+        return result
+
+    def evict_device_end(self, component_type: Any) -> None:
+        """Leaves that are not needed after all wait again."""
+        for node in reversed(self._leaves):
+            self.pages.refill(node.pc_pages)
+            self._release([node])
+        self._leaves = []
+
+    def _choose(self, count: int) -> None:
+        """Asks the policy for pages; then `_leaves` holds nodes of nothing else, the first to be evicted last."""
+        chosen = self.pages.victims(count)
+        cuts: dict[int, tuple[Any, int]] = {}
+        for page in chosen.tolist():
+            node = self._node_of[page]
+            place = self.pages.prefix_length.item(page) - self.pages.prefix_length.item(node.pc_pages.item(0))
+            cuts[node.id] = node, min(place, cuts.get(node.id, (node, place))[1])
+        gone: dict[int, Any] = {}
+        for node, place in cuts.values():
+            if place:
+                self._split_node(node.key, node, place * self.page_size)
+            stack = [node]
+            while stack:
+                each = stack.pop()
+                gone[each.id] = each
+                stack.extend(each.children.values())
+        order = sorted(gone.values(), key=lambda node: int(self.pages.prefix_length[node.pc_pages[0]]))
+        taken = np.zeros(self._num_pages, np.bool_)
+        taken[chosen] = True
+        for node in order:
+            behind = node.pc_pages[~taken[node.pc_pages]]
+            if node.pc_waits and len(behind):
+                self.pages.num_waiting -= len(behind)
+                self.pages.policy.removed(behind)
+            node.pc_waits = False
+        self._leaves = order
+
+    def told(self, req: Any, finished: bool) -> None:
+        """What a request says of its pages: its caller's hints, and at its end how much it generated."""
+        try:
+            hint = read_hint(req)
+        except (TypeError, ValueError) as error:
+            logger.warning("kv_hints of request %s are not honoured: %s", req.rid, error)
+            hint = None
+        if hint is not None:
+            ids = _pages(self._path(self.node_by_id(req.last_node)))
+            for each in hint.ranges:
+                end = None if each.end is None else -(-each.end // self.page_size)
+                kept = ids[each.start // self.page_size : end]
+                if len(kept):
+                    self.pages.policy.hinted(kept, each.priority, each.ttl)
+        if finished:
+            if hint is not None and hint.returns is not None:
+                self.pages.policy.returning(hint.returns)
+            self.pages.policy.finished(len(req.output_ids))
+
+
+class PolicyRadixCache(UnifiedRadixCache):
+    """SGLang's radix cache over `PolicyTreeCore`, which it tells of requests."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(dataclasses.replace(params, tree_core_backend=CORE))
+        logger.info("eviction by pc's policy %s", type(self.tree_core.pages.policy).__name__)
+
+    def checkpoint_into_tree(self, req: Any, *, up_to: int, **kwargs: Any) -> None:
+        """What a request has computed becomes part of the tree, and stays locked by it."""
+        core = self.tree_core
+        if req.lock is not None:
+            core.tell_hit(req.lock.node)
+        core.checkpointing = True
+        try:
+            super().checkpoint_into_tree(req, up_to=up_to, **kwargs)
+        finally:
+            core.checkpointing = False
+        if req.last_node is not None:
+            core.told(req, req.finished())
+
+    def _evict(self, params: Any, *args: Any, **kwargs: Any) -> Any:
+        self.tree_core.asked = params.num_tokens
+        return super()._evict(params, *args, **kwargs)
+
+
+def _pages(nodes: list[Any]) -> Ids:
+    if len(nodes) == 1:
+        return nodes[0].pc_pages  # type: ignore[no-any-return]
+    return np.concatenate([node.pc_pages for node in nodes]) if nodes else np.zeros(0, np.int32)
+
+
+def _locks(node: Any) -> int:
+    return int(node.component_data[ComponentType.FULL].lock_ref)
+
+
+def make_cache(context: Any, sglangs: Any) -> Any:
+    """The radix cache of an engine: ours for our policies, `sglangs` for its own and for `pc_lru`, which is its lru."""
+    from sglang.srt.mem_cache.registry import create_unified_radix_cache
+    from sglang.srt.runtime_context import get_memory
+
+    params = context.params
+    name = params.eviction_policy.lower()
+    if not name.startswith(PREFIX) or context.disable_radix_cache:
+        return sglangs(context)
+    if name == f"{PREFIX}lru":
+        logger.info("eviction by SGLang's lru, whose order is that of pc's")
+        return sglangs(dataclasses.replace(context, params=dataclasses.replace(params, eviction_policy="lru")))
+    memory = get_memory()
+    given = [
+        option
+        for option in ("enable_lmcache", "enable_flexkv", "enable_unified_cache_external_linker")
+        if getattr(memory, option, False)
+    ]
+    given += ["enable_hierarchical_cache"] if context.enable_hierarchical_cache else []
+    given += ["enable_session_radix_cache"] if params.enable_session_radix_cache else []
+    if given:
+        raise ValueError(f"{name}: got {', '.join(given)}, which this policy does not support")
+    return create_unified_radix_cache(context, cache_class=PolicyRadixCache)
