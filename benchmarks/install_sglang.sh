@@ -1,6 +1,6 @@
 #!/bin/sh
 # Installs SGLang for `make sglang` under $1: its wheel (0.5.23), unpacked, and an environment of what it imports, over the
-# project's own (PYTHON's, which is Python 3.11 or newer). What exists for GPUs alone is left out; tests/support/absent.py
+# project's own (PYTHON's, which is Python 3.11 or newer). What exists for GPUs alone is left out; tests/support/sglang_site
 # stands in for it.
 set -eu
 ROOT=${1:-.peers}

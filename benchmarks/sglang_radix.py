@@ -1,6 +1,6 @@
 """A request trace through SGLang's radix cache without a model: hit rates, and CPU time with each policy.
 
-    PYTHONPATH=tests/support/sglang_absent .peers/sglang-cpu/bin/python -m benchmarks.sglang_radix TRACE
+    PYTHONPATH=tests/support/sglang_site .peers/sglang-cpu/bin/python -m benchmarks.sglang_radix TRACE
 
 Each request is found, locked, given pages of SGLang's allocator, kept by the tree after its prompt and at its end, and
 released, by the calls that SGLang's scheduler makes. Hit rates are of requests one at a time, CPU time of all those

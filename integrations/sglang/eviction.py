@@ -50,7 +50,7 @@ class PolicyTreeCore(UnifiedTreeCore):
         """Also a new policy, which knows nothing."""
         super().reset()
         self.pages = PageState(self._num_pages, self.page_size, make_policy(self.policy_name))
-        self._node_of = np.full(self._num_pages, None, object)
+        self._node_of = np.full(self._num_pages, -1)  # the node of each page, by its id
         self._unlocked: dict[int, Any] = {}  # nodes that nobody has locked yet
         self._untold: list[Any] = []  # nodes locked by requests, of which the policy has not heard yet
         self._leaves: list[Any] = []
@@ -69,7 +69,7 @@ class PolicyTreeCore(UnifiedTreeCore):
         before = None if parent is self.root_node else parent.pc_pages.item(-1)
         node.pc_pages = self.pages.fill(tokens[: len(node.key) // self.page_size], before, seed)
         node.pc_waits = False
-        self._node_of[node.pc_pages] = node
+        self._node_of[node.pc_pages] = node.id
         self._unlocked[node.id] = node
         return node
 
@@ -78,7 +78,7 @@ class PolicyTreeCore(UnifiedTreeCore):
         count = split_len // self.page_size
         new_node.pc_pages, child.pc_pages = child.pc_pages[:count], child.pc_pages[count:]
         new_node.pc_waits = child.pc_waits
-        self._node_of[new_node.pc_pages] = new_node
+        self._node_of[new_node.pc_pages] = new_node.id
         if child.id in self._unlocked:
             self._unlocked[new_node.id] = new_node
         return new_node, action
@@ -87,7 +87,7 @@ class PolicyTreeCore(UnifiedTreeCore):
         super()._remove_leaf_from_parent(node)
         ids = node.pc_pages
         self.pages.empty(ids, ids if node.pc_waits else ids[:0])
-        self._node_of[ids] = None
+        self._node_of[ids] = -1
         self._unlocked.pop(node.id, None)
 
     def inc_lock_ref(self, node_id: Any, *args: Any, **kwargs: Any) -> Any:
@@ -182,13 +182,17 @@ class PolicyTreeCore(UnifiedTreeCore):
     def _choose(self, count: int) -> None:
         """Asks the policy for pages; then `_leaves` holds nodes of nothing else, the first to be evicted last."""
         chosen = self.pages.victims(count)
-        cuts: dict[int, tuple[Any, int]] = {}
-        for page in chosen.tolist():
-            node = self._node_of[page]
-            place = self.pages.prefix_length.item(page) - self.pages.prefix_length.item(node.pc_pages.item(0))
-            cuts[node.id] = node, min(place, cuts.get(node.id, (node, place))[1])
+        numbers = self._node_of[chosen]
+        order = numbers.argsort(kind="stable")
+        numbers = numbers[order]
+        starts = np.flatnonzero(np.diff(numbers, prepend=-1))
+        firsts = np.minimum.reduceat(self.pages.prefix_length[chosen[order]], starts) if len(starts) else starts
+        cuts = []
+        for number, first in zip(numbers[starts].tolist(), firsts.tolist(), strict=True):
+            node = self.node_by_id(number)
+            cuts.append((node, first - self.pages.prefix_length.item(node.pc_pages.item(0))))
         gone: dict[int, Any] = {}
-        for node, place in cuts.values():
+        for node, place in cuts:
             if place:
                 self._split_node(node.key, node, place * self.page_size)
             stack = [node]
@@ -196,16 +200,19 @@ class PolicyTreeCore(UnifiedTreeCore):
                 each = stack.pop()
                 gone[each.id] = each
                 stack.extend(each.children.values())
-        order = sorted(gone.values(), key=lambda node: int(self.pages.prefix_length[node.pc_pages[0]]))
+        length = self.pages.prefix_length
+        leaves = sorted(
+            gone.values(), key=lambda node: length.item(node.pc_pages.item(0))
+        )  # behind comes what is deeper
         taken = np.zeros(self._num_pages, np.bool_)
         taken[chosen] = True
-        for node in order:
+        for node in leaves:
             behind = node.pc_pages[~taken[node.pc_pages]]
             if node.pc_waits and len(behind):
                 self.pages.num_waiting -= len(behind)
                 self.pages.policy.removed(behind)
             node.pc_waits = False
-        self._leaves = order
+        self._leaves = leaves
 
     def told(self, req: Any, finished: bool) -> None:
         """What a request says of its pages: its caller's hints, and at its end how much it generated."""

@@ -1,4 +1,4 @@
-"""Tiny models for vLLM's engine, saved where it can load them; their tokens change with any token of the prompt."""
+"""Tiny models for engines, saved where they can load them; their tokens change with any token of the prompt."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ LATENT = {
 }  # fmt: skip
 MODELS = {
     "llama": ("LlamaConfig", {"head_dim": 32}),
+    "llama64": ("LlamaConfig", {"head_dim": 64}),
     "qwen3": ("Qwen3Config", {"head_dim": 32}),
     "mistral": ("MistralConfig", {"head_dim": 32, "sliding_window": WINDOW}),
     "gemma2": (

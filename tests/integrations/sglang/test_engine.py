@@ -1,0 +1,113 @@
+"""SGLang's own engine, scheduler and pools with our attention and eviction: the tokens of its own."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+
+import pytest
+
+pytest.importorskip("sglang", reason="sglang is not installed: make sglang")
+
+import sglang_engine
+from vllm_models import save_model
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return save_model("llama64", tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture(scope="module")
+def found(model, tmp_path_factory):
+    """Answers of the engine with its own parts, with ours, and what ours were counted to do."""
+    folder = tmp_path_factory.mktemp("answers")
+    own, _ = sglang_engine.answers(model, folder, ours=False)
+    ours, counts = sglang_engine.answers(model, folder, ours=True)
+    return own, ours, counts
+
+
+@pytest.mark.parametrize("case", ["prefix_hits", "chunks", "together", "full_cache", "evicted", "aborts", "streams"])
+def test_answers_are_those_of_torch_native(found, case):
+    own, ours, _ = found
+    assert own[case] == ours[case]
+
+
+def test_cases_are_what_they_say(found):
+    """Prefixes hit, chunks and mixed steps, retraction, eviction, and all of it in our forward."""
+    _, ours, counts = found
+    assert [each[0][1] for each in ours["prefix_hits"]] == [0, 48, 32]
+    assert ours["chunks"][1][0][1] == 288
+    assert ours["aborts"][0] == "abort"
+    assert len(ours["streams"]) == 6
+    steps = sum(counts[f"step {mode}"] for mode in ("EXTEND", "MIXED", "DECODE"))
+    assert counts["layer"] == 2 * steps > 0
+    assert counts["step EXTEND"] > 0
+    assert counts["step MIXED"] > 0
+    assert counts["step DECODE"] > 0
+    assert counts["retraction"] > 0
+    assert counts["eviction"] > 0
+
+
+def free_port():
+    with socket.socket() as each:
+        each.bind(("127.0.0.1", 0))
+        return each.getsockname()[1]
+
+
+def test_streaming_through_the_server(model, found, tmp_path):
+    """`sglang serve` with the plugin chosen by its own options; the server says what is active."""
+    port, log = free_port(), tmp_path / "server.log"
+    options = {name: value for name, value in sglang_engine.OPTIONS.items() if name != "max_total_tokens"}
+    options |= {"model_path": model, "attention_backend": "pc", "radix_eviction_policy": "pc_default"}
+    options |= {"host": "127.0.0.1", "port": port, "log_level": "info", "max_total_tokens": 1024}
+    command = [sys.executable, "-m", "sglang.launch_server"]
+    for name, value in options.items():
+        flag = f"--{name.replace('_', '-')}"
+        command += [flag] if value is True else [flag, str(value)]
+    with log.open("w") as file:
+        server = subprocess.Popen(
+            command, env=sglang_engine.environment(None, True), stdout=file, stderr=file, start_new_session=True
+        )
+    try:
+        wait_for(f"http://127.0.0.1:{port}/health", server, log)
+        body = {"input_ids": sglang_engine.prompt(90, 30), "stream": True}
+        body["sampling_params"] = {"temperature": 0, "max_new_tokens": 6, "ignore_eos": True}
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{port}/generate", json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            lines = [line.decode().strip().removeprefix("data: ") for line in answer if line.strip()]
+        assert lines[-1] == "[DONE]"
+        tokens = [json.loads(line)["output_ids"][-1] for line in lines[:-1]]
+        assert tokens == found[0]["streams"]
+        said = log.read_text()
+        assert "sglang 0.5.23: attention (--attention-backend pc); eviction (" in said
+        assert "attention by pc's backend" in said
+        assert "eviction by pc's policy Hazard" in said
+    finally:
+        server.send_signal(signal.SIGTERM)
+        try:
+            server.wait(30)
+        except subprocess.TimeoutExpired:
+            server.kill()
+            server.wait()
+
+
+def wait_for(url, server, log):
+    for _ in range(240):
+        assert server.poll() is None, log.read_text()[-4000:]
+        try:
+            with urllib.request.urlopen(url, timeout=5) as answer:
+                if answer.status == 200:
+                    return
+        except OSError:
+            time.sleep(1)
+    raise AssertionError(log.read_text()[-4000:])

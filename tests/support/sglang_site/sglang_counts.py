@@ -1,0 +1,35 @@
+"""Counts what happens in SGLang's scheduler process, where a test sees nothing: a plugin that is on the tests' path."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+VARIABLE = "SGLANG_COUNTS"
+"""A file that gets a line for each event; without it nothing is counted."""
+
+
+def register() -> None:
+    path = os.environ.get(VARIABLE)
+    if not path:
+        return
+    from sglang.srt.managers.schedule_batch import ScheduleBatch
+
+    from pc.integrations.sglang.attention import PagedAttentionBackend
+    from pc.integrations.sglang.eviction import PolicyTreeCore
+
+    file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+
+    def count(holder: Any, name: str, what: Any) -> None:
+        called = getattr(holder, name)
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            os.write(file, f"{what(*args) if callable(what) else what}\n".encode())
+            return called(*args, **kwargs)
+
+        setattr(holder, name, counted)
+
+    count(PagedAttentionBackend, "init_forward_metadata", lambda self, batch: f"step {batch.forward_mode.name}")
+    count(PagedAttentionBackend, "_attend", "layer")
+    count(PolicyTreeCore, "_choose", "eviction")
+    count(ScheduleBatch, "retract_decode", "retraction")
