@@ -25,6 +25,7 @@ OPTIONS: dict[str, Any] = {
     "enable_mixed_chunk": True,
     "max_total_tokens": 640,
     "max_running_requests": 16,
+    "schedule_conservativeness": 0.05,
     "disable_cuda_graph": True,
     "random_seed": 0,
     "watchdog_timeout": 300,
@@ -91,7 +92,7 @@ class Cases:
 
     def full_cache(self) -> Any:
         """More than the pool holds: requests are retracted and come back."""
-        return [tokens for tokens, _ in self.ask([prompt(40 + n, 33) for n in range(16)], 40)]
+        return [tokens for tokens, _ in self.ask([prompt(40 + n, 33) for n in range(16)], 40, ignore_eos=False)]
 
     def evicted(self) -> Any:
         """What is cached changes with the policy, what is answered does not."""

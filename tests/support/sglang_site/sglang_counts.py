@@ -33,3 +33,4 @@ def register() -> None:
     count(PagedAttentionBackend, "_attend", "layer")
     count(PolicyTreeCore, "_choose", "eviction")
     count(ScheduleBatch, "retract_decode", "retraction")
+    count(ScheduleBatch, "mix_with_running", "mixed step")  # backends are told of it as of an EXTEND
