@@ -32,7 +32,7 @@ PY
     fetch "$ENV/bin/pip" install --quiet pip numpy xxhash msgspec pyzmq pydantic psutil orjson pybase64 pillow requests aiohttp \
         fastapi uvicorn uvloop tqdm regex transformers==5.19.0 prometheus-client setproctitle IPython python-multipart scipy \
         sentencepiece tiktoken openai==2.8.0 partial_json_parser numba einops gguf kernels==0.14.1 datasets modelscope \
-        interegular distro watchfiles py-spy nvidia-ml-py easydict blobfile zstandard ninja loguru
+        interegular distro watchfiles py-spy nvidia-ml-py easydict blobfile zstandard ninja loguru soundfile
     fetch "$ENV/bin/pip" install --quiet --no-deps compressed-tensors==0.18.0 apache-tvm-ffi==0.1.11 outlines==0.1.11 \
         xgrammar==0.2.7
     touch "$ENV/.ready"

@@ -47,21 +47,11 @@ class Run(NamedTuple):
 def make_cache(policy: str, core: str, num_pages: int, at_once: int, longest: int) -> Any:
     """SGLang's radix cache over its own paged allocator: with its own policy on the core named, or with ours."""
     from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
-    from sglang.srt.mem_cache.cache_init_params import CacheInitParams
     from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
-    from sglang.srt.mem_cache.unified_cache.components import ComponentType
     from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
     allocator = PagedTokenToKVPoolAllocator(num_pages * PAGE, PAGE, torch.float16, "cpu", None, False)
-    params = CacheInitParams(
-        disable=False,
-        req_to_token_pool=ReqToTokenPool(at_once, longest, "cpu", False),
-        token_to_kv_pool_allocator=allocator,
-        page_size=PAGE,
-        eviction_policy=policy,
-        tree_components=(ComponentType.FULL,),
-        tree_core_backend=core,
-    )
+    params = init_params(policy, core, allocator, ReqToTokenPool(at_once, longest, "cpu", False))
     if core != "pc":
         return UnifiedRadixCache(params)
     from pc.integrations.sglang import enable
@@ -69,6 +59,22 @@ def make_cache(policy: str, core: str, num_pages: int, at_once: int, longest: in
 
     enable("eviction")
     return PolicyRadixCache(params)
+
+
+def init_params(policy: str, core: str | None, allocator: Any, table: Any) -> Any:
+    """What SGLang makes a radix cache of, for a model of full attention alone."""
+    from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+    from sglang.srt.mem_cache.unified_cache.components import ComponentType
+
+    return CacheInitParams(
+        disable=False,
+        req_to_token_pool=table,
+        token_to_kv_pool_allocator=allocator,
+        page_size=PAGE,
+        eviction_policy=policy,
+        tree_components=(ComponentType.FULL,),
+        tree_core_backend=core,
+    )
 
 
 class Request:

@@ -28,8 +28,8 @@ class UnsupportedVersionError(RuntimeError):
     """
 
 
-def check_installed(package: str, oldest: Series, newest: Series, feature: str, interfaces: Mapping[str, str]) -> str:
-    """The version of an installed package, once it is in range and has the interfaces that a feature builds on.
+def check_installed(package: str, oldest: Series, newest: Series, feature: str, interfaces: Mapping[str, str]) -> None:
+    """Checks that an installed package is in range and has the interfaces that a feature builds on.
 
     Args:
         package: The package as it is imported.
@@ -53,7 +53,6 @@ def check_installed(package: str, oldest: Series, newest: Series, feature: str, 
     for holder, members in interfaces.items():
         for name, parameters in re.findall(r"([\w.]+)(?:\(([\w ]+)\))?", members):
             _check_interface(f"{holder}{'.' if ':' in holder else ':'}{name}", parameters.split(), where)
-    return version
 
 
 def _text(series: Series) -> str:

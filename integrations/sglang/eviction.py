@@ -21,7 +21,7 @@ from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from ...cache.policies import make_policy
 from ...cache.table import Ids
 from ..hints import read_hint
-from .features import CORE, PREFIX
+from .features import CORE, PREFIX, announce
 from .pages import PageState
 
 logger = logging.getLogger("sglang.pc")
@@ -36,7 +36,7 @@ class PolicyTreeCore(UnifiedTreeCore):
 
     def __init__(self, params: Any, components: dict[Any, Any]) -> None:
         if set(components) != {ComponentType.FULL}:
-            raise ValueError(f"{params.eviction_policy}: got a model with windows or recurrent states, needs neither")
+            raise ValueError(f"{params.eviction_policy}: got {len(components)} components, needs full attention alone")
         self.policy_name = params.eviction_policy.lower().removeprefix(PREFIX)
         slots = getattr(params.token_to_kv_pool_allocator, "size", None)
         if not isinstance(slots, int):
@@ -190,9 +190,10 @@ class PolicyTreeCore(UnifiedTreeCore):
         cuts = []
         for number, first in zip(numbers[starts].tolist(), firsts.tolist(), strict=True):
             node = self.node_by_id(number)
-            cuts.append((node, first - self.pages.prefix_length.item(node.pc_pages.item(0))))
+            cuts.append((first, node))
         gone: dict[int, Any] = {}
-        for node, place in cuts:
+        for first, node in sorted(cuts, key=lambda cut: -cut[0]):  # what is cut again goes along with what is before it
+            place = first - self.pages.prefix_length.item(node.pc_pages.item(0))
             if place:
                 self._split_node(node.key, node, place * self.page_size)
             stack = [node]
@@ -239,7 +240,7 @@ class PolicyRadixCache(UnifiedRadixCache):
 
     def __init__(self, params: Any) -> None:
         super().__init__(dataclasses.replace(params, tree_core_backend=CORE))
-        logger.info("eviction by pc's policy %s", type(self.tree_core.pages.policy).__name__)
+        announce(f"eviction by {params.eviction_policy} ({type(self.tree_core.pages.policy).__name__})")
 
     def checkpoint_into_tree(self, req: Any, *, up_to: int, **kwargs: Any) -> None:
         """What a request has computed becomes part of the tree, and stays locked by it."""
@@ -279,7 +280,7 @@ def make_cache(context: Any, sglangs: Any) -> Any:
     if not name.startswith(PREFIX) or context.disable_radix_cache:
         return sglangs(context)
     if name == f"{PREFIX}lru":
-        logger.info("eviction by SGLang's lru, whose order is that of pc's")
+        announce("eviction by pc_lru (SGLang's own, whose order is that of ours)")
         return sglangs(dataclasses.replace(context, params=dataclasses.replace(params, eviction_policy="lru")))
     memory = get_memory()
     given = [
@@ -287,8 +288,10 @@ def make_cache(context: Any, sglangs: Any) -> Any:
         for option in ("enable_lmcache", "enable_flexkv", "enable_unified_cache_external_linker")
         if getattr(memory, option, False)
     ]
+    given += ["a model with sliding windows"] if context.is_hybrid_swa else []
+    given += ["a model with recurrent states"] if context.is_hybrid_ssm else []
     given += ["enable_hierarchical_cache"] if context.enable_hierarchical_cache else []
     given += ["enable_session_radix_cache"] if params.enable_session_radix_cache else []
     if given:
-        raise ValueError(f"{name}: got {', '.join(given)}, which this policy does not support")
+        raise ValueError(f"{name}: got {', '.join(given)}, needs an engine without")
     return create_unified_radix_cache(context, cache_class=PolicyRadixCache)

@@ -36,8 +36,9 @@ def _enable_attention() -> str:
     def make(runner: Any) -> Any:
         from .attention import PagedAttentionBackend
 
-        logger.info("attention by pc's backend")
-        return PagedAttentionBackend(runner)
+        backend = PagedAttentionBackend(runner)
+        announce(f"attention by {type(backend).__name__}")
+        return backend
 
     register_attention_backend(BACKEND)(make)
 
@@ -107,13 +108,21 @@ def enable(*names: str) -> None:
         if name not in FEATURES:
             raise ValueError(f"{VARIABLE}: got {name!r}, needs some of {', '.join(FEATURES)}")
     new = [name for name in dict.fromkeys(names) if name not in _enabled]
-    versions = [check_version(name) for name in new]
-    if new:
-        from ... import __version__
+    for name in new:
+        check_version(name)
+    active = [FEATURES[name]() for name in new]
+    _enabled.update(new)
+    if active:
+        announce(f"registered {'; '.join(active)}")
 
-        active = [FEATURES[name]() for name in new]
-        _enabled.update(new)
-        logger.info("pc %s, sglang %s: %s", __version__, versions[0], "; ".join(active))
+
+def announce(what: str) -> None:
+    """Says in the log what is active, and beside which SGLang; some of its processes have none yet when they start."""
+    import sglang
+
+    from ... import __version__
+
+    logger.info("pc %s, sglang %s: %s", __version__, sglang.__version__, what)
 
 
 def enable_by_environment() -> None:

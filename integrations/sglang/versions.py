@@ -69,8 +69,8 @@ INTERFACES: dict[str, dict[str, str]] = {
 """By feature: what it builds on, by module or module:class, and of each name the parameters it relies on."""
 
 
-def check_version(feature: str) -> str:
-    """The version of the installed SGLang, once it is in range and has the interfaces that a feature builds on.
+def check_version(feature: str) -> None:
+    """Checks that the installed SGLang is in range and has the interfaces that a feature builds on.
 
     Raises:
         UnsupportedVersionError: It is not; says what was found and what is needed.
@@ -78,8 +78,8 @@ def check_version(feature: str) -> str:
     Examples:
         >>> from pc.integrations.sglang import UnsupportedVersionError, check_version
         >>> try:
-        ...     version = check_version("attention")
+        ...     check_version("attention")
         ... except UnsupportedVersionError as error:
         ...     reason = str(error)  # names the versions that are served
     """
-    return check_installed("sglang", OLDEST, NEWEST, feature, INTERFACES[feature])
+    check_installed("sglang", OLDEST, NEWEST, feature, INTERFACES[feature])

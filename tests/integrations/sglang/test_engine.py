@@ -14,8 +14,11 @@ import pytest
 
 pytest.importorskip("sglang", reason="sglang is not installed: make sglang")
 
+import sglang
 import sglang_engine
 from vllm_models import save_model
+
+import pc
 
 pytestmark = pytest.mark.slow
 
@@ -89,9 +92,8 @@ def test_streaming_through_the_server(model, found, tmp_path):
         tokens = [json.loads(line)["output_ids"][-1] for line in lines[:-1]]
         assert tokens == found[0]["streams"]
         said = log.read_text()
-        assert "sglang 0.5.23: attention (--attention-backend pc); eviction (" in said
-        assert "attention by pc's backend" in said
-        assert "eviction by pc's policy Hazard" in said
+        assert f"pc {pc.__version__}, sglang {sglang.__version__}: attention by PagedAttentionBackend" in said
+        assert f"sglang {sglang.__version__}: eviction by pc_default (Hazard)" in said
     finally:
         server.send_signal(signal.SIGTERM)
         try:

@@ -1,0 +1,195 @@
+"""Our policies behind SGLang's radix cache and its allocator, through the calls of its scheduler, without a model."""
+
+from __future__ import annotations
+
+import dataclasses
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+pytest.importorskip("sglang", reason="sglang is not installed: make sglang")
+
+from sglang_traffic import Traffic, conversations
+
+from benchmarks import sglang_radix
+from pc.cache.replay import replay
+from pc.integrations.hints import retention_hints
+from pc.integrations.sglang import enable
+
+POOL = 128
+"""Pages: four requests fit, and little beside them."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _registered():
+    enable("eviction")
+
+
+@pytest.mark.parametrize("policy", ["pc_default", "pc_lru", "pc_segmented", "pc_fifo", "pc_priority"])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_random_traffic_conserves_everything(policy, seed):
+    traffic = Traffic(policy, "pc", POOL, seed)
+    for blocks in conversations(seed, 150).requests:
+        traffic.step(blocks.tolist())
+        traffic.check()
+    while traffic.running:
+        traffic.end(traffic.running[0])
+    traffic.check()
+    assert sum(traffic.hits) > 0
+    cache = traffic.cache
+    assert cache.full_protected_size() == 0
+    free = cache.token_to_kv_pool_allocator.available_size()
+    assert free + cache.full_evictable_size() == POOL * sglang_radix.PAGE
+
+
+def test_everything_can_be_evicted_and_the_tree_begins_anew():
+    from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+
+    traffic = Traffic("pc_default", "pc", POOL, 0)
+    for blocks in conversations(0, 30).requests:
+        traffic.step(blocks.tolist())
+    while traffic.running:
+        traffic.end(traffic.running[0])
+    traffic.cache.evict(EvictParams(num_tokens=1 << 20))
+    traffic.check()
+    assert traffic.cache.token_to_kv_pool_allocator.available_size() == POOL * sglang_radix.PAGE
+    traffic.cache.reset()
+    traffic.cache.token_to_kv_pool_allocator.clear()
+    for blocks in conversations(1, 30).requests:
+        traffic.step(blocks.tolist())
+        traffic.check()
+
+
+@pytest.mark.parametrize("policy", ["lru", "default", "segmented"])
+def test_hits_are_those_of_a_replay(policy):
+    """One request at a time; within what SGLang's last token, whose page is its own, changes."""
+    trace = conversations(3, 300)
+    found = sglang_radix.run(trace, f"pc_{policy}", "pc", 150, 1, 1, 1)
+    assert found.hit_rate == pytest.approx(replay(trace, policy, 148).hit_rate, rel=0.02)
+
+
+def test_half_of_a_leaf_is_enough():
+    """Where a few pages are asked for, the end of a long prompt goes and its front stays."""
+    traffic = Traffic("pc_lru", "pc", 32, 0, at_once=1)
+    traffic.rand = SimpleNamespace(random=lambda: 0.5, randrange=lambda n: 0, randint=lambda a, b: 1)
+    traffic.step(list(range(20)))
+    traffic.step(list(range(100, 115)))
+    traffic.step(list(range(20)))
+    traffic.check()
+    page = sglang_radix.PAGE
+    assert traffic.hits == [0, 0, 16 * page]
+    whole = Traffic.__new__(Traffic)
+    whole.__dict__ |= traffic.__dict__ | {"cache": sglang_radix.make_cache("lru", "python", 32, 1, 1 << 12)}
+    whole.hits, whole.running, whole.rows = [], [], [1]
+    for blocks in (range(20), range(100, 115), range(20)):
+        whole.step(list(blocks))
+    assert whole.hits == [0, 0, 0]
+
+
+def context(policy, **changes):
+    """What SGLang makes a radix cache of."""
+    from sglang.srt.mem_cache.registry import TreeCacheBuildContext
+
+    made = sglang_radix.make_cache("lru", "python", POOL, 4, 1 << 12)
+    fields = {field.name: None for field in dataclasses.fields(TreeCacheBuildContext)}
+    fields |= dict.fromkeys(
+        ("is_hybrid_swa", "is_hybrid_ssm", "enable_hierarchical_cache", "disable_radix_cache"), False
+    )
+    params = sglang_radix.init_params(policy, None, made.token_to_kv_pool_allocator, made.req_to_token_pool)
+    return TreeCacheBuildContext(**fields | {"params": params} | changes)
+
+
+@pytest.fixture
+def make(monkeypatch):
+    """SGLang's choice of a radix cache with ours before it; and what was left to SGLang."""
+    from sglang.srt.mem_cache import registry
+
+    from pc.integrations.sglang.eviction import make_cache
+
+    memory = SimpleNamespace(enable_lmcache=False, enable_flexkv=False, enable_unified_cache_external_linker=False)
+    monkeypatch.setattr("sglang.srt.runtime_context.get_memory", lambda: memory)
+    monkeypatch.setattr(registry, "get_memory", lambda: memory)
+    none = SimpleNamespace(disaggregation_decode_retraction_backup=None)
+    monkeypatch.setattr(registry, "get_disagg", lambda: none)
+    return lambda each: make_cache(each, registry.create_unified_radix_cache)
+
+
+def test_pc_lru_evicts_as_sglangs_lru(make):
+    """The same object that SGLang makes for its own, and so the same evictions, here seen on a trace."""
+    ours, own = (make(context(policy)) for policy in ("pc_lru", "lru"))
+    assert type(ours) is type(own)
+    assert type(ours.tree_core) is type(own.tree_core)
+    found = []
+    for cache in (ours, own):
+        traffic = Traffic("lru", "python", POOL, 5)
+        traffic.cache = cache
+        for blocks in conversations(5, 200).requests:
+            traffic.step(blocks.tolist())
+            traffic.hits.append(int(cache.token_to_kv_pool_allocator.available_size()))
+        found.append(traffic.hits)
+    assert found[0] == found[1]
+    assert sum(found[0][::2]) > 0
+
+
+def test_ours_is_chosen_by_the_policys_name_alone(make):
+    from pc.integrations.sglang.eviction import PolicyRadixCache
+
+    assert type(make(context("pc_default"))) is PolicyRadixCache
+    assert type(make(context("lru"))) is not PolicyRadixCache
+    off = context("pc_default", disable_radix_cache=True)
+    off.params.disable = True
+    assert type(make(off)) is not PolicyRadixCache
+
+
+def test_what_is_not_served_is_refused(make):
+    from sglang.srt.mem_cache.utils import get_eviction_strategy
+
+    with pytest.raises(ValueError, match="pc_default: got enable_hierarchical_cache"):
+        make(context("pc_default", enable_hierarchical_cache=True))
+    with pytest.raises(ValueError, match="pc_default: got a model with sliding windows, needs"):
+        make(context("pc_default", is_hybrid_swa=True))
+    with pytest.raises(ValueError, match="pc_default: got a cache that asks for one leaf at a time"):
+        get_eviction_strategy("pc_default")
+
+
+def test_hints_of_callers_reach_the_policy():
+    """SGLang carries the same envelope as vLLM; pages with a priority outlive younger ones."""
+    page = sglang_radix.PAGE
+    for hinted in (False, True):
+        traffic = Traffic("pc_priority", "pc", 32, 0, at_once=1)
+        traffic.rand = SimpleNamespace(random=lambda: 0.5, randrange=lambda n: 0, randint=lambda a, b: 1)
+        kept = sglang_radix.Request(0, np.append(np.arange(10 * page), 1 << 30), np.array([1]), 1)
+        if hinted:
+            kept.kv_hints = retention_hints(priority=5)
+        sglang_radix.admit(traffic.cache, kept)
+        sglang_radix.compute(traffic.cache, kept)
+        sglang_radix.finish(traffic.cache, kept)
+        for begin in (100, 200, 300):
+            traffic.step(list(range(begin, begin + 18)))
+        traffic.step(list(range(10)))
+        assert traffic.hits[-1] == (10 * page if hinted else 0)
+        traffic.check()
+
+
+def test_a_hint_that_cannot_be_read_is_said_and_passed_over(caplog):
+    traffic = Traffic("pc_default", "pc", 32, 0, at_once=1)
+    request = sglang_radix.Request(0, np.arange(33), np.array([1]), 1)
+    request.kv_hints = retention_hints(priority=5)
+    request.kv_hints["actions"][0]["payload"]["priority"] = "high"
+    sglang_radix.admit(traffic.cache, request)
+    with caplog.at_level("WARNING", "sglang.pc"):
+        sglang_radix.compute(traffic.cache, request)
+    assert "kv_hints of request 0 are not honoured: priority: got str" in caplog.text
+
+
+def test_a_policy_that_chooses_badly_is_an_error():
+    from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+
+    traffic = Traffic("pc_lru", "pc", 32, 0, at_once=1)
+    traffic.rand = SimpleNamespace(random=lambda: 0.5, randrange=lambda n: 0, randint=lambda a, b: 1)
+    traffic.step(list(range(8)))
+    traffic.end(traffic.running[0])
+    traffic.cache.tree_core.pages.policy.victims = lambda count: np.zeros(0, np.int32)
+    with pytest.raises(RuntimeError, match=r"LRU\.victims: got 0 pages, needs 1"):
+        traffic.cache.evict(EvictParams(num_tokens=1))
