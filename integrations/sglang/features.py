@@ -64,10 +64,10 @@ def _enable_eviction() -> str:
     register_tree_core_backend(CORE, make_core)
     sglangs = registry.default_radix_cache_factory
 
-    def make(context: Any) -> Any:
+    def make(ctx: Any) -> Any:
         from .eviction import make_cache
 
-        return make_cache(context, sglangs)
+        return make_cache(ctx, sglangs)
 
     registry.default_radix_cache_factory = make
     return f"eviction (--radix-eviction-policy {', '.join(names)})"

@@ -72,8 +72,8 @@ def prompt(seed: int, length: int) -> list[int]:
 class Cases:
     """Each method is a case; their names are the answers'."""
 
-    def __init__(self, engine: Any) -> None:
-        self.engine = engine
+    def __init__(self, engine: Any, model: str) -> None:
+        self.engine, self.model = engine, model
 
     def ask(self, prompts: list[list[int]], tokens: int = 8, **params: Any) -> Any:
         sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True, **params}
@@ -114,19 +114,33 @@ class Cases:
         reason = self.engine.loop.run_until_complete(cut())
         return [reason, [tokens for tokens, _ in self.ask([prompt(80, 40)], 8)]]
 
+    def text(self) -> Any:
+        """Questions behind one text."""
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(self.model)
+        text = "The cache keeps keys and values of tokens that were computed before, so that prompts which begin alike "
+        text += "need not be computed again. Blocks that nobody uses are evicted when others need their place. "
+        asked = [text + each for each in ("The cache keeps", "Blocks are evicted when", "Prompts which begin alike")]
+        return [self.ask([tokenizer(each).input_ids], 16) for each in asked]
+
     def streams(self) -> Any:
         params = {"temperature": 0, "max_new_tokens": 6, "ignore_eos": True}
         parts = self.engine.generate(input_ids=prompt(90, 30), sampling_params=params, stream=True)
         return [part["output_ids"][-1] for part in parts]
 
 
+ALWAYS = ("prefix_hits", "chunks", "together", "full_cache", "evicted", "aborts", "streams")
+"""Cases of any model; `text` needs a tokenizer."""
+
+
 def main(model: str, path: str, options: dict[str, Any]) -> None:
     from sglang.srt.entrypoints.engine import Engine
 
-    only = options.pop("cases", None) or [name for name in vars(Cases) if not name.startswith("_") and name != "ask"]
+    only = options.pop("cases", ALWAYS)
     engine = Engine(model_path=model, **{**OPTIONS, **options})
     try:
-        cases = Cases(engine)
+        cases = Cases(engine, model)
         found = {name: getattr(cases, name)() for name in only}
     finally:
         engine.shutdown()

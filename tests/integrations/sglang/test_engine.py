@@ -59,6 +59,40 @@ def test_cases_are_what_they_say(found):
     assert counts["eviction"] > 0
 
 
+def test_a_model_with_windows(tmp_path):
+    """Gemma-3: windowed layers beside full ones, whose keys SGLang keeps in a pool of their own."""
+    gemma = save_model("gemma3", tmp_path)
+    only = {"radix_eviction_policy": "lru", "cases": ["prefix_hits", "chunks", "together", "evicted"]}
+    own, _ = sglang_engine.answers(gemma, tmp_path, ours=False, **only)
+    ours, counts = sglang_engine.answers(gemma, tmp_path, ours=True, **only)
+    assert own == ours
+    assert [each[0][1] for each in ours["prefix_hits"]] == [0, 48, 32]
+    assert counts["layer"] == 6 * (counts["step EXTEND"] + counts["step DECODE"]) > 0
+
+
+def test_kernels_in_the_interpreter(model, found, tmp_path, monkeypatch):
+    """Our Triton kernels in the engine, in triton's interpreter."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    ours, counts = sglang_engine.answers(model, tmp_path, ours=True, cases=["prefix_hits"])
+    assert ours["prefix_hits"] == found[0]["prefix_hits"]
+    assert counts["layer"] > 0
+
+
+def test_a_trained_model(tmp_path):
+    """SmolLM2, whose text makes sense: the tokens of torch_native."""
+    from pc.demo import NoTrainedModelError, trained_model_folder
+
+    try:
+        folder = str(trained_model_folder())
+    except NoTrainedModelError as error:
+        pytest.skip(str(error))
+    own, _ = sglang_engine.answers(folder, tmp_path, ours=False, cases=["text"])
+    ours, counts = sglang_engine.answers(folder, tmp_path, ours=True, cases=["text"])
+    assert own == ours
+    assert [each[0][1] for each in ours["text"]][1:] == [32, 32]
+    assert counts["layer"] == 30 * (counts["step EXTEND"] + counts["step DECODE"]) > 0
+
+
 def free_port():
     with socket.socket() as each:
         each.bind(("127.0.0.1", 0))
