@@ -127,3 +127,30 @@ def render_scheduler(page: Path) -> str:
         f"; {first['trace']}, {int(first['blocks']):,} blocks, {first['steps']} steps of {first['requests']} requests"
     )
     return "\n".join([measured(page, source, rows, (), blocks), "", *table(heads, "lrrrr", lines)])
+
+
+def render_sglang_radix(page: Path) -> str:
+    """Hit rates in SGLang's radix cache, and CPU time of its calls."""
+    source = results("cpu", "sglang_radix.csv")
+    rows = read_rows(source)
+    first = rows[0]
+    lines = []
+    for row in rows:
+        times = [
+            short_time(float(row["request_us"])),
+            f"{float(row['over_rust']):.2f}",
+            f"{float(row['over_python']):.2f}",
+        ]
+        lines.append([row["policy"], row["core"], row["hit_rate"], row["replay_hit_rate"], *times])
+    heads = (
+        "policy",
+        "core",
+        "hit rate",
+        "of `pc replay`",
+        "CPU time of a request",
+        "over lru in Rust",
+        "over lru in Python",
+    )
+    pages = f"; {first['trace']}, {int(first['pages']):,} pages; timed: {first['requests']} requests"
+    pages += f" in {int(first['timed_pages']):,} pages"
+    return "\n".join([measured(page, source, rows, (), pages), "", *table(heads, "llrrrrr", lines)])

@@ -35,6 +35,7 @@ from .render_cache import (
     render_omni,
     render_replay,
     render_scheduler,
+    render_sglang_radix,
     render_traffic,
 )
 from .render_models import (
@@ -114,6 +115,7 @@ RENDERERS: dict[str, Callable[..., str]] = {
     "omni": render_omni,
     "reuse": render_reuse,
     "scheduler": render_scheduler,
+    "sglang_radix": render_sglang_radix,
     "sparse": render_sparse,
     "replay": render_replay,
     "hints": render_hints,

@@ -32,6 +32,7 @@ MODULES = (
     "pc.cache.tier_writer",
     "pc.flash_attn",
     "pc.integrations.huggingface",
+    "pc.integrations.sglang",
     "pc.integrations.vllm",
 )
 BY_METHOD = ("CacheManager", "EncoderCache", "PrefixCaching", "TensorCache")

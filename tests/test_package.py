@@ -28,9 +28,9 @@ def run_python(code: str) -> str:
 
 def test_import_loads_nothing_that_is_not_asked_for() -> None:
     # After torch, which brings some of these itself in some versions.
-    heavy = """transformers vllm typer rich matplotlib zmq prometheus_client safetensors mooncake xxhash triton
+    heavy = """transformers sglang vllm typer rich matplotlib zmq prometheus_client safetensors mooncake xxhash triton
         torch._dynamo torch._inductor torch.onnx sympy pc.cache.replay pc.cache.policies.hazard
-        pc.integrations.huggingface pc.integrations.vllm pc.demo pc.__main__ pc.bench"""
+        pc.integrations.huggingface pc.integrations.sglang pc.integrations.vllm pc.demo pc.__main__ pc.bench"""
     loaded = run_python(
         "import sys, torch\nbefore = {*sys.modules}\nimport pc\n"
         f"print(sorted(m for m in {{*sys.modules}} - before if m in {heavy.split()!r}))"
@@ -58,7 +58,7 @@ def test_an_adapter_is_imported_when_it_is_named() -> None:
         "print(dir(pc.integrations), 'transformers' in sys.modules, 'vllm' in sys.modules)\n"
         "print(pc.integrations.vllm.register.__name__, hasattr(pc.integrations, 'jax'))\n"
     )
-    assert out.splitlines() == ["['huggingface', 'vllm'] False False", "register False"]
+    assert out.splitlines() == ["['huggingface', 'sglang', 'vllm'] False False", "register False"]
 
 
 def test_works_without_triton_and_transformers() -> None:
