@@ -76,13 +76,13 @@ class PagedAttentionBackend(AttentionBackend):
             return
         _check_batch(batch)
         rows, seq_lens = batch.req_pool_indices, batch.seq_lens
-        lengths = getattr(batch, "seq_lens_cpu", None)
+        # With drafts the host's lengths may lag behind the device's.
+        lengths = getattr(batch, "seq_lens_cpu", None) if batch.spec_info is None else None
         longest = None if lengths is None else int(lengths.max())
         if mode.is_decode() or mode.is_target_verify():
             query_len = batch.spec_info.draft_token_num if mode.is_target_verify() else 1
             added = query_len if mode.is_target_verify() else 0
             starts = torch.arange(len(rows) + 1, dtype=torch.int32, device=rows.device) * query_len
-            longest = None if longest is None else longest + added
             drafts = None
             if mode.is_target_verify() and batch.spec_info.custom_mask is not None:
                 masks = self._draft_masks(batch.spec_info, query_len, seq_lens)
@@ -274,9 +274,10 @@ def _check_batch(batch: Any) -> None:
         raise NotImplementedError("encoder_lens: encoder-decoder models are not supported by pc's attention backend")
     if mode.is_dllm_extend():
         raise NotImplementedError("forward_mode: DLLM_EXTEND is not supported by pc's attention backend")
-    if mode.is_decode() and getattr(batch.spec_info, "kv_indices", None) is not None:
+    drafting = mode.is_decode() and getattr(batch.spec_info, "kv_indices", None) is not None
+    if drafting or mode.is_draft_extend_v2():
         needs = "another --speculative-draft-attention-backend"
-        raise NotImplementedError(f"spec_info: got drafting in several steps, needs {needs}")
+        raise NotImplementedError(f"forward_mode: got {mode.name} of a draft model, needs {needs}")
 
 
 def _refusals(runner: Any) -> list[str]:

@@ -321,11 +321,12 @@ def test_options_of_a_call_that_are_refused(one_rank):
         backend.forward(query, key, value, scene.layers[0], batch, k_rope=key)
 
 
-def test_drafting_in_several_steps_is_refused(one_rank):
+@pytest.mark.parametrize("mode", ["DECODE", "DRAFT_EXTEND_V2"])
+def test_draft_models_are_refused(one_rank, mode):
     from sglang.srt.speculative.eagle_info import EagleDraftInput
 
     scene = Scene()
     backend = PagedAttentionBackend(scene.runner())
-    batch = scene.batch("DECODE", {1: 1}, EagleDraftInput(kv_indices=torch.zeros(1)))
+    batch = scene.batch(mode, {1: 1}, EagleDraftInput(kv_indices=torch.zeros(1)))
     with pytest.raises(NotImplementedError, match="speculative-draft-attention-backend"):
         backend.init_forward_metadata(batch)
