@@ -72,6 +72,10 @@ def test_blocks_that_have_left_the_window(one_rank):
     mapping[gone] = 0
     batch = scene.batch("DECODE", {1: 1})
     backend.init_forward_metadata(batch)
+    tables = backend.forward_metadata.tables
+    assert tables[True][0].tolist()[:10] == [-1] * 10, "blocks that are gone are visited"
+    assert (tables[True][0, 10:] > 0).all()
+    assert (tables[False] > 0).all()
     run(scene, backend, batch)
 
 
