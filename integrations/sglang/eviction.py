@@ -37,6 +37,8 @@ class PolicyTreeCore(UnifiedTreeCore):
     def __init__(self, params: Any, components: dict[Any, Any]) -> None:
         if set(components) != {ComponentType.FULL}:
             raise ValueError(f"{params.eviction_policy}: got {len(components)} components, needs full attention alone")
+        if params.eviction_policy_config:
+            raise ValueError(f"{params.eviction_policy}: got a configuration for it, needs none")
         self.policy_name = params.eviction_policy.lower().removeprefix(PREFIX)
         slots = getattr(params.token_to_kv_pool_allocator, "size", None)
         if not isinstance(slots, int):
@@ -170,6 +172,8 @@ class PolicyTreeCore(UnifiedTreeCore):
             if self._is_device_leaf(node):
                 result.node_id, result.made_progress = node.id, True
                 break
+            self.pages.refill(node.pc_pages)  # it is held in a way that the policy is not told of
+            self._unlocked[node.id] = node
         return result
 
     def evict_device_end(self, component_type: Any) -> None:

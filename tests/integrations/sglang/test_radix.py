@@ -149,6 +149,10 @@ def test_what_is_not_served_is_refused(make):
         make(context("pc_default", enable_hierarchical_cache=True))
     with pytest.raises(ValueError, match="pc_default: got a model with sliding windows, needs"):
         make(context("pc_default", is_hybrid_swa=True))
+    configured = context("pc_default")
+    configured.params.eviction_policy_config = {"threshold": 1}
+    with pytest.raises(ValueError, match="pc_default: got a configuration for it, needs none"):
+        make(configured)
     with pytest.raises(ValueError, match="pc_default: got a cache that asks for one leaf at a time"):
         get_eviction_strategy("pc_default")
 
@@ -181,6 +185,26 @@ def test_a_hint_that_cannot_be_read_is_said_and_passed_over(caplog):
     with caplog.at_level("WARNING", "sglang.pc"):
         sglang_radix.compute(traffic.cache, request)
     assert "kv_hints of request 0 are not honoured: priority: got str" in caplog.text
+
+
+def test_pages_that_are_held_otherwise_are_passed_over():
+    """SGLang can pin a node without a request's lock."""
+    from sglang.srt.mem_cache.base_prefix_cache import EvictParams, MatchPrefixParams
+    from sglang.srt.mem_cache.radix_cache import RadixKey
+
+    traffic = Traffic("pc_lru", "pc", POOL, 0, at_once=1)
+    traffic.rand = SimpleNamespace(random=lambda: 0.5, randrange=lambda n: 0, randint=lambda a, b: 1)
+    for begin in (0, 100):
+        traffic.step(list(range(begin, begin + 8)))
+    traffic.end(traffic.running[0])
+    cache, page = traffic.cache, sglang_radix.PAGE
+    key = RadixKey(sglang_radix.Request(9, np.arange(8 * page), np.array([1]), 1).fill_ids, None)
+    pinned = cache.match_prefix(MatchPrefixParams(key=key)).last_device_node
+    cache.tree_core.inc_full_pin(pinned)
+    assert cache.evict(EvictParams(num_tokens=1 << 20)).num_tokens_evicted == 8 * page
+    cache.tree_core.dec_full_pin(pinned)
+    assert cache.evict(EvictParams(num_tokens=1 << 20)).num_tokens_evicted == 8 * page
+    traffic.check()
 
 
 def test_a_policy_that_chooses_badly_is_an_error():
