@@ -8,7 +8,6 @@ leaf, its end alone where that is enough.
 from __future__ import annotations
 
 import dataclasses
-import logging
 import zlib
 from typing import Any
 
@@ -21,10 +20,8 @@ from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from ...cache.policies import make_policy
 from ...cache.table import Ids
 from ..hints import read_hint
-from .features import CORE, PREFIX, announce
 from .pages import PageState
-
-logger = logging.getLogger("sglang.pc")
+from .versions import CORE, PREFIX, announce, logger
 
 
 class PolicyTreeCore(UnifiedTreeCore):

@@ -3,24 +3,15 @@
 from __future__ import annotations
 
 import functools
-import logging
 import os
 from collections.abc import Callable
 from typing import Any
 
 from ...cache.policies import POLICIES
-from .versions import check_version
+from .versions import BACKEND, CORE, PREFIX, announce, check_version
 
 VARIABLE = "PC_SGLANG"
 """Names the features."""
-
-BACKEND = "pc"
-"""What `--attention-backend` takes."""
-
-PREFIX, CORE = "pc_", "pc"
-"""What our policies begin with in `--radix-eviction-policy`, and what SGLang calls the core of the tree under them."""
-
-logger = logging.getLogger("sglang.pc")
 
 _enabled: set[str] = set()
 
@@ -114,15 +105,6 @@ def enable(*names: str) -> None:
     _enabled.update(new)
     if active:
         announce(f"registered {'; '.join(active)}")
-
-
-def announce(what: str) -> None:
-    """Says in the log what is active, and beside which SGLang; some of its processes have none yet when they start."""
-    import sglang
-
-    from ... import __version__
-
-    logger.info("pc %s, sglang %s: %s", __version__, sglang.__version__, what)
 
 
 def enable_by_environment() -> None:

@@ -1,12 +1,22 @@
-"""Which SGLang is served, and the interfaces of it that each feature builds on."""
+"""Which SGLang is served, the interfaces of it that each feature builds on, and what our parts are called there."""
 
 from __future__ import annotations
+
+import logging
 
 from ..versions import UnsupportedVersionError as UnsupportedVersionError
 from ..versions import check_installed
 
 OLDEST = NEWEST = (0, 5, 23)
 """SGLang changes these interfaces between releases, so each one is served once it has been run."""
+
+BACKEND = "pc"
+"""What `--attention-backend` takes."""
+
+PREFIX, CORE = "pc_", "pc"
+"""What our policies begin with in `--radix-eviction-policy`, and what SGLang calls the core of the tree under them."""
+
+logger = logging.getLogger("sglang.pc")
 
 INTERFACES: dict[str, dict[str, str]] = {
     "attention": {
@@ -83,3 +93,12 @@ def check_version(feature: str) -> None:
         ...     reason = str(error)  # names the versions that are served
     """
     check_installed("sglang", OLDEST, NEWEST, feature, INTERFACES[feature])
+
+
+def announce(what: str) -> None:
+    """Says in the log what is active, and beside which SGLang; some of its processes have none yet when they start."""
+    import sglang
+
+    from ... import __version__
+
+    logger.info("pc %s, sglang %s: %s", __version__, sglang.__version__, what)
