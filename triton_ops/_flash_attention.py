@@ -97,6 +97,13 @@ def _of_query_heads(descale: torch.Tensor, num_heads: int, sequence: torch.Tenso
     return descale.repeat_interleave(num_heads // descale.shape[1], 1).unsqueeze(2)
 
 
+def _of_first(slopes: torch.Tensor) -> torch.Tensor:
+    """Slopes `[num_heads]`: those of the first sequence, where there is one, if each has its own."""
+    if slopes.dim() != 2:
+        return slopes
+    return slopes[0] if len(slopes) else slopes.new_zeros(slopes.shape[1])
+
+
 class Launched:
     """An operator whose calls are all of a kind, from the second on what it launches, on the device that is current."""
 
@@ -168,8 +175,8 @@ class Attention:
             token, sequence = _sequence_of_token(keys, query.shape[0])
             offsets = keys.lens - keys.starts[1:] + self._ahead
             positions = (token + offsets.index_select(0, sequence),)
-        if slopes is not None and slopes.dim() == 2:
-            slopes = slopes[0]
+        if slopes is not None:
+            slopes = _of_first(slopes)
         key_cache, value_cache, tables, lens, starts, max_queries, max_keys, _ = keys
         arguments = (
             query, key_cache, value_cache, tables, lens, starts, *positions, *self._before, *self._options,
@@ -205,8 +212,7 @@ class _BothSides:
         future, lse = self._future(query, keys, given._replace(alibi_slopes=-slopes, s_aux=None))
         assert past_lse is not None
         assert lse is not None
-        of_heads = slopes if slopes.dim() == 1 else slopes[0]
-        out, lse = merge_attention(past, past_lse, future, lse - of_heads.float() * self._ahead)
+        out, lse = merge_attention(past, past_lse, future, lse - _of_first(slopes).float() * self._ahead)
         return out, lse if self._with_lse else None
 
 
@@ -239,7 +245,7 @@ def choose_attention(
 ) -> Attention | _BothSides | _EachSequence:
     """What runs such a call, from its metadata."""
     batch, slopes, (left, right) = keys.lens.shape[0], given.alibi_slopes, options.window
-    if options.causal or keys.max_queries == 1:  # behind a single query there are no keys
+    if options.causal or keys.max_queries <= 1:  # behind a single query there are no keys
         right = 0
     if slopes is None or not right:
         attention: Attention | _BothSides = _choose_window(query, keys, options, left, right)
@@ -247,12 +253,12 @@ def choose_attention(
         both, ahead = options._replace(with_lse=True), _ahead_of(keys, right)
         past, future = _choose_window(query, keys, both, left, 0), _choose_window(query, keys, both, -1, right, True)
         attention = _BothSides(past, future, options.with_lse, ahead)
-    if slopes is None or slopes.dim() != 2 or batch <= 1 or not slopes.stride(0):
+    if slopes is None or slopes.dim() != 2:
         return attention
     if slopes.shape != (batch, query.shape[1]):
         needs = f"[{query.shape[1]}], or [{batch}, {query.shape[1]}], slopes of each sequence"
         raise bad_argument("alibi_slopes", describe(slopes), needs)
-    return _EachSequence(attention)
+    return _EachSequence(attention) if batch > 1 and slopes.stride(0) else attention
 
 
 def _ahead_of(keys: Keys, right: int) -> int:
@@ -324,7 +330,7 @@ def shaped(
     """out, or both, in FlashAttention's shapes: the batch first where it is not packed, heads before queries in lse."""
     if batched is not None:
         out = out if out.dim() == 4 else out.view(*batched, *out.shape[1:])
-        lse = None if lse is None else lse.view(*batched, -1)
+        lse = None if lse is None else lse.view(*batched, lse.shape[-1])
     if given_out is not None:
         out = given_out.copy_(out)
     return out if lse is None else (out, lse.transpose(-1, -2).contiguous())

@@ -611,3 +611,27 @@ def test_empty_batches() -> None:
     assert not out.any()
     assert (lse == flash_cases.EMPTY).all()
     assert pc.flash_attn.flash_attn_func is flash_attn_func
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("mask", [{}, {"causal": True}, {"window_size": (3, 2)}, {"window_size": (0, -1)}], ids=str)
+def test_no_queries(mask: dict[str, Any]) -> None:
+    """Of no sequence or of sequences without queries, with an lse and slopes too."""
+    q, k, v = small()
+    for queries, keys, values in ((q[:0], k[:0], v[:0]), (q[:, :0], k, v), (q[:, :0], k[:, :0], v[:, :0])):
+        for slopes in (None, torch.rand(4), torch.rand(len(queries), 4)):
+            options = {**mask, "alibi_slopes": slopes, "return_softmax_lse": True}
+            out, lse = flash_attn_func(queries, keys, values, **options)
+            assert (out.shape, lse.shape) == (queries.shape, (len(queries), 4, queries.shape[1]))
+            starts, starts_k = (torch.arange(len(queries) + 1, dtype=torch.int32) * x.shape[1] for x in (queries, keys))
+            packed = [x.flatten(0, 1) for x in (queries, keys, values)]
+            out, lse = flash_attn_varlen_func(*packed, starts, starts_k, queries.shape[1], keys.shape[1], **options)
+            assert (out.shape, lse.shape) == (packed[0].shape, (4, len(packed[0])))
+
+
+@pytest.mark.quick
+def test_slopes_of_other_sequences_are_refused() -> None:
+    q, k, v = small()
+    for slopes in (torch.rand(2, 4), torch.rand(1, 4).expand(3, 4), torch.rand(1, 3)):
+        with pytest.raises(ValueError, match="alibi_slopes: got"):
+            flash_attn_func(q[:1], k[:1], v[:1], causal=True, alibi_slopes=slopes)
