@@ -630,6 +630,13 @@ def test_no_queries(mask: dict[str, Any]) -> None:
 
 
 @pytest.mark.quick
+def test_no_sequences_of_no_memory() -> None:
+    q, k, v, caches = torch.empty(0, 5, 4, 32), *torch.empty(2, 0, 9, 2, 32), torch.empty(2, 0, 32, 2, 32)
+    assert flash_attn_func(q, k, v, causal=True).shape == q.shape
+    assert flash_attn_with_kvcache(q, *caches, cache_seqlens=torch.empty(0, dtype=torch.int32)).shape == q.shape
+
+
+@pytest.mark.quick
 def test_slopes_of_other_sequences_are_refused() -> None:
     q, k, v = small()
     for slopes in (torch.rand(2, 4), torch.rand(1, 4).expand(3, 4), torch.rand(1, 3)):

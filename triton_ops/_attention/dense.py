@@ -46,8 +46,8 @@ def as_blocks(key: torch.Tensor, value: torch.Tensor, of_tokens: bool = False, i
         of_tokens: Whether a block is to be one token.
         in_place: Whether blocks are whole sequences then, not copies.
     """
-    length = key.shape[1]
-    if length == 0:
+    batch, length = key.shape[:2]
+    if batch == 0 or length == 0:
         return DenseBlocks(key.reshape(0, 1, *key.shape[2:]), value.reshape(0, 1, *value.shape[2:]), 0, 0)
     if key.is_cpu and not KERNELS_ON_CPU and not of_tokens:
         return DenseBlocks(key, value, 1, 1)
