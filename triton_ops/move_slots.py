@@ -130,26 +130,29 @@ def _move_slots_kernel(
             mask = reads[:, None] & mask_p[None, :]
             a = load_keys(read_ptrs + first[None, :], mask, KIND)
             b = load_keys(read_ptrs + second[None, :], mask, KIND)
+        if HEAD_DIM > 2 * HALF:
+            offs_d = tl.arange(0, BLOCK_D)
+            mask_d = (((offs_d < FIRST) | (offs_d >= FIRST + 2 * HALF)) & (offs_d < HEAD_DIM))[None, :]
+            x = tl.load(read_ptrs + offs_d[None, :], mask=reads[:, None] & mask_d, other=0)
+        if VALUE_DIM > 0:
+            offs_v = tl.arange(0, BLOCK_V)
+            mask_v = (offs_v < VALUE_DIM)[None, :]
+            rows = value_ptr + (offs_h.to(tl.int64) * stride_vh)[:, None] + offs_v[None, :]
+            v = tl.load(
+                rows + (source // BLOCK_SIZE * stride_vb + source % BLOCK_SIZE * stride_vt),
+                mask=reads[:, None] & mask_v, other=0,
+            )  # fmt: skip
+        # A token may be its own target, and several threads may hold the same pair.
+        tl.debug_barrier()
+        if HALF > 0:
             mask = writes[:, None] & mask_p[None, :]
             store_keys(write_ptrs + first[None, :], a * cos - b * sin, mask, KIND)
             store_keys(write_ptrs + second[None, :], b * cos + a * sin, mask, KIND)
         if HEAD_DIM > 2 * HALF:
-            offs_d = tl.arange(0, BLOCK_D)
-            mask_d = ((offs_d < FIRST) | (offs_d >= FIRST + 2 * HALF)) & (offs_d < HEAD_DIM)
-            x = tl.load(read_ptrs + offs_d[None, :], mask=reads[:, None] & mask_d[None, :], other=0)
-            tl.store(write_ptrs + offs_d[None, :], x, mask=writes[:, None] & mask_d[None, :])
+            tl.store(write_ptrs + offs_d[None, :], x, mask=writes[:, None] & mask_d)
         if VALUE_DIM > 0:
-            offs_v = tl.arange(0, BLOCK_V)
-            mask_v = (offs_v < VALUE_DIM)[None, :]
-            heads = offs_h.to(tl.int64) * stride_vh
-            read_ptrs = (
-                value_ptr + (source // BLOCK_SIZE * stride_vb + source % BLOCK_SIZE * stride_vt + heads)[:, None]
-            )
-            x = tl.load(read_ptrs + offs_v[None, :], mask=reads[:, None] & mask_v, other=0)
-            write_ptrs = (
-                value_ptr + (target // BLOCK_SIZE * stride_vb + target % BLOCK_SIZE * stride_vt + heads)[:, None]
-            )
-            tl.store(write_ptrs + offs_v[None, :], x, mask=writes[:, None] & mask_v)
+            place = target // BLOCK_SIZE * stride_vb + target % BLOCK_SIZE * stride_vt
+            tl.store(rows + place, v, mask=writes[:, None] & mask_v)
 
 
 _moves: Memo[tuple[KernelLaunch, int]] = Memo()

@@ -124,7 +124,7 @@ def _move() -> None:
             inv_freq = 10000.0 ** (-torch.arange(0, rotary, 2) / max(rotary, 1))
             order = torch.randperm(45)
             sources, targets, deltas = order[:20].clone(), order[20:40].clone(), torch.randint(-5000, 131_000, (20,))
-            sources[3], targets[5] = -1, -1
+            sources[3], targets[5], targets[7] = -1, -1, sources[7]  # nothing there, nowhere, in place
             pc.move_slots(keys, values, sources, targets, deltas, inv_freq if rotary else None, is_neox, first)
             found, moved = keys.flatten(0, 1), values.flatten(0, 1)
             for source, target, delta in zip(sources.tolist(), targets.tolist(), deltas.tolist(), strict=True):
