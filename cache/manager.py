@@ -363,7 +363,7 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
     def rollback(self, request_id: Hashable, num_tokens: int) -> None:
         """Takes back the last tokens of a request (rejected speculation) and the blocks they alone needed.
 
-        What a prompt that was allocated in part had still to come is forgotten.
+        What a prompt that was allocated in part had still to come is forgotten, but with no token taken back.
 
         Args:
             request_id: A running request.
