@@ -62,6 +62,8 @@ def run_warmup(
     """Compiles every kind of layer, a line for each; the exit status."""
     from transformers import AutoConfig
 
+    from .integrations.huggingface.calls import UnsupportedError
+
     if cache_dtype is not None and cache_dtype not in CACHE_DTYPES:
         print(f"cache_dtype: got {cache_dtype!r}, needs one of {', '.join(CACHE_DTYPES)}")
         return 2
@@ -76,7 +78,7 @@ def run_warmup(
             warmup(**kind, block_size=block_size, dtype=given, cache_dtype=stored, device=device, workers=workers)
             said = ", ".join(f"{name} {value}" for name, value in kind.items())
             print(f"{time.perf_counter() - begin:6.1f} s  {said}", flush=True)
-    except (OSError, ValueError, AttributeError, RuntimeError) as error:
+    except (OSError, ValueError, AttributeError, RuntimeError, UnsupportedError) as error:
         print(f"{type(error).__name__}: {error}")
         return 1
     if device == "cpu":

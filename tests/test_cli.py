@@ -63,6 +63,9 @@ def test_a_models_layers_are_warmed_up(tmp_path: Path, capfd: pytest.CaptureFixt
     llama.save_pretrained(tmp_path)
     assert run_warmup(str(tmp_path), "cpu", "float32", "int8", 16, 1, 1) == 0
     assert "num_heads 4, num_kv_heads 2, head_dim 16" in capfd.readouterr().out
+    transformers.Llama4TextConfig(**sizes, num_local_experts=2).save_pretrained(tmp_path / "chunks")
+    assert run_warmup(str(tmp_path / "chunks"), "cpu", None, None, 16, 1, 1) == 1
+    assert "UnsupportedError: it has layers of chunked_attention" in capfd.readouterr().out
     assert run_warmup(str(tmp_path / "none"), "cpu", None, None, 16, 1, 1) == 1
     assert run_warmup(str(tmp_path), "cpu", None, "int4", 16, 1, 1) == 2
     assert "cache_dtype: got 'int4', needs one of" in capfd.readouterr().out
