@@ -47,13 +47,14 @@ vllm-quick: setup links ## what of `make vllm` needs no compiled engine: vLLM's 
 	VLLM_TARGET_DEVICE=cpu .peers/vllm-quick/bin/python -m pytest -q -p no:cacheprovider tests/integrations/vllm $(ARGS)
 	$(call VLLM_OWN,vllm-quick)
 
-# vLLM's own tests of its block pool, ours in its place: all pass with lru; with another policy all but those that the
+# vLLM's own tests of its block pool and of its tier in host memory, ours in their place: all pass but those that the
 # plugin names, which have to fail.
 define VLLM_OWN
 cd .peers/vllm-0.33 && for policy in lru default; do PC_VLLM_POLICY=$$policy \
 	PYTHONPATH=$(PYTHONPATH):.:$(CURDIR)/tests/support VLLM_TARGET_DEVICE=cpu HF_HOME=hub HF_HUB_OFFLINE=1 \
 	../$(1)/bin/python -m pytest -q -c /dev/null --rootdir . --noconftest -p vllm_lru_pool -p no:cacheprovider \
-	tests/v1/core/test_prefix_caching.py tests/v1/core/test_single_type_kv_cache_manager.py || exit 1; done
+	tests/v1/core/test_prefix_caching.py tests/v1/core/test_single_type_kv_cache_manager.py \
+	tests/v1/kv_offload/cpu/test_manager.py tests/v1/kv_offload/tiering/test_tiering_offloading.py || exit 1; done
 endef
 
 # Two packages that SGLang imports are for GPUs alone; the folder stands in for them, and counts for the tests.

@@ -1,9 +1,11 @@
 """A request trace through vLLM's own block manager, with its queue or a policy of `pc`: hit rates, and CPU time.
 
     python benchmarks/vllm_replay.py TRACE --policy lru --policy default --share 0.03
+    python benchmarks/vllm_replay.py TRACE --policy arc --policy pc_default --share 0.1 --tier
 
 Runs in an environment with vLLM (`make vllm` makes one). The rules are those of `pc replay`, so that hit rates can be
-compared; CPU time is of vLLM's manager alone, without its scheduler, measured in turns in one process.
+compared; CPU time is of vLLM's manager alone, without its scheduler, measured in turns in one process. With `--tier` it
+is the manager of vLLM's tier in host memory, whose own policies are lru and arc.
 """
 
 from __future__ import annotations
@@ -90,6 +92,35 @@ def replay_through_vllm(trace: Trace, policy: str | None, capacity: int, split: 
     return Result(policy or "vllm", hits / max(trace.num_blocks, 1), seconds)
 
 
+def replay_through_tier(trace: Trace, policy: str | None, capacity: int, split: int = 1) -> Result:
+    """As `replay_through_vllm`, through the manager of chunks in host memory; None: vLLM's own lru."""
+    from vllm.v1.kv_offload.base import LookupResult, ReqContext, make_offload_key
+    from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
+
+    manager = CPUOffloadingManager(capacity * split, policy or "lru", "pc.integrations.vllm.offload")
+    hits, seconds = 0, 0.0
+    for number, ids in enumerate(trace.requests):
+        digests = np.repeat(digests_of(ids[:capacity]), split, axis=0)
+        digests[:, 0] += np.tile(np.arange(split, dtype=np.uint64), len(digests) // split)
+        keys = [make_offload_key(digest.tobytes(), 0) for digest in digests]
+        context = ReqContext(str(number))
+        for place, key in enumerate(keys):
+            context.set_offload_key_position(key, 16 * (place + 1))
+        begun = process_time()
+        manager.on_new_request(context)
+        cached = next((n for n, key in enumerate(keys) if manager.lookup(key, context) != LookupResult.HIT), len(keys))
+        if cached:
+            manager.prepare_load(keys[:cached], context)
+            manager.complete_load(keys[:cached], context)
+        stored = manager.prepare_store(keys, context)
+        assert stored is not None
+        manager.complete_store(stored.keys_to_store, context)
+        manager.on_request_finished(context)
+        seconds += process_time() - begun
+        hits += cached / split
+    return Result(policy or "vllm", hits / max(trace.num_blocks, 1), seconds)
+
+
 def main() -> None:
     """Prints hit rates, and CPU time as a share of that with vLLM's queue."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -99,20 +130,22 @@ def main() -> None:
     parser.add_argument("--part", type=float, default=1.0, help="how much of the trace, from its beginning")
     parser.add_argument("--split", type=int, default=1, help="blocks of vLLM for each block of the trace")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--tier", action="store_true", help="vLLM's tier in host memory, not its block manager")
     given = parser.parse_args()
     whole = load_trace(given.trace)
     capacity = max(1, round(given.share * whole.unique_blocks))
     trace = whole.part(0, given.part)
-    names = [None, *(given.policy or ["lru", "default"])]
+    names = [None, *(given.policy or (["pc_lru", "pc_default"] if given.tier else ["lru", "default"]))]
+    replay = replay_through_tier if given.tier else replay_through_vllm
     runs: dict[str | None, list[Result]] = {name: [] for name in names}
     for _ in range(given.rounds):
         for name in names:
-            runs[name].append(replay_through_vllm(trace, name, capacity, given.split))
+            runs[name].append(replay(trace, name, capacity, given.split))
     base = [run.seconds for run in runs[None]]
     print(f"{trace.name}, {len(trace.requests)} requests, {trace.num_blocks} blocks, {capacity} blocks of capacity")
     for name in names:
         ratio = statistics.median(run.seconds / own for run, own in zip(runs[name], base, strict=True))
-        print(f"{name or 'vllm':>10}  hit rate {runs[name][0].hit_rate:.4f}  CPU time {ratio:.2f} of vLLM's queue")
+        print(f"{name or 'vllm':>10}  hit rate {runs[name][0].hit_rate:.4f}  CPU time {ratio:.2f} of vLLM's own")
 
 
 if __name__ == "__main__":

@@ -81,6 +81,22 @@ INTERFACES: dict[str, dict[str, str]] = {
         "vllm.v1.kv_cache_interface": "AttentionSpec.unpadded_page_size_bytes",
         "vllm.config": "KVTransferConfig(kv_connector_extra_config kv_load_failure_policy) ModelConfig.is_hybrid",
     },
+    "offload": {
+        "vllm.v1.kv_offload.cpu.policies.base:CachePolicy": (
+            "__init__(cache_capacity) get(key) insert(key chunk req_context) remove(key) touch(keys req_context) "
+            "on_request_access(keys req_context) on_request_finished(key_groups insertion_only_keys reused_keys "
+            "req_context) evict(n protected) clear mark_evictable(key) mark_non_evictable(key)"
+        ),
+        "vllm.v1.kv_offload.base": "ReqContext(req_id kv_hints) ReqContext.get_offload_key_position(key)",
+        "vllm.v1.kv_offload.tiering.base:SecondaryTierManager": (
+            "__init__(offloading_spec primary_kv_view tier_type backpressure_detector) lookup(key req_context) "
+            "submit_store(job_metadata) submit_load(job_metadata) get_finished_jobs on_new_request(req_context) "
+            "on_request_finished(req_context) on_schedule_end(context) drain_jobs shutdown"
+        ),
+        "vllm.v1.kv_offload.tiering.async_lookup:AsyncLookupManager": (
+            "batch_lookup(keys req_context) lookup(key req_context) flush cleanup(req_id) mark_miss(keys) shutdown"
+        ),
+    },
     "omni": {
         "vllm_omni.core.prefix_cache.manager:OmniPrefixCacheManager": (
             "__init__(config view eager) register_policy(policy) new_step_starts(scheduler_output) "

@@ -169,7 +169,9 @@ def install_policy(pool: Any, policy: str | EvictionPolicy | type[EvictionPolicy
         raise ValueError(
             f"pool: got one in use ({len(free)} of {pool.num_gpu_blocks - 1} blocks free), needs a fresh one"
         )
-    state = PolicyState(pool.blocks, make_policy(policy), pool.get_num_free_blocks)
+    state = PolicyState(
+        len(pool.blocks), make_policy(policy), lambda: len(pool.blocks) - 1 - pool.get_num_free_blocks()
+    )
     pool.free_block_queue = PolicyQueue(pool.blocks, free, state)
     pool.policy_state = state
     kind = type(pool)

@@ -19,7 +19,7 @@ Numbers: TypeAlias = "array[int]"
 
 
 class PolicyState:
-    """A `PoolView` over the blocks of vLLM's pool; the null block is among them and in no event.
+    """A `PoolView` over blocks of vLLM, of its pool (the null block is in no event) or of its tier in host memory.
 
     A policy decides when it is asked for victims, so events are logged, and drained to it then or when many have come
     together: its code, called once in a few steps for a few blocks, takes ten times as long as when its instructions
@@ -27,9 +27,8 @@ class PolicyState:
     together. lru is notified of hits and releases alone, all it looks at.
     """
 
-    def __init__(self, blocks: list[Any], policy: EvictionPolicy, num_free: Callable[[], int]) -> None:
-        self.blocks = blocks
-        self.num_blocks = len(blocks)
+    def __init__(self, num_blocks: int, policy: EvictionPolicy, num_held: Callable[[], int]) -> None:
+        self.num_blocks = num_blocks
         self.clock = 0
         self.last_access = np.zeros(self.num_blocks, np.int64)
         self.access_count = np.zeros(self.num_blocks, np.int32)
@@ -40,9 +39,10 @@ class PolicyState:
         self._num_logged = 0
         self._fresh = array("i")
         self._completed: list[tuple[Numbers, Numbers, bytes]] = []
-        self._num_free = num_free
+        self._num_held = num_held
         self._held_then: int | None = None
         self.policy = policy
+        self._trusted = type(policy).__module__.startswith("pc.cache.")
         self.order_only = type(policy) is LRU
         policy.bind(self)
 
@@ -50,9 +50,6 @@ class PolicyState:
     def num_held(self) -> int:
         """Blocks with a reference count above 0, vLLM's null block not counted."""
         return self._num_held() if self._held_then is None else self._held_then
-
-    def _num_held(self) -> int:
-        return self.num_blocks - 1 - self._num_free()
 
     def keys_of(self, ids: Ids) -> npt.NDArray[np.uint64]:
         """64 bits of the hash of each block, its group counted in; 0 for one that has lost its hash."""
@@ -125,9 +122,20 @@ class PolicyState:
         self.policy.hinted(np.array(ids, np.int32), priority, ttl)
 
     def victims(self, count: int) -> Ids:
-        """The policy's choice."""
+        """The policy's choice; RuntimeError for another number of blocks, or one twice."""
         self.flush()
-        return self.policy.victims(count)
+        ids = self.policy.victims(count)
+        name = type(self.policy).__name__
+        if len(ids) != count:
+            raise RuntimeError(f"{name}.victims: got {len(ids)}, needs {count} blocks")
+        if not self._trusted and len(np.unique(ids)) != count:
+            raise RuntimeError(f"{name}.victims: got a block twice")
+        return ids
+
+    def removed(self, numbers: list[int]) -> None:
+        """Released blocks are gone, which the policy did not choose."""
+        self.flush()
+        self.policy.removed(np.array(numbers, np.int32))
 
     def flush(self) -> None:
         """Drains the log to the policy."""

@@ -41,7 +41,7 @@ def test_every_request_of_the_page_arrives():
 
 
 def test_every_server_of_the_page_starts_with_options_that_are_known():
-    options = []
+    options, offloads = [], []
     for words in commands("vllm serve"):
         variables = dict(word.split("=", 1) for word in words if word.startswith("PC_VLLM"))
         assert set(variables.get("PC_VLLM", "omni").split(",")) <= set(FEATURES)
@@ -49,9 +49,18 @@ def test_every_server_of_the_page_starts_with_options_that_are_known():
             if option in words:
                 given = json.loads(words[words.index(option) + 1])
                 options += list(given)
-                if option == "--kv-transfer-config":
+                if given.get("kv_connector") == "OffloadingConnector":
+                    offloads.append(given["kv_connector_extra_config"])
+                elif option == "--kv-transfer-config":
                     check_options(given["kv_connector_extra_config"])
                 else:
                     assert set(given) <= {"pc_policy", *features.HIDDEN_STATES_OPTIONS}
     assert len(commands("vllm serve")) > 4
     assert {"pc_hidden_states_dir", "kv_connector"} <= set(options)
+    policies = pytest.importorskip("vllm.v1.kv_offload.cpu.policies.factory").CachePolicyFactory
+    tiers = pytest.importorskip("vllm.v1.kv_offload.tiering.factory").SecondaryTierFactory
+    policy, tier = offloads
+    assert policies.get_cache_policy_cls(policy["eviction_policy"], policy["cache_policy_module_path"])
+    (behind,) = tier["secondary_tiers"]
+    assert tiers.get_tier_class(behind)
+    check_options({name: behind[name] for name in behind if name not in ("type", "module_path", "model")})

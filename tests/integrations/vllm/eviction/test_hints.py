@@ -183,7 +183,7 @@ def test_how_likely_a_conversation_goes_on_arrives_at_the_policy():
         def finished(self, output_tokens):
             heard.append(output_tokens)
 
-    state = PolicyState([], Listens(), lambda: 0)
+    state = PolicyState(0, Listens(), lambda: 0)
     state.finished(7, 0.25)
     state.finished(3, None)
     state.flush()

@@ -1,0 +1,286 @@
+"""An eviction policy of `pc.cache` behind vLLM's tier of chunks in host memory.
+
+vLLM tells a policy of its own of chunks one by one, as they are stored, read and let go. Those of `pc.cache` think in
+requests: what one finds, fills and, when it has ended, releases, in the order of its sequence. A transfer that holds a
+chunk for a moment is none of their business; a chunk that they choose meanwhile is put back.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from operator import attrgetter
+from typing import Any, ClassVar
+
+from vllm.logger import init_logger
+from vllm.v1.kv_offload.cpu.policies.base import CachePolicy
+from vllm.v1.kv_offload.cpu.policies.lru import LRUCachePolicy
+
+from ....cache.policies import POLICIES, make_policy
+from ...hints import Hint, read_hint
+from ..eviction.state import PolicyState
+from ..features import LOGGER
+from ..versions import check_version
+
+PREFIX = "pc_"
+LEAST_KEY = 12
+"""Bytes that policies read of a key: 8 of its hash, and vLLM's number of the group of layers."""
+logger = init_logger(LOGGER)
+
+
+@dataclass(slots=True, eq=False)
+class Chunk:
+    """A chunk of the tier: its place there, its key, vLLM's record of transfers, and who uses it."""
+
+    block_id: int
+    key: bytes
+    status: Any
+    holders: int = 0
+    """Running requests that found or stored it."""
+    place: int = 0
+    """Chunks of its sequence up to and including it; 0: unknown."""
+    is_waiting: bool = False
+    """Whether the policy may choose it."""
+
+    @property
+    def _block_hash(self) -> bytes:
+        return self.key
+
+
+@dataclass(eq=False)
+class RequestChunks:
+    """The chunks that a running request uses, in the order in which it came by them."""
+
+    owner: object
+    chunks: dict[Chunk, None] = field(default_factory=dict)
+
+
+class OffloadPolicy(CachePolicy):
+    """`eviction_policy` for vLLM's CPU tier; `policy_class` makes the class for a policy's name.
+
+    Chunks of running requests are evicted when those of ended ones do not suffice, of the request first that came
+    first.
+    """
+
+    policy_name: ClassVar[str] = "default"
+
+    def __init__(self, cache_capacity: int) -> None:
+        check_version("offload")
+        super().__init__(cache_capacity)
+        policy = make_policy(self.policy_name)
+        self._chunks: dict[bytes, Chunk] = {}
+        self._by_id: dict[int, Chunk] = {}
+        self._running: dict[RequestChunks, None] = {}
+        self._num_held = self._num_waiting = self._num_evictable = 0
+        self._tokens_per_chunk = 0
+        self.state = PolicyState(max(1, cache_capacity), policy, lambda: self._num_held)
+        logger.info_once(
+            "%s%s (%s) evicts from the tier in host memory", PREFIX, self.policy_name, type(policy).__name__
+        )
+
+    def get(self, key: bytes) -> Any:
+        """VLLM's record of a chunk, None where it is absent."""
+        found = self._chunks.get(key)
+        return None if found is None else found.status
+
+    def insert(self, key: bytes, chunk: Any, req_context: Any) -> None:
+        """A request stores a chunk."""
+        end = req_context.get_offload_key_position(key) or 0
+        self._tokens_per_chunk = math.gcd(self._tokens_per_chunk, end)
+        new = Chunk(chunk.chunk_id, key, chunk, place=end // max(1, self._tokens_per_chunk))
+        self._chunks[key] = self._by_id[new.block_id] = new
+        self._num_evictable += chunk.ref_cnt == 0
+        self.state.took(array("i", [new.block_id]))
+        self.state.completed([new], new.place - 1, [key.rjust(LEAST_KEY, b"\0")])
+        self._hold(new, req_context)
+
+    def remove(self, key: bytes) -> None:
+        """A store failed."""
+        gone = self._forget(key)
+        self._num_evictable -= gone.status.ref_cnt == 0
+        if gone.is_waiting:
+            self._num_waiting -= 1
+            self.state.removed([gone.block_id])
+        self.state.emptied([gone])
+        self.state.lost([gone.block_id])
+
+    def touch(self, keys: Iterable[bytes], req_context: Any) -> None:
+        """Chunks are used by something that is no request."""
+        used = [chunk for key in keys if (chunk := self._chunks.get(key)) is not None]
+        if used:
+            self.state.accessed(used)
+            self.state.shared([chunk.block_id for chunk in used if not chunk.is_waiting])
+            self._release([chunk for chunk in used if chunk.is_waiting])
+
+    def on_request_access(self, keys: Iterable[bytes], req_context: Any) -> None:
+        """A request uses chunks for the first time; those that are absent it may store."""
+        found = [chunk for key in keys if (chunk := self._chunks.get(key)) is not None]
+        held = self._held_by(req_context)
+        found = [chunk for chunk in found if chunk not in held.chunks]
+        if found:
+            for chunk in found:
+                self._hold(chunk, req_context)
+            self.state.accessed(found)
+
+    def on_request_finished(
+        self, key_groups: Sequence[Sequence[bytes]], insertion_only_keys: Any, reused_keys: Any, req_context: Any
+    ) -> None:
+        """A request has ended: what it alone held may be chosen from now on."""
+        held = self._held_by(req_context)
+        self._running.pop(held, None)
+        hint = self._hint_of(req_context)
+        order = {key: n for n, key in enumerate(itertools.chain(*key_groups))}
+        # Of all groups of layers, heads first; places are unknown where vLLM has not recorded any.
+        chunks = sorted(held.chunks, key=lambda chunk: (chunk.place, order.get(chunk.key, 0)))
+        for each in () if hint is None else hint.ranges:
+            ids = [chunk.block_id for chunk in chunks if self._is_in(chunk, each.start, each.end)]
+            if ids:
+                self.state.hinted(ids, each.priority, each.ttl)
+        free = self._let_go(held, chunks)
+        self.state.finished(0, None if hint is None else hint.returns)
+        self._release(free)
+
+    def evict(self, n: int, protected: set[bytes]) -> list[tuple[bytes, Any]] | None:
+        """`n` chunks that the policy chooses, none of them in `protected` or in a transfer; None where there are fewer.
+
+        Raises RuntimeError for a policy's bad choice.
+        """
+        kept = (self._chunks.get(key) for key in protected)
+        if n > self._num_evictable - sum(chunk is not None and chunk.status.ref_cnt == 0 for chunk in kept):
+            return None
+        chosen: list[Chunk] = []
+        aside: list[Chunk] = []
+        while len(chosen) < n:
+            left = n - len(chosen)
+            if not self._num_waiting:
+                self._release_running(left, protected)
+            ids = self.state.victims(min(left, self._num_waiting)).tolist()
+            self._num_waiting -= len(ids)
+            for chunk in map(self._by_id.__getitem__, ids):
+                (aside if chunk.status.ref_cnt or chunk.key in protected else chosen).append(chunk)
+        if aside:
+            self.state.accessed(aside, aside)
+            self._release(aside)
+            self._num_waiting += len(aside)
+        for chunk in chosen:
+            self._forget(chunk.key)
+        self._num_evictable -= n
+        return [(chunk.key, chunk.status) for chunk in chosen]
+
+    def clear(self) -> None:
+        """Every chunk is gone."""
+        self._chunks.clear()
+        self._by_id.clear()
+        self._running.clear()
+        self._num_held = self._num_waiting = self._num_evictable = 0
+        self.state.clear()
+
+    def mark_evictable(self, key: bytes) -> None:
+        """The last transfer of a chunk is over."""
+        self._num_evictable += 1
+
+    def mark_non_evictable(self, key: bytes) -> None:
+        """A transfer of a chunk begins."""
+        self._num_evictable -= 1
+
+    def check(self) -> None:
+        """Asserts that counts and the policy's own state hold together."""
+        chunks = list(self._chunks.values())
+        assert self._by_id == {chunk.block_id: chunk for chunk in chunks}
+        assert self._num_evictable == sum(chunk.status.ref_cnt == 0 for chunk in chunks)
+        assert self._num_waiting == sum(chunk.is_waiting for chunk in chunks)
+        assert self._num_held == sum(chunk.holders > 0 for chunk in chunks)
+        assert all(chunk.is_waiting == (chunk.holders == 0) for chunk in chunks)
+        self.state.flush()
+        self.state.policy.check()
+
+    def _held_by(self, req_context: Any) -> RequestChunks:
+        held: RequestChunks | None = req_context.get_state(RequestChunks)
+        if held is None or held.owner is not self.state:
+            held = RequestChunks(self.state)
+            req_context.set_state(held)
+        return held
+
+    def _hold(self, chunk: Chunk, req_context: Any) -> None:
+        """A request uses a chunk from now on."""
+        held = self._held_by(req_context)
+        held.chunks[chunk] = None
+        self._running[held] = None
+        self._num_held += chunk.holders == 0
+        chunk.holders += 1
+        self._num_waiting -= chunk.is_waiting
+        chunk.is_waiting = False
+
+    def _let_go(self, held: RequestChunks, chunks: list[Chunk]) -> list[Chunk]:
+        """Takes chunks from a request, and returns those that nobody holds now; the caller releases them."""
+        free = []
+        for chunk in chunks:
+            del held.chunks[chunk]
+            if self._chunks.get(chunk.key) is chunk:
+                chunk.holders -= 1
+                if chunk.holders:
+                    self.state.shared([chunk.block_id])
+                else:
+                    free.append(chunk)
+                    chunk.is_waiting = True
+        self._num_held -= len(free)
+        self._num_waiting += len(free)
+        return free
+
+    def _release(self, chunks: list[Chunk]) -> None:
+        if chunks:
+            self.state.released(array("i", [chunk.block_id for chunk in chunks]))
+
+    def _release_running(self, count: int, protected: set[bytes]) -> None:
+        """Gives up so many chunks of running requests, ends of sequences first, that they can be evicted."""
+        for held in list(self._running):
+            idle = [chunk for chunk in held.chunks if chunk.status.ref_cnt == 0 and chunk.key not in protected]
+            free = self._let_go(held, sorted(idle, key=attrgetter("place"))[-count:])
+            self._release(free)
+            count -= len(free)
+            if not held.chunks:
+                del self._running[held]
+            if count <= 0:
+                return
+
+    def _forget(self, key: bytes) -> Chunk:
+        """A chunk leaves the tier."""
+        gone = self._chunks.pop(key)
+        del self._by_id[gone.block_id]
+        self._num_held -= gone.holders > 0
+        return gone
+
+    def _hint_of(self, req_context: Any) -> Hint | None:
+        try:
+            return read_hint(req_context)
+        except (TypeError, ValueError) as error:
+            logger.warning("kv_hints of request %s are not honoured: %s", req_context.req_id, error)
+            return None
+
+    def _is_in(self, chunk: Chunk, start: int, end: int | None) -> bool:
+        """Whether a chunk that is there has some of the tokens `[start, end)`."""
+        size = self._tokens_per_chunk
+        last = chunk.place * size
+        return last > start and (end is None or last - size < end) and self._by_id.get(chunk.block_id) is chunk
+
+
+@functools.cache
+def policy_class(name: str) -> type[Any]:
+    """The class that `eviction_policy` names: `pc_` and a policy's name.
+
+    `pc_lru` is vLLM's own lru, whose order is that of ours: by the end of the last request, a sequence's end first.
+
+    Raises:
+        AttributeError: No such policy; vLLM looks for it in this module.
+    """
+    policy = name.removeprefix(PREFIX)
+    if policy == name or policy not in POLICIES:
+        needs = ", ".join(sorted(PREFIX + each for each in POLICIES))
+        raise AttributeError(f"eviction_policy: got {name!r}, needs one of {needs}")
+    if policy == "lru":
+        return LRUCachePolicy  # type: ignore[no-any-return]
+    return type(name, (OffloadPolicy,), {"policy_name": policy})

@@ -1,0 +1,182 @@
+"""A tier of `pc.cache` behind vLLM's offloading to host memory: a directory, or a Mooncake store."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from time import perf_counter
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from vllm.logger import init_logger
+from vllm.v1.kv_offload.base import Locality, LookupResult, Medium, RequestOffloadingContext
+from vllm.v1.kv_offload.tiering.async_lookup import AsyncLookupManager
+from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
+
+from ....cache.tier import Layout, Tier
+from ..connector.layout import check_options, open_tier
+from ..features import LOGGER
+from ..versions import check_version
+
+logger = init_logger(LOGGER)
+
+
+class TierLookup(AsyncLookupManager):
+    """Asks a tier what it has, in a thread of its own."""
+
+    def __init__(self, tier: Tier, tier_type: str) -> None:
+        super().__init__(tier_type=tier_type)
+        self._tier = tier
+
+    def batch_lookup(self, keys: list[bytes], req_context: Any) -> list[bool]:
+        """Whether each chunk is there."""
+        return self._tier.contains_many([bytes(key) for key in keys])
+
+
+class TierManager(SecondaryTierManager):
+    """A secondary tier for vLLM's `TieringOffloadingSpec`: chunks go from host memory to a tier and back.
+
+    Options beside `type` and `module_path`: `model` stands for all that decides what is in a chunk besides its tokens
+    and what vLLM's offloading knows (its groups of layers, dtype and ranks): weights, adapters by name, overrides.
+    `tier` and what belongs to it are as for `TierConnector`. `threads` read and write.
+
+    Chunks of another `model`, layout or size are never read. A chunk that the tier has lost, and those behind it, are
+    computed; one that it cannot take is missed later.
+
+    Raises ValueError at start-up for an option that is not known, or one that is missing.
+    """
+
+    medium: ClassVar[Medium] = Medium.STORAGE
+
+    def __init__(
+        self,
+        offloading_spec: Any,
+        primary_kv_view: memoryview,
+        tier_type: str,
+        model: str | None = None,
+        threads: int = 4,
+        locality: str | None = None,
+        backpressure_detector: Any = None,
+        **options: Any,
+    ) -> None:
+        check_version("offload")
+        super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
+        if not isinstance(model, str) or not model:
+            raise ValueError(f"model: got {model!r}, needs a name for these weights and what else decides their KV")
+        if not isinstance(threads, int) or threads < 1:
+            raise ValueError(f"threads: got {threads!r}, needs an integer of at least 1")
+        self.locality = None if locality is None else Locality(locality)
+        check_options(options)
+        layout = chunk_layout(offloading_spec.config, model, self.block_size_bytes)
+        self._tier = open_tier(options, layout)
+        self._rows = torch.from_numpy(np.asarray(primary_kv_view)).view(torch.uint8)
+        self._rows = self._rows.view(-1, self.block_size_bytes)
+        self._lookup = TierLookup(self._tier, tier_type)
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="pc_offload")
+        self._running: set[Future[None]] = set()
+        self._finished: queue.SimpleQueue[tuple[JobResult, list[bytes]]] = queue.SimpleQueue()
+
+    def lookup(self, key: bytes, req_context: Any) -> LookupResult:
+        """Whether a chunk is there; RETRY until its thread has looked."""
+        found = self._lookup.lookup(key, req_context)
+        if found is None:
+            return LookupResult.RETRY
+        return LookupResult.HIT if found else LookupResult.MISS
+
+    def submit_store(self, job_metadata: Any) -> None:
+        """Has chunks of host memory written."""
+        self._submit(self._store, job_metadata)
+
+    def submit_load(self, job_metadata: Any) -> None:
+        """Has chunks read into host memory."""
+        self._submit(self._load, job_metadata)
+
+    def get_finished_jobs(self) -> Iterable[JobResult]:
+        """Jobs that have ended since the last call."""
+        results = []
+        while not self._finished.empty():
+            result, lost = self._finished.get_nowait()
+            self._lookup.mark_miss(lost)
+            results.append(result)
+        self._running = {future for future in self._running if not future.done()}
+        return results
+
+    def has_pending_work(self) -> bool:
+        """Whether jobs are under way: the engine goes on stepping until they are known to have ended."""
+        return bool(self._running)
+
+    def on_new_request(self, req_context: Any) -> RequestOffloadingContext:
+        """Nothing is kept of requests but what was looked up for them."""
+        return RequestOffloadingContext()
+
+    def on_request_finished(self, req_context: Any) -> None:
+        """Forgets what was looked up."""
+        self._lookup.cleanup(req_context.req_id)
+
+    def on_schedule_end(self, context: Any) -> None:
+        """Has this step's questions asked."""
+        self._lookup.flush()
+
+    def drain_jobs(self) -> None:
+        """Waits for every job."""
+        wait(self._running)
+
+    def shutdown(self) -> None:
+        """Waits for what is being written, and leaves the tier."""
+        self._lookup.shutdown()
+        self._pool.shutdown(wait=True)
+        if hasattr(self._tier, "close"):
+            self._tier.close()
+
+    def _submit(self, transfer: Callable[[list[bytes], Sequence[int]], int], job: Any) -> None:
+        keys, places = [bytes(key) for key in job.keys], [int(place) for place in job.chunk_ids]
+        self._running.add(self._pool.submit(self._run, transfer, job, keys, places))
+
+    def _run(
+        self, transfer: Callable[[list[bytes], Sequence[int]], int], job: Any, keys: list[bytes], places: Any
+    ) -> None:
+        begun, done = perf_counter(), 0
+        try:
+            done = transfer(keys, places)
+        except Exception as error:  # whatever it is, the job has to be known to have ended
+            logger.warning("a transfer of %d chunks failed: %s: %s", len(keys), type(error).__name__, error)
+        result = JobResult(
+            job_id=job.job_id,
+            success=done == len(keys),
+            successful_keys=tuple(job.keys)[:done] if job.is_promotion and 0 < done < len(keys) else None,
+            transfer_time=perf_counter() - begun,
+            transfer_bytes=done * self.block_size_bytes,
+        )
+        self._finished.put((result, keys[done:] if job.is_promotion else []))
+
+    def _store(self, keys: list[bytes], places: Sequence[int]) -> int:
+        """Returns how many chunks are in the tier."""
+        missing = [n for n, there in enumerate(self._tier.contains_many(keys)) if not there]
+        taken = self._tier.put_many({keys[n]: {"kv": self._rows[places[n]]} for n in missing})
+        return len(keys) - len(missing) + len(taken)
+
+    def _load(self, keys: list[bytes], places: Sequence[int]) -> int:
+        """Returns how many chunks have been read, from the first on."""
+        for n, tensors in enumerate(self._tier.get_many(keys)):
+            if tensors is None:
+                return n
+            self._rows[places[n]].copy_(tensors["kv"])
+        return len(keys)
+
+
+def chunk_layout(config: Any, model: str, size: int) -> Layout:
+    """The layout of chunks of `size` bytes, all ranks; `config` is vLLM's `OffloadingConfig`."""
+    parallel = config.parallel
+    said = {
+        "groups": [(group.tokens_per_block, list(group.layer_names)) for group in config.groups],
+        "dtype": config.model.dtype,
+        "tokens": [config.cache.tokens_per_hash, config.cache.blocks_per_chunk],
+        "ranks": [parallel.world_size, parallel.tp_size, parallel.pp_size, parallel.pcp_size, parallel.dcp_size],
+        "copies": [config.replicated_layout, config.canonical_layout, config.kv_cache_layout],
+        "seed": os.environ.get("PYTHONHASHSEED"),
+    }
+    return Layout(f"vllm offload {model} {json.dumps(said, default=str)}", {"kv": ((size,), torch.uint8)})

@@ -1,0 +1,220 @@
+"""Policies behind vLLM's tier in host memory: what is evicted, and that nothing is lost on the way."""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("vllm", reason="vllm is not installed: make vllm")
+pytest.importorskip("vllm.v1.kv_offload.cpu.policies.factory", reason="vLLM 0.33 takes policies from outside")
+
+from vllm.v1.kv_offload.base import LookupResult, ReqContext, get_offload_block_hash, make_offload_key
+from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
+
+from pc.cache.policies import POLICIES
+from pc.integrations.hints import retention_hints
+from pc.integrations.vllm.offload import OffloadPolicy, policy_class
+
+MODULE = "pc.integrations.vllm.offload"
+CHUNK = 32  # tokens
+
+
+def make_tier(policy, capacity=12):
+    return CPUOffloadingManager(capacity, policy, MODULE)
+
+
+def make_context(name, keys, **fields):
+    context = ReqContext(name, **fields)
+    for place, key in enumerate(keys):
+        context.set_offload_key_position(key, CHUNK * (place + 1))
+    return context
+
+
+def keys_of(*names, group=0):
+    return [make_offload_key(str(name).encode().rjust(16), group) for name in names]
+
+
+def evicted_by(tier, names, **fields):
+    """One request that finds and stores chunks, to its end; what it threw out."""
+    keys = keys_of(*names)
+    context = make_context(str(names), keys, **fields)
+    tier.on_new_request(context)
+    found = next((n for n, key in enumerate(keys) if tier.lookup(key, context) != LookupResult.HIT), len(keys))
+    if found:
+        tier.prepare_load(keys[:found], context)
+        tier.complete_load(keys[:found], context)
+    stored = tier.prepare_store(keys, context)
+    if stored is not None:
+        tier.complete_store(stored.keys_to_store, context)
+    tier.on_request_finished(context)
+    return None if stored is None else [get_offload_block_hash(key).decode().strip() for key in stored.evicted_keys]
+
+
+class OurLRU(OffloadPolicy):
+    policy_name = "lru"
+
+
+def test_the_order_of_our_lru_is_that_of_vllms(monkeypatch):
+    """One request behind the other: the same evictions in the same order, which is why pc_lru is vLLM's own."""
+    monkeypatch.setattr("pc.integrations.vllm.offload.OurLRU", OurLRU, raising=False)
+    count = 0
+    for seed in range(20):
+        rng = random.Random(seed)
+        theirs, ours = make_tier("lru"), make_tier("OurLRU")
+        for _ in range(60):
+            document = rng.randrange(6)
+            names = [f"{document}.{n}" for n in range(rng.randint(1, 9))]
+            expected = evicted_by(theirs, names)
+            assert evicted_by(ours, names) == expected
+            ours._policy.check()
+            count += len(expected)
+    assert count > 1000
+
+
+class Traffic:
+    """Requests side by side, whose transfers end late, fail, or are cut off."""
+
+    def __init__(self, policy, seed, capacity=24):
+        self.rng = random.Random(seed)
+        self.tier = make_tier(policy, capacity)
+        self.capacity = capacity
+        self.running = {}
+        self.transfers = []
+        self.there = set()
+        self.counts = dict.fromkeys(("evicted", "refused", "failed", "hits"), 0)
+
+    def step(self, number):
+        choice = self.rng.random()
+        if choice < 0.35 and len(self.running) < 5:
+            self.begin(number)
+        elif choice < 0.65 and self.running:
+            self.store()
+        elif choice < 0.85 and self.transfers:
+            self.end_transfer()
+        elif self.running:
+            name = self.rng.choice(list(self.running))
+            self.tier.on_request_finished(self.running.pop(name)[0])
+        if self.rng.random() < 0.01:
+            self.tier.reset_cache()
+            self.transfers, self.there = [], set()
+        self.check()
+
+    def begin(self, number):
+        document, group = self.rng.randrange(8), self.rng.randrange(2)
+        keys = keys_of(*(f"{document}.{n}" for n in range(self.rng.randint(1, 14))), group=group)
+        context = make_context(str(number), keys)
+        self.tier.on_new_request(context)
+        found = next((n for n, key in enumerate(keys) if self.tier.lookup(key, context) != LookupResult.HIT), len(keys))
+        assert set(keys[:found]) <= self.there
+        if found:
+            self.tier.prepare_load(keys[:found], context)
+            self.transfers.append(("load", keys[:found], context))
+            self.counts["hits"] += found
+        self.running[str(number)] = (context, keys, [found])
+
+    def store(self):
+        context, keys, done = self.rng.choice(list(self.running.values()))
+        part = keys[done[0] : done[0] + self.rng.randint(1, 6)]
+        if not part:
+            return
+        stored = self.tier.prepare_store(part, context)
+        if stored is None:
+            self.counts["refused"] += 1
+            return
+        assert not set(stored.evicted_keys) & set(part)
+        assert set(stored.evicted_keys) <= self.there
+        busy = {key for _, moved, _ in self.transfers for key in moved}
+        assert not set(stored.evicted_keys) & busy
+        self.there -= set(stored.evicted_keys)
+        self.counts["evicted"] += len(stored.evicted_keys)
+        done[0] += len(part)
+        if stored.keys_to_store:
+            self.transfers.append(("store", list(stored.keys_to_store), context))
+
+    def end_transfer(self):
+        kind, keys, context = self.transfers.pop(self.rng.randrange(len(self.transfers)))
+        if kind == "load":
+            self.tier.complete_load(keys, context)
+            return
+        success = self.rng.random() < 0.8
+        self.tier.complete_store(keys, context, success)
+        self.counts["failed"] += not success
+        if success:
+            self.there |= set(keys)
+
+    def check(self):
+        policy = self.tier._policy
+        policy.check()
+        storing = {key for kind, keys, _ in self.transfers if kind == "store" for key in keys}
+        assert set(policy._chunks) == self.there | storing
+        places = [chunk.block_id for chunk in policy._chunks.values()]
+        assert len(places) + self.tier._get_num_free_chunks() == self.capacity
+
+
+@pytest.mark.parametrize("name", sorted(set(POLICIES) - {"lru"}))
+def test_chunks_are_conserved(name):
+    counts = dict.fromkeys(("evicted", "refused", "failed", "hits"), 0)
+    for seed in range(4):
+        traffic = Traffic(f"pc_{name}", seed)
+        for number in range(300):
+            traffic.step(number)
+        for kind in counts:
+            counts[kind] += traffic.counts[kind]
+    assert min(counts.values()) > 10, counts
+
+
+def test_running_requests_give_way_before_a_store_fails():
+    """As many chunks as vLLM's lru would find, of requests in progress too, and none of the asking one's offer."""
+    tier = make_tier("pc_default", 6)
+    contexts = []
+    for name in ("a", "b"):
+        keys = keys_of(*(f"{name}{n}" for n in range(3)))
+        contexts.append(make_context(name, keys))
+        stored = tier.prepare_store(keys, contexts[-1])
+        tier.complete_store(stored.keys_to_store, contexts[-1])
+    offer = keys_of("b0", "c0", "c1", "c2")
+    stored = tier.prepare_store(offer, make_context("c", offer))
+    assert [get_offload_block_hash(key).strip() for key in stored.evicted_keys] == [b"a2", b"a1", b"a0"]
+    tier.complete_store(stored.keys_to_store, contexts[0])
+    offer = keys_of(*(f"d{n}" for n in range(7)))
+    assert tier.prepare_store(offer, make_context("d", offer)) is None
+    tier._policy.check()
+    for context in contexts:
+        tier.on_request_finished(context)
+    tier._policy.check()
+
+
+def test_hints_of_the_caller_are_followed():
+    keep = retention_hints(priority=5, ttl=600, token_ranges=[{"start": 0, "end": CHUNK}])
+    tier = make_tier("pc_priority", 4)
+    evicted_by(tier, ["a0", "a1"], kv_hints=keep)
+    evicted_by(tier, ["b0", "b1"])
+    assert evicted_by(tier, ["c0"]) == ["a1"]
+    assert sorted(evicted_by(tier, ["d0", "d1"])) == ["b0", "b1"]
+    assert evicted_by(tier, ["a0"]) == []
+
+
+def test_returning_conversations_are_heard_of(monkeypatch):
+    heard = []
+    policy = POLICIES["hazard"]
+    monkeypatch.setattr(policy, "returning", lambda self, probability: heard.append(probability))
+    tier = make_tier("pc_hazard", 4)
+    evicted_by(tier, ["a0"], kv_hints=retention_hints(returns=0.25))
+    evicted_by(tier, ["b0"])
+    tier._policy.state.flush()
+    assert heard == [0.25]
+
+
+def test_a_hint_that_cannot_be_read_is_said(warnings):
+    tier = make_tier("pc_default", 4)
+    assert evicted_by(tier, ["a0"], kv_hints=SimpleNamespace(actions=3)) == []
+    assert "kv_hints of request ['a0'] are not honoured" in warnings[0]
+
+
+def test_a_policys_name():
+    assert policy_class("pc_default").policy_name == "default"
+    assert policy_class("pc_default") is policy_class("pc_default")
+    with pytest.raises(AttributeError, match=r"eviction_policy: got 'pc_lur', needs one of pc_arc.*pc_lru"):
+        make_tier("pc_lur")
