@@ -129,6 +129,26 @@ def render_scheduler(page: Path) -> str:
     return "\n".join([measured(page, source, rows, (), blocks), "", *table(heads, "lrrrr", lines)])
 
 
+def render_vllm_tier(page: Path) -> str:
+    """Hit rates in vLLM's tier in host memory, and CPU time of its manager."""
+    source = results("cpu", "vllm_tier.csv")
+    rows = read_rows(source)
+    names = {"vllm": "vLLM's `lru`", "arc": "vLLM's `arc`"}
+    lines = [
+        [
+            f"{float(row['share']):.0%}",
+            names.get(row["policy"], f"`{row['policy']}`"),
+            row["hit_rate"],
+            short_time(float(row["request_us"])),
+            f"{float(row['over_vllm']):.2f}",
+        ]
+        for row in rows
+    ]
+    heads = ("of the trace's blocks", "policy", "hit rate", "CPU time of a request", "over vLLM's `lru`")
+    said = measured(page, source, rows, (), f"; {rows[0]['trace']}, {int(rows[0]['requests']):,} requests")
+    return "\n".join([said, "", *table(heads, "llrrr", lines)])
+
+
 def render_sglang_radix(page: Path) -> str:
     """Hit rates in SGLang's radix cache, and CPU time of its calls."""
     source = results("cpu", "sglang_radix.csv")

@@ -37,6 +37,7 @@ from .render_cache import (
     render_scheduler,
     render_sglang_radix,
     render_traffic,
+    render_vllm_tier,
 )
 from .render_models import (
     demo_rows,
@@ -115,6 +116,7 @@ RENDERERS: dict[str, Callable[..., str]] = {
     "omni": render_omni,
     "reuse": render_reuse,
     "scheduler": render_scheduler,
+    "vllm_tier": render_vllm_tier,
     "sglang_radix": render_sglang_radix,
     "sparse": render_sparse,
     "replay": render_replay,

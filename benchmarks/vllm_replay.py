@@ -1,11 +1,11 @@
 """A request trace through vLLM's own block manager, with its queue or a policy of `pc`: hit rates, and CPU time.
 
-    python benchmarks/vllm_replay.py TRACE --policy lru --policy default --share 0.03
-    python benchmarks/vllm_replay.py TRACE --policy arc --policy pc_default --share 0.1 --tier
+    python -m benchmarks.vllm_replay TRACE --policy lru --policy default --share 0.03
+    python -m benchmarks.vllm_replay TRACE --tier --policy arc --policy pc_default --share 0.03 --share 0.1
 
 Runs in an environment with vLLM (`make vllm` makes one). The rules are those of `pc replay`, so that hit rates can be
 compared; CPU time is of vLLM's manager alone, without its scheduler, measured in turns in one process. With `--tier` it
-is the manager of vLLM's tier in host memory, whose own policies are lru and arc.
+is the manager of vLLM's tier in host memory, whose own policies are lru and arc; results/cpu/vllm_tier.csv is written.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import argparse
 import os
 import statistics
 from dataclasses import dataclass
+from pathlib import Path
 from time import process_time
 from typing import Any
 
@@ -21,7 +22,13 @@ import numpy as np
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
+from pc.cache.replay import replay
 from pc.cache.replay.traces import Trace, digests_of, load_trace
+
+from .conditions import conditions
+from .tables import write_rows
+
+TIER_RESULTS = Path(__file__).resolve().parent / "results" / "cpu" / "vllm_tier.csv"
 
 
 @dataclass(frozen=True)
@@ -121,31 +128,53 @@ def replay_through_tier(trace: Trace, policy: str | None, capacity: int, split: 
     return Result(policy or "vllm", hits / max(trace.num_blocks, 1), seconds)
 
 
+def compare(trace: Trace, whole: Trace, share: float, given: argparse.Namespace) -> list[dict[str, str]]:
+    """A row for vLLM's own and one for each policy; prints them."""
+    capacity = max(1, round(share * whole.unique_blocks))
+    names = [None, *(given.policy or (["pc_lru", "pc_default"] if given.tier else ["lru", "default"]))]
+    passing = replay_through_tier if given.tier else replay_through_vllm
+    runs: dict[str | None, list[Result]] = {name: [] for name in names}
+    for _ in range(given.rounds):
+        for name in names:
+            runs[name].append(passing(trace, name, capacity, given.split))
+    base = [run.seconds for run in runs[None]]
+    print(f"{trace.name}, {len(trace.requests)} requests, {trace.num_blocks} blocks, {capacity} blocks of capacity")
+    rows = []
+    for name in names:
+        ratio = statistics.median(run.seconds / own for run, own in zip(runs[name], base, strict=True))
+        ours = (name or "lru").removeprefix("pc_")
+        row = {
+            "trace": whole.name,
+            "share": f"{share:g}",
+            "blocks": str(capacity),
+            "policy": name or "vllm",
+            "hit_rate": f"{runs[name][0].hit_rate:.4f}",
+            "replay_hit_rate": f"{replay(trace, ours, capacity).hit_rate:.4f}",
+            "requests": str(len(trace.requests)),
+            "request_us": f"{statistics.median(run.seconds for run in runs[name]) / len(trace.requests) * 1e6:.1f}",
+            "over_vllm": f"{ratio:.3f}",
+        }
+        print(*row.values(), flush=True)
+        rows.append(row)
+    return rows
+
+
 def main() -> None:
-    """Prints hit rates, and CPU time as a share of that with vLLM's queue."""
+    """Prints hit rates, and CPU time as a share of that with vLLM's own."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("trace")
     parser.add_argument("--policy", action="append", help="a name; may be given again")
-    parser.add_argument("--share", type=float, default=0.03, help="capacity as a share of the trace's unique blocks")
+    parser.add_argument("--share", type=float, action="append", help="capacity as a share of the trace's unique blocks")
     parser.add_argument("--part", type=float, default=1.0, help="how much of the trace, from its beginning")
     parser.add_argument("--split", type=int, default=1, help="blocks of vLLM for each block of the trace")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tier", action="store_true", help="vLLM's tier in host memory, not its block manager")
     given = parser.parse_args()
     whole = load_trace(given.trace)
-    capacity = max(1, round(given.share * whole.unique_blocks))
     trace = whole.part(0, given.part)
-    names = [None, *(given.policy or (["pc_lru", "pc_default"] if given.tier else ["lru", "default"]))]
-    replay = replay_through_tier if given.tier else replay_through_vllm
-    runs: dict[str | None, list[Result]] = {name: [] for name in names}
-    for _ in range(given.rounds):
-        for name in names:
-            runs[name].append(replay(trace, name, capacity, given.split))
-    base = [run.seconds for run in runs[None]]
-    print(f"{trace.name}, {len(trace.requests)} requests, {trace.num_blocks} blocks, {capacity} blocks of capacity")
-    for name in names:
-        ratio = statistics.median(run.seconds / own for run, own in zip(runs[name], base, strict=True))
-        print(f"{name or 'vllm':>10}  hit rate {runs[name][0].hit_rate:.4f}  CPU time {ratio:.2f} of vLLM's own")
+    rows = [row for share in given.share or [0.03] for row in compare(trace, whole, share, given)]
+    if given.tier:
+        write_rows(TIER_RESULTS, [row | conditions("cpu") for row in rows])
 
 
 if __name__ == "__main__":
