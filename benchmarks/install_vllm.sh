@@ -34,6 +34,13 @@ PY
     touch "$ENV/.ready"
 fi
 
+# What vLLM's server and constrained answers import beside the engine; with a stamp of its own, for environments from before.
+if [ "${2:-whole}" = whole ] && [ ! -e "$ENV/.server" ]; then
+    fetch "$ENV/bin/pip" install --quiet --no-warn-conflicts watchfiles prometheus-fastapi-instrumentator lm-format-enforcer \
+        model-hosting-container-standards
+    touch "$ENV/.server"
+fi
+
 # vLLM-Omni's cache of hidden states: pure Python, and all of its wheel that is looked at.
 if [ ! -e "$ROOT/vllm-omni/.done" ]; then
     mkdir -p "$ROOT/wheels" "$ROOT/vllm-omni"
@@ -49,7 +56,7 @@ PY
     touch "$ROOT/vllm-omni/.done"
 fi
 
-# vLLM's own tests of prefix caching and of its tiers, run over our policies. VLLM_VERSION_OVERRIDE: its build adds a suffix that pip refuses.
+# vLLM's own tests of prefix caching, run over our pool. VLLM_VERSION_OVERRIDE: its build adds a suffix that pip refuses.
 if [ ! -e "$ROOT/vllm-0.33/.done" ]; then
     mkdir -p "$ROOT/wheels" "$ROOT/vllm-0.33"
     ls "$ROOT"/wheels/vllm-0.33.0-*.whl >/dev/null 2>&1 ||
@@ -65,8 +72,7 @@ root = pathlib.Path(sys.argv[1])
 target = root / "vllm-0.33"
 with zipfile.ZipFile(glob.glob(f"{root}/wheels/vllm-0.33.0-*.whl")[0]) as wheel:
     wheel.extractall(target, [m for m in wheel.namelist() if m.endswith((".py", ".json", "METADATA"))])
-wanted = ("tests/__init__.py", "tests/utils.py", "tests/v1/__init__.py", "tests/v1/core/", "tests/v1/kv_connector/",
-          "tests/v1/kv_offload/")
+wanted = ("tests/__init__.py", "tests/utils.py", "tests/v1/__init__.py", "tests/v1/core/", "tests/v1/kv_connector/")
 with tarfile.open(root / "wheels" / "vllm-0.33.0.tar.gz") as sdist:
     for member in sdist.getmembers():
         member.name = member.name.partition("/")[2]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
+import shutil
 from importlib.util import find_spec
 
 import pytest
 import vllm_engine
-from vllm_models import save_model
+from vllm_models import SIZES, save_model
 
 from pc.integrations.vllm.features import LOGGER
 
@@ -27,6 +28,18 @@ def model_path(tmp_path_factory):
         pytest.skip("vLLM's compiled engine is not installed: make vllm")
     folder = tmp_path_factory.mktemp("models")
     return lambda name: save_model(name, folder)
+
+
+@pytest.fixture(scope="session")
+def model_with_tokenizer(model_path, tmp_path_factory):
+    """The folder of a tiny model with a tokenizer, which servers and structured outputs need."""
+    from pc.demo import _models
+
+    folder = shutil.copytree(model_path("llama"), tmp_path_factory.mktemp("with_tokenizer") / "model")
+    tokenizer = _models.train_tokenizer(_models.read_document(), SIZES["vocab_size"])
+    tokenizer.eos_token = "<s>"
+    tokenizer.save_pretrained(folder)
+    return str(folder)
 
 
 @pytest.fixture
