@@ -56,7 +56,7 @@ PY
     touch "$ROOT/vllm-omni/.done"
 fi
 
-# vLLM's own tests of prefix caching, run over our pool. VLLM_VERSION_OVERRIDE: its build adds a suffix that pip refuses.
+# vLLM's own tests of prefix caching and of its tiers, run over our policies. VLLM_VERSION_OVERRIDE: its build adds a suffix that pip refuses.
 if [ ! -e "$ROOT/vllm-0.33/.done" ]; then
     mkdir -p "$ROOT/wheels" "$ROOT/vllm-0.33"
     ls "$ROOT"/wheels/vllm-0.33.0-*.whl >/dev/null 2>&1 ||
@@ -72,7 +72,8 @@ root = pathlib.Path(sys.argv[1])
 target = root / "vllm-0.33"
 with zipfile.ZipFile(glob.glob(f"{root}/wheels/vllm-0.33.0-*.whl")[0]) as wheel:
     wheel.extractall(target, [m for m in wheel.namelist() if m.endswith((".py", ".json", "METADATA"))])
-wanted = ("tests/__init__.py", "tests/utils.py", "tests/v1/__init__.py", "tests/v1/core/", "tests/v1/kv_connector/")
+wanted = ("tests/__init__.py", "tests/utils.py", "tests/v1/__init__.py", "tests/v1/core/", "tests/v1/kv_connector/",
+          "tests/v1/kv_offload/")
 with tarfile.open(root / "wheels" / "vllm-0.33.0.tar.gz") as sdist:
     for member in sdist.getmembers():
         member.name = member.name.partition("/")[2]
