@@ -11,6 +11,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from ...hints import Hint, read_hint
 from ..features import LOGGER, announce, chosen_policy
 from .pool import PolicyBlockPool, install_policy
+from .waiting import WaitingPrefixes
 
 logger = init_logger(LOGGER)
 
@@ -30,6 +31,9 @@ class PolicyScheduler(Scheduler):
             raise ValueError(f"kv_connector: got {transfer.kv_connector}, which needs vLLM's own order of eviction")
         super().__init__(vllm_config, *args, **kwargs)
         self.block_pool = install_policy(self.kv_cache_manager.block_pool, chosen_policy(vllm_config))
+        self._awaited = WaitingPrefixes(lambda: self.waiting)
+        if not self.block_pool.policy_state.order_only:  # with lru all is as vLLM has it
+            self.block_pool.free_block_queue.waiting = self._awaited
         # Rows of hidden states are void where a KV connector, unseen by the workers, fills blocks anew.
         self._sends_fresh = transfer is not None
         self.block_pool.handed_out = [] if self._sends_fresh else None
@@ -52,6 +56,7 @@ class PolicyScheduler(Scheduler):
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         """A step; with a KV connector, which may fill blocks, the workers are sent those handed out anew."""
+        self._awaited.is_stale = True
         output = super().schedule(*args, **kwargs)
         if self._sends_fresh:
             output.pc_fresh_blocks, self.block_pool.handed_out = self.block_pool.handed_out, []

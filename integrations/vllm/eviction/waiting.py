@@ -1,0 +1,67 @@
+"""What requests that wait to be scheduled will find: a future that no policy has to guess."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+MOST = 64
+"""Waiting requests that are looked at, the next ones."""
+
+
+class WaitingPrefixes:
+    """Block hashes of the requests that are next to run.
+
+    A hash is known with the last of them that has it: as a rule it is the last to leave as well, and a count of all
+    would take as long as vLLM's own part of a step.
+    """
+
+    def __init__(self, waiting: Callable[[], Iterable[Any]]) -> None:
+        self._waiting = waiting
+        self._known: dict[str, int] = {}
+        self._serials: dict[bytes, int] = {}
+        self._present: set[int] = set()
+        self._num_hashes = 0
+        self.joined = 0
+        """Requests that have come to be looked at."""
+        self.is_stale = True
+        """Set before each step, since within one the queue only gets shorter."""
+
+    @property
+    def left(self) -> int:
+        """Requests that were looked at and are no more."""
+        return self.joined - len(self._present)
+
+    def refresh(self) -> None:
+        """Looks at the scheduler's queue."""
+        if not self.is_stale:
+            return
+        self.is_stale = False
+        found = {request.request_id: request for request in itertools.islice(self._waiting(), MOST)}
+        for name in self._known.keys() - found.keys():
+            self._present.discard(self._known.pop(name))
+        for name, request in found.items():
+            if name not in self._known:
+                self.joined += 1
+                self._known[name] = self.joined
+                self._present.add(self.joined)
+                if not request.skip_reading_prefix_cache:
+                    self._serials.update(dict.fromkeys(request.block_hashes, self.joined))
+        if len(self._serials) > 2 * self._num_hashes + 1024:
+            present = self._present
+            self._serials = {each: serial for each, serial in self._serials.items() if serial in present}
+            self._num_hashes = len(self._serials)
+
+    def split(self, numbers: list[int], blocks: list[Any]) -> tuple[list[int], list[int]]:
+        """Those that nobody waits for, and the others."""
+        if not self._present:
+            return numbers, []
+        free: list[int] = []
+        awaited: list[int] = []
+        serials, present = self._serials, self._present
+        for number in numbers:
+            key = blocks[number]._block_hash
+            # Behind the hash is vLLM's number of the group of layers.
+            (free if key is None or serials.get(key[:-4]) not in present else awaited).append(number)
+        return free, awaited
