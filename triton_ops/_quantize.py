@@ -1,7 +1,7 @@
 """Codes of quantized caches: stored = x / scale in float8 e4m3 or int8, read = stored * scale.
 
 Kernels see float8 as uint8 and convert by bit operations, since sm_80 has no instruction for it and the interpreter of
-triton no type; on newer devices the attention kernel reads it natively.
+triton no type; on newer devices the attention kernel has the device convert it.
 """
 
 from __future__ import annotations
@@ -118,3 +118,35 @@ def small_e4m3(code, PACKED: tl.constexpr):
     bits = code.to(tl.uint16)
     half = ((bits & 0x80) << 8) | ((bits & 0x7F) << 7)
     return tl.where((bits & 0x7F) == 0x7F, float("nan"), half.to(tl.float16, bitcast=True)).to(tl.float16)
+
+
+@triton.jit
+def packed_codes(code, HELD: tl.constexpr):
+    """float16 values of codes in float8 e4m3 or int8, two at once in registers of Nvidia's, exactly.
+
+    HELD: by the threads that loaded them. Else the compiler may convert in the registers that a matrix unit reads, and
+    fill these from shared memory byte by byte.
+    """
+    if code.dtype == tl.int8:
+        # A code and 128 more are the last bits of a float16 from 1024 on, whose unit in the last place is 1.
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 more, low, high, least;
+            xor.b32 more, $2, 0x80808080;
+            mov.b32 least, 0x64806480;
+            prmt.b32 low, more, 0x64, 0x4140;
+            prmt.b32 high, more, 0x64, 0x4342;
+            sub.f16x2 $0, low, least;
+            sub.f16x2 $1, high, least;
+            }""",
+            "=&r,=&r,r", [code], dtype=tl.float16, is_pure=not HELD, pack=4,
+        )  # fmt: skip
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .b16 low, high;
+        mov.b32 {low, high}, $2;
+        cvt.rn.f16x2.e4m3x2 $0, low;
+        cvt.rn.f16x2.e4m3x2 $1, high;
+        }""",
+        "=&r,=&r,r", [code.to(tl.uint8, bitcast=True)], dtype=tl.float16, is_pure=not HELD, pack=4,
+    )  # fmt: skip

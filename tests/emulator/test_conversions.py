@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import triton
 import triton.language as tl
 
-from pc.triton_ops._quantize import small_e4m3
+from pc.triton_ops import _quantize
+from pc.triton_ops._triton import load
+
+load()  # makes what kernels call
 
 
 @triton.jit
 def _convert_kernel(codes_ptr, out_ptr, PACKED: tl.constexpr):
     offs = tl.arange(0, 256)
-    tl.store(out_ptr + offs, small_e4m3(tl.load(codes_ptr + offs), PACKED))
+    tl.store(out_ptr + offs, _quantize.small_e4m3(tl.load(codes_ptr + offs), PACKED))
 
 
 def test_every_code_of_e4m3():
@@ -26,3 +30,25 @@ def test_every_code_of_e4m3():
         assert torch.equal(out.isnan(), exact.isnan())
         assert torch.equal(out[number].float(), exact[number])
         assert torch.equal(out[number].signbit(), exact[number].signbit())
+
+
+@triton.jit
+def _packed_kernel(codes_ptr, out_ptr, HELD: tl.constexpr):
+    offs = tl.arange(0, 256)
+    tl.store(out_ptr + offs, _quantize.packed_codes(tl.load(codes_ptr + offs), HELD))
+
+
+@pytest.mark.parametrize("held", [False, True])
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+def test_every_code_at_once(dtype, held):
+    """Codes of int8, and where a device converts them those of e4m3, each in its place and exact."""
+    if dtype == torch.float8_e4m3fn and triton.runtime.driver.active.get_current_target().arch < 89:
+        pytest.skip("has no instruction for e4m3")
+    codes = torch.arange(256, dtype=torch.uint8).view(dtype)
+    out = torch.empty(256, dtype=torch.float16)
+    _packed_kernel[(1,)](codes, out, held, num_warps=1)
+    exact = codes.float()
+    number = ~exact.isnan()
+    assert torch.equal(out.isnan(), exact.isnan())
+    assert torch.equal(out[number].float(), exact[number])
+    assert torch.equal(out[number].signbit(), exact[number].signbit())

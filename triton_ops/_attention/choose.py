@@ -23,6 +23,7 @@ from .constants import (
     architecture,
     decode_tiles,
     latent_tiles,
+    multiplies_from_shared,
     next_power_of_2,
     prefill_tiles,
     programs_per_processor,
@@ -30,7 +31,7 @@ from .constants import (
 from .kernel import Strides, TileSizes, Traits
 from .layout import DECODE_QUERIES, MIN_SPLIT_TILES, TILE_KEYS, PlanShape
 from .predicate import Mask
-from .walk import E4M3_BITS, E4M3_PACKED, NATIVE_CODES, PLAIN_CACHE
+from .walk import E4M3_BITS, E4M3_PACKED, HELD_CODES, NATIVE_CODES, PACKED_CODES, PLAIN_CACHE
 
 # Batch-invariant mode: keys per split, whatever the batch. Longer contexts are summed from splits of this length.
 INVARIANT_SPLIT_KEYS = 8192
@@ -98,8 +99,14 @@ class Wanted(NamedTuple):
         if call.key_cache.dtype == torch.float8_e4m3fn and not arch.has_e4m3:
             codes = E4M3_PACKED if arch.name.startswith("sm_") else E4M3_BITS
         elif call.key_cache.dtype != call.query.dtype:
-            codes = NATIVE_CODES
+            is_packed = arch.name.startswith("sm_") and call.query.element_size() == 2
+            codes = PACKED_CODES if is_packed else NATIVE_CODES
         return cls(call, with_lse, aligned(*TENSORS(call)), arch, int(codes))
+
+    def codes_in(self, tiles: Tiles) -> int:
+        """The same for kernels with such tiles: held unless the matrix unit reads shared memory."""
+        is_held = self.codes == int(PACKED_CODES) and not multiplies_from_shared(self.arch.name, tiles.block_m)
+        return int(HELD_CODES) if is_held else self.codes
 
     @property
     def convert_codes(self) -> bool:
@@ -162,7 +169,7 @@ def _tiles(call: AttentionCall, arch: Architecture, longest: int) -> tuple[Tiles
     query, group = call.query, call.query.shape[1] // call.key_cache.shape[2]
     quantized, has_tree = call.key_cache.dtype != query.dtype, call.tree_mask is not None
     is_modified = not call.terms.PLAIN
-    heavy = quantized or _has_segments(call) or has_tree or is_modified
+    heavy = _has_segments(call) or has_tree or is_modified
     kind = (max(query.shape[2], call.value_cache.shape[3]), query.element_size())
     rows = max(1, min(longest, DECODE_QUERIES)) * group
     if call.is_latent:
@@ -171,7 +178,7 @@ def _tiles(call: AttentionCall, arch: Architecture, longest: int) -> tuple[Tiles
         few = latent_tiles(arch.name, *kind, rows, quantized, True, narrow)
         return few, latent_tiles(arch.name, *kind, 64, quantized, False, narrow)
     decode = decode_tiles(arch.name, *kind, rows, quantized, group, call.block_size, is_modified)
-    prefill = prefill_tiles(arch.name, *kind, heavy, group, call.block_size)
+    prefill = prefill_tiles(arch.name, *kind, heavy, group, call.block_size, quantized)
     if has_tree:
         # A word of the mask for each score takes registers that wider tiles do not have: all of a thread's, which the
         # compiler would leave to a second program and spill.
@@ -256,7 +263,7 @@ def compiled_for(wanted: Wanted, mask: Mask, tiles: Tiles) -> dict[str, Any]:
         POSITIONS=call.query_positions is not None,
         SINKS=call.sinks is not None,
         SCALES=scale_kind(call.k_scale, call.v_scale),
-        CODES=wanted.codes,
+        CODES=wanted.codes_in(tiles),
         UPCAST=INTERPRET and call.query.dtype == torch.bfloat16,
         TABLE_HEADS=call.table_heads,
         TREE=call.tree_mask is not None,

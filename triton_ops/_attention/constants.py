@@ -66,6 +66,11 @@ _LARGE_SHARED = frozenset({"sm_80", "sm_90", "sm_100", "interpreter"})
 DECODE_REGISTERS = {2: 255, 4: 240, 8: 0}
 
 
+def multiplies_from_shared(arch: str, block_m: int) -> bool:
+    """Whether tiles of 16-bit numbers are multiplied by wgmma or tcgen05, which take 64 rows at least."""
+    return arch in _ASYNC_MATRIX and block_m >= 64
+
+
 def next_power_of_2(n: int) -> int:
     """The smallest power of two that is at least `n`."""
     return 1 << max(0, n - 1).bit_length()
@@ -113,10 +118,10 @@ def decode_tiles(
         return Tiles(block_m, max(16, min(64, 8192 // row_bytes)), 8, 2, False, max_registers=cap)
     if arch.startswith("gfx"):
         return Tiles(block_m, 64 if row_bytes <= 256 else 32 if row_bytes <= 512 else 16, 4, 2, False)
-    # 16 rows are few for a warp: two of them take a third fewer instructions for the same keys than four do. Codes take
-    # more registers, and 4 warps spill from head_dim 257 on.
-    num_warps = 2 if head_dim <= 128 and block_m == 16 and not quantized else 4
-    if head_dim > 256 or (head_dim > 128 and block_m > 16):
+    # 16 rows are few for a warp: two of them take a third fewer instructions for the same keys than four do. From
+    # head_dim 257 on 4 warps spill, and with codes for 64 rows.
+    num_warps = 2 if head_dim <= 128 and block_m == 16 else 4
+    if head_dim > 256 or (head_dim > 128 and block_m > 16) or (quantized and block_m == 64):
         num_warps = 8
     cap = DECODE_REGISTERS[num_warps]
     if quantized and num_warps == 4 and not heavy:
@@ -152,11 +157,17 @@ def latent_tiles(
 
 
 def prefill_tiles(
-    arch: str, head_dim: int, itemsize: int, heavy: bool, group: int | None = None, block_size: int | None = None
+    arch: str,
+    head_dim: int,
+    itemsize: int,
+    heavy: bool,
+    group: int | None = None,
+    block_size: int | None = None,
+    quantized: bool = False,
 ) -> Tiles:
     """For everything longer; `heavy` when a score takes more than a product and a mask."""
     wide = head_dim > 128
-    tuned = None if heavy else tuned_tiles(arch, "prefill", head_dim, itemsize, group, block_size)
+    tuned = None if heavy or quantized else tuned_tiles(arch, "prefill", head_dim, itemsize, group, block_size)
     if tuned is not None:
         return tuned
     if arch == "interpreter":
@@ -178,7 +189,9 @@ def prefill_tiles(
         # 4 waves may have 512 registers each, 8 waves 256.
         return Tiles(64, 32, 4, 2, not wide)
     if wide:
-        return Tiles(64, 32, 8, 2, False)
+        # Codes of 64 rows spill with mma.sync.
+        is_narrow = quantized and arch not in _ASYNC_MATRIX
+        return Tiles(32, 32, 4, 2, False) if is_narrow else Tiles(64, 32, 8, 2, False)
     if arch not in _ASYNC_MATRIX:
         # mma.sync keeps both operands and the sums in registers: fewer rows or keys at once, so as not to spill.
         if heavy:

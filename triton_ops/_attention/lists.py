@@ -330,6 +330,8 @@ def choose_lists(wanted: Wanted) -> ChosenLists:
     num_warps = tiles.num_warps if call.tree_mask is None else max(4, tiles.num_warps)
     # Left alone, ptxas stops at 128 for sm_80 and at 168 for sm_90, for one more program, and spills.
     cap = 168 if wanted.convert_codes else 192 if quantized and head_dim <= 128 else 0
+    if quantized and num_warps == 2:
+        cap = tiles.max_registers
     constexprs = {**compiled_for(wanted, call.mask, tiles), **own}
     lengths = (num_seqs, num_tokens, max_union, splits)
     attend = Grid(

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from .._quantize import small_e4m3
+from .._quantize import packed_codes, small_e4m3
 from .._triton import tl, triton
 from .layout import TILE, kernel_constants
 from .predicate import Mask, _ahead, _row_spans, _within
 from .scores import Terms, _rescale, _with_terms
 
-# How a cache is stored: as the query's dtype, as codes that the device converts, as uint8 codes of float8 e4m3 that are
-# read as a 256th of what they stand for; E4M3_PACKED: the same, on a device of Nvidia's.
-PLAIN_CACHE, NATIVE_CODES, E4M3_BITS, E4M3_PACKED = kernel_constants(0, 1, 2, 3)
+# How a cache is stored: as the query's dtype; as codes that the compiler converts, or, on a device of Nvidia's and to
+# float16, `packed_codes` (HELD_CODES: held); as uint8 codes of float8 e4m3 that are read as a 256th of what they stand
+# for; E4M3_PACKED: the same, on a device of Nvidia's.
+PLAIN_CACHE, NATIVE_CODES, PACKED_CODES, HELD_CODES, E4M3_BITS, E4M3_PACKED = kernel_constants(0, 1, 2, 3, 4, 5)
 # How far ahead an absent key is: beyond every end.
 (ABSENT,) = kernel_constants(1 << 31)
 
@@ -288,6 +289,8 @@ def _load_rows(
         rows = tl.load(pointers)
     if CODES >= E4M3_BITS:
         rows = small_e4m3(rows, CODES == E4M3_PACKED)
+    elif CODES == PACKED_CODES or CODES == HELD_CODES:  # noqa: SIM109  triton knows no `in`
+        rows = packed_codes(rows, CODES == HELD_CODES)
     return rows.to(dtype)
 
 
