@@ -56,13 +56,17 @@ def probe_moved(model: Any, probed: Probed) -> Moving:
     refuse_if(
         "chunked_attention" in (getattr(config, "layer_types", None) or ()), 'reuse="anywhere": it attends in chunks'
     )
-    with eval_mode(model), refusing('reuse="anywhere": its forward pass fails where positions are given'):
-        moving = Moving(_turns(model), probed.windows, by_operator=False)
+    with eval_mode(model):
+        with refusing('reuse="anywhere": its forward pass fails where positions are given'):
+            moving = Moving(_turns(model), probed.windows, by_operator=False)
         length = TOKENS + (probed.window if 0 < probed.window <= LONG else 0)
         # In PyTorch the operator takes two to three times as long as attention under a mask.
         if (model.device.type != "cpu" or KERNELS_ON_CPU) and _operator_serves(model, moving, length):
             return moving._replace(by_operator=True)
-        _check_scattered(model, moving, length)
+        with refusing(
+            'reuse="anywhere": its forward pass fails with a mask for each query, as ALiBi made of masks does'
+        ):
+            _check_scattered(model, moving, length)
     return moving
 
 
