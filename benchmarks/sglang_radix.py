@@ -11,7 +11,6 @@ process. Writes results/cpu/sglang_radix.csv.
 from __future__ import annotations
 
 import argparse
-import gc
 import statistics
 from array import array
 from collections.abc import Iterator
@@ -27,6 +26,7 @@ from pc.cache.replay import Trace, load_trace, replay
 
 from .conditions import conditions
 from .tables import write_rows
+from .timing import in_turns
 
 PAGE = 16
 TURN = 10
@@ -202,24 +202,6 @@ def run(trace: Trace, policy: str, core: str, pages: int, split: int, at_once: i
     return found
 
 
-def side_by_side(trace: Trace, names: list[tuple[str, str]], *args: int) -> dict[tuple[str, str], Run]:
-    """Passes with each policy over the same requests, in turns of a few requests."""
-    passes = {name: passing(trace, *name, *args) for name in names}
-    runs: dict[tuple[str, str], Run] = {}
-    for each in passes.values():
-        next(each)
-    gc.collect()
-    gc.freeze()  # as SGLang's scheduler does once it is made
-    while passes:
-        for name, each in list(passes.items()):
-            found = next(each, None)
-            if found is not None:
-                runs[name] = found
-                del passes[name]
-    gc.unfreeze()
-    return runs
-
-
 def main() -> None:
     """Prints and writes the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -242,7 +224,9 @@ def main() -> None:
     times: dict[tuple[str, str], list[Run]] = {name: [] for name in names}
     for turn in range(given.rounds):
         order = names[turn % len(names) :] + names[: turn % len(names)]
-        for name, each in side_by_side(timed, order, room * given.split + 64, given.split, 4, given.longest).items():
+        for name, each in in_turns(
+            {name: passing(timed, *name, room * given.split + 64, given.split, 4, given.longest) for name in order}
+        ).items():
             times[name].append(each)
     rows = []
     for name in names:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
 Run = Callable[[], object]
+Name, Result = TypeVar("Name"), TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -109,3 +112,21 @@ def time_graphs(graphs: dict[str, tuple[torch.cuda.CUDAGraph, int]], seconds: fl
         for name in sorted(graphs, reverse=bool(i % 2)):
             times[name].append(once(name))
     return {name: Quantiles.of(values) for name, values in times.items()}
+
+
+def in_turns(passes: dict[Name, Iterator[Result | None]]) -> dict[Name, Result]:
+    """What passes come to that give way with None every few steps, so that drifts of the machine meet all alike."""
+    found: dict[Name, Result] = {}
+
+    def turn() -> None:
+        for name, each in passes.items():
+            if name not in found and (result := next(each)) is not None:
+                found[name] = result
+
+    turn()
+    gc.collect()
+    gc.freeze()  # as engines do once they are made
+    while len(found) < len(passes):
+        turn()
+    gc.unfreeze()
+    return found

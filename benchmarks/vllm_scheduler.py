@@ -11,7 +11,6 @@ the trace is `--split` blocks of vLLM. Writes results/cpu/vllm_scheduler.csv.
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import os
 import statistics
@@ -31,6 +30,7 @@ from pc.cache.replay.traces import digests_of
 
 from .conditions import conditions
 from .tables import write_rows
+from .timing import in_turns
 
 BLOCK_SIZE = 16
 TURN = 10
@@ -176,24 +176,6 @@ def passing(
     yield Run(hits / BLOCK_SIZE / split / max(trace.num_blocks, 1), steps, seconds)
 
 
-def side_by_side(trace: Trace, names: list[str | None], *args: int) -> dict[str | None, Run]:
-    """Passes with each policy over the same requests, in turns of a few steps."""
-    passes = {name: passing(trace, name, *args) for name in names}
-    runs: dict[str | None, Run] = {}
-    for each in passes.values():
-        next(each)
-    gc.collect()
-    gc.freeze()  # as vLLM's engine does once it is made
-    while passes:
-        for name, each in list(passes.items()):
-            found = next(each, None)
-            if found is not None:
-                runs[name] = found
-                del passes[name]
-    gc.unfreeze()
-    return runs
-
-
 def main() -> None:
     """Prints and writes the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -214,7 +196,9 @@ def main() -> None:
     room = max(1, round(given.room * timed.unique_blocks))
     for turn in range(given.rounds):
         order = names[turn % len(names) :] + names[: turn % len(names)]
-        for name, each in side_by_side(timed, order, room, given.split, 16, given.longest).items():
+        for name, each in in_turns(
+            {name: passing(timed, name, room, given.split, 16, given.longest) for name in order}
+        ).items():
             times[name].append(each)
     rows = []
     for name in names:
