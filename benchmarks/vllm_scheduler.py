@@ -122,6 +122,14 @@ def make_requests(trace: Trace, split: int, longest: int, returns: list[float] |
     return made
 
 
+def largest_request(trace: Trace, split: int, longest: int) -> int:
+    """Blocks of vLLM that one request of a trace holds at most, answer included; without them it waits for ever."""
+    outputs = [max(1, min(output, longest)) for output in trace.outputs]
+    return max(
+        split * ids.size + (output // BLOCK_SIZE + 1) for ids, output in zip(trace.requests, outputs, strict=True)
+    )
+
+
 def run(
     trace: Trace,
     policy: str | None,
@@ -147,7 +155,10 @@ def passing(
     """As `run`; gives way every few steps with None, so that passes can go side by side."""
     from vllm.v1.outputs import ModelRunnerOutput
 
-    scheduler = make_scheduler(policy, capacity * split + 2 * at_once, at_once)
+    num_blocks, largest = capacity * split + 2 * at_once, largest_request(trace, split, longest)
+    if largest >= num_blocks:  # one is vLLM's null block
+        raise ValueError(f"capacity: got {num_blocks} blocks of vLLM, needs more than the {largest} of one request")
+    scheduler = make_scheduler(policy, num_blocks, at_once)
     waiting = make_requests(trace, split, longest, returns)[::-1]
     hits, steps, seconds, running = 0, 0, 0.0, 0
     while waiting or running:
@@ -189,11 +200,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     given = parser.parse_args()
     whole = load_trace(given.trace)
-    capacity = max(1, round(given.share * whole.unique_blocks))
+    capacity = max(round(given.share * whole.unique_blocks), largest_request(whole, 1, 1))
     timed = whole.part(0, given.requests / len(whole.requests))
     names = [None, *(given.policy or ["lru", "segmented", "hazard"])]
     times: dict[str | None, list[Run]] = {name: [] for name in names}
-    room = max(1, round(given.room * timed.unique_blocks))
+    largest = largest_request(timed, given.split, given.longest)
+    room = max(round(given.room * timed.unique_blocks), -(-largest // given.split))
     for turn in range(given.rounds):
         order = names[turn % len(names) :] + names[: turn % len(names)]
         for name, each in in_turns(
