@@ -149,6 +149,36 @@ def render_vllm_tier(page: Path) -> str:
     return "\n".join([said, "", *table(heads, "llrrr", lines)])
 
 
+def render_serving(page: Path) -> str:
+    """Hit rates and times to the first token through vLLM's server."""
+    source = results("cpu", "vllm_serving.csv")
+    rows = read_rows(source)
+    lines = []
+    for row in rows:
+        rates = [f"{float(row[name]):.3f}" for name in ("hit_rate", "replay_hit_rate")]
+        times = [
+            f"{float(row[name]):.2f}" for name in ("ttft_p50_over_vllm", "ttft_p90_over_vllm", "seconds_over_vllm")
+        ]
+        lines.append([row["workload"], row["configuration"], *rates, *times])
+    first = rows[0]
+    said = (
+        f"; {first['requests']} requests of {first['clients']} clients, {int(first['prompt_tokens']):,} tokens of "
+        f"prompts, {first['running']} at once in {first['blocks']} blocks of {first['block_size']} tokens, "
+        f"{first['rounds']} rounds; vLLM's own times to the first token are {float(first['ttft_p50']):.1f} s (median) "
+        f"and {float(first['ttft_p90']):.1f} s (90th percentile)"
+    )
+    heads = (
+        "requests",
+        "eviction",
+        "hit rate",
+        "of `pc replay`",
+        "first token, median",
+        "90th percentile",
+        "all requests",
+    )
+    return "\n".join([measured(page, source, rows, (), said), "", *table(heads, "llrrrrr", lines)])
+
+
 def render_sglang_radix(page: Path) -> str:
     """Hit rates in SGLang's radix cache, and CPU time of its calls."""
     source = results("cpu", "sglang_radix.csv")

@@ -39,7 +39,7 @@ class Result:
     trace: str
     policy: str
     hints: str
-    """What policies were told of the future: see `hints_of`; none: nothing."""
+    """What policies were told of the future: see `hints_of`; none: nothing; given: what the caller gave."""
     capacity_share: float
     """Capacity as a share of the trace's unique blocks."""
     capacity_blocks: int
@@ -58,7 +58,7 @@ def replay(
     policy: str | EvictionPolicy,
     capacity: int,
     progress: Callable[[int], None] | None = None,
-    hints: str = "none",
+    hints: str | Sequence[float] = "none",
     hits_of_each: list[int] | None = None,
 ) -> Result:
     """Runs a trace at one capacity; see the module's docstring for the rules.
@@ -68,7 +68,7 @@ def replay(
         policy: A policy's name, a fresh policy, or "belady", which knows the future.
         capacity: Blocks.
         progress: Called now and then with the number of requests done since the last call.
-        hints: "none", or as `hints_of` takes it.
+        hints: "none", as `hints_of` takes it, or what `free(..., returns=)` is told after each request.
         hits_of_each: Appended to for each request: blocks it hit.
 
     Examples:
@@ -78,7 +78,10 @@ def replay(
         >>> round(replay(trace, "lru", capacity=3).hit_rate, 2), round(replay(trace, "belady", 3).hit_rate, 2)
         (0.5, 0.5)
     """
-    returns = hints_of(trace, hints) if hints != "none" else None
+    told = hints if isinstance(hints, str) else "given"
+    returns = None if told == "none" else hints_of(trace, hints) if isinstance(hints, str) else hints
+    if returns is not None and len(returns) != len(trace.requests):
+        raise ValueError(f"hints: got {len(returns)}, needs one for each of the {len(trace.requests)} requests")
     name = policy if isinstance(policy, str) else type(policy).__name__.lower()
     made = Belady(trace.requests) if policy == "belady" else make_policy(policy)
     pool = BlockPool(capacity, BlockHasher("blake2b", trace.block_size, words=2), made)
@@ -112,7 +115,7 @@ def replay(
             progress(256)
     total, share = max(trace.num_blocks, 1), capacity / max(trace.unique_blocks, 1)
     rates = hits / total, anywhere / total, float("nan")
-    return Result(trace.name, name, hints, share, capacity, *rates, process_time() - began)
+    return Result(trace.name, name, told, share, capacity, *rates, process_time() - began)
 
 
 def compare(

@@ -47,3 +47,14 @@ def test_the_better_the_hint_the_more_is_hit():
     assert rates[0] < rates[1] < rates[2]
     assert rates[2] <= replay(trace, "belady", 250).hit_rate
     assert replay(trace, "lru", 250, hints="oracle").hit_rate == replay(trace, "lru", 250).hit_rate
+
+
+def test_hints_of_the_callers_own():
+    trace = chats(400, np.random.default_rng(2))
+    own = hints_of(trace, "oracle")
+    result = replay(trace, "hazard", 150, hints=own)
+    assert result.hit_rate == replay(trace, "hazard", 150, hints="oracle").hit_rate
+    assert result.hit_rate > replay(trace, "hazard", 150, hints=own[::-1]).hit_rate
+    assert result.hints == "given"
+    with pytest.raises(ValueError, match=f"hints: got 1, needs one for each of the {len(own)} requests"):
+        replay(trace, "hazard", 150, hints=[1.0])

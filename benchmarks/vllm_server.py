@@ -1,0 +1,136 @@
+"""vLLM's OpenAI server as a process of its own: started, asked over HTTP, ended. For benchmarks and tests."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+NEEDED = ("fastapi", "uvicorn", "watchfiles", "prometheus_fastapi_instrumentator", "model_hosting_container_standards")
+"""What the server imports beside the engine."""
+
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "DO_NOT_TRACK": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_SERVER_DEV_MODE": "1",  # POST /reset_prefix_cache
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+    "VLLM_LOGGING_LEVEL": "INFO",
+}
+START_SECONDS = 300
+
+
+class Server:
+    """A running server.
+
+    Attributes:
+        url: Of the server, without a path.
+        log: File of what it has said so far.
+        process: Of the API server; the engine and its workers are below it.
+    """
+
+    def __init__(self, process: subprocess.Popen[bytes], port: int, log: Path) -> None:
+        self.process, self.port, self.log = process, port, log
+        self.url = f"http://127.0.0.1:{port}"
+
+    def get(self, path: str) -> str:
+        """What it answers to GET."""
+        with urllib.request.urlopen(self.url + path, timeout=60) as answer:
+            return str(answer.read().decode())
+
+    def post(self, path: str, body: Mapping[str, Any] | None = None, **headers: str) -> Any:
+        """What it answers to POST, decoded from JSON, None where that is empty; raises HTTPError."""
+        head = {"Content-Type": "application/json"} | headers
+        request = urllib.request.Request(self.url + path, json.dumps(body or {}).encode(), head)
+        with urllib.request.urlopen(request, timeout=300) as answer:
+            text = answer.read()
+        return json.loads(text) if text else None
+
+    def metric(self, name: str) -> float:
+        """The sum of one of vLLM's metrics over its labels."""
+        found = re.findall(rf"^vllm:{name}(?:\{{[^}}]*\}})? (\S+)$", self.get("/metrics"), re.M)
+        if not found:
+            raise ValueError(f"name: got {name!r}, needs one of the server's metrics")
+        return sum(map(float, found))
+
+    def processes(self) -> dict[str, int]:
+        """Process ids by the names that vLLM gives its processes, of those below the API server."""
+        found: dict[str, int] = {}
+        listed = subprocess.run(["ps", "-eo", "pid,ppid,args"], capture_output=True, text=True, check=True).stdout
+        known = {self.process.pid}
+        for line in sorted(listed.splitlines()[1:], key=lambda line: int(line.split()[0])):
+            pid, parent, name = line.split(None, 2)
+            if int(parent) in known:
+                known.add(int(pid))
+                found[name.split()[0].removeprefix("VLLM::")] = int(pid)
+        return found
+
+    def end(self) -> None:
+        """Ends it and all processes that it started."""
+        self.process.send_signal(signal.SIGINT)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(20)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextlib.contextmanager
+def serving(model: str, options: Sequence[str] = (), variables: Mapping[str, str] | None = None) -> Iterator[Server]:
+    """A server that answers, ended when the block is left.
+
+    Args:
+        model: Folder of the model.
+        options: Of vLLM's command line.
+        variables: Of the environment, over this process's own without `PC_VLLM*`.
+
+    Raises:
+        RuntimeError: It ended, or did not answer within some minutes; with the end of its log.
+    """
+    port = _free_port()
+    own = {name: value for name, value in os.environ.items() if not name.startswith("PC_VLLM")}
+    own |= ENVIRONMENT | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))} | dict(variables or {})
+    # The `vllm` command looks for a distribution of that name, which builds for CPUs by others do not have.
+    module = "vllm.entrypoints.openai.api_server"
+    command = [sys.executable, "-m", module, "--model", model, "--host", "127.0.0.1", "--port", str(port), *options]
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "log"
+        with log.open("wb") as file:
+            process = subprocess.Popen(
+                command, stdout=file, stderr=subprocess.STDOUT, env=own, start_new_session=True, cwd=folder
+            )
+        server = Server(process, port, log)
+        try:
+            _wait_until_it_answers(server)
+            yield server
+        finally:
+            server.end()
+
+
+def _wait_until_it_answers(server: Server) -> None:
+    end = time.monotonic() + START_SECONDS
+    while time.monotonic() < end and server.process.poll() is None:
+        with contextlib.suppress(OSError):
+            server.get("/health")
+            return
+        time.sleep(0.5)
+    raise RuntimeError(f"vLLM's server does not answer:\n{server.log.read_text(errors='replace')[-4000:]}")
