@@ -3,28 +3,18 @@
 from __future__ import annotations
 
 import json
-import re
-import shlex
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 pytest.importorskip("vllm", reason="vllm is not installed: make vllm")
 
+from vllm_page import commands
+
 from pc.integrations.vllm import FEATURES, features
 from pc.integrations.vllm.connector.layout import check_options
 from pc.integrations.vllm.eviction import read_hint
 from pc.integrations.vllm.hidden_states import ASKED
-
-PAGE = (Path(__file__).parents[3] / "docs" / "vllm.md").read_text(encoding="utf-8")
-BLOCKS = [text for language, text in re.findall(r"^```(\w*)\n(.*?)^```", PAGE, re.M | re.S) if not language]
-
-
-def commands(program):
-    """The words of each of a program's commands in the page's blocks, variables in front of it included."""
-    command = re.compile(rf"^(?:PC_\w+=\S+ )*{program} (?:\\\n|[^'\n]|'[^']*')*", re.M)
-    return [shlex.split(text.replace("\\\n", ""), comments=True) for block in BLOCKS for text in command.findall(block)]
 
 
 def test_every_request_of_the_page_arrives():
