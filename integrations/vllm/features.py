@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ...cache.policies import POLICIES
+from .metrics import export_counts
 from .versions import check_version
 
 VARIABLE = "PC_VLLM"
@@ -63,7 +64,7 @@ def _enable_omni() -> None:
 
 FEATURES: dict[str, Callable[[], None]] = {
     "attention": _enable_attention,
-    "eviction": lambda: None,  # what they set in configurations is all, see `_complete`
+    "eviction": export_counts,  # what else they do they set in configurations, see `_complete`
     "hidden_states": lambda: None,
     "omni": _enable_omni,
 }

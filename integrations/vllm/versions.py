@@ -47,9 +47,11 @@ INTERFACES: dict[str, dict[str, str]] = {
         ),
         "vllm.v1.core.kv_cache_manager": "KVCacheManager.allocate_slots(request)",
         "vllm.v1.core.sched.scheduler:Scheduler": (
-            "__init__(vllm_config kv_cache_config) _free_blocks(request) _preempt_request(request)"
+            "__init__(vllm_config kv_cache_config) _free_blocks(request) _preempt_request(request) make_stats"
         ),
         "vllm.v1.core.sched.async_scheduler": "AsyncScheduler",
+        "vllm.v1.metrics.loggers": "StatLoggerManager.record(scheduler_stats engine_idx) PrometheusStatLogger",
+        "vllm.v1.metrics.stats": "SchedulerStats(num_kv_fetch_reqs_by_stage)",
         "vllm.config": "VllmConfig.__post_init__ SchedulerConfig(scheduler_cls async_scheduling)",
     },
     "hidden_states": {

@@ -40,8 +40,17 @@ class PolicyQueue:
         self._chosen: list[int] = []  # the first is handed out next
         self._kept: list[int] = []  # chosen, but waited for
         self._seen = 0, 0
+        self.num_evicted = 0
+        """Victims handed out."""
+        self.num_returned = 0
+        """Victims that were hit before."""
         self._ahead = len(blocks) // AHEAD if len(blocks) >= AHEAD_FROM else 0
         self.num_free_blocks = len(free)
+
+    @property
+    def num_kept(self) -> int:
+        """Victims that stay because they are waited for."""
+        return len(self._kept)
 
     @property
     def num_empty_blocks(self) -> int:
@@ -76,6 +85,7 @@ class PolicyQueue:
             taken += [blocks[i] for i in chosen]
             numbers.extend(chosen)
             del self._chosen[:rest]
+            self.num_evicted += rest
         self.num_free_blocks -= n
         return taken, numbers
 
@@ -129,6 +139,7 @@ class PolicyQueue:
             return []
         self._chosen = [i for i in self._chosen if i not in found]
         self._kept = [i for i in self._kept if i not in found]
+        self.num_returned += len(found)
         return [block for block in blocks if block.block_id in found]
 
     def append(self, block: Any) -> None:

@@ -10,6 +10,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 
 from ...hints import Hint, read_hint
 from ..features import LOGGER, announce, chosen_policy
+from ..metrics import COUNTERS, add_counts
 from .pool import PolicyBlockPool, install_policy
 from .waiting import WaitingPrefixes
 
@@ -39,6 +40,8 @@ class PolicyScheduler(Scheduler):
         self.block_pool.handed_out = [] if self._sends_fresh else None
         self._hints: dict[str, Hint] = {}
         self._hinted: dict[str, list[int]] = {}
+        self._counts = dict.fromkeys(COUNTERS, 0)
+        self._told = dict(self._counts)
         self._allocate_slots = self.kv_cache_manager.allocate_slots
         announce(vllm_config)
 
@@ -49,7 +52,9 @@ class PolicyScheduler(Scheduler):
         except (TypeError, ValueError) as error:
             logger.warning("kv_hints of request %s are not honoured: %s", request.request_id, error)
             hint = None
+            self._counts["unreadable_hints"] += 1
         if hint is not None:
+            self._counts["hints"] += 1
             self._hints[request.request_id] = hint
             self.kv_cache_manager.allocate_slots = self._allocate_hinted  # dearer, so from the first hint on
         super().add_request(request)
@@ -81,6 +86,17 @@ class PolicyScheduler(Scheduler):
                 ids = [b.block_id for b in blocks[max(begin, each.start // size) : end] if not b.is_null]
                 if ids:
                     self.block_pool.policy_state.hinted(ids, each.priority, each.ttl)
+
+    def make_stats(self, *args: Any, **kwargs: Any) -> Any:
+        """VLLM's statistics of a step, with what the policy has done since the last."""
+        stats = super().make_stats(*args, **kwargs)
+        if stats is not None:
+            queue = self.block_pool.free_block_queue
+            counts = self._counts | {"evicted_blocks": queue.num_evicted, "returned_blocks": queue.num_returned}
+            since = {name: count - self._told[name] for name, count in counts.items()}
+            add_counts(stats, since | {"kept_blocks": queue.num_kept})
+            self._told = counts
+        return stats
 
     def _preempt_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
         self._hinted.pop(request.request_id, None)
