@@ -50,7 +50,7 @@ class PolicyTreeCore(UnifiedTreeCore):
         super().reset()
         self.pages = PageState(self._num_pages, self.page_size, make_policy(self.policy_name))
         self._node_of = np.full(self._num_pages, -1)  # the node of each page, by its id
-        self._unlocked: dict[int, Any] = {}  # nodes that nobody has locked yet
+        self._unlocked: dict[int, Any] = {}  # nodes that have not been locked yet
         self._untold: list[Any] = []  # nodes locked by requests, of which the policy has not heard yet
         self._leaves: list[Any] = []
         self.root_node.pc_pages = np.zeros(0, np.int32)

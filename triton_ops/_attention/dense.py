@@ -86,7 +86,7 @@ _made: Memo[torch.Tensor] = Memo()
 
 
 def _once(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Remembers what `make(device, *sizes)` gives, which nobody writes to."""
+    """Remembers what `make(device, *sizes)` gives, which is never written to."""
 
     @functools.wraps(make)
     def run(device: torch.device, *sizes: int) -> torch.Tensor:

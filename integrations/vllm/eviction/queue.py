@@ -31,7 +31,7 @@ class PolicyQueue:
     """
 
     waiting: WaitingPrefixes | None = None
-    """What the scheduler's waiting requests will find; None: nobody asks."""
+    """What waiting requests will find; None: not looked at."""
 
     def __init__(self, blocks: list[Any], free: list[Any], state: PolicyState) -> None:
         self._blocks = blocks

@@ -54,7 +54,7 @@ class WaitingPrefixes:
             self._num_hashes = len(self._serials)
 
     def split(self, numbers: list[int], blocks: list[Any]) -> tuple[list[int], list[int]]:
-        """Those that nobody waits for, and the others."""
+        """Those that no request waits for, and the others."""
         if not self._present:
             return numbers, []
         free: list[int] = []

@@ -216,7 +216,7 @@ class OffloadPolicy(CachePolicy):
         chunk.is_waiting = False
 
     def _let_go(self, held: RequestChunks, chunks: list[Chunk]) -> list[Chunk]:
-        """Takes chunks from a request, and returns those that nobody holds now; the caller releases them."""
+        """Takes chunks from a request, and returns those without holders now; the caller releases them."""
         free = []
         for chunk in chunks:
             del held.chunks[chunk]
