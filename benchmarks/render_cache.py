@@ -179,6 +179,19 @@ def render_serving(page: Path) -> str:
     return "\n".join([measured(page, source, rows, (), said), "", *table(heads, "llrrrrr", lines)])
 
 
+def render_vllm_cpu(page: Path) -> str:
+    """Time of vLLM's steps on a CPU with our attention backend, over its own."""
+    source = results("cpu", "vllm_cpu.csv")
+    rows = read_rows(source)
+    lines = []
+    for row in rows:
+        times = [short_time(float(row[name]) * 1e3) for name in ("vllm_ms", "pc_ms")]
+        lines.append([row["step"], row["batch"], row["context"], *times, f"{float(row['over_vllm']):.2f}"])
+    heads = ("step", "requests", "tokens of each", "vLLM's backend", "ours", "ours over vLLM's")
+    said = f"; SmolLM2-135M, float32, medians of {rows[0]['rounds']} rounds"
+    return "\n".join([measured(page, source, rows, more=said), "", *table(heads, "lrrrrr", lines)])
+
+
 def render_sglang_radix(page: Path) -> str:
     """Hit rates in SGLang's radix cache, and CPU time of its calls."""
     source = results("cpu", "sglang_radix.csv")

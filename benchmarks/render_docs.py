@@ -38,6 +38,7 @@ from .render_cache import (
     render_serving,
     render_sglang_radix,
     render_traffic,
+    render_vllm_cpu,
     render_vllm_tier,
 )
 from .render_models import (
@@ -125,6 +126,7 @@ RENDERERS: dict[str, Callable[..., str]] = {
     "hints": render_hints,
     "hint_ways": render_hint_ways,
     "traffic": render_traffic,
+    "vllm_cpu": render_vllm_cpu,
     "manager": render_manager,
     "batching": render_batching,
     "quality": render_quality,
