@@ -215,6 +215,35 @@ def test_query_heads_far_apart(operator, device):
     assert torch.equal(attend(far, *others), attend(batch.query, *others))
 
 
+@pytest.mark.slow
+@pytest.mark.interpreter
+@pytest.mark.parametrize("operator", ["decode", "prefill", "lists"])
+@pytest.mark.parametrize("far", ["heads", "slots"])
+def test_cached_heads_and_slots_far_apart(far, operator, device):
+    """A cache whose last head or slot lies 2**31 elements behind the first and further, each stride below that."""
+    num_tokens = 20 if operator == "prefill" else 1
+    case = Case(lens=(40,), queries=(num_tokens,), heads=(6, 3), dtype=BF16, cache_dtype=torch.int8)
+    batch = build(case).to(device)
+    query, *caches, tables, lens, starts = batch.tensors
+    blocks, block_size, kv_heads, head_dim = caches[0].shape
+    inner = blocks * block_size * kv_heads * head_dim
+    strides = {
+        "heads": (block_size * head_dim, head_dim, 2**30, 1),
+        "slots": (kv_heads * head_dim, 2**28, head_dim, 1),
+    }[far]
+    assert strides[1] * (block_size - 1) >= 2**31 or strides[2] * (kv_heads - 1) >= 2**31
+    memory = torch.zeros(strides[1] * block_size + strides[2] * kv_heads + inner, dtype=torch.int8, device=device)
+    options = dict(batch.options)
+    attend = functools.partial(pc.paged_attention, scale=0.125)
+    if operator == "lists":
+        every = torch.arange(3, dtype=torch.int32, device=device).expand(num_tokens, kv_heads, 3)
+        attend = functools.partial(pc.sparse_gap_attention, query_positions=None, scale=0.125, query_blocks=every)
+    # Values as keys, which need no second memory.
+    spread = memory.as_strided(caches[0].shape, strides).copy_(caches[0])
+    expected = attend(query, caches[0], caches[0], tables, lens, starts, **options)
+    assert torch.equal(attend(query, spread, spread, tables, lens, starts, **options), expected)
+
+
 @pytest.mark.parametrize("scale", [-0.3, 0.0])
 def test_scale_of_any_sign(scale, device):
     batch = build(Case(lens=(150, 90), queries=(1, 20), holes=0.2)).to(device)
