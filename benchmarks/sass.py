@@ -33,7 +33,10 @@ def tool(name: str, cubin: bytes, *options: str) -> str:
 
 
 def loop_instructions(cubin: bytes) -> int | None:
-    """Instructions of the shortest innermost loop that multiplies matrices: of two, the one without masks."""
+    """Instructions of an innermost loop that multiplies matrices: of two, the one without masks.
+
+    It takes the fewest for a load; steps of the other one may be of fewer keys.
+    """
     code: list[str] = []
     labels: dict[str, int] = {}
     for line in tool("nvdisasm", cubin, "-c").splitlines():
@@ -48,11 +51,13 @@ def loop_instructions(cubin: bytes) -> int | None:
             loops.append((labels[branch[1]], end))
     loops = [(begin, end) for begin, end in loops if any(_MATRIX.search(line) for line in code[begin : end + 1])]
     inner = [
-        sum(not line.endswith("NOP") for line in code[begin : end + 1])
+        [line for line in code[begin : end + 1] if not line.endswith("NOP")]
         for begin, end in loops
         if not any(begin <= b and e <= end and (b, e) != (begin, end) for b, e in loops)
     ]
-    return min(inner, default=None)
+    if not inner:
+        return None
+    return len(min(inner, key=lambda lines: (len(lines) / max(1, sum("LDGSTS" in line for line in lines)), len(lines))))
 
 
 def buffers(ttgir: str) -> int:

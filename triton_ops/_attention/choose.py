@@ -178,7 +178,10 @@ def _tiles(call: AttentionCall, arch: Architecture, longest: int) -> tuple[Tiles
         few = latent_tiles(arch.name, *kind, rows, quantized, True, narrow)
         return few, latent_tiles(arch.name, *kind, 64, quantized, False, narrow)
     decode = decode_tiles(arch.name, *kind, rows, quantized, group, call.block_size, is_modified)
-    prefill = prefill_tiles(arch.name, *kind, heavy, group, call.block_size, quantized)
+    # Eight blocks at most, rows found by shifts, and positions that follow from lengths.
+    two_tiles = call.block_size == 16 and group == next_power_of_2(group)
+    two_tiles = two_tiles and call.query_positions is None and not call.batch_invariant
+    prefill = prefill_tiles(arch.name, *kind, heavy, group, call.block_size, quantized, two_tiles)
     if has_tree:
         # A word of the mask for each score takes registers that wider tiles do not have: all of a thread's, which the
         # compiler would leave to a second program and spill.

@@ -247,12 +247,14 @@ def _attend_tiles(
     BLOCK_M: tl.constexpr = walk.queries.q.shape[0]
     CODED: tl.constexpr = walk.cache.CODES != PLAIN_CACHE
     LAZY: tl.constexpr = walk.queries.LAZY
+    # Sums of more columns leave few registers.
+    WIDE: tl.constexpr = walk.cache.BLOCK_V > 128
     # Steps of two tiles are for those that need no mask; they may lie apart where others between them are absent.
-    WIDEST: tl.constexpr = TILE if walk.cache.PARTS == 1 else TILE // 2
+    WIDEST: tl.constexpr = TILE if walk.cache.PARTS == 1 and not WIDE else TILE // 2
     EDGE_N: tl.constexpr = BLOCK_N if BLOCK_N < WIDEST else WIDEST
     # Scores that take more than a product and a mask leave it no registers.
     LAST_FIRST: tl.constexpr = (
-        TWO_LOOPS and not (DECODE or walk.TREE) and walk.terms.PLAIN and not CODED and walk.cache.REST == 0
+        TWO_LOOPS and not (DECODE or walk.TREE or CODED or WIDE) and walk.terms.PLAIN and walk.cache.REST == 0
     )
     if LAST_FIRST:
         # The last tile, which nearly always needs a mask, needs no loop, and as the first of a sum no rescaling.
