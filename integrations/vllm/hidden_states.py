@@ -29,6 +29,12 @@ else:
 ASKED = "pc_hidden_states"
 """`SamplingParams(extra_args={"pc_hidden_states": True})` asks for the rows of a prompt."""
 
+ASKED_LOGPROBS = "pc_prompt_logprobs"
+"""The same for the log-probabilities of a prompt's tokens, for a server that writes into a folder."""
+
+LOGITS = 1 << 26
+"""Logits that are made at once for log-probabilities: 256 MiB in float32."""
+
 WAITING_BYTES = 1 << 30
 """Bound of the rows that wait to be taken, unless `pc_hidden_states_waiting_bytes` is given."""
 
@@ -40,10 +46,11 @@ logger = init_logger(LOGGER)
 
 @dataclass
 class FollowedPrompt:
-    """A request's prompt, whether its rows are wanted, and whether it has been computed to the end."""
+    """A request's prompt, what is wanted of it, and whether it has been computed to the end."""
 
     tokens: list[int]
     asked: bool
+    asked_logprobs: bool
     complete: bool = False
 
 
@@ -145,11 +152,21 @@ class PromptHiddenStates:
             positions[each.request_id] = each.begin
             if each.data is not None and each.request_id not in self._followed:
                 extra = getattr(each.data.sampling_params, "extra_args", None) or {}
-                prompt = FollowedPrompt(list(each.data.prompt_token_ids or ()), bool(extra.get(self._asked_for)))
-                self._followed[each.request_id] = prompt
+                asked = bool(extra.get(self._asked_for)), self._gives_logprobs(extra.get(ASKED_LOGPROBS))
+                self._followed[each.request_id] = FollowedPrompt(list(each.data.prompt_token_ids or ()), *asked)
         for copy in output.kv_cache_block_copies or ():
             self.rows.copy([(copy.src_block_id, copy.dst_block_id)])
         return positions
+
+    def _gives_logprobs(self, wanted: Any) -> bool:
+        """Whether log-probabilities are written for a request, which a server is told once where they cannot be."""
+        if not wanted or self.folder is None:
+            return False
+        parallel = getattr(self.runner, "parallel_config", None)
+        if getattr(parallel, "tensor_parallel_size", 1) > 1:
+            logger.warning_once("%s: not written under tensor parallelism: no rank has all logits", ASKED_LOGPROBS)
+            return False
+        return True
 
     def _store(self, output: Any, positions: dict[str, int], state: Any) -> None:
         batch = state.input_batch if hasattr(state, "input_batch") else self.runner.input_batch
@@ -167,21 +184,25 @@ class PromptHiddenStates:
             prompt = self._followed[request]
             if not prompt.complete and positions[request] + counts[request] >= len(prompt.tokens):
                 prompt.complete = True
-                if prompt.asked:
-                    self._take(request, self.tables.blocks[request], prompt.tokens, list(tensors))
+                if prompt.asked or prompt.asked_logprobs:
+                    self._take(request, self.tables.blocks[request], prompt, list(tensors))
 
-    def _take(self, request: str, blocks: list[int], prompt: list[int], names: list[str]) -> None:
+    def _take(self, request: str, blocks: list[int], prompt: FollowedPrompt, names: list[str]) -> None:
         """Reads the rows of a prompt; None stands for one whose KV a connector brought in part."""
-        table = np.array(blocks, np.int32)
-        whole = self.rows.available(table, names, num_tokens=len(prompt)) == len(prompt)
-        rows = self.rows.load(table, names, num_tokens=len(prompt)) if whole else None
+        table, length = np.array(blocks, np.int32), len(prompt.tokens)
+        whole = self.rows.available(table, names, num_tokens=length) == length
+        rows = self.rows.load(table, names, num_tokens=length) if whole else None
         if self.folder is not None:
-            tensors = {"token_ids": torch.tensor(prompt), **(rows or {})}
+            tensors = {"token_ids": torch.tensor(prompt.tokens)}
+            if rows is not None and prompt.asked:
+                tensors |= rows
+            if rows is not None and prompt.asked_logprobs:
+                tensors["prompt_logprobs"] = self._logprobs(tensors["token_ids"], rows["hidden_states"])
             self.folder.put(known_id(request), tensors, {"complete": str(whole).lower()})
             return
         if request in self.waiting:
             self._nbytes -= self.waiting.pop(request).nbytes
-        self.waiting[request] = found = WaitingRows(torch.tensor(prompt), rows)
+        self.waiting[request] = found = WaitingRows(torch.tensor(prompt.tokens), rows)
         self._nbytes += found.nbytes
         while self._nbytes > self.waiting_bytes and len(self.waiting) > 1:
             self._nbytes -= self.waiting.pop(next(iter(self.waiting))).nbytes
@@ -200,15 +221,21 @@ class PromptHiddenStates:
 
     def prompt_logprobs(self) -> dict[str, torch.Tensor | None]:
         """Log-probabilities of the tokens of those prompts, from the second on, `[num_tokens - 1]`; keeps the rows."""
-        found: dict[str, torch.Tensor | None] = {}
-        for request, each in self.waiting.items():
-            found[request] = None
-            if each.rows is not None:
-                hidden = each.rows["hidden_states"][:-1].to(self.runner.device)
-                logits = self.runner.model.compute_logits(hidden).float()
-                tokens = each.prompt[1:].to(logits.device)
-                found[request] = logits.log_softmax(-1).gather(1, tokens[:, None])[:, 0].cpu()
-        return found
+        return {
+            request: None if each.rows is None else self._logprobs(each.prompt, each.rows["hidden_states"])
+            for request, each in self.waiting.items()
+        }
+
+    def _logprobs(self, prompt: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        """Of each token of a prompt but the first; a piece at a time, since logits are many times the rows."""
+        if len(prompt) < 2:
+            return torch.empty(0)
+        device, piece = self.runner.device, max(1, LOGITS // self.runner.model_config.get_vocab_size())
+        parts = []
+        for rows, tokens in zip(hidden[:-1].split(piece), prompt[1:].split(piece), strict=True):
+            logits = self.runner.model.compute_logits(rows.to(device)).float()
+            parts.append(logits.log_softmax(-1).gather(1, tokens.to(device)[:, None])[:, 0].cpu())
+        return torch.cat(parts)
 
 
 class HiddenStatesWorker(Base):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -15,8 +16,9 @@ import vllm_engine
 from safetensors import safe_open
 from vllm_steps import Steps, following, rows_of
 
+from pc.integrations.vllm import hidden_states
 from pc.integrations.vllm.hidden_files import RowsFolder, file_name
-from pc.integrations.vllm.hidden_states import PromptHiddenStates
+from pc.integrations.vllm.hidden_states import ASKED_LOGPROBS, FollowedPrompt, PromptHiddenStates
 
 ASKED, GENERATED = "rows", 14
 
@@ -97,7 +99,7 @@ def test_rows_in_a_folder_are_those_of_each_prompt(tmp_path):
         while steps.scheduler.requests:
             steps.step()
     assert steps.counts["hits"] > 0
-    kept._take("cmpl-lost-0-a1b2c3d4", [63], [1, 2], ["hidden_states"])
+    kept._take("cmpl-lost-0-a1b2c3d4", [63], FollowedPrompt([1, 2], True, False), ["hidden_states"])
     folder.close()
     assert kept.take() == {}
     assert len(list(tmp_path.iterdir())) == 7
@@ -110,12 +112,45 @@ def test_rows_in_a_folder_are_those_of_each_prompt(tmp_path):
         assert (file.metadata(), list(file.keys())) == ({"complete": "false"}, ["token_ids"])
 
 
+def test_log_probabilities_in_a_folder(tmp_path, monkeypatch, warnings):
+    """Alone or beside the rows, behind hits too, made a piece at a time; not where no rank has all logits."""
+    monkeypatch.setattr(hidden_states, "LOGITS", 7 * 50)
+    steps = Steps(64, 0, False, 0)
+    weights, pieces = torch.randn(50, 1, generator=torch.Generator().manual_seed(0)), []
+
+    def compute_logits(rows):
+        pieces.append(len(rows))
+        return rows[:, :1].float() / 1000 @ weights.T
+
+    steps.runner.device, steps.runner.model = "cpu", SimpleNamespace(compute_logits=compute_logits)
+    steps.runner.model_config = SimpleNamespace(get_vocab_size=lambda: 50)
+    folder = RowsFolder(tmp_path)
+    PromptHiddenStates(steps.runner, steps.scheduler.kv_cache_config, ASKED, folder=folder)
+    wanted = {"both": {ASKED: True, ASKED_LOGPROBS: 1}, "alone": {ASKED_LOGPROBS: 1}, "short": {ASKED_LOGPROBS: 1}}
+    prompts = {name: list(range(1 if name == "short" else 40)) for name in wanted} | {"split": list(range(40))}
+    for name, asked in (wanted | {"split": {ASKED_LOGPROBS: 1}}).items():
+        steps.runner.parallel_config = SimpleNamespace(tensor_parallel_size=1 + (name == "split"))
+        steps.add(f"{name}-a1b2c3d4", prompts[name], 1, asked)
+        while steps.scheduler.requests:
+            steps.step()
+    folder.close()
+    assert steps.counts["hits"] > 0
+    assert max(pieces) == 7
+    for name, prompt in list(prompts.items())[:3]:
+        with safe_open(tmp_path / file_name(name), "pt") as file:
+            expected = compute_logits(rows_of(prompt)[:-1]).log_softmax(-1)[range(len(prompt) - 1), prompt[1:]]
+            torch.testing.assert_close(file.get_tensor("prompt_logprobs"), expected)
+            assert ("hidden_states" in file.keys()) == (name == "both")  # noqa: SIM118  no mapping
+    assert not (tmp_path / file_name("split")).exists()
+    assert "not written under tensor parallelism" in warnings[0]
+
+
 def test_prompts_without_rows_are_bounded_too():
     steps = Steps(64, 0, False, 0)
     kept = PromptHiddenStates(steps.runner, steps.scheduler.kv_cache_config, ASKED, waiting_bytes=50_000)
     kept.rows.register("hidden_states", (2,), torch.float32)
     for n in range(300):
-        kept._take(str(n), [1], [1, 2], ["hidden_states"])
+        kept._take(str(n), [1], FollowedPrompt([1, 2], True, False), ["hidden_states"])
     assert {each.rows for each in kept.waiting.values()} == {None}
     assert 10 < len(kept.waiting) <= 50
 

@@ -133,6 +133,22 @@ def test_requests_of_the_page(server, small_disk):
     assert prompt.tolist() == said["tokens"]
 
 
+def test_log_probabilities_behind_hits(server, small_disk):
+    """Of a prompt that is cached: those that vLLM gives, which computes it again."""
+    prompt = prompt_of(50)
+    complete(server, prompt, max_tokens=1)
+    before = server.metric("prefix_cache_hits_total")
+    asked = {"model": "Qwen/Qwen3-0.6B", "prompt": prompt, "max_tokens": 1, "vllm_xargs": {"pc_prompt_logprobs": 1}}
+    server.post("/v1/completions", asked, **{"X-Request-Id": "logprobs"})
+    assert server.metric("prefix_cache_hits_total") > before
+    with safe_open(rows_file(small_disk, "cmpl-logprobs-0"), "pt") as file:
+        found, names = file.get_tensor("prompt_logprobs"), file.keys()
+    assert sorted(names) == ["prompt_logprobs", "token_ids"]
+    told = complete(server, prompt, max_tokens=1, prompt_logprobs=0)["choices"][0]["prompt_logprobs"][1:]
+    expected = [each[str(token)]["logprob"] for each, token in zip(told, prompt[1:], strict=True)]
+    torch.testing.assert_close(found, torch.tensor(expected), rtol=1e-3, atol=1e-3)
+
+
 def test_the_pages_client(server):
     """The block of Python as it stands there, but for the address."""
     (block,) = [block for block in BLOCKS["python"] if "OpenAI(" in block]
