@@ -313,6 +313,8 @@ def test_partial_results_are_cached_with_the_plan(device, chosen):
     assert cached_with(plan).parts.popitem()[1] == (parts, lse)
     (call,) = chosen
     assert parts.shape[0] == call.decode.split_rows
+    # The interpreter of triton 3.6 takes no bool.
+    assert bool not in {type(number) for number in (*call.decode.numbers, *call.merge.numbers)}
 
 
 def test_parts_of_layers_of_other_shapes_stay_where_a_graph_may_read_them(device):

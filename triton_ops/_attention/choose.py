@@ -299,7 +299,7 @@ def strides_of(call: AttentionCall) -> Strides:
 def _merge_of(wanted: Wanted, regimes: _Regimes) -> Grid:
     """Sums the splits of a decode's queries where they alone have splits, else of all tokens."""
     num_tokens, num_seqs = wanted.call.query.shape[0], wanted.call.seq_lens.shape[0]
-    by_sequence = regimes.decode_queries > 0 and regimes.prefill_splits <= 1
+    by_sequence = int(regimes.decode_queries > 0 and regimes.prefill_splits <= 1)  # triton 3.6 interprets no bool
     rows = num_seqs * regimes.max_q if by_sequence else num_tokens
     values = (num_seqs, num_tokens, regimes.decode_queries, regimes.max_q, max(1, regimes.prefill_splits), by_sequence)
     return merge_grid(wanted, rows, values, wanted.call.table_heads)
