@@ -63,9 +63,7 @@ def probe_moved(model: Any, probed: Probed) -> Moving:
         # In PyTorch the operator takes two to three times as long as attention under a mask.
         if (model.device.type != "cpu" or KERNELS_ON_CPU) and _operator_serves(model, moving, length):
             return moving._replace(by_operator=True)
-        with refusing(
-            'reuse="anywhere": its forward pass fails with a mask for each query, as ALiBi made of masks does'
-        ):
+        with refusing('reuse="anywhere": its forward pass fails with a mask for each query, as ALiBi of masks does'):
             _check_scattered(model, moving, length)
     return moving
 
