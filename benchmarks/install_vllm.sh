@@ -56,7 +56,8 @@ PY
     touch "$ROOT/vllm-omni/.done"
 fi
 
-# vLLM's own tests of prefix caching and of its tiers, run over our policies. VLLM_VERSION_OVERRIDE: its build adds a suffix that pip refuses.
+# vLLM's own tests of prefix caching and of its tiers, run over our policies. VLLM_VERSION_OVERRIDE: its build adds a suffix
+# that pip refuses.
 if [ ! -e "$ROOT/vllm-0.33/.done" ]; then
     mkdir -p "$ROOT/wheels" "$ROOT/vllm-0.33"
     ls "$ROOT"/wheels/vllm-0.33.0-*.whl >/dev/null 2>&1 ||

@@ -99,9 +99,25 @@ def replay_through_vllm(trace: Trace, policy: str | None, capacity: int, split: 
     return Result(policy or "vllm", hits / max(trace.num_blocks, 1), seconds)
 
 
+def pass_through_tier(manager: Any, keys: list[bytes], context: Any) -> tuple[int, Any]:
+    """One request, to its end: chunks found from the first on, and what vLLM's manager said of storing all."""
+    from vllm.v1.kv_offload.base import LookupResult
+
+    manager.on_new_request(context)
+    cached = next((n for n, key in enumerate(keys) if manager.lookup(key, context) != LookupResult.HIT), len(keys))
+    if cached:
+        manager.prepare_load(keys[:cached], context)
+        manager.complete_load(keys[:cached], context)
+    stored = manager.prepare_store(keys, context)
+    if stored is not None:
+        manager.complete_store(stored.keys_to_store, context)
+    manager.on_request_finished(context)
+    return cached, stored
+
+
 def replay_through_tier(trace: Trace, policy: str | None, capacity: int, split: int = 1) -> Result:
     """As `replay_through_vllm`, through the manager of chunks in host memory; None: vLLM's own lru."""
-    from vllm.v1.kv_offload.base import LookupResult, ReqContext, make_offload_key
+    from vllm.v1.kv_offload.base import ReqContext, make_offload_key
     from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
 
     manager = CPUOffloadingManager(capacity * split, policy or "lru", "pc.integrations.vllm.offload")
@@ -114,15 +130,8 @@ def replay_through_tier(trace: Trace, policy: str | None, capacity: int, split: 
         for place, key in enumerate(keys):
             context.set_offload_key_position(key, 16 * (place + 1))
         begun = process_time()
-        manager.on_new_request(context)
-        cached = next((n for n, key in enumerate(keys) if manager.lookup(key, context) != LookupResult.HIT), len(keys))
-        if cached:
-            manager.prepare_load(keys[:cached], context)
-            manager.complete_load(keys[:cached], context)
-        stored = manager.prepare_store(keys, context)
+        cached, stored = pass_through_tier(manager, keys, context)
         assert stored is not None
-        manager.complete_store(stored.keys_to_store, context)
-        manager.on_request_finished(context)
         seconds += process_time() - begun
         hits += cached / split
     return Result(policy or "vllm", hits / max(trace.num_blocks, 1), seconds)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import random
 from types import SimpleNamespace
 
@@ -13,10 +14,13 @@ pytest.importorskip("vllm.v1.kv_offload.cpu.policies.factory", reason="vLLM 0.33
 from vllm.v1.kv_offload.base import LookupResult, ReqContext, get_offload_block_hash, make_offload_key
 from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
 
+from pc.bench import PACKAGE, load_benchmarks
 from pc.cache.policies import POLICIES
 from pc.integrations.hints import retention_hints
 from pc.integrations.vllm.offload import OffloadPolicy, policy_class
 
+load_benchmarks()
+pass_through_tier = importlib.import_module(f"{PACKAGE}.vllm_replay").pass_through_tier
 MODULE = "pc.integrations.vllm.offload"
 CHUNK = 32  # tokens
 
@@ -40,15 +44,7 @@ def evicted_by(tier, names, **fields):
     """One request that finds and stores chunks, to its end; what it threw out."""
     keys = keys_of(*names)
     context = make_context(str(names), keys, **fields)
-    tier.on_new_request(context)
-    found = next((n for n, key in enumerate(keys) if tier.lookup(key, context) != LookupResult.HIT), len(keys))
-    if found:
-        tier.prepare_load(keys[:found], context)
-        tier.complete_load(keys[:found], context)
-    stored = tier.prepare_store(keys, context)
-    if stored is not None:
-        tier.complete_store(stored.keys_to_store, context)
-    tier.on_request_finished(context)
+    _, stored = pass_through_tier(tier, keys, context)
     return None if stored is None else [get_offload_block_hash(key).decode().strip() for key in stored.evicted_keys]
 
 
