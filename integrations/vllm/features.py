@@ -47,6 +47,24 @@ def _enable_attention() -> None:
     follow_common_prefixes()
 
 
+def _enable_hidden_states() -> None:
+    """Has requests for a row of each token read hits, which vLLM does not, where our worker puts their rows in."""
+    from vllm.pooling_params import PoolingParams
+
+    verify = PoolingParams.verify
+    if getattr(verify, "verifies_for_pc", False):
+        return
+
+    def verify_both(self: Any, model_config: Any) -> None:
+        open_choice = self.skip_reading_prefix_cache is None and str(self.task).startswith("token_")
+        if open_choice and getattr(model_config, "pc_pools_hits", False):
+            self.skip_reading_prefix_cache = False
+        verify(self, model_config)
+
+    verify_both.verifies_for_pc = True  # type: ignore[attr-defined]
+    PoolingParams.verify = verify_both
+
+
 def _enable_omni() -> None:
     from vllm_omni.core import prefix_cache
     from vllm_omni.core.prefix_cache import group_view, manager, runner_mixin
@@ -65,7 +83,7 @@ def _enable_omni() -> None:
 FEATURES: dict[str, Callable[[], None]] = {
     "attention": _enable_attention,
     "eviction": export_counts,  # what else they do they set in configurations, see `_complete`
-    "hidden_states": lambda: None,
+    "hidden_states": _enable_hidden_states,
     "omni": _enable_omni,
 }
 """What `PC_VLLM` may name."""
@@ -205,6 +223,7 @@ def _complete(vllm_config: Any) -> None:
         parallel.worker_cls = f"{__package__}.hidden_states.HiddenStatesWorker"
     if vllm_config.model_config is not None:  # an engine's
         check_options(vllm_config)
+        vllm_config.model_config.pc_pools_hits = _class_name(parallel.worker_cls) == "HiddenStatesWorker"
         announce(vllm_config)
 
 

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from vllm import envs
 from vllm.logger import init_logger
+from vllm.model_executor.layers.pooler.tokwise.methods import AllPool
 from vllm.platforms import current_platform
 
 from ...cache.tensors.step import Step
@@ -251,7 +252,8 @@ class HiddenStatesWorker(Base):
     Raises:
         ValueError: At start-up: an option out of range; asynchronous speculation, whose positions the host does not
             know; a KV connector without `pc`'s scheduler, which names the blocks that the connector fills, or with a
-            pooling model; pooling without chunked prefill; a model without full attention.
+            pooling model; pooling without chunked prefill, under runner V2 or by a model's own way to join chunks; a
+            model without full attention.
     """
 
     pc_hidden_states: PromptHiddenStates | None = None
@@ -259,6 +261,8 @@ class HiddenStatesWorker(Base):
     def initialize_from_config(self, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:
         """Remembers the cache, after what vLLM does with it."""
         check_hidden_states(self.vllm_config)
+        if getattr(self.model_runner, "is_pooling_model", False):
+            check_pooler(self.model_runner.get_model().pooler)
         super().initialize_from_config(kv_cache_config, *args, **kwargs)
         self._pc_config = kv_cache_config
 
@@ -323,6 +327,16 @@ def check_hidden_states(vllm_config: Any) -> None:
             raise ValueError("kv_transfer_config: got a connector, whose blocks have no rows to pool, needs None")
         if not scheduler.enable_chunked_prefill:
             raise ValueError("enable_chunked_prefill: got False, needs True for poolers to put rows together")
+        if getattr(vllm_config, "use_v2_model_runner", False):
+            raise ValueError("VLLM_USE_V2_MODEL_RUNNER: got runner V2 with a pooling model, needs 0 for hidden states")
+
+
+def check_pooler(pooler: Any) -> None:
+    """Refuses, by ValueError, poolers of each token that do not join the chunks of a prompt, where hits are put in."""
+    for task in pooler.get_supported_tasks():
+        own = (getattr(pooler, "poolers_by_task", None) or {}).get(task, pooler)  # not among a dispatcher's modules
+        if task.startswith("token_") and not any(isinstance(module, AllPool) for module in own.modules()):
+            raise ValueError(f"model: got the pooler {type(own).__name__}, needs one on vLLM's AllPool for {task}")
 
 
 def take_hidden_states(llm: Any) -> dict[str, dict[str, torch.Tensor] | None]:

@@ -60,6 +60,8 @@ INTERFACES: dict[str, dict[str, str]] = {
             "execute_model(scheduler_output) _pool(hidden_states num_scheduled_tokens)"
         ),
         "vllm.v1.pool.metadata": "PoolingStates.clean",
+        "vllm.pooling_params": "PoolingParams(task skip_reading_prefix_cache) PoolingParams.verify(model_config)",
+        "vllm.model_executor.layers.pooler.tokwise.methods": "AllPool",
         "vllm.v1.worker.gpu_worker:Worker": "initialize_from_config(kv_cache_config) compile_or_warm_up_model",
         "vllm.v1.core.sched.output": (
             "NewRequestData(req_id prompt_token_ids sampling_params block_ids num_computed_tokens) "

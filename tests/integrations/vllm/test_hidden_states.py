@@ -299,10 +299,10 @@ def test_blocks_that_a_connector_fills_hold_no_rows(model_path, feature):
 
 @pytest.mark.parametrize("blocks", [ROOM, TIGHT])
 def test_token_wise_pooling_with_prefix_hits(model_path, feature, blocks):
-    """A row for each token, equal to those without hits; vLLM alone gives too few where its own switch is set."""
+    """A row for each token, equal to those without hits, which are read unless a request says otherwise."""
     from vllm import PoolingParams
 
-    asked = PoolingParams(task="token_embed", skip_reading_prefix_cache=False, use_activation=False)
+    asked = PoolingParams(task="token_embed", use_activation=False)
 
     def pool(**options):
         found, cached = [], []
@@ -374,3 +374,66 @@ def test_configurations_that_would_store_in_wrong_slots_are_refused():
         check_hidden_states(config(runner="pooling", connector="any", scheduler=ours))
     with pytest.raises(ValueError, match="enable_chunked_prefill: got False"):
         check_hidden_states(config(runner="pooling", chunks=False))
+    second = config(runner="pooling")
+    second.use_v2_model_runner = True
+    with pytest.raises(ValueError, match="VLLM_USE_V2_MODEL_RUNNER: got runner V2 with a pooling model"):
+        check_hidden_states(second)
+
+
+def test_poolers_that_join_chunks_their_own_way_are_refused():
+    """A hit would leave them without its rows."""
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.model_executor.layers.pooler.special import DispatchPooler
+    from vllm.model_executor.layers.pooler.tokwise.methods import AllPool
+
+    from pc.integrations.vllm.hidden_states import check_pooler
+
+    class OwnPooler(torch.nn.Module):
+        def __init__(self, *tasks):
+            super().__init__()
+            self.tasks = tasks
+
+        def get_supported_tasks(self):
+            return set(self.tasks)
+
+    check_pooler(OwnPooler("embed", "classify"))
+    with set_current_vllm_config(VllmConfig()):
+        joins = OwnPooler("token_classify")
+        joins.method = AllPool()
+        joins_other = DispatchPooler({"token_classify": joins, "token_embed": OwnPooler("token_embed")})
+    check_pooler(joins)
+    check_pooler(DispatchPooler({"token_classify": joins, "embed": OwnPooler("embed")}))
+    for pooler in (OwnPooler("token_embed"), joins_other):
+        with pytest.raises(
+            ValueError, match="model: got the pooler OwnPooler, needs one on vLLM's AllPool for token_e"
+        ):
+            check_pooler(pooler)
+
+
+def test_who_reads_hits_for_a_row_of_each_token():
+    """Requests to our worker that leave it open; what a request says itself, and other engines, stay as in vLLM."""
+    from types import SimpleNamespace
+
+    from vllm import PoolingParams
+
+    from pc.integrations.vllm import enable
+
+    for _ in range(2):
+        enable("hidden_states")
+
+    def skips(task="token_embed", said=None, ours=True):
+        asked = PoolingParams(task=task, skip_reading_prefix_cache=said)
+        pooler = SimpleNamespace(task=task, use_activation=True, dimensions=None, tok_pooling_type="ALL")
+        model = SimpleNamespace(pooler_config=pooler, is_matryoshka=False, hf_config=None)
+        if ours:
+            model.pc_pools_hits = True
+        asked.verify(model)
+        return asked.skip_reading_prefix_cache
+
+    assert not skips()
+    assert not skips("token_classify")
+    assert skips(ours=False)
+    assert skips(said=True)
+    assert not skips("embed")
+    assert not skips("embed", ours=False)
+    assert skips("plugin")

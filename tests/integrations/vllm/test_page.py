@@ -19,8 +19,12 @@ from pc.integrations.vllm.hidden_states import ASKED
 
 def test_every_request_of_the_page_arrives():
     protocol = pytest.importorskip("vllm.entrypoints.openai.completion.protocol")
+    pooling = pytest.importorskip("vllm.entrypoints.pooling.pooling.protocol")
     arrived = []
-    for words in commands("curl"):
+    (pooled,) = commands("curl http://localhost:8000/pooling")
+    sent = pooling.PoolingCompletionRequest(**json.loads(pooled[pooled.index("-d") + 1]))
+    assert sent.to_pooling_params().task == "token_embed"
+    for words in commands("curl http://localhost:8000/v1/completions"):
         sent = protocol.CompletionRequest(**json.loads(words[words.index("-d") + 1]))
         extra = sent.to_sampling_params(16, {}).extra_args
         arrived += list(extra)

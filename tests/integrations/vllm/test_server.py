@@ -93,6 +93,14 @@ def complete(server, prompt, **more):
     return server.post("/v1/completions", {"model": "Qwen/Qwen3-0.6B", "prompt": prompt, "temperature": 0, **more})
 
 
+def ask_as_on_the_page(server, path):
+    """What each of the page's commands of `curl` to a path gives."""
+    for words in commands(f"curl http://localhost:8000{path}"):
+        words[1] = server.url + path
+        done = subprocess.run([*words, "--silent", "--show-error"], capture_output=True, text=True, check=True)
+        yield json.loads(done.stdout)
+
+
 def prompt_of(seed, count=100):
     return torch.randint(3, 500, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
 
@@ -116,12 +124,7 @@ def noted(server, request):
 
 def test_requests_of_the_page(server, small_disk):
     """Sent by curl as they stand there; the answer's id is the page's, and what the page says of it holds."""
-    ids = []
-    for words in commands("curl"):
-        words = [word.replace("http://localhost:8000", server.url) for word in words]
-        done = subprocess.run([*words, "--silent", "--show-error"], capture_output=True, text=True, check=True)
-        ids.append(json.loads(done.stdout)["id"])
-    hinted, mine = ids
+    hinted, mine = (each["id"] for each in ask_as_on_the_page(server, "/v1/completions"))
     assert "priority=5, ttl=600" in noted(server, hinted)[0]
     assert noted(server, mine) == ["None"]
     assert mine == "cmpl-mine"
@@ -147,6 +150,32 @@ def test_log_probabilities_behind_hits(server, small_disk):
     told = complete(server, prompt, max_tokens=1, prompt_logprobs=0)["choices"][0]["prompt_logprobs"][1:]
     expected = [each[str(token)]["logprob"] for each, token in zip(told, prompt[1:], strict=True)]
     torch.testing.assert_close(found, torch.tensor(expected), rtol=1e-3, atol=1e-3)
+
+
+def test_a_row_of_each_token_behind_hits(model_with_tokenizer):
+    """The page's server for pooling, asked by its curl; then hits, other rows behind them, and a part of a hit."""
+    (started,) = [words for words in commands("vllm serve") if "--runner" in words]
+    options = started[started.index("--runner") :]
+    with vllm_server.serving(model_with_tokenizer, [*SMALL[:-2], *options], {"PC_VLLM": "hidden_states"}) as server:
+
+        def rows(tokens, **more):
+            body = {"model": "Qwen/Qwen3-0.6B", "input": tokens, "use_activation": False, **more}
+            before = server.metric("prefix_cache_hits_total")
+            (found,) = server.post("/pooling", body)["data"]
+            return torch.tensor(found["data"]), server.metric("prefix_cache_hits_total") - before
+
+        (answer,) = ask_as_on_the_page(server, "/pooling")
+        said = server.post("/tokenize", {"model": "Qwen/Qwen3-0.6B", "prompt": "Once upon a time"})
+        assert torch.tensor(answer["data"][0]["data"]).shape == (len(said["tokens"]), 128)
+        prompt = prompt_of(60)
+        prompts = ((prompt, 0), (prompt, 96), (prompt[:70] + prompt_of(61, 60), 64), (prompt[:33], 32))
+        for number, (tokens, hits) in enumerate(prompts):
+            found, hit = rows(tokens)
+            assert hit == hits
+            computed, hit = rows(tokens, cache_salt=str(number))
+            assert hit == 0
+            assert found.shape == (len(tokens), 128)
+            torch.testing.assert_close(found, computed, rtol=1e-3, atol=1e-3)
 
 
 def test_the_pages_client(server):
