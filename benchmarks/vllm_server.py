@@ -17,8 +17,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-NEEDED = ("fastapi", "uvicorn", "watchfiles", "prometheus_fastapi_instrumentator", "model_hosting_container_standards")
-"""What the server imports beside the engine."""
+NEEDED = (
+    *("fastapi", "uvicorn", "watchfiles", "prometheus_fastapi_instrumentator", "model_hosting_container_standards"),
+    "setproctitle",
+)
+"""What the server imports beside the engine, and what names its processes (`Server.processes`)."""
 
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
