@@ -240,7 +240,7 @@ class PromptHiddenStates:
 
 
 class HiddenStatesWorker(Base):
-    """vLLM's worker of this platform; the last pipeline rank and the first tensor-parallel rank keep rows.
+    """vLLM's worker; the last pipeline rank and, unless it pools, only the first tensor-parallel rank keep rows.
 
     `additional_config` of the engine may say: `pc_hidden_states_device`, where rows are kept ("cpu", which is pinned
     beside a GPU, or "cuda"); `pc_hidden_states_bytes`, the bound of rows beside the KV cache (half of the memory that
@@ -269,8 +269,9 @@ class HiddenStatesWorker(Base):
     def compile_or_warm_up_model(self) -> Any:
         """Begins to follow steps behind the warm-up, whose requests are made up."""
         times = super().compile_or_warm_up_model()
-        parallel = self.vllm_config.parallel_config
-        if self.rank % parallel.tensor_parallel_size == 0:
+        # Every rank pools: without the rows of a hit one would look for tokens of the prompt that it does not have.
+        pools = getattr(self.model_runner, "is_pooling_model", False)
+        if pools or self.rank % self.vllm_config.parallel_config.tensor_parallel_size == 0:
             given = additional_config(self.vllm_config)
             options = {name.removeprefix(f"{ASKED}_"): given[name] for name in HIDDEN_STATES_OPTIONS if name in given}
             waiting, folder = options.get("waiting_bytes", WAITING_BYTES), None

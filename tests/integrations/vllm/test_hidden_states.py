@@ -331,6 +331,23 @@ def test_token_wise_pooling_with_prefix_hits(model_path, feature, blocks):
         torch.testing.assert_close(rows, wanted, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.parametrize(("pools", "keeping"), [(True, [0, 1, 2, 3]), (False, [0, 2])])
+def test_every_rank_that_pools_keeps_rows(monkeypatch, pools, keeping):
+    """All tensor-parallel ranks run the pooler: one without the rows of hits fails, as vLLM's STEP pooling does."""
+    for name in ("PromptHiddenStates", "announce"):
+        monkeypatch.setattr(hidden_states, name, mock.MagicMock())
+    monkeypatch.setattr(hidden_states.Base, "compile_or_warm_up_model", lambda self: None)
+    found = []
+    for rank in range(4):
+        worker = object.__new__(hidden_states.HiddenStatesWorker)
+        worker.rank, worker._pc_config = rank, None
+        worker.vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(tensor_parallel_size=2))
+        worker.model_runner = SimpleNamespace(is_pooling_model=pools)
+        worker.compile_or_warm_up_model()
+        found += [rank] * (worker.pc_hidden_states is not None)
+    assert found == keeping
+
+
 def test_models_with_windows_alone_are_refused(model_path, feature):
     with pytest.raises(ValueError, match="no layers with full attention"), vllm_engine.engine(model_path("mistral")):
         pass
