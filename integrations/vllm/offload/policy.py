@@ -156,7 +156,7 @@ class OffloadPolicy(CachePolicy):
         aside: list[Chunk] = []
         while len(chosen) < n:
             left = n - len(chosen)
-            if not self._num_waiting:
+            while not self._num_waiting:  # at first others may still hold what the requests give up
                 self._release_running(left, protected)
             ids = self.state.victims(min(left, self._num_waiting)).tolist()
             self._num_waiting -= len(ids)

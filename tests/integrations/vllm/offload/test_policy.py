@@ -182,6 +182,20 @@ def test_running_requests_give_way_before_a_store_fails():
     tier._policy.check()
 
 
+def test_running_requests_that_share_chunks_give_way():
+    """Two that have the same chunks of two groups of layers, in different orders: first each gives up another one."""
+    tier = make_tier("pc_default", 2)
+    both = [*keys_of("a0"), *keys_of("a0", group=1)]
+    for keys in (both, both[::-1]):
+        context = ReqContext(str(keys))
+        for key in keys:
+            context.set_offload_key_position(key, CHUNK)
+        tier.complete_store(tier.prepare_store(keys, context).keys_to_store, context)
+    offer = keys_of("b0")
+    assert len(tier.prepare_store(offer, make_context("b", offer)).evicted_keys) == 1
+    tier._policy.check()
+
+
 def test_hints_of_the_caller_are_followed():
     keep = retention_hints(priority=5, ttl=600, token_ranges=[{"start": 0, "end": CHUNK}])
     tier = make_tier("pc_priority", 4)
