@@ -86,11 +86,17 @@ def read_hint(request: Any) -> Hint | None:
             envelope = json.loads(envelope)
         except (ValueError, RecursionError) as error:
             raise TypeError(f"kv_hints: got a string that is no JSON ({error}), needs an envelope") from error
-    hints = [_read_payload(_get(a, "payload")) for a in _get(envelope, "actions") or () if _is_retention(a)]
-    if not hints:
+    actions = [action for action in _get(envelope, "actions") or () if _is_retention(action)]
+    if not actions:
         return None
-    returns = [hint.returns for hint in hints if hint.returns is not None]
-    return Hint(tuple(each for hint in hints for each in hint.ranges), returns[-1] if returns else None)
+    ranges: list[HintRange] = []
+    returns = None
+    for action in actions:
+        hint = _read_payload(_get(action, "payload"))
+        ranges += hint.ranges
+        _check_count(len(ranges))  # of all actions, before more of them are read
+        returns = returns if hint.returns is None else hint.returns
+    return Hint(tuple(ranges), returns)
 
 
 def _get(holder: Any, name: str) -> Any:
@@ -112,16 +118,20 @@ def _read_payload(payload: Any) -> Hint:
     known = ("priority", "ttl", "token_ranges", "returns")
     for name in payload:
         if name not in known:
-            raise ValueError(f"payload: got {name!r}, needs some of {', '.join(known)}")
+            raise ValueError(f"payload: got {name!r:.100}, needs some of {', '.join(known)}")
     returns, priority, ttl = (_value(payload, name) for name in ("returns", "priority", "ttl"))
     ranges = payload.get("token_ranges")
     if ranges is None:
         ranges = [{"start": 0}] if priority is not None else []
     if not isinstance(ranges, Sequence) or isinstance(ranges, str | bytes):
         raise TypeError(f"token_ranges: got {type(ranges).__name__}, needs a list")
-    if len(ranges) > MAX_RANGES:
-        raise ValueError(f"token_ranges: got {len(ranges)}, needs at most {MAX_RANGES}")
+    _check_count(len(ranges))
     return Hint(tuple(_read_range(each, priority, ttl) for each in ranges), returns)
+
+
+def _check_count(ranges: int) -> None:
+    if ranges > MAX_RANGES:
+        raise ValueError(f"token_ranges: got {ranges}, needs at most {MAX_RANGES}")
 
 
 def _read_range(given: Any, priority: int | None, ttl: float | None) -> HintRange:
