@@ -47,9 +47,10 @@ logger = init_logger(LOGGER)
 
 @dataclass
 class FollowedPrompt:
-    """A request's prompt, what is wanted of it, and whether it has been computed to the end."""
+    """A request's prompt, without tokens where it came as embeddings, what is wanted of it, and if all is computed."""
 
     tokens: list[int]
+    length: int
     asked: bool
     asked_logprobs: bool
     complete: bool = False
@@ -154,7 +155,8 @@ class PromptHiddenStates:
             if each.data is not None and each.request_id not in self._followed:
                 extra = getattr(each.data.sampling_params, "extra_args", None) or {}
                 asked = bool(extra.get(self._asked_for)), self._gives_logprobs(extra.get(ASKED_LOGPROBS))
-                self._followed[each.request_id] = FollowedPrompt(list(each.data.prompt_token_ids or ()), *asked)
+                tokens = list(each.data.prompt_token_ids or ())
+                self._followed[each.request_id] = FollowedPrompt(tokens, each.data.prompt_len, *asked)
         for copy in output.kv_cache_block_copies or ():
             self.rows.copy([(copy.src_block_id, copy.dst_block_id)])
         return positions
@@ -163,11 +165,9 @@ class PromptHiddenStates:
         """Whether log-probabilities are written for a request, which a server is told once where they cannot be."""
         if not wanted or self.folder is None:
             return False
-        parallel = getattr(self.runner, "parallel_config", None)
-        if getattr(parallel, "tensor_parallel_size", 1) > 1:
-            logger.warning_once("%s: not written under tensor parallelism: no rank has all logits", ASKED_LOGPROBS)
-            return False
-        return True
+        if reason := why_no_logprobs(self.runner):
+            logger.warning_once("%s: not written under %s", ASKED_LOGPROBS, reason)
+        return not reason
 
     def _store(self, output: Any, positions: dict[str, int], state: Any) -> None:
         batch = state.input_batch if hasattr(state, "input_batch") else self.runner.input_batch
@@ -183,27 +183,28 @@ class PromptHiddenStates:
         self.rows.store(Step(tensors, mapping))
         for request in requests:
             prompt = self._followed[request]
-            if not prompt.complete and positions[request] + counts[request] >= len(prompt.tokens):
+            if not prompt.complete and positions[request] + counts[request] >= prompt.length:
                 prompt.complete = True
                 if prompt.asked or prompt.asked_logprobs:
                     self._take(request, self.tables.blocks[request], prompt, list(tensors))
 
     def _take(self, request: str, blocks: list[int], prompt: FollowedPrompt, names: list[str]) -> None:
         """Reads the rows of a prompt; None stands for one whose KV a connector brought in part."""
-        table, length = np.array(blocks, np.int32), len(prompt.tokens)
+        table, length = np.array(blocks, np.int32), prompt.length
+        tokens = torch.tensor(prompt.tokens, dtype=torch.int64)
         whole = self.rows.available(table, names, num_tokens=length) == length
         rows = self.rows.load(table, names, num_tokens=length) if whole else None
         if self.folder is not None:
-            tensors = {"token_ids": torch.tensor(prompt.tokens)}
+            tensors = {"token_ids": tokens}
             if rows is not None and prompt.asked:
                 tensors |= rows
             if rows is not None and prompt.asked_logprobs:
-                tensors["prompt_logprobs"] = self._logprobs(tensors["token_ids"], rows["hidden_states"])
+                tensors["prompt_logprobs"] = self._logprobs(tokens, rows["hidden_states"])
             self.folder.put(known_id(request), tensors, {"complete": str(whole).lower()})
             return
         if request in self.waiting:
             self._nbytes -= self.waiting.pop(request).nbytes
-        self.waiting[request] = found = WaitingRows(torch.tensor(prompt.tokens), rows)
+        self.waiting[request] = found = WaitingRows(tokens, rows)
         self._nbytes += found.nbytes
         while self._nbytes > self.waiting_bytes and len(self.waiting) > 1:
             self._nbytes -= self.waiting.pop(next(iter(self.waiting))).nbytes
@@ -296,10 +297,19 @@ class HiddenStatesWorker(Base):
         return {} if self.pc_hidden_states is None else self.pc_hidden_states.take()
 
     def pc_prompt_logprobs(self) -> dict[str, torch.Tensor | None]:
-        """Log-probabilities of those prompts, whose rows stay; no rank of a tensor-parallel engine has all logits."""
-        if self.vllm_config.parallel_config.tensor_parallel_size > 1:
-            raise RuntimeError("prompt_logprobs: got tensor parallelism, needs tensor_parallel_size 1")
+        """Log-probabilities of those prompts, whose rows stay; RuntimeError where this engine cannot make them."""
+        if reason := why_no_logprobs(self.vllm_config):
+            raise RuntimeError(f"prompt_logprobs: got {reason}")
         return {} if self.pc_hidden_states is None else self.pc_hidden_states.prompt_logprobs()
+
+
+def why_no_logprobs(config: Any) -> str:
+    """What of an engine's configuration, which vLLM's runner has too, makes log-probabilities impossible, or ""."""
+    if getattr(getattr(config, "parallel_config", None), "tensor_parallel_size", 1) > 1:
+        return "tensor parallelism: no rank has all logits"
+    if getattr(config, "lora_config", None) is not None:
+        return "LoRA: vLLM makes logits for the requests of a step alone"
+    return ""
 
 
 def check_hidden_states(vllm_config: Any) -> None:

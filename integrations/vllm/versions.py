@@ -65,7 +65,7 @@ INTERFACES: dict[str, dict[str, str]] = {
         "vllm.v1.worker.gpu_worker:Worker": "initialize_from_config(kv_cache_config) compile_or_warm_up_model",
         "vllm.v1.core.sched.output": (
             "NewRequestData(req_id prompt_token_ids sampling_params block_ids num_computed_tokens) "
-            "CachedRequestData(req_ids resumed_req_ids new_block_ids num_computed_tokens) "
+            "NewRequestData.prompt_len CachedRequestData(req_ids resumed_req_ids new_block_ids num_computed_tokens) "
             "SchedulerOutput(scheduled_new_reqs scheduled_cached_reqs num_scheduled_tokens finished_req_ids "
             "kv_cache_block_copies)"
         ),

@@ -99,7 +99,7 @@ def test_rows_in_a_folder_are_those_of_each_prompt(tmp_path):
         while steps.scheduler.requests:
             steps.step()
     assert steps.counts["hits"] > 0
-    kept._take("cmpl-lost-0-a1b2c3d4", [63], FollowedPrompt([1, 2], True, False), ["hidden_states"])
+    kept._take("cmpl-lost-0-a1b2c3d4", [63], FollowedPrompt([1, 2], 2, True, False), ["hidden_states"])
     folder.close()
     assert kept.take() == {}
     assert len(list(tmp_path.iterdir())) == 7
@@ -110,6 +110,31 @@ def test_rows_in_a_folder_are_those_of_each_prompt(tmp_path):
             assert torch.equal(file.get_tensor("hidden_states"), rows_of(prompt))
     with safe_open(tmp_path / file_name("cmpl-lost-0"), "pt") as file:
         assert (file.metadata(), list(file.keys())) == ({"complete": "false"}, ["token_ids"])
+
+
+def test_a_prompt_of_embeddings(tmp_path):
+    """It has no tokens and a row of each position, in a file too; it is not complete before its last chunk."""
+    steps = Steps(64, 0, False, 0)
+    kept = PromptHiddenStates(steps.runner, steps.scheduler.kv_cache_config, ASKED)
+    prompt = list(range(40))
+    steps.add("embeds-0", prompt, 1, {ASKED: True})
+    execute = steps.runner.execute_model
+
+    def as_embeddings(output):
+        for new in output.scheduled_new_reqs:
+            new.prompt_token_ids, new.prompt_embeds = None, torch.zeros(len(prompt), 2)
+        return execute(output)
+
+    steps.runner.execute_model = as_embeddings
+    while steps.scheduler.requests:
+        steps.step()
+    assert steps.counts["chunks"] > 0
+    kept.folder = folder = RowsFolder(tmp_path)
+    kept._take("embeds-0-a", [*range(40)], FollowedPrompt([], 0, True, False), ["hidden_states"])
+    folder.close()
+    assert torch.equal(kept.take()["embeds-0"]["hidden_states"], rows_of(prompt))
+    with safe_open(tmp_path / file_name("embeds-0"), "pt") as file:
+        assert file.get_tensor("token_ids").dtype == torch.int64
 
 
 def test_log_probabilities_in_a_folder(tmp_path, monkeypatch, warnings):
@@ -127,9 +152,11 @@ def test_log_probabilities_in_a_folder(tmp_path, monkeypatch, warnings):
     folder = RowsFolder(tmp_path)
     PromptHiddenStates(steps.runner, steps.scheduler.kv_cache_config, ASKED, folder=folder)
     wanted = {"both": {ASKED: True, ASKED_LOGPROBS: 1}, "alone": {ASKED_LOGPROBS: 1}, "short": {ASKED_LOGPROBS: 1}}
-    prompts = {name: list(range(1 if name == "short" else 40)) for name in wanted} | {"split": list(range(40))}
-    for name, asked in (wanted | {"split": {ASKED_LOGPROBS: 1}}).items():
+    refused = ("split", "adapters")
+    prompts = {name: list(range(1 if name == "short" else 40)) for name in (*wanted, *refused)}
+    for name, asked in (wanted | {each: {ASKED_LOGPROBS: 1} for each in refused}).items():
         steps.runner.parallel_config = SimpleNamespace(tensor_parallel_size=1 + (name == "split"))
+        steps.runner.lora_config = SimpleNamespace() if name == "adapters" else None
         steps.add(f"{name}-a1b2c3d4", prompts[name], 1, asked)
         while steps.scheduler.requests:
             steps.step()
@@ -141,8 +168,11 @@ def test_log_probabilities_in_a_folder(tmp_path, monkeypatch, warnings):
             expected = compute_logits(rows_of(prompt)[:-1]).log_softmax(-1)[range(len(prompt) - 1), prompt[1:]]
             torch.testing.assert_close(file.get_tensor("prompt_logprobs"), expected)
             assert ("hidden_states" in file.keys()) == (name == "both")  # noqa: SIM118  no mapping
-    assert not (tmp_path / file_name("split")).exists()
-    assert "not written under tensor parallelism" in warnings[0]
+    assert not any((tmp_path / file_name(name)).exists() for name in refused)
+    assert [line.partition(":")[2].partition(":")[0] for line in warnings] == [
+        " not written under tensor parallelism",
+        " not written under LoRA",
+    ]
 
 
 def test_prompts_without_rows_are_bounded_too():
@@ -150,7 +180,7 @@ def test_prompts_without_rows_are_bounded_too():
     kept = PromptHiddenStates(steps.runner, steps.scheduler.kv_cache_config, ASKED, waiting_bytes=50_000)
     kept.rows.register("hidden_states", (2,), torch.float32)
     for n in range(300):
-        kept._take(str(n), [1], FollowedPrompt([1, 2], True, False), ["hidden_states"])
+        kept._take(str(n), [1], FollowedPrompt([1, 2], 2, True, False), ["hidden_states"])
     assert {each.rows for each in kept.waiting.values()} == {None}
     assert 10 < len(kept.waiting) <= 50
 
