@@ -97,12 +97,12 @@ class TierManager(SecondaryTierManager):
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
         """Jobs that have ended since the last call."""
+        self._running = {future for future in self._running if not future.done()}  # first: others end meanwhile
         results = []
         while not self._finished.empty():
             result, lost = self._finished.get_nowait()
             self._lookup.mark_miss(lost)
             results.append(result)
-        self._running = {future for future in self._running if not future.done()}
         return results
 
     def has_pending_work(self) -> bool:

@@ -111,6 +111,14 @@ def test_chunks_come_back_in_another_process_place(make):
     assert not other.has_pending_work()
 
 
+def test_a_job_that_ends_while_it_is_looked_at(make):
+    """It is told of now or still under way: an engine without other work would not ask again."""
+    tier, _ = make()
+    ends = SimpleNamespace(done=lambda: tier._finished.put(("result", [])) is None)
+    tier._running = [ends]
+    assert list(tier.get_finished_jobs()) or tier.has_pending_work()
+
+
 @pytest.mark.parametrize(
     "changed",
     [
