@@ -59,6 +59,7 @@ def test_runs_every_regime(options, device):
 @pytest.mark.skipif(INTERPRET, reason="starts processes of its own")
 def test_processes_take_a_share_each(monkeypatch):
     started, start = [], subprocess.Popen
+    monkeypatch.delenv("PC_KERNELS_ON_CPU", raising=False)  # of the emulator, which processes of their own are without
     monkeypatch.setattr(
         subprocess, "Popen", lambda *args, **given: started.append(start(*args, **given)) or started[-1]
     )
