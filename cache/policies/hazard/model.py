@@ -319,9 +319,9 @@ class IntervalsAtRisk:
         parts: list[tuple[Numbers, Numbers, Numbers]] = []
         if self._recalled:
             rows, cells, times = (np.concatenate(part) for part in zip(*self._recalled, strict=True))
-            number = np.zeros((rows.size, CELLS), np.intp)
-            number[np.arange(rows.size), cells] = 1
-            parts.append((rows, times, number))
+            starts = np.append(True, (rows[1:] != rows[:-1]) | (times[1:] != times[:-1]))  # blocks of a request at once
+            number = np.bincount(CELLS * (starts.cumsum() - 1) + cells, minlength=CELLS * np.count_nonzero(starts))
+            parts.append((rows[starts], times[starts], number.reshape(-1, CELLS)))
         if self._used:
             rows, first, last, times = (np.concatenate(part) for part in zip(*self._used, strict=True))
             size, bounds = runs.size.take(rows), runs.bounds.take(rows, axis=0).T
