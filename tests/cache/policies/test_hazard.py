@@ -12,7 +12,7 @@ from pc.cache.policies import Hazard
 from pc.cache.policies.ghosts import GhostRecord, RequestGhosts
 from pc.cache.policies.hazard.evicted import ShadowGuard
 from pc.cache.policies.hazard.log import EventLog
-from pc.cache.policies.hazard.model import AGES, EDGES, HazardModel
+from pc.cache.policies.hazard.model import AGES, EDGES, HazardModel, IntervalsAtRisk
 from pc.cache.policies.hazard.runs import USES, RunTable
 from pc.cache.replay import Trace, replay
 
@@ -386,6 +386,18 @@ def test_ghosts_of_the_oldest_requests_give_way():
     assert (noted.serial == known // 20 * 20).all()
     assert (noted.uses == 2).all()
     assert not ghosts.recall(keys, 400)[0].size
+
+
+def test_evicted_blocks_that_come_again_are_counted_by_request(monkeypatch):
+    """Not one by one: of prompts of 300 blocks each fit would look at ten thousand intervals, in a step of serving."""
+    intervals, recalled = [], []
+    expose, again = HazardModel.expose, IntervalsAtRisk.recalled
+    monkeypatch.setattr(HazardModel, "expose", lambda self, *a: intervals.append(a[0].size) or expose(self, *a))
+    monkeypatch.setattr(IntervalsAtRisk, "recalled", lambda self, *a: recalled.append(a[0].size) or again(self, *a))
+    requests = [[1000 * (i % 20) + k for k in range(300)] for i in range(400)]
+    replay(trace_of(requests), "hazard", 5000)
+    assert sum(recalled) > 50_000
+    assert max(intervals) <= 3 * 50 + 20
 
 
 def test_rates_are_what_was_seen():
