@@ -11,6 +11,7 @@ import sys
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from logging import Logger
 from typing import Any
 
 ACTION, VERSION = "retention", "1"
@@ -97,6 +98,15 @@ def read_hint(request: Any) -> Hint | None:
         _check_count(len(ranges))  # of all actions, before more of them are read
         returns = returns if hint.returns is None else hint.returns
     return Hint(tuple(ranges), returns)
+
+
+def read_or_warn(request: Any, name: str, logger: Logger) -> tuple[Hint | None, bool]:
+    """As `read_hint`, and True; a hint that cannot be read is logged with the request's name: None and False."""
+    try:
+        return read_hint(request), True
+    except (TypeError, ValueError) as error:
+        logger.warning("kv_hints of request %s are not honoured: %s", name, error)
+        return None, False
 
 
 def _get(holder: Any, name: str) -> Any:

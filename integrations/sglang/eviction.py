@@ -19,7 +19,7 @@ from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
 from ...cache.policies import make_policy
 from ...cache.table import Ids
-from ..hints import read_hint
+from ..hints import read_or_warn
 from .pages import PageState
 from .versions import CORE, PREFIX, announce, logger
 
@@ -218,11 +218,7 @@ class PolicyTreeCore(UnifiedTreeCore):
 
     def told(self, req: Any, finished: bool) -> None:
         """What a request says of its pages: its caller's hints, and at its end how much it generated."""
-        try:
-            hint = read_hint(req)
-        except (TypeError, ValueError) as error:
-            logger.warning("kv_hints of request %s are not honoured: %s", req.rid, error)
-            hint = None
+        hint, _ = read_or_warn(req, req.rid, logger)
         if hint is not None:
             ids = _pages(self._path(self.node_by_id(req.last_node)))
             for each in hint.ranges:

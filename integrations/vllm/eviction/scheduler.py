@@ -8,7 +8,7 @@ from vllm.logger import init_logger
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from ...hints import Hint, read_hint
+from ...hints import Hint, read_or_warn
 from ..features import LOGGER, announce, chosen_policy
 from ..metrics import COUNTERS, add_counts
 from .pool import PolicyBlockPool, install_policy
@@ -47,12 +47,8 @@ class PolicyScheduler(Scheduler):
 
     def add_request(self, request: Any) -> None:
         """Takes a request's hint, unless it cannot be read: that is logged, and the request goes on without."""
-        try:
-            hint = read_hint(request)
-        except (TypeError, ValueError) as error:
-            logger.warning("kv_hints of request %s are not honoured: %s", request.request_id, error)
-            hint = None
-            self._counts["unreadable_hints"] += 1
+        hint, readable = read_or_warn(request, request.request_id, logger)
+        self._counts["unreadable_hints"] += not readable
         if hint is not None:
             self._counts["hints"] += 1
             self._hints[request.request_id] = hint

@@ -21,7 +21,7 @@ from vllm.v1.kv_offload.cpu.policies.base import CachePolicy
 from vllm.v1.kv_offload.cpu.policies.lru import LRUCachePolicy
 
 from ....cache.policies import POLICIES, make_policy
-from ...hints import Hint, read_hint
+from ...hints import read_or_warn
 from ..eviction.state import PolicyState
 from ..features import LOGGER
 from ..versions import check_version
@@ -132,7 +132,7 @@ class OffloadPolicy(CachePolicy):
         """A request has ended: what it alone held may be chosen from now on."""
         held = self._held_by(req_context)
         self._running.pop(held, None)
-        hint = self._hint_of(req_context)
+        hint, _ = read_or_warn(req_context, req_context.req_id, logger)
         order = {key: n for n, key in enumerate(itertools.chain(*key_groups))}
         # Of all groups of layers, heads first; places are unknown where vLLM has not recorded any.
         chunks = sorted(held.chunks, key=lambda chunk: (chunk.place, order.get(chunk.key, 0)))
@@ -253,13 +253,6 @@ class OffloadPolicy(CachePolicy):
         del self._by_id[gone.block_id]
         self._num_held -= gone.holders > 0
         return gone
-
-    def _hint_of(self, req_context: Any) -> Hint | None:
-        try:
-            return read_hint(req_context)
-        except (TypeError, ValueError) as error:
-            logger.warning("kv_hints of request %s are not honoured: %s", req_context.req_id, error)
-            return None
 
     def _is_in(self, chunk: Chunk, start: int, end: int | None) -> bool:
         """Whether a chunk that is there has some of the tokens `[start, end)`."""
