@@ -28,6 +28,8 @@ CASES = [
     Latent(lens=(129, 300), queries=(8, 9), heads=(7, 1), head_dim=48, value_dim=16),
     Latent(lens=(40, 70), queries=(9, 1), head_dim=1024, value_dim=512, dtype=F16),
     Latent(lens=(40, 20), queries=(1, 10), head_dim=1024, value_dim=1008, heads=(2, 1)),
+    Latent(lens=(40, 20), queries=(1, 10), head_dim=1024, value_dim=256, heads=(2, 1), dtype=F16),
+    Latent(lens=(40, 20), queries=(1, 10), head_dim=640, value_dim=512, heads=(32, 1), dtype=BF16),
     Latent(lens=(90, 40), queries=(1, 20), head_dim=304, value_dim=208, dtype=BF16, block_size=5),
     Latent(lens=(1000,), queries=(1,), heads=(8, 1), bounds=True),
     Latent(lens=(26, 9), queries=(20, 1), causal=False),

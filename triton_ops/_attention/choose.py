@@ -170,13 +170,13 @@ def _tiles(call: AttentionCall, arch: Architecture, longest: int) -> tuple[Tiles
     quantized, has_tree = call.key_cache.dtype != query.dtype, call.tree_mask is not None
     is_modified = not call.terms.PLAIN
     heavy = _has_segments(call) or has_tree or is_modified
-    kind = (max(query.shape[2], call.value_cache.shape[3]), query.element_size())
     rows = max(1, min(longest, DECODE_QUERIES)) * group
     if call.is_latent:
-        kind = (call.value_cache.shape[3], query.element_size())
+        row = (query.shape[2], call.value_cache.shape[3], query.element_size())
         narrow = call.block_size * max(1, call.key_cache.stride(1)) < 1 << 31
-        few = latent_tiles(arch.name, *kind, rows, quantized, True, narrow)
-        return few, latent_tiles(arch.name, *kind, 64, quantized, False, narrow)
+        few = latent_tiles(arch.name, *row, rows, quantized, True, narrow)
+        return few, latent_tiles(arch.name, *row, 64, quantized, False, narrow)
+    kind = (max(query.shape[2], call.value_cache.shape[3]), query.element_size())
     decode = decode_tiles(arch.name, *kind, rows, quantized, group, call.block_size, is_modified)
     # Eight blocks at most, rows found by shifts, and positions that follow from lengths.
     two_tiles = call.block_size == 16 and group == next_power_of_2(group)

@@ -130,16 +130,16 @@ def decode_tiles(
 
 
 def latent_tiles(
-    arch: str, value_dim: int, itemsize: int, rows: int, quantized: bool, decoding: bool, narrow: bool
+    arch: str, head_dim: int, value_dim: int, itemsize: int, rows: int, quantized: bool, decoding: bool, narrow: bool
 ) -> Tiles:
     """Of latent rows: `rows` is queries * heads; `narrow`: a block's elements are fewer than 2**31."""
     block_v = max(16, next_power_of_2(value_dim))
-    row_bytes = block_v * itemsize
+    row_bytes = (block_v + next_power_of_2(head_dim - value_dim)) * itemsize
     if arch == "interpreter":
         # Parts there too, so that they are tested.
         parts = 2 if rows > 16 and narrow and value_dim == block_v >= 32 else 1
         return Tiles(16 if rows <= 16 else 32, 32, 4, 1, True, parts=parts)
-    if itemsize == 4 or row_bytes > 1024:
+    if itemsize == 4 or row_bytes > 1152:  # the 576 columns of DeepSeek's models; of more, larger tiles have no room
         return Tiles(16, 16, 4 if arch.startswith("gfx") else 8, 1, False)
     # Programs that have half of the value's columns each have rows enough: all 512 of 64 rows would spill.
     has_parts = rows > 16 and narrow and value_dim == 512 and not quantized

@@ -307,11 +307,12 @@ def choose_lists(wanted: Wanted) -> ChosenLists:
     longest = num_tokens if call.max_query_len is None else min(num_tokens, call.max_query_len)
     # One query at a time where its bits may not depend on those beside it.
     queries = 1 if call.batch_invariant else max(1, min(longest, _MAX_QUERIES, 16 // group))
-    quantized, kind = call.key_cache.dtype != query.dtype, (max(head_dim, value_dim), query.element_size())
+    quantized, itemsize = call.key_cache.dtype != query.dtype, query.element_size()
     if call.is_latent:
-        tiles = latent_tiles(arch.name, value_dim, query.element_size(), queries * group, quantized, False, False)
+        tiles = latent_tiles(arch.name, head_dim, value_dim, itemsize, queries * group, quantized, False, False)
     else:
-        tiles = decode_tiles(arch.name, *kind, queries * group, quantized, group, call.block_size)
+        widest = max(head_dim, value_dim)
+        tiles = decode_tiles(arch.name, widest, itemsize, queries * group, quantized, group, call.block_size)
     max_union = max(1, min(max_blocks, queries * top_k))
     query_tiles, row_tiles = num_tokens // queries + num_seqs, -(-queries * group // tiles.block_m) * tiles.parts
     idle = 4 * arch.num_processors // (query_tiles * kv_heads * row_tiles)
