@@ -8,6 +8,9 @@ from ..versions import check_installed
 VERSIONS = {"vllm": ((0, 32), (0, 33)), "vllm_omni": ((0, 30), (0, 30))}
 """By package: the oldest and the newest series that is served."""
 
+SINCE = {"offload": (0, 33)}
+"""By feature: the oldest series, where it is not that of its package."""
+
 INTERFACES: dict[str, dict[str, str]] = {
     "attention": {
         "vllm.v1.attention.backends.registry": "register_backend(backend class_path)",
@@ -137,4 +140,5 @@ def check_version(feature: str) -> None:
         ...     reason = str(error)  # names the versions that are served
     """
     package = PACKAGES.get(feature, "vllm")
-    check_installed(package, *VERSIONS[package], feature, INTERFACES[feature])
+    oldest, newest = VERSIONS[package]
+    check_installed(package, SINCE.get(feature, oldest), newest, feature, INTERFACES[feature])

@@ -119,6 +119,11 @@ def test_the_installed_version_is_served(feature):
     pytest.importorskip("vllm", reason="vllm is not installed: make vllm")
     if versions.PACKAGES.get(feature) == "vllm_omni":
         omni.use_omni()
+    installed = tuple(map(int, sys.modules["vllm"].__version__.split(".")[:2]))
+    if installed < versions.SINCE.get(feature, installed):
+        with pytest.raises(adapter.UnsupportedVersionError, match=r"vllm: got .*, needs 0\.33"):
+            versions.check_version(feature)
+        return
     versions.check_version(feature)
     if feature in adapter.FEATURES:  # a connector is named in vLLM's own options
         adapter.enable(feature)

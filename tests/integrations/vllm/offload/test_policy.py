@@ -8,8 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 
-pytest.importorskip("vllm", reason="vllm is not installed: make vllm")
-pytest.importorskip("vllm.v1.kv_offload.cpu.policies.factory", reason="vLLM 0.33 takes policies from outside")
+pytest.importorskip(
+    "vllm", minversion="0.33", reason="needs vLLM 0.33, which takes policies from outside: make vllm-quick"
+)
 
 from vllm.v1.kv_offload.base import LookupResult, ReqContext, get_offload_block_hash, make_offload_key
 from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager

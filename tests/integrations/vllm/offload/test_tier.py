@@ -10,8 +10,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-pytest.importorskip("vllm", reason="vllm is not installed: make vllm")
-pytest.importorskip("vllm.v1.kv_offload.cpu.policies.factory", reason="vLLM 0.33")
+pytest.importorskip(
+    "vllm", minversion="0.33", reason="needs vLLM 0.33, which takes policies from outside: make vllm-quick"
+)
 
 from vllm.v1.kv_offload.base import Locality, LookupResult, ReqContext, make_offload_key
 from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
