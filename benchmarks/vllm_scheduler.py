@@ -73,9 +73,11 @@ def make_scheduler(policy: str | None, num_blocks: int, at_once: int) -> Any:
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(CONFIG))
         model = ModelConfig(model=folder, skip_tokenizer_init=True, max_model_len=1 << 20, dtype="float32")
+    kind = Scheduler if policy is None else PolicyScheduler
     config = VllmConfig(
         model_config=model,
         scheduler_config=SchedulerConfig(
+            scheduler_cls=kind,
             max_num_seqs=at_once,
             max_num_batched_tokens=8192,
             max_model_len=1 << 20,
@@ -90,7 +92,6 @@ def make_scheduler(policy: str | None, num_blocks: int, at_once: int) -> Any:
     config.cache_config.num_gpu_blocks = num_blocks
     spec = FullAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=1, head_size=64, dtype=torch.float32)
     caches = KVCacheConfig(num_blocks=num_blocks, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["a"], spec)])
-    kind = Scheduler if policy is None else PolicyScheduler
     return kind(config, caches, StructuredOutputManager(config), BLOCK_SIZE, BLOCK_SIZE)
 
 

@@ -51,7 +51,7 @@ def test_hits_are_those_of_pc_replay(policy, capacity):
 @pytest.mark.parametrize("policy", ["pc_lru", "lru", "pc_lfu", "pc_segmented", "pc_default"])
 @pytest.mark.parametrize("capacity", [60, 250])
 def test_hits_in_host_memory_are_those_of_pc_replay(policy, capacity):
-    pytest.importorskip("vllm.v1.kv_offload.cpu.policies.factory", reason="vLLM 0.33 takes policies from outside")
+    pytest.importorskip("vllm", minversion="0.33", reason="needs vLLM 0.33, which takes policies from outside")
     trace = make_trace()
     expected = replay(trace, policy.removeprefix("pc_"), capacity).hit_rate
     # The tier is not told how much a request generated.
