@@ -34,7 +34,8 @@ PY
     touch "$ENV/.ready"
 fi
 
-# What vLLM's server and constrained answers import beside the engine, and names of its processes; with a stamp of its own, for environments from before.
+# What vLLM's server and constrained answers import beside the engine, and what names its processes; with a stamp of its
+# own, for environments from before.
 if [ "${2:-whole}" = whole ] && [ ! -e "$ENV/.server" ]; then
     fetch "$ENV/bin/pip" install --quiet --no-warn-conflicts watchfiles prometheus-fastapi-instrumentator lm-format-enforcer \
         model-hosting-container-standards setproctitle
