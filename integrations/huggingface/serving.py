@@ -82,6 +82,13 @@ class Serving:
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """The model's generate, over the cache where it can be served."""
+        gradients = torch.is_grad_enabled()
+        try:
+            return self._generate(*args, **kwargs)
+        finally:  # an interrupt in the exit of torch.no_grad, which generate runs under, would leave them off
+            torch._C._set_grad_enabled(gradients)
+
+    def _generate(self, *args: Any, **kwargs: Any) -> Any:
         model: Any = self._model()
         if model is None:
             raise RuntimeError("generate: the model of this handle is gone")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections import deque
 from collections.abc import Callable, Hashable
 from contextlib import suppress
 from functools import partial
@@ -21,27 +20,25 @@ AnyManager: TypeAlias = CacheManager[Any, Any, Any]  # of one group or of severa
 class Lease:
     """The requests of one call; those it has not given back when it is lost are given back by the next call."""
 
-    def __init__(self, manager: AnyManager, lost: deque[list[str]], returns: float | None = None) -> None:
+    def __init__(self, manager: AnyManager, returns: float | None = None) -> None:
         self.manager = manager
+        self.request_ids: list[str] = []
         self._returns = returns
-        self._request_ids: list[str] = []
-        self._finalizer = weakref.finalize(self, lost.append, self._request_ids)
-        self._finalizer.atexit = False
 
     def take(self, request_id: str) -> None:
         """Remembers a request before it is started."""
-        self._request_ids.append(request_id)
+        self.request_ids.append(request_id)
 
     def free(self, request_id: str) -> None:
         """Ends a request, if it was started."""
         free(self.manager, request_id)
-        self._request_ids.remove(request_id)
+        self.request_ids.remove(request_id)
 
     def close(self) -> None:
         """Ends all requests."""
-        while self._request_ids:
-            free(self.manager, self._request_ids[-1], self._returns)
-            self._request_ids.pop()
+        while self.request_ids:
+            free(self.manager, self.request_ids[-1], self._returns)
+            self.request_ids.pop()
 
 
 def free(manager: AnyManager, request_id: Hashable, returns: float | None = None) -> None:
@@ -56,18 +53,23 @@ class Leases:
     def __init__(self, manager: AnyManager) -> None:
         self.manager = manager
         self.block_size = manager.block_size
-        self._lost: deque[list[str]] = deque()
+        # Looked through by the next call: a finalizer would be Python code in which an interrupt is swallowed.
+        self._leases: dict[weakref.ref[Lease], list[str]] = {}
 
     def lease(self, returns: float | None = None) -> Lease:
         """For the requests of a call; `returns`: see `CacheManager.free`."""
         self.sweep()
-        return Lease(self.manager, self._lost, returns)
+        lease = Lease(self.manager, returns)
+        self._leases[weakref.ref(lease)] = lease.request_ids
+        return lease
 
     def sweep(self) -> None:
         """Ends the requests of calls that were cut off before they could do so."""
-        while self._lost:
-            for request_id in self._lost.popleft():
-                free(self.manager, request_id)
+        for owner, request_ids in list(self._leases.items()):
+            if owner() is None:
+                for request_id in request_ids:
+                    free(self.manager, request_id)
+                self._leases.pop(owner, None)  # another thread may have ended them too
 
 
 class _Job:

@@ -9,6 +9,7 @@ import inspect
 import pickle
 import random
 import signal
+import sys
 import threading
 import warnings
 import weakref
@@ -26,7 +27,7 @@ from pc.cache import CacheManager  # noqa: E402
 from pc.cache.allocation import CacheStats  # noqa: E402
 from pc.integrations.huggingface import PrefixCaching, RequestReport, enable_prefix_caching  # noqa: E402
 from pc.integrations.huggingface.identity import Identity  # noqa: E402
-from pc.integrations.huggingface.store import uninterrupted  # noqa: E402
+from pc.integrations.huggingface.store import Leases, uninterrupted  # noqa: E402
 
 
 @pytest.fixture
@@ -205,3 +206,31 @@ def test_uninterrupted_gives_results_and_errors() -> None:
     with pytest.raises(ZeroDivisionError):
         uninterrupted(divmod, 7, 0)
     assert uninterrupted(lambda: threading.current_thread() is not threading.main_thread())
+
+
+def test_an_interrupt_that_leaves_gradients_off_is_mended(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where it lands in the exit of `torch.no_grad` itself, before the mode that was found is set again."""
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with enable_prefix_caching(model, num_blocks=24):
+        for gradients in (True, False):
+            with torch.set_grad_enabled(gradients), monkeypatch.context() as patch:
+                patch.setattr(torch.no_grad, "__exit__", interrupt)
+                with pytest.raises(KeyboardInterrupt):
+                    model.generate(prompt(20), max_new_tokens=2)
+                assert torch.is_grad_enabled() == gradients
+
+
+def test_a_lost_lease_runs_no_code_in_which_an_interrupt_would_be_swallowed() -> None:
+    store, ran = Leases(CacheManager(8, 4)), []
+    lease = store.lease()
+    lease.take("a")
+    store.manager.allocate("a", range(6))
+    sys.setprofile(lambda frame, event, _: ran.append(frame.f_code.co_name) if event == "call" else None)
+    del lease
+    sys.setprofile(None)
+    assert ran == []
+    store.sweep()
+    assert store.manager.stats().num_requests == 0
