@@ -122,11 +122,11 @@ def test_compiled_model(model: Any) -> None:
         assert handle.last_requests[0].cached_tokens == 39
 
 
-def test_model_goes_away_at_once() -> None:
+def test_model_goes_away_at_once(storages: list[Any]) -> None:
     model = LLAMA.build()
     handle = enable_prefix_caching(model, num_blocks=64)
     model.generate(prompt(40), max_new_tokens=2)
-    blocks, gone = weakref.ref(handle._serving.store.storage), weakref.ref(model)
+    blocks, gone = weakref.ref(storages.pop()), weakref.ref(model)
     gc.collect()
     gc.disable()
     try:

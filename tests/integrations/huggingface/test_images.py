@@ -14,7 +14,9 @@ transformers = pytest.importorskip("transformers")
 from generate_cases import assert_nothing_held, assert_same, both, first_quick, plain  # noqa: E402
 from image_cases import CASES, IMAGE, TowerRuns, VisionCase, text  # noqa: E402
 
-from pc.integrations.huggingface import enable_prefix_caching  # noqa: E402
+from pc.cache import EncoderCache  # noqa: E402
+from pc.integrations.huggingface import enable_prefix_caching, images  # noqa: E402
+from pc.integrations.huggingface.contiguous import store  # noqa: E402
 
 BY_NAME = {case.name: case for case in CASES}
 FREE: dict[str, Any] = {"eos_token_id": None, "max_new_tokens": 8, "suppress_tokens": [IMAGE]}
@@ -115,12 +117,12 @@ def test_next_round_and_text_before_an_image(case: VisionCase) -> None:
             assert handle.last_requests[0].cached_tokens == 32
 
 
-def test_hit_needs_no_features_that_were_dropped() -> None:
+def test_hit_needs_no_features_that_were_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     case = BY_NAME["llava"]
     model = case.build()
-    with enable_prefix_caching(model, num_blocks=200) as handle:
+    monkeypatch.setattr(store, "memory_budget", lambda model: 0)
+    with enable_prefix_caching(model, num_blocks=200):
         model.generate(**case.call([2, ASK]), **FREE)  # a tower's first run puts hooks on it
-        handle._serving.store.vision._cache.max_bytes = 0
         ids = case.call([1, ASK])
         assert runs(model, **ids) > 0
         assert runs(model, **ids) == 0
@@ -263,8 +265,9 @@ def test_right_padding_and_holes_behind_an_image() -> None:
 
 
 @pytest.mark.slow
-def test_threads_ask_about_different_images() -> None:
-    case = BY_NAME["gemma3"]
+def test_threads_ask_about_different_images(monkeypatch: pytest.MonkeyPatch) -> None:
+    case, encoded = BY_NAME["gemma3"], []
+    monkeypatch.setattr(images, "EncoderCache", lambda size: encoded.append(EncoderCache(size)) or encoded[-1])
     model = case.build()
     calls = [case.call([text(20, 0), number % 3, text(9, number)]) for number in range(6)]
     want = [plain(model, **call, **FREE) for call in calls]
@@ -283,4 +286,4 @@ def test_threads_ask_about_different_images() -> None:
             thread.join()
         assert same == [True] * 18
         assert_nothing_held(handle)
-        handle._serving.store.vision._cache.check()
+        encoded[0].check()

@@ -483,7 +483,7 @@ def test_families_that_attend_in_their_own_way(family: Family) -> None:
             assert_nothing_held(handle)
 
 
-def test_latent_rows_are_kept_as_they_are() -> None:
+def test_latent_rows_are_kept_as_they_are(storages: list[Any]) -> None:
     """With DeepSeek-V3's attention, less than a tenth of keys and values of all heads."""
     sizes = {"num_attention_heads": 128, "num_key_value_heads": 128, "kv_lora_rank": 512, "num_hidden_layers": 1}
     sizes |= {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
@@ -492,7 +492,7 @@ def test_latent_rows_are_kept_as_they_are() -> None:
         for _ in range(2):
             assert_same(model, input_ids=prompt(40))
         assert handle.last_requests[0].cached_tokens >= 32
-        ((_, part),) = handle._serving.store.storage.kv
+        ((_, part),) = storages[0].kv
         assert part.bytes_per_block == 16 * (512 + 64) * 4 < 16 * 128 * (192 + 128) * 4 / 10
 
 

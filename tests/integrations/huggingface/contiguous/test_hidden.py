@@ -112,12 +112,12 @@ def test_what_has_none_computes_all_tokens() -> None:
             assert_same(model, input_ids=prompt(70))
 
 
-def test_too_little_memory_for_them() -> None:
+def test_too_little_memory_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
     model = LLAMA.build()
+    monkeypatch.setattr(store, "memory_budget", lambda model: 2000)
     with enable_prefix_caching(model, num_blocks=64) as handle:
         model.generate(prompt(40), max_new_tokens=2, **SHOWN)
         handle.reset()
-        handle._serving.store.hidden._max_bytes = 1000
         for _ in range(2):
             assert shown(model, handle, input_ids=prompt(70)) == 0
 

@@ -60,7 +60,7 @@ def test_parts_of_a_scan_are_the_whole(monkeypatch: pytest.MonkeyPatch, cut: int
 
 
 @pytest.mark.parametrize("name", ["mamba", "jamba"])
-def test_few_tokens_are_computed_behind_a_state_that_counts(name: str) -> None:
+def test_few_tokens_are_computed_behind_a_state_that_counts(name: str, storages: list[Any]) -> None:
     model = remembering(BY_NAME[name])
     with enable_prefix_caching(model, num_blocks=64) as handle:
         model.generate(prompt(70), max_new_tokens=2)
@@ -69,7 +69,7 @@ def test_few_tokens_are_computed_behind_a_state_that_counts(name: str) -> None:
         assert handle.last_requests[0].cached_tokens == 64
         torch.testing.assert_close(torch.stack(want.logits), torch.stack(got.logits), rtol=1e-3, atol=1e-3)
         assert count_computed(model, input_ids=torch.cat([prompt(70)[:, :64], prompt(9, 2)], 1), max_new_tokens=1) == 9
-        for state in handle._serving.store.states.tensors.values():
+        for state in storages[0].states.tensors.values():
             state.zero_()
         lost = model.generate(torch.cat([prompt(70)[:, :64], prompt(9, 1)], 1), **LOGITS)
         assert (lost.logits[0] - want.logits[0]).abs().max() > 1e-3

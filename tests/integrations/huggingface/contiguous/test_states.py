@@ -26,6 +26,7 @@ from generate_cases import (  # noqa: E402
 
 from pc.integrations.huggingface import enable_prefix_caching  # noqa: E402
 from pc.integrations.huggingface.contiguous import storage  # noqa: E402
+from pc.integrations.huggingface.contiguous.probe import probe  # noqa: E402
 
 LFM2 = HYBRIDS[1]
 
@@ -65,13 +66,13 @@ def test_next_round_of_a_hybrids_chat_goes_on_behind_the_answer(family: Family) 
         assert handle.last_requests[0].cached_tokens == 64
 
 
-def test_states_that_are_lost_show() -> None:
+def test_states_that_are_lost_show(storages: list[Any]) -> None:
     model = remembering(HYBRIDS[0])
     document = prompt(70)
-    with enable_prefix_caching(model, num_blocks=64) as handle:
+    with enable_prefix_caching(model, num_blocks=64):
         for seed in (1, 2):
             model.generate(torch.cat([document, prompt(20, seed)], 1), max_new_tokens=2)
-        for state in handle._serving.store.states.tensors.values():
+        for state in storages[0].states.tensors.values():
             state.zero_()
         ids = torch.cat([document, prompt(20, 3)], 1)
         want, got = both(model, input_ids=ids, return_dict_in_generate=True, output_logits=True, max_new_tokens=1)
@@ -95,8 +96,7 @@ def test_states_are_blocks_of_the_manager() -> None:
 
 def few_states(model: Any, monkeypatch: pytest.MonkeyPatch, count: int) -> None:
     """Lets a cache of this model have so many states."""
-    with enable_prefix_caching(model, num_blocks=1) as handle:
-        size = handle._serving.store.states.bytes_per_block
+    size = sum(state.nbytes for state in probe(model).states.values())
     monkeypatch.setattr(storage, "memory_budget", lambda model: 4 * count * size)
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -29,15 +30,17 @@ from generate_cases import (  # noqa: E402
 )
 from graph_double import FailingCapturer, TapeCapturer  # noqa: E402
 
+from pc.cache import CacheManager  # noqa: E402
 from pc.integrations.huggingface import PrefixCaching, enable_prefix_caching  # noqa: E402
 from pc.integrations.huggingface.paged import batch as batch_module  # noqa: E402
 from pc.integrations.huggingface.paged import graphs as graphs_module  # noqa: E402
 from pc.integrations.huggingface.paged.batch import DecodeBatch  # noqa: E402
 from pc.integrations.huggingface.paged.dispatch import install  # noqa: E402
-from pc.integrations.huggingface.paged.graphs import Rehearsal  # noqa: E402
+from pc.integrations.huggingface.paged.graphs import DecodeSteps, Rehearsal  # noqa: E402
 from pc.integrations.huggingface.paged.layers import PagedStorage, layer_windows  # noqa: E402
 from pc.integrations.huggingface.paged.packed import PackedModel  # noqa: E402
 from pc.integrations.huggingface.paged.requests import Requests  # noqa: E402
+from pc.integrations.huggingface.store import Leases  # noqa: E402
 
 BY_NAME = {family.name: family for family in FAMILIES}
 
@@ -325,21 +328,26 @@ def test_rehearsal_lets_scalars_of_the_host_pass() -> None:
     assert rehearsal.problem is None
 
 
-def start(model: Any, handle: PrefixCaching, *prompts: torch.Tensor) -> Requests:
+@contextmanager
+def started(model: Any, block_size: int, *prompts: torch.Tensor) -> Iterator[tuple[CacheManager, Requests]]:
+    """Rows of a call whose prompts are computed; at the end nothing is held."""
     install(model)
-    packed = PackedModel(model, handle._serving.store.storage)
-    lease = handle._serving.store.lease()
-    requests = Requests(lease, packed, handle._steps, [ids[0].numpy() for ids in prompts])
-    requests.prefill()
-    return requests
+    manager = CacheManager(64, block_size)
+    packed = PackedModel(model, PagedStorage(64, block_size, layer_windows(model.config)))
+    steps, lease = DecodeSteps(True, pytest.fail), Leases(manager).lease()
+    requests = Requests(lease, packed, steps, [ids[0].numpy() for ids in prompts])
+    with torch.no_grad():
+        requests.prefill()
+        yield manager, requests
+    requests.close()
+    manager.check()
+    assert manager.stats().held_blocks == 0
 
 
-@torch.no_grad()
 def test_row_whose_last_block_is_shared_goes_on_in_a_copy(model: Any, capturable: pytest.MonkeyPatch) -> None:
-    with enable_prefix_caching(model) as handle:
-        requests = start(model, handle, prompt(20))
+    with started(model, 16, prompt(20)) as (manager, requests):
         row = requests.rows[0]
-        handle.manager.fork(row.request_id, "child")
+        manager.fork(row.request_id, "child")
         before = row.table
         logits = requests.decode([9])
         assert row.table[0] == before[0]
@@ -347,26 +355,20 @@ def test_row_whose_last_block_is_shared_goes_on_in_a_copy(model: Any, capturable
         ids = torch.cat([prompt(20), torch.tensor([[9]])], 1)
         torch.testing.assert_close(logits[0], model(ids).logits[0, -1], rtol=1e-4, atol=1e-4)
         assert not row.unsettled
-        requests.close()
-        handle.manager.free("child")
-        assert_nothing_held(handle)
+        manager.free("child")
 
 
-@torch.no_grad()
 def test_merged_blocks_are_read_and_replaced_ones_given_back(model: Any, capturable: pytest.MonkeyPatch) -> None:
-    with enable_prefix_caching(model, block_size=8) as handle:
-        requests = start(model, handle, prompt(12), prompt(12))
+    with started(model, 8, prompt(12), prompt(12)) as (manager, requests):
         for token in range(10, 22):
             requests.decode([token, token])
             for row in requests.rows:
-                assert row.table.tolist() == handle.manager.block_table(row.request_id).tolist()
+                assert row.table.tolist() == manager.block_table(row.request_id).tolist()
             merged = len(set(requests.rows[0].table) & set(requests.rows[1].table))
             held = len(set(requests.rows[0].table) | set(requests.rows[1].table))
             retired = sum(row.unsettled for row in requests.rows)
             assert merged == requests.rows[0].length // 8
-            assert handle.stats().held_blocks == held + retired
-        requests.close()
-        assert_nothing_held(handle)
+            assert manager.stats().held_blocks == held + retired
 
 
 def test_plan_is_refreshed_in_place_once_a_pass(capturable: pytest.MonkeyPatch) -> None:

@@ -31,7 +31,6 @@ from pc.integrations.huggingface import PrefixCaching, enable_prefix_caching  # 
 from pc.integrations.huggingface.paged import graphs as graphs_module  # noqa: E402
 from pc.integrations.huggingface.paged import packed as packed_module  # noqa: E402
 from pc.integrations.huggingface.paged.layers import layer_windows  # noqa: E402
-from pc.integrations.huggingface.paged.serve import Paged  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -47,7 +46,7 @@ def model() -> Any:
 @pytest.fixture
 def handle(model: Any) -> Any:
     with enable_prefix_caching(model, cuda_graphs=False) as handle:
-        assert isinstance(handle._serving, Paged)
+        assert handle.graphs.reason == "cuda_graphs=False", "else packed passes are refused, and it says why"
         yield handle
 
 
@@ -63,10 +62,10 @@ def test_same_tokens_cold_warm_and_pressed(family: Family) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             with enable_prefix_caching(model, num_blocks=num_blocks, cuda_graphs=False) as handle:
-                assert isinstance(handle._serving, Paged)
                 for _ in range(2):
                     for call in calls:
                         assert_same(model, **call)
+                assert handle.graphs.eager_steps > 0
                 assert handle.stats().hit_tokens > 0
                 assert_nothing_held(handle)
 
