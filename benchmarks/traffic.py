@@ -1,8 +1,8 @@
 """Generated traffic of many kinds, and how an eviction policy holds against lru on each, in its worst window too.
 
-    PYTHONPATH=.typecheck python -m benchmarks.traffic --policy default
-    PYTHONPATH=.typecheck python -m benchmarks.traffic --kinds law_flips,concatenated --capacity 3%,10%
-    PYTHONPATH=.typecheck python -m benchmarks.traffic --traces a.jsonl.gz b.jsonl.gz    # one after the other
+    PYTHONPATH=src python -m benchmarks.traffic --policy default
+    PYTHONPATH=src python -m benchmarks.traffic --kinds law_flips,concatenated --capacity 3%,10%
+    PYTHONPATH=src python -m benchmarks.traffic --traces a.jsonl.gz b.jsonl.gz    # one after the other
 
 Rules of `python -m pc replay`; `--csv FILE` adds rows to a file. The worst window is the least ratio to lru over so
 many requests, of windows in which lru hits at least a fiftieth of its share. `KINDS` are common traffic; `STRESS`

@@ -5,7 +5,7 @@ kind, the bytes of 32-byte sectors that loads and stores touch, and launches. Ou
 vLLM's Triton kernel, from the wheel's sources in a folder (--vllm), on the same tensors; the results are compared.
 Work is no time: nothing here says how long a step takes.
 
-    EMULATOR_ARCH=sm_90 PYTHONPATH=.typecheck:tests python benchmarks/work.py --vllm .peers/vllm-src
+    EMULATOR_ARCH=sm_90 PYTHONPATH=src:tests python benchmarks/work.py --vllm .peers/vllm-src
 """
 
 from __future__ import annotations

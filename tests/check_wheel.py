@@ -1,6 +1,6 @@
 """Builds a wheel, installs it into a clean environment and uses it there, beside a user's own cache.py.
 
-Type checkers are asked what they find in a script with typos: from the wheel, then from an editable install.
+mypy is asked what it finds in a script with typos: from the wheel, then from an editable install.
 
 Run by `make wheel-test`: python tests/check_wheel.py ENVIRONMENT. Not collected by pytest, because it installs torch.
 """
@@ -19,8 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests" / "support"))
 
-PYRIGHT = "basedpyright==1.40.2"
-"""As pyright, in a package that brings the Node.js it runs on."""
+import typos  # noqa: E402
 
 USE = """
 import cache, pc, torch
@@ -57,6 +56,14 @@ def check_page(wheel: Path) -> None:
     assert "pip install" in description
 
 
+def check_types(python: Path, folder: Path) -> None:
+    """What a user's type checker finds, for the package as `python` has it installed."""
+    (folder / "script.py").write_text(typos.SCRIPT)
+    command = [sys.executable, "-m", "mypy", "--strict", "--no-color-output", "--python-executable", python]
+    done = subprocess.run([*command, "script.py"], cwd=folder, capture_output=True, text=True, check=False)
+    assert typos.found(done.stdout) == typos.WRONG, done.stdout
+
+
 def main(environment: Path) -> None:
     """Builds, installs and uses the wheel."""
     with tempfile.TemporaryDirectory() as folder:
@@ -67,9 +74,9 @@ def main(environment: Path) -> None:
             cwd=ROOT, capture_output=True, text=True, check=True,
         ).stdout.split("\0")  # fmt: skip
         for name in filter(None, names):
-            if (ROOT / name).is_file():
+            if (ROOT / name).is_file() or (ROOT / name).is_symlink():
                 (work / "tree" / name).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy(ROOT / name, work / "tree" / name)
+                shutil.copy(ROOT / name, work / "tree" / name, follow_symlinks=False)
         subprocess.run(
             [sys.executable, "-m", "build", "--wheel", "--outdir", work, work / "tree"],
             check=True,
@@ -91,6 +98,10 @@ def main(environment: Path) -> None:
         # The command is there, and says what it lacks: extras are not installed.
         done = subprocess.run([environment / "bin" / "pc"], cwd=user, capture_output=True, text=True, check=False)
         assert "pip install typer rich" in done.stderr, done
+        (user / "cache.py").unlink()
+        check_types(python, user)
+        subprocess.run([*install, "--no-deps", "--editable", work / "tree"], check=True)
+        check_types(python, user)
 
 
 if __name__ == "__main__":

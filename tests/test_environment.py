@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-FOLDERS = ("_pc", "cache", "integrations", "triton_ops", "benchmarks", "tests", "docs")
+FOLDERS = ("src", "cache", "integrations", "triton_ops", "benchmarks", "tests", "docs")
 NAME = re.compile(r"(?:PC|TRITON)_[A-Z_]+")
 PAGE = set(re.findall(r"`([A-Z_]{4,})`", (ROOT / "docs" / "environment.md").read_text(encoding="utf-8")))
 

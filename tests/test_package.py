@@ -16,7 +16,7 @@ import pc
 pytestmark = pytest.mark.quick  # each page, name and command
 
 ROOT = Path(__file__).parent.parent
-FOLDERS = {"pc": "_pc", "pc.triton_ops": "triton_ops", "pc.cache": "cache", "pc.integrations": "integrations"}
+FOLDERS = {"pc": "src/pc", "pc.triton_ops": "triton_ops", "pc.cache": "cache", "pc.integrations": "integrations"}
 LAYERS = ("triton_ops", "cache", "integrations")  # each may import those before it
 
 
@@ -146,24 +146,19 @@ def test_the_changelog_has_a_dated_entry_for_this_version() -> None:
     assert re.search(rf"^## {re.escape(pc.__version__)} \(\d{{4}}-\d{{2}}-\d{{2}}\)$", text, re.MULTILINE)
 
 
-def test_every_package_is_listed() -> None:
-    tomllib = pytest.importorskip("tomllib")
-    with (ROOT / "pyproject.toml").open("rb") as file:
-        listed = set(tomllib.load(file)["tool"]["setuptools"]["packages"])
+def test_every_package_is_in_the_wheel() -> None:
+    setuptools = pytest.importorskip("setuptools")
+    listed = set(setuptools.find_packages(str(ROOT / "src")))
     found = set()
     for package, folder in FOLDERS.items():
-        for init in (ROOT / folder).rglob("__init__.py"):
-            inside = init.parent.relative_to(ROOT / folder).parts
-            found.add(".".join((package, *inside)))
+        for path in (ROOT / folder).rglob("*.py"):  # which follows no links
+            found.add(".".join((package, *path.parent.relative_to(ROOT / folder).parts)))
     assert found == listed
 
 
 def imported_layers(path: Path) -> set[str]:
     """The layers that a module imports, from its relative imports."""
-    folder = path.relative_to(ROOT).parts[0]
-    package = (
-        ("pc", *path.relative_to(ROOT).parts[:-1]) if folder != "_pc" else ("pc", *path.parts[len(ROOT.parts) + 1 : -1])
-    )
+    package = ("pc", *path.relative_to(ROOT).parts[:-1])
     names = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom):

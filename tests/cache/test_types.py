@@ -1,6 +1,6 @@
 """What a user's type checker sees of the manager: no Any, so that a typo in a field of a result is an error.
 
-From the wheel and from an editable install, and with pyright: `make wheel-test`.
+From the wheel and from an editable install: `make wheel-test`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def test_typos_are_errors_and_right_code_is_not(tmp_path):
         capture_output=True,
         text=True,
         cwd=tmp_path,
-        env=os.environ | {"MYPYPATH": str(root / ".typecheck")},
+        env=os.environ | {"MYPYPATH": str(root / "src")},
         check=False,
     )
     assert typos.found(done.stdout) == typos.WRONG, done.stdout

@@ -1,6 +1,6 @@
 """What `pc.warmup` and the life of a model after it would compile, without compiling it: run by test_warmup.py.
 
-    PC_KERNELS_ON_CPU=1 PYTHONPATH=.typecheck python tests/support/compiled.py
+    PC_KERNELS_ON_CPU=1 PYTHONPATH=src python tests/support/compiled.py
 
 A driver that passes for an H100's launches nothing, and triton's hook before a compilation tells the kernel with all
 it is compiled for, and stops it. Prints what a life compiles that warmup has not, a line each, and then the number of

@@ -14,7 +14,7 @@ PACKAGE = "pc_benchmarks"  # a name that no distribution has, where `benchmarks`
 def find_checkout() -> Path:
     """The repository this package runs from, or that of the current folder or script; FileNotFoundError without one."""
     # The last is where a script of benchmarks/ lies that is run from elsewhere.
-    for root in (Path(__file__).resolve().parent.parent, Path.cwd(), Path(sys.argv[0]).resolve().parent.parent):
+    for root in (Path(__file__).resolve().parents[2], Path.cwd(), Path(sys.argv[0]).resolve().parent.parent):
         if (root / "benchmarks" / "registry.py").exists():
             return root
     raise FileNotFoundError(
