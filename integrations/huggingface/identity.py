@@ -34,20 +34,20 @@ CHANGING_ROPE = ("dynamic", "longrope")
 
 
 class Identity:
-    """What a model looked like; `changed` tells whether it still does. `passing`: see `set_by_forward`."""
+    """What a model looked like; `changed` tells whether it still does. `transient`: see `set_by_forward`."""
 
-    def __init__(self, model: Any, passing: frozenset[str] = frozenset()) -> None:
+    def __init__(self, model: Any, transient: frozenset[str] = frozenset()) -> None:
         self._modules = [m for m in model.modules() if m is not model]
         self.adapters = [m for m in self._modules if _is_adapter(m)]
         adapters = {id(m) for m in self.adapters}
         watched = [m for m in self._modules if not changes_itself(m)]
-        self._left_out = _INTERNAL | ATTACHED | passing
+        self._left_out = _INTERNAL | ATTACHED | transient
         # What we are held by is left out of what we hold, or the model would keep itself alive.
         self._root_names = [n for n in vars(model) if n not in self._left_out]
         self._settings: list[tuple[Any, dict[str, Any]]] = []
         nested: dict[int, Any] = {}
         for m in watched:
-            left_out = _INTERNAL | passing | (ADAPTER_STATE if id(m) in adapters else frozenset())
+            left_out = _INTERNAL | transient | (ADAPTER_STATE if id(m) in adapters else frozenset())
             names = [n for n in vars(m) if n not in left_out]
             self._settings.append((itemgetter("training", "training", *names), vars(m)))
             _nested([vars(m)[n] for n in names], nested)

@@ -7,7 +7,7 @@ import inspect
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +15,6 @@ import torch
 
 from ...cache import EncoderCache, EncoderItem
 from .calls import UnsupportedError, refuse_if
-from .store import uninterrupted
 
 PIXELS = ("pixel_values", "pixel_values_images", "image_patches")  # names of a vision tower's main input
 OTHERS = {
@@ -134,7 +133,7 @@ class Segment:
 
 
 @dataclass(frozen=True)
-class GoesOn:
+class ImageSplit:
     """How a prompt goes on from a cached prefix that ends within an image."""
 
     computes: bool = False  # whether its parts may be computed one by one: not where tokens attend in both directions
@@ -154,12 +153,13 @@ class VisionOutputs:
     """The outputs of one model's vision tower, of `max_bytes` at most."""
 
     def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
         self._cache = EncoderCache(max_bytes)
         self._lengths: OrderedDict[bytes, int] = OrderedDict()
         self._form: _Form | None = None
         self._apart: bool | None = None
         self._lock = threading.Lock()
-        self.goes_on: GoesOn | None = None  # None before the first prompt with images was looked at
+        self.split: ImageSplit | None = None  # None before the first prompt with images was looked at
 
     def length(self, unit: Unit) -> int | None:
         """Tokens that stand for a unit; None for one that was never encoded."""
@@ -167,27 +167,30 @@ class VisionOutputs:
 
     def get(self, segments: list[Segment]) -> list[torch.Tensor | None]:
         """The rows of segments that are kept, `[length, width]` each."""
-        return uninterrupted(self._get, segments)
+        items = [EncoderItem(s.key, 0, s.length) for s in segments]
+        with self._whole() as cache:
+            cache.missing("call", items, [(0, 1)])
+            found = [cache.output(i) if i.content_hash in cache else None for i in items]
+            cache.release("call")
+        return found
 
     def put(self, rows: dict[Segment, torch.Tensor]) -> None:
         """Keeps the rows of segments, as far as there is room."""
-        uninterrupted(self._put, rows)
-
-    def _get(self, segments: list[Segment]) -> list[torch.Tensor | None]:
-        items = [EncoderItem(s.key, 0, s.length) for s in segments]
-        with self._lock:
-            try:
-                self._cache.missing("call", items, [(0, 1)])
-                return [self._cache.output(i) if i.content_hash in self._cache else None for i in items]
-            finally:
-                self._cache.release("call")
-
-    def _put(self, rows: dict[Segment, torch.Tensor]) -> None:
-        with self._lock:
+        with self._whole() as cache:
             for segment, output in rows.items():
                 with suppress(MemoryError):
-                    self._cache.put("call", EncoderItem(segment.key, 0, segment.length), output)
-                self._cache.release("call")
+                    cache.put("call", EncoderItem(segment.key, 0, segment.length), output)
+                cache.release("call")
+
+    @contextmanager
+    def _whole(self) -> Iterator[EncoderCache]:
+        """The cache under its lock; an interrupt, which may leave it half changed, empties it."""
+        with self._lock:
+            try:
+                yield self._cache
+            except BaseException:
+                self._cache = EncoderCache(self._max_bytes)
+                raise
 
     def encode(self, model: Any, units: list[Unit]) -> dict[bytes, torch.Tensor]:
         """Runs the tower over units; by digest all rows of its output, `[length, width]`."""

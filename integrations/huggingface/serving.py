@@ -58,18 +58,18 @@ class Serving:
         """Looks at the model as it is now, and makes an empty cache for it if it can be served."""
         self._serving, self.unsupported = None, None
         self._placed = (model.dtype, model.device)
-        with set_by_forward(model) as passing:
+        with set_by_forward(model) as transient:
             try:
                 check_model(model)
-                self._serving = self._way(model)
+                self._serving = self._choose_engine(model)
             except UnsupportedError as error:
                 self.unsupported = self._steps.reason = f"{type(model).__name__}: {error}"
                 self._calls.tell_fallback(self.unsupported)
-        self._passing = frozenset(passing)
-        self._identity = Identity(model, passing=self._passing)
+        self._transient = frozenset(transient)
+        self._identity = Identity(model, transient=self._transient)
         self._steps.prepare(model, None)
 
-    def _way(self, model: Any) -> Contiguous | Paged:
+    def _choose_engine(self, model: Any) -> Contiguous | Paged:
         """Packed passes over blocks where there are kernels and the model can follow, contiguous copies else."""
         options = self._options
         tiers = options.host_blocks or options.disk or options.window_blocks
@@ -128,7 +128,7 @@ class Serving:
             if self._disabled or model.training:
                 return (None if self._disabled else self._serving), ()
             if self._identity.changed(model):
-                self._identity = Identity(model, passing=self._passing)
+                self._identity = Identity(model, transient=self._transient)
                 if self._serving is not None:
                     self._serving.empty(model, changed=True)
             return self._serving, self._identity.adapter_keys()
@@ -164,7 +164,7 @@ class Serving:
     def _run(self, serving: Contiguous | Paged, loop: Loop) -> Any:
         try:
             check_loop(loop)
-            if isinstance(serving, Contiguous) and serving.leaves_alone(loop):
+            if isinstance(serving, Contiguous) and serving.bypasses(loop):
                 result = loop.run()
                 reports = [RequestReport.of(loop.input_ids.shape[1], ()) for _ in loop.input_ids]
             else:
@@ -176,7 +176,7 @@ class Serving:
                 return loop.run(mm_encoder_outputs=encoded)
             return loop.run()
         first = {"images"} if loop.images is not None else set()
-        first |= {"outputs"} if loop.shown else set()
+        first |= {"outputs"} if loop.requested_outputs else set()
         if not first <= self._looked_at:
             self._looked_at |= first
             self._look_again(loop.model)
@@ -189,15 +189,13 @@ class Serving:
         serving, adapters = self._current(loop.model)
         if serving is None:
             raise UnsupportedError(self.unsupported or "caching was disabled while the call began")
-        loop.adapters, loop.returns = self._row_adapters(loop), self._hint.current
-        lengths = [loop.input_ids.shape[1]]
-        mask = loop.model_kwargs.get("attention_mask")
-        if mask is not None:
-            lengths = mask.sum(-1).tolist()
+        loop.adapters, loop.salt, loop.returns = self._row_adapters(loop), self._salt.current, self._hint.current
+        lengths = [loop.input_ids.shape[1]] if loop.mask is None else loop.mask.sum(-1).tolist()
         keys = rope_keys(loop.model.config, lengths, loop.generation_config.max_length)
         if loop.model_kwargs.get("token_type_ids") is not None:  # which may change KV without saying so in a token
             keys = (*keys, "token_type_ids")
-        return serving.run(loop, (*keys, *adapters), self._salt.current, self._calls)
+        loop.keys = (*keys, *adapters)
+        return serving.run(loop, self._calls)
 
     def _row_adapters(self, loop: Loop) -> list[str] | None:
         """PEFT's adapter of each row, where named; UnsupportedError: not one for each, or more is set by row."""
@@ -214,7 +212,7 @@ class Serving:
         """After the first images or hidden states: transformers then puts hooks on modules, and that is no change."""
         with self._lock:
             if not self._identity.tensors_changed():
-                self._identity = Identity(model, passing=self._passing)
+                self._identity = Identity(model, transient=self._transient)
 
     def _warn_of_graphs(self, reason: str) -> None:
         self._calls.tell("graphs", f"{reason}. It runs without CUDA graphs.")

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import threading
-import time
 import weakref
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from contextlib import suppress
-from functools import partial
-from queue import SimpleQueue
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 from ...cache import CacheManager
 
-T = TypeVar("T")
 AnyManager: TypeAlias = CacheManager[Any, Any, Any]  # of one group or of several
 
 
@@ -70,57 +65,3 @@ class Leases:
                 for request_id in request_ids:
                     free(self.manager, request_id)
                 self._leases.pop(owner, None)  # another thread may have ended them too
-
-
-class _Job:
-    """A call for the worker. A lock and two attributes: `concurrent.futures.Future` takes half as long again."""
-
-    def __init__(self, call: Callable[[], Any]) -> None:
-        self.call: Callable[[], Any] | None = call
-        self.result: Any = None
-        self.error: BaseException | None = None
-        self.finished = False
-        self.done = threading.Lock()
-        self.done.acquire()
-
-
-def _work(jobs: SimpleQueue[_Job]) -> None:
-    while True:
-        job = jobs.get()
-        try:
-            job.result = job.call()  # type: ignore[misc]  # not run yet
-        except BaseException as error:
-            job.error = error
-        job.call, job.finished = None, True
-        job.done.release()
-        del job
-
-
-_jobs: SimpleQueue[_Job] = SimpleQueue()
-_worker: threading.Thread | None = None
-
-
-def uninterrupted(function: Callable[..., T], *arguments: Any) -> T:
-    """Runs a short function to its end, even when a KeyboardInterrupt arrives while the caller waits for it.
-
-    The main thread alone handles signals, so another does its work.
-    """
-    global _jobs, _worker
-    if threading.current_thread() is not threading.main_thread():
-        return function(*arguments)
-    if _worker is None or not _worker.is_alive():  # none survives a fork
-        _jobs = SimpleQueue()
-        _worker = threading.Thread(target=_work, args=(_jobs,), name="pc-uninterrupted", daemon=True)
-        _worker.start()
-    job = _Job(partial(function, *arguments))
-    _jobs.put(job)
-    try:
-        job.done.acquire()
-    except BaseException:  # not raised before the work is done: what it holds is the caller's to give back
-        while not job.finished:
-            time.sleep(1e-4)
-        raise
-    if job.error is not None:
-        raise job.error
-    result: T = job.result
-    return result

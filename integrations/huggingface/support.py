@@ -17,7 +17,8 @@ from transformers.generation.utils import GENERATION_MODES_MAPPING
 from .calls import UnsupportedError, refuse_if
 from .images import Images
 
-SHOWN = ("output_attentions", "output_hidden_states")
+BY_TOKEN = ("greedy_search", "sample")
+BY_TOKEN_OUTPUTS = ("output_attentions", "output_hidden_states")
 OWN_CACHE = "past_key_values of your own"
 CONTINUED = "_pc_continued"  # attribute by which a cache is known as the result of a served call
 
@@ -46,6 +47,8 @@ class Loop:
     own_processors: bool  # whether the caller gave logits processors
     images: Images | None = None  # what was taken out of the arguments
     adapters: list[str] | None = None  # PEFT's of each row, where the caller named them
+    keys: tuple[Any, ...] = ()  # what KV depends on besides tokens
+    salt: Any = None  # whose blocks may be shared
     returns: float | None = None  # probability that the conversation goes on soon
 
     def run(self, model: Any = None, options: dict[str, Any] | None = None, **inputs: Any) -> Any:
@@ -59,11 +62,26 @@ class Loop:
         )
 
     @property
-    def shown(self) -> dict[str, Any]:
+    def mask(self) -> torch.Tensor | None:
+        """`[batch, length]`; None where no token is left out."""
+        return self.model_kwargs.get("attention_mask")
+
+    @property
+    def requested_outputs(self) -> dict[str, Any]:
         """What of every token the caller wants to see: hidden states, attention weights."""
         config = self.generation_config
-        wanted = {n: getattr(config, n, None) or self.model_kwargs.get(n) for n in SHOWN}
+        wanted = {n: getattr(config, n, None) or self.model_kwargs.get(n) for n in BY_TOKEN_OUTPUTS}
         return {name: value for name, value in wanted.items() if value and config.return_dict_in_generate}
+
+    @property
+    def by_token(self) -> bool:
+        """Whether it computes each row that the caller gave token by token."""
+        return self.mode in BY_TOKEN and self.repeats == 1
+
+    @property
+    def by_row(self) -> bool:
+        """Whether its result has a row for each row of the cache."""
+        return self.mode in (*BY_TOKEN, "assisted_generation")
 
     @property
     def repeats(self) -> int:
@@ -76,10 +94,20 @@ class Loop:
         return "cache_params" if "cache_params" in self.model_kwargs else "past_key_values"
 
     @property
-    def eos(self) -> set[int]:
+    def cache(self) -> Any:
+        """The cache that transformers made, or the caller gave."""
+        return self.model_kwargs[self.cache_name]
+
+    @property
+    def continued(self) -> Any:
+        """The result of an earlier call that it goes on with in place of blocks, if it does."""
+        return self.cache if hasattr(self.cache, CONTINUED) else None
+
+    @property
+    def eos(self) -> list[int]:
         """Tokens that end an answer."""
         tokens = getattr(self.generation_config, "_eos_token_tensor", None)
-        return set() if tokens is None else set(tokens.flatten().tolist())
+        return [] if tokens is None else tokens.flatten().tolist()
 
 
 def check_model(model: Any) -> None:

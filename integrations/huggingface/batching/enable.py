@@ -143,13 +143,13 @@ class ContinuousBatching:
         num_layers = model.config.get_text_config(decoder=True).num_hidden_layers
         try:
             _check(model)
-            with set_by_forward(model) as passing:
+            with set_by_forward(model) as transient:
                 specs = probe(model, self.block_size)
             refuse_if(len(specs) != num_layers, f"{len(specs)} of its {num_layers} layers cache keys and values")
             windows = layer_windows(model.config)
         except UnsupportedError as error:
             raise UnsupportedError(f"{type(model).__name__}: {error.reason}", error.detail) from error
-        self._passing = frozenset(passing)
+        self._transient = frozenset(transient)
         per_block = self.block_size * sum(spec.bytes_per_token for spec in specs.values())
         num_blocks = self._num_blocks or default_num_blocks(model, per_block, self.block_size)
         kinds = sorted({windows.get(layer, 0) for layer in specs})
@@ -161,7 +161,7 @@ class ContinuousBatching:
         manager = CacheManager(num_blocks, self.block_size, policy=self._policy, groups=groups)
         self._shared = SharedBlocks(manager, storage)
         self._placed = (model.dtype, model.device)
-        self._identity = Identity(model, passing=self._passing)
+        self._identity = Identity(model, transient=self._transient)
 
     def __enter__(self) -> ContinuousBatching:
         return self
@@ -251,7 +251,7 @@ class ContinuousBatching:
         with self._lock:
             model = self._model()
             if model is not None and self._identity.changed(model):
-                self._identity = Identity(model, passing=self._passing)
+                self._identity = Identity(model, transient=self._transient)
                 self._epoch += 1
             return (f"model {self._epoch}", *self._identity.adapter_keys())
 

@@ -9,109 +9,126 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..store import Lease
-from .batch import Asked, Batch
+from .batch import Batch
 from .layers import States, from_states, num_tokens, release, take_states
-from .prompts import Prompt
-from .store import ContiguousStore, of_steps
+from .prompts import Hit, Prompt
+from .store import of_steps
 
 
-class Call(Batch):
-    """A batch whose loop is watched: prompts are kept once they are computed, answers at the end. See `Batch`."""
+class Call:
+    """A batch whose loop is watched: prompts are kept once they are computed, answers at the end."""
 
-    def __init__(self, model: Any, store: ContiguousStore, asked: Asked, lease: Lease) -> None:
+    def __init__(self, batch: Batch) -> None:
+        self.batch, self.store, self.loop = batch, batch.store, batch.loop
         self._due = self._published = False
         self._computed = self._kept = 0
         self._decode_states: dict[int, tuple[int, States]] = {}
-        super().__init__(model, store, asked, lease)
 
     def computed(self, tokens: int) -> None:
         """To be told after each forward pass of the loop how many tokens a row had in it."""
         self._computed += tokens
-        if not self._published and self.start + self._computed >= self.length:
+        if not self._published and self.batch.start + self._computed >= self.batch.length:
             self._due = True  # not now: the caller waits for the first token
-        elif self.store.states is not None and self.cache is not None:
+        elif self.store.states is not None and self.batch.cache is not None:
             self._watch_states()
 
     def abandon(self) -> None:
         """The model goes on without the cache: nothing is reused and nothing kept."""
-        self.cache, self.start, self._due, self._published = None, 0, False, True
-        for prompt in self.prompts:
-            prompt.cached = 0
+        self.batch.cache, self.batch.start, self._due, self._published = None, 0, False, True
+        for prompt in self.batch.prompts:
+            prompt.hit = Hit()
 
-    def publish(self, at_close: bool = False) -> None:
+    def publish(self) -> None:
         """Publishes the prompts once they are computed; called before the next forward pass, and at the end."""
         if not self._due:
             return
         self._due, self._published = False, True
-        for prompt in self.prompts:
-            if length := len(prompt.tokens):
-                self.requests.publish(prompt, self.cache, prompt.rows[0], prompt.pad, length, at_close=at_close)
+        self.batch.publish()
         self._kept = self._computed
         self._release()
 
     def _release(self) -> None:
         """Lets layers with windows forget what is in blocks, or will not be."""
-        if self.store.storage.chunk is None or self.cache is None:
+        batch = self.batch
+        if self.store.storage.chunk is None or batch.cache is None:
             return
-        kept = [p.pad + self.unwritten(p) for p in self.prompts if self._asked.by_row and self._answers_are_kept(p)]
-        release(self.cache, min(kept, default=sys.maxsize))
+        kept = [p.pad + batch.unwritten(p) for p in batch.prompts if self.loop.by_row and self._answers_are_kept(p)]
+        release(batch.cache, min(kept, default=sys.maxsize))
 
     def _answers_are_kept(self, prompt: Prompt) -> bool:
-        return len(prompt.tokens) > 0 and prompt.pad + len(prompt.tokens) == self.length
+        return len(prompt.tokens) > 0 and prompt.pad + len(prompt.tokens) == self.batch.length
 
     def keep_so_far(self, sequences: torch.Tensor) -> None:
         """Keeps the answers in `sequences [batch, length]` so far, so that layers with windows need not hold them."""
-        enough = self._computed - self._kept >= self.room
-        if enough and self._published and self._asked.by_row and self.store.storage.chunk is not None:
+        enough = self._computed - self._kept >= self.batch.room
+        if enough and self._published and self.loop.by_row and self.store.storage.chunk is not None:
             self._kept = self._computed
             self.keep_answers(sequences, last=False)
 
     def _watch_states(self) -> None:
         """Keeps a row's states where its last token ends a block: the next round may go on from there."""
-        for prompt in self.prompts:
-            length = self.start + self._computed - prompt.pad
+        for prompt in self.batch.prompts:
+            length = self.batch.start + self._computed - prompt.pad
             if length % self.store.block_size == 0:
                 for row in prompt.rows:
-                    self._decode_states[row] = (length, take_states(self.cache, row))
+                    self._decode_states[row] = (length, take_states(self.batch.cache, row))
 
     def add_hidden(self, outputs: Any) -> None:
         """Puts the hidden states of cached tokens before those that the first pass has computed."""
-        if self._hidden is None or self._computed or not self.start:
+        batch = self.batch
+        if batch.hidden is None or self._computed or not batch.start:
             return
-        known = {row: prompt.hidden for prompt in self.prompts for row in prompt.rows}
+        known = {row: prompt.hidden for prompt in batch.prompts for row in prompt.rows}
         outputs.hidden_states = tuple(
-            torch.cat([torch.stack([known[row][number][: self.start] for row in range(self.batch)]), layer], 1)
+            torch.cat([torch.stack([known[row][number][: batch.start] for row in range(batch.size)]), layer], 1)
             for number, layer in enumerate(outputs.hidden_states)
         )
 
     def keep_hidden(self, steps: Any) -> None:
         """Keeps a result's hidden states: of each pass and layer `[batch, tokens, width]`, the prompts' first."""
-        if self._hidden is None or self.cache is None or not steps or self._computed + self.start < self.length:
+        batch = self.batch
+        if batch.hidden is None or batch.cache is None or not steps or self._computed + batch.start < batch.length:
             return
-        self.requests.settle()
-        for prompt in self.prompts:
+        for prompt in batch.prompts:
             if any(layer.dim() != 3 or layer.shape[1] != len(prompt.tokens) for layer in steps[0]):
                 continue
-            whole = self._asked.by_row and len(prompt.rows) == 1 and not prompt.closed
-            table = self.requests.tables(prompt.request_id)[0]
-            self._hidden.keep(table[: prompt.written], of_steps(steps if whole else steps[:1], prompt.rows[0]))
+            whole = self.loop.by_row and len(prompt.rows) == 1 and not prompt.blocks.closed
+            table = prompt.blocks.tables[0]
+            batch.hidden.keep(table[: prompt.blocks.written], of_steps(steps if whole else steps[:1], prompt.rows[0]))
 
     def keep_answers(self, sequences: torch.Tensor, last: bool = True) -> None:
         """Keeps what a loop generated that gives each row of the cache its row of the result, `[batch, length]`."""
-        if self.cache is None:
+        batch = self.batch
+        if batch.cache is None:
             return
-        have = self.start + self._computed if self.store.states is not None else num_tokens(self.cache)
-        generated = sequences[:, self.length : have].cpu().numpy()
-        for prompt in self.prompts:
-            if self._answers_are_kept(prompt):
-                answers = [_up_to_eos(generated[row], self._asked.eos) for row in prompt.rows]
-                self.requests.append(prompt, self.cache, answers, self._decode_states, last)
+        have = batch.start + self._computed if self.store.states is not None else num_tokens(batch.cache)
+        generated, eos = sequences[:, batch.length : have].cpu().numpy(), self.loop.eos
+        for prompt in batch.prompts:
+            for row in prompt.rows if self._answers_are_kept(prompt) else ():
+                self._keep_answer(prompt, row, _up_to_eos(generated[row], eos), last)
         self._release()
 
+    def _keep_answer(self, prompt: Prompt, row: int, answer: np.ndarray, last: bool) -> None:
+        """Keeps the complete blocks of what a row has generated; `last`: the answer is whole."""
+        size, length, batch = self.store.block_size, len(prompt.tokens), self.batch
+        end = (length + len(answer)) // size * size
+        blocks = prompt.branches.get(row, prompt.blocks)
+        if end <= max(length, blocks.written * size) or blocks.closed:
+            return
+        if blocks is prompt.blocks and len(prompt.rows) > 1:
+            blocks = batch.requests.fork(prompt, row)
+        tokens = np.concatenate((prompt.tokens, answer))
+        blocks.publish(batch.cache, row, prompt.pad, tokens, end, skip=prompt.hit.later)
+        boundary, states = self._decode_states.get(row, (0, None))
+        if states is not None and boundary <= blocks.written * size:
+            blocks.keep_states(boundary, states)
+            blocks.commit(blocks.settled)
+        if last and blocks is not prompt.blocks:
+            batch.requests.end(blocks)
 
-def _up_to_eos(tokens: np.ndarray, eos: frozenset[int]) -> np.ndarray:
-    ends = np.flatnonzero(np.isin(tokens, list(eos))) if eos else tokens[:0]
+
+def _up_to_eos(tokens: np.ndarray, eos: list[int]) -> np.ndarray:
+    ends = np.flatnonzero(np.isin(tokens, eos)) if eos else tokens[:0]
     return tokens[: int(ends[0]) + 1] if ends.size else tokens
 
 
@@ -132,16 +149,16 @@ class WatchedModel:
         self, input_ids: torch.Tensor, next_sequence_length: int | None = None, **kwargs: Any
     ) -> Any:
         """The model's own inputs, of the tokens that the cache does not have."""
-        call = self._call
+        call, batch = self._call, self._call.batch
         call.keep_so_far(input_ids)
-        behind = input_ids.shape[1] - call.start if self._first and call.start else None
+        behind = input_ids.shape[1] - batch.start if self._first and batch.start else None
         self._first = False
         prepare = self._model.prepare_inputs_for_generation
         inputs = prepare(input_ids, next_sequence_length=behind or next_sequence_length, **kwargs)
-        if call.cache is not None and all(value is not call.cache for value in inputs.values()):
+        if batch.cache is not None and all(value is not batch.cache for value in inputs.values()):
             call.abandon()  # the model has dropped the cache: it computes all tokens anew
-            if call.images is not None:
-                kwargs["mm_encoder_outputs"] = call.features()
+            if batch.images is not None:
+                kwargs["mm_encoder_outputs"] = batch.features()
             inputs = prepare(input_ids, next_sequence_length=None, **kwargs)
         elif behind and not call.store.storage.specs and inputs.get("attention_mask") is not None:
             inputs["attention_mask"] = inputs["attention_mask"][:, -behind:]  # states know no columns before these

@@ -20,21 +20,21 @@ def read(cache: DynamicCache, storage: ModelStorage, prompt: Prompt, length: int
     size, layers = storage.block_size, attention_layers(cache)
     for group, part in storage.kv:
         first = storage.groups[group].first_needed(length, size)
-        blocks = BlockIds(prompt.blocks(group, first, length, size))
+        blocks = BlockIds(prompt.blocks.read_from(group, first, length))
         columns = length - first * size
         for index, specs in part.specs.items():
             keys, values = _buffers(specs, 1, columns + room)
             part.read(index, blocks, keys[0, :, :columns], values[0, :, :columns])
             _fill(layers[index], keys, values, length, first * size)
-    if prompt.states is not None:
-        put_states(cache, [prompt.states])
+    if prompt.hit.states is not None:
+        put_states(cache, [prompt.hit.states])
 
 
 def read_behind(cache: DynamicCache, storage: ModelStorage, prompt: Prompt, start: int, end: int) -> None:
     """Puts a span of a prompt from blocks behind what a cache of one row has."""
     first, behind, layers = start // storage.block_size, -(-end // storage.block_size), attention_layers(cache)
     for group, part in storage.kv:
-        blocks = BlockIds(prompt.tables[group][first:behind])
+        blocks = BlockIds(prompt.blocks.tables[group][first:behind])
         for index, specs in part.specs.items():
             keys, values = _buffers(specs, 1, end - start)
             part.read(index, blocks, keys[0], values[0])
@@ -59,7 +59,7 @@ def lay_out(
         spec = storage.groups[group]
         firsts = [spec.first_needed(length, size) for length in filled]
         blocks = {
-            number: BlockIds(prompt.blocks(group, firsts[number], length, size))
+            number: BlockIds(prompt.blocks.read_from(group, firsts[number], length))
             for number, (prompt, length) in enumerate(zip(prompts, filled, strict=True))
             if length and number not in caches
         }

@@ -299,10 +299,10 @@ def compute_moved(
 ) -> None:
     """Fills an empty cache of one row with a prompt's first `end` tokens: from blocks, and the rest computed."""
     known = np.zeros(len(prompt.tokens), np.bool_)
-    known[: prompt.cached] = True
-    for start, behind in prompt.moved:
+    known[: prompt.hit.cached] = True
+    for start, behind in prompt.hit.moved:
         known[start:behind] = True
-    known[prompt.repaired] = False
+    known[prompt.hit.repaired] = False
     read(cache, storage, prompt, end, room)
     positions = (~known[:end]).nonzero()[0]
     if positions.size:

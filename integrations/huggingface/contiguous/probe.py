@@ -10,7 +10,7 @@ import torch
 from transformers import DynamicCache
 
 from ..calls import UnsupportedError, refuse_if, refusing
-from ..images import GoesOn, alike
+from ..images import ImageSplit, alike
 from ..support import eval_mode, harmless_tokens
 from .layers import (
     GrowingWindowLayer,
@@ -60,8 +60,8 @@ def probe(model: Any) -> Probed:
         window = max(windows.values(), default=0)
         if 0 < window <= LONG:
             probe_window(model, window)
-        heeds, continues = _behind_padding(model, whole) if specs else (False, True)
-    return Probed(specs, states, windows, heeds, continues)
+        counts_padding, continues = _behind_padding(model, whole) if specs else (False, True)
+    return Probed(specs, states, windows, counts_padding, continues)
 
 
 @torch.no_grad()
@@ -72,7 +72,9 @@ def probe_window(model: Any, window: int) -> None:
 
 
 @torch.no_grad()
-def probe_images(model: Any, input_ids: torch.Tensor, mask: torch.Tensor | None, images: RowImages) -> GoesOn | None:
+def probe_images(
+    model: Any, input_ids: torch.Tensor, mask: torch.Tensor | None, images: RowImages
+) -> ImageSplit | None:
     """How a row goes on from a prefix before, behind and within its first image; UnsupportedError: it does not."""
     # None where the images do not show it.
     prompt = next((p for p in prompts_of(input_ids, mask, images) if p.items), None)
@@ -98,9 +100,9 @@ def probe_images(model: Any, input_ids: torch.Tensor, mask: torch.Tensor | None,
         if not cuts:
             return None
         if within == first:
-            return GoesOn()
+            return ImageSplit()
         computes = same(within)
-        return GoesOn(computes, computes or (not state_layers(whole) and same(within, computed=False)))
+        return ImageSplit(computes, computes or (not state_layers(whole) and same(within, computed=False)))
 
 
 def _in_parts(model: Any, length: int, cut: int) -> DynamicCache:

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 
 from ....cache import KeyAt
-from ..calls import UnsupportedError, refuse_if
-from ..images import GoesOn, Images, Segment, VisionOutputs
+from ....cache.allocation import BaseAllocation, Span
+from ..calls import RequestReport, UnsupportedError, refuse_if
+from ..images import Images, ImageSplit, Segment, VisionOutputs
 from ..support import expected_positions
 from .layers import States
+
+if TYPE_CHECKING:
+    from .requests import RequestBlocks
 
 _numbers = itertools.count()
 TYPES = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
@@ -114,9 +119,9 @@ class RowImages:
                 raise UnsupportedError("position_ids are not those of the tokens that attention_mask leaves")
 
     @property
-    def goes_on(self) -> GoesOn:
+    def split(self) -> ImageSplit:
         """How prompts go on within images."""
-        return self._outputs.goes_on or GoesOn()
+        return self._outputs.split or ImageSplit()
 
     def inputs(self, row: int, start: int, end: int) -> dict[str, torch.Tensor]:
         """Positions and types of some columns of a row, with a batch of one."""
@@ -149,6 +154,26 @@ def clear_of(items: list[Item], column: int) -> int:
     return column
 
 
+class Hit(NamedTuple):
+    """What of a prompt is read, not computed."""
+
+    cached: int = 0  # tokens at its beginning
+    later: Sequence[Span] = ()  # spans behind the first missing block
+    moved: Sequence[Span] = ()  # spans that were found elsewhere and brought here
+    repaired: np.ndarray = np.empty(0, np.int64)  # those of their tokens that are computed again
+    states: States | None = None  # the checkpoint at the end of the cached tokens
+    junction: int = 0  # tokens that the attention layers have cached, where recurrent states allow to use fewer
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens are read."""
+        return self.cached + sum(end - start for start, end in (*self.later, *self.moved)) - len(self.repaired)
+
+    def report(self, prompt_tokens: int) -> RequestReport:
+        """What users see of it."""
+        return RequestReport.of(prompt_tokens, [(0, self.cached), *self.later], self.moved, len(self.repaired))
+
+
 @dataclass
 class Prompt:
     """One prompt of a call, for all rows that begin with it."""
@@ -158,46 +183,34 @@ class Prompt:
     pad: int  # columns before them
     rows: list[int]  # of the batch
     last: bool = True  # whether all columns behind the tokens are masked, where there are some
-    cached: int = 0  # tokens that are read from blocks
-    shared: int = 0  # tokens that the attention layers alone have cached, where recurrent states allow to use fewer
-    held: int = 0  # tokens that have blocks
-    written: int = 0  # blocks whose content is there
-    borrowed: int | None = None  # the block of another prompt within which its cached tokens end, where they do
-    waits: bool = False  # whether another request is computing its next block at this moment
-    closed: bool = False  # whether nothing more of it goes to blocks
-    branches: dict[int, Prompt] = field(default_factory=dict)  # of several rows with answers, each one's own blocks
-    later: list[tuple[int, int]] = field(default_factory=list)  # spans behind the first missing block that are read too
-    moved: list[tuple[int, int]] = field(default_factory=list)  # spans that were found elsewhere and brought here
-    repaired: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))  # those of their tokens computed again
-    approximate: bool = False  # whether some of what it reads from blocks is approximate
-    tables: list[np.ndarray] = field(default_factory=list)  # by group
-    states: States | None = None  # the checkpoint at the end of the cached tokens
     items: list[Item] = field(default_factory=list)  # its images
-    adapter: str | None = None  # named for its rows
     images: RowImages | None = None  # of the call; None where this prompt has none
+    adapter: str | None = None  # named for its rows
+    allocation: BaseAllocation | None = None  # what the manager gave; None for no token
+    blocks: RequestBlocks = field(init=False)  # of its request
+    branches: dict[int, RequestBlocks] = field(default_factory=dict)  # of several rows with answers each one's own
+    hit: Hit = field(default_factory=Hit)
     hidden: list[torch.Tensor] = field(default_factory=list)  # of its first tokens, by layer, where they are asked for
 
-    def blocks(self, group: int, first: int, length: int, size: int) -> np.ndarray:
-        """The blocks of a group from `first` on from which its first `length` tokens are read."""
-        blocks: np.ndarray = self.tables[group][first : -(-length // size)]
-        if self.borrowed is not None and first + len(blocks) > self.written:
-            blocks = blocks.copy()
-            blocks[self.written - first] = self.borrowed
-        return blocks
+    @property
+    def waits(self) -> bool:
+        """Whether another request is computing its next block at this moment."""
+        return self.allocation is not None and self.allocation.wait_for is not None
+
+    @property
+    def approximate(self) -> bool:
+        """Whether some of what it reads from blocks is approximate."""
+        return self.allocation is not None and self.allocation.approximate_from is not None
 
     def readable(self, length: int) -> int:
         """So many tokens, or fewer where what is behind them cannot be computed."""
-        within = self.images is None or self.images.goes_on.reads
+        within = self.images is None or self.images.split.reads
         return length if within else clear_of(self.items, length + self.pad) - self.pad
 
     def computable(self, length: int) -> bool:
         """Whether so many tokens may be computed before the rest."""
-        within = self.images is None or self.images.goes_on.computes
+        within = self.images is None or self.images.split.computes
         return within or clear_of(self.items, length + self.pad) == length + self.pad
-
-    def settled(self, size: int) -> int:
-        """Tokens that may be committed: whole blocks of them are written."""
-        return min(self.held, (self.written + 1) * size - 1)
 
     def inputs(self, start: int, end: int) -> dict[str, Any] | None:
         """Inputs besides tokens of a forward pass over its tokens `start` to `end`; None where it has no image."""
@@ -205,6 +218,16 @@ class Prompt:
             return None
         features = {"mm_encoder_outputs": self.images.features(self.items, self.pad + start, self.pad + end)}
         return self.images.inputs(self.rows[0], self.pad, self.pad + end) | features
+
+    def agrees(self, other: Prompt) -> int:
+        """Tokens in which two prompts agree from their beginning; what stands for different images does not."""
+        both = min(len(self.tokens), len(other.tokens))
+        for a, b in zip(self.items, other.items, strict=False):
+            if a.segment != b.segment:
+                both = min(both, a.first - self.pad)
+                break
+        differ = np.flatnonzero(self.tokens[:both] != other.tokens[:both])
+        return int(differ[0]) if differ.size else both
 
 
 def prompts_of(

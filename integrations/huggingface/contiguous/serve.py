@@ -11,19 +11,18 @@ from ....cache import FullAttention, OutOfBlocks
 from ....cache.tier_writer import TierWriter
 from ..calls import Calls, RequestReport, UnsupportedError, refuse_if
 from ..settings import CacheOptions
-from ..support import CONTINUED, OWN_CACHE, Loop
-from .batch import FORWARD_COST, Asked
+from ..store import Lease
+from ..support import BY_TOKEN, OWN_CACHE, Loop
+from .batch import FORWARD_COST, Batch
 from .call import Call, WatchedModel
 from .layers import GrowingIndexedLayer, index_reach
 from .moved import probe_moved
 from .probe import LONG, Probed, probe, probe_images, probe_window
 from .prompts import RowImages
-from .store import ContiguousStore, goes_on, mark
+from .store import ContiguousStore, continues, note_content
 from .tiers import SavedBlocks, TieredBlocks, disk_writers
 
-LOOPS = ("greedy_search", "sample", "beam_search", "beam_sample", "assisted_generation")
-BY_TOKEN = ("greedy_search", "sample")
-BY_ROW = ("greedy_search", "sample", "assisted_generation")  # loops whose result has a row for each row of the cache
+LOOPS = (*BY_TOKEN, "beam_search", "beam_sample", "assisted_generation")
 
 
 class Contiguous:
@@ -81,24 +80,23 @@ class Contiguous:
                 evicted.put(group, digest, content)
         return sum(map(len, groups))
 
-    def leaves_alone(self, loop: Loop) -> bool:
+    def bypasses(self, loop: Loop) -> bool:
         """Whether a call ends within its first block, so that there is next to nothing to read and nothing to keep."""
-        config, kwargs = loop.generation_config, loop.model_kwargs
+        config = loop.generation_config
         return (
             config.max_length <= min(self.store.block_size, FORWARD_COST)
-            and loop.mode in BY_TOKEN
-            and loop.repeats == 1
+            and loop.by_token
             and loop.images is None
             and not config.return_dict_in_generate
-            and kwargs.get("attention_mask") is None
-            and not hasattr(kwargs[loop.cache_name], CONTINUED)
+            and loop.mask is None
+            and loop.continued is None
         )
 
     def _keeps_hidden(self, loop: Loop) -> bool:
         """Whether hidden states of a call are rows of blocks: all tokens count, and blocks of all are there."""
-        mask = loop.model_kwargs.get("attention_mask")
+        mask = loop.mask
         return (
-            loop.shown == {"output_hidden_states": True}  # not of some layers alone
+            loop.requested_outputs == {"output_hidden_states": True}  # not of some layers alone
             and isinstance(self.store.manager.groups[0], FullAttention)
             and self.store.states is None
             and loop.mode in (*BY_TOKEN, "beam_search", "beam_sample")
@@ -126,40 +124,36 @@ class Contiguous:
             seen = 1  # it may be the first of its chunk
         return bool((mask[:, -seen:] == 0).all(1).any())
 
-    def run(self, loop: Loop, keys: tuple[str, ...], salt: Any, calls: Calls) -> tuple[Any, list[RequestReport]]:
+    def run(self, loop: Loop, calls: Calls) -> tuple[Any, list[RequestReport]]:
         """Runs a loop over the cache: its result and a report by row. UnsupportedError: before a token was computed."""
-        # `keys`: what KV depends on besides tokens; `calls` are told what was not kept, or not read.
+        # `calls` are told what was not kept, or not read.
         self._check(loop)
-        asked, store = self._asked(loop, keys, salt), self.store
-        lease = store.lease(loop.returns)  # before the call: an interrupt may come between its making and its name
+        lease = self.store.lease(loop.returns)  # before the batch: an interrupt may come before that has its name
         try:
-            call = Call(loop.model, store, asked, lease)
+            batch = self._batch(loop, lease)
         except OutOfBlocks as error:
             raise UnsupportedError(
                 "the prompt needs more blocks than there are; give a larger num_blocks", str(error)
             ) from error
+        call = Call(batch)
         try:
-            result = self._generate(loop, call, asked)
+            result = self._generate(loop, call)
         finally:
             try:
-                call.publish(at_close=True)
+                call.publish()
             finally:
-                call.requests.close()
-        if call.requests.full is not None:
-            calls.tell_out_of_blocks(call.requests.full)
-        if call.computed_for_hidden:
-            calls.tell_hidden(call.computed_for_hidden, store.hidden.max_blocks or 0, store.block_size)
-        reports = {
-            row: RequestReport.of(len(p.tokens), [(0, p.cached), *p.later], p.moved, len(p.repaired))
-            for p in call.prompts
-            for row in p.rows
-        }
-        calls.repair(sum(len(p.repaired) for p in call.prompts))
-        return result, [reports[row] for row in range(call.batch)]
+                batch.requests.close()
+        if batch.full is not None:
+            calls.tell_out_of_blocks(batch.full)
+        if batch.computed_for_hidden:
+            calls.tell_hidden(batch.computed_for_hidden, self.store.hidden.max_blocks or 0, self.store.block_size)
+        calls.repair(sum(len(prompt.hit.repaired) for prompt in batch.prompts))
+        reports = {row: prompt.hit.report(len(prompt.tokens)) for prompt in batch.prompts for row in prompt.rows}
+        return result, [reports[row] for row in range(batch.size)]
 
     def _check(self, loop: Loop) -> None:
         """Raises UnsupportedError for a loop that the model, as it was probed, does not allow."""
-        config, mask = loop.generation_config, loop.model_kwargs.get("attention_mask")
+        config = loop.generation_config
         refuse_if(loop.mode not in LOOPS, f"generation mode {loop.mode}")
         if self.store.states is not None and (loop.mode == "assisted_generation" or config.prefill_chunk_size):
             raise UnsupportedError("its recurrent states cannot be rolled back, or are not those of a chunk")
@@ -167,61 +161,43 @@ class Contiguous:
             raise UnsupportedError("which keys its indexer chooses among more than it takes may hang on rounding")
         if self._proven_window < self._probed.window < loop.input_ids.shape[1]:
             self._prove_window(loop.model)
-        if mask is not None and not self._probed.continues_padded:
+        if loop.mask is not None and not self._probed.continues_padded:
             raise UnsupportedError("it does not go on from a cached prefix behind padding")
 
-    def _asked(self, loop: Loop, keys: tuple[str, ...], salt: Any) -> Asked:
-        """What a call asks for; UnsupportedError: its images, or a cache of the caller's, cannot be gone on with."""
-        config, kwargs, store, images = loop.generation_config, loop.model_kwargs, self.store, None
-        mask = kwargs.get("attention_mask")
+    def _batch(self, loop: Loop, lease: Lease) -> Batch:
+        """The batch of a loop; UnsupportedError: its images, or a cache of the caller's, cannot be gone on with."""
+        store, images, mask = self.store, None, loop.mask
         hidden = store.hidden if self._keeps_hidden(loop) else None
-        shown = bool(loop.shown) and hidden is None
+        reuse = not loop.requested_outputs or hidden is not None
         if mask is not None and self._sees_nothing(mask, loop.model.config.get_text_config(decoder=True)):
-            shown, hidden = True, None
+            reuse, hidden = False, None
         if loop.images is not None:
-            images = RowImages(loop.model, store.vision, loop.images, loop.input_ids, kwargs, loop.repeats)
-            if store.vision.goes_on is None:
-                store.vision.goes_on = probe_images(loop.model, loop.input_ids, mask, images)
-        by_token = loop.mode in BY_TOKEN and loop.repeats == 1 and store.states is None and images is None
-        continued = kwargs[loop.cache_name] if hasattr(kwargs[loop.cache_name], CONTINUED) else None
-        if continued is not None:
-            refuse_if(not by_token or shown or config.prefill_chunk_size, OWN_CACHE)
-            row_keys = (*keys, loop.adapters)
-            refuse_if(not goes_on(continued, store, loop.input_ids, mask, row_keys, salt), OWN_CACHE)
-        return Asked(
-            loop.input_ids,
-            mask,
-            keys,
-            salt,
-            config.max_length,
-            reuse=not shown,
-            images=images,
-            adapters=loop.adapters,
-            continued=continued,
-            by_token=by_token,
-            by_row=loop.mode in BY_ROW,
-            eos=frozenset(loop.eos),
-            hidden=hidden,
-            chunk=config.prefill_chunk_size,
-        )
+            images = RowImages(loop.model, store.vision, loop.images, loop.input_ids, loop.model_kwargs, loop.repeats)
+            if store.vision.split is None:
+                store.vision.split = probe_images(loop.model, loop.input_ids, mask, images)
+        if loop.continued is not None:
+            alone = loop.by_token and store.states is None and images is None
+            refuse_if(not (alone and reuse) or loop.generation_config.prefill_chunk_size, OWN_CACHE)
+            keys = (*loop.keys, loop.adapters)
+            refuse_if(not continues(loop.continued, store, loop.input_ids, mask, keys, loop.salt), OWN_CACHE)
+        return Batch(store, loop, lease, images, hidden, reuse)
 
-    def _generate(self, loop: Loop, call: Call, asked: Asked) -> Any:
+    def _generate(self, loop: Loop, call: Call) -> Any:
         """Runs the loop over a call's cache and keeps what it computes."""
-        config, own = loop.generation_config, loop.model_kwargs[loop.cache_name]
-        watched = WatchedModel(loop.model, call, bool(config.prefill_chunk_size))
-        if call.cache is not None and any(getattr(layer, "record_past", False) for layer in own.layers):
-            call.cache.activate_past_recording()  # an assistant's, which will be cropped
-        inputs = {} if asked.images is None else {"mm_encoder_outputs": call.features()}
-        result = loop.run(watched, **{loop.cache_name: call.cache}, **inputs)
-        call.publish(at_close=True)
-        if asked.by_row:
+        batch, cache = call.batch, call.batch.cache
+        watched = WatchedModel(loop.model, call, bool(loop.generation_config.prefill_chunk_size))
+        if cache is not None and any(getattr(layer, "record_past", False) for layer in loop.cache.layers):
+            cache.activate_past_recording()  # an assistant's, which will be cropped
+        inputs = {} if batch.images is None else {"mm_encoder_outputs": batch.features()}
+        result = loop.run(watched, **{loop.cache_name: cache}, **inputs)
+        call.publish()
+        if loop.by_row:
             call.keep_answers(result if not hasattr(result, "sequences") else result.sequences)
         call.keep_hidden(getattr(result, "hidden_states", None))
-        if any(prompt.approximate for prompt in call.prompts):
+        if batch.cache is None or any(prompt.approximate for prompt in batch.prompts):
             return result  # no later call goes on with what is approximate as if it were not
-        if asked.by_token and call.cache is not None and getattr(result, "past_key_values", None) is call.cache:
-            keys = (*asked.extra_keys, loop.adapters)
-            mark(call.cache, self.store, result.sequences, asked.mask, keys, asked.salt)
-        elif asked.alone and call.cache is not None and isinstance(result, torch.Tensor):
-            self.store.kept.put(call.cache, result[0].cpu().numpy(), asked.extra_keys, asked.salt)
+        if batch.by_token and getattr(result, "past_key_values", None) is batch.cache:
+            note_content(batch.cache, self.store, result.sequences, loop.mask, (*loop.keys, loop.adapters), loop.salt)
+        elif batch.alone and isinstance(result, torch.Tensor):
+            self.store.kept.put(batch.cache, result[0].cpu().numpy(), loop.keys, loop.salt)
         return result

@@ -53,7 +53,7 @@ class ContiguousStore(Leases):
 
 
 @dataclass(frozen=True, eq=False)
-class _Mark:
+class _Content:
     """What a cache has: tokens and mask, `[batch, length]`, under which keys and salt, and the state of its buffers."""
 
     store: weakref.ref[Leases]
@@ -70,7 +70,9 @@ class _Mark:
         return type(None), ()
 
 
-def mark(cache: Any, store: Leases, sequences: torch.Tensor, mask: Any, keys: tuple[Any, ...], salt: Any) -> None:
+def note_content(
+    cache: Any, store: Leases, sequences: torch.Tensor, mask: Any, keys: tuple[Any, ...], salt: Any
+) -> None:
     """Says what the cache of a result has whose rows are the result's: prompts and answers, `[batch, length]`."""
     # The mask is of the prompts, `[batch, columns]`, or None; keys are what KV depends on besides tokens.
     buffers = buffers_of(cache)
@@ -79,13 +81,13 @@ def mark(cache: Any, store: Leases, sequences: torch.Tensor, mask: Any, keys: tu
         whole = torch.ones_like(tokens)
         if mask is not None:
             whole[:, : mask.shape[1]] = mask
-        setattr(cache, CONTINUED, _Mark(weakref.ref(store), tokens, whole, keys, salt, buffers))
+        setattr(cache, CONTINUED, _Content(weakref.ref(store), tokens, whole, keys, salt, buffers))
 
 
-def goes_on(cache: Any, store: Leases, input_ids: torch.Tensor, mask: Any, keys: tuple[Any, ...], salt: Any) -> bool:
+def continues(cache: Any, store: Leases, input_ids: torch.Tensor, mask: Any, keys: tuple[Any, ...], salt: Any) -> bool:
     """Whether a call goes on with what a cache has, and it has not been changed since."""
     own = getattr(cache, CONTINUED, None)
-    if not isinstance(own, _Mark) or own.store() is not store or (own.keys, own.salt) != (keys, salt):
+    if not isinstance(own, _Content) or own.store() is not store or (own.keys, own.salt) != (keys, salt):
         return False
     length = num_tokens(cache)
     rows = torch.ones_like(input_ids) if mask is None else mask

@@ -13,7 +13,7 @@ import torch
 
 from ....cache import OutOfBlocks
 from ....cache.keys import Key
-from ..store import Lease, uninterrupted
+from ..store import Lease
 from .graphs import DecodeSteps
 from .packed import BatchRow, PackedModel, Span
 
@@ -28,7 +28,7 @@ class Requests:
     packed: PackedModel
     steps: DecodeSteps
     prompts: InitVar[Sequence[np.ndarray]]  # tokens of each row
-    extra_keys: tuple[str, ...] = ()  # what their KV depends on besides tokens
+    extra_keys: tuple[Any, ...] = ()  # what their KV depends on besides tokens
     salt: Key = None  # whose blocks may be shared
     chunk: int | None = None  # tokens of a row that one pass computes at most
     turn: AbstractContextManager[object] = field(default_factory=nullcontext)  # of several threads' calls, at each pass
@@ -58,9 +58,7 @@ class Requests:
     def decode(self, tokens: Sequence[int]) -> torch.Tensor:
         """Appends a token to each active row and computes it: `[num_active, vocabulary]`; OutOfBlocks: all are held."""
         rows, size = self.active(), self.manager.block_size
-        slots, copies = uninterrupted(
-            self.manager.append_each, [row.request_id for row in rows], np.array(tokens, np.int64)
-        )
+        slots, copies = self.manager.append_each([row.request_id for row in rows], np.array(tokens, np.int64))
         if copies:
             self.packed.storage.copy(copies)
             copied = {target for _, target in copies}
@@ -87,18 +85,18 @@ class Requests:
         """Gives a row's blocks back; the complete ones stay published until they are evicted."""
         if row.active:
             row.active = False
-            uninterrupted(self.lease.free, row.request_id)
+            self.lease.free(row.request_id)
 
     def close(self) -> None:
         """Gives every row's blocks back."""
         for row in self.rows:
             row.active = False
-        uninterrupted(self.lease.close)
+        self.lease.close()
 
     def _admit(self, row: BatchRow, alone: bool) -> Span | None:
         """Takes blocks for a prompt; None when it should wait until the rows admitted before it are computed."""
         try:
-            allocation = uninterrupted(self._allocate, row)
+            allocation = self._allocate(row)
         except OutOfBlocks:
             if alone:
                 raise
@@ -140,12 +138,12 @@ class Requests:
 
     def _commit(self, row: BatchRow) -> None:
         """Publishes what a row has computed; blocks that a merge replaced are free after its next commit."""
-        row.unsettled = bool(uninterrupted(self.manager.commit, row.request_id, row.length))
+        row.unsettled = bool(self.manager.commit(row.request_id, row.length))
         if row.unsettled:
             row.table = self.manager.block_table(row.request_id)
 
 
-def prompts_of(input_ids: torch.Tensor, mask: torch.Tensor | None) -> list[np.ndarray]:
+def token_rows(input_ids: torch.Tensor, mask: torch.Tensor | None) -> list[np.ndarray]:
     """The tokens of each row that the attention mask leaves, int64."""
     ids = input_ids.cpu().numpy()
     if mask is None:

@@ -25,7 +25,7 @@ from .dispatch import install
 from .graphs import DecodeSteps
 from .layers import PagedStorage, layer_windows
 from .packed import PackedModel, probe
-from .requests import Requests, prompts_of
+from .requests import Requests, token_rows
 
 
 class RecordedCriteria(StoppingCriteriaList):  # type: ignore[misc]  # transformers is untyped here
@@ -142,7 +142,7 @@ class Paged:
             self._steps.drop()
             self.store = store
 
-    def run(self, loop: Loop, keys: tuple[str, ...], salt: Any, calls: Calls) -> tuple[Any, list[RequestReport]]:
+    def run(self, loop: Loop, calls: Calls) -> tuple[Any, list[RequestReport]]:
         """Runs a loop over the blocks: see `Contiguous.run`."""
         check_paged(loop)
         config, store, model = loop.generation_config, self.store, loop.model
@@ -151,10 +151,10 @@ class Paged:
         seen = loop.own_processors or config.output_scores or config.output_logits
         drop_finished = not seen and any(hasattr(c, "eos_token_id") for c in criteria)
         with self._turn:
-            self._steps.prepare(model, (id(store), keys))
+            self._steps.prepare(model, (id(store), loop.keys))
         lease, packed, chunk = store.lease(loop.returns), PackedModel(model, store.storage), config.prefill_chunk_size
-        prompts = prompts_of(loop.input_ids, loop.model_kwargs.get("attention_mask"))
-        requests = Requests(lease, packed, self._steps, prompts, keys, salt, chunk, self._turn)
+        prompts = token_rows(loop.input_ids, loop.mask)
+        requests = Requests(lease, packed, self._steps, prompts, loop.keys, loop.salt, chunk, self._turn)
         decoder = PagedDecoder(model, requests, criteria, drop_finished, calls.tell_out_of_blocks)
         try:
             result = loop.run(decoder, {"stopping_criteria": criteria})
@@ -173,7 +173,7 @@ def check_paged(loop: Loop) -> None:
             raise UnsupportedError(f"{name}=True needs tensors that are not there for cached tokens")
     refuse_if(loop.adapters is not None, "packed passes know no rows that adapters could be named for")
     refuse_if(loop.images is not None, "packed passes take no images")
-    mask = loop.model_kwargs.get("attention_mask")
+    mask = loop.mask
     if mask is None:
         return
     refuse_if(not bool(mask[:, -1].all()), "the batch is padded on the right")

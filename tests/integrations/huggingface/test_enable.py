@@ -27,7 +27,7 @@ from pc.cache import CacheManager  # noqa: E402
 from pc.cache.allocation import CacheStats  # noqa: E402
 from pc.integrations.huggingface import PrefixCaching, RequestReport, enable_prefix_caching  # noqa: E402
 from pc.integrations.huggingface.identity import Identity  # noqa: E402
-from pc.integrations.huggingface.store import Leases, uninterrupted  # noqa: E402
+from pc.integrations.huggingface.store import Leases  # noqa: E402
 
 
 @pytest.fixture
@@ -199,13 +199,6 @@ def test_interrupts_leave_nothing_held(model: Any) -> None:
             assert interrupted > 20
     finally:
         signal.signal(signal.SIGALRM, before)
-
-
-def test_uninterrupted_gives_results_and_errors() -> None:
-    assert uninterrupted(divmod, 7, 2) == (3, 1)
-    with pytest.raises(ZeroDivisionError):
-        uninterrupted(divmod, 7, 0)
-    assert uninterrupted(lambda: threading.current_thread() is not threading.main_thread())
 
 
 def test_an_interrupt_that_leaves_gradients_off_is_mended(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -76,7 +76,7 @@ def test_attributes_that_a_forward_pass_sets_are_no_change(model: Any) -> None:
     with set_by_forward(model) as names:
         model(torch.arange(8)[None])
     assert names == {"calls"}
-    identity = Identity(model, passing=frozenset(names))
+    identity = Identity(model, transient=frozenset(names))
     model(torch.arange(8)[None])
     assert not identity.changed(model)
     _layer(model).other = 1
