@@ -29,6 +29,7 @@ MODULES = (
     "pc.cache.policies",
     "pc.cache.replay",
     "pc.cache.tier",
+    "pc.cache.memory_tier",
     "pc.cache.tier_writer",
     "pc.flash_attn",
     "pc.integrations.huggingface",

@@ -10,6 +10,7 @@ import torch
 from memory_store import MemoryStore
 
 from pc.cache.disk import DiskTier
+from pc.cache.memory_tier import MemoryTier
 from pc.cache.mooncake import MooncakeTier
 from pc.cache.payload import pack, unpack
 from pc.cache.tier import Layout, Tier
@@ -29,12 +30,14 @@ def same(a, b):
     )
 
 
-@pytest.fixture(params=["disk", "mooncake", "writer"])
+@pytest.fixture(params=["disk", "mooncake", "writer", "memory"])
 def tier(request, tmp_path):
     if request.param == "disk":
         yield DiskTier(tmp_path, LAYOUT)
     elif request.param == "mooncake":
         yield MooncakeTier(MemoryStore(), LAYOUT, batch_blocks=3)
+    elif request.param == "memory":
+        yield MemoryTier(8)
     else:
         with TierWriter(DiskTier(tmp_path, LAYOUT)) as writer:
             yield writer

@@ -18,7 +18,7 @@ from ..calls import UnsupportedError, refuse_if
 from ..enable import ReplacedMethod, check_not_replaced, generating_model
 from ..identity import Identity, set_by_forward
 from ..paged.layers import PagedStorage, layer_windows
-from ..paged.packed import probe
+from ..paged.packed import probe_packed
 from ..settings import ScopedSetting, check_number, check_salt, default_num_blocks
 from ..support import check_model
 from .blocks import ScheduledBlocks, SharedBlocks
@@ -144,7 +144,7 @@ class ContinuousBatching:
         try:
             _check(model)
             with set_by_forward(model) as transient:
-                specs = probe(model, self.block_size)
+                specs = probe_packed(model, self.block_size)
             refuse_if(len(specs) != num_layers, f"{len(specs)} of its {num_layers} layers cache keys and values")
             windows = layer_windows(model.config)
         except UnsupportedError as error:

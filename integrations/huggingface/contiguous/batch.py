@@ -10,11 +10,12 @@ from transformers import DynamicCache
 from ....cache import OutOfBlocks
 from ..store import Lease
 from ..support import Loop
+from .blocks import RequestBlocks
 from .layers import GrowingLayer, GrowingWindowLayer, States, attention_layers, like, num_tokens, release, take_states
 from .layout import forward, lay_out, read, read_behind
 from .moved import compute_moved
-from .prompts import Hit, Prompt, RowImages, prompts_of
-from .requests import PromptRequests, RequestBlocks
+from .prompts import Prompt, Reused, RowImages, prompts_of
+from .requests import PromptRequests
 from .storage import CHUNK
 from .store import ContiguousStore, HiddenStates
 
@@ -49,7 +50,7 @@ class Batch:
         self.computed_for_hidden = 0  # cached tokens without the hidden states that are asked for
         try:
             for prompt in self.prompts:
-                prompt.blocks = RequestBlocks(store, prompt.request_id)
+                prompt.blocks = RequestBlocks(store.manager, store.storage, prompt.request_id)
                 if len(prompt.tokens):
                     self.requests.admit(prompt, reuse and loop.continued is None)
                     self._limit_to_hidden(prompt)
@@ -87,11 +88,11 @@ class Batch:
     def _reads_to(self, column: int) -> None:
         """Of each prompt what is before a column is read, and nothing else."""
         for prompt in self.prompts:
-            prompt.hit = Hit(min(max(column - prompt.pad, 0), len(prompt.tokens)))
+            prompt.reused = Reused(min(max(column - prompt.pad, 0), len(prompt.tokens)))
 
     def _limit_to_hidden(self, prompt: Prompt) -> None:
         """Reads no token whose hidden states are not there."""
-        cached = prompt.hit.cached
+        cached = prompt.reused.cached
         if self.hidden is None or not cached:
             return
         prompt.hidden = self.hidden.load(prompt.blocks.tables[0], cached)
@@ -103,12 +104,12 @@ class Batch:
     def _prepare(self, reuse: bool) -> None:
         """Makes the cache for the batch, or leaves it to be laid out from blocks with `start` columns filled."""
         alone = len(self.prompts) == 1 and self.size == 1
-        columns = self._readable(min((p.pad + p.hit.cached for p in self.prompts), default=0))
+        columns = self._readable(min((p.pad + p.reused.cached for p in self.prompts), default=0))
         by_rows = reuse and self._may_split()
         if by_rows and self.store.states is not None:
             by_rows = self._has_boundaries()
         elif by_rows:
-            cost, gaps = self._rows_cost(), any(p.hit.later or p.hit.moved for p in self.prompts)
+            cost, gaps = self._rows_cost(), any(p.reused.later or p.reused.moved for p in self.prompts)
             long = self.store.storage.chunk is not None and self.length - columns > 2 * CHUNK
             by_rows = not (alone and not gaps) and cost < self.size * (self.length - columns)
             by_rows |= long and cost < float("inf")
@@ -119,7 +120,7 @@ class Batch:
             columns = self._servable(columns)
         self.start = columns if self.store.states is None else 0
         self._reads_to(self.start)
-        self.start = self.start if any(p.hit.cached for p in self.prompts) else 0
+        self.start = self.start if any(p.reused.cached for p in self.prompts) else 0
         self.cache = None if self.start else self._empty()
 
     def _may_split(self) -> bool:
@@ -143,9 +144,9 @@ class Batch:
         """So many columns, or fewer where blocks that are read behind them are not held."""
         while True:
             for prompt in self.prompts:
-                if 0 < (most := columns - prompt.pad) < prompt.hit.cached and not prompt.blocks.serves(most):
+                if 0 < (most := columns - prompt.pad) < prompt.reused.cached and not prompt.blocks.serves(most):
                     self.requests.readmit(prompt, most)
-            fewer = self._readable(min(p.pad + p.hit.cached for p in self.prompts))
+            fewer = self._readable(min(p.pad + p.reused.cached for p in self.prompts))
             if fewer == columns:
                 return columns
             columns = fewer
@@ -176,7 +177,7 @@ class Batch:
             padded = prompt.last and self.store.storage.simple
             if not padded and prompt.pad + len(prompt.tokens) != self.length:
                 return float("inf")
-            known = prompt.hit.tokens
+            known = prompt.reused.tokens
             if prompt.waits:
                 known = max([known, *(prompt.agrees(other) for other in self.prompts[:number])])
             if self._end(prompt) > known:
@@ -198,21 +199,21 @@ class Batch:
 
     def _compute(self, prompt: Prompt, end: int) -> DynamicCache:
         """A cache of one row with the first `end` tokens of a prompt."""
-        store, model, hit, cache = self.store, self.loop.model, prompt.hit, self._empty()
-        size, at = store.block_size, min(hit.cached, end)
-        if hit.moved and store.moving is not None:
+        store, model, reused, cache = self.store, self.loop.model, prompt.reused, self._empty()
+        size, at = store.block_size, min(reused.cached, end)
+        if reused.moved and store.moving is not None:
             compute_moved(model, store.storage, prompt, end, len(prompt.tokens) - end + self.room, cache, store.moving)
             self._publish(prompt, cache, end)
             return cache
         cuts = {end}
         if store.states is not None:
-            cuts |= {cut for cut in (hit.junction, end // size * size) if prompt.computable(cut)}
+            cuts |= {cut for cut in (reused.attention_hit, end // size * size) if prompt.computable(cut)}
         if store.storage.chunk is not None:
             step = min(self.loop.generation_config.prefill_chunk_size or CHUNK, CHUNK)
             cuts |= {cut for cut in range(at // step * step + step, end, step) if prompt.computable(cut)}
         if at:
             read(cache, store.storage, prompt, at, len(prompt.tokens) - at + self.room)
-        for start, behind in hit.later:
+        for start, behind in reused.later:
             forward(model, prompt.tokens, at, start, cache, prompt.inputs(at, start))
             at = min(behind, end)
             read_behind(cache, store.storage, prompt, start, at)
@@ -227,12 +228,12 @@ class Batch:
 
     def _publish(self, prompt: Prompt, cache: DynamicCache, end: int, states: States | None = None) -> None:
         """Publishes what a cache of one row has."""
-        prompt.blocks.publish(cache, 0, 0, prompt.tokens, end, states, prompt.hit.later)
+        prompt.blocks.publish(cache, 0, 0, prompt.tokens, end, states, prompt.reused.later)
 
     def publish(self) -> None:
         """Publishes the prompts out of the batch's cache, once it has all of them."""
         for p in self.prompts:
-            p.blocks.publish(self.cache, p.rows[0], p.pad, p.tokens, len(p.tokens), skip=p.hit.later)
+            p.blocks.publish(self.cache, p.rows[0], p.pad, p.tokens, len(p.tokens), skip=p.reused.later)
 
     def _lay_out(self, caches: dict[int, DynamicCache]) -> DynamicCache:
         cache, unwritten = self._empty(), min(prompt.pad + self.unwritten(prompt) for prompt in self.prompts)

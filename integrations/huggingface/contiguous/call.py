@@ -11,7 +11,7 @@ import torch
 
 from .batch import Batch
 from .layers import States, from_states, num_tokens, release, take_states
-from .prompts import Hit, Prompt
+from .prompts import Prompt, Reused
 from .store import of_steps
 
 
@@ -36,7 +36,7 @@ class Call:
         """The model goes on without the cache: nothing is reused and nothing kept."""
         self.batch.cache, self.batch.start, self._due, self._published = None, 0, False, True
         for prompt in self.batch.prompts:
-            prompt.hit = Hit()
+            prompt.reused = Reused()
 
     def publish(self) -> None:
         """Publishes the prompts once they are computed; called before the next forward pass, and at the end."""
@@ -118,7 +118,7 @@ class Call:
         if blocks is prompt.blocks and len(prompt.rows) > 1:
             blocks = batch.requests.fork(prompt, row)
         tokens = np.concatenate((prompt.tokens, answer))
-        blocks.publish(batch.cache, row, prompt.pad, tokens, end, skip=prompt.hit.later)
+        blocks.publish(batch.cache, row, prompt.pad, tokens, end, skip=prompt.reused.later)
         boundary, states = self._decode_states.get(row, (0, None))
         if states is not None and boundary <= blocks.written * size:
             blocks.keep_states(boundary, states)

@@ -26,8 +26,8 @@ def read(cache: DynamicCache, storage: ModelStorage, prompt: Prompt, length: int
             keys, values = _buffers(specs, 1, columns + room)
             part.read(index, blocks, keys[0, :, :columns], values[0, :, :columns])
             _fill(layers[index], keys, values, length, first * size)
-    if prompt.hit.states is not None:
-        put_states(cache, [prompt.hit.states])
+    if prompt.reused.states is not None:
+        put_states(cache, [prompt.reused.states])
 
 
 def read_behind(cache: DynamicCache, storage: ModelStorage, prompt: Prompt, start: int, end: int) -> None:
@@ -103,20 +103,6 @@ def _fill(layer: Any, keys: torch.Tensor, values: torch.Tensor, length: int, fir
         layer.adopt(keys, values, length)
     else:
         layer.update(keys[:, :, :length], values[:, :, :length])
-
-
-def write(
-    cache: DynamicCache, storage: ModelStorage, tables: list[np.ndarray], row: int, pad: int, first: int, last: int
-) -> None:
-    """Writes what a row of a cache has behind `pad` columns to the blocks `first` to `last` of each group's table."""
-    size, layers = storage.block_size, attention_layers(cache)
-    for group, part in storage.kv:
-        blocks = BlockIds(tables[group][first:last])
-        for index in part.specs:
-            layer = layers[index]
-            begin = pad - getattr(layer, "first", 0)
-            tokens = slice(begin + first * size, begin + last * size)
-            part.write(index, blocks, layer.keys[row, :, tokens], layer.values[row, :, tokens])
 
 
 def cache_name(model: Any) -> str:

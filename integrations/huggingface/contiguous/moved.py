@@ -299,10 +299,10 @@ def compute_moved(
 ) -> None:
     """Fills an empty cache of one row with a prompt's first `end` tokens: from blocks, and the rest computed."""
     known = np.zeros(len(prompt.tokens), np.bool_)
-    known[: prompt.hit.cached] = True
-    for start, behind in prompt.hit.moved:
+    known[: prompt.reused.cached] = True
+    for start, behind in prompt.reused.moved:
         known[start:behind] = True
-    known[prompt.hit.repaired] = False
+    known[prompt.reused.repaired] = False
     read(cache, storage, prompt, end, room)
     positions = (~known[:end]).nonzero()[0]
     if positions.size:

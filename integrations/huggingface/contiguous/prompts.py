@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -15,10 +15,8 @@ from ....cache.allocation import BaseAllocation, Span
 from ..calls import RequestReport, UnsupportedError, refuse_if
 from ..images import Images, ImageSplit, Segment, VisionOutputs
 from ..support import expected_positions
+from .blocks import RequestBlocks
 from .layers import States
-
-if TYPE_CHECKING:
-    from .requests import RequestBlocks
 
 _numbers = itertools.count()
 TYPES = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
@@ -154,7 +152,7 @@ def clear_of(items: list[Item], column: int) -> int:
     return column
 
 
-class Hit(NamedTuple):
+class Reused(NamedTuple):
     """What of a prompt is read, not computed."""
 
     cached: int = 0  # tokens at its beginning
@@ -162,7 +160,7 @@ class Hit(NamedTuple):
     moved: Sequence[Span] = ()  # spans that were found elsewhere and brought here
     repaired: np.ndarray = np.empty(0, np.int64)  # those of their tokens that are computed again
     states: States | None = None  # the checkpoint at the end of the cached tokens
-    junction: int = 0  # tokens that the attention layers have cached, where recurrent states allow to use fewer
+    attention_hit: int = 0  # tokens cached for attention layers, where recurrent states allow fewer
 
     @property
     def tokens(self) -> int:
@@ -189,7 +187,7 @@ class Prompt:
     allocation: BaseAllocation | None = None  # what the manager gave; None for no token
     blocks: RequestBlocks = field(init=False)  # of its request
     branches: dict[int, RequestBlocks] = field(default_factory=dict)  # of several rows with answers each one's own
-    hit: Hit = field(default_factory=Hit)
+    reused: Reused = field(default_factory=Reused)
     hidden: list[torch.Tensor] = field(default_factory=list)  # of its first tokens, by layer, where they are asked for
 
     @property

@@ -20,7 +20,7 @@ from .moved import probe_moved
 from .probe import LONG, Probed, probe, probe_images, probe_window
 from .prompts import RowImages
 from .store import ContiguousStore, continues, note_content
-from .tiers import SavedBlocks, TieredBlocks, disk_writers
+from .tiers import LowerTiers, SavedBlocks, disk_writers
 
 LOOPS = (*BY_TOKEN, "beam_search", "beam_sample", "assisted_generation")
 
@@ -37,7 +37,7 @@ class Contiguous:
         if options.disk is not None:
             store = self.store
             self._disk = disk_writers(model, store.manager, store.storage, options.disk, options.disk_bytes)
-            store.evict_to(TieredBlocks(store.storage, options.host_blocks, self._disk))
+            store.evict_to(LowerTiers(store.storage, options.host_blocks, self._disk))
 
     def _make(self, model: Any, probed: Probed) -> None:
         self._probed = probed
@@ -47,7 +47,7 @@ class Contiguous:
         indexed = any(isinstance(layer, GrowingIndexedLayer) for layer in store.empty_cache.layers)
         self._reach = index_reach(model.config) if indexed else None  # sparse attention chooses by keys of its own
         if self._options.host_blocks or self._disk is not None:
-            store.evict_to(TieredBlocks(store.storage, self._options.host_blocks, self._disk))
+            store.evict_to(LowerTiers(store.storage, self._options.host_blocks, self._disk))
 
     def close(self) -> None:
         """Writes what is cached to disk, where there is one."""
@@ -72,12 +72,9 @@ class Contiguous:
         store = self.store
         groups = SavedBlocks(model, store.manager, store.storage, adapters).read(path)
         if store.evicted is None:
-            store.evicted = TieredBlocks(store.storage, 0)
-        evicted = store.evicted
-        evicted.max_blocks = max(evicted.max_blocks, len(evicted) + max(map(len, groups)))
+            store.evicted = LowerTiers(store.storage, 0)
         for group, blocks in enumerate(groups):
-            for digest, content in blocks.items():
-                evicted.put(group, digest, content)
+            store.evicted.add(group, blocks)
         return sum(map(len, groups))
 
     def bypasses(self, loop: Loop) -> bool:
@@ -147,8 +144,8 @@ class Contiguous:
             calls.tell_out_of_blocks(batch.full)
         if batch.computed_for_hidden:
             calls.tell_hidden(batch.computed_for_hidden, self.store.hidden.max_blocks or 0, self.store.block_size)
-        calls.repair(sum(len(prompt.hit.repaired) for prompt in batch.prompts))
-        reports = {row: prompt.hit.report(len(prompt.tokens)) for prompt in batch.prompts for row in prompt.rows}
+        calls.repair(sum(len(prompt.reused.repaired) for prompt in batch.prompts))
+        reports = {row: prompt.reused.report(len(prompt.tokens)) for prompt in batch.prompts for row in prompt.rows}
         return result, [reports[row] for row in range(batch.size)]
 
     def _check(self, loop: Loop) -> None:

@@ -73,8 +73,8 @@ class BlockTensors:
         return found
 
     def content(self, block: int) -> Content:
-        """Copies of what a block has, in host memory."""
-        return {name: tensor[block].to("cpu", copy=True) for name, tensor in self.tensors.items()}
+        """Views of what a block has, which tiers copy."""
+        return {name: tensor[block] for name, tensor in self.tensors.items()}
 
     def put(self, block: int, content: Content) -> None:
         """Fills a block with what `content` gave."""

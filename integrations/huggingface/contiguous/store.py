@@ -22,7 +22,7 @@ from .layers import GrowingWindowLayer, attention_layers, new_cache, num_tokens,
 from .moved import Moving
 from .probe import Probed
 from .storage import model_storage
-from .tiers import TieredBlocks
+from .tiers import LowerTiers
 
 Layers = list[torch.Tensor]  # of each layer, the embeddings first, `[num_tokens, width]`
 
@@ -42,12 +42,12 @@ class ContiguousStore(Leases):
         self.vision = VisionOutputs(memory_budget(model) // 8)
         self.kept = KeptCaches(sum(part.num_blocks * part.bytes_per_block for _, part in storage.kv) // 4)
         self.hidden = HiddenStates(manager, memory_budget(model) // 2)
-        self.evicted: TieredBlocks | None = None  # blocks in host memory or on disk
+        self.evicted: LowerTiers | None = None  # blocks in host memory or on disk
         self.reuse, self.counts_padding = options.reuse, probed.counts_padding
         self.recompute = options.recompute
         self.moving = moving  # how tokens are moved, None where they are not
 
-    def evict_to(self, evicted: TieredBlocks) -> None:
+    def evict_to(self, evicted: LowerTiers) -> None:
         """Gives evicted blocks to a tier from now on."""
         self.evicted, self.manager.on_evict = evicted, evicted.evicted
 

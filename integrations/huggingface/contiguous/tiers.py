@@ -11,9 +11,7 @@ import json
 import os
 import struct
 import tempfile
-import threading
-from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -21,8 +19,9 @@ import numpy as np
 import torch
 
 from ....cache.disk import DiskTier
-from ....cache.payload import largest_size, pack, unpack
-from ....cache.tier import Layout
+from ....cache.memory_tier import MemoryTier
+from ....cache.payload import host_copy, largest_size, pack, unpack
+from ....cache.tier import Layout, Tier
 from ....cache.tier_writer import TierWriter
 from ..identity import changes_itself
 from ..store import AnyManager
@@ -35,67 +34,48 @@ _NAMES = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "_att
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
 
-class TieredBlocks:
-    """Blocks' contents by hash and group: the `max_blocks` used last of each in host memory, and more on disk."""
+class LowerTiers:
+    """Where blocks go that are evicted, by hash: each group's tiers, host memory before disk."""
 
-    def __init__(self, storage: ModelStorage, max_blocks: int, disk: Sequence[TierWriter] | None = None) -> None:
-        self.max_blocks = max_blocks
-        self._disk = disk
-        self._storage = storage
-        self._blocks: list[OrderedDict[bytes, Content]] = [OrderedDict() for _ in storage.parts]
-        self._lock = threading.Lock()
-
-    def __len__(self) -> int:
-        return sum(map(len, self._blocks))
-
-    def items(self, group: int) -> list[tuple[bytes, Content]]:
-        """All blocks of a group in host memory with their hashes."""
-        with self._lock:
-            return list(self._blocks[group].items())
+    def __init__(self, storage: ModelStorage, host_blocks: int, disk: Sequence[TierWriter] | None = None) -> None:
+        self.memory = [MemoryTier(host_blocks) for _ in storage.parts]
+        self._disk, self._parts, self._state_group = disk or (), storage.parts, storage.state_group
+        below: Sequence[Sequence[Tier]] = [(writer,) for writer in self._disk] or [()] * len(self.memory)
+        self._tiers: list[list[Tier]] = [[memory, *more] for memory, more in zip(self.memory, below, strict=True)]
 
     def get(self, group: int, digest: bytes) -> Content | None:
-        """A block's content, which is not to be written to."""
-        with self._lock:
-            content = self._blocks[group].get(digest)
-            if content is not None:
-                self._blocks[group].move_to_end(digest)
-                return content
-        return None if self._disk is None else self._disk[group].get(digest)
-
-    def put(self, group: int, digest: bytes, content: Content) -> bool:
-        """Keeps a block's content in place of the one used longest ago; whether a later `get` may find it."""
-        with self._lock:
-            blocks = self._blocks[group]
-            blocks[digest] = content
-            blocks.move_to_end(digest)
-            while len(blocks) > self.max_blocks:
-                blocks.popitem(last=False)
-        on_disk = self._disk is not None and (self._disk[group].put(digest, content) or digest in self._disk[group])
-        return self.max_blocks > 0 or on_disk
+        """A block's content, from the first tier that has it."""
+        return next((found for tier in self._tiers[group] if (found := tier.get(digest)) is not None), None)
 
     def evicted(self, group: int, blocks: np.ndarray, digests: list[bytes]) -> list[bytes]:
         """Called by the manager with blocks that are about to lose their content; gives the hashes of those kept."""
-        pairs = zip(blocks.tolist(), digests, strict=True)
-        return [digest for block, digest in pairs if self.put(group, digest, self._storage.parts[group].content(block))]
+        contents = {d: self._parts[group].content(b) for b, d in zip(blocks.tolist(), digests, strict=True)}
+        kept = set().union(*[tier.put_many(contents) for tier in self._tiers[group]])
+        return [digest for digest in digests if digest in kept]
+
+    def add(self, group: int, blocks: Mapping[bytes, Content]) -> None:
+        """Takes blocks into host memory beside those that are there."""
+        memory = self.memory[group]
+        memory.max_blocks = max(memory.max_blocks, len(memory) + len(blocks))
+        memory.put_many(blocks)
 
     def states(self, manager: AnyManager, digest: bytes) -> Content | None:
         """Recurrent states behind a block: of a block that has not been overwritten meanwhile, or evicted ones."""
-        group = self._storage.state_group
-        pool = manager.pools[group]
+        pool = manager.pools[self._state_group]
         block = int(pool.table.find(np.frombuffer(digest, np.uint64)[None])[0])
         if block >= 0:
             taken = pool.taken_at[block]
-            content = self._storage.parts[group].content(block)
+            content = host_copy(self._parts[self._state_group].content(block))
             if pool.taken_at[block] == taken and pool.table.lists(block):
                 return content
-        return self.get(group, digest)
+        return self.get(self._state_group, digest)
 
     def close(self, manager: AnyManager) -> None:
         """Writes what a manager still has to disk, where there is one."""
-        for group, writer in enumerate(self._disk or ()):
+        for group, writer in enumerate(self._disk):
             writer.close()
             for digest, block in published(manager, group):
-                writer.tier.put(digest, self._storage.parts[group].content(block))
+                writer.tier.put(digest, self._parts[group].content(block))
 
 
 def published(manager: AnyManager, group: int) -> list[tuple[bytes, int]]:
@@ -135,7 +115,7 @@ class SavedBlocks:
         digest = hashlib.sha256(json.dumps(self._identity).encode()).hexdigest()
         self._layouts = [Layout(digest, part.shapes) for part in storage.parts]
 
-    def write(self, path: str | os.PathLike[str], evicted: TieredBlocks | None) -> int:
+    def write(self, path: str | os.PathLike[str], evicted: LowerTiers | None) -> int:
         """Writes all blocks that prompts can find; the file is there whole or not at all, and yours alone; how many."""
         target = Path(path)
         handle, partial = tempfile.mkstemp(dir=target.absolute().parent, prefix=f".{target.name}.")
@@ -148,10 +128,12 @@ class SavedBlocks:
             raise
         return count
 
-    def _write(self, file: IO[bytes], evicted: TieredBlocks | None) -> int:
+    def _write(self, file: IO[bytes], evicted: LowerTiers | None) -> int:
         groups: list[dict[bytes, int | Content]] = []
         for group in range(len(self._storage.parts)):
-            groups.append(dict(evicted.items(group)) if evicted is not None else {})
+            memory = None if evicted is None else evicted.memory[group]
+            below = {} if memory is None else {key: memory.get(key) for key in memory.keys()}  # noqa: SIM118
+            groups.append({key: content for key, content in below.items() if content is not None})
             groups[-1] |= dict(published(self._manager, group))
         header = {"blocks": [[digest.hex() for digest in blocks] for blocks in groups], **self._identity}
         file.write(f"{FORMAT}\n{json.dumps(header)}\n".encode())

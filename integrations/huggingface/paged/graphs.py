@@ -31,7 +31,7 @@ _ATEN = torch.ops.aten
 _COPIES = (_ATEN._to_copy.default, _ATEN.copy_.default)
 _INDEXING = (_ATEN.index.Tensor, _ATEN.index_put.default, _ATEN.index_put_.default, _ATEN._unsafe_index.Tensor)
 
-Step = Callable[[], torch.Tensor]
+DecodeStep = Callable[[], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class CudaCapturer:
         self._stream = torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
 
-    def warm(self, step: Step) -> torch.Tensor:
+    def warm(self, step: DecodeStep) -> torch.Tensor:
         """Runs a step on the stream, after what the current one has to do and before what it gets to do."""
         with torch.cuda.device(self._device):
             current = torch.cuda.current_stream()
@@ -81,7 +81,7 @@ class CudaCapturer:
             current.wait_stream(self._stream)
         return result
 
-    def capture(self, step: Step) -> Step:
+    def capture(self, step: DecodeStep) -> DecodeStep:
         """Captures a step without running it, whatever other threads do; gives what replays it into the same result."""
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.device(self._device):
@@ -115,7 +115,7 @@ class Bucket:
 
     batch: DecodeBatch
     steps: int = 0
-    replay: Step | None = None
+    replay: DecodeStep | None = None
 
 
 class DecodeSteps:

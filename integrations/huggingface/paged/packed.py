@@ -31,7 +31,7 @@ class BatchRow:
 
 
 @dataclass(frozen=True)
-class Span:
+class RowSpan:
     """Tokens of one row to compute in one pass, at positions `start`, `start + 1`, ..."""
 
     row: BatchRow
@@ -42,9 +42,9 @@ class Span:
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def piece(self, begin: int, end: int) -> Span:
+    def piece(self, begin: int, end: int) -> RowSpan:
         """Tokens `begin` to `end` of this span."""
-        return Span(self.row, self.tokens[begin:end], self.slots[begin:end], self.start + begin)
+        return RowSpan(self.row, self.tokens[begin:end], self.slots[begin:end], self.start + begin)
 
 
 def run(model: Any, cache: PagedCache, tokens: torch.Tensor, positions: torch.Tensor, **keep: Any) -> Any:
@@ -71,7 +71,7 @@ class PackedModel:
         self.model = model
         self.storage = storage
 
-    def forward(self, spans: Sequence[Span]) -> torch.Tensor:
+    def forward(self, spans: Sequence[RowSpan]) -> torch.Tensor:
         """Logits of the last token of each span, `[len(spans), vocabulary]`, of one pass over all; raises as `run`."""
         lens = np.array([len(span) for span in spans], np.int32)
         width = max(len(span.row.table) for span in spans)
@@ -99,7 +99,7 @@ class PackedModel:
 
 
 @torch.no_grad()
-def probe(model: Any, block_size: int) -> dict[int, LayerSpec]:
+def probe_packed(model: Any, block_size: int) -> dict[int, LayerSpec]:
     """What each layer keeps, as two short sequences over blocks show; UnsupportedError: it fails, or logits differ."""
     # It catches what no attribute tells: attention outside the interface, keys changed after they were cached,
     # positions that are counted rather than given.
@@ -114,10 +114,10 @@ def probe(model: Any, block_size: int) -> dict[int, LayerSpec]:
     rows[0].table = np.arange(blocks[0], dtype=np.int32)[::-1].copy()  # out of order, as in a real cache
     rows[1].table = np.arange(blocks[0], sum(blocks), dtype=np.int32)
 
-    def span(row: BatchRow, start: int, end: int) -> Span:
+    def span(row: BatchRow, start: int, end: int) -> RowSpan:
         at = np.arange(start, end)
         slots = row.table[at // block_size].astype(np.int64) * block_size + at % block_size
-        return Span(row, row.tokens[start:end], slots, start)
+        return RowSpan(row, row.tokens[start:end], slots, start)
 
     cut = block_size + 1
     tolerance = 1e-3 if model.dtype == torch.float32 else 5e-2

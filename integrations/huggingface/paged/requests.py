@@ -15,7 +15,7 @@ from ....cache import OutOfBlocks
 from ....cache.keys import Key
 from ..store import Lease
 from .graphs import DecodeSteps
-from .packed import BatchRow, PackedModel, Span
+from .packed import BatchRow, PackedModel, RowSpan
 
 _request_numbers = itertools.count()
 
@@ -43,7 +43,7 @@ class Requests:
         logits: dict[int, torch.Tensor] = {}
         waiting = list(range(len(self.rows)))
         while waiting:
-            spans: dict[int, Span] = {}
+            spans: dict[int, RowSpan] = {}
             later: list[int] = []
             for index in waiting:
                 span = self._admit(self.rows[index], alone=not spans)
@@ -93,7 +93,7 @@ class Requests:
             row.active = False
         self.lease.close()
 
-    def _admit(self, row: BatchRow, alone: bool) -> Span | None:
+    def _admit(self, row: BatchRow, alone: bool) -> RowSpan | None:
         """Takes blocks for a prompt; None when it should wait until the rows admitted before it are computed."""
         try:
             allocation = self._allocate(row)
@@ -109,7 +109,7 @@ class Requests:
         row.num_cached_tokens = allocation.num_cached_tokens
         row.length = allocation.num_cached_tokens
         row.table = self.manager.block_table(row.request_id)
-        return Span(row, row.tokens[row.length :], allocation.slot_mapping, row.length)
+        return RowSpan(row, row.tokens[row.length :], allocation.slot_mapping, row.length)
 
     def _allocate(self, row: BatchRow) -> Any:
         self.lease.take(row.request_id)
@@ -119,7 +119,7 @@ class Requests:
             self.lease.free(row.request_id)
             raise
 
-    def _compute(self, spans: list[Span]) -> list[torch.Tensor]:
+    def _compute(self, spans: list[RowSpan]) -> list[torch.Tensor]:
         """Runs the spans, in chunks if asked to, and commits them; logits of the last token of each."""
         logits: dict[str, torch.Tensor] = {}
         longest = max(map(len, spans))

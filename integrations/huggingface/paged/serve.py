@@ -24,7 +24,7 @@ from ..support import Loop
 from .dispatch import install
 from .graphs import DecodeSteps
 from .layers import PagedStorage, layer_windows
-from .packed import PackedModel, probe
+from .packed import PackedModel, probe_packed
 from .requests import Requests, token_rows
 
 
@@ -125,7 +125,7 @@ class Paged:
     def __init__(self, model: Any, options: CacheOptions, steps: DecodeSteps) -> None:
         self._options, self._steps, self._turn = options, steps, threading.RLock()
         size = options.block_size
-        per_block = size * sum(spec.bytes_per_token for spec in probe(model, size).values())
+        per_block = size * sum(spec.bytes_per_token for spec in probe_packed(model, size).values())
         self._num_blocks = options.num_blocks or default_num_blocks(model, per_block, size)
         self.store = self._empty_store(model)
 

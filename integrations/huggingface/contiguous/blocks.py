@@ -1,0 +1,134 @@
+"""The blocks of one request of the manager: which they are, and what goes from a cache to them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+from transformers import DynamicCache
+
+from ....cache import OutOfBlocks
+from ..store import AnyManager
+from .layers import States, attention_layers, window_layers
+from .storage import BlockIds, ModelStorage
+
+
+class RequestBlocks:
+    """The blocks of one request, and how far they are filled."""
+
+    def __init__(self, manager: AnyManager, storage: ModelStorage, request_id: str) -> None:
+        self.manager, self.storage, self.request_id = manager, storage, request_id
+        self.held = 0  # tokens that have blocks
+        self.written = 0  # blocks whose content is there
+        self.borrowed: int | None = None  # the block of another within which the cached tokens end, where they do
+        self.closed = False  # whether nothing more goes to blocks
+        self.full: OutOfBlocks | None = None  # raised where something was not kept
+        self.tables: list[np.ndarray] = []  # of each group, as of the latest change
+
+    @property
+    def settled(self) -> int:
+        """Tokens that may be committed: whole blocks of them are written."""
+        return min(self.held, (self.written + 1) * self.storage.block_size - 1)
+
+    def look(self) -> None:
+        """Reads the block tables."""
+        groups = range(len(self.storage.groups))
+        self.tables = [self.manager.block_table(self.request_id, group) for group in groups]
+
+    def read_from(self, group: int, first: int, length: int) -> np.ndarray:
+        """The blocks of a group from `first` on from which the first `length` tokens are read."""
+        blocks: np.ndarray = self.tables[group][first : -(-length // self.storage.block_size)]
+        if self.borrowed is not None and first + len(blocks) > self.written:
+            blocks = blocks.copy()
+            blocks[self.written - first] = self.borrowed
+        return blocks
+
+    def serves(self, length: int) -> bool:
+        """Whether computing goes on behind the first `length` tokens."""
+        size = self.storage.block_size
+        for group, _ in self.storage.kv:
+            needed = self.storage.groups[group].needed(length, -(-length // size), size)
+            if (self.tables[group][needed] < 0).any():
+                return False
+        return True
+
+    def hold(self, tokens: np.ndarray, end: int) -> bool:
+        """Takes blocks for tokens up to `end` that have none; whether there was room."""
+        if end > self.held:
+            try:
+                self.manager.append(self.request_id, tokens[self.held : end])
+            except OutOfBlocks as error:
+                self.full, self.closed = error, True
+                return False
+            self.held = end
+            self.look()
+        return True
+
+    def commit(self, num_tokens: int) -> None:
+        """Publishes the complete blocks of so many tokens; those that others had first take their places."""
+        self.manager.commit(self.request_id, num_tokens)
+        self.look()
+
+    def publish(
+        self,
+        cache: DynamicCache,
+        row: int,
+        pad: int,
+        tokens: np.ndarray,
+        end: int,
+        states: States | None = None,
+        skip: Sequence[tuple[int, int]] = (),
+    ) -> None:
+        """Writes and commits the complete blocks among the first `end` tokens, but for spans that were read."""
+        # `row` of the cache has them behind `pad` columns. In steps, where windows let their blocks be used again.
+        # `states` are those behind `end`, to be kept.
+        size, chunk, end = self.storage.block_size, self.storage.chunk, min(end, len(tokens))
+        if end // size <= self.written and not states:  # between blocks there is nothing to publish
+            return
+        gone = max((layer.first for layer in window_layers(cache)), default=0)
+        self.closed |= gone > pad + self.written * size
+        at = min(self.written * size, end - 1)
+        while not self.closed and at < end:
+            at = end if chunk is None else min(end, at + chunk * size)
+            if not self.hold(tokens, at):
+                return
+            last = at // size
+            for first, behind in _between(skip, size, self.written, last):
+                _write(cache, self.storage, self.tables, row, pad, first, behind)
+            self.written = max(last, self.written)
+            if states is not None and at == end:
+                self.keep_states(end, states)
+            self.commit(at)
+
+    def keep_states(self, length: int, states: States) -> None:
+        """Keeps a checkpoint of recurrent states behind whole blocks if there is room; the next commit publishes it."""
+        storage, block = self.storage, length // self.storage.block_size - 1
+        if storage.states is not None and self.tables[storage.state_group][block] < 0:
+            with contextlib.suppress(OutOfBlocks):
+                # Nothing commits once an interrupt has come between: what is half written is not found.
+                storage.states.write(self.manager.checkpoint(self.request_id, length), states)
+
+
+def _write(
+    cache: DynamicCache, storage: ModelStorage, tables: list[np.ndarray], row: int, pad: int, first: int, last: int
+) -> None:
+    """Writes what a row of a cache has behind `pad` columns to the blocks `first` to `last` of each group's table."""
+    size, layers = storage.block_size, attention_layers(cache)
+    for group, part in storage.kv:
+        blocks = BlockIds(tables[group][first:last])
+        for index in part.specs:
+            layer = layers[index]
+            begin = pad - getattr(layer, "first", 0)
+            tokens = slice(begin + first * size, begin + last * size)
+            part.write(index, blocks, layer.keys[row, :, tokens], layer.values[row, :, tokens])
+
+
+def _between(spans: Iterable[tuple[int, int]], size: int, first: int, last: int) -> list[tuple[int, int]]:
+    """The runs of blocks from `first` to `last` that lie in none of the spans of tokens."""
+    runs = []
+    for start, end in [*spans, (last * size, last * size)]:
+        if first < min(start // size, last):
+            runs.append((first, min(start // size, last)))
+        first = max(first, -(-end // size))
+    return runs
