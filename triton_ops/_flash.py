@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ._checks import bad_argument, debug_mode_enabled, describe, refuse_grad
-from ._dispatch import Memo, aligned, may_keep
+from ._dispatch import Memo, aligned, is_watched, may_keep
 from ._kernel import current_stream
 
 
@@ -120,7 +120,7 @@ def pair(window_size: Sequence[int] | None) -> tuple[int, int]:
     if window_size is None or window_size == (-1, -1):
         return -1, -1
     left, right = window_size
-    return max(-1, left), max(-1, right)
+    return max(-1, int(left)), max(-1, int(right))
 
 
 def refuse(**arguments: Any) -> None:
@@ -142,8 +142,29 @@ def check_tensors(layouts: dict[str, tuple[Any, str]], given: Given) -> None:
             raise bad_argument(name, describe(tensor), f"a tensor {layout}", TypeError)
         if tensor.dim() != layout.count(",") + 1:
             raise bad_argument(name, f"shape {list(tensor.shape)}", layout)
+        if 0 in tensor.shape[-2:]:
+            raise bad_argument(name, f"shape {list(tensor.shape)}", "at least one head, of at least one feature")
     tensors = {name: tensor for name, (tensor, _) in layouts.items()}
     refuse_grad(**tensors, alibi_slopes=given.alibi_slopes, s_aux=given.s_aux)
+
+
+def check_numbers(name: str, tensor: Any, count: int | None, device: torch.device) -> None:
+    """Checks an int32 tensor of a number for each sequence, or of where each begins and the last ends."""
+    needs = f"int32 [{'batch + 1' if count is None else count}] on {device}"
+    if not isinstance(tensor, torch.Tensor):
+        raise bad_argument(name, describe(tensor), needs, TypeError)
+    fits = tensor.dim() == 1 and (tensor.shape[0] > 0 if count is None else tensor.shape[0] == count)
+    if not fits or tensor.dtype != torch.int32 or tensor.device != device:
+        raise bad_argument(name, describe(tensor), needs)
+
+
+def check_values(name: str, tensor: torch.Tensor, least: int, most: int) -> None:
+    """Checks numbers whose values may be read, unless a compiler looks on."""
+    if is_watched():
+        return
+    low, high = (int(bound) for bound in torch.aminmax(tensor)) if tensor.numel() else (least, most)
+    if low < least or high > most:
+        raise bad_argument(name, f"values from {low} to {high}", f"{least} to {most}")
 
 
 def check_out(out: torch.Tensor | None, q: torch.Tensor, value_dim: int) -> None:

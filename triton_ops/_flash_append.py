@@ -16,7 +16,7 @@ from ._attention.constants import next_power_of_2
 from ._attention.dense import counted
 from ._checks import bad_argument, describe, reads_values
 from ._dispatch import aligned, is_launched, is_watched
-from ._flash import FlashOptions, Given, Keys, contiguous
+from ._flash import FlashOptions, Given, Keys, check_numbers, contiguous
 from ._flash_attention import Launched, scale_of_heads
 from ._kernel import Grid, KernelLaunch
 from ._quantize import CODES
@@ -161,10 +161,18 @@ class Append:
         if batch != keys.lens.shape[0] or v.shape[:2] != k.shape[:2]:
             name, got = ("v", v) if batch == keys.lens.shape[0] else ("k", k)
             raise bad_argument(name, describe(got), f"[{keys.lens.shape[0]}, {count}, num_kv_heads, head_dim]")
+        if rotary is not None:
+            rows = rotary.cos
+            if rows.dim() != 2 or not 0 < 2 * rows.shape[1] <= k.shape[3] or rows.device != device:
+                needs = f"[max_positions, rotary_dim / 2] of at most {k.shape[3] // 2} on {device}"
+                raise bad_argument("rotary_cos", describe(rows), needs)
+            if rotary.sin.shape != rows.shape or rotary.sin.device != device:
+                raise bad_argument("rotary_sin", describe(rotary.sin), f"{list(rows.shape)} as rotary_cos on {device}")
+            check_numbers("rotary_seqlens", rotary.first, batch, device)
         self._batch, self._count, self._most = batch, count, keys.tables.shape[1] * size - count
         self._checks_values = reads_values(query) and not is_watched() and batch > 0
         self._quantized, self._fewer_keys = keys.key_cache.dtype in CODES, count < keys.max_queries
-        sees_ahead = options.causal or max(options.window) >= 0
+        self._sees_ahead = sees_ahead = options.causal or max(options.window) >= 0
         self._together = count == keys.max_queries and (sees_ahead or count == 1)
         self._is_fused = rotary is not None and self._together and v.shape == k.shape
         self._is_packed = k.is_contiguous() and v.is_contiguous()
@@ -184,6 +192,10 @@ class Append:
         """The queries, rotated, and what the cache holds then."""
         if self._checks_values and (longest := int(keys.lens.max())) > self._most:
             raise bad_argument("cache_seqlens", longest, f"at most {self._most}, with {self._count} new")
+        if self._checks_values and rotary is not None:
+            most = int(rotary.first.max()) + max(self._count, len(self._of_queries) if self._sees_ahead else 1)
+            if most > len(rotary.cos):
+                raise bad_argument("rotary_cos", f"{len(rotary.cos)} positions", f"at least {most}")
         scales = _scales(given, self._batch) if self._quantized else (None, None)
         slots, lens, angles = self._places(keys.lens, keys.tables, rotary)
         if not (self._is_packed and self.takes_addresses()):

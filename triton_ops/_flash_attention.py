@@ -1,7 +1,8 @@
 """Attention of FlashAttention's functions: masks, biases and scales as operators take them, and the calls themselves.
 
-A window (left, right) around position p holds the keys p - left to p + right; -1 is no bound. It becomes that of an
-operator, whose queries stand `right` further where the two sides differ: t <= p + right and t > p + right - window.
+A window (left, right) around position p holds the keys p - left to p + right; -1 is no bound, and so is a side that no
+key is as far from a query as. It becomes that of an operator, whose queries stand `right` further where the two sides
+differ: t <= p + right and t > p + right - window.
 """
 
 from __future__ import annotations
@@ -11,10 +12,10 @@ from typing import Any
 
 import torch
 
-from ._attention.dense import counted
+from ._attention.dense import as_blocks, counted
 from ._checks import bad_argument, describe, reads_values
 from ._dispatch import ChosenOnce, current_device, is_launched, is_watched
-from ._flash import FlashOptions, Given, Keys
+from ._flash import FlashOptions, Given, Keys, check_values
 from ._quantize import CODES
 from .merge_attention import merge_attention
 from .paged_attention import paged_attention, paged_attention_with_lse
@@ -30,6 +31,12 @@ def _sequence_of_token(keys: Keys, count: int) -> tuple[torch.Tensor, torch.Tens
 
 def _sequences(token: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
     return torch.searchsorted(starts[1:], token, right=True).clamp_(max=max(0, starts.shape[0] - 2))
+
+
+def _rows(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    if x.dtype.itemsize == 1:  # no index takes float8
+        return x.view(torch.uint8).index_select(0, index).view(x.dtype)
+    return x.index_select(0, index)
 
 
 class UsedQueries:
@@ -55,9 +62,7 @@ class UsedQueries:
 
     def pack(self, q: torch.Tensor) -> torch.Tensor:
         """The used queries, one behind the other; what follows is any."""
-        if q.dtype.itemsize == 1:  # no index takes float8
-            return q.view(torch.uint8).index_select(0, self._source).view(q.dtype)
-        return q.index_select(0, self._source)
+        return _rows(q, self._source)
 
     def unpack(self, out: torch.Tensor, lse: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Results where their queries are; 0 and -inf for those that are not used."""
@@ -74,6 +79,31 @@ def _with_holes(keys: Keys) -> Keys:
     tables = torch.nn.functional.pad(keys.tables, (holes, 0), value=-1)
     max_keys = None if keys.max_keys is None else keys.max_keys + holes * block_size
     return keys._replace(tables=tables, lens=keys.lens + holes * block_size, max_keys=max_keys)
+
+
+def _mirrored(query: torch.Tensor, keys: Keys) -> tuple[torch.Tensor, Keys, torch.Tensor]:
+    """Each sequence's queries and the keys behind their positions from its end on, and where each query then is.
+
+    Keys t > p are those before p in this order, t' = length - t, as blocks of a token behind one that is absent: to a
+    query that many from the end, causally.
+    """
+    token, sequence = _sequence_of_token(keys, query.shape[0])
+    first, last = keys.starts[:-1].index_select(0, sequence), keys.starts[1:].index_select(0, sequence)
+    places = torch.where(token < last, first + last - 1 - token, token)  # padding stays where it is
+    blocks, size = as_blocks(keys.key_cache, keys.value_cache, of_tokens=True), keys.key_cache.shape[1]
+    ahead = counted(query.device, keys.max_queries, 1)
+    key = keys.lens.unsqueeze(1) - ahead
+    columns = key.div(size, rounding_mode="floor")
+    is_inside = (ahead > 0) & (key >= 0) & (columns < keys.tables.shape[1])
+    if not keys.tables.shape[1]:
+        tables = torch.full_like(key, -1)
+    else:
+        numbers = keys.tables.gather(1, columns.clamp(0, keys.tables.shape[1] - 1).long())
+        places_of = numbers * blocks.per_sequence + key.remainder(size) * blocks.per_block
+        tables = torch.where(is_inside & (numbers >= 0), places_of, -1)
+    lens, most = keys.starts.diff(), keys.max_queries
+    own = Keys(blocks.key_cache, blocks.value_cache, tables, lens, keys.starts, most, most, False)
+    return _rows(query, places), own, places
 
 
 def scale_of_heads(name: str, descale: torch.Tensor, batch: int) -> torch.Tensor | None:
@@ -169,7 +199,8 @@ class Attention:
         positions: tuple[torch.Tensor, ...] = ()
         if self._dequantizes:
             query, scales, after = _dequantized(query, keys, given)
-        if self._holes:
+        if self._holes:  # which shift lengths: wrong ones are told as they were given
+            check_values("seq_lens", keys.lens, 0, keys.tables.shape[1] * keys.key_cache.shape[1])
             keys = _with_holes(keys)
         if self._ahead:
             token, sequence = _sequence_of_token(keys, query.shape[0])
@@ -188,17 +219,16 @@ class Attention:
 
 
 class _BothSides:
-    """ALiBi of queries that see ahead, -slope * |t - p|: keys up to p with the slopes, and those behind with -slopes.
+    """ALiBi of queries that see ahead, -slope * |t - p|: keys up to p, and those behind it in the order from the end.
 
     Args:
         past: Attends to keys up to each query's position.
-        future: Attends to those behind it; its queries are said to stand `ahead` further.
+        future: Attends to those behind it, `_mirrored`.
         with_lse: Whether it gives the lse too.
-        ahead: As many times a slope is too much in each of the future's scores.
     """
 
-    def __init__(self, past: Attention, future: Attention, with_lse: bool, ahead: int) -> None:
-        self._past, self._future, self._with_lse, self._ahead = past, future, with_lse, ahead
+    def __init__(self, past: Attention, future: Attention, with_lse: bool) -> None:
+        self._past, self._future, self._with_lse = past, future, with_lse
 
     def takes_addresses(self) -> bool:
         """See `Attention`; never."""
@@ -209,10 +239,13 @@ class _BothSides:
         slopes = given.alibi_slopes
         assert slopes is not None
         past, past_lse = self._past(query, keys, given)
-        future, lse = self._future(query, keys, given._replace(alibi_slopes=-slopes, s_aux=None))
+        mirrored, behind, places = _mirrored(query, keys)
+        future, lse = self._future(mirrored, behind, given._replace(s_aux=None))
         assert past_lse is not None
         assert lse is not None
-        out, lse = merge_attention(past, past_lse, future, lse - _of_first(slopes).float() * self._ahead)
+        # A key behind one that is absent is one nearer to its query than it should be.
+        lse = lse.index_select(0, places) - _of_first(slopes).float()
+        out, lse = merge_attention(past, past_lse, future.index_select(0, places), lse)
         return out, lse if self._with_lse else None
 
 
@@ -245,14 +278,20 @@ def choose_attention(
 ) -> Attention | _BothSides | _EachSequence:
     """What runs such a call, from its metadata."""
     batch, slopes, (left, right) = keys.lens.shape[0], given.alibi_slopes, options.window
+    longest = keys.tables.shape[1] * keys.key_cache.shape[1] if keys.max_keys is None else keys.max_keys
+    if left >= longest:
+        left = -1
     if options.causal or keys.max_queries <= 1:  # behind a single query there are no keys
         right = 0
+    elif right >= keys.max_queries - 1:
+        right = -1
     if slopes is None or not right:
         attention: Attention | _BothSides = _choose_window(query, keys, options, left, right)
     else:
-        both, ahead = options._replace(with_lse=True), _ahead_of(keys, right)
-        past, future = _choose_window(query, keys, both, left, 0), _choose_window(query, keys, both, -1, right, True)
-        attention = _BothSides(past, future, options.with_lse, ahead)
+        both = options._replace(with_lse=True)
+        mirrored, behind, _ = _mirrored(query, keys)
+        future = _choose_window(mirrored, behind, both, max(-1, right - 1), 0)
+        attention = _BothSides(_choose_window(query, keys, both, left, 0), future, options.with_lse)
     if slopes is None or slopes.dim() != 2:
         return attention
     if slopes.shape != (batch, query.shape[1]):
@@ -266,19 +305,16 @@ def _ahead_of(keys: Keys, right: int) -> int:
     return right if right > 0 else keys.max_queries
 
 
-def _choose_window(
-    query: torch.Tensor, keys: Keys, options: FlashOptions, left: int, right: int, behind: bool = False
-) -> Attention:
-    """What attends to keys of a window around each query; `behind`: to those behind its position alone."""
+def _choose_window(query: torch.Tensor, keys: Keys, options: FlashOptions, left: int, right: int) -> Attention:
+    """What attends to keys of a window around each query."""
     scale = query.shape[-1] ** -0.5 if options.softmax_scale is None else float(options.softmax_scale)
     before: tuple[float, ...] = (scale,)
     holes = keys.fewer_keys and keys.max_queries > 1 and reads_values(query)
     operators: tuple[Callable[..., Any], Callable[..., Any]] = (paged_attention, paged_attention_with_lse)
     ahead = 0
-    if behind or (right and left != right):
+    if right and left != right:
         ahead = _ahead_of(keys, right)
-        window = ahead if behind else left + ahead + 1
-        before = (scale, window if behind or left >= 0 else 0, 0)
+        before = (scale, left + ahead + 1 if left >= 0 else 0, 0)
         operators = (sparse_gap_attention, sparse_gap_attention_with_lse)
     elif left >= 0:
         before = (scale, left + 1, 0)

@@ -10,18 +10,21 @@ What a call's metadata decide is chosen once for calls of a kind, as the operato
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from ._attention.dense import as_blocks, choose_packed_tables, counted, numbered, repeated
-from ._checks import bad_argument, describe
+from ._checks import bad_argument, check_integer, describe, reads_values
+from ._dispatch import is_watched
 from ._flash import (
     FlashOptions,
     Given,
     Keys,
+    check_numbers,
     check_out,
     check_tensors,
+    check_values,
     contiguous,
     pair,
     refuse,
@@ -48,6 +51,15 @@ _CACHED_NAMES = {
 def _with_probabilities(found: Any, return_attn_probs: bool) -> Any:
     """What FlashAttention 2 returns for tests of its dropout has a third thing."""
     return (*found, found[0].new_empty(0)) if return_attn_probs else found
+
+
+def _bound(name: str, value: Any) -> int | None:
+    """An upper bound of lengths; a tensor is read."""
+    if value is None:
+        return None
+    if isinstance(value, torch.SymInt):
+        return cast(int, value)
+    return check_integer(name, int(value) if isinstance(value, torch.Tensor) else value, 0, 31)
 
 
 def flash_attn_func(
@@ -243,6 +255,7 @@ def flash_attn_varlen_func(
     if seqused_q is not None:
         check_tensors({"q": (q, "[total_q, num_heads, head_dim]")}, Given(*[None] * 6))
         check_out(out, q, v.shape[-1])
+        check_numbers("cu_seqlens_q", cu_seqlens_q, None, q.device)
         used = UsedQueries(q, cu_seqlens_q, seqused_q)
         found = flash_attn_varlen_func(
             used.pack(q), k, v, used.starts, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal,
@@ -254,11 +267,12 @@ def flash_attn_varlen_func(
         found = (result, lse) if return_attn_probs or return_softmax_lse else result
         return _with_probabilities(found, return_attn_probs)
     options = FlashOptions(softmax_scale, causal, pair(window_size), softcap, return_attn_probs or return_softmax_lse)
-    most = (None if bound is None else int(bound) for bound in (max_seqlen_q, max_seqlen_k))
+    most = (_bound("max_seqlen_q", max_seqlen_q), _bound("max_seqlen_k", max_seqlen_k))
     same = cu_seqlens_k is cu_seqlens_q
     tensors = (q, k, v, cu_seqlens_q, None if same else cu_seqlens_k, seqused_k, block_table)
     given = (alibi_slopes, s_aux, q_descale, k_descale, v_descale, out)
-    found = run_chosen(_choose_packed, {}, (options, same, *most), *tensors, *given)
+    names = {} if seqused_k is None else {"seq_lens": "seqused_k"}
+    found = run_chosen(_choose_packed, names, (options, same, *most), *tensors, *given)
     return _with_probabilities(found, return_attn_probs)
 
 
@@ -280,6 +294,11 @@ def _choose_packed(
     check_out(given.out, q, v.shape[-1])
     if cu_seqlens_k is None and not same and (seqused_k is None or not paged):
         raise bad_argument("cu_seqlens_k", "None", "[batch + 1] int32; or seqused_k and block_table")
+    check_numbers("cu_seqlens_q", cu_seqlens_q, None, q.device)
+    if cu_seqlens_k is not None:
+        check_numbers("cu_seqlens_k", cu_seqlens_k, None, q.device)
+    if seqused_k is not None:
+        check_numbers("seqused_k", seqused_k, cu_seqlens_q.shape[0] - 1, q.device)
     max_queries = q.shape[0] if most_queries is None else most_queries
     max_keys = k.shape[0] if most_keys is None and not paged else most_keys
     begins = cu_seqlens_q if same else cu_seqlens_k
@@ -412,10 +431,20 @@ def flash_attn_with_kvcache(
             refuse(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k_new=cu_seqlens_k_new)
     elif rotary_cos is not None or rotary_sin is not None:
         raise bad_argument("rotary_cos", "a tensor without k", "None, or new keys and values")
+    for name, one, other in (("k", k, v), ("v", v, k), ("rotary_cos", rotary_cos, rotary_sin),
+                             ("rotary_sin", rotary_sin, rotary_cos)):  # fmt: skip
+        if one is None and other is not None:
+            raise bad_argument(name, "None", "a tensor, as the one beside it is")
     if block_table is not None and (cache_batch_idx is not None or cache_leftpad is not None):
         refuse(cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad)
-    length, lens = (None, cache_seqlens) if isinstance(cache_seqlens, torch.Tensor) else (cache_seqlens, None)
-    most = None if max_seqlen_q is None else int(max_seqlen_q)
+    length, lens = None, None
+    if isinstance(cache_seqlens, torch.Tensor):
+        lens = cache_seqlens
+    elif isinstance(cache_seqlens, (int, torch.SymInt)):
+        length = _bound("cache_seqlens", cache_seqlens)
+    elif cache_seqlens is not None:
+        raise bad_argument("cache_seqlens", describe(cache_seqlens), "an int, or int32 [batch]", TypeError)
+    most = _bound("max_seqlen_q", max_seqlen_q)
     where = (lens, cache_batch_idx, cache_leftpad, block_table, cu_seqlens_q)
     call = (options, length, most, rotary_interleaved)
     return run_chosen(
@@ -445,7 +474,13 @@ def _choose_cached(
         tensors |= {"k": (k, new), "v": (v, new)}
     check_tensors(tensors, given)
     check_out(given.out, q, v_cache.shape[3])
-    device, batch = q.device, q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
+    device, batch = q.device, q.shape[0]
+    if cu_seqlens_q is not None:
+        check_numbers("cu_seqlens_q", cu_seqlens_q, None, device)
+        batch = cu_seqlens_q.shape[0] - 1
+    for name, numbers in zip(("cache_seqlens", "cache_batch_idx", "cache_leftpad"), rest[:3], strict=True):
+        if numbers is not None:
+            check_numbers(name, numbers, batch, device)
     batched = (q.shape[0], q.shape[1]) if cu_seqlens_q is None else None
     max_queries = q.shape[0] if batched is None else q.shape[1]
     max_queries = max_queries if most is None else most
@@ -472,6 +507,18 @@ def _choose_cached(
     def rotary_of(keys: Keys, cos: torch.Tensor | None, sin: Any, first: torch.Tensor | None) -> Rotary | None:
         return None if cos is None else Rotary(cos, sin, keys.lens if first is None else first, interleaved)
 
+    checks_values, rows = reads_values(q) and not is_watched() and batch > 0, k_cache.shape[0]
+
+    def check(lens: torch.Tensor, chosen: torch.Tensor | None, leftpad: torch.Tensor | None) -> None:
+        if chosen is not None:
+            check_values("cache_batch_idx", chosen, 0, rows - 1)
+        if leftpad is not None:
+            check_values("cache_leftpad", leftpad, 0, columns * size)
+            if (leftpad > lens.clamp(min=0)).any():
+                raise bad_argument("cache_leftpad", leftpad.tolist(), f"at most cache_seqlens, {lens.tolist()}")
+
+    if checks_values:
+        check(rest[0] if full is None else full, *rest[1:3])
     keys, append, is_packed = keys_of(False, k_cache, v_cache, *rest[:5]), None, q.is_contiguous()
     if k is not None:
         assert v is not None
@@ -479,6 +526,8 @@ def _choose_cached(
     attention = choose_attention(packed(q), keys, options, given)
 
     def run(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, k: Any, v: Any, *rest: Any) -> Any:
+        if checks_values:
+            check(rest[0] if full is None else full, *rest[1:3])
         in_place = attention.takes_addresses() and (append is None or append.takes_addresses())
         keys, leftpad, given = keys_of(in_place, k_cache, v_cache, *rest[:5]), rest[2], Given(*rest[8:])
         query = q if in_place and is_packed else packed(q)
@@ -486,6 +535,7 @@ def _choose_cached(
             query, keys = append(query, k, v, keys, given, rotary_of(keys, *rest[5:8]))
         if leftpad is not None:
             assert dense is not None
+            leftpad = leftpad.clamp(min=0)  # below it lies another sequence
             keys = keys._replace(tables=keys.tables + leftpad.unsqueeze(1) * dense[1], lens=keys.lens - leftpad)
         return shaped(*attention(query, keys, given), batched, given.out)
 

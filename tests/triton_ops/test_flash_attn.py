@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import itertools
+import re
 from typing import Any
 
 import flash_cases
@@ -642,3 +643,97 @@ def test_slopes_of_other_sequences_are_refused() -> None:
     for slopes in (torch.rand(2, 4), torch.rand(1, 4).expand(3, 4), torch.rand(1, 3)):
         with pytest.raises(ValueError, match="alibi_slopes: got"):
             flash_attn_func(q[:1], k[:1], v[:1], causal=True, alibi_slopes=slopes)
+
+
+@pytest.mark.quick
+def test_wrong_values_and_shapes_have_their_names() -> None:
+    """Each was an error without its argument's name, or none at all."""
+    q, k, v = small()
+    lens, angles = torch.tensor([5, 9], dtype=torch.int32), torch.ones(9, 8)
+    before = k.clone()
+    packed = (q[0], k[0], v[0])
+    cached: dict[str, dict[str, Any]] = {
+        "rotary_sin: got None": {"k": k[:, :1], "v": v[:, :1], "rotary_cos": angles},
+        "rotary_cos: got None": {"k": k[:, :1], "v": v[:, :1], "rotary_sin": angles},
+        "rotary_sin: got float32 [9, 4]": {
+            "rotary_cos": angles, "rotary_sin": angles[:, :4], "k": k[:, :1], "v": v[:, :1]},
+        "rotary_cos: got 5 positions, needs at least 8": {
+            "rotary_cos": angles[:5], "rotary_sin": angles[:5], "k": k[:, :1], "v": v[:, :1], "cache_seqlens": 3,
+            "causal": True},
+        "v: got None": {"k": k[:, :1]},
+        "k: got None": {"v": v[:, :1]},
+        "cache_batch_idx: got values from 0 to 2, needs 0 to 1": {"cache_batch_idx": torch.tensor([0, 2]).int()},
+        "cache_batch_idx: got int32 [3]": {"cache_batch_idx": torch.tensor([0, 1, 0]).int()},
+        "cache_seqlens: got list": {"cache_seqlens": [5, 9]},
+        "cache_seqlens: got -3": {"cache_seqlens": -3},
+        "cache_seqlens: got int64 [2]": {"cache_seqlens": lens.long()},
+        "cache_leftpad: got values from -1 to 0": {"cache_leftpad": torch.tensor([-1, 0]).int()},
+        "cache_leftpad: got [2, 6], needs at most cache_seqlens, [5, 5]": {
+            "cache_leftpad": torch.tensor([2, 6]).int(), "cache_seqlens": 5},
+        "max_seqlen_q: got -1": {"q": q[0], "cu_seqlens_q": starts(2, 3), "max_seqlen_q": -1},
+        "cu_seqlens_q: got int32 [0]": {"q": q[0], "cu_seqlens_q": starts()[:0]},
+    }  # fmt: skip
+    for said, given in cached.items():
+        with pytest.raises((TypeError, ValueError)) as raised:
+            flash_attn_with_kvcache(**{"q": q, "k_cache": k, "v_cache": v, **given})
+        assert str(raised.value).startswith(said)
+        assert torch.equal(k, before)
+    others: dict[str, tuple[Any, ...]] = {
+        "seqused_k: got values from 4 to 1000": (starts(2, 3), starts(4, 5), 3, 9, {"seqused_k": starts(4, 996)[1:]}),
+        "cu_seqlens_q: got int32 [0]": (starts()[:0], starts(4, 5), 3, 9, {}),
+        "cu_seqlens_k: got int32 [0]": (starts(2, 3), starts()[:0], 3, 9, {}),
+        "max_seqlen_q: got -1": (starts(2, 3), starts(4, 5), -1, 9, {}),
+        "max_seqlen_k: got -2": (starts(2, 3), starts(4, 5), 3, -2, {}),
+    }  # fmt: skip
+    for (said, (*bounds, given)), causal in itertools.product(others.items(), (False, True)):
+        with pytest.raises(ValueError, match=f"^{re.escape(said)}"):
+            flash_attn_varlen_func(*packed, *bounds, causal=causal, **given)
+    for empty in (lambda x: x[:, :, :0], lambda x: x[..., :0]):
+        with pytest.raises(ValueError, match=r"^q: got shape .* needs at least one head"):
+            flash_attn_func(empty(q), empty(k), empty(v))
+
+
+@pytest.mark.quick
+def test_a_negative_leftpad_reads_no_neighbour() -> None:
+    """Where values are not read."""
+    q, k, v = small()
+    leftpad, lens = torch.tensor([0, -4], dtype=torch.int32), torch.tensor([5, 5], dtype=torch.int32)
+    wanted = flash_attn_with_kvcache(q, k, v, cache_seqlens=lens)
+    with flash_cases.as_on_a_device():
+        torch.testing.assert_close(flash_attn_with_kvcache(q, k, v, cache_seqlens=lens, cache_leftpad=leftpad), wanted)
+
+
+RIGHT = (-1, 8, 9, 10**4, 2**30, 2**31 - 1)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("alibi", [False, True], ids=["", "alibi"])
+def test_a_side_as_far_as_all_keys_is_none(alibi: bool) -> None:
+    """To the last bit, also where positions would not fit into 32 bits, and of a paged cache of any size of blocks."""
+    generator = torch.Generator().manual_seed(0)
+    sequences = [[torch.randn(n, h, 16, generator=generator) for n, h in ((9, 4), (12, 2), (12, 2))] for _ in "ab"]
+    q, k, v = (torch.stack(tensors) for tensors in zip(*sequences, strict=True))
+    options = {"alibi_slopes": torch.rand(4, generator=generator)} if alibi else {}
+    for left in (-1, 2, 12):
+        exact = [flash_cases.attention(*s, window_size=(left, -1), **options) for s in sequences]
+        wanted, wanted_lse = (torch.stack(results).float() for results in zip(*exact, strict=True))
+        for right in RIGHT:
+            given = {**options, "window_size": (left, right), "return_softmax_lse": True}
+            found = [flash_attn_func(q, k, v, **given)]
+            for size in (1, 5):
+                *caches, tables = in_pages([*k], [*v], generator, size)
+                found.append(flash_attn_with_kvcache(q, *caches, cache_seqlens=12, block_table=tables, **given))
+            for out, lse in found:
+                torch.testing.assert_close(out, wanted, atol=2e-6, rtol=2e-6)
+                torch.testing.assert_close(lse, wanted_lse, atol=2e-6, rtol=2e-6)
+
+
+@pytest.mark.quick
+def test_slopes_of_many_queries_lose_nothing() -> None:
+    """Biases of keys behind a query are as small as those before it."""
+    generator, n = torch.Generator().manual_seed(0), 96 if INTERPRET else 1500
+    q, k, v = (torch.randn(n, 1, 16, generator=generator) for _ in range(3))
+    slopes = torch.full((1,), 0.55)
+    out = flash_attn_func(q[None], k[None], v[None], alibi_slopes=slopes)
+    wanted, _ = flash_cases.attention(q, k, v, alibi_slopes=slopes)
+    torch.testing.assert_close(out[0].double(), wanted, atol=5e-6, rtol=5e-6)
