@@ -29,9 +29,9 @@ bench: setup ## measure every operator against its rivals, quickly; `python -m p
 
 bench-manager: ## CacheManager against vLLM's and SGLang's managers, installed under .peers (2 GB)
 	PYTHON=$(PYTHON) sh benchmarks/install_peers.sh .peers
-	for hash in sha256 xxh3_128; do .peers/vllm/bin/python benchmarks/bench_manager.py --peer vllm \
+	for hash in sha256 xxh3_128; do .peers/vllm/bin/python -m benchmarks manager --peer vllm \
 		--source .peers/vllm-src --hash $$hash --csv bench_output/cpu/manager.csv || exit 1; done
-	.peers/sglang/bin/python benchmarks/bench_manager.py --peer sglang --source .peers/sglang-src --hash xxh3_128 \
+	.peers/sglang/bin/python -m benchmarks manager --peer sglang --source .peers/sglang-src --hash xxh3_128 \
 		--csv bench_output/cpu/manager.csv
 
 vllm-engine: setup ## vLLM's compiled engine with our plugins, installed under .peers, against vLLM without them
@@ -93,19 +93,19 @@ typecheck: setup ## mypy --strict over the package
 results: setup ## measure again what benchmarks/results/cpu holds, and render charts, README and docs from it
 	$(BIN)/python -m pc demo --output $(VENV)/demo && cp $(VENV)/demo/demo.csv benchmarks/results/cpu/
 	$(BIN)/python -m pc bench --quick --device cpu --output benchmarks/results
-	$(BIN)/python benchmarks/render_docs.py
+	$(BIN)/python -m benchmarks render
 
 # Needs nothing from the network: PYTHON brings torch and triton for the GPU, pytest and transformers.
 # More goes into ARGS: make gpu SLICE=2 ARGS="--results /tmp/results --peers wheels".
 gpu: ## everything that needs a GPU, in slices of nine minutes that can be resumed: make gpu SLICE=1
-	PYTHONPATH=src $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) benchmarks/gpu.py $(if $(SLICE),--slice $(SLICE)) $(ARGS)
+	PYTHONPATH=src $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -m benchmarks gpu $(if $(SLICE),--slice $(SLICE)) $(ARGS)
 
 gpu-dry: ## the same slices without a GPU, small: tests are collected, kernels interpreted, results packed
-	PYTHONPATH=src OMP_NUM_THREADS=1 $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) benchmarks/gpu.py --dry-run \
+	PYTHONPATH=src OMP_NUM_THREADS=1 $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -m benchmarks gpu --dry-run \
 		$(if $(SLICE),--slice $(SLICE)) $(ARGS)
 
 docs: setup ## render numbers and charts from rows, and build the site into site/
-	$(BIN)/python benchmarks/render_docs.py
+	$(BIN)/python -m benchmarks render
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 hub: ## make the package for HuggingFace's kernels library, in build/hub
@@ -117,7 +117,7 @@ wheel-test: setup ## build a wheel and use it in a clean environment, away from 
 KERNEL_TRITONS := 3.6.0 3.9.0
 
 kernels: setup $(KERNEL_TRITONS:%=.kernels/triton-%) ## compile every kernel for four targets, without a GPU, into a table
-	$(BIN)/python benchmarks/kernel_resources.py --write
+	$(BIN)/python -m benchmarks kernels --write
 
 # In parts: make emulate ARCHS=sm_90, and a share of the tests with PC_SHARE=0/8 to 7/8 in the environment.
 ARCHS ?= sm_80 sm_90
@@ -140,12 +140,12 @@ mutate: setup ## break compiled kernels on purpose and count what `make emulate`
 	EMULATOR_ARCH=sm_80 PYTHONPATH=src:tests:tests/support OMP_NUM_THREADS=1 $(BIN)/python -m emulator.mutate --write $(ARGS)
 
 host: setup ## what a call costs the host, as multiples of torch.add, without a GPU
-	PYTHONPATH=src OMP_NUM_THREADS=1 $(BIN)/python benchmarks/host.py
+	PYTHONPATH=src OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks host
 
 work: setup .peers/vllm-src/.done ## count the work of attention steps on compiled kernels, beside vLLM's, without a GPU
 	for arch in sm_80 sm_90; do EMULATOR_ARCH=$$arch PYTHONPATH=src:tests OMP_NUM_THREADS=1 \
-		$(BIN)/python benchmarks/work.py --vllm .peers/vllm-src || exit 1; done
-	$(BIN)/python benchmarks/render_docs.py
+		$(BIN)/python -m benchmarks work --vllm .peers/vllm-src || exit 1; done
+	$(BIN)/python -m benchmarks render
 
 .peers/vllm-src/.done: | setup
 	PYTHON=$(abspath $(BIN)/python) sh benchmarks/install_peers.sh .peers sources

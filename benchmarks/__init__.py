@@ -1,1 +1,1 @@
-"""What is measured, how, and what came out. Loaded as `pc_benchmarks` by `python -m pc bench`; needs a checkout."""
+"""What is measured, how, and what came out. `python -m benchmarks` lists them; in no wheel."""

@@ -14,8 +14,8 @@ import torch.nn.functional as F  # noqa: N812
 
 from pc.bench import load_benchmarks
 
-load_benchmarks()  # the checkout's benchmarks/ as the package pc_benchmarks
-registry, runner = (importlib.import_module(f"pc_benchmarks.{name}") for name in ("registry", "runner"))
+load_benchmarks()  # the checkout's benchmarks/, from any folder
+registry, runner = (importlib.import_module(f"benchmarks.harness.{name}") for name in ("registry", "runner"))
 
 
 def prepare(call):

@@ -16,13 +16,10 @@ import pytest
 import torch
 
 import pc
-from pc.bench import PACKAGE, load_benchmarks, run_bench
+from benchmarks.harness import peers, registry, runner, tables
+from benchmarks.operators import attention, attention_providers
+from pc.bench import run_bench
 
-load_benchmarks()
-attention, attention_providers, peers, registry, runner, tables = (
-    importlib.import_module(f"{PACKAGE}.{name}")
-    for name in ("attention", "attention_providers", "peers", "registry", "runner", "tables")
-)
 CPU = torch.device("cpu")
 SMALL = {"heads": (4, 2), "head_dim": 16, "block_size": 8}
 

@@ -1,4 +1,4 @@
-"""`python -m pc families`: classes built small and run with and without the cache."""
+"""`python -m benchmarks families`: classes built small and run with and without the cache."""
 
 from __future__ import annotations
 
@@ -8,19 +8,34 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from pc import families
+from benchmarks.models import families
 
 
 def test_rows_and_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = tmp_path / "table.md"
-    assert families.run_families(["LlamaForCausalLM", "XLNetLMHeadModel", "NoSuchClass"], output) == 0
+    assert families.main(["LlamaForCausalLM", "XLNetLMHeadModel", "--output", str(output)]) == 0
     printed = capsys.readouterr().out
     assert "1 served" in printed
     assert "0 different" in printed
     lines = output.read_text().splitlines()
     assert lines[2] == "| LlamaForCausalLM | served | 69 |  |"
     assert lines[3].startswith("| XLNetLMHeadModel | falls back |")
-    assert "NoSuchClass" in lines[4]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["NoSuchClass"], "got NoSuchClass, needs"),
+        (["LlamaForCausalLM", "--output", "/proc/none/table.md"], "/proc/none"),
+    ],
+)
+def test_what_cannot_be_is_said_before_the_work(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        families.main(arguments)
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err
 
 
 def test_other_tokens_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -33,4 +48,4 @@ def test_other_tokens_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
         values.neg_()  # type: ignore[attr-defined]
 
     monkeypatch.setattr(KVStorage, "read", wrong)
-    assert families.run_families(["LlamaForCausalLM"]) == 1
+    assert families.main(["LlamaForCausalLM"]) == 1

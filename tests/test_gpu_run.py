@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import importlib
 import os
 import subprocess
 import sys
@@ -17,12 +16,10 @@ from typing import Any
 import pytest
 import torch
 
-from pc.bench import PACKAGE, load_benchmarks
+from benchmarks.gpu import run as gpu
+from benchmarks.gpu import small, sweep
+from benchmarks.harness import registry, runner, tables
 
-load_benchmarks()
-gpu, registry, runner, small, sweep, tables = (
-    importlib.import_module(f"{PACKAGE}.{n}") for n in ("gpu", "registry", "runner", "small", "sweep", "tables")
-)
 HALF_HOUR = 1800
 
 UNITS = {unit.name: unit for unit in gpu.units()}
@@ -231,13 +228,15 @@ def test_a_test_file_that_needs_what_is_absent_is_left_out_only_where_asked() ->
 
 
 def test_a_process_that_compiles_for_ever_is_ended() -> None:
-    ahead = importlib.import_module(f"{PACKAGE}.ahead")
+    from benchmarks.gpu import ahead
+
     commands = [[sys.executable, "-c", "import time; time.sleep(60)"], [sys.executable, "-c", "raise SystemExit(3)"]]
     assert ahead.in_shares(commands, 3.0) == [124, 3]
 
 
 def test_bars_of_a_decode_go_with_the_memory_of_the_device(tmp_path: Path) -> None:
-    bars = importlib.import_module(f"{PACKAGE}.bars")
+    from benchmarks.gpu import bars
+
     rows = "case,provider,mode,p50_us,flops,device\ndecode 1x4k,pc,graph,19,0,{}\n"
     for device, line in (
         ("NVIDIA H200", "not met: decode 1x4k, 19 us, at most 14"),
@@ -293,7 +292,8 @@ class FakeDevice:
         fakes |= {"empty_cache": lambda: None, "get_device_name": lambda: "Fake GPU"}
         for name, fake in fakes.items():
             monkeypatch.setattr(torch.cuda, name, fake)
-        ceilings = importlib.import_module(f"{PACKAGE}.ceilings")
+        from benchmarks.harness import ceilings
+
         monkeypatch.setattr(runner, "measure_ceilings", lambda *_: ceilings.Ceilings(1e12, 1e14, "bfloat16"))
 
     @contextlib.contextmanager
@@ -414,7 +414,8 @@ def test_a_case_that_fails_does_not_stop_the_others(
 
 
 def test_bars(tmp_path: Path) -> None:
-    bars = importlib.import_module(f"{PACKAGE}.bars")
+    from benchmarks.gpu import bars
+
     columns = "case,provider,mode,p50_us,flops\n"
     (tmp_path / "paged_attention.csv").write_text(
         columns

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import importlib
 import re
 from pathlib import Path
 
 import pytest
 
-from pc.bench import PACKAGE, load_benchmarks
+from benchmarks.pages import markdown, plots, render_operators
+from benchmarks.pages import render as render_docs
 
-load_benchmarks()
-markdown, plots, render_docs, render_operators = (
-    importlib.import_module(f"{PACKAGE}.{name}") for name in ("markdown", "plots", "render_docs", "render_operators")
-)
 pytestmark = pytest.mark.quick  # each page, name and command
 
 PAGES = [pytest.param(page, id=page.relative_to(render_docs.ROOT).as_posix()) for page in render_docs.pages()]
-AGAIN = "run: python benchmarks/render_docs.py"
+AGAIN = "run: python -m benchmarks render"
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -119,7 +115,8 @@ def test_results_of_a_gpu_take_the_place_of_the_note(tmp_path: Path, monkeypatch
 
 
 def test_cost_of_blocks_of_a_heads_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    providers = importlib.import_module(f"{PACKAGE}.attention_providers")
+    from benchmarks.operators import attention_providers as providers
+
     names = [provider.name for provider in providers.attention_providers("sparse_gap_attention")]
     assert {render_operators.OURS, render_operators.DENSE, render_operators.COMPACTED} <= {*names}
     monkeypatch.setattr(markdown, "ROOT", tmp_path)

@@ -102,15 +102,23 @@ def test_the_adapter_names_what_it_lacks() -> None:
         (["demo", "--block-size", "0"], "block_size: got 0, needs at least 1"),
         (["demo", "--output", "/proc/none"], "/proc/none"),
         (["bench", "--device", "gpu"], "--device: got 'gpu', needs cpu or cuda"),
+        (
+            ["bench", "copy_blocks", "--quick", "--device", "cpu", "--output", "/proc/none"],
+            "--output: /proc/none: No such",
+        ),
+        (["replay", "TRACE", "--csv", "/proc/none/rows.csv"], "--csv: /proc/none: No such"),
+        (["replay", "TRACE", "--plot", "/proc/none/rates.png"], "--plot: /proc/none: No such"),
         (["bench", "copy_blocks", "--quick", "--device", "cpu", "--case", "one"], "--case: got 'one', needs a part of"),
         (["bench", "copy_blocks", "--device", "cpu", "--provider", "vLLM"], "--provider: got 'vLLM', needs a part of"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_what_a_command_cannot_do_is_said_in_a_line(arguments: list[str], said: str) -> None:
+def test_what_a_command_cannot_do_is_said_in_a_line(arguments: list[str], said: str, tmp_path: Path) -> None:
     testing = pytest.importorskip("typer.testing")
     from pc.__main__ import app
 
+    (trace := tmp_path / "trace.jsonl").write_text('{"hash_ids": [1, 2]}\n')
+    arguments = [str(trace) if argument == "TRACE" else argument for argument in arguments]
     done = testing.CliRunner().invoke(app, arguments, env={"COLUMNS": "300"})
     assert done.exit_code == 2, done.output
     assert said in done.output

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import itertools
 import os
 import subprocess
@@ -15,13 +14,11 @@ import pytest
 import torch
 
 import pc
-from pc.bench import PACKAGE, load_benchmarks
+from benchmarks.harness import registry
+from benchmarks.operators import attention
+from benchmarks.operators import attention_peers as peers
+from benchmarks.operators import attention_providers as providers
 
-load_benchmarks()
-attention, peers, providers, registry = (
-    importlib.import_module(f"{PACKAGE}.{n}")
-    for n in ("attention", "attention_peers", "attention_providers", "registry")
-)
 ROOT = Path(__file__).parent.parent
 SMALL = {"heads": (4, 2), "head_dim": 32, "block_size": 16, "dtype": "float16"}
 CASES = {
@@ -198,7 +195,7 @@ for name, case in t.CASES.items():
         assert name == "holes", name
         continue
     inputs.check(inputs.calls[1], run)
-write = importlib.import_module(t.PACKAGE + ".bench_reshape_and_cache")
+from benchmarks.operators import reshape_and_cache as write
 torch.cuda.get_device_capability = lambda *device: (9, 0)
 inputs = write.WriteInputs(21, 3, 40, None, device, 0)
 inputs.check(inputs.calls[0], write._vllm(inputs.calls[0]))

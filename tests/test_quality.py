@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
 import pytest
@@ -10,10 +9,9 @@ import torch
 
 pytest.importorskip("transformers")
 
-from pc.bench import PACKAGE, load_benchmarks
 
-load_benchmarks()
-quality = importlib.import_module(f"{PACKAGE}.quality")
+from benchmarks.models import quality
+
 WHOLE = {m.name: m for m in quality.methods([1.0])}
 EXACT = {
     *("last tokens", "last and 4 first tokens", "H2O", "SnapKV", "Quest-like pages", "best blocks"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import itertools
 import runpy
 import shutil
@@ -13,13 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from pc.bench import PACKAGE, load_benchmarks
+from benchmarks.gpu import sweep
 from pc.info import _tuned
 from pc.triton_ops._attention import choose, constants, tuned
 from pc.triton_ops._attention.call import AttentionCall
 
-load_benchmarks()
-sweep = importlib.import_module(f"{PACKAGE}.sweep")
 WHY = "as fast as two"
 MINE = {
     "TILES": {

@@ -132,17 +132,6 @@ def warmup(
 
 
 @app.command()
-def families(
-    names: Annotated[list[str] | None, typer.Argument(help="Classes, such as LlamaForCausalLM; none: all.")] = None,
-    output: Annotated[Path | None, typer.Option(help="Markdown file for the table.")] = None,
-) -> None:
-    """Build every language model class of transformers small and run it with and without prefix caching."""
-    from .families import run_families
-
-    raise typer.Exit(run_families(names or [], output))
-
-
-@app.command()
 def replay(
     trace: Annotated[Path, typer.Argument(help="A .jsonl or .jsonl.gz: hash_ids a line, or sessions with requests.")],
     policies: Annotated[

@@ -8,14 +8,14 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-PACKAGE = "pc_benchmarks"  # a name that no distribution has, where `benchmarks` is what several install
+PACKAGE = "benchmarks"
 
 
 def find_checkout() -> Path:
     """The repository this package runs from, or that of the current folder or script; FileNotFoundError without one."""
     # The last is where a script of benchmarks/ lies that is run from elsewhere.
     for root in (Path(__file__).resolve().parents[2], Path.cwd(), Path(sys.argv[0]).resolve().parent.parent):
-        if (root / "benchmarks" / "registry.py").exists():
+        if (root / "benchmarks" / "harness" / "registry.py").exists():
             return root
     raise FileNotFoundError(
         "python -m pc bench needs a checkout of the repository: the benchmarks are not in the wheel; run it there"
@@ -23,10 +23,10 @@ def find_checkout() -> Path:
 
 
 def load_benchmarks() -> ModuleType:
-    """The checkout's benchmarks/ as the package `pc_benchmarks`; raises as `find_checkout`."""
-    if PACKAGE in sys.modules:
-        return sys.modules[PACKAGE]
+    """The checkout's benchmarks/ as the package `benchmarks`, not one that is installed; raises as `find_checkout`."""
     folder = find_checkout() / "benchmarks"
+    if getattr(sys.modules.get(PACKAGE), "__path__", None) == [str(folder)]:
+        return sys.modules[PACKAGE]
     spec = importlib.util.spec_from_file_location(
         PACKAGE, folder / "__init__.py", submodule_search_locations=[str(folder)]
     )
@@ -60,7 +60,9 @@ def run_bench(
         return 2
     try:
         load_benchmarks()
-        registry, runner, plug = (importlib.import_module(f"{PACKAGE}.{m}") for m in ("registry", "runner", "peers"))
+        registry, runner, plug = (
+            importlib.import_module(f"{PACKAGE}.harness.{m}") for m in ("registry", "runner", "peers")
+        )
         benchmarks = registry.discover(ops or None)
     except (FileNotFoundError, ValueError) as error:
         console.print(str(error), style="red")
@@ -75,6 +77,11 @@ def run_bench(
     missing = _nothing_matches(benchmarks, kind, quick, case, provider)
     if missing:
         console.print(missing, style="red")
+        return 2
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        console.print(f"--output: {output}: {error.strerror}", style="red", markup=False)
         return 2
     total = sum(len(benchmark.of(kind, quick, case)) for benchmark in benchmarks)
     rows: dict[str, list[Any]] = {}

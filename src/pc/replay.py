@@ -38,6 +38,9 @@ def run_replay(
     shares = _shares(capacity, loaded)
     whole = loaded.unique_blocks
     kinds = _hints(hints, loaded)
+    for option, path in (("--csv", csv_file), ("--plot", plot)):
+        if path is not None:
+            _make_folder(option, path.parent)
     loaded = _part(part, loaded)
     console.print(
         f"{loaded.name}: {len(loaded.requests)} requests, {loaded.num_blocks} blocks of {loaded.block_size} tokens, "
@@ -53,6 +56,13 @@ def run_replay(
         write_csv(csv_file, results)
     if plot is not None:
         draw_hints(plot, results) if len(kinds) > 1 else draw(plot, results)
+
+
+def _make_folder(option: str, folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise typer.BadParameter(f"{folder}: {error.strerror}", param_hint=option) from error
 
 
 def _names(policies: str, drawn: bool) -> list[str]:

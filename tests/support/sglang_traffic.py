@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.sglang_radix import PAGE, Request, admit, compute, finish, make_cache
+from benchmarks.engines.sglang_radix import PAGE, Request, admit, compute, finish, make_cache
 from pc.cache.replay import Trace
 
 LONGEST = 1 << 12

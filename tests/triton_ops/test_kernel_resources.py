@@ -30,11 +30,7 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def resources():
-    if "kernel_resources" not in sys.modules:
-        spec = importlib.util.spec_from_file_location("kernel_resources", ROOT / "benchmarks" / "kernel_resources.py")
-        sys.modules["kernel_resources"] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules["kernel_resources"])
-    return sys.modules["kernel_resources"]
+    return importlib.import_module("benchmarks.kernels.kernel_resources")
 
 
 def _check(resources, row):

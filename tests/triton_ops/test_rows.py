@@ -102,9 +102,8 @@ CASES = ("rows 8 KiB head-major", "rows 33 bytes", "join 8 KiB positions", "rows
 @pytest.mark.skipif(not HAS_TRITON or INTERPRET, reason="needs triton, and one run is enough")
 @pytest.mark.slow
 def test_kernels_compile_for_every_target_with_wide_loads_and_without_spills():
-    script = Path(__file__).parents[2] / "benchmarks" / "kernel_resources.py"
-    command = [sys.executable, str(script), "--json", *CASES]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    command = [sys.executable, "-m", "benchmarks", "kernels", "--json", *CASES]
+    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=True)
     rows = [json.loads(line) for line in done.stdout.splitlines()]
     assert {(row["case"], row["target"]) for row in rows} == set(product(CASES, ("sm_80", "sm_90", "sm_100", "gfx942")))
     for row in rows:

@@ -1,27 +1,25 @@
-"""Generated traffic, and that the learned policy holds against lru on it; all kinds: python -m benchmarks.traffic."""
+"""Generated traffic, and that the learned policy holds against lru on it; all kinds: python -m benchmarks traffic."""
 
 from __future__ import annotations
 
-import runpy
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 import pytest
 
+from benchmarks.caching import traffic
 from pc.cache.replay import Trace
 
-TRAFFIC = runpy.run_path(str(Path(__file__).parents[3] / "benchmarks" / "traffic.py"))
-ALL = {**TRAFFIC["KINDS"], **TRAFFIC["STRESS"]}
+ALL = {**traffic.KINDS, **traffic.STRESS}
 
 
 def test_there_are_twenty_kinds_and_more():
-    assert len(TRAFFIC["KINDS"]) >= 20
+    assert len(traffic.KINDS) >= 20
 
 
 @pytest.mark.parametrize("kind", ALL)
 def test_a_name_stands_for_a_whole_prefix(kind):
-    trace, again = (TRAFFIC["generate"](kind, 300, seed=3) for _ in range(2))
+    trace, again = (traffic.generate(kind, 300, seed=3) for _ in range(2))
     assert [ids.tolist() for ids in trace.requests] == [ids.tolist() for ids in again.requests]
     before: dict[int, int] = {}
     for ids in trace.requests:
@@ -37,32 +35,32 @@ QUICK += ["law_flips", "concatenated"]
 
 @pytest.mark.parametrize("kind", QUICK)
 def test_the_learned_policy_never_hits_much_less_than_lru(kind):
-    trace = TRAFFIC["generate"](kind, 700)
+    trace = traffic.generate(kind, 700)
     for share in (0.03, 0.3):
         capacity = round(share * trace.unique_blocks)
-        lru, ours, worst = TRAFFIC["against_lru"](trace, "hazard", capacity, 200)
-        assert ours >= (0.9 if kind in TRAFFIC["STRESS"] else 0.99) * lru
+        lru, ours, worst = traffic.against_lru(trace, "hazard", capacity, 200)
+        assert ours >= (0.9 if kind in traffic.STRESS else 0.99) * lru
         assert worst <= ours / lru + 1e-9 if ours else worst == 1
 
 
 @pytest.mark.parametrize("seed", [1, 2])
 def test_a_law_that_flips_again_and_again_takes_nothing_from_lru(seed):
     """Each change of orders costs what the other one would have held; too ready ones lost 2 and 4 % here."""
-    trace = TRAFFIC["generate"]("law_flips_often", 2400, seed)
-    lru, ours, _ = TRAFFIC["against_lru"](trace, "hazard", round(0.1 * trace.unique_blocks), 200)
+    trace = traffic.generate("law_flips_often", 2400, seed)
+    lru, ours, _ = traffic.against_lru(trace, "hazard", round(0.1 * trace.unique_blocks), 200)
     assert ours >= 0.99 * lru
 
 
 def test_the_worst_window_is_found():
     lru, ours = [4] * 40, [4] * 40
     ours[20:30] = [1] * 10
-    assert TRAFFIC["worst_window"](ours, lru, 10) == 0.25
-    assert TRAFFIC["worst_window"](lru, ours, 40) > 1
-    assert TRAFFIC["worst_window"]([1] * 8, [0] * 8, 4) == 1
+    assert traffic.worst_window(ours, lru, 10) == 0.25
+    assert traffic.worst_window(lru, ours, 40) > 1
+    assert traffic.worst_window([1] * 8, [0] * 8, 4) == 1
 
 
 def test_traces_one_after_the_other_share_nothing():
     first = Trace("a", 16, [np.array([1, 2]), np.array([1, 3])], [5, 6], [0.0, 1.0])
-    both = TRAFFIC["one_after_the_other"]([first, first])
+    both = traffic.one_after_the_other([first, first])
     assert both.unique_blocks == 2 * first.unique_blocks
     assert both.outputs == [5, 6, 5, 6]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import http.client
-import importlib
 import json
 import os
 import re
@@ -25,11 +24,8 @@ pytest.importorskip("vllm", reason="vllm is not installed: make vllm")
 from safetensors import safe_open
 from vllm_page import BLOCKS, PAGE, commands
 
-from pc.bench import PACKAGE, load_benchmarks
+from benchmarks.engines import vllm_server
 from pc.triton_ops._triton import INTERPRET
-
-load_benchmarks()
-vllm_server = importlib.import_module(f"{PACKAGE}.vllm_server")
 
 pytestmark = [
     pytest.mark.slow,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import random
 
 import pytest
@@ -11,11 +10,8 @@ pytest.importorskip("vllm", reason="vllm is not installed: make vllm")
 
 import numpy as np
 
-from pc.bench import PACKAGE, load_benchmarks
+from benchmarks.engines import vllm_replay
 from pc.cache.replay import Trace, replay
-
-load_benchmarks()
-vllm_replay = importlib.import_module(f"{PACKAGE}.vllm_replay")
 
 
 def make_trace(seed=0, num_requests=600):

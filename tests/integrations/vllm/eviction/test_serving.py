@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import random
 
 import numpy as np
@@ -10,13 +9,11 @@ import pytest
 
 pytest.importorskip("vllm", reason="vllm is not installed: make vllm")
 
-from pc.bench import PACKAGE, load_benchmarks
+from benchmarks.engines import vllm_scheduler as scheduler
+from benchmarks.engines import vllm_serving as serving
 from pc.cache.replay import Trace
 from pc.cache.replay.traces import continued
 
-load_benchmarks()
-serving = importlib.import_module(f"{PACKAGE}.vllm_serving")
-scheduler = importlib.import_module(f"{PACKAGE}.vllm_scheduler")
 WORDS = list(range(1000, 9000))
 
 

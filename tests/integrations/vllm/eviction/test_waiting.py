@@ -13,10 +13,8 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
-from pc.bench import PACKAGE, load_benchmarks
+from benchmarks.engines.vllm_scheduler import make_scheduler
 
-load_benchmarks()
-make_scheduler = importlib.import_module(f"{PACKAGE}.vllm_scheduler").make_scheduler
 SIZE = 16
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import random
 from types import SimpleNamespace
 
@@ -15,13 +14,11 @@ pytest.importorskip(
 from vllm.v1.kv_offload.base import LookupResult, ReqContext, get_offload_block_hash, make_offload_key
 from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
 
-from pc.bench import PACKAGE, load_benchmarks
+from benchmarks.engines.vllm_replay import pass_through_tier
 from pc.cache.policies import POLICIES
 from pc.integrations.hints import retention_hints
 from pc.integrations.vllm.offload import OffloadPolicy, policy_class
 
-load_benchmarks()
-pass_through_tier = importlib.import_module(f"{PACKAGE}.vllm_replay").pass_through_tier
 MODULE = "pc.integrations.vllm.offload"
 CHUNK = 32  # tokens
 

@@ -1,0 +1,50 @@
+"""`python -m benchmarks NAME ...` in a checkout: one front for what is measured; `python -m pc bench` for operators."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+NAMES = {
+    "render": ("pages.render", "numbers and charts of README and docs, from the rows: make docs"),
+    "kernels": ("kernels.kernel_resources", "registers, spills and shared memory of every kernel: make kernels"),
+    "work": ("kernels.work", "executed instructions and bytes of attention steps: make work"),
+    "host": ("kernels.host", "what a call costs the host: make host"),
+    "gpu": ("gpu.run", "everything that needs a GPU, in slices: make gpu"),
+    "sweep": ("gpu.sweep", "constants that sweeps chose; --write takes them over"),
+    "ahead": ("gpu.ahead", "compiles ahead what a unit of gpu will run"),
+    "small": ("gpu.small", "one small call of every operator, also under compute-sanitizer"),
+    "manager": ("caching.manager", "CacheManager against vLLM's and SGLang's: make bench-manager"),
+    "traffic": ("caching.traffic", "eviction policies on 21 kinds of generated traffic"),
+    "reuse": ("models.reuse", "generate with the cache, plain and with transformers' own reuse"),
+    "reuse_anywhere": ("models.reuse_anywhere", "text that moved: time and loss"),
+    "lookup_anywhere": ("models.lookup_anywhere", "what it costs to look for text that moved"),
+    "batching": ("models.batching", "generate_batch beside transformers'"),
+    "hidden_states": ("models.hidden_states", "caching hidden states, beside vLLM-Omni and others"),
+    "quality": ("models.quality", "what a model loses when its cache holds less, or fewer bits"),
+    "families": ("models.families", "every class of transformers, small, with and without the cache"),
+    "hints": ("engines.hints", "blocks hit with hints, by replay, generate and vLLM's scheduler"),
+    "vllm_replay": ("engines.vllm_replay", "a trace through vLLM's block manager, or its tier"),
+    "vllm_scheduler": ("engines.vllm_scheduler", "a trace through vLLM's scheduler"),
+    "vllm_serving": ("engines.vllm_serving", "a trace through vLLM's server"),
+    "vllm_cpu": ("engines.vllm_cpu", "steps of vLLM on a CPU, its backend and ours"),
+    "vllm_omni": ("engines.vllm_omni", "steps behind vLLM-Omni's cache of hidden states"),
+    "sglang_radix": ("engines.sglang_radix", "a trace through SGLang's radix cache"),
+}
+"""Module and what it measures; each reads its own --help."""
+
+
+def main(arguments: list[str]) -> int:
+    """Runs one of them; its exit code."""
+    name = arguments[0] if arguments else ""
+    if name not in NAMES:
+        wanted = name in ("", "-h", "--help")
+        lines = [f"  {name:16} {what}" for name, (_, what) in NAMES.items()]
+        print("usage: python -m benchmarks NAME ...", *lines, sep="\n", file=sys.stdout if wanted else sys.stderr)
+        return 0 if wanted else 2
+    sys.argv = [f"python -m benchmarks {name}", *arguments[1:]]
+    return int(importlib.import_module(f"benchmarks.{NAMES[name][0]}").main() or 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

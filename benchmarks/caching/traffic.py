@@ -1,0 +1,305 @@
+"""Generated traffic of many kinds, and how an eviction policy holds against lru on each, in its worst window too.
+
+    PYTHONPATH=src python -m benchmarks traffic --policy default
+    PYTHONPATH=src python -m benchmarks traffic --kinds law_flips,concatenated --capacity 3%,10%
+    PYTHONPATH=src python -m benchmarks traffic --traces a.jsonl.gz b.jsonl.gz    # one after the other
+
+Rules of `python -m pc replay`; `--csv FILE` adds rows to a file. The worst window is the least ratio to lru over so
+many requests, of windows in which lru hits at least a fiftieth of its share. `KINDS` are common traffic; `STRESS`
+changes in ways that no policy foresees.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator
+from itertools import count, islice
+from pathlib import Path
+
+import numpy as np
+
+from pc.cache.replay import Trace, load_trace, replay
+
+Rng = np.random.Generator
+Draw = Callable[[Rng], float]
+Requests = Iterator[tuple[list[int], int]]
+"""Per request its blocks, named by whole prefixes, and how many tokens it generates."""
+
+
+class Ids:
+    """Fresh names of blocks."""
+
+    def __init__(self) -> None:
+        self._next = count()
+
+    def take(self, number: float) -> list[int]:
+        return list(islice(self._next, max(1, int(number))))
+
+
+def near(mean: float) -> Draw:
+    """Around a mean, never below 1, with a long tail."""
+    return lambda rng: 1 + rng.gamma(2.0, (mean - 1) / 2.0) if mean > 1 else 1.0
+
+
+SIX, THREE = near(6), near(3)
+
+
+def sessions(
+    rng: Rng,
+    turns: Draw,
+    gap: Draw,
+    first: Draw = SIX,
+    grow: Draw = THREE,
+    prompts: int = 0,
+    arrival: Callable[[int], float] = lambda i: 1.0,
+    output: Callable[[Rng, bool], float] = lambda rng, last: 200 * rng.random(),
+) -> Requests:
+    """Conversations side by side. A turn is all blocks before it, `grow` more, and a partial one that never returns.
+
+    Args:
+        rng: Of all draws.
+        turns: Of a conversation.
+        gap: Time between two turns; a new conversation begins every `arrival`.
+        first: Blocks of the first turn.
+        grow: Blocks that each turn adds.
+        prompts: System prompts of 4 blocks that conversations begin with, the first of them often; 0: none.
+        arrival: Mean time until the next conversation, by its number.
+        output: Tokens of a turn, told whether it is the last.
+    """
+    ids = Ids()
+    shared = [ids.take(4) for _ in range(prompts)]
+    waiting: list[tuple[float, int, list[int], int]] = []
+    now = 0.0
+    for number in count():
+        now += rng.exponential(arrival(number))
+        waiting.sort(key=lambda each: each[:2])
+        while waiting and waiting[0][0] <= now:
+            at, chat, chain, left = waiting.pop(0)
+            yield [*chain, *ids.take(1)], int(output(rng, left == 1))
+            if left > 1:
+                entry = (at + gap(rng), chat, [*chain, *ids.take(grow(rng))], left - 1)
+                waiting.append(entry)
+                waiting.sort(key=lambda each: each[:2])
+        root = shared[min(int(rng.zipf(1.5)), prompts) - 1] if prompts else []
+        waiting.append((now, number, [*root, *ids.take(first(rng))], max(1, int(turns(rng)))))
+
+
+def documents(rng: Rng, choose: Callable[[int], int], size: float = 12, question: float = 2) -> Requests:
+    """Questions about documents: which one is chosen by the number of the request."""
+    ids = Ids()
+    known: dict[int, list[int]] = {}
+    for number in count():
+        which = choose(number)
+        if which not in known:
+            known[which] = ids.take(near(size)(rng))
+        yield [*known[which], *ids.take(question)], int(300 * rng.random())
+
+
+def turns_of(mean: float) -> Draw:
+    return lambda rng: float(rng.geometric(1 / mean))
+
+
+def recent(rng: Rng) -> Requests:
+    """What was used a short while ago is used again: what lru is made for."""
+    used = [0]
+
+    def choose(number: int) -> int:
+        if rng.random() < 0.15:
+            used.append(max(used) + 1)
+        else:
+            used.append(used.pop(-min(len(used), int(rng.geometric(0.02)))))
+        return used[-1]
+
+    return documents(rng, choose)
+
+
+def tree(rng: Rng) -> Requests:
+    """Searches that go on from any node of a tree, deep ones more often."""
+    ids = Ids()
+    while True:
+        nodes = [ids.take(8)]
+        for _ in range(int(near(40)(rng))):
+            base = nodes[-min(len(nodes), int(rng.geometric(0.3)))]
+            nodes.append([*base, *ids.take(near(2)(rng))])
+            yield nodes[-1], int(100 * rng.random())
+
+
+def batches(rng: Rng) -> Requests:
+    """Jobs of many requests behind one template each, one job after the other."""
+    ids = Ids()
+    while True:
+        template = ids.take(near(20)(rng))
+        for _ in range(int(near(60)(rng))):
+            yield [*template, *ids.take(near(4)(rng))], 20
+
+
+def retries(rng: Rng) -> Requests:
+    """Requests that come again at once, word for word."""
+    ids = Ids()
+    while True:
+        request = ids.take(near(12)(rng))
+        for _ in range(int(rng.geometric(0.6))):
+            yield request, int(200 * rng.random())
+
+
+def mixed(rng: Rng, parts: list[Requests], share: Callable[[int], int]) -> Requests:
+    """Requests of several sources, whose names are kept apart."""
+    for number in count():
+        part = share(number)
+        blocks, output = next(parts[part])
+        yield [len(parts) * block + part for block in blocks], output
+
+
+def chat(rng: Rng, mean: float = 3, gap: float = 60) -> Requests:
+    return sessions(rng, turns_of(mean), near(gap))
+
+
+def agents(rng: Rng, gap: float = 4) -> Requests:
+    return sessions(rng, near(30), near(gap), first=near(20), grow=near(4), arrival=lambda i: 20.0, prompts=2)
+
+
+def scans(rng: Rng) -> Requests:
+    return mixed(rng, [popular(rng, 1.2), sessions(rng, turns_of(1), near(2))], lambda i: int(rng.random() < 0.6))
+
+
+def popular(rng: Rng, power: float) -> Requests:
+    return documents(rng, lambda i: int(rng.zipf(power)) % 100_000)
+
+
+def telling(rng: Rng, short_returns: bool) -> Requests:
+    """Conversations whose last answer is long, or short: the output tells whether a turn follows."""
+
+    def output(rng: Rng, last: bool) -> float:
+        return (300 if last == short_returns else 10) * (0.5 + rng.random())
+
+    return sessions(rng, turns_of(2.5), near(80), output=output)
+
+
+def flips(rng: Rng, number: int) -> Requests:
+    return mixed(rng, [telling(rng, True), telling(rng, False)], lambda i: int(i >= number // 2))
+
+
+def alternating(rng: Rng, every: int) -> Requests:
+    return mixed(rng, [telling(rng, True), telling(rng, False)], lambda i: i // every % 2)
+
+
+def concatenated(rng: Rng, number: int) -> Requests:
+    parts = [chat(rng), agents(rng), popular(rng, 1.3), loop(rng), chat(rng, 6, 200)]
+    return mixed(rng, parts, lambda i: min(i * len(parts) // number, len(parts) - 1))
+
+
+def loop(rng: Rng) -> Requests:
+    return documents(rng, lambda i: i % 300)
+
+
+def scans_and_loops(rng: Rng) -> Requests:
+    """In turn documents that are read once, others that are read one after the other again and again, and both."""
+    once = documents(rng, lambda i: i, size=40)
+    again = documents(rng, lambda i: i % 160 if i % 450 < 300 else int(rng.integers(160)), size=25, question=1)
+    return mixed(rng, [once, again], lambda i: int((i % 900 >= 600 and rng.random() < 0.5) or 300 <= i % 900 < 600))
+
+
+KINDS: dict[str, Callable[[Rng, int], Requests]] = {
+    "chat": lambda rng, n: chat(rng),
+    "chat_long": lambda rng, n: chat(rng, 10, 40),
+    "chat_slow": lambda rng, n: chat(rng, 4, 600),
+    "chat_system_prompts": lambda rng, n: sessions(rng, turns_of(3), near(60), prompts=20),
+    "single_turns": lambda rng, n: sessions(rng, turns_of(1), near(2), prompts=200),
+    "output_tells": lambda rng, n: telling(rng, True),
+    "long_prompts": lambda rng, n: sessions(rng, turns_of(3), near(60), first=lambda r: 4 + 4 * r.pareto(1.2)),
+    "bursts": lambda rng, n: sessions(rng, turns_of(3), near(60), arrival=lambda i: 8.0 if i // 50 % 2 else 0.2),
+    "agents": lambda rng, n: agents(rng),
+    "agents_waiting": lambda rng, n: agents(rng, 30),
+    "documents_popular": lambda rng, n: popular(rng, 1.3),
+    "documents_alike": lambda rng, n: documents(rng, lambda i: int(rng.integers(400))),
+    "documents_drifting": lambda rng, n: documents(rng, lambda i: (int(rng.zipf(1.3)) + i // 20) % 3000),
+    "loop": lambda rng, n: loop(rng),
+    "hot_set_and_scans": lambda rng, n: scans(rng),
+    "scans_and_loops": lambda rng, n: scans_and_loops(rng),
+    "recent": lambda rng, n: recent(rng),
+    "batches": lambda rng, n: batches(rng),
+    "retries": lambda rng, n: retries(rng),
+    "tree_search": lambda rng, n: tree(rng),
+    "tenants": lambda rng, n: mixed(
+        rng, [chat(rng), agents(rng), batches(rng)], lambda i: min(int(rng.integers(0, 5)), 2)
+    ),
+    "day_and_night": lambda rng, n: mixed(rng, [chat(rng), batches(rng)], lambda i: i // 500 % 2),
+}
+STRESS: dict[str, Callable[[Rng, int], Requests]] = {
+    "law_flips": flips,
+    "law_flips_often": lambda rng, n: alternating(rng, 400),
+    "law_flips_quickly": lambda rng, n: alternating(rng, 200),
+    "concatenated": concatenated,
+}
+
+
+def generate(kind: str, number: int = 3000, seed: int = 0) -> Trace:
+    """A trace of so many requests of a kind."""
+    rng = np.random.default_rng(seed)
+    rows = list(islice((KINDS | STRESS)[kind](rng, number), number))
+    requests = [np.array(blocks, np.int64) for blocks, _ in rows]
+    return Trace(kind, 16, requests, [output for _, output in rows], [0.0] * number)
+
+
+def one_after_the_other(traces: list[Trace]) -> Trace:
+    """Traces whose blocks are kept apart, as one."""
+    requests = [(ids << 3) + place for place, trace in enumerate(traces) for ids in trace.requests]
+    outputs = [output for trace in traces for output in trace.outputs]
+    name = " + ".join(trace.name for trace in traces)
+    return Trace(name, traces[0].block_size, requests, outputs, [0.0] * len(requests))
+
+
+def worst_window(hits: list[int], lru: list[int], window: int) -> float:
+    """The least ratio of hits over `window` requests; 1 where lru hits next to nothing anywhere."""
+    ours, base = np.cumsum([0, *hits]), np.cumsum([0, *lru])
+    starts = np.arange(0, max(len(hits) - window, 0) + 1, max(window // 4, 1))
+    ends = np.minimum(starts + window, len(hits))
+    ours, base = ours[ends] - ours[starts], base[ends] - base[starts]
+    counts = base > 0.02 * base.mean()
+    return float((ours[counts] / base[counts]).min()) if counts.any() else 1.0
+
+
+def against_lru(trace: Trace, policy: str, capacity: int, window: int) -> tuple[float, float, float]:
+    """Hit rates of lru and of the policy, and the policy's worst window."""
+    each: dict[str, list[int]] = {"lru": [], policy: []}
+    rates = {name: replay(trace, name, capacity, hits_of_each=hits).hit_rate for name, hits in each.items()}
+    return rates["lru"], rates[policy], worst_window(each[policy], each["lru"], window)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--policy", default="default")
+    parser.add_argument("--kinds", default=",".join([*KINDS, *STRESS]), help="names, separated by commas")
+    parser.add_argument("--capacity", default="3%,10%", help="shares of the unique blocks")
+    parser.add_argument("--requests", type=int, default=3000)
+    parser.add_argument("--window", type=int, default=500, help="requests")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--traces", nargs="*", default=[], help="files, replayed as one instead of generated traffic")
+    parser.add_argument("--first", type=int, help="how many requests of each file; all unless given")
+    parser.add_argument("--csv", type=Path, help="a file that rows are added to")
+    arguments = parser.parse_args()
+    rows = []
+    if arguments.traces:
+        parts = [load_trace(path) for path in arguments.traces]
+        if arguments.first is not None:
+            parts = [trace.part(0, min(arguments.first / len(trace.requests), 1)) for trace in parts]
+        traces = iter([one_after_the_other(parts)])
+    else:
+        traces = (generate(kind, arguments.requests, arguments.seed) for kind in arguments.kinds.split(","))
+    print(f"{'traffic':24} {'capacity':>12} {'lru':>7} {arguments.policy:>9} {'ratio':>6} {'worst':>6}")
+    for trace in traces:
+        for share in arguments.capacity.split(","):
+            capacity = max(1, round(float(share.rstrip("%")) / 100 * trace.unique_blocks))
+            lru, ours, worst = against_lru(trace, arguments.policy, capacity, arguments.window)
+            ratio = ours / lru if lru else float("nan")
+            row = {"traffic": trace.name, "requests": len(trace.requests), "capacity_share": share, "blocks": capacity}
+            row |= {"policy": arguments.policy, "lru": f"{lru:.6f}", "hit_rate": f"{ours:.6f}", "ratio": f"{ratio:.6f}"}
+            rows.append(row | {"window": arguments.window, "worst_window": f"{worst:.4f}"})
+            print(
+                f"{trace.name:24} {share:>5} {capacity:6} {lru:7.4f} {ours:9.4f} {ratio:6.3f} {worst:6.3f}", flush=True
+            )
+    if arguments.csv is not None:
+        from ..harness.conditions import conditions
+        from ..harness.tables import read_rows, write_rows
+
+        write_rows(arguments.csv, [*read_rows(arguments.csv), *(row | conditions("cpu") for row in rows)])

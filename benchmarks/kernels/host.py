@@ -1,0 +1,176 @@
+"""What a call costs the host, as a multiple of torch.add, with a driver whose launch does nothing: `make host`.
+
+Kernels are compiled for sm_90 on the first call; after it what is left is what Python and torch do for every layer. The
+calls alternate in one process, and medians are compared. In inference mode, on CPU tensors that pass for a device's.
+
+    PYTHONPATH=src python -m benchmarks host
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import importlib
+import os
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+os.environ["PC_KERNELS_ON_CPU"] = "1"  # read when pc is imported
+os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
+
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+import pc
+from pc.flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
+from pc.triton_ops import _dispatch, _flash_append, _flash_attention, flash_attn
+
+# `pc.triton_ops.attention_plan` is the function.
+attention_plan = importlib.import_module("pc.triton_ops.attention_plan")
+
+
+class Driver:
+    """Enough of a triton driver to compile for an H100 and to launch nothing."""
+
+    def __init__(self) -> None:
+        self.utils = self
+        self.launcher_cls = lambda source, metadata: lambda *arguments: None
+
+    def load_binary(self, *arguments: object) -> tuple[object, int, int, int, int]:
+        return object(), 1, 128, 0, 1024
+
+    def unload_module(self, module: object) -> None:
+        """There is none."""
+
+    def get_device_properties(self, device: int) -> dict[str, int]:
+        return {"max_shared_mem": 232_448, "multiprocessor_count": 132}
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 4242  # triton keeps compiled kernels by device: none of these may reach a real one
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+# FlashAttention's functions, and the calls of operators that they stand for.
+BESIDE = {
+    "flash_attn_with_kvcache, block table": "paged_attention",
+    "flash_attn_with_kvcache, new keys": "reshape_and_cache, paged_attention",
+    "flash_attn_with_kvcache, new keys and rotary": "rope_and_cache, paged_attention",
+    "flash_attn_varlen_func, block table": "paged_attention",
+    "flash_attn_varlen_func": "paged_attention, blocks of a token",
+    "flash_attn_func": "paged_attention",
+}
+
+
+def calls() -> dict[str, Callable[[], Any]]:
+    """A decode of 8 sequences of 4096 tokens, heads 32/8 of 128, blocks of 16; torch.add comes first."""
+    query = torch.zeros(8, 32, 128, dtype=torch.bfloat16)
+    key, value = (torch.zeros(8, 8, 128, dtype=torch.bfloat16) for _ in range(2))
+    caches = [torch.zeros(64, 16, 8, 128, dtype=torch.bfloat16) for _ in range(2)]
+    batch = (
+        torch.zeros(8, 256, dtype=torch.int32),
+        torch.full((8,), 4096, dtype=torch.int32),
+        torch.arange(9, dtype=torch.int32),
+    )
+    slots, positions, angles = torch.arange(8), torch.arange(8), torch.zeros(4096, 128)
+    cos, sin = angles.chunk(2, 1)
+    plan, before = pc.attention_plan(*batch, 16), batch[1] - 1
+    shared = pc.attention_plan(*batch, 16, num_shared_blocks=64)
+    attend = (query, *caches, *batch)
+    tables, lens, starts = batch
+    dense = [torch.zeros(8, 4096, 8, 128, dtype=torch.bfloat16) for _ in range(2)]
+    packed = [torch.zeros(8 * 4096, 8, 128, dtype=torch.bfloat16) for _ in range(2)]
+    key_starts = torch.arange(9, dtype=torch.int32) * 4096
+    numbers = key_starts[:-1, None] + torch.arange(4096, dtype=torch.int32)
+    flash = {"softmax_scale": 0.1, "causal": True}
+    queries, new = query[:, None], (key[:, None], value[:, None])  # as models have them
+
+    def append() -> None:
+        pc.reshape_and_cache(key, value, *caches, slots)
+        pc.paged_attention(*attend, 0.1, max_query_len=1)
+
+    def append_rotated() -> None:
+        rotated = pc.rope_and_cache(query, key, value, positions, angles, *caches, slots)
+        pc.paged_attention(rotated, *attend[1:], 0.1, max_query_len=1)
+
+    return {
+        "torch.add": lambda: torch.add(slots, slots),
+        "paged_attention, plan given": lambda: pc.paged_attention(*attend, 0.1, max_query_len=1, plan=plan),
+        "paged_attention": lambda: pc.paged_attention(*attend, 0.1, max_query_len=1),
+        "shared_prefix_attention, plan given": lambda: pc.shared_prefix_attention(
+            *attend, 64, 0.1, max_query_len=1, plan=shared
+        ),
+        "flash_attn_with_kvcache, block table": lambda: flash_attn_with_kvcache(
+            queries, *caches, cache_seqlens=lens, block_table=tables, **flash
+        ),
+        "flash_attn_with_kvcache, new keys": lambda: flash_attn_with_kvcache(
+            queries, *caches, *new, cache_seqlens=before, block_table=tables, **flash
+        ),
+        "flash_attn_with_kvcache, new keys and rotary": lambda: flash_attn_with_kvcache(
+            queries, *caches, *new, cos, sin, before, block_table=tables, **flash
+        ),
+        "flash_attn_varlen_func, block table": lambda: flash_attn_varlen_func(
+            query, *caches, starts, None, 1, 4096, seqused_k=lens, block_table=tables, **flash
+        ),
+        "flash_attn_varlen_func": lambda: flash_attn_varlen_func(query, *packed, starts, key_starts, 1, 4096, **flash),
+        "flash_attn_func": lambda: flash_attn_func(queries, *dense, **flash),
+        "paged_attention, blocks of a token": lambda: pc.paged_attention(
+            query, packed[0][:, None], packed[1][:, None], numbers, lens, starts, 0.1, max_query_len=1, max_seq_len=4096
+        ),
+        "reshape_and_cache, paged_attention": append,
+        "rope_and_cache, paged_attention": append_rotated,
+        "attention_plan": lambda: pc.attention_plan(*batch, 16),
+        "reshape_and_cache": lambda: pc.reshape_and_cache(key, value, *caches, slots),
+        "rope_and_cache": lambda: pc.rope_and_cache(query, key, value, positions, angles, *caches, slots),
+    }
+
+
+def _not_read(tensor: torch.Tensor) -> bool:
+    return False
+
+
+def measure(rounds: int, repeats: int) -> dict[str, float]:
+    """CPU seconds of each call: medians of `rounds` in turn, each the mean of `repeats`."""
+    driver.set_active(Driver())
+    # On a device values are not read.
+    with contextlib.ExitStack() as stack:
+        for module in (_dispatch, _flash_append, _flash_attention, flash_attn, attention_plan):
+            stack.enter_context(mock.patch.object(module, "reads_values", _not_read))
+        stack.enter_context(torch.inference_mode())
+        made = calls()
+        for call in made.values():
+            for _ in range(3):
+                call()
+        times: dict[str, list[float]] = {name: [] for name in made}
+        gc.disable()
+        for _ in range(rounds):
+            for name, call in made.items():
+                begin = time.process_time()
+                for _ in range(repeats):
+                    call()
+                times[name].append((time.process_time() - begin) / repeats)
+        gc.enable()
+    return {name: statistics.median(found) for name, found in times.items()}
+
+
+def main() -> int:
+    """Prints a line for each call."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=60)
+    parser.add_argument("--repeats", type=int, default=100)
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    found = measure(given.rounds, given.repeats)
+    for name, seconds in found.items():
+        beside = f", {seconds / found[BESIDE[name]]:.2f} times {BESIDE[name]}" if name in BESIDE else ""
+        print(f"{name:45s} {seconds * 1e6:7.2f} us {seconds / found['torch.add']:6.2f} times torch.add{beside}")
+    return 0

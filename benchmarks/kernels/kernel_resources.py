@@ -1,0 +1,589 @@
+"""What every kernel costs a device, found by compiling it without one: registers, spills, shared memory, instructions.
+
+The launchers run with their kernels replaced by recorders, so that what is compiled is what they would launch.
+
+    python -m benchmarks kernels                    the installed triton, as a table on the terminal
+    python -m benchmarks kernels --write            both triton versions of `make kernels` into the CSV
+    python -m benchmarks kernels --write CASE ...   only the rows of these cases
+    python -m benchmarks kernels --json CASE ...    some cases, one JSON line per row
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import importlib
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from pc.triton_ops import _flash_append
+from pc.triton_ops._attention import constants, dense, launch
+from pc.triton_ops._attention.call import TENSORS, AttentionCall, LatentCall
+from pc.triton_ops._attention.constants import Architecture
+from pc.triton_ops._dispatch import forget_choices
+from pc.triton_ops._triton import load
+
+from ..harness import tables
+from . import sass
+
+load()  # kernels are found by their class, so that triton has to have made them
+
+# `pc.triton_ops.reshape_and_cache` is the function; the module of that name is where its launcher is.
+reshape_and_cache, rope_and_cache, rotate_keys, merge_attention, join_prefix, move_slots = (
+    importlib.import_module(f"pc.triton_ops.{name}")
+    for name in ("reshape_and_cache", "rope_and_cache", "rotate_keys", "merge_attention", "join_prefix", "move_slots")
+)
+
+TABLE = tables.RESULTS / "kernel_resources.csv"
+VERSIONS = ("3.6.0", "3.9.0")
+# Shared memory that one program may have, in bytes.
+TARGETS = {
+    "sm_80": (GPUTarget("cuda", 80, 32), Architecture("sm_80", 108, False), 166_912),
+    "sm_90": (GPUTarget("cuda", 90, 32), Architecture("sm_90", 132, True), 232_448),
+    "sm_100": (GPUTarget("cuda", 100, 32), Architecture("sm_100", 148, True), 232_448),
+    "sm_86": (GPUTarget("cuda", 86, 32), Architecture("sm_86", 84, False), 101_376),
+    "sm_89": (GPUTarget("cuda", 89, 32), Architecture("sm_89", 142, True), 101_376),
+    "sm_120": (GPUTarget("cuda", 120, 32), Architecture("sm_120", 188, True), 101_376),
+    "gfx942": (GPUTarget("hip", "gfx942", 64), Architecture("gfx942", 304, False), 65_536),
+}
+# Compiled for the most used cases only.
+MINOR_TARGETS = frozenset({"sm_86", "sm_89", "sm_120"})
+
+
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """One recorded launch: the kernel, its arguments by name, and its options."""
+
+    kernel: Any
+    arguments: dict[str, Any]
+    options: dict[str, int]
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One line of the table; resources are empty and `note` says why where a kernel cannot be had.
+
+    Attributes:
+        programs: That fit on a processor at once.
+        buffers: Tiles of keys, and of values, that shared memory holds: one is computed, the others are on their way.
+        instructions: Of a warp for one tile of keys, in the loop without masks.
+        per_kilobyte: Warp instructions of a program for a KiB of keys and values there.
+    """
+
+    triton: str
+    target: str
+    case: str
+    kernel: str
+    registers: int | str = ""
+    spills: int | str = ""
+    shared: int | str = ""
+    matrix: str = ""
+    load_bytes: int | str = ""
+    programs: int | str = ""
+    buffers: int | str = ""
+    instructions: int | str = ""
+    per_kilobyte: float | str = ""
+    note: str = ""
+
+    @property
+    def key(self) -> tuple[str, str, str, str]:
+        """What names a row."""
+        return self.triton, self.target, self.case, self.kernel
+
+
+class _Recorder:
+    def __init__(self, kernel: Any, launches: list[Launch]) -> None:
+        self.kernel, self.launches = kernel, launches
+
+    def __getitem__(self, grid: object) -> Callable[..., None]:
+        def record(*args: Any, **kwargs: Any) -> None:
+            options = {name: kwargs.pop(name) for name in ("num_warps", "num_stages", "maxnreg") if name in kwargs}
+            arguments = dict(zip(self.kernel.arg_names, args, strict=False)) | kwargs
+            self.launches.append(Launch(self.kernel, arguments, options))
+
+        return record
+
+
+@contextlib.contextmanager
+def recorded(arch: Architecture) -> Iterator[list[Launch]]:
+    """Within it, launchers record into the yielded list instead of launching, as if on `arch`."""
+    launches: list[Launch] = []
+    original = constants.architecture
+    forget_choices()
+    with contextlib.ExitStack() as stack:
+        stack.callback(forget_choices)
+        for name, module in list(sys.modules.items()):
+            if not name.startswith("pc.triton_ops"):
+                continue
+            for attribute, value in list(vars(module).items()):
+                if isinstance(value, triton.JITFunction) and attribute.endswith("_kernel"):
+                    stack.enter_context(mock.patch.object(module, attribute, _Recorder(value, launches)))
+            if getattr(module, "architecture", None) is original:
+                stack.enter_context(mock.patch.object(module, "architecture", return_value=arch))
+        yield launches
+
+
+def attention_case(
+    dtype: torch.dtype = torch.bfloat16,
+    cache_dtype: torch.dtype | None = None,
+    head_dim: int = 128,
+    heads: tuple[int, int] = (32, 8),
+    block_size: int = 16,
+    q_len: int = 1,
+    window: int = 0,
+    positions: bool = False,
+    options: bool = False,
+    batch_invariant: bool = False,
+    value_dim: int | None = None,
+    offset: int = 0,
+    head_tables: bool = False,
+    tree: bool = False,
+    top_k: int = 0,
+) -> None:
+    """One attention call on small tensors; `offset`: elements by which the query misses an aligned address."""
+    num_seqs, max_blocks = 2, 4096 // block_size
+    num_tokens = num_seqs * q_len
+    elements = torch.zeros(num_tokens * heads[0] * head_dim + offset, dtype=dtype)
+    query = elements[offset:].view(num_tokens, heads[0], head_dim)
+    cache = torch.zeros(4, block_size, heads[1], head_dim, dtype=cache_dtype or dtype)
+    values = cache if value_dim is None else torch.zeros(*cache.shape[:3], value_dim, dtype=cache.dtype)
+    scale = None if cache_dtype is None else torch.ones(1)
+    tables = torch.zeros(num_seqs, *[heads[1]] * head_tables, max_blocks, dtype=torch.int32)
+    starts = torch.arange(num_seqs + 1, dtype=torch.int32) * q_len
+    call = AttentionCall(
+        query=query,
+        key_cache=cache,
+        value_cache=values,
+        block_tables=tables,
+        seq_lens=torch.full((num_seqs,), 4096, dtype=torch.int32),
+        query_start_loc=starts,
+        scale=head_dim**-0.5,
+        query_positions=torch.zeros(num_tokens, dtype=torch.int32) if positions else None,
+        window=window,
+        num_sink_tokens=4 if window else 0,
+        softcap=30.0 if options else 0.0,
+        alibi_slopes=torch.ones(heads[0]) if options else None,
+        sinks=torch.ones(heads[0]) if options else None,
+        k_scale=scale,
+        v_scale=scale,
+        max_query_len=q_len,
+        batch_invariant=batch_invariant,
+        tree_mask=torch.zeros(num_tokens, -(-q_len // 32), dtype=torch.int32) if tree else None,
+    )
+    if top_k:
+        call = call.changed(query_blocks=torch.zeros(num_tokens, heads[1], top_k, dtype=torch.int32))
+        launch.choose_launch(call, with_lse=False)(TENSORS(call))
+    else:
+        launch.choose_launch(call)(TENSORS(call))
+
+
+def latent_case(
+    heads: int = 16, q_len: int = 1, cache_dtype: torch.dtype | None = None, block_size: int = 64, top_k: int = 0
+) -> None:
+    """One call over latent rows of 512 columns and 64 behind them."""
+    num_seqs, max_blocks, dtype = 2, 4096 // block_size, torch.bfloat16
+    lists = torch.zeros(num_seqs * q_len, 1, top_k, dtype=torch.int32) if top_k else None
+    given = {
+        "query": torch.zeros(num_seqs * q_len, heads, 576, dtype=dtype),
+        "cache": torch.zeros(4, block_size, 576, dtype=cache_dtype or dtype),
+        "block_tables": torch.zeros(num_seqs, max_blocks, dtype=torch.int32),
+        "seq_lens": torch.full((num_seqs,), 4096, dtype=torch.int32),
+        "query_start_loc": torch.arange(num_seqs + 1, dtype=torch.int32) * q_len,
+        "scale": 0.1,
+        "k_scale": None if cache_dtype is None else torch.ones(1),
+        "max_query_len": q_len,
+    }
+    call = LatentCall.of((), (), given).changed(query_blocks=lists)
+    launch.choose_launch(call)(TENSORS(call))
+
+
+def write_case(cache_dtype: torch.dtype | None = None, head_dim: int = 128) -> None:
+    """One cache write."""
+    key = torch.zeros(64, 8, head_dim, dtype=torch.bfloat16)
+    cache = torch.zeros(4, 16, 8, head_dim, dtype=cache_dtype or torch.bfloat16)
+    scale = None if cache_dtype is None else torch.ones(1)
+    reshape_and_cache._launch_reshape_and_cache(key, key, cache, cache.clone(), torch.arange(64), scale, scale)
+
+
+def rows_case(row: int = 4096, head_major: bool = False, tensors: int = 1, dtype: torch.dtype = torch.bfloat16) -> None:
+    """One gather of token rows."""
+    from pc.triton_ops._rows.kernel import launch_move_rows
+
+    cache = torch.zeros(4, 16, row, dtype=dtype)
+    if head_major:
+        cache = torch.zeros(4, 8, 16, row // 8, dtype=dtype).transpose(1, 2)
+    out = torch.zeros(64, *cache.shape[2:], dtype=dtype)
+    launch_move_rows("rows", [cache] * tensors, [out] * tensors, (2, 1), 64, source_index=torch.arange(64))
+
+
+def join_case(positions: bool = False) -> None:
+    """One join of cached and new rows."""
+    from pc.triton_ops._rows.kernel import launch_move_rows
+
+    tables, lengths, starts = torch.zeros(2, 8, dtype=torch.int32), torch.tensor([64, 64]), torch.tensor([0, 8, 16])
+    new_positions = torch.arange(16) if positions else None
+    rows = join_prefix.launch_join_map(join_prefix.Join([], tables, lengths, [], starts, 128, new_positions), 16)
+    cache, new, out = (torch.zeros(*shape, 4096, dtype=torch.bfloat16) for shape in ((4, 16), (16,), (128,)))
+    launch_move_rows("join", [cache], [out], (2, 1), 128, source_index=rows, extras=[new])
+
+
+def flash_case(rotary: bool = False) -> None:
+    """Tables of packed keys, or slots and angles of new ones, for FlashAttention's functions."""
+    lens, tables, angles = (
+        torch.zeros(8, dtype=torch.int32),
+        torch.zeros(8, 256, dtype=torch.int32),
+        torch.zeros(64, 64),
+    )
+    with contextlib.ExitStack() as stack:
+        for module in (_flash_append, dense):
+            stack.enter_context(mock.patch.object(module, "is_launched", return_value=True))
+        if rotary:
+            rotation = _flash_append.Rotary(angles, angles, lens, False)
+            _flash_append.choose_append_places(1, 16, lens, tables, rotation)(lens, tables, rotation)
+        else:
+            dense.choose_packed_tables(lens, 4096)(lens)
+
+
+def quantized_rows_case(code: torch.dtype, row: int = 2048) -> None:
+    """One scatter and one gather of rows with scales of their own."""
+    from pc.triton_ops._rows.quantize import launch_gather_dequantized, launch_scatter_quantized
+
+    rows, cache = torch.zeros(64, row, dtype=torch.bfloat16), torch.zeros(4, 16, row, dtype=code)
+    scales, slots = torch.zeros(4, 16), torch.arange(64)
+    launch_scatter_quantized(rows, cache, scales, slots)
+    launch_gather_dequantized(cache, scales, slots, rows)
+
+
+def rope_case(cache_dtype: torch.dtype | None = None, interleaved: bool = False) -> None:
+    """One rotation and cache write."""
+    query, key = (torch.zeros(64, heads, 128, dtype=torch.bfloat16) for heads in (32, 8))
+    cache = torch.zeros(8, 16, 8, 128, dtype=cache_dtype or torch.bfloat16)
+    scale = None if cache_dtype is None else torch.ones(1)
+    positions = torch.arange(64)
+    rope_and_cache._launch_rope_and_cache(
+        query,
+        key,
+        key,
+        positions,
+        torch.zeros(4096, 128),
+        cache,
+        cache.clone(),
+        positions,
+        interleaved,
+        scale,
+        scale,
+    )
+
+
+def rotate_case(cache_dtype: torch.dtype = torch.bfloat16, is_neox: bool = True, rotary_dim: int = 128) -> None:
+    """Blocks of keys turned to another position."""
+    cache, ids = torch.zeros(8, 16, 8, 128, dtype=cache_dtype), torch.arange(4)
+    given = (cache, ids, ids + 4, ids.int(), torch.ones(rotary_dim // 2), is_neox)
+    rotate_keys._launch_rotate_keys(rotate_keys._Rotation(*given))
+
+
+def move_case(cache_dtype: torch.dtype = torch.bfloat16, is_neox: bool = True, rotary_dim: int = 128) -> None:
+    """Tokens of keys and values moved to other slots."""
+    cache, slots = torch.zeros(8, 16, 8, 128, dtype=cache_dtype), torch.arange(40)
+    given = (cache, cache, slots, slots + 64, slots, torch.ones(rotary_dim // 2), is_neox)
+    move_slots._launch_move_slots(move_slots._Move(*given))
+
+
+def merge_case() -> None:
+    """One merge of two results."""
+    out, lse = torch.zeros(64, 32, 128, dtype=torch.bfloat16), torch.zeros(64, 32)
+    merge_attention._launch_merge_attention(out, lse, out, lse)
+
+
+_E4M3 = torch.float8_e4m3fn
+CASES: dict[str, Callable[[], None]] = {
+    "decode bf16 d64 g8": lambda: attention_case(head_dim=64, heads=(64, 8)),
+    "decode bf16 d128 g4": attention_case,
+    "decode bf16 d128 g4 block64": lambda: attention_case(block_size=64),
+    "decode bf16 d128 g4 block1": lambda: attention_case(block_size=1),
+    "decode bf16 d128 g1": lambda: attention_case(heads=(32, 32)),
+    "decode bf16 d80 g1": lambda: attention_case(head_dim=80, heads=(32, 32)),
+    "decode bf16 d256 g8": lambda: attention_case(head_dim=256, heads=(8, 1)),
+    "decode bf16 d128 g4 unaligned": lambda: attention_case(offset=1),
+    "decode bf16 d192 values 128 g1": lambda: attention_case(head_dim=192, value_dim=128, heads=(16, 16)),
+    "decode bf16 d512 g8": lambda: attention_case(head_dim=512, heads=(8, 1)),
+    "decode bf16 latent g16": latent_case,
+    "decode bf16 latent g16 block16": lambda: latent_case(block_size=16),
+    "decode bf16 latent g16 e4m3": lambda: latent_case(cache_dtype=_E4M3),
+    "decode bf16 latent g128": lambda: latent_case(heads=128),
+    "decode bf16 latent g128 e4m3": lambda: latent_case(heads=128, cache_dtype=_E4M3),
+    "decode bf16 d128 g4 window": lambda: attention_case(window=128),
+    "decode bf16 d128 g4 softcap alibi sinks": lambda: attention_case(options=True),
+    "decode fp32 d128 g4": lambda: attention_case(dtype=torch.float32),
+    "decode fp32 d256 g4": lambda: attention_case(dtype=torch.float32, head_dim=256),
+    "decode fp16 d128 g4 e4m3": lambda: attention_case(dtype=torch.float16, cache_dtype=_E4M3),
+    "decode bf16 d128 g4 e4m3": lambda: attention_case(cache_dtype=_E4M3),
+    "decode bf16 d128 g4 int8": lambda: attention_case(cache_dtype=torch.int8),
+    "decode bf16 d128 g4 table per head": lambda: attention_case(head_tables=True),
+    "verify bf16 d128 g4 q8": lambda: attention_case(q_len=8),
+    "verify bf16 d128 g4 tree of 6": lambda: attention_case(q_len=6, tree=True, positions=True),
+    "verify bf16 d128 g4 tree of 64": lambda: attention_case(q_len=64, tree=True, positions=True),
+    "decode bf16 d128 g4 lists": lambda: attention_case(top_k=64),
+    "verify bf16 d128 g4 lists tree of 6": lambda: attention_case(q_len=6, tree=True, positions=True, top_k=64),
+    "decode bf16 d128 g16 lists block64": lambda: attention_case(heads=(64, 4), block_size=64, top_k=16),
+    "prefill bf16 d128 g4 lists": lambda: attention_case(q_len=512, top_k=64),
+    "prefill bf16 d128 g4 e4m3 lists": lambda: attention_case(q_len=512, cache_dtype=_E4M3, top_k=64),
+    "prefill bf16 d256 g8 lists": lambda: attention_case(q_len=512, head_dim=256, heads=(8, 1), top_k=64),
+    "prefill bf16 d64 g8": lambda: attention_case(head_dim=64, heads=(64, 8), q_len=512),
+    "prefill bf16 d128 g4": lambda: attention_case(q_len=512),
+    "prefill bf16 d128 g4 block64": lambda: attention_case(q_len=512, block_size=64),
+    "prefill bf16 d128 g4 block528": lambda: attention_case(q_len=512, block_size=528),
+    "prefill bf16 d96 g1": lambda: attention_case(head_dim=96, heads=(32, 32), q_len=512),
+    "prefill bf16 d256 g8": lambda: attention_case(head_dim=256, heads=(8, 1), q_len=512),
+    "prefill bf16 d192 values 128 g1": lambda: attention_case(head_dim=192, value_dim=128, heads=(16, 16), q_len=512),
+    "prefill bf16 d512 g8": lambda: attention_case(head_dim=512, heads=(8, 1), q_len=512),
+    "prefill bf16 latent g16": lambda: latent_case(q_len=512),
+    "prefill bf16 latent g128": lambda: latent_case(heads=128, q_len=512),
+    "prefill bf16 d128 g4 window": lambda: attention_case(q_len=512, window=128),
+    "prefill bf16 d128 g4 softcap alibi sinks": lambda: attention_case(q_len=512, options=True),
+    "prefill bf16 d128 g4 table per head": lambda: attention_case(q_len=512, head_tables=True),
+    "prefill bf16 d128 g4 positions": lambda: attention_case(q_len=512, positions=True),
+    "prefill bf16 d128 g4 positions window": lambda: attention_case(q_len=512, positions=True, window=128),
+    "prefill bf16 d128 g4 invariant": lambda: attention_case(q_len=512, batch_invariant=True),
+    "prefill bf16 d128 g4 e4m3": lambda: attention_case(q_len=512, cache_dtype=_E4M3),
+    "prefill bf16 d128 g4 int8": lambda: attention_case(q_len=512, cache_dtype=torch.int8),
+    "prefill fp32 d128 g4": lambda: attention_case(dtype=torch.float32, q_len=512),
+    "prefill fp32 d256 g4": lambda: attention_case(dtype=torch.float32, head_dim=256, q_len=512),
+    "write bf16 d128": write_case,
+    "write bf16 d80": lambda: write_case(head_dim=80),
+    "write bf16 d128 e4m3": lambda: write_case(_E4M3),
+    "write bf16 d128 int8": lambda: write_case(torch.int8),
+    "rope bf16 d128": rope_case,
+    "rope bf16 d128 interleaved": lambda: rope_case(interleaved=True),
+    "rope bf16 d128 e4m3": lambda: rope_case(_E4M3),
+    "rotate bf16 d128": rotate_case,
+    "rotate bf16 d128 interleaved rotary64": lambda: rotate_case(is_neox=False, rotary_dim=64),
+    "rotate bf16 d128 e4m3": lambda: rotate_case(_E4M3),
+    "move bf16 d128": move_case,
+    "move bf16 d128 interleaved rotary64": lambda: move_case(is_neox=False, rotary_dim=64),
+    "move bf16 d128 e4m3": lambda: move_case(_E4M3),
+    "merge bf16 d128": merge_case,
+    "rows 8 KiB": rows_case,
+    "rows 8 KiB head-major": lambda: rows_case(head_major=True),
+    "rows 8 KiB, 8 tensors": lambda: rows_case(tensors=8),
+    "rows 33 bytes": lambda: rows_case(33, dtype=torch.int8),
+    "join 8 KiB": join_case,
+    "join 8 KiB positions": lambda: join_case(positions=True),
+    "flash packed": flash_case,
+    "flash new keys rotary": lambda: flash_case(rotary=True),
+    "rows 4 KiB e4m3": lambda: quantized_rows_case(_E4M3),
+    "rows 4 KiB int8": lambda: quantized_rows_case(torch.int8),
+    "rows 16 KiB int8": lambda: quantized_rows_case(torch.int8, 8192),
+}
+
+MERGED_CASE = "decode bf16 d128 g4"
+# What most models launch: compiled for every target, and compared by the tests.
+MAIN_CASES = (
+    "decode bf16 d128 g4",
+    "decode bf16 d128 g4 block64",
+    "decode bf16 d128 g4 e4m3",
+    "decode bf16 d256 g8",
+    "prefill bf16 d128 g4",
+)
+
+
+def targets_of(case: str) -> list[str]:
+    """The targets that a case is compiled for."""
+    return [target for target in TARGETS if target not in MINOR_TARGETS or case in MAIN_CASES]
+
+
+_POINTERS = {
+    torch.float32: "*fp32",
+    torch.float16: "*fp16",
+    torch.bfloat16: "*bf16",
+    torch.float8_e4m3fn: "*fp8e4nv",
+    torch.uint8: "*u8",
+    torch.int8: "*i8",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+}
+
+
+def _describe(value: Any, path: tuple[int, ...], specialize: bool, constants_: Any, attributes: Any) -> Any:
+    """Type of an argument for the compiler; a tuple has a type for each of its parts."""
+    if isinstance(value, tuple):  # triton heeds do_not_specialize for plain arguments only
+        return tuple(_describe(v, (*path, i), True, constants_, attributes) for i, v in enumerate(value))
+    if isinstance(value, float):
+        return "fp32"
+    if isinstance(value, int):
+        if value == 1 and specialize:
+            constants_[path] = value
+            return "constexpr"
+        if value % 16 == 0 and specialize:
+            attributes[path] = [["tt.divisibility", 16]]
+        return "i32" if -(1 << 31) <= value < 1 << 31 else "i64"
+    if value.data_ptr() % 16 == 0:
+        attributes[path] = [["tt.divisibility", 16]]  # a tensor, as it is or reinterpreted
+    return _POINTERS[value.dtype] if isinstance(value, torch.Tensor) else f"*{triton_type(value.dtype)}"
+
+
+def triton_type(dtype: Any) -> str:
+    """The compiler's name of a type that `triton.reinterpret` gave a tensor."""
+    return {"int8": "i8", "int16": "i16", "int32": "i32", "int64": "i64"}[str(dtype)]
+
+
+def compile_launch(recorded_launch: Launch, target: GPUTarget) -> Any:
+    """Compiles as triton's own launcher would: types, constexprs and divisibility by 16 taken from the arguments."""
+    signature, constants_, attributes = {}, {}, {}
+    for i, parameter in enumerate(recorded_launch.kernel.params):
+        value = recorded_launch.arguments[parameter.name]
+        if parameter.is_constexpr or value is None:
+            signature[parameter.name], constants_[parameter.name] = "constexpr", value
+        else:
+            kind = _describe(value, (i,), not parameter.do_not_specialize, constants_, attributes)
+            signature[parameter.name] = kind
+    source = ASTSource(recorded_launch.kernel, signature, constants_, attributes)
+    return triton.compile(source, target=target, options=dict(recorded_launch.options))
+
+
+def _nvidia(compiled: Any, target: str, entry: Launch) -> dict[str, Any]:
+    usage = sass.tool("cuobjdump", compiled.asm["cubin"], "-res-usage")
+    match = re.search(r"REG:(\d+) STACK:(\d+).* LOCAL:(\d+)", usage)
+    assert match, usage
+    found: dict[str, Any] = {}
+    registers, num_warps = int(match[1]), compiled.metadata.num_warps
+    if "key_ptr" in entry.arguments and "BLOCK_N" in entry.arguments:
+        found["programs"] = sass.programs_per_processor(target, registers, compiled.metadata.shared, num_warps)
+        found["buffers"] = sass.buffers(compiled.asm["ttgir"])
+        if instructions := sass.loop_instructions(compiled.asm["cubin"]):
+            found["instructions"] = instructions
+            if "DECODE" in entry.arguments:
+                work = instructions * num_warps / sass.tile_kilobytes(entry.arguments)
+                found["per_kilobyte"] = round(work, 1)
+    ptx = compiled.asm["ptx"]
+    names = {"wgmma": "wgmma.mma_async", "tcgen05": "tcgen05.mma", "mma": "mma.sync"}
+    loads = [int(n) for n in re.findall(r"cp\.async\.c[ag]\.shared\.global \[[^]]*\], \[[^]]*\], 0x([0-9a-f]+)", ptx)]
+    loads = [int(str(n), 16) for n in loads]
+    widths = re.findall(r"ld\.global(?:\.\w+::\w+)*(?:\.L\d::\w+)*(?:\.v(\d))?\.[bfu](\d+)", ptx)
+    loads += [int(vector or 1) * int(bits) // 8 for vector, bits in widths]
+    return found | {
+        "registers": registers,
+        "spills": int(match[2]) + int(match[3]),
+        "matrix": " ".join(name for name, text in names.items() if text in ptx),
+        "load_bytes": max(loads, default=0),
+    }
+
+
+def _amd(compiled: Any) -> dict[str, Any]:
+    text = compiled.asm["amdgcn"]
+    numbers = {name: int(re.search(rf"\.{name}:\s+(\d+)", text)[1]) for name in ("vgpr_count", "vgpr_spill_count")}  # type: ignore[index]
+    loads = re.findall(r"(?:global|buffer)_load_dword(?:x(\d))?", text)
+    return {
+        "registers": numbers["vgpr_count"],
+        "spills": numbers["vgpr_spill_count"],
+        "matrix": "mfma" if "v_mfma" in text else "",
+        "load_bytes": max((4 * int(n or 1) for n in loads), default=0),
+    }
+
+
+def measure(case: str, target: str) -> Iterator[Row]:
+    """One row per kernel that the case launches."""
+    gpu, arch, _ = TARGETS[target]
+    with recorded(arch) as launches:
+        CASES[case]()
+    for entry in launches:
+        name = entry.kernel.__name__.strip("_").removesuffix("_kernel")
+        # One case shows the plan and the merge; a prefill's launch for short sequences is that of "verify".
+        if name in ("plan_tiles", "plan_items", "merge_splits") and case != MERGED_CASE:
+            continue
+        if entry.arguments.get("DECODE") and "prefill" in case:
+            continue
+        row = Row(triton.__version__, target, case, name)
+        compiled = compile_launch(entry, gpu)
+        found = _amd(compiled) if gpu.backend == "hip" else _nvidia(compiled, target, entry)
+        yield dataclasses.replace(row, shared=compiled.metadata.shared, **found)
+
+
+def _number(text: str) -> Any:
+    if text.isdigit():
+        return int(text)
+    return float(text) if re.fullmatch(r"\d+\.\d+", text) and text not in VERSIONS else text
+
+
+def read_table() -> dict[tuple[str, str, str, str], Row]:
+    """The checked-in rows by their key."""
+    rows = [Row(**{k: _number(v) for k, v in line.items()}) for line in tables.read_rows(TABLE)]
+    return {row.key: row for row in rows}
+
+
+def complaints(row: Row) -> list[str]:
+    """What is wrong with a row on its own: spills, too much shared memory, no matrix instruction, narrow loads."""
+    limit = TARGETS[row.target][2]
+    found: list[str] = []
+    if row.note.startswith("n/a"):
+        return found
+    if row.spills:
+        found.append(f"{row.spills} bytes of spills")
+    if isinstance(row.shared, int) and row.shared > limit:
+        found.append(f"{row.shared} bytes of shared memory, {limit} at most")
+    if row.kernel == "attention" and "fp32" not in row.case and not row.matrix:
+        found.append("no matrix instruction")
+    if row.kernel == "attention" and row.load_bytes != 16:
+        found.append(f"loads of {row.load_bytes} bytes")
+    if row.kernel == "move_rows" and "KiB" in row.case and row.load_bytes != 16:
+        found.append(f"loads of {row.load_bytes} bytes")
+    return found
+
+
+def _in_version(version: str, cases: list[str]) -> list[Row]:
+    """Rows from a process of its own, since a process can import one triton only."""
+    folder = tables.ROOT / ".kernels" / f"triton-{version}"
+    environment = {**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+    environment.pop("TRITON_INTERPRET", None)
+    command = [sys.executable, "-m", "benchmarks", "kernels", "--json", *cases]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        rows = []
+        for line in process.stdout:
+            row = Row(**json.loads(line))
+            rows.append(row)
+            print(*dataclasses.astuple(row), *complaints(row), file=sys.stderr)
+    if process.returncode:
+        raise RuntimeError(f"triton {version}: {command} exited with {process.returncode}")
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("cases", nargs="*", default=list(CASES))
+    parser.add_argument("--write", action="store_true", help="write the table from both triton versions")
+    parser.add_argument("--json", action="store_true", help="print rows as JSON")
+    parser.add_argument("--targets", nargs="+", choices=list(TARGETS), default=list(TARGETS))
+    arguments = parser.parse_args()
+    cases = arguments.cases or list(CASES)
+    if arguments.write:
+        rows = [row for version in VERSIONS for row in _in_version(version, cases)]
+        kept = read_table().values() if TABLE.exists() else []
+        rows += [row for row in kept if row.case in CASES and row.case not in cases]
+        rows.sort(
+            key=lambda row: (row.triton, list(CASES).index(row.case), row.kernel, list(TARGETS).index(row.target))
+        )
+        tables.write_rows(TABLE, [dataclasses.asdict(row) for row in rows])
+        wrong = [(row, complaints(row)) for row in rows if complaints(row)]
+        for row, found in wrong:
+            print(row.key, *found)
+        sys.exit(bool(wrong))
+    for case in cases:
+        for target in [target for target in targets_of(case) if target in arguments.targets]:
+            for row in measure(case, target):
+                if arguments.json:
+                    print(json.dumps(dataclasses.asdict(row)), flush=True)
+                else:
+                    print(*dataclasses.astuple(row), *complaints(row), flush=True)

@@ -1,0 +1,139 @@
+"""Continuous batching: transformers' generate_batch as it is shipped beside the same call over blocks.
+
+    python -m benchmarks batching
+
+CPU time of whole calls on random models, in one process, alternating, medians; tokens are compared in every round.
+`shared`: prompts about one new document. `again`: the same prompts once more. `own`: prompts that share nothing.
+Transformers gets pages of its default size and of 16 tokens, and for `again` a manager that it keeps between calls.
+OMP_NUM_THREADS threads (1). Writes results/cpu/batching.csv.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import statistics
+import time
+from typing import Any
+
+import torch
+
+from ..harness.conditions import conditions, version
+from ..harness.tables import RESULTS, write_rows
+
+ROWS = RESULTS / "cpu" / "batching.csv"
+ROUNDS = 3
+REQUESTS, DOCUMENT, OWN, NEW = 8, 512, 24, 24
+TOKENS = 8192
+"""What each cache holds."""
+SIZES = {"vocab_size": 2048, "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 6}
+PC, LARGE, SMALL = "pc", "transformers, pages of 256", "transformers, pages of 16"
+PAGES = {LARGE: 256, SMALL: 16}
+
+
+def build_models() -> dict[str, Any]:
+    """Small models with random weights: full attention alone, and windows beside it."""
+    from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM
+
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32, "max_position_embeddings": 4096}
+    given = SIZES | heads | {"eos_token_id": None, "bos_token_id": None, "pad_token_id": 0}
+    kinds = ["sliding_attention"] * 5 + ["full_attention"]
+    torch.manual_seed(0)
+    return {
+        "Llama, full attention": LlamaForCausalLM(LlamaConfig(**given)).eval(),
+        "Gemma 3, windows of 128": Gemma3ForCausalLM(
+            Gemma3TextConfig(**given, sliding_window=128, layer_types=kinds, query_pre_attn_scalar=32)
+        ).eval(),
+    }
+
+
+def draw(length: int) -> list[int]:
+    """Random tokens."""
+    drawn: list[int] = torch.randint(1, SIZES["vocab_size"], (length,)).tolist()
+    return drawn
+
+
+def ask(model: Any, way: str, prompts: list[list[int]], keep: bool) -> tuple[float, list[list[int]]]:
+    """Seconds of CPU time of one call, and its answers."""
+    from transformers import ContinuousBatchingConfig, GenerationConfig
+
+    settings = ContinuousBatchingConfig(max_batch_tokens=1024)
+    if way != PC:
+        settings.page_size, settings.num_blocks = PAGES[way], TOKENS // PAGES[way]
+    generation = GenerationConfig(max_new_tokens=NEW, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    begin = time.process_time()
+    outputs = model.generate_batch(
+        prompts, generation_config=generation, continuous_batching_config=settings, persistent_manager=keep
+    )
+    took = time.process_time() - begin
+    return took, [output.generated_tokens for output in outputs.values()]
+
+
+def measure(model: Any) -> list[dict[str, str]]:
+    """Rows of one model: a workload and a way each."""
+    from pc.integrations.huggingface import enable_continuous_batching
+
+    times: dict[tuple[str, str], list[float]] = {}
+    same: dict[tuple[str, str], bool] = {}
+    hits: dict[str, int] = {}
+    with enable_continuous_batching(model, num_blocks=TOKENS // 16) as batching:
+        replacement = vars(model)["init_continuous_batching"]
+        for turn in range(ROUNDS + 1):
+            document = draw(DOCUMENT)
+            shared = [document + draw(OWN) for _ in range(REQUESTS)]
+            own = [draw(DOCUMENT // 4) for _ in range(REQUESTS)]
+            ways = [PC, LARGE, SMALL]
+            answers: dict[tuple[str, str], list[list[int]]] = {}
+            for way in ways[turn % 3 :] + ways[: turn % 3]:
+                if way == PC:
+                    vars(model)["init_continuous_batching"] = replacement
+                else:
+                    vars(model).pop("init_continuous_batching", None)
+                for work, prompts in (("shared", shared), ("again", shared), ("own", own)):
+                    keep = way != PC and work != "own"
+                    before = batching.stats().hit_tokens
+                    took, answers[way, work] = ask(model, way, prompts, keep)
+                    if way == PC:
+                        hits[work] = batching.stats().hit_tokens - before
+                    if turn:  # the first warms up
+                        times.setdefault((work, way), []).append(took)
+                    if work == "again":
+                        model.destroy_cached_continuous_batching_manager()
+            for way, work in answers:
+                same[work, way] = same.get((work, way), True) and answers[way, work] == answers[SMALL, work]
+        vars(model)["init_continuous_batching"] = replacement
+    return [
+        {
+            "workload": work,
+            "way": way,
+            "cpu_s": f"{statistics.median(took):.4f}",
+            "least_s": f"{min(took):.4f}",
+            "most_s": f"{max(took):.4f}",
+            "calls": str(len(took)),
+            "hit_tokens": str(hits[work]) if way == PC else "",
+            "same_tokens": str(same[work, way]),
+        }
+        for (work, way), took in times.items()
+    ]
+
+
+def main() -> None:
+    """Prints and writes the table."""
+    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    logging.getLogger("ContinuousBatchingLogger").setLevel(logging.CRITICAL)
+    rows = []
+    for name, model in build_models().items():
+        common = {
+            "model": name,
+            "requests": str(REQUESTS),
+            "document": str(DOCUMENT),
+            "own": str(OWN),
+            "new_tokens": str(NEW),
+            "transformers": version("transformers"),
+        }
+        rows += [common | row | conditions("cpu") for row in measure(model)]
+        for row in rows[-9:]:
+            print(name, row["workload"], row["way"], row["cpu_s"], row["hit_tokens"], row["same_tokens"], flush=True)
+    write_rows(ROWS, rows)

@@ -1,0 +1,338 @@
+"""Caching hidden states on the CPU: TensorCache against the manager of vLLM-Omni and the ways of other systems.
+
+    OMNI_SRC=<folder of the unpacked wheel vllm-omni 0.30.0> python -m benchmarks hidden_states
+
+Rounds of all providers alternate in one process. A miss stores a whole prompt and gives its tensor to the next stage, a
+hit stores the last quarter and gives the whole tensor, a decode step stores one token; "step" is what is made once a
+step for all of its tensors, its slots above all. All follow the same block tables, those of a manager that evicts, so
+that all write where nothing was written for a while; managing blocks is not timed. "plain copy" is the floor: it is
+given the places of the rows, one behind the other, and copies them.
+OMP_NUM_THREADS threads (1). Writes results/cpu/hidden_states.csv.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+import time
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import pc
+
+from ..harness.conditions import conditions
+from ..harness.tables import RESULTS, write_rows
+from ..harness.timing import Quantiles
+
+BLOCK_SIZE = 16
+HIT = 0.75
+ROUNDS = 21
+ROWS = RESULTS / "cpu" / "hidden_states.csv"
+
+Work = tuple[Callable[[], Any], Callable[[], torch.Tensor]]
+
+
+class Follower:
+    """Block tables of a request after the other, over a pool of four prompts."""
+
+    read_ahead = 0.0
+
+    def __init__(self, tokens: int) -> None:
+        self.num_blocks = 4 * tokens // BLOCK_SIZE + 64
+        self.manager = pc.CacheManager(self.num_blocks, BLOCK_SIZE, policy="lru")
+        self.running = ""
+
+    def begin(self, request: str, prompt: np.ndarray) -> int:
+        """Starts a request and ends the one before; gives how many tokens are left to compute."""
+        if self.running:
+            self.manager.free(self.running)
+        self.running = request
+        self.allocation = self.manager.allocate(request, prompt)
+        self.cached = self.allocation.num_cached_tokens
+        return len(prompt) - self.cached
+
+    def decode(self) -> None:
+        """Adds a token to the running request."""
+        self.cached = self.manager.num_tokens(self.running)
+        self.allocation = self.manager.append(self.running, [7])
+
+    def commit(self) -> None:
+        """Publishes the request's blocks."""
+        self.manager.commit(self.running, self.manager.num_tokens(self.running))
+
+
+class Ours(Follower):
+    """TensorCache along a CacheManager."""
+
+    name, version = "pc", pc.__version__
+
+    def __init__(self, tokens: int, features: int) -> None:
+        super().__init__(tokens)
+        self.cache = pc.TensorCache(self.manager, self.num_blocks, BLOCK_SIZE, max_bytes=16 << 30)
+        self.cache.register("hidden", (features,), torch.bfloat16)
+        self.cache.rows("hidden").zero_()  # the rivals' memory has been touched too
+
+    def work(self, hidden: torch.Tensor) -> Work:
+        """Storing a step, and giving its whole tensor (of a decode step: nothing but the new row)."""
+        step = pc.Step.of({self.running: self.allocation}, {"hidden": hidden})
+        if len(hidden) == 1:
+            return lambda: self.cache.store(step), lambda: hidden
+        return lambda: self.cache.store(step), lambda: self.cache.join(step)[self.running]["hidden"]
+
+
+class PlainCopy(Follower):
+    """Rows one behind the other in a ring as large as the others' caches: what copying alone costs."""
+
+    name, version = "plain copy", torch.__version__
+
+    def __init__(self, tokens: int, features: int) -> None:
+        super().__init__(tokens)
+        self.ring = torch.zeros(self.num_blocks * BLOCK_SIZE, features, dtype=torch.bfloat16)
+        self.next, self.prompt = 0, 0
+
+    def work(self, hidden: torch.Tensor) -> Work:
+        """As above."""
+        if self.next + len(hidden) > len(self.ring):
+            self.next = 0
+        first = self.next
+        self.next += len(hidden)
+        if not self.cached:
+            self.prompt = first
+        cached = slice(self.prompt, self.prompt + self.cached)
+
+        def store() -> None:
+            self.ring[first : first + len(hidden)].copy_(hidden)
+
+        if not self.cached or len(hidden) == 1:
+            return store, lambda: hidden
+        return store, lambda: torch.cat([self.ring[cached], hidden])
+
+
+class CopyPerBlock(Follower):
+    """A host tensor per block, copied one by one, and concatenated: the loop over chunks of LMCache's local backend."""
+
+    name, version = "copy per block", torch.__version__
+
+    def __init__(self, tokens: int, features: int) -> None:
+        super().__init__(tokens)
+        empty = torch.zeros(BLOCK_SIZE, features, dtype=torch.bfloat16)
+        self.blocks = [empty.clone() for _ in range(self.num_blocks)]
+
+    def work(self, hidden: torch.Tensor) -> Work:
+        """As above."""
+        table = self.manager.block_table(self.running).tolist()
+        first = self.cached // BLOCK_SIZE
+        before, after = table[:first], table[first:]
+
+        def store() -> None:
+            for i, block in enumerate(after):
+                self.blocks[block] = hidden[i * BLOCK_SIZE : (i + 1) * BLOCK_SIZE].clone()
+
+        def load() -> torch.Tensor:
+            return torch.cat([*(self.blocks[block] for block in before), hidden])
+
+        return store, load if before and len(hidden) > 1 else lambda: hidden
+
+
+class Indexing(Follower):
+    """A flat cache, indexed assignment, and blocks by index in front of the new rows: how vLLM-Omni 0.20 does it."""
+
+    name, version = "indexing", torch.__version__
+
+    def __init__(self, tokens: int, features: int) -> None:
+        super().__init__(tokens)
+        self.cache = torch.zeros(self.num_blocks, BLOCK_SIZE, features, dtype=torch.bfloat16)
+
+    def work(self, hidden: torch.Tensor) -> Work:
+        """As above."""
+        table = torch.from_numpy(self.manager.block_table(self.running)).long()
+        positions = torch.arange(self.cached, self.cached + len(hidden))
+        slots = table[positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE
+        blocks = table[: self.cached // BLOCK_SIZE]
+        load = (lambda: self.load(blocks, hidden)) if len(blocks) and len(hidden) > 1 else lambda: hidden
+        return lambda: self.store(slots, hidden), load
+
+    def store(self, slots: torch.Tensor, hidden: torch.Tensor) -> None:
+        """Rows into their slots."""
+        self.cache.flatten(0, 1)[slots] = hidden
+
+    def load(self, blocks: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        """Cached blocks, then the new rows."""
+        return torch.cat([self.cache[blocks].flatten(0, 1), hidden])
+
+
+class IndexSelect(Indexing):
+    """The same with PyTorch's fastest operators for it."""
+
+    name = "index_copy_, index_select"
+
+    def store(self, slots: torch.Tensor, hidden: torch.Tensor) -> None:
+        """As above."""
+        self.cache.flatten(0, 1).index_copy_(0, slots, hidden)
+
+    def load(self, blocks: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        """As above."""
+        return torch.cat([self.cache.index_select(0, blocks).flatten(0, 1), hidden])
+
+
+class Omni(Follower):
+    """OmniPrefixCacheManager of vLLM-Omni, in its eager mode.
+
+    On a hit a thread of it reads the cached rows while the forward pass runs. Here no forward pass runs, and what is
+    left to wait for once it has been started counts as part of the load.
+    """
+
+    name, version = "vllm-omni", "0.30.0"
+
+    def __init__(self, tokens: int, features: int) -> None:
+        super().__init__(tokens)
+        interface, manager = (
+            importlib.import_module(f"vllm_omni.core.prefix_cache.{m}") for m in ("interface", "manager")
+        )
+        config = interface.PrefixCacheConfig(
+            num_blocks=self.num_blocks + 1,
+            block_size=BLOCK_SIZE,
+            staging_capacity_tokens=tokens + 8,
+            gpu_staging_bytes=8 << 30,
+        )
+        self.block_size = BLOCK_SIZE
+        self.table: list[int] = []
+        self.finished: list[str] = []
+        self.omni = manager.OmniPrefixCacheManager(config, self, eager=True)
+        self.omni.register_policy(interface.ModelCachePolicy())
+
+    def batch_req_ids(self) -> list[str]:
+        """The batch, as the manager asks for it."""
+        return [self.running]
+
+    def step_slots_cpu(self, requests: list[str], scheduled: dict[str, int]) -> torch.Tensor:
+        """Slots of the step, as the manager asks for them."""
+        positions = torch.arange(self.cached, self.cached + scheduled[self.running])
+        return torch.tensor(self.table)[positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE
+
+    def begin(self, request: str, prompt: np.ndarray) -> int:
+        """As above; its block 0 belongs to no request."""
+        self.finished = [self.running] if self.running else []
+        left = super().begin(request, prompt)
+        self.table = (self.manager.block_table(request) + 1).tolist()
+        new = types.SimpleNamespace(req_id=request, num_computed_tokens=self.cached, block_ids=(self.table,))
+        self._schedule([new], left)
+        start = time.perf_counter()
+        for future, _ in list(self.omni._prefetch_queue):
+            future.result()
+        self.read_ahead = (time.perf_counter() - start) * 1e6
+        return left
+
+    def _schedule(self, new: list[Any], count: int) -> None:
+        self.omni.new_step_starts(
+            types.SimpleNamespace(
+                scheduled_new_reqs=new,
+                num_scheduled_tokens={self.running: count},
+                finished_req_ids=set(self.finished),
+            )
+        )
+        self.finished = []
+
+    def decode(self) -> None:
+        """As above."""
+        super().decode()
+        self.table = (self.manager.block_table(self.running) + 1).tolist()
+        self._schedule([], 1)
+
+    def work(self, hidden: torch.Tensor) -> Work:
+        """As above."""
+        ids: list[Any] = []
+
+        def store() -> None:
+            count = len(hidden)
+            ids.append(self.omni.save_outputs(hidden, {}, num_tokens_unpadded=count, num_tokens_padded=count))
+
+        def load() -> torch.Tensor:
+            rows: torch.Tensor = self.omni.materialize(ids[-1], [self.running]).hidden_states[self.running]
+            return rows
+
+        return store, load
+
+
+def providers() -> list[type]:
+    """All that can run here."""
+    found: list[type] = [Ours, PlainCopy, CopyPerBlock, Indexing, IndexSelect]
+    source = os.environ.get("OMNI_SRC")
+    if source:
+        sys.path.insert(0, source)
+        for name in ("vllm_omni", "vllm_omni.core"):  # their __init__ would import vllm
+            package = types.ModuleType(name)
+            package.__path__ = [str(Path(source, *name.split(".")))]
+            sys.modules[name] = package
+        found.append(Omni)
+    return found
+
+
+def timed(function: Callable[[], Any]) -> tuple[float, Any]:
+    """Microseconds of one call, and its result."""
+    begin = time.perf_counter()
+    result = function()
+    return (time.perf_counter() - begin) * 1e6, result
+
+
+def measure(tokens: int, features: int) -> dict[tuple[type, str], Quantiles]:
+    """Microseconds by provider and what was done, rounds alternating."""
+    times: dict[tuple[type, str], list[float]] = {}
+    runners = [make(tokens, features) for make in providers()]
+    hit_tokens = int(tokens // BLOCK_SIZE * HIT) * BLOCK_SIZE
+    for turn in range(ROUNDS):
+        prompt = np.arange(tokens) + 1000 * turn
+        other = prompt.copy()
+        other[hit_tokens:] += 500_000
+        hidden = torch.randn(tokens, features, dtype=torch.bfloat16)
+        suffix, row = torch.randn_like(hidden[hit_tokens:]), torch.randn_like(hidden[:1])
+        for runner in runners[turn % len(runners) :] + runners[: turn % len(runners)]:
+            for what, ids, new in (("miss", prompt, hidden), ("hit", other, suffix)):
+                left = runner.begin(f"{what}{turn}", ids)
+                assert left == len(new), (runner.name, left, len(new))
+                took, (store, load) = timed(lambda: runner.work(new))  # noqa: B023 - called at once
+                times.setdefault((type(runner), f"{what} step"), []).append(took)
+                for part, function in (("store", store), ("load", load)):
+                    took, result = timed(function)
+                    waited = runner.read_ahead if part == "load" else 0.0
+                    times.setdefault((type(runner), f"{what} {part}"), []).append(took + waited)
+                whole = hidden if what == "miss" else torch.cat([hidden[:hit_tokens], suffix])
+                assert torch.equal(result, whole), runner.name
+                del result
+                runner.commit()
+            runner.decode()
+            took, (store, load) = timed(lambda: runner.work(row))  # noqa: B023 - called at once
+            times.setdefault((type(runner), "decode step"), []).append(took)
+            times.setdefault((type(runner), "decode store"), []).append(timed(store)[0])
+            load()  # vllm-omni keeps a step until it is asked for
+    return {key: Quantiles.of([took / 1e6 for took in values[1:]]) for key, values in times.items()}
+
+
+def main() -> None:
+    """Prints and writes the table."""
+    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    rows = []
+    for tokens, features in ((256, 4096), (1024, 4096), (4096, 4096), (16384, 2048)):
+        for (provider, what), took in measure(tokens, features).items():
+            row = {
+                "provider": provider.name,
+                "version": provider.version,
+                "what": what,
+                "tokens": tokens,
+                "features": features,
+                "p20_us": f"{took.p20:.1f}",
+                "p50_us": f"{took.p50:.1f}",
+                "p80_us": f"{took.p80:.1f}",
+                "samples": took.samples,
+            }
+            rows.append(row | conditions("cpu"))
+            print(*list(row.values()), flush=True)
+    write_rows(ROWS, rows)

@@ -1,0 +1,452 @@
+"""What a trained model loses to caches that hold less: every method against full attention in float32.
+
+    python -m benchmarks quality [alice constitution questions] [--methods H2O Quest] [--budgets .05 .1 .2 .5]
+
+SmolLM2-135M (`pc.demo.trained_model_folder`) reads prompts with full attention through torch.ops.pc.* alone. A method
+then says what of the prompt's keys and values stays, or which of it a query reads, and the tokens that follow are read
+over that, all at once, each behind the right ones. Of their next-token distributions are taken: perplexity, mean KL
+divergence from those of full attention, the share of equal most likely tokens, and answers that are the same word for
+word. A budget is a share of the prompt's tokens; what comes behind the prompt is always read. Rows go to
+results/cpu/quality.csv as they come; rows of other texts and methods stay. About 15 minutes on one core
+(OMP_NUM_THREADS=1).
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+
+import pc
+
+from ..harness.conditions import conditions, version
+from ..harness.registry import ROOT
+from ..harness.tables import read_rows, write_rows
+
+sys.path.insert(0, str(ROOT / "examples"))
+from custom_model import BLOCK, Llama
+
+RESULTS = ROOT / "benchmarks" / "results" / "cpu" / "quality.csv"
+FIRST = 4
+"""Tokens that StreamingLLM keeps as sinks."""
+OBSERVED = 32
+"""Last queries of a prompt, by which SnapKV chooses."""
+ANSWERS = ("Vice President", "President", "two", "Congress", "Congress", "Constitution")
+"""What a right answer to each of the demo's questions says."""
+
+
+class Step:
+    """Tokens at `positions` of a sequence that lies in blocks 0, 1, ...: a batch of `Llama`.
+
+    Args:
+        positions: `[tokens]` int64, ascending; position and slot are the same.
+        attend: A layer's attention, from this step, the layer's number, its queries, keys and values.
+    """
+
+    def __init__(self, positions: torch.Tensor, attend: Attend) -> None:
+        self.positions = self.slots = positions
+        self.length = int(positions[-1]) + 1
+        self.table = _ints(range(-(-self.length // BLOCK)))[None]
+        self.lens, self.starts = _ints([self.length]), _ints([0, len(positions)])
+        self._attend = attend
+
+    def attend(self, layer: int, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        return self._attend(self, layer, q, keys, values)
+
+
+Attend = Callable[[Step, int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def _ints(values: Any) -> torch.Tensor:
+    return torch.as_tensor(values, dtype=torch.int32)
+
+
+def full(step: Step, layer: int, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """All keys up to a query's own."""
+    return torch.ops.pc.paged_attention(q, keys, values, step.table, step.lens, step.starts, q.shape[-1] ** -0.5)
+
+
+def scattered(step: Step, layer: int, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, **which: Any) -> Any:
+    """The same of queries anywhere; with a table of what is left, or with lists."""
+    table, positions = which.pop("table", step.table), step.positions.int()
+    call = (q, keys, values, table, step.lens, step.starts, positions, q.shape[-1] ** -0.5)
+    return torch.ops.pc.sparse_gap_attention(*call, **which)
+
+
+def weights(q: torch.Tensor, keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Attention `[kv_heads, group, queries, tokens]` of queries `[queries, heads, head_dim]` to a layer's blocks."""
+    k = keys.flatten(0, 1)[: int(positions[-1]) + 1]
+    scores = torch.einsum("qhgd,thd->hgqt", q.unflatten(1, (k.shape[1], -1)), k) * q.shape[-1] ** -0.5
+    return scores.masked_fill_(torch.arange(len(k)) > positions[:, None], -math.inf).softmax(-1)
+
+
+class Reading:
+    """A prompt that was read with full attention: its keys and values, and how much each of its tokens was attended to.
+
+    Args:
+        llama: With blocks for twice the prompt, and for what follows.
+        prompt: As many tokens as fill blocks.
+        parts: What follows it: tokens, and the first of them that counts.
+    """
+
+    def __init__(self, llama: Llama, prompt: list[int], parts: Sequence[tuple[list[int], int]]) -> None:
+        self.llama, self.prompt, self.parts = llama, torch.tensor(prompt), parts
+        self.blocks = len(prompt) // BLOCK
+        shape = (len(llama.cache), llama.kv_heads, len(prompt))
+        self.mass, self.observed = torch.zeros(shape), torch.zeros(shape)
+        self.read(self.prompt, torch.arange(len(prompt)), self._attend_and_watch)
+        self.exact = llama.cache[:, :, : self.blocks].clone()
+        self.expected: list[torch.Tensor] = []
+
+    def _attend_and_watch(self, step: Step, layer: int, q: torch.Tensor, *cache: torch.Tensor) -> torch.Tensor:
+        for begin in range(0, len(q), 256):
+            of = slice(begin, begin + 256)
+            mass = weights(q[of], cache[0], step.positions[of]).sum((1, 2))
+            self.mass[layer, :, : mass.shape[1]] += mass
+        self.observed[layer] = weights(q[-OBSERVED:], cache[0], step.positions[-OBSERVED:]).sum((1, 2))
+        return full(step, layer, q, *cache)
+
+    def read(self, tokens: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
+        """Last hidden states of tokens, which are written to their places."""
+        return self.llama.hidden(tokens, Step(positions, attend))
+
+    def log_probabilities(self, attend: Attend) -> Iterator[torch.Tensor]:
+        """Of each part, `[tokens that count, vocabulary]`."""
+        for tokens, first in self.parts:
+            at = len(self.prompt) + torch.arange(len(tokens))
+            hidden = self.read(torch.tensor(tokens), at, attend)
+            yield self.llama.head(hidden[first - 1 : -1]).log_softmax(-1)
+
+    @functools.cached_property
+    def moved(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Where each block of the prompt stood when its quarters were read in another order, and keys and values then.
+
+        The first block stays first: what every text begins with.
+        """
+        quarters = torch.arange(1, self.blocks).tensor_split(4)
+        order = torch.cat([torch.tensor([0]), *(quarters[i] for i in (2, 0, 3, 1))])
+        self.read(self.prompt.view(-1, BLOCK)[order].flatten(), torch.arange(len(self.prompt)), full)
+        return order.argsort(), self.llama.cache[:, :, : self.blocks].clone()
+
+
+@dataclass(frozen=True)
+class Method:
+    """A way to hold less of a prompt.
+
+    Attributes:
+        kind: Of the table it stands in.
+        name: Of the method.
+        budget: Share of the prompt that it reads, recomputes or loses.
+        begin: Makes a reading's cache what it is to be, and gives the attention over it.
+    """
+
+    kind: str
+    name: str
+    budget: float
+    begin: Callable[[Reading], Attend]
+
+
+def keep(reading: Reading, chosen: torch.Tensor) -> Attend:
+    """Only those tokens of the prompt `[layers or 1, kv_heads or 1, tokens]` stay, for each head its own."""
+    chosen = chosen.expand(len(reading.exact), reading.llama.kv_heads, -1)
+    slots = _ints(range(reading.llama.cache[0, 0].shape[:2].numel())).expand(*chosen.shape[:2], -1).clone()
+    slots[..., : chosen.shape[2]][~chosen] = -1
+
+    def attend(step: Step, layer: int, q: torch.Tensor, *cache: torch.Tensor) -> torch.Tensor:
+        tokens = (part.view(-1, 1, *part.shape[2:]) for part in cache)  # blocks of one token
+        return scattered(step, layer, q, *tokens, table=slots[layer : layer + 1, :, : step.length])
+
+    return attend
+
+
+def _top(scores: torch.Tensor, count: int) -> torch.Tensor:
+    return torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, scores.topk(count).indices, True)
+
+
+def keep_last(reading: Reading, budget: float, first: int = 0) -> Attend:
+    """The last tokens of the prompt, and its first ones."""
+    at, total = torch.arange(len(reading.prompt)), len(reading.prompt)
+    return keep(reading, ((at < first) | (at >= total - round(budget * total) + first))[None, None])
+
+
+def keep_heavy(reading: Reading, budget: float) -> Attend:
+    """H2O: half of the budget what was attended to most by all, half the last tokens."""
+    half, mass = round(budget * len(reading.prompt) / 2), reading.mass.clone()
+    mass[..., -half:] = math.inf
+    return keep(reading, _top(mass, 2 * half))
+
+
+def keep_observed(reading: Reading, budget: float) -> Attend:
+    """SnapKV: what the last tokens attended to, neighbours with it, and these last tokens."""
+    votes = F.max_pool1d(reading.observed, 7, 1, 3)
+    votes[..., -OBSERVED:] = math.inf
+    return keep(reading, _top(votes, round(budget * len(reading.prompt))))
+
+
+def choose(reading: Reading, budget: float, score: Callable[..., torch.Tensor], whole: int = 0) -> Attend:
+    """Each query reads the blocks of the prompt that score highest for it and a KV head; all in the first layers."""
+    count = max(1, round(budget * reading.blocks))
+
+    def attend(step: Step, layer: int, q: torch.Tensor, *cache: torch.Tensor) -> torch.Tensor:
+        if layer < whole:
+            return full(step, layer, q, *cache)
+        best = score(step, layer, q, cache[0]).topk(count).indices.sort().values
+        own = torch.arange(reading.blocks, step.table.shape[1]).expand(*best.shape[:2], -1)
+        return scattered(step, layer, q, *cache, query_blocks=torch.cat([best, own], -1).int())
+
+    return attend
+
+
+def choose_pages(reading: Reading, budget: float) -> Attend:
+    """Quest: a block's smallest and largest key, by element, bound every score in it; two layers are read whole."""
+    low, high = reading.exact[:, 0].amin(2), reading.exact[:, 0].amax(2)
+
+    def score(step: Step, layer: int, q: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+        q = q.unflatten(1, (keys.shape[2], -1))
+        up = torch.einsum("qhgd,bhd->qhgb", q.clamp(min=0), high[layer])
+        return (up + torch.einsum("qhgd,bhd->qhgb", q.clamp(max=0), low[layer])).amax(2)
+
+    return choose(reading, budget, score, whole=2)
+
+
+def choose_best(reading: Reading, budget: float) -> Attend:
+    """The blocks that full attention gives most to, which nobody knows without computing it: a bound for lists."""
+
+    def score(step: Step, layer: int, q: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+        mass = weights(q, keys, step.positions).sum(1).transpose(0, 1)
+        return mass[..., : len(reading.prompt)].unflatten(-1, (-1, BLOCK)).sum(-1)
+
+    return choose(reading, budget, score)
+
+
+def quantize(reading: Reading, dtype: torch.dtype) -> Attend:
+    """Keys and values in 8 bits, with a scale for each layer and KV head."""
+    limit = 127.0 if dtype == torch.int8 else torch.finfo(dtype).max
+    scales = reading.exact.abs().amax((2, 3, 5)) / limit
+    codes = torch.zeros(reading.llama.cache.shape, dtype=dtype)
+
+    def write(layer: int, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
+        new = (part.flatten(0, 1)[slots] for part in (keys, values))
+        torch.ops.pc.reshape_and_cache(*new, *codes[layer], slots, *scales[layer])
+
+    for layer, cache in enumerate(reading.exact):
+        write(layer, *cache, torch.arange(len(reading.prompt)))
+
+    def attend(step: Step, layer: int, q: torch.Tensor, *cache: torch.Tensor) -> torch.Tensor:
+        write(layer, *cache, step.slots)
+        call = (q, *codes[layer], step.table, step.lens, step.starts, q.shape[-1] ** -0.5)
+        return torch.ops.pc.paged_attention(*call, k_scale=scales[layer, 0], v_scale=scales[layer, 1])
+
+    return attend
+
+
+def stream(reading: Reading, budget: float, first: int) -> Attend:
+    """Every token, of the prompt too, reads a window alone and the first tokens."""
+    window = round(budget * len(reading.prompt)) - first
+
+    def attend(step: Step, layer: int, q: torch.Tensor, *cache: torch.Tensor) -> torch.Tensor:
+        call = (q, *cache, step.table, step.lens, step.starts, q.shape[-1] ** -0.5)
+        return torch.ops.pc.sliding_window_attention(*call, window=window, num_sink_tokens=first)
+
+    reading.read(reading.prompt, torch.arange(len(reading.prompt)), attend)
+    return attend
+
+
+def evict_middle(reading: Reading, share: float, again: bool) -> Attend:
+    """The middle of the prompt is gone; or computed again, alone, behind what is before it."""
+    gone = round(share * reading.blocks)
+    holes = torch.arange(gone) + (reading.blocks - gone) // 2
+    reading.llama.cache[:, :, holes] = math.nan
+    if again:
+        positions = (holes[:, None] * BLOCK + torch.arange(BLOCK)).flatten()
+        reading.read(reading.prompt[positions], positions, scattered)
+        return full
+
+    def attend(step: Step, layer: int, q: torch.Tensor, *cache: torch.Tensor) -> torch.Tensor:
+        table = step.table.clone()
+        table[0, holes] = -1
+        return scattered(step, layer, q, *cache, table=table)
+
+    return attend
+
+
+def forget(reading: Reading) -> Attend:
+    """Nothing of the prompt but the first block."""
+    return keep(reading, (torch.arange(len(reading.prompt)) < BLOCK)[None, None])
+
+
+def move(reading: Reading, again: float, turned: bool = True, most: bool = False) -> Attend:
+    """Blocks of the prompt that were computed in another order, keys turned to their places, some tokens recomputed."""
+    llama, (stood, cache) = reading.llama, reading.moved
+    llama.cache[:, :, reading.blocks : 2 * reading.blocks] = cache
+    source, target = _ints(stood + reading.blocks), _ints(range(reading.blocks))
+    deltas = _ints((torch.arange(reading.blocks) - stood) * BLOCK * turned)
+    for keys, values in llama.cache:
+        pc.rotate_keys(keys, source, target, deltas, llama.body.rotary_emb.inv_freq)
+        pc.copy_blocks(values, source, target)
+    if again:
+        positions = _changed_most(reading, again) if most else _firsts(reading, again)
+        reading.read(reading.prompt[positions], positions, scattered)
+    return full
+
+
+def _changed_most(reading: Reading, share: float) -> torch.Tensor:
+    """CacheBlend: the tokens whose keys and values differ most in layers that are computed anew to see that."""
+    off = (reading.llama.cache[1:3, :, : reading.blocks] - reading.exact[1:3]).pow(2).sum((0, 1, 4, 5)).flatten()
+    return off.topk(round(share * len(reading.prompt))).indices.sort().values
+
+
+def _firsts(reading: Reading, share: float) -> torch.Tensor:
+    """EPIC: the first tokens of each piece."""
+    pieces = torch.arange(BLOCK, len(reading.prompt)).unflatten(0, (-1, BLOCK)).tensor_split(4)
+    return torch.cat([piece.flatten()[: round(share * piece.numel())] for piece in pieces])
+
+
+def methods(budgets: Sequence[float]) -> Iterator[Method]:
+    """All, the cheapest first."""
+    for name in ("float8_e4m3fn", "int8"):
+        yield Method("cache", name, 1, functools.partial(quantize, dtype=getattr(torch, name)))
+    by_budget: dict[tuple[str, str], Callable[..., Attend]] = {
+        ("evicted", "last tokens"): keep_last,
+        ("evicted", "last and 4 first tokens"): functools.partial(keep_last, first=FIRST),
+        ("evicted", "H2O"): keep_heavy,
+        ("evicted", "SnapKV"): keep_observed,
+        ("chosen", "Quest-like pages"): choose_pages,
+        ("chosen", "best blocks"): choose_best,
+    }
+    for (kind, name), begin in by_budget.items():
+        for budget in budgets:
+            yield Method(kind, name, budget, functools.partial(begin, budget=budget))
+    for again, name in ((False, "middle gone"), (True, "middle computed again")):
+        for share in (0.25, 0.5):
+            yield Method("gap", name, share, functools.partial(evict_middle, share=share, again=again))
+    yield Method("moved", "without the text", 0, forget)
+    for name, share, options in (
+        ("keys not turned", 0.0, {"turned": False}),
+        ("keys turned", 0.0, {}),
+        ("first tokens computed again", 0.06, {}),
+        ("what differs most computed again", 0.1, {"most": True}),
+    ):
+        yield Method("moved", name, share, functools.partial(move, again=share, **options))
+    for first, name in ((0, "window"), (FIRST, "window and 4 first tokens")):
+        for budget in (0.1, 0.5):
+            yield Method("window", name, budget, functools.partial(stream, budget=budget, first=first))
+
+
+@torch.inference_mode()
+def measure(readings: Sequence[Reading], method: Method | None, right: Sequence[bool]) -> dict[str, str]:
+    """Columns of a row, over all parts of all readings; without a method those of full attention, which comes first."""
+    loss = divergence = tokens = same = 0.0
+    answers, begin = [], time.process_time()
+    for reading in readings:
+        reading.llama.cache[:, :, : reading.blocks] = reading.exact
+        attend = method.begin(reading) if method else full
+        for number, found in enumerate(reading.log_probabilities(attend)):
+            part, first = reading.parts[number]
+            if not method:
+                reading.expected.append(found)
+            expected = reading.expected[number]
+            equal = found.argmax(-1) == expected.argmax(-1)
+            loss -= found.gather(1, torch.tensor(part[first:])[:, None]).double().sum().item()
+            divergence += (expected.exp() * (expected - found)).double().sum().item()
+            same, tokens = same + equal.sum().item(), tokens + len(equal)
+            answers.append(bool(equal.all()))
+    return {
+        "tokens": f"{tokens:.0f}",
+        "perplexity": f"{math.exp(loss / tokens):.4f}",
+        "kl": f"{divergence / tokens:.3g}",
+        "same_top1": f"{same / tokens:.4f}",
+        "answers": str(sum(a and r for a, r in zip(answers, right, strict=True))) if right else "",
+        "questions": str(len(right)) if right else "",
+        "cpu_s": f"{time.process_time() - begin:.1f}",
+    }
+
+
+def prose(llama: Llama, ids: list[int], prompt: int, scored: int, segments: int) -> list[Reading]:
+    """Prompts from places of a text that are as far apart as can be, each with the tokens behind it."""
+    starts = [(len(ids) - prompt - scored) * i // max(1, segments - 1) for i in range(segments)]
+    parts = [ids[start : start + prompt + scored] for start in starts]
+    return [Reading(llama, part[:prompt], [(part[prompt:], 1)]) for part in parts]
+
+
+def questions(llama: Llama, tokenizer: Any) -> tuple[list[Reading], list[bool]]:
+    """The demo's text and questions, with full attention's own answers, and which of these are right."""
+    from pc.demo import _models, _workloads
+
+    prompts = list(_workloads.document_prompts(tokenizer, _workloads.excerpt(_models.read_document())))
+    shared = next(i for i, ids in enumerate(zip(*prompts, strict=False)) if len(set(ids)) > 1) // BLOCK * BLOCK
+    reading, right = Reading(llama, prompts[0][:shared], ()), []
+    end, parts = _workloads.line_end(tokenizer), []
+    for ids, answer in zip(prompts, ANSWERS, strict=True):
+        part = ids[shared:]
+        todo, at, said = part, shared, []
+        while not said or (said[-1] not in (end, tokenizer.eos_token_id) and len(said) < 16):
+            hidden = reading.read(torch.tensor(todo), at + torch.arange(len(todo)), full)
+            said.append(int(llama.head(hidden[-1]).argmax()))
+            todo, at = said[-1:], shared + len(part) + len(said) - 1
+        print(tokenizer.decode(said).strip(), file=sys.stderr)
+        right.append(answer in tokenizer.decode(said))
+        parts.append((part + said, len(part)))
+    reading.parts = parts
+    return [reading], right
+
+
+@torch.inference_mode()
+def main() -> None:
+    """Prints rows and writes them as they come."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from pc.demo import trained_model_folder
+    from pc.demo._models import read_document
+    from pc.demo._trained import NAME
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    names = ("alice", "constitution", "questions")
+    parser.add_argument("texts", nargs="*", default=names, choices=names)
+    parser.add_argument("--methods", nargs="+", default=[""], help="parts of kinds or names")
+    parser.add_argument("--budgets", nargs="+", type=float, default=[0.05, 0.1, 0.2, 0.5])
+    parser.add_argument("--prompt", type=int, default=1792, help="tokens of prose before those that count")
+    parser.add_argument("--scored", type=int, default=257, help="tokens behind it, of which the first does not count")
+    parser.add_argument("--segments", type=int, default=2, help="of each text")
+    parser.add_argument("--output", type=Path, default=RESULTS)
+    arguments = parser.parse_args()
+    if arguments.prompt % BLOCK:
+        parser.error(f"--prompt: got {arguments.prompt}, needs a multiple of {BLOCK}")
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    folder = trained_model_folder()
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
+    llama = Llama(model, num_blocks=512)
+    chosen = [m for m in methods(arguments.budgets) if any(part in f"{m.kind} {m.name}" for part in arguments.methods)]
+    text = {
+        "alice": (ROOT / "benchmarks" / "texts" / "alice.txt").read_text(encoding="utf-8"),
+        "constitution": read_document(),
+    }
+    for name in arguments.texts:
+        right: list[bool] = []
+        if name == "questions":
+            readings, right = questions(llama, tokenizer)
+        else:
+            ids = tokenizer.encode(text[name])
+            readings = prose(llama, ids, arguments.prompt, arguments.scored, arguments.segments)
+        for number, method in enumerate([None, *chosen]):
+            row = {"text": name, "kind": method.kind if method else "full", "method": method.name if method else "full"}
+            row |= {"budget": f"{method.budget:g}" if method else "1"}
+            row |= {"prompt_tokens": str(sum(len(reading.prompt) for reading in readings))}
+            row |= measure(readings, method, right) | {"model": NAME, "dtype": "float32"}
+            row |= {"transformers": version("transformers")} | conditions("cpu")
+            print(f"{number}/{len(chosen)}", *list(row.values())[:12], flush=True)
+            own = [row[key] for key in ("text", "kind", "method", "budget")]
+            rows = [
+                r for r in read_rows(arguments.output) if [r[k] for k in ("text", "kind", "method", "budget")] != own
+            ]
+            write_rows(arguments.output, [*rows, row])

@@ -1,0 +1,285 @@
+"""Generation on the CPU: transformers' generate as it is, over the prefix cache, and with a cache that is kept by hand.
+
+    python -m benchmarks reuse [25M ...] [--prompts 8 256 2048 10240]
+    python -m benchmarks reuse SmolLM2 --prompts 512 2048 6144     (trained, over the Constitution of the United States)
+
+All ways alternate in one process, in CPU time: call by call for the first token, token by token after it. "by hand"
+keeps a DynamicCache of the document: a deep copy for each question, as transformers' documentation does, or one that is
+cropped afterwards and serves one question at a time. What is asked about a document ends in a question of its own; in a
+cold call the document is new too. An answer of 64 tokens is the beginning of one of 256, with what follows the last
+token. OMP_NUM_THREADS threads (1). Writes results/cpu/reuse.csv.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import itertools
+import os
+import statistics
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pc.demo import trained_model_folder
+
+from ..harness.conditions import conditions, version
+from ..harness.tables import RESULTS, read_rows, write_rows
+
+SIZES = {
+    "25M": {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 8},
+    "100M": {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 14},
+    "tiny": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2},
+}
+HEADS = {"25M": (8, 4), "100M": (12, 4), "tiny": (4, 2)}
+TRAINED = "SmolLM2"
+PROMPTS = (8, 256, 2048, 10240)
+QUESTION, ANSWERS = 24, (1, 64, 256)
+ROUNDS = {8: 9, 256: 7, 512: 5, 2048: 3, 6144: 3, 10240: 3}
+"""By length of the document."""
+ROWS = RESULTS / "cpu" / "reuse.csv"
+PLAIN, PC, DEEP_COPY, CROPPED = WARM = ("plain", "pc", "by hand, deep copy", "by hand, cropped")
+
+
+def build_model(size: str) -> Any:
+    """A Llama with seeded random weights, or the trained one."""
+    from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+    if size == TRAINED:
+        model = AutoModelForCausalLM.from_pretrained(trained_model_folder()).eval()
+        model.generation_config.eos_token_id = None
+        return model
+    given = dict(SIZES[size])
+    heads, kv_heads = HEADS[size]
+    config = LlamaConfig(
+        vocab_size=8192,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        max_position_embeddings=16384,
+        eos_token_id=None,
+        pad_token_id=0,
+        **given,
+    )
+    torch.manual_seed(0)
+    return LlamaForCausalLM(config).eval()
+
+
+def read_text() -> torch.Tensor:
+    """Token ids of the demo's document, as the trained model reads them."""
+    from transformers import AutoTokenizer
+
+    from pc.demo._models import read_document
+
+    return torch.tensor(AutoTokenizer.from_pretrained(trained_model_folder()).encode(read_document()))
+
+
+class _Turns:
+    """Lets several threads take turns, one token each: what slows the machine down slows all ways down."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._order = list(names)
+        self._changed = threading.Condition()
+
+    def wait(self, name: str) -> None:
+        """Returns when it is this one's turn."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._order[0] == name)
+
+    def next(self, name: str, over: bool = False) -> None:
+        """Ends this one's turn; its last one where it is over."""
+        with self._changed:
+            self._order.remove(name)
+            if not over:
+                self._order.append(name)
+            self._changed.notify_all()
+
+    def pass_on(self, name: str) -> None:
+        """Ends this one's turn and waits for its next."""
+        self.next(name)
+        self.wait(name)
+
+
+class _Clock:
+    """A streamer that notes the CPU time at which tokens come; generate puts the prompt before them.
+
+    Args:
+        now: CPU time of the process, or of the thread where several take turns.
+        pause: Called after each token.
+    """
+
+    def __init__(self, now: Callable[[], float], pause: Callable[[], None] = lambda: None) -> None:
+        self._now, self._pause = now, pause
+        self.times: list[float] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        self.times.append(self._now())
+        if len(self.times) > 1:
+            self._pause()
+
+    def end(self) -> None:
+        """Nothing is held back."""
+
+
+def _peak(reset: bool = False) -> int:
+    """The most memory that the process has had since it was last reset, in bytes."""
+    if reset:
+        with contextlib.suppress(OSError):
+            Path("/proc/self/clear_refs").write_text("5")
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+    return int(line.split()[1]) * 1024
+
+
+class Ways:
+    """A model, one document, and what each way keeps of it.
+
+    Args:
+        model: With prefix caching enabled.
+        seed: Of documents and questions.
+        text: Token ids that these are taken from; None: random ones.
+    """
+
+    def __init__(self, model: Any, seed: int, text: torch.Tensor | None = None) -> None:
+        self.model, self._text = model, text
+        self.document = torch.zeros(1, 0, dtype=torch.long)
+        self._generator = torch.Generator().manual_seed(seed)
+        self._by_hand: Any = None
+
+    def tokens(self, length: int) -> torch.Tensor:
+        """`[1, length]`, of no other prompt."""
+        if self._text is None:
+            return torch.randint(3, 8192, (1, length), generator=self._generator)
+        begin = torch.randint(len(self._text), (1,), generator=self._generator)
+        return self._text.roll(-int(begin))[None, :length]
+
+    def prepare(self, length: int) -> None:
+        """Takes a new document, and lets every way see it once."""
+        from transformers import DynamicCache
+
+        self.document, self._by_hand = self.tokens(length), DynamicCache(config=self.model.config)
+        with torch.no_grad():
+            self.model(self.document, past_key_values=self._by_hand, logits_to_keep=1)
+        self.model.generate(self.document, do_sample=False, max_new_tokens=1)
+
+    def ask(self, way: str, prompt: torch.Tensor, new_tokens: int, clock: _Clock) -> torch.Tensor:
+        """The answer; the clock hears of its tokens."""
+        options: dict[str, Any] = {"do_sample": False, "max_new_tokens": new_tokens, "streamer": clock}
+        if way == PC:
+            return self.model.generate(prompt, **options)  # type: ignore[no-any-return]
+        if way == DEEP_COPY:
+            options["past_key_values"] = copy.deepcopy(self._by_hand)
+        elif way == CROPPED:
+            options["past_key_values"] = self._by_hand
+        answer: torch.Tensor = type(self.model).generate(self.model, prompt, **options)
+        if way == CROPPED:
+            self._by_hand.crop(self.document.shape[1] - self._by_hand.get_seq_length())
+        return answer
+
+    def first_token(self, way: str, prompt: torch.Tensor) -> tuple[float, torch.Tensor, int]:
+        """CPU seconds to the first token, the answer, and bytes of memory it took at most."""
+        clock, before, begin = _Clock(time.process_time), _peak(reset=True), time.process_time()
+        answer = self.ask(way, prompt, 1, clock)
+        return clock.times[1] - begin, answer, _peak() - before
+
+    def decode(self, names: Sequence[str], prompt: torch.Tensor) -> dict[str, list[float]]:
+        """CPU seconds of each token after the first, all ways by turns, and at last of what follows the answer."""
+        turns, seconds, answers = _Turns(names), {}, {}
+
+        def work(name: str) -> None:
+            turns.wait(name)
+            clock = _Clock(time.thread_time, lambda: turns.pass_on(name))
+            try:
+                answers[name] = self.ask(name, prompt, ANSWERS[-1], clock)
+                times = [*clock.times[1:], time.thread_time()]
+                seconds[name] = [b - a for a, b in itertools.pairwise(times)]
+            finally:
+                turns.next(name, over=True)
+
+        threads = [threading.Thread(target=work, args=(name,)) for name in names]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if len(answers) < len(names) or any(not torch.equal(a, answers[names[0]]) for a in answers.values()):
+            raise RuntimeError(f"tokens differ between {', '.join(names)}")
+        return seconds
+
+
+def measure(size: str, length: int, rounds: int) -> list[dict[str, str]]:
+    """A row for each way, cold and warm.
+
+    Raises:
+        RuntimeError: A way gives other tokens.
+    """
+    from pc.integrations.huggingface import enable_prefix_caching
+
+    model, rows = build_model(size), []
+    with enable_prefix_caching(model, num_blocks=(2 * rounds + 4) * (length + 600) // 16) as handle:
+        ways = Ways(model, length, read_text() if size == TRAINED else None)
+        for name in (PLAIN, PC):
+            ways.first_token(name, ways.tokens(8))  # the first call of a process takes longer
+        for names, warm in (((PLAIN, PC), False), (WARM, True)):
+            if warm:
+                ways.prepare(length)
+            seconds: dict[str, list[float]] = {name: [] for name in names}
+            peaks: dict[str, list[int]] = {name: [] for name in names}
+            for turn in range(rounds):
+                prompt = torch.cat([ways.document, ways.tokens(QUESTION if warm else length)], 1)
+                answers = []
+                for name in names[turn % len(names) :] + names[: turn % len(names)]:
+                    took, answer, peak = ways.first_token(name, prompt)
+                    seconds[name].append(took)
+                    peaks[name].append(peak)
+                    answers.append(answer)
+                if any(not torch.equal(answer, answers[0]) for answer in answers):
+                    raise RuntimeError(f"{size}, {length}: tokens differ")
+            reused = sum(report.cached_tokens for report in handle.last_requests)
+            steps = ways.decode(names, torch.cat([ways.document, ways.tokens(QUESTION)], 1)) if warm else {}
+            for name in names:
+                label = f"{TRAINED}-135M, trained" if size == TRAINED else f"Llama {size}, random weights"
+                row = {"model": f"{label}, float32", "call": "warm" if warm else "cold"}
+                row |= {"way": name, "document_tokens": str(length), "prompt_tokens": str(prompt.shape[1])}
+                row |= _columns(seconds[name], seconds[PLAIN], steps.get(name, []), steps.get(PLAIN, []))
+                row |= {"peak_bytes": str(int(statistics.median(peaks[name])))}
+                row |= {"reused_tokens": str(reused) if name == PC and warm else "", "rounds": str(rounds)}
+                rows.append(row | {"transformers": version("transformers")} | conditions("cpu"))
+                print(*list(row.values()), flush=True)
+    return rows
+
+
+def _columns(first: list[float], plain: list[float], steps: list[float], plain_steps: list[float]) -> dict[str, str]:
+    """Seconds to the 1st, 64th and 256th token and of a token, and the medians of ratios to what plain took."""
+    ratios = [own / other for own, other in zip(first, plain, strict=True)]
+    row = {"s_1": f"{statistics.median(first):.6f}", "s_1_over_plain": f"{statistics.median(ratios):.4f}"}
+    for tokens in ANSWERS[1:]:
+        both = [
+            statistics.median(one) + sum(each[: tokens - 1]) + sum(each[ANSWERS[-1] - 1 :])
+            for one, each in ((first, steps), (plain, plain_steps))
+        ]
+        row |= {f"s_{tokens}": f"{both[0]:.6f}" if steps else ""}
+        row |= {f"s_{tokens}_over_plain": f"{both[0] / both[1]:.4f}" if steps else ""}
+    by_turn = [own / other for own, other in zip(steps[:-1], plain_steps[:-1], strict=True)]
+    row["decode_s"] = f"{statistics.median(steps[:-1]):.6f}" if steps else ""
+    return row | {"decode_s_over_plain": f"{statistics.median(by_turn):.4f}" if steps else ""}
+
+
+def main() -> None:
+    """Prints and writes the table; rows of other models and prompts stay."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("sizes", nargs="*", default=["25M", "100M"])
+    parser.add_argument("--prompts", nargs="+", type=int, default=PROMPTS)
+    parser.add_argument("--rounds", type=int, default=9, help="at most")
+    parser.add_argument("--output", type=Path, default=ROWS)
+    arguments = parser.parse_args()
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    rows = read_rows(arguments.output)
+    for size in arguments.sizes:
+        for length in arguments.prompts:
+            new = measure(size, length, min(ROUNDS.get(length, 1), arguments.rounds))
+            own = {(row["model"], row["document_tokens"]) for row in new}
+            rows = [row for row in rows if (row["model"], row["document_tokens"]) not in own] + new
+            write_rows(arguments.output, rows)

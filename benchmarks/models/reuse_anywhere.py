@@ -1,0 +1,250 @@
+"""Text that moved, with a trained model: time to the first token and what is lost, for shares computed again.
+
+    python -m benchmarks reuse_anywhere [order agent edit] [--size 2048] [--shares 0 .05 .1 .2 1]
+
+Three workloads of SmolLM2-135M-Instruct (`pc.demo.trained_model_folder`), each a row of prompts through `generate`:
+
+    order   six questions over the same five documents, each time in another order
+    agent   an agent's loop of twenty turns, of whose tool results the latest stay (`--kept`)
+    edit    a long text with an edit in its middle, another for each of five prompts
+
+Answers are those of exact prefix caching (greedy, eight tokens); every other way is made to say them, and its
+next-token distributions are compared with those (KL divergence, equal most likely tokens, answers whose tokens are all
+the most likely ones). Prompts before anything has moved do not count. Rows go to
+results/cpu/reuse_anywhere.csv as they come.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..harness.conditions import conditions, version
+from ..harness.registry import ROOT
+from ..harness.tables import read_rows, write_rows
+
+RESULTS = ROOT / "benchmarks" / "results" / "cpu" / "reuse_anywhere.csv"
+ANSWER, TURNS = 8, 20
+KEY = ("workload", "size", "way", "recompute")
+
+
+@dataclass
+class Told:
+    """What a way gave for one prompt."""
+
+    prompt: int
+    answer: list[int]
+    logits: torch.Tensor
+    wall: float
+    cpu: float
+    computed: int
+    moved: int = 0
+    repaired: int = 0
+
+
+@dataclass
+class Workload:
+    """A function of a turn and of what the model said before, which gives the prompt, and how many turns there are."""
+
+    name: str
+    size: int
+    prompts: Any
+    skipped: int = 1
+
+
+def cut(ids: list[int], count: int, end: int) -> list[list[int]]:
+    """Pieces of a text of about equal length, each ending with a line."""
+    pieces, begin = [], 0
+    for number in range(1, count + 1):
+        at = len(ids) * number // count
+        while at < len(ids) and ids[at - 1] != end:
+            at += 1
+        pieces.append(ids[begin:at])
+        begin = at
+    return pieces
+
+
+def order(encode: Any, text: list[int], size: int, line: int, kept: int) -> Any:
+    """Six questions over five documents in changing order."""
+    from pc.demo._workloads import QUESTIONS, WORKED
+
+    pieces = cut(text[:size], 5, line)
+    orders = ((0, 1, 2, 3, 4), (2, 0, 3, 1, 4), (4, 3, 2, 1, 0), (1, 2, 0, 4, 3), (3, 4, 1, 0, 2), (0, 4, 2, 3, 1))
+
+    def prompt(turn: int, answers: Sequence[list[int]]) -> list[int]:
+        body = [token for piece in orders[turn] for token in pieces[piece]]
+        return encode("The text:\n\n") + body + encode(f"\n{WORKED}\n\nQ: {QUESTIONS[turn]}\nA:")
+
+    return prompt, len(orders)
+
+
+def agent(encode: Any, text: list[int], size: int, line: int, kept: int) -> Any:
+    """Twenty turns of a loop; besides the newest result of a tool, the latest `kept` stay."""
+    long = size // (kept + 1) - 40
+    results = [text[i * long % (len(text) - long) :][:long] for i in range(TURNS)]
+
+    def prompt(turn: int, answers: Sequence[list[int]]) -> list[int]:
+        ids = encode("You look things up in a law and note in a few words what each part is about.\n")
+        for number in range(turn + 1):
+            ids += encode(f"\nCall {number + 1}: read(part={number + 1})\nResult:\n")
+            ids += results[number] if turn - number <= kept else encode("(dropped)")
+            ids += encode(f"\nNote {number + 1}: this part is about")
+            ids += answers[number] if number < turn else []
+        return ids
+
+    return prompt, TURNS
+
+
+def edit(encode: Any, text: list[int], size: int, line: int, kept: int) -> Any:
+    """A text with another sentence in its middle each time."""
+    from pc.demo._workloads import QUESTIONS, WORKED
+
+    body, names = text[:size], ("", "Ann", "the tall Mister Bell", "Carl", "a Daughter of the second Senator")
+
+    def prompt(turn: int, answers: Sequence[list[int]]) -> list[int]:
+        new = encode(f" This was added by {names[turn]}.\n") if names[turn] else []
+        asked = encode(f"\n{WORKED}\n\nQ: {QUESTIONS[turn]}\nA:")
+        return encode("The text:\n\n") + body[: size // 2] + new + body[size // 2 :] + asked
+
+    return prompt, len(names)
+
+
+class Said:
+    """Makes a model say an answer, and notes when the first token could be chosen."""
+
+    def __init__(self, answer: list[int] | None) -> None:
+        self.answer, self.step, self.first = answer, 0, (0.0, 0.0)
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if not self.step:
+            self.first = time.perf_counter(), time.process_time()
+        if self.answer is not None:
+            chosen = torch.full_like(scores, -torch.inf)
+            chosen[:, self.answer[self.step]] = 0
+            scores = chosen
+        self.step += 1
+        return scores
+
+
+def ask(model: Any, ids: list[int], answer: list[int] | None, handle: Any = None) -> Told:
+    """One prompt through generate."""
+    said, begin = Said(answer), (time.perf_counter(), time.process_time())
+    got = model.generate(
+        torch.tensor([ids]),
+        max_new_tokens=ANSWER,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+        logits_processor=[said],
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    report = handle.last_requests[0] if handle is not None else None
+    known = report.cached_tokens + report.moved_tokens - report.repaired_tokens if report else 0
+    wall, cpu = (after - before for after, before in zip(said.first, begin, strict=True))
+    logits = torch.cat(list(got.logits)).log_softmax(-1)
+    told = Told(len(ids), got.sequences[0, len(ids) :].tolist(), logits, wall, cpu, len(ids) - known)
+    if report:
+        told.moved, told.repaired = report.moved_tokens, report.repaired_tokens
+    return told
+
+
+def run(model: Any, workload: Workload, share: float | None, exact: list[Told] | None) -> list[Told]:
+    """All prompts of a workload; `share` None: exact prefix caching."""
+    from pc.integrations.huggingface import enable_prefix_caching
+
+    options = {} if share is None else {"reuse": "anywhere", "recompute": share}
+    prompt, count = workload.prompts
+    told: list[Told] = []
+    with enable_prefix_caching(model, num_blocks=40 * workload.size // 16 // 4, **options) as handle:
+        for turn in range(count):
+            answers = [one.answer for one in (exact or told)]
+            told.append(ask(model, prompt(turn, answers), exact[turn].answer if exact else None, handle))
+    return told
+
+
+def row(workload: Workload, told: list[Told], exact: list[Told], way: str, share: str) -> dict[str, str]:
+    """Over all prompts that count."""
+    told, exact = told[workload.skipped :], exact[workload.skipped :]
+    kl = same = tokens = answers = 0.0
+    for one, want in zip(told, exact, strict=True):
+        kl += (want.logits.exp() * (want.logits - one.logits)).double().sum().item()
+        equal = one.logits.argmax(-1) == want.logits.argmax(-1)
+        same, tokens, answers = same + equal.sum().item(), tokens + len(equal), answers + bool(equal.all())
+    ratio = {
+        name: statistics.median(getattr(a, name) / getattr(b, name) for a, b in zip(told, exact, strict=True))
+        for name in ("wall", "cpu")
+    }
+    return {
+        "workload": workload.name, "size": str(workload.size), "way": way, "recompute": share,
+        "prompts": str(len(told)),
+        "prompt_tokens": f"{statistics.mean(one.prompt for one in told):.0f}",
+        "computed_tokens": f"{statistics.mean(one.computed for one in told):.0f}",
+        "moved_tokens": f"{statistics.mean(one.moved for one in told):.0f}",
+        "ttft_s": f"{statistics.median(one.wall for one in told):.3f}",
+        "ttft_cpu_s": f"{statistics.median(one.cpu for one in told):.3f}",
+        "over_prefix": f"{ratio['wall']:.3f}", "over_prefix_cpu": f"{ratio['cpu']:.3f}",
+        "kl": f"{max(kl, 0) / tokens:.3g}", "same_top1": f"{same / tokens:.4f}",
+        "answers": f"{answers:.0f}", "tokens": f"{tokens:.0f}",
+    }  # fmt: skip
+
+
+def save(workload: Workload, told: list[Told], exact: list[Told], way: str, share: str, path: Path) -> None:
+    """Writes a row in the place of the one before."""
+    from pc.demo._trained import NAME
+
+    found = row(workload, told, exact, way, share) | {"model": NAME, "dtype": "float32"}
+    found |= {"transformers": version("transformers")} | conditions("cpu")
+    print(*list(found.values())[:16], flush=True)
+    own = [found[key] for key in KEY]
+    write_rows(path, [*[r for r in read_rows(path) if [r[key] for key in KEY] != own], found])
+
+
+def main() -> None:
+    """Prints rows and writes them as they come."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from pc.demo import trained_model_folder
+    from pc.demo._models import read_document
+    from pc.demo._workloads import line_end
+
+    makers = {"order": order, "agent": agent, "edit": edit}
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("workloads", nargs="*", default=list(makers), choices=list(makers))
+    parser.add_argument("--size", type=int, default=2048, help="tokens of text in a prompt, about")
+    parser.add_argument("--kept", type=int, default=3, help="results that an agent keeps besides the newest")
+    parser.add_argument("--turns", type=int, help="prompts of a workload at most")
+    parser.add_argument("--shares", nargs="*", type=float, default=[0, 0.05, 0.1, 0.2, 1])
+    parser.add_argument("--plain", action="store_true", help="the model's own generate too, on one prompt")
+    parser.add_argument("--output", type=Path, default=RESULTS)
+    arguments = parser.parse_args()
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    folder = trained_model_folder()
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
+
+    def encode(text: str) -> list[int]:
+        ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
+        return ids
+
+    document = read_document()
+    text = encode(document[document.index("Article II\n") :])
+    for name in arguments.workloads:
+        made = makers[name](encode, text, arguments.size, line_end(tokenizer), arguments.kept)
+        skipped = arguments.kept + 1 if name == "agent" else 1
+        workload = Workload(name, arguments.size, (made[0], min(made[1], arguments.turns or made[1])), skipped)
+        exact = run(model, workload, None, None)
+        save(workload, exact, exact, "prefix", "", arguments.output)
+        if arguments.plain:
+            own = ask(model, made[0](skipped, [one.answer for one in exact]), exact[skipped].answer)
+            save(workload, [own] * (skipped + 1), exact[: skipped + 1], "all", "", arguments.output)
+        for share in arguments.shares:
+            told = run(model, workload, share, exact)
+            save(workload, told, exact, "anywhere", f"{share:g}", arguments.output)

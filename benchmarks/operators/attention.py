@@ -1,0 +1,360 @@
+"""Inputs of attention benchmarks: paged caches, shuffled block tables, holes; what they move, compute and expect."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..harness.registry import Case, WrongError
+
+CHECKED_ROWS = 32
+# Fast float32 exponentials, PyTorch's on a CPU among them, err by up to 20 units in the last place.
+EXP_ERROR = 2.0**-19
+Ranges = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class AttentionCase:
+    """Conditions of one attention call; lengths in tokens.
+
+    Attributes:
+        seq_lens: Of each sequence, this step's tokens included.
+        q_lens: This step's tokens of each sequence.
+        heads: Query heads and KV heads.
+        head_dim: Elements of a head.
+        block_size: Tokens of a block.
+        layout: "NHD", or "HND" for a transposed view of head-major memory.
+        dtype: Of queries; None: float32 on a CPU, bfloat16 on a GPU.
+        cache_dtype: Of the cache where it differs.
+        window: Sliding window, 0 for none.
+        num_sink_tokens: Tokens at the start that a window never leaves behind.
+        sinks: Whether heads have a learned sink logit.
+        live: Spans of tokens that are present in every sequence; None: all.
+        kept: Part of the blocks that each KV head attends to, drawn for it alone, the queries' own among them; 1: all.
+        lists: Whether queries name them, not a table per KV head.
+        queries: Spans of positions that the queries are at; None: the last ones.
+        shared: Tokens at the start that all sequences share, in the same blocks.
+    """
+
+    seq_lens: tuple[int, ...]
+    q_lens: tuple[int, ...]
+    heads: tuple[int, int] = (32, 8)
+    head_dim: int = 128
+    block_size: int = 16
+    layout: str = "NHD"
+    dtype: str | None = None
+    cache_dtype: str | None = None
+    window: int = 0
+    num_sink_tokens: int = 0
+    sinks: bool = False
+    live: Ranges | None = None
+    kept: float = 1.0
+    lists: bool = False
+    queries: Ranges | None = None
+    shared: int = 0
+
+    def query_dtype(self, device: torch.device) -> torch.dtype:
+        """Dtype of queries on a device."""
+        default = "float32" if device.type == "cpu" else "bfloat16"
+        found: torch.dtype = getattr(torch, self.dtype or default)
+        return found
+
+    def positions(self, i: int) -> np.ndarray:
+        """Absolute positions of the queries of sequence `i`."""
+        if self.queries is None:
+            return np.arange(self.seq_lens[i] - self.q_lens[i], self.seq_lens[i])
+        return np.concatenate([np.arange(*span) for span in self.queries])
+
+    def chosen(self, i: int) -> np.ndarray:
+        """Blocks that each KV head of sequence `i` attends to, ascending: [kv_heads, n]."""
+        blocks, own = -(-self.seq_lens[i] // self.block_size), (self.seq_lens[i] - self.q_lens[i]) // self.block_size
+        count, rng = max(0, round(blocks * self.kept) - (blocks - own)), np.random.default_rng(i)
+        drawn = [np.sort(rng.permutation(own)[:count]) for _ in range(self.heads[1])]
+        return np.stack([np.concatenate([before, np.arange(own, blocks)]) for before in drawn])
+
+    def present(self, i: int, head: int = 0) -> np.ndarray:
+        """Which key positions of sequence `i` are in present blocks, of a KV head where heads differ."""
+        length = self.seq_lens[i]
+        if self.kept < 1:
+            return np.asarray(np.isin(np.arange(length) // self.block_size, self.chosen(i)[head]))
+        if self.live is None:
+            return np.ones(length, dtype=bool)
+        mask = np.zeros(length, dtype=bool)
+        for begin, end in self.live:
+            mask[begin // self.block_size * self.block_size : -(-end // self.block_size) * self.block_size] = True
+        return mask
+
+    def visible(self, i: int, positions: np.ndarray, head: int = 0) -> np.ndarray:
+        """Which keys of sequence `i` queries at `positions` attend to, of a KV head: [queries, seq_len]."""
+        t, p = np.arange(self.seq_lens[i])[None], positions[:, None]
+        mask = (t <= p) & self.present(i, head)[None]
+        if self.window:
+            mask &= (t > p - self.window) | (t < self.num_sink_tokens)
+        return mask
+
+    def conditions(self) -> dict[str, str]:
+        """The columns of the row."""
+        live = sum(int(self.present(i).sum()) for i in _indices(self))
+        return {
+            "sequences": str(len(self.seq_lens)),
+            "seq_lens": _runs(self.seq_lens),
+            "q_lens": _runs(self.q_lens),
+            "heads": f"{self.heads[0]}/{self.heads[1]}",
+            "head_dim": str(self.head_dim),
+            "block_size": str(self.block_size),
+            "layout": self.layout,
+            "dtype": self.dtype or "",
+            "cache_dtype": self.cache_dtype or "",
+            "window": str(self.window),
+            "num_sink_tokens": str(self.num_sink_tokens),
+            "live_tokens": "" if self.live is None and self.kept == 1 else str(live),
+            "shared": str(self.shared),
+        }
+
+
+def _indices(case: AttentionCase) -> range:
+    return range(len(case.seq_lens))
+
+
+def _runs(values: tuple[int, ...]) -> str:
+    """The lengths in short: "31x1024 1x131072"."""
+    counts: dict[int, int] = {}
+    for value in values:
+        counts[value] = counts.get(value, 0) + 1
+    return " ".join(f"{n}x{value}" for value, n in counts.items())
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """Tensors of one call, named as the operators name them."""
+
+    case: AttentionCase
+    query: torch.Tensor
+    key_cache: torch.Tensor
+    value_cache: torch.Tensor
+    block_tables: torch.Tensor
+    seq_lens: torch.Tensor
+    query_start_loc: torch.Tensor
+    query_positions: torch.Tensor | None
+    query_blocks: torch.Tensor | None
+    sinks: torch.Tensor | None
+    k_scale: torch.Tensor | None
+    v_scale: torch.Tensor | None
+
+    @property
+    def scale(self) -> float:
+        """Factor on q.k."""
+        return self.case.head_dim**-0.5
+
+    def arguments(self, op: str) -> dict[str, Any]:
+        """For `pc.<op>`."""
+        case = self.case
+        names = ("query", "key_cache", "value_cache", "block_tables", "seq_lens", "query_start_loc", "scale")
+        given = {name: getattr(self, name) for name in (*names, "sinks", "k_scale", "v_scale")}
+        given |= {"max_query_len": max(case.q_lens), "max_seq_len": max(case.seq_lens)}
+        if op == "sparse_gap_attention":
+            given |= {"query_positions": self.query_positions, "query_blocks": self.query_blocks}
+        if op == "shared_prefix_attention":
+            given["num_shared_blocks"] = case.shared // case.block_size
+        if op in ("sparse_gap_attention", "sliding_window_attention"):
+            given |= {"window": case.window, "num_sink_tokens": case.num_sink_tokens}
+        return given
+
+
+class AttentionInputs:
+    """Several calls over disjoint blocks of one cache, at least `rotate` bytes of keys and values together."""
+
+    def __init__(self, case: AttentionCase, device: torch.device, rotate: int) -> None:
+        self.case = case
+        dtype = case.query_dtype(device)
+        stored: torch.dtype = getattr(torch, case.cache_dtype) if case.cache_dtype else dtype
+        block_bytes = 2 * case.block_size * case.heads[1] * case.head_dim * stored.itemsize
+        blocks = self._count_blocks()
+        self.bytes, self.flops = self._count_work(dtype, stored)
+        copies = max(2, min(16, -(-rotate // max(1, blocks * block_bytes))))
+        generator = torch.Generator(device).manual_seed(0)
+        shape = (copies * blocks, case.block_size, case.heads[1], case.head_dim)
+        if case.layout == "HND":
+            shape = (shape[0], shape[2], shape[1], shape[3])
+
+        def cache() -> torch.Tensor:
+            made = torch.empty(shape, dtype=stored, device=device)
+            for part in made.split(max(1, (1 << 26) // max(1, made[0].numel()))):
+                values = torch.randn(part.shape, generator=generator, device=device, dtype=torch.float32)
+                # int8 codes are about 32 steps to a unit, so that the scale below gives unit variance back.
+                part.copy_(values.mul_(32).clamp_(-127, 127) if stored == torch.int8 else values)
+            return made.transpose(1, 2) if case.layout == "HND" else made
+
+        keys, values = cache(), cache()
+        order = torch.randperm(copies * blocks, generator=torch.Generator().manual_seed(0)).to(torch.int32)
+        self.calls = []
+        for i in range(copies):
+            query = torch.randn(sum(case.q_lens), case.heads[0], case.head_dim, generator=generator, device=device).to(
+                dtype
+            )
+            sinks = torch.randn(case.heads[0], generator=generator, device=device) if case.sinks else None
+            self.calls.append(self._call(query, keys, values, order[i * blocks : (i + 1) * blocks], sinks))
+
+    def _count_blocks(self) -> int:
+        case, size = self.case, self.case.block_size
+        own = sum(-(-length // size) - case.shared // size for length in case.seq_lens)
+        return own + case.shared // size
+
+    def _count_work(self, dtype: torch.dtype, stored: torch.dtype) -> tuple[int, int]:
+        """Bytes of queries, results and live keys and values, each once; flops of both products over live pairs."""
+        case = self.case
+        token_bytes = 2 * case.heads[1] * case.head_dim * stored.itemsize
+        moved = 2 * sum(case.q_lens) * case.heads[0] * case.head_dim * dtype.itemsize
+        pairs = 0
+        for i, length in enumerate(case.seq_lens):
+            present = case.present(i)
+            before = np.concatenate([[0], np.cumsum(present)])
+            p = case.positions(i)
+            if len(p) == 0:
+                continue
+            low = np.maximum(p - case.window + 1, 0) if case.window else np.zeros_like(p)
+            sinks = np.minimum(case.num_sink_tokens, low) if case.window else np.zeros_like(p)
+            pairs += int((before[np.minimum(p + 1, length)] - before[low] + before[sinks]).sum())
+            touched = np.zeros(length + 1, dtype=np.int64)
+            np.add.at(touched, low, 1)
+            np.add.at(touched, np.minimum(p + 1, length), -1)
+            live = (np.cumsum(touched)[:length] > 0) & present
+            live[: int(sinks.max())] |= present[: int(sinks.max())]
+            if case.shared and i:
+                live[: case.shared] = False
+            moved += int(live.sum()) * token_bytes
+        return moved, 4 * pairs * case.heads[0] * case.head_dim
+
+    def _call(
+        self,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        order: torch.Tensor,
+        sinks: torch.Tensor | None,
+    ) -> AttentionCall:
+        case, size, device = self.case, self.case.block_size, query.device
+        tables = torch.full((len(case.seq_lens), -(-max(case.seq_lens) // size)), -1, dtype=torch.int32)
+        first, shared = case.shared // size, order[: case.shared // size]
+        for i, length in enumerate(case.seq_lens):
+            own = -(-length // size) - len(shared)
+            tables[i, : len(shared) + own] = torch.cat([shared, order[first : first + own]])
+            first += own
+            if case.kept == 1:
+                absent = ~torch.from_numpy(case.present(i)[::size].copy())
+                tables[i, : len(absent)][absent] = -1
+        positions = None
+        if case.queries is not None:
+            positions = torch.from_numpy(np.concatenate([case.positions(i) for i in _indices(case)])).int().to(device)
+        scale = None
+        if case.cache_dtype:
+            scale = torch.full((1,), 1 / 32 if case.cache_dtype == "int8" else 0.5, device=device)
+        starts = torch.tensor([0, *np.cumsum(case.q_lens).tolist()], dtype=torch.int32, device=device)
+        lens = torch.tensor(case.seq_lens, dtype=torch.int32, device=device)
+        lists = None
+        if case.kept < 1:
+            chosen = [torch.from_numpy(case.chosen(i)) for i in _indices(case)]
+            if case.lists:
+                most = max(own.shape[1] for own in chosen)
+                padded = [torch.nn.functional.pad(own, (0, most - own.shape[1]), value=-1) for own in chosen]
+                lists = torch.stack(padded).repeat_interleave(torch.tensor(case.q_lens), 0).int().to(device)
+            else:
+                whole, tables = tables, torch.full((len(chosen), case.heads[1], tables.shape[1]), -1, dtype=torch.int32)
+                for i, own in enumerate(chosen):
+                    tables[i].scatter_(1, own, whole[i][own])
+        return AttentionCall(
+            case, query, keys, values, tables.to(device), lens, starts, positions, lists, sinks, scale, scale
+        )  # fmt: skip
+
+    def check(self, call: AttentionCall, run: Callable[[], Any]) -> float:
+        """Holds a sample of rows against float64: at most twice what eager low precision errs, plus one rounding.
+
+        The sample's largest error is held against the largest that is allowed.
+        """
+        got = run()
+        got = got[0] if isinstance(got, tuple) else got
+        got = got.reshape(call.query.shape)
+        rng = random.Random(0)
+        total = got.shape[0]
+        rows = sorted({0, total - 1, *rng.sample(range(total), min(total, CHECKED_ROWS))})
+        error = allowed = 0.0
+        for row in rows:
+            exact, eager, weighted = expected_row(call, row)
+            eager_error = (eager.double() - exact).abs().max().item()
+            rounding = torch.finfo(call.query.dtype).eps * exact.abs().max().item()
+            allowed = max(allowed, 2 * eager_error + rounding + EXP_ERROR * weighted)
+            error = max(error, (got[row].double() - exact).abs().nan_to_num(nan=math.inf).max().item())
+        if error > allowed:
+            raise WrongError(f"off by {error:.3g}, {allowed:.3g} at most")
+        return error
+
+
+def expected_row(call: AttentionCall, row: int) -> tuple[torch.Tensor, torch.Tensor, float]:
+    """What a row of the result should be, `[num_heads, head_dim]`.
+
+    Returns:
+        It in float64, it computed in the query's dtype, and the largest sum of weight * abs(value): what a relative
+        error of the weights is multiplied by.
+    """
+    case, device = call.case, call.query.device
+    starts = np.cumsum([0, *case.q_lens])
+    i = int(np.searchsorted(starts, row, side="right")) - 1
+    position = case.positions(i)[row - starts[i]]
+    differ, heads = case.kept < 1, torch.arange(case.heads[1], device=device)
+    own = [
+        np.flatnonzero(case.visible(i, np.array([position]), head)[0]) for head in range(len(heads) if differ else 1)
+    ]
+    live = torch.from_numpy(np.stack(own, axis=1)).to(device)
+    table = call.block_tables[i].expand(len(own), -1) if call.block_tables.dim() == 2 else call.block_tables[i]
+    blocks = table.gather(1, (live // case.block_size).T).T.long()
+    index = (
+        (blocks, live % case.block_size, heads[: len(own)]) if differ else (blocks[:, 0], live[:, 0] % case.block_size)
+    )
+
+    def read(cache: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
+        found = cache.view(torch.uint8)[index].view(cache.dtype) if cache.dtype.itemsize == 1 else cache[index]
+        return found if scale is None else (found.float() * scale.float()).to(call.query.dtype)
+
+    def attend(dtype: torch.dtype, magnitude: bool = False) -> torch.Tensor:
+        group = case.heads[0] // case.heads[1]
+        k, v = (
+            read(c, s).to(dtype).transpose(0, 1)
+            for c, s in ((call.key_cache, call.k_scale), (call.value_cache, call.v_scale))
+        )
+        q = call.query[row].to(dtype).view(case.heads[1], group, case.head_dim)
+        scores = (q * call.scale) @ k.transpose(1, 2)
+        if call.sinks is not None:
+            sinks = call.sinks.to(dtype).view(case.heads[1], group, 1)
+            weights = torch.cat([scores, sinks], dim=2).softmax(dim=2)[..., :-1]
+        else:
+            weights = scores.softmax(dim=2)
+        return (weights @ (v.abs() if magnitude else v)).reshape(case.heads[0], case.head_dim)
+
+    return attend(torch.float64), attend(call.query.dtype), attend(torch.float64, True).max().item()
+
+
+def attention_case(name: str, device: str, quick: bool = False, **conditions: Any) -> Case:
+    """A case of the registry from the attributes of AttentionCase."""
+    case = AttentionCase(**conditions)
+    columns = case.conditions()
+    columns["dtype"] = columns["dtype"] or ("float32" if device == "cpu" else "bfloat16")
+    return Case(name, lambda where, rotate: AttentionInputs(case, where, rotate), quick, device, columns)
+
+
+def variants(name: str, base: dict[str, Any], **changes: tuple[Any, ...]) -> list[tuple[str, dict[str, Any]]]:
+    """One set of conditions per value of one attribute, all else as in `base`."""
+    fields = {field.name for field in dataclasses.fields(AttentionCase)}
+    assert set(changes) <= fields, changes
+    shown = lambda value: "/".join(map(str, value)) if isinstance(value, tuple) else value  # noqa: E731
+    return [
+        (f"{name}, {attribute} {shown(value)}", {**base, attribute: value})
+        for attribute, values in changes.items()
+        for value in values
+    ]

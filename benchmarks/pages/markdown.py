@@ -1,0 +1,77 @@
+"""What pages are rendered with: links, tables, and under which conditions rows were measured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from ..harness.registry import ROOT
+from ..harness.tables import Row
+
+RESULTS = ROOT / "benchmarks" / "results"
+CHARTS = ROOT / "docs" / "images"
+
+
+def devices() -> list[str]:
+    """Folders of results, the CPU's last."""
+    found = sorted(path.name for path in RESULTS.iterdir() if path.is_dir())
+    return [name for name in found if name != "cpu"] + [name for name in found if name == "cpu"]
+
+
+def results(*parts: str) -> Path:
+    """A file of rows."""
+    return RESULTS.joinpath(*parts)
+
+
+def link(page: Path, target: Path) -> str:
+    """The way from a page to a file of the tree."""
+    up = "../" * len(page.relative_to(ROOT).parent.parts)
+    return up + target.relative_to(ROOT).as_posix()
+
+
+def chart(page: Path, name: str) -> str:
+    """The way from a page to a chart, on the site too."""
+    path = CHARTS / name
+    if page.parent in path.parents:
+        return path.relative_to(page.parent).as_posix()
+    if ROOT / "docs" in page.parents:
+        return "../" * (len(page.relative_to(ROOT / "docs").parts) - 1) + f"images/{name}"
+    return link(page, path)
+
+
+def line(cells: Iterable[str]) -> str:
+    """A line of a table."""
+    return f"| {' | '.join(cells)} |"
+
+
+def table(heads: Sequence[str], sides: str, lines: Iterable[Iterable[str]]) -> list[str]:
+    """A table, line by line.
+
+    Args:
+        heads: Of the columns.
+        sides: A letter a column: l for text, r for numbers.
+        lines: Cells of each.
+    """
+    assert len(heads) == len(sides)
+    rule = "".join(f"|{'---' if side == 'l' else '--:'}" for side in sides) + "|"
+    return [line(heads), rule, *map(line, lines)]
+
+
+def all_of(rows: Iterable[Row], column: str) -> str:
+    """What rows have in a column, each once."""
+    return ", ".join(sorted({row[column] for row in rows}))
+
+
+def measured(
+    page: Path, source: Path, rows: Sequence[Row], packages: Sequence[str] = ("torch",), more: str = ""
+) -> str:
+    """Under which conditions rows were measured, and where they are."""
+    first = rows[0]
+    versions = "".join(f", {package} {first[package]}" for package in packages)
+    said = f"{first['device']}{versions}, {first['date']}, commit {all_of(rows, 'commit')}{more}"
+    return f"{said}; [rows]({link(page, source)})."
+
+
+def with_rows(lines: Sequence[str], page: Path, source: Path, said: str = "") -> str:
+    """Lines and, below them, where the rows are."""
+    return "\n".join([*lines, "", f"{said}[Rows]({link(page, source)})"])

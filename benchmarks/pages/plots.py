@@ -1,0 +1,281 @@
+"""Charts drawn from rows of a CSV file and nothing else; one SVG serves light and dark pages."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ..harness.tables import Row, read_rows
+
+INK, PAPER, GRID = "#1f2937", "#ffffff", "#d5dae1"
+DARK = {INK: "#e5e7eb", PAPER: "#1e2129", GRID: "#3d4452"}
+WIDTH = 5.6  # inches: what a phone shows without making it smaller
+LONGEST_NAME = 30  # characters of which a legend of that width holds two
+OURS_COLOR = "#2f74d0"
+RIVALS = ("#9aa5b1", "#e0903b", "#3f9d73", "#a46bbd", "#c2564b", "#7f8c4d", "#5aa3a8", "#b08a5b")
+
+
+def digest(path: Path) -> str:
+    """Of the rows a chart is drawn from; it is written into the chart, so that a stale one shows."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+
+
+def drawn_from(chart: Path) -> str:
+    """The digest in a chart; empty where there is none."""
+    found = re.search(r"rows ([0-9a-f]{16})", chart.read_text(encoding="utf-8")) if chart.exists() else None
+    return found[1] if found else ""
+
+
+def _quiet(axis: Any) -> None:
+    """Leaves of an axis what is read: no marks, no frame at the top and the right, lines behind what is drawn."""
+    axis.set_axisbelow(True)
+    axis.tick_params(length=0)
+    axis.spines[["top", "right"]].set_visible(False)
+
+
+def _save(path: Path, source: Path, draw: Callable[[Any], Any]) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    settings = {
+        "svg.fonttype": "none",
+        "svg.hashsalt": path.name,
+        "font.size": 11,
+        "text.color": INK,
+        "axes.labelcolor": INK,
+        "axes.edgecolor": GRID,
+        "xtick.color": INK,
+        "ytick.color": INK,
+        "grid.color": GRID,
+        "figure.facecolor": PAPER,
+        "axes.facecolor": PAPER,
+        "savefig.facecolor": PAPER,
+    }
+    with pyplot.rc_context(settings):
+        figure = draw(pyplot)
+        text = io.StringIO()
+        figure.savefig(text, format="svg", metadata={"Date": None})
+        pyplot.close(figure)
+    rules = "".join(
+        f'[style*="{what}: {light}"] {{ {what}: {dark} !important }} '
+        for light, dark in DARK.items()
+        for what in ("fill", "stroke")
+    )
+    style = f"<style>@media (prefers-color-scheme: dark) {{ {rules}}}</style>"
+    svg = re.sub(r"<\?xml.*?(?=<svg)", "", text.getvalue(), flags=re.DOTALL).replace("<defs>", f"{style}\n <defs>", 1)
+    svg = "\n".join(line.rstrip() for line in svg.splitlines()) + "\n"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"<!-- rows {digest(source)} -->\n{svg}", encoding="utf-8")
+
+
+LONGEST = 4.0
+"""Times ours to which bars are drawn; what is longer is cut off there, and says how long it is."""
+
+
+def plot_operator(source: Path, target: Path) -> None:
+    """Bars of each provider's time over ours in each case, from zero, with lines from the 20th to the 80th percentile.
+
+    Args:
+        source: An operator's rows; on a GPU those inside a CUDA graph are drawn.
+        target: The SVG file.
+    """
+    rows = [row for row in read_rows(source) if row.get("p50_us")]
+    mode = "graph" if any(row["mode"] == "graph" for row in rows) else "eager"
+    rows = [row for row in rows if row["mode"] == mode]
+    providers = sorted(
+        {row["provider"] for row in rows}, key=lambda name: (name != "pc", not name.startswith("pc"), name)
+    )
+    times = {(row["case"], row["provider"]): row for row in rows}
+    cases = [case for case in dict.fromkeys(row["case"] for row in rows) if (case, "pc") in times]
+    colors = dict(zip(providers, (OURS_COLOR, *RIVALS * 2), strict=False))
+
+    def draw(pyplot: Any) -> Any:
+        lines = sum(1.6 + sum((case, name) in times for name in providers) for case in cases)
+        columns = 2 if max(map(len, providers)) <= LONGEST_NAME else 1
+        legend = -(-len(providers) // columns)
+        figure, axis = pyplot.subplots(figsize=(WIDTH, 0.8 + 0.21 * lines + 0.22 * legend), layout="constrained")
+        at = 0.0
+        for case in cases:
+            ours = float(times[case, "pc"]["p50_us"])
+            axis.annotate(case, (0, at), va="center", fontweight="bold")
+            at += 0.9
+            for name in providers:
+                if (case, name) in times:
+                    _bar(axis, at, times[case, name], ours, colors[name])
+                    at += 1
+            at += 0.7
+        axis.axvline(1, color=GRID, zorder=0)
+        axis.set(yticks=[], xlabel=f"median {_unit(rows)} of a call over that of pc, less is better")
+        axis.set_ylim(at - 0.8, -0.7)
+        axis.set_xlim(0, LONGEST * 1.45)
+        axis.set_xticks(range(int(LONGEST) + 1))
+        axis.xaxis.set_major_formatter("{x:g}")
+        axis.grid(axis="x", alpha=0.9)
+        _quiet(axis)
+        handles = [pyplot.Rectangle((0, 0), 1, 1, color=colors[name]) for name in providers]
+        figure.legend(handles, providers, loc="outside upper left", ncols=columns, frameon=False)
+        return figure
+
+    _save(target, source, draw)
+
+
+def _bar(axis: Any, at: float, row: Row, ours: float, color: str) -> None:
+    """One provider in one case: its median over ours, its spread, its time."""
+    median, low, high = (float(row.get(name) or row["p50_us"]) / ours for name in ("p50_us", "p20_us", "p80_us"))
+    end = min(median, LONGEST)
+    axis.barh(at, end, 0.86, color=color)
+    if high <= LONGEST and high > low:
+        axis.plot([low, high], [at, at], color=INK, linewidth=1, solid_capstyle="butt")
+        end = max(end, high)
+    cut = "" if median <= LONGEST else f"... {median:.{0 if median >= 10 else 1}f} times, "
+    axis.annotate(f" {cut}{short_time(median * ours)}", (end, at), va="center", fontsize=10)
+
+
+def _unit(rows: list[Row]) -> str:
+    return "time in a CUDA graph" if rows[0]["mode"] == "graph" else "wall time"
+
+
+def short_time(microseconds: float) -> str:
+    """A time to three digits: "14.3 us", "2.1 ms", "1.02 s"."""
+    for limit, factor, unit in ((1e3, 1.0, "us"), (1e6, 1e-3, "ms"), (float("inf"), 1e-6, "s")):
+        if microseconds < limit:
+            return f"{microseconds * factor:.3g} {unit}"
+    raise ValueError(f"microseconds: got {microseconds}")
+
+
+def plot_work(source: Path, target: Path) -> None:
+    """Bars of the warp instructions of each step, ours and the other's, for the newest architecture of the rows.
+
+    Args:
+        source: The rows.
+        target: The SVG file.
+    """
+    rows = read_rows(source)
+    arch = max(row["architecture"] for row in rows)
+    rows = [row for row in rows if row["architecture"] == arch]
+    cases, providers = (list(dict.fromkeys(row[name] for row in rows)) for name in ("case", "provider"))
+    counts = {(row["case"], row["provider"]): int(row["instructions"]) for row in rows}
+
+    def draw(pyplot: Any) -> Any:
+        figure, axis = pyplot.subplots(figsize=(WIDTH, 1 + 0.66 * len(cases)), layout="constrained")
+        for place, case in enumerate(cases):
+            axis.annotate(case, (0, 3 * place), va="center", fontweight="bold")
+            for i, provider in enumerate(providers, 1):
+                value = counts[case, provider]
+                color = OURS_COLOR if provider == "pc" else RIVALS[0]
+                axis.barh(3 * place + 0.85 * i, value, 0.75, color=color, label=None if place else provider)
+                axis.annotate(f" {value / 1e6:.2f} M", (value, 3 * place + 0.85 * i), va="center", fontsize=10)
+        axis.set(yticks=[], xlabel=f"warp instructions of a step on {arch}, less is better; not time")
+        axis.set_ylim(3 * len(cases) - 0.7, -0.7)
+        axis.set_xlim(0, max(counts.values()) * 1.2)
+        axis.xaxis.set_major_formatter(lambda value, _: f"{value / 1e6:g} M")
+        axis.grid(axis="x", alpha=0.9)
+        _quiet(axis)
+        figure.legend(loc="outside upper left", ncols=2, frameon=False)
+        return figure
+
+    _save(target, source, draw)
+
+
+def plot_reuse(source: Path, target: Path) -> None:
+    """CPU time over what plain generate takes, for each model and prompt: first token, 64 tokens, decoding."""
+    rows = [row for row in read_rows(source) if row["call"] == "warm" and row["way"] != "plain"]
+    cases = list(dict.fromkeys((row["model"].split(",")[0], int(row["prompt_tokens"])) for row in rows))
+    ways = list(dict.fromkeys(row["way"] for row in rows))
+    panels = {
+        "s_1_over_plain": "first token",
+        "s_64_over_plain": "answer of 64",
+        "decode_s_over_plain": "a token of decoding",
+    }
+
+    def draw(pyplot: Any) -> Any:
+        figure, axes = pyplot.subplots(
+            1, len(panels), figsize=(9, 0.9 + 0.55 * len(cases)), sharey=True, layout="constrained"
+        )
+        for axis, (column, title) in zip(axes, panels.items(), strict=True):
+            for i, way in enumerate(ways):
+                color = OURS_COLOR if way == "pc" else RIVALS[i - 1]
+                for place, (model, tokens) in enumerate(cases):
+                    own = [r for r in rows if r["model"].startswith(model + ",") and int(r["prompt_tokens"]) == tokens]
+                    value = float(next(r for r in own if r["way"] == way)[column])
+                    axis.barh(place + 0.27 * i, value, 0.25, color=color, label=None if place else way)
+                    axis.annotate(f" {value:.2f}", (value, place + 0.27 * i), va="center", fontsize=7.5)
+            axis.axvline(1, color=INK, linewidth=0.8)
+            axis.set(title=title, xlim=(0, 1.3), yticks=[place + 0.27 for place in range(len(cases))])
+            axis.set_yticklabels([f"{model}, {tokens:,} tokens" for model, tokens in cases])
+            axis.grid(axis="x")
+            _quiet(axis)
+            axis.spines["left"].set_visible(False)
+        axes[0].invert_yaxis()
+        axes[1].set_xlabel("CPU time over that of plain generate, less is better")
+        handles, labels = axes[0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside upper left", ncols=3, frameon=False)
+        return figure
+
+    _save(target, source, draw)
+
+
+def plot_quality(source: Path, target: Path) -> None:
+    """KL divergence from full attention against the budget, a line for each method that has several."""
+    from .render_quality import losses
+
+    lines: dict[str, list[tuple[float, float]]] = {}
+    for (kind, name, budget), loss in losses(read_rows(source)).items():
+        if kind in ("evicted", "chosen"):
+            lines.setdefault(name, []).append((budget, loss["kl"]))
+
+    def draw(pyplot: Any) -> Any:
+        figure, axis = pyplot.subplots(figsize=(WIDTH, 4.4), layout="constrained")
+        for color, (name, points) in zip((RIVALS[4], *RIVALS[1:4], OURS_COLOR, RIVALS[0]), lines.items(), strict=True):
+            axis.plot(*zip(*points, strict=True), color=color, marker="o", markersize=4, label=name)
+        budgets = sorted({budget for points in lines.values() for budget, _ in points})
+        axis.set(xscale="log", yscale="log", xlabel="share of the prompt that is read", ylabel="KL divergence, nats")
+        axis.set_xticks(budgets, [f"{budget:.0%}" for budget in budgets])
+        axis.minorticks_off()
+        axis.yaxis.set_major_formatter("{x:g}")
+        axis.grid(axis="both")
+        _quiet(axis)
+        figure.legend(loc="outside upper left", ncols=2, frameon=False)
+        return figure
+
+    _save(target, source, draw)
+
+
+def plot_anywhere(source: Path, target: Path) -> None:
+    """KL divergence against the time to the first token over that of prefix caching: a line for each workload."""
+    from .render_anywhere import WORKLOADS
+
+    rows = [row for row in read_rows(source) if row["way"] == "anywhere" and row["recompute"] != "1"]
+    size = min(int(row["size"]) for row in rows)
+
+    def draw(pyplot: Any) -> Any:
+        figure, axis = pyplot.subplots(figsize=(WIDTH, 3.6), layout="constrained")
+        for color, (workload, name) in zip((OURS_COLOR, RIVALS[1], RIVALS[2]), WORKLOADS.items(), strict=True):
+            own = [row for row in rows if row["workload"] == workload and int(row["size"]) == size]
+            own.sort(key=lambda row: float(row["recompute"]))
+            points = [(float(row["over_prefix_cpu"]), float(row["kl"])) for row in own]
+            axis.plot(*zip(*points, strict=True), color=color, marker="o", markersize=4, label=name)
+            for row, (x, y) in zip(own, points, strict=True):
+                axis.annotate(f"{float(row['recompute']):.0%}", (x, y), (4, 4), textcoords="offset points", fontsize=8)
+        axis.set(yscale="log", xlabel="time to first token, of prefix caching's", ylabel="KL divergence, nats")
+        axis.yaxis.set_major_formatter("{x:g}")
+        axis.grid(axis="both")
+        _quiet(axis)
+        figure.legend(loc="outside upper left", ncols=2, frameon=False)
+        return figure
+
+    _save(target, source, draw)
+
+
+def plot_demo(source: Path, target: Path) -> None:
+    """Of each request of the demo what was reused, and the time to its first token without and with the cache."""
+    from pc.demo._plot import draw_requests
+    from pc.demo._report import TITLES
+
+    _save(target, source, lambda pyplot: draw_requests(pyplot, read_rows(source), TITLES))

@@ -1,0 +1,126 @@
+"""Tables of models that generate: the demo, generate and generate_batch over the cache, and families served."""
+
+from __future__ import annotations
+
+import re
+import statistics
+from pathlib import Path
+
+from ..harness.registry import OURS, ROOT
+from ..harness.tables import Row, read_rows
+from .markdown import chart, link, measured, results, table
+from .plots import short_time
+
+
+def demo_rows() -> list[Row]:
+    """Of the demo's requests."""
+    return read_rows(results("cpu", "demo.csv"))
+
+
+def _later(workload: str) -> float:
+    ratios = [float(r["ratio"]) for r in demo_rows() if r["workload"] == workload and r["request"] != "1"]
+    return statistics.median(ratios)
+
+
+def render_demo_conditions(page: Path) -> str:
+    """A sentence on the demo's result."""
+    rows = demo_rows()
+    tokens = [int(row["prompt_tokens"]) for row in rows if row["workload"] == "document"]
+    same = "Every token is the same as without the cache" if all(r["same"] == "yes" for r in rows) else "Tokens differ"
+    return (
+        f"questions about a document of {min(tokens):,} tokens get their first token {_later('document'):.0f} times "
+        f"sooner from the second on, rounds of a conversation {_later('conversation'):.1f} times (medians; "
+        f"{rows[0]['dtype']}, {rows[0]['model']}, {rows[0]['threads']} threads, torch {rows[0]['torch']}). {same}; "
+        f"[rows]({link(page, results('cpu', 'demo.csv'))})."
+    )
+
+
+def render_demo_table(page: Path) -> str:
+    """The demo's requests, and what the model answered, as it came."""
+    heads = ("workload", "request", "prompt tokens", "reused", "first token without", "with pc", "ratio", "same tokens")
+    heads, lines = (*heads, "asked", "answered"), []
+    for row in demo_rows():
+        times = (short_time(float(row[name]) * 1e6) for name in ("ttft_plain_s", "ttft_cached_s"))
+        counts = (f"{int(row[name]):,}" for name in ("prompt_tokens", "reused_tokens"))
+        words = (row.get(name, "").replace("|", "\\|") for name in ("question", "answer"))
+        cells = (row["workload"], row["request"], *counts, *times, f"{float(row['ratio']):.1f}", row["same"], *words)
+        lines.append(cells)
+    return "\n".join(table(heads, "lrrrrrrlll", lines))
+
+
+def render_reuse(page: Path) -> str:
+    """Generate over the cache beside plain generate and caches kept by hand, in CPU time."""
+    source = results("cpu", "reuse.csv")
+    rows = read_rows(source)
+    if not rows:
+        return "Not measured yet: `python -m benchmarks reuse`."
+    lines = []
+    for row in rows:
+        cells = [row["model"].split(",")[0], f"{int(row['prompt_tokens']):,}"]
+        cells.append(row["way"] if row["call"] == "warm" else f"{row['way']}, all new")
+        for column in ("s_1", "s_64", "s_256", "decode_s"):
+            known = row[column] and f"{short_time(float(row[column]) * 1e6)} ({float(row[column + '_over_plain']):.2f})"
+            cells.append(known)
+        lines.append([*cells, f"{int(row['peak_bytes']) / 2**20:.0f} MiB"])
+    heads = ("model", "prompt", "way", "first token", "64 tokens", "256 tokens", "a token", "peak memory")
+    return "\n".join(
+        [
+            f"![CPU time over that of plain generate]({chart(page, 'reuse.svg')})",
+            "",
+            f"{measured(page, source, rows, ('torch', 'transformers'))} In brackets: over plain.",
+            "",
+            *table(heads, "lrlrrrrr", lines),
+        ]
+    )
+
+
+def render_batching(page: Path) -> str:
+    """CPU time of generate_batch calls, ours and transformers' own."""
+    source = results("cpu", "batching.csv")
+    rows = read_rows(source)
+    first = rows[0]
+    others = [way for way in dict.fromkeys(row["way"] for row in rows) if way != OURS]
+    lines = []
+    for model, work in dict.fromkeys((row["model"], row["workload"]) for row in rows):
+        here = {row["way"]: row for row in rows if (row["model"], row["workload"]) == (model, work)}
+        times = {way: float(row["cpu_s"]) for way, row in here.items()}
+        cells = [model, work, *(short_time(times[way] * 1e6) for way in (OURS, *others))]
+        cells += [f"{min(times[way] for way in others) / times[OURS]:.2f}", here[OURS]["hit_tokens"]]
+        lines.append([*cells, "yes" if all(row["same_tokens"] == "True" for row in here.values()) else "no"])
+    heads = ("model", "prompts", "pc", *others, "best of theirs / pc", "tokens found", "same tokens")
+    said = (
+        f"{first['requests']} prompts in a call, {first['new_tokens']} new tokens each; shared, again: about one "
+        f"document of {first['document']} tokens, {first['own']} of their own; "
+        f"own: {int(first['document']) // 4} of their own. {measured(page, source, rows, ('torch', 'transformers'))}"
+    )
+    return "\n".join([said, "", *table(heads, f"ll{'r' * (3 + len(others))}l", lines)])
+
+
+KINDS = {
+    "full attention": "Llama Qwen2 Qwen3 Qwen3Moe Mixtral Phi3 Olmo2 Glm4 Glm4Moe Granite SmolLM3 GPT2 Bloom Falcon",
+    "windows, chunks, sinks": "Mistral Gemma2 Gemma3 Gemma3n Gemma4 GptOss Llama4 Cohere2 Olmo3 Exaone4",
+    "latent attention": "DeepseekV2 DeepseekV3 DeepseekV32 Mistral4 MiniCPM3 Glm4MoeLite LongcatFlash",
+    "recurrent states": "Qwen3Next Qwen3_5 NemotronH GraniteMoeHybrid FalconH1 Lfm2 OlmoHybrid KimiLinear Jamba Mamba2 "
+    "Mamba",
+    "vision-language": "Gemma3 Gemma4 Llava LlavaNext LlavaOnevision Qwen2VL Qwen2_5_VL Qwen3VL Qwen3_5 Llama4 Glm4v "
+    "InternVL Idefics3 SmolVLM",
+    "fall back": "RecurrentGemma DeepseekV4 Zamba Rwkv",
+}
+"""Families that a newcomer looks for; README shows those of them that `pc families` found so."""
+
+
+def render_families(page: Path) -> str:
+    """A line for each kind of model, from the table of every class in docs/huggingface.md."""
+    source = ROOT / "docs" / "huggingface.md"
+    classes = re.findall(r"^\| (\w+) \| (served|falls back) \|", source.read_text(encoding="utf-8"), re.MULTILINE)
+    lines = []
+    for kind, names in KINDS.items():
+        outcome = "falls back" if kind == "fall back" else "served"
+        suffixes = ("ForConditionalGeneration",) if kind == "vision-language" else ("ForCausalLM", "LMHeadModel")
+        found = {
+            name.removesuffix(end) for name, was in classes if was == outcome for end in suffixes if name.endswith(end)
+        }
+        lines.append((kind, ", ".join(name for name in names.split() if name in found)))
+    served = sum(was == "served" for _, was in classes)
+    said = f"{served} classes of transformers are served: [every one]({link(page, source)}#families)."
+    return "\n".join([*table(("models", "families, of those that were run"), "ll", lines), "", said])

@@ -1,0 +1,187 @@
+"""Tables of operators, of generation on GPUs, and of counted work."""
+
+from __future__ import annotations
+
+import statistics
+from pathlib import Path
+
+from ..gpu.bars import COMPACTED
+from ..gpu.run import STAGES, units
+from ..harness.registry import OURS, ROOT, operators
+from ..harness.tables import Row, read_rows
+from .markdown import all_of, chart, devices, link, measured, results, table
+from .plots import short_time
+
+DENSE = "pc.paged_attention over a copy made before"
+HEADS = ("case", "pc", "of the roofline", "best rival", "rival / pc")
+SIDES = "lrrlr"
+
+
+def render_operator(page: Path, op: str, device: str = "") -> str:
+    """Table and chart of an operator, on one device or on all that have rows."""
+    parts = []
+    for name in [device] if device else devices():
+        source = results(name, f"{op}.csv")
+        rows = read_rows(source)
+        if not rows:
+            continue
+        parts += [
+            f"![{op} and its rivals on {rows[0]['device']}]({chart(page, f'{op}-{name}.svg')})",
+            "",
+            measured(page, source, rows),
+            "",
+            *table(HEADS, SIDES, cells(rows)),
+            "",
+        ]
+    if not parts:
+        return "No measurement of this operator is in the tree yet."
+    if not any(name != "cpu" and results(name, f"{op}.csv").exists() for name in devices()):
+        parts.append("Not measured on a GPU yet. On CPU tensors it is PyTorch that runs, not the kernel.")
+    return "\n".join(parts).rstrip()
+
+
+def cells(rows: list[Row]) -> list[list[str]]:
+    """A line for each case: our time, the best rival's, and its over ours, empty where there is no rival."""
+    lines = []
+    mode = "graph" if any(row["mode"] == "graph" for row in rows) else "eager"
+    for case in dict.fromkeys(row["case"] for row in rows):
+        timed = [row for row in rows if row["case"] == case and row["mode"] == mode and row.get("p50_us")]
+        ours = next((row for row in timed if row["provider"] == OURS), None)
+        if ours is None:
+            continue
+        rivals = [row for row in timed if not row["provider"].startswith(OURS)]
+        best = min(rivals, key=lambda row: float(row["p50_us"]), default=None)
+        found = [case, short_time(float(ours["p50_us"])), f"{float(ours['roofline']):.0%}"]
+        if best is None:
+            found += ["", ""]
+        else:
+            ratio = float(best["p50_us"]) / float(ours["p50_us"])
+            found += [f"{best['provider']}, {short_time(float(best['p50_us']))}", f"{ratio:.2f}"]
+        lines.append(found)
+    return lines
+
+
+def render_operators(page: Path, device: str) -> str:
+    """One table of all operators that have rows on a device; charts are on the operators' pages."""
+    sources = {op: results(device, f"{op}.csv") for op in operators()}
+    found = {op: rows for op, source in sources.items() if (rows := read_rows(source))}
+    if not found:
+        return "No measurement is in the tree yet."
+    rows = [row for each in found.values() for row in each]
+    lines = []
+    for op, each in found.items():
+        described = ROOT / "docs" / "ops" / f"{op}.md"
+        target = f"ops/{op}.md" if described.exists() and page.parent == ROOT / "docs" else link(page, sources[op])
+        lines += [[f"[{op}]({target})", *case] for case in cells(each)]
+    ratios = [float(case[-1]) for case in lines if case[-1]]
+    won = sum(ratio >= 1 for ratio in ratios)
+    said = (
+        f"{rows[0]['device']}, torch {rows[0]['torch']}, {all_of(rows, 'date')}, commit {all_of(rows, 'commit')}. "
+        f"pc is the fastest in {won} of {len(ratios)} cases that have a rival; below 1.00 in the last column it loses."
+    )
+    return "\n".join([said, "", *table(("operator", *HEADS), "l" + SIDES, lines)])
+
+
+def render_gpu_plan(page: Path) -> str:
+    """What the first half hour of `make gpu` is planned to buy."""
+    lines = []
+    for stage, what in STAGES.items():
+        own = [unit for unit in units() if unit.stage == stage]
+        lines.append([stage, f"{sum(unit.seconds for unit in own) / 60:.1f}", what])
+    return "\n".join(table(("first", "minutes, planned", "what they buy"), "lrl", lines))
+
+
+def render_gpu(page: Path) -> str:
+    """Tables of every GPU that was measured, or plainly what is missing."""
+    found = [name for name in devices() if name != "cpu"]
+    if found:
+        return "\n\n".join(f"{render_operators(page, name)}\n\n{_generate(page, name)}".rstrip() for name in found)
+    return (
+        "**Missing.** No GPU has been measured yet, so nothing here says how fast the kernels are: no time of an "
+        "operator, no fraction of the roofline, no comparison with FlashInfer, flash-attn-4, vLLM or FlexAttention, no "
+        "generation on a GPU. `make gpu` measures all of it and writes the rows that this section is rendered from."
+    )
+
+
+def _generate(page: Path, device: str) -> str:
+    """Generation with a model of a billion parameters, medians from the second request on."""
+    source = results(device, "generate.csv")
+    rows = [row for row in read_rows(source) if row["request"] not in ("", "1")]
+    if not rows:
+        return "Generation has not been measured here yet."
+    first, lines = rows[0], []
+    for way in dict.fromkeys(row["way"] for row in rows):
+        chosen = [row for row in rows if row["way"] == way]
+        seconds, rate = (statistics.median(float(row[c]) for row in chosen) for c in ("first_token_s", "tokens_per_s"))
+        same = "yes" if all(row["same_as_transformers"] == "True" for row in chosen) else "no"
+        lines.append([way, short_time(seconds * 1e6), f"{rate:.1f}", same])
+    said = (
+        f"{first['model']}, {first['dtype']}, prompts of {first['prompt_tokens']} tokens, all but the last few shared, "
+    )
+    heads = ("way", "first token", "tokens a second after it", "same tokens")
+    return "\n".join(["### generate", "", said + measured(page, source, rows, ()), "", *table(heads, "lrrl", lines)])
+
+
+def render_sparse(page: Path, device: str = "cpu") -> str:
+    """Blocks of a head's own beside the dense kernel over as many tokens, and compaction before each call."""
+    source = results(device, "sparse_gap_attention.csv")
+    rows = [row for row in read_rows(source) if row.get("p50_us")]
+    times = {(row["case"], row["provider"]): float(row["p50_us"]) for row in rows}
+    of_heads = [row for row in rows if row["provider"] == OURS and (row["case"], DENSE) in times]
+    if not of_heads:
+        return "Not measured yet: `python -m pc bench sparse_gap_attention` writes the rows of this table."
+    lines = []
+    for row in of_heads:
+        ours, dense, compacted = (times[row["case"], name] for name in (OURS, DENSE, COMPACTED))
+        lines.append(
+            [row["case"], short_time(ours), short_time(dense), f"{ours / dense:.2f}", f"{ours / compacted:.2f}"]
+        )
+    first = of_heads[0]
+    said = f"{first['dtype']}, {first['heads']} heads of {first['head_dim']}, blocks of {first['block_size']}, "
+    heads = ("case", "pc", "dense, as many tokens", "pc / dense", "pc / compaction and dense")
+    return "\n".join([said + measured(page, source, of_heads), "", *table(heads, "lrrrr", lines)])
+
+
+def render_work(page: Path) -> str:
+    """Work of attention steps, counted on compiled kernels, beside vLLM's."""
+    steps = _steps_counted()
+    if not steps:
+        return "Not counted yet: `make work`."
+    first, rival = steps[0]
+    pairs = ("warp instructions, pc", "vLLM", "vLLM / pc", "MB read, pc", "vLLM", "MB written, pc", "vLLM")
+    lines = []
+    for ours, theirs in steps:
+        count = [int(row["instructions"]) for row in (ours, theirs)]
+        found = [f"{count[0]:,}", f"{count[1]:,}", f"{count[1] / count[0]:.2f}"]
+        for name in ("loaded_bytes", "stored_bytes"):
+            found += [f"{int(row[name]) / 1e6:.2f}" for row in (ours, theirs)]
+        lines.append([ours["case"], ours["architecture"], *found, f"{ours['launches']}, {theirs['launches']}"])
+    return "\n".join(
+        [
+            f"![Warp instructions of attention steps, ours and vLLM's]({chart(page, 'work.svg')})",
+            "",
+            f"triton {first['triton']}, {first['date']}, commit {first['commit']}, vLLM {rival['version']}; "
+            f"[rows, with instructions by kind]({link(page, results('work.csv'))}).",
+            "",
+            *table(("step", "target", *pairs, "launches"), "ll" + "r" * 8, lines),
+        ]
+    )
+
+
+def render_work_summary(page: Path) -> str:
+    """The same in a sentence."""
+    steps = _steps_counted()
+    times = sorted(int(theirs["instructions"]) / int(ours["instructions"]) for ours, theirs in steps)
+    targets = " and ".join(dict.fromkeys(ours["architecture"] for ours, _ in steps))
+    ours, theirs = steps[0]
+    return (
+        f"{times[0]:.1f} to {times[-1]:.1f} times fewer warp instructions a step than vLLM {theirs['version']}'s "
+        f"Triton kernel on the same tensors, results compared ({targets}, triton {ours['triton']}); "
+        f"[rows]({link(page, results('work.csv'))})."
+    )
+
+
+def _steps_counted() -> list[tuple[dict[str, str], dict[str, str]]]:
+    """Our row and vLLM's of each step and target."""
+    rows = {(row["architecture"], row["case"], row["provider"] == OURS): row for row in read_rows(results("work.csv"))}
+    return [(row, rows[arch, case, False]) for (arch, case, own), row in rows.items() if own]

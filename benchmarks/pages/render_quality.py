@@ -1,0 +1,154 @@
+"""Tables of what a trained model loses to caches that hold less, and what of that is as published."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+from ..harness.tables import Row, read_rows
+from .markdown import chart, measured, results, table
+
+Loss = dict[str, float]
+KINDS = {
+    "cache": "stored in",
+    "evicted": "what of the prompt is kept",
+    "chosen": "which blocks a query reads",
+    "window": "what every token reads",
+    "gap": "what became of the middle",
+    "moved": "quarters of the prompt from another order",
+}
+
+ROUNDING = 1e-7
+"""KL divergence between float32 computations of the same, either sign."""
+
+
+def quality_rows() -> list[Row]:
+    """Of every text and method."""
+    return read_rows(results("cpu", "quality.csv"))
+
+
+def losses(rows: list[Row]) -> dict[tuple[str, str, float], Loss]:
+    """By kind, method and budget: over all tokens of prose, and answers to the questions."""
+    found: dict[tuple[str, str, float], Loss] = {}
+    for key in dict.fromkeys((row["kind"], row["method"], float(row["budget"])) for row in rows):
+        own = [row for row in rows if (row["kind"], row["method"], float(row["budget"])) == key]
+        prose = [row for row in own if not row["questions"]]
+        tokens = [int(row["tokens"]) for row in prose]
+
+        def mean(values: list[float], tokens: list[int] = tokens) -> float:
+            return sum(n * value for n, value in zip(tokens, values, strict=True)) / sum(tokens)
+
+        found[key] = {
+            "perplexity": math.exp(mean([math.log(float(row["perplexity"])) for row in prose])),
+            "kl": mean([float(row["kl"]) for row in prose]),
+            "same": mean([float(row["same_top1"]) for row in prose]),
+            "tokens": sum(tokens),
+        }
+        for row in own:
+            if row["questions"]:
+                found[key] |= {"answers": int(row["answers"]), "questions": int(row["questions"])}
+    return found
+
+
+def _nats(divergence: float) -> str:
+    return f"{divergence:.2g}" if abs(divergence) > ROUNDING else f"below {ROUNDING:.0e}"
+
+
+def render_quality(page: Path, kind: str) -> str:
+    """The methods of a kind, a line for each budget."""
+    rows = [row for row in quality_rows() if row["kind"] in (kind, "full")]
+    lines = []
+    for (of, name, budget), loss in losses(rows).items():
+        share = "" if of == "full" or kind == "cache" else f"{budget:.0%}"
+        answers = f"{loss['answers']:.0f} of {loss['questions']:.0f}" if "answers" in loss else ""
+        figures = (f"{loss['perplexity']:.2f}", _nats(loss["kl"]), f"{loss['same']:.1%}", answers)
+        lines.append(("full attention" if of == "full" else name, share, *figures))
+    heads = (KINDS[kind], "budget", "perplexity", "KL", "same most likely token", "answers")
+    columns = len(heads) if any(line[-1] for line in lines) else len(heads) - 1
+    return "\n".join(table(heads[:columns], "lrrrrr"[:columns], (line[:columns] for line in lines)))
+
+
+def render_quality_conditions(page: Path) -> str:
+    """Under which conditions all of it was measured, and over how much."""
+    rows = quality_rows()
+    (full,) = (loss for key, loss in losses(rows).items() if key[0] == "full")
+    said = measured(page, results("cpu", "quality.csv"), rows, ("torch", "transformers"))
+    texts = ", ".join(dict.fromkeys(row["text"] for row in rows))
+    counted = f"{full['tokens']:.0f} tokens of prose that count; texts measured: {texts}"
+    return f"{rows[0]['model']}, {rows[0]['dtype']}, {counted}. {said}"
+
+
+def render_quality_summary(page: Path) -> str:
+    """A sentence for a page that has no room for tables."""
+    found = losses(quality_rows())
+    full = found["full", "full", 1.0]
+    fp8, int8 = (found["cache", name, 1.0] for name in ("float8_e4m3fn", "int8"))
+    least = min(budget for kind, _, budget in found if kind == "chosen")
+    kept = {name: found[kind, name, budget] for kind, name, budget in found if budget == least}
+    exact = max(loss["kl"] for (_, name, _), loss in found.items() if name == "middle computed again")
+    pages, heavy, last, first = (
+        f"{kept[name]['perplexity']:.1f}"
+        for name in ("Quest-like pages", "H2O", "last tokens", "last and 4 first tokens")
+    )
+    return (
+        f"perplexity {full['perplexity']:.1f} with full attention, {fp8['perplexity']:.1f} from a float8 and "
+        f"{int8['perplexity']:.1f} from an int8 cache; with {least:.0%} of the prompt {pages} by pages each query "
+        f"chooses, {heavy} by H2O, {last} by the last tokens alone and {first} with the 4 first; an evicted middle "
+        f"computed again is exact (KL {_nats(exact)})."
+    )
+
+
+def _claims(found: dict[tuple[str, str, float], Loss]) -> list[tuple[str, str, list[tuple[float, float, float]]]]:
+    """What was published, where, and for each budget the loss that is to be less and the one it is compared with."""
+
+    def less(kind: str, name: str, than_kind: str, than: str) -> list[tuple[float, float, float]]:
+        return [
+            (budget, loss["kl"], found[than_kind, than, budget]["kl"])
+            for (of, method, budget), loss in found.items()
+            if (of, method) == (kind, name) and (than_kind, than, budget) in found
+        ]
+
+    moved = [found["moved", name, share]["kl"] for name, share in (("keys turned", 0.0), ("keys not turned", 0.0))]
+    first, most = (
+        next(loss["kl"] for (_, name, _), loss in found.items() if name == f"{which} computed again")
+        for which in ("first tokens", "what differs most")
+    )
+    return [
+        ("windows need the first tokens", "StreamingLLM", less(*STREAM, "window", "window")),
+        ("so does a cache that keeps the last tokens", "StreamingLLM", less(*SINKS, "evicted", "last tokens")),
+        ("what was attended to says more than what is near", "H2O", less("evicted", "H2O", *SINKS)),
+        ("the last queries say best what to keep", "SnapKV", less("evicted", "SnapKV", "evicted", "H2O")),
+        ("what each query chooses beats what is kept for all", "Quest", less(*QUEST, "evicted", "H2O")),
+        ("bounds by page choose nearly the best blocks (within twice the KL)", "Quest", _within_twice(found)),
+        ("keys have to be turned", "CacheBlend, EPIC", [(0, *moved)]),
+        ("computing the first tokens again helps further", "EPIC", [(0.06, first, moved[0])]),
+        ("so does computing again what differs most", "CacheBlend", [(0.1, most, moved[0])]),
+    ]
+
+
+STREAM = ("window", "window and 4 first tokens")
+SINKS = ("evicted", "last and 4 first tokens")
+QUEST = ("chosen", "Quest-like pages")
+
+
+def _within_twice(found: dict[tuple[str, str, float], Loss]) -> list[tuple[float, float, float]]:
+    return [
+        (budget, loss["kl"], 2 * found["chosen", "best blocks", budget]["kl"])
+        for (kind, name, budget), loss in found.items()
+        if (kind, name) == QUEST
+    ]
+
+
+def render_quality_order(page: Path) -> str:
+    """Whether the order of methods is the published one."""
+    lines = []
+    for claim, paper, pairs in _claims(losses(quality_rows())):
+        yes, no = ([f"{budget:.0%}" for budget, a, b in pairs if (a < b) == met] for met in (True, False))
+        found = "yes" if not no else "no" if not yes else f"at {', '.join(yes)}; not at {', '.join(no)}"
+        lines.append((claim, paper, found))
+    return "\n".join(table(("published", "by", "found here"), "lll", lines))
+
+
+def render_quality_chart(page: Path) -> str:
+    """The chart of loss against budget."""
+    return f"![Loss against the share of the prompt that is read]({chart(page, 'quality.svg')})"
