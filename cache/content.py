@@ -73,7 +73,10 @@ class _Scratch:
         while True:
             if size & width:
                 here = sums[done : done + part.size - size + 1]
-                total = here if total is None else total + here
+                if total is None:  # two rounds on its memory is written again
+                    total = here if width == size else here.copy()
+                else:
+                    total += here
                 done += width
             if done == size:
                 assert total is not None

@@ -44,6 +44,15 @@ def test_text_of_any_alignment_is_found_and_extended_to_both_sides(lead):
     manager.check()
 
 
+@pytest.mark.quick
+@pytest.mark.parametrize("size", [*range(1, 41), 48, 64, 80, 96, 128, 160, 192])
+def test_text_is_found_with_every_block_size(size):
+    manager, text = pc.CacheManager(64, size), np.random.default_rng(size).integers(0, 50000, 10 * size).tolist()
+    store(manager, "text", [1, *text, 2])
+    found = manager.allocate("n", [7, 8, 9, *text, 3], reuse="anywhere").moved
+    assert sum(span.end - span.start for span in found) > 9 * size - 2
+
+
 def test_the_last_token_is_computed():
     allocation = make().allocate("n", [9, *TEXT], reuse="anywhere")
     assert positions(allocation) == [(1, 24, -3)]
