@@ -30,8 +30,9 @@ class DiskTier:
     An entry is written beside its place and moved there, so a crash leaves no half entry under a valid name; what a
     crash left is removed at the next start, what another process is writing is not. Its key, layout and checksum are
     compared whenever it is read. An entry that is damaged is dropped with a warning; one that cannot be written is not
-    taken, with a warning. Files are for their owner alone (0600), and so are the directories made here (0700). Files of
-    other users are read where they can be, and neither removed nor counted. Nothing else in the directory is touched.
+    taken, with one warning for all that fail alike until one is written. Files are for their owner alone (0600), and so
+    are the directories made here (0700). Files of other users are read where they can be, and neither removed nor
+    counted. Nothing else in the directory is touched.
 
     Methods may be called from several threads, and several processes may use one directory. docs/cache.md has the loop
     from eviction to reuse.
@@ -43,7 +44,7 @@ class DiskTier:
 
     Raises:
         OSError: The directory is not there and cannot be made.
-        ValueError: A capacity below 1.
+        ValueError: An empty path, a capacity below 1.
         TypeError: A layout that is none.
 
     Attributes:
@@ -68,10 +69,13 @@ class DiskTier:
             raise TypeError(f"layout: got {type(layout).__name__}, needs a pc.cache.tier.Layout or None")
         if capacity_bytes is not None and capacity_bytes < 1:
             raise ValueError(f"capacity_bytes: got {capacity_bytes}, needs at least 1 or None")
+        if not os.fspath(path):
+            raise ValueError("path: got '', needs a directory")
         self.layout = layout
         self.directory = Path(path) if layout is None else Path(path) / layout.digest
         self.capacity_bytes = capacity_bytes
         self.nbytes = 0
+        self._failure: int | None = None  # the errno of the last write, where it failed
         self._lock = threading.Lock()
         self._own: OrderedDict[bytes, int] = OrderedDict()  # bytes of each file of this user, used longest ago first
         Path(path).mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -126,12 +130,13 @@ class DiskTier:
         try:
             _write(partial, data, path)
         except OSError as error:
-            warnings.warn(f"a block is not kept on disk: {error}", RuntimeWarning, stacklevel=2)
             _unlink(partial)
+            self._warn(error)
             return False
         except BaseException:  # an interrupt
             _unlink(partial)
             raise
+        self._failure = None
         with self._lock:
             self._count(key, len(data))
         return key in self
@@ -182,6 +187,13 @@ class DiskTier:
         with self._lock:
             self.nbytes -= self._own.pop(key, 0)
             _unlink(self._path(key))
+
+    def _warn(self, error: OSError) -> None:
+        """A full disk or a folder that went away refuses every block: said once, in a text that names no file."""
+        if self._failure is None or self._failure != error.errno:
+            self._failure = error.errno
+            text = f"a block is not kept on disk: [Errno {error.errno}] {error.strerror}: {self.directory}"
+            warnings.warn(text, RuntimeWarning, stacklevel=3)
 
     def _path(self, key: bytes) -> Path:
         return self.directory / f"{key.hex()}-1.block"

@@ -76,8 +76,8 @@ def enable_prefix_caching(
         TypeError: `model` has no `generate` of transformers, or `num_blocks` or `block_size` is not an integer, or
             `cuda_graphs` not a bool.
         ValueError: Caching is already enabled for this model, a number is out of range, `policy` is one instance for
-            a model with several groups of layers, `cuda_graphs` is True and its decode steps cannot be captured, or
-            `recompute` is given without "anywhere".
+            a model with several groups of layers, `cuda_graphs` is True and its decode steps cannot be captured,
+            `disk` is empty, `disk_bytes` is given without it, or `recompute` without "anywhere".
         OSError: The directory cannot be made.
 
     Examples:
@@ -103,6 +103,10 @@ def enable_prefix_caching(
         raise TypeError(f"cuda_graphs: got {type(cuda_graphs).__name__}, needs a bool or None")
     if disk is not None and not isinstance(disk, str | os.PathLike):
         raise TypeError(f"disk: got {type(disk).__name__}, needs a path or None")
+    if disk is not None and not os.fspath(disk):
+        raise ValueError("disk: got '', needs a directory or None")
+    if disk_bytes is not None and disk is None:
+        raise ValueError(f"disk_bytes: got {disk_bytes} without disk, needs a directory that it bounds")
     share = _share(recompute, reuse)
     model = generating_model(model)
     check_not_replaced(model, "generate", "prefix caching")

@@ -162,6 +162,28 @@ def test_nothing_else_in_the_directory_is_touched(tmp_path):
         assert not tier.put(KEY, block())
 
 
+def test_blocks_that_fail_alike_are_one_warning(tmp_path):
+    tier = DiskTier(tmp_path / "there")
+    entries = {bytes([number]): block() for number in range(12)}
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            (tmp_path / "there").rename(tmp_path / "away")
+            assert tier.put_many(entries) == set()
+            (tmp_path / "away").rename(tmp_path / "there")
+            assert tier.put(KEY, block())
+            tier.discard(KEY)
+    assert len(said) == 2  # one each time
+    assert "No such file or directory" in str(said[0].message)
+
+
+def test_an_empty_path_is_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="path: got '', needs a directory"):
+        DiskTier("", LAYOUT)
+    assert not list(tmp_path.iterdir())
+
+
 def test_files_that_vanish(tmp_path, monkeypatch):
     tier = DiskTier(tmp_path, LAYOUT)
     tier.put_many({KEY: block(), OTHER: block()})

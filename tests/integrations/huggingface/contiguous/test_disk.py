@@ -131,6 +131,8 @@ def test_writing_waits_for_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     ("arguments", "error", "text"),
     [
         ({"disk": 3}, TypeError, "disk: got int"),
+        ({"disk": ""}, ValueError, "disk: got '', needs a directory"),
+        ({"disk_bytes": 1 << 20}, ValueError, "disk_bytes: got 1048576 without disk"),
         ({"disk": "x", "disk_bytes": 0}, ValueError, "disk_bytes: got 0"),
         ({"disk": "x", "disk_bytes": 1.5}, TypeError, "disk_bytes: got float"),
     ],
@@ -141,4 +143,4 @@ def test_bad_arguments(
     monkeypatch.chdir(tmp_path)
     with pytest.raises(error, match=text):
         enable_prefix_caching(LLAMA.build(), **arguments)
-    assert not Path("x").exists()
+    assert not list(tmp_path.iterdir())
