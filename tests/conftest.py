@@ -7,6 +7,7 @@ import logging
 import os
 import random
 import re
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -61,12 +62,31 @@ def _mark_cases_slow(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.slow)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--shuffle", metavar="SEED", help="files in random order, and the tests of each")
+
+
+def _shuffle(items: list[pytest.Item], seed: str) -> None:
+    """A file's tests stay together: they share what is made once a file."""
+    files: dict[Path, list[pytest.Item]] = {}
+    for item in items:
+        files.setdefault(item.path, []).append(item)
+    chance = random.Random(seed)
+    groups = list(files.values())
+    chance.shuffle(groups)
+    for group in groups:
+        chance.shuffle(group)
+    items[:] = [item for group in groups for item in group]
+
+
 @pytest.hookimpl(tryfirst=True)  # before pytest leaves out what `-m` names
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     _mark_cases_slow(items)
     config.stash[_QUICK] = [item for item in items if not item.get_closest_marker("slow")]
     share, count = map(int, os.environ.get("PC_SHARE", "0/1").split("/"))
     items[:] = items[share::count]
+    if config.getoption("--shuffle"):
+        _shuffle(items, config.getoption("--shuffle"))
     no_gpu = pytest.mark.skip(reason="needs a GPU")
     no_kernel = pytest.mark.skip(reason="needs a GPU or TRITON_INTERPRET=1")
     for item in items:
@@ -89,6 +109,27 @@ def _seed() -> None:
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
+
+
+_MODES = (
+    (torch.is_grad_enabled, torch.set_grad_enabled),
+    (torch.get_default_dtype, torch.set_default_dtype),
+    (torch.get_default_device, torch.set_default_device),
+    (torch.get_num_threads, torch.set_num_threads),
+    (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    (torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly),
+    (partial(torch.is_autocast_enabled, "cpu"), partial(torch.set_autocast_enabled, "cpu")),
+)
+
+
+@pytest.fixture(autouse=True)
+def _torch_modes():
+    """Modes are the process's: an interrupt within the exit of `torch.no_grad` would leave its own to later tests."""
+    before = [get() for get, _ in _MODES]
+    yield
+    for (get, restore), mode in zip(_MODES, before, strict=True):
+        if get() != mode:
+            restore(mode)
 
 
 @pytest.fixture(autouse=True)
