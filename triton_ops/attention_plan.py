@@ -17,7 +17,6 @@ from ._attention.choose import wanted_items
 from ._attention.constants import architecture
 from ._attention.layout import PlanShape
 from ._attention.plan import launch_plan, refresh_cached
-from ._attention.plan_cpu import plan_cpu
 from ._checks import bad_argument, check_tensor, reads_values
 from ._library import operator
 from ._triton import require_triton
@@ -54,6 +53,8 @@ def _build(fill: Callable[..., object], call: PlanCall) -> torch.Tensor:
 
 def attention_plan_cpu(call: PlanCall) -> torch.Tensor:
     """The plan that `pc.attention_plan` builds, in numpy on CPU tensors; elements the kernels leave unwritten are 0."""
+    from ._attention.plan_cpu import plan_cpu  # with numpy, which kernels do without
+
     return _build(lambda plan, *batch: plan.copy_(plan_cpu(*batch)), call)
 
 

@@ -27,7 +27,6 @@ from ._checks import (
 from ._dispatch import Memo, aligned
 from ._kernel import KernelLaunch
 from ._library import operator
-from ._numpy import np
 from ._rows import cpu
 from ._rows.kernel import launch_move_rows
 from ._triton import tl, triton
@@ -98,12 +97,14 @@ def _check_values(call: Join) -> None:
         raise bad_argument("num_rows", num_rows, f"at least {total}, the sum of seq_lens")
     lowest_entry("block_tables", block_tables, num_blocks)
     if new_positions is not None and num_tokens:
-        owner = np.repeat(np.arange(len(lengths)), queries)
-        limits = np.repeat(lengths, queries)
-        places = new_positions.cpu().numpy().astype(np.int64)[starts[0] : starts[-1]]
+        counts = torch.tensor(queries)
+        owner, limits = (
+            torch.repeat_interleave(x, counts) for x in (torch.arange(len(lengths)), torch.tensor(lengths))
+        )
+        places = new_positions.cpu().long()[starts[0] : starts[-1]]
         if (places < 0).any() or (places >= limits).any():
             raise bad_argument("new_positions", places.tolist(), "positions within their sequences")
-        if ((np.diff(places) <= 0) & (np.diff(owner) == 0)).any():
+        if ((places.diff() <= 0) & (owner.diff() == 0)).any():
             raise bad_argument("new_positions", places.tolist(), "ascending positions within a sequence")
 
 

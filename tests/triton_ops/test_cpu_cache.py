@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 import pc
 from pc.triton_ops._attention import cpu_sparse
 from pc.triton_ops._attention.call import AttentionCall
-from pc.triton_ops._attention.cpu_cache import GATHER_BYTES, Vectors
+from pc.triton_ops._attention.cpu_cache import GATHER_BYTES, Cache
 from pc.triton_ops._attention.launch import attention_cpu
 
 NAMES = tuple(inspect.signature(pc.sparse_gap_attention).parameters)
@@ -44,7 +44,7 @@ def test_layouts(place, monkeypatch):
         wide = torch.cat([key, value, key], 3)[..., : 128 + 3 * (place == "padded")].contiguous()
         batch.key_cache, batch.value_cache = wide[..., :64], wide[..., 64:128]
     call = _call(batch)
-    in_place = Vectors(call).in_place
+    in_place = Cache(call).in_place
     assert (in_place is None) == (place in ("padded", "mixed"))
     if in_place is not None:
         assert in_place[0].untyped_storage().data_ptr() == batch.key_cache.untyped_storage().data_ptr()
@@ -56,7 +56,7 @@ def test_vectors_of_large_caches():
     for blocks, dtype in ((1 << 24, np.int32), ((1 << 24) + 1, np.int64)):
         cache = torch.empty((blocks, 16, 8, 1), device="meta")
         call = AttentionCall.of(("query", "key_cache", "value_cache"), (cache[0], cache, cache), {})
-        vectors = Vectors(call).of_blocks(np.array([(1 << 24) - 1, 0], np.int32), np.array([7, 2]))
+        vectors = Cache(call).of_blocks(np.array([(1 << 24) - 1, 0], np.int32), np.array([7, 2]))
         assert vectors.dtype == dtype
         assert vectors[:, [0, -1]].tolist() == [[(1 << 31) - 128 + 7, (1 << 31) - 1], [2, 122]]
 

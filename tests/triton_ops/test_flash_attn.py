@@ -15,7 +15,6 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 
 import pc
 from pc.flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
-from pc.triton_ops._attention import cpu
 from pc.triton_ops._attention.dense import as_blocks
 from pc.triton_ops._triton import INTERPRET, KERNELS_ON_CPU
 
@@ -533,33 +532,6 @@ def test_slopes_of_each_sequence(options: dict[str, Any]) -> None:
     out, lse = flash_attn_varlen_func(*packed, **options)
     torch.testing.assert_close(out.view_as(wanted), wanted, atol=2e-6, rtol=2e-6)
     torch.testing.assert_close(lse.view(4, 3, 5).transpose(0, 1), wanted_lse, atol=2e-6, rtol=2e-6)
-
-
-@pytest.mark.quick
-@pytest.mark.skipif(KERNELS_ON_CPU, reason="kernels need no numpy")
-def test_without_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On CPU tensors PyTorch alone serves them."""
-    generator = torch.Generator().manual_seed(0)
-    sequences = [
-        tuple(torch.randn(n, heads, 32, generator=generator) for n, heads in ((length, 4), (keys, 2), (keys, 2)))
-        for length, keys in ((5, 40), (1, 0), (7, 3), (0, 4), (1, 21))
-    ]
-    q, k, v = (torch.cat(tensors) for tensors in zip(*sequences, strict=True))
-    slopes, sinks = (torch.rand(4, generator=generator) for _ in range(2))
-    of_queries, of_keys = (starts(*(len(sequence[i]) for sequence in sequences)) for i in (0, 1))
-    k, v, tables = in_pages([s[1] for s in sequences], [s[2] for s in sequences], generator)
-    monkeypatch.setattr(cpu, "HAS_NUMPY", False)
-    monkeypatch.setattr(cpu, "attend_sequences", None)
-    for options in (
-        {}, {"causal": True}, {"window_size": (3, 0)}, {"window_size": (4, 4), "softcap": 3.0}, {"window_size": (9, 2)},
-        {"causal": True, "alibi_slopes": slopes}, {"s_aux": sinks},
-    ):  # fmt: skip
-        given = (of_queries, of_keys, 7, 40)
-        out, lse = flash_attn_varlen_func(q, k, v, *given, block_table=tables, return_softmax_lse=True, **options)
-        flash_cases.check(out, lse, sequences, torch.float32, **options)
-    codes = [x.nan_to_num().to(torch.float8_e4m3fn) for x in (k, v)]
-    out = flash_attn_varlen_func(q, *codes, *given, block_table=tables, k_descale=torch.ones(5, 2))
-    torch.testing.assert_close(out, flash_attn_varlen_func(q, *(x.float() for x in codes), *given, block_table=tables))
 
 
 def test_compiles_whole() -> None:

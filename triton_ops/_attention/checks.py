@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import itertools
+from typing import TYPE_CHECKING
 
 import torch
 
 from .._checks import FLOATS, bad_argument, check_last_dim, check_tensor, describe, refuse_grad
-from .._numpy import np
 from .._quantize import CODES
 from .call import NOT_NEGATIVE, AttentionCall, BatchCall
 from .layout import PlanShape
+
+if TYPE_CHECKING:
+    import numpy as np
 
 MAX_HEAD_DIM, MAX_LATENT_DIM = 512, 1024
 
@@ -239,6 +242,8 @@ def check_attention_values(call: AttentionCall) -> None:
 
 
 def _check_lists(lists: torch.Tensor, call: AttentionCall, lens: list[int], starts: list[int]) -> None:
+    import numpy as np
+
     own = lists.cpu().numpy()[: starts[-1]]
     if not own.size:
         return
@@ -261,12 +266,16 @@ def _check_lists(lists: torch.Tensor, call: AttentionCall, lens: list[int], star
 
 def tree_bits(mask: torch.Tensor, num_keys: int) -> np.ndarray:
     """Rows of a tree_mask as booleans: `[rows, num_keys]`."""
+    import numpy as np
+
     words = np.ascontiguousarray(mask.cpu().numpy()).astype("<i4")
     bits = np.unpackbits(words.view(np.uint8), axis=1, bitorder="little")
     return np.pad(bits, ((0, 0), (0, max(0, num_keys - bits.shape[1]))))[:, :num_keys].astype(bool)
 
 
 def _check_tree(mask: torch.Tensor, call: AttentionCall, starts: list[int]) -> None:
+    import numpy as np
+
     for i, (begin, end) in enumerate(itertools.pairwise(starts)):
         if end - begin > 32 * mask.shape[1]:
             needs = f"{-(-(end - begin) // 32)}, 32 keys each, for the {end - begin} queries of sequence {i}"

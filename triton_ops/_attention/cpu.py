@@ -1,114 +1,178 @@
-"""Paged attention on the CPU in PyTorch, fast enough to serve a small model: the entry, and which path a call takes.
+"""Paged attention on the CPU in PyTorch, fast enough to serve a small model: the entry, and which path a query takes.
 
 One predicate for all operators (`Mask`), and no `[queries, keys]` matrix where PyTorch's flash kernel for CPUs
 serves: over all that is before a chunk of queries without a mask, and over the chunk itself causally.
 
-    cpu_dense.py        one block table for all heads: sequence by sequence
-    cpu_sparse.py       decodes together; a table per KV head, a list per query
+    cpu_sparse.py       entries, which are queries and the keys of one KV head: decodes together, tables of heads
     cpu_masked.py       the flash kernel, and what it cannot express: score modifiers, trees, the edge of a mask
     cpu_cache.py        keys and values read from blocks
-    cpu_plain.py        without numpy
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 
+import numpy as np
 import torch
 
-from .._numpy import HAS_NUMPY, np
 from .call import AttentionCall
-from .cpu_dense import LONG_CHUNK, attend_sequences
-from .cpu_masked import Part, attend_united
-from .cpu_plain import attend_plainly
-from .cpu_sparse import Chunks, attend_chunks, attend_decodes
+from .checks import tree_bits
+from .cpu_cache import Cache
+from .cpu_masked import MAX_SCORES, Part, attend_masked, attend_tree, cat_parts, flash, full_parts, merge_parts
+from .cpu_sparse import Run, attend_decodes, attend_heads, ranges_of
 
-# Neighbours whose lists are united where scores have a mask or a modifier of their own.
-_UNITED = 16
+# Runs of positions shorter than this on average share one pass over the keys: each alone would gather all before it.
+_LONG_CHUNK = 64
+# Sequences with fewer attended keys are decoded together.
+_BATCHED_KEYS = 4096
 
 
 def attend(call: AttentionCall) -> Part:
     """Results like query, and natural lse `[num_tokens, num_heads]` float32; 0 and -inf for rows without a key."""
-    query, by_head = call.query, call.query_blocks is not None or call.block_tables.dim() == 3
-    may_decode = by_head and query.shape[0] > 0 and _flash_serves(call)
-    if may_decode and call.query_start_loc.tolist() == [*range(query.shape[0] + 1)]:
-        out, lse = attend_decodes(call)
+    query, cache, is_plain = call.query, Cache(call), call.terms.PLAIN and call.tree_mask is None
+    by_head = call.query_blocks is not None or call.block_tables.dim() == 3
+    runs = _runs(call, is_plain)
+    single = [run for run in runs if run.length == 1] if is_plain else []
+    if not by_head:
+        single = _with_few_keys(call, cache, single)
+    decoded = attend_decodes(call, cache, single) if single else None
+    if decoded is not None and len(single) == len(query):
+        out, lse = decoded
     else:
-        out = query.new_zeros((*query.shape[:2], call.value_cache.shape[3]))
+        out = query.new_zeros((*query.shape[:2], cache.width))
         lse = query.new_full(query.shape[:2], -math.inf, dtype=torch.float32)
-        if call.query_blocks is not None:
-            _attend_lists(call, out, lse)
-        elif by_head:
-            _attend_tables(call, out, lse)
-        else:
-            (attend_sequences if HAS_NUMPY or call.tree_mask is not None else attend_plainly)(call, out, lse)
+        if decoded is not None:
+            tokens = torch.tensor([run.first for run in single])
+            out[tokens], lse[tokens] = decoded
+            runs = [*{*runs} - {*single}]
+        if not by_head:
+            _attend_runs(call, cache, runs, out, lse)
+        elif runs := [run for run in runs if not is_plain or not _attend_heads(call, cache, run, out, lse)]:
+            for head in range(cache.kv_heads):
+                heads, own = _of_head(call, head)
+                _attend_runs(own, Cache(own), runs, out[:, heads], lse[:, heads])
     if call.sinks is not None:
         _add_sinks(out, lse, call.sinks, int(call.query_start_loc[-1]))
     return out, lse
 
 
-def _flash_serves(call: AttentionCall) -> bool:
-    """Whether scores have no modifiers, and no mask of a tree."""
-    return call.terms.PLAIN and call.tree_mask is None
+def _runs(call: AttentionCall, is_plain: bool) -> list[Run]:
+    """Those of sequences that have a key, as long as can be; plain queries with lists and a window each alone."""
+    starts, lens = call.query_start_loc.tolist(), call.seq_lens.tolist()
+    bounds = [(i, begin, end) for i, (begin, end) in enumerate(itertools.pairwise(starts)) if begin < end and lens[i]]
+    if call.query_blocks is not None:
+        lists = call.query_blocks.numpy()
+        differs = np.ones(len(lists), dtype=bool)
+        if not (is_plain and call.mask.BOUNDED):
+            differs[1:] = (lists[1:] != lists[:-1]).any(axis=(1, 2))
+        cuts = [
+            (i, [begin, *(differs[begin + 1 : end].nonzero()[0] + begin + 1).tolist(), end]) for i, begin, end in bounds
+        ]
+        bounds = [(i, *pair) for i, edges in cuts for pair in itertools.pairwise(edges)]
+    return [Run(i, begin, lens[i] - starts[i + 1] + begin, end - begin) for i, begin, end in bounds]
 
 
-def _attend_tables(call: AttentionCall, out: torch.Tensor, lse: torch.Tensor) -> None:
-    """A block table per KV head."""
-    counts = np.diff(call.query_start_loc.numpy())
-    rest = np.ones(len(counts), dtype=bool)
-    if _flash_serves(call):
-        chunks = Chunks.of(call, call.table_heads)
-        # Short chunks share one pass over the keys: each alone would gather all that is before it.
-        many = np.bincount(chunks.sequence, minlength=len(rest)) // call.table_heads
-        rest = (counts > 1) if call.mask.BOUNDED else many > np.maximum(1, counts // LONG_CHUNK)
-        rest[chunks.sequence[chunks.own < 0]] = True
-        attend_chunks(call, chunks[~rest[chunks.sequence]], out, lse)
-    if rest.any():
-        for head in range(call.table_heads):
-            heads, own = _of_head(call, head)
-            attend_sequences(own, out[:, heads], lse[:, heads], set(np.flatnonzero(~rest).tolist()))
-
-
-def _attend_lists(call: AttentionCall, out: torch.Tensor, lse: torch.Tensor) -> None:
-    """A list of blocks per query and KV head."""
-    assert call.query_blocks is not None
-    lists, serves = call.query_blocks.numpy(), _flash_serves(call)
-    if serves:
-        chunks = Chunks.of(call, lists.shape[1], alone=call.mask.BOUNDED)
-        attend_chunks(call, chunks[chunks.own >= 0], out, lse)
-        chunks = chunks[chunks.own < 0]
-        rest = np.stack([chunks.sequence, chunks.token, chunks.count, chunks.head], axis=1).tolist()
-    else:
-        starts = call.query_start_loc.tolist()
-        sequences = [i for i, length in enumerate(call.seq_lens.tolist()) if length]
-        rest = [[i, starts[i], starts[i + 1] - starts[i], head] for i in sequences for head in range(lists.shape[1])]
-    for sequence, token, count, head in rest:
-        heads, own = _of_head(call, head)
-        for first in range(token, token + count, _UNITED):
-            rows = slice(first, min(token + count, first + _UNITED))
-            part = attend_united(own, sequence, rows, lists[rows, head])
-            out[rows, heads], lse[rows, heads] = part
+def _with_few_keys(call: AttentionCall, cache: Cache, runs: list[Run]) -> list[Run]:
+    """Those queries that attend to so few keys that they are gathered for several sequences together, if several."""
+    if len(runs) > 1:
+        # Codes are read faster by block than by vector.
+        most = _BATCHED_KEYS if call.k_scale is None else cache.at_once(cache.kv_heads) // 16
+        few = ranges_of(call, runs).count <= most
+        runs = runs if few.all() else [run for run, is_few in zip(runs, few.tolist(), strict=True) if is_few]
+    return runs if len(runs) > 1 else []
 
 
 def _of_head(call: AttentionCall, head: int) -> tuple[slice, AttentionCall]:
     """Query heads of a KV head that has keys of its own, and the call of these alone."""
     group = call.query.shape[1] // call.key_cache.shape[2]
-    heads = slice(head * group, (head + 1) * group)
+    own, heads = slice(head, head + 1), slice(head * group, (head + 1) * group)
 
     def part(per_head: torch.Tensor | None, of: slice) -> torch.Tensor | None:
         return per_head if per_head is None or per_head.numel() == 1 else per_head[of]
 
-    own = slice(head, head + 1)
     return heads, call.changed(
         query=call.query[:, heads],
         key_cache=call.key_cache[:, :, own],
         value_cache=call.value_cache[:, :, own],
         block_tables=call.block_tables if call.block_tables.dim() == 2 else call.block_tables[:, head],
+        query_blocks=None if call.query_blocks is None else call.query_blocks[:, own],
         alibi_slopes=part(call.alibi_slopes, heads),
-        sinks=part(call.sinks, heads),
         k_scale=part(call.k_scale, own),
         v_scale=part(call.v_scale, own),
     )
+
+
+def _blocks(call: AttentionCall, run: Run) -> np.ndarray:
+    """The run's blocks by their places in the sequence, a row for each KV head that has its own; -1 for none."""
+    tables = call.block_tables.numpy()[run.sequence, ..., : -(-int(call.seq_lens[run.sequence]) // call.block_size)]
+    if call.query_blocks is None:
+        return tables
+    lists = call.query_blocks.numpy()[run.first]
+    is_listed = np.zeros((len(lists), tables.shape[-1] + 1), dtype=bool)
+    np.put_along_axis(is_listed, np.where(lists < 0, tables.shape[-1], lists), True, axis=1)
+    return np.where(is_listed[:, :-1], tables, -1)
+
+
+def _attend_heads(call: AttentionCall, cache: Cache, run: Run, out: torch.Tensor, lse: torch.Tensor) -> bool:
+    """Writes the results of a run whose KV heads have their own blocks, all heads at once; False if it takes masks."""
+    chunks = run.chunks(call)
+    if len(chunks) > max(1, run.length // _LONG_CHUNK) or call.mask.BOUNDED:
+        return False
+    blocks, seq_len = _blocks(call, run), int(call.seq_lens[run.sequence])
+    for begin, position, count in chunks:
+        rows = slice(run.first + begin, run.first + begin + count)
+        part = attend_heads(call.query[rows].to(cache.dtype), cache, blocks, seq_len, position, call)
+        if part is None:
+            return False
+        out[rows], lse[rows] = part
+    return True
+
+
+def _attend_runs(call: AttentionCall, cache: Cache, runs: list[Run], out: torch.Tensor, lse: torch.Tensor) -> None:
+    """Writes the results of runs one by one, all heads over the same blocks."""
+    starts = call.query_start_loc.tolist()
+    query = call.query.to(cache.dtype)
+    for run in runs:
+        i, rows = run.sequence, run.rows
+        table, seq_len = _blocks(call, run).reshape(-1), int(call.seq_lens[i])
+        if call.tree_mask is not None:
+            begin, end = starts[i : i + 2]
+            own = Run(i, begin, seq_len - (end - begin), end - begin).positions(call)
+            bits = tree_bits(call.tree_mask[rows], end - begin)
+            out[rows], lse[rows] = attend_tree(query[rows], cache, table, seq_len, run.positions(call), own, bits, call)
+            continue
+        chunks = run.chunks(call)
+        if len(chunks) > max(1, run.length // _LONG_CHUNK) and not call.mask.BOUNDED:
+            out[rows], lse[rows] = attend_masked(query[rows], cache, table, seq_len, run.positions(call), call)
+            continue
+        for begin, position, count in chunks:
+            part = slice(run.first + begin, run.first + begin + count)
+            out[part], lse[part] = _attend_chunk(query[part], cache, table, seq_len, position, call)
+
+
+def _attend_chunk(
+    query: torch.Tensor, cache: Cache, table: np.ndarray, seq_len: int, position: int, call: AttentionCall
+) -> Part:
+    """Queries at positions position, position + 1, ... of one sequence."""
+    count, width, size, mask = query.shape[0], cache.width, cache.block_size, call.mask
+    last = position + count - 1
+    sink_end, begin, end = mask.attended_range(last, last, seq_len)
+    if call.terms.PLAIN and (count == 1 or (mask.is_whole(last) and (not call.causal or end <= position))):
+        spans = (full_parts(query, cache, table, *span, call.scale) for span in ((0, sink_end), (begin, end)))
+        return merge_parts(itertools.chain.from_iterable(spans), query, width)
+    own_blocks = table[position // size : -(-end // size)]
+    if call.terms.PLAIN and mask.is_whole(last) and bool((own_blocks >= 0).all()):
+        keys, values = (x[position % size :][: end - position] for x in cache.read(own_blocks))
+        before = full_parts(query, cache, table, 0, position, call.scale)
+        return merge_parts([flash(query, keys, values, call.scale, True), *before], query, width)
+    reached = sink_end + end - begin
+    # A slice of as many queries as one of them has keys reads twice as many.
+    step = max(1, min(count, max(16, reached), MAX_SCORES // max(1, min(seq_len, 2 * reached) * query.shape[1])))
+
+    cuts = (slice(begin, begin + step) for begin in range(0, count, step))
+    positions = np.arange(position, position + count)
+    return cat_parts([attend_masked(query[cut], cache, table, seq_len, positions[cut], call) for cut in cuts])
 
 
 def _add_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor, num_tokens: int) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
-from .._numpy import np
 from .call import AttentionCall
 from .predicate import Mask
 
@@ -37,7 +38,10 @@ class Piece:
 
 
 class Cache:
-    """Keys and values of a call, read as tensors of one dtype."""
+    """Keys and values of a call, read as tensors of one dtype, by block or by vector.
+
+    Vectors have numbers, as the keys lie in memory.
+    """
 
     def __init__(self, call: AttentionCall) -> None:
         key, value = self._key, self._value = call.key_cache, call.value_cache
@@ -48,6 +52,28 @@ class Cache:
         _, self.block_size, self.kv_heads, key_width = key.shape
         self.width = value.shape[3]
         self._vector_bytes = max(key_width, self.width) * self.dtype.itemsize
+
+    @functools.cached_property
+    def _matrices(self) -> tuple[tuple[torch.Tensor, Strides], tuple[torch.Tensor, Strides]]:
+        """Vectors of keys and of values by number, and how many lie from block to block, slot to slot, head to head."""
+        keys, strides = _as_matrix(self._key)
+        return (keys, strides), (keys[:, : self.width], strides) if self._is_latent else _as_matrix(self._value)
+
+    @functools.cached_property
+    def in_place(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Keys and values by number, `[vectors, head_dim]`, where they can be computed with as they lie."""
+        (keys, key_strides), (values, value_strides) = self._matrices
+        serves = key_strides == value_strides and self._key.dtype == torch.float32
+        return (keys, values) if serves and keys.is_contiguous() and values.is_contiguous() else None
+
+    @functools.cached_property
+    def _numbering(self) -> tuple[Strides, type[np.signedinteger]]:
+        """Vectors from block to block, slot to slot, head to head; and what their numbers fit in."""
+        (keys, strides), (_, value_strides) = self._matrices
+        if strides != value_strides:  # as in a contiguous cache; see _moved
+            strides = self.block_size * self.kv_heads, self.kv_heads, 1
+        count = max(keys.shape[0], self._key.numel() // self._key.shape[3])
+        return strides, np.int64 if count > 1 << 31 else np.int32
 
     def at_once(self, kv_heads: int) -> int:
         """Tokens of so many KV heads that a gather may hold."""
@@ -67,7 +93,8 @@ class Cache:
         first = begin // size
         own = table[first : -(-end // size)]
         if views and self._key.dtype == self.dtype and self._k_scale is None and _adjacent(own):
-            whole, skip = slice(int(own[0]), int(own[0]) + len(own)), begin % size
+            skip = begin % size
+            whole = slice(int(own[0]), int(own[0]) + len(own))
             keys, values = (x[whole].flatten(0, 1)[skip : skip + end - begin] for x in (self._key, self._value))
             yield Piece(keys, values, np.arange(first, first + len(own)), skip, size)
             return
@@ -82,14 +109,19 @@ class Cache:
 
     def read(self, blocks: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values `[tokens, num_kv_heads, head_dim]` of blocks; views where the blocks are adjacent."""
-        index = None if _adjacent(blocks) else torch.from_numpy(blocks.astype(np.int64))
-        first, end = int(blocks[0]), int(blocks[0]) + len(blocks)
-
-        def taken(cache: torch.Tensor) -> torch.Tensor:
-            return (cache[first:end] if index is None else cache.index_select(0, index)).flatten(0, 1)
-
-        keys = self._as_read(taken(self._key), self._k_scale)
-        return keys, keys[..., : self.width] if self._is_latent else self._as_read(taken(self._value), self._v_scale)
+        if _adjacent(blocks):
+            whole = slice(int(blocks[0]), int(blocks[0]) + len(blocks))
+            keys, values = self._key[whole].flatten(0, 1), self._value[whole].flatten(0, 1)
+        elif self.kv_heads == 1 < self._key.stride(1) // self._key.shape[3]:  # of other heads too
+            head = np.zeros(1, dtype=np.int64)
+            keys, values = self.gather(self.of_blocks(blocks, head).reshape(1, -1), head)
+            return keys[0][:, None], values[0][:, None]
+        else:
+            index = torch.from_numpy(blocks.astype(np.int64))
+            keys = self._key.index_select(0, index).flatten(0, 1)
+            values = keys if self._is_latent else self._value.index_select(0, index).flatten(0, 1)
+        keys = self._as_read(keys, self._k_scale)
+        return keys, keys[..., : self.width] if self._is_latent else self._as_read(values, self._v_scale)
 
     def _as_read(self, rows: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
         """Of rows `[..., heads, head_dim]`, or `[entries, n, head_dim]` with their entries' scales."""
@@ -97,46 +129,24 @@ class Cache:
             rows = rows.to(torch.float32).mul_(scale.to(torch.float32)[..., None])
         return rows if rows.dtype == self.dtype else rows.to(self.dtype)
 
-
-class Vectors(Cache):
-    """A cache whose vectors have numbers, as the keys lie in memory."""
-
-    def __init__(self, call: AttentionCall) -> None:
-        super().__init__(call)
-        self._keys, key_strides = _as_matrix(self._key)
-        self._values, value_strides = _as_matrix(self._value)
-        if self._is_latent:
-            self._values, value_strides = self._keys[:, : self.width], key_strides
-        # Vectors from block to block, slot to slot, head to head.
-        self._strides = key_strides
-        self._moves: tuple[Strides, ...] = ()
-        # By number, `[vectors, head_dim]`, where they can be computed with as they lie.
-        self.in_place: tuple[torch.Tensor, torch.Tensor] | None = None
-        if key_strides != value_strides:
-            self._strides = (self.block_size * self.kv_heads, self.kv_heads, 1)
-            self._moves = (key_strides, value_strides)
-        elif self._key.dtype == torch.float32 and self._keys.is_contiguous() and self._values.is_contiguous():
-            self.in_place = self._keys, self._values
-        count = max(self._keys.shape[0], self._key.numel() // self._key.shape[3])
-        self._wide = np.int64 if count > 1 << 31 else np.int32
-
     def of_blocks(self, blocks: np.ndarray, heads: np.ndarray) -> np.ndarray:
         """Numbers `[n, block_size]` of the vectors in blocks, each of one KV head."""
-        wide, (block, slot, head) = self._wide, self._strides
+        (block, slot, head), wide = self._numbering
         first = blocks.astype(wide, copy=False) * wide(block)
         first += (heads * head).astype(wide, copy=False)
         return np.asarray(first[:, None] + np.arange(self.block_size, dtype=wide) * wide(slot))
 
     def gather(self, vectors: np.ndarray, heads: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values `[entries, n, head_dim]` of vectors `[entries, n]`, each entry's of one KV head."""
-        index = torch.from_numpy(vectors.reshape(-1))
+        index, ((keys, key_strides), (values, value_strides)) = torch.from_numpy(vectors.reshape(-1)), self._matrices
         if self._is_latent:
-            rows = _take(self._keys, index, torch.arange(index.shape[0], dtype=index.dtype))
-            rows = self._as_read(rows.view(*vectors.shape, -1), self._k_scale)
+            rows = _take(keys, index).view(*vectors.shape, -1)
+            rows = self._as_read(rows, self._k_scale)
             return rows, rows[..., : self.width]
-        places = [self._moved(index, strides) for strides in self._moves] or [index, index]
-        each = torch.arange(index.shape[0], dtype=places[0].dtype)
-        taken = [_take(matrix, place, each) for matrix, place in zip((self._keys, self._values), places, strict=True)]
+        if key_strides == value_strides:
+            taken = _take(keys, index), _take(values, index)
+        else:
+            taken = _take(keys, self._moved(index, key_strides)), _take(values, self._moved(index, value_strides))
         keys, values = (rows.view(*vectors.shape, rows.shape[1]) for rows in taken)
         if self._k_scale is None or self._v_scale is None:
             return self._as_read(keys, None), self._as_read(values, None)
@@ -160,12 +170,10 @@ class Ranges:
     sink_end: np.ndarray | None = None
 
     @classmethod
-    def of(cls, positions: np.ndarray | None, lens: np.ndarray, mask: Mask) -> Ranges:
-        """Of single queries at positions, or the last ones, of sequences that are `lens` long."""
+    def of(cls, positions: np.ndarray, lens: np.ndarray, mask: Mask) -> Ranges:
+        """Of single queries at positions of sequences that are `lens` long."""
         if not mask.BOUNDED:
-            return cls(lens if positions is None or not mask.CAUSAL else np.minimum(lens, positions + 1))
-        if positions is None:
-            positions = lens - 1
+            return cls(np.minimum(lens, positions + 1) if mask.CAUSAL else lens)
         each = [mask.attended_range(p, p, n) for p, n in zip(positions.tolist(), lens.tolist(), strict=True)]
         sink_end, begin, end = np.array(each, dtype=np.int64).reshape(-1, 3).T
         return cls(end, begin, sink_end)
@@ -182,7 +190,7 @@ class Ranges:
         return Ranges(*(bound.repeat(kv_heads) for bound in (self.end, self.begin, self.sink_end)))
 
     def vectors(
-        self, cache: Vectors, heads: np.ndarray, logical: np.ndarray, numbers: np.ndarray, is_inside: bool = False
+        self, cache: Cache, heads: np.ndarray, logical: np.ndarray, numbers: np.ndarray, is_inside: bool = False
     ) -> tuple[np.ndarray, np.ndarray]:
         """Vectors of the keys in range, and how many each entry has; the entries' KV heads are `heads` `[entries]`.
 
@@ -195,29 +203,15 @@ class Ranges:
             if self.begin is not None and self.sink_end is not None:
                 live &= ((logical + 1) * size > self.begin[:, None]) | (logical * size < self.sink_end[:, None])
         sizes = live.sum(axis=1)
-        lengths = sizes * size
         vectors = cache.of_blocks(numbers[live], heads.repeat(sizes))
         if self.begin is None and not (self.end % size).any():
-            return vectors.reshape(-1), lengths
+            return vectors.reshape(-1), sizes * size
         logical = live.nonzero()[1] if logical.ndim == 1 else logical[live]
+        t, entry = logical[:, None] * size + np.arange(size), np.arange(len(sizes)).repeat(sizes)
+        is_seen = t < self.end[entry, None]
         if self.begin is not None and self.sink_end is not None:
-            t, entry = logical[:, None] * size + np.arange(size), np.arange(len(sizes)).repeat(sizes)
-            end, begin, sink_end = (bound[entry, None] for bound in (self.end, self.begin, self.sink_end))
-            is_seen = (t < end) & ((t >= begin) | (t < sink_end))
-            return vectors[is_seen], np.bincount(entry, is_seen.sum(axis=1), len(sizes)).astype(np.int64)
-        # Slots behind an entry's end, all of its last block.
-        whole, tail = np.divmod(self.end, size)
-        last = logical[np.maximum(sizes.cumsum() - 1, 0)] if len(logical) else whole - 1
-        dead = np.where((tail > 0) & (sizes > 0) & (last == whole), size - tail, 0)
-        lengths -= dead
-        most = int(dead[0])
-        if (dead == most).all() and (not most or (lengths == lengths[0]).all()):
-            by_entry = vectors.reshape(len(dead), -1) if most else vectors
-            return by_entry[:, : by_entry.shape[1] - most].reshape(-1), lengths
-        own = dead.nonzero()[0]
-        is_seen = np.ones(vectors.shape, dtype=bool)
-        is_seen[sizes.cumsum()[own] - 1] = np.arange(size) < size - dead[own, None]
-        return vectors[is_seen], lengths
+            is_seen &= (t >= self.begin[entry, None]) | (t < self.sink_end[entry, None])
+        return vectors[is_seen], np.bincount(entry, is_seen.sum(axis=1), len(sizes)).astype(np.int64)
 
 
 def _as_matrix(cache: torch.Tensor) -> tuple[torch.Tensor, Strides]:
@@ -233,10 +227,10 @@ def _as_matrix(cache: torch.Tensor) -> tuple[torch.Tensor, Strides]:
     return cache.as_strided((last // step + 1, width), (step, 1)), tuple(stride // step for stride in strides)
 
 
-def _take(matrix: torch.Tensor, index: torch.Tensor, each: torch.Tensor) -> torch.Tensor:
+def _take(matrix: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     """Rows of a matrix, each as a sum of one: that kernel fetches ahead, in two thirds of index_select's time."""
     if matrix.dtype in _SUMMED and matrix.is_contiguous():
-        return torch.embedding_bag(matrix, index, each)[0]
+        return torch.embedding_bag(matrix, index, torch.arange(len(index), dtype=index.dtype))[0]
     return matrix.index_select(0, index)
 
 

@@ -6,17 +6,17 @@ The flash kernel takes neither modifiers nor trees, and of keys that lie scatter
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import threading
 import warnings
 from collections.abc import Iterable, Iterator
 
+import numpy as np
 import torch
 
-from .._numpy import np
 from .call import AttentionCall
-from .checks import tree_bits
-from .cpu_cache import Cache, Piece, Vectors
+from .cpu_cache import Cache, Piece
 
 # 64 MB of float32 scores per slice.
 MAX_SCORES = 1 << 24
@@ -88,15 +88,41 @@ def merge_parts(parts: Iterable[Part], query: torch.Tensor, width: int) -> Part:
     return merged
 
 
-def masked_parts(
+def cat_parts(parts: list[Part]) -> Part:
+    """Parts over the keys of other queries each, behind each other."""
+    return (
+        parts[0]
+        if len(parts) == 1
+        else (torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts]))
+    )
+
+
+def attend_masked(
     query: torch.Tensor, cache: Cache, table: np.ndarray, end: int, positions: np.ndarray, call: AttentionCall
-) -> Iterator[Part]:
-    """Queries of a sequence over its present keys before `end`, with the predicate as a mask."""
+) -> Part:
+    """Queries of a sequence over its present keys before `end`, in one pass, with the predicate as a mask.
+
+    Where nothing but causality bounds them, the last queries attend to all of a piece and need none.
+    """
     sink_end, begin, end = call.mask.attended_range(int(positions.min()), int(positions.max()), end)
+    out = query.new_zeros((*query.shape[:2], cache.width), dtype=torch.float32)
+    lse = query.new_full(query.shape[:2], -math.inf, dtype=torch.float32)
     for span in ((0, sink_end), (begin, end)):
         for piece in cache.pieces(table, *span):
             live = call.mask.live(piece.positions, positions)
-            yield _live_part(query, piece, live, positions, call)
+            # Queries from `every` on attend to all of the piece, those from `some` on to a part.
+            every = len(live)
+            if call.terms.PLAIN and not call.mask.BOUNDED:
+                whole = live.all(axis=1)
+                every = 0 if whole.all() else every - int(whole[::-1].argmin())
+            if every < len(live):
+                part = flash(query[every:], piece.keys, piece.values, call.scale, False)
+                out[every:], lse[every:] = merge_parts([(out[every:], lse[every:]), part], query, cache.width)
+            some = slice(int(live.any(axis=1).argmax()), every)
+            if live[some].any():
+                part = _live_part(query[some], piece, live[some], positions[some], call)
+                out[some], lse[some] = merge_parts([(out[some], lse[some]), part], query, cache.width)
+    return out, lse
 
 
 def attend_tree(
@@ -105,80 +131,24 @@ def attend_tree(
     table: np.ndarray,
     seq_len: int,
     positions: np.ndarray,
+    own_positions: np.ndarray,
     bits: np.ndarray,
     call: AttentionCall,
 ) -> Part:
-    """The queries of one sequence, whose own tokens attend to one another as `bits` say."""
-    own_begin = seq_len - len(query)
+    """Queries of one sequence that attend to its own tokens, which are at `own_positions`, as `bits` say."""
+    own_begin = seq_len - len(own_positions)
+    sees_all = not call.causal or int(positions.min()) >= own_begin - 1
+    if call.terms.PLAIN and not call.mask.BOUNDED and sees_all:
+        before = full_parts(query, cache, table, 0, own_begin, call.scale)
+    else:
+        before = iter([attend_masked(query, cache, table, own_begin, positions, call)])
 
-    def parts() -> Iterator[Part]:
-        sees_all = not call.causal or int(positions.min()) >= own_begin - 1
-        if call.terms.PLAIN and not call.mask.BOUNDED and sees_all:
-            yield from full_parts(query, cache, table, 0, own_begin, call.scale)
-        else:
-            yield from masked_parts(query, cache, table, own_begin, positions, call)
+    def among() -> Iterator[Part]:
         for piece in cache.pieces(table, own_begin, seq_len):
             own = piece.positions - own_begin
-            yield _live_part(query, piece, bits[:, own], positions, call, positions[own])
+            yield _live_part(query, piece, bits[:, own], positions, call, own_positions[own])
 
-    return merge_parts(parts(), query, cache.width)
-
-
-def attend_scattered(
-    query: torch.Tensor, cache: Cache, table: np.ndarray, seq_len: int, positions: np.ndarray, call: AttentionCall
-) -> Part:
-    """Queries at ascending positions far apart, without a window: one pass over the keys for all of them."""
-    out = query.new_zeros((*query.shape[:2], cache.width), dtype=torch.float32)
-    lse = query.new_full(query.shape[:2], -math.inf, dtype=torch.float32)
-    end = min(seq_len, int(positions[-1]) + 1) if call.causal else seq_len
-    for piece in cache.pieces(table, 0, end):
-        t = piece.positions
-        # Ascending positions: the queries from `some` on see a key of the piece, those from `every` on all of them.
-        some, every = (int(np.searchsorted(positions, bound)) if call.causal else 0 for bound in (t[0], t[-1]))
-        every = every if call.terms.PLAIN else len(positions)
-        for rows, is_masked in ((slice(some, every), True), (slice(every, len(positions)), False)):
-            if rows.start == rows.stop:
-                continue
-            if is_masked:
-                live = call.mask.live(t, positions[rows])
-                part = _live_part(query[rows], piece, live, positions[rows], call)
-            else:
-                part = flash(query[rows], piece.keys, piece.values, call.scale, False)
-            out[rows], lse[rows] = merge_parts([(out[rows], lse[rows]), part], query, cache.width)
-    return out, lse
-
-
-def attend_united(call: AttentionCall, sequence: int, rows: slice, lists: np.ndarray) -> Part:
-    """Queries of a sequence, of a call of one KV head, over the union of their `lists`, masked by whose each is."""
-    cache, head = Vectors(call), np.zeros(1, dtype=np.int64)
-    query = call.query[rows].to(cache.dtype)
-    size, seq_len = call.block_size, int(call.seq_lens[sequence])
-    begin, end = call.query_start_loc[sequence : sequence + 2].tolist()
-    own_begin = seq_len - (end - begin)
-    tokens = np.arange(own_begin, seq_len)
-    if call.query_positions is not None:
-        tokens = call.query_positions.numpy()[begin:end].astype(np.int64)
-    positions, table = tokens[rows.start - begin : rows.stop - begin], call.block_tables.numpy()[sequence]
-    chosen = np.zeros((len(lists), len(table) + 1), dtype=bool)
-    np.put_along_axis(chosen, np.where(lists < 0, len(table), lists), True, axis=1)
-    union = np.flatnonzero(chosen[:, :-1].any(axis=0) & (table >= 0))
-
-    def part(blocks: np.ndarray) -> Part:
-        vectors = cache.of_blocks(table[blocks], head).reshape(1, -1)
-        keys, values = (x[0][:, None] for x in cache.gather(vectors, head))
-        piece = Piece(keys, values, blocks, 0, size)
-        t = piece.positions
-        live = call.mask.live(t, positions) & (t < seq_len)
-        if call.tree_mask is not None:
-            # Among the call's own tokens the mask decides, and positions are depths.
-            own = np.flatnonzero((t >= own_begin) & (t < seq_len))
-            live[:, own] = tree_bits(call.tree_mask[rows], end - begin)[:, t[own] - own_begin]
-            t[own] = tokens[t[own] - own_begin]
-        live &= np.repeat(chosen[:, blocks], size, axis=1)
-        return _live_part(query, piece, live, positions, call, t)
-
-    step = max(1, cache.at_once(1) // size)
-    return merge_parts((part(union[b : b + step]) for b in range(0, len(union), step)), query, cache.width)
+    return merge_parts(itertools.chain(before, among()), query, cache.width)
 
 
 def _live_part(
@@ -195,34 +165,21 @@ def _live_part(
     if not some.all():
         index = torch.from_numpy(np.flatnonzero(some))
         t, keys, values, live = t[some], keys[index], values[index], live[:, some]
-    step = max(1, MAX_SCORES // max(1, len(t) * query.shape[1]))
-    cuts = [slice(b, b + step) for b in range(0, len(query), step)]
-    of_keys, of_queries, seen = (torch.from_numpy(array) for array in (t, positions, live))
-    parts = [masked_part(query[rows], of_keys, keys, values, of_queries[rows], call, seen[rows]) for rows in cuts]
-    return parts[0] if len(parts) == 1 else (torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts]))
-
-
-def masked_part(
-    query: torch.Tensor,
-    t: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    positions: torch.Tensor,
-    call: AttentionCall,
-    live: torch.Tensor,
-) -> Part:
-    """Queries at `positions` over some keys at t, those of which that are `live`."""
-    rows, heads, _ = query.shape
-    kv_heads = keys.shape[1]
-    # [KV heads, (heads of a group, rows), features]
-    q = query.float().unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3).flatten(1, 2)
-    score = torch.matmul(q, keys.float().permute(1, 2, 0)).view(heads, rows, -1).mul_(call.scale)
-    score = call.terms.apply(score, t - positions[:, None], call.alibi_slopes)
-    score.masked_fill_(~live, -math.inf)
-    lse = torch.logsumexp(score, -1)
-    weight = torch.exp_(score.sub_(lse.masked_fill(lse == -math.inf, 0.0)[..., None]))
-    out = torch.matmul(weight.view(kv_heads, heads // kv_heads * rows, len(t)), values.float().transpose(0, 1))
-    return out.view(heads, rows, -1).transpose(0, 1).contiguous(), lse.transpose(0, 1)
+    heads, kv_heads = query.shape[1], keys.shape[1]
+    keys, values = keys.float().permute(1, 2, 0), values.float().transpose(0, 1)
+    parts, step = [], max(1, MAX_SCORES // max(1, len(t) * heads))
+    for begin in range(0, len(query), step):
+        rows = slice(begin, begin + step)
+        # [KV heads, (heads of a group, rows), features]
+        q = query[rows].float().unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3).flatten(1, 2)
+        distance, dead = torch.from_numpy(t - positions[rows, None]), torch.from_numpy(~live[rows])
+        score = torch.matmul(q, keys).view(heads, *dead.shape).mul_(call.scale)
+        score = call.terms.apply(score, distance, call.alibi_slopes).masked_fill_(dead, -math.inf)
+        lse = torch.logsumexp(score, -1)
+        weight = torch.exp_(score.sub_(lse.masked_fill(lse == -math.inf, 0.0)[..., None]))
+        out = torch.matmul(weight.view(*q.shape[:2], len(t)), values).view(heads, len(dead), -1)
+        parts.append((out.transpose(0, 1).contiguous(), lse.transpose(0, 1)))
+    return cat_parts(parts)
 
 
 def attend_in_place(

@@ -23,11 +23,9 @@ from .._triton import require_triton
 from .call import LATENT_NAMES, TENSOR_NAMES, AttentionCall, kind_of
 from .checks import check_attention, check_attention_values
 from .choose import Chosen, Results, SplitGrid, Wanted, choose_attention
-from .cpu import attend
 from .kernel import _attention_kernel, _merge_splits_kernel
 from .lists import ChosenLists, _list_attention_kernel, _list_blocks_kernel, choose_lists
 from .plan import cached_with, launch_plan
-from .plan_cpu import check_plan
 
 P = ParamSpec("P")
 Result = tuple[torch.Tensor, torch.Tensor]
@@ -210,6 +208,8 @@ def _doc_with_lse(function: Callable[..., object]) -> str:
 
 def attention_cpu(call: AttentionCall) -> Result:
     """Attention on CPU tensors in PyTorch."""
+    from .cpu import attend  # with numpy, which kernels do without
+
     check_call(call)
     return attend(call)
 
@@ -229,4 +229,6 @@ def check_call(call: AttentionCall) -> None:
     check_attention(call)
     check_attention_values(call)
     if call.plan is not None:
+        from .plan_cpu import check_plan
+
         check_plan(call, call.plan_options())

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from .._checks import bad_argument
-from .._numpy import np
 from . import layout
 from .call import AttentionCall, PlanOptions
 from .layout import MIN_SPLIT_TILES, TILE_KEYS, PlanShape, plan_views

@@ -6,11 +6,13 @@ an option but for BOUNDED.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from .._numpy import np
 from .._triton import tl, triton
 from .layout import TILE, TILE_KEYS
+
+if TYPE_CHECKING:
+    import numpy as np
 
 
 class Mask(NamedTuple):
@@ -56,6 +58,8 @@ class Mask(NamedTuple):
 
     def attended_tiles(self, positions: np.ndarray, seq_len: int, num_tiles: int, key_begin: int) -> np.ndarray:
         """Which tiles hold a key from key_begin on that queries at ascending positions may attend to."""
+        import numpy as np  # which kernels do without
+
         keys = np.arange(num_tiles * TILE_KEYS)
         sink_end, begin, end = self.attended_range(int(positions[0]), int(positions[-1]), seq_len)
         live = (keys >= key_begin) & (keys < end) & ((keys < sink_end) | (keys >= begin))

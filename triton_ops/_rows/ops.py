@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from .._checks import check_caches, check_index, check_reachable, check_rows, lowest_entry, on_host
-from .._numpy import np
 from . import cpu
 from .kernel import launch_move_rows
 from .layout import address_of, row_bytes
 
 if TYPE_CHECKING:
+    import numpy as np
     import numpy.typing as npt
 
 BLOCKS, SLOTS = 1, 2
@@ -44,6 +44,8 @@ def result_device(cache: torch.Tensor, index: torch.Tensor, device: torch.device
 
 def contiguous_runs(index: npt.NDArray[np.integer]) -> npt.NDArray[np.int64]:
     """Runs of an index, `[num_runs, 3]`: position, first number, length; first is -1 for a run of negative numbers."""
+    import numpy as np  # which moving rows by kernel does without
+
     values = np.asarray(index, np.int64)
     if not values.size:
         return np.empty((0, 3), np.int64)
