@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ._attention.choose import INVARIANT_SPLIT_KEYS
-from ._attention.constants import architecture
+from ._attention.choose import INVARIANT_SPLIT_KEYS, MERGED_SPLITS
 from ._attention.layout import DECODE_QUERIES, MIN_SPLIT_TILES, TILE_KEYS
 from ._checks import check_integer
 from .latent_attention import latent_attention
@@ -117,26 +116,25 @@ def _run_share(given: str, share: str, shares: str) -> None:
 
 
 def _run_regimes(layer: _Layer, share: int = 0, shares: int = 1) -> None:
-    """Runs each `shares`-th regime from number `share` on."""
+    """Runs each `shares`-th regime, queries of a sequence and keys, from number `share` on."""
     device, dtype, num_heads, block_size = layer.device, layer.dtype, layer.num_heads, layer.block_size
     per_head = torch.zeros(num_heads, dtype=torch.float32, device=device)
     scale = None if layer.cache_dtype is None else torch.ones(1, device=device)
     cache = torch.zeros(1, block_size, layer.num_kv_heads, layer.head_dim, dtype=dtype, device=device)
     cache = cache if layer.cache_dtype is None else cache.to(layer.cache_dtype)
-    # Tables wide enough for splits, so that their sum is compiled too, though nothing is there to be split.
-    keys = 2 * INVARIANT_SPLIT_KEYS if layer.batch_invariant else 4 * MIN_SPLIT_TILES * TILE_KEYS
-    columns = -(-keys // block_size)
-    # Few rows are summed by another kernel than many.
-    many = -(-2 * architecture(device).num_processors // num_heads)
+    # Tables wide enough for splits, so that their sum is compiled too, though nothing is there to be split; few rows of
+    # many splits are summed by another kernel.
+    few = 2 * INVARIANT_SPLIT_KEYS if layer.batch_invariant else 4 * MIN_SPLIT_TILES * TILE_KEYS
+    many = max(few, (2 * MERGED_SPLITS + 1) * MIN_SPLIT_TILES * TILE_KEYS)
     # Tiles of a decode hold a power of two of rows; a chunk of few queries is as any prefill.
-    regimes = ((1, 1), (1, 2), (1, 4), (1, DECODE_QUERIES), (1, 4 * DECODE_QUERIES), (many, 1))
-    for num_seqs, q_len in regimes[share::shares]:
-        num_tokens = num_seqs * q_len
+    regimes = ((1, few), (1, many), (2, few), (4, few), (DECODE_QUERIES, few), (4 * DECODE_QUERIES, few))
+    for num_tokens, keys in regimes[share::shares]:
+        columns = -(-keys // block_size)
         query = torch.zeros(num_tokens, num_heads, layer.head_dim, dtype=dtype, device=device)
-        tables = torch.zeros(num_seqs, columns, dtype=torch.int32, device=device)
-        lens = torch.full((num_seqs,), q_len, dtype=torch.int32, device=device)
-        starts = torch.arange(num_seqs + 1, dtype=torch.int32, device=device) * q_len
-        options: dict[str, Any] = {"causal": layer.causal, "softcap": layer.softcap, "max_query_len": q_len}
+        tables = torch.zeros(1, columns, dtype=torch.int32, device=device)
+        lens = torch.full((1,), num_tokens, dtype=torch.int32, device=device)
+        starts = torch.tensor([0, num_tokens], dtype=torch.int32, device=device)
+        options: dict[str, Any] = {"causal": layer.causal, "softcap": layer.softcap, "max_query_len": num_tokens}
         options["batch_invariant"] = layer.batch_invariant
         if layer.value_dim is not None:
             rows = cache[:, :, 0]
@@ -145,7 +143,7 @@ def _run_regimes(layer: _Layer, share: int = 0, shares: int = 1) -> None:
         key = torch.zeros(num_tokens, layer.num_kv_heads, layer.head_dim, dtype=dtype, device=device)
         slots = torch.full((num_tokens,), -1, device=device)
         reshape_and_cache(key, key, cache, cache.clone(), slots, scale, scale)
-        positions = torch.arange(num_tokens, dtype=torch.int32, device=device) % q_len
+        positions = torch.arange(num_tokens, dtype=torch.int32, device=device)
         for given in (None, positions) if layer.gaps else (None,):
             sparse_gap_attention(
                 query,

@@ -36,8 +36,10 @@ from .walk import E4M3_BITS, E4M3_PACKED, HELD_CODES, NATIVE_CODES, PACKED_CODES
 # Batch-invariant mode: keys per split, whatever the batch. Longer contexts are summed from splits of this length.
 INVARIANT_SPLIT_KEYS = 8192
 MAX_PREFILL_SPLITS = 16
-# Splits summed at once: seldom has a row more of them, but where there are few rows.
-MERGED_SPLITS = 16
+# Splits summed at once; where few rows may have more than twice as many, eight times as many of a part of a head each. A
+# block takes its instructions whether it is full or not: on sm_90 a row of head_dim 128 takes 228 for 4 splits and 358
+# for 8, counted in the emulator; 128 splits at once took 6,256 for 2.
+MERGED_SPLITS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,21 +304,22 @@ def _merge_of(wanted: Wanted, regimes: _Regimes) -> Grid:
     by_sequence = int(regimes.decode_queries > 0 and regimes.prefill_splits <= 1)  # triton 3.6 interprets no bool
     rows = num_seqs * regimes.max_q if by_sequence else num_tokens
     values = (num_seqs, num_tokens, regimes.decode_queries, regimes.max_q, max(1, regimes.prefill_splits), by_sequence)
-    return merge_grid(wanted, rows, values, wanted.call.table_heads)
+    splits = max(regimes.decode_splits, regimes.prefill_splits)
+    return merge_grid(wanted, rows, splits, values, wanted.call.table_heads)
 
 
-def merge_grid(wanted: Wanted, rows: int, values: tuple[int, ...], table_heads: int) -> Grid:
-    """A program for each of these rows and each head; few rows are cut into parts of a head, of more splits at once.
+def merge_grid(wanted: Wanted, rows: int, splits: int, values: tuple[int, ...], table_heads: int) -> Grid:
+    """A program for each of these rows and each head; few rows of many splits are cut into parts of a head.
 
-    Of both kinds there is one kernel, whatever the number of splits. The order of a sum follows from it, which in
-    batch-invariant mode may not follow from the batch.
+    Two kernels, so that warmup can compile both. The order of a sum follows from which it is, which in batch-invariant
+    mode may not follow from the batch.
     """
     call, num_heads, value_dim = wanted.call, wanted.call.query.shape[1], wanted.call.value_cache.shape[3]
     block_s, block_v = MERGED_SPLITS, max(16, next_power_of_2(value_dim))
+    is_few = rows * num_heads < 2 * wanted.arch.num_processors
     if call.is_latent:
-        # Many heads of wide rows are programs enough, and most have few splits.
-        block_s, block_v = MERGED_SPLITS // 2, min(block_v, 256)
-    elif rows * num_heads < 2 * wanted.arch.num_processors and not call.batch_invariant:
+        block_v = min(block_v, 256)  # many heads of wide rows are programs enough
+    elif is_few and splits > 2 * MERGED_SPLITS and not call.batch_invariant:
         block_s, block_v = 8 * MERGED_SPLITS, min(block_v, 32)
     constexprs = {
         "TABLE_HEADS": table_heads,

@@ -342,7 +342,7 @@ def choose_lists(wanted: Wanted) -> ChosenLists:
     )
     merge = None
     if splits > 1:
-        merge = merge_grid(wanted, num_tokens, (num_seqs, num_tokens, 0, 1, splits, 0), 1)
+        merge = merge_grid(wanted, num_tokens, splits, (num_seqs, num_tokens, 0, 1, splits, 0), 1)
     return ChosenLists(
         unite, attend, merge, splits, max_union, stride_marks, wanted.convert_codes, wanted.with_lse, value_dim
     )
