@@ -183,7 +183,8 @@ class _Way(Generic[T]):
 
 def is_launched(tensors: Tensors) -> bool:
     """Whether kernels run on these, which are tensors of torch's own class."""
-    return not (tensors[0].is_cpu and not KERNELS_ON_CPU) and all(type(tensor) is torch.Tensor for tensor in tensors)
+    first = tensors[0]  # on the meta device nothing runs
+    return (first.is_cuda or (KERNELS_ON_CPU and first.is_cpu)) and all(type(t) is torch.Tensor for t in tensors)
 
 
 class ChosenOnce(Generic[R]):

@@ -13,6 +13,7 @@ import pytest
 import torch
 from attention_cases import Case, build
 
+import pc
 from pc.triton_ops._attention.layout import PlanShape
 from pc.triton_ops._triton import INTERPRET
 
@@ -277,3 +278,24 @@ def test_a_usual_call(name: str, device: torch.device) -> None:
 def test_strides_empty_tensors_and_other_dtypes(name: str, device: torch.device) -> None:
     for call in CALLS[name]()[1:]:
         _check(name, call, device)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_public_functions_take_meta_tensors(name: str) -> None:
+    """They give what the operator's fake does, the second time too."""
+    overload, _, out = name.partition(".")
+    operator = getattr(getattr(torch.ops.pc, overload), out or "default")
+    for call in CALLS[name]():
+        arguments, options, *_ = call if isinstance(call[0], tuple) else (call, {})
+        arguments = tuple(_moved(value, torch.device("meta")) for value in arguments)
+        options = {key: _moved(value, torch.device("meta")) for key, value in options.items()}
+        expected = operator(*arguments, **options)
+        for _ in range(2):
+            found = getattr(pc, overload)(*arguments, **options)
+            assert _metadata(options["out"] if out else expected) == _metadata(found)
+
+
+def _metadata(result: Any) -> Any:
+    if isinstance(result, (list, tuple)):
+        return [_metadata(item) for item in result]
+    return None if result is None else (result.shape, result.stride(), result.dtype, result.device)
