@@ -36,7 +36,7 @@ from .walk import E4M3_BITS, E4M3_PACKED, HELD_CODES, NATIVE_CODES, PACKED_CODES
 # Batch-invariant mode: keys per split, whatever the batch. Longer contexts are summed from splits of this length.
 INVARIANT_SPLIT_KEYS = 8192
 MAX_PREFILL_SPLITS = 16
-# Splits summed at once; where few rows may have more than twice as many, eight times as many of a part of a head each. A
+# Splits summed at once; few rows that may have more than twice as many sum eight times as many of a part of a head. A
 # block takes its instructions whether it is full or not: on sm_90 a row of head_dim 128 takes 228 for 4 splits and 358
 # for 8, counted in the emulator; 128 splits at once took 6,256 for 2.
 MERGED_SPLITS = 4
