@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Hashable, Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,7 @@ from .keys import EncodedKeys, approximate_from
 from .lookup import Hit, complement, find_in_groups, find_leading, find_prefix, remember_taken
 from .moved import extend_anywhere, moved_spans
 from .request import Request
-from .state import FIT_EVERY, ManagerState, Saving, Shortage
+from .state import FIT_EVERY, ManagerState
 from .table import Ids
 
 
@@ -30,8 +29,7 @@ def allocate(
     ttl: float | None,
     wanted: int,
     segments: Sequence[Span] | None = None,
-    saving: Saving | None = None,
-) -> BaseAllocation | Shortage:
+) -> BaseAllocation:
     """Starts a request: see `CacheManager.allocate`; `wanted` tokens are to have blocks at least."""
     if request_id in state.running or request_id in state.preempted:
         state.check_new("request_id", request_id)
@@ -47,13 +45,11 @@ def allocate(
         hit = state.partial.extend(pool, request, hit)
     if reuse == "anywhere":
         hit = extend_anywhere(state, request, hit, segments)
-    short = shortage(state, hit, saving)
-    if short is not None:
-        return short
+    check_available(state, hit)
     state.changes.append((_forget, state, request, state.asked, state.content))
     if reuse == "anywhere" and state.content is None:  # from now on published blocks are entered
         state.content = ContentIndex(pool, size)
-    allocation = admit(state, request_id, request, hit, saving)
+    allocation = admit(state, request_id, request, hit)
     requests, queried, prefix, gap, part, moved = state.asked
     begun, behind = hit.position - hit.copied, allocation.num_cached_tokens - hit.position
     moved += sum([run.end - run.start for run in hit.moved])
@@ -75,33 +71,30 @@ def forget_last(state: ManagerState, request: Request) -> None:
         state.running.popitem()
 
 
-def shortage(state: ManagerState, hit: Hit, saving: Saving | None) -> Shortage | None:
-    """See `ManagerState.shortage`: for the blocks that a hit leaves to be taken."""
+def check_available(state: ManagerState, hit: Hit) -> None:
+    """Raises OutOfBlocks unless there are blocks for what a hit leaves to be taken."""
     for pool, part in zip(state.pools, hit.groups, strict=True):
         if part.prefix_lengths.size > pool.num_free:
             break
     else:
-        return None
+        return
     held = [part.held for part in hit.groups]
     for more in (hit.source, hit.sources):
         if more is not None:
             held = [np.union1d(held[0], more).astype(np.int32)]
-    return state.shortage([part.prefix_lengths.size for part in hit.groups], held, saving=saving)
+    state.check_available([part.prefix_lengths.size for part in hit.groups], held)
 
 
-def admit(
-    state: ManagerState, request_id: Hashable, request: Request, hit: Hit, saving: Saving | None
-) -> BaseAllocation:
+def admit(state: ManagerState, request_id: Hashable, request: Request, hit: Hit) -> BaseAllocation:
     """Gives a request its blocks, of which there are enough; the caller has noted how to forget it."""
     size, chain, tables = state.block_size, request.chain, request.tables
     state.running[request_id] = request  # before anything is taken: comparing ids is the caller's code
     for pool, (table, held, fresh, prefix_lengths, _) in zip(state.pools, hit.groups, strict=True):
-        hold = pool.hold if saving is None else partial(saving.hold, pool, len(tables))
         if held.size:
-            hold(held)
+            pool.hold(held)
         for source in (hit.source, hit.sources):
             if source is not None and source.size:
-                hold(source)
+                pool.hold(source)
         if prefix_lengths.size:
             table[fresh] = pool.take(prefix_lengths)
         if request.priority or request.ttl is not None:

@@ -335,6 +335,8 @@ class CacheStats:
     evictions: int
     offloaded_blocks: int
     """Evicted blocks that `on_evict` said a lower tier took."""
+    failed_offloads: int
+    """Calls of `on_evict` that raised; the blocks they were given are lost."""
     merged_blocks: int
     """Blocks that another request had completed first."""
     residency: tuple[int, ...]

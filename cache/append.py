@@ -11,7 +11,7 @@ import numpy as np
 from .allocation import AppendedTokens, BaseAllocation, Pairs
 from .pool import BlockPool, OutOfBlocks
 from .request import Request, SharedTail
-from .state import ManagerState, Saving, Shortage
+from .state import ManagerState
 from .table import Ids
 
 
@@ -28,9 +28,7 @@ class Growth(NamedTuple):
     """The first token to be computed, before the new ones where their block cannot be copied yet."""
 
 
-def append(
-    state: ManagerState, request_id: Hashable, new: array[int], saving: Saving | None = None
-) -> BaseAllocation | Shortage:
+def append(state: ManagerState, request_id: Hashable, new: array[int]) -> BaseAllocation:
     """Adds tokens to a request: see `CacheManager.append`."""
     request, size = state.get(request_id), state.block_size
     pending, start, old_blocks = request.pending, len(request.tokens), request.num_blocks
@@ -40,17 +38,13 @@ def append(
     more, shares = -(-end // size) - old_blocks, request.shared_tail is not None
     copies: list[Pairs] | None = None
     if more > 0 and state.simple and not shares:
-        short = state.shortage([more], saving=saving)
-        if short is not None:
-            return short
+        state.check_available([more])
         state.changes += ((_cut, [request], [start]), (_shrink, request, old_blocks, pending))
         _take(state, request, 0, old_blocks + more)
         request.num_blocks = old_blocks + more
     else:
         grows = end > start and (more > 0 or shares)
-        growths = _plan(state, [(request, end, request.computed)], False, saving) if grows else []
-        if isinstance(growths, Shortage):
-            return growths
+        growths = _plan(state, [(request, end, request.computed)], False) if grows else []
         if growths or pending:
             state.changes += ((_cut, [request], [start]), (request.restore, request.snapshot()))
         for growth in growths:
@@ -90,9 +84,7 @@ def _take(state: ManagerState, request: Request, group: int, num_blocks: int) ->
     pool.hinted(ids, request.priority, request.ttl)
 
 
-def append_each(
-    state: ManagerState, request_ids: Sequence[Hashable], new: array[int], saving: Saving | None = None
-) -> AppendedTokens[Any, Any] | Shortage:
+def append_each(state: ManagerState, request_ids: Sequence[Hashable], new: array[int]) -> AppendedTokens[Any, Any]:
     """Adds a token to each of several requests: see `CacheManager.append_each`."""
     size, running = state.block_size, state.running
     try:
@@ -107,10 +99,7 @@ def append_each(
     if slow:
         if any(request.pending and request.pending[0] != token for request, token in zip(requests, new, strict=True)):
             raise ValueError("token_ids: got another than its prompt goes on with, needs its next token")
-        grown = _grow_each(state, slow, saving)
-        if isinstance(grown, Shortage):
-            return grown
-        copies = grown
+        copies = _grow_each(state, slow)
     slots = []
     offsets = np.array([at % size for at in positions], np.int64)
     for group, spec in enumerate(state.groups):
@@ -129,23 +118,19 @@ def append_each(
     return appended
 
 
-def _grow_each(state: ManagerState, slow: list[Request], saving: Saving | None) -> list[Pairs] | Shortage:
+def _grow_each(state: ManagerState, slow: list[Request]) -> list[Pairs]:
     """Takes the blocks that requests which may need one have to have for a token more each: per group, the copies."""
     full = [request for request in slow if len(request.tokens) % state.block_size == 0]
     at_once = state.simple and not any(request.shared_tail for request in slow)
-    growths: list[Growth] | Shortage | None
+    growths: list[Growth] = []
     if at_once:
-        growths = state.shortage([len(full)], saving=saving)
-    else:
-        growths = _plan(state, [(r, len(r.tokens) + 1, len(r.tokens)) for r in slow], True, saving)
-    if isinstance(growths, Shortage):
-        return growths
-    if at_once:
+        state.check_available([len(full)])
         state.changes += [(_shrink, request, request.num_blocks, request.pending) for request in slow]
     else:
+        growths = _plan(state, [(r, len(r.tokens) + 1, len(r.tokens)) for r in slow], True)
         state.changes += [(request.restore, request.snapshot()) for request in slow]
     copies: list[Pairs] = [[] for _ in state.pools]
-    for growth in growths or ():
+    for growth in growths:
         for pairs, more in zip(copies, _grow(state, growth), strict=True):
             pairs += more
     if at_once and full:
@@ -203,9 +188,7 @@ class _Ledger:
             raise OutOfBlocks(self.taken[group], available)
 
 
-def _plan(
-    state: ManagerState, ends: Sequence[tuple[Request, int, int]], decoding: bool, saving: Saving | None
-) -> list[Growth] | Shortage:
+def _plan(state: ManagerState, ends: Sequence[tuple[Request, int, int]], decoding: bool) -> list[Growth]:
     """What requests need, one after the other as if each had been served before the next is looked at.
 
     `ends` are requests, how many tokens each is to have, and the first query that is still to come; when `decoding`,
@@ -225,8 +208,8 @@ def _plan(
             if copied[group]:
                 ledger.drop(group, request.tables[group].item(len(request.tokens) // size))
         growths.append(Growth(request, end, position, copied, again))
-    leaving = [np.array(blocks, np.int32) for blocks in ledger.leaving]
-    return state.shortage(ledger.taken, None, leaving, saving) or growths
+    state.check_available(ledger.taken, None, ledger.leaving)
+    return growths
 
 
 def _copied(
@@ -286,7 +269,7 @@ def _replace_shared(state: ManagerState, request: Request, group: int, block: in
     state.changes.append((request.put_blocks, group, block, old))
     table[block : block + 1] = fresh = pool.take(np.array([block + 1], np.int32))
     pool.hinted(fresh, request.priority, request.ttl)
-    if pool.ref_count[old[0]] > 1:
+    if pool.ref_count[old[0]] > 1 and not state.saving:  # a reference of a handover does not last
         pool.release(old)
     else:  # nothing else keeps it from being handed out before the copy is made
         request.keep_replaced(group, old)

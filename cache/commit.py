@@ -15,7 +15,7 @@ from .keys import approximate_from
 from .moved import root_of
 from .request import Request
 from .runs import find_runs
-from .state import ManagerState, Saving, Shortage
+from .state import ManagerState
 
 
 def commit(state: ManagerState, request_id: Hashable, num_tokens: int) -> Any:
@@ -82,9 +82,7 @@ def _enter(state: ManagerState, request: Request, first: int, last: int) -> None
             content.add(ids, before, request.tokens[begin * size : end * size], root, end == border)
 
 
-def checkpoint(
-    state: ManagerState, request_id: Hashable, num_tokens: int, group: int | None, saving: Saving | None = None
-) -> int | Shortage:
+def checkpoint(state: ManagerState, request_id: Hashable, num_tokens: int, group: int | None) -> int:
     """Takes a block for a state: see `CacheManager.checkpoint`."""
     request, size = state.get(request_id), state.block_size
     recurrent = [at for at, spec in enumerate(state.groups) if spec.holds_states]
@@ -103,9 +101,7 @@ def checkpoint(
         if (group, block) in request.new_states:
             return held
         raise ValueError(f"num_tokens: got {num_tokens}, whose state the request holds already")
-    short = state.shortage([int(at == group) for at in range(len(state.pools))], saving=saving)
-    if short is not None:
-        return short
+    state.check_available([int(at == group) for at in range(len(state.pools))])
     hole = np.full(1, -1, np.int32)
     state.changes += ((request.restore, request.snapshot()), (request.put_blocks, group, block, hole))
     ids = pool.take(np.array([block + 1], np.int32))
@@ -147,7 +143,7 @@ def _publish(state: ManagerState, request: Request, group: int, first: int, last
         if not present.any():
             return []
         ids, digests = ids[present], digests[present]
-    listed = pool.table.contains(ids) if pool.notified else None
+    listed = pool.table.contains(ids) if state.notifies else None
     old, new = pool.publish(ids, digests)
     if listed is None and not old.size:
         return []
@@ -191,15 +187,8 @@ def _digest_of(state: ManagerState, request: Request, group: int, block: int) ->
 def _notify_stored(
     state: ManagerState, group: int, request: Request, blocks: npt.NDArray[np.intp], digests: Words
 ) -> None:
-    """Notifies listeners and the index of block beginnings of logical blocks that were published.
-
-    Listeners do not know yet that a block is gone which a tier is saving: one of the same content is no news to them.
-    """
+    """Notifies listeners and the index of block beginnings of logical blocks that were published."""
     size = state.block_size
-    if state.saving:
-        known = frozenset().union(*(saving.hashes[group] for saving in state.saving))
-        news = np.array([digest.tobytes() not in known for digest in digests], np.bool_)
-        blocks, digests = blocks[news], digests[news]
     for at, start, end in find_runs(blocks):
         hashes = split_digests(digests[at : at + end - start])
         parent = _digest_of(state, request, group, start - 1).tobytes() if start else None

@@ -61,7 +61,7 @@ class Listeners:
 
     def notify(self) -> None:
         """Notifies of all that is queued, in order."""
-        self.busy = True  # an interrupt leaves it so: `ManagerState.recover` puts it right
+        self.busy = True  # an interrupt leaves it so: `ManagerState.undo` puts it right
         while self.queue:
             event, args = self.queue[0]
             for listener in tuple(self.registered):

@@ -31,7 +31,7 @@ from .listeners import Listener
 from .policies import EvictionPolicy
 from .pool import BlockPool
 from .runs import Slots
-from .state import ManagerState, OnEvict, Shortage
+from .state import ManagerState, OnEvict
 from .table import Ids
 
 REUSES = ("prefix", "gap", "anywhere")
@@ -46,9 +46,8 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
     All methods may be called from several threads; each is atomic. A method that raises has changed nothing, also when
     what it raises is an interrupt that came in the middle of it (`KeyboardInterrupt`, an exception that another thread
     raises in this one); or it had been completed when the interrupt came. An interrupt that is undone may cost the
-    eviction policy what it had learned, evictions for which a tier had saved the blocks stay, and listeners may be
-    notified of the same twice. After `os.fork()` the child has a manager of its own in the state before the verbs
-    that other threads were running.
+    eviction policy what it had learned, and listeners may be notified of the same twice. After `os.fork()` the child
+    has a manager of its own in the state before the verbs that other threads were running.
 
     With one group results are `Allocation`, arrays and lists; with several, `GroupedAllocation` and one of each per
     group. To a type checker a manager without `groups`, or with a tuple of one, is of the first kind
@@ -142,13 +141,15 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
 
     @property
     def on_evict(self) -> OnEvict | None:
-        """Called with (group, blocks, hashes) when blocks are about to lose their content, for a lower tier.
+        """Called with (group, blocks, hashes) of blocks that were evicted, for a lower tier.
 
         It is called without the manager's lock, so that a slow tier stops no other thread, in the thread of the verb
-        that needs free blocks and before that verb changes anything. Until it returns the blocks keep their
-        content: read them, or order their copy before later writes. It may call the manager. It returns the hashes it
-        took, as a list or set, or None; `stats().offloaded_blocks` counts them. If it raises, the blocks stay cached
-        and the verb raises the same, having changed nothing.
+        that evicted them, once that is done and before it returns. The blocks have their next request, which cannot
+        know their slots yet, and until it returns they are not handed out again: so they still hold what their hashes
+        say. Read them, or order their copy before later writes. It may call the manager. It returns the hashes it took,
+        as a list or set, or None; `stats().offloaded_blocks` counts them. If it raises, that is logged (logger
+        "pc.cache") and counted (`stats().failed_offloads`), its blocks are lost, and the verb returns as if it had not.
+        A `KeyboardInterrupt` in it goes to the caller of the verb, which is done.
         """
         return self._state.on_evict
 
@@ -168,12 +169,10 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
         return self._state.nbytes + (content.nbytes if content is not None else 0)
 
     def _run(self, verb: Callable[..., Any], *args: Any) -> Any:
-        """Runs a verb under the lock; before what has to be evicted for it is, a tier may save it."""
-        state = self._state
-        with self._lock: result = state.run(verb, args)  # fmt: skip  # noqa: E701  in one line no interrupt is between
-        if type(result) is not Shortage:
-            return result
-        return offload.save_and_run(state, self._lock, verb, args, result)
+        """Runs a verb under the lock; what it has evicted is handed to a tier, where there is one."""
+        if self._state.on_evict is not None:
+            return offload.run(self._state, self._lock, verb, args)
+        with self._lock: return self._state.run(verb, args)  # fmt: skip  # noqa: E701  in one line no interrupt is between
 
     def allocate(
         self,
@@ -236,12 +235,9 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
             raise ValueError("reuse: got 'anywhere' with several groups or a window, needs one group of full attention")
         if segments is not None:
             segments = _check_segments(segments, reuse)
-        # As `_run`, without a call: short prompts cost what the calls cost.
-        args = (request_id, tokens, keys, reuse, priority, ttl, wanted, segments)
-        with self._lock: result = self._state.run(allocate.allocate, args)  # fmt: skip  # noqa: E701
-        if type(result) is Shortage:
-            result = offload.save_and_run(self._state, self._lock, allocate.allocate, args, result)
-        allocation: AllocationT = result  # type: ignore[assignment]
+        allocation: AllocationT = self._run(
+            allocate.allocate, request_id, tokens, keys, reuse, priority, ttl, wanted, segments
+        )
         return allocation
 
     def append(self, request_id: Hashable, token_ids: TokenIds) -> AllocationT:
@@ -464,6 +460,7 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
             'a'
         """
         with self._lock:
+            self._state.settle()
             order = [(r.priority, -i, request_id) for i, (request_id, r) in enumerate(self._state.running.items())]
             return min(order, key=lambda row: row[:2])[2] if order else None
 
@@ -504,6 +501,7 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
         """
         group = check_integer("group", group)
         with self._lock:
+            self._state.settle()
             request = self._state.get(request_id)
             if not 0 <= group < len(self.groups):
                 raise IndexError(f"group: got {group}, needs 0 to {len(self.groups) - 1}")
@@ -522,6 +520,7 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
             10
         """
         with self._lock:
+            self._state.settle()
             return len(self._state.get(request_id).tokens)
 
     def block_hashes(self, request_id: Hashable) -> list[bytes]:
@@ -538,6 +537,7 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
             ['f2ca9d08', 'da4290a1']
         """
         with self._lock:
+            self._state.settle()
             request, hasher = self._state.get(request_id), self._state.hasher
             tokens = request.tokens + request.pending if request.pending else request.tokens
             return split_digests(hasher.hash_blocks(tokens, request.keys))
@@ -551,6 +551,7 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
             (3, 0.0)
         """
         with self._lock:
+            self._state.settle()
             return self._state.stats()
 
     def reset(self) -> None:
@@ -576,6 +577,7 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
             >>> manager.check()
         """
         with self._lock:
+            self._state.settle()
             self._state.check()
 
 
@@ -601,10 +603,8 @@ def _after_fork() -> None:
     for manager in list(_MANAGERS):
         if not manager._lock._is_owned():  # type: ignore[attr-defined]
             manager._lock = threading.RLock()
-            manager._state.recover()
-            for saving in list(manager._state.saving):
-                if saving.thread != threading.get_ident():
-                    manager._run(offload.end, saving)
+            manager._state.undo(False)
+            manager._run(ManagerState.end_saving, lambda saving: saving.thread != threading.get_ident())
 
 
 if hasattr(os, "register_at_fork"):

@@ -121,7 +121,7 @@ class BlockPool:
         taken_at: Tick at which the block was last taken fresh: while it stands, the content is the same.
         words: Hash of each published block, `[num_blocks, words]`, 0 for the others.
         num_free: Blocks without content.
-        on_removed: Called with the hashes of evicted blocks; only while `notified` is not empty.
+        on_evict: Called with blocks that are about to be evicted.
         on_first_choice: Called once, after the first victims were chosen: a policy may take more memory from then on.
         watchers: Notified which slots of a block that stays in use take other tokens; see `Watcher`.
         refills: Of that, what they are still to be notified of; of all pools of a manager.
@@ -145,9 +145,8 @@ class BlockPool:
         self.words: Words = np.zeros((num_blocks, hasher.words), np.uint64)
         self.table = HashTable(self.words)
         self.clock = 0
-        self.on_removed: Callable[[list[bytes]], None] | None = None
+        self.on_evict: Callable[[Ids], None] | None = None
         self.on_first_choice: Callable[[], None] | None = None
-        self.notified: Sequence[object] = ()
         self.watchers: WeakSet[Watcher] = WeakSet()
         self.refills: list[tuple[BlockPool, int, int, int]] = []
         self._changes = changes
@@ -228,6 +227,13 @@ class BlockPool:
         """Takes one more reference on held blocks."""
         self.ref_count[ids] += 1
 
+    def unshare(self, ids: Ids) -> None:
+        """Drops what `share` took; that is a release, and an access, only of blocks that nothing else holds."""
+        alone = self.ref_count.take(ids) == 1
+        self.ref_count[ids[~alone]] -= 1
+        if alone.any():
+            self.release(ids[alone])
+
     def take(self, prefix_lengths: Ids, runs: bool = True) -> Ids:
         """Takes fresh blocks, one for each prefix length: empty ones first, then victims of the policy.
 
@@ -270,27 +276,14 @@ class BlockPool:
     def _evict(self, count: int) -> tuple[Ids, Index]:
         """Blocks that have lost their content, and their index."""
         victims = self._choose(count)
-        hashes = self.digests_of(victims) if self.notified else []
+        if self.on_evict is not None:
+            self.on_evict(victims)
         ids = victims[::-1]  # chosen tail first: so neighbours in memory are neighbours in the new sequence too
         then = self.taken_at.take(victims)
         index = self._unlist(ids, then)
         self._evictable -= count
         self.residency.add(self.clock, then)
-        if hashes and self.on_removed is not None:
-            self.on_removed(hashes)
         return ids, index
-
-    def remove_victims(self, count: int) -> tuple[Ids, list[bytes]]:
-        """Takes `count` cached blocks, at least so many there are, out of the table: with their hashes.
-
-        Their reference count is 1 from then on, so that they are not handed out while their content is saved.
-        """
-        victims = self._choose(count)
-        hashes = self.digests_of(victims)
-        self._unlist(victims)
-        self._evictable -= count
-        self.ref_count[victims] = 1
-        return victims, hashes
 
     def _choose(self, count: int) -> Ids:
         victims: Any = self._call("victims", count)
@@ -355,33 +348,6 @@ class BlockPool:
         """Bytes of bookkeeping, the policy's own not counted."""
         fields = (self.ref_count, self.last_access, self.taken_at, self.access_count, self.prefix_length, self.words)
         return sum(field.nbytes for field in fields) + self._free.nbytes + 3 * len(self._rising) + self.table.nbytes
-
-    def evict(self, victims: Ids) -> None:
-        """Frees what `remove_victims` gave."""
-        then = self.taken_at.take(victims)
-        if self._changes is not None:
-            self._changes.append((self.residency.take_back, then))
-        self.ref_count[victims] = 0
-        self.residency.add(self.clock, then)
-        self._give_back(victims)
-
-    def restore(self, victims: Ids, hashes: list[bytes]) -> None:
-        """Publishes what `remove_victims` gave again; frees a block whose hash another one has since."""
-        if self._changes is not None:
-            self._changes.append((self._put_words, victims, 0))
-        self.ref_count[victims] = 0
-        digests = np.frombuffer(b"".join(hashes), np.uint64).reshape(len(hashes), -1)
-        self.words[victims] = digests
-        known = self.table.put(victims, digests)
-        lost = known >= 0 if known is not None else np.zeros(victims.size, np.bool_)
-        self.words[victims[lost]] = 0
-        if lost.any():
-            self.evict(victims[lost])
-        kept = victims[~lost][::-1]
-        self._evictable += int(kept.size)
-        if kept.size:
-            self._call("completed", kept)
-            self._call("released", kept)
 
     def _give_back(self, ids: Ids) -> None:
         self._free[self.num_free : self.num_free + ids.size] = ids[::-1]

@@ -1,11 +1,11 @@
 """What the verbs of a manager work on: the pools, the requests, and who is computing what.
 
-How a verb stays whole. It looks first, at what `ManagerState.shortage` says too, and only then changes anything; so
-errors of the caller leave all as it was. While it changes something, an interrupt (`KeyboardInterrupt`, or what
+How a verb stays whole. It looks first, at what `check_available` says too, and only then changes anything; so errors of
+the caller leave all as it was. While it changes something, an interrupt (`KeyboardInterrupt`, or what
 another thread raises in this one) may come between any two instructions. So before a change that nothing else tells
 of, a verb notes in `ManagerState.changes` how to undo it: a function and its arguments, which may be called whether the
 change was made or not, and again. What is noted is forgotten at once when the verb is complete. If an exception comes
-before, `ManagerState.recover` undoes what is noted and derives the rest anew from the requests and the hashes of
+before, `ManagerState.undo` undoes what is noted and derives the rest anew from the requests and the hashes of
 blocks: reference counts, the table, the free list, host slots, writers, and what the policy knows. That takes time in
 proportion to all blocks, but only then.
 """
@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection, Hashable, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
+from weakref import ref
 
 import numpy as np
 
@@ -40,49 +40,36 @@ QUEUE_BYTES = 16
 FIT_EVERY = 256
 """Requests between looks at how much policies take."""
 ATTEMPTS = 100
-"""Interrupts in a row that `ManagerState.recover` withstands."""
+"""Interrupts in a row that the undoing of a verb withstands."""
 
 OnEvict = Callable[[int, Ids, list[bytes]], "Collection[bytes] | object | None"]
+
+Victims = list[tuple[int, Ids, list[bytes]]]
+"""Evicted blocks and their hashes, and of which group they are."""
 
 T = TypeVar("T")
 
 
-@dataclass(eq=False, slots=True)
-class Shortage:
-    """What a verb returns, having changed nothing, when blocks have to be evicted that a tier wants to save first."""
-
-    counts: list[int]
-    """Per group, how many of the cached blocks."""
-    held: Sequence[Ids]
-    """Per group, cached blocks that must not be among them."""
-    leaving: Sequence[Ids]
-    """Per group, blocks of requests that the verb will release and may have to evict at once."""
-
-
-class Saving:
-    """What is kept for a verb while a tier saves blocks that have to go for it.
+class Handover:
+    """What a verb has evicted and hands to `on_evict`; as long as its frame has this, the blocks are not handed out.
 
     Attributes:
-        pinned: Per group, cached blocks that the verb is about to hold: they must not be evicted meanwhile.
-        batch: Blocks taken out of the table, which nothing else holds: (group, blocks, hashes) each.
-        hashes: Per group, the hashes of `batch`: listeners know them as published until they are evicted.
-        offered: Per group, blocks of the verb's requests that the tier has seen; they may be evicted without asking.
+        victims: Blocks and their hashes, of one group each.
+        taken: Of them, how many the tier took.
+        failed: Calls of `on_evict` that raised.
     """
 
-    def __init__(self, num_groups: int) -> None:
-        self.pinned: list[Ids] = [EMPTY] * num_groups
-        self.batch: list[tuple[int, Ids, list[bytes]]] = []
-        self.hashes: list[frozenset[bytes]] = [frozenset()] * num_groups
-        self.offered: list[Ids] = [EMPTY] * num_groups
-        self.thread = threading.get_ident()
+    def __init__(self) -> None:
+        self.victims: Victims = []
+        self.taken = self.failed = 0
 
-    def hold(self, pool: BlockPool, group: int, ids: Ids) -> None:
-        """Takes a reference on cached blocks for the verb's request; takes over those that are pinned for it."""
-        pinned = self.pinned[group]
-        mine = np.isin(ids, pinned)
-        self.pinned[group] = pinned[~np.isin(pinned, ids)]
-        if not mine.all():
-            pool.hold(ids[~mine])
+
+class Saving(NamedTuple):
+    """Blocks that a handover holds a reference on: while it lives, and in the process where its thread does."""
+
+    handover: ref[Handover]
+    thread: int
+    victims: Victims
 
 
 class ManagerState:
@@ -95,12 +82,14 @@ class ManagerState:
         in_policy: Held while a policy is called: it may not call the manager.
         changes: How to undo what the verb that runs has done; empty when none does. See above.
         refills: What watchers of the pools are to be notified of; see `BlockPool.refill`.
-        saving: Verbs for which `on_evict` is saving blocks at this moment.
+        evicted: What the verb that runs has evicted so far, None where there is no tier.
+        saving: What `on_evict` is called with at this moment.
         writers: Which request computes the block of a hash.
         asked: Requests, prompt tokens asked for, and tokens found: in the prefix, behind a gap, in part of a block,
             elsewhere.
         merged: Blocks that another request had completed first.
         offloaded: Evicted blocks that a tier took.
+        failed_offloads: Calls of `on_evict` that raised.
     """
 
     def __init__(
@@ -129,14 +118,14 @@ class ManagerState:
             for g in groups
         ]
         for group, pool in enumerate(self.pools):
-            pool.on_removed = partial(self.removed, group)
+            pool.on_evict = partial(self.evicting, group)
             pool.on_first_choice = self.fit_hashes
-            pool.notified = (self.partial,) if self.partial is not None else self.listeners.registered
             pool.refills = self.refills
         self.fit_hashes()
         self.running: dict[Hashable, Request] = {}
         self.preempted: dict[Hashable, Preempted] = {}
         self.host = [HostSlots(host_blocks) for _ in groups]
+        self.evicted: Victims | None = None
         self.saving: list[Saving] = []
         self.writers: dict[bytes, Hashable] = {}
         self._zero_counters()
@@ -148,7 +137,7 @@ class ManagerState:
         tree.capacity = max(BASE_BYTES + (BLOCK_BYTES - QUEUE_BYTES) * blocks - taken, 0)
 
     def _zero_counters(self) -> None:
-        self.merged = self.preemptions = self.offloaded = 0
+        self.merged = self.preemptions = self.offloaded = self.failed_offloads = 0
         self.asked = (0, 0, 0, 0, 0, 0)
 
     def run(self, verb: Callable[..., T], args: tuple[Any, ...]) -> T:
@@ -157,6 +146,10 @@ class ManagerState:
             raise RuntimeError("the manager was called from within a hook of its eviction policy")
         nested = self.listeners.busy
         try:
+            if self.changes:
+                self.undo(nested)
+            if self.saving and any(saving.handover() is None for saving in self.saving):
+                self.end_saving(lambda saving: saving.handover() is None)  # interrupted twice, it was not ended
             result = verb(self, *args)
             if self.changes:
                 self.changes.clear()  # from here on the verb is complete
@@ -169,24 +162,27 @@ class ManagerState:
                 self.listeners.notify()
             return result
         except BaseException:
-            self.recover(nested)
+            attempts = 0
+            while True:  # no call is before the first attempt, so that no further interrupt comes before it
+                try:
+                    self.undo(nested)
+                    break
+                except BaseException:  # another one: from the start again
+                    attempts += 1
+                    if attempts == ATTEMPTS:
+                        raise
             raise
 
-    def recover(self, nested: bool = False) -> None:
-        """Undoes what a verb that did not come to its end has done; `nested`: it was called by a listener."""
-        for attempt in range(ATTEMPTS):
-            try:
-                self._undo(nested)
-            except BaseException:  # noqa: PERF203  another interrupt: from the start again
-                if attempt == ATTEMPTS - 1:
-                    raise
-            else:
-                return
+    def settle(self) -> None:
+        """Undoes what even that did not come to; whoever calls the manager next does it."""
+        if self.changes and not self.in_policy.locked():
+            self.undo(False)
 
-    def _undo(self, nested: bool) -> None:
+    def undo(self, nested: bool) -> None:
+        """Undoes what a verb that did not come to its end has done; `nested`: it was called by a listener."""
         if self.in_policy.locked():
             self.in_policy.release()
-        self.listeners.busy = nested
+        self.listeners.busy, self.evicted = nested, None
         if self.changes:
             for function, *args in reversed(self.changes):
                 function(*args)
@@ -208,7 +204,7 @@ class ManagerState:
         """All block references that there are in a group."""
         held = [EMPTY]
         for saving in self.saving:
-            held += [saving.pinned[group], *(ids for at, ids, _ in saving.batch if at == group)]
+            held += [ids for at, ids, _ in saving.victims if at == group]
         for request in self.running.values():
             held += [request.held(group), *((request.replaced or [])[group : group + 1])]
         return held
@@ -239,43 +235,23 @@ class ManagerState:
         if request_id in self.running or request_id in self.preempted:
             raise ValueError(f"{name}: got {request_id!r}, which is running, needs a new one")
 
-    def shortage(
-        self,
-        counts: list[int],
-        held: Sequence[Ids] | None = None,
-        leaving: Sequence[Ids] | None = None,
-        saving: Saving | None = None,
-    ) -> Shortage | None:
-        """What keeps a verb from taking so many blocks of each group, None where nothing does; or raises OutOfBlocks.
+    def check_available(
+        self, counts: list[int], held: Sequence[Ids] | None = None, leaving: Sequence[Sequence[int]] | None = None
+    ) -> None:
+        """Raises OutOfBlocks unless so many blocks of each group can be taken.
 
         Per group: `held` are cached blocks that the verb is about to hold, `leaving` those of which it is about to drop
-        the last reference. `saving` is what has been done for it before.
+        the last reference.
         """
-        short = False
         for group, (pool, count) in enumerate(zip(self.pools, counts, strict=True)):
             if count > pool.num_free:
                 available = pool.available
                 if held is not None and count + held[group].size > available:
                     available -= pool.unreferenced(held[group])
                 if leaving is not None:
-                    available += leaving[group].size
+                    available += len(leaving[group])
                 if count > available:
                     raise OutOfBlocks(count, available)
-                short = True
-        if not short or self.on_evict is None:
-            return None
-        evicted = [max(count - pool.num_free, 0) for count, pool in zip(counts, self.pools, strict=True)]
-        offered = [EMPTY for _ in counts]
-        if leaving is not None:
-            for group, (pool, ids) in enumerate(zip(self.pools, leaving, strict=True)):
-                cached = pool.available - pool.num_free
-                if evicted[group] > cached:  # some of those that leave have to go as well
-                    evicted[group] = cached
-                    complete = ids[pool.table.contains(ids)]
-                    offered[group] = complete if saving is None else np.setdiff1d(complete, saving.offered[group])
-        if any(evicted) or any(ids.size for ids in offered):
-            return Shortage(evicted, held or [EMPTY for _ in counts], offered)
-        return None
 
     def start_writing(self, request_id: Hashable, request: Request, block: int) -> Hashable:
         """Notes that a request computes a block of its prompt, unless another does: the id of that one, or None."""
@@ -293,14 +269,31 @@ class ManagerState:
             self.writers.pop(request.writing, None)
             request.writing = None
 
-    def removed(self, group: int, hashes: list[bytes]) -> None:
-        """Blocks were evicted; of one that is still being saved, that is said when it has been."""
-        for saving in self.saving:
-            hashes = [block_hash for block_hash in hashes if block_hash not in saving.hashes[group]]
-        if hashes:
-            if self.partial is not None:
-                self.partial.remove(hashes)
-            self.listeners.add("removed", group, hashes)
+    @property
+    def notifies(self) -> bool:
+        """Whether anything is to be notified of blocks that are published or evicted."""
+        return self.partial is not None or bool(self.listeners.registered)
+
+    def evicting(self, group: int, ids: Ids) -> None:
+        """Blocks are about to be evicted."""
+        victims = self.evicted
+        if victims is None and not self.notifies:
+            return
+        hashes = self.pools[group].digests_of(ids)
+        if victims is not None:
+            victims.append((group, ids, hashes))
+        if self.partial is not None:
+            self.partial.remove(hashes)
+        self.listeners.add("removed", group, hashes)
+
+    def end_saving(self, over: Callable[[Saving], bool]) -> None:
+        """Drops the references of handovers."""
+        ended = [saving for saving in self.saving if over(saving)]
+        self.changes.append((setattr, self, "saving", self.saving))
+        self.saving = [saving for saving in self.saving if saving not in ended]
+        for saving in ended:
+            for group, blocks, _ in saving.victims:
+                self.pools[group].unshare(blocks)
 
     def end_step(self, request: Request) -> None:
         """Gives back what was held for the step that is over: replaced blocks, host slots that were read."""
@@ -312,7 +305,7 @@ class ManagerState:
             pool.release(ids)
 
     def release(self, request_id: Hashable, request: Request, returns: float | None = None) -> None:
-        """Ends a running request and releases all it holds; `recover` completes it once it is gone from `running`."""
+        """Ends a running request and releases all it holds; `undo` completes it once it is gone from `running`."""
         self.changes.append(NOTHING)
         del self.running[request_id]
         if request.replaced is not None or request.loading:
@@ -371,6 +364,7 @@ class ManagerState:
             index_bytes=0 if self.content is None else self.content.nbytes,
             evictions=sum(p.residency.evictions for p in self.pools),
             offloaded_blocks=self.offloaded,
+            failed_offloads=self.failed_offloads,
             merged_blocks=self.merged,
             residency=tuple(np.sum([counts for counts, _ in residency], axis=0).tolist()),
             residency_sum=sum(total for _, total in residency),
@@ -379,7 +373,7 @@ class ManagerState:
         )
 
     def reset(self) -> None:
-        """Forgets all cached blocks and counters; once begun, `recover` does not undo that but completes it."""
+        """Forgets all cached blocks and counters; once begun, `undo` does not undo that but completes it."""
         busy = len(self.running) + len(self.preempted)
         if busy or self.saving:
             what = f"{busy} requests are running or preempted" if busy else "blocks are being saved by on_evict"

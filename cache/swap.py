@@ -12,12 +12,12 @@ from typing import Any
 
 import numpy as np
 
-from .allocate import admit, forget_last, shortage
+from .allocate import admit, check_available, forget_last
 from .allocation import BaseAllocation, Pairs
 from .hashing import Chain, Words
 from .lookup import GroupHit, Hit, longest_hit, prefix_hit
 from .request import Preempted, Request
-from .state import NOTHING, ManagerState, Saving, Shortage
+from .state import NOTHING, ManagerState
 from .table import Ids
 
 
@@ -46,7 +46,7 @@ def _keep_running(
         state.preemptions = preemptions
 
 
-def resume(state: ManagerState, request_id: Hashable, saving: Saving | None = None) -> BaseAllocation | Shortage:
+def resume(state: ManagerState, request_id: Hashable) -> BaseAllocation:
     """Starts a preempted request again: see `CacheManager.resume`."""
     saved = state.preempted.get(request_id)
     if saved is None:
@@ -59,11 +59,9 @@ def resume(state: ManagerState, request_id: Hashable, saving: Saving | None = No
     hit = _find(state, digests[: len(saved.tokens) // state.block_size], saved)
     if state.partial is not None:
         hit = state.partial.extend(state.pools[0], request, hit)
-    short = shortage(state, hit, saving)
-    if short is not None:
-        return short
+    check_available(state, hit)
     state.changes.append((_stay_preempted, state, request_id, request, saved))
-    allocation = admit(state, request_id, request, hit, saving)
+    allocation = admit(state, request_id, request, hit)
     request.loading = saved.slots
     del state.preempted[request_id]
     return allocation
@@ -76,7 +74,7 @@ def _stay_preempted(state: ManagerState, request_id: Hashable, request: Request,
 
 
 def drop(state: ManagerState, request_id: Hashable) -> None:
-    """Ends a preempted request; once it is gone, `ManagerState.recover` does not undo the rest but completes it."""
+    """Ends a preempted request; once it is gone, `ManagerState.undo` does not undo the rest but completes it."""
     state.changes.append(NOTHING)
     for host, slots in zip(state.host, state.preempted.pop(request_id).slots, strict=False):
         host.give_back(slots)

@@ -9,7 +9,7 @@ import pytest
 from cache_model import BLOCK, GROUPS, Model
 
 import pc
-from pc.cache import allocate, append, commit, content, lookup, moved, state, swap
+from pc.cache import allocate, append, commit, content, lookup, moved, swap
 from pc.cache.content import ContentIndex
 from pc.cache.hashing import Chain
 from pc.cache.keys import NO_KEYS
@@ -54,7 +54,7 @@ def window_released_too_early(patch):
 
 def copy_before_its_source_is_written(patch):
     plan = append._plan
-    patch.setattr(append, "_plan", lambda state, ends, decoding, saving: plan(state, ends, True, saving))
+    patch.setattr(append, "_plan", lambda state, ends, decoding: plan(state, ends, True))
 
 
 def fork_goes_on_in_place(patch):
@@ -109,8 +109,9 @@ def replaced_block_is_free_at_once(patch):
     patch.setattr(Request, "keep_replaced", lambda self, group, ids: None)
 
 
-def failed_tier_loses_blocks(patch):
-    patch.setattr(BlockPool, "restore", lambda self, victims, hashes: self.evict(victims))
+def blocks_are_handed_out_while_they_are_saved(patch):
+    patch.setattr(BlockPool, "share", lambda self, ids: None)
+    patch.setattr(BlockPool, "unshare", lambda self, ids: None)
 
 
 def partial_copy_is_a_token_too_long(patch):
@@ -155,7 +156,6 @@ def resume_takes_the_wrong_host_slot(patch):
 
 
 def hits_are_not_protected_from_eviction(patch):
-    patch.setattr(state.Saving, "hold", lambda self, pool, group, ids: None)
     patch.setattr(BlockPool, "hold", lambda self, ids: None)
 
 
@@ -202,8 +202,8 @@ def entries_outlive_the_content_of_their_blocks(patch):
 
 
 def sources_of_moved_text_are_not_held(patch):
-    def admit(state, name, request, hit, saving):
-        return honest(state, name, request, hit._replace(sources=None), saving)
+    def admit(state, name, request, hit):
+        return honest(state, name, request, hit._replace(sources=None))
 
     honest = allocate.admit
     patch.setattr(allocate, "admit", admit)
@@ -263,7 +263,7 @@ BUGS = (
         fork_goes_on_in_place,
     ),
     *(shared_blocks_are_not_counted, stale_guess_is_believed, salt_is_forgotten, fork_shares_its_hasher),
-    *(rollback_keeps_hashes, replaced_block_is_free_at_once, failed_tier_loses_blocks),
+    *(rollback_keeps_hashes, replaced_block_is_free_at_once, blocks_are_handed_out_while_they_are_saved),
     *(partial_copy_is_a_token_too_long, host_slots_are_given_back_early, state_is_published_under_another_hash),
     *(a_hit_ends_a_block_early, resume_takes_the_wrong_host_slot, hits_are_not_protected_from_eviction),
 )

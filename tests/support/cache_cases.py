@@ -14,10 +14,11 @@ def drop(pool, ids):
     policy_choice = pool.policy.victims
     pool.policy.victims = lambda count: ids
     try:
-        victims, _ = pool.remove_victims(ids.size)
+        pool._evict(ids.size)
     finally:
         pool.policy.victims = policy_choice
-    pool.evict(victims)
+    pool._give_back(ids)
+    pool._changes.clear()  # no verb is there to undo it
 
 
 def run(manager, request_id, tokens, **options):

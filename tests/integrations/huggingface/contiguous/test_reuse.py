@@ -13,6 +13,7 @@ from torch.nn.modules.module import register_module_forward_hook
 
 transformers = pytest.importorskip("transformers")
 
+from cache_cases import drop  # noqa: E402
 from generate_cases import (  # noqa: E402
     FAMILIES,
     SMALL,
@@ -49,12 +50,12 @@ def test_blocks_behind_a_gap(name: str, gone: list[int], cached: int, whole: int
             blocks = pool.table.find(words(handle, prompt(110)))[gone]
             for side in part.tensors.values():
                 side[blocks.tolist()] = torch.nan  # what is evicted must not be read
-            evict(pool, blocks)
+            drop(pool, blocks)
         assert_same(model, input_ids=prompt(110))
         assert handle.last_requests[0].cached_tokens == cached
         assert_same(model, input_ids=prompt(110))
         assert handle.last_requests[0].cached_tokens == whole
-        evict(pool, pool.table.find(words(handle, prompt(110)))[:1])
+        drop(pool, pool.table.find(words(handle, prompt(110)))[:1])
         assert_same(model, **left_padded(prompt(110), prompt(20, 1)))
         assert_nothing_held(handle)
 
@@ -98,7 +99,7 @@ def test_a_row_is_gone_on_with_in_place(name: str, monkeypatch: pytest.MonkeyPat
         _, got = both(model, input_ids=prompt(64), return_dict_in_generate=True)
         got.past_key_values.layers[0].keys[:] = torch.nan  # it is the caller's
         assert again(9)[0] == 64
-        evict(handle.manager.pools[0], handle.manager.pools[0].table.find(words(handle, prompt(64))))
+        drop(handle.manager.pools[0], handle.manager.pools[0].table.find(words(handle, prompt(64))))
         assert again(6) == (0, True)
         assert_nothing_held(handle)
     with enable_prefix_caching(model, num_blocks=12) as handle:
@@ -152,15 +153,6 @@ def words(handle: Any, ids: torch.Tensor) -> Any:
     raw = b"".join(handle.manager.block_hashes("words"))
     handle.manager.free("words")
     return np.frombuffer(raw, np.uint64).reshape(-1, 4)
-
-
-def evict(pool: Any, blocks: Any) -> None:
-    """Takes blocks out of what can be found."""
-    victims = np.asarray(blocks, np.int32)
-    pool._call("removed", victims)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pool, "_choose", lambda count: victims)
-        pool.evict(pool.remove_victims(victims.size)[0])
 
 
 def test_evicted_blocks_come_back_from_host_memory() -> None:
