@@ -13,11 +13,9 @@ from typing import Any
 import torch
 from transformers import GenerationMixin
 
-from ...cache import CacheManager
 from ...cache.manager import REUSES
 from ...triton_ops._checks import check_share
-from .calls import ServedStats
-from .contiguous.serve import Contiguous
+from .calls import RequestReport, ServedStats
 from .paged.graphs import GraphReport
 from .serving import Serving
 from .settings import CacheOptions, check_number
@@ -111,10 +109,11 @@ def enable_prefix_caching(
     model = generating_model(model)
     check_not_replaced(model, "generate", "prefix caching")
     options = CacheOptions(num_blocks, block_size, policy, reuse, host_blocks, disk, disk_bytes, window_blocks, share)
-    handle = PrefixCaching(model, options, cuda_graphs)
+    serving = Serving(model, options, cuda_graphs)
+    handle = PrefixCaching(serving)
     if cuda_graphs and handle.graphs.reason is not None:
         raise ValueError(f"cuda_graphs: got True, needs steps that can be captured, and {handle.graphs.reason}")
-    vars(model)["generate"] = ReplacedMethod(model, "generate", handle.generate)
+    vars(model)["generate"] = ReplacedMethod(model, "generate", serving.generate)
     return handle
 
 
@@ -127,12 +126,8 @@ def _share(recompute: Any, reuse: str) -> float:
     return check_share("recompute", recompute)
 
 
-class PrefixCaching(Serving):
+class PrefixCaching:
     """What `enable_prefix_caching` returns.
-
-    Attributes:
-        unsupported: Why the model cannot be served; None when it can.
-        last_requests: A report per row of the last call, in the order of the batch; empty when it was not served here.
 
     Examples:
         Those of its methods go on from this one.
@@ -148,6 +143,9 @@ class PrefixCaching(Serving):
         (True, 32)
     """
 
+    def __init__(self, serving: Serving) -> None:
+        self._serving = serving
+
     def __enter__(self) -> PrefixCaching:
         return self
 
@@ -155,14 +153,24 @@ class PrefixCaching(Serving):
         self.disable()
 
     @property
-    def manager(self) -> CacheManager | None:
+    def unsupported(self) -> str | None:
+        """Why the model cannot be served; None when it can."""
+        return self._serving.unsupported
+
+    @property
+    def last_requests(self) -> list[RequestReport]:
+        """A report per row of the last call, in the order of the batch; empty when it was not served here."""
+        return self._serving.last_requests
+
+    @property
+    def manager(self) -> Any:
         """Hands out the blocks; None when the model cannot be served."""
-        return None if self._serving is None else self._serving.store.manager
+        return self._serving.manager
 
     @property
     def graphs(self) -> GraphReport:
         """How decode steps ran: captured in CUDA graphs, or eagerly and why."""
-        return self._steps.report()
+        return self._serving.steps.report()
 
     def stats(self) -> ServedStats:
         """Counts of the cache since it was last empty, and of all calls: served, and by reason those that fell back.
@@ -171,10 +179,7 @@ class PrefixCaching(Serving):
             >>> handle.stats().calls_served, handle.stats().queried_tokens
             (2, 80)
         """
-        with self._lock:
-            if self._serving is not None:
-                self._serving.store.sweep()
-            return self._calls.stats(self.manager)
+        return self._serving.stats()
 
     def reset(self) -> None:
         """Forgets every cached block; calls under way go on with those they have.
@@ -184,10 +189,7 @@ class PrefixCaching(Serving):
             >>> handle.stats().cached_blocks
             0
         """
-        with self._lock:
-            model = self._model()
-            if self._serving is not None and model is not None:
-                self._serving.empty(model)
+        self._serving.reset()
 
     def save(self, path: str | os.PathLike[str]) -> int:
         """Writes every cached block to a file for its owner alone (0600): it holds what prompts can be guessed from.
@@ -209,8 +211,8 @@ class PrefixCaching(Serving):
             >>> count
             2
         """
-        serving, model, adapters = self._saving()
-        return serving.save(model, adapters, path)
+        engine, model, adapters = self._serving.saved_engine()
+        return engine.save(model, adapters, path)
 
     def load(self, path: str | os.PathLike[str]) -> int:
         """Takes the blocks of a file into host memory, from where prompts read them.
@@ -237,16 +239,8 @@ class PrefixCaching(Serving):
             >>> handle.last_requests
             [RequestReport(prompt_tokens=40, cached_tokens=32, cached_spans=((0, 32),))]
         """
-        serving, model, adapters = self._saving()
-        return serving.load(model, adapters, path)
-
-    def _saving(self) -> tuple[Contiguous, Any, tuple[str, ...]]:
-        model = self._model()
-        placed = None if model is None else self._placed_serving(model)
-        serving, adapters = (None, ()) if placed is None else self._current(model)
-        if not isinstance(serving, Contiguous):
-            raise ValueError("model: needs one that is served over contiguous copies, to save or load its blocks")
-        return serving, model, adapters
+        engine, model, adapters = self._serving.saved_engine()
+        return engine.load(model, adapters, path)
 
     def salt(self, salt: Any) -> AbstractContextManager[None]:
         """Within it, this thread's calls share blocks only with calls of the same salt.
@@ -266,7 +260,7 @@ class PrefixCaching(Serving):
             other 0
             one 32
         """
-        return self._salt.within(salt)
+        return self._serving.salt.within(salt)
 
     def hint(self, returns: float | None) -> AbstractContextManager[None]:
         """Within it, what this thread knows of its conversations is told to the eviction policy when its calls end.
@@ -285,7 +279,7 @@ class PrefixCaching(Serving):
             >>> tokens.shape
             torch.Size([1, 44])
         """
-        return self._hint.within(returns)
+        return self._serving.hint.within(returns)
 
     def disable(self) -> None:
         """Gives the model its own `generate` back and frees the blocks; a second call does nothing.
@@ -295,14 +289,7 @@ class PrefixCaching(Serving):
             >>> "generate" in vars(model)  # its class's own again
             False
         """
-        with self._lock:
-            model, self._disabled = self._model(), True
-            if isinstance(self._serving, Contiguous):
-                self._serving.close()
-            self._serving = None
-            self._steps.drop()
-            if model is not None and getattr(vars(model).get("generate"), "handle", None) is self:
-                del vars(model)["generate"]
+        self._serving.disable()
 
 
 def generating_model(model: Any) -> Any:

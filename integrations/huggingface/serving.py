@@ -12,7 +12,7 @@ import torch
 from transformers.generation.utils import GENERATION_MODES_MAPPING
 
 from ...cache import CacheManager
-from .calls import Calls, RequestReport, UnsupportedError
+from .calls import Calls, RequestReport, ServedStats, UnsupportedError
 from .contiguous.serve import Contiguous
 from .identity import Identity, set_by_forward
 from .images import Images, encoded_by_model, take_images
@@ -32,21 +32,20 @@ from .support import (
 
 
 class Serving:
-    """A model, its cache, and its calls; `PrefixCaching` is what users see of it."""
+    """A model, the engine that serves its loops, and its calls; `PrefixCaching` is what users see of it."""
 
     def __init__(self, model: Any, options: CacheOptions, cuda_graphs: bool | None) -> None:
         self._model: weakref.ref[Any] = weakref.ref(model)
         self._lock = threading.RLock()
         self._calls = Calls()
         self._options = options
-        self._salt = ScopedSetting(check_salt)
-        self._hint = ScopedSetting(check_returns)
-        self._steps = DecodeSteps(cuda_graphs is not False, self._warn_of_graphs)
-        self._serving: Contiguous | Paged | None = None
+        self.salt = ScopedSetting(check_salt)
+        self.hint = ScopedSetting(check_returns)
+        self.steps = DecodeSteps(cuda_graphs is not False, self._warn_of_graphs)
+        self._engine: Contiguous | Paged | None = None
         self._disabled = False
         self._looked_at: set[str] = set()
         self.unsupported: str | None = None
-        self.block_size = options.block_size
         self.last_requests: list[RequestReport] = []
         # A wrong policy is told of before the model is looked at.
         CacheManager(1, options.block_size, policy=options.policy)
@@ -56,18 +55,18 @@ class Serving:
 
     def _set_up(self, model: Any) -> None:
         """Looks at the model as it is now, and makes an empty cache for it if it can be served."""
-        self._serving, self.unsupported = None, None
+        self._engine, self.unsupported = None, None
         self._placed = (model.dtype, model.device)
         with set_by_forward(model) as transient:
             try:
                 check_model(model)
-                self._serving = self._choose_engine(model)
+                self._engine = self._choose_engine(model)
             except UnsupportedError as error:
-                self.unsupported = self._steps.reason = f"{type(model).__name__}: {error}"
+                self.unsupported = self.steps.reason = f"{type(model).__name__}: {error}"
                 self._calls.tell_fallback(self.unsupported)
         self._transient = frozenset(transient)
         self._identity = Identity(model, transient=self._transient)
-        self._steps.prepare(model, None)
+        self.steps.prepare(model, None)
 
     def _choose_engine(self, model: Any) -> Contiguous | Paged:
         """Packed passes over blocks where there are kernels and the model can follow, contiguous copies else."""
@@ -75,9 +74,9 @@ class Serving:
         tiers = options.host_blocks or options.disk or options.window_blocks
         if model.device.type in CAPTURERS and options.reuse == "prefix" and not tiers:
             try:
-                return Paged(model, options, self._steps)
+                return Paged(model, options, self.steps)
             except UnsupportedError as error:
-                self._steps.refuse(str(error))
+                self.steps.refuse(str(error))
         return Contiguous(model, options)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
@@ -102,38 +101,38 @@ class Serving:
             check_mode(model, arguments)
             take_stop_strings(model, arguments)
             ask_for_cache(model, arguments)
-            serving = self._placed_serving(model)
-            images = None if serving is None else take_images(model, arguments)
+            engine = self._placed_engine(model)
+            images = None if engine is None else take_images(model, arguments)
         except UnsupportedError as error:
             self._calls.fall_back(error.reason, error.detail)
             return original(model, *args, **kwargs)
-        if serving is None:
+        if engine is None:
             if self.unsupported is not None:
                 self._calls.fall_back(self.unsupported)
             return original(model, *args, **kwargs)
-        return original(model, **arguments | {"custom_generate": self._loop(serving, arguments, images)})
+        return original(model, **arguments | {"custom_generate": self._decoding_loop(engine, arguments, images)})
 
-    def _placed_serving(self, model: Any) -> Contiguous | Paged | None:
+    def _placed_engine(self, model: Any) -> Contiguous | Paged | None:
         """What serves the model in its dtype and on its device."""
         with self._lock:
             if self._disabled:
                 return None
             if not model.training and (model.dtype, model.device) != self._placed:
                 self._set_up(model)
-            return self._serving
+            return self._engine
 
     def _current(self, model: Any) -> tuple[Contiguous | Paged | None, tuple[str, ...]]:
         """What serves the model as it is now: KV of other weights must not be read, nor kept in blocks of others."""
         with self._lock:
             if self._disabled or model.training:
-                return (None if self._disabled else self._serving), ()
+                return (None if self._disabled else self._engine), ()
             if self._identity.changed(model):
                 self._identity = Identity(model, transient=self._transient)
-                if self._serving is not None:
-                    self._serving.empty(model, changed=True)
-            return self._serving, self._identity.adapter_keys()
+                if self._engine is not None:
+                    self._engine.empty(model, changed=True)
+            return self._engine, self._identity.adapter_keys()
 
-    def _loop(self, serving: Contiguous | Paged, arguments: dict[str, Any], images: Images | None) -> Any:
+    def _decoding_loop(self, engine: Contiguous | Paged, arguments: dict[str, Any], images: Images | None) -> Any:
         """The decoding loop that generate calls once it has prepared everything."""
         given = {n: arguments.get(n) for n in ("tokenizer", "assistant_tokenizer", "assistant_model", "streamer")}
 
@@ -156,15 +155,15 @@ class Serving:
             own = arguments.get("logits_processor") is not None
             prepared = (generation_config, options, model_kwargs, own, images)
             loop = Loop(function, str(mode.value), model, input_ids, *prepared)
-            return self._run(serving, loop)
+            return self._run(engine, loop)
 
         decode.__signature__ = _DECODING  # type: ignore[attr-defined]  # generate asks three times, and never twice of one
         return decode
 
-    def _run(self, serving: Contiguous | Paged, loop: Loop) -> Any:
+    def _run(self, engine: Contiguous | Paged, loop: Loop) -> Any:
         try:
             check_loop(loop)
-            if isinstance(serving, Contiguous) and serving.bypasses(loop):
+            if isinstance(engine, Contiguous) and engine.bypasses(loop):
                 result = loop.run()
                 reports = [RequestReport.of(loop.input_ids.shape[1], ()) for _ in loop.input_ids]
             else:
@@ -186,16 +185,16 @@ class Serving:
 
     def _serve(self, loop: Loop) -> tuple[Any, list[RequestReport]]:
         """Runs a loop over the cache; UnsupportedError: before a token was computed."""
-        serving, adapters = self._current(loop.model)
-        if serving is None:
+        engine, adapters = self._current(loop.model)
+        if engine is None:
             raise UnsupportedError(self.unsupported or "caching was disabled while the call began")
-        loop.adapters, loop.salt, loop.returns = self._row_adapters(loop), self._salt.current, self._hint.current
+        loop.adapters, loop.salt, loop.returns = self._row_adapters(loop), self.salt.current, self.hint.current
         lengths = [loop.input_ids.shape[1]] if loop.mask is None else loop.mask.sum(-1).tolist()
         keys = rope_keys(loop.model.config, lengths, loop.generation_config.max_length)
         if loop.model_kwargs.get("token_type_ids") is not None:  # which may change KV without saying so in a token
             keys = (*keys, "token_type_ids")
         loop.keys = (*keys, *adapters)
-        return serving.run(loop, self._calls)
+        return engine.run(loop, self._calls)
 
     def _row_adapters(self, loop: Loop) -> list[str] | None:
         """PEFT's adapter of each row, where named; UnsupportedError: not one for each, or more is set by row."""
@@ -213,6 +212,45 @@ class Serving:
         with self._lock:
             if not self._identity.tensors_changed():
                 self._identity = Identity(model, transient=self._transient)
+
+    @property
+    def manager(self) -> Any:
+        """Hands out the blocks; None when the model cannot be served."""
+        return None if self._engine is None else self._engine.store.manager
+
+    def stats(self) -> ServedStats:
+        """See `PrefixCaching.stats`."""
+        with self._lock:
+            if self._engine is not None:
+                self._engine.store.sweep()
+            return self._calls.stats(self.manager)
+
+    def reset(self) -> None:
+        """See `PrefixCaching.reset`."""
+        with self._lock:
+            model = self._model()
+            if self._engine is not None and model is not None:
+                self._engine.empty(model)
+
+    def saved_engine(self) -> tuple[Contiguous, Any, tuple[str, ...]]:
+        """What can save or load blocks, for which model and adapters; ValueError: there is none."""
+        model = self._model()
+        placed = None if model is None else self._placed_engine(model)
+        engine, adapters = (None, ()) if placed is None else self._current(model)
+        if not isinstance(engine, Contiguous):
+            raise ValueError("model: needs one that is served over contiguous copies, to save or load its blocks")
+        return engine, model, adapters
+
+    def disable(self) -> None:
+        """See `PrefixCaching.disable`."""
+        with self._lock:
+            model, self._disabled = self._model(), True
+            if isinstance(self._engine, Contiguous):
+                self._engine.close()
+            self._engine = None
+            self.steps.drop()
+            if model is not None and getattr(vars(model).get("generate"), "handle", None) is self:
+                del vars(model)["generate"]
 
     def _warn_of_graphs(self, reason: str) -> None:
         self._calls.tell("graphs", f"{reason}. It runs without CUDA graphs.")
@@ -234,5 +272,5 @@ def _forget(handle: weakref.ref[Serving]) -> None:
     gone = handle()
     if gone is not None:
         gone.__dict__.pop("_identity", None)
-        gone._serving, gone._disabled = None, True
-        gone._steps.drop()
+        gone._engine, gone._disabled = None, True
+        gone.steps.drop()

@@ -126,7 +126,7 @@ def test_model_goes_away_at_once(storages: list[Any]) -> None:
     model = LLAMA.build()
     handle = enable_prefix_caching(model, num_blocks=64)
     model.generate(prompt(40), max_new_tokens=2)
-    blocks, gone = weakref.ref(storages.pop()), weakref.ref(model)
+    generate, blocks, gone = model.generate, weakref.ref(storages.pop()), weakref.ref(model)
     gc.collect()
     gc.disable()
     try:
@@ -137,7 +137,7 @@ def test_model_goes_away_at_once(storages: list[Any]) -> None:
         gc.enable()
     handle.disable()
     with pytest.raises(RuntimeError, match="gone"):
-        handle.generate(prompt(4))
+        generate(prompt(4))
 
 
 @pytest.mark.parametrize("method", ["reset", "disable"])

@@ -16,6 +16,7 @@ from generate_cases import LLAMA, assert_nothing_held, assert_same, left_padded,
 from pc.cache import EvictionPolicy  # noqa: E402
 from pc.cache.policies import POLICIES  # noqa: E402
 from pc.integrations.huggingface import enable_prefix_caching  # noqa: E402
+from pc.integrations.huggingface.settings import ScopedSetting, check_returns, check_salt  # noqa: E402
 
 
 def test_policy_hears_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,18 +94,16 @@ def test_threads_begin_without_a_salt_and_asyncio_keeps_it() -> None:
         assert cached() == 63  # what the thread has left without a salt
 
 
-def test_salts_end_in_any_order() -> None:
-    model = LLAMA.build()
-    with enable_prefix_caching(model, num_blocks=64) as handle:
-        outer, hint = handle.salt("a"), handle.hint(0.5)
-        outer.__enter__()
-        hint.__enter__()
-        outer.__exit__(None, None, None)
-        assert handle._salt.current is None
-        assert handle._hint.current == 0.5
-        hint.__exit__(None, None, None)
-        assert handle._hint.current is None
-        with handle.salt("a"):
-            with pytest.raises(ZeroDivisionError), handle.salt("b"):
-                raise ZeroDivisionError
-            assert handle._salt.current == "a"
+def test_settings_end_in_any_order() -> None:
+    salt, hint = ScopedSetting(check_salt), ScopedSetting(check_returns)
+    outer, within = salt.within("a"), hint.within(0.5)
+    outer.__enter__()
+    within.__enter__()
+    outer.__exit__(None, None, None)
+    assert (salt.current, hint.current) == (None, 0.5)
+    within.__exit__(None, None, None)
+    assert hint.current is None
+    with salt.within("a"):
+        with pytest.raises(ZeroDivisionError), salt.within("b"):
+            raise ZeroDivisionError
+        assert salt.current == "a"
