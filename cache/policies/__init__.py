@@ -6,6 +6,9 @@ import importlib
 from collections import UserDict
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from ..table import Ids
 from .base import Block, EvictionPolicy, PoolView
 from .ghosts import Ghosts
 from .lru import LRU
@@ -73,6 +76,31 @@ def make_policy(policy: str | EvictionPolicy | type[EvictionPolicy]) -> Eviction
     raise TypeError(f"policy: got {type(policy).__name__}, needs a name, an EvictionPolicy or its class")
 
 
+def choose(policy: EvictionPolicy, count: int) -> Ids:
+    """`count` victims of a policy, looked at before anybody gets them; for engines whose own pool asks.
+
+    Raises:
+        RuntimeError: Another number of blocks, one twice, or one that somebody holds.
+
+    Examples:
+        >>> from pc.cache.policies import choose
+        >>> manager = pc.CacheManager(num_blocks=2, block_size=4)
+        >>> allocation = manager.allocate("a", range(4))
+        >>> merged = manager.commit("a", 4)
+        >>> manager.free("a")
+        >>> choose(manager.pools[0].policy, 1).tolist()
+        [0]
+    """
+    ids, name = policy.victims(count), type(policy).__name__
+    if len(ids) != count:
+        raise RuntimeError(f"{name}.victims: got {len(ids)}, needs {count} blocks")
+    if not type(policy).__module__.startswith("pc.cache.") and len(np.unique(ids)) != count:
+        raise RuntimeError(f"{name}.victims: got a block twice")
+    if policy.pool.ref_count[ids].any():
+        raise RuntimeError(f"{name}.victims: got a block that is referenced")
+    return ids
+
+
 __all__ = [
     "LRU",
     "POLICIES",
@@ -85,6 +113,7 @@ __all__ = [
     "QueuedPolicy",
     "RunQueue",
     "Segmented",
+    "choose",
     "compact_together",
     "make_policy",
     "too_few",

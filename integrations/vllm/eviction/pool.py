@@ -14,8 +14,8 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
 
 from ....cache.policies import EvictionPolicy, make_policy
+from ...policy_pool import PolicyPool
 from .queue import PolicyQueue
-from .state import PolicyState
 
 
 class PolicyBlockPool(BlockPool):
@@ -24,7 +24,7 @@ class PolicyBlockPool(BlockPool):
     `install_policy` makes it of vLLM's pool, in place: the scheduler and its managers hold that object.
     """
 
-    policy_state: PolicyState
+    policy_state: PolicyPool
     has_vllms_table: bool
     """Whether the pool was vLLM's own class, with the table of hashes that is written to here."""
     handed_out: list[int] | None = None
@@ -39,7 +39,7 @@ class PolicyBlockPool(BlockPool):
             if self.metrics_collector:
                 self.metrics_collector.on_block_accessed(block)
         if found:
-            self.policy_state.accessed(found, returned)
+            self.policy_state.accessed(numbers_of(found), numbers_of(returned))
 
     def get_new_blocks(self, num_blocks: int) -> list[Any]:
         """Blocks for a request, those without content first, then victims; RuntimeError for a policy's bad choice."""
@@ -49,8 +49,6 @@ class PolicyBlockPool(BlockPool):
         empty = queue.num_empty_blocks
         taken, numbers = queue.take(num_blocks)
         for block in taken:
-            if block.ref_cnt:
-                raise RuntimeError(f"{type(self.policy_state.policy).__name__}.victims: got a block that is referenced")
             block.ref_cnt = 1
         if self._reuse_watchers:
             self._notify_reuse(taken)
@@ -81,7 +79,7 @@ class PolicyBlockPool(BlockPool):
                 empty.append(block)
             else:
                 cached.append(block.block_id)
-        self.policy_state.shared(shared)
+        self.policy_state.dropped(shared)
         self.free_block_queue.prepend_n(empty)
         self.free_block_queue.append_numbers(cached[::-1])
         if others:
@@ -90,7 +88,7 @@ class PolicyBlockPool(BlockPool):
     def unpin_blocks(self, blocks: Iterable[Any], on_reuse: Any) -> None:
         """As `free_blocks`, of blocks that a connector reads until they are handed out anew."""
         released = list(blocks)
-        self.policy_state.shared([block.block_id for block in released if block.ref_cnt > 1])
+        self.policy_state.dropped([block.block_id for block in released if block.ref_cnt > 1])
         super().unpin_blocks(released, on_reuse)
 
     def cache_full_blocks(
@@ -114,7 +112,7 @@ class PolicyBlockPool(BlockPool):
             keys, left = give_hashes(self, request, full, num_cached_blocks, kv_cache_group_id)
         for first, last in left:
             super().cache_full_blocks(request, blocks, first, last, block_size, kv_cache_group_id, *args, **kwargs)
-        self.policy_state.completed(full, num_cached_blocks, None if left else keys)
+        self._completed(full, num_cached_blocks, None if left else keys)
 
     def cache_partial_block(
         self,
@@ -130,7 +128,7 @@ class PolicyBlockPool(BlockPool):
         had = block.block_hash
         named = super().cache_partial_block(request, block, num_tokens, kv_cache_group_id, block_size, *args, **kwargs)
         if named is not None and block.block_hash != had:
-            self.policy_state.completed([block], (num_tokens - 1) // block_size)
+            self._completed([block], (num_tokens - 1) // block_size)
             self.policy_state.flush()  # before it may get the hash of a full one
         return named
 
@@ -141,7 +139,20 @@ class PolicyBlockPool(BlockPool):
         length = int(self.policy_state.prefix_length[src_block.block_id])
         if src_block.block_hash is None:
             self.policy_state.lost([src_block.block_id])
-        self.policy_state.completed([dst_block], length - 1)
+        self._completed([dst_block], length - 1)
+
+    def _completed(self, blocks: list[Any], before: int, keys: list[bytes] | None = None) -> None:
+        """Blocks from number `before` of their sequence on got hashes, or some did; `keys` where all have one."""
+        if self.policy_state.is_lru:
+            return
+        places = range(before + 1, before + 1 + len(blocks))
+        if keys is None:
+            # The property takes ten times as long.
+            named = [(place, b, b._block_hash) for place, b in zip(places, blocks, strict=True) if b._block_hash]
+            if not named:
+                return
+            places, blocks, keys = (list(each) for each in zip(*named, strict=True))
+        self.policy_state.completed(numbers_of(blocks), places, keys)
 
     def evict_blocks(self, block_ids: set[int]) -> None:
         """Blocks lose their hashes, referenced ones too."""
@@ -157,6 +168,11 @@ class PolicyBlockPool(BlockPool):
         return done
 
 
+def numbers_of(blocks: Sequence[Any]) -> array[int]:
+    """Numbers of blocks."""
+    return array("i", [block.block_id for block in blocks])
+
+
 def install_policy(pool: Any, policy: str | EvictionPolicy | type[EvictionPolicy]) -> PolicyBlockPool:
     """Puts an eviction policy, as for `CacheManager`, behind vLLM's pool, which is the same object afterwards.
 
@@ -169,9 +185,7 @@ def install_policy(pool: Any, policy: str | EvictionPolicy | type[EvictionPolicy
         raise ValueError(
             f"pool: got one in use ({len(free)} of {pool.num_gpu_blocks - 1} blocks free), needs a fresh one"
         )
-    state = PolicyState(
-        len(pool.blocks), make_policy(policy), lambda: len(pool.blocks) - 1 - pool.get_num_free_blocks()
-    )
+    state = PolicyPool(len(pool.blocks), make_policy(policy), lambda: len(pool.blocks) - 1 - pool.get_num_free_blocks())
     pool.free_block_queue = PolicyQueue(pool.blocks, free, state)
     pool.policy_state = state
     kind = type(pool)

@@ -6,11 +6,12 @@ from array import array
 from collections.abc import Iterator
 from typing import Any
 
-from .state import Numbers, PolicyState
+from ...policy_pool import PolicyPool
 from .waiting import WaitingPrefixes
 
 AHEAD_FROM, AHEAD = 16_384, 64
-"""A pool of so many blocks chooses a 64th of them ahead: policies asked at every step are slow, see `PolicyState`.
+"""A pool of so many blocks chooses a 64th of them ahead: their code, called once in a few steps for a few
+blocks, takes ten times as long as when its instructions and arrays are in the processor's caches.
 
 A 32nd in a pool of 4,200 blocks lost the default 1.2 % of its hits: half a request is little, five are not.
 """
@@ -33,7 +34,7 @@ class PolicyQueue:
     waiting: WaitingPrefixes | None = None
     """What waiting requests will find; None: not looked at."""
 
-    def __init__(self, blocks: list[Any], free: list[Any], state: PolicyState) -> None:
+    def __init__(self, blocks: list[Any], free: list[Any], state: PolicyPool) -> None:
         self._blocks = blocks
         self._state = state
         self._empty = free[::-1]  # the last is handed out next
@@ -67,7 +68,7 @@ class PolicyQueue:
         """The next `n` blocks."""
         return self.take(n)[0]
 
-    def take(self, n: int) -> tuple[list[Any], Numbers]:
+    def take(self, n: int) -> tuple[list[Any], array[int]]:
         """The next `n` blocks and their numbers; the policy is asked for what those without content do not cover."""
         empty = self._empty
         assert n <= self.num_free_blocks
@@ -124,7 +125,7 @@ class PolicyQueue:
     def remove(self, block: Any) -> None:
         """Takes out a block that was hit."""
         returned = self.discard([block])
-        self._state.accessed([block], returned)
+        self._state.accessed([block.block_id], [each.block_id for each in returned])
 
     def discard(self, blocks: list[Any]) -> list[Any]:
         """Takes blocks out without notifying the policy; returns those that it had chosen already."""
@@ -150,7 +151,7 @@ class PolicyQueue:
         """Blocks were released with their content, the last of their sequence first."""
         self.append_numbers(array("i", [block.block_id for block in reversed(blocks)]))
 
-    def append_numbers(self, numbers: Numbers) -> None:
+    def append_numbers(self, numbers: array[int]) -> None:
         """As `append_n`, by number and in the order of their sequence."""
         if numbers:
             self.num_free_blocks += len(numbers)
@@ -161,7 +162,7 @@ class PolicyQueue:
         if blocks:
             self.num_free_blocks += len(blocks)
             self._empty += blocks[::-1]
-            self._state.emptied(blocks)
+            self._state.dropped([block.block_id for block in blocks])
 
     def forget_contents(self) -> None:
         """No block has a hash any more: all go in the order they would have gone, and the policy begins anew."""

@@ -33,7 +33,7 @@ class PolicyScheduler(Scheduler):
         super().__init__(vllm_config, *args, **kwargs)
         self.block_pool = install_policy(self.kv_cache_manager.block_pool, chosen_policy(vllm_config))
         self._awaited = WaitingPrefixes(lambda: self.waiting)
-        if not self.block_pool.policy_state.order_only:  # with lru all is as vLLM has it
+        if not self.block_pool.policy_state.is_lru:  # with lru all is as vLLM has it
             self.block_pool.free_block_queue.waiting = self._awaited
         # Rows of hidden states are void where a KV connector, unseen by the workers, fills blocks anew.
         self._sends_fresh = transfer is not None

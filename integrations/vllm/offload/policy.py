@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -22,7 +21,7 @@ from vllm.v1.kv_offload.cpu.policies.lru import LRUCachePolicy
 
 from ....cache.policies import POLICIES, make_policy
 from ...hints import read_or_warn
-from ..eviction.state import PolicyState
+from ...policy_pool import PolicyPool
 from ..features import LOGGER
 from ..versions import check_version
 
@@ -45,10 +44,6 @@ class Chunk:
     """Chunks of its sequence up to and including it; 0: unknown."""
     is_waiting: bool = False
     """Whether the policy may choose it."""
-
-    @property
-    def _block_hash(self) -> bytes:
-        return self.key
 
 
 @dataclass(eq=False)
@@ -77,7 +72,7 @@ class OffloadPolicy(CachePolicy):
         self._running: dict[RequestChunks, None] = {}
         self._num_held = self._num_waiting = self._num_evictable = 0
         self._tokens_per_chunk = 0
-        self.state = PolicyState(max(1, cache_capacity), policy, lambda: self._num_held)
+        self.state = PolicyPool(max(1, cache_capacity), policy, lambda: self._num_held)
         logger.info_once(
             "%s%s (%s) evicts from the tier in host memory", PREFIX, self.policy_name, type(policy).__name__
         )
@@ -94,8 +89,8 @@ class OffloadPolicy(CachePolicy):
         new = Chunk(chunk.chunk_id, key, chunk, place=end // max(1, self._tokens_per_chunk))
         self._chunks[key] = self._by_id[new.block_id] = new
         self._num_evictable += chunk.ref_cnt == 0
-        self.state.took(array("i", [new.block_id]))
-        self.state.completed([new], new.place - 1, [key.rjust(LEAST_KEY, b"\0")])
+        self.state.took([new.block_id])
+        self.state.completed([new.block_id], [new.place], [key.rjust(LEAST_KEY, b"\0")])
         self._hold(new, req_context)
 
     def remove(self, key: bytes) -> None:
@@ -105,15 +100,15 @@ class OffloadPolicy(CachePolicy):
         if gone.is_waiting:
             self._num_waiting -= 1
             self.state.removed([gone.block_id])
-        self.state.emptied([gone])
+        self.state.dropped([gone.block_id], gone.holders)
         self.state.lost([gone.block_id])
 
     def touch(self, keys: Iterable[bytes], req_context: Any) -> None:
         """Chunks are used by something that is no request."""
         used = [chunk for key in keys if (chunk := self._chunks.get(key)) is not None]
         if used:
-            self.state.accessed(used)
-            self.state.shared([chunk.block_id for chunk in used if not chunk.is_waiting])
+            self.state.accessed([chunk.block_id for chunk in used])
+            self.state.dropped([chunk.block_id for chunk in used if not chunk.is_waiting])
             self._release([chunk for chunk in used if chunk.is_waiting])
 
     def on_request_access(self, keys: Iterable[bytes], req_context: Any) -> None:
@@ -124,7 +119,7 @@ class OffloadPolicy(CachePolicy):
         if found:
             for chunk in found:
                 self._hold(chunk, req_context)
-            self.state.accessed(found)
+            self.state.accessed([chunk.block_id for chunk in found])
 
     def on_request_finished(
         self, key_groups: Sequence[Sequence[bytes]], insertion_only_keys: Any, reused_keys: Any, req_context: Any
@@ -163,7 +158,8 @@ class OffloadPolicy(CachePolicy):
             for chunk in map(self._by_id.__getitem__, ids):
                 (aside if chunk.status.ref_cnt or chunk.key in protected else chosen).append(chunk)
         if aside:
-            self.state.accessed(aside, aside)
+            back = [chunk.block_id for chunk in aside]
+            self.state.accessed(back, back)
             self._release(aside)
             self._num_waiting += len(aside)
         for chunk in chosen:
@@ -223,7 +219,7 @@ class OffloadPolicy(CachePolicy):
             if self._chunks.get(chunk.key) is chunk:
                 chunk.holders -= 1
                 if chunk.holders:
-                    self.state.shared([chunk.block_id])
+                    self.state.dropped([chunk.block_id])
                 else:
                     free.append(chunk)
                     chunk.is_waiting = True
@@ -232,8 +228,7 @@ class OffloadPolicy(CachePolicy):
         return free
 
     def _release(self, chunks: list[Chunk]) -> None:
-        if chunks:
-            self.state.released(array("i", [chunk.block_id for chunk in chunks]))
+        self.state.released([chunk.block_id for chunk in chunks])
 
     def _release_running(self, count: int, protected: set[bytes]) -> None:
         """Gives up so many chunks of running requests, ends of sequences first, that they can be evicted."""

@@ -174,7 +174,7 @@ def test_what_is_known_of_a_request_is_forgotten_at_its_end(crowded):
 
 def test_how_likely_a_conversation_goes_on_arrives_at_the_policy():
     from pc.cache.policies import LRU
-    from pc.integrations.vllm.eviction.state import PolicyState
+    from pc.integrations.policy_pool import PolicyPool
 
     heard = []
 
@@ -185,8 +185,7 @@ def test_how_likely_a_conversation_goes_on_arrives_at_the_policy():
         def finished(self, output_tokens):
             heard.append(output_tokens)
 
-    state = PolicyState(0, Listens(), lambda: 0)
+    state = PolicyPool(0, Listens(), lambda: 0)
     state.finished(7, 0.25)
     state.finished(3, None)
-    state.flush()
     assert heard == [0.25, 7, 3]

@@ -131,8 +131,8 @@ def test_a_policy_is_told_what_the_pool_does(hybrid, ahead):
         manager = with_policy(Watching, hybrid=hybrid)
         run_traffic(manager, seed)
         pool = manager.block_pool
-        pool.policy_state.flush()
         state = pool.policy_state
+        state.flush()
         refs = [0 if block.is_null else block.ref_cnt for block in pool.blocks]
         assert state.ref_count.tolist() == refs
         assert (

@@ -211,7 +211,6 @@ def test_returning_conversations_are_heard_of(monkeypatch):
     tier = make_tier("pc_hazard", 4)
     evicted_by(tier, ["a0"], kv_hints=retention_hints(returns=0.25))
     evicted_by(tier, ["b0"])
-    tier._policy.state.flush()
     assert heard == [0.25]
 
 
