@@ -16,15 +16,17 @@ from ._rows.kernel import launch_move_rows
 from .gather_blocks import gather_blocks, gather_blocks_list
 
 
-def _run_list(caches: Sequence[torch.Tensor], source_ids: torch.Tensor, target_ids: torch.Tensor) -> None:
-    check_caches("caches", caches)
+def _copy(
+    op: str, name: str, caches: Sequence[torch.Tensor], source_ids: torch.Tensor, target_ids: torch.Tensor
+) -> None:
+    check_caches(name, caches)
     check_index("source_ids", source_ids, "[n]")
     check_index("target_ids", target_ids, "[n]")
     if target_ids.shape != source_ids.shape:
         raise bad_argument("target_ids", f"{target_ids.shape[0]} elements", f"{source_ids.shape[0]} as source_ids")
     if target_ids.device != source_ids.device:
         raise bad_argument("target_ids", f"device {target_ids.device}", f"device {source_ids.device} of source_ids")
-    check_reachable("caches", caches[0], source_ids, "source_ids")
+    check_reachable(name, caches[0], source_ids, "source_ids")
     limit = caches[0].shape[0]
     lowest = lowest_entry("source_ids", source_ids, limit), lowest_entry("target_ids", target_ids, limit)
     if on_host(caches[0], source_ids):
@@ -34,13 +36,15 @@ def _run_list(caches: Sequence[torch.Tensor], source_ids: torch.Tensor, target_i
     if caches[0].is_cuda:
         source_ids = source_ids.to(caches[0].device, non_blocking=True)
         target_ids = target_ids.to(caches[0].device, non_blocking=True)
-    launch_move_rows(
-        "copy_blocks", caches, caches, (1, 1), source_ids.shape[0], source_ids.contiguous(), target_ids.contiguous()
-    )
+    launch_move_rows(op, caches, caches, (1, 1), source_ids.shape[0], source_ids.contiguous(), target_ids.contiguous())
 
 
 def _run(cache: torch.Tensor, source_ids: torch.Tensor, target_ids: torch.Tensor) -> None:
-    _run_list([cache], source_ids, target_ids)
+    _copy("copy_blocks", "cache", [cache], source_ids, target_ids)
+
+
+def _run_list(caches: Sequence[torch.Tensor], source_ids: torch.Tensor, target_ids: torch.Tensor) -> None:
+    _copy("copy_blocks_list", "caches", caches, source_ids, target_ids)
 
 
 @operator(cpu=_run, launch=_run, mutates=("cache",), like=(gather_blocks,))

@@ -1,0 +1,312 @@
+"""Gather, scatter and copy of blocks and of slots against plain indexing, bit for bit: a table of operators."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import pc
+
+DTYPES = (
+    *(torch.bool, torch.uint8, torch.int8, torch.float8_e4m3fn, torch.float8_e5m2, torch.int16, torch.uint16),
+    *(torch.float16, torch.bfloat16, torch.int32, torch.float32, torch.int64, torch.float64, torch.complex64),
+    torch.complex128,
+)
+OF_EACH_SIZE = (torch.uint8, torch.bfloat16, torch.float32, torch.int64, torch.complex128, torch.float8_e4m3fn)
+
+
+@dataclass(frozen=True)
+class Op:
+    """An operator, how many dimensions of a cache its index counts, and an index into 8 blocks of 4 slots."""
+
+    name: str
+    leading: int
+    index: tuple[tuple[int, ...], ...]
+
+    def __str__(self) -> str:
+        return self.name
+
+    @property
+    def writes(self) -> bool:
+        return not self.name.startswith("gather")
+
+    @property
+    def has_source(self) -> bool:
+        return self.name.startswith("scatter")
+
+    def indices(self, device: torch.device, dtype: torch.dtype = torch.int64) -> list[torch.Tensor]:
+        return [torch.tensor(numbers, dtype=dtype, device=device) for numbers in self.index]
+
+    def expected(self, source: Any, cache: torch.Tensor, *index: torch.Tensor) -> torch.Tensor:
+        """The result, or the cache as it is to be; a row at a time."""
+        cache = cache.cpu().contiguous()
+        rows, numbers = cache.flatten(0, self.leading - 1), [number.tolist() for number in index]
+        if not self.writes:
+            return torch.stack([rows[i] if i >= 0 else torch.zeros_like(rows[0]) for i in numbers[0]])
+        out = rows.clone()
+        for i, target in enumerate(numbers[-1]):
+            if target >= 0 and self.has_source:
+                out[target] = source[i].cpu()
+            elif target >= 0:
+                out[target] = rows[numbers[0][i]] if numbers[0][i] >= 0 else torch.zeros_like(rows[0])
+        return out.view(cache.shape)
+
+    def run(self, source: Any, cache: torch.Tensor, *index: torch.Tensor, through: Any = torch.ops.pc) -> torch.Tensor:
+        """What the operator gives, or the cache that it wrote to."""
+        out = getattr(through, self.name)(*([source] if self.has_source else []), cache, *index)
+        return cache if self.writes else out
+
+
+BLOCKS, SLOTS = (5, -1, 0, 3, -1, 1, 2), (5, -1, 0, 23, 7, 8, 9, 10, -1, -1, 22)
+OPS = (
+    Op("gather_blocks", 1, ((*BLOCKS, 3),)),
+    Op("gather_slots", 2, ((*SLOTS, 7),)),
+    Op("scatter_blocks", 1, (BLOCKS,)),
+    Op("scatter_slots", 2, (SLOTS,)),
+    Op("copy_blocks", 1, ((0, 2, -1, 3, -1, 2), (5, 6, 7, -1, -1, 1))),
+)
+GATHER_BLOCKS, GATHER, SCATTER_BLOCKS, SCATTER, COPY = OPS
+each = pytest.mark.parametrize("op", OPS, ids=str)
+
+
+@pytest.fixture
+def holds(random_bits, same_bits, device):
+    """holds(op, cache, index=None): whether an operator does what indexing does, and writes nowhere else."""
+
+    def check(op: Op, cache: torch.Tensor, index: list[torch.Tensor] | None = None, source: Any = None) -> bool:
+        index = op.indices(device) if index is None else index
+        source = random_bits((len(index[0]), *cache.shape[op.leading :]), cache.dtype) if source is None else source
+        expected, memory = op.expected(source, cache, *index), cache if cache._base is None else cache._base
+        inside = torch.zeros(memory.shape, dtype=torch.bool, device=device)
+        inside.as_strided(cache.shape, cache.stride(), cache.storage_offset()).fill_(True)
+        around = memory[~inside].clone()
+        out = op.run(source, cache, *index)
+        return (op.writes or out.is_contiguous()) and same_bits(out, expected) and same_bits(memory[~inside], around)
+
+    return check
+
+
+@each
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_dtype_keeps_its_bits(op, dtype, random_bits, holds):
+    assert holds(op, random_bits((8, 4, 3, 5), dtype))
+
+
+@each
+@pytest.mark.parametrize("dtype", OF_EACH_SIZE, ids=str)
+def test_every_layout(op, layout, dtype, strided, holds):
+    assert holds(op, strided(layout, (8, 4, 3, 8), dtype))
+
+
+@each
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 8, 16, 24, 33, 48, 100, 512, 1000, 4096, 4112, 65536])
+def test_rows_of_any_number_of_bytes(op, size, random_bits, holds, device):
+    assert holds(op, random_bits((8, 4, size), torch.uint8), op.indices(device, torch.int32))
+
+
+@each
+@pytest.mark.parametrize("block_size", [1, 3, 16])
+def test_blocks_of_any_size(op, block_size, random_bits, holds):
+    for size in (1, 5, 16, 1000):
+        assert holds(op, random_bits((24 // min(block_size, 3), block_size, size), torch.uint8))
+
+
+@each
+@pytest.mark.quick
+def test_features_of_any_number_and_strided_indices(op, random_bits, holds, device):
+    assert holds(op, random_bits((8, 4), torch.int64))
+    many = random_bits((8, 2, 3, 2, 2, 3, 4), torch.float32).permute(0, 6, 1, 2, 3, 4, 5)[:, :, :, ::2, :, :, ::2]
+    assert holds(op, many)
+    index = [number.repeat_interleave(2)[::2] for number in op.indices(device)]
+    assert holds(op, random_bits((8, 4, 10), torch.float16), index)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.bfloat16, torch.complex128], ids=str)
+@pytest.mark.parametrize("holes", [(), (0, 1, -1), (1, 3), tuple(range(7))], ids=["none", "around", "among", "all"])
+def test_holes_and_strided_sources(holes, dtype, random_bits, holds, device):
+    slots = torch.tensor([5, 0, 23, 7, 8, 9, 10], device=device)
+    slots[[*holes]] = -1
+    assert holds(SCATTER, random_bits((6, 4, 3, 5), dtype), [slots])
+    source = random_bits((8, 3, 14), dtype).permute(2, 1, 0)[::2]
+    assert holds(SCATTER, random_bits((6, 4, 3, 8), dtype), [slots], source)
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_a_megabyte_to_consecutive_slots(swapped, random_bits, holds, device):
+    slots = torch.arange(40, 104, device=device)
+    slots[30:32] += torch.tensor([1, -1], device=device) * swapped
+    assert holds(SCATTER, random_bits((8, 16, 1 << 14), torch.uint8), [slots])
+
+
+@each
+@pytest.mark.quick
+@pytest.mark.parametrize("shape", [(6, 4, 0), (0, 4, 5), (6, 4, 5)])
+def test_nothing_to_move(op, shape, device):
+    cache, count = torch.ones(shape, device=device), 3
+    for number in (torch.empty(0, dtype=torch.int64, device=device), torch.full((count,), -1, device=device)):
+        source = torch.full((len(number), *shape[op.leading :]), 2.0, device=device)
+        out = op.run(source, cache, *[number] * len(op.index))
+        assert torch.equal(out, torch.ones(shape, device=device) if op.writes else torch.zeros_like(source))
+
+
+@each
+def test_offsets_beyond_two_to_the_31(op, device):
+    """Pages of numpy's zeros that nobody touches cost nothing."""
+    shape = (2051, 16, 1 << 16)
+    on_host = device.type == "cpu"
+    cache = torch.from_numpy(np.zeros(shape, np.uint8)) if on_host else torch.zeros(shape, dtype=torch.uint8).to(device)
+    places = [2050, 2047] if op.leading == 1 else [2050 * 16 + 1, 2047 * 16 + 15]
+    index = torch.tensor(places, device=device)
+    rows = cache if op.leading == 1 else cache.flatten(0, 1)
+    source = torch.stack([torch.full_like(rows[0], value) for value in (1, 2)])
+    if op is COPY:
+        cache[places[0]] = 1
+        pc.copy_blocks(cache, index[:1], index[1:])
+        assert bool((cache[places[1]] == 1).all())
+    elif op.has_source:
+        op.run(source, cache, index)
+        assert torch.equal(rows[index], source)
+    else:
+        rows[index] = source
+        assert torch.equal(op.run(None, cache, index), source)
+    assert not bool(rows[places[1] - 1].any() | rows[places[1] + 1].any() | rows[places[0] - 1].any())
+
+
+@each
+@pytest.mark.quick
+def test_lists_of_caches_of_different_rows(op, random_bits, same_bits, device):
+    caches = [random_bits((8, 4, 3 * i + 1), dtype) for i, dtype in enumerate(DTYPES)]
+    index = op.indices(device)
+    sources = [random_bits((len(index[0]), *cache.shape[op.leading :]), cache.dtype) for cache in caches]
+    expected = [op.expected(source, cache, *index) for source, cache in zip(sources, caches, strict=True)]
+    outs = getattr(torch.ops.pc, f"{op}_list")(*([sources] if op.has_source else []), caches, *index)
+    for out, want in zip(caches if op.writes else outs, expected, strict=True):
+        assert same_bits(out, want)
+
+
+def _arguments(op: Op) -> dict[str, Any]:
+    index = ["source_ids", "target_ids"] if op is COPY else ["block_ids" if op.leading == 1 else "slot_mapping"]
+    source = {"source": torch.ones((3, 5) if op is SCATTER else (3, 4, 5))} if op.has_source else {}
+    return {**source, "cache": torch.zeros(6, 4, 5), **{name: torch.arange(3) + i for i, name in enumerate(index)}}
+
+
+REFUSED = [
+    *((op, "cache", lambda x: x[0, 0], ValueError, r"cache: got shape \[5\]") for op in (*OPS[:2], COPY)),
+    *((op, "cache", lambda x: None, TypeError, "cache: got None") for op in OPS[:2]),
+    *(
+        (op, "cache", lambda x: x.requires_grad_(), RuntimeError, "cache: got a tensor that requires grad")
+        for op in OPS
+    ),
+    *((op, "source", lambda x: x[:2], ValueError, r"source: got shape \[2, .*needs \[3, ") for op in OPS[2:4]),
+    *((op, "source", lambda x: x.double(), TypeError, "source: got float64") for op in OPS[2:4]),
+    *((op, "source", lambda x: None, TypeError, "source: got None") for op in OPS[2:4]),
+    *((op, "source", lambda x: x.requires_grad_(), RuntimeError, "source: got a tensor that") for op in OPS[2:4]),
+    (SCATTER, "cache", lambda x: x[..., :4], ValueError, r"source: got shape \[3, 5\], needs \[3, 4\]"),
+    (COPY, "target_ids", lambda x: x[:1], ValueError, "target_ids: got 1 elements, needs 3"),
+]
+for _op in OPS:
+    _name, _limit = [*_arguments(_op)][-1], 5 if _op.leading == 1 else 23
+    REFUSED += [
+        (_op, _name, lambda x: None, TypeError, f"{_name}: got None"),
+        (_op, _name, lambda x: x.float(), TypeError, f"{_name}: .*int32 or int64"),
+        (_op, _name, lambda x: x.to(torch.int16), TypeError, f"{_name}: .*int32 or int64"),
+        (_op, _name, lambda x: x[None], ValueError, rf"{_name}: got shape \[1, 3\]"),
+        (
+            _op,
+            _name,
+            lambda x, n=_limit: x - x[0] + n,
+            ValueError,
+            f"{_name}: got values from {_limit} to {_limit + 2}",
+        ),
+        (_op, _name, lambda x: x - x[0] - 2, ValueError, f"needs -1 to {_limit}"),
+    ]
+
+
+@pytest.mark.parametrize(("op", "name", "change", "error", "message"), REFUSED)
+def test_bad_arguments_are_named_and_nothing_is_written(op, name, change, error, message):
+    arguments = _arguments(op)
+    cache = arguments["cache"]
+    with pytest.raises(error, match=message):
+        getattr(pc, op.name)(**{**arguments, name: change(arguments[name])})
+    assert not bool(cache.detach().any())
+
+
+@pytest.mark.parametrize("shape", [(1024, 1, 256), (1, 8, 256 * 1024)], ids=str)
+def test_large_source_is_not_repeated(shape):
+    """Large enough for a plain copy, over slots that follow each other: a copy would take it."""
+    cache = torch.zeros(64, 16, 8, shape[2]) if shape[0] > 1 else torch.zeros(1, 16, 8, shape[2])
+    slots = torch.arange(shape[0] if shape[0] > 1 else 8)
+    with pytest.raises(ValueError, match=r"source: got shape .*needs"):
+        pc.scatter_slots(torch.ones(shape), cache, slots)
+    assert not bool(cache.any())
+
+
+def test_lists_that_do_not_agree_are_refused_and_nothing_is_written():
+    cache, other, slots = torch.zeros(6, 4, 5), torch.zeros(6, 4, 3), torch.arange(3)
+    with pytest.raises(ValueError, match="caches: got an empty list"):
+        pc.gather_slots_list([], slots)
+    with pytest.raises(ValueError, match=r"caches: .*the same blocks in all"):
+        pc.gather_slots_list([cache, torch.zeros(6, 3, 5)], slots)
+    with pytest.raises(ValueError, match="sources: got 1 tensors, needs 2"):
+        pc.scatter_slots_list([torch.ones(3, 5)], [cache, other], slots)
+    for second in (torch.ones(3, 5), torch.ones(3, 3).double(), torch.ones(3, 3).requires_grad_()):
+        with pytest.raises((TypeError, ValueError, RuntimeError), match="sources: got"):
+            pc.scatter_slots_list([torch.ones(3, 5), second], [cache, other], slots)
+    assert not bool(cache.any() | other.any())
+
+
+@each
+@pytest.mark.slow
+def test_compiles_whole_with_dynamic_shapes(op, device):
+    def step(source, cache, *index):
+        return op.run(source * 2, cache, *index, through=pc) + 1
+
+    compiled = torch.compile(step, fullgraph=True, dynamic=True)
+    for count in (6, 3):
+        index = [number[:count] for number in op.indices(device)]
+        cache = torch.randn(8, 4, 5, device=device)
+        source = torch.randn(count, *cache.shape[op.leading :], device=device)
+        expected = op.expected(source * 2, cache, *index) + 1
+        assert torch.equal(compiled(source, cache, *index).cpu(), expected)
+
+
+@pytest.mark.gpu
+@each
+def test_pinned_memory_host_indices_and_a_captured_graph(op, same_bits):
+    cache = torch.randn(64, 16, 1024).bfloat16()
+    drawn = torch.randperm(64 if op.leading == 1 else 1024)
+    index = [drawn[:20], drawn[20:40]] if op is COPY else [drawn[:30]]
+    source = torch.randn(30, *cache.shape[op.leading :]).bfloat16()
+    expected = op.expected(source, cache, *index)
+    for place in ("cpu", "cuda"):
+        target = cache.cuda() if op is COPY else cache.pin_memory()
+        if not op.writes and place == "cpu":
+            out = getattr(pc, op.name)(target, *index, device="cuda")
+        else:
+            out = op.run(source.cuda(), target, *(number.to(place) for number in index))
+        torch.cuda.synchronize()
+        assert same_bits(out, expected), place
+    if op is GATHER:
+        assert same_bits(pc.gather_slots(cache.pin_memory(), torch.arange(1024), device="cuda"), cache.view(1024, 1024))
+        back = pc.gather_slots(cache.cuda(), index[0], device="cpu")
+        torch.cuda.synchronize()
+        assert same_bits(back, expected)
+        with pytest.raises(ValueError, match="pinned memory"):
+            pc.gather_slots(cache, index[0].cuda())
+    elif op is GATHER_BLOCKS:
+        assert same_bits(pc.gather_blocks(cache, index[0], device="cuda"), expected)
+
+    target, rows, numbers = cache.cuda(), source.cuda(), [number.cuda() for number in index]
+    op.run(rows, target, *numbers)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = op.run(rows, target, *numbers)
+    target.copy_(cache)
+    for number, given in zip(numbers, index, strict=True):
+        number.copy_(given.flip(0))
+    graph.replay()
+    assert same_bits(out, op.expected(source, cache, *(number.flip(0) for number in index)))
