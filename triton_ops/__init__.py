@@ -1,4 +1,4 @@
-"""Operators: a file each with its contract; kernels that several share are in _attention and _rows."""
+"""Operators: a file each with its contract; kernels that several share are in _attention and _copy."""
 
 from __future__ import annotations
 

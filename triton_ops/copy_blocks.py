@@ -10,9 +10,9 @@ from collections.abc import Sequence
 import torch
 
 from ._checks import bad_argument, check_caches, check_index, check_reachable, lowest_entry, on_host
+from ._copy import cpu
+from ._copy.kernel import launch_move_rows
 from ._library import operator
-from ._rows import cpu
-from ._rows.kernel import launch_move_rows
 from .gather_blocks import gather_blocks, gather_blocks_list
 
 

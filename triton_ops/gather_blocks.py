@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 import torch
 
+from ._copy.ops import BLOCKS, Gather
 from ._library import operator
-from ._rows.ops import BLOCKS, Gather
 
 _rows = Gather("gather_blocks", BLOCKS)
 

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 import torch
 
+from ._copy.ops import SLOTS, Gather
 from ._library import operator
-from ._rows.ops import SLOTS, Gather
 from .gather_blocks import gather_blocks, gather_blocks_list
 
 _rows = Gather("gather_slots", SLOTS)

@@ -9,9 +9,9 @@ from __future__ import annotations
 import torch
 
 from ._checks import FLOATS, bad_argument, lowest_entry, on_host
+from ._copy import cpu
+from ._copy.quantize import check_quantized, dequantize_rows, launch_gather_dequantized
 from ._library import operator
-from ._rows import cpu
-from ._rows.quantize import check_quantized, dequantize_rows, launch_gather_dequantized
 from .gather_blocks import gather_blocks
 
 

@@ -24,11 +24,11 @@ from ._checks import (
     on_host,
     reads_values,
 )
+from ._copy import cpu
+from ._copy.kernel import launch_move_rows
 from ._dispatch import Memo, aligned
 from ._kernel import KernelLaunch
 from ._library import operator
-from ._rows import cpu
-from ._rows.kernel import launch_move_rows
 from ._triton import tl, triton
 from .gather_blocks import gather_blocks_list
 

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 import torch
 
+from ._copy.ops import BLOCKS, Scatter
 from ._library import operator
-from ._rows.ops import BLOCKS, Scatter
 from .gather_blocks import gather_blocks_list
 
 _rows = Scatter("scatter_blocks", BLOCKS)

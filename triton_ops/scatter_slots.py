@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 import torch
 
+from ._copy.ops import SLOTS, Scatter
 from ._library import operator
-from ._rows.ops import SLOTS, Scatter
 from .scatter_blocks import scatter_blocks, scatter_blocks_list
 
 _rows = Scatter("scatter_slots", SLOTS)

@@ -10,9 +10,9 @@ from __future__ import annotations
 import torch
 
 from ._checks import FLOATS, bad_argument, check_reachable, check_tensor, describe, lowest_entry, on_host, refuse_grad
+from ._copy import cpu
+from ._copy.quantize import check_quantized, launch_scatter_quantized, quantize_rows
 from ._library import operator
-from ._rows import cpu
-from ._rows.quantize import check_quantized, launch_scatter_quantized, quantize_rows
 from .scatter_slots import scatter_slots
 
 

@@ -219,7 +219,7 @@ def write_case(cache_dtype: torch.dtype | None = None, head_dim: int = 128) -> N
 
 def rows_case(row: int = 4096, head_major: bool = False, tensors: int = 1, dtype: torch.dtype = torch.bfloat16) -> None:
     """One gather of token rows."""
-    from pc.triton_ops._rows.kernel import launch_move_rows
+    from pc.triton_ops._copy.kernel import launch_move_rows
 
     cache = torch.zeros(4, 16, row, dtype=dtype)
     if head_major:
@@ -230,7 +230,7 @@ def rows_case(row: int = 4096, head_major: bool = False, tensors: int = 1, dtype
 
 def join_case(positions: bool = False) -> None:
     """One join of cached and new rows."""
-    from pc.triton_ops._rows.kernel import launch_move_rows
+    from pc.triton_ops._copy.kernel import launch_move_rows
 
     tables, lengths, starts = torch.zeros(2, 8, dtype=torch.int32), torch.tensor([64, 64]), torch.tensor([0, 8, 16])
     new_positions = torch.arange(16) if positions else None
@@ -258,7 +258,7 @@ def flash_case(rotary: bool = False) -> None:
 
 def quantized_rows_case(code: torch.dtype, row: int = 2048) -> None:
     """One scatter and one gather of rows with scales of their own."""
-    from pc.triton_ops._rows.quantize import launch_gather_dequantized, launch_scatter_quantized
+    from pc.triton_ops._copy.quantize import launch_gather_dequantized, launch_scatter_quantized
 
     rows, cache = torch.zeros(64, row, dtype=torch.bfloat16), torch.zeros(4, 16, row, dtype=code)
     scales, slots = torch.zeros(4, 16), torch.arange(64)

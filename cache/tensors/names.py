@@ -11,7 +11,7 @@ from typing import NamedTuple, cast
 import torch
 
 from ...triton_ops._checks import on_host
-from ...triton_ops._rows.cpu import empty
+from ...triton_ops._copy.cpu import empty
 from .step import Step, leaves
 from .valid import ValidRows
 

@@ -21,7 +21,7 @@ from ...triton_ops import (
     scatter_blocks_list,
     scatter_slots_list,
 )
-from ...triton_ops._rows.cpu import QUICK_BYTES, empty, scatter_rows
+from ...triton_ops._copy.cpu import QUICK_BYTES, empty, scatter_rows
 from ..runs import Slots, ascending, find_runs, slot_runs
 from ..table import Ids
 from .names import Entry, Named

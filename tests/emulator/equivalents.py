@@ -90,12 +90,12 @@ REASONS: dict[str, dict[str, str]] = {
         "t >= tree.own_begin": "the first of a call's own tokens is at depth 0, where its position is its place",
     },
     "_quantize.py": {"magnitude < 1015021568": "at the smallest normal number both formulas give the same code"},
-    "_rows/kernel.py": {
+    "_copy/kernel.py": {
         "pid < first + programs": "the first program of the next tensor has no row of this one",
         "source >= 0": "a lane that has no row reads -1, and writes nothing",
         "target >= 0": "a lane that has no row reads -1, and writes nothing",
     },
-    "_rows/quantize.py": {
+    "_copy/quantize.py": {
         "for start in range(0, width, TILE)": ONE_TURN,
         "for start in range(TILE, width, TILE)": ONE_TURN,
     },

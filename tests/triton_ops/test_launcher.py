@@ -13,8 +13,8 @@ import pc
 from pc.triton_ops._attention import choose, launch
 from pc.triton_ops._attention.constants import Architecture
 from pc.triton_ops._attention.launch import choose_operator
+from pc.triton_ops._copy import kernel as rows
 from pc.triton_ops._dispatch import forget_choices
-from pc.triton_ops._rows import kernel as rows
 from pc.triton_ops._triton import HAS_TRITON, INTERPRET
 
 write = importlib.import_module("pc.triton_ops.reshape_and_cache")

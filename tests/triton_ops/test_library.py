@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import pc
 from pc.triton_ops import _library
-from pc.triton_ops._rows import ops as rows_ops
+from pc.triton_ops._copy import ops as rows_ops
 
 # In the package an operator and the module it is in have one name.
 joining = importlib.import_module("pc.triton_ops.join_prefix")
@@ -158,7 +158,7 @@ def test_pinned_caches_reach_their_kernels() -> None:
     with (
         _two_devices() as entered,
         mock.patch("torch.Tensor.is_pinned", return_value=True),
-        mock.patch.object(rows_ops, "move_rows", lambda op, *args, **kwargs: moves.append(op)),
+        mock.patch.object(rows_ops, "_travel", lambda op, *args, **kwargs: moves.append(op)),
         mock.patch.object(joining, "launch_join_map", lambda call, *args: call.block_tables.new_empty(9)),
         mock.patch.object(joining, "launch_move_rows", lambda op, *args, **kwargs: moves.append(op)),
         mock.patch.object(dequantizing, "launch_gather_dequantized") as dequantize,

@@ -15,9 +15,9 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import pc
-from pc.triton_ops._rows.kernel import TILE_UNITS, _column_offsets, _row_offsets, tile_of
-from pc.triton_ops._rows.layout import row_layout
-from pc.triton_ops._rows.ops import contiguous_runs, copy_runs
+from pc.triton_ops._copy.kernel import TILE_UNITS, _column_offsets, _row_offsets, tile_of
+from pc.triton_ops._copy.layout import row_layout
+from pc.triton_ops._copy.ops import contiguous_runs, copy_runs
 from pc.triton_ops._triton import HAS_TRITON, INTERPRET, tl, triton
 
 

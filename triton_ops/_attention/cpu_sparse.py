@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from .._rows.ops import contiguous_runs
+from .._copy.ops import contiguous_runs
 from .call import AttentionCall
 from .cpu_cache import Cache, Ranges
 from .cpu_masked import Part, attend_in_place, cat_parts, flash_kernel, merge_parts, spread

@@ -78,7 +78,7 @@ def copy_runs(packed: torch.Tensor, cache: torch.Tensor, runs: npt.NDArray[np.in
             here.copy_(cache[first : first + length], non_blocking=True)
 
 
-def move_rows(
+def _travel(
     op: str,
     packed: Sequence[torch.Tensor],
     caches: Sequence[torch.Tensor],
@@ -107,52 +107,63 @@ def move_rows(
         launch_move_rows(op, caches, packed, (leading, 1), index.shape[0], source_index=index)
 
 
-def _check_index(index: torch.Tensor, leading: int, **tensors: torch.Tensor) -> int:
-    """Checks an index into the first of some tensors, all of which a kernel has to reach; gives its lowest entry."""
-    index_name, layout = _INDEX[leading]
-    check_index(index_name, index, layout)
-    for name, tensor in tensors.items():
-        check_reachable(name, tensor, index, index_name)
-    cache = next(iter(tensors.values()))
-    return lowest_entry(index_name, index, math.prod(cache.shape[:leading]))
-
-
 def _agree(caches: Sequence[torch.Tensor]) -> bool:
     """Whether there are caches, of the same blocks."""
     return len(caches) > 0 and all(cache.shape[:2] == caches[0].shape[:2] for cache in caches[1:])
 
 
+def move_rows(
+    op: str,
+    leading: int,
+    caches: Sequence[torch.Tensor],
+    index: torch.Tensor,
+    sources: Sequence[torch.Tensor] | None = None,
+    device: torch.device | None = None,
+) -> Sequence[torch.Tensor]:
+    """Gathers rows of caches, any device, or scatters those of sources into them, one each; gives the packed rows.
+
+    `op` is the operator's name: one that ends in _list calls its arguments caches and sources.
+    """
+    many, (index_name, layout) = "s" if op.endswith("_list") else "", _INDEX[leading]
+    check_caches(f"cache{many}", caches)
+    check_index(index_name, index, layout)
+    check_reachable(f"cache{many}", caches[0], index, index_name)
+    lowest = lowest_entry(index_name, index, math.prod(caches[0].shape[:leading]))
+    if sources is None:
+        place = result_device(caches[0], index, device)
+        packed: Sequence[torch.Tensor] = [
+            new_rows(cache, (index.shape[0], *cache.shape[leading:]), place) for cache in caches
+        ]
+    else:
+        check_rows(f"source{many}", sources, caches, index.shape[0], leading)
+        check_reachable(f"source{many}", sources[0], index, index_name)
+        packed = sources
+    if not on_host(caches[0], index, packed[0]):
+        _travel(op, packed, caches, leading, index, to_cache=sources is not None)
+    else:
+        for rows, cache in zip(packed, caches, strict=True):
+            if sources is None:
+                cpu.gather_rows(cache, leading, index, rows, lowest)
+            else:
+                cpu.scatter_rows(rows, cache, leading, index, lowest)
+    return packed
+
+
 class Gather:
-    """What a gather by BLOCKS or SLOTS runs, from one cache and from several; `op` is its name, for errors."""
+    """What a gather by BLOCKS or SLOTS runs, from one cache and from several; `op` is its name."""
 
     def __init__(self, op: str, leading: int) -> None:
-        self._op = op
-        self._leading = leading
+        self._op, self._leading = op, leading
 
     def launch(self, cache: torch.Tensor, index: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
         """One cache, any device."""
-        return self._gather(self._op, "cache", [cache], index, device)[0]
+        return move_rows(self._op, self._leading, [cache], index, None, device)[0]
 
     def launch_list(
         self, caches: Sequence[torch.Tensor], index: torch.Tensor, device: torch.device | None = None
     ) -> list[torch.Tensor]:
         """Several caches, any device."""
-        return self._gather(f"{self._op}_list", "caches", caches, index, device)
-
-    def _gather(
-        self, op: str, name: str, caches: Sequence[torch.Tensor], index: torch.Tensor, device: torch.device | None
-    ) -> list[torch.Tensor]:
-        leading = self._leading
-        check_caches(name, caches)
-        lowest = _check_index(index, leading, **{name: caches[0]})
-        device = result_device(caches[0], index, device)
-        targets = [new_rows(cache, (index.shape[0], *cache.shape[leading:]), device) for cache in caches]
-        if on_host(caches[0], index, targets[0]):
-            for cache, target in zip(caches, targets, strict=True):
-                cpu.gather_rows(cache, leading, index, target, lowest)
-        else:
-            move_rows(op, targets, caches, leading, index, to_cache=False)
-        return targets
+        return [*move_rows(f"{self._op}_list", self._leading, caches, index, None, device)]
 
     def cpu(self, cache: torch.Tensor, index: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
         """One cache in host memory."""
@@ -178,36 +189,15 @@ class Scatter:
     """What a scatter by BLOCKS or SLOTS runs, into one cache and into several; arguments as for `Gather`."""
 
     def __init__(self, op: str, leading: int) -> None:
-        self._op = op
-        self._leading = leading
+        self._op, self._leading = op, leading
 
     def launch(self, source: torch.Tensor, cache: torch.Tensor, index: torch.Tensor) -> None:
         """One cache, any device."""
-        self._scatter(self._op, "source", [source], "cache", [cache], index)
+        move_rows(self._op, self._leading, [cache], index, [source])
 
     def launch_list(self, sources: Sequence[torch.Tensor], caches: Sequence[torch.Tensor], index: torch.Tensor) -> None:
         """Several caches, any device."""
-        self._scatter(f"{self._op}_list", "sources", sources, "caches", caches, index)
-
-    def _scatter(
-        self,
-        op: str,
-        source_name: str,
-        sources: Sequence[torch.Tensor],
-        name: str,
-        caches: Sequence[torch.Tensor],
-        index: torch.Tensor,
-    ) -> None:
-        leading = self._leading
-        check_caches(name, caches)
-        lowest = _check_index(index, leading, **{name: caches[0]})
-        check_rows(source_name, sources, caches, index.shape[0], leading)
-        check_reachable(source_name, sources[0], index, _INDEX[leading][0])
-        if on_host(sources[0], caches[0], index):
-            for source, cache in zip(sources, caches, strict=True):
-                cpu.scatter_rows(source, cache, leading, index, lowest)
-        else:
-            move_rows(op, sources, caches, leading, index, to_cache=True)
+        move_rows(f"{self._op}_list", self._leading, caches, index, sources)
 
     def cpu(self, source: torch.Tensor, cache: torch.Tensor, index: torch.Tensor) -> None:
         """One cache in host memory."""
