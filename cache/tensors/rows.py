@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -24,14 +25,32 @@ from ...triton_ops import (
 from ...triton_ops._copy.cpu import QUICK_BYTES, empty, scatter_rows
 from ..runs import Slots, ascending, find_runs, slot_runs
 from ..table import Ids
-from .names import Entry, Named
 from .step import StepSlots
 from .valid import Mask, ValidRows
 
+PLAIN = {
+    *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
+    *(torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.bool),
+}
+"""What PyTorch copies bit by bit in every way of copying."""
+Named = dict[str, torch.Tensor]
+RowKind = tuple[tuple[int, ...], torch.dtype]  # shape and dtype of one token's row
 Piece = tuple[bool, int, int]  # whether its rows are cached, and the range of slots or else of new rows
 Range = tuple[Ids, int, int, int]  # block table of a request, its length, and which new rows are its last
 _ALONE_BYTES = 1 << 20  # up to here more threads gain less than it takes to start them
 _FEW_RUNS, _RUN_BYTES = 2, 1 << 20  # what several threads copy as well one by one as all at once
+
+
+class NamedRows(NamedTuple):
+    """A cached name: its rows, and whether the caller named it or it was discovered."""
+
+    rows: torch.Tensor
+    registered: bool
+    features: tuple[int, ...]
+    dtype: torch.dtype
+    row_bytes: int
+    flat: torch.Tensor | None
+    """`[num_blocks * block_size, *features]` in host memory, where no kernel is needed to move them."""
 
 
 class MissingRowsError(LookupError):
@@ -52,7 +71,7 @@ class MissingRowsError(LookupError):
 class RowStore:
     """What a `TensorCache` keeps, without requests: every slot and block that it is given is in range."""
 
-    def __init__(self, entries: Mapping[str, Entry], valid: ValidRows, device: torch.device) -> None:
+    def __init__(self, entries: Mapping[str, NamedRows], valid: ValidRows, device: torch.device) -> None:
         self.entries = entries
         self.valid = valid
         self._device = device

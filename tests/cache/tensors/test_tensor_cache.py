@@ -16,9 +16,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 import pc
 from pc.cache.policies import POLICIES
-from pc.cache.tensors import names as names_module
 from pc.cache.tensors import rows as rows_module
 from pc.cache.tensors import step as step_module
+from pc.cache.tensors import tensor_cache as cache_module
 from pc.cache.tensors.rows import MissingRowsError
 
 BLOCK = 4
@@ -671,7 +671,7 @@ WAYS = {
     "runs": (),
     "runs, by several threads": ((rows_module, "_ALONE_BYTES", -1), (torch, "get_num_threads", lambda: 2)),
     "slots": ((step_module, "_FEW_RUNS", 0), (step_module, "_SHORT", 1 << 30), (rows_module, "worth_copies", _never)),
-    "operators": ((names_module, "PLAIN", frozenset()),),
+    "operators": ((cache_module, "PLAIN", frozenset()),),
 }
 """How rows are moved; tensors as small as here would go by runs alone."""
 
