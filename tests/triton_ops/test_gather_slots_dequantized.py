@@ -70,18 +70,6 @@ def test_bad_arguments_are_named():
         pc.gather_slots_dequantized(cache, scales, slots + 16, torch.float32)
 
 
-@pytest.mark.slow
-def test_compiles_whole_with_dynamic_shapes(device):
-    cache = torch.randint(-80, 80, (4, 4, 5), dtype=torch.int8, device=device)
-    scales = torch.rand(4, 4, device=device)
-    compiled = torch.compile(
-        lambda slots: pc.gather_slots_dequantized(cache, scales, slots, torch.float32) + 1, fullgraph=True, dynamic=True
-    )
-    for slots in (torch.tensor([3, -1, 5], device=device), torch.tensor([0, 15], device=device)):
-        expected = pc.gather_slots_dequantized(cache, scales, slots, torch.float32) + 1
-        assert torch.equal(compiled(slots), expected)
-
-
 @pytest.mark.gpu
 def test_pinned_cache():
     cache, scales = torch.randint(-80, 80, (4, 4, 5), dtype=torch.int8), torch.rand(4, 4)

@@ -68,14 +68,6 @@ def test_empty(device):
     assert pc.merge_attention(out, lse, out, lse)[0].shape == (0, 4, 64)
 
 
-def test_compile(device):
-    torch._dynamo.reset()
-    compiled = torch.compile(pc.merge_attention, fullgraph=True, dynamic=True, backend="aot_eager")
-    for tokens in (5, 8):
-        a, b = _part(tokens, 4, 64, torch.float32, device), _part(tokens, 4, 64, torch.float32, device)
-        assert torch.equal(compiled(*a, *b)[0], pc.merge_attention(*a, *b)[0])
-
-
 @pytest.mark.parametrize(
     ("index", "change", "error", "message"),
     [

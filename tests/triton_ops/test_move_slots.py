@@ -145,18 +145,3 @@ def test_bad_arguments_change_nothing(change, error, message):
         pc.move_slots(**{**given, "inv_freq": _inv_freq(16), **change})
     assert torch.equal(keys, before[0])
     assert torch.equal(values, before[1])
-
-
-def test_compiles_whole_with_dynamic_shapes(device):
-    def step(keys, values, sources, targets, deltas, inv_freq):
-        pc.move_slots(keys, values, sources, targets, deltas, inv_freq)
-        return keys.sum()
-
-    compiled = torch.compile(step, fullgraph=True, dynamic=True, backend="aot_eager")
-    for count in (6, 2):
-        keys, values = torch.randn(2, 8, 5, 2, 16, device=device).unbind()
-        moves, inv_freq = [x[:count] for x in _moves(device)], _inv_freq(16, device)
-        expected = keys.clone()
-        pc.move_slots(expected, values.clone(), *moves, inv_freq)
-        compiled(keys, values, *moves, inv_freq)
-        assert torch.equal(keys, expected)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from attention_cases import Case, build
+from torch.utils._pytree import tree_leaves
 
 import pc
 from pc.triton_ops._attention.layout import PlanShape
@@ -242,10 +243,10 @@ CALLS: dict[str, Callable[[], Calls]] = {
 }
 
 
-def _moved(value: Any, device: torch.device) -> Any:
+def _moved(value: Any, device: torch.device, copy: bool = False) -> Any:
     if isinstance(value, list):
-        return [_moved(item, device) for item in value]
-    return value.to(device) if isinstance(value, torch.Tensor) else value
+        return [_moved(item, device, copy) for item in value]
+    return value.to(device, copy=copy) if isinstance(value, torch.Tensor) else value
 
 
 def _check(name: str, call: tuple[Any, ...], device: torch.device) -> None:
@@ -278,6 +279,22 @@ def test_a_usual_call(name: str, device: torch.device) -> None:
 def test_strides_empty_tensors_and_other_dtypes(name: str, device: torch.device) -> None:
     for call in CALLS[name]()[1:]:
         _check(name, call, device)
+
+
+@pytest.mark.parametrize("name", [name for name in CALLS if "plan" not in name])
+def test_compile(name: str, device: torch.device) -> None:
+    """Whole, with dynamic shapes: results, and what is written to, are those without a compiler, bit for bit."""
+    function = getattr(pc, name)
+    for call in CALLS[name]():
+        torch._dynamo.reset()
+        found = []
+        for run in (function, torch.compile(function, fullgraph=True, dynamic=True, backend="aot_eager")):
+            arguments, options, *_ = call if isinstance(call[0], tuple) else (call, {})
+            given = [_moved(value, device, copy=True) for value in arguments]
+            result = run(*given, **{key: _moved(value, device) for key, value in options.items()})
+            tensors = [x for x in tree_leaves([result, given]) if isinstance(x, torch.Tensor)]
+            found.append([x.contiguous().view(-1).view(torch.uint8).tolist() if x.numel() else [] for x in tensors])
+        assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("name", CALLS)

@@ -83,16 +83,6 @@ def test_strided_inputs(device):
     assert torch.equal(pc.rope_and_cache(*split, *rest), expected)
 
 
-def test_compile(device):
-    torch._dynamo.reset()
-    compiled = torch.compile(pc.rope_and_cache, fullgraph=True, dynamic=True, backend="aot_eager")
-    for tokens in (4, 9):
-        inputs = _inputs(torch.float32, tokens=tokens, device=device)
-        copies = [t.clone() for t in inputs]
-        assert torch.equal(compiled(*inputs), pc.rope_and_cache(*copies))
-        assert torch.equal(inputs[5], copies[5])
-
-
 @pytest.mark.parametrize(
     ("index", "change", "error", "message"),
     [

@@ -191,20 +191,6 @@ def test_bad_arguments_change_nothing(index, change, error, message):
     assert torch.equal(arguments[0], before)
 
 
-def test_compiles_whole_with_dynamic_shapes(device):
-    def step(cache, sources, targets, deltas, inv_freq):
-        pc.rotate_keys(cache, sources, targets, deltas, inv_freq)
-        return cache.sum()
-
-    compiled = torch.compile(step, fullgraph=True, dynamic=True, backend="aot_eager")
-    for count in (6, 2):
-        cache, moves = torch.randn(8, 4, 2, 16, device=device), [x[:count] for x in _moves(device)]
-        expected = cache.clone()
-        pc.rotate_keys(expected, *moves, _inv_freq(16, device))
-        compiled(cache, *moves, _inv_freq(16, device))
-        assert torch.equal(cache, expected)
-
-
 @pytest.mark.gpu
 def test_ids_from_the_host(device):
     cache, inv_freq = torch.randn(8, 4, 2, 16, device=device), _inv_freq(16, device)

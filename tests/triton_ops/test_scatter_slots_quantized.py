@@ -103,22 +103,6 @@ def test_bad_arguments_are_named_and_nothing_is_written(change, error, message):
     assert not bool(scales.any())
 
 
-@pytest.mark.slow
-def test_compiles_whole_with_dynamic_shapes(same_bits, device):
-    def step(source, cache, scales, slots):
-        pc.scatter_slots_quantized(source * 2, cache, scales, slots)
-        return scales.sum()
-
-    compiled = torch.compile(step, fullgraph=True, dynamic=True)
-    for count in (9, 4):
-        source, slots = torch.randn(count, 7, device=device), torch.tensor(SLOTS[:count], device=device)
-        got, want = empty_cache((7,), torch.int8, device), empty_cache((7,), torch.int8, device)
-        compiled(source, *got, slots)
-        pc.scatter_slots_quantized(source * 2, *want, slots)
-        assert same_bits(got[0], want[0])
-        assert same_bits(got[1], want[1])
-
-
 @pytest.mark.gpu
 def test_pinned_cache(same_bits):
     source, slots = rows((64,), torch.bfloat16), torch.tensor(SLOTS)

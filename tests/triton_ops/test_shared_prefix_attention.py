@@ -92,15 +92,6 @@ def test_prefix_is_read_once():
     assert work.multiplied == 64 * (10 + 11 + 11 + 11)
 
 
-def test_compile(device):
-    torch._dynamo.reset()
-    compiled = torch.compile(pc.shared_prefix_attention, fullgraph=True, dynamic=True, backend="aot_eager")
-    for lens in ((70, 90), (100, 64)):
-        batch = _batch(Case(lens=lens, queries=(1, 3)), 2).to(device)
-        arguments = (*batch.tensors, 2, batch.scale)
-        assert torch.equal(compiled(*arguments), pc.shared_prefix_attention(*arguments))
-
-
 def test_misuse():
     batch = _batch(Case(lens=(70, 90), queries=(1, 3)), 2)
     with pytest.raises(ValueError, match="num_shared_blocks: got 5, needs at most 4, since a sequence is 70 long"):

@@ -115,15 +115,6 @@ def test_a_plan_without_the_window_writes_nothing_outside(device, monkeypatch):
     _call(batch, plan=plan)
 
 
-def test_compile(device):
-    torch._dynamo.reset()
-    compiled = torch.compile(pc.sliding_window_attention, fullgraph=True, dynamic=True, backend="aot_eager")
-    for case in (Case(lens=(40, 20), queries=(1, 9), window=16), Case(lens=(70, 9, 5), queries=(1, 9, 2), window=7)):
-        batch = build(case).to(device)
-        arguments = (*batch.tensors, batch.scale, case.window)
-        assert torch.equal(compiled(*arguments), pc.sliding_window_attention(*arguments))
-
-
 @pytest.mark.parametrize(
     ("window", "sink_tokens", "message"), [(-1, 0, "window: got -1"), (4, -2, "num_sink_tokens: got -2")]
 )

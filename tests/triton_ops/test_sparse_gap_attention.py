@@ -131,18 +131,6 @@ def test_work_of_scattered_queries():
     assert work.multiplied == 64 * (1 + 2 + 2)
 
 
-def test_compile(device):
-    torch._dynamo.reset()
-    compiled = torch.compile(pc.sparse_gap_attention, fullgraph=True, dynamic=True, backend="aot_eager")
-    for case in (
-        Case(lens=(40, 20), queries=(2, 9), scattered=True),
-        Case(lens=(70, 9), queries=(3, 4), scattered=True),
-    ):
-        batch = build(case).to(device)
-        arguments = (*batch.tensors, batch.positions, batch.scale)
-        assert torch.equal(compiled(*arguments), pc.sparse_gap_attention(*arguments))
-
-
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [

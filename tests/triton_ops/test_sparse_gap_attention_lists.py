@@ -100,18 +100,6 @@ def test_batch_invariant_rows(device):
     assert torch.equal(_call(batch, pc.sparse_gap_attention), whole[some])
 
 
-@pytest.mark.slow
-def test_compile(device):
-    torch._dynamo.reset()
-    compiled = torch.compile(pc.sparse_gap_attention, fullgraph=True, dynamic=True, backend="aot_eager")
-    first = Case(lens=(40, 20), queries=(2, 9), top_k=3)
-    for case in (first, Case(lens=(70, 9), queries=(3, 4), top_k=2), dataclasses.replace(first, tree=True)):
-        batch = build(case).to(device)
-        arguments = (*batch.tensors, None, batch.scale)
-        options = {name: batch.options[name] for name in ("query_blocks", "tree_mask") if name in batch.options}
-        assert torch.equal(compiled(*arguments, **options), pc.sparse_gap_attention(*arguments, **options))
-
-
 def test_replayed_with_other_lists_and_trees(device):
     """Captured once; lists, masks, depths and lengths are what they are when it is replayed."""
     case = Case(lens=(90, 60), queries=(5, 3), heads=(4, 2), head_dim=16, top_k=3, tree=True, scattered=True)

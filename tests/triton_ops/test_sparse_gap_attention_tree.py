@@ -55,16 +55,6 @@ def test_with_a_plan(device):
     check(build(case), *_call(batch, plan=plan))
 
 
-def test_compile(device):
-    torch._dynamo.reset()
-    compiled = torch.compile(pc.sparse_gap_attention, fullgraph=True, dynamic=True, backend="aot_eager")
-    for case in (Case(lens=(40, 20), queries=(2, 9), tree=True), Case(lens=(70, 9), queries=(3, 4), tree=True)):
-        batch = build(case).to(device)
-        arguments = (*batch.tensors, None, batch.scale)
-        options = {"tree_mask": batch.options["tree_mask"]}
-        assert torch.equal(compiled(*arguments, **options), pc.sparse_gap_attention(*arguments, **options))
-
-
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
