@@ -4,40 +4,52 @@ Names, shapes and meanings are those of FlashAttention 2.8 (https://github.com/D
 and by name those that FlashAttention 3 and its forks for serving add. Queries go to the operators packed, keys and
 values as blocks of a cache: dense ones as views, by block tables that their sizes tell (`_attention/dense.py`).
 
-What a call's metadata decide is chosen once for calls of a kind, as the operators do: `_choose_...` below.
+What a call's metadata decide is chosen once for calls of a kind, as the operators do: `_choose_...` below. One that an
+operator alone serves launches what that one would, and is given whatever has the addresses.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 
 from ._attention.dense import as_blocks, choose_packed_tables, counted, numbered, repeated
-from ._checks import bad_argument, check_integer, describe, reads_values
+from ._checks import bad_argument, check_tensor, describe, reads_values
 from ._dispatch import is_watched
-from ._flash import (
+from ._flash.append import Append, Rotary
+from ._flash.attention import attend, choose_launch, fitting_plan
+from ._flash.call import (
     FlashOptions,
-    Given,
-    Keys,
+    FlashTensors,
+    bound,
     check_numbers,
-    check_out,
+    check_partial,
     check_tensors,
     check_values,
     contiguous,
+    packed,
     pair,
-    refuse,
     run_chosen,
-)  # fmt: skip
-from ._flash_append import Append, Rotary
-from ._flash_attention import UsedQueries, choose_attention, shaped
+    shaped,
+)
+from ._flash.keys import PagedKV, UsedQueries, without_leftpad
+from .attention_plan import attention_plan
 
-__all__ = ["flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache"]
+__all__ = [
+    "flash_attn_combine",
+    "flash_attn_func",
+    "flash_attn_varlen_func",
+    "flash_attn_with_kvcache",
+    "get_scheduler_metadata",
+]
 
 Run = Callable[..., Any]
 
 _DENSE_NAMES = {"seq_lens": "k", "query_start_loc": "q"}
+_PACKED_NAMES: dict[str, str] = {}
+_USED_NAMES = {"seq_lens": "seqused_k"}
 _CACHED_NAMES = {
     "key": "k",
     "value": "v",
@@ -48,18 +60,33 @@ _CACHED_NAMES = {
 }
 
 
-def _with_probabilities(found: Any, return_attn_probs: bool) -> Any:
+def _with_probabilities(found: Any) -> Any:
     """What FlashAttention 2 returns for tests of its dropout has a third thing."""
-    return (*found, found[0].new_empty(0)) if return_attn_probs else found
+    return (*found, found[0].new_empty(0))
 
 
-def _bound(name: str, value: Any) -> int | None:
-    """An upper bound of lengths; a tensor is read."""
-    if value is None:
-        return None
-    if isinstance(value, torch.SymInt):
-        return cast(int, value)
-    return check_integer(name, int(value) if isinstance(value, torch.Tensor) else value, 0, 31)
+def _options(
+    softmax_scale: float | None,
+    causal: bool,
+    window_size: Sequence[int] | None,
+    softcap: float,
+    with_lse: bool,
+    attention_chunk: int,
+    dropout_p: float = 0.0,
+) -> tuple[Any, ...]:
+    """Fields of FlashOptions, which are made once for calls of a kind; all in a tuple that has a hash."""
+    if dropout_p:
+        raise bad_argument("dropout_p", dropout_p, "0: there is no dropout, this is forward only")
+    if attention_chunk:
+        attention_chunk = bound("attention_chunk", attention_chunk) or 0
+    if type(window_size) is not tuple:
+        window_size = pair(window_size)
+    return softmax_scale, causal, window_size, softcap, with_lse, attention_chunk
+
+
+def _made(options: tuple[Any, ...]) -> FlashOptions:
+    softmax_scale, causal, window_size, *others = options
+    return FlashOptions(softmax_scale, causal, pair(window_size), *others)
 
 
 def flash_attn_func(
@@ -113,8 +140,10 @@ def flash_attn_func(
         q_descale: `[batch, num_kv_heads]`, what a quantized q is multiplied by; ignored for others.
         k_descale: The same for k.
         v_descale: The same for v.
-        qv: None; refused otherwise.
-        attention_chunk: 0; refused otherwise.
+        qv: `[batch, seqlen_q, num_heads, head_dim of v]`, a second part of the queries, for MLA: a score is
+            softmax_scale * (q.k + qv.v), by default (head_dim + head_dim of v) ** -0.5. For one KV head, without
+            window, alibi_slopes or s_aux, not quantized; rows that hold v and behind it k are read where they are.
+        attention_chunk: When positive, a query sees keys of its own chunk of so many positions alone.
         num_splits: Without effect, as are pack_gqa and sm_margin: how the work is split is chosen here.
         pack_gqa: Without effect.
         sm_margin: Without effect.
@@ -136,46 +165,43 @@ def flash_attn_func(
         >>> flash_attn_func(q, k, v, causal=True, window_size=(4, 0)).shape
         torch.Size([2, 3, 8, 64])
     """
-    if dropout_p or attention_chunk or qv is not None:
-        refuse(dropout_p=dropout_p, qv=qv, attention_chunk=attention_chunk)
-    options = FlashOptions(softmax_scale, causal, pair(window_size), softcap, return_attn_probs or return_softmax_lse)
-    given = (alibi_slopes, s_aux, q_descale, k_descale, v_descale, out)
+    with_lse = return_attn_probs or return_softmax_lse
+    options = _options(softmax_scale, causal, window_size, softcap, with_lse, attention_chunk, dropout_p)
+    given = (alibi_slopes, s_aux, q_descale, k_descale, v_descale, qv, out)
     found = run_chosen(_choose_dense, _DENSE_NAMES, options, q, k, v, *given)
-    return _with_probabilities(found, return_attn_probs)
+    return _with_probabilities(found) if return_attn_probs else found
 
 
-def _choose_dense(options: FlashOptions, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *others: Any) -> Run:
-    given, layout = Given(*others), "[batch, seqlen, heads, head_dim]"
+def _choose_dense(made: tuple[Any, ...], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *others: Any) -> Run:
+    options, given, layout = _made(made), FlashTensors.of(q, others), "[batch, seqlen, heads, head_dim]"
     check_tensors({"q": (q, layout), "k": (k, layout), "v": (v, layout)}, given)
     batch, seqlen_q, seqlen_k, device = *q.shape[:2], k.shape[1], q.device
     for name, x in (("k", k), ("v", v)):
         if x.shape[:2] != (batch, seqlen_k) or x.device != device:
             raise bad_argument(name, describe(x), f"[{batch}, {seqlen_k}, num_kv_heads, head_dim] on {device}")
-    check_out(given.out, q, v.shape[3])
     blocks = as_blocks(contiguous(k), contiguous(v))
     tables = numbered(device, batch, seqlen_k // max(1, blocks.size), blocks.per_sequence, blocks.per_block)
     lens, starts = repeated(device, batch, seqlen_k), counted(device, batch + 1, seqlen_q)
+    shape, is_packed = (batch, seqlen_q), q.is_contiguous()
+
+    def keys_of(k: torch.Tensor, v: torch.Tensor) -> PagedKV:
+        k, v = as_blocks(contiguous(k), contiguous(v))[:2]
+        return PagedKV(k, v, tables, lens, starts, seqlen_q, seqlen_k, seqlen_q > seqlen_k)
+
     are_views = not blocks.copied and k.stride(3) == v.stride(3) == 1
-    kinds = [(x.shape, x.stride()) for x in blocks[:2]]
+    launch = choose_launch(packed(q), keys_of(k, v), options, given) if are_views else None
+    if launch is not None:
 
-    def keys_of(k: torch.Tensor, v: torch.Tensor, in_place: bool = False) -> Keys:
-        if are_views and not in_place:
-            k, v = k.as_strided(*kinds[0]), v.as_strided(*kinds[1])
-        elif not are_views:
-            k, v = as_blocks(contiguous(k), contiguous(v))[:2]
-        return Keys(k, v, tables, lens, starts, seqlen_q, seqlen_k, seqlen_q > seqlen_k)
+        def run_launch(q: torch.Tensor, k: Any, v: Any, slopes: Any, sinks: Any, *rest: Any) -> Any:
+            q = q if is_packed else packed(q)
+            return shaped(launch(q, k, v, tables, lens, starts, slopes, sinks), shape, rest[-1])
 
-    def packed(q: torch.Tensor) -> torch.Tensor:
-        return contiguous(q).reshape(-1, *q.shape[2:])
-
-    is_packed = q.is_contiguous()
-    attention = choose_attention(packed(q), keys_of(k, v), options, given)
+        return run_launch
 
     def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *others: Any) -> Any:
-        given = Given(*others)
-        in_place = attention.takes_addresses()
-        query = q if in_place and is_packed else packed(q)
-        return shaped(*attention(query, keys_of(k, v, in_place), given), (batch, seqlen_q), given.out)
+        given = FlashTensors.of(q, others)
+        given = given if given.qv is None else given._replace(qv=packed(given.qv))
+        return shaped(attend(packed(q), keys_of(k, v), options, given), shape, given.out)
 
     return run
 
@@ -250,34 +276,37 @@ def flash_attn_varlen_func(
         >>> flash_attn_varlen_func(q, k, v, starts, starts, 3, 3, causal=True).shape
         torch.Size([5, 8, 64])
     """
-    if dropout_p or attention_chunk or qv is not None:
-        refuse(dropout_p=dropout_p, qv=qv, attention_chunk=attention_chunk)
+    with_lse = return_attn_probs or return_softmax_lse
     if seqused_q is not None:
-        check_tensors({"q": (q, "[total_q, num_heads, head_dim]")}, Given(*[None] * 6))
-        check_out(out, q, v.shape[-1])
         check_numbers("cu_seqlens_q", cu_seqlens_q, None, q.device)
-        used = UsedQueries(q, cu_seqlens_q, seqused_q)
+        used = UsedQueries(q.shape[0], cu_seqlens_q, seqused_q)
         found = flash_attn_varlen_func(
             used.pack(q), k, v, used.starts, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal,
             window_size, softcap, alibi_slopes, block_table=block_table, seqused_k=seqused_k, s_aux=s_aux,
-            q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, return_softmax_lse=True,
+            q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, qv=None if qv is None else used.pack(qv),
+            attention_chunk=attention_chunk, return_softmax_lse=True,
         )  # fmt: skip
         result, lse = used.unpack(*found)
         result = result if out is None else out.copy_(result)
-        found = (result, lse) if return_attn_probs or return_softmax_lse else result
-        return _with_probabilities(found, return_attn_probs)
-    options = FlashOptions(softmax_scale, causal, pair(window_size), softcap, return_attn_probs or return_softmax_lse)
-    most = (_bound("max_seqlen_q", max_seqlen_q), _bound("max_seqlen_k", max_seqlen_k))
+        found = (result, lse) if with_lse else result
+        return _with_probabilities(found) if return_attn_probs else found
+    options = _options(softmax_scale, causal, window_size, softcap, with_lse, attention_chunk, dropout_p)
+    if max_seqlen_q.__class__ is not int or max_seqlen_q < 0:
+        max_seqlen_q = bound("max_seqlen_q", max_seqlen_q)
+    if max_seqlen_k.__class__ is not int or max_seqlen_k < 0:
+        max_seqlen_k = bound("max_seqlen_k", max_seqlen_k)
     same = cu_seqlens_k is cu_seqlens_q
-    tensors = (q, k, v, cu_seqlens_q, None if same else cu_seqlens_k, seqused_k, block_table)
-    given = (alibi_slopes, s_aux, q_descale, k_descale, v_descale, out)
-    names = {} if seqused_k is None else {"seq_lens": "seqused_k"}
-    found = run_chosen(_choose_packed, names, (options, same, *most), *tensors, *given)
-    return _with_probabilities(found, return_attn_probs)
+    names = _PACKED_NAMES if seqused_k is None else _USED_NAMES
+    found = run_chosen(
+        _choose_packed, names, (options, same, max_seqlen_q, max_seqlen_k),
+        q, k, v, cu_seqlens_q, None if same else cu_seqlens_k, seqused_k, block_table, scheduler_metadata,
+        alibi_slopes, s_aux, q_descale, k_descale, v_descale, qv, out,
+    )  # fmt: skip
+    return _with_probabilities(found) if return_attn_probs else found
 
 
 def _choose_packed(
-    call: tuple[FlashOptions, bool, int | None, int | None],
+    call: tuple[tuple[Any, ...], bool, int | None, int | None],
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -285,13 +314,13 @@ def _choose_packed(
     cu_seqlens_k: torch.Tensor | None,
     seqused_k: torch.Tensor | None,
     block_table: torch.Tensor | None,
+    plan: torch.Tensor | None,
     *others: Any,
 ) -> Run:
-    (options, same, most_queries, most_keys), given = call, Given(*others)
-    paged = block_table is not None
+    (made, same, most_queries, most_keys), given = call, FlashTensors.of(q, others)
+    options, paged = _made(made), block_table is not None
     layout = "[num_blocks, block_size, num_kv_heads, head_dim]" if paged else "[total_k, num_kv_heads, head_dim]"
     check_tensors({"q": (q, "[total_q, num_heads, head_dim]"), "k": (k, layout), "v": (v, layout)}, given)
-    check_out(given.out, q, v.shape[-1])
     if cu_seqlens_k is None and not same and (seqused_k is None or not paged):
         raise bad_argument("cu_seqlens_k", "None", "[batch + 1] int32; or seqused_k and block_table")
     check_numbers("cu_seqlens_q", cu_seqlens_q, None, q.device)
@@ -306,29 +335,36 @@ def _choose_packed(
     if begins is not None and (not paged or seqused_k is None):
         tables_of = choose_packed_tables(begins, 0 if paged else max_keys or 0)
 
-    def keys_of(
-        in_place: bool, k: torch.Tensor, v: torch.Tensor, starts: torch.Tensor, *where: torch.Tensor | None
-    ) -> Keys:
-        begins, lens, tables = where
+    def where(starts: torch.Tensor, begins: Any, lens: Any, tables: Any) -> tuple[torch.Tensor, torch.Tensor]:
         if tables_of is not None:
             own, differences = tables_of(starts if begins is None else begins)
             tables, lens = own if tables is None else tables, differences if lens is None else lens
-        if not paged:
-            k, v = contiguous(k), contiguous(v)
-            if not in_place:
-                k, v = k.unsqueeze(1), v.unsqueeze(1)
-        assert lens is not None
-        assert tables is not None
-        return Keys(k, v, tables, lens, starts, max_queries, max_keys, not same or seqused_k is not None)
+        return tables, lens
 
-    keys = keys_of(False, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, block_table)
-    attention = choose_attention(q, keys, options, given)
+    def keys_of(k: torch.Tensor, v: torch.Tensor, starts: torch.Tensor, *rest: Any) -> PagedKV:
+        tables, lens = where(starts, *rest[:3])
+        k, v = contiguous(k), contiguous(v)
+        if not paged:
+            k, v = k.unsqueeze(1), v.unsqueeze(1)
+        fewer_keys = not same or seqused_k is not None
+        return fitting_plan(rest[3], PagedKV(k, v, tables, lens, starts, max_queries, max_keys, fewer_keys), options)
+
+    keys = keys_of(k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, block_table, plan)
+    has_plan, are_views = keys.plan is not None, q.stride(2) == k.stride(-1) == v.stride(-1) == 1
+    launch = choose_launch(q, keys, options, given) if are_views else None
+    if launch is not None:
+
+        def run_launch(q: Any, k: Any, v: Any, starts: Any, begins: Any, lens: Any, tables: Any, *rest: Any) -> Any:
+            tables, lens = where(starts, begins, lens, tables)
+            plan, slopes, sinks, *_, out = rest
+            found = launch(q, k, v, tables, lens, starts, slopes, sinks, plan if has_plan else None)
+            return shaped(found, None, out)
+
+        return run_launch
 
     def run(q: torch.Tensor, *rest: Any) -> Any:
-        given = Given(*rest[6:])
-        return shaped(
-            *attention(contiguous(q), keys_of(attention.takes_addresses(), *rest[:6]), given), None, given.out
-        )
+        given = FlashTensors.of(q, rest[7:])
+        return shaped(attend(contiguous(q), keys_of(*rest[:7]), options, given), None, given.out)
 
     return run
 
@@ -422,39 +458,32 @@ def flash_attn_with_kvcache(
         >>> torch.equal(k_cache[2, 31], k[2, 0])
         True
     """
-    if attention_chunk or qv is not None:
-        refuse(qv=qv, attention_chunk=attention_chunk)
-    options = FlashOptions(softmax_scale, causal, pair(window_size), softcap, return_softmax_lse)
+    options = _options(softmax_scale, causal, window_size, softcap, return_softmax_lse, attention_chunk)
     block_table = page_table if block_table is None else block_table
-    if k is not None or v is not None:
-        if cu_seqlens_q is not None or cu_seqlens_k_new is not None:
-            refuse(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k_new=cu_seqlens_k_new)
-    elif rotary_cos is not None or rotary_sin is not None:
+    if k is None and (rotary_cos is not None or rotary_sin is not None):
         raise bad_argument("rotary_cos", "a tensor without k", "None, or new keys and values")
-    for name, one, other in (("k", k, v), ("v", v, k), ("rotary_cos", rotary_cos, rotary_sin),
-                             ("rotary_sin", rotary_sin, rotary_cos)):  # fmt: skip
-        if one is None and other is not None:
-            raise bad_argument(name, "None", "a tensor, as the one beside it is")
-    if block_table is not None and (cache_batch_idx is not None or cache_leftpad is not None):
-        refuse(cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad)
+    if (k is None) is not (v is None):
+        raise bad_argument(*(("k", "None") if k is None else ("v", "None")), "a tensor, as the other is")
+    if (rotary_cos is None) is not (rotary_sin is None):
+        name = "rotary_cos" if rotary_cos is None else "rotary_sin"
+        raise bad_argument(name, "None", "a tensor, as the other is")
     length, lens = None, None
     if isinstance(cache_seqlens, torch.Tensor):
         lens = cache_seqlens
     elif isinstance(cache_seqlens, (int, torch.SymInt)):
-        length = _bound("cache_seqlens", cache_seqlens)
+        length = bound("cache_seqlens", cache_seqlens)
     elif cache_seqlens is not None:
         raise bad_argument("cache_seqlens", describe(cache_seqlens), "an int, or int32 [batch]", TypeError)
-    most = _bound("max_seqlen_q", max_seqlen_q)
-    where = (lens, cache_batch_idx, cache_leftpad, block_table, cu_seqlens_q)
-    call = (options, length, most, rotary_interleaved)
+    most = None if max_seqlen_q is None else bound("max_seqlen_q", max_seqlen_q)
     return run_chosen(
-        _choose_cached, _CACHED_NAMES, call, q, k_cache, v_cache, k, v, *where, rotary_cos, rotary_sin, rotary_seqlens,
-        alibi_slopes, s_aux, q_descale, k_descale, v_descale, out,
+        _choose_cached, _CACHED_NAMES, (options, length, most, rotary_interleaved), q, k_cache, v_cache, k, v,
+        lens, block_table, cu_seqlens_q, rotary_cos, rotary_sin, rotary_seqlens, cu_seqlens_k_new, cache_batch_idx,
+        cache_leftpad, scheduler_metadata, alibi_slopes, s_aux, q_descale, k_descale, v_descale, qv, out,
     )  # fmt: skip
 
 
 def _choose_cached(
-    call: tuple[FlashOptions, int | None, int | None, bool],
+    call: tuple[tuple[Any, ...], int | None, int | None, bool],
     q: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
@@ -462,100 +491,232 @@ def _choose_cached(
     v: torch.Tensor | None,
     *rest: Any,
 ) -> Run:
-    (options, length, most, interleaved), given = call, Given(*rest[8:])
-    cu_seqlens_q = rest[4]
+    (made, length, most, interleaved), given = call, FlashTensors.of(q, rest[10:])
+    lens, table, cu_seqlens_q, *_, starts_new, chosen, leftpad, plan = rest[:10]
+    options, device = _made(made), q.device
     cache = "[batch, seqlen_cache, num_kv_heads, head_dim]"
     queries = "[batch, seqlen_q, num_heads, head_dim]" if cu_seqlens_q is None else "[total_q, num_heads, head_dim]"
     tensors: dict[str, tuple[Any, str]] = {
         "q": (q, queries), "k_cache": (k_cache, cache), "v_cache": (v_cache, cache)
     }  # fmt: skip
-    if k is not None or v is not None:
-        new = "[batch, seqlen_new, num_kv_heads, head_dim]"
+    if k is not None:
+        new = "[batch, seqlen_new, num_kv_heads, head_dim]" if starts_new is None else "[total, num_kv_heads, head_dim]"
         tensors |= {"k": (k, new), "v": (v, new)}
     check_tensors(tensors, given)
-    check_out(given.out, q, v_cache.shape[3])
-    device, batch = q.device, q.shape[0]
-    if cu_seqlens_q is not None:
+    batch, batched, max_queries = q.shape[0], None, most
+    if cu_seqlens_q is None:
+        batched, max_queries = (batch, q.shape[1]), q.shape[1] if most is None else most
+    else:
         check_numbers("cu_seqlens_q", cu_seqlens_q, None, device)
-        batch = cu_seqlens_q.shape[0] - 1
-    for name, numbers in zip(("cache_seqlens", "cache_batch_idx", "cache_leftpad"), rest[:3], strict=True):
+        batch, max_queries = cu_seqlens_q.shape[0] - 1, q.shape[0] if most is None else most
+    for name, numbers, count in (
+        ("cache_seqlens", lens, batch), ("cache_batch_idx", chosen, batch), ("cache_leftpad", leftpad, batch),
+        ("cu_seqlens_k_new", starts_new if k is not None else None, batch + 1),
+    ):  # fmt: skip
         if numbers is not None:
-            check_numbers(name, numbers, batch, device)
-    batched = (q.shape[0], q.shape[1]) if cu_seqlens_q is None else None
-    max_queries = q.shape[0] if batched is None else q.shape[1]
-    max_queries = max_queries if most is None else most
-    dense = _dense_cache(batch, k_cache, v_cache, rest[1], rest[2]) if rest[3] is None else None
-    columns, size = (rest[3].shape[1], k_cache.shape[1]) if dense is None else (dense[0].shape[1], dense[2][0][0][1])
-    full = None
-    if rest[0] is None:
-        full = repeated(device, batch, columns * size if length is None else length)
-    packed_starts = None if batched is None else counted(device, batch + 1, q.shape[1])
+            check_numbers(name, numbers, count, device)
+    views = None
+    if table is None:
+        own_tables, views = _dense_cache(batch, k_cache, v_cache, chosen)
+        num_rows, capacity = k_cache.shape[0], own_tables.shape[1] * views[0][0][1]
+    else:
+        check_tensor("block_table", table, 2, "[batch, max_blocks]", (torch.int32,), device)
+        num_rows, capacity = table.shape[0], table.shape[1] * k_cache.shape[1]
+    full = repeated(device, batch, capacity if length is None else length) if lens is None else None
+    own_starts = None if batched is None else counted(device, batch + 1, q.shape[1])
+    checks_values = reads_values(q) and not is_watched() and batch > 0
+    fewer_keys = k is None or starts_new is not None or k.shape[1] < max_queries
 
-    def keys_of(in_place: bool, k_cache: torch.Tensor, v_cache: torch.Tensor, *where: Any) -> Keys:
-        lens, chosen, _, tables, starts = where
-        if dense is not None:
-            tables, _, kinds = dense
-            tables = tables if chosen is None else tables.index_select(0, chosen)
-            if not in_place:
-                k_cache, v_cache = k_cache.as_strided(*kinds[0]), v_cache.as_strided(*kinds[1])
-        lens, starts = (lens if full is None else full), (starts if packed_starts is None else packed_starts)
-        return Keys(k_cache, v_cache, tables, lens, starts, max_queries, None, k is None or k.shape[1] < max_queries)
+    def where(lens: Any, tables: Any, starts: Any, chosen: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        tables = own_tables if tables is None else tables
+        tables = tables if chosen is None else tables.index_select(0, chosen)
+        return tables, lens if full is None else full, starts if own_starts is None else own_starts
 
-    def packed(q: torch.Tensor) -> torch.Tensor:
-        return contiguous(q).reshape(-1, *q.shape[-2:])
+    def keys_of(k_cache: torch.Tensor, v_cache: torch.Tensor, *given: Any) -> PagedKV:
+        if views is not None:
+            k_cache, v_cache = k_cache.as_strided(*views[0]), v_cache.as_strided(*views[1])
+        return PagedKV(k_cache, v_cache, *where(*given), max_queries, None, fewer_keys)
 
-    def rotary_of(keys: Keys, cos: torch.Tensor | None, sin: Any, first: torch.Tensor | None) -> Rotary | None:
-        return None if cos is None else Rotary(cos, sin, keys.lens if first is None else first, interleaved)
-
-    checks_values, rows = reads_values(q) and not is_watched() and batch > 0, k_cache.shape[0]
-
-    def check(lens: torch.Tensor, chosen: torch.Tensor | None, leftpad: torch.Tensor | None) -> None:
+    def check(lens: torch.Tensor | None, chosen: torch.Tensor | None, leftpad: torch.Tensor | None) -> None:
+        lens = full if lens is None else lens
         if chosen is not None:
-            check_values("cache_batch_idx", chosen, 0, rows - 1)
+            check_values("cache_batch_idx", chosen, 0, num_rows - 1)
         if leftpad is not None:
-            check_values("cache_leftpad", leftpad, 0, columns * size)
-            if (leftpad > lens.clamp(min=0)).any():
+            check_values("cache_leftpad", leftpad, 0, capacity)
+            if lens is not None and (leftpad > lens.clamp(min=0)).any():
                 raise bad_argument("cache_leftpad", leftpad.tolist(), f"at most cache_seqlens, {lens.tolist()}")
 
+    def rotary_of(lens: torch.Tensor, cos: Any, sin: Any, first: torch.Tensor | None) -> Rotary | None:
+        if cos is None:
+            return None
+        if cos.dtype.itemsize == 1:  # of which no index takes rows
+            cos, sin = cos.to(torch.bfloat16), sin.to(torch.bfloat16)
+        return Rotary(cos, sin, lens if first is None else first, interleaved)
+
     if checks_values:
-        check(rest[0] if full is None else full, *rest[1:3])
-    keys, append, is_packed = keys_of(False, k_cache, v_cache, *rest[:5]), None, q.is_contiguous()
-    if k is not None:
-        assert v is not None
-        append = Append(packed(q), k, v, keys, options, given, rotary_of(keys, *rest[5:8]))
-    attention = choose_attention(packed(q), keys, options, given)
+        check(lens, chosen, leftpad)
+    keys, append, is_packed = keys_of(k_cache, v_cache, lens, table, cu_seqlens_q, chosen), None, q.is_contiguous()
+    if k is not None and v is not None:
+        append = Append(packed(q), k, v, starts_new, keys, options, given, rotary_of(keys.lens, *rest[3:6]))
+    keys = keys if leftpad is not None else fitting_plan(plan, keys, options)
+    launch, has_plan = None, keys.plan is not None
+    if leftpad is None and (append is None or append.is_launched):
+        launch = choose_launch(packed(q), keys, options, given)
+    if launch is not None:
+
+        def run_launch(
+            q: Any, k_cache: Any, v_cache: Any, k: Any, v: Any, lens: Any, tables: Any, starts: Any, *rest: Any
+        ) -> Any:
+            (cos, sin, first, _, chosen, _, plan, slopes, sinks), out = rest[:9], rest[-1]
+            tables, lens, starts = where(lens, tables, starts, chosen)
+            q = q if is_packed else packed(q)
+            if append is not None:
+                q, lens = append.launch(q, k, v, k_cache, v_cache, lens, tables, rotary_of(lens, cos, sin, first))
+            found = launch(q, k_cache, v_cache, tables, lens, starts, slopes, sinks, plan if has_plan else None)
+            return shaped(found, batched, out)
+
+        return run_launch
 
     def run(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, k: Any, v: Any, *rest: Any) -> Any:
+        lens, table, starts, cos, sin, first, starts_new, chosen, leftpad, plan = rest[:10]
+        given = FlashTensors.of(q, rest[10:])
         if checks_values:
-            check(rest[0] if full is None else full, *rest[1:3])
-        in_place = attention.takes_addresses() and (append is None or append.takes_addresses())
-        keys, leftpad, given = keys_of(in_place, k_cache, v_cache, *rest[:5]), rest[2], Given(*rest[8:])
-        query = q if in_place and is_packed else packed(q)
+            check(lens, chosen, leftpad)
+        keys, query = keys_of(k_cache, v_cache, lens, table, starts, chosen), packed(q)
         if append is not None:
-            query, keys = append(query, k, v, keys, given, rotary_of(keys, *rest[5:8]))
-        if leftpad is not None:
-            assert dense is not None
-            leftpad = leftpad.clamp(min=0)  # below it lies another sequence
-            keys = keys._replace(tables=keys.tables + leftpad.unsqueeze(1) * dense[1], lens=keys.lens - leftpad)
-        return shaped(*attention(query, keys, given), batched, given.out)
+            query, lens = append(query, k, v, starts_new, keys, given, rotary_of(keys.lens, cos, sin, first))
+            keys = keys._replace(lens=lens)
+        keys = fitting_plan(plan, keys, options) if leftpad is None else without_leftpad(keys, leftpad)
+        given = given if given.qv is None else given._replace(qv=packed(given.qv))
+        return shaped(attend(query, keys, options, given), batched, given.out)
 
     return run
 
 
 def _dense_cache(
-    batch: int,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    cache_batch_idx: torch.Tensor | None,
-    cache_leftpad: torch.Tensor | None,
-) -> tuple[torch.Tensor, int, list[tuple[torch.Size, tuple[int, ...]]]]:
-    """Block tables of a dense cache, how far numbers of blocks lie apart, and its views' sizes and strides."""
-    rows, length = k_cache.shape[:2]
-    if cache_batch_idx is None and rows < batch:
-        raise bad_argument("k_cache", f"{rows} sequences", f"at least {batch}, or cache_batch_idx")
-    blocks = as_blocks(k_cache, v_cache, cache_leftpad is not None, in_place=True)
-    if cache_leftpad is not None and blocks.size > 1:
-        raise bad_argument("v_cache", f"strides {list(v_cache.stride())}", "those of k_cache, with cache_leftpad")
-    rows = batch if cache_batch_idx is None else rows
-    tables = numbered(k_cache.device, rows, length // max(1, blocks.size), blocks.per_sequence, blocks.per_block)
-    return tables, blocks.per_block, [(cache.shape, cache.stride()) for cache in blocks[:2]]
+    batch: int, k_cache: torch.Tensor, v_cache: torch.Tensor, chosen: torch.Tensor | None
+) -> tuple[torch.Tensor, list[tuple[torch.Size, tuple[int, ...]]]]:
+    """Block tables of a dense cache, and its views' sizes and strides."""
+    num_rows, length = k_cache.shape[:2]
+    if chosen is None and num_rows < batch:
+        raise bad_argument("k_cache", f"{num_rows} sequences", f"at least {batch}, or cache_batch_idx")
+    blocks = as_blocks(k_cache, v_cache, in_place=True)
+    num_rows = batch if chosen is None else num_rows
+    tables = numbered(k_cache.device, num_rows, length // max(1, blocks.size), blocks.per_sequence, blocks.per_block)
+    return tables, [(cache.shape, cache.stride()) for cache in blocks[:2]]
+
+
+def flash_attn_combine(
+    out_partial: torch.Tensor,
+    lse_partial: torch.Tensor,
+    out: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sums results over disjoint sets of keys, as FlashAttention 3's `flash_attn_combine`.
+
+    Args:
+        out_partial: `[num_splits, batch, seqlen, num_heads, head_dim]` or `[num_splits, total, num_heads, head_dim]`,
+            any strides; what it holds where its lse is -inf does not count.
+        lse_partial: The same without head_dim, float32, natural logarithms.
+        out: The sum's shape and dtype, written to and returned.
+        out_dtype: Of the sum; None: that of out_partial.
+
+    Returns:
+        out, without num_splits, and its lse `[batch, seqlen, num_heads]` or `[total, num_heads]` float32.
+
+    Raises:
+        TypeError: An argument that is no tensor.
+        ValueError: A wrong shape or device.
+        RuntimeError: A tensor that requires grad while grad mode is on.
+
+    Examples:
+        >>> from pc.flash_attn import flash_attn_combine
+        >>> out, lse = flash_attn_combine(torch.randn(3, 2, 5, 8, 64), torch.randn(3, 2, 5, 8))
+        >>> out.shape, lse.shape
+        (torch.Size([2, 5, 8, 64]), torch.Size([2, 5, 8]))
+    """
+    check_partial(out_partial, lse_partial, out)
+    lse = torch.logsumexp(lse_partial, 0)
+    weights = torch.exp(lse_partial - lse.masked_fill(lse == -torch.inf, 0.0)).unsqueeze(-1)
+    result = torch.where(weights > 0, out_partial.float(), 0.0).mul_(weights).sum(0)
+    if out is not None:
+        return out.copy_(result), lse
+    return result.to(out_partial.dtype if out_dtype is None else out_dtype), lse
+
+
+def get_scheduler_metadata(
+    batch_size: int,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    num_heads_q: int,
+    num_heads_kv: int,
+    headdim: int,
+    cache_seqlens: torch.Tensor,
+    qkv_dtype: torch.dtype = torch.bfloat16,
+    headdim_v: int | None = None,
+    cu_seqlens_q: torch.Tensor | None = None,
+    cu_seqlens_k_new: torch.Tensor | None = None,
+    cache_leftpad: torch.Tensor | None = None,
+    page_size: int | None = None,
+    max_seqlen_k_new: int = 0,
+    causal: bool = False,
+    window_size: Sequence[int] | None = (-1, -1),
+    attention_chunk: int = 0,
+    has_softcap: bool = False,
+    num_splits: int = 0,
+    pack_gqa: bool | None = None,
+    sm_margin: int = 0,
+) -> torch.Tensor:
+    """A plan of a step for all of its layers, as FlashAttention 3's `get_scheduler_metadata`: `pc.attention_plan`.
+
+    It is heeded where a call's block table holds max_seqlen_k tokens in blocks of page_size, and options, lengths and
+    queries are these; any other call makes its own.
+
+    Args:
+        batch_size: Sequences.
+        max_seqlen_q: Queries of a sequence, at most; of each, without cu_seqlens_q.
+        max_seqlen_k: Tokens that a row of the block table holds.
+        num_heads_q: Without effect, as are headdim, headdim_v, qkv_dtype, has_softcap, num_splits, pack_gqa, sm_margin.
+        num_heads_kv: KV heads; decides how finely work is cut.
+        headdim: Without effect.
+        cache_seqlens: `[batch]` int32, keys of each sequence before those of the call.
+        qkv_dtype: Without effect.
+        headdim_v: Without effect.
+        cu_seqlens_q: `[batch + 1]` int32, where each sequence's queries begin.
+        cu_seqlens_k_new: `[batch + 1]` int32, where its new keys begin.
+        cache_leftpad: Of such a call a plan is not heeded.
+        page_size: Tokens of a block; None: those of a dense cache.
+        max_seqlen_k_new: New keys of each sequence, without cu_seqlens_k_new.
+        causal: As for the call.
+        window_size: As for the call.
+        attention_chunk: Of such a call a plan is not heeded.
+        has_softcap: Without effect.
+        num_splits: Without effect.
+        pack_gqa: Without effect.
+        sm_margin: Without effect.
+
+    Returns:
+        One int32 tensor, for `scheduler_metadata`.
+
+    Raises:
+        TypeError: An argument of a wrong type or dtype.
+        ValueError: A wrong shape, device or number.
+
+    Examples:
+        >>> from pc.flash_attn import get_scheduler_metadata
+        >>> lens = torch.tensor([20, 7], dtype=torch.int32)
+        >>> get_scheduler_metadata(2, 1, 64, 8, 2, 64, lens, page_size=16, causal=True).dtype
+        torch.int32
+    """
+    device = cache_seqlens.device
+    check_numbers("cache_seqlens", cache_seqlens, batch_size, device)
+    size = page_size or 16
+    tables = numbered(device, batch_size, -(-max_seqlen_k // size), 0, 1)
+    lens = cache_seqlens + (max_seqlen_k_new if cu_seqlens_k_new is None else cu_seqlens_k_new.diff())
+    starts = counted(device, batch_size + 1, max_seqlen_q) if cu_seqlens_q is None else cu_seqlens_q
+    left, right = pair(window_size)
+    left = -1 if left >= tables.shape[1] * size else left
+    right = 0 if causal or max_seqlen_q <= 1 else right
+    return attention_plan(
+        tables, lens.clamp(0, tables.shape[1] * size), starts, size, right == 0, left + 1, num_kv_heads=num_heads_kv
+    )

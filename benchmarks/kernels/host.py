@@ -28,7 +28,7 @@ from triton.runtime import driver
 
 import pc
 from pc.flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
-from pc.triton_ops import _dispatch, _flash_append, _flash_attention, flash_attn
+from pc.triton_ops import _dispatch, _flash, flash_attn
 
 # `pc.triton_ops.attention_plan` is the function.
 attention_plan = importlib.import_module("pc.triton_ops.attention_plan")
@@ -143,7 +143,7 @@ def measure(rounds: int, repeats: int) -> dict[str, float]:
     driver.set_active(Driver())
     # On a device values are not read.
     with contextlib.ExitStack() as stack:
-        for module in (_dispatch, _flash_append, _flash_attention, flash_attn, attention_plan):
+        for module in (_dispatch, _flash.append, _flash.attention, _flash.call, flash_attn, attention_plan):
             stack.enter_context(mock.patch.object(module, "reads_values", _not_read))
         stack.enter_context(torch.inference_mode())
         made = calls()

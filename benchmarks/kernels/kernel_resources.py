@@ -28,11 +28,11 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from pc.triton_ops import _flash_append
 from pc.triton_ops._attention import constants, dense, launch
 from pc.triton_ops._attention.call import TENSORS, AttentionCall, LatentCall
 from pc.triton_ops._attention.constants import Architecture
 from pc.triton_ops._dispatch import forget_choices
+from pc.triton_ops._flash import append
 from pc.triton_ops._triton import load
 
 from ..harness import tables
@@ -247,11 +247,11 @@ def flash_case(rotary: bool = False) -> None:
         torch.zeros(64, 64),
     )
     with contextlib.ExitStack() as stack:
-        for module in (_flash_append, dense):
+        for module in (append, dense):
             stack.enter_context(mock.patch.object(module, "is_launched", return_value=True))
         if rotary:
-            rotation = _flash_append.Rotary(angles, angles, lens, False)
-            _flash_append.choose_append_places(1, 16, lens, tables, rotation)(lens, tables, rotation)
+            rotation = append.Rotary(angles, angles, lens, False)
+            append.choose_append_places(1, 16, lens, tables, rotation)(lens, tables, rotation)
         else:
             dense.choose_packed_tables(lens, 4096)(lens)
 

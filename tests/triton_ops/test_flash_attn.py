@@ -14,7 +14,13 @@ import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 import pc
-from pc.flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
+from pc.flash_attn import (
+    flash_attn_combine,
+    flash_attn_func,
+    flash_attn_varlen_func,
+    flash_attn_with_kvcache,
+    get_scheduler_metadata,
+)
 from pc.triton_ops._attention.dense import as_blocks
 from pc.triton_ops._triton import INTERPRET, KERNELS_ON_CPU
 
@@ -276,7 +282,7 @@ def starts(*lengths: int) -> torch.Tensor:
 REFUSED = {
     "dropout_p": {"dropout_p": 0.1},
     "qv": {"qv": torch.zeros(1)},
-    "attention_chunk": {"attention_chunk": 8},
+    "attention_chunk: got -8": {"attention_chunk": -8},
     "alibi_slopes: got float32 [3, 4]": {"alibi_slopes": torch.rand(3, 4), "causal": True},
     "alibi_slopes: got float32 [3]": {"alibi_slopes": torch.rand(3), "causal": True},
     "s_aux: got float32 [2]": {"s_aux": torch.zeros(2)},
@@ -318,9 +324,6 @@ def test_errors_of_the_others_name_their_arguments() -> None:
     lens = torch.tensor([5, 9], dtype=torch.int32)
     with pytest.raises(ValueError, match=r"^rotary_cos: "):
         flash_attn_with_kvcache(q, k, v, rotary_cos=torch.ones(9, 8), rotary_sin=torch.ones(9, 8), cache_seqlens=lens)
-    for name in ("cache_batch_idx", "cache_leftpad"):
-        with pytest.raises(ValueError, match=f"^{name}: "):
-            flash_attn_with_kvcache(q, k, v, block_table=lens[:, None], **{name: lens})
     with pytest.raises(ValueError, match=r"^cache_seqlens: got 9, needs at most 8, with 1 new"):
         flash_attn_with_kvcache(q[:, :1], k, v, k[:, :1] * 2, v[:, :1], cache_seqlens=lens)
     with pytest.raises(ValueError, match=r"^k_cache: got 2 sequences, needs at least 3"):
@@ -709,3 +712,220 @@ def test_slopes_of_many_queries_lose_nothing() -> None:
     out = flash_attn_func(q[None], k[None], v[None], alibi_slopes=slopes)
     wanted, _ = flash_cases.attention(q, k, v, alibi_slopes=slopes)
     torch.testing.assert_close(out[0].double(), wanted, atol=5e-6, rtol=5e-6)
+
+
+def chunked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, chunk: int, **options: Any) -> tuple[torch.Tensor, ...]:
+    """`flash_cases.attention` query by query, of the keys in its chunk alone."""
+    outs, lses = [], []
+    for i in range(len(q)):
+        p = i + len(k) - len(q)
+        begin = p // chunk * chunk
+        keys, right = (x[max(0, begin) : max(0, begin + chunk)] for x in (k, v)), -1
+        left, far = options.get("window_size", (-1, -1))
+        right = 0 if options.get("causal") else far
+        own = torch.arange(max(0, begin), min(len(k), max(0, begin + chunk)))
+        seen = (own >= p - left if left >= 0 else own >= 0) & (own <= p + right if right >= 0 else own >= 0)
+        key, value = (x[seen] for x in keys)
+        slopes = options.get("alibi_slopes")
+        score = torch.einsum("hd,khd->hk", q[i].double(), key.double().repeat_interleave(q.shape[1] // k.shape[1], 1))
+        score = score * q.shape[2] ** -0.5
+        if slopes is not None:
+            score = score - slopes.double()[:, None] * (own[seen] - p).abs()
+        lse = torch.logsumexp(score, 1) if seen.any() else torch.full((q.shape[1],), flash_cases.EMPTY).double()
+        weight = torch.exp(score - lse.masked_fill(lse == flash_cases.EMPTY, 0.0)[:, None])
+        outs.append(torch.einsum("hk,khd->hd", weight, value.double().repeat_interleave(q.shape[1] // k.shape[1], 1)))
+        lses.append(lse)
+    return torch.stack(outs), torch.stack(lses, 1)
+
+
+CHUNKS = (
+    {"causal": True},
+    {},
+    {"window_size": (5, 0)},
+    {"window_size": (3, 9)},
+    {"causal": True, "alibi": True},
+    {"alibi": True},
+)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("chunk", [1, 8, 12, 48, 100])
+@pytest.mark.parametrize("options", CHUNKS[:: 2 if INTERPRET else 1], ids=str)
+def test_attention_chunk(options: dict[str, Any], chunk: int) -> None:
+    """Of dense, packed and paged keys, of sequences with fewer keys than queries too."""
+    generator = torch.Generator().manual_seed(0)
+    options = dict(options)
+    if options.pop("alibi", False):
+        options["alibi_slopes"] = torch.rand(4, generator=generator)
+    lens = ((6, 48), (17, 32), (1, 20), (20, 9), (0, 3), (3, 0))
+    sequences = [[torch.randn(n, h, 16, generator=generator) for n, h in ((m, 4), (s, 2), (s, 2))] for m, s in lens]
+    exact = [chunked(*s, chunk, **options) for s in sequences if len(s[0])]
+    wanted, wanted_lse = torch.cat([x for x, _ in exact]).float(), torch.cat([x for _, x in exact], 1).float()
+    q, k, v = (torch.cat(tensors) for tensors in zip(*sequences, strict=True))
+    given = (starts(*(n for n, _ in lens)), starts(*(n for _, n in lens)), 20, 48)
+    options |= {"attention_chunk": chunk, "return_softmax_lse": True}
+    *caches, tables = in_pages([s[1] for s in sequences], [s[2] for s in sequences], generator)
+    found = [
+        flash_attn_varlen_func(q, k, v, *given, **options),
+        flash_attn_varlen_func(q, *caches, *given, block_table=tables, **options),
+        flash_attn_with_kvcache(
+            q, *caches, None, None, None, None, given[1].diff(), block_table=tables, cu_seqlens_q=given[0],
+            max_seqlen_q=20, **options
+        ),
+    ]  # fmt: skip
+    dense = flash_attn_func(*(x[None] for x in sequences[0]), **options)
+    found.append((torch.cat([dense[0][0], wanted[6:]]), torch.cat([dense[1][0], wanted_lse[:, 6:]], 1)))
+    for out, lse in found:
+        torch.testing.assert_close(out, wanted, atol=3e-6, rtol=3e-6)
+        torch.testing.assert_close(lse, wanted_lse, atol=3e-6, rtol=3e-6)
+
+
+@dataclasses.dataclass(frozen=True)
+class Ragged:
+    """New keys behind those of a cache, packed as queries are."""
+
+    rotary: float = 0.0
+    paged: int = 0
+    batch_idx: bool = False
+    leftpad: bool = False
+    code: bool = False
+    dense_new: bool = False
+
+    def __str__(self) -> str:
+        return " ".join(f"{f.name}={getattr(self, f.name)}" for f in dataclasses.fields(self) if getattr(self, f.name))
+
+
+RAGGED = (
+    Ragged(), Ragged(rotary=0.5), Ragged(paged=16), Ragged(paged=4, batch_idx=True), Ragged(paged=16, leftpad=True),
+    Ragged(batch_idx=True, leftpad=True), Ragged(paged=16, rotary=1.0, batch_idx=True, leftpad=True),
+    Ragged(code=True), Ragged(code=True, rotary=1.0, paged=16), Ragged(dense_new=True, paged=16),
+    Ragged(code=True, paged=4, leftpad=True),
+)  # fmt: skip
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("case", RAGGED[:: 3 if INTERPRET else 1], ids=str)
+def test_packed_new_keys(case: Ragged, causal: bool) -> None:
+    """FlashAttention 3's cu_seqlens_q and cu_seqlens_k_new, tables of chosen rows and paddings, float8 throughout."""
+    generator, dtype = torch.Generator().manual_seed(0), torch.bfloat16 if case.code else torch.float32
+    queries, new, before = (3, 0, 5, 1), (2, 4, 5, 0), (7, 12, 0, 30)
+    new = (2, 2, 2, 2) if case.dense_new else new
+
+    def normal(*shape: int) -> torch.Tensor:
+        x = torch.randn(*shape, generator=generator)
+        return x.to(torch.float8_e4m3fn).to(dtype) if case.code else x.to(dtype)
+
+    chosen = torch.tensor([3, 0, 5, 2] if case.batch_idx else [0, 1, 2, 3], dtype=torch.int32)
+    caches = [normal(6, 48, 2, 32) for _ in range(2)]
+    q, k, v = normal(sum(queries), 4, 32), normal(sum(new), 2, 32), normal(sum(new), 2, 32)
+    leftpad = torch.tensor([3, 5, 0, 30], dtype=torch.int32) * case.leftpad
+    angle = torch.rand(48, int(case.rotary * 32) // 2, generator=generator) * 6
+    cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
+    wanted, sequences = [cache.clone() for cache in caches], []
+    for i, (own_q, own_k, own_v) in enumerate(zip(q.split(queries), k.split(new), v.split(new), strict=True)):
+        row, at = int(chosen[i]), torch.arange(before[i], before[i] + new[i])
+        if case.rotary:
+            places = before[i] + torch.arange(queries[i]) * causal
+            own_q = flash_cases.rotated(own_q, cos[places], sin[places], False).to(dtype)
+            own_k = flash_cases.rotated(own_k, cos[at], sin[at], False).to(dtype)
+        own_k = own_k.to(torch.float8_e4m3fn).to(dtype) if case.code else own_k
+        wanted[0][row, at], wanted[1][row, at] = own_k, own_v
+        span = slice(int(leftpad[i]), before[i] + new[i])
+        sequences.append((own_q, wanted[0][row, span], wanted[1][row, span]))
+    given: dict[str, Any] = {"cache_seqlens": torch.tensor(before, dtype=torch.int32), "causal": causal}
+    given |= {"cu_seqlens_q": starts(*queries), "max_seqlen_q": 5, "rotary_interleaved": False}
+    given |= {} if case.dense_new else {"cu_seqlens_k_new": starts(*new)}
+    given |= {"rotary_cos": cos, "rotary_sin": sin} if case.rotary else {}
+    given |= {"cache_batch_idx": chosen} if case.batch_idx else {}
+    given |= {"cache_leftpad": leftpad} if case.leftpad else {}
+    if case.paged:
+        *caches, given["block_table"] = in_pages(
+            *([*x[: None if case.batch_idx else 4]] for x in caches), generator, case.paged
+        )
+    if case.dense_new:
+        k, v = k.view(4, 2, 2, 32), v.view(4, 2, 2, 32)
+    if case.code:
+        q, k, v, *caches = (x.nan_to_num().to(torch.float8_e4m3fn) for x in (q, k, v, *caches))
+    out, lse = flash_attn_with_kvcache(q, *caches, k, v, return_softmax_lse=True, **given)
+    flash_cases.check(out, lse, sequences, dtype, causal=causal)
+    for cache, expected in zip(caches, wanted, strict=True):
+        found = cache.to(dtype)
+        if case.paged:
+            expected = expected[: len(given["block_table"])]
+            found = torch.stack([found[table.long()].flatten(0, 1)[:48] for table in given["block_table"]])
+        eps = 0.13 if case.code and case.rotary else 1e-5 if case.rotary else 0.0
+        torch.testing.assert_close(found, expected, atol=eps * 0.1, rtol=eps)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("joined", [False, True], ids=["apart", "one row"])
+def test_second_part_of_queries(joined: bool) -> None:
+    """FlashAttention 3's qv, as MLA decodes: scores of both parts, the first of keys, the second of values."""
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(2, 9, 1, 64 + 32, generator=generator)
+    q, qv = torch.randn(2, 3, 4, 32, generator=generator), torch.randn(2, 3, 4, 64, generator=generator)
+    v, k = rows[..., :64], rows[..., 64:]
+    if not joined:
+        k, v = k.contiguous(), v.contiguous()
+    for options in ({"causal": True}, {}, {"causal": True, "attention_chunk": 4}):
+        chunk = options.get("attention_chunk", 100)
+        own = {name: value for name, value in options.items() if name == "causal"}
+        pairs = [(torch.cat([b, a], 2), torch.cat([y, x], 2)) for a, b, x, y in zip(q, qv, k, v, strict=True)]
+        wanted = torch.stack([chunked(query, key, key, chunk, **own)[0] for query, key in pairs])[..., :64]
+        tables = torch.tensor([[0], [1]], dtype=torch.int32)
+        for given in ({}, {"cache_seqlens": 9}, {"cache_seqlens": 9, "block_table": tables}):
+            function: Any = flash_attn_with_kvcache if given else flash_attn_func
+            out = function(q, k, v, qv=qv, **given, **options)
+            torch.testing.assert_close(out, wanted.float(), atol=3e-6, rtol=3e-6)
+    for wrong in ({"window_size": (3, 0)}, {"s_aux": torch.zeros(4)}, {"qv": qv[..., :8]}, {"qv": qv.half()}):
+        with pytest.raises((TypeError, ValueError), match=r"^qv: got"):
+            flash_attn_func(q, k, v, **{"qv": qv, **wrong})
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_combine(dtype: torch.dtype) -> None:
+    """Parts over pieces of the keys sum to the whole, but for one with nothing to attend to, whatever it holds."""
+    q, k, v = small()
+    whole = flash_attn_func(q, k, v, return_softmax_lse=True)
+    parts = [flash_attn_func(q, k[:, i : i + 3], v[:, i : i + 3], return_softmax_lse=True) for i in (0, 3, 6)]
+    outs = torch.stack([out for out, _ in parts] + [torch.full_like(q, float("nan"))])
+    lses = torch.stack([lse.transpose(1, 2) for _, lse in parts] + [torch.full((2, 5, 4), flash_cases.EMPTY)])
+    out, lse = flash_attn_combine(outs, lses, out_dtype=dtype)
+    torch.testing.assert_close(lse, whole[1].transpose(1, 2))
+    torch.testing.assert_close(out.float(), whole[0], atol=1e-2 if dtype == torch.bfloat16 else 1e-6, rtol=1e-2)
+    given = torch.empty(10, 4, 32)
+    assert flash_attn_combine(outs.flatten(1, 2), lses.flatten(1, 2), given)[0] is given
+    torch.testing.assert_close(given, whole[0].flatten(0, 1))
+    out, lse = flash_attn_combine(outs[3:], lses[3:])
+    assert not out.any()
+    assert (lse == flash_cases.EMPTY).all()
+    for said, wrong in (
+        ("out_partial", (outs[0, 0], lses)),
+        ("lse_partial", (outs, lses[:2])),
+        ("out", (outs, lses, q[0])),
+    ):
+        with pytest.raises(ValueError, match=f"^{said}: "):
+            flash_attn_combine(*wrong)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("options", [{"causal": True}, {"window_size": (5, 0)}, {}], ids=str)
+@pytest.mark.parametrize("new", [0, 1])
+def test_scheduler_metadata(options: dict[str, Any], new: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One plan for all layers of a step, given to the operator, which makes none; ignored where it does not fit."""
+    q, k, v = (torch.randn(2, 1, heads, 32) for heads in (4, 2, 2))
+    caches, lens = torch.randn(2, 6, 16, 2, 32).unbind(), torch.tensor([20, 33], dtype=torch.int32)
+    tables, written = torch.tensor([[1, 2, 5], [4, 0, 3]], dtype=torch.int32), {"k": k, "v": v} if new else {}
+    given = {"cache_seqlens": lens, "block_table": tables, **options, **written}
+    wanted = flash_attn_with_kvcache(q, *caches, **given)
+    plan = get_scheduler_metadata(2, 1, 48, 4, 2, 32, lens, page_size=16, max_seqlen_k_new=new, **options)
+    seen = []
+    name = "sliding_window_attention" if "window_size" in options else "paged_attention"
+    operator = getattr(flash_cases._flash.attention, name)
+    monkeypatch.setattr(flash_cases._flash.attention, name, lambda *given: seen.append(given[-2]) or operator(*given))
+    torch.testing.assert_close(flash_attn_with_kvcache(q, *caches, scheduler_metadata=plan, **given), wanted)
+    assert seen[-1] is plan
+    flash_attn_with_kvcache(q, *caches, scheduler_metadata=plan[:-1], **given)
+    assert seen[-1] is None

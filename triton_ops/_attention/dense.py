@@ -34,7 +34,7 @@ class DenseBlocks(NamedTuple):
         return self.key_cache.shape[1]
 
 
-def as_blocks(key: torch.Tensor, value: torch.Tensor, of_tokens: bool = False, in_place: bool = False) -> DenseBlocks:
+def as_blocks(key: torch.Tensor, value: torch.Tensor, size: int = 0, in_place: bool = False) -> DenseBlocks:
     """Keys and values `[batch, seq_len, num_kv_heads, head_dim]` as caches with the same block numbers.
 
     They are views, unless no two views have the same numbers: more than one sequence, and heads before tokens in one of
@@ -43,15 +43,15 @@ def as_blocks(key: torch.Tensor, value: torch.Tensor, of_tokens: bool = False, i
     Args:
         key: Any strides with a contiguous last dimension.
         value: The same; its head_dim may be another.
-        of_tokens: Whether a block is to be one token.
+        size: Tokens of a block, which divide the length; 0: as kernels like it.
         in_place: Whether blocks are whole sequences then, not copies.
     """
     batch, length = key.shape[:2]
     if batch == 0 or length == 0:
         return DenseBlocks(key.reshape(0, 1, *key.shape[2:]), value.reshape(0, 1, *value.shape[2:]), 0, 0)
-    if key.is_cpu and not KERNELS_ON_CPU and not of_tokens:
+    if key.is_cpu and not KERNELS_ON_CPU and not size:
         return DenseBlocks(key, value, 1, 1)
-    size = 1 if of_tokens or length % BLOCK_SIZE else BLOCK_SIZE
+    size = size or (1 if length % BLOCK_SIZE else BLOCK_SIZE)
     steps, value_steps, copied = _steps(key, size), _steps(value, size), False
     if steps[1:] != value_steps[1:]:
         if in_place:

@@ -1,0 +1,298 @@
+"""New keys and values of FlashAttention's functions: where they go in the cache, how they are rotated, and the write.
+
+Slots, lengths and angles are by PyTorch a dozen operators, each of which costs the host and a device as much as one
+kernel for all. A compiler that looks on sees PyTorch, and makes a kernel of it itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from .._attention.constants import next_power_of_2
+from .._attention.dense import counted
+from .._checks import bad_argument, describe, reads_values
+from .._dispatch import aligned, is_launched, is_watched
+from .._kernel import Grid, KernelLaunch
+from .._quantize import CODES
+from .._triton import require_triton, tl, triton
+from ..reshape_and_cache import reshape_and_cache
+from ..rope_and_cache import rope_and_cache, rotate
+from ..scatter_slots import scatter_slots_list
+from .attention import scale_of_heads
+from .call import FlashOptions, FlashTensors, check_numbers, launch_of, packed
+from .keys import PagedKV, sequence_of_token
+
+_TOKENS_A_PROGRAM = 32
+Appended = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
+"""Slots of new keys, lengths with them, and their angles."""
+
+
+@triton.jit(
+    do_not_specialize=[
+        *("num_tokens", "count", "max_blocks", "block_size", "max_positions"),
+        *("stride_bt", "stride_c", "stride_s"),
+    ]
+)
+def _append_kernel(
+    slots,  # [num_tokens] int64, written
+    new_lens,  # [num_tokens / count], written
+    angles,  # [num_tokens, 2 * HALF], written
+    lens,  # [num_tokens / count]
+    first,  # [num_tokens / count], positions of the first new tokens
+    tables,  # [num_tokens / count, max_blocks]
+    cos, sin,  # [max_positions, HALF]
+    num_tokens, count, max_blocks, block_size, max_positions,
+    stride_bt, stride_c, stride_s,
+    HALF: tl.constexpr, BLOCK_H: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Grid (tiles of tokens,)."""
+    token = tl.cast(tl.program_id(0), tl.int64) * TILE + tl.arange(0, TILE)
+    mask = token < num_tokens
+    seq = token // count
+    nth = token % count
+    length = tl.load(lens + seq, mask=mask, other=0)
+    position = length + nth
+    block = position // block_size
+    is_inside = mask & (position >= 0) & (block < max_blocks)
+    number = tl.cast(tl.load(tables + seq * stride_bt + block, mask=is_inside, other=-1), tl.int64)
+    slot = tl.where(number >= 0, number * block_size + position % block_size, -1)
+    tl.store(slots + token, slot, mask=mask)
+    tl.store(new_lens + seq, length + count, mask=mask & (nth == 0))
+    if HALF > 0:
+        offs_h = tl.arange(0, BLOCK_H)
+        row = tl.maximum(tl.load(first + seq, mask=mask, other=0) + nth, 0)
+        known = (mask & (row < max_positions))[:, None] & (offs_h[None, :] < HALF)
+        c = tl.load(cos + row[:, None] * stride_c + offs_h[None, :], mask=known, other=0.0)
+        s = tl.load(sin + row[:, None] * stride_s + offs_h[None, :], mask=known, other=0.0)
+        out = angles + token[:, None] * (2 * HALF) + offs_h[None, :]
+        written = mask[:, None] & (offs_h[None, :] < HALF)
+        tl.store(out, c, mask=written)
+        tl.store(out + HALF, s, mask=written)
+
+
+class Rotary(NamedTuple):
+    """The rotation of new keys, and of the queries beside them."""
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+    first: torch.Tensor  # [batch], positions of the first
+    interleaved: bool
+
+    def angles(self, sequence: torch.Tensor, nth: torch.Tensor | int) -> torch.Tensor:
+        """Cosines, then sines, of tokens that stand so far behind their sequence's first: `[tokens, rotary_dim]`."""
+        positions = (self.first.index_select(0, sequence) + nth).clamp_(0, max(0, len(self.cos) - 1))
+        return torch.cat((self.cos.index_select(0, positions), self.sin.index_select(0, positions)), 1)
+
+    def turned(self, x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
+        """X `[tokens, heads, head_dim]` rotated, those of 8 bits in 16."""
+        cos, sin = angles.chunk(2, 1)
+        return rotate(x.to(torch.bfloat16) if x.dtype.itemsize == 1 else x, cos, sin, self.interleaved)
+
+
+def _append_places(
+    total: int, starts: torch.Tensor, block_size: int, lens: torch.Tensor, tables: torch.Tensor, rotary: Rotary | None
+) -> Appended:
+    token, sequence = sequence_of_token(starts, total)
+    nth = token - starts.index_select(0, sequence)
+    positions = lens.index_select(0, sequence) + nth
+    columns = positions.div(block_size, rounding_mode="floor")
+    inside = columns.clamp(0, max(0, tables.shape[1] - 1))
+    numbers = tables[sequence, inside].long()
+    written = (columns == inside) & (numbers >= 0) & (token < starts[-1])
+    slots = torch.where(written, numbers * block_size + positions % block_size, -1)
+    return slots, lens + starts.diff(), None if rotary is None else rotary.angles(sequence, nth)
+
+
+def choose_append_places(
+    count: int, block_size: int, lens: torch.Tensor, tables: torch.Tensor, rotary: Rotary | None
+) -> Callable[[torch.Tensor, torch.Tensor, Rotary | None], Appended] | None:
+    """What finds slots `[batch * count]` of new keys, lengths with them, and angles `[batch * count, rotary_dim]`.
+
+    It takes lens `[batch]`, tables `[batch, max_blocks]` and the rotation like those given; None where no kernel does.
+    """
+    given = [lens, tables, *(rotary or ())[:3]]
+    half, num_tokens = 0 if rotary is None else rotary.cos.shape[1], lens.shape[0] * count
+    if is_watched() or not num_tokens or not is_launched(given) or any(x.stride(-1) != 1 for x in given):
+        return None
+    if tables.dtype != torch.int32:
+        return None
+    require_triton("flash_attn_with_kvcache")
+    constants = {"HALF": half, "BLOCK_H": next_power_of_2(max(1, half)), "TILE": _TOKENS_A_PROGRAM}
+    rows, steps = (0, (0, 0)) if rotary is None else (len(rotary.cos), (rotary.cos.stride(0), rotary.sin.stride(0)))
+    numbers = (num_tokens, count, tables.shape[1], block_size, rows, tables.stride(0), *steps)
+    grid = Grid(KernelLaunch(constants, 4, None, aligned(*given)), (-(-num_tokens // _TOKENS_A_PROGRAM), 1, 1), numbers)
+    # `empty_like` of these, which take no memory, costs the host half of `new_empty`.
+    slots_like = torch.empty(1, dtype=torch.int64, device=lens.device).expand(num_tokens)
+    angles_like = None if rotary is None else rotary.cos.new_empty(1).expand(num_tokens, 2 * half)
+
+    def run(lens: torch.Tensor, tables: torch.Tensor, rotary: Rotary | None) -> Appended:
+        slots, new_lens = torch.empty_like(slots_like), torch.empty_like(lens)
+        if rotary is None or angles_like is None:
+            grid.run(_append_kernel, (slots, new_lens, slots, lens, lens, tables, slots, slots))
+            return slots, new_lens, None
+        angles = torch.empty_like(angles_like)
+        cos, sin, first, _ = rotary
+        grid.run(_append_kernel, (slots, new_lens, angles, lens, first, tables, cos, sin))
+        return slots, new_lens, angles
+
+    return run
+
+
+class Append:
+    """What writes new keys and values behind those in the cache, for calls of a kind, with the first one's arguments.
+
+    Args:
+        query: `[num_tokens, num_heads, head_dim]`.
+        k: `[batch, count, num_kv_heads, head_dim]`, new keys; `[total, num_kv_heads, head_dim]` with `starts`.
+        v: Like k.
+        starts: `[batch + 1]`, where each sequence's new keys begin; None: all have as many.
+        keys: The cache before.
+        options: Of the call.
+        given: Its tensors.
+        rotary: None: no rotation.
+    """
+
+    def __init__(
+        self,
+        query: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        starts: torch.Tensor | None,
+        keys: PagedKV,
+        options: FlashOptions,
+        given: FlashTensors,
+        rotary: Rotary | None,
+    ) -> None:
+        batch, size, device, lead = keys.lens.shape[0], keys.key_cache.shape[1], query.device, k.shape[:-2]
+        self._capacity, self._most_new = keys.capacity, lead[-1]
+        if v.shape[:-2] != lead or (starts is None and lead[0] != batch):
+            name, got = ("v", v) if v.shape[:-2] != lead else ("k", k)
+            needs = ", ".join(map(str, (batch, *lead[1:]) if starts is None else lead))
+            raise bad_argument(name, describe(got), f"[{needs}, num_kv_heads, head_dim]")
+        if rotary is not None:
+            angles = rotary.cos
+            if angles.dim() != 2 or not 0 < 2 * angles.shape[1] <= k.shape[-1] or angles.device != device:
+                needs = f"[max_positions, rotary_dim / 2] of at most {k.shape[-1] // 2} on {device}"
+                raise bad_argument("rotary_cos", describe(angles), needs)
+            if rotary.sin.shape != angles.shape or rotary.sin.device != device:
+                raise bad_argument(
+                    "rotary_sin", describe(rotary.sin), f"{list(angles.shape)} as rotary_cos on {device}"
+                )
+            check_numbers("rotary_seqlens", rotary.first, batch, device)
+        self._total, self._counts = lead.numel(), None if starts is not None else lead[1]
+        self._checks_values = reads_values(query) and not is_watched() and batch > 0
+        self._is_code, self._quantized = k.dtype == torch.float8_e4m3fn, keys.key_cache.dtype in CODES
+        if self._is_code and (keys.key_cache.dtype, v.dtype) != (k.dtype, k.dtype):
+            raise bad_argument(
+                "k", describe(k), f"dtype {keys.key_cache.dtype} of k_cache, or 16 bits or 32", TypeError
+            )
+        self._fewer_keys = starts is not None or lead[1] < keys.max_queries
+        self._sees_ahead, self._most_queries = options.causal or max(options.window) >= 0, keys.max_queries
+        # Queries stand where the new keys do.
+        self._together = starts is None and lead[1] == keys.max_queries and query.shape[0] == self._total
+        self._together = self._together and (self._sees_ahead or lead[1] == 1)
+        self._is_fused = rotary is not None and self._together and v.shape == k.shape and not self._is_code
+        self._rows = counted(device, self._total, 1)
+        self._starts = None if starts is not None else counted(device, batch + 1, lead[1])
+        self._places = None
+        if starts is None and not (self._is_code and rotary is not None):
+            self._places = choose_append_places(lead[1], size, keys.lens, keys.tables, rotary)
+        self._size = size
+        self._write: Callable[..., Any] = rope_and_cache if self._is_fused else reshape_and_cache
+        self.is_launched = False
+        if self._places is not None and not self._quantized and (rotary is None or self._is_fused):
+            self._resolve(query, k, v, keys, rotary)
+
+    def _resolve(
+        self, query: torch.Tensor, k: torch.Tensor, v: torch.Tensor, keys: PagedKV, rotary: Rotary | None
+    ) -> None:
+        """Finds what the write launches, so that queries, keys and caches may come in their callers' shapes."""
+        if not (k.is_contiguous() and v.is_contiguous()):
+            return
+        slots, arguments = self._rows.long(), [packed(k), packed(v)]
+        if rotary is not None:
+            angles = rotary.cos.new_empty(self._total, 2 * rotary.cos.shape[1])
+            arguments = [query, *arguments, self._rows, angles]
+        behind = () if rotary is None else (rotary.interleaved,)
+        launch = launch_of(self._write, *arguments, *keys[:2], slots, *behind, None, None)
+        if launch is not None:
+            self._write, self.is_launched = launch, True
+
+    def __call__(
+        self,
+        query: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        starts: torch.Tensor | None,
+        keys: PagedKV,
+        given: FlashTensors,
+        rotary: Rotary | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The queries, rotated, and how long sequences are then."""
+        starts = self._starts if starts is None else starts
+        assert starts is not None
+        if self._checks_values:
+            self._check(starts, keys, rotary)
+        scales = _scales(given, keys.lens.shape[0]) if self._quantized and not self._is_code else (None, None)
+        if self._places is None:
+            slots, lens, angles = _append_places(self._total, starts, self._size, keys.lens, keys.tables, rotary)
+        else:
+            slots, lens, angles = self._places(keys.lens, keys.tables, rotary)
+        k, v = packed(k), packed(v)
+        caches = (keys.key_cache, keys.value_cache, slots)
+        if self._is_fused:
+            assert rotary is not None
+            return self._write(query, k, v, self._rows, angles, *caches, rotary.interleaved, *scales), lens
+        if rotary is not None and angles is not None:
+            k = rotary.turned(k, angles).to(k.dtype)
+            if not self._together:
+                token, sequence = sequence_of_token(keys.starts, query.shape[0])
+                nth = token - keys.starts.index_select(0, sequence) if self._sees_ahead else 0
+                angles = rotary.angles(sequence, nth)
+            query = rotary.turned(query, angles)
+        if self._is_code:  # as it is, whatever it is multiplied by
+            codes = [x.view(torch.uint8) for x in (k, v, *caches[:2])]
+            scatter_slots_list(codes[:2], codes[2:], slots)
+        else:
+            self._write(k, v, *caches, *scales)
+        return query, lens
+
+    def launch(
+        self, query: Any, k: Any, v: Any, key_cache: Any, value_cache: Any, lens: Any, tables: Any, rotary: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same where it `is_launched`, of tensors in their callers' shapes."""
+        slots, new_lens, angles = self._places(lens, tables, rotary)  # type: ignore[misc]
+        if rotary is None:
+            self._write(k, v, key_cache, value_cache, slots, None, None)
+            return query, new_lens
+        caches = (key_cache, value_cache, slots, rotary.interleaved, None, None)
+        return self._write(query, k, v, self._rows, angles, *caches), new_lens
+
+    def _check(self, starts: torch.Tensor, keys: PagedKV, rotary: Rotary | None) -> None:
+        counts = starts.diff()
+        if int(starts[0]) or bool((counts < 0).any()) or int(starts[-1]) > self._total:
+            raise bad_argument("cu_seqlens_k_new", starts.tolist(), f"ascending from 0 to at most {self._total}")
+        if bool((keys.lens + counts > self._capacity).any()):
+            longest, new = int(keys.lens.max()), int(counts.max())
+            raise bad_argument("cache_seqlens", longest, f"at most {self._capacity - new}, with {new} new")
+        if rotary is not None:
+            most = max(int((rotary.first + counts).max()), int(rotary.first.max()) + 1)
+            if self._sees_ahead:
+                most = max(most, int((rotary.first + keys.starts.diff()).max()))
+            if most > len(rotary.cos):
+                raise bad_argument("rotary_cos", f"{len(rotary.cos)} positions", f"at least {most}")
+
+
+def _scales(given: FlashTensors, batch: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """What a quantized cache's new keys and values are divided by."""
+    scales: list[torch.Tensor | None] = []
+    for name, descale in (("k_descale", given.k_descale), ("v_descale", given.v_descale)):
+        scale = None if descale is None else scale_of_heads(name, descale, batch)
+        if scale is None and descale is not None:
+            needs = "the same for every sequence, since new keys are stored divided by it"
+            raise bad_argument(name, describe(descale), needs)
+        scales.append(scale)
+    return scales[0], scales[1]

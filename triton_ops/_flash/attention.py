@@ -1,0 +1,291 @@
+"""Attention of FlashAttention's functions: masks, biases and scales as operators take them, and the calls themselves.
+
+A window (left, right) around position p holds the keys p - left to p + right; -1 is no bound, and so is a side that no
+key is as far from a query as. It becomes that of an operator, whose queries stand `right` further where the two sides
+differ: t <= p + right and t > p + right - window.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from .._attention.dense import counted
+from .._attention.layout import PlanShape
+from .._checks import bad_argument, describe, reads_values
+from .._quantize import CODES
+from ..latent_attention import latent_attention, latent_attention_with_lse
+from ..merge_attention import merge_attention
+from ..paged_attention import paged_attention, paged_attention_with_lse
+from ..sliding_window_attention import sliding_window_attention, sliding_window_attention_with_lse
+from ..sparse_gap_attention import sparse_gap_attention, sparse_gap_attention_with_lse
+from .call import FlashOptions, FlashTensors, launch_of
+from .keys import PagedKV, in_chunks, mirrored, rows, sequence_of_token, with_holes
+
+Result = tuple[torch.Tensor, torch.Tensor | None]
+Scales = tuple[torch.Tensor | None, torch.Tensor | None]
+
+
+class _Window(NamedTuple):
+    """An operator, and its arguments that are no tensors."""
+
+    operator: Callable[..., Any]
+    before: tuple[Any, ...]  # up to softcap
+    after: tuple[Any, ...]  # max_query_len and max_seq_len
+    ahead: int  # how far ahead of their places queries are said to stand
+
+    def arguments(
+        self, query: torch.Tensor, keys: PagedKV, slopes: Any, sinks: Any, scales: Scales = (None, None)
+    ) -> tuple[Any, ...]:
+        """All of them, by position."""
+        positions: tuple[torch.Tensor, ...] = ()
+        if self.ahead:
+            token, sequence = sequence_of_token(keys.starts, query.shape[0])
+            positions = (token + (keys.lens - keys.starts[1:] + self.ahead).index_select(0, sequence),)
+        return (
+            query, keys.key_cache, keys.value_cache, keys.tables, keys.lens, keys.starts, *positions, *self.before,
+            slopes, sinks, *scales, *self.after, None if positions else keys.plan, False,
+        )  # fmt: skip
+
+
+def _sides(keys: PagedKV, options: FlashOptions) -> tuple[int, int]:
+    """The window's sides, 0 for one that holds no key, -1 for one that bounds none."""
+    left, right = options.window
+    if left >= keys.longest:
+        left = -1
+    if options.causal or keys.max_queries <= 1:  # behind a single query there are no keys
+        return left, 0
+    return left, -1 if right >= keys.max_queries - 1 else right
+
+
+def scale_of(options: FlashOptions, head_dim: int) -> float:
+    """The factor on q.k."""
+    return float(head_dim**-0.5 if options.softmax_scale is None else options.softmax_scale)
+
+
+def _window(keys: PagedKV, options: FlashOptions, head_dim: int, left: int, right: int, with_lse: bool) -> _Window:
+    """What attends to keys of a window around each query."""
+    before: tuple[float, ...] = (scale_of(options, head_dim),)
+    operators: tuple[Callable[..., Any], Callable[..., Any]] = (paged_attention, paged_attention_with_lse)
+    ahead = 0
+    if right and left != right:
+        ahead = right if right > 0 else keys.max_queries
+        before = (*before, left + ahead + 1 if left >= 0 else 0, 0)
+        operators = (sparse_gap_attention, sparse_gap_attention_with_lse)
+    elif left >= 0:
+        before = (*before, left + 1, 0)
+        operators = (sliding_window_attention, sliding_window_attention_with_lse)
+    flags = (ahead > 0 or right == 0, float(options.softcap))
+    return _Window(operators[with_lse], (*before, *flags), (keys.max_queries, keys.max_keys), ahead)
+
+
+def _quantized(query: torch.Tensor, keys: PagedKV) -> bool:
+    return query.dtype == torch.float8_e4m3fn or keys.key_cache.dtype in CODES
+
+
+def choose_launch(
+    query: torch.Tensor, keys: PagedKV, options: FlashOptions, given: FlashTensors
+) -> Callable[..., Any] | None:
+    """What launches such a call, and all of its kind, if it is one of an operator alone; else None.
+
+    It takes query, key_cache, value_cache, tables, lens, starts, slopes, sinks and plan, and looks at addresses alone.
+    """
+    (left, right), slopes = _sides(keys, options), given.alibi_slopes
+    if slopes is not None and (right or slopes.dim() != 1):
+        return None
+    if _quantized(query, keys) or options.chunk or given.qv is not None:
+        return None
+    operator, before, after, ahead = _window(keys, options, query.shape[-1], left, right, options.with_lse)
+    if ahead:
+        return None
+    launch = launch_of(
+        operator, query, *keys[:5], *before, slopes, given.s_aux, None, None, *after, keys.plan, False
+    )  # fmt: skip
+    if launch is None:
+        return None
+
+    def run(
+        query: Any, key_cache: Any, value_cache: Any, tables: Any, lens: Any, starts: Any, slopes: Any, sinks: Any,
+        plan: Any = None,
+    ) -> Any:  # fmt: skip
+        return launch(
+            query, key_cache, value_cache, tables, lens, starts, *before, slopes, sinks, None, None, *after, plan, False
+        )
+
+    return run
+
+
+def attend(query: torch.Tensor, keys: PagedKV, options: FlashOptions, given: FlashTensors) -> Any:
+    """Attention of packed queries `[num_tokens, num_heads, head_dim]`: out, or (out, lse)."""
+    slopes, batch, after = given.alibi_slopes, keys.lens.shape[0], None
+    scales: Scales = (None, None)
+    if given.qv is not None:
+        out, lse = _attend_latent(query, given.qv, keys, options, given)
+        return (out, lse) if options.with_lse else out
+    if _quantized(query, keys) or given.q_descale is not None:
+        query, scales, after = _dequantized(query, keys, given)
+    if slopes is not None and slopes.dim() == 2:
+        if slopes.shape != (batch, query.shape[1]):
+            needs = f"[{query.shape[1]}], or [{batch}, {query.shape[1]}], slopes of each sequence"
+            raise bad_argument("alibi_slopes", describe(slopes), needs)
+        if batch <= 1 or not slopes.stride(0):
+            slopes = slopes[0] if batch else slopes.new_zeros(slopes.shape[1])
+    if slopes is None or slopes.dim() == 1:
+        out, lse = _attend_heads(query, keys, options, slopes, given.s_aux, scales)
+    else:
+        out, lse = _attend_each(query, keys, options, slopes, given.s_aux, scales)
+    out = out if after is None else (out * after).to(out.dtype)
+    return (out, lse) if options.with_lse else out
+
+
+def _attend_each(
+    query: torch.Tensor, keys: PagedKV, options: FlashOptions, slopes: torch.Tensor, sinks: Any, scales: Scales
+) -> Result:
+    """ALiBi with slopes of each sequence's own: a call for each, in which the others have no keys."""
+    token, sequence = sequence_of_token(keys.starts, query.shape[0])
+    index, parts = counted(query.device, keys.lens.shape[0], 1).unsqueeze(1), []
+    for i, own in enumerate(slopes.unbind()):
+        alone = keys._replace(tables=torch.where(index == i, keys.tables, -1), plan=None)
+        parts.append(_attend_heads(query, alone, options, own, sinks, scales))
+    lses = [lse for _, lse in parts if lse is not None]
+    return torch.stack([out for out, _ in parts])[sequence, token], torch.stack(lses)[sequence, token] if lses else None
+
+
+def _attend_heads(
+    query: torch.Tensor, keys: PagedKV, options: FlashOptions, slopes: Any, sinks: Any, scales: Scales
+) -> Result:
+    """Attention with slopes of heads, or none.
+
+    ALiBi of queries that see ahead is -slope * |t - p|: of keys up to p, and of those behind it in the order from the
+    sequence's end, where an absent key makes each of them one nearer to its query than it should be.
+    """
+    if options.chunk:
+        keys = in_chunks(keys, options.chunk, options.causal)
+    left, right = _sides(keys, options)
+    if slopes is None or not right:
+        return _attend_window(query, keys, options, (left, right), slopes, sinks, scales)
+    both = options._replace(with_lse=True)
+    past, past_lse = _attend_window(query, keys, both, (left, 0), slopes, sinks, scales)
+    behind, places = mirrored(keys, query.shape[0])
+    future, lse = _attend_window(rows(query, places), behind, both, (max(-1, right - 1), 0), slopes, None, scales)
+    assert past_lse is not None
+    assert lse is not None
+    lse = lse.index_select(0, places) - slopes.float()
+    return merge_attention(past, past_lse, future.index_select(0, places), lse)
+
+
+def _attend_window(
+    query: torch.Tensor,
+    keys: PagedKV,
+    options: FlashOptions,
+    sides: tuple[int, int],
+    slopes: Any,
+    sinks: Any,
+    scales: Scales,
+) -> Result:
+    if keys.fewer_keys and keys.max_queries > 1 and reads_values(query):  # which operators refuse
+        keys = with_holes(keys)
+    window = _window(keys, options, query.shape[-1], *sides, options.with_lse)
+    found = window.operator(*window.arguments(query, keys, slopes, sinks, scales))
+    return found if options.with_lse else (found, None)
+
+
+def _attend_latent(
+    query: torch.Tensor, qv: torch.Tensor, keys: PagedKV, options: FlashOptions, given: FlashTensors
+) -> Result:
+    """Queries of two parts, scale * (q.k + qv.v): those of rows that hold both, read once as key and value."""
+    (left, right), value_dim, width = _sides(keys, options), qv.shape[-1], query.shape[-1] + qv.shape[-1]
+    fits = keys.key_cache.shape[2] == 1 and value_dim % 16 == 0 and width % 16 == 0 and width <= 1024
+    extra = (given.alibi_slopes, given.s_aux)
+    if not fits or left >= 0 or right > 0 or any(x is not None for x in extra) or _quantized(query, keys):
+        needs = "one KV head, head_dims that are multiples of 16 and 1024 together at most, 16 bits or 32, "
+        raise bad_argument("qv", describe(qv), f"{needs}no window, alibi_slopes or s_aux: others are not served")
+    if qv.dtype != query.dtype:
+        raise bad_argument("qv", describe(qv), f"dtype {query.dtype} of q", TypeError)
+    key, value = keys.key_cache, keys.value_cache
+    begin = value.storage_offset() + value_dim
+    if (
+        key.untyped_storage().data_ptr() == value.untyped_storage().data_ptr()
+        and key.stride() == value.stride()
+        and key.storage_offset() == begin
+    ):
+        cache = value.as_strided((*value.shape[:3], width), value.stride())
+    else:
+        cache = torch.cat((value, key), 3)
+    keys = keys._replace(key_cache=cache, value_cache=cache[..., :value_dim])
+    if options.chunk:
+        keys = in_chunks(keys, options.chunk, options.causal)
+    if keys.fewer_keys and keys.max_queries > 1 and reads_values(query):
+        keys = with_holes(keys)
+    operator: Callable[..., Any] = (latent_attention, latent_attention_with_lse)[options.with_lse]
+    found = operator(
+        torch.cat((qv, query), 2), keys.key_cache, keys.tables, keys.lens, keys.starts, scale_of(options, width),
+        value_dim, right == 0, float(options.softcap), None, keys.max_queries, keys.max_keys, keys.plan,
+    )  # fmt: skip
+    return found if options.with_lse else (found, None)
+
+
+def fitting_plan(plan: torch.Tensor | None, keys: PagedKV, options: FlashOptions) -> PagedKV:
+    """The keys with a plan, where it is one of their tables' shape and of a call that needs no other tables."""
+    if plan is None or options.chunk or plan.shape != (PlanShape.of(keys.tables, keys.key_cache.shape[1]).size,):
+        return keys
+    return keys._replace(plan=plan)
+
+
+def scale_of_heads(name: str, descale: torch.Tensor, batch: int) -> torch.Tensor | None:
+    """A descale `[batch, num_kv_heads]` as an operator takes it; None where sequences may differ."""
+    if descale.dim() == 0 or descale.numel() == 1:
+        return descale.reshape(1)
+    if descale.dim() == 1:
+        return descale
+    if descale.dim() != 2 or descale.shape[0] != batch:
+        raise bad_argument(name, describe(descale), f"[{batch}, num_kv_heads], or one element")
+    if batch > 1 and descale.stride(0):
+        return None
+    return descale[0] if descale.stride(1) or descale.shape[1] == 1 else descale[0, :1]
+
+
+def _of_query_heads(descale: torch.Tensor, num_heads: int, sequence: torch.Tensor | None) -> torch.Tensor:
+    """A descale as a factor `[num_tokens or 1, num_heads, 1]` of queries or results."""
+    if descale.dim() == 2:
+        descale = descale[:1] if sequence is None else descale.index_select(0, sequence)
+    descale = descale.reshape(-1, descale.shape[-1] if descale.dim() else 1).float()
+    return descale.repeat_interleave(num_heads // descale.shape[1], 1).unsqueeze(2)
+
+
+def _dequantized(
+    query: torch.Tensor, keys: PagedKV, given: FlashTensors
+) -> tuple[torch.Tensor, Scales, torch.Tensor | None]:
+    """Queries in a dtype that operators take, scales of a quantized cache, and what results are multiplied by.
+
+    An operator has one scale a KV head: scales that differ from sequence to sequence become factors of its queries and
+    results.
+    """
+    batch, num_heads, sequence = keys.lens.shape[0], query.shape[1], None
+    scales: dict[str, Any] = {}
+    factors: list[torch.Tensor] = []
+    descales = {"q": given.q_descale, "k": given.k_descale, "v": given.v_descale}
+    if batch > 1 and any(x is not None and x.dim() == 2 and x.stride(0) for x in descales.values()):
+        sequence = sequence_of_token(keys.starts, query.shape[0])[1]
+    if given.q_descale is not None:
+        factors.append(_of_query_heads(given.q_descale, num_heads, sequence))
+    after = None
+    if keys.key_cache.dtype in CODES:
+        for name in ("k", "v"):
+            descale = descales[name]
+            scale = None if descale is None else scale_of_heads(f"{name}_descale", descale, batch)
+            if scale is None:
+                scale = torch.ones(1, device=query.device)
+                if descale is not None:
+                    factor = _of_query_heads(descale, num_heads, sequence)
+                    factors, after = ([*factors, factor], after) if name == "k" else (factors, factor)
+            scales[f"{name}_scale"] = scale
+    dtype = torch.bfloat16 if query.dtype == torch.float8_e4m3fn else query.dtype
+    if factors or dtype != query.dtype:
+        exact = query.float()
+        for factor in factors:
+            exact = exact * factor
+        query = exact.to(dtype)
+    return query, (scales.get("k_scale"), scales.get("v_scale")), after

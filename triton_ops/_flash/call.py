@@ -1,0 +1,206 @@
+"""What FlashAttention's functions have in common: options, calls found again, errors with their names, checks."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, cast
+
+import torch
+
+from .._checks import bad_argument, check_integer, debug_mode_enabled, describe, reads_values, refuse_grad
+from .._dispatch import Memo, aligned, current_device, is_launched, is_watched, may_keep
+from .._kernel import current_stream
+
+
+class FlashOptions(NamedTuple):
+    """What the three functions have in common besides tensors, as they were given."""
+
+    softmax_scale: float | None
+    causal: bool
+    window: tuple[int, int]
+    softcap: float
+    with_lse: bool
+    chunk: int
+
+
+class FlashTensors(NamedTuple):
+    """Tensors that they have in common."""
+
+    alibi_slopes: torch.Tensor | None = None
+    s_aux: torch.Tensor | None = None
+    q_descale: torch.Tensor | None = None
+    k_descale: torch.Tensor | None = None
+    v_descale: torch.Tensor | None = None
+    qv: torch.Tensor | None = None
+    out: torch.Tensor | None = None
+
+    @classmethod
+    def of(cls, q: torch.Tensor, tensors: Sequence[torch.Tensor | None]) -> FlashTensors:
+        """Those beside q, whose descale is of a quantized one."""
+        given = cls(*tensors)
+        return given if q.dtype == torch.float8_e4m3fn else given._replace(q_descale=None)
+
+
+_NAMES = {
+    "query": "q",
+    "key_cache": "k",
+    "value_cache": "v",
+    "block_tables": "block_table",
+    "query_start_loc": "cu_seqlens_q",
+    "seq_lens": "cu_seqlens_k",
+    "max_query_len": "max_seqlen_q",
+    "max_seq_len": "max_seqlen_k",
+    "sinks": "s_aux",
+    "k_scale": "k_descale",
+    "v_scale": "v_descale",
+    "plan": "scheduler_metadata",
+}
+
+
+def _alignments(*tensors: torch.Tensor) -> object:
+    """Which begin at a multiple of 16 bytes; True where all do. A choice holds launches for some of the tensors."""
+    return aligned(*tensors) or tuple([tensor.data_ptr() & 15 == 0 for tensor in tensors])
+
+
+_chosen: Memo[Callable[..., Any]] = Memo(_alignments)
+
+
+def run_chosen(
+    choose: Callable[..., Callable[..., Any]],
+    names: dict[str, str],
+    options: tuple[Any, ...],
+    *tensors: torch.Tensor | None,
+) -> Any:
+    """Runs what `choose` makes of a call's options and of its tensors' metadata, found again for calls of the kind.
+
+    Args:
+        choose: Takes options and tensors; what it returns takes the tensors.
+        names: What errors call the parameters of operators, where it is not the usual.
+        options: All that matters besides.
+        tensors: No tensor twice.
+    """
+    try:
+        query = tensors[0]
+        on_gpu = isinstance(query, torch.Tensor) and query.is_cuda
+        if not may_keep(on_gpu):
+            return choose(options, *tensors)(*tensors)
+        given = [tensor for tensor in tensors if tensor is not None]
+        types = tuple(map(type, tensors))  # which are None, for one
+        where = (current_device(), current_stream()) if on_gpu else None
+        kind = (choose, options, types, debug_mode_enabled(), where)
+        run = _chosen.find(kind, given)
+        if run is None:
+            run = choose(options, *tensors)
+            _chosen.add(kind, given, run)
+        return run(*tensors)
+    except (TypeError, ValueError, RuntimeError, AttributeError) as error:
+        known, said = _NAMES | names, str(error)
+        renamed = re.sub(r"\b\w+\b", lambda found: known.get(found[0], found[0]), said)
+        if renamed == said:
+            raise
+        raise type(error)(renamed) from None
+
+
+def launch_of(operator: Callable[..., Any], *arguments: Any) -> Callable[..., Any] | None:
+    """What launches such a call of an operator, and all that differ in addresses and values; None where it may not.
+
+    It looks at addresses alone: of an argument that is a view of a tensor it may be given that tensor instead.
+    """
+    query, tensors = arguments[0], [x for x in arguments if isinstance(x, torch.Tensor)]
+    if is_watched() or reads_values(query) or not is_launched(tensors):
+        return None
+    if query.is_cuda and query.device.index != current_device():
+        return None
+    launch: Callable[..., Any] = operator.chosen.launch_for(arguments)  # type: ignore[attr-defined]
+    return launch
+
+
+def pair(window_size: Sequence[int] | None) -> tuple[int, int]:
+    """A window's two sides, -1 for no bound."""
+    if window_size is None or (type(window_size) is tuple and window_size == (-1, -1)):
+        return -1, -1
+    left, right = window_size
+    return max(-1, int(left)), max(-1, int(right))
+
+
+def bound(name: str, value: Any) -> int | None:
+    """An upper bound of lengths; a tensor is read."""
+    if value is None:
+        return None
+    if isinstance(value, torch.SymInt):
+        return cast(int, value)
+    return check_integer(name, int(value) if isinstance(value, torch.Tensor) else value, 0, 31)
+
+
+def check_tensors(layouts: dict[str, tuple[Any, str]], given: FlashTensors) -> None:
+    """Checks ranks, and that no tensor requires grad; what else is wrong the operators say."""
+    for name, (tensor, layout) in layouts.items():
+        if not isinstance(tensor, torch.Tensor):
+            raise bad_argument(name, describe(tensor), f"a tensor {layout}", TypeError)
+        if tensor.dim() != layout.count(",") + 1:
+            raise bad_argument(name, f"shape {list(tensor.shape)}", layout)
+        if 0 in tensor.shape[-2:]:
+            raise bad_argument(name, f"shape {list(tensor.shape)}", "at least one head, of at least one feature")
+    tensors = {name: tensor for name, (tensor, _) in layouts.items()}
+    refuse_grad(**tensors, alibi_slopes=given.alibi_slopes, s_aux=given.s_aux, qv=given.qv)
+    q, value = tensors["q"], tensors["v" if "v_cache" not in tensors else "v_cache"]
+    shape = (*q.shape[:-1], value.shape[-1])
+    for name, tensor in (("out", given.out), ("qv", given.qv)):
+        if tensor is not None and (tensor.shape != shape or tensor.device != q.device):
+            raise bad_argument(name, describe(tensor), f"{list(shape)} on {q.device}")
+
+
+def check_partial(out_partial: Any, lse_partial: Any, out: torch.Tensor | None) -> None:
+    """Checks what `flash_attn_combine` takes."""
+    for name, tensor in (("out_partial", out_partial), ("lse_partial", lse_partial)):
+        if not isinstance(tensor, torch.Tensor):
+            raise bad_argument(name, describe(tensor), "a tensor", TypeError)
+    if out_partial.dim() not in (4, 5) or not out_partial.shape[0]:
+        raise bad_argument("out_partial", describe(out_partial), "[num_splits, batch, seqlen, num_heads, head_dim]")
+    if lse_partial.shape != out_partial.shape[:-1] or lse_partial.device != out_partial.device:
+        needs = f"{list(out_partial.shape[:-1])} on {out_partial.device}"
+        raise bad_argument("lse_partial", describe(lse_partial), needs)
+    if out is not None and (out.shape != out_partial.shape[1:] or out.device != out_partial.device):
+        raise bad_argument("out", describe(out), f"{list(out_partial.shape[1:])} on {out_partial.device}")
+    refuse_grad(out_partial=out_partial, lse_partial=lse_partial)
+
+
+def check_numbers(name: str, tensor: Any, count: int | None, device: torch.device) -> None:
+    """Checks an int32 tensor of a number for each sequence, or of where each begins and the last ends."""
+    needs = f"int32 [{'batch + 1' if count is None else count}] on {device}"
+    if not isinstance(tensor, torch.Tensor):
+        raise bad_argument(name, describe(tensor), needs, TypeError)
+    fits = tensor.dim() == 1 and (tensor.shape[0] > 0 if count is None else tensor.shape[0] == count)
+    if not fits or tensor.dtype != torch.int32 or tensor.device != device:
+        raise bad_argument(name, describe(tensor), needs)
+
+
+def check_values(name: str, tensor: torch.Tensor, least: int, most: int) -> None:
+    """Checks numbers whose values may be read, unless a compiler looks on."""
+    if is_watched() or not reads_values(tensor):
+        return
+    low, high = (int(bound) for bound in torch.aminmax(tensor)) if tensor.numel() else (least, most)
+    if low < least or high > most:
+        raise bad_argument(name, f"values from {low} to {high}", f"{least} to {most}")
+
+
+def contiguous(x: torch.Tensor) -> torch.Tensor:
+    """x, copied where its last dimension is not contiguous."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def packed(x: torch.Tensor) -> torch.Tensor:
+    """Heads of tokens one behind the other: `[num_tokens, num_heads, head_dim]`."""
+    return contiguous(x).reshape(-1, *x.shape[-2:])
+
+
+def shaped(found: Any, batched: tuple[int, int] | None, given_out: torch.Tensor | None) -> Any:
+    """out, or (out, lse), in FlashAttention's shapes: the batch first unless packed, lse's heads before its queries."""
+    out, lse = found if type(found) is tuple else (found, None)
+    if batched is not None:
+        out = out if out.dim() == 4 else out.view(*batched, *out.shape[1:])
+        lse = None if lse is None else lse.view(*batched, lse.shape[-1])
+    if given_out is not None:
+        out = given_out.copy_(out)
+    return out if lse is None else (out, lse.transpose(-1, -2).contiguous())

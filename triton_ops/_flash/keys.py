@@ -1,0 +1,180 @@
+"""Keys and values of a batch as operators take them, and the same seen in another order: by chunks, from the end.
+
+What masks and paddings FlashAttention has beside a window needs no operator of its own: a block table says which keys a
+sequence has, in which order. Where they do not lie at blocks' begins, smaller blocks are seen in the same memory.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+
+from .._attention.dense import as_blocks, counted
+from .._checks import bad_argument, describe
+from .._dispatch import is_watched
+from .call import check_values
+
+
+class PagedKV(NamedTuple):
+    """Keys and values as the operators take them, and the batch that reads them.
+
+    Attributes:
+        key_cache, value_cache: Of blocks.
+        tables: `[batch, max_blocks]`.
+        lens: `[batch]`, keys of each sequence.
+        starts: `[batch + 1]`, where its queries begin.
+        max_queries: Of a sequence, at most.
+        max_keys: Of a sequence, at most; None: what the tables hold.
+        fewer_keys: Whether a sequence may have fewer keys than queries.
+        plan: Made for these tables and lengths; None: operators make their own.
+    """
+
+    key_cache: torch.Tensor
+    value_cache: torch.Tensor
+    tables: torch.Tensor
+    lens: torch.Tensor
+    starts: torch.Tensor
+    max_queries: int
+    max_keys: int | None
+    fewer_keys: bool
+    plan: torch.Tensor | None = None
+
+    @property
+    def capacity(self) -> int:
+        """Keys that a sequence's table holds."""
+        return self.tables.shape[1] * self.key_cache.shape[1]
+
+    @property
+    def longest(self) -> int:
+        """Keys of a sequence, at most."""
+        return self.capacity if self.max_keys is None else self.max_keys
+
+
+def sequence_of_token(starts: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Numbers of packed tokens, and of the sequence of each; of the last one for padding."""
+    token = counted(starts.device, count, 1)
+    return token, torch.searchsorted(starts[1:], token, right=True).clamp_(max=max(0, starts.shape[0] - 2))
+
+
+def rows(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """X at these places of its first dimension."""
+    if x.dtype.itemsize == 1:  # no index takes float8
+        return x.view(torch.uint8).index_select(0, index).view(x.dtype)
+    return x.index_select(0, index)
+
+
+def _in_order(keys: PagedKV, size: int, first: torch.Tensor, count: int, step: int = 1) -> PagedKV:
+    """The same with tables `[batch * n, count]` of blocks of `size` tokens: first `[batch, n]`, first + step, ...
+
+    Blocks before a sequence's first or behind its table's last are absent. Lengths, and where queries begin, are the
+    caller's to change.
+    """
+    blocks, per_block = as_blocks(keys.key_cache, keys.value_cache, size), keys.key_cache.shape[1] // size
+    unit = first.unsqueeze(2) + counted(first.device, count, step)
+    columns = unit.div(per_block, rounding_mode="floor")
+    tables = torch.full_like(unit, -1)
+    if keys.tables.shape[1]:
+        inside = columns.clamp(0, keys.tables.shape[1] - 1)
+        found = keys.tables.gather(1, inside.flatten(1).long()).view_as(unit)
+        places = found * blocks.per_sequence + unit.remainder(per_block) * blocks.per_block
+        tables = torch.where((columns == inside) & (found >= 0), places, tables)
+    return keys._replace(
+        key_cache=blocks.key_cache, value_cache=blocks.value_cache, tables=tables.flatten(0, 1), plan=None
+    )
+
+
+def check_lens(keys: PagedKV) -> None:
+    """Checks lengths before they change, so that errors tell them as they were given."""
+    check_values("seq_lens", keys.lens, 0, keys.longest)
+
+
+def with_holes(keys: PagedKV) -> PagedKV:
+    """The same with absent blocks before each sequence's own, so that none has more queries than keys."""
+    check_lens(keys)
+    size = keys.key_cache.shape[1]
+    holes = -(-keys.max_queries // size)
+    tables = torch.nn.functional.pad(keys.tables, (holes, 0), value=-1)
+    return keys._replace(
+        tables=tables, lens=keys.lens + holes * size, max_keys=keys.longest + holes * size, fewer_keys=False, plan=None
+    )
+
+
+def without_leftpad(keys: PagedKV, leftpad: torch.Tensor) -> PagedKV:
+    """The same without so many tokens before each sequence's first."""
+    leftpad = leftpad.clamp(min=0)  # below it lies another sequence
+    found = _in_order(keys, 1, leftpad.unsqueeze(1), keys.capacity)
+    return found._replace(lens=keys.lens - leftpad)
+
+
+def in_chunks(keys: PagedKV, chunk: int, causal: bool) -> PagedKV:
+    """The same with each chunk of keys, which its own queries alone attend to, as a sequence of its own.
+
+    Positions are divided by `chunk`; a query at a negative one attends to nothing.
+    """
+    if chunk >= keys.longest and (causal or not keys.fewer_keys):
+        return keys
+    check_lens(keys)
+    most = keys.max_queries
+    count = max(1, (most + chunk - 2) // chunk + 1)  # chunks that a sequence's queries are in
+    first = keys.lens - keys.starts.diff()
+    begins = first.div(chunk, rounding_mode="floor").unsqueeze(1) + counted(first.device, count, 1)
+    size = 1 if is_watched() else math.gcd(chunk, keys.key_cache.shape[1])
+    found = _in_order(keys, size, begins * (chunk // size), min(chunk // size, -(-keys.longest // size)))
+    lens = (keys.lens.unsqueeze(1) - begins * chunk).clamp(0, chunk).masked_fill(begins < 0, 0)
+    to = (begins * chunk - first.unsqueeze(1)).clamp(min=0)
+    starts = torch.minimum(keys.starts[:-1, None] + to, keys.starts[1:, None])
+    return found._replace(
+        lens=lens.flatten(),
+        starts=torch.cat((starts.flatten(), keys.starts[-1:])),
+        max_queries=min(most, chunk),
+        max_keys=min(chunk, keys.longest),
+    )
+
+
+def mirrored(keys: PagedKV, count: int) -> tuple[PagedKV, torch.Tensor]:
+    """Keys behind their queries' positions from each sequence's end on, and where each of `count` queries is then.
+
+    Keys t > p are those before p in this order, t' = length - t, as blocks of a token behind one that is absent: to a
+    query that many from the end, causally.
+    """
+    check_lens(keys)
+    token, sequence = sequence_of_token(keys.starts, count)
+    first, last = keys.starts[:-1].index_select(0, sequence), keys.starts[1:].index_select(0, sequence)
+    places = torch.where(token < last, first + last - 1 - token, token)  # padding stays where it is
+    most = keys.max_queries
+    found = _in_order(keys, 1, keys.lens.unsqueeze(1) - 1, most - 1, -1)
+    tables = torch.nn.functional.pad(found.tables, (1, 0), value=-1)
+    lens = keys.starts.diff()
+    return found._replace(tables=tables, lens=lens, max_keys=most, fewer_keys=False), places
+
+
+class UsedQueries:
+    """FlashAttention 3's seqused_q: of each sequence's queries in a packed q the first ones, packed anew.
+
+    Args:
+        count: Of tokens.
+        starts: `[batch + 1]` int32, where each sequence's queries begin.
+        used: `[batch]` int32, how many of them are used.
+    """
+
+    def __init__(self, count: int, starts: torch.Tensor, used: torch.Tensor) -> None:
+        batch = starts.shape[0] - 1
+        if used.shape != (batch,) or used.dtype != torch.int32 or used.device != starts.device:
+            raise bad_argument("seqused_q", describe(used), f"int32 [{batch}] on {starts.device}")
+        self.starts = torch.nn.functional.pad(used.cumsum(0, dtype=torch.int32), (1, 0))
+        (token, new), (_, old) = sequence_of_token(self.starts, count), sequence_of_token(starts, count)
+        self._source = (token - self.starts[new] + starts[new]).clamp_(0, max(0, count - 1))
+        places = token - starts[old] + self.starts[old]
+        self._unused = places >= self.starts[old + 1]
+        self._places = places.clamp_(0, max(0, count - 1))
+
+    def pack(self, q: torch.Tensor) -> torch.Tensor:
+        """The used queries, one behind the other; what follows is any."""
+        return rows(q, self._source)
+
+    def unpack(self, out: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Results where their queries are; 0 and -inf for those that are not used."""
+        out = out.index_select(0, self._places).masked_fill_(self._unused[:, None, None], 0.0)
+        return out, lse.index_select(1, self._places).masked_fill_(self._unused, -torch.inf)
