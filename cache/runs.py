@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -81,6 +81,14 @@ def slots_of_runs(runs: list[Run], count: int) -> Slots:
     places = np.arange(int(lengths.sum())) + np.repeat(begins - lengths.cumsum() + lengths, lengths)
     slots[places] = places + np.repeat(firsts - begins, lengths)
     return slots
+
+
+def pad_tables(tables: Sequence[npt.NDArray[np.int32]]) -> npt.NDArray[np.int32]:
+    """Block tables below each other, -1 behind the end of each: [len(tables), the longest one's length, at least 1]."""
+    padded = np.full((len(tables), max([1, *map(len, tables)])), -1, np.int32)
+    for row, table in zip(padded, tables, strict=True):
+        row[: len(table)] = table
+    return padded
 
 
 def ascending(runs: Iterable[Run]) -> list[tuple[int, int]]:

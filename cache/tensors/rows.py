@@ -23,7 +23,7 @@ from ...triton_ops import (
     scatter_slots_list,
 )
 from ...triton_ops._copy.cpu import QUICK_BYTES, empty, scatter_rows
-from ..runs import Slots, ascending, find_runs, slot_runs
+from ..runs import Slots, ascending, find_runs, pad_tables, slot_runs
 from ..table import Ids
 from .step import StepSlots
 from .valid import Mask, ValidRows
@@ -178,12 +178,9 @@ class RowStore:
     ) -> list[torch.Tensor]:
         """Rows of whole requests out of block tables, and the new ones at their positions or else at the ends."""
         self._wait()
-        grid = np.full((len(tables), max(len(table) for table in tables)), -1, np.int32)
-        for row, table in zip(grid, tables, strict=True):
-            row[: len(table)] = table
         return join_prefix_list(
             [self.entries[name].rows for name in new],
-            torch.from_numpy(grid),
+            torch.from_numpy(pad_tables(tables)),
             torch.tensor(lengths),
             [rows.detach() for rows in new.values()],
             torch.from_numpy(np.require(query_start_loc, np.int64, ["C", "W"])),

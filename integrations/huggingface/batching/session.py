@@ -25,6 +25,7 @@ from transformers.generation.continuous_batching.scheduler import SCHEDULER_MAPP
 
 from ....cache import CacheManager
 from ....cache.allocation import Pairs
+from ....cache.runs import pad_tables
 from ..calls import UnsupportedError, callers_level
 from ..paged.batch import PackedBatch
 from ..paged.layers import PagedCache
@@ -75,10 +76,7 @@ def passes(manager: CacheManager[Any, Any, Any], rows: Sequence[ScheduledTokens]
     known = positions < np.array([row.written for row in rows])[of_row]
     made = []
     for group in range(len(manager.groups)):
-        found = [manager.block_table(row.key, group) for row in rows]
-        tables = np.full((len(rows), max(1, *map(len, found))), -1, np.int32)
-        for line, table in zip(tables, found, strict=True):
-            line[: len(table)] = table
+        tables = pad_tables([manager.block_table(row.key, group) for row in rows])
         blocks = tables[of_row, positions // size].astype(np.int64)
         if blocks.size and blocks.min() < 0:
             raise RuntimeError(f"request {rows[of_row[blocks.argmin()]].key}: a token of this step has no block")

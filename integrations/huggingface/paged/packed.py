@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ....cache.runs import pad_tables
 from ..calls import UnsupportedError, refuse_if, refusing
 from ..support import eval_mode, harmless_tokens
 from .batch import DecodeBatch, PackedBatch, Pass
@@ -74,10 +75,7 @@ class PackedModel:
     def forward(self, spans: Sequence[RowSpan]) -> torch.Tensor:
         """Logits of the last token of each span, `[len(spans), vocabulary]`, of one pass over all; raises as `run`."""
         lens = np.array([len(span) for span in spans], np.int32)
-        width = max(len(span.row.table) for span in spans)
-        tables = np.full((len(spans), width), -1, np.int32)
-        for line, span in zip(tables, spans, strict=True):
-            line[: len(span.row.table)] = span.row.table
+        tables = pad_tables([span.row.table for span in spans])
         seq_lens = np.array([span.start + len(span) for span in spans], np.int32)
         batch = PackedBatch(np.concatenate([span.slots for span in spans]), tables, seq_lens, lens)
         device = self.model.device
