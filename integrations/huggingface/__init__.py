@@ -25,10 +25,12 @@ except ModuleNotFoundError as error:
 
 from .batching.enable import ContinuousBatching, enable_continuous_batching
 from .calls import RequestReport, ServedStats, UnsupportedError
+from .compression import CompressedDocument
 from .enable import PrefixCaching, enable_prefix_caching
 from .paged.graphs import GraphReport
 
 __all__ = [
+    "CompressedDocument",
     "ContinuousBatching",
     "GraphReport",
     "PrefixCaching",

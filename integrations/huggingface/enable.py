@@ -16,6 +16,7 @@ from transformers import GenerationMixin
 from ...cache.manager import REUSES
 from ...triton_ops._checks import check_share
 from .calls import RequestReport, ServedStats
+from .compression.document import CompressedDocument
 from .paged.graphs import GraphReport
 from .serving import Serving
 from .settings import CacheOptions, check_number
@@ -241,6 +242,35 @@ class PrefixCaching:
         """
         engine, model, adapters = self._serving.saved_engine()
         return engine.load(model, adapters, path)
+
+    def compress(self, context_ids: Any, press: Any = "snapkv", budget: float = 0.5) -> CompressedDocument:
+        """Reads a text once and keeps a part of its keys and values, the tokens that each head needs most.
+
+        **Approximate**, unlike all else here, and so never done unasked: calls within `with document:` read what was
+        kept, every other call is exact as before.
+
+        Args:
+            context_ids: The text's tokens, `[1, length]` or `[length]`.
+            press: Which tokens are kept: "snapkv" (those the last tokens attend to), "knorm" (keys of small norm),
+                "streaming" (the first and the last), budgets over heads as Ada-KV gives them; or an object of kvpress.
+            budget: Share of the tokens that a press by name keeps; one of kvpress has its own.
+
+        Returns:
+            The document. The same text, press and budget again give what was kept, as long as it fits in memory.
+
+        Raises:
+            TypeError: `press` is neither a name nor an object of kvpress, or `budget` is no number.
+            ValueError: No such press, a budget out of range, no tokens, or a model whose keys and values are not kept
+                by layers of full attention called through transformers' interface.
+
+        Examples:
+            >>> document = handle.compress(prompt[:, :32], budget=0.25)
+            >>> with document:
+            ...     tokens = model.generate(prompt, max_new_tokens=4)
+            >>> tokens.shape
+            torch.Size([1, 44])
+        """
+        return self._serving.documents.compress(context_ids, press, budget)
 
     def salt(self, salt: Any) -> AbstractContextManager[None]:
         """Within it, this thread's calls share blocks only with calls of the same salt.

@@ -13,6 +13,7 @@ from transformers.generation.utils import GENERATION_MODES_MAPPING
 
 from ...cache import CacheManager
 from .calls import Calls, RequestReport, ServedStats, UnsupportedError
+from .compression.reading import Documents
 from .contiguous.serve import Contiguous
 from .identity import Identity, set_by_forward
 from .images import Images, encoded_by_model, take_images
@@ -44,6 +45,7 @@ class Serving:
         self.steps = DecodeSteps(cuda_graphs is not False, self._warn_of_graphs)
         self._engine: Contiguous | Paged | None = None
         self._disabled = False
+        self.documents = Documents(self._reader, self.salt)
         self._looked_at: set[str] = set()
         self.unsupported: str | None = None
         self.last_requests: list[RequestReport] = []
@@ -56,6 +58,7 @@ class Serving:
     def _set_up(self, model: Any) -> None:
         """Looks at the model as it is now, and makes an empty cache for it if it can be served."""
         self._engine, self.unsupported = None, None
+        self.documents.forget()
         self._placed = (model.dtype, model.device)
         with set_by_forward(model) as transient:
             try:
@@ -93,10 +96,13 @@ class Serving:
             raise RuntimeError("generate: the model of this handle is gone")
         original = type(model).generate
         self.last_requests = []
+        arguments = _signature(original).bind(model, *args, **kwargs).arguments
+        del arguments["self"]
+        arguments.update(arguments.pop("kwargs", {}))
+        document = self.documents.entered()
+        if document is not None:
+            return original(model, **self.documents.arguments(document, arguments))
         try:
-            arguments = _signature(original).bind(model, *args, **kwargs).arguments
-            del arguments["self"]
-            arguments.update(arguments.pop("kwargs", {}))
             check_arguments(arguments)
             check_mode(model, arguments)
             take_stop_strings(model, arguments)
@@ -128,9 +134,19 @@ class Serving:
                 return (None if self._disabled else self._engine), ()
             if self._identity.changed(model):
                 self._identity = Identity(model, transient=self._transient)
+                self.documents.forget()
                 if self._engine is not None:
                     self._engine.empty(model, changed=True)
             return self._engine, self._identity.adapter_keys()
+
+    def _reader(self) -> tuple[Any, tuple[str, ...]]:
+        """The model, and the adapters it has now; ValueError: it reads no documents."""
+        model = self._model()
+        if model is None or self._disabled:
+            raise ValueError("handle: needs a model that is alive, and caching that is enabled")
+        if model.training:
+            raise ValueError("model: is in training mode; call model.eval()")
+        return model, self._current(model)[1]
 
     def _decoding_loop(self, engine: Contiguous | Paged, arguments: dict[str, Any], images: Images | None) -> Any:
         """The decoding loop that generate calls once it has prepared everything."""

@@ -1,0 +1,394 @@
+"""What is kept of a compressed document, and the cache by which a call of generate reads it.
+
+Each KV head of a layer is a sequence of its own over blocks of one head, so heads keep as many tokens as they need and
+what they do not keep takes no memory. No request writes there: its own tokens are in blocks of all heads behind it,
+and the two attentions are merged by their log-sum-exps, without rounding and without a copy.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicSlidingWindowLayer
+
+from ....cache.payload import pack, unpack
+from ....triton_ops import merge_attention, paged_attention_with_lse
+from ..calls import refuse_if
+from ..contiguous.tiers import fingerprint
+from ..paged.dispatch import PagedPass, mark
+
+BLOCK = 16  # tokens of a block
+
+
+class KeptLayer(NamedTuple):
+    """What the heads of one layer keep of a document."""
+
+    keys: torch.Tensor  # [num_blocks, BLOCK, 1, head_dim]
+    values: torch.Tensor  # the same
+    tables: torch.Tensor  # [num_kv_heads, max_blocks] int32, -1 behind a head's blocks
+    kept: torch.Tensor  # [num_kv_heads] int32: tokens of each head
+
+
+class WindowLayer(NamedTuple):
+    """The last tokens of a layer with a window, which are all it reads: it is not compressed."""
+
+    keys: torch.Tensor  # [1, num_kv_heads, tokens, head_dim]
+    values: torch.Tensor
+    window: torch.Tensor  # [] int64: its size
+
+
+class Content(NamedTuple):
+    """A document as it is kept, in memory, in a tier or in a file: all of it or nothing."""
+
+    layers: dict[int, KeptLayer | WindowLayer]
+    tokens: torch.Tensor  # [length] int64, on the host
+    position: int  # of the token behind it: less than length where a press turned keys to new places
+    peak_nbytes: int  # bytes of keys and values at most while it was read
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(tensor.nbytes for tensor in self.tensors().values())
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """All of it by name."""
+        named = {f"{i} {name}": t for i, layer in self.layers.items() for name, t in layer._asdict().items()}
+        return named | {"tokens": self.tokens, "numbers": torch.tensor([self.position, self.peak_nbytes])}
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, torch.Tensor], device: torch.device) -> Content:
+        """What `tensors` gave, on a device."""
+        layers: dict[int, dict[str, torch.Tensor]] = {}
+        for name, tensor in tensors.items():
+            index, _, part = name.partition(" ")
+            if part:
+                layers.setdefault(int(index), {})[part] = tensor.to(device)
+        kinds = {i: KeptLayer if "tables" in parts else WindowLayer for i, parts in layers.items()}
+        position, peak = tensors["numbers"].tolist()
+        return cls({i: kinds[i](**parts) for i, parts in sorted(layers.items())}, tensors["tokens"], position, peak)
+
+
+def keep(keys: torch.Tensor, values: torch.Tensor, chosen: torch.Tensor) -> KeptLayer:
+    """Packs `[num_kv_heads, tokens, head_dim]` of which heads keep `chosen [num_kv_heads, tokens]` bool."""
+    kept = chosen.sum(-1).tolist()
+    blocks = [-(-count // BLOCK) for count in kept]
+    tables = torch.full((len(kept), max(blocks)), -1, dtype=torch.int32)
+    packed = [side.new_zeros(sum(blocks), BLOCK, 1, side.shape[-1]) for side in (keys, values)]
+    first = 0
+    for head, (count, own) in enumerate(zip(kept, blocks, strict=True)):
+        tables[head, :own] = torch.arange(first, first + own, dtype=torch.int32)
+        for side, pool in zip((keys, values), packed, strict=True):
+            pool[first : first + own].view(-1, side.shape[-1])[:count] = side[head, chosen[head]]
+        first += own
+    device = keys.device
+    return KeptLayer(*packed, tables.to(device), torch.tensor(kept, dtype=torch.int32, device=device))
+
+
+class CompressedDocument:
+    """A text of which each KV head keeps the tokens a press chose; from `handle.compress`.
+
+    Within it, this thread's `model.generate` answers prompts that begin with the document's tokens. Any number of
+    calls may read it at once, in any threads, each as if it were alone.
+
+    Attributes:
+        length: Tokens of the document.
+        nbytes: Bytes of what is kept.
+        kept: Tokens that each head of each layer keeps, `[layers][heads]`; layers with a window, which stay whole, are
+            left out.
+        peak_nbytes: Bytes of keys and values at most while it was read.
+
+    Examples:
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> from pc.integrations.huggingface import enable_prefix_caching
+        >>> sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+        >>> model = LlamaForCausalLM(LlamaConfig(vocab_size=64, eos_token_id=None, **sizes)).eval()
+        >>> handle = enable_prefix_caching(model, num_blocks=64)
+        >>> context = torch.arange(1, 61)[None]  # [1, 60]
+        >>> document = handle.compress(context, press="snapkv", budget=0.5)
+        >>> sum(document.kept[0])  # of 4 heads with 60 tokens each
+        120
+        >>> prompt = torch.cat([context, torch.tensor([[7, 8, 9]])], 1)
+        >>> with document:
+        ...     tokens = model.generate(prompt, max_new_tokens=4)
+        >>> tokens.shape
+        torch.Size([1, 67])
+    """
+
+    def __init__(self, documents: Any, content: Content, identity: object) -> None:
+        self.documents, self._content, self._identity = documents, content, identity
+
+    @property
+    def length(self) -> int:  # noqa: D102  see Attributes
+        return len(self._open().tokens)
+
+    @property
+    def nbytes(self) -> int:  # noqa: D102
+        return self._open().nbytes
+
+    @property
+    def peak_nbytes(self) -> int:  # noqa: D102
+        return self._open().peak_nbytes
+
+    @property
+    def kept(self) -> list[list[int]]:  # noqa: D102
+        return [layer.kept.tolist() for layer in self._open().layers.values() if isinstance(layer, KeptLayer)]
+
+    def __enter__(self) -> CompressedDocument:
+        self._open()
+        self.documents.enter(self)
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.documents.leave(self)
+
+    def close(self) -> None:
+        """Gives its memory back as soon as no call reads it any more; later uses raise ValueError."""
+        self._content = None  # type: ignore[assignment]
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes it to a file for its owner alone (0600); one that is there is replaced.
+
+        Raises:
+            ValueError: The document was closed.
+            OSError: The file cannot be written.
+        """
+        data = pack(_file_key(self.documents), self._open().tensors(), None)
+        target = Path(path)
+        number, partial = tempfile.mkstemp(dir=target.absolute().parent, prefix=f".{target.name}.")
+        try:
+            with os.fdopen(number, "wb") as file:
+                file.write(data)
+            os.replace(partial, target)
+        except BaseException:
+            Path(partial).unlink(missing_ok=True)
+            raise
+
+    @classmethod
+    def load(cls, handle: Any, path: str | os.PathLike[str]) -> CompressedDocument:
+        """A document from a file of `save`.
+
+        Args:
+            handle: Of `enable_prefix_caching`, for the model that read it.
+            path: The file.
+
+        Raises:
+            ValueError: It was read by another model, or other weights, or is no file of `save`.
+            OSError: The file cannot be read.
+        """
+        documents = handle._serving.documents
+        model, identity = documents.current()
+        try:
+            tensors = unpack(Path(path).read_bytes(), _file_key(documents), None)
+        except ValueError as error:
+            raise ValueError(f"path: got a file that cannot be used ({error}), needs one of this model") from error
+        return cls(documents, Content.of(tensors, model.device), identity)
+
+    def _open(self) -> Content:
+        if self._content is None:
+            raise ValueError("document: it was closed")
+        return self._content
+
+    def arguments(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        """Arguments of generate by which a call reads the document; ValueError: it cannot."""
+        content = self._open()
+        given = dict(arguments)
+        ids = given.pop("inputs", None) if given.get("inputs") is not None else given.get("input_ids")
+        for name in ("past_key_values", "cache_params", "inputs_embeds", "position_ids", "assistant_model"):
+            if given.get(name) is not None:
+                raise ValueError(f"{name}: got one, needs none for a call over a compressed document")
+        if not isinstance(ids, torch.Tensor) or ids.dim() != 2:
+            raise ValueError("input_ids: needs a tensor [batch, length] for a call over a compressed document")
+        length = len(content.tokens)
+        if ids.shape[1] <= length or not bool((ids[:, :length].cpu() == content.tokens).all()):
+            raise ValueError(
+                f"input_ids: got {ids.shape[1]} tokens, needs the {length} of the compressed document and more behind "
+                "them, in every row"
+            )
+        padding = given.get("attention_mask")
+        if padding is not None and not bool(padding.all()):
+            raise ValueError("attention_mask: got padded rows, needs questions of one length; ask others one by one")
+        # Positions follow from the mask: where keys were turned to new places, what is behind goes on from there.
+        places = torch.ones_like(ids)
+        places[:, : length - content.position] = 0
+        return given | {"input_ids": ids, "attention_mask": places, "past_key_values": Questions(content)}
+
+
+def _file_key(documents: Any) -> bytes:
+    model, _ = documents.current()
+    return bytes.fromhex(fingerprint(model))
+
+
+class Questions(Cache):  # type: ignore[misc]  # transformers is untyped here
+    """What a call of generate has: a document, which it shares, and tokens of its own behind it."""
+
+    def __init__(self, content: Content) -> None:
+        self.length = len(content.tokens)
+        made = [
+            _window(x, self.length) if isinstance(x, WindowLayer) else OwnLayer(self, x)
+            for x in content.layers.values()
+        ]
+        super().__init__(layers=made)
+        self._step: Step | None = None
+
+    def step(self, layer: OwnLayer, tokens: int) -> Step:
+        """The tables of a pass, made for its first layer."""
+        key = (*layer.buffers[0].shape[:2], layer.tokens, tokens)
+        if self._step is None or self._step.key != key:
+            self._step = Step(key, layer.buffers[0].device)
+        return self._step
+
+
+class Step:
+    """What the layers of one pass share: `tokens` queries of each of `batch` rows, the last of `total` own tokens."""
+
+    def __init__(self, key: tuple[int, ...], device: torch.device) -> None:
+        self.key, self.device = key, device
+        batch, room, self.total, self.queries = key
+        self.tables = self._range(batch * room // BLOCK).view(batch, -1)
+        self.seq_lens = torch.full((batch,), self.total, dtype=torch.int32, device=device)
+        self.starts = self._range(batch + 1) * self.queries
+        self._of_heads: dict[int, torch.Tensor] = {}
+
+    def _range(self, end: int) -> torch.Tensor:
+        return torch.arange(end, dtype=torch.int32, device=self.device)
+
+    def starts_of_heads(self, heads: int) -> torch.Tensor:
+        """Where each head's queries begin, of all rows one behind the other."""
+        if heads not in self._of_heads:
+            self._of_heads[heads] = self._range(heads + 1) * (self.queries * self.key[0])
+        return self._of_heads[heads]
+
+
+class OwnLayer(CacheLayerMixin):  # type: ignore[misc]
+    """A layer's tokens of one call behind a document's: buffers `[batch, room, num_kv_heads, head_dim]`, read as blocks."""
+
+    is_sliding, is_compileable = False, False
+
+    def __init__(self, questions: Questions, document: KeptLayer) -> None:
+        super().__init__()
+        self.questions, self.document, self.tokens = questions, document, 0
+        self.buffers: tuple[torch.Tensor, torch.Tensor] = ()  # type: ignore[assignment]  # until the first tokens
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """There is nothing to prepare."""
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any) -> Any:
+        """Writes new keys and values; the key that it gives leads to this layer."""
+        end = self.tokens + key_states.shape[2]
+        if not self.buffers or end > self.buffers[0].shape[1]:
+            room = -(-(end + max(64, end // 2)) // BLOCK) * BLOCK
+            before, self.buffers = self.buffers, tuple(_empty(new, room) for new in (key_states, value_states))  # type: ignore[assignment]
+            for old, buffer in zip(before, self.buffers, strict=False):
+                buffer[:, : self.tokens] = old[:, : self.tokens]
+        for new, buffer in zip((key_states, value_states), self.buffers, strict=True):
+            buffer[:, self.tokens : end] = new.transpose(1, 2)
+        self.tokens = end
+        return mark(key_states.view_as(key_states), _Reading(self)), value_states
+
+    def get_seq_length(self, *_: Any) -> int:
+        """Tokens of the document and its own."""
+        return self.questions.length + self.tokens
+
+    def get_mask_sizes(self, query_length: int, *_: Any) -> tuple[int, int]:
+        """See `CacheLayerMixin`."""
+        return self.get_seq_length() + query_length, 0
+
+    def get_max_length(self) -> int:
+        """There is none."""
+        return -1
+
+    get_max_cache_shape = get_max_length
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forgets own tokens, the last ones; ValueError: there are not so many."""
+        if abs(tokens_to_remove) > self.tokens:
+            raise ValueError(
+                f"tokens_to_remove: got {tokens_to_remove}, needs at most {self.tokens}: a document is whole"
+            )
+        self.tokens -= abs(tokens_to_remove)
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Rows in another order, or some of them."""
+        self.buffers = tuple(buffer[indices.to(buffer.device)] for buffer in self.buffers)  # type: ignore[assignment]
+
+    reorder_cache = batch_select_indices
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Each row several times."""
+        self.buffers = tuple(buffer.repeat_interleave(repeats, 0) for buffer in self.buffers)  # type: ignore[assignment]
+
+
+def _empty(new: torch.Tensor, room: int) -> torch.Tensor:
+    batch, heads, _, width = new.shape
+    return new.new_empty(batch, room, heads, width)
+
+
+class _Reading(PagedPass):
+    """Attention of a layer's queries over the document and over its own tokens."""
+
+    def __init__(self, layer: OwnLayer) -> None:
+        self.layer = layer
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scale: float,
+        window: int | None,
+        softcap: float,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Of `query [batch, num_heads, tokens, head_dim]`; `[batch, tokens, num_heads, head_dim]`."""
+        refuse_if(window is not None, "a layer with a window reads a compressed document")
+        layer, document = self.layer, self.layer.document
+        batch, heads, tokens, _ = query.shape
+        kv_heads, step = len(document.kept), layer.questions.step(layer, tokens)
+        own_keys, own_values = (buffer.view(-1, BLOCK, *buffer.shape[2:]) for buffer in layer.buffers)
+        rows = query.transpose(1, 2).flatten(0, 1)
+        lengths = {"max_query_len": tokens, "max_seq_len": step.total}
+        tables = (step.tables, step.seq_lens, step.starts)
+        own = paged_attention_with_lse(
+            rows, own_keys, own_values, *tables, scale, softcap=softcap, sinks=sinks, **lengths
+        )
+        # Of all rows the queries of one KV head, one behind the other: they read the same kept tokens.
+        of_heads = query.unflatten(1, (kv_heads, -1)).permute(1, 0, 3, 2, 4).flatten(0, 2)
+        read = paged_attention_with_lse(
+            of_heads,
+            document.keys,
+            document.values,
+            document.tables,
+            document.kept,
+            step.starts_of_heads(kv_heads),
+            scale,
+            causal=False,
+            softcap=softcap,
+            max_query_len=batch * tokens,
+            max_seq_len=document.tables.shape[1] * BLOCK,
+        )
+        out, lse = (t.unflatten(0, (kv_heads, batch * tokens)).transpose(0, 1).flatten(1, 2) for t in read)
+        merged, _ = merge_attention(out, lse, *own)
+        return merged.view(batch, tokens, heads, -1)
+
+
+def _window(kept: WindowLayer, length: int) -> DynamicSlidingWindowLayer:
+    layer = _WindowOfDocument(int(kept.window))
+    layer.lazy_initialization(kept.keys, kept.values)
+    layer.keys, layer.values, layer.cumulative_length = kept.keys, kept.values, length
+    return layer
+
+
+class _WindowOfDocument(DynamicSlidingWindowLayer):  # type: ignore[misc]
+    """The last tokens of a document, for as many rows as ask."""
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """As transformers' own."""
+        if len(self.keys) != len(key_states):
+            self.keys, self.values = (t.expand(len(key_states), -1, -1, -1) for t in (self.keys, self.values))
+        return super().update(key_states, value_states, *args, **kwargs)

@@ -1,0 +1,269 @@
+"""Reads a document: computes it once, lets a press choose layer by layer, and frees a layer before the next is there.
+
+A press by name chooses where attention is computed, so nothing of the model is touched. An object of kvpress puts hooks
+on modules: it gets a twin of the model, which shares every tensor and nothing else, so neither what it leaves on
+modules nor what it does to passes reaches other calls. What it leaves is a shortened layer, or `masked_key_indices`.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import inspect
+import itertools
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+from ....triton_ops import paged_attention
+from ..calls import UnsupportedError, refuse_if
+from ..paged.dispatch import PagedPass, install, mark
+from ..settings import ScopedSetting, memory_budget
+from .document import CompressedDocument, Content, KeptLayer, WindowLayer, keep
+from .presses import SCORES, choose, press_key
+
+_entered: ContextVar[tuple[CompressedDocument, ...]] = ContextVar("pc_documents", default=())
+
+
+class Documents:
+    """The documents of one handle: by what they are, those used last, in a bound of bytes."""
+
+    def __init__(self, reader: Callable[[], tuple[Any, tuple[str, ...]]], salt: ScopedSetting) -> None:
+        self._reader = reader  # the model and its adapters; raises ValueError where there is nothing to read with
+        self._salt = salt
+        self._contents: OrderedDict[bytes, Content] = OrderedDict()
+        self._lock = threading.Lock()
+        self._epoch = object()
+
+    def enter(self, document: CompressedDocument) -> None:
+        """Calls of this thread read it from now on."""
+        _entered.set((*_entered.get(), document))
+
+    def leave(self, document: CompressedDocument) -> None:
+        """They read what they did before."""
+        _entered.set(_entered.get()[:-1])
+
+    def entered(self) -> CompressedDocument | None:
+        """What this thread's calls read."""
+        own = [document for document in _entered.get() if document.documents is self]
+        return own[-1] if own else None
+
+    def forget(self) -> None:
+        """The model is another one now: what was read is read by no call any more."""
+        with self._lock:
+            self._contents.clear()
+            self._epoch = object()
+
+    def current(self) -> tuple[Any, tuple[object, ...]]:
+        """The model, and what must be the same for a document to be its own; ValueError: it reads none now."""
+        model, adapters = self._reader()
+        return model, (self._epoch, *adapters)
+
+    def arguments(self, document: CompressedDocument, arguments: dict[str, Any]) -> dict[str, Any]:
+        """What generate is called with in place of these arguments; ValueError: the call cannot read it."""
+        if document._identity != self.current()[1]:
+            raise ValueError("document: was read by other weights or adapters, compress it again")
+        return document.arguments(arguments)
+
+    @torch.no_grad()
+    def compress(self, context_ids: Any, press: Any, budget: float) -> CompressedDocument:
+        """See `PrefixCaching.compress`."""
+        ids = torch.as_tensor(context_ids)
+        if ids.dim() not in (1, 2) or (ids.dim() == 2 and len(ids) != 1) or ids.is_floating_point() or not ids.numel():
+            raise ValueError(f"context_ids: got {ids.dtype} {list(ids.shape)}, needs token ids [1, length] or [length]")
+        if isinstance(press, str) and press not in SCORES:
+            raise ValueError(f"press: got {press!r}, needs one of {', '.join(SCORES)} or an object of kvpress")
+        if not isinstance(press, str) and not callable(press):
+            raise TypeError(f"press: got {type(press).__name__}, needs a name or an object of kvpress")
+        if isinstance(budget, bool) or not isinstance(budget, int | float):
+            raise TypeError(f"budget: got {type(budget).__name__}, needs a number")
+        if not 0 < budget <= 1:
+            raise ValueError(f"budget: got {budget}, needs more than 0 and at most 1")
+        model, identity = self.current()
+        tokens = ids.reshape(-1).to("cpu", torch.int64)
+        key = self._key(tokens, press, float(budget), identity[1:])
+        content = self._find(key)
+        if content is None:
+            try:
+                content = read(model, tokens, press, float(budget))
+            except UnsupportedError as error:
+                raise ValueError(f"model: its text cannot be compressed: {error}") from error
+            self._keep(key, content, memory_budget(model))
+        return CompressedDocument(self, content, identity)
+
+    def _key(self, tokens: torch.Tensor, press: Any, budget: float, adapters: tuple[object, ...]) -> bytes | None:
+        told = press_key(press, budget)
+        if told is None:
+            return None
+        digest = hashlib.sha256(tokens.numpy().tobytes())
+        digest.update(repr((told, adapters, self._salt.current)).encode())
+        return digest.digest()
+
+    def _find(self, key: bytes | None) -> Content | None:
+        with self._lock:
+            content = None if key is None else self._contents.get(key)
+            if content is not None and key is not None:
+                self._contents.move_to_end(key)
+            return content
+
+    def _keep(self, key: bytes | None, content: Content, budget: int) -> None:
+        if key is None or content.nbytes > budget:
+            return
+        with self._lock:
+            self._contents[key] = content
+            self._contents.move_to_end(key)
+            while sum(held.nbytes for held in self._contents.values()) > budget:
+                self._contents.popitem(last=False)
+
+
+def read(model: Any, tokens: torch.Tensor, press: Any, budget: float) -> Content:
+    """Computes a text and keeps what a press chooses; UnsupportedError: nothing of the model's KV can be left out."""
+    cache = DynamicCache(config=model.config)
+    kept: dict[int, KeptLayer | WindowLayer] = {}
+    peak = Peak(cache, kept)
+    ids = tokens[None].to(model.device)
+    for index, layer in enumerate(cache.layers):
+        if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
+            raise UnsupportedError(f"a layer of its cache is a {type(layer).__name__}")
+        if type(layer) is DynamicLayer and isinstance(press, str):
+            cache.layers[index] = _ReadLayer(index, press, budget, kept, peak)
+    full = [i for i, layer in enumerate(cache.layers) if isinstance(layer, DynamicLayer) and not layer.is_sliding]
+    refuse_if(not full, "every layer has a window")
+    refuse_if(not install(model), "its attention is not called through transformers' interface")
+    if isinstance(press, str):
+        model.base_model(input_ids=ids, past_key_values=cache, use_cache=True)
+    else:
+        _read_by_hooks(model, ids, press, cache, kept, peak, set(full))
+    refuse_if(set(full) - kept.keys(), "its attention is not called through transformers' interface")
+    for index, layer in enumerate(cache.layers):
+        if layer.is_sliding:
+            window = torch.tensor(layer.sliding_window)
+            kept[index] = WindowLayer(layer.keys.clone(), layer.values.clone(), window)
+    position = len(tokens)
+    if _turns_keys(press):
+        refuse_if(len(full) < len(cache.layers), "a press that turns keys to new places, beside layers with windows")
+        position = int(kept[full[0]].kept[0])  # type: ignore[union-attr]
+    return Content(dict(sorted(kept.items())), tokens, position, peak.nbytes)
+
+
+class Peak:
+    """Bytes of keys and values at most: of layers that are whole, and of what is kept."""
+
+    def __init__(self, cache: DynamicCache, kept: dict[int, Any]) -> None:
+        self._cache, self._kept, self.nbytes = cache, kept, 0
+
+    def look(self) -> None:
+        """Counts what there is now."""
+        whole = [(layer.keys, layer.values) for layer in self._cache.layers if layer.is_initialized]
+        packed = [layer[:2] for layer in self._kept.values()]
+        self.nbytes = max(self.nbytes, sum(t.nbytes for pair in (*whole, *packed) for t in pair if t is not None))
+
+
+class _ReadLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untyped here
+    """A layer that is compressed where its attention is computed."""
+
+    def __init__(self, index: int, press: str, budget: float, kept: dict[int, Any], peak: Peak) -> None:
+        super().__init__()
+        self.index, self.press, self.budget, self.kept, self.peak = index, press, budget, kept, peak
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any) -> Any:
+        """The keys, bound to what chooses among them."""
+        self.lazy_initialization(key_states, value_states)
+        self.keys, self.values = key_states, value_states
+        return mark(key_states.view_as(key_states), _Choosing(self)), value_states
+
+
+class _Choosing(PagedPass):
+    def __init__(self, layer: _ReadLayer) -> None:
+        self.layer = layer
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scale: float,
+        window: int | None,
+        softcap: float,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Attention over the whole text, `[1, tokens, num_heads, head_dim]`; then the layer keeps what is chosen."""
+        refuse_if(window is not None, "a layer without a window in its cache has one in its attention")
+        layer, length = self.layer, query.shape[2]
+        one, ends = torch.zeros(1, 1, dtype=torch.int32), torch.tensor([length], dtype=torch.int32)
+        tables = [t.to(query.device) for t in (one, ends, torch.tensor([0, length], dtype=torch.int32))]
+        sides = (key.transpose(1, 2), value.transpose(1, 2))
+        rows = query[0].transpose(0, 1)
+        out = paged_attention(
+            rows, *sides, *tables, scale, softcap=softcap, sinks=sinks, max_query_len=length, max_seq_len=length
+        )
+        chosen = choose(SCORES[layer.press](query[0], key[0], scale), layer.budget)
+        layer.kept[layer.index] = keep(key[0], value[0], chosen)
+        layer.peak.look()
+        layer.keys = layer.values = None
+        return out[None]
+
+
+def _read_by_hooks(
+    model: Any, ids: torch.Tensor, press: Any, cache: DynamicCache, kept: dict[int, Any], peak: Peak, full: set[int]
+) -> None:
+    """Reads under an object of kvpress; a layer that it leaves whole is kept as it is when it is done with all."""
+    twin = _twin(model)
+    modules = _attention_modules(twin)
+    refuse_if(full - modules.keys(), "its attention modules do not say which layer they are of")
+
+    def pack(index: int) -> None:
+        layer, masked = cache.layers[index], modules[index].__dict__.pop("masked_key_indices", None)
+        keys, values = layer.keys[0], layer.values[0]
+        chosen = torch.ones(keys.shape[:2], dtype=torch.bool, device=keys.device)
+        if masked is not None:
+            chosen[masked[1], masked[2]] = False
+        kept[index] = keep(keys, values, chosen)
+        peak.look()
+        layer.keys, layer.values = keys[None, :, :0], values[None, :, :0]
+
+    def behind(module: Any, *_: Any) -> None:
+        layer = cache.layers[module.layer_idx]
+        peak.look()
+        if layer.keys.shape[2] < ids.shape[1] or vars(module).get("masked_key_indices") is not None:
+            pack(module.layer_idx)
+
+    with press(twin):
+        for index in full:
+            modules[index].register_forward_hook(behind)  # behind the press's own; it dies with the twin
+        positions = torch.arange(ids.shape[1], device=ids.device)  # which kvpress asks for, and transformers passes on
+        twin.base_model(input_ids=ids, past_key_values=cache, use_cache=True, cache_position=positions)
+    for index in sorted(full - kept.keys()):
+        pack(index)
+
+
+def _twin(model: Any) -> Any:
+    """The same model of other modules, which share every tensor."""
+    shared = {id(t): t for t in itertools.chain(model.parameters(), model.buffers())}
+    return copy.deepcopy(model, shared)
+
+
+def _attention_modules(model: Any) -> dict[int, Any]:
+    """By layer the module that is given the cache and has no such module within."""
+    found: dict[int, Any] = {}
+    for module in model.modules():
+        index = vars(module).get("layer_idx")
+        if isinstance(index, int) and "past_key_values" in inspect.signature(module.forward).parameters:
+            found[index] = module  # an inner one comes behind the one around it
+    return found
+
+
+def _turns_keys(press: Any) -> bool:
+    """Whether a press of kvpress gives what it keeps new positions, 0 and on."""
+    if isinstance(press, str):
+        return False
+    if type(press).__name__ == "KeyRerotationPress" or getattr(press, "rerotate_keys", False):
+        return True
+    inner = [getattr(press, "press", None), *(getattr(press, "presses", None) or ())]
+    return any(_turns_keys(p) for p in inner if p is not None)
