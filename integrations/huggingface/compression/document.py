@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Mapping
-from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -266,7 +265,7 @@ class Step:
 
 
 class OwnLayer(CacheLayerMixin):  # type: ignore[misc]
-    """A layer's tokens of one call behind a document's: buffers `[batch, room, num_kv_heads, head_dim]`, read as blocks."""
+    """A layer's tokens of one call behind a document's: in `[batch, room, num_kv_heads, head_dim]`, read as blocks."""
 
     is_sliding, is_compileable = False, False
 

@@ -23,8 +23,10 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from ....triton_ops import paged_attention
 from ..calls import UnsupportedError, refuse_if
+from ..identity import CHANGING_ROPE
 from ..paged.dispatch import PagedPass, install, mark
 from ..settings import ScopedSetting, memory_budget
+from ..support import check_model, rope_types
 from .document import CompressedDocument, Content, KeptLayer, WindowLayer, keep
 from .presses import SCORES, choose, press_key
 
@@ -124,6 +126,8 @@ class Documents:
 
 def read(model: Any, tokens: torch.Tensor, press: Any, budget: float) -> Content:
     """Computes a text and keeps what a press chooses; UnsupportedError: nothing of the model's KV can be left out."""
+    check_model(model)
+    refuse_if(rope_types(model.config) & set(CHANGING_ROPE), "its rotary embeddings change with the length")
     cache = DynamicCache(config=model.config)
     kept: dict[int, KeptLayer | WindowLayer] = {}
     peak = Peak(cache, kept)

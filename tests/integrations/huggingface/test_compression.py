@@ -1,0 +1,332 @@
+"""Compressed documents: what heads keep is attended to exactly, what they do not keep takes no memory."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+from generate_cases import FAMILIES, LLAMA, Family, first_quick, plain, prompt  # noqa: E402
+from transformers import AttentionInterface, AttentionMaskInterface  # noqa: E402
+
+from pc.integrations.huggingface import CompressedDocument, PrefixCaching, enable_prefix_caching  # noqa: E402
+from pc.integrations.huggingface.compression import reading  # noqa: E402
+
+CONTEXT = prompt(200)
+QUESTION = torch.cat([CONTEXT, prompt(9, 1)], 1)
+ASKED = {"max_new_tokens": 6, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
+REFUSED = {"mistral-window", "mpt"}
+
+
+@pytest.fixture
+def model() -> Any:
+    return LLAMA.build()
+
+
+@pytest.fixture
+def handle(model: Any) -> Iterator[PrefixCaching]:
+    with enable_prefix_caching(model, num_blocks=64) as handle:
+        yield handle
+
+
+def ask(model: Any, document: CompressedDocument, ids: torch.Tensor = QUESTION, **options: Any) -> Any:
+    with document:
+        return model.generate(ids, **ASKED | options)
+
+
+@contextmanager
+def chosen_tokens(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.Tensor]]:
+    """What the heads of each layer keep, `[num_kv_heads, tokens]` bool, in the order of layers."""
+    found: list[torch.Tensor] = []
+    keep = reading.keep
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            reading, "keep", lambda keys, values, chosen: (found.append(chosen), keep(keys, values, chosen))[1]
+        )
+        yield found
+
+
+def dense_logits(model: Any, sequence: torch.Tensor, kept: list[torch.Tensor], new: int) -> torch.Tensor:
+    """Logits of a plain pass over all tokens, in which what is behind a document sees of it what each head keeps."""
+
+    def attention(module: Any, query: Any, key: Any, value: Any, mask: Any, scaling: float, **_: Any) -> Any:
+        chosen = kept[module.layer_idx]
+        heads, total, length = query.shape[1], key.shape[2], chosen.shape[1]
+        rows = torch.arange(total)
+        seen = (rows <= rows[:, None]).repeat(heads, 1, 1)
+        seen[:, length:, :length] &= chosen.repeat_interleave(heads // len(chosen), 0)[:, None]
+        key, value = (t.repeat_interleave(heads // len(chosen), 1).double() for t in (key, value))
+        weights = (query.double() @ key.mT * scaling).masked_fill(~seen, -torch.inf).softmax(-1)
+        return (weights @ value).to(query.dtype).transpose(1, 2), None
+
+    AttentionInterface.register("pc_dense_masked", attention)
+    AttentionMaskInterface.register("pc_dense_masked", lambda *_, **__: None)
+    other = copy.deepcopy(model)
+    other.config._attn_implementation = "pc_dense_masked"
+    with torch.no_grad():
+        return other(sequence[:, :-1], use_cache=False).logits[:, -new:].float()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 0.06), (torch.float16, 0.01)], ids=str
+)
+@pytest.mark.parametrize("press", ["snapkv", "knorm", "streaming"])
+def test_logits_of_a_mask_per_head(
+    press: str, dtype: torch.dtype, tolerance: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = LLAMA.build().to(dtype)
+    with enable_prefix_caching(model, num_blocks=64) as handle, chosen_tokens(monkeypatch) as kept:
+        document = handle.compress(CONTEXT, press, budget=0.3)
+        assert [layer.sum(1).tolist() for layer in kept] == document.kept
+        result = ask(model, document)
+    logits = dense_logits(model, result.sequences, kept, ASKED["max_new_tokens"])
+    torch.testing.assert_close(torch.stack(result.logits, 1), logits, rtol=0, atol=tolerance)
+    kept[-1][:, : CONTEXT.shape[1] // 2] ^= True  # a control: other tokens would have been seen
+    other = dense_logits(model, result.sequences, kept, ASKED["max_new_tokens"])
+    assert (other - logits).abs().max() > tolerance
+
+
+@pytest.mark.parametrize("family", first_quick(FAMILIES), ids=lambda f: f.name)
+def test_all_tokens_kept_are_the_model_itself(family: Family) -> None:
+    model = family.build()
+    with enable_prefix_caching(model, num_blocks=64) as handle:
+        if family.name in REFUSED:
+            with pytest.raises(ValueError, match=r"model: its text cannot be compressed: "):
+                handle.compress(CONTEXT)
+            return
+        document = handle.compress(CONTEXT, budget=1.0)
+        result, expected = ask(model, document), plain(model, input_ids=QUESTION, **ASKED)
+        torch.testing.assert_close(torch.stack(result.logits), torch.stack(expected.logits), rtol=0, atol=2e-5)
+        assert torch.equal(result.sequences, expected.sequences)
+
+
+def test_memory_is_freed() -> None:
+    model = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            vocab_size=128, hidden_size=64, intermediate_size=32, num_hidden_layers=24, num_attention_heads=8,
+            num_key_value_heads=4, eos_token_id=None,
+        )
+    ).eval()  # fmt: skip
+    context = torch.randint(1, 128, (1, 1200))
+    dense = 2 * 24 * 4 * 8 * 4 * context.shape[1]
+    with enable_prefix_caching(model, num_blocks=64) as handle:
+        document = handle.compress(context, budget=0.5)
+    assert document.nbytes <= 0.55 * dense
+    assert document.peak_nbytes <= 0.6 * dense
+    counts = torch.tensor(document.kept)
+    assert counts.sum(1).tolist() == [2400] * 24
+    assert len(counts.unique()) > 1  # budgets are the heads' own
+
+
+def test_batches_beams_and_samples(model: Any, handle: PrefixCaching) -> None:
+    document = handle.compress(CONTEXT, budget=0.4)
+    rows = torch.cat([torch.cat([CONTEXT, prompt(9, seed)], 1) for seed in range(4)])
+    together = ask(model, document, rows)
+    for row, tokens in zip(rows, together.sequences, strict=True):
+        assert torch.equal(ask(model, document, row[None]).sequences[0], tokens)
+    whole = handle.compress(CONTEXT, budget=1.0)
+    for options in (
+        {"num_beams": 3},
+        {"do_sample": True, "num_return_sequences": 3},
+        {"num_beams": 2, "do_sample": True},
+    ):
+        torch.manual_seed(0)
+        expected = plain(model, input_ids=rows, **ASKED | options)
+        torch.manual_seed(0)
+        assert torch.equal(ask(model, whole, rows, **options).sequences, expected.sequences)
+
+
+def test_only_calls_within_it_read_it(model: Any, handle: PrefixCaching) -> None:
+    document, other = handle.compress(CONTEXT, budget=0.2), handle.compress(CONTEXT, "knorm", budget=0.2)
+    expected = plain(model, input_ids=QUESTION, **ASKED).sequences
+    alone = [ask(model, d).sequences for d in (document, other)]
+    assert not torch.equal(*alone)
+    results: dict[int, list[torch.Tensor]] = {0: [], 1: [], 2: []}
+
+    def work(number: int) -> None:
+        for _ in range(6):
+            if number == 2:
+                results[2].append(model.generate(QUESTION, **ASKED).sequences)
+            else:
+                results[number].append(ask(model, (document, other)[number]).sequences)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in results]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for number, tokens in enumerate((*alone, expected)):
+        assert len(results[number]) == 6
+        assert all(torch.equal(found, tokens) for found in results[number])
+    with document:  # the innermost is read, and the one around it again behind it
+        assert torch.equal(ask(model, other).sequences, alone[1])
+        assert torch.equal(model.generate(QUESTION, **ASKED).sequences, alone[0])
+    assert torch.equal(model.generate(QUESTION, **ASKED).sequences, expected)
+
+
+def test_an_interrupt_leaves_it_as_it_was(model: Any, handle: PrefixCaching) -> None:
+    document = handle.compress(CONTEXT, budget=0.3)
+    alone = ask(model, document).sequences
+
+    class Interrupting(transformers.LogitsProcessor):  # type: ignore[misc]
+        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            if input_ids.shape[1] > QUESTION.shape[1] + 2:
+                raise KeyboardInterrupt
+            return scores
+
+    with pytest.raises(KeyboardInterrupt):
+        ask(model, document, logits_processor=transformers.LogitsProcessorList([Interrupting()]))
+    assert torch.equal(ask(model, document).sequences, alone)
+    assert torch.equal(model.generate(QUESTION, **ASKED).sequences, plain(model, input_ids=QUESTION, **ASKED).sequences)
+
+
+def test_kept_by_text_press_and_salt(model: Any, handle: PrefixCaching) -> None:
+    first = handle.compress(CONTEXT)
+
+    def same(document: CompressedDocument) -> bool:
+        layer, own = (d._content.layers[0] for d in (document, first))
+        return layer is own
+
+    assert same(handle.compress(CONTEXT[0]))
+    assert not same(handle.compress(CONTEXT, "knorm"))
+    assert not same(handle.compress(CONTEXT, budget=0.4))
+    with handle.salt("tenant"):
+        assert not same(handle.compress(CONTEXT))
+    with torch.no_grad():
+        model.model.layers[0].self_attn.k_proj.weight.mul_(1.01)
+    with pytest.raises(ValueError, match="document: was read by other weights"):
+        ask(model, first)
+    assert not same(handle.compress(CONTEXT))
+
+
+def test_what_is_kept_is_bounded(model: Any, handle: PrefixCaching, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = handle.compress(CONTEXT)
+    alone = ask(model, first).sequences
+    monkeypatch.setattr(reading, "memory_budget", lambda model: int(2.5 * first.nbytes))
+    for number in range(2, 5):
+        handle.compress(prompt(200, number))
+    assert handle.compress(CONTEXT)._content is not first._content  # read again: the one used longest ago went
+    assert torch.equal(ask(model, first).sequences, alone)  # whoever holds it keeps it
+
+
+def test_files(model: Any, handle: PrefixCaching, tmp_path: Path) -> None:
+    document = handle.compress(CONTEXT, budget=0.3)
+    path = tmp_path / "document"
+    document.save(path)
+    assert path.stat().st_mode & 0o777 == 0o600
+    again = CompressedDocument.load(handle, path)
+    assert (again.nbytes, again.kept, again.length) == (document.nbytes, document.kept, 200)
+    assert torch.equal(ask(model, again).sequences, ask(model, document).sequences)
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    (tmp_path / "damaged").write_bytes(data)
+    (tmp_path / "short").write_bytes(data[:9])
+    for name in ("damaged", "short"):
+        with pytest.raises(ValueError, match="path: got a file that cannot be used"):
+            CompressedDocument.load(handle, tmp_path / name)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(1.01)
+    with pytest.raises(ValueError, match="path: got a file that cannot be used"):
+        CompressedDocument.load(handle, path)
+
+
+class Hooked:
+    """A press of kvpress in small: a hook of each module leaves shortened layers, masks, or neither until its end."""
+
+    def __init__(self, leaves: str) -> None:
+        self.leaves = leaves
+        self.cache: Any = None
+
+    def _hook(self, module: Any, args: Any, kwargs: Any, output: Any) -> None:
+        self.cache = kwargs["past_key_values"]
+        layer = self.cache.layers[module.layer_idx]
+        if self.leaves == "short":
+            layer.keys, layer.values = layer.keys[:, :, 50:], layer.values[:, :, 50:]
+        if self.leaves == "masks":
+            module.masked_key_indices = self.masked()
+        module.scratch = module.rotary_emb = torch.nn.Identity()
+
+    @staticmethod
+    def masked() -> tuple[torch.Tensor, ...]:
+        return torch.zeros(50).long(), torch.arange(50) % 2, torch.arange(50)
+
+    @contextmanager
+    def __call__(self, model: Any) -> Iterator[None]:
+        modules = [layer.self_attn for layer in model.model.layers]
+        hooks = [m.register_forward_hook(self._hook, with_kwargs=True) for m in modules]
+        yield
+        for hook in hooks:
+            hook.remove()
+        for module in modules:
+            if self.leaves == "late":
+                assert self.cache.layers[module.layer_idx].keys.shape[2] == 200  # as it needs them
+                module.masked_key_indices = self.masked()
+
+
+@pytest.mark.parametrize("leaves", ["short", "masks", "late"])
+def test_objects_of_kvpress(leaves: str, model: Any, handle: PrefixCaching, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = {name: sorted(vars(m)) + sorted(m._modules) for name, m in model.named_modules()}
+    with chosen_tokens(monkeypatch) as kept:
+        document = handle.compress(CONTEXT, Hooked(leaves))
+    assert {name: sorted(vars(m)) + sorted(m._modules) for name, m in model.named_modules()} == before
+    result = ask(model, document)
+    if leaves == "short":
+        assert document.kept == [[150, 150]] * len(kept)
+        kept = [torch.arange(200).expand(2, -1) >= 50 for _ in kept]
+    else:
+        assert document.kept == [[175, 175]] * len(kept)
+    logits = dense_logits(model, result.sequences, kept, ASKED["max_new_tokens"])
+    torch.testing.assert_close(torch.stack(result.logits, 1), logits, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        (((torch.zeros(2, 8).long(),)), ValueError, r"context_ids: got torch.int64 \[2, 8\], needs"),
+        ((torch.zeros(1, 0).long(),), ValueError, r"context_ids: got torch.int64 \[1, 0\], needs"),
+        ((torch.zeros(1, 8),), ValueError, r"context_ids: got torch.float32 \[1, 8\], needs"),
+        ((CONTEXT, "snap"), ValueError, "press: got 'snap', needs one of snapkv, knorm"),
+        ((CONTEXT, 3), TypeError, "press: got int, needs a name or"),
+        ((CONTEXT, "knorm", 0), ValueError, "budget: got 0, needs more than 0"),
+        ((CONTEXT, "knorm", 1.5), ValueError, "budget: got 1.5, needs"),
+        ((CONTEXT, "knorm", "half"), TypeError, "budget: got str, needs a number"),
+    ],
+)
+def test_refused_documents(handle: PrefixCaching, arguments: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        handle.compress(*arguments)
+
+
+def test_refused_calls(model: Any, handle: PrefixCaching) -> None:
+    document = handle.compress(CONTEXT)
+    padding = torch.ones_like(QUESTION)
+    padding[:, 0] = 0
+    for ids, options, message in (
+        (CONTEXT, {}, "input_ids: got 200 tokens, needs the 200 of the compressed document and more"),
+        (prompt(230, 5), {}, "input_ids: got 230 tokens, needs the 200"),
+        (QUESTION, {"attention_mask": padding}, "attention_mask: got padded rows"),
+        (QUESTION, {"past_key_values": transformers.DynamicCache()}, "past_key_values: got one, needs none"),
+        (QUESTION, {"assistant_model": model}, "assistant_model: got one, needs none"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            ask(model, document, ids, **options)
+    model.train()
+    with pytest.raises(ValueError, match="model: is in training mode"):
+        ask(model, document)
+    model.eval()
+    document.close()
+    with pytest.raises(ValueError, match="document: it was closed"):
+        document.nbytes  # noqa: B018
+    with pytest.raises(ValueError, match="document: it was closed"):
+        document.__enter__()
+    handle.disable()
+    with pytest.raises(ValueError, match="handle: needs a model that is alive"):
+        handle.compress(CONTEXT)
