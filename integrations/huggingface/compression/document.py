@@ -68,7 +68,7 @@ class Content(NamedTuple):
             index, _, part = name.partition(" ")
             if part:
                 layers.setdefault(int(index), {})[part] = tensor.to(device)
-        kinds = {i: KeptLayer if "tables" in parts else WindowLayer for i, parts in layers.items()}
+        kinds: dict[int, Any] = {i: KeptLayer if "tables" in parts else WindowLayer for i, parts in layers.items()}
         position, peak = tensors["numbers"].tolist()
         return cls({i: kinds[i](**parts) for i, parts in sorted(layers.items())}, tensors["tokens"], position, peak)
 
@@ -351,10 +351,18 @@ class _Reading(PagedPass):
         kv_heads, step = len(document.kept), layer.questions.step(layer, tokens)
         own_keys, own_values = (buffer.view(-1, BLOCK, *buffer.shape[2:]) for buffer in layer.buffers)
         rows = query.transpose(1, 2).flatten(0, 1)
-        lengths = {"max_query_len": tokens, "max_seq_len": step.total}
-        tables = (step.tables, step.seq_lens, step.starts)
         own = paged_attention_with_lse(
-            rows, own_keys, own_values, *tables, scale, softcap=softcap, sinks=sinks, **lengths
+            rows,
+            own_keys,
+            own_values,
+            step.tables,
+            step.seq_lens,
+            step.starts,
+            scale,
+            softcap=softcap,
+            sinks=sinks,
+            max_query_len=tokens,
+            max_seq_len=step.total,
         )
         # Of all rows the queries of one KV head, one behind the other: they read the same kept tokens.
         of_heads = query.unflatten(1, (kv_heads, -1)).permute(1, 0, 3, 2, 4).flatten(0, 2)
@@ -385,6 +393,9 @@ def _window(kept: WindowLayer, length: int) -> DynamicSlidingWindowLayer:
 
 class _WindowOfDocument(DynamicSlidingWindowLayer):  # type: ignore[misc]
     """The last tokens of a document, for as many rows as ask."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """As transformers' own."""

@@ -172,6 +172,9 @@ class Peak:
 class _ReadLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untyped here
     """A layer that is compressed where its attention is computed."""
 
+    keys: torch.Tensor | None
+    values: torch.Tensor | None
+
     def __init__(self, index: int, press: str, budget: float, kept: dict[int, Any], peak: Peak) -> None:
         super().__init__()
         self.index, self.press, self.budget, self.kept, self.peak = index, press, budget, kept, peak
@@ -200,12 +203,21 @@ class _Choosing(PagedPass):
         """Attention over the whole text, `[1, tokens, num_heads, head_dim]`; then the layer keeps what is chosen."""
         refuse_if(window is not None, "a layer without a window in its cache has one in its attention")
         layer, length = self.layer, query.shape[2]
-        one, ends = torch.zeros(1, 1, dtype=torch.int32), torch.tensor([length], dtype=torch.int32)
-        tables = [t.to(query.device) for t in (one, ends, torch.tensor([0, length], dtype=torch.int32))]
-        sides = (key.transpose(1, 2), value.transpose(1, 2))
-        rows = query[0].transpose(0, 1)
+        first, end, starts = (
+            torch.tensor(t, dtype=torch.int32, device=query.device) for t in ([[0]], [length], [0, length])
+        )
         out = paged_attention(
-            rows, *sides, *tables, scale, softcap=softcap, sinks=sinks, max_query_len=length, max_seq_len=length
+            query[0].transpose(0, 1),
+            key.transpose(1, 2),  # one block of the whole text
+            value.transpose(1, 2),
+            first,
+            end,
+            starts,
+            scale,
+            softcap=softcap,
+            sinks=sinks,
+            max_query_len=length,
+            max_seq_len=length,
         )
         chosen = choose(SCORES[layer.press](query[0], key[0], scale), layer.budget)
         layer.kept[layer.index] = keep(key[0], value[0], chosen)
