@@ -32,7 +32,8 @@ def snapkv(query: torch.Tensor, keys: torch.Tensor, scale: float) -> torch.Tenso
 
 def knorm(query: torch.Tensor, keys: torch.Tensor, scale: float) -> torch.Tensor:
     """Keys of small norm are attended to most (Devoto et al., arXiv:2406.11430)."""
-    return -torch.linalg.vector_norm(keys.float(), dim=-1)
+    norms: torch.Tensor = torch.linalg.vector_norm(keys.float(), dim=-1)
+    return -norms
 
 
 def streaming(query: torch.Tensor, keys: torch.Tensor, scale: float) -> torch.Tensor:
