@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Hashable, Sequence
-from typing import Any
+from operator import add
 
 import numpy as np
 
 from .allocation import BaseAllocation, Pairs, Span
 from .content import ContentIndex
 from .hashing import Chain
+from .journal import keep_first, put_fields
 from .keys import EncodedKeys, approximate_from
 from .lookup import Hit, complement, find_in_groups, find_leading, find_prefix, remember_taken
 from .moved import extend_anywhere, moved_spans
@@ -46,43 +47,29 @@ def allocate(
     if reuse == "anywhere":
         hit = extend_anywhere(state, request, hit, segments)
     check_available(state, hit)
-    state.changes.append((_forget, state, request, state.asked, state.content))
+    state.changes += (
+        (put_fields, state, ("asked", "content"), (state.asked, state.content)),
+        (keep_first, state.running, len(state.running)),
+    )
     if reuse == "anywhere" and state.content is None:  # from now on published blocks are entered
         state.content = ContentIndex(pool, size)
     allocation = admit(state, request_id, request, hit)
-    requests, queried, prefix, gap, part, moved = state.asked
     begun, behind = hit.position - hit.copied, allocation.num_cached_tokens - hit.position
-    moved += sum([run.end - run.start for run in hit.moved])
-    state.asked = (requests + 1, queried + num_tokens, prefix + begun, gap + behind, part + hit.copied, moved)
-    if not (requests + 1) % FIT_EVERY:
+    moved = sum([run.end - run.start for run in hit.moved]) if hit.moved else 0
+    state.asked = asked = tuple(map(add, state.asked, (1, num_tokens, begun, behind, hit.copied, moved)))
+    if not asked[0] % FIT_EVERY:
         state.fit_hashes()
     return allocation
-
-
-def _forget(state: ManagerState, request: Request, asked: Any, content: ContentIndex | None) -> None:
-    """Undoes `allocate`."""
-    forget_last(state, request)
-    state.asked, state.content = asked, content
-
-
-def forget_last(state: ManagerState, request: Request) -> None:
-    """Takes a request out of the running ones again, if it got there: without comparing ids, which may raise."""
-    if next(reversed(state.running.values()), None) is request:
-        state.running.popitem()
 
 
 def check_available(state: ManagerState, hit: Hit) -> None:
     """Raises OutOfBlocks unless there are blocks for what a hit leaves to be taken."""
     for pool, part in zip(state.pools, hit.groups, strict=True):
-        if part.prefix_lengths.size > pool.num_free:
-            break
-    else:
-        return
-    held = [part.held for part in hit.groups]
-    for more in (hit.source, hit.sources):
-        if more is not None:
-            held = [np.union1d(held[0], more).astype(np.int32)]
-    state.check_available([part.prefix_lengths.size for part in hit.groups], held)
+        held, count = part.held, part.prefix_lengths.size
+        if hit.source is not None or hit.sources is not None:
+            for more in (hit.source, hit.sources):
+                held = held if more is None else np.union1d(held, more).astype(np.int32)
+        pool.check_available(count, held)
 
 
 def admit(state: ManagerState, request_id: Hashable, request: Request, hit: Hit) -> BaseAllocation:

@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .allocation import AppendedTokens, BaseAllocation, Pairs
+from .journal import keep_first, put_fields
 from .pool import BlockPool, OutOfBlocks
-from .request import Request, SharedTail
+from .request import CHANGING, Request, SharedTail
 from .state import ManagerState
 from .table import Ids
 
@@ -38,15 +39,18 @@ def append(state: ManagerState, request_id: Hashable, new: array[int]) -> BaseAl
     more, shares = -(-end // size) - old_blocks, request.shared_tail is not None
     copies: list[Pairs] | None = None
     if more > 0 and state.simple and not shares:
-        state.check_available([more])
-        state.changes += ((_cut, [request], [start]), (_shrink, request, old_blocks, pending))
+        state.pools[0].check_available(more)
+        state.changes += (
+            (keep_first, request.tokens, start),
+            (put_fields, request, ("num_blocks", "pending"), (old_blocks, pending)),
+        )
         _take(state, request, 0, old_blocks + more)
         request.num_blocks = old_blocks + more
     else:
         grows = end > start and (more > 0 or shares)
         growths = _plan(state, [(request, end, request.computed)], False) if grows else []
         if growths or pending:
-            state.changes += ((_cut, [request], [start]), (request.restore, request.snapshot()))
+            state.changes += ((keep_first, request.tokens, start), (put_fields, request, CHANGING, request.snapshot()))
         for growth in growths:
             copies, again = _grow(state, growth), growth.again
     if pending:
@@ -63,17 +67,6 @@ def append(state: ManagerState, request_id: Hashable, new: array[int]) -> BaseAl
     )
     request.tokens.extend(new)  # last: with it the verb is complete
     return allocation
-
-
-def _cut(requests: Sequence[Request], lengths: Sequence[int]) -> None:
-    """Takes back what was added to the tokens of requests."""
-    for request, length in zip(requests, lengths, strict=True):
-        del request.tokens[length:]
-
-
-def _shrink(request: Request, num_blocks: int, pending: array[int] | None) -> None:
-    """Undoes `_take`: what a table holds behind its blocks does not count."""
-    request.num_blocks, request.pending = num_blocks, pending
 
 
 def _take(state: ManagerState, request: Request, group: int, num_blocks: int) -> None:
@@ -112,10 +105,15 @@ def append_each(state: ManagerState, request_ids: Sequence[Hashable], new: array
     appended: AppendedTokens[Any, Any] = AppendedTokens(
         tuple(slots) if several else slots[0], copies if several else copies[0], request_ids, positions
     )
-    state.changes.append((_cut, requests, positions))
+    state.changes.append((_cut, requests, positions))  # one note of many: this is every step of decoding
     for request, token in zip(requests, new, strict=True):
         request.tokens.append(token)
     return appended
+
+
+def _cut(requests: Sequence[Request], lengths: Sequence[int]) -> None:
+    for request, length in zip(requests, lengths, strict=True):
+        keep_first(request.tokens, length)
 
 
 def _grow_each(state: ManagerState, slow: list[Request]) -> list[Pairs]:
@@ -124,11 +122,12 @@ def _grow_each(state: ManagerState, slow: list[Request]) -> list[Pairs]:
     at_once = state.simple and not any(request.shared_tail for request in slow)
     growths: list[Growth] = []
     if at_once:
-        state.check_available([len(full)])
-        state.changes += [(_shrink, request, request.num_blocks, request.pending) for request in slow]
+        state.pools[0].check_available(len(full))
+        names = ("num_blocks", "pending")
+        state.changes += [(put_fields, request, names, (request.num_blocks, request.pending)) for request in slow]
     else:
         growths = _plan(state, [(r, len(r.tokens) + 1, len(r.tokens)) for r in slow], True)
-        state.changes += [(request.restore, request.snapshot()) for request in slow]
+        state.changes += [(put_fields, request, CHANGING, request.snapshot()) for request in slow]
     copies: list[Pairs] = [[] for _ in state.pools]
     for growth in growths:
         for pairs, more in zip(copies, _grow(state, growth), strict=True):
@@ -208,7 +207,8 @@ def _plan(state: ManagerState, ends: Sequence[tuple[Request, int, int]], decodin
             if copied[group]:
                 ledger.drop(group, request.tables[group].item(len(request.tokens) // size))
         growths.append(Growth(request, end, position, copied, again))
-    state.check_available(ledger.taken, None, ledger.leaving)
+    for pool, count, leaving in zip(state.pools, ledger.taken, ledger.leaving, strict=True):
+        pool.check_available(count, leaving=len(leaving))
     return growths
 
 
@@ -255,7 +255,7 @@ def _grow(state: ManagerState, growth: Growth) -> list[Pairs]:
                 _take(state, request, group, num_blocks)
     if tail is not None:
         if not any(growth.copied):
-            state.changes.append((setattr, tail, "end", tail.end))
+            state.changes.fields(tail, "end")
             tail.end = max(tail.end, growth.end)
         request.shared_tail = None
     request.num_blocks = num_blocks

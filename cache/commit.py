@@ -11,9 +11,10 @@ import numpy.typing as npt
 from .allocation import Pairs
 from .groups import Mask
 from .hashing import Chain, Words, split_digests
+from .journal import put_fields
 from .keys import approximate_from
 from .moved import root_of
-from .request import Request
+from .request import CHANGING, Request
 from .runs import find_runs
 from .state import ManagerState
 
@@ -28,7 +29,7 @@ def commit(state: ManagerState, request_id: Hashable, num_tokens: int) -> Any:
         if num_tokens > request.committed:
             request.committed = num_tokens
         return []
-    state.changes.append((_take_back, state, request, request.snapshot(), request.chain, state.merged))
+    state.changes.append((put_fields, request, CHANGING, request.snapshot()))
     if request.replaced is not None or request.loading:
         state.end_step(request)
     request.committed, request.computed = max(request.committed, num_tokens), max(request.computed, num_tokens)
@@ -45,13 +46,6 @@ def commit(state: ManagerState, request_id: Hashable, num_tokens: int) -> Any:
     for group in range(len(state.pools)):
         state.leave_window(request, group, position)
     return state.per_group(replaced)
-
-
-def _take_back(state: ManagerState, request: Request, before: tuple[Any, ...], chain: Any, merged: int) -> None:
-    """Undoes `commit`."""
-    request.restore(before)
-    request.chain = None if request.chain is chain else chain  # it may have been fed: it is built again
-    state.merged = merged
 
 
 def _publish_all(state: ManagerState, request_id: Hashable, request: Request, first: int, last: int) -> list[Pairs]:
@@ -101,9 +95,11 @@ def checkpoint(state: ManagerState, request_id: Hashable, num_tokens: int, group
         if (group, block) in request.new_states:
             return held
         raise ValueError(f"num_tokens: got {num_tokens}, whose state the request holds already")
-    state.check_available([int(at == group) for at in range(len(state.pools))])
-    hole = np.full(1, -1, np.int32)
-    state.changes += ((request.restore, request.snapshot()), (request.put_blocks, group, block, hole))
+    pool.check_available(1)
+    state.changes += (
+        (put_fields, request, CHANGING, request.snapshot()),
+        (request.put_blocks, group, block, np.full(1, -1, np.int32)),
+    )
     ids = pool.take(np.array([block + 1], np.int32))
     request.put_blocks(group, block, ids)
     pool.hinted(ids, request.priority, request.ttl)
@@ -117,6 +113,7 @@ def _digests(state: ManagerState, request: Request, first: int, last: int) -> Wo
     known, chain = request.digests, request.chain
     if last <= len(known):
         return known[first:last]
+    state.changes.append((put_fields, request, ("chain",), (None,)))  # what is fed is built again
     if chain is None:
         request.chain = chain = Chain(state.hasher, request.keys)
     before = chain.hashed
@@ -143,7 +140,8 @@ def _publish(state: ManagerState, request: Request, group: int, first: int, last
         if not present.any():
             return []
         ids, digests = ids[present], digests[present]
-    listed = pool.table.contains(ids) if state.notifies else None
+    notifies = state.partial is not None or state.listeners.registered
+    listed = pool.table.contains(ids) if notifies else None
     old, new = pool.publish(ids, digests)
     if listed is None and not old.size:
         return []
@@ -157,6 +155,7 @@ def _publish(state: ManagerState, request: Request, group: int, first: int, last
         state.changes.append((request.put_blocks, group, at, table[at : at + 1].copy()))
         table[at] = block
     request.keep_replaced(group, old)
+    state.changes.fields(state, "merged")
     state.merged += old.size
     pool.hinted(new, request.priority, request.ttl)
     return list(zip(old.tolist(), new.tolist(), strict=True))

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Hashable
-from typing import Any
 
-from .allocate import forget_last
-from .request import Request, SharedTail
+from .journal import put_fields
+from .request import CHANGING, Request, SharedTail
 from .state import ManagerState
 
 
@@ -22,7 +20,8 @@ def fork(state: ManagerState, request_id: Hashable, new_request_id: Hashable) ->
             "the state of a recurrent group is there only once it has been computed"
         )
     child = parent.copy()
-    state.changes += ((setattr, parent, "shared_tail", parent.shared_tail), (forget_last, state, child))
+    state.changes.fields(parent, "shared_tail")
+    state.changes.growth(state.running)
     state.running[new_request_id] = child
     for group, pool in enumerate(state.pools):
         pool.share(child.held(group))
@@ -41,7 +40,10 @@ def rollback(state: ManagerState, request_id: Hashable, num_tokens: int) -> None
     committed, num_blocks = min(request.committed, length), -(-length // size)
     needed_from = [max(g.first_needed(committed, size), g.sink_blocks(size)) for g in state.groups]
     _check_resident(state, request, length, needed_from)
-    state.changes.append((_put_back, request, length, request.tokens[length:], request.snapshot(), request.chain))
+    state.changes += (
+        (put_fields, request, ("chain", *CHANGING), (request.chain, *request.snapshot())),
+        (request.tokens.__setitem__, slice(length, None), request.tokens[length:]),
+    )
     for group, (pool, spec) in enumerate(zip(state.pools, state.groups, strict=True)):
         first = length // size if spec.holds_states else num_blocks  # of a block that is cut there is no state any more
         ids = request.tables[group][first : request.num_blocks].copy()
@@ -77,10 +79,3 @@ def _check_resident(state: ManagerState, request: Request, length: int, needed_f
                 )
         elif (table[first : -(-length // size)] < 0).any():
             raise ValueError(f"num_tokens: got {num_tokens}, needs less: blocks left the window for good")
-
-
-def _put_back(request: Request, length: int, tokens: array[int], before: tuple[Any, ...], chain: Any) -> None:
-    """Undoes `rollback`."""
-    request.tokens[length:] = tokens
-    request.restore(before)
-    request.chain = chain

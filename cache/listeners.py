@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections import deque
 from typing import Any, Protocol
 
+from .journal import Journal
 from .keys import FrozenKeys
 
 log = logging.getLogger("pc.cache")
@@ -43,21 +43,17 @@ class Listeners:
     `ManagerState`.
     """
 
-    def __init__(self, changes: list[tuple[Any, ...]]) -> None:
+    def __init__(self, changes: Journal) -> None:
         self.registered: list[Listener] = []
-        self.queue: deque[tuple[str, tuple[Any, ...]]] = deque()
+        self.queue: list[tuple[str, tuple[Any, ...]]] = []
         self.busy = False
         self._changes = changes
 
     def add(self, event: str, *args: Any) -> None:
         """Something happened."""
         if self.registered:
-            self._changes.append((self._drop, len(self.queue)))
+            self._changes.growth(self.queue)
             self.queue.append((event, args))
-
-    def _drop(self, count: int) -> None:
-        while len(self.queue) > count:
-            self.queue.pop()
 
     def notify(self) -> None:
         """Notifies of all that is queued, in order."""
@@ -69,5 +65,5 @@ class Listeners:
                     getattr(listener, event)(*args)
                 except Exception:  # noqa: PERF203
                     log.exception("%s.%s raised; the manager goes on", type(listener).__name__, event)
-            self.queue.popleft()
+            del self.queue[0]
         self.busy = False

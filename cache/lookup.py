@@ -12,7 +12,8 @@ from .allocation import Span
 from .content import Found
 from .groups import Group, Mask
 from .hashing import Node, Words
-from .pool import EMPTY, BlockPool, Changes, Index
+from .journal import Journal
+from .pool import EMPTY, BlockPool, Index
 from .request import Request
 from .runs import find_runs
 from .table import Ids
@@ -232,7 +233,7 @@ def complement(spans: list[Span], num_tokens: int) -> list[Span]:
 class PartialIndex:
     """The tokens of published blocks, by what comes before them: of a block that begins alike, that part is copied."""
 
-    def __init__(self, block_size: int, changes: Changes) -> None:
+    def __init__(self, block_size: int, changes: Journal) -> None:
         self._block_size = block_size
         self._changes = changes
         self._behind: dict[bytes, dict[bytes, array[int]]] = {}

@@ -235,9 +235,8 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
             raise ValueError("reuse: got 'anywhere' with several groups or a window, needs one group of full attention")
         if segments is not None:
             segments = _check_segments(segments, reuse)
-        allocation: AllocationT = self._run(
-            allocate.allocate, request_id, tokens, keys, reuse, priority, ttl, wanted, segments
-        )
+        args = (request_id, tokens, keys, reuse, priority, ttl, wanted, segments)
+        allocation: AllocationT = self._run(allocate.allocate, *args)
         return allocation
 
     def append(self, request_id: Hashable, token_ids: TokenIds) -> AllocationT:

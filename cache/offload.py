@@ -54,7 +54,8 @@ def _collect(state: ManagerState, handover: Handover, verb: Callable[..., Any], 
     result = verb(state, *args)
     state.evicted = None
     if evicted:
-        state.changes += ((handover.victims.clear,), (setattr, state, "saving", state.saving))
+        state.changes.growth(handover.victims)
+        state.changes.fields(state, "saving")
         for group in sorted({group for group, _, _ in evicted}):
             blocks = np.concatenate([ids for of, ids, _ in evicted if of == group])
             hashes = [block_hash for of, _, some in evicted if of == group for block_hash in some]
@@ -82,11 +83,7 @@ def _hand_over(state: ManagerState, handover: Handover, group: int, blocks: Ids,
 def _end(state: ManagerState, handover: Handover) -> None:
     """Counts what became of the blocks, and drops the references on them."""
     if any(saving.handover() is handover for saving in state.saving):
-        state.changes.append((_put_totals, state, state.offloaded, state.failed_offloads))
+        state.changes.fields(state, "offloaded", "failed_offloads")
         state.offloaded += handover.taken
         state.failed_offloads += handover.failed
         state.end_saving(lambda saving: saving.handover() is handover)
-
-
-def _put_totals(state: ManagerState, offloaded: int, failed: int) -> None:
-    state.offloaded, state.failed_offloads = offloaded, failed

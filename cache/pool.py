@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 from weakref import WeakSet
@@ -12,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .hashing import BlockHasher, TokenIds, Words, encode_tokens, split_digests
+from .journal import Journal, keep_first
 from .policies import Block, EvictionPolicy
 from .table import HashTable, Ids, count_nonzero
 
@@ -27,9 +27,6 @@ BOUNDS = 1 << np.arange(0, 21, 2)
 """Upper bounds of `Residency` in ticks: 1, 4, 16 ... about a million."""
 
 Ticks = npt.NDArray[np.int64]
-
-Changes = list[tuple[Any, ...]]
-"""How to undo the verb that runs, one function and its arguments for each change that cannot be derived."""
 
 log = logging.getLogger("pc.cache")
 
@@ -54,16 +51,14 @@ class Residency:
         counts, _, waiting = self._all
         return int(counts.sum()) + sum(then.size for _, then in waiting)
 
-    def add(self, now: int, then: Ticks) -> None:
+    def add(self, now: int, then: Ticks, changes: Journal) -> None:
         """Blocks evicted at tick `now` that were taken at `then`."""
         if len(self._all[2]) > 256:
+            changes.fields(self, "_all")
             self.totals()
-        self._all[2].append((now, then))
-
-    def take_back(self, then: Ticks) -> None:
-        """Undoes the `add` of this very array, if it was made."""
         waiting = self._all[2]
-        waiting[:] = [entry for entry in waiting if entry[1] is not then]
+        changes.append((keep_first, waiting, len(waiting)))
+        waiting.append((now, then))
 
     def totals(self) -> tuple[Ticks, int]:
         """Evicted blocks by age, one count for each of `BOUNDS` and one beyond, and the sum of their ages."""
@@ -107,12 +102,13 @@ class BlockPool:
     outlive their last holder; blocks that are partial, or not committed yet, are known only to the requests that hold
     them.
 
-    A policy is called in the middle of the manager's work, with `in_policy` held, on which the manager refuses calls.
+    A policy is called in the middle of the manager's work, with `changes.in_policy` set, on which the manager refuses
+    calls.
     What it raises is logged (logger "pc.cache") and the work goes on; where it has no valid victims to name, the
     blocks used longest ago go.
 
     `words` and the references that requests have decide all other fields: `rebuild` derives them anew after a verb was
-    interrupted. What a verb does to `words` it first notes in `changes` (None: changes are not to be undone).
+    interrupted. What a verb does to `words` it first notes in `changes`.
 
     Attributes:
         last_access: Tick of the last access or release of each block.
@@ -132,8 +128,7 @@ class BlockPool:
         num_blocks: int,
         hasher: BlockHasher,
         policy: EvictionPolicy,
-        in_policy: threading.Lock | None = None,
-        changes: Changes | None = None,
+        changes: Journal | None = None,
     ) -> None:
         self.num_blocks = num_blocks
         self.hasher = hasher
@@ -149,7 +144,7 @@ class BlockPool:
         self.on_first_choice: Callable[[], None] | None = None
         self.watchers: WeakSet[Watcher] = WeakSet()
         self.refills: list[tuple[BlockPool, int, int, int]] = []
-        self._changes = changes
+        self._changes = Journal() if changes is None else changes
         self.residency = Residency()
         self._evictable = 0
         self._free = np.arange(num_blocks - 1, -1, -1, dtype=np.int32)
@@ -158,7 +153,6 @@ class BlockPool:
         self.numbers.flags.writeable = False
         self._rising = self.numbers.tobytes()
         self._absent = b"\xff" * (4 * num_blocks)
-        self._in_policy = in_policy or threading.Lock()
         self.policy = policy
         # A policy of one's own is not believed without a look.
         self._trusted = type(policy).__module__.startswith("pc.cache.")
@@ -203,6 +197,18 @@ class BlockPool:
         if self._rising.startswith(ids.tobytes(), 4 * first):
             return slice(first, first + ids.size)
         return ids.astype(np.intp)
+
+    def check_available(self, count: int, held: Ids = EMPTY, leaving: int = 0) -> None:
+        """Raises OutOfBlocks unless `count` blocks can be taken.
+
+        `held` are cached blocks that are about to be held, `leaving` those whose last reference is about to be dropped.
+        """
+        if count > self.num_free:
+            available = self.num_free + self._evictable + leaving
+            if held.size and count + held.size > available:
+                available -= self.unreferenced(held)
+            if count > available:
+                raise OutOfBlocks(count, int(available))
 
     def hold(self, ids: Ids) -> None:
         """Takes a reference on complete blocks, in the order of their sequence."""
@@ -257,11 +263,13 @@ class BlockPool:
         self.access_count[index] = 1
         self.prefix_length[index] = prefix_lengths
         try:
-            with self._in_policy:
-                for part in (ids,) if runs else [ids[i : i + 1] for i in range(count)]:
-                    self.policy.accessed(part, False)
+            self._changes.in_policy = True
+            for part in (ids,) if runs else [ids[i : i + 1] for i in range(count)]:
+                self.policy.accessed(part, False)
         except Exception:
             self._log("accessed")
+        finally:
+            self._changes.in_policy = False
         return ids
 
     def refill(self, block: int, first: int, source: int = -1) -> None:
@@ -279,10 +287,9 @@ class BlockPool:
         if self.on_evict is not None:
             self.on_evict(victims)
         ids = victims[::-1]  # chosen tail first: so neighbours in memory are neighbours in the new sequence too
-        then = self.taken_at.take(victims)
-        index = self._unlist(ids, then)
+        index = self._unlist(ids)
         self._evictable -= count
-        self.residency.add(self.clock, then)
+        self.residency.add(self.clock, self.taken_at.take(victims), self._changes)
         return ids, index
 
     def _choose(self, count: int) -> Ids:
@@ -314,11 +321,13 @@ class BlockPool:
     def _call(self, hook: str, *args: Any) -> Any:
         """Calls a hook of the policy; False where it raises."""
         try:
-            with self._in_policy:
-                return getattr(self.policy, hook)(*args)
+            self._changes.in_policy = True
+            return getattr(self.policy, hook)(*args)
         except Exception:
             self._log(hook)
             return False
+        finally:
+            self._changes.in_policy = False
 
     def _log(self, hook: str) -> None:
         log.exception("%s.%s raised; the manager goes on", type(self.policy).__name__, hook)
@@ -328,20 +337,14 @@ class BlockPool:
         if (priority or ttl is not None) and ids.size:
             self._call("hinted", ids[ids >= 0], priority, ttl)
 
-    def _unlist(self, ids: Ids, then: Ticks | None = None) -> Index:
-        """Takes blocks out of the table; their index. `then` is what the residency is about to count."""
-        index = self.index_of(ids)
-        if self._changes is not None:
-            words = self.words[index].copy() if type(index) is slice else self.words.take(index, axis=0)
-            self._changes.append((self._put_words, ids, words, then))
+    def _unlist(self, ids: Ids) -> Index:
+        """Takes blocks out of the table; their index."""
+        index, words = self.index_of(ids), self.words
+        before = words[index].copy() if type(index) is slice else words.take(index, axis=0)
+        self._changes.append((words.__setitem__, index, before))
         self.table.remove(index)
         self.words[index] = 0
         return index
-
-    def _put_words(self, ids: Ids, words: Words | int, then: Ticks | None = None) -> None:
-        self.words[ids] = words
-        if then is not None:
-            self.residency.take_back(then)
 
     @property
     def nbytes(self) -> int:
@@ -407,8 +410,7 @@ class BlockPool:
             if not ids.size:
                 return EMPTY, EMPTY
             index = self.index_of(ids)
-        if self._changes is not None:
-            self._changes.append((self._put_words, ids, 0))
+        self._changes.append((self.words.__setitem__, index, 0))
         self.words[index] = digests
         duplicates = table.put(ids, digests)
         if duplicates is None:
@@ -441,6 +443,7 @@ class BlockPool:
             self.hold(hits)
         lengths = np.arange(hits.size + 1, count + 1, dtype=np.int32)
         ids = np.concatenate((hits, self.take(lengths) if needed else EMPTY))
+        self._changes.clear()  # no verb of a manager is there to end
         hashes = [*split_digests(digests), None]
         fields = (self.ref_count, self.last_access, self.access_count, self.prefix_length)
         return [

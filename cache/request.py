@@ -13,11 +13,12 @@ from .hashing import Chain, Words
 from .keys import EncodedKeys
 from .table import Ids
 
-_CHANGING = (
+CHANGING = (
     *("pending", "num_blocks", "committed", "computed", "published", "digests", "released", "replaced"),
     *("shared_tail", "writing", "loading", "new_states"),
 )
-_snapshot = attrgetter(*_CHANGING)
+"""Attributes that verbs set: not tokens, the running hash and the contents of tables."""
+_snapshot = attrgetter(*CHANGING)
 
 
 @dataclass(eq=False, slots=True)
@@ -51,7 +52,7 @@ class Request:
         writing: The hash under which others learn that this request is computing that block, or None.
     """
 
-    __slots__ = (*_CHANGING, "chain", "hit", "keys", "priority", "prompt_tokens", "tables", "tokens", "ttl")
+    __slots__ = (*CHANGING, "chain", "hit", "keys", "priority", "prompt_tokens", "tables", "tokens", "ttl")
 
     def __init__(
         self,
@@ -80,14 +81,9 @@ class Request:
         self.ttl = ttl
 
     def snapshot(self) -> tuple[Any, ...]:
-        """What `restore` puts back: what verbs change, but for tokens, the running hash and the contents of tables."""
+        """Its values of `CHANGING`."""
         values: tuple[Any, ...] = _snapshot(self)
         return values
-
-    def restore(self, values: tuple[Any, ...]) -> None:
-        """Puts back what `snapshot` gave."""
-        for name, value in zip(_CHANGING, values, strict=True):
-            setattr(self, name, value)
 
     @property
     def root(self) -> bytes | None:

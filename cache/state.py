@@ -1,10 +1,10 @@
 """What the verbs of a manager work on: the pools, the requests, and who is computing what.
 
-How a verb stays whole. It looks first, at what `check_available` says too, and only then changes anything; so errors of
-the caller leave all as it was. While it changes something, an interrupt (`KeyboardInterrupt`, or what
+How a verb stays whole. It looks first, at whether blocks are available too, and only then changes anything; so errors
+of the caller leave all as it was. While it changes something, an interrupt (`KeyboardInterrupt`, or what
 another thread raises in this one) may come between any two instructions. So before a change that nothing else tells
-of, a verb notes in `ManagerState.changes` how to undo it: a function and its arguments, which may be called whether the
-change was made or not, and again. What is noted is forgotten at once when the verb is complete. If an exception comes
+of, a verb notes in `ManagerState.changes` how to undo it (journal.py). What is noted is forgotten at once when the verb
+is complete. If an exception comes
 before, `ManagerState.undo` undoes what is noted and derives the rest anew from the requests and the hashes of
 blocks: reference counts, the table, the free list, host slots, writers, and what the policy knows. That takes time in
 proportion to all blocks, but only then.
@@ -12,7 +12,6 @@ proportion to all blocks, but only then.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Collection, Hashable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
@@ -24,10 +23,11 @@ from .allocation import Allocation, BaseAllocation, CacheStats, GroupedAllocatio
 from .content import ContentIndex
 from .groups import FullAttention, Group, Tensors
 from .hashing import BlockHasher
+from .journal import COMPLETES, Journal
 from .listeners import Listeners
 from .lookup import PartialIndex
 from .policies import EvictionPolicy, make_policy
-from .pool import EMPTY, BlockPool, Changes, HostSlots, OutOfBlocks
+from .pool import EMPTY, BlockPool, HostSlots
 from .request import Preempted, Request
 from .table import Ids
 
@@ -79,7 +79,6 @@ class ManagerState:
         simple: Whether there is one group, which needs all its blocks.
         partial: The beginnings of published blocks, None without partial reuse.
         content: What published blocks hold, None before the first request with `reuse="anywhere"`.
-        in_policy: Held while a policy is called: it may not call the manager.
         changes: How to undo what the verb that runs has done; empty when none does. See above.
         refills: What watchers of the pools are to be notified of; see `BlockPool.refill`.
         evicted: What the verb that runs has evicted so far, None where there is no tier.
@@ -106,17 +105,13 @@ class ManagerState:
         self.groups = tuple(groups)
         self.simple = len(groups) == 1 and isinstance(groups[0], FullAttention | Tensors)
         self.allocation: type[BaseAllocation] = Allocation if len(groups) == 1 else GroupedAllocation
-        self.changes: Changes = []
+        self.changes = Journal()
         self.refills: list[tuple[BlockPool, int, int, int]] = []
         self.listeners = Listeners(self.changes)
         self.partial = PartialIndex(self.block_size, self.changes) if partial_reuse else None
         self.content: ContentIndex | None = None
-        self.in_policy = threading.Lock()
         self.on_evict: OnEvict | None = None
-        self.pools = [
-            BlockPool(g.num_blocks or num_blocks, hasher, make_policy(policy), self.in_policy, self.changes)
-            for g in groups
-        ]
+        self.pools = [BlockPool(g.num_blocks or num_blocks, hasher, make_policy(policy), self.changes) for g in groups]
         for group, pool in enumerate(self.pools):
             pool.on_evict = partial(self.evicting, group)
             pool.on_first_choice = self.fit_hashes
@@ -142,22 +137,17 @@ class ManagerState:
 
     def run(self, verb: Callable[..., T], args: tuple[Any, ...]) -> T:
         """Calls a verb with this state and `args`, then notifies of what it did; one that raises changed nothing."""
-        if self.in_policy.locked():
+        if self.changes.in_policy:
             raise RuntimeError("the manager was called from within a hook of its eviction policy")
         nested = self.listeners.busy
         try:
-            if self.changes:
-                self.undo(nested)
-            if self.saving and any(saving.handover() is None for saving in self.saving):
-                self.end_saving(lambda saving: saving.handover() is None)  # interrupted twice, it was not ended
+            if self.changes or self.saving:
+                self._clear_up(nested)
             result = verb(self, *args)
             if self.changes:
                 self.changes.clear()  # from here on the verb is complete
-                while self.refills:
-                    pool, *refill = self.refills[0]
-                    for watcher in list(pool.watchers):
-                        watcher.refill(*refill)
-                    self.refills.pop(0)
+                if self.refills:
+                    self._refill()
             if self.listeners.queue and not nested:
                 self.listeners.notify()
             return result
@@ -173,19 +163,31 @@ class ManagerState:
                         raise
             raise
 
+    def _clear_up(self, nested: bool) -> None:
+        """Ends what further interrupts have kept from being undone or ended."""
+        if self.changes:
+            self.undo(nested)
+        if any(saving.handover() is None for saving in self.saving):
+            self.end_saving(lambda saving: saving.handover() is None)
+
+    def _refill(self) -> None:
+        """Notifies watchers of the pools."""
+        while self.refills:
+            pool, *refill = self.refills[0]
+            for watcher in list(pool.watchers):
+                watcher.refill(*refill)
+            self.refills.pop(0)
+
     def settle(self) -> None:
         """Undoes what even that did not come to; whoever calls the manager next does it."""
-        if self.changes and not self.in_policy.locked():
+        if self.changes and not self.changes.in_policy:
             self.undo(False)
 
     def undo(self, nested: bool) -> None:
         """Undoes what a verb that did not come to its end has done; `nested`: it was called by a listener."""
-        if self.in_policy.locked():
-            self.in_policy.release()
-        self.listeners.busy, self.evicted = nested, None
+        self.changes.in_policy, self.listeners.busy, self.evicted = False, nested, None
         if self.changes:
-            for function, *args in reversed(self.changes):
-                function(*args)
+            self.changes.undo()
             self.refills.clear()
             self._rebuild()
             self.changes.clear()
@@ -235,24 +237,6 @@ class ManagerState:
         if request_id in self.running or request_id in self.preempted:
             raise ValueError(f"{name}: got {request_id!r}, which is running, needs a new one")
 
-    def check_available(
-        self, counts: list[int], held: Sequence[Ids] | None = None, leaving: Sequence[Sequence[int]] | None = None
-    ) -> None:
-        """Raises OutOfBlocks unless so many blocks of each group can be taken.
-
-        Per group: `held` are cached blocks that the verb is about to hold, `leaving` those of which it is about to drop
-        the last reference.
-        """
-        for group, (pool, count) in enumerate(zip(self.pools, counts, strict=True)):
-            if count > pool.num_free:
-                available = pool.available
-                if held is not None and count + held[group].size > available:
-                    available -= pool.unreferenced(held[group])
-                if leaving is not None:
-                    available += len(leaving[group])
-                if count > available:
-                    raise OutOfBlocks(count, available)
-
     def start_writing(self, request_id: Hashable, request: Request, block: int) -> Hashable:
         """Notes that a request computes a block of its prompt, unless another does: the id of that one, or None."""
         if block < len(request.digests):
@@ -269,15 +253,10 @@ class ManagerState:
             self.writers.pop(request.writing, None)
             request.writing = None
 
-    @property
-    def notifies(self) -> bool:
-        """Whether anything is to be notified of blocks that are published or evicted."""
-        return self.partial is not None or bool(self.listeners.registered)
-
     def evicting(self, group: int, ids: Ids) -> None:
         """Blocks are about to be evicted."""
         victims = self.evicted
-        if victims is None and not self.notifies:
+        if victims is None and self.partial is None and not self.listeners.registered:
             return
         hashes = self.pools[group].digests_of(ids)
         if victims is not None:
@@ -289,7 +268,7 @@ class ManagerState:
     def end_saving(self, over: Callable[[Saving], bool]) -> None:
         """Drops the references of handovers."""
         ended = [saving for saving in self.saving if over(saving)]
-        self.changes.append((setattr, self, "saving", self.saving))
+        self.changes.fields(self, "saving")
         self.saving = [saving for saving in self.saving if saving not in ended]
         for saving in ended:
             for group, blocks, _ in saving.victims:
@@ -306,8 +285,7 @@ class ManagerState:
 
     def release(self, request_id: Hashable, request: Request, returns: float | None = None) -> None:
         """Ends a running request and releases all it holds; `undo` completes it once it is gone from `running`."""
-        self.changes.append(NOTHING)
-        del self.running[request_id]
+        del self.running[request_id]; self.changes[:] = [COMPLETES]  # fmt: skip  # noqa: E702  no interrupt is between
         if request.replaced is not None or request.loading:
             self.end_step(request)
         if request.writing is not None:
@@ -405,7 +383,3 @@ class ManagerState:
                 assert pool.table.contains(before[before >= 0]).all(), "a committed block is not published"
             pool.check(np.concatenate(self._references(group)))
             self.host[group].check(self._host_slots(group))
-
-
-NOTHING = (lambda: None,)
-"""What is noted where all that a verb does can be derived."""

@@ -12,12 +12,13 @@ from typing import Any
 
 import numpy as np
 
-from .allocate import admit, check_available, forget_last
+from .allocate import admit, check_available
 from .allocation import BaseAllocation, Pairs
 from .hashing import Chain, Words
+from .journal import COMPLETES, put_fields
 from .lookup import GroupHit, Hit, longest_hit, prefix_hit
-from .request import Preempted, Request
-from .state import NOTHING, ManagerState
+from .request import CHANGING, Preempted, Request
+from .state import ManagerState
 from .table import Ids
 
 
@@ -25,7 +26,8 @@ def preempt(state: ManagerState, request_id: Hashable, swap: bool) -> Any:
     """Ends a running request but keeps its tokens: see `CacheManager.preempt`."""
     request = state.get(request_id)
     saved = Preempted(request.tokens, request.pending, request.keys, request.priority, request.ttl)
-    state.changes.append((_keep_running, state, request_id, request, request.snapshot(), state.preemptions))
+    state.changes.append((put_fields, request, CHANGING, request.snapshot()))
+    state.changes.fields(state, "preemptions")
     state.end_step(request)
     pairs: list[Pairs] = [[] for _ in state.pools]
     if swap and request.committed:
@@ -34,16 +36,6 @@ def preempt(state: ManagerState, request_id: Hashable, swap: bool) -> Any:
     state.preempted[request_id] = saved
     state.release(request_id, request)
     return state.per_group(pairs)
-
-
-def _keep_running(
-    state: ManagerState, request_id: Hashable, request: Request, before: tuple[Any, ...], preemptions: int
-) -> None:
-    """Undoes `preempt`, as long as the request is running."""
-    if request_id in state.running:
-        state.preempted.pop(request_id, None)
-        request.restore(before)
-        state.preemptions = preemptions
 
 
 def resume(state: ManagerState, request_id: Hashable) -> BaseAllocation:
@@ -60,22 +52,17 @@ def resume(state: ManagerState, request_id: Hashable) -> BaseAllocation:
     if state.partial is not None:
         hit = state.partial.extend(state.pools[0], request, hit)
     check_available(state, hit)
-    state.changes.append((_stay_preempted, state, request_id, request, saved))
+    state.changes.members(state.preempted, request_id)
+    state.changes.growth(state.running)
     allocation = admit(state, request_id, request, hit)
     request.loading = saved.slots
     del state.preempted[request_id]
     return allocation
 
 
-def _stay_preempted(state: ManagerState, request_id: Hashable, request: Request, saved: Preempted) -> None:
-    """Undoes `resume`."""
-    forget_last(state, request)
-    state.preempted[request_id] = saved
-
-
 def drop(state: ManagerState, request_id: Hashable) -> None:
     """Ends a preempted request; once it is gone, `ManagerState.undo` does not undo the rest but completes it."""
-    state.changes.append(NOTHING)
+    state.changes.append(COMPLETES)
     for host, slots in zip(state.host, state.preempted.pop(request_id).slots, strict=False):
         host.give_back(slots)
 

@@ -64,7 +64,7 @@ def shared_blocks_are_not_counted(patch):
 
 
 def stale_guess_is_believed(patch):
-    patch.setattr(BlockPool, "_unlist", lambda self, ids, then=None: (self.table.remove(ids), self.index_of(ids))[1])
+    patch.setattr(BlockPool, "_unlist", lambda self, ids: (self.table.remove(ids), self.index_of(ids))[1])
 
 
 def salt_is_forgotten(patch):
