@@ -61,7 +61,7 @@ def _runs(call: AttentionCall, is_plain: bool) -> list[Run]:
     """Those of sequences that have a key, as long as can be; plain queries with lists and a window each alone."""
     starts, lens = call.query_start_loc.tolist(), call.seq_lens.tolist()
     bounds = [(i, begin, end) for i, (begin, end) in enumerate(itertools.pairwise(starts)) if begin < end and lens[i]]
-    if call.query_blocks is not None:
+    if call.query_blocks is not None and any(end - begin > 1 for _, begin, end in bounds):
         lists = call.query_blocks.numpy()
         differs = np.ones(len(lists), dtype=bool)
         if not (is_plain and call.mask.BOUNDED):

@@ -81,12 +81,13 @@ def attend_decodes(call: AttentionCall, cache: Cache, runs: list[Run]) -> Part:
     (count, heads, width), size, kv_heads = query.shape, cache.block_size, cache.kv_heads
     ranges, entries = ranges_of(call, runs), count * kv_heads
     if lists is None:
-        longest = -(-int(ranges.end.max()) // size)
+        each = ranges.end.tolist()
+        longest = -(-max(each) // size)
         logical: np.ndarray = np.arange(longest)
         numbers = tables[..., :longest]
         if count < len(tables):
             numbers = numbers[[run.sequence for run in runs]]
-        is_inside = ranges.begin is None and (longest - 1) * size < int(ranges.end.min())
+        is_inside = ranges.begin is None and (longest - 1) * size < min(each)
         if tables.ndim == 2:
             numbers = numbers.repeat(kv_heads, 0)
     else:
