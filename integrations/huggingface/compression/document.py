@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch.nn.functional import pad
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicSlidingWindowLayer
 
 from ....cache.payload import pack, unpack
-from ....triton_ops import merge_attention, paged_attention_with_lse
+from ....triton_ops import merge_attention, paged_attention_with_lse, sparse_gap_attention_with_lse
 from ..calls import refuse_if
 from ..contiguous.tiers import fingerprint
 from ..paged.dispatch import PagedPass, mark
@@ -86,7 +87,8 @@ def keep(keys: torch.Tensor, values: torch.Tensor, chosen: torch.Tensor) -> Kept
             pool[first : first + own].view(-1, side.shape[-1])[:count] = side[head, chosen[head]]
         first += own
     device = keys.device
-    return KeptLayer(*packed, tables.to(device), torch.tensor(kept, dtype=torch.int32, device=device))
+    lens = torch.tensor(kept, dtype=torch.int32, device=device)
+    return KeptLayer(packed[0], packed[1], tables.to(device), lens)
 
 
 class CompressedDocument:
@@ -366,20 +368,25 @@ class _Reading(PagedPass):
         )
         # Of all rows the queries of one KV head, one behind the other: they read the same kept tokens.
         of_heads = query.unflatten(1, (kv_heads, -1)).permute(1, 0, 3, 2, 4).flatten(0, 2)
-        read = paged_attention_with_lse(
+        count, tables, kept = batch * tokens, document.tables, document.kept
+        if count > 1:  # a length includes the queries: a hole before a head's tokens makes it long enough
+            hole = -(-count // BLOCK)
+            tables, kept = pad(tables, (hole, 0), value=-1), kept + hole * BLOCK
+        read = sparse_gap_attention_with_lse(
             of_heads,
             document.keys,
             document.values,
-            document.tables,
-            document.kept,
+            tables,
+            kept,
             step.starts_of_heads(kv_heads),
+            None,
             scale,
             causal=False,
             softcap=softcap,
-            max_query_len=batch * tokens,
-            max_seq_len=document.tables.shape[1] * BLOCK,
+            max_query_len=count,
+            max_seq_len=tables.shape[1] * BLOCK,
         )
-        out, lse = (t.unflatten(0, (kv_heads, batch * tokens)).transpose(0, 1).flatten(1, 2) for t in read)
+        out, lse = (t.unflatten(0, (kv_heads, count)).transpose(0, 1).flatten(1, 2) for t in read)
         merged, _ = merge_attention(out, lse, *own)
         return merged.view(batch, tokens, heads, -1)
 

@@ -108,6 +108,17 @@ def test_all_tokens_kept_are_the_model_itself(family: Family) -> None:
         assert torch.equal(result.sequences, expected.sequences)
 
 
+def test_heads_that_keep_fewer_tokens_than_a_question_has(
+    model: Any, handle: PrefixCaching, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with chosen_tokens(monkeypatch) as kept:
+        document = handle.compress(CONTEXT, budget=0.02)
+    assert min(map(min, document.kept)) < 9
+    result = ask(model, document)
+    logits = dense_logits(model, result.sequences, kept, ASKED["max_new_tokens"])
+    torch.testing.assert_close(torch.stack(result.logits, 1), logits, rtol=0, atol=1e-4)
+
+
 def test_memory_is_freed() -> None:
     model = transformers.LlamaForCausalLM(
         transformers.LlamaConfig(
