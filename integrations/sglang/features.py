@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Callable
 from typing import Any
 
 from ...cache.policies import POLICIES
+from ..plugin import check_features, features_in_environment
 from .versions import BACKEND, CORE, PREFIX, announce, check_version
 
 VARIABLE = "PC_SGLANG"
@@ -95,12 +95,8 @@ def enable(*names: str) -> None:
         ...     print(str(error).partition(",")[0])
         PC_SGLANG: got 'attentoin'
     """
-    for name in names:
-        if name not in FEATURES:
-            raise ValueError(f"{VARIABLE}: got {name!r}, needs some of {', '.join(FEATURES)}")
     new = [name for name in dict.fromkeys(names) if name not in _enabled]
-    for name in new:
-        check_version(name)
+    check_features(VARIABLE, FEATURES, new, check_version)
     active = [FEATURES[name]() for name in new]
     _enabled.update(new)
     if active:
@@ -109,5 +105,4 @@ def enable(*names: str) -> None:
 
 def enable_by_environment() -> None:
     """Registers what the environment names; raises as `register`."""
-    given = [name.strip() for name in os.environ.get(VARIABLE, "").split(",")]
-    enable(*(name for name in given if name))
+    enable(*features_in_environment(VARIABLE))

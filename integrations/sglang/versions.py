@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 
-from ..versions import UnsupportedVersionError as UnsupportedVersionError
-from ..versions import check_installed
+from ..plugin import UnsupportedVersionError as UnsupportedVersionError
+from ..plugin import check_installed
 
 OLDEST = NEWEST = (0, 5, 23)
 """SGLang changes these interfaces between releases, so each one is served once it has been run."""

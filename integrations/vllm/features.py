@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ...cache.policies import POLICIES
+from ..plugin import check_features, features_in_environment, wrap_once
 from .metrics import export_counts
 from .versions import check_version
 
@@ -51,18 +52,16 @@ def _enable_hidden_states() -> None:
     """Has requests for a row of each token read hits, which vLLM does not, where our worker puts their rows in."""
     from vllm.pooling_params import PoolingParams
 
-    verify = PoolingParams.verify
-    if getattr(verify, "verifies_for_pc", False):
-        return
+    def wrap(verify: Callable[..., None]) -> Callable[..., None]:
+        def verify_both(self: Any, model_config: Any) -> None:
+            open_choice = self.skip_reading_prefix_cache is None and str(self.task).startswith("token_")
+            if open_choice and getattr(model_config, "pc_pools_hits", False):
+                self.skip_reading_prefix_cache = False
+            verify(self, model_config)
 
-    def verify_both(self: Any, model_config: Any) -> None:
-        open_choice = self.skip_reading_prefix_cache is None and str(self.task).startswith("token_")
-        if open_choice and getattr(model_config, "pc_pools_hits", False):
-            self.skip_reading_prefix_cache = False
-        verify(self, model_config)
+        return verify_both
 
-    verify_both.verifies_for_pc = True  # type: ignore[attr-defined]
-    PoolingParams.verify = verify_both
+    wrap_once(PoolingParams, "verify", wrap)
 
 
 def _enable_omni() -> None:
@@ -107,11 +106,7 @@ def enable(*names: str) -> None:
         ...     print(str(error).partition(",")[0])
         PC_VLLM: got 'attentoin'
     """
-    for name in names:
-        if name not in FEATURES:
-            raise ValueError(f"{VARIABLE}: got {name!r}, needs some of {', '.join(FEATURES)}")
-    for name in names:
-        check_version(name)
+    check_features(VARIABLE, FEATURES, names, check_version)
     for name in names:
         FEATURES[name]()
         _enabled.add(name)
@@ -121,14 +116,13 @@ def enable(*names: str) -> None:
 
 def enable_by_environment() -> None:
     """Switches on what the environment names, once all of its variables have been looked at; raises as `register`."""
-    given = [name.strip() for name in os.environ.get(VARIABLE, "").split(",")]
     for variable in os.environ:
         if variable.startswith(f"{VARIABLE}_") and variable != "PC_VLLM_POLICY":
             raise ValueError(f"{variable}: got an unknown variable, needs {VARIABLE} or PC_VLLM_POLICY")
     policy = os.environ.get("PC_VLLM_POLICY")
     if policy and policy not in POLICIES:
         raise ValueError(f"PC_VLLM_POLICY: got {policy!r}, needs one of {', '.join(sorted(POLICIES))}")
-    enable(*(name for name in given if name))
+    enable(*features_in_environment(VARIABLE))
     if policy:
         _hook_configurations()  # a scheduler named in vLLM's own options may ask for it
 
@@ -231,12 +225,11 @@ def _hook_configurations() -> None:
     """Sees every configuration right after vLLM has completed it."""
     from vllm.config import VllmConfig
 
-    complete = VllmConfig.__post_init__
-    if not getattr(complete, "completes_for_pc", False):
-
+    def wrap(complete: Callable[..., None]) -> Callable[..., None]:
         def complete_both(self: Any) -> None:
             complete(self)
             _complete(self)
 
-        complete_both.completes_for_pc = True  # type: ignore[attr-defined]
-        VllmConfig.__post_init__ = complete_both
+        return complete_both
+
+    wrap_once(VllmConfig, "__post_init__", wrap)

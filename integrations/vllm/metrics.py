@@ -7,7 +7,10 @@ for one table of counts by name: ours ride in it under names of their own, and a
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
+
+from ..plugin import wrap_once
 
 PREFIX = "pc:"
 COUNTERS = {
@@ -53,21 +56,20 @@ def export_counts() -> None:
     from vllm.v1.metrics.loggers import PrometheusStatLogger, StatLoggerManager
 
     global _exported
-    if _exported:
-        return
-    vllms = StatLoggerManager.record
 
-    @functools.wraps(vllms)
-    def record(self: Any, scheduler_stats: Any, *args: Any, engine_idx: int | None = None, **kwargs: Any) -> None:
-        counts = {} if scheduler_stats is None else take_counts(scheduler_stats)
-        for logger in self.stat_loggers if scheduler_stats is not None else ():
-            if isinstance(logger, PrometheusStatLogger):
-                labels = [str(each) for each in logger.per_engine_labelvalues[engine_idx or 0]]
-                for name in COUNTERS:
-                    _metric(name).labels(*labels).inc(counts.get(name, 0))
-                for name in GAUGES:
-                    _metric(name).labels(*labels).set(counts.get(name, 0))
-        vllms(self, scheduler_stats, *args, engine_idx=engine_idx, **kwargs)
+    def wrap(vllms: Callable[..., None]) -> Callable[..., None]:
+        def record(self: Any, scheduler_stats: Any, *args: Any, engine_idx: int | None = None, **kwargs: Any) -> None:
+            counts = {} if scheduler_stats is None else take_counts(scheduler_stats)
+            for logger in self.stat_loggers if scheduler_stats is not None else ():
+                if isinstance(logger, PrometheusStatLogger):
+                    labels = [str(each) for each in logger.per_engine_labelvalues[engine_idx or 0]]
+                    for name in COUNTERS:
+                        _metric(name).labels(*labels).inc(counts.get(name, 0))
+                    for name in GAUGES:
+                        _metric(name).labels(*labels).set(counts.get(name, 0))
+            vllms(self, scheduler_stats, *args, engine_idx=engine_idx, **kwargs)
 
-    StatLoggerManager.record = record
+        return record
+
+    wrap_once(StatLoggerManager, "record", wrap)
     _exported = True

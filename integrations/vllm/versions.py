@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ..versions import UnsupportedVersionError as UnsupportedVersionError
-from ..versions import check_installed
+from ..plugin import UnsupportedVersionError as UnsupportedVersionError
+from ..plugin import check_installed
 
 VERSIONS = {"vllm": ((0, 32), (0, 33)), "vllm_omni": ((0, 30), (0, 30))}
 """By package: the oldest and the newest series that is served."""

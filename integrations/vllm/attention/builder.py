@@ -5,8 +5,8 @@ How many first blocks all requests of a batch share is counted here, since vLLM 
 
 from __future__ import annotations
 
-import functools
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -21,6 +21,7 @@ from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadata, Att
 from ....triton_ops import attention_plan
 from ....triton_ops._attention.layout import PlanShape
 from ....triton_ops._triton import INTERPRET
+from ...plugin import wrap_once
 
 NULL_BLOCK = 0
 """vLLM's block for positions without KV: its number in every pool."""
@@ -150,28 +151,26 @@ def follow_common_prefixes() -> None:
     """Lets vLLM's model runner hand `PagedMetadataBuilder` what a batch shares, from its tables on the host; once."""
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-    build = GPUModelRunner._build_attention_metadata
-    if getattr(build, "tells_pc", False):
-        return
-    signature = inspect.signature(build)
+    def wrap(build: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(build)
 
-    @functools.wraps(build)
-    def build_and_tell(self: Any, *args: Any, **kwargs: Any) -> Any:
-        given = signature.bind(self, *args, **kwargs).arguments
-        builders = _builders(self) if not given.get("for_cudagraph_capture") else []
-        try:
-            for group, builder in builders:
-                count, batch = given["num_reqs"], self.input_batch
-                table = batch.block_table[group].block_table.np[:count]
-                shared = count_shared_blocks(table, batch.num_computed_tokens_cpu[:count], builder.block_size)
-                builder.shared = count, shared
-            return build(self, *args, **kwargs)
-        finally:
-            for _, builder in builders:
-                builder.shared = 0, 0
+        def build_and_tell(self: Any, *args: Any, **kwargs: Any) -> Any:
+            given = signature.bind(self, *args, **kwargs).arguments
+            builders = _builders(self) if not given.get("for_cudagraph_capture") else []
+            try:
+                for group, builder in builders:
+                    count, batch = given["num_reqs"], self.input_batch
+                    table = batch.block_table[group].block_table.np[:count]
+                    shared = count_shared_blocks(table, batch.num_computed_tokens_cpu[:count], builder.block_size)
+                    builder.shared = count, shared
+                return build(self, *args, **kwargs)
+            finally:
+                for _, builder in builders:
+                    builder.shared = 0, 0
 
-    build_and_tell.tells_pc = True  # type: ignore[attr-defined]
-    GPUModelRunner._build_attention_metadata = build_and_tell
+        return build_and_tell
+
+    wrap_once(GPUModelRunner, "_build_attention_metadata", wrap)
 
 
 def _builders(runner: Any) -> list[tuple[int, PagedMetadataBuilder]]:

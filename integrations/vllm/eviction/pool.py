@@ -145,7 +145,7 @@ class PolicyBlockPool(BlockPool):
         """Blocks from number `before` of their sequence on got hashes, or some did; `keys` where all have one."""
         if self.policy_state.is_lru:
             return
-        places = range(before + 1, before + 1 + len(blocks))
+        places: Sequence[int] = range(before + 1, before + 1 + len(blocks))
         if keys is None:
             # The property takes ten times as long.
             named = [(place, b, b._block_hash) for place, b in zip(places, blocks, strict=True) if b._block_hash]

@@ -1,4 +1,4 @@
-"""Which versions of an engine an adapter serves: a range, and the interfaces of it that a feature builds on.
+"""What plugins of engines share: which features are asked for, which versions serve them, methods wrapped once.
 
 Plugin interfaces carry no promise of stability, so a version in range is not enough: what a feature overrides or calls
 has to be there with the parameters it had.
@@ -6,10 +6,12 @@ has to be there with the parameters it had.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
+import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 Series = tuple[int, ...]
@@ -26,6 +28,48 @@ class UnsupportedVersionError(RuntimeError):
         ... except UnsupportedVersionError as error:
         ...     reason = str(error)
     """
+
+
+def features_in_environment(variable: str) -> list[str]:
+    """What an environment variable names, separated by commas."""
+    return [name.strip() for name in os.environ.get(variable, "").split(",") if name.strip()]
+
+
+def check_features(
+    variable: str, features: Collection[str], names: Sequence[str], check_version: Callable[[str], None]
+) -> None:
+    """Checks names of features, all of them before anything is switched on.
+
+    Args:
+        variable: The environment variable that may name them; errors begin with it.
+        features: What there is.
+        names: What is asked for.
+        check_version: Raises where the installed engine does not serve a feature.
+
+    Raises:
+        ValueError: A name that is no feature.
+        UnsupportedVersionError: From `check_version`.
+    """
+    for name in names:
+        if name not in features:
+            raise ValueError(f"{variable}: got {name!r}, needs some of {', '.join(features)}")
+    for name in names:
+        check_version(name)
+
+
+def wrap_once(owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Puts `wrap(method)` in the place of an engine's method, unless it has been put there before.
+
+    Args:
+        owner: A class or module of the engine.
+        name: The method's.
+        wrap: Given the engine's own method, returns the one that calls it.
+    """
+    method = getattr(owner, name)
+    if not getattr(method, "wrapped_by_pc", False):
+        wrapper = functools.wraps(method)(wrap(method))
+        wrapper.wrapped_by_pc = True  # type: ignore[attr-defined]
+        setattr(owner, name, wrapper)
 
 
 def check_installed(package: str, oldest: Series, newest: Series, feature: str, interfaces: Mapping[str, str]) -> None:
