@@ -8,16 +8,14 @@ from operator import add
 
 import numpy as np
 
-from .allocation import BaseAllocation, Pairs, Span
-from .content import ContentIndex
+from .allocation import BaseAllocation, Pairs
 from .hashing import Chain
 from .journal import keep_first, put_fields
 from .keys import EncodedKeys, approximate_from
-from .lookup import Hit, complement, find_in_groups, find_leading, find_prefix, remember_taken
-from .moved import extend_anywhere, moved_spans
+from .lookup import Hit, complement, find_in_groups, find_prefix
 from .request import Request
+from .runs import Span
 from .state import FIT_EVERY, ManagerState
-from .table import Ids
 
 
 def allocate(
@@ -39,20 +37,19 @@ def allocate(
     digests = chain.extend(tokens, num_tokens // size)
     request = Request(tokens, chain, digests, keys, priority, ttl)
     if state.simple and reuse != "gap":
-        hit = find_prefix(find_leading(pool, digests, chain.path), num_tokens, wanted, size)
+        held = state.memory.leading(pool, digests, chain.path) if chain.path else pool.table.leading(digests)
+        hit = find_prefix(held, num_tokens, wanted, size)
     else:
         hit = find_in_groups(state.groups, state.pools, digests, num_tokens, wanted, size, reuse == "gap")
-    if state.partial is not None:
-        hit = state.partial.extend(pool, request, hit)
-    if reuse == "anywhere":
-        hit = extend_anywhere(state, request, hit, segments)
+    if state.reuses:
+        hit = state.extended(request, hit, reuse, segments)
     check_available(state, hit)
     state.changes += (
-        (put_fields, state, ("asked", "content"), (state.asked, state.content)),
+        (put_fields, state, ("asked", "reuses"), (state.asked, state.reuses)),
         (keep_first, state.running, len(state.running)),
     )
-    if reuse == "anywhere" and state.content is None:  # from now on published blocks are entered
-        state.content = ContentIndex(pool, size)
+    if reuse not in ("prefix", "gap") and reuse not in state.reuses:  # from now on published blocks are entered
+        state.reuses = state.with_reuse(reuse)
     allocation = admit(state, request_id, request, hit)
     begun, behind = hit.position - hit.copied, allocation.num_cached_tokens - hit.position
     moved = sum([run.end - run.start for run in hit.moved]) if hit.moved else 0
@@ -65,11 +62,8 @@ def allocate(
 def check_available(state: ManagerState, hit: Hit) -> None:
     """Raises OutOfBlocks unless there are blocks for what a hit leaves to be taken."""
     for pool, part in zip(state.pools, hit.groups, strict=True):
-        held, count = part.held, part.prefix_lengths.size
-        if hit.source is not None or hit.sources is not None:
-            for more in (hit.source, hit.sources):
-                held = held if more is None else np.union1d(held, more).astype(np.int32)
-        pool.check_available(count, held)
+        held = np.union1d(part.held, hit.borrowed) if hit.borrowed.size else part.held
+        pool.check_available(part.prefix_lengths.size, held)
 
 
 def admit(state: ManagerState, request_id: Hashable, request: Request, hit: Hit) -> BaseAllocation:
@@ -79,9 +73,8 @@ def admit(state: ManagerState, request_id: Hashable, request: Request, hit: Hit)
     for pool, (table, held, fresh, prefix_lengths, _) in zip(state.pools, hit.groups, strict=True):
         if held.size:
             pool.hold(held)
-        for source in (hit.source, hit.sources):
-            if source is not None and source.size:
-                pool.hold(source)
+        if hit.borrowed.size:
+            pool.hold(hit.borrowed)
         if prefix_lengths.size:
             table[fresh] = pool.take(prefix_lengths)
         if request.priority or request.ttl is not None:
@@ -94,11 +87,11 @@ def admit(state: ManagerState, request_id: Hashable, request: Request, hit: Hit)
     if hit.num_tokens < len(request.tokens):
         request.pending = request.tokens[hit.num_tokens :]
         request.tokens = request.tokens[: hit.num_tokens]
-    if hit.sources is not None:
-        request.keep_replaced(0, hit.sources)
+    if hit.borrowed.size:
+        request.keep_replaced(0, hit.borrowed)
     if chain is not None and chain.path:
         if state.simple and not request.pending:
-            remember_taken(chain.path, tables[0])
+            state.memory.note_taken(chain.path, tables[0])
         chain.path = []
     known = hit.cached if not hit.moved else [*hit.cached, *[(run.start, run.end) for run in hit.moved]]
     return state.allocation(
@@ -108,19 +101,18 @@ def admit(state: ManagerState, request_id: Hashable, request: Request, hit: Hit)
         cached_spans=hit.cached,
         compute_spans=complement(known, hit.num_tokens),
         written=hit.written,
-        copies=None if hit.source is None else _copy_beginning(state, request, hit.source, hit),
+        copies=_copy_beginning(state, request, hit) if hit.copied else None,
         wait_for=state.start_writing(request_id, request, hit.blocks),
         loads=_load(state, hit) if hit.loads else None,
         junction=hit.attention_hit,
-        moved=moved_spans(hit.moved, tables[0], size) if hit.moved else None,
+        moved=hit.moved,
         approximate_from=approximate_from(request.keys) if request.keys.placed else None,
     )
 
 
-def _copy_beginning(state: ManagerState, request: Request, source: Ids, hit: Hit) -> list[Pairs]:
-    """The copy of a cached block's first tokens to the first fresh block; the cached one is kept for this step."""
-    pair = source.item(0), request.tables[0].item(hit.blocks)
-    request.keep_replaced(0, source)
+def _copy_beginning(state: ManagerState, request: Request, hit: Hit) -> list[Pairs]:
+    """The copy of a borrowed block's first tokens to the first fresh block."""
+    pair = hit.borrowed.item(0), request.tables[0].item(hit.blocks)
     state.pools[0].refill(pair[1], hit.copied, pair[0])
     return [[pair]]
 

@@ -11,10 +11,8 @@ import numpy.typing as npt
 from typing_extensions import TypeVar
 
 from ..triton_ops._checks import check_share
-from .runs import Run, Slots, slot_runs, slots_of_runs
+from .runs import Run, Slots, Span, slot_runs, slots_of_runs
 from .table import Ids
-
-Span = tuple[int, int]
 
 Pairs = list[tuple[int, int]]
 """Pairs of block numbers, or of a block number and a host slot."""
@@ -86,7 +84,7 @@ class BaseAllocation:
         new_block: int = 0,
         loads: list[Pairs] | None = None,
         junction: int | None = None,
-        moved: list[MovedSpan] | None = None,
+        moved: Sequence[MovedSpan] = (),
         approximate_from: int | None = None,
     ) -> None:
         self._tables = tables
@@ -100,7 +98,9 @@ class BaseAllocation:
             self.num_cached_tokens += end - start
         self.wait_for = wait_for
         self.junction = junction
-        self.moved: list[MovedSpan] = [] if moved is None else moved
+        self.moved: list[MovedSpan] = []
+        if moved:
+            self.moved = [span._replace(targets=self.slots_at(np.arange(span.start, span.end))) for span in moved]
         self.approximate_from = approximate_from
 
     def recompute_moved(self, fraction: float) -> Slots:
@@ -303,6 +303,22 @@ class AppendedTokens(tuple[SlotsT, PairsT], Generic[SlotsT, PairsT]):
 class CacheStats:
     """Counters of a manager; tokens and blocks since it was made or reset, blocks of all groups together.
 
+    Attributes:
+        free_blocks: Without content.
+        cached_blocks: Complete, with a reference count of 0: published until evicted.
+        num_requests: Running now.
+        queried_tokens: Tokens of all prompts that `allocate` was given.
+        hit_tokens: Of those, tokens that need not be computed.
+        hit_tokens_by_cause: `hit_tokens` split: prefix, gap (behind a missing block), partial (a copied part).
+        moved_tokens: Of `queried_tokens`, those found at another place; not among `hit_tokens`.
+        index_bytes: Memory of the indexes of what is reused but for whole blocks: moved text, parts of blocks.
+        offloaded_blocks: Evicted blocks that `on_evict` said a lower tier took.
+        failed_offloads: Calls of `on_evict` that raised; the blocks they were given are lost.
+        merged_blocks: Blocks that another request had completed first.
+        residency: Evicted blocks by the ticks they had been there: up to 1, 4, 16 ... 2**20, and longer.
+        residency_sum: Ticks (accesses and releases of a pool) that evicted blocks had been there, summed up.
+        host_blocks: Host slots in use.
+
     Examples:
         >>> manager = pc.CacheManager(num_blocks=8, block_size=4)
         >>> for request in ("a", "b"):
@@ -315,37 +331,23 @@ class CacheStats:
 
     num_blocks: int
     free_blocks: int
-    """Without content."""
     cached_blocks: int
-    """Complete, with a reference count of 0: published until evicted."""
     held_blocks: int
     num_requests: int
-    """Running now."""
     total_requests: int
     queried_tokens: int
-    """Tokens of all prompts that `allocate` was given."""
     hit_tokens: int
-    """Of those, tokens that need not be computed."""
     hit_tokens_by_cause: dict[str, int]
-    """`hit_tokens` split: prefix, gap (behind a missing block), partial (part of a block, copied)."""
     moved_tokens: int
-    """Of `queried_tokens`, those found at another place; not among `hit_tokens`."""
     index_bytes: int
-    """Memory of the index that finds them, taken by the first request with `reuse="anywhere"`."""
     evictions: int
     offloaded_blocks: int
-    """Evicted blocks that `on_evict` said a lower tier took."""
     failed_offloads: int
-    """Calls of `on_evict` that raised; the blocks they were given are lost."""
     merged_blocks: int
-    """Blocks that another request had completed first."""
     residency: tuple[int, ...]
-    """Evicted blocks by the ticks they had been there: up to 1, 4, 16 ... 2**20, and longer."""
     residency_sum: int
-    """Ticks (accesses and releases of a pool) that evicted blocks had been there, summed up."""
     preemptions: int
     host_blocks: int
-    """Host slots in use."""
 
     @property
     def hit_rate(self) -> float:

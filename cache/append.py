@@ -17,16 +17,19 @@ from .table import Ids
 
 
 class Growth(NamedTuple):
-    """How a request gets to `end` tokens."""
+    """How a request gets to `end` tokens.
+
+    Attributes:
+        position: The first query that is still to come: blocks that only earlier ones read are released.
+        copied: Per group, whether the block it is in has to become one of its own.
+        again: The first token to be computed, before the new ones where their block cannot be copied yet.
+    """
 
     request: Request
     end: int
     position: int
-    """The first query that is still to come: blocks that only earlier ones read are released."""
     copied: list[bool]
-    """Per group, whether the block it is in has to become one of its own."""
     again: int
-    """The first token to be computed, before the new ones where their block cannot be copied yet."""
 
 
 def append(state: ManagerState, request_id: Hashable, new: array[int]) -> BaseAllocation:

@@ -12,8 +12,6 @@ from .allocation import Pairs
 from .groups import Mask
 from .hashing import Chain, Words, split_digests
 from .journal import put_fields
-from .keys import approximate_from
-from .moved import root_of
 from .request import CHANGING, Request
 from .runs import find_runs
 from .state import ManagerState
@@ -54,26 +52,11 @@ def _publish_all(state: ManagerState, request_id: Hashable, request: Request, fi
         state.stop_writing(request)
     digests = _digests(state, request, first, last)
     replaced = [_publish(state, request, group, first, last, digests) for group in range(len(state.pools))]
-    if state.content is not None:
-        _enter(state, request, first, last)
+    for user in state.reuses.values():
+        user.published(request, first, last)
     request.published = last
     state.start_writing(request_id, request, request.committed // state.block_size)
     return replaced
-
-
-def _enter(state: ManagerState, request: Request, first: int, last: int) -> None:
-    """Enters published logical blocks into the index of what blocks hold, those that are exact and others apart."""
-    content, table, size = state.content, request.tables[0], state.block_size
-    assert content is not None
-    root, moved = root_of(state, request.keys), approximate_from(request.keys)
-    border = last if moved is None else min(max(moved // size, first), last)
-    for begin, end in ((first, border), (border, last)):
-        ids = table[begin:end].copy()
-        if root is None:
-            content.leave_out(ids)
-        elif begin < end:
-            before = table.item(begin - 1) if begin else -1
-            content.add(ids, before, request.tokens[begin * size : end * size], root, end == border)
 
 
 def checkpoint(state: ManagerState, request_id: Hashable, num_tokens: int, group: int | None) -> int:
@@ -140,8 +123,7 @@ def _publish(state: ManagerState, request: Request, group: int, first: int, last
         if not present.any():
             return []
         ids, digests = ids[present], digests[present]
-    notifies = state.partial is not None or state.listeners.registered
-    listed = pool.table.contains(ids) if notifies else None
+    listed = pool.table.contains(ids) if state.listeners.registered else None
     old, new = pool.publish(ids, digests)
     if listed is None and not old.size:
         return []
@@ -186,14 +168,10 @@ def _digest_of(state: ManagerState, request: Request, group: int, block: int) ->
 def _notify_stored(
     state: ManagerState, group: int, request: Request, blocks: npt.NDArray[np.intp], digests: Words
 ) -> None:
-    """Notifies listeners and the index of block beginnings of logical blocks that were published."""
+    """Notifies listeners of logical blocks that were published."""
     size = state.block_size
     for at, start, end in find_runs(blocks):
         hashes = split_digests(digests[at : at + end - start])
         parent = _digest_of(state, request, group, start - 1).tobytes() if start else None
-        if state.partial is not None:
-            for block, before, own in zip(range(start, end), [parent, *hashes], hashes, strict=False):
-                state.partial.add(request, block, before, own)
-        if state.listeners.registered:
-            tokens = request.tokens[start * size : end * size].tolist()
-            state.listeners.add("stored", group, hashes, parent, tokens, request.keys.extra_keys)
+        tokens = request.tokens[start * size : end * size].tolist()
+        state.listeners.add("stored", group, hashes, parent, tokens, request.keys.extra_keys)

@@ -28,7 +28,6 @@ import hashlib
 import struct
 import sys
 from array import array
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -43,9 +42,6 @@ Words = npt.NDArray[np.uint64]
 BIG_ENDIAN = sys.byteorder == "big"
 
 TokenIds = Sequence[int] | npt.NDArray[Any]
-
-OVERHEAD = 800
-"""Bytes of a node besides its tokens and digests: objects, dictionary entries and the state of a hasher."""
 
 
 def split_digests(digests: Words) -> list[bytes]:
@@ -110,94 +106,13 @@ def encode_tokens(token_ids: TokenIds, name: str = "token_ids") -> array[int]:
     return tokens
 
 
-class Node:
-    """A chunk of blocks behind a certain prefix, known to its tree from then on; without a parent a start of chains.
-
-    Attributes:
-        key: The bytes of its tokens; of a root those of the keys.
-        begin: Blocks of the sequence before it; `end`: up to its own end; `reach`: up to that of a chunk behind it.
-        hasher: State behind the chunk; to be copied, never fed.
-        children: The chunks seen behind it, by their bytes.
-        latest: The child taken last: mostly the next one asked for, and cheaper to compare than to look up.
-        found: The blocks in which its hashes were found last, as an index, None for nowhere: a guess, to be checked.
-            Where all blocks up to its end are neighbours, a slice of them all.
-        taken: The blocks that a request took for it since, None for no guess: most are never asked for.
-        used: Whether a walk came by since the node was last up for removal.
-    """
-
-    __slots__ = (
-        *("begin", "children", "digests", "end", "found", "hasher"),
-        *("key", "latest", "parent", "reach", "taken", "used"),
-    )
-
-    def __init__(self, tree: HashTree, parent: Node | None, key: bytes, end: int, digests: bytes, hasher: Any) -> None:
-        self.parent, self.key, self.digests, self.hasher = parent, key, digests, hasher
-        self.begin: int = parent.end if parent is not None else 0
-        self.end: int = end
-        # Chunks are short where prompts branch, long where they run on.
-        self.reach = end + (16 if end < 64 else 64 if end < 256 else 128 if end < 1024 else 256)
-        self.children: dict[bytes, Node] = {}
-        self.latest: Node | None = None
-        self.found: slice | npt.NDArray[np.intp] | None = None
-        self.taken: npt.NDArray[np.int32] | None = None
-        self.used = True
-        if parent is not None:
-            if parent.parent is None and parent.key not in tree.roots:
-                tree.nbytes += len(parent.key) + OVERHEAD
-                tree.queue.append(parent)
-                tree.roots[parent.key] = parent
-            # Queued first: what an interrupt leaves out of the children is forgotten like any other.
-            tree.nbytes += len(key) + len(digests) + OVERHEAD
-            tree.queue.append(self)
-            parent.children[key] = parent.latest = self
-
-
-class HashTree:
-    """A tree of chunks, compared by content: it changes how fast a hash is found, never which.
-
-    It holds `capacity` bytes at most: chunks that no walk used for a while go first, a chunk never before those behind
-    it. `queue` has all chunks and roots, those to be looked at for removal first; `roots` the starts of chains, by the
-    bytes of their keys. One is listed with the first chunk behind it: prompts too short for a chunk leave nothing.
-    """
-
-    def __init__(self) -> None:
-        self.capacity = 0
-        self.clear()
-
-    def trim(self) -> None:
-        """Forgets what exceeds the capacity. Not to be called in the middle of a walk."""
-        queue = self.queue
-        while self.nbytes > self.capacity and queue:
-            node = queue[0]
-            if node.used or node.children:
-                node.used = False
-                queue.rotate(-1)
-                continue
-            parent = node.parent
-            if parent is None:
-                if self.roots.get(node.key) is node:
-                    del self.roots[node.key]
-            else:
-                if parent.latest is node:
-                    parent.latest = None
-                if parent.children.get(node.key) is node:
-                    del parent.children[node.key]
-            queue.popleft()  # last: what an interrupt leaves here is removed the next time
-            self.nbytes -= len(node.key) + len(node.digests) + OVERHEAD
-
-    def clear(self) -> None:
-        """Forgets everything."""
-        self.queue: deque[Node] = deque()
-        self.roots: dict[bytes, Node] = {}
-        self.nbytes = 0
-
-
 class BlockHasher:
     """Hashes the complete blocks of sequences under one algorithm of `ALGORITHMS`, block size (in tokens) and seed.
 
     Without a seed all processes share the identity. `words` are the 64-bit words of an identity, for a caller that
     brings identities of its own; None: the algorithm's. `pieces` iterates over the bytes of tokens block by block, each
-    in a tuple of its own. Not to be used by two threads at once.
+    in a tuple of its own. `begin` gives the first digests of a chain, whose tokens are these bytes;
+    `pc.cache.remembered` has a quicker one. Not to be used by two threads at once.
     """
 
     def __init__(self, algorithm: str, block_size: int, seed: int | None = None, words: int | None = None) -> None:
@@ -207,76 +122,54 @@ class BlockHasher:
         self.new = ALGORITHMS[algorithm]
         name = algorithm.encode()
         prefix = b"pc.block.1" + bytes([len(name)]) + name + struct.pack("<I", block_size) + encode_key(seed, "seed")
-        self.start = self.new()
-        self.start.update(prefix)
-        self.tree = HashTree()
+        self._prefix = self.new()
+        self._prefix.update(prefix)
+        self.plain = self.start(NO_KEYS.header)
+        self.begin: Callable[[Chain, bytes, int], bytes] = feed_all
         self.pieces = struct.Struct(f"{4 * block_size}s").iter_unpack
         size = len(self.new().digest())
         if size % 8:
             raise ValueError(f"hash_algorithm: {algorithm!r} gives {size} bytes, needs a multiple of 8")
         self.words = words or size // 8
 
+    def start(self, header: bytes) -> Hasher:
+        """The state before the first block of sequences with these keys; to be copied, never fed."""
+        hasher: Hasher = self._prefix.copy()
+        hasher.update(header)
+        return hasher
+
     def hash_blocks(self, tokens: array[int], keys: EncodedKeys = NO_KEYS) -> Words:
         """The digests of all complete blocks of a sequence, `[blocks, words]`."""
         return Chain(self, keys).extend(tokens, len(tokens) // self.block_size)
 
 
-class _Ended:
-    """A hasher of which only the digest is left."""
-
-    def __init__(self, digest: bytes) -> None:
-        self._digest = digest
-
-    def update(self, data: Any, /) -> None:
-        raise AssertionError("it has ended")
-
-    def digest(self) -> bytes:
-        return self._digest
-
-    def copy(self) -> Any:
-        return self
-
-
 class Chain:
     """The running hash of one sequence: feed it whole blocks in order, it gives their digests.
 
-    `hashed` counts the blocks so far; `path` has the remembered chunks that the sequence begins with.
+    `hashed` counts the blocks so far; `header` are the bytes of its keys, `start` the state before the first block;
+    `path` is where `BlockHasher.begin` may leave what it knows of the sequence.
     """
 
-    __slots__ = ("_hasher", "_owner", "_placed", "_root", "hashed", "path")
+    __slots__ = ("_owner", "_placed", "hashed", "hasher", "header", "path", "start")
 
     def __init__(self, owner: BlockHasher, keys: EncodedKeys = NO_KEYS) -> None:
         self._owner = owner
-        root = owner.tree.roots.get(keys.header)
-        if root is None:
-            hasher = owner.start.copy()
-            hasher.update(keys.header)
-            root = Node(owner.tree, None, keys.header, 0, b"", hasher)
-        root.used = True
-        self._root = root
-        self._hasher: Hasher = root.hasher
-        self._placed = keys.placed
+        self.header, self._placed = keys.header, keys.placed
+        # Copied before it is fed.
+        self.start = self.hasher = owner.plain if keys is NO_KEYS else owner.start(keys.header)
         self.hashed = 0
-        self.path: list[Node] = []
+        self.path: list[Any] = []
 
     @property
     def root(self) -> bytes | None:
         """What stands for the empty prefix of this sequence, None with keys placed inside it."""
-        return None if self._placed else self._root.hasher.digest()
-
-    @classmethod
-    def behind(cls, owner: BlockHasher, keys: EncodedKeys, digests: Words, block: int) -> Chain:
-        """A chain that goes on behind `block` blocks of these digests where it starts anew: `keys` has a key there."""
-        chain = cls(owner, keys)
-        if block:
-            chain._hasher, chain.hashed = _Ended(digests[block - 1].tobytes()), block
-        return chain
+        return None if self._placed else self.start.digest()
 
     def copy(self) -> Chain:
         """A chain that continues from here on its own."""
         other = object.__new__(Chain)
-        other._owner, other._root, other._placed = self._owner, self._root, self._placed
-        other._hasher = self._hasher.copy()
+        other._owner, other._placed, other.header, other.start = self._owner, self._placed, self.header, self.start
+        other.hasher = self.hasher.copy()
         other.hashed, other.path = self.hashed, []
         return other
 
@@ -294,9 +187,9 @@ class Chain:
         if self._placed:
             digests = self._pass_keys(data, start, end)
         elif start:
-            digests = self._feed(data)
+            digests = self.feed(data)
         else:
-            digests = self._recall(data, end)
+            digests = owner.begin(self, data, end)
         found: Words = np.ndarray((end - start, words), np.uint64, digests)
         return found
 
@@ -307,56 +200,24 @@ class Chain:
         digests = []
         for stop in [*sorted({p // size for p, _ in self._placed if start <= p // size < end}), end]:
             piece = data[(at - start) * width : (stop - start) * width]
-            digests.append(self._feed(piece) if at or restarted else self._recall(piece, stop))
+            digests.append(self.feed(piece) if at or restarted else self._owner.begin(self, piece, stop))
             if stop < end:
                 self._restart(stop)
                 restarted = True
             at = stop
         return b"".join(digests)
 
-    def _recall(self, data: bytes, end: int) -> bytes:
-        """Hashes blocks [0, end), as far as whole chunks reach with remembered hashes where there are any."""
-        owner = self._owner
-        width, node, path = 4 * owner.block_size, self._root, self.path
-        at, digests = 0, []
-        while (reach := node.reach) <= end:
-            child = node.latest
-            # Comparing in place spares the copy that a slice is, and its hash.
-            if child is None or not data.startswith(child.key, at):
-                key = data[at : reach * width]
-                child = node.children.get(key)
-                if child is None:
-                    break
-                node.latest = child
-            child.used = True
-            path.append(child)
-            digests.append(child.digests)
-            node, at = child, reach * width
-        self._hasher, self.hashed = node.hasher.copy(), node.end
-        if node.end < end:
-            while (reach := node.reach) <= end:
-                key = data[at : reach * width]
-                hashes = self._feed(key)
-                node, at = Node(owner.tree, node, key, reach, hashes, self._hasher.copy()), reach * width
-                path.append(node)
-                digests.append(hashes)
-            if node.end < end:
-                digests.append(self._feed(data[at:]))
-            if owner.tree.nbytes > owner.tree.capacity:
-                owner.tree.trim()
-        return b"".join(digests)
-
     def _restart(self, block: int) -> None:
         """Starts the chain anew before a block that holds placed keys."""
         here = [(p, k) for p, k in self._placed if p // self._owner.block_size == block]
         records = b"".join(struct.pack("<Q", p) + k for p, k in here)
-        last = self._hasher.digest()
-        self._hasher = self._owner.new()
-        self._hasher.update(b"pc.extra.1" + last + struct.pack("<I", len(here)) + records)
+        last = self.hasher.digest()
+        self.hasher = self._owner.new()
+        self.hasher.update(b"pc.extra.1" + last + struct.pack("<I", len(here)) + records)
 
-    def _feed(self, data: bytes) -> bytes:
+    def feed(self, data: bytes) -> bytes:
         """Hashes the next blocks, whose tokens are `data`."""
-        update, digest = self._hasher.update, self._hasher.digest
+        update, digest = self.hasher.update, self.hasher.digest
         digests: list[bytes] = []
         append = digests.append
         for (piece,) in self._owner.pieces(data):
@@ -364,3 +225,9 @@ class Chain:
             append(digest())
         self.hashed += len(digests)
         return b"".join(digests)
+
+
+def feed_all(chain: Chain, data: bytes, end: int) -> bytes:
+    """The digests of the first `end` blocks, whose tokens are `data`: see `BlockHasher.begin`."""
+    chain.hasher = chain.start.copy()
+    return chain.feed(data)

@@ -1,7 +1,7 @@
 """How to undo the verb that runs.
 
 An interrupt may come between any two instructions. So before a change that nothing else tells of, a verb notes what was
-there: fields of a request, a total of the manager among them; cells of an array; what a dictionary or a list contains.
+there: fields of a request, a total of the manager among them; what a dictionary or a list contains.
 A note is a function and its arguments, which may be called whether the change was made or not, and again.
 """
 
@@ -32,10 +32,6 @@ class Journal(list[tuple[Any, ...]]):
     def fields(self, of: object, *names: str) -> None:
         """Attributes are about to be set."""
         self.append((put_fields, of, names, [getattr(of, name) for name in names]))
-
-    def cells(self, array: Any, index: Any) -> None:
-        """Elements of a numpy array are about to be set."""
-        self.append((array.__setitem__, index, array[index].copy()))
 
     def members(self, of: dict[Any, Any], key: Any) -> None:
         """An entry is about to be set or removed."""

@@ -47,14 +47,17 @@ FrozenKeys: TypeAlias = Union[str, bytes, int, KeyAt, "tuple[FrozenKeys, ...]", 
 
 
 class EncodedKeys(NamedTuple):
-    """The keys of a request, encoded when they were given: what the caller does with his objects later is his."""
+    """The keys of a request, encoded when they were given: what the caller does with his objects later is his.
+
+    Attributes:
+        header: Salt and keys that hold for the whole sequence.
+        placed: Position and bytes of each `KeyAt`, ascending.
+        extra_keys: For listeners: as given, lists as tuples.
+    """
 
     header: bytes
-    """Salt and keys that hold for the whole sequence."""
     placed: tuple[tuple[int, bytes], ...]
-    """Position and bytes of each `KeyAt`, ascending."""
     extra_keys: FrozenKeys
-    """For listeners: as given, lists as tuples."""
 
 
 def encode_key(key: Key, name: str = "extra_keys") -> bytes:
@@ -79,14 +82,6 @@ def encode_key(key: Key, name: str = "extra_keys") -> bytes:
 
 MOVED = b"m"
 """The key of a block from which on KV is approximate; `encode_key` never gives it."""
-
-
-def mark_moved(keys: EncodedKeys, position: int) -> EncodedKeys:
-    """The keys of a request whose KV is approximate from a block's first position on; listeners see a `KeyAt`."""
-    given = keys.extra_keys
-    some = () if given is None else given if isinstance(given, tuple) else (given,)
-    placed = tuple(sorted([*keys.placed, (position, MOVED)]))
-    return EncodedKeys(keys.header, placed, (*some, KeyAt(position, "pc.moved")))
 
 
 def approximate_from(keys: EncodedKeys) -> int | None:

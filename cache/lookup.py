@@ -2,136 +2,98 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from .allocation import Span
-from .content import Found
+from .allocation import MovedSpan
 from .groups import Group, Mask
-from .hashing import Node, Words
-from .journal import Journal
-from .pool import EMPTY, BlockPool, Index
+from .hashing import Words
+from .pool import EMPTY, BlockPool
 from .request import Request
-from .runs import find_runs
+from .runs import Span, find_runs
 from .table import Ids
-
-CANDIDATES = 32
-"""Blocks of which partial reuse compares the tokens behind one prefix, the latest first: popular prefixes have many."""
 
 
 class GroupHit(NamedTuple):
-    """What a request gets in one group."""
+    """What a request gets in one group.
+
+    Attributes:
+        table: Block numbers by logical block: cached ones, and -1 or anything where there are none.
+        held: The cached blocks of the table, in order.
+        fresh: Logical blocks to be taken, as an index of the table.
+        prefix_lengths: Of these: the same, counted from 1.
+        slots: Host slots that the first of them are loaded from.
+    """
 
     table: Ids
-    """Block numbers by logical block: cached ones, and -1 or anything where there are none."""
     held: Ids
-    """The cached blocks of the table, in order."""
     fresh: slice | Ids
-    """Logical blocks to be taken, as an index of the table."""
     prefix_lengths: Ids
-    """Of these: the same, counted from 1."""
     slots: Sequence[int] = ()
-    """Host slots that the first of them are loaded from."""
 
 
 class Hit(NamedTuple):
-    """What of a prompt is there, and what is to be taken."""
+    """What of a prompt is there, and what is to be taken.
+
+    Attributes:
+        blocks: Complete blocks of the prefix that need not be computed.
+        position: Tokens of the prefix that need not be computed.
+        cached: All token ranges that need not be computed.
+        groups: What each group gets.
+        committed: Tokens of the prefix whose KV is there.
+        published: Leading blocks of which all that are held are published in the prefix cache.
+        num_tokens: Tokens that get blocks.
+        written: Whether the last token is computed again though its KV is there.
+        attention_hit: See `Allocation.junction`.
+        loads: Whether blocks are loaded from the host.
+        borrowed: Blocks of others that are read before this step computes anything, each once: held until the next
+            commit.
+        copied: How many first tokens of the first of these go to the first fresh block: `position` counts them.
+        moved: Runs of tokens that are cached elsewhere in these, still without their targets.
+    """
 
     blocks: int
-    """Complete blocks of the prefix that need not be computed."""
     position: int
-    """Tokens of the prefix that need not be computed."""
     cached: list[Span]
-    """All token ranges that need not be computed."""
     groups: list[GroupHit]
     committed: int
-    """Tokens of the prefix whose KV is there."""
     published: int
-    """Leading blocks of which all that are held are published in the prefix cache."""
     num_tokens: int
-    """Tokens that get blocks."""
     written: bool = False
-    """Whether the last token is computed again though its KV is there."""
     attention_hit: int | None = None
-    """See `Allocation.junction`."""
-    source: Ids | None = None
-    """A block whose first tokens are copied to the first fresh block."""
-    copied: int = 0
-    """How many tokens: `position` counts them."""
     loads: bool = False
-    """Whether blocks are loaded from the host."""
-    moved: Sequence[Found] = ()
-    """Runs of tokens that are cached elsewhere."""
-    sources: Ids | None = None
-    """The blocks these are in."""
+    borrowed: Ids = EMPTY
+    copied: int = 0
+    moved: Sequence[MovedSpan] = ()
 
 
-def find_leading(pool: BlockPool, digests: Words, path: Sequence[Node] = ()) -> Ids:
-    """The complete blocks of the first hashes, up to one that has none; first looks where `path` was last found."""
-    words, at, guessed = pool.words, 0, False
-    parts: list[Index] = []
-    for node in reversed(path):
-        found = node.found
-        if found is None:
-            if node.taken is None:
-                parts.clear()
-                continue
-            node.found = found = pool.index_of(node.taken)
-            node.taken, guessed = None, True
-        end, first = node.end, node.begin
-        if type(found) is slice:
-            if found.stop - found.start == end:
-                first = 0
-            # The last block first: blocks are evicted from the tail, and the whole may be long.
-            same = words.item(found.stop - 1, 0) == digests.item(end - 1, 0)
-            same = same and words[found].tobytes() == digests[first:end].tobytes()
-        else:
-            same = words.take(found, axis=0).tobytes() == node.digests
-        if not same:
-            node.found = None
-            parts.clear()
-            continue
-        if not parts:
-            at = end
-        parts.append(found)
-        if not first:
-            break
-    if not parts:
-        at, held = 0, EMPTY
-    elif len(parts) == 1 and type(parts[0]) is slice:
-        held = pool.numbers[parts[0]]
-    else:
-        held = np.concatenate([pool.numbers[index] for index in reversed(parts)])
-    if at < len(digests):
-        more = pool.table.leading(digests, at)
-        if more.size:
-            held, guessed = np.concatenate((held, more)) if at else more, True
-    if guessed and held.size:  # a guess may have been evicted whole
-        _remember(pool, path, held)
-    return held
+class Reuse(Protocol):
+    """A way to reuse more than whole blocks that a prompt begins with; for one group that needs all its blocks.
 
+    Called under the manager's lock in the middle of verbs. What it changes it notes in the journal, unless it can tell
+    by the blocks themselves that it does not hold.
+    """
 
-def remember_taken(path: Sequence[Node], table: Ids) -> None:
-    """Leaves the blocks of a request, cached or not yet, as guesses for `find_leading`."""
-    for node in reversed(path):
-        if node.found is not None:
-            break
-        node.taken = table[node.begin : node.end].copy()
+    def extend(self, request: Request, hit: Hit, reuse: str, segments: Sequence[Span] | None) -> Hit:
+        """What a request gets beyond a hit: `borrowed`, and what is in them. Nothing is changed but the request.
 
+        `reuse` and `segments` are those of `CacheManager.allocate`.
+        """
 
-def _remember(pool: BlockPool, path: Sequence[Node], held: Ids) -> None:
-    """Leaves the cached blocks that a sequence begins with as guesses for `find_leading`."""
-    whole = pool.index_of(held)
-    for node in path:
-        if node.end > held.size:
-            break
-        if type(whole) is slice:
-            node.found = slice(whole.start, whole.start + node.end)
-        elif node.found is None:
-            node.found = pool.index_of(held[node.begin : node.end])
+    def published(self, request: Request, first: int, last: int) -> None:
+        """Logical blocks [first, last) of a request are published."""
+
+    def removed(self, ids: Ids) -> None:
+        """Published blocks are about to be evicted."""
+
+    def clear(self) -> None:
+        """Nothing is published any more."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
 
 
 def find_prefix(held: Ids, num_tokens: int, wanted: int, block_size: int) -> Hit:
@@ -228,80 +190,3 @@ def complement(spans: list[Span], num_tokens: int) -> list[Span]:
         return [(end, num_tokens)] if end < num_tokens else []
     edges = [0, *(edge for span in spans for edge in span), num_tokens]
     return [(a, b) for a, b in zip(edges[::2], edges[1::2], strict=True) if a < b]
-
-
-class PartialIndex:
-    """The tokens of published blocks, by what comes before them: of a block that begins alike, that part is copied."""
-
-    def __init__(self, block_size: int, changes: Journal) -> None:
-        self._block_size = block_size
-        self._changes = changes
-        self._behind: dict[bytes, dict[bytes, array[int]]] = {}
-        self._parent_of: dict[bytes, bytes] = {}
-
-    def add(self, request: Request, block: int, parent: bytes | None, block_hash: bytes) -> None:
-        """A logical block of a request was published behind the block `parent`, None for the first."""
-        root = request.root
-        if root is not None:
-            parent, size = parent or root, self._block_size
-            self._changes.append((self._leave_out, block_hash, parent))
-            self._put(block_hash, parent, request.tokens[block * size : (block + 1) * size])
-
-    def _put(self, block_hash: bytes, parent: bytes, tokens: array[int]) -> None:
-        self._parent_of[block_hash] = parent
-        self._behind.setdefault(parent, {})[block_hash] = tokens
-
-    def _leave_out(self, block_hash: bytes, parent: bytes) -> None:
-        children = self._behind.get(parent, {})
-        children.pop(block_hash, None)
-        if not children:
-            self._behind.pop(parent, None)
-        self._parent_of.pop(block_hash, None)
-
-    def remove(self, hashes: list[bytes]) -> None:
-        """Blocks are no longer published."""
-        for block_hash in hashes:
-            parent = self._parent_of.get(block_hash)
-            if parent is not None:
-                self._changes.append((self._put, block_hash, parent, self._behind[parent][block_hash]))
-                self._leave_out(block_hash, parent)
-
-    def clear(self) -> None:
-        """Forgets everything."""
-        self._behind.clear()
-        self._parent_of.clear()
-
-    def extend(self, pool: BlockPool, request: Request, hit: Hit) -> Hit:
-        """A hit with the tokens that its first fresh block has in common with a cached one, where there is one.
-
-        Not where blocks come back from the host, which a copy must not overwrite, and none that takes the last
-        available block for itself.
-        """
-        (part,), root, size = hit.groups, request.root, self._block_size
-        behind_a_gap = hit.cached and hit.cached[-1][1] > hit.position
-        if root is None or behind_a_gap or part.slots or not part.prefix_lengths.size:
-            return hit
-        start, whole = hit.blocks * size, len(request.tokens)
-        end = min(hit.num_tokens if hit.num_tokens < whole else whole - 1, start + size)
-        parent = request.digests[hit.blocks - 1].tobytes() if hit.blocks else root
-        block_hash, common = self.longest(parent, request.tokens[start:end])
-        if block_hash is None:
-            return hit
-        source = pool.table.find(np.frombuffer(block_hash, np.uint64)[None])
-        available = pool.available - pool.unreferenced(np.concatenate((part.held, source)))
-        if source[0] < 0 or part.prefix_lengths.size > available:
-            return hit
-        reached = start + common
-        return hit._replace(position=reached, cached=[(0, reached)], committed=reached, source=source, copied=common)
-
-    def longest(self, parent: bytes, tokens: array[int]) -> tuple[bytes | None, int]:
-        """The block behind a prefix that has the most leading tokens in common with `tokens`, and how many."""
-        best: tuple[bytes | None, int] = (None, 0)
-        asked = np.frombuffer(tokens, np.uint32) if tokens else np.empty(0, np.uint32)
-        children = self._behind.get(parent, {})
-        for _, (block_hash, known) in zip(range(CANDIDATES), reversed(children.items()), strict=False):
-            differs = np.frombuffer(known, np.uint32)[: asked.size] != asked
-            common = int(differs.argmax()) if differs.any() else asked.size
-            if common > best[1]:
-                best = (block_hash, common)
-        return best

@@ -13,24 +13,14 @@ from typing_extensions import TypeVar
 
 from ..triton_ops._checks import check_integer, check_share
 from . import allocate, append, commit, fork, offload, swap
-from .allocation import (
-    Allocation,
-    AppendedTokens,
-    BaseAllocation,
-    CacheStats,
-    GroupedAllocation,
-    Pairs,
-    PairsT,
-    SlotsT,
-    Span,
-)
+from .allocation import Allocation, AppendedTokens, BaseAllocation, CacheStats, GroupedAllocation, Pairs, PairsT, SlotsT
 from .groups import FullAttention, Group
 from .hashing import BlockHasher, TokenIds, encode_tokens, split_digests
 from .keys import NO_KEYS, ExtraKeys, Key, encode_keys
 from .listeners import Listener
 from .policies import EvictionPolicy
 from .pool import BlockPool
-from .runs import Slots
+from .runs import Slots, Span
 from .state import ManagerState, OnEvict
 from .table import Ids
 
@@ -165,8 +155,7 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
     @property
     def nbytes(self) -> int:
         """Bytes of bookkeeping: fields, tables and policies of all pools, remembered hashes, what blocks hold."""
-        content = self._state.content
-        return self._state.nbytes + (content.nbytes if content is not None else 0)
+        return self._state.nbytes + self._state.index_bytes
 
     def _run(self, verb: Callable[..., Any], *args: Any) -> Any:
         """Runs a verb under the lock; what it has evicted is handed to a tier, where there is one."""

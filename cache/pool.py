@@ -10,9 +10,9 @@ from weakref import WeakSet
 import numpy as np
 import numpy.typing as npt
 
-from .hashing import BlockHasher, TokenIds, Words, encode_tokens, split_digests
+from .hashing import BlockHasher, TokenIds, Words, split_digests
 from .journal import Journal, keep_first
-from .policies import Block, EvictionPolicy
+from .policies import Block, EvictionPolicy, acquire
 from .table import HashTable, Ids, count_nonzero
 
 ONE, ZERO = np.array(1, np.int32), np.array(0, np.int32)
@@ -117,6 +117,7 @@ class BlockPool:
         taken_at: Tick at which the block was last taken fresh: while it stands, the content is the same.
         words: Hash of each published block, `[num_blocks, words]`, 0 for the others.
         num_free: Blocks without content.
+        num_cached: Complete blocks with a reference count of 0: published until evicted.
         on_evict: Called with blocks that are about to be evicted.
         on_first_choice: Called once, after the first victims were chosen: a policy may take more memory from then on.
         watchers: Notified which slots of a block that stays in use take other tokens; see `Watcher`.
@@ -146,7 +147,7 @@ class BlockPool:
         self.refills: list[tuple[BlockPool, int, int, int]] = []
         self._changes = Journal() if changes is None else changes
         self.residency = Residency()
-        self._evictable = 0
+        self.num_cached = 0
         self._free = np.arange(num_blocks - 1, -1, -1, dtype=np.int32)
         self.num_free = num_blocks
         self.numbers = np.arange(num_blocks, dtype=np.int32)
@@ -159,14 +160,9 @@ class BlockPool:
         policy.bind(self)
 
     @property
-    def num_cached(self) -> int:
-        """Complete blocks with a reference count of 0: published until evicted."""
-        return int(self._evictable)
-
-    @property
     def available(self) -> int:
         """Blocks that can be taken now."""
-        return self.num_free + self._evictable
+        return self.num_free + self.num_cached
 
     @property
     def num_held(self) -> int:
@@ -204,7 +200,7 @@ class BlockPool:
         `held` are cached blocks that are about to be held, `leaving` those whose last reference is about to be dropped.
         """
         if count > self.num_free:
-            available = self.num_free + self._evictable + leaving
+            available = self.num_free + self.num_cached + leaving
             if held.size and count + held.size > available:
                 available -= self.unreferenced(held)
             if count > available:
@@ -213,16 +209,16 @@ class BlockPool:
     def hold(self, ids: Ids) -> None:
         """Takes a reference on complete blocks, in the order of their sequence."""
         first = ids.item(0)
-        # `find_leading` gives blocks that are consecutive so.
+        # `RememberedHashes.leading` gives blocks that are consecutive so.
         index: Index = slice(first, first + ids.size) if ids.base is self.numbers else self.index_of(ids)
         if type(index) is slice:
             refs, counts = self.ref_count[index], self.access_count[index]
-            self._evictable -= ids.size - count_nonzero(refs)
+            self.num_cached -= ids.size - count_nonzero(refs)
             np.add(refs, ONE, refs)
             np.add(counts, ONE, counts)
         else:
             refs = self.ref_count.take(index)
-            self._evictable -= ids.size - count_nonzero(refs)
+            self.num_cached -= ids.size - count_nonzero(refs)
             self.ref_count[index] = np.add(refs, ONE)
             self.access_count[index] = np.add(self.access_count.take(index), ONE)
         self.clock += 1
@@ -288,7 +284,7 @@ class BlockPool:
             self.on_evict(victims)
         ids = victims[::-1]  # chosen tail first: so neighbours in memory are neighbours in the new sequence too
         index = self._unlist(ids)
-        self._evictable -= count
+        self.num_cached -= count
         self.residency.add(self.clock, self.taken_at.take(victims), self._changes)
         return ids, index
 
@@ -392,7 +388,7 @@ class BlockPool:
                     continue
                 index = self.index_of(part)
             self.last_access[index] = self.clock
-            self._evictable += part.size
+            self.num_cached += part.size
             kept = part if kept is None else np.concatenate((kept, part))
         if kept is not None:
             self._call("released", kept)
@@ -425,31 +421,9 @@ class BlockPool:
 
     def acquire(self, sequence: TokenIds | Sequence[bytes]) -> list[Block]:
         """See `EvictionPolicy.acquire`."""
-        if len(sequence) and isinstance(sequence[0], bytes):
-            raw = b"".join(sequence)  # type: ignore[arg-type]
-            count = len(sequence)
-            if len(raw) != 8 * self.hasher.words * count:
-                raise ValueError(f"sequence: got {len(raw)} bytes, needs {count} hashes of {8 * self.hasher.words}")
-            digests = np.frombuffer(raw, np.uint64).reshape(count, self.hasher.words)
-        else:
-            tokens = encode_tokens(sequence, "sequence")  # type: ignore[arg-type]
-            count = -(-len(tokens) // self.hasher.block_size)
-            digests = self.hasher.hash_blocks(tokens)
-        hits = self.table.leading(digests)
-        needed, available = count - hits.size, self.available - self.unreferenced(hits)
-        if needed > available:
-            raise OutOfBlocks(needed, available)
-        if hits.size:
-            self.hold(hits)
-        lengths = np.arange(hits.size + 1, count + 1, dtype=np.int32)
-        ids = np.concatenate((hits, self.take(lengths) if needed else EMPTY))
+        blocks = acquire(self, sequence)
         self._changes.clear()  # no verb of a manager is there to end
-        hashes = [*split_digests(digests), None]
-        fields = (self.ref_count, self.last_access, self.access_count, self.prefix_length)
-        return [
-            Block(block, i < hits.size, hashes[min(i, digests.shape[0])], *(field.item(block) for field in fields))
-            for i, block in enumerate(ids.tolist())
-        ]
+        return blocks
 
     def reset(self) -> None:
         """Empties every block; the caller has made sure that none is held."""
@@ -458,7 +432,7 @@ class BlockPool:
         self.ref_count.fill(0)
         self._free[:] = np.arange(self.num_blocks - 1, -1, -1, dtype=np.int32)
         self.num_free = self.num_blocks
-        self._evictable = 0
+        self.num_cached = 0
         self.residency.clear()
         self._call("clear")
 
@@ -476,7 +450,7 @@ class BlockPool:
         free = order[(unheld & ~listed)[order]]
         self._free[: free.size] = free
         self.num_free = free.size
-        self._evictable = int(count_nonzero(unheld & listed))
+        self.num_cached = int(count_nonzero(unheld & listed))
         self._call("clear")
         used = (listed | ~unheld).nonzero()[0].astype(np.int32)
         used = used[np.lexsort((self.prefix_length[used], self.last_access[used]))]
@@ -497,9 +471,9 @@ class BlockPool:
         assert not listed[free].any(), "a free block is published"
         assert not self.words[~listed].any(), "a block that is not published has a hash"
         cached = (self.ref_count == 0) & listed
-        assert int(cached.sum()) == self._evictable, "the count of cached blocks is wrong"
+        assert int(cached.sum()) == self.num_cached, "the count of cached blocks is wrong"
         in_use = int(np.count_nonzero(self.ref_count))
-        assert free.size + self._evictable + in_use == self.num_blocks, "free + cached + held differs from all"
+        assert free.size + self.num_cached + in_use == self.num_blocks, "free + cached + held differs from all"
         self.table.check()
         self.policy.check()
 

@@ -23,10 +23,12 @@ _snapshot = attrgetter(*CHANGING)
 
 @dataclass(eq=False, slots=True)
 class SharedTail:
-    """How far the last block that forks share is spoken for."""
+    """How far the last block that forks share is spoken for.
+
+    `end`: tokens of the sequence up to which a request has written in that block, or may; -1: unknown.
+    """
 
     end: int
-    """Tokens of the sequence up to which a request has written in that block, or may; -1: unknown."""
 
 
 class Request:
@@ -136,7 +138,12 @@ class Request:
 
 @dataclass
 class Preempted:
-    """What is left of a preempted request."""
+    """What is left of a preempted request.
+
+    Attributes:
+        position: Computing can go on here with what is in host memory alone, or one token before if it is the end.
+        blocks: Per group, logical blocks that are in host memory, and `slots`: the host slot of each.
+    """
 
     tokens: array[int]
     pending: array[int] | None
@@ -144,7 +151,5 @@ class Preempted:
     priority: int
     ttl: float | None
     position: int = 0
-    """Computing can go on here with what is in host memory alone, or one token before if it is the end."""
     blocks: list[Ids] = field(default_factory=list)
     slots: list[list[int]] = field(default_factory=list)
-    """Per group, the host slot of each of `blocks`, logical blocks."""

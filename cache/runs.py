@@ -11,6 +11,9 @@ import numpy.typing as npt
 Slots = npt.NDArray[np.int64]
 """Slots of tokens, -1 for a token that has none."""
 
+Span = tuple[int, int]
+"""A range [start, end)."""
+
 Run = tuple[int, int, int]
 """Where it begins in the order of the numbers, its first number, and the number behind its last."""
 
@@ -91,9 +94,9 @@ def pad_tables(tables: Sequence[npt.NDArray[np.int32]]) -> npt.NDArray[np.int32]
     return padded
 
 
-def ascending(runs: Iterable[Run]) -> list[tuple[int, int]]:
+def ascending(runs: Iterable[Run]) -> list[Span]:
     """The same slots in ascending order, touching runs as one: blocks are often handed out in descending order."""
-    spans: list[tuple[int, int]] = []
+    spans: list[Span] = []
     for first, end in sorted([(first, end) for _, first, end in runs]):
         begin = spans.pop()[0] if spans and spans[-1][1] == first else first
         spans.append((begin, end))

@@ -12,6 +12,7 @@ proportion to all blocks, but only then.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Collection, Hashable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
@@ -20,23 +21,18 @@ from weakref import ref
 import numpy as np
 
 from .allocation import Allocation, BaseAllocation, CacheStats, GroupedAllocation
-from .content import ContentIndex
 from .groups import FullAttention, Group, Tensors
 from .hashing import BlockHasher
 from .journal import COMPLETES, Journal
 from .listeners import Listeners
-from .lookup import PartialIndex
+from .lookup import Hit, Reuse
 from .policies import EvictionPolicy, make_policy
 from .pool import EMPTY, BlockPool, HostSlots
+from .remembered import RememberedHashes
 from .request import Preempted, Request
+from .runs import Span
 from .table import Ids
 
-BLOCK_BYTES = 256
-"""What the bookkeeping of a block may take; remembered hashes get what the rest leaves."""
-BASE_BYTES = 1 << 20
-"""What it may take whatever the number of blocks: ghosts and tables of a policy."""
-QUEUE_BYTES = 16
-"""Of that, what policies may come to need until hashes are fitted again."""
 FIT_EVERY = 256
 """Requests between looks at how much policies take."""
 ATTEMPTS = 100
@@ -77,8 +73,7 @@ class ManagerState:
 
     Attributes:
         simple: Whether there is one group, which needs all its blocks.
-        partial: The beginnings of published blocks, None without partial reuse.
-        content: What published blocks hold, None before the first request with `reuse="anywhere"`.
+        reuses: By name, what finds more than whole blocks of a prefix, from when it is first asked for.
         changes: How to undo what the verb that runs has done; empty when none does. See above.
         refills: What watchers of the pools are to be notified of; see `BlockPool.refill`.
         evicted: What the verb that runs has evicted so far, None where there is no tier.
@@ -102,14 +97,15 @@ class ManagerState:
     ) -> None:
         self.block_size = hasher.block_size
         self.hasher = hasher
+        self.memory = RememberedHashes()
+        hasher.begin = self.memory.begin
         self.groups = tuple(groups)
         self.simple = len(groups) == 1 and isinstance(groups[0], FullAttention | Tensors)
         self.allocation: type[BaseAllocation] = Allocation if len(groups) == 1 else GroupedAllocation
         self.changes = Journal()
         self.refills: list[tuple[BlockPool, int, int, int]] = []
         self.listeners = Listeners(self.changes)
-        self.partial = PartialIndex(self.block_size, self.changes) if partial_reuse else None
-        self.content: ContentIndex | None = None
+        self.reuses: dict[str, Reuse] = {}
         self.on_evict: OnEvict | None = None
         self.pools = [BlockPool(g.num_blocks or num_blocks, hasher, make_policy(policy), self.changes) for g in groups]
         for group, pool in enumerate(self.pools):
@@ -117,6 +113,8 @@ class ManagerState:
             pool.on_first_choice = self.fit_hashes
             pool.refills = self.refills
         self.fit_hashes()
+        if partial_reuse:
+            self.reuses = self.with_reuse("partial")
         self.running: dict[Hashable, Request] = {}
         self.preempted: dict[Hashable, Preempted] = {}
         self.host = [HostSlots(host_blocks) for _ in groups]
@@ -127,9 +125,20 @@ class ManagerState:
 
     def fit_hashes(self) -> None:
         """Leaves to remembered hashes what pools and policies do not take of the bookkeeping's bytes."""
-        blocks, tree = sum(pool.num_blocks for pool in self.pools), self.hasher.tree
-        taken = self.nbytes - tree.nbytes
-        tree.capacity = max(BASE_BYTES + (BLOCK_BYTES - QUEUE_BYTES) * blocks - taken, 0)
+        self.memory.fit(sum(pool.num_blocks for pool in self.pools), self.nbytes - self.memory.nbytes)
+
+    def with_reuse(self, name: str) -> dict[str, Reuse]:
+        """`reuses` with one more of `pc.cache.reuse`, which is imported when one is first asked for."""
+        module = importlib.import_module(".reuse", __package__)
+        return {**self.reuses, name: module.make_reuse(name, self.pools[0], self.changes)}
+
+    def extended(
+        self, request: Request, hit: Hit, reuse: str = "prefix", segments: Sequence[Span] | None = None
+    ) -> Hit:
+        """A hit with what else can be reused."""
+        for user in self.reuses.values():
+            hit = user.extend(request, hit, reuse, segments)
+        return hit
 
     def _zero_counters(self) -> None:
         self.merged = self.preemptions = self.offloaded = self.failed_offloads = 0
@@ -220,7 +229,12 @@ class ManagerState:
     @property
     def nbytes(self) -> int:
         """See `CacheManager.nbytes`."""
-        return sum(pool.nbytes + pool.policy.nbytes for pool in self.pools) + self.hasher.tree.nbytes
+        return sum(pool.nbytes + pool.policy.nbytes for pool in self.pools) + self.memory.nbytes
+
+    @property
+    def index_bytes(self) -> int:
+        """Bytes of what finds more than whole blocks of a prefix."""
+        return sum(user.nbytes for user in self.reuses.values())
 
     def per_group(self, values: list[T]) -> Any:
         """One value a group as callers see it: the value itself where there is one group."""
@@ -256,14 +270,13 @@ class ManagerState:
     def evicting(self, group: int, ids: Ids) -> None:
         """Blocks are about to be evicted."""
         victims = self.evicted
-        if victims is None and self.partial is None and not self.listeners.registered:
-            return
-        hashes = self.pools[group].digests_of(ids)
-        if victims is not None:
-            victims.append((group, ids, hashes))
-        if self.partial is not None:
-            self.partial.remove(hashes)
-        self.listeners.add("removed", group, hashes)
+        for user in self.reuses.values():
+            user.removed(ids)
+        if victims is not None or self.listeners.registered:
+            hashes = self.pools[group].digests_of(ids)
+            if victims is not None:
+                victims.append((group, ids, hashes))
+            self.listeners.add("removed", group, hashes)
 
     def end_saving(self, over: Callable[[Saving], bool]) -> None:
         """Drops the references of handovers."""
@@ -331,15 +344,15 @@ class ManagerState:
         return CacheStats(
             num_blocks=sum(p.num_blocks for p in self.pools),
             free_blocks=sum(p.num_free for p in self.pools),
-            cached_blocks=sum(p.num_cached for p in self.pools),
-            held_blocks=sum(p.num_held for p in self.pools),
+            cached_blocks=int(sum(p.num_cached for p in self.pools)),
+            held_blocks=int(sum(p.num_held for p in self.pools)),
             num_requests=len(self.running),
             total_requests=total_requests,
             queried_tokens=queried,
             hit_tokens=prefix + gap + partial,
             hit_tokens_by_cause={"prefix": prefix, "gap": gap, "partial": partial},
             moved_tokens=moved,
-            index_bytes=0 if self.content is None else self.content.nbytes,
+            index_bytes=self.index_bytes,
             evictions=sum(p.residency.evictions for p in self.pools),
             offloaded_blocks=self.offloaded,
             failed_offloads=self.failed_offloads,
@@ -364,8 +377,8 @@ class ManagerState:
         for pool in self.pools:
             pool.reset()
         self._zero_counters()
-        if self.partial is not None:
-            self.partial.clear()
+        for user in self.reuses.values():
+            user.clear()
 
     def check(self) -> None:
         """Asserts every invariant."""

@@ -49,8 +49,7 @@ def resume(state: ManagerState, request_id: Hashable) -> BaseAllocation:
     request = Request(saved.tokens, chain, digests, saved.keys, saved.priority, saved.ttl)
     request.pending = saved.pending
     hit = _find(state, digests[: len(saved.tokens) // state.block_size], saved)
-    if state.partial is not None:
-        hit = state.partial.extend(state.pools[0], request, hit)
+    hit = state.extended(request, hit)
     check_available(state, hit)
     state.changes.members(state.preempted, request_id)
     state.changes.growth(state.running)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..table import Ids
+from .acquire import acquire
 from .base import Block, EvictionPolicy, PoolView
 from .ghosts import Ghosts
 from .lru import LRU
@@ -113,6 +114,7 @@ __all__ = [
     "QueuedPolicy",
     "RunQueue",
     "Segmented",
+    "acquire",
     "choose",
     "compact_together",
     "make_policy",

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ..allocation import Span
+from ..runs import Span
 
 
 @dataclass(frozen=True)

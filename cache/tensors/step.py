@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ..allocation import BaseAllocation, Span
-from ..runs import Run, Slots, ascending, find_runs
+from ..allocation import BaseAllocation
+from ..runs import Run, Slots, Span, ascending, find_runs
 
 _FEW_RUNS, _SHORT = 8, 8  # above so many runs, shorter ones are moved slot by slot
 

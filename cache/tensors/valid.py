@@ -8,9 +8,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ..allocation import Span
 from ..pool import BlockPool
-from ..runs import Slots
+from ..runs import Slots, Span
 
 Mask = npt.NDArray[np.bool_]
 

@@ -8,12 +8,15 @@ import pytest
 from cache_model import BLOCK, GROUPS, Model
 
 import pc
-from pc.cache import allocate, append, commit, content, lookup, moved, swap
-from pc.cache.content import ContentIndex
+from pc.cache import allocate, append, commit, lookup, swap
 from pc.cache.hashing import Chain
 from pc.cache.keys import NO_KEYS
 from pc.cache.pool import BlockPool
 from pc.cache.request import Request
+from pc.cache.reuse import content
+from pc.cache.reuse.content import ContentIndex
+from pc.cache.reuse.moved import MovedText
+from pc.cache.reuse.partial import PartialBlocks
 from pc.cache.state import ManagerState
 
 LENGTH = 250
@@ -74,7 +77,7 @@ def salt_is_forgotten(patch):
 def fork_shares_its_hasher(patch):
     def copy(self):
         other = honest(self)
-        other._hasher = self._hasher
+        other.hasher = self.hasher
         return other
 
     honest = Chain.copy
@@ -113,13 +116,13 @@ def blocks_are_handed_out_while_they_are_saved(patch):
 
 
 def partial_copy_is_a_token_too_long(patch):
-    honest = lookup.PartialIndex.longest
+    honest = PartialBlocks.longest
 
     def longest(self, parent, tokens):
         block_hash, common = honest(self, parent, tokens)
         return block_hash, common + (0 < common < len(tokens))
 
-    patch.setattr(lookup.PartialIndex, "longest", longest)
+    patch.setattr(PartialBlocks, "longest", longest)
 
 
 def host_slots_are_given_back_early(patch):
@@ -158,7 +161,7 @@ def hits_are_not_protected_from_eviction(patch):
 
 
 def moved_text_keeps_the_identity_of_exact_text(patch):
-    patch.setattr(moved, "_set_identity", lambda *args: None)
+    patch.setattr(MovedText, "_set_identity", lambda *args: None)
 
 
 def text_is_found_across_salts(patch):
@@ -190,31 +193,38 @@ def entries_outlive_their_blocks(patch):
 
 
 def entries_outlive_the_content_of_their_blocks(patch):
-    def some(state, request, first, last):
+    def some(self, request, first, last):
         if not last % 2:
-            enter(state, request, first, last)
+            enter(self, request, first, last)
 
-    enter = commit._enter
+    enter = MovedText.published
     patch.setattr(ContentIndex, "_live", lambda self, ids: self._pool.table.contains(ids))
-    patch.setattr(commit, "_enter", some)
+    patch.setattr(MovedText, "published", some)
 
 
 def sources_of_moved_text_are_not_held(patch):
     def admit(state, name, request, hit):
-        return honest(state, name, request, hit._replace(sources=None))
+        return honest(state, name, request, hit._replace(borrowed=hit.borrowed[: hit.copied > 0]))
 
     honest = allocate.admit
     patch.setattr(allocate, "admit", admit)
 
 
+def _change_spans(patch, change):
+    def extend(*args):
+        hit = honest(*args)
+        return hit._replace(moved=[change(span) for span in hit.moved])
+
+    honest = MovedText.extend
+    patch.setattr(MovedText, "extend", extend)
+
+
 def keys_are_turned_a_position_too_far(patch):
-    honest = moved.moved_spans
-    patch.setattr(allocate, "moved_spans", lambda *args: [s._replace(delta=s.delta + 1) for s in honest(*args)])
+    _change_spans(patch, lambda span: span._replace(delta=span.delta + 1))
 
 
 def moved_text_begins_a_slot_early(patch):
-    honest = moved.moved_spans
-    patch.setattr(allocate, "moved_spans", lambda *args: [s._replace(slots=s.slots - 1) for s in honest(*args)])
+    _change_spans(patch, lambda span: span._replace(slots=span.slots - 1))
 
 
 def moved_text_overlaps_the_prefix(patch):
@@ -243,7 +253,7 @@ def a_chain_built_again_is_exact(patch):
 
 
 def blocks_with_moved_text_are_copied_in_part(patch):
-    patch.setattr(Chain, "root", property(lambda self: self._root.hasher.digest()))
+    patch.setattr(Chain, "root", property(lambda self: self.start.digest()))
 
 
 MOVED_BUGS = (

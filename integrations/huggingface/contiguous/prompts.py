@@ -11,7 +11,8 @@ import numpy as np
 import torch
 
 from ....cache import KeyAt
-from ....cache.allocation import BaseAllocation, Span
+from ....cache.allocation import BaseAllocation
+from ....cache.runs import Span
 from ..calls import RequestReport, UnsupportedError, refuse_if
 from ..images import Images, ImageSplit, Segment, VisionOutputs
 from ..support import expected_positions

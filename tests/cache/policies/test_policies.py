@@ -277,7 +277,7 @@ def test_bookkeeping_stays_under_256_bytes_a_block_and_a_mebibyte(name, num_bloc
         serve(m, i, rng.integers(0, 150_000, 16_000).astype(np.int32))
     assert m.stats().cached_blocks == num_blocks
     assert m.nbytes < 256 * num_blocks + (1 << 20)
-    assert m._state.hasher.tree.nbytes > 50 * num_blocks
+    assert m._state.memory.nbytes > 50 * num_blocks
 
 
 def test_memory_for_ghosts_is_left_to_hashes_until_something_is_evicted():
@@ -287,7 +287,7 @@ def test_memory_for_ghosts_is_left_to_hashes_until_something_is_evicted():
         m = pc.CacheManager(16_384, block_size=16, policy=name)
         for i in range(400):
             serve(m, i, prompts[i % 200])
-        tree = m._state.hasher.tree
+        tree = m._state.memory
         assert tree.nbytes > 9 * prompts.nbytes // 4, name  # tokens, and 32 bytes of hash for each 16 of them
     ghosts, before = m.pools[0].policy._ghosts, tree.capacity
     assert not ghosts.nbytes

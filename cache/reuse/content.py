@@ -22,10 +22,10 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from .hashing import BIG_ENDIAN
-from .pool import BlockPool
-from .runs import Slots
-from .table import Ids
+from ..hashing import BIG_ENDIAN
+from ..pool import BlockPool
+from ..runs import Slots
+from ..table import Ids
 
 Tokens = npt.NDArray[np.uint32]
 

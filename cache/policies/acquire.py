@@ -1,0 +1,41 @@
+"""Taking the blocks of a sequence through a policy alone, without a manager's requests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ..hashing import TokenIds, encode_tokens, split_digests
+from .base import Block
+
+if TYPE_CHECKING:
+    from ..pool import BlockPool
+
+
+def acquire(pool: BlockPool, sequence: TokenIds | Sequence[bytes]) -> list[Block]:
+    """See `EvictionPolicy.acquire`."""
+    size, words = pool.hasher.block_size, pool.hasher.words
+    if len(sequence) and isinstance(sequence[0], bytes):
+        raw, count = b"".join(sequence), len(sequence)  # type: ignore[arg-type]
+        if len(raw) != 8 * words * count:
+            raise ValueError(f"sequence: got {len(raw)} bytes, needs {count} hashes of {8 * words}")
+        digests = np.frombuffer(raw, np.uint64).reshape(count, words)
+    else:
+        tokens = encode_tokens(sequence, "sequence")  # type: ignore[arg-type]
+        count = -(-len(tokens) // size)
+        digests = pool.hasher.hash_blocks(tokens)
+    hits = pool.table.leading(digests)
+    pool.check_available(count - hits.size, hits)
+    if hits.size:
+        pool.hold(hits)
+    ids = hits
+    if count > hits.size:
+        ids = np.concatenate((hits, pool.take(np.arange(hits.size + 1, count + 1, dtype=np.int32))))
+    hashes = [*split_digests(digests), None]
+    fields = (pool.ref_count, pool.last_access, pool.access_count, pool.prefix_length)
+    return [
+        Block(block, i < hits.size, hashes[min(i, digests.shape[0])], *(field.item(block) for field in fields))
+        for i, block in enumerate(ids.tolist())
+    ]

@@ -1,0 +1,156 @@
+"""Text of a prompt that is cached at another position or behind other text: what `reuse="anywhere"` finds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ..allocation import MovedSpan
+from ..hashing import Chain, Words
+from ..journal import Journal
+from ..keys import MOVED, EncodedKeys, KeyAt, approximate_from
+from ..lookup import Hit, find_prefix
+from ..pool import EMPTY, BlockPool
+from ..request import Request
+from ..runs import Span
+from ..table import Ids
+from .content import ContentIndex, Found
+
+
+class MovedText:
+    """Finds text by content; a `pc.cache.lookup.Reuse`. The index needs no journal: see `ContentIndex`."""
+
+    def __init__(self, pool: BlockPool, changes: Journal) -> None:
+        self._pool, self._block_size = pool, pool.hasher.block_size
+        self.index = ContentIndex(pool, self._block_size)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        return self.index.nbytes
+
+    def published(self, request: Request, first: int, last: int) -> None:
+        """Enters blocks, those that are exact and others apart."""
+        table, size = request.tables[0], self._block_size
+        root, moved = self._root_of(request.keys), approximate_from(request.keys)
+        border = last if moved is None else min(max(moved // size, first), last)
+        for begin, end in ((first, border), (border, last)):
+            ids = table[begin:end].copy()
+            if root is None:
+                self.index.leave_out(ids)
+            elif begin < end:
+                before = table.item(begin - 1) if begin else -1
+                self.index.add(ids, before, request.tokens[begin * size : end * size], root, end == border)
+
+    def removed(self, ids: Ids) -> None:
+        """Does nothing: an entry counts while its block is published."""
+
+    def clear(self) -> None:
+        """Does nothing, likewise."""
+
+    def extend(self, request: Request, hit: Hit, reuse: str, segments: Sequence[Span] | None) -> Hit:
+        """A hit of exact blocks with what is cached behind it, or elsewhere; the request's identity follows from it.
+
+        First come blocks that another such request has left behind the same exact ones, then what is found by content.
+        """
+        if reuse != "anywhere" or request.keys.placed or hit.position >= len(request.tokens) - 1:
+            return hit  # KV behind a key that is placed within text hangs on more than tokens
+        size, exact, root = self._block_size, hit.blocks, request.root
+        assert root is not None
+        if self.index.approximate and not hit.copied and exact < len(request.digests):
+            hit = self._follow_approximate(request, hit)
+        end = min(hit.num_tokens, len(request.tokens) - 1)
+        tokens = np.frombuffer(request.tokens[:end], np.uint32)
+        found = list(self.index.find(tokens, hit.position, end, root))
+        if not found:
+            return hit
+        if segments is not None:
+            found = [_cut(run, span) for run in found for span in segments]
+        found = self._fitting(hit, [run for run in found if run.end - run.start >= size])
+        if found:
+            sources = np.unique(np.concatenate([run.slots // size for run in found])).astype(np.int32)
+            borrowed = np.concatenate((hit.borrowed, np.setdiff1d(sources, hit.borrowed)))
+            moved = [MovedSpan(run.start, run.end, run.slots, run.delta, EMPTY) for run in found]
+            hit = hit._replace(borrowed=borrowed, moved=moved)
+            if hit.blocks == exact:
+                self._set_identity(request, found[0].start // size)
+        return hit
+
+    def _follow_approximate(self, request: Request, hit: Hit) -> Hit:
+        """A hit that goes on with the blocks of a request whose KV is approximate from the same block on."""
+        table, digests, keys, chain = self._pool.table, request.digests, request.keys, request.chain
+        self._set_identity(request, hit.blocks, hit.blocks + 1)
+        ids = table.leading(request.digests, hit.blocks)
+        if not ids.size:
+            request.digests, request.keys, request.chain = digests, keys, chain
+            return hit
+        self._set_identity(request, hit.blocks)
+        ids = table.leading(request.digests, hit.blocks)
+        held = np.concatenate((hit.groups[0].held, ids))
+        return find_prefix(held, len(request.tokens), hit.num_tokens, self._block_size)
+
+    def _set_identity(self, request: Request, block: int, end: int | None = None) -> None:
+        """Gives a request's blocks from `block` on an identity of their own, up to `end`; before it stays what was."""
+        if request.keys.placed:  # a shorter look has set it
+            keys: EncodedKeys = request.keys
+        else:
+            keys = _mark_moved(request.keys, block * self._block_size)
+        before: Words = request.digests[:block]
+        count = len(request.tokens) // self._block_size if end is None else end
+        chain = Chain(self._pool.hasher, keys)
+        if block:  # where it starts anew, which takes the digest alone
+            chain.hasher, chain.hashed = _Ended(before[-1].tobytes()), block
+        request.keys, request.chain = keys, chain
+        request.digests = np.concatenate((before, chain.extend(request.tokens, count)))
+
+    def _fitting(self, hit: Hit, found: list[Found]) -> list[Found]:
+        """The first runs whose blocks can be held until commit beside those that the request takes."""
+        pool, (part,), kept = self._pool, hit.groups, list[Found]()
+        held: Ids = np.concatenate((part.held, hit.borrowed))
+        room = pool.available - part.prefix_lengths.size
+        for run in found:
+            held = np.union1d(held, run.slots // self._block_size).astype(np.int32)
+            if pool.unreferenced(held) > room:
+                break
+            kept.append(run)
+        return kept
+
+    def _root_of(self, keys: EncodedKeys) -> bytes | None:
+        """What stands for keys and salt of text that is found by content; None where a key is placed within it."""
+        if any(key != MOVED for _, key in keys.placed):
+            return None
+        return Chain(self._pool.hasher, keys._replace(placed=())).root
+
+
+def _cut(run: Found, span: Span) -> Found:
+    """What of a run lies in a span."""
+    start, end = max(run.start, span[0]), min(run.end, span[1])
+    if start >= end:
+        return run._replace(end=run.start)
+    return Found(start, end, run.slots[start - run.start : end - run.start], run.delta)
+
+
+def _mark_moved(keys: EncodedKeys, position: int) -> EncodedKeys:
+    """The keys of a request whose KV is approximate from a block's first position on; listeners see a `KeyAt`."""
+    given = keys.extra_keys
+    some = () if given is None else given if isinstance(given, tuple) else (given,)
+    placed = tuple(sorted([*keys.placed, (position, MOVED)]))
+    return EncodedKeys(keys.header, placed, (*some, KeyAt(position, "pc.moved")))
+
+
+class _Ended:
+    """A hasher of which only the digest is left."""
+
+    def __init__(self, digest: bytes) -> None:
+        self._digest = digest
+
+    def update(self, data: Any, /) -> None:
+        raise AssertionError("it has ended")
+
+    def digest(self) -> bytes:
+        return self._digest
+
+    def copy(self) -> Any:
+        return self

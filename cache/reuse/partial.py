@@ -1,0 +1,107 @@
+"""The part of a block that a prompt has in common with a cached one: it is copied."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+
+import numpy as np
+
+from ..journal import Journal
+from ..lookup import Hit
+from ..pool import BlockPool
+from ..request import Request
+from ..runs import Span
+from ..table import Ids
+
+CANDIDATES = 32
+"""Blocks whose tokens are compared behind one prefix, the latest first: popular prefixes have many."""
+ENTRY_BYTES = 400
+"""What an entry takes besides its tokens."""
+
+
+class PartialBlocks:
+    """The tokens of published blocks, by what comes before them; a `pc.cache.lookup.Reuse`."""
+
+    def __init__(self, pool: BlockPool, changes: Journal) -> None:
+        self._pool, self._changes = pool, changes
+        self._block_size = pool.hasher.block_size
+        self.clear()
+
+    def clear(self) -> None:
+        """Forgets everything."""
+        self._behind: dict[bytes, dict[bytes, array[int]]] = {}
+        self._parent_of: dict[bytes, bytes] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held, about."""
+        return len(self._parent_of) * (ENTRY_BYTES + 4 * self._block_size)
+
+    def published(self, request: Request, first: int, last: int) -> None:
+        """Enters blocks that are not there yet."""
+        parent, size = request.root, self._block_size
+        if parent is None:
+            return
+        table = request.tables[0]
+        if first:
+            parent = self._pool.words[table.item(first - 1)].tobytes()
+        for block, block_hash in enumerate(self._pool.digests_of(table[first:last]), first):
+            if block_hash not in self._parent_of:
+                self._changes.append((self._leave_out, block_hash, parent))
+                self._put(block_hash, parent, request.tokens[block * size : (block + 1) * size])
+            parent = block_hash
+
+    def _put(self, block_hash: bytes, parent: bytes, tokens: array[int]) -> None:
+        self._parent_of[block_hash] = parent
+        self._behind.setdefault(parent, {})[block_hash] = tokens
+
+    def _leave_out(self, block_hash: bytes, parent: bytes) -> None:
+        children = self._behind.get(parent, {})
+        children.pop(block_hash, None)
+        if not children:
+            self._behind.pop(parent, None)
+        self._parent_of.pop(block_hash, None)
+
+    def removed(self, ids: Ids) -> None:
+        """Leaves blocks out."""
+        for block_hash in self._pool.digests_of(ids):
+            parent = self._parent_of.get(block_hash)
+            if parent is not None:
+                self._changes.append((self._put, block_hash, parent, self._behind[parent][block_hash]))
+                self._leave_out(block_hash, parent)
+
+    def extend(self, request: Request, hit: Hit, reuse: str, segments: Sequence[Span] | None) -> Hit:
+        """A hit with the tokens that its first fresh block has in common with a cached one, where there is one.
+
+        Not where blocks come back from the host, which a copy must not overwrite, and none that takes the last
+        available block for itself.
+        """
+        (part,), root, size, pool = hit.groups, request.root, self._block_size, self._pool
+        behind_a_gap = hit.cached and hit.cached[-1][1] > hit.position
+        if root is None or behind_a_gap or part.slots or not part.prefix_lengths.size:
+            return hit
+        start, whole = hit.blocks * size, len(request.tokens)
+        end = min(hit.num_tokens if hit.num_tokens < whole else whole - 1, start + size)
+        parent = request.digests[hit.blocks - 1].tobytes() if hit.blocks else root
+        block_hash, common = self.longest(parent, request.tokens[start:end])
+        if block_hash is None:
+            return hit
+        source = pool.table.find(np.frombuffer(block_hash, np.uint64)[None])
+        available = pool.available - pool.unreferenced(np.concatenate((part.held, source)))
+        if source[0] < 0 or part.prefix_lengths.size > available:
+            return hit
+        reached = start + common
+        return hit._replace(position=reached, cached=[(0, reached)], committed=reached, borrowed=source, copied=common)
+
+    def longest(self, parent: bytes, tokens: array[int]) -> tuple[bytes | None, int]:
+        """The block behind a prefix that has the most leading tokens in common with `tokens`, and how many."""
+        best: tuple[bytes | None, int] = (None, 0)
+        asked = np.frombuffer(tokens, np.uint32) if tokens else np.empty(0, np.uint32)
+        children = self._behind.get(parent, {})
+        for _, (block_hash, known) in zip(range(CANDIDATES), reversed(children.items()), strict=False):
+            differs = np.frombuffer(known, np.uint32)[: asked.size] != asked
+            common = int(differs.argmax()) if differs.any() else asked.size
+            if common > best[1]:
+                best = (block_hash, common)
+        return best

@@ -1,0 +1,78 @@
+"""The core of the manager: small enough to be read in an afternoon, and whole without what is optional."""
+
+from __future__ import annotations
+
+import ast
+import random
+from pathlib import Path
+
+import pytest
+
+import pc
+from pc.cache.hashing import feed_all
+
+CACHE = Path(pc.cache.__file__).resolve().parent
+CORE = (
+    *("manager", "state", "journal", "allocation", "allocate", "lookup", "append", "commit", "fork", "swap", "offload"),
+    *("pool", "table", "request", "runs", "groups", "keys", "hashing", "listeners"),
+)
+OPTIONAL = {"disk", "encoder", "events", "hazard", "memory_tier", "metrics", "mooncake", "payload", "replay", "reuse"}
+OPTIONAL |= {"tensors", "tier", "tier_writer"}
+BUDGET = 2600
+
+
+def code_lines(path: Path) -> int:
+    """Lines with code on them: without docstrings, comments and blank ones."""
+    text = path.read_text(encoding="utf-8")
+    docs: set[int] = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:
+            docs.update(range(node.body[0].lineno, node.body[0].end_lineno + 1))
+    lines = enumerate(text.splitlines(), 1)
+    return sum(1 for number, line in lines if line.strip() and not line.strip().startswith("#") and number not in docs)
+
+
+def imported(path: Path) -> set[str]:
+    """The parts of the names that a module imports, wherever in it."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom):
+            names |= {*(node.module or "").split("."), *(alias.name for alias in node.names)}
+        elif isinstance(node, ast.Import):
+            names |= {part for alias in node.names for part in alias.name.split(".")}
+    return names
+
+
+def test_the_core_keeps_to_its_budget():
+    sizes = {name: code_lines(CACHE / f"{name}.py") for name in CORE}
+    assert sum(sizes.values()) <= BUDGET, sizes
+
+
+@pytest.mark.parametrize("name", CORE)
+def test_the_core_imports_nothing_optional(name):
+    assert not imported(CACHE / f"{name}.py") & OPTIONAL
+
+
+WINDOW = {"groups": [pc.FullAttention(), pc.SlidingWindow(9)]}
+
+
+@pytest.mark.parametrize("options", [{}, WINDOW, {"partial_reuse": True}], ids=["full", "window", "partial"])
+def test_without_remembered_hashes_all_is_the_same(options):
+    """Delete what is remembered and all is right, only slower: the same prompts get the same blocks and hashes."""
+    managers = [pc.CacheManager(256, block_size=4, policy="lru", **options) for _ in range(2)]
+    managers[1]._state.hasher.begin = feed_all
+    r = random.Random(0)
+    texts = [[r.randrange(99) for _ in range(600)] for _ in range(3)]
+    for i in range(150):
+        prompt = r.choice(texts)[: r.randrange(600)] + [r.randrange(99) for _ in range(r.randrange(9))]
+        asked = {
+            "extra_keys": r.choice([None, None, "adapter", pc.KeyAt(r.randrange(200), "image")]),
+            "salt": r.choice([None, "tenant"]),
+            "reuse": r.choice(["prefix", "gap", *["anywhere"] * (not options)]),
+        }
+        same = [(str(m.allocate(i, prompt, **asked)), m.commit(i, len(prompt)), m.block_hashes(i)) for m in managers]
+        assert same[0] == same[1]
+        for manager in managers:
+            manager.free(i)
+    assert managers[0].stats().hit_tokens == managers[1].stats().hit_tokens > 0
+    assert managers[0]._state.memory.nbytes > managers[1]._state.memory.nbytes == 0
