@@ -115,6 +115,7 @@ wheel-test: setup ## build a wheel and use it in a clean environment, away from 
 	$(BIN)/python tests/check_wheel.py $(VENV)-wheel
 
 KERNEL_TRITONS := 3.6.0 3.9.0
+WORK_TRITONS := 3.6.0 3.7.1 3.8.0
 
 kernels: setup $(KERNEL_TRITONS:%=.kernels/triton-%) ## compile every kernel for four targets, without a GPU, into a table
 	$(BIN)/python -m benchmarks kernels --write
@@ -134,7 +135,7 @@ emulate: setup .kernels/triton-3.6.0 ## run every kernel as it is compiled, with
 
 emulate-quick: setup ## the same for every operator's main kernels, in two minutes
 	$(call run_emulated,,-m "not slow" tests/emulator/test_operators.py tests/emulator/test_faults.py \
-		tests/emulator/test_mutate.py)
+		tests/emulator/test_mutate.py tests/emulator/test_work.py)
 
 fuzz: setup ## an hour of random worlds over the manager; FUZZ_SECONDS and SEED say how long and which
 	FUZZ_SECONDS=$(or $(FUZZ_SECONDS),3600) PYTHONPATH=src:tests/support $(BIN)/python tests/cache/test_fuzz.py
@@ -148,9 +149,12 @@ mutate: setup ## break compiled kernels on purpose and count what `make emulate`
 host: setup ## what a call costs the host, as multiples of torch.add, without a GPU
 	PYTHONPATH=src OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks host
 
-work: setup .peers/vllm-src/.done ## count the work of attention steps on compiled kernels, beside vLLM's, without a GPU
-	for arch in sm_80 sm_90; do EMULATOR_ARCH=$$arch PYTHONPATH=src:tests OMP_NUM_THREADS=1 \
-		$(BIN)/python -m benchmarks work --vllm .peers/vllm-src || exit 1; done
+# Rows of kernels that are as they were stay; ARGS=--all counts every row again.
+work: setup .peers/vllm-src/.done $(WORK_TRITONS:%=.kernels/triton-%) ## count the work of attention steps on compiled kernels, beside vLLM's and by version of triton
+	for arch in $(ARCHS); do EMULATOR_ARCH=$$arch PYTHONPATH=src:tests OMP_NUM_THREADS=1 \
+		$(BIN)/python -m benchmarks work --vllm .peers/vllm-src $(ARGS) || exit 1; \
+		for version in $(WORK_TRITONS); do EMULATOR_ARCH=$$arch PYTHONPATH=.kernels/triton-$$version:src:tests \
+		OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks work $(ARGS) || exit 1; done; done
 	$(BIN)/python -m benchmarks render
 
 .peers/vllm-src/.done: | setup

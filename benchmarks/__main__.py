@@ -8,6 +8,8 @@ import sys
 NAMES = {
     "render": ("pages.render", "numbers and charts of README and docs, from the rows: make docs"),
     "kernels": ("kernels.kernel_resources", "registers, spills and shared memory of every kernel: make kernels"),
+    "launches": ("kernels.steps", "a digest of what each step of `work` launches"),
+    "life": ("kernels.life", "how many kernels the life of a layer compiles"),
     "work": ("kernels.work", "executed instructions and bytes of attention steps: make work"),
     "host": ("kernels.host", "what a call costs the host: make host"),
     "gpu": ("gpu.run", "everything that needs a GPU, in slices: make gpu"),

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.harness import conditions
+from benchmarks.kernels import steps
 from benchmarks.pages import markdown, plots, render_operators
 from benchmarks.pages import render as render_docs
 
@@ -68,6 +70,29 @@ def test_what_counts_as_a_measurement(line: str, states: bool, tmp_path: Path) -
     page = tmp_path / "page.md"
     page.write_text(f"# Page\n\n{line}\n")
     assert bool(render_docs.unrendered_measurements(page)) is states
+
+
+def test_rows_of_other_sources_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    page = render_docs.ROOT / "docs" / "benchmarks.md"
+    render_operators.render_work(page)
+    now = steps.sources()
+    (arch, version, case), digest = next((key, value) for key, value in now.items() if key[1] == "3.9.0")
+    monkeypatch.setattr(steps, "sources", lambda: now | {(arch, version, case): "another"})
+    said = f"work.csv: {case}, {arch}, triton {version} was counted of sources {digest}, the tree has another; count"
+    for render in (render_operators.render_work, render_operators.render_work_summary):
+        with pytest.raises(ValueError, match=said):
+            render(page)
+
+
+def test_rows_say_whether_what_they_measure_has_changed() -> None:
+    row, operator = {"commit": "abc"}, Path("results/cpu/copy_blocks.csv")
+    now = {"sources": conditions.sources()}
+    assert markdown.commits(operator, [row | now]) == "commit abc"
+    assert markdown.commits(operator, [row]) == "commit abc (what it measures has changed since)"
+    of_cache = {"sources": re.sub("cache:[0-9a-f]+", "cache:0", now["sources"])}
+    assert markdown.commits(operator, [row | of_cache]) == "commit abc"
+    assert markdown.commits(Path("results/cpu/manager.csv"), [row | of_cache]) != "commit abc"
+    assert markdown.commits(Path("results/cpu/reuse.csv"), [row | of_cache]) != "commit abc"
 
 
 def test_a_gpu_that_was_not_measured_is_said_to_be_missing() -> None:

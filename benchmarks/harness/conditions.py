@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import ast
 import datetime
 import functools
+import hashlib
 import importlib.metadata
 import os
 import platform
 import re
 import subprocess
+from collections.abc import Collection, Mapping
+from pathlib import Path
 
 import torch
 
 from .registry import ROOT
 
-SOURCES = ("triton_ops", "cache", "integrations", "src", "benchmarks/*.py")
+FOLDERS = ("triton_ops", "cache", "integrations")
+SOURCES = (*FOLDERS, "src", "benchmarks/*.py")
 
 
 def version(package: str) -> str:
@@ -40,6 +45,30 @@ def commit() -> str:
     if not known:
         return os.environ.get("PC_COMMIT", "unknown")
     return known + ("+" if _output("git", "status", "--porcelain", "--", *SOURCES) else "")
+
+
+def _code(path: Path) -> str:
+    """A module without comments and docstrings."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node, False) is not None:
+            node.body[0] = ast.Pass()
+    return ast.dump(tree)
+
+
+@functools.cache
+def sources() -> str:
+    """A digest of the code in each folder of the package: "triton_ops:1f0c cache:77ab integrations:e01d"."""
+    found = []
+    for folder in FOLDERS:
+        codes = sorted(map(_code, (ROOT / folder).rglob("*.py")))
+        found.append(f"{folder}:{hashlib.sha256(''.join(codes).encode()).hexdigest()[:8]}")
+    return " ".join(found)
+
+
+def has_changed(row: Mapping[str, str], folders: Collection[str] = FOLDERS) -> bool:
+    """Whether the code in these folders is another than when a row was measured."""
+    return not set(row.get("sources", "").split()) >= {n for n in sources().split() if n.split(":")[0] in folders}
 
 
 def device_name(kind: str) -> str:
@@ -83,5 +112,6 @@ def conditions(kind: str) -> dict[str, str]:
         "triton": triton,
         "python": platform.python_version(),
         "commit": commit(),
+        "sources": sources(),
         "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d"),
     }

@@ -23,41 +23,16 @@ os.environ["PC_KERNELS_ON_CPU"] = "1"  # read when pc is imported
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 
 import torch
-from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 import pc
 from pc.flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 from pc.triton_ops import _dispatch, _flash, flash_attn
 
+from .launches import Driver
+
 # `pc.triton_ops.attention_plan` is the function.
 attention_plan = importlib.import_module("pc.triton_ops.attention_plan")
-
-
-class Driver:
-    """Enough of a triton driver to compile for an H100 and to launch nothing."""
-
-    def __init__(self) -> None:
-        self.utils = self
-        self.launcher_cls = lambda source, metadata: lambda *arguments: None
-
-    def load_binary(self, *arguments: object) -> tuple[object, int, int, int, int]:
-        return object(), 1, 128, 0, 1024
-
-    def unload_module(self, module: object) -> None:
-        """There is none."""
-
-    def get_device_properties(self, device: int) -> dict[str, int]:
-        return {"max_shared_mem": 232_448, "multiprocessor_count": 132}
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
-
-    def get_current_device(self) -> int:
-        return 4242  # triton keeps compiled kernels by device: none of these may reach a real one
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
 
 
 # FlashAttention's functions, and the calls of operators that they stand for.

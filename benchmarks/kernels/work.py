@@ -3,7 +3,8 @@
 Kernels are compiled for an architecture and run in the emulator (tests/emulator), which counts warp instructions by
 kind, the bytes of 32-byte sectors that loads and stores touch, and launches. Ours includes its plan. Beside it runs
 vLLM's Triton kernel, from the wheel's sources in a folder (--vllm), on the same tensors; the results are compared.
-Work is no time: nothing here says how long a step takes.
+Work is no time: nothing here says how long a step takes. A row of ours says what it was counted of (`sources`), and is
+counted again once the tree launches something else; --all counts every row.
 
     EMULATOR_ARCH=sm_90 PYTHONPATH=src:tests python -m benchmarks work --vllm .peers/vllm-src
 """
@@ -11,11 +12,9 @@ Work is no time: nothing here says how long a step takes.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import datetime
 import importlib.util
 import logging
-import subprocess
 import sys
 import types
 from collections.abc import Callable
@@ -28,82 +27,17 @@ import triton
 import triton.language as tl
 from emulator.launch import Session
 
-import pc
-
 from ..harness import tables
-from ..harness.tables import ROOT
+from ..harness.conditions import commit
+from .steps import HEAD_DIM, HEADS, KV_HEADS, LATENT_BLOCK, LATENT_VALUE, STEPS, Batch, ours, sources
 
-HEADS, KV_HEADS, HEAD_DIM, BLOCK = 32, 8, 128, 16
-SEGMENTS = 16  # vLLM's
-# Columns of latent rows, of these those that are values, tokens of their blocks, and vLLM's splits of them.
-LATENT_DIM, LATENT_VALUE, LATENT_BLOCK, LATENT_SPLITS = 576, 512, 64, 4
+SEGMENTS, LATENT_SPLITS = 16, 4  # vLLM's
 KINDS = ("global load", "global store", "shared memory", "matrix product", "synchronization", "other")
 WORK = ("instructions", "loaded_bytes", "stored_bytes", "launches")
 COLUMNS = ("case", "provider", *WORK, *(kind.replace(" ", "_") for kind in KINDS), "difference", "architecture")
-COLUMNS += ("version", "torch", "triton", "commit", "date")
-
-
-@dataclasses.dataclass(frozen=True)
-class Step:
-    """Lengths of a batch; `q_lens` of one each is a decode. `latent`: heads over latent rows, 0 for a usual cache."""
-
-    seq_lens: tuple[int, ...]
-    q_lens: tuple[int, ...] = ()
-    window: int = 0
-    prefix: int = 0
-    latent: int = 0
-
-
-# The matrix of shapes that serving is measured on, scaled down to what an emulator runs in seconds.
-STEPS = {
-    "decode 4 x 512": Step((512,) * 4),
-    "decode 1 x 2k": Step((2048,)),
-    "ragged decode 1 x 2k + 7 x 64": Step((2048,) + (64,) * 7),
-    "prefill 256": Step((256,), (256,)),
-    "chunk of 64 over 512": Step((576,), (64,)),
-    "window 128 of 2k": Step((2048,), window=128),
-    "prefix 64 + window 128 of 2k": Step((2048,), window=128, prefix=64),
-    "latent decode 2 x 512, 16 heads": Step((512,) * 2, latent=16),
-    "latent decode 1 x 1k, 128 heads": Step((1024,), latent=128),
-}
-
-
-class Batch:
-    """Tensors of a step, its block table shuffled."""
-
-    def __init__(self, step: Step) -> None:
-        generator = torch.Generator().manual_seed(0)
-        q_lens = step.q_lens or (1,) * len(step.seq_lens)
-        size = LATENT_BLOCK if step.latent else BLOCK
-        blocks = [-(-length // size) for length in step.seq_lens]
-        shape = (sum(blocks) + 1, size, *((1, LATENT_DIM) if step.latent else (KV_HEADS, HEAD_DIM)))
-        self.key, self.value = (torch.randn(shape, generator=generator).bfloat16() for _ in range(2))
-        numbers = iter((torch.randperm(sum(blocks), generator=generator) + 1).split(blocks))
-        self.tables = torch.zeros(len(blocks), max(blocks), dtype=torch.int32)
-        for row, count in enumerate(blocks):
-            self.tables[row, :count] = next(numbers)
-        heads = (step.latent, LATENT_DIM) if step.latent else (HEADS, HEAD_DIM)
-        self.query = torch.randn(sum(q_lens), *heads, generator=generator).bfloat16()
-        self.starts = torch.tensor([0, *torch.tensor(q_lens).cumsum(0).tolist()], dtype=torch.int32)
-        self.lens = torch.tensor(step.seq_lens, dtype=torch.int32)
-        self.most, self.step = max(q_lens), step
-
-
-def ours(batch: Batch) -> torch.Tensor:
-    """The operator that serves the step."""
-    step, given = batch.step, {"max_query_len": batch.most, "max_seq_len": max(batch.step.seq_lens)}
-    tensors = (batch.query, batch.key, batch.value)
-    rest, scale = (batch.lens, batch.starts), HEAD_DIM**-0.5
-    if step.latent:
-        return pc.latent_attention(batch.query, batch.key, batch.tables, *rest, scale, LATENT_VALUE, **given)
-    if step.prefix:
-        holes = batch.tables.clone()
-        holes[0, -(-step.prefix // BLOCK) : (step.seq_lens[0] - step.window) // BLOCK] = -1
-        sinks = {"window": step.window, "num_sink_tokens": step.prefix}
-        return pc.sparse_gap_attention(*tensors, holes, *rest, None, scale, **sinks, **given)
-    if step.window:
-        return pc.sliding_window_attention(*tensors, batch.tables, *rest, scale, step.window, **given)
-    return pc.paged_attention(*tensors, batch.tables, *rest, scale, **given)
+COLUMNS += ("version", "torch", "triton", "sources", "commit", "date")
+OURS, VLLM = "pc", "vLLM Triton"
+TABLE = tables.RESULTS / "work.csv"
 
 
 def load_vllm(folder: Path) -> Callable[[Batch], torch.Tensor]:
@@ -190,64 +124,62 @@ def counted(run: Callable[[Batch], torch.Tensor], batch: Batch) -> tuple[torch.T
     return out, {name: str(value) for name, value in work.items()}
 
 
-def measure(name: str, vllm: Callable[[Batch], torch.Tensor] | None, version: str) -> list[dict[str, str]]:
+def measure(name: str, vllm: Callable[[Batch], torch.Tensor] | None, version: str) -> list[tables.Row]:
     """A row for each provider.
 
     Raises:
         ValueError: The two results differ by more than bfloat16 explains.
     """
     batch = Batch(STEPS[name])
-    results = {"pc": counted(ours, batch)}
+    results = {OURS: counted(ours, batch)}
     if vllm is not None:
-        results["vLLM Triton"] = counted(vllm, batch)
+        results[VLLM] = counted(vllm, batch)
     rows = []
     for provider, (out, work) in results.items():
-        difference = (out.float() - results["pc"][0].float()).abs().max().item()
+        difference = (out.float() - results[OURS][0].float()).abs().max().item()
         if not difference <= 0.02:
             raise ValueError(f"{name}: {provider} and pc differ by {difference}")
         row = {"case": name, "provider": provider, **work, "difference": f"{difference:.1e}"}
-        rows.append(row | {"version": version if provider != "pc" else "", **_conditions()})
+        row |= {"architecture": emulator.device.ARCH, "torch": torch.__version__, "triton": triton.__version__}
+        row |= {"version": version if provider == VLLM else "", "sources": "" if provider == VLLM else _sources(name)}
+        rows.append(row | {"commit": commit(), "date": datetime.date.today().isoformat()})
     return rows
 
 
-def _conditions() -> dict[str, str]:
-    def git(*command: str) -> str:
-        return subprocess.run(["git", *command], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+def _sources(name: str) -> str:
+    return sources()[emulator.device.ARCH, triton.__version__, name]
 
-    changed = git("status", "--porcelain", "--", "triton_ops", "tests/emulator", "-m benchmarks work")
-    return {
-        "architecture": emulator.device.ARCH,
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "commit": git("rev-parse", "--short", "HEAD") + ("+" if changed else ""),
-        "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d"),
-    }
+
+def _key(row: tables.Row) -> tuple[str, ...]:
+    return row["triton"], row["architecture"], row["case"], row["provider"]
 
 
 def main() -> int:
-    """Measures and writes results/work.csv; rows of other architectures and steps stay."""
+    """Counts what is missing or of other sources, and writes results/work.csv."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--vllm", type=Path, help="folder of the unpacked wheel; without it ours alone is counted")
     parser.add_argument("--version", default="0.33.0", help="of that wheel")
     parser.add_argument("--case", default="", help="steps whose name contains this")
-    parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results" / "work.csv")
+    parser.add_argument("--all", action="store_true", help="rows that hold too")
+    parser.add_argument("--output", type=Path, default=TABLE)
     given = parser.parse_args()
     torch.set_num_threads(1)
     vllm = None if given.vllm is None else load_vllm(given.vllm)
     for name in STEPS:
         if given.case not in name:
             continue
-        found = measure(name, vllm, given.version)
+        known = {_key(row): row for row in tables.read_rows(given.output)}
+        place = (triton.__version__, emulator.device.ARCH, name)
+        row, theirs = known.get((*place, OURS)), known.get((*place, VLLM))
+        if not given.all and row and row.get("sources") == _sources(name) and (vllm is None or theirs):
+            continue
+        found = measure(name, None if theirs and not given.all else vllm, given.version)
         for row in found:
-            ratio = int(row["instructions"]) / int(found[0]["instructions"])
-            print(f"{name}: {row['provider']}, {int(row['instructions']):,} warp instructions, {ratio:.2f} of ours")
-        _save(given.output, found)
+            print(
+                f"{name} on {place[1]}, triton {place[0]}: {row['provider']}, {int(row['instructions']):,} instructions"
+            )
+        rows = (known | {_key(row): row for row in found}).values()
+        order = list(STEPS)
+        rows = sorted(rows, key=lambda row: (*_key(row)[:2], order.index(row["case"]), row["provider"]))
+        tables.write_rows(given.output, rows, COLUMNS)
     return 0
-
-
-def _save(path: Path, rows: list[dict[str, str]]) -> None:
-    rows = [*tables.read_rows(path), *rows]
-    found = {(row["architecture"], row["case"], row["provider"]): row for row in rows}
-    order = {name: place for place, name in enumerate(STEPS)}
-    rows = sorted(found.values(), key=lambda row: (row["architecture"], order[row["case"]], row["provider"]))
-    tables.write_rows(path, rows, COLUMNS)

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from ..harness.registry import ROOT
+from ..harness.conditions import FOLDERS, has_changed
+from ..harness.registry import ROOT, operators
 from ..harness.tables import Row
 
 RESULTS = ROOT / "benchmarks" / "results"
 CHARTS = ROOT / "docs" / "images"
+OF_CACHE = ("manager", "traffic", "hidden_states", "lookup_anywhere", "vllm_omni")
+"""Files of rows that measure the cache alone; operators measure theirs, and others the package."""
 
 
 def devices() -> list[str]:
@@ -62,16 +65,35 @@ def all_of(rows: Iterable[Row], column: str) -> str:
     return ", ".join(sorted({row[column] for row in rows}))
 
 
+def commits(source: Path, rows: Sequence[Row]) -> str:
+    """The commits that rows were measured at, and whether what they measure has changed since."""
+    name = source.stem
+    folders = ("triton_ops",) if name in operators() else ("cache",) if name in OF_CACHE else FOLDERS
+    changed = " (what it measures has changed since)" if any(has_changed(row, folders) for row in rows) else ""
+    return f"commit {all_of(rows, 'commit')}{changed}"
+
+
 def measured(
     page: Path, source: Path, rows: Sequence[Row], packages: Sequence[str] = ("torch",), more: str = ""
 ) -> str:
     """Under which conditions rows were measured, and where they are."""
     first = rows[0]
     versions = "".join(f", {package} {first[package]}" for package in packages)
-    said = f"{first['device']}{versions}, {first['date']}, commit {all_of(rows, 'commit')}{more}"
+    said = f"{first['device']}{versions}, {first['date']}, {commits(source, rows)}{more}"
     return f"{said}; [rows]({link(page, source)})."
 
 
 def with_rows(lines: Sequence[str], page: Path, source: Path, said: str = "") -> str:
     """Lines and, below them, where the rows are."""
     return "\n".join([*lines, "", f"{said}[Rows]({link(page, source)})"])
+
+
+def by_version(version: str) -> tuple[int, ...]:
+    """A key to sort versions by: 3.10 comes after 3.9."""
+    return tuple(map(int, version.split(".")))
+
+
+def newest_triton(rows: Sequence[Row]) -> list[Row]:
+    """Rows of the newest version of triton among them."""
+    newest = max((row["triton"] for row in rows), key=by_version, default="")
+    return [row for row in rows if row["triton"] == newest]

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..harness.tables import Row, read_rows
+from .markdown import newest_triton
 
 INK, PAPER, GRID = "#1f2937", "#ffffff", "#d5dae1"
 DARK = {INK: "#e5e7eb", PAPER: "#1e2129", GRID: "#3d4452"}
@@ -150,13 +151,14 @@ def short_time(microseconds: float) -> str:
 
 
 def plot_work(source: Path, target: Path) -> None:
-    """Bars of the warp instructions of each step, ours and the other's, for the newest architecture of the rows.
+    """Bars of the warp instructions of each step, ours and the other's, for the newest triton and target of the rows.
 
     Args:
         source: The rows.
         target: The SVG file.
     """
     rows = read_rows(source)
+    rows = newest_triton(rows)
     arch = max(row["architecture"] for row in rows)
     rows = [row for row in rows if row["architecture"] == arch]
     cases, providers = (list(dict.fromkeys(row[name] for row in rows)) for name in ("case", "provider"))

@@ -45,11 +45,13 @@ from .render_models import (
 from .render_operators import (
     render_gpu,
     render_gpu_plan,
+    render_life,
     render_operator,
     render_operators,
     render_sparse,
     render_work,
     render_work_summary,
+    render_work_versions,
 )
 from .render_quality import (
     render_quality,
@@ -99,6 +101,8 @@ def unrendered_measurements(page: Path) -> list[str]:
 RENDERERS: dict[str, Callable[..., str]] = {
     "work": render_work,
     "work_summary": render_work_summary,
+    "life": render_life,
+    "work_versions": render_work_versions,
     "families": render_families,
     "operator": render_operator,
     "operators": render_operators,

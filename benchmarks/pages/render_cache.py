@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ..harness.registry import OURS
 from ..harness.tables import read_rows
-from .markdown import measured, results, table, with_rows
+from .markdown import commits, measured, results, table, with_rows
 from .plots import short_time
 
 
@@ -80,7 +80,7 @@ def render_manager(page: Path) -> str:
         (r["peer"], r["hash"], r["tokens"], r["pc_us"], r["peer_us"], f"{float(r['pc_over_peer']):.2f}") for r in rows
     ]
     heads = ("peer", "hash", "tokens", "pc, us", "peer, us", "pc / peer")
-    said = f"{rows[0]['cores']} cores, Python {rows[0]['python']}, {rows[0]['date']}. "
+    said = f"{rows[0]['cores']} cores, Python {rows[0]['python']}, {rows[0]['date']}, {commits(source, rows)}. "
     return with_rows(table(heads, "llrrrr", lines), page, source, said)
 
 

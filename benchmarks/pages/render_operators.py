@@ -9,7 +9,20 @@ from ..gpu.bars import COMPACTED
 from ..gpu.run import STAGES, units
 from ..harness.registry import OURS, ROOT, operators
 from ..harness.tables import Row, read_rows
-from .markdown import all_of, chart, devices, link, measured, results, table
+from ..kernels import steps
+from .markdown import (
+    all_of,
+    by_version,
+    chart,
+    commits,
+    devices,
+    link,
+    measured,
+    newest_triton,
+    results,
+    table,
+    with_rows,
+)
 from .plots import short_time
 
 DENSE = "pc.paged_attention over a copy made before"
@@ -76,7 +89,8 @@ def render_operators(page: Path, device: str) -> str:
     ratios = [float(case[-1]) for case in lines if case[-1]]
     won = sum(ratio >= 1 for ratio in ratios)
     said = (
-        f"{rows[0]['device']}, torch {rows[0]['torch']}, {all_of(rows, 'date')}, commit {all_of(rows, 'commit')}. "
+        f"{rows[0]['device']}, torch {rows[0]['torch']}, {all_of(rows, 'date')}, "
+        f"{commits(next(iter(sources.values())), rows)}. "
         f"pc is the fastest in {won} of {len(ratios)} cases that have a rival; below 1.00 in the last column it loses."
     )
     return "\n".join([said, "", *table(("operator", *HEADS), "l" + SIDES, lines)])
@@ -144,13 +158,13 @@ def render_sparse(page: Path, device: str = "cpu") -> str:
 
 def render_work(page: Path) -> str:
     """Work of attention steps, counted on compiled kernels, beside vLLM's."""
-    steps = _steps_counted()
-    if not steps:
+    counted = _steps_counted()
+    if not counted:
         return "Not counted yet: `make work`."
-    first, rival = steps[0]
+    first, rival = counted[0]
     pairs = ("warp instructions, pc", "vLLM", "vLLM / pc", "MB read, pc", "vLLM", "MB written, pc", "vLLM")
     lines = []
-    for ours, theirs in steps:
+    for ours, theirs in counted:
         count = [int(row["instructions"]) for row in (ours, theirs)]
         found = [f"{count[0]:,}", f"{count[1]:,}", f"{count[1] / count[0]:.2f}"]
         for name in ("loaded_bytes", "stored_bytes"):
@@ -170,10 +184,10 @@ def render_work(page: Path) -> str:
 
 def render_work_summary(page: Path) -> str:
     """The same in a sentence."""
-    steps = _steps_counted()
-    times = sorted(int(theirs["instructions"]) / int(ours["instructions"]) for ours, theirs in steps)
-    targets = " and ".join(dict.fromkeys(ours["architecture"] for ours, _ in steps))
-    ours, theirs = steps[0]
+    counted = _steps_counted()
+    times = sorted(int(theirs["instructions"]) / int(ours["instructions"]) for ours, theirs in counted)
+    targets = " and ".join(dict.fromkeys(ours["architecture"] for ours, _ in counted))
+    ours, theirs = counted[0]
     return (
         f"{times[0]:.1f} to {times[-1]:.1f} times fewer warp instructions a step than vLLM {theirs['version']}'s "
         f"Triton kernel on the same tensors, results compared ({targets}, triton {ours['triton']}); "
@@ -181,7 +195,45 @@ def render_work_summary(page: Path) -> str:
     )
 
 
-def _steps_counted() -> list[tuple[dict[str, str], dict[str, str]]]:
-    """Our row and vLLM's of each step and target."""
-    rows = {(row["architecture"], row["case"], row["provider"] == OURS): row for row in read_rows(results("work.csv"))}
-    return [(row, rows[arch, case, False]) for (arch, case, own), row in rows.items() if own]
+def render_work_versions(page: Path) -> str:
+    """The same steps by version of triton."""
+    rows = [row for row in work_rows() if row["provider"] == OURS]
+    versions = sorted({row["triton"] for row in rows}, key=by_version)
+    counts = {(r["architecture"], r["case"], r["triton"]): int(r["instructions"]) for r in rows}
+    lines = []
+    for arch, case in dict.fromkeys((row["architecture"], row["case"]) for row in rows):
+        own = [counts.get((arch, case, version), 0) for version in versions]
+        lines.append([case, arch, *(f"{count:,} ({count / own[-1]:.2f})" if count else "" for count in own)])
+    heads = ("step", "target", *(f"triton {version}" for version in versions))
+    return with_rows(table(heads, "ll" + "r" * len(versions), lines), page, results("work.csv"))
+
+
+def render_life(page: Path) -> str:
+    """How many kernels the life of a layer compiles, by kind of layer."""
+    source = results("life.csv")
+    lines = [(row["layer"].strip("{}").replace('"', "") or "plain", row["kernels"]) for row in read_rows(source)]
+    return with_rows(table(("layer", "kernels"), "lr", lines), page, source)
+
+
+def work_rows() -> list[Row]:
+    """Rows of counted work.
+
+    Raises:
+        ValueError: A row was counted of other sources than the tree's; names it and both.
+    """
+    rows = read_rows(results("work.csv"))
+    for row in rows:
+        place = row["architecture"], row["triton"], row["case"]
+        if row["provider"] == OURS and row["sources"] != (now := steps.sources().get(place)):
+            raise ValueError(
+                f"work.csv: {row['case']}, {row['architecture']}, triton {row['triton']} was counted of sources "
+                f"{row['sources']}, the tree has {now}; count again: make work"
+            )
+    return rows
+
+
+def _steps_counted() -> list[tuple[Row, Row]]:
+    """Our row and vLLM's of each step and target, by the newest triton."""
+    rows = newest_triton(work_rows())
+    found = {(row["architecture"], row["case"], row["provider"] == OURS): row for row in rows}
+    return [(row, found[arch, case, False]) for (arch, case, own), row in found.items() if own]

@@ -3,45 +3,30 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 import pc
+from benchmarks.harness.tables import RESULTS, read_rows
 from pc.triton_ops._triton import HAS_TRITON, INTERPRET
 
-ROOT = Path(__file__).parent.parent
-KINDS = [
-    {},
-    {"window": 4096, "sinks": True, "alibi": True},
-    {"cache_dtype": "float8_e4m3fn", "head_dim": 128},
-    {"cache_dtype": "int8", "gaps": True},
-    {"batch_invariant": True},
-    {"head_dim": 576, "value_dim": 512},
-]
+ROWS = read_rows(RESULTS / "life.csv")
 
 
 @pytest.mark.skipif(not HAS_TRITON or torch.version.hip is not None, reason="chooses kernels for CUDA")
 @pytest.mark.skipif(INTERPRET, reason="compiles, in a process of its own")
-@pytest.mark.parametrize("options", [KINDS[0], *(pytest.param(k, marks=pytest.mark.slow) for k in KINDS[1:])], ids=str)
-def test_a_life_of_a_model_compiles_nothing_after_it(options):
-    """Prefill, chunks, decodes at 1 to 128k tokens and mixes of them: see `tests/support/compiled.py`."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment |= {"PC_KERNELS_ON_CPU": "1", "TRITON_DEFAULT_FP_FUSION": "1"}
-    environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
-    script = [sys.executable, str(ROOT / "support" / "compiled.py"), json.dumps(options)]
-    found = subprocess.run(script, env=environment, capture_output=True, text=True, timeout=600, check=False)
-    assert found.returncode == 0, found.stderr
-    *more, warm = found.stdout.splitlines()
+@pytest.mark.parametrize(
+    "row", [ROWS[0], *(pytest.param(row, marks=pytest.mark.slow) for row in ROWS[1:])], ids=lambda row: row["layer"]
+)
+def test_a_life_of_a_model_compiles_nothing_after_it(row):
+    """Prefill, chunks, decodes at 1 to 128k tokens and mixes of them, for kinds of layers: a row of the tree each."""
+    from benchmarks.kernels import life
+
+    more, warm = life.run(json.loads(row["layer"]))
     assert not more
-    assert int(warm) >= 5, "a write, a plan's two, attention and a sum of splits at least"
-    if not options:
-        # A cold start's CPU seconds go with their number; so it was 21.
-        assert int(warm) <= 8, "a write, a plan's two, decodes of 16 and 32 rows, prefills, and two sums of splits"
+    assert warm == int(row["kernels"]), "run: python -m benchmarks life"
 
 
 @pytest.mark.parametrize(

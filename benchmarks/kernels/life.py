@@ -1,10 +1,11 @@
-"""What `pc.warmup` and the life of a model after it would compile, without compiling it: run by test_warmup.py.
-
-    PC_KERNELS_ON_CPU=1 PYTHONPATH=src python tests/support/compiled.py
+"""How many kernels `pc.warmup` compiles for a layer, and which the life of a model after it would, without compiling.
 
 A driver that passes for an H100's launches nothing, and triton's hook before a compilation tells the kernel with all
-it is compiled for, and stops it. Prints what a life compiles that warmup has not, a line each, and then the number of
-kernels that warmup has.
+it is compiled for, and stops it. Without an argument every kind of layer goes into results/life.csv, which a test holds
+to; with one, a layer's options as JSON, it is told what a life compiles that warmup has not, a line each, and then the
+number of kernels that warmup has.
+
+    PC_KERNELS_ON_CPU=1 PYTHONPATH=src python -m benchmarks life '{"window": 4096}'
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from __future__ import annotations
 import contextlib
 import importlib
 import json
+import os
+import subprocess
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -19,33 +22,26 @@ from unittest import mock
 
 import torch
 from triton import knobs
-from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 import pc
 from pc.triton_ops import _dispatch
 
+from ..harness import tables
+from ..harness.conditions import conditions
+from .launches import Driver
+
+TABLE = tables.RESULTS / "life.csv"
 HEADS, KV_HEADS, BLOCK = 8, 2, 16
 OPTIONS = json.loads(sys.argv[1]) if len(sys.argv) > 1 else {}
-
-
-class Driver:
-    """Enough of a triton driver for kernels to be chosen for an H100."""
-
-    def __init__(self) -> None:
-        self.utils = self
-
-    def get_device_properties(self, device: int) -> dict[str, int]:
-        return {"max_shared_mem": 232_448, "multiprocessor_count": 132}
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
-
-    def get_current_device(self) -> int:
-        return 4242
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
+KINDS: list[dict[str, Any]] = [
+    {},
+    {"window": 4096, "sinks": True, "alibi": True},
+    {"cache_dtype": "float8_e4m3fn", "head_dim": 128},
+    {"cache_dtype": "int8", "gaps": True},
+    {"batch_invariant": True},
+    {"head_dim": 576, "value_dim": 512},
+]
 
 
 @contextlib.contextmanager
@@ -115,7 +111,25 @@ def life(head_dim: int) -> None:
             step((length + 16, length + 16), (16, 16), planned, bounds, head_dim)
 
 
+def run(options: dict[str, Any]) -> tuple[list[str], int]:
+    """What is told of a kind of layer, by a process of its own."""
+    environment = {**os.environ, "PC_KERNELS_ON_CPU": "1", "TRITON_DEFAULT_FP_FUSION": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(tables.ROOT / "src"), *filter(None, sys.path)])
+    environment.pop("TRITON_INTERPRET", None)
+    command = [sys.executable, "-m", "benchmarks", "life", json.dumps(options)]
+    found = subprocess.run(command, cwd=tables.ROOT, env=environment, capture_output=True, text=True, check=False)
+    if found.returncode:
+        raise RuntimeError(found.stderr)
+    *more, warm = found.stdout.splitlines()
+    return more, int(warm)
+
+
 def main() -> None:
+    if len(sys.argv) < 2:
+        known = {name: value for name, value in conditions("cpu").items() if name in ("triton", "commit", "date")}
+        rows = [{"layer": json.dumps(kind), "kernels": run(kind)[1]} | known for kind in KINDS]
+        tables.write_rows(TABLE, rows)
+        return
     driver.set_active(Driver())
     head_dim = OPTIONS.get("head_dim", 64)
     plan = importlib.import_module("pc.triton_ops.attention_plan")
@@ -134,7 +148,3 @@ def main() -> None:
         with compiled() as served:
             life(head_dim)
     print(*sorted(served - warm), len(warm), sep="\n")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,0 +1,128 @@
+"""What calls launch, recorded in place of launching it, and a digest of it: for which sources a count holds.
+
+The digest is of all that a kernel's work follows from: its code and that of what it calls, without comments and names
+of modules, so that moving it changes nothing; the values of constants; arguments, options and grid.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import functools
+import hashlib
+import types
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.language import constexpr
+
+OPTIONS = ("num_warps", "num_stages", "maxnreg")
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One recorded launch: the kernel, its arguments by name, its options and its programs."""
+
+    kernel: Any
+    arguments: dict[str, Any]
+    options: dict[str, int]
+    grid: Any
+
+
+@contextlib.contextmanager
+def recorded() -> Iterator[list[Launch]]:
+    """Within it, kernels are recorded into the yielded list instead of launched."""
+    launches: list[Launch] = []
+
+    def record(kernel: Any, *args: Any, grid: Any, warmup: bool = False, **kwargs: Any) -> None:
+        options = {name: kwargs.pop(name) for name in OPTIONS if name in kwargs}
+        launches.append(Launch(kernel, dict(zip(kernel.arg_names, args, strict=False)) | kwargs, options, grid))
+
+    with mock.patch.object(triton.JITFunction, "run", record):
+        yield launches
+
+
+class Driver:
+    """Enough of a triton driver for kernels to be chosen for a device that is not there, and launched into nothing."""
+
+    def __init__(self, target: str = "sm_90", shared: int = 232_448, processors: int = 132) -> None:
+        self.utils = self
+        self.launcher_cls = lambda source, metadata: lambda *arguments: None
+        self._target = GPUTarget("cuda", int(target.removeprefix("sm_")), 32)
+        self._properties = {"max_shared_mem": shared, "multiprocessor_count": processors}
+
+    def load_binary(self, *arguments: object) -> tuple[object, int, int, int, int]:
+        return object(), 1, 128, 0, 1024
+
+    def unload_module(self, module: object) -> None:
+        """There is none."""
+
+    def get_device_properties(self, device: int) -> dict[str, int]:
+        return self._properties
+
+    def get_current_target(self) -> GPUTarget:
+        return self._target
+
+    def get_current_device(self) -> int:
+        return 4242  # triton keeps compiled kernels by device: none of these may reach a real one
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def digest(launches: Iterable[Launch]) -> str:
+    """Of what is launched: equal where compiled code and the work it does are."""
+    parts = [
+        [source(launch.kernel), launch.grid, launch.options, [(n, _describe(v)) for n, v in launch.arguments.items()]]
+        for launch in launches
+    ]
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:12]
+
+
+def _describe(value: Any) -> Any:
+    """An argument as far as a kernel depends on it; tensors of a case are always the same."""
+    if isinstance(value, tuple):
+        return tuple(map(_describe, value))
+    if hasattr(value, "data_ptr"):
+        return str(value.dtype), value.data_ptr() % 16 == 0
+    return source(value) if isinstance(value, triton.JITFunction) else repr(value)
+
+
+@functools.cache
+def source(kernel: Any) -> str:
+    """The code of a kernel and of all it calls, as it runs: without comments, docstrings and where it stands."""
+    seen: set[Any] = set()
+    parts: list[str] = []
+
+    def visit(name: str, value: Any) -> None:
+        if isinstance(value, triton.JITFunction):
+            if value not in seen and not value.fn.__module__.startswith("triton."):
+                seen.add(value)
+                read(value)
+        elif isinstance(value, (constexpr, bool, int, float, str, torch.dtype)):
+            parts.append(f"{name} = {getattr(value, 'value', value)!r}")
+        elif isinstance(value, type) and issubclass(value, tuple):
+            parts.append(f"{name}: {getattr(value, '_fields', ())}")
+
+    def read(function: Any) -> None:
+        tree = ast.parse(function.src)
+        (body,) = (node.body for node in tree.body if isinstance(node, ast.FunctionDef))
+        if isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Constant):
+            body[0] = ast.Pass()
+        parts.append(ast.unparse(tree))
+        names = function.fn.__globals__
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Name) and node.id in names:
+                visit(node.id, names[node.id])
+            elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+                module = names.get(node.value.id)
+                if isinstance(module, types.ModuleType) and not module.__name__.startswith("triton"):
+                    visit(node.attr, getattr(module, node.attr, None))
+
+    visit("", kernel)
+    return "\n".join(parts)

@@ -1,0 +1,125 @@
+"""The attention steps whose work is counted, and a digest of what each launches: `work.csv` holds for that alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import multiprocessing
+import os
+import subprocess
+import sys
+
+import torch
+
+import pc
+
+from ..harness.tables import ROOT
+
+# Shared memory of a program in bytes, and processors, of what is counted for.
+TARGETS = {"sm_80": (166_912, 108), "sm_90": (232_448, 132)}
+VERSIONS = ("3.6.0", "3.7.1", "3.8.0", "3.9.0")
+
+HEADS, KV_HEADS, HEAD_DIM, BLOCK = 32, 8, 128, 16
+# Columns of latent rows, of these those that are values, and tokens of their blocks.
+LATENT_DIM, LATENT_VALUE, LATENT_BLOCK = 576, 512, 64
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """Lengths of a batch; `q_lens` of one each is a decode. `latent`: heads over latent rows, 0 for a usual cache."""
+
+    seq_lens: tuple[int, ...]
+    q_lens: tuple[int, ...] = ()
+    window: int = 0
+    prefix: int = 0
+    latent: int = 0
+
+
+# The matrix of shapes that serving is measured on, scaled down to what an emulator runs in seconds.
+STEPS = {
+    "decode 4 x 512": Step((512,) * 4),
+    "decode 1 x 2k": Step((2048,)),
+    "ragged decode 1 x 2k + 7 x 64": Step((2048,) + (64,) * 7),
+    "prefill 256": Step((256,), (256,)),
+    "chunk of 64 over 512": Step((576,), (64,)),
+    "window 128 of 2k": Step((2048,), window=128),
+    "prefix 64 + window 128 of 2k": Step((2048,), window=128, prefix=64),
+    "latent decode 2 x 512, 16 heads": Step((512,) * 2, latent=16),
+    "latent decode 1 x 1k, 128 heads": Step((1024,), latent=128),
+}
+
+
+class Batch:
+    """Tensors of a step, its block table shuffled."""
+
+    def __init__(self, step: Step) -> None:
+        generator = torch.Generator().manual_seed(0)
+        q_lens = step.q_lens or (1,) * len(step.seq_lens)
+        size = LATENT_BLOCK if step.latent else BLOCK
+        blocks = [-(-length // size) for length in step.seq_lens]
+        shape = (sum(blocks) + 1, size, *((1, LATENT_DIM) if step.latent else (KV_HEADS, HEAD_DIM)))
+        self.key, self.value = (torch.randn(shape, generator=generator).bfloat16() for _ in range(2))
+        numbers = iter((torch.randperm(sum(blocks), generator=generator) + 1).split(blocks))
+        self.tables = torch.zeros(len(blocks), max(blocks), dtype=torch.int32)
+        for row, count in enumerate(blocks):
+            self.tables[row, :count] = next(numbers)
+        heads = (step.latent, LATENT_DIM) if step.latent else (HEADS, HEAD_DIM)
+        self.query = torch.randn(sum(q_lens), *heads, generator=generator).bfloat16()
+        self.starts = torch.tensor([0, *torch.tensor(q_lens).cumsum(0).tolist()], dtype=torch.int32)
+        self.lens = torch.tensor(step.seq_lens, dtype=torch.int32)
+        self.most, self.step = max(q_lens), step
+
+
+def ours(batch: Batch) -> torch.Tensor:
+    """The operator that serves the step."""
+    step, given = batch.step, {"max_query_len": batch.most, "max_seq_len": max(batch.step.seq_lens)}
+    tensors = (batch.query, batch.key, batch.value)
+    rest, scale = (batch.lens, batch.starts), HEAD_DIM**-0.5
+    if step.latent:
+        return pc.latent_attention(batch.query, batch.key, batch.tables, *rest, scale, LATENT_VALUE, **given)
+    if step.prefix:
+        holes = batch.tables.clone()
+        holes[0, -(-step.prefix // BLOCK) : (step.seq_lens[0] - step.window) // BLOCK] = -1
+        sinks = {"window": step.window, "num_sink_tokens": step.prefix}
+        return pc.sparse_gap_attention(*tensors, holes, *rest, None, scale, **sinks, **given)
+    if step.window:
+        return pc.sliding_window_attention(*tensors, batch.tables, *rest, scale, step.window, **given)
+    return pc.paged_attention(*tensors, batch.tables, *rest, scale, **given)
+
+
+@functools.cache
+def sources() -> dict[tuple[str, str, str], str]:
+    """Of each target, version of triton and step, the digest of what the tree launches now."""
+    paths = [str(ROOT / "src"), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    environment = {**os.environ, "PC_KERNELS_ON_CPU": "1", "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    environment.pop("TRITON_INTERPRET", None)  # kernels run where pc was told to when it is imported: another process
+    command = [sys.executable, "-m", "benchmarks", "launches"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)}: {done.stderr}")
+    return {tuple(key): value for key, value in json.loads(done.stdout)}
+
+
+def _digests(kind: tuple[str, str]) -> list[tuple[tuple[str, str, str], str]]:
+    """Of every step on a target, chosen as with a version of triton; in a process that has chosen nothing yet."""
+    import triton
+
+    from . import launches
+
+    target, triton.__version__ = kind
+    triton.runtime.driver.set_active(launches.Driver(target, *TARGETS[target]))
+    found = []
+    for name, step in STEPS.items():
+        with launches.recorded() as recorded:
+            ours(Batch(step))
+        found.append(((*kind, name), launches.digest(recorded)))
+    return found
+
+
+def main() -> None:
+    """Prints the digests as JSON."""
+    torch.set_num_threads(1)
+    kinds = [(target, version) for target in TARGETS for version in VERSIONS]
+    with multiprocessing.get_context("fork").Pool(1, maxtasksperchild=1) as pool:
+        print(json.dumps([pair for pairs in pool.map(_digests, kinds, 1) for pair in pairs]))
