@@ -9,6 +9,7 @@ if __name__ != "pc.cache":
     raise ImportError(f"import pc.cache, not {__name__}: a second copy would not share its classes")
 
 from .allocation import Allocation, AppendedTokens, CacheStats, GroupedAllocation, MovedSpan
+from .explain import Explanation
 from .groups import FullAttention, Group, Recurrent, SlidingWindow, Tensors
 from .keys import KeyAt
 from .manager import CacheManager, GroupedCacheManager
@@ -37,6 +38,7 @@ __all__ = [
     "EncoderCache",
     "EncoderItem",
     "EvictionPolicy",
+    "Explanation",
     "FullAttention",
     "Group",
     "GroupedAllocation",

@@ -12,7 +12,7 @@ import numpy as np
 from typing_extensions import TypeVar
 
 from ..triton_ops._checks import check_integer, check_share
-from . import allocate, append, commit, fork, offload, swap
+from . import allocate, append, commit, explain, fork, offload, swap
 from .allocation import Allocation, AppendedTokens, BaseAllocation, CacheStats, GroupedAllocation, Pairs, PairsT, SlotsT
 from .groups import FullAttention, Group
 from .hashing import BlockHasher, TokenIds, encode_tokens, split_digests
@@ -154,8 +154,8 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of bookkeeping: fields, tables and policies of all pools, remembered hashes, what blocks hold."""
-        return self._state.nbytes + self._state.index_bytes
+        """Bytes of bookkeeping: fields, tables, policies, remembered hashes and texts, the index of text."""
+        return self._state.nbytes + self._state.index_bytes + self._state.history.nbytes
 
     def _run(self, verb: Callable[..., Any], *args: Any) -> Any:
         """Runs a verb under the lock; what it has evicted is handed to a tier, where there is one."""
@@ -529,6 +529,31 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
             request, hasher = self._state.get(request_id), self._state.hasher
             tokens = request.tokens + request.pending if request.pending else request.tokens
             return split_digests(hasher.hash_blocks(tokens, request.keys))
+
+    def explain(self, token_ids: TokenIds, extra_keys: ExtraKeys = None, salt: Key = None) -> explain.Explanation:
+        """Says how far a prompt is cached, why no further, and what other kinds of reuse would save; changes nothing.
+
+        It takes time in proportion to what is remembered: the latest text, of as many tokens as the pool would hold in
+        blocks of 16, and the latest evictions. Text of another salt is never shown.
+
+        Args:
+            token_ids: The prompt, as for `allocate`.
+            extra_keys: Its keys, as for `allocate`.
+            salt: Its salt.
+
+        Raises:
+            ValueError: A token id out of range.
+            TypeError: token_ids or keys of the wrong type.
+
+        Examples:
+            >>> allocation, merged = manager.allocate("a", range(20, 32)), manager.commit("a", 12)
+            >>> found = manager.explain([20, 21, 22, 23, 24, 25, 7, 27, 28])
+            >>> found.matched, found.reason, found.position, found.there[:2]
+            (4, 'token', 6, (26, 27))
+        """
+        tokens, keys = encode_tokens(token_ids), encode_keys(extra_keys, salt)
+        found: explain.Explanation = self._run(explain.explain, tokens, keys)
+        return found
 
     def stats(self) -> CacheStats:
         """Counters since the manager was made or reset.

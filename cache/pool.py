@@ -119,6 +119,7 @@ class BlockPool:
         num_free: Blocks without content.
         num_cached: Complete blocks with a reference count of 0: published until evicted.
         on_evict: Called with blocks that are about to be evicted.
+        on_unlisted: Called with the hashes of blocks that were evicted.
         on_first_choice: Called once, after the first victims were chosen: a policy may take more memory from then on.
         watchers: Notified which slots of a block that stays in use take other tokens; see `Watcher`.
         refills: Of that, what they are still to be notified of; of all pools of a manager.
@@ -142,6 +143,7 @@ class BlockPool:
         self.table = HashTable(self.words)
         self.clock = 0
         self.on_evict: Callable[[Ids], None] | None = None
+        self.on_unlisted: Callable[[Words], None] = lambda words: None
         self.on_first_choice: Callable[[], None] | None = None
         self.watchers: WeakSet[Watcher] = WeakSet()
         self.refills: list[tuple[BlockPool, int, int, int]] = []
@@ -340,6 +342,7 @@ class BlockPool:
         self._changes.append((words.__setitem__, index, before))
         self.table.remove(index)
         self.words[index] = 0
+        self.on_unlisted(before)
         return index
 
     @property

@@ -23,6 +23,7 @@ import numpy as np
 from .allocation import Allocation, BaseAllocation, CacheStats, GroupedAllocation
 from .groups import FullAttention, Group, Tensors
 from .hashing import BlockHasher
+from .history import History
 from .journal import COMPLETES, Journal
 from .listeners import Listeners
 from .lookup import Hit, Reuse
@@ -79,6 +80,7 @@ class ManagerState:
         evicted: What the verb that runs has evicted so far, None where there is no tier.
         saving: What `on_evict` is called with at this moment.
         writers: Which request computes the block of a hash.
+        history: What is remembered for `CacheManager.explain`.
         asked: Requests, prompt tokens asked for, and tokens found: in the prefix, behind a gap, in part of a block,
             elsewhere.
         merged: Blocks that another request had completed first.
@@ -121,6 +123,7 @@ class ManagerState:
         self.evicted: Victims | None = None
         self.saving: list[Saving] = []
         self.writers: dict[bytes, Hashable] = {}
+        self.history = History(self.pools)
         self._zero_counters()
 
     def fit_hashes(self) -> None:
@@ -304,6 +307,7 @@ class ManagerState:
         if request.writing is not None:
             self.stop_writing(request)
         output_tokens = max(len(request.tokens) - request.prompt_tokens, 0)
+        self.history.request_ended(request)
         for group, pool in enumerate(self.pools):
             pool.ended(returns, output_tokens)
             if self.simple:
@@ -377,6 +381,7 @@ class ManagerState:
         for pool in self.pools:
             pool.reset()
         self._zero_counters()
+        self.history.clear()
         for user in self.reuses.values():
             user.clear()
 

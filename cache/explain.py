@@ -1,0 +1,260 @@
+"""Why a prompt is not cached further than it is: `CacheManager.explain`.
+
+The block behind the hit is looked for by its hash, in tables, running requests and what is remembered of evicted blocks
+(history.py); if it is nowhere, the prompt's tokens and keys are compared with the texts that are remembered.
+"""
+
+from __future__ import annotations
+
+import copy
+from array import array
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass
+from time import monotonic
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from .hashing import BlockHasher, Chain, Words, feed_all, split_digests
+from .history import Ended
+from .keys import EncodedKeys, ExtraKeys, Key, KeyAt, approximate_from, encode_keys
+from .lookup import Hit, find_in_groups
+from .request import Request
+from .runs import find_runs
+
+if TYPE_CHECKING:
+    from .state import ManagerState
+
+EXCERPT = 16
+"""Tokens that an explanation shows of a text."""
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """How far a prompt is cached, and why no further: see `CacheManager.explain`.
+
+    Examples:
+        >>> manager = pc.CacheManager(num_blocks=8, block_size=4)
+        >>> allocation, merged = manager.allocate("a", range(12)), manager.commit("a", 12)
+        >>> print(manager.explain([0, 1, 2, 3, 4, 5, 60, 70, 80]))
+        4 of 9 tokens are cached: token 6 is 60, and 6 in the text that agrees longest
+    """
+
+    num_tokens: int
+    """Of the prompt."""
+    matched: int
+    """Tokens of the prompt's beginning that need not be computed."""
+    reason: str | None
+    """Why the block behind them is not read. "token": another token stands there in the text that agrees longest.
+    "keys": that text has other extra keys (adapter, image). "salt": it has another salt. "evicted": it was there.
+    "uncommitted": a running request has it, and has not said that it is written. "block": the text that agrees, or the
+    prompt, ends within a block. "window": layers with a window, or states, lack what they need to go on there. "never":
+    nothing like it is remembered. None: there is nothing more to find."""
+    position: int
+    """Where: the first token that differs, the position of a key that does, else where the first block that is not
+    read begins."""
+    here: Any = None
+    """With "token" the prompt's next 16 tokens from there on; with "keys" its own keys."""
+    there: Any = None
+    """What was there. "token": the other text's tokens; "keys": its keys; "evicted": seconds since, None where that is
+    forgotten; "uncommitted": the request; "block": how many tokens of the block agree; "window": the group. Of
+    another salt nothing is shown."""
+    gap_tokens: int = 0
+    """How many more tokens `reuse="gap"` would find."""
+    moved_tokens: int = 0
+    """How many more tokens `reuse="anywhere"` would find behind the exact prefix, gaps among them."""
+
+    def __str__(self) -> str:
+        if self.reason is None:
+            return f"{self.matched} of {self.num_tokens} tokens are cached: all that can be"
+        at, there = self.position, self.there
+        why = {
+            "token": lambda: f"token {at} is {self.here[0]}, and {there[0]} in the text that agrees longest",
+            "keys": lambda: f"from token {at} on the same text has other keys: {there!r}, not {self.here!r}",
+            "salt": lambda: f"from token {at} on the same text is cached under another salt",
+            "evicted": lambda: f"the block of token {at} was evicted" + (f" {there:.1f} s ago" if there else ""),
+            "uncommitted": lambda: f"the block of token {at} is not committed yet by request {there!r}",
+            "block": lambda: f"whole blocks alone are found, of the one of token {at} {there} tokens agree",
+            "window": lambda: f"from token {at} on group {there} lacks what is before it",
+            "never": lambda: f"nothing like it was seen from token {at} on",
+        }[self.reason]()
+        saved = [f"{n} {how}" for n, how in ((self.gap_tokens, "over gaps"), (self.moved_tokens, "anywhere")) if n]
+        more = f"; more would be found: {', '.join(saved)}" if saved else ""
+        return f"{self.matched} of {self.num_tokens} tokens are cached: {why}{more}"
+
+
+Tokens = npt.NDArray[np.uint32]
+
+
+class Known(NamedTuple):
+    """A text that the manager remembers, whole."""
+
+    tokens: Tokens
+    keys: EncodedKeys
+    digests: Words
+    committed: int
+    request_id: Hashable = None
+    """Of a running one."""
+
+
+def explain(state: ManagerState, tokens: array[int], keys: EncodedKeys) -> Explanation:
+    """See `CacheManager.explain`."""
+    hasher = copy.copy(state.hasher)
+    hasher.begin = feed_all  # what is explained leaves nothing among the manager's hashes
+    size, count = state.block_size, len(tokens)
+    chain = Chain(hasher, keys)
+    digests = chain.extend(tokens, count // size)
+    hit, over_gaps = (
+        find_in_groups(state.groups, state.pools, digests, count, count, size, gaps) for gaps in (False, True)
+    )
+    gap_tokens = sum(end - start for start, end in over_gaps.cached) - hit.position
+    hit = state.extended(Request(tokens, chain, digests, keys, 0, None), hit)
+    prompt = Known(_as_array(tokens), keys, digests, 0)
+    if hit.position >= count - 1:
+        return Explanation(count, hit.position, None, hit.position)
+    known = list(_known(state, hasher, prompt))
+    why = _absent(state, known, prompt, hit.blocks) or _different(prompt, known, hit, size)
+    return Explanation(count, hit.position, *why, gap_tokens, _moved_tokens(state, hasher, chain, prompt, known, hit))
+
+
+Why = tuple[str, int, Any, Any]
+"""`reason`, `position`, `here` and `there` of an explanation."""
+
+
+def _as_array(tokens: array[int]) -> Tokens:
+    return np.frombuffer(tokens, np.uint32) if tokens else np.empty(0, np.uint32)
+
+
+def _known(state: ManagerState, hasher: BlockHasher, prompt: Known) -> Iterator[Known]:
+    """All texts that are remembered, oldest first, and those of running requests."""
+    size = state.block_size
+    behind = {digest: prompt.tokens[: (i + 1) * size] for i, digest in enumerate(split_digests(prompt.digests))}
+    texts: list[tuple[Ended, Hashable]] = [(entry, None) for entry, _ in state.history.ended]
+    for request_id, request in state.running.items():
+        tokens = request.tokens + request.pending if request.pending else request.tokens
+        texts.append(((request.keys, None, tokens, request.committed), request_id))
+    for (keys, before, own, committed), request_id in texts:
+        text = _as_array(own)
+        if before is not None:
+            if before not in behind:
+                continue  # the request that computed what is before it is forgotten
+            text = np.concatenate((behind[before], text))
+        moved = approximate_from(keys)
+        if moved is not None:  # blocks from there on have an identity that no prompt asks for
+            keys, text, committed = keys._replace(placed=()), text[:moved], min(committed, moved)
+        digests = hasher.hash_blocks(array("I", text.tobytes()), keys)
+        behind.update({digest: text[: (i + 1) * size] for i, digest in enumerate(split_digests(digests))})
+        yield Known(text, keys, digests, committed, request_id)
+
+
+def _absent(state: ManagerState, known: list[Known], prompt: Known, block: int) -> Why | None:
+    """Why a block that is known by its hash is not read; None where it is not known."""
+    if block == len(prompt.digests):
+        return None
+    start, digest = block * state.block_size, prompt.digests[block]
+    there = [bool(pool.table.find(digest[None])[0] >= 0) for pool in state.pools]
+    parts = [group.holds_states or bool(group.first_needed(1 << 40, 1)) for group in state.groups]
+    if any(there) and all(is_there for is_there, part in zip(there, parts, strict=True) if not part):
+        lacking = [i for i, part in enumerate(parts) if part]
+        return "window", start, None, min(lacking, key=lambda i: there[i])
+    same = [text for text in known if len(text.digests) > block and (text.digests[block] == digest).all()]
+    for text in same:
+        if text.request_id is not None and text.committed <= start:
+            return "uncommitted", start, None, text.request_id
+    times = [when for (when, words), _ in state.history.evicted if (words == digest).all(1).any()]
+    if times or any(text.committed > start for text in same):
+        return "evicted", start, None, monotonic() - max(times) if times else None
+    return None
+
+
+def _different(prompt: Known, known: list[Known], hit: Hit, size: int) -> Why:
+    """What keeps the block behind a hit from being one that is remembered."""
+    start = hit.blocks * size
+    agreed, end, other = _longest(prompt, known, hit.blocks, size)
+    apart, elsewhere = max(
+        ((_common(prompt.tokens, text.tokens), i) for i, text in enumerate(known) if _differ(prompt, text)),
+        default=(0, -1),
+    )
+    if apart // size > max(agreed, start) // size:
+        text = known[elsewhere]
+        if _split(text.keys)[0] != _split(prompt.keys)[0]:
+            return "salt", start, None, None
+        return "keys", start, prompt.keys.extra_keys, text.keys.extra_keys
+    if other is not None and agreed >= hit.position and end != "end":
+        if end == "keys":
+            return end, agreed, _key_at(prompt.keys, agreed), _key_at(other.keys, agreed)
+        here, there = (tuple(text.tokens[agreed : agreed + EXCERPT].tolist()) for text in (prompt, other))
+        return end, agreed, here, there
+    if agreed > start or hit.blocks == len(prompt.digests):
+        return "block", start, None, max(agreed - start, 0)
+    return "never", start, None, None
+
+
+def _longest(prompt: Known, known: list[Known], block: int, size: int) -> tuple[int, str, Known | None]:
+    """In how many tokens the text with the same salt and keys agrees that agrees longest, and what ends that."""
+    best: tuple[int, str, Known | None] = (0, "end", None)
+    for text in known:
+        if _differ(prompt, text):
+            continue
+        both, common = min(len(text.tokens), len(prompt.tokens)), _common(prompt.tokens, text.tokens)
+        placed = {position for position, _ in set(text.keys.placed) ^ set(prompt.keys.placed)}
+        border = min(placed, default=both)
+        end = "keys" if border < common else "token" if common < both else "end"
+        begins = end == "token" and common < 2 <= size and not block
+        if begins and 2 * np.count_nonzero(text.tokens[:both] == prompt.tokens[:both]) < both:
+            continue  # no more than the token that all texts begin with
+        if min(border, common) >= best[0]:
+            best = (min(border, common), end, text)
+    return best
+
+
+def _common(one: Tokens, other: Tokens) -> int:
+    """In how many tokens two texts agree from their beginning."""
+    both = min(one.size, other.size)
+    differ = (one[:both] != other[:both]).nonzero()[0]
+    return int(differ[0]) if differ.size else both
+
+
+def _differ(one: Known, other: Known) -> bool:
+    """Whether salt or keys of the whole text differ."""
+    return one.keys.header != other.keys.header
+
+
+def _split(keys: EncodedKeys) -> tuple[bytes, bytes]:
+    """The bytes of a salt, and those of the keys of the whole text."""
+    rest = encode_keys(cast("ExtraKeys", keys.extra_keys)).header[1:]  # behind a salt that is None
+    return keys.header[: len(keys.header) - len(rest)], rest
+
+
+def _key_at(keys: EncodedKeys, position: int) -> Key:
+    """The key placed at a position, None where there is none."""
+    given = keys.extra_keys if isinstance(keys.extra_keys, tuple) else (keys.extra_keys,)
+    return next((key.key for key in given if isinstance(key, KeyAt) and key.position == position), None)
+
+
+def _moved_tokens(
+    state: ManagerState, hasher: BlockHasher, chain: Chain, prompt: Known, known: list[Known], hit: Hit
+) -> int:
+    """How many tokens behind a hit `reuse="anywhere"` would find."""
+    from .reuse.content import ContentIndex  # which nobody who serves may ever need
+    from .reuse.moved import MovedText
+
+    root, size, user = chain.root, state.block_size, state.reuses.get("anywhere")
+    if root is None or not state.simple:
+        return 0
+    if isinstance(user, MovedText):
+        content = user.index
+    else:  # entered from what is remembered, as it would be had somebody asked for it before
+        content = ContentIndex(state.pools[0], size)
+        for text in known:
+            own = Chain(hasher, text.keys).root
+            if own is None:  # hangs on a key placed within it
+                continue
+            ids = state.pools[0].table.find(text.digests)
+            for _, first, end in find_runs((ids >= 0).nonzero()[0]):
+                tokens = array("I", text.tokens[first * size : end * size].tobytes())
+                content.add(ids[first:end], int(ids[first - 1]) if first else -1, tokens, own, True)
+    last = len(prompt.tokens) - 1
+    found = content.find(prompt.tokens[:last], hit.position, last, root)
+    return sum([run.end - run.start for run in found if run.end - run.start >= size])

@@ -1,0 +1,87 @@
+"""What is remembered for `CacheManager.explain`: delete it and all is right, only unexplained.
+
+Of each request that ended with published blocks the tokens behind its own hit (those of the hit were remembered with
+the request that computed them), and the hashes of evicted blocks. A block's hash stands for all that is before it, so
+the ends of requests are joined again by it.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import deque
+from collections.abc import Sequence
+from time import monotonic
+from typing import TypeVar
+
+from .hashing import Words
+from .keys import EncodedKeys
+from .pool import BlockPool
+from .request import Request
+
+TOKEN_BYTES = 64
+"""Of remembered tokens for each block of a pool: as many as it holds in blocks of 16 tokens."""
+HASH_BYTES = 32
+"""Of remembered hashes for each block of a pool."""
+LEAST_BYTES = 1 << 16
+"""Of either in the smallest pool."""
+ENTRY_BYTES = 256
+"""What an entry takes besides."""
+
+Ended = tuple[EncodedKeys, bytes | None, "array[int]", int]
+"""Of a request that left published blocks: its keys; the hash of the block before its own tokens, None where these are
+all; these tokens; how many positions of the sequence had been written."""
+
+T = TypeVar("T")
+
+
+class Latest(deque[tuple[T, int]]):
+    """The latest entries, each with its bytes, of `capacity` bytes in all."""
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__()
+        self.capacity, self.nbytes = max(capacity, LEAST_BYTES), 0
+
+    def add(self, entry: T, nbytes: int) -> None:
+        """Adds one, and forgets the oldest ones that no longer fit."""
+        self.append((entry, nbytes))
+        self.nbytes += nbytes
+        while self.nbytes > self.capacity and self:
+            self.nbytes -= self.popleft()[1]
+
+    def clear(self) -> None:
+        """Forgets all."""
+        super().clear()
+        self.nbytes = 0
+
+
+class History:
+    """What is remembered of requests that ended (`ended`), and of blocks that pools evicted (`evicted`, and when)."""
+
+    def __init__(self, pools: Sequence[BlockPool]) -> None:
+        self._block_size = pools[0].hasher.block_size
+        self.ended: Latest[Ended] = Latest(TOKEN_BYTES * max([pool.num_blocks for pool in pools]))
+        self.evicted: Latest[tuple[float, Words]] = Latest(HASH_BYTES * sum([pool.num_blocks for pool in pools]))
+        for pool in pools:
+            pool.on_unlisted = self.blocks_evicted
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        return self.ended.nbytes + self.evicted.nbytes
+
+    def request_ended(self, request: Request) -> None:
+        """Remembers a request that has published blocks."""
+        if request.published:
+            hit, tokens, before = request.hit, request.tokens, None
+            if 0 < hit <= len(request.digests):
+                before, tokens = request.digests[hit - 1].tobytes(), tokens[hit * self._block_size :]
+            self.ended.add((request.keys, before, tokens, request.committed), ENTRY_BYTES + 4 * len(tokens))
+
+    def blocks_evicted(self, words: Words) -> None:
+        """Remembers hashes, `[blocks, words]`; the array is kept."""
+        self.evicted.add((monotonic(), words), ENTRY_BYTES + words.nbytes)
+
+    def clear(self) -> None:
+        """Forgets all."""
+        self.ended.clear()
+        self.evicted.clear()

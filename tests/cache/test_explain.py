@@ -1,0 +1,247 @@
+"""Why a prompt is not cached further: misses that were planted, and what is remembered to explain them."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+import pc
+from pc.cache.hashing import BlockHasher, encode_tokens
+from pc.cache.history import ENTRY_BYTES, LEAST_BYTES, Latest
+from pc.cache.keys import encode_keys
+
+KINDS = ("token", "keys", "salt", "evicted", "uncommitted", "block", "window", "never")
+
+
+def store(manager, name, tokens, **options):
+    manager.allocate(name, tokens, **options)
+    manager.commit(name, len(tokens))
+    manager.free(name)
+
+
+class Planted:
+    """A manager amid traffic, and a prompt that misses there for a known reason at a known place."""
+
+    def __init__(self, kind, seed):
+        self.rng = rng = random.Random(f"{kind} {seed}")
+        self.size = rng.choice([4, 8, 16] if kind in ("block", "keys", "never", "window") else [1, 4, 8, 16])
+        self.options = {}
+        if rng.random() < 0.5:
+            self.options = rng.choice([{"salt": "one"}, {"extra_keys": "lora"}, {"salt": 3, "extra_keys": ["a", "b"]}])
+        self.groups = None
+        if kind == "window":
+            windowed = [pc.SlidingWindow(window=2 * self.size, num_blocks=40), pc.Recurrent(num_blocks=4)]
+            self.groups = rng.sample([pc.FullAttention(), rng.choice(windowed)], 2)
+        self.algorithm = rng.choice(["sha256", "blake2b"])
+        policy = rng.choice(["default", "lru"])
+        self.manager = pc.CacheManager(400, self.size, policy, self.algorithm, self.groups)
+        self.position, self.there, self.asked = 0, None, dict(self.options)
+        self.traffic(rng.randrange(6))
+        self.prompt = getattr(self, kind)()
+
+    def text(self):
+        """Begins as all texts of a model do."""
+        return [1, *self.words(self.size * self.rng.randint(4, 20) - 1)]
+
+    def words(self, count):
+        return [self.rng.randrange(2, 50_000) for _ in range(count)]
+
+    def traffic(self, count):
+        for _ in range(count):
+            store(self.manager, self.rng.random(), self.text(), **self.options)
+
+    def stored(self):
+        """A text that was stored in one or several turns, with others between them."""
+        text = self.text()
+        for end in sorted({*(self.rng.randint(1, len(text)) for _ in range(self.rng.randrange(3))), len(text)}):
+            store(self.manager, self.rng.random(), text[:end], **self.options)
+            self.traffic(self.rng.randrange(2))
+        return text
+
+    def cached(self, text, group=0):
+        """Which blocks of a text are published in a group."""
+        hashes = BlockHasher(self.algorithm, self.size).hash_blocks(
+            encode_tokens(text), encode_keys(self.options.get("extra_keys"), self.options.get("salt"))
+        )
+        return self.manager.pools[group].table.find(hashes) >= 0
+
+    def token(self):
+        text = self.stored()
+        position = self.position = self.rng.randrange(2, len(text) - 2)
+        self.there = text[position]
+        rest = text[position + 1 :] if self.rng.random() < 0.5 else self.text()
+        return [*text[:position], text[position] + 1, *rest]
+
+    def keys(self):
+        text, given = self.text(), self.options.get("extra_keys", ())
+        given = (given,) if isinstance(given, str) else tuple(given)
+        if self.rng.random() < 0.5:  # an image
+            position = self.position = self.rng.randrange(len(text) - 2)
+            self.there = "a cat"
+            ours, theirs = (*given, pc.KeyAt(position, "a dog")), (*given, pc.KeyAt(position, "a cat"))
+        else:  # an adapter
+            ours, self.there = (*given, "mine"), (*given, "theirs")
+            theirs = self.there
+        store(self.manager, "theirs", text, **self.options | {"extra_keys": theirs})
+        self.asked["extra_keys"] = ours
+        return text
+
+    def salt(self):
+        self.asked["salt"] = self.rng.choice(["two", None] if "salt" in self.options else ["two"])
+        return self.stored()
+
+    def evicted(self):
+        text = self.stored()
+        while self.cached(text).all():
+            self.traffic(1)
+        self.position = int(self.cached(text).argmin()) * self.size
+        return [*text, 7]
+
+    def uncommitted(self):
+        text, self.there = self.text(), "running"
+        done = self.position = self.rng.randrange(len(text) // self.size - 1) * self.size
+        if done and self.rng.random() < 0.5:
+            store(self.manager, "before", text[:done], **self.options)
+        self.manager.allocate("running", text, **self.options)
+        self.manager.commit("running", done)
+        return [*text, 5]
+
+    def block(self):
+        text, self.there = self.text(), self.rng.randrange(1, self.size)
+        self.position = len(text)
+        text += self.words(self.there)
+        store(self.manager, "theirs", text, **self.options)
+        return text if self.there > 1 and self.rng.random() < 0.5 else [*text, *self.text()]
+
+    def window(self):
+        text = self.text()
+        self.there = self.groups.index(next(group for group in self.groups if group != pc.FullAttention()))
+        store(self.manager, "theirs", text, **self.options)
+        while self.cached(text, self.there)[-1]:
+            self.traffic(1)
+        self.position = self.manager.allocate("probe", text, **self.options).num_cached_tokens
+        self.manager.free("probe")
+        return text
+
+    def never(self):
+        return self.text()
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("kind", KINDS)
+def test_planted_misses_are_explained_by_kind_and_place(kind):
+    wrong = []
+    for seed in range(25):
+        planted = Planted(kind, seed)
+        before = planted.manager.stats(), planted.manager.nbytes
+        found = planted.manager.explain(planted.prompt, **planted.asked)
+        assert before == (planted.manager.stats(), planted.manager.nbytes)
+        there = found.there[0] if kind == "token" else None if kind == "evicted" else found.there
+        if (found.reason, found.position, there) != (kind, planted.position, planted.there):
+            wrong.append((seed, found))
+        allocation = planted.manager.allocate("asked", planted.prompt, **planted.asked)
+        assert found.matched == allocation.num_cached_tokens
+        assert str(found).startswith(f"{found.matched} of {len(planted.prompt)} tokens are cached: ")
+        planted.manager.check()
+    assert not wrong
+
+
+@pytest.mark.parametrize("partial_reuse", [False, True])
+@pytest.mark.parametrize("anywhere", [False, True])
+def test_moved_text_is_counted_with_and_without_the_index_that_finds_it(anywhere, partial_reuse):
+    asked, manager = (pc.CacheManager(64, block_size=4, partial_reuse=partial_reuse) for _ in range(2))
+    for each in (asked, manager) if anywhere else (manager,):  # from then on text is entered
+        each.allocate("first", [1], reuse="anywhere")
+        each.free("first")
+    text, rng = list(range(100, 164)), np.random.default_rng(0)
+    for each in (asked, manager):
+        store(each, "text", text)
+    for prompt in (text[7:], [*text[:18], 9, *text[20:]], [*text[30:50], *text[:30]], rng.permutation(text).tolist()):
+        found = asked.explain(prompt)
+        exact = manager.allocate("exact", prompt).num_cached_tokens
+        manager.free("exact")
+        moved = manager.allocate("moved", prompt, reuse="anywhere").moved
+        manager.free("moved")
+        assert (found.matched, found.moved_tokens) == (exact, sum(span.end - span.start for span in moved))
+
+
+def test_blocks_behind_a_gap_are_counted():
+    class Middle(pc.EvictionPolicy):
+        def victims(self, count):
+            return np.arange(4, 4 + count, dtype=np.int32)
+
+    manager = pc.CacheManager(16, block_size=4, policy=Middle)
+    store(manager, "text", range(64))
+    store(manager, "other", range(500, 512))
+    found = manager.explain(range(64))
+    assert (found.matched, found.reason, found.position, found.gap_tokens) == (16, "evicted", 16, 35)
+    assert manager.allocate("gap", range(64), reuse="gap").num_cached_tokens == 16 + 35
+
+
+def test_nothing_is_shown_of_another_salt():
+    manager, secret = pc.CacheManager(64, block_size=4), list(range(70, 100))
+    store(manager, "theirs", secret, salt="their salt")
+    for prompt in (secret, [*secret[:9], 5, *secret[10:]]):
+        found = manager.explain(prompt, salt="mine")
+        assert (found.reason, found.position, found.here, found.there) == ("salt", 0, None, None)
+        assert found.moved_tokens == found.gap_tokens == 0
+    assert manager.explain(secret[1:], salt="mine").reason == "never"
+
+
+@pytest.mark.parametrize("tokens", [[], [5], range(4), range(16)])
+def test_a_prompt_with_nothing_more_to_find(tokens):
+    manager = pc.CacheManager(8, block_size=4)
+    if len(tokens):
+        store(manager, "a", tokens)
+    found = manager.explain(tokens)
+    assert (found.reason, found.matched) == (None, max(len(tokens) - 1, 0))
+    assert str(found).endswith("all that can be")
+
+
+def test_text_of_requests_that_go_on_is_remembered_once():
+    manager, text = pc.CacheManager(2000, block_size=4), []
+    for turn in range(20):
+        text += range(100 * turn, 100 * turn + 80)
+        store(manager, turn, text)
+    assert manager._state.history.nbytes < 4 * len(text) + 20 * (ENTRY_BYTES + 4 * 8)
+    assert manager.explain([*text[:1001], 7, *text[1002:]]).position == 1001
+
+
+def test_what_was_rolled_back_is_remembered_as_it_ended():
+    manager = pc.CacheManager(64, block_size=4)
+    store(manager, "a", range(32))
+    manager.allocate("b", range(40))
+    manager.rollback("b", 22)
+    manager.append("b", range(700, 720))
+    manager.commit("b", 38)
+    manager.free("b")
+    found = manager.explain([*range(18), *range(700, 710), 3, 4, 5, 6])
+    assert (found.reason, found.position, found.there[0]) == ("token", 28, 710)
+
+
+def test_a_reset_forgets():
+    manager = pc.CacheManager(8, block_size=4)
+    for name in range(4):
+        store(manager, name, range(32 * name, 32 * name + 32))
+    assert manager.explain(range(33)).reason == "evicted"
+    manager.reset()
+    assert manager.explain(range(33)).reason == "never"
+
+
+def test_remembered_entries_are_bounded_by_their_bytes():
+    kept = Latest(1000)
+    assert kept.capacity == LEAST_BYTES
+    for number in range(1000):
+        kept.add(number, 600 * (number % 3))
+        assert kept.nbytes == sum(size for _, size in kept) <= LEAST_BYTES
+    assert kept[-1][0] == 999
+    kept.add(1, 2 * LEAST_BYTES)
+    assert (len(kept), kept.nbytes) == (0, 0)
+
+
+@pytest.mark.parametrize(("tokens", "error"), [("text", TypeError), ([-1], ValueError), ([0.5], TypeError)])
+def test_bad_prompts_are_refused(tokens, error):
+    with pytest.raises(error, match="token_ids"):
+        pc.CacheManager(8).explain(tokens)
