@@ -251,8 +251,9 @@ class PrefixCaching:
 
         Args:
             context_ids: The text's tokens, `[1, length]` or `[length]`.
-            press: Which tokens are kept: "snapkv" (those the last tokens attend to), "knorm" (keys of small norm),
-                "streaming" (the first and the last), budgets over heads as Ada-KV gives them; or an object of kvpress.
+            press: Which tokens are kept: "snapkv" (those the last tokens attend to), "expected_attention" (those that
+                queries like the last ones will attend to), "knorm" (keys of small norm), "streaming" (the first and
+                the last), budgets over heads as Ada-KV gives them; or an object of kvpress.
             budget: Share of the tokens that a press by name keeps; one of kvpress has its own.
 
         Returns:

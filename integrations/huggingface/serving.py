@@ -13,7 +13,7 @@ from transformers.generation.utils import GENERATION_MODES_MAPPING
 
 from ...cache import CacheManager
 from .calls import Calls, RequestReport, ServedStats, UnsupportedError
-from .compression.reading import Documents
+from .compression.reading import Documents, Reader
 from .contiguous.serve import Contiguous
 from .identity import Identity, set_by_forward
 from .images import Images, encoded_by_model, take_images
@@ -45,7 +45,7 @@ class Serving:
         self.steps = DecodeSteps(cuda_graphs is not False, self._warn_of_graphs)
         self._engine: Contiguous | Paged | None = None
         self._disabled = False
-        self.documents = Documents(self._reader, self.salt)
+        self.documents = Documents(self._reader, self.salt, options)
         self._looked_at: set[str] = set()
         self.unsupported: str | None = None
         self.last_requests: list[RequestReport] = []
@@ -101,7 +101,8 @@ class Serving:
         arguments.update(arguments.pop("kwargs", {}))
         document = self.documents.entered()
         if document is not None:
-            return original(model, **self.documents.arguments(document, arguments))
+            result, self.last_requests = self.documents.ask(original, document, arguments)
+            return result
         try:
             check_arguments(arguments)
             check_mode(model, arguments)
@@ -139,14 +140,16 @@ class Serving:
                     self._engine.empty(model, changed=True)
             return self._engine, self._identity.adapter_keys()
 
-    def _reader(self) -> tuple[Any, tuple[str, ...]]:
-        """The model, and the adapters it has now; ValueError: it reads no documents."""
+    def _reader(self) -> Reader:
+        """What reads documents, as it is now; ValueError: nothing does."""
         model = self._model()
         if model is None or self._disabled:
             raise ValueError("handle: needs a model that is alive, and caching that is enabled")
         if model.training:
             raise ValueError("model: is in training mode; call model.eval()")
-        return model, self._current(model)[1]
+        self._placed_engine(model)
+        engine, adapters = self._current(model)
+        return Reader(model, adapters, engine.store if isinstance(engine, Contiguous) else None)
 
     def _decoding_loop(self, engine: Contiguous | Paged, arguments: dict[str, Any], images: Images | None) -> Any:
         """The decoding loop that generate calls once it has prepared everything."""
@@ -244,6 +247,7 @@ class Serving:
     def reset(self) -> None:
         """See `PrefixCaching.reset`."""
         with self._lock:
+            self.documents.clear()
             model = self._model()
             if self._engine is not None and model is not None:
                 self._engine.empty(model)
@@ -261,6 +265,7 @@ class Serving:
         """See `PrefixCaching.disable`."""
         with self._lock:
             model, self._disabled = self._model(), True
+            self.documents.close()
             if isinstance(self._engine, Contiguous):
                 self._engine.close()
             self._engine = None

@@ -7,6 +7,7 @@ and the two attentions are merged by their log-sum-exps, without rounding and wi
 
 from __future__ import annotations
 
+import functools
 import os
 import tempfile
 from collections.abc import Mapping
@@ -19,6 +20,8 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicSlidingWindo
 
 from ....cache.payload import pack, unpack
 from ....triton_ops import merge_attention, paged_attention_with_lse, sparse_gap_attention_with_lse
+from ....triton_ops._attention.cpu_masked import flash_kernel
+from ....triton_ops._triton import KERNELS_ON_CPU
 from ..calls import refuse_if
 from ..contiguous.tiers import fingerprint
 from ..paged.dispatch import PagedPass, mark
@@ -50,6 +53,7 @@ class Content(NamedTuple):
     tokens: torch.Tensor  # [length] int64, on the host
     position: int  # of the token behind it: less than length where a press turned keys to new places
     peak_nbytes: int  # bytes of keys and values at most while it was read
+    key: bytes  # its identity
 
     @property
     def nbytes(self) -> int:
@@ -59,7 +63,8 @@ class Content(NamedTuple):
     def tensors(self) -> dict[str, torch.Tensor]:
         """All of it by name."""
         named = {f"{i} {name}": t for i, layer in self.layers.items() for name, t in layer._asdict().items()}
-        return named | {"tokens": self.tokens, "numbers": torch.tensor([self.position, self.peak_nbytes])}
+        numbers, key = torch.tensor([self.position, self.peak_nbytes]), torch.tensor(list(self.key), dtype=torch.uint8)
+        return named | {"tokens": self.tokens, "numbers": numbers, "key": key}
 
     @classmethod
     def of(cls, tensors: Mapping[str, torch.Tensor], device: torch.device) -> Content:
@@ -70,15 +75,16 @@ class Content(NamedTuple):
             if part:
                 layers.setdefault(int(index), {})[part] = tensor.to(device)
         kinds: dict[int, Any] = {i: KeptLayer if "tables" in parts else WindowLayer for i, parts in layers.items()}
+        made = {i: kinds[i](**parts) for i, parts in sorted(layers.items())}
         position, peak = tensors["numbers"].tolist()
-        return cls({i: kinds[i](**parts) for i, parts in sorted(layers.items())}, tensors["tokens"], position, peak)
+        return cls(made, tensors["tokens"].cpu(), position, peak, bytes(tensors["key"].tolist()))
 
 
 def keep(keys: torch.Tensor, values: torch.Tensor, chosen: torch.Tensor) -> KeptLayer:
     """Packs `[num_kv_heads, tokens, head_dim]` of which heads keep `chosen [num_kv_heads, tokens]` bool."""
     kept = chosen.sum(-1).tolist()
     blocks = [-(-count // BLOCK) for count in kept]
-    tables = torch.full((len(kept), max(blocks)), -1, dtype=torch.int32)
+    tables = torch.full((len(kept), max(*blocks, 1)), -1, dtype=torch.int32)
     packed = [side.new_zeros(sum(blocks), BLOCK, 1, side.shape[-1]) for side in (keys, values)]
     first = 0
     for head, (count, own) in enumerate(zip(kept, blocks, strict=True)):
@@ -127,6 +133,11 @@ class CompressedDocument:
     @property
     def length(self) -> int:  # noqa: D102  see Attributes
         return len(self._open().tokens)
+
+    @property
+    def key(self) -> bytes:
+        """What it is: its tokens, the press and its fields, adapters, salt."""
+        return self._open().key
 
     @property
     def nbytes(self) -> int:  # noqa: D102
@@ -183,12 +194,12 @@ class CompressedDocument:
             OSError: The file cannot be read.
         """
         documents = handle._serving.documents
-        model, identity = documents.current()
+        reader, identity = documents.current()
         try:
             tensors = unpack(Path(path).read_bytes(), _file_key(documents), None)
         except ValueError as error:
             raise ValueError(f"path: got a file that cannot be used ({error}), needs one of this model") from error
-        return cls(documents, Content.of(tensors, model.device), identity)
+        return cls(documents, Content.of(tensors, reader.model.device), identity)
 
     def _open(self) -> Content:
         if self._content is None:
@@ -221,8 +232,8 @@ class CompressedDocument:
 
 
 def _file_key(documents: Any) -> bytes:
-    model, _ = documents.current()
-    return bytes.fromhex(fingerprint(model))
+    reader, _ = documents.current()
+    return bytes.fromhex(fingerprint(reader.model))
 
 
 class Questions(Cache):  # type: ignore[misc]  # transformers is untyped here
@@ -274,7 +285,18 @@ class OwnLayer(CacheLayerMixin):  # type: ignore[misc]
     def __init__(self, questions: Questions, document: KeptLayer) -> None:
         super().__init__()
         self.questions, self.document, self.tokens = questions, document, 0
-        self.buffers: tuple[torch.Tensor, torch.Tensor] = ()  # type: ignore[assignment]  # until the first tokens
+        self.buffers: tuple[torch.Tensor, ...] = ()  # until the first tokens
+        self.begin: tuple[Any, int] = (None, 0)  # what the first of them are read from, and the layer's number there
+
+    @functools.cached_property
+    def rows(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """What each head keeps of the document, `[1, 1, tokens, head_dim]`, where PyTorch may read it as it lies."""
+        keys, values, tables, kept = self.document
+        if KERNELS_ON_CPU or not keys.is_cpu or not kept.all() or keys.shape != values.shape:
+            return []
+        spans = [slice(first * BLOCK, first * BLOCK + count) for first, count in zip(tables[:, 0], kept, strict=True)]
+        flat = [side.flatten(0, 1).transpose(0, 1)[None] for side in (keys, values)]
+        return [(flat[0][:, :, span], flat[1][:, :, span]) for span in spans]
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """There is nothing to prepare."""
@@ -284,9 +306,12 @@ class OwnLayer(CacheLayerMixin):  # type: ignore[misc]
         end = self.tokens + key_states.shape[2]
         if not self.buffers or end > self.buffers[0].shape[1]:
             room = -(-(end + max(64, end // 2)) // BLOCK) * BLOCK
-            before, self.buffers = self.buffers, tuple(_empty(new, room) for new in (key_states, value_states))  # type: ignore[assignment]
+            before, self.buffers = self.buffers, tuple(_empty(new, room) for new in (key_states, value_states))
             for old, buffer in zip(before, self.buffers, strict=False):
                 buffer[:, : self.tokens] = old[:, : self.tokens]
+            if self.tokens and not before:
+                source, index = self.begin
+                source.read(index, *self.buffers)
         for new, buffer in zip((key_states, value_states), self.buffers, strict=True):
             buffer[:, self.tokens : end] = new.transpose(1, 2)
         self.tokens = end
@@ -316,13 +341,13 @@ class OwnLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Rows in another order, or some of them."""
-        self.buffers = tuple(buffer[indices.to(buffer.device)] for buffer in self.buffers)  # type: ignore[assignment]
+        self.buffers = tuple(buffer[indices.to(buffer.device)] for buffer in self.buffers)
 
     reorder_cache = batch_select_indices
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Each row several times."""
-        self.buffers = tuple(buffer.repeat_interleave(repeats, 0) for buffer in self.buffers)  # type: ignore[assignment]
+        self.buffers = tuple(buffer.repeat_interleave(repeats, 0) for buffer in self.buffers)
 
 
 def _empty(new: torch.Tensor, room: int) -> torch.Tensor:
@@ -350,6 +375,8 @@ class _Reading(PagedPass):
         refuse_if(window is not None, "a layer with a window reads a compressed document")
         layer, document = self.layer, self.layer.document
         batch, heads, tokens, _ = query.shape
+        if tokens == 1 and not softcap and sinks is None and layer.rows:
+            return self._decode(query, scale)
         kv_heads, step = len(document.kept), layer.questions.step(layer, tokens)
         own_keys, own_values = (buffer.view(-1, BLOCK, *buffer.shape[2:]) for buffer in layer.buffers)
         rows = query.transpose(1, 2).flatten(0, 1)
@@ -389,6 +416,20 @@ class _Reading(PagedPass):
         out, lse = (t.unflatten(0, (kv_heads, count)).transpose(0, 1).flatten(1, 2) for t in read)
         merged, _ = merge_attention(out, lse, *own)
         return merged.view(batch, tokens, heads, -1)
+
+    def _decode(self, query: torch.Tensor, scale: float) -> torch.Tensor:
+        """One token on a CPU: heads lie in a row there, and one call for each costs less than what operators check."""
+        layer, (batch, heads, _, width) = self.layer, query.shape
+        grouped = query.reshape(batch, len(layer.rows), -1, width)
+        keys, values = (buffer[:, : layer.tokens].transpose(1, 2) for buffer in layer.buffers)
+        own, own_lse = flash_kernel(grouped, keys, values, False, scale)
+        of_heads = grouped.transpose(0, 1).reshape(len(layer.rows), 1, 1, -1, width)
+        read = [flash_kernel(q, k, v, False, scale) for q, (k, v) in zip(of_heads, layer.rows, strict=True)]
+        shape = (len(read), batch, -1)
+        out = torch.cat([part for part, _ in read]).view(*shape, width).transpose(0, 1)
+        lse = torch.cat([part for _, part in read]).view(shape).transpose(0, 1)
+        weight = torch.sigmoid(own_lse - lse)[..., None].to(out.dtype)
+        return torch.lerp(out, own, weight).reshape(batch, 1, heads, width)
 
 
 def _window(kept: WindowLayer, length: int) -> DynamicSlidingWindowLayer:

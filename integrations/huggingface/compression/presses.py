@@ -14,10 +14,12 @@ from torch.nn.functional import avg_pool1d
 
 WINDOW = 32  # last tokens whose queries vote, and which every head keeps (SnapKV, arXiv:2404.14469, section 4)
 POOLED = 5  # neighbouring tokens whose votes are averaged, so that words are kept whole (the same section)
+EXPECTED = 512  # last tokens whose queries stand for those to come
+FIRST = 4  # first tokens, which take the attention that goes nowhere (arXiv:2309.17453)
 SAFEGUARD = 0.2  # share of the budget that every head has at least (Ada-KV, arXiv:2407.11550, section 4.2)
 
 
-def snapkv(query: torch.Tensor, keys: torch.Tensor, scale: float) -> torch.Tensor:
+def snapkv(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float) -> torch.Tensor:
     """What the last queries attend to, averaged over the queries of a KV head and over neighbouring tokens."""
     heads, total, _ = keys.shape
     window = min(WINDOW, total)
@@ -30,26 +32,45 @@ def snapkv(query: torch.Tensor, keys: torch.Tensor, scale: float) -> torch.Tenso
     return votes
 
 
-def knorm(query: torch.Tensor, keys: torch.Tensor, scale: float) -> torch.Tensor:
+def expected_attention(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float) -> torch.Tensor:
+    """What queries drawn as the last ones are attend to, by the size of its values (Devoto et al., arXiv:2510.00636).
+
+    Of a normal distribution the mean of exp(scale * q.k) is exp(scale * mean.k + scale^2 / 2 * k.covariance.k). It is
+    that of the last queries at their own places, where the paper turns all of them to places to come.
+    """
+    drawn = query[:, -EXPECTED:].unflatten(0, (len(keys), -1)).float()
+    mean = drawn.mean(2, keepdim=True)
+    covariance = (drawn - mean).mT @ (drawn - mean) / drawn.shape[2]
+    of_keys = keys.float()[:, None]
+    exponent = (of_keys * (mean * scale + of_keys @ covariance * (scale**2 / 2))).sum(-1)
+    sizes = torch.linalg.vector_norm(values.float(), dim=-1)
+    scores: torch.Tensor = exponent.softmax(-1).mean(1) * sizes
+    scores[:, :FIRST] = torch.inf
+    return scores
+
+
+def knorm(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float) -> torch.Tensor:
     """Keys of small norm are attended to most (Devoto et al., arXiv:2406.11430)."""
     norms: torch.Tensor = torch.linalg.vector_norm(keys.float(), dim=-1)
     return -norms
 
 
-def streaming(query: torch.Tensor, keys: torch.Tensor, scale: float) -> torch.Tensor:
+def streaming(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float) -> torch.Tensor:
     """The first four tokens and the last ones (StreamingLLM, arXiv:2309.17453): what the others must be better than."""
     places = torch.arange(keys.shape[1], device=keys.device, dtype=torch.float32)
-    places[:4] = torch.inf
+    places[:FIRST] = torch.inf
     return places.expand(keys.shape[:2])
 
 
-SCORES: dict[str, Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]] = {
+Score = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor]
+SCORES: dict[str, Score] = {
     "snapkv": snapkv,
+    "expected_attention": expected_attention,
     "knorm": knorm,
     "streaming": streaming,
 }
-"""Of `query [num_heads, tokens, head_dim]`, `keys [num_kv_heads, tokens, head_dim]` and the scale of attention a score
-`[num_kv_heads, tokens]`, higher ones kept."""
+"""Of `query [num_heads, tokens, head_dim]`, keys and values `[num_kv_heads, tokens, head_dim]` and attention's scale a
+score `[num_kv_heads, tokens]`, higher ones kept."""
 
 
 def choose(scores: torch.Tensor, budget: float) -> torch.Tensor:

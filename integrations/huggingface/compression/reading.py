@@ -11,35 +11,52 @@ import copy
 import hashlib
 import inspect
 import itertools
+import os
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextvars import ContextVar
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
+from ....cache.disk import DiskTier
 from ....triton_ops import paged_attention
-from ..calls import UnsupportedError, refuse_if
+from ..calls import RequestReport, UnsupportedError, refuse_if
+from ..contiguous.store import ContiguousStore
+from ..contiguous.tiers import fingerprint
 from ..identity import CHANGING_ROPE
 from ..paged.dispatch import PagedPass, install, mark
-from ..settings import ScopedSetting, memory_budget
+from ..settings import CacheOptions, ScopedSetting, memory_budget
 from ..support import check_model, rope_types
 from .document import CompressedDocument, Content, KeptLayer, WindowLayer, keep
 from .presses import SCORES, choose, press_key
+from .questions import KeptQuestions, are_kept
 
 _entered: ContextVar[tuple[CompressedDocument, ...]] = ContextVar("pc_documents", default=())
 
 
-class Documents:
-    """The documents of one handle: by what they are, those used last, in a bound of bytes."""
+class Reader(NamedTuple):
+    """What reads documents and answers over them."""
 
-    def __init__(self, reader: Callable[[], tuple[Any, tuple[str, ...]]], salt: ScopedSetting) -> None:
-        self._reader = reader  # the model and its adapters; raises ValueError where there is nothing to read with
-        self._salt = salt
-        self._contents: OrderedDict[bytes, Content] = OrderedDict()
+    model: Any
+    adapters: tuple[str, ...]
+    store: ContiguousStore | None  # where questions are kept; None: nowhere
+
+
+class Documents:
+    """The documents of one handle: by what they are, in a bound of bytes; others in host memory and on disk."""
+
+    # Each is one payload, there whole or not at all. Whoever has one keeps it, whatever is evicted.
+
+    def __init__(self, reader: Callable[[], Reader], salt: ScopedSetting, options: CacheOptions) -> None:
+        self._reader, self._salt, self._options = reader, salt, options
+        self._contents: OrderedDict[bytes, Content] = OrderedDict()  # on the device, those used longest ago first
+        self._host: OrderedDict[bytes, Content] = OrderedDict()
+        self._disk: DiskTier | None = None
         self._lock = threading.Lock()
         self._epoch = object()
 
@@ -49,7 +66,9 @@ class Documents:
 
     def leave(self, document: CompressedDocument) -> None:
         """They read what they did before."""
-        _entered.set(_entered.get()[:-1])
+        entered = list(_entered.get())
+        last = max(i for i, other in enumerate(entered) if other is document)
+        _entered.set((*entered[:last], *entered[last + 1 :]))
 
     def entered(self) -> CompressedDocument | None:
         """What this thread's calls read."""
@@ -58,20 +77,46 @@ class Documents:
 
     def forget(self) -> None:
         """The model is another one now: what was read is read by no call any more."""
+        self.clear()
+        self._disk, self._epoch = None, object()
+
+    def clear(self) -> None:
+        """Gives back the memory of documents that nobody has."""
         with self._lock:
             self._contents.clear()
-            self._epoch = object()
+            self._host.clear()
 
-    def current(self) -> tuple[Any, tuple[object, ...]]:
-        """The model, and what must be the same for a document to be its own; ValueError: it reads none now."""
-        model, adapters = self._reader()
-        return model, (self._epoch, *adapters)
+    def close(self) -> None:
+        """Writes what there is to disk, where there is one."""
+        self._write([*self._host.values(), *self._contents.values()])
 
-    def arguments(self, document: CompressedDocument, arguments: dict[str, Any]) -> dict[str, Any]:
-        """What generate is called with in place of these arguments; ValueError: the call cannot read it."""
-        if document._identity != self.current()[1]:
+    def current(self) -> tuple[Reader, tuple[object, ...]]:
+        """What reads, and what must be the same for a document to be its own; ValueError: nothing does now."""
+        reader = self._reader()
+        return reader, (self._epoch, *reader.adapters)
+
+    def ask(
+        self, generate: Callable[..., Any], document: CompressedDocument, arguments: dict[str, Any]
+    ) -> tuple[Any, list[RequestReport]]:
+        """A call of the model's own generate over a document, and its report by row; ValueError: it cannot read it."""
+        reader, identity = self.current()
+        if document._identity != identity:
             raise ValueError("document: was read by other weights or adapters, compress it again")
-        return document.arguments(arguments)
+        arguments = document.arguments(arguments)
+        ids, cache, store = arguments["input_ids"], arguments["past_key_values"], reader.store
+        if store is None or not store.storage.simple or not are_kept(reader.model, arguments):
+            result, cached = generate(reader.model, **arguments), 0
+        else:
+            keys, lease = ("compressed document", document.key.hex(), *reader.adapters), store.lease()
+            try:
+                asked = ids[:, cache.length :].cpu().numpy()
+                questions = KeptQuestions(store, lease, keys, self._salt.current, asked)
+                questions.attach(cache)
+                result, cached = generate(reader.model, **arguments), questions.cached
+                questions.keep(cache, result if isinstance(result, torch.Tensor) else result.sequences)
+            finally:
+                lease.close()
+        return result, [RequestReport.of(ids.shape[1], [(0, cache.length + cached)]) for _ in ids]
 
     @torch.no_grad()
     def compress(self, context_ids: Any, press: Any, budget: float) -> CompressedDocument:
@@ -87,44 +132,64 @@ class Documents:
             raise TypeError(f"budget: got {type(budget).__name__}, needs a number")
         if not 0 < budget <= 1:
             raise ValueError(f"budget: got {budget}, needs more than 0 and at most 1")
-        model, identity = self.current()
+        reader, identity = self.current()
         tokens = ids.reshape(-1).to("cpu", torch.int64)
-        key = self._key(tokens, press, float(budget), identity[1:])
-        content = self._find(key)
+        told = press_key(press, float(budget))
+        text = repr((told or os.urandom(16), reader.adapters, self._salt.current))
+        key = hashlib.sha256(tokens.numpy().tobytes() + text.encode()).digest()
+        content = self._find(key, reader)
         if content is None:
             try:
-                content = read(model, tokens, press, float(budget))
+                content = read(reader.model, tokens, press, float(budget), key)
             except UnsupportedError as error:
                 raise ValueError(f"model: its text cannot be compressed: {error}") from error
-            self._keep(key, content, memory_budget(model))
+            if told is not None and identity[0] is self._epoch:
+                self._keep(content, reader)
         return CompressedDocument(self, content, identity)
 
-    def _key(self, tokens: torch.Tensor, press: Any, budget: float, adapters: tuple[object, ...]) -> bytes | None:
-        told = press_key(press, budget)
-        if told is None:
-            return None
-        digest = hashlib.sha256(tokens.numpy().tobytes())
-        digest.update(repr((told, adapters, self._salt.current)).encode())
-        return digest.digest()
-
-    def _find(self, key: bytes | None) -> Content | None:
+    def _find(self, key: bytes, reader: Reader) -> Content | None:
+        options = self._options
+        if options.disk is not None and self._disk is None:
+            folder = Path(options.disk) / f"documents-{fingerprint(reader.model)[:32]}"
+            self._disk = DiskTier(folder, None, options.disk_bytes)
         with self._lock:
-            content = None if key is None else self._contents.get(key)
-            if content is not None and key is not None:
+            content = self._contents.get(key)
+            if content is not None:
                 self._contents.move_to_end(key)
-            return content
+                return content
+            below = self._host.pop(key, None)
+        tensors = below.tensors() if below else self._disk.get(key) if self._disk is not None else None
+        if tensors is not None:
+            content = Content.of(tensors, reader.model.device)
+            self._keep(content, reader)
+        return content
 
-    def _keep(self, key: bytes | None, content: Content, budget: int) -> None:
-        if key is None or content.nbytes > budget:
-            return
+    def _keep(self, content: Content, reader: Reader) -> None:
+        parts = reader.store.storage.parts if reader.store is not None else []
+        host_bytes = self._options.host_blocks * sum(part.bytes_per_block for part in parts)
         with self._lock:
-            self._contents[key] = content
-            self._contents.move_to_end(key)
-            while sum(held.nbytes for held in self._contents.values()) > budget:
-                self._contents.popitem(last=False)
+            evicted = _put(self._contents, [content], memory_budget(reader.model))
+            gone = _put(self._host, [Content.of(c.tensors(), torch.device("cpu")) for c in evicted], host_bytes)
+        self._write(gone)
+
+    def _write(self, contents: Iterable[Content]) -> None:
+        for content in contents:
+            if self._disk is not None:
+                self._disk.put(content.key, content.tensors())
 
 
-def read(model: Any, tokens: torch.Tensor, press: Any, budget: float) -> Content:
+def _put(held: OrderedDict[bytes, Content], contents: Iterable[Content], most: int) -> list[Content]:
+    """Puts documents among others as those used last; those for which there is no room."""
+    for content in contents:
+        held[content.key] = content
+        held.move_to_end(content.key)
+    gone = []
+    while held and sum(content.nbytes for content in held.values()) > most:
+        gone.append(held.popitem(last=False)[1])
+    return gone
+
+
+def read(model: Any, tokens: torch.Tensor, press: Any, budget: float, key: bytes) -> Content:
     """Computes a text and keeps what a press chooses; UnsupportedError: nothing of the model's KV can be left out."""
     check_model(model)
     refuse_if(rope_types(model.config) & set(CHANGING_ROPE), "its rotary embeddings change with the length")
@@ -153,7 +218,7 @@ def read(model: Any, tokens: torch.Tensor, press: Any, budget: float) -> Content
     if _turns_keys(press):
         refuse_if(len(full) < len(cache.layers), "a press that turns keys to new places, beside layers with windows")
         position = int(kept[full[0]].kept[0])  # type: ignore[union-attr]
-    return Content(dict(sorted(kept.items())), tokens, position, peak.nbytes)
+    return Content(dict(sorted(kept.items())), tokens, position, peak.nbytes, key)
 
 
 class Peak:
@@ -219,7 +284,7 @@ class _Choosing(PagedPass):
             max_query_len=length,
             max_seq_len=length,
         )
-        chosen = choose(SCORES[layer.press](query[0], key[0], scale), layer.budget)
+        chosen = choose(SCORES[layer.press](query[0], key[0], value[0], scale), layer.budget)
         layer.kept[layer.index] = keep(key[0], value[0], chosen)
         layer.peak.look()
         layer.keys = layer.values = None

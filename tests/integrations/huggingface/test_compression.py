@@ -78,7 +78,7 @@ def dense_logits(model: Any, sequence: torch.Tensor, kept: list[torch.Tensor], n
 @pytest.mark.parametrize(
     ("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 0.06), (torch.float16, 0.01)], ids=str
 )
-@pytest.mark.parametrize("press", ["snapkv", "knorm", "streaming"])
+@pytest.mark.parametrize("press", ["snapkv", "expected_attention", "knorm", "streaming"])
 def test_logits_of_a_mask_per_head(
     press: str, dtype: torch.dtype, tolerance: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -224,8 +224,82 @@ def test_what_is_kept_is_bounded(model: Any, handle: PrefixCaching, monkeypatch:
     monkeypatch.setattr(reading, "memory_budget", lambda model: int(2.5 * first.nbytes))
     for number in range(2, 5):
         handle.compress(prompt(200, number))
-    assert handle.compress(CONTEXT)._content is not first._content  # read again: the one used longest ago went
+    again = handle.compress(CONTEXT)
+    assert again._content is not first._content  # read again: the one used longest ago went
+    assert handle.compress(CONTEXT)._content is again._content
+    handle.reset()
+    assert handle.compress(CONTEXT)._content is not again._content
     assert torch.equal(ask(model, first).sequences, alone)  # whoever holds it keeps it
+
+
+def test_questions_and_answers_are_read_by_the_next(model: Any, handle: PrefixCaching) -> None:
+    document, asked = handle.compress(CONTEXT, budget=0.3), prompt(70, 6)
+    first = torch.cat([CONTEXT, asked], 1)
+    alone = ask(model, document, first)
+    assert handle.last_requests[0].cached_spans == ((0, 200),)
+    again = ask(model, document, first)
+    assert handle.last_requests[0].cached_spans == ((0, 264),)  # whole blocks of 16 behind the document
+    for one, other in ((alone, again), (alone, ask(model, document, first, num_beams=1))):
+        assert torch.equal(one.sequences, other.sequences)
+        torch.testing.assert_close(torch.stack(one.logits), torch.stack(other.logits), rtol=0, atol=2e-5)
+    more = torch.cat([alone.sequences, prompt(5, 7)], 1)  # a further turn, behind the answer
+    turn = ask(model, document, more)
+    assert handle.last_requests[0].cached_spans == ((0, 264),)
+    rows = torch.cat([torch.cat([CONTEXT, asked[:, :40], prompt(9, seed)], 1) for seed in (8, 9)])
+    together = ask(model, document, rows, num_beams=2)
+    assert [report.cached_spans for report in handle.last_requests] == [((0, 232),)] * 2
+    assert ask(model, document, torch.cat([CONTEXT, asked[:, :16]], 1)).sequences.shape == (1, 222)
+    assert handle.last_requests[0].cached_spans == ((0, 200),)  # the last token is computed, so its block is
+    model.generate(first, **ASKED)
+    assert handle.last_requests[0].cached_tokens == 0  # nothing of it is found without the document
+    with handle.salt("tenant"):
+        ask(model, document, first)
+        assert handle.last_requests[0].cached_spans == ((0, 200),)
+    other = handle.compress(CONTEXT, "knorm", budget=0.3)
+    ask(model, other, first)
+    assert handle.last_requests[0].cached_spans == ((0, 200),)
+    for ids, options, result in ((more, {}, turn), (rows, {"num_beams": 2}, together)):
+        handle.reset()
+        fresh = ask(model, document, ids, **options)
+        assert handle.last_requests[0].cached_spans == ((0, 200),)
+        assert torch.equal(fresh.sequences, result.sequences)
+
+
+def test_no_block_for_a_question(model: Any) -> None:
+    with enable_prefix_caching(model, num_blocks=2) as handle:
+        document = handle.compress(CONTEXT, budget=0.3)
+        first = ask(model, document, torch.cat([CONTEXT, prompt(70, 6)], 1)).sequences
+        assert torch.equal(ask(model, document, first[:, :-6]).sequences, first)
+        assert handle.stats().free_blocks == 2
+        short = torch.cat([CONTEXT, prompt(30, 6)], 1)  # its answer has no block
+        assert torch.equal(ask(model, document, short).sequences, ask(model, document, short).sequences)
+        assert handle.last_requests[0].cached_spans == ((0, 216),)
+        handle.manager.check()
+
+
+def test_evicted_documents_come_back_whole(model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = {"num_blocks": 64, "host_blocks": 16, "disk": tmp_path}
+    with enable_prefix_caching(model, **sizes) as handle:
+        documents = [handle.compress(prompt(200, number)) for number in range(1, 6)]
+        asked = [torch.cat([prompt(200, number), prompt(9)], 1) for number in range(1, 6)]
+        answers = [ask(model, d, ids).sequences for d, ids in zip(documents, asked, strict=True)]
+        bound = int(1.5 * documents[0].nbytes)
+        monkeypatch.setattr(reading, "memory_budget", lambda model: bound)
+        handle.compress(prompt(200, 6))  # the five do not fit any more: one or two into host memory, the rest on disk
+        del documents
+        monkeypatch.setattr(reading, "read", lambda *_: pytest.fail("it is computed again"))
+        for number, answer in enumerate(answers, 1):
+            document = handle.compress(prompt(200, number))
+            assert torch.equal(ask(model, document, asked[number - 1]).sequences, answer)
+    with enable_prefix_caching(model, **sizes) as handle:  # a later process
+        document = handle.compress(prompt(200, 6))
+        with handle.salt("tenant"), pytest.raises(pytest.fail.Exception):
+            handle.compress(prompt(200, 6))
+        assert ask(model, document, torch.cat([prompt(200, 6), prompt(9)], 1)).sequences.shape == (1, 215)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(1.01)
+    with enable_prefix_caching(model, **sizes) as handle, pytest.raises(pytest.fail.Exception):
+        handle.compress(prompt(200, 6))
 
 
 def test_files(model: Any, handle: PrefixCaching, tmp_path: Path) -> None:
@@ -304,7 +378,7 @@ def test_objects_of_kvpress(leaves: str, model: Any, handle: PrefixCaching, monk
         (((torch.zeros(2, 8).long(),)), ValueError, r"context_ids: got torch.int64 \[2, 8\], needs"),
         ((torch.zeros(1, 0).long(),), ValueError, r"context_ids: got torch.int64 \[1, 0\], needs"),
         ((torch.zeros(1, 8),), ValueError, r"context_ids: got torch.float32 \[1, 8\], needs"),
-        ((CONTEXT, "snap"), ValueError, "press: got 'snap', needs one of snapkv, knorm"),
+        ((CONTEXT, "snap"), ValueError, "press: got 'snap', needs one of snapkv, expected_attention"),
         ((CONTEXT, 3), TypeError, "press: got int, needs a name or"),
         ((CONTEXT, "knorm", 0), ValueError, "budget: got 0, needs more than 0"),
         ((CONTEXT, "knorm", 1.5), ValueError, "budget: got 1.5, needs"),
