@@ -16,6 +16,12 @@ from .versions import check_version
 VARIABLE = "PC_VLLM"
 """Names the features; further variables begin like it and set options of one feature each."""
 
+REUSE = ("prefix", "gap")
+"""What requests may reuse: a leading run of cached blocks, or later ones too, behind a gap; `gap` unless it is said."""
+
+SCHEDULER_OPTIONS = {"pc_policy": f"{VARIABLE}_POLICY", "pc_reuse": f"{VARIABLE}_REUSE"}
+"""In `additional_config`, and the variables that stand for them."""
+
 LOGGER = "vllm.pc"
 """vLLM shows what loggers below its own say."""
 
@@ -117,14 +123,16 @@ def enable(*names: str) -> None:
 def enable_by_environment() -> None:
     """Switches on what the environment names, once all of its variables have been looked at; raises as `register`."""
     for variable in os.environ:
-        if variable.startswith(f"{VARIABLE}_") and variable != "PC_VLLM_POLICY":
-            raise ValueError(f"{variable}: got an unknown variable, needs {VARIABLE} or PC_VLLM_POLICY")
-    policy = os.environ.get("PC_VLLM_POLICY")
-    if policy and policy not in POLICIES:
-        raise ValueError(f"PC_VLLM_POLICY: got {policy!r}, needs one of {', '.join(sorted(POLICIES))}")
+        if variable.startswith(f"{VARIABLE}_") and variable not in SCHEDULER_OPTIONS.values():
+            needs = ", ".join([VARIABLE, *SCHEDULER_OPTIONS.values()])
+            raise ValueError(f"{variable}: got an unknown variable, needs some of {needs}")
+    for name, known in (("PC_VLLM_POLICY", sorted(POLICIES)), ("PC_VLLM_REUSE", REUSE)):
+        value = os.environ.get(name)
+        if value and value not in known:
+            raise ValueError(f"{name}: got {value!r}, needs one of {', '.join(known)}")
     enable(*features_in_environment(VARIABLE))
-    if policy:
-        _hook_configurations()  # a scheduler named in vLLM's own options may ask for it
+    if any(map(os.environ.get, SCHEDULER_OPTIONS.values())):
+        _hook_configurations()  # a scheduler named in vLLM's own options may ask for them
 
 
 def additional_config(vllm_config: Any) -> dict[str, Any]:
@@ -135,7 +143,13 @@ def additional_config(vllm_config: Any) -> dict[str, Any]:
 
 def chosen_policy(vllm_config: Any) -> str:
     """The policy's name: `additional_config={"pc_policy": ...}`, else the variable PC_VLLM_POLICY, else default."""
-    return str(additional_config(vllm_config).get("pc_policy") or os.environ.get("PC_VLLM_POLICY") or "default")
+    return asked_of_scheduler(vllm_config, "pc_policy") or "default"
+
+
+def asked_of_scheduler(vllm_config: Any, option: str) -> str:
+    """What `additional_config`, else the environment, says for one of `SCHEDULER_OPTIONS`; "" where neither does."""
+    given = additional_config(vllm_config).get(option) or os.environ.get(SCHEDULER_OPTIONS[option])
+    return str(given or "")
 
 
 def check_options(vllm_config: Any) -> None:
@@ -143,13 +157,16 @@ def check_options(vllm_config: Any) -> None:
     scheduler = vllm_config.scheduler_config.scheduler_cls
     no_policy = scheduler is None or (isinstance(scheduler, str) and scheduler.startswith("vllm."))
     no_rows = vllm_config.parallel_config.worker_cls in VLLMS_WORKERS
-    if os.environ.get("PC_VLLM_POLICY") and no_policy:
-        got = f"PC_VLLM_POLICY: got {os.environ['PC_VLLM_POLICY']!r} for vLLM's own scheduler"
-        raise ValueError(f"{got}, needs PC_VLLM=eviction, or a scheduler_cls that reads it")
-    known = ("pc_policy", *HIDDEN_STATES_OPTIONS)
-    for name in additional_config(vllm_config):
-        if name == "pc_policy" and no_policy:
-            raise ValueError("pc_policy: got one for vLLM's own scheduler, needs PC_VLLM=eviction")
+    for variable in SCHEDULER_OPTIONS.values():
+        if os.environ.get(variable) and no_policy:
+            got = f"{variable}: got {os.environ[variable]!r} for vLLM's own scheduler"
+            raise ValueError(f"{got}, needs PC_VLLM=eviction, or a scheduler_cls that reads it")
+    known = (*SCHEDULER_OPTIONS, *HIDDEN_STATES_OPTIONS)
+    for name, value in additional_config(vllm_config).items():
+        if name in SCHEDULER_OPTIONS and no_policy:
+            raise ValueError(f"{name}: got one for vLLM's own scheduler, needs PC_VLLM=eviction")
+        if name == "pc_reuse" and value not in REUSE:
+            raise ValueError(f"pc_reuse: got {value!r}, needs one of {', '.join(REUSE)}")
         if name in HIDDEN_STATES_OPTIONS and no_rows:
             raise ValueError(f"{name}: got one for vLLM's own worker, needs PC_VLLM=hidden_states")
         if name.startswith("pc_") and name not in known:
@@ -171,7 +188,8 @@ def describe(vllm_config: Any) -> str:
     if scheduler.endswith("PolicyScheduler"):
         policy = chosen_policy(vllm_config)
         kind = POLICIES[policy].__name__ if policy in POLICIES else "unknown"
-        active.append(f"eviction ({scheduler}, policy {policy}: {kind})")
+        reuse = asked_of_scheduler(vllm_config, "pc_reuse") or "gap"
+        active.append(f"eviction ({scheduler}, policy {policy}: {kind}, reuse {reuse})")
     if worker.endswith("HiddenStatesWorker"):
         given = additional_config(vllm_config)
         options = [f"{name}={given[name]!r}" for name in HIDDEN_STATES_OPTIONS if name in given]

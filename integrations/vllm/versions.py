@@ -44,13 +44,25 @@ INTERFACES: dict[str, dict[str, str]] = {
             "KVCacheBlock(block_id ref_cnt pool is_null _block_hash _block_hash_num_tokens) "
             "make_block_hash_with_group_id(block_hash group_id)"
         ),
-        "vllm.v1.core.block_pool": "BlockHashToBlockMap.insert(key block)",
+        "vllm.v1.core.block_pool": "BlockHashToBlockMap.insert(key block) BlockHashToBlockMap.get_one_block(key)",
         "vllm.v1.core.kv_cache_utils:FreeKVCacheBlockQueue": (
             "popleft_n(n) append_n(blocks) prepend_n(blocks) remove(block)"
         ),
-        "vllm.v1.core.kv_cache_manager": "KVCacheManager.allocate_slots(request)",
+        "vllm.v1.core.kv_cache_manager:KVCacheManager": (
+            "allocate_slots(request num_new_tokens new_computed_blocks full_sequence_must_fit has_scheduled_reqs) "
+            "prefix_cache_lookup_enabled(request) get_block_ids(request_id)"
+        ),
+        "vllm.v1.core.kv_cache_manager": "KVCacheBlocks(blocks)",
+        "vllm.v1.core.single_type_kv_cache_manager": "FullAttentionManager",
+        "vllm.v1.core.sched.output": (
+            "NewRequestData.from_request(request block_ids prefill_token_ids) CachedRequestData(req_ids new_block_ids "
+            "num_computed_tokens num_output_tokens)"
+        ),
+        "vllm.v1.request": "RequestStatus.RUNNING",
         "vllm.v1.core.sched.scheduler:Scheduler": (
-            "__init__(vllm_config kv_cache_config) _free_blocks(request) _preempt_request(request) make_stats"
+            "__init__(vllm_config kv_cache_config) _free_blocks(request) _free_request_blocks(request) "
+            "_preempt_request(request) make_stats _reserve_prefill_lookahead(request num_computed_tokens "
+            "num_new_tokens)"
         ),
         "vllm.v1.core.sched.async_scheduler": "AsyncScheduler",
         "vllm.v1.metrics.loggers": "StatLoggerManager.record(scheduler_stats engine_idx) PrometheusStatLogger",

@@ -65,6 +65,7 @@ MODELS = {
     # What vLLM's own kernel for CPUs takes: latent rows of 512 and 64 columns.
     "deepseek_v2": ("DeepseekV2Config", {**LATENT, "topk_method": "greedy"}),
     "deepseek_v3": ("DeepseekV3Config", {**LATENT, "q_lora_rank": 64, "topk_group": 1, "n_group": 1}),
+    "gpt2": ("GPT2Config", {"n_layer": 2, "n_head": 4, "n_embd": 128, "n_positions": 512}),
     "bloom": ("BloomConfig", {"n_layer": 2, "n_head": 4}),
     "granite_hybrid": (
         "GraniteMoeHybridConfig",

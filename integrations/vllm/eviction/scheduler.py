@@ -1,4 +1,4 @@
-"""vLLM's schedulers with an eviction policy behind their block pool, and hints of its callers to it."""
+"""vLLM's schedulers with an eviction policy behind their block pool, hints to it, and reuse behind gaps."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ from typing import Any
 from vllm.logger import init_logger
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.request import RequestStatus
 
 from ...hints import Hint, read_or_warn
-from ..features import LOGGER, announce, chosen_policy
+from ..features import LOGGER, REUSE, announce, asked_of_scheduler, chosen_policy
 from ..metrics import COUNTERS, add_counts
+from .jumps import GapJumps, why_no_jumps
 from .pool import PolicyBlockPool, install_policy
 from .waiting import WaitingPrefixes
 
@@ -42,11 +44,29 @@ class PolicyScheduler(Scheduler):
         self._hinted: dict[str, list[int]] = {}
         self._counts = dict.fromkeys(COUNTERS, 0)
         self._told = dict(self._counts)
+        self._reuse = asked_of_scheduler(vllm_config, "pc_reuse")
+        self._reuse_asked: dict[str, str] = {}
+        self.jumps = self._make_jumps()
         self._allocate_slots = self.kv_cache_manager.allocate_slots
         announce(vllm_config)
 
+    def _make_jumps(self) -> GapJumps | None:
+        """What jumps over gaps, None where this engine cannot; that is logged, louder where they were asked for."""
+        if reason := why_no_jumps(self):
+            log = logger.warning_once if self._reuse == "gap" else logger.info_once
+            log("what is cached behind a gap is not reused under %s", reason)
+            return None
+        return GapJumps(self)
+
     def add_request(self, request: Any) -> None:
         """Takes a request's hint, unless it cannot be read: that is logged, and the request goes on without."""
+        asked = (getattr(request.sampling_params, "extra_args", None) or {}).get("pc_reuse")
+        if asked is not None:
+            if asked not in REUSE:
+                known = ", ".join(REUSE)
+                logger.warning("pc_reuse of request %s: got %.100r, needs one of %s", request.request_id, asked, known)
+                asked = "prefix"
+            self._reuse_asked[request.request_id] = asked
         hint, readable = read_or_warn(request, request.request_id, logger)
         self._counts["unreadable_hints"] += not readable
         if hint is not None:
@@ -58,10 +78,23 @@ class PolicyScheduler(Scheduler):
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         """A step; with a KV connector, which may fill blocks, the workers are sent those handed out anew."""
         self._awaited.is_stale = True
+        if self.jumps is not None:
+            self.jumps.start_step()
         output = super().schedule(*args, **kwargs)
+        if self.jumps is not None:
+            self.jumps.finish_step(output)
         if self._sends_fresh:
             output.pc_fresh_blocks, self.block_pool.handed_out = self.block_pool.handed_out, []
         return output
+
+    def _reserve_prefill_lookahead(self, request: Any, num_computed_tokens: int, num_new_tokens: int) -> int:
+        """VLLM asks for each request of a step how long its chunk may be: in front of a run that is cached it ends."""
+        allowed: int = super()._reserve_prefill_lookahead(request, num_computed_tokens, num_new_tokens)
+        if self.jumps is None:
+            return allowed
+        if request.status != RequestStatus.RUNNING:
+            self.jumps.plan(request, num_computed_tokens, self._reuse_asked.get(request.request_id, self._reuse))
+        return self.jumps.clip(request, num_computed_tokens, allowed)
 
     def _allocate_hinted(self, request: Any, *args: Any, **kwargs: Any) -> Any:
         blocks = self._allocate_slots(request, *args, **kwargs)
@@ -88,7 +121,9 @@ class PolicyScheduler(Scheduler):
         stats = super().make_stats(*args, **kwargs)
         if stats is not None:
             queue = self.block_pool.free_block_queue
-            counts = self._counts | {"evicted_blocks": queue.num_evicted, "returned_blocks": queue.num_returned}
+            jumped = 0 if self.jumps is None else self.jumps.num_jumped_tokens
+            counts = self._counts | {"jumped_tokens": jumped}
+            counts |= {"evicted_blocks": queue.num_evicted, "returned_blocks": queue.num_returned}
             since = {name: count - self._told[name] for name, count in counts.items()}
             add_counts(stats, since | {"kept_blocks": queue.num_kept})
             self._told = counts
@@ -98,7 +133,13 @@ class PolicyScheduler(Scheduler):
         self._hinted.pop(request.request_id, None)
         return super()._preempt_request(request, *args, **kwargs)
 
+    def _free_request_blocks(self, request: Any) -> None:
+        if self.jumps is not None:
+            self.jumps.release(request)
+        super()._free_request_blocks(request)
+
     def _free_blocks(self, request: Any) -> None:
+        self._reuse_asked.pop(request.request_id, None)
         hint = self._hints.pop(request.request_id, None)
         self._hinted.pop(request.request_id, None)
         self.block_pool.policy_state.finished(request.num_output_tokens, None if hint is None else hint.returns)

@@ -53,7 +53,7 @@ def test_counts_arrive_and_vllm_sees_none_of_them(exported):
         assert value("kept_blocks") == kept
     StatLoggerManager.record(manager, scheduler_stats=None, iteration_stats=None)
     gained = {name: value(f"{name}_total") - before[name] for name in metrics.COUNTERS}
-    assert gained == {"evicted_blocks": 14, "returned_blocks": 0, "hints": 2, "unreadable_hints": 0}
+    assert gained == dict.fromkeys(metrics.COUNTERS, 0) | {"evicted_blocks": 14, "hints": 2}
     assert [stats and stats.num_kv_fetch_reqs_by_stage for stats in exported] == [{"waiting": 2}, {"waiting": 2}, None]
 
 

@@ -31,7 +31,8 @@ def test_every_request_of_the_page_arrives():
         request = SimpleNamespace(sampling_params=SimpleNamespace(extra_args=extra))
         assert (read_hint(request) is not None) == ("kv_hints" in extra)
         assert bool(extra.get(ASKED)) == (ASKED in extra)
-    assert sorted(arrived) == ["kv_hints", ASKED]
+        assert extra.get("pc_reuse", "gap") in features.REUSE
+    assert sorted(arrived) == ["kv_hints", ASKED, "pc_reuse"]
 
 
 def test_every_server_of_the_page_starts_with_options_that_are_known():
@@ -48,7 +49,7 @@ def test_every_server_of_the_page_starts_with_options_that_are_known():
                 elif option == "--kv-transfer-config":
                     check_options(given["kv_connector_extra_config"])
                 else:
-                    assert set(given) <= {"pc_policy", *features.HIDDEN_STATES_OPTIONS}
+                    assert set(given) <= {*features.SCHEDULER_OPTIONS, *features.HIDDEN_STATES_OPTIONS}
     assert len(commands("vllm serve")) > 4
     assert {"pc_hidden_states_dir", "kv_connector"} <= set(options)
     policies = pytest.importorskip("vllm.v1.kv_offload.cpu.policies.factory").CachePolicyFactory

@@ -135,7 +135,11 @@ def test_the_installed_version_is_served(feature):
     [
         ({"PC_VLLM_POLICY": "nonsense"}, "PC_VLLM_POLICY: got 'nonsense', needs one of .*lru"),
         ({"PC_VLLM": "eviction", "PC_VLLM_POLICY": "nonsense"}, "PC_VLLM_POLICY: got 'nonsense'"),
-        ({f"{features.VARIABLE}_POLCY": "lru"}, "PC_VLLM_POLCY: got an unknown variable, needs .* PC_VLLM_POLICY"),
+        ({"PC_VLLM_REUSE": "gaps"}, "PC_VLLM_REUSE: got 'gaps', needs one of prefix, gap"),
+        (
+            {f"{features.VARIABLE}_POLCY": "lru"},
+            "PC_VLLM_POLCY: got an unknown variable, needs .*, PC_VLLM_REUSE",
+        ),
     ],
 )
 def test_values_that_make_no_sense_are_refused_before_anything_is_enabled(monkeypatch, variables, said):
@@ -173,6 +177,13 @@ def test_options_that_nothing_reads_are_refused(monkeypatch):
         features.check_options(configuration(OURS["scheduler"], pc_hidden_states_device="cpu"))
     with pytest.raises(ValueError, match="additional_config: got 'pc_polcy', needs some of pc_policy"):
         features.check_options(configuration(**OURS, pc_polcy="lru"))
+    with pytest.raises(ValueError, match="pc_reuse: got 'gaps', needs one of prefix, gap"):
+        features.check_options(configuration(**OURS, pc_reuse="gaps"))
+    with pytest.raises(ValueError, match="pc_reuse: got one for vLLM's own scheduler, needs PC_VLLM=eviction"):
+        features.check_options(configuration(pc_reuse="gap"))
+    monkeypatch.setenv("PC_VLLM_REUSE", "prefix")
+    with pytest.raises(ValueError, match="PC_VLLM_REUSE: got 'prefix' for vLLM's own scheduler"):
+        features.check_options(configuration())
     monkeypatch.setenv("PC_VLLM_POLICY", "lru")
     features.check_options(configuration(**OURS))
     with pytest.raises(ValueError, match="PC_VLLM_POLICY: got 'lru' for vLLM's own scheduler, needs PC_VLLM=eviction"):
@@ -191,6 +202,7 @@ def test_one_line_says_what_is_in_use(monkeypatch):
     monkeypatch.setattr(logger, "level", logging.INFO)
     monkeypatch.setattr(logger, "_cache", {})  # levels that were asked for before
     monkeypatch.setenv("PC_VLLM_POLICY", "priority")
+    monkeypatch.setenv("PC_VLLM_REUSE", "prefix")
     monkeypatch.delitem(sys.modules, "vllm_omni.core.prefix_cache", raising=False)
     adapter.enable("attention")
     for _ in range(2):
@@ -200,7 +212,7 @@ def test_one_line_says_what_is_in_use(monkeypatch):
     for part in (
         "vllm 0.",
         "attention (PagedAttentionBackend as CPU_ATTN)",
-        "eviction (AsyncPolicyScheduler, policy priority: Priority)",
+        "eviction (AsyncPolicyScheduler, policy priority: Priority, reuse prefix)",
         "hidden_states (HiddenStatesWorker, pc_hidden_states_bytes=1048576)",
     ):
         assert part in line

@@ -1,0 +1,242 @@
+"""Prefill that jumps over gaps, through vLLM's scheduler over a model whose every row depends on all before it."""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("vllm", reason="vllm is not installed: make vllm")
+
+from vllm_exact import BLOCK, ExactEngine, following, lose, preempt
+
+from pc.integrations.vllm.eviction import jumps
+
+RUNNERS = pytest.mark.parametrize("runner_v2", [False, True], ids=["v1", "v2"])
+ASYNC = pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+MIN_BLOCKS = jumps.MIN_TOKENS // BLOCK
+
+
+def prompt(length, seed=0):
+    return random.Random(seed).choices(range(3, 1000), k=length)
+
+
+def holes(engine, tokens, *ranges):
+    """Runs a prompt, then evicts these blocks of it."""
+    request = engine.add("first", tokens)
+    engine.run()
+    pool = engine.scheduler.block_pool
+    blocks = [pool.get_cached_block(request.block_hashes[at], [0])[0].block_id for each in ranges for at in each]
+    pool.evict_blocks(set(blocks))
+
+
+@RUNNERS
+@ASYNC
+def test_only_gaps_are_computed(runner_v2, asynchronous):
+    engine, tokens = ExactEngine(64, runner_v2=runner_v2, asynchronous=asynchronous), prompt(20 * BLOCK + 5)
+    holes(engine, tokens, range(2, 5), range(12, 14))
+    engine.add("again", tokens)
+    engine.run()
+    assert engine.said["again"] == following(tokens, 4)
+    assert engine.computed["again"] == 5 * BLOCK + 5 + 3
+    assert engine.scheduler.jumps.num_jumped_tokens == (7 + 6) * BLOCK
+
+
+@RUNNERS
+@ASYNC
+@pytest.mark.parametrize("seed", range(6))
+def test_random_traffic(runner_v2, asynchronous, seed):
+    """Evictions, aborts, preemptions, chunks, 16 at once; references are recounted after every step."""
+    rng = random.Random(seed)
+    policy = rng.choice(["fifo", "default"])
+    engine = ExactEngine(110, runner_v2=runner_v2, asynchronous=asynchronous, policy=policy)
+    roots = [prompt(rng.randrange(300, 500), 100 + seed + at) for at in range(3)]
+    expected = {}
+    for number in range(60):
+        root, name = rng.choice(roots), f"r{number}"
+        tokens = root[: rng.randrange(200, len(root))] + prompt(rng.randrange(1, 40), rng.randrange(1 << 30))
+        expected[name] = following(tokens, rng.randrange(1, 40))
+        engine.add(name, tokens, len(expected[name]))
+        for _ in range(rng.randrange(0, 12)):
+            engine.step()
+        if rng.random() < 0.3 and engine.scheduler.requests:
+            engine.abort(rng.choice(list(engine.scheduler.requests)))
+        if rng.random() < 0.3 and engine.scheduler.running:
+            preempt(engine.scheduler, rng.choice(engine.scheduler.running).request_id)
+        if rng.random() < 0.7:
+            lose(engine.scheduler, rng.randrange(1, 6), rng)
+    engine.run()
+    assert len(engine.said) > 30
+    assert engine.said == {name: expected[name] for name in engine.said}
+    assert engine.scheduler.jumps.num_jumped_tokens > 20 * BLOCK
+    assert not engine.scheduler.jumps.pinned
+
+
+def test_a_jumped_block_that_is_zeroed_changes_tokens():
+    """What is jumped over is read: else none of these tests could fail."""
+    engine, tokens = ExactEngine(64), prompt(20 * BLOCK + 5)
+    request = engine.add("first", tokens)
+    engine.run()
+    pool = engine.scheduler.block_pool
+    pool.evict_blocks({pool.get_cached_block(request.block_hashes[2], [0])[0].block_id})
+    jumped = pool.get_cached_block(request.block_hashes[9], [0])[0].block_id
+    engine.kv[jumped * BLOCK : (jumped + 1) * BLOCK] = [0] * BLOCK
+    engine.add("again", tokens)
+    engine.run()
+    assert engine.said["again"] != following(tokens, 4)
+
+
+@RUNNERS
+def test_preempted_in_a_gap_and_resumed(runner_v2):
+    """Blocks that were pinned are given back, some are lost, and what is left is planned for anew."""
+    engine, tokens = ExactEngine(64, runner_v2=runner_v2, budget=2 * BLOCK), prompt(20 * BLOCK + 5)
+    holes(engine, tokens, range(2, 6), range(12, 14))
+    request = engine.add("again", tokens)
+    engine.step()
+    assert list(engine.scheduler.jumps.pinned["again"]) == [*range(6, 12), *range(14, 20)]
+    preempt(engine.scheduler, "again")
+    assert not engine.scheduler.jumps.pinned
+    pool = engine.scheduler.block_pool
+    pool.evict_blocks({pool.get_cached_block(request.block_hashes[at], [0])[0].block_id for at in (8, 9)})
+    engine.run()
+    assert engine.said["again"] == following(tokens, 4)
+
+
+def test_two_requests_with_one_gap_compute_it_once():
+    engine, tokens = ExactEngine(64), prompt(20 * BLOCK + 5)
+    holes(engine, tokens, range(2, 5))
+    for name in ("one", "two"):
+        engine.add(name, tokens)
+    engine.run()
+    assert engine.said["one"] == engine.said["two"] == following(tokens, 4)
+    assert sum(engine.computed[name] for name in ("one", "two")) == 3 * BLOCK + 2 * (5 + 3)
+
+
+def test_runs_that_are_not_worth_a_jump_are_computed():
+    engine, tokens = ExactEngine(64), prompt(20 * BLOCK + 5)
+    holes(engine, tokens, range(2, 3), range(3 + MIN_BLOCKS - 1, 20))
+    engine.add("again", tokens)
+    engine.run()
+    assert engine.computed["again"] == 18 * BLOCK + 5 + 3
+    assert engine.scheduler.jumps.num_jumped_tokens == 0
+
+
+@pytest.mark.parametrize(("engine_wide", "asked"), [("", "prefix"), ("prefix", None), ("", "nonsense"), ("", ["gap"])])
+def test_prefixes_alone_where_that_is_asked_for(engine_wide, asked, warnings):
+    engine, tokens = ExactEngine(64, reuse=engine_wide), prompt(20 * BLOCK + 5)
+    holes(engine, tokens, range(2, 5))
+    engine.add("again", tokens, **({} if asked is None else {"pc_reuse": asked}))
+    engine.run()
+    assert engine.computed["again"] == 18 * BLOCK + 5 + 3
+    assert any("pc_reuse of request again" in line for line in warnings) == (asked not in (None, "prefix"))
+
+
+def test_gaps_for_one_request_of_an_engine_without():
+    engine, tokens = ExactEngine(64, reuse="prefix"), prompt(20 * BLOCK + 5)
+    holes(engine, tokens, range(2, 5))
+    engine.add("again", tokens, pc_reuse="gap")
+    engine.run()
+    assert engine.said["again"] == following(tokens, 4)
+    assert engine.computed["again"] == 3 * BLOCK + 5 + 3
+
+
+def test_other_salts_are_not_found():
+    engine, tokens = ExactEngine(90), prompt(20 * BLOCK + 5)
+    holes(engine, tokens, range(2, 5))
+    engine.add("again", tokens, salt="other")
+    engine.run()
+    assert engine.computed["again"] == len(tokens) + 3
+
+
+def test_a_request_that_does_not_fit_waits_and_none_waits_for_ever():
+    """Pinned blocks were counted twice by the check of a whole request."""
+    engine, tokens = ExactEngine(24), prompt(20 * BLOCK + 5)
+    holes(engine, tokens, range(2, 5))
+    engine.add("other", prompt(6 * BLOCK, 1), 12)
+    engine.step()
+    engine.add("again", tokens)
+    for _ in range(60):
+        engine.step()
+    assert engine.said["again"] == following(tokens, 4)
+    assert engine.said["other"] == following(prompt(6 * BLOCK, 1), 12)
+
+
+def test_hints_reach_blocks_that_are_jumped_over():
+    from pc.integrations.vllm.eviction import retention_hints
+
+    engine, tokens = ExactEngine(64, policy="priority"), prompt(20 * BLOCK + 5)
+    holes(engine, tokens, range(2, 5))
+    engine.add("again", tokens, kv_hints=retention_hints(priority=7))
+    told = []
+    engine.scheduler.block_pool.policy_state.hinted = lambda ids, *_: told.extend(ids)
+    engine.run()
+    assert engine.computed["again"] == 3 * BLOCK + 5 + 3
+    assert len(set(told)) == len(told) >= 20
+
+
+class Keeping(ExactEngine):
+    """An engine whose workers keep hidden states, here each token and its position."""
+
+    def __init__(self, num_blocks, **options):
+        from pc.integrations.vllm.hidden_states import PromptHiddenStates
+
+        super().__init__(num_blocks, **options)
+        batch = SimpleNamespace(req_ids=[])
+        self.runner = SimpleNamespace(execute_model=self.rows, execute_model_state=None, input_batch=batch)
+        self.kept = PromptHiddenStates(self.runner, self.scheduler.kv_cache_config, "asked")
+
+    def prepare(self, output):
+        self.runner.execute_model(output)
+
+    def rows(self, output):
+        names = self.runner.input_batch.req_ids = list(output.num_scheduled_tokens)
+        spans = [range(self.begins[name], self.begins[name] + output.num_scheduled_tokens[name]) for name in names]
+        rows = [[self.tokens[name][at], at] for name, span in zip(names, spans, strict=True) for at in span]
+        hidden = torch.tensor(rows, dtype=torch.float32).reshape(-1, 2)
+        self.runner.execute_model_state = SimpleNamespace(hidden_states=hidden)
+
+
+@RUNNERS
+@ASYNC
+def test_hidden_states_of_what_is_jumped_over(runner_v2, asynchronous):
+    engine, tokens = Keeping(64, runner_v2=runner_v2, asynchronous=asynchronous), prompt(20 * BLOCK + 5)
+    holes(engine, tokens, range(2, 5), range(12, 14))
+    engine.add("again", tokens, asked=True)
+    engine.run()
+    assert engine.computed["again"] == 5 * BLOCK + 5 + 3
+    rows = engine.kept.take()["again"]["hidden_states"]
+    assert rows.tolist() == [[token, at] for at, token in enumerate(tokens)]
+
+
+def test_statistics_count_what_is_jumped_over():
+    engine, tokens = ExactEngine(64), prompt(20 * BLOCK + 5)
+    holes(engine, tokens, range(2, 5))
+    engine.scheduler.make_stats()
+    request = engine.add("again", tokens)
+    engine.run()
+    assert request.prefill_stats is None or request.prefill_stats.num_computed_tokens == 3 * BLOCK + 5
+
+
+REASONS = {
+    "no prefix caching": lambda s: setattr(s.kv_cache_manager, "enable_caching", False),
+    "speculative decoding": lambda s: setattr(s, "num_lookahead_tokens", 2),
+    "a KV connector": lambda s: setattr(s, "connector", object()),
+    "several groups of layers, windows or states": lambda s: setattr(
+        s.kv_cache_manager.coordinator, "single_type_managers", s.kv_cache_manager.coordinator.single_type_managers * 2
+    ),
+    "an encoder": lambda s: setattr(s, "is_encoder_decoder", True),
+    "pipeline parallelism": lambda s: setattr(s, "use_pp", True),
+    "context parallelism": lambda s: setattr(s, "dcp_world_size", 2),
+    "prefill in one piece": lambda s: setattr(s.scheduler_config, "enable_chunked_prefill", False),
+    "blocks of another size than their hashes": lambda s: setattr(s, "hash_block_size", 8),
+}
+
+
+@pytest.mark.parametrize("reason", REASONS)
+def test_what_cannot_jump_says_why(reason):
+    scheduler = ExactEngine(24).scheduler
+    assert jumps.why_no_jumps(scheduler) == ""
+    REASONS[reason](scheduler)
+    assert jumps.why_no_jumps(scheduler) == reason

@@ -1,0 +1,122 @@
+"""Jumps over gaps in vLLM's engine: tokens and log-probabilities of vLLM's own scheduler."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+pytest.importorskip("vllm", reason="vllm is not installed: make vllm")
+
+import vllm_engine
+from vllm_exact import check_references, lose, preempt
+
+OPTIONS = {"max_model_len": 512, "max_num_seqs": 16, "max_num_batched_tokens": 192, "num_gpu_blocks_override": 90}
+GENERATED = 6
+
+
+@pytest.fixture(autouse=True)
+def _afterwards():
+    vllm_engine.use_attention(False)
+    yield
+    vllm_engine.use_eviction(False)
+
+
+def texts(count, seed, vocabulary=500):
+    """Prompts that share beginnings of three longer ones."""
+    rng = random.Random(seed)
+    roots = [rng.choices(range(3, vocabulary), k=400) for _ in range(3)]
+    made = []
+    for _ in range(count):
+        tail = rng.choices(range(3, vocabulary), k=rng.randrange(1, 50))
+        made.append(rng.choice(roots)[: rng.randrange(250, 400)] + tail)
+    return made
+
+
+def sampling():
+    from vllm import SamplingParams
+
+    return SamplingParams(max_tokens=GENERATED, temperature=0.0, ignore_eos=True, detokenize=False, logprobs=0)
+
+
+def answers(llm, prompts, disturb=lambda *_: None):
+    """Token and log-probability of what every prompt generates, 16 at once; `disturb` acts between steps."""
+    engine, done, waiting = llm.llm_engine, {}, list(enumerate(prompts))[::-1]
+    while waiting:
+        for number, prompt in (waiting.pop() for _ in range(min(16, len(waiting)))):
+            engine.add_request(str(number), {"prompt_token_ids": prompt}, sampling())
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                if output.finished and output.outputs[0].finish_reason == "length":
+                    said = output.outputs[0]
+                    logprobs = [each[token].logprob for each, token in zip(said.logprobs, said.token_ids, strict=True)]
+                    done[int(output.request_id)] = list(said.token_ids), logprobs
+            disturb(engine)
+    return done
+
+
+def disturbing(scheduler, seed):
+    """Evicts, preempts and aborts, and recounts references after every step."""
+    rng = random.Random(seed)
+
+    def disturb(engine):
+        check_references(scheduler)
+        lose(scheduler, rng.randrange(2) if scheduler.requests else 7, rng)
+        if rng.random() < 0.15 and scheduler.running:
+            preempt(scheduler, rng.choice(scheduler.running).request_id)
+        if rng.random() < 0.1 and scheduler.requests:
+            engine.abort_request([rng.choice(list(scheduler.requests)).rpartition("-")[0]])
+
+    return disturb
+
+
+def compare(path, prompts, **options):
+    """Against vLLM's own scheduler; how many prompts were compared, and the tokens that were jumped over."""
+    with vllm_engine.engine(path, **OPTIONS | options | {"enable_prefix_caching": False}) as (llm, _):
+        expected = answers(llm, prompts)
+    vllm_engine.use_eviction(True)
+    with vllm_engine.engine(path, **OPTIONS | options, additional_config={"pc_policy": "fifo"}) as (llm, _):
+        scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+        found = answers(llm, prompts, disturbing(scheduler, 0))
+        jumped = scheduler.jumps.num_jumped_tokens
+    for number, (tokens, logprobs) in found.items():
+        assert tokens == expected[number][0]
+        assert logprobs == pytest.approx(expected[number][1], abs=2e-4)
+    return len(found), jumped
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gpt2"])
+def test_tokens_and_log_probabilities(model_path, name):
+    """Evictions, aborts, preemptions, chunks, 16 at once."""
+    compared, jumped = compare(model_path(name), texts(48, 1))
+    assert 24 < compared < 48
+    assert jumped > 300
+
+
+@pytest.mark.slow
+def test_a_trained_model(model_path, trained_model):
+    """SmolLM2."""
+    compared, jumped = compare(str(trained_model), texts(20, 2, 40_000))
+    assert compared > 10
+    assert jumped > 300
+
+
+def test_a_jumped_block_that_is_zeroed_is_seen(model_path):
+    """Else the tests above could not fail."""
+    (prompt,) = texts(1, 3)
+    vllm_engine.use_eviction(True)
+    with vllm_engine.engine(model_path("llama"), **OPTIONS) as (llm, _):
+        core = llm.llm_engine.engine_core.engine_core
+        caches = core.model_executor.driver_worker.worker.model_runner.kv_caches
+        found, pool = [answers(llm, [prompt])[0]], core.scheduler.block_pool
+        for broken in (False, True):
+            # The default policy completes blocks in the order of the prompt.
+            held = [block.block_id for block in pool.blocks if block.block_hash is not None]
+            pool.evict_blocks(set(held[2:4]))
+            for cache in caches if broken else ():
+                cache[held[6]] = 0
+            found.append(answers(llm, [prompt])[0])
+        assert core.scheduler.jumps.num_jumped_tokens > 2 * 32 * 4
+    assert found[0][0] == found[1][0]
+    assert found[1][1] == pytest.approx(found[0][1], abs=2e-4)
+    assert found[2][1] != pytest.approx(found[0][1], abs=0.01)

@@ -1,0 +1,211 @@
+"""vLLM's scheduler over a made-up model whose every row depends on all cached rows before it: wrong KV changes tokens.
+
+What a worker knows comes from `SchedulerOutput` alone, as vLLM's two model runners take it.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import tempfile
+from collections import Counter, deque
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+
+BLOCK, PRIME = 16, (1 << 31) - 1
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 8, "intermediate_size": 8,
+    "num_attention_heads": 1, "num_key_value_heads": 1, "num_hidden_layers": 1, "vocab_size": 1024,
+    "max_position_embeddings": 4096, "torch_dtype": "float32",
+}  # fmt: skip
+
+
+def row(token: int, position: int, before: int) -> int:
+    """The KV of a token, `before` being the sum of all rows in front of it."""
+    return (token * 7_368_787 + position * 104_729 + before * 31 + 1) % PRIME
+
+
+def following(tokens: list[int], count: int) -> list[int]:
+    """What the model says behind a sequence that is computed whole."""
+    total, said, rows = 0, [], 0
+    for position in range(len(tokens) + count - 1):
+        token = tokens[position] if position < len(tokens) else said[position - len(tokens)]
+        rows = row(token, position, total)
+        total = (total + rows) % PRIME
+        if position >= len(tokens) - 1:
+            said.append(rows % 1000)
+    return said
+
+
+def make_scheduler(
+    num_blocks: int,
+    policy: str = "fifo",
+    reuse: str = "",
+    asynchronous: bool = False,
+    runner_v2: bool = False,
+    at_once: int = 16,
+    budget: int = 160,
+    **options: Any,
+) -> Any:
+    """Our scheduler over one group of full attention; `options` are `VllmConfig`'s."""
+    from vllm.config import CacheConfig, DeviceConfig, ModelConfig, SchedulerConfig, VllmConfig
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+    from vllm.v1.structured_output import StructuredOutputManager
+
+    from pc.integrations.vllm.eviction import AsyncPolicyScheduler, PolicyScheduler
+
+    kind = AsyncPolicyScheduler if asynchronous else PolicyScheduler
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(CONFIG))
+        model = ModelConfig(model=folder, skip_tokenizer_init=True, max_model_len=4096, dtype="float32")
+    with mock.patch.object(VllmConfig, "use_v2_model_runner", runner_v2):
+        config = VllmConfig(
+            model_config=model,
+            scheduler_config=SchedulerConfig(
+                scheduler_cls=kind, max_num_seqs=at_once, max_num_batched_tokens=budget, max_model_len=4096,
+                enable_chunked_prefill=True, is_encoder_decoder=False, async_scheduling=asynchronous,
+            ),
+            cache_config=CacheConfig(block_size=BLOCK, enable_prefix_caching=True),
+            device_config=DeviceConfig("cpu"),
+            additional_config={"pc_policy": policy} | ({"pc_reuse": reuse} if reuse else {}),
+            **options,
+        )  # fmt: skip
+        config.cache_config.num_gpu_blocks = num_blocks
+        spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=8, dtype=torch.float32)
+        caches = KVCacheConfig(
+            num_blocks=num_blocks, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["a"], spec)]
+        )
+        return kind(config, caches, StructuredOutputManager(config), BLOCK, BLOCK)
+
+
+class ExactEngine:
+    """An engine over that model.
+
+    Attributes:
+        said: Tokens generated so far, by request.
+        computed: Tokens that forward passes have computed, by request.
+    """
+
+    def __init__(self, num_blocks: int, **options: Any) -> None:
+        self.scheduler = make_scheduler(num_blocks, **options)
+        self.lag = int(options.get("asynchronous", False))
+        self.kv = [0] * (num_blocks * BLOCK)
+        self.tokens: dict[str, list[int]] = {}
+        self.tables: dict[str, list[int]] = {}
+        self.said: dict[str, list[int]] = {}
+        self.computed: Counter[str] = Counter()
+        self._flying: deque[tuple[Any, Any]] = deque()
+
+    def add(self, name: str, tokens: list[int], generate: int = 4, salt: str | None = None, **extra: Any) -> Any:
+        """A request with what else `extra_args` say."""
+        from vllm.sampling_params import SamplingParams
+        from vllm.utils.hashing import sha256
+        from vllm.v1.core import kv_cache_utils
+        from vllm.v1.request import Request
+
+        if not hasattr(kv_cache_utils, "NONE_HASH"):
+            kv_cache_utils.init_none_hash(sha256)
+        sampling = SamplingParams(max_tokens=generate, ignore_eos=True, extra_args=extra or None)
+        hasher = kv_cache_utils.get_request_block_hasher(BLOCK, sha256)
+        request = Request(name, tokens, sampling, None, block_hasher=hasher, cache_salt=salt)
+        self.said[name] = []
+        self.scheduler.add_request(request)
+        return request
+
+    def abort(self, name: str) -> None:
+        """A client is gone."""
+        from vllm.v1.request import RequestStatus
+
+        self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
+        self.said.pop(name, None)
+
+    def step(self) -> None:
+        """Schedules, executes and tells the scheduler what was sampled, a step later where it is asynchronous."""
+        output = self.scheduler.schedule()
+        self.check()
+        self._flying.append((output, self._execute(output)))
+        while len(self._flying) > (self.lag if output.num_scheduled_tokens else 0):
+            self.scheduler.update_from_output(*self._flying.popleft())
+        self.check()
+
+    def run(self) -> None:
+        """Until nothing is left to do."""
+        while self.scheduler.requests:
+            self.step()
+
+    def _execute(self, output: Any) -> Any:
+        from vllm.v1.outputs import ModelRunnerOutput
+
+        self.begins = begins = self._follow(output)
+        names, sampled = list(output.num_scheduled_tokens), []
+        self.prepare(output)
+        for name in names:
+            begin, count = begins[name], output.num_scheduled_tokens[name]
+            tokens, slots = self.tokens[name], self.slots(name, begin + count)
+            assert begin + count <= len(tokens)
+            total = sum(self.kv[slot] for slot in slots[:begin]) % PRIME
+            for position in range(begin, begin + count):
+                self.kv[slots[position]] = made = row(tokens[position], position, total)
+                total = (total + made) % PRIME
+            self.computed[name] += count
+            sampled.append([])
+            if begin + count == len(tokens):
+                tokens.append(made % 1000)
+                sampled[-1].append(made % 1000)
+                if name in self.said:
+                    self.said[name].append(made % 1000)
+        return ModelRunnerOutput(names, {name: at for at, name in enumerate(names)}, sampled)
+
+    def prepare(self, output: Any) -> None:
+        """What a worker does in front of the forward pass."""
+
+    def slots(self, name: str, count: int) -> list[int]:
+        """Slots of a request's first tokens."""
+        return [self.tables[name][at // BLOCK] * BLOCK + at % BLOCK for at in range(count)]
+
+    def _follow(self, output: Any) -> dict[str, int]:
+        begins = {}
+        for new in output.scheduled_new_reqs:
+            self.tokens[new.req_id] = list(new.prefill_token_ids or new.prompt_token_ids)
+            self.tables[new.req_id] = list(new.block_ids[0])
+            begins[new.req_id] = new.num_computed_tokens
+        cached = output.scheduled_cached_reqs
+        for name, blocks, begin in zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True):
+            fresh = list(blocks[0]) if blocks else []
+            self.tables[name] = fresh if name in cached.resumed_req_ids else self.tables[name] + fresh
+            begins[name] = begin
+        return begins
+
+    def check(self) -> None:
+        """Recounts references."""
+        check_references(self.scheduler)
+
+
+def check_references(scheduler: Any) -> None:
+    """Recounts references to blocks: those of tables and of pins, and no others."""
+    manager = scheduler.kv_cache_manager.coordinator.single_type_managers[0]
+    held = Counter(block.block_id for table in manager.req_to_blocks.values() for block in table)
+    if scheduler.jumps is not None:
+        assert all(scheduler.jumps.pinned.values())
+        held.update(block.block_id for pins in scheduler.jumps.pinned.values() for block in pins.values())
+    blocks = [block for block in scheduler.block_pool.blocks if not block.is_null]
+    assert {block.block_id: block.ref_cnt for block in blocks if block.ref_cnt} == dict(held)
+    assert scheduler.block_pool.get_num_free_blocks() == sum(not block.ref_cnt for block in blocks)
+
+
+def lose(scheduler: Any, count: int, rng: random.Random) -> None:
+    """Some cached blocks that nobody holds are evicted, whichever."""
+    pool = scheduler.block_pool
+    cached = [block.block_id for block in pool.blocks if block.block_hash is not None and not block.ref_cnt]
+    pool.evict_blocks(set(rng.sample(cached, min(count, len(cached)))))
+
+
+def preempt(scheduler: Any, name: str) -> None:
+    """A running request has to start again, as where blocks are lacking."""
+    request = scheduler.requests[name]
+    scheduler.running.remove(request)
+    scheduler._preempt_request(request, 0.0)
+    check_references(scheduler)
