@@ -1,4 +1,4 @@
-"""Operators: a file each with its contract; kernels that several share are in _attention and _copy."""
+"""Operators: a file each with its contract; kernels in kernels, what several share in _attention and _copy."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ if "." not in __name__:
     raise ImportError(f"import pc.triton_ops, not {__name__}: operators are registered under the package's name")
 
 from ._checks import set_debug_mode
+from ._triton import INTERPRET, load_kernels
 from .attention_plan import attention_plan
 from .copy_blocks import copy_blocks, copy_blocks_list
 from .gather_blocks import gather_blocks, gather_blocks_list
@@ -64,3 +65,6 @@ __all__ = [
     "sparse_latent_attention_with_lse",
     "warmup",
 ]
+
+if INTERPRET:
+    load_kernels()

@@ -1,7 +1,7 @@
-"""What was chosen for a kind of call, found again; and whether a call may do without the dispatcher.
+"""Launch cache: reuses what was built for a call signature and skips the dispatcher when nothing observes the call.
 
 What metadata decide (kernels, grids, constants) is checked and chosen at the first call of a kind, which leaves a
-function that does the rest. The layers of a step are calls of a kind, and a decode is bound by what the host does for
+launch that does the rest. The layers of a step are calls of a kind, and a decode is bound by what the host does for
 each: a call found again does without the dispatcher, which takes 4 us for 17 arguments (torch 2.13, on a CPU).
 """
 
@@ -69,14 +69,6 @@ def aligned(*tensors: torch.Tensor | None) -> bool:
     return not bits & 15
 
 
-def _remember(memory: dict[object, T], key: object, value: T) -> T:
-    """Keeps a value, in place of all others once they are too many."""
-    if len(memory) >= MAX_REMEMBERED:
-        memory.clear()
-    memory[key] = value
-    return value
-
-
 def _guard(tensors: Tensors) -> Any:
     """Whose `check` tells in C++ whether tensors are like these in all but addresses; None where torch has none."""
     # It takes no tensor twice, and one that requires grad, met while grad mode is off, it takes for one met while on.
@@ -89,17 +81,25 @@ def _guard(tensors: Tensors) -> Any:
     return TensorGuards(*tensors, **lengths)
 
 
-_all: weakref.WeakSet[Memo[Any]] = weakref.WeakSet()
+def _remember(memory: dict[object, T], key: object, value: T) -> T:
+    """Keeps a value, in place of all others once they are too many."""
+    if len(memory) >= MAX_REMEMBERED:
+        memory.clear()
+    memory[key] = value
+    return value
+
+
+_all: weakref.WeakSet[LaunchCache[Any]] = weakref.WeakSet()
 
 
 def forget_choices() -> None:
     """Makes the next call of every operator choose anew: for whoever changes what choices rest on."""
-    for memo in [*_all]:
-        memo.clear()
+    for cache in [*_all]:
+        cache.clear()
 
 
-class Memo(Generic[T]):
-    """What was chosen for calls, by their options and by metadata and `of_addresses` of their tensors.
+class LaunchCache(Generic[T]):
+    """What was built for calls, by their options and by metadata and `of_addresses` of their tensors.
 
     A call like one of the last is told by a comparison in C++ of all that torch goes by: classes, metadata, modes,
     transforms and gradients. Options are all that matters besides: which optional tensors are given, for one. What
@@ -112,45 +112,41 @@ class Memo(Generic[T]):
         self._known: dict[object, T] = {}
         _all.add(self)
 
-    def find(self, options: object, tensors: Tensors) -> T | None:
-        """What was chosen for a call like one of the last; None if none was."""
-        for guard, addresses, choice in self._last.get(options, ()):
+    def lookup(self, options: object, tensors: Tensors) -> T | None:
+        """What was built for a call like one of the last; None if nothing was."""
+        for guard, addresses, built in self._last.get(options, ()):
             if guard.check(*tensors) and self._of_addresses(*tensors) == addresses:
-                return choice
+                return built
         return None
 
-    def add(self, options: object, tensors: Tensors, choice: T) -> None:
-        """Lets `find` know such calls, and nothing else."""
+    def insert(self, options: object, tensors: Tensors, built: T) -> None:
+        """Lets `lookup` know such calls."""
         if (guard := _guard(tensors)) is not None:
-            entry = (guard, self._of_addresses(*tensors), choice)
+            entry = (guard, self._of_addresses(*tensors), built)
             _remember(self._last, options, [entry, *self._last.get(options, ())[: _MAX_COMPARED - 1]])
 
-    def get(self, options: object, tensors: Tensors = ()) -> T | None:
-        """What was chosen for such a call; None if nothing was."""
-        choice = self.find(options, tensors)
-        if choice is None:
-            choice = self._known.get(self._key(options, tensors))
-            if choice is not None:
-                self.add(options, tensors, choice)
-        return choice
-
-    def keep(self, options: object, tensors: Tensors, choice: T) -> T:
-        """Remembers a choice, in place of all others once they are too many."""
-        _remember(self._known, self._key(options, tensors), choice)
-        self.add(options, tensors, choice)
-        return choice
+    def get_or(self, options: object, tensors: Tensors, build: Callable[[], T]) -> T:
+        """What was built for such a call, as far as metadata tell; else what `build` makes, remembered."""
+        if not tensors:
+            found = self._known.get(options)
+            return _remember(self._known, options, build()) if found is None else found
+        built = self.lookup(options, tensors)
+        if built is None:
+            metadata = [(t.shape, t.stride(), t.dtype, t.device) for t in tensors]
+            key = (options, self._of_addresses(*tensors), *metadata)
+            built = self._known.get(key)
+            if built is None:
+                built = _remember(self._known, key, build())
+            self.insert(options, tensors, built)
+        return built
 
     def clear(self) -> None:
         """Forgets all."""
         self._last.clear()
         self._known.clear()
 
-    def _key(self, options: object, tensors: Tensors) -> object:
-        metadata = [(t.shape, t.stride(), t.dtype, t.device) for t in tensors]
-        return (options, self._of_addresses(*tensors), *metadata)
 
-
-class _Way(Generic[T]):
+class _Passing:
     """One way of passing an operator's arguments, so many by position and these by name."""
 
     def __init__(self, passed: Sequence[str], hints: Mapping[str, object], defaults: Mapping[str, object]) -> None:
@@ -163,22 +159,22 @@ class _Way(Generic[T]):
         self._options = _picker([i for i in range(len(passed)) if i not in tensors])
         # A guard on tensors tells their types too.
         self._typed = _picker([i for i in range(len(passed)) if i not in self._required])
-        self._by_types: dict[object, tuple[Memo[T], Callable[[Values], Values]]] = {}
+        self._tensors: dict[object, Callable[[Values], Values]] = {}
 
     def values(self, passed: Values) -> Values:
         """All arguments in the signature's order."""
         values = passed + self._defaults
         return values if self._order is None else self._order(values)
 
-    def split(self, passed: Values) -> tuple[Memo[T], object, Values]:
-        """Memo of calls with these types, options, tensors; 5.0 and True equal 5 and 1 and are no window."""
+    def split(self, passed: Values) -> tuple[Values, Values]:
+        """Options of calls with such types, and tensors; 5.0 and True equal 5 and 1 and are no window."""
         types = tuple(map(type, self._typed(passed)))
-        found = self._by_types.get(types)
-        if found is None:
+        tensors_of = self._tensors.get(types)
+        if tensors_of is None:
             given = [i for i in self._optional if passed[i] is not None]
-            found = _remember(self._by_types, types, (Memo(), _picker([*self._required, *given])))
-        recent, tensors_of = found
-        return recent, self._options(passed), tensors_of(passed)
+            tensors_of = _remember(self._tensors, types, _picker([*self._required, *given]))
+        # There is one for these types and this way of passing them.
+        return (tensors_of, *self._options(passed)), tensors_of(passed)
 
 
 def is_launched(tensors: Tensors) -> bool:
@@ -187,54 +183,61 @@ def is_launched(tensors: Tensors) -> bool:
     return (first.is_cuda or (KERNELS_ON_CPU and first.is_cpu)) and all(type(t) is torch.Tensor for t in tensors)
 
 
-class ChosenOnce(Generic[R]):
-    """An operator on device tensors whose launch is chosen once for all calls of a kind.
+class CachedOp(Generic[R]):
+    """An operator on device tensors whose launch is built once for all calls of a kind.
 
-    `choose` takes the operator's arguments, all by position, checks their metadata and returns what runs on these and
+    `build` takes the operator's arguments, all by position, checks their metadata and returns what runs on these and
     all that differ from them in addresses and values only; it keeps none of them. `check` takes the same and looks at
-    values, every time that they may be read. `like` has the operator's parameters where `choose` has not.
+    values, every time that they may be read. `signature_of` has the operator's parameters where `build` has not.
     """
 
     def __init__(
         self,
-        choose: Callable[..., Callable[..., R]],
+        build: Callable[..., Callable[..., R]],
         check: Callable[..., object] | None = None,
-        like: Callable[..., object] | None = None,
+        signature_of: Callable[..., object] | None = None,
     ) -> None:
-        self._choose, self._check = choose, check
-        parameters = inspect.signature(like or choose).parameters
-        hints = typing.get_type_hints(like or choose)
+        self._build, self._check = build, check
+        parameters = inspect.signature(signature_of or build).parameters
+        hints = typing.get_type_hints(signature_of or build)
         self._hints = {name: hints[name] for name in parameters}
+        self._first = next(iter(self._hints))
         self._defaults = {name: p.default for name, p in parameters.items() if p.default is not p.empty}
-        self._chosen: Memo[Callable[..., R]] = Memo()
-        # What torch goes by is not the same inside of the dispatcher. Outside, the device must be the current one.
-        self._inside: dict[object, _Way[Callable[..., R]]] = {}
-        self._outside: dict[object, _Way[tuple[int | None, Callable[..., R]]]] = {}
+        self._ways: dict[object, _Passing] = {}
+        self._built: LaunchCache[Callable[..., R]] = LaunchCache()
+        # What torch goes by is not the same within the dispatcher. Without it, the device must be the current one.
+        self._inside: LaunchCache[Callable[..., R]] = LaunchCache()
+        self._outside: LaunchCache[tuple[int | None, Callable[..., R]]] = LaunchCache()
 
     def __call__(self, *args: Any, **kwargs: Any) -> R:
         """Runs the operator on arguments that the dispatcher has looked at."""
-        way = self._way(self._inside, args, kwargs)
+        way = self._way(args, kwargs)
         assert way is not None
         passed = (*args, *kwargs.values())
-        recent, options, tensors = way.split(passed)
+        options, tensors = way.split(passed)
         values = way.values(passed)
-        launch = recent.find(options, tensors)
+        launch = self._inside.lookup(options, tensors)
         if launch is None:
             launch = self.launch_for(values)
-            recent.add(options, tensors, launch)
+            self._inside.insert(options, tensors, launch)
         if self._check is not None and reads_values(tensors[0]):
             self._check(*values)
         return launch(*values)
 
-    def find(self, args: Values, kwargs: Mapping[str, Any]) -> tuple[Callable[..., R], Values] | None:
+    def serves(self, args: Values, kwargs: Mapping[str, Any]) -> bool:
+        """Whether kernels run on a call, as far as its first tensor tells."""
+        first = args[0] if args else kwargs.get(self._first)
+        return isinstance(first, torch.Tensor) and (first.is_cuda or (KERNELS_ON_CPU and first.is_cpu))
+
+    def lookup(self, args: Values, kwargs: Mapping[str, Any]) -> tuple[Callable[..., R], Values] | None:
         """What runs an unwatched call like one of the last on the current device, and its arguments; else None."""
-        way = self._outside.get((len(args), *kwargs) if kwargs else len(args))
+        way = self._ways.get((len(args), *kwargs) if kwargs else len(args))
         if way is None:
             return None
         passed = (*args, *kwargs.values()) if kwargs else args
         try:
-            recent, options, tensors = way.split(passed)
-            found = recent.find(options, tensors)
+            options, tensors = way.split(passed)
+            found = self._outside.lookup(options, tensors)
         except TypeError:  # not what the operator takes; the dispatcher says so
             return None
         if found is None:
@@ -247,37 +250,36 @@ class ChosenOnce(Generic[R]):
             self._check(*values)
         return launch, values
 
-    def learn(self, args: Values, kwargs: Mapping[str, Any]) -> None:
-        """Lets `find` know an unwatched call that went well through the dispatcher."""
-        way = self._way(self._outside, args, kwargs)
+    def insert(self, args: Values, kwargs: Mapping[str, Any]) -> None:
+        """Lets `lookup` know an unwatched call that went well through the dispatcher."""
+        way = self._way(args, kwargs)
         if way is None:
             return
         passed = (*args, *kwargs.values())
-        recent, options, tensors = way.split(passed)
+        options, tensors = way.split(passed)
         if is_launched(tensors):
-            recent.add(options, tensors, (tensors[0].device.index, self.launch_for(way.values(passed))))
+            self._outside.insert(options, tensors, (tensors[0].device.index, self.launch_for(way.values(passed))))
 
-    def _way(self, ways: dict[object, _Way[T]], args: Values, kwargs: Mapping[str, Any]) -> _Way[T] | None:
+    def _way(self, args: Values, kwargs: Mapping[str, Any]) -> _Passing | None:
         """How arguments are passed; None where they do not fit the signature."""
         key = (len(args), *kwargs) if kwargs else len(args)
-        way = ways.get(key)
+        way = self._ways.get(key)
         if way is None:
             passed = [*list(self._hints)[: len(args)], *kwargs]
             left = self._hints.keys() - {*passed}
             if len(args) + len(kwargs) + len(left) != len(self._hints) or not left <= self._defaults.keys():
                 return None
-            way = _remember(ways, key, _Way(passed, self._hints, self._defaults))
+            way = _remember(self._ways, key, _Passing(passed, self._hints, self._defaults))
         return way
 
     def launch_for(self, values: Values) -> Callable[..., R]:
-        """What runs a call, chosen by its metadata; however arguments are passed it is one."""
+        """What runs a call, built by its metadata; however arguments are passed it is one."""
         tensors = [value for value in values if isinstance(value, torch.Tensor)]
+        # Metadata do not tell of gradients, which `build` may refuse.
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+            return self._build(*values)
         options = tuple([torch.Tensor if isinstance(value, torch.Tensor) else value for value in values])
-        launch = self._chosen.get(options, tensors)
-        # Metadata do not tell of gradients, which `choose` may refuse.
-        if launch is None or (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)):
-            launch = self._chosen.keep(options, tensors, self._choose(*values))
-        return launch
+        return self._built.get_or(options, tensors, lambda: self._build(*values))
 
 
 def _picker(places: Sequence[int]) -> Callable[[Values], Values]:

@@ -22,7 +22,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 
 from ._checks import bad_argument, describe
-from ._dispatch import ChosenOnce, is_watched
+from ._dispatch import CachedOp, is_watched
 from ._triton import KERNELS_ON_CPU
 
 # "pc", or what a copy of the package is imported as: their operators do not meet.
@@ -70,11 +70,11 @@ def operator(
 
     Args:
         cpu: Runs on CPU tensors, unless kernels do (`_triton.KERNELS_ON_CPU`).
-        launch: Runs where kernels do; if it is `ChosenOnce`, calls that it knows do without the dispatcher.
+        launch: Runs where kernels do; if it is `CachedOp`, calls that it knows do without the dispatcher.
         mutates: The parameters that are written to.
         direct: Unwatched calls on CPU tensors go to `cpu` without the dispatcher; `cpu` checks all by itself.
         bind: Makes one object of the parameters' names and of positional and named arguments; `cpu` and a `launch` that
-            is not `ChosenOnce` then take that object in place of the function's arguments.
+            is not `CachedOp` then take that object in place of the function's arguments.
         like: Operators whose docstrings say what the function's own does not: see `inherited_doc`.
     """
 
@@ -84,7 +84,7 @@ def operator(
         signature = _Signature(fake)
         name = fake.__name__
         on_device = launch
-        if bind is not None and not isinstance(launch, ChosenOnce):
+        if bind is not None and not isinstance(launch, CachedOp):
             on_device = _bound(launch, bind, tuple(signature.types))
         on_cpu = cpu if bind is None else _bound(cpu, bind, tuple(signature.types))
         if KERNELS_ON_CPU:
@@ -96,7 +96,7 @@ def operator(
             schema = signature.schema(mutates, with_out=True)
             _register(f"{name}.out", schema, _without_result(on_cpu), _without_result(on_device), _nothing)
             call = _choosing_out(call, getattr(operators, name).out, len(signature.types))
-        chosen = launch if isinstance(launch, ChosenOnce) else None
+        chosen = launch if isinstance(launch, CachedOp) else None
         return _forwarding(fake, call, signature, on_cpu if direct and not KERNELS_ON_CPU else None, chosen)
 
     return decorate
@@ -212,7 +212,7 @@ def _forwarding(
     call: Callable[P, R],
     signature: _Signature,
     direct: Callable[P, R] | None,
-    chosen: ChosenOnce[R] | None,
+    chosen: CachedOp[R] | None,
 ) -> Callable[P, R]:
     """The public function: calls the operator, and says in a line what is wrong with arguments that torch refuses.
 
@@ -226,13 +226,14 @@ def _forwarding(
         if not is_watched():
             if direct is not None and not kwargs and _are_on_cpu(args):
                 return direct(*args, **kwargs)
-            known = chosen
-            if known is not None and (found := known.find(args, kwargs)) is not None:
-                return found[0](*found[1])
+            if chosen is not None and chosen.serves(args, kwargs):
+                known = chosen
+                if (found := known.lookup(args, kwargs)) is not None:
+                    return found[0](*found[1])
         try:
             result = call(*args, **kwargs)
             if known is not None:
-                known.learn(args, kwargs)
+                known.insert(args, kwargs)
             return result
         except (RuntimeError, TypeError) as error:
             # The dispatcher's own refusal is a page long and holds the schema.

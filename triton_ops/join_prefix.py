@@ -25,18 +25,17 @@ from ._checks import (
     reads_values,
 )
 from ._copy import cpu
-from ._copy.kernel import launch_move_rows
-from ._dispatch import Memo, aligned
-from ._kernel import KernelLaunch
+from ._copy.launch import launch_move_rows
+from ._dispatch import LaunchCache, aligned
+from ._launch import Launch
 from ._library import operator
-from ._triton import tl, triton
 from .gather_blocks import gather_blocks_list
 
 _FEW_SEQUENCES, _LONG_SEQUENCE = 8, 1 << 18
 """How many sequences, or bytes of one, the CPU joins one by one: a few calls each, but whole blocks and no map."""
 _ROWS_A_PROGRAM = 128
 
-_launches: Memo[KernelLaunch] = Memo()
+_launches: LaunchCache[Launch] = LaunchCache()
 
 
 class Join(NamedTuple):
@@ -133,52 +132,6 @@ def join_map_cpu(call: Join, block_size: int) -> torch.Tensor:
     return rows
 
 
-@triton.jit
-def _bisect(values, target, low, high, steps):
-    """First index in [low, high) whose value is above target, else high; `steps` halvings suffice."""
-    for _ in range(steps):
-        middle = (low + high) // 2
-        open_ = low < high
-        above = tl.load(values + middle, mask=open_, other=0) > target
-        low = tl.where(open_ & (above == 0), middle + 1, low)
-        high = tl.where(open_ & above, middle, high)
-    return low
-
-
-@triton.jit(do_not_specialize=["num_seqs", "num_rows", "max_blocks", "block_size", "seq_steps", "token_steps"])
-def _join_map_kernel(
-    rows,  # [num_rows] int64, written
-    block_tables,  # [num_seqs, max_blocks]
-    seq_ends,  # [num_seqs] int64, cumulated lengths
-    query_start_loc,  # [num_seqs + 1]
-    new_positions,  # [num_tokens] or None
-    num_seqs, num_rows, max_blocks, block_size, seq_steps, token_steps, stride_bs, stride_bb,
-    TILE: tl.constexpr,
-):  # fmt: skip
-    """Grid (tiles of rows,)."""
-    offs = tl.cast(tl.program_id(0), tl.int64) * TILE + tl.arange(0, TILE)
-    low = tl.zeros([TILE], tl.int64)
-    sequence = _bisect(seq_ends, offs, low, low + num_seqs, seq_steps)
-    live = (offs < num_rows) & (sequence < num_seqs)
-    begin = tl.load(seq_ends + sequence - 1, mask=live & (sequence > 0), other=0)
-    end = tl.load(seq_ends + sequence, mask=live, other=0)
-    first_token = tl.cast(tl.load(query_start_loc + sequence, mask=live, other=0), tl.int64)
-    last_token = tl.cast(tl.load(query_start_loc + sequence + 1, mask=live, other=0), tl.int64)
-    position = offs - begin
-    if new_positions is None:
-        token = last_token - (end - offs)
-        is_new = live & (token >= first_token)
-    else:
-        token = _bisect(new_positions, position, first_token, last_token, token_steps) - 1
-        found = live & (token >= first_token)
-        is_new = found & (tl.load(new_positions + token, mask=found, other=-1) == position)
-    block = position // block_size
-    cached = live & (is_new == 0) & (block < max_blocks)
-    number = tl.cast(tl.load(block_tables + sequence * stride_bs + block * stride_bb, mask=cached, other=-1), tl.int64)
-    slot = tl.where(number >= 0, number * block_size + position % block_size, -1)
-    tl.store(rows + offs, tl.where(is_new, -2 - token, slot), mask=offs < num_rows)
-
-
 def launch_join_map(call: Join, block_size: int) -> torch.Tensor:
     """The map of `join_map_cpu` by kernel, without waiting for the device."""
     _, block_tables, seq_lens, _, query_start_loc, num_rows, new_positions = call
@@ -193,17 +146,21 @@ def launch_join_map(call: Join, block_size: int) -> torch.Tensor:
     dtypes = [None if tensor is None else tensor.dtype for tensor in (block_tables, starts, positions)]
     is_aligned = aligned(rows, block_tables, ends, starts, positions)
     options = (is_aligned, *dtypes, block_tables.stride(), rows.device)
-    launch = _launches.get(options)
-    if launch is None:
-        launch = _launches.keep(options, (), KernelLaunch({"TILE": _ROWS_A_PROGRAM}, 4, None, is_aligned))
+    launch = _launches.get_or(options, (), lambda: _build_map_launch(is_aligned))
     steps = (num_seqs.bit_length(), 0 if positions is None else positions.shape[0].bit_length())
-    launch.launch(
-        _join_map_kernel,
-        (-(-num_rows // _ROWS_A_PROGRAM), 1, 1),
+    launch(
         (rows, block_tables, ends, starts, positions),
+        None,
+        (-(-num_rows // _ROWS_A_PROGRAM), 1, 1),
         (num_seqs, num_rows, block_tables.shape[1], block_size, *steps, *block_tables.stride()),
     )
     return rows
+
+
+def _build_map_launch(is_aligned: bool) -> Launch:
+    from .kernels.join_prefix import _join_map_kernel
+
+    return Launch(_join_map_kernel, {"TILE": _ROWS_A_PROGRAM}, reusable=is_aligned)
 
 
 def _result_device(cache: torch.Tensor, seq_lens: torch.Tensor, new: torch.Tensor) -> torch.device:

@@ -14,10 +14,10 @@ import torch
 
 from ._attention.constants import next_power_of_2
 from ._checks import FLOATS, bad_argument, check_last_dim, check_tensor, refuse_grad
-from ._dispatch import ChosenOnce, aligned
-from ._kernel import Grid, KernelLaunch
+from ._dispatch import CachedOp, aligned
+from ._launch import Launch
 from ._library import operator
-from ._triton import require_triton, tl, triton
+from ._triton import require_triton
 
 _PIECE_ELEMENTS = 1 << 18
 
@@ -64,46 +64,15 @@ def merge_attention_cpu(
     return out, lse.contiguous()
 
 
-@triton.jit(do_not_specialize=["num_rows"])
-def _merge_attention_kernel(
-    out_ptr, lse_ptr,  # [num_tokens, NUM_HEADS, HEAD_DIM], [num_tokens, NUM_HEADS]
-    out_a_ptr, lse_a_ptr, out_b_ptr, lse_b_ptr,
-    num_rows,
-    stride_at, stride_ah, stride_lat, stride_lah, stride_bt, stride_bh, stride_lbt, stride_lbh,
-    NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    """Grid (row tiles,), a row being one token and one head."""
-    row = tl.cast(tl.program_id(0), tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
-    offs_d = tl.arange(0, BLOCK_D)
-    token = row // NUM_HEADS
-    head = row % NUM_HEADS
-    mask_r = row < num_rows
-    lse_a = tl.load(lse_a_ptr + token * stride_lat + head * stride_lah, mask=mask_r, other=0.0)
-    lse_b = tl.load(lse_b_ptr + token * stride_lbt + head * stride_lbh, mask=mask_r, other=0.0)
-    top = tl.maximum(lse_a, lse_b)
-    safe = tl.where(top == float("-inf"), 0.0, top)
-    weight_a = tl.exp(lse_a - safe)
-    weight_b = tl.exp(lse_b - safe)
-    total = weight_a + weight_b
-    total = tl.where(total == 0, 1.0, total)
-    # Where a weight is 0 its operand is not read, whatever it holds.
-    mask_a = (weight_a > 0)[:, None] & mask_r[:, None] & (offs_d[None, :] < HEAD_DIM)
-    mask_b = (weight_b > 0)[:, None] & mask_r[:, None] & (offs_d[None, :] < HEAD_DIM)
-    a = tl.load(out_a_ptr + (token * stride_at + head * stride_ah)[:, None] + offs_d[None, :], mask=mask_a, other=0.0)
-    b = tl.load(out_b_ptr + (token * stride_bt + head * stride_bh)[:, None] + offs_d[None, :], mask=mask_b, other=0.0)
-    merged = a.to(tl.float32) * (weight_a / total)[:, None] + b.to(tl.float32) * (weight_b / total)[:, None]
-    mask = mask_r[:, None] & (offs_d[None, :] < HEAD_DIM)
-    tl.store(out_ptr + row[:, None] * HEAD_DIM + offs_d[None, :], merged.to(out_ptr.dtype.element_ty), mask=mask)
-    tl.store(lse_ptr + row, top + tl.log(total), mask=mask_r)
-
-
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 
-def choose_merge(
+def build_merge_launch(
     out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor, dtype: torch.dtype
 ) -> Callable[..., Pair]:
     """What merges such results on the device, into one in `dtype`."""
+    from .kernels.merge_attention import _merge_attention_kernel
+
     num_tokens, num_heads, head_dim = out_a.shape
     num_rows = num_tokens * num_heads if head_dim else 0
     block_d = next_power_of_2(max(1, head_dim))
@@ -111,27 +80,33 @@ def choose_merge(
     constexprs = {"NUM_HEADS": num_heads, "HEAD_DIM": head_dim, "BLOCK_R": block_r, "BLOCK_D": block_d}
     tensors = (out_a, lse_a, out_b, lse_b)
     strides = [stride for tensor in tensors for stride in tensor.stride()[:2]]
-    launch = KernelLaunch(constexprs, 4, None, aligned(*tensors))
-    return functools.partial(_launch, Grid(launch, (-(-num_rows // block_r), 1, 1), (num_rows, *strides)), dtype)
+    programs, is_aligned = (-(-num_rows // block_r), 1, 1), aligned(*tensors)
+    launch = Launch(_merge_attention_kernel, constexprs, programs, (num_rows, *strides), reusable=is_aligned)
+    return functools.partial(_launch, launch, dtype)
 
 
 def _launch(
-    grid: Grid, dtype: torch.dtype, out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor
+    launch: Launch,
+    dtype: torch.dtype,
+    out_a: torch.Tensor,
+    lse_a: torch.Tensor,
+    out_b: torch.Tensor,
+    lse_b: torch.Tensor,
 ) -> Pair:
     out = torch.empty(out_a.shape, dtype=dtype, device=out_a.device)
     lse = torch.empty(out_a.shape[:2], dtype=torch.float32, device=out_a.device)
-    if grid.programs[0]:
-        grid.run(_merge_attention_kernel, (out, lse, out_a, lse_a, out_b, lse_b))
+    if launch.programs[0]:
+        launch((out, lse, out_a, lse_a, out_b, lse_b))
     return out, lse
 
 
-def _choose(out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor) -> Callable[..., Pair]:
+def _build(out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor) -> Callable[..., Pair]:
     require_triton("merge_attention")
     _check(out_a, lse_a, out_b, lse_b)
-    return choose_merge(out_a, lse_a, out_b, lse_b, out_a.dtype)
+    return build_merge_launch(out_a, lse_a, out_b, lse_b, out_a.dtype)
 
 
-_launch_merge_attention = ChosenOnce(_choose)
+_launch_merge_attention = CachedOp(_build)
 
 
 @operator(cpu=merge_attention_cpu, launch=_launch_merge_attention)

@@ -25,12 +25,12 @@ from ._checks import (
     lowest_entry,
     refuse_grad,
 )
-from ._dispatch import Memo, aligned
-from ._kernel import KernelLaunch
+from ._dispatch import LaunchCache, aligned
+from ._launch import Launch
 from ._library import operator
 from ._quantize import CODES, as_codes, code_kind
-from ._triton import require_triton, tl, triton
-from .rotate_keys import LAYOUT, load_keys, pair_columns, store_keys, turn_pairs, turns
+from ._triton import require_triton
+from .rotate_keys import LAYOUT, turn_pairs, turns
 
 
 class _Move(NamedTuple):
@@ -99,63 +99,7 @@ def _move_slots_cpu(call: _Move) -> None:
         as_codes(cache)[target_at] = moved
 
 
-@triton.jit
-def _move_slots_kernel(
-    key_ptr, value_ptr,  # [num_blocks, BLOCK_SIZE, KV_HEADS, HEAD_DIM and VALUE_DIM]
-    source_ptr, target_ptr,  # [n]
-    cos_ptr, sin_ptr,  # [n, HALF]
-    stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh,
-    KIND: tl.constexpr, IS_NEOX: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, FIRST: tl.constexpr, HALF: tl.constexpr,
-    BLOCK_H: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
-):  # fmt: skip
-    """Grid (n, tiles of heads): one token's keys and values."""
-    move = tl.cast(tl.program_id(0), tl.int64)
-    source = tl.cast(tl.load(source_ptr + move), tl.int64)
-    target = tl.cast(tl.load(target_ptr + move), tl.int64)
-    if target >= 0:
-        offs_h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
-        writes = offs_h < KV_HEADS
-        reads = offs_h < tl.where(source >= 0, KV_HEADS, 0)
-        source = tl.maximum(source, 0)
-        heads = offs_h.to(tl.int64) * stride_kh
-        read_ptrs = key_ptr + (source // BLOCK_SIZE * stride_kb + source % BLOCK_SIZE * stride_kt + heads)[:, None]
-        write_ptrs = key_ptr + (target // BLOCK_SIZE * stride_kb + target % BLOCK_SIZE * stride_kt + heads)[:, None]
-        if HALF > 0:
-            pair = tl.arange(0, BLOCK_P)
-            mask_p = pair < HALF
-            first, second = pair_columns(pair, IS_NEOX, FIRST, HALF)
-            cos = tl.load(cos_ptr + move * HALF + pair, mask=mask_p, other=1.0)[None, :]
-            sin = tl.load(sin_ptr + move * HALF + pair, mask=mask_p, other=0.0)[None, :]
-            mask = reads[:, None] & mask_p[None, :]
-            a = load_keys(read_ptrs + first[None, :], mask, KIND)
-            b = load_keys(read_ptrs + second[None, :], mask, KIND)
-        if HEAD_DIM > 2 * HALF:
-            offs_d = tl.arange(0, BLOCK_D)
-            mask_d = (((offs_d < FIRST) | (offs_d >= FIRST + 2 * HALF)) & (offs_d < HEAD_DIM))[None, :]
-            x = tl.load(read_ptrs + offs_d[None, :], mask=reads[:, None] & mask_d, other=0)
-        if VALUE_DIM > 0:
-            offs_v = tl.arange(0, BLOCK_V)
-            mask_v = (offs_v < VALUE_DIM)[None, :]
-            rows = value_ptr + (offs_h.to(tl.int64) * stride_vh)[:, None] + offs_v[None, :]
-            v = tl.load(
-                rows + (source // BLOCK_SIZE * stride_vb + source % BLOCK_SIZE * stride_vt),
-                mask=reads[:, None] & mask_v, other=0,
-            )  # fmt: skip
-        # A token may be its own target, and several threads may hold the same pair.
-        tl.debug_barrier()
-        if HALF > 0:
-            mask = writes[:, None] & mask_p[None, :]
-            store_keys(write_ptrs + first[None, :], a * cos - b * sin, mask, KIND)
-            store_keys(write_ptrs + second[None, :], b * cos + a * sin, mask, KIND)
-        if HEAD_DIM > 2 * HALF:
-            tl.store(write_ptrs + offs_d[None, :], x, mask=writes[:, None] & mask_d)
-        if VALUE_DIM > 0:
-            place = target // BLOCK_SIZE * stride_vb + target % BLOCK_SIZE * stride_vt
-            tl.store(rows + place, v, mask=writes[:, None] & mask_v)
-
-
-_moves: Memo[tuple[KernelLaunch, int]] = Memo()
+_moves: LaunchCache[Launch] = LaunchCache()
 
 
 def _launch_move_slots(call: _Move) -> None:
@@ -169,20 +113,18 @@ def _launch_move_slots(call: _Move) -> None:
     cos, sin = turns(deltas, own)
     tensors = (keys, keys if values is None else values, sources, targets, cos, sin)
     kind = (is_neox, first, values is None)
-    chosen = _moves.get(kind, tensors)
-    if chosen is None:
-        value_dim = 0 if values is None else values.shape[3]
-        chosen = _moves.keep(kind, tensors, _choose_move(keys, value_dim, cos.shape[1], is_neox, first, tensors))
-    launch, tiles = chosen
-    codes = (as_codes(tensors[0]), as_codes(tensors[1]), *tensors[2:])
-    strides = (*tensors[0].stride()[:3], *tensors[1].stride()[:3])
-    launch.launch(_move_slots_kernel, (sources.shape[0], tiles, 1), codes, strides)
+    value_dim = 0 if values is None else values.shape[3]
+    launch = _moves.get_or(
+        kind, tensors, lambda: _build_move_launch(keys, value_dim, cos.shape[1], is_neox, first, tensors)
+    )
+    launch((as_codes(tensors[0]), as_codes(tensors[1]), *tensors[2:]))
 
 
-def _choose_move(
+def _build_move_launch(
     keys: torch.Tensor, value_dim: int, half: int, is_neox: bool, first: int, tensors: tuple[torch.Tensor, ...]
-) -> tuple[KernelLaunch, int]:
-    """The kernel's constants, and how many tiles the heads of a token are."""
+) -> Launch:
+    from .kernels.move_slots import _move_slots_kernel
+
     _, block_size, kv_heads, head_dim = keys.shape
     widest = max(next_power_of_2(x) for x in (max(half, 1), head_dim if head_dim > 2 * half else 1, max(value_dim, 1)))
     block_h = min(next_power_of_2(kv_heads), max(1, 2048 // widest))
@@ -200,7 +142,9 @@ def _choose_move(
         "BLOCK_D": next_power_of_2(head_dim),
         "BLOCK_V": next_power_of_2(max(value_dim, 1)),
     }
-    return KernelLaunch(constexprs, 4, None, aligned(*tensors)), -(-kv_heads // block_h)
+    programs = (tensors[2].shape[0], -(-kv_heads // block_h), 1)
+    strides = (*tensors[0].stride()[:3], *tensors[1].stride()[:3])
+    return Launch(_move_slots_kernel, constexprs, programs, strides, reusable=aligned(*tensors))
 
 
 @operator(

@@ -24,11 +24,11 @@ from ._checks import (
     lowest_entry,
     refuse_grad,
 )
-from ._dispatch import ChosenOnce, aligned
-from ._kernel import Grid, KernelLaunch, kernel
+from ._dispatch import CachedOp, aligned
+from ._launch import Launch
 from ._library import operator
-from ._quantize import as_codes, code_kind, equal_scales, quantize, refuse_nan, scale_kind, to_code
-from ._triton import require_triton, tl
+from ._quantize import as_codes, code_kind, equal_scales, quantize, refuse_nan, scale_kind
+from ._triton import require_triton
 
 
 class CacheWrite(NamedTuple):
@@ -91,66 +91,10 @@ def reshape_and_cache_cpu(write: CacheWrite) -> None:
             cache[slot_mapping // block_size, slot_mapping % block_size] = source
 
 
-class WrittenTensors(NamedTuple):
-    """What a cache write reads and writes."""
-
-    key_ptr: Any  # [num_tokens, KV_HEADS, HEAD_DIM]
-    value_ptr: Any  # [num_tokens, KV_HEADS, VALUE_DIM]
-    key_cache_ptr: Any  # [num_blocks, BLOCK_SIZE, KV_HEADS, HEAD_DIM]
-    value_cache_ptr: Any  # [num_blocks, BLOCK_SIZE, KV_HEADS, VALUE_DIM]
-    slots_ptr: Any  # [num_tokens]
-    k_scale_ptr: Any
-    v_scale_ptr: Any
-
-
-class WrittenStrides(NamedTuple):
-    """Elements from token and head, and in the caches from block, slot and head, to the next."""
-
-    stride_kt: int
-    stride_kh: int
-    stride_vt: int
-    stride_vh: int
-    stride_kcb: int
-    stride_kct: int
-    stride_kch: int
-    stride_vcb: int
-    stride_vct: int
-    stride_vch: int
-
-
-@kernel(["num_rows"], tensors=WrittenTensors, strides=WrittenStrides)
-def _reshape_and_cache_kernel(
-    tensors, num_rows, strides,
-    KIND: tl.constexpr, SCALES: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    """Grid (row tiles,), a row being one token and one head; key and value."""
-    row = tl.cast(tl.program_id(0), tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
-    offs_d = tl.arange(0, BLOCK_D)
-    token = row // KV_HEADS
-    head = row % KV_HEADS
-    slot = tl.load(tensors.slots_ptr + token, mask=row < num_rows, other=-1)
-    block = slot // BLOCK_SIZE
-    offset = slot % BLOCK_SIZE
-    mask_k = (slot >= 0)[:, None] & (offs_d[None, :] < HEAD_DIM)
-    mask_v = (slot >= 0)[:, None] & (offs_d[None, :] < VALUE_DIM)
-    k_ptrs = tensors.key_ptr + (token * strides.stride_kt + head * strides.stride_kh)[:, None] + offs_d[None, :]
-    k = tl.load(k_ptrs, mask=mask_k, other=0.0)
-    v_ptrs = tensors.value_ptr + (token * strides.stride_vt + head * strides.stride_vh)[:, None] + offs_d[None, :]
-    v = tl.load(v_ptrs, mask=mask_v, other=0.0)
-    if SCALES > 0:
-        k_scale = tl.load(tensors.k_scale_ptr + head * (SCALES - 1), mask=slot >= 0, other=1.0).to(tl.float32)
-        v_scale = tl.load(tensors.v_scale_ptr + head * (SCALES - 1), mask=slot >= 0, other=1.0).to(tl.float32)
-        k = to_code(k.to(tl.float32), k_scale[:, None], KIND)
-        v = to_code(v.to(tl.float32), v_scale[:, None], KIND)
-    k_row = block * strides.stride_kcb + offset * strides.stride_kct + head * strides.stride_kch
-    v_row = block * strides.stride_vcb + offset * strides.stride_vct + head * strides.stride_vch
-    tl.store(tensors.key_cache_ptr + k_row[:, None] + offs_d[None, :], k, mask=mask_k)
-    tl.store(tensors.value_cache_ptr + v_row[:, None] + offs_d[None, :], v, mask=mask_v)
-
-
-def _choose_write(*values: Any) -> Callable[..., None]:
+def _build_write(*values: Any) -> Callable[..., None]:
     require_triton("reshape_and_cache")
+    from .kernels.reshape_and_cache import _reshape_and_cache_kernel
+
     write = CacheWrite(*values)
     check_write(write)
     key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale = write
@@ -170,12 +114,13 @@ def _choose_write(*values: Any) -> Callable[..., None]:
     num_rows = num_tokens * kv_heads
     strides = (*key.stride()[:2], *value.stride()[:2], *key_cache.stride()[:3], *value_cache.stride()[:3])
     programs = (-(-num_rows // block_r), 1, 1)
-    grid = Grid(KernelLaunch(constexprs, 4, None, aligned(*write)), programs, (num_rows, *strides))
-    return functools.partial(_write, grid, kv_heads, slot_mapping.is_contiguous())
+    is_aligned = aligned(*write)
+    launch = Launch(_reshape_and_cache_kernel, constexprs, programs, (num_rows, *strides), reusable=is_aligned)
+    return functools.partial(_write, launch, kv_heads, slot_mapping.is_contiguous())
 
 
-def _write(grid: Grid, kv_heads: int, is_packed: bool, *values: Any) -> None:
-    if grid.programs[0] == 0:
+def _write(launch: Launch, kv_heads: int, is_packed: bool, *values: Any) -> None:
+    if launch.programs[0] == 0:
         return
     key, value, key_cache, value_cache, slots, k_scale, v_scale = values
     scales: tuple[torch.Tensor | None, ...] = (key, key)
@@ -183,11 +128,11 @@ def _write(grid: Grid, kv_heads: int, is_packed: bool, *values: Any) -> None:
         scales = equal_scales(k_scale, v_scale, kv_heads)
         key_cache, value_cache = as_codes(key_cache), as_codes(value_cache)
     slots = slots if is_packed else slots.contiguous()
-    grid.run(_reshape_and_cache_kernel, (key, value, key_cache, value_cache, slots, *scales))
+    launch((key, value, key_cache, value_cache, slots, *scales))
 
 
-_launch_reshape_and_cache = ChosenOnce(
-    _choose_write, lambda *values: check_write_values(CacheWrite(*values)), like=CacheWrite
+_launch_reshape_and_cache = CachedOp(
+    _build_write, lambda *values: check_write_values(CacheWrite(*values)), signature_of=CacheWrite
 )
 
 

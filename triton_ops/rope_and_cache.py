@@ -19,15 +19,13 @@ import torch
 
 from ._attention.constants import next_power_of_2
 from ._checks import FLOATS, INDEX_DTYPES, bad_argument, check_last_dim, check_tensor, describe, refuse_grad
-from ._dispatch import ChosenOnce, aligned
-from ._kernel import Grid, KernelLaunch, kernel
+from ._dispatch import CachedOp, aligned
+from ._launch import Launch
 from ._library import operator
-from ._quantize import as_codes, code_kind, equal_scales, scale_kind, to_code
-from ._triton import require_triton, tl, triton
+from ._quantize import as_codes, code_kind, equal_scales, scale_kind
+from ._triton import require_triton
 from .reshape_and_cache import (
     CacheWrite,
-    WrittenStrides,
-    WrittenTensors,
     check_write,
     check_write_values,
     reshape_and_cache,
@@ -116,87 +114,10 @@ def _rope_and_cache_cpu(call: _Rope) -> torch.Tensor:
     return rotate(call.query, cos, sin, call.interleaved)
 
 
-@triton.jit
-def _rotated_rows(
-    x_ptr, stride, heads, mask_h, cos_sin_row, ROTARY_DIM: tl.constexpr, INTERLEAVED: tl.constexpr,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    """Heads of one token, rotated, in float32."""
-    HALF: tl.constexpr = ROTARY_DIM // 2
-    offs_d = tl.arange(0, BLOCK_D)
-    rotary = offs_d < ROTARY_DIM
-    if INTERLEAVED:
-        angle = offs_d // 2
-        lower = offs_d % 2 == 0
-        partner = tl.where(lower, offs_d + 1, offs_d - 1)
-    else:
-        lower = offs_d < HALF
-        angle = tl.where(lower, offs_d, offs_d - HALF)
-        partner = tl.where(lower, offs_d + HALF, offs_d - HALF)
-    cos = tl.load(cos_sin_row + angle, mask=rotary, other=1.0).to(tl.float32)
-    sin = tl.load(cos_sin_row + HALF + angle, mask=rotary, other=0.0).to(tl.float32)
-    sin = tl.where(lower, -sin, sin)
-    row = x_ptr + heads.to(tl.int64)[:, None] * stride
-    mask = mask_h[:, None] & (offs_d[None, :] < HEAD_DIM)
-    x = tl.load(row + offs_d[None, :], mask=mask, other=0.0).to(tl.float32)
-    y = tl.load(row + partner[None, :], mask=mask_h[:, None] & rotary[None, :], other=0.0).to(tl.float32)
-    return x * cos[None, :] + y * sin[None, :]
-
-
-@kernel([], tensors=WrittenTensors, strides=WrittenStrides)
-def _rope_and_cache_kernel(
-    out_ptr,  # [num_tokens, NUM_HEADS, HEAD_DIM]
-    query_ptr,  # [num_tokens, NUM_HEADS, HEAD_DIM]
-    positions_ptr, cos_sin_ptr,  # [num_tokens], [max_positions, ROTARY_DIM]
-    tensors, stride_qt, stride_qh, strides,
-    KIND: tl.constexpr, SCALES: tl.constexpr, INTERLEAVED: tl.constexpr, ROTARY_DIM: tl.constexpr,
-    NUM_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr,
-    BLOCK_H: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    """Grid (num_tokens, head tiles of the query); the first head tile also writes the cache."""
-    token = tl.cast(tl.program_id(0), tl.int64)
-    offs_d = tl.arange(0, BLOCK_D)
-    cos_sin_row = cos_sin_ptr + tl.cast(tl.load(positions_ptr + token), tl.int64) * ROTARY_DIM
-    head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
-    mask_h = head < NUM_HEADS
-    q = _rotated_rows(
-        query_ptr + token * stride_qt, stride_qh, head, mask_h, cos_sin_row, ROTARY_DIM, INTERLEAVED, HEAD_DIM, BLOCK_D
-    )
-    tl.store(
-        out_ptr + (token * NUM_HEADS + head)[:, None] * HEAD_DIM + offs_d[None, :],
-        q.to(out_ptr.dtype.element_ty),
-        mask=mask_h[:, None] & (offs_d[None, :] < HEAD_DIM),
-    )
-    slot = tl.load(tensors.slots_ptr + token)
-    if (tl.program_id(1) == 0) & (slot >= 0):
-        block = slot // BLOCK_SIZE
-        offset = slot % BLOCK_SIZE
-        kv_head = tl.arange(0, BLOCK_K)
-        mask_k = kv_head < KV_HEADS
-        mask = mask_k[:, None] & (offs_d[None, :] < HEAD_DIM)
-        k = _rotated_rows(
-            tensors.key_ptr + token * strides.stride_kt, strides.stride_kh, kv_head, mask_k, cos_sin_row,
-            ROTARY_DIM, INTERLEAVED, HEAD_DIM, BLOCK_D,
-        ).to(tensors.key_ptr.dtype.element_ty)  # fmt: skip
-        kv_head = kv_head.to(tl.int64)
-        v = tl.load(
-            tensors.value_ptr + token * strides.stride_vt + kv_head[:, None] * strides.stride_vh + offs_d[None, :],
-            mask=mask,
-            other=0.0,
-        )
-        if SCALES > 0:
-            k_scale = tl.load(tensors.k_scale_ptr + kv_head * (SCALES - 1), mask=mask_k, other=1.0).to(tl.float32)
-            v_scale = tl.load(tensors.v_scale_ptr + kv_head * (SCALES - 1), mask=mask_k, other=1.0).to(tl.float32)
-            k = to_code(k.to(tl.float32), k_scale[:, None], KIND)
-            v = to_code(v.to(tl.float32), v_scale[:, None], KIND)
-        k_row = block * strides.stride_kcb + offset * strides.stride_kct + kv_head * strides.stride_kch
-        v_row = block * strides.stride_vcb + offset * strides.stride_vct + kv_head * strides.stride_vch
-        tl.store(tensors.key_cache_ptr + k_row[:, None] + offs_d[None, :], k, mask=mask)
-        tl.store(tensors.value_cache_ptr + v_row[:, None] + offs_d[None, :], v, mask=mask)
-
-
-def _choose_rope(*values: Any) -> Callable[..., torch.Tensor]:
+def _build_rope(*values: Any) -> Callable[..., torch.Tensor]:
     require_triton("rope_and_cache")
+    from .kernels.rope_and_cache import _rope_and_cache_kernel
+
     call = _Rope(*values)
     _check(call)
     num_tokens, num_heads, head_dim = call.query.shape
@@ -217,31 +138,32 @@ def _choose_rope(*values: Any) -> Callable[..., torch.Tensor]:
         "BLOCK_D": block_d,
     }
     packed = [stride for tensor in call[:3] for stride in tensor.stride()[:2]]
-    grid = Grid(
-        KernelLaunch(constexprs, 4, None, aligned(*call[:8], *call[9:])),
+    launch = Launch(
+        _rope_and_cache_kernel,
+        constexprs,
         (num_tokens, max(1, -(-num_heads // block_h)), 1),
         (*packed, *call.key_cache.stride()[:3], *call.value_cache.stride()[:3]),
+        reusable=aligned(*call[:8], *call[9:]),
     )
     out_shape = None if call.query.stride() == (num_heads * head_dim, head_dim, 1) else call.query.shape
-    return functools.partial(_rotate_and_write, grid, kv_heads, call.slot_mapping.is_contiguous(), out_shape)
+    return functools.partial(_rotate_and_write, launch, kv_heads, call.slot_mapping.is_contiguous(), out_shape)
 
 
 def _rotate_and_write(
-    grid: Grid, kv_heads: int, is_packed: bool, out_shape: Sequence[int] | None, *values: Any
+    launch: Launch, kv_heads: int, is_packed: bool, out_shape: Sequence[int] | None, *values: Any
 ) -> torch.Tensor:
     """Launches the kernel; out_shape None: the query is contiguous."""
     query, key, value, positions, cos_sin, key_cache, value_cache, slots, _, k_scale, v_scale = values
     # Of a contiguous tensor, half the time of `new_empty`.
     out: torch.Tensor = torch.empty_like(query) if out_shape is None else query.new_empty(out_shape)
-    if grid.programs[0] == 0:
+    if launch.programs[0] == 0:
         return out
     scales: tuple[torch.Tensor | None, ...] = (key, key)
     if k_scale is not None:
         scales = equal_scales(k_scale, v_scale, kv_heads)
         key_cache, value_cache = as_codes(key_cache), as_codes(value_cache)
     slots = slots if is_packed else slots.contiguous()
-    tensors = (out, query, positions, cos_sin, key, value, key_cache, value_cache, slots, *scales)
-    grid.run(_rope_and_cache_kernel, tensors)
+    launch((out, query, positions, cos_sin, key, value, key_cache, value_cache, slots, *scales))
     return out
 
 
@@ -251,7 +173,7 @@ def _check_given(*values: Any) -> None:
     check_write_values(call.write)
 
 
-_launch_rope_and_cache = ChosenOnce(_choose_rope, _check_given, like=_Rope)
+_launch_rope_and_cache = CachedOp(_build_rope, _check_given, signature_of=_Rope)
 
 
 @operator(

@@ -15,41 +15,21 @@ import torch
 
 from ._attention.call import TENSORS, AttentionCall
 from ._attention.checks import check_attention
-from ._attention.launch import Launch, attention_operator, choose_launch, choose_operator, with_lse
+from ._attention.launch import AttentionLaunch, attention_operator, choose_launch, choose_operator, with_lse
 from ._attention.layout import PlanShape
 from ._attention.plan import cached_with, launch_plan
-from ._dispatch import Memo, aligned
-from ._kernel import KernelLaunch, current_stream
-from ._triton import tl, triton
-from .merge_attention import Pair, choose_merge
+from ._dispatch import LaunchCache, aligned
+from ._launch import Launch, current_stream
+from .merge_attention import Pair, build_merge_launch
 from .paged_attention import paged_attention
 
-
-@triton.jit(do_not_specialize=["num_seqs", "num_tokens", "prefix_len"])
-def _shared_prefix_kernel(
-    positions_ptr,  # [num_tokens]
-    lens_ptr, bounds_ptr,  # [1], [2]: the prefix as one sequence
-    seq_lens_ptr, starts_ptr, num_seqs, num_tokens, prefix_len,
-    BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,
-):  # fmt: skip
-    """Grid (token tiles,): every query's absolute position."""
-    token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
-    seq = tl.zeros([BLOCK_T], tl.int32)
-    for base in range(0, num_seqs, BLOCK_S):
-        offs = base + tl.arange(0, BLOCK_S)
-        end = tl.load(starts_ptr + offs + 1, mask=offs < num_seqs, other=2147483647)
-        seq += tl.sum((end[None, :] <= token[:, None]).to(tl.int32), 1)
-    mask = (token < num_tokens) & (seq < num_seqs)
-    end = tl.load(starts_ptr + seq + 1, mask=mask, other=0)
-    seq_len = tl.load(seq_lens_ptr + seq, mask=mask, other=0)
-    tl.store(positions_ptr + token, seq_len - end + token, mask=token < num_tokens)
-    if tl.program_id(0) == 0:
-        tl.store(lens_ptr, prefix_len)
-        tl.store(bounds_ptr, 0)
-        tl.store(bounds_ptr + 1, tl.load(starts_ptr + num_seqs))
+_positions_launches: LaunchCache[Launch] = LaunchCache()
 
 
-_positions_launches: Memo[KernelLaunch] = Memo()
+def _build_positions_launch(is_aligned: bool) -> Launch:
+    from .kernels.shared_prefix import _shared_prefix_kernel
+
+    return Launch(_shared_prefix_kernel, {"BLOCK_T": 64, "BLOCK_S": 128}, reusable=is_aligned)
 
 
 class _Prefix:
@@ -69,14 +49,12 @@ class _Prefix:
     def fill(self, block_tables: torch.Tensor, seq_lens: torch.Tensor, query_start_loc: torch.Tensor) -> None:
         """Finds each query's position, and plans."""
         num_tokens, is_aligned = self.positions.shape[0], aligned(seq_lens, query_start_loc)
-        launch = _positions_launches.get((is_aligned, seq_lens.device))
-        if launch is None:
-            launch = KernelLaunch({"BLOCK_T": 64, "BLOCK_S": 128}, 4, None, is_aligned)
-            _positions_launches.keep((is_aligned, seq_lens.device), (), launch)
-        launch.launch(
-            _shared_prefix_kernel,
-            (-(-num_tokens // 64), 1, 1),
+        kind = (is_aligned, seq_lens.device)
+        launch = _positions_launches.get_or(kind, (), lambda: _build_positions_launch(is_aligned))
+        launch(
             (self.positions, self.lens, self.bounds, seq_lens, query_start_loc),
+            None,
+            (-(-num_tokens // 64), 1, 1),
             (seq_lens.shape[0], num_tokens, self._end),
         )
         tables = block_tables[:1, : self._num_blocks]
@@ -127,12 +105,17 @@ def _choose(names: tuple[str, ...], with_lse: bool, *values: Any) -> Callable[..
     # Positions do not ascend over sequences, so the queries are tiled, never decoded from a work list.
     prefix = choose_launch(_Prefix(call).call(call), out_dtype=torch.float32, tiled=True)
     out = torch.empty((*call.query.shape[:2], call.value_cache.shape[3]), dtype=torch.float32, device="meta")
-    merge = choose_merge(out, out[..., 0].contiguous(), out, out[..., 0].contiguous(), call.query.dtype)
+    merge = build_merge_launch(out, out[..., 0].contiguous(), out, out[..., 0].contiguous(), call.query.dtype)
     return functools.partial(_launch, names, with_lse, prefix, rest, merge)
 
 
 def _launch(
-    names: tuple[str, ...], with_lse: bool, prefix: Launch, rest: Launch, merge: Callable[..., Pair], *values: Any
+    names: tuple[str, ...],
+    with_lse: bool,
+    prefix: AttentionLaunch,
+    rest: AttentionLaunch,
+    merge: Callable[..., Pair],
+    *values: Any,
 ) -> Any:
     """Attention over the rest and over the prefix, and their merge."""
     call = AttentionCall.of(names, values, {})

@@ -33,12 +33,12 @@ from pc.triton_ops._attention.call import TENSORS, AttentionCall, LatentCall
 from pc.triton_ops._attention.constants import Architecture
 from pc.triton_ops._dispatch import forget_choices
 from pc.triton_ops._flash import append
-from pc.triton_ops._triton import load
+from pc.triton_ops._triton import load_kernels
 
 from ..harness import tables
 from . import sass
 
-load()  # kernels are found by their class, so that triton has to have made them
+load_kernels()  # which are found by their class
 
 # `pc.triton_ops.reshape_and_cache` is the function; the module of that name is where its launcher is.
 reshape_and_cache, rope_and_cache, rotate_keys, merge_attention, join_prefix, move_slots = (
@@ -219,7 +219,7 @@ def write_case(cache_dtype: torch.dtype | None = None, head_dim: int = 128) -> N
 
 def rows_case(row: int = 4096, head_major: bool = False, tensors: int = 1, dtype: torch.dtype = torch.bfloat16) -> None:
     """One gather of token rows."""
-    from pc.triton_ops._copy.kernel import launch_move_rows
+    from pc.triton_ops._copy.launch import launch_move_rows
 
     cache = torch.zeros(4, 16, row, dtype=dtype)
     if head_major:
@@ -230,7 +230,7 @@ def rows_case(row: int = 4096, head_major: bool = False, tensors: int = 1, dtype
 
 def join_case(positions: bool = False) -> None:
     """One join of cached and new rows."""
-    from pc.triton_ops._copy.kernel import launch_move_rows
+    from pc.triton_ops._copy.launch import launch_move_rows
 
     tables, lengths, starts = torch.zeros(2, 8, dtype=torch.int32), torch.tensor([64, 64]), torch.tensor([0, 8, 16])
     new_positions = torch.arange(16) if positions else None

@@ -14,10 +14,10 @@ from attention_cases import Case, build, check
 
 import pc
 from pc.triton_ops._attention.call import PlanCall
-from pc.triton_ops._attention.kernel import _merge_splits_kernel
 from pc.triton_ops._attention.layout import PlanShape, plan_views
-from pc.triton_ops._kernel import KernelLaunch
+from pc.triton_ops._launch import Launch
 from pc.triton_ops.attention_plan import attention_plan_cpu
+from pc.triton_ops.kernels.attention import _merge_splits_kernel
 
 BF16, F16, E4M3, INT8 = torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int8
 ATTENTION_CASES: dict[str, Callable[[], None]] = {}
@@ -227,8 +227,8 @@ def _merge_splits() -> None:
         out, found = torch.full((tokens, heads, dim), math.nan), torch.full((tokens, heads), math.nan)
         constants = {"TABLE_HEADS": 1, "SINKS": False, "WITH_LSE": True}
         constants |= {"NUM_HEADS": heads, "VALUE_DIM": dim, "BLOCK_S": block_s, "BLOCK_V": dim}
-        given = (out, found, parts, lse, parts, lse, starts, starts, out, 1, tokens, 0, 1, splits, 0)
-        KernelLaunch(constants, warps).launch(_merge_splits_kernel, (tokens, heads, 1), given)
+        launch = Launch(_merge_splits_kernel, constants, (tokens, heads, 1), (1, tokens, 0, 1, splits, 0), warps)
+        launch((out, found, parts, lse, parts, lse, starts, starts, out))
         nats = lse.double() * math.log(2)
         want = (nats.softmax(0).nan_to_num()[..., None] * parts.double()).sum(0)
         assert torch.allclose(out.double(), want, atol=1e-5)

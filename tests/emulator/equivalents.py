@@ -20,7 +20,7 @@ DEAD_ROWS = "an element of rows behind the last query, which are not written"
 LOG2 = "log2's own tests for infinity and numbers below the smallest normal one: at the boundary both ways agree"
 SEVERAL = "made by the compiler from several: entries of loops, and which thread writes a sum"
 REASONS: dict[str, dict[str, str]] = {
-    "_attention/kernel.py": {
+    "kernels/attention.py": {
         "for base in range(0, num_seqs, 128)": ONE_TURN,
         "offs < num_seqs": "the end of the last sequence is read too, which lies behind every tile that a sequence has",
         "row_begin < q_len * GROUP": EMPTY,
@@ -30,7 +30,7 @@ REASONS: dict[str, dict[str, str]] = {
         "token < q_begin + q_len": EMPTY,
         "tokens >= 0": "a token's number is never below 0",
     },
-    "_attention/lists.py": {
+    "kernels/lists.py": {
         "base + offs_k < blocks": "the mark behind the last block is cleared too",
         "(block + 1) * BLOCK_SIZE > seq_len - q_len": "one block more is marked, all of whose keys the predicate drops",
         "block < blocks": "lists hold blocks that their sequence has; debug mode refuses others",
@@ -47,7 +47,7 @@ REASONS: dict[str, dict[str, str]] = {
         "tl.load(table_ptr + block, mask=live, other=-1) >= 0": "a lane of no block, which is masked off all the same",
         "tl.max(tl.broadcast_to(live, [queries.q.shape[0], BLOCK_N]).to(tl.int32), 0) > 0": INSIDE,
     },
-    "_attention/plan.py": {
+    "kernels/plan.py": {
         "block * BLOCK_SIZE < tile[:, None] * TILE + TILE": "where blocks divide tiles no lane is at the next tile",
         "block < blocks": "its tile lies behind the sequence, or has that block as its last and drops it by its end",
         "for base in range(0, items, BLOCK_S)": ONE_TURN,
@@ -59,7 +59,7 @@ REASONS: dict[str, dict[str, str]] = {
         "tile >= tile_lo": "without a window every tile counts from 0 on, which no tile is below",
         "tile[:, None] < num_tiles": "the blocks of that tile lie behind the sequence's last",
     },
-    "_attention/predicate.py": {
+    "kernels/predicate.py": {
         "ahead < _ahead(tl.maximum(hi, key_begin), key_begin)": "one key more is read and masked, or " + DEAD_ROWS,
         "ahead < sink_end": "one key more is read, or one that a row has in its window, or has not at all",
         "ahead >= _ahead(tl.maximum(lo, key_begin), key_begin)": DEAD_ROWS,
@@ -68,15 +68,15 @@ REASONS: dict[str, dict[str, str]] = {
         "hi > lo": "an empty range gets a tile, all of whose keys are masked off",
         "limit > key_begin": "no sink token gets a tile, all of whose keys are masked off",
     },
-    "_attention/program.py": {
+    "kernels/program.py": {
         "full_end > full_begin": NO_TILE,
         "i_end - skip > i_begin": NO_TILE,
         "tl.log2(denominator)": LOG2,
         "tl.log2(safe_total)": LOG2,
         "token < sequence.q_len": "a row behind the last query is read, not written; outside of the tensor it is found",
     },
-    "_attention/scores.py": {"tl.log2(denominator)": LOG2},
-    "_attention/walk.py": {
+    "kernels/scores.py": {"tl.log2(denominator)": LOG2},
+    "kernels/mainloop.py": {
         "for j in tl.range(0, steps)": ONE_TURN,
         "i < i_end": "what is loaded ahead for the step after the last",
         "i < jump": "what is loaded ahead for the step after the last, or nothing is skipped",
@@ -89,13 +89,13 @@ REASONS: dict[str, dict[str, str]] = {
         "t < hi": INSIDE,
         "t >= tree.own_begin": "the first of a call's own tokens is at depth 0, where its position is its place",
     },
-    "_quantize.py": {"magnitude < 1015021568": "at the smallest normal number both formulas give the same code"},
-    "_copy/kernel.py": {
+    "kernels/codes.py": {"magnitude < 1015021568": "at the smallest normal number both formulas give the same code"},
+    "kernels/move_rows.py": {
         "pid < first + programs": "the first program of the next tensor has no row of this one",
         "source >= 0": "a lane that has no row reads -1, and writes nothing",
         "target >= 0": "a lane that has no row reads -1, and writes nothing",
     },
-    "_copy/quantize.py": {
+    "kernels/quantized_rows.py": {
         "for start in range(0, width, TILE)": ONE_TURN,
         "for start in range(TILE, width, TILE)": ONE_TURN,
     },
@@ -103,13 +103,13 @@ REASONS: dict[str, dict[str, str]] = {
     "_list_blocks_kernel": {"several": SEVERAL},
     "_plan_tiles_kernel": {"several": SEVERAL},
     "_scatter_quantized_kernel": {"several": SEVERAL},
-    "join_prefix.py": {
+    "kernels/join_prefix.py": {
         "block < max_blocks": "a sequence has no more blocks than its table, which debug mode checks",
         "for _ in range(steps)": "one more halving of a range that is empty",
     },
-    "merge_attention.py": {"tl.log(total)": LOG2},
-    "rope_and_cache.py": {"offs_d < ROTARY_DIM": "the partner of one element more is read, which nothing uses"},
-    "shared_prefix_attention.py": {"for base in range(0, num_seqs, BLOCK_S)": ONE_TURN},
+    "kernels/merge_attention.py": {"tl.log(total)": LOG2},
+    "kernels/rope_and_cache.py": {"offs_d < ROTARY_DIM": "the partner of one element more is read, which nothing uses"},
+    "kernels/shared_prefix.py": {"for base in range(0, num_seqs, BLOCK_S)": ONE_TURN},
 }
 
 

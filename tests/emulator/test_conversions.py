@@ -7,16 +7,13 @@ import torch
 import triton
 import triton.language as tl
 
-from pc.triton_ops import _quantize
-from pc.triton_ops._triton import load
-
-load()  # makes what kernels call
+from pc.triton_ops.kernels import codes
 
 
 @triton.jit
 def _convert_kernel(codes_ptr, out_ptr, PACKED: tl.constexpr):
     offs = tl.arange(0, 256)
-    tl.store(out_ptr + offs, _quantize.small_e4m3(tl.load(codes_ptr + offs), PACKED))
+    tl.store(out_ptr + offs, codes.small_e4m3(tl.load(codes_ptr + offs), PACKED))
 
 
 def test_every_code_of_e4m3():
@@ -35,7 +32,7 @@ def test_every_code_of_e4m3():
 @triton.jit
 def _packed_kernel(codes_ptr, out_ptr, HELD: tl.constexpr):
     offs = tl.arange(0, 256)
-    tl.store(out_ptr + offs, _quantize.packed_codes(tl.load(codes_ptr + offs), HELD))
+    tl.store(out_ptr + offs, codes.packed_codes(tl.load(codes_ptr + offs), HELD))
 
 
 @pytest.mark.parametrize("held", [False, True])

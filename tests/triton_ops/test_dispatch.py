@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import pc
 from pc.triton_ops import _dispatch, _library
-from pc.triton_ops._dispatch import MAX_REMEMBERED, ChosenOnce, Memo, forget_choices
+from pc.triton_ops._dispatch import MAX_REMEMBERED, CachedOp, LaunchCache, forget_choices
 
 _names = itertools.count()
 
@@ -27,17 +27,17 @@ class Operator:
         self.chosen: list[tuple[object, ...]] = []
         self.checked = 0
         self.through_dispatcher = 0
-        self.known: ChosenOnce[torch.Tensor] = ChosenOnce(self._choose, self._check, like=like)
+        self.known: CachedOp[torch.Tensor] = CachedOp(self._choose, self._check, signature_of=like)
         call, known, parent = type(self.known).__call__, self.known, self
 
-        class Counted(ChosenOnce):
+        class Counted(CachedOp):
             def __call__(self, *args, **kwargs):
                 parent.through_dispatcher += 1
                 return call(known, *args, **kwargs)
 
-            find, learn = known.find, known.learn
+            lookup, insert = known.lookup, known.insert
 
-        counted = Counted(self._choose, self._check, like=like)
+        counted = Counted(self._choose, self._check, signature_of=like)
         name = f"test_dispatch_{next(_names)}"
         fake = lambda *args, **kwargs: like(*args, **kwargs)  # noqa: E731
         fake.__name__ = fake.__qualname__ = name
@@ -266,14 +266,15 @@ def test_without_what_torch_does_not_promise_every_call_goes_through_the_dispatc
 
 
 def test_memory_of_choices_is_bounded():
-    memo: Memo[int] = Memo()
+    cache: LaunchCache[int] = LaunchCache()
     for option in range(MAX_REMEMBERED + 1):
-        assert memo.keep(option, (), -option) == -option
-    assert [memo.get(option) for option in (0, MAX_REMEMBERED - 1, MAX_REMEMBERED)] == [None, None, -MAX_REMEMBERED]
+        assert cache.get_or(option, (), lambda option=option: -option) == -option
+    built = [cache.get_or(option, (), lambda: 1) for option in (MAX_REMEMBERED, 0, MAX_REMEMBERED - 1)]
+    assert built == [-MAX_REMEMBERED, 1, 1], "the last is known, those before it are built anew"
 
 
-def test_a_memo_tells_calls_apart_by_all_that_kernels_are_chosen_by():
-    memo, base = Memo(), torch.zeros(4, 8, 16)
+def test_a_cache_tells_calls_apart_by_all_that_kernels_are_chosen_by():
+    cache, base = LaunchCache(), torch.zeros(4, 8, 16)
     calls = {
         "same": (base, torch.zeros(3)),
         "length": (base[:2], torch.zeros(3)),
@@ -283,29 +284,39 @@ def test_a_memo_tells_calls_apart_by_all_that_kernels_are_chosen_by():
         "device": (base.to("meta"), torch.zeros(3)),
         "address": (base, torch.zeros(4)[1:]),
     }
+
+    def found(options, tensors):
+        """What is known of such a call; None if it would be built anew, which is forgotten."""
+        built = []
+        name = cache.get_or(options, tensors, lambda: built.append(1) or "")
+        if built:
+            cache._known.popitem()
+            cache._last.get(options, [None]).pop(0)
+        return name or None
+
     for name, tensors in calls.items():
-        assert memo.get((1,), tensors) is None, name
-        memo.keep((1,), tensors, name)
+        assert cache.lookup((1,), tensors) is None, name
+        assert cache.get_or((1,), tensors, lambda name=name: name) == name
     for _ in range(2):
         for name, tensors in calls.items():
-            assert memo.get((1,), tensors) == name
-            assert name == "address" or memo.get((1,), [tensor.clone() for tensor in tensors]) == name
-            assert memo.get((2,), tensors) is None
+            assert found((1,), tensors) == name
+            assert name == "address" or found((1,), [tensor.clone() for tensor in tensors]) == name
+            assert found((2,), tensors) is None
     with torch.inference_mode():
-        assert memo.get((1,), (base, torch.zeros(3))) == "same"
+        assert found((1,), (base, torch.zeros(3))) == "same"
     grown = torch.zeros(3)
-    assert memo.get((1,), (base, grown)) == "same"
+    assert found((1,), (base, grown)) == "same"
     grown.resize_(4)
-    assert memo.get((1,), (base, grown)) == "other", "in place"
-    memo.keep("twice", (grown, grown), "twice")
-    assert memo.get("twice", (grown, grown)) == "twice"
+    assert found((1,), (base, grown)) == "other", "in place"
+    assert cache.get_or("twice", (grown, grown), lambda: "twice") == "twice"
+    assert found("twice", (grown, grown)) == "twice"
     forget_choices()
-    assert memo.get("twice", (grown, grown)) is None
+    assert found("twice", (grown, grown)) is None
 
 
-def test_a_memo_does_without_what_torch_does_not_promise(monkeypatch):
+def test_a_cache_does_without_what_torch_does_not_promise(monkeypatch):
     monkeypatch.setattr(_dispatch, "TensorGuards", None)
-    test_a_memo_tells_calls_apart_by_all_that_kernels_are_chosen_by()
+    test_a_cache_tells_calls_apart_by_all_that_kernels_are_chosen_by()
 
 
 def test_what_looks_on_sees_calls_of_cpu_tensors_too():

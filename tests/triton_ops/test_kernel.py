@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import ast
+import importlib
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 
-from pc.triton_ops import _attention
+import pc
 from pc.triton_ops._attention.predicate import Mask
 from pc.triton_ops._attention.scores import Terms
-from pc.triton_ops._kernel import constants, kernel, numbers
-from pc.triton_ops._triton import INTERPRET, tl
+from pc.triton_ops._launch import constants, numbers
+from pc.triton_ops._triton import INTERPRET
+
+tl = pytest.importorskip("triton.language")
+kernel = importlib.import_module("pc.triton_ops.kernels.bundles").kernel
 
 
 class Options(NamedTuple):
@@ -68,7 +72,10 @@ def test_numbers_come_before_what_is_compiled_for():
 
 
 # Whoever asks for an option by its name has to be changed when one is added: docs/architecture.md lists these files.
-KNOWN: dict[Any, set[str]] = {Mask: {"call", "predicate"}, Terms: {"call", "scores"}}
+KNOWN: dict[Any, set[str]] = {
+    Mask: {"_attention/call", "_attention/predicate", "kernels/predicate"},
+    Terms: {"_attention/call", "_attention/scores", "kernels/scores"},
+}
 
 
 def _names(path: Path) -> set[str]:
@@ -79,6 +86,8 @@ def _names(path: Path) -> set[str]:
 
 @pytest.mark.parametrize("options", [Mask, Terms], ids=["mask", "terms"])
 def test_few_files_know_an_option(options):
-    folder = Path(next(iter(_attention.__path__)))
+    folder = Path(next(iter(pc.triton_ops.__path__)))
     words = {name for name in options._fields if not name.isupper()}
-    assert {path.stem for path in folder.glob("*.py") if words & _names(path)} == KNOWN[options]
+    paths = [*folder.glob("_attention/*.py"), *folder.glob("kernels/*.py")]
+    known = {path for path in paths if words & _names(path)}
+    assert {path.relative_to(folder).with_suffix("").as_posix() for path in known} == KNOWN[options]

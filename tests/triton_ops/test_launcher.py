@@ -13,7 +13,7 @@ import pc
 from pc.triton_ops._attention import choose, launch
 from pc.triton_ops._attention.constants import Architecture
 from pc.triton_ops._attention.launch import choose_operator
-from pc.triton_ops._copy import kernel as rows
+from pc.triton_ops._copy import launch as rows
 from pc.triton_ops._dispatch import forget_choices
 from pc.triton_ops._triton import HAS_TRITON, INTERPRET
 
@@ -71,7 +71,7 @@ def launches(monkeypatch):
     forget_choices()
 
 
-attend = launch._chosen_once(pc.paged_attention, choose_operator, True)
+attend = launch._cached_op(pc.paged_attention, choose_operator, True)
 
 
 def _attention_call(misaligned: bool = False, num_seqs: int = 2, head_dim: int = 64) -> dict[str, Any]:

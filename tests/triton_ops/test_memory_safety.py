@@ -14,7 +14,9 @@ import torch
 from attention_cases import Batch, Case, build
 
 import pc
-from pc.triton_ops._triton import INTERPRET, tl, triton
+from pc.triton_ops._triton import INTERPRET
+
+triton, tl = pytest.importorskip("triton"), pytest.importorskip("triton.language")
 
 pytestmark = pytest.mark.skipif(not INTERPRET, reason="needs TRITON_INTERPRET=1")
 if INTERPRET:

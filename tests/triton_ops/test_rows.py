@@ -15,10 +15,10 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import pc
-from pc.triton_ops._copy.kernel import TILE_UNITS, _column_offsets, _row_offsets, tile_of
+from pc.triton_ops._copy.launch import TILE_UNITS, tile_of
 from pc.triton_ops._copy.layout import row_layout
 from pc.triton_ops._copy.ops import contiguous_runs, copy_runs
-from pc.triton_ops._triton import HAS_TRITON, INTERPRET, tl, triton
+from pc.triton_ops._triton import HAS_TRITON, INTERPRET
 
 
 def test_contiguous_rows_move_in_sixteen_bytes():
@@ -52,11 +52,17 @@ def test_tiles_are_full_and_waste_little(width, unit):
     assert covered <= width + width // 8 or cols * unit <= 512
 
 
-@triton.jit
-def _offsets_kernel(out_ptr, address, strides, VECTOR: tl.constexpr):
-    number = tl.arange(0, 2)
-    tl.store(out_ptr + number, _row_offsets(number.to(tl.int64), address, VECTOR))
-    tl.store(out_ptr + 2 + number, _column_offsets(number * VECTOR, 1, (2,), strides, VECTOR, 1))
+if HAS_TRITON:
+    import triton
+    import triton.language as tl
+
+    from pc.triton_ops.kernels.move_rows import _column_offsets, _row_offsets
+
+    @triton.jit
+    def _offsets_kernel(out_ptr, address, strides, VECTOR: tl.constexpr):
+        number = tl.arange(0, 2)
+        tl.store(out_ptr + number, _row_offsets(number.to(tl.int64), address, VECTOR))
+        tl.store(out_ptr + 2 + number, _column_offsets(number * VECTOR, 1, (2,), strides, VECTOR, 1))
 
 
 @pytest.mark.interpreter

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .._dispatch import aligned
-from .._kernel import Grid, KernelLaunch, constants, numbers
+from .._launch import Launch, constants, numbers
 from .._quantize import scale_kind
 from .._triton import INTERPRET
 from .call import TENSORS, AttentionCall, PlanOptions
@@ -28,10 +28,19 @@ from .constants import (
     prefill_tiles,
     programs_per_processor,
 )
-from .kernel import Strides, TileSizes, Traits
 from .layout import DECODE_QUERIES, MIN_SPLIT_TILES, TILE_KEYS, PlanShape
+from .parameters import (
+    E4M3_BITS,
+    E4M3_PACKED,
+    HELD_CODES,
+    NATIVE_CODES,
+    PACKED_CODES,
+    PLAIN_CACHE,
+    Strides,
+    TileSizes,
+    Traits,
+)
 from .predicate import Mask
-from .walk import E4M3_BITS, E4M3_PACKED, HELD_CODES, NATIVE_CODES, PACKED_CODES, PLAIN_CACHE
 
 # Batch-invariant mode: keys per split, whatever the batch. Longer contexts are summed from splits of this length.
 INVARIANT_SPLIT_KEYS = 8192
@@ -42,12 +51,12 @@ MAX_PREFILL_SPLITS = 16
 MERGED_SPLITS = 4
 
 
-@dataclass(frozen=True, slots=True)
-class SplitGrid(Grid):
+class SplitLaunch(NamedTuple):
     """A launch of the attention kernel, with rows of partial results, 0 for none, and heads of each of them."""
 
-    split_rows: int = 0
-    split_heads: int = 0
+    launch: Launch
+    split_rows: int
+    split_heads: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,9 +87,9 @@ class Chosen:
     options: PlanOptions
     target_items: int  # about how many a plan made for this call has
     convert_codes: bool
-    decode: SplitGrid | None  # None where there can be none
-    prefill: SplitGrid | None
-    merge: Grid  # of splits
+    decode: SplitLaunch | None  # None where there can be none
+    prefill: SplitLaunch | None
+    merge: Launch  # of splits
     results: Results
     nothing: torch.Tensor  # empty float32, for an lse or parts that there are not: kernels are compiled for types
 
@@ -103,17 +112,17 @@ class Wanted(NamedTuple):
         elif call.key_cache.dtype != call.query.dtype:
             is_packed = arch.name.startswith("sm_") and call.query.element_size() == 2
             codes = PACKED_CODES if is_packed else NATIVE_CODES
-        return cls(call, with_lse, aligned(*TENSORS(call)), arch, int(codes))
+        return cls(call, with_lse, aligned(*TENSORS(call)), arch, codes)
 
     def codes_in(self, tiles: Tiles) -> int:
         """The same for kernels with such tiles: held unless the matrix unit reads shared memory."""
-        is_held = self.codes == int(PACKED_CODES) and not multiplies_from_shared(self.arch.name, tiles.block_m)
-        return int(HELD_CODES) if is_held else self.codes
+        is_held = self.codes == PACKED_CODES and not multiplies_from_shared(self.arch.name, tiles.block_m)
+        return HELD_CODES if is_held else self.codes
 
     @property
     def convert_codes(self) -> bool:
         """Whether kernels convert float8 by bit operations."""
-        return self.codes in (int(E4M3_BITS), int(E4M3_PACKED))
+        return self.codes in (E4M3_BITS, E4M3_PACKED)
 
 
 class _Regimes(NamedTuple):
@@ -148,10 +157,10 @@ def choose_attention(wanted: Wanted, out_dtype: torch.dtype | None = None, tiled
     decoding = tiling = None
     if splits := regimes.decode_splits:
         items = min(shape.max_items, shape.num_rows + target_items, shape.num_rows * splits)
-        decoding = _attention_grid(wanted, options, shape, regimes, decode, True, (items, item_programs, 1))
+        decoding = _build_attention_launch(wanted, options, shape, regimes, decode, True, (items, item_programs, 1))
     if splits := regimes.prefill_splits:
         programs = (query_tiles, num_kv_heads * prefill.parts, splits)
-        tiling = _attention_grid(wanted, options, shape, regimes, prefill, False, programs)
+        tiling = _build_attention_launch(wanted, options, shape, regimes, prefill, False, programs)
     return Chosen(
         shape=shape,
         block_size=call.block_size,
@@ -227,7 +236,7 @@ def _regimes(
     return _Regimes(decode_queries, max_q, decode_splits, prefill_splits)
 
 
-def _attention_grid(
+def _build_attention_launch(
     wanted: Wanted,
     options: PlanOptions,
     shape: PlanShape,
@@ -235,8 +244,10 @@ def _attention_grid(
     tiles: Tiles,
     decoding: bool,
     programs: tuple[int, int, int],
-) -> SplitGrid:
+) -> SplitLaunch:
     """A launch of the attention kernel: its constants and the numbers before them, in the order of its parameters."""
+    from ..kernels.attention import _attention_kernel
+
     call, (num_tokens, num_heads, _) = wanted.call, wanted.call.query.shape
     splits = regimes.decode_splits if decoding else regimes.prefill_splits
     split_rows, split_heads = splits * num_tokens, num_heads
@@ -249,12 +260,13 @@ def _attention_grid(
         "TWO_LOOPS": tiles.two_loops and not (_has_segments(call) or call.batch_invariant),
         "EQUAL_STRIDES": call.key_cache.stride() == call.value_cache.stride(),
     }
-    launch = KernelLaunch(constexprs, tiles.num_warps, tiles.num_stages, wanted.is_aligned, tiles.max_registers)
     lengths = (call.seq_lens.shape[0], num_tokens, shape.max_tiles, shape.max_items)
     mask = (*numbers(options.mask), options.key_begin)
     regime = (regimes.decode_queries, regimes.max_q, splits, call.scale)
     values = (*lengths, *regime, *numbers(call.terms), *mask, *strides_of(call))
-    return SplitGrid(launch, programs, values, split_rows if splits > 1 else 0, split_heads)
+    compiled = (tiles.num_warps, tiles.num_stages, wanted.is_aligned, tiles.max_registers)
+    launch = Launch(_attention_kernel, constexprs, programs, values, *compiled)
+    return SplitLaunch(launch, split_rows if splits > 1 else 0, split_heads)
 
 
 def compiled_for(wanted: Wanted, mask: Mask, tiles: Tiles) -> dict[str, Any]:
@@ -298,22 +310,24 @@ def strides_of(call: AttentionCall) -> Strides:
     return Strides._make((*tensors, *call.table_strides, *call.tree_sizes))
 
 
-def _merge_of(wanted: Wanted, regimes: _Regimes) -> Grid:
+def _merge_of(wanted: Wanted, regimes: _Regimes) -> Launch:
     """Sums the splits of a decode's queries where they alone have splits, else of all tokens."""
     num_tokens, num_seqs = wanted.call.query.shape[0], wanted.call.seq_lens.shape[0]
     by_sequence = int(regimes.decode_queries > 0 and regimes.prefill_splits <= 1)  # triton 3.6 interprets no bool
     rows = num_seqs * regimes.max_q if by_sequence else num_tokens
     values = (num_seqs, num_tokens, regimes.decode_queries, regimes.max_q, max(1, regimes.prefill_splits), by_sequence)
     splits = max(regimes.decode_splits, regimes.prefill_splits)
-    return merge_grid(wanted, rows, splits, values, wanted.call.table_heads)
+    return build_sum_launch(wanted, rows, splits, values, wanted.call.table_heads)
 
 
-def merge_grid(wanted: Wanted, rows: int, splits: int, values: tuple[int, ...], table_heads: int) -> Grid:
+def build_sum_launch(wanted: Wanted, rows: int, splits: int, values: tuple[int, ...], table_heads: int) -> Launch:
     """A program for each of these rows and each head; few rows of many splits are cut into parts of a head.
 
     Two kernels, so that warmup can compile both. The order of a sum follows from which it is, which in batch-invariant
     mode may not follow from the batch.
     """
+    from ..kernels.attention import _merge_splits_kernel
+
     call, num_heads, value_dim = wanted.call, wanted.call.query.shape[1], wanted.call.value_cache.shape[3]
     block_s, block_v = MERGED_SPLITS, max(16, next_power_of_2(value_dim))
     is_few = rows * num_heads < 2 * wanted.arch.num_processors
@@ -330,8 +344,9 @@ def merge_grid(wanted: Wanted, rows: int, splits: int, values: tuple[int, ...], 
         "BLOCK_S": block_s,
         "BLOCK_V": block_v,
     }
-    launch = KernelLaunch(constexprs, merge_warps(block_s, block_v), None, wanted.is_aligned)
-    return Grid(launch, (rows, num_heads, -(-value_dim // block_v)), values)
+    programs = (rows, num_heads, -(-value_dim // block_v))
+    num_warps = merge_warps(block_s, block_v)
+    return Launch(_merge_splits_kernel, constexprs, programs, values, num_warps, reusable=wanted.is_aligned)
 
 
 def merge_warps(block_s: int, block_v: int) -> int:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .._triton import INTERPRET, KERNELS_ON_CPU, triton
+from .._triton import INTERPRET, KERNELS_ON_CPU
 from .layout import TILE_KEYS
 from .tuned import PROGRAMS, TILES
 
@@ -44,7 +44,9 @@ class Architecture:
 def architecture(device: torch.device) -> Architecture:
     """The architecture of a device; the interpreter passes for a small one, so that splits happen there too."""
     if KERNELS_ON_CPU and not INTERPRET:  # whatever the active driver compiles for
-        driver = triton.runtime.driver.active
+        from triton.runtime import driver as drivers
+
+        driver = drivers.active
         arch = driver.get_current_target().arch
         return Architecture(f"sm_{arch}", driver.utils.get_device_properties(0)["multiprocessor_count"], arch >= 89)
     if INTERPRET or device.type == "cpu":
@@ -150,6 +152,8 @@ def latent_tiles(
         return Tiles(16, 32, 8 if quantized else 4, 3, True)
     if arch not in _ASYNC_MATRIX:
         return Tiles(32, 32, 4, 2, True, parts=2)
+    import triton
+
     # wgmma takes 64 rows. In a prefill, which also finds its rows and their splits, they spill; with tcgen05 too, and
     # where triton 3.6 compiles.
     block_m = 64 if arch == "sm_90" and decoding and not triton.__version__.startswith("3.6.") else 32

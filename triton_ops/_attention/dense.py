@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 import torch
 
-from .._dispatch import Memo, aligned, is_launched, is_watched, may_keep
-from .._kernel import Grid, KernelLaunch, current_stream
-from .._triton import KERNELS_ON_CPU, require_triton, tl, triton
+from .._dispatch import LaunchCache, aligned, is_launched, is_watched, may_keep
+from .._launch import Launch, current_stream
+from .._triton import KERNELS_ON_CPU, require_triton
 
 # What serving caches use, and the kernels are tuned for. Any other length is a block a token: a kernel is compiled for
 # a block size, so it may not follow the length.
@@ -82,7 +82,7 @@ def _blocks(dense: torch.Tensor, size: int, steps: tuple[int, int, int]) -> torc
     return dense.as_strided((count, size, *features), (step, *dense.stride()[1:]))
 
 
-_made: Memo[torch.Tensor] = Memo()
+_made: LaunchCache[torch.Tensor] = LaunchCache()
 
 
 def _once(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -95,8 +95,7 @@ def _once(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         if not may_keep(on_gpu):
             return make(device, *sizes)
         kind = (make, device, current_stream() if on_gpu else None, *sizes)
-        found = _made.get(kind)
-        return _made.keep(kind, (), make(device, *sizes)) if found is None else found
+        return _made.get_or(kind, (), lambda: make(device, *sizes))
 
     return run
 
@@ -121,22 +120,6 @@ def numbered(device: torch.device, batch: int, length: int, per_sequence: int, p
     return rows.unsqueeze(1) + blocks
 
 
-@triton.jit(do_not_specialize=["num_columns", "stride_s"])
-def _packed_tables_kernel(
-    tables,  # [num_seqs, num_columns], written
-    lens,  # [num_seqs], written
-    starts,  # [num_seqs + 1]
-    num_columns, stride_s, TILE: tl.constexpr,
-):  # fmt: skip
-    """Grid (sequences, tiles of columns)."""
-    seq = tl.cast(tl.program_id(0), tl.int64)
-    offs = tl.program_id(1) * TILE + tl.arange(0, TILE)
-    begin = tl.load(starts + seq * stride_s)
-    tl.store(tables + seq * num_columns + offs, begin + offs, mask=offs < num_columns)
-    if tl.program_id(1) == 0:
-        tl.store(lens + seq, tl.load(starts + (seq + 1) * stride_s) - begin)
-
-
 def choose_packed_tables(
     starts: torch.Tensor, num_columns: int
 ) -> Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
@@ -153,14 +136,16 @@ def choose_packed_tables(
     if is_watched() or batch <= 0 or starts.dtype != torch.int32 or not is_launched([starts]):
         return run
     require_triton("flash_attn_varlen_func")
-    launch = KernelLaunch({"TILE": _COLUMNS_A_PROGRAM}, 4, None, aligned(starts))
+    from ..kernels.packed_tables import _packed_tables_kernel
+
     programs = (batch, max(1, -(-num_columns // _COLUMNS_A_PROGRAM)), 1)
-    grid = Grid(launch, programs, (num_columns, stride))
+    constexprs, is_aligned = {"TILE": _COLUMNS_A_PROGRAM}, aligned(starts)
+    launch = Launch(_packed_tables_kernel, constexprs, programs, (num_columns, stride), reusable=is_aligned)
 
     def run_kernel(starts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         tables = starts.new_empty((batch, num_columns))
         lens = starts.new_empty(batch)
-        grid.run(_packed_tables_kernel, (tables, lens, starts))
+        launch((tables, lens, starts))
         return tables, lens
 
     return run_kernel

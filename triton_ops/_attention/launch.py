@@ -15,21 +15,20 @@ from typing import Any, ParamSpec
 
 import torch
 
-from .._dispatch import ChosenOnce
-from .._kernel import current_stream
+from .._dispatch import CachedOp
+from .._launch import current_stream
 from .._library import doc_sections, joined_sections, operator
 from .._quantize import as_codes, equal_scales
 from .._triton import require_triton
 from .call import LATENT_NAMES, TENSOR_NAMES, AttentionCall, kind_of
 from .checks import check_attention, check_attention_values
-from .choose import Chosen, Results, SplitGrid, Wanted, choose_attention
-from .kernel import _attention_kernel, _merge_splits_kernel
-from .lists import ChosenLists, _list_attention_kernel, _list_blocks_kernel, choose_lists
+from .choose import Chosen, Results, SplitLaunch, Wanted, choose_attention
+from .lists import ChosenLists, choose_lists
 from .plan import cached_with, launch_plan
 
 P = ParamSpec("P")
 Result = tuple[torch.Tensor, torch.Tensor]
-Launch = Callable[[tuple[Any, ...]], Result]
+AttentionLaunch = Callable[[tuple[Any, ...]], Result]
 Choose = Callable[..., Callable[..., Any]]
 
 _SINKS = TENSOR_NAMES.index("sinks")
@@ -47,14 +46,16 @@ def choose_operator(names: tuple[str, ...], with_lse: bool, *values: Any) -> Cal
     return functools.partial(_run, choose_launch(call, with_lse), itemgetter(*places), with_lse)
 
 
-def _run(launch: Launch, tensors_of: Callable[[tuple[Any, ...]], tuple[Any, ...]], with_lse: bool, *values: Any) -> Any:
+def _run(
+    launch: AttentionLaunch, tensors_of: Callable[[tuple[Any, ...]], tuple[Any, ...]], with_lse: bool, *values: Any
+) -> Any:
     results = launch(tensors_of((*values, None)))
     return results if with_lse else results[0]
 
 
 def choose_launch(
     call: AttentionCall, with_lse: bool = True, out_dtype: torch.dtype | None = None, tiled: bool = False
-) -> Launch:
+) -> AttentionLaunch:
     """What runs a call that passed its checks, and all of its kind, on their TENSORS; the lse is empty if not wanted.
 
     out_dtype None: like query. `tiled`: even few queries are tiled, not decoded from the work list.
@@ -98,19 +99,16 @@ def _launch(chosen: Chosen, tensors: tuple[Any, ...]) -> Result:
     before, behind = _arguments(tensors, out, chosen.convert_codes)
     no_parts = (nothing, nothing)
     decoded = tiled = None
-    if (grid := chosen.decode) is not None:
-        if grid.split_rows:
-            decoded = _parts(plan, "decode", stream, grid, results.shape[2])
-        arguments = (*before, out, lse, *(decoded or no_parts), *behind, plan)
-        grid.run(_attention_kernel, arguments, stream)
-    if (grid := chosen.prefill) is not None:
-        if grid.split_rows:
-            tiled = _parts(plan, "prefill", stream, grid, results.shape[2])
-        arguments = (*before, out, lse, *(tiled or no_parts), *behind, plan)
-        grid.run(_attention_kernel, arguments, stream)
-    if split := decoded or tiled:
-        summed = (out, lse, *split, *(tiled or split), starts, plan, tensors[_SINKS])
-        chosen.merge.run(_merge_splits_kernel, summed, stream)
+    if (split := chosen.decode) is not None:
+        if split.split_rows:
+            decoded = _parts(plan, "decode", stream, split, results.shape[2])
+        split.launch((*before, out, lse, *(decoded or no_parts), *behind, plan), stream)
+    if (split := chosen.prefill) is not None:
+        if split.split_rows:
+            tiled = _parts(plan, "prefill", stream, split, results.shape[2])
+        split.launch((*before, out, lse, *(tiled or no_parts), *behind, plan), stream)
+    if parts := decoded or tiled:
+        chosen.merge((out, lse, *parts, *(tiled or parts), starts, plan, tensors[_SINKS]), stream)
     return out, lse
 
 
@@ -126,25 +124,24 @@ def _launch_lists(chosen: ChosenLists, tensors: tuple[Any, ...]) -> Result:
     counts = torch.empty(tiles, dtype=torch.int32, device=device)
     stream = None if query.is_cpu else current_stream()
     before, behind = _arguments(tensors, out, chosen.convert_codes)
-    unite.run(_list_blocks_kernel, (lists, marks, union, counts, *behind[:4]), stream)
+    unite((lists, marks, union, counts, *behind[:4]), stream)
     splits = chosen.num_splits if merge is not None else 0
     parts = torch.empty((splits, *rows, value_dim), dtype=torch.float32, device=device)
     parts_lse = torch.empty((splits, *rows), dtype=torch.float32, device=device)
-    attend.run(_list_attention_kernel, (*before, out, lse, parts, parts_lse, *behind, union, counts), stream)
+    attend((*before, out, lse, parts, parts_lse, *behind, union, counts), stream)
     if merge is not None:
-        summed = (out, lse, parts, parts_lse, parts, parts_lse, starts, starts, sinks)
-        merge.run(_merge_splits_kernel, summed, stream)
+        merge((out, lse, parts, parts_lse, parts, parts_lse, starts, starts, sinks), stream)
     return out, lse
 
 
-def _parts(plan: torch.Tensor, name: str, stream: int | None, grid: SplitGrid, value_dim: int) -> Result:
+def _parts(plan: torch.Tensor, name: str, stream: int | None, split: SplitLaunch, value_dim: int) -> Result:
     """Partial results and their lse, which nothing reads after the call: cached with the plan for the next layer's."""
     # Layers on another stream may run at the same time. Others stay, whose addresses a captured graph may hold.
     parts = cached_with(plan).parts
-    kind = (name, stream, grid.split_rows, grid.split_heads, value_dim)
+    kind = (name, stream, split.split_rows, split.split_heads, value_dim)
     found = parts.get(kind)
     if found is None:
-        rows = (grid.split_rows, grid.split_heads)
+        rows = (split.split_rows, split.split_heads)
         found = parts[kind] = (
             torch.empty(*rows, value_dim, dtype=torch.float32, device=plan.device),
             torch.empty(rows, dtype=torch.float32, device=plan.device),
@@ -176,7 +173,7 @@ def attention_operator(
             check_attention(kind_of(names).of(names, args, kwargs))
             return function(*args, **kwargs)
 
-        launch = _chosen_once(function, choose, False)
+        launch = _cached_op(function, choose, False)
         make = operator(cpu=lambda call: attention_cpu(call)[0], launch=launch, bind=kind_of(names).of, like=like)
         return make(fake)
 
@@ -195,7 +192,7 @@ def with_lse(function: Callable[P, torch.Tensor], choose: Choose = choose_operat
     fake.__annotations__ = typing.get_type_hints(function) | {"return": Result}
     fake.__signature__ = inspect.signature(function).replace(return_annotation=Result)  # type: ignore[attr-defined]
     kind = kind_of(tuple(inspect.signature(function).parameters))
-    return operator(cpu=attention_cpu, launch=_chosen_once(function, choose, True), bind=kind.of)(fake)
+    return operator(cpu=attention_cpu, launch=_cached_op(function, choose, True), bind=kind.of)(fake)
 
 
 def _doc_with_lse(function: Callable[..., object]) -> str:
@@ -214,13 +211,13 @@ def attention_cpu(call: AttentionCall) -> Result:
     return attend(call)
 
 
-def _chosen_once(function: Callable[..., object], choose: Choose, wants_lse: bool) -> ChosenOnce[Any]:
+def _cached_op(function: Callable[..., object], choose: Choose, wants_lse: bool) -> CachedOp[Any]:
     # Metadata are checked by `choose`, once for calls that have the same.
     names = tuple(inspect.signature(function).parameters)
-    return ChosenOnce(
+    return CachedOp(
         functools.partial(choose, names, wants_lse),
         lambda *values: check_call(kind_of(names).of(names, values, {})),
-        like=function,
+        signature_of=function,
     )
 
 

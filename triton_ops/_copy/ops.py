@@ -13,7 +13,7 @@ import torch
 
 from .._checks import check_caches, check_index, check_reachable, check_rows, lowest_entry, on_host
 from . import cpu
-from .kernel import launch_move_rows
+from .launch import launch_move_rows
 from .layout import address_of, row_bytes
 
 if TYPE_CHECKING:

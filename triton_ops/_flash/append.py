@@ -15,9 +15,9 @@ from .._attention.constants import next_power_of_2
 from .._attention.dense import counted
 from .._checks import bad_argument, describe, reads_values
 from .._dispatch import aligned, is_launched, is_watched
-from .._kernel import Grid, KernelLaunch
+from .._launch import Launch
 from .._quantize import CODES
-from .._triton import require_triton, tl, triton
+from .._triton import require_triton
 from ..reshape_and_cache import reshape_and_cache
 from ..rope_and_cache import rope_and_cache, rotate
 from ..scatter_slots import scatter_slots_list
@@ -28,49 +28,6 @@ from .keys import PagedKV, sequence_of_token
 _TOKENS_A_PROGRAM = 32
 Appended = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 """Slots of new keys, lengths with them, and their angles."""
-
-
-@triton.jit(
-    do_not_specialize=[
-        *("num_tokens", "count", "max_blocks", "block_size", "max_positions"),
-        *("stride_bt", "stride_c", "stride_s"),
-    ]
-)
-def _append_kernel(
-    slots,  # [num_tokens] int64, written
-    new_lens,  # [num_tokens / count], written
-    angles,  # [num_tokens, 2 * HALF], written
-    lens,  # [num_tokens / count]
-    first,  # [num_tokens / count], positions of the first new tokens
-    tables,  # [num_tokens / count, max_blocks]
-    cos, sin,  # [max_positions, HALF]
-    num_tokens, count, max_blocks, block_size, max_positions,
-    stride_bt, stride_c, stride_s,
-    HALF: tl.constexpr, BLOCK_H: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
-    """Grid (tiles of tokens,)."""
-    token = tl.cast(tl.program_id(0), tl.int64) * TILE + tl.arange(0, TILE)
-    mask = token < num_tokens
-    seq = token // count
-    nth = token % count
-    length = tl.load(lens + seq, mask=mask, other=0)
-    position = length + nth
-    block = position // block_size
-    is_inside = mask & (position >= 0) & (block < max_blocks)
-    number = tl.cast(tl.load(tables + seq * stride_bt + block, mask=is_inside, other=-1), tl.int64)
-    slot = tl.where(number >= 0, number * block_size + position % block_size, -1)
-    tl.store(slots + token, slot, mask=mask)
-    tl.store(new_lens + seq, length + count, mask=mask & (nth == 0))
-    if HALF > 0:
-        offs_h = tl.arange(0, BLOCK_H)
-        row = tl.maximum(tl.load(first + seq, mask=mask, other=0) + nth, 0)
-        known = (mask & (row < max_positions))[:, None] & (offs_h[None, :] < HALF)
-        c = tl.load(cos + row[:, None] * stride_c + offs_h[None, :], mask=known, other=0.0)
-        s = tl.load(sin + row[:, None] * stride_s + offs_h[None, :], mask=known, other=0.0)
-        out = angles + token[:, None] * (2 * HALF) + offs_h[None, :]
-        written = mask[:, None] & (offs_h[None, :] < HALF)
-        tl.store(out, c, mask=written)
-        tl.store(out + HALF, s, mask=written)
 
 
 class Rotary(NamedTuple):
@@ -120,10 +77,13 @@ def choose_append_places(
     if tables.dtype != torch.int32:
         return None
     require_triton("flash_attn_with_kvcache")
+    from ..kernels.append import _append_kernel
+
     constants = {"HALF": half, "BLOCK_H": next_power_of_2(max(1, half)), "TILE": _TOKENS_A_PROGRAM}
     rows, steps = (0, (0, 0)) if rotary is None else (len(rotary.cos), (rotary.cos.stride(0), rotary.sin.stride(0)))
     numbers = (num_tokens, count, tables.shape[1], block_size, rows, tables.stride(0), *steps)
-    grid = Grid(KernelLaunch(constants, 4, None, aligned(*given)), (-(-num_tokens // _TOKENS_A_PROGRAM), 1, 1), numbers)
+    programs = (-(-num_tokens // _TOKENS_A_PROGRAM), 1, 1)
+    launch = Launch(_append_kernel, constants, programs, numbers, reusable=aligned(*given))
     # `empty_like` of these, which take no memory, costs the host half of `new_empty`.
     slots_like = torch.empty(1, dtype=torch.int64, device=lens.device).expand(num_tokens)
     angles_like = None if rotary is None else rotary.cos.new_empty(1).expand(num_tokens, 2 * half)
@@ -131,11 +91,11 @@ def choose_append_places(
     def run(lens: torch.Tensor, tables: torch.Tensor, rotary: Rotary | None) -> Appended:
         slots, new_lens = torch.empty_like(slots_like), torch.empty_like(lens)
         if rotary is None or angles_like is None:
-            grid.run(_append_kernel, (slots, new_lens, slots, lens, lens, tables, slots, slots))
+            launch((slots, new_lens, slots, lens, lens, tables, slots, slots))
             return slots, new_lens, None
         angles = torch.empty_like(angles_like)
         cos, sin, first, _ = rotary
-        grid.run(_append_kernel, (slots, new_lens, angles, lens, first, tables, cos, sin))
+        launch((slots, new_lens, angles, lens, first, tables, cos, sin))
         return slots, new_lens, angles
 
     return run

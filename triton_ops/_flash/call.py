@@ -9,8 +9,8 @@ from typing import Any, NamedTuple, cast
 import torch
 
 from .._checks import bad_argument, check_integer, debug_mode_enabled, describe, reads_values, refuse_grad
-from .._dispatch import Memo, aligned, current_device, is_launched, is_watched, may_keep
-from .._kernel import current_stream
+from .._dispatch import LaunchCache, aligned, current_device, is_launched, is_watched, may_keep
+from .._launch import current_stream
 
 
 class FlashOptions(NamedTuple):
@@ -63,7 +63,7 @@ def _alignments(*tensors: torch.Tensor) -> object:
     return aligned(*tensors) or tuple([tensor.data_ptr() & 15 == 0 for tensor in tensors])
 
 
-_chosen: Memo[Callable[..., Any]] = Memo(_alignments)
+_chosen: LaunchCache[Callable[..., Any]] = LaunchCache(_alignments)
 
 
 def run_chosen(
@@ -89,10 +89,10 @@ def run_chosen(
         types = tuple(map(type, tensors))  # which are None, for one
         where = (current_device(), current_stream()) if on_gpu else None
         kind = (choose, options, types, debug_mode_enabled(), where)
-        run = _chosen.find(kind, given)
+        run = _chosen.lookup(kind, given)
         if run is None:
             run = choose(options, *tensors)
-            _chosen.add(kind, given, run)
+            _chosen.insert(kind, given, run)
         return run(*tensors)
     except (TypeError, ValueError, RuntimeError, AttributeError) as error:
         known, said = _NAMES | names, str(error)

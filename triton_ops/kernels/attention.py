@@ -8,8 +8,13 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from .._kernel import kernel
-from .._triton import tl, triton
+import triton
+import triton.language as tl
+
+from .._attention.parameters import LENGTHS, Strides, TileSizes, Traits
+from .._attention.predicate import Mask
+from .._attention.scores import Terms
+from .bundles import kernel
 from .layout import (
     DEAD_TILES,
     INFO,
@@ -21,15 +26,13 @@ from .layout import (
     ITEM_COUNT,
     ITEM_END,
     ITEM_ROW,
-    LENGTHS,
     PARTIAL_TILES,
     _plan_parts,
     _plan_rows,
 )
-from .predicate import Mask
+from .mainloop import PLAIN_CACHE
 from .program import Sequence, _attend_rows
-from .scores import Terms, _finish
-from .walk import PLAIN_CACHE
+from .scores import _finish
 
 
 class AttentionTensors(NamedTuple):
@@ -51,61 +54,6 @@ class AttentionTensors(NamedTuple):
     k_scale_ptr: Any
     v_scale_ptr: Any
     tree_ptr: Any  # [num_tokens, tree_keys // 32]
-
-
-class Strides(NamedTuple):
-    """Elements from token, head, block and slot to the next, and keys that a row of the tree's mask has bits for."""
-
-    stride_qt: int
-    stride_qh: int
-    stride_kb: int
-    stride_kt: int
-    stride_kh: int
-    stride_vb: int
-    stride_vt: int
-    stride_vh: int
-    stride_bt: int
-    stride_bh: int
-    tree_keys: int
-    stride_tree: int
-
-
-class Traits(NamedTuple):
-    """What kernels are compiled for of a call: which tensors are given, how the cache is stored, and sizes.
-
-    HEAD_DIM: columns of a key, or of a part of a latent row's value, behind which are REST more; 0 where values are not
-    the first columns of keys.
-    """
-
-    POSITIONS: bool
-    SINKS: bool
-    SCALES: int
-    CODES: int
-    UPCAST: bool
-    TABLE_HEADS: int
-    TREE: bool
-    WITH_LSE: bool
-    NUM_HEADS: int
-    GROUP: int
-    BLOCK_SIZE: int
-    HEAD_DIM: int
-    VALUE_DIM: int
-    REST: int
-
-
-class TileSizes(NamedTuple):
-    """Rows and keys of a tile; powers of two that hold a program's columns of a key and a value, and a group's heads.
-
-    BLOCK_R: the REST of a latent row. PARTS: programs that have a part of its value each.
-    """
-
-    BLOCK_M: int
-    BLOCK_N: int
-    BLOCK_D: int
-    BLOCK_V: int
-    BLOCK_R: int
-    BLOCK_G: int
-    PARTS: int
 
 
 @triton.jit

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from .._triton import tl, triton
+import triton
+import triton.language as tl
+
 from .layout import TILE
+from .mainloop import E4M3_BITS, PLAIN_CACHE, CachedHead, LiveTiles, Queries, TreeRows, Walk, _first_tile, _walk
 from .predicate import _attending_from, _full_span, _row_spans, _sink_tiles, _span
 from .scores import _finish, _product_factor, _slopes
-from .walk import E4M3_BITS, PLAIN_CACHE, CachedHead, LiveTiles, Queries, TreeRows, Walk, _first_tile, _walk
 
 
 class Sequence(NamedTuple):

@@ -8,16 +8,21 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from .._quantize import packed_codes, small_e4m3
-from .._triton import tl, triton
-from .layout import TILE, kernel_constants
-from .predicate import Mask, _ahead, _row_spans, _within
-from .scores import Terms, _rescale, _with_terms
+import triton
+import triton.language as tl
 
-# How a cache is stored: as the query's dtype; as codes that the compiler converts, or, on a device of Nvidia's and to
-# float16, `packed_codes` (HELD_CODES: held); as uint8 codes of float8 e4m3 that are read as a 256th of what they stand
-# for; E4M3_PACKED: the same, on a device of Nvidia's.
-PLAIN_CACHE, NATIVE_CODES, PACKED_CODES, HELD_CODES, E4M3_BITS, E4M3_PACKED = kernel_constants(0, 1, 2, 3, 4, 5)
+from .._attention import parameters
+from .._attention.predicate import Mask
+from .._attention.scores import Terms
+from .codes import packed_codes, small_e4m3
+from .layout import TILE, kernel_constants
+from .predicate import _ahead, _row_spans, _within
+from .scores import _rescale, _with_terms
+
+PLAIN_CACHE, NATIVE_CODES, PACKED_CODES, HELD_CODES, E4M3_BITS, E4M3_PACKED = kernel_constants(
+    parameters.PLAIN_CACHE, parameters.NATIVE_CODES, parameters.PACKED_CODES,
+    parameters.HELD_CODES, parameters.E4M3_BITS, parameters.E4M3_PACKED,
+)  # fmt: skip
 # How far ahead an absent key is: beyond every end.
 (ABSENT,) = kernel_constants(1 << 31)
 

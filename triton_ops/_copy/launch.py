@@ -1,0 +1,163 @@
+"""Launches the kernel that moves rows of several tensors at once."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from .._attention.constants import next_power_of_2
+from .._dispatch import LaunchCache
+from .._launch import Launch
+from .._triton import INTERPRET, require_triton
+from .layout import MAX_OUTER, row_layout
+
+MAX_TENSORS = 8
+"""Tensors a launch: each adds a branch to the kernel, and a compiled variant per combination of units."""
+
+TILE_UNITS = 8192 if INTERPRET else 1024
+"""Units a program: eight for each of 128 threads, four 16-byte vectors, so that loads are in flight before the first
+store. Sixteen single bytes a thread and more cost so many addresses that registers spill."""
+
+NUM_WARPS = 4
+
+
+def tile_of(width: int, unit: int) -> tuple[int, int]:
+    """Rows of a tile, and columns: the largest power of two that wastes at most an eighth of a row's last tile."""
+    cols = min(next_power_of_2(width), TILE_UNITS)
+    while cols * unit > 512 and -(-width // cols) * cols > width + width // 8:
+        cols //= 2
+    return TILE_UNITS // cols, cols
+
+
+def launch_move_rows(
+    op: str,
+    sources: Sequence[torch.Tensor],
+    targets: Sequence[torch.Tensor],
+    leading: tuple[int, int],
+    num_rows: int,
+    source_index: torch.Tensor | None = None,
+    target_index: torch.Tensor | None = None,
+    extras: Sequence[torch.Tensor] | None = None,
+) -> None:
+    """Copies row source_index[i] of each source to row target_index[i] of the target in the same place, other memory.
+
+    Indices are `[num_rows]`, None for 0, 1, 2 and so on. A source index reads zeros at -1, and at -2 and below row
+    -2 - index of the `extras`, by their first dimension; a negative target index writes nothing. `leading`: for sources
+    and for targets 1, when an index counts their first dimension, or 2, when it counts slots. `op` is for errors.
+    """
+    require_triton(op)
+    assert source_index is None or source_index.is_contiguous()
+    assert target_index is None or target_index.is_contiguous()
+    if num_rows == 0:
+        return
+    work: list[_Work] = []
+    for i, (source, target) in enumerate(zip(sources, targets, strict=True)):
+        if target.numel():
+            work.append((source, source if extras is None else extras[i], target))
+    indices = [index for index in (source_index, target_index) if index is not None]
+    given = [*sources, *targets, *(extras or ()), *indices]
+    options = (leading, num_rows, len(sources), extras is None, source_index is None, target_index is None)
+    moves = _moves.get_or(options, given, lambda: _build_moves(work, leading, num_rows, extras is not None))
+    if moves and sum(len(move.dtypes) for move in moves) > len(work):
+        work = _split_all(work, leading)
+    for start, move in enumerate(moves):
+        now = work[start * MAX_TENSORS : (start + 1) * MAX_TENSORS]
+        _launch(move, now, (source_index, target_index), extras is not None)
+
+
+_Work = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+class _Move(NamedTuple):
+    """One launch, as far as shapes, strides and the lowest bits of addresses tell."""
+
+    launch: Launch
+    dtypes: tuple[Any, ...]  # triton's integer type that each tensor is taken for
+    reinterpret: Callable[..., Any]  # triton's
+
+
+def _lowest_bits(*tensors: torch.Tensor) -> tuple[int, ...]:
+    """What layouts are chosen by: how far each address is behind a multiple of 16 bytes."""
+    return tuple([tensor.data_ptr() & 15 for tensor in tensors])
+
+
+_moves: LaunchCache[list[_Move]] = LaunchCache(_lowest_bits)
+
+
+def _split(source: torch.Tensor, extra: torch.Tensor, target: torch.Tensor, leading: tuple[int, int]) -> list[_Work]:
+    """The tensors themselves, or slices of them where a row has more strided dimensions than the kernel takes."""
+    extra_leading = 1 if extra is not source else leading[0]
+    layout = row_layout((source, extra, target), (leading[0], extra_leading, leading[1]))
+    if len(layout.sizes) <= MAX_OUTER:
+        return [(source, extra, target)]
+    axis = next(d for d in range(target.dim() - leading[1]) if target.shape[leading[1] + d] > 1)
+    parts = []
+    for i in range(target.shape[leading[1] + axis]):
+        part = source.select(leading[0] + axis, i)
+        rest = part if extra is source else extra.select(extra_leading + axis, i)
+        parts += _split(part, rest, target.select(leading[1] + axis, i), leading)
+    return parts
+
+
+def _split_all(work: list[_Work], leading: tuple[int, int]) -> list[_Work]:
+    return [part for tensors in work for part in _split(*tensors, leading)]
+
+
+def _build_moves(work: list[_Work], leading: tuple[int, int], num_rows: int, has_extras: bool) -> list[_Move]:
+    parts = _split_all(work, leading)
+    groups = (parts[start : start + MAX_TENSORS] for start in range(0, len(parts), MAX_TENSORS))
+    return [_build_move(group, leading, num_rows, has_extras) for group in groups]
+
+
+def _build_move(work: list[_Work], leading: tuple[int, int], num_rows: int, has_extras: bool) -> _Move:
+    import triton.language as tl
+    from triton import reinterpret
+
+    from ..kernels.move_rows import _move_rows_kernel
+
+    layouts = [row_layout(tensors, (leading[0], 1 if has_extras else leading[0], leading[1])) for tensors in work]
+    types = {1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64, 16: tl.int64}
+    vectors = [max(1, layout.grain // 8) for layout in layouts]
+    widths = [layout.inner * math.prod(layout.sizes) for layout in layouts]
+    whole = [
+        (width * vector, layout.grain // vector) for width, vector, layout in zip(widths, vectors, layouts, strict=True)
+    ]
+    tiles = [tile_of(*row) for row in whole]
+    programs = sum(
+        -(-num_rows // tile[0]) * -(-width // tile[1]) for tile, (width, _) in zip(tiles, whole, strict=True)
+    )
+    constexprs = {
+        "NUM_TENSORS": len(work),
+        "NUM_OUTER": tuple(len(layout.sizes) for layout in layouts),
+        "VECTOR": tuple(vectors),
+        "TILE_ROWS": tuple(tile[0] for tile in tiles),
+        "TILE_COLS": tuple(tile[1] for tile in tiles),
+    }
+    lengths = (
+        tuple(layout.inner for layout in layouts),
+        tuple(widths),
+        tuple(_padded(layout.sizes, 1) for layout in layouts),
+        tuple(tuple(tuple(address) for address in layout.addresses) for layout in layouts),
+        tuple(tuple(_padded(strides, 0) for strides in layout.strides) for layout in layouts),
+    )
+    launch = Launch(_move_rows_kernel, constexprs, (programs, 1, 1), (num_rows, *lengths), NUM_WARPS)
+    return _Move(launch, tuple(types[layout.grain] for layout in layouts), reinterpret)
+
+
+def _padded(numbers: tuple[int, ...], fill: int) -> tuple[int, ...]:
+    return (*numbers, *(fill,) * (MAX_OUTER - len(numbers)))
+
+
+def _launch(move: _Move, work: list[_Work], indices: tuple[torch.Tensor | None, ...], has_extras: bool) -> None:
+    launch, dtypes, reinterpret = move
+    sources, extras, targets = (
+        tuple([reinterpret(tensor, dtype) for tensor, dtype in zip(tensors, dtypes, strict=True)])
+        for tensors in zip(*work, strict=True)
+    )
+    device = next((t.device for t in work[0] if t.is_cuda), torch.device("cpu"))
+    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+        launch((sources, extras if has_extras else None, targets, *indices))

@@ -1,0 +1,37 @@
+"""Kernels: plain modules that import triton, imported by what builds a launch.
+
+Triton takes a quarter of a second to import and its decorators nearly as long for all kernels, which a process that
+stays on CPU tensors never needs; and `import pc` has to work where triton does not exist. So a module outside of this
+folder imports nothing of it but in a function that is about to launch a kernel.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import triton
+
+from .._triton import INTERPRET, is_set
+
+if is_set("TRITON_INTERPRET") != INTERPRET:
+    raise RuntimeError(
+        f"TRITON_INTERPRET: was {int(INTERPRET)} when pc was imported and is {int(not INTERPRET)} now that its first "
+        "kernel runs; set it before"
+    )
+
+
+def _mend_interpreter() -> None:
+    interpreter: Any = importlib.import_module("triton.runtime.interpreter")
+    patch_tensor = interpreter._patch_lang_tensor
+
+    def patch_tensor_for_numpy(tensor: Any, scope: Any) -> None:
+        patch_tensor(tensor, scope)
+        # The interpreter calls int() on an array of one element, which numpy refuses from 2.5 on.
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = patch_tensor_for_numpy
+
+
+if INTERPRET and tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9):
+    _mend_interpreter()

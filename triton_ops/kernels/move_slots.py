@@ -1,0 +1,64 @@
+"""Copies keys and values of tokens to other slots and turns the keys."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .rotate_keys import load_keys, pair_columns, store_keys
+
+
+@triton.jit
+def _move_slots_kernel(
+    key_ptr, value_ptr,  # [num_blocks, BLOCK_SIZE, KV_HEADS, HEAD_DIM and VALUE_DIM]
+    source_ptr, target_ptr,  # [n]
+    cos_ptr, sin_ptr,  # [n, HALF]
+    stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh,
+    KIND: tl.constexpr, IS_NEOX: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, FIRST: tl.constexpr, HALF: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """Grid (n, tiles of heads): one token's keys and values."""
+    move = tl.cast(tl.program_id(0), tl.int64)
+    source = tl.cast(tl.load(source_ptr + move), tl.int64)
+    target = tl.cast(tl.load(target_ptr + move), tl.int64)
+    if target >= 0:
+        offs_h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+        writes = offs_h < KV_HEADS
+        reads = offs_h < tl.where(source >= 0, KV_HEADS, 0)
+        source = tl.maximum(source, 0)
+        heads = offs_h.to(tl.int64) * stride_kh
+        read_ptrs = key_ptr + (source // BLOCK_SIZE * stride_kb + source % BLOCK_SIZE * stride_kt + heads)[:, None]
+        write_ptrs = key_ptr + (target // BLOCK_SIZE * stride_kb + target % BLOCK_SIZE * stride_kt + heads)[:, None]
+        if HALF > 0:
+            pair = tl.arange(0, BLOCK_P)
+            mask_p = pair < HALF
+            first, second = pair_columns(pair, IS_NEOX, FIRST, HALF)
+            cos = tl.load(cos_ptr + move * HALF + pair, mask=mask_p, other=1.0)[None, :]
+            sin = tl.load(sin_ptr + move * HALF + pair, mask=mask_p, other=0.0)[None, :]
+            mask = reads[:, None] & mask_p[None, :]
+            a = load_keys(read_ptrs + first[None, :], mask, KIND)
+            b = load_keys(read_ptrs + second[None, :], mask, KIND)
+        if HEAD_DIM > 2 * HALF:
+            offs_d = tl.arange(0, BLOCK_D)
+            mask_d = (((offs_d < FIRST) | (offs_d >= FIRST + 2 * HALF)) & (offs_d < HEAD_DIM))[None, :]
+            x = tl.load(read_ptrs + offs_d[None, :], mask=reads[:, None] & mask_d, other=0)
+        if VALUE_DIM > 0:
+            offs_v = tl.arange(0, BLOCK_V)
+            mask_v = (offs_v < VALUE_DIM)[None, :]
+            rows = value_ptr + (offs_h.to(tl.int64) * stride_vh)[:, None] + offs_v[None, :]
+            v = tl.load(
+                rows + (source // BLOCK_SIZE * stride_vb + source % BLOCK_SIZE * stride_vt),
+                mask=reads[:, None] & mask_v, other=0,
+            )  # fmt: skip
+        # A token may be its own target, and several threads may hold the same pair.
+        tl.debug_barrier()
+        if HALF > 0:
+            mask = writes[:, None] & mask_p[None, :]
+            store_keys(write_ptrs + first[None, :], a * cos - b * sin, mask, KIND)
+            store_keys(write_ptrs + second[None, :], b * cos + a * sin, mask, KIND)
+        if HEAD_DIM > 2 * HALF:
+            tl.store(write_ptrs + offs_d[None, :], x, mask=writes[:, None] & mask_d)
+        if VALUE_DIM > 0:
+            place = target // BLOCK_SIZE * stride_vb + target % BLOCK_SIZE * stride_vt
+            tl.store(rows + place, v, mask=writes[:, None] & mask_v)
