@@ -11,19 +11,15 @@ from typing import Any
 
 import torch
 
-from ..harness.registry import OURS, Benchmark, Inputs, discover
+from ..harness.inputs import Inputs
+from ..harness.registry import OURS, Benchmark, discover
 from ..operators.attention import AttentionCase, AttentionInputs
 from ..operators.attention_plan import PlanInputs
-from ..operators.join_prefix import JoinInputs
-from ..operators.latent_attention import LatentInputs
-from ..operators.merge_attention import MergeInputs
-from ..operators.move_slots import MoveInputs
-from ..operators.quantized import QuantizedInputs
-from ..operators.reshape_and_cache import WriteInputs
-from ..operators.rope_and_cache import RopeInputs
-from ..operators.rotate_keys import RotateInputs
-from ..operators.rows import RowsInputs
-from ..operators.sparse_latent_attention import ListedInputs
+from ..operators.join_prefix import join_inputs
+from ..operators.keys import move_inputs, rope_inputs, rotate_inputs, write_inputs
+from ..operators.latent_attention import latent_inputs
+from ..operators.merge_attention import merge_inputs
+from ..operators.rows import quantized_inputs, rows_inputs
 
 SMALL: dict[str, Any] = {"heads": (4, 2), "head_dim": 64}
 # Ragged lengths that end inside blocks and tiles: where an index that is off by one leaves its tensor.
@@ -49,29 +45,29 @@ ATTENTION: dict[str, dict[str, dict[str, Any]]] = {
 def small_inputs(benchmark: Benchmark, device: torch.device) -> Iterator[tuple[str, Inputs]]:
     """Inputs of an operator that fit into a megabyte or so."""
     low = torch.float32 if device.type == "cpu" else torch.bfloat16
-    others: dict[str, Callable[[], Inputs]] = {
-        "attention_plan": lambda: PlanInputs(AttentionCase((1, 70, 513), (1, 1, 1), (1, 1), 16), device, 0),
-        "latent_attention": lambda: LatentInputs(2, 150, 3, 5, device, 0),
-        "sparse_latent_attention": lambda: ListedInputs(2, 256, 2, 5, device, 0),
-        "move_slots": lambda: MoveInputs(20, device, 0, kv_heads=3),
-        "merge_attention": lambda: MergeInputs(7, 3, 40, device, 0),
-        "reshape_and_cache": lambda: WriteInputs(21, 3, 40, None, device, 0),
-        "rope_and_cache": lambda: RopeInputs(5, device, 0, heads=4, kv_heads=2),
-        "rotate_keys": lambda: RotateInputs(5, device, 0, kv_heads=3),
-        "join_prefix": lambda: JoinInputs(3, 21, 5, 40, low, device, 0),
-        "gather_slots_dequantized": lambda: QuantizedInputs(21, (40,), low, "int8", device, 0),
-        "scatter_slots_quantized": lambda: QuantizedInputs(21, (40,), low, "float8_e4m3fn", device, 0),
+    others: dict[str, tuple[Callable[..., Inputs], tuple[Any, ...]]] = {
+        "latent_attention": (latent_inputs, (2, 150, 3, 5, 0)),
+        "sparse_latent_attention": (latent_inputs, (2, 256, 1, 5, 2)),
+        "move_slots": (move_inputs, (20, 3)),
+        "merge_attention": (merge_inputs, (7, 3, 40)),
+        "reshape_and_cache": (write_inputs, (21, 3, 40, None)),
+        "rope_and_cache": (rope_inputs, (5, 4, 2)),
+        "rotate_keys": (rotate_inputs, (5, 3)),
+        "join_prefix": (join_inputs, (3, 21, 5, 40)),
+        "gather_slots_dequantized": (quantized_inputs, (benchmark.op, 21, 40, low, "int8")),
+        "scatter_slots_quantized": (quantized_inputs, (benchmark.op, 21, 40, low, "float8_e4m3fn")),
     }
     if benchmark.op in ATTENTION:
         for name, given in ATTENTION[benchmark.op].items():
             yield name, AttentionInputs(AttentionCase(**(SMALL | given)), device, 0)
     elif benchmark.op in others:
-        yield "small", others[benchmark.op]()
+        build, sizes = others[benchmark.op]
+        yield "small", build(*sizes, device, 0)
+    elif benchmark.op == "attention_plan":
+        yield "small", PlanInputs(AttentionCase((1, 70, 513), (1, 1, 1), (1, 1), 16), device, 0)
     else:
-        case = benchmark.of("cpu", True)[0]
-        expected = case.build(torch.device("cpu"), 0).expected  # type: ignore[attr-defined]
         for features, dtype in (((3, 5), torch.float32), ((64,), torch.bfloat16), ((7,), torch.uint8)):
-            yield f"{features} {dtype}", RowsInputs(case.conditions["unit"], 21, features, dtype, device, 0, expected)
+            yield f"{features} {dtype}", rows_inputs(benchmark.op, 21, features, dtype, device, 0)
 
 
 def run_small(names: list[str] | None, device: torch.device, say: Callable[[str], None] = print) -> None:

@@ -31,7 +31,8 @@ from pc.triton_ops._dispatch import forget_choices
 
 from ..harness import timing
 from ..harness.conditions import conditions
-from ..harness.registry import ROOT, WrongError
+from ..harness.inputs import WrongError
+from ..harness.registry import ROOT
 from ..harness.tables import read_rows, write_rows
 from ..operators.attention import AttentionCase, AttentionInputs
 

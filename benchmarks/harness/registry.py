@@ -1,19 +1,22 @@
 """What is measured: an operation has cases (inputs with their bytes and flops) and providers, ours and its rivals.
 
-One thin file per operator, operators/<op>.py, defines BENCHMARK; `discover` finds them all.
+Files in operators/ define BENCHMARKS, of one operator or of some that are alike; `discover` finds them all.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-import pc.triton_ops  # noqa: F401  registers torch.ops.pc, in `python -m pc` too, where `import pc` is lazy
+import pc
+import pc.triton_ops  # registers torch.ops.pc, in `python -m pc` too, where `import pc` is lazy
 
+from .inputs import Inputs
 from .tables import ROOT
 
 OURS = "pc"
@@ -22,28 +25,6 @@ OPERATORS = ROOT / "benchmarks" / "operators"
 
 class UnsupportedError(Exception):
     """A provider cannot do a case; the message says why and lands in the row."""
-
-
-class WrongError(Exception):
-    """A result is not what it should be: such an operation is not timed."""
-
-
-class Inputs(Protocol):
-    """Tensors of one case, several sets of them so that a set is cold when its turn comes again.
-
-    Attributes:
-        calls: One object per set, understood by the benchmark's providers.
-        bytes: Moved by one call at least: each input element read once, each output element written once.
-        flops: Of one call at least.
-    """
-
-    calls: list[Any]
-    bytes: int
-    flops: int
-
-    def check(self, call: Any, run: Callable[[], Any]) -> float:
-        """Runs once and gives the largest error; raises WrongError where it is too large."""
-        ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,8 +89,39 @@ def discover(names: list[str] | None = None) -> list[Benchmark]:
     Raises:
         ValueError: A name that no benchmark has.
     """
-    known = [name for name in operators() if (OPERATORS / f"{name}.py").exists()]
+    found = {}
+    for path in sorted(OPERATORS.glob("[a-z]*.py")):
+        module = importlib.import_module(f"benchmarks.operators.{path.stem}")
+        found |= {benchmark.op: benchmark for benchmark in getattr(module, "BENCHMARKS", ())}
+    known = [name for name in operators() if name in found]
     for name in names or ():
         if name not in known:
             raise ValueError(f"op: got {name!r}, needs one of {', '.join(known)}")
-    return [importlib.import_module(f"benchmarks.operators.{name}").BENCHMARK for name in names or known]
+    return [found[name] for name in names or known]
+
+
+def case(
+    name: str,
+    device: str,
+    quick: bool,
+    build: Callable[..., Inputs],
+    *sizes: Any,
+    **conditions: Any,
+) -> Case:
+    """A case whose inputs are `build(*sizes, device, rotate)`."""
+    columns = {key: str(value) for key, value in conditions.items()}
+    return Case(name, lambda where, rotate: build(*sizes, where, rotate), quick, device, columns)
+
+
+def ours(op: str, body: Callable[[Any], Any] | None = None) -> Provider:
+    """`pc.<op>` with a call's tensors by name, or what calls it."""
+
+    def prepare(call: Any) -> Callable[[], Any]:
+        return functools.partial(body, call) if body else functools.partial(getattr(pc, op), **vars(call))
+
+    return Provider(OURS, prepare, lambda: pc.__version__)
+
+
+def in_torch(name: str, body: Callable[[Any], Any]) -> Provider:
+    """A way of PyTorch's, called with a call."""
+    return Provider(name, lambda call: functools.partial(body, call), lambda: torch.__version__)

@@ -13,7 +13,8 @@ import torch
 from . import timing
 from .ceilings import Ceilings, measure_ceilings
 from .conditions import conditions, device_folder
-from .registry import OURS, Benchmark, Case, Inputs, Provider, UnsupportedError, WrongError
+from .inputs import Inputs, WrongError
+from .registry import OURS, Benchmark, Case, Provider, UnsupportedError
 from .tables import Row, read_rows, write_rows
 
 MEASURED = ("p20_us", "p50_us", "p80_us", "samples", "error", "bytes", "flops", "copy_gbs", "matmul_tflops", "roofline")

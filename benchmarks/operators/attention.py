@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..harness.registry import Case, WrongError
+from ..harness.inputs import WrongError
+from ..harness.registry import Case
 
 CHECKED_ROWS = 32
 # Fast float32 exponentials, PyTorch's on a CPU among them, err by up to 20 units in the last place.

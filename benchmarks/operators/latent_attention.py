@@ -1,10 +1,12 @@
-"""pc.latent_attention: decodes of DeepSeek's models, of all 128 heads and of a tensor-parallel rank's."""
+"""pc.latent_attention and sparse_latent_attention: decodes of DeepSeek's models, of all heads and of a rank's.
+
+The sparse ones are over the blocks that an indexer chose, 2,048 tokens as DeepSeek's takes.
+"""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -12,77 +14,65 @@ import torch
 import pc
 
 from ..harness.conditions import version
-from ..harness.registry import OURS, Benchmark, Case, Provider, UnsupportedError, WrongError
+from ..harness.inputs import Call, Draw, Expected, Inputs, default_dtype, roundings, shuffled
+from ..harness.registry import OURS, Benchmark, Case, Provider, UnsupportedError, case
 from .attention_peers import vllm_version
 
 K, HEAD_DIM, VALUE_DIM, BLOCK = 1024, 576, 512, 64
 SCALE = 192**-0.5
 
 
-@dataclass(frozen=True)
-class Call:
-    """Tensors of one call, named as the operator names them."""
+def latent_inputs(
+    batch: int, seq_len: int, q_len: int, heads: int, top_k: int, device: torch.device, rotate: int
+) -> Inputs:
+    """Calls over disjoint blocks of one cache; with `top_k`, queries attend to as many blocks each, drawn for it."""
+    dtype, width, tokens = default_dtype(device), -(-seq_len // BLOCK), batch * q_len
+    share = top_k * BLOCK / seq_len if top_k else 1
 
-    query: torch.Tensor
-    cache: torch.Tensor
-    block_tables: torch.Tensor
-    seq_lens: torch.Tensor
-    query_start_loc: torch.Tensor
-    q_len: int
-    seq_len: int
-    lists: torch.Tensor | None = None  # query_blocks of `sparse_latent_attention`
-
-
-class LatentInputs:
-    """Several calls over disjoint blocks of one cache, at least `rotate` bytes of rows together."""
-
-    def __init__(self, batch: int, seq_len: int, q_len: int, heads: int, device: torch.device, rotate: int) -> None:
-        dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-        width, tokens = -(-seq_len // BLOCK), batch * q_len
-        self.bytes = (batch * seq_len * HEAD_DIM + tokens * heads * (HEAD_DIM + VALUE_DIM)) * dtype.itemsize
-        pairs = batch * sum(seq_len - i for i in range(q_len))
-        self.flops = 2 * pairs * heads * (HEAD_DIM + VALUE_DIM)
-        copies = max(2, min(16, -(-rotate // (batch * seq_len * HEAD_DIM * dtype.itemsize))))
-        generator = torch.Generator(device).manual_seed(0)
-        blocks = batch * width
-        cache = torch.randn(copies * blocks, BLOCK, HEAD_DIM, generator=generator, device=device, dtype=dtype)
-        order = torch.randperm(copies * blocks, generator=torch.Generator().manual_seed(0)).to(torch.int32)
-        lens = torch.full((batch,), seq_len, dtype=torch.int32, device=device)
-        starts = torch.arange(batch + 1, dtype=torch.int32, device=device) * q_len
-        self.calls = [
-            Call(
-                torch.randn(tokens, heads, HEAD_DIM, generator=generator, device=device, dtype=dtype),
-                cache,
-                own.view(batch, width).to(device),
-                lens,
-                starts,
-                q_len,
-                seq_len,
+    def calls(draw: Draw, copies: int) -> Iterable[Call]:
+        cache = draw(copies * batch * width, BLOCK, HEAD_DIM).to(dtype)
+        lists = torch.stack([torch.randperm(width)[: top_k or 1].sort().values for _ in range(batch)])
+        for own in shuffled(len(cache), device).int().split(batch * width):
+            yield Call(
+                query=draw(tokens, heads, HEAD_DIM).to(dtype),
+                cache=cache,
+                block_tables=own.view(batch, width),
+                seq_lens=torch.full((batch,), seq_len, dtype=torch.int32, device=device),
+                query_start_loc=torch.arange(batch + 1, dtype=torch.int32, device=device) * q_len,
+                q_len=q_len,
+                seq_len=seq_len,
+                lists=lists.int()[:, None].to(device) if top_k else None,
             )
-            for own in order.split(blocks)
-        ]
 
-    def check(self, call: Call, run: Callable[[], Any]) -> float:
+    def reference(call: Call) -> Iterable[Expected]:
         """Holds the first and the last row against float64: at most twice what eager low precision errs."""
-        got = run()
-        got = (got[0] if isinstance(got, tuple) else got).reshape(*call.query.shape[:2], VALUE_DIM)
-        error = allowed = 0.0
-        for row in (0, call.query.shape[0] - 1):
-            sequence, i = divmod(row, call.q_len)
-            rows = call.cache[call.block_tables[sequence].long()].flatten(0, 1)[: call.seq_len - call.q_len + i + 1]
+        for row in (0, tokens - 1):
+            sequence, i = divmod(row, q_len)
+            rows = _gathered(call)[sequence]
+            rows = rows if top_k else rows[: seq_len - q_len + i + 1]
 
             def attend(dtype: torch.dtype, row: int = row, rows: torch.Tensor = rows) -> torch.Tensor:
                 scores = call.query[row].to(dtype) @ rows.to(dtype).T * SCALE
                 return scores.softmax(1) @ rows[:, :VALUE_DIM].to(dtype)
 
+            def read(got: Any, row: int = row) -> torch.Tensor:
+                return (got[0] if isinstance(got, tuple) else got).reshape(tokens, heads, VALUE_DIM)[row]
+
             exact = attend(torch.float64)
-            rounding = 4 * torch.finfo(call.query.dtype).eps * exact.abs().max().item()
-            eager_error = (attend(call.query.dtype).double() - exact).abs().max().item()
-            allowed = max(allowed, 2 * eager_error + rounding)
-            error = max(error, (got[row].double() - exact).abs().nan_to_num(nan=float("inf")).max().item())
-        if error > allowed:
-            raise WrongError(f"off by {error:.3g}, {allowed:.3g} at most")
-        return error
+            eager = (attend(dtype).double() - exact).abs().max().item()
+            yield Expected(exact, read, 2 * eager + roundings(exact, dtype, 4))
+
+    moved = (batch * seq_len * HEAD_DIM + tokens * heads * (HEAD_DIM + VALUE_DIM)) * dtype.itemsize
+    pairs, held = batch * sum(seq_len - i for i in range(q_len)), batch * seq_len * HEAD_DIM * dtype.itemsize
+    flops = 2 * pairs * heads * (HEAD_DIM + VALUE_DIM)
+    return Inputs(calls, reference, int(moved * share), int(flops * share), device, rotate, held)
+
+
+def _gathered(call: Call) -> torch.Tensor:
+    """The rows of each sequence's blocks, or of those that are listed: `[batch, tokens, head_dim]`."""
+    blocks = call.block_tables.long()
+    blocks = blocks if call.lists is None else blocks.gather(1, call.lists[:, 0].long())
+    return call.cache[blocks].flatten(1, 2)
 
 
 def _tensors(call: Call) -> tuple[torch.Tensor, ...]:
@@ -90,8 +80,11 @@ def _tensors(call: Call) -> tuple[torch.Tensor, ...]:
 
 
 def _pc(call: Call) -> Callable[[], torch.Tensor]:
-    plan = pc.attention_plan(*_tensors(call)[2:], BLOCK, num_kv_heads=max(1, call.query.shape[1] // 32))
-    given = {"plan": plan, "max_query_len": call.q_len, "max_seq_len": call.seq_len}
+    given = {"max_query_len": call.q_len, "max_seq_len": call.seq_len}
+    if call.lists is not None:
+        given["query_blocks"] = call.lists
+        return lambda: pc.sparse_latent_attention(*_tensors(call), None, SCALE, VALUE_DIM, **given)
+    given["plan"] = pc.attention_plan(*_tensors(call)[2:], BLOCK, num_kv_heads=max(1, call.query.shape[1] // 32))
     return lambda: pc.latent_attention(*_tensors(call), SCALE, VALUE_DIM, **given)
 
 
@@ -102,8 +95,7 @@ def _sdpa(call: Call) -> Callable[[], torch.Tensor]:
     query = call.query.view(batch, q_len, *call.query.shape[1:]).transpose(1, 2)
 
     def run() -> torch.Tensor:
-        rows = call.cache[call.block_tables.long()].flatten(1, 2)[:, None, : call.seq_len]
-        rows = rows.expand(-1, query.shape[1], -1, -1)
+        rows = _gathered(call)[:, None, : call.seq_len].expand(-1, query.shape[1], -1, -1)
         out = torch.nn.functional.scaled_dot_product_attention(
             query, rows, rows[..., :VALUE_DIM], attn_mask=None if q_len == 1 else mask, scale=SCALE
         )
@@ -160,12 +152,14 @@ def _vllm(call: Call) -> Callable[[], torch.Tensor]:
     return run
 
 
-def _case(name: str, device: str, quick: bool, batch: int, seq_len: int, q_len: int, heads: int) -> Case:
-    conditions = {"sequences": str(batch), "seq_lens": f"{batch}x{seq_len}", "q_lens": f"{batch}x{q_len}"}
-    conditions |= {"heads": f"{heads}/1", "head_dim": str(HEAD_DIM), "block_size": str(BLOCK)}
-    conditions["dtype"] = "float32" if device == "cpu" else "bfloat16"
-    sizes = (batch, seq_len, q_len, heads)
-    return Case(name, lambda where, rotate: LatentInputs(*sizes, where, rotate), quick, device, conditions)
+def _case(
+    name: str, device: str, quick: bool, batch: int, seq_len: int, q_len: int, heads: int, top_k: int = 0
+) -> Case:
+    columns = {"sequences": batch, "seq_lens": f"{batch}x{seq_len}", "q_lens": f"{batch}x{q_len}"}
+    columns |= {"heads": f"{heads}/1", "head_dim": HEAD_DIM, "block_size": BLOCK}
+    columns |= {"live_tokens": batch * top_k * BLOCK} if top_k else {}
+    columns |= {"dtype": "float32" if device == "cpu" else "bfloat16"}
+    return case(name, device, quick, latent_inputs, batch, seq_len, q_len, heads, top_k, **columns)
 
 
 CPU = [
@@ -180,16 +174,33 @@ CUDA = [
     for b, s in ((1, 4 * K), (1, 32 * K), (8, 32 * K), (32, 4 * K), (64, 8 * K), (128, 4 * K))
 ]
 CUDA += [(f"{q} queries over 32x4k, {heads} heads", False, 32, 4 * K, q, heads) for heads in (16, 128) for q in (2, 4)]
-_torch_version = lambda: torch.__version__  # noqa: E731
+SPARSE = [
+    (f"decode {b}x{s // K}k, 2k of it, {heads} heads", s == 32 * K, b, s, 1, heads, 32)
+    for heads in (16, 128)
+    for b, s in ((1, 32 * K), (8, 32 * K), (32, 8 * K))
+]
+ALL = (
+    Provider(OURS, _pc, lambda: pc.__version__),
+    Provider("torch SDPA over gathered rows", _sdpa, lambda: torch.__version__),
+)
 
-BENCHMARK = Benchmark(
-    "latent_attention",
-    (*(_case(n, "cpu", *rest) for n, *rest in CPU), *(_case(n, "cuda", *rest) for n, *rest in CUDA)),
-    (
-        Provider(OURS, _pc, lambda: pc.__version__),
-        Provider("torch SDPA over gathered rows", _sdpa, _torch_version),
-        Provider("FlashMLA", _flash_mla, lambda: version("flash_mla"), "cuda"),
-        Provider("FlashInfer", _flashinfer, lambda: version("flashinfer-python"), "cuda"),
-        Provider("vLLM Triton MLA", _vllm, vllm_version, "cuda"),
+BENCHMARKS = (
+    Benchmark(
+        "latent_attention",
+        (*(_case(n, "cpu", *rest) for n, *rest in CPU), *(_case(n, "cuda", *rest) for n, *rest in CUDA)),
+        (
+            *ALL,
+            Provider("FlashMLA", _flash_mla, lambda: version("flash_mla"), "cuda"),
+            Provider("FlashInfer", _flashinfer, lambda: version("flashinfer-python"), "cuda"),
+            Provider("vLLM Triton MLA", _vllm, vllm_version, "cuda"),
+        ),
+    ),
+    Benchmark(
+        "sparse_latent_attention",
+        (
+            _case("decode 1x8k, 2k of it, 16 heads", "cpu", True, 1, 8 * K, 1, 16, 32),
+            *(_case(n, "cuda", *rest) for n, *rest in SPARSE),
+        ),
+        ALL,
     ),
 )

@@ -50,11 +50,13 @@ CUDA: list[tuple[str, dict[str, Any]]] = [
 ]  # fmt: skip
 QUICK = ("decode 1x4k", "decode 8x4k", "prefill 1x4k", "chunk 512 over 4k")
 
-BENCHMARK = Benchmark(
-    "paged_attention",
-    (
-        *(attention_case(name, "cpu", quick, **given) for name, given, quick in CPU),
-        *(attention_case(name, "cuda", name in QUICK, **given) for name, given in CUDA),
+BENCHMARKS = (
+    Benchmark(
+        "paged_attention",
+        (
+            *(attention_case(name, "cpu", quick, **given) for name, given, quick in CPU),
+            *(attention_case(name, "cuda", name in QUICK, **given) for name, given in CUDA),
+        ),
+        attention_providers("paged_attention"),
     ),
-    attention_providers("paged_attention"),
 )

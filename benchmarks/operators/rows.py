@@ -1,92 +1,55 @@
-"""Inputs of benchmarks that move blocks and token rows, and PyTorch indexing as their rival."""
+"""Operators that move blocks and token rows, with scales too, against PyTorch's indexing and a copy per block."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
 import pc
 
-from ..harness.registry import OURS, Case, Provider, WrongError
+from ..harness.inputs import Call, Draw, Expected, Inputs, shuffled
+from ..harness.registry import Benchmark, Case, case, in_torch, ours
 
 BLOCK_SIZE = 16
 
 
-@dataclass(frozen=True)
-class RowsCall:
-    """Tensors of one call.
+def rows_inputs(
+    op: str, count: int, features: tuple[int, ...], dtype: torch.dtype, device: torch.device, rotate: int
+) -> Inputs:
+    """Calls on disjoint rows of one cache, random bytes, shuffled."""
+    is_block, is_copy = "blocks" in op, op == "copy_blocks"
+    block = (BLOCK_SIZE, *features)
+    blocks = count if is_block else -(-count // BLOCK_SIZE)
+    block_bytes = torch.Size(block).numel() * dtype.itemsize
 
-    Attributes:
-        cache: `[num_blocks, block_size, *features]`.
-        index: `[n]` block numbers or `[num_tokens]` slots, int64, shuffled.
-        targets: Like index, disjoint from it, for copies within the cache.
-        source: What is written, of the shape that a gather gives.
-    """
+    def calls(draw: Draw, copies: int) -> Iterable[Call]:
+        def drawn(*shape: int) -> torch.Tensor:
+            bytes_ = torch.randint(256, (*shape[:-1], shape[-1] * dtype.itemsize), dtype=torch.uint8, device=device)
+            return bytes_.view(dtype)
 
-    cache: torch.Tensor
-    index: torch.Tensor
-    targets: torch.Tensor
-    source: torch.Tensor
-
-
-class RowsInputs:
-    """Calls on disjoint rows of one cache; `unit` is a block or a token.
-
-    Args:
-        unit: "block" or "slot".
-        count: Blocks or tokens a call.
-        features: Of a token.
-        dtype: Of the cache.
-        device: Where it lies.
-        rotate: Bytes to rotate over.
-        expected: What a call must give or leave in the cache; from the call and a copy of the cache before it.
-    """
-
-    flops = 0
-
-    def __init__(
-        self,
-        unit: str,
-        count: int,
-        features: tuple[int, ...],
-        dtype: torch.dtype,
-        device: torch.device,
-        rotate: int,
-        expected: Callable[[RowsCall, torch.Tensor], torch.Tensor],
-    ) -> None:
-        self.expected = expected
-        block = (BLOCK_SIZE, *features)
-        blocks = count if unit == "block" else -(-count // BLOCK_SIZE)
-        block_bytes = torch.Size(block).numel() * dtype.itemsize
-        row_bytes = block_bytes if unit == "block" else block_bytes // BLOCK_SIZE
-        self.bytes = count * (2 * row_bytes + 8)
-        copies = max(2, min(16, -(-rotate // (2 * blocks * block_bytes))))
-        generator = torch.Generator(device).manual_seed(0)
-        cache = torch.empty(2 * copies * blocks, *block, dtype=dtype, device=device)
-        cache.view(torch.uint8).random_(generator=generator)
-        units = 2 * copies * (blocks if unit == "block" else blocks * BLOCK_SIZE)
-        order = torch.randperm(units, generator=torch.Generator().manual_seed(0)).to(device)
-        self.calls = []
+        cache = drawn(2 * copies * blocks, *block)
+        order = shuffled(2 * copies * (blocks if is_block else blocks * BLOCK_SIZE), device)
         for i in range(copies):
             index, targets = order[2 * i * count : (2 * i + 2) * count].split(count)
-            shape = (count, *(block if unit == "block" else features))
-            source = torch.empty(shape, dtype=dtype, device=device)
-            source.view(torch.uint8).random_(generator=generator)
-            self.calls.append(RowsCall(cache, index, targets, source))
+            names = {"index": index, "targets": targets} if is_copy else {"index": index}
+            if "scatter" in op:
+                names["source"] = drawn(count, *(block if is_block else features))
+            yield Call(cache=cache, rows=cache if is_block else cache.flatten(0, 1), **names)
 
-    def check(self, call: RowsCall, run: Callable[[], Any]) -> float:
-        """Bit for bit; the cache is left as it was."""
-        before = call.cache.clone()
-        expected = self.expected(call, before)
-        got = run()
-        after = call.cache.clone() if got is None else got
-        call.cache.copy_(before)
-        if after.shape != expected.shape or not torch.equal(after.view(torch.uint8), expected.view(torch.uint8)):
-            raise WrongError("bits differ from those that indexing gives")
-        return 0.0
+    def reference(call: Call) -> Iterable[Expected]:
+        source = call.source if "scatter" in op else call.rows[call.index].clone()
+        if "gather" in op:
+            return [Expected(source, lambda got: got)]
+        target = call.targets if is_copy else call.index
+        call.rows.view(torch.uint8)[target] = 0
+        after = call.cache.clone()
+        (after if is_block else after.flatten(0, 1))[target] = source
+        return [Expected(after, lambda got: call.cache)]
+
+    moved = count * (2 * (block_bytes if is_block else block_bytes // BLOCK_SIZE) + 8)
+    return Inputs(calls, reference, moved, 0, device, rotate, 2 * blocks * block_bytes)
 
 
 SHAPES: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
@@ -112,46 +75,133 @@ MATRIX = (
 )
 
 
-def row_cases(unit: str, expected: Callable[[RowsCall, torch.Tensor], torch.Tensor]) -> tuple[Case, ...]:
-    """The matrix in blocks or, 16 to a block, in tokens."""
-    cases = []
+def _cases(op: str) -> Iterable[Case]:
+    unit = "block" if "blocks" in op else "slot"
     for device, kind, blocks, quick in MATRIX:
-        features, dtype = SHAPES[kind]
         count = blocks if unit == "block" else blocks * BLOCK_SIZE
-
-        def build(where: torch.device, rotate: int, given: tuple[Any, ...] = (count, features, dtype)) -> RowsInputs:
-            return RowsInputs(unit, *given, where, rotate, expected)
-
-        conditions = {"unit": unit, "count": str(count), "block_size": str(BLOCK_SIZE), "features": kind}
-        cases.append(Case(f"{count} {unit}s, {kind}", build, quick, device, conditions))
-    return tuple(cases)
+        columns = {"unit": unit, "count": count, "block_size": BLOCK_SIZE, "features": kind}
+        yield case(f"{count} {unit}s, {kind}", device, quick, rows_inputs, op, count, *SHAPES[kind], **columns)
 
 
-Body = Callable[[RowsCall], Any]
+def _assign(call: Call) -> None:
+    call.rows[call.index] = call.source
 
 
-def row_providers(ours: Body, **torch_ways: Body) -> tuple[Provider, ...]:
-    """Ours, and PyTorch's ways by name; each body is called with a RowsCall."""
-
-    def prepare(body: Body) -> Callable[[RowsCall], Callable[[], Any]]:
-        return lambda call: lambda: body(call)
-
-    return (
-        Provider(OURS, prepare(ours), lambda: pc.__version__),
-        *(
-            Provider(f"torch {name}", prepare(body), lambda: torch.__version__)
-            for name, body in torch_ways.items()
-        ),
-    )  # fmt: skip
+def _copy(call: Call) -> None:
+    call.rows[call.targets] = call.rows[call.index]
 
 
-def flat(cache: torch.Tensor) -> torch.Tensor:
-    """The cache by slots: `[num_blocks * block_size, *features]`."""
-    return cache.flatten(0, 1)
-
-
-def written(cache: torch.Tensor, index: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-    """A copy of `cache` with rows replaced."""
-    out = cache.clone()
-    out[index] = source
+def _gather_each(call: Call) -> torch.Tensor:
+    out = torch.empty_like(call.cache[: len(call.index)])
+    for i, block in enumerate(call.index.tolist()):
+        out[i].copy_(call.cache[block])
     return out
+
+
+def _scatter_each(call: Call) -> None:
+    for i, block in enumerate(call.index.tolist()):
+        call.cache[block].copy_(call.source[i])
+
+
+GATHERS = {
+    "indexing": lambda call: call.rows[call.index],
+    "index_select": lambda call: call.rows.index_select(0, call.index),
+}
+SCATTERS = {"indexing": _assign, "index_copy_": lambda call: call.rows.index_copy_(0, call.index, call.source)}
+COPIES = {
+    "indexing": _copy,
+    "index_copy_": lambda call: call.rows.index_copy_(0, call.targets, call.rows.index_select(0, call.index)),
+}
+# A copy per block is what caches do that keep a tensor per chunk.
+ROWS: dict[str, tuple[Callable[[Call], Any], dict[str, Callable[[Call], Any]]]] = {
+    "gather_blocks": (lambda c: pc.gather_blocks(c.cache, c.index), GATHERS | {"copy per block": _gather_each}),
+    "gather_slots": (lambda c: pc.gather_slots(c.cache, c.index), GATHERS),
+    "scatter_blocks": (
+        lambda c: pc.scatter_blocks(c.source, c.cache, c.index),
+        SCATTERS | {"copy per block": _scatter_each},
+    ),
+    "scatter_slots": (lambda c: pc.scatter_slots(c.source, c.cache, c.index), SCATTERS),
+    "copy_blocks": (lambda c: pc.copy_blocks(c.cache, c.index, c.targets), COPIES),
+}
+
+
+def quantized_inputs(
+    op: str, count: int, features: int, dtype: torch.dtype, stored: str, device: torch.device, rotate: int
+) -> Inputs:
+    """Calls on disjoint slots of one cache, which holds the quantized sources already."""
+    code: torch.dtype = getattr(torch, stored)
+
+    def calls(draw: Draw, copies: int) -> Iterable[Call]:
+        blocks = -(-count // BLOCK_SIZE) * copies
+        cache = torch.zeros(blocks, BLOCK_SIZE, features, device=device).to(code)
+        scales, order = torch.zeros(blocks, BLOCK_SIZE, device=device), shuffled(blocks * BLOCK_SIZE, device)
+        for i in range(copies):
+            slots, source = order[i * count : (i + 1) * count], draw(count, features).to(dtype)
+            pc.scatter_slots_quantized(source, cache, scales, slots)
+            yield Call(source=source, cache=cache, scales=scales, slot_mapping=slots)
+
+    def reference(call: Call) -> Iterable[Expected]:
+        """Read back, a row differs by half a step at most: amax / 254 for int8, a 16th for float8."""
+        source = call.source.double()
+        amax = source.abs().amax(dim=1, keepdim=True)
+        step = amax / 254 if code == torch.int8 else torch.maximum(source.abs() / 16, amax / 2**19)
+        allowed = step * 1.01 + source.abs() * torch.finfo(dtype).eps
+        if "scatter" in op:
+            call.cache.view(torch.uint8).zero_()
+        return [Expected(source, lambda got: _dequantized(call) if got is None else got, allowed)]
+
+    return Inputs(calls, reference, count * (features * (dtype.itemsize + code.itemsize) + 12), 0, device, rotate)
+
+
+def _dequantized(call: Call) -> torch.Tensor:
+    """The rows as PyTorch reads them: codes gathered, converted and multiplied."""
+    codes = call.cache.flatten(0, 1).view(torch.uint8)[call.slot_mapping].view(call.cache.dtype)
+    return (codes.float() * call.scales.flatten()[call.slot_mapping][:, None]).to(call.source.dtype)
+
+
+def _quantize(call: Call) -> None:
+    """The same in PyTorch: a scale per row, codes, and two indexed assignments."""
+    largest = 127.0 if call.cache.dtype == torch.int8 else 448.0
+    source = call.source.float()
+    scale = (source.abs().amax(dim=1) / largest).clamp_min(torch.finfo(torch.float32).tiny)
+    codes = source / scale[:, None]
+    codes = (codes.round() if call.cache.dtype == torch.int8 else codes).clamp(-largest, largest).to(call.cache.dtype)
+    call.cache.flatten(0, 1).view(torch.uint8)[call.slot_mapping] = codes.view(torch.uint8)
+    call.scales.flatten()[call.slot_mapping] = scale
+
+
+def _quantized(op: str, own: Callable[[Call], Any], rival: Callable[[Call], Any]) -> Benchmark:
+    cases = []
+    for device, count, features, dtype, stored, quick in (
+        ("cpu", 1024, 1024, torch.float32, "int8", True),
+        ("cpu", 1024, 1024, torch.float32, "float8_e4m3fn", False),
+        ("cuda", 16384, 4096, torch.bfloat16, "int8", False),
+        ("cuda", 16384, 4096, torch.bfloat16, "float8_e4m3fn", True),
+    ):
+        name = f"{count} slots, hidden {features} {str(dtype).removeprefix('torch.')} as {stored}"
+        columns = {"count": count, "block_size": BLOCK_SIZE, "features": features, "cache": stored}
+        sizes = (op, count, features, dtype, stored)
+        cases.append(case(name, device, quick, quantized_inputs, *sizes, **columns))
+    return Benchmark(op, tuple(cases), (ours(op, own), in_torch("torch indexing", rival)))
+
+
+BENCHMARKS = (
+    *(
+        Benchmark(
+            op,
+            tuple(_cases(op)),
+            (ours(op, own), *(in_torch(f"torch {name}", way) for name, way in ways.items())),
+        )
+        for op, (own, ways) in ROWS.items()
+    ),
+    _quantized(
+        "gather_slots_dequantized",
+        lambda c: pc.gather_slots_dequantized(c.cache, c.scales, c.slot_mapping, c.source.dtype),
+        _dequantized,
+    ),
+    _quantized(
+        "scatter_slots_quantized",
+        lambda c: pc.scatter_slots_quantized(c.source, c.cache, c.scales, c.slot_mapping),
+        _quantize,
+    ),
+)

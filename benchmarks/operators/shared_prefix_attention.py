@@ -23,11 +23,13 @@ CUDA = [
     ("32x 512 shared + 4k own", _decode(32, 512, 4 * K), False),
 ]
 
-BENCHMARK = Benchmark(
-    "shared_prefix_attention",
-    (
-        *(attention_case(name, "cpu", quick, **given) for name, given, quick in CPU),
-        *(attention_case(name, "cuda", quick, **given) for name, given, quick in CUDA),
+BENCHMARKS = (
+    Benchmark(
+        "shared_prefix_attention",
+        (
+            *(attention_case(name, "cpu", quick, **given) for name, given, quick in CPU),
+            *(attention_case(name, "cuda", quick, **given) for name, given, quick in CUDA),
+        ),
+        attention_providers("shared_prefix_attention"),
     ),
-    attention_providers("shared_prefix_attention"),
 )

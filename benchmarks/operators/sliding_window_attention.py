@@ -32,11 +32,13 @@ CUDA = [
     )
 ]
 
-BENCHMARK = Benchmark(
-    "sliding_window_attention",
-    (
-        *(attention_case(name, "cpu", quick, **given) for name, given, quick in CPU),
-        *(attention_case(name, "cuda", "gpt-oss" in name, **given) for name, given in CUDA),
+BENCHMARKS = (
+    Benchmark(
+        "sliding_window_attention",
+        (
+            *(attention_case(name, "cpu", quick, **given) for name, given, quick in CPU),
+            *(attention_case(name, "cuda", "gpt-oss" in name, **given) for name, given in CUDA),
+        ),
+        attention_providers("sliding_window_attention"),
     ),
-    attention_providers("sliding_window_attention"),
 )

@@ -89,11 +89,13 @@ CUDA = [
 ]
 QUICK = ("decode 8x32k, prefix 1k + window 1k", "512 queries in the middle of 8k")
 
-BENCHMARK = Benchmark(
-    "sparse_gap_attention",
-    (
-        *(attention_case(name, "cpu", quick, **given) for name, given, quick in CPU),
-        *(attention_case(name, "cuda", name in QUICK, **given) for name, given in CUDA),
+BENCHMARKS = (
+    Benchmark(
+        "sparse_gap_attention",
+        (
+            *(attention_case(name, "cpu", quick, **given) for name, given, quick in CPU),
+            *(attention_case(name, "cuda", name in QUICK, **given) for name, given in CUDA),
+        ),
+        attention_providers("sparse_gap_attention"),
     ),
-    attention_providers("sparse_gap_attention"),
 )
