@@ -161,8 +161,11 @@ def plot_work(source: Path, target: Path) -> None:
     rows = newest_triton(rows)
     arch = max(row["architecture"] for row in rows)
     rows = [row for row in rows if row["architecture"] == arch]
-    cases, providers = (list(dict.fromkeys(row[name] for row in rows)) for name in ("case", "provider"))
     counts = {(row["case"], row["provider"]): int(row["instructions"]) for row in rows}
+    providers = list(dict.fromkeys(provider for _, provider in counts))
+    cases = [
+        case for case in dict.fromkeys(case for case, _ in counts) if all((case, name) in counts for name in providers)
+    ]
 
     def draw(pyplot: Any) -> Any:
         figure, axis = pyplot.subplots(figsize=(WIDTH, 1 + 0.66 * len(cases)), layout="constrained")
@@ -251,7 +254,7 @@ def plot_quality(source: Path, target: Path) -> None:
 
 def plot_anywhere(source: Path, target: Path) -> None:
     """KL divergence against the time to the first token over that of prefix caching: a line for each workload."""
-    from .render_anywhere import WORKLOADS
+    from .render_cache import WORKLOADS
 
     rows = [row for row in read_rows(source) if row["way"] == "anywhere" and row["recompute"] != "1"]
     size = min(int(row["size"]) for row in rows)

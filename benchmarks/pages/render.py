@@ -12,54 +12,9 @@ from pathlib import Path
 
 from ..harness.registry import ROOT, operators
 from ..harness.tables import read_rows
+from . import render_cache, render_models, render_operators, render_quality
 from .markdown import CHARTS, devices, results
 from .plots import digest, drawn_from, plot_anywhere, plot_demo, plot_operator, plot_quality, plot_reuse, plot_work
-from .render_anywhere import (
-    render_anywhere,
-    render_anywhere_chart,
-    render_anywhere_conditions,
-    render_lookup_anywhere,
-)
-from .render_cache import (
-    render_hidden_states,
-    render_hint_ways,
-    render_hints,
-    render_manager,
-    render_omni,
-    render_replay,
-    render_scheduler,
-    render_serving,
-    render_sglang_radix,
-    render_traffic,
-    render_vllm_cpu,
-    render_vllm_tier,
-)
-from .render_models import (
-    demo_rows,
-    render_batching,
-    render_demo_conditions,
-    render_demo_table,
-    render_families,
-    render_reuse,
-)
-from .render_operators import (
-    render_gpu,
-    render_gpu_plan,
-    render_life,
-    render_operator,
-    render_operators,
-    render_sparse,
-    render_work,
-    render_work_summary,
-    render_work_versions,
-)
-from .render_quality import (
-    render_quality,
-    render_quality_chart,
-    render_quality_conditions,
-    render_quality_order,
-    render_quality_summary,
-)
 
 MARKED = re.compile(r"(<!-- render: ([^>]*?) -->)(.*?)(<!-- /render -->)", re.DOTALL)
 _COMPARED = r"faster|slower|sooner|later|quicker|less|more|fewer|of (?:the )?(?:roofline|peak|copy|bandwidth|time)"
@@ -98,43 +53,9 @@ def unrendered_measurements(page: Path) -> list[str]:
     ]
 
 
-RENDERERS: dict[str, Callable[..., str]] = {
-    "work": render_work,
-    "work_summary": render_work_summary,
-    "life": render_life,
-    "work_versions": render_work_versions,
-    "families": render_families,
-    "operator": render_operator,
-    "operators": render_operators,
-    "gpu": render_gpu,
-    "gpu_plan": render_gpu_plan,
-    "demo_conditions": render_demo_conditions,
-    "demo_table": render_demo_table,
-    "hidden_states": render_hidden_states,
-    "omni": render_omni,
-    "reuse": render_reuse,
-    "scheduler": render_scheduler,
-    "serving": render_serving,
-    "vllm_tier": render_vllm_tier,
-    "sglang_radix": render_sglang_radix,
-    "sparse": render_sparse,
-    "replay": render_replay,
-    "hints": render_hints,
-    "hint_ways": render_hint_ways,
-    "traffic": render_traffic,
-    "vllm_cpu": render_vllm_cpu,
-    "manager": render_manager,
-    "batching": render_batching,
-    "quality": render_quality,
-    "quality_chart": render_quality_chart,
-    "quality_conditions": render_quality_conditions,
-    "quality_order": render_quality_order,
-    "quality_summary": render_quality_summary,
-    "anywhere": render_anywhere,
-    "anywhere_chart": render_anywhere_chart,
-    "anywhere_conditions": render_anywhere_conditions,
-    "lookup_anywhere": render_lookup_anywhere,
-}
+RENDERERS: dict[str, Callable[..., str]] = {name: table.render for name, table in render_cache.TABLES.items()}
+for _module in (render_cache, render_models, render_operators, render_quality):
+    RENDERERS |= {n.removeprefix("render_"): f for n, f in vars(_module).items() if n.startswith("render_")}
 
 
 def charts() -> dict[Path, tuple[Path, Callable[[Path, Path], None]]]:
@@ -144,16 +65,15 @@ def charts() -> dict[Path, tuple[Path, Callable[[Path, Path], None]]]:
         for op in operators():
             if (source := results(device, f"{op}.csv")).exists():
                 found[CHARTS / f"{op}-{device}.svg"] = (source, plot_operator)
-    if read_rows(results("work.csv")):
-        found[CHARTS / "work.svg"] = (results("work.csv"), plot_work)
-    if read_rows(results("cpu", "reuse.csv")):
-        found[CHARTS / "reuse.svg"] = (results("cpu", "reuse.csv"), plot_reuse)
-    if read_rows(results("cpu", "quality.csv")):
-        found[CHARTS / "quality.svg"] = (results("cpu", "quality.csv"), plot_quality)
-    if read_rows(results("cpu", "reuse_anywhere.csv")):
-        found[CHARTS / "reuse_anywhere.svg"] = (results("cpu", "reuse_anywhere.csv"), plot_anywhere)
-    if demo_rows():
-        found[CHARTS / "demo.svg"] = (results("cpu", "demo.csv"), plot_demo)
+    for source, draw in (
+        (results("work.csv"), plot_work),
+        (results("cpu", "reuse.csv"), plot_reuse),
+        (results("cpu", "quality.csv"), plot_quality),
+        (results("cpu", "reuse_anywhere.csv"), plot_anywhere),
+        (results("cpu", "demo.csv"), plot_demo),
+    ):
+        if read_rows(source):
+            found[CHARTS / f"{source.stem}.svg"] = (source, draw)
     return found
 
 

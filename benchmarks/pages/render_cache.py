@@ -1,13 +1,254 @@
-"""Tables of what is cached: policies, the manager, hidden states, behind vLLM and vLLM-Omni too."""
+"""Tables that are rows of a file as they come, and those of what is cached that set rows beside each other."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from ..harness.registry import OURS
-from ..harness.tables import read_rows
-from .markdown import commits, measured, results, table, with_rows
+from ..harness.tables import Row, read_rows
+from .markdown import chart, commits, measured, results, table, with_rows
 from .plots import short_time
+
+WORKLOADS = {
+    "order": "five documents, six orders",
+    "agent": "an agent drops results",
+    "edit": "an edit in the middle",
+}
+WAYS = {"all": "everything computed", "prefix": "prefix caching", "anywhere": "anywhere"}
+TIERS = {"vllm": "vLLM's `lru`", "arc": "vLLM's `arc`"}
+
+Cell = str | Callable[[Row], str]
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of a file, one a line.
+
+    Attributes:
+        source: Of the file, below the CPU's results; "{}" is the page's argument.
+        columns: Heads, a letter for the side (l or r), and what a line has there: a column of the file, with a format
+            where it is a number ("ratio:.2f"), or a function of the row.
+        order: What rows are sorted by; None: as they come.
+        above: A sentence on conditions before the table, of page, file and rows.
+        below: The same behind it; None: where the rows are.
+    """
+
+    source: str
+    columns: tuple[tuple[str, str, Cell], ...]
+    order: Callable[[Row], object] | None = None
+    above: Callable[[Path, Path, list[Row]], str] | None = None
+    below: Callable[[Path, Path, list[Row]], str] | None = None
+
+    def render(self, page: Path, *arguments: str) -> str:
+        """The table with what is said of it."""
+        source = results("cpu", self.source.format(*arguments))
+        rows = read_rows(source)
+        if self.order is not None:
+            rows.sort(key=self.order)  # type: ignore[arg-type]
+        heads, sides, cells = zip(*self.columns, strict=True)
+        lines = table(heads, "".join(sides), [[_cell(row, cell) for cell in cells] for row in rows])
+        if self.above:
+            return "\n".join([self.above(page, source, rows), "", *lines])
+        if self.below:
+            said = self.below(page, source, rows)
+            return "\n".join([*lines, "", said] if said else lines)
+        return with_rows(lines, page, source)
+
+
+def _cell(row: Row, cell: Cell) -> str:
+    if callable(cell):
+        return cell(row)
+    name, _, form = cell.partition(":")
+    return format(float(row[name]), form) if form else row[name]
+
+
+def time(column: str, microseconds: float = 1) -> Callable[[Row], str]:
+    """A time that a column has in so many microseconds."""
+    return lambda row: short_time(float(row[column]) * microseconds)
+
+
+def _not_exact(form: Callable[[Row], str]) -> Callable[[Row], str]:
+    """For ways that lose something."""
+    return lambda row: form(row) if row["way"] == "anywhere" else ""
+
+
+TABLES = {
+    "hints": Table(
+        "replay_{}.csv",
+        (
+            ("policy", "l", "policy"),
+            ("told", "l", "hints"),
+            ("hits", "r", "hit_rate:.4f"),
+            ("to lru", "r", "lru_ratio:.2f"),
+        ),
+    ),
+    "traffic": Table(
+        "traffic.csv",
+        (
+            ("traffic", "l", "traffic"),
+            ("capacity", "r", "capacity_share"),
+            ("lru", "r", "lru:.4f"),
+            ("policy", "l", "policy"),
+            ("hits", "r", "hit_rate:.4f"),
+            ("to lru", "r", "ratio:.3f"),
+            ("worst window", "r", lambda row: f"{float(row['worst_window']):.2f} of {int(row['window']):,} requests"),
+        ),
+    ),
+    "manager": Table(
+        "manager.csv",
+        (
+            ("peer", "l", "peer"),
+            ("hash", "l", "hash"),
+            ("tokens", "r", "tokens"),
+            ("pc, us", "r", "pc_us"),
+            ("peer, us", "r", "peer_us"),
+            ("pc / peer", "r", "pc_over_peer:.2f"),
+        ),
+        below=lambda page, source, rows: with_rows(
+            [],
+            page,
+            source,
+            f"{rows[0]['cores']} cores, Python {rows[0]['python']}, {rows[0]['date']}, {commits(source, rows)}. ",
+        ).lstrip(),
+    ),
+    "omni": Table(
+        "vllm_omni.csv",
+        (
+            ("tokens x features", "l", lambda row: f"{int(row['tokens']):,} x {int(row['features']):,}"),
+            ("step", "l", "what"),
+            ("call", "l", "call"),
+            ("pc", "r", time("pc_us")),
+            ("vLLM-Omni", "r", time("peer_us")),
+            ("vLLM-Omni / pc", "r", lambda row: f"{float(row['peer_us']) / float(row['pc_us']):.1f}"),
+        ),
+        above=lambda page, source, rows: measured(page, source, rows, more=f", {rows[0]['peer']}"),
+    ),
+    "scheduler": Table(
+        "vllm_scheduler.csv",
+        (
+            ("policy", "l", "policy"),
+            ("hit rate", "r", "hit_rate"),
+            ("of `pc replay`", "r", "replay_hit_rate"),
+            ("CPU time of a step", "r", time("step_us")),
+            ("over vLLM's own queue", "r", "over_vllm:.2f"),
+        ),
+        above=lambda page, source, rows: measured(
+            page,
+            source,
+            rows,
+            (),
+            "; {trace}, {blocks:,} blocks, {steps} steps of {requests} requests".format(
+                **rows[0] | {"blocks": int(rows[0]["blocks"])}
+            ),
+        ),
+    ),
+    "vllm_tier": Table(
+        "vllm_tier.csv",
+        (
+            ("of the trace's blocks", "l", "share:.0%"),
+            ("policy", "l", lambda row: TIERS.get(row["policy"], f"`{row['policy']}`")),
+            ("hit rate", "r", "hit_rate"),
+            ("CPU time of a request", "r", time("request_us")),
+            ("over vLLM's `lru`", "r", "over_vllm:.2f"),
+        ),
+        above=lambda page, source, rows: measured(
+            page, source, rows, (), f"; {rows[0]['trace']}, {int(rows[0]['requests']):,} requests"
+        ),
+    ),
+    "serving": Table(
+        "vllm_serving.csv",
+        (
+            ("requests", "l", "workload"),
+            ("eviction", "l", "configuration"),
+            ("hit rate", "r", "hit_rate:.3f"),
+            ("of `pc replay`", "r", "replay_hit_rate:.3f"),
+            ("first token, median", "r", "ttft_p50_over_vllm:.2f"),
+            ("90th percentile", "r", "ttft_p90_over_vllm:.2f"),
+            ("all requests", "r", "seconds_over_vllm:.2f"),
+        ),
+        above=lambda page, source, rows: measured(
+            page,
+            source,
+            rows,
+            (),
+            f"; {rows[0]['requests']} requests of {rows[0]['clients']} clients, {int(rows[0]['prompt_tokens']):,} "
+            f"tokens of prompts, {rows[0]['running']} at once in {rows[0]['blocks']} blocks of "
+            f"{rows[0]['block_size']} tokens, "
+            f"{rows[0]['rounds']} rounds; vLLM's own times to the first token are {float(rows[0]['ttft_p50']):.1f} s "
+            f"(median) and {float(rows[0]['ttft_p90']):.1f} s (90th percentile)",
+        ),
+    ),
+    "vllm_cpu": Table(
+        "vllm_cpu.csv",
+        (
+            ("step", "l", "step"),
+            ("requests", "r", "batch"),
+            ("tokens of each", "r", "context"),
+            ("vLLM's backend", "r", time("vllm_ms", 1e3)),
+            ("ours", "r", time("pc_ms", 1e3)),
+            ("ours over vLLM's", "r", "over_vllm:.2f"),
+        ),
+        above=lambda page, source, rows: measured(
+            page, source, rows, more=f"; SmolLM2-135M, float32, medians of {rows[0]['rounds']} rounds"
+        ),
+    ),
+    "sglang_radix": Table(
+        "sglang_radix.csv",
+        (
+            ("policy", "l", "policy"),
+            ("core", "l", "core"),
+            ("hit rate", "r", "hit_rate"),
+            ("of `pc replay`", "r", "replay_hit_rate"),
+            ("CPU time of a request", "r", time("request_us")),
+            ("over lru in Rust", "r", "over_rust:.2f"),
+            ("over lru in Python", "r", "over_python:.2f"),
+        ),
+        above=lambda page, source, rows: measured(
+            page,
+            source,
+            rows,
+            (),
+            f"; {rows[0]['trace']}, {int(rows[0]['pages']):,} pages; timed: {rows[0]['requests']} requests"
+            f" in {int(rows[0]['timed_pages']):,} pages",
+        ),
+    ),
+    "anywhere": Table(
+        "reuse_anywhere.csv",
+        (
+            ("workload", "l", lambda row: WORKLOADS[row["workload"]]),
+            ("prompt", "r", "prompt_tokens"),
+            ("reuse", "l", lambda row: WAYS[row["way"]]),
+            ("again", "r", _not_exact(lambda row: f"{float(row['recompute']):.0%}")),
+            ("computed", "r", "computed_tokens"),
+            ("first token, s", "r", "ttft_cpu_s:.2f"),
+            ("of prefix", "r", lambda row: "" if row["way"] == "all" else f"{float(row['over_prefix_cpu']):.2f}"),
+            ("KL", "r", _not_exact(lambda row: "0" if float(row["kl"]) < 1e-7 else f"{float(row['kl']):.2g}")),
+            ("same top", "r", _not_exact(lambda row: f"{float(row['same_top1']):.1%}")),
+            ("answers", "r", _not_exact(lambda row: f"{row['answers']} of {row['prompts']}")),
+        ),
+        order=lambda row: (
+            int(row["size"]),
+            list(WORKLOADS).index(row["workload"]),
+            list(WAYS).index(row["way"]),
+            row["recompute"],
+        ),
+        below=lambda page, source, rows: "",
+    ),
+    "lookup_anywhere": Table(
+        "lookup_anywhere.csv",
+        (
+            ("prompt", "r", "tokens:,.0f"),
+            ("cached elsewhere", "l", "found"),
+            ("prefix, ms", "r", lambda row: f"{float(row['plain_us']) / 1000:.2f}"),
+            ("anywhere, ms", "r", lambda row: f"{float(row['anywhere_us']) / 1000:.2f}"),
+            ("ratio", "r", "over_plain:.2f"),
+            ("whole request", "r", "request_over_plain:.2f"),
+        ),
+        below=measured,
+    ),
+}
 
 
 def render_replay(page: Path, trace: str) -> str:
@@ -24,16 +265,6 @@ def render_replay(page: Path, trace: str) -> str:
         lines.append([policy, *rates])
     heads = ["policy", *(f"{share:.1%}" for share in shares)]
     return with_rows(table(heads, "l" * len(heads), lines), page, source)
-
-
-def render_hints(page: Path, trace: str) -> str:
-    """Hit rates of a trace at one capacity by what policies were told."""
-    source = results("cpu", f"replay_{trace}.csv")
-    lines = [
-        (row["policy"], row["hints"], f"{float(row['hit_rate']):.4f}", f"{float(row['lru_ratio']):.2f}")
-        for row in read_rows(source)
-    ]
-    return with_rows(table(("policy", "told", "hits", "to lru"), "llrr", lines), page, source)
 
 
 def render_hint_ways(page: Path) -> str:
@@ -53,37 +284,6 @@ def render_hint_ways(page: Path) -> str:
     return with_rows([said, "", *table(heads, "l" + "r" * len(columns), lines)], page, source)
 
 
-def render_traffic(page: Path) -> str:
-    """Hit rates where traffic changes, and the worst windows."""
-    source = results("cpu", "traffic.csv")
-    lines = [
-        (
-            row["traffic"],
-            row["capacity_share"],
-            f"{float(row['lru']):.4f}",
-            row["policy"],
-            f"{float(row['hit_rate']):.4f}",
-            f"{float(row['ratio']):.3f}",
-            f"{float(row['worst_window']):.2f} of {int(row['window']):,} requests",
-        )
-        for row in read_rows(source)
-    ]
-    heads = ("traffic", "capacity", "lru", "policy", "hits", "to lru", "worst window")
-    return with_rows(table(heads, "lrrlrrr", lines), page, source)
-
-
-def render_manager(page: Path) -> str:
-    """Microseconds a request of the manager and of its peers."""
-    source = results("cpu", "manager.csv")
-    rows = read_rows(source)
-    lines = [
-        (r["peer"], r["hash"], r["tokens"], r["pc_us"], r["peer_us"], f"{float(r['pc_over_peer']):.2f}") for r in rows
-    ]
-    heads = ("peer", "hash", "tokens", "pc, us", "peer, us", "pc / peer")
-    said = f"{rows[0]['cores']} cores, Python {rows[0]['python']}, {rows[0]['date']}, {commits(source, rows)}. "
-    return with_rows(table(heads, "llrrrr", lines), page, source, said)
-
-
 def render_hidden_states(page: Path) -> str:
     """Caching hidden states: ours beside the others, in one process."""
     source = results("cpu", "hidden_states.csv")
@@ -99,121 +299,13 @@ def render_hidden_states(page: Path) -> str:
     return "\n".join([measured(page, source, rows), "", *table(heads, "ll" + "r" * (1 + len(others)), lines)])
 
 
-def render_omni(page: Path) -> str:
-    """Steps behind vLLM-Omni's calls, CPU time of its manager and of ours."""
-    source = results("cpu", "vllm_omni.csv")
+def render_anywhere_conditions(page: Path) -> str:
+    """Model and machine."""
+    source = results("cpu", "reuse_anywhere.csv")
     rows = read_rows(source)
-    lines = []
-    for row in rows:
-        ours, theirs = float(row["pc_us"]), float(row["peer_us"])
-        case = [f"{int(row['tokens']):,} x {int(row['features']):,}", row["what"], row["call"]]
-        lines.append([*case, short_time(ours), short_time(theirs), f"{theirs / ours:.1f}"])
-    heads = ("tokens x features", "step", "call", "pc", "vLLM-Omni", "vLLM-Omni / pc")
-    said = measured(page, source, rows, more=f", {rows[0]['peer']}")
-    return "\n".join([said, "", *table(heads, "lllrrr", lines)])
+    return f"{rows[0]['model']} in {rows[0]['dtype']}. {measured(page, source, rows, ('torch', 'transformers'))}"
 
 
-def render_scheduler(page: Path) -> str:
-    """Hit rates behind vLLM's scheduler, and CPU time of its steps."""
-    source = results("cpu", "vllm_scheduler.csv")
-    rows = read_rows(source)
-    first = rows[0]
-    lines = []
-    for row in rows:
-        times = [short_time(float(row["step_us"])), f"{float(row['over_vllm']):.2f}"]
-        lines.append([row["policy"], row["hit_rate"], row["replay_hit_rate"], *times])
-    heads = ("policy", "hit rate", "of `pc replay`", "CPU time of a step", "over vLLM's own queue")
-    blocks = (
-        f"; {first['trace']}, {int(first['blocks']):,} blocks, {first['steps']} steps of {first['requests']} requests"
-    )
-    return "\n".join([measured(page, source, rows, (), blocks), "", *table(heads, "lrrrr", lines)])
-
-
-def render_vllm_tier(page: Path) -> str:
-    """Hit rates in vLLM's tier in host memory, and CPU time of its manager."""
-    source = results("cpu", "vllm_tier.csv")
-    rows = read_rows(source)
-    names = {"vllm": "vLLM's `lru`", "arc": "vLLM's `arc`"}
-    lines = [
-        [
-            f"{float(row['share']):.0%}",
-            names.get(row["policy"], f"`{row['policy']}`"),
-            row["hit_rate"],
-            short_time(float(row["request_us"])),
-            f"{float(row['over_vllm']):.2f}",
-        ]
-        for row in rows
-    ]
-    heads = ("of the trace's blocks", "policy", "hit rate", "CPU time of a request", "over vLLM's `lru`")
-    said = measured(page, source, rows, (), f"; {rows[0]['trace']}, {int(rows[0]['requests']):,} requests")
-    return "\n".join([said, "", *table(heads, "llrrr", lines)])
-
-
-def render_serving(page: Path) -> str:
-    """Hit rates and times to the first token through vLLM's server."""
-    source = results("cpu", "vllm_serving.csv")
-    rows = read_rows(source)
-    lines = []
-    for row in rows:
-        rates = [f"{float(row[name]):.3f}" for name in ("hit_rate", "replay_hit_rate")]
-        times = [
-            f"{float(row[name]):.2f}" for name in ("ttft_p50_over_vllm", "ttft_p90_over_vllm", "seconds_over_vllm")
-        ]
-        lines.append([row["workload"], row["configuration"], *rates, *times])
-    first = rows[0]
-    said = (
-        f"; {first['requests']} requests of {first['clients']} clients, {int(first['prompt_tokens']):,} tokens of "
-        f"prompts, {first['running']} at once in {first['blocks']} blocks of {first['block_size']} tokens, "
-        f"{first['rounds']} rounds; vLLM's own times to the first token are {float(first['ttft_p50']):.1f} s (median) "
-        f"and {float(first['ttft_p90']):.1f} s (90th percentile)"
-    )
-    heads = (
-        "requests",
-        "eviction",
-        "hit rate",
-        "of `pc replay`",
-        "first token, median",
-        "90th percentile",
-        "all requests",
-    )
-    return "\n".join([measured(page, source, rows, (), said), "", *table(heads, "llrrrrr", lines)])
-
-
-def render_vllm_cpu(page: Path) -> str:
-    """Time of vLLM's steps on a CPU with our attention backend, over its own."""
-    source = results("cpu", "vllm_cpu.csv")
-    rows = read_rows(source)
-    lines = []
-    for row in rows:
-        times = [short_time(float(row[name]) * 1e3) for name in ("vllm_ms", "pc_ms")]
-        lines.append([row["step"], row["batch"], row["context"], *times, f"{float(row['over_vllm']):.2f}"])
-    heads = ("step", "requests", "tokens of each", "vLLM's backend", "ours", "ours over vLLM's")
-    said = f"; SmolLM2-135M, float32, medians of {rows[0]['rounds']} rounds"
-    return "\n".join([measured(page, source, rows, more=said), "", *table(heads, "lrrrrr", lines)])
-
-
-def render_sglang_radix(page: Path) -> str:
-    """Hit rates in SGLang's radix cache, and CPU time of its calls."""
-    source = results("cpu", "sglang_radix.csv")
-    rows = read_rows(source)
-    first = rows[0]
-    lines = []
-    for row in rows:
-        times = [
-            short_time(float(row["request_us"])),
-            f"{float(row['over_rust']):.2f}",
-            f"{float(row['over_python']):.2f}",
-        ]
-        lines.append([row["policy"], row["core"], row["hit_rate"], row["replay_hit_rate"], *times])
-    heads = (
-        "policy",
-        "core",
-        "hit rate",
-        "of `pc replay`",
-        "CPU time of a request",
-        "over lru in Rust",
-        "over lru in Python",
-    )
-    pages = f"; {first['trace']}, {int(first['pages']):,} pages; timed: {first['requests']} requests"
-    pages += f" in {int(first['timed_pages']):,} pages"
-    return "\n".join([measured(page, source, rows, (), pages), "", *table(heads, "llrrrrr", lines)])
+def render_anywhere_chart(page: Path) -> str:
+    """The chart of loss against time."""
+    return f"![Loss against time to the first token]({chart(page, 'reuse_anywhere.svg')})"

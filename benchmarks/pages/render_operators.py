@@ -236,4 +236,8 @@ def _steps_counted() -> list[tuple[Row, Row]]:
     """Our row and vLLM's of each step and target, by the newest triton."""
     rows = newest_triton(work_rows())
     found = {(row["architecture"], row["case"], row["provider"] == OURS): row for row in rows}
-    return [(row, found[arch, case, False]) for (arch, case, own), row in found.items() if own]
+    return [
+        (row, found[arch, case, False])
+        for (arch, case, own), row in found.items()
+        if own and (arch, case, False) in found
+    ]
