@@ -84,6 +84,17 @@ def test_rows_of_other_sources_are_refused(monkeypatch: pytest.MonkeyPatch) -> N
             render(page)
 
 
+def test_no_version_of_triton_executes_much_more() -> None:
+    """What a version compiles worse has to be chosen for it, or be named here with the reason."""
+    spills = {("3.6.0", "sm_90", "latent decode 1 x 1k, 128 heads")}  # in tiles of 64 rows, so that it has 32
+    rows = [row for row in render_operators.work_rows() if row["provider"] == render_operators.OURS]
+    found = {(row["triton"], row["architecture"], row["case"]): int(row["instructions"]) for row in rows}
+    newest = max(steps.VERSIONS, key=markdown.by_version)
+    assert {version for version, *_ in found} == set(steps.VERSIONS)
+    much = {key for key, count in found.items() if count > 1.06 * found[(newest, *key[1:])]}
+    assert much == spills
+
+
 def test_rows_say_whether_what_they_measure_has_changed() -> None:
     row, operator = {"commit": "abc"}, Path("results/cpu/copy_blocks.csv")
     now = {"sources": conditions.sources()}

@@ -3,7 +3,7 @@
 The launchers run with their kernels replaced by recorders, so that what is compiled is what they would launch.
 
     python -m benchmarks kernels                    the installed triton, as a table on the terminal
-    python -m benchmarks kernels --write            both triton versions of `make kernels` into the CSV
+    python -m benchmarks kernels --write            both triton versions into the CSV, where rows are of other sources
     python -m benchmarks kernels --write CASE ...   only the rows of these cases
     python -m benchmarks kernels --json CASE ...    some cases, one JSON line per row
 """
@@ -37,6 +37,7 @@ from pc.triton_ops._triton import load_kernels
 
 from ..harness import tables
 from . import sass
+from .launches import Launch, digest, recorded
 
 load_kernels()  # which are found by their class
 
@@ -63,15 +64,6 @@ MINOR_TARGETS = frozenset({"sm_86", "sm_89", "sm_120"})
 
 
 @dataclasses.dataclass(frozen=True)
-class Launch:
-    """One recorded launch: the kernel, its arguments by name, and its options."""
-
-    kernel: Any
-    arguments: dict[str, Any]
-    options: dict[str, int]
-
-
-@dataclasses.dataclass(frozen=True)
 class Row:
     """One line of the table; resources are empty and `note` says why where a kernel cannot be had.
 
@@ -79,6 +71,7 @@ class Row:
         programs: That fit on a processor at once.
         buffers: Tiles of keys, and of values, that shared memory holds: one is computed, the others are on their way.
         instructions: Of a warp for one tile of keys, in the loop without masks.
+        sources: A digest of what was compiled; the row holds for no other.
         per_kilobyte: Warp instructions of a program for a KiB of keys and values there.
     """
 
@@ -96,6 +89,7 @@ class Row:
     instructions: int | str = ""
     per_kilobyte: float | str = ""
     note: str = ""
+    sources: str = ""
 
     @property
     def key(self) -> tuple[str, str, str, str]:
@@ -103,36 +97,17 @@ class Row:
         return self.triton, self.target, self.case, self.kernel
 
 
-class _Recorder:
-    def __init__(self, kernel: Any, launches: list[Launch]) -> None:
-        self.kernel, self.launches = kernel, launches
-
-    def __getitem__(self, grid: object) -> Callable[..., None]:
-        def record(*args: Any, **kwargs: Any) -> None:
-            options = {name: kwargs.pop(name) for name in ("num_warps", "num_stages", "maxnreg") if name in kwargs}
-            arguments = dict(zip(self.kernel.arg_names, args, strict=False)) | kwargs
-            self.launches.append(Launch(self.kernel, arguments, options))
-
-        return record
-
-
 @contextlib.contextmanager
-def recorded(arch: Architecture) -> Iterator[list[Launch]]:
+def chosen_for(arch: Architecture) -> Iterator[list[Launch]]:
     """Within it, launchers record into the yielded list instead of launching, as if on `arch`."""
-    launches: list[Launch] = []
     original = constants.architecture
     forget_choices()
     with contextlib.ExitStack() as stack:
         stack.callback(forget_choices)
         for name, module in list(sys.modules.items()):
-            if not name.startswith("pc.triton_ops"):
-                continue
-            for attribute, value in list(vars(module).items()):
-                if isinstance(value, triton.JITFunction) and attribute.endswith("_kernel"):
-                    stack.enter_context(mock.patch.object(module, attribute, _Recorder(value, launches)))
-            if getattr(module, "architecture", None) is original:
+            if name.startswith("pc.triton_ops") and getattr(module, "architecture", None) is original:
                 stack.enter_context(mock.patch.object(module, "architecture", return_value=arch))
-        yield launches
+        yield stack.enter_context(recorded())
 
 
 def attention_case(
@@ -493,10 +468,11 @@ def _amd(compiled: Any) -> dict[str, Any]:
     }
 
 
-def measure(case: str, target: str) -> Iterator[Row]:
-    """One row per kernel that the case launches."""
+def measure(case: str, target: str, again: bool = True) -> Iterator[Row]:
+    """One row per kernel that the case launches; those of the table that hold, unless all are measured `again`."""
     gpu, arch, _ = TARGETS[target]
-    with recorded(arch) as launches:
+    known = {} if again else read_table()
+    with chosen_for(arch) as launches:
         CASES[case]()
     for entry in launches:
         name = entry.kernel.__name__.strip("_").removesuffix("_kernel")
@@ -505,7 +481,10 @@ def measure(case: str, target: str) -> Iterator[Row]:
             continue
         if entry.arguments.get("DECODE") and "prefill" in case:
             continue
-        row = Row(triton.__version__, target, case, name)
+        row = Row(triton.__version__, target, case, name, sources=digest([entry]))
+        if row.key in known and known[row.key].sources == row.sources:
+            yield known[row.key]
+            continue
         compiled = compile_launch(entry, gpu)
         found = _amd(compiled) if gpu.backend == "hip" else _nvidia(compiled, target, entry)
         yield dataclasses.replace(row, shared=compiled.metadata.shared, **found)
@@ -514,12 +493,14 @@ def measure(case: str, target: str) -> Iterator[Row]:
 def _number(text: str) -> Any:
     if text.isdigit():
         return int(text)
-    return float(text) if re.fullmatch(r"\d+\.\d+", text) and text not in VERSIONS else text
+    return float(text) if re.fullmatch(r"\d+\.\d+", text) else text
 
 
 def read_table() -> dict[tuple[str, str, str, str], Row]:
     """The checked-in rows by their key."""
-    rows = [Row(**{k: _number(v) for k, v in line.items()}) for line in tables.read_rows(TABLE)]
+    texts = ("triton", "sources")
+    lines = tables.read_rows(TABLE)
+    rows = [Row(**{name: text if name in texts else _number(text) for name, text in line.items()}) for line in lines]
     return {row.key: row for row in rows}
 
 
@@ -542,12 +523,12 @@ def complaints(row: Row) -> list[str]:
     return found
 
 
-def _in_version(version: str, cases: list[str]) -> list[Row]:
+def _in_version(version: str, cases: list[str], again: bool) -> list[Row]:
     """Rows from a process of its own, since a process can import one triton only."""
     folder = tables.ROOT / ".kernels" / f"triton-{version}"
     environment = {**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
     environment.pop("TRITON_INTERPRET", None)
-    command = [sys.executable, "-m", "benchmarks", "kernels", "--json", *cases]
+    command = [sys.executable, "-m", "benchmarks", "kernels", "--json", *["--all"] * again, *cases]
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         rows = []
@@ -564,12 +545,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("cases", nargs="*", default=list(CASES))
     parser.add_argument("--write", action="store_true", help="write the table from both triton versions")
+    parser.add_argument("--all", action="store_true", help="compile for rows that hold too")
     parser.add_argument("--json", action="store_true", help="print rows as JSON")
     parser.add_argument("--targets", nargs="+", choices=list(TARGETS), default=list(TARGETS))
     arguments = parser.parse_args()
     cases = arguments.cases or list(CASES)
     if arguments.write:
-        rows = [row for version in VERSIONS for row in _in_version(version, cases)]
+        rows = [row for version in VERSIONS for row in _in_version(version, cases, arguments.all)]
         kept = read_table().values() if TABLE.exists() else []
         rows += [row for row in kept if row.case in CASES and row.case not in cases]
         rows.sort(
@@ -582,7 +564,7 @@ def main() -> None:
         sys.exit(bool(wrong))
     for case in cases:
         for target in [target for target in targets_of(case) if target in arguments.targets]:
-            for row in measure(case, target):
+            for row in measure(case, target, arguments.all):
                 if arguments.json:
                     print(json.dumps(dataclasses.asdict(row)), flush=True)
                 else:

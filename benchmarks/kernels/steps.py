@@ -27,13 +27,17 @@ LATENT_DIM, LATENT_VALUE, LATENT_BLOCK = 576, 512, 64
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """Lengths of a batch; `q_lens` of one each is a decode. `latent`: heads over latent rows, 0 for a usual cache."""
+    """Lengths of a batch; `q_lens` of one each is a decode. `latent`: heads over latent rows, 0 for a usual cache.
+
+    `top_k`: blocks that each query and KV head attends to; 0: all.
+    """
 
     seq_lens: tuple[int, ...]
     q_lens: tuple[int, ...] = ()
     window: int = 0
     prefix: int = 0
     latent: int = 0
+    top_k: int = 0
 
 
 # The matrix of shapes that serving is measured on, scaled down to what an emulator runs in seconds.
@@ -47,6 +51,8 @@ STEPS = {
     "prefix 64 + window 128 of 2k": Step((2048,), window=128, prefix=64),
     "latent decode 2 x 512, 16 heads": Step((512,) * 2, latent=16),
     "latent decode 1 x 1k, 128 heads": Step((1024,), latent=128),
+    "decode 4 x 2k, 16 blocks a head": Step((2048,) * 4, top_k=16),
+    "latent decode 2 x 2k, 16 heads, 8 blocks": Step((2048,) * 2, latent=16, top_k=8),
 }
 
 
@@ -68,7 +74,11 @@ class Batch:
         self.query = torch.randn(sum(q_lens), *heads, generator=generator).bfloat16()
         self.starts = torch.tensor([0, *torch.tensor(q_lens).cumsum(0).tolist()], dtype=torch.int32)
         self.lens = torch.tensor(step.seq_lens, dtype=torch.int32)
-        self.most, self.step = max(q_lens), step
+        self.most, self.step, self.lists = max(q_lens), step, None
+        if step.top_k:
+            drawn = [torch.randperm(min(blocks), generator=generator) for _ in range(sum(q_lens) * shape[2])]
+            chosen = torch.stack(drawn)[:, : step.top_k].sort(1).values
+            self.lists = chosen.int().view(sum(q_lens), shape[2], step.top_k)
 
 
 def ours(batch: Batch) -> torch.Tensor:
@@ -76,6 +86,12 @@ def ours(batch: Batch) -> torch.Tensor:
     step, given = batch.step, {"max_query_len": batch.most, "max_seq_len": max(batch.step.seq_lens)}
     tensors = (batch.query, batch.key, batch.value)
     rest, scale = (batch.lens, batch.starts), HEAD_DIM**-0.5
+    if step.top_k and step.latent:
+        given["query_blocks"] = batch.lists
+        latent = (batch.query, batch.key, batch.tables, *rest, None, scale, LATENT_VALUE)
+        return pc.sparse_latent_attention(*latent, **given)
+    if step.top_k:
+        return pc.sparse_gap_attention(*tensors, batch.tables, *rest, None, scale, query_blocks=batch.lists, **given)
     if step.latent:
         return pc.latent_attention(batch.query, batch.key, batch.tables, *rest, scale, LATENT_VALUE, **given)
     if step.prefix:
