@@ -64,13 +64,19 @@ class Explanation:
     """How many more tokens `reuse="gap"` would find."""
     moved_tokens: int = 0
     """How many more tokens `reuse="anywhere"` would find behind the exact prefix, gaps among them."""
+    texts: tuple[str, str] | None = None
+    """`here` and `there` as text, where a tokenizer was given."""
 
     def __str__(self) -> str:
         if self.reason is None:
             return f"{self.matched} of {self.num_tokens} tokens are cached: all that can be"
         at, there = self.position, self.there
         why = {
-            "token": lambda: f"token {at} is {self.here[0]}, and {there[0]} in the text that agrees longest",
+            "token": lambda: (
+                f"token {at} is {self.here[0]}, and {there[0]} in the text that agrees longest"
+                if self.texts is None
+                else f"from token {at} on it says {self.texts[0]!r}, not {self.texts[1]!r}"
+            ),
             "keys": lambda: f"from token {at} on the same text has other keys: {there!r}, not {self.here!r}",
             "salt": lambda: f"from token {at} on the same text is cached under another salt",
             "evicted": lambda: f"the block of token {at} was evicted" + (f" {there:.1f} s ago" if there else ""),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -120,3 +121,34 @@ def test_another_shell_is_refused() -> None:
     )
     assert done.returncode == 2
     assert "shell: got 'tcsh', needs one of bash, zsh, fish" in re.sub(r"\s+", " ", done.stderr.replace("│", ""))
+
+
+def explain(path: Path, *options: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-m", "pc", "explain", str(path), *options], capture_output=True, text=True, check=False
+    )
+    return done.stdout + done.stderr
+
+
+def test_misses_of_a_file_of_prompts_are_explained(tmp_path: Path) -> None:
+    prompts = [{"prompt": f"It is {hour}:00. You are an agent that edits code."} for hour in (10, 10, 11)]
+    requests = tmp_path / "requests.jsonl"
+    requests.write_text("\n".join(map(json.dumps, [*prompts, prompts[0] | {"salt": "a tenant"}])) + "\n")
+    said = explain(requests, "--block-size", "4", "--blocks", "64")
+    assert "1: 0 of 46 tokens are cached: nothing like it was seen from token 0 on" in said
+    assert "2: 44 of 46 tokens are cached: whole blocks alone are found" in said
+    assert "3: 4 of 46 tokens are cached: from token 7 on it says '1:00. You are an', not '0:00. You are an'" in said
+    assert "4: 0 of 46 tokens are cached: from token 0 on the same text is cached under another salt" in said
+    assert re.search(r"token +1 +42\b", said)
+
+
+def test_a_file_without_prompts_is_refused_in_a_line(tmp_path: Path) -> None:
+    for text, what in (
+        ('{"a": 1}', "line 1 has none of"),
+        ("[1]", "an object a line"),
+        ('{"token_ids": [-1]}', "line 1"),
+    ):
+        (tmp_path / "requests.jsonl").write_text(text)
+        said = explain(tmp_path / "requests.jsonl")
+        assert "REQUESTS" in said
+        assert what in " ".join(said.replace("│", " ").split())

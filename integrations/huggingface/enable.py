@@ -6,13 +6,15 @@ import functools
 import inspect
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 import torch
 from transformers import GenerationMixin
 
+from ...cache import Explanation
 from ...cache.manager import REUSES
 from ...triton_ops._checks import check_share
 from .calls import RequestReport, ServedStats
@@ -272,6 +274,45 @@ class PrefixCaching:
             torch.Size([1, 44])
         """
         return self._serving.documents.compress(context_ids, press, budget)
+
+    def explain(self, inputs: Any, tokenizer: Any = None) -> Explanation:
+        """Says how far a prompt is cached, why no further, and what other kinds of reuse would save; computes nothing.
+
+        Within `with handle.salt(...)` the prompt has that salt.
+
+        Args:
+            inputs: Tokens, `[1, length]` or `[length]`; a mapping of arguments of `generate` (images, a mask); with a
+                tokenizer also a text.
+            tokenizer: Shows both texts where tokens differ (`Explanation.texts`).
+
+        Returns:
+            See `CacheManager.explain`.
+
+        Raises:
+            TypeError: `inputs` is a text and there is no tokenizer.
+            ValueError: The model or the call is not served, or `inputs` is not one prompt.
+
+        Examples:
+            >>> tokens = model.generate(prompt, max_new_tokens=4)
+            >>> other = prompt.clone()
+            >>> other[0, 20] = 9
+            >>> found = handle.explain(other)
+            >>> found.matched, found.reason, found.position
+            (20, 'token', 20)
+        """
+        if isinstance(inputs, str):
+            if tokenizer is None:
+                raise TypeError("inputs: got a text, needs a tokenizer with it, or tokens")
+            inputs = tokenizer(inputs)["input_ids"]
+        if not isinstance(inputs, Mapping):
+            inputs = {"input_ids": inputs}
+        tokens = torch.as_tensor(inputs["input_ids"])
+        length = {} if "max_length" in inputs or "generation_config" in inputs else {"max_new_tokens": 1}
+        tokens = tokens[None] if tokens.dim() == 1 else tokens
+        found = self._serving.explain({**length, **inputs, "input_ids": tokens})
+        if tokenizer is None or found.reason != "token":
+            return found
+        return replace(found, texts=(tokenizer.decode(found.here), tokenizer.decode(found.there)))
 
     def salt(self, salt: Any) -> AbstractContextManager[None]:
         """Within it, this thread's calls share blocks only with calls of the same salt.

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers.generation.utils import GENERATION_MODES_MAPPING
 
-from ...cache import CacheManager
+from ...cache import CacheManager, Explanation
 from .calls import Calls, RequestReport, ServedStats, UnsupportedError
 from .compression.reading import Documents, Reader
 from .contiguous.serve import Contiguous
@@ -86,20 +86,41 @@ class Serving:
         """The model's generate, over the cache where it can be served."""
         gradients = torch.is_grad_enabled()
         try:
-            return self._generate(*args, **kwargs)
+            return self._generate(self._run, args, kwargs)
         finally:  # an interrupt in the exit of torch.no_grad, which generate runs under, would leave them off
             torch._C._set_grad_enabled(gradients)
 
-    def _generate(self, *args: Any, **kwargs: Any) -> Any:
+    def explain(self, arguments: dict[str, Any]) -> Explanation:
+        """Why the one prompt of a call with these arguments is not cached further: see `PrefixCaching.explain`."""
+        found: list[Explanation] = []
+
+        def note(engine: Contiguous | Paged, loop: Loop) -> torch.Tensor:
+            try:
+                check_loop(loop)
+                engine, loop = self._identified(loop)
+                found.extend(engine.explain(loop))
+            except UnsupportedError as error:
+                raise ValueError(f"inputs: got a call that is not served, {error}") from error
+            return loop.input_ids
+
+        with torch.no_grad():
+            self._generate(note, (), arguments, serves=False)
+        if len(found) != 1:
+            raise ValueError(f"inputs: got {len(found)} prompts, needs one")
+        return found[0]
+
+    def _generate(self, run: Any, args: tuple[Any, ...], kwargs: dict[str, Any], serves: bool = True) -> Any:
+        """Prepares a call as generate does and has `run(engine, loop)` run its loop; only explains unless `serves`."""
         model: Any = self._model()
         if model is None:
             raise RuntimeError("generate: the model of this handle is gone")
         original = type(model).generate
-        self.last_requests = []
+        if serves:
+            self.last_requests = []
         arguments = _signature(original).bind(model, *args, **kwargs).arguments
         del arguments["self"]
         arguments.update(arguments.pop("kwargs", {}))
-        document = self.documents.entered()
+        document = self.documents.entered() if serves else None
         if document is not None:
             result, self.last_requests = self.documents.ask(original, document, arguments)
             return result
@@ -111,13 +132,17 @@ class Serving:
             engine = self._placed_engine(model)
             images = None if engine is None else take_images(model, arguments)
         except UnsupportedError as error:
+            if not serves:
+                raise ValueError(f"inputs: got a call that is not served, {error}") from error
             self._calls.fall_back(error.reason, error.detail)
             return original(model, *args, **kwargs)
         if engine is None:
+            if not serves:
+                raise ValueError(f"model: is not served, {self.unsupported or 'caching is disabled'}")
             if self.unsupported is not None:
                 self._calls.fall_back(self.unsupported)
             return original(model, *args, **kwargs)
-        return original(model, **arguments | {"custom_generate": self._decoding_loop(engine, arguments, images)})
+        return original(model, **arguments | {"custom_generate": self._decoding_loop(run, engine, arguments, images)})
 
     def _placed_engine(self, model: Any) -> Contiguous | Paged | None:
         """What serves the model in its dtype and on its device."""
@@ -151,7 +176,9 @@ class Serving:
         engine, adapters = self._current(model)
         return Reader(model, adapters, engine.store if isinstance(engine, Contiguous) else None)
 
-    def _decoding_loop(self, engine: Contiguous | Paged, arguments: dict[str, Any], images: Images | None) -> Any:
+    def _decoding_loop(
+        self, run: Any, engine: Contiguous | Paged, arguments: dict[str, Any], images: Images | None
+    ) -> Any:
         """The decoding loop that generate calls once it has prepared everything."""
         given = {n: arguments.get(n) for n in ("tokenizer", "assistant_tokenizer", "assistant_model", "streamer")}
 
@@ -174,7 +201,7 @@ class Serving:
             own = arguments.get("logits_processor") is not None
             prepared = (generation_config, options, model_kwargs, own, images)
             loop = Loop(function, str(mode.value), model, input_ids, *prepared)
-            return self._run(engine, loop)
+            return run(engine, loop)
 
         decode.__signature__ = _DECODING  # type: ignore[attr-defined]  # generate asks three times, and never twice of one
         return decode
@@ -204,6 +231,11 @@ class Serving:
 
     def _serve(self, loop: Loop) -> tuple[Any, list[RequestReport]]:
         """Runs a loop over the cache; UnsupportedError: before a token was computed."""
+        engine, loop = self._identified(loop)
+        return engine.run(loop, self._calls)
+
+    def _identified(self, loop: Loop) -> tuple[Contiguous | Paged, Loop]:
+        """What serves a loop, and the loop with all that its KV depends on and what is known of it."""
         engine, adapters = self._current(loop.model)
         if engine is None:
             raise UnsupportedError(self.unsupported or "caching was disabled while the call began")
@@ -213,7 +245,7 @@ class Serving:
         if loop.model_kwargs.get("token_type_ids") is not None:  # which may change KV without saying so in a token
             keys = (*keys, "token_type_ids")
         loop.keys = (*keys, *adapters)
-        return engine.run(loop, self._calls)
+        return engine, loop
 
     def _row_adapters(self, loop: Loop) -> list[str] | None:
         """PEFT's adapter of each row, where named; UnsupportedError: not one for each, or more is set by row."""

@@ -162,6 +162,26 @@ def replay(
 
 
 @app.command()
+def explain(
+    requests: Annotated[
+        Path, typer.Argument(help="A .jsonl or .jsonl.gz: a line a request, with input, prompt or text, or token_ids.")
+    ],
+    tokenizer: Annotated[
+        str | None, typer.Option(help="Hub id or folder; without one, bytes of a text are its tokens.")
+    ] = None,
+    num_blocks: Annotated[int, typer.Option("--blocks", min=1, help="Of the cache.")] = 4096,
+    block_size: Annotated[int, typer.Option(min=1, help="Tokens of a block.")] = 16,
+    policy: Annotated[
+        str, typer.Option(help="Which block is evicted first.", autocompletion=_one_of(*POLICIES))
+    ] = "default",
+) -> None:
+    """Send prompts through a cache in order and say why each is not cached further, with both texts."""
+    from .explain import run_explain
+
+    run_explain(requests, tokenizer, num_blocks, block_size, policy)
+
+
+@app.command()
 def completion(
     shell: Annotated[str, typer.Argument(help="bash, zsh or fish.", autocompletion=_one_of(*SHELLS))],
 ) -> None:

@@ -18,6 +18,15 @@ from .storage import Content
 from .store import ContiguousStore
 
 
+def extra_keys(store: ContiguousStore, keys: tuple[Any, ...], prompt: Prompt) -> list[Any] | None:
+    """What the KV of a prompt depends on besides its tokens; `keys` are those of its call."""
+    if store.counts_padding and prompt.pad:
+        keys = (*keys, "columns before it", str(prompt.pad))
+    if prompt.adapter is not None:
+        keys = (*keys, "adapter of the row", prompt.adapter)
+    return [*keys, *[item.key(prompt.pad) for item in prompt.items]] or None
+
+
 class PromptRequests:
     """The requests of one call with a lease of a store; `close` gives all blocks back, whatever has happened."""
 
@@ -110,17 +119,12 @@ class PromptRequests:
 
     def _allocate(self, prompt: Prompt, limit: int, anywhere: bool) -> Any:
         self._lease.take(prompt.request_id)
-        manager, keys = self.store.manager, self._keys
-        if self.store.counts_padding and prompt.pad:
-            keys = (*keys, "columns before it", str(prompt.pad))
-        if prompt.adapter is not None:
-            keys = (*keys, "adapter of the row", prompt.adapter)
-        placed = [item.key(prompt.pad) for item in prompt.items]
-        reuse = "prefix" if placed else self.store.reuse  # a gap's end may cut an image
+        manager, keys = self.store.manager, extra_keys(self.store, self._keys, prompt)
+        reuse = "prefix" if prompt.items else self.store.reuse  # a gap's end may cut an image
         if reuse == "anywhere" and not (anywhere and self._anywhere):
             reuse = "prefix"
         tokens = prompt.tokens if limit == len(prompt.tokens) else prompt.tokens[:limit]
-        options: dict[str, Any] = {"extra_keys": [*keys, *placed] or None, "salt": self._salt, "reuse": reuse}
+        options: dict[str, Any] = {"extra_keys": keys, "salt": self._salt, "reuse": reuse}
         if self.store.storage.chunk is None:
             return manager.allocate(prompt.request_id, tokens, **options)
         if reuse == "gap":  # what is behind a gap is found for tokens that have blocks

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ....cache import FullAttention, OutOfBlocks
+from ....cache import Explanation, FullAttention, OutOfBlocks
 from ....cache.tier_writer import TierWriter
 from ..calls import Calls, RequestReport, UnsupportedError, refuse_if
 from ..settings import CacheOptions
@@ -18,7 +18,8 @@ from .call import Call, WatchedModel
 from .layers import GrowingIndexedLayer, index_reach
 from .moved import probe_moved
 from .probe import LONG, Probed, probe, probe_images, probe_window
-from .prompts import RowImages
+from .prompts import RowImages, prompts_of
+from .requests import extra_keys
 from .store import ContiguousStore, continues, note_content
 from .tiers import LowerTiers, SavedBlocks, disk_writers
 
@@ -148,6 +149,23 @@ class Contiguous:
         reports = {row: prompt.reused.report(len(prompt.tokens)) for prompt in batch.prompts for row in prompt.rows}
         return result, [reports[row] for row in range(batch.size)]
 
+    def explain(self, loop: Loop) -> list[Explanation]:
+        """Why each prompt of a loop is not cached further; UnsupportedError: it would not be served."""
+        self._check(loop)
+        manager, images = self.store.manager, self._images(loop)
+        prompts = prompts_of(loop.input_ids, loop.mask, images, loop.adapters)
+        return [manager.explain(p.tokens, extra_keys(self.store, loop.keys, p), loop.salt) for p in prompts]
+
+    def _images(self, loop: Loop) -> RowImages | None:
+        """The images of a loop; UnsupportedError: they cannot be gone on with."""
+        vision = self.store.vision
+        if loop.images is None:
+            return None
+        images = RowImages(loop.model, vision, loop.images, loop.input_ids, loop.model_kwargs, loop.repeats)
+        if vision.split is None:
+            vision.split = probe_images(loop.model, loop.input_ids, loop.mask, images)
+        return images
+
     def _check(self, loop: Loop) -> None:
         """Raises UnsupportedError for a loop that the model, as it was probed, does not allow."""
         config = loop.generation_config
@@ -163,15 +181,12 @@ class Contiguous:
 
     def _batch(self, loop: Loop, lease: Lease) -> Batch:
         """The batch of a loop; UnsupportedError: its images, or a cache of the caller's, cannot be gone on with."""
-        store, images, mask = self.store, None, loop.mask
+        store, mask = self.store, loop.mask
         hidden = store.hidden if self._keeps_hidden(loop) else None
         reuse = not loop.requested_outputs or hidden is not None
         if mask is not None and self._sees_nothing(mask, loop.model.config.get_text_config(decoder=True)):
             reuse, hidden = False, None
-        if loop.images is not None:
-            images = RowImages(loop.model, store.vision, loop.images, loop.input_ids, loop.model_kwargs, loop.repeats)
-            if store.vision.split is None:
-                store.vision.split = probe_images(loop.model, loop.input_ids, mask, images)
+        images = self._images(loop)
         if loop.continued is not None:
             alone = loop.by_token and store.states is None and images is None
             refuse_if(not (alone and reuse) or loop.generation_config.prefill_chunk_size, OWN_CACHE)

@@ -16,7 +16,7 @@ import torch
 from transformers.generation.stopping_criteria import StoppingCriteriaList
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from ....cache import CacheManager, OutOfBlocks
+from ....cache import CacheManager, Explanation, OutOfBlocks
 from ..calls import Calls, RequestReport, UnsupportedError, refuse_if
 from ..settings import CacheOptions, default_num_blocks
 from ..store import Leases
@@ -163,6 +163,12 @@ class Paged:
         if hasattr(result, "past_key_values"):
             result.past_key_values = None  # the empty one that transformers made; the cache itself stays here
         return result, [RequestReport.of(len(r.tokens), [(0, r.num_cached_tokens)]) for r in requests.rows]
+
+    def explain(self, loop: Loop) -> list[Explanation]:
+        """Why each row of a loop is not cached further; UnsupportedError: it would not be served."""
+        check_paged(loop)
+        rows = token_rows(loop.input_ids, loop.mask)
+        return [self.store.manager.explain(row, loop.keys, loop.salt) for row in rows]
 
 
 def check_paged(loop: Loop) -> None:

@@ -1,0 +1,76 @@
+"""`python -m pc explain`: the prompts of a file in order through a manager, and why each is not cached further."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from .cache import CacheManager, OutOfBlocks
+
+NAMES = ("token_ids", "prompt_token_ids", "input", "prompt", "text")
+"""Fields of a line that may hold its prompt, as tokens or text."""
+
+
+def run_explain(requests: Path, tokenizer: str | None, num_blocks: int, block_size: int, policy: str) -> None:
+    """Prints a line for each request and a table of reasons; BadParameter for what cannot be read."""
+    encode, decode = _tokenizer(tokenizer)
+    try:
+        manager = CacheManager(num_blocks, block_size, policy)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--policy") from None
+    lost: Counter[str] = Counter()
+    count: Counter[str] = Counter()
+    for number, row in enumerate(_rows(requests), 1):
+        prompt = next((row[name] for name in NAMES if row.get(name)), None)
+        if prompt is None:
+            raise typer.BadParameter(f"line {number} has none of {', '.join(NAMES)}", param_hint="REQUESTS")
+        try:
+            tokens = encode(prompt) if isinstance(prompt, str) else prompt
+            keys: dict[str, Any] = {name: row.get(name) for name in ("extra_keys", "salt")}
+            found = manager.explain(tokens, **keys)
+            manager.allocate(number, tokens, **keys)
+        except (TypeError, ValueError, OutOfBlocks) as error:
+            raise typer.BadParameter(f"line {number}: {error}", param_hint="REQUESTS") from None
+        manager.commit(number, len(tokens))
+        manager.free(number)
+        if found.reason == "token":
+            found = replace(found, texts=(decode(found.here), decode(found.there)))
+        typer.echo(f"{number}: {found}")
+        reason = found.reason or "all that can be"
+        count[reason] += 1
+        lost[reason] += len(tokens) - found.matched
+    typer.echo(f"\n{'reason':<16} {'requests':>8} {'tokens computed':>15}")
+    for reason, number in count.most_common():
+        typer.echo(f"{reason:<16} {number:>8} {lost[reason]:>15}")
+
+
+def _rows(path: Path) -> Iterator[dict[str, Any]]:
+    try:
+        with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8") as lines:
+            for line in lines:
+                row = json.loads(line)
+                if not isinstance(row, dict):
+                    raise ValueError(f"got {type(row).__name__}, needs an object a line")
+                yield row
+    except (OSError, ValueError) as error:
+        raise typer.BadParameter(f"{path}: {error}", param_hint="REQUESTS") from error
+
+
+def _tokenizer(name: str | None) -> tuple[Callable[[str], list[int]], Callable[[Any], str]]:
+    """What makes tokens of a text, and the text of tokens; without a name bytes of UTF-8 are tokens."""
+    if name is None:
+        return lambda text: list(text.encode()), lambda tokens: bytes(tokens).decode(errors="replace")
+    try:
+        from transformers import AutoTokenizer
+
+        found = AutoTokenizer.from_pretrained(name)
+    except (ImportError, OSError, ValueError) as error:
+        raise typer.BadParameter(str(error), param_hint="--tokenizer") from error
+    return lambda text: found(text)["input_ids"], found.decode
