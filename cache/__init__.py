@@ -8,17 +8,31 @@ from typing import TYPE_CHECKING, Any
 if __name__ != "pc.cache":
     raise ImportError(f"import pc.cache, not {__name__}: a second copy would not share its classes")
 
-from .allocation import Allocation, AppendedTokens, CacheStats, GroupedAllocation, MovedSpan
+from .allocation import Allocation, AppendedTokens, CacheStats, GroupedAllocation, MovedSpan, Pairs
 from .explain import Explanation
 from .groups import FullAttention, Group, Recurrent, SlidingWindow, Tensors
 from .keys import KeyAt
-from .manager import CacheManager, GroupedCacheManager
+from .manager import CacheManager
 from .policies import EvictionPolicy
 from .pool import OutOfBlocks
+from .runs import Slots
 from .tensors.encoder import EncoderCache, EncoderItem
 from .tensors.rows import MissingRowsError
 from .tensors.step import Step
 from .tensors.tensor_cache import TensorCache
+
+GroupedCacheManager = CacheManager[GroupedAllocation, list[Pairs], tuple[Slots, ...]]
+"""A manager of several groups, for type checkers.
+
+Examples:
+    >>> def tables(manager: pc.GroupedCacheManager, request_id: str) -> list[list[int]]:
+    ...     return [manager.block_table(request_id, group).tolist() for group in range(len(manager.groups))]
+    >>> groups = [pc.FullAttention(), pc.SlidingWindow(window=4)]
+    >>> manager = pc.GroupedCacheManager(num_blocks=8, block_size=4, groups=groups)
+    >>> allocation, merged = manager.allocate("a", range(10)), manager.commit("a", 10)
+    >>> tables(manager, "a"), [slots.tolist() for slots in allocation.slot_mapping]  # an entry a group
+    ([[0, 1, 2], [-1, 1, 2]], [[0, 1, 2, 3, 4, 5, 6, 7, 8, 9], [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]])
+"""
 
 if TYPE_CHECKING:
     from . import replay as replay

@@ -40,7 +40,7 @@ def allocate(
         held = state.memory.leading(pool, digests, chain.path) if chain.path else pool.table.leading(digests)
         hit = find_prefix(held, num_tokens, wanted, size)
     else:
-        hit = find_in_groups(state.groups, state.pools, digests, num_tokens, wanted, size, reuse == "gap")
+        hit = find_in_groups(state.groups, state.pools, digests, num_tokens, wanted, reuse == "gap")
     if state.reuses:
         hit = state.extended(request, hit, reuse, segments)
     check_available(state, hit)
@@ -62,8 +62,9 @@ def allocate(
 def check_available(state: ManagerState, hit: Hit) -> None:
     """Raises OutOfBlocks unless there are blocks for what a hit leaves to be taken."""
     for pool, part in zip(state.pools, hit.groups, strict=True):
-        held = np.union1d(part.held, hit.borrowed) if hit.borrowed.size else part.held
-        pool.check_available(part.prefix_lengths.size, held)
+        if part.prefix_lengths.size > pool.num_free:
+            held = np.union1d(part.held, hit.borrowed) if hit.borrowed.size else part.held
+            pool.check_available(part.prefix_lengths.size, held)
 
 
 def admit(state: ManagerState, request_id: Hashable, request: Request, hit: Hit) -> BaseAllocation:
@@ -95,7 +96,7 @@ def admit(state: ManagerState, request_id: Hashable, request: Request, hit: Hit)
         chain.path = []
     known = hit.cached if not hit.moved else [*hit.cached, *[(run.start, run.end) for run in hit.moved]]
     return state.allocation(
-        [table.copy() for table in tables],
+        [*map(np.ndarray.copy, tables)],
         first_block=0,
         block_size=size,
         cached_spans=hit.cached,

@@ -138,8 +138,7 @@ class BaseAllocation:
     def slots_at(self, positions: npt.NDArray[Any], group: int = 0) -> Slots:
         """The slots of any of the tokens, computed, cached or moved: [n] int64."""
         blocks = positions // self._block_size - self._first_block
-        slots: Slots = self._tables[group][blocks].astype(np.int64) * self._block_size + positions % self._block_size
-        return slots
+        return self._tables[group][blocks].astype(np.int64) * self._block_size + positions % self._block_size
 
     def slot_runs(self, group: int = 0) -> list[Run]:
         """The slot mapping of a group as runs of consecutive slots; tokens whose slot is -1 are in none."""

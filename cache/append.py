@@ -59,15 +59,8 @@ def append(state: ManagerState, request_id: Hashable, new: array[int]) -> BaseAl
     if pending:
         request.pending = pending[len(new) :] or None
     first, num_blocks = again // size, request.num_blocks
-    allocation = state.allocation(
-        [table[first:num_blocks].copy() for table in request.tables],
-        first_block=first,
-        block_size=size,
-        cached_spans=[],
-        compute_spans=[(again, end)] if end > start else [],
-        copies=copies,
-        new_block=old_blocks,
-    )
+    tables, spans = [table[first:num_blocks].copy() for table in request.tables], [(again, end)] if end > start else []
+    allocation = state.allocation(tables, first, size, [], spans, copies=copies, new_block=old_blocks)
     request.tokens.extend(new)  # last: with it the verb is complete
     return allocation
 
@@ -104,10 +97,8 @@ def append_each(state: ManagerState, request_ids: Sequence[Hashable], new: array
             continue
         blocks = [request.tables[group].item(request.num_blocks - 1) for request in requests]
         slots.append(np.array(blocks, np.int64) * size + offsets)
-    several = len(state.pools) > 1
-    appended: AppendedTokens[Any, Any] = AppendedTokens(
-        tuple(slots) if several else slots[0], copies if several else copies[0], request_ids, positions
-    )
+    mapping = tuple(slots) if len(slots) > 1 else slots[0]
+    appended: AppendedTokens[Any, Any] = AppendedTokens(mapping, state.per_group(copies), request_ids, positions)
     state.changes.append((_cut, requests, positions))  # one note of many: this is every step of decoding
     for request, token in zip(requests, new, strict=True):
         request.tokens.append(token)
@@ -210,8 +201,6 @@ def _plan(state: ManagerState, ends: Sequence[tuple[Request, int, int]], decodin
             if copied[group]:
                 ledger.drop(group, request.tables[group].item(len(request.tokens) // size))
         growths.append(Growth(request, end, position, copied, again))
-    for pool, count, leaving in zip(state.pools, ledger.taken, ledger.leaving, strict=True):
-        pool.check_available(count, leaving=len(leaving))
     return growths
 
 

@@ -6,7 +6,6 @@ from collections.abc import Hashable
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from .allocation import Pairs
 from .groups import Mask
@@ -159,15 +158,12 @@ def _digest_of(state: ManagerState, request: Request, group: int, block: int) ->
         return request.digests[block : block + 1]
     number, pool = int(request.tables[group][block]), state.pools[group]
     if number >= 0 and pool.table.lists(number):
-        own: Words = pool.words[number : number + 1].copy()
-        return own
+        return pool.words[number : number + 1].copy()
     size = state.block_size
     return state.hasher.hash_blocks(request.tokens[: (block + 1) * size], request.keys)[block:]
 
 
-def _notify_stored(
-    state: ManagerState, group: int, request: Request, blocks: npt.NDArray[np.intp], digests: Words
-) -> None:
+def _notify_stored(state: ManagerState, group: int, request: Request, blocks: Any, digests: Words) -> None:
     """Notifies listeners of logical blocks that were published."""
     size = state.block_size
     for at, start, end in find_runs(blocks):

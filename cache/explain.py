@@ -111,9 +111,7 @@ def explain(state: ManagerState, tokens: array[int], keys: EncodedKeys) -> Expla
     size, count = state.block_size, len(tokens)
     chain = Chain(hasher, keys)
     digests = chain.extend(tokens, count // size)
-    hit, over_gaps = (
-        find_in_groups(state.groups, state.pools, digests, count, count, size, gaps) for gaps in (False, True)
-    )
+    hit, over_gaps = (find_in_groups(state.groups, state.pools, digests, count, count, gaps) for gaps in (False, True))
     gap_tokens = sum(end - start for start, end in over_gaps.cached) - hit.position
     hit = state.extended(Request(tokens, chain, digests, keys, 0, None), hit)
     prompt = Known(_as_array(tokens), keys, digests, 0)

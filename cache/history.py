@@ -61,8 +61,6 @@ class History:
         self._block_size = pools[0].hasher.block_size
         self.ended: Latest[Ended] = Latest(TOKEN_BYTES * max([pool.num_blocks for pool in pools]))
         self.evicted: Latest[tuple[float, Words]] = Latest(HASH_BYTES * sum([pool.num_blocks for pool in pools]))
-        for pool in pools:
-            pool.on_unlisted = self.blocks_evicted
 
     @property
     def nbytes(self) -> int:

@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+# What a dictionary does not contain.
 ABSENT: Any = object()
-"""What a dictionary does not contain."""
 
+# What is noted where a verb is not undone: all that is left of it can be derived.
 COMPLETES = (lambda: None,)
-"""What is noted where a verb is not undone: all that is left of it can be derived."""
 
 
 class Journal(list[tuple[Any, ...]]):

@@ -85,8 +85,8 @@ class Reuse(Protocol):
     def published(self, request: Request, first: int, last: int) -> None:
         """Logical blocks [first, last) of a request are published."""
 
-    def removed(self, ids: Ids) -> None:
-        """Published blocks are about to be evicted."""
+    def removed(self, words: Words) -> None:
+        """Blocks with these hashes, `[blocks, words]`, were evicted."""
 
     def clear(self) -> None:
         """Nothing is published any more."""
@@ -125,15 +125,10 @@ def longest_hit(
 
 
 def find_in_groups(
-    groups: Sequence[Group],
-    pools: Sequence[BlockPool],
-    digests: Words,
-    num_tokens: int,
-    wanted: int,
-    block_size: int,
-    gaps: bool,
+    groups: Sequence[Group], pools: Sequence[BlockPool], digests: Words, num_tokens: int, wanted: int, gaps: bool
 ) -> Hit:
     """What a prompt gets: the longest prefix that all groups can serve; with `gaps`, also blocks behind it."""
+    block_size = pools[0].hasher.block_size
     listed = [pool.table.find(digests) for pool in pools]
     resident = [ids >= 0 for ids in listed]
     hit = longest_hit(groups, resident, num_tokens, block_size)

@@ -8,12 +8,12 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Generic, overload
 from weakref import WeakSet
 
-import numpy as np
 from typing_extensions import TypeVar
 
 from ..triton_ops._checks import check_integer, check_share
 from . import allocate, append, commit, explain, fork, offload, swap
 from .allocation import Allocation, AppendedTokens, BaseAllocation, CacheStats, GroupedAllocation, Pairs, PairsT, SlotsT
+from .arguments import check_hint, check_segments
 from .groups import FullAttention, Group
 from .hashing import BlockHasher, TokenIds, encode_tokens, split_digests
 from .keys import NO_KEYS, ExtraKeys, Key, encode_keys
@@ -114,11 +114,12 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
             raise TypeError(f"groups: got {groups!r}, needs a list of specs, such as [pc.FullAttention()], or None")
         if len(specs) > 1 and isinstance(policy, EvictionPolicy):
             raise ValueError("policy: got one instance for several groups, needs a name or a class")
-        self._state = ManagerState(
-            num_blocks, BlockHasher(hash_algorithm, block_size, seed), specs, policy, host_blocks, partial_reuse
-        )
-        if partial_reuse and not self._state.simple:
-            raise ValueError("partial_reuse: got several groups or a window, needs one group of full attention")
+        hasher = BlockHasher(hash_algorithm, block_size, seed)
+        self._state = ManagerState(num_blocks, hasher, specs, policy, host_blocks)
+        if partial_reuse:
+            if not self._state.simple:
+                raise ValueError("partial_reuse: got several groups or a window, needs one group of full attention")
+            self._state.reuses = self._state.with_reuse("partial")
         self.block_size, self.hash_algorithm, self.seed = block_size, hash_algorithm, seed
         self.groups: tuple[Group, ...] = specs
         self._lock = threading.RLock()
@@ -214,7 +215,7 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
         if reuse not in REUSES:
             raise ValueError(f"reuse: got {reuse!r}, needs one of {', '.join(REUSES)}")
         if type(priority) is not int or priority or ttl is not None:
-            priority = _check_hint(priority, ttl)
+            priority = check_hint(priority, ttl)
         tokens = encode_tokens(token_ids)
         wanted = len(tokens)
         if num_tokens is not None:
@@ -223,10 +224,9 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
         if reuse == "anywhere" and not self._state.simple:
             raise ValueError("reuse: got 'anywhere' with several groups or a window, needs one group of full attention")
         if segments is not None:
-            segments = _check_segments(segments, reuse)
+            segments = check_segments(segments, reuse)
         args = (request_id, tokens, keys, reuse, priority, ttl, wanted, segments)
-        allocation: AllocationT = self._run(allocate.allocate, *args)
-        return allocation
+        return self._run(allocate.allocate, *args)
 
     def append(self, request_id: Hashable, token_ids: TokenIds) -> AllocationT:
         """Adds tokens to a request and takes the blocks they need.
@@ -253,8 +253,7 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
             >>> step.compute_spans, step.slot_mapping.tolist(), step.block_ids.tolist()
             ([(7, 9)], [7, 8], [2])
         """
-        result: AllocationT = self._run(append.append, request_id, encode_tokens(token_ids))
-        return result
+        return self._run(append.append, request_id, encode_tokens(token_ids))
 
     def append_each(self, request_ids: Sequence[Hashable], token_ids: TokenIds) -> AppendedTokens[SlotsT, PairsT]:
         """Adds one token to each of several requests: `append` for a step of decoding, at a tenth of its cost.
@@ -283,8 +282,7 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
         new = encode_tokens(token_ids)
         if len(new) != len(request_ids):
             raise ValueError(f"token_ids: got {len(new)}, needs one for each of {len(request_ids)} requests")
-        result: AppendedTokens[SlotsT, PairsT] = self._run(append.append_each, request_ids, new)
-        return result
+        return self._run(append.append_each, request_ids, new)
 
     def commit(self, request_id: Hashable, num_tokens: int) -> PairsT:
         """Says that every position before `num_tokens` has been written: publishes complete blocks in the prefix cache.
@@ -311,8 +309,7 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
         """
         if type(num_tokens) is not int:
             num_tokens = check_integer("num_tokens", num_tokens)
-        result: PairsT = self._run(commit.commit, request_id, num_tokens)
-        return result
+        return self._run(commit.commit, request_id, num_tokens)
 
     def checkpoint(self, request_id: Hashable, num_tokens: int, group: int | None = None) -> int:
         """Takes a block for the state of a recurrent group behind `num_tokens` tokens.
@@ -341,8 +338,7 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
             >>> manager.allocate("b", range(10)).num_cached_tokens
             8
         """
-        block: int = self._run(commit.checkpoint, request_id, check_integer("num_tokens", num_tokens), group)
-        return block
+        return self._run(commit.checkpoint, request_id, check_integer("num_tokens", num_tokens), group)
 
     def rollback(self, request_id: Hashable, num_tokens: int) -> None:
         """Takes back the last tokens of a request (rejected speculation) and the blocks they alone needed.
@@ -436,8 +432,7 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
         """
         if mode not in MODES:
             raise ValueError(f"mode: got {mode!r}, needs {' or '.join(MODES)}")
-        result: PairsT = self._run(swap.preempt, request_id, mode == "swap")
-        return result
+        return self._run(swap.preempt, request_id, mode == "swap")
 
     def victim(self) -> Hashable:
         """The running request to preempt first: of the lowest priority the one started last; None when none runs.
@@ -472,8 +467,7 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
             >>> manager.resume("a").loads  # copy these host slots back to these blocks
             [(0, 0), (1, 1)]
         """
-        result: AllocationT = self._run(swap.resume, request_id)
-        return result
+        return self._run(swap.resume, request_id)
 
     def block_table(self, request_id: Hashable, group: int = 0) -> Ids:
         """Block numbers of a running request in the order of its sequence, [n] int32, -1 for a hole; a copy.
@@ -493,8 +487,7 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
             request = self._state.get(request_id)
             if not 0 <= group < len(self.groups):
                 raise IndexError(f"group: got {group}, needs 0 to {len(self.groups) - 1}")
-            table: Ids = request.tables[group][: request.num_blocks].copy()
-            return table
+            return request.tables[group][: request.num_blocks].copy()
 
     def num_tokens(self, request_id: Hashable) -> int:
         """Tokens of a running request that have blocks, those not computed yet included.
@@ -552,8 +545,7 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
             (4, 'token', 6, (26, 27))
         """
         tokens, keys = encode_tokens(token_ids), encode_keys(extra_keys, salt)
-        found: explain.Explanation = self._run(explain.explain, tokens, keys)
-        return found
+        return self._run(explain.explain, tokens, keys)
 
     def stats(self) -> CacheStats:
         """Counters since the manager was made or reset.
@@ -594,19 +586,6 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
             self._state.check()
 
 
-GroupedCacheManager = CacheManager[GroupedAllocation, list[Pairs], tuple[Slots, ...]]
-"""A manager of several groups, for type checkers.
-
-Examples:
-    >>> def tables(manager: pc.GroupedCacheManager, request_id: str) -> list[list[int]]:
-    ...     return [manager.block_table(request_id, group).tolist() for group in range(len(manager.groups))]
-    >>> groups = [pc.FullAttention(), pc.SlidingWindow(window=4)]
-    >>> manager = pc.GroupedCacheManager(num_blocks=8, block_size=4, groups=groups)
-    >>> allocation, merged = manager.allocate("a", range(10)), manager.commit("a", 10)
-    >>> tables(manager, "a"), [slots.tolist() for slots in allocation.slot_mapping]  # an entry a group
-    ([[0, 1, 2], [-1, 1, 2]], [[0, 1, 2, 3, 4, 5, 6, 7, 8, 9], [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]])
-"""
-
 _MANAGERS: WeakSet[CacheManager[Any, Any, Any]] = WeakSet()
 """All that there are, for a child process."""
 
@@ -630,26 +609,3 @@ def _free(state: ManagerState, request_id: Hashable, returns: float | None) -> N
         swap.drop(state, request_id)
     else:
         state.release(request_id, request or state.get(request_id), returns)
-
-
-def _check_segments(segments: Any, reuse: str) -> list[Span]:
-    """The segments as pairs of integers."""
-    if reuse != "anywhere":
-        raise ValueError(f"segments: got some with reuse={reuse!r}, needs reuse='anywhere'")
-    try:
-        spans = [(check_integer("segments", a), check_integer("segments", b)) for a, b in segments]
-    except (TypeError, ValueError):
-        raise TypeError(f"segments: got {segments!r}, needs pairs (start, end) of integers") from None
-    edges = [0, *[edge for span in spans for edge in span]]
-    if edges != sorted(edges):
-        raise ValueError(f"segments: got {segments!r}, needs ascending spans that do not overlap")
-    return spans
-
-
-def _check_hint(priority: Any, ttl: Any) -> int:
-    """The priority as an int."""
-    if ttl is not None and not isinstance(ttl, int | float | np.number):
-        raise TypeError(f"ttl: got {type(ttl).__name__}, needs seconds or None")
-    if ttl is not None and not ttl >= 0:
-        raise ValueError(f"ttl: got {ttl}, needs at least 0 seconds")
-    return check_integer("priority", priority, -(1 << 31), 31)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any
 from weakref import ref
 
@@ -21,9 +20,7 @@ from .table import Ids
 log = logging.getLogger("pc.cache")
 
 
-def run(
-    state: ManagerState, lock: AbstractContextManager[object], verb: Callable[..., Any], args: tuple[Any, ...]
-) -> Any:
+def run(state: ManagerState, lock: Any, verb: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     """Runs a verb under the lock, then hands what it has evicted to `on_evict` without it."""
     handover = Handover()
 

@@ -12,19 +12,20 @@ import numpy.typing as npt
 
 from .hashing import BlockHasher, TokenIds, Words, split_digests
 from .journal import Journal, keep_first
-from .policies import Block, EvictionPolicy, acquire
+from .policies import Block, EvictionPolicy
+from .policies.acquire import acquire
 from .table import HashTable, Ids, count_nonzero
 
+# As arrays they take a third of the time that numbers take.
 ONE, ZERO = np.array(1, np.int32), np.array(0, np.int32)
-"""As arrays they take a third of the time that numbers take."""
 
 EMPTY: Ids = np.empty(0, np.int32)
 
+# Blocks as an index of the fields: a slice where they are consecutive, which is several times as quick.
 Index = slice | npt.NDArray[np.intp]
-"""Blocks as an index of the fields: a slice where they are consecutive, which is several times as quick."""
 
+# Upper bounds of `Residency` in ticks: 1, 4, 16 ... about a million.
 BOUNDS = 1 << np.arange(0, 21, 2)
-"""Upper bounds of `Residency` in ticks: 1, 4, 16 ... about a million."""
 
 Ticks = npt.NDArray[np.int64]
 
@@ -118,19 +119,14 @@ class BlockPool:
         words: Hash of each published block, `[num_blocks, words]`, 0 for the others.
         num_free: Blocks without content.
         num_cached: Complete blocks with a reference count of 0: published until evicted.
-        on_evict: Called with blocks that are about to be evicted.
-        on_unlisted: Called with the hashes of blocks that were evicted.
+        on_evict: Called with blocks that were evicted, and their hashes.
         on_first_choice: Called once, after the first victims were chosen: a policy may take more memory from then on.
         watchers: Notified which slots of a block that stays in use take other tokens; see `Watcher`.
         refills: Of that, what they are still to be notified of; of all pools of a manager.
     """
 
     def __init__(
-        self,
-        num_blocks: int,
-        hasher: BlockHasher,
-        policy: EvictionPolicy,
-        changes: Journal | None = None,
+        self, num_blocks: int, hasher: BlockHasher, policy: EvictionPolicy, changes: Journal | None = None
     ) -> None:
         self.num_blocks = num_blocks
         self.hasher = hasher
@@ -142,8 +138,7 @@ class BlockPool:
         self.words: Words = np.zeros((num_blocks, hasher.words), np.uint64)
         self.table = HashTable(self.words)
         self.clock = 0
-        self.on_evict: Callable[[Ids], None] | None = None
-        self.on_unlisted: Callable[[Words], None] = lambda words: None
+        self.on_evict: Callable[[Ids, Words], None] | None = None
         self.on_first_choice: Callable[[], None] | None = None
         self.watchers: WeakSet[Watcher] = WeakSet()
         self.refills: list[tuple[BlockPool, int, int, int]] = []
@@ -196,17 +191,13 @@ class BlockPool:
             return slice(first, first + ids.size)
         return ids.astype(np.intp)
 
-    def check_available(self, count: int, held: Ids = EMPTY, leaving: int = 0) -> None:
-        """Raises OutOfBlocks unless `count` blocks can be taken.
-
-        `held` are cached blocks that are about to be held, `leaving` those whose last reference is about to be dropped.
-        """
-        if count > self.num_free:
-            available = self.num_free + self.num_cached + leaving
-            if held.size and count + held.size > available:
-                available -= self.unreferenced(held)
-            if count > available:
-                raise OutOfBlocks(count, int(available))
+    def check_available(self, count: int, held: Ids = EMPTY) -> None:
+        """Raises OutOfBlocks unless `count` blocks can be taken; `held` are cached ones that are about to be held."""
+        available = self.available
+        if held.size and count + held.size > available:
+            available -= self.unreferenced(held)
+        if count > available:
+            raise OutOfBlocks(count, int(available))
 
     def hold(self, ids: Ids) -> None:
         """Takes a reference on complete blocks, in the order of their sequence."""
@@ -260,14 +251,8 @@ class BlockPool:
         self.last_access[index] = self.taken_at[index] = self.clock
         self.access_count[index] = 1
         self.prefix_length[index] = prefix_lengths
-        try:
-            self._changes.in_policy = True
-            for part in (ids,) if runs else [ids[i : i + 1] for i in range(count)]:
-                self.policy.accessed(part, False)
-        except Exception:
-            self._log("accessed")
-        finally:
-            self._changes.in_policy = False
+        for part in (ids,) if runs else [ids[i : i + 1] for i in range(count)]:
+            self._call("accessed", part, False)
         return ids
 
     def refill(self, block: int, first: int, source: int = -1) -> None:
@@ -282,10 +267,10 @@ class BlockPool:
     def _evict(self, count: int) -> tuple[Ids, Index]:
         """Blocks that have lost their content, and their index."""
         victims = self._choose(count)
-        if self.on_evict is not None:
-            self.on_evict(victims)
         ids = victims[::-1]  # chosen tail first: so neighbours in memory are neighbours in the new sequence too
-        index = self._unlist(ids)
+        index, words = self._unlist(ids)
+        if self.on_evict is not None:
+            self.on_evict(victims, words[::-1])
         self.num_cached -= count
         self.residency.add(self.clock, self.taken_at.take(victims), self._changes)
         return ids, index
@@ -297,7 +282,7 @@ class BlockPool:
             first()
         if victims is not False:
             if (self._trusted and victims.size == count) or self._all_evictable(victims, count):
-                return victims  # type: ignore[no-any-return]
+                return victims
             log.error("%s.victims(%d) chose what cannot be evicted: %s", type(self.policy).__name__, count, victims)
         cached = (self.complete & (self.ref_count == 0)).nonzero()[0].astype(np.int32)
         order = np.lexsort((-self.prefix_length[cached], self.last_access[cached]))
@@ -322,38 +307,30 @@ class BlockPool:
             self._changes.in_policy = True
             return getattr(self.policy, hook)(*args)
         except Exception:
-            self._log(hook)
+            log.exception("%s.%s raised; the manager goes on", type(self.policy).__name__, hook)
             return False
         finally:
             self._changes.in_policy = False
-
-    def _log(self, hook: str) -> None:
-        log.exception("%s.%s raised; the manager goes on", type(self.policy).__name__, hook)
 
     def hinted(self, ids: Ids, priority: int, ttl: float | None) -> None:
         """See `EvictionPolicy.hinted`; holes are left out, and without a hint nothing is done."""
         if (priority or ttl is not None) and ids.size:
             self._call("hinted", ids[ids >= 0], priority, ttl)
 
-    def _unlist(self, ids: Ids) -> Index:
-        """Takes blocks out of the table; their index."""
+    def _unlist(self, ids: Ids) -> tuple[Index, Words]:
+        """Takes blocks out of the table; their index, and the hashes they had."""
         index, words = self.index_of(ids), self.words
         before = words[index].copy() if type(index) is slice else words.take(index, axis=0)
         self._changes.append((words.__setitem__, index, before))
         self.table.remove(index)
         self.words[index] = 0
-        self.on_unlisted(before)
-        return index
+        return index, before
 
     @property
     def nbytes(self) -> int:
         """Bytes of bookkeeping, the policy's own not counted."""
         fields = (self.ref_count, self.last_access, self.taken_at, self.access_count, self.prefix_length, self.words)
         return sum(field.nbytes for field in fields) + self._free.nbytes + 3 * len(self._rising) + self.table.nbytes
-
-    def _give_back(self, ids: Ids) -> None:
-        self._free[self.num_free : self.num_free + ids.size] = ids[::-1]
-        self.num_free += ids.size
 
     def ended(self, returns: float | None, output_tokens: int) -> None:
         """Notifies the policy that a request has ended; the releases follow."""
@@ -385,7 +362,9 @@ class BlockPool:
                 index = self.index_of(part)
             complete = np.greater_equal(self.table.slot_of[index], ZERO)
             if count_nonzero(complete) < part.size:
-                self._give_back(part[~complete])
+                free = part[~complete]
+                self._free[self.num_free : self.num_free + free.size] = free[::-1]
+                self.num_free += free.size
                 part = part[complete]
                 if not part.size:
                     continue

@@ -13,11 +13,11 @@ from .hashing import Chain, Words
 from .keys import EncodedKeys
 from .table import Ids
 
+# Attributes that verbs set: not tokens, the running hash and the contents of tables.
 CHANGING = (
     *("pending", "num_blocks", "committed", "computed", "published", "digests", "released", "replaced"),
     *("shared_tail", "writing", "loading", "new_states"),
 )
-"""Attributes that verbs set: not tokens, the running hash and the contents of tables."""
 _snapshot = attrgetter(*CHANGING)
 
 
@@ -84,8 +84,7 @@ class Request:
 
     def snapshot(self) -> tuple[Any, ...]:
         """Its values of `CHANGING`."""
-        values: tuple[Any, ...] = _snapshot(self)
-        return values
+        return _snapshot(self)
 
     @property
     def root(self) -> bytes | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -17,8 +17,8 @@ Span = tuple[int, int]
 Run = tuple[int, int, int]
 """Where it begins in the order of the numbers, its first number, and the number behind its last."""
 
+# Up to so many numbers a loop is quicker than vector operations.
 SHORT = 128
-"""Up to so many numbers a loop is quicker than vector operations."""
 
 
 def find_runs(values: npt.NDArray[Any] | list[int]) -> list[Run]:
@@ -92,12 +92,3 @@ def pad_tables(tables: Sequence[npt.NDArray[np.int32]]) -> npt.NDArray[np.int32]
     for row, table in zip(padded, tables, strict=True):
         row[: len(table)] = table
     return padded
-
-
-def ascending(runs: Iterable[Run]) -> list[Span]:
-    """The same slots in ascending order, touching runs as one: blocks are often handed out in descending order."""
-    spans: list[Span] = []
-    for first, end in sorted([(first, end) for _, first, end in runs]):
-        begin = spans.pop()[0] if spans and spans[-1][1] == first else first
-        spans.append((begin, end))
-    return spans

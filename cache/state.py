@@ -22,27 +22,26 @@ import numpy as np
 
 from .allocation import Allocation, BaseAllocation, CacheStats, GroupedAllocation
 from .groups import FullAttention, Group, Tensors
-from .hashing import BlockHasher
+from .hashing import BlockHasher, Words, split_digests
 from .history import History
 from .journal import COMPLETES, Journal
 from .listeners import Listeners
 from .lookup import Hit, Reuse
-from .policies import EvictionPolicy, make_policy
+from .policies import PolicyLike, make_policy
 from .pool import EMPTY, BlockPool, HostSlots
 from .remembered import RememberedHashes
 from .request import Preempted, Request
-from .runs import Span
 from .table import Ids
 
+# Requests between looks at how much policies take.
 FIT_EVERY = 256
-"""Requests between looks at how much policies take."""
+# Interrupts in a row that the undoing of a verb withstands.
 ATTEMPTS = 100
-"""Interrupts in a row that the undoing of a verb withstands."""
 
 OnEvict = Callable[[int, Ids, list[bytes]], "Collection[bytes] | object | None"]
 
+# Evicted blocks and their hashes, and of which group they are.
 Victims = list[tuple[int, Ids, list[bytes]]]
-"""Evicted blocks and their hashes, and of which group they are."""
 
 T = TypeVar("T")
 
@@ -89,13 +88,7 @@ class ManagerState:
     """
 
     def __init__(
-        self,
-        num_blocks: int,
-        hasher: BlockHasher,
-        groups: Sequence[Group],
-        policy: str | EvictionPolicy | type[EvictionPolicy],
-        host_blocks: int,
-        partial_reuse: bool,
+        self, num_blocks: int, hasher: BlockHasher, groups: Sequence[Group], policy: PolicyLike, host_blocks: int
     ) -> None:
         self.block_size = hasher.block_size
         self.hasher = hasher
@@ -111,12 +104,10 @@ class ManagerState:
         self.on_evict: OnEvict | None = None
         self.pools = [BlockPool(g.num_blocks or num_blocks, hasher, make_policy(policy), self.changes) for g in groups]
         for group, pool in enumerate(self.pools):
-            pool.on_evict = partial(self.evicting, group)
+            pool.on_evict = partial(self.note_evicted, group)
             pool.on_first_choice = self.fit_hashes
             pool.refills = self.refills
         self.fit_hashes()
-        if partial_reuse:
-            self.reuses = self.with_reuse("partial")
         self.running: dict[Hashable, Request] = {}
         self.preempted: dict[Hashable, Preempted] = {}
         self.host = [HostSlots(host_blocks) for _ in groups]
@@ -135,9 +126,7 @@ class ManagerState:
         module = importlib.import_module(".reuse", __package__)
         return {**self.reuses, name: module.make_reuse(name, self.pools[0], self.changes)}
 
-    def extended(
-        self, request: Request, hit: Hit, reuse: str = "prefix", segments: Sequence[Span] | None = None
-    ) -> Hit:
+    def extended(self, request: Request, hit: Hit, reuse: str = "prefix", segments: Any = None) -> Hit:
         """A hit with what else can be reused."""
         for user in self.reuses.values():
             hit = user.extend(request, hit, reuse, segments)
@@ -153,8 +142,10 @@ class ManagerState:
             raise RuntimeError("the manager was called from within a hook of its eviction policy")
         nested = self.listeners.busy
         try:
-            if self.changes or self.saving:
-                self._clear_up(nested)
+            if self.changes:  # what further interrupts have kept from being undone, or ended
+                self.undo(nested)
+            if self.saving:
+                self.end_saving(lambda saving: saving.handover() is None)
             result = verb(self, *args)
             if self.changes:
                 self.changes.clear()  # from here on the verb is complete
@@ -174,13 +165,6 @@ class ManagerState:
                     if attempts == ATTEMPTS:
                         raise
             raise
-
-    def _clear_up(self, nested: bool) -> None:
-        """Ends what further interrupts have kept from being undone or ended."""
-        if self.changes:
-            self.undo(nested)
-        if any(saving.handover() is None for saving in self.saving):
-            self.end_saving(lambda saving: saving.handover() is None)
 
     def _refill(self) -> None:
         """Notifies watchers of the pools."""
@@ -270,21 +254,22 @@ class ManagerState:
             self.writers.pop(request.writing, None)
             request.writing = None
 
-    def evicting(self, group: int, ids: Ids) -> None:
-        """Blocks are about to be evicted."""
-        victims = self.evicted
+    def note_evicted(self, group: int, ids: Ids, words: Words) -> None:
+        """Blocks with these hashes were evicted."""
+        self.history.blocks_evicted(words)
         for user in self.reuses.values():
-            user.removed(ids)
-        if victims is not None or self.listeners.registered:
-            hashes = self.pools[group].digests_of(ids)
-            if victims is not None:
-                victims.append((group, ids, hashes))
+            user.removed(words)
+        if self.evicted is not None or self.listeners.registered:
+            hashes = split_digests(words)
+            if self.evicted is not None:
+                self.evicted.append((group, ids, hashes))
             self.listeners.add("removed", group, hashes)
 
     def end_saving(self, over: Callable[[Saving], bool]) -> None:
         """Drops the references of handovers."""
         ended = [saving for saving in self.saving if over(saving)]
-        self.changes.fields(self, "saving")
+        if ended:
+            self.changes.fields(self, "saving")
         self.saving = [saving for saving in self.saving if saving not in ended]
         for saving in ended:
             for group, blocks, _ in saving.victims:

@@ -14,13 +14,13 @@ Ids = npt.NDArray[np.int32]
 Places = npt.NDArray[np.int64]
 """Slots of the table."""
 
+# Without the two Python calls of the public one; `any` and `all` as methods take several times as long.
 count_nonzero = np._core.multiarray.count_nonzero if hasattr(np, "_core") else np.count_nonzero
-"""Without the two Python calls of the public one; `any` and `all` as methods take several times as long."""
 
+# Up to so many blocks are handled one by one: a round of vector operations costs as much.
 FEW = 24
-"""Up to so many blocks are handled one by one: a round of vector operations costs as much."""
+# Set in a slot that an insertion had to pass; the rest of it is the number of the block there.
 PASSED = 1 << 30
-"""Set in a slot that an insertion had to pass; the rest of it is the number of the block there."""
 
 
 def view(values: Any) -> Any:

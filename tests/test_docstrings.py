@@ -93,7 +93,7 @@ def test_an_example_runs(name: str, value: Any, module: str) -> None:
 
 def test_the_example_of_grouped_managers_runs() -> None:
     """An alias has no docstring at run time: it stands behind it in the source."""
-    body = ast.parse(inspect.getsource(pc.cache.manager)).body
+    body = ast.parse(inspect.getsource(pc.cache)).body
     after = {node.targets[0].id: doc for node, doc in itertools.pairwise(body) if isinstance(node, ast.Assign)}
     doc = ast.literal_eval(after["GroupedCacheManager"].value)
     run_example("pc.GroupedCacheManager", inspect.cleandoc(doc), True)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import importlib
 from collections import UserDict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
 from ..table import Ids
-from .acquire import acquire
 from .base import Block, EvictionPolicy, PoolView
 from .ghosts import Ghosts
 from .lru import LRU
@@ -52,7 +51,10 @@ POLICIES = _Policies(
 """What `CacheManager(policy=...)` accepts as a name; those of `pc.cache.replay` are there for comparison."""
 
 
-def make_policy(policy: str | EvictionPolicy | type[EvictionPolicy]) -> EvictionPolicy:
+PolicyLike: TypeAlias = "str | EvictionPolicy | type[EvictionPolicy]"
+
+
+def make_policy(policy: PolicyLike) -> EvictionPolicy:
     """A policy from its name, its class, or an instance that has no pool yet.
 
     Raises:
@@ -114,7 +116,6 @@ __all__ = [
     "QueuedPolicy",
     "RunQueue",
     "Segmented",
-    "acquire",
     "choose",
     "compact_together",
     "make_policy",

@@ -12,7 +12,7 @@ from ..hashing import Chain, Words
 from ..journal import Journal
 from ..keys import MOVED, EncodedKeys, KeyAt, approximate_from
 from ..lookup import Hit, find_prefix
-from ..pool import EMPTY, BlockPool
+from ..pool import BlockPool
 from ..request import Request
 from ..runs import Span
 from ..table import Ids
@@ -44,7 +44,7 @@ class MovedText:
                 before = table.item(begin - 1) if begin else -1
                 self.index.add(ids, before, request.tokens[begin * size : end * size], root, end == border)
 
-    def removed(self, ids: Ids) -> None:
+    def removed(self, words: Words) -> None:
         """Does nothing: an entry counts while its block is published."""
 
     def clear(self) -> None:
@@ -72,7 +72,7 @@ class MovedText:
         if found:
             sources = np.unique(np.concatenate([run.slots // size for run in found])).astype(np.int32)
             borrowed = np.concatenate((hit.borrowed, np.setdiff1d(sources, hit.borrowed)))
-            moved = [MovedSpan(run.start, run.end, run.slots, run.delta, EMPTY) for run in found]
+            moved = [MovedSpan(run.start, run.end, run.slots, run.delta, run.slots[:0]) for run in found]
             hit = hit._replace(borrowed=borrowed, moved=moved)
             if hit.blocks == exact:
                 self._set_identity(request, found[0].start // size)

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from ..hashing import Words, split_digests
 from ..journal import Journal
 from ..lookup import Hit
 from ..pool import BlockPool
 from ..request import Request
 from ..runs import Span
-from ..table import Ids
 
 CANDIDATES = 32
 """Blocks whose tokens are compared behind one prefix, the latest first: popular prefixes have many."""
@@ -63,9 +63,9 @@ class PartialBlocks:
             self._behind.pop(parent, None)
         self._parent_of.pop(block_hash, None)
 
-    def removed(self, ids: Ids) -> None:
+    def removed(self, words: Words) -> None:
         """Leaves blocks out."""
-        for block_hash in self._pool.digests_of(ids):
+        for block_hash in split_digests(words):
             parent = self._parent_of.get(block_hash)
             if parent is not None:
                 self._changes.append((self._put, block_hash, parent, self._behind[parent][block_hash]))

@@ -23,9 +23,9 @@ from ...triton_ops import (
     scatter_slots_list,
 )
 from ...triton_ops._copy.cpu import QUICK_BYTES, empty, scatter_rows
-from ..runs import Slots, ascending, find_runs, pad_tables, slot_runs
+from ..runs import Slots, find_runs, pad_tables, slot_runs
 from ..table import Ids
-from .step import StepSlots
+from .step import StepSlots, ascending
 from .valid import Mask, ValidRows
 
 PLAIN = {

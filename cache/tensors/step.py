@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -12,9 +12,18 @@ import numpy.typing as npt
 import torch
 
 from ..allocation import BaseAllocation
-from ..runs import Run, Slots, Span, ascending, find_runs
+from ..runs import Run, Slots, Span, find_runs
 
 _FEW_RUNS, _SHORT = 8, 8  # above so many runs, shorter ones are moved slot by slot
+
+
+def ascending(runs: Iterable[Run]) -> list[Span]:
+    """The same slots in ascending order, touching runs as one: blocks are often handed out in descending order."""
+    spans: list[Span] = []
+    for first, end in sorted([(first, end) for _, first, end in runs]):
+        begin = spans.pop()[0] if spans and spans[-1][1] == first else first
+        spans.append((begin, end))
+    return spans
 
 
 class StepSlots:

@@ -67,7 +67,11 @@ def shared_blocks_are_not_counted(patch):
 
 
 def stale_guess_is_believed(patch):
-    patch.setattr(BlockPool, "_unlist", lambda self, ids: (self.table.remove(ids), self.index_of(ids))[1])
+    def unlist(self, ids):
+        self.table.remove(ids)
+        return self.index_of(ids), self.words[ids]
+
+    patch.setattr(BlockPool, "_unlist", unlist)
 
 
 def salt_is_forgotten(patch):
