@@ -258,7 +258,7 @@ def flash_attn_varlen_func(
         seqused_q: `[batch]` int32, how many of each sequence's queries count, from its first on; others give 0 and lse
             -inf.
         seqused_k: `[batch]` int32, how many keys of each sequence count, instead of cu_seqlens_k's differences.
-        scheduler_metadata: Without effect, as is fa_version.
+        scheduler_metadata: A plan of `get_scheduler_metadata`; one that does not fit has no effect, as has fa_version.
         out: `[total_q, num_heads, head_dim of v]`, written to and returned.
 
     Returns:
@@ -419,24 +419,27 @@ def flash_attn_with_kvcache(
             `[num_blocks, block_size, num_kv_heads, head_dim]`; any strides with a contiguous last dimension. The dtype
             of q, or float8_e4m3fn or int8 with k_descale.
         v_cache: Like k_cache; its head_dim may be another.
-        k: `[batch, seqlen_new, num_kv_heads, head_dim]`, new keys to be written.
+        k: `[batch, seqlen_new, num_kv_heads, head_dim]`, new keys to be written; with cu_seqlens_k_new
+            `[total_new, num_kv_heads, head_dim]`.
         v: Like k.
         rotary_cos: `[max_positions, rotary_dim / 2]`, cosines; only with k.
         rotary_sin: The same of sines.
         cache_seqlens: `[batch]` int32 or one int, keys in the cache before this call; None: the cache is full.
-        cache_batch_idx: `[batch]` int32, which sequence of a dense cache is each of the batch; None: in order.
-        cache_leftpad: `[batch]` int32, where a sequence begins in a dense cache; None: at 0.
-        block_table: `[batch, max_blocks]` int32, block numbers of each sequence; -1: nothing there.
+        cache_batch_idx: `[batch]` int32, which sequence of a dense cache, or which row of block_table, is each of the
+            batch; None: in order.
+        cache_leftpad: `[batch]` int32, where a sequence begins in the cache; None: at 0.
+        block_table: `[batch, max_blocks]` int32, block numbers of each sequence; -1: nothing there. More rows than the
+            batch with cache_batch_idx.
         rotary_interleaved: Whether pairs of features are (2i, 2i + 1); otherwise (i, i + rotary_dim / 2).
         page_table: Another name of block_table.
-        cu_seqlens_q: `[batch + 1]` int32, where each sequence's queries begin in a packed q; not with k.
+        cu_seqlens_q: `[batch + 1]` int32, where each sequence's queries begin in a packed q.
         max_seqlen_q: Upper bound of a packed sequence's queries; None: all of them.
-        cu_seqlens_k_new: Without effect where there is no k; refused with it.
+        cu_seqlens_k_new: `[batch + 1]` int32, where each sequence's new keys begin in a packed k.
         rotary_seqlens: `[batch]` int32, positions of the first new tokens for the rotation; None: cache_seqlens.
         k_descale: `[batch, num_kv_heads]`, what a quantized k_cache is multiplied by; new keys are stored divided by
             it, and with them it may not differ between sequences.
         v_descale: The same for v_cache.
-        scheduler_metadata: Without effect.
+        scheduler_metadata: A plan of `get_scheduler_metadata`; one that does not fit has no effect.
         out: Like the result, written to and returned.
 
     Returns:
@@ -714,9 +717,10 @@ def get_scheduler_metadata(
     tables = numbered(device, batch_size, -(-max_seqlen_k // size), 0, 1)
     lens = cache_seqlens + (max_seqlen_k_new if cu_seqlens_k_new is None else cu_seqlens_k_new.diff())
     starts = counted(device, batch_size + 1, max_seqlen_q) if cu_seqlens_q is None else cu_seqlens_q
+    lens = lens.clamp(0, tables.shape[1] * size)
+    if reads_values(lens):  # operators refuse fewer keys than queries there, and such a call makes its own plan
+        lens = lens.masked_fill(lens < starts.diff(), 0)
     left, right = pair(window_size)
     left = -1 if left >= tables.shape[1] * size else left
     right = 0 if causal or max_seqlen_q <= 1 else right
-    return attention_plan(
-        tables, lens.clamp(0, tables.shape[1] * size), starts, size, right == 0, left + 1, num_kv_heads=num_heads_kv
-    )
+    return attention_plan(tables, lens, starts, size, right == 0, left + 1, num_kv_heads=num_heads_kv)

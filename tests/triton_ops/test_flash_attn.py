@@ -929,3 +929,15 @@ def test_scheduler_metadata(options: dict[str, Any], new: int, monkeypatch: pyte
     assert seen[-1] is plan
     flash_attn_with_kvcache(q, *caches, scheduler_metadata=plan[:-1], **given)
     assert seen[-1] is None
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("new", [1, 0])
+def test_scheduler_metadata_of_fewer_keys_than_queries(new: int) -> None:
+    """A plan is made for such a step too, and calls give what they give without one."""
+    q, k, v = torch.randn(3, 7, 4, 32), *torch.randn(2, 3, 2, 2, 32)
+    caches, lens = torch.randn(2, 3, 16, 2, 32).unbind(), torch.tensor([3, 14, 0], dtype=torch.int32)
+    given = {"cache_seqlens": lens, "causal": True, **({"k": k, "v": v} if new else {})}
+    wanted = flash_attn_with_kvcache(q, *caches, **given)
+    plan = get_scheduler_metadata(3, 7, 16, 4, 2, 32, lens, page_size=16, max_seqlen_k_new=2 * new, causal=True)
+    torch.testing.assert_close(flash_attn_with_kvcache(q, *caches, scheduler_metadata=plan, **given), wanted)
