@@ -39,6 +39,8 @@ def enable_prefix_caching(
     disk_bytes: int | None = None,
     window_blocks: int | None = None,
     recompute: float | None = None,
+    deterministic: bool = False,
+    chunk: int = 128,
 ) -> PrefixCaching:
     """Lets `model.generate` reuse the KV of prompts it has seen, until `disable` is called.
 
@@ -68,17 +70,21 @@ def enable_prefix_caching(
             many as of other layers.
         recompute: With "anywhere" the share of tokens found elsewhere that are computed again, the first of each piece,
             0 to 1; with 1 all are, and results are those without it but for rounding. None: 0.1.
+        deterministic: Whether logits are the same to the last bit whatever is cached and whatever else is in the
+            batch: each row is computed by itself, and its prompt in chunks, see `docs/determinism.md`.
+        chunk: Tokens of such a chunk, at whose multiples hits end.
 
     Returns:
         The handle: `stats()`, `last_requests`, `salt()`, `hint()`, `graphs`, `reset()`, `disable()`; also a context
         manager that disables at its end.
 
     Raises:
-        TypeError: `model` has no `generate` of transformers, or `num_blocks` or `block_size` is not an integer, or
-            `cuda_graphs` not a bool.
+        TypeError: `model` has no `generate` of transformers, or `num_blocks`, `block_size` or `chunk` is not an
+            integer, or `cuda_graphs` or `deterministic` not a bool.
         ValueError: Caching is already enabled for this model, a number is out of range, `policy` is one instance for
             a model with several groups of layers, `cuda_graphs` is True and its decode steps cannot be captured,
-            `disk` is empty, `disk_bytes` is given without it, or `recompute` without "anywhere".
+            `disk` is empty, `disk_bytes` is given without it, or `recompute` without "anywhere", or `deterministic`
+            with it, or with a `chunk` that is no multiple of `block_size`.
         OSError: The directory cannot be made.
 
     Examples:
@@ -109,9 +115,12 @@ def enable_prefix_caching(
     if disk_bytes is not None and disk is None:
         raise ValueError(f"disk_bytes: got {disk_bytes} without disk, needs a directory that it bounds")
     share = _share(recompute, reuse)
+    check_number("chunk", chunk, 1)
+    _check_deterministic(deterministic, chunk, block_size, reuse, cuda_graphs)
     model = generating_model(model)
     check_not_replaced(model, "generate", "prefix caching")
     options = CacheOptions(num_blocks, block_size, policy, reuse, host_blocks, disk, disk_bytes, window_blocks, share)
+    options = options._replace(chunk=chunk if deterministic else None)
     serving = Serving(model, options, cuda_graphs)
     handle = PrefixCaching(serving)
     if cuda_graphs and handle.graphs.reason is not None:
@@ -127,6 +136,18 @@ def _share(recompute: Any, reuse: str) -> float:
     if reuse != "anywhere":
         raise ValueError(f'recompute: got {recompute!r} with reuse={reuse!r}, needs reuse="anywhere"')
     return check_share("recompute", recompute)
+
+
+def _check_deterministic(deterministic: Any, chunk: int, block_size: int, reuse: str, cuda_graphs: bool | None) -> None:
+    """Raises TypeError or ValueError for arguments under which bits cannot be held, or chunks not be kept."""
+    if not isinstance(deterministic, bool):
+        raise TypeError(f"deterministic: got {type(deterministic).__name__}, needs a bool")
+    if deterministic and chunk % block_size:
+        raise ValueError(f"chunk: got {chunk}, needs a multiple of block_size={block_size}")
+    if deterministic and reuse == "anywhere":
+        raise ValueError('deterministic: got True with reuse="anywhere", which is approximate')
+    if deterministic and cuda_graphs:
+        raise ValueError("deterministic: got True with cuda_graphs=True, needs steps of one row, which run eagerly")
 
 
 class PrefixCaching:

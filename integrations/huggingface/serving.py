@@ -74,8 +74,8 @@ class Serving:
     def _choose_engine(self, model: Any) -> Contiguous | Paged:
         """Packed passes over blocks where there are kernels and the model can follow, contiguous copies else."""
         options = self._options
-        tiers = options.host_blocks or options.disk or options.window_blocks
-        if model.device.type in CAPTURERS and options.reuse == "prefix" and not tiers:
+        copies = options.host_blocks or options.disk or options.window_blocks or options.chunk
+        if model.device.type in CAPTURERS and options.reuse == "prefix" and not copies:
             try:
                 return Paged(model, options, self.steps)
             except UnsupportedError as error:

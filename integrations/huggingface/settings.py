@@ -28,6 +28,7 @@ class CacheOptions(NamedTuple):
     disk_bytes: int | None
     window_blocks: int | None
     recompute: float = 0.0
+    chunk: int | None = None  # whose multiples prompts are computed from; None: as it comes
 
 
 def check_number(name: str, value: Any, least: int, optional: bool = False) -> None:

@@ -33,6 +33,35 @@ SERVED_ARGUMENTS = frozenset((
 """Arguments of the forward pass that generate makes itself, or that change nothing in a token's KV."""
 
 
+class RecordedCriteria(StoppingCriteriaList):  # type: ignore[misc]  # transformers is untyped here
+    """Stopping criteria that remember which rows have stopped."""
+
+    finished: torch.Tensor | None = None
+    _drops = False
+
+    @classmethod
+    def of(cls, loop: Loop) -> RecordedCriteria:
+        """Those of a loop."""
+        criteria, config = cls(loop.options["stopping_criteria"]), loop.generation_config
+        # Rows that met an eos are padded from then on, so that only a caller who asked for logits sees theirs.
+        seen = loop.own_processors or config.output_scores or config.output_logits
+        criteria._drops = not seen and any(hasattr(c, "eos_token_id") for c in criteria)
+        return criteria
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> Any:
+        """Which rows stop now, as transformers' own list says."""
+        done = super().__call__(input_ids, scores, **kwargs)
+        self.finished = done if self.finished is None else self.finished | done
+        return done
+
+    def dropped(self, num_rows: int) -> list[bool]:
+        """Of each row whether it has stopped, and nobody sees what is computed of it from now on."""
+        if not self._drops or self.finished is None:
+            return [False] * num_rows
+        finished: list[bool] = self.finished.tolist()
+        return finished
+
+
 @dataclass
 class Loop:
     """One call of generate at the moment when its loop would begin."""

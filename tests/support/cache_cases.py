@@ -17,7 +17,8 @@ def drop(pool, ids):
         pool._evict(ids.size)
     finally:
         pool.policy.victims = policy_choice
-    pool._give_back(ids)
+    pool._free[pool.num_free : pool.num_free + ids.size] = ids[::-1]
+    pool.num_free += ids.size
     pool._changes.clear()  # no verb is there to undo it
 
 

@@ -61,7 +61,11 @@ KEPT = "_cached_continuous_batching_manager"  # where transformers keeps a manag
 
 
 def enable_continuous_batching(
-    model: Any, num_blocks: int | None = None, block_size: int = 16, policy: Any = "default"
+    model: Any,
+    num_blocks: int | None = None,
+    block_size: int = 16,
+    policy: Any = "default",
+    deterministic: bool = False,
 ) -> ContinuousBatching:
     """Runs transformers' continuous batching of a model over blocks, until `disable` is called.
 
@@ -76,13 +80,14 @@ def enable_continuous_batching(
             memory, 4 GiB at most), and no more than 32 of the model's longest sequences need.
         block_size: Tokens of a block; 4 or more.
         policy: Which block is evicted first: a name or class of `EvictionPolicy`, see `CacheManager`.
+        deterministic: Not served with True, see `docs/determinism.md`: `enable_prefix_caching` is.
 
     Returns:
         The handle: `stats()`, `salt()`, `reset()`, `disable()`; also a context manager that disables at its end.
 
     Raises:
         UnsupportedError: Transformers is of another version, or its continuous batching, or the blocks, do not run this
-            model; says which.
+            model; says which. Or `deterministic` is asked for.
         TypeError: `model` has no `generate` of transformers, or `num_blocks` or `block_size` is not an integer.
         ValueError: Continuous batching is already enabled for this model, or one of transformers' own is kept on it; a
             number is out of range, or the policy unknown.
@@ -101,6 +106,9 @@ def enable_continuous_batching(
     """
     check_number("num_blocks", num_blocks, 1, optional=True)
     check_number("block_size", block_size, 4)
+    refuse_if(
+        deterministic, "deterministic=True: each step computes whatever requests run in one pass; generate does not"
+    )
     check_version(ScheduledBlocks)
     model = generating_model(model)
     check_not_replaced(model, REPLACED, "continuous batching")

@@ -11,7 +11,7 @@ from ....cache import OutOfBlocks
 from ..store import Lease
 from ..support import Loop
 from .blocks import RequestBlocks
-from .layers import GrowingLayer, GrowingWindowLayer, States, attention_layers, like, num_tokens, release, take_states
+from .layers import States, num_tokens, release, take_states
 from .layout import forward, lay_out, read, read_behind
 from .moved import compute_moved
 from .prompts import Prompt, Reused, RowImages, prompts_of
@@ -121,7 +121,7 @@ class Batch:
         self.start = columns if self.store.states is None else 0
         self._reads_to(self.start)
         self.start = self.start if any(p.reused.cached for p in self.prompts) else 0
-        self.cache = None if self.start else self._empty()
+        self.cache = None if self.start else self.store.make_cache(self.room)
 
     def _may_split(self) -> bool:
         """Whether rows may be computed by themselves up to their last tokens, and these together."""
@@ -158,13 +158,6 @@ class Batch:
         items = [item for row in self.images.items for item in row]
         return self.images.features(items, self.start, self.length)
 
-    def _empty(self) -> DynamicCache:
-        cache = like(self.store.empty_cache)
-        for layer in attention_layers(cache).values():
-            if isinstance(layer, GrowingLayer | GrowingWindowLayer):
-                layer.room = self.room
-        return cache
-
     def _has_boundaries(self) -> bool:
         """Whether states can be kept or read: every row goes on with two tokens, some prompt has a whole block."""
         lengths = [len(p.tokens) for p in self.prompts if p.pad + len(p.tokens) == self.length]
@@ -199,7 +192,7 @@ class Batch:
 
     def _compute(self, prompt: Prompt, end: int) -> DynamicCache:
         """A cache of one row with the first `end` tokens of a prompt."""
-        store, model, reused, cache = self.store, self.loop.model, prompt.reused, self._empty()
+        store, model, reused, cache = self.store, self.loop.model, prompt.reused, self.store.make_cache(self.room)
         size, at = store.block_size, min(reused.cached, end)
         if reused.moved and store.moving is not None:
             compute_moved(model, store.storage, prompt, end, len(prompt.tokens) - end + self.room, cache, store.moving)
@@ -236,7 +229,8 @@ class Batch:
             p.blocks.publish(self.cache, p.rows[0], p.pad, p.tokens, len(p.tokens), skip=p.reused.later)
 
     def _lay_out(self, caches: dict[int, DynamicCache]) -> DynamicCache:
-        cache, unwritten = self._empty(), min(prompt.pad + self.unwritten(prompt) for prompt in self.prompts)
+        cache = self.store.make_cache(self.room)
+        unwritten = min(prompt.pad + self.unwritten(prompt) for prompt in self.prompts)
         capacity = self.length + self.room
         lay_out(cache, self.store.storage, self.prompts, caches, self.start, capacity, unwritten)
         return cache

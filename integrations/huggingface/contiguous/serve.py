@@ -15,6 +15,7 @@ from ..store import Lease
 from ..support import BY_TOKEN, OWN_CACHE, Loop
 from .batch import FORWARD_COST, Batch
 from .call import Call, WatchedModel
+from .deterministic import RowByRow, conditions
 from .layers import GrowingIndexedLayer, index_reach
 from .moved import probe_moved
 from .probe import LONG, Probed, probe, probe_images, probe_window
@@ -82,7 +83,8 @@ class Contiguous:
         """Whether a call ends within its first block, so that there is next to nothing to read and nothing to keep."""
         config = loop.generation_config
         return (
-            config.max_length <= min(self.store.block_size, FORWARD_COST)
+            self._options.chunk is None
+            and config.max_length <= min(self.store.block_size, FORWARD_COST)
             and loop.by_token
             and loop.images is None
             and not config.return_dict_in_generate
@@ -126,6 +128,8 @@ class Contiguous:
         """Runs a loop over the cache: its result and a report by row. UnsupportedError: before a token was computed."""
         # `calls` are told what was not kept, or not read.
         self._check(loop)
+        if self._options.chunk is not None:
+            return self._run_alone(loop, calls, self._options.chunk)
         lease = self.store.lease(loop.returns)  # before the batch: an interrupt may come before that has its name
         try:
             batch = self._batch(loop, lease)
@@ -149,10 +153,27 @@ class Contiguous:
         reports = {row: prompt.reused.report(len(prompt.tokens)) for prompt in batch.prompts for row in prompt.rows}
         return result, [reports[row] for row in range(batch.size)]
 
+    def _run_alone(self, loop: Loop, calls: Calls, chunk: int) -> tuple[Any, list[RequestReport]]:
+        """As `run`, each row by itself in chunks of so many tokens."""
+        lease = self.store.lease(loop.returns)
+        rows = RowByRow(self.store, loop, lease, chunk)
+        try:
+            result = loop.run(rows, {"stopping_criteria": rows.criteria})
+        finally:
+            lease.close()
+        rows.keep()
+        if rows.full is not None:
+            calls.tell_out_of_blocks(rows.full)
+        if hasattr(result, "past_key_values"):
+            result.past_key_values = None  # the empty one that transformers made; rows have their own
+        return result, rows.reports()
+
     def explain(self, loop: Loop) -> list[Explanation]:
         """Why each prompt of a loop is not cached further; UnsupportedError: it would not be served."""
         self._check(loop)
         manager, images = self.store.manager, self._images(loop)
+        if self._options.chunk is not None:
+            loop.keys = (*loop.keys, *conditions(loop.model))
         prompts = prompts_of(loop.input_ids, loop.mask, images, loop.adapters)
         return [manager.explain(p.tokens, extra_keys(self.store, loop.keys, p), loop.salt) for p in prompts]
 

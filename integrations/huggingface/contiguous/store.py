@@ -18,7 +18,7 @@ from ..images import VisionOutputs
 from ..settings import CacheOptions, memory_budget
 from ..store import AnyManager, Leases
 from ..support import CONTINUED
-from .layers import GrowingWindowLayer, attention_layers, new_cache, num_tokens, window_layers
+from .layers import GrowingLayer, GrowingWindowLayer, attention_layers, like, new_cache, num_tokens, window_layers
 from .moved import Moving
 from .probe import Probed
 from .storage import model_storage
@@ -35,7 +35,8 @@ class ContiguousStore(Leases):
         windows = {} if anywhere else probed.windows
         self.storage = storage = model_storage(model, options, probed.specs, windows, probed.states)
         count, size, policy = storage.parts[0].num_blocks, options.block_size, options.policy
-        manager = CacheManager(count, size, policy=policy, groups=storage.groups, partial_reuse=storage.simple)
+        groups, seed = storage.groups, options.chunk  # blocks of tokens that were computed in other chunks are others
+        manager = CacheManager(count, size, policy, groups=groups, seed=seed, partial_reuse=storage.simple)
         super().__init__(manager)
         self.states = storage.states
         self.empty_cache = new_cache(model.config)  # what a call's cache is made like
@@ -46,6 +47,14 @@ class ContiguousStore(Leases):
         self.reuse, self.counts_padding = options.reuse, probed.counts_padding
         self.recompute = options.recompute
         self.moving = moving  # how tokens are moved, None where they are not
+
+    def make_cache(self, room: int) -> DynamicCache:
+        """An empty cache of the model's layers, whose buffers grow by so many tokens."""
+        cache = like(self.empty_cache)
+        for layer in attention_layers(cache).values():
+            if isinstance(layer, GrowingLayer | GrowingWindowLayer):
+                layer.room = room
+        return cache
 
     def evict_to(self, evicted: LowerTiers) -> None:
         """Gives evicted blocks to a tier from now on."""

@@ -13,31 +13,18 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from transformers.generation.stopping_criteria import StoppingCriteriaList
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from ....cache import CacheManager, Explanation, OutOfBlocks
 from ..calls import Calls, RequestReport, UnsupportedError, refuse_if
 from ..settings import CacheOptions, default_num_blocks
 from ..store import Leases
-from ..support import Loop
+from ..support import Loop, RecordedCriteria
 from .dispatch import install
 from .graphs import DecodeSteps
 from .layers import PagedStorage, layer_windows
 from .packed import PackedModel, probe_packed
 from .requests import Requests, token_rows
-
-
-class RecordedCriteria(StoppingCriteriaList):  # type: ignore[misc]  # transformers is untyped here
-    """Stopping criteria that remember which rows have stopped."""
-
-    finished: torch.Tensor | None = None
-
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> Any:
-        """Which rows stop now, as transformers' own list says."""
-        done = super().__call__(input_ids, scores, **kwargs)
-        self.finished = done if self.finished is None else self.finished | done
-        return done
 
 
 class PagedDecoder:
@@ -50,13 +37,11 @@ class PagedDecoder:
         model: Any,
         requests: Requests,
         criteria: RecordedCriteria,
-        drop_finished: bool,
         on_out_of_blocks: Callable[[OutOfBlocks], None],
     ) -> None:
         self._model = model
         self._requests = requests
         self._criteria = criteria
-        self._drop_finished = drop_finished
         self._on_out_of_blocks = on_out_of_blocks
         self._prefilled = False
         self._native = False
@@ -88,10 +73,9 @@ class PagedDecoder:
 
     def _decode(self, input_ids: torch.Tensor) -> torch.Tensor:
         rows = self._requests.rows
-        if self._drop_finished and self._criteria.finished is not None:
-            for row, finished in zip(rows, self._criteria.finished.tolist(), strict=True):
-                if finished:
-                    self._requests.finish(row)
+        for row, dropped in zip(rows, self._criteria.dropped(len(rows)), strict=True):
+            if dropped:
+                self._requests.finish(row)
         active = [index for index, row in enumerate(rows) if row.active]
         last = input_ids[:, -1].tolist()
         logits = self._requests.decode([last[index] for index in active])
@@ -146,16 +130,13 @@ class Paged:
         """Runs a loop over the blocks: see `Contiguous.run`."""
         check_paged(loop)
         config, store, model = loop.generation_config, self.store, loop.model
-        criteria = RecordedCriteria(loop.options["stopping_criteria"])
-        # Rows that met an eos are padded from then on, so that only a caller who asked for logits sees theirs.
-        seen = loop.own_processors or config.output_scores or config.output_logits
-        drop_finished = not seen and any(hasattr(c, "eos_token_id") for c in criteria)
+        criteria = RecordedCriteria.of(loop)
         with self._turn:
             self._steps.prepare(model, (id(store), loop.keys))
         lease, packed, chunk = store.lease(loop.returns), PackedModel(model, store.storage), config.prefill_chunk_size
         prompts = token_rows(loop.input_ids, loop.mask)
         requests = Requests(lease, packed, self._steps, prompts, loop.keys, loop.salt, chunk, self._turn)
-        decoder = PagedDecoder(model, requests, criteria, drop_finished, calls.tell_out_of_blocks)
+        decoder = PagedDecoder(model, requests, criteria, calls.tell_out_of_blocks)
         try:
             result = loop.run(decoder, {"stopping_criteria": criteria})
         finally:

@@ -1,0 +1,369 @@
+"""Logits over the cache are those of a model without it that reads in the same chunks, to the last bit."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import random
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+transformers = pytest.importorskip("transformers")
+
+from cache_cases import drop  # noqa: E402
+from generate_cases import DEEPSEEK, FAMILIES, HYBRIDS, VOCAB, assert_nothing_held, left_padded, prompt  # noqa: E402
+
+from pc.demo._measure import MiddleFirst  # noqa: E402
+from pc.integrations.huggingface import (  # noqa: E402
+    PrefixCaching,
+    UnsupportedError,
+    enable_continuous_batching,
+    enable_prefix_caching,
+)
+from pc.integrations.huggingface.contiguous import deterministic  # noqa: E402
+
+BY_NAME = {family.name: family for family in [*FAMILIES, DEEPSEEK, *HYBRIDS]}
+CHUNK = 32
+TYPES = (torch.float32, torch.bfloat16)
+QUICK = ("llama", "mistral-window", "lfm2")
+
+
+def build(name: str, dtype: torch.dtype = torch.float32) -> Any:
+    model = BY_NAME[name].build().to(dtype)
+    model.generation_config.eos_token_id = None
+    return model
+
+
+def enable(model: Any, **options: Any) -> PrefixCaching:
+    return enable_prefix_caching(model, **{"num_blocks": 64, "deterministic": True, "chunk": CHUNK} | options)
+
+
+@torch.no_grad()
+def in_chunks(model: Any, tokens: torch.Tensor, steps: int, behind: int = 1) -> list[torch.Tensor]:
+    """Logits `[vocabulary]` of a prompt `[1, n]` and its greedy answer, over transformers' own cache."""
+    cache, length = transformers.DynamicCache(config=model.config), tokens.shape[1]
+    last = max(length - behind, 0) // CHUNK * CHUNK
+    for begin in range(0, last + 1, CHUNK):
+        part = tokens[:, begin : length if begin == last else begin + CHUNK]
+        keep = {"logits_to_keep": 1} if model._supports_logits_to_keep() else {}
+        logits = [model(part, past_key_values=cache, use_cache=True, **keep).logits[0, -1].float()]
+    while len(logits) < steps:
+        logits.append(
+            model(logits[-1].argmax()[None, None], past_key_values=cache, use_cache=True).logits[0, -1].float()
+        )
+    return logits
+
+
+def logits_of(model: Any, steps: int, **call: Any) -> list[list[torch.Tensor]]:
+    """Of each row the logits of the tokens of its answer."""
+    wanted = {"return_dict_in_generate": True, "output_logits": True, "do_sample": False, "max_new_tokens": steps}
+    return [list(row) for row in zip(*model.generate(**wanted | call).logits, strict=True)]
+
+
+def assert_bits(got: list[torch.Tensor], want: list[torch.Tensor], *where: Any) -> None:
+    assert len(got) == len(want), where
+    for step, (a, b) in enumerate(zip(got, want, strict=True)):
+        assert torch.equal(a, b), (*where, step, (a - b).abs().max())
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in BY_NAME])
+def test_every_length(name: str, dtype: torch.dtype) -> None:
+    """Hits of none, some and all chunks, ends at and beside chunks and blocks."""
+    model, other = build(name, dtype), build(name, dtype)
+    lengths = (1, 31, 32, 33, 2, 34, 65, 60, 120, 100, 97, 96, 100, 150, 170)
+    with enable(other) as fresh, enable(model) as handle:
+        if handle.unsupported is not None:
+            pytest.skip(handle.unsupported)
+        hybrid = name in {family.name for family in HYBRIDS}
+        for length in lengths:
+            ids = prompt(length)
+            if hybrid:  # whose states transformers goes on from with help
+                fresh.reset()
+                want = logits_of(other, 3, input_ids=ids)[0]
+            else:
+                want = in_chunks(model, ids, 3)
+            assert_bits(logits_of(model, 3, input_ids=ids)[0], want, length)
+        assert_bits(
+            logits_of(model, 3, **left_padded(prompt(5), ids))[1], want
+        )  # from blocks, not a cache left by a call
+        assert handle.stats().hit_tokens > 300
+        assert handle.stats().calls_served == len(lengths) + 1
+        assert_nothing_held(handle)
+
+
+@pytest.mark.parametrize("name", QUICK[:2])
+def test_rows_do_not_depend_on_their_neighbours(name: str) -> None:
+    model = build(name)
+    rows = [prompt(70), torch.cat([prompt(70), prompt(9, 1)], 1), prompt(5, 2), prompt(70)]
+    want = [in_chunks(model, row, 4) for row in rows]
+    with enable(model) as handle:
+        for _ in range(2):
+            for got, expected in zip(logits_of(model, 4, **left_padded(*rows)), want, strict=True):
+                assert_bits(got, expected)
+        assert [report.cached_tokens for report in handle.last_requests] == [64, 64, 0, 64]
+        repeated = logits_of(model, 4, input_ids=rows[0], do_sample=True, num_return_sequences=3)
+        assert all(torch.equal(row[0], want[0][0]) for row in repeated)
+        assert_nothing_held(handle)
+
+
+def test_an_answer_is_read_again_as_a_prompt() -> None:
+    model = build("llama")
+    with enable(model) as handle:
+        for length in (40, 60, 64):
+            said = model.generate(prompt(length), max_new_tokens=60)
+            more = torch.cat([said, prompt(7, 1)], 1)
+            want = in_chunks(model, more, 3)
+            for call in (left_padded(prompt(5), more), {"input_ids": more}):  # beside another row, and by itself
+                assert_bits(logits_of(model, 3, **call)[-1], want, length)
+            assert handle.last_requests[0].cached_tokens == (length + 66) // CHUNK * CHUNK
+
+
+def test_a_finished_row_is_not_computed() -> None:
+    model = build("llama")
+    rows = left_padded(prompt(40), prompt(50, 1))
+    said = model.generate(**rows, max_new_tokens=6)[0, -6:].tolist()
+    plain = model.generate(**rows, max_new_tokens=6, eos_token_id=said[1])
+    with enable(model):
+        seen: list[int] = []
+        hook = register_module_forward_pre_hook(lambda module, _: seen.append(1) if module is model.model else None)
+        assert torch.equal(model.generate(**rows, max_new_tokens=6, eos_token_id=said[1]), plain)
+        hook.remove()
+    assert len(seen) == 4 + 2 * 1 + 4
+
+
+@pytest.mark.parametrize("name", QUICK[:2])
+def test_gaps_are_whole_chunks(name: str) -> None:
+    model, ids = build(name), prompt(150)
+    want = in_chunks(model, ids, 3)
+    with enable(model, reuse="gap") as handle:
+        model.generate(ids, max_new_tokens=1)
+        words = handle._serving._engine.store.manager  # blocks 3 and 4 go, of chunks that begin at 32 and 64
+        hashes = block_words(words, ids)
+        for pool in words.pools:
+            drop(pool, pool.table.find(hashes)[[3, 4]])
+        assert_bits(logits_of(model, 3, input_ids=ids)[0], want)
+        assert handle.last_requests[0].cached_spans == (((0, 32), (96, 128)) if name == "llama" else ((0, 128),))
+        assert_nothing_held(handle)
+
+
+def block_words(manager: Any, ids: torch.Tensor) -> Any:
+    """Hashes of a prompt's blocks as tables have them, under the keys of this process."""
+    import numpy as np
+
+    keys = deterministic.conditions(build("llama"))
+    manager.allocate("look", ids[0].tolist(), extra_keys=list(keys), num_tokens=0)
+    hashes = [np.frombuffer(digest, np.uint64) for digest in manager.block_hashes("look")]
+    manager.free("look")
+    return np.stack(hashes)
+
+
+def test_out_of_blocks() -> None:
+    """A prompt that does not fit is computed alike, and not kept."""
+    model = build("llama")
+    with enable(model, num_blocks=3) as handle:
+        with pytest.warns(UserWarning, match="num_blocks"):
+            got = logits_of(model, 3, input_ids=prompt(100))[0]
+        assert_bits(got, in_chunks(model, prompt(100), 3))
+        assert_nothing_held(handle)
+
+
+def test_blocks_of_other_chunks_and_threads_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build("llama")
+    threads = torch.get_num_threads()
+
+    def cached(**options: Any) -> int:
+        with enable(model, disk=tmp_path, **options) as handle:
+            model.generate(prompt(100), max_new_tokens=1)
+            return int(handle.last_requests[0].cached_tokens)
+
+    assert [cached(), cached(), cached(chunk=48), cached(deterministic=False), cached()] == [0, 96, 0, 0, 96]
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "get_num_threads", lambda: threads + 1)
+        assert [cached(), cached()] == [0, 96]
+    with enable(model) as handle:
+        model.generate(prompt(100), max_new_tokens=1)
+        handle.save(tmp_path / "blocks")
+    for options in ({"chunk": 48}, {"deterministic": False}):
+        with enable(model, **options) as handle, pytest.raises(ValueError, match="got KV of another hash"):
+            handle.load(tmp_path / "blocks")
+    with enable(model) as handle:
+        handle.load(tmp_path / "blocks")
+        assert (
+            handle.explain({"input_ids": prompt(100)}).matched == 0
+        )  # what is in host memory comes back when it is asked for
+        assert_bits(logits_of(model, 2, input_ids=prompt(100))[0], in_chunks(model, prompt(100), 2))
+        assert handle.last_requests[0].cached_tokens == 96
+        assert handle.explain({"input_ids": prompt(100)}).matched == 96
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"chunk": 40}, ValueError, "chunk: got 40, needs a multiple of block_size=16"),
+        ({"chunk": 0}, ValueError, "chunk: got 0, needs at least 1"),
+        ({"chunk": 32.0}, TypeError, "chunk: got float, needs an int"),
+        ({"deterministic": 1}, TypeError, "deterministic: got int, needs a bool"),
+        ({"reuse": "anywhere"}, ValueError, 'deterministic: got True with reuse="anywhere"'),
+        ({"cuda_graphs": True}, ValueError, "deterministic: got True with cuda_graphs=True"),
+    ],
+)
+def test_bad_arguments(options: dict[str, Any], error: type[Exception], message: str) -> None:
+    model = build("llama")
+    with pytest.raises(error, match=message):
+        enable(model, **options)
+    assert "generate" not in vars(model)
+
+
+@pytest.mark.parametrize(
+    ("call", "reason"),
+    [
+        ({"num_beams": 2}, "not in beam_search"),
+        ({"prompt_lookup_num_tokens": 3}, "not in assisted_generation"),
+        ({"output_hidden_states": True, "return_dict_in_generate": True}, "no hidden states"),
+        ({"attention_mask": torch.tensor([[1] * 30 + [0] * 10])}, "padding on the left alone"),
+    ],
+)
+def test_what_is_refused_falls_back(call: dict[str, Any], reason: str) -> None:
+    model = build("llama")
+    with enable(model) as handle, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model.generate(prompt(40), max_new_tokens=3, **call)
+        assert [reason in said for said in handle.stats().calls_handed_back] == [True]
+
+
+def test_continuous_batching_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match="deterministic=True: each step"):
+        enable_continuous_batching(build("llama"), deterministic=True)
+
+
+def test_nothing_of_it_unasked(monkeypatch: pytest.MonkeyPatch) -> None:
+    from pc.integrations.huggingface.contiguous import serve
+
+    monkeypatch.setattr(serve, "RowByRow", None)
+    model = build("llama")
+    with enable_prefix_caching(model, num_blocks=64) as handle:
+        model.generate(prompt(40), max_new_tokens=3)
+        assert handle.stats().calls_served == 1
+        assert handle.manager.seed is None
+
+
+class StopError(Exception):
+    """An interrupt in the middle of a forward pass."""
+
+
+@contextlib.contextmanager
+def interrupted(after: int) -> Any:
+    """Within it so many modules run, and then one raises."""
+    count = itertools.count()
+
+    def stop(*_: Any) -> None:
+        if next(count) >= after:
+            raise StopError
+
+    hook = register_module_forward_pre_hook(stop)
+    try:
+        with contextlib.suppress(StopError):
+            yield
+    finally:
+        hook.remove()
+
+
+class History:
+    """Random calls over a small cache that is saved, closed and opened again, against a model without one."""
+
+    def __init__(self, model: Any, folder: Path) -> None:
+        self.model, self.folder = model, folder
+        self.known: dict[tuple[bytes, int], list[torch.Tensor]] = {}
+        self.cached = 0
+
+    def run(self, seed: int, calls: int, steps: int = 3) -> None:
+        chance = random.Random(seed)
+        options: dict[str, Any] = {"num_blocks": chance.choice([14, 24, 60]), "reuse": chance.choice(["prefix", "gap"])}
+        options["policy"] = MiddleFirst if options["reuse"] == "gap" else "default"
+        options |= chance.choice([{}, {"host_blocks": 6}, {"disk": self.folder / "disk"}])
+        handle, said = enable(self.model, **options), prompt(20)
+        for _ in range(calls):
+            rows = [self._row(chance, said) for _ in range(chance.choice([1, 1, 1, 2]))]
+            call = left_padded(*rows) if len(rows) > 1 else {"input_ids": rows[0]}
+            match chance.randrange(6):
+                case 0:
+                    with interrupted(chance.randrange(60)):
+                        self.model.generate(**call, max_new_tokens=steps)
+                    assert_nothing_held(handle)
+                case 1:
+                    handle.save(self.folder / "blocks")
+                    handle.disable()
+                    handle = enable(self.model, **options)
+                    handle.load(self.folder / "blocks")
+                case _:
+                    said = self._ask(handle, rows, call, seed, steps)
+            assert_nothing_held(handle)
+        handle.disable()
+
+    def _row(self, chance: random.Random, said: torch.Tensor) -> torch.Tensor:
+        text = said if chance.random() < 0.3 else prompt(120, chance.randrange(3))
+        return torch.cat([text[:, : chance.randint(1, 120)], prompt(chance.randint(0, 20), chance.randrange(50))], 1)
+
+    def _ask(self, handle: Any, rows: list[torch.Tensor], call: dict[str, Any], seed: int, steps: int) -> torch.Tensor:
+        for row, got in zip(rows, logits_of(self.model, steps, **call), strict=True):
+            key = (row.numpy().tobytes(), steps)
+            if key not in self.known:
+                self.known[key] = in_chunks(self.model, row, steps)
+            assert_bits(got, self.known[key], seed, row.shape, handle.last_requests)
+            said = torch.cat([row, torch.stack([step.argmax() for step in got])[None]], 1)
+        self.cached += sum(report.cached_tokens for report in handle.last_requests)
+        return said
+
+
+@pytest.mark.filterwarnings("ignore:prefix caching")
+def test_some_histories(tmp_path: Path) -> None:
+    """Layers of full attention and of windows."""
+    history = History(build("gemma2"), tmp_path)
+    for seed in range(3):
+        history.run(seed, 8)
+    assert history.cached > 300
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:prefix caching")
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("window", [None, 40])
+def test_histories_of_trained_weights(
+    window: int | None, dtype: torch.dtype, trained_model: Path, tmp_path: Path
+) -> None:
+    """100 in all: the first layers and tokens of SmolLM2, and those weights under windows."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(trained_model, num_hidden_layers=2, dtype=dtype).eval()
+    model.resize_token_embeddings(VOCAB)  # which is most of the time of so small a part
+    if window is not None:
+        config = transformers.MistralConfig(
+            **model.config.to_dict() | {"sliding_window": window, "model_type": "mistral"}
+        )
+        weights, model = model.state_dict(), transformers.MistralForCausalLM(config).to(dtype).eval()
+        model.load_state_dict(weights)
+    model.generation_config.eos_token_id = None
+    history = History(model, tmp_path)
+    for seed in range(25):
+        history.run(seed, 4, steps=2)
+    assert history.cached > 500
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_a_trained_model_warm_and_cold(dtype: torch.dtype, trained_model: Path) -> None:
+    """All layers of SmolLM2; with hits that end at blocks, not at chunks, bits would differ."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(trained_model, dtype=dtype).eval()
+    model.generation_config.eos_token_id = None
+    ids = prompt(150)
+    want = in_chunks(model, ids, 2)
+    with enable(model) as handle:
+        for _ in range(2):
+            assert_bits(logits_of(model, 2, input_ids=ids)[0], want)
+        assert handle.last_requests[0].cached_tokens == 128
+        assert_bits(logits_of(model, 2, input_ids=ids[:, :90])[0], in_chunks(model, ids[:, :90], 2))
+        assert handle.last_requests[0].cached_tokens == 64
