@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import pc
-from benchmarks.harness import peers, registry, runner, tables
+from benchmarks.harness import peers, registry, runner, tables, timing
 from benchmarks.operators import attention, attention_providers
 from pc.bench import run_bench
 
@@ -200,6 +200,18 @@ def test_rows_are_written_as_they_were_read(tmp_path: Path) -> None:
     assert copy.read_bytes() == before
     tables.write_rows(copy, [{"b": 1}, {"a": 2, "c": "x,y"}], ["a"])
     assert copy.read_text() == 'a,b,c\n,1,\n2,,"x,y"\n'
+
+
+def test_each_begins_a_round_in_its_turn() -> None:
+    begun = []
+
+    def begin(name: str) -> Any:
+        begun.append(name)
+        yield None
+        yield f"{name}{len(begun)}"
+
+    assert timing.in_rounds(begin, ["a", "b"], 2) == {"a": ["a2", "a4"], "b": ["b2", "b4"]}
+    assert begun == ["a", "b", "b", "a"]
 
 
 def test_the_command_writes_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

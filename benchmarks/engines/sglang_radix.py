@@ -25,7 +25,7 @@ from pc.cache.replay import Trace, load_trace, replay
 
 from ..harness.conditions import conditions
 from ..harness.tables import RESULTS, write_rows
-from ..harness.timing import in_turns
+from ..harness.timing import add_trace_options, in_rounds
 
 PAGE = 16
 TURN = 10
@@ -204,14 +204,7 @@ def run(trace: Trace, policy: str, core: str, pages: int, split: int, at_once: i
 def main() -> None:
     """Prints and writes the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("trace")
-    parser.add_argument("--policy", action="append", help="a name of ours; may be given again")
-    parser.add_argument("--share", type=float, default=0.03, help="capacity as a share of the trace's unique blocks")
-    parser.add_argument("--requests", type=int, default=150, help="how many are timed, from the beginning")
-    parser.add_argument("--split", type=int, default=32, help="pages for each block of the trace, when timed")
-    parser.add_argument("--longest", type=int, default=128, help="tokens that a timed request generates at most")
-    parser.add_argument("--room", type=float, default=0.25, help="timed pool as a share of the timed requests' blocks")
-    parser.add_argument("--rounds", type=int, default=5)
+    add_trace_options(parser, "pages", "a name of ours")
     given = parser.parse_args()
     whole = load_trace(given.trace)
     capacity = max(1, round(given.share * whole.unique_blocks))
@@ -220,13 +213,9 @@ def main() -> None:
     names = [("lru", "rust"), ("lru", "python"), *((f"pc_{n}", "pc") for n in given.policy or ["lru", "default"])]
     names = [("lru", "rust") if name == ("pc_lru", "pc") else name for name in names]
     names = list(dict.fromkeys(names))
-    times: dict[tuple[str, str], list[Run]] = {name: [] for name in names}
-    for turn in range(given.rounds):
-        order = names[turn % len(names) :] + names[: turn % len(names)]
-        for name, each in in_turns(
-            {name: passing(timed, *name, room * given.split + 64, given.split, 4, given.longest) for name in order}
-        ).items():
-            times[name].append(each)
+    times = in_rounds(
+        lambda name: passing(timed, *name, room * given.split + 64, given.split, 4, given.longest), names, given.rounds
+    )
     rows = []
     for name in names:
         policy, core = name

@@ -34,7 +34,7 @@ from pc.cache.replay.traces import digests_of
 
 from ..harness.conditions import conditions
 from ..harness.tables import RESULTS, write_rows
-from ..harness.timing import in_turns
+from ..harness.timing import add_trace_options, in_rounds
 
 BLOCK_SIZE = 16
 JUMPED_SIZE = 64
@@ -224,14 +224,7 @@ def count_gaps(trace: Trace, policies: list[str], shares: list[float]) -> list[d
 def main() -> None:
     """Prints and writes the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("trace")
-    parser.add_argument("--policy", action="append", help="a name; may be given again")
-    parser.add_argument("--share", type=float, default=0.03, help="capacity as a share of the trace's unique blocks")
-    parser.add_argument("--requests", type=int, default=150, help="how many are timed, from the beginning")
-    parser.add_argument("--split", type=int, default=32, help="blocks of vLLM for each block of the trace, when timed")
-    parser.add_argument("--longest", type=int, default=128, help="tokens that a timed request generates at most")
-    parser.add_argument("--room", type=float, default=0.25, help="timed pool as a share of the timed requests' blocks")
-    parser.add_argument("--rounds", type=int, default=5)
+    add_trace_options(parser, "blocks of vLLM", "a name")
     parser.add_argument("--gaps", action="store_true", help="count what is computed, with prefixes alone and with gaps")
     given = parser.parse_args()
     whole = load_trace(given.trace)
@@ -241,15 +234,9 @@ def main() -> None:
     capacity = max(round(given.share * whole.unique_blocks), largest_request(whole, 1, 1))
     timed = whole.part(0, given.requests / len(whole.requests))
     names = [None, *(given.policy or ["lru", "segmented", "hazard"])]
-    times: dict[str | None, list[Run]] = {name: [] for name in names}
     largest = largest_request(timed, given.split, given.longest)
     room = max(round(given.room * timed.unique_blocks), -(-largest // given.split))
-    for turn in range(given.rounds):
-        order = names[turn % len(names) :] + names[: turn % len(names)]
-        for name, each in in_turns(
-            {name: passing(timed, name, room, given.split, 16, given.longest) for name in order}
-        ).items():
-            times[name].append(each)
+    times = in_rounds(lambda name: passing(timed, name, room, given.split, 16, given.longest), names, given.rounds)
     rows = []
     for name in names:
         runs = times[name]

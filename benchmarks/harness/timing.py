@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -130,3 +131,27 @@ def in_turns(passes: dict[Name, Iterator[Result | None]]) -> dict[Name, Result]:
         turn()
     gc.unfreeze()
     return found
+
+
+def in_rounds(
+    begin: Callable[[Name], Iterator[Result | None]], names: Sequence[Name], rounds: int
+) -> dict[Name, list[Result]]:
+    """Of each name, what its passes come to in so many rounds, each of all names in turns, begun in another order."""
+    found: dict[Name, list[Result]] = {name: [] for name in names}
+    for turn in range(rounds):
+        first = turn % len(names)
+        for name, result in in_turns({name: begin(name) for name in [*names[first:], *names[:first]]}).items():
+            found[name].append(result)
+    return found
+
+
+def add_trace_options(parser: argparse.ArgumentParser, unit: str, policies: str) -> None:
+    """What a trace through an engine's cache is told: of the timed part a block is `--split` of the engine's units."""
+    parser.add_argument("trace")
+    parser.add_argument("--policy", action="append", help=f"{policies}; may be given again")
+    parser.add_argument("--share", type=float, default=0.03, help="capacity as a share of the trace's unique blocks")
+    parser.add_argument("--requests", type=int, default=150, help="how many are timed, from the beginning")
+    parser.add_argument("--split", type=int, default=32, help=f"{unit} for each block of the trace, when timed")
+    parser.add_argument("--longest", type=int, default=128, help="tokens that a timed request generates at most")
+    parser.add_argument("--room", type=float, default=0.25, help="timed pool as a share of the timed requests' blocks")
+    parser.add_argument("--rounds", type=int, default=5)

@@ -97,3 +97,11 @@ def newest_triton(rows: Sequence[Row]) -> list[Row]:
     """Rows of the newest version of triton among them."""
     newest = max((row["triton"] for row in rows), key=by_version, default="")
     return [row for row in rows if row["triton"] == newest]
+
+
+def short_time(microseconds: float) -> str:
+    """A time to three digits: "14.3 us", "2.1 ms", "1.02 s"."""
+    for limit, factor, unit in ((1e3, 1.0, "us"), (1e6, 1e-3, "ms"), (float("inf"), 1e-6, "s")):
+        if microseconds < limit:
+            return f"{microseconds * factor:.3g} {unit}"
+    raise ValueError(f"microseconds: got {microseconds}")

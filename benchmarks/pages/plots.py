@@ -5,12 +5,14 @@ from __future__ import annotations
 import hashlib
 import io
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from ..harness.tables import Row, read_rows
-from .markdown import newest_triton
+from .markdown import newest_triton, short_time
+from .render_cache import WORKLOADS
+from .render_quality import losses
 
 INK, PAPER, GRID = "#1f2937", "#ffffff", "#d5dae1"
 DARK = {INK: "#e5e7eb", PAPER: "#1e2129", GRID: "#3d4452"}
@@ -142,14 +144,6 @@ def _unit(rows: list[Row]) -> str:
     return "time in a CUDA graph" if rows[0]["mode"] == "graph" else "wall time"
 
 
-def short_time(microseconds: float) -> str:
-    """A time to three digits: "14.3 us", "2.1 ms", "1.02 s"."""
-    for limit, factor, unit in ((1e3, 1.0, "us"), (1e6, 1e-3, "ms"), (float("inf"), 1e-6, "s")):
-        if microseconds < limit:
-            return f"{microseconds * factor:.3g} {unit}"
-    raise ValueError(f"microseconds: got {microseconds}")
-
-
 def plot_work(source: Path, target: Path) -> None:
     """Bars of the warp instructions of each step, ours and the other's, for the newest triton and target of the rows.
 
@@ -226,23 +220,20 @@ def plot_reuse(source: Path, target: Path) -> None:
     _save(target, source, draw)
 
 
-def plot_quality(source: Path, target: Path) -> None:
-    """KL divergence from full attention against the budget, a line for each method that has several."""
-    from .render_quality import losses
+Lines = dict[str, list[tuple[float, float]]]
 
-    lines: dict[str, list[tuple[float, float]]] = {}
-    for (kind, name, budget), loss in losses(read_rows(source)).items():
-        if kind in ("evicted", "chosen"):
-            lines.setdefault(name, []).append((budget, loss["kl"]))
+
+def _plot_losses(
+    source: Path, target: Path, lines: Lines, colors: Sequence[str], height: float, finish: Callable[[Any], None]
+) -> None:
+    """KL divergence, a line each; `finish` says what of the axis it is against."""
 
     def draw(pyplot: Any) -> Any:
-        figure, axis = pyplot.subplots(figsize=(WIDTH, 4.4), layout="constrained")
-        for color, (name, points) in zip((RIVALS[4], *RIVALS[1:4], OURS_COLOR, RIVALS[0]), lines.items(), strict=True):
+        figure, axis = pyplot.subplots(figsize=(WIDTH, height), layout="constrained")
+        for color, (name, points) in zip(colors, lines.items(), strict=True):
             axis.plot(*zip(*points, strict=True), color=color, marker="o", markersize=4, label=name)
-        budgets = sorted({budget for points in lines.values() for budget, _ in points})
-        axis.set(xscale="log", yscale="log", xlabel="share of the prompt that is read", ylabel="KL divergence, nats")
-        axis.set_xticks(budgets, [f"{budget:.0%}" for budget in budgets])
-        axis.minorticks_off()
+        axis.set(yscale="log", ylabel="KL divergence, nats")
+        finish(axis)
         axis.yaxis.set_major_formatter("{x:g}")
         axis.grid(axis="both")
         _quiet(axis)
@@ -250,32 +241,38 @@ def plot_quality(source: Path, target: Path) -> None:
         return figure
 
     _save(target, source, draw)
+
+
+def plot_quality(source: Path, target: Path) -> None:
+    """KL divergence from full attention against the budget, a line for each method that has several."""
+    lines: Lines = {}
+    for (kind, name, budget), loss in losses(read_rows(source)).items():
+        if kind in ("evicted", "chosen"):
+            lines.setdefault(name, []).append((budget, loss["kl"]))
+    budgets = sorted({budget for points in lines.values() for budget, _ in points})
+
+    def finish(axis: Any) -> None:
+        axis.set(xscale="log", xlabel="share of the prompt that is read")
+        axis.set_xticks(budgets, [f"{budget:.0%}" for budget in budgets])
+        axis.minorticks_off()
+
+    _plot_losses(source, target, lines, (RIVALS[4], *RIVALS[1:4], OURS_COLOR, RIVALS[0]), 4.4, finish)
 
 
 def plot_anywhere(source: Path, target: Path) -> None:
     """KL divergence against the time to the first token over that of prefix caching: a line for each workload."""
-    from .render_cache import WORKLOADS
-
     rows = [row for row in read_rows(source) if row["way"] == "anywhere" and row["recompute"] != "1"]
-    size = min(int(row["size"]) for row in rows)
+    rows = [row for row in rows if int(row["size"]) == min(int(row["size"]) for row in rows)]
+    rows.sort(key=lambda row: float(row["recompute"]))
+    points = [(row, (float(row["over_prefix_cpu"]), float(row["kl"]))) for row in rows]
+    lines = {name: [at for row, at in points if row["workload"] == workload] for workload, name in WORKLOADS.items()}
 
-    def draw(pyplot: Any) -> Any:
-        figure, axis = pyplot.subplots(figsize=(WIDTH, 3.6), layout="constrained")
-        for color, (workload, name) in zip((OURS_COLOR, RIVALS[1], RIVALS[2]), WORKLOADS.items(), strict=True):
-            own = [row for row in rows if row["workload"] == workload and int(row["size"]) == size]
-            own.sort(key=lambda row: float(row["recompute"]))
-            points = [(float(row["over_prefix_cpu"]), float(row["kl"])) for row in own]
-            axis.plot(*zip(*points, strict=True), color=color, marker="o", markersize=4, label=name)
-            for row, (x, y) in zip(own, points, strict=True):
-                axis.annotate(f"{float(row['recompute']):.0%}", (x, y), (4, 4), textcoords="offset points", fontsize=8)
-        axis.set(yscale="log", xlabel="time to first token, of prefix caching's", ylabel="KL divergence, nats")
-        axis.yaxis.set_major_formatter("{x:g}")
-        axis.grid(axis="both")
-        _quiet(axis)
-        figure.legend(loc="outside upper left", ncols=2, frameon=False)
-        return figure
+    def finish(axis: Any) -> None:
+        for row, at in sorted(points, key=lambda point: list(WORKLOADS).index(point[0]["workload"])):
+            axis.annotate(f"{float(row['recompute']):.0%}", at, (4, 4), textcoords="offset points", fontsize=8)
+        axis.set(xlabel="time to first token, of prefix caching's")
 
-    _save(target, source, draw)
+    _plot_losses(source, target, lines, (OURS_COLOR, RIVALS[1], RIVALS[2]), 3.6, finish)
 
 
 def plot_demo(source: Path, target: Path) -> None:

@@ -8,8 +8,7 @@ from pathlib import Path
 
 from ..harness.registry import OURS
 from ..harness.tables import Row, read_rows
-from .markdown import chart, commits, measured, results, table, with_rows
-from .plots import short_time
+from .markdown import chart, commits, measured, results, short_time, table, with_rows
 
 WORKLOADS = {
     "order": "five documents, six orders",

@@ -8,8 +8,7 @@ from pathlib import Path
 
 from ..harness.registry import OURS, ROOT
 from ..harness.tables import Row, read_rows
-from .markdown import chart, link, measured, results, table
-from .plots import short_time
+from .markdown import chart, link, measured, results, short_time, table
 
 
 def demo_rows() -> list[Row]:

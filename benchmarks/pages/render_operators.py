@@ -20,10 +20,10 @@ from .markdown import (
     measured,
     newest_triton,
     results,
+    short_time,
     table,
     with_rows,
 )
-from .plots import short_time
 
 DENSE = "pc.paged_attention over a copy made before"
 HEADS = ("case", "pc", "of the roofline", "best rival", "rival / pc")
@@ -206,6 +206,21 @@ def render_work_versions(page: Path) -> str:
         lines.append([case, arch, *(f"{count:,} ({count / own[-1]:.2f})" if count else "" for count in own)])
     heads = ("step", "target", *(f"triton {version}" for version in versions))
     return with_rows(table(heads, "ll" + "r" * len(versions), lines), page, results("work.csv"))
+
+
+def render_work_before(page: Path) -> str:
+    """The same steps at earlier commits, by the newest triton."""
+    now = [row | {"of": "now"} for row in newest_triton(work_rows()) if row["provider"] == OURS]
+    source = results("work_before.csv")
+    rows = [*read_rows(source), *now]
+    counts = {(row["architecture"], row["case"], row["of"]): int(row["instructions"]) for row in rows}
+    ofs = list(dict.fromkeys(row["of"] for row in rows))
+    lines = []
+    for arch, case in dict.fromkeys((row["architecture"], row["case"]) for row in rows[: -len(now)]):
+        own = [counts[arch, case, of] for of in ofs]
+        lines.append([case, arch, *(f"{count:,}" for count in own), f"{own[-1] / own[0]:.2f}"])
+    heads = ("step", "target", *ofs, f"now / {ofs[0]}")
+    return with_rows(table(heads, "ll" + "r" * (len(heads) - 2), lines), page, source)
 
 
 def render_life(page: Path) -> str:
