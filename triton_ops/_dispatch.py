@@ -188,7 +188,8 @@ class CachedOp(Generic[R]):
 
     `build` takes the operator's arguments, all by position, checks their metadata and returns what runs on these and
     all that differ from them in addresses and values only; it keeps none of them. `check` takes the same and looks at
-    values, every time that they may be read. `signature_of` has the operator's parameters where `build` has not.
+    values, every time that they may be read. `signature_of` has the operator's parameters: `operator` signs what it is
+    given without one.
     """
 
     def __init__(
@@ -198,16 +199,23 @@ class CachedOp(Generic[R]):
         signature_of: Callable[..., object] | None = None,
     ) -> None:
         self._build, self._check = build, check
-        parameters = inspect.signature(signature_of or build).parameters
-        hints = typing.get_type_hints(signature_of or build)
-        self._hints = {name: hints[name] for name in parameters}
-        self._first = next(iter(self._hints))
-        self._defaults = {name: p.default for name, p in parameters.items() if p.default is not p.empty}
+        self._hints: dict[str, object] = {}
+        self._defaults: dict[str, object] = {}
+        if signature_of is not None:
+            self.sign(signature_of)
         self._ways: dict[object, _Passing] = {}
         self._built: LaunchCache[Callable[..., R]] = LaunchCache()
         # What torch goes by is not the same within the dispatcher. Without it, the device must be the current one.
         self._inside: LaunchCache[Callable[..., R]] = LaunchCache()
         self._outside: LaunchCache[tuple[int | None, Callable[..., R]]] = LaunchCache()
+
+    def sign(self, function: Callable[..., object]) -> None:
+        """Takes the parameters of a function, unless there are some."""
+        if not self._hints:
+            parameters, hints = inspect.signature(function).parameters, typing.get_type_hints(function)
+            self._hints = {name: hints[name] for name in parameters}
+            self._first = next(iter(parameters))
+            self._defaults = {name: p.default for name, p in parameters.items() if p.default is not p.empty}
 
     def __call__(self, *args: Any, **kwargs: Any) -> R:
         """Runs the operator on arguments that the dispatcher has looked at."""

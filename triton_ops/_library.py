@@ -12,6 +12,7 @@ bound by launches.
 
 from __future__ import annotations
 
+import collections
 import functools
 import inspect
 import re
@@ -61,6 +62,7 @@ def operator(
     mutates: tuple[str, ...] = (),
     direct: bool = False,
     bind: Bind | None = None,
+    as_record: bool = False,
     like: tuple[Callable[..., Any], ...] = (),
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Registers the decorated function as `torch.ops.pc.<its name>` and returns a function that calls the operator.
@@ -75,6 +77,7 @@ def operator(
         direct: Unwatched calls on CPU tensors go to `cpu` without the dispatcher; `cpu` checks all by itself.
         bind: Makes one object of the parameters' names and of positional and named arguments; `cpu` and a `launch` that
             is not `CachedOp` then take that object in place of the function's arguments.
+        as_record: That object is a `record_of` the function.
         like: Operators whose docstrings say what the function's own does not: see `inherited_doc`.
     """
 
@@ -83,10 +86,13 @@ def operator(
             fake.__doc__ = inherited_doc(fake, *like)
         signature = _Signature(fake)
         name = fake.__name__
+        of = record_binding(fake) if as_record else bind
         on_device = launch
-        if bind is not None and not isinstance(launch, CachedOp):
-            on_device = _bound(launch, bind, tuple(signature.types))
-        on_cpu = cpu if bind is None else _bound(cpu, bind, tuple(signature.types))
+        if isinstance(launch, CachedOp):
+            launch.sign(fake)
+        if of is not None and not isinstance(launch, CachedOp):
+            on_device = _bound(launch, of, tuple(signature.types))
+        on_cpu = cpu if of is None else _bound(cpu, of, tuple(signature.types))
         if KERNELS_ON_CPU:
             on_cpu = on_device
         _register(name, signature.schema(mutates), on_cpu, on_device, fake)
@@ -100,6 +106,19 @@ def operator(
         return _forwarding(fake, call, signature, on_cpu if direct and not KERNELS_ON_CPU else None, chosen)
 
     return decorate
+
+
+def record_of(function: Callable[..., object]) -> Any:
+    """A named tuple of a function's parameters: what an operator is given, as one value."""
+    parameters = inspect.signature(function).parameters
+    defaults = [p.default for p in parameters.values() if p.default is not p.empty]
+    return collections.namedtuple(function.__name__, parameters, defaults=defaults)
+
+
+def record_binding(function: Callable[..., object]) -> Bind:
+    """What makes that record of arguments."""
+    record = record_of(function)
+    return lambda names, args, kwargs: record(*args, **kwargs)
 
 
 def doc_sections(doc: str | None) -> dict[str, str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -28,7 +28,7 @@ from ._copy import cpu
 from ._copy.launch import launch_move_rows
 from ._dispatch import LaunchCache, aligned
 from ._launch import Launch
-from ._library import operator
+from ._library import operator, record_of
 from .gather_blocks import gather_blocks_list
 
 _FEW_SEQUENCES, _LONG_SEQUENCE = 8, 1 << 18
@@ -38,19 +38,7 @@ _ROWS_A_PROGRAM = 128
 _launches: LaunchCache[Launch] = LaunchCache()
 
 
-class Join(NamedTuple):
-    """What `pc.join_prefix_list` takes."""
-
-    caches: Sequence[torch.Tensor]
-    block_tables: torch.Tensor
-    seq_lens: torch.Tensor
-    news: Sequence[torch.Tensor]
-    query_start_loc: torch.Tensor
-    num_rows: int
-    new_positions: torch.Tensor | None = None
-
-
-def _check(call: Join) -> None:
+def _check(call: Any) -> None:
     caches, block_tables, seq_lens, news, query_start_loc, num_rows, new_positions = call
     check_caches("cache", caches)
     check_tensor("seq_lens", seq_lens, 1, "[num_seqs]", INDEX_DTYPES)
@@ -77,7 +65,7 @@ def _check(call: Join) -> None:
         _check_values(call)
 
 
-def _check_values(call: Join) -> None:
+def _check_values(call: Any) -> None:
     """Raises ValueError for values that point outside of something; reads them, so it waits for a device."""
     (num_blocks, block_size), num_tokens = call.caches[0].shape[:2], call.news[0].shape[0]
     _, block_tables, seq_lens, _, query_start_loc, num_rows, new_positions = call
@@ -107,7 +95,7 @@ def _check_values(call: Join) -> None:
             raise bad_argument("new_positions", places.tolist(), "ascending positions within a sequence")
 
 
-def join_map_cpu(call: Join, block_size: int) -> torch.Tensor:
+def join_map_cpu(call: Any, block_size: int) -> torch.Tensor:
     """Where each row of the result comes from, `[num_rows]` int64: a slot, -2 - token of a new one, or -1 for zeros."""
     _, block_tables, seq_lens, _, query_start_loc, num_rows, new_positions = call
     lengths, starts = seq_lens.long(), query_start_loc.long()
@@ -132,7 +120,7 @@ def join_map_cpu(call: Join, block_size: int) -> torch.Tensor:
     return rows
 
 
-def launch_join_map(call: Join, block_size: int) -> torch.Tensor:
+def launch_join_map(call: Any, block_size: int) -> torch.Tensor:
     """The map of `join_map_cpu` by kernel, without waiting for the device."""
     _, block_tables, seq_lens, _, query_start_loc, num_rows, new_positions = call
     num_seqs = seq_lens.shape[0]
@@ -167,7 +155,7 @@ def _result_device(cache: torch.Tensor, seq_lens: torch.Tensor, new: torch.Tenso
     return next((t.device for t in (seq_lens, new, cache) if t.is_cuda), seq_lens.device)
 
 
-def _run_list(call: Join) -> list[torch.Tensor]:
+def _run_list(call: Any) -> list[torch.Tensor]:
     _check(call)
     caches, block_tables, seq_lens, news, query_start_loc, num_rows, new_positions = call
     block_size = caches[0].shape[1]
@@ -191,21 +179,20 @@ def _run_list(call: Join) -> list[torch.Tensor]:
     tables, lengths, starts = (t.to(device, non_blocking=True) for t in (block_tables, seq_lens, query_start_loc))
     if new_positions is not None:
         new_positions = new_positions.to(device, non_blocking=True)
-    rows = launch_join_map(Join(caches, tables, lengths, news, starts, num_rows, new_positions), block_size)
+    on_device = call._replace(
+        block_tables=tables, seq_lens=lengths, query_start_loc=starts, new_positions=new_positions
+    )
+    rows = launch_join_map(on_device, block_size)
     launch_move_rows("join_prefix", caches, outs, (2, 1), num_rows, source_index=rows, extras=news)
     return outs
 
 
-def _run(call: Join) -> torch.Tensor:
-    one: Any = call  # a cache and a tensor of new rows, not lists of them
-    return _run_list(call._replace(caches=[one.caches], news=[one.news]))[0]
+def _run(call: Any) -> torch.Tensor:
+    cache, tables, lens, new, *rest = call
+    return _run_list(_Join([cache], tables, lens, [new], *rest))[0]
 
 
-def _bind(names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Join:
-    return Join(*args, **kwargs)
-
-
-@operator(cpu=_run, launch=_run, bind=_bind)
+@operator(cpu=_run, launch=_run, as_record=True)
 def join_prefix(
     cache: torch.Tensor,
     block_tables: torch.Tensor,
@@ -248,7 +235,7 @@ def join_prefix(
     return new.new_empty((num_rows, *new.shape[1:]), device=_result_device(cache, seq_lens, new))
 
 
-@operator(cpu=_run_list, launch=_run_list, bind=_bind, like=(join_prefix, gather_blocks_list))
+@operator(cpu=_run_list, launch=_run_list, as_record=True, like=(join_prefix, gather_blocks_list))
 def join_prefix_list(
     caches: Sequence[torch.Tensor],
     block_tables: torch.Tensor,
@@ -278,3 +265,6 @@ def join_prefix_list(
         new.new_empty((num_rows, *new.shape[1:]), device=_result_device(cache, seq_lens, new))
         for cache, new in zip(caches, news, strict=True)
     ]
+
+
+_Join: Any = record_of(join_prefix_list)

@@ -10,7 +10,7 @@ turns in float32, angles in float64. https://arxiv.org/abs/2104.09864
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any
 
 import torch
 
@@ -33,20 +33,7 @@ from ._triton import require_triton
 from .rotate_keys import LAYOUT, turn_pairs, turns
 
 
-class _Move(NamedTuple):
-    """What `pc.move_slots` takes."""
-
-    key_cache: torch.Tensor
-    value_cache: torch.Tensor | None
-    source_slots: torch.Tensor
-    target_slots: torch.Tensor
-    deltas: torch.Tensor
-    inv_freq: torch.Tensor | None = None
-    is_neox: bool = True
-    first: int = 0
-
-
-def _check(call: _Move) -> None:
+def _check(call: Any) -> None:
     keys, values = call.key_cache, call.value_cache
     check_tensor("key_cache", keys, 4, LAYOUT, (*FLOATS, *CODES))
     check_last_dim("key_cache", keys)
@@ -78,7 +65,7 @@ def _check(call: _Move) -> None:
         lowest_entry(name, indexes[name], keys.shape[0] * keys.shape[1])
 
 
-def _move_slots_cpu(call: _Move) -> None:
+def _move_slots_cpu(call: Any) -> None:
     _check(call)
     keys, values, sources, targets, deltas, inv_freq, is_neox, first = call
     if not sources.numel():
@@ -102,7 +89,7 @@ def _move_slots_cpu(call: _Move) -> None:
 _moves: LaunchCache[Launch] = LaunchCache()
 
 
-def _launch_move_slots(call: _Move) -> None:
+def _launch_move_slots(call: Any) -> None:
     require_triton("move_slots")
     _check(call)
     keys, values, sources, targets, deltas, inv_freq, is_neox, first = call
@@ -151,7 +138,7 @@ def _build_move_launch(
     cpu=_move_slots_cpu,
     launch=_launch_move_slots,
     mutates=("key_cache", "value_cache"),
-    bind=lambda names, args, kwargs: _Move(*args, **kwargs),
+    as_record=True,
 )
 def move_slots(
     key_cache: torch.Tensor,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -26,24 +26,12 @@ from ._checks import (
 )
 from ._dispatch import CachedOp, aligned
 from ._launch import Launch
-from ._library import operator
+from ._library import operator, record_of
 from ._quantize import as_codes, code_kind, equal_scales, quantize, refuse_nan, scale_kind
 from ._triton import require_triton
 
 
-class CacheWrite(NamedTuple):
-    """What `pc.reshape_and_cache` takes."""
-
-    key: torch.Tensor
-    value: torch.Tensor
-    key_cache: torch.Tensor
-    value_cache: torch.Tensor
-    slot_mapping: torch.Tensor
-    k_scale: torch.Tensor | None = None
-    v_scale: torch.Tensor | None = None
-
-
-def check_write(write: CacheWrite) -> None:
+def check_write(write: Any) -> None:
     """Checks the arguments of a cache write, from metadata alone; raises TypeError, ValueError or RuntimeError."""
     key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale = write
     check_tensor("key", key, 3, "[num_tokens, num_kv_heads, head_dim]", FLOATS)
@@ -62,7 +50,7 @@ def check_write(write: CacheWrite) -> None:
     refuse_grad(key=key, value=value, key_cache=key_cache, value_cache=value_cache)
 
 
-def check_write_values(write: CacheWrite) -> bool:
+def check_write_values(write: Any) -> bool:
     """Whether a slot is -1, others being in the cache; synchronizes a device. Debug mode refuses NaN for int8."""
     slots = write.slot_mapping
     if debug_mode_enabled() and write.key_cache.dtype == torch.int8:
@@ -72,7 +60,7 @@ def check_write_values(write: CacheWrite) -> bool:
     return lowest_entry("slot_mapping", slots, num_slots) < 0
 
 
-def reshape_and_cache_cpu(write: CacheWrite) -> None:
+def reshape_and_cache_cpu(write: Any) -> None:
     """What `pc.reshape_and_cache` writes, in PyTorch on CPU tensors."""
     check_write(write)
     key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale = write
@@ -131,16 +119,14 @@ def _write(launch: Launch, kv_heads: int, is_packed: bool, *values: Any) -> None
     launch((key, value, key_cache, value_cache, slots, *scales))
 
 
-_launch_reshape_and_cache = CachedOp(
-    _build_write, lambda *values: check_write_values(CacheWrite(*values)), signature_of=CacheWrite
-)
+_launch_reshape_and_cache = CachedOp(_build_write, lambda *values: check_write_values(CacheWrite(*values)))
 
 
 @operator(
     cpu=reshape_and_cache_cpu,
     launch=_launch_reshape_and_cache,
     mutates=("key_cache", "value_cache"),
-    bind=lambda names, args, kwargs: CacheWrite(*args, **kwargs),
+    as_record=True,
 )
 def reshape_and_cache(
     key: torch.Tensor,
@@ -179,3 +165,6 @@ def reshape_and_cache(
         (True, True)
     """
     check_write(CacheWrite(key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale))
+
+
+CacheWrite: Any = record_of(reshape_and_cache)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -21,7 +21,7 @@ from ._attention.constants import next_power_of_2
 from ._checks import FLOATS, INDEX_DTYPES, bad_argument, check_last_dim, check_tensor, describe, refuse_grad
 from ._dispatch import CachedOp, aligned
 from ._launch import Launch
-from ._library import operator
+from ._library import operator, record_of
 from ._quantize import as_codes, code_kind, equal_scales, scale_kind
 from ._triton import require_triton
 from .reshape_and_cache import (
@@ -35,29 +35,13 @@ from .reshape_and_cache import (
 _PIECE_ELEMENTS = 1 << 16
 
 
-class _Rope(NamedTuple):
-    """What `pc.rope_and_cache` takes."""
-
-    query: torch.Tensor
-    key: torch.Tensor
-    value: torch.Tensor
-    positions: torch.Tensor
-    cos_sin: torch.Tensor
-    key_cache: torch.Tensor
-    value_cache: torch.Tensor
-    slot_mapping: torch.Tensor
-    interleaved: bool = False
-    k_scale: torch.Tensor | None = None
-    v_scale: torch.Tensor | None = None
-
-    @property
-    def write(self) -> CacheWrite:
-        """The cache write, of keys that are not rotated yet."""
-        return CacheWrite(self.key, self.value, *self[5:8], *self[9:])
+def _write_of(call: Any) -> Any:
+    """The cache write of a call, of keys that are not rotated yet."""
+    return CacheWrite(call.key, call.value, *call[5:8], *call[9:])
 
 
-def _check(call: _Rope) -> None:
-    check_write(call.write)
+def _check(call: Any) -> None:
+    check_write(_write_of(call))
     query, key, value, positions, cos_sin, *_ = call
     if value.shape != key.shape:
         raise bad_argument("value", f"shape {list(value.shape)}", f"{list(key.shape)} as key")
@@ -78,7 +62,7 @@ def _check(call: _Rope) -> None:
     refuse_grad(query=query, cos_sin=cos_sin)
 
 
-def _check_positions(call: _Rope) -> None:
+def _check_positions(call: Any) -> None:
     if call.positions.numel():
         low, high = (int(bound) for bound in torch.aminmax(call.positions))
         limit = call.cos_sin.shape[0] - 1
@@ -105,12 +89,12 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: b
     return out
 
 
-def _rope_and_cache_cpu(call: _Rope) -> torch.Tensor:
+def _rope_and_cache_cpu(call: Any) -> torch.Tensor:
     _check(call)
     _check_positions(call)
     cos, sin = call.cos_sin[call.positions.long()].chunk(2, -1)
     rotated = rotate(call.key, cos, sin, call.interleaved)
-    reshape_and_cache_cpu(call.write._replace(key=rotated))
+    reshape_and_cache_cpu(_write_of(call)._replace(key=rotated))
     return rotate(call.query, cos, sin, call.interleaved)
 
 
@@ -170,17 +154,17 @@ def _rotate_and_write(
 def _check_given(*values: Any) -> None:
     call = _Rope(*values)
     _check_positions(call)
-    check_write_values(call.write)
+    check_write_values(_write_of(call))
 
 
-_launch_rope_and_cache = CachedOp(_build_rope, _check_given, signature_of=_Rope)
+_launch_rope_and_cache = CachedOp(_build_rope, _check_given)
 
 
 @operator(
     cpu=_rope_and_cache_cpu,
     launch=_launch_rope_and_cache,
     mutates=("key_cache", "value_cache"),
-    bind=lambda names, args, kwargs: _Rope(*args, **kwargs),
+    as_record=True,
     like=(reshape_and_cache,),
 )
 def rope_and_cache(
@@ -233,3 +217,6 @@ def rope_and_cache(
     call = (query, key, value, positions, cos_sin, key_cache, value_cache, slot_mapping, interleaved, k_scale, v_scale)
     _check(_Rope(*call))
     return query.new_empty(query.shape)
+
+
+_Rope: Any = record_of(rope_and_cache)

@@ -11,7 +11,7 @@ https://arxiv.org/abs/2104.09864
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any
 
 import torch
 
@@ -38,19 +38,7 @@ LAYOUT = "[num_blocks, block_size, num_kv_heads, head_dim]"
 _PIECE_ELEMENTS = 1 << 20
 
 
-class _Rotation(NamedTuple):
-    """What `pc.rotate_keys` takes."""
-
-    key_cache: torch.Tensor
-    source_ids: torch.Tensor
-    target_ids: torch.Tensor
-    deltas: torch.Tensor
-    inv_freq: torch.Tensor
-    is_neox: bool = True
-    first: int = 0
-
-
-def _check(call: _Rotation) -> None:
+def _check(call: Any) -> None:
     key_cache, source_ids, target_ids, deltas, inv_freq, _, first = call
     check_tensor("key_cache", key_cache, 4, LAYOUT, (*FLOATS, *CODES))
     head_dim = key_cache.shape[3]
@@ -96,7 +84,7 @@ def turn_pairs(keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, is_neox
         as_codes(turned).copy_(as_codes(codes))
 
 
-def _rotate_keys_cpu(call: _Rotation) -> None:
+def _rotate_keys_cpu(call: Any) -> None:
     _check(call)
     key_cache, source_ids, target_ids, deltas, inv_freq, is_neox, first = call
     written = (target_ids >= 0).nonzero()[:, 0]
@@ -117,7 +105,7 @@ def _rotate_keys_cpu(call: _Rotation) -> None:
 _rotations: LaunchCache[Launch] = LaunchCache()
 
 
-def _launch_rotate_keys(call: _Rotation) -> None:
+def _launch_rotate_keys(call: Any) -> None:
     require_triton("rotate_keys")
     _check(call)
     key_cache, sources, targets, deltas, inv_freq, is_neox, first = call
@@ -164,7 +152,7 @@ def _build_rotate_launch(
     cpu=_rotate_keys_cpu,
     launch=_launch_rotate_keys,
     mutates=("key_cache",),
-    bind=lambda names, args, kwargs: _Rotation(*args, **kwargs),
+    as_record=True,
 )
 def rotate_keys(
     key_cache: torch.Tensor,

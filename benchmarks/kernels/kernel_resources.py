@@ -33,6 +33,7 @@ from pc.triton_ops._attention.call import TENSORS, AttentionCall, LatentCall
 from pc.triton_ops._attention.constants import Architecture
 from pc.triton_ops._dispatch import forget_choices
 from pc.triton_ops._flash import append
+from pc.triton_ops._library import record_of
 from pc.triton_ops._triton import load_kernels
 
 from ..harness import tables
@@ -209,7 +210,7 @@ def join_case(positions: bool = False) -> None:
 
     tables, lengths, starts = torch.zeros(2, 8, dtype=torch.int32), torch.tensor([64, 64]), torch.tensor([0, 8, 16])
     new_positions = torch.arange(16) if positions else None
-    rows = join_prefix.launch_join_map(join_prefix.Join([], tables, lengths, [], starts, 128, new_positions), 16)
+    rows = join_prefix.launch_join_map(([], tables, lengths, [], starts, 128, new_positions), 16)
     cache, new, out = (torch.zeros(*shape, 4096, dtype=torch.bfloat16) for shape in ((4, 16), (16,), (128,)))
     launch_move_rows("join", [cache], [out], (2, 1), 128, source_index=rows, extras=[new])
 
@@ -266,14 +267,14 @@ def rotate_case(cache_dtype: torch.dtype = torch.bfloat16, is_neox: bool = True,
     """Blocks of keys turned to another position."""
     cache, ids = torch.zeros(8, 16, 8, 128, dtype=cache_dtype), torch.arange(4)
     given = (cache, ids, ids + 4, ids.int(), torch.ones(rotary_dim // 2), is_neox)
-    rotate_keys._launch_rotate_keys(rotate_keys._Rotation(*given))
+    rotate_keys._launch_rotate_keys((*given, 0))
 
 
 def move_case(cache_dtype: torch.dtype = torch.bfloat16, is_neox: bool = True, rotary_dim: int = 128) -> None:
     """Tokens of keys and values moved to other slots."""
     cache, slots = torch.zeros(8, 16, 8, 128, dtype=cache_dtype), torch.arange(40)
     given = (cache, cache, slots, slots + 64, slots, torch.ones(rotary_dim // 2), is_neox)
-    move_slots._launch_move_slots(move_slots._Move(*given))
+    move_slots._launch_move_slots(record_of(move_slots.move_slots)(*given))
 
 
 def merge_case() -> None:

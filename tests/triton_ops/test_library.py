@@ -169,7 +169,7 @@ def test_pinned_caches_reach_their_kernels() -> None:
         launch = _library._on_own_device
         assert launch(rows_ops.Gather("gather_slots", 2).launch)(cache, index).device == index.device
         launch(rows_ops.Gather("gather_blocks", 1).launch_list)([cache, cache], index)
-        call = joining.Join([cache], tables, lens, [cache.new_empty(1, 3)], index, 9)
+        call = _library.record_of(pc.join_prefix_list)([cache], tables, lens, [cache.new_empty(1, 3)], index, 9)
         joined = launch(lambda *tensors: joining._run_list(call))(cache, index)
         read = launch(dequantizing._run)(codes, scales, index, torch.float32)
         assert joined[0].device == read.device == index.device
