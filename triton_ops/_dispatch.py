@@ -44,7 +44,7 @@ _CAN_TELL = None not in (_modes, _functions, _functorch, _is_profiling)
 _is_traced = torch.compiler.is_dynamo_compiling
 
 
-def is_watched() -> bool:
+def needs_dispatcher() -> bool:
     """Whether a tracer, mode, transform or profiler has to see a call, which then goes through the dispatcher.
 
     A tracer of Python code comes first, since it traces this too; others, of exports and fake tensors, are modes.
@@ -57,7 +57,7 @@ def is_watched() -> bool:
 
 def may_keep(on_gpu: bool) -> bool:
     """Whether tensors that a call makes may serve later ones: not where it is watched, nor of a graph's own memory."""
-    return not (is_watched() or (on_gpu and torch.cuda.is_current_stream_capturing()))
+    return not (needs_dispatcher() or (on_gpu and torch.cuda.is_current_stream_capturing()))
 
 
 def aligned(*tensors: torch.Tensor | None) -> bool:

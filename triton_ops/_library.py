@@ -23,7 +23,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 
 from ._checks import bad_argument, describe
-from ._dispatch import CachedOp, is_watched
+from ._dispatch import CachedOp, needs_dispatcher
 from ._triton import KERNELS_ON_CPU
 
 # "pc", or what a copy of the package is imported as: their operators do not meet.
@@ -242,7 +242,7 @@ def _forwarding(
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
         known = None
-        if not is_watched():
+        if not needs_dispatcher():
             if direct is not None and not kwargs and _are_on_cpu(args):
                 return direct(*args, **kwargs)
             if chosen is not None and chosen.serves(args, kwargs):

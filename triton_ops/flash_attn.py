@@ -17,7 +17,7 @@ import torch
 
 from ._attention.dense import as_blocks, choose_packed_tables, counted, numbered, repeated
 from ._checks import bad_argument, check_tensor, describe, reads_values
-from ._dispatch import is_watched
+from ._dispatch import needs_dispatcher
 from ._flash.append import Append, Rotary
 from ._flash.attention import attend, choose_launch, fitting_plan
 from ._flash.call import (
@@ -527,7 +527,7 @@ def _choose_cached(
         num_rows, capacity = table.shape[0], table.shape[1] * k_cache.shape[1]
     full = repeated(device, batch, capacity if length is None else length) if lens is None else None
     own_starts = None if batched is None else counted(device, batch + 1, q.shape[1])
-    checks_values = reads_values(q) and not is_watched() and batch > 0
+    checks_values = reads_values(q) and not needs_dispatcher() and batch > 0
     fewer_keys = k is None or starts_new is not None or k.shape[1] < max_queries
 
     def where(lens: Any, tables: Any, starts: Any, chosen: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

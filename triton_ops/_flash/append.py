@@ -14,7 +14,7 @@ import torch
 from .._attention.constants import next_power_of_2
 from .._attention.dense import counted
 from .._checks import bad_argument, describe, reads_values
-from .._dispatch import aligned, is_launched, is_watched
+from .._dispatch import aligned, is_launched, needs_dispatcher
 from .._launch import Launch
 from .._quantize import CODES
 from .._triton import require_triton
@@ -72,7 +72,7 @@ def choose_append_places(
     """
     given = [lens, tables, *(rotary or ())[:3]]
     half, num_tokens = 0 if rotary is None else rotary.cos.shape[1], lens.shape[0] * count
-    if is_watched() or not num_tokens or not is_launched(given) or any(x.stride(-1) != 1 for x in given):
+    if needs_dispatcher() or not num_tokens or not is_launched(given) or any(x.stride(-1) != 1 for x in given):
         return None
     if tables.dtype != torch.int32:
         return None
@@ -143,7 +143,7 @@ class Append:
                 )
             check_numbers("rotary_seqlens", rotary.first, batch, device)
         self._total, self._counts = lead.numel(), None if starts is not None else lead[1]
-        self._checks_values = reads_values(query) and not is_watched() and batch > 0
+        self._checks_values = reads_values(query) and not needs_dispatcher() and batch > 0
         self._is_code, self._quantized = k.dtype == torch.float8_e4m3fn, keys.key_cache.dtype in CODES
         if self._is_code and (keys.key_cache.dtype, v.dtype) != (k.dtype, k.dtype):
             raise bad_argument(

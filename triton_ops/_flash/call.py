@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, cast
 import torch
 
 from .._checks import bad_argument, check_integer, debug_mode_enabled, describe, reads_values, refuse_grad
-from .._dispatch import LaunchCache, aligned, current_device, is_launched, is_watched, may_keep
+from .._dispatch import LaunchCache, aligned, current_device, is_launched, may_keep, needs_dispatcher
 from .._launch import current_stream
 
 
@@ -108,7 +108,7 @@ def launch_of(operator: Callable[..., Any], *arguments: Any) -> Callable[..., An
     It looks at addresses alone: of an argument that is a view of a tensor it may be given that tensor instead.
     """
     query, tensors = arguments[0], [x for x in arguments if isinstance(x, torch.Tensor)]
-    if is_watched() or reads_values(query) or not is_launched(tensors):
+    if needs_dispatcher() or reads_values(query) or not is_launched(tensors):
         return None
     if query.is_cuda and query.device.index != current_device():
         return None
@@ -178,7 +178,7 @@ def check_numbers(name: str, tensor: Any, count: int | None, device: torch.devic
 
 def check_values(name: str, tensor: torch.Tensor, least: int, most: int) -> None:
     """Checks numbers whose values may be read, unless a compiler looks on."""
-    if is_watched() or not reads_values(tensor):
+    if needs_dispatcher() or not reads_values(tensor):
         return
     low, high = (int(bound) for bound in torch.aminmax(tensor)) if tensor.numel() else (least, most)
     if low < least or high > most:

@@ -13,7 +13,7 @@ import torch
 
 from .._attention.dense import as_blocks, counted
 from .._checks import bad_argument, describe
-from .._dispatch import is_watched
+from .._dispatch import needs_dispatcher
 from .call import check_values
 
 
@@ -120,7 +120,7 @@ def in_chunks(keys: PagedKV, chunk: int, causal: bool) -> PagedKV:
     count = max(1, (most + chunk - 2) // chunk + 1)  # chunks that a sequence's queries are in
     first = keys.lens - keys.starts.diff()
     begins = first.div(chunk, rounding_mode="floor").unsqueeze(1) + counted(first.device, count, 1)
-    size = 1 if is_watched() else math.gcd(chunk, keys.key_cache.shape[1])
+    size = 1 if needs_dispatcher() else math.gcd(chunk, keys.key_cache.shape[1])
     found = _in_order(keys, size, begins * (chunk // size), min(chunk // size, -(-keys.longest // size)))
     lens = (keys.lens.unsqueeze(1) - begins * chunk).clamp(0, chunk).masked_fill(begins < 0, 0)
     to = (begins * chunk - first.unsqueeze(1)).clamp(min=0)
