@@ -177,7 +177,7 @@ class _Passing:
         return (tensors_of, *self._options(passed)), tensors_of(passed)
 
 
-def is_launched(tensors: Tensors) -> bool:
+def runs_kernels(tensors: Tensors) -> bool:
     """Whether kernels run on these, which are tensors of torch's own class."""
     first = tensors[0]  # on the meta device nothing runs
     return (first.is_cuda or (KERNELS_ON_CPU and first.is_cpu)) and all(type(t) is torch.Tensor for t in tensors)
@@ -265,7 +265,7 @@ class CachedOp(Generic[R]):
             return
         passed = (*args, *kwargs.values())
         options, tensors = way.split(passed)
-        if is_launched(tensors):
+        if runs_kernels(tensors):
             self._outside.insert(options, tensors, (tensors[0].device.index, self.launch_for(way.values(passed))))
 
     def _way(self, args: Values, kwargs: Mapping[str, Any]) -> _Passing | None:

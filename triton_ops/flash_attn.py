@@ -563,7 +563,7 @@ def _choose_cached(
         append = Append(packed(q), k, v, starts_new, keys, options, given, rotary_of(keys.lens, *rest[3:6]))
     keys = keys if leftpad is not None else fitting_plan(plan, keys, options)
     launch, has_plan = None, keys.plan is not None
-    if leftpad is None and (append is None or append.is_launched):
+    if leftpad is None and (append is None or append.runs_kernels):
         launch = choose_launch(packed(q), keys, options, given)
     if launch is not None:
 

@@ -224,7 +224,7 @@ def flash_case(rotary: bool = False) -> None:
     )
     with contextlib.ExitStack() as stack:
         for module in (append, dense):
-            stack.enter_context(mock.patch.object(module, "is_launched", return_value=True))
+            stack.enter_context(mock.patch.object(module, "runs_kernels", return_value=True))
         if rotary:
             rotation = append.Rotary(angles, angles, lens, False)
             append.choose_append_places(1, 16, lens, tables, rotation)(lens, tables, rotation)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from .._dispatch import LaunchCache, aligned, is_launched, may_keep, needs_dispatcher
+from .._dispatch import LaunchCache, aligned, may_keep, needs_dispatcher, runs_kernels
 from .._launch import Launch, current_stream
 from .._triton import KERNELS_ON_CPU, require_triton
 
@@ -133,7 +133,7 @@ def choose_packed_tables(
     def run(starts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return starts.as_strided((batch, 1), (stride, 1)) + columns, starts.diff()
 
-    if needs_dispatcher() or batch <= 0 or starts.dtype != torch.int32 or not is_launched([starts]):
+    if needs_dispatcher() or batch <= 0 or starts.dtype != torch.int32 or not runs_kernels([starts]):
         return run
     require_triton("flash_attn_varlen_func")
     from ..kernels.packed_tables import _packed_tables_kernel

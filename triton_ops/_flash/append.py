@@ -14,7 +14,7 @@ import torch
 from .._attention.constants import next_power_of_2
 from .._attention.dense import counted
 from .._checks import bad_argument, describe, reads_values
-from .._dispatch import aligned, is_launched, needs_dispatcher
+from .._dispatch import aligned, needs_dispatcher, runs_kernels
 from .._launch import Launch
 from .._quantize import CODES
 from .._triton import require_triton
@@ -72,7 +72,7 @@ def choose_append_places(
     """
     given = [lens, tables, *(rotary or ())[:3]]
     half, num_tokens = 0 if rotary is None else rotary.cos.shape[1], lens.shape[0] * count
-    if needs_dispatcher() or not num_tokens or not is_launched(given) or any(x.stride(-1) != 1 for x in given):
+    if needs_dispatcher() or not num_tokens or not runs_kernels(given) or any(x.stride(-1) != 1 for x in given):
         return None
     if tables.dtype != torch.int32:
         return None
@@ -162,7 +162,7 @@ class Append:
             self._places = choose_append_places(lead[1], size, keys.lens, keys.tables, rotary)
         self._size = size
         self._write: Callable[..., Any] = rope_and_cache if self._is_fused else reshape_and_cache
-        self.is_launched = False
+        self.runs_kernels = False
         if self._places is not None and not self._quantized and (rotary is None or self._is_fused):
             self._resolve(query, k, v, keys, rotary)
 
@@ -179,7 +179,7 @@ class Append:
         behind = () if rotary is None else (rotary.interleaved,)
         launch = launch_of(self._write, *arguments, *keys[:2], slots, *behind, None, None)
         if launch is not None:
-            self._write, self.is_launched = launch, True
+            self._write, self.runs_kernels = launch, True
 
     def __call__(
         self,
@@ -223,7 +223,7 @@ class Append:
     def launch(
         self, query: Any, k: Any, v: Any, key_cache: Any, value_cache: Any, lens: Any, tables: Any, rotary: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The same where it `is_launched`, of tensors in their callers' shapes."""
+        """The same where it `runs_kernels`, of tensors in their callers' shapes."""
         slots, new_lens, angles = self._places(lens, tables, rotary)  # type: ignore[misc]
         if rotary is None:
             self._write(k, v, key_cache, value_cache, slots, None, None)

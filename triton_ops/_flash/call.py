@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, cast
 import torch
 
 from .._checks import bad_argument, check_integer, debug_mode_enabled, describe, reads_values, refuse_grad
-from .._dispatch import LaunchCache, aligned, current_device, is_launched, may_keep, needs_dispatcher
+from .._dispatch import LaunchCache, aligned, current_device, may_keep, needs_dispatcher, runs_kernels
 from .._launch import current_stream
 
 
@@ -108,7 +108,7 @@ def launch_of(operator: Callable[..., Any], *arguments: Any) -> Callable[..., An
     It looks at addresses alone: of an argument that is a view of a tensor it may be given that tensor instead.
     """
     query, tensors = arguments[0], [x for x in arguments if isinstance(x, torch.Tensor)]
-    if needs_dispatcher() or reads_values(query) or not is_launched(tensors):
+    if needs_dispatcher() or reads_values(query) or not runs_kernels(tensors):
         return None
     if query.is_cuda and query.device.index != current_device():
         return None
