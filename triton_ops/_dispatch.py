@@ -55,7 +55,7 @@ def needs_dispatcher() -> bool:
     return bool(_modes() or _functions() or _is_profiling()) or _functorch() is not None  # type: ignore[misc]
 
 
-def may_keep(on_gpu: bool) -> bool:
+def may_cache_tensors(on_gpu: bool) -> bool:
     """Whether tensors that a call makes may serve later ones: not where it is watched, nor of a graph's own memory."""
     return not (needs_dispatcher() or (on_gpu and torch.cuda.is_current_stream_capturing()))
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from .._dispatch import LaunchCache, aligned, may_keep, needs_dispatcher, runs_kernels
+from .._dispatch import LaunchCache, aligned, may_cache_tensors, needs_dispatcher, runs_kernels
 from .._launch import Launch, current_stream
 from .._triton import KERNELS_ON_CPU, require_triton
 
@@ -92,7 +92,7 @@ def _once(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     def run(device: torch.device, *sizes: int) -> torch.Tensor:
         # What a captured graph reads has to live as long as it does.
         on_gpu = device.type == "cuda"
-        if not may_keep(on_gpu):
+        if not may_cache_tensors(on_gpu):
             return make(device, *sizes)
         kind = (make, device, current_stream() if on_gpu else None, *sizes)
         return _made.get_or(kind, (), lambda: make(device, *sizes))

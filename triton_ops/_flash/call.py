@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, cast
 import torch
 
 from .._checks import bad_argument, check_integer, debug_mode_enabled, describe, reads_values, refuse_grad
-from .._dispatch import LaunchCache, aligned, current_device, may_keep, needs_dispatcher, runs_kernels
+from .._dispatch import LaunchCache, aligned, current_device, may_cache_tensors, needs_dispatcher, runs_kernels
 from .._launch import current_stream
 
 
@@ -83,7 +83,7 @@ def run_chosen(
     try:
         query = tensors[0]
         on_gpu = isinstance(query, torch.Tensor) and query.is_cuda
-        if not may_keep(on_gpu):
+        if not may_cache_tensors(on_gpu):
             return choose(options, *tensors)(*tensors)
         given = [tensor for tensor in tensors if tensor is not None]
         types = tuple(map(type, tensors))  # which are None, for one
