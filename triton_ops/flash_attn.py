@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ._attention.dense import as_blocks, choose_packed_tables, counted, numbered, repeated
+from ._attention.dense import arange_i32, as_blocks, choose_packed_tables, full_i32, strided_block_table
 from ._checks import bad_argument, check_tensor, describe, reads_values
 from ._dispatch import needs_dispatcher
 from ._flash.append import Append, Rotary
@@ -180,8 +180,8 @@ def _choose_dense(made: tuple[Any, ...], q: torch.Tensor, k: torch.Tensor, v: to
         if x.shape[:2] != (batch, seqlen_k) or x.device != device:
             raise bad_argument(name, describe(x), f"[{batch}, {seqlen_k}, num_kv_heads, head_dim] on {device}")
     blocks = as_blocks(contiguous(k), contiguous(v))
-    tables = numbered(device, batch, seqlen_k // max(1, blocks.size), blocks.per_sequence, blocks.per_block)
-    lens, starts = repeated(device, batch, seqlen_k), counted(device, batch + 1, seqlen_q)
+    tables = strided_block_table(device, batch, seqlen_k // max(1, blocks.size), blocks.per_sequence, blocks.per_block)
+    lens, starts = full_i32(device, batch, seqlen_k), arange_i32(device, batch + 1, seqlen_q)
     shape, is_packed = (batch, seqlen_q), q.is_contiguous()
 
     def keys_of(k: torch.Tensor, v: torch.Tensor) -> PagedKV:
@@ -525,8 +525,8 @@ def _choose_cached(
     else:
         check_tensor("block_table", table, 2, "[batch, max_blocks]", (torch.int32,), device)
         num_rows, capacity = table.shape[0], table.shape[1] * k_cache.shape[1]
-    full = repeated(device, batch, capacity if length is None else length) if lens is None else None
-    own_starts = None if batched is None else counted(device, batch + 1, q.shape[1])
+    full = full_i32(device, batch, capacity if length is None else length) if lens is None else None
+    own_starts = None if batched is None else arange_i32(device, batch + 1, q.shape[1])
     checks_values = reads_values(q) and not needs_dispatcher() and batch > 0
     fewer_keys = k is None or starts_new is not None or k.shape[1] < max_queries
 
@@ -605,7 +605,9 @@ def _dense_cache(
         raise bad_argument("k_cache", f"{num_rows} sequences", f"at least {batch}, or cache_batch_idx")
     blocks = as_blocks(k_cache, v_cache, in_place=True)
     num_rows = batch if chosen is None else num_rows
-    tables = numbered(k_cache.device, num_rows, length // max(1, blocks.size), blocks.per_sequence, blocks.per_block)
+    tables = strided_block_table(
+        k_cache.device, num_rows, length // max(1, blocks.size), blocks.per_sequence, blocks.per_block
+    )
     return tables, [(cache.shape, cache.stride()) for cache in blocks[:2]]
 
 
@@ -714,9 +716,9 @@ def get_scheduler_metadata(
     device = cache_seqlens.device
     check_numbers("cache_seqlens", cache_seqlens, batch_size, device)
     size = page_size or 16
-    tables = numbered(device, batch_size, -(-max_seqlen_k // size), 0, 1)
+    tables = strided_block_table(device, batch_size, -(-max_seqlen_k // size), 0, 1)
     lens = cache_seqlens + (max_seqlen_k_new if cu_seqlens_k_new is None else cu_seqlens_k_new.diff())
-    starts = counted(device, batch_size + 1, max_seqlen_q) if cu_seqlens_q is None else cu_seqlens_q
+    starts = arange_i32(device, batch_size + 1, max_seqlen_q) if cu_seqlens_q is None else cu_seqlens_q
     lens = lens.clamp(0, tables.shape[1] * size)
     if reads_values(lens):  # operators refuse fewer keys than queries there, and such a call makes its own plan
         lens = lens.masked_fill(lens < starts.diff(), 0)

@@ -101,19 +101,21 @@ def _once(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
 
 
 @_once
-def counted(device: torch.device, count: int, step: int) -> torch.Tensor:
+def arange_i32(device: torch.device, count: int, step: int) -> torch.Tensor:
     """0, step, 2 * step, ...: `[count]` int32."""
     return torch.arange(count, dtype=torch.int32, device=device) * step
 
 
 @_once
-def repeated(device: torch.device, count: int, value: int) -> torch.Tensor:
+def full_i32(device: torch.device, count: int, value: int) -> torch.Tensor:
     """The same value: `[count]` int32."""
     return torch.full((count,), value, dtype=torch.int32, device=device)
 
 
 @_once
-def numbered(device: torch.device, batch: int, length: int, per_sequence: int, per_block: int) -> torch.Tensor:
+def strided_block_table(
+    device: torch.device, batch: int, length: int, per_sequence: int, per_block: int
+) -> torch.Tensor:
     """Block tables `[batch, length]` int32 of `DenseBlocks`."""
     rows = torch.arange(batch, dtype=torch.int32, device=device) * per_sequence
     blocks = torch.arange(length, dtype=torch.int32, device=device) * per_block
@@ -128,7 +130,7 @@ def choose_packed_tables(
     By one kernel on a device; a compiler that looks on sees PyTorch, and makes a kernel of it itself.
     """
     batch, device, (stride,) = starts.shape[0] - 1, starts.device, starts.stride()
-    columns = counted(device, num_columns, 1)
+    columns = arange_i32(device, num_columns, 1)
 
     def run(starts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return starts.as_strided((batch, 1), (stride, 1)) + columns, starts.diff()

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .._attention.constants import next_power_of_2
-from .._attention.dense import counted
+from .._attention.dense import arange_i32
 from .._checks import bad_argument, describe, reads_values
 from .._dispatch import aligned, needs_dispatcher, runs_kernels
 from .._launch import Launch
@@ -155,8 +155,8 @@ class Append:
         self._together = starts is None and lead[1] == keys.max_queries and query.shape[0] == self._total
         self._together = self._together and (self._sees_ahead or lead[1] == 1)
         self._is_fused = rotary is not None and self._together and v.shape == k.shape and not self._is_code
-        self._rows = counted(device, self._total, 1)
-        self._starts = None if starts is not None else counted(device, batch + 1, lead[1])
+        self._rows = arange_i32(device, self._total, 1)
+        self._starts = None if starts is not None else arange_i32(device, batch + 1, lead[1])
         self._places = None
         if starts is None and not (self._is_code and rotary is not None):
             self._places = choose_append_places(lead[1], size, keys.lens, keys.tables, rotary)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .._attention.dense import counted
+from .._attention.dense import arange_i32
 from .._attention.layout import PlanShape
 from .._checks import bad_argument, describe, reads_values
 from .._quantize import CODES
@@ -145,7 +145,7 @@ def _attend_each(
 ) -> Result:
     """ALiBi with slopes of each sequence's own: a call for each, in which the others have no keys."""
     token, sequence = sequence_of_token(keys.starts, query.shape[0])
-    index, parts = counted(query.device, keys.lens.shape[0], 1).unsqueeze(1), []
+    index, parts = arange_i32(query.device, keys.lens.shape[0], 1).unsqueeze(1), []
     for i, own in enumerate(slopes.unbind()):
         alone = keys._replace(tables=torch.where(index == i, keys.tables, -1), plan=None)
         parts.append(_attend_heads(query, alone, options, own, sinks, scales))

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from .._attention.dense import as_blocks, counted
+from .._attention.dense import arange_i32, as_blocks
 from .._checks import bad_argument, describe
 from .._dispatch import needs_dispatcher
 from .call import check_values
@@ -54,7 +54,7 @@ class PagedKV(NamedTuple):
 
 def sequence_of_token(starts: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Numbers of packed tokens, and of the sequence of each; of the last one for padding."""
-    token = counted(starts.device, count, 1)
+    token = arange_i32(starts.device, count, 1)
     return token, torch.searchsorted(starts[1:], token, right=True).clamp_(max=max(0, starts.shape[0] - 2))
 
 
@@ -72,7 +72,7 @@ def _in_order(keys: PagedKV, size: int, first: torch.Tensor, count: int, step: i
     caller's to change.
     """
     blocks, per_block = as_blocks(keys.key_cache, keys.value_cache, size), keys.key_cache.shape[1] // size
-    unit = first.unsqueeze(2) + counted(first.device, count, step)
+    unit = first.unsqueeze(2) + arange_i32(first.device, count, step)
     columns = unit.div(per_block, rounding_mode="floor")
     tables = torch.full_like(unit, -1)
     if keys.tables.shape[1]:
@@ -119,7 +119,7 @@ def in_chunks(keys: PagedKV, chunk: int, causal: bool) -> PagedKV:
     most = keys.max_queries
     count = max(1, (most + chunk - 2) // chunk + 1)  # chunks that a sequence's queries are in
     first = keys.lens - keys.starts.diff()
-    begins = first.div(chunk, rounding_mode="floor").unsqueeze(1) + counted(first.device, count, 1)
+    begins = first.div(chunk, rounding_mode="floor").unsqueeze(1) + arange_i32(first.device, count, 1)
     size = 1 if needs_dispatcher() else math.gcd(chunk, keys.key_cache.shape[1])
     found = _in_order(keys, size, begins * (chunk // size), min(chunk // size, -(-keys.longest // size)))
     lens = (keys.lens.unsqueeze(1) - begins * chunk).clamp(0, chunk).masked_fill(begins < 0, 0)

@@ -13,7 +13,7 @@ from transformers.cache_utils import DynamicLayer
 
 from ....cache import Allocation
 from ....triton_ops import copy_blocks, move_slots, sparse_gap_attention
-from ....triton_ops._attention.dense import as_blocks, counted, numbered, repeated
+from ....triton_ops._attention.dense import arange_i32, as_blocks, full_i32, strided_block_table
 from ....triton_ops._triton import KERNELS_ON_CPU
 from ..calls import UnsupportedError, refuse_if, refusing
 from ..images import alike
@@ -171,8 +171,8 @@ class ScatteredPass(PagedPass):
         """See `PagedPass`."""
         refuse_if((window or 0) != self._window, f"a layer attends over a window of {window}, not {self._window}")
         blocks, length, device = as_blocks(key.transpose(1, 2), value.transpose(1, 2)), key.shape[2], query.device
-        tables = numbered(device, 1, length // blocks.size, blocks.per_sequence, blocks.per_block)
-        batch = (tables, repeated(device, 1, length), counted(device, 2, query.shape[2]))
+        tables = strided_block_table(device, 1, length // blocks.size, blocks.per_sequence, blocks.per_block)
+        batch = (tables, full_i32(device, 1, length), arange_i32(device, 2, query.shape[2]))
         out: torch.Tensor = sparse_gap_attention(
             query[0].transpose(0, 1), *blocks[:2], *batch, self._at.to(torch.int32), scale, self._window,
             softcap=softcap, sinks=sinks, max_query_len=query.shape[2], max_seq_len=length,

@@ -14,7 +14,7 @@ from vllm.v1.attention.backend import MultipleOf
 from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend, CPUMLAImpl
 
 from ....triton_ops import latent_attention, latent_attention_with_lse
-from ....triton_ops._attention.dense import counted
+from ....triton_ops._attention.dense import arange_i32
 
 IS_CPU = bool(current_platform.is_cpu())
 Backend: type[Any] = CPUMLABackend if IS_CPU else MLACommonBackend
@@ -72,7 +72,7 @@ class LatentAttention(Impl):
             rows = rows.view(torch.float8_e4m3fn)
             options["k_scale"] = layer._k_scale.reshape(1)
         num_seqs = decode.seq_lens.shape[0]
-        batch = (decode.block_table, decode.seq_lens, counted(query.device, num_seqs + 1, 1))
+        batch = (decode.block_table, decode.seq_lens, arange_i32(query.device, num_seqs + 1, 1))
         call = (query, rows, *batch, float(self.scale), self.kv_lora_rank)
         if self.need_to_return_lse_for_decode:
             return latent_attention_with_lse(*call, **options)
