@@ -30,7 +30,7 @@ from ._launch import Launch
 from ._library import operator
 from ._quantize import CODES, as_codes, code_kind
 from ._triton import require_triton
-from .rotate_keys import LAYOUT, turn_pairs, turns
+from .rotate_keys import LAYOUT, rotate_pairs_, rotation_cos_sin
 
 
 def _check(call: Any) -> None:
@@ -80,8 +80,8 @@ def _move_slots_cpu(call: Any) -> None:
         moved = as_codes(cache)[source_at]
         if cache is keys and inv_freq is not None:
             distances, which = deltas.unique(return_inverse=True)
-            cos, sin = (turn[which] for turn in turns(distances, inv_freq))
-            turn_pairs(moved.view(keys.dtype), cos, sin, is_neox, first)
+            cos, sin = (turn[which] for turn in rotation_cos_sin(distances, inv_freq))
+            rotate_pairs_(moved.view(keys.dtype), cos, sin, is_neox, first)
         moved[absent] = 0
         as_codes(cache)[target_at] = moved
 
@@ -97,7 +97,7 @@ def _launch_move_slots(call: Any) -> None:
         return
     sources, targets, deltas = (x.to(keys.device, non_blocking=True).contiguous() for x in (sources, targets, deltas))
     own = torch.empty(0, device=keys.device) if inv_freq is None else inv_freq
-    cos, sin = turns(deltas, own)
+    cos, sin = rotation_cos_sin(deltas, own)
     tensors = (keys, keys if values is None else values, sources, targets, cos, sin)
     kind = (is_neox, first, values is None)
     value_dim = 0 if values is None else values.shape[3]

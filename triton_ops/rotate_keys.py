@@ -65,13 +65,13 @@ def _check(call: Any) -> None:
     lowest_entry("target_ids", target_ids, limit)
 
 
-def turns(deltas: torch.Tensor, inv_freq: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def rotation_cos_sin(deltas: torch.Tensor, inv_freq: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Cosines and sines `[n, rotary_dim / 2]`, float32."""
     angles = deltas.double()[:, None] * inv_freq.double()
     return angles.cos().float(), angles.sin().float()
 
 
-def turn_pairs(keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, is_neox: bool, first: int) -> None:
+def rotate_pairs_(keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, is_neox: bool, first: int) -> None:
     """Turns keys `[n, heads, head_dim]` on the host in place, from column `first` on.
 
     A scale per head turns with its head: codes themselves are turned and rounded anew.
@@ -95,8 +95,8 @@ def _rotate_keys_cpu(call: Any) -> None:
         sources, targets = source_ids[piece].long(), target_ids[piece].long()
         keys = key_cache.index_select(0, sources.clamp(min=0))
         absent = sources < 0
-        cos, sin = (turn.repeat_interleave(block_size, 0) for turn in turns(deltas[piece], inv_freq))
-        turn_pairs(keys.view(-1, heads, head_dim), cos, sin, is_neox, first)
+        cos, sin = (turn.repeat_interleave(block_size, 0) for turn in rotation_cos_sin(deltas[piece], inv_freq))
+        rotate_pairs_(keys.view(-1, heads, head_dim), cos, sin, is_neox, first)
         if absent.any():
             keys.view(torch.uint8)[absent] = 0
         as_codes(key_cache)[targets] = as_codes(keys)
@@ -113,7 +113,7 @@ def _launch_rotate_keys(call: Any) -> None:
         return
     sources, targets, deltas = (x.to(key_cache.device, non_blocking=True) for x in (sources, targets, deltas))
     sources, targets = sources.contiguous(), targets.contiguous()
-    cos, sin = turns(deltas, inv_freq)
+    cos, sin = rotation_cos_sin(deltas, inv_freq)
     tensors = (key_cache, sources, targets, cos, sin)
     launch = _rotations.get_or(
         (is_neox, first), tensors, lambda: _build_rotate_launch(key_cache, cos.shape[1], is_neox, first, tensors)
