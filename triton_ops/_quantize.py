@@ -6,7 +6,7 @@ import torch
 
 from ._checks import bad_argument
 
-CODES = (torch.float8_e4m3fn, torch.int8)
+QUANTIZED_DTYPES = (torch.float8_e4m3fn, torch.int8)
 """Types of quantized caches."""
 PLAIN, INT8, E4M3 = 0, 1, 2
 

@@ -28,17 +28,17 @@ from ._checks import (
 from ._dispatch import LaunchCache, aligned
 from ._launch import Launch
 from ._library import operator
-from ._quantize import CODES, as_codes, code_kind
+from ._quantize import QUANTIZED_DTYPES, as_codes, code_kind
 from ._triton import require_triton
 from .rotate_keys import LAYOUT, rotate_pairs_, rotation_cos_sin
 
 
 def _check(call: Any) -> None:
     keys, values = call.key_cache, call.value_cache
-    check_tensor("key_cache", keys, 4, LAYOUT, (*FLOATS, *CODES))
+    check_tensor("key_cache", keys, 4, LAYOUT, (*FLOATS, *QUANTIZED_DTYPES))
     check_last_dim("key_cache", keys)
     if values is not None:
-        check_tensor("value_cache", values, 4, LAYOUT, (*FLOATS, *CODES), keys.device)
+        check_tensor("value_cache", values, 4, LAYOUT, (*FLOATS, *QUANTIZED_DTYPES), keys.device)
         check_last_dim("value_cache", values)
         if values.shape[:3] != keys.shape[:3]:
             raise bad_argument(

@@ -29,7 +29,7 @@ from ._checks import (
 from ._dispatch import LaunchCache, aligned
 from ._launch import Launch
 from ._library import operator
-from ._quantize import CODES, as_codes, code_kind, quantize
+from ._quantize import QUANTIZED_DTYPES, as_codes, code_kind, quantize
 from ._triton import require_triton
 from .rope_and_cache import rotate
 
@@ -40,7 +40,7 @@ _PIECE_ELEMENTS = 1 << 20
 
 def _check(call: Any) -> None:
     key_cache, source_ids, target_ids, deltas, inv_freq, _, first = call
-    check_tensor("key_cache", key_cache, 4, LAYOUT, (*FLOATS, *CODES))
+    check_tensor("key_cache", key_cache, 4, LAYOUT, (*FLOATS, *QUANTIZED_DTYPES))
     head_dim = key_cache.shape[3]
     check_last_dim("key_cache", key_cache)
     check_index("source_ids", source_ids, "[n]")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from .._checks import FLOATS, bad_argument, check_last_dim, check_tensor, describe, refuse_grad
-from .._quantize import CODES
+from .._quantize import QUANTIZED_DTYPES
 from .call import NOT_NEGATIVE, AttentionCall, BatchCall
 from .layout import PlanShape
 
@@ -32,7 +32,7 @@ def check_cache(
     layout = "[num_blocks, block_size, num_kv_heads, head_dim]"
     head_dim = like.shape[2]
     for name, cache in (("key_cache", key_cache), ("value_cache", value_cache)):
-        check_tensor(name, cache, 4, layout, (like.dtype, *CODES), like.device)
+        check_tensor(name, cache, 4, layout, (like.dtype, *QUANTIZED_DTYPES), like.device)
         if num_kv_heads is not None and cache.shape[2] != num_kv_heads:
             raise bad_argument(name, f"{cache.shape[2]} heads", f"{num_kv_heads} heads as {like_name}")
         if cache.stride(3) != 1:
@@ -56,10 +56,10 @@ def check_cache(
 def _check_scales(key_cache: torch.Tensor, device: torch.device, **scales: torch.Tensor | None) -> None:
     for name, scale in scales.items():
         if scale is None:
-            if key_cache.dtype in CODES:
+            if key_cache.dtype in QUANTIZED_DTYPES:
                 raise bad_argument(name, "None", f"a scale, since the cache is {key_cache.dtype}")
             continue
-        if key_cache.dtype not in CODES:
+        if key_cache.dtype not in QUANTIZED_DTYPES:
             raise bad_argument(name, describe(scale), f"None, since the cache is {key_cache.dtype}")
         if scale.device != device:
             raise bad_argument(name, f"device {scale.device}", f"device {device}")
@@ -73,8 +73,8 @@ def _check_scales(key_cache: torch.Tensor, device: torch.device, **scales: torch
 def _check_latent(call: AttentionCall) -> None:
     """Checks the cache of latent rows, whose sizes are known to hold the values."""
     rows, query = call.key_cache, call.query
-    if rows.dtype not in (query.dtype, *CODES):
-        names = " or ".join(str(d).removeprefix("torch.") for d in (query.dtype, *CODES))
+    if rows.dtype not in (query.dtype, *QUANTIZED_DTYPES):
+        names = " or ".join(str(d).removeprefix("torch.") for d in (query.dtype, *QUANTIZED_DTYPES))
         raise bad_argument("cache", describe(rows), f"dtype {names}", TypeError)
     if rows.device != query.device:
         raise bad_argument("cache", f"device {rows.device}", f"device {query.device}")

@@ -12,7 +12,7 @@ from .._attention.constants import next_power_of_2
 from .._checks import bad_argument, check_caches, check_index, check_reachable, check_tensor, describe
 from .._dispatch import LaunchCache, aligned
 from .._launch import Launch
-from .._quantize import CODES, as_codes, code_kind
+from .._quantize import QUANTIZED_DTYPES, as_codes, code_kind
 from .layout import address_of
 
 LIMITS = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
@@ -27,7 +27,7 @@ _gathers: LaunchCache[Launch] = LaunchCache()
 def check_quantized(cache: torch.Tensor, scales: torch.Tensor, index: torch.Tensor) -> None:
     """A cache of 8-bit codes with contiguous rows, its scales, and the slots that name its rows."""
     check_caches("cache", [cache])
-    if cache.dtype not in CODES:
+    if cache.dtype not in QUANTIZED_DTYPES:
         raise bad_argument("cache", describe(cache), "dtype float8_e4m3fn or int8", TypeError)
     if not cache[:1, :1].is_contiguous():
         raise bad_argument("cache", f"strides {list(cache.stride())}", "contiguous features")

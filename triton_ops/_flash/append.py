@@ -16,7 +16,7 @@ from .._attention.dense import arange_i32
 from .._checks import bad_argument, describe, reads_values
 from .._dispatch import aligned, needs_dispatcher, runs_kernels
 from .._launch import Launch
-from .._quantize import CODES
+from .._quantize import QUANTIZED_DTYPES
 from .._triton import require_triton
 from ..reshape_and_cache import reshape_and_cache
 from ..rope_and_cache import rope_and_cache, rotate
@@ -144,7 +144,7 @@ class Append:
             check_numbers("rotary_seqlens", rotary.first, batch, device)
         self._total, self._counts = lead.numel(), None if starts is not None else lead[1]
         self._checks_values = reads_values(query) and not needs_dispatcher() and batch > 0
-        self._is_code, self._quantized = k.dtype == torch.float8_e4m3fn, keys.key_cache.dtype in CODES
+        self._is_code, self._quantized = k.dtype == torch.float8_e4m3fn, keys.key_cache.dtype in QUANTIZED_DTYPES
         if self._is_code and (keys.key_cache.dtype, v.dtype) != (k.dtype, k.dtype):
             raise bad_argument(
                 "k", describe(k), f"dtype {keys.key_cache.dtype} of k_cache, or 16 bits or 32", TypeError

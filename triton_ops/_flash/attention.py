@@ -15,7 +15,7 @@ import torch
 from .._attention.dense import arange_i32
 from .._attention.layout import PlanShape
 from .._checks import bad_argument, describe, reads_values
-from .._quantize import CODES
+from .._quantize import QUANTIZED_DTYPES
 from ..latent_attention import latent_attention, latent_attention_with_lse
 from ..merge_attention import merge_attention
 from ..paged_attention import paged_attention, paged_attention_with_lse
@@ -82,7 +82,7 @@ def _window(keys: PagedKV, options: FlashOptions, head_dim: int, left: int, righ
 
 
 def _quantized(query: torch.Tensor, keys: PagedKV) -> bool:
-    return query.dtype == torch.float8_e4m3fn or keys.key_cache.dtype in CODES
+    return query.dtype == torch.float8_e4m3fn or keys.key_cache.dtype in QUANTIZED_DTYPES
 
 
 def choose_launch(
@@ -272,7 +272,7 @@ def _dequantized(
     if given.q_descale is not None:
         factors.append(_of_query_heads(given.q_descale, num_heads, sequence))
     after = None
-    if keys.key_cache.dtype in CODES:
+    if keys.key_cache.dtype in QUANTIZED_DTYPES:
         for name in ("k", "v"):
             descale = descales[name]
             scale = None if descale is None else scale_of_heads(f"{name}_descale", descale, batch)
