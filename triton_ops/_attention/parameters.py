@@ -9,7 +9,7 @@ from typing import NamedTuple
 # for; E4M3_PACKED: the same, on a device of Nvidia's.
 PLAIN_CACHE, NATIVE_CODES, PACKED_CODES, HELD_CODES, E4M3_BITS, E4M3_PACKED = range(6)
 # Arguments of the kernels that differ from step to step: nothing is compiled for their values.
-LENGTHS = [
+UNSPECIALIZED = [
     *("num_seqs", "num_tokens", "max_tiles", "max_items", "max_q", "num_splits", "target_items", "extra_items"),
     *("decode_queries", "by_sequence", "key_begin", "num_rows", "top_k", "max_blocks", "max_union", "tree_keys"),
     *("stride_bt", "stride_bh", "stride_tree", "stride_lq", "stride_lh", "stride_marks"),

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from .._attention.parameters import LENGTHS, Strides, TileSizes, Traits
+from .._attention.parameters import UNSPECIALIZED, Strides, TileSizes, Traits
 from .._attention.predicate import Mask
 from .._attention.scores import Terms
 from .bundles import kernel
@@ -132,7 +132,7 @@ def _work_item(items_ptr, item, max_q, num_splits, traits, SPLIT_HEADS: tl.const
     return row, i_begin, i_end, split_row, is_split
 
 
-@kernel(LENGTHS, tensors=AttentionTensors, terms=Terms, mask=Mask, strides=Strides, traits=Traits, tile=TileSizes)
+@kernel(UNSPECIALIZED, tensors=AttentionTensors, terms=Terms, mask=Mask, strides=Strides, traits=Traits, tile=TileSizes)
 def _attention_kernel(
     tensors, plan_ptr, num_seqs, num_tokens, max_tiles, max_items, decode_queries, max_q, num_splits,
     scale, terms, mask, key_begin, strides, traits, tile,
@@ -210,7 +210,7 @@ def _attention_kernel(
             )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=LENGTHS)
+@triton.jit(do_not_specialize=UNSPECIALIZED)
 def _merge_splits_kernel(
     out_ptr,  # [num_tokens, NUM_HEADS, VALUE_DIM]
     lse_ptr,  # [num_tokens, NUM_HEADS]

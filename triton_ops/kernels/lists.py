@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from .._attention.parameters import LENGTHS, Strides, TileSizes, Traits
+from .._attention.parameters import UNSPECIALIZED, Strides, TileSizes, Traits
 from .._attention.predicate import Mask
 from .._attention.scores import Terms
 from .attention import AttentionTensors, _find_sequence, _table_of, _zero_padding
@@ -45,7 +45,7 @@ def _list_sequence(starts_ptr, seq_lens_ptr, num_seqs, item, QUERIES: tl.constex
     return seq, q_begin, q_len, seq_len, (item - (q_begin // QUERIES + seq)) * QUERIES
 
 
-@kernel(LENGTHS, mask=Mask)
+@kernel(UNSPECIALIZED, mask=Mask)
 def _list_blocks_kernel(
     lists_ptr,  # [num_tokens, KV_HEADS, top_k]
     marks_ptr,  # [query tiles, KV_HEADS, stride_marks]: which queries of a tile have the block
@@ -205,7 +205,7 @@ def _list_step(
     return _accumulate(m, total, acc, k, other, rest, v, t, live, queries, terms, True)
 
 
-@kernel(LENGTHS, tensors=AttentionTensors, terms=Terms, mask=Mask, strides=Strides, traits=Traits, tile=TileSizes)
+@kernel(UNSPECIALIZED, tensors=AttentionTensors, terms=Terms, mask=Mask, strides=Strides, traits=Traits, tile=TileSizes)
 def _list_attention_kernel(
     tensors, union_ptr, counts_ptr, num_seqs, num_tokens, max_union, num_splits,
     scale, terms, mask, strides, traits, tile,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .._attention.parameters import LENGTHS
+from .._attention.parameters import UNSPECIALIZED
 from .._attention.predicate import Mask
 from .bundles import kernel
 from .layout import (
@@ -32,7 +32,7 @@ from .layout import (
 from .predicate import _span
 
 
-@kernel(LENGTHS, mask=Mask)
+@kernel(UNSPECIALIZED, mask=Mask)
 def _plan_tiles_kernel(
     plan_ptr, tables_ptr, seq_lens_ptr, starts_ptr, positions_ptr,
     num_rows, max_tiles, max_items, mask, key_begin, stride_bt, stride_bh,
@@ -104,7 +104,7 @@ def _item_counts(plan_ptr, offs, num_rows, target, DECODE_Q: tl.constexpr):
     return tl.where(decoded, tl.maximum((attended + target - 1) // target, 1), 0), attended
 
 
-@kernel(LENGTHS, mask=Mask)
+@kernel(UNSPECIALIZED, mask=Mask)
 def _plan_items_kernel(
     plan_ptr, num_rows, target_items, extra_items, mask, key_begin,
     DECODE_Q: tl.constexpr, MIN_TILES: tl.constexpr, BLOCK_S: tl.constexpr,
