@@ -33,7 +33,7 @@ from .launches import Driver
 
 TABLE = tables.RESULTS / "life.csv"
 HEADS, KV_HEADS, BLOCK = 8, 2, 16
-OPTIONS = json.loads(sys.argv[1]) if len(sys.argv) > 1 else {}
+OPTIONS: dict[str, Any] = {}
 KINDS: list[dict[str, Any]] = [
     {},
     {"window": 4096, "sinks": True, "alibi": True},
@@ -130,6 +130,7 @@ def main() -> None:
         rows = [{"layer": json.dumps(kind), "kernels": run(kind)[1]} | known for kind in KINDS]
         tables.write_rows(TABLE, rows)
         return
+    OPTIONS.update(json.loads(sys.argv[1]))
     driver.set_active(Driver())
     head_dim = OPTIONS.get("head_dim", 64)
     plan = importlib.import_module("pc.triton_ops.attention_plan")
