@@ -76,8 +76,8 @@ class Launch:
     """
 
     __slots__ = (
-        *("_bound", "_compiled", "_constants", "_function", "_kernel", "_options", "_packed", "_reusable", "_run"),
-        *("_values", "programs"),
+        *("_bound", "_compiled", "_function", "_kernel", "_packed", "_reusable", "_run"),
+        *("_values", "constants", "options", "programs"),
     )
 
     def __init__(
@@ -91,16 +91,21 @@ class Launch:
         reusable: bool = True,
         max_registers: int = 0,
     ) -> None:
-        self._kernel, self._constants, self._reusable = kernel, constants, reusable
+        self._kernel, self.constants, self._reusable = kernel, constants, reusable
         self._values = tuple(constants.values())
         self.programs, self._bound = programs, (*numbers, *self._values)
-        self._options = {"num_warps": num_warps} | ({} if num_stages is None else {"num_stages": num_stages})
+        self.options = {"num_warps": num_warps} | ({} if num_stages is None else {"num_stages": num_stages})
         if max_registers and torch.version.hip is None:
-            self._options["maxnreg"] = max_registers
+            self.options["maxnreg"] = max_registers
         self._compiled: Any = None
         self._function: Any = None
         self._packed: Any = None
         self._run: Any = None
+
+    @property
+    def numbers(self) -> tuple[Any, ...]:
+        """What it was given between tensors and constants."""
+        return self._bound[: len(self._bound) - len(self._values)]
 
     def __call__(
         self,
@@ -129,9 +134,9 @@ class Launch:
 
     def _compile(self, programs: Programs, arguments: tuple[Any, ...]) -> None:
         """Launches as triton does, which compiles, and keeps what it has compiled."""
-        compiled = self._kernel[programs](*arguments, **self._constants, **self._options)
+        compiled = self._kernel[programs](*arguments, **self.constants, **self.options)
         # Not on ROCm, where triton compiles for the size of a tensor's storage as well.
         if self._reusable and torch.version.hip is None and isinstance(compiled, _triton().compiler.CompiledKernel):
-            assert self._kernel.arg_names[len(arguments) :] == list(self._constants), "constants in the kernel's order"
+            assert self._kernel.arg_names[len(arguments) :] == list(self.constants), "constants in the kernel's order"
             self._compiled, self._function, self._packed = compiled, compiled.function, compiled.packed_metadata
             self._run = compiled.run
