@@ -39,7 +39,7 @@ PLACES = 4
 neighbour alone; more places leave a core's cache."""
 
 
-class Found(NamedTuple):
+class ContentMatch(NamedTuple):
     """Tokens `start` to `end` of a prompt that are cached in `slots`, where they stood `delta` positions before."""
 
     start: int
@@ -149,7 +149,7 @@ class ContentIndex:
         live: npt.NDArray[np.bool_] = self._stamps[ids] == self._pool.taken_at[ids]
         return live & self._pool.table.contains(ids)
 
-    def find(self, tokens: Tokens, begin: int, end: int, root: bytes) -> Iterator[Found]:
+    def find(self, tokens: Tokens, begin: int, end: int, root: bytes) -> Iterator[ContentMatch]:
         """Runs of cached text among `tokens[begin:end]`, ascending; none overlap and each holds a whole block."""
         size, text, word = self._size, tokens[begin:end], np.frombuffer(root, np.uint64)
         if text.size < size:
@@ -208,7 +208,7 @@ class ContentIndex:
         consecutive: npt.NDArray[np.bool_] = lengths[ids] + 1 == lengths[behind]
         return consecutive
 
-    def _extended(self, text: Tokens, done: int, first: int, ids: list[int]) -> Found:
+    def _extended(self, text: Tokens, done: int, first: int, ids: list[int]) -> ContentMatch:
         """A run of whole blocks at `first`, with what agrees before it, down to `done`, and behind it."""
         size, end, lead, tail = self._size, first + len(ids) * self._size, 0, 0
         while (block := self._neighbour(self._before, ids[0], -1)) >= 0 and first > done and not lead:
@@ -225,7 +225,7 @@ class ContentIndex:
             end, tail = end + agreed, agreed % size
         slots = (np.array(ids, np.int64)[:, None] * size + np.arange(size)).ravel()[lead : lead + end - first]
         stood = (self._pool.prefix_length.item(ids[0]) - 1) * size + lead
-        return Found(first, end, slots, first - stood)
+        return ContentMatch(first, end, slots, first - stood)
 
     def _neighbour(self, links: Ids, block: int, step: int) -> int:
         """The block before or behind one in the sequence it was computed in, -1 where that is gone."""

@@ -16,7 +16,7 @@ from ..pool import BlockPool
 from ..request import Request
 from ..runs import Span
 from ..table import Ids
-from .content import ContentIndex, Found
+from .content import ContentIndex, ContentMatch
 
 
 class MovedText:
@@ -105,9 +105,9 @@ class MovedText:
         request.keys, request.chain = keys, chain
         request.digests = np.concatenate((before, chain.extend(request.tokens, count)))
 
-    def _fitting(self, hit: Hit, found: list[Found]) -> list[Found]:
+    def _fitting(self, hit: Hit, found: list[ContentMatch]) -> list[ContentMatch]:
         """The first runs whose blocks can be held until commit beside those that the request takes."""
-        pool, (part,), kept = self._pool, hit.groups, list[Found]()
+        pool, (part,), kept = self._pool, hit.groups, list[ContentMatch]()
         held: Ids = np.concatenate((part.held, hit.borrowed))
         room = pool.available - part.prefix_lengths.size
         for run in found:
@@ -124,12 +124,12 @@ class MovedText:
         return Chain(self._pool.hasher, keys._replace(placed=())).root
 
 
-def _cut(run: Found, span: Span) -> Found:
+def _cut(run: ContentMatch, span: Span) -> ContentMatch:
     """What of a run lies in a span."""
     start, end = max(run.start, span[0]), min(run.end, span[1])
     if start >= end:
         return run._replace(end=run.start)
-    return Found(start, end, run.slots[start - run.start : end - run.start], run.delta)
+    return ContentMatch(start, end, run.slots[start - run.start : end - run.start], run.delta)
 
 
 def _mark_moved(keys: EncodedKeys, position: int) -> EncodedKeys:
