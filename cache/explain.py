@@ -244,15 +244,15 @@ def _moved_tokens(
     from .reuse.content import ContentIndex  # which nobody who serves may ever need
     from .reuse.moved import MovedText
 
-    root, size, user = chain.root, state.block_size, state.reuses.get("anywhere")
-    if root is None or not state.simple:
+    namespace, size, user = chain.namespace, state.block_size, state.reuses.get("anywhere")
+    if namespace is None or not state.simple:
         return 0
     if isinstance(user, MovedText):
         content = user.index
     else:  # entered from what is remembered, as it would be had somebody asked for it before
         content = ContentIndex(state.pools[0], size)
         for text in known:
-            own = Chain(hasher, text.keys).root
+            own = Chain(hasher, text.keys).namespace
             if own is None:  # hangs on a key placed within it
                 continue
             ids = state.pools[0].table.find(text.digests)
@@ -260,5 +260,5 @@ def _moved_tokens(
                 tokens = array("I", text.tokens[first * size : end * size].tobytes())
                 content.add(ids[first:end], int(ids[first - 1]) if first else -1, tokens, own, True)
     last = len(prompt.tokens) - 1
-    found = content.find(prompt.tokens[:last], hit.position, last, root)
+    found = content.find(prompt.tokens[:last], hit.position, last, namespace)
     return sum([run.end - run.start for run in found if run.end - run.start >= size])

@@ -157,7 +157,7 @@ class Chain:
         self.path: list[Any] = []
 
     @property
-    def root(self) -> bytes | None:
+    def namespace(self) -> bytes | None:
         """What stands for the empty prefix of this sequence, None with keys placed inside it."""
         return None if self._placed else self.start.digest()
 

@@ -87,9 +87,9 @@ class Request:
         return _snapshot(self)
 
     @property
-    def root(self) -> bytes | None:
-        """See `Chain.root`; None also for a chain that is to be built again."""
-        return self.chain.root if self.chain is not None else None
+    def namespace(self) -> bytes | None:
+        """See `Chain.namespace`; None also for a chain that is to be built again."""
+        return self.chain.namespace if self.chain is not None else None
 
     @property
     def length(self) -> int:

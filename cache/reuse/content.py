@@ -104,7 +104,7 @@ class ContentIndex:
         self._blocks = np.zeros(1 << bits, np.int32)
         self._prints = np.zeros(count, np.uint32)
         self._tokens = np.zeros((count, block_size), np.uint32)
-        self._roots = np.zeros((count, len(pool.hasher.new().digest()) // 8), np.uint64)
+        self._namespaces = np.zeros((count, len(pool.hasher.new().digest()) // 8), np.uint64)
         self._stamps = np.full(count, -1, np.int64)
         self._before, self._behind = np.full(count, -1, np.int32), np.full(count, -1, np.int32)
         self._exact = np.zeros(count, np.bool_)
@@ -114,18 +114,18 @@ class ContentIndex:
     @property
     def nbytes(self) -> int:
         """Bytes held."""
-        by_block = (self._prints, self._tokens, self._roots, self._stamps, self._before, self._behind, self._exact)
+        by_block = (self._prints, self._tokens, self._namespaces, self._stamps, self._before, self._behind, self._exact)
         return sum(part.nbytes for part in (self._marks, self._blocks, *by_block)) + self._scratch.nbytes
 
-    def add(self, ids: Ids, before: int, tokens: array[int], root: bytes, exact: bool) -> None:
+    def add(self, ids: Ids, before: int, tokens: array[int], namespace: bytes, exact: bool) -> None:
         """Enters published blocks of one sequence, behind the block `before` (-1: none), with their tokens.
 
-        `root` stands for keys and salt; `exact`: no moved KV is in them or before them. Exact text is found first.
+        `namespace` stands for keys and salt; `exact`: no moved KV is in them or before them. Exact text is found first.
         """
         index = self._pool.index_of(ids)  # mostly a slice, through which writes cost a tenth
         self._stamps[index] = -1  # from here on to the last line there is no entry
-        rows, word = np.frombuffer(tokens, np.uint32).reshape(-1, self._size), np.frombuffer(root, np.uint64)
-        self._tokens[index], self._roots[index], self._exact[index] = rows, word, exact
+        rows, word = np.frombuffer(tokens, np.uint32).reshape(-1, self._size), np.frombuffer(namespace, np.uint64)
+        self._tokens[index], self._namespaces[index], self._exact[index] = rows, word, exact
         self._before[index], self._behind[index] = np.append(before, ids[:-1]), np.append(ids[1:], -1)
         if before >= 0:
             self._behind[before] = ids[0]
@@ -149,9 +149,9 @@ class ContentIndex:
         live: npt.NDArray[np.bool_] = self._stamps[ids] == self._pool.taken_at[ids]
         return live & self._pool.table.contains(ids)
 
-    def find(self, tokens: Tokens, begin: int, end: int, root: bytes) -> Iterator[ContentMatch]:
+    def find(self, tokens: Tokens, begin: int, end: int, namespace: bytes) -> Iterator[ContentMatch]:
         """Runs of cached text among `tokens[begin:end]`, ascending; none overlap and each holds a whole block."""
-        size, text, word = self._size, tokens[begin:end], np.frombuffer(root, np.uint64)
+        size, text, word = self._size, tokens[begin:end], np.frombuffer(namespace, np.uint64)
         if text.size < size:
             return
         self._scratch.scale(_factor(word))
@@ -163,7 +163,7 @@ class ContentIndex:
         hits, blocks = hits[same], blocks[same]
         if not hits.size:
             return
-        good = self._live(blocks) & (self._roots[blocks] == word).all(1)
+        good = self._live(blocks) & (self._namespaces[blocks] == word).all(1)
         hits, blocks = hits[good], blocks[good]
         windows = np.lib.stride_tricks.sliding_window_view(text, size)
         same = (windows[hits] == self._tokens[blocks]).all(1)
@@ -233,7 +233,7 @@ class ContentIndex:
         if other < 0 or not pool.table.lists(other) or self._stamps.item(other) != pool.taken_at.item(other):
             return -1
         follows = pool.prefix_length.item(other) == pool.prefix_length.item(block) + step
-        return other if follows and (self._roots[other] == self._roots[block]).all() else -1
+        return other if follows and (self._namespaces[other] == self._namespaces[block]).all() else -1
 
 
 def _powers(base: int, count: int) -> Tokens:
@@ -244,9 +244,9 @@ def _powers(base: int, count: int) -> Tokens:
     return powers
 
 
-def _factor(root: npt.NDArray[np.uint64]) -> np.uint32:
+def _factor(namespace: npt.NDArray[np.uint64]) -> np.uint32:
     """What keys and salt multiply a fingerprint by: an odd number."""
-    factor: np.uint32 = np.uint32(root.item(0) >> 32 | 1)
+    factor: np.uint32 = np.uint32(namespace.item(0) >> 32 | 1)
     return factor
 
 

@@ -34,15 +34,15 @@ class MovedText:
     def published(self, request: Request, first: int, last: int) -> None:
         """Enters blocks, those that are exact and others apart."""
         table, size = request.tables[0], self._block_size
-        root, moved = self._root_of(request.keys), approximate_from(request.keys)
+        namespace, moved = self._namespace_of(request.keys), approximate_from(request.keys)
         border = last if moved is None else min(max(moved // size, first), last)
         for begin, end in ((first, border), (border, last)):
             ids = table[begin:end].copy()
-            if root is None:
+            if namespace is None:
                 self.index.leave_out(ids)
             elif begin < end:
                 before = table.item(begin - 1) if begin else -1
-                self.index.add(ids, before, request.tokens[begin * size : end * size], root, end == border)
+                self.index.add(ids, before, request.tokens[begin * size : end * size], namespace, end == border)
 
     def removed(self, words: Words) -> None:
         """Does nothing: an entry counts while its block is published."""
@@ -57,13 +57,13 @@ class MovedText:
         """
         if reuse != "anywhere" or request.keys.placed or hit.position >= len(request.tokens) - 1:
             return hit  # KV behind a key that is placed within text hangs on more than tokens
-        size, exact, root = self._block_size, hit.blocks, request.root
-        assert root is not None
+        size, exact, namespace = self._block_size, hit.blocks, request.namespace
+        assert namespace is not None
         if self.index.approximate and not hit.copied and exact < len(request.digests):
             hit = self._follow_approximate(request, hit)
         end = min(hit.num_tokens, len(request.tokens) - 1)
         tokens = np.frombuffer(request.tokens[:end], np.uint32)
-        found = list(self.index.find(tokens, hit.position, end, root))
+        found = list(self.index.find(tokens, hit.position, end, namespace))
         if not found:
             return hit
         if segments is not None:
@@ -117,11 +117,11 @@ class MovedText:
             kept.append(run)
         return kept
 
-    def _root_of(self, keys: EncodedKeys) -> bytes | None:
+    def _namespace_of(self, keys: EncodedKeys) -> bytes | None:
         """What stands for keys and salt of text that is found by content; None where a key is placed within it."""
         if any(key != MOVED for _, key in keys.placed):
             return None
-        return Chain(self._pool.hasher, keys._replace(placed=())).root
+        return Chain(self._pool.hasher, keys._replace(placed=())).namespace
 
 
 def _cut(run: ContentMatch, span: Span) -> ContentMatch:

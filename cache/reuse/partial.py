@@ -40,7 +40,7 @@ class PartialBlocks:
 
     def published(self, request: Request, first: int, last: int) -> None:
         """Enters blocks that are not there yet."""
-        parent, size = request.root, self._block_size
+        parent, size = request.namespace, self._block_size
         if parent is None:
             return
         table = request.tables[0]
@@ -77,13 +77,13 @@ class PartialBlocks:
         Not where blocks come back from the host, which a copy must not overwrite, and none that takes the last
         available block for itself.
         """
-        (part,), root, size, pool = hit.groups, request.root, self._block_size, self._pool
+        (part,), namespace, size, pool = hit.groups, request.namespace, self._block_size, self._pool
         behind_a_gap = hit.cached and hit.cached[-1][1] > hit.position
-        if root is None or behind_a_gap or part.slots or not part.prefix_lengths.size:
+        if namespace is None or behind_a_gap or part.slots or not part.prefix_lengths.size:
             return hit
         start, whole = hit.blocks * size, len(request.tokens)
         end = min(hit.num_tokens if hit.num_tokens < whole else whole - 1, start + size)
-        parent = request.digests[hit.blocks - 1].tobytes() if hit.blocks else root
+        parent = request.digests[hit.blocks - 1].tobytes() if hit.blocks else namespace
         block_hash, common = self.longest(parent, request.tokens[start:end])
         if block_hash is None:
             return hit

@@ -172,14 +172,14 @@ def text_is_found_across_salts(patch):
     add, find = ContentIndex.add, ContentIndex.find
     one = bytes(32)
     patch.setattr(ContentIndex, "__init__", _wide(ContentIndex.__init__))
-    patch.setattr(ContentIndex, "add", lambda self, a, b, c, root, exact: add(self, a, b, c, one, exact))
-    patch.setattr(ContentIndex, "find", lambda self, a, b, c, root: find(self, a, b, c, one))
+    patch.setattr(ContentIndex, "add", lambda self, a, b, c, namespace, exact: add(self, a, b, c, one, exact))
+    patch.setattr(ContentIndex, "find", lambda self, a, b, c, namespace: find(self, a, b, c, one))
 
 
 def _wide(make):
     def init(self, pool, size):
         make(self, pool, size)
-        self._roots = content.np.zeros((pool.num_blocks, 4), "u8")
+        self._namespaces = content.np.zeros((pool.num_blocks, 4), "u8")
 
     return init
 
@@ -233,7 +233,9 @@ def moved_text_begins_a_slot_early(patch):
 
 def moved_text_overlaps_the_prefix(patch):
     find = ContentIndex.find
-    patch.setattr(ContentIndex, "find", lambda self, tokens, begin, end, root: find(self, tokens, 0, end, root))
+    patch.setattr(
+        ContentIndex, "find", lambda self, tokens, begin, end, namespace: find(self, tokens, 0, end, namespace)
+    )
 
 
 def a_fork_of_moved_text_is_exact(patch):
@@ -257,7 +259,7 @@ def a_chain_built_again_is_exact(patch):
 
 
 def blocks_with_moved_text_are_copied_in_part(patch):
-    patch.setattr(Chain, "root", property(lambda self: self.start.digest()))
+    patch.setattr(Chain, "namespace", property(lambda self: self.start.digest()))
 
 
 MOVED_BUGS = (
