@@ -36,7 +36,7 @@ def allocate(
     chain = Chain(state.hasher, keys)
     digests = chain.extend(tokens, num_tokens // size)
     request = Request(tokens, chain, digests, keys, priority, ttl)
-    if state.simple and reuse != "gap":
+    if state.prefix_only and reuse != "gap":
         held = state.memory.leading(pool, digests, chain.path) if chain.path else pool.table.leading(digests)
         hit = find_prefix(held, num_tokens, wanted, size)
     else:
@@ -91,7 +91,7 @@ def admit(state: ManagerState, request_id: Hashable, request: Request, hit: Hit)
     if hit.borrowed.size:
         request.keep_replaced(0, hit.borrowed)
     if chain is not None and chain.path:
-        if state.simple and not request.pending:
+        if state.prefix_only and not request.pending:
             state.memory.note_taken(chain.path, tables[0])
         chain.path = []
     known = hit.cached if not hit.moved else [*hit.cached, *[(run.start, run.end) for run in hit.moved]]

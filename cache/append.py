@@ -41,7 +41,7 @@ def append(state: ManagerState, request_id: Hashable, new: array[int]) -> BaseAl
     end, again = start + len(new), start
     more, shares = -(-end // size) - old_blocks, request.shared_tail is not None
     copies: list[Pairs] | None = None
-    if more > 0 and state.simple and not shares:
+    if more > 0 and state.prefix_only and not shares:
         state.pools[0].check_available(more)
         state.changes += (
             (keep_first, request.tokens, start),
@@ -113,7 +113,7 @@ def _cut(requests: Sequence[Request], lengths: Sequence[int]) -> None:
 def _grow_each(state: ManagerState, slow: list[Request]) -> list[Pairs]:
     """Takes the blocks that requests which may need one have to have for a token more each: per group, the copies."""
     full = [request for request in slow if len(request.tokens) % state.block_size == 0]
-    at_once = state.simple and not any(request.shared_tail for request in slow)
+    at_once = state.prefix_only and not any(request.shared_tail for request in slow)
     growths: list[Growth] = []
     if at_once:
         state.pools[0].check_available(len(full))
@@ -195,7 +195,7 @@ def _plan(state: ManagerState, ends: Sequence[tuple[Request, int, int]], decodin
         copied, again = _copied(state, request, ledger, claimed, decoding)
         position = min(request.committed, computed, max(request.length - 1, end - 1))
         for group, spec in enumerate(state.groups):
-            if more > 0 and not state.simple:
+            if more > 0 and not state.prefix_only:
                 ledger.leave(group, state.passed(request, group, position)[2])
             ledger.take(group, 0 if spec.holds_states else more + copied[group])
             if copied[group]:
@@ -231,7 +231,7 @@ def _grow(state: ManagerState, growth: Growth) -> list[Pairs]:
     first = start // size
     copies: list[Pairs] = [[] for _ in state.pools]
     for group, (pool, spec) in enumerate(zip(state.pools, state.groups, strict=True)):
-        if num_blocks > old_blocks and not state.simple:
+        if num_blocks > old_blocks and not state.prefix_only:
             state.leave_window(request, group, growth.position)
         old = -1
         if growth.copied[group]:

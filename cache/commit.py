@@ -22,7 +22,7 @@ def commit(state: ManagerState, request_id: Hashable, num_tokens: int) -> Any:
     if not 0 <= num_tokens <= len(request.tokens):
         raise ValueError(f"num_tokens: got {num_tokens}, needs 0 to {len(request.tokens)}, its tokens")
     first, last = request.published, num_tokens // state.block_size
-    if state.simple and last <= first and request.replaced is None and not request.loading:
+    if state.prefix_only and last <= first and request.replaced is None and not request.loading:
         if num_tokens > request.committed:
             request.committed = num_tokens
         return []
@@ -33,7 +33,7 @@ def commit(state: ManagerState, request_id: Hashable, num_tokens: int) -> Any:
     replaced: list[Pairs] = []
     if last > first:
         replaced = _publish_all(state, request_id, request, first, last)
-    if state.simple:
+    if state.prefix_only:
         return replaced[0] if replaced else []
     replaced = replaced or [[] for _ in state.pools]
     if request.new_states:
@@ -114,7 +114,7 @@ def _publish(state: ManagerState, request: Request, group: int, first: int, last
     pool, table = state.pools[group], request.tables[group]
     ids = table[first:last]
     present: Mask | None = None
-    if not state.simple:  # blocks left a window, or a state was not kept
+    if not state.prefix_only:  # blocks left a window, or a state was not kept
         present = ids >= 0
         for at, block in request.new_states:
             if at == group and first <= block < last:

@@ -245,7 +245,7 @@ def _moved_tokens(
     from .reuse.moved import MovedText
 
     namespace, size, user = chain.namespace, state.block_size, state.reuses.get("anywhere")
-    if namespace is None or not state.simple:
+    if namespace is None or not state.prefix_only:
         return 0
     if isinstance(user, MovedText):
         content = user.index

@@ -117,7 +117,7 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
         hasher = BlockHasher(hash_algorithm, block_size, seed)
         self._state = ManagerState(num_blocks, hasher, specs, policy, host_blocks)
         if partial_reuse:
-            if not self._state.simple:
+            if not self._state.prefix_only:
                 raise ValueError("partial_reuse: got several groups or a window, needs one group of full attention")
             self._state.reuses = self._state.with_reuse("partial")
         self.block_size, self.hash_algorithm, self.seed = block_size, hash_algorithm, seed
@@ -221,7 +221,7 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
         if num_tokens is not None:
             wanted = min(wanted, check_integer("num_tokens", num_tokens, 0, 30))
         keys = NO_KEYS if extra_keys is None and salt is None else encode_keys(extra_keys, salt)
-        if reuse == "anywhere" and not self._state.simple:
+        if reuse == "anywhere" and not self._state.prefix_only:
             raise ValueError("reuse: got 'anywhere' with several groups or a window, needs one group of full attention")
         if segments is not None:
             segments = check_segments(segments, reuse)

@@ -72,7 +72,7 @@ class ManagerState:
     """The state of a manager; its lock is the manager's business.
 
     Attributes:
-        simple: Whether there is one group, which needs all its blocks.
+        prefix_only: Whether there is one group, which needs all its blocks.
         reuses: By name, what finds more than whole blocks of a prefix, from when it is first asked for.
         changes: How to undo what the verb that runs has done; empty when none does. See above.
         refills: What watchers of the pools are to be notified of; see `BlockPool.refill`.
@@ -95,7 +95,7 @@ class ManagerState:
         self.memory = RememberedHashes()
         hasher.begin = self.memory.begin
         self.groups = tuple(groups)
-        self.simple = len(groups) == 1 and isinstance(groups[0], FullAttention | Tensors)
+        self.prefix_only = len(groups) == 1 and isinstance(groups[0], FullAttention | Tensors)
         self.allocation: type[BaseAllocation] = Allocation if len(groups) == 1 else GroupedAllocation
         self.changes = Journal()
         self.refills: list[tuple[BlockPool, int, int, int]] = []
@@ -295,7 +295,7 @@ class ManagerState:
         self.history.request_ended(request)
         for group, pool in enumerate(self.pools):
             pool.ended(returns, output_tokens)
-            if self.simple:
+            if self.prefix_only:
                 pool.release(request.tables[0][: request.num_blocks], request.hit)
             else:
                 pool.release(request.held(group))
