@@ -196,7 +196,7 @@ def _plan(state: ManagerState, ends: Sequence[tuple[Request, int, int]], decodin
         position = min(request.committed, computed, max(request.length - 1, end - 1))
         for group, spec in enumerate(state.groups):
             if more > 0 and not state.prefix_only:
-                ledger.leave(group, state.passed(request, group, position)[2])
+                ledger.leave(group, state.behind_window(request, group, position)[2])
             ledger.take(group, 0 if spec.holds_states else more + copied[group])
             if copied[group]:
                 ledger.drop(group, request.tables[group].item(len(request.tokens) // size))

@@ -300,7 +300,7 @@ class ManagerState:
             else:
                 pool.release(request.held(group))
 
-    def passed(self, request: Request, group: int, position: int) -> tuple[int, int, Ids]:
+    def behind_window(self, request: Request, group: int, position: int) -> tuple[int, int, Ids]:
         """Blocks that no query at `position` or later reads: the range of logical blocks, and those held in it."""
         spec, size = self.groups[group], self.block_size
         last = spec.first_needed(position, size)
@@ -313,8 +313,8 @@ class ManagerState:
         return first, last, ids[ids >= 0]
 
     def leave_window(self, request: Request, group: int, position: int) -> None:
-        """Releases what `passed` names."""
-        first, last, ids = self.passed(request, group, position)
+        """Releases what `behind_window` names."""
+        first, last, ids = self.behind_window(request, group, position)
         if last > first:
             self.clear_table(request, group, first, last)
             request.released = [*request.released[:group], last, *request.released[group + 1 :]]

@@ -43,10 +43,10 @@ def test_random_operations(case):
 
 def window_released_too_early(patch):
     """What the last token reads is released though it may be computed again."""
-    honest = ManagerState.passed
+    honest = ManagerState.behind_window
     patch.setattr(
         ManagerState,
-        "passed",
+        "behind_window",
         lambda self, request, group, position: honest(
             self, request, group, min(request.committed, max(position + 1, len(request.tokens)))
         ),
