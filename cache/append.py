@@ -149,14 +149,14 @@ def _take_one_each(state: ManagerState, requests: Sequence[Request]) -> None:
 class _Ledger:
     """What the pools will have when requests have been served one after the other; nothing is changed.
 
-    Per group: `taken` blocks, and `leaving`, of which the last reference is dropped when windows move on.
+    Per group: `taken` blocks, and `last_references`, of which the last reference is dropped when windows move on.
     """
 
     def __init__(self, pools: Sequence[BlockPool]) -> None:
         self._pools = pools
         self._dropped: list[dict[int, int]] = [{} for _ in pools]
         self.taken = [0] * len(pools)
-        self.leaving: list[list[int]] = [[] for _ in pools]
+        self.last_references: list[list[int]] = [[] for _ in pools]
 
     def is_shared(self, group: int, block: int) -> bool:
         """Whether other requests see this block by then."""
@@ -171,12 +171,12 @@ class _Ledger:
 
     def leave(self, group: int, blocks: Ids) -> None:
         """Blocks are left behind a window."""
-        self.leaving[group] += [block for block in blocks.tolist() if self.drop(group, block)]
+        self.last_references[group] += [block for block in blocks.tolist() if self.drop(group, block)]
 
     def take(self, group: int, count: int) -> None:
         """Blocks are taken."""
         self.taken[group] += count
-        available = self._pools[group].available + len(self.leaving[group])
+        available = self._pools[group].available + len(self.last_references[group])
         if self.taken[group] > available:
             raise OutOfBlocks(self.taken[group], available)
 
