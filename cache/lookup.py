@@ -134,9 +134,11 @@ def find_in_groups(
     hit = longest_hit(groups, resident, num_tokens, block_size)
     attention = [i for i, group in enumerate(groups) if not group.holds_states]
     stateful = len(attention) < len(groups)
-    longest = None
+    attention_hit = None
     if stateful and attention:
-        longest = longest_hit([groups[i] for i in attention], [resident[i] for i in attention], num_tokens, block_size)
+        attention_hit = longest_hit(
+            [groups[i] for i in attention], [resident[i] for i in attention], num_tokens, block_size
+        )
     end = hit * block_size
     count = max(wanted, end)
     num_blocks = -(-count // block_size)
@@ -158,8 +160,8 @@ def find_in_groups(
     if reused.size:
         cached, written = cached_spans(hit, reused, num_tokens, block_size)
         return found._replace(cached=cached, written=written)
-    if longest is not None and longest > hit:
-        return found._replace(attention_hit=longest * block_size)
+    if attention_hit is not None and attention_hit > hit:
+        return found._replace(attention_hit=attention_hit * block_size)
     return found
 
 
