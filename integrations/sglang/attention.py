@@ -15,7 +15,7 @@ from sglang.srt.speculative.eagle_utils import TreeMaskMode, default_tree_mask_m
 from ...triton_ops import paged_attention, sliding_window_attention, sparse_gap_attention
 from ...triton_ops._attention.checks import MAX_HEAD_DIM
 from ...triton_ops._checks import FLOATS
-from .steps import Kind, Step, StepBuilder, draft_masks, pack_masks
+from .steps import AttentionStep, Kind, StepBuilder, draft_masks, pack_masks
 
 CACHE_DTYPES = (*FLOATS, torch.float8_e4m3fn)
 
@@ -60,7 +60,7 @@ class PagedAttentionBackend(AttentionBackend):
         kinds = {self._kind(layer) for layer in layers} or {Kind(False, 0)}
         num_kv_heads = max(runner.model_config.get_num_kv_heads(get_parallel().attn_tp_size), 1)
         self.builder = StepBuilder(runner, kinds, num_kv_heads, self.batch_invariant)
-        self.forward_metadata: Step | None = None
+        self.forward_metadata: AttentionStep | None = None
         self._verify_mask: VerifyMask | None = None
 
     @property
@@ -192,7 +192,7 @@ class PagedAttentionBackend(AttentionBackend):
         return out.view(out.shape[0], -1)
 
     def _write(
-        self, layer: Any, call: LayerCall, forward_batch: Any, step: Step, k: torch.Tensor, v: torch.Tensor
+        self, layer: Any, call: LayerCall, forward_batch: Any, step: AttentionStep, k: torch.Tensor, v: torch.Tensor
     ) -> None:
         place = KVWriteLoc.for_batch(forward_batch, swa_loc=step.window_slots)
         if call.scales and layer.k_scale is not None:
@@ -257,7 +257,7 @@ class PagedAttentionBackend(AttentionBackend):
         masks = self._draft_masks(spec_info, spec_info.draft_token_num, seq_lens)
         held.buffer[: masks.numel()].copy_(masks.reshape(-1))
 
-    def _graph_step(self, batch: Any) -> Step:
+    def _graph_step(self, batch: Any) -> AttentionStep:
         mode = batch.forward_mode
         if not (mode.is_decode_or_idle() or mode.is_target_verify()):
             raise NotImplementedError(f"forward_mode: got {mode.name} in a graph, needs DECODE or TARGET_VERIFY")

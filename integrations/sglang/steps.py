@@ -26,7 +26,7 @@ class Kind(NamedTuple):
 
 
 @dataclass
-class Step:
+class AttentionStep:
     """A step, or the captured graph of one size."""
 
     seq_lens: torch.Tensor  # `[num_seqs]` int32, tokens of this step included
@@ -55,7 +55,7 @@ class StepBuilder:
         planned = self.req_to_token.device.type != "cpu" or INTERPRET
         self.kinds = sorted(kinds) if planned else []
         self._memory: _GraphMemory | None = None
-        self._graphs: dict[tuple[int, int, bool], Step] = {}
+        self._graphs: dict[tuple[int, int, bool], AttentionStep] = {}
 
     def step(
         self,
@@ -65,7 +65,7 @@ class StepBuilder:
         max_query_len: int | None,
         max_seq_len: int | None,
         drafts: tuple[torch.Tensor, torch.Tensor] | None = None,
-    ) -> Step:
+    ) -> AttentionStep:
         """A step in memory of its own.
 
         Args:
@@ -79,12 +79,12 @@ class StepBuilder:
         width = self.req_to_token.shape[1]
         columns = -(-min(width, max_seq_len or width) // self.page_size)
         lengths = seq_lens.to(torch.int32)
-        step = Step(lengths, query_start_loc, max_query_len, max_seq_len, self._tables(rows, columns))
+        step = AttentionStep(lengths, query_start_loc, max_query_len, max_seq_len, self._tables(rows, columns))
         step.tree_mask, step.depths = drafts or (None, None)
         self.plan(step)
         return step
 
-    def plan(self, step: Step) -> None:
+    def plan(self, step: AttentionStep) -> None:
         """New plans for a step."""
         step.plans = {kind: self._plan(step, kind, None) for kind in self.kinds}
 
@@ -106,7 +106,7 @@ class StepBuilder:
             tables[windowed] = blocks.masked_fill_(blocks < 1, -1) if windowed else blocks
         return tables
 
-    def _plan(self, step: Step, kind: Kind, out: torch.Tensor | None) -> torch.Tensor:
+    def _plan(self, step: AttentionStep, kind: Kind, out: torch.Tensor | None) -> torch.Tensor:
         return attention_plan(
             step.tables[kind.in_window_pool],
             step.seq_lens,
@@ -139,7 +139,7 @@ class StepBuilder:
         )
         self._graphs = {}
 
-    def graph_step(self, num_seqs: int, query_len: int, drafts: bool) -> Step:
+    def graph_step(self, num_seqs: int, query_len: int, drafts: bool) -> AttentionStep:
         """The step of a graph: `num_seqs` sequences with `query_len` tokens each; the same object every time."""
         if self._memory is None:
             raise RuntimeError("init_cuda_graph_state has to be called before a graph's metadata")
@@ -148,7 +148,7 @@ class StepBuilder:
             memory, tokens = self._memory, num_seqs * query_len
             tables = {windowed: table[:num_seqs] for windowed, table in memory.tables.items()}
             starts = torch.arange(num_seqs + 1, dtype=torch.int32, device=self.req_to_token.device) * query_len
-            step = Step(memory.seq_lens[:num_seqs], starts, query_len, None, tables)
+            step = AttentionStep(memory.seq_lens[:num_seqs], starts, query_len, None, tables)
             size = PlanShape.of(tables[False], self.page_size).size
             step.plans = {kind: plan[:size] for kind, plan in memory.plans.items()}
             step.window_slots = None if memory.window_slots is None else memory.window_slots[:tokens]
@@ -158,7 +158,9 @@ class StepBuilder:
             self._graphs[key] = step
         return self._graphs[key]
 
-    def refresh(self, step: Step, rows: torch.Tensor, seq_lens: torch.Tensor, slots: torch.Tensor | None) -> None:
+    def refresh(
+        self, step: AttentionStep, rows: torch.Tensor, seq_lens: torch.Tensor, slots: torch.Tensor | None
+    ) -> None:
         """Brings a graph's step up to date; every operation has fixed shapes and can be recorded."""
         step.seq_lens.copy_(seq_lens)
         for windowed, table in self._tables(rows, step.tables[False].shape[1]).items():
