@@ -20,6 +20,7 @@ NAMES = {
     "traffic": ("caching.traffic", "eviction policies on 21 kinds of generated traffic"),
     "reuse": ("models.reuse", "generate with the cache, plain and with transformers' own reuse"),
     "reuse_anywhere": ("models.reuse_anywhere", "text that moved: time and loss"),
+    "agents": ("models.agents", "agents' traffic and changes of their prompts: tokens computed, and lost"),
     "lookup_anywhere": ("models.lookup_anywhere", "what it costs to look for text that moved"),
     "batching": ("models.batching", "generate_batch beside transformers'"),
     "hidden_states": ("models.hidden_states", "caching hidden states, beside vLLM-Omni and others"),

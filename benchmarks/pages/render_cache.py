@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ..harness.registry import OURS
 from ..harness.tables import Row, read_rows
-from .markdown import chart, commits, measured, results, short_time, table, with_rows
+from .markdown import chart, commits, link, measured, results, short_time, table, with_rows
 
 WORKLOADS = {
     "order": "five documents, six orders",
@@ -259,6 +259,23 @@ TABLES = {
         below=measured,
     ),
 }
+
+
+def render_agents(page: Path) -> str:
+    """Of agents' prompts the share that is computed, a line for each change of them and a column for each reuse."""
+    source = results("cpu", "agents.csv")
+    rows = read_rows(source)
+    names = ("trace", "variant", "cache")
+    lines = []
+    for line in dict.fromkeys(tuple(row[name] for name in names) for row in rows):
+        by_way = {row["way"]: row for row in rows if tuple(row[name] for name in names) == line}
+        shares = [f"{int(row['computed_tokens']) / int(row['prompt_tokens']):.3f}" for row in by_way.values()]
+        loss = by_way["anywhere"]
+        kl = f"{float(loss['kl']):.2g} ({loss['sampled_prompts']})" if loss["kl"] else ""
+        lines.append([*line, *shares, kl, loss["first_equal"]])
+    heads = ("trace", "change", "cache", "prefix", "gap", "anywhere", "KL (prompts)", "first token equal")
+    said = f"{rows[0]['device']}, {rows[0]['date']}, {commits(source, rows)}"
+    return "\n".join([*table(heads, "lllrrrrr", lines), "", f"{said}; [rows]({link(page, source)})."])
 
 
 def render_replay(page: Path, trace: str) -> str:

@@ -1,0 +1,234 @@
+"""What agents' changes of their prompts cost a cache, and what reuse saves of it: tokens computed, and what is lost.
+
+    python -m benchmarks agents TRACE.jsonl.gz ... [--sample 6]
+
+A trace has a line a request: `session`, `timestamp` (microseconds), `input` (the prompt), `output`. Where inputs of a
+session only grow, they are taken for what users and tools said, and its outputs are put back between them. Eight
+sessions run side by side; when one ends the next begins. Prompts are cut to the model's positions.
+
+    untouched   as it is
+    marker      a clock in the first line of the prompt goes on with each turn
+    thinking    what is said before a command ("THOUGHT: ...") is left out of all turns but the latest
+    cleared     results of tools are left out, but for the latest three
+
+Counts come from a `CacheManager` with blocks of 16 tokens: one that holds all that is ever computed, and one that holds
+a tenth of the untouched trace. Of moved text a tenth is computed again and counts as computed. With `--sample` so many
+turns of the first session also go through generate with SmolLM2-135M-Instruct, exactly and with reuse="anywhere":
+divergence of the next-token distributions and equal first tokens. With `--hashed FOLDER` traces for `pc replay` are
+written and nothing is counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import heapq
+import json
+import os
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import pc
+
+from ..harness.conditions import conditions, version
+from ..harness.registry import ROOT
+from ..harness.tables import read_rows, write_rows
+
+RESULTS = ROOT / "benchmarks" / "results" / "cpu" / "agents.csv"
+BLOCK, BESIDE, KEPT, ANSWER, RECOMPUTE = 16, 8, 3, 8, 0.1
+POSITIONS = 8192
+WAYS = ("prefix", "gap", "anywhere")
+KEY = ("trace", "variant", "cache", "way")
+
+Turn = tuple[list[str], str]
+"""The parts of a prompt, those of users and tools at even places and the model's between them, and its output."""
+
+
+def sessions_of(path: Path) -> list[list[tuple[float, Turn]]]:
+    """The turns of each session in order, with their times in seconds."""
+    rows: dict[str, list[dict[str, Any]]] = {}
+    with gzip.open(path, "rt", encoding="utf-8") as lines:
+        for row in map(json.loads, lines):
+            rows.setdefault(row["session"], []).append(row)
+    found = []
+    for session in rows.values():
+        session.sort(key=lambda row: row["timestamp"])
+        turns: list[tuple[float, Turn]] = []
+        parts: list[str] = []
+        before: dict[str, Any] = {"input": "", "output": ""}
+        for row in session:
+            if turns and row["input"].startswith(before["input"]) and row["input"] != before["input"]:
+                parts = [*parts, before["output"], row["input"][len(before["input"]) :]]
+            else:
+                parts = [row["input"]]
+            turns.append((row["timestamp"] / 1e6, (parts, row["output"])))
+            before = row
+        found.append(turns)
+    return found
+
+
+def untouched(parts: list[str], turn: int) -> str:
+    """The prompt as it is."""
+    return "".join(parts)
+
+
+def marker(parts: list[str], turn: int) -> str:
+    """A clock in its first line."""
+    return f"It is {9 + turn // 60}:{turn % 60:02}.\n" + "".join(parts)
+
+
+def thinking(parts: list[str], turn: int) -> str:
+    """Only the latest answer keeps what was thought before its command."""
+    last = len(parts) - 2
+    strip = re.compile(r"THOUGHT:.*?(?=```|\Z)", re.DOTALL)
+    return "".join(strip.sub("", part) if at % 2 and at != last else part for at, part in enumerate(parts))
+
+
+def cleared(parts: list[str], turn: int) -> str:
+    """Only the latest results are kept."""
+    results = re.compile(r"(?<=<output>\n).*?(?=</output>)", re.DOTALL)
+    return "".join(
+        results.sub("(cleared)\n", part) if at and not at % 2 and at < len(parts) - 2 * KEPT else part
+        for at, part in enumerate(parts)
+    )
+
+
+VARIANTS: dict[str, Callable[[list[str], int], str]] = {
+    "untouched": untouched, "marker": marker, "thinking": thinking, "cleared": cleared,
+}  # fmt: skip
+
+
+def interleaved(sessions: list[list[tuple[float, Turn]]]) -> Iterator[tuple[int, int, Turn]]:
+    """Session, turn and prompt in the order of a clock: some sessions side by side, a second apart at first."""
+    waiting = list(enumerate(sessions))
+    running: list[tuple[float, int, int, float]] = []
+    begin, clock = 0, 0.0
+    while running or begin < len(waiting):
+        while len(running) < BESIDE and begin < len(waiting):
+            shift = clock + (begin if begin < BESIDE else 1) - sessions[begin][0][0]
+            heapq.heappush(running, (sessions[begin][0][0] + shift, begin, 0, shift))
+            begin += 1
+        clock, session, turn, shift = heapq.heappop(running)
+        yield session, turn, sessions[session][turn][1]
+        if turn + 1 < len(sessions[session]):
+            heapq.heappush(running, (sessions[session][turn + 1][0] + shift, session, turn + 1, shift))
+
+
+def count(requests: list[tuple[list[int], list[int]]], way: str, num_blocks: int) -> tuple[int, int, int]:
+    """Tokens of prompts, those computed, and those moved, over all requests: (prompt, answer) as tokens."""
+    manager, asked, computed, moved = pc.CacheManager(num_blocks, BLOCK), 0, 0, 0
+    for number, (prompt, answer) in enumerate(requests):
+        allocation = manager.allocate(number, prompt, reuse=way)
+        asked += len(prompt)
+        computed += sum(end - start for start, end in allocation.compute_spans)
+        computed += len(allocation.recompute_moved(RECOMPUTE))
+        moved += sum(span.end - span.start for span in allocation.moved)
+        if answer:
+            manager.append(number, answer)
+        manager.commit(number, len(prompt) + len(answer))
+        manager.free(number)
+    return asked, computed, moved
+
+
+def write_hashed(path: Path, requests: list[tuple[list[int], list[int]]]) -> None:
+    """The requests as `pc replay` reads them, a second apart: an id for each prefix of whole blocks."""
+    numbers: dict[tuple[int, ...], int] = {}
+    with path.open("w", encoding="utf-8") as file:
+        for second, (prompt, answer) in enumerate(requests):
+            before, ids = -1, []
+            for at in range(0, len(prompt), BLOCK):
+                before = numbers.setdefault((before, *prompt[at : at + BLOCK]), len(numbers))
+                ids.append(before)
+            row = {"timestamp": 1000 * second, "input_length": len(prompt), "output_length": max(len(answer), 1)}
+            file.write(json.dumps(row | {"hash_ids": ids}) + "\n")
+
+
+def count_unique(requests: list[tuple[list[int], list[int]]], num_blocks: int) -> int:
+    """Blocks that a cache which never evicts ends up with."""
+    manager = pc.CacheManager(num_blocks, BLOCK)
+    for number, (prompt, answer) in enumerate(requests):
+        manager.allocate(number, [*prompt, *answer])
+        manager.commit(number, len(prompt) + len(answer))
+        manager.free(number)
+    return manager.stats().cached_blocks
+
+
+def lost(model: Any, prompts: list[list[int]]) -> dict[str, str]:
+    """What `reuse="anywhere"` loses over turns of one session, beside exact prefix caching; the first has nothing."""
+    from .reuse_anywhere import Workload, row, run
+
+    workload = Workload("agents", 4 * max(map(len, prompts)), (lambda turn, answers: prompts[turn], len(prompts)))
+    exact = run(model, workload, None, None)
+    told = run(model, workload, RECOMPUTE, exact)
+    first = [one.logits[0].argmax() == want.logits[0].argmax() for one, want in zip(told, exact, strict=True)][1:]
+    found = row(workload, told, exact, "anywhere", "")
+    return {"sampled_prompts": str(len(first)), "kl": found["kl"], "first_equal": f"{np.mean(first):.3f}"}
+
+
+def main() -> None:
+    """Prints rows and writes them as they come."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from pc.demo import trained_model_folder
+    from pc.demo._trained import NAME
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("traces", nargs="+", type=Path)
+    parser.add_argument("--variants", nargs="*", default=list(VARIANTS), choices=list(VARIANTS))
+    parser.add_argument("--sample", type=int, default=0, help="turns of the first session through the model")
+    parser.add_argument("--hashed", type=Path, help="write TRACE.jsonl for `pc replay` into this folder instead")
+    parser.add_argument("--output", type=Path, default=RESULTS)
+    given = parser.parse_args()
+    import torch
+
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    folder = trained_model_folder()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder).eval() if given.sample else None
+
+    def encode(text: str) -> list[int]:
+        ids: list[int] = tokenizer.encode(text, add_special_tokens=False)[: POSITIONS - 512]
+        return ids
+
+    for path in given.traces:
+        trace, sessions, tenth = path.name.split(".")[0], sessions_of(path), 0
+        for name in dict.fromkeys(("untouched", *given.variants)):
+            order = list(interleaved(sessions))
+            texts = [VARIANTS[name](parts, turn) for _, turn, (parts, _) in order]
+            if name != "untouched" and texts == [untouched(parts, 0) for _, _, (parts, _) in order]:
+                continue  # it has nothing of the kind
+            requests = [
+                (encode(text), encode(output)[:512]) for text, (_, _, (_, output)) in zip(texts, order, strict=True)
+            ]
+            whole = sum(len(prompt) + len(answer) for prompt, answer in requests) // BLOCK + 2 * len(requests)
+            if given.hashed:
+                write_hashed(given.hashed / f"agents_{trace}.jsonl", requests)
+                break
+            tenth = tenth or count_unique(requests, whole) // 10
+            if name not in given.variants:
+                continue
+            loss = {}
+            if model is not None:
+                turns = [prompt for (session, _, _), (prompt, _) in zip(order, requests, strict=True) if session == 0]
+                loss = lost(model, turns[: given.sample])
+            for cache, num_blocks in (("all", whole), ("10%", tenth)):
+                longest = max(-(-(len(prompt) + len(answer)) // BLOCK) for prompt, answer in requests)
+                num_blocks = max(num_blocks, 2 * longest)
+                for way in WAYS:
+                    asked, computed, moved = count(requests, way, num_blocks)
+                    row = {"trace": trace, "variant": name, "cache": cache, "way": way, "blocks": str(num_blocks)}
+                    row |= {
+                        "prompts": str(len(requests)),
+                        "prompt_tokens": str(asked),
+                        "computed_tokens": str(computed),
+                    }
+                    row |= {"hit_rate": f"{1 - computed / asked:.4f}", "moved_tokens": str(moved)}
+                    row |= {"sampled_prompts": "", "kl": "", "first_equal": ""} | (loss if way == "anywhere" else {})
+                    row |= {"model": NAME, "transformers": version("transformers")} | conditions("cpu")
+                    print(*list(row.values())[:13], flush=True)
+                    own = [row[key] for key in KEY]
+                    write_rows(given.output, [*[r for r in read_rows(given.output) if [r[k] for k in KEY] != own], row])
