@@ -19,7 +19,7 @@ VARIABLE = "PC_VLLM"
 REUSE = ("prefix", "gap")
 """What requests may reuse: a leading run of cached blocks, or later ones too, behind a gap; `gap` unless it is said."""
 
-SCHEDULER_OPTIONS = {"pc_policy": f"{VARIABLE}_POLICY", "pc_reuse": f"{VARIABLE}_REUSE"}
+SCHEDULER_OPTIONS = {"pc_policy": "PC_VLLM_POLICY", "pc_reuse": "PC_VLLM_REUSE"}
 """In `additional_config`, and the variables that stand for them."""
 
 LOGGER = "vllm.pc"
