@@ -31,12 +31,12 @@ def test_a_method_is_wrapped_once_and_keeps_its_signature():
 
 
 def test_names_are_all_looked_at_before_a_version(monkeypatch):
-    monkeypatch.setenv("PC_TEST", " one, ,two ")
-    names = features_in_environment("PC_TEST")
+    monkeypatch.setenv("TEST_FEATURES", " one, ,two ")
+    names = features_in_environment("TEST_FEATURES")
     assert names == ["one", "two"]
     checked = []
-    with pytest.raises(ValueError, match="PC_TEST: got 'two', needs some of one, three"):
-        check_features("PC_TEST", ("one", "three"), names, checked.append)
+    with pytest.raises(ValueError, match="TEST_FEATURES: got 'two', needs some of one, three"):
+        check_features("TEST_FEATURES", ("one", "three"), names, checked.append)
     assert checked == []
-    check_features("PC_TEST", ("one", "two"), names, checked.append)
+    check_features("TEST_FEATURES", ("one", "two"), names, checked.append)
     assert checked == names
