@@ -15,6 +15,27 @@ def test_compiled(name):
     run(name)
 
 
+def test_batch_invariant():
+    """A row's bits are those of a prompt computed at once: in chunks, decoded, beside others, with a plan."""
+    torch.manual_seed(0)
+    lens, heads = torch.tensor([150, 70], dtype=torch.int32), 2
+    query, cache = torch.randn(151, heads, 64).half(), torch.randn(2, 16, 16, 1, 64).half()
+    tables = torch.stack([torch.arange(10), torch.arange(10) % 5 + 10]).to(torch.int32)
+    options = {"batch_invariant": True}
+
+    def attend(rows, tables, lens, starts, plan=None):
+        bounds = torch.tensor(starts, dtype=torch.int32)
+        plan = plan and pc.attention_plan(tables, lens, bounds, 16, num_kv_heads=1, **options)
+        return pc.paged_attention(rows, *cache, tables, lens, bounds, 0.125, plan=plan, **options)
+
+    whole = attend(query, tables, lens, [0, 150, 151])
+    assert torch.equal(attend(query, tables, lens, [0, 150, 151], plan=True), whole)
+    for begin, end in ((0, 64), (64, 128), (128, 150), (149, 150), (128, 129)):
+        own = torch.tensor([end], dtype=torch.int32)
+        assert torch.equal(attend(query[begin:end], tables[:1], own, [0, end - begin]), whole[begin:end]), begin
+    assert torch.equal(attend(query[149:], tables, lens, [0, 1, 2], plan=True), whole[149:])
+
+
 @pytest.mark.parametrize(("num_keys", "most"), [(512, 300), (2048, 450)], ids=["2 splits", "8 splits"])
 def test_the_sum_of_few_splits_takes_few_instructions(num_keys, most):
     """Whatever else warmup compiles it for: a sum of 128 splits at once took 6,256 instructions a row and head."""

@@ -178,6 +178,18 @@ def test_batch_invariant(split_keys, device, monkeypatch, rowwise_dot):
     assert torch.equal(alone(121, 20, 21), whole[20:21])
     assert torch.equal(alone(140, 21, 40), whole[21:40])
 
+    size, heads = key.shape[1], key.shape[2]
+    # As a captured graph has it: rows and sequences that are padding, bounds from shapes.
+    rows = torch.cat([query[21:22], query[40:41], torch.zeros_like(query[:2])])
+    padded = torch.nn.functional.pad(tables, (0, 3, 0, 2), value=-1)
+    step_lens = torch.tensor([122, 90, 0, 0], dtype=torch.int32, device=device)
+    bounds = torch.tensor([0, 1, 2, 2, 2], dtype=torch.int32, device=device)
+    step = (padded, step_lens, bounds)
+    plan = pc.attention_plan(*step, size, num_kv_heads=heads, batch_invariant=True)
+    for given in (None, plan):
+        out = pc.paged_attention(rows, key, value, *step, batch.scale, plan=given, max_query_len=1, **options)
+        assert torch.equal(out[:2], torch.cat([whole[21:22], whole[40:41]]))
+
 
 @pytest.mark.slow
 @pytest.mark.interpreter
