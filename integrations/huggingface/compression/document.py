@@ -246,17 +246,17 @@ class Questions(Cache):  # type: ignore[misc]  # transformers is untyped here
             for x in content.layers.values()
         ]
         super().__init__(layers=made)
-        self._step: Step | None = None
+        self._step: SharedTables | None = None
 
-    def step(self, layer: OwnLayer, tokens: int) -> Step:
+    def step(self, layer: OwnLayer, tokens: int) -> SharedTables:
         """The tables of a pass, made for its first layer."""
         key = (*layer.buffers[0].shape[:2], layer.tokens, tokens)
         if self._step is None or self._step.key != key:
-            self._step = Step(key, layer.buffers[0].device)
+            self._step = SharedTables(key, layer.buffers[0].device)
         return self._step
 
 
-class Step:
+class SharedTables:
     """What the layers of one pass share: `tokens` queries of each of `batch` rows, the last of `total` own tokens."""
 
     def __init__(self, key: tuple[int, ...], device: torch.device) -> None:
