@@ -18,6 +18,7 @@ HELPERS = {"small_model", "paged_model"}
 SAYS = {
     "benchmark_kernel": r"mine \d+ us, largest error",
     "chat_server": r"bob: \d+ tokens, \d+ of them reused",
+    "compressed_document": r"(?s)100% of (\d+) tokens: .* MiB.*20% of \1 tokens: .*; heads keep \d+ to \d+",
     "custom_model": r"1076 tokens, 20 computed",
     "eviction_policy": r"10% +0\.\d+",
     "evicted_middle": r"304 of \d+ tokens computed again: .* 0\.00000\d+\nwithout them: 0\.[1-9]",

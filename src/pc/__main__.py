@@ -72,11 +72,14 @@ def demo(
     image: Annotated[
         bool, typer.Option("--image", help="Ask a model that reads images about two of them instead.")
     ] = False,
+    compress: Annotated[
+        bool, typer.Option("--compress", help="Ask over compressed documents instead: memory and answers by budget.")
+    ] = False,
 ) -> None:
     """Ask a long document six questions and hold a conversation, with and without the cache."""
     from .demo._run import run_demo
 
-    raise typer.Exit(run_demo(model, device, dtype, max_new_tokens, block_size, output, reuse, image))
+    raise typer.Exit(run_demo(model, device, dtype, max_new_tokens, block_size, output, reuse, image, compress))
 
 
 @app.command()

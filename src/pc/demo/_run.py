@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from ..triton_ops._checks import check_integer
+from ._compress import show_compressed
 from ._images import IMAGES, SIZE, image_prompts, load_seeing_model
 from ._images import QUESTIONS as IMAGE_QUESTIONS
 from ._measure import Comparison, Inputs, Measurement, MiddleFirst, blocks_for
@@ -53,6 +54,7 @@ class Plan:
         warm_up: The first prompt, which is not measured.
         requests: How many are measured.
         run: Asks them all.
+        prompts: The questions about the document.
     """
 
     model: Any
@@ -64,6 +66,7 @@ class Plan:
     warm_up: Inputs
     requests: int
     run: Callable[[Comparison], None]
+    prompts: Sequence[list[int]] = ()
 
 
 def run_demo(
@@ -75,6 +78,7 @@ def run_demo(
     output: Path,
     reuse: str = "prefix",
     image: bool = False,
+    compress: bool = False,
 ) -> int:
     """Runs the workloads, prints the tables and saves CSV and plot into `output`; the process's exit code.
 
@@ -88,6 +92,7 @@ def run_demo(
         output: Folder of the results.
         reuse: "prefix", or "gap": the middle of the document is evicted between the questions.
         image: Whether to ask about two pictures instead, of a model that sees.
+        compress: Whether to ask over compressed documents instead; nothing is saved.
     """
     console = Console()
     try:
@@ -100,6 +105,8 @@ def run_demo(
             raise ValueError(f"--reuse: got {reuse!r}, needs prefix or gap")
         if image and reuse == "gap":
             raise ValueError("--reuse: got gap together with --image, needs one of them")
+        if compress and (image or reuse == "gap"):
+            raise ValueError("--compress: got it together with another workload, needs none")
         if image:
             plan = _plan_images(model_name, device, dtype)
         else:
@@ -113,6 +120,11 @@ def run_demo(
     about_weights = f"{parameters:.1f} M parameters, {str(dtype).removeprefix('torch.')} on {device}"
     console.print(f"Model: {plan.known_as}, {about_weights}", markup=False)
     console.print(f"{plan.about}\n")
+
+    if compress:
+        with handle:
+            show_compressed(console, model, handle, plan.tokenizer, QUESTIONS, plan.prompts, max_new_tokens)
+        return 0
 
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
     with handle, Progress(*columns, console=console) as progress:
@@ -176,7 +188,9 @@ def _plan_document(
 
     about = f"Document: {what} ({len(text.split()):,} words)"
     count = len(QUESTIONS) + (0 if gap else len(ROUNDS))
-    return Plan(model, tokenizer, name, known_as, about, options, inputs(tokenizer.encode("Warm up.")), count, run)
+    return Plan(
+        model, tokenizer, name, known_as, about, options, inputs(tokenizer.encode("Warm up.")), count, run, questions
+    )
 
 
 def _plan_images(model_name: str | None, device: torch.device, dtype: torch.dtype) -> Plan:
