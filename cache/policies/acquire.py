@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 
 from ..hashing import TokenIds, encode_tokens, split_digests
 from .base import Block
 
-if TYPE_CHECKING:
-    from ..pool import BlockPool
 
-
-def acquire(pool: BlockPool, sequence: TokenIds | Sequence[bytes]) -> list[Block]:
-    """See `EvictionPolicy.acquire`."""
+def acquire(pool: Any, sequence: TokenIds | Sequence[bytes]) -> list[Block]:
+    """See `EvictionPolicy.acquire`; of a `BlockPool`, which imports this file."""
     size, words = pool.hasher.block_size, pool.hasher.words
     if len(sequence) and isinstance(sequence[0], bytes):
         raw, count = b"".join(sequence), len(sequence)  # type: ignore[arg-type]
