@@ -678,7 +678,8 @@ def test_a_negative_leftpad_reads_no_neighbour() -> None:
         torch.testing.assert_close(flash_attn_with_kvcache(q, k, v, cache_seqlens=lens, cache_leftpad=leftpad), wanted)
 
 
-RIGHT = (-1, 8, 9, 10**4, 2**30, 2**31 - 1)
+# The interpreter takes seconds a call: two sides, where kernels' positions are the smallest and the largest.
+LEFT, RIGHT = ((2,), (9, 2**31 - 1)) if INTERPRET else ((-1, 2, 12), (-1, 8, 9, 10**4, 2**30, 2**31 - 1))
 
 
 @pytest.mark.quick
@@ -689,7 +690,7 @@ def test_a_side_as_far_as_all_keys_is_none(alibi: bool) -> None:
     sequences = [[torch.randn(n, h, 16, generator=generator) for n, h in ((9, 4), (12, 2), (12, 2))] for _ in "ab"]
     q, k, v = (torch.stack(tensors) for tensors in zip(*sequences, strict=True))
     options = {"alibi_slopes": torch.rand(4, generator=generator)} if alibi else {}
-    for left in (-1, 2, 12):
+    for left in LEFT:
         exact = [flash_cases.attention(*s, window_size=(left, -1), **options) for s in sequences]
         wanted, wanted_lse = (torch.stack(results).float() for results in zip(*exact, strict=True))
         for right in RIGHT:
@@ -749,7 +750,7 @@ CHUNKS = (
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("chunk", [1, 8, 12, 48, 100])
+@pytest.mark.parametrize("chunk", [pytest.param(1, marks=pytest.mark.slow) if INTERPRET else 1, 8, 12, 48, 100])
 @pytest.mark.parametrize("options", CHUNKS[:: 2 if INTERPRET else 1], ids=str)
 def test_attention_chunk(options: dict[str, Any], chunk: int) -> None:
     """Of dense, packed and paged keys, of sequences with fewer keys than queries too."""
