@@ -12,7 +12,7 @@ pytest.importorskip("sglang", reason="sglang is not installed: make sglang")
 
 from sglang_traffic import Traffic, conversations
 
-from benchmarks import sglang_radix
+from benchmarks.engines import sglang_radix
 from pc.cache.replay import replay
 from pc.integrations.hints import retention_hints
 from pc.integrations.sglang import enable
@@ -215,5 +215,5 @@ def test_a_policy_that_chooses_badly_is_an_error():
     traffic.step(list(range(8)))
     traffic.end(traffic.running[0])
     traffic.cache.tree_core.pages.policy.victims = lambda count: np.zeros(0, np.int32)
-    with pytest.raises(RuntimeError, match=r"LRU\.victims: got 0 pages, needs 1"):
+    with pytest.raises(RuntimeError, match=r"LRU\.victims: got 0, needs 1 blocks"):
         traffic.cache.evict(EvictParams(num_tokens=1))
