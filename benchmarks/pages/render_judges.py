@@ -1,0 +1,46 @@
+"""The table of others' tests over ours: what passes, and what is left out for which reason."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ..harness.tables import Row, read_rows
+from .markdown import link, results, table
+
+SOURCE = ("cpu", "judges.csv")
+TITLES = {
+    "flash-attn-2": "FlashAttention 2, `tests/test_flash_attn.py`",
+    "flash-attn-3": "FlashAttention 3, `hopper/test_flash_attn.py`",
+    "flashinfer": "FlashInfer, references of `flashinfer/trace`",
+    "vllm-lru": "vLLM, `tests/v1/core`, `lru` behind its block pools",
+    "vllm-default": "vLLM, `tests/v1/core`, `default` behind its block pools",
+    "vllm-attention": "vLLM, `tests/kernels/attention`, unified attention",
+    "kvpress": "kvpress, `tests/presses`",
+}
+
+
+def _count(rows: list[Row], outcome: str) -> int:
+    return sum(int(row["cases"]) for row in rows if row["outcome"] == outcome)
+
+
+def render_judges(page: Path) -> str:
+    """A line a judge: cases, what became of them, reasons."""
+    by_judge: dict[str, list[Row]] = {}
+    for row in read_rows(results(*SOURCE)):
+        by_judge.setdefault(row["judge"], []).append(row)
+    lines = []
+    for judge, rows in by_judge.items():
+        left = sorted((row for row in rows if row["reason"]), key=lambda row: -int(row["cases"]))
+        reasons = "; ".join(f"{row['reason']} {int(row['cases']):,}" for row in left)
+        total = sum(int(row["cases"]) for row in rows)
+        counts = (f"{total:,}", f"{_count(rows, 'passed'):,}", f"{_count(rows, 'failed'):,}")
+        lines.append((TITLES[judge], rows[0]["package"].partition("==")[2], *counts, reasons))
+    heads = ("tests", "version", "cases", "passed", "failed", "left out")
+    told = f"\nWith which seed and when: [rows]({link(page, results(*SOURCE))})."
+    return "\n".join((*table(heads, "llrrrl", lines), told))
+
+
+def render_judges_summary(page: Path) -> str:
+    """Cases that passed, in a sentence."""
+    rows = read_rows(results(*SOURCE))
+    return f"{_count(rows, 'passed'):,} cases of others' tests pass over ours and {_count(rows, 'failed'):,} fail"

@@ -1,0 +1,1 @@
+"""Others' tests over this package, unchanged but for device and import: `python -m judges` with tests/ on the path."""

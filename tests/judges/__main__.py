@@ -1,0 +1,166 @@
+"""Fetches others' sources, runs their tests over ours, and says what passes, what is left out and why.
+
+    PYTHONPATH=src:tests python -m judges [JUDGE ...] [--quick] [--seed N] [--write]
+
+A sample is that of a seed, the day's by default: `make judges SEED=20261125` runs it again. Sources are fetched into
+.peers/judges, as package indexes serve them, and stay there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import csv
+import datetime
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from .table import HERE, JUDGES, Judge
+
+ROOT = HERE.parent.parent
+SOURCES = ROOT / ".peers" / "judges"
+RESULTS = ROOT / "benchmarks" / "results" / "cpu" / "judges.csv"
+FIELDS = ("judge", "package", "outcome", "reason", "cases", "seed", "date")
+QUICK = {"cases": 8, "seconds": 75.0, "pairs": 1 << 14}
+WHOLE = {"seconds": 900.0, "pairs": 1 << 17}
+"""Seconds bound a judge on a slow machine; cases, which the seed alone decides, are meant to end before."""
+FETCH_SECONDS = 300
+
+
+def fetch(judge: Judge) -> Path:
+    """Where a judge's sources are; fetched, unless they are there.
+
+    pip unpacks them before it asks how they are built, which needs what no test does. An interpreter without setuptools
+    ends that question at once, and `--no-clean` leaves what was unpacked.
+    """
+    target = SOURCES / judge.package.replace("==", "-")
+    if judge.folder is not None:
+        target = ROOT / judge.folder
+        if not target.exists():
+            raise SystemExit(f"judges: {target} is missing: {judge.made_by} makes it")
+        return target
+    if (target / ".done").exists():
+        return target
+    with tempfile.TemporaryDirectory() as folder:
+        subprocess.run([sys.executable, "-m", "venv", "--without-pip", f"{folder}/bare"], check=True)
+        unpacked = Path(folder, "unpacked")
+        unpacked.mkdir()
+        command = [sys.executable, "-m", "pip", "--python", f"{folder}/bare/bin/python", "download", "--no-deps"]
+        options = ["--no-binary", ":all:", "--no-clean", "--no-build-isolation", "--dest", folder]
+        missing = f"judges: {judge.package} was not fetched, is the package index reachable?"
+        try:
+            said = subprocess.run(
+                [*command, *options, judge.package], timeout=FETCH_SECONDS,
+                env=os.environ | {"TMPDIR": str(unpacked)}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            )  # fmt: skip
+        except subprocess.TimeoutExpired:
+            raise SystemExit(f"{missing} {FETCH_SECONDS} s are over") from None
+        found = [path for path in unpacked.glob("pip-download-*/*") if (path / "PKG-INFO").exists()]
+        if len(found) != 1:
+            raise SystemExit(f"{missing}\n{said.stdout}")
+        shutil.rmtree(target, ignore_errors=True)
+        for kept in judge.keep:
+            (target / kept).parent.mkdir(parents=True, exist_ok=True)
+            (shutil.copytree if kept.endswith("/") else shutil.copy)(found[0] / kept, target / kept)
+    for path in target.rglob("*.py"):
+        text = path.read_text(encoding="utf-8")
+        path.write_text(re.sub(r"""(["'])cuda(:0)?\1""", '"cpu"', text), encoding="utf-8")
+    (target / ".done").touch()
+    return target
+
+
+def _pytest(name: str, sample: dict[str, Any], files: list[str], plugins: tuple[str, ...]) -> list[dict[str, Any]]:
+    """Lines as `judges.plugin` writes them; none if the tests did not run."""
+    judge, source = JUDGES[name], fetch(JUDGES[name])
+    python = sys.executable if judge.environment is None else str(ROOT / judge.environment / "bin" / "python")
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder, "report.jsonl")
+        paths = [ROOT / "src", ROOT / "tests", ROOT / "tests" / "support", *(source / path for path in judge.paths)]
+        told = json.dumps({"judge": name, "report": str(report), **sample})
+        words = [word for plugin in (*plugins, "judges.plugin") for word in ("-p", plugin)]
+        fixed = ["-c", os.devnull, "--rootdir", str(source), "--noconftest", "-p", "no:cacheprovider", "--tb=short"]
+        done = subprocess.run(
+            [python, "-m", "pytest", "-q", "--import-mode=importlib", *fixed, *words, *files],
+            cwd=source,
+            env=os.environ | judge.variables | {"PYTHONPATH": os.pathsep.join(map(str, paths)), "JUDGE": told},
+        )
+        if done.returncode not in (0, 1) or not report.exists():
+            return []
+        return [json.loads(line) for line in report.read_text(encoding="utf-8").splitlines()]
+
+
+def run(name: str, sample: dict[str, Any]) -> list[dict[str, Any]]:
+    """Runs a judge's tests; a case that fails without ours as well is left out."""
+    judge = JUDGES[name]
+    files = [str(path) for file in judge.files for path in sorted(fetch(judge).glob(file))]
+    files += [] if judge.ours is None else [str(HERE / judge.ours)]
+    rows = _pytest(name, sample, files, judge.plugins)
+    if not any(row["outcome"] == "passed" for row in rows):
+        raise SystemExit(f"judges: {name}: its tests did not run")
+    failed = {row["node"]: row for row in rows if row["outcome"] == "failed"}
+    if failed and judge.has_control:
+        print(f"== {name}: the {len(failed)} that failed, without ours", flush=True)
+        for row in _pytest(name, sample | {"cases": 10**9, "seconds": 1e9}, list(failed), ()):
+            if row["outcome"] == "failed" and row["node"] in failed:
+                failed[row["node"]] |= {"outcome": "left out", "reason": "fails here without ours as well"}
+    return rows
+
+
+def write(name: str, rows: list[dict[str, Any]]) -> None:
+    """Puts a judge's rows in the place of its earlier ones."""
+    kept: list[dict[str, Any]] = []
+    if RESULTS.exists():
+        with RESULTS.open(newline="", encoding="utf-8") as file:
+            kept = [row for row in csv.DictReader(file) if row["judge"] in JUDGES and row["judge"] != name]
+    with RESULTS.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, FIELDS, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(sorted([*kept, *rows], key=lambda row: list(JUDGES).index(row["judge"])))
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs judges; 1 if a case fails."""
+    parser = argparse.ArgumentParser(prog="judges", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("judge", nargs="*", help=f"of {', '.join(JUDGES)}; all by default")
+    parser.add_argument("--quick", action="store_true", help="a few small cases of each test, some minutes in all")
+    parser.add_argument("--seed", type=int, default=int(datetime.date.today().strftime("%Y%m%d")), help="the day's")
+    parser.add_argument("--cases", type=int, help="of each test function")
+    parser.add_argument("--seconds", type=float, help="of each judge, at most")
+    parser.add_argument("--write", action="store_true", help="write the table")
+    options = parser.parse_args(arguments)
+    asked = {"cases": options.cases, "seconds": options.seconds}
+    sample = (QUICK if options.quick else WHOLE) | {name: value for name, value in asked.items() if value is not None}
+    sample["seed"] = options.seed
+    names = options.judge or [name for name, judge in JUDGES.items() if judge.quick or not options.quick]
+    table, failed = [], []
+    for name in names:
+        print(f"== {name}: {JUDGES[name].package}, seed {options.seed}", flush=True)
+        rows = run(name, {"cases": JUDGES[name].cases} | sample)
+        counts: collections.Counter[tuple[str, str]] = collections.Counter()
+        for row in rows:
+            counts[row["outcome"], row["reason"] if row["outcome"] == "left out" else ""] += row.get("count", 1)
+            if row["outcome"] == "failed":
+                failed.append(f"{name} {row['test']} {row['case']}: {row['reason']}")
+        for (outcome, reason), count in sorted(counts.items()):
+            print(f"   {count:7} {outcome}{reason and ': '}{reason}")
+            about = {"package": JUDGES[name].package, "seed": options.seed, "date": datetime.date.today().isoformat()}
+            table.append({"judge": name, "outcome": outcome, "reason": reason, "cases": count} | about)
+        if options.write:  # each as it ends, so that an interrupted run keeps what it has
+            write(name, [row for row in table if row["judge"] == name])
+    for line in failed:
+        print(f"FAILED {line}")
+    if failed:
+        target = "judges-quick" if options.quick else "judges"
+        print(f"the same sample again: make {target} SEED={options.seed} ARGS='{' '.join(names)}'")
+    return bool(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

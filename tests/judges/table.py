@@ -1,0 +1,129 @@
+"""The judges: where their tests are, which of them, and what is left out for which reason."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Cases that are left out: of tests whose name begins so, those whose parameters say so.
+
+    Attributes:
+        reason: What the report says.
+        tests: How names begin.
+        when: Whether a case's parameters are such; None: all.
+    """
+
+    reason: str
+    tests: tuple[str, ...] = ("",)
+    when: Callable[[dict[str, Any]], bool] = lambda params: True
+
+
+@dataclass(frozen=True)
+class Judge:
+    """Somebody's tests.
+
+    Attributes:
+        package: `name==version`, as a package index serves its sources.
+        files: Patterns of test files of the sources; `ours` is a file of this folder over them, instead.
+        plugins: Of pytest, that put ours in the place of theirs.
+        paths: Of the sources, to import from.
+        keep: Which files and folders (with a slash) of the sources are kept.
+        rules: What is left out.
+        folder: Where sources are that something else fetches; None: where `fetch` puts them.
+        made_by: What makes that folder and the environment.
+        environment: Whose interpreter runs the tests; None: the project's.
+        variables: Of the tests' environment.
+        cases: Of each test function, in a whole run.
+        quick: Whether it has a part in the quick sample.
+        has_control: Whether its tests run without `plugins` too, over what they were written for.
+    """
+
+    package: str
+    files: tuple[str, ...] = ()
+    ours: str | None = None
+    plugins: tuple[str, ...] = ()
+    paths: tuple[str, ...] = (".",)
+    keep: tuple[str, ...] = ()
+    rules: tuple[Rule, ...] = ()
+    folder: str | None = None
+    made_by: str = ""
+    environment: str | None = None
+    variables: dict[str, str] = field(default_factory=dict)
+    cases: int = 40
+    quick: bool = True
+    has_control: bool = False
+
+
+_BACKWARD = Rule("backward", ("test_flash_attn_bwd", "test_flash_attn_deterministic", "test_flash_attn_varlen_det"))
+_REPEATS = Rule("hundreds of repeats, for races on a GPU", ("test_flash_attn_race", "test_flash_attn_cluster"))
+_DROPOUT = Rule("dropout", when=lambda params: bool(params.get("dropout_p")))
+_SCHEMAS = Rule("schemas of its C++ operators", ("test_flash3_bw_compatibility",))
+_FLASH = Judge(
+    package="flash-attn==2.8.3",
+    files=("tests/test_flash_attn.py",),
+    plugins=("judges.flash",),
+    paths=("hopper", "."),
+    keep=("tests/test_flash_attn.py", "hopper/", "flash_attn/"),
+    rules=(_BACKWARD, _REPEATS, _DROPOUT),
+)
+
+
+_VLLM = Judge(
+    package="vllm==0.33.0",
+    files=("tests/v1/core/test_*.py",),
+    folder=".peers/vllm-0.33",
+    made_by="make vllm-quick",
+    environment=".peers/vllm-quick",
+    variables={"VLLM_TARGET_DEVICE": "cpu", "HF_HOME": "hub", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
+    cases=10_000,
+    quick=False,
+    has_control=True,
+)
+
+
+def _policy(name: str) -> Judge:
+    return replace(_VLLM, plugins=("vllm_lru_pool",), variables={**_VLLM.variables, "PC_VLLM_POLICY": name})
+
+
+def _unified(*endings: str) -> tuple[str, ...]:
+    return tuple(f"test_triton_unified_attn_{ending}" for ending in endings)
+
+
+JUDGES = {
+    "flash-attn-2": _FLASH,
+    "flash-attn-3": replace(_FLASH, files=("hopper/test_flash_attn.py",), rules=(_REPEATS, _SCHEMAS)),
+    "flashinfer": Judge(
+        package="flashinfer-python==0.7.2.post1",
+        ours="flashinfer_references.py",
+        keep=("flashinfer/trace/",),
+    ),
+    "vllm-attention": replace(
+        _VLLM,
+        files=("tests/kernels/attention/test_triton_unified_attention.py",),
+        plugins=("judges.vllm_attention",),
+        keep=("tests/kernels/attention/test_triton_unified_attention.py",),
+        rules=(
+            Rule("float8 outputs", _unified("fp16_input_fp8_output")),
+            Rule("masks of images", _unified("clamped_mm")),
+            Rule("parts of its kernels", _unified("use_td")),
+            Rule(
+                "parts of its kernels",
+                ("test_splitk", "test_reduce", "test_spec", "test_clamped", "test_fp8_softmax", "test_softcap_does"),
+            ),
+            Rule("a cache of gigabytes", when=lambda params: params.get("num_blocks", 0) > 2048),
+        ),
+        folder=None,
+        cases=40,
+        has_control=False,
+    ),
+    "vllm-lru": _policy("lru"),
+    "vllm-default": _policy("default"),
+}
+"""In `make judges`' order. vLLM's block pools have our policies behind them; `make vllm-quick` has a part of these."""
