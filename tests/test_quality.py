@@ -10,11 +10,14 @@ import torch
 pytest.importorskip("transformers")
 
 
+from benchmarks.harness import tables
 from benchmarks.models import quality
+from pc.integrations.huggingface.compression import presses
 
 WHOLE = {m.name: m for m in quality.methods([1.0])}
 EXACT = {
     *("last tokens", "last and 4 first tokens", "H2O", "SnapKV", "Quest-like pages", "best blocks"),
+    *presses.SCORES,
     "middle computed again",
 }
 
@@ -80,3 +83,9 @@ def test_heads_keep_what_they_attended_to(readings: list[Any]) -> None:
         assert kept[:, -32:].all()
         lost = reading.mass[layer].masked_fill(kept, 0).amax(-1)
         assert (reading.mass[layer].masked_fill(~kept, torch.inf)[:, :-32].amin(-1) >= lost).all()
+
+
+@pytest.mark.quick
+def test_rows_of_a_text_are_of_the_same_tokens() -> None:
+    counts = {(row["text"], row["prompt_tokens"], row["tokens"]) for row in tables.read_rows(quality.RESULTS)}
+    assert len(counts) == len({text for text, *_ in counts}), counts

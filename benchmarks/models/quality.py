@@ -28,6 +28,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 import pc
+from pc.integrations.huggingface.compression import presses
 
 from ..harness.conditions import conditions, version
 from ..harness.registry import ROOT
@@ -104,6 +105,7 @@ class Reading:
         self.blocks = len(prompt) // BLOCK
         shape = (len(llama.cache), llama.kv_heads, len(prompt))
         self.mass, self.observed = torch.zeros(shape), torch.zeros(shape)
+        self.queries: list[torch.Tensor] = []  # of each layer the last, as presses take them
         self.read(self.prompt, torch.arange(len(prompt)), self._attend_and_watch)
         self.exact = llama.cache[:, :, : self.blocks].clone()
         self.expected: list[torch.Tensor] = []
@@ -113,6 +115,7 @@ class Reading:
             of = slice(begin, begin + 256)
             mass = weights(q[of], cache[0], step.positions[of]).sum((1, 2))
             self.mass[layer, :, : mass.shape[1]] += mass
+        self.queries.append(q[-presses.EXPECTED :].transpose(0, 1))
         self.observed[layer] = weights(q[-OBSERVED:], cache[0], step.positions[-OBSERVED:]).sum((1, 2))
         return full(step, layer, q, *cache)
 
@@ -191,6 +194,16 @@ def keep_observed(reading: Reading, budget: float) -> Attend:
     votes = F.max_pool1d(reading.observed, 7, 1, 3)
     votes[..., -OBSERVED:] = math.inf
     return keep(reading, _top(votes, round(budget * len(reading.prompt))))
+
+
+def keep_pressed(reading: Reading, budget: float, press: str) -> Attend:
+    """What `handle.compress` keeps: tokens by a press's scores, budgets over the heads of a layer."""
+    chosen = []
+    for query, cache in zip(reading.queries, reading.exact, strict=True):
+        keys, values = (part.flatten(0, 1).transpose(0, 1) for part in cache)
+        scores = presses.SCORES[press](query, keys, values, query.shape[-1] ** -0.5)
+        chosen.append(presses.choose(scores, budget))
+    return keep(reading, torch.stack(chosen))
 
 
 def choose(reading: Reading, budget: float, score: Callable[..., torch.Tensor], whole: int = 0) -> Attend:
@@ -324,6 +337,8 @@ def methods(budgets: Sequence[float]) -> Iterator[Method]:
         ("chosen", "Quest-like pages"): choose_pages,
         ("chosen", "best blocks"): choose_best,
     }
+    for press in presses.SCORES:
+        by_budget["pressed", press] = functools.partial(keep_pressed, press=press)
     for (kind, name), begin in by_budget.items():
         for budget in budgets:
             yield Method(kind, name, budget, functools.partial(begin, budget=budget))
@@ -416,8 +431,8 @@ def main() -> None:
     parser.add_argument("--methods", nargs="+", default=[""], help="parts of kinds or names")
     parser.add_argument("--budgets", nargs="+", type=float, default=[0.05, 0.1, 0.2, 0.5])
     parser.add_argument("--prompt", type=int, default=1792, help="tokens of prose before those that count")
-    parser.add_argument("--scored", type=int, default=257, help="tokens behind it, of which the first does not count")
-    parser.add_argument("--segments", type=int, default=2, help="of each text")
+    parser.add_argument("--scored", type=int, default=385, help="tokens behind it, of which the first does not count")
+    parser.add_argument("--segments", type=int, default=1, help="of each text")
     parser.add_argument("--output", type=Path, default=RESULTS)
     arguments = parser.parse_args()
     if arguments.prompt % BLOCK:

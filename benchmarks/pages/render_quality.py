@@ -12,6 +12,7 @@ Loss = dict[str, float]
 KINDS = {
     "cache": "stored in",
     "evicted": "what of the prompt is kept",
+    "pressed": "press",
     "chosen": "which blocks a query reads",
     "window": "what every token reads",
     "gap": "what became of the middle",
