@@ -11,7 +11,7 @@ operator alone serves launches what that one would, and is given whatever has th
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -496,71 +496,20 @@ def _choose_cached(
 ) -> Run:
     (made, length, most, interleaved), given = call, FlashTensors.of(q, rest[10:])
     lens, table, cu_seqlens_q, *_, starts_new, chosen, leftpad, plan = rest[:10]
-    options, device = _made(made), q.device
-    cache = "[batch, seqlen_cache, num_kv_heads, head_dim]"
-    queries = "[batch, seqlen_q, num_heads, head_dim]" if cu_seqlens_q is None else "[total_q, num_heads, head_dim]"
-    tensors: dict[str, tuple[Any, str]] = {
-        "q": (q, queries), "k_cache": (k_cache, cache), "v_cache": (v_cache, cache)
-    }  # fmt: skip
-    if k is not None:
-        new = "[batch, seqlen_new, num_kv_heads, head_dim]" if starts_new is None else "[total, num_kv_heads, head_dim]"
-        tensors |= {"k": (k, new), "v": (v, new)}
-    check_tensors(tensors, given)
-    batch, batched, max_queries = q.shape[0], None, most
+    options = _made(made)
+    _check_cached(given, q, k_cache, v_cache, k, v, lens, cu_seqlens_q, starts_new, chosen, leftpad)
     if cu_seqlens_q is None:
-        batched, max_queries = (batch, q.shape[1]), q.shape[1] if most is None else most
+        batch, batched, max_queries = q.shape[0], (q.shape[0], q.shape[1]), q.shape[1] if most is None else most
     else:
-        check_numbers("cu_seqlens_q", cu_seqlens_q, None, device)
-        batch, max_queries = cu_seqlens_q.shape[0] - 1, q.shape[0] if most is None else most
-    for name, numbers, count in (
-        ("cache_seqlens", lens, batch), ("cache_batch_idx", chosen, batch), ("cache_leftpad", leftpad, batch),
-        ("cu_seqlens_k_new", starts_new if k is not None else None, batch + 1),
-    ):  # fmt: skip
-        if numbers is not None:
-            check_numbers(name, numbers, count, device)
-    views = None
-    if table is None:
-        own_tables, views = _dense_cache(batch, k_cache, v_cache, chosen)
-        num_rows, capacity = k_cache.shape[0], own_tables.shape[1] * views[0][0][1]
-    else:
-        check_tensor("block_table", table, 2, "[batch, max_blocks]", (torch.int32,), device)
-        num_rows, capacity = table.shape[0], table.shape[1] * k_cache.shape[1]
-    full = full_i32(device, batch, capacity if length is None else length) if lens is None else None
-    own_starts = None if batched is None else arange_i32(device, batch + 1, q.shape[1])
+        batch, batched, max_queries = cu_seqlens_q.shape[0] - 1, None, q.shape[0] if most is None else most
     checks_values = reads_values(q) and not needs_dispatcher() and batch > 0
     fewer_keys = k is None or starts_new is not None or k.shape[1] < max_queries
-
-    def where(lens: Any, tables: Any, starts: Any, chosen: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        tables = own_tables if tables is None else tables
-        tables = tables if chosen is None else tables.index_select(0, chosen)
-        return tables, lens if full is None else full, starts if own_starts is None else own_starts
-
-    def keys_of(k_cache: torch.Tensor, v_cache: torch.Tensor, *given: Any) -> PagedKV:
-        if views is not None:
-            k_cache, v_cache = k_cache.as_strided(*views[0]), v_cache.as_strided(*views[1])
-        return PagedKV(k_cache, v_cache, *where(*given), max_queries, None, fewer_keys)
-
-    def check(lens: torch.Tensor | None, chosen: torch.Tensor | None, leftpad: torch.Tensor | None) -> None:
-        lens = full if lens is None else lens
-        if chosen is not None:
-            check_values("cache_batch_idx", chosen, 0, num_rows - 1)
-        if leftpad is not None:
-            check_values("cache_leftpad", leftpad, 0, capacity)
-            if lens is not None and (leftpad > lens.clamp(min=0)).any():
-                raise bad_argument("cache_leftpad", leftpad.tolist(), f"at most cache_seqlens, {lens.tolist()}")
-
-    def rotary_of(lens: torch.Tensor, cos: Any, sin: Any, first: torch.Tensor | None) -> Rotary | None:
-        if cos is None:
-            return None
-        if cos.dtype.itemsize == 1:  # of which no index takes rows
-            cos, sin = cos.to(torch.bfloat16), sin.to(torch.bfloat16)
-        return Rotary(cos, sin, lens if first is None else first, interleaved)
-
+    layout = _CacheLayout.of(q, k_cache, v_cache, lens, table, chosen, batch, length, batched, max_queries, fewer_keys)
     if checks_values:
-        check(lens, chosen, leftpad)
-    keys, append, is_packed = keys_of(k_cache, v_cache, lens, table, cu_seqlens_q, chosen), None, q.is_contiguous()
+        layout.check(lens, chosen, leftpad)
+    keys, append, is_packed = layout.keys(k_cache, v_cache, lens, table, cu_seqlens_q, chosen), None, q.is_contiguous()
     if k is not None and v is not None:
-        append = Append(packed(q), k, v, starts_new, keys, options, given, rotary_of(keys.lens, *rest[3:6]))
+        append = Append(packed(q), k, v, starts_new, keys, options, given, _rotary(interleaved, keys.lens, *rest[3:6]))
     keys = keys if leftpad is not None else fitting_plan(plan, keys, options)
     launch, has_plan = None, keys.plan is not None
     if leftpad is None and (append is None or append.runs_kernels):
@@ -571,10 +520,12 @@ def _choose_cached(
             q: Any, k_cache: Any, v_cache: Any, k: Any, v: Any, lens: Any, tables: Any, starts: Any, *rest: Any
         ) -> Any:
             (cos, sin, first, _, chosen, _, plan, slopes, sinks), out = rest[:9], rest[-1]
-            tables, lens, starts = where(lens, tables, starts, chosen)
+            tables, lens, starts = layout.where(lens, tables, starts, chosen)
             q = q if is_packed else packed(q)
             if append is not None:
-                q, lens = append.launch(q, k, v, k_cache, v_cache, lens, tables, rotary_of(lens, cos, sin, first))
+                q, lens = append.launch(
+                    q, k, v, k_cache, v_cache, lens, tables, _rotary(interleaved, lens, cos, sin, first)
+                )
             found = launch(q, k_cache, v_cache, tables, lens, starts, slopes, sinks, plan if has_plan else None)
             return shaped(found, batched, out)
 
@@ -584,16 +535,118 @@ def _choose_cached(
         lens, table, starts, cos, sin, first, starts_new, chosen, leftpad, plan = rest[:10]
         given = FlashTensors.of(q, rest[10:])
         if checks_values:
-            check(lens, chosen, leftpad)
-        keys, query = keys_of(k_cache, v_cache, lens, table, starts, chosen), packed(q)
+            layout.check(lens, chosen, leftpad)
+        keys, query = layout.keys(k_cache, v_cache, lens, table, starts, chosen), packed(q)
         if append is not None:
-            query, lens = append(query, k, v, starts_new, keys, given, rotary_of(keys.lens, cos, sin, first))
+            query, lens = append(query, k, v, starts_new, keys, given, _rotary(interleaved, keys.lens, cos, sin, first))
             keys = keys._replace(lens=lens)
         keys = fitting_plan(plan, keys, options) if leftpad is None else without_leftpad(keys, leftpad)
         given = given if given.qv is None else given._replace(qv=packed(given.qv))
         return shaped(attend(query, keys, options, given), batched, given.out)
 
     return run
+
+
+def _check_cached(
+    given: FlashTensors,
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    k: torch.Tensor | None,
+    v: torch.Tensor | None,
+    lens: torch.Tensor | None,
+    cu_seqlens_q: torch.Tensor | None,
+    starts_new: torch.Tensor | None,
+    chosen: torch.Tensor | None,
+    leftpad: torch.Tensor | None,
+) -> None:
+    cache = "[batch, seqlen_cache, num_kv_heads, head_dim]"
+    queries = "[batch, seqlen_q, num_heads, head_dim]" if cu_seqlens_q is None else "[total_q, num_heads, head_dim]"
+    tensors: dict[str, tuple[Any, str]] = {
+        "q": (q, queries), "k_cache": (k_cache, cache), "v_cache": (v_cache, cache)
+    }  # fmt: skip
+    if k is not None:
+        new = "[batch, seqlen_new, num_kv_heads, head_dim]" if starts_new is None else "[total, num_kv_heads, head_dim]"
+        tensors |= {"k": (k, new), "v": (v, new)}
+    check_tensors(tensors, given)
+    batch = q.shape[0]
+    if cu_seqlens_q is not None:
+        check_numbers("cu_seqlens_q", cu_seqlens_q, None, q.device)
+        batch = cu_seqlens_q.shape[0] - 1
+    for name, numbers, count in (
+        ("cache_seqlens", lens, batch), ("cache_batch_idx", chosen, batch), ("cache_leftpad", leftpad, batch),
+        ("cu_seqlens_k_new", starts_new if k is not None else None, batch + 1),
+    ):  # fmt: skip
+        if numbers is not None:
+            check_numbers(name, numbers, count, q.device)
+
+
+class _CacheLayout(NamedTuple):
+    """Where the keys of a call lie, and what stands for the tensors that it leaves out."""
+
+    views: list[tuple[torch.Size, tuple[int, ...]]] | None
+    tables: torch.Tensor | None
+    lens: torch.Tensor | None
+    starts: torch.Tensor | None
+    num_rows: int
+    capacity: int
+    max_queries: int
+    fewer_keys: bool
+
+    @classmethod
+    def of(
+        cls,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        lens: torch.Tensor | None,
+        table: torch.Tensor | None,
+        chosen: torch.Tensor | None,
+        batch: int,
+        length: int | None,
+        batched: tuple[int, int] | None,
+        max_queries: int,
+        fewer_keys: bool,
+    ) -> _CacheLayout:
+        tables = views = None
+        if table is None:
+            tables, views = _dense_cache(batch, k_cache, v_cache, chosen)
+            num_rows, capacity = k_cache.shape[0], tables.shape[1] * views[0][0][1]
+        else:
+            check_tensor("block_table", table, 2, "[batch, max_blocks]", (torch.int32,), q.device)
+            num_rows, capacity = table.shape[0], table.shape[1] * k_cache.shape[1]
+        full = full_i32(q.device, batch, capacity if length is None else length) if lens is None else None
+        starts = None if batched is None else arange_i32(q.device, batch + 1, q.shape[1])
+        return cls(views, tables, full, starts, num_rows, capacity, max_queries, fewer_keys)
+
+    def where(
+        self, lens: Any, tables: Any, starts: Any, chosen: Any
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        tables = self.tables if tables is None else tables
+        tables = tables if chosen is None else tables.index_select(0, chosen)
+        return tables, lens if self.lens is None else self.lens, starts if self.starts is None else self.starts
+
+    def keys(self, k_cache: torch.Tensor, v_cache: torch.Tensor, *given: Any) -> PagedKV:
+        if self.views is not None:
+            k_cache, v_cache = k_cache.as_strided(*self.views[0]), v_cache.as_strided(*self.views[1])
+        return PagedKV(k_cache, v_cache, *self.where(*given), self.max_queries, None, self.fewer_keys)
+
+    def check(self, lens: torch.Tensor | None, chosen: torch.Tensor | None, leftpad: torch.Tensor | None) -> None:
+        lens = self.lens if lens is None else lens
+        if chosen is not None:
+            check_values("cache_batch_idx", chosen, 0, self.num_rows - 1)
+        if leftpad is not None:
+            check_values("cache_leftpad", leftpad, 0, self.capacity)
+            if lens is not None and (leftpad > lens.clamp(min=0)).any():
+                raise bad_argument("cache_leftpad", leftpad.tolist(), f"at most cache_seqlens, {lens.tolist()}")
+
+
+def _rotary(interleaved: bool, lens: torch.Tensor, cos: Any, sin: Any, first: torch.Tensor | None) -> Rotary | None:
+    if cos is None:
+        return None
+    if cos.dtype.itemsize == 1:  # of which no index takes rows
+        cos, sin = cos.to(torch.bfloat16), sin.to(torch.bfloat16)
+    return Rotary(cos, sin, lens if first is None else first, interleaved)
 
 
 def _dense_cache(
