@@ -214,7 +214,6 @@ class CachedOp(Generic[R]):
         if not self._hints:
             parameters, hints = inspect.signature(function).parameters, typing.get_type_hints(function)
             self._hints = {name: hints[name] for name in parameters}
-            self._first = next(iter(parameters))
             self._defaults = {name: p.default for name, p in parameters.items() if p.default is not p.empty}
 
     def __call__(self, *args: Any, **kwargs: Any) -> R:
@@ -231,11 +230,6 @@ class CachedOp(Generic[R]):
         if self._check is not None and reads_values(tensors[0]):
             self._check(*values)
         return launch(*values)
-
-    def serves(self, args: Values, kwargs: Mapping[str, Any]) -> bool:
-        """Whether kernels run on a call, as far as its first tensor tells."""
-        first = args[0] if args else kwargs.get(self._first)
-        return isinstance(first, torch.Tensor) and (first.is_cuda or (KERNELS_ON_CPU and first.is_cpu))
 
     def lookup(self, args: Values, kwargs: Mapping[str, Any]) -> tuple[Callable[..., R], Values] | None:
         """What runs an unwatched call like one of the last on the current device, and its arguments; else None."""
