@@ -213,11 +213,8 @@ class Chain:
     def feed(self, data: bytes) -> bytes:
         """Hashes the next blocks, whose tokens are `data`."""
         update, digest = self.hasher.update, self.hasher.digest
-        digests: list[bytes] = []
-        append = digests.append
-        for (piece,) in self._owner.pieces(data):
-            update(piece)
-            append(digest())
+        # The longest loop of a long prompt; `update` gives None.
+        digests = [update(piece) or digest() for (piece,) in self._owner.pieces(data)]
         self.hashed += len(digests)
         return b"".join(digests)
 

@@ -62,9 +62,14 @@ def _like(one: torch.Tensor, two: torch.Tensor, extra: torch.Tensor | None = Non
     return (one + two if extra is None else one + two + extra) * factor
 
 
+def _launch_on_cpu(monkeypatch):
+    for module in (_dispatch, _library):
+        monkeypatch.setattr(module, "KERNELS_ON_CPU", True)
+
+
 @pytest.fixture
 def operator(monkeypatch):
-    monkeypatch.setattr(_dispatch, "KERNELS_ON_CPU", True)
+    _launch_on_cpu(monkeypatch)
     return Operator()
 
 
@@ -221,7 +226,7 @@ def _counted(
     ],
 )
 def test_what_compares_equal_and_is_of_another_type_is_another_call(monkeypatch, known, given, refused):
-    monkeypatch.setattr(_dispatch, "KERNELS_ON_CPU", True)
+    _launch_on_cpu(monkeypatch)
     operator, tensors = Operator(_counted), (*_tensors(4, 4), None)
     for _ in range(2):
         operator.call(*tensors, *known)
