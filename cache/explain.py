@@ -241,7 +241,7 @@ def _moved_tokens(
     state: ManagerState, hasher: BlockHasher, chain: Chain, prompt: Known, known: list[Known], hit: Hit
 ) -> int:
     """How many tokens behind a hit `reuse="anywhere"` would find."""
-    from .reuse.content import ContentIndex  # which nobody who serves may ever need
+    from .reuse.content import ContentIndex  # which serving may never need
     from .reuse.moved import MovedText
 
     namespace, size, user = chain.namespace, state.block_size, state.reuses.get("anywhere")
@@ -249,7 +249,7 @@ def _moved_tokens(
         return 0
     if isinstance(user, MovedText):
         content = user.index
-    else:  # entered from what is remembered, as it would be had somebody asked for it before
+    else:  # entered from what is remembered, as if it had been asked for before
         content = ContentIndex(state.pools[0], size)
         for text in known:
             own = Chain(hasher, text.keys).namespace

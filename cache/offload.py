@@ -1,7 +1,7 @@
 """Handing evicted blocks to a lower tier, before the verb that evicted them returns and outside the manager's lock.
 
-By then the verb is complete and its request has the blocks. What they hold is still there: nobody has their new slots
-before the verb returns, and a reference keeps them from being handed out again should the request end meanwhile.
+By then the verb is complete and its request has the blocks. What they hold is still there: no request has their new
+slots before the verb returns, and a reference keeps them from being handed out again should the request end meanwhile.
 """
 
 from __future__ import annotations

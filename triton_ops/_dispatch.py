@@ -218,7 +218,7 @@ class CachedOp(Generic[R]):
 
     def __call__(self, *args: Any, **kwargs: Any) -> R:
         """Runs the operator on arguments that the dispatcher has looked at."""
-        way = self._way(args, kwargs)
+        way = self._passing(args, kwargs)
         assert way is not None
         passed = (*args, *kwargs.values())
         options, tensors = way.split(passed)
@@ -254,7 +254,7 @@ class CachedOp(Generic[R]):
 
     def insert(self, args: Values, kwargs: Mapping[str, Any]) -> None:
         """Lets `lookup` know an unwatched call that went well through the dispatcher."""
-        way = self._way(args, kwargs)
+        way = self._passing(args, kwargs)
         if way is None:
             return
         passed = (*args, *kwargs.values())
@@ -262,7 +262,7 @@ class CachedOp(Generic[R]):
         if runs_kernels(tensors):
             self._outside.insert(options, tensors, (tensors[0].device.index, self.launch_for(way.values(passed))))
 
-    def _way(self, args: Values, kwargs: Mapping[str, Any]) -> _Passing | None:
+    def _passing(self, args: Values, kwargs: Mapping[str, Any]) -> _Passing | None:
         """How arguments are passed; None where they do not fit the signature."""
         key = (len(args), *kwargs) if kwargs else len(args)
         way = self._ways.get(key)

@@ -83,7 +83,7 @@ def choose(policy: EvictionPolicy, count: int) -> Ids:
     """`count` victims of a policy, looked at before anybody gets them; for engines whose own pool asks.
 
     Raises:
-        RuntimeError: Another number of blocks, one twice, or one that somebody holds.
+        RuntimeError: Another number of blocks, one twice, or one that a request holds.
 
     Examples:
         >>> from pc.cache.policies import choose

@@ -55,7 +55,7 @@ class RecordedCriteria(StoppingCriteriaList):  # type: ignore[misc]  # transform
         return done
 
     def dropped(self, num_rows: int) -> list[bool]:
-        """Of each row whether it has stopped, and nobody sees what is computed of it from now on."""
+        """Of each row whether it has stopped, so that what is computed of it from now on is not seen."""
         if not self._drops or self.finished is None:
             return [False] * num_rows
         finished: list[bool] = self.finished.tolist()

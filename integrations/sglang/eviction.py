@@ -51,7 +51,7 @@ class PolicyTreeCore(UnifiedTreeCore):
         self.pages = PageState(self._num_pages, self.page_size, make_policy(self.policy_name))
         self._node_of = np.full(self._num_pages, -1)  # the node of each page, by its id
         self._unlocked: dict[int, Any] = {}  # nodes that have not been locked yet
-        self._untold: list[Any] = []  # nodes locked by requests, of which the policy has not heard yet
+        self._unreported: list[Any] = []  # nodes locked by requests, of which the policy has not heard yet
         self._leaves: list[Any] = []
         self.root_node.pc_pages = np.zeros(0, np.int32)
         self.root_node.pc_waits = False
@@ -99,7 +99,7 @@ class PolicyTreeCore(UnifiedTreeCore):
             for each in path:
                 self._unlocked.pop(each.id, None)
             if not self.checkpointing:
-                self._untold.append(node)
+                self._unreported.append(node)
             elif any(each.pc_waits for each in path):  # filled meanwhile by another request that is over
                 self._tell([each for each in path if each.pc_waits])
         return result
@@ -112,8 +112,8 @@ class PolicyTreeCore(UnifiedTreeCore):
         if path:
             last = [each for each in path if _locks(each) == 0]
             self.pages.hold(_pages(path), -1, -sum(len(each.pc_pages) for each in last))
-            if node in self._untold:  # a lock that was taken and given back, as while a request is looked at
-                self._untold.remove(node)
+            if node in self._unreported:  # a lock that was taken and given back, as while a request is looked at
+                self._unreported.remove(node)
                 self._unlocked |= {each.id: each for each in last if not each.pc_waits}
             elif self.checkpointing:  # the request goes on with a longer lock
                 self._unlocked |= {each.id: each for each in last}
@@ -131,8 +131,8 @@ class PolicyTreeCore(UnifiedTreeCore):
     def tell_hit(self, node_id: Any) -> None:
         """A request is about to fill pages behind this node, which it has found."""
         node = self.node_by_id(node_id)
-        if node in self._untold:
-            self._untold.remove(node)
+        if node in self._unreported:
+            self._unreported.remove(node)
             self._tell(self._path(node))
 
     def _release(self, nodes: list[Any]) -> None:
@@ -152,9 +152,9 @@ class PolicyTreeCore(UnifiedTreeCore):
     def evict_device_start(self, component_type: Any, request_cnt: int) -> None:
         """SGLang names all that could be evicted; what it asked for is in `asked`."""
         self._leaves = []
-        for node in self._untold:
+        for node in self._unreported:
             self._tell(self._path(node))
-        self._untold = []
+        self._unreported = []
         for node in [node for node in self._unlocked.values() if _locks(node) == 0]:
             self._release([node])
 

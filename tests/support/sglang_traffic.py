@@ -85,7 +85,7 @@ class Traffic:
             locks = node.component_data[0].lock_ref
             assert (core.pages.ref_count[node.pc_pages] == locks).all()
             waiting += len(node.pc_pages) * node.pc_waits
-            assert not (node.pc_waits and locks and not core._untold)
+            assert not (node.pc_waits and locks and not core._unreported)
         assert core.pages.num_waiting == waiting
-        if not core._untold:  # the policy does not know yet that these are held
+        if not core._unreported:  # the policy does not know yet that these are held
             core.pages.policy.check()

@@ -120,7 +120,7 @@ class VictimChooser:
             row = heappop(heap)[1]
             if not self._evictable(row):
                 continue
-            evicted, parent = self._evict_from(row, left, by_worth=True)
+            evicted, parent = self._evict_from(row, left, by_score=True)
             left -= evicted
             for other in (row, parent):
                 if other >= 0 and self._evictable(other):
@@ -142,33 +142,33 @@ class VictimChooser:
         left = count
         for row in self._runs.nonempty().tolist():
             while left and self._runs.start[row] < self._runs.end[row]:
-                left -= self._evict_from(row, left, by_worth=False)[0]
+                left -= self._evict_from(row, left, by_score=False)[0]
             if not left:
                 break
         return count - left
 
-    def _evict_from(self, row: int, count: int, by_worth: bool) -> tuple[int, int]:
+    def _evict_from(self, row: int, count: int, by_score: bool) -> tuple[int, int]:
         """Takes up to `count` blocks from a run's end; returns how many, and the row this makes a candidate, or -1.
 
-        `by_worth`: stops where the worth changes, and before blocks that have children.
+        `by_score`: stops where the worth changes, and before blocks that have children.
         """
         runs = self._runs
         views = runs.views
         start, end, serial = views.start[row], views.end[row], views.serial[row]
         owner = serial << self._place_bits
         tail = end == views.size[row]
-        if tail and by_worth:  # a piece of its own, which has no children
+        if tail and by_score:  # a piece of its own, which has no children
             chosen, looked = runs.blocks(row, end - 1, end), 1
             if self._owner_of[views.last[row]] == owner + end - 1:
                 self._owner_of[views.last[row]] = -1
             else:
                 chosen = chosen[:0]
         else:
-            low = max(runs.piece_start(row, start, end) if by_worth else start, end - max(LOOK, 2 * count))
+            low = max(runs.piece_start(row, start, end) if by_score else start, end - max(LOOK, 2 * count))
             ids = runs.blocks(row, low, end)[::-1]
             looked = ids.size
             mine = self._owner.take(ids) == np.arange(owner + end - 1, owner + low - 1, -1)
-            if by_worth:
+            if by_score:
                 stops = self._child_count.take(ids) * mine
                 if count_nonzero(stops):
                     looked = int(stops.nonzero()[0][0])

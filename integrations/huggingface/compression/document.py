@@ -51,7 +51,7 @@ class Content(NamedTuple):
 
     layers: dict[int, KeptLayer | WindowLayer]
     tokens: torch.Tensor  # [length] int64, on the host
-    position: int  # of the token behind it: less than length where a press turned keys to new places
+    position: int  # of the token behind it: less than length where a press rotated keys to new places
     peak_nbytes: int  # bytes of keys and values at most while it was read
     key: bytes  # its identity
 

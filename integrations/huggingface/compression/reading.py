@@ -81,7 +81,7 @@ class Documents:
         self._disk, self._epoch = None, object()
 
     def clear(self) -> None:
-        """Gives back the memory of documents that nobody has."""
+        """Gives back the memory of documents that are no longer referenced."""
         with self._lock:
             self._contents.clear()
             self._host.clear()
