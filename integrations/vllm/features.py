@@ -19,7 +19,7 @@ VARIABLE = "PC_VLLM"
 REUSE = ("prefix", "gap")
 """What requests may reuse: a leading run of cached blocks, or later ones too, behind a gap; `gap` unless it is said."""
 
-SCHEDULER_OPTIONS = {"pc_policy": "PC_VLLM_POLICY", "pc_reuse": "PC_VLLM_REUSE"}
+SCHEDULER_OPTIONS = {"pc_policy": "PC_VLLM_POLICY", "pc_reuse": "PC_VLLM_REUSE", "pc_chunk": "PC_VLLM_CHUNK"}
 """In `additional_config`, and the variables that stand for them."""
 
 LOGGER = "vllm.pc"
@@ -148,8 +148,8 @@ def chosen_policy(vllm_config: Any) -> str:
 
 def asked_of_scheduler(vllm_config: Any, option: str) -> str:
     """What `additional_config`, else the environment, says for one of `SCHEDULER_OPTIONS`; "" where neither does."""
-    given = additional_config(vllm_config).get(option) or os.environ.get(SCHEDULER_OPTIONS[option])
-    return str(given or "")
+    given = additional_config(vllm_config).get(option)
+    return os.environ.get(SCHEDULER_OPTIONS[option], "") if given in (None, "") else str(given)
 
 
 def check_options(vllm_config: Any) -> None:

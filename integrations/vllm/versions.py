@@ -53,6 +53,9 @@ INTERFACES: dict[str, dict[str, str]] = {
             "prefix_cache_lookup_enabled(request) get_block_ids(request_id)"
         ),
         "vllm.v1.core.kv_cache_manager": "KVCacheBlocks(blocks)",
+        "vllm.v1.core.kv_cache_coordinator:KVCacheCoordinator": (
+            "find_longest_cache_hit(block_hashes max_cache_hit_length) cache_blocks(request num_computed_tokens)"
+        ),
         "vllm.v1.core.single_type_kv_cache_manager": "FullAttentionManager",
         "vllm.v1.core.sched.output": (
             "NewRequestData.from_request(request block_ids prefill_token_ids) CachedRequestData(req_ids new_block_ids "

@@ -48,9 +48,10 @@ def make_scheduler(
     runner_v2: bool = False,
     at_once: int = 16,
     budget: int = 160,
+    more: dict[str, Any] | None = None,
     **options: Any,
 ) -> Any:
-    """Our scheduler over one group of full attention; `options` are `VllmConfig`'s."""
+    """Our scheduler over one group of full attention; `more` of its options, `options` are `VllmConfig`'s."""
     from vllm.config import CacheConfig, DeviceConfig, ModelConfig, SchedulerConfig, VllmConfig
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
     from vllm.v1.structured_output import StructuredOutputManager
@@ -70,7 +71,7 @@ def make_scheduler(
             ),
             cache_config=CacheConfig(block_size=BLOCK, enable_prefix_caching=True),
             device_config=DeviceConfig("cpu"),
-            additional_config={"pc_policy": policy} | ({"pc_reuse": reuse} if reuse else {}),
+            additional_config={"pc_policy": policy} | ({"pc_reuse": reuse} if reuse else {}) | (more or {}),
             **options,
         )  # fmt: skip
         config.cache_config.num_gpu_blocks = num_blocks

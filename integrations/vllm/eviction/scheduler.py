@@ -11,6 +11,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from ...hints import Hint, read_or_warn
 from ..features import LOGGER, REUSE, announce, asked_of_scheduler, chosen_policy
 from ..metrics import COUNTERS, add_counts
+from .chunks import make_chunks
 from .jumps import GapJumps, why_no_jumps
 from .pool import PolicyBlockPool, install_policy
 from .waiting import WaitingPrefixes
@@ -46,13 +47,14 @@ class PolicyScheduler(Scheduler):
         self._told = dict(self._counts)
         self._reuse = asked_of_scheduler(vllm_config, "pc_reuse")
         self._reuse_asked: dict[str, str] = {}
+        self.chunks = make_chunks(self, asked_of_scheduler(vllm_config, "pc_chunk"))
         self.jumps = self._make_jumps()
         self._allocate_slots = self.kv_cache_manager.allocate_slots
         announce(vllm_config)
 
     def _make_jumps(self) -> GapJumps | None:
         """What jumps over gaps, None where this engine cannot; that is logged, louder where they were asked for."""
-        if reason := why_no_jumps(self):
+        if reason := "fixed chunks" if self.chunks is not None else why_no_jumps(self):
             log = logger.warning_once if self._reuse == "gap" else logger.info_once
             log("what is cached behind a gap is not reused under %s", reason)
             return None
@@ -91,6 +93,8 @@ class PolicyScheduler(Scheduler):
     def _reserve_prefill_lookahead(self, request: Any, num_computed_tokens: int, num_new_tokens: int) -> int:
         """VLLM asks for each request of a step how long its chunk may be: in front of a run that is cached it ends."""
         allowed: int = super()._reserve_prefill_lookahead(request, num_computed_tokens, num_new_tokens)
+        if self.chunks is not None:
+            return self.chunks.clip(request, num_computed_tokens, allowed)
         jumps, admits = self.jumps, request.num_computed_tokens == 0
         if jumps is None or not (admits or jumps.pinned):
             return allowed

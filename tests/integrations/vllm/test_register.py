@@ -181,6 +181,8 @@ def test_options_that_nothing_reads_are_refused(monkeypatch):
         features.check_options(configuration(**OURS, pc_reuse="gaps"))
     with pytest.raises(ValueError, match="pc_reuse: got one for vLLM's own scheduler, needs PC_VLLM=eviction"):
         features.check_options(configuration(pc_reuse="gap"))
+    with pytest.raises(ValueError, match="pc_chunk: got one for vLLM's own scheduler, needs PC_VLLM=eviction"):
+        features.check_options(configuration(pc_chunk=128))
     monkeypatch.setenv("PC_VLLM_REUSE", "prefix")
     with pytest.raises(ValueError, match="PC_VLLM_REUSE: got 'prefix' for vLLM's own scheduler"):
         features.check_options(configuration())
