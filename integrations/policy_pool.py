@@ -1,7 +1,7 @@
 """An eviction policy of `pc.cache` behind another engine's blocks: what it may read of them, and what it is told.
 
-One class for vLLM's pool, its tier in host memory and SGLang's pages. The policy is told at once: those that defer their
-work keep a log of their own, and a second one in front of it saved nothing. Only what engines say one by one is
+One class for vLLM's pool, its tier in host memory and SGLang's pages. The policy is told at once: those that defer
+their work keep a log of their own, and a second one in front of it saved nothing. Only what engines say one by one is
 gathered: fresh and completed blocks, until something else happens.
 """
 
