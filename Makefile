@@ -95,7 +95,7 @@ typecheck: setup ## mypy --strict over the package
 	$(BIN)/mypy
 
 results: setup ## measure again what benchmarks/results/cpu holds, and render charts, README and docs from it
-	$(BIN)/python -m pc demo --output $(VENV)/demo && cp $(VENV)/demo/demo.csv benchmarks/results/cpu/
+	$(BIN)/python -m pc demo --output $(VENV)/demo && $(BIN)/python -m benchmarks demo $(VENV)/demo/demo.csv
 	$(BIN)/python -m pc bench --quick --device cpu --output benchmarks/results
 	$(BIN)/python -m benchmarks render
 

@@ -16,6 +16,7 @@ NAMES = {
     "sweep": ("gpu.sweep", "constants that sweeps chose; --write takes them over"),
     "ahead": ("gpu.ahead", "compiles ahead what a unit of gpu will run"),
     "small": ("gpu.small", "one small call of every operator, also under compute-sanitizer"),
+    "demo": ("models.demo", "takes rows that `pc demo` wrote into the tree"),
     "manager": ("caching.manager", "CacheManager against vLLM's and SGLang's: make bench-manager"),
     "traffic": ("caching.traffic", "eviction policies on 21 kinds of generated traffic"),
     "reuse": ("models.reuse", "generate with the cache, plain and with transformers' own reuse"),

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.harness import conditions
+from benchmarks.harness import conditions, tables
 from benchmarks.kernels import steps
 from benchmarks.pages import markdown, plots, render_operators
 from benchmarks.pages import render as render_docs
@@ -104,6 +104,13 @@ def test_rows_say_whether_what_they_measure_has_changed() -> None:
     assert markdown.commits(operator, [row | of_cache]) == "commit abc"
     assert markdown.commits(Path("results/cpu/manager.csv"), [row | of_cache]) != "commit abc"
     assert markdown.commits(Path("results/cpu/reuse.csv"), [row | of_cache]) != "commit abc"
+
+
+def test_times_carry_their_commit() -> None:
+    files = {path.name: tables.read_rows(path) for path in markdown.RESULTS.rglob("*.csv")}
+    timed = {name: rows for name, rows in files.items() if re.search(r"_(us|ms|s)\b", " ".join(rows[0]))}
+    assert "demo.csv" in timed
+    assert not [name for name, rows in timed.items() if not all(row.get("commit") for row in rows)]
 
 
 def test_a_gpu_that_was_not_measured_is_said_to_be_missing() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ..harness.registry import OURS, ROOT
 from ..harness.tables import Row, read_rows
-from .markdown import chart, link, measured, results, short_time, table
+from .markdown import chart, commits, link, measured, results, short_time, table
 
 
 def demo_rows() -> list[Row]:
@@ -23,14 +23,14 @@ def _later(workload: str) -> float:
 
 def render_demo_conditions(page: Path) -> str:
     """A sentence on the demo's result."""
-    rows = demo_rows()
+    rows, source = demo_rows(), results("cpu", "demo.csv")
     tokens = [int(row["prompt_tokens"]) for row in rows if row["workload"] == "document"]
     same = "Every token is the same as without the cache" if all(r["same"] == "yes" for r in rows) else "Tokens differ"
     return (
         f"questions about a document of {min(tokens):,} tokens get their first token {_later('document'):.0f} times "
         f"sooner from the second on, rounds of a conversation {_later('conversation'):.1f} times (medians; "
-        f"{rows[0]['dtype']}, {rows[0]['model']}, {rows[0]['threads']} threads, torch {rows[0]['torch']}). {same}; "
-        f"[rows]({link(page, results('cpu', 'demo.csv'))})."
+        f"{rows[0]['dtype']}, {rows[0]['model']}, {rows[0]['threads']} threads, torch {rows[0]['torch']}, "
+        f"{commits(source, rows)}). {same}; [rows]({link(page, source)})."
     )
 
 
