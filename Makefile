@@ -71,9 +71,11 @@ sglang-quick: setup ## what of `make sglang` starts no engine: its pools, batche
 	$(SGLANG) -m "not slow" tests/integrations/sglang $(ARGS)
 	TRITON_INTERPRET=1 $(SGLANG) -m "not slow" tests/integrations/sglang/test_backend.py
 
-kvpress: setup ## presses of NVIDIA's kvpress, installed under .peers, against its own decoding
+kvpress: setup .peers/kvpress/.ready ## presses of NVIDIA's kvpress, installed under .peers, against its own decoding: one of the judges
+	$(JUDGES) kvpress $(ARGS)
+
+.peers/kvpress/.ready: | setup
 	PYTHON=$(abspath $(BIN)/python) timeout 600 sh benchmarks/install_kvpress.sh .peers
-	PYTHONPATH=src .peers/kvpress/bin/python -m pytest -q -p no:cacheprovider tests/integrations/huggingface/test_kvpress.py $(ARGS)
 
 # Kernels run in triton's interpreter; what of the other folders runs kernels does so on a GPU or in `make emulate`.
 run_tests = $(BIN)/python -m pytest -n $(WORKERS) -m "$(1)" && \
@@ -147,7 +149,7 @@ fuzz: setup ## an hour of random worlds over the manager; FUZZ_SECONDS and SEED 
 fuzz-quick: setup ## two minutes of it, with the day's seed
 	FUZZ_SECONDS=$(or $(FUZZ_SECONDS),120) PYTHONPATH=src:tests/support $(BIN)/python tests/cache/test_fuzz.py
 
-judges: setup vllm-quick ## others' tests over ours, some fetched into .peers, as far as an hour goes; the table of docs/judges.md
+judges: setup vllm-quick .peers/kvpress/.ready ## others' tests over ours, some fetched into .peers, as far as an hour goes; the table of docs/judges.md
 	$(JUDGES) --write $(ARGS)
 	$(BIN)/python -m benchmarks render
 

@@ -15,7 +15,7 @@ TITLES = {
     "vllm-lru": "vLLM, `tests/v1/core`, `lru` behind its block pools",
     "vllm-default": "vLLM, `tests/v1/core`, `default` behind its block pools",
     "vllm-attention": "vLLM, `tests/kernels/attention`, unified attention",
-    "kvpress": "kvpress, `tests/presses`",
+    "kvpress": "kvpress, its presses beside its own decoding",
 }
 
 

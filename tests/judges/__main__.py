@@ -80,6 +80,8 @@ def _pytest(name: str, sample: dict[str, Any], files: list[str], plugins: tuple[
     """Lines as `judges.plugin` writes them; none if the tests did not run."""
     judge, source = JUDGES[name], fetch(JUDGES[name])
     python = sys.executable if judge.environment is None else str(ROOT / judge.environment / "bin" / "python")
+    if not Path(python).exists():
+        raise SystemExit(f"judges: {python} is missing: {judge.made_by} makes it")
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "report.jsonl")
         paths = [ROOT / "src", ROOT / "tests", ROOT / "tests" / "support", *(source / path for path in judge.paths)]

@@ -37,7 +37,7 @@ class Judge:
         keep: Which files and folders (with a slash) of the sources are kept.
         rules: What is left out.
         folder: Where sources are that something else fetches; None: where `fetch` puts them.
-        made_by: What makes that folder and the environment.
+        made_by: What makes the folder or the environment.
         environment: Whose interpreter runs the tests; None: the project's.
         variables: Of the tests' environment.
         cases: Of each test function, in a whole run.
@@ -96,6 +96,13 @@ def _unified(*endings: str) -> tuple[str, ...]:
     return tuple(f"test_triton_unified_attn_{ending}" for ending in endings)
 
 
+_MATRIX = ("test_presses_of_its_matrix",)
+
+
+def _is_press(*names: str) -> Callable[[dict[str, Any]], bool]:
+    return lambda params: params["press"].__name__ in names
+
+
 JUDGES = {
     "flash-attn-2": _FLASH,
     "flash-attn-3": replace(_FLASH, files=("hopper/test_flash_attn.py",), rules=(_REPEATS, _SCHEMAS)),
@@ -122,6 +129,20 @@ JUDGES = {
         folder=None,
         cases=40,
         has_control=False,
+    ),
+    "kvpress": Judge(
+        package="kvpress==0.5.5",
+        ours="kvpress_presses.py",
+        keep=("tests/",),
+        rules=(
+            Rule("files of a hub", _MATRIX, _is_press("ExpectedAttentionStatsPress", "QFilterPress")),
+            Rule("adapters of PEFT", _MATRIX, _is_press("TestRestoreKVPress")),
+        ),
+        made_by="make kvpress",
+        environment=".peers/kvpress",
+        variables={"HF_HUB_OFFLINE": "1"},
+        cases=10_000,
+        quick=False,
     ),
     "vllm-lru": _policy("lru"),
     "vllm-default": _policy("default"),

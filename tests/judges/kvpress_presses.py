@@ -1,19 +1,22 @@
-"""Objects of NVIDIA's kvpress as presses: logits are those of its own decoding. `make kvpress` installs and runs it."""
+"""Objects of NVIDIA's kvpress as presses: logits are those of its own decoding. `make kvpress` installs and runs it.
+
+Beside presses chosen here, all that its tests hold to run: each of their matrix, alone and in each wrapper.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
+import kvpress
+import numpy as np
 import pytest
 import torch
+import transformers
+from generate_cases import LLAMA, Family, prompt
+from tests.default_presses import default_presses  # of kvpress' sources
 
-kvpress = pytest.importorskip("kvpress")
-transformers = pytest.importorskip("transformers")
-
-from generate_cases import LLAMA, Family, prompt  # noqa: E402
-
-from pc.integrations.huggingface import enable_prefix_caching  # noqa: E402
+from pc.integrations.huggingface import enable_prefix_caching
 
 CONTEXT = prompt(300)
 QUESTION = prompt(9, 1)
@@ -81,25 +84,80 @@ def of_kvpress(model: Any, press: Any, answer: torch.Tensor) -> torch.Tensor:
     return torch.stack(logits[QUESTION.shape[1] - 1 :], 1)
 
 
-@pytest.mark.parametrize("family", [LLAMA, QWEN], ids=lambda family: family.name)
-@pytest.mark.parametrize("name", PRESSES)
-def test_logits_of_its_own_decoding(name: str, family: Family, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvpress.presses.kvzip_press.AutoTokenizer", Tokenizer)
+def compare(make: Callable[[Any], Any], family: Family, by_head: bool | None = None) -> None:
+    """Logits of a document that a press compressed, with those of the press' own decoding."""
     model = family.build()
     with enable_prefix_caching(model, num_blocks=64) as handle:
         before = attributes(model)
-        document = handle.compress(CONTEXT, PRESSES[name]())
+        document = handle.compress(CONTEXT, make(model))
         assert attributes(model) == before
         counts = torch.tensor(document.kept)
-        assert counts.float().mean() < 0.95 * CONTEXT.shape[1]
-        assert (len(counts.unique()) > 1) >= (name in BY_HEAD)
+        if by_head is not None:
+            assert counts.float().mean() < 0.95 * CONTEXT.shape[1]
+            assert (len(counts.unique()) > 1) >= by_head
         with document:
             result = model.generate(
                 torch.cat([CONTEXT, QUESTION], 1), max_new_tokens=5, min_new_tokens=5, do_sample=False,
                 return_dict_in_generate=True, output_logits=True,
             )  # fmt: skip
-    expected = of_kvpress(family.build(), PRESSES[name](), result.sequences[0, -5:])
+    other = family.build()
+    expected = of_kvpress(other, make(other), result.sequences[0, -5:])
     torch.testing.assert_close(torch.stack(result.logits, 1), expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", [LLAMA, QWEN], ids=lambda family: family.name)
+@pytest.mark.parametrize("name", PRESSES)
+def test_logits_of_its_own_decoding(name: str, family: Family, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvpress.presses.kvzip_press.AutoTokenizer", Tokenizer)
+    compare(lambda model: PRESSES[name](), family, name in BY_HEAD)
+
+
+WRAPPERS: dict[str, Callable[[Any], Any]] = {
+    "alone": lambda press: press,
+    "composed": lambda press: kvpress.ComposedPress([press]),
+    "key rerotation": kvpress.KeyRerotationPress,
+    "adakv": kvpress.AdaKVPress,
+    "chunk": lambda press: kvpress.ChunkPress(press, chunk_length=24),
+    "criticalkv": kvpress.CriticalKVPress,
+    "critical adakv": kvpress.CriticalAdaKVPress,
+    "dms": lambda press: kvpress.DMSPress(press, threshold=-0.5, sliding_window_size=32),
+    "merging": kvpress.MergingPress,
+    "entropy gated": kvpress.EntropyGatedChunkKVPress,
+}
+UNCOMPOSED = (kvpress.KVzipPress, kvpress.FastKVzipPress, kvpress.KVComposePress)
+
+
+def takes(wrapper: str, press: type) -> bool:
+    """What wraps what, as in `test_presses_run` of its tests."""
+    return wrapper == "alone" or (
+        not issubclass(press, UNCOMPOSED) if wrapper == "composed" else issubclass(press, kvpress.ScorerPress)
+    )
+
+
+@pytest.mark.parametrize(
+    ("wrapper", "press", "options"),
+    [
+        pytest.param(wrapper, each["cls"], options, id=f"{wrapper}-{each['cls'].__name__}-{i}")
+        for wrapper in WRAPPERS
+        for each in default_presses
+        if takes(wrapper, each["cls"])
+        for i, options in enumerate(each["kwargs"])
+    ],
+)
+def test_presses_of_its_matrix(
+    wrapper: str, press: Any, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvpress.presses.kvzip_press.AutoTokenizer", Tokenizer)
+
+    def make(model: Any) -> Any:
+        torch.manual_seed(0)
+        np.random.seed(0)
+        made = press(**options)
+        if wrapper != "alone":
+            made.post_init_from_model(model)
+        return WRAPPERS[wrapper](made)
+
+    compare(make, LLAMA)
 
 
 def test_a_press_that_fails_leaves_the_model_as_it_was() -> None:
