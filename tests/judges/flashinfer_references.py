@@ -26,6 +26,7 @@ sys.modules["flashinfer"] = _package
 attention = importlib.import_module("flashinfer.trace.templates.attention")
 cascade = importlib.import_module("flashinfer.trace.templates.cascade")
 page = importlib.import_module("flashinfer.trace.templates.page")
+rope = importlib.import_module("flashinfer.trace.templates.rope")
 
 BASE_2 = math.log(2.0)
 drawn = pytest.mark.parametrize("draw", range(12))
@@ -64,9 +65,11 @@ def _starts(counts: list[int]) -> torch.Tensor:
     return torch.nn.functional.pad(_i32(counts).cumsum(0, dtype=torch.int32), (1, 0))
 
 
-def _batch(decode: bool = False, full: bool = True, queries: int | None = None, latent: bool = False) -> Batch:
+def _batch(
+    decode: bool = False, full: bool = True, queries: int | None = None, latent: bool = False, dim: int = 48
+) -> Batch:
     size, count, kv_heads = 2 ** _number(0, 4), _number(1, 4), 1 if latent else _number(1, 3)
-    heads, dim = kv_heads * _number(1, 4), 48 if latent else 16 * _number(1, 5)
+    heads, dim = kv_heads * _number(1, 4), dim if latent else 16 * _number(1, 5)
     pages = [_number(1, 5) for _ in range(count)]
     lens = [n * size - (0 if full else _number(0, size - 1)) for n in pages]
     lengths = [1 if decode else min(length, queries or _number(1, 9)) for length in lens]
@@ -126,9 +129,9 @@ def _latent(b: Batch) -> tuple[torch.Tensor, ...]:
     return b.q[..., :32], b.q[..., 32:], b.k[:, :, 0, :32], b.k[:, :, 0, 32:]
 
 
-def _ours_latent(b: Batch, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def _ours_latent(b: Batch, value_dim: int = 32, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
     rows = (b.q, b.k[:, :, 0], b.tables, b.lens, b.starts, b.scale)
-    out, lse = pc.latent_attention_with_lse(*rows, value_dim=32, **options)
+    out, lse = pc.latent_attention_with_lse(*rows, value_dim=value_dim, **options)
     return out, lse / BASE_2
 
 
@@ -316,6 +319,107 @@ def test_cute_dsl_batch_prefill_run(draw: int) -> None:
     k, v = torch.randn(length, *q.shape[1:]), torch.randn(length, *q.shape[1:])
     ours = flash_attn.flash_attn_func(q[None], k[None], v[None], causal=True)[0]
     _equal((ours,), (attention._cute_dsl_batch_prefill_run_reference(q, k, v),))
+
+
+@drawn
+def test_pod_run(draw: int) -> None:
+    q, k, v = _single()
+    b, cache = _whole_cache()
+    ours = flash_attn.flash_attn_func(q[None], k[None], v[None], causal=True)[0], _ours(b, causal=False)[0]
+    _equal(ours, attention._pod_run_reference(q, k, v, b.q, cache))
+
+
+@drawn
+def test_batch_pod_run(draw: int) -> None:
+    (a, first), (b, second) = _whole_cache(), _whole_cache(decode=True)
+    ours = _ours(a, causal=False)[0], _ours(b, causal=False)[0]
+    _equal(ours, attention._batch_pod_run_reference(a.q, first, b.q, second))
+
+
+@drawn
+def test_cute_dsl_batch_mla_run(draw: int) -> None:
+    queries, value_dim = _number(1, 3), 16 * _number(1, 5)
+    b = _batch(full=False, queries=queries, latent=True, dim=value_dim + 64)
+    rows = (b.q.view(len(b.lens), queries, *b.q.shape[1:]), b.k[:, :, 0], b.tables, b.lens, int(b.lens.max()), b.scale)
+    _equal((_ours_latent(b, value_dim, causal=False)[0],), (attention._cute_dsl_batch_mla_run_reference(*rows),))
+
+
+@drawn
+def test_xqa(draw: int) -> None:
+    b = _batch(decode=True, full=False)
+    q_scale, kv_scale = (0.5 + torch.rand(2)).tolist()
+    ours = _ours(b._replace(scale=b.scale * q_scale * kv_scale))[0]
+    rows = (b.q, b.k, b.v, b.tables, b.lens)
+    _equal((ours,), (page._xqa_reference(*rows, q_scale=q_scale, kv_scale=kv_scale),))
+
+
+@drawn
+def test_xqa_mla(draw: int) -> None:
+    b = _batch(decode=True, full=False, latent=True)
+    rows = (b.q, b.k[:, :, 0], b.k[:, :, 0, :32], b.tables, b.lens)
+    _equal((_ours_latent(b)[0],), (page._xqa_mla_reference(*rows, q_scale=b.scale),))
+
+
+@drawn
+def test_trtllm_fmha_v2_prefill(draw: int) -> None:
+    b = _batch(full=False)
+    begins = torch.nn.functional.pad(b.lens.cumsum(0, dtype=torch.int32), (1, 0))
+    k, v = torch.randn(2, int(begins[-1]), *b.q.shape[1:])
+    longest = (int(b.starts.diff().max()), int(b.lens.max()))
+    options = {"softmax_scale": b.scale, "causal": True}
+    ours = flash_attn.flash_attn_varlen_func(b.q, k, v, b.starts, begins, *longest, **options)
+    rows = ((b.q, k, v), b.lens, *longest, b.scale, 1.0, len(b.lens), b.starts, begins)
+    _equal((ours,), (page._trtllm_fmha_v2_prefill_reference(*rows),))
+
+
+@drawn
+def test_merge_states(draw: int) -> None:
+    shape = (_number(1, 9), _number(2, 5), _number(1, 8))
+    v, s = torch.randn(*shape, 16 * _number(1, 5)), torch.randn(shape) * 5
+    parts = list(zip(v.unbind(1), (s * BASE_2).unbind(1), strict=True))
+    ours = parts[0]
+    for part in parts[1:]:
+        ours = pc.merge_attention(*ours, *part)
+    _equal((ours[0], ours[1] / BASE_2), cascade._merge_states_reference(v, s))
+
+
+@drawn
+def test_merge_state_in_place(draw: int) -> None:
+    shape = (_number(1, 9), _number(1, 8), 16 * _number(1, 5))
+    (a, b), (s, t) = torch.randn(2, *shape), torch.randn(2, *shape[:2]) * 5
+    mask = torch.rand(shape[0]) < 0.5
+    absent = torch.where(mask[:, None], t * BASE_2, float("-inf"))
+    out, lse = pc.merge_attention(a, s * BASE_2, b, absent)
+    _equal((out, lse / BASE_2), cascade._merge_state_in_place_reference(a, s, b, t, mask))
+
+
+@drawn
+@pytest.mark.parametrize("neox", [False, True])
+def test_apply_rope_with_cos_sin_cache(neox: bool, draw: int) -> None:
+    tokens, heads, kv_heads, dim = _number(1, 9), _number(1, 6), _number(1, 3), 16 * _number(1, 5)
+    angles = torch.randn(50, _number(1, dim // 2))
+    cos_sin, positions = torch.cat((angles.cos(), angles.sin()), 1), torch.randint(0, 50, (tokens,))
+    q, k, v = torch.randn(tokens, heads, dim), *torch.randn(2, tokens, kv_heads, dim)
+    caches = torch.zeros(2, tokens, 1, kv_heads, dim).unbind()
+    ours = pc.rope_and_cache(q, k, v, positions, cos_sin, *caches, torch.arange(tokens), interleaved=not neox)
+    rows = (positions, q.view(tokens, -1), k.view(tokens, -1), dim, cos_sin, neox)
+    theirs = rope._apply_rope_with_cos_sin_cache_reference(*rows)
+    _equal((ours, caches[0][:, 0]), (theirs[0].view(q.shape), theirs[1].view(k.shape)))
+
+
+@drawn
+def test_append_paged_mla_kv_cache(draw: int) -> None:
+    b = _batch(latent=True)
+    rows = torch.arange(len(b.lens)).repeat_interleave(b.starts.diff())
+    positions = b.lens[rows] - b.starts.diff()[rows] + torch.arange(len(b.q)) - b.starts[rows]
+    new, ours, size = torch.randn(len(b.q), 48), b.k[:, :, 0].clone(), b.k.shape[1]
+    theirs = ours[..., :32].clone(), ours[..., 32:].clone()
+    page._append_paged_mla_kv_cache_reference(
+        new[:, :32], new[:, 32:], rows, positions, *theirs, b.pages, b.page_starts, None
+    )
+    slots = b.tables[rows, positions // size].long() * size + positions % size
+    pc.scatter_slots(new, ours, slots)
+    assert torch.equal(ours, torch.cat(theirs, -1))
 
 
 @drawn
