@@ -183,6 +183,14 @@ class ContentIndex:
             done = found.end
             number = int(hits.searchsorted(done))
 
+    def agreed_before(self, match: ContentMatch, tokens: Tokens) -> int:
+        """In how many tokens, of two blocks at most, the text before a match is what its KV was computed behind."""
+        block, offset = divmod(match.slots.item(0), self._size)
+        stood, before = self._tokens[block, :offset], self._neighbour(self._before, block, -1)
+        if before >= 0:
+            stood = np.concatenate((self._tokens[before], stood))
+        return _common(tokens[: match.start][::-1], stood[::-1])
+
     def _candidates(self, text: Tokens) -> tuple[npt.NDArray[np.intp], Tokens]:
         """Offsets of `text` whose fingerprint may be in the table, and their fingerprints."""
         size, scratch, offsets, prints = self._size, self._scratch, [], []

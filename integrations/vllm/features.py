@@ -16,8 +16,9 @@ from .versions import check_version
 VARIABLE = "PC_VLLM"
 """Names the features; further variables begin like it and set options of one feature each."""
 
-REUSE = ("prefix", "gap")
-"""What requests may reuse: a leading run of cached blocks, or later ones too, behind a gap; `gap` unless it is said."""
+REUSE = ("prefix", "gap", "anywhere")
+"""What requests may reuse: a leading run of cached blocks; later ones too, behind a gap, as they do unless it is said;
+or text at another position too, which is approximate."""
 
 SCHEDULER_OPTIONS = {"pc_policy": "PC_VLLM_POLICY", "pc_reuse": "PC_VLLM_REUSE", "pc_chunk": "PC_VLLM_CHUNK"}
 """In `additional_config`, and the variables that stand for them."""
@@ -54,6 +55,13 @@ def _enable_attention() -> None:
     follow_common_prefixes()
 
 
+def _enable_eviction() -> None:
+    from .moves import follow_engines
+
+    export_counts()  # what else this does is set in configurations, see `_complete`
+    follow_engines()
+
+
 def _enable_hidden_states() -> None:
     """Has requests for a row of each token read hits, which vLLM does not, where our worker puts their rows in."""
     from vllm.pooling_params import PoolingParams
@@ -87,7 +95,7 @@ def _enable_omni() -> None:
 
 FEATURES: dict[str, Callable[[], None]] = {
     "attention": _enable_attention,
-    "eviction": export_counts,  # what else they do they set in configurations, see `_complete`
+    "eviction": _enable_eviction,
     "hidden_states": _enable_hidden_states,
     "omni": _enable_omni,
 }

@@ -17,6 +17,7 @@ COUNTERS = {
     "evicted_blocks": "Blocks with content that the eviction policy gave up",
     "returned_blocks": "Blocks that were found again after the policy had chosen them, before they were given up",
     "jumped_tokens": "Tokens that were found cached behind a gap, and not computed",
+    "moved_tokens": "Tokens that were found cached at another position, brought to theirs, and not computed",
     "hints": "Requests whose kv_hints the policy was told",
     "unreadable_hints": "Requests whose kv_hints could not be read",
 }

@@ -68,6 +68,10 @@ INTERFACES: dict[str, dict[str, str]] = {
             "num_new_tokens)"
         ),
         "vllm.v1.core.sched.async_scheduler": "AsyncScheduler",
+        "vllm.v1.engine.core": "EngineCore._initialize_kv_caches(vllm_config)",
+        "vllm.v1.kv_cache_interface": "FullAttentionSpec",
+        "vllm.v1.request:Request": "update_block_hashes",
+        "vllm.v1.worker.gpu_model_runner": "GPUModelRunner._update_states(scheduler_output)",
         "vllm.v1.metrics.loggers": "StatLoggerManager.record(scheduler_stats engine_idx) PrometheusStatLogger",
         "vllm.v1.metrics.stats": "SchedulerStats(num_kv_fetch_reqs_by_stage)",
         "vllm.config": "VllmConfig.__post_init__ SchedulerConfig(scheduler_cls async_scheduling)",

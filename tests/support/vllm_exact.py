@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
 
 BLOCK, PRIME = 16, (1 << 31) - 1
@@ -49,9 +50,13 @@ def make_scheduler(
     at_once: int = 16,
     budget: int = 160,
     more: dict[str, Any] | None = None,
+    cannot_move: str = "",
     **options: Any,
 ) -> Any:
-    """Our scheduler over one group of full attention; `more` of its options, `options` are `VllmConfig`'s."""
+    """Our scheduler over one group of full attention.
+
+    `more` of its options, `options` are `VllmConfig`'s, and `cannot_move` is what workers say of moves.
+    """
     from vllm.config import CacheConfig, DeviceConfig, ModelConfig, SchedulerConfig, VllmConfig
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
     from vllm.v1.structured_output import StructuredOutputManager
@@ -75,6 +80,7 @@ def make_scheduler(
             **options,
         )  # fmt: skip
         config.cache_config.num_gpu_blocks = num_blocks
+        config.model_config.pc_cannot_move = cannot_move
         spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=8, dtype=torch.float32)
         caches = KVCacheConfig(
             num_blocks=num_blocks, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["a"], spec)]
@@ -88,12 +94,15 @@ class ExactEngine:
     Attributes:
         said: Tokens generated so far, by request.
         computed: Tokens that forward passes have computed, by request.
+        moved: Positions whose KV was brought from elsewhere, by request.
     """
 
     def __init__(self, num_blocks: int, **options: Any) -> None:
         self.scheduler = make_scheduler(num_blocks, **options)
         self.lag = int(options.get("asynchronous", False))
         self.kv = [0] * (num_blocks * BLOCK)
+        self.written: list[Any] = [None] * (num_blocks * BLOCK)  # the token of each slot's KV
+        self.moved: dict[str, list[int]] = {}
         self.tokens: dict[str, list[int]] = {}
         self.tables: dict[str, list[int]] = {}
         self.said: dict[str, list[int]] = {}
@@ -143,6 +152,7 @@ class ExactEngine:
         self.begins = begins = self._follow(output)
         names, sampled = list(output.num_scheduled_tokens), []
         self.prepare(output)
+        self._move(output)
         for name in names:
             begin, count = begins[name], output.num_scheduled_tokens[name]
             tokens, slots = self.tokens[name], self.slots(name, begin + count)
@@ -150,6 +160,7 @@ class ExactEngine:
             total = sum(self.kv[slot] for slot in slots[:begin]) % PRIME
             for position in range(begin, begin + count):
                 self.kv[slots[position]] = made = row(tokens[position], position, total)
+                self.written[slots[position]] = tokens[position]
                 total = (total + made) % PRIME
             self.computed[name] += count
             sampled.append([])
@@ -162,6 +173,21 @@ class ExactEngine:
 
     def prepare(self, output: Any) -> None:
         """What a worker does in front of the forward pass."""
+
+    def _move(self, output: Any) -> None:
+        """Brings KV from elsewhere, of the same tokens, in front of what a request of the step computes."""
+        owners = {block: name for name in output.num_scheduled_tokens for block in self.tables[name]}
+        for sources, targets, deltas in getattr(output, "pc_moves", ()):
+            name = owners[int(targets[0]) // BLOCK]
+            begin = self.slots(name, self.begins[name]).index(int(targets[0]))
+            assert targets.tolist() == self.slots(name, self.begins[name])[begin : begin + len(targets)]
+            assert [self.written[slot] for slot in sources] == self.tokens[name][begin : begin + len(targets)]
+            stood = np.arange(begin, begin + len(targets)) - deltas
+            assert stood.min() >= 0
+            assert (sources % BLOCK == stood % BLOCK).all()
+            for source, target in zip(sources.tolist(), targets.tolist(), strict=True):
+                self.kv[target], self.written[target] = self.kv[source], self.written[source]
+            self.moved.setdefault(name, []).extend(range(begin, begin + len(targets)))
 
     def slots(self, name: str, count: int) -> list[int]:
         """Slots of a request's first tokens."""
@@ -191,7 +217,7 @@ def check_references(scheduler: Any) -> None:
     held = Counter(block.block_id for table in manager.req_to_blocks.values() for block in table)
     if scheduler.jumps is not None:
         assert all(scheduler.jumps.pinned.values())
-        held.update(block.block_id for pins in scheduler.jumps.pinned.values() for block in pins.values())
+        held.update(block.block_id for block in scheduler.jumps.holds())
     blocks = [block for block in scheduler.block_pool.blocks if not block.is_null]
     assert {block.block_id: block.ref_cnt for block in blocks if block.ref_cnt} == dict(held)
     assert scheduler.block_pool.get_num_free_blocks() == sum(not block.ref_cnt for block in blocks)

@@ -29,6 +29,23 @@ MODELS = {
     "llama": ("LlamaConfig", {"head_dim": 32}),
     "llama64": ("LlamaConfig", {"head_dim": 64}),
     "qwen3": ("Qwen3Config", {"head_dim": 32}),
+    # Of one layer, where KV hangs on token and position alone.
+    "llama_flat": (
+        "LlamaConfig",
+        {
+            "head_dim": 32,
+            "num_hidden_layers": 1,
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 500.0,
+                "factor": 4.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 128,
+            },
+        },
+    ),
+    "gptj_flat": ("GPTJConfig", {"num_hidden_layers": 1, "rotary_dim": 16}),
     "mistral": ("MistralConfig", {"head_dim": 32, "sliding_window": WINDOW}),
     "gemma2": (
         "Gemma2Config",

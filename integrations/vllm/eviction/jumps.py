@@ -7,6 +7,7 @@ request that has computed more than it was told to, and needs no code of ours.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -44,7 +45,17 @@ class GapJumps:
         self._unsent: dict[str, list[Any]] = {}
         self.num_jumped_tokens = 0
 
-    def plan(self, request: Any, num_computed: int) -> bool:
+    @property
+    def is_busy(self) -> bool:
+        """Whether a chunk of a request that runs may have to be clipped."""
+        return bool(self.pinned)
+
+    def holds(self) -> Iterator[Any]:
+        """Blocks that are pinned, as often as they are."""
+        for pins in self.pinned.values():
+            yield from pins.values()
+
+    def plan(self, request: Any, num_computed: int, anywhere: bool = False) -> bool:
         """Whether a request that is about to be admitted has later runs, which `allocate` then pins."""
         self._planned = None
         first, rest = divmod(num_computed, self._size)
@@ -90,7 +101,7 @@ class GapJumps:
         planned, self._planned = self._planned, None
         if planned is not None and planned[0] is request:
             blocks = list(planned[1].values())
-            if self._fits(request, blocks, **kwargs):
+            if not kwargs.get("full_sequence_must_fit") or self._room(request, blocks, **kwargs) >= 0:
                 # Before the gap's blocks are taken, which could be these.
                 self._pool.touch(blocks)
                 given = kwargs | {"full_sequence_must_fit": False}
@@ -105,15 +116,13 @@ class GapJumps:
             return KVCacheBlocks(([*unsent, *new.blocks[0]],))
         return new
 
-    def _fits(self, request: Any, blocks: list[Any], **kwargs: Any) -> bool:
-        """VLLM's check of a whole request, which would count blocks that are pinned as taken and as needed."""
-        if not kwargs.get("full_sequence_must_fit"):
-            return True
+    def _room(self, request: Any, blocks: list[Any], **kwargs: Any) -> int:
+        """Blocks that stay free beside a whole request: vLLM's check would count what is pinned as taken and needed."""
         lead = kwargs["new_computed_blocks"].blocks[0]
         need = -(-min(request.num_tokens, self._max_model_len) // self._size)
         need -= sum(block.ref_cnt > 0 for block in (*lead, *blocks))
         need += self._cache.watermark_blocks if kwargs.get("has_scheduled_reqs", True) else 0
-        return bool(need <= self._pool.get_num_free_blocks())
+        return int(self._pool.get_num_free_blocks() - need)
 
     def start_step(self) -> None:
         """Takes requests that have computed a gap, or will have in the step before, to behind the run."""
@@ -143,10 +152,10 @@ class GapJumps:
         self._manager.num_cached_block[name] = len(table)
         request.num_computed_tokens = len(table) * self._size
         self._unsent.setdefault(name, []).extend(taken)
+        self.num_jumped_tokens += len(taken) * self._size
         self._count(request, len(taken) * self._size)
 
     def _count(self, request: Any, tokens: int) -> None:
-        self.num_jumped_tokens += tokens
         stats, prefill = self._cache.prefix_cache_stats, request.prefill_stats
         if request.num_preemptions:
             return

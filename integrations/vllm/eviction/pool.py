@@ -29,6 +29,8 @@ class PolicyBlockPool(BlockPool):
     """Whether the pool was vLLM's own class, with the table of hashes that is written to here."""
     handed_out: list[int] | None = None
     """Blocks handed out since the scheduler last took this list; None where it does not."""
+    contents: Any = None
+    """What follows which text blocks hold (`MovedText`), None where nobody asked."""
 
     def touch(self, blocks: Sequence[Any]) -> None:
         """A request found these blocks."""
@@ -113,6 +115,8 @@ class PolicyBlockPool(BlockPool):
         for first, last in left:
             super().cache_full_blocks(request, blocks, first, last, block_size, kv_cache_group_id, *args, **kwargs)
         self._completed(full, num_cached_blocks, None if left else keys)
+        if self.contents is not None:
+            self.contents.published(request, blocks, num_cached_blocks, num_full_blocks)
 
     def cache_partial_block(
         self,

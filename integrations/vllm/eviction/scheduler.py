@@ -1,4 +1,4 @@
-"""vLLM's schedulers with an eviction policy behind their block pool, hints to it, and reuse behind gaps."""
+"""vLLM's schedulers with an eviction policy behind their block pool, hints to it, and jumps over what is known."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from ..features import LOGGER, REUSE, announce, asked_of_scheduler, chosen_polic
 from ..metrics import COUNTERS, add_counts
 from .chunks import make_chunks
 from .jumps import GapJumps, why_no_jumps
+from .moved import MovedText, why_no_moves
 from .pool import PolicyBlockPool, install_policy
 from .waiting import WaitingPrefixes
 
@@ -53,12 +54,20 @@ class PolicyScheduler(Scheduler):
         announce(vllm_config)
 
     def _make_jumps(self) -> GapJumps | None:
-        """What jumps over gaps, None where this engine cannot; that is logged, louder where they were asked for."""
+        """What jumps over gaps, and moved text if it can; what cannot is logged, louder where it was asked for."""
         if reason := "fixed chunks" if self.chunks is not None else why_no_jumps(self):
-            log = logger.warning_once if self._reuse == "gap" else logger.info_once
+            log = logger.info_once if self._reuse in ("", "prefix") else logger.warning_once
             log("what is cached behind a gap is not reused under %s", reason)
             return None
-        return GapJumps(self)
+        self._cannot_move = why_no_moves(self)
+        if self._cannot_move:
+            log = logger.warning_once if self._reuse == "anywhere" else logger.info_once
+            log("text that moved is not reused under %s", self._cannot_move)
+            return GapJumps(self)
+        moved = MovedText(self)
+        if self._reuse == "anywhere":
+            moved.follow()
+        return moved
 
     def add_request(self, request: Any) -> None:
         """Takes a request's hint, unless it cannot be read: that is logged, and the request goes on without."""
@@ -68,6 +77,11 @@ class PolicyScheduler(Scheduler):
                 known = ", ".join(REUSE)
                 logger.warning("pc_reuse of request %s: got %.100r, needs one of %s", request.request_id, asked, known)
                 asked = "prefix"
+            if asked == "anywhere" and self.jumps is not None:
+                if isinstance(self.jumps, MovedText):
+                    self.jumps.follow()
+                else:
+                    logger.warning_once("text that moved is not reused under %s", self._cannot_move)
             self._reuse_asked[request.request_id] = asked
         hint, readable = read_or_warn(request, request.request_id, logger)
         self._counts["unreadable_hints"] += not readable
@@ -96,10 +110,10 @@ class PolicyScheduler(Scheduler):
         if self.chunks is not None:
             return self.chunks.clip(request, num_computed_tokens, allowed)
         jumps, admits = self.jumps, request.num_computed_tokens == 0
-        if jumps is None or not (admits or jumps.pinned):
+        if jumps is None or not (admits or jumps.is_busy):
             return allowed
         reuse = self._reuse_asked.get(request.request_id, self._reuse)
-        if admits and reuse != "prefix" and jumps.plan(request, num_computed_tokens):
+        if admits and reuse != "prefix" and jumps.plan(request, num_computed_tokens, reuse == "anywhere"):
             self._allocate_slots = jumps.allocate  # dearer, so from the first gap on
             if not self._hints_seen:
                 self.kv_cache_manager.allocate_slots = jumps.allocate
@@ -131,7 +145,8 @@ class PolicyScheduler(Scheduler):
         if stats is not None:
             queue = self.block_pool.free_block_queue
             jumped = 0 if self.jumps is None else self.jumps.num_jumped_tokens
-            counts = self._counts | {"jumped_tokens": jumped}
+            moved = self.jumps.num_moved_tokens if isinstance(self.jumps, MovedText) else 0
+            counts = self._counts | {"jumped_tokens": jumped, "moved_tokens": moved}
             counts |= {"evicted_blocks": queue.num_evicted, "returned_blocks": queue.num_returned}
             since = {name: count - self._told[name] for name, count in counts.items()}
             add_counts(stats, since | {"kept_blocks": queue.num_kept})

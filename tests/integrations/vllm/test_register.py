@@ -135,7 +135,7 @@ def test_the_installed_version_is_served(feature):
     [
         ({"PC_VLLM_POLICY": "nonsense"}, "PC_VLLM_POLICY: got 'nonsense', needs one of .*lru"),
         ({"PC_VLLM": "eviction", "PC_VLLM_POLICY": "nonsense"}, "PC_VLLM_POLICY: got 'nonsense'"),
-        ({"PC_VLLM_REUSE": "gaps"}, "PC_VLLM_REUSE: got 'gaps', needs one of prefix, gap"),
+        ({"PC_VLLM_REUSE": "gaps"}, "PC_VLLM_REUSE: got 'gaps', needs one of prefix, gap, anywhere"),
         (
             {f"{features.VARIABLE}_POLCY": "lru"},
             "PC_VLLM_POLCY: got an unknown variable, needs .*, PC_VLLM_REUSE",
@@ -177,7 +177,7 @@ def test_options_that_nothing_reads_are_refused(monkeypatch):
         features.check_options(configuration(OURS["scheduler"], pc_hidden_states_device="cpu"))
     with pytest.raises(ValueError, match="additional_config: got 'pc_polcy', needs some of pc_policy"):
         features.check_options(configuration(**OURS, pc_polcy="lru"))
-    with pytest.raises(ValueError, match="pc_reuse: got 'gaps', needs one of prefix, gap"):
+    with pytest.raises(ValueError, match="pc_reuse: got 'gaps', needs one of prefix, gap, anywhere"):
         features.check_options(configuration(**OURS, pc_reuse="gaps"))
     with pytest.raises(ValueError, match="pc_reuse: got one for vLLM's own scheduler, needs PC_VLLM=eviction"):
         features.check_options(configuration(pc_reuse="gap"))

@@ -1,0 +1,146 @@
+"""Text that moved, in vLLM's workers: before a forward pass KV is copied to other slots, and keys are turned.
+
+An engine asks its workers at the start whether they can (`prepare`); what a step moves is on its `SchedulerOutput`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ...triton_ops import move_slots
+from ..plugin import wrap_once
+
+Slots = npt.NDArray[np.int64]
+
+BACKENDS = ("CUSTOM", "FLASH_ATTN", "TRITON_ATTN", "FLEX_ATTENTION")
+"""Attention backends that keep a token's key and value behind each other in the last dimension, features in order."""
+
+ANGLE, LENGTH = 0.03, 0.02
+"""How far angles, in radians, and lengths of a rotary table may be from those of one rotation: bfloat16 rounds both."""
+
+
+class Turn(NamedTuple):
+    """A layer's keys and values `[num_blocks, block_size, num_kv_heads, head_size]`, and how keys turn."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    inv_freq: torch.Tensor
+    is_neox: bool
+
+
+def follow_engines() -> None:
+    """Has engines of this process ask their workers whether they can move text, before schedulers are made."""
+    from vllm.v1.engine.core import EngineCore
+
+    def wrap(initialize: Callable[..., Any]) -> Callable[..., Any]:
+        def initialize_both(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
+            result = initialize(self, vllm_config, *args, **kwargs)
+            reasons = self.model_executor.collective_rpc(prepare)
+            vllm_config.model_config.pc_cannot_move = next(filter(None, reasons), "")
+            return result
+
+        return initialize_both
+
+    wrap_once(EngineCore, "_initialize_kv_caches", wrap)
+
+
+def prepare(worker: Any) -> str:
+    """Has a worker, whose model and caches are there, apply moves in front of each forward pass; or why it cannot."""
+    runner = worker.model_runner
+    try:
+        turns = find_turns(runner.get_model(), worker.vllm_config)
+    except ValueError as error:
+        return str(error)
+
+    def wrap(update: Callable[..., Any]) -> Callable[..., Any]:
+        def update_both(output: Any, *args: Any, **kwargs: Any) -> Any:
+            result = update(output, *args, **kwargs)
+            if moves := getattr(output, "pc_moves", None):
+                apply(turns, moves)
+            return result
+
+        return update_both
+
+    # Of runners V2 and V1; behind both blocks are zeroed and copied already.
+    wrap_once(runner, "update_requests" if hasattr(runner, "update_requests") else "_update_states", wrap)
+    return ""
+
+
+@torch.no_grad()
+def apply(turns: list[Turn], moves: list[tuple[Slots, Slots, Slots]]) -> None:
+    """Brings KV from slots to slots by numbers of positions."""
+    device, columns = turns[0].keys.device, [np.concatenate(column) for column in zip(*moves, strict=True)]
+    sources, targets, deltas = (torch.from_numpy(column).to(device) for column in columns)
+    for turn in turns:
+        move_slots(turn.keys, turn.values, sources, targets, deltas, turn.inv_freq, turn.is_neox)
+
+
+def find_turns(model: Any, vllm_config: Any) -> list[Turn]:
+    """How each layer keeps keys and how they turn; ValueError with what of a model makes that unknown."""
+    config = vllm_config.model_config
+    for name in ("no_rope_layers", "no_rope_layer_interval", "nope_layer_interval"):
+        if getattr(config.hf_text_config, name, None):
+            raise ValueError("layers without positions")
+    if config.uses_mrope:
+        raise ValueError("rotary embeddings with several positions a token")
+    turns, known = list[Turn](), dict[int, torch.Tensor]()
+    for name, layer in vllm_config.compilation_config.static_forward_context.items():
+        cache = getattr(layer, "kv_cache", None)
+        if cache is None or not hasattr(layer, "get_attn_backend"):
+            raise ValueError(f"layer {name}, which is no attention")
+        backend, size = layer.get_attn_backend().get_name(), getattr(layer, "head_size", 0)
+        if backend not in BACKENDS:
+            raise ValueError(f"the attention backend {backend}, which may keep keys in an order of its own")
+        shared = getattr(layer, "kv_sharing_target_layer_name", None)
+        if layer.sliding_window is not None or shared is not None:
+            raise ValueError(f"layer {name}, which has {'a window' if shared is None else 'no KV of its own'}")
+        if cache.dim() != 4 or cache.shape[-1] != 2 * size or not cache.dtype.is_floating_point:
+            raise ValueError(f"a KV cache of shape {list(cache.shape)} in {cache.dtype}")
+        rotary = _rotary_beside(model, name)
+        if id(rotary) not in known:
+            known[id(rotary)] = frequencies(rotary.cos_sin_cache)
+        keys, values = cache.transpose(1, 2).split(size, dim=-1)
+        turns.append(Turn(keys, values, known[id(rotary)].to(cache.device), bool(rotary.is_neox_style)))
+    if not turns:
+        raise ValueError("a model without attention")
+    return turns
+
+
+def _rotary_beside(model: Any, layer: str) -> Any:
+    """The rotary embedding of the module that has an attention layer."""
+    try:
+        siblings = model.get_submodule(layer.rpartition(".")[0]).children()
+    except AttributeError:
+        siblings = iter(())
+    found = [each for each in siblings if hasattr(each, "is_neox_style")]
+    if len(found) != 1:
+        raise ValueError(f"layer {layer}, beside which is no rotary embedding")
+    if not hasattr(found[0], "cos_sin_cache") or hasattr(found[0], "mrope_section"):
+        raise ValueError(f"rotary embeddings of the kind {type(found[0]).__name__}")
+    return found[0]
+
+
+def frequencies(table: torch.Tensor) -> torch.Tensor:
+    """Inverse frequencies `[rotary_dim / 2]` float32 of a table `[positions, rotary_dim]` of cosines, then sines.
+
+    Raises:
+        ValueError: The table is not that of one rotation whose angle grows with the position.
+    """
+    if table.dim() != 2 or len(table) < 2 or not table.shape[1]:
+        raise ValueError(f"a rotary table of shape {list(table.shape)}")
+    positions = torch.tensor(sorted({1 << at for at in range(len(table).bit_length() - 1)} | {len(table) - 1}))
+    cosines, sines = table[positions.to(table.device)].double().cpu().chunk(2, dim=-1)
+    angles, inv_freq = torch.atan2(sines, cosines), torch.zeros(table.shape[1] // 2, dtype=torch.float64)
+    for angle, position in zip(angles, positions.tolist(), strict=True):  # each twice as exact as the one before
+        inv_freq += torch.remainder(angle - inv_freq * position + math.pi, 2 * math.pi).sub(math.pi) / position
+    apart = torch.remainder(angles - positions[:, None] * inv_freq + math.pi, 2 * math.pi).sub(math.pi).abs()
+    lengths = torch.hypot(cosines, sines)
+    if apart.max() > ANGLE or (lengths / lengths[0].clamp_min(1e-9) - 1).abs().max() > LENGTH:
+        raise ValueError("rotary embeddings whose frequencies follow the length")
+    return inv_freq.float()

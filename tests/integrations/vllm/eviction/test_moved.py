@@ -1,0 +1,217 @@
+"""Moved text through vLLM's scheduler: what is found where, and that nobody else reads what is approximate."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+pytest.importorskip("vllm", reason="vllm is not installed: make vllm")
+
+from types import SimpleNamespace
+
+from vllm_exact import BLOCK, ExactEngine, following, lose, preempt
+
+from pc.integrations.vllm.eviction import moved
+from pc.integrations.vllm.eviction.moved import LEAD
+
+RUNNERS = pytest.mark.parametrize("runner_v2", [False, True], ids=["v1", "v2"])
+ASYNC = pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+
+
+def prompt(length, seed=0):
+    return random.Random(seed).choices(range(3, 1000), k=length)
+
+
+def run(engine, name, tokens, **extra):
+    request = engine.add(name, tokens, **extra)
+    engine.run()
+    return request
+
+
+@RUNNERS
+@ASYNC
+def test_a_marker_in_the_head(runner_v2, asynchronous):
+    """Behind it all is found, three turns in a row: what a turn has moved is found again by the next."""
+    engine = ExactEngine(120, runner_v2=runner_v2, asynchronous=asynchronous, reuse="anywhere")
+    text = prompt(300)
+    assert run(engine, "turn 0", prompt(20, 1) + text).num_output_tokens == 4
+    for turn in range(1, 4):
+        more = prompt(40, 10 + turn)
+        run(engine, f"turn {turn}", prompt(20 + turn, 1 + turn) + text + more)
+        start = 20 + turn
+        end = start + len(text)
+        assert engine.moved[f"turn {turn}"][0] - LEAD in range(start, start + BLOCK)
+        assert engine.moved[f"turn {turn}"][-1] >= end - BLOCK
+        # Each boundary of what was computed at one time may cost the first tokens of another piece.
+        assert engine.computed[f"turn {turn}"] <= start + 40 + 2 * BLOCK + LEAD + 3
+        text += more
+    assert engine.scheduler.jumps.num_moved_tokens == sum(map(len, engine.moved.values()))
+    assert not list(engine.scheduler.jumps.holds())
+
+
+def test_short_turns_are_one_piece():
+    """Each turn's text lies in blocks of another request; behind each other they cost first tokens once, and a step."""
+    engine, text = ExactEngine(300, reuse="anywhere", budget=1000), prompt(200)
+    for turn in range(8):
+        text += prompt(50, 10 + turn)
+        run(engine, f"turn {turn}", prompt(20, 100 + turn) + text)
+        if turn:
+            assert engine.computed[f"turn {turn}"] <= 20 + LEAD + 50 + BLOCK + 3
+            assert len(engine.moved[f"turn {turn}"]) >= len(text) - 50 - BLOCK - LEAD
+
+
+def test_documents_in_another_order_are_pieces_of_their_own():
+    """The first tokens behind another document are computed, although no token stands between them."""
+    engine, one, other = ExactEngine(300, reuse="anywhere", budget=1000), prompt(160, 1), prompt(160, 2)
+    run(engine, "first", one + other)
+    run(engine, "second", other + one)
+    assert engine.computed["second"] == 2 * LEAD + 1 + 3
+    assert engine.moved["second"] == [*range(LEAD, 160), *range(160 + LEAD, 319)]
+
+
+@RUNNERS
+@ASYNC
+def test_others_never_read_it(runner_v2, asynchronous):
+    """The same prompt, right behind: requests for prefixes and gaps say what is computed whole."""
+    engine = ExactEngine(200, runner_v2=runner_v2, asynchronous=asynchronous)
+    text = prompt(300)
+    engine.add("ask", prompt(40, 2), pc_reuse="anywhere")
+    run(engine, "first", prompt(20, 1) + text)
+    tokens = prompt(37, 2) + text + prompt(50, 3)
+    for name in ("moved", "again"):
+        run(engine, name, tokens, pc_reuse="anywhere")
+        assert len(engine.moved[name]) > 200
+        assert engine.said[name] != following(tokens, 4), "moved KV is read, else this shows nothing"
+    answer = tokens + engine.said["moved"]
+    for name, asked, given in [("gap", "gap", tokens), ("prefix", "prefix", tokens), ("on", "gap", answer * 2)]:
+        run(engine, name, given, pc_reuse=asked)
+        assert engine.said[name] == following(given, 4)
+        assert name not in engine.moved
+    assert engine.computed["gap"] >= len(tokens) - 37 - 2 * LEAD, "what two have computed in front of moved text alone"
+
+
+@RUNNERS
+@ASYNC
+@pytest.mark.parametrize("seed", range(4))
+def test_random_traffic(runner_v2, asynchronous, seed):
+    """Evictions, aborts, preemptions, chunks, 16 at once; exact requests among those that read moved text."""
+    rng = random.Random(seed)
+    policy = rng.choice(["fifo", "default"])
+    engine = ExactEngine(140, runner_v2=runner_v2, asynchronous=asynchronous, policy=policy)
+    roots = [prompt(rng.randrange(200, 400), 100 + seed + at) for at in range(3)]
+    expected = {}
+    for number in range(60):
+        root, name = rng.choice(roots), f"r{number}"
+        cut, at = rng.randrange(0, 60), rng.randrange(60, 150)
+        tokens = root[: rng.choice([0, 100])] + prompt(rng.randrange(1, 40), rng.randrange(1 << 30)) + root[cut:]
+        tokens = (tokens[:at] + rng.choice(roots)[:150] + tokens[at:])[: rng.randrange(200, 500)]
+        reuse = rng.choice(["prefix", "gap", "anywhere", "anywhere"])
+        count = rng.randrange(1, 30)
+        if reuse != "anywhere":
+            expected[name] = following(tokens, count)
+        engine.add(name, tokens, count, pc_reuse=reuse, salt=rng.choice([None, None, "salt"]))
+        for _ in range(rng.randrange(0, 12)):
+            engine.step()
+        if rng.random() < 0.3 and engine.scheduler.requests:
+            gone = rng.choice(list(engine.scheduler.requests))
+            engine.abort(gone)
+            expected.pop(gone, None)
+        if rng.random() < 0.3 and engine.scheduler.running:
+            preempt(engine.scheduler, rng.choice(engine.scheduler.running).request_id)
+        if rng.random() < 0.7:
+            lose(engine.scheduler, rng.randrange(1, 6), rng)
+    engine.run()
+    assert len(expected) > 10
+    assert {name: engine.said[name] for name in expected} == expected
+    assert engine.moved
+    assert engine.scheduler.jumps.num_moved_tokens > 1000
+    assert not engine.moved.keys() & expected.keys()
+    assert not list(engine.scheduler.jumps.holds())
+
+
+def test_renamed_blocks_are_what_keeps_others_off(monkeypatch):
+    """Else the tests above could not fail."""
+    monkeypatch.setattr(moved.MovedText, "_rename", lambda *_: None)
+    engine, text = ExactEngine(200, reuse="anywhere"), prompt(300)
+    run(engine, "first", prompt(20, 1) + text)
+    tokens = prompt(37, 2) + text
+    run(engine, "moved", tokens)
+    run(engine, "prefix", tokens + prompt(20, 3), pc_reuse="prefix")
+    assert engine.said["prefix"] != following(tokens + prompt(20, 3), 4)
+
+
+@pytest.mark.parametrize(
+    "apart", [{"salt": "other"}, {"lora": "adapter"}, {"media": True}, {"embeds": True}, {"pc_hidden_states": True}]
+)
+def test_other_salts_adapters_and_images_are_not_found(apart):
+    """Nor is text moved for requests whose KV hangs on more, or whose rows stay where they were."""
+    engine, text = ExactEngine(200, reuse="anywhere"), prompt(300)
+    run(engine, "first", prompt(20, 1) + text)
+
+    def add(name, tokens, of):
+        request = engine.add(name, tokens, **{key: of[key] for key in of if key in ("salt", "pc_hidden_states")})
+        request.lora_request = SimpleNamespace(lora_name=of["lora"], lora_path="") if "lora" in of else None
+        request.prompt_embeds = object() if "embeds" in of else None
+        media = SimpleNamespace(mm_position=SimpleNamespace(offset=0, length=1), identifier="i")
+        return request, [media] if "media" in of else []
+
+    index = engine.scheduler.jumps
+    own, request_media = add("apart", prompt(37, 2) + text, apart)
+    own.mm_features = request_media
+    assert not index.plan(own, 0, anywhere=True)
+    same, _ = add("same", prompt(39, 2) + text, {})
+    assert index.plan(same, 0, anywhere=True)
+
+
+def test_text_in_blocks_of_others_is_found_only_once_it_is_written():
+    """Two with the same text in one step: the second has nothing to copy yet, and computes."""
+    engine, text = ExactEngine(200, reuse="anywhere", budget=1000), prompt(200)
+    engine.add("one", prompt(20, 1) + text)
+    engine.add("two", prompt(23, 2) + text)
+    engine.run()
+    assert not engine.moved
+    assert engine.said["two"] == following(prompt(23, 2) + text, 4)
+
+
+def test_evicted_and_refilled_blocks_are_not_found():
+    engine, text = ExactEngine(40, reuse="anywhere"), prompt(300)
+    run(engine, "first", prompt(20, 1) + text)
+    run(engine, "others", prompt(38 * BLOCK, 5))
+    tokens = prompt(25, 2) + text
+    run(engine, "moved", tokens)
+    assert "moved" not in engine.moved
+    assert engine.said["moved"] == following(tokens, 4)
+
+
+def test_sources_that_do_not_fit_beside_a_request_are_computed():
+    """A request alone never waits for what it has pinned itself."""
+    engine, text = ExactEngine(36, reuse="anywhere"), prompt(320)
+    run(engine, "first", prompt(20, 1) + text)
+    run(engine, "moved", prompt(25, 2) + text, generate=30)
+    assert len(engine.said["moved"]) == 30
+    assert 0 < len(engine.moved.get("moved", range(1))) < 200
+
+
+def test_exact_gaps_come_first():
+    """Later runs at their own place are joined as they are; what is between them is moved."""
+    engine, tokens = ExactEngine(200, reuse="anywhere"), prompt(40 * BLOCK + 5)
+    request = run(engine, "first", tokens)
+    run(engine, "copy", prompt(7, 1) + tokens[8 * BLOCK : 20 * BLOCK])
+    pool = engine.scheduler.block_pool
+    at = [*range(8, 20)]
+    pool.evict_blocks({pool.get_cached_block(request.block_hashes[n], [0])[0].block_id for n in at})
+    run(engine, "again", tokens)
+    assert engine.scheduler.jumps.num_jumped_tokens == 20 * BLOCK
+    assert engine.moved["again"]
+    assert set(engine.moved["again"]) <= set(range(8 * BLOCK + LEAD, 20 * BLOCK))
+    assert engine.computed["again"] < 3 * BLOCK + LEAD + 8
+
+
+def test_what_workers_cannot_move_is_said(warnings):
+    engine, text = ExactEngine(200, cannot_move="a reason"), prompt(300)
+    assert not any("text that moved" in line for line in warnings)
+    run(engine, "first", prompt(20, 1) + text, pc_reuse="anywhere")
+    run(engine, "second", prompt(25, 2) + text, pc_reuse="anywhere")
+    assert engine.said["second"] == following(prompt(25, 2) + text, 4)
+    assert "text that moved is not reused under a reason" in warnings
