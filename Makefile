@@ -149,6 +149,9 @@ fuzz: setup ## an hour of random worlds over the manager; FUZZ_SECONDS and SEED 
 fuzz-quick: setup ## two minutes of it, with the day's seed
 	FUZZ_SECONDS=$(or $(FUZZ_SECONDS),120) PYTHONPATH=src:tests/support $(BIN)/python tests/cache/test_fuzz.py
 
+bits: setup ## 400 random histories of prompts over a deterministic cache against fresh processes without one; an hour
+	PYTHONPATH=src:tests/support $(BIN)/python tests/support/bits_cases.py $(ARGS)
+
 judges: setup vllm-quick .peers/kvpress/.ready ## others' tests over ours, some fetched into .peers, as far as an hour goes; the table of docs/judges.md
 	$(JUDGES) --write $(ARGS)
 	$(BIN)/python -m benchmarks render

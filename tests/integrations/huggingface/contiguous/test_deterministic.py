@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-import random
 import warnings
 from pathlib import Path
 from typing import Any
@@ -15,60 +13,30 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 transformers = pytest.importorskip("transformers")
 
+from bits_cases import (  # noqa: E402
+    BY_NAME,
+    CHUNK,
+    History,
+    assert_bits,
+    build,
+    enable,
+    first_seed,
+    in_chunks,
+    logits_of,
+    run_histories,
+)
 from cache_cases import drop  # noqa: E402
-from generate_cases import DEEPSEEK, FAMILIES, HYBRIDS, VOCAB, assert_nothing_held, left_padded, prompt  # noqa: E402
+from generate_cases import HYBRIDS, VOCAB, assert_nothing_held, left_padded, prompt  # noqa: E402
 
-from pc.demo._measure import MiddleFirst  # noqa: E402
 from pc.integrations.huggingface import (  # noqa: E402
-    PrefixCaching,
     UnsupportedError,
     enable_continuous_batching,
     enable_prefix_caching,
 )
 from pc.integrations.huggingface.contiguous import deterministic  # noqa: E402
 
-BY_NAME = {family.name: family for family in [*FAMILIES, DEEPSEEK, *HYBRIDS]}
-CHUNK = 32
 TYPES = (torch.float32, torch.bfloat16)
 QUICK = ("llama", "mistral-window", "lfm2")
-
-
-def build(name: str, dtype: torch.dtype = torch.float32) -> Any:
-    model = BY_NAME[name].build().to(dtype)
-    model.generation_config.eos_token_id = None
-    return model
-
-
-def enable(model: Any, **options: Any) -> PrefixCaching:
-    return enable_prefix_caching(model, **{"num_blocks": 64, "deterministic": True, "chunk": CHUNK} | options)
-
-
-@torch.no_grad()
-def in_chunks(model: Any, tokens: torch.Tensor, steps: int, behind: int = 1) -> list[torch.Tensor]:
-    """Logits `[vocabulary]` of a prompt `[1, n]` and its greedy answer, over transformers' own cache."""
-    cache, length = transformers.DynamicCache(config=model.config), tokens.shape[1]
-    last = max(length - behind, 0) // CHUNK * CHUNK
-    for begin in range(0, last + 1, CHUNK):
-        part = tokens[:, begin : length if begin == last else begin + CHUNK]
-        keep = {"logits_to_keep": 1} if model._supports_logits_to_keep() else {}
-        logits = [model(part, past_key_values=cache, use_cache=True, **keep).logits[0, -1].float()]
-    while len(logits) < steps:
-        logits.append(
-            model(logits[-1].argmax()[None, None], past_key_values=cache, use_cache=True).logits[0, -1].float()
-        )
-    return logits
-
-
-def logits_of(model: Any, steps: int, **call: Any) -> list[list[torch.Tensor]]:
-    """Of each row the logits of the tokens of its answer."""
-    wanted = {"return_dict_in_generate": True, "output_logits": True, "do_sample": False, "max_new_tokens": steps}
-    return [list(row) for row in zip(*model.generate(**wanted | call).logits, strict=True)]
-
-
-def assert_bits(got: list[torch.Tensor], want: list[torch.Tensor], *where: Any) -> None:
-    assert len(got) == len(want), where
-    for step, (a, b) in enumerate(zip(got, want, strict=True)):
-        assert torch.equal(a, b), (*where, step, (a - b).abs().max())
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
@@ -253,81 +221,22 @@ def test_nothing_of_it_unasked(monkeypatch: pytest.MonkeyPatch) -> None:
         assert handle.manager.seed is None
 
 
-class StopError(Exception):
-    """An interrupt in the middle of a forward pass."""
-
-
-@contextlib.contextmanager
-def interrupted(after: int) -> Any:
-    """Within it so many modules run, and then one raises."""
-    count = itertools.count()
-
-    def stop(*_: Any) -> None:
-        if next(count) >= after:
-            raise StopError
-
-    hook = register_module_forward_pre_hook(stop)
-    try:
-        with contextlib.suppress(StopError):
-            yield
-    finally:
-        hook.remove()
-
-
-class History:
-    """Random calls over a small cache that is saved, closed and opened again, against a model without one."""
-
-    def __init__(self, model: Any, folder: Path) -> None:
-        self.model, self.folder = model, folder
-        self.known: dict[tuple[bytes, int], list[torch.Tensor]] = {}
-        self.cached = 0
-
-    def run(self, seed: int, calls: int, steps: int = 3) -> None:
-        chance = random.Random(seed)
-        options: dict[str, Any] = {"num_blocks": chance.choice([14, 24, 60]), "reuse": chance.choice(["prefix", "gap"])}
-        options["policy"] = MiddleFirst if options["reuse"] == "gap" else "default"
-        options |= chance.choice([{}, {"host_blocks": 6}, {"disk": self.folder / "disk"}])
-        handle, said = enable(self.model, **options), prompt(20)
-        for _ in range(calls):
-            rows = [self._row(chance, said) for _ in range(chance.choice([1, 1, 1, 2]))]
-            call = left_padded(*rows) if len(rows) > 1 else {"input_ids": rows[0]}
-            match chance.randrange(6):
-                case 0:
-                    with interrupted(chance.randrange(60)):
-                        self.model.generate(**call, max_new_tokens=steps)
-                    assert_nothing_held(handle)
-                case 1:
-                    handle.save(self.folder / "blocks")
-                    handle.disable()
-                    handle = enable(self.model, **options)
-                    handle.load(self.folder / "blocks")
-                case _:
-                    said = self._ask(handle, rows, call, seed, steps)
-            assert_nothing_held(handle)
-        handle.disable()
-
-    def _row(self, chance: random.Random, said: torch.Tensor) -> torch.Tensor:
-        text = said if chance.random() < 0.3 else prompt(120, chance.randrange(3))
-        return torch.cat([text[:, : chance.randint(1, 120)], prompt(chance.randint(0, 20), chance.randrange(50))], 1)
-
-    def _ask(self, handle: Any, rows: list[torch.Tensor], call: dict[str, Any], seed: int, steps: int) -> torch.Tensor:
-        for row, got in zip(rows, logits_of(self.model, steps, **call), strict=True):
-            key = (row.numpy().tobytes(), steps)
-            if key not in self.known:
-                self.known[key] = in_chunks(self.model, row, steps)
-            assert_bits(got, self.known[key], seed, row.shape, handle.last_requests)
-            said = torch.cat([row, torch.stack([step.argmax() for step in got])[None]], 1)
-        self.cached += sum(report.cached_tokens for report in handle.last_requests)
-        return said
-
-
 @pytest.mark.filterwarnings("ignore:prefix caching")
 def test_some_histories(tmp_path: Path) -> None:
-    """Layers of full attention and of windows."""
-    history = History(build("gemma2"), tmp_path)
-    for seed in range(3):
-        history.run(seed, 8)
-    assert history.cached > 300
+    """Layers of full attention and of windows, with the day's seed; `make bits` has 100, and SmolLM2's."""
+    history, first = History(build("gemma2"), tmp_path), first_seed()
+    for seed in itertools.count(first):
+        history.run(seed, 6)
+        if history.cached > 100:
+            break
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:prefix caching")
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_histories_against_a_fresh_process(dtype: torch.dtype, capfd: pytest.CaptureFixture[str]) -> None:
+    run_histories("gemma2", dtype, 3, first_seed())
+    assert "3 histories" in capfd.readouterr().out
 
 
 @pytest.mark.slow
@@ -337,7 +246,7 @@ def test_some_histories(tmp_path: Path) -> None:
 def test_histories_of_trained_weights(
     window: int | None, dtype: torch.dtype, trained_model: Path, tmp_path: Path
 ) -> None:
-    """100 in all: the first layers and tokens of SmolLM2, and those weights under windows."""
+    """The first layers and tokens of SmolLM2, and those weights under windows; `make bits` has more, and all layers."""
     model = transformers.AutoModelForCausalLM.from_pretrained(trained_model, num_hidden_layers=2, dtype=dtype).eval()
     model.resize_token_embeddings(VOCAB)  # which is most of the time of so small a part
     if window is not None:
@@ -348,9 +257,9 @@ def test_histories_of_trained_weights(
         model.load_state_dict(weights)
     model.generation_config.eos_token_id = None
     history = History(model, tmp_path)
-    for seed in range(25):
-        history.run(seed, 4, steps=2)
-    assert history.cached > 500
+    for seed in range(5):
+        history.run(seed, 4)
+    assert history.cached > 100
 
 
 @pytest.mark.slow
