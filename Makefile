@@ -79,7 +79,8 @@ kvpress: setup .peers/kvpress/.ready ## presses of NVIDIA's kvpress, installed u
 
 # Kernels run in triton's interpreter; what of the other folders runs kernels does so on a GPU or in `make emulate`.
 run_tests = $(BIN)/python -m pytest -n $(WORKERS) --durations=25 --durations-min=2 -m "$(1)" && \
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n $(WORKERS) --durations=25 --durations-min=2 -m "$(1)" tests/triton_ops
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n $(WORKERS) --durations=25 --durations-min=2 -m "$(1)" tests/triton_ops \
+		tests/integrations/huggingface/test_compression_kernels.py
 
 test: setup ## the quick tests, some minutes: operators on CPU tensors first, then kernels in triton's interpreter
 	$(call run_tests,not slow)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,15 +13,12 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
+from compression_cases import ASKED, CONTEXT, QUESTION, ask, assert_dense_logits, chosen_tokens  # noqa: E402
 from generate_cases import FAMILIES, LLAMA, Family, first_quick, plain, prompt  # noqa: E402
-from transformers import AttentionInterface, AttentionMaskInterface  # noqa: E402
 
 from pc.integrations.huggingface import CompressedDocument, PrefixCaching, enable_prefix_caching  # noqa: E402
 from pc.integrations.huggingface.compression import reading  # noqa: E402
 
-CONTEXT = prompt(200)
-QUESTION = torch.cat([CONTEXT, prompt(9, 1)], 1)
-ASKED = {"max_new_tokens": 6, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
 REFUSED = {"mistral-window", "mpt"}
 
 
@@ -37,61 +33,15 @@ def handle(model: Any) -> Iterator[PrefixCaching]:
         yield handle
 
 
-def ask(model: Any, document: CompressedDocument, ids: torch.Tensor = QUESTION, **options: Any) -> Any:
-    with document:
-        return model.generate(ids, **ASKED | options)
-
-
-@contextmanager
-def chosen_tokens(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.Tensor]]:
-    """What the heads of each layer keep, `[num_kv_heads, tokens]` bool, in the order of layers."""
-    found: list[torch.Tensor] = []
-    keep = reading.keep
-    with monkeypatch.context() as patch:
-        patch.setattr(
-            reading, "keep", lambda keys, values, chosen: (found.append(chosen), keep(keys, values, chosen))[1]
-        )
-        yield found
-
-
-def dense_logits(model: Any, sequence: torch.Tensor, kept: list[torch.Tensor], new: int) -> torch.Tensor:
-    """Logits of a plain pass over all tokens, in which what is behind a document sees of it what each head keeps."""
-
-    def attention(module: Any, query: Any, key: Any, value: Any, mask: Any, scaling: float, **_: Any) -> Any:
-        chosen = kept[module.layer_idx]
-        heads, total, length = query.shape[1], key.shape[2], chosen.shape[1]
-        rows = torch.arange(total)
-        seen = (rows <= rows[:, None]).repeat(heads, 1, 1)
-        seen[:, length:, :length] &= chosen.repeat_interleave(heads // len(chosen), 0)[:, None]
-        key, value = (t.repeat_interleave(heads // len(chosen), 1).double() for t in (key, value))
-        weights = (query.double() @ key.mT * scaling).masked_fill(~seen, -torch.inf).softmax(-1)
-        return (weights @ value).to(query.dtype).transpose(1, 2), None
-
-    AttentionInterface.register("pc_dense_masked", attention)
-    AttentionMaskInterface.register("pc_dense_masked", lambda *_, **__: None)
-    other = copy.deepcopy(model)
-    other.config._attn_implementation = "pc_dense_masked"
-    with torch.no_grad():
-        return other(sequence[:, :-1], use_cache=False).logits[:, -new:].float()
-
-
-@pytest.mark.parametrize(
-    ("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 0.06), (torch.float16, 0.01)], ids=str
-)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("press", ["snapkv", "expected_attention", "knorm", "streaming"])
-def test_logits_of_a_mask_per_head(
-    press: str, dtype: torch.dtype, tolerance: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_logits_of_a_mask_per_head(press: str, dtype: torch.dtype) -> None:
     model = LLAMA.build().to(dtype)
-    with enable_prefix_caching(model, num_blocks=64) as handle, chosen_tokens(monkeypatch) as kept:
+    with enable_prefix_caching(model, num_blocks=64) as handle, chosen_tokens() as kept:
         document = handle.compress(CONTEXT, press, budget=0.3)
         assert [layer.sum(1).tolist() for layer in kept] == document.kept
         result = ask(model, document)
-    logits = dense_logits(model, result.sequences, kept, ASKED["max_new_tokens"])
-    torch.testing.assert_close(torch.stack(result.logits, 1), logits, rtol=0, atol=tolerance)
-    kept[-1][:, : CONTEXT.shape[1] // 2] ^= True  # a control: other tokens would have been seen
-    other = dense_logits(model, result.sequences, kept, ASKED["max_new_tokens"])
-    assert (other - logits).abs().max() > tolerance
+    assert_dense_logits(model, result, kept)
 
 
 @pytest.mark.parametrize("family", first_quick(FAMILIES), ids=lambda f: f.name)
@@ -108,15 +58,11 @@ def test_all_tokens_kept_are_the_model_itself(family: Family) -> None:
         assert torch.equal(result.sequences, expected.sequences)
 
 
-def test_heads_that_keep_fewer_tokens_than_a_question_has(
-    model: Any, handle: PrefixCaching, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with chosen_tokens(monkeypatch) as kept:
+def test_heads_that_keep_fewer_tokens_than_a_question_has(model: Any, handle: PrefixCaching) -> None:
+    with chosen_tokens() as kept:
         document = handle.compress(CONTEXT, budget=0.02)
     assert min(map(min, document.kept)) < 9
-    result = ask(model, document)
-    logits = dense_logits(model, result.sequences, kept, ASKED["max_new_tokens"])
-    torch.testing.assert_close(torch.stack(result.logits, 1), logits, rtol=0, atol=1e-4)
+    assert_dense_logits(model, ask(model, document), kept)
 
 
 def test_memory_is_freed() -> None:
@@ -357,9 +303,9 @@ class Hooked:
 
 
 @pytest.mark.parametrize("leaves", ["short", "masks", "late"])
-def test_objects_of_kvpress(leaves: str, model: Any, handle: PrefixCaching, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_objects_of_kvpress(leaves: str, model: Any, handle: PrefixCaching) -> None:
     before = {name: sorted(vars(m)) + sorted(m._modules) for name, m in model.named_modules()}
-    with chosen_tokens(monkeypatch) as kept:
+    with chosen_tokens() as kept:
         document = handle.compress(CONTEXT, Hooked(leaves))
     assert {name: sorted(vars(m)) + sorted(m._modules) for name, m in model.named_modules()} == before
     result = ask(model, document)
@@ -368,8 +314,7 @@ def test_objects_of_kvpress(leaves: str, model: Any, handle: PrefixCaching, monk
         kept = [torch.arange(200).expand(2, -1) >= 50 for _ in kept]
     else:
         assert document.kept == [[175, 175]] * len(kept)
-    logits = dense_logits(model, result.sequences, kept, ASKED["max_new_tokens"])
-    torch.testing.assert_close(torch.stack(result.logits, 1), logits, rtol=0, atol=1e-4)
+    assert_dense_logits(model, result, kept)
 
 
 @pytest.mark.parametrize(
