@@ -26,6 +26,7 @@ NAMES = {
     "batching": ("models.batching", "generate_batch beside transformers'"),
     "hidden_states": ("models.hidden_states", "caching hidden states, beside vLLM-Omni and others"),
     "quality": ("models.quality", "what a model loses when its cache holds less, or fewer bits"),
+    "compressed": ("models.compressed", "a compressed document beside the whole text: bytes, and a decode over it"),
     "families": ("models.families", "every class of transformers, small, with and without the cache"),
     "hints": ("engines.hints", "blocks hit with hints, by replay, generate and vLLM's scheduler"),
     "vllm_replay": ("engines.vllm_replay", "a trace through vLLM's block manager, or its tier"),

@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import subprocess
 import sys
+from typing import Any
 
 import torch
 
@@ -29,7 +30,8 @@ LATENT_DIM, LATENT_VALUE, LATENT_BLOCK = 576, 512, 64
 class Step:
     """Lengths of a batch; `q_lens` of one each is a decode. `latent`: heads over latent rows, 0 for a usual cache.
 
-    `top_k`: blocks that each query and KV head attends to; 0: all.
+    `top_k`: blocks that each query and KV head attends to; 0: all. `kept`: the share of a compressed document, all of
+    the sequence but its own tokens, that KV heads keep, each another; 0: there is none.
     """
 
     seq_lens: tuple[int, ...]
@@ -38,6 +40,7 @@ class Step:
     prefix: int = 0
     latent: int = 0
     top_k: int = 0
+    kept: float = 0
 
 
 # The matrix of shapes that serving is measured on, scaled down to what an emulator runs in seconds.
@@ -53,6 +56,9 @@ STEPS = {
     "latent decode 1 x 1k, 128 heads": Step((1024,), latent=128),
     "decode 4 x 2k, 16 blocks a head": Step((2048,) * 4, top_k=16),
     "latent decode 2 x 2k, 16 heads, 8 blocks": Step((2048,) * 2, latent=16, top_k=8),
+    "decode 1 x 4k": Step((4096,)),
+    "decode 1 x 2k, half of a document kept": Step((2048,), kept=0.5),
+    "decode 1 x 4k, half of a document kept": Step((4096,), kept=0.5),
 }
 
 
@@ -79,6 +85,31 @@ class Batch:
             drawn = [torch.randperm(min(blocks), generator=generator) for _ in range(sum(q_lens) * shape[2])]
             chosen = torch.stack(drawn)[:, : step.top_k].sort(1).values
             self.lists = chosen.int().view(sum(q_lens), shape[2], step.top_k)
+        self.behind = _behind_document(self, generator) if step.kept else None
+
+
+def _behind_document(batch: Batch, generator: torch.Generator) -> Any:
+    """A layer of HuggingFace's adapter in the second decode of a call: the document's plan is there, its own is not."""
+    from pc.integrations.huggingface.compression import document
+    from pc.integrations.huggingface.paged.dispatch import MARK
+
+    length = batch.step.seq_lens[0] - BLOCK  # of the document; own tokens fill a block
+    sides = [side.flatten(0, 1)[BLOCK:].transpose(0, 1)[None] for side in (batch.key, batch.value)]
+    kept = (torch.linspace(0.5, 1.5, KV_HEADS) * batch.step.kept * length).round()
+    order = torch.rand(KV_HEADS, length, generator=generator).argsort(-1).argsort(-1)
+    layer = document.keep(*(side[0, :, :length] for side in sides), order < kept[:, None])
+    cache = document.Questions(document.Content({0: layer}, torch.arange(length), length, 0, b""))
+
+    def behind(own: slice) -> Any:
+        return getattr(cache.update(*(side[:, :, own] for side in sides), 0)[0], MARK)
+
+    _attend_behind(batch, behind(slice(length, -1)))
+    return behind(slice(-1, None))
+
+
+def _attend_behind(batch: Batch, behind: Any) -> torch.Tensor:
+    out = behind.attend(batch.query.transpose(0, 1)[None], batch.key, batch.value, HEAD_DIM**-0.5, None, 0.0, None)
+    return out.flatten(0, 1)
 
 
 def ours(batch: Batch) -> torch.Tensor:
@@ -86,6 +117,8 @@ def ours(batch: Batch) -> torch.Tensor:
     step, given = batch.step, {"max_query_len": batch.most, "max_seq_len": max(batch.step.seq_lens)}
     tensors = (batch.query, batch.key, batch.value)
     rest, scale = (batch.lens, batch.starts), HEAD_DIM**-0.5
+    if batch.behind is not None:
+        return _attend_behind(batch, batch.behind)
     if step.top_k and step.latent:
         given["query_blocks"] = batch.lists
         latent = (batch.query, batch.key, batch.tables, *rest, None, scale, LATENT_VALUE)

@@ -73,6 +73,23 @@ def render_reuse(page: Path) -> str:
     )
 
 
+def render_compressed(page: Path) -> str:
+    """What a compressed document holds, at most while it is read, and a decode over it, of the whole text's."""
+    source = results("cpu", "compressed.csv")
+    rows = read_rows(source)
+    timed = all(row.get("pc_ms") for row in rows)
+    lines = []
+    for row in rows:
+        shares = [f"{int(row[f'{kind}_bytes']) / int(row['dense_bytes']):.3f}" for kind in ("held", "peak")]
+        lines.append([f"{int(row['tokens']):,}", f"{float(row['budget']):.0%}", *shares])
+        if timed:
+            lines[-1].append(f"{float(row['pc_ms']) / float(row['plain_ms']):.2f}")
+    heads = ("tokens", "budget", "held / whole", "while read / whole", *(["decode / plain decode"] if timed else []))
+    said = f"{rows[0]['model']}, {rows[0]['dtype']}, press {rows[0]['press']}. "
+    said += measured(page, source, rows, ("torch", "transformers"))
+    return "\n".join([said, "", *table(heads, "r" * len(heads), lines)])
+
+
 def render_batching(page: Path) -> str:
     """CPU time of generate_batch calls, ours and transformers' own."""
     source = results("cpu", "batching.csv")

@@ -208,6 +208,21 @@ def render_work_versions(page: Path) -> str:
     return with_rows(table(heads, "ll" + "r" * len(versions), lines), page, results("work.csv"))
 
 
+def render_work_compressed(page: Path) -> str:
+    """Decodes over half of a document beside those over all of it, by the newest triton."""
+    rows = [row for row in newest_triton(work_rows()) if row["provider"] == OURS]
+    found = {(row["architecture"], row["case"]): row for row in rows}
+    lines = []
+    for (arch, case), row in found.items():
+        name, is_half, _ = case.partition(", half of a document kept")
+        if is_half and (arch, name) in found:
+            dense = found[arch, name]
+            shares = [f"{int(row[c]) / int(dense[c]):.3f}" for c in ("instructions", "loaded_bytes")]
+            lines.append((name, arch, f"{int(row['instructions']):,}", f"{int(dense['instructions']):,}", *shares))
+    heads = ("step", "target", "warp instructions, half kept", "whole", "half / whole", "bytes read, half / whole")
+    return with_rows(table(heads, "llrrrr", lines), page, results("work.csv"))
+
+
 def render_work_before(page: Path) -> str:
     """The same steps at earlier commits, by the newest triton."""
     now = [row | {"of": "now"} for row in newest_triton(work_rows()) if row["provider"] == OURS]

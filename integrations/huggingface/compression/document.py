@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import os
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,11 +18,12 @@ from torch.nn.functional import pad
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicSlidingWindowLayer
 
 from ....cache.payload import pack, unpack
-from ....triton_ops import merge_attention, paged_attention_with_lse, sparse_gap_attention_with_lse
+from ....triton_ops import attention_plan, merge_attention, paged_attention_with_lse, sparse_gap_attention_with_lse
 from ....triton_ops._attention.cpu_masked import flash_kernel
 from ....triton_ops._triton import KERNELS_ON_CPU
 from ..calls import refuse_if
-from ..contiguous.tiers import fingerprint
+from ..contiguous.tiers import fingerprint, replaced
+from ..paged.batch import needs_plan
 from ..paged.dispatch import PagedPass, mark
 
 BLOCK = 16  # tokens of a block
@@ -171,15 +171,8 @@ class CompressedDocument:
             OSError: The file cannot be written.
         """
         data = pack(_file_key(self.documents), self._open().tensors(), None)
-        target = Path(path)
-        number, partial = tempfile.mkstemp(dir=target.absolute().parent, prefix=f".{target.name}.")
-        try:
-            with os.fdopen(number, "wb") as file:
-                file.write(data)
-            os.replace(partial, target)
-        except BaseException:
-            Path(partial).unlink(missing_ok=True)
-            raise
+        with replaced(path) as file:
+            file.write(data)
 
     @classmethod
     def load(cls, handle: Any, path: str | os.PathLike[str]) -> CompressedDocument:
@@ -265,16 +258,21 @@ class SharedTables:
         self.tables = self._range(batch * room // BLOCK).view(batch, -1)
         self.seq_lens = torch.full((batch,), self.total, dtype=torch.int32, device=device)
         self.starts = self._range(batch + 1) * self.queries
-        self._of_heads: dict[int, torch.Tensor] = {}
+        self._of_heads: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
 
     def _range(self, end: int) -> torch.Tensor:
         return torch.arange(end, dtype=torch.int32, device=self.device)
 
-    def starts_of_heads(self, heads: int) -> torch.Tensor:
-        """Where each head's queries begin, of all rows one behind the other."""
+    def of_heads(self, heads: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Where each head's queries begin, of all rows one behind the other; a plan for the own tokens of layers."""
         if heads not in self._of_heads:
-            self._of_heads[heads] = self._range(heads + 1) * (self.queries * self.key[0])
+            starts = self._range(heads + 1) * (self.queries * self.key[0])
+            self._of_heads[heads] = starts, _plan(self.tables, self.seq_lens, self.starts, num_kv_heads=heads)
         return self._of_heads[heads]
+
+
+def _plan(tables: torch.Tensor, lens: torch.Tensor, starts: torch.Tensor, **options: Any) -> torch.Tensor | None:
+    return attention_plan(tables, lens, starts, BLOCK, **options) if needs_plan(tables.device) else None
 
 
 class OwnLayer(CacheLayerMixin):  # type: ignore[misc]
@@ -287,6 +285,7 @@ class OwnLayer(CacheLayerMixin):  # type: ignore[misc]
         self.questions, self.document, self.tokens = questions, document, 0
         self.buffers: tuple[torch.Tensor, ...] = ()  # until the first tokens
         self.begin: tuple[Any, int] = (None, 0)  # what the first of them are read from, and the layer's number there
+        self._laid_out: tuple[int, torch.Tensor, torch.Tensor, torch.Tensor | None] | None = None
 
     @functools.cached_property
     def rows(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -297,6 +296,15 @@ class OwnLayer(CacheLayerMixin):  # type: ignore[misc]
         spans = [slice(first * BLOCK, first * BLOCK + count) for first, count in zip(tables[:, 0], kept, strict=True)]
         flat = [side.flatten(0, 1).transpose(0, 1)[None] for side in (keys, values)]
         return [(flat[0][:, :, span], flat[1][:, :, span]) for span in spans]
+
+    def laid_out(self, count: int, starts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """The document's tables, lengths and plan for `count` queries a head: those of the pass before, mostly."""
+        if self._laid_out is None or self._laid_out[0] != count:
+            # A length includes the queries: a hole before a head's tokens makes it long enough.
+            hole = -(-count // BLOCK) if count > 1 else 0
+            tables, lens = pad(self.document.tables, (hole, 0), value=-1), self.document.kept + hole * BLOCK
+            self._laid_out = count, tables, lens, _plan(tables, lens, starts, causal=False, num_kv_heads=1)
+        return self._laid_out[1:]
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """There is nothing to prepare."""
@@ -378,41 +386,19 @@ class _Reading(PagedPass):
         if tokens == 1 and not softcap and sinks is None and layer.rows:
             return self._decode(query, scale)
         kv_heads, step = len(document.kept), layer.questions.step(layer, tokens)
+        starts, plan = step.of_heads(kv_heads)
         own_keys, own_values = (buffer.view(-1, BLOCK, *buffer.shape[2:]) for buffer in layer.buffers)
         rows = query.transpose(1, 2).flatten(0, 1)
-        own = paged_attention_with_lse(
-            rows,
-            own_keys,
-            own_values,
-            step.tables,
-            step.seq_lens,
-            step.starts,
-            scale,
-            softcap=softcap,
-            sinks=sinks,
-            max_query_len=tokens,
-            max_seq_len=step.total,
-        )
+        batch_of_own = (own_keys, own_values, step.tables, step.seq_lens, step.starts, scale)
+        bounds: dict[str, Any] = {"max_query_len": tokens, "max_seq_len": step.total, "plan": plan}
+        own = paged_attention_with_lse(rows, *batch_of_own, softcap=softcap, sinks=sinks, **bounds)
         # Of all rows the queries of one KV head, one behind the other: they read the same kept tokens.
         of_heads = query.unflatten(1, (kv_heads, -1)).permute(1, 0, 3, 2, 4).flatten(0, 2)
-        count, tables, kept = batch * tokens, document.tables, document.kept
-        if count > 1:  # a length includes the queries: a hole before a head's tokens makes it long enough
-            hole = -(-count // BLOCK)
-            tables, kept = pad(tables, (hole, 0), value=-1), kept + hole * BLOCK
-        read = sparse_gap_attention_with_lse(
-            of_heads,
-            document.keys,
-            document.values,
-            tables,
-            kept,
-            step.starts_of_heads(kv_heads),
-            None,
-            scale,
-            causal=False,
-            softcap=softcap,
-            max_query_len=count,
-            max_seq_len=tables.shape[1] * BLOCK,
-        )
+        count = batch * tokens
+        tables, kept, plan = layer.laid_out(count, starts)
+        batch_of_heads = (document.keys, document.values, tables, kept, starts, None, scale)
+        bounds = {"max_query_len": count, "max_seq_len": tables.shape[1] * BLOCK, "plan": plan}
+        read = sparse_gap_attention_with_lse(of_heads, *batch_of_heads, causal=False, softcap=softcap, **bounds)
         out, lse = (t.unflatten(0, (kv_heads, count)).transpose(0, 1).flatten(1, 2) for t in read)
         merged, _ = merge_attention(out, lse, *own)
         return merged.view(batch, tokens, heads, -1)

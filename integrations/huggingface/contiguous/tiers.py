@@ -12,6 +12,7 @@ import os
 import struct
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
@@ -97,6 +98,20 @@ def disk_writers(
     ]
 
 
+@contextmanager
+def replaced(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
+    """A file to write, for its owner alone, that takes the place of another when it is whole; OSError: it cannot."""
+    target = Path(path)
+    handle, partial = tempfile.mkstemp(dir=target.absolute().parent, prefix=f".{target.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            yield file
+        os.replace(partial, target)
+    except BaseException:
+        Path(partial).unlink(missing_ok=True)
+        raise
+
+
 class SavedBlocks:
     """A file of blocks: a line of JSON that says whose they are and their hashes, then each block, packed."""
 
@@ -117,16 +132,8 @@ class SavedBlocks:
 
     def write(self, path: str | os.PathLike[str], evicted: LowerTiers | None) -> int:
         """Writes all blocks that prompts can find; the file is there whole or not at all, and yours alone; how many."""
-        target = Path(path)
-        handle, partial = tempfile.mkstemp(dir=target.absolute().parent, prefix=f".{target.name}.")
-        try:
-            with os.fdopen(handle, "wb") as file:
-                count = self._write(file, evicted)
-            os.replace(partial, target)
-        except BaseException:
-            Path(partial).unlink(missing_ok=True)
-            raise
-        return count
+        with replaced(path) as file:
+            return self._write(file, evicted)
 
     def _write(self, file: IO[bytes], evicted: LowerTiers | None) -> int:
         groups: list[dict[bytes, int | Content]] = []

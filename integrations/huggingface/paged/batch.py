@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from .... import triton_ops  # noqa: F401  registers torch.ops.pc
+from ....triton_ops._triton import KERNELS_ON_CPU
 
 ALIGNMENT = 16  # bytes at whose multiples tensors begin: what triton compiles the faster kernels for
 
@@ -63,7 +64,7 @@ class Pass:
 
 def needs_plan(device: torch.device) -> bool:
     """Whether attention on `device` reads a plan; the reference on a CPU does not."""
-    return device.type != "cpu"
+    return device.type != "cpu" or KERNELS_ON_CPU
 
 
 class PackedBatch(Pass):
