@@ -41,7 +41,10 @@ def follow_engines() -> None:
     def wrap(initialize: Callable[..., Any]) -> Callable[..., Any]:
         def initialize_both(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
             result = initialize(self, vllm_config, *args, **kwargs)
-            reasons = self.model_executor.collective_rpc(prepare)
+            try:
+                reasons = self.model_executor.collective_rpc(prepare)
+            except Exception as error:  # an executor may take names of methods alone
+                reasons = [f"an executor that does not ask its workers ({error})"]
             vllm_config.model_config.pc_cannot_move = next(filter(None, reasons), "")
             return result
 

@@ -192,17 +192,24 @@ class GapJumps:
 
 def why_no_jumps(scheduler: Any) -> str:
     """What of an engine makes jumps over gaps impossible, or ""."""
-    managers, cache = scheduler.kv_cache_manager.coordinator.single_type_managers, scheduler.kv_cache_manager
     speculates = scheduler.vllm_config.speculative_config is not None or scheduler.num_lookahead_tokens
     reasons = {
-        "no prefix caching": not cache.enable_caching,
         "speculative decoding": speculates,
         "a KV connector": scheduler.connector is not None or scheduler.aux_output_connector is not None,
-        "several groups of layers, windows or states": [type(each) for each in managers] != [FullAttentionManager],
         "an encoder": scheduler.is_encoder_decoder or scheduler.ec_connector is not None,
         "pipeline parallelism": scheduler.use_pp,
         "context parallelism": scheduler.dcp_world_size > 1 or scheduler.pcp_world_size > 1,
         "prefill in one piece": not scheduler.scheduler_config.enable_chunked_prefill,
+    }
+    return why_not_one_chain(scheduler) or next((reason for reason, holds in reasons.items() if holds), "")
+
+
+def why_not_one_chain(scheduler: Any) -> str:
+    """What of an engine's cache is more than one chain of blocks, or ""."""
+    managers = scheduler.kv_cache_manager.coordinator.single_type_managers
+    reasons = {
+        "no prefix caching": not scheduler.kv_cache_manager.enable_caching,
+        "several groups of layers, windows or states": [type(each) for each in managers] != [FullAttentionManager],
         "blocks of another size than their hashes": managers[0].block_size != scheduler.hash_block_size,
     }
     return next((reason for reason, holds in reasons.items() if holds), "")

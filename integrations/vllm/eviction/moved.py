@@ -101,7 +101,7 @@ class MovedText(GapJumps):
         root = _root(request)
         if root is None:
             return
-        border = min(max(_moved_from(request), first), last)
+        border = min(max(moved_from(request), first), last)
         for begin, end in ((first, border), (border, last)):
             if begin < end:
                 ids = np.array([block.block_id for block in blocks[begin:end]], np.int32)
@@ -131,6 +131,12 @@ class MovedText(GapJumps):
             if found := list(self._find(request, num_computed, runs)):
                 self._found = request, found
         return exact or self._found is not None
+
+    def would_move(self, request: Any, num_computed: int) -> int:
+        """Tokens that a request for moved text would find behind a hit."""
+        if self._index is None:
+            return 0
+        return sum(piece.end - piece.begin for piece in self._find(request, num_computed, {}))
 
     def _find(self, request: Any, num_computed: int, runs: dict[int, Any]) -> Iterator[Piece]:
         """What of a prompt lies elsewhere, between later runs that stay where they are; not its last token."""
@@ -209,7 +215,7 @@ class MovedText(GapJumps):
             request, piece = self._requests[name], pieces[0]
             if request.num_computed_tokens != piece.begin:
                 continue
-            if piece.begin // self._size < _moved_from(request):
+            if piece.begin // self._size < moved_from(request):
                 self._rename(request, piece.begin // self._size)
             request.num_computed_tokens = piece.end
             self._moving.setdefault(name, []).append(piece)
@@ -249,7 +255,7 @@ class MovedText(GapJumps):
             self._let_go(pieces)
 
 
-def _moved_from(request: Any) -> int:
+def moved_from(request: Any) -> int:
     """The number of a request's first block with moved KV, beyond all where it has none."""
     number: int = getattr(request, "pc_moved_from", 1 << 62)
     return number

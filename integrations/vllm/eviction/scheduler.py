@@ -12,7 +12,8 @@ from ...hints import Hint, read_or_warn
 from ..features import LOGGER, REUSE, announce, asked_of_scheduler, chosen_policy
 from ..metrics import COUNTERS, add_counts
 from .chunks import make_chunks
-from .jumps import GapJumps, why_no_jumps
+from .explaining import ASKED, Misses
+from .jumps import GapJumps, why_no_jumps, why_not_one_chain
 from .moved import MovedText, why_no_moves
 from .pool import PolicyBlockPool, install_policy
 from .waiting import WaitingPrefixes
@@ -50,6 +51,8 @@ class PolicyScheduler(Scheduler):
         self._reuse_asked: dict[str, str] = {}
         self.chunks = make_chunks(self, asked_of_scheduler(vllm_config, "pc_chunk"))
         self.jumps = self._make_jumps()
+        self._misses: Misses | None = None
+        self._unexplained: set[str] = set()
         self._allocate_slots = self.kv_cache_manager.allocate_slots
         announce(vllm_config)
 
@@ -71,7 +74,10 @@ class PolicyScheduler(Scheduler):
 
     def add_request(self, request: Any) -> None:
         """Takes a request's hint, unless it cannot be read: that is logged, and the request goes on without."""
-        asked = (getattr(request.sampling_params, "extra_args", None) or {}).get("pc_reuse")
+        extra = getattr(request.sampling_params, "extra_args", None) or {}
+        if extra.get(ASKED):
+            self._will_explain(request.request_id)
+        asked = extra.get("pc_reuse")
         if asked is not None:
             if asked not in REUSE:
                 known = ", ".join(REUSE)
@@ -92,6 +98,14 @@ class PolicyScheduler(Scheduler):
             self.kv_cache_manager.allocate_slots = self._allocate_hinted  # dearer, so from the first hint on
         super().add_request(request)
 
+    def _will_explain(self, request_id: str) -> None:
+        """Has a request's miss explained when it is admitted, and remembers requests that end from now on."""
+        if reason := why_not_one_chain(self):
+            logger.warning_once("%s: what is not cached is not explained under %s", ASKED, reason)
+            return
+        self._misses = self._misses or Misses(self)
+        self._unexplained.add(request_id)
+
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         """A step; with a KV connector, which may fill blocks, the workers are sent those handed out anew."""
         self._awaited.is_stale = True
@@ -107,6 +121,9 @@ class PolicyScheduler(Scheduler):
     def _reserve_prefill_lookahead(self, request: Any, num_computed_tokens: int, num_new_tokens: int) -> int:
         """VLLM asks for each request of a step how long its chunk may be: in front of a run that is cached it ends."""
         allowed: int = super()._reserve_prefill_lookahead(request, num_computed_tokens, num_new_tokens)
+        if self._misses is not None and request.request_id in self._unexplained:
+            self._unexplained.remove(request.request_id)
+            logger.info("request %s: %s", request.request_id, self._misses.explain(request, self.jumps))
         if self.chunks is not None:
             return self.chunks.clip(request, num_computed_tokens, allowed)
         jumps, admits = self.jumps, request.num_computed_tokens == 0
@@ -164,6 +181,9 @@ class PolicyScheduler(Scheduler):
 
     def _free_blocks(self, request: Any) -> None:
         self._reuse_asked.pop(request.request_id, None)
+        self._unexplained.discard(request.request_id)
+        if self._misses is not None:
+            self._misses.remember(request)
         hint = self._hints.pop(request.request_id, None)
         self._hinted.pop(request.request_id, None)
         self.block_pool.policy_state.finished(request.num_output_tokens, None if hint is None else hint.returns)

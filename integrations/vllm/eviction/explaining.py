@@ -1,0 +1,90 @@
+"""Why a request's prompt is cached no further in vLLM: a line in its log for whoever asks with `pc_explain`.
+
+The answer is `pc.cache.explain`'s, over what a scheduler knows: the blocks that have hashes, the texts of running and
+waiting requests, and of those that have ended since somebody first asked.
+"""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from ....cache.explain import Explanation, explain
+from ....cache.groups import FullAttention
+from ....cache.hashing import BlockHasher, Words, split_digests
+from ....cache.history import ENTRY_BYTES, TOKEN_BYTES, Ended, Latest
+from ....cache.keys import EncodedKeys, KeyAt, encode_keys
+from ....cache.table import Ids
+from .jumps import GapJumps
+from .moved import MovedText, moved_from
+
+ASKED = "pc_explain"
+"""In `extra_args` of a request that wants to know."""
+
+
+class Misses:
+    """Explains requests to a scheduler that is about to admit them.
+
+    Stands in for a manager's state: its table knows the blocks of the prompt that is explained, by vLLM's own hashes.
+    """
+
+    def __init__(self, scheduler: Any) -> None:
+        self._pool, self._requests = scheduler.kv_cache_manager.block_pool, scheduler.requests
+        self.block_size: int = scheduler.hash_block_size
+        self.hasher = BlockHasher("sha256", self.block_size)
+        self.groups = (FullAttention(),)
+        self.table = self
+        self.pools = (self,)
+        self.prefix_only = False  # what moved text would save is asked of the jumps, which know where text is
+        self.reuses: dict[str, Any] = {}
+        self.running: dict[str, Any] = {}
+        self._ended: Latest[Ended] = Latest(TOKEN_BYTES * len(self._pool.blocks))
+        self.history = SimpleNamespace(ended=self._ended, evicted=())
+        self._names: dict[bytes, bytes] = {}
+
+    def extended(self, _: Any, hit: Any) -> Any:
+        """VLLM finds whole blocks alone."""
+        return hit
+
+    def find(self, digests: Words) -> Ids:
+        """Blocks of the prompt that is explained, -1 where they are not cached."""
+        names = (self._names.get(digest) for digest in split_digests(digests))
+        found = (name and self._pool.get_cached_block(name, [0]) for name in names)
+        return np.array([block[0].block_id if block else -1 for block in found], np.int32)
+
+    def explain(self, request: Any, jumps: GapJumps | None) -> Explanation:
+        """What is there of a request that has not been admitted, and why no more."""
+        tokens, keys = array("I", request._all_token_ids), _keys_of(request)
+        digests = self.hasher.hash_blocks(tokens, keys)
+        self._names = dict(zip(split_digests(digests), request.block_hashes, strict=False))
+        others = (other for name, other in self._requests.items() if name != request.request_id)
+        self.running = {other.request_id: self._text_of(other) for other in others}
+        found = explain(self, tokens, keys)  # type: ignore[arg-type]
+        if isinstance(jumps, MovedText):
+            found = replace(found, moved_tokens=jumps.would_move(request, found.matched))
+        return found
+
+    def _text_of(self, request: Any) -> Any:
+        """What of a request is known as exact, as a manager's own request."""
+        tokens = array("I", request._all_token_ids[: moved_from(request) * self.block_size])
+        committed = min(request.num_computed_tokens, len(tokens))
+        return SimpleNamespace(tokens=tokens, pending=None, keys=_keys_of(request), committed=committed)
+
+    def remember(self, request: Any) -> None:
+        """A request has ended."""
+        text = self._text_of(request)
+        if text.committed >= self.block_size:
+            entry = (text.keys, None, text.tokens, text.committed)
+            self._ended.add(entry, ENTRY_BYTES + 4 * len(text.tokens))
+
+
+def _keys_of(request: Any) -> EncodedKeys:
+    """Salt, adapter and media of a request."""
+    adapter, media = request.lora_request, request.mm_features or ()
+    keys = [] if adapter is None else [(adapter.lora_name, adapter.lora_path)]
+    placed = [KeyAt(each.mm_position.offset, each.identifier) for each in media]
+    return encode_keys((*keys, *placed), request.cache_salt or None)

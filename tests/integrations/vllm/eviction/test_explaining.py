@@ -1,0 +1,115 @@
+"""Why a request misses, in vLLM's log: each kind, with its place, as `CacheManager.explain` says it."""
+
+from __future__ import annotations
+
+import logging
+import random
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("vllm", reason="vllm is not installed: make vllm")
+
+from vllm_exact import BLOCK, ExactEngine
+
+from pc.integrations.vllm.features import LOGGER
+
+FIRST = random.Random(1).choices(range(3, 1000), k=10 * BLOCK + 5)
+
+
+@pytest.fixture
+def said(monkeypatch):
+    """What is said of requests."""
+    lines = []
+    handler = logging.Handler(logging.INFO)
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logger = logging.getLogger(LOGGER)
+    monkeypatch.setattr(logger, "level", logging.INFO)
+    monkeypatch.setattr(logger, "_cache", {})
+    monkeypatch.setattr(logger, "handlers", [*logger.handlers, handler])
+    return lines
+
+
+@pytest.fixture
+def engine(said):
+    """One that has computed a first prompt, and remembers it."""
+    engine = ExactEngine(100)
+    engine.add("first", FIRST, pc_explain=True)
+    engine.run()
+    assert said.pop().startswith(f"request first: 0 of {len(FIRST)} tokens are cached: nothing like it was seen")
+    return engine
+
+
+def ask(engine, said, tokens, **options):
+    engine.add("asked", tokens, pc_explain=True, **options)
+    engine.run()
+    line = said.pop()
+    assert line.startswith("request asked: ")
+    return line.removeprefix("request asked: ")
+
+
+def test_another_token(engine, said):
+    other = [*FIRST[:70], 1, *FIRST[71:]]
+    line = ask(engine, said, other)
+    assert line.startswith(f"64 of {len(FIRST)} tokens are cached: token 70 is 1, and {FIRST[70]} in the text that")
+
+
+def test_another_salt(engine, said):
+    assert ask(engine, said, FIRST, salt="mine").endswith("from token 0 on the same text is cached under another salt")
+
+
+def test_another_adapter(engine, said):
+    request = engine.add("asked", FIRST, pc_explain=True)
+    request.lora_request = SimpleNamespace(lora_name="adapter", lora_path="there")
+    request.block_hashes.clear()
+    request.update_block_hashes()
+    found = engine.scheduler._misses.explain(request, None)
+    assert (found.matched, found.reason, found.position) == (0, "keys", 0)
+    assert found.here == (("adapter", "there"),)
+
+
+def test_an_image(engine, said):
+    request = engine.add("asked", FIRST, pc_explain=True)
+    position = SimpleNamespace(offset=40, length=4)
+    request.mm_features = [SimpleNamespace(mm_position=position, identifier="an image")]
+    request.block_hashes[2:] = [bytes([at]) * 32 for at in range(len(request.block_hashes) - 2)]
+    found = engine.scheduler._misses.explain(request, None)
+    assert (found.matched, found.reason, found.position, found.here) == (32, "keys", 40, "an image")
+
+
+def test_evicted_and_what_gaps_would_save(engine, said):
+    pool, hashes = engine.scheduler.block_pool, engine.add("other", FIRST).block_hashes
+    pool.evict_blocks({pool.get_cached_block(hashes[at], [0])[0].block_id for at in (3, 4)})
+    engine.abort("other")
+    line = ask(engine, said, FIRST)
+    assert line.startswith(f"48 of {len(FIRST)} tokens are cached: the block of token 48 was evicted; more would be")
+    assert "80 over gaps" in line
+
+
+def test_the_rest_of_a_block(engine, said):
+    line = ask(engine, said, FIRST[: 5 * BLOCK + 9])
+    assert line.endswith("whole blocks alone are found, of the one of token 80 9 tokens agree")
+
+
+def test_one_that_waits_has_the_same(engine, said):
+    new = random.Random(5).choices(range(3, 1000), k=200)
+    engine.add("waits", new)
+    found = engine.scheduler._misses.explain(engine.add("asked", new), None)
+    assert (found.matched, found.reason, found.there) == (0, "uncommitted", "waits")
+
+
+def test_what_moved_text_would_save(said):
+    engine = ExactEngine(100, reuse="anywhere")
+    engine.add("first", FIRST, pc_explain=True)
+    engine.run()
+    line = ask(engine, said, [1, 2, 3, *FIRST])
+    assert line.startswith(f"0 of {len(FIRST) + 3} tokens are cached: ")
+    assert "anywhere" in line
+
+
+def test_those_who_do_not_ask_are_told_nothing(said):
+    engine = ExactEngine(100)
+    engine.add("first", FIRST)
+    engine.run()
+    assert engine.scheduler._misses is None
+    assert not any("tokens are cached" in line for line in said)
