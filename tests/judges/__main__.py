@@ -87,11 +87,12 @@ def _pytest(name: str, sample: dict[str, Any], files: list[str], plugins: tuple[
         paths = [ROOT / "src", ROOT / "tests", ROOT / "tests" / "support", *(source / path for path in judge.paths)]
         told = json.dumps({"judge": name, "report": str(report), **sample})
         words = [word for plugin in (*plugins, "judges.plugin") for word in ("-p", plugin)]
+        variables = {k: v for k, v in judge.variables.items() if plugins or not k.startswith("PC_")}
         fixed = ["-c", os.devnull, "--rootdir", str(source), "--noconftest", "-p", "no:cacheprovider", "--tb=short"]
         done = subprocess.run(
             [python, "-m", "pytest", "-q", "--import-mode=importlib", *fixed, *words, *files],
             cwd=source,
-            env=os.environ | judge.variables | {"PYTHONPATH": os.pathsep.join(map(str, paths)), "JUDGE": told},
+            env=os.environ | variables | {"PYTHONPATH": os.pathsep.join(map(str, paths)), "JUDGE": told},
         )
         if done.returncode not in (0, 1) or not report.exists():
             return []

@@ -12,6 +12,7 @@ import json
 import math
 import os
 import random
+import sys
 import time
 from typing import Any
 
@@ -22,6 +23,7 @@ from .table import JUDGES
 SKIPPED = "skipped by the test's own condition"
 NOT_DRAWN = "not in the sample"
 NO_TIME = "no time left"
+NOT_OURS = "makes nothing of ours"
 _MANY = 1000
 """Cases of a function from which on they are drawn before pytest makes each, which takes minutes for 300,000."""
 
@@ -35,12 +37,16 @@ class Sample:
     """The sample of a run, and its report."""
 
     def __init__(self, judge: str, report: str, cases: int, seconds: float, seed: int, pairs: int) -> None:
-        self.rules = JUDGES[judge].rules
+        self.rules, self.counter = JUDGES[judge].rules, sys.modules.get(JUDGES[judge].counter)
         self.report, self.cases, self.seconds, self.seed, self.pairs = report, cases, seconds, seed, pairs
         self.ran: collections.Counter[str] = collections.Counter()
         self.left: collections.Counter[tuple[str, str]] = collections.Counter()
         self.rows: list[dict[str, Any]] = []
         self.end = math.inf
+
+    def _made(self) -> int | None:
+        """How many objects of ours were made so far, where that is counted."""
+        return None if self.counter is None else sum(self.counter.made.values())
 
     def _reason(self, test: str, params: dict[str, Any]) -> str | None:
         """Why a case is left out."""
@@ -98,6 +104,7 @@ class Sample:
         """Passes by what is beyond the sample."""
         drawn, in_time = self.ran[item.judged] < self.cases, time.monotonic() < self.end
         if drawn and in_time:
+            item.made = self._made()
             return None
         self.left[item.judged, NO_TIME if drawn else NOT_DRAWN] += 1
         return True
@@ -110,6 +117,9 @@ class Sample:
             return
         if report.outcome == "skipped":
             self.left[item.judged, getattr(report, "wasxfail", "") or SKIPPED] += 1
+            return
+        if report.outcome == "passed" and item.made is not None and item.made == self._made():
+            self.left[item.judged, NOT_OURS] += 1
             return
         self.ran[item.judged] += 1
         said = str(call.excinfo.value) if call.excinfo else str(report.longrepr or "")

@@ -33,6 +33,7 @@ class Judge:
         package: `name==version`, as a package index serves its sources.
         files: Patterns of test files of the sources; `ours` is a file of this folder over them, instead.
         plugins: Of pytest, that put ours in the place of theirs.
+        counter: The plugin, if any, that counts in `made` what of ours tests make; a case that makes none is left out.
         paths: Of the sources, to import from.
         keep: Which files and folders (with a slash) of the sources are kept.
         rules: What is left out.
@@ -49,6 +50,7 @@ class Judge:
     files: tuple[str, ...] = ()
     ours: str | None = None
     plugins: tuple[str, ...] = ()
+    counter: str = ""
     paths: tuple[str, ...] = (".",)
     keep: tuple[str, ...] = ()
     rules: tuple[Rule, ...] = ()
@@ -89,7 +91,8 @@ _VLLM = Judge(
 
 
 def _policy(name: str) -> Judge:
-    return replace(_VLLM, plugins=("vllm_lru_pool",), variables={**_VLLM.variables, "PC_VLLM_POLICY": name})
+    plugin, variables = "vllm_lru_pool", {**_VLLM.variables, "PC_VLLM_POLICY": name}
+    return replace(_VLLM, plugins=(plugin,), counter=plugin, variables=variables)
 
 
 def _unified(*endings: str) -> tuple[str, ...]:

@@ -21,7 +21,7 @@ from pc.integrations.vllm.eviction import install_policy
 from pc.integrations.vllm.eviction.queue import PolicyQueue
 from pc.integrations.vllm.offload import OffloadPolicy
 
-POLICY = os.environ.get("PC_VLLM_POLICY", "lru")
+POLICY = os.environ.pop("PC_VLLM_POLICY", "lru")  # of this plugin alone: vLLM's own scheduler is refused with it
 ORDERED = {
     **dict.fromkeys(("test_prefill", "test_prefill_plp", "test_evict"), "compares the blocks taken with those of lru"),
     **dict.fromkeys(
