@@ -82,19 +82,17 @@ class Content(NamedTuple):
 
 def keep(keys: torch.Tensor, values: torch.Tensor, chosen: torch.Tensor) -> KeptLayer:
     """Packs `[num_kv_heads, tokens, head_dim]` of which heads keep `chosen [num_kv_heads, tokens]` bool."""
-    kept = chosen.sum(-1).tolist()
-    blocks = [-(-count // BLOCK) for count in kept]
-    tables = torch.full((len(kept), max(*blocks, 1)), -1, dtype=torch.int32)
+    lens = chosen.sum(-1, dtype=torch.int32)
+    counts, blocks = lens.tolist(), (-(-lens // BLOCK)).tolist()
+    tables = torch.full((len(counts), max(*blocks, 1)), -1, dtype=torch.int32)
     packed = [side.new_zeros(sum(blocks), BLOCK, 1, side.shape[-1]) for side in (keys, values)]
     first = 0
-    for head, (count, own) in enumerate(zip(kept, blocks, strict=True)):
+    for head, (count, own) in enumerate(zip(counts, blocks, strict=True)):
         tables[head, :own] = torch.arange(first, first + own, dtype=torch.int32)
         for side, pool in zip((keys, values), packed, strict=True):
             pool[first : first + own].view(-1, side.shape[-1])[:count] = side[head, chosen[head]]
         first += own
-    device = keys.device
-    lens = torch.tensor(kept, dtype=torch.int32, device=device)
-    return KeptLayer(packed[0], packed[1], tables.to(device), lens)
+    return KeptLayer(packed[0], packed[1], tables.to(keys.device), lens)
 
 
 class CompressedDocument:
@@ -234,11 +232,10 @@ class Questions(Cache):  # type: ignore[misc]  # transformers is untyped here
 
     def __init__(self, content: Content) -> None:
         self.length = len(content.tokens)
-        made = [
-            _window(x, self.length) if isinstance(x, WindowLayer) else OwnLayer(self, x)
-            for x in content.layers.values()
-        ]
-        super().__init__(layers=made)
+        kept = content.layers.values()
+        super().__init__(
+            layers=[OwnLayer(self, x) if isinstance(x, KeptLayer) else _WindowOfDocument(x, self.length) for x in kept]
+        )
         self._step: SharedTables | None = None
 
     def step(self, layer: OwnLayer, tokens: int) -> SharedTables:
@@ -275,8 +272,11 @@ def _plan(tables: torch.Tensor, lens: torch.Tensor, starts: torch.Tensor, **opti
     return attention_plan(tables, lens, starts, BLOCK, **options) if needs_plan(tables.device) else None
 
 
-class OwnLayer(CacheLayerMixin):  # type: ignore[misc]
-    """A layer's tokens of one call behind a document's: in `[batch, room, num_kv_heads, head_dim]`, read as blocks."""
+class OwnLayer(CacheLayerMixin, PagedPass):  # type: ignore[misc]
+    """A layer's tokens of one call behind a document's: in `[batch, room, num_kv_heads, head_dim]`, read as blocks.
+
+    Its marked keys lead to it: attention of the layer's queries over the document and over its own tokens.
+    """
 
     is_sliding, is_compileable = False, False
 
@@ -323,7 +323,7 @@ class OwnLayer(CacheLayerMixin):  # type: ignore[misc]
         for new, buffer in zip((key_states, value_states), self.buffers, strict=True):
             buffer[:, self.tokens : end] = new.transpose(1, 2)
         self.tokens = end
-        return mark(key_states.view_as(key_states), _Reading(self)), value_states
+        return mark(key_states.view_as(key_states), self), value_states
 
     def get_seq_length(self, *_: Any) -> int:
         """Tokens of the document and its own."""
@@ -357,18 +357,6 @@ class OwnLayer(CacheLayerMixin):  # type: ignore[misc]
         """Each row several times."""
         self.buffers = tuple(buffer.repeat_interleave(repeats, 0) for buffer in self.buffers)
 
-
-def _empty(new: torch.Tensor, room: int) -> torch.Tensor:
-    batch, heads, _, width = new.shape
-    return new.new_empty(batch, room, heads, width)
-
-
-class _Reading(PagedPass):
-    """Attention of a layer's queries over the document and over its own tokens."""
-
-    def __init__(self, layer: OwnLayer) -> None:
-        self.layer = layer
-
     def attend(
         self,
         query: torch.Tensor,
@@ -381,13 +369,13 @@ class _Reading(PagedPass):
     ) -> torch.Tensor:
         """Of `query [batch, num_heads, tokens, head_dim]`; `[batch, tokens, num_heads, head_dim]`."""
         refuse_if(window is not None, "a layer with a window reads a compressed document")
-        layer, document = self.layer, self.layer.document
+        document = self.document
         batch, heads, tokens, _ = query.shape
-        if tokens == 1 and not softcap and sinks is None and layer.rows:
+        if tokens == 1 and not softcap and sinks is None and self.rows:
             return self._decode(query, scale)
-        kv_heads, step = len(document.kept), layer.questions.step(layer, tokens)
+        kv_heads, step = len(document.kept), self.questions.step(self, tokens)
         starts, plan = step.of_heads(kv_heads)
-        own_keys, own_values = (buffer.view(-1, BLOCK, *buffer.shape[2:]) for buffer in layer.buffers)
+        own_keys, own_values = (buffer.view(-1, BLOCK, *buffer.shape[2:]) for buffer in self.buffers)
         rows = query.transpose(1, 2).flatten(0, 1)
         batch_of_own = (own_keys, own_values, step.tables, step.seq_lens, step.starts, scale)
         bounds: dict[str, Any] = {"max_query_len": tokens, "max_seq_len": step.total, "plan": plan}
@@ -395,7 +383,7 @@ class _Reading(PagedPass):
         # Of all rows the queries of one KV head, one behind the other: they read the same kept tokens.
         of_heads = query.unflatten(1, (kv_heads, -1)).permute(1, 0, 3, 2, 4).flatten(0, 2)
         count = batch * tokens
-        tables, kept, plan = layer.laid_out(count, starts)
+        tables, kept, plan = self.laid_out(count, starts)
         batch_of_heads = (document.keys, document.values, tables, kept, starts, None, scale)
         bounds = {"max_query_len": count, "max_seq_len": tables.shape[1] * BLOCK, "plan": plan}
         read = sparse_gap_attention_with_lse(of_heads, *batch_of_heads, causal=False, softcap=softcap, **bounds)
@@ -405,12 +393,12 @@ class _Reading(PagedPass):
 
     def _decode(self, query: torch.Tensor, scale: float) -> torch.Tensor:
         """One token on a CPU: heads lie in a row there, and one call for each costs less than what operators check."""
-        layer, (batch, heads, _, width) = self.layer, query.shape
-        grouped = query.reshape(batch, len(layer.rows), -1, width)
-        keys, values = (buffer[:, : layer.tokens].transpose(1, 2) for buffer in layer.buffers)
+        batch, heads, _, width = query.shape
+        grouped = query.reshape(batch, len(self.rows), -1, width)
+        keys, values = (buffer[:, : self.tokens].transpose(1, 2) for buffer in self.buffers)
         own, own_lse = flash_kernel(grouped, keys, values, False, scale)
-        of_heads = grouped.transpose(0, 1).reshape(len(layer.rows), 1, 1, -1, width)
-        read = [flash_kernel(q, k, v, False, scale) for q, (k, v) in zip(of_heads, layer.rows, strict=True)]
+        of_heads = grouped.transpose(0, 1).reshape(len(self.rows), 1, 1, -1, width)
+        read = [flash_kernel(q, k, v, False, scale) for q, (k, v) in zip(of_heads, self.rows, strict=True)]
         shape = (len(read), batch, -1)
         out = torch.cat([part for part, _ in read]).view(*shape, width).transpose(0, 1)
         lse = torch.cat([part for _, part in read]).view(shape).transpose(0, 1)
@@ -418,11 +406,9 @@ class _Reading(PagedPass):
         return torch.lerp(out, own, weight).reshape(batch, 1, heads, width)
 
 
-def _window(kept: WindowLayer, length: int) -> DynamicSlidingWindowLayer:
-    layer = _WindowOfDocument(int(kept.window))
-    layer.lazy_initialization(kept.keys, kept.values)
-    layer.keys, layer.values, layer.cumulative_length = kept.keys, kept.values, length
-    return layer
+def _empty(new: torch.Tensor, room: int) -> torch.Tensor:
+    batch, heads, _, width = new.shape
+    return new.new_empty(batch, room, heads, width)
 
 
 class _WindowOfDocument(DynamicSlidingWindowLayer):  # type: ignore[misc]
@@ -430,6 +416,11 @@ class _WindowOfDocument(DynamicSlidingWindowLayer):  # type: ignore[misc]
 
     keys: torch.Tensor
     values: torch.Tensor
+
+    def __init__(self, kept: WindowLayer, length: int) -> None:
+        super().__init__(int(kept.window))
+        self.lazy_initialization(kept.keys, kept.values)
+        self.keys, self.values, self.cumulative_length = kept.keys, kept.values, length
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """As transformers' own."""

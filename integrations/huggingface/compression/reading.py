@@ -234,8 +234,8 @@ class Peak:
         self.nbytes = max(self.nbytes, sum(t.nbytes for pair in (*whole, *packed) for t in pair if t is not None))
 
 
-class _ReadLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untyped here
-    """A layer that is compressed where its attention is computed."""
+class _ReadLayer(DynamicLayer, PagedPass):  # type: ignore[misc]  # transformers is untyped here
+    """A layer that is compressed where its attention is computed, which its marked keys lead to."""
 
     keys: torch.Tensor | None
     values: torch.Tensor | None
@@ -245,15 +245,10 @@ class _ReadLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untyped
         self.index, self.press, self.budget, self.kept, self.peak = index, press, budget, kept, peak
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any) -> Any:
-        """The keys, bound to what chooses among them."""
+        """The keys, bound to this layer."""
         self.lazy_initialization(key_states, value_states)
         self.keys, self.values = key_states, value_states
-        return mark(key_states.view_as(key_states), _Choosing(self)), value_states
-
-
-class _Choosing(PagedPass):
-    def __init__(self, layer: _ReadLayer) -> None:
-        self.layer = layer
+        return mark(key_states.view_as(key_states), self), value_states
 
     def attend(
         self,
@@ -267,27 +262,17 @@ class _Choosing(PagedPass):
     ) -> torch.Tensor:
         """Attention over the whole text, `[1, tokens, num_heads, head_dim]`; then the layer keeps what is chosen."""
         refuse_if(window is not None, "a layer without a window in its cache has one in its attention")
-        layer, length = self.layer, query.shape[2]
-        first, end, starts = (
+        length = query.shape[2]
+        table, lens, starts = (
             torch.tensor(t, dtype=torch.int32, device=query.device) for t in ([[0]], [length], [0, length])
         )
-        out = paged_attention(
-            query[0].transpose(0, 1),
-            key.transpose(1, 2),  # one block of the whole text
-            value.transpose(1, 2),
-            first,
-            end,
-            starts,
-            scale,
-            softcap=softcap,
-            sinks=sinks,
-            max_query_len=length,
-            max_seq_len=length,
-        )
-        chosen = choose(SCORES[layer.press](query[0], key[0], value[0], scale), layer.budget)
-        layer.kept[layer.index] = keep(key[0], value[0], chosen)
-        layer.peak.look()
-        layer.keys = layer.values = None
+        sides = (query[0].transpose(0, 1), key.transpose(1, 2), value.transpose(1, 2))  # one block of the whole text
+        given: dict[str, Any] = {"softcap": softcap, "sinks": sinks, "max_query_len": length, "max_seq_len": length}
+        out = paged_attention(*sides, table, lens, starts, scale, **given)
+        chosen = choose(SCORES[self.press](query[0], key[0], value[0], scale), self.budget)
+        self.kept[self.index] = keep(key[0], value[0], chosen)
+        self.peak.look()
+        self.keys = self.values = None
         return out[None]
 
 
