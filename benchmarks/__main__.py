@@ -23,6 +23,7 @@ NAMES = {
     "reuse_anywhere": ("models.reuse_anywhere", "text that moved: time and loss"),
     "agents": ("models.agents", "agents' traffic and changes of their prompts: tokens computed, and lost"),
     "lookup_anywhere": ("models.lookup_anywhere", "what it costs to look for text that moved"),
+    "determinism": ("models.determinism", "whether bits depend on what is cached, and what it costs"),
     "batching": ("models.batching", "generate_batch beside transformers'"),
     "hidden_states": ("models.hidden_states", "caching hidden states, beside vLLM-Omni and others"),
     "quality": ("models.quality", "what a model loses when its cache holds less, or fewer bits"),

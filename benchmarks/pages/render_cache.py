@@ -246,6 +246,30 @@ TABLES = {
         ),
         below=lambda page, source, rows: "",
     ),
+    "determinism": Table(
+        "determinism.csv",
+        (
+            ("way", "l", "way"),
+            ("engine", "l", "engine"),
+            ("type", "l", "dtype"),
+            ("tokens cached", "r", lambda row: f"{row['cached_tokens']} of {row['prompt_tokens']}"),
+            ("prompts with the same bits warm as cold", "r", lambda row: f"{row['same']} of {row['prompts']}"),
+        ),
+        order=lambda row: (row["engine"], row["way"], row["dtype"]),
+        below=measured,
+    ),
+    "determinism_hits": Table(
+        "determinism_hits.csv",
+        (
+            ("trace", "l", "trace"),
+            ("prompts", "r", "prompts"),
+            ("tokens of prompts", "r", "prompt_tokens:,.0f"),
+            ("hit", "r", lambda row: f"{int(row['hit_tokens']) / int(row['prompt_tokens']):.3f}"),
+            ("hit in whole chunks", "r", lambda row: f"{int(row['chunk_hit_tokens']) / int(row['prompt_tokens']):.3f}"),
+            ("of hits lost", "r", lambda row: f"{1 - int(row['chunk_hit_tokens']) / int(row['hit_tokens']):.3f}"),
+        ),
+        below=lambda page, source, rows: measured(page, source, rows, ()),
+    ),
     "lookup_anywhere": Table(
         "lookup_anywhere.csv",
         (

@@ -15,8 +15,12 @@ def test_compiled(name):
     run(name)
 
 
-def test_batch_invariant():
-    """A row's bits are those of a prompt computed at once: in chunks, decoded, beside others, with a plan."""
+@pytest.mark.parametrize(("split_keys", "window"), [(8192, 0), (64, 0), (64, 100)])
+def test_batch_invariant(split_keys, window, monkeypatch):
+    """A row's bits are those of a prompt computed at once: in chunks, decoded, beside others, split, with a plan."""
+    from pc.triton_ops._attention import choose
+
+    monkeypatch.setattr(choose, "INVARIANT_SPLIT_KEYS", split_keys)
     torch.manual_seed(0)
     lens, heads = torch.tensor([150, 70], dtype=torch.int32), 2
     query, cache = torch.randn(151, heads, 64).half(), torch.randn(2, 16, 16, 1, 64).half()
@@ -25,8 +29,11 @@ def test_batch_invariant():
 
     def attend(rows, tables, lens, starts, plan=None):
         bounds = torch.tensor(starts, dtype=torch.int32)
-        plan = plan and pc.attention_plan(tables, lens, bounds, 16, num_kv_heads=1, **options)
-        return pc.paged_attention(rows, *cache, tables, lens, bounds, 0.125, plan=plan, **options)
+        plan = plan and pc.attention_plan(tables, lens, bounds, 16, num_kv_heads=1, window=window, **options)
+        call = (rows, *cache, tables, lens, bounds, 0.125)
+        if window:
+            return pc.sliding_window_attention(*call, window, plan=plan, **options)
+        return pc.paged_attention(*call, plan=plan, **options)
 
     whole = attend(query, tables, lens, [0, 150, 151])
     assert torch.equal(attend(query, tables, lens, [0, 150, 151], plan=True), whole)

