@@ -8,7 +8,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 FOLDERS = ("src", "cache", "integrations", "triton_ops", "benchmarks", "tests", "docs")
-NAME = re.compile(r"(?:PC|TRITON)_[A-Z_]+")
+NAME = re.compile(r"(?:PC|TRITON)_(?!ATTN)[A-Z_]+")  # TRITON_ATTN is a backend of vLLM's
 PAGE = set(re.findall(r"`([A-Z_]{4,})`", (ROOT / "docs" / "environment.md").read_text(encoding="utf-8")))
 
 
