@@ -31,7 +31,7 @@ class LayerCall(NamedTuple):
     scales: dict[str, torch.Tensor]  # of a float8 cache
 
 
-class PagedAttentionBackend(AttentionBackend):
+class PagedAttnBackend(AttentionBackend):
     """Decoder attention through `pc`: extend with prefix hits, chunks and mixed steps, decode, verification of drafts.
 
     Page sizes from 1, head sizes to `MAX_HEAD_DIM`, windows (in SGLang's pool for them, or in the common one), learned

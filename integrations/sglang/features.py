@@ -25,9 +25,9 @@ def _enable_attention() -> str:
     choices.add_radix_supported_deterministic_attention_backend_choices([BACKEND])
 
     def make(runner: Any) -> Any:
-        from .attention import PagedAttentionBackend
+        from .attention import PagedAttnBackend
 
-        backend = PagedAttentionBackend(runner)
+        backend = PagedAttnBackend(runner)
         announce(f"attention by {type(backend).__name__}")
         return backend
 

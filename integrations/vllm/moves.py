@@ -25,7 +25,7 @@ ANGLE, LENGTH = 0.03, 0.02
 """How far angles, in radians, and lengths of a rotary table may be from those of one rotation: bfloat16 rounds both."""
 
 
-class Turn(NamedTuple):
+class RotatedLayer(NamedTuple):
     """A layer's keys and values `[num_blocks, block_size, num_kv_heads, head_size]`, and how keys turn."""
 
     keys: torch.Tensor
@@ -57,7 +57,7 @@ def prepare(worker: Any) -> str:
     """Has a worker, whose model and caches are there, apply moves in front of each forward pass; or why it cannot."""
     runner = worker.model_runner
     try:
-        turns = find_turns(runner.get_model(), worker.vllm_config)
+        layers = rotated_layers(runner.get_model(), worker.vllm_config)
     except ValueError as error:
         return str(error)
 
@@ -65,7 +65,7 @@ def prepare(worker: Any) -> str:
         def update_both(output: Any, *args: Any, **kwargs: Any) -> Any:
             result = update(output, *args, **kwargs)
             if moves := getattr(output, "pc_moves", None):
-                apply(turns, moves)
+                apply(layers, moves)
             return result
 
         return update_both
@@ -76,15 +76,15 @@ def prepare(worker: Any) -> str:
 
 
 @torch.no_grad()
-def apply(turns: list[Turn], moves: list[tuple[Slots, Slots, Slots]]) -> None:
+def apply(layers: list[RotatedLayer], moves: list[tuple[Slots, Slots, Slots]]) -> None:
     """Brings KV from slots to slots by numbers of positions."""
-    device, columns = turns[0].keys.device, [np.concatenate(column) for column in zip(*moves, strict=True)]
+    device, columns = layers[0].keys.device, [np.concatenate(column) for column in zip(*moves, strict=True)]
     sources, targets, deltas = (torch.from_numpy(column).to(device) for column in columns)
-    for turn in turns:
-        move_slots(turn.keys, turn.values, sources, targets, deltas, turn.inv_freq, turn.is_neox)
+    for layer in layers:
+        move_slots(layer.keys, layer.values, sources, targets, deltas, layer.inv_freq, layer.is_neox)
 
 
-def find_turns(model: Any, vllm_config: Any) -> list[Turn]:
+def rotated_layers(model: Any, vllm_config: Any) -> list[RotatedLayer]:
     """How each layer keeps keys and how they turn; ValueError with what of a model makes that unknown."""
     config = vllm_config.model_config
     for name in ("no_rope_layers", "no_rope_layer_interval", "nope_layer_interval"):
@@ -92,7 +92,7 @@ def find_turns(model: Any, vllm_config: Any) -> list[Turn]:
             raise ValueError("layers without positions")
     if config.uses_mrope:
         raise ValueError("rotary embeddings with several positions a token")
-    turns, known = list[Turn](), dict[int, torch.Tensor]()
+    layers, known = list[RotatedLayer](), dict[int, torch.Tensor]()
     for name, layer in vllm_config.compilation_config.static_forward_context.items():
         cache = getattr(layer, "kv_cache", None)
         if cache is None or not hasattr(layer, "get_attn_backend"):
@@ -109,10 +109,10 @@ def find_turns(model: Any, vllm_config: Any) -> list[Turn]:
         if id(rotary) not in known:
             known[id(rotary)] = frequencies(rotary.cos_sin_cache)
         keys, values = cache.transpose(1, 2).split(size, dim=-1)
-        turns.append(Turn(keys, values, known[id(rotary)].to(cache.device), bool(rotary.is_neox_style)))
-    if not turns:
+        layers.append(RotatedLayer(keys, values, known[id(rotary)].to(cache.device), bool(rotary.is_neox_style)))
+    if not layers:
         raise ValueError("a model without attention")
-    return turns
+    return layers
 
 
 def _rotary_beside(model: Any, layer: str) -> Any:

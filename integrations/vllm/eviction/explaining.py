@@ -20,7 +20,7 @@ from ....cache.history import ENTRY_BYTES, TOKEN_BYTES, Ended, Latest
 from ....cache.keys import EncodedKeys, KeyAt, encode_keys
 from ....cache.table import Ids
 from .jumps import GapJumps
-from .moved import MovedText, moved_from
+from .moved import MovedJumps, moved_from
 
 ASKED = "pc_explain"
 """In `extra_args` of a request that wants to know."""
@@ -64,7 +64,7 @@ class Misses:
         others = (other for name, other in self._requests.items() if name != request.request_id)
         self.running = {other.request_id: self._text_of(other) for other in others}
         found = explain(self, tokens, keys)  # type: ignore[arg-type]
-        if isinstance(jumps, MovedText):
+        if isinstance(jumps, MovedJumps):
             found = replace(found, moved_tokens=jumps.would_move(request, found.matched))
         return found
 

@@ -65,7 +65,7 @@ class Contents:
             self._keys[block] = key
 
 
-class Piece(NamedTuple):
+class CopiedSpan(NamedTuple):
     """Tokens `begin` to `end` of a request that are not computed but brought from `slots`."""
 
     begin: int
@@ -77,7 +77,7 @@ class Piece(NamedTuple):
     """That hold these slots."""
 
 
-class MovedText(GapJumps):
+class MovedJumps(GapJumps):
     """Jumps over gaps, and over text that is cached elsewhere."""
 
     def __init__(self, scheduler: Any) -> None:
@@ -85,9 +85,9 @@ class MovedText(GapJumps):
         self._contents = Contents(self._pool)
         self._index: ContentIndex | None = None
         self._pending: list[tuple[Ids, list[bytes | None], int, int, array[int], bytes, bool]] = []
-        self._found: tuple[Any, list[Piece]] | None = None
-        self._pieces: dict[str, list[Piece]] = {}
-        self._moving: dict[str, list[Piece]] = {}
+        self._found: tuple[Any, list[CopiedSpan]] | None = None
+        self._pieces: dict[str, list[CopiedSpan]] = {}
+        self._moving: dict[str, list[CopiedSpan]] = {}
         self.num_moved_tokens = 0
 
     def follow(self) -> None:
@@ -138,7 +138,7 @@ class MovedText(GapJumps):
             return 0
         return sum(piece.end - piece.begin for piece in self._find(request, num_computed, {}))
 
-    def _find(self, request: Any, num_computed: int, runs: dict[int, Any]) -> Iterator[Piece]:
+    def _find(self, request: Any, num_computed: int, runs: dict[int, Any]) -> Iterator[CopiedSpan]:
         """What of a prompt lies elsewhere, between later runs that stay where they are; not its last token."""
         root, size, last = _root(request), self._size, request.num_tokens - 1
         if root is None or request.sampling_params is None or _asks_for_rows(request):
@@ -159,7 +159,7 @@ class MovedText(GapJumps):
                 joined.append(match)
             yield from self._piece(request, joined)
 
-    def _piece(self, request: Any, matches: list[ContentMatch]) -> Iterator[Piece]:
+    def _piece(self, request: Any, matches: list[ContentMatch]) -> Iterator[CopiedSpan]:
         """Neighbouring matches as one piece, if that is worth it."""
         begin, end = (matches[0].start + LEAD, matches[-1].end) if matches else (0, 0)
         # The block with the first moved token has to have a hash that can be another.
@@ -167,7 +167,7 @@ class MovedText(GapJumps):
             slots = np.concatenate([match.slots for match in matches])[LEAD:]
             deltas = np.repeat([match.delta for match in matches], [len(match.slots) for match in matches])[LEAD:]
             blocks = [self._pool.blocks[number] for number in np.unique(slots // self._size).tolist()]
-            yield Piece(begin, end, slots, deltas, blocks)
+            yield CopiedSpan(begin, end, slots, deltas, blocks)
 
     def clip(self, request: Any, num_computed: int, num_new: int) -> int:
         """What of a chunk lies in front of the next run or piece."""
@@ -180,7 +180,7 @@ class MovedText(GapJumps):
     def allocate(self, request: Any, num_new_tokens: int, *args: Any, **kwargs: Any) -> Any:
         """In place of vLLM's `allocate_slots`: pins sources too, as far as there is room beside the whole request."""
         found, self._found = self._found, None
-        pieces: list[Piece] = []
+        pieces: list[CopiedSpan] = []
         if found is not None and found[0] is request:
             runs = list(self._planned[1].values()) if self._planned is not None else []
             room, held = self._room(request, runs, **kwargs), set(map(id, runs))
@@ -199,7 +199,7 @@ class MovedText(GapJumps):
             self._let_go(pieces)
         return new
 
-    def _let_go(self, pieces: list[Piece]) -> None:
+    def _let_go(self, pieces: list[CopiedSpan]) -> None:
         for piece in pieces:
             self._pool.free_blocks(reversed(piece.blocks))
 

@@ -14,7 +14,7 @@ from ..metrics import COUNTERS, add_counts
 from .chunks import make_chunks
 from .explaining import ASKED, Misses
 from .jumps import GapJumps, why_no_jumps, why_not_one_chain
-from .moved import MovedText, why_no_moves
+from .moved import MovedJumps, why_no_moves
 from .pool import PolicyBlockPool, install_policy
 from .waiting import WaitingPrefixes
 
@@ -67,7 +67,7 @@ class PolicyScheduler(Scheduler):
             log = logger.warning_once if self._reuse == "anywhere" else logger.info_once
             log("text that moved is not reused under %s", self._cannot_move)
             return GapJumps(self)
-        moved = MovedText(self)
+        moved = MovedJumps(self)
         if self._reuse == "anywhere":
             moved.follow()
         return moved
@@ -84,7 +84,7 @@ class PolicyScheduler(Scheduler):
                 logger.warning("pc_reuse of request %s: got %.100r, needs one of %s", request.request_id, asked, known)
                 asked = "prefix"
             if asked == "anywhere" and self.jumps is not None:
-                if isinstance(self.jumps, MovedText):
+                if isinstance(self.jumps, MovedJumps):
                     self.jumps.follow()
                 else:
                     logger.warning_once("text that moved is not reused under %s", self._cannot_move)
@@ -162,7 +162,7 @@ class PolicyScheduler(Scheduler):
         if stats is not None:
             queue = self.block_pool.free_block_queue
             jumped = 0 if self.jumps is None else self.jumps.num_jumped_tokens
-            moved = self.jumps.num_moved_tokens if isinstance(self.jumps, MovedText) else 0
+            moved = self.jumps.num_moved_tokens if isinstance(self.jumps, MovedJumps) else 0
             counts = self._counts | {"jumped_tokens": jumped, "moved_tokens": moved}
             counts |= {"evicted_blocks": queue.num_evicted, "returned_blocks": queue.num_returned}
             since = {name: count - self._told[name] for name, count in counts.items()}

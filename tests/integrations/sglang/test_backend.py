@@ -11,7 +11,7 @@ pytest.importorskip("sglang", reason="sglang is not installed: make sglang")
 
 from sglang_batches import HEADS, Scene
 
-from pc.integrations.sglang.attention import PagedAttentionBackend
+from pc.integrations.sglang.attention import PagedAttnBackend
 
 TOLERANCE = {"rtol": 1e-5, "atol": 1e-5}
 
@@ -45,7 +45,7 @@ def steps(scene, backend, **options):
 @pytest.mark.parametrize("page_size", [1, 16, 64])
 def test_extend_mixed_and_decode(one_rank, page_size):
     scene = Scene(page_size)
-    steps(scene, PagedAttentionBackend(scene.runner()))
+    steps(scene, PagedAttnBackend(scene.runner()))
 
 
 @pytest.mark.parametrize("page_size", [1, 16])
@@ -53,13 +53,13 @@ def test_extend_mixed_and_decode(one_rank, page_size):
 def test_windows(one_rank, page_size, window_pool):
     """Layers with a window beside full ones; SGLang may keep the former in a pool of their own."""
     scene = Scene(page_size, windows=(0, 24, 24), window_pool=window_pool)
-    steps(scene, PagedAttentionBackend(scene.runner()))
+    steps(scene, PagedAttnBackend(scene.runner()))
 
 
 def test_blocks_that_have_left_the_window(one_rank):
     """SGLang frees them in the windowed layers' pool and translates their slots to its padding."""
     scene = Scene(4, windows=(0, 8), window_pool=True)
-    backend = PagedAttentionBackend(scene.runner())
+    backend = PagedAttnBackend(scene.runner())
     batch = scene.batch("EXTEND", {1: 50})
     backend.init_forward_metadata(batch)
     run(scene, backend, batch)
@@ -81,7 +81,7 @@ def test_blocks_that_have_left_the_window(one_rank):
 
 def test_softcap_sinks_and_another_value_width(one_rank):
     scene = Scene(logit_cap=5.0, value_dim=16)
-    steps(scene, PagedAttentionBackend(scene.runner()), sinks=torch.randn(HEADS), softcap=5.0)
+    steps(scene, PagedAttnBackend(scene.runner()), sinks=torch.randn(HEADS), softcap=5.0)
 
 
 @pytest.mark.parametrize("scale", [None, 0.5])
@@ -90,7 +90,7 @@ def test_float8_caches(one_rank, scale):
     scene = Scene(cache_dtype=torch.float8_e4m3fn)
     for layer in scene.layers:
         layer.k_scale = layer.v_scale = None if scale is None else torch.tensor(scale)
-    steps(scene, PagedAttentionBackend(scene.runner()), tolerance={"rtol": 0.0, "atol": 0.25})
+    steps(scene, PagedAttnBackend(scene.runner()), tolerance={"rtol": 0.0, "atol": 0.25})
     row = scene.table.req_to_token[1, :37].long()
     stored = scene.pool.get_key_buffer(0)[row].double() * (scale or 1.0)
     assert (stored - scene.keys[0][1, :37]).abs().max() < 0.2
@@ -101,7 +101,7 @@ def test_new_keys_are_not_changed(one_rank):
     """SGLang divides keys by their scale in place: the caller's stay."""
     scene = Scene(cache_dtype=torch.float8_e4m3fn)
     scene.layers[0].k_scale = scene.layers[0].v_scale = torch.tensor(0.5)
-    backend, batch = PagedAttentionBackend(scene.runner()), scene.batch("EXTEND", {1: 8})
+    backend, batch = PagedAttnBackend(scene.runner()), scene.batch("EXTEND", {1: 8})
     backend.init_forward_metadata(batch)
     query, key, value = scene.new(0)
     kept = key.clone()
@@ -152,7 +152,7 @@ def test_trees_of_drafts(one_rank, monkeypatch, of_all_keys, drafts):
     layout = TreeMaskMode.FULL_MASK if of_all_keys else TreeMaskMode.QLEN_ONLY
     monkeypatch.setattr("pc.integrations.sglang.attention.default_tree_mask_mode", lambda: layout)
     scene = Scene(windows=(0, 24))
-    backend = PagedAttentionBackend(scene.runner())
+    backend = PagedAttnBackend(scene.runner())
     prompts(scene, backend, {1: 37, 2: 20, 3: 1})
     masks = tree(3, drafts)
     lengths = torch.tensor([37, 20, 1])
@@ -165,7 +165,7 @@ def test_trees_of_drafts(one_rank, monkeypatch, of_all_keys, drafts):
 
 def test_a_chain_of_drafts_needs_no_mask(one_rank):
     scene = Scene()
-    backend = PagedAttentionBackend(scene.runner())
+    backend = PagedAttnBackend(scene.runner())
     prompts(scene, backend, {1: 37, 2: 20})
     spec = verify_input(tree(2, 3), [37, 20], False)
     spec.custom_mask = None
@@ -197,7 +197,7 @@ def addresses(step):
 def test_decoding_in_graphs(one_rank, window_pool):
     """Metadata are brought up to date where a captured graph reads them, by operations that a graph records."""
     scene = Scene(windows=(0, 24), window_pool=window_pool)
-    backend = PagedAttentionBackend(scene.runner())
+    backend = PagedAttnBackend(scene.runner())
     backend.init_cuda_graph_state(4, 4)
     prompts(scene, backend, {1: 37, 2: 20, 3: 1})
     captured = None
@@ -231,7 +231,7 @@ def sync_is_an_error():
 def test_verification_in_graphs(one_rank):
     """The tree builder writes into the backend's buffer, or leaves a mask of its own that is copied there."""
     scene = Scene(windows=(0, 24))
-    backend = PagedAttentionBackend(scene.runner())
+    backend = PagedAttnBackend(scene.runner())
     drafts, size = 5, 3
     assert backend.verify_mask is None
     backend.init_cuda_graph_state(size, size * drafts)
@@ -263,7 +263,7 @@ def test_verification_in_graphs(one_rank):
 def test_masks_that_come_after_the_step_was_prepared(one_rank):
     """SGLang prepares a verification beside the drafting, and then has the masks put right."""
     scene = Scene()
-    backend = PagedAttentionBackend(scene.runner())
+    backend = PagedAttnBackend(scene.runner())
     prompts(scene, backend, {1: 37, 2: 20})
     right, lengths = tree(2, 5, seed=1), torch.tensor([37, 20])
     spec = verify_input(tree(2, 5), [37, 20], False)
@@ -287,13 +287,13 @@ def test_masks_that_come_after_the_step_was_prepared(one_rank):
 )
 def test_engines_that_are_refused(one_rank, changes, said):
     with pytest.raises(ValueError, match=f"pc's attention backend does not support: .*{said}"):
-        PagedAttentionBackend(Scene().runner(**changes))
+        PagedAttnBackend(Scene().runner(**changes))
 
 
 def test_context_parallelism_is_refused(one_rank):
     one_rank.attn_dcp_size = 2
     with pytest.raises(ValueError, match="context parallelism"):
-        PagedAttentionBackend(Scene().runner())
+        PagedAttnBackend(Scene().runner())
 
 
 @pytest.mark.parametrize(
@@ -313,12 +313,12 @@ def test_layers_that_are_refused(one_rank, options, said):
     if "attn_type" in options:
         options = {"attn_type": AttentionType[options["attn_type"]]}
     with pytest.raises(ValueError, match=said):
-        PagedAttentionBackend(Scene(**options).runner())
+        PagedAttnBackend(Scene(**options).runner())
 
 
 def test_options_of_a_call_that_are_refused(one_rank):
     scene = Scene()
-    backend, batch = PagedAttentionBackend(scene.runner()), scene.batch("EXTEND", {1: 8})
+    backend, batch = PagedAttnBackend(scene.runner()), scene.batch("EXTEND", {1: 8})
     backend.init_forward_metadata(batch)
     query, key, value = scene.new(0)
     with pytest.raises(NotImplementedError, match="k_rope: not supported"):
@@ -330,7 +330,7 @@ def test_draft_models_are_refused(one_rank, mode):
     from sglang.srt.speculative.eagle_info import EagleDraftInput
 
     scene = Scene()
-    backend = PagedAttentionBackend(scene.runner())
+    backend = PagedAttnBackend(scene.runner())
     batch = scene.batch(mode, {1: 1}, EagleDraftInput(kv_indices=torch.zeros(1)))
     with pytest.raises(NotImplementedError, match="speculative-draft-attention-backend"):
         backend.init_forward_metadata(batch)

@@ -126,7 +126,7 @@ def test_streaming_through_the_server(model, found, tmp_path):
         assert len(lines) > 2, "the answer came in one piece"
         assert json.loads(lines[-2])["output_ids"] == found[0]["streams"][1]
         said = log.read_text()
-        assert f"pc {pc.__version__}, sglang {sglang.__version__}: attention by PagedAttentionBackend" in said
+        assert f"pc {pc.__version__}, sglang {sglang.__version__}: attention by PagedAttnBackend" in said
         assert f"sglang {sglang.__version__}: eviction by pc_default (Hazard)" in said
     finally:
         server.send_signal(signal.SIGTERM)

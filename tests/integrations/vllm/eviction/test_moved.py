@@ -132,7 +132,7 @@ def test_random_traffic(runner_v2, asynchronous, seed):
 
 def test_renamed_blocks_are_what_keeps_others_off(monkeypatch):
     """Else the tests above could not fail."""
-    monkeypatch.setattr(moved.MovedText, "_rename", lambda *_: None)
+    monkeypatch.setattr(moved.MovedJumps, "_rename", lambda *_: None)
     engine, text = ExactEngine(200, reuse="anywhere"), prompt(300)
     run(engine, "first", prompt(20, 1) + text)
     tokens = prompt(37, 2) + text
