@@ -168,6 +168,8 @@ def _digests(kind: tuple[str, str]) -> list[tuple[tuple[str, str, str], str]]:
 
 def main() -> None:
     """Prints the digests as JSON."""
+    from pc.integrations.huggingface.compression import document  # noqa: F401  4 s, here once for all processes
+
     torch.set_num_threads(1)
     kinds = [(target, version) for target in TARGETS for version in VERSIONS]
     with multiprocessing.get_context("fork").Pool(1, maxtasksperchild=1) as pool:

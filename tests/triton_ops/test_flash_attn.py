@@ -24,6 +24,9 @@ from pc.flash_attn import (
 from pc.triton_ops._attention.dense import as_blocks
 from pc.triton_ops._triton import INTERPRET, KERNELS_ON_CPU
 
+# In the interpreter the first case of a test is quick, as of any test.
+every_case_quick = (lambda test: test) if INTERPRET else pytest.mark.quick
+
 HEADS = {"mha": (6, 6), "mqa": (6, 1), "gqa": (6, 2)}
 # Of queries and keys, as in FlashAttention's tests; in the interpreter, which takes a hundred times as long, a third.
 LONG = ((113, 203), (128, 217), (113, 211), (108, 256), (256, 113), (64, 64), (160, 128))
@@ -360,7 +363,7 @@ def test_out_is_written_and_returned() -> None:
     assert torch.equal(out, wanted)
 
 
-@pytest.mark.quick
+@every_case_quick
 @pytest.mark.parametrize("per_sequence", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.bfloat16])
 def test_descales(dtype: torch.dtype, per_sequence: bool) -> None:
@@ -589,7 +592,7 @@ def test_empty_batches() -> None:
     assert pc.flash_attn.flash_attn_func is flash_attn_func
 
 
-@pytest.mark.quick
+@every_case_quick
 @pytest.mark.parametrize("mask", [{}, {"causal": True}, {"window_size": (3, 2)}, {"window_size": (0, -1)}], ids=str)
 def test_no_queries(mask: dict[str, Any]) -> None:
     """Of no sequence or of sequences without queries, with an lse and slopes too."""
@@ -682,7 +685,7 @@ def test_a_negative_leftpad_reads_no_neighbour() -> None:
 LEFT, RIGHT = ((2,), (9, 2**31 - 1)) if INTERPRET else ((-1, 2, 12), (-1, 8, 9, 10**4, 2**30, 2**31 - 1))
 
 
-@pytest.mark.quick
+@every_case_quick
 @pytest.mark.parametrize("alibi", [False, True], ids=["", "alibi"])
 def test_a_side_as_far_as_all_keys_is_none(alibi: bool) -> None:
     """To the last bit, also where positions would not fit into 32 bits, and of a paged cache of any size of blocks."""
@@ -749,7 +752,7 @@ CHUNKS = (
 )
 
 
-@pytest.mark.quick
+@every_case_quick
 @pytest.mark.parametrize("chunk", [8, 12, 48, 100] if INTERPRET else [1, 8, 12, 48, 100])
 @pytest.mark.parametrize("options", CHUNKS[:: 2 if INTERPRET else 1], ids=str)
 def test_attention_chunk(options: dict[str, Any], chunk: int) -> None:
@@ -804,7 +807,7 @@ RAGGED = (
 )  # fmt: skip
 
 
-@pytest.mark.quick
+@every_case_quick
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("case", RAGGED[:: 3 if INTERPRET else 1], ids=str)
 def test_packed_new_keys(case: Ragged, causal: bool) -> None:
@@ -859,7 +862,7 @@ def test_packed_new_keys(case: Ragged, causal: bool) -> None:
         torch.testing.assert_close(found, expected, atol=eps * 0.1, rtol=eps)
 
 
-@pytest.mark.quick
+@every_case_quick
 @pytest.mark.parametrize("joined", [False, True], ids=["apart", "one row"])
 def test_second_part_of_queries(joined: bool) -> None:
     """FlashAttention 3's qv, as MLA decodes: scores of both parts, the first of keys, the second of values."""
@@ -884,7 +887,7 @@ def test_second_part_of_queries(joined: bool) -> None:
             flash_attn_func(q, k, v, **{"qv": qv, **wrong})
 
 
-@pytest.mark.quick
+@every_case_quick
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_combine(dtype: torch.dtype) -> None:
     """Parts over pieces of the keys sum to the whole, but for one with nothing to attend to, whatever it holds."""
@@ -911,7 +914,7 @@ def test_combine(dtype: torch.dtype) -> None:
             flash_attn_combine(*wrong)
 
 
-@pytest.mark.quick
+@every_case_quick
 @pytest.mark.parametrize("options", [{"causal": True}, {"window_size": (5, 0)}, {}], ids=str)
 @pytest.mark.parametrize("new", [0, 1])
 def test_scheduler_metadata(options: dict[str, Any], new: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -932,7 +935,7 @@ def test_scheduler_metadata(options: dict[str, Any], new: int, monkeypatch: pyte
     assert seen[-1] is None
 
 
-@pytest.mark.quick
+@every_case_quick
 @pytest.mark.parametrize("new", [1, 0])
 def test_scheduler_metadata_of_fewer_keys_than_queries(new: int) -> None:
     """A plan is made for such a step too, and calls give what they give without one."""
