@@ -91,7 +91,7 @@ def test_prefixes_afterwards_are_exact(model_path, name):
 
 
 @pytest.mark.slow
-def test_a_conversation_whose_head_changes_each_turn(trained_model):
+def test_a_conversation_whose_head_changes_each_turn(model_path, trained_model):
     """SmolLM2: what it costs beside the untouched one, and what it loses."""
     transformers, options = pytest.importorskip("transformers"), OPTIONS | {"num_gpu_blocks_override": 300}
     from pc.demo import _models
