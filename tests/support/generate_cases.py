@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+import signal
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -186,6 +188,32 @@ def assert_same_in_threads(model: Any, prompts: list[torch.Tensor], want: list[t
 
     with ThreadPoolExecutor(3) as threads:
         list(threads.map(ask, range(3)))
+
+
+@contextlib.contextmanager
+def interrupts() -> Iterator[Callable[[float, Callable[[], Any]], Any]]:
+    """Yields what runs a call with a KeyboardInterrupt after so many seconds, and gives None if it came within it."""
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    def attempt(seconds: float, call: Callable[[], Any]) -> Any:
+        try:
+            signal.setitimer(signal.ITIMER_REAL, seconds)
+            result = call()
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            return result
+        except KeyboardInterrupt:
+            return None
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        yield attempt
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def assert_nothing_held(handle: PrefixCaching) -> None:

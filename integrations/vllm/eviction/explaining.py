@@ -1,7 +1,7 @@
 """Why a request's prompt is cached no further in vLLM: a line in its log for whoever asks with `pc_explain`.
 
 The answer is `pc.cache.explain`'s, over what a scheduler knows: the blocks that have hashes, the texts of running and
-waiting requests, and of those that have ended since somebody first asked.
+waiting requests, and of those that have ended since the first request that asked.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ....cache.history import ENTRY_BYTES, TOKEN_BYTES, Ended, Latest
 from ....cache.keys import EncodedKeys, KeyAt, encode_keys
 from ....cache.table import Ids
 from .jumps import GapJumps
-from .moved import MovedJumps, moved_from
+from .moved import moved_from
 
 ASKED = "pc_explain"
 """In `extra_args` of a request that wants to know."""
@@ -64,7 +64,7 @@ class Misses:
         others = (other for name, other in self._requests.items() if name != request.request_id)
         self.running = {other.request_id: self._text_of(other) for other in others}
         found = explain(self, tokens, keys)  # type: ignore[arg-type]
-        if isinstance(jumps, MovedJumps):
+        if jumps is not None:
             found = replace(found, moved_tokens=jumps.would_move(request, found.matched))
         return found
 

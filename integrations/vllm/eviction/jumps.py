@@ -43,7 +43,7 @@ class GapJumps:
         self.pinned: dict[str, dict[int, Any]] = {}
         """By request the blocks that it will jump over, by their place in its table, ascending."""
         self._unsent: dict[str, list[Any]] = {}
-        self.num_jumped_tokens = 0
+        self.num_jumped_tokens = self.num_moved_tokens = 0
 
     @property
     def is_busy(self) -> bool:
@@ -65,6 +65,10 @@ class GapJumps:
         if self._cache.prefix_cache_lookup_enabled(request) and (found := self._behind(request, first)):
             self._planned = request, found
         return self._planned is not None
+
+    def would_move(self, request: Any, num_computed: int) -> int:
+        """Tokens that a request for moved text would find behind a hit."""
+        return 0
 
     def clip(self, request: Any, num_computed: int, num_new: int) -> int:
         """What of a chunk lies in front of the next run."""
@@ -140,7 +144,7 @@ class GapJumps:
         taken: list[Any] = []
         for number in range(begin, self._last(request)):
             block = pins.pop(number, None)
-            if block is None:  # somebody else may have filled it since
+            if block is None:  # another request may have filled it since
                 block = self._cached(request, number)
                 if block is None:
                     break

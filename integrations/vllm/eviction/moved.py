@@ -88,10 +88,9 @@ class MovedJumps(GapJumps):
         self._found: tuple[Any, list[CopiedSpan]] | None = None
         self._pieces: dict[str, list[CopiedSpan]] = {}
         self._moving: dict[str, list[CopiedSpan]] = {}
-        self.num_moved_tokens = 0
 
     def follow(self) -> None:
-        """Enters from now on what blocks hold, once somebody has asked: it takes 180 bytes a block, and time."""
+        """Enters from now on what blocks hold, once a request has asked: it takes 180 bytes a block, and time."""
         if self._index is None:
             self._index = ContentIndex(self._contents, self._size)  # type: ignore[arg-type]
             self._pool.contents = self
@@ -133,7 +132,7 @@ class MovedJumps(GapJumps):
         return exact or self._found is not None
 
     def would_move(self, request: Any, num_computed: int) -> int:
-        """Tokens that a request for moved text would find behind a hit."""
+        """None before the first request that asks."""
         if self._index is None:
             return 0
         return sum(piece.end - piece.begin for piece in self._find(request, num_computed, {}))

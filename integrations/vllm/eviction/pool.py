@@ -30,7 +30,7 @@ class PolicyBlockPool(BlockPool):
     handed_out: list[int] | None = None
     """Blocks handed out since the scheduler last took this list; None where it does not."""
     contents: Any = None
-    """What follows which text blocks hold (`MovedJumps`), None where nobody asked."""
+    """What follows which text blocks hold (`MovedJumps`), None where no request asked."""
 
     def touch(self, blocks: Sequence[Any]) -> None:
         """A request found these blocks."""

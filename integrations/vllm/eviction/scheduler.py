@@ -160,10 +160,9 @@ class PolicyScheduler(Scheduler):
         """VLLM's statistics of a step, with what the policy has done since the last."""
         stats = super().make_stats(*args, **kwargs)
         if stats is not None:
-            queue = self.block_pool.free_block_queue
-            jumped = 0 if self.jumps is None else self.jumps.num_jumped_tokens
-            moved = self.jumps.num_moved_tokens if isinstance(self.jumps, MovedJumps) else 0
-            counts = self._counts | {"jumped_tokens": jumped, "moved_tokens": moved}
+            queue, jumps, counts = self.block_pool.free_block_queue, self.jumps, dict(self._counts)
+            if jumps is not None:
+                counts |= {"jumped_tokens": jumps.num_jumped_tokens, "moved_tokens": jumps.num_moved_tokens}
             counts |= {"evicted_blocks": queue.num_evicted, "returned_blocks": queue.num_returned}
             since = {name: count - self._told[name] for name, count in counts.items()}
             add_counts(stats, since | {"kept_blocks": queue.num_kept})

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import random
-import signal
 import threading
 import time
 from pathlib import Path
@@ -16,7 +16,7 @@ import torch
 transformers = pytest.importorskip("transformers")
 
 from compression_cases import ask  # noqa: E402
-from generate_cases import LLAMA, assert_nothing_held, plain, prompt  # noqa: E402
+from generate_cases import LLAMA, assert_nothing_held, interrupts, plain, prompt  # noqa: E402
 
 from pc.integrations.huggingface import CompressedDocument, PrefixCaching, enable_prefix_caching  # noqa: E402
 from pc.integrations.huggingface.compression import reading  # noqa: E402
@@ -112,9 +112,6 @@ def test_tokens_are_those_of_each_alone(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_calls_that_are_interrupted_anywhere() -> None:
-    def interrupt(*_: Any) -> None:
-        raise KeyboardInterrupt
-
     model, chance, count = LLAMA.build(), random.Random(0), 0
     (alone,) = conversations(model, 1)
     with enable_prefix_caching(model, num_blocks=40) as handle:
@@ -123,23 +120,13 @@ def test_calls_that_are_interrupted_anywhere() -> None:
             begin = time.perf_counter()
             ask(model, document, alone[0][0], max_new_tokens=NEW)
             times.append(time.perf_counter() - begin)
-        before = signal.signal(signal.SIGALRM, interrupt)
-        try:
+        with interrupts() as attempt:
             for number in range(60):
                 ids, expected = chance.choice(alone)
-                try:
-                    signal.setitimer(signal.ITIMER_REAL, chance.uniform(1e-5, min(times)))
-                    ask(model, document, ids, max_new_tokens=NEW)
-                    signal.setitimer(signal.ITIMER_REAL, 0)
-                except KeyboardInterrupt:
-                    count += 1
-                finally:
-                    signal.setitimer(signal.ITIMER_REAL, 0)
+                asked = functools.partial(ask, model, document, ids, max_new_tokens=NEW)
+                count += attempt(chance.uniform(1e-5, min(times)), asked) is None
                 assert_nothing_held(handle)
                 if number % 4 == 0:
-                    assert torch.equal(ask(model, document, ids, max_new_tokens=NEW).sequences, expected)
+                    assert torch.equal(asked().sequences, expected)
                     assert handle.last_requests[0].cached_spans[0][0] == 0
-        finally:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            signal.signal(signal.SIGALRM, before)
     assert count > 15

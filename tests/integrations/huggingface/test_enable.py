@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import gc
 import inspect
 import pickle
@@ -21,7 +22,7 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from generate_cases import LLAMA, assert_nothing_held, assert_same, plain, prompt  # noqa: E402
+from generate_cases import LLAMA, assert_nothing_held, assert_same, interrupts, plain, prompt  # noqa: E402
 
 from pc.cache import CacheManager  # noqa: E402
 from pc.cache.allocation import CacheStats  # noqa: E402
@@ -178,27 +179,18 @@ def test_many_threads(model: Any, handle: PrefixCaching) -> None:
 
 @pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="needs timers")
 def test_interrupts_leave_nothing_held(model: Any) -> None:
-    def interrupt(*_: Any) -> None:
-        raise KeyboardInterrupt
-
     want = [plain(model, input_ids=prompt(60, seed), max_new_tokens=6) for seed in range(5)]
-    before, chance, interrupted = signal.signal(signal.SIGALRM, interrupt), random.Random(1), 0
-    try:
-        with enable_prefix_caching(model, num_blocks=24) as handle:
-            for number in range(150):
-                try:
-                    signal.setitimer(signal.ITIMER_REAL, 0.001 + 0.03 * chance.random())
-                    got = model.generate(prompt(60, number % 5), max_new_tokens=6)
-                    signal.setitimer(signal.ITIMER_REAL, 0)
-                    assert torch.equal(got, want[number % 5])
-                except KeyboardInterrupt:
-                    interrupted += 1
-                finally:
-                    signal.setitimer(signal.ITIMER_REAL, 0)
-                assert_nothing_held(handle)
-            assert interrupted > 20
-    finally:
-        signal.signal(signal.SIGALRM, before)
+    chance, interrupted = random.Random(1), 0
+    with interrupts() as attempt, enable_prefix_caching(model, num_blocks=24) as handle:
+        for number in range(150):
+            call = functools.partial(model.generate, prompt(60, number % 5), max_new_tokens=6)
+            got = attempt(0.001 + 0.03 * chance.random(), call)
+            if got is None:
+                interrupted += 1
+            else:
+                assert torch.equal(got, want[number % 5])
+            assert_nothing_held(handle)
+        assert interrupted > 20
 
 
 def test_an_interrupt_that_leaves_gradients_off_is_mended(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:

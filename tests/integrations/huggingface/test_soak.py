@@ -6,9 +6,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import random
-import signal
 import sys
 import time
 import warnings
@@ -20,7 +20,7 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from generate_cases import FAMILIES, HYBRIDS, assert_nothing_held, left_padded, plain, prompt  # noqa: E402
+from generate_cases import FAMILIES, HYBRIDS, assert_nothing_held, interrupts, left_padded, plain, prompt  # noqa: E402
 
 from pc.integrations.huggingface import PrefixCaching, enable_prefix_caching  # noqa: E402
 
@@ -116,10 +116,6 @@ def soak(handle: PrefixCaching, model: Any, requests: int, seed: int = 0) -> dic
 
 def interrupted(handle: PrefixCaching, model: Any, calls: int, seed: int = 0) -> int:
     """Runs calls with a KeyboardInterrupt at a random moment; how many had one. After each nothing is held."""
-
-    def interrupt(*_: Any) -> None:
-        raise KeyboardInterrupt
-
     chance, count = random.Random(seed), 0
     batch = left_padded(prompt(64), prompt(30, 1))
     want = plain(model, **batch, max_new_tokens=4)
@@ -129,23 +125,14 @@ def interrupted(handle: PrefixCaching, model: Any, calls: int, seed: int = 0) ->
         model.generate(**batch, max_new_tokens=4)
         times.append(time.perf_counter() - begin)
     usual = min(times)
-    before = signal.signal(signal.SIGALRM, interrupt)
-    try:
+    with interrupts() as attempt:
         for number in range(calls):
-            try:
-                signal.setitimer(signal.ITIMER_REAL, chance.uniform(1e-5, usual))
-                model.generate(**left_padded(prompt(64, number % 5), prompt(30, number % 7)), max_new_tokens=4)
-                signal.setitimer(signal.ITIMER_REAL, 0)
-            except KeyboardInterrupt:
-                count += 1
-            finally:
-                signal.setitimer(signal.ITIMER_REAL, 0)
+            rows = left_padded(prompt(64, number % 5), prompt(30, number % 7))
+            call = functools.partial(model.generate, **rows, max_new_tokens=4)
+            count += attempt(chance.uniform(1e-5, usual), call) is None
             assert_nothing_held(handle)
             if number % 10 == 0:
                 assert torch.equal(model.generate(**batch, max_new_tokens=4), want)
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
     return count
 
 

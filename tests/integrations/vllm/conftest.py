@@ -43,13 +43,21 @@ def model_with_tokenizer(model_path, tmp_path_factory):
 
 
 @pytest.fixture
-def warnings(monkeypatch):
-    """What our logger warns of, whatever level vLLM has set since."""
-    said = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: said.append(record.getMessage())
-    logger = logging.getLogger(LOGGER)
-    monkeypatch.setattr(logger, "level", logging.WARNING)
-    monkeypatch.setattr(logger, "_cache", {})  # levels that were asked for before
-    monkeypatch.setattr(logger, "handlers", [*logger.handlers, handler])
-    return said
+def logged(monkeypatch):
+    """Has our logger's messages of a level and above gathered in the list it gives, whatever level vLLM has set."""
+
+    def gather(level):
+        said, handler, logger = [], logging.Handler(level), logging.getLogger(LOGGER)
+        handler.emit = lambda record: said.append(record.getMessage())
+        monkeypatch.setattr(logger, "level", level)
+        monkeypatch.setattr(logger, "_cache", {})  # levels that were asked for before
+        monkeypatch.setattr(logger, "handlers", [*logger.handlers, handler])
+        return said
+
+    return gather
+
+
+@pytest.fixture
+def warnings(logged):
+    """What our logger warns of."""
+    return logged(logging.WARNING)

@@ -192,17 +192,11 @@ def test_options_that_nothing_reads_are_refused(monkeypatch):
         features.check_options(configuration())
 
 
-def test_one_line_says_what_is_in_use(monkeypatch):
+def test_one_line_says_what_is_in_use(monkeypatch, logged):
     pytest.importorskip("vllm", reason="vllm is not installed: make vllm")
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-    said = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())
-    logger = logging.getLogger(features.LOGGER)
-    monkeypatch.setattr(logger, "handlers", [handler])
-    monkeypatch.setattr(logger, "level", logging.INFO)
-    monkeypatch.setattr(logger, "_cache", {})  # levels that were asked for before
+    said = logged(logging.INFO)
     monkeypatch.setenv("PC_VLLM_POLICY", "priority")
     monkeypatch.setenv("PC_VLLM_REUSE", "prefix")
     monkeypatch.delitem(sys.modules, "vllm_omni.core.prefix_cache", raising=False)

@@ -12,22 +12,13 @@ pytest.importorskip("vllm", reason="vllm is not installed: make vllm")
 
 from vllm_exact import BLOCK, ExactEngine
 
-from pc.integrations.vllm.features import LOGGER
-
 FIRST = random.Random(1).choices(range(3, 1000), k=10 * BLOCK + 5)
 
 
 @pytest.fixture
-def said(monkeypatch):
+def said(logged):
     """What is said of requests."""
-    lines = []
-    handler = logging.Handler(logging.INFO)
-    handler.emit = lambda record: lines.append(record.getMessage())
-    logger = logging.getLogger(LOGGER)
-    monkeypatch.setattr(logger, "level", logging.INFO)
-    monkeypatch.setattr(logger, "_cache", {})
-    monkeypatch.setattr(logger, "handlers", [*logger.handlers, handler])
-    return lines
+    return logged(logging.INFO)
 
 
 @pytest.fixture
