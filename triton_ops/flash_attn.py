@@ -497,11 +497,9 @@ def _choose_cached(
     (made, length, most, interleaved), given = call, FlashTensors.of(q, rest[10:])
     lens, table, cu_seqlens_q, *_, starts_new, chosen, leftpad, plan = rest[:10]
     options = _made(made)
-    _check_cached(given, q, k_cache, v_cache, k, v, lens, cu_seqlens_q, starts_new, chosen, leftpad)
-    if cu_seqlens_q is None:
-        batch, batched, max_queries = q.shape[0], (q.shape[0], q.shape[1]), q.shape[1] if most is None else most
-    else:
-        batch, batched, max_queries = cu_seqlens_q.shape[0] - 1, None, q.shape[0] if most is None else most
+    batch = _check_cached(given, q, k_cache, v_cache, k, v, lens, cu_seqlens_q, starts_new, chosen, leftpad)
+    batched = (batch, q.shape[1]) if cu_seqlens_q is None else None
+    max_queries = q.shape[0 if batched is None else 1] if most is None else most
     checks_values = reads_values(q) and not needs_dispatcher() and batch > 0
     fewer_keys = k is None or starts_new is not None or k.shape[1] < max_queries
     layout = _CacheLayout.of(q, k_cache, v_cache, lens, table, chosen, batch, length, batched, max_queries, fewer_keys)
@@ -559,7 +557,8 @@ def _check_cached(
     starts_new: torch.Tensor | None,
     chosen: torch.Tensor | None,
     leftpad: torch.Tensor | None,
-) -> None:
+) -> int:
+    """Raises ValueError or TypeError by the argument's name; how many sequences there are."""
     cache = "[batch, seqlen_cache, num_kv_heads, head_dim]"
     queries = "[batch, seqlen_q, num_heads, head_dim]" if cu_seqlens_q is None else "[total_q, num_heads, head_dim]"
     tensors: dict[str, tuple[Any, str]] = {
@@ -579,6 +578,7 @@ def _check_cached(
     ):  # fmt: skip
         if numbers is not None:
             check_numbers(name, numbers, count, q.device)
+    return batch
 
 
 class _CacheLayout(NamedTuple):

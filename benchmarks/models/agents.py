@@ -26,7 +26,7 @@ import heapq
 import json
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +95,16 @@ def cleared(parts: list[str], turn: int) -> str:
         results.sub("(cleared)\n", part) if at and not at % 2 and at < len(parts) - 2 * KEPT else part
         for at, part in enumerate(parts)
     )
+
+
+def encoded(tokenizer: Any, texts: Iterable[str], outputs: Iterable[str]) -> list[tuple[list[int], list[int]]]:
+    """Token ids of prompts and of their answers, which together fit into the model's positions."""
+
+    def encode(text: str, most: int) -> list[int]:
+        ids: list[int] = tokenizer.encode(text, add_special_tokens=False)[:most]
+        return ids
+
+    return [(encode(text, POSITIONS - 512), encode(output, 512)) for text, output in zip(texts, outputs, strict=True)]
 
 
 VARIANTS: dict[str, Callable[[list[str], int], str]] = {
@@ -190,10 +200,6 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder).eval() if given.sample else None
 
-    def encode(text: str) -> list[int]:
-        ids: list[int] = tokenizer.encode(text, add_special_tokens=False)[: POSITIONS - 512]
-        return ids
-
     for path in given.traces:
         trace, sessions, tenth = path.name.split(".")[0], sessions_of(path), 0
         for name in dict.fromkeys(("untouched", *given.variants)):
@@ -201,9 +207,7 @@ def main() -> None:
             texts = [VARIANTS[name](parts, turn) for _, turn, (parts, _) in order]
             if name != "untouched" and texts == [untouched(parts, 0) for _, _, (parts, _) in order]:
                 continue  # it has nothing of the kind
-            requests = [
-                (encode(text), encode(output)[:512]) for text, (_, _, (_, output)) in zip(texts, order, strict=True)
-            ]
+            requests = encoded(tokenizer, texts, [output for _, _, (_, output) in order])
             whole = sum(len(prompt) + len(answer) for prompt, answer in requests) // BLOCK + 2 * len(requests)
             if given.hashed:
                 write_hashed(given.hashed / f"agents_{trace}.jsonl", requests)

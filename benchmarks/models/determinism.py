@@ -176,15 +176,14 @@ def count_hits(paths: list[Path]) -> None:
 
     import pc
 
-    from .agents import POSITIONS, interleaved, sessions_of, untouched
+    from .agents import encoded, interleaved, sessions_of, untouched
 
     tokenizer = AutoTokenizer.from_pretrained(trained_model_folder())
     for path in paths:
         asked = hits = in_chunks = 0
-        requests = []
-        for _, turn, (parts, output) in interleaved(sessions_of(path)):
-            prompt = tokenizer.encode(untouched(parts, turn), add_special_tokens=False)[: POSITIONS - 512]
-            requests.append((prompt, tokenizer.encode(output, add_special_tokens=False)[:512]))
+        order = list(interleaved(sessions_of(path)))
+        texts = [untouched(parts, turn) for _, turn, (parts, _) in order]
+        requests = encoded(tokenizer, texts, [output for _, _, (_, output) in order])
         tokens = sum(len(prompt) + len(answer) for prompt, answer in requests)
         plain, chunks = (pc.CacheManager(tokens // size + 2 * len(requests), size) for size in (BLOCK, CHUNK))
         for number, (prompt, answer) in enumerate(requests):
