@@ -34,7 +34,7 @@ class Growth(NamedTuple):
 
 def append(state: ManagerState, request_id: Hashable, new: array[int]) -> BaseAllocation:
     """Adds tokens to a request: see `CacheManager.append`."""
-    request, size = state.get(request_id), state.block_size
+    request, size = state.running.get(request_id) or state.get(request_id), state.block_size
     pending, start, old_blocks = request.pending, len(request.tokens), request.num_blocks
     if pending and new[: len(pending)] != pending[: len(new)]:
         raise ValueError("token_ids: got others than the prompt goes on with, needs its next tokens")
@@ -49,7 +49,7 @@ def append(state: ManagerState, request_id: Hashable, new: array[int]) -> BaseAl
         )
         _take(state, request, 0, old_blocks + more)
         request.num_blocks = old_blocks + more
-    else:
+    elif more > 0 or shares or pending:
         grows = end > start and (more > 0 or shares)
         growths = _plan(state, [(request, end, request.computed)], False) if grows else []
         if growths or pending:
@@ -60,7 +60,7 @@ def append(state: ManagerState, request_id: Hashable, new: array[int]) -> BaseAl
         request.pending = pending[len(new) :] or None
     first, num_blocks = again // size, request.num_blocks
     tables, spans = [table[first:num_blocks].copy() for table in request.tables], [(again, end)] if end > start else []
-    allocation = state.allocation(tables, first, size, [], spans, copies=copies, new_block=old_blocks)
+    allocation = state.allocation(tables, first, size, [], spans, False, copies, None, old_blocks)
     request.tokens.extend(new)  # last: with it the verb is complete
     return allocation
 

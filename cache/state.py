@@ -138,21 +138,22 @@ class ManagerState:
 
     def run(self, verb: Callable[..., T], args: tuple[Any, ...]) -> T:
         """Calls a verb with this state and `args`, then notifies of what it did; one that raises changed nothing."""
-        if self.changes.in_policy:
+        changes, listeners = self.changes, self.listeners
+        if changes.in_policy:
             raise RuntimeError("the manager was called from within a hook of its eviction policy")
-        nested = self.listeners.busy
+        nested = listeners.busy
         try:
-            if self.changes:  # what further interrupts have kept from being undone, or ended
+            if changes:  # what further interrupts have kept from being undone, or ended
                 self.undo(nested)
             if self.saving:
                 self.end_saving(lambda saving: saving.handover() is None)
             result = verb(self, *args)
-            if self.changes:
-                self.changes.clear()  # from here on the verb is complete
+            if changes:
+                changes.clear()  # from here on the verb is complete
                 if self.refills:
                     self._refill()
-            if self.listeners.queue and not nested:
-                self.listeners.notify()
+            if listeners.queue and not nested:
+                listeners.notify()
             return result
         except BaseException:
             attempts = 0

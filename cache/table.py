@@ -118,7 +118,7 @@ class HashTable:
         slots, slot_of, mask = self._slots_view, self._slot_of_view, self._mask
         first_word, width = self._words_view, self._width
         count, some = len(digests), []
-        last = min(start + (FEW if count - start <= FEW else 4), count)
+        last = min(start + FEW, count)
         for row in range(start, last):
             key = digests.item(row, 0)
             at = key & mask
@@ -141,7 +141,7 @@ class HashTable:
             found = found[: int(np.append(found, -1).argmin())]
         if start + found.size < last or last == count:
             return found
-        parts, row, length = [found], last, 64
+        parts, row, length = [found], last, 256
         while row < count:
             found = self.find(digests[row : row + length])
             missing = found < 0
