@@ -195,10 +195,10 @@ for name, case in t.CASES.items():
         assert name == "holes", name
         continue
     inputs.check(inputs.calls[1], run)
-from benchmarks.operators import reshape_and_cache as write
+from benchmarks.operators import keys
 torch.cuda.get_device_capability = lambda *device: (9, 0)
-inputs = write.WriteInputs(21, 3, 40, None, device, 0)
-inputs.check(inputs.calls[0], write._vllm(inputs.calls[0]))
+inputs = keys.write_inputs(21, 3, 40, None, device, 0)
+inputs.check(inputs.calls[0], keys._vllm_write(inputs.calls[0]))
 print("right")
 """
 

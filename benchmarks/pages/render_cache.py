@@ -270,6 +270,19 @@ TABLES = {
         ),
         below=lambda page, source, rows: measured(page, source, rows, ()),
     ),
+    "determinism_time": Table(
+        "determinism_time.csv",
+        (
+            ("call", "l", "call"),
+            ("prompt", "r", "prompt_tokens"),
+            ("chunk", "r", "chunk"),
+            ("without, s", "r", "plain_s"),
+            ("with, s", "r", "own_s"),
+            ("ratio", "r", "over_plain:.2f"),
+        ),
+        order=lambda row: (row["call"], int(row["chunk"])),
+        below=measured,
+    ),
     "lookup_anywhere": Table(
         "lookup_anywhere.csv",
         (
