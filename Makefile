@@ -78,7 +78,7 @@ kvpress: setup .peers/kvpress/.ready ## presses of NVIDIA's kvpress, installed u
 	PYTHON=$(abspath $(BIN)/python) timeout 600 sh benchmarks/install_kvpress.sh .peers
 
 # Kernels run in triton's interpreter; what of the other folders runs kernels does so on a GPU or in `make emulate`.
-run_tests = $(BIN)/python -m pytest -n $(WORKERS) --durations=25 --durations-min=2 -m "$(1)" && \
+run_tests = export OMP_NUM_THREADS=1; $(BIN)/python -m pytest -n $(WORKERS) --durations=25 --durations-min=2 -m "$(1)" && \
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n $(WORKERS) --durations=25 --durations-min=2 -m "$(1)" tests/triton_ops \
 		tests/integrations/huggingface/test_compression_kernels.py
 

@@ -11,6 +11,7 @@ pytest.importorskip("transformers")
 from benchmarks.models import families
 
 
+@pytest.mark.slow
 def test_rows_and_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = tmp_path / "table.md"
     assert families.main(["LlamaForCausalLM", "XLNetLMHeadModel", "--output", str(output)]) == 0

@@ -154,6 +154,7 @@ def rowwise_dot(monkeypatch):
     monkeypatch.setattr(InterpreterBuilder, "create_dot", create_dot)
 
 
+@pytest.mark.slow
 @pytest.mark.interpreter
 @pytest.mark.parametrize("split_keys", [64, 8192])
 def test_batch_invariant(split_keys, device, monkeypatch, rowwise_dot):

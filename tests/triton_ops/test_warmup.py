@@ -41,6 +41,7 @@ def test_runs_every_regime(options, device):
     pc.warmup(4, 2, 32, dtype=torch.float32, device=device, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(INTERPRET, reason="starts processes of its own")
 def test_processes_take_a_share_each(monkeypatch):
     started, start = [], subprocess.Popen
