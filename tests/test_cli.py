@@ -73,7 +73,7 @@ def test_a_models_layers_are_warmed_up(tmp_path: Path, capfd: pytest.CaptureFixt
 
 
 def test_the_policies_it_offers_are_those_there_are() -> None:
-    assert set(POLICIES) == {*pc.cache.policies.POLICIES, "belady"}
+    assert set(POLICIES) == {*pc.cache.policies.POLICIES, *pc.cache.replay.ORACLES}
 
 
 @pytest.mark.parametrize("shell", SHELLS)

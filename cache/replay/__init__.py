@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from .policies import ARC, FIFO, LFU, S3FIFO, Belady
-from .run import Result, compare, replay
+from .policies import ARC, FIFO, LFU, S3FIFO, Belady, NextTurn
+from .run import ORACLES, Result, compare, replay
 from .segmented import Segmented
 from .traces import Trace, hints_of, load_trace
 
@@ -11,8 +11,10 @@ __all__ = [
     "ARC",
     "FIFO",
     "LFU",
+    "ORACLES",
     "S3FIFO",
     "Belady",
+    "NextTurn",
     "Result",
     "Segmented",
     "Trace",

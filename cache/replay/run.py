@@ -17,10 +17,14 @@ import numpy as np
 from ..hashing import BlockHasher
 from ..policies import EvictionPolicy, make_policy
 from ..pool import BlockPool
-from .policies import Belady
-from .traces import Trace, digests_of, hints_of
+from .policies import Belady, NextTurn
+from .traces import Trace, digests_of, hints_of, next_turns
 
-DEAF = ("lru", "belady")  # policies that no hint changes: they are run once
+ORACLES: dict[str, Callable[[Trace], EvictionPolicy]] = {
+    "belady": lambda trace: Belady(trace.requests),
+    "next_turn": lambda trace: NextTurn(next_turns(trace)),
+}
+DEAF = ("lru", *ORACLES)  # policies that no hint changes: they are run once
 
 
 @dataclass(frozen=True)
@@ -65,7 +69,8 @@ def replay(
 
     Args:
         trace: The requests.
-        policy: A policy's name, a fresh policy, or "belady", which knows the future.
+        policy: A policy's name, a fresh policy, "belady", which knows the future, or "next_turn", which knows when each
+            conversation goes on.
         capacity: Blocks.
         progress: Called now and then with the number of requests done since the last call.
         hints: "none", as `hints_of` takes it, or what `free(..., returns=)` is told after each request.
@@ -83,7 +88,7 @@ def replay(
     if returns is not None and len(returns) != len(trace.requests):
         raise ValueError(f"hints: got {len(returns)}, needs one for each of the {len(trace.requests)} requests")
     name = policy if isinstance(policy, str) else type(policy).__name__.lower()
-    made = Belady(trace.requests) if policy == "belady" else make_policy(policy)
+    made = ORACLES[policy](trace) if isinstance(policy, str) and policy in ORACLES else make_policy(policy)
     pool = BlockPool(capacity, BlockHasher("blake2b", trace.block_size, words=2), made)
     hits = anywhere = 0
     began = process_time()

@@ -17,6 +17,7 @@ BlockIds = npt.NDArray[np.int64]
 Row = tuple[float, BlockIds, int]  # start in seconds, blocks, tokens generated
 
 BAD_LINE = (ValueError, TypeError, KeyError, AttributeError, OverflowError, EOFError, RecursionError, zlib.error)
+NEVER = 1 << 60  # the number of a request that does not come
 SESSION_GAP = 60.0  # seconds between the starts of sessions whose traces have times of their own only
 
 
@@ -195,13 +196,22 @@ def digests_of(ids: BlockIds) -> npt.NDArray[np.uint64]:
     return words
 
 
+def next_turns(trace: Trace) -> list[int]:
+    """Of each request, the number of the next one that goes on from it; `NEVER`: none.
+
+    That is one that asks for the last block but one, which is never partial.
+    """
+    next_use: dict[int, int] = {}
+    turns = []
+    for number, ids in reversed(list(enumerate(trace.requests))):
+        turns.append(next_use.get(int(ids[-2:][0]), NEVER) if ids.size else NEVER)
+        next_use.update(dict.fromkeys(ids.tolist(), number))
+    return turns[::-1]
+
+
 def continued(trace: Trace) -> npt.NDArray[np.bool_]:
-    """Of each request, whether a later one goes on from it: asks for the last block but one, which is never partial."""
-    last_use: dict[int, int] = {}
-    for number, ids in enumerate(trace.requests):
-        last_use.update(dict.fromkeys(ids.tolist(), number))
-    ends = [int(ids[-2:][0]) if ids.size else -1 for ids in trace.requests]
-    return np.array([last_use.get(end, -1) > number for number, end in enumerate(ends)], np.bool_)
+    """Of each request, whether a later one goes on from it."""
+    return np.array(next_turns(trace), np.int64) < NEVER
 
 
 def hints_of(trace: Trace, hints: str, seed: int = 0) -> list[float]:

@@ -14,7 +14,9 @@ except ModuleNotFoundError as error:
     raise SystemExit(f"python -m pc needs {error.name}: pip install typer rich matplotlib") from error
 
 SHELLS = ("bash", "zsh", "fish")
-POLICIES = ("arc", "belady", "default", "fifo", "hazard", "lfu", "lru", "priority", "s3fifo", "segmented")
+POLICIES = (
+    "arc", "belady", "default", "fifo", "hazard", "lfu", "lru", "next_turn", "priority", "s3fifo", "segmented",
+)  # fmt: skip
 """What `--policies` offers, without importing them: a test compares it with `pc.cache.policies`."""
 
 app = typer.Typer(
@@ -139,7 +141,10 @@ def replay(
     trace: Annotated[Path, typer.Argument(help="A .jsonl or .jsonl.gz: hash_ids a line, or sessions with requests.")],
     policies: Annotated[
         str,
-        typer.Option(help="Names, separated by commas; belady knows the future.", autocompletion=_one_of(*POLICIES)),
+        typer.Option(
+            help="Names, separated by commas; belady knows the future, next_turn when each conversation goes on.",
+            autocompletion=_one_of(*POLICIES),
+        ),
     ] = "lru,default",
     capacity: Annotated[
         str, typer.Option(help="Shares of the whole trace's unique blocks (1%) or blocks (4096), separated by commas.")

@@ -12,7 +12,7 @@ from typing import Any
 import typer
 
 from .cache.policies import POLICIES
-from .cache.replay import Result, Trace, compare, hints_of, load_trace
+from .cache.replay import ORACLES, Result, Trace, compare, hints_of, load_trace
 
 
 def run_replay(
@@ -68,8 +68,8 @@ def _make_folder(option: str, folder: Path) -> None:
 def _names(policies: str, drawn: bool) -> list[str]:
     names = [name.strip() for name in policies.split(",") if name.strip()]
     for name in names:
-        if name not in POLICIES and name != "belady":
-            known = ", ".join(sorted([*POLICIES, "belady"]))
+        if name not in {*POLICIES, *ORACLES}:
+            known = ", ".join(sorted([*POLICIES, *ORACLES]))
             raise typer.BadParameter(f"got {name!r}, needs one of {known}", param_hint="--policies")
     if not names:
         raise typer.BadParameter("got none, needs at least one", param_hint="--policies")

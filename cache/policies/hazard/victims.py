@@ -18,7 +18,9 @@ from .runs import FEW, NO_BLOCKS, Numbers, RunTable
 Part = tuple[Ids, int, bool]  # evicted blocks of one request, its serial, and whether the first of them was its last
 
 FRESH = 32  # runs for each request that scores are kept for: looking at all again costs in proportion to them
-LEAST, LONGEST = 2, 64  # requests that scores are kept for
+# Requests that scores are kept for. Where few runs fit, not beyond one: what the last request left may be worth least,
+# and to keep whole conversations others have to go at once.
+LEAST, LONGEST = 1, 64
 SPARE = 64  # runs ranked beyond one for each block
 LOOK = 64  # places looked at together at least
 FINISHED_SCORE = -1.0  # score of what the caller said is over

@@ -52,6 +52,18 @@ def test_learns_what_comes_back_after_lru_has_lost_it():
     assert hazard.hit_rate > 0.05
 
 
+def agents(turns=20, beside=8):
+    """Sessions in turn, of which each turn adds to its prompt: lru keeps none of them."""
+    return [[10_000 * session + k for k in range(20 + 2 * turn)] for turn in range(turns) for session in range(beside)]
+
+
+def test_of_sessions_in_turn_some_are_kept_whole():
+    """Nearly as many as can be, though there are only 160 requests to learn from: what the last one left has to go."""
+    trace = trace_of(agents())
+    assert replay(trace, "lru", 130).hit_rate == 0
+    assert replay(trace, "hazard", 130).hit_rate > 0.8 * replay(trace, "belady", 130).hit_rate > 0.2
+
+
 def test_the_guard_hands_over_to_lru_when_the_past_says_the_opposite():
     """What came back never does again, and what never did comes back at once."""
     first = list(rounds(1500))

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from pc.cache.replay import Trace, compare, load_trace, replay
+from pc.cache.replay.traces import NEVER, next_turns
 
 
 def write(path, lines):
@@ -88,6 +89,14 @@ def test_no_policy_beats_the_one_that_knows_the_future(policy):
     best, got = replay(trace, "belady", 60), replay(trace, policy, 60)
     assert 0 < got.hit_rate <= best.hit_rate
     assert got.gap_hit_rate >= got.hit_rate
+
+
+def test_what_the_next_turn_alone_says():
+    """It keeps what goes on soonest, whatever is asked for then: it takes the tail 3 for part of the next turn."""
+    trace = trace_of([1, 2, 3], [5, 6, 7], [8, 9], [1, 2, 4], [5, 6, 7], [8, 9], [1, 2, 4])
+    assert next_turns(trace) == [3, 4, 5, 6, NEVER, NEVER, NEVER]
+    hits = {name: round(19 * replay(trace, name, 7).hit_rate) for name in ("lru", "next_turn", "belady")}
+    assert hits == {"lru": 7, "next_turn": 8, "belady": 9}
 
 
 def test_ratio_to_lru():
