@@ -315,6 +315,37 @@ def render_agents(page: Path) -> str:
     return "\n".join([*table(heads, "lllrrrrr", lines), "", f"{said}; [rows]({link(page, source)})."])
 
 
+def render_vllm_agents(page: Path) -> str:
+    """Agents' prompts through vLLM's server, a line for each change of them and configuration."""
+    source = results("cpu", "vllm_agents.csv")
+    rows = read_rows(source)
+    untouched = {
+        (row["trace"], row["cache"]): int(row["computed_tokens"])
+        for row in rows
+        if (row["variant"], row["configuration"]) == ("untouched", "vllm")
+    }
+    lines = [
+        [
+            *(row[name] for name in ("trace", "variant", "cache", "configuration")),
+            f"{int(row['prompt_tokens']):,}",
+            f"{int(row['computed_tokens']):,}",
+            f"{int(row['computed_tokens']) / untouched[row['trace'], row['cache']]:.2f}",
+            f"{float(row['hit_rate']):.3f}",
+            f"{float(row['ttft_p50']):.2f}",
+            f"{float(row['ttft_p50_over_vllm']):.2f}",
+            f"{float(row['kl']):.2g}" if row["kl"] else "",
+            row["first_equal"],
+        ]
+        for row in rows
+    ]
+    heads = ("trace", "change", "cache", "engine", "tokens of prompts", "computed", "over untouched, vLLM", "hit rate")
+    heads += ("first token, s", "over vLLM's", "KL", "first token equal")
+    first = rows[0]
+    cuts = dict.fromkeys(f"{row['sessions']} sessions and {row['turns']} turns of {row['trace']}" for row in rows)
+    more = f"; {', '.join(cuts)}; {first['dtype']}, blocks of {first['block_size']} tokens"
+    return "\n".join([*table(heads, "llll" + "r" * 8, lines), "", measured(page, source, rows, ("torch",), more)])
+
+
 def render_replay(page: Path, trace: str) -> str:
     """Hit rates of a trace, a line for each policy and a column for each capacity."""
     source = results("cpu", f"replay_{trace}.csv")
