@@ -36,7 +36,7 @@ from pc.demo import trained_model_folder
 
 from ..harness.conditions import conditions
 from ..harness.tables import RESULTS, read_rows, write_rows
-from ..models.agents import POSITIONS, VARIANTS, count_unique, encoded, interleaved, sessions_of, untouched
+from ..models.agents import VARIANTS, count_unique, encoded, interleaved, sessions_of, untouched
 from .vllm_server import Server, serving
 from .vllm_serving import MODEL
 
@@ -136,7 +136,8 @@ def measure(
 ) -> None:
     """Servers with so large a cache, and variants through them."""
     options = ["--served-model-name", MODEL, "--dtype", given.dtype, "--enforce-eager", "--max-num-seqs", "4"]
-    options += ["--max-model-len", str(POSITIONS), "--max-num-batched-tokens", "2048", "--disable-uvicorn-access-log"]
+    longest = max(len(request.prompt) for requests in by_variant.values() for request in requests)
+    options += ["--max-model-len", str(longest + 1), "--max-num-batched-tokens", "2048", "--disable-uvicorn-access-log"]
     options += ["--block-size", str(BLOCK), "--num-gpu-blocks-override", str(blocks), "--max-logprobs", str(TOP)]
     options += ["--enable-prompt-tokens-details"]
     with contextlib.ExitStack() as stack:
@@ -144,7 +145,7 @@ def measure(
         for name, (variables, more) in CONFIGURATIONS.items():
             if name == "all" and cache != "all":
                 continue
-            variables = {"VLLM_CPU_KVCACHE_SPACE": "4"} | variables
+            variables = {"VLLM_CPU_KVCACHE_SPACE": "2"} | variables
             servers[name] = stack.enter_context(serving(str(trained_model_folder()), [*options, *more], variables))
             if ("eviction (" in servers[name].log.read_text()) != ("PC_VLLM" in variables):
                 raise RuntimeError("PC_VLLM: the server's log does not say what was asked for")
@@ -181,9 +182,12 @@ def main() -> None:
         trace = path.name.split(".")[0]
         if "all" in given.caches:
             most = max(sum(len(request.prompt) for request in requests) for requests in found.values())
-            measure(trace, "all", most // BLOCK + 2 * max(map(len, found.values())), found, given)
+            blocks = most // BLOCK + 2 * max(map(len, found.values())) + 2
+            measure(trace, "all", blocks, found, given)
         if "small" in given.caches:
             requests = requests_of(tokenizer, sessions, "untouched")
             tokens = 16 * count_unique([(request.prompt, []) for request in requests], 1 << 16)
-            blocks = max(int(given.share * tokens), 2 * max(len(request.prompt) for request in requests)) // BLOCK
-            measure(trace, f"{given.share:.0%}", blocks, {"untouched": requests}, given)
+            longest = max(len(request.prompt) for request in requests)
+            blocks = max(int(given.share * tokens), longest) // BLOCK + 2  # vLLM wants room for the longest
+            share = f"{(blocks - 1) * BLOCK / tokens:.0%}"
+            measure(trace, share, blocks, {"untouched": requests}, given)
