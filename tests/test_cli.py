@@ -143,7 +143,11 @@ def test_misses_of_a_file_of_prompts_are_explained(tmp_path: Path) -> None:
 
 
 def test_a_file_without_prompts_is_refused_in_a_line(tmp_path: Path) -> None:
-    for text, what in (("[1]", "an object a line"), ('{"token_ids": [-1]}', "line 1")):
+    for text, what in (
+        ('{"a": 1}', "line 1 has none of"),
+        ("[1]", "an object a line"),
+        ('{"token_ids": [-1]}', "line 1"),
+    ):
         (tmp_path / "requests.jsonl").write_text(text)
         said = explain(tmp_path / "requests.jsonl")
         assert "REQUESTS" in said

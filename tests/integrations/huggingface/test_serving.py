@@ -469,7 +469,6 @@ MORE_FAMILIES = [
 ]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("family", first_quick(MORE_FAMILIES), ids=lambda f: f.name)
 def test_families_that_attend_in_their_own_way(family: Family) -> None:
     model = family.build()
