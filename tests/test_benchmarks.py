@@ -202,7 +202,6 @@ def test_rows_are_written_as_they_were_read(tmp_path: Path) -> None:
     assert copy.read_text() == 'a,b,c\n,1,\n2,,"x,y"\n'
 
 
-@pytest.mark.slow
 def test_each_begins_a_round_in_its_turn() -> None:
     begun = []
 

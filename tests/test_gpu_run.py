@@ -167,7 +167,6 @@ def test_what_is_done_is_not_repeated_until_sources_change(
     assert not gpu.Log(context).done(unit.name)
 
 
-@pytest.mark.slow
 def test_a_slice_ends_in_time(context: Any) -> None:
     assert gpu.run_slice([dataclasses.replace(UNITS["ceilings"], seconds=100)], context, seconds=0.0) == ["ceilings"]
     unit = UNITS["generate"]  # takes longer than the tenth of a second it gets
@@ -217,7 +216,6 @@ def test_tests_run_in_shares_that_together_are_all() -> None:
     assert first | second == everything
 
 
-@pytest.mark.slow
 @pytest.mark.slow
 def test_a_test_file_that_needs_what_is_absent_is_left_out_only_where_asked() -> None:
     code = "import glob, importlib.util as u; find = u.find_spec; "
@@ -367,7 +365,6 @@ def test_on_a_gpu_providers_are_timed_eagerly_and_in_graphs(device: FakeDevice) 
     assert {row["device"] for row in rows.values()} == {"Fake GPU"}
 
 
-@pytest.mark.slow
 def test_of_a_slow_provider_two_inputs_do(device: FakeDevice) -> None:
     benchmark = fake_benchmark("op", pc=lambda: None, slow=lambda: time.sleep(0.01))
     counts = [len(runner._prepare(p, FakeInputs(), torch.device("cuda"), 0.1)[0]) for p in benchmark.providers]
@@ -416,7 +413,6 @@ def test_a_case_that_fails_does_not_stop_the_others(
     assert log.rows()["bench op 0: two"]["note"] == "ValueError: no luck"
 
 
-@pytest.mark.slow
 def test_bars(tmp_path: Path) -> None:
     from benchmarks.gpu import bars
 

@@ -56,7 +56,6 @@ def run(code: str, package: Path, **environment: str) -> list[str]:
     return done.stdout.splitlines()
 
 
-@pytest.mark.slow
 def identity(package: Path, backend: str = "cpu") -> str:
     metadata = json.loads((package / "build" / f"torch-{backend}" / "metadata.json").read_text())
     return str(metadata["id"])

@@ -27,7 +27,6 @@ def run_python(code: str, **changed: str) -> str:
     return done.stdout
 
 
-@pytest.mark.slow
 def test_triton_comes_with_the_first_kernel() -> None:
     out = run_python(
         f"import pc.triton_ops, sys\nprint('triton' in sys.modules)\n{KERNEL}\nprint(kernel.arg_names[:2])"
@@ -51,7 +50,6 @@ def test_the_interpreter_cannot_be_switched_after_the_import() -> None:
     ]
 
 
-@pytest.mark.slow
 def test_the_interpreter_stays_when_its_variable_goes() -> None:
     code = "import os, pc.triton_ops\ndel os.environ['TRITON_INTERPRET']\n"
     out = run_python(f"{code}{KERNEL}\nprint(type(kernel).__name__)", TRITON_INTERPRET="1")
