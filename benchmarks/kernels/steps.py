@@ -108,7 +108,10 @@ def _behind_document(batch: Batch, generator: torch.Generator) -> Any:
 
 
 def _attend_behind(batch: Batch, behind: Any) -> torch.Tensor:
-    out = behind.attend(batch.query.transpose(0, 1)[None], batch.key, batch.value, HEAD_DIM**-0.5, None, 0.0, None)
+    from pc.integrations.huggingface.paged.dispatch import LayerCall
+
+    call = LayerCall(batch.query.transpose(0, 1)[None], batch.key, batch.value, HEAD_DIM**-0.5)
+    out: torch.Tensor = behind.attend(call)
     return out.flatten(0, 1)
 
 

@@ -24,7 +24,7 @@ from ....triton_ops._triton import KERNELS_ON_CPU
 from ..calls import refuse_if
 from ..contiguous.tiers import fingerprint, replaced
 from ..paged.batch import needs_plan
-from ..paged.dispatch import PagedPass, mark
+from ..paged.dispatch import LayerCall, PagedPass, mark
 
 BLOCK = 16  # tokens of a block
 
@@ -357,18 +357,10 @@ class OwnLayer(CacheLayerMixin, PagedPass):  # type: ignore[misc]
         """Each row several times."""
         self.buffers = tuple(buffer.repeat_interleave(repeats, 0) for buffer in self.buffers)
 
-    def attend(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        scale: float,
-        window: int | None,
-        softcap: float,
-        sinks: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """Of `query [batch, num_heads, tokens, head_dim]`; `[batch, tokens, num_heads, head_dim]`."""
-        refuse_if(window is not None, "a layer with a window reads a compressed document")
+    def attend(self, call: LayerCall) -> torch.Tensor:
+        """See `PagedPass`."""
+        refuse_if(call.window is not None, "a layer with a window reads a compressed document")
+        query, scale, softcap, sinks = call.query, call.scale, call.softcap, call.sinks
         document = self.document
         batch, heads, tokens, _ = query.shape
         if tokens == 1 and not softcap and sinks is None and self.rows:

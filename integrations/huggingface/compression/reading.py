@@ -29,7 +29,7 @@ from ..calls import RequestReport, UnsupportedError, refuse_if
 from ..contiguous.store import ContiguousStore
 from ..contiguous.tiers import fingerprint
 from ..identity import CHANGING_ROPE
-from ..paged.dispatch import PagedPass, install, mark
+from ..paged.dispatch import LayerCall, PagedPass, install, mark
 from ..settings import CacheOptions, ScopedSetting, memory_budget
 from ..support import check_model, rope_types
 from .document import CompressedDocument, Content, KeptLayer, WindowLayer, keep
@@ -250,25 +250,17 @@ class _ReadLayer(DynamicLayer, PagedPass):  # type: ignore[misc]  # transformers
         self.keys, self.values = key_states, value_states
         return mark(key_states.view_as(key_states), self), value_states
 
-    def attend(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        scale: float,
-        window: int | None,
-        softcap: float,
-        sinks: torch.Tensor | None,
-    ) -> torch.Tensor:
+    def attend(self, call: LayerCall) -> torch.Tensor:
         """Attention over the whole text, `[1, tokens, num_heads, head_dim]`; then the layer keeps what is chosen."""
-        refuse_if(window is not None, "a layer without a window in its cache has one in its attention")
+        refuse_if(call.window is not None, "a layer without a window in its cache has one in its attention")
+        query, key, value, scale = call[:4]
         length = query.shape[2]
         table, lens, starts = (
             torch.tensor(t, dtype=torch.int32, device=query.device) for t in ([[0]], [length], [0, length])
         )
         sides = (query[0].transpose(0, 1), key.transpose(1, 2), value.transpose(1, 2))  # one block of the whole text
-        given: dict[str, Any] = {"softcap": softcap, "sinks": sinks, "max_query_len": length, "max_seq_len": length}
-        out = paged_attention(*sides, table, lens, starts, scale, **given)
+        given: dict[str, Any] = {"softcap": call.softcap, "sinks": call.sinks, "max_query_len": length}
+        out = paged_attention(*sides, table, lens, starts, scale, max_seq_len=length, **given)
         chosen = choose(SCORES[self.press](query[0], key[0], value[0], scale), self.budget)
         self.kept[self.index] = keep(key[0], value[0], chosen)
         self.peak.look()

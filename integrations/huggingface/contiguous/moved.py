@@ -17,7 +17,7 @@ from ....triton_ops._attention.dense import arange_i32, as_blocks, full_i32, str
 from ....triton_ops._triton import KERNELS_ON_CPU
 from ..calls import UnsupportedError, refuse_if, refusing
 from ..images import alike
-from ..paged.dispatch import PagedPass, install, mark, no_mask
+from ..paged.dispatch import LayerCall, PagedPass, install, mark, no_mask
 from ..support import eval_mode, harmless_tokens, rope_types
 from .layers import GrowingIndexedLayer, attention_layers, like, new_cache, state_layers
 from .layout import accepted, cache_name, forward, read
@@ -158,24 +158,16 @@ class ScatteredPass(PagedPass):
     def __init__(self, at: torch.Tensor, window: int) -> None:
         self._at, self._window = at, window
 
-    def attend(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        scale: float,
-        window: int | None,
-        softcap: float,
-        sinks: torch.Tensor | None,
-    ) -> torch.Tensor:
+    def attend(self, call: LayerCall) -> torch.Tensor:
         """See `PagedPass`."""
+        query, window, length = call.query, call.window, call.key.shape[2]
         refuse_if((window or 0) != self._window, f"a layer attends over a window of {window}, not {self._window}")
-        blocks, length, device = as_blocks(key.transpose(1, 2), value.transpose(1, 2)), key.shape[2], query.device
+        blocks, device = as_blocks(call.key.transpose(1, 2), call.value.transpose(1, 2)), query.device
         tables = strided_block_table(device, 1, length // blocks.size, blocks.per_sequence, blocks.per_block)
         batch = (tables, full_i32(device, 1, length), arange_i32(device, 2, query.shape[2]))
         out: torch.Tensor = sparse_gap_attention(
-            query[0].transpose(0, 1), *blocks[:2], *batch, self._at.to(torch.int32), scale, self._window,
-            softcap=softcap, sinks=sinks, max_query_len=query.shape[2], max_seq_len=length,
+            query[0].transpose(0, 1), *blocks[:2], *batch, self._at.to(torch.int32), call.scale, self._window,
+            softcap=call.softcap, sinks=call.sinks, max_query_len=query.shape[2], max_seq_len=length,
         )  # fmt: skip
         return out.unsqueeze(0)
 

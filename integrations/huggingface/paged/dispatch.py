@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import AttentionInterface
@@ -22,20 +22,23 @@ REGISTRY = "ALL_ATTENTION_FUNCTIONS"
 MARK = "_pc_pass"
 
 
+class LayerCall(NamedTuple):
+    """What a layer attends with: `query [batch, num_heads, num_tokens, head_dim]`, and the keys that were marked."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    scale: float
+    window: int | None = None
+    softcap: float = 0.0
+    sinks: torch.Tensor | None = None
+
+
 class PagedPass:
     """What a marked key leads to."""
 
-    def attend(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        scale: float,
-        window: int | None,
-        softcap: float,
-        sinks: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """Attention of `query [1, num_heads, num_tokens, head_dim]` over all that is cached, transposed.
+    def attend(self, call: LayerCall) -> torch.Tensor:
+        """Attention of a call's queries over all that is cached, `[batch, num_tokens, num_heads, head_dim]`.
 
         A mark of this class itself, on a mask, is found where a layer's keys are not those just cached.
         """
@@ -63,7 +66,7 @@ class PagedPass:
         refuse_if(dropout, "its attention uses dropout")
         refuse_if(position_bias is not None, "its attention uses a position bias")
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        return self.attend(query, key, value, scale, sliding_window, softcap or 0.0, s_aux), None
+        return self.attend(LayerCall(query, key, value, scale, sliding_window, softcap or 0.0, s_aux)), None
 
 
 def mark(key: torch.Tensor, batch: PagedPass) -> torch.Tensor:

@@ -16,7 +16,7 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicS
 
 from ..calls import UnsupportedError
 from .batch import Pass
-from .dispatch import PagedPass, mark
+from .dispatch import LayerCall, PagedPass, mark
 
 
 @dataclass(frozen=True)
@@ -132,20 +132,12 @@ class PagedCache(PagedPass, Cache):  # type: ignore[misc]  # transformers is unt
         self._written = (key_states, value_states, key_cache, value_cache, layer_idx)
         return mark(key_states, self), value_states
 
-    def attend(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        scale: float,
-        window: int | None,
-        softcap: float,
-        sinks: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """Attention of `query [1, num_heads, num_tokens, head_dim]` over the blocks just written, transposed."""
+    def attend(self, call: LayerCall) -> torch.Tensor:
+        """Attention of a packed row over the blocks just written."""
         # Layers that share keys attend to others than `update` saw: UnsupportedError.
-        if self._written is None or self._written[0] is not key or self._written[1] is not value:
-            return super().attend(query, key, value, scale, window, softcap, sinks)
+        if self._written is None or self._written[0] is not call.key or self._written[1] is not call.value:
+            return super().attend(call)
+        query, window = call.query, call.window
         _, _, key_cache, value_cache, layer_idx = self._written
         self._written = None
         self.layers_attended += 1
@@ -154,11 +146,11 @@ class PagedCache(PagedPass, Cache):  # type: ignore[misc]  # transformers is unt
                 f"layer {layer_idx} attends over a window of {window} and caches {self.storage.windows.get(layer_idx)}"
             )
         _, block_tables, seq_lens, query_start_loc = self.batch.on(query.device)
-        batch = (query[0].transpose(0, 1), key_cache, value_cache, block_tables, seq_lens, query_start_loc, scale)
+        batch = (query[0].transpose(0, 1), key_cache, value_cache, block_tables, seq_lens, query_start_loc, call.scale)
         block_size, num_kv_heads = key_cache.shape[1:3]
         options = {
-            "softcap": softcap,
-            "sinks": sinks,
+            "softcap": call.softcap,
+            "sinks": call.sinks,
             "max_query_len": self.batch.max_query_len,
             "max_seq_len": self.batch.max_seq_len,
             "plan": self.batch.plan(query.device, block_size, window or 0, num_kv_heads),

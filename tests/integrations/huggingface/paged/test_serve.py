@@ -95,9 +95,7 @@ def test_probe_notices_wrong_attention(model: Any, monkeypatch: pytest.MonkeyPat
     from pc.integrations.huggingface.paged.layers import PagedCache
 
     right = PagedCache.attend
-    monkeypatch.setattr(
-        PagedCache, "attend", lambda self, q, k, v, scale, *rest: right(self, q, k, v, 3 * scale, *rest)
-    )
+    monkeypatch.setattr(PagedCache, "attend", lambda self, call: right(self, call._replace(scale=3 * call.scale)))
     handle = enable_prefix_caching(model)
     assert "differ by" in str(handle.graphs.reason)
     assert_same(model, input_ids=prompt(40))  # over contiguous copies
