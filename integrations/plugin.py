@@ -12,6 +12,7 @@ import inspect
 import os
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 Series = tuple[int, ...]
@@ -85,13 +86,14 @@ def check_installed(package: str, oldest: Series, newest: Series, feature: str, 
     Raises:
         UnsupportedVersionError: It is not; says what was found and what is needed.
     """
-    supported = _text(oldest) if oldest == newest else f"{_text(oldest)} to {_text(newest)}"
+    supported = series_text(oldest, newest)
     try:
         version = str(importlib.import_module(package).__version__)
     except ImportError as error:
-        wanted = f"{package.replace('_', '-')}>={_text(oldest)},<{_text((*newest[:-1], newest[-1] + 1))}"
+        behind = series_text((*newest[:-1], newest[-1] + 1))
+        wanted = f"{package.replace('_', '-')}>={series_text(oldest)},<{behind}"
         raise UnsupportedVersionError(f"{package}: not installed, needs {supported}; pip install '{wanted}'") from error
-    if not oldest <= _release(version, len(oldest)) <= newest:
+    if not oldest <= release_of(version, len(oldest)) <= newest:
         raise UnsupportedVersionError(f"{package}: got {version}, needs {supported}")
     where = f"{package} {version} ({feature}; written for {supported})"
     for holder, members in interfaces.items():
@@ -99,12 +101,13 @@ def check_installed(package: str, oldest: Series, newest: Series, feature: str, 
             _check_interface(f"{holder}{'.' if ':' in holder else ':'}{name}", parameters.split(), where)
 
 
-def _text(series: Series) -> str:
-    return ".".join(map(str, series))
+def series_text(*series: Series) -> str:
+    """A series as it is written, or "the first to the last" of several."""
+    return " to ".join(dict.fromkeys(".".join(map(str, each)) for each in series))
 
 
-def _release(version: str, numbers: int) -> Series:
-    """Its first numbers; a version without them is out of every range."""
+def release_of(version: str, numbers: int) -> Series:
+    """The first numbers of a version; one without them is out of every range."""
     from packaging.version import InvalidVersion, Version  # which every engine brings
 
     try:
@@ -113,12 +116,15 @@ def _release(version: str, numbers: int) -> Series:
         return (0,)
 
 
-def _check_interface(name: str, parameters: list[str], where: str) -> None:
+def find_interface(name: str) -> Any:
+    """What stands under module:name, dots within; ImportError or AttributeError where nothing does."""
     module, _, path = name.partition(":")
+    return attrgetter(path)(importlib.import_module(module))
+
+
+def _check_interface(name: str, parameters: list[str], where: str) -> None:
     try:
-        found: Any = importlib.import_module(module)
-        for part in path.split("."):
-            found = getattr(found, part)
+        found = find_interface(name)
     except (ImportError, AttributeError) as error:
         raise UnsupportedVersionError(f"{name}: not there, needed by {where}") from error
     if parameters:

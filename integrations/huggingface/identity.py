@@ -17,6 +17,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from .support import CHANGING_ROPE
+
 SAMPLED = 16  # elements of each weight that are compared before a call
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 ADAPTER_STATE = frozenset({"active_adapters", "_active_adapter", "disable_adapters", "_disable_adapters", "scaling"})
@@ -29,8 +31,6 @@ ATTACHED = frozenset({"generate", "init_continuous_batching", "_cached_continuou
 """Attributes of a model that adapters put there: a handle says nothing of KV, and must not keep its model alive."""
 ROW_HOOKS = ("adapter_names", "alora_offsets")
 """What PEFT gives its layers for each row of a call, through hooks that it puts on for the call."""
-CHANGING_ROPE = ("dynamic", "longrope")
-"""Rotary embeddings that change their own buffers with the length; `rope_keys` takes them into account."""
 
 
 class Identity:

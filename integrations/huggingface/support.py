@@ -22,6 +22,9 @@ BY_TOKEN_OUTPUTS = ("output_attentions", "output_hidden_states")
 OWN_CACHE = "past_key_values of your own"
 CONTINUED = "_pc_continued"  # attribute by which a cache is known as the result of a served call
 
+CHANGING_ROPE = ("dynamic", "longrope")
+"""Rotary embeddings that change their own buffers with the length; `rope_keys` takes them into account."""
+
 _OF_HUB = ("constraints", "force_words_ids", "penalty_alpha", "num_beam_groups", "dola_layers")
 """Settings that may choose a decoding loop of the hub."""
 
@@ -251,7 +254,7 @@ def rope_keys(config: Any, prompt_lens: list[int], max_length: int) -> tuple[str
     config = config.get_text_config(decoder=True)
     for rope in _rope_parameters(config):
         kind = _rope_type(rope)
-        if kind not in ("dynamic", "longrope"):
+        if kind not in CHANGING_ROPE:
             continue
         limit = (
             rope.get("original_max_position_embeddings")
@@ -266,9 +269,10 @@ def rope_keys(config: Any, prompt_lens: list[int], max_length: int) -> tuple[str
     return ()
 
 
-def rope_types(config: Any) -> set[Any]:
-    """The kinds of rotary embeddings of a model."""
-    return {_rope_type(rope) for rope in _rope_parameters(config.get_text_config(decoder=True))}
+def changing_rope(config: Any) -> str | None:
+    """The kind of a model's rotary embeddings that change with the length, None where none do."""
+    kinds = {_rope_type(rope) for rope in _rope_parameters(config.get_text_config(decoder=True))}
+    return next((kind for kind in CHANGING_ROPE if kind in kinds), None)
 
 
 def _rope_type(rope: dict[str, Any]) -> Any:

@@ -10,10 +10,10 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from packaging.version import InvalidVersion, Version
 
 from ....cache import CacheManager, FullAttention, Group, SlidingWindow
 from ....cache.allocation import CacheStats
+from ...plugin import find_interface, release_of, series_text
 from ..calls import UnsupportedError, refuse_if
 from ..enable import ReplacedMethod, check_not_replaced, generating_model
 from ..identity import Identity, set_by_forward
@@ -23,7 +23,7 @@ from ..settings import ScopedSetting, check_number, check_salt, default_num_bloc
 from ..support import check_model
 from .blocks import ScheduledBlocks, SharedBlocks
 
-OLDEST, NEWEST = "5.19", "5.23"
+OLDEST, NEWEST = (5, 19), (5, 23)
 PACKAGE = "transformers.generation.continuous_batching."
 
 _CONFIGS = "generation_config continuous_batching_config workload_hints"
@@ -283,9 +283,10 @@ def _check(model: Any) -> None:
 def check_version(cache: type) -> None:
     """Raises UnsupportedError unless transformers is in range and has every interface that is built on."""
     # `cache` stands in for transformers' `PagedAttentionCache`: it has to have every method of it.
-    supported = f"transformers {OLDEST} to {NEWEST}"
+    supported = f"transformers {series_text(OLDEST, NEWEST)}"
     version = str(importlib.import_module("transformers").__version__)  # a lazy module, which may be replaced
-    refuse_if(not _in_range(version), f"continuous batching needs {supported}, got {version}")
+    in_range = OLDEST <= release_of(version, 2) <= NEWEST
+    refuse_if(not in_range, f"continuous batching needs {supported}, got {version}")
     where = f"by continuous batching over blocks, written for {supported}, in {version}"
     for name, parameters in INTERFACES.items():
         found = list(inspect.signature(_find(name, where)).parameters)
@@ -299,21 +300,8 @@ def check_version(cache: type) -> None:
                 raise UnsupportedError(f"PagedAttentionCache.{name}({', '.join(takes)}) is not known {where}")
 
 
-def _in_range(version: str) -> bool:
-    """Whether a version is of a series in range, its release candidates too; what is no version is not."""
-    try:
-        release = Version(version).release
-    except InvalidVersion:
-        return False
-    return Version(OLDEST).release <= release[:2] <= Version(NEWEST).release
-
-
 def _find(name: str, where: str) -> Any:
-    module, _, path = name.partition(":")
     try:
-        found: Any = importlib.import_module(PACKAGE + module)
-        for part in path.split("."):
-            found = getattr(found, part)
+        return find_interface(PACKAGE + name)
     except (ImportError, AttributeError) as error:
         raise UnsupportedError(f"{PACKAGE}{name} is not there, needed {where}") from error
-    return found

@@ -28,10 +28,9 @@ from ....triton_ops import paged_attention
 from ..calls import RequestReport, UnsupportedError, refuse_if
 from ..contiguous.store import ContiguousStore
 from ..contiguous.tiers import fingerprint
-from ..identity import CHANGING_ROPE
 from ..paged.dispatch import LayerCall, PagedPass, install, mark
 from ..settings import CacheOptions, ScopedSetting, memory_budget
-from ..support import check_model, rope_types
+from ..support import changing_rope, check_model
 from .document import CompressedDocument, Content, KeptLayer, WindowLayer, keep
 from .presses import SCORES, choose, press_key
 from .questions import KeptQuestions, are_kept
@@ -192,7 +191,7 @@ def _put(held: OrderedDict[bytes, Content], contents: Iterable[Content], most: i
 def read(model: Any, tokens: torch.Tensor, press: Any, budget: float, key: bytes) -> Content:
     """Computes a text and keeps what a press chooses; UnsupportedError: nothing of the model's KV can be left out."""
     check_model(model)
-    refuse_if(rope_types(model.config) & set(CHANGING_ROPE), "its rotary embeddings change with the length")
+    refuse_if(changing_rope(model.config), "its rotary embeddings change with the length")
     cache = DynamicCache(config=model.config)
     kept: dict[int, KeptLayer | WindowLayer] = {}
     peak = Peak(cache, kept)

@@ -18,7 +18,7 @@ from ....triton_ops._triton import KERNELS_ON_CPU
 from ..calls import UnsupportedError, refuse_if, refusing
 from ..images import alike
 from ..paged.dispatch import LayerCall, PagedPass, install, mark, no_mask
-from ..support import eval_mode, harmless_tokens, rope_types
+from ..support import changing_rope, eval_mode, harmless_tokens
 from .layers import GrowingIndexedLayer, attention_layers, like, new_cache, state_layers
 from .layout import accepted, cache_name, forward, read
 from .probe import LONG, TOKENS, Probed
@@ -49,10 +49,7 @@ def probe_moved(model: Any, probed: Probed) -> Moving:
     """How keys turn and tokens are computed where they stand; UnsupportedError: they are not."""
     config = model.config.get_text_config(decoder=True)
     refuse_if(probed.states, 'reuse="anywhere": recurrent states cannot be moved')
-    refuse_if(
-        rope_types(model.config) & {"dynamic", "longrope"},
-        'reuse="anywhere": its rotary frequencies change with the length',
-    )
+    refuse_if(changing_rope(model.config), 'reuse="anywhere": its rotary frequencies change with the length')
     refuse_if(
         "chunked_attention" in (getattr(config, "layer_types", None) or ()), 'reuse="anywhere": it attends in chunks'
     )

@@ -19,7 +19,7 @@ from torch.nn.modules import module as torch_module
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ..support import rope_types
+from ..support import changing_rope
 from .batch import DecodeBatch
 from .packed import PackedModel
 
@@ -232,9 +232,8 @@ def why_eager(model: Any) -> str | None:
     device = model.device
     if any(t.device != device for t in itertools.chain(model.parameters(), model.buffers())):
         return f"some of the model is not on {device}"
-    kinds = sorted({"dynamic", "longrope"} & rope_types(model.config))
-    if kinds:
-        return f"{kinds[0]} rotary embeddings change with the length"
+    if kind := changing_rope(model.config):
+        return f"{kind} rotary embeddings change with the length"
     if torch_module._has_any_global_hook():
         return "a hook on all modules is registered"
     for name, m in model.named_modules():
