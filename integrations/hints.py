@@ -78,8 +78,7 @@ def read_hint(request: Any) -> Hint | None:
     """
     envelope = getattr(request, "kv_hints", None)
     if envelope is None:
-        extra = getattr(getattr(request, "sampling_params", None), "extra_args", None) or {}
-        envelope = extra.get("kv_hints")
+        envelope = extra_args(request).get("kv_hints")
     if envelope is None:
         return None
     if isinstance(envelope, str):  # all that a client of vLLM's server can send
@@ -98,6 +97,11 @@ def read_hint(request: Any) -> Hint | None:
         _check_count(len(ranges))  # of all actions, before more of them are read
         returns = returns if hint.returns is None else hint.returns
     return Hint(tuple(ranges), returns)
+
+
+def extra_args(request: Any) -> Mapping[str, Any]:
+    """What else the caller of an engine's request asked for, by name, in its sampling parameters."""
+    return getattr(getattr(request, "sampling_params", None), "extra_args", None) or {}
 
 
 def read_or_warn(request: Any, name: str, logger: Logger) -> tuple[Hint | None, bool]:

@@ -192,16 +192,15 @@ def describe(vllm_config: Any) -> str:
     """What of this package an engine with this configuration uses, in one line."""
     active = [*_attention_in_use(vllm_config)]
     scheduler = _class_name(vllm_config.scheduler_config.scheduler_cls)
-    worker = _class_name(vllm_config.parallel_config.worker_cls)
-    if scheduler.endswith("PolicyScheduler"):
+    if has_policy(vllm_config):
         policy = chosen_policy(vllm_config)
         kind = POLICIES[policy].__name__ if policy in POLICIES else "unknown"
         reuse = asked_of_scheduler(vllm_config, "pc_reuse") or "gap"
         active.append(f"eviction ({scheduler}, policy {policy}: {kind}, reuse {reuse})")
-    if worker.endswith("HiddenStatesWorker"):
+    if keeps_rows(vllm_config):
         given = additional_config(vllm_config)
         options = [f"{name}={given[name]!r}" for name in HIDDEN_STATES_OPTIONS if name in given]
-        active.append(f"hidden_states ({', '.join([worker, *options])})")
+        active.append(f"hidden_states ({', '.join([_class_name(vllm_config.parallel_config.worker_cls), *options])})")
     omni = sys.modules.get("vllm_omni.core.prefix_cache")
     if str(getattr(getattr(omni, "OmniPrefixCacheManager", None), "__module__", "")).startswith(str(__package__)):
         active.append("omni (OmniPrefixCacheManager)")
@@ -229,6 +228,16 @@ def _attention_in_use(vllm_config: Any) -> Sequence[str]:
     return (f"attention ({path.rpartition('.')[2]} as {name})",)
 
 
+def has_policy(vllm_config: Any) -> bool:
+    """Whether an engine's scheduler is one of this package, by the end of its name."""
+    return _class_name(vllm_config.scheduler_config.scheduler_cls).endswith("PolicyScheduler")
+
+
+def keeps_rows(vllm_config: Any) -> bool:
+    """The same of its workers: whether hidden states are there behind hits."""
+    return _class_name(vllm_config.parallel_config.worker_cls).endswith("HiddenStatesWorker")
+
+
 def _class_name(given: Any) -> str:
     return given.rpartition(".")[2] if isinstance(given, str) else getattr(given, "__name__", "")
 
@@ -243,7 +252,7 @@ def _complete(vllm_config: Any) -> None:
         parallel.worker_cls = f"{__package__}.hidden_states.HiddenStatesWorker"
     if vllm_config.model_config is not None:  # an engine's
         check_options(vllm_config)
-        vllm_config.model_config.pc_pools_hits = _class_name(parallel.worker_cls) == "HiddenStatesWorker"
+        vllm_config.model_config.pc_pools_hits = keeps_rows(vllm_config)
         announce(vllm_config)
 
 

@@ -18,7 +18,8 @@ from vllm.platforms import current_platform
 
 from ...cache.tensors.step import Step
 from ...cache.tensors.tensor_cache import TensorCache
-from .features import HIDDEN_STATES_OPTIONS, LOGGER, additional_config, announce
+from ..hints import extra_args
+from .features import HIDDEN_STATES_OPTIONS, LOGGER, additional_config, announce, has_policy
 from .hidden_files import MAX_BYTES, MAX_SECONDS, RowsFolder
 from .scheduler_output import BlockTables, full_attention_group
 
@@ -105,7 +106,7 @@ class PromptHiddenStates:
         self.runner = runner
         self._execute, runner.execute_model = runner.execute_model, self.execute_model
         self._output: Any = None
-        if getattr(runner, "is_pooling_model", False):
+        if pools(runner):
             self._pool, runner._pool = runner._pool, self.pool
 
     def execute_model(self, output: Any, *args: Any, **kwargs: Any) -> Any:
@@ -153,7 +154,7 @@ class PromptHiddenStates:
         for each in self.tables.follow(output):
             positions[each.request_id] = each.begin
             if each.data is not None and each.request_id not in self._followed:
-                extra = getattr(each.data.sampling_params, "extra_args", None) or {}
+                extra = extra_args(each.data)
                 asked = bool(extra.get(self._asked_for)), self._gives_logprobs(extra.get(ASKED_LOGPROBS))
                 tokens = list(each.data.prompt_token_ids or ())
                 self._followed[each.request_id] = FollowedPrompt(tokens, each.data.prompt_len, *asked)
@@ -262,7 +263,7 @@ class HiddenStatesWorker(Base):
     def initialize_from_config(self, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:
         """Remembers the cache, after what vLLM does with it."""
         check_hidden_states(self.vllm_config)
-        if getattr(self.model_runner, "is_pooling_model", False):
+        if pools(self.model_runner):
             check_pooler(self.model_runner.get_model().pooler)
         super().initialize_from_config(kv_cache_config, *args, **kwargs)
         self._pc_config = kv_cache_config
@@ -271,8 +272,7 @@ class HiddenStatesWorker(Base):
         """Begins to follow steps behind the warm-up, whose requests are made up."""
         times = super().compile_or_warm_up_model()
         # Every rank pools: without the rows of a hit one would look for tokens of the prompt that it does not have.
-        pools = getattr(self.model_runner, "is_pooling_model", False)
-        if pools or self.rank % self.vllm_config.parallel_config.tensor_parallel_size == 0:
+        if pools(self.model_runner) or self.rank % self.vllm_config.parallel_config.tensor_parallel_size == 0:
             given = additional_config(self.vllm_config)
             options = {name.removeprefix(f"{ASKED}_"): given[name] for name in HIDDEN_STATES_OPTIONS if name in given}
             waiting, folder = options.get("waiting_bytes", WAITING_BYTES), None
@@ -303,6 +303,11 @@ class HiddenStatesWorker(Base):
         return {} if self.pc_hidden_states is None else self.pc_hidden_states.prompt_logprobs()
 
 
+def pools(runner: Any) -> bool:
+    """Whether it pools hidden states in place of sampling from them; runner V2, which has no such flag, is refused."""
+    return bool(getattr(runner, "is_pooling_model", False))
+
+
 def why_no_logprobs(config: Any) -> str:
     """What of an engine's configuration, which vLLM's runner has too, makes log-probabilities impossible, or ""."""
     if getattr(getattr(config, "parallel_config", None), "tensor_parallel_size", 1) > 1:
@@ -329,9 +334,8 @@ def check_hidden_states(vllm_config: Any) -> None:
     scheduler = vllm_config.scheduler_config
     if vllm_config.speculative_config is not None and scheduler.async_scheduling:
         raise ValueError("async_scheduling: got True with speculation, needs False for hidden states")
-    connector, cls = vllm_config.kv_transfer_config, scheduler.scheduler_cls
-    name = cls if isinstance(cls, str) else getattr(cls, "__qualname__", "")
-    if connector is not None and not name.endswith("PolicyScheduler"):
+    connector = vllm_config.kv_transfer_config
+    if connector is not None and not has_policy(vllm_config):
         raise ValueError("kv_transfer_config: a connector fills blocks unseen, needs PC_VLLM=eviction,hidden_states")
     if getattr(vllm_config.model_config, "runner_type", "") == "pooling":
         if connector is not None:

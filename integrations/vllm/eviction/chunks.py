@@ -72,16 +72,29 @@ def make_chunks(scheduler: Any, asked: str) -> FixedChunks | None:
 
 def why_no_chunks(scheduler: Any, chunk: int) -> str:
     """What of an engine makes fixed chunks impossible, or ""."""
-    config, given = scheduler.vllm_config, scheduler.scheduler_config
+    given = scheduler.scheduler_config
     budget = min(scheduler.max_num_scheduled_tokens, given.long_prefill_token_threshold or chunk)
-    reasons = {
-        "speculative decoding": config.speculative_config is not None or scheduler.num_lookahead_tokens,
-        "a KV connector": scheduler.connector is not None or scheduler.aux_output_connector is not None,
+    media = scheduler.vllm_config.model_config.is_multimodal_model
+    reasons = clipping_reasons(scheduler) | {
         "layers with states": scheduler.has_mamba_layers,
-        "images, sound or an encoder": config.model_config.is_multimodal_model or scheduler.is_encoder_decoder,
-        "pipeline parallelism": scheduler.use_pp,
-        "context parallelism": scheduler.dcp_world_size > 1 or scheduler.pcp_world_size > 1,
-        "prefill in one piece": not given.enable_chunked_prefill,
+        "images, sound or an encoder": media or scheduler.is_encoder_decoder,
         f"steps of {budget} tokens, fewer than a chunk's {chunk}": budget < chunk,
     }
+    return first_reason(reasons)
+
+
+def clipping_reasons(scheduler: Any) -> dict[str, Any]:
+    """What of an engine speaks against prefill whose chunks end where this package says, and whether it is there."""
+    speculates = scheduler.vllm_config.speculative_config is not None
+    return {
+        "speculative decoding": speculates or scheduler.num_lookahead_tokens,
+        "a KV connector": scheduler.connector is not None or scheduler.aux_output_connector is not None,
+        "pipeline parallelism": scheduler.use_pp,
+        "context parallelism": scheduler.dcp_world_size > 1 or scheduler.pcp_world_size > 1,
+        "prefill in one piece": not scheduler.scheduler_config.enable_chunked_prefill,
+    }
+
+
+def first_reason(reasons: dict[str, Any]) -> str:
+    """The first that is there, or ""."""
     return next((reason for reason, holds in reasons.items() if holds), "")

@@ -17,6 +17,8 @@ from vllm.v1.core.sched.output import NewRequestData
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.request import RequestStatus
 
+from .chunks import clipping_reasons, first_reason
+
 MIN_TOKENS = 64
 """Of a run that is worth a jump: it ends a chunk, so it may cost a step, which takes as long as 38 tokens of prefill
 where SmolLM2 runs on a CPU (results/cpu/vllm_cpu.csv); beside steps of other requests it costs nothing."""
@@ -196,16 +198,8 @@ class GapJumps:
 
 def why_no_jumps(scheduler: Any) -> str:
     """What of an engine makes jumps over gaps impossible, or ""."""
-    speculates = scheduler.vllm_config.speculative_config is not None or scheduler.num_lookahead_tokens
-    reasons = {
-        "speculative decoding": speculates,
-        "a KV connector": scheduler.connector is not None or scheduler.aux_output_connector is not None,
-        "an encoder": scheduler.is_encoder_decoder or scheduler.ec_connector is not None,
-        "pipeline parallelism": scheduler.use_pp,
-        "context parallelism": scheduler.dcp_world_size > 1 or scheduler.pcp_world_size > 1,
-        "prefill in one piece": not scheduler.scheduler_config.enable_chunked_prefill,
-    }
-    return why_not_one_chain(scheduler) or next((reason for reason, holds in reasons.items() if holds), "")
+    encodes = {"an encoder": scheduler.is_encoder_decoder or scheduler.ec_connector is not None}
+    return why_not_one_chain(scheduler) or first_reason(clipping_reasons(scheduler) | encodes)
 
 
 def why_not_one_chain(scheduler: Any) -> str:
@@ -216,4 +210,4 @@ def why_not_one_chain(scheduler: Any) -> str:
         "several groups of layers, windows or states": [type(each) for each in managers] != [FullAttentionManager],
         "blocks of another size than their hashes": managers[0].block_size != scheduler.hash_block_size,
     }
-    return next((reason for reason, holds in reasons.items() if holds), "")
+    return first_reason(reasons)

@@ -23,6 +23,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from ....cache.reuse.content import ContentIndex, ContentMatch
 from ....cache.table import Ids
+from ...hints import extra_args
 from .jumps import MIN_TOKENS, GapJumps
 
 LEAD = 16
@@ -271,7 +272,7 @@ def _root(request: Any) -> bytes | None:
 
 def _asks_for_rows(request: Any) -> bool:
     """Whether it wants hidden states of each token, which stay where they were computed."""
-    extra = request.sampling_params.extra_args or {}
+    extra = extra_args(request)
     return bool(extra.get("pc_hidden_states") or extra.get("pc_prompt_logprobs"))
 
 

@@ -8,7 +8,7 @@ from vllm.logger import init_logger
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from ...hints import Hint, read_or_warn
+from ...hints import Hint, extra_args, read_or_warn
 from ..features import LOGGER, REUSE, announce, asked_of_scheduler, chosen_policy
 from ..metrics import COUNTERS, add_counts
 from .chunks import make_chunks
@@ -74,7 +74,7 @@ class PolicyScheduler(Scheduler):
 
     def add_request(self, request: Any) -> None:
         """Takes a request's hint, unless it cannot be read: that is logged, and the request goes on without."""
-        extra = getattr(request.sampling_params, "extra_args", None) or {}
+        extra = extra_args(request)
         if extra.get(ASKED):
             self._will_explain(request.request_id)
         asked = extra.get("pc_reuse")
