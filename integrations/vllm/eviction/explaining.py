@@ -65,7 +65,8 @@ class Misses:
         self.running = {other.request_id: self._text_of(other) for other in others}
         found = explain(self, tokens, keys)  # type: ignore[arg-type]
         if jumps is not None:
-            found = replace(found, moved_tokens=jumps.would_move(request, found.matched))
+            moved = jumps.find_moved(request, found.matched, {})
+            found = replace(found, moved_tokens=sum(piece.end - piece.begin for piece in moved))
         return found
 
     def _text_of(self, request: Any) -> Any:

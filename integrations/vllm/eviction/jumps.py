@@ -41,7 +41,7 @@ class GapJumps:
         self._requests = scheduler.requests
         self._sends_anew = scheduler.use_v2_model_runner
         self._allocate_slots = self._cache.allocate_slots
-        self._planned: tuple[Any, dict[int, Any]] | None = None
+        self._planned: tuple[Any, dict[int, Any], list[Any]] | None = None
         self.pinned: dict[str, dict[int, Any]] = {}
         """By request the blocks that it will jump over, by their place in its table, ascending."""
         self._unsent: dict[str, list[Any]] = {}
@@ -58,26 +58,29 @@ class GapJumps:
             yield from pins.values()
 
     def plan(self, request: Any, num_computed: int, anywhere: bool = False) -> bool:
-        """Whether a request that is about to be admitted has later runs, which `allocate` then pins."""
+        """Whether a request that is about to be admitted has later runs, or moved text, which `allocate` then pins."""
         self._planned = None
-        first, rest = divmod(num_computed, self._size)
-        # Media are sent to runner V2 with a new request alone, and stripped by what it has computed.
-        if rest or (self._sends_anew and request.mm_features):
-            return False
-        if self._cache.prefix_cache_lookup_enabled(request) and (found := self._behind(request, first)):
-            self._planned = request, found
+        if self._cache.prefix_cache_lookup_enabled(request):
+            first, rest = divmod(num_computed, self._size)
+            # Media are sent to runner V2 with a new request alone, and stripped by what it has computed.
+            runs = {} if rest or (self._sends_anew and request.mm_features) else self._behind(request, first)
+            pieces = self.find_moved(request, num_computed, runs) if anywhere else []
+            self._planned = (request, runs, pieces) if runs or pieces else None
         return self._planned is not None
 
-    def would_move(self, request: Any, num_computed: int) -> int:
-        """Tokens that a request for moved text would find behind a hit."""
-        return 0
+    def find_moved(self, request: Any, num_computed: int, runs: dict[int, Any]) -> list[Any]:
+        """Text behind a hit that is cached elsewhere, between later runs; here none is looked for."""
+        return []
+
+    def _planned_for(self, request: Any) -> tuple[dict[int, Any], list[Any]]:
+        """Later runs and moved text of a request, if it is the one that is about to be admitted."""
+        planned = self._planned
+        return planned[1:] if planned is not None and planned[0] is request else ({}, [])
 
     def clip(self, request: Any, num_computed: int, num_new: int) -> int:
         """What of a chunk lies in front of the next run."""
-        pins = self.pinned.get(request.request_id)
-        if self._planned is not None and self._planned[0] is request:
-            pins = self._planned[1]
-        return min(num_new, next(iter(pins)) * self._size - num_computed) if pins else num_new
+        runs = self._planned_for(request)[0] or self.pinned.get(request.request_id)
+        return min(num_new, next(iter(runs)) * self._size - num_computed) if runs else num_new
 
     def _behind(self, request: Any, first: int) -> dict[int, Any]:
         """Cached blocks from block number `first` on, which is not; the last token is always computed."""
@@ -104,16 +107,17 @@ class GapJumps:
 
     def allocate(self, request: Any, num_new_tokens: int, *args: Any, **kwargs: Any) -> Any:
         """In place of vLLM's `allocate_slots`: pins what was planned, and puts what was jumped over in front."""
-        planned, self._planned = self._planned, None
-        if planned is not None and planned[0] is request:
-            blocks = list(planned[1].values())
+        runs, _ = self._planned_for(request)
+        self._planned = None
+        if runs:
+            blocks = list(runs.values())
             if not kwargs.get("full_sequence_must_fit") or self._room(request, blocks, **kwargs) >= 0:
                 # Before the gap's blocks are taken, which could be these.
                 self._pool.touch(blocks)
                 given = kwargs | {"full_sequence_must_fit": False}
                 new = self._allocate_slots(request, num_new_tokens, *args, **given)
                 if new is not None:
-                    self.pinned[request.request_id] = planned[1]
+                    self.pinned[request.request_id] = runs
                     return new
                 self._pool.free_blocks(reversed(blocks))
         new = self._allocate_slots(request, num_new_tokens, *args, **kwargs)

@@ -86,7 +86,6 @@ class MovedJumps(GapJumps):
         self._contents = Contents(self._pool)
         self._index: ContentIndex | None = None
         self._pending: list[tuple[Ids, list[bytes | None], int, int, array[int], bytes, bool]] = []
-        self._found: tuple[Any, list[CopiedSpan]] | None = None
         self._pieces: dict[str, list[CopiedSpan]] = {}
         self._moving: dict[str, list[CopiedSpan]] = {}
 
@@ -122,21 +121,9 @@ class MovedJumps(GapJumps):
             for piece in pieces:
                 yield from piece.blocks
 
-    def plan(self, request: Any, num_computed: int, anywhere: bool = False) -> bool:
-        """Whether a request that is about to be admitted has later runs or moved text, which `allocate` then pins."""
-        self._found = None
-        exact = super().plan(request, num_computed)
-        if anywhere and self._index is not None and self._cache.prefix_cache_lookup_enabled(request):
-            runs = self._planned[1] if self._planned is not None else {}
-            if found := list(self._find(request, num_computed, runs)):
-                self._found = request, found
-        return exact or self._found is not None
-
-    def would_move(self, request: Any, num_computed: int) -> int:
-        """None before the first request that asks."""
-        if self._index is None:
-            return 0
-        return sum(piece.end - piece.begin for piece in self._find(request, num_computed, {}))
+    def find_moved(self, request: Any, num_computed: int, runs: dict[int, Any]) -> list[CopiedSpan]:
+        """Text behind a hit that is cached elsewhere, between later runs; none before the first request that asks."""
+        return [] if self._index is None else list(self._find(request, num_computed, runs))
 
     def _find(self, request: Any, num_computed: int, runs: dict[int, Any]) -> Iterator[CopiedSpan]:
         """What of a prompt lies elsewhere, between later runs that stay where they are; not its last token."""
@@ -171,20 +158,18 @@ class MovedJumps(GapJumps):
 
     def clip(self, request: Any, num_computed: int, num_new: int) -> int:
         """What of a chunk lies in front of the next run or piece."""
-        pieces = self._pieces.get(request.request_id)
-        if self._found is not None and self._found[0] is request:
-            pieces = self._found[1]
+        pieces = self._planned_for(request)[1] or self._pieces.get(request.request_id)
         allowed = super().clip(request, num_computed, num_new)
         return min(allowed, pieces[0].begin - num_computed) if pieces else allowed
 
     def allocate(self, request: Any, num_new_tokens: int, *args: Any, **kwargs: Any) -> Any:
         """In place of vLLM's `allocate_slots`: pins sources too, as far as there is room beside the whole request."""
-        found, self._found = self._found, None
+        planned, found = self._planned_for(request)
         pieces: list[CopiedSpan] = []
-        if found is not None and found[0] is request:
-            runs = list(self._planned[1].values()) if self._planned is not None else []
+        if found:
+            runs = list(planned.values())
             room, held = self._room(request, runs, **kwargs), set(map(id, runs))
-            for piece in found[1]:
+            for piece in found:
                 room -= sum(block.ref_cnt == 0 and id(block) not in held for block in piece.blocks)
                 if room < 0:
                     break
