@@ -93,6 +93,13 @@ class Loop:
             **self.model_kwargs | inputs,
         )
 
+    def run_over(self, model: Any, criteria: RecordedCriteria) -> Any:
+        """The loop over what stands in the model's place and keeps its keys and values itself."""
+        result = self.run(model, {"stopping_criteria": criteria})
+        if hasattr(result, "past_key_values"):
+            result.past_key_values = None  # the empty one that transformers made
+        return result
+
     @property
     def mask(self) -> torch.Tensor | None:
         """`[batch, length]`; None where no token is left out."""

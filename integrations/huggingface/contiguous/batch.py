@@ -7,7 +7,6 @@ from typing import Any
 
 from transformers import DynamicCache
 
-from ....cache import OutOfBlocks
 from ..store import Lease
 from ..support import Loop
 from .blocks import RequestBlocks
@@ -78,12 +77,6 @@ class Batch:
         loop = self.loop
         single = self.by_token and self.size == 1 and loop.mask is None
         return single and loop.adapters is None and loop.continued is None
-
-    @property
-    def full(self) -> OutOfBlocks | None:
-        """Raised where there was no block for something."""
-        every = (blocks for p in self.prompts for blocks in (p.blocks, *p.branches.values()))
-        return next((blocks.full for blocks in every if blocks.full is not None), None)
 
     def _reads_to(self, column: int) -> None:
         """Of each prompt what is before a column is read, and nothing else."""

@@ -17,7 +17,7 @@ from transformers import DynamicCache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from ....cache import OutOfBlocks
-from ..calls import RequestReport, refuse_if
+from ..calls import refuse_if
 from ..store import Lease
 from ..support import BY_TOKEN, Loop, RecordedCriteria
 from .blocks import RequestBlocks
@@ -135,16 +135,6 @@ class RowByRow:
         """Leaves a single row's cache to later calls, which go on behind a whole chunk of the prompt's."""
         if self._caches and self._alone:
             self._store.kept.put(self._caches[0], self.prompts[0].tokens, self._loop.keys, self._loop.salt)
-
-    @property
-    def full(self) -> OutOfBlocks | None:
-        """Raised where there was no block for something."""
-        return next((p.blocks.full for p in self.prompts if p.blocks.full is not None), None)
-
-    def reports(self) -> list[RequestReport]:
-        """A report by row."""
-        found = {row: prompt.reused.report(len(prompt.tokens)) for prompt in self.prompts for row in prompt.rows}
-        return [found[row] for row in range(len(found))]
 
 
 def _check(loop: Loop, prompts: list[Prompt], counts_padding: bool) -> None:

@@ -19,7 +19,7 @@ from .deterministic import RowByRow, conditions
 from .layers import GrowingIndexedLayer, index_reach
 from .moved import probe_moved
 from .probe import LONG, Probed, probe, probe_images, probe_window
-from .prompts import RowImages, prompts_of
+from .prompts import Prompt, RowImages, prompts_of
 from .requests import extra_keys
 from .store import ContiguousStore, continues, note_content
 from .tiers import LowerTiers, SavedBlocks, disk_writers
@@ -145,28 +145,21 @@ class Contiguous:
                 call.publish()
             finally:
                 batch.requests.close()
-        if batch.full is not None:
-            calls.tell_out_of_blocks(batch.full)
+        reports = _tell(batch.prompts, calls)
         if batch.computed_for_hidden:
             calls.tell_hidden(batch.computed_for_hidden, self.store.hidden.max_blocks or 0, self.store.block_size)
-        calls.repair(sum(len(prompt.reused.repaired) for prompt in batch.prompts))
-        reports = {row: prompt.reused.report(len(prompt.tokens)) for prompt in batch.prompts for row in prompt.rows}
-        return result, [reports[row] for row in range(batch.size)]
+        return result, reports
 
     def _run_alone(self, loop: Loop, calls: Calls, chunk: int) -> tuple[Any, list[RequestReport]]:
         """As `run`, each row by itself in chunks of so many tokens."""
         lease = self.store.lease(loop.returns)
         rows = RowByRow(self.store, loop, lease, chunk)
         try:
-            result = loop.run(rows, {"stopping_criteria": rows.criteria})
+            result = loop.run_over(rows, rows.criteria)
         finally:
             lease.close()
         rows.keep()
-        if rows.full is not None:
-            calls.tell_out_of_blocks(rows.full)
-        if hasattr(result, "past_key_values"):
-            result.past_key_values = None  # the empty one that transformers made; rows have their own
-        return result, rows.reports()
+        return result, _tell(rows.prompts, calls)
 
     def explain(self, loop: Loop) -> list[Explanation]:
         """Why each prompt of a loop is not cached further; UnsupportedError: it would not be served."""
@@ -234,3 +227,14 @@ class Contiguous:
         elif batch.alone and isinstance(result, torch.Tensor):
             self.store.kept.put(batch.cache, result[0].cpu().numpy(), loop.keys, loop.salt)
         return result
+
+
+def _tell(prompts: list[Prompt], calls: Calls) -> list[RequestReport]:
+    """A report by row; `calls` are told what found no block, and what was computed again."""
+    every = (blocks for prompt in prompts for blocks in (prompt.blocks, *prompt.branches.values()))
+    full = next((blocks.full for blocks in every if blocks.full is not None), None)
+    if full is not None:
+        calls.tell_out_of_blocks(full)
+    calls.repair(sum(len(prompt.reused.repaired) for prompt in prompts))
+    reports = {row: prompt.reused.report(len(prompt.tokens)) for prompt in prompts for row in prompt.rows}
+    return [reports[row] for row in range(len(reports))]

@@ -138,11 +138,9 @@ class Paged:
         requests = Requests(lease, packed, self._steps, prompts, loop.keys, loop.salt, chunk, self._turn)
         decoder = PagedDecoder(model, requests, criteria, calls.tell_out_of_blocks)
         try:
-            result = loop.run(decoder, {"stopping_criteria": criteria})
+            result = loop.run_over(decoder, criteria)
         finally:
             requests.close()
-        if hasattr(result, "past_key_values"):
-            result.past_key_values = None  # the empty one that transformers made; the cache itself stays here
         return result, [RequestReport.of(len(r.tokens), [(0, r.num_cached_tokens)]) for r in requests.rows]
 
     def explain(self, loop: Loop) -> list[Explanation]:
