@@ -108,9 +108,9 @@ def _behind_document(batch: Batch, generator: torch.Generator) -> Any:
 
 
 def _attend_behind(batch: Batch, behind: Any) -> torch.Tensor:
-    from pc.integrations.huggingface.paged.dispatch import LayerCall
+    from pc.integrations.huggingface.paged.dispatch import MarkedCall
 
-    call = LayerCall(batch.query.transpose(0, 1)[None], batch.key, batch.value, HEAD_DIM**-0.5)
+    call = MarkedCall(batch.query.transpose(0, 1)[None], batch.key, batch.value, HEAD_DIM**-0.5)
     out: torch.Tensor = behind.attend(call)
     return out.flatten(0, 1)
 

@@ -24,7 +24,7 @@ from ....triton_ops._triton import KERNELS_ON_CPU
 from ..calls import refuse_if
 from ..contiguous.tiers import fingerprint, replaced
 from ..paged.batch import needs_plan
-from ..paged.dispatch import LayerCall, PagedPass, mark
+from ..paged.dispatch import MarkedCall, PagedPass, mark
 
 BLOCK = 16  # tokens of a block
 
@@ -357,7 +357,7 @@ class OwnLayer(CacheLayerMixin, PagedPass):  # type: ignore[misc]
         """Each row several times."""
         self.buffers = tuple(buffer.repeat_interleave(repeats, 0) for buffer in self.buffers)
 
-    def attend(self, call: LayerCall) -> torch.Tensor:
+    def attend(self, call: MarkedCall) -> torch.Tensor:
         """See `PagedPass`."""
         refuse_if(call.window is not None, "a layer with a window reads a compressed document")
         query, scale, softcap, sinks = call.query, call.scale, call.softcap, call.sinks

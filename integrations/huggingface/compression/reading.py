@@ -28,7 +28,7 @@ from ....triton_ops import paged_attention
 from ..calls import RequestReport, UnsupportedError, refuse_if
 from ..contiguous.store import ContiguousStore
 from ..contiguous.tiers import fingerprint
-from ..paged.dispatch import LayerCall, PagedPass, install, mark
+from ..paged.dispatch import MarkedCall, PagedPass, install, mark
 from ..settings import CacheOptions, ScopedSetting, memory_budget
 from ..support import changing_rope, check_model
 from .document import CompressedDocument, Content, KeptLayer, WindowLayer, keep
@@ -249,7 +249,7 @@ class _ReadLayer(DynamicLayer, PagedPass):  # type: ignore[misc]  # transformers
         self.keys, self.values = key_states, value_states
         return mark(key_states.view_as(key_states), self), value_states
 
-    def attend(self, call: LayerCall) -> torch.Tensor:
+    def attend(self, call: MarkedCall) -> torch.Tensor:
         """Attention over the whole text, `[1, tokens, num_heads, head_dim]`; then the layer keeps what is chosen."""
         refuse_if(call.window is not None, "a layer without a window in its cache has one in its attention")
         query, key, value, scale = call[:4]

@@ -17,7 +17,7 @@ from ....triton_ops._attention.dense import arange_i32, as_blocks, full_i32, str
 from ....triton_ops._triton import KERNELS_ON_CPU
 from ..calls import UnsupportedError, refuse_if, refusing
 from ..images import alike
-from ..paged.dispatch import LayerCall, PagedPass, install, mark, no_mask
+from ..paged.dispatch import MarkedCall, PagedPass, install, mark, no_mask
 from ..support import changing_rope, eval_mode, harmless_tokens
 from .layers import GrowingIndexedLayer, attention_layers, like, new_cache, state_layers
 from .layout import accepted, cache_name, forward, read
@@ -155,7 +155,7 @@ class ScatteredPass(PagedPass):
     def __init__(self, at: torch.Tensor, window: int) -> None:
         self._at, self._window = at, window
 
-    def attend(self, call: LayerCall) -> torch.Tensor:
+    def attend(self, call: MarkedCall) -> torch.Tensor:
         """See `PagedPass`."""
         query, window, length = call.query, call.window, call.key.shape[2]
         refuse_if((window or 0) != self._window, f"a layer attends over a window of {window}, not {self._window}")

@@ -22,7 +22,7 @@ REGISTRY = "ALL_ATTENTION_FUNCTIONS"
 MARK = "_pc_pass"
 
 
-class LayerCall(NamedTuple):
+class MarkedCall(NamedTuple):
     """What a layer attends with: `query [batch, num_heads, num_tokens, head_dim]`, and the keys that were marked."""
 
     query: torch.Tensor
@@ -37,7 +37,7 @@ class LayerCall(NamedTuple):
 class PagedPass:
     """What a marked key leads to."""
 
-    def attend(self, call: LayerCall) -> torch.Tensor:
+    def attend(self, call: MarkedCall) -> torch.Tensor:
         """Attention of a call's queries over all that is cached, `[batch, num_tokens, num_heads, head_dim]`.
 
         A mark of this class itself, on a mask, is found where a layer's keys are not those just cached.
@@ -66,7 +66,7 @@ class PagedPass:
         refuse_if(dropout, "its attention uses dropout")
         refuse_if(position_bias is not None, "its attention uses a position bias")
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        return self.attend(LayerCall(query, key, value, scale, sliding_window, softcap or 0.0, s_aux)), None
+        return self.attend(MarkedCall(query, key, value, scale, sliding_window, softcap or 0.0, s_aux)), None
 
 
 def mark(key: torch.Tensor, batch: PagedPass) -> torch.Tensor:

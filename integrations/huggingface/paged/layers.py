@@ -16,7 +16,7 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicS
 
 from ..calls import UnsupportedError
 from .batch import Pass
-from .dispatch import LayerCall, PagedPass, mark
+from .dispatch import MarkedCall, PagedPass, mark
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ class PagedCache(PagedPass, Cache):  # type: ignore[misc]  # transformers is unt
         self._written = (key_states, value_states, key_cache, value_cache, layer_idx)
         return mark(key_states, self), value_states
 
-    def attend(self, call: LayerCall) -> torch.Tensor:
+    def attend(self, call: MarkedCall) -> torch.Tensor:
         """Attention of a packed row over the blocks just written."""
         # Layers that share keys attend to others than `update` saw: UnsupportedError.
         if self._written is None or self._written[0] is not call.key or self._written[1] is not call.value:
