@@ -124,8 +124,9 @@ def chosen(block_size: int, *q_lens: int) -> Any:
         seq_lens=one(*[64 * block_size] * len(q_lens)),
         query_start_loc=one(0, *itertools.accumulate(q_lens)),
         scale=1.0,
+        with_lse=False,
     )
-    return choose.choose_attention(choose.Wanted.of(call, with_lse=False))
+    return choose.choose_attention(call)
 
 
 def test_what_is_launched_is_what_the_table_says(request: pytest.FixtureRequest) -> None:
@@ -133,13 +134,13 @@ def test_what_is_launched_is_what_the_table_says(request: pytest.FixtureRequest)
     request.getfixturevalue("table")
     decode, prefill, mixed = chosen(16, 1), chosen(64, 512), chosen(64, 512, 1)
     assert decode.target_items == 2 * before.target_items
-    assert decode.decode.launch.options["num_warps"] == 8
-    assert decode.decode.launch.constants["BLOCK_N"] == 16
+    assert decode.decode.options["num_warps"] == 8
+    assert decode.decode.constants["BLOCK_N"] == 16
     for both in (prefill, mixed):
-        assert both.prefill.launch.constants["BLOCK_M"] == 128
-        assert both.prefill.launch.options["num_warps"] == 8
+        assert both.prefill.constants["BLOCK_M"] == 128
+        assert both.prefill.options["num_warps"] == 8
     assert prefill.decode is None, "512 queries of one sequence are no decode"
-    assert mixed.decode.launch.constants["BLOCK_M"] == 32, "chosen for the prefill alone"
+    assert mixed.decode.constants["BLOCK_M"] == 32, "chosen for the prefill alone"
 
 
 @pytest.mark.usefixtures("table")

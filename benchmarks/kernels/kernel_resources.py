@@ -159,10 +159,9 @@ def attention_case(
         tree_mask=torch.zeros(num_tokens, -(-q_len // 32), dtype=torch.int32) if tree else None,
     )
     if top_k:
-        call = call.changed(query_blocks=torch.zeros(num_tokens, heads[1], top_k, dtype=torch.int32))
-        launch.choose_launch(call, with_lse=False)(TENSORS(call))
-    else:
-        launch.choose_launch(call)(TENSORS(call))
+        lists = torch.zeros(num_tokens, heads[1], top_k, dtype=torch.int32)
+        call = call.changed(query_blocks=lists, with_lse=False)
+    launch.choose_launch(call)(TENSORS(call))
 
 
 def latent_case(

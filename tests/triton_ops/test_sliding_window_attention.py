@@ -101,8 +101,8 @@ def test_decode_within_a_short_window_is_not_split(window, programs, device, cho
     batch = build(Case(lens=(2000, 700), queries=(1, 1), heads=(2, 1), window=window, bounds=True)).to(device)
     check(build(batch.case), *_call(batch))
     (call,) = chosen
-    assert call.decode.launch.programs[0] == programs
-    assert bool(call.decode.split_rows) == (programs > 2)
+    assert call.decode.programs[0] == programs
+    assert (call.decode_parts is not None) == (programs > 2)
 
 
 @pytest.mark.interpreter

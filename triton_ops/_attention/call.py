@@ -131,6 +131,7 @@ class AttentionCall(BatchCall):
     plan: torch.Tensor | None = None
     tree_mask: torch.Tensor | None = None
     query_blocks: torch.Tensor | None = None
+    with_lse: bool = True  # whether the operator gives the log-sum-exp too
     is_latent: ClassVar[bool] = False  # whether values are the first columns of keys
 
     @property

@@ -7,6 +7,7 @@ for follows from how many sequences or splits there are or from whether decodes 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -50,32 +51,10 @@ MAX_PREFILL_SPLITS = 16
 # for 8, counted in the emulator; 128 splits at once took 6,256 for 2.
 MERGED_SPLITS = 4
 
-
-class SplitLaunch(NamedTuple):
-    """A launch of the attention kernel, with rows of partial results, 0 for none, and heads of each of them."""
-
-    launch: Launch
-    split_rows: int
-    split_heads: int
-
-
-@dataclass(frozen=True, slots=True)
-class Results:
-    """What a call gives: the first result's shape and dtype, and whether both and its strides are the query's."""
-
-    shape: tuple[int, int, int]
-    dtype: torch.dtype
-    like_query: bool
-    with_lse: bool
-
-    @classmethod
-    def of(cls, call: AttentionCall, with_lse: bool, dtype: torch.dtype | None = None) -> Results:
-        """Those of a call; `dtype` None: like query."""
-        query, value_dim = call.query, call.value_cache.shape[3]
-        num_tokens, num_heads, head_dim = query.shape
-        is_packed = query.stride() == (num_heads * head_dim, head_dim, 1)
-        like_query = is_packed and value_dim == head_dim and dtype in (None, query.dtype)
-        return cls((num_tokens, num_heads, value_dim), dtype or query.dtype, like_query, with_lse)
+Result = tuple[torch.Tensor, torch.Tensor]
+NewResults = Callable[[torch.Tensor], Result]
+PartsShape = tuple[int, int, int]
+"""Of partial results: rows, heads of each, and columns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,42 +66,46 @@ class Chosen:
     options: PlanOptions
     target_items: int  # about how many a plan made for this call has
     convert_codes: bool
-    decode: SplitLaunch | None  # None where there can be none
-    prefill: SplitLaunch | None
+    decode: Launch | None  # None where there can be none
+    decode_parts: PartsShape | None  # None where no sequence is split
+    prefill: Launch | None
+    prefill_parts: PartsShape | None
     merge: Launch  # of splits
-    results: Results
-    nothing: torch.Tensor  # empty float32, for an lse or parts that there are not: kernels are compiled for types
+    new_results: NewResults
+    nothing: torch.Tensor  # empty float32, for parts that there are not: kernels are compiled for types
 
 
-class Wanted(NamedTuple):
-    """A call that passed its checks, and what else decides how it is launched."""
+def choose_results(call: AttentionCall, dtype: torch.dtype | None = None) -> NewResults:
+    """What makes memory for the results of calls like this one, by their query; `dtype` None: like query."""
+    query, dtype = call.query, dtype or call.query.dtype
+    num_tokens, num_heads, head_dim = query.shape
+    shape, with_lse = (num_tokens, num_heads, call.value_cache.shape[3]), call.with_lse
+    is_packed = query.stride() == (num_heads * head_dim, head_dim, 1)
+    like_query = is_packed and shape[2] == head_dim and dtype == query.dtype
+    no_lse = query.new_empty(0, dtype=torch.float32)
 
-    call: AttentionCall
-    with_lse: bool
-    is_aligned: bool  # all tensors begin at multiples of 16 bytes
-    arch: Architecture
-    codes: int  # how the cache is stored, as kernels are told it
+    def new_results(query: torch.Tensor) -> Result:
+        # Of a contiguous tensor, half the time of `new_empty`.
+        out = torch.empty_like(query) if like_query else query.new_empty(shape, dtype=dtype)
+        return out, query.new_empty(shape[:2], dtype=torch.float32) if with_lse else no_lse
 
-    @classmethod
-    def of(cls, call: AttentionCall, with_lse: bool) -> Wanted:
-        """On the device of the call."""
-        arch, codes = architecture(call.query.device), PLAIN_CACHE
-        if call.key_cache.dtype == torch.float8_e4m3fn and not arch.has_e4m3:
-            codes = E4M3_PACKED if arch.name.startswith("sm_") else E4M3_BITS
-        elif call.key_cache.dtype != call.query.dtype:
-            is_packed = arch.name.startswith("sm_") and call.query.element_size() == 2
-            codes = PACKED_CODES if is_packed else NATIVE_CODES
-        return cls(call, with_lse, aligned(*TENSORS(call)), arch, codes)
+    return new_results
 
-    def codes_in(self, tiles: Tiles) -> int:
-        """The same for kernels with such tiles: held unless the matrix unit reads shared memory."""
-        is_held = self.codes == PACKED_CODES and not multiplies_from_shared(self.arch.name, tiles.block_m)
-        return HELD_CODES if is_held else self.codes
 
-    @property
-    def convert_codes(self) -> bool:
-        """Whether kernels convert float8 by bit operations."""
-        return self.codes in (E4M3_BITS, E4M3_PACKED)
+def _codes(call: AttentionCall) -> int:
+    """How the cache is stored, as kernels are told it whatever their tiles."""
+    arch = architecture(call.query.device)
+    if call.key_cache.dtype == torch.float8_e4m3fn and not arch.has_e4m3:
+        return E4M3_PACKED if arch.name.startswith("sm_") else E4M3_BITS
+    if call.key_cache.dtype == call.query.dtype:
+        return PLAIN_CACHE
+    is_packed = arch.name.startswith("sm_") and call.query.element_size() == 2
+    return PACKED_CODES if is_packed else NATIVE_CODES
+
+
+def converts_codes(call: AttentionCall) -> bool:
+    """Whether kernels convert float8 by bit operations."""
+    return _codes(call) in (E4M3_BITS, E4M3_PACKED)
 
 
 class _Regimes(NamedTuple):
@@ -139,13 +122,12 @@ def wanted_items(arch: Architecture, programs_per_item: int) -> int:
     return max(1, programs_per_processor(arch.name) * arch.num_processors // programs_per_item)
 
 
-def choose_attention(wanted: Wanted, out_dtype: torch.dtype | None = None, tiled: bool = False) -> Chosen:
+def choose_attention(call: AttentionCall, out_dtype: torch.dtype | None = None, tiled: bool = False) -> Chosen:
     """Chooses how a call with queries and blocks is launched; arguments as of `launch.choose_launch`."""
-    call = wanted.call
     num_tokens, num_heads, _ = call.query.shape
     num_seqs, num_kv_heads = call.seq_lens.shape[0], call.key_cache.shape[2]
     group = num_heads // num_kv_heads
-    arch, options = wanted.arch, call.plan_options(tiled)
+    arch, options = architecture(call.query.device), call.plan_options(tiled)
     shape = PlanShape.of(call.block_tables, call.block_size)
     longest = num_tokens if call.max_query_len is None else min(num_tokens, call.max_query_len)
     decode, prefill = _tiles(call, arch, longest)
@@ -154,23 +136,27 @@ def choose_attention(wanted: Wanted, out_dtype: torch.dtype | None = None, tiled
     # A work item of a decode serves all KV heads, or the one whose table it is of.
     item_programs = num_kv_heads // call.table_heads * -(-regimes.max_q * group // decode.block_m) * decode.parts
     target_items = wanted_items(arch, item_programs)
-    decoding = tiling = None
+    decode_launch = decode_parts = prefill_launch = prefill_parts = None
     if splits := regimes.decode_splits:
         items = min(shape.max_items, shape.num_rows + target_items, shape.num_rows * splits)
-        decoding = _build_attention_launch(wanted, options, shape, regimes, decode, True, (items, item_programs, 1))
+        decode_launch, decode_parts = _build_attention_launch(
+            call, options, shape, regimes, decode, True, (items, item_programs, 1)
+        )
     if splits := regimes.prefill_splits:
         programs = (query_tiles, num_kv_heads * prefill.parts, splits)
-        tiling = _build_attention_launch(wanted, options, shape, regimes, prefill, False, programs)
+        prefill_launch, prefill_parts = _build_attention_launch(call, options, shape, regimes, prefill, False, programs)
     return Chosen(
         shape=shape,
         block_size=call.block_size,
         options=options,
         target_items=target_items,
-        convert_codes=wanted.convert_codes,
-        decode=decoding,
-        prefill=tiling,
-        merge=_merge_of(wanted, regimes),
-        results=Results.of(call, wanted.with_lse, out_dtype),
+        convert_codes=converts_codes(call),
+        decode=decode_launch,
+        decode_parts=decode_parts,
+        prefill=prefill_launch,
+        prefill_parts=prefill_parts,
+        merge=_merge_of(call, regimes),
+        new_results=choose_results(call, out_dtype),
         nothing=call.query.new_empty(0, dtype=torch.float32),
     )
 
@@ -237,24 +223,24 @@ def _regimes(
 
 
 def _build_attention_launch(
-    wanted: Wanted,
+    call: AttentionCall,
     options: PlanOptions,
     shape: PlanShape,
     regimes: _Regimes,
     tiles: Tiles,
     decoding: bool,
     programs: tuple[int, int, int],
-) -> SplitLaunch:
+) -> tuple[Launch, PartsShape | None]:
     """A launch of the attention kernel: its constants and the numbers before them, in the order of its parameters."""
     from ..kernels.attention import _attention_kernel
 
-    call, (num_tokens, num_heads, _) = wanted.call, wanted.call.query.shape
+    num_tokens, num_heads, _ = call.query.shape
     splits = regimes.decode_splits if decoding else regimes.prefill_splits
     split_rows, split_heads = splits * num_tokens, num_heads
     if decoding:
         split_rows, split_heads = shape.max_items * regimes.max_q, num_heads // call.table_heads
     constexprs = {
-        **compiled_for(wanted, options.mask, tiles),
+        **compiled_for(call, options.mask, tiles),
         "DECODE": decoding,
         "SPLIT_TILES": INVARIANT_SPLIT_KEYS // TILE_KEYS if call.batch_invariant else 0,
         "TWO_LOOPS": tiles.two_loops and not (_has_segments(call) or call.batch_invariant),
@@ -264,27 +250,29 @@ def _build_attention_launch(
     mask = (*numbers(options.mask), options.key_begin)
     regime = (regimes.decode_queries, regimes.max_q, splits, call.scale)
     values = (*lengths, *regime, *numbers(call.terms), *mask, *strides_of(call))
-    compiled = (tiles.num_warps, tiles.num_stages, wanted.is_aligned, tiles.max_registers)
+    compiled = (tiles.num_warps, tiles.num_stages, aligned(*TENSORS(call)), tiles.max_registers)
     launch = Launch(_attention_kernel, constexprs, programs, values, *compiled)
-    return SplitLaunch(launch, split_rows if splits > 1 else 0, split_heads)
+    return launch, (split_rows, split_heads, call.value_cache.shape[3]) if splits > 1 else None
 
 
-def compiled_for(wanted: Wanted, mask: Mask, tiles: Tiles) -> dict[str, Any]:
+def compiled_for(call: AttentionCall, mask: Mask, tiles: Tiles) -> dict[str, Any]:
     """What attention kernels are compiled for of a call and its tiles, in the order of their parameters."""
-    call = wanted.call
     num_heads, head_dim = call.query.shape[1:]
     value_dim, group = call.value_cache.shape[3], num_heads // call.key_cache.shape[2]
     rest = head_dim - value_dim if call.is_latent else 0
     own, value = ((head_dim - rest) // tiles.parts, value_dim // tiles.parts)
+    codes = _codes(call)
+    if codes == PACKED_CODES and not multiplies_from_shared(architecture(call.query.device).name, tiles.block_m):
+        codes = HELD_CODES
     traits = Traits(
         POSITIONS=call.query_positions is not None,
         SINKS=call.sinks is not None,
         SCALES=scale_kind(call.k_scale, call.v_scale),
-        CODES=wanted.codes_in(tiles),
+        CODES=codes,
         UPCAST=INTERPRET and call.query.dtype == torch.bfloat16,
         TABLE_HEADS=call.table_heads,
         TREE=call.tree_mask is not None,
-        WITH_LSE=wanted.with_lse,
+        WITH_LSE=call.with_lse,
         NUM_HEADS=num_heads,
         GROUP=group,
         BLOCK_SIZE=call.block_size,
@@ -310,17 +298,17 @@ def strides_of(call: AttentionCall) -> Strides:
     return Strides._make((*tensors, *call.table_strides, *call.tree_sizes))
 
 
-def _merge_of(wanted: Wanted, regimes: _Regimes) -> Launch:
+def _merge_of(call: AttentionCall, regimes: _Regimes) -> Launch:
     """Sums the splits of a decode's queries where they alone have splits, else of all tokens."""
-    num_tokens, num_seqs = wanted.call.query.shape[0], wanted.call.seq_lens.shape[0]
+    num_tokens, num_seqs = call.query.shape[0], call.seq_lens.shape[0]
     by_sequence = int(regimes.decode_queries > 0 and regimes.prefill_splits <= 1)  # triton 3.6 interprets no bool
     rows = num_seqs * regimes.max_q if by_sequence else num_tokens
     values = (num_seqs, num_tokens, regimes.decode_queries, regimes.max_q, max(1, regimes.prefill_splits), by_sequence)
     splits = max(regimes.decode_splits, regimes.prefill_splits)
-    return build_sum_launch(wanted, rows, splits, values, wanted.call.table_heads)
+    return build_sum_launch(call, rows, splits, values, call.table_heads)
 
 
-def build_sum_launch(wanted: Wanted, rows: int, splits: int, values: tuple[int, ...], table_heads: int) -> Launch:
+def build_sum_launch(call: AttentionCall, rows: int, splits: int, values: tuple[int, ...], table_heads: int) -> Launch:
     """A program for each of these rows and each head; few rows of many splits are cut into parts of a head.
 
     Two kernels, so that warmup can compile both. The order of a sum follows from which it is, which in batch-invariant
@@ -328,9 +316,9 @@ def build_sum_launch(wanted: Wanted, rows: int, splits: int, values: tuple[int, 
     """
     from ..kernels.attention import _merge_splits_kernel
 
-    call, num_heads, value_dim = wanted.call, wanted.call.query.shape[1], wanted.call.value_cache.shape[3]
+    num_heads, value_dim = call.query.shape[1], call.value_cache.shape[3]
     block_s, block_v = MERGED_SPLITS, max(16, next_power_of_2(value_dim))
-    is_few = rows * num_heads < 2 * wanted.arch.num_processors
+    is_few = rows * num_heads < 2 * architecture(call.query.device).num_processors
     if call.is_latent:
         block_v = min(block_v, 256)  # many heads of wide rows are programs enough
     elif is_few and splits > 2 * MERGED_SPLITS and not call.batch_invariant:
@@ -338,7 +326,7 @@ def build_sum_launch(wanted: Wanted, rows: int, splits: int, values: tuple[int, 
     constexprs = {
         "TABLE_HEADS": table_heads,
         "SINKS": call.sinks is not None,
-        "WITH_LSE": wanted.with_lse,
+        "WITH_LSE": call.with_lse,
         "NUM_HEADS": num_heads,
         "VALUE_DIM": value_dim,
         "BLOCK_S": block_s,
@@ -346,7 +334,7 @@ def build_sum_launch(wanted: Wanted, rows: int, splits: int, values: tuple[int, 
     }
     programs = (rows, num_heads, -(-value_dim // block_v))
     num_warps = merge_warps(block_s, block_v)
-    return Launch(_merge_splits_kernel, constexprs, programs, values, num_warps, reusable=wanted.is_aligned)
+    return Launch(_merge_splits_kernel, constexprs, programs, values, num_warps, reusable=aligned(*TENSORS(call)))
 
 
 def merge_warps(block_s: int, block_v: int) -> int:

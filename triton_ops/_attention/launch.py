@@ -22,12 +22,11 @@ from .._quantize import as_codes, equal_scales
 from .._triton import require_triton
 from .call import LATENT_NAMES, TENSOR_NAMES, AttentionCall, kind_of
 from .checks import check_attention, check_attention_values
-from .choose import Chosen, Results, SplitLaunch, Wanted, choose_attention
+from .choose import Chosen, NewResults, PartsShape, Result, choose_attention, choose_results
 from .lists import ChosenLists, choose_lists
 from .plan import cached_with, launch_plan
 
 P = ParamSpec("P")
-Result = tuple[torch.Tensor, torch.Tensor]
 AttentionLaunch = Callable[[tuple[Any, ...]], Result]
 Choose = Callable[..., Callable[..., Any]]
 
@@ -38,12 +37,12 @@ _LSE = """and lse `[num_tokens, num_heads]` float32: the natural logarithm of th
 
 def choose_operator(names: tuple[str, ...], with_lse: bool, *values: Any) -> Callable[..., Any]:
     """What runs an operator's call of parameters `names`, and all that differ from it in addresses and values only."""
-    call = kind_of(names).of(names, values, {})
+    call = kind_of(names).of(names, values, {"with_lse": with_lse})
     check_attention(call)
     given = [LATENT_NAMES.get(name, name) if call.is_latent else name for name in TENSOR_NAMES]
     # Behind the arguments there is None, for tensors that the operator does not take.
     places = [names.index(name) if name in names else len(names) for name in given]
-    return functools.partial(_run, choose_launch(call, with_lse), itemgetter(*places), with_lse)
+    return functools.partial(_run, choose_launch(call), itemgetter(*places), with_lse)
 
 
 def _run(
@@ -53,20 +52,17 @@ def _run(
     return results if with_lse else results[0]
 
 
-def choose_launch(
-    call: AttentionCall, with_lse: bool = True, out_dtype: torch.dtype | None = None, tiled: bool = False
-) -> AttentionLaunch:
+def choose_launch(call: AttentionCall, out_dtype: torch.dtype | None = None, tiled: bool = False) -> AttentionLaunch:
     """What runs a call that passed its checks, and all of its kind, on their TENSORS; the lse is empty if not wanted.
 
     out_dtype None: like query. `tiled`: even few queries are tiled, not decoded from the work list.
     """
     require_triton("attention")
     if 0 in call.query.shape[:2] or 0 in call.block_tables.shape:
-        return functools.partial(_give_empty, Results.of(call, with_lse, out_dtype))
-    wanted = Wanted.of(call, with_lse)
+        return functools.partial(_give_empty, choose_results(call, out_dtype))
     if call.query_blocks is not None:
-        return functools.partial(_launch_lists, choose_lists(wanted))
-    return functools.partial(_launch, choose_attention(wanted, out_dtype, tiled))
+        return functools.partial(_launch_lists, choose_lists(call))
+    return functools.partial(_launch, choose_attention(call, out_dtype, tiled))
 
 
 def _arguments(tensors: tuple[Any, ...], out: torch.Tensor, convert_codes: bool) -> tuple[Any, ...]:
@@ -86,10 +82,7 @@ def _arguments(tensors: tuple[Any, ...], out: torch.Tensor, convert_codes: bool)
 def _launch(chosen: Chosen, tensors: tuple[Any, ...]) -> Result:
     """A launch each for decodes and prefills, and one that sums their splits."""
     query, _, _, tables, seq_lens, starts, positions, plan, *_ = tensors
-    results, nothing = chosen.results, chosen.nothing
-    # Of a contiguous tensor, half the time of `new_empty`.
-    out = torch.empty_like(query) if results.like_query else query.new_empty(results.shape, dtype=results.dtype)
-    lse = query.new_empty(results.shape[:2], dtype=torch.float32) if results.with_lse else nothing
+    out, lse = chosen.new_results(query)
     if plan is None:
         plan = torch.empty(chosen.shape.size, dtype=torch.int32, device=query.device)
         launch_plan(
@@ -97,16 +90,16 @@ def _launch(chosen: Chosen, tensors: tuple[Any, ...]) -> Result:
         )  # fmt: skip
     stream = None if query.is_cpu else current_stream()
     before, behind = _arguments(tensors, out, chosen.convert_codes)
-    no_parts = (nothing, nothing)
+    no_parts = (chosen.nothing, chosen.nothing)
     decoded = tiled = None
-    if (split := chosen.decode) is not None:
-        if split.split_rows:
-            decoded = _parts(plan, "decode", stream, split, results.shape[2])
-        split.launch((*before, out, lse, *(decoded or no_parts), *behind, plan), stream)
-    if (split := chosen.prefill) is not None:
-        if split.split_rows:
-            tiled = _parts(plan, "prefill", stream, split, results.shape[2])
-        split.launch((*before, out, lse, *(tiled or no_parts), *behind, plan), stream)
+    if chosen.decode is not None:
+        if chosen.decode_parts is not None:
+            decoded = _parts(plan, "decode", stream, chosen.decode_parts)
+        chosen.decode((*before, out, lse, *(decoded or no_parts), *behind, plan), stream)
+    if chosen.prefill is not None:
+        if chosen.prefill_parts is not None:
+            tiled = _parts(plan, "prefill", stream, chosen.prefill_parts)
+        chosen.prefill((*before, out, lse, *(tiled or no_parts), *behind, plan), stream)
     if parts := decoded or tiled:
         chosen.merge((out, lse, *parts, *(tiled or parts), starts, plan, tensors[_SINKS]), stream)
     return out, lse
@@ -114,49 +107,48 @@ def _launch(chosen: Chosen, tensors: tuple[Any, ...]) -> Result:
 
 def _launch_lists(chosen: ChosenLists, tensors: tuple[Any, ...]) -> Result:
     """Unites lists, attends, and sums splits."""
-    query, lists, starts, sinks = tensors[0], tensors[-1], tensors[5], tensors[_SINKS]
+    query, _, _, _, _, starts, *_, lists = tensors
     unite, attend, merge = chosen.unite, chosen.attend, chosen.merge
-    tiles, device, rows, value_dim = unite.programs[:2], query.device, query.shape[:2], chosen.value_dim
-    out = query.new_empty((*rows, value_dim))
-    lse = query.new_empty(rows if chosen.with_lse else 0, dtype=torch.float32)
+    tiles, device = unite.programs[:2], query.device
+    out, lse = chosen.new_results(query)
     marks = torch.empty((*tiles, chosen.stride_marks), dtype=torch.uint8, device=device)
     union = torch.empty((*tiles, chosen.max_union, 2), dtype=torch.int32, device=device)
     counts = torch.empty(tiles, dtype=torch.int32, device=device)
     stream = None if query.is_cpu else current_stream()
     before, behind = _arguments(tensors, out, chosen.convert_codes)
     unite((lists, marks, union, counts, *behind[:4]), stream)
-    splits = chosen.num_splits if merge is not None else 0
-    parts = torch.empty((splits, *rows, value_dim), dtype=torch.float32, device=device)
-    parts_lse = torch.empty((splits, *rows), dtype=torch.float32, device=device)
+    splits = 0 if merge is None else attend.programs[2]
+    parts = torch.empty((splits, *out.shape), dtype=torch.float32, device=device)
+    parts_lse = torch.empty((splits, *out.shape[:2]), dtype=torch.float32, device=device)
     attend((*before, out, lse, parts, parts_lse, *behind, union, counts), stream)
     if merge is not None:
-        merge((out, lse, parts, parts_lse, parts, parts_lse, starts, starts, sinks), stream)
+        merge((out, lse, parts, parts_lse, parts, parts_lse, starts, starts, tensors[_SINKS]), stream)
     return out, lse
 
 
-def _parts(plan: torch.Tensor, name: str, stream: int | None, split: SplitLaunch, value_dim: int) -> Result:
+def _parts(plan: torch.Tensor, name: str, stream: int | None, shape: PartsShape) -> Result:
     """Partial results and their lse, which nothing reads after the call: cached with the plan for the next layer's."""
     # Layers on another stream may run at the same time. Others stay, whose addresses a captured graph may hold.
-    parts = cached_with(plan).parts
-    kind = (name, stream, split.split_rows, split.split_heads, value_dim)
+    parts, kind = cached_with(plan).parts, (name, stream, shape)
     found = parts.get(kind)
     if found is None:
-        rows = (split.split_rows, split.split_heads)
         found = parts[kind] = (
-            torch.empty(*rows, value_dim, dtype=torch.float32, device=plan.device),
-            torch.empty(rows, dtype=torch.float32, device=plan.device),
+            torch.empty(shape, dtype=torch.float32, device=plan.device),
+            torch.empty(shape[:2], dtype=torch.float32, device=plan.device),
         )
     return found
 
 
-def _give_empty(results: Results, tensors: tuple[Any, ...]) -> Result:
+def _give_empty(new_results: NewResults, tensors: tuple[Any, ...]) -> Result:
     """No sequence or no block table: every row is 0. Sinks alone decide, and only rows of a sequence have them."""
-    query, starts, sinks = tensors[0], tensors[5], tensors[_SINKS]
-    out = query.new_zeros(results.shape, dtype=results.dtype)
-    lse = query.new_full(results.shape[:2] if results.with_lse else (0,), float("-inf"), dtype=torch.float32)
-    if lse.numel() and sinks is not None:
-        rows = torch.arange(out.shape[0], device=out.device) < starts[-1]
-        lse.copy_(torch.where(rows[:, None], sinks.float()[None], lse))
+    query, _, _, _, _, starts, *_ = tensors
+    out, lse = new_results(query)
+    out.zero_()
+    if lse.numel():
+        lse.fill_(float("-inf"))
+        if (sinks := tensors[_SINKS]) is not None:
+            rows = torch.arange(out.shape[0], device=out.device) < starts[-1]
+            lse.copy_(torch.where(rows[:, None], sinks.float()[None], lse))
     return out, lse
 
 

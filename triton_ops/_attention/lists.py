@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from .._dispatch import aligned
 from .._launch import Launch, constants, numbers
-from .call import AttentionCall
-from .choose import Wanted, build_sum_launch, compiled_for, strides_of
-from .constants import decode_tiles, latent_tiles, next_power_of_2
+from .call import TENSORS, AttentionCall
+from .choose import NewResults, build_sum_launch, choose_results, compiled_for, converts_codes, strides_of
+from .constants import architecture, decode_tiles, latent_tiles, next_power_of_2
 
 # Queries whose lists are united: as many as fill the rows of the smallest product, and bits of a mark.
 _MAX_QUERIES = 8
@@ -24,20 +25,18 @@ class ChosenLists(NamedTuple):
     unite: Launch
     attend: Launch
     merge: Launch | None
-    num_splits: int
     max_union: int
     stride_marks: int
     convert_codes: bool
-    with_lse: bool
-    value_dim: int
+    new_results: NewResults
 
 
-def choose_lists(wanted: Wanted) -> ChosenLists:
+def choose_lists(call: AttentionCall) -> ChosenLists:
     """Chooses how a call with query_blocks is launched."""
     from ..kernels.lists import _list_attention_kernel, _list_blocks_kernel
 
-    call, arch, is_aligned = wanted.call, wanted.arch, wanted.is_aligned
     query, lists = call.query, call.query_blocks
+    arch, is_aligned, convert_codes = architecture(query.device), aligned(*TENSORS(call)), converts_codes(call)
     assert lists is not None
     num_tokens, num_heads, head_dim = query.shape
     kv_heads, value_dim = call.value_cache.shape[2:]
@@ -71,10 +70,10 @@ def choose_lists(wanted: Wanted) -> ChosenLists:
     # Words of a tree's mask take registers that two warps do not have.
     num_warps = tiles.num_warps if call.tree_mask is None else max(4, tiles.num_warps)
     # Left alone, ptxas stops at 128 for sm_80 and at 168 for sm_90, for one more program, and spills.
-    cap = 168 if wanted.convert_codes else 192 if quantized and head_dim <= 128 else 0
+    cap = 168 if convert_codes else 192 if quantized and head_dim <= 128 else 0
     if quantized and num_warps == 2:
         cap = tiles.max_registers
-    constexprs = {**compiled_for(wanted, call.mask, tiles), **own}
+    constexprs = {**compiled_for(call, call.mask, tiles), **own}
     lengths = (num_seqs, num_tokens, max_union, splits)
     attend = Launch(
         _list_attention_kernel,
@@ -88,10 +87,8 @@ def choose_lists(wanted: Wanted) -> ChosenLists:
     )
     merge = None
     if splits > 1:
-        merge = build_sum_launch(wanted, num_tokens, splits, (num_seqs, num_tokens, 0, 1, splits, 0), 1)
-    return ChosenLists(
-        unite, attend, merge, splits, max_union, stride_marks, wanted.convert_codes, wanted.with_lse, value_dim
-    )
+        merge = build_sum_launch(call, num_tokens, splits, (num_seqs, num_tokens, 0, 1, splits, 0), 1)
+    return ChosenLists(unite, attend, merge, max_union, stride_marks, convert_codes, choose_results(call))
 
 
 def _unite_constants(call: AttentionCall, queries: int) -> dict[str, Any]:
