@@ -494,23 +494,23 @@ def _choose_cached(
     v: torch.Tensor | None,
     *rest: Any,
 ) -> Run:
-    (made, length, most, interleaved), given = call, FlashTensors.of(q, rest[10:])
-    lens, table, cu_seqlens_q, *_, starts_new, chosen, leftpad, plan = rest[:10]
+    (made, length, most, interleaved), own, given = call, _CacheTensors(*rest[:10]), FlashTensors.of(q, rest[10:])
     options = _made(made)
-    batch = _check_cached(given, q, k_cache, v_cache, k, v, lens, cu_seqlens_q, starts_new, chosen, leftpad)
-    batched = (batch, q.shape[1]) if cu_seqlens_q is None else None
+    batch = _check_cached(q, k_cache, v_cache, k, v, own, given)
+    batched = (batch, q.shape[1]) if own.starts is None else None
     max_queries = q.shape[0 if batched is None else 1] if most is None else most
     checks_values = reads_values(q) and not needs_dispatcher() and batch > 0
-    fewer_keys = k is None or starts_new is not None or k.shape[1] < max_queries
-    layout = _CacheLayout.of(q, k_cache, v_cache, lens, table, chosen, batch, length, batched, max_queries, fewer_keys)
+    fewer_keys = k is None or own.starts_new is not None or k.shape[1] < max_queries
+    layout = _CacheLayout.of(q, k_cache, v_cache, own, batch, length, max_queries, fewer_keys)
     if checks_values:
-        layout.check(lens, chosen, leftpad)
-    keys, append, is_packed = layout.keys(k_cache, v_cache, lens, table, cu_seqlens_q, chosen), None, q.is_contiguous()
+        layout.check(own)
+    keys, append, is_packed = layout.keys(k_cache, v_cache, own), None, q.is_contiguous()
     if k is not None and v is not None:
-        append = Append(packed(q), k, v, starts_new, keys, options, given, _rotary(interleaved, keys.lens, *rest[3:6]))
-    keys = keys if leftpad is not None else fitting_plan(plan, keys, options)
+        rotary = _rotary(interleaved, keys.lens, own.cos, own.sin, own.first)
+        append = Append(packed(q), k, v, own.starts_new, keys, options, given, rotary)
+    keys = keys if own.leftpad is not None else fitting_plan(own.plan, keys, options)
     launch, has_plan = None, keys.plan is not None
-    if leftpad is None and (append is None or append.runs_kernels):
+    if own.leftpad is None and (append is None or append.runs_kernels):
         launch = choose_launch(packed(q), keys, options, given)
     if launch is not None:
 
@@ -530,51 +530,64 @@ def _choose_cached(
         return run_launch
 
     def run(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, k: Any, v: Any, *rest: Any) -> Any:
-        lens, table, starts, cos, sin, first, starts_new, chosen, leftpad, plan = rest[:10]
-        given = FlashTensors.of(q, rest[10:])
+        own, given = _CacheTensors(*rest[:10]), FlashTensors.of(q, rest[10:])
         if checks_values:
-            layout.check(lens, chosen, leftpad)
-        keys, query = layout.keys(k_cache, v_cache, lens, table, starts, chosen), packed(q)
+            layout.check(own)
+        keys, query = layout.keys(k_cache, v_cache, own), packed(q)
         if append is not None:
-            query, lens = append(query, k, v, starts_new, keys, given, _rotary(interleaved, keys.lens, cos, sin, first))
+            rotary = _rotary(interleaved, keys.lens, own.cos, own.sin, own.first)
+            query, lens = append(query, k, v, own.starts_new, keys, given, rotary)
             keys = keys._replace(lens=lens)
-        keys = fitting_plan(plan, keys, options) if leftpad is None else without_leftpad(keys, leftpad)
+        keys = fitting_plan(own.plan, keys, options) if own.leftpad is None else without_leftpad(keys, own.leftpad)
         given = given if given.qv is None else given._replace(qv=packed(given.qv))
         return shaped(attend(query, keys, options, given), batched, given.out)
 
     return run
 
 
+class _CacheTensors(NamedTuple):
+    """What `flash_attn_with_kvcache` has beside queries, keys and FlashTensors."""
+
+    lens: torch.Tensor | None
+    table: torch.Tensor | None
+    starts: torch.Tensor | None
+    cos: torch.Tensor | None
+    sin: torch.Tensor | None
+    first: torch.Tensor | None
+    starts_new: torch.Tensor | None
+    chosen: torch.Tensor | None
+    leftpad: torch.Tensor | None
+    plan: torch.Tensor | None
+
+
 def _check_cached(
-    given: FlashTensors,
     q: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     k: torch.Tensor | None,
     v: torch.Tensor | None,
-    lens: torch.Tensor | None,
-    cu_seqlens_q: torch.Tensor | None,
-    starts_new: torch.Tensor | None,
-    chosen: torch.Tensor | None,
-    leftpad: torch.Tensor | None,
+    own: _CacheTensors,
+    given: FlashTensors,
 ) -> int:
     """Raises ValueError or TypeError by the argument's name; how many sequences there are."""
     cache = "[batch, seqlen_cache, num_kv_heads, head_dim]"
-    queries = "[batch, seqlen_q, num_heads, head_dim]" if cu_seqlens_q is None else "[total_q, num_heads, head_dim]"
+    queries = "[batch, seqlen_q, num_heads, head_dim]" if own.starts is None else "[total_q, num_heads, head_dim]"
     tensors: dict[str, tuple[Any, str]] = {
         "q": (q, queries), "k_cache": (k_cache, cache), "v_cache": (v_cache, cache)
     }  # fmt: skip
     if k is not None:
-        new = "[batch, seqlen_new, num_kv_heads, head_dim]" if starts_new is None else "[total, num_kv_heads, head_dim]"
+        is_packed = own.starts_new is not None
+        new = "[total, num_kv_heads, head_dim]" if is_packed else "[batch, seqlen_new, num_kv_heads, head_dim]"
         tensors |= {"k": (k, new), "v": (v, new)}
     check_tensors(tensors, given)
     batch = q.shape[0]
-    if cu_seqlens_q is not None:
-        check_numbers("cu_seqlens_q", cu_seqlens_q, None, q.device)
-        batch = cu_seqlens_q.shape[0] - 1
+    if own.starts is not None:
+        check_numbers("cu_seqlens_q", own.starts, None, q.device)
+        batch = own.starts.shape[0] - 1
     for name, numbers, count in (
-        ("cache_seqlens", lens, batch), ("cache_batch_idx", chosen, batch), ("cache_leftpad", leftpad, batch),
-        ("cu_seqlens_k_new", starts_new if k is not None else None, batch + 1),
+        ("cache_seqlens", own.lens, batch), ("cache_batch_idx", own.chosen, batch),
+        ("cache_leftpad", own.leftpad, batch),
+        ("cu_seqlens_k_new", own.starts_new if k is not None else None, batch + 1),
     ):  # fmt: skip
         if numbers is not None:
             check_numbers(name, numbers, count, q.device)
@@ -599,24 +612,21 @@ class _CacheLayout(NamedTuple):
         q: torch.Tensor,
         k_cache: torch.Tensor,
         v_cache: torch.Tensor,
-        lens: torch.Tensor | None,
-        table: torch.Tensor | None,
-        chosen: torch.Tensor | None,
+        own: _CacheTensors,
         batch: int,
         length: int | None,
-        batched: tuple[int, int] | None,
         max_queries: int,
         fewer_keys: bool,
     ) -> _CacheLayout:
         tables = views = None
-        if table is None:
-            tables, views = _dense_cache(batch, k_cache, v_cache, chosen)
+        if own.table is None:
+            tables, views = _dense_cache(batch, k_cache, v_cache, own.chosen)
             num_rows, capacity = k_cache.shape[0], tables.shape[1] * views[0][0][1]
         else:
-            check_tensor("block_table", table, 2, "[batch, max_blocks]", (torch.int32,), q.device)
-            num_rows, capacity = table.shape[0], table.shape[1] * k_cache.shape[1]
-        full = full_i32(q.device, batch, capacity if length is None else length) if lens is None else None
-        starts = None if batched is None else arange_i32(q.device, batch + 1, q.shape[1])
+            check_tensor("block_table", own.table, 2, "[batch, max_blocks]", (torch.int32,), q.device)
+            num_rows, capacity = own.table.shape[0], own.table.shape[1] * k_cache.shape[1]
+        full = full_i32(q.device, batch, capacity if length is None else length) if own.lens is None else None
+        starts = arange_i32(q.device, batch + 1, q.shape[1]) if own.starts is None else None
         return cls(views, tables, full, starts, num_rows, capacity, max_queries, fewer_keys)
 
     def where(
@@ -626,15 +636,16 @@ class _CacheLayout(NamedTuple):
         tables = tables if chosen is None else tables.index_select(0, chosen)
         return tables, lens if self.lens is None else self.lens, starts if self.starts is None else self.starts
 
-    def keys(self, k_cache: torch.Tensor, v_cache: torch.Tensor, *given: Any) -> PagedKV:
+    def keys(self, k_cache: torch.Tensor, v_cache: torch.Tensor, own: _CacheTensors) -> PagedKV:
         if self.views is not None:
             k_cache, v_cache = k_cache.as_strided(*self.views[0]), v_cache.as_strided(*self.views[1])
-        return PagedKV(k_cache, v_cache, *self.where(*given), self.max_queries, None, self.fewer_keys)
+        where = self.where(own.lens, own.table, own.starts, own.chosen)
+        return PagedKV(k_cache, v_cache, *where, self.max_queries, None, self.fewer_keys)
 
-    def check(self, lens: torch.Tensor | None, chosen: torch.Tensor | None, leftpad: torch.Tensor | None) -> None:
-        lens = self.lens if lens is None else lens
-        if chosen is not None:
-            check_values("cache_batch_idx", chosen, 0, self.num_rows - 1)
+    def check(self, own: _CacheTensors) -> None:
+        lens, leftpad = self.lens if own.lens is None else own.lens, own.leftpad
+        if own.chosen is not None:
+            check_values("cache_batch_idx", own.chosen, 0, self.num_rows - 1)
         if leftpad is not None:
             check_values("cache_leftpad", leftpad, 0, self.capacity)
             if lens is not None and (leftpad > lens.clamp(min=0)).any():

@@ -18,7 +18,6 @@ from ._attention.constants import next_power_of_2
 from ._checks import (
     FLOATS,
     bad_argument,
-    check_index,
     check_last_dim,
     check_tensor,
     describe,
@@ -30,7 +29,7 @@ from ._launch import Launch
 from ._library import operator
 from ._quantize import QUANTIZED_DTYPES, as_codes, code_kind
 from ._triton import require_triton
-from .rotate_keys import LAYOUT, rotate_pairs_, rotation_cos_sin
+from .rotate_keys import LAYOUT, check_moves, rotate_pairs_, rotation_cos_sin
 
 
 def _check(call: Any) -> None:
@@ -44,13 +43,8 @@ def _check(call: Any) -> None:
             raise bad_argument(
                 "value_cache", f"shape {list(values.shape)}", f"{list(keys.shape[:3])} first, as key_cache"
             )
-    indexes = {"source_slots": call.source_slots, "target_slots": call.target_slots, "deltas": call.deltas}
-    for name, vector in indexes.items():
-        check_index(name, vector, "[n]")
-        if vector.shape != call.source_slots.shape:
-            raise bad_argument(name, f"{vector.shape[0]} elements", f"{call.source_slots.shape[0]} as source_slots")
-        if vector.device not in (keys.device, torch.device("cpu")):
-            raise bad_argument(name, f"device {vector.device}", f"device {keys.device} of key_cache, or the host")
+    slots = {"source_slots": call.source_slots, "target_slots": call.target_slots}
+    check_moves(keys.device, **slots, deltas=call.deltas)
     room = keys.shape[3] - call.first
     if call.first < 0 or room < 0:
         raise bad_argument("first", call.first, f"0 to {keys.shape[3]}, features of a key")
@@ -61,8 +55,8 @@ def _check(call: Any) -> None:
             raise bad_argument("inv_freq", describe(call.inv_freq), f"1 to {room // 2} elements, one per pair")
         refuse_grad(inv_freq=call.inv_freq)
     refuse_grad(key_cache=keys, value_cache=values)
-    for name in ("source_slots", "target_slots"):
-        lowest_entry(name, indexes[name], keys.shape[0] * keys.shape[1])
+    for name, vector in slots.items():
+        lowest_entry(name, vector, keys.shape[0] * keys.shape[1])
 
 
 def _move_slots_cpu(call: Any) -> None:
@@ -98,21 +92,29 @@ def _launch_move_slots(call: Any) -> None:
     sources, targets, deltas = (x.to(keys.device, non_blocking=True).contiguous() for x in (sources, targets, deltas))
     own = torch.empty(0, device=keys.device) if inv_freq is None else inv_freq
     cos, sin = rotation_cos_sin(deltas, own)
-    tensors = (keys, keys if values is None else values, sources, targets, cos, sin)
-    kind = (is_neox, first, values is None)
     value_dim = 0 if values is None else values.shape[3]
+    values, rest = keys if values is None else values, (sources, targets, cos, sin)
+    tensors = (keys, values, *rest)
     launch = _moves.get_or(
-        kind, tensors, lambda: _build_move_launch(keys, value_dim, cos.shape[1], is_neox, first, tensors)
+        (is_neox, first, value_dim), tensors, lambda: _build_move_launch(*tensors, value_dim, is_neox, first)
     )
-    launch((as_codes(tensors[0]), as_codes(tensors[1]), *tensors[2:]))
+    launch((as_codes(keys), as_codes(values), *rest))
 
 
 def _build_move_launch(
-    keys: torch.Tensor, value_dim: int, half: int, is_neox: bool, first: int, tensors: tuple[torch.Tensor, ...]
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    sources: torch.Tensor,
+    targets: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    value_dim: int,
+    is_neox: bool,
+    first: int,
 ) -> Launch:
     from .kernels.move_slots import _move_slots_kernel
 
-    _, block_size, kv_heads, head_dim = keys.shape
+    (_, block_size, kv_heads, head_dim), half = keys.shape, cos.shape[1]
     widest = max(next_power_of_2(x) for x in (max(half, 1), head_dim if head_dim > 2 * half else 1, max(value_dim, 1)))
     block_h = min(next_power_of_2(kv_heads), max(1, 2048 // widest))
     constexprs = {
@@ -129,17 +131,12 @@ def _build_move_launch(
         "BLOCK_D": next_power_of_2(head_dim),
         "BLOCK_V": next_power_of_2(max(value_dim, 1)),
     }
-    programs = (tensors[2].shape[0], -(-kv_heads // block_h), 1)
-    strides = (*tensors[0].stride()[:3], *tensors[1].stride()[:3])
-    return Launch(_move_slots_kernel, constexprs, programs, strides, reusable=aligned(*tensors))
+    programs = (sources.shape[0], -(-kv_heads // block_h), 1)
+    strides, is_aligned = (*keys.stride()[:3], *values.stride()[:3]), aligned(keys, values, sources, targets, cos, sin)
+    return Launch(_move_slots_kernel, constexprs, programs, strides, reusable=is_aligned)
 
 
-@operator(
-    cpu=_move_slots_cpu,
-    launch=_launch_move_slots,
-    mutates=("key_cache", "value_cache"),
-    as_record=True,
-)
+@operator(cpu=_move_slots_cpu, launch=_launch_move_slots, mutates=("key_cache", "value_cache"), as_record=True)
 def move_slots(
     key_cache: torch.Tensor,
     value_cache: torch.Tensor | None,

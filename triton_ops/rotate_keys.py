@@ -38,21 +38,24 @@ LAYOUT = "[num_blocks, block_size, num_kv_heads, head_dim]"
 _PIECE_ELEMENTS = 1 << 20
 
 
+def check_moves(device: torch.device, **indexes: torch.Tensor) -> None:
+    """Checks indexes of one length, on the device of key_cache or the host."""
+    first, sources = next(iter(indexes.items()))
+    for name, vector in indexes.items():
+        check_index(name, vector, "[n]")
+        if vector.shape != sources.shape:
+            raise bad_argument(name, f"{vector.shape[0]} elements", f"{sources.shape[0]} as {first}")
+        if vector.device not in (device, torch.device("cpu")):
+            raise bad_argument(name, f"device {vector.device}", f"device {device} of key_cache, or the host")
+
+
 def _check(call: Any) -> None:
     key_cache, source_ids, target_ids, deltas, inv_freq, _, first = call
     check_tensor("key_cache", key_cache, 4, LAYOUT, (*FLOATS, *QUANTIZED_DTYPES))
     head_dim = key_cache.shape[3]
     check_last_dim("key_cache", key_cache)
-    check_index("source_ids", source_ids, "[n]")
-    check_index("target_ids", target_ids, "[n]")
-    check_tensor("deltas", deltas, 1, "[n]", (torch.int32, torch.int64))
+    check_moves(key_cache.device, source_ids=source_ids, target_ids=target_ids, deltas=deltas)
     check_tensor("inv_freq", inv_freq, 1, "[rotary_dim / 2]", (torch.float32, torch.float64), key_cache.device)
-    for name, vector in (("target_ids", target_ids), ("deltas", deltas)):
-        if vector.shape != source_ids.shape:
-            raise bad_argument(name, f"{vector.shape[0]} elements", f"{source_ids.shape[0]} as source_ids")
-    for name, vector in (("source_ids", source_ids), ("target_ids", target_ids), ("deltas", deltas)):
-        if vector.device not in (key_cache.device, torch.device("cpu")):
-            raise bad_argument(name, f"device {vector.device}", f"device {key_cache.device} of key_cache, or the host")
     if not 0 <= first <= max(0, head_dim - 2):
         raise bad_argument("first", first, f"0 to {head_dim - 2}, a column of head_dim {head_dim} with one behind it")
     pairs = (head_dim - first) // 2
@@ -115,18 +118,22 @@ def _launch_rotate_keys(call: Any) -> None:
     sources, targets = sources.contiguous(), targets.contiguous()
     cos, sin = rotation_cos_sin(deltas, inv_freq)
     tensors = (key_cache, sources, targets, cos, sin)
-    launch = _rotations.get_or(
-        (is_neox, first), tensors, lambda: _build_rotate_launch(key_cache, cos.shape[1], is_neox, first, tensors)
-    )
-    launch((as_codes(key_cache), *tensors[1:]))
+    launch = _rotations.get_or((is_neox, first), tensors, lambda: _build_rotate_launch(*tensors, is_neox, first))
+    launch((as_codes(key_cache), sources, targets, cos, sin))
 
 
 def _build_rotate_launch(
-    key_cache: torch.Tensor, half: int, is_neox: bool, first: int, tensors: tuple[torch.Tensor, ...]
+    key_cache: torch.Tensor,
+    sources: torch.Tensor,
+    targets: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    is_neox: bool,
+    first: int,
 ) -> Launch:
     from .kernels.rotate_keys import _rotate_keys_kernel
 
-    _, block_size, kv_heads, head_dim = key_cache.shape
+    (_, block_size, kv_heads, head_dim), half = key_cache.shape, cos.shape[1]
     block_p, block_d = next_power_of_2(half), next_power_of_2(max(1, head_dim - first - 2 * half))
     block_f = next_power_of_2(first)
     block_r = max(1, 2048 // max(block_p, block_d, block_f))
@@ -143,17 +150,12 @@ def _build_rotate_launch(
         "BLOCK_D": block_d,
         "BLOCK_F": block_f,
     }
-    programs = (tensors[1].shape[0], -(-block_size * kv_heads // block_r), 1)
-    strides = key_cache.stride()[:3]
-    return Launch(_rotate_keys_kernel, constexprs, programs, strides, reusable=aligned(*tensors))
+    programs = (sources.shape[0], -(-block_size * kv_heads // block_r), 1)
+    is_aligned = aligned(key_cache, sources, targets, cos, sin)
+    return Launch(_rotate_keys_kernel, constexprs, programs, key_cache.stride()[:3], reusable=is_aligned)
 
 
-@operator(
-    cpu=_rotate_keys_cpu,
-    launch=_launch_rotate_keys,
-    mutates=("key_cache",),
-    as_record=True,
-)
+@operator(cpu=_rotate_keys_cpu, launch=_launch_rotate_keys, mutates=("key_cache",), as_record=True)
 def rotate_keys(
     key_cache: torch.Tensor,
     source_ids: torch.Tensor,

@@ -7,13 +7,14 @@ import os
 import pickle
 import subprocess
 import sys
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from ._attention.choose import INVARIANT_SPLIT_KEYS, MERGED_SPLITS
 from ._attention.layout import DECODE_QUERIES, MIN_SPLIT_TILES, TILE_KEYS
 from ._checks import check_integer
+from ._library import record_of
 from .latent_attention import latent_attention
 from .reshape_and_cache import reshape_and_cache
 from .sparse_gap_attention import sparse_gap_attention
@@ -72,51 +73,35 @@ def warmup(
     check_integer("workers", workers, 1)
     layer = _Layer(
         num_heads, num_kv_heads, head_dim, block_size, dtype, cache_dtype, torch.device(device), causal, window,
-        softcap, alibi, sinks, gaps, batch_invariant, value_dim,
+        softcap, alibi, sinks, gaps, batch_invariant, value_dim, workers,
     )  # fmt: skip
     if workers > 1:
-        _compile_in_processes(layer, workers)
+        _compile_in_processes(layer)
     _run_regimes(layer)
 
 
-class _Layer(NamedTuple):
-    """What `warmup` takes of a layer."""
-
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    block_size: int
-    dtype: torch.dtype
-    cache_dtype: torch.dtype | None
-    device: torch.device
-    causal: bool
-    window: int
-    softcap: float
-    alibi: bool
-    sinks: bool
-    gaps: bool
-    batch_invariant: bool
-    value_dim: int | None
+_Layer: Any = record_of(warmup)
 
 
-def _compile_in_processes(layer: _Layer, workers: int) -> None:
+def _compile_in_processes(layer: Any) -> None:
     """Each compiles its share of the regimes into the cache on disk; what fails there fails here again."""
     script = "import importlib, sys; importlib.import_module(sys.argv[1])._run_share(*sys.argv[2:])"
     given = base64.b64encode(pickle.dumps(tuple(layer))).decode()
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    commands = [[sys.executable, "-c", script, __name__, given, str(k), str(workers)] for k in range(workers)]
+    commands = [[sys.executable, "-c", script, __name__, given, str(k)] for k in range(layer.workers)]
     running = [subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL) for command in commands]
     for process in running:
         process.wait()
 
 
-def _run_share(given: str, share: str, shares: str) -> None:
+def _run_share(given: str, share: str) -> None:
     """What a process of `_compile_in_processes` does."""
-    _run_regimes(_Layer(*pickle.loads(base64.b64decode(given))), int(share), int(shares))
+    layer = _Layer(*pickle.loads(base64.b64decode(given)))
+    _run_regimes(layer, slice(int(share), None, layer.workers))
 
 
-def _run_regimes(layer: _Layer, share: int = 0, shares: int = 1) -> None:
-    """Runs each `shares`-th regime, queries of a sequence and keys, from number `share` on."""
+def _run_regimes(layer: Any, share: slice = slice(None)) -> None:
+    """Runs a share of the regimes: queries of a sequence, and keys."""
     device, dtype, num_heads, block_size = layer.device, layer.dtype, layer.num_heads, layer.block_size
     per_head = torch.zeros(num_heads, dtype=torch.float32, device=device)
     scale = None if layer.cache_dtype is None else torch.ones(1, device=device)
@@ -127,8 +112,8 @@ def _run_regimes(layer: _Layer, share: int = 0, shares: int = 1) -> None:
     few = 2 * INVARIANT_SPLIT_KEYS if layer.batch_invariant else 4 * MIN_SPLIT_TILES * TILE_KEYS
     many = max(few, (2 * MERGED_SPLITS + 1) * MIN_SPLIT_TILES * TILE_KEYS)
     # Tiles of a decode hold a power of two of rows; a chunk of few queries is as any prefill.
-    regimes = ((1, few), (1, many), (2, few), (4, few), (DECODE_QUERIES, few), (4 * DECODE_QUERIES, few))
-    for num_tokens, keys in regimes[share::shares]:
+    regimes = [(1, few), (1, many), (2, few), (4, few), (DECODE_QUERIES, few), (4 * DECODE_QUERIES, few)]
+    for num_tokens, keys in regimes[share]:
         columns = -(-keys // block_size)
         query = torch.zeros(num_tokens, num_heads, layer.head_dim, dtype=dtype, device=device)
         tables = torch.zeros(1, columns, dtype=torch.int32, device=device)

@@ -97,14 +97,13 @@ def choose_launch(
         return None
     if _quantized(query, keys) or options.chunk or given.qv is not None:
         return None
-    operator, before, after, ahead = _window(keys, options, query.shape[-1], left, right, options.with_lse)
-    if ahead:
+    window = _window(keys, options, query.shape[-1], left, right, options.with_lse)
+    if window.ahead:
         return None
-    launch = launch_of(
-        operator, query, *keys[:5], *before, slopes, given.s_aux, None, None, *after, keys.plan, False
-    )  # fmt: skip
+    launch = launch_of(window.operator, *window.arguments(query, keys, slopes, given.s_aux))
     if launch is None:
         return None
+    before, after = window.before, window.after
 
     def run(
         query: Any, key_cache: Any, value_cache: Any, tables: Any, lens: Any, starts: Any, slopes: Any, sinks: Any,
