@@ -14,6 +14,7 @@ from ._triton import KERNELS_ON_CPU
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 INDEX_DTYPES = (torch.int32, torch.int64)
+CACHE_LAYOUT = "[num_blocks, block_size, num_kv_heads, head_dim]"
 
 _debug = os.environ.get("PC_DEBUG", "0").lower() in ("1", "true", "yes", "on")
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ._attention.dense import arange_i32, as_blocks, choose_packed_tables, full_i32, strided_block_table
-from ._checks import bad_argument, check_tensor, describe, reads_values
+from ._checks import CACHE_LAYOUT, bad_argument, check_tensor, describe, reads_values
 from ._dispatch import needs_dispatcher
 from ._flash.append import Append, Rotary
 from ._flash.attention import attend, choose_launch, fitting_plan
@@ -319,7 +319,7 @@ def _choose_packed(
 ) -> Run:
     (made, same, most_queries, most_keys), given = call, FlashTensors.of(q, others)
     options, paged = _made(made), block_table is not None
-    layout = "[num_blocks, block_size, num_kv_heads, head_dim]" if paged else "[total_k, num_kv_heads, head_dim]"
+    layout = CACHE_LAYOUT if paged else "[total_k, num_kv_heads, head_dim]"
     check_tensors({"q": (q, "[total_q, num_heads, head_dim]"), "k": (k, layout), "v": (v, layout)}, given)
     if cu_seqlens_k is None and not same and (seqused_k is None or not paged):
         raise bad_argument("cu_seqlens_k", "None", "[batch + 1] int32; or seqused_k and block_table")

@@ -16,6 +16,7 @@ import torch
 
 from ._attention.constants import next_power_of_2
 from ._checks import (
+    CACHE_LAYOUT,
     FLOATS,
     bad_argument,
     check_last_dim,
@@ -29,15 +30,15 @@ from ._launch import Launch
 from ._library import operator
 from ._quantize import QUANTIZED_DTYPES, as_codes, code_kind
 from ._triton import require_triton
-from .rotate_keys import LAYOUT, check_moves, rotate_pairs_, rotation_cos_sin
+from .rotate_keys import check_moves, rotate_pairs_, rotation_cos_sin
 
 
 def _check(call: Any) -> None:
     keys, values = call.key_cache, call.value_cache
-    check_tensor("key_cache", keys, 4, LAYOUT, (*FLOATS, *QUANTIZED_DTYPES))
+    check_tensor("key_cache", keys, 4, CACHE_LAYOUT, (*FLOATS, *QUANTIZED_DTYPES))
     check_last_dim("key_cache", keys)
     if values is not None:
-        check_tensor("value_cache", values, 4, LAYOUT, (*FLOATS, *QUANTIZED_DTYPES), keys.device)
+        check_tensor("value_cache", values, 4, CACHE_LAYOUT, (*FLOATS, *QUANTIZED_DTYPES), keys.device)
         check_last_dim("value_cache", values)
         if values.shape[:3] != keys.shape[:3]:
             raise bad_argument(

@@ -37,7 +37,7 @@ _PIECE_ELEMENTS = 1 << 16
 
 def _write_of(call: Any) -> Any:
     """The cache write of a call, of keys that are not rotated yet."""
-    return CacheWrite(call.key, call.value, *call[5:8], *call[9:])
+    return CacheWrite(*[getattr(call, name) for name in CacheWrite._fields])
 
 
 def _check(call: Any) -> None:
@@ -121,13 +121,13 @@ def _build_rope(*values: Any) -> Callable[..., torch.Tensor]:
         "BLOCK_K": next_power_of_2(kv_heads),
         "BLOCK_D": block_d,
     }
-    packed = [stride for tensor in call[:3] for stride in tensor.stride()[:2]]
+    packed = [stride for tensor in (call.query, call.key, call.value) for stride in tensor.stride()[:2]]
     launch = Launch(
         _rope_and_cache_kernel,
         constexprs,
         (num_tokens, max(1, -(-num_heads // block_h)), 1),
         (*packed, *call.key_cache.stride()[:3], *call.value_cache.stride()[:3]),
-        reusable=aligned(*call[:8], *call[9:]),
+        reusable=aligned(*[value for value in call if isinstance(value, torch.Tensor)]),
     )
     out_shape = None if call.query.stride() == (num_heads * head_dim, head_dim, 1) else call.query.shape
     return functools.partial(_rotate_and_write, launch, kv_heads, call.slot_mapping.is_contiguous(), out_shape)

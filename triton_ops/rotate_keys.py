@@ -17,6 +17,7 @@ import torch
 
 from ._attention.constants import next_power_of_2
 from ._checks import (
+    CACHE_LAYOUT,
     FLOATS,
     bad_argument,
     check_index,
@@ -33,7 +34,6 @@ from ._quantize import QUANTIZED_DTYPES, as_codes, code_kind, quantize
 from ._triton import require_triton
 from .rope_and_cache import rotate
 
-LAYOUT = "[num_blocks, block_size, num_kv_heads, head_dim]"
 # Elements turned at a time on a CPU: their float32 copies stay in the caches.
 _PIECE_ELEMENTS = 1 << 20
 
@@ -51,7 +51,7 @@ def check_moves(device: torch.device, **indexes: torch.Tensor) -> None:
 
 def _check(call: Any) -> None:
     key_cache, source_ids, target_ids, deltas, inv_freq, _, first = call
-    check_tensor("key_cache", key_cache, 4, LAYOUT, (*FLOATS, *QUANTIZED_DTYPES))
+    check_tensor("key_cache", key_cache, 4, CACHE_LAYOUT, (*FLOATS, *QUANTIZED_DTYPES))
     head_dim = key_cache.shape[3]
     check_last_dim("key_cache", key_cache)
     check_moves(key_cache.device, source_ids=source_ids, target_ids=target_ids, deltas=deltas)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from .._checks import FLOATS, bad_argument, check_last_dim, check_tensor, describe, refuse_grad
+from .._checks import CACHE_LAYOUT, FLOATS, bad_argument, check_last_dim, check_tensor, describe, refuse_grad
 from .._quantize import QUANTIZED_DTYPES
 from .call import NOT_NEGATIVE, AttentionCall, BatchCall
 from .layout import PlanShape
@@ -16,6 +16,15 @@ if TYPE_CHECKING:
     import numpy as np
 
 MAX_HEAD_DIM, MAX_LATENT_DIM = 512, 1024
+
+
+def _check_blocks(name: str, cache: torch.Tensor, like: torch.Tensor) -> None:
+    """Checks a cache's rank, dtype, device, last dimension and blocks."""
+    check_tensor(name, cache, 4, CACHE_LAYOUT, (like.dtype, *QUANTIZED_DTYPES), like.device)
+    if cache.stride(3) != 1:
+        raise bad_argument(name, f"strides {list(cache.stride())}", "a contiguous last dimension")
+    if cache.shape[1] < 1:
+        raise bad_argument(name, f"block_size {cache.shape[1]}", "at least 1")
 
 
 def check_cache(
@@ -29,16 +38,11 @@ def check_cache(
     value_dim: int | None = None,
 ) -> None:
     """Checks caches and scales against `like`, which is written to them or attends over them, and the sizes given."""
-    layout = "[num_blocks, block_size, num_kv_heads, head_dim]"
     head_dim = like.shape[2]
     for name, cache in (("key_cache", key_cache), ("value_cache", value_cache)):
-        check_tensor(name, cache, 4, layout, (like.dtype, *QUANTIZED_DTYPES), like.device)
+        _check_blocks(name, cache, like)
         if num_kv_heads is not None and cache.shape[2] != num_kv_heads:
             raise bad_argument(name, f"{cache.shape[2]} heads", f"{num_kv_heads} heads as {like_name}")
-        if cache.stride(3) != 1:
-            raise bad_argument(name, f"strides {list(cache.stride())}", "a contiguous last dimension")
-    if key_cache.shape[1] < 1:
-        raise bad_argument("key_cache", f"block_size {key_cache.shape[1]}", "at least 1")
     if key_cache.shape[3] != head_dim:
         raise bad_argument("key_cache", f"head_dim {key_cache.shape[3]}", f"head_dim {head_dim} of {like_name}")
     if value_cache.shape[:3] != key_cache.shape[:3]:
@@ -73,18 +77,10 @@ def _check_scales(key_cache: torch.Tensor, device: torch.device, **scales: torch
 def _check_latent(call: AttentionCall) -> None:
     """Checks the cache of latent rows, whose sizes are known to hold the values."""
     rows, query = call.key_cache, call.query
-    if rows.dtype not in (query.dtype, *QUANTIZED_DTYPES):
-        names = " or ".join(str(d).removeprefix("torch.") for d in (query.dtype, *QUANTIZED_DTYPES))
-        raise bad_argument("cache", describe(rows), f"dtype {names}", TypeError)
-    if rows.device != query.device:
-        raise bad_argument("cache", f"device {rows.device}", f"device {query.device}")
+    _check_blocks("cache", rows, query)
     if rows.shape[3] != query.shape[2] or rows.shape[3] % 16:
         needs = f"head_dim {query.shape[2]} of query, a multiple of 16"
         raise bad_argument("cache", f"head_dim {rows.shape[3]}", needs)
-    if rows.stride(3) != 1:
-        raise bad_argument("cache", f"strides {list(rows.stride())}", "a contiguous last dimension")
-    if rows.shape[1] < 1:
-        raise bad_argument("cache", f"block_size {rows.shape[1]}", "at least 1")
     _check_scales(rows, query.device, k_scale=call.k_scale)
     refuse_grad(query=query, cache=rows)
 
