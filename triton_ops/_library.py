@@ -63,7 +63,7 @@ def operator(
     direct: bool = False,
     bind: Bind | None = None,
     as_record: bool = False,
-    like: tuple[Callable[..., Any], ...] = (),
+    docs_from: tuple[Callable[..., Any], ...] = (),
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Registers the decorated function as `torch.ops.pc.<its name>` and returns a function that calls the operator.
 
@@ -78,12 +78,12 @@ def operator(
         bind: Makes one object of the parameters' names and of positional and named arguments; `cpu` and a `launch` that
             is not `CachedOp` then take that object in place of the function's arguments.
         as_record: That object is a `record_of` the function.
-        like: Operators whose docstrings say what the function's own does not: see `inherited_doc`.
+        docs_from: Operators whose docstrings say what the function's own does not: see `inherited_doc`.
     """
 
     def decorate(fake: Callable[P, R]) -> Callable[P, R]:
-        if like:
-            fake.__doc__ = inherited_doc(fake, *like)
+        if docs_from:
+            fake.__doc__ = inherited_doc(fake, *docs_from)
         signature = _Signature(fake)
         name = fake.__name__
         of = record_binding(fake) if as_record else bind
@@ -132,14 +132,14 @@ def joined_sections(sections: Mapping[str, str]) -> str:
     return "\n\n".join(f"{heading}:\n{text}" if heading else text for heading, text in sections.items())
 
 
-def inherited_doc(function: Callable[..., object], *like: Callable[..., object]) -> str:
+def inherited_doc(function: Callable[..., object], *docs_from: Callable[..., object]) -> str:
     """A function's docstring with what it leaves out: arguments as the first that has them, sections as the first."""
     arguments: dict[str, str] = {}
-    for other in (*reversed(like), function):
+    for other in (*reversed(docs_from), function):
         entries = re.split(r"\n(?=    \w)", doc_sections(other.__doc__).get("Args", ""))
         arguments |= {entry.strip().partition(":")[0]: entry for entry in entries if entry}
     given = "\n".join(arguments[name] for name in inspect.signature(function).parameters)
-    found = doc_sections(like[0].__doc__) | doc_sections(function.__doc__) | {"Args": given}
+    found = doc_sections(docs_from[0].__doc__) | doc_sections(function.__doc__) | {"Args": given}
     if inspect.signature(function).return_annotation in (None, "None"):
         found.pop("Returns", None)
     order = ("", "Args", "Returns", "Raises", "Examples")

@@ -47,7 +47,7 @@ def _run_list(caches: Sequence[torch.Tensor], source_ids: torch.Tensor, target_i
     _copy("copy_blocks_list", "caches", caches, source_ids, target_ids)
 
 
-@operator(cpu=_run, launch=_run, mutates=("cache",), like=(gather_blocks,))
+@operator(cpu=_run, launch=_run, mutates=("cache",), docs_from=(gather_blocks,))
 def copy_blocks(cache: torch.Tensor, source_ids: torch.Tensor, target_ids: torch.Tensor) -> None:
     """Copies blocks of a cache to other blocks of it.
 
@@ -66,7 +66,7 @@ def copy_blocks(cache: torch.Tensor, source_ids: torch.Tensor, target_ids: torch
     """
 
 
-@operator(cpu=_run_list, launch=_run_list, mutates=("caches",), like=(copy_blocks, gather_blocks_list))
+@operator(cpu=_run_list, launch=_run_list, mutates=("caches",), docs_from=(copy_blocks, gather_blocks_list))
 def copy_blocks_list(caches: Sequence[torch.Tensor], source_ids: torch.Tensor, target_ids: torch.Tensor) -> None:
     """Copies the same blocks within each of several caches, in one launch per eight of them.
 

@@ -48,7 +48,7 @@ def gather_blocks(
     return _rows.empty(cache, block_ids, device)
 
 
-@operator(cpu=_rows.cpu_list, launch=_rows.launch_list, like=(gather_blocks,))
+@operator(cpu=_rows.cpu_list, launch=_rows.launch_list, docs_from=(gather_blocks,))
 def gather_blocks_list(
     caches: Sequence[torch.Tensor], block_ids: torch.Tensor, device: torch.device | str | None = None
 ) -> list[torch.Tensor]:

@@ -16,7 +16,7 @@ from .gather_blocks import gather_blocks, gather_blocks_list
 _rows = Gather("gather_slots", SLOTS)
 
 
-@operator(cpu=_rows.cpu, launch=_rows.launch, direct=True, like=(gather_blocks,))
+@operator(cpu=_rows.cpu, launch=_rows.launch, direct=True, docs_from=(gather_blocks,))
 def gather_slots(
     cache: torch.Tensor, slot_mapping: torch.Tensor, device: torch.device | str | None = None
 ) -> torch.Tensor:
@@ -39,7 +39,7 @@ def gather_slots(
     return _rows.empty(cache, slot_mapping, device)
 
 
-@operator(cpu=_rows.cpu_list, launch=_rows.launch_list, like=(gather_slots, gather_blocks_list))
+@operator(cpu=_rows.cpu_list, launch=_rows.launch_list, docs_from=(gather_slots, gather_blocks_list))
 def gather_slots_list(
     caches: Sequence[torch.Tensor], slot_mapping: torch.Tensor, device: torch.device | str | None = None
 ) -> list[torch.Tensor]:

@@ -42,7 +42,7 @@ def _run(cache: torch.Tensor, scales: torch.Tensor, slot_mapping: torch.Tensor, 
     return out
 
 
-@operator(cpu=_run, launch=_run, like=(gather_blocks,))
+@operator(cpu=_run, launch=_run, docs_from=(gather_blocks,))
 def gather_slots_dequantized(
     cache: torch.Tensor, scales: torch.Tensor, slot_mapping: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:

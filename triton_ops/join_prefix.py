@@ -235,7 +235,7 @@ def join_prefix(
     return new.new_empty((num_rows, *new.shape[1:]), device=_result_device(cache, seq_lens, new))
 
 
-@operator(cpu=_run_list, launch=_run_list, as_record=True, like=(join_prefix, gather_blocks_list))
+@operator(cpu=_run_list, launch=_run_list, as_record=True, docs_from=(join_prefix, gather_blocks_list))
 def join_prefix_list(
     caches: Sequence[torch.Tensor],
     block_tables: torch.Tensor,

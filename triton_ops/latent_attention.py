@@ -17,7 +17,7 @@ from ._attention.launch import attention_operator, with_lse
 from .paged_attention import paged_attention
 
 
-@attention_operator(like=(paged_attention,))
+@attention_operator(docs_from=(paged_attention,))
 def latent_attention(
     query: torch.Tensor,
     cache: torch.Tensor,

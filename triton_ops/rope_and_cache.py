@@ -165,7 +165,7 @@ _launch_rope_and_cache = CachedOp(_build_rope, _check_given)
     launch=_launch_rope_and_cache,
     mutates=("key_cache", "value_cache"),
     as_record=True,
-    like=(reshape_and_cache,),
+    docs_from=(reshape_and_cache,),
 )
 def rope_and_cache(
     query: torch.Tensor,

@@ -45,7 +45,9 @@ def scatter_blocks(source: torch.Tensor, cache: torch.Tensor, block_ids: torch.T
     """
 
 
-@operator(cpu=_rows.cpu_list, launch=_rows.launch_list, mutates=("caches",), like=(scatter_blocks, gather_blocks_list))
+@operator(
+    cpu=_rows.cpu_list, launch=_rows.launch_list, mutates=("caches",), docs_from=(scatter_blocks, gather_blocks_list)
+)
 def scatter_blocks_list(
     sources: Sequence[torch.Tensor], caches: Sequence[torch.Tensor], block_ids: torch.Tensor
 ) -> None:

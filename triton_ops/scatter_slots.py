@@ -16,7 +16,7 @@ from .scatter_blocks import scatter_blocks, scatter_blocks_list
 _rows = Scatter("scatter_slots", SLOTS)
 
 
-@operator(cpu=_rows.cpu, launch=_rows.launch, mutates=("cache",), direct=True, like=(scatter_blocks,))
+@operator(cpu=_rows.cpu, launch=_rows.launch, mutates=("cache",), direct=True, docs_from=(scatter_blocks,))
 def scatter_slots(source: torch.Tensor, cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
     """Writes the vectors of tokens to their slots of a cache.
 
@@ -38,7 +38,9 @@ def scatter_slots(source: torch.Tensor, cache: torch.Tensor, slot_mapping: torch
     """
 
 
-@operator(cpu=_rows.cpu_list, launch=_rows.launch_list, mutates=("caches",), like=(scatter_slots, scatter_blocks_list))
+@operator(
+    cpu=_rows.cpu_list, launch=_rows.launch_list, mutates=("caches",), docs_from=(scatter_slots, scatter_blocks_list)
+)
 def scatter_slots_list(
     sources: Sequence[torch.Tensor], caches: Sequence[torch.Tensor], slot_mapping: torch.Tensor
 ) -> None:

@@ -46,7 +46,7 @@ def _run(source: torch.Tensor, cache: torch.Tensor, scales: torch.Tensor, slot_m
     launch_scatter_quantized(rows if rows.stride(1) == 1 else rows.contiguous(), cache, scales, slots)
 
 
-@operator(cpu=_run, launch=_run, mutates=("cache", "scales"), like=(scatter_slots,))
+@operator(cpu=_run, launch=_run, mutates=("cache", "scales"), docs_from=(scatter_slots,))
 def scatter_slots_quantized(
     source: torch.Tensor, cache: torch.Tensor, scales: torch.Tensor, slot_mapping: torch.Tensor
 ) -> None:

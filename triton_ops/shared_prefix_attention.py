@@ -124,7 +124,7 @@ def _launch(
     return (out, lse) if with_lse else out
 
 
-@attention_operator(_choose, like=(paged_attention,))
+@attention_operator(_choose, docs_from=(paged_attention,))
 def shared_prefix_attention(
     query: torch.Tensor,
     key_cache: torch.Tensor,

@@ -13,7 +13,7 @@ from ._attention.launch import attention_operator, with_lse
 from .sliding_window_attention import sliding_window_attention
 
 
-@attention_operator(like=(sliding_window_attention,))
+@attention_operator(docs_from=(sliding_window_attention,))
 def sparse_gap_attention(
     query: torch.Tensor,
     key_cache: torch.Tensor,

@@ -13,7 +13,7 @@ from .latent_attention import latent_attention
 from .sparse_gap_attention import sparse_gap_attention
 
 
-@attention_operator(like=(latent_attention, sparse_gap_attention))
+@attention_operator(docs_from=(latent_attention, sparse_gap_attention))
 def sparse_latent_attention(
     query: torch.Tensor,
     cache: torch.Tensor,

@@ -153,7 +153,7 @@ def _give_empty(new_results: NewResults, tensors: tuple[Any, ...]) -> Result:
 
 
 def attention_operator(
-    choose: Choose = choose_operator, like: tuple[Callable[..., torch.Tensor], ...] = ()
+    choose: Choose = choose_operator, docs_from: tuple[Callable[..., torch.Tensor], ...] = ()
 ) -> Callable[[Callable[P, torch.Tensor]], Callable[P, torch.Tensor]]:
     """Makes `torch.ops.pc.<name>` and the public function of a function whose body gives an empty result."""
 
@@ -166,7 +166,9 @@ def attention_operator(
             return function(*args, **kwargs)
 
         launch = _cached_op(function, choose, False)
-        make = operator(cpu=lambda call: attention_cpu(call)[0], launch=launch, bind=kind_of(names).of, like=like)
+        make = operator(
+            cpu=lambda call: attention_cpu(call)[0], launch=launch, bind=kind_of(names).of, docs_from=docs_from
+        )
         return make(fake)
 
     return decorate
