@@ -19,7 +19,7 @@ from ._attention.dense import arange_i32, as_blocks, choose_packed_tables, full_
 from ._checks import CACHE_LAYOUT, bad_argument, check_tensor, describe, reads_values
 from ._dispatch import needs_dispatcher
 from ._flash.append import Append, Rotary
-from ._flash.attention import attend, choose_launch, fitting_plan
+from ._flash.attention import attend, fitting_plan, resolve_launch
 from ._flash.call import (
     FlashOptions,
     FlashTensors,
@@ -189,7 +189,7 @@ def _choose_dense(made: tuple[Any, ...], q: torch.Tensor, k: torch.Tensor, v: to
         return PagedKV(k, v, tables, lens, starts, seqlen_q, seqlen_k, seqlen_q > seqlen_k)
 
     are_views = not blocks.copied and k.stride(3) == v.stride(3) == 1
-    launch = choose_launch(packed(q), keys_of(k, v), options, given) if are_views else None
+    launch = resolve_launch(packed(q), keys_of(k, v), options, given) if are_views else None
     if launch is not None:
 
         def run_launch(q: torch.Tensor, k: Any, v: Any, slopes: Any, sinks: Any, *rest: Any) -> Any:
@@ -351,7 +351,7 @@ def _choose_packed(
 
     keys = keys_of(k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, block_table, plan)
     has_plan, are_views = keys.plan is not None, q.stride(2) == k.stride(-1) == v.stride(-1) == 1
-    launch = choose_launch(q, keys, options, given) if are_views else None
+    launch = resolve_launch(q, keys, options, given) if are_views else None
     if launch is not None:
 
         def run_launch(q: Any, k: Any, v: Any, starts: Any, begins: Any, lens: Any, tables: Any, *rest: Any) -> Any:
@@ -511,7 +511,7 @@ def _choose_cached(
     keys = keys if own.leftpad is not None else fitting_plan(own.plan, keys, options)
     launch, has_plan = None, keys.plan is not None
     if own.leftpad is None and (append is None or append.runs_kernels):
-        launch = choose_launch(packed(q), keys, options, given)
+        launch = resolve_launch(packed(q), keys, options, given)
     if launch is not None:
 
         def run_launch(

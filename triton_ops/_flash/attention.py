@@ -85,7 +85,7 @@ def _quantized(query: torch.Tensor, keys: PagedKV) -> bool:
     return query.dtype == torch.float8_e4m3fn or keys.key_cache.dtype in QUANTIZED_DTYPES
 
 
-def choose_launch(
+def resolve_launch(
     query: torch.Tensor, keys: PagedKV, options: FlashOptions, given: FlashTensors
 ) -> Callable[..., Any] | None:
     """What launches such a call, and all of its kind, if it is one of an operator alone; else None.
