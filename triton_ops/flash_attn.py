@@ -507,7 +507,7 @@ def _choose_cached(
     keys, append, is_packed = layout.keys(k_cache, v_cache, own), None, q.is_contiguous()
     if k is not None and v is not None:
         rotary = _rotary(interleaved, keys.lens, own.cos, own.sin, own.first)
-        append = Append(packed(q), k, v, own.starts_new, keys, options, given, rotary)
+        append = Append(packed(q), k, v, own.starts_new, keys, options, rotary)
     keys = keys if own.leftpad is not None else fitting_plan(own.plan, keys, options)
     launch, has_plan = None, keys.plan is not None
     if own.leftpad is None and (append is None or append.runs_kernels):

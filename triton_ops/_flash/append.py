@@ -49,9 +49,8 @@ class Rotary(NamedTuple):
         return rotate(x.to(torch.bfloat16) if x.dtype.itemsize == 1 else x, cos, sin, self.interleaved)
 
 
-def _append_places(
-    total: int, starts: torch.Tensor, block_size: int, lens: torch.Tensor, tables: torch.Tensor, rotary: Rotary | None
-) -> Appended:
+def _append_places(total: int, starts: torch.Tensor, keys: PagedKV, rotary: Rotary | None) -> Appended:
+    lens, tables, block_size = keys.lens, keys.tables, keys.key_cache.shape[1]
     token, sequence = sequence_of_token(starts, total)
     nth = token - starts.index_select(0, sequence)
     positions = lens.index_select(0, sequence) + nth
@@ -101,6 +100,29 @@ def choose_append_places(
     return run
 
 
+def _check_new(
+    k: torch.Tensor, v: torch.Tensor, starts: torch.Tensor | None, keys: PagedKV, rotary: Rotary | None
+) -> None:
+    """Checks metadata of what is written, and of its rotation."""
+    batch, device, lead = keys.lens.shape[0], keys.lens.device, k.shape[:-2]
+    if v.shape[:-2] != lead or (starts is None and lead[0] != batch):
+        name, got = ("v", v) if v.shape[:-2] != lead else ("k", k)
+        needs = ", ".join(map(str, (batch, *lead[1:]) if starts is None else lead))
+        raise bad_argument(name, describe(got), f"[{needs}, num_kv_heads, head_dim]")
+    if rotary is not None:
+        angles = rotary.cos
+        if angles.dim() != 2 or not 0 < 2 * angles.shape[1] <= k.shape[-1] or angles.device != device:
+            needs = f"[max_positions, rotary_dim / 2] of at most {k.shape[-1] // 2} on {device}"
+            raise bad_argument("rotary_cos", describe(angles), needs)
+        if rotary.sin.shape != angles.shape or rotary.sin.device != device:
+            needs = f"{list(angles.shape)} as rotary_cos on {device}"
+            raise bad_argument("rotary_sin", describe(rotary.sin), needs)
+        check_numbers("rotary_seqlens", rotary.first, batch, device)
+    cache_dtype = keys.key_cache.dtype
+    if k.dtype == torch.float8_e4m3fn and (cache_dtype, v.dtype) != (k.dtype, k.dtype):
+        raise bad_argument("k", describe(k), f"dtype {cache_dtype} of k_cache, or 16 bits or 32", TypeError)
+
+
 class Append:
     """What writes new keys and values behind those in the cache, for calls of a kind, with the first one's arguments.
 
@@ -111,7 +133,6 @@ class Append:
         starts: `[batch + 1]`, where each sequence's new keys begin; None: all have as many.
         keys: The cache before.
         options: Of the call.
-        given: Its tensors.
         rotary: None: no rotation.
     """
 
@@ -123,47 +144,27 @@ class Append:
         starts: torch.Tensor | None,
         keys: PagedKV,
         options: FlashOptions,
-        given: FlashTensors,
         rotary: Rotary | None,
     ) -> None:
-        batch, size, device, lead = keys.lens.shape[0], keys.key_cache.shape[1], query.device, k.shape[:-2]
-        self._capacity, self._most_new = keys.capacity, lead[-1]
-        if v.shape[:-2] != lead or (starts is None and lead[0] != batch):
-            name, got = ("v", v) if v.shape[:-2] != lead else ("k", k)
-            needs = ", ".join(map(str, (batch, *lead[1:]) if starts is None else lead))
-            raise bad_argument(name, describe(got), f"[{needs}, num_kv_heads, head_dim]")
-        if rotary is not None:
-            angles = rotary.cos
-            if angles.dim() != 2 or not 0 < 2 * angles.shape[1] <= k.shape[-1] or angles.device != device:
-                needs = f"[max_positions, rotary_dim / 2] of at most {k.shape[-1] // 2} on {device}"
-                raise bad_argument("rotary_cos", describe(angles), needs)
-            if rotary.sin.shape != angles.shape or rotary.sin.device != device:
-                raise bad_argument(
-                    "rotary_sin", describe(rotary.sin), f"{list(angles.shape)} as rotary_cos on {device}"
-                )
-            check_numbers("rotary_seqlens", rotary.first, batch, device)
-        self._total, self._counts = lead.numel(), None if starts is not None else lead[1]
+        _check_new(k, v, starts, keys, rotary)
+        batch, count, device = keys.lens.shape[0], k.shape[-3], query.device
+        self._total, is_quantized = k.shape[:-2].numel(), keys.key_cache.dtype in QUANTIZED_DTYPES
         self._checks_values = reads_values(query) and not needs_dispatcher() and batch > 0
-        self._is_code, self._quantized = k.dtype == torch.float8_e4m3fn, keys.key_cache.dtype in QUANTIZED_DTYPES
-        if self._is_code and (keys.key_cache.dtype, v.dtype) != (k.dtype, k.dtype):
-            raise bad_argument(
-                "k", describe(k), f"dtype {keys.key_cache.dtype} of k_cache, or 16 bits or 32", TypeError
-            )
-        self._fewer_keys = starts is not None or lead[1] < keys.max_queries
-        self._sees_ahead, self._most_queries = options.causal or max(options.window) >= 0, keys.max_queries
+        self._is_code = k.dtype == torch.float8_e4m3fn
+        self._is_scaled = is_quantized and not self._is_code
+        self._sees_ahead = options.causal or max(options.window) >= 0
         # Queries stand where the new keys do.
-        self._together = starts is None and lead[1] == keys.max_queries and query.shape[0] == self._total
-        self._together = self._together and (self._sees_ahead or lead[1] == 1)
+        self._together = starts is None and count == keys.max_queries and query.shape[0] == self._total
+        self._together = self._together and (self._sees_ahead or count == 1)
         self._is_fused = rotary is not None and self._together and v.shape == k.shape and not self._is_code
         self._rows = arange_i32(device, self._total, 1)
-        self._starts = None if starts is not None else arange_i32(device, batch + 1, lead[1])
+        self._starts = None if starts is not None else arange_i32(device, batch + 1, count)
         self._places = None
         if starts is None and not (self._is_code and rotary is not None):
-            self._places = choose_append_places(lead[1], size, keys.lens, keys.tables, rotary)
-        self._size = size
+            self._places = choose_append_places(count, keys.key_cache.shape[1], keys.lens, keys.tables, rotary)
         self._write: Callable[..., Any] = rope_and_cache if self._is_fused else reshape_and_cache
         self.runs_kernels = False
-        if self._places is not None and not self._quantized and (rotary is None or self._is_fused):
+        if self._places is not None and not is_quantized and (rotary is None or self._is_fused):
             self._resolve(query, k, v, keys, rotary)
 
     def _resolve(
@@ -196,9 +197,9 @@ class Append:
         assert starts is not None
         if self._checks_values:
             self._check(starts, keys, rotary)
-        scales = _scales(given, keys.lens.shape[0]) if self._quantized and not self._is_code else (None, None)
+        scales = _scales(given, keys.lens.shape[0]) if self._is_scaled else (None, None)
         if self._places is None:
-            slots, lens, angles = _append_places(self._total, starts, self._size, keys.lens, keys.tables, rotary)
+            slots, lens, angles = _append_places(self._total, starts, keys, rotary)
         else:
             slots, lens, angles = self._places(keys.lens, keys.tables, rotary)
         k, v = packed(k), packed(v)
@@ -235,9 +236,9 @@ class Append:
         counts = starts.diff()
         if int(starts[0]) or bool((counts < 0).any()) or int(starts[-1]) > self._total:
             raise bad_argument("cu_seqlens_k_new", starts.tolist(), f"ascending from 0 to at most {self._total}")
-        if bool((keys.lens + counts > self._capacity).any()):
+        if bool((keys.lens + counts > keys.capacity).any()):
             longest, new = int(keys.lens.max()), int(counts.max())
-            raise bad_argument("cache_seqlens", longest, f"at most {self._capacity - new}, with {new} new")
+            raise bad_argument("cache_seqlens", longest, f"at most {keys.capacity - new}, with {new} new")
         if rotary is not None:
             most = max(int((rotary.first + counts).max()), int(rotary.first.max()) + 1)
             if self._sees_ahead:
