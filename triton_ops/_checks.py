@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from numbers import Real
 from operator import index
@@ -10,13 +9,13 @@ from typing import Any
 
 import torch
 
-from ._triton import KERNELS_ON_CPU
+from ._triton import KERNELS_ON_CPU, is_set
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 INDEX_DTYPES = (torch.int32, torch.int64)
 CACHE_LAYOUT = "[num_blocks, block_size, num_kv_heads, head_dim]"
 
-_debug = os.environ.get("PC_DEBUG", "0").lower() in ("1", "true", "yes", "on")
+_debug = is_set("PC_DEBUG")
 
 
 def debug_mode_enabled() -> bool:

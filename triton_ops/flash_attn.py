@@ -645,9 +645,9 @@ class _CacheLayout(NamedTuple):
     def check(self, own: _CacheTensors) -> None:
         lens, leftpad = self.lens if own.lens is None else own.lens, own.leftpad
         if own.chosen is not None:
-            check_values("cache_batch_idx", own.chosen, 0, self.num_rows - 1)
+            check_values("cache_batch_idx", own.chosen, self.num_rows - 1)
         if leftpad is not None:
-            check_values("cache_leftpad", leftpad, 0, self.capacity)
+            check_values("cache_leftpad", leftpad, self.capacity)
             if lens is not None and (leftpad > lens.clamp(min=0)).any():
                 raise bad_argument("cache_leftpad", leftpad.tolist(), f"at most cache_seqlens, {lens.tolist()}")
 

@@ -16,10 +16,9 @@ from .gather_blocks import gather_blocks
 
 
 def _gather_cpu(
-    cache: torch.Tensor, scales: torch.Tensor, slot_mapping: torch.Tensor, dtype: torch.dtype
+    cache: torch.Tensor, scales: torch.Tensor, slot_mapping: torch.Tensor, dtype: torch.dtype, lowest: int
 ) -> torch.Tensor:
     """What `pc.gather_slots_dequantized` gives, in PyTorch on CPU tensors."""
-    lowest = int(slot_mapping.amin()) if slot_mapping.numel() else 0
     codes = torch.empty((slot_mapping.shape[0], *cache.shape[2:]), dtype=cache.dtype)
     row_scales = torch.empty(slot_mapping.shape[0])
     cpu.gather_rows(cache, 2, slot_mapping, codes, lowest)
@@ -31,9 +30,9 @@ def _run(cache: torch.Tensor, scales: torch.Tensor, slot_mapping: torch.Tensor, 
     check_quantized(cache, scales, slot_mapping)
     if dtype not in FLOATS:
         raise bad_argument("dtype", dtype, "float16, bfloat16 or float32", TypeError)
-    lowest_entry("slot_mapping", slot_mapping, scales.numel())
+    lowest = lowest_entry("slot_mapping", slot_mapping, scales.numel())
     if on_host(cache, slot_mapping):
-        return _gather_cpu(cache, scales, slot_mapping, dtype)
+        return _gather_cpu(cache, scales, slot_mapping, dtype, lowest)
     device = slot_mapping.device if slot_mapping.is_cuda else cache.device
     out = cpu.empty((slot_mapping.shape[0], *cache.shape[2:]), dtype, device)
     if out.numel():

@@ -191,7 +191,7 @@ def copy_rows(cache: torch.Tensor, source_ids: torch.Tensor, target_ids: torch.T
     """cache[target_ids[i]] = cache[source_ids[i]], through a buffer that stays in the processor's cache."""
     if not cache.numel():
         return
-    slab = max(1, _SLAB_BYTES // row_bytes(cache, 1))
+    slab = max(1, _SLAB_BYTES // row_bytes(cache))
     buffer = torch.empty((min(slab, source_ids.shape[0]), *cache.shape[1:]), dtype=cache.dtype)
     for begin in range(0, source_ids.shape[0], slab):
         source, target = source_ids[begin : begin + slab], target_ids[begin : begin + slab]

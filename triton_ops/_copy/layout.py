@@ -71,6 +71,6 @@ def row_layout(tensors: tuple[torch.Tensor, ...], leading: tuple[int, ...]) -> R
     )
 
 
-def row_bytes(tensor: torch.Tensor, leading: int) -> int:
-    """Bytes of one row behind the leading dimensions."""
-    return math.prod(tensor.shape[leading:]) * tensor.dtype.itemsize
+def row_bytes(tensor: torch.Tensor) -> int:
+    """Bytes of one row behind the first dimension."""
+    return math.prod(tensor.shape[1:]) * tensor.dtype.itemsize

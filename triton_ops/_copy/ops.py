@@ -93,7 +93,7 @@ def _travel(
         flats = [_flat(cache, leading) for cache in caches]
         if hosted and all(flat is not None for flat in flats):
             runs = contiguous_runs(index.numpy())
-            size = sum(row_bytes(tensor, 1) for tensor in packed) * index.shape[0]
+            size = sum(row_bytes(tensor) for tensor in packed) * index.shape[0]
             if size >= RUN_BYTES * len(runs) * len(caches) or not all(t.is_pinned() for t in hosted):
                 for rows, flat in zip(packed, flats, strict=True):
                     assert flat is not None

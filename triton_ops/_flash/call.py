@@ -176,13 +176,13 @@ def check_numbers(name: str, tensor: Any, count: int | None, device: torch.devic
         raise bad_argument(name, describe(tensor), needs)
 
 
-def check_values(name: str, tensor: torch.Tensor, least: int, most: int) -> None:
+def check_values(name: str, tensor: torch.Tensor, most: int) -> None:
     """Checks numbers whose values may be read, unless a compiler looks on."""
     if needs_dispatcher() or not reads_values(tensor):
         return
-    low, high = (int(bound) for bound in torch.aminmax(tensor)) if tensor.numel() else (least, most)
-    if low < least or high > most:
-        raise bad_argument(name, f"values from {low} to {high}", f"{least} to {most}")
+    low, high = (int(bound) for bound in torch.aminmax(tensor)) if tensor.numel() else (0, most)
+    if low < 0 or high > most:
+        raise bad_argument(name, f"values from {low} to {high}", f"0 to {most}")
 
 
 def contiguous(x: torch.Tensor) -> torch.Tensor:

@@ -87,7 +87,7 @@ def _in_order(keys: PagedKV, size: int, first: torch.Tensor, count: int, step: i
 
 def check_lens(keys: PagedKV) -> None:
     """Checks lengths before they change, so that errors tell them as they were given."""
-    check_values("seq_lens", keys.lens, 0, keys.longest)
+    check_values("seq_lens", keys.lens, keys.longest)
 
 
 def with_holes(keys: PagedKV) -> PagedKV:
