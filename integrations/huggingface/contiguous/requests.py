@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from copy import copy
+from functools import partial
 from typing import Any
 
 from ....cache import OutOfBlocks
@@ -78,14 +79,15 @@ class PromptRequests:
         )
 
     def _bring_back(self, prompt: Prompt, cached: int, states: States | None) -> tuple[int, States | None]:
-        """Brings blocks behind an admitted prompt's back from host memory or disk; what it has then."""
+        """Brings blocks behind an admitted prompt's back, cached ones behind a gap too; what it has then."""
         store, blocks, evicted = self.store, prompt.blocks, self.store.evicted
         assert evicted is not None
         size, first = store.block_size, blocks.written
         digests = store.manager.block_hashes(prompt.request_id)
+        find = partial(evicted.content, store.manager)
         found: list[list[Content]] = []
         for digest in digests[first:]:
-            contents = [c for group, _ in store.storage.kv if (c := evicted.get(group, digest)) is not None]
+            contents = [c for group, _ in store.storage.kv if (c := find(group, digest)) is not None]
             if len(contents) < len(store.storage.kv):
                 break
             found.append(contents)
@@ -93,7 +95,7 @@ class PromptRequests:
         while store.states is not None and found:
             end = (first + len(found)) * size
             if end <= len(prompt.tokens) - 2 and prompt.readable(end) == end:
-                kept = evicted.states(store.manager, digests[first + len(found) - 1])
+                kept = find(store.storage.state_group, digests[first + len(found) - 1])
             if kept is not None:
                 break
             found.pop()

@@ -40,12 +40,19 @@ class LowerTiers:
 
     def __init__(self, storage: ModelStorage, host_blocks: int, disk: Sequence[TierWriter] | None = None) -> None:
         self.memory = [MemoryTier(host_blocks) for _ in storage.parts]
-        self._disk, self._parts, self._state_group = disk or (), storage.parts, storage.state_group
+        self._disk, self._parts = disk or (), storage.parts
         below: Sequence[Sequence[Tier]] = [(writer,) for writer in self._disk] or [()] * len(self.memory)
         self._tiers: list[list[Tier]] = [[memory, *more] for memory, more in zip(self.memory, below, strict=True)]
 
-    def get(self, group: int, digest: bytes) -> Content | None:
-        """A block's content, from the first tier that has it."""
+    def content(self, manager: AnyManager, group: int, digest: bytes) -> Content | None:
+        """What a block has: one that is cached and has not been overwritten meanwhile, or from the first tier."""
+        pool, words = manager.pools[group], np.frombuffer(digest, np.uint64)[None]
+        block = int(pool.table.find(words)[0])
+        if block >= 0:
+            taken = pool.taken_at[block]
+            content = host_copy(self._parts[group].content(block))
+            if pool.taken_at[block] == taken and pool.table.find(words)[0] == block:
+                return content
         return next((found for tier in self._tiers[group] if (found := tier.get(digest)) is not None), None)
 
     def evicted(self, group: int, blocks: np.ndarray, digests: list[bytes]) -> list[bytes]:
@@ -59,17 +66,6 @@ class LowerTiers:
         memory = self.memory[group]
         memory.max_blocks = max(memory.max_blocks, len(memory) + len(blocks))
         memory.put_many(blocks)
-
-    def states(self, manager: AnyManager, digest: bytes) -> Content | None:
-        """Recurrent states behind a block: of a block that has not been overwritten meanwhile, or evicted ones."""
-        pool = manager.pools[self._state_group]
-        block = int(pool.table.find(np.frombuffer(digest, np.uint64)[None])[0])
-        if block >= 0:
-            taken = pool.taken_at[block]
-            content = host_copy(self._parts[self._state_group].content(block))
-            if pool.taken_at[block] == taken and pool.table.lists(block):
-                return content
-        return self.get(self._state_group, digest)
 
     def close(self, manager: AnyManager) -> None:
         """Writes what a manager still has to disk, where there is one."""

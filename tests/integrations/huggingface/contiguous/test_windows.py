@@ -21,6 +21,8 @@ from generate_cases import (  # noqa: E402
     prompt,
 )
 
+from pc.cache.policies import POLICIES, hazard  # noqa: E402
+from pc.demo._measure import MiddleFirst  # noqa: E402
 from pc.integrations.huggingface import enable_prefix_caching  # noqa: E402
 from pc.integrations.huggingface.contiguous import batch, layers, storage  # noqa: E402
 
@@ -28,6 +30,7 @@ BY_NAME = {family.name: family for family in FAMILIES}
 WINDOWS = ["mistral-window", "gemma2", "gemma3", "gpt-oss"]
 FEW = 8
 """Blocks of 16 tokens: less than half of the longest prompts here."""
+OLDEST_FIRST = [pytest.param(n, marks=pytest.mark.slow) for n in sorted(POLICIES.keys() - {"arc", "default", "hazard"})]
 
 
 @pytest.fixture(autouse=True)
@@ -142,6 +145,26 @@ def test_tiers_bring_windows_back(tmp_path: Path, name: str, tier: str) -> None:
             assert_same(model, input_ids=prompt(150), max_new_tokens=4)
             assert handle.last_requests[0].cached_tokens == 144
             assert_nothing_held(handle)
+
+
+@pytest.mark.parametrize("policy", ["arc", "hazard", MiddleFirst, *OLDEST_FIRST])
+@pytest.mark.parametrize("name", ["llama", "mistral-window", "gemma2"])
+def test_tiers_and_cached_blocks_behind_them_bring_prompts_back(
+    monkeypatch: pytest.MonkeyPatch, name: str, policy: Any
+) -> None:
+    monkeypatch.setattr(hazard.policy, "FIRST", 1)  # its own order, which is not the oldest first, from the beginning
+    model = BY_NAME[name].build()
+    prompts = [prompt(150, seed) for seed in range(3)]
+    wanted = [plain(model, input_ids=ids, max_new_tokens=2) for ids in prompts]
+    for blocks in range(8 if name == "mistral-window" else 10, 17):  # a prompt takes 10 where there are no windows
+        windows = {} if name == "llama" else {"window_blocks": blocks}
+        options: dict[str, Any] = {"num_blocks": blocks, "host_blocks": 64, "policy": policy, **windows}
+        with enable_prefix_caching(model, **options) as handle:
+            for turn in range(2):
+                for ids, want in zip(prompts, wanted, strict=True):
+                    assert torch.equal(model.generate(ids, max_new_tokens=2), want)
+                    assert handle.last_requests[0].cached_tokens == 144 * turn, blocks
+                    assert_nothing_held(handle)
 
 
 def test_cache_of_a_result_that_was_cropped() -> None:
