@@ -40,7 +40,6 @@ COLUMNS: dict[str, tuple[str, int]] = {
 }
 LEAST = 64  # rows made at once at least
 TRIM_MIN = 8  # blocks of a chain up to which it is kept whole: to trim it saves nothing
-FEW = 16  # rows from which vector operations are quicker than a loop
 NO_BLOCKS = b""
 
 
@@ -139,16 +138,8 @@ class RunTable:
 
     def advance_starts(self, rows: Numbers, first: Numbers, last: Numbers) -> list[int]:
         """Runs begin behind places `first` to `last`, from which requests went on; returns the rows changed."""
-        each = rows.tolist()
-        if len(each) >= FEW and len(set(each)) == len(each):
-            start = self.start.take(rows)
-            here = (first <= start) & (start < last)
-            rows = rows[here]
-            self.start[rows] = last[here]
-            begun: list[int] = rows.tolist()
-            return begun
         start_of, moved = self.views.start, set()
-        for row, begins, ends in zip(each, first.tolist(), last.tolist(), strict=True):
+        for row, begins, ends in zip(rows.tolist(), first.tolist(), last.tolist(), strict=True):
             if begins <= start_of[row] < ends:  # one by one: several requests may have gone on from a run
                 start_of[row] = ends
                 moved.add(row)

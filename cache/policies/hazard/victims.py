@@ -13,7 +13,7 @@ import numpy as np
 
 from ...table import Ids, count_nonzero, view
 from .model import HazardModel
-from .runs import FEW, NO_BLOCKS, Numbers, RunTable
+from .runs import NO_BLOCKS, Numbers, RunTable
 
 Part = tuple[Ids, int, bool]  # evicted blocks of one request, its serial, and whether the first of them was its last
 
@@ -58,17 +58,6 @@ class VictimChooser:
         runs, child_count = self._runs, self._child_count_of
         views, chains = runs.views, runs.chains
         start_of, end_of, parent_of, places = views.start, views.end, views.parent, 0
-        if len(rows) >= FEW:
-            index = np.array(rows)
-            before = runs.parent.take(index)
-            runs.parent[index] = -1
-            for block in before[before >= 0].tolist():
-                child_count[block] -= 1
-            over = runs.start.take(index) >= runs.end.take(index)
-            for row in index[over].tolist():
-                places += len(chains[row]) // 4
-                chains[row] = NO_BLOCKS
-            rows = index[~over].tolist()
         for row in rows:
             before = parent_of[row]
             if before >= 0:
