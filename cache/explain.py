@@ -14,13 +14,14 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
-import numpy.typing as npt
 
 from .hashing import BlockHasher, Chain, Words, feed_all, split_digests
 from .history import Ended
 from .keys import EncodedKeys, ExtraKeys, Key, KeyAt, approximate_from, encode_keys
 from .lookup import Hit, find_in_groups
 from .request import Request
+from .reuse.content import ContentIndex, Tokens, common_length
+from .reuse.moved import MovedText
 from .runs import find_runs
 
 if TYPE_CHECKING:
@@ -88,9 +89,6 @@ class Explanation:
         saved = [f"{n} {how}" for n, how in ((self.gap_tokens, "over gaps"), (self.moved_tokens, "anywhere")) if n]
         more = f"; more would be found: {', '.join(saved)}" if saved else ""
         return f"{self.matched} of {self.num_tokens} tokens are cached: {why}{more}"
-
-
-Tokens = npt.NDArray[np.uint32]
 
 
 class Known(NamedTuple):
@@ -177,7 +175,7 @@ def _different(prompt: Known, known: list[Known], hit: Hit, size: int) -> Why:
     start = hit.blocks * size
     agreed, end, other = _longest(prompt, known, hit.blocks, size)
     apart, elsewhere = max(
-        ((_common(prompt.tokens, text.tokens), i) for i, text in enumerate(known) if _differ(prompt, text)),
+        ((common_length(prompt.tokens, text.tokens), i) for i, text in enumerate(known) if _differ(prompt, text)),
         default=(0, -1),
     )
     if apart // size > max(agreed, start) // size:
@@ -201,7 +199,7 @@ def _longest(prompt: Known, known: list[Known], block: int, size: int) -> tuple[
     for text in known:
         if _differ(prompt, text):
             continue
-        both, common = min(len(text.tokens), len(prompt.tokens)), _common(prompt.tokens, text.tokens)
+        both, common = min(len(text.tokens), len(prompt.tokens)), common_length(prompt.tokens, text.tokens)
         placed = {position for position, _ in set(text.keys.placed) ^ set(prompt.keys.placed)}
         border = min(placed, default=both)
         end = "keys" if border < common else "token" if common < both else "end"
@@ -211,13 +209,6 @@ def _longest(prompt: Known, known: list[Known], block: int, size: int) -> tuple[
         if min(border, common) >= best[0]:
             best = (min(border, common), end, text)
     return best
-
-
-def _common(one: Tokens, other: Tokens) -> int:
-    """In how many tokens two texts agree from their beginning."""
-    both = min(one.size, other.size)
-    differ = (one[:both] != other[:both]).nonzero()[0]
-    return int(differ[0]) if differ.size else both
 
 
 def _differ(one: Known, other: Known) -> bool:
@@ -241,9 +232,6 @@ def _moved_tokens(
     state: ManagerState, hasher: BlockHasher, chain: Chain, prompt: Known, known: list[Known], hit: Hit
 ) -> int:
     """How many tokens behind a hit `reuse="anywhere"` would find."""
-    from .reuse.content import ContentIndex  # which serving may never need
-    from .reuse.moved import MovedText
-
     namespace, size, user = chain.namespace, state.block_size, state.reuses.get("anywhere")
     if namespace is None or not state.prefix_only:
         return 0

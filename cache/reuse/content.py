@@ -189,7 +189,7 @@ class ContentIndex:
         stood, before = self._tokens[block, :offset], self._neighbour(self._before, block, -1)
         if before >= 0:
             stood = np.concatenate((self._tokens[before], stood))
-        return _common(tokens[: match.start][::-1], stood[::-1])
+        return common_length(tokens[: match.start][::-1], stood[::-1])
 
     def _candidates(self, text: Tokens) -> tuple[npt.NDArray[np.intp], Tokens]:
         """Offsets of `text` whose fingerprint may be in the table, and their fingerprints."""
@@ -220,13 +220,13 @@ class ContentIndex:
         """A run of whole blocks at `first`, with what agrees before it, down to `done`, and behind it."""
         size, end, lead, tail = self._size, first + len(ids) * self._size, 0, 0
         while (block := self._neighbour(self._before, ids[0], -1)) >= 0 and first > done and not lead:
-            agreed = _common(text[max(first - size, done) : first][::-1], self._tokens[block][::-1])
+            agreed = common_length(text[max(first - size, done) : first][::-1], self._tokens[block][::-1])
             if not agreed:
                 break
             ids.insert(0, block)
             first, lead = first - agreed, (size - agreed) % size
         while (block := self._neighbour(self._behind, ids[-1], 1)) >= 0 and end < text.size and not tail:
-            agreed = _common(text[end : end + size], self._tokens[block])
+            agreed = common_length(text[end : end + size], self._tokens[block])
             if not agreed:
                 break
             ids.append(block)
@@ -258,8 +258,8 @@ def _factor(namespace: npt.NDArray[np.uint64]) -> np.uint32:
     return factor
 
 
-def _common(one: Tokens, other: Tokens) -> int:
-    """In how many tokens two runs agree from their beginning."""
+def common_length(one: Tokens, other: Tokens) -> int:
+    """In how many tokens two texts agree from their beginning."""
     count = min(one.size, other.size)
     differ = (one[:count] != other[:count]).nonzero()[0]
     return differ.item(0) if differ.size else count

@@ -13,6 +13,7 @@ from ..lookup import Hit
 from ..pool import BlockPool
 from ..request import Request
 from ..runs import Span
+from .content import common_length
 
 CANDIDATES = 32
 """Blocks whose tokens are compared behind one prefix, the latest first: popular prefixes have many."""
@@ -100,8 +101,7 @@ class PartialBlocks:
         asked = np.frombuffer(tokens, np.uint32) if tokens else np.empty(0, np.uint32)
         children = self._behind.get(parent, {})
         for _, (block_hash, known) in zip(range(CANDIDATES), reversed(children.items()), strict=False):
-            differs = np.frombuffer(known, np.uint32)[: asked.size] != asked
-            common = int(differs.argmax()) if differs.any() else asked.size
+            common = common_length(asked, np.frombuffer(known, np.uint32))
             if common > best[1]:
                 best = (block_hash, common)
         return best
