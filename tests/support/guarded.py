@@ -128,6 +128,35 @@ class _Launch:
 
 
 @contextlib.contextmanager
+def language_patched_once() -> Iterator[None]:
+    """Within it a launch puts the interpreter's language in place once a module.
+
+    The interpreter itself does so at every call of a function: a third of a kernel's time, for what is there already.
+    """
+    patch, call = interpreter._patch_lang, interpreter.GridExecutor.__call__
+    patched: set[str] = set()
+
+    def patch_once(fn: Any) -> Any:
+        if fn.__module__ in patched:
+            return None  # which a launch's own kernel, the first to ask, never gets
+        patched.add(fn.__module__)
+        return patch(fn)
+
+    def call_afresh(self: Any, *args: Any, **kwargs: Any) -> Any:
+        patched.clear()
+        try:
+            return call(self, *args, **kwargs)
+        finally:
+            patched.clear()
+
+    interpreter._patch_lang, interpreter.GridExecutor.__call__ = patch_once, call_afresh
+    try:
+        yield
+    finally:
+        interpreter._patch_lang, interpreter.GridExecutor.__call__ = patch, call
+
+
+@contextlib.contextmanager
 def guarded_memory(seed: int | None = None) -> Iterator[None]:
     """Within it every kernel launched in the interpreter is checked; raises AccessError, as InterpreterError's cause.
 
@@ -206,7 +235,8 @@ def guarded_memory(seed: int | None = None) -> Iterator[None]:
     for (owner, name), function in zip(before, after, strict=True):
         setattr(owner, name, function)
     try:
-        yield
+        with language_patched_once():
+            yield
     finally:
         for (owner, name), function in before.items():
             setattr(owner, name, function)
