@@ -14,8 +14,10 @@ import pytest
 
 pytest.importorskip("typer")
 
+from typer.testing import CliRunner
+
 import pc
-from pc.__main__ import POLICIES, SHELLS
+from pc.__main__ import POLICIES, SHELLS, app
 
 
 def test_version() -> None:
@@ -116,18 +118,14 @@ def test_a_command_has_the_public_names() -> None:
 
 
 def test_another_shell_is_refused() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "pc", "completion", "tcsh"], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 2
-    assert "shell: got 'tcsh', needs one of bash, zsh, fish" in re.sub(r"\s+", " ", done.stderr.replace("│", ""))
+    done = CliRunner().invoke(app, ["completion", "tcsh"])
+    assert done.exit_code == 2
+    assert "shell: got 'tcsh', needs one of bash, zsh, fish" in re.sub(r"\s+", " ", done.output.replace("│", ""))
 
 
 def explain(path: Path, *options: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-m", "pc", "explain", str(path), *options], capture_output=True, text=True, check=False
-    )
-    return done.stdout + done.stderr
+    done = CliRunner().invoke(app, ["explain", str(path), *options], env={"COLUMNS": "120"})
+    return done.output
 
 
 def test_misses_of_a_file_of_prompts_are_explained(tmp_path: Path) -> None:

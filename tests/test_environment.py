@@ -14,7 +14,10 @@ PAGE = set(re.findall(r"`([A-Z_]{4,})`", (ROOT / "docs" / "environment.md").read
 
 def read_by(path: Path) -> set[str]:
     """Variables that a file names as a whole string: to read, to set or to list them."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
+    text = path.read_text(encoding="utf-8")
+    if not NAME.search(text):
+        return set()
+    tree = ast.parse(text)
     strings = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
     keywords = {node.arg for node in ast.walk(tree) if isinstance(node, ast.keyword) and node.arg}
     return {name for name in strings | keywords if NAME.fullmatch(name)}

@@ -82,7 +82,8 @@ def classes() -> list[str]:
     from transformers.models.auto import modeling_auto as auto
 
     names = dict.fromkeys((*_causal(), *_named(auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)))
-    return [name for name in names if hasattr(transformers, name)]
+    known = {*dir(transformers)}  # to ask for a class by name would import it
+    return [name for name in names if name in known]
 
 
 def _causal() -> list[str]:
