@@ -6,6 +6,7 @@ import itertools
 
 import numpy as np
 import pytest
+from cache_cases import slots_of
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -14,16 +15,6 @@ from pc.cache.runs import _find_long_runs, find_runs, slot_runs, slots_of_runs
 from pc.cache.tensors.step import ascending
 
 BLOCK = 4
-
-
-def slots_of(runs, count):
-    """Slots of runs, -1 where there is none; a slot that two runs give shows as an error."""
-    slots = np.full(count, -1, np.int64)
-    for begin, first, end in runs:
-        assert end > first
-        assert (slots[begin : begin + end - first] == -1).all()
-        slots[begin : begin + end - first] = np.arange(first, end)
-    return slots.tolist()
 
 
 @given(

@@ -1,13 +1,51 @@
-"""What plugins of engines share."""
+"""What plugins of engines share: nothing until they are asked, and the names of all features before any."""
 
 from __future__ import annotations
 
 import inspect
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from pc.integrations import sglang, vllm
 from pc.integrations.plugin import check_features, features_in_environment, wrap_once
+
+PROJECT = Path(__file__).parents[2] / "pyproject.toml"
+each = pytest.mark.parametrize("plugin", [sglang, vllm], ids=["sglang", "vllm"])
+
+
+@each
+def test_nothing_is_imported_until_asked(monkeypatch, plugin):
+    monkeypatch.delenv(plugin.features.VARIABLE, raising=False)
+    code = (
+        f"import sys; from {plugin.__name__} import register; register(); "
+        "print([m for m in ('sglang', 'transformers', 'vllm') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(("plugin", "group"), [(sglang, "sglang.srt.plugins"), (vllm, "vllm.general_plugins")])
+def test_the_entry_point_names_it(plugin, group):
+    tomllib = pytest.importorskip("tomllib")
+    project = tomllib.loads(PROJECT.read_text(encoding="utf-8"))["project"]
+    (target,) = project["entry-points"][group].values()
+    module, _, name = target.partition(":")
+    assert getattr(sys.modules[module], name) is plugin.register
+
+
+@each
+@pytest.mark.parametrize("names", ["attention,evictions", "Attention", "all"])
+def test_a_name_that_is_no_feature(monkeypatch, plugin, names):
+    asked, variable = [], plugin.features.VARIABLE
+    monkeypatch.setattr(plugin.features, "check_version", asked.append)
+    monkeypatch.setenv(variable, names)
+    with pytest.raises(ValueError, match=rf"{variable}: got '.*', needs some of attention, {[*plugin.FEATURES][1]}"):
+        plugin.register()
+    assert asked == [], "a feature was looked at before all names were"
 
 
 def test_a_method_is_wrapped_once_and_keeps_its_signature():

@@ -38,3 +38,13 @@ def recurrent(num_blocks=16, **options):
     return pc.CacheManager(
         num_blocks, block_size=4, groups=[pc.FullAttention(), pc.Recurrent()], policy="lru", **options
     )
+
+
+def slots_of(runs, count):
+    """Slots of runs, -1 where there is none; a slot that two runs give shows as an error."""
+    slots = np.full(count, -1, np.int64)
+    for begin, first, end in runs:
+        assert end > first
+        assert (slots[begin : begin + end - first] == -1).all()
+        slots[begin : begin + end - first] = np.arange(first, end)
+    return slots.tolist()

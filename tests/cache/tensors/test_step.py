@@ -6,6 +6,7 @@ import dataclasses
 
 import numpy as np
 import pytest
+from cache_cases import slots_of
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -13,16 +14,6 @@ import pc
 from pc.cache.tensors.step import StepSlots
 
 BLOCK = 4
-
-
-def slots_of(runs, count):
-    """Slots of runs, -1 where there is none; a slot that two runs give shows as an error."""
-    slots = np.full(count, -1, np.int64)
-    for begin, first, end in runs:
-        assert end > first
-        assert (slots[begin : begin + end - first] == -1).all()
-        slots[begin : begin + end - first] = np.arange(first, end)
-    return slots.tolist()
 
 
 @example([-1, 0, 1, 2])

@@ -1,4 +1,4 @@
-"""What tests see of the inside of a cache without asking its handle."""
+"""The model that most tests ask, and what they see of the inside of a cache without asking its handle."""
 
 from __future__ import annotations
 
@@ -8,7 +8,14 @@ import pytest
 
 pytest.importorskip("transformers")
 
+from generate_cases import LLAMA
+
 from pc.integrations.huggingface.contiguous import store
+
+
+@pytest.fixture
+def model() -> Any:
+    return LLAMA.build()
 
 
 @pytest.fixture

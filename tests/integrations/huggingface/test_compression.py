@@ -23,11 +23,6 @@ REFUSED = {"mistral-window", "mpt"}
 
 
 @pytest.fixture
-def model() -> Any:
-    return LLAMA.build()
-
-
-@pytest.fixture
 def handle(model: Any) -> Iterator[PrefixCaching]:
     with enable_prefix_caching(model, num_blocks=64) as handle:
         yield handle

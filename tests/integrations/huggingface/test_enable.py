@@ -32,11 +32,6 @@ from pc.integrations.huggingface.store import Leases  # noqa: E402
 
 
 @pytest.fixture
-def model() -> Any:
-    return LLAMA.build()
-
-
-@pytest.fixture
 def handle(model: Any) -> Iterator[PrefixCaching]:
     with enable_prefix_caching(model, num_blocks=64) as handle:
         yield handle

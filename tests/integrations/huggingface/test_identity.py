@@ -11,14 +11,9 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from generate_cases import LLAMA, SMALL  # noqa: E402
+from generate_cases import SMALL  # noqa: E402
 
 from pc.integrations.huggingface.identity import Identity, set_by_forward  # noqa: E402
-
-
-@pytest.fixture
-def model() -> Any:
-    return LLAMA.build()
 
 
 class Halved(transformers.models.llama.modeling_llama.LlamaMLP):  # type: ignore[misc, name-defined]

@@ -37,11 +37,6 @@ from pc.integrations.huggingface import settings as settings_module  # noqa: E40
 
 
 @pytest.fixture
-def model() -> Any:
-    return LLAMA.build()
-
-
-@pytest.fixture
 def handle(model: Any) -> Iterator[PrefixCaching]:
     with enable_prefix_caching(model) as handle:
         yield handle

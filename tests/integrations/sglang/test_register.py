@@ -1,46 +1,15 @@
-"""The plugin's entry point: nothing until it is asked, and only for versions it was written for."""
+"""The plugin's entry point: what it is asked for, once, and only for versions it was written for."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
 import types
-from pathlib import Path
 
 import pytest
 
 from pc.integrations import sglang as adapter
 from pc.integrations.sglang import features, versions
-
-ROOT = Path(__file__).parents[3]
-
-
-def test_nothing_is_imported_until_asked(monkeypatch):
-    monkeypatch.delenv("PC_SGLANG", raising=False)
-    code = (
-        "import sys; from pc.integrations.sglang import register; register(); "
-        "print([m for m in ('sglang', 'transformers', 'vllm') if m in sys.modules])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
-
-
-def test_the_entry_point_names_it():
-    tomllib = pytest.importorskip("tomllib")
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    (target,) = project["entry-points"]["sglang.srt.plugins"].values()
-    module, _, name = target.partition(":")
-    assert getattr(sys.modules[module], name) is adapter.register
-
-
-@pytest.mark.parametrize("names", ["attention,evictions", "Attention", "all"])
-def test_a_name_that_is_no_feature(monkeypatch, names):
-    asked = []
-    monkeypatch.setattr(features, "check_version", asked.append)
-    monkeypatch.setenv("PC_SGLANG", names)
-    with pytest.raises(ValueError, match=r"PC_SGLANG: got '.*', needs some of attention, eviction"):
-        adapter.register()
-    assert asked == [], "a feature was looked at before all names were"
 
 
 def test_features_are_registered_once_and_said(monkeypatch):

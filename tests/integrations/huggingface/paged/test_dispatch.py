@@ -25,11 +25,6 @@ from pc.integrations.huggingface.paged.dispatch import Dispatch, install  # noqa
 
 
 @pytest.fixture
-def model() -> Any:
-    return LLAMA.build()
-
-
-@pytest.fixture
 def fast_switches() -> Iterator[None]:
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)

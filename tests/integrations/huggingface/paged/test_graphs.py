@@ -53,11 +53,6 @@ def capturable(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     return monkeypatch
 
 
-@pytest.fixture
-def model() -> Any:
-    return LLAMA.build()
-
-
 def ragged(*lengths: int) -> dict[str, torch.Tensor]:
     return left_padded(*(prompt(n, n) for n in lengths))
 

@@ -13,7 +13,6 @@ transformers = pytest.importorskip("transformers")
 
 from generate_cases import (  # noqa: E402
     FAMILIES,
-    LLAMA,
     PAGED,
     Family,
     assert_nothing_held,
@@ -36,11 +35,6 @@ from pc.integrations.huggingface.paged.layers import layer_windows  # noqa: E402
 @pytest.fixture(autouse=True)
 def paged(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(graphs_module.CAPTURERS, "cpu", TapeCapturer)
-
-
-@pytest.fixture
-def model() -> Any:
-    return LLAMA.build()
 
 
 @pytest.fixture
