@@ -38,6 +38,7 @@ def test_the_entry_point_names_it(plugin, group):
 
 
 @each
+@pytest.mark.quick
 @pytest.mark.parametrize("names", ["attention,evictions", "Attention", "all"])
 def test_a_name_that_is_no_feature(monkeypatch, plugin, names):
     asked, variable = [], plugin.features.VARIABLE
