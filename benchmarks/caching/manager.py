@@ -15,7 +15,6 @@ of it the caches keep, by up to a third of the time: a row is the median of seve
 from __future__ import annotations
 
 import argparse
-import csv
 import datetime
 import gc
 import importlib.abc
@@ -34,6 +33,8 @@ from pathlib import Path
 from time import thread_time_ns as clock
 from typing import Any
 from unittest.mock import MagicMock
+
+from ..harness.tables import read_rows, write_rows
 
 BLOCK = 16
 CONCURRENT = 4
@@ -208,7 +209,7 @@ def main() -> None:
             print("  ".join(f"{k}={v}" for k, v in list(row.items())[:10]), flush=True)
             print("  of", ", ".join(str(r["pc_over_peer"]) for r in rows), flush=True)
             if args.csv:
-                _append(args.csv, row)
+                write_rows(args.csv, [*read_rows(args.csv), row])
         return
     sys.path.insert(0, args.source)
     os.environ |= {"VLLM_TARGET_DEVICE": "cpu", "VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1"}
@@ -246,32 +247,11 @@ def main() -> None:
 
 def _in_a_process(args: argparse.Namespace, length: int) -> dict[str, Any]:
     """One length, measured once."""
-    command = [
-        sys.executable,
-        "-m",
-        "benchmarks",
-        "manager",
-        "--peer",
-        args.peer,
-        "--source",
-        args.source,
-        "--hash",
-        args.hash,
-    ]
-    command += ["--lengths", str(length), "--requests", str(args.requests), "--processes", "1"]
+    command = [sys.executable, "-m", "benchmarks", "manager", "--peer", args.peer, "--source", args.source]
+    command += ["--hash", args.hash, "--lengths", str(length), "--requests", str(args.requests), "--processes", "1"]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     row: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return row
-
-
-def _append(path: Path, row: dict[str, object]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    new = not path.exists()
-    with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, list(row))
-        if new:
-            writer.writeheader()
-        writer.writerow(row)
 
 
 class _Absent(importlib.abc.MetaPathFinder, importlib.abc.Loader):

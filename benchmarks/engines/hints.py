@@ -15,7 +15,7 @@ from typing import Any
 from pc.cache.replay import Trace, hints_of, load_trace, replay
 
 from ..harness.conditions import conditions
-from ..harness.tables import RESULTS, read_rows, write_rows
+from ..harness.tables import RESULTS, replaced, write_rows
 
 ROWS = RESULTS / "cpu" / "hints.csv"
 TOKENS = 4
@@ -37,14 +37,13 @@ def through_vllm(trace: Trace, policy: str, capacity: int, hints: str) -> int:
 
 def through_generate(trace: Trace, policy: str, capacity: int, hints: str) -> int:
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
 
     from pc.integrations.huggingface import enable_prefix_caching
 
-    sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
-    sizes |= {"num_attention_heads": 2, "max_position_embeddings": 1 << 16, "eos_token_id": None, "pad_token_id": 0}
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=512, **sizes)).eval()
+    from ..models.load import random_llama
+
+    sizes = {"vocab_size": 512, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
+    model = random_llama((2, 2), **sizes, max_position_embeddings=1 << 16)
     handle = enable_prefix_caching(model, num_blocks=capacity + 1, block_size=TOKENS, policy=policy)
     returns = [None] * len(trace.requests) if hints == "none" else hints_of(trace, hints)
     for ids, told in zip(trace.requests, returns, strict=True):
@@ -73,7 +72,7 @@ def main() -> None:
     trace = Trace(whole.name, part.block_size, part.requests, [1] * len(part.requests), part.times)
     capacity = max(1, round(given.share * trace.unique_blocks))
     ways = given.through.split(",")
-    rows: list[dict[str, Any]] = [row for row in read_rows(ROWS) if row["through"] not in ways]
+    rows: list[dict[str, Any]] = []
     for way in ways:
         for policy, hints in (("lru", "none"), ("hazard", "none"), ("hazard", "0.8"), ("hazard", "oracle")):
             hits = WAYS[way](trace, policy, capacity, hints)
@@ -81,4 +80,4 @@ def main() -> None:
             row |= {"policy": policy, "hints": hints, "hits": hits, "hit_rate": f"{hits / trace.num_blocks:.4f}"}
             rows.append(row | conditions("cpu"))
             print(*list(row.values()), flush=True)
-    write_rows(ROWS, rows)
+    write_rows(ROWS, replaced(ROWS, rows, ("through",)))

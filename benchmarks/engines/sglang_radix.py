@@ -25,7 +25,7 @@ from pc.cache.replay import Trace, load_trace, replay
 
 from ..harness.conditions import conditions
 from ..harness.tables import RESULTS, write_rows
-from ..harness.timing import add_trace_options, in_rounds
+from ..harness.timing import add_trace_options, in_rounds, over
 
 PAGE = 16
 TURN = 10
@@ -221,7 +221,7 @@ def main() -> None:
         policy, core = name
         runs = times[name]
         own = {
-            peer: statistics.median(r.seconds / o.seconds for r, o in zip(runs, times["lru", peer], strict=True))
+            peer: over(*((one.seconds for one in each) for each in (runs, times["lru", peer])))
             for peer in ("rust", "python")
         }
         theirs = policy.removeprefix("pc_")

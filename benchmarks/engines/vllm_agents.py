@@ -24,7 +24,6 @@ results/cpu/vllm_agents.csv as they come.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import math
 import statistics
 import time
@@ -35,9 +34,12 @@ from typing import Any, NamedTuple
 from pc.demo import trained_model_folder
 
 from ..harness.conditions import conditions
-from ..harness.tables import RESULTS, read_rows, write_rows
-from ..models.agents import VARIANTS, count_unique, encoded, interleaved, sessions_of, untouched
-from .vllm_server import Server, serving
+from ..harness.tables import RESULTS, replaced, write_rows
+from ..harness.timing import rotated
+from ..models import agents
+from ..models.agents import VARIANTS, count_unique, sessions_of
+from ..models.load import trained_tokenizer
+from .vllm_server import Server, serving_all
 from .vllm_serving import MODEL
 
 ROWS = RESULTS / "cpu" / "vllm_agents.csv"
@@ -91,12 +93,8 @@ def divergence(exact: Mapping[str, float], other: Mapping[str, float]) -> float:
 
 def requests_of(tokenizer: Any, sessions: Sequence[Any], variant: str) -> list[Request]:
     """The prompts in the order of a clock; none where the variant changes nothing."""
-    order = list(interleaved(list(sessions)))
-    texts = [VARIANTS[variant](parts, turn) for _, turn, (parts, _) in order]
-    if variant != "untouched" and texts == [untouched(parts, 0) for _, _, (parts, _) in order]:
-        return []
-    prompts = encoded(tokenizer, texts, [""] * len(texts))
-    return [Request(turn, prompt) for (_, turn, _), (prompt, _) in zip(order, prompts, strict=True)]
+    order, requests = agents.requests_of(tokenizer, list(sessions), variant)
+    return [Request(turn, prompt) for (_, turn), (prompt, _) in zip(order, requests, strict=True)]
 
 
 def drive(servers: Mapping[str, Server], requests: Sequence[Request]) -> dict[str, list[Answer]]:
@@ -104,11 +102,10 @@ def drive(servers: Mapping[str, Server], requests: Sequence[Request]) -> dict[st
     for server in servers.values():
         server.post("/reset_prefix_cache")
     answers: dict[str, list[Answer]] = {name: [] for name in servers}
-    names = list(servers)
     for number, request in enumerate(requests):
-        for name in (*names[number % len(names) :], *names[: number % len(names)]):
+        for name in rotated(servers, number):
             answers[name].append(ask(servers[name], request.prompt))
-        print(number, len(request.prompt), {name: answers[name][-1][:2] for name in names}, flush=True)
+        print(number, len(request.prompt), {name: answers[name][-1][:2] for name in servers}, flush=True)
     return answers
 
 
@@ -140,16 +137,14 @@ def measure(
     options += ["--max-model-len", str(longest + 1), "--max-num-batched-tokens", "2048", "--disable-uvicorn-access-log"]
     options += ["--block-size", str(BLOCK), "--num-gpu-blocks-override", str(blocks), "--max-logprobs", str(TOP)]
     options += ["--enable-prompt-tokens-details"]
-    with contextlib.ExitStack() as stack:
-        servers = {}
-        for name, (variables, more) in CONFIGURATIONS.items():
-            if name == "all" and cache != "all":
-                continue
-            variables = {"VLLM_CPU_KVCACHE_SPACE": "2"} | variables
-            servers[name] = stack.enter_context(serving(str(trained_model_folder()), [*options, *more], variables))
-            if ("eviction (" in servers[name].log.read_text()) != ("PC_VLLM" in variables):
-                raise RuntimeError("PC_VLLM: the server's log does not say what was asked for")
-            ask(servers[name], list(range(100, 700)))  # what is made at the first request
+    configurations = {
+        name: ({"VLLM_CPU_KVCACHE_SPACE": "2"} | variables, more)
+        for name, (variables, more) in CONFIGURATIONS.items()
+        if name != "all" or cache == "all"
+    }
+    with serving_all(str(trained_model_folder()), options, configurations) as servers:
+        for server in servers.values():
+            ask(server, list(range(100, 700)))  # what is made at the first request
         for variant, requests in by_variant.items():
             answers = drive(servers, requests)
             for name in servers:
@@ -157,8 +152,7 @@ def measure(
                 row |= {"sessions": str(given.sessions), "turns": str(given.turns), "blocks": str(blocks)}
                 row |= {"block_size": str(BLOCK), "dtype": given.dtype} | conditions("cpu")
                 print(*list(row.values())[:11], flush=True)
-                own = [row[key] for key in KEY]
-                write_rows(ROWS, [*[each for each in read_rows(ROWS) if [each[key] for key in KEY] != own], row])
+                write_rows(ROWS, replaced(ROWS, [row], KEY))
 
 
 def main() -> None:
@@ -172,9 +166,7 @@ def main() -> None:
     parser.add_argument("--caches", nargs="*", default=["all", "small"], choices=["all", "small"])
     parser.add_argument("--dtype", default="float32")
     given = parser.parse_args()
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(trained_model_folder())
+    tokenizer = trained_tokenizer()
     for path in given.traces:
         sessions = [session[: given.turns] for session in sessions_of(path)[: given.sessions]]
         found = {name: requests_of(tokenizer, sessions, name) for name in given.variants}

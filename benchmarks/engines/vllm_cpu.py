@@ -23,6 +23,7 @@ from pc.demo import trained_model_folder
 
 from ..harness.conditions import conditions
 from ..harness.tables import RESULTS, write_rows
+from ..harness.timing import over
 
 ROWS = RESULTS / "cpu" / "vllm_cpu.csv"
 OPTIONS: dict[str, Any] = {
@@ -102,10 +103,10 @@ def main() -> None:
             order = (theirs, ours) if turn % 2 == 0 else (ours, theirs)
             times = [measured(engine, batch, context) for engine in order]
             pairs.append(times if turn % 2 == 0 else times[::-1])
-        ratio = statistics.median(own / vllm for vllm, own in pairs)
-        vllm, own = (statistics.median(each) * 1e3 for each in zip(*pairs, strict=True))
+        vllm, own = zip(*pairs, strict=True)
         row = {"step": measured.__name__, "batch": batch, "context": context, "rounds": given.rounds}
-        row |= {"vllm_ms": f"{vllm:.2f}", "pc_ms": f"{own:.2f}", "over_vllm": f"{ratio:.3f}"}
+        row |= {"vllm_ms": f"{statistics.median(vllm) * 1e3:.2f}"}
+        row |= {"pc_ms": f"{statistics.median(own) * 1e3:.2f}", "over_vllm": f"{over(own, vllm):.3f}"}
         rows.append(row | conditions("cpu"))
         print(*list(row.values()), flush=True)
     write_rows(ROWS, rows)

@@ -13,16 +13,15 @@ from __future__ import annotations
 import argparse
 import itertools
 import os
-import sys
 import types
-from pathlib import Path
 from time import process_time
 from typing import Any
 
 import numpy as np
 import torch
 
-from ..harness.conditions import conditions
+from ..harness.conditions import conditions, use_threads
+from ..harness.peers import use_omni
 from ..harness.tables import RESULTS, write_rows
 from ..harness.timing import Quantiles
 
@@ -31,15 +30,6 @@ HIT = 0.75
 ROUNDS, DECODES = 15, 16
 ROWS = RESULTS / "cpu" / "vllm_omni.csv"
 CALLS = ("new_step_starts", "save_outputs", "materialize")
-
-
-def use_source() -> None:
-    """Makes what is unpacked of vLLM-Omni importable; its own __init__ would import vLLM."""
-    folder = Path(os.environ.get("OMNI_SRC", ".peers/vllm-omni"))
-    for name in ("vllm_omni", "vllm_omni.core", "vllm_omni.utils"):
-        package = types.ModuleType(name)
-        package.__path__ = [str(folder.joinpath(*name.split(".")))]
-        sys.modules[name] = package
 
 
 class Runner:
@@ -135,8 +125,8 @@ def measure(tokens: int, features: int) -> dict[str, Runner]:
 def main() -> None:
     """Prints and writes the table."""
     argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    use_source()
+    use_threads()
+    use_omni(os.environ.get("OMNI_SRC", ".peers/vllm-omni"))
     rows = []
     for tokens, features in ((1024, 2048), (16384, 2048)):
         runners = measure(tokens, features)

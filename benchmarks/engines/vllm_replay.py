@@ -26,6 +26,7 @@ from pc.cache.replay.traces import Trace, digests_of, load_trace
 
 from ..harness.conditions import conditions
 from ..harness.tables import RESULTS, write_rows
+from ..harness.timing import over
 
 TIER_ROWS = RESULTS / "cpu" / "vllm_tier.csv"
 
@@ -39,6 +40,13 @@ class Result:
     """Share of blocks in leading runs of cached blocks."""
     seconds: float
     """CPU time of lookups, allocations and frees."""
+
+
+def hashes_of(ids: np.ndarray, split: int) -> list[bytes]:
+    """Of the blocks that vLLM has for blocks of a trace, `split` for each."""
+    digests = np.repeat(digests_of(ids), split, axis=0)
+    digests[:, 0] += np.tile(np.arange(split, dtype=np.uint64), len(ids))
+    return [digest.tobytes() for digest in digests]
 
 
 def make_manager(num_blocks: int, policy: str | None) -> Any:
@@ -74,10 +82,7 @@ def replay_through_vllm(trace: Trace, policy: str | None, capacity: int, split: 
     hits, seconds = 0, 0.0
     for number, (ids, output) in enumerate(zip(trace.requests, trace.outputs, strict=True)):
         ids = ids[:capacity]
-        digests = np.repeat(digests_of(ids), split, axis=0)
-        digests[:, 0] += np.tile(np.arange(split, dtype=np.uint64), len(ids))
-        raw, width = digests.tobytes(), 16
-        hashes = [raw[at : at + width] for at in range(0, len(raw), width)]
+        hashes = hashes_of(ids, split)
         given = iter([hashes])
         request = Request(
             str(number),
@@ -122,9 +127,7 @@ def replay_through_tier(trace: Trace, policy: str | None, capacity: int, split: 
     manager = CPUOffloadingManager(capacity * split, policy or "lru", "pc.integrations.vllm.offload")
     hits, seconds = 0, 0.0
     for number, ids in enumerate(trace.requests):
-        digests = np.repeat(digests_of(ids[:capacity]), split, axis=0)
-        digests[:, 0] += np.tile(np.arange(split, dtype=np.uint64), len(digests) // split)
-        keys = [make_offload_key(digest.tobytes(), 0) for digest in digests]
+        keys = [make_offload_key(digest, 0) for digest in hashes_of(ids[:capacity], split)]
         context = ReqContext(str(number))
         for place, key in enumerate(keys):
             context.set_offload_key_position(key, 16 * (place + 1))
@@ -149,7 +152,7 @@ def compare(trace: Trace, whole: Trace, share: float, given: argparse.Namespace)
     print(f"{trace.name}, {len(trace.requests)} requests, {trace.num_blocks} blocks, {capacity} blocks of capacity")
     rows = []
     for name in names:
-        ratio = statistics.median(run.seconds / own for run, own in zip(runs[name], base, strict=True))
+        ratio = over((run.seconds for run in runs[name]), base)
         ours = (name or "lru").removeprefix("pc_")
         row = {
             "trace": whole.name,

@@ -24,17 +24,15 @@ from pathlib import Path
 from time import process_time
 from typing import Any, NamedTuple
 
-import numpy as np
-
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 from pc.cache.replay import Trace, load_trace, replay
-from pc.cache.replay.traces import digests_of
 
 from ..harness.conditions import conditions
 from ..harness.tables import RESULTS, write_rows
-from ..harness.timing import add_trace_options, in_rounds
+from ..harness.timing import add_trace_options, in_rounds, over
+from .vllm_replay import hashes_of
 
 BLOCK_SIZE = 16
 JUMPED_SIZE = 64
@@ -117,10 +115,7 @@ def make_requests(
 
     made = []
     for number, (ids, output) in enumerate(zip(trace.requests, trace.outputs, strict=True)):
-        digests = np.repeat(digests_of(ids), split, axis=0)
-        digests[:, 0] += np.tile(np.arange(split, dtype=np.uint64), len(ids))
-        raw = digests.tobytes()
-        hashes = [raw[at : at + 16] for at in range(0, len(raw), 16)]
+        hashes = hashes_of(ids, split)
         own = f"{number}-".encode().ljust(8, b"\0")
 
         def hasher(request: Any, hashes: list[bytes] = hashes, own: bytes = own) -> list[bytes]:
@@ -240,7 +235,7 @@ def main() -> None:
     rows = []
     for name in names:
         runs = times[name]
-        ratio = statistics.median(r.seconds / own.seconds for r, own in zip(runs, times[None], strict=True))
+        ratio = over(*((one.seconds for one in each) for each in (runs, times[None])))
         row = {
             "trace": whole.name,
             "policy": name or "vllm",

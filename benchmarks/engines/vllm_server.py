@@ -129,6 +129,24 @@ def serving(model: str, options: Sequence[str] = (), variables: Mapping[str, str
             server.end()
 
 
+@contextlib.contextmanager
+def serving_all(
+    model: str, options: Sequence[str], configurations: Mapping[str, tuple[Mapping[str, str], Sequence[str]]]
+) -> Iterator[dict[str, Server]]:
+    """A server of each configuration, which is variables and further options, side by side.
+
+    Raises:
+        RuntimeError: As `serving`; or our eviction is not on in those that `PC_VLLM` is set for, and off in others.
+    """
+    with contextlib.ExitStack() as stack:
+        servers = {}
+        for name, (variables, more) in configurations.items():
+            servers[name] = stack.enter_context(serving(model, [*options, *more], variables))
+            if ("eviction (" in servers[name].log.read_text()) != ("PC_VLLM" in variables):
+                raise RuntimeError("PC_VLLM: the server's log does not say what was asked for")
+        yield servers
+
+
 def _wait_until_it_answers(server: Server) -> None:
     end = time.monotonic() + START_SECONDS
     while time.monotonic() < end and server.process.poll() is None:

@@ -34,8 +34,10 @@ from pc.demo import _models, trained_model_folder
 from pc.integrations.hints import retention_hints
 
 from ..harness.conditions import conditions
-from ..harness.tables import RESULTS, read_rows, write_rows
-from .vllm_server import Server, serving
+from ..harness.tables import RESULTS, replaced, write_rows
+from ..harness.timing import over
+from ..models.load import trained_tokenizer
+from .vllm_server import Server, serving_all
 
 ROWS = RESULTS / "cpu" / "vllm_serving.csv"
 MODEL = "SmolLM2-135M-Instruct"
@@ -212,14 +214,14 @@ def make_row(workload: str, name: str, rounds: dict[str, list[dict[str, float]]]
     """Medians over rounds; times are over those of vLLM in the same round."""
     own, stock = rounds[name], rounds["vllm"]
     medians = {key: statistics.median(each[key] for each in own) for key in own[0]}
-    over = {
-        f"{key}_over_vllm": statistics.median(a[key] / b[key] for a, b in zip(own, stock, strict=True))
+    ratios = {
+        f"{key}_over_vllm": over(*([each[key] for each in both] for both in (own, stock)))
         for key in ("ttft_p50", "ttft_p90", "seconds")
     }
     row: dict[str, Any] = {"workload": workload, "configuration": name, "rounds": len(own)}
     row |= {key: f"{value:.4f}" if key.endswith("rate") else f"{value:.4g}" for key, value in medians.items()}
     counts = {key: int(medians[key]) for key in ("requests", "prompt_tokens", "preemptions")}
-    return row | counts | {key: f"{value:.3f}" for key, value in over.items()}
+    return row | counts | {key: f"{value:.3f}" for key, value in ratios.items()}
 
 
 def main() -> None:
@@ -234,10 +236,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
-    model = str(trained_model_folder())
-    from transformers import AutoTokenizer
-
-    words = AutoTokenizer.from_pretrained(model).encode(_models.read_document(), add_special_tokens=False)
+    words = trained_tokenizer().encode(_models.read_document(), add_special_tokens=False)
     if given.trace:
         whole = load_trace(given.trace)
         cut = whole.part(0, given.clients * given.requests / len(whole.requests))
@@ -248,29 +247,18 @@ def main() -> None:
     options = ["--served-model-name", MODEL, "--dtype", "float32", "--enforce-eager", "--max-model-len", "2048"]
     options += ["--max-num-seqs", str(given.running), "--max-num-batched-tokens", "512", "--disable-uvicorn-access-log"]
     options += ["--block-size", str(given.block_size), "--num-gpu-blocks-override", str(given.blocks)]
-    features = {"vllm": {}} | {
-        policy: {"PC_VLLM": "eviction", "PC_VLLM_POLICY": policy} for policy in ("lru", "hazard")
+    features: dict[str, Any] = {
+        policy: ({"PC_VLLM": "eviction", "PC_VLLM_POLICY": policy}, ()) for policy in ("lru", "hazard")
     }
     rounds: dict[str, list[dict[str, float]]] = {name: [] for name in CONFIGURATIONS}
-    with contextlib.ExitStack() as stack:
-        servers = {}
-        for policy, variables in features.items():
-            servers[policy] = stack.enter_context(serving(model, options, variables))
-            if ("eviction (" in servers[policy].log.read_text()) != bool(variables):
-                raise RuntimeError("PC_VLLM: the server's log does not say what was asked for")
-            ask(servers[policy], words[:600], 0.0, False)  # what is made at the first request
+    with serving_all(str(trained_model_folder()), options, {"vllm": ({}, ())} | features) as servers:
+        for server in servers.values():
+            ask(server, words[:600], 0.0, False)  # what is made at the first request
         for turn in range(given.rounds):
             for name in list(CONFIGURATIONS)[:: 1 if turn % 2 == 0 else -1]:
                 server = servers[CONFIGURATIONS[name][0]]
                 rounds[name].append(measure(server, scripts, name, given.blocks, given.block_size))
                 print(turn, name, {key: round(value, 4) for key, value in rounds[name][-1].items()}, flush=True)
-    rows = [row for row in read_rows(ROWS) if row["workload"] != workload]
-    for name in CONFIGURATIONS:
-        shape = {
-            "clients": given.clients,
-            "running": given.running,
-            "blocks": given.blocks,
-            "block_size": given.block_size,
-        }
-        rows.append(make_row(workload, name, rounds) | shape | conditions("cpu"))
-    write_rows(ROWS, rows)
+    shape = {name: getattr(given, name) for name in ("clients", "running", "blocks", "block_size")}
+    rows = [make_row(workload, name, rounds) | shape | conditions("cpu") for name in CONFIGURATIONS]
+    write_rows(ROWS, replaced(ROWS, rows, ("workload",)))

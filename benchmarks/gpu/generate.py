@@ -11,52 +11,21 @@ from typing import Any
 
 import torch
 
-from ..harness.conditions import conditions, version
+from ..harness.conditions import conditions
 from ..harness.tables import write_rows
+from ..harness.timing import TokenClock
+from ..models.load import random_llama
 
-SIZES = {
+SIZES: dict[str, dict[str, Any]] = {
     "1B": {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "heads": (32, 8)},
     "tiny": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "heads": (4, 2)},
 }
-
-
-def build_model(size: str, device: torch.device, dtype: torch.dtype) -> Any:
-    """A Llama with seeded random weights; "1B" has the shape of Llama 3.2 1B."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    given = dict(SIZES[size])
-    heads, kv_heads = given.pop("heads")  # type: ignore[misc]
-    config = LlamaConfig(
-        vocab_size=128256 if size == "1B" else 512,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        max_position_embeddings=32768,
-        tie_word_embeddings=True,
-        eos_token_id=None,
-        pad_token_id=0,
-        **given,
-    )
-    torch.manual_seed(0)
-    with torch.device(device):
-        return LlamaForCausalLM(config).to(dtype).eval()
-
-
-class _Clock:
-    """A streamer that notes when tokens arrive; generate puts the prompt before them."""
-
-    def __init__(self) -> None:
-        self.times: list[float] = []
-
-    def put(self, value: torch.Tensor) -> None:
-        self.times.append(time.perf_counter())
-
-    def end(self) -> None:
-        """Nothing is held back."""
+"""Of Llamas; "1B" has the shape of Llama 3.2 1B."""
 
 
 def _ask(generate: Any, prompt: torch.Tensor, new_tokens: int) -> tuple[list[int], float, float]:
     """Tokens, seconds to the first of them, and tokens a second after it."""
-    clock = _Clock()
+    clock = TokenClock(time.perf_counter)
     if prompt.is_cuda:
         torch.cuda.synchronize()
     start = time.perf_counter()
@@ -91,7 +60,8 @@ def run_generate(
     from pc.integrations.huggingface import enable_prefix_caching
 
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-    model = build_model(size, device, dtype)
+    options = {"vocab_size": 128256 if size == "1B" else 512, "max_position_embeddings": 32768}
+    model = random_llama(**SIZES[size], **options, tie_word_embeddings=True, device=device, dtype=dtype)
     plain = type(model).generate
     generator = torch.Generator().manual_seed(0)
     prefix = torch.randint(1, 512, (1, shared), generator=generator)
@@ -144,9 +114,8 @@ def run_generate(
         "dtype": str(dtype).removeprefix("torch."),
         "prompt_tokens": str(shared + own),
         "new_tokens": str(new_tokens),
-        "transformers": version("transformers"),
     }
-    return [row | common | conditions(device.type) for row in rows]
+    return [row | common | conditions(device.type, "transformers") for row in rows]
 
 
 def save_generate(path: Path, rows: list[dict[str, str]]) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from .registry import ROOT
+from .tables import ROOT
 
 FOLDERS = ("triton_ops", "cache", "integrations")
 SOURCES = (*FOLDERS, "src", "benchmarks/*.py")
@@ -99,13 +99,18 @@ def driver(kind: str) -> str:
     return found[0] if found else f"runtime {torch.version.cuda or torch.version.hip}"
 
 
-def conditions(kind: str) -> dict[str, str]:
-    """The columns that every row ends with."""
+def use_threads() -> None:
+    """Lets PyTorch compute with as many threads as OMP_NUM_THREADS says, one where it says nothing."""
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+
+
+def conditions(kind: str, *packages: str) -> dict[str, str]:
+    """The columns that every row ends with, behind versions of further packages."""
     try:
         triton = version("triton")
     except ImportError:
         triton = ""
-    return {
+    return {package: version(package) for package in packages} | {
         "device": device_name(kind),
         "driver": driver(kind),
         "torch": torch.__version__,

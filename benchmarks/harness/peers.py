@@ -1,11 +1,20 @@
-"""Kernels of other projects to measure beside ours: their wheels, unpacked, from a folder; nothing is installed."""
+"""Other projects to measure beside ours: their wheels, unpacked, from a folder; nothing is installed."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import sys
+import types
 import zipfile
 from pathlib import Path
+
+
+def use_omni(source: str) -> None:
+    """Makes what is unpacked of vLLM-Omni importable; its own __init__ would import vLLM."""
+    for name in ("vllm_omni", "vllm_omni.core", "vllm_omni.utils"):
+        package = types.ModuleType(name)
+        package.__path__ = [str(Path(source, *name.split(".")))]
+        sys.modules[name] = package
 
 
 def add_peers(folder: Path) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -18,6 +18,13 @@ def read_rows(path: Path) -> list[Row]:
         return []
     with path.open(newline="") as file:
         return list(csv.DictReader(file))
+
+
+def replaced(path: Path, rows: Iterable[Mapping[str, object]], key: Sequence[str]) -> list[Mapping[str, object]]:
+    """Rows of a file without those that have the same values in the columns of `key` as the new ones, then these."""
+    rows = list(rows)
+    measured = {tuple(str(row[name]) for name in key) for row in rows}
+    return [*(row for row in read_rows(path) if tuple(row[name] for name in key) not in measured), *rows]
 
 
 def write_rows(path: Path, rows: Iterable[Mapping[str, object]], first: Iterable[str] = ()) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import gc
+import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -115,6 +116,38 @@ def time_graphs(graphs: dict[str, tuple[torch.cuda.CUDAGraph, int]], seconds: fl
     return {name: Quantiles.of(values) for name, values in times.items()}
 
 
+class TokenClock:
+    """A streamer of transformers that notes when tokens come; generate puts the prompt before them.
+
+    Args:
+        now: The time: of the wall, of the process, or of the thread where several take turns.
+        pause: Called after each token.
+    """
+
+    def __init__(self, now: Callable[[], float], pause: Callable[[], None] = lambda: None) -> None:
+        self._now, self._pause = now, pause
+        self.times: list[float] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        self.times.append(self._now())
+        if len(self.times) > 1:
+            self._pause()
+
+    def end(self) -> None:
+        """Nothing is held back."""
+
+
+def over(own: Iterable[float], other: Iterable[float]) -> float:
+    """The median of ratios, each of what was measured in the same round."""
+    return statistics.median(a / b for a, b in zip(own, other, strict=True))
+
+
+def rotated(names: Iterable[Name], turn: int) -> list[Name]:
+    """All of them, begun with another in each turn."""
+    names = list(names)
+    return names[turn % len(names) :] + names[: turn % len(names)]
+
+
 def in_turns(passes: dict[Name, Iterator[Result | None]]) -> dict[Name, Result]:
     """What passes come to that give way with None every few steps, so that drifts of the machine meet all alike."""
     found: dict[Name, Result] = {}
@@ -139,8 +172,7 @@ def in_rounds(
     """Of each name, what its passes come to in so many rounds, each of all names in turns, begun in another order."""
     found: dict[Name, list[Result]] = {name: [] for name in names}
     for turn in range(rounds):
-        first = turn % len(names)
-        for name, result in in_turns({name: begin(name) for name in [*names[first:], *names[:first]]}).items():
+        for name, result in in_turns({name: begin(name) for name in rotated(names, turn)}).items():
             found[name].append(result)
     return found
 

@@ -24,9 +24,8 @@ import argparse
 import gzip
 import heapq
 import json
-import os
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,11 +33,11 @@ import numpy as np
 
 import pc
 
-from ..harness.conditions import conditions, version
-from ..harness.registry import ROOT
-from ..harness.tables import read_rows, write_rows
+from ..harness.conditions import use_threads
+from ..harness.tables import RESULTS, replaced, write_rows
+from .load import trained_columns, trained_model, trained_tokenizer
 
-RESULTS = ROOT / "benchmarks" / "results" / "cpu" / "agents.csv"
+ROWS = RESULTS / "cpu" / "agents.csv"
 BLOCK, BESIDE, KEPT, ANSWER, RECOMPUTE = 16, 8, 3, 8, 0.1
 POSITIONS = 8192
 WAYS = ("prefix", "gap", "anywhere")
@@ -97,16 +96,6 @@ def cleared(parts: list[str], turn: int) -> str:
     )
 
 
-def encoded(tokenizer: Any, texts: Iterable[str], outputs: Iterable[str]) -> list[tuple[list[int], list[int]]]:
-    """Token ids of prompts and of their answers, which together fit into the model's positions."""
-
-    def encode(text: str, most: int) -> list[int]:
-        ids: list[int] = tokenizer.encode(text, add_special_tokens=False)[:most]
-        return ids
-
-    return [(encode(text, POSITIONS - 512), encode(output, 512)) for text, output in zip(texts, outputs, strict=True)]
-
-
 VARIANTS: dict[str, Callable[[list[str], int], str]] = {
     "untouched": untouched, "marker": marker, "thinking": thinking, "cleared": cleared,
 }  # fmt: skip
@@ -126,6 +115,27 @@ def interleaved(sessions: list[list[tuple[float, Turn]]]) -> Iterator[tuple[int,
         yield session, turn, sessions[session][turn][1]
         if turn + 1 < len(sessions[session]):
             heapq.heappush(running, (sessions[session][turn + 1][0] + shift, session, turn + 1, shift))
+
+
+def requests_of(
+    tokenizer: Any, sessions: list[list[tuple[float, Turn]]], variant: str
+) -> tuple[list[tuple[int, int]], list[tuple[list[int], list[int]]]]:
+    """Sessions and turns in the order of a clock, and token ids of prompts and answers; none where nothing differs.
+
+    A prompt and its answer fit into the model's positions together.
+    """
+    order = list(interleaved(sessions))
+    texts = [VARIANTS[variant](parts, turn) for _, turn, (parts, _) in order]
+    if variant != "untouched" and texts == [untouched(parts, 0) for _, _, (parts, _) in order]:
+        return [], []
+
+    def encode(text: str, most: int) -> list[int]:
+        ids: list[int] = tokenizer.encode(text, add_special_tokens=False)[:most]
+        return ids
+
+    prompts = [encode(text, POSITIONS - 512) for text in texts]
+    answers = [encode(output, 512) for _, _, (_, output) in order]
+    return [(session, turn) for session, turn, _ in order], list(zip(prompts, answers, strict=True))
 
 
 def count(requests: list[tuple[list[int], list[int]]], way: str, num_blocks: int) -> tuple[int, int, int]:
@@ -181,33 +191,21 @@ def lost(model: Any, prompts: list[list[int]]) -> dict[str, str]:
 
 def main() -> None:
     """Prints rows and writes them as they come."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    from pc.demo import trained_model_folder
-    from pc.demo._trained import NAME
-
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("traces", nargs="+", type=Path)
     parser.add_argument("--variants", nargs="*", default=list(VARIANTS), choices=list(VARIANTS))
     parser.add_argument("--sample", type=int, default=0, help="turns of the first session through the model")
     parser.add_argument("--hashed", type=Path, help="write TRACE.jsonl for `pc replay` into this folder instead")
-    parser.add_argument("--output", type=Path, default=RESULTS)
+    parser.add_argument("--output", type=Path, default=ROWS)
     given = parser.parse_args()
-    import torch
-
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    folder = trained_model_folder()
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder).eval() if given.sample else None
-
+    use_threads()
+    tokenizer, model = trained_tokenizer(), trained_model() if given.sample else None
     for path in given.traces:
         trace, sessions, tenth = path.name.split(".")[0], sessions_of(path), 0
         for name in dict.fromkeys(("untouched", *given.variants)):
-            order = list(interleaved(sessions))
-            texts = [VARIANTS[name](parts, turn) for _, turn, (parts, _) in order]
-            if name != "untouched" and texts == [untouched(parts, 0) for _, _, (parts, _) in order]:
+            order, requests = requests_of(tokenizer, sessions, name)
+            if not requests:
                 continue  # it has nothing of the kind
-            requests = encoded(tokenizer, texts, [output for _, _, (_, output) in order])
             whole = sum(len(prompt) + len(answer) for prompt, answer in requests) // BLOCK + 2 * len(requests)
             if given.hashed:
                 write_hashed(given.hashed / f"agents_{trace}.jsonl", requests)
@@ -217,7 +215,7 @@ def main() -> None:
                 continue
             loss = {}
             if model is not None:
-                turns = [prompt for (session, _, _), (prompt, _) in zip(order, requests, strict=True) if session == 0]
+                turns = [prompt for (session, _), (prompt, _) in zip(order, requests, strict=True) if session == 0]
                 loss = lost(model, turns[: given.sample])
             for cache, num_blocks in (("all", whole), ("10%", tenth)):
                 longest = max(-(-(len(prompt) + len(answer)) // BLOCK) for prompt, answer in requests)
@@ -232,7 +230,5 @@ def main() -> None:
                     }
                     row |= {"hit_rate": f"{1 - computed / asked:.4f}", "moved_tokens": str(moved)}
                     row |= {"sampled_prompts": "", "kl": "", "first_equal": ""} | (loss if way == "anywhere" else {})
-                    row |= {"model": NAME, "transformers": version("transformers")} | conditions("cpu")
-                    print(*list(row.values())[:13], flush=True)
-                    own = [row[key] for key in KEY]
-                    write_rows(given.output, [*[r for r in read_rows(given.output) if [r[k] for k in KEY] != own], row])
+                    print(*row.values(), flush=True)
+                    write_rows(given.output, replaced(given.output, [row | trained_columns()], KEY))

@@ -12,15 +12,15 @@ from __future__ import annotations
 
 import argparse
 import logging
-import os
 import statistics
 import time
 from typing import Any
 
 import torch
 
-from ..harness.conditions import conditions, version
+from ..harness.conditions import conditions, use_threads, version
 from ..harness.tables import RESULTS, write_rows
+from ..harness.timing import rotated
 
 ROWS = RESULTS / "cpu" / "batching.csv"
 ROUNDS = 3
@@ -83,9 +83,8 @@ def measure(model: Any) -> list[dict[str, str]]:
             document = draw(DOCUMENT)
             shared = [document + draw(OWN) for _ in range(REQUESTS)]
             own = [draw(DOCUMENT // 4) for _ in range(REQUESTS)]
-            ways = [PC, LARGE, SMALL]
             answers: dict[tuple[str, str], list[list[int]]] = {}
-            for way in ways[turn % 3 :] + ways[: turn % 3]:
+            for way in rotated((PC, LARGE, SMALL), turn):
                 if way == PC:
                     vars(model)["init_continuous_batching"] = replacement
                 else:
@@ -121,7 +120,7 @@ def measure(model: Any) -> list[dict[str, str]]:
 def main() -> None:
     """Prints and writes the table."""
     argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    use_threads()
     logging.getLogger("ContinuousBatchingLogger").setLevel(logging.CRITICAL)
     rows = []
     for name, model in build_models().items():

@@ -11,15 +11,15 @@ results/cpu/compressed.csv; about two minutes.
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 import time
 from typing import Any
 
 import torch
 
-from ..harness.conditions import conditions, version
-from ..harness.tables import RESULTS, ROOT, write_rows
+from ..harness.conditions import conditions, use_threads
+from ..harness.tables import RESULTS, write_rows
+from .load import alice, trained_model, trained_tokenizer
 
 ROWS = RESULTS / "cpu" / "compressed.csv"
 QUESTION, WARM = 16, 4
@@ -55,9 +55,6 @@ def measure(handle: Any, model: Any, ids: torch.Tensor, budget: float, steps: in
 
 def main() -> None:
     """Prints and writes the rows."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    from pc.demo import trained_model_folder
     from pc.demo._models import read_document
     from pc.demo._trained import NAME
     from pc.integrations.huggingface import enable_prefix_caching
@@ -68,10 +65,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=101, help="decodes of which the median is taken")
     parser.add_argument("--counts", action="store_true", help="bytes alone, which need no quiet machine")
     given = parser.parse_args()
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    folder = trained_model_folder()
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
-    text = tokenizer.encode((ROOT / "benchmarks" / "texts" / "alice.txt").read_text(encoding="utf-8") + read_document())
+    use_threads()
+    model, text = trained_model(), trained_tokenizer().encode(alice() + read_document())
     rows = []
     with enable_prefix_caching(model, num_blocks=16) as handle:
         for tokens in given.tokens:
@@ -80,6 +75,6 @@ def main() -> None:
             ids = torch.tensor([text[: tokens + QUESTION]])
             row = {"model": NAME, "dtype": "float32", "press": "snapkv"}
             row |= measure(handle, model, ids, given.budget, 0 if given.counts else given.steps)
-            rows.append(row | {"transformers": version("transformers")} | conditions("cpu"))
+            rows.append(row | conditions("cpu", "transformers"))
             print(*row.values(), flush=True)
     write_rows(ROWS, rows)

@@ -14,7 +14,6 @@ OMP_NUM_THREADS threads (1). Writes results/cpu/determinism*.csv.
 from __future__ import annotations
 
 import argparse
-import os
 import random
 import statistics
 import time
@@ -27,9 +26,10 @@ import torch
 
 from pc.demo import trained_model_folder
 
-from ..harness.conditions import conditions
-from ..harness.registry import ROOT
-from ..harness.tables import RESULTS, Row, read_rows, write_rows
+from ..harness.conditions import conditions, use_threads
+from ..harness.tables import RESULTS, replaced, write_rows
+from ..harness.timing import over
+from .load import alice, trained_model, trained_tokenizer
 
 CHUNK, BLOCK, COMMON = 128, 16, 416
 PROMPTS = 12
@@ -39,10 +39,7 @@ FOLDER = RESULTS / "cpu"
 
 def prompts() -> list[list[int]]:
     """Token ids of beginnings of two parts of a book, each with an end of its own."""
-    from transformers import AutoTokenizer
-
-    tokenizer, chance = AutoTokenizer.from_pretrained(trained_model_folder()), random.Random(0)
-    ids = tokenizer.encode((ROOT / "benchmarks" / "texts" / "alice.txt").read_text(encoding="utf-8"))
+    ids, chance = trained_tokenizer().encode(alice()), random.Random(0)
     made = []
     for number in range(PROMPTS):
         root, end = 1000 * (number % 2), 3000 + 40 * number
@@ -52,9 +49,7 @@ def prompts() -> list[list[int]]:
 
 def load(dtype: str) -> Any:
     """The model, which goes on for ever."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(trained_model_folder(), dtype=getattr(torch, dtype)).eval()
+    model = trained_model(getattr(torch, dtype))
     model.generation_config.eos_token_id = None
     return model
 
@@ -166,24 +161,19 @@ def count_bits(vllm: bool) -> None:
 def add(name: str, row: dict[str, Any], key: tuple[str, ...]) -> None:
     """Prints a row and puts it in the place of the one with its key."""
     print(*row.values(), flush=True)
-    rows: list[Row] = [old for old in read_rows(FOLDER / name) if any(old[k] != str(row[k]) for k in key)]
-    write_rows(FOLDER / name, [*rows, row | conditions("cpu")])
+    write_rows(FOLDER / name, replaced(FOLDER / name, [row | conditions("cpu")], key))
 
 
 def count_hits(paths: list[Path]) -> None:
     """A row for each trace."""
-    from transformers import AutoTokenizer
-
     import pc
 
-    from .agents import encoded, interleaved, sessions_of, untouched
+    from .agents import requests_of, sessions_of
 
-    tokenizer = AutoTokenizer.from_pretrained(trained_model_folder())
+    tokenizer = trained_tokenizer()
     for path in paths:
         asked = hits = in_chunks = 0
-        order = list(interleaved(sessions_of(path)))
-        texts = [untouched(parts, turn) for _, turn, (parts, _) in order]
-        requests = encoded(tokenizer, texts, [output for _, _, (_, output) in order])
+        _, requests = requests_of(tokenizer, sessions_of(path), "untouched")
         tokens = sum(len(prompt) + len(answer) for prompt, answer in requests)
         plain, chunks = (pc.CacheManager(tokens // size + 2 * len(requests), size) for size in (BLOCK, CHUNK))
         for number, (prompt, answer) in enumerate(requests):
@@ -228,7 +218,7 @@ def measure_time(rounds: int, chunk: int, write: bool) -> None:
         plain, own = times[which, False], times[which, True]
         row = {"call": which, "prompt_tokens": COLD, "chunk": chunk, "rounds": rounds}
         row |= {"plain_s": f"{statistics.median(plain):.3f}", "own_s": f"{statistics.median(own):.3f}"}
-        row["over_plain"] = f"{statistics.median(b / a for a, b in zip(plain, own, strict=True)):.3f}"
+        row["over_plain"] = f"{over(own, plain):.3f}"
         print(*row.values(), flush=True)
         if write:
             add("determinism_time.csv", row, ("call", "chunk"))
@@ -244,7 +234,7 @@ def main() -> None:
     parser.add_argument("--chunk", type=int, default=CHUNK)
     parser.add_argument("--write", action="store_true")
     given = parser.parse_args()
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    use_threads()
     if given.what == "bits":
         count_bits(given.vllm)
     elif given.what == "hits":

@@ -15,11 +15,9 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
-import sys
 import time
 import types
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,9 +25,10 @@ import torch
 
 import pc
 
-from ..harness.conditions import conditions
+from ..harness.conditions import conditions, use_threads
+from ..harness.peers import use_omni
 from ..harness.tables import RESULTS, write_rows
-from ..harness.timing import Quantiles
+from ..harness.timing import Quantiles, rotated
 
 BLOCK_SIZE = 16
 HIT = 0.75
@@ -264,13 +263,8 @@ class Omni(Follower):
 def providers() -> list[type]:
     """All that can run here."""
     found: list[type] = [Ours, PlainCopy, CopyPerBlock, Indexing, IndexSelect]
-    source = os.environ.get("OMNI_SRC")
-    if source:
-        sys.path.insert(0, source)
-        for name in ("vllm_omni", "vllm_omni.core"):  # their __init__ would import vllm
-            package = types.ModuleType(name)
-            package.__path__ = [str(Path(source, *name.split(".")))]
-            sys.modules[name] = package
+    if source := os.environ.get("OMNI_SRC"):
+        use_omni(source)
         found.append(Omni)
     return found
 
@@ -293,7 +287,7 @@ def measure(tokens: int, features: int) -> dict[tuple[type, str], Quantiles]:
         other[hit_tokens:] += 500_000
         hidden = torch.randn(tokens, features, dtype=torch.bfloat16)
         suffix, row = torch.randn_like(hidden[hit_tokens:]), torch.randn_like(hidden[:1])
-        for runner in runners[turn % len(runners) :] + runners[: turn % len(runners)]:
+        for runner in rotated(runners, turn):
             for what, ids, new in (("miss", prompt, hidden), ("hit", other, suffix)):
                 left = runner.begin(f"{what}{turn}", ids)
                 assert left == len(new), (runner.name, left, len(new))
@@ -318,7 +312,7 @@ def measure(tokens: int, features: int) -> dict[tuple[type, str], Quantiles]:
 def main() -> None:
     """Prints and writes the table."""
     argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    use_threads()
     rows = []
     for tokens, features in ((256, 4096), (1024, 4096), (4096, 4096), (16384, 2048)):
         for (provider, what), took in measure(tokens, features).items():

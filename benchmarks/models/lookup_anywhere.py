@@ -20,10 +20,9 @@ import numpy as np
 import pc
 
 from ..harness.conditions import conditions
-from ..harness.registry import ROOT
-from ..harness.tables import write_rows
+from ..harness.tables import RESULTS, write_rows
 
-RESULTS = ROOT / "benchmarks" / "results" / "cpu" / "lookup_anywhere.csv"
+ROWS = RESULTS / "cpu" / "lookup_anywhere.csv"
 BLOCK, PROMPTS_CACHED = 16, 3
 WAYS = ("prefix", "anywhere")
 
@@ -71,7 +70,7 @@ def main() -> None:
     """Prints rows and writes them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lengths", nargs="*", type=int, default=[1024, 16384, 131072])
-    parser.add_argument("--output", type=Path, default=RESULTS)
+    parser.add_argument("--output", type=Path, default=ROWS)
     given = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     rows = []

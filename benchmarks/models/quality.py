@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import functools
 import math
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -30,14 +29,15 @@ import torch.nn.functional as F  # noqa: N812
 import pc
 from pc.integrations.huggingface.compression import presses
 
-from ..harness.conditions import conditions, version
-from ..harness.registry import ROOT
-from ..harness.tables import read_rows, write_rows
+from ..harness.conditions import use_threads
+from ..harness.tables import RESULTS, ROOT, replaced, write_rows
+from .load import alice, trained_columns, trained_model, trained_tokenizer
 
 sys.path.insert(0, str(ROOT / "examples"))
 from custom_model import BLOCK, Llama
 
-RESULTS = ROOT / "benchmarks" / "results" / "cpu" / "quality.csv"
+ROWS = RESULTS / "cpu" / "quality.csv"
+KEY = ("text", "kind", "method", "budget")
 FIRST = 4
 """Tokens that StreamingLLM keeps as sinks."""
 OBSERVED = 32
@@ -419,11 +419,7 @@ def questions(llama: Llama, tokenizer: Any) -> tuple[list[Reading], list[bool]]:
 @torch.inference_mode()
 def main() -> None:
     """Prints rows and writes them as they come."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    from pc.demo import trained_model_folder
     from pc.demo._models import read_document
-    from pc.demo._trained import NAME
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = ("alice", "constitution", "questions")
@@ -433,19 +429,14 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=1792, help="tokens of prose before those that count")
     parser.add_argument("--scored", type=int, default=385, help="tokens behind it, of which the first does not count")
     parser.add_argument("--segments", type=int, default=1, help="of each text")
-    parser.add_argument("--output", type=Path, default=RESULTS)
+    parser.add_argument("--output", type=Path, default=ROWS)
     arguments = parser.parse_args()
     if arguments.prompt % BLOCK:
         parser.error(f"--prompt: got {arguments.prompt}, needs a multiple of {BLOCK}")
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    folder = trained_model_folder()
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
-    llama = Llama(model, num_blocks=512)
+    use_threads()
+    llama, tokenizer = Llama(trained_model(), num_blocks=512), trained_tokenizer()
     chosen = [m for m in methods(arguments.budgets) if any(part in f"{m.kind} {m.name}" for part in arguments.methods)]
-    text = {
-        "alice": (ROOT / "benchmarks" / "texts" / "alice.txt").read_text(encoding="utf-8"),
-        "constitution": read_document(),
-    }
+    text = {"alice": alice(), "constitution": read_document()}
     for name in arguments.texts:
         right: list[bool] = []
         if name == "questions":
@@ -457,11 +448,7 @@ def main() -> None:
             row = {"text": name, "kind": method.kind if method else "full", "method": method.name if method else "full"}
             row |= {"budget": f"{method.budget:g}" if method else "1"}
             row |= {"prompt_tokens": str(sum(len(reading.prompt) for reading in readings))}
-            row |= measure(readings, method, right) | {"model": NAME, "dtype": "float32"}
-            row |= {"transformers": version("transformers")} | conditions("cpu")
-            print(f"{number}/{len(chosen)}", *list(row.values())[:12], flush=True)
-            own = [row[key] for key in ("text", "kind", "method", "budget")]
-            rows = [
-                r for r in read_rows(arguments.output) if [r[k] for k in ("text", "kind", "method", "budget")] != own
-            ]
-            write_rows(arguments.output, [*rows, row])
+            row |= measure(readings, method, right)
+            print(f"{number}/{len(chosen)}", *row.values(), flush=True)
+            row |= trained_columns(dtype="float32")
+            write_rows(arguments.output, replaced(arguments.output, [row], KEY))

@@ -16,27 +16,25 @@ import argparse
 import contextlib
 import copy
 import itertools
-import os
 import statistics
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from pc.demo import trained_model_folder
+from ..harness.conditions import conditions, use_threads
+from ..harness.tables import RESULTS, replaced, write_rows
+from ..harness.timing import TokenClock, over, rotated
+from .load import random_llama, trained_model, trained_tokenizer
 
-from ..harness.conditions import conditions, version
-from ..harness.tables import RESULTS, read_rows, write_rows
-
-SIZES = {
-    "25M": {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 8},
-    "100M": {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 14},
-    "tiny": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2},
+SIZES: dict[str, dict[str, Any]] = {
+    "25M": {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 8, "heads": (8, 4)},
+    "100M": {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 14, "heads": (12, 4)},
+    "tiny": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "heads": (4, 2)},
 }
-HEADS = {"25M": (8, 4), "100M": (12, 4), "tiny": (4, 2)}
 TRAINED = "SmolLM2"
 PROMPTS = (8, 256, 2048, 10240)
 QUESTION, ANSWERS = 24, (1, 64, 256)
@@ -48,34 +46,18 @@ PLAIN, PC, DEEP_COPY, CROPPED = WARM = ("plain", "pc", "by hand, deep copy", "by
 
 def build_model(size: str) -> Any:
     """A Llama with seeded random weights, or the trained one."""
-    from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
-
-    if size == TRAINED:
-        model = AutoModelForCausalLM.from_pretrained(trained_model_folder()).eval()
-        model.generation_config.eos_token_id = None
-        return model
-    given = dict(SIZES[size])
-    heads, kv_heads = HEADS[size]
-    config = LlamaConfig(
-        vocab_size=8192,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        max_position_embeddings=16384,
-        eos_token_id=None,
-        pad_token_id=0,
-        **given,
-    )
-    torch.manual_seed(0)
-    return LlamaForCausalLM(config).eval()
+    if size != TRAINED:
+        return random_llama(**SIZES[size], vocab_size=8192, max_position_embeddings=16384)
+    model = trained_model()
+    model.generation_config.eos_token_id = None
+    return model
 
 
 def read_text() -> torch.Tensor:
     """Token ids of the demo's document, as the trained model reads them."""
-    from transformers import AutoTokenizer
-
     from pc.demo._models import read_document
 
-    return torch.tensor(AutoTokenizer.from_pretrained(trained_model_folder()).encode(read_document()))
+    return torch.tensor(trained_tokenizer().encode(read_document()))
 
 
 class _Turns:
@@ -102,27 +84,6 @@ class _Turns:
         """Ends this one's turn and waits for its next."""
         self.next(name)
         self.wait(name)
-
-
-class _Clock:
-    """A streamer that notes the CPU time at which tokens come; generate puts the prompt before them.
-
-    Args:
-        now: CPU time of the process, or of the thread where several take turns.
-        pause: Called after each token.
-    """
-
-    def __init__(self, now: Callable[[], float], pause: Callable[[], None] = lambda: None) -> None:
-        self._now, self._pause = now, pause
-        self.times: list[float] = []
-
-    def put(self, value: torch.Tensor) -> None:
-        self.times.append(self._now())
-        if len(self.times) > 1:
-            self._pause()
-
-    def end(self) -> None:
-        """Nothing is held back."""
 
 
 def _peak(reset: bool = False) -> int:
@@ -165,7 +126,7 @@ class Ways:
             self.model(self.document, past_key_values=self._by_hand, logits_to_keep=1)
         self.model.generate(self.document, do_sample=False, max_new_tokens=1)
 
-    def ask(self, way: str, prompt: torch.Tensor, new_tokens: int, clock: _Clock) -> torch.Tensor:
+    def ask(self, way: str, prompt: torch.Tensor, new_tokens: int, clock: TokenClock) -> torch.Tensor:
         """The answer; the clock hears of its tokens."""
         options: dict[str, Any] = {"do_sample": False, "max_new_tokens": new_tokens, "streamer": clock}
         if way == PC:
@@ -181,7 +142,7 @@ class Ways:
 
     def first_token(self, way: str, prompt: torch.Tensor) -> tuple[float, torch.Tensor, int]:
         """CPU seconds to the first token, the answer, and bytes of memory it took at most."""
-        clock, before, begin = _Clock(time.process_time), _peak(reset=True), time.process_time()
+        clock, before, begin = TokenClock(time.process_time), _peak(reset=True), time.process_time()
         answer = self.ask(way, prompt, 1, clock)
         return clock.times[1] - begin, answer, _peak() - before
 
@@ -191,7 +152,7 @@ class Ways:
 
         def work(name: str) -> None:
             turns.wait(name)
-            clock = _Clock(time.thread_time, lambda: turns.pass_on(name))
+            clock = TokenClock(time.thread_time, lambda: turns.pass_on(name))
             try:
                 answers[name] = self.ask(name, prompt, ANSWERS[-1], clock)
                 times = [*clock.times[1:], time.thread_time()]
@@ -230,7 +191,7 @@ def measure(size: str, length: int, rounds: int) -> list[dict[str, str]]:
             for turn in range(rounds):
                 prompt = torch.cat([ways.document, ways.tokens(QUESTION if warm else length)], 1)
                 answers = []
-                for name in names[turn % len(names) :] + names[: turn % len(names)]:
+                for name in rotated(names, turn):
                     took, answer, peak = ways.first_token(name, prompt)
                     seconds[name].append(took)
                     peaks[name].append(peak)
@@ -246,15 +207,14 @@ def measure(size: str, length: int, rounds: int) -> list[dict[str, str]]:
                 row |= _columns(seconds[name], seconds[PLAIN], steps.get(name, []), steps.get(PLAIN, []))
                 row |= {"peak_bytes": str(int(statistics.median(peaks[name])))}
                 row |= {"reused_tokens": str(reused) if name == PC and warm else "", "rounds": str(rounds)}
-                rows.append(row | {"transformers": version("transformers")} | conditions("cpu"))
+                rows.append(row | conditions("cpu", "transformers"))
                 print(*list(row.values()), flush=True)
     return rows
 
 
 def _columns(first: list[float], plain: list[float], steps: list[float], plain_steps: list[float]) -> dict[str, str]:
     """Seconds to the 1st, 64th and 256th token and of a token, and the medians of ratios to what plain took."""
-    ratios = [own / other for own, other in zip(first, plain, strict=True)]
-    row = {"s_1": f"{statistics.median(first):.6f}", "s_1_over_plain": f"{statistics.median(ratios):.4f}"}
+    row = {"s_1": f"{statistics.median(first):.6f}", "s_1_over_plain": f"{over(first, plain):.4f}"}
     for tokens in ANSWERS[1:]:
         both = [
             statistics.median(one) + sum(each[: tokens - 1]) + sum(each[ANSWERS[-1] - 1 :])
@@ -262,9 +222,8 @@ def _columns(first: list[float], plain: list[float], steps: list[float], plain_s
         ]
         row |= {f"s_{tokens}": f"{both[0]:.6f}" if steps else ""}
         row |= {f"s_{tokens}_over_plain": f"{both[0] / both[1]:.4f}" if steps else ""}
-    by_turn = [own / other for own, other in zip(steps[:-1], plain_steps[:-1], strict=True)]
     row["decode_s"] = f"{statistics.median(steps[:-1]):.6f}" if steps else ""
-    return row | {"decode_s_over_plain": f"{statistics.median(by_turn):.4f}" if steps else ""}
+    return row | {"decode_s_over_plain": f"{over(steps[:-1], plain_steps[:-1]):.4f}" if steps else ""}
 
 
 def main() -> None:
@@ -275,11 +234,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9, help="at most")
     parser.add_argument("--output", type=Path, default=ROWS)
     arguments = parser.parse_args()
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    rows = read_rows(arguments.output)
+    use_threads()
     for size in arguments.sizes:
         for length in arguments.prompts:
-            new = measure(size, length, min(ROUNDS.get(length, 1), arguments.rounds))
-            own = {(row["model"], row["document_tokens"]) for row in new}
-            rows = [row for row in rows if (row["model"], row["document_tokens"]) not in own] + new
-            write_rows(arguments.output, rows)
+            rows = measure(size, length, min(ROUNDS.get(length, 1), arguments.rounds))
+            write_rows(arguments.output, replaced(arguments.output, rows, ("model", "document_tokens")))

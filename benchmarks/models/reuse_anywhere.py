@@ -17,7 +17,6 @@ results/cpu/reuse_anywhere.csv as they come.
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 import time
 from collections.abc import Sequence
@@ -27,11 +26,12 @@ from typing import Any
 
 import torch
 
-from ..harness.conditions import conditions, version
-from ..harness.registry import ROOT
-from ..harness.tables import read_rows, write_rows
+from ..harness.conditions import use_threads
+from ..harness.tables import RESULTS, replaced, write_rows
+from ..harness.timing import over
+from .load import trained_columns, trained_model, trained_tokenizer
 
-RESULTS = ROOT / "benchmarks" / "results" / "cpu" / "reuse_anywhere.csv"
+ROWS = RESULTS / "cpu" / "reuse_anywhere.csv"
 ANSWER, TURNS = 8, 20
 KEY = ("workload", "size", "way", "recompute")
 
@@ -179,10 +179,7 @@ def row(workload: Workload, told: list[Told], exact: list[Told], way: str, share
         kl += (want.logits.exp() * (want.logits - one.logits)).double().sum().item()
         equal = one.logits.argmax(-1) == want.logits.argmax(-1)
         same, tokens, answers = same + equal.sum().item(), tokens + len(equal), answers + bool(equal.all())
-    ratio = {
-        name: statistics.median(getattr(a, name) / getattr(b, name) for a, b in zip(told, exact, strict=True))
-        for name in ("wall", "cpu")
-    }
+    wall, cpu = (over(*((getattr(one, of) for one in both) for both in (told, exact))) for of in ("wall", "cpu"))
     return {
         "workload": workload.name, "size": str(workload.size), "way": way, "recompute": share,
         "prompts": str(len(told)),
@@ -191,7 +188,7 @@ def row(workload: Workload, told: list[Told], exact: list[Told], way: str, share
         "moved_tokens": f"{statistics.mean(one.moved for one in told):.0f}",
         "ttft_s": f"{statistics.median(one.wall for one in told):.3f}",
         "ttft_cpu_s": f"{statistics.median(one.cpu for one in told):.3f}",
-        "over_prefix": f"{ratio['wall']:.3f}", "over_prefix_cpu": f"{ratio['cpu']:.3f}",
+        "over_prefix": f"{wall:.3f}", "over_prefix_cpu": f"{cpu:.3f}",
         "kl": f"{max(kl, 0) / tokens:.3g}", "same_top1": f"{same / tokens:.4f}",
         "answers": f"{answers:.0f}", "tokens": f"{tokens:.0f}",
     }  # fmt: skip
@@ -199,20 +196,13 @@ def row(workload: Workload, told: list[Told], exact: list[Told], way: str, share
 
 def save(workload: Workload, told: list[Told], exact: list[Told], way: str, share: str, path: Path) -> None:
     """Writes a row in the place of the one before."""
-    from pc.demo._trained import NAME
-
-    found = row(workload, told, exact, way, share) | {"model": NAME, "dtype": "float32"}
-    found |= {"transformers": version("transformers")} | conditions("cpu")
-    print(*list(found.values())[:16], flush=True)
-    own = [found[key] for key in KEY]
-    write_rows(path, [*[r for r in read_rows(path) if [r[key] for key in KEY] != own], found])
+    found = row(workload, told, exact, way, share)
+    print(*found.values(), flush=True)
+    write_rows(path, replaced(path, [found | trained_columns(dtype="float32")], KEY))
 
 
 def main() -> None:
     """Prints rows and writes them as they come."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    from pc.demo import trained_model_folder
     from pc.demo._models import read_document
     from pc.demo._workloads import line_end
 
@@ -224,11 +214,10 @@ def main() -> None:
     parser.add_argument("--turns", type=int, help="prompts of a workload at most")
     parser.add_argument("--shares", nargs="*", type=float, default=[0, 0.05, 0.1, 0.2, 1])
     parser.add_argument("--plain", action="store_true", help="the model's own generate too, on one prompt")
-    parser.add_argument("--output", type=Path, default=RESULTS)
+    parser.add_argument("--output", type=Path, default=ROWS)
     arguments = parser.parse_args()
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    folder = trained_model_folder()
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
+    use_threads()
+    model, tokenizer = trained_model(), trained_tokenizer()
 
     def encode(text: str) -> list[int]:
         ids: list[int] = tokenizer.encode(text, add_special_tokens=False)

@@ -1,0 +1,50 @@
+"""Models that benchmarks ask: the demo's trained one with its tokenizer and a book, and Llamas of random weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from pc.demo import trained_model_folder
+from pc.demo._trained import NAME
+
+from ..harness.conditions import conditions
+from ..harness.tables import ROOT
+
+
+def trained_model(dtype: torch.dtype = torch.float32) -> Any:
+    """SmolLM2-135M-Instruct."""
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(trained_model_folder(), dtype=dtype).eval()
+
+
+def trained_tokenizer() -> Any:
+    """Its tokenizer."""
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(trained_model_folder())
+
+
+def trained_columns(**columns: str) -> dict[str, str]:
+    """What rows of it end with: its name, `columns`, and the conditions."""
+    return {"model": NAME, **columns} | conditions("cpu", "transformers")
+
+
+def alice() -> str:
+    """A book that it reads."""
+    return (ROOT / "benchmarks" / "texts" / "alice.txt").read_text(encoding="utf-8")
+
+
+def random_llama(
+    heads: tuple[int, int], device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32, **sizes: Any
+) -> Any:
+    """A Llama with seeded random weights, whose answers do not end; `sizes` as its config names them."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes |= {"num_attention_heads": heads[0], "num_key_value_heads": heads[1]}
+    config = LlamaConfig(eos_token_id=None, pad_token_id=0, **sizes)
+    torch.manual_seed(0)
+    with torch.device(device):
+        return LlamaForCausalLM(config).to(dtype).eval()
