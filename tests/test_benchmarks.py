@@ -65,13 +65,13 @@ CASES = {
 
 
 def build(name: str) -> Any:
-    return attention.AttentionInputs(attention.AttentionCase(**{**SMALL, **CASES[name]}), CPU, 0)
+    return attention.attention_inputs(attention.AttentionCase(**{**SMALL, **CASES[name]}), CPU, 0)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_counts_are_those_of_the_mask(name: str) -> None:
     inputs = build(name)
-    case = inputs.case
+    case = inputs.calls[0].case
     pairs, cells = 0, set()
     for i in range(len(case.seq_lens)):
         mask = case.visible(i, case.positions(i))
@@ -89,9 +89,10 @@ def test_counts_are_those_of_the_mask(name: str) -> None:
 @pytest.mark.parametrize("op", ["paged_attention", "sliding_window_attention", "sparse_gap_attention"])
 def test_providers_that_take_a_case_are_right(name: str, op: str) -> None:
     inputs = build(name)
-    if op == "paged_attention" and (inputs.case.window or inputs.case.queries or inputs.case.kept < 1):
+    case = inputs.calls[0].case
+    if op == "paged_attention" and (case.window or case.queries or case.kept < 1):
         pytest.skip("another operator's case")
-    if op == "sliding_window_attention" and (inputs.case.queries or not inputs.case.window):
+    if op == "sliding_window_attention" and (case.queries or not case.window):
         pytest.skip("another operator's case")
     right = []
     for provider in attention_providers.attention_providers(op):
@@ -286,7 +287,7 @@ def test_info_names_the_tiles_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_cases_for_a_gpu_are_sound_and_fit(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "AttentionInputs", lambda case, device, rotate: case)
+    monkeypatch.setattr(attention, "attention_inputs", lambda case, device, rotate: case)
     (benchmark,) = registry.discover([op])
     for entry in benchmark.of("cuda", False):
         case = entry.build(torch.device("cuda"), 0)

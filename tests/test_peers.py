@@ -163,7 +163,7 @@ RUNS = {
 @pytest.mark.parametrize("name", RUNS)
 @pytest.mark.usefixtures("stand_ins")
 def test_a_peer_is_asked_for_the_same_result(name: str, case: str) -> None:
-    inputs = attention.AttentionInputs(attention.AttentionCase(**(SMALL | CASES[case])), torch.device("cpu"), 0)
+    inputs = attention.attention_inputs(attention.AttentionCase(**(SMALL | CASES[case])), torch.device("cpu"), 0)
     prepare, refused = RUNS[name]
     if case in refused:
         with pytest.raises(registry.UnsupportedError):
@@ -175,7 +175,7 @@ def test_a_peer_is_asked_for_the_same_result(name: str, case: str) -> None:
 @pytest.mark.usefixtures("stand_ins")
 def test_a_torch_without_block_tables_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.modules["torch.nn.attention.varlen"], "varlen_attn", varlen_attn_before_2_12)
-    inputs = attention.AttentionInputs(attention.AttentionCase(**(SMALL | CASES["decode"])), torch.device("cpu"), 0)
+    inputs = attention.attention_inputs(attention.AttentionCase(**(SMALL | CASES["decode"])), torch.device("cpu"), 0)
     with pytest.raises(registry.UnsupportedError, match=r"no block table before torch 2\.12"):
         providers._varlen(inputs.calls[0])
 
@@ -188,7 +188,7 @@ import guarded, test_peers as t
 device = torch.device("cpu")
 print(t.peers.vllm_version())
 for name, case in t.CASES.items():
-    inputs = t.attention.AttentionInputs(t.attention.AttentionCase(**(t.SMALL | case)), device, 0)
+    inputs = t.attention.attention_inputs(t.attention.AttentionCase(**(t.SMALL | case)), device, 0)
     try:
         run = t.peers.run_vllm_triton(inputs.calls[1])
     except t.registry.UnsupportedError:

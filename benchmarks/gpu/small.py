@@ -13,8 +13,8 @@ import torch
 
 from ..harness.inputs import Inputs
 from ..harness.registry import OURS, Benchmark, discover
-from ..operators.attention import AttentionCase, AttentionInputs
-from ..operators.attention_plan import PlanInputs
+from ..operators.attention import AttentionCase, attention_inputs
+from ..operators.dense_attention import plan_inputs
 from ..operators.join_prefix import join_inputs
 from ..operators.keys import move_inputs, rope_inputs, rotate_inputs, write_inputs
 from ..operators.latent_attention import latent_inputs
@@ -59,12 +59,12 @@ def small_inputs(benchmark: Benchmark, device: torch.device) -> Iterator[tuple[s
     }
     if benchmark.op in ATTENTION:
         for name, given in ATTENTION[benchmark.op].items():
-            yield name, AttentionInputs(AttentionCase(**(SMALL | given)), device, 0)
+            yield name, attention_inputs(AttentionCase(**(SMALL | given)), device, 0)
     elif benchmark.op in others:
         build, sizes = others[benchmark.op]
         yield "small", build(*sizes, device, 0)
     elif benchmark.op == "attention_plan":
-        yield "small", PlanInputs(AttentionCase((1, 70, 513), (1, 1, 1), (1, 1), 16), device, 0)
+        yield "small", plan_inputs(AttentionCase((1, 70, 513), (1, 1, 1), (1, 1), 16), device, 0)
     else:
         for features, dtype in (((3, 5), torch.float32), ((64,), torch.bfloat16), ((7,), torch.uint8)):
             yield f"{features} {dtype}", rows_inputs(benchmark.op, 21, features, dtype, device, 0)

@@ -31,10 +31,10 @@ from pc.triton_ops._dispatch import forget_choices
 
 from ..harness import timing
 from ..harness.conditions import conditions
-from ..harness.inputs import WrongError
+from ..harness.inputs import Inputs, WrongError
 from ..harness.registry import ROOT
 from ..harness.tables import read_rows, write_rows
-from ..operators.attention import AttentionCase, AttentionInputs
+from ..operators.attention import AttentionCase, attention_inputs
 
 # A change below this is noise: the present constants stay.
 WORTH = 0.97
@@ -145,7 +145,7 @@ def sweep_regime(
         seconds: About how long a lot is timed.
         limit: Only so many candidates, small: a test of the harness.
     """
-    inputs = AttentionInputs(regime.case, device, 0 if limit else 256 << 20)
+    inputs = attention_inputs(regime.case, device, 0 if limit else 256 << 20)
     arch = architecture(device).name
     present = _present(regime, inputs, arch)
     if present is None:  # PyTorch runs: there is nothing to choose
@@ -179,7 +179,7 @@ def _row(regime: Regime, candidate: Candidate, present: Candidate, arch: str) ->
     return row | {name: str(getattr(regime.case, name)) for name in ("head_dim", "block_size")}
 
 
-def _is_right(regime: Regime, inputs: AttentionInputs, candidate: Candidate, arch: str, row: dict[str, str]) -> bool:
+def _is_right(regime: Regime, inputs: Inputs, candidate: Candidate, arch: str, row: dict[str, str]) -> bool:
     """Whether a candidate runs and gives what it should; else the row says why not."""
     try:
         with applied(regime, candidate, arch):
@@ -193,7 +193,7 @@ def _is_right(regime: Regime, inputs: AttentionInputs, candidate: Candidate, arc
 
 def first_calls(regime: Regime, device: torch.device, limit: int | None = None) -> Iterator[Callable[[], object]]:
     """A call with each candidate, which compiles it."""
-    inputs = AttentionInputs(regime.case, device, 0)
+    inputs = attention_inputs(regime.case, device, 0)
     arch = architecture(device).name
     present = _present(regime, inputs, arch)
     for candidate in [] if present is None else candidates(regime, present, arch)[:limit]:
@@ -205,7 +205,7 @@ def first_calls(regime: Regime, device: torch.device, limit: int | None = None) 
         yield run
 
 
-def _present(regime: Regime, inputs: AttentionInputs, arch: str) -> Candidate | None:
+def _present(regime: Regime, inputs: Inputs, arch: str) -> Candidate | None:
     """The constants in use; None where no kernel is launched."""
     seen: list[Tiles] = []
     original = getattr(choose, f"{regime.name}_tiles")
@@ -235,7 +235,7 @@ def _plan(call: Any) -> torch.Tensor:
 
 def _time(
     regime: Regime,
-    inputs: AttentionInputs,
+    inputs: Inputs,
     chosen: list[Candidate],
     arch: str,
     device: torch.device,

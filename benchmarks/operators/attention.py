@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
-from ..harness.inputs import WrongError
+from ..harness.inputs import Draw, Expected, Inputs, default_dtype, roundings, shuffled
 from ..harness.registry import Case
 
 CHECKED_ROWS = 32
@@ -63,9 +63,13 @@ class AttentionCase:
 
     def query_dtype(self, device: torch.device) -> torch.dtype:
         """Dtype of queries on a device."""
-        default = "float32" if device.type == "cpu" else "bfloat16"
-        found: torch.dtype = getattr(torch, self.dtype or default)
+        found: torch.dtype = getattr(torch, self.dtype) if self.dtype else default_dtype(device)
         return found
+
+    def count_blocks(self) -> int:
+        """Of all sequences, shared ones once."""
+        own = sum(-(-length // self.block_size) - self.shared // self.block_size for length in self.seq_lens)
+        return own + self.shared // self.block_size
 
     def positions(self, i: int) -> np.ndarray:
         """Absolute positions of the queries of sequence `i`."""
@@ -169,132 +173,129 @@ class AttentionCall:
         return given
 
 
-class AttentionInputs:
-    """Several calls over disjoint blocks of one cache, at least `rotate` bytes of keys and values together."""
+def attention_inputs(
+    case: AttentionCase,
+    device: torch.device,
+    rotate: int,
+    result: Callable[[AttentionCall, Any], Any] = lambda call, got: got,
+) -> Inputs:
+    """Several calls over disjoint blocks of one cache, at least `rotate` bytes of keys and values together.
 
-    def __init__(self, case: AttentionCase, device: torch.device, rotate: int) -> None:
-        self.case = case
-        dtype = case.query_dtype(device)
-        stored: torch.dtype = getattr(torch, case.cache_dtype) if case.cache_dtype else dtype
-        block_bytes = 2 * case.block_size * case.heads[1] * case.head_dim * stored.itemsize
-        blocks = self._count_blocks()
-        self.bytes, self.flops = self._count_work(dtype, stored)
-        copies = max(2, min(16, -(-rotate // max(1, blocks * block_bytes))))
-        generator = torch.Generator(device).manual_seed(0)
-        shape = (copies * blocks, case.block_size, case.heads[1], case.head_dim)
-        if case.layout == "HND":
-            shape = (shape[0], shape[2], shape[1], shape[3])
+    Args:
+        case: What is attended to.
+        device: Where.
+        rotate: Bytes.
+        result: From a call and what a run of it returned to the attention's result.
+    """
+    dtype = case.query_dtype(device)
+    stored: torch.dtype = getattr(torch, case.cache_dtype) if case.cache_dtype else dtype
+    block, blocks = (case.block_size, case.heads[1], case.head_dim), case.count_blocks()
+    if case.layout == "HND":
+        block = (block[1], block[0], block[2])
 
-        def cache() -> torch.Tensor:
-            made = torch.empty(shape, dtype=stored, device=device)
-            for part in made.split(max(1, (1 << 26) // max(1, made[0].numel()))):
-                values = torch.randn(part.shape, generator=generator, device=device, dtype=torch.float32)
-                # int8 codes are about 32 steps to a unit, so that the scale below gives unit variance back.
-                part.copy_(values.mul_(32).clamp_(-127, 127) if stored == torch.int8 else values)
-            return made.transpose(1, 2) if case.layout == "HND" else made
+    def cache(draw: Draw, count: int) -> torch.Tensor:
+        made = torch.empty(count, *block, dtype=stored, device=device)
+        for part in made.split(max(1, (1 << 26) // max(1, made[0].numel()))):
+            values = draw(*part.shape)
+            # int8 codes are about 32 steps to a unit, so that the scale below gives unit variance back.
+            part.copy_(values.mul_(32).clamp_(-127, 127) if stored == torch.int8 else values)
+        return made.transpose(1, 2) if case.layout == "HND" else made
 
-        keys, values = cache(), cache()
-        order = torch.randperm(copies * blocks, generator=torch.Generator().manual_seed(0)).to(torch.int32)
-        self.calls = []
-        for i in range(copies):
-            query = torch.randn(sum(case.q_lens), case.heads[0], case.head_dim, generator=generator, device=device).to(
-                dtype
-            )
-            sinks = torch.randn(case.heads[0], generator=generator, device=device) if case.sinks else None
-            self.calls.append(self._call(query, keys, values, order[i * blocks : (i + 1) * blocks], sinks))
+    def calls(draw: Draw, copies: int) -> Iterable[AttentionCall]:
+        keys, values = cache(draw, copies * blocks), cache(draw, copies * blocks)
+        for own in shuffled(copies * blocks, torch.device("cpu")).int().split(blocks):
+            query = draw(sum(case.q_lens), case.heads[0], case.head_dim).to(dtype)
+            yield _call(case, query, keys, values, own, draw(case.heads[0]) if case.sinks else None)
 
-    def _count_blocks(self) -> int:
-        case, size = self.case, self.case.block_size
-        own = sum(-(-length // size) - case.shared // size for length in case.seq_lens)
-        return own + case.shared // size
-
-    def _count_work(self, dtype: torch.dtype, stored: torch.dtype) -> tuple[int, int]:
-        """Bytes of queries, results and live keys and values, each once; flops of both products over live pairs."""
-        case = self.case
-        token_bytes = 2 * case.heads[1] * case.head_dim * stored.itemsize
-        moved = 2 * sum(case.q_lens) * case.heads[0] * case.head_dim * dtype.itemsize
-        pairs = 0
-        for i, length in enumerate(case.seq_lens):
-            present = case.present(i)
-            before = np.concatenate([[0], np.cumsum(present)])
-            p = case.positions(i)
-            if len(p) == 0:
-                continue
-            low = np.maximum(p - case.window + 1, 0) if case.window else np.zeros_like(p)
-            sinks = np.minimum(case.num_sink_tokens, low) if case.window else np.zeros_like(p)
-            pairs += int((before[np.minimum(p + 1, length)] - before[low] + before[sinks]).sum())
-            touched = np.zeros(length + 1, dtype=np.int64)
-            np.add.at(touched, low, 1)
-            np.add.at(touched, np.minimum(p + 1, length), -1)
-            live = (np.cumsum(touched)[:length] > 0) & present
-            live[: int(sinks.max())] |= present[: int(sinks.max())]
-            if case.shared and i:
-                live[: case.shared] = False
-            moved += int(live.sum()) * token_bytes
-        return moved, 4 * pairs * case.heads[0] * case.head_dim
-
-    def _call(
-        self,
-        query: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        order: torch.Tensor,
-        sinks: torch.Tensor | None,
-    ) -> AttentionCall:
-        case, size, device = self.case, self.case.block_size, query.device
-        tables = torch.full((len(case.seq_lens), -(-max(case.seq_lens) // size)), -1, dtype=torch.int32)
-        first, shared = case.shared // size, order[: case.shared // size]
-        for i, length in enumerate(case.seq_lens):
-            own = -(-length // size) - len(shared)
-            tables[i, : len(shared) + own] = torch.cat([shared, order[first : first + own]])
-            first += own
-            if case.kept == 1:
-                absent = ~torch.from_numpy(case.present(i)[::size].copy())
-                tables[i, : len(absent)][absent] = -1
-        positions = None
-        if case.queries is not None:
-            positions = torch.from_numpy(np.concatenate([case.positions(i) for i in _indices(case)])).int().to(device)
-        scale = None
-        if case.cache_dtype:
-            scale = torch.full((1,), 1 / 32 if case.cache_dtype == "int8" else 0.5, device=device)
-        starts = torch.tensor([0, *np.cumsum(case.q_lens).tolist()], dtype=torch.int32, device=device)
-        lens = torch.tensor(case.seq_lens, dtype=torch.int32, device=device)
-        lists = None
-        if case.kept < 1:
-            chosen = [torch.from_numpy(case.chosen(i)) for i in _indices(case)]
-            if case.lists:
-                most = max(own.shape[1] for own in chosen)
-                padded = [torch.nn.functional.pad(own, (0, most - own.shape[1]), value=-1) for own in chosen]
-                lists = torch.stack(padded).repeat_interleave(torch.tensor(case.q_lens), 0).int().to(device)
-            else:
-                whole, tables = tables, torch.full((len(chosen), case.heads[1], tables.shape[1]), -1, dtype=torch.int32)
-                for i, own in enumerate(chosen):
-                    tables[i].scatter_(1, own, whole[i][own])
-        return AttentionCall(
-            case, query, keys, values, tables.to(device), lens, starts, positions, lists, sinks, scale, scale
-        )  # fmt: skip
-
-    def check(self, call: AttentionCall, run: Callable[[], Any]) -> float:
-        """Holds a sample of rows against float64: at most twice what eager low precision errs, plus one rounding.
+    def reference(call: AttentionCall) -> Iterable[Expected]:
+        """A sample of rows in float64: at most twice what eager low precision errs, plus one rounding.
 
         The sample's largest error is held against the largest that is allowed.
         """
-        got = run()
-        got = got[0] if isinstance(got, tuple) else got
-        got = got.reshape(call.query.shape)
-        rng = random.Random(0)
-        total = got.shape[0]
-        rows = sorted({0, total - 1, *rng.sample(range(total), min(total, CHECKED_ROWS))})
-        error = allowed = 0.0
-        for row in rows:
-            exact, eager, weighted = expected_row(call, row)
-            eager_error = (eager.double() - exact).abs().max().item()
-            rounding = torch.finfo(call.query.dtype).eps * exact.abs().max().item()
-            allowed = max(allowed, 2 * eager_error + rounding + EXP_ERROR * weighted)
-            error = max(error, (got[row].double() - exact).abs().nan_to_num(nan=math.inf).max().item())
-        if error > allowed:
-            raise WrongError(f"off by {error:.3g}, {allowed:.3g} at most")
-        return error
+        total = call.query.shape[0]
+        rows = sorted({0, total - 1, *random.Random(0).sample(range(total), min(total, CHECKED_ROWS))})
+        found = [expected_row(call, row) for row in rows]
+        allowed = max(
+            2 * (eager.double() - exact).abs().max().item() + roundings(exact, dtype, 1) + EXP_ERROR * weighted
+            for exact, eager, weighted in found
+        )
+
+        def read(got: Any) -> torch.Tensor:
+            got = result(call, got)
+            attended: torch.Tensor = got[0] if isinstance(got, tuple) else got
+            return attended.reshape(call.query.shape)[rows]
+
+        yield Expected(torch.stack([exact for exact, *_ in found]), read, allowed)
+
+    held = blocks * 2 * math.prod(block) * stored.itemsize
+    return Inputs(calls, reference, *_count_work(case, dtype, stored), device, rotate, held)
+
+
+def _count_work(case: AttentionCase, dtype: torch.dtype, stored: torch.dtype) -> tuple[int, int]:
+    """Bytes of queries, results and live keys and values, each once; flops of both products over live pairs."""
+    token_bytes = 2 * case.heads[1] * case.head_dim * stored.itemsize
+    moved = 2 * sum(case.q_lens) * case.heads[0] * case.head_dim * dtype.itemsize
+    pairs = 0
+    for i, length in enumerate(case.seq_lens):
+        present = case.present(i)
+        before = np.concatenate([[0], np.cumsum(present)])
+        p = case.positions(i)
+        if len(p) == 0:
+            continue
+        low = np.maximum(p - case.window + 1, 0) if case.window else np.zeros_like(p)
+        sinks = np.minimum(case.num_sink_tokens, low) if case.window else np.zeros_like(p)
+        pairs += int((before[np.minimum(p + 1, length)] - before[low] + before[sinks]).sum())
+        touched = np.zeros(length + 1, dtype=np.int64)
+        np.add.at(touched, low, 1)
+        np.add.at(touched, np.minimum(p + 1, length), -1)
+        live = (np.cumsum(touched)[:length] > 0) & present
+        live[: int(sinks.max())] |= present[: int(sinks.max())]
+        if case.shared and i:
+            live[: case.shared] = False
+        moved += int(live.sum()) * token_bytes
+    return moved, 4 * pairs * case.heads[0] * case.head_dim
+
+
+def _call(
+    case: AttentionCase,
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    order: torch.Tensor,
+    sinks: torch.Tensor | None,
+) -> AttentionCall:
+    size, device = case.block_size, query.device
+    tables = torch.full((len(case.seq_lens), -(-max(case.seq_lens) // size)), -1, dtype=torch.int32)
+    first, shared = case.shared // size, order[: case.shared // size]
+    for i, length in enumerate(case.seq_lens):
+        own = -(-length // size) - len(shared)
+        tables[i, : len(shared) + own] = torch.cat([shared, order[first : first + own]])
+        first += own
+        if case.kept == 1:
+            absent = ~torch.from_numpy(case.present(i)[::size].copy())
+            tables[i, : len(absent)][absent] = -1
+    positions = None
+    if case.queries is not None:
+        positions = torch.from_numpy(np.concatenate([case.positions(i) for i in _indices(case)])).int().to(device)
+    scale = None
+    if case.cache_dtype:
+        scale = torch.full((1,), 1 / 32 if case.cache_dtype == "int8" else 0.5, device=device)
+    starts = torch.tensor([0, *np.cumsum(case.q_lens).tolist()], dtype=torch.int32, device=device)
+    lens = torch.tensor(case.seq_lens, dtype=torch.int32, device=device)
+    lists = None
+    if case.kept < 1:
+        chosen = [torch.from_numpy(case.chosen(i)) for i in _indices(case)]
+        if case.lists:
+            most = max(own.shape[1] for own in chosen)
+            padded = [torch.nn.functional.pad(own, (0, most - own.shape[1]), value=-1) for own in chosen]
+            lists = torch.stack(padded).repeat_interleave(torch.tensor(case.q_lens), 0).int().to(device)
+        else:
+            whole, tables = tables, torch.full((len(chosen), case.heads[1], tables.shape[1]), -1, dtype=torch.int32)
+            for i, own in enumerate(chosen):
+                tables[i].scatter_(1, own, whole[i][own])
+    return AttentionCall(
+        case, query, keys, values, tables.to(device), lens, starts, positions, lists, sinks, scale, scale
+    )  # fmt: skip
 
 
 def expected_row(call: AttentionCall, row: int) -> tuple[torch.Tensor, torch.Tensor, float]:
@@ -346,7 +347,7 @@ def attention_case(name: str, device: str, quick: bool = False, **conditions: An
     case = AttentionCase(**conditions)
     columns = case.conditions()
     columns["dtype"] = columns["dtype"] or ("float32" if device == "cpu" else "bfloat16")
-    return Case(name, lambda where, rotate: AttentionInputs(case, where, rotate), quick, device, columns)
+    return Case(name, lambda where, rotate: attention_inputs(case, where, rotate), quick, device, columns)
 
 
 def variants(name: str, base: dict[str, Any], **changes: tuple[Any, ...]) -> list[tuple[str, dict[str, Any]]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import numpy as np
@@ -17,8 +17,8 @@ import torch
 import pc
 
 from ..harness.conditions import version
-from ..harness.registry import OURS, Provider, UnsupportedError
-from .attention import AttentionCall
+from ..harness.registry import OURS, Benchmark, Provider, UnsupportedError
+from .attention import AttentionCall, attention_case
 from .attention_peers import (
     flash_attn_3_version,
     refuse_beyond_dense,
@@ -329,3 +329,22 @@ def attention_providers(op: str) -> tuple[Provider, ...]:
         Provider("pc, batch-invariant", functools.partial(_pc, op, batch_invariant=True), ours, "cuda"),
         *rivals,
     )
+
+
+def attention_benchmark(
+    op: str,
+    cpu: Iterable[tuple[str, dict[str, Any], bool]],
+    cuda: Iterable[tuple[str, dict[str, Any]]],
+    quick: Collection[str],
+) -> Benchmark:
+    """Cases of one of the attention operators by name, from what `AttentionCase` takes.
+
+    Args:
+        op: Its name.
+        cpu: Cases, and whether each is a quick one.
+        cuda: Cases.
+        quick: Names of those that are.
+    """
+    cases = [attention_case(name, "cpu", is_quick, **given) for name, given, is_quick in cpu]
+    cases += [attention_case(name, "cuda", name in quick, **given) for name, given in cuda]
+    return Benchmark(op, tuple(cases), attention_providers(op))

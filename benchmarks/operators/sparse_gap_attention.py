@@ -5,9 +5,8 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from ..harness.registry import Benchmark
-from .attention import Ranges, attention_case
-from .attention_providers import attention_providers
+from .attention import Ranges
+from .attention_providers import attention_benchmark
 
 K = 1024
 
@@ -89,13 +88,4 @@ CUDA = [
 ]
 QUICK = ("decode 8x32k, prefix 1k + window 1k", "512 queries in the middle of 8k")
 
-BENCHMARKS = (
-    Benchmark(
-        "sparse_gap_attention",
-        (
-            *(attention_case(name, "cpu", quick, **given) for name, given, quick in CPU),
-            *(attention_case(name, "cuda", name in QUICK, **given) for name, given in CUDA),
-        ),
-        attention_providers("sparse_gap_attention"),
-    ),
-)
+BENCHMARKS = (attention_benchmark("sparse_gap_attention", CPU, CUDA, QUICK),)
