@@ -490,17 +490,13 @@ def measure(case: str, target: str, again: bool = True) -> Iterator[Row]:
         yield dataclasses.replace(row, shared=compiled.metadata.shared, **found)
 
 
-def _number(text: str) -> Any:
-    if text.isdigit():
-        return int(text)
-    return float(text) if re.fullmatch(r"\d+\.\d+", text) else text
-
-
 def read_table() -> dict[tuple[str, str, str, str], Row]:
     """The checked-in rows by their key."""
     texts = ("triton", "sources")
     lines = tables.read_rows(TABLE)
-    rows = [Row(**{name: text if name in texts else _number(text) for name, text in line.items()}) for line in lines]
+    rows = [
+        Row(**{name: text if name in texts else tables.number(text) for name, text in line.items()}) for line in lines
+    ]
     return {row.key: row for row in rows}
 
 

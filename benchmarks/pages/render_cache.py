@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import string
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from ..harness.registry import OURS
-from ..harness.tables import Row, read_rows
+from ..harness.tables import Row, number, read_rows
 from .markdown import chart, commits, link, measured, results, short_time, table, with_rows
 
 WORKLOADS = {
@@ -28,17 +29,21 @@ class Table:
     Attributes:
         source: Of the file, below the CPU's results; "{}" is the page's argument.
         columns: Heads, a letter for the side (l or r), and what a line has there: a column of the file, with a format
-            where it is a number ("ratio:.2f"), or a function of the row.
+            where it is a number ("ratio:.2f"), a text with columns in it ("{hits:,} of {tokens:,}"), or a function of
+            the row.
+        said: Where conditions stand: "above" or "below" the table; "rows": below it, but where the rows are alone;
+            "nowhere".
+        more: Behind them, or before where the rows are: a text with columns of the first row, and commits, in it.
+        packages: Whose versions are among them.
         order: What rows are sorted by; None: as they come.
-        above: A sentence on conditions before the table, of page, file and rows.
-        below: The same behind it; None: where the rows are.
     """
 
     source: str
     columns: tuple[tuple[str, str, Cell], ...]
+    said: str = "rows"
+    more: str = ""
+    packages: tuple[str, ...] = ("torch",)
     order: Callable[[Row], object] | None = None
-    above: Callable[[Path, Path, list[Row]], str] | None = None
-    below: Callable[[Path, Path, list[Row]], str] | None = None
 
     def render(self, page: Path, *arguments: str) -> str:
         """The table with what is said of it."""
@@ -48,19 +53,28 @@ class Table:
             rows.sort(key=self.order)  # type: ignore[arg-type]
         heads, sides, cells = zip(*self.columns, strict=True)
         lines = table(heads, "".join(sides), [[_cell(row, cell) for cell in cells] for row in rows])
-        if self.above:
-            return "\n".join([self.above(page, source, rows), "", *lines])
-        if self.below:
-            said = self.below(page, source, rows)
-            return "\n".join([*lines, "", said] if said else lines)
-        return with_rows(lines, page, source)
+        more = _Filling().vformat(self.more, (), rows[0] | {"commits": commits(source, rows)}) if self.more else ""
+        if self.said == "rows":
+            return with_rows(lines, page, source, more)
+        conditions = "" if self.said == "nowhere" else measured(page, source, rows, self.packages, more)
+        parts = {"above": [conditions, "", *lines], "below": [*lines, "", conditions], "nowhere": lines}
+        return "\n".join(parts[self.said])
 
 
 def _cell(row: Row, cell: Cell) -> str:
     if callable(cell):
         return cell(row)
+    if "{" in cell:
+        return _Filling().vformat(cell, (), row)
     name, _, form = cell.partition(":")
     return format(float(row[name]), form) if form else row[name]
+
+
+class _Filling(string.Formatter):
+    """Puts columns into a text, as they stand in the file, or with a format as numbers."""
+
+    def format_field(self, value: str, spec: str) -> str:
+        return format(number(value), spec) if spec else value
 
 
 def time(column: str, microseconds: float = 1) -> Callable[[Row], str]:
@@ -68,9 +82,14 @@ def time(column: str, microseconds: float = 1) -> Callable[[Row], str]:
     return lambda row: short_time(float(row[column]) * microseconds)
 
 
-def _not_exact(form: Callable[[Row], str]) -> Callable[[Row], str]:
+def over(one: str, other: str, form: str) -> Callable[[Row], str]:
+    """A column over another."""
+    return lambda row: format(float(row[one]) / float(row[other]), form)
+
+
+def _not_exact(form: Cell) -> Callable[[Row], str]:
     """For ways that lose something."""
-    return lambda row: form(row) if row["way"] == "anywhere" else ""
+    return lambda row: _cell(row, form) if row["way"] == "anywhere" else ""
 
 
 TABLES = {
@@ -92,7 +111,7 @@ TABLES = {
             ("policy", "l", "policy"),
             ("hits", "r", "hit_rate:.4f"),
             ("to lru", "r", "ratio:.3f"),
-            ("worst window", "r", lambda row: f"{float(row['worst_window']):.2f} of {int(row['window']):,} requests"),
+            ("worst window", "r", "{worst_window:.2f} of {window:,} requests"),
         ),
     ),
     "manager": Table(
@@ -105,24 +124,20 @@ TABLES = {
             ("peer, us", "r", "peer_us"),
             ("pc / peer", "r", "pc_over_peer:.2f"),
         ),
-        below=lambda page, source, rows: with_rows(
-            [],
-            page,
-            source,
-            f"{rows[0]['cores']} cores, Python {rows[0]['python']}, {rows[0]['date']}, {commits(source, rows)}. ",
-        ).lstrip(),
+        more="{cores} cores, Python {python}, {date}, {commits}. ",
     ),
     "omni": Table(
         "vllm_omni.csv",
         (
-            ("tokens x features", "l", lambda row: f"{int(row['tokens']):,} x {int(row['features']):,}"),
+            ("tokens x features", "l", "{tokens:,} x {features:,}"),
             ("step", "l", "what"),
             ("call", "l", "call"),
             ("pc", "r", time("pc_us")),
             ("vLLM-Omni", "r", time("peer_us")),
-            ("vLLM-Omni / pc", "r", lambda row: f"{float(row['peer_us']) / float(row['pc_us']):.1f}"),
+            ("vLLM-Omni / pc", "r", over("peer_us", "pc_us", ".1f")),
         ),
-        above=lambda page, source, rows: measured(page, source, rows, more=f", {rows[0]['peer']}"),
+        "above",
+        ", {peer}",
     ),
     "scheduler": Table(
         "vllm_scheduler.csv",
@@ -133,26 +148,22 @@ TABLES = {
             ("CPU time of a step", "r", time("step_us")),
             ("over vLLM's own queue", "r", "over_vllm:.2f"),
         ),
-        above=lambda page, source, rows: measured(
-            page,
-            source,
-            rows,
-            (),
-            "; {trace}, {blocks:,} blocks, {steps} steps of {requests} requests".format(
-                **rows[0] | {"blocks": int(rows[0]["blocks"])}
-            ),
-        ),
+        "above",
+        "; {trace}, {blocks:,} blocks, {steps} steps of {requests} requests",
+        (),
     ),
     "gaps": Table(
         "vllm_gaps.csv",
         (
             ("of the trace's blocks", "l", "capacity_share:.0%"),
-            ("policy", "l", lambda row: f"`{row['policy']}`"),
-            ("reuse", "l", lambda row: f"`{row['reuse']}`"),
+            ("policy", "l", "`{policy}`"),
+            ("reuse", "l", "`{reuse}`"),
             ("share of prompts' tokens that is computed", "r", "computed"),
-            ("steps", "r", lambda row: f"{int(row['steps']):,}"),
+            ("steps", "r", "{steps:,}"),
         ),
-        above=lambda page, source, rows: measured(page, source, rows, (), f"; {rows[0]['trace']}"),
+        "above",
+        "; {trace}",
+        (),
     ),
     "vllm_tier": Table(
         "vllm_tier.csv",
@@ -163,9 +174,9 @@ TABLES = {
             ("CPU time of a request", "r", time("request_us")),
             ("over vLLM's `lru`", "r", "over_vllm:.2f"),
         ),
-        above=lambda page, source, rows: measured(
-            page, source, rows, (), f"; {rows[0]['trace']}, {int(rows[0]['requests']):,} requests"
-        ),
+        "above",
+        "; {trace}, {requests:,} requests",
+        (),
     ),
     "serving": Table(
         "vllm_serving.csv",
@@ -178,17 +189,11 @@ TABLES = {
             ("90th percentile", "r", "ttft_p90_over_vllm:.2f"),
             ("all requests", "r", "seconds_over_vllm:.2f"),
         ),
-        above=lambda page, source, rows: measured(
-            page,
-            source,
-            rows,
-            (),
-            f"; {rows[0]['requests']} requests of {rows[0]['clients']} clients, {int(rows[0]['prompt_tokens']):,} "
-            f"tokens of prompts, {rows[0]['running']} at once in {rows[0]['blocks']} blocks of "
-            f"{rows[0]['block_size']} tokens, "
-            f"{rows[0]['rounds']} rounds; vLLM's own times to the first token are {float(rows[0]['ttft_p50']):.1f} s "
-            f"(median) and {float(rows[0]['ttft_p90']):.1f} s (90th percentile)",
-        ),
+        "above",
+        "; {requests} requests of {clients} clients, {prompt_tokens:,} tokens of prompts, {running} at once in "
+        "{blocks} blocks of {block_size} tokens, {rounds} rounds; vLLM's own times to the first token are "
+        "{ttft_p50:.1f} s (median) and {ttft_p90:.1f} s (90th percentile)",
+        (),
     ),
     "vllm_cpu": Table(
         "vllm_cpu.csv",
@@ -200,9 +205,8 @@ TABLES = {
             ("ours", "r", time("pc_ms", 1e3)),
             ("ours over vLLM's", "r", "over_vllm:.2f"),
         ),
-        above=lambda page, source, rows: measured(
-            page, source, rows, more=f"; SmolLM2-135M, float32, medians of {rows[0]['rounds']} rounds"
-        ),
+        "above",
+        "; SmolLM2-135M, float32, medians of {rounds} rounds",
     ),
     "sglang_radix": Table(
         "sglang_radix.csv",
@@ -215,14 +219,9 @@ TABLES = {
             ("over lru in Rust", "r", "over_rust:.2f"),
             ("over lru in Python", "r", "over_python:.2f"),
         ),
-        above=lambda page, source, rows: measured(
-            page,
-            source,
-            rows,
-            (),
-            f"; {rows[0]['trace']}, {int(rows[0]['pages']):,} pages; timed: {rows[0]['requests']} requests"
-            f" in {int(rows[0]['timed_pages']):,} pages",
-        ),
+        "above",
+        "; {trace}, {pages:,} pages; timed: {requests} requests in {timed_pages:,} pages",
+        (),
     ),
     "anywhere": Table(
         "reuse_anywhere.csv",
@@ -230,21 +229,21 @@ TABLES = {
             ("workload", "l", lambda row: WORKLOADS[row["workload"]]),
             ("prompt", "r", "prompt_tokens"),
             ("reuse", "l", lambda row: WAYS[row["way"]]),
-            ("again", "r", _not_exact(lambda row: f"{float(row['recompute']):.0%}")),
+            ("again", "r", _not_exact("recompute:.0%")),
             ("computed", "r", "computed_tokens"),
             ("first token, s", "r", "ttft_cpu_s:.2f"),
-            ("of prefix", "r", lambda row: "" if row["way"] == "all" else f"{float(row['over_prefix_cpu']):.2f}"),
+            ("of prefix", "r", lambda row: "" if row["way"] == "all" else _cell(row, "over_prefix_cpu:.2f")),
             ("KL", "r", _not_exact(lambda row: "0" if float(row["kl"]) < 1e-7 else f"{float(row['kl']):.2g}")),
-            ("same top", "r", _not_exact(lambda row: f"{float(row['same_top1']):.1%}")),
-            ("answers", "r", _not_exact(lambda row: f"{row['answers']} of {row['prompts']}")),
+            ("same top", "r", _not_exact("same_top1:.1%")),
+            ("answers", "r", _not_exact("{answers} of {prompts}")),
         ),
+        "nowhere",
         order=lambda row: (
             int(row["size"]),
             list(WORKLOADS).index(row["workload"]),
             list(WAYS).index(row["way"]),
             row["recompute"],
         ),
-        below=lambda page, source, rows: "",
     ),
     "determinism": Table(
         "determinism.csv",
@@ -252,23 +251,24 @@ TABLES = {
             ("way", "l", "way"),
             ("engine", "l", "engine"),
             ("type", "l", "dtype"),
-            ("tokens cached", "r", lambda row: f"{row['cached_tokens']} of {row['prompt_tokens']}"),
-            ("prompts with the same bits warm as cold", "r", lambda row: f"{row['same']} of {row['prompts']}"),
+            ("tokens cached", "r", "{cached_tokens} of {prompt_tokens}"),
+            ("prompts with the same bits warm as cold", "r", "{same} of {prompts}"),
         ),
+        "below",
         order=lambda row: (row["engine"], row["way"], row["dtype"]),
-        below=measured,
     ),
     "determinism_hits": Table(
         "determinism_hits.csv",
         (
             ("trace", "l", "trace"),
             ("prompts", "r", "prompts"),
-            ("tokens of prompts", "r", "prompt_tokens:,.0f"),
-            ("hit", "r", lambda row: f"{int(row['hit_tokens']) / int(row['prompt_tokens']):.3f}"),
-            ("hit in whole chunks", "r", lambda row: f"{int(row['chunk_hit_tokens']) / int(row['prompt_tokens']):.3f}"),
+            ("tokens of prompts", "r", "{prompt_tokens:,}"),
+            ("hit", "r", over("hit_tokens", "prompt_tokens", ".3f")),
+            ("hit in whole chunks", "r", over("chunk_hit_tokens", "prompt_tokens", ".3f")),
             ("of hits lost", "r", lambda row: f"{1 - int(row['chunk_hit_tokens']) / int(row['hit_tokens']):.3f}"),
         ),
-        below=lambda page, source, rows: measured(page, source, rows, ()),
+        "below",
+        packages=(),
     ),
     "determinism_time": Table(
         "determinism_time.csv",
@@ -280,20 +280,20 @@ TABLES = {
             ("with, s", "r", "own_s"),
             ("ratio", "r", "over_plain:.2f"),
         ),
+        "below",
         order=lambda row: (row["call"], int(row["chunk"])),
-        below=measured,
     ),
     "lookup_anywhere": Table(
         "lookup_anywhere.csv",
         (
-            ("prompt", "r", "tokens:,.0f"),
+            ("prompt", "r", "{tokens:,}"),
             ("cached elsewhere", "l", "found"),
             ("prefix, ms", "r", lambda row: f"{float(row['plain_us']) / 1000:.2f}"),
             ("anywhere, ms", "r", lambda row: f"{float(row['anywhere_us']) / 1000:.2f}"),
             ("ratio", "r", "over_plain:.2f"),
             ("whole request", "r", "request_over_plain:.2f"),
         ),
-        below=measured,
+        "below",
     ),
 }
 
