@@ -13,10 +13,8 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import importlib.util
-import logging
+import os
 import sys
-import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,11 +22,11 @@ from typing import Any
 import emulator.device
 import torch
 import triton
-import triton.language as tl
 from emulator.launch import Session
 
 from ..harness import tables
 from ..harness.conditions import commit
+from ..operators.attention_peers import vllm_version
 from .steps import HEAD_DIM, HEADS, KV_HEADS, LATENT_BLOCK, LATENT_VALUE, STEPS, Batch, ours, sources
 
 SEGMENTS, LATENT_SPLITS = 16, 4  # vLLM's
@@ -41,47 +39,18 @@ TABLE = tables.RESULTS / "work.csv"
 
 
 def load_vllm(folder: Path) -> Callable[[Batch], torch.Tensor]:
-    """The Triton kernel of vLLM out of its sources, with stand-ins for the rest of vLLM."""
-
-    def stand_in(name: str, **content: Any) -> None:
-        sys.modules[name] = types.ModuleType(name)
-        sys.modules[name].__dict__.update(content)
-
-    class Platform:
-        def fp8_dtype(self) -> torch.dtype:
-            return torch.float8_e4m3fn
-
-        def __getattr__(self, name: str) -> Callable[..., bool]:
-            return lambda *args, **kwargs: False
-
-    class Modes:
-        """Numbers of vLLM's KVQuantMode."""
-
-        NONE, FP8_PER_TENSOR, INT8_PER_TOKEN_HEAD, FP8_PER_TOKEN_HEAD, INT4_PER_TOKEN_HEAD = range(5)
-
-    for name in ("vllm", "vllm.v1", "vllm.v1.attention", "vllm.v1.attention.ops"):
-        stand_in(name, __path__=[])
-    stand_in("vllm.envs", VLLM_BATCH_INVARIANT=False)
-    sys.modules["vllm"].envs = sys.modules["vllm.envs"]  # type: ignore[attr-defined]
-    stand_in("vllm.logger", init_logger=logging.getLogger)
-    stand_in("vllm.platforms", current_platform=Platform())
-    stand_in("vllm.triton_utils", tl=tl, triton=triton)
-    stand_in("vllm.v1.kv_cache_interface", KVQuantMode=Modes)
-    for name in ("triton_attention_helpers", "triton_unified_attention", "triton_decode_attention"):
-        full = f"vllm.v1.attention.ops.{name}"
-        spec = importlib.util.spec_from_file_location(full, folder / f"vllm/v1/attention/ops/{name}.py")
-        assert spec is not None
-        assert spec.loader is not None
-        sys.modules[full] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[full])
-    kernel = sys.modules["vllm.v1.attention.ops.triton_unified_attention"].unified_attention
-    latent = sys.modules["vllm.v1.attention.ops.triton_decode_attention"].decode_attention_fwd
+    """The Triton kernels of vLLM out of its sources."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # where vLLM finds no device it turns its kernels off, unless none is meant
+    sys.path.append(str(folder))
+    vllm_version()
+    from vllm.v1.attention.ops.triton_decode_attention import decode_attention_fwd
+    from vllm.v1.attention.ops.triton_unified_attention import unified_attention
 
     def run_latent(batch: Batch) -> torch.Tensor:
         rows, heads = batch.key, batch.query.shape[:2]
         out = torch.empty(*heads, LATENT_VALUE, dtype=batch.query.dtype)
         parts = torch.empty(*heads, LATENT_SPLITS, LATENT_VALUE + 1)
-        latent(
+        decode_attention_fwd(
             batch.query, rows, rows[..., :LATENT_VALUE], out, torch.empty(heads), batch.tables, batch.lens, parts,
             LATENT_SPLITS, HEAD_DIM**-0.5, LATENT_BLOCK,
         )  # fmt: skip
@@ -97,7 +66,7 @@ def load_vllm(folder: Path) -> Callable[[Batch], torch.Tensor]:
             options["rswa_prefix_lens"] = torch.full((1,), step.prefix, dtype=torch.int32)
             options["rswa_window"] = step.window
         window = (step.window - 1, 0) if step.window and not step.prefix else (-1, -1)
-        kernel(
+        unified_attention(
             batch.query, batch.key, batch.value, out, batch.starts, batch.most, batch.lens, max(step.seq_lens),
             HEAD_DIM**-0.5, True, window, batch.tables, 0.0, None, None, None,
             seq_threshold_3D=128 // KV_HEADS, num_par_softmax_segments=SEGMENTS, softmax_segm_output=partial[0],
