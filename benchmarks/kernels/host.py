@@ -9,15 +9,12 @@ calls alternate in one process, and medians are compared. In inference mode, on 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import gc
-import importlib
 import os
 import statistics
 import time
 from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 os.environ["PC_KERNELS_ON_CPU"] = "1"  # read when pc is imported
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
@@ -27,13 +24,8 @@ from triton.runtime import driver
 
 import pc
 from pc.flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
-from pc.triton_ops import _dispatch, _flash, flash_attn
 
-from .launches import Driver
-
-# `pc.triton_ops.attention_plan` is the function.
-attention_plan = importlib.import_module("pc.triton_ops.attention_plan")
-
+from .launches import Driver, as_on_a_device
 
 # FlashAttention's functions, and the calls of operators that they stand for.
 BESIDE = {
@@ -109,18 +101,10 @@ def calls() -> dict[str, Callable[[], Any]]:
     }
 
 
-def _not_read(tensor: torch.Tensor) -> bool:
-    return False
-
-
 def measure(rounds: int, repeats: int) -> dict[str, float]:
     """CPU seconds of each call: medians of `rounds` in turn, each the mean of `repeats`."""
     driver.set_active(Driver())
-    # On a device values are not read.
-    with contextlib.ExitStack() as stack:
-        for module in (_dispatch, _flash.append, _flash.attention, _flash.call, flash_attn, attention_plan):
-            stack.enter_context(mock.patch.object(module, "reads_values", _not_read))
-        stack.enter_context(torch.inference_mode())
+    with as_on_a_device():
         made = calls()
         for call in made.values():
             for _ in range(3):

@@ -38,7 +38,7 @@ from pc.triton_ops._triton import load_kernels
 
 from ..harness import tables
 from . import sass
-from .launches import Launch, digest, recorded
+from .launches import TARGETS, Launch, digest, patched, recorded
 
 load_kernels()  # which are found by their class
 
@@ -50,16 +50,6 @@ reshape_and_cache, rope_and_cache, rotate_keys, merge_attention, join_prefix, mo
 
 TABLE = tables.RESULTS / "kernel_resources.csv"
 VERSIONS = ("3.6.0", "3.9.0")
-# Shared memory that one program may have, in bytes.
-TARGETS = {
-    "sm_80": (GPUTarget("cuda", 80, 32), Architecture("sm_80", 108, False), 166_912),
-    "sm_90": (GPUTarget("cuda", 90, 32), Architecture("sm_90", 132, True), 232_448),
-    "sm_100": (GPUTarget("cuda", 100, 32), Architecture("sm_100", 148, True), 232_448),
-    "sm_86": (GPUTarget("cuda", 86, 32), Architecture("sm_86", 84, False), 101_376),
-    "sm_89": (GPUTarget("cuda", 89, 32), Architecture("sm_89", 142, True), 101_376),
-    "sm_120": (GPUTarget("cuda", 120, 32), Architecture("sm_120", 188, True), 101_376),
-    "gfx942": (GPUTarget("hip", "gfx942", 64), Architecture("gfx942", 304, False), 65_536),
-}
 # Compiled for the most used cases only.
 MINOR_TARGETS = frozenset({"sm_86", "sm_89", "sm_120"})
 
@@ -101,14 +91,12 @@ class Row:
 @contextlib.contextmanager
 def chosen_for(arch: Architecture) -> Iterator[list[Launch]]:
     """Within it, launchers record into the yielded list instead of launching, as if on `arch`."""
-    original = constants.architecture
     forget_choices()
-    with contextlib.ExitStack() as stack:
-        stack.callback(forget_choices)
-        for name, module in list(sys.modules.items()):
-            if name.startswith("pc.triton_ops") and getattr(module, "architecture", None) is original:
-                stack.enter_context(mock.patch.object(module, "architecture", return_value=arch))
-        yield stack.enter_context(recorded())
+    try:
+        with patched(constants.architecture, lambda device: arch), recorded() as launches:
+            yield launches
+    finally:
+        forget_choices()
 
 
 def attention_case(
@@ -470,7 +458,7 @@ def _amd(compiled: Any) -> dict[str, Any]:
 
 def measure(case: str, target: str, again: bool = True) -> Iterator[Row]:
     """One row per kernel that the case launches; those of the table that hold, unless all are measured `again`."""
-    gpu, arch, _ = TARGETS[target]
+    gpu, arch, *_ = TARGETS[target]
     known = {} if again else read_table()
     with chosen_for(arch) as launches:
         CASES[case]()
@@ -502,7 +490,7 @@ def read_table() -> dict[tuple[str, str, str, str], Row]:
 
 def complaints(row: Row) -> list[str]:
     """What is wrong with a row on its own: spills, too much shared memory, no matrix instruction, narrow loads."""
-    limit = TARGETS[row.target][2]
+    limit = TARGETS[row.target].shared
     found: list[str] = []
     if row.note.startswith("n/a"):
         return found

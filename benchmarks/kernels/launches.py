@@ -1,4 +1,4 @@
-"""What calls launch, recorded in place of launching it, and a digest of it: for which sources a count holds.
+"""What calls launch on devices that are not there, recorded, and a digest of it: for which sources a count holds.
 
 The digest is of all that a kernel's work follows from: its code and that of what it calls, without comments and names
 of modules, so that moving it changes nothing; the values of constants; arguments, options and grid.
@@ -10,10 +10,11 @@ import ast
 import contextlib
 import functools
 import hashlib
+import sys
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -21,6 +22,28 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.language import constexpr
 
+from pc.triton_ops._attention.constants import Architecture
+from pc.triton_ops._checks import reads_values
+
+
+class Target(NamedTuple):
+    """A device that is compiled for; bytes of shared memory that one program may have, and threads of a processor."""
+
+    gpu: GPUTarget
+    architecture: Architecture
+    shared: int
+    threads: int = 2048
+
+
+TARGETS = {
+    "sm_80": Target(GPUTarget("cuda", 80, 32), Architecture("sm_80", 108, False), 166_912),
+    "sm_90": Target(GPUTarget("cuda", 90, 32), Architecture("sm_90", 132, True), 232_448),
+    "sm_100": Target(GPUTarget("cuda", 100, 32), Architecture("sm_100", 148, True), 232_448),
+    "sm_86": Target(GPUTarget("cuda", 86, 32), Architecture("sm_86", 84, False), 101_376, 1536),
+    "sm_89": Target(GPUTarget("cuda", 89, 32), Architecture("sm_89", 142, True), 101_376, 1536),
+    "sm_120": Target(GPUTarget("cuda", 120, 32), Architecture("sm_120", 188, True), 101_376, 1536),
+    "gfx942": Target(GPUTarget("hip", "gfx942", 64), Architecture("gfx942", 304, False), 65_536),
+}
 OPTIONS = ("num_warps", "num_stages", "maxnreg")
 
 
@@ -48,14 +71,31 @@ def recorded() -> Iterator[list[Launch]]:
         yield launches
 
 
+@contextlib.contextmanager
+def patched(original: Callable[..., Any], replacement: Callable[..., Any]) -> Iterator[None]:
+    """Within it, modules of the operators have another function in the place of one that they import."""
+    with contextlib.ExitStack() as stack:
+        for name, module in list(sys.modules.items()):
+            if name.startswith("pc.triton_ops") and getattr(module, original.__name__, None) is original:
+                stack.enter_context(mock.patch.object(module, original.__name__, replacement))
+        yield
+
+
+@contextlib.contextmanager
+def as_on_a_device() -> Iterator[None]:
+    """Within it, values of CPU tensors are not read, as those on a device are not, and nothing has a gradient."""
+    with patched(reads_values, lambda tensor: False), torch.inference_mode():
+        yield
+
+
 class Driver:
     """Enough of a triton driver for kernels to be chosen for a device that is not there, and launched into nothing."""
 
-    def __init__(self, target: str = "sm_90", shared: int = 232_448, processors: int = 132) -> None:
+    def __init__(self, target: str = "sm_90") -> None:
         self.utils = self
         self.launcher_cls = lambda source, metadata: lambda *arguments: None
-        self._target = GPUTarget("cuda", int(target.removeprefix("sm_")), 32)
-        self._properties = {"max_shared_mem": shared, "multiprocessor_count": processors}
+        self._target, architecture, shared, _ = TARGETS[target]
+        self._properties = {"max_shared_mem": shared, "multiprocessor_count": architecture.num_processors}
 
     def load_binary(self, *arguments: object) -> tuple[object, int, int, int, int]:
         return object(), 1, 128, 0, 1024

@@ -11,25 +11,22 @@ number of kernels that warmup has.
 from __future__ import annotations
 
 import contextlib
-import importlib
 import json
 import os
 import subprocess
 import sys
 from collections.abc import Iterator
 from typing import Any
-from unittest import mock
 
 import torch
 from triton import knobs
 from triton.runtime import driver
 
 import pc
-from pc.triton_ops import _dispatch
 
 from ..harness import tables
 from ..harness.conditions import conditions
-from .launches import Driver
+from .launches import Driver, as_on_a_device
 
 TABLE = tables.RESULTS / "life.csv"
 HEADS, KV_HEADS, BLOCK = 8, 2, 16
@@ -133,17 +130,12 @@ def main() -> None:
     OPTIONS.update(json.loads(sys.argv[1]))
     driver.set_active(Driver())
     head_dim = OPTIONS.get("head_dim", 64)
-    plan = importlib.import_module("pc.triton_ops.attention_plan")
     kind = {name: OPTIONS[name] for name in ("window", "sinks", "alibi", "batch_invariant", "gaps") if name in OPTIONS}
     if "value_dim" in OPTIONS:
         kind["value_dim"] = OPTIONS["value_dim"]
     if "cache_dtype" in OPTIONS:
         kind["cache_dtype"] = getattr(torch, OPTIONS["cache_dtype"])
-    # On a device values are not read.
-    with contextlib.ExitStack() as stack:
-        for module in (_dispatch, plan):
-            stack.enter_context(mock.patch.object(module, "reads_values", return_value=False))
-        stack.enter_context(torch.inference_mode())
+    with as_on_a_device():
         with compiled() as warm:
             pc.warmup(HEADS, KV_HEADS, head_dim, BLOCK, device="cpu", softcap=3.0 * OPTIONS.get("alibi", False), **kind)
         with compiled() as served:

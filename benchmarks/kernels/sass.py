@@ -10,16 +10,11 @@ from typing import Any
 
 import triton
 
+from .launches import TARGETS
+
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-# Shared memory of a processor in bytes, of which each program takes 1 KiB besides its own; threads of a processor.
-PROCESSORS = {
-    "sm_80": (167_936, 2048),
-    "sm_86": (102_400, 1536),
-    "sm_89": (102_400, 1536),
-    "sm_90": (233_472, 2048),
-    "sm_100": (233_472, 2048),
-    "sm_120": (102_400, 1536),
-}
+RESERVED = 1024
+"""Bytes of shared memory that a program takes besides its own; a processor has as much as one may have, and these."""
 _MATRIX = re.compile(r"\b(?:[HIQD]MMA|[HIQ]GMMA|UTC\w*MMA)\b")
 
 
@@ -68,9 +63,9 @@ def buffers(ttgir: str) -> int:
 
 def programs_per_processor(target: str, registers: int, shared: int, num_warps: int) -> int:
     """How many programs fit on a processor at once."""
-    memory, threads = PROCESSORS[target]
-    own = -(-registers // 8) * 8 * 32 * num_warps
-    return min(65_536 // own, memory // (shared + 1024), threads // (32 * num_warps))
+    own, device = -(-registers // 8) * 8 * 32 * num_warps, TARGETS[target]
+    memory = device.shared + RESERVED
+    return min(65_536 // own, memory // (shared + RESERVED), device.threads // (32 * num_warps))
 
 
 def tile_kilobytes(arguments: dict[str, Any]) -> float:
