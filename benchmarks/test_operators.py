@@ -11,7 +11,7 @@ import torch
 from pc.bench import PACKAGE, load_benchmarks
 
 load_benchmarks()
-registry = importlib.import_module(f"{PACKAGE}.registry")
+registry = importlib.import_module(f"{PACKAGE}.harness.registry")
 KIND = "cuda" if torch.cuda.is_available() else "cpu"
 if KIND == "cpu":
     torch.set_num_threads(1)  # as python -m pc bench does

@@ -24,6 +24,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tarfile
 import tempfile
 import time
 from collections.abc import Callable, Iterable
@@ -41,7 +42,6 @@ from ..pages.plots import plot_operator
 from . import ahead, generate, sweep
 from .ahead import CASES_PER_UNIT, device_kind
 from .bars import check_bars
-from .pack import pack, unpack
 
 SLICE_SECONDS = 530
 # A slice is planned shorter than it may take, since estimates are only that.
@@ -216,9 +216,7 @@ def _bench(context: Context, op: str, part: int) -> None:
             continue
         seconds, lost = 0.02 if context.dry else 1.5, log.lost(name)
         try:
-            rows = runner.run_case(
-                benchmark, case, seconds, tiny=context.dry, without=context.without, lost=lost
-            )  # fmt: skip
+            rows = runner.run_case(benchmark, case, seconds, None, context.dry, without=context.without, lost=lost)
         except runner.DeviceLostError as error:
             outcome = "failed" if error.provider == OURS else "lost"
             log.put(f"{name}, {error.provider}" if outcome == "lost" else name, outcome, 0, str(error)[:200])
@@ -470,6 +468,24 @@ def main(arguments: list[str] | None = None) -> int:
     if left:
         print(f"left: {', '.join(left)}; run the same again", file=sys.stderr)
     return 3 if left else 0
+
+
+def pack(folder: Path, target: Path) -> None:
+    """Writes every file of a device's results into one, to be carried off a machine that is about to go away."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    part = target.with_name(target.name + ".part")
+    with tarfile.open(part, "w:gz") as archive:
+        for path in sorted(folder.rglob("*")):
+            if path.is_file():
+                archive.add(path, f"{folder.name}/{path.relative_to(folder).as_posix()}")
+    part.replace(target)
+
+
+def unpack(source: Path, results: Path) -> list[str]:
+    """Puts packed results back under `results`; the names of the files."""
+    with tarfile.open(source) as archive:
+        archive.extractall(results, filter="data")
+        return archive.getnames()
 
 
 def _print_bars(context: Context, wanted: bool) -> None:

@@ -33,7 +33,7 @@ from ..harness import timing
 from ..harness.conditions import conditions
 from ..harness.inputs import Inputs, WrongError
 from ..harness.registry import ROOT
-from ..harness.tables import read_rows, write_rows
+from ..harness.tables import read_rows, replaced, write_rows
 from ..operators.attention import AttentionCase, attention_inputs
 
 # A change below this is noise: the present constants stay.
@@ -288,8 +288,7 @@ def save_sweep(path: Path, rows: list[dict[str, str]]) -> None:
     """Replaces the rows of the regimes that were swept now."""
     if not rows:
         return
-    before = [row for row in read_rows(path) if row["regime"] not in {r["regime"] for r in rows}]
-    rows = sorted([*before, *rows], key=lambda row: row["regime"])
+    rows = sorted(replaced(path, rows, ("regime",)), key=lambda row: row["regime"])
     write_rows(path, rows, [*COLUMNS, *CEILINGS, *conditions("cpu")])
 
 

@@ -155,11 +155,7 @@ def _first_line(error: Exception) -> str:
 
 def _numbers(inputs: Inputs, quantiles: timing.Quantiles, ceilings: Ceilings) -> Row:
     ideal = ceilings.seconds(inputs.bytes, inputs.flops)
-    return {
-        "p20_us": f"{quantiles.p20:.2f}",
-        "p50_us": f"{quantiles.p50:.2f}",
-        "p80_us": f"{quantiles.p80:.2f}",
-        "samples": str(quantiles.samples),
+    return quantiles.columns(2) | {
         "bytes": str(inputs.bytes),
         "flops": str(inputs.flops),
         "copy_gbs": f"{ceilings.copy / 1e9:.1f}",

@@ -31,6 +31,11 @@ class Quantiles:
         low, middle, high = torch.tensor(seconds, dtype=torch.float64).quantile(torch.tensor([0.2, 0.5, 0.8]).double())
         return cls(low.item() * 1e6, middle.item() * 1e6, high.item() * 1e6, len(seconds))
 
+    def columns(self, digits: int) -> dict[str, str]:
+        """As they stand in a row."""
+        times = {f"{name}_us": f"{getattr(self, name):.{digits}f}" for name in ("p20", "p50", "p80")}
+        return times | {"samples": str(self.samples)}
+
 
 def _rounds(providers: dict[str, list[Run]], once: Callable[[list[Run]], object], seconds: float) -> int:
     """How many rounds fill `seconds`, from one that also warms up; odd, so that a median is a sample."""

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from ..pages import markdown
+
 VOCABULARY = 311
 SIZES: list[tuple[str, int]] = [
     (r"vocab_size|n_vocab|vocabulary_size", VOCABULARY),
@@ -247,9 +249,6 @@ def main(arguments: list[str] | None = None) -> int:
 
 def table(rows: list[FamilyResult]) -> str:
     """The rows in Markdown."""
-    lines = ["| class | outcome | reused of 70 | why not |", "|---|---|---|---|"]
-    lines += [
-        f"| {row.name} | {row.outcome} | {row.reused or ''} | {row.why.replace('|', '/')[:120]} |"
-        for row in sorted(rows, key=lambda r: (OUTCOMES.index(r.outcome), r.name))
-    ]
-    return "\n".join(lines)
+    rows = sorted(rows, key=lambda row: (OUTCOMES.index(row.outcome), row.name))
+    lines = [(row.name, row.outcome, str(row.reused or ""), row.why.replace("|", "/")[:120]) for row in rows]
+    return "\n".join(markdown.table(("class", "outcome", "reused of 70", "why not"), "llll", lines))

@@ -97,7 +97,6 @@ class PlainCopy(Follower):
         self.next, self.prompt = 0, 0
 
     def work(self, hidden: torch.Tensor) -> Work:
-        """As above."""
         if self.next + len(hidden) > len(self.ring):
             self.next = 0
         first = self.next
@@ -125,7 +124,6 @@ class CopyPerBlock(Follower):
         self.blocks = [empty.clone() for _ in range(self.num_blocks)]
 
     def work(self, hidden: torch.Tensor) -> Work:
-        """As above."""
         table = self.manager.block_table(self.running).tolist()
         first = self.cached // BLOCK_SIZE
         before, after = table[:first], table[first:]
@@ -150,7 +148,6 @@ class Indexing(Follower):
         self.cache = torch.zeros(self.num_blocks, BLOCK_SIZE, features, dtype=torch.bfloat16)
 
     def work(self, hidden: torch.Tensor) -> Work:
-        """As above."""
         table = torch.from_numpy(self.manager.block_table(self.running)).long()
         positions = torch.arange(self.cached, self.cached + len(hidden))
         slots = table[positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE
@@ -173,11 +170,9 @@ class IndexSelect(Indexing):
     name = "index_copy_, index_select"
 
     def store(self, slots: torch.Tensor, hidden: torch.Tensor) -> None:
-        """As above."""
         self.cache.flatten(0, 1).index_copy_(0, slots, hidden)
 
     def load(self, blocks: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        """As above."""
         return torch.cat([self.cache.index_select(0, blocks).flatten(0, 1), hidden])
 
 
@@ -240,13 +235,11 @@ class Omni(Follower):
         self.finished = []
 
     def decode(self) -> None:
-        """As above."""
         super().decode()
         self.table = (self.manager.block_table(self.running) + 1).tolist()
         self._schedule([], 1)
 
     def work(self, hidden: torch.Tensor) -> Work:
-        """As above."""
         ids: list[Any] = []
 
         def store() -> None:
@@ -316,17 +309,8 @@ def main() -> None:
     rows = []
     for tokens, features in ((256, 4096), (1024, 4096), (4096, 4096), (16384, 2048)):
         for (provider, what), took in measure(tokens, features).items():
-            row = {
-                "provider": provider.name,
-                "version": provider.version,
-                "what": what,
-                "tokens": tokens,
-                "features": features,
-                "p20_us": f"{took.p20:.1f}",
-                "p50_us": f"{took.p50:.1f}",
-                "p80_us": f"{took.p80:.1f}",
-                "samples": took.samples,
-            }
+            row = {"provider": provider.name, "version": provider.version, "what": what}
+            row |= {"tokens": tokens, "features": features} | took.columns(1)
             rows.append(row | conditions("cpu"))
             print(*list(row.values()), flush=True)
     write_rows(ROWS, rows)

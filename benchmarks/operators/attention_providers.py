@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -136,17 +136,19 @@ def _compacted(call: AttentionCall) -> Run:
         raise UnsupportedError("compaction needs holes, all queries behind them, and no window")
     tables = call.block_tables.cpu()
     kept = [row[row >= 0] for row in tables]
-    compact = torch.zeros(len(kept), max(map(len, kept)), dtype=torch.int32)
-    for row, blocks in zip(compact, kept, strict=True):
-        row[: len(blocks)] = blocks
-    lens = [int(case.present(i).sum()) for i in range(len(kept))]
+    arguments = _dense(call, kept, [int(case.present(i).sum()) for i in range(len(kept))])
+    return lambda: pc.paged_attention(**arguments)
+
+
+def _dense(call: AttentionCall, blocks: Sequence[torch.Tensor], lens: list[int]) -> dict[str, Any]:
+    """Arguments of the dense kernel over blocks of each sequence, so many tokens of them."""
+    tables = torch.nn.utils.rnn.pad_sequence(blocks, batch_first=True).int()
     arguments = call.arguments("paged_attention") | {
-        "block_tables": compact.to(call.query.device),
+        "block_tables": tables.to(call.query.device),
         "seq_lens": torch.tensor(lens, dtype=torch.int32, device=call.query.device),
         "max_seq_len": max(lens),
     }
-    arguments["plan"] = _plan(call, arguments)
-    return lambda: pc.paged_attention(**arguments)
+    return arguments | {"plan": _plan(call, arguments)}
 
 
 def _compacted_heads(call: AttentionCall, copies: bool) -> Run:
@@ -165,14 +167,11 @@ def _compacted_heads(call: AttentionCall, copies: bool) -> Run:
     size, lens = case.block_size, [own.shape[1] * case.block_size for own in chosen]
     # Tokens of the last block that are not there yet.
     lens = [n - -length % size for n, length in zip(lens, case.seq_lens, strict=True)]
-    compact = torch.full((len(chosen), max(own.shape[1] for own in chosen)), -1, dtype=torch.int32)
     places = torch.arange(numbers.shape[1])
     if not copies:
         # Blocks of a pool lie anywhere in it; a copy of the moment is in order.
         pool = sum(-(-length // size) for length in case.seq_lens)
         places = torch.randperm(pool, generator=torch.Generator().manual_seed(0))[: len(places)]
-    for i, own in enumerate(places.split([own.shape[1] for own in chosen])):
-        compact[i, : len(own)] = own
 
     def copied(cache: torch.Tensor) -> torch.Tensor:
         # Head-major as they are gathered, [heads, blocks, slots, dim].
@@ -184,12 +183,7 @@ def _compacted_heads(call: AttentionCall, copies: bool) -> Run:
         made = made.transpose(1, 2) if case.layout == "HND" else made
         return made.index_copy_(0, places.to(made.device), copied(cache))
 
-    arguments = call.arguments("paged_attention") | {
-        "block_tables": compact.to(call.query.device),
-        "seq_lens": torch.tensor(lens, dtype=torch.int32, device=call.query.device),
-        "max_seq_len": max(lens),
-    }
-    arguments["plan"] = _plan(call, arguments)
+    arguments = _dense(call, places.split([own.shape[1] for own in chosen]), lens)
     kept = {} if copies else {"key_cache": pooled(call.key_cache), "value_cache": pooled(call.value_cache)}
 
     def run() -> torch.Tensor:

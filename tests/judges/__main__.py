@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import collections
-import csv
 import datetime
 import json
 import os
@@ -22,11 +21,13 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from benchmarks.harness import tables
+
 from .table import HERE, JUDGES, Judge
 
 ROOT = HERE.parent.parent
 SOURCES = ROOT / ".peers" / "judges"
-RESULTS = ROOT / "benchmarks" / "results" / "cpu" / "judges.csv"
+ROWS = tables.RESULTS / "cpu" / "judges.csv"
 FIELDS = ("judge", "package", "outcome", "reason", "cases", "seed", "date")
 QUICK = {"cases": 8, "seconds": 75.0, "pairs": 1 << 14}
 WHOLE = {"seconds": 900.0, "pairs": 1 << 17}
@@ -116,16 +117,10 @@ def run(name: str, sample: dict[str, Any]) -> list[dict[str, Any]]:
     return rows
 
 
-def write(name: str, rows: list[dict[str, Any]]) -> None:
+def write(rows: list[dict[str, Any]]) -> None:
     """Puts a judge's rows in the place of its earlier ones."""
-    kept: list[dict[str, Any]] = []
-    if RESULTS.exists():
-        with RESULTS.open(newline="", encoding="utf-8") as file:
-            kept = [row for row in csv.DictReader(file) if row["judge"] in JUDGES and row["judge"] != name]
-    with RESULTS.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, FIELDS, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(sorted([*kept, *rows], key=lambda row: list(JUDGES).index(row["judge"])))
+    known = [row for row in tables.replaced(ROWS, rows, ("judge",)) if row["judge"] in JUDGES]
+    tables.write_rows(ROWS, sorted(known, key=lambda row: list(JUDGES).index(str(row["judge"]))), FIELDS)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -156,7 +151,7 @@ def main(arguments: list[str] | None = None) -> int:
             about = {"package": JUDGES[name].package, "seed": options.seed, "date": datetime.date.today().isoformat()}
             table.append({"judge": name, "outcome": outcome, "reason": reason, "cases": count} | about)
         if options.write:  # each as it ends, so that an interrupted run keeps what it has
-            write(name, [row for row in table if row["judge"] == name])
+            write([row for row in table if row["judge"] == name])
     for line in failed:
         print(f"FAILED {line}")
     if failed:
