@@ -216,8 +216,9 @@ def main() -> None:
     import numpy
     import torch
 
+    from ..harness.conditions import commit
+
     torch.set_num_threads(1)
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
     for length in args.lengths:
         requests = args.requests or max(40, min(400, 4_000_000 // length))
         got = compare({"vllm": VLLM, "sglang": SGLang}[args.peer], length, args.hash, requests)
@@ -236,7 +237,7 @@ def main() -> None:
             "cpu": platform.processor() or platform.machine(),
             "python": platform.python_version(),
             "numpy": numpy.__version__,
-            "commit": commit,
+            "commit": commit(),
             "date": datetime.date.today().isoformat(),
         }
         print(json.dumps(row), flush=True)

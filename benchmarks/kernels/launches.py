@@ -10,6 +10,8 @@ import ast
 import contextlib
 import functools
 import hashlib
+import os
+import subprocess
 import sys
 import types
 from collections.abc import Callable, Iterable, Iterator
@@ -24,6 +26,8 @@ from triton.language import constexpr
 
 from pc.triton_ops._attention.constants import Architecture
 from pc.triton_ops._checks import reads_values
+
+from ..harness.tables import ROOT
 
 
 class Target(NamedTuple):
@@ -114,6 +118,18 @@ class Driver:
 
     def get_current_stream(self, device: int) -> int:
         return 0
+
+
+def run_on_cpu(*arguments: str) -> str:
+    """What `python -m benchmarks` prints in a process of its own, for where kernels run is read when pc is imported."""
+    environment = {**os.environ, "PC_KERNELS_ON_CPU": "1", "TRITON_DEFAULT_FP_FUSION": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), *filter(None, sys.path)])
+    environment.pop("TRITON_INTERPRET", None)
+    command = [sys.executable, "-m", "benchmarks", *arguments]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)}: {done.stderr}")
+    return done.stdout
 
 
 def digest(launches: Iterable[Launch]) -> str:

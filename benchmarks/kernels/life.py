@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -26,7 +24,7 @@ import pc
 
 from ..harness import tables
 from ..harness.conditions import conditions
-from .launches import Driver, as_on_a_device
+from .launches import Driver, as_on_a_device, run_on_cpu
 
 TABLE = tables.RESULTS / "life.csv"
 HEADS, KV_HEADS, BLOCK = 8, 2, 16
@@ -110,14 +108,7 @@ def life(head_dim: int) -> None:
 
 def run(options: dict[str, Any]) -> tuple[list[str], int]:
     """What is told of a kind of layer, by a process of its own."""
-    environment = {**os.environ, "PC_KERNELS_ON_CPU": "1", "TRITON_DEFAULT_FP_FUSION": "1"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(tables.ROOT / "src"), *filter(None, sys.path)])
-    environment.pop("TRITON_INTERPRET", None)
-    command = [sys.executable, "-m", "benchmarks", "life", json.dumps(options)]
-    found = subprocess.run(command, cwd=tables.ROOT, env=environment, capture_output=True, text=True, check=False)
-    if found.returncode:
-        raise RuntimeError(found.stderr)
-    *more, warm = found.stdout.splitlines()
+    *more, warm = run_on_cpu("life", json.dumps(options)).splitlines()
     return more, int(warm)
 
 

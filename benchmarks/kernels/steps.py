@@ -6,16 +6,11 @@ import dataclasses
 import functools
 import json
 import multiprocessing
-import os
-import subprocess
-import sys
 from typing import Any
 
 import torch
 
 import pc
-
-from ..harness.tables import ROOT
 
 # What is counted for.
 TARGETS = ("sm_80", "sm_90")
@@ -143,14 +138,9 @@ def ours(batch: Batch) -> torch.Tensor:
 @functools.cache
 def sources() -> dict[tuple[str, str, str], str]:
     """Of each target, version of triton and step, the digest of what the tree launches now."""
-    paths = [str(ROOT / "src"), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
-    environment = {**os.environ, "PC_KERNELS_ON_CPU": "1", "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-    environment.pop("TRITON_INTERPRET", None)  # kernels run where pc was told to when it is imported: another process
-    command = [sys.executable, "-m", "benchmarks", "launches"]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(command)}: {done.stderr}")
-    return {tuple(key): value for key, value in json.loads(done.stdout)}
+    from .launches import run_on_cpu
+
+    return {tuple(key): value for key, value in json.loads(run_on_cpu("launches"))}
 
 
 _DRAWN: dict[str, Batch] = {}  # of the steps whose batches no kernel makes: what takes longest, here once for all
