@@ -74,6 +74,7 @@ _FLASH = Judge(
     paths=("hopper", "."),
     keep=("tests/test_flash_attn.py", "hopper/", "flash_attn/"),
     rules=(_BACKWARD, _REPEATS, _DROPOUT),
+    cases=150,  # a quarter of an hour
 )
 
 
