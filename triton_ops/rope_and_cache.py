@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -35,9 +36,12 @@ from .reshape_and_cache import (
 _PIECE_ELEMENTS = 1 << 16
 
 
+_write_values = attrgetter(*CacheWrite._fields)
+
+
 def _write_of(call: Any) -> Any:
     """The cache write of a call, of keys that are not rotated yet."""
-    return CacheWrite(*[getattr(call, name) for name in CacheWrite._fields])
+    return CacheWrite(*_write_values(call))
 
 
 def _check(call: Any) -> None:

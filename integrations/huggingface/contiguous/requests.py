@@ -6,6 +6,7 @@ import contextlib
 import weakref
 from copy import copy
 from functools import partial
+from itertools import takewhile
 from typing import Any
 
 from ....cache import OutOfBlocks
@@ -82,23 +83,8 @@ class PromptRequests:
         """Brings blocks behind an admitted prompt's back, cached ones behind a gap too; what it has then."""
         store, blocks, evicted = self.store, prompt.blocks, self.store.evicted
         assert evicted is not None
-        size, first = store.block_size, blocks.written
-        digests = store.manager.block_hashes(prompt.request_id)
-        find = partial(evicted.content, store.manager)
-        found: list[list[Content]] = []
-        for digest in digests[first:]:
-            contents = [c for group, _ in store.storage.kv if (c := find(group, digest)) is not None]
-            if len(contents) < len(store.storage.kv):
-                break
-            found.append(contents)
-        kept: Content | None = None
-        while store.states is not None and found:
-            end = (first + len(found)) * size
-            if end <= len(prompt.tokens) - 2 and prompt.readable(end) == end:
-                kept = find(store.storage.state_group, digests[first + len(found) - 1])
-            if kept is not None:
-                break
-            found.pop()
+        size = store.block_size
+        found, kept = self._found_below(prompt, blocks.written)
         step = store.storage.chunk or len(found)
         for at in range(0, len(found), max(step, 1)):
             chunk = found[at : at + step]
@@ -113,6 +99,39 @@ class PromptRequests:
                 blocks.keep_states(blocks.written * size, states)
             blocks.commit(blocks.written * size)
         return (min(blocks.written * size, len(prompt.tokens) - 1) if found else cached), states
+
+    def _found_below(self, prompt: Prompt, first: int) -> tuple[list[list[Content]], Content | None]:
+        """KV of blocks from `first` on that are cached or in a tier, and recurrent states behind the last of them.
+
+        Where a model has states, KV is read only as far as there are some.
+        """
+        store, evicted = self.store, self.store.evicted
+        assert evicted is not None
+        groups = [group for group, _ in store.storage.kv]
+        digests = store.manager.block_hashes(prompt.request_id)[first:]
+        has, content = partial(evicted.has, store.manager), partial(evicted.content, store.manager)
+        found: list[list[Content]] = []
+        kept: Content | None = None
+        count = len(digests)
+        if store.states is not None:
+            there = (all(has(group, digest) for group in groups) for digest in digests)
+            count = sum(takewhile(bool, there))
+        while True:
+            while store.states is not None and count:
+                end = (first + count) * store.block_size
+                if end <= len(prompt.tokens) - 2 and prompt.readable(end) == end:
+                    kept = content(store.storage.state_group, digests[count - 1])
+                if kept is not None:
+                    break
+                count -= 1
+            for digest in digests[len(found) : count]:
+                contents = [c for group in groups if (c := content(group, digest)) is not None]
+                if len(contents) < len(groups):
+                    break
+                found.append(contents)
+            if store.states is None or len(found) >= count:
+                return found[:count], kept
+            count, kept = len(found), None  # a tier may lose what it had
 
     def readmit(self, prompt: Prompt, most: int | None = None) -> None:
         """Looks again for what is cached by now; `most`: see `admit`."""

@@ -55,6 +55,11 @@ class LowerTiers:
                 return content
         return next((found for tier in self._tiers[group] if (found := tier.get(digest)) is not None), None)
 
+    def has(self, manager: AnyManager, group: int, digest: bytes) -> bool:
+        """Whether `content` would find a block, as far as can be told without reading it."""
+        cached = manager.pools[group].table.find(np.frombuffer(digest, np.uint64)[None])[0] >= 0
+        return bool(cached) or any(digest in tier for tier in self._tiers[group])
+
     def evicted(self, group: int, blocks: np.ndarray, digests: list[bytes]) -> list[bytes]:
         """Called by the manager with blocks that are about to lose their content; gives the hashes of those kept."""
         contents = {d: self._parts[group].content(b) for b, d in zip(blocks.tolist(), digests, strict=True)}

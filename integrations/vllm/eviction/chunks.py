@@ -75,12 +75,12 @@ def why_no_chunks(scheduler: Any, chunk: int) -> str:
     given = scheduler.scheduler_config
     budget = min(scheduler.max_num_scheduled_tokens, given.long_prefill_token_threshold or chunk)
     media = scheduler.vllm_config.model_config.is_multimodal_model
-    reasons = clipping_reasons(scheduler) | {
+    reasons = {
         "layers with states": scheduler.has_mamba_layers,
-        "images, sound or an encoder": media or scheduler.is_encoder_decoder,
+        "images, sound or an encoder": media or scheduler.is_encoder_decoder,  # for which vLLM sets others
         f"steps of {budget} tokens, fewer than a chunk's {chunk}": budget < chunk,
     }
-    return first_reason(reasons)
+    return first_reason(reasons | clipping_reasons(scheduler))
 
 
 def clipping_reasons(scheduler: Any) -> dict[str, Any]:

@@ -203,7 +203,7 @@ class GapJumps:
 def why_no_jumps(scheduler: Any) -> str:
     """What of an engine makes jumps over gaps impossible, or ""."""
     encodes = {"an encoder": scheduler.is_encoder_decoder or scheduler.ec_connector is not None}
-    return why_not_one_chain(scheduler) or first_reason(clipping_reasons(scheduler) | encodes)
+    return why_not_one_chain(scheduler) or first_reason(encodes | clipping_reasons(scheduler))
 
 
 def why_not_one_chain(scheduler: Any) -> str:

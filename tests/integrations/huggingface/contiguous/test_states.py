@@ -25,7 +25,7 @@ from generate_cases import (  # noqa: E402
 )
 
 from pc.integrations.huggingface import enable_prefix_caching  # noqa: E402
-from pc.integrations.huggingface.contiguous import storage  # noqa: E402
+from pc.integrations.huggingface.contiguous import storage, tiers  # noqa: E402
 from pc.integrations.huggingface.contiguous.probe import probe  # noqa: E402
 
 LFM2 = HYBRIDS[1]
@@ -143,6 +143,24 @@ def test_evicted_states_come_back(tmp_path: Path, tier: str) -> None:
         model = remembering(LFM2)
         with enable_prefix_caching(model, **options) as handle:  # another process, later
             assert cached(model, handle, prompt(70)) == 64
+
+
+def test_states_come_back_past_blocks_that_are_cached() -> None:
+    model = remembering(LFM2)
+    with enable_prefix_caching(model, num_blocks=16, host_blocks=64, policy="arc") as handle:
+        for turn in range(2):
+            for seed in range(3):
+                assert cached(model, handle, prompt(150, seed)) == 144 * turn
+                assert_nothing_held(handle)
+
+
+def test_keys_and_values_are_copied_only_as_far_as_there_are_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, copied = remembering(LFM2), []
+    monkeypatch.setattr(tiers, "host_copy", lambda content: copied.append(content) or content)
+    with enable_prefix_caching(model, num_blocks=64, host_blocks=64) as handle:
+        assert cached(model, handle, prompt(150)) == 0
+        assert cached(model, handle, torch.cat([prompt(100), prompt(50, 1)], 1)) == 0
+        assert not copied
 
 
 def test_states_outlast_their_keys_and_values(monkeypatch: pytest.MonkeyPatch) -> None:

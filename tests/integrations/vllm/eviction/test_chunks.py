@@ -141,6 +141,10 @@ def test_engines_without_chunks_say_why(warnings):
         ({"has_mamba_layers": True}, "layers with states"),
         ({"vllm_config.model_config": SimpleNamespace(is_multimodal_model=True)}, "images, sound or an encoder"),
         ({"is_encoder_decoder": True}, "images, sound or an encoder"),
+        (  # as vLLM sets it for these
+            {"is_encoder_decoder": True, "scheduler_config.enable_chunked_prefill": False},
+            "images, sound or an encoder",
+        ),
         ({"use_pp": True}, "pipeline parallelism"),
         ({"dcp_world_size": 2}, "context parallelism"),
         ({"scheduler_config.enable_chunked_prefill": False}, "prefill in one piece"),
