@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,10 @@ def test_snippets_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     model = transformers.LlamaForCausalLM(config).eval()
     for auto, result in (("AutoTokenizer", tokenizer), ("AutoModelForCausalLM", model)):
         monkeypatch.setattr(getattr(transformers, auto), "from_pretrained", lambda *_, result=result, **__: result)
+    build_pipeline = transformers.pipeline  # loading it makes transformers a new module
+    monkeypatch.setattr(
+        sys.modules["transformers"], "pipeline", lambda task, _: build_pipeline(task, model, tokenizer=tokenizer)
+    )
     monkeypatch.setattr(pc.demo, "trained_model_folder", lambda: tmp_path)
     namespace: dict[str, Any] = {"__name__": "__snippet__"}
     for number, code in enumerate(snippets(page)):

@@ -112,6 +112,8 @@ def render_batching(page: Path) -> str:
     return "\n".join([said, "", *table(heads, f"ll{'r' * (3 + len(others))}l", lines)])
 
 
+FAMILIES = ROOT / "docs" / "huggingface.md"
+
 KINDS = {
     "full attention": "Llama Qwen2 Qwen3 Qwen3Moe Mixtral Phi3 Olmo2 Glm4 Glm4Moe Granite SmolLM3 GPT2 Bloom Falcon",
     "windows, chunks, sinks": "Mistral Gemma2 Gemma3 Gemma3n Gemma4 GptOss Llama4 Cohere2 Olmo3 Exaone4",
@@ -122,21 +124,27 @@ KINDS = {
     "InternVL Idefics3 SmolVLM",
     "fall back": "RecurrentGemma DeepseekV4 Zamba Rwkv",
 }
-"""Families that a newcomer looks for; README shows those of them that `pc families` found so."""
+"""Families that a newcomer looks for, by kind of layer."""
 
 
-def render_families(page: Path) -> str:
-    """A line for each kind of model, from the table of every class in docs/huggingface.md."""
-    source = ROOT / "docs" / "huggingface.md"
-    classes = re.findall(r"^\| (\w+) \| (served|falls back) \|", source.read_text(encoding="utf-8"), re.MULTILINE)
+def _classes() -> list[tuple[str, str]]:
+    """Return each class of the table of families in docs/huggingface.md and its outcome."""
+    text = FAMILIES.read_text(encoding="utf-8")
+    return re.findall(r"^\| (\w+) \| (served|falls back) \|", text, re.MULTILINE)
+
+
+def render_families(_page: Path) -> str:
+    """Render a line for each kind of model, from the table of every class."""
     lines = []
     for kind, names in KINDS.items():
         outcome = "falls back" if kind == "fall back" else "served"
         suffixes = ("ForConditionalGeneration",) if kind == "vision-language" else ("ForCausalLM", "LMHeadModel")
-        found = {
-            name.removesuffix(end) for name, was in classes if was == outcome for end in suffixes if name.endswith(end)
-        }
+        classes = [name for name, was in _classes() if was == outcome]
+        found = {name.removesuffix(end) for name in classes for end in suffixes if name.endswith(end)}
         lines.append((kind, ", ".join(name for name in names.split() if name in found)))
-    served = sum(was == "served" for _, was in classes)
-    said = f"{served} classes of transformers are served: [every one]({link(page, source)}#families)."
-    return "\n".join([*table(("models", "families, of those that were run"), "ll", lines), "", said])
+    return "\n".join(table(("models", "families, of those that were run"), "ll", lines))
+
+
+def render_families_summary(_page: Path) -> str:
+    """Render how many classes of transformers are served."""
+    return f"{sum(outcome == 'served' for _, outcome in _classes())} classes of transformers"
