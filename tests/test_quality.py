@@ -12,7 +12,7 @@ pytest.importorskip("transformers")
 
 from benchmarks.harness import tables
 from benchmarks.models import quality
-from pc.integrations.huggingface.compression import presses
+from pc.integrations import presses
 
 WHOLE = {m.name: m for m in quality.methods([1.0])}
 EXACT = {

@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 import pc
-from pc.integrations.huggingface.compression import presses
+from pc.integrations import presses
 
 from ..harness.conditions import use_threads
 from ..harness.tables import RESULTS, ROOT, replaced, write_rows

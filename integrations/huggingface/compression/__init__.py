@@ -1,8 +1,8 @@
-"""Compressed documents: of a text that is read once each KV head keeps the tokens it needs, and the rest is freed.
+"""Compressed documents: a text is read once, each KV head keeps the tokens it needs, and the rest is freed.
 
-`reading` computes the text and lets a press choose, `presses` holds those that go by a name, `document` holds what was
-kept and answers questions over it: the document's heads as sequences of their own, whose blocks no request changes,
-and each request's own tokens behind them, merged by their log-sum-exps.
+`reading` computes the text and lets a press choose; `..presses` holds the presses that go by a name. `document` holds
+the kept tokens and answers questions over them. A document's heads are sequences of their own, whose blocks no request
+changes. A request's own tokens come behind them, and the two parts are merged by their log-sum-exps.
 """
 
 from .document import CompressedDocument

@@ -25,6 +25,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from ....cache.disk import DiskTier
 from ....triton_ops import paged_attention
+from ...presses import SCORES, choose
 from ..calls import RequestReport, UnsupportedError, refuse_if
 from ..contiguous.store import ContiguousStore
 from ..contiguous.tiers import fingerprint
@@ -32,7 +33,7 @@ from ..paged.dispatch import MarkedCall, PagedPass, install, mark
 from ..settings import CacheOptions, ScopedSetting, memory_budget
 from ..support import changing_rope, check_model
 from .document import CompressedDocument, Content, KeptLayer, WindowLayer, keep
-from .presses import SCORES, choose, press_key
+from .presses import press_key
 from .questions import KeptQuestions, are_kept
 
 _entered: ContextVar[tuple[CompressedDocument, ...]] = ContextVar("pc_documents", default=())
