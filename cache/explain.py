@@ -116,7 +116,7 @@ def explain(state: ManagerState, tokens: array[int], keys: EncodedKeys) -> Expla
     if hit.position >= count - 1:
         return Explanation(count, hit.position, None, hit.position)
     known = list(_known(state, hasher, prompt))
-    why = _absent(state, known, prompt, hit.blocks) or _different(prompt, known, hit, size)
+    why = _absent(state, known, prompt, hit.blocks) or _different(state, prompt, known, hit)
     return Explanation(count, hit.position, *why, gap_tokens, _moved_tokens(state, hasher, chain, prompt, known, hit))
 
 
@@ -161,21 +161,27 @@ def _absent(state: ManagerState, known: list[Known], prompt: Known, block: int) 
         lacking = [i for i, part in enumerate(parts) if part]
         return "window", start, None, min(lacking, key=lambda i: there[i])
     same = [text for text in known if len(text.digests) > block and (text.digests[block] == digest).all()]
+    end = start + state.block_size
     for text in same:
-        if text.request_id is not None and text.committed <= start:
+        if text.request_id is not None and text.committed < end:
             return "uncommitted", start, None, text.request_id
     times = [when for (when, words), _ in state.history.evicted if (words == digest).all(1).any()]
-    if times or any(text.committed > start for text in same):
+    if times or any(text.committed >= end for text in same):
         return "evicted", start, None, monotonic() - max(times) if times else None
     return None
 
 
-def _different(prompt: Known, known: list[Known], hit: Hit, size: int) -> Why:
-    """What keeps the block behind a hit from being one that is remembered."""
-    start = hit.blocks * size
-    agreed, end, other = _longest(prompt, known, hit.blocks, size)
+def _different(state: ManagerState, prompt: Known, known: list[Known], hit: Hit) -> Why:
+    """Return what keeps the block behind a hit from being a block that is remembered."""
+    size, block = state.block_size, hit.blocks
+    start = block * size
+    agreed, end, other = _longest(prompt, known, block)
     apart, elsewhere = max(
-        ((common_length(prompt.tokens, text.tokens), i) for i, text in enumerate(known) if _differ(prompt, text)),
+        (
+            (common_length(prompt.tokens, text.tokens), i)
+            for i, text in enumerate(known)
+            if _differ(prompt, text) and _is_cached(state, text, block)
+        ),
         default=(0, -1),
     )
     if apart // size > max(agreed, start) // size:
@@ -193,7 +199,12 @@ def _different(prompt: Known, known: list[Known], hit: Hit, size: int) -> Why:
     return "never", start, None, None
 
 
-def _longest(prompt: Known, known: list[Known], block: int, size: int) -> tuple[int, str, Known | None]:
+def _is_cached(state: ManagerState, text: Known, block: int) -> bool:
+    """Return whether a block of a remembered text is still in the cache."""
+    return block < len(text.digests) and any(pool.table.find(text.digests[block][None])[0] >= 0 for pool in state.pools)
+
+
+def _longest(prompt: Known, known: list[Known], block: int) -> tuple[int, str, Known | None]:
     """In how many tokens the text with the same salt and keys agrees that agrees longest, and what ends that."""
     best: tuple[int, str, Known | None] = (0, "end", None)
     for text in known:
@@ -203,7 +214,7 @@ def _longest(prompt: Known, known: list[Known], block: int, size: int) -> tuple[
         placed = {position for position, _ in set(text.keys.placed) ^ set(prompt.keys.placed)}
         border = min(placed, default=both)
         end = "keys" if border < common else "token" if common < both else "end"
-        begins = end == "token" and common < 2 <= size and not block
+        begins = end == "token" and common < 2 and not block
         if begins and 2 * np.count_nonzero(text.tokens[:both] == prompt.tokens[:both]) < both:
             continue  # no more than the token that all texts begin with
         if min(border, common) >= best[0]:

@@ -40,6 +40,8 @@ def rollback(state: ManagerState, request_id: Hashable, num_tokens: int) -> None
     committed, num_blocks = min(request.committed, length), -(-length // size)
     needed_from = [max(g.first_needed(committed, size), g.sink_blocks(size)) for g in state.groups]
     _check_resident(state, request, length, needed_from)
+    if length // size < request.published:
+        state.history.request_ended(request)  # its published blocks stay in the cache
     state.changes += (
         (put_fields, request, ("chain", *CHANGING), (request.chain, *request.snapshot())),
         (request.tokens.__setitem__, slice(length, None), request.tokens[length:]),

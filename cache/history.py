@@ -1,8 +1,8 @@
 """What is remembered for `CacheManager.explain`: delete it and all is right, only unexplained.
 
-Of each request that ended with published blocks the tokens behind its own hit (those of the hit were remembered with
-the request that computed them), and the hashes of evicted blocks. A block's hash stands for all that is before it, so
-the ends of requests are joined again by it.
+For each request that ended with published blocks, `History` keeps the written tokens behind the request's own hit.
+The tokens of the hit were remembered with the request that computed them. The hash of a block covers all tokens before
+it, so it joins the pieces of a text again. `History` also keeps the hashes of evicted blocks.
 """
 
 from __future__ import annotations
@@ -68,12 +68,15 @@ class History:
         return self.ended.nbytes + self.evicted.nbytes
 
     def request_ended(self, request: Request) -> None:
-        """Remembers a request that has published blocks."""
+        """Remember the written text of a request that has published blocks."""
         if request.published:
-            hit, tokens, before = request.hit, request.tokens, None
-            if 0 < hit <= len(request.digests):
-                before, tokens = request.digests[hit - 1].tobytes(), tokens[hit * self._block_size :]
-            self.ended.add((request.keys, before, tokens, request.committed), ENTRY_BYTES + 4 * len(tokens))
+            size, tokens, committed = self._block_size, request.tokens, request.committed
+            # A block that nobody wrote to its end never became findable; the rest of an unfinished one explains a miss.
+            end = len(tokens) if len(tokens) < (committed // size + 1) * size else committed
+            hit = request.hit if request.hit <= min(len(request.digests), committed // size) else 0
+            before = request.digests[hit - 1].tobytes() if hit else None
+            own = tokens[hit * size : end]
+            self.ended.add((request.keys, before, own, committed), ENTRY_BYTES + 4 * len(own))
 
     def blocks_evicted(self, words: Words) -> None:
         """Remembers hashes, `[blocks, words]`; the array is kept."""

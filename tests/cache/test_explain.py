@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 
 import numpy as np
@@ -245,3 +246,109 @@ def test_remembered_entries_are_bounded_by_their_bytes():
 def test_bad_prompts_are_refused(tokens, error):
     with pytest.raises(error, match="token_ids"):
         pc.CacheManager(8).explain(tokens)
+
+
+class Walk:
+    """Random requests, and every text that they wrote, so that each claim of an explanation can be looked up."""
+
+    KEYS = ({}, {"salt": "one"}, {"extra_keys": "lora"})
+
+    def __init__(self, seed):
+        self.rng = rng = random.Random(seed)
+        self.size, self.vocabulary = rng.choice([1, 2, 4, 8]), rng.choice([2, 3, 30])
+        self.manager = pc.CacheManager(rng.choice([6, 10, 20, 60]), self.size, rng.choice(["default", "lru"]))
+        self.running, self.ended, self.published = {}, [], set()
+        self.texts = [self.words(rng.randrange(1, 6 * self.size + 2)) for _ in range(3)]
+
+    def words(self, count):
+        return [self.rng.randrange(self.vocabulary) for _ in range(count)]
+
+    def text(self):
+        rng, text = self.rng, list(self.rng.choice(self.texts))
+        text = text[: rng.randrange(1, len(text) + 1)] + self.words(rng.choice([0, rng.randrange(3 * self.size)]))
+        if rng.random() < 0.3:
+            text[rng.randrange(len(text))] = rng.randrange(self.vocabulary)
+        if len(text) < 60:
+            self.texts.append(text)
+        return text
+
+    def is_cached(self, key, tokens):
+        given = encode_keys(self.KEYS[key].get("extra_keys"), self.KEYS[key].get("salt"))
+        hashes = BlockHasher("sha256", self.size).hash_blocks(encode_tokens(tokens), given)
+        return bool(self.manager.pools[0].table.find(hashes[-1:])[0] >= 0)
+
+    def step(self, number):
+        rng, manager, key = self.rng, self.manager, self.rng.randrange(3)
+        if rng.random() < 0.4 or not self.running:
+            text = self.text()
+            manager.allocate(number, text, **self.KEYS[key])
+            self.running[number] = [key, text, manager._state.running[number].committed]
+            return
+        name = rng.choice(list(self.running))
+        key, text, written = self.running[name]
+        verb = rng.choice(["commit", "commit", "rollback", "append", "free", "free"])
+        if verb == "commit":
+            written = max(written, rng.choice([len(text), rng.randrange(written, len(text) + 1)]))
+            manager.commit(name, written)
+            self.published |= {(key, tuple(text[:end])) for end in range(self.size, written + 1, self.size)}
+        elif verb == "rollback":
+            kept = rng.randrange(len(text) + 1)
+            manager.rollback(name, len(text) - kept)
+            self.ended.append((key, text, written))
+            text, written = text[:kept], min(written, kept)
+        elif verb == "append":
+            new = self.words(rng.randrange(1, 2 * self.size + 1))
+            manager.append(name, new)
+            text = text + new
+        else:
+            manager.free(name)
+            self.ended.append((key, text, written))
+            del self.running[name]
+            return
+        self.running[name] = [key, text, written]
+
+    def check(self):
+        key, prompt, size = self.rng.randrange(3), self.text(), self.size
+        found = self.manager.explain(prompt, **self.KEYS[key])
+        blocks = next(n for n in range(len(prompt) + 1) if not self._has(key, prompt, n))
+        start = blocks * size
+        block, whole = prompt[: start + size], len(prompt) >= start + size
+        other = whole and any(self.is_cached(k, block) for k in range(3) if k != key)
+        evicted = whole and (key, tuple(block)) in self.published
+        ended = [e for e in self.ended if e[2] >= size]
+        ended = [(k, t if len(t) < (w // size + 1) * size else t[:w]) for k, t, w in ended]
+        running = [(k, t) for k, t, _ in self.running.values()]
+        agree = [(common(t, prompt), t) for k, t in (*ended, *running) if k == key]
+        writing = whole and any(k == key and t[: start + size] == block for k, t in running)
+        if found.reason is None:
+            return found.matched == len(prompt) - 1
+        true = {
+            "salt": other,
+            "keys": other,
+            "evicted": evicted,
+            "uncommitted": writing,
+            "block": found.there in range(size) and (not whole or start + found.there in [n for n, _ in agree]),
+            "token": any((n, tuple(t[n : n + 16])) == (found.position, found.there) for n, t in agree),
+            "never": not (other or evicted or writing or max([n for n, _ in agree], default=0) > max(start, 1)),
+        }[found.reason]
+        place = found.position >= start if found.reason == "token" else found.position == start
+        return true and place and found.matched == start
+
+    def _has(self, key, prompt, blocks):
+        """Return whether the prompt has so many blocks, and one more that is cached."""
+        end = (blocks + 1) * self.size
+        return end <= len(prompt) and self.is_cached(key, prompt[:end])
+
+
+def common(one, other):
+    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+
+
+def test_every_claim_of_an_explanation_is_true():
+    for seed in range(40):
+        walk = Walk(seed)
+        for number in range(60):
+            with contextlib.suppress(pc.OutOfBlocks):
+                walk.step(number)
+            assert walk.check(), seed
+        walk.manager.check()

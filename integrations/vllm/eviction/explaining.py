@@ -51,10 +51,14 @@ class Misses:
         return hit
 
     def find(self, digests: Words) -> Ids:
-        """Blocks of the prompt that is explained, -1 where they are not cached."""
-        names = (self._names.get(digest) for digest in split_digests(digests))
-        found = (name and self._pool.get_cached_block(name, [0]) for name in names)
-        return np.array([block[0].block_id if block else -1 for block in found], np.int32)
+        """Return the blocks of the explained prompt, -1 where they are not cached.
+
+        vLLM's hashes of other texts are unknown here: their blocks count as cached, with block number 0.
+        """
+        names = [self._names.get(digest) for digest in split_digests(digests)]
+        found = [name and self._pool.get_cached_block(name, [0]) for name in names]
+        cached = (block[0].block_id if block else -1 for block in found)
+        return np.array([0 if name is None else block for name, block in zip(names, cached, strict=True)], np.int32)
 
     def explain(self, request: Any, jumps: GapJumps | None) -> Explanation:
         """What is there of a request that has not been admitted, and why no more."""
