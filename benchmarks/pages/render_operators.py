@@ -223,21 +223,6 @@ def render_work_compressed(page: Path) -> str:
     return with_rows(table(heads, "llrrrr", lines), page, results("work.csv"))
 
 
-def render_work_before(page: Path) -> str:
-    """The same steps at earlier commits, by the newest triton."""
-    now = [row | {"of": "now"} for row in newest_triton(work_rows()) if row["provider"] == OURS]
-    source = results("work_before.csv")
-    rows = [*read_rows(source), *now]
-    counts = {(row["architecture"], row["case"], row["of"]): int(row["instructions"]) for row in rows}
-    ofs = list(dict.fromkeys(row["of"] for row in rows))
-    lines = []
-    for arch, case in dict.fromkeys((row["architecture"], row["case"]) for row in rows[: -len(now)]):
-        own = [counts[arch, case, of] for of in ofs]
-        lines.append([case, arch, *(f"{count:,}" for count in own), f"{own[-1] / own[0]:.2f}"])
-    heads = ("step", "target", *ofs, f"now / {ofs[0]}")
-    return with_rows(table(heads, "ll" + "r" * (len(heads) - 2), lines), page, source)
-
-
 def render_life(page: Path) -> str:
     """How many kernels the life of a layer compiles, by kind of layer."""
     source = results("life.csv")
