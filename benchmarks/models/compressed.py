@@ -29,24 +29,26 @@ QUESTION, WARM = 16, 4
 @torch.inference_mode()
 def measure(handle: Any, model: Any, ids: torch.Tensor, budget: float, steps: int) -> dict[str, str]:
     """Columns of a row; `ids [1, tokens]` are the text and, last, the question; no steps: no times."""
+    from pc.integrations.huggingface.api import CACHE, result_cache
+
     context = ids[:, :-QUESTION]
     document = handle.compress(context, budget=budget)
     with document:
-        over = document.arguments({"input_ids": ids})["past_key_values"]
-    whole = model(ids, use_cache=True, logits_to_keep=1).past_key_values
+        over = document.arguments({"input_ids": ids})[CACHE]
+    whole = result_cache(model(ids, use_cache=True, logits_to_keep=1))
     dense = sum(side[:, :, : context.shape[1]].nbytes for layer in whole.layers for side in (layer.keys, layer.values))
     row = {"tokens": str(context.shape[1]), "budget": f"{budget:g}", "held_bytes": str(document.nbytes)}
     row |= {"peak_bytes": str(document.peak_nbytes), "dense_bytes": str(dense)}
     if not steps:
         return row
-    model(ids[:, -QUESTION:], past_key_values=over, position_ids=torch.arange(ids.shape[1])[None, -QUESTION:])
+    model(ids[:, -QUESTION:], **{CACHE: over}, position_ids=torch.arange(ids.shape[1])[None, -QUESTION:])
     times: dict[str, list[float]] = {"plain": [], "pc": []}
     ways = [("plain", whole), ("pc", over)]
     for step in range(WARM + steps):
         token, place = ids[:, :1], torch.tensor([[ids.shape[1] + step]])
         for way, cache in ways[:: 1 if step % 2 else -1]:
             begin = time.perf_counter()
-            model(token, past_key_values=cache, position_ids=place)
+            model(token, **{CACHE: cache}, position_ids=place)
             times[way].append(time.perf_counter() - begin)
     for way, took in times.items():
         row[f"{way}_ms"] = f"{statistics.median(took[WARM:]) * 1e3:.3f}"

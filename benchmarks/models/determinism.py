@@ -58,6 +58,8 @@ def by_hand(model: Any, asked: list[list[int]]) -> tuple[list[Any], int, list[An
     """Logits of prompts computed at once, tokens that were cached, and logits behind a cache of what began alike."""
     from transformers import DynamicCache
 
+    from pc.integrations.huggingface.api import CACHE
+
     cold, warm, cached = [], [], 0
     for number, prompt in enumerate(asked):
         shared = max((_common(prompt, other) for other in asked[:number]), default=0)
@@ -66,8 +68,8 @@ def by_hand(model: Any, asked: list[list[int]]) -> tuple[list[Any], int, list[An
             cold.append(model(ids).logits[0, -1])
             cache = DynamicCache(config=model.config)
             if begin:
-                model(ids[:, :begin], past_key_values=cache)
-            warm.append(model(ids[:, begin:], past_key_values=cache).logits[0, -1])
+                model(ids[:, :begin], **{CACHE: cache})
+            warm.append(model(ids[:, begin:], **{CACHE: cache}).logits[0, -1])
         cached += begin
     return cold, cached, warm
 

@@ -121,20 +121,24 @@ class Ways:
         """Takes a new document, and lets every way see it once."""
         from transformers import DynamicCache
 
+        from pc.integrations.huggingface.api import CACHE
+
         self.document, self._by_hand = self.tokens(length), DynamicCache(config=self.model.config)
         with torch.no_grad():
-            self.model(self.document, past_key_values=self._by_hand, logits_to_keep=1)
+            self.model(self.document, **{CACHE: self._by_hand}, logits_to_keep=1)
         self.model.generate(self.document, do_sample=False, max_new_tokens=1)
 
     def ask(self, way: str, prompt: torch.Tensor, new_tokens: int, clock: TokenClock) -> torch.Tensor:
         """The answer; the clock hears of its tokens."""
+        from pc.integrations.huggingface.api import CACHE
+
         options: dict[str, Any] = {"do_sample": False, "max_new_tokens": new_tokens, "streamer": clock}
         if way == PC:
             return self.model.generate(prompt, **options)  # type: ignore[no-any-return]
         if way == DEEP_COPY:
-            options["past_key_values"] = copy.deepcopy(self._by_hand)
+            options[CACHE] = copy.deepcopy(self._by_hand)
         elif way == CROPPED:
-            options["past_key_values"] = self._by_hand
+            options[CACHE] = self._by_hand
         answer: torch.Tensor = type(self.model).generate(self.model, prompt, **options)
         if way == CROPPED:
             self._by_hand.crop(self.document.shape[1] - self._by_hand.get_seq_length())

@@ -12,6 +12,7 @@ import torch
 from transformers.generation.utils import GENERATION_MODES_MAPPING
 
 from ...cache import CacheManager, Explanation
+from .api import rename_cache
 from .calls import Calls, RequestReport, ServedStats, UnsupportedError
 from .compression.reading import Documents, Reader
 from .contiguous.serve import Contiguous
@@ -117,6 +118,7 @@ class Serving:
         original = type(model).generate
         if serves:
             self.last_requests = []
+        rename_cache(model, kwargs)
         arguments = _signature(original).bind(model, *args, **kwargs).arguments
         del arguments["self"]
         arguments.update(arguments.pop("kwargs", {}))

@@ -14,12 +14,13 @@ from transformers import DynamicCache, GenerationMixin
 from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
 from transformers.generation.utils import GENERATION_MODES_MAPPING
 
+from .api import CACHE, CACHE_NAMES, drop_cache
 from .calls import UnsupportedError, refuse_if
 from .images import Images
 
 BY_TOKEN = ("greedy_search", "sample")
 BY_TOKEN_OUTPUTS = ("output_attentions", "output_hidden_states")
-OWN_CACHE = "past_key_values of your own"
+OWN_CACHE = f"{CACHE} of your own"
 CONTINUED = "_pc_continued"  # attribute by which a cache is known as the result of a served call
 
 CHANGING_ROPE = ("dynamic", "longrope")
@@ -29,7 +30,7 @@ _OF_HUB = ("constraints", "force_words_ids", "penalty_alpha", "num_beam_groups",
 """Settings that may choose a decoding loop of the hub."""
 
 SERVED_ARGUMENTS = frozenset((
-    "attention_mask", "position_ids", "past_key_values", "cache_params", "use_cache", "logits_to_keep", "return_dict",
+    *CACHE_NAMES, "attention_mask", "position_ids", "use_cache", "logits_to_keep", "return_dict",
     "output_attentions", "output_hidden_states", "output_router_logits", "cache_position", "token_type_ids",
     "mm_token_type_ids",
 ))  # fmt: skip
@@ -96,8 +97,7 @@ class Loop:
     def run_over(self, model: Any, criteria: RecordedCriteria) -> Any:
         """The loop over what stands in the model's place and keeps its keys and values itself."""
         result = self.run(model, {"stopping_criteria": criteria})
-        if hasattr(result, "past_key_values"):
-            result.past_key_values = None  # the empty one that transformers made
+        drop_cache(result)  # the empty one that transformers made
         return result
 
     @property
@@ -130,7 +130,7 @@ class Loop:
     @property
     def cache_name(self) -> str:
         """The name under which the model's forward takes its cache."""
-        return "cache_params" if "cache_params" in self.model_kwargs else "past_key_values"
+        return next((name for name in CACHE_NAMES if name in self.model_kwargs), CACHE)
 
     @property
     def cache(self) -> Any:
@@ -163,7 +163,7 @@ def check_arguments(arguments: dict[str, Any]) -> None:
     """Raises UnsupportedError for arguments of generate under which nothing of a call can be cached."""
     for name in ("custom_generate", "synced_gpus"):
         refuse_if(arguments.get(name), f"{name}")
-    given = [arguments[name] for name in ("past_key_values", "cache_params") if arguments.get(name) is not None]
+    given = [arguments[name] for name in CACHE_NAMES if arguments.get(name) is not None]
     refuse_if(not all(getattr(cache, CONTINUED, None) is not None for cache in given), OWN_CACHE)
     initialized = torch.distributed.is_available() and torch.distributed.is_initialized()
     refuse_if(initialized and torch.distributed.get_world_size() > 1, "several processes generate together")

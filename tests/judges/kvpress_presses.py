@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from generate_cases import LLAMA, Family, prompt
+from generate_cases import CACHE, LLAMA, Family, prompt
 from tests.default_presses import default_presses  # of kvpress' sources
 
 from pc.integrations.huggingface import enable_prefix_caching
@@ -74,13 +74,13 @@ def of_kvpress(model: Any, press: Any, answer: torch.Tensor) -> torch.Tensor:
     """Logits behind the question and behind each token of an answer, by its own decoding."""
     cache = transformers.DynamicCache()
     with press(model):
-        model.model(input_ids=CONTEXT, past_key_values=cache, cache_position=torch.arange(CONTEXT.shape[1]))
+        model.model(input_ids=CONTEXT, **{CACHE: cache}, cache_position=torch.arange(CONTEXT.shape[1]))
     turned, logits = isinstance(press, kvpress.KeyRerotationPress), []
     begin = cache.get_seq_length() if turned else CONTEXT.shape[1]
     # Token by token: a mask is made for the first layer alone, and layers of PyramidKV differ in length.
     for at, token in enumerate([*QUESTION[0], *answer[:-1]], begin):
         place = torch.tensor([[at]])
-        logits.append(model(input_ids=token.view(1, 1), past_key_values=cache, position_ids=place).logits[:, -1])
+        logits.append(model(input_ids=token.view(1, 1), **{CACHE: cache}, position_ids=place).logits[:, -1])
     return torch.stack(logits[QUESTION.shape[1] - 1 :], 1)
 
 

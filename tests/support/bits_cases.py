@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 import transformers
-from generate_cases import DEEPSEEK, FAMILIES, HYBRIDS, assert_nothing_held, left_padded, prompt
+from generate_cases import CACHE, DEEPSEEK, FAMILIES, HYBRIDS, assert_nothing_held, left_padded, prompt
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from pc.demo._measure import MiddleFirst
@@ -59,11 +59,9 @@ def in_chunks(model: Any, tokens: torch.Tensor, steps: int, behind: int = 1) -> 
     for begin in range(0, last + 1, CHUNK):
         part = tokens[:, begin : length if begin == last else begin + CHUNK]
         keep = {"logits_to_keep": 1} if model._supports_logits_to_keep() else {}
-        logits = [model(part, past_key_values=cache, use_cache=True, **keep).logits[0, -1].float()]
+        logits = [model(part, **{CACHE: cache}, use_cache=True, **keep).logits[0, -1].float()]
     while len(logits) < steps:
-        logits.append(
-            model(logits[-1].argmax()[None, None], past_key_values=cache, use_cache=True).logits[0, -1].float()
-        )
+        logits.append(model(logits[-1].argmax()[None, None], **{CACHE: cache}, use_cache=True).logits[0, -1].float())
     return logits
 
 

@@ -16,6 +16,8 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from pc.integrations.huggingface import PrefixCaching
 
+CACHE = "cache" if "cache" in vars(transformers.generation.GenerateDecoderOnlyOutput) else "past_key_values"
+"""What this version of transformers calls a cache, as an argument and in a result."""
 VOCAB = 503
 EOS = 7
 SMALL = {
@@ -30,6 +32,10 @@ SMALL = {
     "bos_token_id": 1,
     "eos_token_id": EOS,
 }
+
+
+def cache_of(result: Any) -> Any:
+    return getattr(result, CACHE)
 
 
 @dataclass(frozen=True)

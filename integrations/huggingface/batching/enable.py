@@ -23,7 +23,7 @@ from ..settings import ScopedSetting, check_number, check_salt, default_num_bloc
 from ..support import check_model
 from .blocks import ScheduledBlocks, SharedBlocks
 
-OLDEST, NEWEST = (5, 19), (5, 23)
+OLDEST, NEWEST = (5, 19), (5, 24)
 PACKAGE = "transformers.generation.continuous_batching."
 
 _CONFIGS = "generation_config continuous_batching_config workload_hints"

@@ -21,6 +21,7 @@ from ....cache.payload import pack, unpack
 from ....triton_ops import attention_plan, merge_attention, paged_attention_with_lse, sparse_gap_attention_with_lse
 from ....triton_ops._attention.cpu_masked import flash_kernel
 from ....triton_ops._triton import KERNELS_ON_CPU
+from ..api import CACHE, CACHE_NAMES
 from ..calls import refuse_if
 from ..contiguous.tiers import fingerprint, replaced
 from ..paged.batch import needs_plan
@@ -202,7 +203,7 @@ class CompressedDocument:
         content = self._open()
         given = dict(arguments)
         ids = given.pop("inputs", None) if given.get("inputs") is not None else given.get("input_ids")
-        for name in ("past_key_values", "cache_params", "inputs_embeds", "position_ids", "assistant_model"):
+        for name in (*CACHE_NAMES, "inputs_embeds", "position_ids", "assistant_model"):
             if given.get(name) is not None:
                 raise ValueError(f"{name}: got one, needs none for a call over a compressed document")
         if not isinstance(ids, torch.Tensor) or ids.dim() != 2:
@@ -219,7 +220,7 @@ class CompressedDocument:
         # Positions follow from the mask: where keys were turned to new places, what is behind goes on from there.
         places = torch.ones_like(ids)
         places[:, : length - content.position] = 0
-        return given | {"input_ids": ids, "attention_mask": places, "past_key_values": Questions(content)}
+        return given | {"input_ids": ids, "attention_mask": places, CACHE: Questions(content)}
 
 
 def _file_key(documents: Any) -> bytes:

@@ -13,12 +13,13 @@ import numpy as np
 import torch
 
 from ....cache import OutOfBlocks
+from ..api import CACHE
 from ..contiguous.storage import BlockIds
 from ..contiguous.store import ContiguousStore
 from ..store import Lease
 from .document import OwnLayer, Questions
 
-_GIVEN = {"input_ids", "attention_mask", "past_key_values"}
+_GIVEN = {"input_ids", "attention_mask", CACHE}
 _WHOLE = ("output_hidden_states", "output_attentions")  # results that have something of every token of the prompt
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import inspect
 import itertools
 import os
 import threading
@@ -26,6 +25,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from ....cache.disk import DiskTier
 from ....triton_ops import paged_attention
 from ...presses import SCORES, choose
+from ..api import CACHE, CACHE_NAMES, cache_argument, takes_cache
 from ..calls import RequestReport, UnsupportedError, refuse_if
 from ..contiguous.store import ContiguousStore
 from ..contiguous.tiers import fingerprint
@@ -103,7 +103,7 @@ class Documents:
         if document._identity != identity:
             raise ValueError("document: was read by other weights or adapters, compress it again")
         arguments = document.arguments(arguments)
-        ids, cache, store = arguments["input_ids"], arguments["past_key_values"], reader.store
+        ids, cache, store = arguments["input_ids"], arguments[CACHE], reader.store
         if store is None or not store.storage.simple or not are_kept(reader.model, arguments):
             result, cached = generate(reader.model, **arguments), 0
         else:
@@ -206,7 +206,7 @@ def read(model: Any, tokens: torch.Tensor, press: Any, budget: float, key: bytes
     refuse_if(not full, "every layer has a window")
     refuse_if(not install(model), "its attention is not called through transformers' interface")
     if isinstance(press, str):
-        model.base_model(input_ids=ids, past_key_values=cache, use_cache=True)
+        model.base_model(input_ids=ids, use_cache=True, **{cache_argument(model.base_model): cache})
     else:
         _read_by_hooks(model, ids, press, cache, kept, peak, set(full))
     refuse_if(set(full) - kept.keys(), "its attention is not called through transformers' interface")
@@ -292,11 +292,19 @@ def _read_by_hooks(
         if layer.keys.shape[2] < ids.shape[1] or vars(module).get("masked_key_indices") is not None:
             pack(module.layer_idx)
 
+    def under_every_name(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        for name in CACHE_NAMES:
+            kwargs.setdefault(name, cache)
+
+    for index in full:
+        modules[index].register_forward_hook(under_every_name, with_kwargs=True)  # a press asks for its version's
     with press(twin):
         for index in full:
             modules[index].register_forward_hook(behind)  # behind the press's own; it dies with the twin
         positions = torch.arange(ids.shape[1], device=ids.device)  # which kvpress asks for, and transformers passes on
-        twin.base_model(input_ids=ids, past_key_values=cache, use_cache=True, cache_position=positions)
+        twin.base_model(
+            input_ids=ids, use_cache=True, cache_position=positions, **{cache_argument(twin.base_model): cache}
+        )
     for index in sorted(full - kept.keys()):
         pack(index)
 
@@ -312,7 +320,7 @@ def _attention_modules(model: Any) -> dict[int, Any]:
     found: dict[int, Any] = {}
     for module in model.modules():
         index = vars(module).get("layer_idx")
-        if isinstance(index, int) and "past_key_values" in inspect.signature(module.forward).parameters:
+        if isinstance(index, int) and takes_cache(module.forward):
             found[index] = module  # an inner one comes behind the one around it
     return found
 

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from transformers import DynamicCache
 
+from ..api import cache_argument
 from .layers import GrowingLayer, GrowingWindowLayer, attention_layers, from_states, put_states, take_states
 from .prompts import Prompt
 from .storage import BlockIds, ModelStorage, TokenSpec
@@ -105,12 +106,6 @@ def _fill(layer: Any, keys: torch.Tensor, values: torch.Tensor, length: int, fir
         layer.update(keys[:, :, :length], values[:, :, :length])
 
 
-def cache_name(model: Any) -> str:
-    """The name under which a model's forward takes its cache."""
-    known = inspect.signature(model.forward).parameters
-    return "cache_params" if "cache_params" in known and "past_key_values" not in known else "past_key_values"
-
-
 def accepted(model: Any, **inputs: Any) -> dict[str, Any]:
     """Those of the inputs that a model's forward knows."""
     known = inspect.signature(model.forward).parameters
@@ -132,7 +127,7 @@ def forward(
     inputs = model.prepare_inputs_for_generation(
         ids,
         next_sequence_length=end - start,
-        **{cache_name(model): cache},
+        **{cache_argument(model): cache},
         attention_mask=None,
         **given,
         is_first_iteration=first,

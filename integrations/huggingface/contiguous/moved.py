@@ -15,12 +15,13 @@ from ....cache import Allocation
 from ....triton_ops import copy_blocks, move_slots, sparse_gap_attention
 from ....triton_ops._attention.dense import arange_i32, as_blocks, full_i32, strided_block_table
 from ....triton_ops._triton import KERNELS_ON_CPU
+from ..api import cache_argument
 from ..calls import UnsupportedError, refuse_if, refusing
 from ..images import alike
 from ..paged.dispatch import MarkedCall, PagedPass, install, mark, no_mask
 from ..support import changing_rope, eval_mode, harmless_tokens
 from .layers import GrowingIndexedLayer, attention_layers, like, new_cache, state_layers
-from .layout import accepted, cache_name, forward, read
+from .layout import accepted, forward, read
 from .probe import LONG, TOKENS, Probed
 from .prompts import Prompt
 from .storage import ModelStorage
@@ -215,7 +216,7 @@ def compute_scattered(
             input_ids=torch.from_numpy(tokens).to(model.device)[at][None],
             attention_mask=no_mask(len(at), at.device) if by_operator else _masks(model, at, length, moving.windows),
             **accepted(model, position_ids=at[None], cache_position=at),
-            **{cache_name(model): placed},
+            **{cache_argument(model): placed},
             use_cache=True,
             return_dict=True,
             **options,

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from transformers import DynamicCache
 
+from ..api import cache_argument
 from ..calls import UnsupportedError, refuse_if, refusing
 from ..images import ImageSplit, alike
 from ..support import eval_mode, harmless_tokens
@@ -23,7 +24,7 @@ from .layers import (
     state_layers,
     take_states,
 )
-from .layout import accepted, cache_name, forward
+from .layout import accepted, forward
 from .prompts import RowImages, clear_of, prompts_of
 from .storage import Specs, TokenSpec
 
@@ -180,7 +181,7 @@ def _behind_padding(model: Any, whole: DynamicCache) -> tuple[bool, bool]:
         inputs = model.prepare_inputs_for_generation(
             ids[:, :end],
             next_sequence_length=end - num_tokens(cache),
-            **{cache_name(model): cache},
+            **{cache_argument(model): cache},
             attention_mask=part,
             **accepted(model, position_ids=positions),
             is_first_iteration=num_tokens(cache) == 0,

@@ -9,6 +9,7 @@ import torch
 
 from ....cache import Explanation, FullAttention, OutOfBlocks
 from ....cache.tier_writer import TierWriter
+from ..api import result_cache
 from ..calls import Calls, RequestReport, UnsupportedError, refuse_if
 from ..settings import CacheOptions
 from ..store import Lease
@@ -222,7 +223,7 @@ class Contiguous:
         call.keep_hidden(getattr(result, "hidden_states", None))
         if batch.cache is None or any(prompt.approximate for prompt in batch.prompts):
             return result  # no later call goes on with what is approximate as if it were not
-        if batch.by_token and getattr(result, "past_key_values", None) is batch.cache:
+        if batch.by_token and result_cache(result) is batch.cache:
             note_content(batch.cache, self.store, result.sequences, loop.mask, (*loop.keys, loop.adapters), loop.salt)
         elif batch.alone and isinstance(result, torch.Tensor):
             self.store.kept.put(batch.cache, result[0].cpu().numpy(), loop.keys, loop.salt)

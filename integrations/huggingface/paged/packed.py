@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from ....cache.runs import pad_tables
+from ..api import cache_argument
 from ..calls import UnsupportedError, refuse_if, refusing
 from ..support import eval_mode, harmless_tokens
 from .batch import DecodeBatch, PackedBatch, Pass
@@ -55,7 +56,7 @@ def run(model: Any, cache: PagedCache, tokens: torch.Tensor, positions: torch.Te
         input_ids=tokens,
         attention_mask=no_mask(tokens.shape[1], tokens.device),
         position_ids=positions,
-        past_key_values=cache,
+        **{cache_argument(model): cache},
         use_cache=True,
         return_dict=True,
         **keep,

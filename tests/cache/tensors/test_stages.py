@@ -16,6 +16,8 @@ import pc
 
 transformers = pytest.importorskip("transformers")
 
+from generate_cases import CACHE  # noqa: E402
+
 BLOCK, PROMPT, NEW = 8, 45, 3
 
 
@@ -60,7 +62,7 @@ class Stage:
                 cache.update(keys, values, layer)
         positions = torch.arange(start, end)
         out = self.model(
-            inputs_embeds=inputs(positions)[None], position_ids=positions[None], past_key_values=cache, use_cache=True
+            inputs_embeds=inputs(positions)[None], position_ids=positions[None], **{CACHE: cache}, use_cache=True
         )
         kv = [
             {part: getattr(layer, part)[0, :, start:].transpose(0, 1) for part in ("keys", "values")}

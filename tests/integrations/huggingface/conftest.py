@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -30,3 +32,14 @@ def storages(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
     monkeypatch.setattr(store, "model_storage", model_storage)
     return made
+
+
+@pytest.fixture(autouse=True)
+def _nothing_deprecated(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """No line of ours uses an older name of a cache; transformers logs that once a process, and warns of others."""
+    log = logging.getLogger("transformers")
+    log.addHandler(caplog.handler)
+    type(log).warning_once.cache_clear()
+    yield
+    log.removeHandler(caplog.handler)
+    assert "Use `cache` instead" not in caplog.text

@@ -14,7 +14,7 @@ import torch
 transformers = pytest.importorskip("transformers")
 
 from compression_cases import ASKED, CONTEXT, QUESTION, ask, assert_dense_logits, chosen_tokens  # noqa: E402
-from generate_cases import FAMILIES, LLAMA, Family, first_quick, plain, prompt  # noqa: E402
+from generate_cases import CACHE, FAMILIES, LLAMA, Family, first_quick, plain, prompt  # noqa: E402
 
 from pc.integrations.huggingface import CompressedDocument, PrefixCaching, enable_prefix_caching  # noqa: E402
 from pc.integrations.huggingface.compression import reading  # noqa: E402
@@ -338,7 +338,7 @@ def test_refused_calls(model: Any, handle: PrefixCaching) -> None:
         (CONTEXT, {}, "input_ids: got 200 tokens, needs the 200 of the compressed document and more"),
         (prompt(230, 5), {}, "input_ids: got 230 tokens, needs the 200"),
         (QUESTION, {"attention_mask": padding}, "attention_mask: got padded rows"),
-        (QUESTION, {"past_key_values": transformers.DynamicCache()}, "past_key_values: got one, needs none"),
+        (QUESTION, {CACHE: transformers.DynamicCache()}, f"{CACHE}: got one, needs none"),
         (QUESTION, {"assistant_model": model}, "assistant_model: got one, needs none"),
     ):
         with pytest.raises(ValueError, match=message):

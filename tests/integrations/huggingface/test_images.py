@@ -11,7 +11,7 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from generate_cases import assert_nothing_held, assert_same, both, first_quick, plain  # noqa: E402
+from generate_cases import CACHE, assert_nothing_held, assert_same, both, cache_of, first_quick, plain  # noqa: E402
 from image_cases import CASES, IMAGE, TowerRuns, VisionCase, text  # noqa: E402
 
 from pc.cache import EncoderCache  # noqa: E402
@@ -184,7 +184,7 @@ def test_cache_of_a_result_goes_on_behind_an_image() -> None:
         for _ in range(2):
             for result in both(model, **call, **FREE, return_dict_in_generate=True):
                 longer = torch.cat([result.sequences, text(5, 1)[None]], 1)
-                got = plain(model, input_ids=longer, past_key_values=result.past_key_values, **FREE)
+                got = plain(model, input_ids=longer, **{CACHE: cache_of(result)}, **FREE)
                 expected = got if expected is None else expected
                 assert torch.equal(got, expected)
 

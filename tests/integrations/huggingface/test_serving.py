@@ -15,6 +15,7 @@ import torch
 transformers = pytest.importorskip("transformers")
 
 from generate_cases import (  # noqa: E402
+    CACHE,
     DEEPSEEK,
     EOS,
     FAMILIES,
@@ -25,6 +26,7 @@ from generate_cases import (  # noqa: E402
     assert_nothing_held,
     assert_same,
     both,
+    cache_of,
     count_computed,
     first_quick,
     left_padded,
@@ -108,16 +110,58 @@ def test_scores_and_logits_are_those_of_the_model(model: Any, handle: PrefixCach
         assert len(want.scores) == len(got.scores)
         for a, b in zip(want.logits + want.scores, got.logits + got.scores, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
-        assert got.past_key_values.get_seq_length() == got.sequences.shape[1] - 1
+        assert cache_of(got).get_seq_length() == got.sequences.shape[1] - 1
 
 
 def test_cache_of_a_result_goes_on(model: Any, handle: PrefixCaching) -> None:
     options: dict[str, Any] = {"eos_token_id": None, "return_dict_in_generate": True}
     want, got = both(model, input_ids=prompt(40), **options)
     longer = torch.cat([want.sequences, prompt(5, 1)], 1)
-    expected = plain(model, input_ids=longer, past_key_values=want.past_key_values, eos_token_id=None)
-    assert torch.equal(plain(model, input_ids=longer, past_key_values=got.past_key_values, eos_token_id=None), expected)
+    expected = plain(model, input_ids=longer, **{CACHE: cache_of(want)}, eos_token_id=None)
+    assert torch.equal(plain(model, input_ids=longer, **{CACHE: cache_of(got)}, eos_token_id=None), expected)
     assert torch.equal(plain(model, input_ids=longer, eos_token_id=None), expected)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("name", ["cache", "past_key_values", "cache_params"])
+@pytest.mark.parametrize("own", [False, True], ids=["of a result", "of the caller"])
+def test_names_of_the_cache_are_those_of_the_version(model: Any, handle: PrefixCaching, name: str, own: bool) -> None:
+    """Tokens, errors and warnings, these for the line that calls generate, are those of plain transformers."""
+
+    def call(generate: Any) -> tuple[Any, list[tuple[Any, ...]]]:
+        first = generate(prompt(40), max_new_tokens=12, return_dict_in_generate=True, eos_token_id=None)
+        ids = torch.cat([first.sequences, prompt(5, 1)], 1)
+        cache = transformers.DynamicCache(config=model.config) if own else cache_of(first)
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            try:
+                result = generate(ids, **{name: cache}, max_new_tokens=9, eos_token_id=None).tolist()
+            except ValueError as error:
+                result = str(error)
+        told = [w for w in told if not str(w.message).startswith("prefix caching")]
+        return result, [(w.category, str(w.message), w.filename) for w in told]
+
+    want, told = call(lambda *args, **kwargs: type(model).generate(model, *args, **kwargs))
+    got, told_here = call(model.generate)
+    assert got == want
+    assert [w[:2] for w in told_here] == [w[:2] for w in told]
+    assert all(filename == __file__ for _, _, filename in told_here)
+    assert len(told) == (name != CACHE == "cache")
+    served = name == CACHE or bool(told)
+    assert handle.stats().calls_served == 1 + (served and not own)
+    assert handle.stats().calls_handed_back == ({f"{CACHE} of your own": 1} if own else {})
+
+
+def test_names_of_the_cache_of_a_result(model: Any, handle: PrefixCaching, caplog: Any) -> None:
+    options: dict[str, Any] = {"return_dict_in_generate": True, "max_new_tokens": 3}
+    for result, other in (both(model, input_ids=prompt(40), **options), both(model, input_ids=prompt(40), **options)):
+        assert result.keys() == other.keys()
+        assert {name for name in dir(result) if "cache" in name} == {name for name in dir(other) if "cache" in name}
+        for name in ("cache", "past_key_values", "cache_params"):
+            found = getattr(result, name, None), getattr(other, name, None)
+            assert [type(cache) for cache in found] == [type(getattr(result, name, None))] * 2
+            assert found[1] is (cache_of(other) if found[0] is not None else None)
+    caplog.clear()  # of what this test asked for
 
 
 @pytest.mark.parametrize("name", first_quick(["llama", "gemma2", "gpt2"]))
@@ -129,12 +173,12 @@ def test_cache_of_a_result_is_gone_on_with(name: str) -> None:
         given = left_padded(prompt(40), prompt(29, 1))
         for turn in range(3):
             result = generate(**given, **options)
-            cache = result.past_key_values
+            cache = cache_of(result)
             yield result.sequences, cache.get_seq_length()
             ids = torch.cat([result.sequences, prompt(5, turn).expand(2, -1)], 1)
             mask = torch.ones_like(ids)
             mask[1, :11] = 0
-            given = {"input_ids": ids, "attention_mask": mask, "past_key_values": cache}
+            given = {"input_ids": ids, "attention_mask": mask, CACHE: cache}
 
     want = list(rounds(lambda **kw: type(model).generate(model, **kw)))
     with enable_prefix_caching(model) as handle:
@@ -171,16 +215,16 @@ def test_cache_that_was_changed_goes_to_the_model(model: Any, handle: PrefixCach
     options: dict[str, Any] = {"eos_token_id": None, "return_dict_in_generate": True, "max_new_tokens": 12}
     ids = torch.cat([prompt(40), prompt(40, 1)])
     first = model.generate(input_ids=ids, **options)
-    own = first.past_key_values
+    own = cache_of(first)
     longer = torch.cat([first.sequences, prompt(9, 2).expand(2, -1)], 1)
     if change is None:
         longer[0, 3] += 1  # other tokens than the cache has
     else:
         own = change(own) or own
     mirror = copy.deepcopy(own)
-    with pytest.warns(UserWarning, match="past_key_values of your own"):
-        got = model.generate(input_ids=longer, past_key_values=own, max_new_tokens=9, eos_token_id=None)
-    assert torch.equal(got, plain(model, input_ids=longer, past_key_values=mirror, max_new_tokens=9, eos_token_id=None))
+    with pytest.warns(UserWarning, match=f"{CACHE} of your own"):
+        got = model.generate(input_ids=longer, **{CACHE: own}, max_new_tokens=9, eos_token_id=None)
+    assert torch.equal(got, plain(model, input_ids=longer, **{CACHE: mirror}, max_new_tokens=9, eos_token_id=None))
     for row in longer:  # and nothing of it is in blocks
         assert_same(model, input_ids=row[None])
 
@@ -188,21 +232,21 @@ def test_cache_that_was_changed_goes_to_the_model(model: Any, handle: PrefixCach
 def test_cropped_cache_and_one_of_another_salt(model: Any, handle: PrefixCaching) -> None:
     options: dict[str, Any] = {"eos_token_id": None, "return_dict_in_generate": True, "max_new_tokens": 12}
     first = model.generate(input_ids=prompt(40), **options)
-    first.past_key_values.crop(30 - first.past_key_values.get_seq_length())
+    cache_of(first).crop(30 - cache_of(first).get_seq_length())
     other = torch.cat([prompt(40)[:, :30], prompt(9, 2)], 1)
     want = plain(model, input_ids=other, eos_token_id=None)
-    got = model.generate(input_ids=other, past_key_values=first.past_key_values, max_new_tokens=20, eos_token_id=None)
+    got = model.generate(input_ids=other, **{CACHE: cache_of(first)}, max_new_tokens=20, eos_token_id=None)
     assert torch.equal(got, want)
     assert handle.last_requests[0].cached_tokens == 30
     first = model.generate(input_ids=prompt(40), **options)
     longer = torch.cat([first.sequences, prompt(9, 2)], 1)
-    with handle.salt("tenant"), pytest.warns(UserWarning, match="past_key_values of your own"):
-        model.generate(input_ids=longer, past_key_values=first.past_key_values, max_new_tokens=2)
+    with handle.salt("tenant"), pytest.warns(UserWarning, match=f"{CACHE} of your own"):
+        model.generate(input_ids=longer, **{CACHE: cache_of(first)}, max_new_tokens=2)
     first = model.generate(input_ids=prompt(40), **options)
     with torch.no_grad():
         model.lm_head.weight.mul_(1.5)
     assert_same(model, input_ids=prompt(40))
-    model.generate(input_ids=longer, past_key_values=first.past_key_values, max_new_tokens=2)
+    model.generate(input_ids=longer, **{CACHE: cache_of(first)}, max_new_tokens=2)
     assert handle.last_requests == []
 
 
@@ -292,7 +336,7 @@ def test_positional_arguments_and_inference_mode(model: Any, handle: PrefixCachi
 NOT_SERVED = {
     "use_cache": {"use_cache": False},
     "cache_implementation": {"cache_implementation": "static"},
-    "past_key_values": {"past_key_values": transformers.DynamicCache},
+    "cache": {CACHE: transformers.DynamicCache},
     "positions": {"position_ids": torch.arange(5, 45)[None]},
 }
 
@@ -530,11 +574,11 @@ def test_cache_that_a_config_leaves_out_is_asked_for() -> None:
 def test_warning_says_once_where_a_call_goes(model: Any) -> None:
     with enable_prefix_caching(model, num_blocks=64), warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        model.generate(prompt(40), max_new_tokens=2, past_key_values=transformers.DynamicCache())
+        model.generate(prompt(40), max_new_tokens=2, **{CACHE: transformers.DynamicCache()})
         model.generate(prompt(40), max_new_tokens=2, use_cache=False)
     texts = [str(w.message) for w in told if "prefix caching" in str(w.message)]
     assert [text.count("the model's own generate") for text in texts] == [1, 1]
-    assert texts[0] == "prefix caching: falls back to the model's own generate: past_key_values of your own"
+    assert texts[0] == f"prefix caching: falls back to the model's own generate: {CACHE} of your own"
 
 
 def test_encoder_decoder_is_not_served() -> None:

@@ -11,6 +11,8 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
+from generate_cases import CACHE, cache_of  # noqa: E402
+
 from pc.demo._measure import compare_tokens  # noqa: E402
 from pc.demo._models import read_document  # noqa: E402
 from pc.demo._workloads import between  # noqa: E402
@@ -82,7 +84,7 @@ def test_a_result_goes_on(model: Any, tokenizer: Any, prompts: list[torch.Tensor
         result = answer(model, prompts[0], return_dict_in_generate=True)
         assert torch.equal(result.sequences, said)
         longer = torch.cat([result.sequences, more], 1)
-        assert torch.equal(answer(model, longer, past_key_values=result.past_key_values), expected)
+        assert torch.equal(answer(model, longer, **{CACHE: cache_of(result)}), expected)
         assert handle.last_requests[0].cached_tokens > prompts[0].shape[1] // 2
 
 

@@ -115,10 +115,10 @@ def test_kept_manager_of_transformers_is_refused(model: Any) -> None:
         enable_continuous_batching(model)
 
 
-@pytest.mark.parametrize("version", ["5.18.1", "5.24.0", "6.0.0", "4.57.6", "unknown"])
+@pytest.mark.parametrize("version", ["5.18.1", "5.25.0", "6.0.0", "4.57.6", "unknown"])
 def test_other_versions_are_refused(model: Any, monkeypatch: pytest.MonkeyPatch, version: str) -> None:
     monkeypatch.setattr("transformers.__version__", version)
-    with pytest.raises(UnsupportedError, match=rf"needs transformers 5.19 to 5.23, got {version}"):
+    with pytest.raises(UnsupportedError, match=rf"needs transformers 5.19 to 5.24, got {version}"):
         enable_continuous_batching(model)
 
 
@@ -131,7 +131,7 @@ def test_other_interfaces_are_refused(model: Any, monkeypatch: pytest.MonkeyPatc
 
     with monkeypatch.context() as patch:
         patch.setattr(continuous_api.ContinuousBatchProcessor, "prepare_next_batch", prepare_next_batch)
-        with pytest.raises(UnsupportedError, match=r"prepare_next_batch takes \(self, more\).*5.19 to 5.23"):
+        with pytest.raises(UnsupportedError, match=r"prepare_next_batch takes \(self, more\).*5.19 to 5.24"):
             enable_continuous_batching(model)
     with monkeypatch.context() as patch:
         patch.setattr(cache.PagedAttentionCache, "new_method", new_method, raising=False)

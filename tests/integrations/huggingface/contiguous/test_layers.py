@@ -10,7 +10,7 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from generate_cases import Family, assert_nothing_held, assert_same, both, left_padded, plain, prompt  # noqa: E402
+from generate_cases import Family, assert_nothing_held, assert_same, both, cache_of, left_padded, plain, prompt  # noqa: E402
 
 from pc.integrations.huggingface import enable_prefix_caching  # noqa: E402
 from pc.integrations.huggingface.contiguous.store import KeptCaches  # noqa: E402
@@ -60,7 +60,7 @@ def test_keys_of_the_indexer_are_kept(model: Any) -> None:
         for _ in range(2):
             want, got = both(model, input_ids=question(1), return_dict_in_generate=True)
             found.append(handle.last_requests[0].cached_tokens)
-            for own, other in zip(want.past_key_values.layers, got.past_key_values.layers, strict=True):
+            for own, other in zip(cache_of(want).layers, cache_of(got).layers, strict=True):
                 torch.testing.assert_close(own.indexer_keys, other.index.keys[:, 0], rtol=1e-4, atol=1e-5)
         assert found == [0, 78]
 

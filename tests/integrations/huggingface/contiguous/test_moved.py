@@ -10,6 +10,7 @@ from generate_cases import (
     HYBRIDS,
     Family,
     assert_nothing_held,
+    cache_of,
     count_computed,
     first_quick,
     left_padded,
@@ -124,7 +125,7 @@ def test_rows_are_those_of_their_new_places(family):
     model = family.build()
     with enabled(model, 0) as handle:
         model.generate(FIRST, max_new_tokens=2)
-        got = model.generate(THEN, max_new_tokens=1, return_dict_in_generate=True).past_key_values
+        got = cache_of(model.generate(THEN, max_new_tokens=1, return_dict_in_generate=True))
         assert handle.last_requests[0].moved_tokens > 130
         forward(model, THEN[0].numpy(), 0, THEN.shape[1], whole := new_cache(model.config))
         own, other = (attention_layers(cache)[0] for cache in (whole, got))

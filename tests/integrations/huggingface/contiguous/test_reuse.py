@@ -15,11 +15,13 @@ transformers = pytest.importorskip("transformers")
 
 from cache_cases import drop  # noqa: E402
 from generate_cases import (  # noqa: E402
+    CACHE,
     FAMILIES,
     SMALL,
     assert_nothing_held,
     assert_same,
     both,
+    cache_of,
     first_quick,
     left_padded,
     prompt,
@@ -97,7 +99,7 @@ def test_a_row_is_gone_on_with_in_place(name: str, monkeypatch: pytest.MonkeyPat
         used[0].layers[0].keys[:] = torch.nan
         assert again(5) == (64, False)
         _, got = both(model, input_ids=prompt(64), return_dict_in_generate=True)
-        got.past_key_values.layers[0].keys[:] = torch.nan  # it is the caller's
+        cache_of(got).layers[0].keys[:] = torch.nan  # it is the caller's
         assert again(9)[0] == 64
         drop(handle.manager.pools[0], handle.manager.pools[0].table.find(words(handle, prompt(64))))
         assert again(6) == (0, True)
@@ -138,7 +140,7 @@ def caches_used(last: list[Any]) -> Iterator[None]:
     """Puts the cache of the latest forward pass into `last`; a hook of the model itself would empty the blocks."""
 
     def note(module: Any, arguments: Any, output: Any) -> None:
-        last[0] = getattr(output, "past_key_values", None) or last[0]
+        last[0] = getattr(output, CACHE, None) or last[0]
 
     hook = register_module_forward_hook(note)
     try:

@@ -12,10 +12,12 @@ import torch
 transformers = pytest.importorskip("transformers")
 
 from generate_cases import (  # noqa: E402
+    CACHE,
     FAMILIES,
     assert_nothing_held,
     assert_same,
     assert_same_in_threads,
+    cache_of,
     left_padded,
     plain,
     prompt,
@@ -171,7 +173,7 @@ def test_cache_of_a_result_that_was_cropped() -> None:
     model = BY_NAME["mistral-window"].build()
     with enable_prefix_caching(model, num_blocks=64, window_blocks=FEW) as handle:
         result = model.generate(prompt(150), max_new_tokens=60, return_dict_in_generate=True, eos_token_id=None)
-        rest = result.past_key_values
+        rest = cache_of(result)
         assert rest.get_seq_length() == 209
         with pytest.raises(RuntimeError, match="tokens_to_remove: got -190"):
             rest.crop(-190)
@@ -179,7 +181,7 @@ def test_cache_of_a_result_that_was_cropped() -> None:
         rest.crop(-2)
         ids = torch.cat([result.sequences[:, :207], prompt(5, 1)], 1)
         want = plain(model, input_ids=ids)
-        assert torch.equal(model.generate(ids, past_key_values=rest, max_new_tokens=20), want)
+        assert torch.equal(model.generate(ids, **{CACHE: rest}, max_new_tokens=20), want)
         assert handle.stats().calls_handed_back == {}
         handle.reset()
         result = model.generate(prompt(150), max_new_tokens=60, return_dict_in_generate=True, eos_token_id=None)
@@ -187,7 +189,7 @@ def test_cache_of_a_result_that_was_cropped() -> None:
             assert_same(model, input_ids=prompt(150, seed), max_new_tokens=4)
         ids = torch.cat([result.sequences, prompt(5, 1)], 1)
         want = plain(model, input_ids=ids, max_new_tokens=40)
-        assert torch.equal(model.generate(ids, past_key_values=result.past_key_values, max_new_tokens=40), want)
+        assert torch.equal(model.generate(ids, **{CACHE: cache_of(result)}, max_new_tokens=40), want)
         assert_nothing_held(handle)
 
 
