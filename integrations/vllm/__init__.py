@@ -7,8 +7,8 @@ be named in vLLM's own options; see docs/vllm.md. vLLM is imported where it is u
 
 from __future__ import annotations
 
+from .api import UnsupportedVersionError, check_version
 from .features import FEATURES, enable, enable_by_environment
-from .versions import UnsupportedVersionError, check_version
 
 __all__ = ["FEATURES", "UnsupportedVersionError", "check_version", "enable", "register"]
 

@@ -10,8 +10,8 @@ from typing import Any
 
 from ...cache.policies import POLICIES
 from ..plugin import check_features, features_in_environment, wrap_once
+from .api import available, check_version, make_logger
 from .metrics import export_counts
-from .versions import check_version
 
 VARIABLE = "PC_VLLM"
 """Names the features; further variables begin like it and set options of one feature each."""
@@ -22,9 +22,6 @@ or text at another position too, which is approximate."""
 
 SCHEDULER_OPTIONS = {"pc_policy": "PC_VLLM_POLICY", "pc_reuse": "PC_VLLM_REUSE", "pc_chunk": "PC_VLLM_CHUNK"}
 """In `additional_config`, and the variables that stand for them."""
-
-LOGGER = "vllm.pc"
-"""vLLM shows what loggers below its own say."""
 
 HIDDEN_STATES_OPTIONS = (
     *("pc_hidden_states_device", "pc_hidden_states_bytes", "pc_hidden_states_waiting_bytes"),
@@ -102,15 +99,18 @@ FEATURES: dict[str, Callable[[], None]] = {
 """What `PC_VLLM` may name."""
 
 
-def enable(*names: str) -> None:
-    """Switches features on in this process, before vLLM makes an engine; doing it again changes nothing.
+def enable(*names: str, fallback: str = "warn") -> None:
+    """Enable features in this process, before vLLM makes an engine. Enabling a feature again changes nothing.
 
     Args:
-        names: Of `FEATURES`.
+        *names: Keys of `FEATURES`.
+        fallback: With "warn", a feature that the installed vLLM cannot serve stays off, and a warning in vLLM's log
+            says why; vLLM runs as without it. "raise" refuses such a feature.
 
     Raises:
-        ValueError: A name that is no feature; nothing has been switched on.
-        UnsupportedVersionError: The installed vLLM is not one that the feature was written for; likewise.
+        ValueError: A name is no feature, or `fallback` is unknown; nothing has been enabled.
+        UnsupportedVersionError: With `fallback="raise"`, the installed vLLM lacks something that a feature needs;
+            nothing has been enabled.
 
     Examples:
         >>> from pc.integrations.vllm import enable
@@ -120,11 +120,14 @@ def enable(*names: str) -> None:
         ...     print(str(error).partition(",")[0])
         PC_VLLM: got 'attentoin'
     """
-    check_features(VARIABLE, FEATURES, names, check_version)
-    for name in names:
+    if fallback not in ("warn", "raise"):
+        raise ValueError(f"fallback: got {fallback!r}, needs 'warn' or 'raise'")
+    check_features(VARIABLE, FEATURES, names, check_version if fallback == "raise" else lambda name: None)
+    served = [name for name in names if available(name)]
+    for name in served:
         FEATURES[name]()
         _enabled.add(name)
-    if names:
+    if served:
         _hook_configurations()
 
 
@@ -183,9 +186,7 @@ def check_options(vllm_config: Any) -> None:
 
 def announce(vllm_config: Any) -> None:
     """Says in vLLM's log, once in a process, what of this package an engine uses."""
-    from vllm.logger import init_logger
-
-    init_logger(LOGGER).info_once(describe(vllm_config))
+    make_logger().info_once(describe(vllm_config))  # type: ignore[attr-defined]
 
 
 def describe(vllm_config: Any) -> str:

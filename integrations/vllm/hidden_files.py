@@ -15,9 +15,8 @@ from urllib.parse import quote
 
 import torch
 from safetensors.torch import save_file
-from vllm.logger import init_logger
 
-from .features import LOGGER
+from .api import logger
 
 MAX_BYTES, MAX_SECONDS, PENDING_BYTES = 10 << 30, 3600.0, 1 << 30
 """Of a folder, where nothing else is said: its files, their age, and what waits in memory to be written."""
@@ -28,8 +27,6 @@ PART_SECONDS = 600
 
 LONGEST = 200
 """Characters of a request id that are kept in a file's name; of a longer one it is the sha256."""
-
-logger = init_logger(LOGGER)
 
 
 def file_name(request_id: str) -> str:

@@ -12,14 +12,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from vllm import envs
-from vllm.logger import init_logger
 from vllm.model_executor.layers.pooler.tokwise.methods import AllPool
 from vllm.platforms import current_platform
 
 from ...cache.tensors.step import Step
 from ...cache.tensors.tensor_cache import TensorCache
 from ..hints import extra_args
-from .features import HIDDEN_STATES_OPTIONS, LOGGER, additional_config, announce, has_policy
+from .api import logger
+from .features import HIDDEN_STATES_OPTIONS, additional_config, announce, has_policy
 from .hidden_files import MAX_BYTES, MAX_SECONDS, RowsFolder
 from .scheduler_output import BlockTables, full_attention_group
 
@@ -42,8 +42,6 @@ WAITING_BYTES = 1 << 30
 
 _OVERHEAD = 1024
 """Bytes counted for a completed prompt besides its tensors, or prompts without rows would have no bound."""
-
-logger = init_logger(LOGGER)
 
 
 @dataclass

@@ -8,16 +8,12 @@ from typing import Any, NamedTuple
 
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata, KVConnectorRole
-from vllm.logger import init_logger
 
 from ....cache.tier import Tier
 from ....cache.tier_writer import TierWriter
-from ..features import LOGGER
+from ..api import check_version, logger
 from ..scheduler_output import BlockTables, ScheduledRequest
-from ..versions import check_version
 from .layout import block_bytes, check_connector, check_options, describe, layout_of, open_tier
-
-logger = init_logger(LOGGER)
 
 
 class KeyedBlocks(NamedTuple):

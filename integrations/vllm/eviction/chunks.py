@@ -10,11 +10,8 @@ from __future__ import annotations
 from typing import Any
 
 from vllm import envs
-from vllm.logger import init_logger
 
-from ..features import LOGGER
-
-logger = init_logger(LOGGER)
+from ..api import logger
 
 CHUNK = 128
 """Tokens of a chunk, unless `pc_chunk` says it."""

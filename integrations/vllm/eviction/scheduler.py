@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from vllm.logger import init_logger
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from ...hints import Hint, extra_args, read_or_warn
-from ..features import LOGGER, REUSE, announce, asked_of_scheduler, chosen_policy
+from ..api import logger
+from ..features import REUSE, announce, asked_of_scheduler, chosen_policy
 from ..metrics import COUNTERS, add_counts
 from .chunks import make_chunks
 from .explaining import ASKED, Misses
@@ -17,8 +17,6 @@ from .jumps import GapJumps, why_no_jumps, why_not_one_chain
 from .moved import MovedJumps, why_no_moves
 from .pool import PolicyBlockPool, install_policy
 from .waiting import WaitingPrefixes
-
-logger = init_logger(LOGGER)
 
 PEEKING = ("SimpleCPUOffloadConnector",)
 """Connectors of vLLM that walk through the queue of free blocks ahead of time."""

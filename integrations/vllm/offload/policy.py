@@ -15,20 +15,17 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any, ClassVar
 
-from vllm.logger import init_logger
 from vllm.v1.kv_offload.cpu.policies.base import CachePolicy
 from vllm.v1.kv_offload.cpu.policies.lru import LRUCachePolicy
 
 from ....cache.policies import POLICIES, make_policy
 from ...hints import read_or_warn
 from ...policy_pool import PolicyPool
-from ..features import LOGGER
-from ..versions import check_version
+from ..api import check_version, logger
 
 PREFIX = "pc_"
 LEAST_KEY = 12
 """Bytes that policies read of a key: 8 of its hash, and vLLM's number of the group of layers."""
-logger = init_logger(LOGGER)
 
 
 @dataclass(slots=True, eq=False)

@@ -12,17 +12,13 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from vllm.logger import init_logger
 from vllm.v1.kv_offload.base import Locality, LookupResult, Medium, RequestOffloadingContext
 from vllm.v1.kv_offload.tiering.async_lookup import AsyncLookupManager
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
 from ....cache.tier import Layout, Tier
+from ..api import check_version, logger
 from ..connector.layout import check_options, open_tier
-from ..features import LOGGER
-from ..versions import check_version
-
-logger = init_logger(LOGGER)
 
 
 class TierLookup(AsyncLookupManager):

@@ -10,7 +10,7 @@ import pytest
 import vllm_engine
 from vllm_models import SIZES, save_model
 
-from pc.integrations.vllm.features import LOGGER
+from pc.integrations.vllm.api import LOGGER
 
 if find_spec("vllm") is not None:
     vllm_engine.prepare()

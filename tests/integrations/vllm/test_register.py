@@ -10,12 +10,12 @@ import omni
 import pytest
 
 from pc.integrations import vllm as adapter
-from pc.integrations.vllm import features, versions
+from pc.integrations.vllm import api, features
 
 
 def test_spaces_and_empty_names_are_passed_over(monkeypatch):
     done = []
-    monkeypatch.setattr("pc.integrations.vllm.features.check_version", lambda name: done.append(("checked", name)))
+    monkeypatch.setattr("pc.integrations.vllm.features.available", lambda name: not done.append(("checked", name)))
     monkeypatch.setitem(adapter.FEATURES, "attention", lambda: done.append("enabled"))
     monkeypatch.setattr("pc.integrations.vllm.features._hook_configurations", lambda: None)
     monkeypatch.setattr("pc.integrations.vllm.features._enabled", set())
@@ -38,12 +38,12 @@ def pretend(monkeypatch, version, **modules):
 @pytest.mark.parametrize("version", ["0.31.2", "0.34.0", "1.0.0", "0.33", "dev", "", "0.3.2"])
 def test_versions_out_of_range_are_refused_with_the_range(monkeypatch, version):
     pretend(monkeypatch, version)
-    monkeypatch.setitem(versions.INTERFACES, "attention", {})
+    monkeypatch.setitem(api.NAMES, "attention", {})
     if version == "0.33":
-        versions.check_version("attention")
+        api.check_version("attention")
         return
     with pytest.raises(adapter.UnsupportedVersionError, match=r"needs 0\.32 to 0\.33"):
-        versions.check_version("attention")
+        api.check_version("attention")
 
 
 @pytest.mark.parametrize("version", ["0.32.0", "0.32.1+cpu", "0.33.0rc1"])
@@ -53,18 +53,18 @@ def test_a_missing_or_changed_interface_is_named(monkeypatch, version):
 
     holder = type("Builder", (), {"build": build})
     pretend(monkeypatch, version, fake_vllm={"Builder": holder})
-    monkeypatch.setitem(versions.INTERFACES, "attention", {"fake_vllm:Builder": "build(self prefix metadata)"})
-    versions.check_version("attention")
+    monkeypatch.setitem(api.NAMES, "attention", {"fake_vllm:Builder": "build(prefix metadata)"})
+    api.check_version("attention")
     for holder, name, said in (
         ("fake_vllm:Builder", "make", "fake_vllm:Builder.make: not there"),
         ("fake_nothing", "Builder", "fake_nothing:Builder: not there"),
     ):
-        monkeypatch.setitem(versions.INTERFACES, "attention", {holder: f"{name}(self)"})
+        monkeypatch.setitem(api.NAMES, "attention", {holder: f"{name}(metadata)"})
         with pytest.raises(adapter.UnsupportedVersionError, match=said):
-            versions.check_version("attention")
-    monkeypatch.setitem(versions.INTERFACES, "attention", {"fake_vllm": "Builder.build(self fast_build metadata)"})
+            api.check_version("attention")
+    monkeypatch.setitem(api.NAMES, "attention", {"fake_vllm": "Builder.build(fast_build metadata)"})
     with pytest.raises(adapter.UnsupportedVersionError, match="has no fast_build, needed by vllm"):
-        versions.check_version("attention")
+        api.check_version("attention")
 
 
 @pytest.mark.parametrize("version", ["0.29.1", "0.31.0"])
@@ -73,26 +73,26 @@ def test_another_vllm_omni_is_refused_with_its_range(monkeypatch, version):
     fake.__version__ = version
     monkeypatch.setitem(sys.modules, "vllm_omni", fake)
     with pytest.raises(adapter.UnsupportedVersionError, match=rf"vllm_omni: got {version}, needs 0\.30$"):
-        versions.check_version("omni")
+        api.check_version("omni")
 
 
 def test_without_vllm_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm", None)
     with pytest.raises(adapter.UnsupportedVersionError, match="pip install 'vllm>="):
-        versions.check_version("attention")
+        api.check_version("attention")
 
 
-@pytest.mark.parametrize("feature", list(versions.INTERFACES))
+@pytest.mark.parametrize("feature", list(api.NAMES))
 def test_the_installed_version_is_served(feature):
     pytest.importorskip("vllm", reason="vllm is not installed: make vllm")
-    if versions.PACKAGES.get(feature) == "vllm_omni":
+    if api.PACKAGES.get(feature) == "vllm_omni":
         omni.use_omni()
     installed = tuple(map(int, sys.modules["vllm"].__version__.split(".")[:2]))
-    if installed < versions.SINCE.get(feature, installed):
+    if installed < api.SINCE.get(feature, installed):
         with pytest.raises(adapter.UnsupportedVersionError, match=r"vllm: got .*, needs 0\.33"):
-            versions.check_version(feature)
+            api.check_version(feature)
         return
-    versions.check_version(feature)
+    api.check_version(feature)
     if feature in adapter.FEATURES:  # a connector is named in vLLM's own options
         adapter.enable(feature)
         adapter.enable(feature)
@@ -112,7 +112,7 @@ def test_the_installed_version_is_served(feature):
 )
 def test_values_that_make_no_sense_are_refused_before_anything_is_enabled(monkeypatch, variables, said):
     done = []
-    monkeypatch.setattr("pc.integrations.vllm.features.check_version", done.append)
+    monkeypatch.setattr("pc.integrations.vllm.features.available", done.append)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ValueError, match=said):

@@ -1,0 +1,204 @@
+"""Checks of the private names that an adapter uses of its framework.
+
+An adapter's `api.py` is the only file that names anything private of the framework. It declares these names in tables,
+one for each feature, and asks the functions here before the feature is enabled:
+
+    NAMES = {
+        "eviction": {
+            "engine.pool:Pool": "touch(blocks) take(count ...) size",
+            "engine.status": "Status.RUNNING Scheduler.__init__(config)",
+        },
+    }
+
+- A key is a module, or `module:Class`. Its text lists what the adapter uses of it, dots within.
+- `touch(blocks)` is callable with these parameters: each is there, in this order, and no other one is required.
+- `take(count ...)` has these parameters, in any order, and may require others. Write it where the adapter reads fields
+  or passes on what it was given.
+- `size` is there: an attribute, a field of a dataclass, or an instance attribute that a method of the class assigns.
+
+`missing(NAMES[feature])` says what is not as declared. `changed` compares bodies that an adapter reimplements with
+those that it was written against. `absent` looks at objects, once the framework has made them.
+"""
+
+from __future__ import annotations
+
+import dis
+import importlib
+import inspect
+import io
+import re
+import token
+import tokenize
+from collections.abc import Iterator, Mapping
+from hashlib import sha256
+from operator import attrgetter
+from types import FunctionType
+from typing import Any, NamedTuple
+
+_MEMBER = re.compile(r"([\w.]+)(\([^)]*\))?")
+_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+_SPACE = (tokenize.COMMENT, token.NEWLINE, tokenize.NL, token.INDENT, token.DEDENT, token.ENCODING, token.ENDMARKER)
+
+
+class Name(NamedTuple):
+    """A name that an adapter uses, and the parameters it relies on."""
+
+    path: str
+    """`module:Class.member`."""
+    parameters: tuple[str, ...] | None
+    """None: only that the name is there counts."""
+    others: bool
+    """Whether parameters that are not listed may be required."""
+
+
+def names(table: Mapping[str, str]) -> Iterator[Name]:
+    """Yield the names of a table, see the module's docstring."""
+    for holder, members in table.items():
+        for member, listed in _MEMBER.findall(members):
+            words = listed.strip("()").split()
+            parameters = tuple(word for word in words if word != "...")
+            path = f"{holder}{'.' if ':' in holder else ':'}{member}"
+            yield Name(path, parameters if listed else None, "..." in words)
+
+
+def find(path: str) -> Any:
+    """Return what `module:name` stands for, dots within the name.
+
+    Raises:
+        ImportError: There is no such module.
+        AttributeError: The module has no such name.
+    """
+    module, _, name = path.partition(":")
+    return attrgetter(name)(importlib.import_module(module))
+
+
+def missing(table: Mapping[str, str]) -> list[str]:
+    """Return, for each name of a table that is not as declared, what is wrong; [] if nothing is.
+
+    Importing a module of the framework may raise anything; that counts as a missing name.
+    """
+    return [reason for name in names(table) if (reason := _difference(name))]
+
+
+def _difference(name: Name) -> str:
+    """Return how a name differs from what a table says, or ""."""
+    try:
+        found = find(name.path)
+    except Exception as error:
+        holder, _, attribute = name.path.rpartition(".")
+        if name.parameters is None and ":" in holder and _assigns(holder, attribute):
+            return ""
+        why = "" if isinstance(error, ImportError | AttributeError) else f" ({type(error).__name__}: {error})"
+        return f"{name.path}: not there{why}"
+    if name.parameters is None:
+        return ""
+    try:
+        there = list(inspect.signature(found).parameters.values())
+    except (TypeError, ValueError):
+        return f"{name.path}: has no parameters"
+    lacking = [each for each in name.parameters if each not in [parameter.name for parameter in there]]
+    if lacking:
+        return f"{name.path}: has no {', '.join(lacking)}"
+    places = [parameter.name for parameter in there if parameter.kind in _POSITIONAL]
+    order = [places.index(each) for each in name.parameters if each in places]
+    if order != sorted(order) and not name.others:
+        return f"{name.path}: takes {', '.join(places)}, needs {', '.join(name.parameters)}"
+    more = [parameter.name for parameter in there if _is_required(parameter) and parameter.name not in name.parameters]
+    return f"{name.path}: also requires {', '.join(more)}" if more and not name.others else ""
+
+
+def _is_required(parameter: inspect.Parameter) -> bool:
+    variadic = parameter.kind in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return parameter.default is parameter.empty and not variadic and parameter.name not in ("self", "cls")
+
+
+def _assigns(path: str, attribute: str) -> bool:
+    """Return whether a class declares an instance attribute, or a method of the class assigns one."""
+    try:
+        kind = find(path)
+    except Exception:
+        return False
+    for each in inspect.getmro(kind) if inspect.isclass(kind) else ():
+        if attribute in getattr(each, "__annotations__", {}):
+            return True
+        for method in vars(each).values():
+            method = inspect.unwrap(method) if callable(method) else None
+            if isinstance(method, FunctionType) and attribute in method.__code__.co_names:
+                steps = dis.get_instructions(method)
+                if any(step.opname == "STORE_ATTR" and step.argval == attribute for step in steps):
+                    return True
+    return False
+
+
+def absent(objects: Mapping[str, Any], table: Mapping[str, str]) -> list[str]:
+    """Return the attributes of a table that the framework's objects lack; [] if they have all.
+
+    Args:
+        objects: By name the objects that exist.
+        table: By path the attributes. A path begins with the name of an object; a number in it is an index:
+            `{"scheduler.pool.blocks.0": "number is_free"}`. A path whose object is not in `objects` is left out.
+    """
+    reasons = []
+    for path, attributes in table.items():
+        root, *steps = path.split(".")
+        if root not in objects:
+            continue
+        holder = objects[root]
+        try:
+            for step in steps:
+                holder = holder[int(step)] if step.isdecimal() else getattr(holder, step)
+        except Exception:  # an index out of range, a property that raises
+            reasons.append(f"{path}: not there")
+            continue
+        lacking = [attribute for attribute in attributes.split() if not hasattr(holder, attribute)]
+        if lacking:
+            reasons.append(f"{path}: has no {', '.join(lacking)}")
+    return reasons
+
+
+def changed(bodies: Mapping[str, Mapping[str, str]]) -> list[str]:
+    """Return which bodies are none of those that an adapter reimplements; [] if all are known.
+
+    Args:
+        bodies: By path, `module:Class.method` or `module:Class`, the digest of the body in each release.
+    """
+    reasons = []
+    for path, known in bodies.items():
+        try:
+            found = digest(find(path))
+        except Exception as error:  # no such name, or no source
+            reasons.append(f"{path}: its source cannot be read ({type(error).__name__})")
+            continue
+        if found not in known.values():
+            reasons.append(f"{path}: its body is not the one of {', '.join(known)} (digest {found})")
+    return reasons
+
+
+def digest(body: Any) -> str:
+    """Return 12 hexadecimal digits for the source of a function or class.
+
+    Comments, docstrings and space do not count; nesting does. A function that was wrapped counts as its wrapper.
+
+    Raises:
+        OSError: The source is not there.
+    """
+    function = getattr(body, "__func__", body)
+    source = inspect.getsource(function.__code__ if isinstance(function, FunctionType) else function)
+    lines: list[list[str]] = [[]]
+    depth = -source[:1].isspace()
+    for each in tokenize.generate_tokens(io.StringIO(source).readline):
+        depth += (each.type == token.INDENT) - (each.type == token.DEDENT)
+        if each.type == token.NEWLINE:
+            lines.append([])
+        if each.type not in _SPACE:
+            text = each.string
+            if token.tok_name[each.type] == "FSTRING_MIDDLE":  # in Python 3.12 the halves of doubled braces are gone
+                text = text.replace("{", "{{").replace("}", "}}")
+            lines[-1] += [str(depth), text] if not lines[-1] else [text]
+    kept = ["".join(line) for line in lines if line and not _is_docstring(line)]
+    return sha256("\n".join(kept).encode()).hexdigest()[:12]
+
+
+def _is_docstring(line: list[str]) -> bool:
+    """Return whether a line, after its depth, is a single string."""
+    return len(line) == 2 and line[1].lstrip("rRuUbB")[:1] in ("'", '"')
