@@ -103,13 +103,13 @@ results: setup ## measure again what benchmarks/results/cpu holds, and render ch
 	$(BIN)/python -m benchmarks render
 
 # Needs nothing from the network: PYTHON brings torch and triton for the GPU, pytest and transformers.
-# More goes into ARGS: make gpu SLICE=2 ARGS="--results /tmp/results --peers wheels".
-gpu: ## everything that needs a GPU, in slices of nine minutes that can be resumed: make gpu SLICE=1
-	PYTHONPATH=src $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -m benchmarks gpu $(if $(SLICE),--slice $(SLICE)) $(ARGS)
+RUN_GPU = PYTHONPATH=src $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -m benchmarks gpu
 
-gpu-dry: ## the same slices without a GPU, small: tests are collected, kernels interpreted, results packed
-	PYTHONPATH=src OMP_NUM_THREADS=1 $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -m benchmarks gpu --dry-run \
-		$(if $(SLICE),--slice $(SLICE)) $(ARGS)
+gpu: ## check and measure the kernels on a GPU, nine minutes a call; call it again for the rest
+	$(RUN_GPU) $(ARGS)
+
+gpu-dry: ## the same without a GPU, small
+	OMP_NUM_THREADS=1 $(RUN_GPU) --dry-run $(ARGS)
 
 docs: setup ## render numbers and charts from rows, and build the site into site/
 	$(BIN)/python -m benchmarks render

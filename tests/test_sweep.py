@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.gpu import sweep
+from benchmarks.kernels import sweep
 from pc.info import _tuned
 from pc.triton_ops._attention import choose, constants, tuned
 from pc.triton_ops._attention.call import AttentionCall

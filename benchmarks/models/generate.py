@@ -14,7 +14,7 @@ import torch
 from ..harness.conditions import conditions
 from ..harness.tables import write_rows
 from ..harness.timing import TokenClock
-from ..models.load import random_llama
+from .load import random_llama
 
 SIZES: dict[str, dict[str, Any]] = {
     "1B": {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "heads": (32, 8)},
@@ -127,3 +127,10 @@ def save_generate(path: Path, rows: list[dict[str, str]]) -> None:
         if timed:
             first, rate = (statistics.median(float(row[c]) for row in timed) for c in ("first_token_s", "tokens_per_s"))
             print(f"{way}: first token {first:.3f} s, then {rate:.1f} tokens a second (medians)")
+
+
+def main(path: Path, dry: bool) -> int:
+    """Measure on a GPU, or small on the CPU, and write the rows."""
+    kind = torch.device("cpu" if dry else "cuda")
+    save_generate(path, run_generate("tiny", kind, 64, 16, 4, 2) if dry else run_generate("1B", kind, 8192, 64, 128, 6))
+    return 0

@@ -1,4 +1,4 @@
-"""Sweeps the attention kernel's constants: each candidate's time as a row, and which to take and why.
+"""Sweeps of the attention kernel's constants: the time of each candidate as a row, and which one to take.
 
 python -m benchmarks gpu --only sweep     measure, as a part of `make gpu`
 python -m benchmarks sweep --write        from benchmarks/results/*/constants.csv to triton_ops/_attention/tuned.py
@@ -99,6 +99,11 @@ def regimes(tiny: bool = False) -> list[Regime]:
         )
         found.append(Regime(name, case))
     return found
+
+
+def regime(key: str, tiny: bool = False) -> Regime:
+    """Return the regime with this key."""
+    return next(each for each in regimes(tiny) if each.key == key)
 
 
 def candidates(regime: Regime, present: Candidate, arch: str) -> list[Candidate]:
