@@ -18,6 +18,7 @@ from .compression.reading import Documents, Reader
 from .contiguous.serve import Contiguous
 from .identity import Identity, set_by_forward
 from .images import Images, encoded_by_model, take_images
+from .kernels import WrongKernelError, require_kernels
 from .paged.graphs import CAPTURERS, DecodeSteps
 from .paged.serve import Paged
 from .settings import CacheOptions, ScopedSetting, check_returns, check_salt
@@ -81,6 +82,14 @@ class Serving:
                 return Paged(model, options, self.steps)
             except UnsupportedError as error:
                 self.steps.refuse(str(error))
+                if isinstance(error, WrongKernelError):
+                    self._calls.tell("kernels", f"{error}. The model is served over contiguous copies, in PyTorch")
+        if options.reuse == "anywhere":
+            try:
+                require_kernels(model, options.block_size, "moved")
+            except WrongKernelError as error:
+                self._calls.tell("kernels", f'{error}. It is served with reuse="gap", in PyTorch')
+                options = options._replace(reuse="gap")
         return Contiguous(model, options)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
@@ -175,6 +184,10 @@ class Serving:
         if model.training:
             raise ValueError("model: is in training mode; call model.eval()")
         self._placed_engine(model)
+        try:
+            require_kernels(model, self._options.block_size, "documents")
+        except WrongKernelError as error:
+            raise ValueError(f"model: got one whose documents cannot be read, since {error}") from error
         engine, adapters = self._current(model)
         return Reader(model, adapters, engine.store if isinstance(engine, Contiguous) else None)
 

@@ -12,6 +12,7 @@ import torch
 from ....cache.runs import pad_tables
 from ..api import cache_argument
 from ..calls import UnsupportedError, refuse_if, refusing
+from ..kernels import require_kernels
 from ..support import eval_mode, harmless_tokens
 from .batch import DecodeBatch, PackedBatch, Pass
 from .dispatch import install, no_mask
@@ -104,6 +105,7 @@ def probe_packed(model: Any, block_size: int) -> dict[int, LayerSpec]:
     # positions that are counted rather than given.
     if not getattr(model, "_supports_attention_backend", False):
         raise UnsupportedError("its attention does not go through transformers' AttentionInterface")
+    require_kernels(model, block_size, "packed")
     lens = (2 * block_size + 3, 5)
     blocks = [-(-n // block_size) for n in lens]
     storage = PagedStorage(sum(blocks), block_size, layer_windows(model.config))

@@ -1,0 +1,48 @@
+"""Whether the kernels that a model needs are right on its device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ...triton_ops._checks import FLOATS
+from ...triton_ops._verify import Shape
+from ...triton_ops._verify.remembered import first_fault
+from .calls import UnsupportedError
+
+
+class WrongKernelError(UnsupportedError):
+    """Raised where a kernel does not give what PyTorch gives on the device of a model."""
+
+
+def require_kernels(model: Any, block_size: int, use: str) -> None:
+    """Raise WrongKernelError, which names the kernel, where one that the model needs is wrong on its device.
+
+    The kernels run once on each device for each version, compiled as the model's layers have them compiled: see
+    `pc check`.
+
+    Args:
+        model: A model on its device.
+        block_size: Tokens of a block.
+        use: What the kernels are needed for: see `first_fault`.
+    """
+    if model.dtype not in FLOATS:  # refused elsewhere, by its name
+        return
+    fault = first_fault(model.device, _shape(model, block_size), use)
+    if fault is not None:
+        reason = f"the kernel of pc.{fault.operator} is wrong on {model.device}"
+        raise WrongKernelError(reason, f"{fault.case}: {fault.problem}; run `python -m pc check`")
+
+
+def _shape(model: Any, block_size: int) -> Shape:
+    """The attention layers of a model as its config has them, or layers of usual sizes where it does not say."""
+    config = model.config.get_text_config(decoder=True)
+    heads = getattr(config, "num_attention_heads", None)
+    if not isinstance(heads, int) or heads < 1:
+        return Shape(model.dtype, block_size=block_size)
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    window = getattr(config, "sliding_window", None)
+    if not (isinstance(kv_heads, int) and isinstance(head_dim, int) and heads % kv_heads == 0):
+        return Shape(model.dtype, block_size=block_size)
+    windows = (window,) if isinstance(window, int) and window > 0 else ()
+    return Shape(model.dtype, heads, kv_heads, head_dim, block_size, windows)

@@ -1,0 +1,146 @@
+"""Checks of the kernels on the device at hand: every operator's results beside formulas in PyTorch."""
+
+from __future__ import annotations
+
+import importlib
+import math
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from .._triton import HAS_TRITON, INTERPRET, KERNELS_ON_CPU
+from .cases import USES, Case, Planned, Shape, all_cases, small_cases
+from .oracle import Expected, difference
+
+__all__ = ["USES", "Row", "Shape", "check_kernels", "runs_kernels"]
+
+
+class Row(NamedTuple):
+    """The outcome of a case.
+
+    Attributes:
+        operator: The operator, as in `torch.ops.pc`.
+        case: What is special about the call.
+        error: The largest difference from the formula; infinite where a result has a wrong shape or is no number.
+        allowed: The largest difference that rounding explains; 0 where bytes must be equal.
+        seconds: How long the calls took, compilation included.
+        problem: What is wrong; empty where nothing is.
+    """
+
+    operator: str
+    case: str
+    error: float
+    allowed: float
+    seconds: float
+    problem: str
+
+    @property
+    def ok(self) -> bool:
+        """Whether the kernel gives what the formula gives."""
+        return not self.problem
+
+
+def runs_kernels(device: torch.device) -> bool:
+    """Return whether operators on tensors of a device launch kernels."""
+    return HAS_TRITON and (device.type == "cuda" or (device.type == "cpu" and KERNELS_ON_CPU))
+
+
+def check_kernels(
+    device: torch.device,
+    small: Shape | None = None,
+    uses: Sequence[str] = USES,
+    only: str = "",
+    advance: Callable[[str], None] = lambda case: None,
+) -> list[Row]:
+    """Run kernels on a device and compare their results with formulas in PyTorch on the CPU.
+
+    Args:
+        device: The device whose kernels are checked.
+        small: Checks only what a model with such attention layers launches.
+        uses: With `small`, what for: some of `USES`.
+        only: Checks only cases whose name, "operator: case", contains this.
+        advance: Called with the name of each case before it runs.
+
+    Returns:
+        A row for each case. A case that raises has the error as its problem; those after it still run.
+    """
+    cases: Iterable[Case] = all_cases(wide=not INTERPRET and device.type != "cpu")
+    if small is not None:
+        cases = [case for use in uses for case in small_cases(small, use)]
+    rows = []
+    with torch.no_grad(), torch.autocast(device.type, enabled=False):
+        for case in cases:
+            name = f"{case.operator}: {case.name}"
+            if only in name:
+                advance(name)
+                rows.append(_check(case, device))
+    return rows
+
+
+def _check(case: Case, device: torch.device) -> Row:
+    begin = time.perf_counter()
+    error, allowed, problem = 0.0, 0.0, ""
+    try:
+        # The first call builds a launch, later ones reuse it; an interpreter has nothing to reuse.
+        for turn in ("",) if INTERPRET else ("", "the second call: "):
+            for place, found, expected in _results(case, device):
+                wrong, within = difference(found, expected)
+                error, allowed = max(error, wrong), max(allowed, within)
+                if not wrong <= within and not problem:
+                    problem = f"{turn}{place} is {_off(wrong)}, rounding explains {within:.2g}" if within else (
+                        f"{turn}{place} is {_off(wrong)}, needs to be equal")  # fmt: skip
+    except Exception as caught:
+        problem = f"{type(caught).__name__}: {str(caught).strip().splitlines()[0] if str(caught).strip() else ''}"
+        error = math.inf
+    return Row(case.operator, case.name, error, allowed, time.perf_counter() - begin, problem)
+
+
+def _off(error: float) -> str:
+    return f"off by {error:.2g}" if math.isfinite(error) else "of another shape or dtype, or no number"
+
+
+def _results(case: Case, device: torch.device) -> list[tuple[str, torch.Tensor, Expected]]:
+    """The place, result and expectation of all that a call returns or writes."""
+    call = case.make()
+    arguments = {name: _to(device, value) for name, value in call.arguments.items()}
+    operators = importlib.import_module("..", __name__)
+    name = case.calls or case.operator
+    module = importlib.import_module("..flash_attn", __name__) if name.startswith("flash_attn") else operators
+    plan = arguments.get("plan")
+    if isinstance(plan, Planned):
+        made = operators.attention_plan(**_to(device, plan.arguments))
+        # A captured graph refreshes a plan in place, whatever it held.
+        arguments["plan"] = operators.attention_plan(
+            **_to(device, plan.arguments), out=torch.full_like(made, -(1 << 30))
+        )
+    returned = getattr(module, name)(**arguments)
+    returned = returned if isinstance(returned, (tuple, list)) else [] if returned is None else [returned]
+    results = [
+        ("the result" if len(call.returned) == 1 else f"result {place}", found, expected)
+        for place, (found, expected) in enumerate(zip(returned, call.returned, strict=True), 1)
+    ]
+    for name, expected in call.written.items():
+        for found, each in zip(_list(arguments[name]), _list(expected), strict=True):
+            results.append((name, found, each))
+    return results
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
+def _to(device: torch.device, value: Any) -> Any:
+    """A copy of a value on a device, strides included: written arguments are never the case's own."""
+    if isinstance(value, list):
+        return [_to(device, item) for item in value]
+    if isinstance(value, dict):
+        return {name: _to(device, item) for name, item in value.items()}
+    if not isinstance(value, torch.Tensor):
+        return value
+    if value.is_contiguous():
+        return value.clone().to(device)
+    storage = value.as_strided((value.untyped_storage().nbytes() // value.element_size(),), (1,), 0)
+    moved = storage.clone().to(device)
+    return moved.as_strided(value.shape, value.stride(), value.storage_offset())

@@ -1,0 +1,616 @@
+"""Calls of every operator whose results are known: what `pc check` runs."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+from . import oracle
+from .oracle import Expected, Near, Within
+
+F16, BF16, F32, E4M3, INT8 = torch.float16, torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.int8
+NAN = float("nan")
+Options = dict[str, Any]
+
+
+class Call(NamedTuple):
+    """The arguments of a call in host memory, and what it must give.
+
+    Attributes:
+        arguments: By name.
+        returned: The expected results, in order.
+        written: By name, the expected contents of the arguments that the operator writes.
+    """
+
+    arguments: dict[str, Any]
+    returned: tuple[Expected, ...] = ()
+    written: Mapping[str, Expected | Sequence[Expected]] = {}
+
+
+class Case(NamedTuple):
+    """A call of an operator, named in the table.
+
+    Attributes:
+        operator: The operator whose kernels the case is about.
+        name: What is special about the call.
+        make: Builds the call.
+        calls: The function that is called, where it is not the operator's own.
+    """
+
+    operator: str
+    name: str
+    make: Callable[[], Call]
+    calls: str = ""
+
+
+class Shape(NamedTuple):
+    """The attention layers of a model, as far as kernels are compiled for them."""
+
+    dtype: torch.dtype = BF16
+    heads: int = 8
+    kv_heads: int = 2
+    head_dim: int = 128
+    block_size: int = 16
+    windows: tuple[int, ...] = (50,)
+
+
+class _Draw:
+    """Random tensors, the same each time: the case's name is the seed."""
+
+    def __init__(self, name: str) -> None:
+        self._generator = torch.Generator("cpu").manual_seed(zlib.crc32(name.encode()))
+
+    def normal(self, *shape: int, dtype: torch.dtype = F32) -> torch.Tensor:
+        return torch.randn(*shape, generator=self._generator, device="cpu", dtype=F32).to(dtype)
+
+    def uniform(self, *shape: int) -> torch.Tensor:
+        return torch.rand(*shape, generator=self._generator, device="cpu", dtype=F32)
+
+    def order(self, count: int) -> torch.Tensor:
+        return torch.randperm(count, generator=self._generator, device="cpu")
+
+    def integers(self, low: int, high: int, *shape: int) -> torch.Tensor:
+        return torch.randint(low, high, shape, generator=self._generator, device="cpu")
+
+    def some(self, of: int, count: int) -> torch.Tensor:
+        """So many numbers below `of`, ascending."""
+        return self.order(of)[:count].sort().values
+
+
+def _attention(
+    operator: str,
+    name: str,
+    lens: tuple[int, ...],
+    queries: tuple[int, ...],
+    dtype: torch.dtype,
+    cache_dtype: torch.dtype | None = None,
+    heads: tuple[int, int] = (4, 2),
+    head_dim: int = 64,
+    value_dim: int | None = None,
+    block_size: int = 16,
+    *,
+    latent: bool = False,
+    holes: float = 0.0,
+    head_tables: bool = False,
+    head_major: bool = False,
+    scattered: bool = False,
+    tree: bool = False,
+    top_k: int = 0,
+    shared: int = 0,
+    planned: bool = False,
+    **options: Any,
+) -> Call:
+    """Build a batch of sequences for an attention operator, with NaN wherever the operator must not look."""
+    draw, (num_heads, kv_heads) = _Draw(f"{operator} {name}"), heads
+    n, width = len(lens), max(-(-length // block_size) for length in lens) + 1
+    num_blocks = n * width + 3
+    kept = dtype if cache_dtype is None else cache_dtype
+    spread = 1.0 if cache_dtype is None else 20.0
+    keys = draw.normal(num_blocks, block_size, kv_heads, head_dim) * spread
+    values = draw.normal(num_blocks, block_size, kv_heads, value_dim or head_dim) * spread
+    orders = [draw.order(num_blocks)[: n * width] for _ in range(kv_heads if head_tables else 1)]
+    tables = torch.stack(orders).view(-1, n, width).transpose(0, 1).to(torch.int32).contiguous()
+    tables[:, :, :shared] = tables[:1, :, :shared]
+    tables[draw.uniform(*tables.shape) < holes] = -1
+    for i in range(n if holes else 0):  # a tile of keys without a block, at another place in each sequence and head
+        for head in range(tables.shape[1]):
+            first = -(-64 // block_size) * (1 + (i + head) % 2)
+            tables[i, head, first : first + -(-64 // block_size)] = -1
+    used = torch.zeros(num_blocks, block_size, kv_heads, dtype=torch.bool)
+    for i, length in enumerate(lens):
+        t = torch.arange(length)
+        for head in range(kv_heads):
+            numbers = tables[i, head if head_tables else 0].long()
+            numbers = numbers[t // block_size]
+            used[numbers[numbers >= 0], (t % block_size)[numbers >= 0], head] = True
+        tables[i, :, -(-length // block_size) :] = 2**31 - 1  # never read
+    starts = torch.tensor([0, *queries]).cumsum(0).to(torch.int32)
+    total = int(starts[-1])
+    arguments: dict[str, Any] = {
+        "query": draw.normal(total + 1, num_heads, head_dim).to(dtype),  # the last row is padding
+        "block_tables": tables if head_tables else tables[:, 0],
+        "seq_lens": torch.tensor(lens, dtype=torch.int32),
+        "query_start_loc": starts,
+        "scale": head_dim**-0.5,
+    }
+    if "sparse" in operator:
+        arguments["query_positions"] = None
+    trees = [_tree(draw, count) for count in queries] if tree else []
+    if tree:
+        masks = torch.zeros(total + 1, 1, dtype=torch.int32)
+        for begin, (_, ancestors) in zip(starts.tolist(), trees, strict=False):
+            for row, own in enumerate(ancestors):
+                masks[begin + row, 0] = sum(1 << token for token in own)
+        depths = [length - len(own) + depth for length, (own, _) in zip(lens, trees, strict=True) for depth in own]
+        arguments |= {"tree_mask": masks, "query_positions": torch.tensor([*depths, 0], dtype=torch.int32)}
+    elif scattered:
+        rows = [draw.some(length, count) for length, count in zip(lens, queries, strict=True)]
+        arguments["query_positions"] = torch.cat((*rows, torch.zeros(1))).to(torch.int32)
+    if top_k:
+        lists = torch.full((total + 1, kv_heads, top_k), -1, dtype=torch.int32)
+        for i, length in enumerate(lens):
+            blocks = -(-length // block_size)
+            for row in range(int(starts[i]), int(starts[i + 1])):
+                for head in range(kv_heads):
+                    chosen = draw.some(blocks, min(blocks, top_k - row % 2))
+                    lists[row, head, : len(chosen)] = chosen
+        arguments["query_blocks"] = lists
+    if shared:
+        arguments["num_shared_blocks"] = shared
+    if options.pop("alibi", False):
+        options["alibi_slopes"] = -draw.uniform(num_heads) / 4
+    if options.pop("sinks", False):
+        options["sinks"] = draw.normal(num_heads)
+    if cache_dtype is not None:
+        options["k_scale"] = draw.uniform(1 if latent else kv_heads) * 0.05 + 0.02
+        if not latent:
+            options["v_scale"] = draw.uniform(1) * 0.05 + 0.02
+    if latent:
+        options["value_dim"] = value_dim
+    arguments |= options
+
+    def put(unused: torch.Tensor) -> None:
+        stored = [keys, values]
+        if kept != INT8:
+            stored = [side.masked_fill(unused[..., None], NAN) for side in stored]
+        stored = [side.to(kept) for side in stored]
+        if head_major:
+            stored = [side.transpose(1, 2).contiguous().transpose(1, 2) for side in stored]
+        arguments.update(
+            {"cache": stored[0][:, :, 0]} if latent else zip(("key_cache", "value_cache"), stored, strict=True)
+        )
+
+    put(~used)
+    if tree or top_k:  # keys that no query attends to
+        for i, length in enumerate(lens):
+            t, seen = torch.arange(length), oracle.attended(arguments, i).any(1)
+            for head in range(kv_heads):
+                numbers = tables[i, head if head_tables else 0].long()[t // block_size]
+                dead = ~seen[head] & (numbers >= 0)
+                used[numbers[dead], (t % block_size)[dead], head] = False
+        put(~used)
+    exact, lse = oracle.attention(arguments, torch.float64)
+    rounded = oracle.attention(arguments, dtype)[0]
+    returned: tuple[Expected, ...] = (Near(exact, rounded), Within(lse, 1e-3, F32))
+    if planned:
+        about = (
+            "block_tables",
+            "seq_lens",
+            "query_start_loc",
+            "window",
+            "num_sink_tokens",
+            "causal",
+            "query_positions",
+        )
+        given = {name: arguments[name] for name in about if name in arguments}
+        arguments["plan"] = Planned(given | {"block_size": block_size, "num_kv_heads": kv_heads})
+    return Call(arguments, returned if operator.endswith("_with_lse") else returned[:1])
+
+
+class Planned(NamedTuple):
+    """A plan that is built from these arguments before the call."""
+
+    arguments: dict[str, Any]
+
+
+def _tree(draw: _Draw, count: int) -> tuple[list[int], list[list[int]]]:
+    """Depth and ancestors, itself included, of every token of a random tree."""
+    depths: list[int] = []
+    ancestors: list[list[int]] = []
+    for token in range(count):
+        parent = int(draw.integers(-1, token, 1)) if token else -1
+        depths.append(depths[parent] + 1 if parent >= 0 else 0)
+        ancestors.append([*(ancestors[parent] if parent >= 0 else []), token])
+    return depths, ancestors
+
+
+def _merge(dtype: torch.dtype) -> Call:
+    draw = _Draw("merge_attention")
+    outs = [draw.normal(37, 5, 96)[..., :80].to(dtype) for _ in range(2)]
+    lses = [draw.normal(37, 5) * 3 for _ in range(2)]
+    lses[0][3], lses[1][5], lses[0][7], lses[1][7] = -torch.inf, -torch.inf, -torch.inf, -torch.inf
+    outs[0][7], outs[1][7] = 0, 0
+    call = {"out_a": outs[0], "lse_a": lses[0], "out_b": outs[1], "lse_b": lses[1]}
+    exact, lse = oracle.merged(call, torch.float64)
+    return Call(call, (Near(exact, oracle.merged(call, dtype)[0]), Within(lse, 1e-5, F32)))
+
+
+def _cache(draw: _Draw, shape: tuple[int, ...], dtype: torch.dtype, padded: int = 0) -> torch.Tensor:
+    """A cache with random contents, with unused columns behind each row where `padded`."""
+    return (draw.normal(*shape[:-1], shape[-1] + padded) * 5).to(dtype)[..., : shape[-1]]
+
+
+def _slots(draw: _Draw, count: int, of: int) -> torch.Tensor:
+    """Different slots, two of them left out."""
+    slots = draw.order(of)[:count]
+    slots[[1, count // 2]] = -1
+    return slots
+
+
+def _put(cache: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    """A copy of the cache with rows in their slots."""
+    out = cache.clone()
+    for row, slot in zip(rows, slots.tolist(), strict=True):
+        if slot >= 0:
+            out[slot // cache.shape[1], slot % cache.shape[1]] = row
+    return out
+
+
+def _write(
+    name: str, dtype: torch.dtype, cache_dtype: torch.dtype | None, heads: int, head_dim: int, size: int
+) -> Call:
+    draw = _Draw(f"reshape_and_cache {name}")
+    tokens, kept = 21, dtype if cache_dtype is None else cache_dtype
+    sides = [draw.normal(tokens, heads + 1, head_dim)[:, :heads].to(dtype) for _ in range(2)]
+    caches = [_cache(draw, (5, size, heads, head_dim), kept, 16) for _ in range(2)]
+    slots, names = _slots(draw, tokens, 5 * size), ("key_cache", "value_cache")
+    call = {"key": sides[0], "value": sides[1], **dict(zip(names, caches, strict=True)), "slot_mapping": slots}
+    rows = sides
+    if cache_dtype is not None:
+        scales = (draw.uniform(heads) * 0.02 + 0.01, draw.uniform(1) * 0.02 + 0.01)
+        call |= {"k_scale": scales[0], "v_scale": scales[1]}
+        rows = [oracle.codes(side, scale, kept) for side, scale in zip(sides, scales, strict=True)]
+    written = [_put(cache, side, slots) for cache, side in zip(caches, rows, strict=True)]
+    return Call(call, (), dict(zip(names, written, strict=True)))
+
+
+def _angles(positions: torch.Tensor, inv_freq: torch.Tensor) -> torch.Tensor:
+    angle = positions.double()[:, None] * inv_freq.double()
+    return torch.complex(angle.cos(), angle.sin())
+
+
+def _near(x: torch.Tensor, angles: torch.Tensor, interleaved: bool, first: int = 0) -> Near:
+    """The expected rotation of a tensor."""
+    exact, rounded = (oracle.rotated(x, angles, dtype, interleaved, first) for dtype in (torch.float64, x.dtype))
+    return Near(exact, rounded)
+
+
+def _put_near(cache: torch.Tensor, rows: Near, slots: torch.Tensor) -> Near:
+    return Near(_put(cache.double(), rows.exact, slots), _put(cache, rows.rounded, slots))
+
+
+def _rope(name: str, dtype: torch.dtype, interleaved: bool, head_dim: int, rotary_dim: int) -> Call:
+    draw, tokens, heads, size = _Draw(f"rope_and_cache {name}"), 19, (6, 2), 8
+    query, key, value = draw.normal(tokens, heads[0] + 2 * heads[1], head_dim).to(dtype).split((6, 2, 2), 1)
+    caches = [_cache(draw, (5, size, heads[1], head_dim), dtype, 16) for _ in range(2)]
+    slots, positions = _slots(draw, tokens, 5 * size), draw.integers(0, 50, tokens)
+    angles = _angles(torch.arange(50), 10000.0 ** (-torch.arange(0, rotary_dim, 2) / rotary_dim))
+    cos_sin = torch.cat((angles.real, angles.imag), 1).float()
+    angles = torch.complex(*cos_sin.double().chunk(2, 1))[positions]
+    call = {
+        **{"query": query, "key": key, "value": value, "positions": positions, "cos_sin": cos_sin},
+        **{"key_cache": caches[0], "value_cache": caches[1], "slot_mapping": slots, "interleaved": interleaved},
+    }
+    keys = _put_near(caches[0], _near(key, angles, interleaved), slots)
+    return Call(
+        call, (_near(query, angles, interleaved),), {"key_cache": keys, "value_cache": _put(caches[1], value, slots)}
+    )
+
+
+def _rotate(name: str, dtype: torch.dtype, is_neox: bool, head_dim: int, pairs: int, first: int, size: int) -> Call:
+    draw = _Draw(f"rotate_keys {name}")
+    cache = _cache(draw, (9, size, 2, head_dim), dtype, 16)
+    sources, targets = torch.tensor([0, 3, -1, 5, 6]), torch.tensor([1, 3, 4, -1, 2])
+    deltas, inv_freq = torch.tensor([7, -30, 1, 2, 900], dtype=torch.int32), 1000.0 ** (-torch.arange(pairs) / pairs)
+    call = {"key_cache": cache, "source_ids": sources, "target_ids": targets, "deltas": deltas, "inv_freq": inv_freq}
+    moved = cache[sources.clamp(min=0)].masked_fill((sources < 0)[:, None, None, None], 0)
+    rows = _turned(moved.flatten(0, 1), _angles(deltas, inv_freq).repeat_interleave(size, 0), is_neox, first)
+    slots = (targets[:, None] * size + torch.arange(size)).masked_fill((targets < 0)[:, None], -1).flatten()
+    return Call(call | {"is_neox": is_neox, "first": first}, (), {"key_cache": _turned_into(cache, rows, slots)})
+
+
+def _move(
+    name: str, dtype: torch.dtype, is_neox: bool, pairs: int, first: int, latent: bool = False, head_dim: int = 64
+) -> Call:
+    draw, size = _Draw(f"move_slots {name}"), 16
+    cache, values = (_cache(draw, (6, size, 2, width), dtype, 16) for width in (head_dim, 32))
+    sources = torch.cat((torch.arange(5, 45), torch.tensor([-1, 3])))
+    targets = torch.cat((torch.arange(47, 87), torch.tensor([90, -1])))
+    deltas, inv_freq = draw.integers(-40, 40, len(sources)).int(), 1000.0 ** (-torch.arange(pairs) / max(pairs, 1))
+    call: dict[str, Any] = {"key_cache": cache, "value_cache": None if latent else values, "source_slots": sources}
+    call |= {"target_slots": targets, "deltas": deltas, "inv_freq": inv_freq if pairs else None}
+    left = (sources < 0)[:, None, None]
+    keys, others = (side.flatten(0, 1)[sources.clamp(min=0)].masked_fill(left, 0) for side in (cache, values))
+    rows = _turned(keys, _angles(deltas, inv_freq), is_neox, first)
+    written: dict[str, Any] = {"key_cache": _turned_into(cache, rows, targets) if pairs else _put(cache, keys, targets)}
+    if not latent:
+        written["value_cache"] = _put(values, others, targets)
+    return Call(call | {"is_neox": is_neox, "first": first}, (), written)
+
+
+def _turned(rows: torch.Tensor, angles: torch.Tensor, is_neox: bool, first: int) -> Near:
+    if rows.dtype != INT8:
+        return _near(rows, angles, not is_neox, first)
+    exact = oracle.rotated(rows, angles, torch.float64, not is_neox, first).clamp(-128, 127)
+    return Near(exact, exact.round().to(INT8))
+
+
+def _turned_into(cache: torch.Tensor, rows: Near, slots: torch.Tensor) -> Expected:
+    expected = _put_near(cache, rows, slots)
+    return Within(expected.exact, 0.501, INT8) if cache.dtype == INT8 else expected  # half a code
+
+
+ROWS = ((3, 24), (5,), (2, 6))
+"""Features of caches whose rows are moved: an even row, an odd one, and one with loose strides."""
+
+
+def _stores(draw: _Draw, num_blocks: int, size: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    whole = [_cache(draw, (num_blocks, size, *features), dtype) for features in ROWS[:2]]
+    return [*whole, _cache(draw, (num_blocks, size, *ROWS[2]), dtype, 3)]
+
+
+def _moves(operator: str, dtype: torch.dtype) -> Call:
+    """Build a gather, scatter or copy; operators of lists take three caches, the others the one with loose strides."""
+    draw, num_blocks, size = _Draw(operator), 9, 4
+    stores, several = _stores(draw, num_blocks, size, dtype), operator.endswith("_list")
+    stores = stores if several else stores[2:]
+    name, index = ("slot_mapping", _slots(draw, 13, num_blocks * size)) if "slots" in operator else (
+        "block_ids", _slots(draw, 6, num_blocks))  # fmt: skip
+    flat = [store.flatten(0, 1) if "slots" in operator else store for store in stores]
+    if operator.startswith("copy"):
+        sources, targets = torch.tensor([0, 3, 5, 8]), torch.tensor([1, 2, -1, 7])
+        copies = []
+        for store in stores:
+            copy = store.clone()
+            copy[[1, 2, 7]] = store[[0, 3, 8]]
+            copies.append(copy)
+        ids = {"source_ids": sources, "target_ids": targets}
+        return Call({"caches": stores} | ids, (), {"caches": copies}) if several else Call(
+            {"cache": stores[0]} | ids, (), {"cache": copies[0]})  # fmt: skip
+    if operator.startswith("gather"):
+        rows = []
+        for store in flat:
+            rows.append(store[index.clamp(min=0)].contiguous())
+            rows[-1][index < 0] = 0
+        return Call({"caches" if several else "cache": stores if several else stores[0], name: index}, tuple(rows))
+    packed = [_cache(draw, (len(index), *store.shape[1:]), dtype) for store in flat]
+    copies = []
+    for store, new in zip(stores, packed, strict=True):
+        copy = store.clone()
+        target = copy.view(-1, *copy.shape[2:]) if "slots" in operator else copy
+        target[index[index >= 0]] = new[index >= 0]
+        copies.append(copy)
+    if several:
+        return Call({"sources": packed, "caches": stores, name: index}, (), {"caches": copies})
+    return Call({"source": packed[0], "cache": stores[0], name: index}, (), {"cache": copies[0]})
+
+
+def _join(operator: str, dtype: torch.dtype, placed: bool) -> Call:
+    draw, size, lens, queries = _Draw(operator), 4, (11, 3, 9), (2, 3, 0)
+    stores, several = _stores(draw, 9, size, dtype), operator.endswith("_list")
+    stores = stores if several else stores[2:]
+    tables = draw.order(9).view(3, 3).int()
+    tables[0, 1] = -1
+    starts = torch.tensor([0, *queries]).cumsum(0).int()
+    news = [_cache(draw, (5, *store.shape[2:]), dtype) for store in stores]
+    places = [torch.arange(length - count, length) for length, count in zip(lens, queries, strict=True)]
+    if placed:
+        places = [draw.some(length, count) for length, count in zip(lens, queries, strict=True)]
+    joined = []
+    for store, new in zip(stores, news, strict=True):
+        out, begin = torch.zeros(sum(lens) + 2, *store.shape[2:], dtype=dtype), 0
+        for i, length in enumerate(lens):
+            for t in range(length):
+                number = int(tables[i, t // size])
+                out[begin + t] = store[number, t % size] if number >= 0 else 0
+            out[begin + places[i]] = new[starts[i] : starts[i + 1]]
+            begin += length
+        joined.append(out)
+    call: dict[str, Any] = {"block_tables": tables, "seq_lens": torch.tensor(lens, dtype=torch.int32)}
+    call |= {"query_start_loc": starts, "num_rows": sum(lens) + 2}
+    call["new_positions"] = torch.cat(places).int() if placed else None
+    sides = {"caches": stores, "news": news} if several else {"cache": stores[0], "new": news[0]}
+    return Call(call | sides, tuple(joined))
+
+
+def _flash_append(dtype: torch.dtype) -> Call:
+    """Build a call of `flash_attn_with_kvcache` that writes new, rotated keys first."""
+    draw, size, lens = _Draw("flash_attn_with_kvcache"), 16, (20, 0, 31)
+    tables = draw.order(9).view(3, 3).int()
+    query, key, value = (draw.normal(3, 2, heads, 64).to(dtype) for heads in (4, 2, 2))
+    caches = [_cache(draw, (9, size, 2, 64), dtype) for _ in range(2)]
+    angles = _angles(torch.arange(50), 10000.0 ** (-torch.arange(0, 64, 2) / 64))
+    cos, sin = angles.real.float(), angles.imag.float()
+    places = (torch.tensor(lens)[:, None] + torch.arange(2)).flatten()
+    turns = torch.complex(cos.double(), sin.double())[places]
+    numbers = tables[torch.arange(3).repeat_interleave(2), places // size].long()
+    slots = numbers * size + places % size
+    keys = _put_near(caches[0], _near(key.flatten(0, 1), turns, False), slots)
+    values, queries = _put(caches[1], value.flatten(0, 1), slots), _near(query.flatten(0, 1), turns, False)
+    batch: Options = {"block_tables": tables, "seq_lens": torch.tensor(lens).int() + 2, "scale": 0.125}
+    batch |= {"query_start_loc": torch.tensor([0, 2, 4, 6]).int(), "value_cache": values}
+    exact, rounded = (
+        oracle.attention(batch | {"query": turned, "key_cache": cache}, used)[0].view(3, 2, 4, 64)
+        for turned, cache, used in ((queries.exact, keys.exact, torch.float64), (queries.rounded, keys.rounded, dtype))
+    )
+    call = {
+        **{"q": query, "k_cache": caches[0], "v_cache": caches[1], "k": key, "v": value, "rotary_cos": cos},
+        **{"rotary_sin": sin, "cache_seqlens": torch.tensor(lens).int(), "block_table": tables, "causal": True},
+        **{"softmax_scale": 0.125, "rotary_interleaved": False},
+    }
+    return Call(call, (Near(exact, rounded),), {"k_cache": keys, "v_cache": values})
+
+
+def _flash_varlen(dtype: torch.dtype) -> Call:
+    """Build a call of `flash_attn_varlen_func`, whose packed keys a kernel makes block tables of."""
+    draw, lens, queries = _Draw("flash_attn_varlen_func"), (33, 5, 70), (7, 5, 1)
+    query = draw.normal(sum(queries), 4, 64).to(dtype)
+    keys, values = (draw.normal(sum(lens), 2, 64).to(dtype) for _ in range(2))
+    starts, begins = (torch.tensor([0, *counts]).cumsum(0).int() for counts in (queries, lens))
+    tables = torch.zeros(3, max(lens), dtype=torch.int32)
+    for i, length in enumerate(lens):
+        tables[i, :length] = torch.arange(int(begins[i]), int(begins[i]) + length)
+    batch: Options = {
+        "query": query,
+        "key_cache": keys[:, None],
+        "value_cache": values[:, None],
+        "block_tables": tables,
+    }
+    batch |= {"seq_lens": torch.tensor(lens).int(), "query_start_loc": starts, "scale": 0.125}
+    expected = Near(*(oracle.attention(batch, used)[0] for used in (torch.float64, dtype)))
+    call = {"q": query, "k": keys, "v": values, "cu_seqlens_q": starts, "cu_seqlens_k": begins, "causal": True}
+    call |= {"max_seqlen_q": max(queries), "max_seqlen_k": max(lens), "softmax_scale": 0.125}
+    return Call(call, (expected,))
+
+
+DECODE: Options = {"lens": (1, 33, 200), "queries": (1, 1, 1)}
+CHUNK: Options = {"lens": (1, 33, 90), "queries": (1, 33, 40)}
+
+
+def small_cases(shape: Shape, use: str) -> list[Case]:
+    """Return the cases of the kernels that a model with such layers launches.
+
+    Args:
+        shape: Its attention layers.
+        use: "packed" passes over blocks, "moved" text, or compressed "documents".
+    """
+    dtype, pairs = shape.dtype, shape.head_dim // 2
+    sizes: Options = {"heads": (shape.heads, shape.kv_heads), "head_dim": shape.head_dim, "dtype": dtype}
+    sizes["block_size"] = shape.block_size
+    copy = Case("copy_blocks", "copy", partial(_moves, "copy_blocks", dtype))
+    if use == "packed":
+        write = partial(_write, "small", dtype, None, shape.kv_heads, shape.head_dim, shape.block_size)
+        found = [copy, Case("reshape_and_cache", "write", write)]
+        for name, batch in (("decode", DECODE), ("chunk", CHUNK)):
+            found.append(_attends("paged_attention", name, **batch, **sizes, planned=True))
+            for window in shape.windows:
+                about = f"{name}, window {window}"
+                found.append(_attends("sliding_window_attention", about, **batch, **sizes, window=window, planned=True))
+        return found
+    sparse = "sparse_gap_attention"
+    if use == "moved":
+        move = partial(_move, "small", dtype, True, pairs, 0, False, 2 * pairs)
+        return [
+            *(copy, Case("move_slots", "move", move)),
+            _attends(sparse, "scattered queries", **CHUNK, **sizes, scattered=True),
+        ]
+    return [
+        Case("merge_attention", "merge", partial(_merge, dtype)),
+        _attends("paged_attention_with_lse", "decode", **DECODE, **sizes),
+        _attends("paged_attention_with_lse", "chunk", **CHUNK, **sizes),
+        _attends(f"{sparse}_with_lse", "a table per head, decode", **DECODE, **sizes, holes=0.3, head_tables=True),
+        _attends(f"{sparse}_with_lse", "a table per head, chunk", **CHUNK, **sizes, holes=0.3, head_tables=True),
+    ]
+
+
+USES = ("packed", "moved", "documents")
+
+
+def _attends(operator: str, name: str, dtype: torch.dtype = F16, calls: str = "", **given: Any) -> Case:
+    """A case of attention; float16 shows a small fault more clearly than bfloat16."""
+    name = f"{_in(dtype)}, {name}"
+    return Case(operator, name, partial(_attention, calls or operator, name, dtype=dtype, **given), calls)
+
+
+def _in(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def all_cases(wide: bool) -> Iterator[Case]:
+    """Yield cases of every operator; `wide`: also sizes that take an interpreter too long."""
+    yield from _attention_cases(wide)
+    for dtype in (F16, BF16, F32):
+        yield Case("reshape_and_cache", _in(dtype), partial(_write, _in(dtype), dtype, None, 3, 80, 8))
+        yield Case("merge_attention", _in(dtype), partial(_merge, dtype))
+    for kept in (E4M3, INT8):
+        name = f"bfloat16 to {_in(kept)}"
+        yield Case("reshape_and_cache", name, partial(_write, name, BF16, kept, 3, 64, 8))
+    for name, dtype, interleaved, head_dim, rotary_dim in (
+        ("float32, pairs far apart", F32, False, 64, 64),
+        ("bfloat16, half of a head", BF16, False, 80, 32),
+        ("float16, interleaved", F16, True, 64, 32),
+    ):
+        yield Case("rope_and_cache", name, partial(_rope, name, dtype, interleaved, head_dim, rotary_dim))
+    for name, dtype, is_neox, head_dim, pairs, first in (
+        ("float32", F32, True, 64, 32, 0),
+        ("bfloat16, interleaved, behind a part", BF16, False, 96, 16, 64),
+        ("int8", INT8, True, 64, 16, 0),
+    ):
+        yield Case("rotate_keys", name, partial(_rotate, name, dtype, is_neox, head_dim, pairs, first, 8))
+    for name, dtype, is_neox, pairs, first, latent in (
+        ("float32", F32, True, 32, 0, False),
+        ("bfloat16, interleaved, behind a part", BF16, False, 16, 32, True),
+        ("int8", INT8, True, 16, 0, False),
+        ("float16, without positions", F16, True, 0, 0, False),
+    ):
+        yield Case("move_slots", name, partial(_move, name, dtype, is_neox, pairs, first, latent))
+    for operator in ("gather_blocks", "scatter_blocks", "gather_slots", "scatter_slots", "copy_blocks"):
+        yield Case(operator, "bfloat16, loose strides", partial(_moves, operator, BF16))
+        yield Case(f"{operator}_list", "float32, three caches", partial(_moves, f"{operator}_list", F32))
+    for operator, dtype in (("join_prefix", BF16), ("join_prefix_list", F32)):
+        for placed in (False, True):
+            name = f"{_in(dtype)}, {'rows in gaps' if placed else 'rows at the end'}"
+            yield Case(operator, name, partial(_join, operator, dtype, placed))
+    yield Case("flash_attn_with_kvcache", "float32, new keys", partial(_flash_append, F32))
+    yield Case("flash_attn_varlen_func", "float16, packed keys", partial(_flash_varlen, F16))
+
+
+def _attention_cases(wide: bool) -> Iterator[Case]:
+    everything: Options = {"softcap": 5.0, "alibi": True, "sinks": True}
+    paged, window, sparse = "paged_attention", "sliding_window_attention", "sparse_gap_attention"
+    for dtype in (BF16, F16, F32):
+        yield _attends(paged, "decode", dtype, **DECODE)
+        yield _attends(paged, "chunk", dtype, **CHUNK)
+    for kept in (E4M3, INT8):
+        yield _attends(paged, f"{_in(kept)} cache, decode", BF16, **DECODE, cache_dtype=kept)
+        yield _attends(paged, f"{_in(kept)} cache, chunk", **CHUNK, cache_dtype=kept)
+    yield _attends("paged_attention_with_lse", "softcap, ALiBi, sinks, decode", F32, **DECODE, **everything)
+    yield _attends("paged_attention_with_lse", "softcap, ALiBi, sinks, chunk", F32, **CHUNK, **everything)
+    yield _attends(paged, "head_dim 80, head-major cache, chunk", **CHUNK, head_dim=80, head_major=True)
+    yield _attends(paged, "value_dim 32, blocks of 64, decode", **DECODE, value_dim=32, block_size=64)
+    yield _attends(paged, "batch-invariant, decode", **DECODE, batch_invariant=True)
+    yield _attends(window, "decode", **DECODE, window=40, num_sink_tokens=3)
+    yield _attends(window, "chunk", **CHUNK, window=20, num_sink_tokens=3)
+    yield _attends(f"{window}_with_lse", "decode", **DECODE, window=40, num_sink_tokens=3)
+    yield _attends(f"{window}_with_lse", "not causal, chunk", **CHUNK, window=20, causal=False)
+    yield _attends(sparse, "holes, decode", **DECODE, holes=0.3)
+    yield _attends(sparse, "holes, scattered queries, window", **CHUNK, holes=0.3, scattered=True, window=30)
+    yield _attends(sparse, "a table per head, decode", **DECODE, holes=0.3, head_tables=True)
+    yield _attends(f"{sparse}_with_lse", "a table per head, chunk", **CHUNK, holes=0.3, head_tables=True)
+    yield _attends(f"{sparse}_with_lse", "a tree of drafts", lens=(9, 40, 200), queries=(5, 7, 6), tree=True)
+    yield _attends(f"{sparse}_with_lse", "lists of blocks, decode", **DECODE, top_k=4)
+    yield _attends(sparse, "lists of blocks, chunk", **CHUNK, top_k=3)
+    shared: Options = {"lens": (40, 61, 100), "shared": 2}
+    yield _attends("shared_prefix_attention", "decode", **shared, queries=(1, 1, 1))
+    yield _attends("shared_prefix_attention_with_lse", "sinks, chunk", **shared, queries=(3, 5, 1), sinks=True)
+    latent: Options = {"heads": (16, 1), "head_dim": 576, "value_dim": 512, "latent": True}
+    if not wide:
+        latent |= {"heads": (4, 1), "head_dim": 96, "value_dim": 64}
+    yield _attends("latent_attention", "decode", **DECODE, **latent)
+    yield _attends("latent_attention_with_lse", "chunk", **CHUNK, **latent)
+    yield _attends("latent_attention", "int8 cache, decode", **DECODE, **latent, cache_dtype=INT8)
+    yield _attends("sparse_latent_attention", "holes, window, decode", **DECODE, **latent, holes=0.3, window=145)
+    yield _attends("sparse_latent_attention_with_lse", "lists of blocks", **DECODE, **latent, top_k=4)
+    plan = "attention_plan"
+    gaps: Options = {"holes": 0.3, "window": 30, "scattered": True}
+    yield _attends(plan, "decode", calls=sparse, **DECODE, planned=True)
+    yield _attends(plan, "window, holes, scattered queries", calls=sparse, **CHUNK, **gaps, planned=True)
+    if wide:
+        long: Options = {"lens": (5000, 1, 777), "queries": (1, 1, 1), "heads": (8, 2), "head_dim": 128}
+        yield _attends(paged, "head_dim 128, 5,000 tokens, decode", **long)
+        yield _attends(paged, "head_dim 256, chunk", lens=(700, 300), queries=(300, 300), head_dim=256)
+        yield _attends(paged, "float8 cache, 5,000 tokens, decode", **long, cache_dtype=E4M3)

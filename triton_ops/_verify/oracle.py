@@ -1,0 +1,202 @@
+"""Formulas of the operators in PyTorch, written from their contracts, and the comparison of a result with them.
+
+Nothing here shares code with kernels, or with the PyTorch that serves CPU tensors. Every function takes the dtype that
+it computes in: float64 gives the exact result, the tensors' own dtype shows how far rounding alone carries.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+
+class Near(NamedTuple):
+    """An expected result of arithmetic: in float64, and of the same formula in the dtype of the result."""
+
+    exact: torch.Tensor
+    rounded: torch.Tensor
+
+
+class Within(NamedTuple):
+    """An expected result, and how far each element may be from it."""
+
+    exact: torch.Tensor
+    allowed: float
+    dtype: torch.dtype
+
+
+Expected = torch.Tensor | Near | Within
+"""An expected result; a tensor must be met bit for bit."""
+
+
+def difference(found: torch.Tensor, expected: Expected) -> tuple[float, float]:
+    """Return how far a result is off, and how far it may be.
+
+    A kernel may err at most twice as much as the formula errs in the result's dtype, plus one rounding. In float32 both
+    errors come from the order of a sum, so that a single element may be eight roundings off. The second number of what
+    must be equal is 0.
+    """
+    found = found.detach().cpu()
+    if isinstance(expected, torch.Tensor):
+        if found.shape != expected.shape or found.dtype != expected.dtype:
+            return math.inf, 0.0
+        if torch.equal(_bytes(found), _bytes(expected)):
+            return 0.0, 0.0
+        return max(_worst(found.double() - expected.double()), sys.float_info.min), 0.0
+    exact, dtype = expected.exact, expected.rounded.dtype if isinstance(expected, Near) else expected.dtype
+    infinite = exact.isinf()
+    if found.shape != exact.shape or found.dtype != dtype or not torch.equal(found.isinf(), infinite):
+        return math.inf, 0.0
+    error = (found.double() - exact).masked_fill(infinite, 0)
+    if isinstance(expected, Within):
+        return _worst(error), expected.allowed
+    rounding = (expected.rounded.double() - exact).masked_fill(infinite, 0)
+    one = torch.finfo(dtype).eps * max(1.0, _worst(exact.masked_fill(infinite, 0)))
+    allowed = 2 * _worst(rounding) + (8 if dtype == torch.float32 else 1) * one
+    # The mean finds what is a little wrong everywhere; an excess is shown on the scale of the largest error.
+    excess = _rms(error) / (2 * _rms(rounding) + one)
+    return (max(_worst(error), excess * allowed) if not excess <= 1 else _worst(error)), allowed
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().flatten().view(torch.uint8)
+
+
+def _worst(errors: torch.Tensor) -> float:
+    """The largest absolute value; infinite where a value is no number."""
+    worst = errors.abs().max().item() if errors.numel() else 0.0
+    return math.inf if math.isnan(worst) else worst
+
+
+def _rms(errors: torch.Tensor) -> float:
+    return errors.square().mean().sqrt().item() if errors.numel() else 0.0
+
+
+def attended(call: Mapping[str, Any], index: int) -> torch.Tensor:
+    """Return which keys the queries of a sequence attend to: `[kv_heads, queries, seq_len]`."""
+    length = int(call["seq_lens"][index])
+    begin, end = call["query_start_loc"][index : index + 2].tolist()
+    t, p = torch.arange(length), positions(call, index)[:, None]
+    causal, window = call.get("causal", True), call.get("window", 0)
+    live = torch.ones(end - begin, length, dtype=torch.bool)
+    if causal:
+        live &= t <= p
+    if window:
+        live &= (t > p - window) | (t < call.get("num_sink_tokens", 0))
+        if not causal:
+            live &= t < p + window
+    if call.get("tree_mask") is not None:
+        own = length - (end - begin)
+        words = call["tree_mask"][begin:end].long()
+        bits = torch.arange(end - begin)
+        live[:, own:] = (words[:, bits // 32] >> (bits % 32)) & 1 != 0
+    tables, kv_heads, size = _tables(call, index)
+    live = live & (tables[:, t // size] >= 0)[:, None]
+    if call.get("query_blocks") is not None:
+        lists = call["query_blocks"][begin:end].transpose(0, 1)
+        live = live & (lists[..., None] == t // size).any(2)
+    return live.expand(kv_heads, -1, -1)
+
+
+def positions(call: Mapping[str, Any], index: int) -> torch.Tensor:
+    """Return the absolute positions of a sequence's queries, `[queries]` int64."""
+    begin, end = call["query_start_loc"][index : index + 2].tolist()
+    given = call.get("query_positions")
+    length = int(call["seq_lens"][index])
+    return torch.arange(length - (end - begin), length) if given is None else given[begin:end].long()
+
+
+def caches(call: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return keys and values `[num_blocks, block_size, kv_heads, width]`; latent rows are both."""
+    if "cache" not in call:
+        return call["key_cache"], call["value_cache"]
+    rows = call["cache"].unsqueeze(2)
+    return rows, rows[..., : call["value_dim"]]
+
+
+def attention(call: Mapping[str, Any], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what an attention operator gives for these arguments, `out` and `lse`, computed in `dtype`."""
+    query, scales = call["query"].to(dtype), (call.get("k_scale"), call.get("v_scale"))
+    keys, values = caches(call)
+    scales = (scales[0], scales[0]) if "cache" in call else scales
+    sides = [
+        cache.to(dtype) if scale is None else cache.to(dtype) * scale.to(dtype).view(-1, 1)
+        for cache, scale in zip((keys, values), scales, strict=True)
+    ]
+    kv_heads, size = keys.shape[2], keys.shape[1]
+    out = torch.zeros((*query.shape[:2], values.shape[3]), dtype=dtype)
+    lse = torch.full(query.shape[:2], -math.inf, dtype=dtype)
+    for index, length in enumerate(call["seq_lens"].tolist()):
+        begin, end = call["query_start_loc"][index : index + 2].tolist()
+        live, t, p = attended(call, index), torch.arange(length), positions(call, index)
+        tables, _, _ = _tables(call, index)
+        slots = (tables[:, t // size].clamp(min=0).long() * size + t % size).expand(kv_heads, -1)
+        read = live.any(1)[..., None]
+        key, value = (
+            torch.where(read, side.flatten(0, 1)[slots, torch.arange(kv_heads)[:, None]], 0) for side in sides
+        )
+        own = query[begin:end].unflatten(1, (kv_heads, -1))
+        score = torch.einsum("qkgd,ktd->kgqt", own, key) * call["scale"]
+        if call.get("softcap"):
+            score = call["softcap"] * torch.tanh(score / call["softcap"])
+        if call.get("alibi_slopes") is not None:
+            at = t.clone()
+            if call.get("tree_mask") is not None:
+                at[length - len(p) :] = p
+            slopes = call["alibi_slopes"].to(dtype).view(kv_heads, -1, 1, 1)
+            score = score + slopes * (at - p[:, None]).to(dtype)
+        score = score.masked_fill(~live[:, None], -math.inf)
+        if call.get("sinks") is not None:
+            column = call["sinks"].to(dtype).view(kv_heads, -1, 1, 1).expand(-1, -1, end - begin, 1)
+            score = torch.cat((score, column), -1)
+        row_lse = torch.logsumexp(score, -1)
+        weights = torch.exp(score - row_lse.masked_fill(row_lse == -math.inf, 0.0)[..., None])[..., :length]
+        out[begin:end] = torch.einsum("kgqt,ktd->qkgd", weights, value).flatten(1, 2)
+        lse[begin:end] = row_lse.permute(2, 0, 1).flatten(1)
+    return out, lse
+
+
+def _tables(call: Mapping[str, Any], index: int) -> tuple[torch.Tensor, int, int]:
+    """The block tables of a sequence, `[1 or kv_heads, max_blocks]`, its KV heads, and the size of a block."""
+    keys = caches(call)[0]
+    tables = call["block_tables"][index]
+    return tables.view(-1, tables.shape[-1]), keys.shape[2], keys.shape[1]
+
+
+def merged(call: Mapping[str, Any], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what `merge_attention` gives, computed in `dtype`."""
+    both = torch.stack((call["lse_a"], call["lse_b"])).double()
+    lse = torch.logsumexp(both, 0)
+    weights = torch.exp(both - lse.masked_fill(lse == -math.inf, 0.0)).to(dtype)[..., None]
+    return weights[0] * call["out_a"].to(dtype) + weights[1] * call["out_b"].to(dtype), lse.to(dtype)
+
+
+def rotated(
+    x: torch.Tensor, angles: torch.Tensor, dtype: torch.dtype, interleaved: bool, first: int = 0
+) -> torch.Tensor:
+    """Return `x` `[tokens, heads, width]` with its pairs from column `first` on turned, computed in `dtype`.
+
+    Args:
+        x: Queries or keys.
+        angles: `[tokens, pairs]`, complex128: cosine and sine of each pair.
+        dtype: The dtype of the arithmetic.
+        interleaved: Whether pairs are (2i, 2i + 1); otherwise (i, i + pairs).
+        first: The column that pairs begin at; others are copied.
+    """
+    pairs, out = angles.shape[1], x.to(dtype).clone()
+    place = torch.arange(pairs)
+    left, right = (2 * place, 2 * place + 1) if interleaved else (place, place + pairs)
+    a, b = (x[..., first + columns].to(dtype) for columns in (left, right))
+    cos, sin = angles.real.to(dtype)[:, None], angles.imag.to(dtype)[:, None]
+    out[..., first + left], out[..., first + right] = a * cos - b * sin, b * cos + a * sin
+    return out
+
+
+def codes(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return x `[tokens, heads, width]` / scale in the nearest code of a quantized dtype, saturated."""
+    scaled = x.float() / scale.float().view(-1, 1)
+    return scaled.round().clamp(-128, 127).to(dtype) if dtype == torch.int8 else scaled.clamp(-448, 448).to(dtype)

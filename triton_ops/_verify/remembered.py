@@ -1,0 +1,104 @@
+"""The first fault of the kernels that a model needs, looked for once on each device and remembered."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import importlib.metadata
+import json
+import os
+import tempfile
+import threading
+from pathlib import Path
+
+import torch
+
+from .._triton import INTERPRET
+from . import Row, Shape, check_kernels, runs_kernels
+
+_known: dict[str, Row | None] = {}
+_lock = threading.Lock()
+
+
+def first_fault(device: torch.device, shape: Shape, use: str) -> Row | None:
+    """Return the first kernel of a use that is wrong on a device, None where all are right.
+
+    What was right is remembered in a file for every process of the user, what was wrong in this process alone: another
+    one looks again. Neither an unreadable nor an unwritable folder is an error.
+
+    Args:
+        device: The device that kernels would run on. Where PyTorch serves its tensors, nothing is wrong.
+        shape: The model's attention layers.
+        use: What for, one of `USES`.
+    """
+    if not runs_kernels(device):
+        return None
+    about = _about(device, shape, use)
+    with _lock:
+        if about in _known:
+            return _known[about]
+        path = _path(about)
+        if path is not None and _read(path) == about:
+            fault = None
+        else:
+            rows = check_kernels(device, small=shape, uses=(use,))
+            fault = next((row for row in rows if not row.ok), None)
+            if fault is None and path is not None:
+                _write(path, about)
+        _known[about] = fault
+        return fault
+
+
+def forget_checks() -> None:
+    """Forget what this process knows."""
+    with _lock:
+        _known.clear()
+
+
+def _about(device: torch.device, shape: Shape, use: str) -> str:
+    """What a result holds for: versions, this package's code, the device, the layers."""
+    name: list[object]
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        name = [properties.name, torch.cuda.get_device_capability(device), torch.version.cuda, torch.version.hip]
+    else:
+        name = ["cpu", "interpreter" if INTERPRET else "compiled"]
+    versions = [torch.__version__, importlib.metadata.version("triton"), _code()]
+    return json.dumps([versions, name, [str(shape.dtype), *shape[1:]], use])
+
+
+@functools.cache
+def _code() -> str:
+    """A digest of this package's source, which changes more often than its version."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(__file__).parents[1].rglob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def _path(about: str) -> Path | None:
+    """The file of a result; None where there is no home."""
+    folder = os.environ.get("XDG_CACHE_HOME", "")
+    try:
+        root = Path(folder) if os.path.isabs(folder) else Path.home() / ".cache"
+    except RuntimeError:
+        return None
+    return root / "pc" / "checked" / f"{hashlib.sha256(about.encode()).hexdigest()[:32]}.json"
+
+
+def _read(path: Path) -> str | None:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, ValueError):
+        return None
+
+
+def _write(path: Path, about: str) -> None:
+    """Write a file in one move, so that no process sees a part of it."""
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+            made = Path(folder) / path.name
+            made.write_text(about, encoding="utf-8")
+            made.replace(path)
