@@ -8,7 +8,9 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,6 +20,8 @@ from typer.testing import CliRunner
 
 import pc
 from pc.__main__ import POLICIES, SHELLS, app
+from pc.check import Row
+from pc.triton_ops._triton import INTERPRET
 
 
 def test_version() -> None:
@@ -39,6 +43,47 @@ def test_commands_options_and_values_are_completed() -> None:
     assert "--quick" not in candidates("pc replay --")
     assert candidates("pc demo --device ") == ["cpu", "cuda"]
     assert candidates("pc replay --policies s") == ["s3fifo", "segmented"]
+
+
+@pytest.fixture
+def checked(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """checked(*rows): `pc check` on a CPU whose kernels give these rows."""
+    import pc.check as module
+
+    def check(*rows: Row, options: tuple[str, ...] = ()) -> Any:
+        monkeypatch.setattr(module, "runs_kernels", lambda device: True)
+        monkeypatch.setattr(module, "check_kernels", lambda *args, **given: [*rows])
+        return CliRunner().invoke(app, ["check", *options], env={"COLUMNS": "100"})
+
+    return check
+
+
+def test_right_kernels_give_status_0(checked: Callable[..., Any]) -> None:
+    row = Row("gather_slots", "float16", 0.0, 0.0, 0.1, "")
+    done = checked(row, row, options=("--quick",))
+    assert done.exit_code == 0, done.output
+    assert "2 of 2 cases are right" in done.output
+
+
+def test_a_wrong_kernel_gives_status_1_and_is_named(checked: Callable[..., Any]) -> None:
+    right, wrong = (Row("gather_slots", name, error, 0.0, 0.1, text) for name, error, text in (
+        ("float16", 0.0, ""), ("float32", 3.0, "the result is off by 3, needs to be equal")))  # fmt: skip
+    done = checked(right, wrong)
+    assert done.exit_code == 1
+    said = " ".join(done.output.split())
+    assert "pc.gather_slots is wrong: float32: the result is off by 3, needs to be equal" in said
+    assert "1 of 2 cases are right" in said
+
+
+@pytest.mark.skipif(INTERPRET, reason="kernels run here")
+def test_where_pytorch_serves_there_is_nothing_to_check() -> None:
+    done = CliRunner().invoke(app, ["check", "--device", "cpu"])
+    assert done.exit_code == 0
+    assert "there is no kernel to check" in done.output
+    for device in ("gpu", "meta", "cuda:99"):
+        done = CliRunner().invoke(app, ["check", "--device", device])
+        assert done.exit_code == 2
+        assert f"--device: got '{device}'" in done.output
 
 
 def test_a_models_layers_are_warmed_up(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

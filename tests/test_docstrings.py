@@ -31,6 +31,7 @@ MODULES = (
     "pc.cache.tier",
     "pc.cache.memory_tier",
     "pc.cache.tier_writer",
+    "pc.check",
     "pc.flash_attn",
     "pc.integrations.huggingface",
     "pc.integrations.sglang",

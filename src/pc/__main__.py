@@ -105,6 +105,20 @@ def bench(
 
 
 @app.command()
+def check(
+    quick: Annotated[bool, typer.Option("--quick", help="Only what enable_prefix_caching checks once.")] = False,
+    device: Annotated[
+        str | None,
+        typer.Option(help="Default: cuda where there is one, else cpu.", autocompletion=_one_of("cpu", "cuda")),
+    ] = None,
+) -> None:
+    """Check that every kernel gives what PyTorch gives on this device; exit status 1 where one does not."""
+    from .check import run_check
+
+    raise typer.Exit(run_check(device, quick))
+
+
+@app.command()
 def info(as_json: Annotated[bool, typer.Option("--json", help="For machines.")] = False) -> None:
     """Print versions, devices, kernels and cache directories: what a bug report needs."""
     import json

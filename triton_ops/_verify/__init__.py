@@ -27,6 +27,12 @@ class Row(NamedTuple):
         allowed: The largest difference that rounding explains; 0 where bytes must be equal.
         seconds: How long the calls took, compilation included.
         problem: What is wrong; empty where nothing is.
+
+    Examples:
+        >>> from pc.check import Row
+        >>> row = Row("gather_slots", "float16", error=2.0, allowed=0.0, seconds=0.1, problem="off by 2")
+        >>> row.ok
+        False
     """
 
     operator: str

@@ -193,6 +193,7 @@ def test_threads_check_once(device: Any, monkeypatch: pytest.MonkeyPatch) -> Non
     assert ran == [1]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(INTERPRET, reason="starts processes of its own")
 def test_kernels_run_in_the_interpreter_and_other_processes_remember(tmp_path: Path) -> None:
     """All that is real: packed passes in triton's interpreter, twice, the second time without a check."""

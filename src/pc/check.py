@@ -1,0 +1,116 @@
+"""`python -m pc check`: whether every kernel gives what PyTorch gives on the device at hand.
+
+import pc.check
+
+rows = pc.check.run()  # a row for each case; empty where PyTorch serves and there is nothing to check
+assert all(row.ok for row in rows)
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .triton_ops._triton import INTERPRET
+from .triton_ops._verify import Row, Shape, check_kernels, runs_kernels
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+__all__ = ["Row", "run"]
+
+
+def run(device: Any = None, quick: bool = False, advance: Callable[[str], None] = lambda case: None) -> list[Row]:
+    """Run every operator's kernels on a device and compare the results with formulas in PyTorch on the CPU.
+
+    A kernel may err at most twice as much as the formula errs in the tensors' own dtype, plus one rounding. What moves
+    bytes must be equal.
+
+    Args:
+        device: The device; None: a GPU where there is one, else the CPU.
+        quick: Checks only what `enable_prefix_caching` checks once, for layers of usual sizes.
+        advance: Called with the name of each case before it runs.
+
+    Returns:
+        A row for each case, with the operator, the difference and the largest difference that rounding explains. Empty
+        where operators on the device run no kernels: on a CPU, unless TRITON_INTERPRET=1 was set at import.
+
+    Raises:
+        ValueError: The device is neither a CPU nor a GPU that PyTorch can use.
+
+    Examples:
+        >>> import pc.check
+        >>> rows = pc.check.run("cpu", quick=True)
+        >>> all(row.ok for row in rows)
+        True
+    """
+    found = _device(device)
+    if not runs_kernels(found):
+        return []
+    return check_kernels(found, small=Shape() if quick else None, advance=advance)
+
+
+def _device(device: Any) -> torch.device:
+    if device is None:
+        return torch.device("cuda" if torch.cuda.is_available() and not INTERPRET else "cpu")
+    try:
+        found = torch.device(device)
+    except (RuntimeError, TypeError):
+        raise ValueError(f"device: got {device!r}, needs cpu or cuda") from None
+    if found.type not in ("cpu", "cuda"):
+        raise ValueError(f"device: got {device!r}, needs cpu or cuda")
+    if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"device: got {device!r}, but this machine has {torch.cuda.device_count()} GPUs for PyTorch")
+    return found
+
+
+def run_check(device: str | None, quick: bool) -> int:
+    """Check kernels and print a table; return the exit status: 1 where a kernel is wrong, 2 for a wrong device."""
+    from rich.console import Console
+
+    console = Console()
+    try:
+        found = _device(device)
+    except ValueError as error:
+        console.print(f"--{error}", style="red", markup=False)
+        return 2
+    if not runs_kernels(found):
+        about = "TRITON_INTERPRET=1 runs the kernels in Triton's interpreter" if found.type == "cpu" else (
+            "Triton is not installed")  # fmt: skip
+        console.print(f"PyTorch serves tensors on {found}: there is no kernel to check ({about}).")
+        return 0
+    begin = time.perf_counter()
+    with console.status("") as status:
+        rows = run(found, quick, lambda name: status.update(name))
+    console.print(_table(rows, found))
+    wrong = [row for row in rows if not row.ok]
+    for row in wrong:
+        console.print(f"pc.{row.operator} is wrong: {row.case}: {row.problem}", style="red", markup=False)
+    seconds = time.perf_counter() - begin
+    console.print(f"{len(rows) - len(wrong)} of {len(rows)} cases are right, in {seconds:.0f} s on {_name(found)}")
+    return 1 if wrong else 0
+
+
+def _name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return "the CPU, in Triton's interpreter" if INTERPRET else "the CPU"
+
+
+def _table(rows: list[Row], device: torch.device) -> Table:
+    from rich.table import Table
+
+    table = Table(title=f"Kernels on {_name(device)}", title_justify="left")
+    table.add_column("operator", no_wrap=True)
+    table.add_column("case")
+    for name in ("difference", "allowed"):
+        table.add_column(name, justify="right")
+    before = None
+    for row in sorted(rows, key=lambda row: row.operator):
+        operator, before = (row.operator if row.operator != before else ""), row.operator
+        numbers = [f"{number:.2g}" for number in (row.error, row.allowed)]
+        table.add_row(operator, row.case, *numbers, style=None if row.ok else "bold red")
+    return table
