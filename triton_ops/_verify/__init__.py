@@ -1,4 +1,4 @@
-"""Checks of the kernels on the device at hand: every operator's results beside formulas in PyTorch."""
+"""The check of kernels on a device: the results of every operator against formulas in PyTorch."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def _off(error: float) -> str:
 
 
 def _results(case: Case, device: torch.device) -> list[tuple[str, torch.Tensor, Expected]]:
-    """The place, result and expectation of all that a call returns or writes."""
+    """Return the place, result and expectation of all that a call returns or writes."""
     call = case.make()
     arguments = {name: _to(device, value) for name, value in call.arguments.items()}
     operators = importlib.import_module("..", __name__)
@@ -138,7 +138,7 @@ def _list(value: Any) -> list[Any]:
 
 
 def _to(device: torch.device, value: Any) -> Any:
-    """A copy of a value on a device, strides included: written arguments are never the case's own."""
+    """Return a copy of a value on a device, strides included."""
     if isinstance(value, list):
         return [_to(device, item) for item in value]
     if isinstance(value, dict):

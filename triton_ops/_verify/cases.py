@@ -1,4 +1,4 @@
-"""Calls of every operator whose results are known: what `pc check` runs."""
+"""The calls that `pc check` runs, each with the results that it must give."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class _Draw:
         return torch.randint(low, high, shape, generator=self._generator, device="cpu")
 
     def some(self, of: int, count: int) -> torch.Tensor:
-        """So many numbers below `of`, ascending."""
+        """Return `count` different numbers below `of`, ascending."""
         return self.order(of)[:count].sort().values
 
 
@@ -218,7 +218,7 @@ class Planned(NamedTuple):
 
 
 def _tree(draw: _Draw, count: int) -> tuple[list[int], list[list[int]]]:
-    """Depth and ancestors, itself included, of every token of a random tree."""
+    """Return depth and ancestors, itself included, of every token of a random tree."""
     depths: list[int] = []
     ancestors: list[list[int]] = []
     for token in range(count):
@@ -240,19 +240,19 @@ def _merge(dtype: torch.dtype) -> Call:
 
 
 def _cache(draw: _Draw, shape: tuple[int, ...], dtype: torch.dtype, padded: int = 0) -> torch.Tensor:
-    """A cache with random contents, with unused columns behind each row where `padded`."""
+    """Return a cache with random contents and `padded` unused columns behind each row."""
     return (draw.normal(*shape[:-1], shape[-1] + padded) * 5).to(dtype)[..., : shape[-1]]
 
 
 def _slots(draw: _Draw, count: int, of: int) -> torch.Tensor:
-    """Different slots, two of them left out."""
+    """Return different slots, two of them -1."""
     slots = draw.order(of)[:count]
     slots[[1, count // 2]] = -1
     return slots
 
 
 def _put(cache: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    """A copy of the cache with rows in their slots."""
+    """Return a copy of the cache with rows in their slots."""
     out = cache.clone()
     for row, slot in zip(rows, slots.tolist(), strict=True):
         if slot >= 0:
@@ -284,7 +284,7 @@ def _angles(positions: torch.Tensor, inv_freq: torch.Tensor) -> torch.Tensor:
 
 
 def _near(x: torch.Tensor, angles: torch.Tensor, interleaved: bool, first: int = 0) -> Near:
-    """The expected rotation of a tensor."""
+    """Return the expected rotation of a tensor."""
     exact, rounded = (oracle.rotated(x, angles, dtype, interleaved, first) for dtype in (torch.float64, x.dtype))
     return Near(exact, rounded)
 
@@ -521,7 +521,7 @@ USES = ("packed", "moved", "documents")
 
 
 def _attends(operator: str, name: str, dtype: torch.dtype = F16, calls: str = "", **given: Any) -> Case:
-    """A case of attention; float16 shows a small fault more clearly than bfloat16."""
+    """Return a case of attention; float16 shows a small fault more clearly than bfloat16."""
     name = f"{_in(dtype)}, {name}"
     return Case(operator, name, partial(_attention, calls or operator, name, dtype=dtype, **given), calls)
 

@@ -67,7 +67,7 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _worst(errors: torch.Tensor) -> float:
-    """The largest absolute value; infinite where a value is no number."""
+    """Return the largest absolute value; infinite where a value is no number."""
     worst = errors.abs().max().item() if errors.numel() else 0.0
     return math.inf if math.isnan(worst) else worst
 
@@ -161,7 +161,7 @@ def attention(call: Mapping[str, Any], dtype: torch.dtype) -> tuple[torch.Tensor
 
 
 def _tables(call: Mapping[str, Any], index: int) -> tuple[torch.Tensor, int, int]:
-    """The block tables of a sequence, `[1 or kv_heads, max_blocks]`, its KV heads, and the size of a block."""
+    """Return the block tables of a sequence, `[1 or kv_heads, max_blocks]`, its KV heads and the block size."""
     keys = caches(call)[0]
     tables = call["block_tables"][index]
     return tables.view(-1, tables.shape[-1]), keys.shape[2], keys.shape[1]

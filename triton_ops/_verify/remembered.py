@@ -57,7 +57,7 @@ def forget_checks() -> None:
 
 
 def _about(device: torch.device, shape: Shape, use: str) -> str:
-    """What a result holds for: versions, this package's code, the device, the layers."""
+    """Return the versions, device and layers that a result holds for, as text."""
     name: list[object]
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
@@ -70,7 +70,7 @@ def _about(device: torch.device, shape: Shape, use: str) -> str:
 
 @functools.cache
 def _code() -> str:
-    """A digest of this package's source, which changes more often than its version."""
+    """Return a digest of this package's source, which changes more often than its version."""
     digest = hashlib.sha256()
     for path in sorted(Path(__file__).parents[1].rglob("*.py")):
         digest.update(path.read_bytes())
@@ -78,7 +78,7 @@ def _code() -> str:
 
 
 def _path(about: str) -> Path | None:
-    """The file of a result; None where there is no home."""
+    """Return the file of a result; None where there is no home."""
     folder = os.environ.get("XDG_CACHE_HOME", "")
     try:
         root = Path(folder) if os.path.isabs(folder) else Path.home() / ".cache"
