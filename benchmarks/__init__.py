@@ -1,1 +1,1 @@
-"""What is measured, how, and what came out. `python -m benchmarks` lists them; in no wheel."""
+"""The benchmarks and their results, which no wheel contains; `python -m benchmarks` lists them."""

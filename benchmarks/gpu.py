@@ -1,5 +1,7 @@
 """Check and measure the kernels on a GPU: `make gpu`.
 
+Usage:
+
     python -m benchmarks gpu --list         the jobs, in the order of their worth, and their outcomes
     python -m benchmarks gpu                runs what is not done, for nine minutes; run it again for the rest
     python -m benchmarks gpu --dry-run      the same on the CPU, small

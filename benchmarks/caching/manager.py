@@ -5,11 +5,10 @@ Run with the peer's own Python (see benchmarks/install_peers.sh and `make bench-
     python -m benchmarks manager --peer vllm --source .peers/vllm-src --hash sha256
     python -m benchmarks manager --peer sglang --source .peers/sglang-src --hash xxh3_128
 
-A request is a fresh list of tokens, three quarters of it one of four shared prefixes; blocks have 16 tokens; five
-requests run at a time. Timed are hash, lookup, allocate, commit and free, in CPU time of the thread, since nothing here
-waits and other work on the machine then counts less; policy lru in both. SGLang's token slot allocator is timed apart
-(column peer_alloc_us) and not counted, though ours hands out blocks. Where a process has its memory decides how much
-of it the caches keep, by up to a third of the time: a row is the median of several processes, by the ratio of the two.
+A request is a new list of tokens; three quarters of it are one of four shared prefixes. Blocks have 16 tokens, five
+requests run at once, and both managers use lru. The times are CPU time of the thread for hash, lookup, allocate, commit
+and free. SGLang's slot allocator is timed apart (column peer_alloc_us) and not counted, although ours allocates too.
+The placement of a process's memory changes a time by up to a third. So a row is the median of several processes.
 """
 
 from __future__ import annotations

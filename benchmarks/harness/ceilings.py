@@ -1,4 +1,4 @@
-"""What the machine can do at most, measured in the same run as what is held against it."""
+"""The highest speeds of the machine, measured in the same run as the results that are compared with them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 @dataclass(frozen=True)
 class Ceilings:
-    """Of one device.
+    """The highest speeds of one device.
 
     Attributes:
         copy: Bytes a second of a large device copy, read plus written.

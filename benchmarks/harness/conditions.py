@@ -23,7 +23,7 @@ SOURCES = (*FOLDERS, "src", "benchmarks/*.py")
 
 
 def version(package: str) -> str:
-    """Of an installed distribution; raises ImportError where there is none."""
+    """Return the version of an installed distribution; raises ImportError if it is missing."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError as error:
@@ -67,12 +67,12 @@ def sources() -> str:
 
 
 def has_changed(row: Mapping[str, str], folders: Collection[str] = FOLDERS) -> bool:
-    """Whether the code in these folders is another than when a row was measured."""
+    """Return whether the code in these folders has changed since a row was measured."""
     return not set(row.get("sources", "").split()) >= {n for n in sources().split() if n.split(":")[0] in folders}
 
 
 def device_name(kind: str) -> str:
-    """As its maker calls it; a CPU with the number of cores that PyTorch uses."""
+    """Return the maker's name of a device; for a CPU also the number of threads that PyTorch uses."""
     if kind == "cuda":
         return torch.cuda.get_device_name()
     try:

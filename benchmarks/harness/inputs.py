@@ -19,7 +19,7 @@ Draw = Callable[..., torch.Tensor]
 
 
 class Expected(NamedTuple):
-    """What is right, how it is read once a call has returned a result, and the error allowed; None: bit for bit."""
+    """An exact result, how to read the one of a call, and the error allowed; None means bit for bit."""
 
     exact: torch.Tensor
     read: Callable[[Any], torch.Tensor]
@@ -77,12 +77,12 @@ class Inputs:
 
 
 def roundings(exact: torch.Tensor, dtype: torch.dtype, count: int = 2) -> float:
-    """So many units in the last place of the largest."""
+    """Return `count` units in the last place of the largest element."""
     return count * torch.finfo(dtype).eps * exact.abs().max().item()
 
 
 def copies(rotate: int, bytes: int) -> int:
-    """How many sets of so many bytes make `rotate` of them: 2 to 16."""
+    """Return how many sets of this size hold `rotate` bytes together, 2 to 16."""
     return max(2, min(16, -(-rotate // max(1, bytes))))
 
 

@@ -1,6 +1,6 @@
-"""What is measured: an operation has cases (inputs with their bytes and flops) and providers, ours and its rivals.
+"""Registry of benchmarks: an operator has cases (inputs with bytes and flops) and providers (ours and its rivals).
 
-Files in operators/ define BENCHMARKS, of one operator or of some that are alike; `discover` finds them all.
+Each file in operators/ defines BENCHMARKS, for one operator or several similar ones. `discover` finds them.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Provider:
     """One implementation.
 
     Attributes:
-        name: As it stands in tables.
+        name: The name in tables.
         prepare: From one call's tensors to a function without arguments that does the work; what may be done once a
             step for all layers (plans, masks) is done here. Raises UnsupportedError.
         version: Of the package; raises ImportError where it is not installed.

@@ -24,7 +24,7 @@ ROTATE = {"cpu": 128 << 20, "cuda": 256 << 20}
 
 
 class WrongResultError(Exception):
-    """This package's own operator gave wrong numbers; nothing of it was timed."""
+    """Our own operator gave wrong numbers, so nothing was timed."""
 
 
 class DeviceLostError(Exception):
@@ -165,7 +165,7 @@ def _numbers(inputs: Inputs, quantiles: timing.Quantiles, ceilings: Ceilings) ->
 
 
 def results_path(folder: Path, kind: str, op: str) -> Path:
-    """Where the rows of an operator lie."""
+    """Return the path of an operator's rows."""
     return folder / device_folder(kind) / f"{op}.csv"
 
 

@@ -32,13 +32,13 @@ class Quantiles:
         return cls(low.item() * 1e6, middle.item() * 1e6, high.item() * 1e6, len(seconds))
 
     def columns(self, digits: int) -> dict[str, str]:
-        """As they stand in a row."""
+        """Return the columns of a row."""
         times = {f"{name}_us": f"{getattr(self, name):.{digits}f}" for name in ("p20", "p50", "p80")}
         return times | {"samples": str(self.samples)}
 
 
 def _rounds(providers: dict[str, list[Run]], once: Callable[[list[Run]], object], seconds: float) -> int:
-    """How many rounds fill `seconds`, from one that also warms up; odd, so that a median is a sample."""
+    """Return how many rounds fill `seconds`, estimated from a warm-up round; odd, so that a median is a sample."""
     start = time.perf_counter()
     for runs in providers.values():
         once(runs)
@@ -154,7 +154,7 @@ def rotated(names: Iterable[Name], turn: int) -> list[Name]:
 
 
 def in_turns(passes: dict[Name, Iterator[Result | None]]) -> dict[Name, Result]:
-    """What passes come to that give way with None every few steps, so that drifts of the machine meet all alike."""
+    """Return the results of passes that yield None every few steps, alternating, so that drifts affect all alike."""
     found: dict[Name, Result] = {}
 
     def turn() -> None:
@@ -174,7 +174,7 @@ def in_turns(passes: dict[Name, Iterator[Result | None]]) -> dict[Name, Result]:
 def in_rounds(
     begin: Callable[[Name], Iterator[Result | None]], names: Sequence[Name], rounds: int
 ) -> dict[Name, list[Result]]:
-    """Of each name, what its passes come to in so many rounds, each of all names in turns, begun in another order."""
+    """Return each name's results over several rounds. In a round all names alternate, in a new order."""
     found: dict[Name, list[Result]] = {name: [] for name in names}
     for turn in range(rounds):
         for name, result in in_turns({name: begin(name) for name in rotated(names, turn)}).items():
@@ -183,7 +183,7 @@ def in_rounds(
 
 
 def add_trace_options(parser: argparse.ArgumentParser, unit: str, policies: str) -> None:
-    """What a trace through an engine's cache is told: of the timed part a block is `--split` of the engine's units."""
+    """Add the options of a trace that runs through an engine's cache; a block is `--split` of the engine's units."""
     parser.add_argument("trace")
     parser.add_argument("--policy", action="append", help=f"{policies}; may be given again")
     parser.add_argument("--share", type=float, default=0.03, help="capacity as a share of the trace's unique blocks")

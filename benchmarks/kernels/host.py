@@ -1,7 +1,10 @@
-"""What a call costs the host, as a multiple of torch.add, with a driver whose launch does nothing: `make host`.
+"""The cost of a call on the host, as a multiple of torch.add: `make host`.
 
-Kernels are compiled for sm_90 on the first call; after it what is left is what Python and torch do for every layer. The
-calls alternate in one process, and medians are compared. In inference mode, on CPU tensors that pass for a device's.
+The driver's launch does nothing. Kernels are compiled for sm_90 on the first call, so later calls measure what Python
+and torch do for every layer. Calls alternate in one process, in inference mode, and medians are compared. CPU tensors
+pass for tensors of a device.
+
+Usage:
 
     PYTHONPATH=src python -m benchmarks host
 """
@@ -27,7 +30,7 @@ from pc.flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_wi
 
 from .launches import Driver, as_on_a_device
 
-# FlashAttention's functions, and the calls of operators that they stand for.
+# FlashAttention's functions, and the operator calls that they replace.
 BESIDE = {
     "flash_attn_with_kvcache, block table": "paged_attention",
     "flash_attn_with_kvcache, new keys": "reshape_and_cache, paged_attention",

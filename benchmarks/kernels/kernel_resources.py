@@ -1,6 +1,8 @@
-"""What every kernel costs a device, found by compiling it without one: registers, spills, shared memory, instructions.
+"""The resources of every kernel, compiled without a device: registers, spills, shared memory, instructions.
 
-The launchers run with their kernels replaced by recorders, so that what is compiled is what they would launch.
+The launchers run with recorders in place of kernels, so exactly what they would launch is compiled.
+
+Usage:
 
     python -m benchmarks kernels                    the installed triton, as a table on the terminal
     python -m benchmarks kernels --write            both triton versions into the CSV, where rows are of other sources
@@ -84,7 +86,7 @@ class Row:
 
     @property
     def key(self) -> tuple[str, str, str, str]:
-        """What names a row."""
+        """The columns that identify a row."""
         return self.triton, self.target, self.case, self.kernel
 
 
@@ -489,7 +491,7 @@ def read_table() -> dict[tuple[str, str, str, str], Row]:
 
 
 def complaints(row: Row) -> list[str]:
-    """What is wrong with a row on its own: spills, too much shared memory, no matrix instruction, narrow loads."""
+    """Return the faults of a row: spills, too much shared memory, no matrix instruction, narrow loads."""
     limit = TARGETS[row.target].shared
     found: list[str] = []
     if row.note.startswith("n/a"):

@@ -1,7 +1,7 @@
-"""What calls launch on devices that are not there, recorded, and a digest of it: for which sources a count holds.
+"""Recorded launches of calls on devices that are absent, and their digest, which says for which sources a count holds.
 
-The digest is of all that a kernel's work follows from: its code and that of what it calls, without comments and names
-of modules, so that moving it changes nothing; the values of constants; arguments, options and grid.
+The digest covers everything that a kernel's work depends on: its code and the code that it calls, the values of
+constants, arguments, options and grid. Comments and module names are left out, so moving code changes nothing.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class Driver:
 
 
 def run_on_cpu(*arguments: str) -> str:
-    """What `python -m benchmarks` prints in a process of its own, for where kernels run is read when pc is imported."""
+    """Return what `python -m benchmarks` prints in a new process, because `import pc` decides where kernels run."""
     environment = {**os.environ, "PC_KERNELS_ON_CPU": "1", "TRITON_DEFAULT_FP_FUSION": "1"}
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), *filter(None, sys.path)])
     environment.pop("TRITON_INTERPRET", None)
@@ -133,7 +133,7 @@ def run_on_cpu(*arguments: str) -> str:
 
 
 def digest(launches: Iterable[Launch]) -> str:
-    """Of what is launched: equal where compiled code and the work it does are."""
+    """Return a digest of launches that is equal if the compiled code and its work are equal."""
     parts = [
         [source(launch.kernel), launch.grid, launch.options, [(n, _describe(v)) for n, v in launch.arguments.items()]]
         for launch in launches

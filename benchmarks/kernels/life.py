@@ -1,9 +1,10 @@
-"""How many kernels `pc.warmup` compiles for a layer, and which the life of a model after it would, without compiling.
+"""The number of kernels that `pc.warmup` compiles for a layer, and the kernels that later calls would still compile.
 
-A driver that passes for an H100's launches nothing, and triton's hook before a compilation tells the kernel with all
-it is compiled for, and stops it. Without an argument every kind of layer goes into results/life.csv, which a test holds
-to; with one, a layer's options as JSON, it is told what a life compiles that warmup has not, a line each, and then the
-number of kernels that warmup has.
+Nothing is compiled: a driver that passes for an H100's launches nothing, and triton's hook before a compilation records
+the kernel and stops it. Without an argument every kind of layer is counted into results/life.csv. A test compares them.
+With a layer's options as JSON, each kernel that warmup lacks is printed, then the number of kernels that it has.
+
+Usage:
 
     PC_KERNELS_ON_CPU=1 PYTHONPATH=src python -m benchmarks life '{"window": 4096}'
 """
@@ -107,7 +108,7 @@ def life(head_dim: int) -> None:
 
 
 def run(options: dict[str, Any]) -> tuple[list[str], int]:
-    """What is told of a kind of layer, by a process of its own."""
+    """Return the output for a kind of layer, from a new process."""
     *more, warm = run_on_cpu("life", json.dumps(options)).splitlines()
     return more, int(warm)
 

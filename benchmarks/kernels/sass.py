@@ -1,4 +1,4 @@
-"""What the compiled code of a kernel for Nvidia says: its loops, the instructions in them, programs a processor."""
+"""Facts from a kernel's compiled Nvidia code: its loops, their instructions, programs per processor."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MATRIX = re.compile(r"\b(?:[HIQD]MMA|[HIQ]GMMA|UTC\w*MMA)\b")
 
 
 def tool(name: str, cubin: bytes, *options: str) -> str:
-    """What one of the tools that come with triton prints of a kernel."""
+    """Return the output of one of triton's tools for a kernel."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
@@ -62,7 +62,7 @@ def buffers(ttgir: str) -> int:
 
 
 def programs_per_processor(target: str, registers: int, shared: int, num_warps: int) -> int:
-    """How many programs fit on a processor at once."""
+    """Return how many programs fit on a processor at once."""
     own, device = -(-registers // 8) * 8 * 32 * num_warps, TARGETS[target]
     memory = device.shared + RESERVED
     return min(65_536 // own, memory // (shared + RESERVED), device.threads // (32 * num_warps))

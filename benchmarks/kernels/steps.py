@@ -137,7 +137,7 @@ def ours(batch: Batch) -> torch.Tensor:
 
 @functools.cache
 def sources() -> dict[tuple[str, str, str], str]:
-    """Of each target, version of triton and step, the digest of what the tree launches now."""
+    """Return the digest of what the tree launches now, by target, version of triton and step."""
     from .launches import run_on_cpu
 
     return {tuple(key): value for key, value in json.loads(run_on_cpu("launches"))}
@@ -147,7 +147,7 @@ _DRAWN: dict[str, Batch] = {}  # of the steps whose batches no kernel makes: wha
 
 
 def _digests(kind: tuple[str, str]) -> list[tuple[tuple[str, str, str], str]]:
-    """Of every step on a target, chosen as with a version of triton; in a process that has chosen nothing yet."""
+    """Return the digest of every step on a target with the constants of a triton version; run it in a new process."""
     import triton
 
     from . import launches

@@ -46,14 +46,14 @@ TABLE = ROOT / "triton_ops" / "_attention" / "tuned.py"
 
 @dataclasses.dataclass(frozen=True)
 class Regime:
-    """What one set of constants serves."""
+    """A case that one set of constants serves."""
 
     name: str
     case: AttentionCase
 
     @property
     def key(self) -> str:
-        """As it stands in the rows."""
+        """The regime's name in rows."""
         return f"{self.name} head_dim {self.case.head_dim} block {self.case.block_size}"
 
     @property
@@ -75,7 +75,7 @@ class Candidate:
     programs: int
 
     def columns(self) -> dict[str, str]:
-        """As they stand in a row."""
+        """Return the columns of a row."""
         values = dataclasses.asdict(self.tiles) | {"programs": self.programs}
         return {name: str(int(value)) for name, value in values.items()}
 
@@ -185,7 +185,7 @@ def _row(regime: Regime, candidate: Candidate, present: Candidate, arch: str) ->
 
 
 def _is_right(regime: Regime, inputs: Inputs, candidate: Candidate, arch: str, row: dict[str, str]) -> bool:
-    """Whether a candidate runs and gives what it should; else the row says why not."""
+    """Return whether a candidate runs and is right; if not, write the reason into the row."""
     try:
         with applied(regime, candidate, arch):
             inputs.check(inputs.calls[0], lambda: _call(inputs.calls[0]))

@@ -1,10 +1,12 @@
 """Work of attention steps, counted on compiled kernels without a GPU: `make work`.
 
-Kernels are compiled for an architecture and run in the emulator (tests/emulator), which counts warp instructions by
-kind, the bytes of 32-byte sectors that loads and stores touch, and launches. Ours includes its plan. Beside it runs
-vLLM's Triton kernel, from the wheel's sources in a folder (--vllm), on the same tensors; the results are compared.
-Work is no time: nothing here says how long a step takes. A row of ours says what it was counted of (`sources`), and is
-counted again once the tree launches something else; --all counts every row.
+The emulator (tests/emulator) runs kernels compiled for an architecture. It counts warp instructions by kind, the bytes
+of 32-byte sectors that loads and stores touch, and launches. Our steps include their plan. vLLM's Triton kernel, from
+the wheel's sources in a folder (--vllm), runs on the same tensors, and the results are compared. The figures count
+work; they are not times. A row has the digest of what it was counted on (`sources`), and is counted again once the tree
+launches something else; --all counts every row.
+
+Usage:
 
     EMULATOR_ARCH=sm_90 PYTHONPATH=src:tests python -m benchmarks work --vllm .peers/vllm-src
 """

@@ -1,21 +1,23 @@
-"""What agents' changes of their prompts cost a cache, and what reuse saves of it: tokens computed, and what is lost.
+"""The tokens that agents' changes of their prompts make a cache compute, and the loss and savings of each reuse.
+
+Usage:
 
     python -m benchmarks agents TRACE.jsonl.gz ... [--sample 6]
 
-A trace has a line a request: `session`, `timestamp` (microseconds), `input` (the prompt), `output`. Where inputs of a
-session only grow, they are taken for what users and tools said, and its outputs are put back between them. Eight
-sessions run side by side; when one ends the next begins. Prompts are cut to the model's positions.
+A trace has one line for each request: `session`, `timestamp` (microseconds), `input` (the prompt), `output`. If the
+inputs of a session only grow, they hold what users and tools said, and the outputs are inserted between them. Eight
+sessions run side by side; when one ends, the next begins. Prompts are cut to the model's length.
 
-    untouched   as it is
-    marker      a clock in the first line of the prompt goes on with each turn
-    thinking    what is said before a command ("THOUGHT: ...") is left out of all turns but the latest
-    cleared     results of tools are left out, but for the latest three
+    untouched   no change
+    marker      a clock in the first line of the prompt changes with each turn
+    thinking    the text before a command ("THOUGHT: ...") is removed from all turns but the latest
+    cleared     all tool results but the latest three are removed
 
-Counts come from a `CacheManager` with blocks of 16 tokens: one that holds all that is ever computed, and one that holds
-a tenth of the untouched trace. Of moved text a tenth is computed again and counts as computed. With `--sample` so many
-turns of the first session also go through generate with SmolLM2-135M-Instruct, exactly and with reuse="anywhere":
-divergence of the next-token distributions and equal first tokens. With `--hashed FOLDER` traces for `pc replay` are
-written and nothing is counted.
+Counts come from a `CacheManager` with blocks of 16 tokens. One cache holds everything, another a tenth of the untouched
+trace. A tenth of moved text is computed again and counts as computed. With `--sample N`, the first N turns of the first
+session also go through generate with SmolLM2-135M-Instruct, exactly and with reuse="anywhere". This gives the
+divergence of the next-token distributions and the share of equal first tokens. With `--hashed FOLDER` the command
+writes traces for `pc replay` and counts nothing.
 """
 
 from __future__ import annotations
@@ -178,7 +180,7 @@ def count_unique(requests: list[tuple[list[int], list[int]]], num_blocks: int) -
 
 
 def lost(model: Any, prompts: list[list[int]]) -> dict[str, str]:
-    """What `reuse="anywhere"` loses over turns of one session, beside exact prefix caching; the first has nothing."""
+    """Return the loss of `reuse="anywhere"` against exact prefix caching, over turns of a session but the first."""
     from .reuse_anywhere import Workload, row, run
 
     workload = Workload("agents", 4 * max(map(len, prompts)), (lambda turn, answers: prompts[turn], len(prompts)))

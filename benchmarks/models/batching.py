@@ -1,4 +1,6 @@
-"""Continuous batching: transformers' generate_batch as it is shipped beside the same call over blocks.
+"""Continuous batching: transformers' own generate_batch beside the same call over our blocks.
+
+Usage:
 
     python -m benchmarks batching
 

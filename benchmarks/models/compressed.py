@@ -1,10 +1,12 @@
-"""A compressed document beside the whole text: bytes held and while it is read, and the time of a decode over it.
+"""A compressed document beside the whole text: bytes held, peak bytes while it is read, and the time of a decode.
+
+Usage:
 
     python -m benchmarks compressed [--tokens 1500 6000] [--counts]
 
-SmolLM2-135M reads real text, keeps a share of it (`handle.compress`), and one token after another is decoded behind a
-short question, by turns over transformers' own cache of the whole text and over the document, in one process: medians.
-Times need a machine that does nothing else; --counts leaves them out. OMP_NUM_THREADS threads (1). Writes
+SmolLM2-135M reads real text and keeps a share of it (`handle.compress`). It then decodes behind a short question, over
+the document and over transformers' own cache of the whole text, alternating in one process. Rows have medians. Times
+need a quiet machine; --counts leaves them out. OMP_NUM_THREADS threads (1). Writes
 results/cpu/compressed.csv; about two minutes.
 """
 

@@ -10,5 +10,5 @@ from ..harness.tables import RESULTS, read_rows, write_rows
 
 
 def main() -> None:
-    """Of the file that is named."""
+    """Take over the rows of a file."""
     write_rows(RESULTS / "cpu" / "demo.csv", [row | conditions("cpu") for row in read_rows(Path(sys.argv[1]))])

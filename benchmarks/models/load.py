@@ -28,7 +28,7 @@ def trained_tokenizer() -> Any:
 
 
 def trained_columns(**columns: str) -> dict[str, str]:
-    """What rows of it end with: its name, `columns`, and the conditions."""
+    """Return the last columns of the trained model's rows: its name, `columns`, and the conditions."""
     return {"model": NAME, **columns} | conditions("cpu", "transformers")
 
 

@@ -1,8 +1,10 @@
-"""What `allocate(reuse="anywhere")` costs beside a plain one, of prompts of which nothing or all is cached elsewhere.
+"""The cost of `allocate(reuse="anywhere")` beside a plain call, with nothing or everything cached elsewhere.
+
+Usage:
 
     python -m benchmarks lookup_anywhere [--lengths 1024 16384 131072]
 
-Two managers take the same prompts in turn; a cache of three prompts' blocks, so that each evicts. Rows go to
+Two managers take the same prompts in turn. The cache holds three prompts, so each prompt evicts. Rows go to
 results/cpu/lookup_anywhere.csv.
 """
 

@@ -1,14 +1,15 @@
-"""What a trained model loses to caches that hold less: every method against full attention in float32.
+"""The loss of a trained model whose cache holds less: every method against full attention in float32.
+
+Usage:
 
     python -m benchmarks quality [alice constitution questions] [--methods H2O Quest] [--budgets .05 .1 .2 .5]
 
 SmolLM2-135M (`pc.demo.trained_model_folder`) reads prompts with full attention through torch.ops.pc.* alone. A method
-then says what of the prompt's keys and values stays, or which of it a query reads, and the tokens that follow are read
-over that, all at once, each behind the right ones. Of their next-token distributions are taken: perplexity, mean KL
-divergence from those of full attention, the share of equal most likely tokens, and answers that are the same word for
-word. A budget is a share of the prompt's tokens; what comes behind the prompt is always read. Rows go to
-results/cpu/quality.csv as they come; rows of other texts and methods stay. About 15 minutes on one core
-(OMP_NUM_THREADS=1).
+then chooses which keys and values of the prompt are kept, or which ones a query reads. The model reads the following
+tokens over them, all in one pass. The rows have the perplexity, the mean KL divergence from full attention, the share
+of equal most likely tokens, and the share of answers that are the same word for word. A budget is a share of the
+prompt's tokens; tokens behind the prompt are always read. Rows go to results/cpu/quality.csv; those of other texts and methods
+stay. It takes about 15 minutes on one core (OMP_NUM_THREADS=1).
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ def full(step: Step, layer: int, q: torch.Tensor, keys: torch.Tensor, values: to
 
 
 def scattered(step: Step, layer: int, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, **which: Any) -> Any:
-    """The same of queries anywhere; with a table of what is left, or with lists."""
+    """Attend with queries at any position, with a table of the blocks that are left, or with lists of blocks."""
     table, positions = which.pop("table", step.table), step.positions.int()
     call = (q, keys, values, table, step.lens, step.starts, positions, q.shape[-1] ** -0.5)
     return torch.ops.pc.sparse_gap_attention(*call, **which)
@@ -124,7 +125,7 @@ class Reading:
         return self.llama.hidden(tokens, Step(positions, attend))
 
     def log_probabilities(self, attend: Attend) -> Iterator[torch.Tensor]:
-        """Of each part, `[tokens that count, vocabulary]`."""
+        """Yield the log-probabilities of each part, `[tokens that count, vocabulary]`."""
         for tokens, first in self.parts:
             at = len(self.prompt) + torch.arange(len(tokens))
             hidden = self.read(torch.tensor(tokens), at, attend)
@@ -132,7 +133,7 @@ class Reading:
 
     @functools.cached_property
     def moved(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Where each block of the prompt stood when its quarters were read in another order, and keys and values then.
+        """Return each block's place when the quarters were read in another order, and the keys and values then.
 
         The first block stays first: what every text begins with.
         """
@@ -147,10 +148,10 @@ class Method:
     """A way to hold less of a prompt.
 
     Attributes:
-        kind: Of the table it stands in.
+        kind: The table that has the method.
         name: Of the method.
         budget: Share of the prompt that it reads, recomputes or loses.
-        begin: Makes a reading's cache what it is to be, and gives the attention over it.
+        begin: Changes a reading's cache as the method does, and returns the attention over it.
     """
 
     kind: str
@@ -197,7 +198,7 @@ def keep_observed(reading: Reading, budget: float) -> Attend:
 
 
 def keep_pressed(reading: Reading, budget: float, press: str) -> Attend:
-    """What `handle.compress` keeps: tokens by a press's scores, budgets over the heads of a layer."""
+    """Keep what `handle.compress` keeps: tokens by a press's scores, with budgets over the heads of a layer."""
     chosen = []
     for query, cache in zip(reading.queries, reading.exact, strict=True):
         keys, values = (part.flatten(0, 1).transpose(0, 1) for part in cache)

@@ -1,13 +1,15 @@
-"""Generation on the CPU: transformers' generate as it is, over the prefix cache, and with a cache that is kept by hand.
+"""Generation on the CPU: transformers' own generate, generate over the prefix cache, and a cache kept by hand.
+
+Usage:
 
     python -m benchmarks reuse [25M ...] [--prompts 8 256 2048 10240]
     python -m benchmarks reuse SmolLM2 --prompts 512 2048 6144     (trained, over the Constitution of the United States)
 
-All ways alternate in one process, in CPU time: call by call for the first token, token by token after it. "by hand"
-keeps a DynamicCache of the document: a deep copy for each question, as transformers' documentation does, or one that is
-cropped afterwards and serves one question at a time. What is asked about a document ends in a question of its own; in a
-cold call the document is new too. An answer of 64 tokens is the beginning of one of 256, with what follows the last
-token. OMP_NUM_THREADS threads (1). Writes results/cpu/reuse.csv.
+All ways alternate in one process: call by call for the first token, token by token after it. Times are CPU time. "by
+hand" keeps a DynamicCache of the document: a deep copy for each question, as transformers' documentation does, or one
+that is cropped afterwards and serves one question at a time. Each prompt ends in a new question; in a cold call the
+document is new too. An answer of 64 tokens is the beginning of one of 256, plus what follows the last token.
+OMP_NUM_THREADS threads (1). Writes results/cpu/reuse.csv.
 """
 
 from __future__ import annotations

@@ -1,17 +1,19 @@
-"""Text that moved, with a trained model: time to the first token and what is lost, for shares computed again.
+"""Text that moved, with a trained model: time to the first token and loss, by the share that is computed again.
+
+Usage:
 
     python -m benchmarks reuse_anywhere [order agent edit] [--size 2048] [--shares 0 .05 .1 .2 1]
 
 Three workloads of SmolLM2-135M-Instruct (`pc.demo.trained_model_folder`), each a row of prompts through `generate`:
 
     order   six questions over the same five documents, each time in another order
-    agent   an agent's loop of twenty turns, of whose tool results the latest stay (`--kept`)
-    edit    a long text with an edit in its middle, another for each of five prompts
+    agent   an agent's loop of twenty turns that keeps the latest tool results (`--kept`)
+    edit    a long text, with another edit in its middle for each of five prompts
 
-Answers are those of exact prefix caching (greedy, eight tokens); every other way is made to say them, and its
-next-token distributions are compared with those (KL divergence, equal most likely tokens, answers whose tokens are all
-the most likely ones). Prompts before anything has moved do not count. Rows go to
-results/cpu/reuse_anywhere.csv as they come.
+The reference is exact prefix caching with greedy answers of eight tokens. Every other way is made to produce these
+answers, and its next-token distributions are compared: KL divergence, equal most likely tokens, and answers whose
+tokens are all the most likely ones. Prompts from before anything moved do not count. Rows go to
+results/cpu/reuse_anywhere.csv.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ KEY = ("workload", "size", "way", "recompute")
 
 @dataclass
 class Told:
-    """What a way gave for one prompt."""
+    """A way's result for one prompt."""
 
     prompt: int
     answer: list[int]

@@ -67,7 +67,7 @@ class AttentionCase:
         return found
 
     def count_blocks(self) -> int:
-        """Of all sequences, shared ones once."""
+        """Return the number of blocks of all sequences, shared ones once."""
         own = sum(-(-length // self.block_size) - self.shared // self.block_size for length in self.seq_lens)
         return own + self.shared // self.block_size
 
@@ -85,7 +85,7 @@ class AttentionCase:
         return np.stack([np.concatenate([before, np.arange(own, blocks)]) for before in drawn])
 
     def present(self, i: int, head: int = 0) -> np.ndarray:
-        """Which key positions of sequence `i` are in present blocks, of a KV head where heads differ."""
+        """Return the key positions of sequence `i` that are in present blocks, for one KV head if heads differ."""
         length = self.seq_lens[i]
         if self.kept < 1:
             return np.asarray(np.isin(np.arange(length) // self.block_size, self.chosen(i)[head]))
@@ -97,7 +97,7 @@ class AttentionCase:
         return mask
 
     def visible(self, i: int, positions: np.ndarray, head: int = 0) -> np.ndarray:
-        """Which keys of sequence `i` queries at `positions` attend to, of a KV head: [queries, seq_len]."""
+        """Return which keys of sequence `i` the queries at `positions` attend to, for a KV head: [queries, seq_len]."""
         t, p = np.arange(self.seq_lens[i])[None], positions[:, None]
         mask = (t <= p) & self.present(i, head)[None]
         if self.window:
@@ -299,11 +299,11 @@ def _call(
 
 
 def expected_row(call: AttentionCall, row: int) -> tuple[torch.Tensor, torch.Tensor, float]:
-    """What a row of the result should be, `[num_heads, head_dim]`.
+    """Return a row of the expected result, `[num_heads, head_dim]`.
 
     Returns:
-        It in float64, it computed in the query's dtype, and the largest sum of weight * abs(value): what a relative
-        error of the weights is multiplied by.
+        The row in float64, the row computed in the query's dtype, and the largest sum of weight * abs(value), by which
+        a relative error of the weights is multiplied.
     """
     case, device = call.case, call.query.device
     starts = np.cumsum([0, *case.q_lens])

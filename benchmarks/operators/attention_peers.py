@@ -87,7 +87,7 @@ def run_flash_attn_4(call: AttentionCall) -> Run:
 
     refuse_beyond_dense(call, "flash-attn-4")
     case = call.case
-    # It splits long sequences where it is told to choose (0), and can on these architectures only.
+    # 0 lets it choose how to split long sequences, which it can do on these architectures only.
     num_splits = 0 if torch.cuda.get_device_capability()[0] in (10, 11) else 1
     return lambda: flash_attn_varlen_func(
         call.query,
@@ -135,7 +135,7 @@ def run_flash_attn_3(call: AttentionCall) -> Run:
 
 
 def flash_attn_3_version() -> str:
-    """Of the package, else of the wheel that holds a build of it."""
+    """Return the version of the package, or of the wheel that contains a build of it."""
     try:
         return version("flash-attn-3")
     except ImportError:
@@ -198,7 +198,7 @@ def run_vllm_triton(call: AttentionCall) -> Run:
 
 
 def vllm_version() -> str:
-    """Of vLLM, whose attention operators are plain Triton and are imported from an unpacked wheel."""
+    """Return the version of vLLM, whose Triton operators are imported from an unpacked wheel."""
     found = version("vllm")
     if "vllm" not in sys.modules:
         for name, contents in _vllm_stand_ins().items():

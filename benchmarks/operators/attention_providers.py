@@ -1,7 +1,7 @@
-"""Who computes attention: this package, PyTorch's ways, and the kernels of others where they are installed.
+"""Providers of attention: this package, PyTorch, and the kernels of other projects where they are installed.
 
-Every provider gets the same tensors. What a serving engine does once a step for all layers (plans, masks, compacted
-tables) is prepared outside the timing, for all alike.
+Every provider gets the same tensors. Plans, masks and compacted tables, which a serving engine prepares once a step for
+all layers, are prepared outside the timing for every provider.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def _sdpa(call: AttentionCall) -> Run:
 
 
 def _square(call: AttentionCall, i: int) -> bool:
-    """Whether sequence `i` is a whole prefill, for which PyTorch needs no mask."""
+    """Return whether sequence `i` is a whole prefill, for which PyTorch needs no mask."""
     case = call.case
     return case.live is None and not case.window and case.q_lens[i] == case.seq_lens[i]
 
@@ -141,7 +141,7 @@ def _compacted(call: AttentionCall) -> Run:
 
 
 def _dense(call: AttentionCall, blocks: Sequence[torch.Tensor], lens: list[int]) -> dict[str, Any]:
-    """Arguments of the dense kernel over blocks of each sequence, so many tokens of them."""
+    """Return arguments of the dense kernel over some blocks of each sequence, with their number of tokens."""
     tables = torch.nn.utils.rnn.pad_sequence(blocks, batch_first=True).int()
     arguments = call.arguments("paged_attention") | {
         "block_tables": tables.to(call.query.device),

@@ -1,7 +1,7 @@
-"""pc.paged_attention, sliding_window_attention and shared_prefix_attention, and what a step pays once: attention_plan.
+"""Benchmarks of paged, sliding-window and shared-prefix attention, and of attention_plan.
 
-Decode, prefill, chunks and mixes over whole caches; windows of gpt-oss (128, with sink logits), Gemma 3 (1024) and
-Mistral (4096); many sequences over one system prompt or document.
+The cases are decodes, prefills, chunks and mixes over whole caches, the windows of gpt-oss (128, with sink logits),
+Gemma 3 (1024) and Mistral (4096), and many sequences over one system prompt or document.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What pages are rendered with: links, tables, and under which conditions rows were measured."""
+"""Helpers of pages: links, tables, and the conditions under which rows were measured."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def table(heads: Sequence[str], sides: str, lines: Iterable[Iterable[str]]) -> l
 
 
 def all_of(rows: Iterable[Row], column: str) -> str:
-    """What rows have in a column, each once."""
+    """Return the distinct values of a column."""
     return ", ".join(sorted({row[column] for row in rows}))
 
 

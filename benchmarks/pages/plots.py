@@ -23,7 +23,7 @@ RIVALS = ("#9aa5b1", "#e0903b", "#3f9d73", "#a46bbd", "#c2564b", "#7f8c4d", "#5a
 
 
 def digest(path: Path) -> str:
-    """Of the rows a chart is drawn from; it is written into the chart, so that a stale one shows."""
+    """Return a digest of the rows of a chart; the chart contains it, so that a stale chart is noticed."""
     return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
 
 
@@ -276,7 +276,7 @@ def plot_anywhere(source: Path, target: Path) -> None:
 
 
 def plot_demo(source: Path, target: Path) -> None:
-    """Of each request of the demo what was reused, and the time to its first token without and with the cache."""
+    """Plot the reused tokens of each request of the demo, and its time to the first token with and without cache."""
     from pc.demo._plot import draw_requests
     from pc.demo._report import TITLES
 

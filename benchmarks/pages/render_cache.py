@@ -71,7 +71,7 @@ def _cell(row: Row, cell: Cell) -> str:
 
 
 class _Filling(string.Formatter):
-    """Puts columns into a text, as they stand in the file, or with a format as numbers."""
+    """Put columns into a text, as in the file, or with a format as numbers."""
 
     def format_field(self, value: str, spec: str) -> str:
         return format(number(value), spec) if spec else value
@@ -299,7 +299,7 @@ TABLES = {
 
 
 def render_agents(page: Path) -> str:
-    """Of agents' prompts the share that is computed, a line for each change of them and a column for each reuse."""
+    """Render the share of agents' prompts that is computed, by change (lines) and reuse (columns)."""
     source = results("cpu", "agents.csv")
     rows = read_rows(source)
     names = ("trace", "variant", "cache")

@@ -1,4 +1,4 @@
-"""The table of others' tests over ours: what passes, and what is left out for which reason."""
+"""The table of other projects' tests that run against `pc`: passed, failed, and left out with the reason."""
 
 from __future__ import annotations
 

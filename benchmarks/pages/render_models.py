@@ -12,7 +12,7 @@ from .markdown import chart, commits, link, measured, results, short_time, table
 
 
 def demo_rows() -> list[Row]:
-    """Of the demo's requests."""
+    """Return the rows of the demo's requests."""
     return read_rows(results("cpu", "demo.csv"))
 
 
@@ -74,7 +74,7 @@ def render_reuse(page: Path) -> str:
 
 
 def render_compressed(page: Path) -> str:
-    """What a compressed document holds, at most while it is read, and a decode over it, of the whole text's."""
+    """Render a compressed document's bytes, peak bytes and decode time, relative to the whole text."""
     source = results("cpu", "compressed.csv")
     rows = read_rows(source)
     timed = all(row.get("pc_ms") for row in rows)

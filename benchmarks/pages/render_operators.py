@@ -220,7 +220,7 @@ def render_work_compressed(page: Path) -> str:
 
 
 def render_life(page: Path) -> str:
-    """How many kernels the life of a layer compiles, by kind of layer."""
+    """Render how many kernels a layer compiles, by kind of layer."""
     source = results("life.csv")
     lines = [(row["layer"].strip("{}").replace('"', "") or "plain", row["kernels"]) for row in read_rows(source)]
     return with_rows(table(("layer", "kernels"), "lr", lines), page, source)

@@ -24,7 +24,7 @@ ROUNDING = 1e-7
 
 
 def quality_rows() -> list[Row]:
-    """Of every text and method."""
+    """Return the rows of every text and method."""
     return read_rows(results("cpu", "quality.csv"))
 
 
@@ -100,7 +100,7 @@ def render_quality_summary(page: Path) -> str:
 
 
 def _claims(found: dict[tuple[str, str, float], Loss]) -> list[tuple[str, str, list[tuple[float, float, float]]]]:
-    """What was published, where, and for each budget the loss that is to be less and the one it is compared with."""
+    """Return published claims: text, source, and for each budget the loss that must be lower and the other loss."""
 
     def less(kind: str, name: str, than_kind: str, than: str) -> list[tuple[float, float, float]]:
         return [
@@ -141,7 +141,7 @@ def _within_twice(found: dict[tuple[str, str, float], Loss]) -> list[tuple[float
 
 
 def render_quality_order(page: Path) -> str:
-    """Whether the order of methods is the published one."""
+    """Render whether the order of methods is the published one."""
     lines = []
     for claim, paper, pairs in _claims(losses(quality_rows())):
         yes, no = ([f"{budget:.0%}" for budget, a, b in pairs if (a < b) == met] for met in (True, False))

@@ -17,7 +17,7 @@ MODULES = ("cache", "flash_attn", "integrations")
 
 
 def _is_command() -> bool:
-    """Whether this process is `python -m pc`, or `pc` as it was installed beside its Python."""
+    """Return whether this process is `python -m pc`, or the `pc` command of this Python."""
     if sys.argv[:1] == ["-m"]:
         return sys.orig_argv[sys.orig_argv.index("-m") + 1 :][:1] == ["pc"]
     program = Path(*sys.argv[:1])

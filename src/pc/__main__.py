@@ -209,8 +209,8 @@ def completion(
 ) -> None:
     """Print a script that completes commands and options of `pc` in a shell.
 
-    bash: eval "$(pc completion bash)" in ~/.bashrc. zsh: the same with zsh in ~/.zshrc, behind compinit. fish: pc
-    completion fish > ~/.config/fish/completions/pc.fish
+    bash: put `eval "$(pc completion bash)"` into ~/.bashrc. zsh: put the same with zsh into ~/.zshrc, behind compinit.
+    fish: pc completion fish > ~/.config/fish/completions/pc.fish
     """
     from typer.completion import get_completion_script  # type: ignore[attr-defined]
 

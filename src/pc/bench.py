@@ -110,7 +110,7 @@ def run_bench(
 
 
 def _nothing_matches(benchmarks: list[Any], kind: str, quick: bool, case: str, provider: str | None) -> str:
-    """What a filter got and what it needs, where it leaves nothing to measure; else empty."""
+    """Return what a filter got and needs if it leaves nothing to measure, else an empty text."""
     cases = [c.name for benchmark in benchmarks for c in benchmark.of(kind, quick)]
     if not any(case in name for name in cases):
         return f"--case: got {case!r}, needs a part of one of: {'; '.join(dict.fromkeys(cases))}"

@@ -64,7 +64,7 @@ def _rows(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _tokenizer(name: str | None) -> tuple[Callable[[str], list[int]], Callable[[Any], str]]:
-    """What makes tokens of a text, and the text of tokens; without a name bytes of UTF-8 are tokens."""
+    """Return functions from a text to tokens and back; without a name, tokens are bytes of UTF-8."""
     if name is None:
         return lambda text: list(text.encode()), lambda tokens: bytes(tokens).decode(errors="replace")
     try:

@@ -89,7 +89,7 @@ def _tiles(tiles: Tiles) -> str:
 
 
 def _tuned(arch: str) -> dict[str, str]:
-    """What goes before the rules on an architecture, and why."""
+    """Return the swept constants that replace the rules on an architecture, and why."""
     found = {}
     for (name, kind, head_dim, group, size), (tiles, why) in tuned.TILES.items():
         if name == arch:

@@ -44,7 +44,7 @@ class Measurement:
 
     @property
     def ratio(self) -> float:
-        """How many times sooner the first token came with the cache."""
+        """The time to the first token without the cache, divided by the time with it."""
         return self.plain_seconds / self.cached_seconds
 
 
@@ -66,10 +66,10 @@ class _FirstToken:
 
 
 def compare_tokens(reference: list[int], got: list[int], logits: Callable[[int], torch.Tensor]) -> tuple[str, bool]:
-    """Whether greedy tokens without and with the cache agree, as text, and whether that will do.
+    """Compare greedy tokens without and with the cache; return the outcome as text, and whether it is acceptable.
 
-    In float32 only equal tokens do; in float16 and bfloat16 the first difference may lie where the two highest of the
-    reference's logits `[vocabulary]` for the token at that index are closer than the rounding error of the higher.
+    In float32 the tokens must be equal. In float16 and bfloat16 they may first differ where the reference's two highest
+    logits are closer than the rounding error of the higher. `logits` returns those of a token, `[vocabulary]`.
     """
     if reference == got:
         return "yes", True

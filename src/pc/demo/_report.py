@@ -1,4 +1,4 @@
-"""What the demo shows: a table per workload, a CSV file and a plot drawn from the same rows."""
+"""The output of the demo: a table per workload, a CSV file, and a plot of the same rows."""
 
 from __future__ import annotations
 

