@@ -8,8 +8,8 @@ SmolLM2-135M (`pc.demo.trained_model_folder`) reads prompts with full attention 
 then chooses which keys and values of the prompt are kept, or which ones a query reads. The model reads the following
 tokens over them, all in one pass. The rows have the perplexity, the mean KL divergence from full attention, the share
 of equal most likely tokens, and the share of answers that are the same word for word. A budget is a share of the
-prompt's tokens; tokens behind the prompt are always read. Rows go to results/cpu/quality.csv; those of other texts and methods
-stay. It takes about 15 minutes on one core (OMP_NUM_THREADS=1).
+prompt's tokens; tokens behind the prompt are always read. Rows go to results/cpu/quality.csv; those of other texts
+and methods stay. It takes about 15 minutes on one core (OMP_NUM_THREADS=1).
 """
 
 from __future__ import annotations
