@@ -1,4 +1,4 @@
-"""Whether the kernels that a model needs are right on its device."""
+"""The check of the kernels that a model needs, before they serve it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def require_kernels(model: Any, block_size: int, use: str) -> None:
 
 
 def _shape(model: Any, block_size: int) -> Shape:
-    """The attention layers of a model as its config has them, or layers of usual sizes where it does not say."""
+    """Return the attention layers of a model from its config, or usual sizes where the config does not say."""
     config = model.config.get_text_config(decoder=True)
     heads = getattr(config, "num_attention_heads", None)
     if not isinstance(heads, int) or heads < 1:

@@ -1,10 +1,4 @@
-"""`python -m pc check`: whether every kernel gives what PyTorch gives on the device at hand.
-
-import pc.check
-
-rows = pc.check.run()  # a row for each case; empty where PyTorch serves and there is nothing to check
-assert all(row.ok for row in rows)
-"""
+"""The command `pc check` and its function `pc.check.run`, which compare every kernel with PyTorch."""
 
 from __future__ import annotations
 
