@@ -20,7 +20,7 @@ try:
     import transformers  # noqa: F401
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
-        f"pc.integrations.huggingface needs {error.name}: pip install 'transformers>=5.5'", name=error.name
+        f"pc.integrations.huggingface needs {error.name}: pip install 'transformers>=5.5,<5.25'", name=error.name
     ) from error
 
 from .batching.enable import ContinuousBatching, enable_continuous_batching

@@ -17,6 +17,7 @@ from transformers import GenerationMixin
 from ...cache import Explanation
 from ...cache.manager import REUSES
 from ...triton_ops._checks import check_share
+from ..tested import say_untested
 from .calls import RequestReport, ServedStats
 from .compression.document import CompressedDocument
 from .paged.graphs import GraphReport
@@ -169,6 +170,8 @@ class PrefixCaching:
 
     def __init__(self, serving: Serving) -> None:
         self._serving = serving
+        self.untested = say_untested("transformers", "torch")
+        """The installed versions that no test of ours passed on, in words; None if there is none."""
 
     def __enter__(self) -> PrefixCaching:
         return self

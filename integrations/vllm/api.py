@@ -32,9 +32,10 @@ from typing import Any
 from .. import seam
 from ..plugin import UnsupportedVersionError as UnsupportedVersionError
 from ..plugin import release_of, series_text
+from ..tested import TESTED, say_untested
 
-VERSIONS = {"vllm": ((0, 32), (0, 33)), "vllm_omni": ((0, 30), (0, 30))}
-"""The oldest and the newest series that is served, by package."""
+VERSIONS = {"vllm": TESTED["vllm"], "vllm_omni": TESTED["vllm-omni"]}
+"""The oldest and the newest series that was tested, by package. A newer one is tried."""
 
 SINCE = {"offload": (0, 33)}
 """The oldest series of a feature, where it is not that of its package."""
@@ -452,7 +453,7 @@ def why_not(feature: str, **objects: Any) -> str:
         wanted = f"{package.replace('_', '-')}>={series_text(oldest)},<{behind}"
         told = "not installed" if isinstance(error, ImportError) else f"got {type(error).__name__}: {error}"
         return f"{package}: {told}, needs {supported}; pip install '{wanted}'"
-    if not oldest <= release_of(version, len(oldest)) <= newest:
+    if not oldest <= release_of(version, len(oldest)):
         return f"{package}: got {version}, needs {supported}"
     reasons = seam.missing(NAMES[feature]) or seam.changed(BODIES.get(feature, {}))
     reasons = reasons or seam.absent(objects, ATTRIBUTES.get(feature, {}))
@@ -484,6 +485,8 @@ _logged: set[tuple[str, str]] = set()
 def available(feature: str, **objects: Any) -> bool:
     """Return whether the installed vLLM can serve a feature; log once why it cannot. Arguments are as for `why_not`."""
     reason = why_not(feature, **objects)
+    if not reason:
+        say_untested(PACKAGES.get(feature, "vllm").replace("_", "-"))
     if reason and (feature, reason) not in _logged:
         _logged.add((feature, reason))
         make_logger().warning("%s is off, and vLLM's own code runs in its place: %s", feature, reason)

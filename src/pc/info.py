@@ -11,11 +11,12 @@ from pathlib import Path
 
 import torch
 
+from .integrations.tested import TESTED, installed, text_of, untested
 from .triton_ops._attention import tuned
 from .triton_ops._attention.constants import Tiles, architecture, decode_tiles, prefill_tiles
 from .triton_ops._triton import HAS_TRITON, INTERPRET
 
-PACKAGES = ("torch", "triton", "numpy", "einops", "transformers", "vllm", "xxhash")
+PACKAGES = ("torch", "triton", "numpy", "einops", "xxhash")
 VARIABLES = ("TRITON_INTERPRET", "PC_DEBUG", "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "HF_HUB_OFFLINE")
 
 Sections = dict[str, dict[str, str]]
@@ -31,6 +32,7 @@ def collect_info() -> Sections:
             "torch": torch.__version__,  # with its build, "+cu130" say, which the package's metadata leaves out
             "platform": platform.platform(),
         },
+        "frameworks": {name: _framework(name) for name in TESTED},
         "cpu": _cpu(),
     }
     count = torch.cuda.device_count()
@@ -57,6 +59,17 @@ def _version(package: str) -> str:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return "not installed"
+
+
+def _framework(package: str) -> str:
+    """Return the installed version of a framework, and which versions were tested."""
+    tested, version = TESTED[package], installed(package)
+    if package == "torch":
+        version = torch.__version__  # with its build, such as "+cu130", which the package's metadata leave out
+    about = "not installed" if version is None else version
+    if version is not None and untested(package, version):
+        about += " (UNTESTED)"
+    return f"{about}; tested: {tested}; newest tested: {text_of(tested.newest)}"
 
 
 def _cpu() -> dict[str, str]:

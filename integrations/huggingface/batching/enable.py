@@ -14,6 +14,7 @@ import torch
 from ....cache import CacheManager, FullAttention, Group, SlidingWindow
 from ....cache.allocation import CacheStats
 from ...plugin import find_interface, release_of, series_text
+from ...tested import TESTED, say_untested
 from ..calls import UnsupportedError, refuse_if
 from ..enable import ReplacedMethod, check_not_replaced, generating_model
 from ..identity import Identity, set_by_forward
@@ -23,7 +24,7 @@ from ..settings import ScopedSetting, check_number, check_salt, default_num_bloc
 from ..support import check_model
 from .blocks import ScheduledBlocks, SharedBlocks
 
-OLDEST, NEWEST = (5, 19), (5, 24)
+OLDEST, NEWEST = (5, 19), TESTED["transformers"].newest
 PACKAGE = "transformers.generation.continuous_batching."
 
 _CONFIGS = "generation_config continuous_batching_config workload_hints"
@@ -136,6 +137,8 @@ class ContinuousBatching:
 
     def __init__(self, model: Any, num_blocks: int | None, block_size: int, policy: Any) -> None:
         self.block_size = block_size
+        self.untested = say_untested("transformers", "torch")
+        """The installed versions that no test of ours passed on, in words; None if there is none."""
         self._model: weakref.ref[Any] = weakref.ref(model)
         self._num_blocks, self._policy = num_blocks, policy
         self._lock = threading.RLock()
@@ -285,8 +288,7 @@ def check_version(cache: type) -> None:
     # `cache` stands in for transformers' `PagedAttentionCache`: it has to have every method of it.
     supported = f"transformers {series_text(OLDEST, NEWEST)}"
     version = str(importlib.import_module("transformers").__version__)  # a lazy module, which may be replaced
-    in_range = OLDEST <= release_of(version, 2) <= NEWEST
-    refuse_if(not in_range, f"continuous batching needs {supported}, got {version}")
+    refuse_if(release_of(version, 2) < OLDEST, f"continuous batching needs {supported}, got {version}")
     where = f"by continuous batching over blocks, written for {supported}, in {version}"
     for name, parameters in INTERFACES.items():
         found = list(inspect.signature(_find(name, where)).parameters)

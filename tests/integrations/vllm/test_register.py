@@ -35,11 +35,11 @@ def pretend(monkeypatch, version, **modules):
         monkeypatch.setitem(sys.modules, name, module)
 
 
-@pytest.mark.parametrize("version", ["0.31.2", "0.34.0", "1.0.0", "0.33", "dev", "", "0.3.2"])
+@pytest.mark.parametrize("version", ["0.31.2", "0.33", "0.34.0", "1.0.0", "dev", "", "0.3.2"])
 def test_versions_out_of_range_are_refused_with_the_range(monkeypatch, version):
     pretend(monkeypatch, version)
     monkeypatch.setitem(api.NAMES, "attention", {})
-    if version == "0.33":
+    if version in ("0.33", "0.34.0", "1.0.0"):  # a newer one is tried
         api.check_version("attention")
         return
     with pytest.raises(adapter.UnsupportedVersionError, match=r"needs 0\.32 to 0\.33"):
@@ -67,8 +67,8 @@ def test_a_missing_or_changed_interface_is_named(monkeypatch, version):
         api.check_version("attention")
 
 
-@pytest.mark.parametrize("version", ["0.29.1", "0.31.0"])
-def test_another_vllm_omni_is_refused_with_its_range(monkeypatch, version):
+@pytest.mark.parametrize("version", ["0.29.1"])
+def test_an_older_vllm_omni_is_refused_with_its_range(monkeypatch, version):
     fake = types.ModuleType("vllm_omni")
     fake.__version__ = version
     monkeypatch.setitem(sys.modules, "vllm_omni", fake)

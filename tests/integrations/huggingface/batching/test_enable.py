@@ -19,6 +19,7 @@ from generate_cases import SMALL  # noqa: E402
 from transformers.generation.continuous_batching import cache, continuous_api  # noqa: E402
 
 from pc.cache.allocation import CacheStats  # noqa: E402
+from pc.integrations import tested  # noqa: E402
 from pc.integrations.huggingface import UnsupportedError, enable_continuous_batching  # noqa: E402
 from pc.integrations.huggingface.batching import enable as enable_module  # noqa: E402
 
@@ -115,11 +116,19 @@ def test_kept_manager_of_transformers_is_refused(model: Any) -> None:
         enable_continuous_batching(model)
 
 
-@pytest.mark.parametrize("version", ["5.18.1", "5.25.0", "6.0.0", "4.57.6", "unknown"])
+@pytest.mark.parametrize("version", ["5.18.1", "4.57.6", "unknown"])
 def test_other_versions_are_refused(model: Any, monkeypatch: pytest.MonkeyPatch, version: str) -> None:
     monkeypatch.setattr("transformers.__version__", version)
     with pytest.raises(UnsupportedError, match=rf"needs transformers 5.19 to 5.24, got {version}"):
         enable_continuous_batching(model)
+
+
+@pytest.mark.parametrize("version", ["5.25.0", "6.0.0"])
+def test_newer_versions_are_tried(model: Any, monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+    monkeypatch.setattr("transformers.__version__", version)
+    monkeypatch.setattr(tested, "installed", {"transformers": version}.get)
+    with enable_continuous_batching(model, num_blocks=8) as handle:
+        assert handle.untested == f"transformers {version} is newer than 5.24, the newest that was tested"
 
 
 def test_other_interfaces_are_refused(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
