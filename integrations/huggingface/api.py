@@ -1,23 +1,224 @@
-"""Names of transformers that differ between its versions, and what each is called in the version that is installed.
+"""Everything private of transformers that this adapter uses, and everything whose name depends on the version.
 
-Version 5.24 renamed `past_key_values` and `cache_params` to `cache`: in forward passes, in generate and in results.
+No other file of the adapter imports a submodule of transformers or names a private attribute. A feature is served if
+the installed transformers has what `NAMES` declares for it; see `pc.integrations.seam` for the format.
+
+- `look` checks all names. It runs when a handle is made.
+- `need` raises an UnsupportedError where the installed transformers cannot serve a feature. The call then falls back.
+- `CLASSES` are what other files import from here. One that transformers lacks is imported as an empty class, so that a
+  module can be imported before its feature is refused.
+
+To use another name of transformers, add it to `NAMES` under the feature that needs it, and add a plain function here.
+`python -m pc.integrations.huggingface.api` checks the tables against the installed transformers.
 """
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import warnings
-from dataclasses import fields
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
-from transformers.generation.utils import GenerateDecoderOnlyOutput
+import torch
 
-from .calls import callers_level
+from .. import seam
+from .calls import UnsupportedError, callers_level
+
+if TYPE_CHECKING:
+    from transformers import AttentionInterface as AttentionInterface
+    from transformers import DynamicCache as DynamicCache
+    from transformers import GenerationMixin as GenerationMixin
+    from transformers import StoppingCriteriaList as StoppingCriteriaList
+    from transformers import StopStringCriteria as StopStringCriteria
+    from transformers.cache_utils import Cache as Cache
+    from transformers.cache_utils import CacheLayerMixin as CacheLayerMixin
+    from transformers.cache_utils import DummyLayer as DummyLayer
+    from transformers.cache_utils import DynamicIndexedLayer as DynamicIndexedLayer
+    from transformers.cache_utils import DynamicLayer as DynamicLayer
+    from transformers.cache_utils import DynamicSlidingWindowLayer as DynamicSlidingWindowLayer
+    from transformers.cache_utils import LinearAttentionAndFullAttentionLayer as LinearAttentionAndFullAttentionLayer
+    from transformers.cache_utils import (
+        LinearAttentionAndSlidingWindowAttentionLayer as LinearAttentionAndSlidingWindowAttentionLayer,
+    )
+    from transformers.cache_utils import LinearAttentionCacheLayerMixin as LinearAttentionCacheLayerMixin
+    from transformers.cache_utils import LinearAttentionLayer as LinearAttentionLayer
+    from transformers.modeling_outputs import CausalLMOutputWithPast as CausalLMOutputWithPast
+
+CACHING = "prefix caching"
+ASSISTED = "assisted decoding"
+CHUNKS = "chunked prefill"
+STATES = "recurrent states"
+SPARSE = "sparse attention"
+IMAGES = "images"
+STOPS = "stop strings"
+PACKED = "packed passes"
+
+NAMES: dict[str, dict[str, str]] = {
+    CACHING: {
+        "transformers.generation.utils": (
+            "GENERATION_MODES_MAPPING GenerateDecoderOnlyOutput(sequences scores logits attentions hidden_states ...)"
+        ),
+        "transformers.generation.utils:GenerationMixin": (
+            "generate(inputs generation_config logits_processor stopping_criteria synced_gpus assistant_model "
+            "streamer custom_generate ...) "
+            "_sample(input_ids logits_processor stopping_criteria generation_config ...) "
+            "_beam_search(input_ids logits_processor stopping_criteria generation_config ...) "
+            "_prefill(input_ids generation_config model_kwargs ...) "
+            "prepare_inputs_for_generation(input_ids next_sequence_length attention_mask is_first_iteration ...) "
+            "_prepare_generation_config(generation_config) "
+            "_prepare_position_ids_for_generation(inputs_tensor model_kwargs) "
+            "_supports_default_dynamic_cache _supports_logits_to_keep() "
+            "_validate_generation_mode(generation_mode generation_config generation_mode_kwargs)"
+        ),
+        "transformers.generation.configuration_utils:GenerationConfig": "get_generation_mode(assistant_model)",
+        "transformers.generation.stopping_criteria:StoppingCriteriaList": "__call__(input_ids scores)",
+        "transformers.modeling_outputs": "CausalLMOutputWithPast(logits)",
+        "transformers.cache_utils:Cache": "__init__(layers layer_class_to_replicate) layers",
+        "transformers.cache_utils:DynamicCache": "__init__(config)",
+        "transformers.cache_utils:CacheLayerMixin": "get_seq_length() keys values is_initialized",
+        "transformers.cache_utils:DynamicLayer": (
+            "update(key_states value_states) lazy_initialization(key_states value_states) crop "
+            "reorder_cache(beam_idx) batch_repeat_interleave(repeats) batch_select_indices(indices) is_sliding"
+        ),
+        "transformers.cache_utils:DynamicSlidingWindowLayer": (
+            "__init__(sliding_window) update(key_states value_states) sliding_window cumulative_length"
+        ),
+    },
+    ASSISTED: {
+        "transformers.generation.utils:GenerationMixin": (
+            "_assisted_decoding(input_ids logits_processor stopping_criteria generation_config ...)"
+        ),
+        "transformers.cache_utils:Cache": "activate_past_recording()",
+        "transformers.cache_utils:DynamicLayer": "crop(tokens_to_remove)",
+        "transformers.cache_utils:DynamicSlidingWindowLayer": "crop(tokens_to_remove) record_past",
+    },
+    CHUNKS: {
+        "transformers.generation.configuration_utils:GenerationConfig": "_mask_length"
+    },  # it then begins behind a cache
+    STATES: {
+        "transformers.cache_utils:LinearAttentionCacheLayerMixin": (
+            "__init__(number_of_states) conv_states recurrent_states has_previous_state"
+        ),
+        "transformers.cache_utils:LinearAttentionLayer": (
+            "update_conv_state(conv_states state_idx) update_recurrent_state(recurrent_states state_idx)"
+        ),
+        "transformers.cache_utils:LinearAttentionAndFullAttentionLayer": "__init__(number_of_states)",
+    },
+    SPARSE: {"transformers.cache_utils:DynamicIndexedLayer": "update_indexer(indexer_key_states)"},
+    IMAGES: {
+        "transformers.generation.utils:GenerationMixin": (
+            "_supports_mm_encoder_outputs() _prepare_multimodal_encoder_kwargs_for_generation(model_kwargs) "
+            "_expand_multimodal_outputs(input_ids mm_encoder_output expand_size)"
+        ),
+        "transformers.modeling_utils:PreTrainedModel": "input_modalities",
+    },
+    STOPS: {"transformers.generation.stopping_criteria": "StopStringCriteria(tokenizer stop_strings)"},
+    PACKED: {
+        "transformers.modeling_utils": (
+            "ALL_ATTENTION_FUNCTIONS AttentionInterface.get_interface(attn_implementation default)"
+        ),
+        "transformers.modeling_utils:PreTrainedModel": "_supports_attention_backend",
+        "transformers.cache_utils:Cache": "update(key_states value_states layer_idx)",
+    },
+}
+"""By feature, what the adapter uses. Without `CACHING` no model is served."""
+
+CLASSES = {
+    "AttentionInterface": "transformers.modeling_utils:AttentionInterface",
+    "Cache": "transformers.cache_utils:Cache",
+    "CacheLayerMixin": "transformers.cache_utils:CacheLayerMixin",
+    "CausalLMOutputWithPast": "transformers.modeling_outputs:CausalLMOutputWithPast",
+    "DummyLayer": "transformers.cache_utils:DummyLayer",
+    "DynamicCache": "transformers.cache_utils:DynamicCache",
+    "DynamicIndexedLayer": "transformers.cache_utils:DynamicIndexedLayer",
+    "DynamicLayer": "transformers.cache_utils:DynamicLayer",
+    "DynamicSlidingWindowLayer": "transformers.cache_utils:DynamicSlidingWindowLayer",
+    "GenerationMixin": "transformers.generation.utils:GenerationMixin",
+    "LinearAttentionAndFullAttentionLayer": "transformers.cache_utils:LinearAttentionAndFullAttentionLayer",
+    "LinearAttentionAndSlidingWindowAttentionLayer": (
+        "transformers.cache_utils:LinearAttentionAndSlidingWindowAttentionLayer"
+    ),
+    "LinearAttentionCacheLayerMixin": "transformers.cache_utils:LinearAttentionCacheLayerMixin",
+    "LinearAttentionLayer": "transformers.cache_utils:LinearAttentionLayer",
+    "StopStringCriteria": "transformers.generation.stopping_criteria:StopStringCriteria",
+    "StoppingCriteriaList": "transformers.generation.stopping_criteria:StoppingCriteriaList",
+}
+"""What other files may import from here, and where transformers has it."""
+
+
+def __getattr__(name: str) -> Any:
+    """Return one of `CLASSES`, or an empty class in place of one that the installed transformers lacks."""
+    if name not in CLASSES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = _found_or_none(CLASSES[name])
+    if found is None:
+        found = type(name, (), {"__doc__": f"{CLASSES[name]}, which the installed transformers lacks."})
+    globals()[name] = found
+    return found
+
+
+def _found_or_none(path: str) -> Any:
+    try:
+        return seam.find(path)
+    except Exception:
+        return None
+
+
+# Which features the installed transformers can serve.
+
+
+@dataclass(frozen=True)
+class Framework:
+    """The installed transformers, as it was when a handle was made.
+
+    Attributes:
+        version: Its version.
+        disabled: By feature, why the installed transformers cannot serve it.
+
+    Examples:
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> from pc.integrations.huggingface import enable_prefix_caching
+        >>> sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+        >>> model = LlamaForCausalLM(LlamaConfig(vocab_size=64, eos_token_id=None, **sizes)).eval()
+        >>> handle = enable_prefix_caching(model, num_blocks=64)
+        >>> "prefix caching" in handle.framework.disabled
+        False
+    """
+
+    version: str
+    disabled: dict[str, str] = field(default_factory=dict)
+
+
+_last = Framework("")
+
+
+def look() -> Framework:
+    """Check every name of the installed transformers and return what was found."""
+    global _last
+    version = str(importlib.import_module("transformers").__version__)  # a lazy module, which may be replaced
+    reasons = {feature: seam.missing(table) for feature, table in NAMES.items()}
+    disabled = {
+        feature: f"{'; '.join(found)}, in transformers {version}" for feature, found in reasons.items() if found
+    }
+    _last = Framework(version, disabled)
+    return _last
+
+
+def need(feature: str) -> None:
+    """Raise an UnsupportedError where the installed transformers cannot serve a feature."""
+    if feature in _last.disabled:
+        raise UnsupportedError(f"{feature} needs another transformers", _last.disabled[feature])
+
+
+# What a cache is called. Version 5.24 renamed `past_key_values` and `cache_params` to `cache`.
 
 CACHE_NAMES = ("cache", "past_key_values", "cache_params")
-"""What a cache is called as an argument, or in a result, the newest name first."""
-CACHE = next(name for name in CACHE_NAMES if name in {f.name for f in fields(GenerateDecoderOnlyOutput)})
-"""What a result of generate calls its cache."""
+"""The names of a cache as an argument, or in a result, the newest first."""
+_RESULT = _found_or_none("transformers.generation.utils:GenerateDecoderOnlyOutput")
+CACHE = "cache" if "cache" in getattr(_RESULT, "__dataclass_fields__", {}) else "past_key_values"
+"""The name of the cache in a result of generate."""
 RENAMES = CACHE == "cache"
 """Whether transformers itself turns older names of the cache into the newest."""
 
@@ -54,7 +255,136 @@ def rename_cache(model: Any, arguments: dict[str, Any]) -> None:
     for name in CACHE_NAMES[1:] if RENAMES else ():
         if name in arguments and CACHE not in arguments:
             arguments[CACHE] = arguments.pop(name)
-            text = (
-                f"`{name}` is deprecated and will be removed in version 6.0.0 for `{type(model).__name__}.generate`. "
-            )
-            warnings.warn(f"{text}Use `{CACHE}` instead.", FutureWarning, stacklevel=callers_level())
+            where = f"{type(model).__name__}.generate"
+            text = f"`{name}` is deprecated and will be removed in version 6.0.0 for `{where}`. Use `{CACHE}` instead."
+            warnings.warn(text, FutureWarning, stacklevel=callers_level())
+
+
+def length_behind_crop(length: int, argument: int) -> int:
+    """Return how many of `length` tokens a layer's crop leaves, given its argument."""
+    # From 5.21 on it is the number of tokens to remove, before it was the number to keep if positive.
+    if takes(seam.find("transformers.cache_utils:DynamicLayer.crop"), "tokens_to_remove") or argument < 0:
+        return length - abs(argument)
+    return min(length, argument)
+
+
+# A call of generate, and its decoding loop.
+
+
+def has_own_generate(model: Any) -> bool:
+    """Return whether a model's class replaces generate or the loop that samples."""
+    mixin = seam.find(CLASSES["GenerationMixin"])
+    return type(model).generate is not mixin.generate or type(model)._sample is not mixin._sample
+
+
+def keeps_dynamic_cache(model: Any) -> bool:
+    """Return whether generate makes a `DynamicCache` for a model."""
+    return bool(model._supports_default_dynamic_cache())
+
+
+def keeps_logits(model: Any) -> bool:
+    """Return whether a model's forward pass can leave out the logits of all tokens but the last."""
+    return bool(model._supports_logits_to_keep())
+
+
+def prepared_config(model: Any, given: Any, **options: Any) -> Any:
+    """Return the generation config of a call, with options that were given as arguments."""
+    config, _ = model._prepare_generation_config(given, **options)
+    return config
+
+
+def is_of_hub(mode: Any) -> bool:
+    """Return whether the loop of a generation mode is code of the hub."""
+    return "/" in _loops()[mode]
+
+
+def loop_of(model: Any, mode: Any) -> Callable[..., Any]:
+    """Return the decoding loop of a generation mode, to be called with the model as its first argument."""
+    return getattr(type(model), _loops()[mode])  # type: ignore[no-any-return]
+
+
+def _loops() -> dict[Any, str]:
+    loops: dict[Any, str] = seam.find("transformers.generation.utils:GENERATION_MODES_MAPPING")
+    return loops
+
+
+def check_mode(model: Any, mode: Any, config: Any, options: dict[str, Any]) -> None:
+    """Raise what generate raises where a generation mode does not go with a config and options."""
+    model._validate_generation_mode(mode, config, options)
+
+
+def eos_tokens(config: Any) -> list[int]:
+    """Return the tokens that end an answer, as generate has prepared them in a config."""
+    tokens = getattr(config, "_eos_token_tensor", None)
+    return [] if tokens is None else tokens.flatten().tolist()
+
+
+def positions(model: Any, input_ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Return the positions that generate gives to tokens under a mask."""
+    found: torch.Tensor = model._prepare_position_ids_for_generation(input_ids, {"attention_mask": mask})
+    return found
+
+
+class ModelInLoop:
+    """Stands in a model's place in a decoding loop. What a subclass does not replace is the model's."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def _prefill(self, *args: Any, **kwargs: Any) -> Any:
+        return self.prefill(*args, **kwargs)
+
+    def prefill(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the output of the prompt's forward pass: by the model's own steps, over what stands in its place."""
+        return type(self._model)._prefill(self, *args, **kwargs)
+
+
+# Images.
+
+
+def takes_encoded_images(model: Any) -> bool:
+    """Return whether a model's forward pass takes images that its vision tower has encoded before."""
+    need(IMAGES)
+    return bool(model._supports_mm_encoder_outputs()) and "image" in model.input_modalities
+
+
+def encode(model: Any, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Run a model's encoders over arguments of generate and return their outputs by kind."""
+    prepared = model._prepare_multimodal_encoder_kwargs_for_generation({**arguments, "mm_encoder_outputs": {}})
+    return prepared["mm_encoder_outputs"]  # type: ignore[no-any-return]
+
+
+def repeat_encoded(model: Any, input_ids: torch.Tensor, outputs: dict[str, Any], repeats: int) -> dict[str, Any]:
+    """Return the encoders' outputs for a batch whose rows are repeated."""
+    return model._expand_multimodal_outputs(input_ids, outputs, expand_size=repeats)  # type: ignore[no-any-return]
+
+
+# Attention.
+
+REGISTRY = "ALL_ATTENTION_FUNCTIONS"
+"""The name under which a modeling file has the attention functions it calls."""
+
+
+def uses_attention_interface(model: Any) -> bool:
+    """Return whether a model says that its attention goes through `AttentionInterface`."""
+    return bool(getattr(model, "_supports_attention_backend", False))
+
+
+def attention_implementation(config: Any) -> str:
+    """Return the name of the attention function that a config asks for."""
+    return str(config._attn_implementation)
+
+
+def _main() -> int:
+    """Print what the installed transformers lacks; 1 if anything is missing."""
+    framework = look()
+    for feature, reason in framework.disabled.items():
+        print(f"{feature}: {reason}")
+    return int(bool(framework.disabled))
+
+
+if __name__ == "__main__":
+    raise SystemExit(_main())

@@ -12,12 +12,12 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from transformers import GenerationMixin
 
 from ...cache import Explanation
 from ...cache.manager import REUSES
 from ...triton_ops._checks import check_share
 from ..tested import say_untested
+from .api import Framework, GenerationMixin
 from .calls import RequestReport, ServedStats
 from .compression.document import CompressedDocument
 from .paged.graphs import GraphReport
@@ -183,6 +183,11 @@ class PrefixCaching:
     def unsupported(self) -> str | None:
         """Why the model cannot be served; None when it can."""
         return self._serving.unsupported
+
+    @property
+    def framework(self) -> Framework:
+        """The version of transformers that the handle found, and which features it cannot serve with it."""
+        return self._serving.framework
 
     @property
     def last_requests(self) -> list[RequestReport]:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from ...cache import EncoderCache, EncoderItem
+from .api import encode, repeat_encoded, takes_encoded_images
 from .calls import UnsupportedError, refuse_if
 
 PIXELS = ("pixel_values", "pixel_values_images", "image_patches")  # names of a vision tower's main input
@@ -54,7 +55,7 @@ def take_images(model: Any, arguments: dict[str, Any]) -> Images | None:
         return None
     encoder = getattr(model.base_model, "get_image_features", None)
     token = getattr(model.config, "image_token_id", None)
-    if not model._supports_mm_encoder_outputs() or "image" not in model.input_modalities or encoder is None:
+    if not takes_encoded_images(model) or encoder is None:
         raise UnsupportedError("its forward pass takes no images that were encoded before")
     if type(token) is not int or model.main_input_name != "input_ids":
         raise UnsupportedError("no token of its prompts stands for images")
@@ -70,11 +71,8 @@ def take_images(model: Any, arguments: dict[str, Any]) -> Images | None:
 
 def encoded_by_model(images: Images, model: Any, input_ids: torch.Tensor, repeats: int) -> dict[str, Any]:
     """What generate would give to its loop for the images, rows of the batch repeated for beams and several answers."""
-    kwargs = {**images.given, "mm_encoder_outputs": {}}
-    outputs: dict[str, Any] = model._prepare_multimodal_encoder_kwargs_for_generation(kwargs)["mm_encoder_outputs"]
-    if repeats > 1:
-        outputs = model._expand_multimodal_outputs(input_ids[::repeats], outputs, expand_size=repeats)
-    return outputs
+    outputs = encode(model, images.given)
+    return repeat_encoded(model, input_ids[::repeats], outputs, repeats) if repeats > 1 else outputs
 
 
 def _apart(given: dict[str, Any], main: str) -> Iterator[dict[str, Any]]:
@@ -219,8 +217,7 @@ class VisionOutputs:
                     if any(u.inputs[name].shape[1:] != value.shape[1:] for u in units):
                         return None
                     inputs[name] = torch.cat([u.inputs[name] for u in units])
-        kwargs = {**inputs, "mm_encoder_outputs": {}}
-        output = model._prepare_multimodal_encoder_kwargs_for_generation(kwargs)["mm_encoder_outputs"]["image"]
+        output = encode(model, inputs)["image"]
         pooled: Any = getattr(output, "pooler_output", None)
         deep = getattr(output, "deepstack_features", None) or ()
         parts = [pooled, *deep]

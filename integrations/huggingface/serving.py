@@ -9,10 +9,10 @@ import weakref
 from typing import Any
 
 import torch
-from transformers.generation.utils import GENERATION_MODES_MAPPING
 
 from ...cache import CacheManager, Explanation
-from .api import rename_cache
+from .api import check_mode as check_options
+from .api import look, loop_of, rename_cache
 from .calls import Calls, RequestReport, ServedStats, UnsupportedError
 from .compression.reading import Documents, Reader
 from .contiguous.serve import Contiguous
@@ -48,6 +48,7 @@ class Serving:
         self._engine: Contiguous | Paged | None = None
         self._disabled = False
         self.documents = Documents(self._reader, self.salt, options)
+        self.framework = look()
         self._looked_at: set[str] = set()
         self.unsupported: str | None = None
         self.last_requests: list[RequestReport] = []
@@ -207,10 +208,10 @@ class Serving:
             **model_kwargs: Any,
         ) -> Any:
             mode = generation_config.get_generation_mode(given["assistant_model"])
-            function = getattr(type(model), GENERATION_MODES_MAPPING[mode])
+            function = loop_of(model, mode)
             known = _signature(function).parameters
             extra = {n: v for n, v in (given | {"inputs_tensor": inputs_tensor}).items() if v is not None}
-            model._validate_generation_mode(mode, generation_config, extra)
+            check_options(model, mode, generation_config, extra)
             options = {"logits_processor": logits_processor, "stopping_criteria": stopping_criteria}
             options |= {name: value for name, value in extra.items() if name in known}
             own = arguments.get("logits_processor") is not None

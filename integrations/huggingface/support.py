@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,11 +11,23 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import DynamicCache, GenerationMixin
-from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
-from transformers.generation.utils import GENERATION_MODES_MAPPING
 
-from .api import CACHE, CACHE_NAMES, drop_cache
+from .api import (
+    CACHE,
+    CACHE_NAMES,
+    CACHING,
+    STOPS,
+    DynamicCache,
+    StoppingCriteriaList,
+    StopStringCriteria,
+    drop_cache,
+    eos_tokens,
+    has_own_generate,
+    is_of_hub,
+    keeps_dynamic_cache,
+    need,
+    prepared_config,
+)
 from .calls import UnsupportedError, refuse_if
 from .images import Images
 
@@ -100,10 +113,11 @@ class Loop:
         drop_cache(result)  # the empty one that transformers made
         return result
 
-    @property
+    @functools.cached_property
     def mask(self) -> torch.Tensor | None:
         """`[batch, length]`; None where no token is left out."""
-        return self.model_kwargs.get("attention_mask")
+        mask = self.model_kwargs.get("attention_mask")
+        return None if mask is None or bool(mask.all()) else mask
 
     @property
     def requested_outputs(self) -> dict[str, Any]:
@@ -145,17 +159,16 @@ class Loop:
     @property
     def eos(self) -> list[int]:
         """Tokens that end an answer."""
-        tokens = getattr(self.generation_config, "_eos_token_tensor", None)
-        return [] if tokens is None else tokens.flatten().tolist()
+        return eos_tokens(self.generation_config)
 
 
 def check_model(model: Any) -> None:
     """Raises UnsupportedError for a model whose KV cannot be cached by prefix; says why."""
+    need(CACHING)
     config = model.config
-    if type(model).generate is not GenerationMixin.generate or type(model)._sample is not GenerationMixin._sample:
-        raise UnsupportedError("it has a generate of its own")
+    refuse_if(has_own_generate(model), "it has a generate of its own")
     refuse_if(getattr(config, "is_encoder_decoder", False), "it is an encoder-decoder model")
-    refuse_if(not model._supports_default_dynamic_cache(), "its state is not kept in a transformers cache")
+    refuse_if(not keeps_dynamic_cache(model), "its state is not kept in a transformers cache")
     refuse_if(any(p.device.type == "meta" for p in model.parameters()), "some of its weights are on the meta device")
 
 
@@ -177,6 +190,7 @@ def take_stop_strings(model: Any, arguments: dict[str, Any]) -> None:
         raise UnsupportedError("token healing")
     refuse_if(any(getattr(c, "stop_strings", None) for c in configs), "stop_strings of a generation config")
     if arguments.get("stop_strings") and arguments.get("tokenizer") is not None:
+        need(STOPS)
         criterion = StopStringCriteria(arguments["tokenizer"], arguments.pop("stop_strings"))
         arguments["stopping_criteria"] = StoppingCriteriaList([*(arguments.get("stopping_criteria") or ()), criterion])
 
@@ -196,9 +210,8 @@ def check_mode(model: Any, arguments: dict[str, Any]) -> None:
     configs = [vars(c) for c in (own, model.generation_config) if c is not None]
     if any(known.get(name) is not None for known in (arguments, *configs) for name in _OF_HUB):
         given = {name: value for name, value in arguments.items() if name in vars(model.generation_config)}
-        config, _ = model._prepare_generation_config(own, **given)
-        mode = config.get_generation_mode(arguments.get("assistant_model"))
-        refuse_if("/" in GENERATION_MODES_MAPPING[mode], f"generation mode {mode.value}")
+        mode = prepared_config(model, own, **given).get_generation_mode(arguments.get("assistant_model"))
+        refuse_if(is_of_hub(mode), f"generation mode {mode.value}")
 
 
 def check_loop(loop: Loop) -> None:

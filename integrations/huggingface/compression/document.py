@@ -15,13 +15,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.nn.functional import pad
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicSlidingWindowLayer
 
 from ....cache.payload import pack, unpack
 from ....triton_ops import attention_plan, merge_attention, paged_attention_with_lse, sparse_gap_attention_with_lse
 from ....triton_ops._attention.cpu_masked import flash_kernel
 from ....triton_ops._triton import KERNELS_ON_CPU
-from ..api import CACHE, CACHE_NAMES
+from ..api import CACHE, CACHE_NAMES, Cache, CacheLayerMixin, DynamicSlidingWindowLayer
 from ..calls import refuse_if
 from ..contiguous.tiers import fingerprint, replaced
 from ..paged.batch import needs_plan

@@ -19,13 +19,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from transformers import DynamicCache
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from ....cache.disk import DiskTier
 from ....triton_ops import paged_attention
 from ...presses import SCORES, choose
-from ..api import CACHE, CACHE_NAMES, cache_argument, takes_cache
+from ..api import CACHE, CACHE_NAMES, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer, cache_argument, takes_cache
 from ..calls import RequestReport, UnsupportedError, refuse_if
 from ..contiguous.store import ContiguousStore
 from ..contiguous.tiers import fingerprint

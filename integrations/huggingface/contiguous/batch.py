@@ -5,8 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from transformers import DynamicCache
-
+from ..api import DynamicCache
 from ..store import Lease
 from ..support import Loop
 from .blocks import RequestBlocks

@@ -6,9 +6,9 @@ import contextlib
 from collections.abc import Iterable, Sequence
 
 import numpy as np
-from transformers import DynamicCache
 
 from ....cache import OutOfBlocks
+from ..api import DynamicCache
 from ..store import AnyManager
 from .layers import States, attention_layers, window_layers
 from .storage import BlockIds, ModelStorage

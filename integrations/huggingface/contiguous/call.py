@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..api import ModelInLoop
 from .batch import Batch
 from .layers import States, from_states, num_tokens, release, take_states
 from .prompts import Prompt, Reused
@@ -132,18 +133,13 @@ def _up_to_eos(tokens: np.ndarray, eos: list[int]) -> np.ndarray:
     return tokens[: int(ends[0]) + 1] if ends.size else tokens
 
 
-class WatchedModel:
+class WatchedModel(ModelInLoop):
     """Passes everything on to the model; the first inputs leave out what is cached, and a call hears of every pass."""
 
     def __init__(self, model: Any, call: Call, chunked: bool) -> None:
-        self._model, self._call = model, call
+        super().__init__(model)
+        self._call = call
         self._first = not chunked  # else the loop cuts the prompt itself
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._model, name)
-
-    def _prefill(self, *args: Any, **kwargs: Any) -> Any:
-        return type(self._model)._prefill(self, *args, **kwargs)
 
     def prepare_inputs_for_generation(
         self, input_ids: torch.Tensor, next_sequence_length: int | None = None, **kwargs: Any

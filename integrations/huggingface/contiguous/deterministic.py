@@ -13,10 +13,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import DynamicCache
-from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from ....cache import OutOfBlocks
+from ..api import CausalLMOutputWithPast, DynamicCache, ModelInLoop, attention_implementation
 from ..calls import refuse_if
 from ..store import Lease
 from ..support import BY_TOKEN, Loop, RecordedCriteria
@@ -30,11 +29,12 @@ from .store import ContiguousStore
 DETERMINISTIC = "with deterministic=True"
 
 
-class RowByRow:
+class RowByRow(ModelInLoop):
     """Stands in the model's place in a loop, and computes each row of the batch in passes of its own."""
 
     def __init__(self, store: ContiguousStore, loop: Loop, lease: Lease, chunk: int) -> None:
         # UnsupportedError: it cannot follow the loop.
+        super().__init__(loop.model)
         self._store, self._loop, self._chunk = store, loop, chunk
         self.criteria = RecordedCriteria.of(loop)  # which the loop is to be given
         self.prompts = prompts_of(loop.input_ids, loop.mask)
@@ -44,10 +44,8 @@ class RowByRow:
         self._requests = PromptRequests(store, loop, lease)
         self._caches: dict[int, DynamicCache] = {}  # of each row, once its prompt is computed
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._loop.model, name)
-
-    def _prefill(self, input_ids: torch.Tensor, *_: Any, **__: Any) -> Any:
+    def prefill(self, input_ids: torch.Tensor, *_: Any, **__: Any) -> Any:
+        """Logits behind every prompt."""
         return self(input_ids)
 
     def prepare_inputs_for_generation(self, input_ids: torch.Tensor, **_: Any) -> dict[str, Any]:
@@ -156,7 +154,8 @@ def conditions(model: Any) -> tuple[str | bytes, ...]:
     lie = bytes([weight.data_ptr() % 64 for weight in model.parameters()])
     on_gpu = model.device.type == "cuda"
     processor = torch.cuda.get_device_name(model.device) if on_gpu else torch.backends.cpu.get_cpu_capability()
-    attention, precision = model.config.get_text_config()._attn_implementation, torch.get_float32_matmul_precision()
+    attention = attention_implementation(model.config.get_text_config())
+    precision = torch.get_float32_matmul_precision()
     return ("bits", lie, *map(str, (torch.__version__, processor, torch.get_num_threads(), precision, attention)))
 
 

@@ -18,16 +18,22 @@ from typing import Any
 
 import torch
 from torch.nn.functional import silu, softplus
-from transformers import DynamicCache, cache_utils
-from transformers.cache_utils import (
+
+from ..api import (
+    SPARSE,
+    STATES,
+    DummyLayer,
+    DynamicCache,
     DynamicIndexedLayer,
     DynamicLayer,
     DynamicSlidingWindowLayer,
     LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
     LinearAttentionCacheLayerMixin,
     LinearAttentionLayer,
+    length_behind_crop,
+    need,
 )
-
 from ..calls import UnsupportedError
 from ..support import modeling_globals
 
@@ -126,7 +132,7 @@ class GrowingWindowLayer(_Growing, DynamicSlidingWindowLayer):  # type: ignore[m
     def _forget(self, new: int) -> None:
         """Leaves out what no later token reads, where a buffer is full or mostly that; `_extend` then makes another."""
         unread = min(self.released, self.cumulative_length - self.sliding_window + 1) - self.first
-        if unread <= self.slack or self.record_past:
+        if unread <= self.slack or getattr(self, "record_past", False):
             return
         buffer, there = self.__dict__.get("_keys_buffer"), self.keys.shape[2]
         if buffer is None or there + new > buffer.shape[2] or unread > there - unread + new + self.room:
@@ -140,8 +146,8 @@ class GrowingWindowLayer(_Growing, DynamicSlidingWindowLayer):  # type: ignore[m
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forgets the last tokens; RuntimeError: the window before the last one left is not there any more."""
-        left = self.cumulative_length - abs(tokens_to_remove)
-        if tokens_to_remove and left - self.sliding_window + 1 < self.first > 0:
+        left = length_behind_crop(self.cumulative_length, tokens_to_remove)
+        if left < self.cumulative_length and left - self.sliding_window + 1 < self.first > 0:
             raise RuntimeError(
                 f"tokens_to_remove: got {tokens_to_remove}, needs fewer: tokens before the window are not kept"
             )
@@ -180,10 +186,7 @@ class StateLayer(LinearAttentionLayer):  # type: ignore[misc]  # transformers is
         return full
 
 
-_BOTH: Any = getattr(cache_utils, "LinearAttentionAndSlidingWindowAttentionLayer", DynamicSlidingWindowLayer)
-
-
-class GrowingWindowAndStateLayer(GrowingWindowLayer, _BOTH):  # type: ignore[misc]
+class GrowingWindowAndStateLayer(GrowingWindowLayer, LinearAttentionAndSlidingWindowAttentionLayer):  # type: ignore[misc]
     """A layer of a window, as above, and of states of fixed size beside it."""
 
 
@@ -193,12 +196,12 @@ GROWING: dict[type, Callable[[Any], Any]] = {
     DynamicIndexedLayer: lambda layer: GrowingIndexedLayer(),
     LinearAttentionLayer: lambda layer: StateLayer(layer.number_of_states),
     LinearAttentionAndFullAttentionLayer: lambda layer: layer,
+    LinearAttentionAndSlidingWindowAttentionLayer: (
+        lambda layer: GrowingWindowAndStateLayer(layer.sliding_window, layer.number_of_states)
+    ),
+    DummyLayer: lambda layer: layer,  # of layers that read another layer's keys
 }
 """By type of transformers' layers what makes one that is served in its place."""
-if _BOTH is not DynamicSlidingWindowLayer:
-    GROWING[_BOTH] = lambda layer: GrowingWindowAndStateLayer(layer.sliding_window, layer.number_of_states)
-if hasattr(cache_utils, "DummyLayer"):  # of layers that share keys, from transformers 5.23 on
-    GROWING[cache_utils.DummyLayer] = lambda layer: layer
 
 
 def new_cache(config: Any) -> DynamicCache:
@@ -208,6 +211,8 @@ def new_cache(config: Any) -> DynamicCache:
         kind = type(layer)
         if kind not in GROWING or (kind is DynamicIndexedLayer and index_reach(config) is None):
             raise UnsupportedError(f"a layer of its cache is a {kind.__name__}")
+        if isinstance(layer, LinearAttentionCacheLayerMixin | DynamicIndexedLayer):
+            need(SPARSE if kind is DynamicIndexedLayer else STATES)
         cache.layers[index] = GROWING[kind](layer)
     return cache
 

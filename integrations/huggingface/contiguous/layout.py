@@ -8,9 +8,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import DynamicCache
 
-from ..api import cache_argument
+from ..api import DynamicCache, cache_argument, keeps_logits, positions
 from .layers import GrowingLayer, GrowingWindowLayer, attention_layers, from_states, put_states, take_states
 from .prompts import Prompt
 from .storage import BlockIds, ModelStorage, TokenSpec
@@ -119,11 +118,10 @@ def forward(
     """Computes tokens `start` to `end` of one row behind those in a cache, with the inputs that generate would give."""
     # `given` are positions, types and images up to `end`; None: those of text.
     ids = torch.from_numpy(tokens[:end])[None].to(model.device)
-    options: dict[str, Any] = {"logits_to_keep": 1} if model._supports_logits_to_keep() else {}
+    options: dict[str, Any] = {"logits_to_keep": 1} if keeps_logits(model) else {}
     first = start == 0 or given is not None
     if given is None:
-        positions = model._prepare_position_ids_for_generation(ids, {"attention_mask": torch.ones_like(ids)})
-        given = accepted(model, position_ids=positions)
+        given = accepted(model, position_ids=positions(model, ids, torch.ones_like(ids)))
     inputs = model.prepare_inputs_for_generation(
         ids,
         next_sequence_length=end - start,

@@ -8,14 +8,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from transformers import DynamicCache
-from transformers.cache_utils import DynamicLayer
 
 from ....cache import Allocation
 from ....triton_ops import copy_blocks, move_slots, sparse_gap_attention
 from ....triton_ops._attention.dense import arange_i32, as_blocks, full_i32, strided_block_table
 from ....triton_ops._triton import KERNELS_ON_CPU
-from ..api import cache_argument
+from ..api import DynamicCache, DynamicLayer, cache_argument, keeps_logits, uses_attention_interface
 from ..calls import UnsupportedError, refuse_if, refusing
 from ..images import alike
 from ..paged.dispatch import MarkedCall, PagedPass, install, mark, no_mask
@@ -68,9 +66,9 @@ def probe_moved(model: Any, probed: Probed) -> Moving:
 
 def _operator_serves(model: Any, moving: Moving, length: int) -> bool:
     """Whether the model's attention can be the operator's, which takes no mask."""
-    if not getattr(model, "_supports_attention_backend", False) or not install(model):
-        return False
     try:
+        if not uses_attention_interface(model) or not install(model):
+            return False
         with refusing("its attention does not go through the operator"):
             _check_scattered(model, moving._replace(by_operator=True), length)
     except UnsupportedError:
@@ -205,7 +203,7 @@ def compute_scattered(
             sides = (layer.keys[:, :, :length], layer.values[:, :, :length])
             placed.layers[index] = PlacedLayer(*sides, moving.windows.get(index, 0), moving.by_operator)
     outputs = None
-    options: dict[str, Any] = {"logits_to_keep": 1} if model._supports_logits_to_keep() else {}
+    options: dict[str, Any] = {"logits_to_keep": 1} if keeps_logits(model) else {}
     for begin in range(0, len(positions), CHUNK):
         at = torch.from_numpy(positions[begin : begin + CHUNK]).to(model.device)
         for layer in placed.layers:

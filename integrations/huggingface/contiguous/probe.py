@@ -7,9 +7,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import DynamicCache
 
-from ..api import cache_argument
+from ..api import DynamicCache, cache_argument, positions
 from ..calls import UnsupportedError, refuse_if, refusing
 from ..images import ImageSplit, alike
 from ..support import eval_mode, harmless_tokens
@@ -177,13 +176,12 @@ def _behind_padding(model: Any, whole: DynamicCache) -> tuple[bool, bool]:
 
     def compute(end: int, cache: DynamicCache) -> torch.Tensor:
         part = mask[:, :end]
-        positions = model._prepare_position_ids_for_generation(ids[:, :end], {"attention_mask": part})
         inputs = model.prepare_inputs_for_generation(
             ids[:, :end],
             next_sequence_length=end - num_tokens(cache),
             **{cache_argument(model): cache},
             attention_mask=part,
-            **accepted(model, position_ids=positions),
+            **accepted(model, position_ids=positions(model, ids[:, :end], part)),
             is_first_iteration=num_tokens(cache) == 0,
             use_cache=True,
         )

@@ -9,7 +9,7 @@ import torch
 
 from ....cache import Explanation, FullAttention, OutOfBlocks
 from ....cache.tier_writer import TierWriter
-from ..api import result_cache
+from ..api import ASSISTED, CHUNKS, need, result_cache
 from ..calls import Calls, RequestReport, UnsupportedError, refuse_if
 from ..settings import CacheOptions
 from ..store import Lease
@@ -185,6 +185,10 @@ class Contiguous:
         """Raises UnsupportedError for a loop that the model, as it was probed, does not allow."""
         config = loop.generation_config
         refuse_if(loop.mode not in LOOPS, f"generation mode {loop.mode}")
+        if loop.mode == "assisted_generation":
+            need(ASSISTED)
+        if config.prefill_chunk_size:
+            need(CHUNKS)
         if self.store.states is not None and (loop.mode == "assisted_generation" or config.prefill_chunk_size):
             raise UnsupportedError("its recurrent states cannot be rolled back, or are not those of a chunk")
         if self._reach is not None and config.max_length > self._reach:

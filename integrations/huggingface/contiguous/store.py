@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import DynamicCache
 
 from ....cache import CacheManager
+from ..api import DynamicCache
 from ..images import VisionOutputs
 from ..settings import CacheOptions, memory_budget
 from ..store import AnyManager, Leases

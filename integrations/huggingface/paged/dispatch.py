@@ -9,16 +9,15 @@ can be left set or seen by other threads, models or calls. Transformers returns 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
-from transformers import AttentionInterface
 
+from ..api import PACKED, REGISTRY, AttentionInterface, need
 from ..calls import UnsupportedError, refuse_if
 from ..support import modeling_globals
 
-REGISTRY = "ALL_ATTENTION_FUNCTIONS"
 MARK = "_pc_pass"
 
 
@@ -86,7 +85,6 @@ class Dispatch(AttentionInterface):  # type: ignore[misc]  # transformers is unt
 
     def __init__(self, original: AttentionInterface) -> None:
         self.original = original
-        self._local_mapping = original._local_mapping
         self._made: dict[Callable[..., Any], Callable[..., Any]] = {}
 
     def get_interface(self, attn_implementation: str, default: Callable[..., Any]) -> Callable[..., Any]:
@@ -95,6 +93,18 @@ class Dispatch(AttentionInterface):  # type: ignore[misc]  # transformers is unt
 
     def __getitem__(self, key: str) -> Callable[..., Any]:
         return self._before(self.original[key])
+
+    def __setitem__(self, key: str, value: Callable[..., Any]) -> None:
+        self.original[key] = value
+
+    def __delitem__(self, key: str) -> None:
+        del self.original[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.original)
+
+    def __len__(self) -> int:
+        return len(self.original)
 
     def __reduce__(self) -> Any:
         return Dispatch, (self.original,)
@@ -123,6 +133,7 @@ def _looking(found: Callable[..., Any]) -> Callable[..., Any]:
 def install(model: torch.nn.Module) -> int:
     """Puts a `Dispatch` into the modeling files of a model, once each; how many files have one now."""
     # It stays: without marked keys it costs a look-up, and taking it out could hit a pass of another model.
+    need(PACKED)
     count = 0
     for names in modeling_globals(model):
         original = names.get(REGISTRY)

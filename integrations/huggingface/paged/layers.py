@@ -12,8 +12,8 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
+from ..api import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 from ..calls import UnsupportedError
 from .batch import Pass
 from .dispatch import MarkedCall, PagedPass, mark

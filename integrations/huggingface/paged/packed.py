@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from ....cache.runs import pad_tables
-from ..api import cache_argument
+from ..api import PACKED, cache_argument, keeps_logits, need, uses_attention_interface
 from ..calls import UnsupportedError, refuse_if, refusing
 from ..kernels import require_kernels
 from ..support import eval_mode, harmless_tokens
@@ -84,7 +84,7 @@ class PackedModel:
         tokens = torch.from_numpy(np.concatenate([span.tokens for span in spans])).to(device)
         positions = np.concatenate([np.arange(span.start, span.start + len(span)) for span in spans])
         last = torch.from_numpy(np.cumsum(lens, dtype=np.int64) - 1).to(device)
-        keep = {"logits_to_keep": last} if self.model._supports_logits_to_keep() else {}
+        keep = {"logits_to_keep": last} if keeps_logits(self.model) else {}
         logits = self._run(batch, tokens[None], torch.from_numpy(positions).to(device)[None], **keep)
         return logits if keep else logits[last.to(logits.device)]
 
@@ -103,7 +103,8 @@ def probe_packed(model: Any, block_size: int) -> dict[int, LayerSpec]:
     """What each layer keeps, as two short sequences over blocks show; UnsupportedError: it fails, or logits differ."""
     # It catches what no attribute tells: attention outside the interface, keys changed after they were cached,
     # positions that are counted rather than given.
-    if not getattr(model, "_supports_attention_backend", False):
+    need(PACKED)
+    if not uses_attention_interface(model):
         raise UnsupportedError("its attention does not go through transformers' AttentionInterface")
     require_kernels(model, block_size, "packed")
     lens = (2 * block_size + 3, 5)

@@ -13,9 +13,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from ....cache import CacheManager, Explanation, OutOfBlocks
+from ..api import CausalLMOutputWithPast, ModelInLoop
 from ..calls import Calls, RequestReport, UnsupportedError, refuse_if
 from ..settings import CacheOptions, default_num_blocks
 from ..store import Leases
@@ -27,7 +27,7 @@ from .packed import PackedModel, probe_packed
 from .requests import Requests, token_rows
 
 
-class PagedDecoder:
+class PagedDecoder(ModelInLoop):
     """Stands in for the model in `_sample`: everything but the forward passes is the model's."""
 
     # When it runs out of blocks it gives them all back and the model's own cache takes over, from the tokens so far.
@@ -39,17 +39,15 @@ class PagedDecoder:
         criteria: RecordedCriteria,
         on_out_of_blocks: Callable[[OutOfBlocks], None],
     ) -> None:
-        self._model = model
+        super().__init__(model)
         self._requests = requests
         self._criteria = criteria
         self._on_out_of_blocks = on_out_of_blocks
         self._prefilled = False
         self._native = False
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._model, name)
-
-    def _prefill(self, input_ids: torch.Tensor, generation_config: Any, model_kwargs: Any, **_: Any) -> Any:
+    def prefill(self, input_ids: torch.Tensor, generation_config: Any, model_kwargs: Any, **_: Any) -> Any:
+        """Logits behind every prompt."""
         return self(**self.prepare_inputs_for_generation(input_ids, **model_kwargs))
 
     def prepare_inputs_for_generation(self, input_ids: torch.Tensor, **model_kwargs: Any) -> dict[str, Any]:
