@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Hashable, Sequence
-from operator import add
 
 import numpy as np
 
 from .allocation import BaseAllocation, Pairs
 from .hashing import Chain
-from .journal import keep_first, put_fields
 from .keys import EncodedKeys, approximate_from
 from .lookup import Hit, complement, find_in_groups, find_prefix
 from .request import Request
@@ -37,24 +35,28 @@ def allocate(
     digests = chain.extend(tokens, num_tokens // size)
     request = Request(tokens, chain, digests, keys, priority, ttl)
     if state.prefix_only and reuse != "gap":
-        held = state.memory.leading(pool, digests, chain.path) if chain.path else pool.table.leading(digests)
-        hit = find_prefix(held, num_tokens, wanted, size)
+        hit = find_prefix(pool.table.leading(digests), num_tokens, wanted, size)
     else:
         hit = find_in_groups(state.groups, state.pools, digests, num_tokens, wanted, reuse == "gap")
     if state.reuses:
         hit = state.extended(request, hit, reuse, segments)
     check_available(state, hit)
-    state.changes += (
-        (put_fields, state, ("asked", "reuses"), (state.asked, state.reuses)),
-        (keep_first, state.running, len(state.running)),
-    )
+    state.begin()
     if reuse not in ("prefix", "gap") and reuse not in state.reuses:  # from now on published blocks are entered
         state.reuses = state.with_reuse(reuse)
     allocation = admit(state, request_id, request, hit)
     begun, behind = hit.position - hit.copied, allocation.num_cached_tokens - hit.position
     moved = sum([run.end - run.start for run in hit.moved]) if hit.moved else 0
-    state.asked = asked = tuple(map(add, state.asked, (1, num_tokens, begun, behind, hit.copied, moved)))
-    if not asked[0] % FIT_EVERY:
+    counts = state.counts
+    state.counts = counts | {
+        "requests": counts["requests"] + 1,
+        "queried": counts["queried"] + num_tokens,
+        "prefix": counts["prefix"] + begun,
+        "gap": counts["gap"] + behind,
+        "partial": counts["partial"] + hit.copied,
+        "moved": counts["moved"] + moved,
+    }
+    if not state.counts["requests"] % FIT_EVERY:
         state.fit_hashes()
     return allocation
 
@@ -68,8 +70,8 @@ def check_available(state: ManagerState, hit: Hit) -> None:
 
 
 def admit(state: ManagerState, request_id: Hashable, request: Request, hit: Hit) -> BaseAllocation:
-    """Gives a request its blocks, of which there are enough; the caller has noted how to forget it."""
-    size, chain, tables = state.block_size, request.chain, request.tables
+    """Give a request its blocks, of which there are enough; the caller has called `begin`."""
+    size, tables = state.block_size, request.tables
     state.running[request_id] = request  # before anything is taken: comparing ids is the caller's code
     for pool, (table, held, fresh, prefix_lengths, _) in zip(state.pools, hit.groups, strict=True):
         if held.size:
@@ -90,10 +92,6 @@ def admit(state: ManagerState, request_id: Hashable, request: Request, hit: Hit)
         request.tokens = request.tokens[: hit.num_tokens]
     if hit.borrowed.size:
         request.keep_replaced(0, hit.borrowed)
-    if chain is not None and chain.path:
-        if state.prefix_only and not request.pending:
-            state.memory.note_taken(chain.path, tables[0])
-        chain.path = []
     known = hit.cached if not hit.moved else [*hit.cached, *[(run.start, run.end) for run in hit.moved]]
     return state.allocation(
         [*map(np.ndarray.copy, tables)],

@@ -10,8 +10,7 @@ import numpy as np
 from .allocation import Pairs
 from .groups import Mask
 from .hashing import Chain, Words, split_digests
-from .journal import put_fields
-from .request import CHANGING, Request
+from .request import Request
 from .runs import find_runs
 from .state import ManagerState
 
@@ -26,7 +25,7 @@ def commit(state: ManagerState, request_id: Hashable, num_tokens: int) -> Any:
         if num_tokens > request.committed:
             request.committed = num_tokens
         return []
-    state.changes.append((put_fields, request, CHANGING, request.snapshot()))
+    state.begin(request)
     if request.replaced is not None or request.loading:
         state.end_step(request)
     request.committed, request.computed = max(request.committed, num_tokens), max(request.computed, num_tokens)
@@ -52,7 +51,7 @@ def _publish_all(state: ManagerState, request_id: Hashable, request: Request, fi
     digests = _digests(state, request, first, last)
     replaced = [_publish(state, request, group, first, last, digests) for group in range(len(state.pools))]
     for user in state.reuses.values():
-        user.published(request, first, last)
+        state.log.later.append((user.published, request, first, last))
     request.published = last
     state.start_writing(request_id, request, request.committed // state.block_size)
     return replaced
@@ -78,12 +77,9 @@ def checkpoint(state: ManagerState, request_id: Hashable, num_tokens: int, group
             return held
         raise ValueError(f"num_tokens: got {num_tokens}, whose state the request holds already")
     pool.check_available(1)
-    state.changes += (
-        (put_fields, request, CHANGING, request.snapshot()),
-        (request.put_blocks, group, block, np.full(1, -1, np.int32)),
-    )
+    state.begin(request)
     ids = pool.take(np.array([block + 1], np.int32))
-    request.put_blocks(group, block, ids)
+    request.put_blocks(group, block, ids.item(0))
     pool.hinted(ids, request.priority, request.ttl)
     request.new_states = [*request.new_states, (group, block)]
     request.released = [min(at, block) if of == group else at for of, at in enumerate(request.released)]
@@ -95,12 +91,10 @@ def _digests(state: ManagerState, request: Request, first: int, last: int) -> Wo
     known, chain = request.digests, request.chain
     if last <= len(known):
         return known[first:last]
-    state.changes.append((put_fields, request, ("chain",), (None,)))  # what is fed is built again
     if chain is None:
         request.chain = chain = Chain(state.hasher, request.keys)
     before = chain.hashed
     fresh = chain.extend(request.tokens, last)
-    chain.path = []
     if first >= before:
         return fresh[first - before :]
     if not before:
@@ -129,15 +123,12 @@ def _publish(state: ManagerState, request: Request, group: int, first: int, last
     blocks = np.arange(first, last) if present is None else present.nonzero()[0] + first
     if listed is not None:
         fresh = ~listed & ~np.isin(ids, old)
-        _notify_stored(state, group, request, blocks[fresh], digests[fresh])
+        state.log.later.append((_notify_stored, state, group, request, blocks[fresh], digests[fresh]))
     if not old.size:
         return []
-    for at, block in zip(blocks[np.isin(ids, old)].tolist(), new.tolist(), strict=True):
-        state.changes.append((request.put_blocks, group, at, table[at : at + 1].copy()))
-        table[at] = block
+    request.put_blocks(group, blocks[np.isin(ids, old)].astype(np.int32), new)
     request.keep_replaced(group, old)
-    state.changes.fields(state, "merged")
-    state.merged += old.size
+    state.counts = state.counts | {"merged": state.counts["merged"] + old.size}
     pool.hinted(new, request.priority, request.ttl)
     return list(zip(old.tolist(), new.tolist(), strict=True))
 

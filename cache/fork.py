@@ -1,36 +1,34 @@
-"""A second request on the blocks of a running one, and taking back a request's last tokens."""
+"""Forking a request, and taking back the last tokens of one."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable
 
-from .journal import put_fields
-from .request import CHANGING, Request, SharedTail
+from .request import Request
 from .state import ManagerState
 
 
 def fork(state: ManagerState, request_id: Hashable, new_request_id: Hashable) -> None:
-    """Starts a request on the same blocks: see `CacheManager.fork`."""
+    """Start a request on the same blocks: see `CacheManager.fork`."""
     parent = state.get(request_id)
     state.check_new("new_request_id", new_request_id)
     length = len(parent.tokens)
-    if parent.committed < length and any(group.holds_states for group in state.groups):
+    if parent.committed < length:
         raise ValueError(
             f"request_id: got {request_id!r} with {parent.committed} of {length} tokens committed, needs all: "
-            "the state of a recurrent group is there only once it has been computed"
+            "commit them first"
         )
     child = parent.copy()
-    state.changes.fields(parent, "shared_tail")
-    state.changes.growth(state.running)
+    state.begin()
+    if length % state.block_size:
+        parent.check_tail = child.check_tail = True  # a check too many does no harm
     state.running[new_request_id] = child
     for group, pool in enumerate(state.pools):
         pool.share(child.held(group))
-    if length % state.block_size:
-        child.shared_tail = parent.shared_tail = parent.shared_tail or SharedTail(length)
 
 
 def rollback(state: ManagerState, request_id: Hashable, num_tokens: int) -> None:
-    """Takes back the last tokens of a request: see `CacheManager.rollback`."""
+    """Take back the last tokens of a request: see `CacheManager.rollback`."""
     request, size = state.get(request_id), state.block_size
     if not 0 <= num_tokens <= len(request.tokens):
         raise ValueError(f"num_tokens: got {num_tokens}, needs 0 to {len(request.tokens)}, its tokens")
@@ -42,33 +40,30 @@ def rollback(state: ManagerState, request_id: Hashable, num_tokens: int) -> None
     _check_resident(state, request, length, needed_from)
     if length // size < request.published:
         state.history.request_ended(request)  # its published blocks stay in the cache
-    state.changes += (
-        (put_fields, request, ("chain", *CHANGING), (request.chain, *request.snapshot())),
-        (request.tokens.__setitem__, slice(length, None), request.tokens[length:]),
-    )
+    state.begin(request)
+    complete = length // size
     for group, (pool, spec) in enumerate(zip(state.pools, state.groups, strict=True)):
-        first = length // size if spec.holds_states else num_blocks  # of a block that is cut there is no state any more
+        first = complete if spec.holds_states else num_blocks  # of a block that is cut there is no state any more
         ids = request.tables[group][first : request.num_blocks].copy()
-        state.clear_table(request, group, first, request.num_blocks)
+        if first < num_blocks:
+            request.put_blocks(group, slice(first, num_blocks), -1)
         pool.release(ids[ids >= 0])
-    request.new_states = [(group, block) for group, block in request.new_states if block < length // size]
+    request.new_states = [(group, block) for group, block in request.new_states if block < complete]
     request.released = [min(pair) for pair in zip(request.released, needed_from, strict=True)]
-    del request.tokens[length:]
     request.pending = None
     request.committed, request.num_blocks = committed, num_blocks
     request.computed = min(request.computed, length)
     request.published = min(request.published, committed // size)
-    if length % size:
-        request.shared_tail = SharedTail(-1)
-    complete = length // size
+    request.check_tail = length % size > 0
     request.digests = request.digests[:complete]
     if request.chain is not None and request.chain.hashed > complete:
         request.chain = None
         state.stop_writing(request)
+    del request.tokens[length:]  # last: with this the verb is complete
 
 
 def _check_resident(state: ManagerState, request: Request, length: int, needed_from: list[int]) -> None:
-    """Refuses to go back to where blocks or a state are gone."""
+    """Refuse to go back to a position whose blocks or state are gone."""
     size, num_tokens = state.block_size, len(request.tokens) - length
     for group, (spec, table, first) in enumerate(zip(state.groups, request.tables, needed_from, strict=True)):
         if spec.holds_states:

@@ -142,11 +142,10 @@ class BlockHasher:
 class Chain:
     """The running hash of one sequence: feed it whole blocks in order, it gives their digests.
 
-    `hashed` counts the blocks so far; `header` are the bytes of its keys, `start` the state before the first block;
-    `path` is where `BlockHasher.begin` may leave what it knows of the sequence.
+    `hashed` counts the blocks so far; `header` are the bytes of its keys, `start` the state before the first block.
     """
 
-    __slots__ = ("_owner", "_placed", "hashed", "hasher", "header", "path", "start")
+    __slots__ = ("_owner", "_placed", "hashed", "hasher", "header", "start")
 
     def __init__(self, owner: BlockHasher, keys: EncodedKeys = NO_KEYS) -> None:
         self._owner = owner
@@ -154,7 +153,6 @@ class Chain:
         # Copied before it is fed.
         self.start = self.hasher = owner.plain if keys is NO_KEYS else owner.start(keys.header)
         self.hashed = 0
-        self.path: list[Any] = []
 
     @property
     def namespace(self) -> bytes | None:
@@ -166,7 +164,7 @@ class Chain:
         other = object.__new__(Chain)
         other._owner, other._placed, other.header, other.start = self._owner, self._placed, self.header, self.start
         other.hasher = self.hasher.copy()
-        other.hashed, other.path = self.hashed, []
+        other.hashed = self.hashed
         return other
 
     def extend(self, tokens: array[int], end: int) -> Words:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from typing import Any, Protocol
 
-from .journal import Journal
 from .keys import FrozenKeys
 
 log = logging.getLogger("pc.cache")
@@ -37,26 +36,23 @@ class Listener(Protocol):
 
 
 class Listeners:
-    """Notifies listeners, which callers append to `registered`, of what happened once the manager is done with it.
+    """The listeners that callers append to `registered`, and a queue of events for them.
 
-    While they are being notified (`busy`), a listener's own calls leave theirs in the queue. `changes` are those of
-    `ManagerState`.
+    While listeners are being notified (`busy`), the verbs that they call leave their events in the queue.
     """
 
-    def __init__(self, changes: Journal) -> None:
+    def __init__(self) -> None:
         self.registered: list[Listener] = []
         self.queue: list[tuple[str, tuple[Any, ...]]] = []
         self.busy = False
-        self._changes = changes
 
     def add(self, event: str, *args: Any) -> None:
-        """Something happened."""
+        """Queue an event of a verb that is complete."""
         if self.registered:
-            self._changes.growth(self.queue)
             self.queue.append((event, args))
 
     def notify(self) -> None:
-        """Notifies of all that is queued, in order."""
+        """Notify all listeners of all queued events, in order."""
         self.busy = True  # an interrupt leaves it so: `ManagerState.undo` puts it right
         while self.queue:
             event, args = self.queue[0]

@@ -72,8 +72,8 @@ class Hit(NamedTuple):
 class Reuse(Protocol):
     """A way to reuse more than whole blocks that a prompt begins with; for one group that needs all its blocks.
 
-    Called under the manager's lock in the middle of verbs. What it changes it notes in the journal, unless it can tell
-    by the blocks themselves that it does not hold.
+    `extend` runs in the middle of verbs and changes nothing. `published` and `removed` run when a verb is complete,
+    under the manager's lock, and may run twice for the same blocks.
     """
 
     def extend(self, request: Request, hit: Hit, reuse: str, segments: Sequence[Span] | None) -> Hit:

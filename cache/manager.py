@@ -18,10 +18,11 @@ from .groups import FullAttention, Group
 from .hashing import BlockHasher, TokenIds, encode_tokens, split_digests
 from .keys import NO_KEYS, ExtraKeys, Key, encode_keys
 from .listeners import Listener
+from .offload import OnEvict
 from .policies import EvictionPolicy
 from .pool import BlockPool
 from .runs import Slots, Span
-from .state import ManagerState, OnEvict
+from .state import REMOVAL, ManagerState
 from .table import Ids
 
 REUSES = ("prefix", "gap", "anywhere")
@@ -237,9 +238,7 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
 
         Returns:
             The allocation of the new tokens: block_ids has the blocks newly taken, compute_spans all new tokens.
-            `copies` is not empty when the last block was shared and had to be duplicated. Of a shared block whose
-            tokens are not committed no copy can be made yet: who appends first goes on in place, and for others
-            compute_spans begins with the tokens of that block.
+            `copies` is not empty when other requests see the last block: the request gets a copy of it.
 
         Raises:
             OutOfBlocks: Too few blocks.
@@ -258,7 +257,7 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
     def append_each(self, request_ids: Sequence[Hashable], token_ids: TokenIds) -> AppendedTokens[SlotsT, PairsT]:
         """Adds one token to each of several requests: `append` for a step of decoding, at a tenth of its cost.
 
-        Every token before has been computed: a block that forks share is copied, committed or not.
+        Every token before has been computed, committed or not.
 
         Args:
             request_ids: Running requests, each once.
@@ -367,12 +366,12 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
     def fork(self, request_id: Hashable, new_request_id: Hashable) -> None:
         """Starts a request that shares everything with a running one (parallel sampling, beam search).
 
-        Whoever of the two first appends to the block they share in part gets a copy of it, listed in
-        `Allocation.copies`; see `append` for a block that is not committed. Priority and ttl are the parent's.
+        The first to append to a block that they share in part gets a copy of it, listed in `Allocation.copies`.
+        Priority and ttl are the parent's.
 
         Raises:
             KeyError: An unknown request.
-            ValueError: new_request_id is running, or a recurrent group and tokens that are not committed.
+            ValueError: new_request_id is running, or the request has tokens that are not committed.
 
         Examples:
             >>> allocation, merged = manager.allocate("a", range(6)), manager.commit("a", 6)
@@ -591,12 +590,12 @@ _MANAGERS: WeakSet[CacheManager[Any, Any, Any]] = WeakSet()
 
 
 def _after_fork() -> None:
-    """Frees the managers of a child process from what threads were doing that it does not have."""
+    """Free the managers of a child process from the verbs of threads that it does not have."""
     for manager in list(_MANAGERS):
         if not manager._lock._is_owned():  # type: ignore[attr-defined]
             manager._lock = threading.RLock()
             manager._state.undo(False)
-            manager._run(ManagerState.end_saving, lambda saving: saving.thread != threading.get_ident())
+            manager._state.settle()
 
 
 if hasattr(os, "register_at_fork"):
@@ -608,4 +607,6 @@ def _free(state: ManagerState, request_id: Hashable, returns: float | None) -> N
     if request is None and request_id in state.preempted:
         swap.drop(state, request_id)
     else:
-        state.release(request_id, request or state.get(request_id), returns)
+        request = request or state.get(request_id)
+        state.snapshot = REMOVAL
+        state.release(request_id, request, returns)

@@ -1,86 +1,95 @@
-"""Handing evicted blocks to a lower tier, before the verb that evicted them returns and outside the manager's lock.
+"""Evicted blocks on their way to a lower tier, handed over outside the manager's lock before the verb returns.
 
-By then the verb is complete and its request has the blocks. What they hold is still there: no request has their new
-slots before the verb returns, and a reference keeps them from being handed out again should the request end meanwhile.
+By then the verb is complete and its request has the blocks. They still hold what their hashes say: nobody knows their
+new slots before the verb returns. A hidden holder, counted like a request, keeps them from being reused if the request
+ends meanwhile.
 """
 
 from __future__ import annotations
 
 import logging
+import sys
 import threading
-from collections.abc import Callable
-from typing import Any
-from weakref import ref
+from collections.abc import Callable, Collection
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .state import ATTEMPTS, Handover, ManagerState, Saving, Victims
+from .hashing import split_digests
 from .table import Ids
+
+if TYPE_CHECKING:
+    from .state import ManagerState
+
+OnEvict = Callable[[int, Ids, list[bytes]], "Collection[bytes] | object | None"]
 
 log = logging.getLogger("pc.cache")
 
 
-def run(state: ManagerState, lock: Any, verb: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    """Runs a verb under the lock, then hands what it has evicted to `on_evict` without it."""
-    handover = Handover()
+class Evicted:
+    """A hidden holder of evicted blocks while `on_evict` is called with them.
 
-    def locked(function: Callable[..., Any], *arguments: Any) -> Any:
-        with lock: return state.run(function, arguments)  # fmt: skip  # noqa: E701  in one line no interrupt is between
+    Attributes:
+        victims: Per group that evicted some: the group, the blocks, and their hashes.
+        taken: Blocks that the tier took.
+        failed: Calls of `on_evict` that raised.
+    """
 
-    try:
-        result = locked(_collect, handover, verb, args)
-        if handover.victims:
-            for group, blocks, hashes in handover.victims:
-                _hand_over(state, handover, group, blocks, hashes)
-            locked(_end, handover)
-        return result
-    except BaseException:
-        for attempt in range(ATTEMPTS):
+    def __init__(self, victims: list[tuple[int, Ids, list[bytes]]]) -> None:
+        self.victims = victims
+        self.taken = self.failed = 0
+        self._thread, self._inside = threading.get_ident(), threading.Lock()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nobody hands these blocks over: their thread has ended, or asks this outside of `on_evict`."""
+        if self._thread == threading.get_ident():
+            return not self._inside.locked()
+        return self._thread not in sys._current_frames()
+
+    def hand_over(self, state: ManagerState) -> None:
+        """Call `on_evict` with the blocks of each group."""
+        with self._inside: self._hand_over(state)  # fmt: skip  # noqa: E701  in one line no interrupt is between
+
+    def _hand_over(self, state: ManagerState) -> None:
+        for group, blocks, hashes in self.victims:
+            on_evict = state.on_evict
+            if on_evict is None or self not in state.offloading:  # an interrupt's handler has called the manager
+                return
             try:
-                locked(_end, handover)
-                break
-            except BaseException:
-                if attempt == ATTEMPTS - 1:
-                    raise
-        raise
+                kept = on_evict(group, blocks.copy(), list(hashes))
+            except Exception:
+                self.failed += 1
+                log.exception("on_evict raised; %d blocks are lost, the manager goes on", len(hashes))
+            else:
+                if isinstance(kept, (list, tuple, set, frozenset, dict)):
+                    self.taken += sum(1 for block_hash in hashes if block_hash in kept)
 
 
-def _collect(state: ManagerState, handover: Handover, verb: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    """Runs a verb and takes a reference on what it evicts."""
-    state.evicted = evicted = Victims()
-    result = verb(state, *args)
-    state.evicted = None
-    if evicted:
-        state.changes.growth(handover.victims)
-        state.changes.fields(state, "saving")
-        for group in sorted({group for group, _, _ in evicted}):
-            blocks = np.concatenate([ids for of, ids, _ in evicted if of == group])
-            hashes = [block_hash for of, _, some in evicted if of == group for block_hash in some]
-            handover.victims.append((group, blocks, hashes))
-            state.pools[group].share(blocks)
-        state.saving = [*state.saving, Saving(ref(handover), threading.get_ident(), handover.victims)]
+def run(state: ManagerState, lock: Any, verb: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    """Run a verb under the lock, then hand the blocks that it evicted to `on_evict` without the lock."""
+    with lock: result, evicted = state.run(_hold_evicted, (verb, args))  # fmt: skip  # noqa: E701  see `hand_over`
+    if evicted is not None:
+        try:
+            evicted.hand_over(state)
+        finally:
+            with lock: state.settle()  # fmt: skip  # noqa: E701  drops the holder
     return result
 
 
-def _hand_over(state: ManagerState, handover: Handover, group: int, blocks: Ids, hashes: list[bytes]) -> None:
-    """Calls `on_evict` with the blocks of one group."""
-    on_evict = state.on_evict
-    if on_evict is None:
-        return
-    try:
-        kept = on_evict(group, blocks.copy(), list(hashes))
-    except Exception:
-        handover.failed += 1
-        log.exception("on_evict raised; %d blocks are lost, the manager goes on", len(hashes))
-    else:
-        if isinstance(kept, (list, tuple, set, frozenset, dict)):
-            handover.taken += sum(1 for block_hash in hashes if block_hash in kept)
-
-
-def _end(state: ManagerState, handover: Handover) -> None:
-    """Counts what became of the blocks, and drops the references on them."""
-    if any(saving.handover() is handover for saving in state.saving):
-        state.changes.fields(state, "offloaded", "failed_offloads")
-        state.offloaded += handover.taken
-        state.failed_offloads += handover.failed
-        state.end_saving(lambda saving: saving.handover() is handover)
+def _hold_evicted(state: ManagerState, verb: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, Evicted | None]:
+    """Run a verb; return its result, and a holder of the blocks that it evicted."""
+    result = verb(state, *args)
+    gone = state.log.evicted
+    if not gone:
+        return result, None
+    victims = []
+    for group, pool in enumerate(state.pools):
+        mine = [(ids, split_digests(words)) for of, ids, words, _, _ in gone if of is pool]
+        if mine:
+            blocks = np.concatenate([ids for ids, _ in mine])
+            victims.append((group, blocks, [block_hash for _, hashes in mine for block_hash in hashes]))
+            pool.share(blocks)
+    evicted = Evicted(victims)
+    state.offloading = [*state.offloading, evicted]
+    return result, evicted

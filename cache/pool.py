@@ -11,13 +11,14 @@ import numpy as np
 import numpy.typing as npt
 
 from .hashing import BlockHasher, TokenIds, Words, split_digests
-from .journal import Journal, keep_first
 from .policies import Block, EvictionPolicy
 from .policies.acquire import acquire
 from .table import HashTable, Ids, count_nonzero
 
 # As arrays they take a third of the time that numbers take.
 ONE, ZERO = np.array(1, np.int32), np.array(0, np.int32)
+
+Ticks = npt.NDArray[np.int64]
 
 EMPTY: Ids = np.empty(0, np.int32)
 
@@ -27,7 +28,8 @@ Index = slice | npt.NDArray[np.intp]
 # Upper bounds of `Residency` in ticks: 1, 4, 16 ... about a million.
 BOUNDS = 1 << np.arange(0, 21, 2)
 
-Ticks = npt.NDArray[np.int64]
+# A pool, the blocks that it evicted, their hashes, the tick, and the ticks at which they were taken.
+Eviction = tuple["BlockPool", Ids, Words, int, Ticks]
 
 log = logging.getLogger("pc.cache")
 
@@ -39,41 +41,56 @@ class Watcher(Protocol):
         """See `BlockPool.refill`; called under the manager's lock."""
 
 
-class Residency:
-    """Counts evicted blocks by how long they had been there, in ticks of a pool's clock; sorted in when asked for."""
+class Log:
+    """What the pools of a manager share about the verb that runs.
+
+    Attributes:
+        in_policy: Whether a policy is being called at this moment. A policy must not call the manager.
+        evicted: Blocks that lose their hashes, logged before they do.
+        published: Pools and blocks that get hashes, logged before they do.
+        later: Tasks for when the verb is complete, each a function and its arguments. A task may be done twice.
+    """
 
     def __init__(self) -> None:
-        self._all: tuple[Ticks, int, list[tuple[int, Ticks]]]
+        self.in_policy = False
+        self.evicted: list[Eviction] = []
+        self.published: list[tuple[BlockPool, Ids]] = []
+        self.later: list[tuple[Any, ...]] = []
+
+
+class Residency:
+    """Counts of evicted blocks by how long they had been cached, in ticks of a pool's clock; added up when read."""
+
+    def __init__(self) -> None:
+        self._all: tuple[Ticks, int, dict[int, Ticks]]
         self.clear()
 
     @property
     def evictions(self) -> int:
-        """Blocks evicted so far."""
+        """Count the blocks evicted so far."""
         counts, _, waiting = self._all
-        return int(counts.sum()) + sum(then.size for _, then in waiting)
+        return int(counts.sum()) + sum(then.size for then in waiting.values())
 
-    def add(self, now: int, then: Ticks, changes: Journal) -> None:
-        """Blocks evicted at tick `now` that were taken at `then`."""
-        if len(self._all[2]) > 256:
-            changes.fields(self, "_all")
-            self.totals()
-        waiting = self._all[2]
-        changes.append((keep_first, waiting, len(waiting)))
-        waiting.append((now, then))
+    def add(self, now: int, then: Ticks) -> None:
+        """Count blocks evicted at tick `now` that were taken at `then`; the same tick again counts nothing."""
+        if now not in self._all[2]:
+            if len(self._all[2]) > 256:
+                self.totals()
+            self._all[2][now] = then
 
     def totals(self) -> tuple[Ticks, int]:
-        """Evicted blocks by age, one count for each of `BOUNDS` and one beyond, and the sum of their ages."""
+        """Return evicted blocks by age, one count for each of `BOUNDS` and one beyond, and the sum of their ages."""
         counts, total, waiting = self._all
         if waiting:
-            ages = np.concatenate([now - then for now, then in waiting])
+            ages = np.concatenate([now - then for now, then in waiting.items()])
             counts = counts + np.bincount(BOUNDS.searchsorted(ages), minlength=counts.size)
             total += int(ages.sum())
-            self._all = (counts, total, [])
+            self._all = (counts, total, {})
         return counts, total
 
     def clear(self) -> None:
-        """Forgets all."""
-        self._all = (np.zeros(BOUNDS.size + 1, np.int64), 0, [])
+        """Forget all."""
+        self._all = (np.zeros(BOUNDS.size + 1, np.int64), 0, {})
 
 
 class OutOfBlocks(RuntimeError):  # noqa: N818  the name is part of the interface
@@ -103,13 +120,12 @@ class BlockPool:
     outlive their last holder; blocks that are partial, or not committed yet, are known only to the requests that hold
     them.
 
-    A policy is called in the middle of the manager's work, with `changes.in_policy` set, on which the manager refuses
-    calls.
-    What it raises is logged (logger "pc.cache") and the work goes on; where it has no valid victims to name, the
-    blocks used longest ago go.
+    A policy is called in the middle of the manager's work. It must not call the manager (`Log.in_policy`). Its
+    exceptions are logged (logger "pc.cache"). If it names no valid victims, the pool evicts the blocks used longest
+    ago.
 
-    `words` and the references that requests have decide all other fields: `rebuild` derives them anew after a verb was
-    interrupted. What a verb does to `words` it first notes in `changes`.
+    `words` and the references of requests decide all other fields: `rebuild` derives them after an interrupted verb.
+    The pool logs each change of `words` before it makes it (`Log`).
 
     Attributes:
         last_access: Tick of the last access or release of each block.
@@ -119,15 +135,12 @@ class BlockPool:
         words: Hash of each published block, `[num_blocks, words]`, 0 for the others.
         num_free: Blocks without content.
         num_cached: Complete blocks with a reference count of 0: published until evicted.
-        on_evict: Called with blocks that were evicted, and their hashes.
         on_first_choice: Called once, after the first victims were chosen: a policy may take more memory from then on.
         watchers: Notified which slots of a block that stays in use take other tokens; see `Watcher`.
-        refills: Of that, what they are still to be notified of; of all pools of a manager.
+        log: Changes and tasks of the running verb, shared by the pools of a manager.
     """
 
-    def __init__(
-        self, num_blocks: int, hasher: BlockHasher, policy: EvictionPolicy, changes: Journal | None = None
-    ) -> None:
+    def __init__(self, num_blocks: int, hasher: BlockHasher, policy: EvictionPolicy, log: Log | None = None) -> None:
         self.num_blocks = num_blocks
         self.hasher = hasher
         self.ref_count = np.zeros(num_blocks, np.int32)
@@ -138,18 +151,15 @@ class BlockPool:
         self.words: Words = np.zeros((num_blocks, hasher.words), np.uint64)
         self.table = HashTable(self.words)
         self.clock = 0
-        self.on_evict: Callable[[Ids, Words], None] | None = None
         self.on_first_choice: Callable[[], None] | None = None
         self.watchers: WeakSet[Watcher] = WeakSet()
-        self.refills: list[tuple[BlockPool, int, int, int]] = []
-        self._changes = Journal() if changes is None else changes
+        self._managed = log is not None
+        self.log = Log() if log is None else log
         self.residency = Residency()
         self.num_cached = 0
         self._free = np.arange(num_blocks - 1, -1, -1, dtype=np.int32)
         self.num_free = num_blocks
-        self.numbers = np.arange(num_blocks, dtype=np.int32)
-        self.numbers.flags.writeable = False
-        self._rising = self.numbers.tobytes()
+        self._rising = self.table.numbers.tobytes()
         self._absent = b"\xff" * (4 * num_blocks)
         self.policy = policy
         # A policy of one's own is not believed without a look.
@@ -202,8 +212,9 @@ class BlockPool:
     def hold(self, ids: Ids) -> None:
         """Takes a reference on complete blocks, in the order of their sequence."""
         first = ids.item(0)
-        # `RememberedHashes.leading` gives blocks that are consecutive so.
-        index: Index = slice(first, first + ids.size) if ids.base is self.numbers else self.index_of(ids)
+        # `HashTable.leading` returns consecutive blocks so.
+        consecutive = ids.base is self.table.numbers
+        index: Index = slice(first, first + ids.size) if consecutive else self.index_of(ids)
         if type(index) is slice:
             refs, counts = self.ref_count[index], self.access_count[index]
             self.num_cached -= ids.size - count_nonzero(refs)
@@ -262,17 +273,22 @@ class BlockPool:
         its slots are now; -1 is no block.
         """
         if block >= 0 and self.watchers:
-            self.refills.append((self, block, first, source))
+            self.log.later.append((self._notify_watchers, block, first, source))
+
+    def _notify_watchers(self, block: int, first: int, source: int) -> None:
+        for watcher in list(self.watchers):
+            watcher.refill(block, first, source)
 
     def _evict(self, count: int) -> tuple[Ids, Index]:
-        """Blocks that have lost their content, and their index."""
+        """Evict blocks; return them and their index."""
         victims = self._choose(count)
         ids = victims[::-1]  # chosen tail first: so neighbours in memory are neighbours in the new sequence too
-        index, words = self._unlist(ids)
-        if self.on_evict is not None:
-            self.on_evict(victims, words[::-1])
+        index, words = self.index_of(ids), self.words
+        before = words[index].copy() if type(index) is slice else words.take(index, axis=0)
+        self.log.evicted.append((self, victims, before[::-1], self.clock, self.taken_at.take(victims)))
+        self.table.remove(index)
+        words[index] = 0
         self.num_cached -= count
-        self.residency.add(self.clock, self.taken_at.take(victims), self._changes)
         return ids, index
 
     def _choose(self, count: int) -> Ids:
@@ -304,27 +320,18 @@ class BlockPool:
     def _call(self, hook: str, *args: Any) -> Any:
         """Calls a hook of the policy; False where it raises."""
         try:
-            self._changes.in_policy = True
+            self.log.in_policy = True
             return getattr(self.policy, hook)(*args)
         except Exception:
             log.exception("%s.%s raised; the manager goes on", type(self.policy).__name__, hook)
             return False
         finally:
-            self._changes.in_policy = False
+            self.log.in_policy = False
 
     def hinted(self, ids: Ids, priority: int, ttl: float | None) -> None:
         """See `EvictionPolicy.hinted`; holes are left out, and without a hint nothing is done."""
         if (priority or ttl is not None) and ids.size:
             self._call("hinted", ids[ids >= 0], priority, ttl)
-
-    def _unlist(self, ids: Ids) -> tuple[Index, Words]:
-        """Takes blocks out of the table; their index, and the hashes they had."""
-        index, words = self.index_of(ids), self.words
-        before = words[index].copy() if type(index) is slice else words.take(index, axis=0)
-        self._changes.append((words.__setitem__, index, before))
-        self.table.remove(index)
-        self.words[index] = 0
-        return index, before
 
     @property
     def nbytes(self) -> int:
@@ -388,7 +395,7 @@ class BlockPool:
             if not ids.size:
                 return EMPTY, EMPTY
             index = self.index_of(ids)
-        self._changes.append((self.words.__setitem__, index, 0))
+        self.log.published.append((self, ids))
         self.words[index] = digests
         duplicates = table.put(ids, digests)
         if duplicates is None:
@@ -404,7 +411,8 @@ class BlockPool:
     def acquire(self, sequence: TokenIds | Sequence[bytes]) -> list[Block]:
         """See `EvictionPolicy.acquire`."""
         blocks = acquire(self, sequence)
-        self._changes.clear()  # no verb of a manager is there to end
+        if not self._managed:
+            self.log.evicted.clear()
         return blocks
 
     def reset(self) -> None:
@@ -427,7 +435,7 @@ class BlockPool:
         listed: npt.NDArray[np.bool_] = np.asarray(self.words.any(axis=1))
         unheld = self.ref_count == 0
         self.table.renew(listed.nonzero()[0].astype(np.int32))
-        known = np.concatenate((self._free, self.numbers))  # what was free keeps its order
+        known = np.concatenate((self._free, self.table.numbers))  # what was free keeps its order
         order = known[np.sort(np.unique(known, return_index=True)[1])]
         free = order[(unheld & ~listed)[order]]
         self._free[: free.size] = free

@@ -13,48 +13,42 @@ from .hashing import Chain, Words
 from .keys import EncodedKeys
 from .table import Ids
 
-# Attributes that verbs set: not tokens, the running hash and the contents of tables.
+# Attributes of a request that verbs change. They grow `tokens` and the room of `tables` in place as well.
 CHANGING = (
-    *("pending", "num_blocks", "committed", "computed", "published", "digests", "released", "replaced"),
-    *("shared_tail", "writing", "loading", "new_states"),
+    *("pending", "tables", "num_blocks", "chain", "committed", "computed", "published", "digests", "released"),
+    *("replaced", "check_tail", "writing", "loading", "new_states"),
 )
-_snapshot = attrgetter(*CHANGING)
-
-
-@dataclass(eq=False, slots=True)
-class SharedTail:
-    """How far the last block that forks share is spoken for.
-
-    `end`: tokens of the sequence up to which a request has written in that block, or may; -1: unknown.
-    """
-
-    end: int
+_changing = attrgetter(*CHANGING)
 
 
 class Request:
     """A running request.
 
+    A verb may grow `tokens` and the room of `tables` in place. It replaces everything else: `ManagerState.begin` keeps
+    the attributes as they were.
+
     Attributes:
-        tokens: Those that have blocks.
+        tokens: The tokens that have blocks.
         pending: The rest of a prompt that is allocated in chunks.
-        committed: Positions before it have been written.
-        computed: Queries before it have been computed, or need not be: less than `committed` while the last token of a
+        committed: Positions before this one have been written.
+        computed: Queries before this one need not be computed. It is less than `committed` while the last token of a
             prompt that is cached whole is to be computed again.
-        published: Logical blocks before it that it holds are published in the prefix cache.
+        published: Logical blocks before this one, as far as the request holds them, are published in the prefix cache.
         tables: Per group, block numbers by logical block, with room to grow; -1 is a hole.
-        chain: Running hash behind `chain.hashed` blocks, None when it has to be built again.
+        num_blocks: Logical blocks; the rest of each table is room.
+        chain: Running hash behind `chain.hashed` blocks; None when it must be built again.
         digests: Hashes of the complete blocks of the prompt, as far as they still hold.
         hit: Leading blocks that were cached when the request began.
-        released: Per group, logical blocks before it, sinks apart, were given back.
-        replaced: Per group, blocks that are replaced in the table, held until the next commit or free.
-        shared_tail: Set while another request may hold the last block too, so that writing it needs a look.
-        loading: Per group, host slots that its KV is being copied from, held until the next commit or free.
-        new_states: Per group, logical blocks taken by `checkpoint` that no commit has published yet.
-        prompt_tokens: How many tokens it began with.
-        writing: The hash under which others learn that this request is computing that block, or None.
+        released: Per group, logical blocks before this one, sinks apart, were released.
+        replaced: Per group, blocks that were replaced in the table, held until the next commit or free.
+        check_tail: Whether the next append must check if others see the last block, which is partly filled.
+        loading: Per group, host slots that the KV is copied from, held until the next commit or free.
+        new_states: (group, logical block) of states taken by `checkpoint` that no commit has published yet.
+        prompt_tokens: Tokens that the request began with.
+        writing: The hash of the block that this request computes, for others to wait for, or None.
     """
 
-    __slots__ = (*CHANGING, "chain", "hit", "keys", "priority", "prompt_tokens", "tables", "tokens", "ttl")
+    __slots__ = (*CHANGING, "hit", "keys", "priority", "prompt_tokens", "tokens", "ttl")
 
     def __init__(
         self,
@@ -74,7 +68,7 @@ class Request:
         self.keys = keys
         self.released: list[int] = []
         self.replaced: list[Ids] | None = None
-        self.shared_tail: SharedTail | None = None
+        self.check_tail = False
         self.writing: bytes | None = None
         self.loading: list[list[int]] = []
         self.prompt_tokens = len(tokens)
@@ -82,22 +76,29 @@ class Request:
         self.priority = priority
         self.ttl = ttl
 
-    def snapshot(self) -> tuple[Any, ...]:
-        """Its values of `CHANGING`."""
-        return _snapshot(self)
-
     @property
     def namespace(self) -> bytes | None:
-        """See `Chain.namespace`; None also for a chain that is to be built again."""
+        """Return `Chain.namespace`; None also for a chain that must be built again."""
         return self.chain.namespace if self.chain is not None else None
 
     @property
     def length(self) -> int:
-        """All tokens known, those of the prompt that have no blocks yet included."""
+        """Count all known tokens, also those of the prompt that have no blocks yet."""
         return len(self.tokens) + (len(self.pending) if self.pending else 0)
 
+    def snapshot(self) -> tuple[Request, int, tuple[Any, ...]]:
+        """Return the request, its number of tokens, and the values of `CHANGING`."""
+        return self, len(self.tokens), _changing(self)
+
+    def restore(self, length: int, values: tuple[Any, ...]) -> None:
+        """Put back what `snapshot` returned."""
+        for name, value in zip(CHANGING, values, strict=True):
+            setattr(self, name, value)
+        self.chain = None  # it may have been fed: it must be built again
+        del self.tokens[length:]
+
     def copy(self) -> Request:
-        """A request with the same tokens on the same blocks, without the states only the first one fills."""
+        """Return a request with the same tokens on the same blocks, without states that are not published yet."""
         chain = self.chain.copy() if self.chain is not None else None
         other = Request(array("I", self.tokens), chain, self.digests, self.keys, self.priority, self.ttl)
         other.pending = array("I", self.pending) if self.pending else None
@@ -110,23 +111,25 @@ class Request:
         return other
 
     def keep_replaced(self, group: int, ids: Ids) -> None:
-        """Keeps replaced blocks from being handed out for now."""
+        """Hold replaced blocks until the next commit or free."""
         replaced = list(self.replaced) if self.replaced is not None else [np.empty(0, np.int32) for _ in self.tables]
         replaced[group] = np.concatenate((replaced[group], ids))
-        self.replaced = replaced  # as a new list, so that what was there before can be put back
+        self.replaced = replaced
 
-    def put_blocks(self, group: int, first: int, ids: Ids) -> None:
-        """Writes logical blocks from `first` on into a group's table."""
-        self.tables[group][first : first + ids.size] = ids
+    def put_blocks(self, group: int, blocks: int | slice | Ids, ids: int | Ids) -> None:
+        """Replace logical blocks of a group's table, in a new table."""
+        table = self.tables[group].copy()
+        table[blocks] = ids
+        self.tables = [*self.tables[:group], table, *self.tables[group + 1 :]]
 
     def held(self, group: int) -> Ids:
-        """The blocks in a group's table."""
+        """Return the blocks in a group's table, without holes."""
         table = self.tables[group][: self.num_blocks]
         present = table >= 0
         return table if np.count_nonzero(present) == table.size else table[present]
 
     def grown_table(self, group: int, num_blocks: int) -> Ids:
-        """The group's table with room for `num_blocks`, doubled when it has to grow so that growth stays cheap."""
+        """Return the group's table with room for `num_blocks`; doubling keeps growth cheap."""
         table = self.tables[group]
         if num_blocks > table.size:
             larger = np.full(max(num_blocks, 2 * table.size, 8), -1, np.int32)
@@ -140,8 +143,9 @@ class Preempted:
     """What is left of a preempted request.
 
     Attributes:
-        position: Computing can go on here with what is in host memory alone, or one token before if it is the end.
-        blocks: Per group, logical blocks that are in host memory, and `slots`: the host slot of each.
+        position: Computing can continue here with the KV in host memory, or one token before if it is the end.
+        blocks: Per group, the logical blocks in host memory.
+        slots: Per group, the host slot of each of these.
     """
 
     tokens: array[int]

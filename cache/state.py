@@ -1,22 +1,26 @@
-"""What the verbs of a manager work on: the pools, the requests, and who is computing what.
+"""The state that the verbs of a manager work on: pools, requests, and who computes what.
 
-How a verb stays whole. It looks first, at whether blocks are available too, and only then changes anything; so errors
-of the caller leave all as it was. While it changes something, an interrupt (`KeyboardInterrupt`, or what
-another thread raises in this one) may come between any two instructions. So before a change that nothing else tells
-of, a verb notes in `ManagerState.changes` how to undo it (journal.py). What is noted is forgotten at once when the verb
-is complete. If an exception comes
-before, `ManagerState.undo` undoes what is noted and derives the rest anew from the requests and the hashes of
-blocks: reference counts, the table, the free list, host slots, writers, and what the policy knows. That takes time in
-proportion to all blocks, but only then.
+How a verb stays whole. A verb is a function of a `ManagerState`. It looks and computes first, and raises whatever there
+is to raise. Then it calls `ManagerState.begin` with the requests that it will change, and applies. `begin` takes one
+snapshot; pools log the hashes that they overwrite. If an exception comes before the end, `ManagerState.undo` puts the
+snapshot and the hashes back and rebuilds the rest from them: reference counts, tables, free lists, host slots, writers,
+and what the policy knows. An interrupt (`KeyboardInterrupt`, or what another thread raises in this one) is such an
+exception, and may come between any two instructions. The rebuild takes time in proportion to all blocks.
+
+Three rules keep verbs out of this:
+- A verb grows a request's tokens and tables in place, and replaces every other value (`Request`).
+- A verb that removes a request, or tokens of one, removes them in one step. From that step on it is complete, and what
+  is left of it can be rebuilt.
+- What others must learn of (listeners, watchers, the history, indexes of text) is queued in `ManagerState.later`, and
+  done once the verb is complete. A task may be done twice.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Collection, Hashable, Sequence
-from functools import partial
-from typing import Any, NamedTuple, TypeVar
-from weakref import ref
+import sys
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -24,48 +28,42 @@ from .allocation import Allocation, BaseAllocation, CacheStats, GroupedAllocatio
 from .groups import FullAttention, Group, Tensors
 from .hashing import BlockHasher, Words, split_digests
 from .history import History
-from .journal import COMPLETES, Journal
 from .listeners import Listeners
 from .lookup import Hit, Reuse
+from .offload import Evicted, OnEvict
 from .policies import PolicyLike, make_policy
-from .pool import EMPTY, BlockPool, HostSlots
+from .pool import EMPTY, BlockPool, HostSlots, Log
 from .remembered import RememberedHashes
 from .request import Preempted, Request
 from .table import Ids
 
-# Requests between looks at how much policies take.
+# Requests between two fits of the remembered hashes.
 FIT_EVERY = 256
-# Interrupts in a row that the undoing of a verb withstands.
+# Interrupts in a row that undoing a verb withstands.
 ATTEMPTS = 100
-
-OnEvict = Callable[[int, Ids, list[bytes]], "Collection[bytes] | object | None"]
-
-# Evicted blocks and their hashes, and of which group they are.
-Victims = list[tuple[int, Ids, list[bytes]]]
 
 T = TypeVar("T")
 
+# The counters of `CacheManager.stats`: requests, tokens asked for, tokens by where they were found, and events.
+COUNTS = (
+    *("requests", "queried", "prefix", "gap", "partial", "moved"),
+    *("merged", "preemptions", "offloaded", "failed_offloads"),
+)
+Counts = dict[str, int]
 
-class Handover:
-    """What a verb has evicted and hands to `on_evict`; as long as its frame has this, the blocks are not handed out.
+# What cannot be rebuilt, as it was before the running verb changed it: requests, each with its number of tokens and its
+# attributes; requests that only get tokens, and their lengths; `counts`, `reuses` and `offloading`; how many requests
+# were running and preempted.
+Snapshot = tuple[
+    "Sequence[tuple[Request, int, tuple[Any, ...]]]",
+    "tuple[Sequence[Request], Sequence[int]]",
+    "tuple[Counts, dict[str, Reuse], list[Evicted]]",
+    int,
+    int,
+]
 
-    Attributes:
-        victims: Blocks and their hashes, of one group each.
-        taken: Of them, how many the tier took.
-        failed: Calls of `on_evict` that raised.
-    """
-
-    def __init__(self) -> None:
-        self.victims: Victims = []
-        self.taken = self.failed = 0
-
-
-class Saving(NamedTuple):
-    """Blocks that a handover holds a reference on: while it lives, and in the process where its thread does."""
-
-    handover: ref[Handover]
-    thread: int
-    victims: Victims
+# The snapshot of a verb whose first change removes a request: nothing is put back.
+REMOVAL: Snapshot = ((), ((), ()), ({}, {}, []), sys.maxsize, sys.maxsize)
 
 
 class ManagerState:
@@ -73,18 +71,13 @@ class ManagerState:
 
     Attributes:
         prefix_only: Whether there is one group, which needs all its blocks.
-        reuses: By name, what finds more than whole blocks of a prefix, from when it is first asked for.
-        changes: How to undo what the verb that runs has done; empty when none does. See above.
-        refills: What watchers of the pools are to be notified of; see `BlockPool.refill`.
-        evicted: What the verb that runs has evicted so far, None where there is no tier.
-        saving: What `on_evict` is called with at this moment.
-        writers: Which request computes the block of a hash.
-        history: What is remembered for `CacheManager.explain`.
-        asked: Requests, prompt tokens asked for, and tokens found: in the prefix, behind a gap, in part of a block,
-            elsewhere.
-        merged: Blocks that another request had completed first.
-        offloaded: Evicted blocks that a tier took.
-        failed_offloads: Calls of `on_evict` that raised.
+        reuses: By name, indexes that find more than whole blocks of a prefix, once somebody asked for them.
+        log: Changed hashes and tasks of the running verb; see `Log`.
+        snapshot: What the running verb is about to change; None while it only looks.
+        offloading: Holders of the blocks that `on_evict` is called with at this moment.
+        writers: The request that computes the block of a hash.
+        history: Memory of `CacheManager.explain`.
+        counts: The counters of `CacheManager.stats`.
     """
 
     def __init__(
@@ -97,61 +90,52 @@ class ManagerState:
         self.groups = tuple(groups)
         self.prefix_only = len(groups) == 1 and isinstance(groups[0], FullAttention | Tensors)
         self.allocation: type[BaseAllocation] = Allocation if len(groups) == 1 else GroupedAllocation
-        self.changes = Journal()
-        self.refills: list[tuple[BlockPool, int, int, int]] = []
-        self.listeners = Listeners(self.changes)
+        self.log = Log()
+        self.snapshot: Snapshot | None = None
+        self.listeners = Listeners()
         self.reuses: dict[str, Reuse] = {}
         self.on_evict: OnEvict | None = None
-        self.pools = [BlockPool(g.num_blocks or num_blocks, hasher, make_policy(policy), self.changes) for g in groups]
-        for group, pool in enumerate(self.pools):
-            pool.on_evict = partial(self.note_evicted, group)
+        self.pools = [BlockPool(g.num_blocks or num_blocks, hasher, make_policy(policy), self.log) for g in groups]
+        for pool in self.pools:
             pool.on_first_choice = self.fit_hashes
-            pool.refills = self.refills
         self.fit_hashes()
         self.running: dict[Hashable, Request] = {}
         self.preempted: dict[Hashable, Preempted] = {}
         self.host = [HostSlots(host_blocks) for _ in groups]
-        self.evicted: Victims | None = None
-        self.saving: list[Saving] = []
+        self.offloading: list[Evicted] = []
         self.writers: dict[bytes, Hashable] = {}
         self.history = History(self.pools)
-        self._zero_counters()
+        self.counts: Counts = dict.fromkeys(COUNTS, 0)
 
     def fit_hashes(self) -> None:
-        """Leaves to remembered hashes what pools and policies do not take of the bookkeeping's bytes."""
+        """Give remembered hashes the bytes of bookkeeping that pools and policies leave."""
         self.memory.fit(sum(pool.num_blocks for pool in self.pools), self.nbytes - self.memory.nbytes)
 
     def with_reuse(self, name: str) -> dict[str, Reuse]:
-        """`reuses` with one more of `pc.cache.reuse`, which is imported when one is first asked for."""
+        """Return `reuses` with one more of `pc.cache.reuse`, which is imported when somebody first asks for it."""
         module = importlib.import_module(".reuse", __package__)
-        return {**self.reuses, name: module.make_reuse(name, self.pools[0], self.changes)}
+        return {**self.reuses, name: module.make_reuse(name, self.pools[0])}
 
     def extended(self, request: Request, hit: Hit, reuse: str = "prefix", segments: Any = None) -> Hit:
-        """A hit with what else can be reused."""
+        """Return a hit with everything else that can be reused."""
         for user in self.reuses.values():
             hit = user.extend(request, hit, reuse, segments)
         return hit
 
-    def _zero_counters(self) -> None:
-        self.merged = self.preemptions = self.offloaded = self.failed_offloads = 0
-        self.asked = (0, 0, 0, 0, 0, 0)
-
     def run(self, verb: Callable[..., T], args: tuple[Any, ...]) -> T:
-        """Calls a verb with this state and `args`, then notifies of what it did; one that raises changed nothing."""
-        changes, listeners = self.changes, self.listeners
-        if changes.in_policy:
+        """Call a verb with this state and `args`, then notify listeners; a verb that raises has changed nothing."""
+        log, listeners = self.log, self.listeners
+        if log.in_policy:
             raise RuntimeError("the manager was called from within a hook of its eviction policy")
         nested = listeners.busy
         try:
-            if changes:  # what further interrupts have kept from being undone, or ended
-                self.undo(nested)
-            if self.saving:
-                self.end_saving(lambda saving: saving.handover() is None)
+            if self.snapshot is not None or log.evicted or log.later or self.offloading:
+                self._settle()  # what interrupts have left
             result = verb(self, *args)
-            if changes:
-                changes.clear()  # from here on the verb is complete
-                if self.refills:
-                    self._refill()
+            if self.snapshot is not None:
+                self.snapshot = None  # from here on the verb is complete
+                if log.evicted or log.later:
+                    self._finish()
             if listeners.queue and not nested:
                 listeners.notify()
             return result
@@ -167,32 +151,90 @@ class ManagerState:
                         raise
             raise
 
-    def _refill(self) -> None:
-        """Notifies watchers of the pools."""
-        while self.refills:
-            pool, *refill = self.refills[0]
-            for watcher in list(pool.watchers):
-                watcher.refill(*refill)
-            self.refills.pop(0)
+    def begin(self, *requests: Request, growing: tuple[Sequence[Request], Sequence[int]] = ((), ())) -> None:
+        """Take the snapshot. From here on the running verb changes these requests, and may take and release blocks.
 
-    def settle(self) -> None:
-        """Undoes what even that did not come to; whoever calls the manager next does it."""
-        if self.changes and not self.changes.in_policy:
-            self.undo(False)
+        `growing`: further requests that only get tokens, and their lengths.
+        """
+        if self.log.published:
+            self.log.published.clear()
+        changing = [request.snapshot() for request in requests] if requests else ()
+        fields = self.counts, self.reuses, self.offloading
+        self.snapshot = changing, growing, fields, len(self.running), len(self.preempted)
 
     def undo(self, nested: bool) -> None:
-        """Undoes what a verb that did not come to its end has done; `nested`: it was called by a listener."""
-        self.changes.in_policy, self.listeners.busy, self.evicted = False, nested, None
-        if self.changes:
-            self.changes.undo()
-            self.refills.clear()
-            self._rebuild()
-            self.changes.clear()
+        """Undo a verb that did not come to its end, or complete it if it has removed something already.
+
+        `nested`: a listener called the verb.
+        """
+        self.log.in_policy, self.listeners.busy = False, nested
+        if self.snapshot is None:
+            return
+        requests, growing, fields, num_running, num_preempted = self.snapshot
+        kept = len(self.running) >= num_running and len(self.preempted) >= num_preempted
+        if kept and all(len(request.tokens) >= length for request, length, _ in requests):
+            for some, count in ((self.running, num_running), (self.preempted, num_preempted)):
+                while len(some) > count:
+                    some.popitem()  # compares no keys, which may raise
+            for request, length, values in requests:
+                request.restore(length, values)
+            for request, length in zip(*growing, strict=True):
+                del request.tokens[length:]
+            self.counts, self.reuses, self.offloading = fields
+            for pool, ids in self.log.published:
+                pool.words[ids] = 0
+            for pool, ids, words, _, _ in self.log.evicted:
+                pool.words[ids] = words
+            self.log.later.clear()
+            self.log.evicted.clear()
+        self._rebuild()
+        self.snapshot = None
+
+    def settle(self) -> None:
+        """Bring to its end what interrupts have left; not for a hook of a policy, in the middle of a verb."""
+        log = self.log
+        if (self.snapshot is not None or log.evicted or log.later or self.offloading) and not log.in_policy:
+            self.run(lambda state: None, ())
+
+    def _settle(self) -> None:
+        if self.snapshot is not None:
+            self.undo(self.listeners.busy)
+        self._finish()
+        ended = [evicted for evicted in self.offloading if evicted.is_over]
+        if ended:
+            self.begin()
+            taken, failed = sum([evicted.taken for evicted in ended]), sum([evicted.failed for evicted in ended])
+            self.offloading = [evicted for evicted in self.offloading if evicted not in ended]
+            counts = self.counts
+            more = {"offloaded": counts["offloaded"] + taken, "failed_offloads": counts["failed_offloads"] + failed}
+            self.counts = counts | more
+            for evicted in ended:
+                for group, blocks, _ in evicted.victims:
+                    self.pools[group].unshare(blocks)
+            self.snapshot = None
+
+    def _finish(self) -> None:
+        """Do what a complete verb has queued; an interrupt leaves the rest to the next verb."""
+        evicted, later = self.log.evicted, self.log.later
+        while evicted:
+            pool, _, words, now, then = evicted[0]
+            pool.residency.add(now, then)
+            self._note_evicted(self.pools.index(pool), words)
+            del evicted[0]
+        while later:
+            function, *args = later[0]
+            function(*args)
+            del later[0]
+
+    def _note_evicted(self, group: int, words: Words) -> None:
+        self.history.blocks_evicted(words)
+        for user in self.reuses.values():
+            user.removed(words)
+        if self.listeners.registered:
+            self.listeners.add("removed", group, split_digests(words))
 
     def _rebuild(self) -> None:
-        """Derives from requests and hashes what follows from them."""
-        for request_id in self.running.keys() & self.preempted.keys() if self.preempted else ():
-            del self.preempted[request_id]
+        """Derive from requests and hashes what follows from them."""
         self.writers.clear()
         self.writers.update({r.writing: i for i, r in self.running.items() if r.writing is not None})
         for group, (pool, host) in enumerate(zip(self.pools, self.host, strict=True)):
@@ -200,16 +242,16 @@ class ManagerState:
             host.rebuild(self._host_slots(group))
 
     def _references(self, group: int) -> list[Ids]:
-        """All block references that there are in a group."""
+        """Return all block references in a group."""
         held = [EMPTY]
-        for saving in self.saving:
-            held += [ids for at, ids, _ in saving.victims if at == group]
+        for evicted in self.offloading:
+            held += [ids for at, ids, _ in evicted.victims if at == group]
         for request in self.running.values():
             held += [request.held(group), *((request.replaced or [])[group : group + 1])]
         return held
 
     def _host_slots(self, group: int) -> list[int]:
-        """All host slots in use by a group."""
+        """Return all host slots in use by a group."""
         slots = [saved.slots[group] for saved in self.preempted.values() if saved.slots]
         slots += [request.loading[group] for request in self.running.values() if request.loading]
         return [slot for some in slots for slot in some]
@@ -255,27 +297,6 @@ class ManagerState:
             self.writers.pop(request.writing, None)
             request.writing = None
 
-    def note_evicted(self, group: int, ids: Ids, words: Words) -> None:
-        """Blocks with these hashes were evicted."""
-        self.history.blocks_evicted(words)
-        for user in self.reuses.values():
-            user.removed(words)
-        if self.evicted is not None or self.listeners.registered:
-            hashes = split_digests(words)
-            if self.evicted is not None:
-                self.evicted.append((group, ids, hashes))
-            self.listeners.add("removed", group, hashes)
-
-    def end_saving(self, over: Callable[[Saving], bool]) -> None:
-        """Drops the references of handovers."""
-        ended = [saving for saving in self.saving if over(saving)]
-        if ended:
-            self.changes.fields(self, "saving")
-        self.saving = [saving for saving in self.saving if saving not in ended]
-        for saving in ended:
-            for group, blocks, _ in saving.victims:
-                self.pools[group].unshare(blocks)
-
     def end_step(self, request: Request) -> None:
         """Gives back what was held for the step that is over: replaced blocks, host slots that were read."""
         loading, request.loading = request.loading, []
@@ -286,8 +307,8 @@ class ManagerState:
             pool.release(ids)
 
     def release(self, request_id: Hashable, request: Request, returns: float | None = None) -> None:
-        """Ends a running request and releases all it holds; `undo` completes it once it is gone from `running`."""
-        del self.running[request_id]; self.changes[:] = [COMPLETES]  # fmt: skip  # noqa: E702  no interrupt is between
+        """End a running request and release all it holds; the caller has set `snapshot`."""
+        del self.running[request_id]
         if request.replaced is not None or request.loading:
             self.end_step(request)
         if request.writing is not None:
@@ -314,22 +335,17 @@ class ManagerState:
         return first, last, ids[ids >= 0]
 
     def leave_window(self, request: Request, group: int, position: int) -> None:
-        """Releases what `behind_window` names."""
+        """Release the blocks that `behind_window` names."""
         first, last, ids = self.behind_window(request, group, position)
         if last > first:
-            self.clear_table(request, group, first, last)
+            request.put_blocks(group, slice(first, last), -1)
             request.released = [*request.released[:group], last, *request.released[group + 1 :]]
             self.pools[group].release(ids)
 
-    def clear_table(self, request: Request, group: int, first: int, last: int) -> None:
-        """Makes logical blocks [first, last) of a table holes."""
-        part = request.tables[group][first:last]
-        self.changes.append((request.put_blocks, group, first, part.copy()))
-        part.fill(-1)
-
     def stats(self) -> CacheStats:
         """See `CacheManager.stats`."""
-        total_requests, queried, prefix, gap, partial, moved = self.asked
+        counts = self.counts
+        found = {name: counts[name] for name in ("prefix", "gap", "partial")}
         residency = [pool.residency.totals() for pool in self.pools]
         return CacheStats(
             num_blocks=sum(p.num_blocks for p in self.pools),
@@ -337,43 +353,43 @@ class ManagerState:
             cached_blocks=int(sum(p.num_cached for p in self.pools)),
             held_blocks=int(sum(p.num_held for p in self.pools)),
             num_requests=len(self.running),
-            total_requests=total_requests,
-            queried_tokens=queried,
-            hit_tokens=prefix + gap + partial,
-            hit_tokens_by_cause={"prefix": prefix, "gap": gap, "partial": partial},
-            moved_tokens=moved,
+            total_requests=counts["requests"],
+            queried_tokens=counts["queried"],
+            hit_tokens=sum(found.values()),
+            hit_tokens_by_cause=found,
+            moved_tokens=counts["moved"],
             index_bytes=self.index_bytes,
             evictions=sum(p.residency.evictions for p in self.pools),
-            offloaded_blocks=self.offloaded,
-            failed_offloads=self.failed_offloads,
-            merged_blocks=self.merged,
+            offloaded_blocks=counts["offloaded"],
+            failed_offloads=counts["failed_offloads"],
+            merged_blocks=counts["merged"],
             residency=tuple(np.sum([counts for counts, _ in residency], axis=0).tolist()),
             residency_sum=sum(total for _, total in residency),
-            preemptions=self.preemptions,
+            preemptions=counts["preemptions"],
             host_blocks=sum(host.count - host.num_free for host in self.host),
         )
 
     def reset(self) -> None:
-        """Forgets all cached blocks and counters; once begun, `undo` does not undo that but completes it."""
+        """Forget all cached blocks and counters."""
         busy = len(self.running) + len(self.preempted)
-        if busy or self.saving:
+        if busy or self.offloading:
             what = f"{busy} requests are running or preempted" if busy else "blocks are being saved by on_evict"
             raise RuntimeError(f"reset: {what}, needs none; free them first")
-        self.listeners.add("cleared")
-        self.changes[:] = [(self._empty,)]
-        self._empty()
+        self.begin()
+        self.log.later.append((self._empty,))
 
     def _empty(self) -> None:
         for pool in self.pools:
             pool.reset()
-        self._zero_counters()
+        self.counts = dict.fromkeys(COUNTS, 0)
         self.history.clear()
         for user in self.reuses.values():
             user.clear()
+        self.listeners.add("cleared")
 
     def check(self) -> None:
         """Asserts every invariant."""
-        assert not self.changes, "a verb was left in the middle"
+        assert self.snapshot is None, "a verb was left in the middle"
         assert {r.writing: i for i, r in self.running.items() if r.writing is not None} == self.writers, "a lost writer"
         for group, pool in enumerate(self.pools):
             for request in self.running.values():

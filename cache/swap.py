@@ -15,10 +15,9 @@ import numpy as np
 from .allocate import admit, check_available
 from .allocation import BaseAllocation, Pairs
 from .hashing import Chain, Words
-from .journal import COMPLETES, put_fields
 from .lookup import GroupHit, Hit, longest_hit, prefix_hit
-from .request import CHANGING, Preempted, Request
-from .state import ManagerState
+from .request import Preempted, Request
+from .state import REMOVAL, ManagerState
 from .table import Ids
 
 
@@ -26,13 +25,12 @@ def preempt(state: ManagerState, request_id: Hashable, swap: bool) -> Any:
     """Ends a running request but keeps its tokens: see `CacheManager.preempt`."""
     request = state.get(request_id)
     saved = Preempted(request.tokens, request.pending, request.keys, request.priority, request.ttl)
-    state.changes.append((put_fields, request, CHANGING, request.snapshot()))
-    state.changes.fields(state, "preemptions")
+    state.begin(request)
     state.end_step(request)
     pairs: list[Pairs] = [[] for _ in state.pools]
     if swap and request.committed:
         pairs = _save(state, request, saved)
-    state.preemptions += 1
+    state.counts = state.counts | {"preemptions": state.counts["preemptions"] + 1}
     state.preempted[request_id] = saved
     state.release(request_id, request)
     return state.per_group(pairs)
@@ -51,17 +49,16 @@ def resume(state: ManagerState, request_id: Hashable) -> BaseAllocation:
     hit = _find(state, digests[: len(saved.tokens) // state.block_size], saved)
     hit = state.extended(request, hit)
     check_available(state, hit)
-    state.changes.members(state.preempted, request_id)
-    state.changes.growth(state.running)
+    state.begin()
     allocation = admit(state, request_id, request, hit)
     request.loading = saved.slots
-    del state.preempted[request_id]
+    del state.preempted[request_id]  # last: with this the verb is complete
     return allocation
 
 
 def drop(state: ManagerState, request_id: Hashable) -> None:
-    """Ends a preempted request; once it is gone, `ManagerState.undo` does not undo the rest but completes it."""
-    state.changes.append(COMPLETES)
+    """End a preempted request."""
+    state.snapshot = REMOVAL
     for host, slots in zip(state.host, state.preempted.pop(request_id).slots, strict=False):
         host.give_back(slots)
 

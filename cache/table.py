@@ -35,12 +35,14 @@ class HashTable:
     vector write. Each slot remembers whether an insertion ever had to pass it: a search goes on only behind such
     slots, which keeps it at one or two rounds however much was removed; the marks are renewed when a sixteenth is set.
     Six to twelve slots a block: a quarter less time to insert than with half as many. `words`, the hash of every block,
-    is the pool's; `slot_of` has the slot of each block, -1 for one that is not in the table.
+    is the pool's, 0 for a block that is not in the table. `slot_of` has the slot of each block, -1 for one that is not.
+    `numbers` are all block numbers.
     """
 
     def __init__(self, words: Words) -> None:
         num_blocks = words.shape[0]
-        self._words = words
+        self._words, self.numbers = words, np.arange(num_blocks, dtype=np.int32)
+        self.numbers.flags.writeable = False
         self._size = max(16, 1 << (6 * num_blocks - 1).bit_length())
         self._mask = self._size - 1
         self._key_mask = np.uint64(self._mask)
@@ -114,44 +116,46 @@ class HashTable:
         return blocks, rows, ((slots >= PASSED) & ~same).nonzero()[0]
 
     def leading(self, digests: Words, start: int = 0) -> Ids:
-        """The blocks of the hashes from `start` on, up to the first hash that is not there."""
-        slots, slot_of, mask = self._slots_view, self._slot_of_view, self._mask
-        first_word, width = self._words_view, self._width
-        count, some = len(digests), []
-        last = min(start + FEW, count)
-        for row in range(start, last):
-            key = digests.item(row, 0)
-            at = key & mask
-            slot = slots[at]
-            block = slot & (PASSED - 1)
-            while slot_of[block] != at or first_word[block * width] != key:
-                if slot < PASSED:
-                    break
-                at = (at + ((key >> 40) | 1)) & mask
-                slot = slots[at]
-                block = slot & (PASSED - 1)
-            else:
-                some.append(block)
-                continue
-            break  # the first that is not there
-        found: Ids = np.array(some, np.int32)
-        seen = digests[start : start + found.size]
-        if some and self._words.take(found, axis=0).tobytes() != seen.tobytes():
-            found = self.find(seen)  # two hashes share their first 64 bits
-            found = found[: int(np.append(found, -1).argmin())]
-        if start + found.size < last or last == count:
-            return found
-        parts, row, length = [found], last, 256
-        while row < count:
-            found = self.find(digests[row : row + length])
-            missing = found < 0
-            first = int(missing.argmax())
-            if missing[first]:
-                parts.append(found[:first])
+        """Return the blocks of the hashes from `start` on, up to the first hash that is not in the table.
+
+        Blocks of a sequence are mostly neighbours in memory, so one is looked up and the blocks behind it are compared.
+        """
+        parts: list[Ids] = []
+        at, count = start, len(digests)
+        while at < count:
+            if len(parts) == FEW and at - start < 4 * FEW:  # they are scattered
+                found = self.find(digests[at:])
+                parts.append(found[: int(np.append(found, -1).argmin())])
                 break
-            parts.append(found)
-            row, length = row + length, 8 * length
-        return np.concatenate(parts)
+            block = self._find_one(digests, at)
+            if block < 0:
+                break
+            most = min(count - at, len(self._words) - block)
+            length, step = 1, 64
+            while length < most:
+                end = min(length + step, most)
+                here, asked = self._words[block + length : block + end], digests[at + length : at + end]
+                if here.tobytes() != asked.tobytes():
+                    length += int((here != asked).any(1).argmax())
+                    break
+                length, step = end, 8 * step
+            parts.append(self.numbers[block : block + length])
+            at += length
+        return parts[0] if len(parts) == 1 else np.concatenate(parts) if parts else self.numbers[:0]
+
+    def _find_one(self, digests: Words, row: int) -> int:
+        """Return the block of one hash, -1 where there is none."""
+        slots, slot_of, mask, key = self._slots_view, self._slot_of_view, self._mask, digests.item(row, 0)
+        at = key & mask
+        while True:
+            slot = slots[at]
+            block: int = slot & (PASSED - 1)
+            same = slot_of[block] == at and self._words_view[block * self._width] == key
+            if same and self._words[block].tobytes() == digests[row].tobytes():
+                return block
+            if slot < PASSED:
+                return -1
+            at = (at + ((key >> 40) | 1)) & mask
 
     def put(self, ids: Ids, digests: Words) -> Ids | None:
         """Adds blocks that are not in the table under their words, all different, except those whose hash is there.

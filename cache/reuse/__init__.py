@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from ..journal import Journal
 from ..lookup import Reuse
 from ..pool import BlockPool
 from .moved import MovedText
@@ -11,6 +10,6 @@ from .partial import PartialBlocks
 USERS: dict[str, type[PartialBlocks] | type[MovedText]] = {"partial": PartialBlocks, "anywhere": MovedText}
 
 
-def make_reuse(name: str, pool: BlockPool, changes: Journal) -> Reuse:
-    """One of `USERS` over the blocks of a pool."""
-    return USERS[name](pool, changes)
+def make_reuse(name: str, pool: BlockPool) -> Reuse:
+    """Return one of `USERS` over the blocks of a pool."""
+    return USERS[name](pool)

@@ -9,7 +9,6 @@ import numpy as np
 
 from ..allocation import MovedSpan
 from ..hashing import Chain, Words
-from ..journal import Journal
 from ..keys import MOVED, EncodedKeys, KeyAt, approximate_from
 from ..lookup import Hit, find_prefix
 from ..pool import BlockPool
@@ -20,9 +19,9 @@ from .content import ContentIndex, ContentMatch
 
 
 class MovedText:
-    """Finds text by content; a `pc.cache.lookup.Reuse`. The index needs no journal: see `ContentIndex`."""
+    """Text found by content; a `pc.cache.lookup.Reuse`."""
 
-    def __init__(self, pool: BlockPool, changes: Journal) -> None:
+    def __init__(self, pool: BlockPool) -> None:
         self._pool, self._block_size = pool, pool.hasher.block_size
         self.index = ContentIndex(pool, self._block_size)
 

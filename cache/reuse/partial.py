@@ -8,7 +8,6 @@ from collections.abc import Sequence
 import numpy as np
 
 from ..hashing import Words, split_digests
-from ..journal import Journal
 from ..lookup import Hit
 from ..pool import BlockPool
 from ..request import Request
@@ -24,9 +23,8 @@ ENTRY_BYTES = 400
 class PartialBlocks:
     """The tokens of published blocks, by what comes before them; a `pc.cache.lookup.Reuse`."""
 
-    def __init__(self, pool: BlockPool, changes: Journal) -> None:
-        self._pool, self._changes = pool, changes
-        self._block_size = pool.hasher.block_size
+    def __init__(self, pool: BlockPool) -> None:
+        self._pool, self._block_size = pool, pool.hasher.block_size
         self.clear()
 
     def clear(self) -> None:
@@ -49,28 +47,20 @@ class PartialBlocks:
             parent = self._pool.words[table.item(first - 1)].tobytes()
         for block, block_hash in enumerate(self._pool.digests_of(table[first:last]), first):
             if block_hash not in self._parent_of:
-                self._changes.append((self._leave_out, block_hash, parent))
-                self._put(block_hash, parent, request.tokens[block * size : (block + 1) * size])
+                tokens = request.tokens[block * size : (block + 1) * size]
+                self._behind.setdefault(parent, {})[block_hash] = tokens
+                self._parent_of[block_hash] = parent
             parent = block_hash
 
-    def _put(self, block_hash: bytes, parent: bytes, tokens: array[int]) -> None:
-        self._parent_of[block_hash] = parent
-        self._behind.setdefault(parent, {})[block_hash] = tokens
-
-    def _leave_out(self, block_hash: bytes, parent: bytes) -> None:
-        children = self._behind.get(parent, {})
-        children.pop(block_hash, None)
-        if not children:
-            self._behind.pop(parent, None)
-        self._parent_of.pop(block_hash, None)
-
     def removed(self, words: Words) -> None:
-        """Leaves blocks out."""
+        """Leave blocks out."""
         for block_hash in split_digests(words):
             parent = self._parent_of.get(block_hash)
-            if parent is not None:
-                self._changes.append((self._put, block_hash, parent, self._behind[parent][block_hash]))
-                self._leave_out(block_hash, parent)
+            children = self._behind.get(parent, {}) if parent is not None else {}
+            children.pop(block_hash, None)
+            if parent is not None and not children:
+                self._behind.pop(parent, None)
+            self._parent_of.pop(block_hash, None)
 
     def extend(self, request: Request, hit: Hit, reuse: str, segments: Sequence[Span] | None) -> Hit:
         """A hit with the tokens that its first fresh block has in common with a cached one, where there is one.

@@ -134,6 +134,7 @@ class Odd:
 def test_an_id_that_fails_to_be_compared_costs_nothing(manager, verb):
     ids, failed = [Odd(), Odd()], 0
     manager.allocate(ids[0], list(range(9)))
+    manager.commit(ids[0], 9)
     calls = {"allocate": lambda: manager.allocate(ids[1], list(range(9))), "fork": lambda: manager.fork(*ids)}
     for times in range(1, 9):
         Odd.left = times

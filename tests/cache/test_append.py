@@ -11,17 +11,34 @@ import pc
 from pc.cache.policies.priority import Priority
 
 
-def test_a_fork_that_is_not_computed_yet_goes_on_in_place_and_others_compute_again():
+def test_tokens_that_are_not_committed_cannot_be_forked():
     manager = pc.CacheManager(8, block_size=4)
-    a = manager.allocate("p", [1, 2, 3, 4, 5, 6])
+    manager.allocate("p", [1, 2, 3, 4, 5, 6])
+    manager.commit("p", 5)
+    with pytest.raises(ValueError, match="request_id: got 'p' with 5 of 6 tokens committed, needs all"):
+        manager.fork("p", "c")
+    assert manager.stats().num_requests == 1
+    manager.commit("p", 6)
     manager.fork("p", "c")
-    c = manager.append("c", [7, 8])
-    assert (c.copies, c.compute_spans) == ([], [(6, 8)])
-    assert c.slot_mapping.tolist() == [int(a.block_ids[1]) * 4 + 2, int(a.block_ids[1]) * 4 + 3]
-    p = manager.append("p", [9])
-    assert (p.copies, p.compute_spans) == ([], [(4, 7)]), "its old block cannot be copied before it is written"
-    manager.commit("c", 8)
-    manager.commit("p", 7)
+    manager.append("p", [7])
+    with pytest.raises(ValueError, match="request_id: got 'p' with 6 of 7"):
+        manager.fork("p", "d")
+    manager.check()
+
+
+def test_the_first_to_append_to_a_shared_block_copies_it_and_the_last_goes_on_in_place():
+    manager = pc.CacheManager(8, block_size=4)
+    manager.allocate("p", [1, 2, 3, 4, 5, 6])
+    manager.commit("p", 6)
+    shared = int(manager.block_table("p")[1])
+    for child in ("c", "d"):
+        manager.fork("p", child)
+    for name in ("d", "p"):
+        step = manager.append(name, [7, 8])
+        assert step.copies == [(shared, int(manager.block_table(name)[1]))]
+        assert step.compute_spans == [(6, 8)]
+    assert manager.append("c", [9]).copies == []
+    assert manager.block_table("c")[1] == shared
     manager.check()
 
 
@@ -164,6 +181,7 @@ def test_hints_reach_generated_blocks_and_survive_preemption_and_forks():
             manager.preempt("p")
             manager.resume("p")
         if how == "fork":
+            manager.commit("p", 8)
             manager.fork("p", "child")
             manager.free("p")
             name = "child"

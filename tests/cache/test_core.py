@@ -13,7 +13,7 @@ from pc.cache.hashing import feed_all
 
 CACHE = Path(pc.cache.__file__).resolve().parent
 CORE = (
-    *("manager", "state", "journal", "allocation", "allocate", "lookup", "append", "commit", "fork", "swap", "offload"),
+    *("manager", "state", "allocation", "allocate", "lookup", "append", "commit", "fork", "swap", "offload"),
     *("pool", "table", "request", "runs", "groups", "keys", "hashing", "listeners"),
 )
 OPTIONAL = {"disk", "encoder", "events", "hazard", "memory_tier", "metrics", "mooncake", "payload", "replay", "reuse"}

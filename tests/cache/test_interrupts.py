@@ -99,7 +99,7 @@ VERBS = {
     "append_each": lambda m: m.append_each(["a", "b", "chunked"], [1, 1, 5]),
     "commit": lambda m: m.commit("a", 9),
     "rollback": lambda m: m.rollback("a", 4),
-    "fork": lambda m: m.fork("a", "x"),
+    "fork": lambda m: m.fork("b", "x"),
     "free": lambda m: m.free("b", returns=0.5),
     "free a preempted one": lambda m: m.free("waiting"),
     "preempt": lambda m: m.preempt("b", "swap"),

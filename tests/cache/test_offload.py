@@ -84,7 +84,7 @@ def test_a_tier_that_raises_loses_its_blocks_and_nothing_else(number, cache_erro
 
 @pytest.mark.parametrize("interrupts", [1, 2])
 @pytest.mark.parametrize("number", range(6))
-def test_an_interrupt_in_a_tier_leaves_the_verb_done(number, interrupts, monkeypatch):
+def test_an_interrupt_in_a_tier_leaves_the_verb_done(number, interrupts):
     manager, verb, is_done = list(verbs())[number]
 
     def interrupted(*arguments):
@@ -92,7 +92,12 @@ def test_an_interrupt_in_a_tier_leaves_the_verb_done(number, interrupts, monkeyp
 
     manager.on_evict = interrupted
     if interrupts == 2:  # and one where the first is handled
-        monkeypatch.setattr(pc.cache.offload, "range", interrupted, raising=False)
+
+        def settle():
+            del manager._state.settle
+            raise KeyboardInterrupt
+
+        manager._state.settle = settle
     with pytest.raises(KeyboardInterrupt):
         verb()
     assert is_done()
@@ -146,6 +151,38 @@ def test_what_a_tier_is_given_is_not_handed_out_meanwhile():
     assert not given[0] & given[1]
     assert not given[0] & set(manager.block_table("c").tolist())
     assert (manager.stats().free_blocks, manager.stats().held_blocks) == (3, 1)
+
+
+@pytest.mark.parametrize("where", ["before the tier is called", "in the tier", "when the blocks are given back"])
+def test_blocks_of_an_interrupted_handover_go_back_when_its_thread_or_another_goes_on(where, monkeypatch):
+    """The holder of a thread that has left, or ended, holds nothing; that of a thread inside the tier does."""
+    manager = full(num_blocks=8)
+    evicted = pc.cache.offload.Evicted
+
+    def interrupt(*arguments):
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    manager.on_evict = lambda *_: None
+    if where == "before the tier is called":
+        monkeypatch.setattr(evicted, "hand_over", interrupt)
+    elif where == "in the tier":
+        manager.on_evict = interrupt
+    else:
+        monkeypatch.setattr(manager._state, "settle", interrupt)
+
+    def work():
+        with pytest.raises(KeyboardInterrupt):
+            manager.allocate("b", [9] * 8)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert manager.num_tokens("b") == 8, "the verb was done"
+    manager.free("b")
+    assert (manager.stats().held_blocks, manager.stats().free_blocks) == (0, 2)
+    manager.check()
+    manager.reset()
 
 
 def test_requests_from_many_threads_beside_a_tier():

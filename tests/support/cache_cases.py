@@ -19,7 +19,6 @@ def drop(pool, ids):
         pool.policy.victims = policy_choice
     pool._free[pool.num_free : pool.num_free + ids.size] = ids[::-1]
     pool.num_free += ids.size
-    pool._changes.clear()  # no verb is there to undo it
 
 
 def run(manager, request_id, tokens, **options):

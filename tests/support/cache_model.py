@@ -513,9 +513,9 @@ class Model:
         try:
             self.manager.fork(name, self.count)
         except ValueError:
-            assert self.states
             assert parent["committed"] < len(parent["tokens"])
             return
+        assert self.manager._state.running[name].committed == len(parent["tokens"])
         child = dict(parent, tokens=list(parent["tokens"]), ids=list(parent["ids"]), marks={})
         self.running[self.count] = child
 

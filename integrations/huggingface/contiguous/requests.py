@@ -154,12 +154,18 @@ class PromptRequests:
         return manager.allocate(prompt.request_id, tokens, num_tokens=0, **options)
 
     def fork(self, prompt: Prompt, row: int) -> RequestBlocks:
-        """The blocks of one of a prompt's rows, which share those of the prompt."""
-        branch = copy(prompt.blocks)
+        """Return the blocks of one of a prompt's rows, which share those of the prompt."""
+        blocks, manager = prompt.blocks, self.store.manager
+        written = min(len(prompt.tokens), blocks.settled)
+        blocks.commit(written)
+        if blocks.held > written:  # nobody wrote the rest, which cannot be shared
+            manager.rollback(prompt.request_id, blocks.held - written)
+            blocks.held = written
+            blocks.look()
+        branch = copy(blocks)
         branch.request_id = f"{prompt.request_id}-{row}"
-        prompt.blocks.commit(min(len(prompt.tokens), branch.settled))
         self._lease.take(branch.request_id)
-        self.store.manager.fork(prompt.request_id, branch.request_id)
+        manager.fork(prompt.request_id, branch.request_id)
         prompt.branches[row] = branch
         return branch
 
