@@ -51,7 +51,8 @@ class Explanation:
     "keys": that text has other extra keys (adapter, image). "salt": it has another salt. "evicted": it was there.
     "uncommitted": a running request has it, and has not said that it is written. "block": the text that agrees, or the
     prompt, ends within a block. "window": layers with a window, or states, lack what they need to go on there. "never":
-    nothing like it is remembered. None: there is nothing more to find."""
+    nothing like it is remembered. "changed": the same, since the cache was emptied for a changed model. None: there is
+    nothing more to find."""
     position: int
     """Where: the first token that differs, the position of a key that does, else where the first block that is not
     read begins."""
@@ -59,8 +60,8 @@ class Explanation:
     """With "token" the prompt's next 16 tokens from there on; with "keys" its own keys."""
     there: Any = None
     """What was there. "token": the other text's tokens; "keys": its keys; "evicted": seconds since, None where that is
-    forgotten; "uncommitted": the request; "block": how many tokens of the block agree; "window": the group. Of
-    another salt nothing is shown."""
+    forgotten; "uncommitted": the request; "block": how many tokens of the block agree; "window": the group;
+    "changed": what of the model changed. Of another salt nothing is shown."""
     gap_tokens: int = 0
     """How many more tokens `reuse="gap"` would find."""
     moved_tokens: int = 0
@@ -84,6 +85,7 @@ class Explanation:
             "uncommitted": lambda: f"the block of token {at} is not committed yet by request {there!r}",
             "block": lambda: f"whole blocks alone are found, of the one of token {at} {there} tokens agree",
             "window": lambda: f"from token {at} on group {there} lacks what is before it",
+            "changed": lambda: f"nothing like it was seen since the cache was emptied because {there} changed",
             "never": lambda: f"nothing like it was seen from token {at} on",
         }[self.reason]()
         saved = [f"{n} {how}" for n, how in ((self.gap_tokens, "over gaps"), (self.moved_tokens, "anywhere")) if n]

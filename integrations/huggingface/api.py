@@ -341,6 +341,15 @@ class ModelInLoop:
         """Return the output of the prompt's forward pass: by the model's own steps, over what stands in its place."""
         return type(self._model)._prefill(self, *args, **kwargs)
 
+    def _get_candidate_generator(self, *args: Any, **kwargs: Any) -> Any:
+        generator = self._model._get_candidate_generator(*args, **kwargs)
+        if getattr(generator, "requires_model_outputs", False):  # older versions have none that does
+            self.drafts_from_outputs()
+        return generator
+
+    def drafts_from_outputs(self) -> None:
+        """Note that what drafts tokens reads what the model computes of the whole prompt. Called before the prompt."""
+
 
 # Images.
 
@@ -376,6 +385,23 @@ def uses_attention_interface(model: Any) -> bool:
 def attention_implementation(config: Any) -> str:
     """Return the name of the attention function that a config asks for."""
     return str(config._attn_implementation)
+
+
+def registered(value: Any) -> list[dict[str, Any]]:
+    """Return the tables of functions by name of a registry of transformers; none if a value is no registry."""
+    kind, names = type(value), ("_local_mapping", "_global_mapping")
+    return [getattr(value, name) for name in names] if hasattr(kind, "_global_mapping") else []
+
+
+# Hooks.
+
+RECORDING = "_output_capturing_hooks_installed"
+"""The attribute by which transformers remembers that it put its recording hooks on a model."""
+
+
+def is_own_hook(hook: Any) -> bool:
+    """Return whether transformers has put a hook on a module: it records outputs, and computes nothing."""
+    return str(getattr(hook, "__module__", "")).startswith("transformers.")
 
 
 def _main() -> int:

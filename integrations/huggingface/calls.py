@@ -170,6 +170,14 @@ class Calls:
             f"Kept are those of calls that asked for them, of {max_blocks} blocks of {block_size} tokens at most",
         )
 
+    def tell_never_hits(self, name: str) -> None:
+        """Warns once that what is kept is never read, because the model changes from call to call."""
+        self.tell(
+            "never hits",
+            f"nothing is read from the cache: it was emptied before each of the last calls, because {name} changed. "
+            "Let hooks and forward passes leave the model as they find it",
+        )
+
     def tell(self, reason: str, text: str) -> None:
         """Warns once for each reason."""
         with self._lock:

@@ -7,8 +7,10 @@ addresses of tensors, and a sample of their elements. Comparing takes less than 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from operator import is_, itemgetter
@@ -17,58 +19,84 @@ from typing import Any
 import numpy as np
 import torch
 
+from .api import RECORDING, is_own_hook
+from .functions import Functions
 from .support import CHANGING_ROPE
 
 SAMPLED = 16  # elements of each weight that are compared before a call
+MANY = 1 << 14  # the same of weights whose version says nothing, because each forward pass raises it
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 ADAPTER_STATE = frozenset({"active_adapters", "_active_adapter", "disable_adapters", "_disable_adapters", "scaling"})
 """Attributes by which PEFT's layers say what is active: they are keys of a block's identity, not changes."""
 _INTERNAL = frozenset(vars(torch.nn.Module()))
 """What torch keeps in every module; of these only the tables below decide what a forward pass computes."""
-_PRE_HOOKS = ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs")
-_TABLES = ("_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_hooks_with_kwargs", *_PRE_HOOKS)
-ATTACHED = frozenset({"generate", "init_continuous_batching", "_cached_continuous_batching_manager"})
+_TABLES = ("_parameters", "_buffers", "_modules")
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+ATTACHED = frozenset({"generate", "init_continuous_batching", "_cached_continuous_batching_manager", RECORDING})
 """Attributes of a model that adapters put there: a handle says nothing of KV, and must not keep its model alive."""
 ROW_HOOKS = ("adapter_names", "alora_offsets")
 """What PEFT gives its layers for each row of a call, through hooks that it puts on for the call."""
 
 
+@dataclass
+class SetByForward:
+    """What forward passes leave otherwise than they found it: attributes of modules, and versions of tensors.
+
+    PEFT's LoRA of parameters, for example, puts a parameter aside for each pass, which raises its version.
+    """
+
+    attributes: set[str] = field(default_factory=set)
+    tensors: set[str] = field(default_factory=set)
+
+
 class Identity:
     """What a model looked like; `changed` tells whether it still does. `transient`: see `set_by_forward`."""
 
-    def __init__(self, model: Any, transient: frozenset[str] = frozenset()) -> None:
+    def __init__(self, model: Any, transient: SetByForward | None = None) -> None:
+        attributes, rewritten = (set(), set()) if transient is None else (transient.attributes, transient.tensors)
+        named = {id(m): name for name, m in model.named_modules()}
         self._modules = [m for m in model.modules() if m is not model]
+        self._module_names = [named[id(m)] for m in self._modules]
         self.adapters = [m for m in self._modules if _is_adapter(m)]
         adapters = {id(m) for m in self.adapters}
         watched = [m for m in self._modules if not changes_itself(m)]
-        self._left_out = _INTERNAL | ATTACHED | transient
-        # What we are held by is left out of what we hold, or the model would keep itself alive.
+        self._left_out = _INTERNAL | ATTACHED | attributes
+        # The model's own attributes are read through the model: an identity must not keep its model alive.
         self._root_names = [n for n in vars(model) if n not in self._left_out]
         self._settings: list[tuple[Any, dict[str, Any]]] = []
-        nested: dict[int, Any] = {}
+        labels: list[tuple[str, tuple[Any, ...]]] = [("", tuple(self._root_names))]  # of what `_attributes` yields
+        nested: dict[int, tuple[str, Any]] = {}
         for m in watched:
-            left_out = _INTERNAL | transient | (ADAPTER_STATE if id(m) in adapters else frozenset())
+            left_out = _INTERNAL | {RECORDING} | attributes | (ADAPTER_STATE if id(m) in adapters else frozenset())
             names = [n for n in vars(m) if n not in left_out]
             self._settings.append((itemgetter("training", "training", *names), vars(m)))
-            _nested([vars(m)[n] for n in names], nested)
-        _nested([vars(model)[n] for n in self._root_names], nested)
+            labels.append((named[id(m)], ("training", "training", *names)))
+            _nested(named[id(m)], {n: vars(m)[n] for n in names}, nested)
+        _nested("", {n: vars(model)[n] for n in self._root_names}, nested)
         for config in _configs(model):
-            nested[id(vars(config))] = vars(config)
-            _nested(vars(config).values(), nested)
-        tables = [
-            vars(m)[n] for m in (model, *watched) for n in _TABLES if n not in _PRE_HOOKS or id(m) not in adapters
-        ]
+            nested[id(vars(config))] = "config", vars(config)
+            _nested("config", vars(config), nested)
+        tables = [(named[id(m)], vars(m)[n]) for m in (model, *watched) for n in _TABLES]
         containers = [*nested.values(), *tables]
-        self._dicts = [c for c in containers if isinstance(c, dict) and c]
-        self._lists = [c for c in containers if isinstance(c, list) and c]
-        self._empty = [c for c in containers if not c]
+        dicts = [(label, c) for label, c in containers if c and isinstance(c, dict)]
+        lists = [(label, c) for label, c in containers if c and isinstance(c, list)]
+        self._dicts, self._lists = [c for _, c in dicts], [c for _, c in lists]
+        self._empty = [c for _, c in containers if not c]
+        labels += [(label, tuple(c)) for label, c in dicts] + [(label, tuple(range(len(c)))) for label, c in lists]
+        self._labels = labels
         self._kept_lengths = self._lengths()
-        self._kept_hooks = self._adapter_hooks()
-        self._tensors = list(_tensors((model, *watched)))
-        self._versioned = [t for t in self._tensors if not t.is_inference()]
-        self._samples, self._device_samples = _samples(self._tensors)
+        self._hook_tables = [vars(m)[n] for m in (model, *watched) for n in _HOOKS]
+        self._hook_labels = [f"{_joined(named[id(m)], n)}" for m in (model, *watched) for n in _HOOKS]
+        self._kept_hooks = self._hooks()
+        self._tensors = dict(_named_tensors(model))
+        self._all_tensors = list(self._tensors.values())
+        self._versioned = [t for n, t in self._tensors.items() if not t.is_inference() and n not in rewritten]
+        self._samples, self._device_samples = _samples(
+            [(t, MANY if name in rewritten else SAMPLED) for name, t in self._tensors.items()]
+        )
         self._kept = list(self._attributes(model))
         self._types = list(map(type, self._modules))
+        self._functions = Functions(model)
         self._numbers = self._tensor_numbers()
         self._content = self._sampled()
 
@@ -82,12 +110,15 @@ class Identity:
         )
 
     def _lengths(self) -> list[int]:
-        """What has been added or taken away shows in a length."""
-        return [sum(map(len, c)) for c in ([attributes for _, attributes in self._settings], self._dicts, self._lists)]
+        """Return sums of lengths, which show what has been added or taken away."""
+        attributes = [own for _, own in self._settings]
+        recorded = sum(RECORDING in own for own in attributes)
+        return [sum(map(len, attributes)) - recorded, sum(map(len, self._dicts)), sum(map(len, self._lists))]
 
-    def _adapter_hooks(self) -> list[Any]:
-        """Hooks of adapters, but for those that PEFT puts on for one call."""
-        return [hook for m in self.adapters for hook in m._forward_pre_hooks.values() if not _row_settings(hook)]
+    def _hooks(self) -> list[tuple[int, Any]]:
+        """Return the hooks of all modules but transformers' own, and those that PEFT puts on for one call."""
+        tables = [(number, table) for number, table in enumerate(self._hook_tables) if table]
+        return [(n, hook) for n, table in tables for hook in table.values() if not is_harmless(hook)]
 
     def row_settings(self) -> dict[str, Any]:
         """What PEFT's hooks give its layers for each row, by name, if any; ValueError: not all are given the same."""
@@ -100,32 +131,58 @@ class Identity:
         return found
 
     def _tensor_numbers(self) -> list[int]:
-        return [t._version for t in self._versioned] + [t.data_ptr() for t in self._tensors]
+        return [t._version for t in self._versioned] + [t.data_ptr() for t in self._all_tensors]
 
     @torch.no_grad()
     def _sampled(self) -> list[bytes]:
         found = [np.concatenate(views).tobytes() for views in self._samples]
         return found + [torch.cat(v).cpu().view(torch.uint8).numpy().tobytes() for v in self._device_samples]
 
+    def _adapter_states(self) -> list[tuple[Any, Any, Any]]:
+        return [
+            (repr(vars(m).get("_active_adapter")), m.disable_adapters, repr(getattr(m, "scaling", None)))
+            for m in self.adapters
+        ]
+
     def changed(self, model: Any) -> bool:
-        """Whether a weight, a buffer, a module, a hook or a setting is another one, or has been written to."""
+        """Return whether a weight, a buffer, a module, a hook, a setting or a function is another one, or written to.
+
+        Adapters that are active or not are no change: see `adapter_keys`.
+        """
+        return self._restructured(model) or self._sampled() != self._content
+
+    def watch(self, model: Any) -> Callable[[], bool]:
+        """Return what tells, before each forward pass of a call, whether model and active adapters are as they are now.
+
+        It does not compare elements of tensors on devices, for which it would have to wait.
+        """
+        states, reference = self._adapter_states(), weakref.ref(model)
+
+        def unchanged() -> bool:
+            now = reference()
+            return not (
+                now is None
+                or self._restructured(now)
+                or self._adapter_states() != states
+                or (not self._device_samples and self._sampled() != self._content)
+            )
+
+        return unchanged
+
+    def _restructured(self, model: Any) -> bool:
         try:
             return not (
                 not any(self._empty)
                 and len(vars(model).keys() - self._left_out) == len(self._root_names)
                 and self._lengths() == self._kept_lengths
-                and self._adapter_hooks() == self._kept_hooks
+                and self._hooks() == self._kept_hooks
                 and all(map(is_, self._attributes(model), self._kept))
                 and list(map(type, self._modules)) == self._types
                 and self._tensor_numbers() == self._numbers
-                and self._sampled() == self._content
+                and not self._functions.changed()
             )
         except KeyError:  # an attribute that is gone
             return True
-
-    def tensors_changed(self) -> bool:
-        """Whether a weight or a buffer has been written to, whatever became of the rest."""
-        return self._tensor_numbers() != self._numbers or self._sampled() != self._content
 
     def adapter_keys(self) -> tuple[str, ...]:
         """Which PEFT adapters are active in which layer, and how strongly: KV of one prompt differs between them."""
@@ -135,10 +192,47 @@ class Identity:
         ]
         return ("adapters", hashlib.sha256("\n".join(states).encode()).hexdigest()) if states else ()
 
+    def difference(self, later: Identity) -> str:
+        """Return the name of something that a later identity of the model has and this one has not, or otherwise."""
+        before, after = self._seen(), later._seen()
+        for name in (*before, *after):
+            old, new = before.get(name, before), after.get(name, after)
+            if old is not new and not (isinstance(old, _Number) and old == new):
+                return name
+        return "the content of a tensor"
+
+    def _seen(self) -> dict[str, Any]:
+        names = [_joined(label, str(key)) for label, keys in self._labels for key in keys]
+        found = dict(zip(names, self._kept, strict=False))
+        found |= {f"{name}'s class": kind for name, kind in zip(self._module_names, self._types, strict=True)}
+        found |= {f"{self._hook_labels[n]}, {_name_of(hook)}": hook for n, hook in self._kept_hooks}
+        places = zip(self._numbers[len(self._versioned) :], strict=True)
+        found |= {f"{name}'s address": _Number(place) for name, (place,) in zip(self._tensors, places, strict=True)}
+        versions = dict(zip(map(id, self._versioned), self._numbers, strict=False))
+        found |= {f"{name}'s version": _Number(versions.get(id(t), 0)) for name, t in self._tensors.items()}
+        return found | dict(self._functions.seen())
+
+
+class _Number(int):
+    """A number that is compared by value where all else is compared by identity."""
+
 
 def _row_settings(hook: Any) -> dict[str, Any]:
     keywords = hook.keywords if isinstance(hook, partial) else {}
     return keywords if keywords and set(keywords) <= set(ROW_HOOKS) else {}
+
+
+def is_harmless(hook: Any) -> bool:
+    """Return whether a hook computes nothing: it records outputs for transformers, or names adapters of one call."""
+    return is_own_hook(hook) or bool(_row_settings(hook))
+
+
+def _name_of(hook: Any) -> str:
+    return str(getattr(hook, "__qualname__", type(hook).__qualname__))
+
+
+def _joined(label: str, name: str) -> str:
+    return f"{label}.{name}" if label else name
 
 
 def _is_adapter(module: torch.nn.Module) -> bool:
@@ -148,13 +242,34 @@ def _is_adapter(module: torch.nn.Module) -> bool:
 
 
 @contextmanager
-def set_by_forward(model: Any) -> Iterator[set[str]]:
-    """Around forward passes: fills the set with the names of attributes that they set on a module."""
+def without_row_settings(model: Any) -> Iterator[None]:
+    """Take away, for a while, what PEFT's hooks give its layers for the rows of a call."""
+    tables = [m._forward_pre_hooks for m in model.modules() if any(map(_row_settings, m._forward_pre_hooks.values()))]
+    kept = [dict(table) for table in tables]
+    try:
+        for table in tables:
+            for number in [number for number, hook in table.items() if _row_settings(hook)]:
+                del table[number]
+        yield
+    finally:
+        for table, hooks in zip(tables, kept, strict=True):
+            table.clear()
+            table.update(hooks)
+
+
+@contextmanager
+def set_by_forward(model: Any) -> Iterator[SetByForward]:
+    """Note, around forward passes, which attributes and which tensors they leave otherwise than they found them."""
+    found = SetByForward()
     before = [(m, dict(vars(m))) for m in model.modules()]
-    names: set[str] = set()
-    yield names
+    tensors = {name: (t, t._version) for name, t in _named_tensors(model) if not t.is_inference()}
+    yield found
     for module, attributes in before:
-        names |= {name for name, value in vars(module).items() if attributes.get(name, names) is not value}
+        found.attributes |= {name for name, value in vars(module).items() if attributes.get(name, found) is not value}
+    for name, tensor in _named_tensors(model):
+        old, version = tensors.get(name, (None, 0))
+        if old is tensor and tensor._version != version:
+            found.tensors.add(name)
 
 
 def changes_itself(module: torch.nn.Module) -> bool:
@@ -164,12 +279,13 @@ def changes_itself(module: torch.nn.Module) -> bool:
     return any(k in CHANGING_ROPE for k in kinds if isinstance(k, str))
 
 
-def _nested(values: Iterable[Any], found: dict[int, Any], depth: int = 3) -> None:
-    """Adds the dicts and lists among values, and those within them."""
-    for value in values:
+def _nested(label: str, values: dict[str, Any], found: dict[int, tuple[str, Any]], depth: int = 3) -> None:
+    """Adds the dicts and lists among values, and those within them, by id and with a name."""
+    for name, value in values.items():
         if isinstance(value, dict | list) and id(value) not in found and depth:
-            found[id(value)] = value
-            _nested(value.values() if isinstance(value, dict) else value, found, depth - 1)
+            own = _joined(label, str(name))
+            found[id(value)] = own, value
+            _nested(own, value if isinstance(value, dict) else dict(enumerate(value)), found, depth - 1)
 
 
 def _configs(model: Any) -> list[Any]:
@@ -183,33 +299,35 @@ def _configs(model: Any) -> list[Any]:
     return list(found.values())
 
 
-def _tensors(modules: Iterable[Any]) -> Iterator[torch.Tensor]:
-    """Every parameter and buffer once; of a wrapper the tensors within."""
+def _named_tensors(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield every parameter and buffer once, by name, but those that change themselves; of a wrapper those within."""
     seen: set[int] = set()
-    for module in modules:
-        for tensor in chain(module._parameters.values(), module._buffers.values()):
+    for label, module in model.named_modules():
+        if module is not model and changes_itself(module):
+            continue
+        for name, tensor in chain(module._parameters.items(), module._buffers.items()):
             if tensor is not None and id(tensor) not in seen:
                 seen.add(id(tensor))
-                yield from _inner(tensor)
+                yield from _inner(_joined(label, name), tensor)
 
 
-def _inner(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+def _inner(label: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
     data = tensor.data if isinstance(tensor, torch.nn.Parameter) else tensor
     if hasattr(type(data), "__tensor_flatten__"):
         for name in getattr(data, "__tensor_flatten__")()[0]:  # noqa: B009  torch.Tensor itself has none
-            yield from _inner(getattr(data, name))
+            yield from _inner(_joined(label, name), getattr(data, name))
     elif tensor.layout == torch.strided and tensor.device.type != "meta":
-        yield tensor
+        yield label, tensor
 
 
-def _samples(tensors: list[torch.Tensor]) -> tuple[list[list[np.ndarray]], list[list[torch.Tensor]]]:
+def _samples(tensors: list[tuple[torch.Tensor, int]]) -> tuple[list[list[np.ndarray]], list[list[torch.Tensor]]]:
     """Views of some elements of each tensor: of those in host memory as integers, of others by device and dtype."""
     host: dict[int, list[np.ndarray]] = {}
     other: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
-    for tensor in tensors:
+    for tensor, count in tensors:
         if not tensor.numel() or type(tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
             continue
-        view, size = _sample(tensor.detach()), tensor.dtype.itemsize
+        view, size = _sample(tensor.detach(), count), tensor.dtype.itemsize
         if tensor.device.type == "cpu" and size in _INTEGERS:
             host.setdefault(size, []).append(view.view(_INTEGERS[size]).numpy())
         else:
@@ -217,8 +335,8 @@ def _samples(tensors: list[torch.Tensor]) -> tuple[list[list[np.ndarray]], list[
     return list(host.values()), list(other.values())
 
 
-def _sample(tensor: torch.Tensor) -> torch.Tensor:
-    """A view of SAMPLED elements of its memory, an odd distance apart, so that they are of different columns."""
+def _sample(tensor: torch.Tensor, most: int) -> torch.Tensor:
+    """A view of `most` elements of its memory, an odd distance apart, so that they are of different columns."""
     span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    count = min(span, SAMPLED)
+    count = min(span, most)
     return tensor.as_strided((count,), ((span // count - 1) | 1,), tensor.storage_offset())

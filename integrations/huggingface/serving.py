@@ -1,4 +1,4 @@
-"""Serves the calls of one model: what it was like when its cache was made, and each decoding loop over that cache."""
+"""Serves the calls of one model: each decoding loop over a cache that was made for the model as it is."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import functools
 import inspect
 import threading
 import weakref
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,10 +14,10 @@ import torch
 from ...cache import CacheManager, Explanation
 from .api import check_mode as check_options
 from .api import look, loop_of, rename_cache
-from .calls import Calls, RequestReport, ServedStats, UnsupportedError
+from .calls import Calls, RequestReport, ServedStats, UnsupportedError, refuse_if
 from .compression.reading import Documents, Reader
 from .contiguous.serve import Contiguous
-from .identity import Identity, set_by_forward
+from .identity import Identity, set_by_forward, without_row_settings
 from .images import Images, encoded_by_model, take_images
 from .kernels import WrongKernelError, require_kernels
 from .paged.graphs import CAPTURERS, DecodeSteps
@@ -49,7 +50,9 @@ class Serving:
         self._disabled = False
         self.documents = Documents(self._reader, self.salt, options)
         self.framework = look()
-        self._looked_at: set[str] = set()
+        self._running = ScopedSetting(lambda value: None)  # whether this thread is within a call of the model
+        self._changed: str | None = None  # what was another one when the cache was last emptied for it
+        self._served_before = self._short_lives = 0
         self.unsupported: str | None = None
         self.last_requests: list[RequestReport] = []
         # A wrong policy is told of before the model is looked at.
@@ -59,19 +62,21 @@ class Serving:
         weakref.finalize(model, _forget, weakref.ref(self)).atexit = False
 
     def _set_up(self, model: Any) -> None:
-        """Looks at the model as it is now, and makes an empty cache for it if it can be served."""
+        """Probe the model as it is now, and make an empty cache for it if it can be served."""
+        if isinstance(self._engine, Contiguous):
+            self._engine.leave_disk()
         self._engine, self.unsupported = None, None
         self.documents.forget()
-        self._placed = (model.dtype, model.device)
-        with set_by_forward(model) as transient:
+        self.steps.drop()
+        with without_row_settings(model), set_by_forward(model) as transient:
             try:
                 check_model(model)
                 self._engine = self._choose_engine(model)
             except UnsupportedError as error:
                 self.unsupported = self.steps.reason = f"{type(model).__name__}: {error}"
                 self._calls.tell_fallback(self.unsupported)
-        self._transient = frozenset(transient)
-        self._identity = Identity(model, transient=self._transient)
+        self._identity = Identity(model, transient)
+        self._served_before = self._calls.served
         self.steps.prepare(model, None)
 
     def _choose_engine(self, model: Any) -> Contiguous | Paged:
@@ -118,6 +123,8 @@ class Serving:
             self._generate(note, (), arguments, serves=False)
         if len(found) != 1:
             raise ValueError(f"inputs: got {len(found)} prompts, needs one")
+        if found[0].reason == "never" and self._changed is not None:
+            return replace(found[0], reason="changed", there=self._changed)
         return found[0]
 
     def _generate(self, run: Any, args: tuple[Any, ...], kwargs: dict[str, Any], serves: bool = True) -> Any:
@@ -141,40 +148,42 @@ class Serving:
             check_mode(model, arguments)
             take_stop_strings(model, arguments)
             ask_for_cache(model, arguments)
-            engine = self._placed_engine(model)
+            engine = self._engine if self._engine is not None else self._current(model)[0]
             images = None if engine is None else take_images(model, arguments)
         except UnsupportedError as error:
             if not serves:
                 raise ValueError(f"inputs: got a call that is not served, {error}") from error
             self._calls.fall_back(error.reason, error.detail)
-            return original(model, *args, **kwargs)
+            with self._running.within(True):
+                return original(model, *args, **kwargs)
         if engine is None:
             if not serves:
                 raise ValueError(f"model: is not served, {self.unsupported or 'caching is disabled'}")
             if self.unsupported is not None:
                 self._calls.fall_back(self.unsupported)
-            return original(model, *args, **kwargs)
+            with self._running.within(True):
+                return original(model, *args, **kwargs)
         return original(model, **arguments | {"custom_generate": self._decoding_loop(run, engine, arguments, images)})
 
-    def _placed_engine(self, model: Any) -> Contiguous | Paged | None:
-        """What serves the model in its dtype and on its device."""
-        with self._lock:
-            if self._disabled:
-                return None
-            if not model.training and (model.dtype, model.device) != self._placed:
-                self._set_up(model)
-            return self._engine
-
     def _current(self, model: Any) -> tuple[Contiguous | Paged | None, tuple[str, ...]]:
-        """What serves the model as it is now: KV of other weights must not be read, nor kept in blocks of others."""
+        """Return what serves the model as it is now, and the keys of its adapters; a changed model is probed anew.
+
+        Raises:
+            UnsupportedError: A call of the same thread is under way, and has changed the model for a moment.
+        """
         with self._lock:
             if self._disabled or model.training:
                 return (None if self._disabled else self._engine), ()
-            if self._identity.changed(model):
-                self._identity = Identity(model, transient=self._transient)
-                self.documents.forget()
-                if self._engine is not None:
-                    self._engine.empty(model, changed=True)
+            before = self._identity
+            if before.changed(model):
+                refuse_if(self._running.current, "a call within a call of the same model, which is changed for it")
+                lived = self._calls.served - self._served_before
+                self._set_up(model)
+                self._changed = before.difference(self._identity)
+                if lived:  # a cache that no call went over has not been missed
+                    self._short_lives = self._short_lives + 1 if lived == 1 else 0
+                if self._short_lives > 1:
+                    self._calls.tell_never_hits(self._changed)
             return self._engine, self._identity.adapter_keys()
 
     def _reader(self) -> Reader:
@@ -184,7 +193,6 @@ class Serving:
             raise ValueError("handle: needs a model that is alive, and caching that is enabled")
         if model.training:
             raise ValueError("model: is in training mode; call model.eval()")
-        self._placed_engine(model)
         try:
             require_kernels(model, self._options.block_size, "documents")
         except WrongKernelError as error:
@@ -226,21 +234,18 @@ class Serving:
         try:
             check_loop(loop)
             if isinstance(engine, Contiguous) and engine.bypasses(loop):
-                result = loop.run()
+                with self._running.within(True):
+                    result = loop.run()
                 reports = [RequestReport.of(loop.input_ids.shape[1], ()) for _ in loop.input_ids]
             else:
                 result, reports = self._serve(loop)
         except UnsupportedError as error:
             self._calls.fall_back(error.reason, error.detail)
-            if loop.images is not None:
-                encoded = encoded_by_model(loop.images, loop.model, loop.input_ids, loop.repeats)
-                return loop.run(mm_encoder_outputs=encoded)
-            return loop.run()
-        first = {"images"} if loop.images is not None else set()
-        first |= {"outputs"} if loop.requested_outputs else set()
-        if not first <= self._looked_at:
-            self._looked_at |= first
-            self._look_again(loop.model)
+            with self._running.within(True):
+                if loop.images is not None:
+                    encoded = encoded_by_model(loop.images, loop.model, loop.input_ids, loop.repeats)
+                    return loop.run(mm_encoder_outputs=encoded)
+                return loop.run()
         self.last_requests = reports
         self._calls.serve()
         return result
@@ -248,13 +253,16 @@ class Serving:
     def _serve(self, loop: Loop) -> tuple[Any, list[RequestReport]]:
         """Runs a loop over the cache; UnsupportedError: before a token was computed."""
         engine, loop = self._identified(loop)
-        return engine.run(loop, self._calls)
+        with self._running.within(True):
+            return engine.run(loop, self._calls)
 
     def _identified(self, loop: Loop) -> tuple[Contiguous | Paged, Loop]:
         """What serves a loop, and the loop with all that its KV depends on and what is known of it."""
-        engine, adapters = self._current(loop.model)
-        if engine is None:
-            raise UnsupportedError(self.unsupported or "caching was disabled while the call began")
+        with self._lock:
+            engine, adapters = self._current(loop.model)
+            if engine is None:
+                raise UnsupportedError(self.unsupported or "caching was disabled while the call began")
+            loop.unchanged = self._identity.watch(loop.model)
         loop.adapters, loop.salt, loop.returns = self._row_adapters(loop), self.salt.current, self.hint.current
         lengths = [loop.input_ids.shape[1]] if loop.mask is None else loop.mask.sum(-1).tolist()
         keys = rope_keys(loop.model.config, lengths, loop.generation_config.max_length)
@@ -274,12 +282,6 @@ class Serving:
             raise UnsupportedError("adapters are set by row in another way than one name for each")
         return names if names is None else [str(name) for name in names]
 
-    def _look_again(self, model: Any) -> None:
-        """After the first images or hidden states: transformers then puts hooks on modules, and that is no change."""
-        with self._lock:
-            if not self._identity.tensors_changed():
-                self._identity = Identity(model, transient=self._transient)
-
     @property
     def manager(self) -> Any:
         """Hands out the blocks; None when the model cannot be served."""
@@ -296,6 +298,7 @@ class Serving:
         """See `PrefixCaching.reset`."""
         with self._lock:
             self.documents.clear()
+            self._changed = None
             model = self._model()
             if self._engine is not None and model is not None:
                 self._engine.empty(model)
@@ -303,8 +306,7 @@ class Serving:
     def saved_engine(self) -> tuple[Contiguous, Any, tuple[str, ...]]:
         """What can save or load blocks, for which model and adapters; ValueError: there is none."""
         model = self._model()
-        placed = None if model is None else self._placed_engine(model)
-        engine, adapters = (None, ()) if placed is None else self._current(model)
+        engine, adapters = (None, ()) if model is None else self._current(model)
         if not isinstance(engine, Contiguous):
             raise ValueError("model: needs one that is served over contiguous copies, to save or load its blocks")
         return engine, model, adapters

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from contextlib import suppress
 from typing import Any, TypeAlias
 
@@ -15,10 +15,18 @@ AnyManager: TypeAlias = CacheManager[Any, Any, Any]  # of one group or of severa
 class Lease:
     """The requests of one call; those it has not given back when it is lost are given back by the next call."""
 
-    def __init__(self, manager: AnyManager, returns: float | None = None) -> None:
+    def __init__(
+        self, manager: AnyManager, returns: float | None = None, unchanged: Callable[[], bool] = lambda: True
+    ) -> None:
         self.manager = manager
         self.request_ids: list[str] = []
-        self._returns = returns
+        self.stale = False  # whether the model was found changed: the call publishes nothing any more
+        self._returns, self._unchanged = returns, unchanged
+
+    def publishes(self) -> bool:
+        """Return whether the model is what it was when the call began, at every pass so far: asked before each."""
+        self.stale = self.stale or not self._unchanged()
+        return not self.stale
 
     def take(self, request_id: str) -> None:
         """Remembers a request before it is started."""
@@ -51,10 +59,13 @@ class Leases:
         # Looked through by the next call: a finalizer would be Python code in which an interrupt is swallowed.
         self._leases: dict[weakref.ref[Lease], list[str]] = {}
 
-    def lease(self, returns: float | None = None) -> Lease:
-        """For the requests of a call; `returns`: see `CacheManager.free`."""
+    def lease(self, returns: float | None = None, unchanged: Callable[[], bool] = lambda: True) -> Lease:
+        """Return a lease for the requests of a call; `returns`: see `CacheManager.free`.
+
+        `unchanged` tells whether the model is still what the call began with.
+        """
         self.sweep()
-        lease = Lease(self.manager, returns)
+        lease = Lease(self.manager, returns, unchanged)
         self._leases[weakref.ref(lease)] = lease.request_ids
         return lease
 

@@ -45,7 +45,7 @@ _OF_HUB = ("constraints", "force_words_ids", "penalty_alpha", "num_beam_groups",
 SERVED_ARGUMENTS = frozenset((
     *CACHE_NAMES, "attention_mask", "position_ids", "use_cache", "logits_to_keep", "return_dict",
     "output_attentions", "output_hidden_states", "output_router_logits", "cache_position", "token_type_ids",
-    "mm_token_type_ids",
+    "mm_token_type_ids", "labels",
 ))  # fmt: skip
 """Arguments of the forward pass that generate makes itself, or that change nothing in a token's KV."""
 
@@ -96,6 +96,7 @@ class Loop:
     keys: tuple[Any, ...] = ()  # what KV depends on besides tokens
     salt: Any = None  # whose blocks may be shared
     returns: float | None = None  # probability that the conversation goes on soon
+    unchanged: Callable[[], bool] = lambda: True  # whether the model is what `keys` stand for
 
     def run(self, model: Any = None, options: dict[str, Any] | None = None, **inputs: Any) -> Any:
         """The loop over `model`, the model itself where none is given, with some options and inputs replaced."""

@@ -79,6 +79,7 @@ class Held:
     key: Any  # its name there
     written: int = 0  # tokens at its start whose KV is there already
     searched: tuple[int, int] = (0, 0)  # tokens of its prompt, and those of them that were found
+    stale: bool = False  # whether the model has changed since it started: nothing more of it is published
 
 
 class ScheduledBlocks:
@@ -90,9 +91,17 @@ class ScheduledBlocks:
     max_decode_fast_path_length = 0
 
     def __init__(
-        self, shared: SharedBlocks, keys: Callable[[], tuple[str, ...]], sharing: bool, max_batch_tokens: int
+        self,
+        shared: SharedBlocks,
+        keys: Callable[[SharedBlocks], tuple[str, ...]],
+        watch: Callable[[], Callable[[], bool]],
+        sharing: bool,
+        max_batch_tokens: int,
     ) -> None:
-        self.shared, self._keys = shared, keys  # what KV depends on besides tokens, asked for as a request starts
+        # `keys`: what KV depends on besides tokens, asked for as a request starts. `watch` gives what tells whether
+        # the model is what it was at that moment.
+        self.shared, self._keys, self._watch = shared, keys, watch
+        self._unchanged = watch()
         self.manager, self.storage = shared.manager, shared.storage
         self.num_blocks = min(pool.num_blocks for pool in self.manager.pools)
         self.capacity = self.num_blocks * self.manager.block_size  # tokens of the longest request there is room for
@@ -118,8 +127,16 @@ class ScheduledBlocks:
         """Whether it has requests."""
         return bool(self._held)
 
+    def look(self) -> None:
+        """Look, before and after each pass, whether the model is what it was: else running requests publish no more."""
+        if not self._unchanged():
+            self._unchanged = self._watch()
+            for held in self._held.values():
+                held.stale = True
+
     def begin(self) -> None:
         """Starts a schedule."""
+        self.look()
         self.scheduled.clear()
         self.refused.clear()
         self.arrived.clear()
@@ -199,7 +216,7 @@ class ScheduledBlocks:
     def mark_complete_blocks(self, state: Any, complete_blocks: dict[str, int]) -> None:
         """Publishes what a request has computed."""
         held = self._held.get(state.request_id)
-        if held is not None and any(self.manager.commit(held.key, state.current_len())):
+        if held is not None and not held.stale and any(self.manager.commit(held.key, state.current_len())):
             # The step that read replaced blocks is over: they go back now, not when there is room for the next one.
             self.manager.commit(held.key, state.current_len())
 
@@ -215,7 +232,7 @@ class ScheduledBlocks:
         for request_id in dst_req_ids:
             key = (self.number, request_id)
             self.manager.fork(held.key, key)
-            self._held[request_id] = Held(key, held.written)
+            self._held[request_id] = Held(key, held.written, stale=held.stale)
         return list(dst_req_ids)
 
     def perform_cache_copy(self, copy_src_and_dst: dict[str, tuple[list[int], list[int]]]) -> None:
@@ -266,7 +283,7 @@ class ScheduledBlocks:
     def _start(self, state: Any, prompt_ids: list[int]) -> Any:
         held = Held((self.number, state.request_id))
         salt = getattr(state, "salt", None)
-        keys: tuple[Any, ...] = self._keys()
+        keys: tuple[Any, ...] = self._keys(self.shared)
         if not self.use_prefix_sharing:
             keys = (*keys, f"alone {self.number} {state.request_id}")
         allocation = self.manager.allocate(held.key, prompt_ids, extra_keys=keys, salt=salt, num_tokens=0)

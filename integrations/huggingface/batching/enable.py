@@ -6,6 +6,7 @@ import importlib
 import inspect
 import threading
 import weakref
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -17,8 +18,8 @@ from ...plugin import find_interface, release_of, series_text
 from ...tested import TESTED, say_untested
 from ..calls import UnsupportedError, refuse_if
 from ..enable import ReplacedMethod, check_not_replaced, generating_model
-from ..identity import Identity, set_by_forward
-from ..paged.layers import PagedStorage, layer_windows
+from ..identity import Identity, set_by_forward, without_row_settings
+from ..paged.layers import LayerSpec, PagedStorage, layer_windows
 from ..paged.packed import probe_packed
 from ..settings import ScopedSetting, check_number, check_salt, default_num_blocks
 from ..support import check_model
@@ -146,21 +147,31 @@ class ContinuousBatching:
         self.told: set[str] = set()
         self._epoch = 0
         self._disabled = False
+        self._shared: Any = None
         CacheManager(1, block_size, policy=policy)  # a wrong policy is told of before the model is looked at
         self._set_up(model)
 
     def _set_up(self, model: Any) -> None:
-        """Looks at the model as it is now and makes empty blocks for it."""
+        """Probe the model as it is now, and make empty blocks for it unless those that are there fit.
+
+        Raises:
+            UnsupportedError: The model is not served.
+        """
         num_layers = model.config.get_text_config(decoder=True).num_hidden_layers
         try:
             _check(model)
-            with set_by_forward(model) as transient:
+            with without_row_settings(model), set_by_forward(model) as transient:
                 specs = probe_packed(model, self.block_size)
             refuse_if(len(specs) != num_layers, f"{len(specs)} of its {num_layers} layers cache keys and values")
             windows = layer_windows(model.config)
         except UnsupportedError as error:
             raise UnsupportedError(f"{type(model).__name__}: {error.reason}", error.detail) from error
-        self._transient = frozenset(transient)
+        if self._shared is None or (self._shared.storage.specs, self._shared.storage.windows) != (specs, windows):
+            self._shared = self._empty(model, specs, windows)
+        self._identity = Identity(model, transient)
+        self._epoch += 1
+
+    def _empty(self, model: Any, specs: dict[int, LayerSpec], windows: dict[int, int]) -> SharedBlocks:
         per_block = self.block_size * sum(spec.bytes_per_token for spec in specs.values())
         num_blocks = self._num_blocks or default_num_blocks(model, per_block, self.block_size)
         kinds = sorted({windows.get(layer, 0) for layer in specs})
@@ -170,9 +181,7 @@ class ContinuousBatching:
         for layer, spec in specs.items():  # now, so that sessions of several threads find them there
             storage.allocate(layer, spec)
         manager = CacheManager(num_blocks, self.block_size, policy=self._policy, groups=groups)
-        self._shared = SharedBlocks(manager, storage)
-        self._placed = (model.dtype, model.device)
-        self._identity = Identity(model, transient=self._transient)
+        return SharedBlocks(manager, storage)
 
     def __enter__(self) -> ContinuousBatching:
         return self
@@ -247,23 +256,38 @@ class ContinuousBatching:
         return self._salt.current
 
     def shared(self, model: Any) -> SharedBlocks:
-        """The blocks for the model as it is now: those of another dtype or device cannot hold its keys and values."""
+        """Return the blocks for the model as it is now; a changed model is probed anew.
+
+        Raises:
+            UnsupportedError: The changed model is not served.
+        """
         with self._lock:
-            if not self._disabled and (model.dtype, model.device) != self._placed:
+            if not self._disabled and self._identity.changed(model):
                 self._set_up(model)
-            return self._shared
+            shared: SharedBlocks = self._shared
+            return shared
 
     def blocks(self, model: Any, sharing: bool, max_batch_tokens: int) -> ScheduledBlocks:
         """What stands in for transformers' cache in a session."""
-        return ScheduledBlocks(self.shared(model), self._keys, sharing, max_batch_tokens)
+        return ScheduledBlocks(self.shared(model), self._keys, self._watch, sharing, max_batch_tokens)
 
-    def _keys(self) -> tuple[str, ...]:
-        """What the KV of a request that starts now depends on besides its tokens."""
+    def _watch(self) -> Callable[[], bool]:
+        """Return what tells whether the model is what it was when a request started."""
+        model, epoch, unchanged = self._model(), self._epoch, self._identity.watch(self._model())
+        return lambda: model is not None and self._epoch == epoch and unchanged()
+
+    def _keys(self, shared: SharedBlocks) -> tuple[str, ...]:
+        """Return what the KV of a request that starts now in a session over `shared` depends on besides its tokens.
+
+        Raises:
+            UnsupportedError: The model has changed, and is not served or no longer fits these blocks.
+        """
+        model = self._model()
         with self._lock:
-            model = self._model()
-            if model is not None and self._identity.changed(model):
-                self._identity = Identity(model, transient=self._transient)
-                self._epoch += 1
+            if model is not None and not self._disabled and self.shared(model) is not shared:
+                raise UnsupportedError(
+                    "its keys and values do not fit the blocks of this manager: stop it and begin anew"
+                )
             return (f"model {self._epoch}", *self._identity.adapter_keys())
 
 

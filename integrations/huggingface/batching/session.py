@@ -213,6 +213,7 @@ class Processor(ContinuousBatchProcessor):  # type: ignore[misc]
             batch["input_ids"] = batch["position_ids"] = batch["input_ids"].new_zeros(1, 1)
         step = PackedStep(model, self.cache.shared, rows, copies)
         self.model_runner.compute_batch(step, batch)
+        self.cache.look()
         self.inputs_and_outputs.retrieve_device_outputs()
 
     def fail(self, state: Any, reason: str) -> None:

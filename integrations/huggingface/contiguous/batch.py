@@ -8,7 +8,6 @@ from typing import Any
 from ..api import DynamicCache
 from ..store import Lease
 from ..support import Loop
-from .blocks import RequestBlocks
 from .layers import States, num_tokens, release, take_states
 from .layout import forward, lay_out, read, read_behind
 from .moved import compute_moved
@@ -48,7 +47,7 @@ class Batch:
         self.computed_for_hidden = 0  # cached tokens without the hidden states that are asked for
         try:
             for prompt in self.prompts:
-                prompt.blocks = RequestBlocks(store.manager, store.storage, prompt.request_id)
+                prompt.blocks = self.requests.blocks(prompt)
                 if len(prompt.tokens):
                     self.requests.admit(prompt, reuse and loop.continued is None)
                     self._limit_to_hidden(prompt)

@@ -9,16 +9,17 @@ import numpy as np
 
 from ....cache import OutOfBlocks
 from ..api import DynamicCache
-from ..store import AnyManager
-from .layers import States, attention_layers, window_layers
+from ..store import Lease
+from .layers import States, attention_layers, columns, window_layers
 from .storage import BlockIds, ModelStorage
 
 
 class RequestBlocks:
     """The blocks of one request, and how far they are filled."""
 
-    def __init__(self, manager: AnyManager, storage: ModelStorage, request_id: str) -> None:
-        self.manager, self.storage, self.request_id = manager, storage, request_id
+    def __init__(self, lease: Lease, storage: ModelStorage, request_id: str) -> None:
+        self.lease, self.storage, self.request_id = lease, storage, request_id
+        self.manager = lease.manager
         self.held = 0  # tokens that have blocks
         self.written = 0  # blocks whose content is there
         self.borrowed: int | None = None  # the block of another within which the cached tokens end, where they do
@@ -83,6 +84,10 @@ class RequestBlocks:
         """Writes and commits the complete blocks among the first `end` tokens, but for spans that were read."""
         # `row` of the cache has them behind `pad` columns. In steps, where windows let their blocks be used again.
         # `states` are those behind `end`, to be kept.
+        # Nothing is published once the model has changed, or something has taken tokens from the cache.
+        if not self.lease.publishes() or min(columns(cache), default=pad + end) < pad + end:
+            self.storage.evicts |= not self.lease.stale
+            self.closed = True
         size, chunk, end = self.storage.block_size, self.storage.chunk, min(end, len(tokens))
         if end // size <= self.written and not states:  # between blocks there is nothing to publish
             return

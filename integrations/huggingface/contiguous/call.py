@@ -11,7 +11,7 @@ import torch
 
 from ..api import ModelInLoop
 from .batch import Batch
-from .layers import States, from_states, num_tokens, release, take_states
+from .layers import States, columns, from_states, num_tokens, release, take_states
 from .prompts import Prompt, Reused
 from .store import of_steps
 
@@ -21,7 +21,7 @@ class Call:
 
     def __init__(self, batch: Batch) -> None:
         self.batch, self.store, self.loop = batch, batch.store, batch.loop
-        self._due = self._published = False
+        self._due = self._published = self.reads_nothing = False
         self._computed = self._kept = 0
         self._decode_states: dict[int, tuple[int, States]] = {}
 
@@ -38,6 +38,16 @@ class Call:
         self.batch.cache, self.batch.start, self._due, self._published = None, 0, False, True
         for prompt in self.batch.prompts:
             prompt.reused = Reused()
+
+    def read_nothing(self) -> None:
+        """Begin with an empty cache in the same place: what drafts tokens reads what is computed of every token."""
+        batch = self.batch
+        if batch.start and batch.cache is not None:
+            batch.cache.layers = self.store.make_cache(batch.room).layers
+            batch.cache.activate_past_recording()
+            batch.start, self.reads_nothing = 0, True
+            for prompt in batch.prompts:
+                prompt.reused = Reused()
 
     def publish(self) -> None:
         """Publishes the prompts once they are computed; called before the next forward pass, and at the end."""
@@ -88,6 +98,8 @@ class Call:
     def keep_hidden(self, steps: Any) -> None:
         """Keeps a result's hidden states: of each pass and layer `[batch, tokens, width]`, the prompts' first."""
         batch = self.batch
+        if not batch.requests.publishes():
+            return
         if batch.hidden is None or batch.cache is None or not steps or self._computed + batch.start < batch.length:
             return
         for prompt in batch.prompts:
@@ -97,10 +109,17 @@ class Call:
             table = prompt.blocks.tables[0]
             batch.hidden.keep(table[: prompt.blocks.written], of_steps(steps if whole else steps[:1], prompt.rows[0]))
 
+    def intact(self, length: int) -> bool:
+        """Return whether the cache has so many columns, all computed by the model that the call began with."""
+        batch = self.batch
+        whole = not (columns(batch.cache) - {length})
+        self.store.storage.evicts |= not whole
+        return whole and batch.requests.publishes()
+
     def keep_answers(self, sequences: torch.Tensor, last: bool = True) -> None:
         """Keeps what a loop generated that gives each row of the cache its row of the result, `[batch, length]`."""
         batch = self.batch
-        if batch.cache is None:
+        if batch.cache is None or not self.intact(sequences.shape[1] - 1):
             return
         have = batch.start + self._computed if self.store.states is not None else num_tokens(batch.cache)
         generated, eos = sequences[:, batch.length : have].cpu().numpy(), self.loop.eos
@@ -141,6 +160,10 @@ class WatchedModel(ModelInLoop):
         self._call = call
         self._first = not chunked  # else the loop cuts the prompt itself
 
+    def drafts_from_outputs(self) -> None:
+        """Let the model compute the whole prompt: see `ModelInLoop`."""
+        self._call.read_nothing()
+
     def prepare_inputs_for_generation(
         self, input_ids: torch.Tensor, next_sequence_length: int | None = None, **kwargs: Any
     ) -> Any:
@@ -148,6 +171,8 @@ class WatchedModel(ModelInLoop):
         call, batch = self._call, self._call.batch
         call.keep_so_far(input_ids)
         behind = input_ids.shape[1] - batch.start if self._first and batch.start else None
+        if self._first and call.reads_nothing and batch.images is not None:
+            kwargs["mm_encoder_outputs"] = batch.features()
         self._first = False
         prepare = self._model.prepare_inputs_for_generation
         inputs = prepare(input_ids, next_sequence_length=behind or next_sequence_length, **kwargs)
@@ -162,6 +187,7 @@ class WatchedModel(ModelInLoop):
 
     def __call__(self, **inputs: Any) -> Any:
         """The model's own forward pass."""
+        self._call.batch.requests.publishes()
         self._call.publish()
         with from_states() if self._call.store.states is not None else nullcontext():
             outputs = self._model(**inputs)

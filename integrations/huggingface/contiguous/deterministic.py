@@ -19,8 +19,7 @@ from ..api import CausalLMOutputWithPast, DynamicCache, ModelInLoop, attention_i
 from ..calls import refuse_if
 from ..store import Lease
 from ..support import BY_TOKEN, Loop, RecordedCriteria
-from .blocks import RequestBlocks
-from .layers import release, take_states
+from .layers import columns, release, take_states
 from .layout import forward, read, read_behind
 from .prompts import Prompt, Reused, prompts_of
 from .requests import PromptRequests
@@ -43,6 +42,7 @@ class RowByRow(ModelInLoop):
         loop.keys = (*loop.keys, *conditions(loop.model))
         self._requests = PromptRequests(store, loop, lease)
         self._caches: dict[int, DynamicCache] = {}  # of each row, once its prompt is computed
+        self._computed: dict[int, int] = {}  # tokens of each row that its cache has
 
     def prefill(self, input_ids: torch.Tensor, *_: Any, **__: Any) -> Any:
         """Logits behind every prompt."""
@@ -55,6 +55,7 @@ class RowByRow(ModelInLoop):
     def __call__(self, input_ids: torch.Tensor, **_: Any) -> Any:
         """Logits of every row's next token, `[batch, 1, vocabulary]`."""
         logits: dict[int, torch.Tensor] = {}
+        self._requests.publishes()
         if self._caches:
             finished = self.criteria.dropped(len(input_ids))
             for row, tokens in enumerate(input_ids.cpu().numpy()):
@@ -64,6 +65,7 @@ class RowByRow(ModelInLoop):
             for prompt in self.prompts:
                 own, found = self._read(prompt)
                 for row in prompt.rows:
+                    self._computed[row] = len(prompt.tokens)
                     self._caches[row], logits[row] = own if row == prompt.rows[0] else copy.deepcopy(own), found
         padding = torch.zeros_like(next(iter(logits.values())))  # a finished row's next token is padding
         return CausalLMOutputWithPast(logits=torch.cat([logits.get(row, padding) for row in range(len(input_ids))]))
@@ -72,6 +74,7 @@ class RowByRow(ModelInLoop):
         """Logits behind a row's last token, `[1, 1, vocabulary]`."""
         cache = self._caches[row]
         release(cache, len(tokens) - 1)  # nothing of an answer goes to blocks
+        self._computed[row] = len(tokens)
         return self._forward(tokens, len(tokens) - 1, len(tokens), cache)
 
     def _forward(self, tokens: np.ndarray, start: int, end: int, cache: DynamicCache) -> torch.Tensor:
@@ -111,7 +114,7 @@ class RowByRow(ModelInLoop):
             while (whole := _down(min(prompt.reused.cached, last), chunk)) != prompt.reused.cached and not simple:
                 self._requests.readmit(prompt, whole)  # other blocks of windows, or another state, serve there
         except OutOfBlocks as error:  # computed alike, and not kept
-            prompt.blocks = RequestBlocks(self._store.manager, self._store.storage, prompt.request_id)
+            prompt.blocks = self._requests.blocks(prompt)
             prompt.blocks.full, prompt.blocks.closed, prompt.reused = error, True, Reused()
             return
         spans = [(-_down(-start, chunk), _down(min(end, last), chunk)) for start, end in prompt.reused.later]
@@ -131,8 +134,12 @@ class RowByRow(ModelInLoop):
 
     def keep(self) -> None:
         """Leaves a single row's cache to later calls, which go on behind a whole chunk of the prompt's."""
-        if self._caches and self._alone:
-            self._store.kept.put(self._caches[0], self.prompts[0].tokens, self._loop.keys, self._loop.salt)
+        if self._caches and self._alone and self._requests.publishes():
+            cache, prompt = self._caches[0], self.prompts[0]
+            if columns(cache) == {self._computed[0]}:
+                self._store.kept.put(cache, prompt.tokens, self._loop.keys, self._loop.salt)
+            else:
+                self._store.storage.evicts = True
 
 
 def _check(loop: Loop, prompts: list[Prompt], counts_padding: bool) -> None:

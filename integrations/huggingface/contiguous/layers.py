@@ -38,6 +38,15 @@ from ..calls import UnsupportedError
 from ..support import modeling_globals
 
 
+def _is_shared(buffer: torch.Tensor) -> bool:
+    """Return whether anything but a layer, with its buffer and the view of it, has the buffer's memory."""
+    count = getattr(torch._C, "_storage_Use_Count", None)
+    return count is None or count(buffer.untyped_storage()._cdata) > HOLDERS
+
+
+HOLDERS = 3  # the buffer, the view of its tokens, and the storage object by which they are counted
+
+
 class _Growing:
     """Keys and values as views of buffers into which new tokens are written, in place of a concatenation a step."""
 
@@ -54,11 +63,14 @@ class _Growing:
         length = there.shape[2] if there is not None and there.dim() == 4 else 0
         end = length + tokens
         own_buffer = buffer is not None and there is not None and there.data_ptr() == buffer.data_ptr()
+        if own_buffer and length < own.get(f"_{name}_written", 0) and _is_shared(buffer):
+            own_buffer = False  # tokens that were taken back are still seen by whoever kept `keys`
         if not own_buffer or batch != buffer.shape[0] or end > buffer.shape[2]:
             buffer = new.new_empty((batch, heads, end + max(self.room, end // 2 if length else 0), width))
             if length:
                 buffer.narrow(2, 0, length).copy_(there)
-            own[f"_{name}_buffer"] = buffer
+            own[f"_{name}_buffer"], own[f"_{name}_written"] = buffer, length
+        own[f"_{name}_written"] = max(own.get(f"_{name}_written", 0), end)
         buffer.narrow(2, length, tokens).copy_(new)
         grown: torch.Tensor = buffer.narrow(2, 0, end)
         own[name] = grown
@@ -67,6 +79,8 @@ class _Growing:
     def adopt(self, keys: torch.Tensor, values: torch.Tensor, length: int) -> None:
         """Takes buffers `[batch, heads, capacity, width]` whose first `length` tokens are filled."""
         self.dtype, self.device, self.is_initialized = keys.dtype, keys.device, True
+        if self.__dict__.get("_keys_buffer") is not keys:
+            self._keys_written = self._values_written = length
         self._keys_buffer, self._values_buffer = keys, values
         self.keys, self.values = keys[:, :, :length], values[:, :, :length]
 
@@ -258,6 +272,16 @@ def num_tokens(cache: DynamicCache) -> int:
     """Tokens whose keys and values every layer has; 0 for a cache of states alone."""
     lengths = [layer.get_seq_length() for layer in attention_layers(cache).values() if layer.keys is not None]
     return min(lengths, default=0)
+
+
+def columns(cache: DynamicCache) -> set[int]:
+    """Return how many columns layers have had: one number, unless something besides them took tokens away."""
+    found = set()
+    for layer in attention_layers(cache).values():
+        if layer.keys is not None:
+            found.add(getattr(layer, "first", 0) + int(layer.keys.shape[2]))
+            found |= {layer.cumulative_length} if isinstance(layer, GrowingWindowLayer) else set()
+    return found
 
 
 States = dict[str, torch.Tensor]  # of one row: by layer, kind and index ("3 recurrent 0") the state, `[1, ...]`

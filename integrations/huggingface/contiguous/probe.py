@@ -24,7 +24,7 @@ from .layers import (
     take_states,
 )
 from .layout import accepted, forward
-from .prompts import RowImages, clear_of, prompts_of
+from .prompts import RowImages, clear_of, prompts_of, runs
 from .storage import Specs, TokenSpec
 
 TOKENS, CUT, PAD = 29, 16, 3  # length of the probe, where it is cut, and by how much it is padded
@@ -80,7 +80,8 @@ def probe_images(
     prompt = next((p for p in prompts_of(input_ids, mask, images) if p.items), None)
     if prompt is None:
         return None
-    first, end = prompt.items[0].first - prompt.pad, prompt.items[0].end - prompt.pad
+    run = runs(prompt.items)[0]
+    first, end = run[0].first - prompt.pad, run[-1].end - prompt.pad
     length = clear_of(prompt.items, min(len(prompt.tokens), end + CUT) + prompt.pad) - prompt.pad
     with refusing("its forward pass fails behind a cached prefix beside images"):
         whole = new_cache(model.config)

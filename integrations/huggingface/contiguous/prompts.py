@@ -41,9 +41,14 @@ class Item:
         """Column behind the last."""
         return int(self.columns[-1]) + 1
 
+    @property
+    def content(self) -> tuple[Any, ...]:
+        """What its keys and values depend on."""
+        return (*self.segment.key, self.seen)
+
     def key(self, pad: int) -> KeyAt:
-        """What it adds to the identity of blocks, in a prompt behind so many columns."""
-        return KeyAt(self.first - pad, (*self.segment.key, self.seen))
+        """Return what it adds to the identity of blocks, in a prompt behind so many columns."""
+        return KeyAt(self.first - pad, self.content)
 
 
 class RowImages:
@@ -145,11 +150,22 @@ class RowImages:
         return self._outputs.together(rows)
 
 
-def clear_of(items: list[Item], column: int) -> int:
-    """The column, or where the image begins that it would cut."""
+def runs(items: list[Item]) -> list[list[Item]]:
+    """Return images in groups without a token between them, which tokens of one image may attend to as a whole."""
+    found: list[list[Item]] = []
     for item in items:
-        if item.first < column < item.end:
-            return item.first
+        if found and found[-1][-1].end == item.first:
+            found[-1].append(item)
+        else:
+            found.append([item])
+    return found
+
+
+def clear_of(items: list[Item], column: int) -> int:
+    """Return the column, or where the images begin that it would cut."""
+    for run in runs(items):
+        if run[0].first < column < run[-1].end:
+            return run[0].first
     return column
 
 
@@ -218,12 +234,25 @@ class Prompt:
         features = {"mm_encoder_outputs": self.images.features(self.items, self.pad + start, self.pad + end)}
         return self.images.inputs(self.rows[0], self.pad, self.pad + end) | features
 
+    def image_keys(self) -> list[KeyAt]:
+        """Return what the images add to the identity of blocks.
+
+        Where tokens attend in both directions within images, an image's keys depend on all images beside it.
+        """
+        if self.images is None or self.images.split.computes:
+            return [item.key(self.pad) for item in self.items]
+        return [
+            KeyAt(item.first - self.pad, tuple(other.content for other in run))
+            for run in runs(self.items)
+            for item in run
+        ]
+
     def agrees(self, other: Prompt) -> int:
         """Tokens in which two prompts agree from their beginning; what stands for different images does not."""
         both = min(len(self.tokens), len(other.tokens))
-        for a, b in zip(self.items, other.items, strict=False):
-            if a.segment != b.segment:
-                both = min(both, a.first - self.pad)
+        for a, b in zip(runs(self.items), runs(other.items), strict=False):
+            if a != b:
+                both = min(both, a[0].first - self.pad, b[0].first - other.pad)
                 break
         differ = np.flatnonzero(self.tokens[:both] != other.tokens[:both])
         return int(differ[0]) if differ.size else both

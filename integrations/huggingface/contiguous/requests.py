@@ -26,7 +26,7 @@ def extra_keys(store: ContiguousStore, keys: tuple[Any, ...], prompt: Prompt) ->
         keys = (*keys, "columns before it", str(prompt.pad))
     if prompt.adapter is not None:
         keys = (*keys, "adapter of the row", prompt.adapter)
-    return [*keys, *[item.key(prompt.pad) for item in prompt.items]] or None
+    return [*keys, *prompt.image_keys()] or None
 
 
 class PromptRequests:
@@ -38,6 +38,10 @@ class PromptRequests:
         self._keys, self._salt = loop.keys, loop.salt
         # Not kept alive by what refers to itself in a circle: when the call is over it has to be gone at once.
         self._lease = weakref.proxy(lease)
+
+    def blocks(self, prompt: Prompt) -> RequestBlocks:
+        """Return the blocks of a prompt that has none yet."""
+        return RequestBlocks(self._lease, self.store.storage, prompt.request_id)
 
     def admit(self, prompt: Prompt, reuse: bool = True, most: int | None = None) -> None:
         """Takes blocks for a prompt and finds `most` cached tokens at most; OutOfBlocks: it does not fit."""
@@ -55,7 +59,7 @@ class PromptRequests:
             limit = prompt.readable(cached) + 1  # states, or windows, are there for other places only
             self._lease.free(prompt.request_id)
         whole = cached == limit - 1 and (allocation.group_slot_mapping(0)[-1:] < 0).any()
-        prompt.allocation, prompt.blocks = allocation, RequestBlocks(store.manager, store.storage, prompt.request_id)
+        prompt.allocation, prompt.blocks = allocation, self.blocks(prompt)
         blocks = prompt.blocks
         blocks.held = limit if store.storage.chunk is None else store.manager.num_tokens(prompt.request_id)
         blocks.written = (limit if whole else cached) // store.block_size
@@ -172,6 +176,10 @@ class PromptRequests:
     def end(self, branch: RequestBlocks) -> None:
         """Ends a row's own request."""
         self._lease.free(branch.request_id)
+
+    def publishes(self) -> bool:
+        """Return whether the model is what it was when the call began."""
+        return self._lease.publishes()
 
     def close(self) -> None:
         """Gives all blocks back; complete ones stay published until they are evicted."""

@@ -57,13 +57,14 @@ class Contiguous:
         if self.store.evicted is not None:
             self.store.evicted.close(self.store.manager)
 
-    def empty(self, model: Any, changed: bool = False) -> None:
-        """An empty cache from now on; calls under way go on with the blocks they have."""
-        if changed and self._disk is not None:  # blocks on disk are not those of a model that has changed
-            for writer in self._disk:
-                writer.close()
-            self._disk = None
+    def empty(self, model: Any) -> None:
+        """Begin anew with an empty cache; calls under way keep the blocks they have."""
         self._make(model, self._probed)
+
+    def leave_disk(self) -> None:
+        """Finish what is being written to disk and write no more: another cache takes its place."""
+        for writer in self._disk or ():
+            writer.close()
 
     def save(self, model: Any, adapters: tuple[str, ...], path: str | os.PathLike[str]) -> int:
         """Writes the blocks to a file: see `PrefixCaching.save`."""
@@ -131,7 +132,9 @@ class Contiguous:
         self._check(loop)
         if self._options.chunk is not None:
             return self._run_alone(loop, calls, self._options.chunk)
-        lease = self.store.lease(loop.returns)  # before the batch: an interrupt may come before that has its name
+        lease = self.store.lease(
+            loop.returns, loop.unchanged
+        )  # before the batch: an interrupt may come before that has its name
         try:
             batch = self._batch(loop, lease)
         except OutOfBlocks as error:
@@ -153,7 +156,7 @@ class Contiguous:
 
     def _run_alone(self, loop: Loop, calls: Calls, chunk: int) -> tuple[Any, list[RequestReport]]:
         """As `run`, each row by itself in chunks of so many tokens."""
-        lease = self.store.lease(loop.returns)
+        lease = self.store.lease(loop.returns, loop.unchanged)
         rows = RowByRow(self.store, loop, lease, chunk)
         try:
             result = loop.run_over(rows, rows.criteria)
@@ -184,6 +187,7 @@ class Contiguous:
     def _check(self, loop: Loop) -> None:
         """Raises UnsupportedError for a loop that the model, as it was probed, does not allow."""
         config = loop.generation_config
+        refuse_if(self.store.storage.evicts, "something takes tokens from its cache, as hooks that evict do")
         refuse_if(loop.mode not in LOOPS, f"generation mode {loop.mode}")
         if loop.mode == "assisted_generation":
             need(ASSISTED)
@@ -223,15 +227,22 @@ class Contiguous:
         result = loop.run(watched, **{loop.cache_name: cache}, **inputs)
         call.publish()
         if loop.by_row:
-            call.keep_answers(result if not hasattr(result, "sequences") else result.sequences)
+            call.keep_answers(_sequences(result))
         call.keep_hidden(getattr(result, "hidden_states", None))
         if batch.cache is None or any(prompt.approximate for prompt in batch.prompts):
             return result  # no later call goes on with what is approximate as if it were not
+        if loop.by_row and not call.intact(_sequences(result).shape[1] - 1):
+            return result
         if batch.by_token and result_cache(result) is batch.cache:
             note_content(batch.cache, self.store, result.sequences, loop.mask, (*loop.keys, loop.adapters), loop.salt)
         elif batch.alone and isinstance(result, torch.Tensor):
             self.store.kept.put(batch.cache, result[0].cpu().numpy(), loop.keys, loop.salt)
         return result
+
+
+def _sequences(result: Any) -> torch.Tensor:
+    sequences: torch.Tensor = result if isinstance(result, torch.Tensor) else result.sequences
+    return sequences
 
 
 def _tell(prompts: list[Prompt], calls: Calls) -> list[RequestReport]:

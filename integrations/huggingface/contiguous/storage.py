@@ -164,6 +164,7 @@ class ModelStorage:
             for spec, part in zip(groups, parts, strict=True)
             if isinstance(spec, SlidingWindow)
         ]
+        self.evicts = False  # whether something was seen to take tokens from a cache, as hooks that evict do
         # Blocks that are written between two commits, so that a window's are used again; None: all at once.
         self.chunk = max(1, min(CHUNK // block_size, min(room) // 2)) if room else None
 

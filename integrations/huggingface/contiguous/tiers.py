@@ -24,7 +24,8 @@ from ....cache.memory_tier import MemoryTier
 from ....cache.payload import host_copy, largest_size, pack, unpack
 from ....cache.tier import Layout, Tier
 from ....cache.tier_writer import TierWriter
-from ..identity import changes_itself
+from ..functions import Functions, code_digest
+from ..identity import changes_itself, is_harmless
 from ..store import AnyManager
 from .storage import Content, ModelStorage
 
@@ -187,11 +188,11 @@ def _damaged(error: Exception) -> ValueError:
 
 
 def fingerprint(model: Any) -> str:
-    """A hash of a model's classes, config, settings, hooks by name, dtypes, weights and buffers, in hexadecimal."""
+    """Return a hash of a model's classes, functions, config, settings, hooks, dtypes and tensors, in hexadecimal."""
     config = {name: value for name, value in model.config.to_dict().items() if name not in _NAMES}
     digest = hashlib.sha256(type(model).__name__.encode())
     digest.update(json.dumps(config, sort_keys=True, default=str).encode())
-    for line in _settings(model):
+    for line in (*_settings(model), *Functions(model).lines()):
         digest.update(line.encode())
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
@@ -200,16 +201,13 @@ def fingerprint(model: Any) -> str:
 
 
 def _settings(model: Any) -> Iterator[str]:
-    """Classes, numbers and hooks of modules, without the hooks that transformers puts on a module that runs."""
+    """Yield the classes, numbers and hooks of modules, without the hooks that transformers puts on a module."""
     for name, module in model.named_modules():
         yield f"{name} {type(module).__module__} {type(module).__qualname__}"
         for hooks in _HOOKS:
-            named = [
-                f"{getattr(h, '__module__', '')} {getattr(h, '__qualname__', '')}" for h in vars(module)[hooks].values()
-            ]
-            yield f"{hooks} {[hook for hook in named if not hook.startswith('transformers.')]}"
+            yield f"{hooks} {[code_digest(hook) for hook in vars(module)[hooks].values() if not is_harmless(hook)]}"
         if "forward" in vars(module):
-            yield f"forward {getattr(vars(module)['forward'], '__qualname__', '')}"
+            yield f"forward {code_digest(vars(module)['forward'])}"
         if not changes_itself(module):
             simple = {k: v for k, v in vars(module).items() if isinstance(v, bool | int | float | str)}
             kept = {k: v for k, v in simple.items() if not k.startswith("_") and k != "training"}

@@ -58,6 +58,7 @@ class Requests:
     def decode(self, tokens: Sequence[int]) -> torch.Tensor:
         """Appends a token to each active row and computes it: `[num_active, vocabulary]`; OutOfBlocks: all are held."""
         rows, size = self.active(), self.manager.block_size
+        self.lease.publishes()
         slots, copies = self.manager.append_each([row.request_id for row in rows], np.array(tokens, np.int64))
         if copies:
             self.packed.storage.copy(copies)
@@ -91,6 +92,9 @@ class Requests:
         """Gives every row's blocks back."""
         for row in self.rows:
             row.active = False
+        if self.lease.stale:
+            with self.turn:
+                self.steps.drop()  # a step that was captured meanwhile is another model's
         self.lease.close()
 
     def _admit(self, row: BatchRow, alone: bool) -> RowSpan | None:
@@ -138,7 +142,7 @@ class Requests:
 
     def _commit(self, row: BatchRow) -> None:
         """Publishes what a row has computed; blocks that a merge replaced are free after its next commit."""
-        row.unsettled = bool(self.manager.commit(row.request_id, row.length))
+        row.unsettled = self.lease.publishes() and bool(self.manager.commit(row.request_id, row.length))
         if row.unsettled:
             row.table = self.manager.block_table(row.request_id)
 

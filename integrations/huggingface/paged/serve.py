@@ -116,8 +116,8 @@ class Paged:
         manager = CacheManager(count, size, policy=self._options.policy)
         return PagedStore(manager, PagedStorage(count, size, layer_windows(model.config)))
 
-    def empty(self, model: Any, changed: bool = False) -> None:
-        """An empty cache from now on; calls under way go on with the blocks they have."""
+    def empty(self, model: Any) -> None:
+        """Begin anew with an empty cache; calls under way keep the blocks they have."""
         install(model)
         store = self._empty_store(model)
         with self._turn:
@@ -131,7 +131,11 @@ class Paged:
         criteria = RecordedCriteria.of(loop)
         with self._turn:
             self._steps.prepare(model, (id(store), loop.keys))
-        lease, packed, chunk = store.lease(loop.returns), PackedModel(model, store.storage), config.prefill_chunk_size
+        lease, packed, chunk = (
+            store.lease(loop.returns, loop.unchanged),
+            PackedModel(model, store.storage),
+            config.prefill_chunk_size,
+        )
         prompts = token_rows(loop.input_ids, loop.mask)
         requests = Requests(lease, packed, self._steps, prompts, loop.keys, loop.salt, chunk, self._turn)
         decoder = PagedDecoder(model, requests, criteria, calls.tell_out_of_blocks)

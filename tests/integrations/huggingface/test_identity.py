@@ -13,7 +13,7 @@ transformers = pytest.importorskip("transformers")
 
 from generate_cases import SMALL  # noqa: E402
 
-from pc.integrations.huggingface.identity import Identity, set_by_forward  # noqa: E402
+from pc.integrations.huggingface.identity import Identity, SetByForward, set_by_forward  # noqa: E402
 
 
 class Halved(transformers.models.llama.modeling_llama.LlamaMLP):  # type: ignore[misc, name-defined]
@@ -57,9 +57,9 @@ def test_changes_are_noticed(model: Any, change: Callable[[Any], Any]) -> None:
 
 def test_forward_passes_change_nothing(model: Any) -> None:
     identity = Identity(model)
-    with set_by_forward(model) as names:
+    with set_by_forward(model) as transient:
         model(torch.arange(8)[None])
-    assert names == set()
+    assert transient == SetByForward()
     assert not identity.changed(model)
 
 
@@ -68,10 +68,10 @@ def test_attributes_that_a_forward_pass_sets_are_no_change(model: Any) -> None:
         module.calls = getattr(module, "calls", 0) + 1
 
     _layer(model).register_forward_hook(count)
-    with set_by_forward(model) as names:
+    with set_by_forward(model) as transient:
         model(torch.arange(8)[None])
-    assert names == {"calls"}
-    identity = Identity(model, transient=frozenset(names))
+    assert transient == SetByForward({"calls"})
+    identity = Identity(model, transient)
     model(torch.arange(8)[None])
     assert not identity.changed(model)
     _layer(model).other = 1

@@ -633,10 +633,16 @@ def test_nothing_is_held_after_a_failure(model: Any, handle: PrefixCaching) -> N
 
 
 def test_failed_forward_leaves_nothing_findable(model: Any, handle: PrefixCaching) -> None:
+    failing: list[bool] = []
+
     def fail(*_: Any) -> None:
-        raise RuntimeError("on purpose")
+        if failing:
+            raise RuntimeError("on purpose")
 
     hook = model.model.layers[1].register_forward_pre_hook(fail)
+    assert_same(model, input_ids=prompt(16, 9))  # the hook is noticed, and the model probed
+    handle.reset()
+    failing.append(True)
     with pytest.raises(RuntimeError, match="on purpose"):
         model.generate(input_ids=prompt(40), max_new_tokens=20)
     hook.remove()

@@ -84,24 +84,24 @@ def test_without_it_such_models_are_refused(monkeypatch: pytest.MonkeyPatch) -> 
     assert handle.unsupported
 
 
-def test_a_pass_that_fails_leaves_no_state_behind() -> None:
+def test_a_pass_that_fails_leaves_no_state_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     model = remembering(BY_NAME["jamba"])
     want = plain(model, input_ids=prompt(50, 3))
-    with enable_prefix_caching(model, num_blocks=64):
+    whole, armed, calls = modeling_jamba.causal_conv1d_fn, [False], []
+
+    def failing(*args: Any, **kwargs: Any) -> Any:  # between the state and its scan
+        if not armed[0]:
+            return whole(*args, **kwargs)
+        calls.append(args)
+        raise RuntimeError("in the middle")
+
+    monkeypatch.setattr(modeling_jamba, "causal_conv1d_fn", failing)  # before caching: it is part of the model
+    with enable_prefix_caching(model, num_blocks=64) as handle:
         model.generate(prompt(70), max_new_tokens=2)
-        mixer = next(m for m in model.modules() if type(m).__name__ == "JambaMambaMixer")
-        inner, calls = mixer.conv1d, []
-        whole = modeling_jamba.causal_conv1d_fn
-
-        def failing(*args: Any, **kwargs: Any) -> Any:  # between the state and its scan
-            calls.append(inner)
-            raise RuntimeError("in the middle")
-
-        modeling_jamba.causal_conv1d_fn = failing
-        try:
-            with pytest.raises(RuntimeError, match="in the middle"):
-                model.generate(torch.cat([prompt(70)[:, :64], prompt(9, 1)], 1), max_new_tokens=2)
-        finally:
-            modeling_jamba.causal_conv1d_fn = whole
+        armed[0] = True
+        with pytest.raises(RuntimeError, match="in the middle"):
+            model.generate(torch.cat([prompt(70)[:, :64], prompt(9, 1)], 1), max_new_tokens=2)
+        armed[0] = False
         assert calls
+        assert handle.stats().calls_handed_back == {}
         assert torch.equal(plain(model, input_ids=prompt(50, 3)), want)

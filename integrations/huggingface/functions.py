@@ -1,0 +1,263 @@
+"""The Python functions that a model's forward pass runs, in this process and, by a digest of their code, in others.
+
+A model can be changed without touching it: `LlamaAttention.forward = mine`, or `modeling_llama.rotate_half = mine`, or
+`torch.nn.functional.scaled_dot_product_attention = mine`. `Functions` follows the names that forward passes look up,
+from the classes of a model's modules through the globals of their files, and keeps what stood there.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import sys
+from collections.abc import Iterable, Iterator
+from itertools import chain
+from operator import is_, itemgetter
+from types import CodeType, FunctionType, ModuleType
+from typing import Any
+
+import torch
+
+from .api import registered
+from .paged.dispatch import Dispatch
+
+_KNOWN = {*sys.stdlib_module_names, "torch", "numpy", "pc"}
+"""Packages whose functions are compared, and not followed to what they call."""
+_OTHER = tuple(
+    f"transformers.{name}"
+    for name in (
+        "configuration_utils", "distributed", "dynamic_module_utils", "generation", "integrations.peft",
+        "modeling_utils", "trainer", "utils",
+    )
+)  # fmt: skip
+"""The same within transformers: loading, saving and decoding loops compute no keys and values."""
+_NUMBERS = (bool, int, float)
+
+
+_TWICE = ("__doc__", "__doc__")  # there in files and classes alike: an itemgetter of one name gives no tuple
+_LAZY = frozenset({"__slotnames__", "__annotations__", "__annotations_cache__", "__doc__"})
+
+
+class Functions:
+    """The functions of a model's forward pass, as they were when this was made."""
+
+    def __init__(self, model: Any) -> None:
+        self._spaces: dict[int, tuple[str, Any, dict[str, None]]] = {}  # by id: label, names to values, names
+        self._found: dict[int, FunctionType] = {}
+        self._registered: list[tuple[dict[str, Any], str]] = []  # attention functions and others by name
+        config = model.config
+        self._settings = {
+            v for c in (config, *vars(config).values()) for v in vars_of(c).values() if isinstance(v, str)
+        }
+        for kind in {type(m): None for m in model.modules()}:
+            self._add_class(kind)
+        self._reads = [(values, itemgetter(*_TWICE, *names)) for _, values, names in self._of_files()]
+        self._classes = [(values, _names_of(values)) for _, values, _ in self._of_classes()]
+        self._reads += [(values, itemgetter(*_TWICE, *names)) for values, names in self._classes]
+        self._sizes = [_size(values) for values, _ in self._classes]
+        self._kept = list(self._values())
+        self._functions = list(self._found.values())
+        self._code = [f.__code__ for f in self._functions]
+
+    def _of_files(self) -> Iterator[tuple[str, Any, dict[str, None]]]:
+        return (space for space in self._spaces.values() if isinstance(space[1], dict))
+
+    def _of_classes(self) -> Iterator[tuple[str, Any, dict[str, None]]]:
+        return (space for space in self._spaces.values() if not isinstance(space[1], dict))
+
+    def _values(self) -> Iterator[Any]:
+        read = chain.from_iterable([get(values) for values, get in self._reads])
+        registered = [mapping.get(name) for mapping, name in self._registered]
+        return map(_original, chain(read, registered))
+
+    def _add_class(self, kind: type) -> None:
+        """Adds what a class and its bases have."""
+        for base in kind.__mro__:
+            if id(base) in self._spaces or base is object:
+                continue
+            self._spaces[id(base)] = (f"{base.__module__}.{base.__qualname__}", vars(base), {})
+            for value in list(vars(base).values()):
+                for function in _functions(value):
+                    self._add(function)
+
+    def _add(self, function: FunctionType) -> None:
+        """Adds a function and what it looks up, unless it is one of the known packages'."""
+        names = function.__globals__
+        file = str(names.get("__name__", ""))
+        for inner in _functions(getattr(function, "__wrapped__", None)):
+            self._add(inner)
+        if id(function) in self._found or file.partition(".")[0] in _KNOWN or file.startswith(_OTHER):
+            return
+        self._found[id(function)] = function
+        for cell in function.__closure__ or ():
+            for inner in _functions(_content(cell)):
+                self._add(inner)
+        self._look_up(file, names, set(_names(function.__code__)))
+
+    def _look_up(self, label: str, values: dict[str, Any], names: set[str], within: tuple[int, ...] = ()) -> None:
+        """Adds what stands under some names in a file, and in the modules among that."""
+        _, _, known = self._spaces.setdefault(id(values), (label, values, {}))
+        for name in sorted(names & values.keys()):
+            value = _original(values[name])
+            if isinstance(value, ModuleType):  # followed for each function: it looks up names of its own there
+                if value.__name__.partition(".")[0] not in sys.stdlib_module_names and id(vars(value)) not in within:
+                    self._look_up(value.__name__, vars(value), names, (*within, id(values)))
+                known[name] = None
+            elif name not in known:
+                known[name] = None
+                self._follow(value)
+
+    def _follow(self, value: Any) -> None:
+        """Adds what a looked-up value runs."""
+        mappings = registered(value)
+        if mappings:
+            for own in sorted(self._settings & {name for mapping in mappings for name in mapping}):
+                for mapping in mappings:
+                    self._registered.append((mapping, own))
+                    for function in _functions(mapping.get(own)):
+                        self._add(function)
+        elif isinstance(value, type):
+            if not issubclass(value, torch.nn.Module):
+                self._add_plain(value)
+        else:
+            for function in _functions(value):
+                self._add(function)
+
+    def _add_plain(self, kind: type) -> None:
+        """Adds a class that is no module: its functions are compared and not followed."""
+        for base in kind.__mro__:
+            if base.__module__.partition(".")[0] not in _KNOWN and not base.__module__.startswith(_OTHER):
+                self._spaces.setdefault(id(base), (f"{base.__module__}.{base.__qualname__}", vars(base), {}))
+
+    def changed(self) -> bool:
+        """Return whether a function, a class or a constant was replaced, or a function's code."""
+        try:
+            return not (
+                all(map(is_, self._values(), self._kept))
+                and [_size(values) for values, _ in self._classes] == self._sizes
+                and all(map(is_, [f.__code__ for f in self._functions], self._code))
+            )
+        except KeyError:  # a name that is gone
+            return True
+
+    def seen(self) -> Iterator[tuple[str, Any]]:
+        """Yield what stood under which name when this was made."""
+        labels = [f"{label}.{name}" for label, _, names in self._of_files() for name in (*_TWICE, *names)]
+        for (label, *_), (_, names) in zip(self._of_classes(), self._classes, strict=True):
+            labels += [f"{label}.{name}" for name in (*_TWICE, *names)]
+        labels += [f"{name} in a registry" for _, name in self._registered]
+        yield from zip(labels, self._kept, strict=True)
+        yield from zip((f"{f.__module__}.{f.__qualname__}'s code" for f in self._functions), self._code, strict=True)
+
+    def lines(self) -> list[str]:
+        """Return a text that is the same in every process that runs the same functions."""
+        found = [f"{f.__module__}.{f.__qualname__} {code_digest(f)}" for f in self._functions]
+        for label, values, names in self._spaces.values():
+            for name in names or list(values):
+                value = values[name]
+                if isinstance(value, _NUMBERS):
+                    found.append(f"{label}.{name} {value!r}")
+                elif callable(value):
+                    own = _original(value)
+                    found.append(f"{label}.{name} {getattr(own, '__module__', '')}.{getattr(own, '__qualname__', '')}")
+        return sorted(set(found))
+
+
+def _names_of(values: Any) -> list[str]:
+    """Return the names that a class has, without those that Python adds when it first needs them."""
+    return [name for name in values if name not in _LAZY]
+
+
+def _size(values: Any) -> int:
+    return len(values) - sum(name in values for name in _LAZY)
+
+
+def vars_of(value: Any) -> dict[str, Any]:
+    """Return a config's entries; nothing of what is no config."""
+    return vars(value) if hasattr(value, "to_dict") else {}
+
+
+def _original(value: Any) -> Any:
+    """Return what stood in a file before an adapter put its own there."""
+    if type(value) is Dispatch:
+        return value.original
+    return getattr(value, "_pc_original", value) if isinstance(value, FunctionType) else value
+
+
+def _content(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not assigned yet
+        return None
+
+
+def _functions(value: Any) -> Iterator[FunctionType]:
+    """Yield the Python functions that a value runs: of methods, properties, partial objects and wrappers too."""
+    value = _original(value)
+    if isinstance(value, FunctionType):
+        yield value
+    elif isinstance(value, property):
+        yield from chain.from_iterable(map(_functions, (value.fget, value.fset)))
+    elif isinstance(value, functools.partial):
+        yield from _functions(value.func)
+    elif hasattr(value, "__func__"):
+        yield from _functions(value.__func__)
+    elif isinstance(getattr(value, "__wrapped__", None), FunctionType):
+        yield value.__wrapped__
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    """Yield the names that a function and those within it look up."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names(constant)
+
+
+def code_digest(function: Any) -> str:
+    """Return a hash of a callable's code, defaults and what it closes over, the same in every process of one Python."""
+    digest = hashlib.sha256()
+    for line in _described(function, set()):
+        digest.update(line)
+    return digest.hexdigest()
+
+
+def _described(value: Any, seen: set[int]) -> Iterator[bytes]:
+    """Yield bytes that tell two values apart; of objects their class and, where they can be called, their code."""
+    if isinstance(value, torch.Tensor):
+        yield f"{value.dtype} {list(value.shape)}".encode()
+        if value.device.type != "meta" and value.layout == torch.strided:
+            yield value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+    elif isinstance(value, CodeType):
+        yield value.co_code
+        yield repr((value.co_names, value.co_varnames, value.co_flags)).encode()
+        for constant in value.co_consts:
+            yield from _described(constant, seen)
+    elif isinstance(value, FunctionType) and id(value) not in seen:
+        seen.add(id(value))
+        yield from _described(value.__code__, seen)
+        cells = [_content(cell) for cell in value.__closure__ or ()]
+        for part in (*cells, *(value.__defaults__ or ()), *sorted((value.__kwdefaults__ or {}).items())):
+            yield from _described(part, seen)
+    elif isinstance(value, list | tuple | set | frozenset | dict):
+        yield type(value).__name__.encode()
+        yield from _described_parts(value, seen)
+    elif value is None or isinstance(value, bool | int | float | complex | str | bytes):
+        yield repr(value).encode()
+    elif not isinstance(value, type | ModuleType):
+        yield f"{type(value).__module__}.{type(value).__qualname__}".encode()
+        for function in _functions(value) if id(value) not in seen else ():
+            yield from _described(function, seen)
+        if isinstance(value, functools.partial):
+            yield from _described((value.args, value.keywords), seen)
+
+
+def _described_parts(values: Any, seen: set[int]) -> Iterator[bytes]:
+    if id(values) in seen:
+        return
+    seen.add(id(values))
+    parts: Iterable[Any] = values.items() if isinstance(values, dict) else values
+    if isinstance(values, set | frozenset):
+        parts = sorted(values, key=repr)
+    for part in parts:
+        yield from _described(part, seen)
