@@ -20,6 +20,7 @@ transformers = pytest.importorskip("transformers")
 
 import changed_models  # noqa: E402
 from generate_cases import plain, prompt  # noqa: E402
+from image_cases import CASES, IMAGE, VisionCase, text  # noqa: E402
 from transformers import GenerationConfig  # noqa: E402
 from transformers.models.llama import modeling_llama  # noqa: E402
 
@@ -376,3 +377,44 @@ def test_labels_are_served() -> None:
             assert torch.equal(got, plain(model, input_ids=prompt(40), max_new_tokens=5))
         assert handle.stats().calls_handed_back == {}
         assert handle.last_requests[0].cached_tokens > 0
+
+
+# huggingface/transformers, Gemma 3: images without text between them are one block in which tokens attend both ways.
+BESIDE = [case for case in CASES if not case.name.startswith("qwen")]  # which fail by themselves for such prompts
+
+
+@pytest.mark.parametrize("case", BESIDE, ids=lambda case: case.name)
+def test_images_side_by_side(case: VisionCase) -> None:
+    model, start, ask = case.build(), text(20, 0), text(9, 1)
+    free: dict[str, Any] = {"eos_token_id": None, "max_new_tokens": 6, "suppress_tokens": [IMAGE]}
+    with enabled(model, num_blocks=200) as handle:
+        for images in ([1], [1, 2], [1, 3], [1, 2, 3], [2, 1], [1], [1, 2], [3, 3]):
+            call = case.call([start, *images, ask])
+            for _ in range(2):
+                assert torch.equal(model.generate(**call, **free), plain(model, **call, **free)), images
+        call = case.call([start, 1, 2, ask], [text(5, 4), 1, 3, ask])
+        assert torch.equal(model.generate(**call, **free), plain(model, **call, **free))
+        assert handle.stats().calls_handed_back == {}
+
+
+# transformers, candidate generators that read hidden states of the whole prompt: multi-token-prediction heads.
+@pytest.mark.parametrize("layers", [1, 2])
+def test_drafts_from_hidden_states_of_the_whole_prompt(layers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    modeling_layers = pytest.importorskip("transformers.modeling_layers")
+    if not hasattr(modeling_layers, "MtpModel"):
+        pytest.skip("this transformers has no heads that predict several tokens")
+    sizes = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "first_k_dense_replace": 1}
+    model = changed_models.build("Glm4Moe", head_dim=16, n_group=1, topk_group=1, num_mtp_layers=layers, **sizes)
+
+    def heads(main: Any, **_: Any) -> Any:
+        torch.manual_seed(1)
+        return modeling_layers.MtpModel(main, layers).eval()
+
+    monkeypatch.setattr(modeling_layers.MtpModel, "from_pretrained", heads)
+    with enabled(model) as handle:
+        for options in ({}, {"use_mtp": True}, {"use_mtp": True, "prompt_lookup_num_tokens": 3}):
+            for ids in (prompt(60), prompt(60), torch.cat([prompt(60), prompt(7, 9)], 1)):
+                asked: dict[str, Any] = {"input_ids": ids, "max_new_tokens": 12, **options}
+                assert torch.equal(model.generate(**asked), plain(model, **asked)), options
+        assert handle.stats().calls_handed_back == {}
+        assert changed_models.differing(model, use_mtp=True) == []

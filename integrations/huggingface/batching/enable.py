@@ -196,7 +196,8 @@ class ContinuousBatching:
 
     def stats(self) -> CacheStats:
         """Counts of the cache; a request that waited for room, or for another that computed its prefix, counts once."""
-        return self._shared.stats()
+        counts: CacheStats = self._shared.stats()
+        return counts
 
     def salt(self, salt: Any) -> AbstractContextManager[None]:
         """Within it, requests that this thread submits share blocks only with requests of the same salt.

@@ -179,7 +179,7 @@ class PromptRequests:
 
     def publishes(self) -> bool:
         """Return whether the model is what it was when the call began."""
-        return self._lease.publishes()
+        return bool(self._lease.publishes())
 
     def close(self) -> None:
         """Gives all blocks back; complete ones stay published until they are evicted."""
