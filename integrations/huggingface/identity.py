@@ -285,7 +285,8 @@ def _nested(label: str, values: dict[str, Any], found: dict[int, tuple[str, Any]
         if isinstance(value, dict | list) and id(value) not in found and depth:
             own = _joined(label, str(name))
             found[id(value)] = own, value
-            _nested(own, value if isinstance(value, dict) else {str(n): v for n, v in enumerate(value)}, found, depth - 1)
+            within = value if isinstance(value, dict) else {str(n): v for n, v in enumerate(value)}
+            _nested(own, within, found, depth - 1)
 
 
 def _configs(model: Any) -> list[Any]:
