@@ -42,7 +42,7 @@ def test_commands_options_and_values_are_completed() -> None:
     assert {"--policies", "--plot", "--csv"} <= {*candidates("pc replay --")}
     assert "--quick" not in candidates("pc replay --")
     assert candidates("pc demo --device ") == ["cpu", "cuda"]
-    assert candidates("pc replay --policies s") == ["s3fifo", "segmented"]
+    assert candidates("pc replay --policies s") == ["s3fifo"]
 
 
 @pytest.fixture

@@ -226,11 +226,11 @@ def main() -> None:
     given = parser.parse_args()
     whole = load_trace(given.trace)
     if given.gaps:
-        policies = given.policy or ["lru", "segmented", "hazard", "s3fifo", "arc"]
+        policies = given.policy or ["lru", "hazard", "s3fifo", "arc"]
         return write_rows(GAP_ROWS, count_gaps(whole, policies, [0.03, 0.1]))
     capacity = max(round(given.share * whole.unique_blocks), largest_request(whole, 1, 1))
     timed = whole.part(0, given.requests / len(whole.requests))
-    names = [None, *(given.policy or ["lru", "segmented", "hazard"])]
+    names = [None, *(given.policy or ["lru", "hazard"])]
     largest = largest_request(timed, given.split, given.longest)
     room = max(round(given.room * timed.unique_blocks), -(-largest // given.split))
     times = in_rounds(lambda name: passing(timed, name, room, given.split, 16, given.longest), names, given.rounds)

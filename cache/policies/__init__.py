@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import warnings
 from collections import UserDict
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -16,20 +17,29 @@ from .priority import Priority
 from .run_queue import QueuedPolicy, RunQueue, compact_together, too_few
 
 if TYPE_CHECKING:
-    from ..replay.segmented import Segmented
     from .hazard import Hazard
 else:
 
     def __getattr__(name: str) -> Any:
-        if name in ("Hazard", "Segmented"):
-            return POLICIES[name.lower()]
+        if name == "Hazard":
+            return POLICIES["hazard"]
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 class _Policies(UserDict[str, "type[EvictionPolicy] | str"]):
-    """Classes by name; one that is given as `module:class` is imported when it is asked for."""
+    """Policy classes by name; a value `module:class` is imported at first use.
+
+    Deprecated names are found, but not listed.
+    """
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.data or name in DEPRECATED
 
     def __getitem__(self, name: str) -> type[EvictionPolicy]:
+        if name in DEPRECATED:
+            current = DEPRECATED[name]
+            warnings.warn(f"policy: {name!r} is a deprecated name of {current!r}", DeprecationWarning, stacklevel=3)
+            name = current
         found = self.data[name]
         if isinstance(found, str):
             module, _, attribute = found.partition(":")
@@ -37,12 +47,14 @@ class _Policies(UserDict[str, "type[EvictionPolicy] | str"]):
         return found
 
 
+DEPRECATED = {"segmented": "default"}
+"""Names of policies that are gone, and the policies that serve in their place."""
+
 POLICIES = _Policies(
     lru=LRU,
     priority=Priority,
     hazard=".hazard:Hazard",
     default=".hazard:Hazard",
-    segmented="..replay:Segmented",
     lfu="..replay:LFU",
     fifo="..replay:FIFO",
     s3fifo="..replay:S3FIFO",
@@ -115,7 +127,6 @@ __all__ = [
     "Priority",
     "QueuedPolicy",
     "RunQueue",
-    "Segmented",
     "choose",
     "compact_together",
     "make_policy",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from .policies import ARC, FIFO, LFU, S3FIFO, Belady, NextTurn
 from .run import ORACLES, Result, compare, replay
-from .segmented import Segmented
 from .traces import Trace, hints_of, load_trace
 
 __all__ = [
@@ -16,7 +15,6 @@ __all__ = [
     "Belady",
     "NextTurn",
     "Result",
-    "Segmented",
     "Trace",
     "compare",
     "hints_of",

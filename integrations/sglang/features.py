@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from ...cache.policies import POLICIES
+from ...cache.policies import DEPRECATED, POLICIES
 from ..plugin import check_features, features_in_environment
 from .versions import BACKEND, CORE, PREFIX, announce, check_version
 
@@ -66,7 +66,8 @@ def _enable_eviction() -> str:
 
 def policy_names() -> list[str]:
     """What `--radix-eviction-policy` takes of this package, its lru first."""
-    return [f"{PREFIX}{name}" for name in sorted(POLICIES, key=lambda name: (name != "lru", name != "default"))]
+    names = sorted(POLICIES, key=lambda name: (name != "lru", name != "default"))
+    return [f"{PREFIX}{name}" for name in (*names, *DEPRECATED)]
 
 
 def _refuse(name: str, **config: Any) -> Any:

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ...cache.policies import POLICIES
+from ...cache.policies import DEPRECATED, POLICIES
 from ..plugin import check_features, features_in_environment, wrap_once
 from .api import available, check_version, make_logger
 from .metrics import export_counts
@@ -137,7 +137,7 @@ def enable_by_environment() -> None:
         if variable.startswith(f"{VARIABLE}_") and variable not in SCHEDULER_OPTIONS.values():
             needs = ", ".join([VARIABLE, *SCHEDULER_OPTIONS.values()])
             raise ValueError(f"{variable}: got an unknown variable, needs some of {needs}")
-    for name, known in (("PC_VLLM_POLICY", sorted(POLICIES)), ("PC_VLLM_REUSE", REUSE)):
+    for name, known in (("PC_VLLM_POLICY", [*sorted(POLICIES), *DEPRECATED]), ("PC_VLLM_REUSE", REUSE)):
         value = os.environ.get(name)
         if value and value not in known:
             raise ValueError(f"{name}: got {value!r}, needs one of {', '.join(known)}")

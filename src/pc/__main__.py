@@ -15,7 +15,7 @@ except ModuleNotFoundError as error:
 
 SHELLS = ("bash", "zsh", "fish")
 POLICIES = (
-    "arc", "belady", "default", "fifo", "hazard", "lfu", "lru", "next_turn", "priority", "s3fifo", "segmented",
+    "arc", "belady", "default", "fifo", "hazard", "lfu", "lru", "next_turn", "priority", "s3fifo",
 )  # fmt: skip
 """What `--policies` offers, without importing them: a test compares it with `pc.cache.policies`."""
 

@@ -68,7 +68,7 @@ def _make_folder(option: str, folder: Path) -> None:
 def _names(policies: str, drawn: bool) -> list[str]:
     names = [name.strip() for name in policies.split(",") if name.strip()]
     for name in names:
-        if name not in {*POLICIES, *ORACLES}:
+        if name not in POLICIES and name not in ORACLES:
             known = ", ".join(sorted([*POLICIES, *ORACLES]))
             raise typer.BadParameter(f"got {name!r}, needs one of {known}", param_hint="--policies")
     if not names:

@@ -128,7 +128,7 @@ class World:
         self.manager = pc.CacheManager(
             r.randrange(8, 40),
             self.size,
-            policy=r.choice(["lru", "default", "segmented"]),
+            policy=r.choice(["lru", "default", "s3fifo"]),
             groups=GROUPS[self.kind](),
             host_blocks=r.choice([0, 4, 16]),
             partial_reuse=self.kind == "partial" or (self.kind == "anywhere" and r.random() < 0.5),

@@ -21,7 +21,7 @@ from .victims import VictimChooser
 EVERY = 50  # requests between fits of the model; 100 hits 1 to 4 % less in small caches
 IDLE = 1024  # requests after which the model is fitted though nothing is evicted
 FIRST = 16  # requests before the first fit: from fewer nothing is learned
-EARLY = 5  # at first once a fifth more is known: some agents are done in 50; a quarter to a tenth hit alike
+EARLY = 5  # at first after a fifth of all requests so far: some agents are done in 50; a quarter to a tenth hit alike
 MEMORY = 8192  # requests that are learned from; with 4096 the conversation trace at 30 % capacity falls below lru
 GHOSTS, GHOST_FLOOR = 4, 65_536  # ghosts a block, and at least: what returns late returns to small caches too
 LONG = 256  # blocks from which a request may become a slice, if they are consecutive: half the time

@@ -122,7 +122,7 @@ def test_lfu_keeps_what_was_used_more_often():
     assert (cached_of(m, prompt(1)), cached_of(m, prompt(2))) == (8, 0)
 
 
-@pytest.mark.parametrize("name", ["s3fifo", "arc", "segmented"])
+@pytest.mark.parametrize("name", ["s3fifo", "arc"])
 def test_a_scan_does_not_wash_out_what_is_used_again_and_again(name):
     m = pc.CacheManager(40, block_size=4, policy=name)
     for i in range(200):
@@ -132,21 +132,14 @@ def test_a_scan_does_not_wash_out_what_is_used_again_and_again(name):
     m.check()
 
 
-def test_segmented_remembers_what_was_evicted():
-    """Where prompts that come back do so after lru has evicted them, they outlive newcomers, once that is learned."""
-    m = pc.CacheManager(16, block_size=4, policy="segmented")
-    for i in range(600):
-        serve(m, i, prompt(i // 12 % 2) if i % 12 == 0 else prompt(10 + i))
-    assert cached_of(m, prompt(0)) == cached_of(m, prompt(1)) == 8
-
-
-def test_segmented_learns_how_long_blocks_take_to_come_back():
-    slow, quick = (pc.CacheManager(4096, block_size=4, policy="segmented") for _ in range(2))
-    for i in range(3000):
-        serve(slow, i, prompt(i // 400 * 200 + i % 200, 6))
-        serve(quick, i, prompt(i // 2, 6))
-    assert 160 < slow.pools[0].policy.interval < 250
-    assert quick.pools[0].policy.interval < 2
+def test_segmented_is_a_deprecated_name_of_default():
+    assert "segmented" in POLICIES
+    assert "segmented" not in list(POLICIES)
+    with pytest.warns(DeprecationWarning, match="'segmented' is a deprecated name of 'default'"):
+        manager = pc.CacheManager(4, block_size=4, policy="segmented")
+    assert type(manager.pools[0].policy) is POLICIES["default"]
+    with pytest.raises(ValueError, match="policy: got 'segment', needs one of arc, default"):
+        pc.CacheManager(4, block_size=4, policy="segment")
 
 
 def test_priority_outlives_recency_until_its_time_is_over():
@@ -274,7 +267,7 @@ def history(m):
     return history.nbytes
 
 
-@pytest.mark.parametrize("name", ["lru", "segmented", "hazard"])
+@pytest.mark.parametrize("name", ["lru", "hazard"])
 @pytest.mark.parametrize("num_blocks", [10_000, 21_846, 100_000])  # 21,846: most table slots a block
 def test_bookkeeping_stays_under_256_bytes_a_block_and_a_mebibyte(name, num_blocks):
     """Everything counted, with the pool full and every hash remembered that may be."""

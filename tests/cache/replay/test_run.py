@@ -75,7 +75,7 @@ def test_a_request_larger_than_the_cache_keeps_its_beginning():
     assert replay(trace, "lru", 2).hit_rate == 2 / 8
 
 
-@pytest.mark.parametrize("policy", ["lru", "lfu", "fifo", "s3fifo", "arc", "segmented", "priority", "default"])
+@pytest.mark.parametrize("policy", ["lru", "lfu", "fifo", "s3fifo", "arc", "priority", "default"])
 def test_no_policy_beats_the_one_that_knows_the_future(policy):
     rng = np.random.default_rng(0)
     roots = [rng.integers(0, 1 << 40, 6) for _ in range(30)]
@@ -242,94 +242,13 @@ def few(rng, count):
     return list(chats(rng, 2000))[:200]
 
 
-@pytest.mark.parametrize("policy", ["segmented", "hazard"])
 @pytest.mark.parametrize("traffic", [drifting, popular, chats, phases, batches, few])
-def test_what_learns_is_not_below_lru(traffic, policy):
+def test_what_learns_is_not_below_lru(traffic):
     """By more than 1 % of its hits, and ten requests for what a try may cost where there is little to go by."""
     trace = trace_of(*traffic(np.random.default_rng(0), 2000 if traffic is popular else 1200))
-    rows = compare(trace, ["lru", policy], [0.01, 0.05, 0.2])
+    rows = compare(trace, ["lru", "hazard"], [0.01, 0.05, 0.2])
     for lru, learned in zip(rows[::2], rows[1::2], strict=True):
         allowed = 0.01 * lru.hit_rate + 10 / len(trace.requests)
         assert learned.hit_rate >= lru.hit_rate - allowed
     if traffic is popular:
         assert max(row.lru_ratio for row in rows) > 1.5
-
-
-def test_segmented_knows_what_lru_would_have_hit(monkeypatch):
-    """Where no credit can come into force it is lru, and its count of lru's hits is exact."""
-    from pc.cache.replay import Segmented, credit
-
-    monkeypatch.setattr(credit, "ODDS", 1e9)
-    monkeypatch.setattr(credit, "TRIAL", 1e9)
-    told = []
-    judge = credit.CreditChooser._judge
-    monkeypatch.setattr(credit.CreditChooser, "_judge", lambda self: (told.append(self._lru), judge(self))[1])
-    trace = trace_of(*chats(np.random.default_rng(1), 800))
-    for capacity in (15, 100, 700):
-        told.clear()
-        lru, default = replay(trace, "lru", capacity), replay(trace, Segmented(), capacity)
-        assert default.hit_rate == lru.hit_rate == sum(told) / trace.num_blocks
-
-
-def test_a_credit_in_force_hits_what_it_did_on_paper(monkeypatch):
-    from pc.cache.replay import Segmented, credit
-
-    trace = trace_of(*popular(np.random.default_rng(0), 1500))
-    told, judge = [], credit.CreditChooser._judge
-
-    def note(self):
-        told.append((self._chosen >= 0, self._paper[self._chosen], self._real))
-        judge(self)
-
-    monkeypatch.setattr(credit.CreditChooser, "_judge", note)
-    replay(trace, Segmented(), round(0.1 * trace.unique_blocks))
-    paper, real = (sum(row[n] for row in told if row[0]) for n in (1, 2))
-    assert real > 400
-    assert 0.8 < paper / real < 1.2
-
-
-def test_a_credit_that_disappointed_needs_more_to_come_back():
-    from pc.cache.replay.credit import CreditChooser
-
-    chooser = CreditChooser(100, [0.0, 2.0, 3.0, 4.0])
-    chooser._mean = 10.0
-
-    def requests_until(chosen, lru, real):
-        """Requests with ten hits more on paper than lru would have had."""
-        for count in range(1, 200):
-            chooser._paper, chooser._lru, chooser._real = [lru + 10, lru + 10], lru, real
-            chooser._judge()
-            if (chooser.share > 0) == chosen:
-                return count
-        raise AssertionError("never")
-
-    first = requests_until(True, 0, 0)
-    assert requests_until(False, 10, 0) < 20  # in truth all is lost, whatever the paper says
-    assert requests_until(True, 0, 0) > 2 * first
-
-
-@pytest.mark.parametrize("held", [100, 400])
-def test_a_cache_of_many_requests_tries_full_credit_until_its_stake_is_lost(held):
-    from pc.cache.replay.credit import CreditChooser
-
-    chooser, shares = CreditChooser(10 * held, [0.0, 2.0, 3.0, 4.0]), []
-    for now in range(1, 2 * held):
-        chooser._lru = 1 if shares and shares[-1] else 0  # lru hits one block of each request more
-        chooser.released(now, [10, 10, 10, 10], 0, 64.0)
-        shares.append(chooser.share)
-    tried = [now for now, share in enumerate(shares, 1) if share]
-    if held < 150:
-        assert not tried
-    else:
-        assert set(shares) == {0.0, 1.0}
-        assert 0 <= tried[0] - held < 10  # when the cache is full
-        assert 30 <= len(tried) < 35  # three requests of ten blocks
-        assert tried == list(range(tried[0], tried[0] + len(tried)))
-
-
-def test_a_trial_that_pays_goes_on():
-    """Interest in a few documents, asked for too rarely for lru, is served from the first time on."""
-    trace = trace_of(*popular(np.random.default_rng(0), 1500))
-    capacity = 200 * 8
-    lru, credited = replay(trace, "lru", capacity), replay(trace, "segmented", capacity)
-    assert credited.hit_rate > 1.35 * lru.hit_rate  # 1.2 without

@@ -26,7 +26,7 @@ def _registered():
     enable("eviction")
 
 
-@pytest.mark.parametrize("policy", ["pc_default", "pc_lru", "pc_segmented", "pc_fifo", "pc_priority"])
+@pytest.mark.parametrize("policy", ["pc_default", "pc_lru", "pc_fifo", "pc_priority"])
 @pytest.mark.parametrize("seed", [0, 1])
 def test_random_traffic_conserves_everything(policy, seed):
     traffic = Traffic(policy, "pc", POOL, seed)
@@ -61,7 +61,7 @@ def test_everything_can_be_evicted_and_the_tree_begins_anew():
         traffic.check()
 
 
-@pytest.mark.parametrize("policy", ["lru", "default", "segmented"])
+@pytest.mark.parametrize("policy", ["lru", "default", "arc"])
 def test_hits_are_those_of_a_replay(policy):
     """One request at a time; within what SGLang's last token, whose page is its own, changes."""
     trace = conversations(3, 300)

@@ -80,7 +80,7 @@ def names_in(expression):
 
 def test_an_engine_counts(model_path, monkeypatch):
     """The whole way in vLLM's engine: a small cache evicts, hints are read or not."""
-    monkeypatch.setenv("PC_VLLM_POLICY", "segmented")
+    monkeypatch.setenv("PC_VLLM_POLICY", "fifo")
     vllm_engine.use_attention(False)
     vllm_engine.use_eviction(True)
     prompts = [list(range(first, first + 90)) for first in range(3, 400, 40)]

@@ -74,7 +74,7 @@ def named(prefix, count):
     return [f"{prefix}{n}" for n in range(count)]
 
 
-@pytest.mark.parametrize("policy", ["default", "segmented", "fifo", "lfu"])
+@pytest.mark.parametrize("policy", ["default", "fifo", "lfu"])
 @pytest.mark.parametrize("looked_at", [True, False])
 def test_what_is_waited_for_stays(policy, looked_at):
     """`a` was answered first, so it would go first; its next round waits while another request fills the pool."""
@@ -98,7 +98,7 @@ def test_lru_is_as_vllm_has_it():
 
 
 def test_what_all_wait_for_is_given_up_before_a_request_starves():
-    engine = Engine("segmented", num_blocks=13)
+    engine = Engine("fifo", num_blocks=13)
     engine.run(make_request("a", named("a", 11)))
     engine.run(make_request("b", named("b", 12)), make_request("a again", named("a", 11)))
     assert engine.cached == {"a": 0, "b": 0, "a again": 0}
@@ -109,7 +109,7 @@ def test_what_all_wait_for_is_given_up_before_a_request_starves():
 def test_what_nobody_waits_for_any_more_goes(left_by, monkeypatch):
     queue_module = importlib.import_module("pc.integrations.vllm.eviction.queue")
     monkeypatch.setattr(queue_module, "LEFT", 1)
-    engine = Engine("segmented", num_blocks=24)
+    engine = Engine("fifo", num_blocks=24)
     engine.run(make_request("a", named("a", 6)))
     engine.run(make_request("b", named("b", 6)))
     engine.scheduler.add_request(make_request("c", named("c", 12)))
@@ -129,7 +129,7 @@ def test_what_nobody_waits_for_any_more_goes(left_by, monkeypatch):
 
 
 @pytest.mark.parametrize("ahead", [False, True])
-@pytest.mark.parametrize("policy", ["default", "segmented", "priority", "arc"])
+@pytest.mark.parametrize("policy", ["default", "priority", "arc"])
 def test_blocks_are_conserved_under_a_deep_queue(policy, ahead, monkeypatch):
     """Conversations in rounds, four at once and many waiting, some aborted: no block is lost or handed out twice."""
     queue_module = importlib.import_module("pc.integrations.vllm.eviction.queue")
