@@ -326,16 +326,32 @@ def positions(model: Any, input_ids: torch.Tensor, mask: torch.Tensor) -> torch.
 
 
 class ModelInLoop:
-    """Stands in a model's place in a decoding loop. What a subclass does not replace is the model's."""
+    """Stands in the place of a call's model in its decoding loop. What a subclass does not replace is the model's.
 
-    def __init__(self, model: Any) -> None:
-        self._model = model
+    It sets `answered` of the call once the loop has the logits of the first token: until then the call can begin anew.
+    """
+
+    def __init__(self, loop: Any) -> None:
+        self._loop, self._model, self._prefilling = loop, loop.model, False
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
 
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the output of a forward pass."""
+        outputs = self.compute(*args, **kwargs)
+        self._loop.answered |= not self._prefilling
+        return outputs
+
+    def compute(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the output of a forward pass."""
+        return self._model(*args, **kwargs)
+
     def _prefill(self, *args: Any, **kwargs: Any) -> Any:
-        return self.prefill(*args, **kwargs)
+        self._prefilling = True
+        outputs = self.prefill(*args, **kwargs)
+        self._prefilling, self._loop.answered = False, True
+        return outputs
 
     def prefill(self, *args: Any, **kwargs: Any) -> Any:
         """Return the output of the prompt's forward pass: by the model's own steps, over what stands in its place."""

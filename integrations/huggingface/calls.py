@@ -61,6 +61,18 @@ def refusing(reason: str) -> Iterator[None]:
         raise UnsupportedError(reason, f"{type(error).__name__}: {error}") from error
 
 
+def described(error: Exception) -> str:
+    """Return an error's type and message."""
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+
+
+def unsupported_by(error: Exception) -> UnsupportedError:
+    """Return an error as the reason for which a call falls back; the reason is the same for errors of one type."""
+    if isinstance(error, UnsupportedError):
+        return error
+    return UnsupportedError(f"it failed before the first token with {type(error).__name__}", str(error))
+
+
 @dataclass(frozen=True)
 class ServedStats(CacheStats):
     """What `CacheStats` counts, and the calls of generate.
@@ -130,9 +142,14 @@ class RequestReport:
 
 
 class Calls:
-    """Counts the calls of one handle; each reason is told once, at the line that called."""
+    """Counts the calls of one handle and warns once of each reason, at the line that called.
 
-    def __init__(self) -> None:
+    Args:
+        fallback: "warn": a call that cannot be served falls back. "raise": it raises an UnsupportedError.
+    """
+
+    def __init__(self, fallback: str = "warn") -> None:
+        self._raises = fallback == "raise"
         self.served = self.repaired = 0
         self.fell_back: Counter[str] = Counter()
         self._told: set[str] = set()
@@ -148,19 +165,38 @@ class Calls:
         with self._lock:
             self.repaired += tokens
 
-    def fall_back(self, reason: str, detail: str = "") -> None:
-        """Counts a call that falls back to the model's own generate, and says why the first time."""
-        with self._lock:
-            self.fell_back[reason] += 1
-        self.tell_fallback(reason, detail)
+    def fall_back(self, error: Exception) -> None:
+        """Count a call that falls back to the model's own generate, and warn of the reason once.
 
-    def tell_fallback(self, reason: str, detail: str = "") -> None:
-        """Warns once of a reason for which calls fall back to the model's own generate."""
-        self.tell(reason, f"falls back to the model's own generate: {reason}{f' ({detail})' if detail else ''}")
+        Raises:
+            UnsupportedError: The handle was made with fallback="raise".
+        """
+        unsupported = unsupported_by(error)
+        if self._raises:
+            raise unsupported from (None if unsupported is error else error)
+        with self._lock:
+            self.fell_back[unsupported.reason] += 1
+        self.tell_fallback(unsupported)
+
+    def tell_fallback(self, error: UnsupportedError) -> None:
+        """Warn once of a reason for which calls fall back to the model's own generate, or raise."""
+        does = "a call raises UnsupportedError" if self._raises else "falls back to the model's own generate"
+        self.tell(error.reason, f"{does}: {error}")
 
     def tell_out_of_blocks(self, error: OutOfBlocks) -> None:
-        """Warns once that there was no block for an answer."""
+        """Warn once that there was no block for an answer."""
         self.tell("out of blocks", f"an answer is generated without the cache: {error}; give a larger num_blocks")
+
+    def tell_failure(self, error: Exception) -> None:
+        """Warn once that an answer goes on without the cache."""
+        if isinstance(error, OutOfBlocks):
+            self.tell_out_of_blocks(error)
+        else:
+            self.tell("failure", f"an answer is generated without the cache: {described(error)}")
+
+    def tell_unkept(self, error: Exception) -> None:
+        """Warn once that an answer, which is right, is not kept for later calls."""
+        self.tell("unkept", f"an answer is not kept for later calls: {described(error)}")
 
     def tell_hidden(self, tokens: int, max_blocks: int, block_size: int) -> None:
         """Warns once that cached tokens were computed again because their hidden states are asked for."""

@@ -42,12 +42,14 @@ def enable_prefix_caching(
     recompute: float | None = None,
     deterministic: bool = False,
     chunk: int = 128,
+    fallback: str = "warn",
 ) -> PrefixCaching:
-    """Lets `model.generate` reuse the KV of prompts it has seen, until `disable` is called.
+    """Let `model.generate` reuse the KV of prompts it has seen, until `disable` is called.
 
-    The tokens that come out are those that came out before. What cannot be served (encoder-decoder models, caches of
-    your own, see `docs/huggingface.md`) goes to the model's own generate, with one warning that says why. Changed
-    weights, buffers and settings are noticed, and the cache starts anew.
+    The tokens are those of the model's own generate. A call that cannot be served (encoder-decoder models, caches of
+    your own, see `docs/huggingface.md`) goes to the model's own generate, with one warning that says why. A call that
+    fails in this library before its first token goes there too. Changed weights, buffers and settings are noticed, and
+    the cache starts anew.
 
     Args:
         model: A transformers model that generates text, or PEFT's around one, loaded on its devices.
@@ -74,6 +76,8 @@ def enable_prefix_caching(
         deterministic: Whether logits are the same to the last bit whatever is cached and whatever else is in the
             batch: each row is computed by itself, and its prompt in chunks, see `docs/determinism.md`.
         chunk: Tokens of such a chunk, at whose multiples hits end.
+        fallback: "warn": a call that cannot be served goes to the model's own generate. "raise": it raises an
+            UnsupportedError that names the reason, for tests that must notice.
 
     Returns:
         The handle: `stats()`, `last_requests`, `salt()`, `hint()`, `graphs`, `reset()`, `disable()`; also a context
@@ -85,7 +89,7 @@ def enable_prefix_caching(
         ValueError: Caching is already enabled for this model, a number is out of range, `policy` is one instance for
             a model with several groups of layers, `cuda_graphs` is True and its decode steps cannot be captured,
             `disk` is empty, `disk_bytes` is given without it, or `recompute` without "anywhere", or `deterministic`
-            with it, or with a `chunk` that is no multiple of `block_size`.
+            with it, or with a `chunk` that is no multiple of `block_size`, or `fallback` is unknown.
         OSError: The directory cannot be made.
 
     Examples:
@@ -107,6 +111,8 @@ def enable_prefix_caching(
         check_number(name, most, 1, optional=True)
     if reuse not in REUSES:
         raise ValueError(f"reuse: got {reuse!r}, needs one of {', '.join(REUSES)}")
+    if fallback not in ("warn", "raise"):
+        raise ValueError(f"fallback: got {fallback!r}, needs 'warn' or 'raise'")
     if cuda_graphs is not None and not isinstance(cuda_graphs, bool):
         raise TypeError(f"cuda_graphs: got {type(cuda_graphs).__name__}, needs a bool or None")
     if disk is not None and not isinstance(disk, str | os.PathLike):
@@ -121,7 +127,7 @@ def enable_prefix_caching(
     model = generating_model(model)
     check_not_replaced(model, "generate", "prefix caching")
     options = CacheOptions(num_blocks, block_size, policy, reuse, host_blocks, disk, disk_bytes, window_blocks, share)
-    options = options._replace(chunk=chunk if deterministic else None)
+    options = options._replace(fallback=fallback, chunk=chunk if deterministic else None)
     serving = Serving(model, options, cuda_graphs)
     handle = PrefixCaching(serving)
     if cuda_graphs and handle.graphs.reason is not None:

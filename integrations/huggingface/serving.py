@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 import threading
 import weakref
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +16,7 @@ import torch
 from ...cache import CacheManager, Explanation
 from .api import check_mode as check_options
 from .api import look, loop_of, rename_cache
-from .calls import Calls, RequestReport, ServedStats, UnsupportedError, refuse_if
+from .calls import Calls, RequestReport, ServedStats, UnsupportedError, refuse_if, refusing
 from .compression.reading import Documents, Reader
 from .contiguous.serve import Contiguous
 from .identity import Identity, set_by_forward, without_row_settings
@@ -34,6 +36,8 @@ from .support import (
     take_stop_strings,
 )
 
+logger = logging.getLogger("pc.integrations.huggingface")
+
 
 class Serving:
     """A model, the engine that serves its loops, and its calls; `PrefixCaching` is what users see of it."""
@@ -41,7 +45,7 @@ class Serving:
     def __init__(self, model: Any, options: CacheOptions, cuda_graphs: bool | None) -> None:
         self._model: weakref.ref[Any] = weakref.ref(model)
         self._lock = threading.RLock()
-        self._calls = Calls()
+        self._calls = Calls(options.fallback)
         self._options = options
         self.salt = ScopedSetting(check_salt)
         self.hint = ScopedSetting(check_returns)
@@ -70,11 +74,12 @@ class Serving:
         self.steps.drop()
         with without_row_settings(model), set_by_forward(model) as transient:
             try:
-                check_model(model)
+                with refusing("a look at it fails"):
+                    check_model(model)
                 self._engine = self._choose_engine(model)
             except UnsupportedError as error:
                 self.unsupported = self.steps.reason = f"{type(model).__name__}: {error}"
-                self._calls.tell_fallback(self.unsupported)
+                self._calls.tell_fallback(UnsupportedError(self.unsupported))
         self._identity = Identity(model, transient)
         self._served_before = self._calls.served
         self.steps.prepare(model, None)
@@ -85,7 +90,8 @@ class Serving:
         copies = options.host_blocks or options.disk or options.window_blocks or options.chunk
         if model.device.type in CAPTURERS and options.reuse == "prefix" and not copies:
             try:
-                return Paged(model, options, self.steps)
+                with refusing("a look at it fails"):
+                    return Paged(model, options, self.steps)
             except UnsupportedError as error:
                 self.steps.refuse(str(error))
                 if isinstance(error, WrongKernelError):
@@ -102,7 +108,7 @@ class Serving:
         """The model's generate, over the cache where it can be served."""
         gradients = torch.is_grad_enabled()
         try:
-            return self._generate(self._run, args, kwargs)
+            return self._generate(args, kwargs)
         finally:  # an interrupt in the exit of torch.no_grad, which generate runs under, would leave them off
             torch._C._set_grad_enabled(gradients)
 
@@ -120,50 +126,83 @@ class Serving:
             return loop.input_ids
 
         with torch.no_grad():
-            self._generate(note, (), arguments, serves=False)
+            self._explained(note, arguments)
         if len(found) != 1:
             raise ValueError(f"inputs: got {len(found)} prompts, needs one")
         if found[0].reason == "never" and self._changed is not None:
             return replace(found[0], reason="changed", there=self._changed)
         return found[0]
 
-    def _generate(self, run: Any, args: tuple[Any, ...], kwargs: dict[str, Any], serves: bool = True) -> Any:
-        """Prepares a call as generate does and has `run(engine, loop)` run its loop; only explains unless `serves`."""
+    def _generate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a call over the cache, or the model's own generate where that is not possible."""
+        model, original = self._model_and_generate()
+        self.last_requests = []
+        rename_cache(model, kwargs)
+        document = self.documents.entered()
+        if document is not None:
+            arguments = _arguments(original, model, args, kwargs)
+            result, self.last_requests = self.documents.ask(original, document, arguments)
+            return result
+        random = RandomState(model.device)
+        begun: list[Loop] = []  # the loop, from when `_run` answers for what becomes of the call
+        try:
+            arguments = _arguments(original, model, args, kwargs)
+            engine, images = self._prepared(model, arguments)
+            if engine is None and self.unsupported is not None:
+                raise UnsupportedError(self.unsupported)
+            if engine is not None:
+                loop = self._decoding_loop(self._run, begun, engine, arguments, images)
+                return original(model, **arguments | {"custom_generate": loop})
+            failure = None
+        except Exception as error:
+            if begun:
+                raise
+            failure = _without_frames(error)
+        if failure is None:  # caching was disabled
+            with self._running.within(True):
+                return original(model, *args, **kwargs)
+        random.restore()
+        return self._fall_back(failure, functools.partial(original, model, *args, **kwargs))
+
+    def _fall_back(self, failure: Exception, generate: Callable[[], Any]) -> Any:
+        """Run the model's own generate because of a failure, which is counted if generate does not fail too."""
+        is_reason = isinstance(failure, UnsupportedError)
+        if is_reason:
+            self._calls.fall_back(failure)
+        with self._running.within(True):
+            result = generate()
+        if not is_reason:
+            self._calls.fall_back(failure)
+        return result
+
+    def _explained(self, note: Any, arguments: dict[str, Any]) -> None:
+        """Prepare a call as generate does and have `note(engine, loop)` run in place of its loop."""
+        model, original = self._model_and_generate()
+        rename_cache(model, arguments)
+        arguments = _arguments(original, model, (), arguments)
+        try:
+            engine, images = self._prepared(model, arguments)
+        except UnsupportedError as error:
+            raise ValueError(f"inputs: got a call that is not served, {error}") from error
+        if engine is None:
+            raise ValueError(f"model: is not served, {self.unsupported or 'caching is disabled'}")
+        original(model, **arguments | {"custom_generate": self._decoding_loop(note, [], engine, arguments, images)})
+
+    def _model_and_generate(self) -> tuple[Any, Any]:
         model: Any = self._model()
         if model is None:
             raise RuntimeError("generate: the model of this handle is gone")
-        original = type(model).generate
-        if serves:
-            self.last_requests = []
-        rename_cache(model, kwargs)
-        arguments = _signature(original).bind(model, *args, **kwargs).arguments
-        del arguments["self"]
-        arguments.update(arguments.pop("kwargs", {}))
-        document = self.documents.entered() if serves else None
-        if document is not None:
-            result, self.last_requests = self.documents.ask(original, document, arguments)
-            return result
-        try:
-            check_arguments(arguments)
-            check_mode(model, arguments)
-            take_stop_strings(model, arguments)
-            ask_for_cache(model, arguments)
-            engine = self._engine if self._engine is not None else self._current(model)[0]
-            images = None if engine is None else take_images(model, arguments)
-        except UnsupportedError as error:
-            if not serves:
-                raise ValueError(f"inputs: got a call that is not served, {error}") from error
-            self._calls.fall_back(error.reason, error.detail)
-            with self._running.within(True):
-                return original(model, *args, **kwargs)
-        if engine is None:
-            if not serves:
-                raise ValueError(f"model: is not served, {self.unsupported or 'caching is disabled'}")
-            if self.unsupported is not None:
-                self._calls.fall_back(self.unsupported)
-            with self._running.within(True):
-                return original(model, *args, **kwargs)
-        return original(model, **arguments | {"custom_generate": self._decoding_loop(run, engine, arguments, images)})
+        return model, type(model).generate
+
+    def _prepared(self, model: Any, arguments: dict[str, Any]) -> tuple[Contiguous | Paged | None, Images | None]:
+        """Return what serves the model, and the images of a call, which are taken out of its arguments."""
+        # UnsupportedError: the call cannot be served.
+        check_arguments(arguments)
+        check_mode(model, arguments)
+        take_stop_strings(model, arguments)
+        ask_for_cache(model, arguments)
+        engine = self._engine if self._engine is not None else self._current(model)[0]
+        return engine, None if engine is None else take_images(model, arguments)
 
     def _current(self, model: Any) -> tuple[Contiguous | Paged | None, tuple[str, ...]]:
         """Return what serves the model as it is now, and the keys of its adapters; a changed model is probed anew.
@@ -201,9 +240,14 @@ class Serving:
         return Reader(model, adapters, engine.store if isinstance(engine, Contiguous) else None)
 
     def _decoding_loop(
-        self, run: Any, engine: Contiguous | Paged, arguments: dict[str, Any], images: Images | None
+        self,
+        run: Any,
+        begun: list[Loop],
+        engine: Contiguous | Paged,
+        arguments: dict[str, Any],
+        images: Images | None,
     ) -> Any:
-        """The decoding loop that generate calls once it has prepared everything."""
+        """Return the decoding loop that generate calls once it has prepared everything; `begun` gets the call."""
         given = {n: arguments.get(n) for n in ("tokenizer", "assistant_tokenizer", "assistant_model", "streamer")}
 
         def decode(
@@ -225,30 +269,35 @@ class Serving:
             own = arguments.get("logits_processor") is not None
             prepared = (generation_config, options, model_kwargs, own, images)
             loop = Loop(function, str(mode.value), model, input_ids, *prepared)
+            begun.append(loop)
             return run(engine, loop)
 
         decode.__signature__ = _DECODING  # type: ignore[attr-defined]  # generate asks three times, and never twice of one
         return decode
 
     def _run(self, engine: Contiguous | Paged, loop: Loop) -> Any:
+        """Run a loop over the cache. What fails before the first token is run anew as generate would have run it."""
+        random, state = RandomState(loop.model.device), loop.continued_state()
+        bypasses = False
         try:
             check_loop(loop)
-            if isinstance(engine, Contiguous) and engine.bypasses(loop):
+            bypasses = isinstance(engine, Contiguous) and engine.bypasses(loop)
+            result, reports = (None, []) if bypasses else self._serve(loop)
+        except Exception as error:
+            if loop.answered:
+                raise
+            failure = _without_frames(error)
+        else:
+            if bypasses:
                 with self._running.within(True):
                     result = loop.run()
                 reports = [RequestReport.of(loop.input_ids.shape[1], ()) for _ in loop.input_ids]
-            else:
-                result, reports = self._serve(loop)
-        except UnsupportedError as error:
-            self._calls.fall_back(error.reason, error.detail)
-            with self._running.within(True):
-                if loop.images is not None:
-                    encoded = encoded_by_model(loop.images, loop.model, loop.input_ids, loop.repeats)
-                    return loop.run(mm_encoder_outputs=encoded)
-                return loop.run()
-        self.last_requests = reports
-        self._calls.serve()
-        return result
+            self.last_requests = reports
+            self._calls.serve()
+            return result
+        random.restore()
+        loop.restore_continued(state)
+        return self._fall_back(failure, functools.partial(_run_plainly, loop))
 
     def _serve(self, loop: Loop) -> tuple[Any, list[RequestReport]]:
         """Runs a loop over the cache; UnsupportedError: before a token was computed."""
@@ -325,6 +374,47 @@ class Serving:
 
     def _warn_of_graphs(self, reason: str) -> None:
         self._calls.tell("graphs", f"{reason}. It runs without CUDA graphs.")
+
+
+def _run_plainly(loop: Loop) -> Any:
+    """Run a loop as generate would have run it."""
+    if loop.images is None:
+        return loop.run()
+    encoded = encoded_by_model(loop.images, loop.model, loop.input_ids, loop.repeats)
+    return loop.run(mm_encoder_outputs=encoded)
+
+
+class RandomState:
+    """The states of the random generators that generate draws from."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._host = torch.get_rng_state()
+        on_host = device.type in ("cpu", "meta")
+        self._of_device = None if on_host else torch.get_device_module(device).get_rng_state(device)
+
+    def restore(self) -> None:
+        """Set the generators to what they were."""
+        torch.set_rng_state(self._host)
+        if self._of_device is not None:
+            torch.get_device_module(self._device).set_rng_state(self._of_device, self._device)
+
+
+def _without_frames(error: Exception) -> Exception:
+    """Return an error without what its frames hold: the call that is run anew needs the memory."""
+    logger.debug("a call falls back to the model's own generate", exc_info=error)
+    seen: BaseException | None = error
+    while seen is not None:
+        seen.__traceback__, seen = None, seen.__cause__ or seen.__context__
+    return error
+
+
+def _arguments(generate: Any, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a call of generate by name."""
+    arguments = _signature(generate).bind(model, *args, **kwargs).arguments
+    del arguments["self"]
+    arguments.update(arguments.pop("kwargs", {}))
+    return arguments
 
 
 @functools.lru_cache(64)

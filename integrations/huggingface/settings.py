@@ -28,6 +28,7 @@ class CacheOptions(NamedTuple):
     disk_bytes: int | None
     window_blocks: int | None
     recompute: float = 0.0
+    fallback: str = "warn"
     chunk: int | None = None  # whose multiples prompts are computed from; None: as it comes
 
 

@@ -97,6 +97,7 @@ class Loop:
     salt: Any = None  # whose blocks may be shared
     returns: float | None = None  # probability that the conversation goes on soon
     unchanged: Callable[[], bool] = lambda: True  # whether the model is what `keys` stand for
+    answered: bool = False  # whether the loop has the logits of its first token
 
     def run(self, model: Any = None, options: dict[str, Any] | None = None, **inputs: Any) -> Any:
         """The loop over `model`, the model itself where none is given, with some options and inputs replaced."""
@@ -150,12 +151,24 @@ class Loop:
     @property
     def cache(self) -> Any:
         """The cache that transformers made, or the caller gave."""
-        return self.model_kwargs[self.cache_name]
+        return self.model_kwargs.get(self.cache_name)
 
     @property
     def continued(self) -> Any:
         """The result of an earlier call that it goes on with in place of blocks, if it does."""
         return self.cache if hasattr(self.cache, CONTINUED) else None
+
+    def continued_state(self) -> list[tuple[Any, dict[str, Any]]]:
+        """What the layers of a cache are that the call goes on with, for `restore_continued`."""
+        cache = self.continued
+        return [] if cache is None else [(layer, dict(vars(layer))) for layer in cache.layers]
+
+    @staticmethod
+    def restore_continued(state: list[tuple[Any, dict[str, Any]]]) -> None:
+        """Leaves out what a call has put into the layers: buffers are only written behind what they hold."""
+        for layer, attributes in state:
+            vars(layer).clear()
+            vars(layer).update(attributes)
 
     @property
     def eos(self) -> list[int]:

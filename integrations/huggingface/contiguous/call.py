@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -19,11 +20,25 @@ from .store import of_steps
 class Call:
     """A batch whose loop is watched: prompts are kept once they are computed, answers at the end."""
 
-    def __init__(self, batch: Batch) -> None:
+    def __init__(self, batch: Batch, tell: Callable[[Exception], None]) -> None:
+        # `tell` hears why an answer is not kept.
+        self._tell, self._keeps = tell, True
         self.batch, self.store, self.loop = batch, batch.store, batch.loop
         self._due = self._published = self.reads_nothing = False
         self._computed = self._kept = 0
         self._decode_states: dict[int, tuple[int, States]] = {}
+
+    def keep(self, step: Callable[..., object], *args: Any) -> None:
+        """Run a step that keeps something of the call. After a failure behind the first token nothing more is kept."""
+        try:
+            if self._keeps:
+                step(*args)
+        except Exception as error:
+            if not self.loop.answered:
+                raise
+            self._keeps = False
+            self._tell(error)
+            self.batch.requests.close()
 
     def computed(self, tokens: int) -> None:
         """To be told after each forward pass of the loop how many tokens a row had in it."""
@@ -155,8 +170,8 @@ def _up_to_eos(tokens: np.ndarray, eos: list[int]) -> np.ndarray:
 class WatchedModel(ModelInLoop):
     """Passes everything on to the model; the first inputs leave out what is cached, and a call hears of every pass."""
 
-    def __init__(self, model: Any, call: Call, chunked: bool) -> None:
-        super().__init__(model)
+    def __init__(self, call: Call, chunked: bool) -> None:
+        super().__init__(call.loop)
         self._call = call
         self._first = not chunked  # else the loop cuts the prompt itself
 
@@ -169,7 +184,7 @@ class WatchedModel(ModelInLoop):
     ) -> Any:
         """The model's own inputs, of the tokens that the cache does not have."""
         call, batch = self._call, self._call.batch
-        call.keep_so_far(input_ids)
+        call.keep(call.keep_so_far, input_ids)
         behind = input_ids.shape[1] - batch.start if self._first and batch.start else None
         if self._first and call.reads_nothing and batch.images is not None:
             kwargs["mm_encoder_outputs"] = batch.features()
@@ -185,13 +200,13 @@ class WatchedModel(ModelInLoop):
             inputs["attention_mask"] = inputs["attention_mask"][:, -behind:]  # states know no columns before these
         return inputs
 
-    def __call__(self, **inputs: Any) -> Any:
+    def compute(self, **inputs: Any) -> Any:
         """The model's own forward pass."""
-        self._call.batch.requests.publishes()
-        self._call.publish()
+        self._call.keep(self._call.batch.requests.publishes)
+        self._call.keep(self._call.publish)
         with from_states() if self._call.store.states is not None else nullcontext():
             outputs = self._model(**inputs)
         self._call.add_hidden(outputs)
         ids = inputs.get("input_ids")
-        self._call.computed(ids.shape[1] if ids is not None else inputs["inputs_embeds"].shape[1])
+        self._call.keep(self._call.computed, ids.shape[1] if ids is not None else inputs["inputs_embeds"].shape[1])
         return outputs

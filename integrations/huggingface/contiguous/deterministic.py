@@ -33,8 +33,8 @@ class RowByRow(ModelInLoop):
 
     def __init__(self, store: ContiguousStore, loop: Loop, lease: Lease, chunk: int) -> None:
         # UnsupportedError: it cannot follow the loop.
-        super().__init__(loop.model)
-        self._store, self._loop, self._chunk = store, loop, chunk
+        super().__init__(loop)
+        self._store, self._chunk = store, chunk
         self.criteria = RecordedCriteria.of(loop)  # which the loop is to be given
         self.prompts = prompts_of(loop.input_ids, loop.mask)
         _check(loop, self.prompts, store.counts_padding)
@@ -49,10 +49,10 @@ class RowByRow(ModelInLoop):
         return self(input_ids)
 
     def prepare_inputs_for_generation(self, input_ids: torch.Tensor, **_: Any) -> dict[str, Any]:
-        """The inputs of `__call__`: all tokens so far."""
+        """The inputs of `compute`: all tokens so far."""
         return {"input_ids": input_ids}
 
-    def __call__(self, input_ids: torch.Tensor, **_: Any) -> Any:
+    def compute(self, input_ids: torch.Tensor, **_: Any) -> Any:
         """Logits of every row's next token, `[batch, 1, vocabulary]`."""
         logits: dict[int, torch.Tensor] = {}
         self._requests.publishes()

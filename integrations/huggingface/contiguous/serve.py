@@ -10,7 +10,7 @@ import torch
 from ....cache import Explanation, FullAttention, OutOfBlocks
 from ....cache.tier_writer import TierWriter
 from ..api import ASSISTED, CHUNKS, need, result_cache
-from ..calls import Calls, RequestReport, UnsupportedError, refuse_if
+from ..calls import Calls, RequestReport, UnsupportedError, refuse_if, refusing
 from ..settings import CacheOptions
 from ..store import Lease
 from ..support import BY_TOKEN, OWN_CACHE, Loop
@@ -34,7 +34,8 @@ class Contiguous:
     def __init__(self, model: Any, options: CacheOptions) -> None:
         self._options = options
         self._disk: list[TierWriter] | None = None
-        probed = probe(model)
+        with refusing("a look at it fails"):
+            probed = probe(model)
         self._moving = probe_moved(model, probed) if options.reuse == "anywhere" else None
         self._make(model, probed)
         if options.disk is not None:
@@ -141,12 +142,12 @@ class Contiguous:
             raise UnsupportedError(
                 "the prompt needs more blocks than there are; give a larger num_blocks", str(error)
             ) from error
-        call = Call(batch)
+        call = Call(batch, calls.tell_unkept)
         try:
             result = self._generate(loop, call)
         finally:
             try:
-                call.publish()
+                call.keep(call.publish)
             finally:
                 batch.requests.close()
         reports = _tell(batch.prompts, calls)
@@ -157,12 +158,15 @@ class Contiguous:
     def _run_alone(self, loop: Loop, calls: Calls, chunk: int) -> tuple[Any, list[RequestReport]]:
         """As `run`, each row by itself in chunks of so many tokens."""
         lease = self.store.lease(loop.returns, loop.unchanged)
-        rows = RowByRow(self.store, loop, lease, chunk)
         try:
+            rows = RowByRow(self.store, loop, lease, chunk)
             result = loop.run_over(rows, rows.criteria)
         finally:
             lease.close()
-        rows.keep()
+        try:
+            rows.keep()
+        except Exception as error:
+            calls.tell_unkept(error)
         return result, _tell(rows.prompts, calls)
 
     def explain(self, loop: Loop) -> list[Explanation]:
@@ -220,24 +224,29 @@ class Contiguous:
     def _generate(self, loop: Loop, call: Call) -> Any:
         """Runs the loop over a call's cache and keeps what it computes."""
         batch, cache = call.batch, call.batch.cache
-        watched = WatchedModel(loop.model, call, bool(loop.generation_config.prefill_chunk_size))
+        watched = WatchedModel(call, bool(loop.generation_config.prefill_chunk_size))
         if cache is not None and any(getattr(layer, "record_past", False) for layer in loop.cache.layers):
             cache.activate_past_recording()  # an assistant's, which will be cropped
         inputs = {} if batch.images is None else {"mm_encoder_outputs": batch.features()}
         result = loop.run(watched, **{loop.cache_name: cache}, **inputs)
+        call.keep(self._keep_result, loop, call, result)
+        return result
+
+    def _keep_result(self, loop: Loop, call: Call, result: Any) -> None:
+        """Keeps what a loop has computed."""
+        batch = call.batch
         call.publish()
         if loop.by_row:
             call.keep_answers(_sequences(result))
         call.keep_hidden(getattr(result, "hidden_states", None))
         if batch.cache is None or any(prompt.approximate for prompt in batch.prompts):
-            return result  # no later call goes on with what is approximate as if it were not
+            return  # no later call goes on with what is approximate as if it were not
         if loop.by_row and not call.intact(_sequences(result).shape[1] - 1):
-            return result
+            return
         if batch.by_token and result_cache(result) is batch.cache:
             note_content(batch.cache, self.store, result.sequences, loop.mask, (*loop.keys, loop.adapters), loop.salt)
         elif batch.alone and isinstance(result, torch.Tensor):
             self.store.kept.put(batch.cache, result[0].cpu().numpy(), loop.keys, loop.salt)
-        return result
 
 
 def _sequences(result: Any) -> torch.Tensor:

@@ -30,19 +30,20 @@ from .requests import Requests, token_rows
 class PagedDecoder(ModelInLoop):
     """Stands in for the model in `_sample`: everything but the forward passes is the model's."""
 
-    # When it runs out of blocks it gives them all back and the model's own cache takes over, from the tokens so far.
+    # When it runs out of blocks, or fails behind the first token, it gives all blocks back. The model's own cache then
+    # takes over, from the tokens so far.
 
     def __init__(
         self,
-        model: Any,
+        loop: Loop,
         requests: Requests,
         criteria: RecordedCriteria,
-        on_out_of_blocks: Callable[[OutOfBlocks], None],
+        on_failure: Callable[[Exception], None],
     ) -> None:
-        super().__init__(model)
+        super().__init__(loop)
         self._requests = requests
         self._criteria = criteria
-        self._on_out_of_blocks = on_out_of_blocks
+        self._on_failure = on_failure
         self._prefilled = False
         self._native = False
 
@@ -51,20 +52,22 @@ class PagedDecoder(ModelInLoop):
         return self(**self.prepare_inputs_for_generation(input_ids, **model_kwargs))
 
     def prepare_inputs_for_generation(self, input_ids: torch.Tensor, **model_kwargs: Any) -> dict[str, Any]:
-        """The inputs of the next `__call__`: all tokens so far, or the model's own once it has taken over."""
+        """The inputs of the next `compute`: all tokens so far, or the model's own once it has taken over."""
         if not self._native:
             return {"input_ids": input_ids, "model_kwargs": model_kwargs}
         inputs: dict[str, Any] = self._model.prepare_inputs_for_generation(input_ids, **model_kwargs)
         return inputs
 
-    def __call__(self, input_ids: torch.Tensor, model_kwargs: Any = None, **inputs: Any) -> Any:
+    def compute(self, input_ids: torch.Tensor, model_kwargs: Any = None, **inputs: Any) -> Any:
         """Logits of every row's next token, `[batch, 1, vocabulary]`."""
         if self._native:
             return self._model(input_ids=input_ids, **inputs)
         try:
             logits = self._decode(input_ids) if self._prefilled else self._requests.prefill()
-        except OutOfBlocks as error:
-            self._on_out_of_blocks(error)
+        except Exception as error:
+            if not (self._loop.answered or isinstance(error, OutOfBlocks)):
+                raise
+            self._on_failure(error)
             return self._take_over(input_ids, model_kwargs)
         self._prefilled = True
         return CausalLMOutputWithPast(logits=logits[:, None])
@@ -138,7 +141,7 @@ class Paged:
         )
         prompts = token_rows(loop.input_ids, loop.mask)
         requests = Requests(lease, packed, self._steps, prompts, loop.keys, loop.salt, chunk, self._turn)
-        decoder = PagedDecoder(model, requests, criteria, calls.tell_out_of_blocks)
+        decoder = PagedDecoder(loop, requests, criteria, calls.tell_failure)
         try:
             result = loop.run_over(decoder, criteria)
         finally:

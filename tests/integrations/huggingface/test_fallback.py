@@ -1,0 +1,331 @@
+"""Whatever fails in this library before the first token: the model's own generate answers, with a reason."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+from generate_cases import (  # noqa: E402
+    CACHE,
+    VOCAB,
+    assert_nothing_held,
+    assert_same,
+    cache_of,
+    left_padded,
+    plain,
+    prompt,
+)
+
+from pc.integrations.huggingface import UnsupportedError, enable_prefix_caching, serving  # noqa: E402
+from pc.integrations.huggingface.contiguous import batch, blocks, call, layers, layout, prompts, requests  # noqa: E402
+from pc.integrations.huggingface.contiguous import serve as contiguous_serve  # noqa: E402
+from pc.integrations.huggingface.identity import Identity  # noqa: E402
+
+FAILED = "it failed before the first token with KeyError"
+BEFORE = {
+    "arguments": (serving, "check_arguments"),
+    "mode": (serving, "check_mode"),
+    "images": (serving, "take_images"),
+    "loop": (serving, "loop_of"),
+    "checks": (serving, "check_loop"),
+    "rope": (serving, "rope_keys"),
+    "identity": (Identity, "changed"),
+    "engine": (contiguous_serve.Contiguous, "_check"),
+    "prompts": (batch, "prompts_of"),
+    "requests": (requests.PromptRequests, "admit"),
+    "look": (blocks.RequestBlocks, "look"),
+    "computed behind": (prompts.Prompt, "computable"),
+    "layout": (batch, "lay_out"),
+    "reading": (layout, "_fill"),
+    "layers": (layers.GrowingLayer, "update"),
+    "inputs": (call.WatchedModel, "prepare_inputs_for_generation"),
+    "hidden": (call.Call, "add_hidden"),
+}
+BEHIND = {
+    "publishing": (batch.Batch, "publish"),
+    "blocks": (blocks.RequestBlocks, "publish"),
+    "answers": (call.Call, "keep_answers"),
+    "hidden states": (call.Call, "keep_hidden"),
+    "content": (contiguous_serve, "note_content"),
+}
+
+
+def fail(*_: Any, **__: Any) -> Any:
+    raise KeyError("on purpose")
+
+
+def sampled(generate: Callable[..., Any], **kwargs: Any) -> tuple[Any, torch.Tensor]:
+    """A sampled answer, and what the generator gives next."""
+    torch.manual_seed(7)
+    return generate(**{"max_new_tokens": 12, "do_sample": True, "eos_token_id": None, **kwargs}), torch.rand(3)
+
+
+def told_of(call: Callable[[], Any]) -> tuple[Any, list[str]]:
+    """What a call gives, and what this library warns of meanwhile."""
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        result = call()
+    return result, [str(w.message) for w in told if str(w.message).startswith("prefix caching")]
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("where", BEFORE)
+def test_what_fails_before_the_first_token(model: Any, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    given = left_padded(prompt(60), prompt(37, 1))
+    want, then = sampled(lambda **kwargs: type(model).generate(model, **kwargs), **given)
+    with enable_prefix_caching(model, num_blocks=64) as handle:
+        assert torch.equal(sampled(model.generate, **given)[0], want)
+        texts: list[str] = []
+        with monkeypatch.context() as patch:
+            patch.setattr(*BEFORE[where], fail)
+            for again in range(4):
+                if again >= 2:
+                    handle.reset()  # what is not cached is computed in another way
+                (got, behind), told = told_of(lambda: sampled(model.generate, **given))
+                texts += told
+                assert torch.equal(got, want)
+                assert torch.equal(behind, then)
+                assert_nothing_held(handle)
+        handed_back = handle.stats().calls_handed_back
+        assert set(handed_back) == {FAILED}
+        assert handed_back[FAILED] >= 2
+        assert [FAILED in text and "on purpose" in text for text in texts] == [True]
+        for cached in (0, 36):  # and the cache serves as before
+            if not cached:
+                handle.reset()
+            assert torch.equal(sampled(model.generate, **given)[0], want)
+            assert handle.last_requests[1].cached_tokens == cached
+        assert handle.stats().calls_handed_back == handed_back
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("where", BEHIND)
+def test_what_fails_behind_the_first_token_only_keeps_less(
+    model: Any, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    options: dict[str, Any] = {"return_dict_in_generate": True, "output_hidden_states": where == "hidden states"}
+    want, then = sampled(lambda **kwargs: type(model).generate(model, **kwargs), input_ids=prompt(60), **options)
+    with enable_prefix_caching(model, num_blocks=64) as handle:
+        with monkeypatch.context() as patch:
+            patch.setattr(*BEHIND[where], fail)
+            (got, behind), told = told_of(lambda: sampled(model.generate, input_ids=prompt(60), **options))
+        assert torch.equal(got.sequences, want.sequences)
+        assert torch.equal(behind, then)
+        assert handle.stats().calls_handed_back == {}
+        assert [text.partition(": ")[2] for text in told] == [
+            "an answer is not kept for later calls: KeyError: 'on purpose'"
+        ]
+        assert cache_of(got).get_seq_length() == cache_of(want).get_seq_length()
+        assert_nothing_held(handle)
+        assert_same(model, input_ids=prompt(60))
+
+
+def test_decoding_that_fails_to_keep_goes_on(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The prompt is published before the second pass, and by then its answer has begun."""
+    want = plain(model, input_ids=prompt(60), max_new_tokens=40, eos_token_id=None)
+    with enable_prefix_caching(model, num_blocks=64) as handle:
+        monkeypatch.setattr(blocks, "_write", fail)
+        got, told = told_of(lambda: model.generate(prompt(60), max_new_tokens=40, eos_token_id=None))
+        assert torch.equal(got, want)
+        assert len(told) == 1
+        assert handle.stats().cached_blocks == 0
+        assert_nothing_held(handle)
+
+
+def test_a_cache_that_is_gone_on_with_is_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pass that fails in its last layer has put tokens into the first one, which plain generate must not see."""
+    from generate_cases import FAMILIES
+
+    def failing_once(update: Any) -> Any:
+        calls: list[int] = []
+
+        def updated(*args: Any, **kwargs: Any) -> Any:
+            calls.append(1)
+            if len(calls) == 2:
+                raise KeyError("on purpose")
+            return update(*args, **kwargs)
+
+        return updated
+
+    for name, kind in (("llama", layers.GrowingLayer), ("mistral-window", layers.GrowingWindowLayer)):
+        model = next(f for f in FAMILIES if f.name == name).build()
+        options: dict[str, Any] = {"return_dict_in_generate": True, "max_new_tokens": 12, "eos_token_id": None}
+        with enable_prefix_caching(model, num_blocks=64) as handle:
+            first = model.generate(prompt(40), **options)
+            ids = torch.cat([first.sequences, prompt(5, 1)], 1)
+            want = plain(model, input_ids=ids, eos_token_id=None)
+            monkeypatch.setattr(kind, "update", failing_once(kind.update))
+            again = {**options, "input_ids": ids, CACHE: cache_of(first), "return_dict_in_generate": False}
+            got, told = told_of(lambda: model.generate(**{**again, "max_new_tokens": 20}))  # noqa: B023
+            monkeypatch.undo()
+            assert torch.equal(got, want)
+            assert len(told) == 1
+            assert_nothing_held(handle)
+
+
+class Failing:
+    """A logits processor, stopping criterion or streamer that fails in its own way."""
+
+    def __init__(self, after: int = 0) -> None:
+        self.after = after
+
+    def __call__(self, *_: Any, **__: Any) -> Any:
+        self.after -= 1
+        if self.after < 0:
+            raise ZeroDivisionError("of the caller")
+        return _[-1] if isinstance(_[-1], torch.Tensor) and _[-1].dim() == 2 else torch.zeros(1, dtype=torch.bool)
+
+    put = __call__
+
+    def end(self) -> None:
+        pass
+
+
+OF_THE_CALLER: dict[str, dict[str, Any]] = {
+    "argument": {"no_such_option": 1},
+    "length": {"max_new_tokens": 0},
+    "type": {"max_new_tokens": "many"},
+    "prompt": {"input_ids": "text"},
+    "ids": {"input_ids": prompt(40) + VOCAB},
+    "both": {"generation_config": 3},
+    "beams": {"num_beams": 0},
+    "processor": {"logits_processor": [Failing()]},
+    "streamer": {"streamer": Failing(1)},
+    "streamed prompt": {"streamer": Failing()},
+    "criterion": {"stopping_criteria": [Failing()]},
+    "stop string": {"stop_strings": ["x"]},
+    "assistant": {"assistant_model": 5},
+}
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("fallback", ["warn", "raise"])
+@pytest.mark.parametrize("case", OF_THE_CALLER)
+def test_errors_of_the_caller_come_out_as_they_are(model: Any, case: str, fallback: str) -> None:
+    def error_of(generate: Any) -> BaseException:
+        options = {"input_ids": prompt(40), "max_new_tokens": 4, **copy.deepcopy(OF_THE_CALLER[case])}
+        with pytest.raises(Exception) as caught:  # noqa: PT011
+            generate(**options)
+        return caught.value
+
+    want = error_of(lambda **kwargs: type(model).generate(model, **kwargs))
+    with enable_prefix_caching(model, num_blocks=64, fallback=fallback) as handle:
+        got, told = told_of(lambda: error_of(model.generate))
+        assert (type(got), str(got)) == (type(want), str(want))
+        assert got.__cause__ is None
+        assert told == []
+        assert handle.stats().calls_handed_back == {}
+        assert_nothing_held(handle)
+        assert_same(model, input_ids=prompt(40))
+
+
+def test_too_many_positional_arguments(model: Any) -> None:
+    arguments = (prompt(40), *[None] * 20)
+    with pytest.raises(TypeError) as want:
+        type(model).generate(model, *arguments)
+    with enable_prefix_caching(model, num_blocks=64), pytest.raises(TypeError) as got:
+        model.generate(*arguments)
+    assert str(got.value) == str(want.value)
+
+
+def test_interrupts_are_not_caught(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: Any, **__: Any) -> Any:
+        raise KeyboardInterrupt
+
+    with enable_prefix_caching(model, num_blocks=64) as handle:
+        with monkeypatch.context() as patch:
+            patch.setattr(batch, "prompts_of", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                model.generate(prompt(40), max_new_tokens=4)
+        assert_same(model, input_ids=prompt(40))
+        assert_nothing_held(handle)
+
+
+def test_memory_of_what_failed_is_given_back_first(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Out of memory with the cache, a call may have enough without: nothing of the first attempt is alive by then."""
+    import gc
+    import weakref
+
+    held: list[Any] = []
+    made = batch.Batch.__init__
+
+    def make(self: Any, *args: Any, **kwargs: Any) -> None:
+        made(self, *args, **kwargs)
+        held.append(weakref.ref(self.cache))
+        raise MemoryError("on purpose")
+
+    alive: list[Any] = []
+    with enable_prefix_caching(model, num_blocks=64), monkeypatch.context() as patch:
+        patch.setattr(batch.Batch, "__init__", make)
+        gc.disable()
+        try:
+            with model.register_forward_pre_hook(lambda *_: alive.append(bool(held) and held[-1]() is not None)):
+                told_of(lambda: model.generate(prompt(40), max_new_tokens=2))
+        finally:
+            gc.enable()
+    assert held
+    assert not alive[-1]
+
+
+def test_the_log_says_where_it_failed(
+    model: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with enable_prefix_caching(model, num_blocks=64), monkeypatch.context() as patch:
+        patch.setattr(batch, "prompts_of", fail)
+        with caplog.at_level(logging.DEBUG, "pc.integrations.huggingface"):
+            told_of(lambda: model.generate(prompt(40), max_new_tokens=2))
+    assert "in fail" in caplog.text
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "use_cache": ({"use_cache": False}, "use_cache=False asks for no cache"),
+    "a cache": ({CACHE: transformers.DynamicCache()}, f"{CACHE} of your own"),
+    "positions": ({"position_ids": torch.arange(5, 45)[None]}, "position_ids are not those"),
+    "blocks": ({"input_ids": prompt(100)}, "the prompt needs more blocks than there are"),
+}
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("case", REFUSED)
+def test_raise_names_the_reason(model: Any, case: str) -> None:
+    options, reason = REFUSED[case]
+    computed: list[int] = []
+    model.register_forward_pre_hook(lambda *_: computed.append(1))
+    with enable_prefix_caching(model, num_blocks=4, fallback="raise") as handle:
+        computed.clear()
+        with pytest.raises(UnsupportedError) as caught:
+            model.generate(**{"input_ids": prompt(40), "max_new_tokens": 4, **options})
+        assert caught.value.reason.startswith(reason)
+        assert computed == []
+        assert_nothing_held(handle)
+        assert handle.stats().calls_handed_back == {}
+        assert_same(model, input_ids=prompt(40))
+        assert handle.stats().calls_served == 1
+
+
+def test_raise_for_a_model_and_for_a_failure(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = transformers.T5Config(vocab_size=VOCAB, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4)
+    config.decoder_start_token_id = 0
+    t5 = transformers.T5ForConditionalGeneration(config).eval()
+    handle, told = told_of(lambda: enable_prefix_caching(t5, fallback="raise"))
+    assert told == [
+        "prefix caching: a call raises UnsupportedError: T5ForConditionalGeneration: it is an encoder-decoder model"
+    ]
+    with pytest.raises(UnsupportedError, match="it is an encoder-decoder model"):
+        t5.generate(prompt(8), max_new_tokens=2)
+    handle.disable()
+    assert t5.generate(prompt(8), max_new_tokens=2).shape[1]
+    with enable_prefix_caching(model, num_blocks=64, fallback="raise"), monkeypatch.context() as patch:
+        patch.setattr(batch, "prompts_of", fail)
+        with pytest.raises(UnsupportedError, match=FAILED):
+            model.generate(prompt(40), max_new_tokens=2)
+    with pytest.raises(ValueError, match="fallback: got 'ignore', needs 'warn' or 'raise'"):
+        enable_prefix_caching(model, fallback="ignore")
