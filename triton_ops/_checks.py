@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from numbers import Real
 from operator import index
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from ._triton import KERNELS_ON_CPU, is_set
 
@@ -107,14 +108,22 @@ def check_tensor(
         raise bad_argument(name, f"device {value.device}", f"device {device}")
 
 
-def refuse_grad(**tensors: torch.Tensor | None) -> None:
-    """Raises RuntimeError for a tensor that requires grad while grad mode is on: these operators have no backward."""
-    if not torch.is_grad_enabled():
+def refuse_grad(operator: object, arguments: Mapping[str, object]) -> None:
+    """Raise RuntimeError for a tensor, or one in a list, that gradients flow through: no operator has a derivative."""
+    has_tangents = forward_ad._current_level >= 0
+    if not (has_tangents or torch.is_grad_enabled()):
         return
-    for name, tensor in tensors.items():
-        if tensor is not None and tensor.requires_grad:
-            needs = "torch.no_grad() or .detach(), there is no backward"
-            raise bad_argument(name, "a tensor that requires grad", needs, RuntimeError)
+    for name, value in arguments.items():
+        for tensor in value if isinstance(value, (list, tuple)) else (value,):
+            if not isinstance(tensor, torch.Tensor):
+                continue
+            of = str(operator).removesuffix(".default")
+            if tensor.requires_grad and torch.is_grad_enabled():
+                needs = f"torch.no_grad() or .detach(), there is no backward of {of}"
+                raise bad_argument(name, "a tensor that requires grad", needs, RuntimeError)
+            if has_tangents and forward_ad.unpack_dual(tensor).tangent is not None:
+                needs = f".detach(), there is no derivative of {of}"
+                raise bad_argument(name, "a tensor with a forward-mode tangent", needs, RuntimeError)
 
 
 def check_last_dim(name: str, tensor: torch.Tensor) -> None:
@@ -139,7 +148,7 @@ def lowest_entry(name: str, index: torch.Tensor, limit: int) -> int:
 
 
 def check_caches(name: str, caches: Sequence[torch.Tensor]) -> None:
-    """Cache tensors of one call: same blocks, same device, no gradient."""
+    """Check cache tensors of one call: same blocks, same device."""
     layout = "[num_blocks, block_size, *features]"
     if not caches:
         raise bad_argument(name, "an empty list", "at least one tensor")
@@ -153,7 +162,6 @@ def check_caches(name: str, caches: Sequence[torch.Tensor]) -> None:
             raise bad_argument(name, got, "the same blocks in all")
         if cache.device != caches[0].device:
             raise bad_argument(name, f"devices {caches[0].device} and {cache.device}", "one device")
-        refuse_grad(**{name: cache})
 
 
 def check_rows(name: str, rows: Sequence[torch.Tensor], caches: Sequence[torch.Tensor], count: int, lead: int) -> None:
@@ -167,13 +175,11 @@ def check_rows(name: str, rows: Sequence[torch.Tensor], caches: Sequence[torch.T
             raise bad_argument(name, f"shape {list(tensor.shape)}", str(needs))
         if tensor.device != rows[0].device:
             raise bad_argument(name, f"devices {rows[0].device} and {tensor.device}", "one device")
-        refuse_grad(**{name: tensor})
 
 
 def check_reachable(name: str, tensor: torch.Tensor, index: torch.Tensor, index_name: str) -> None:
     """Host memory beside an index on an accelerator has to be pinned, or no kernel reaches it."""
-    if tensor.is_cuda:
-        if index.is_cuda and index.device != tensor.device:
-            raise bad_argument(index_name, f"device {index.device}", f"device {tensor.device} of {name}")
-    elif index.is_cuda and not tensor.is_pinned():
+    if index.device not in (tensor.device, torch.device("cpu")) and (tensor.is_cuda or not index.is_cuda):
+        raise bad_argument(index_name, f"device {index.device}", f"device {tensor.device} of {name}, or the host")
+    if not tensor.is_cuda and index.is_cuda and not tensor.is_pinned():
         raise bad_argument(name, "pageable host memory", f"pinned memory, since {index_name} is on {index.device}")

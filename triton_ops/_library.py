@@ -1,13 +1,22 @@
-"""Operators from typed functions: one signature gives the schema, the forwarding, the fake and the errors.
+"""Operators from typed functions: one signature gives the schema, the public function, the fake and the errors.
 
     @operator(cpu=_cpu, launch=_launch, mutates=("cache",))
     def scatter_blocks(source: torch.Tensor, cache: torch.Tensor, block_ids: torch.Tensor) -> None: ...
 
-registers `torch.ops.pc.scatter_blocks` and leaves a function that calls it. The body of the function is the operator's
-fake: a result of the right shape, dtype, strides and device, without data.
+registers `torch.ops.pc.scatter_blocks` and replaces the function with one that calls the operator. The body of the
+function is the operator's fake: it returns a result of the right shape, dtype, strides and device, without data.
+
+Every operator has these kernels:
+
+    Autograd        refuses tensors that gradients flow through, backward or forward
+    Autocast        turns autocast off, so that it cannot lower the precision inside the operator
+    Conjugate,      resolve lazy bits of operators that write; torch's own kernels for them expect a result
+    Negative
+    CPU, CUDA       run the operator; before a write they copy inputs that share memory with what is written
+    Meta            the fake
 
 `Library.define` and `impl` cost 1.8 us a call where `custom_op` costs 7 and `triton_op` 8 (torch 2.13), and decode is
-bound by launches.
+bound by launches. In inference mode a call skips the Autograd kernel.
 """
 
 from __future__ import annotations
@@ -22,8 +31,8 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from ._checks import bad_argument, describe
-from ._dispatch import CachedOp, needs_dispatcher
+from ._checks import INDEX_DTYPES, bad_argument, describe, refuse_grad
+from ._dispatch import CachedOp
 from ._triton import KERNELS_ON_CPU
 
 # "pc", or what a copy of the package is imported as: their operators do not meet.
@@ -60,25 +69,23 @@ def operator(
     cpu: Callable[..., Any],
     launch: Callable[..., Any],
     mutates: tuple[str, ...] = (),
-    direct: bool = False,
     bind: Bind | None = None,
     as_record: bool = False,
     docs_from: tuple[Callable[..., Any], ...] = (),
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Registers the decorated function as `torch.ops.pc.<its name>` and returns a function that calls the operator.
+    """Register the decorated function as `torch.ops.pc.<its name>` and return a function that calls the operator.
 
-    A parameter `out: torch.Tensor | None = None` at the end makes two operators of it, `<name>` and `<name>.out`, which
-    writes to `out` and has no result; `cpu` and `launch` are given `out` by name then.
+    A parameter `out: torch.Tensor | None = None` at the end makes two operators, `<name>` and `<name>.out`. The second
+    writes to `out` and returns nothing; `cpu` and `launch` get `out` by name.
 
     Args:
         cpu: Runs on CPU tensors, unless kernels do (`_triton.KERNELS_ON_CPU`).
-        launch: Runs where kernels do; if it is `CachedOp`, calls that it knows do without the dispatcher.
+        launch: Runs where kernels do.
         mutates: The parameters that are written to.
-        direct: Unwatched calls on CPU tensors go to `cpu` without the dispatcher; `cpu` checks all by itself.
         bind: Makes one object of the parameters' names and of positional and named arguments; `cpu` and a `launch` that
             is not `CachedOp` then take that object in place of the function's arguments.
         as_record: That object is a `record_of` the function.
-        docs_from: Operators whose docstrings say what the function's own does not: see `inherited_doc`.
+        docs_from: Operators whose docstrings complete the function's own: see `inherited_doc`.
     """
 
     def decorate(fake: Callable[P, R]) -> Callable[P, R]:
@@ -95,15 +102,16 @@ def operator(
         on_cpu = cpu if of is None else _bound(cpu, of, tuple(signature.types))
         if KERNELS_ON_CPU:
             on_cpu = on_device
-        _register(name, signature.schema(mutates), on_cpu, on_device, fake)
+        names = tuple(signature.types)
+        _register(name, names, signature.schema(mutates), on_cpu, on_device, fake, mutates)
         operators = getattr(torch.ops, NAMESPACE)
         call = getattr(operators, name).default
         if signature.has_out:
             schema = signature.schema(mutates, with_out=True)
-            _register(f"{name}.out", schema, _without_result(on_cpu), _without_result(on_device), _nothing)
+            to_out = (_without_result(on_cpu), _without_result(on_device), _nothing, (*mutates, "out"))
+            _register(f"{name}.out", names, schema, *to_out)
             call = _choosing_out(call, getattr(operators, name).out, len(signature.types))
-        chosen = launch if isinstance(launch, CachedOp) else None
-        return _forwarding(fake, call, signature, on_cpu if direct and not KERNELS_ON_CPU else None, chosen)
+        return _public(fake, call, signature)
 
     return decorate
 
@@ -182,6 +190,8 @@ class _Signature:
             _, needs, classes = _ARGUMENT_TYPES[self.types.get(name, torch.Tensor | None)]
             if not isinstance(value, classes):
                 return bad_argument(name, _in_words(value), needs, TypeError)
+            if isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
+                return bad_argument(name, value, f"{needs} of 64 bits")
             items = value if isinstance(value, (list, tuple)) else ()
             for item in items:
                 if not isinstance(item, torch.Tensor):
@@ -194,16 +204,138 @@ def _in_words(value: object) -> str:
 
 
 def _register(
-    name: str, schema: str, on_cpu: Callable[..., Any], on_device: Callable[..., Any], fake: Callable[..., Any]
+    name: str,
+    names: tuple[str, ...],
+    schema: str,
+    on_cpu: Callable[..., Any],
+    on_device: Callable[..., Any],
+    fake: Callable[..., Any],
+    mutates: tuple[str, ...],
 ) -> None:
+    """Define an operator of the parameters `names`, and register its kernels."""
     LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
-    LIBRARY.impl(name, on_cpu, "CPU")
-    LIBRARY.impl(name, _on_own_device(on_device), "CUDA")  # ROCm answers to the same key
-    torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=LIBRARY)
+    base, _, overload = name.partition(".")
+    call = getattr(getattr(getattr(torch.ops, NAMESPACE), base), overload or "default")
+    LIBRARY.impl(name, _writing(on_cpu, names, mutates), "CPU")
+    LIBRARY.impl(name, _writing(_on_own_device(on_device), names, mutates), "CUDA")  # ROCm has the same key
+    LIBRARY.impl(name, _refusing_gradients(call, names), "Autograd", with_keyset=True)
+    for key in ("AutocastCPU", "AutocastCUDA"):
+        LIBRARY.impl(name, _without_autocast(call, key), key)
+    for key in ("Conjugate", "Negative") if mutates else ():
+        LIBRARY.impl(name, _resolving_bits(call, names, mutates), key)
+    torch.library.register_fake(f"{NAMESPACE}::{name}", _refusing_meta(fake, names), lib=LIBRARY)
+
+
+def _refusing_gradients(call: Any, names: tuple[str, ...]) -> Callable[..., Any]:
+    """Return the Autograd kernel: it refuses tensors with gradients, and dispatches all other calls below autograd."""
+    after, guard, redispatch = torch._C._after_autograd_keyset, torch._C._AutoDispatchBelowAutograd, call.redispatch
+
+    def run(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        refuse_grad(call, dict(zip(names, args, strict=False), **kwargs))
+        with guard():
+            return redispatch(keyset & after, *args, **kwargs)
+
+    return run
+
+
+def _without_autocast(call: Any, key: str) -> Callable[..., Any]:
+    """Return the Autocast kernel: the same call without autocast."""
+    keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with torch._C._ExcludeDispatchKeyGuard(keys):
+            return call(*args, **kwargs)
+
+    return run
+
+
+def _resolving_bits(call: Any, names: tuple[str, ...], mutates: tuple[str, ...]) -> Callable[..., Any]:
+    """Return the kernel of an operator that writes for tensors that are lazily negated or conjugated."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        given = dict(zip(names, args, strict=False), **kwargs)
+        resolved = {name: _resolved(value) for name, value in given.items()}
+        result = call(**resolved)
+        for name in mutates:
+            for tensor, copy in zip(_tensors([given[name]]), _tensors([resolved[name]]), strict=True):
+                if copy is not tensor:
+                    tensor.copy_(copy)
+        return result
+
+    return run
+
+
+def _resolved(value: Any) -> Any:
+    """Return a tensor or a list of them without lazy bits, and anything else as it is."""
+    if isinstance(value, (list, tuple)):
+        return [_resolved(item) for item in value]
+    return value.resolve_conj().resolve_neg() if isinstance(value, torch.Tensor) else value
+
+
+def _writing(run: Callable[..., Any], names: tuple[str, ...], mutates: tuple[str, ...]) -> Callable[..., Any]:
+    """Return `run` for arguments of which it writes to some, so that neither a compiler nor autograd is misled.
+
+    Inputs that may share memory with what is written are copied first: a compiler may remove a caller's own copy, since
+    all that it knows of an operator is its schema. Afterwards versions are raised, so that autograd notices a write to
+    a tensor that it has saved.
+    """
+    if not mutates:
+        return run
+    places = [names.index(name) for name in mutates if name in names]
+
+    def run_write(*args: Any, **kwargs: Any) -> Any:
+        written = [*_tensors([args[i] for i in places if i < len(args)]), *_tensors([*kwargs.values()])]
+        stores = {tensor.untyped_storage().data_ptr() for tensor in written}
+        for i, value in enumerate(args):
+            if i not in places and any(x.untyped_storage().data_ptr() in stores for x in _tensors([value])):
+                args = (*args[:i], _apart(value, written), *args[i + 1 :])
+        result = run(*args, **kwargs)
+        # As for torch's own operators: tensors made in inference mode have no version.
+        torch.autograd.graph.increment_version([tensor for tensor in written if not tensor.is_inference()])
+        return result
+
+    return run_write
+
+
+def _apart(value: Any, written: Sequence[torch.Tensor]) -> Any:
+    """Return a tensor or a list of them, with copies of those that may share memory with one that is written to."""
+    if isinstance(value, (list, tuple)):
+        return [_apart(tensor, written) for tensor in value]
+    begin, end = _reach(value)
+    spans = [_reach(other) for other in written]
+    return value.clone() if any(begin < last and first < end for first, last in spans) else value
+
+
+def _reach(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return where a tensor's elements begin, and where the last one ends; the same for none."""
+    begin, size = tensor.data_ptr(), tensor.element_size()
+    steps = [(size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
+    return begin, begin + (sum(steps) + 1) * size if tensor.numel() else begin
+
+
+def _refusing_meta(fake: Callable[..., Any], names: tuple[str, ...]) -> Callable[..., Any]:
+    """Return `fake`, which torch also runs when one tensor of several is on meta: that call is refused."""
+
+    @functools.wraps(fake)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        named = [*zip(names, args, strict=False), *kwargs.items()]
+        given = [(name, tensor) for name, value in named for tensor in _tensors([value])]
+        if len({tensor.is_meta for _, tensor in given}) > 1:
+            first = given[0][1]
+            for name, tensor in given:
+                is_host_index = tensor.is_cpu and tensor.dtype in INDEX_DTYPES
+                if tensor.is_meta is not first.is_meta and not is_host_index:
+                    raise bad_argument(name, f"device {tensor.device}", f"device {first.device} of {given[0][0]}")
+        return fake(*args, **kwargs)
+
+    return run
 
 
 def _on_own_device(launch: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes current the device of the first tensor on one: behind a cache in pinned host memory it may be its index."""
+    """Return `launch` with the device of the first tensor on one made current.
+
+    That may be the device of an index: the cache before it may be in pinned host memory.
+    """
 
     def run(*args: Any, **kwargs: Any) -> Any:
         first = args[0] if args else None
@@ -226,35 +358,13 @@ def _tensors(arguments: Sequence[Any]) -> Iterator[torch.Tensor]:
             yield from argument
 
 
-def _forwarding(
-    function: Callable[P, R],
-    call: Callable[P, R],
-    signature: _Signature,
-    direct: Callable[P, R] | None,
-    chosen: CachedOp[R] | None,
-) -> Callable[P, R]:
-    """The public function: calls the operator, and says in a line what is wrong with arguments that torch refuses.
-
-    The way through the dispatcher costs as much as a few rows or a launch: an unwatched call goes to `direct`
-    when all that it is given are CPU tensors of torch's own class, and to what `chosen` knows for its kind.
-    """
+def _public(function: Callable[P, R], call: Callable[P, R], signature: _Signature) -> Callable[P, R]:
+    """Return the public function: it calls the operator and states in a line what is wrong with an argument's type."""
 
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        known = None
-        if not needs_dispatcher():
-            if direct is not None and not kwargs and _are_on_cpu(args):
-                return direct(*args, **kwargs)
-            # Tensors in host memory run no kernels: no memory of launches is asked.
-            if chosen is not None and (KERNELS_ON_CPU or not args or not getattr(args[0], "is_cpu", False)):
-                known = chosen
-                if (found := known.lookup(args, kwargs)) is not None:
-                    return found[0](*found[1])
         try:
-            result = call(*args, **kwargs)
-            if known is not None:
-                known.insert(args, kwargs)
-            return result
+            return call(*args, **kwargs)
         except (RuntimeError, TypeError) as error:
             # The dispatcher's own refusal is a page long and holds the schema.
             refusal = signature.refusal(args, kwargs) if f"{NAMESPACE}::{signature.name}" in str(error) else None
@@ -262,16 +372,7 @@ def _forwarding(
                 raise
             raise refusal from None
 
-    run.chosen = chosen  # type: ignore[attr-defined]
     return run
-
-
-def _are_on_cpu(tensors: tuple[object, ...]) -> bool:
-    """Whether all are tensors of torch's own class in host memory."""
-    for tensor in tensors:  # noqa: SIM110 - a generator costs as much as the rest
-        if type(tensor) is not torch.Tensor or not tensor.is_cpu:
-            return False
-    return True
 
 
 def _choosing_out(call: Callable[P, R], call_out: Callable[..., None], num_arguments: int) -> Callable[P, R]:

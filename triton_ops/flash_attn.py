@@ -19,7 +19,7 @@ from ._attention.dense import arange_i32, as_blocks, choose_packed_tables, full_
 from ._checks import CACHE_LAYOUT, bad_argument, check_tensor, describe, reads_values
 from ._dispatch import needs_dispatcher
 from ._flash.append import Append, Rotary
-from ._flash.attention import attend, fitting_plan, resolve_launch
+from ._flash.attention import attend, fitting_plan
 from ._flash.call import (
     FlashOptions,
     FlashTensors,
@@ -29,6 +29,7 @@ from ._flash.call import (
     check_tensors,
     check_values,
     contiguous,
+    known,
     packed,
     pair,
     run_chosen,
@@ -167,8 +168,10 @@ def flash_attn_func(
     """
     with_lse = return_attn_probs or return_softmax_lse
     options = _options(softmax_scale, causal, window_size, softcap, with_lse, attention_chunk, dropout_p)
-    given = (alibi_slopes, s_aux, q_descale, k_descale, v_descale, qv, out)
-    found = run_chosen(_choose_dense, _DENSE_NAMES, options, q, k, v, *given)
+    found = run_chosen(
+        "flash_attn_func", _choose_dense, _DENSE_NAMES, options, q=q, k=k, v=v, alibi_slopes=alibi_slopes, s_aux=s_aux,
+        q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, qv=qv, out=out,
+    )  # fmt: skip
     return _with_probabilities(found) if return_attn_probs else found
 
 
@@ -182,21 +185,11 @@ def _choose_dense(made: tuple[Any, ...], q: torch.Tensor, k: torch.Tensor, v: to
     blocks = as_blocks(contiguous(k), contiguous(v))
     tables = strided_block_table(device, batch, seqlen_k // max(1, blocks.size), blocks.per_sequence, blocks.per_block)
     lens, starts = full_i32(device, batch, seqlen_k), arange_i32(device, batch + 1, seqlen_q)
-    shape, is_packed = (batch, seqlen_q), q.is_contiguous()
+    shape = (batch, seqlen_q)
 
     def keys_of(k: torch.Tensor, v: torch.Tensor) -> PagedKV:
         k, v = as_blocks(contiguous(k), contiguous(v))[:2]
         return PagedKV(k, v, tables, lens, starts, seqlen_q, seqlen_k, seqlen_q > seqlen_k)
-
-    are_views = not blocks.copied and k.stride(3) == v.stride(3) == 1
-    launch = resolve_launch(packed(q), keys_of(k, v), options, given) if are_views else None
-    if launch is not None:
-
-        def run_launch(q: torch.Tensor, k: Any, v: Any, slopes: Any, sinks: Any, *rest: Any) -> Any:
-            q = q if is_packed else packed(q)
-            return shaped(launch(q, k, v, tables, lens, starts, slopes, sinks), shape, rest[-1])
-
-        return run_launch
 
     def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *others: Any) -> Any:
         given = FlashTensors.of(q, others)
@@ -291,16 +284,14 @@ def flash_attn_varlen_func(
         found = (result, lse) if with_lse else result
         return _with_probabilities(found) if return_attn_probs else found
     options = _options(softmax_scale, causal, window_size, softcap, with_lse, attention_chunk, dropout_p)
-    if max_seqlen_q.__class__ is not int or max_seqlen_q < 0:
-        max_seqlen_q = bound("max_seqlen_q", max_seqlen_q)
-    if max_seqlen_k.__class__ is not int or max_seqlen_k < 0:
-        max_seqlen_k = bound("max_seqlen_k", max_seqlen_k)
+    max_seqlen_q, max_seqlen_k = bound("max_seqlen_q", max_seqlen_q), bound("max_seqlen_k", max_seqlen_k)
     same = cu_seqlens_k is cu_seqlens_q
     names = _PACKED_NAMES if seqused_k is None else _USED_NAMES
     found = run_chosen(
-        _choose_packed, names, (options, same, max_seqlen_q, max_seqlen_k),
-        q, k, v, cu_seqlens_q, None if same else cu_seqlens_k, seqused_k, block_table, scheduler_metadata,
-        alibi_slopes, s_aux, q_descale, k_descale, v_descale, qv, out,
+        "flash_attn_varlen_func", _choose_packed, names, (options, same, max_seqlen_q, max_seqlen_k), q=q, k=k, v=v,
+        cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=None if same else cu_seqlens_k, seqused_k=seqused_k,
+        block_table=block_table, scheduler_metadata=scheduler_metadata, alibi_slopes=alibi_slopes, s_aux=s_aux,
+        q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, qv=qv, out=out,
     )  # fmt: skip
     return _with_probabilities(found) if return_attn_probs else found
 
@@ -333,7 +324,7 @@ def _choose_packed(
     begins = cu_seqlens_q if same else cu_seqlens_k
     tables_of = None
     if begins is not None and (not paged or seqused_k is None):
-        tables_of = choose_packed_tables(begins, 0 if paged else max_keys or 0)
+        tables_of = choose_packed_tables(begins, 0 if paged or max_keys is None else max_keys)
 
     def where(starts: torch.Tensor, begins: Any, lens: Any, tables: Any) -> tuple[torch.Tensor, torch.Tensor]:
         if tables_of is not None:
@@ -348,19 +339,6 @@ def _choose_packed(
             k, v = k.unsqueeze(1), v.unsqueeze(1)
         fewer_keys = not same or seqused_k is not None
         return fitting_plan(rest[3], PagedKV(k, v, tables, lens, starts, max_queries, max_keys, fewer_keys), options)
-
-    keys = keys_of(k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, block_table, plan)
-    has_plan, are_views = keys.plan is not None, q.stride(2) == k.stride(-1) == v.stride(-1) == 1
-    launch = resolve_launch(q, keys, options, given) if are_views else None
-    if launch is not None:
-
-        def run_launch(q: Any, k: Any, v: Any, starts: Any, begins: Any, lens: Any, tables: Any, *rest: Any) -> Any:
-            tables, lens = where(starts, begins, lens, tables)
-            plan, slopes, sinks, *_, out = rest
-            found = launch(q, k, v, tables, lens, starts, slopes, sinks, plan if has_plan else None)
-            return shaped(found, None, out)
-
-        return run_launch
 
     def run(q: torch.Tensor, *rest: Any) -> Any:
         given = FlashTensors.of(q, rest[7:])
@@ -479,9 +457,12 @@ def flash_attn_with_kvcache(
         raise bad_argument("cache_seqlens", describe(cache_seqlens), "an int, or int32 [batch]", TypeError)
     most = None if max_seqlen_q is None else bound("max_seqlen_q", max_seqlen_q)
     return run_chosen(
-        _choose_cached, _CACHED_NAMES, (options, length, most, rotary_interleaved), q, k_cache, v_cache, k, v,
-        lens, block_table, cu_seqlens_q, rotary_cos, rotary_sin, rotary_seqlens, cu_seqlens_k_new, cache_batch_idx,
-        cache_leftpad, scheduler_metadata, alibi_slopes, s_aux, q_descale, k_descale, v_descale, qv, out,
+        "flash_attn_with_kvcache", _choose_cached, _CACHED_NAMES, (options, length, most, rotary_interleaved), q=q,
+        k_cache=k_cache, v_cache=v_cache, k=k, v=v, cache_seqlens=lens, block_table=block_table,
+        cu_seqlens_q=cu_seqlens_q, rotary_cos=rotary_cos, rotary_sin=rotary_sin, rotary_seqlens=rotary_seqlens,
+        cu_seqlens_k_new=cu_seqlens_k_new, cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad,
+        scheduler_metadata=scheduler_metadata, alibi_slopes=alibi_slopes, s_aux=s_aux, q_descale=q_descale,
+        k_descale=k_descale, v_descale=v_descale, qv=qv, out=out,
     )  # fmt: skip
 
 
@@ -500,34 +481,15 @@ def _choose_cached(
     batched = (batch, q.shape[1]) if own.starts is None else None
     max_queries = q.shape[0 if batched is None else 1] if most is None else most
     checks_values = reads_values(q) and not needs_dispatcher() and batch > 0
-    fewer_keys = k is None or own.starts_new is not None or k.shape[1] < max_queries
+    fewer_keys = k is None or own.starts_new is not None or not known(max_queries <= k.shape[1])
     layout = _CacheLayout.of(q, k_cache, v_cache, own, batch, length, max_queries, fewer_keys)
     if checks_values:
         layout.check(own)
-    keys, append, is_packed = layout.keys(k_cache, v_cache, own), None, q.is_contiguous()
+    append = None
     if k is not None and v is not None:
+        keys = layout.keys(k_cache, v_cache, own)
         rotary = _rotary(interleaved, keys.lens, own.cos, own.sin, own.first)
         append = Append(packed(q), k, v, own.starts_new, keys, options, rotary)
-    keys = keys if own.leftpad is not None else fitting_plan(own.plan, keys, options)
-    launch, has_plan = None, keys.plan is not None
-    if own.leftpad is None and (append is None or append.runs_kernels):
-        launch = resolve_launch(packed(q), keys, options, given)
-    if launch is not None:
-
-        def run_launch(
-            q: Any, k_cache: Any, v_cache: Any, k: Any, v: Any, lens: Any, tables: Any, starts: Any, *rest: Any
-        ) -> Any:
-            (cos, sin, first, _, chosen, _, plan, slopes, sinks), out = rest[:9], rest[-1]
-            tables, lens, starts = layout.where(lens, tables, starts, chosen)
-            q = q if is_packed else packed(q)
-            if append is not None:
-                q, lens = append.launch(
-                    q, k, v, k_cache, v_cache, lens, tables, _rotary(interleaved, lens, cos, sin, first)
-                )
-            found = launch(q, k_cache, v_cache, tables, lens, starts, slopes, sinks, plan if has_plan else None)
-            return shaped(found, batched, out)
-
-        return run_launch
 
     def run(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, k: Any, v: Any, *rest: Any) -> Any:
         own, given = _CacheTensors(*rest[:10]), FlashTensors.of(q, rest[10:])

@@ -15,7 +15,7 @@ from ._library import operator
 _rows = Gather("gather_blocks", BLOCKS)
 
 
-@operator(cpu=_rows.cpu, launch=_rows.launch, direct=True)
+@operator(cpu=_rows.cpu, launch=_rows.launch)
 def gather_blocks(
     cache: torch.Tensor, block_ids: torch.Tensor, device: torch.device | str | None = None
 ) -> torch.Tensor:

@@ -16,7 +16,7 @@ from .gather_blocks import gather_blocks, gather_blocks_list
 _rows = Gather("gather_slots", SLOTS)
 
 
-@operator(cpu=_rows.cpu, launch=_rows.launch, direct=True, docs_from=(gather_blocks,))
+@operator(cpu=_rows.cpu, launch=_rows.launch, docs_from=(gather_blocks,))
 def gather_slots(
     cache: torch.Tensor, slot_mapping: torch.Tensor, device: torch.device | str | None = None
 ) -> torch.Tensor:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 
 from ._attention.constants import next_power_of_2
-from ._checks import FLOATS, bad_argument, check_last_dim, check_tensor, refuse_grad
+from ._checks import FLOATS, bad_argument, check_last_dim, check_tensor
 from ._dispatch import CachedOp, aligned
 from ._launch import Launch
 from ._library import operator
@@ -34,21 +34,22 @@ def _check(out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b:
             raise bad_argument(name, f"shape {list(lse.shape)}", f"{list(out_a.shape[:2])}")
     for name, out in (("out_a", out_a), ("out_b", out_b)):
         check_last_dim(name, out)
-    refuse_grad(out_a=out_a, lse_a=lse_a, out_b=out_b, lse_b=lse_b)
 
 
 def merge_attention_cpu(
     out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What `pc.merge_attention` computes, in PyTorch."""
+    """Compute `pc.merge_attention` in PyTorch."""
     _check(out_a, lse_a, out_b, lse_b)
     out = torch.empty(out_a.shape, dtype=out_a.dtype, device=out_a.device)
     lse = torch.logaddexp(lse_a, lse_b)
-    weight = torch.sigmoid(lse_b - lse_a)[..., None]
-    any_dead = lse.numel() > 0 and torch.minimum(lse_a, lse_b).min().item() == -torch.inf
+    # Not the difference of the two results times a weight: 3e38 and -3e38 have none.
+    weight_a, weight_b = (
+        torch.exp(part - lse.masked_fill(lse == -torch.inf, 0.0))[..., None] for part in (lse_a, lse_b)
+    )
+    any_dead = lse.numel() > 0 and torch.minimum(weight_a, weight_b).min().item() == 0
     if any_dead:
-        dead_a, dead_b = ((part == -torch.inf)[..., None] for part in (lse_a, lse_b))
-        weight = weight.masked_fill(dead_a, 1.0).masked_fill(dead_b, 0.0)
+        dead_a, dead_b = weight_a == 0, weight_b == 0
     # float32 copies are made in pieces that stay in the caches: fresh memory costs more than the arithmetic.
     whole = out.dtype == torch.float32
     rows = max(1, len(out) if whole else _PIECE_ELEMENTS // max(1, out[:1].numel()))
@@ -58,9 +59,9 @@ def merge_attention_cpu(
         if any_dead:
             a, b = a.masked_fill(dead_a[piece], 0.0), b.masked_fill(dead_b[piece], 0.0)
         if whole:
-            torch.lerp(a, b, weight, out=out)
+            torch.mul(a, weight_a, out=out).addcmul_(b, weight_b)
         else:
-            out[piece] = torch.lerp(a, b, weight[piece])
+            out[piece] = (a * weight_a[piece]).addcmul_(b, weight_b[piece])
     return out, lse.contiguous()
 
 

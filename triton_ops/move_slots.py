@@ -23,7 +23,6 @@ from ._checks import (
     check_tensor,
     describe,
     lowest_entry,
-    refuse_grad,
 )
 from ._dispatch import LaunchCache, aligned
 from ._launch import Launch
@@ -54,8 +53,6 @@ def _check(call: Any) -> None:
         check_tensor("inv_freq", call.inv_freq, 1, "[rotary_dim / 2]", wanted, keys.device)
         if not 1 <= call.inv_freq.shape[0] <= room // 2:
             raise bad_argument("inv_freq", describe(call.inv_freq), f"1 to {room // 2} elements, one per pair")
-        refuse_grad(inv_freq=call.inv_freq)
-    refuse_grad(key_cache=keys, value_cache=values)
     for name, vector in slots.items():
         lowest_entry(name, vector, keys.shape[0] * keys.shape[1])
 

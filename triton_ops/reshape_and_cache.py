@@ -22,7 +22,6 @@ from ._checks import (
     debug_mode_enabled,
     describe,
     lowest_entry,
-    refuse_grad,
 )
 from ._dispatch import CachedOp, aligned
 from ._launch import Launch
@@ -47,7 +46,6 @@ def check_write(write: Any) -> None:
     check_tensor("slot_mapping", slot_mapping, 1, "[num_tokens]", (torch.int64,), key.device)
     if slot_mapping.shape[0] != key.shape[0]:
         raise bad_argument("slot_mapping", describe(slot_mapping), f"{key.shape[0]} elements, one per token of key")
-    refuse_grad(key=key, value=value, key_cache=key_cache, value_cache=value_cache)
 
 
 def check_write_values(write: Any) -> bool:

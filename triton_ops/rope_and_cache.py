@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from ._attention.constants import next_power_of_2
-from ._checks import FLOATS, INDEX_DTYPES, bad_argument, check_last_dim, check_tensor, describe, refuse_grad
+from ._checks import FLOATS, INDEX_DTYPES, bad_argument, check_last_dim, check_tensor, describe
 from ._dispatch import CachedOp, aligned
 from ._launch import Launch
 from ._library import operator, record_of
@@ -63,7 +63,6 @@ def _check(call: Any) -> None:
     if not cos_sin.is_contiguous() or rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
         needs = f"a contiguous tensor with an even rotary_dim of at most {head_dim}"
         raise bad_argument("cos_sin", describe(cos_sin), needs)
-    refuse_grad(query=query, cos_sin=cos_sin)
 
 
 def _check_positions(call: Any) -> None:
@@ -84,9 +83,11 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: b
     out[..., rotary_dim:] = x[..., rotary_dim:]
     cos, sin = cos.float()[:, None], sin.float()[:, None]
     # In pieces that stay in the caches: fresh memory for each product costs more than the products.
-    rows = max(1, _PIECE_ELEMENTS // max(1, x[:1].numel()))
-    for begin in range(0, len(x), rows):
-        piece = slice(begin, begin + rows)
+    pieces = [slice(None)]  # a compiler would unroll the loop
+    if not torch.compiler.is_compiling():
+        rows = max(1, _PIECE_ELEMENTS // max(1, x[:1].numel()))
+        pieces = [slice(begin, begin + rows) for begin in range(0, len(x), rows)]
+    for piece in pieces:
         a, b = x[piece, :, first].float(), x[piece, :, second].float()
         out[piece, :, first] = (a * cos[piece]).addcmul_(b, sin[piece], value=-1)
         out[piece, :, second] = (b * cos[piece]).addcmul_(a, sin[piece])

@@ -25,7 +25,6 @@ from ._checks import (
     check_tensor,
     describe,
     lowest_entry,
-    refuse_grad,
 )
 from ._dispatch import LaunchCache, aligned
 from ._launch import Launch
@@ -62,7 +61,6 @@ def _check(call: Any) -> None:
     if not 1 <= inv_freq.shape[0] <= pairs:
         needs = f"1 to {pairs} elements, one per pair of head_dim" + (f" from {first} on" if first else "")
         raise bad_argument("inv_freq", describe(inv_freq), needs)
-    refuse_grad(key_cache=key_cache, inv_freq=inv_freq)
     limit = key_cache.shape[0]
     lowest_entry("source_ids", source_ids, limit)
     lowest_entry("target_ids", target_ids, limit)

@@ -16,7 +16,7 @@ from .gather_blocks import gather_blocks_list
 _rows = Scatter("scatter_blocks", BLOCKS)
 
 
-@operator(cpu=_rows.cpu, launch=_rows.launch, mutates=("cache",), direct=True)
+@operator(cpu=_rows.cpu, launch=_rows.launch, mutates=("cache",))
 def scatter_blocks(source: torch.Tensor, cache: torch.Tensor, block_ids: torch.Tensor) -> None:
     """Writes packed blocks to their places in a cache.
 

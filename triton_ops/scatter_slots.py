@@ -16,7 +16,7 @@ from .scatter_blocks import scatter_blocks, scatter_blocks_list
 _rows = Scatter("scatter_slots", SLOTS)
 
 
-@operator(cpu=_rows.cpu, launch=_rows.launch, mutates=("cache",), direct=True, docs_from=(scatter_blocks,))
+@operator(cpu=_rows.cpu, launch=_rows.launch, mutates=("cache",), docs_from=(scatter_blocks,))
 def scatter_slots(source: torch.Tensor, cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
     """Writes the vectors of tokens to their slots of a cache.
 

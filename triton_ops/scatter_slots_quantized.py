@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from ._checks import FLOATS, bad_argument, check_reachable, check_tensor, describe, lowest_entry, on_host, refuse_grad
+from ._checks import FLOATS, bad_argument, check_reachable, check_tensor, describe, lowest_entry, on_host
 from ._copy import cpu
 from ._copy.quantize import check_quantized, launch_scatter_quantized, quantize_rows
 from ._library import operator
@@ -32,7 +32,6 @@ def _run(source: torch.Tensor, cache: torch.Tensor, scales: torch.Tensor, slot_m
     check_tensor("source", source, len(needs), str(needs), FLOATS)
     if list(source.shape) != needs:
         raise bad_argument("source", describe(source), str(needs))
-    refuse_grad(source=source)
     check_reachable("source", source, slot_mapping, "slot_mapping")
     lowest_entry("slot_mapping", slot_mapping, scales.numel())
     if not source.numel():

@@ -226,6 +226,15 @@ def render_life(page: Path) -> str:
     return with_rows(table(("layer", "kernels"), "lr", lines), page, source)
 
 
+def render_graphs(page: Path) -> str:
+    """Render how many graphs a decode loop is compiled to, by operator and function."""
+    source = results("graphs.csv")
+    rows = read_rows(source)
+    lines = [(row["case"], row["graphs"]) for row in rows]
+    heads = ("compiled", f"graphs for {rows[0]['lengths']} lengths and {rows[0]['batches']} batch sizes")
+    return with_rows(table(heads, "lr", lines), page, source)
+
+
 def work_rows() -> list[Row]:
     """Rows of counted work.
 

@@ -1,11 +1,11 @@
-"""Calls found again run what was chosen for their kind, and nothing else does."""
+"""Launches are built once for calls of a kind, and every call goes through the dispatcher."""
 
 from __future__ import annotations
 
-import contextlib
+import inspect
 import itertools
 import threading
-from collections.abc import Callable
+import typing
 
 import pytest
 import torch
@@ -20,37 +20,23 @@ _names = itertools.count()
 
 
 class Operator:
-    """An operator of two tensors and an optional one on "device" tensors of the CPU, and what became of its calls."""
+    """An operator of two tensors and an optional one, and the calls that a launch was built for."""
 
-    def __init__(self, like: Callable[..., torch.Tensor] | None = None) -> None:
-        self.like = like = like or _like
-        self.chosen: list[tuple[object, ...]] = []
+    def __init__(self) -> None:
+        self.built: list[tuple[object, ...]] = []
         self.checked = 0
-        self.through_dispatcher = 0
-        self.known: CachedOp[torch.Tensor] = CachedOp(self._choose, self._check, signature_of=like)
-        call, known, parent = type(self.known).__call__, self.known, self
-
-        class Counted(CachedOp):
-            def __call__(self, *args, **kwargs):
-                parent.through_dispatcher += 1
-                return call(known, *args, **kwargs)
-
-            lookup, insert = known.lookup, known.insert
-
-        counted = Counted(self._choose, self._check, signature_of=like)
+        launch: CachedOp[torch.Tensor] = CachedOp(self._build, self._check, signature_of=_like)
         name = f"test_dispatch_{next(_names)}"
-        fake = lambda *args, **kwargs: like(*args, **kwargs)  # noqa: E731
+        fake = lambda *args, **kwargs: _like(*args, **kwargs)  # noqa: E731
         fake.__name__ = fake.__qualname__ = name
-        fake.__signature__ = _library.inspect.signature(like)
-        fake.__annotations__ = _library.typing.get_type_hints(like)
-        self.call = _library.operator(cpu=counted, launch=counted)(fake)
+        fake.__signature__ = inspect.signature(_like)
+        fake.__annotations__ = typing.get_type_hints(_like)
+        self.call = _library.operator(cpu=launch, launch=launch)(fake)
         self.op = getattr(torch.ops.pc, name)
 
-    def _choose(self, *values):
-        if any(isinstance(v, torch.Tensor) and v.requires_grad for v in values) and torch.is_grad_enabled():
-            raise RuntimeError("a tensor that requires grad")
-        self.chosen.append(tuple(v.shape if isinstance(v, torch.Tensor) else v for v in values))
-        return self.like
+    def _build(self, *values):
+        self.built.append(tuple(v.shape if isinstance(v, torch.Tensor) else v for v in values))
+        return _like
 
     def _check(self, *values):
         self.checked += 1
@@ -62,14 +48,8 @@ def _like(one: torch.Tensor, two: torch.Tensor, extra: torch.Tensor | None = Non
     return (one + two if extra is None else one + two + extra) * factor
 
 
-def _launch_on_cpu(monkeypatch):
-    for module in (_dispatch, _library):
-        monkeypatch.setattr(module, "KERNELS_ON_CPU", True)
-
-
 @pytest.fixture
-def operator(monkeypatch):
-    _launch_on_cpu(monkeypatch)
+def operator():
     return Operator()
 
 
@@ -77,24 +57,24 @@ def _tensors(*shapes, **options):
     return tuple(torch.randn(shape, **options) for shape in shapes)
 
 
-def test_a_call_like_the_last_is_found_however_it_is_passed(operator):
+def test_a_launch_is_built_once_however_arguments_are_passed(operator):
     one, two, extra = _tensors(4, 4, 4)
     ways = [
         lambda a, b, c: operator.call(a, b, c, 2.0),
         lambda a, b, c: operator.call(a, b, factor=2.0, extra=c),
-        lambda a, b, c: operator.call(two=b, factor=2.0, one=a, extra=c),
-        lambda a, b, c: operator.call(a, b, extra=c, factor=2.0),
+        lambda a, b, c: operator.call(two=b, factor=2, one=a, extra=c),
+        lambda a, b, c: operator.op(a, b, extra=c, factor=2.0),
     ]
     for call in ways:
-        for _ in range(3):
-            assert torch.equal(call(one, two, extra), (one + two + extra) * 2.0)
-    assert operator.chosen == [(one.shape, two.shape, extra.shape, 2.0)]
-    assert operator.through_dispatcher == len(ways), "once for each way"
+        for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode):
+            with mode():
+                assert torch.equal(call(one, two, extra), (one + two + extra) * 2.0)
+    assert operator.built == [(one.shape, two.shape, extra.shape, 2.0)]
     assert operator.checked == 3 * len(ways), "values, every time"
 
 
 @pytest.mark.parametrize("change", ["shape", "dtype", "strides", "option", "absent", "aligned", "resized"])
-def test_another_kind_of_call_is_chosen_anew(operator, change):
+def test_a_launch_is_built_for_another_kind_of_call(operator, change):
     one, two, extra = _tensors(4, 4, 4)
     for _ in range(2):
         operator.call(one, two, extra, 2.0)
@@ -109,11 +89,9 @@ def test_another_kind_of_call_is_chosen_anew(operator, change):
             "absent": (one, two, None, 2.0),
             "aligned": (torch.randn(5)[1:], two, extra, 2.0),
         }[change]
-    before = operator.through_dispatcher
     for _ in range(2):
         assert torch.equal(operator.call(*given), _like(*given))
-    assert len(operator.chosen) == 2
-    assert operator.through_dispatcher > before
+    assert len(operator.built) == 2
 
 
 def test_layers_that_alternate_are_all_found(operator):
@@ -121,7 +99,7 @@ def test_layers_that_alternate_are_all_found(operator):
     for _ in range(3):
         for one, two in layers:
             assert torch.equal(operator.call(one, two), one + two)
-    assert operator.through_dispatcher == len(layers) == len(operator.chosen)
+    assert len(layers) == len(operator.built)
 
 
 class _Functions(TorchFunctionMode):
@@ -152,12 +130,10 @@ class _Tensor(torch.Tensor):
         return super().__torch_function__(func, types, args, kwargs or {})
 
 
-def test_who_looks_on_is_told_of_calls_that_are_known(operator):
+def test_modes_profilers_and_subclasses_see_every_call(operator):
     one, two = _tensors(4, 4)
     name = str(operator.op.default)
-    for _ in range(2):
-        operator.call(one, two)
-    assert operator.through_dispatcher == 1
+    operator.call(one, two)
     for mode in (_Functions(), _Operators()):
         for _ in range(2):
             with mode:
@@ -169,27 +145,12 @@ def test_who_looks_on_is_told_of_calls_that_are_known(operator):
     for _ in range(2):
         operator.call(one.as_subclass(_Tensor), two)
     assert _Tensor.seen == 2
-    doubled = torch.vmap(operator.call)(torch.stack([one, one]), torch.stack([two, two]))
-    assert torch.equal(torch.vmap(operator.call)(torch.stack([one, one]), torch.stack([two, two])), doubled)
-    assert torch.equal(doubled[1], one + two)
-    before = operator.through_dispatcher
-    operator.call(one, two)
-    assert operator.through_dispatcher == before, "and found again afterwards"
-
-
-def test_a_gradient_is_refused_though_the_call_is_known(operator):
-    one, two = _tensors(4, 4)
     for _ in range(2):
-        operator.call(one, two)
-    grown = one.clone().requires_grad_()
-    for call in (operator.call, operator.op):
-        with pytest.raises(RuntimeError, match="requires grad"):
-            call(grown, two)
-        with torch.no_grad():
-            assert torch.equal(call(grown, two), one + two)
+        doubled = torch.vmap(operator.call)(torch.stack([one, one]), torch.stack([two, two]))
+        assert torch.equal(doubled[1], one + two)
 
 
-def test_values_are_checked_and_types_refused_though_the_call_is_known(operator):
+def test_values_are_checked_and_types_refused_at_every_call(operator):
     one, two = _tensors(4, 4)
     for _ in range(2):
         operator.call(one, two, None, 2.0)
@@ -207,34 +168,6 @@ def test_values_are_checked_and_types_refused_though_the_call_is_known(operator)
         operator.call(one, two, one=one)
     with pytest.raises(TypeError):
         operator.call(one, two, none=one)
-
-
-def _counted(
-    one: torch.Tensor, two: torch.Tensor, extra: torch.Tensor | None = None, count: int = 1, plain: bool = False
-) -> torch.Tensor:
-    return one + two * count
-
-
-@pytest.mark.parametrize(
-    ("known", "given", "refused"),
-    [
-        ((5,), (5.0,), "count"),
-        ((1,), (1.0,), "count"),
-        ((5, True), (5, 1.0), ""),
-        ((1, True), (True, True), ""),
-        ((5, False), (5, 0), ""),
-    ],
-)
-def test_what_compares_equal_and_is_of_another_type_is_another_call(monkeypatch, known, given, refused):
-    _launch_on_cpu(monkeypatch)
-    operator, tensors = Operator(_counted), (*_tensors(4, 4), None)
-    for _ in range(2):
-        operator.call(*tensors, *known)
-    before = operator.through_dispatcher
-    with pytest.raises((TypeError, RuntimeError), match=refused) if refused else contextlib.nullcontext():
-        operator.call(*tensors, *given)
-    operator.call(*tensors, *known)
-    assert operator.through_dispatcher == before + (not refused), "the dispatcher decides once, and the known is kept"
 
 
 def test_the_compiler_sees_the_operator(operator):
@@ -258,16 +191,7 @@ def test_calls_are_forgotten_when_decisions_change(operator):
         operator.call(one, two)
     forget_choices()
     operator.call(one, two)
-    assert len(operator.chosen) == 2
-
-
-def test_without_what_torch_does_not_promise_every_call_goes_through_the_dispatcher(operator, monkeypatch):
-    monkeypatch.setattr(_dispatch, "_CAN_TELL", False)
-    one, two = _tensors(4, 4)
-    for _ in range(3):
-        assert torch.equal(operator.call(one, two), one + two)
-    assert operator.through_dispatcher == 3
-    assert len(operator.chosen) == 1
+    assert len(operator.built) == 2
 
 
 def test_memory_of_choices_is_bounded():
@@ -324,8 +248,7 @@ def test_a_cache_does_without_what_torch_does_not_promise(monkeypatch):
     test_a_cache_tells_calls_apart_by_all_that_kernels_are_chosen_by()
 
 
-def test_what_looks_on_sees_calls_of_cpu_tensors_too():
-    """Rows of plain CPU tensors are gathered without the dispatcher only where nobody watches."""
+def test_modes_and_profilers_see_calls_of_cpu_tensors():
     cache, ids = torch.randn(4, 2, 3), torch.tensor([2, 0])
     name = str(torch.ops.pc.gather_blocks.default)
     for mode in (_Functions(), _Operators()):

@@ -162,15 +162,6 @@ def test_moved_rows_reuse_their_kernel_for_addresses_aligned_alike(launches):
 
 
 @needs_compiler
-def test_remembered_calls_are_still_refused_a_gradient(launches):
-    call = _attention_call()
-    attend(**call)
-    call["query"].requires_grad_(True)
-    with pytest.raises(RuntimeError, match="query: got a tensor that requires grad"):
-        attend(**call)
-
-
-@needs_compiler
 def test_a_profiler_hears_of_every_launch(launches):
     from triton import knobs
 

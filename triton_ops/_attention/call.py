@@ -15,6 +15,8 @@ from .predicate import Mask
 from .scores import Terms
 
 Call = TypeVar("Call", bound="BatchCall")
+UNBOUNDED = 1 << 30
+"""No sequence is as long, so a window or a number of sink tokens of this size bounds nothing."""
 
 
 class PlanOptions(NamedTuple):
@@ -86,11 +88,14 @@ class BatchCall:
 
     @property
     def mask(self) -> Mask:
-        """The options that decide which keys are live."""
+        """The options that decide which keys are live.
+
+        A window of UNBOUNDED or more holds every key: kernels add it to positions in int32.
+        """
         window = self.window
-        if not window:
+        if not window or window >= UNBOUNDED:
             return Mask(0, 0, self.causal, False, False)
-        return Mask(window, self.num_sink_tokens, self.causal, True, True)
+        return Mask(window, min(self.num_sink_tokens, UNBOUNDED), self.causal, True, True)
 
     def plan_options(self, tiled: bool = False) -> PlanOptions:
         """What a plan for this call is made for besides its tensors; `tiled`: few queries are tiled too."""

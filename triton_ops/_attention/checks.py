@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from .._checks import CACHE_LAYOUT, FLOATS, bad_argument, check_last_dim, check_tensor, describe, refuse_grad
+from .._checks import CACHE_LAYOUT, FLOATS, bad_argument, check_last_dim, check_tensor, describe
 from .._quantize import QUANTIZED_DTYPES
 from .call import NOT_NEGATIVE, AttentionCall, BatchCall
 from .layout import PlanShape
@@ -21,8 +21,7 @@ MAX_HEAD_DIM, MAX_LATENT_DIM = 512, 1024
 def _check_blocks(name: str, cache: torch.Tensor, like: torch.Tensor) -> None:
     """Checks a cache's rank, dtype, device, last dimension and blocks."""
     check_tensor(name, cache, 4, CACHE_LAYOUT, (like.dtype, *QUANTIZED_DTYPES), like.device)
-    if cache.stride(3) != 1:
-        raise bad_argument(name, f"strides {list(cache.stride())}", "a contiguous last dimension")
+    check_last_dim(name, cache)
     if cache.shape[1] < 1:
         raise bad_argument(name, f"block_size {cache.shape[1]}", "at least 1")
 
@@ -82,7 +81,6 @@ def _check_latent(call: AttentionCall) -> None:
         needs = f"head_dim {query.shape[2]} of query, a multiple of 16"
         raise bad_argument("cache", f"head_dim {rows.shape[3]}", needs)
     _check_scales(rows, query.device, k_scale=call.k_scale)
-    refuse_grad(query=query, cache=rows)
 
 
 def check_batch(call: BatchCall, device: torch.device, num_tokens: int | None = None) -> None:
@@ -134,6 +132,8 @@ def check_attention(call: AttentionCall) -> None:
     limit = MAX_LATENT_DIM if call.is_latent else MAX_HEAD_DIM
     if not 1 <= head_dim <= limit:
         raise bad_argument("query", f"head_dim {head_dim}", f"1 to {limit}")
+    if num_heads < 1:
+        raise bad_argument("query", f"shape {list(query.shape)}", "at least one head")
     check_last_dim("query", query)
     if call.is_latent:
         _check_latent(call)
@@ -173,10 +173,8 @@ def check_attention(call: AttentionCall) -> None:
         check_tensor("plan", call.plan, 1, "[n] from attention_plan", (torch.int32,), device)
         size = PlanShape.of(call.block_tables, call.block_size).size
         if call.plan.shape[0] != size or not call.plan.is_contiguous():
-            needs = f"{size}, from attention_plan for these tables"
-            raise bad_argument("plan", f"{call.plan.shape[0]} elements", needs)
-    differentiable = ("query", "key_cache", "value_cache", "sinks", "alibi_slopes")
-    refuse_grad(**{name: getattr(call, name) for name in differentiable})
+            needs = f"{size} contiguous ones, from attention_plan for these tables"
+            raise bad_argument("plan", f"{call.plan.shape[0]} elements with strides {call.plan.stride()}", needs)
 
 
 def check_lengths(call: BatchCall, lens: list[int], starts: list[int], max_seq_len: int | None = None) -> None:

@@ -178,5 +178,6 @@ def _attend_chunk(
 def _add_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor, num_tokens: int) -> None:
     """Adds each head's sink logit to the denominators of the first `num_tokens` tokens."""
     old, sink = lse[:num_tokens], sinks.float()[None]
-    out[:num_tokens] = out[:num_tokens].float() * torch.sigmoid(old - sink)[..., None]
+    share = torch.sigmoid(old - sink).masked_fill_(sink == -math.inf, 1.0)  # a sink of -inf is none
+    out[:num_tokens] = out[:num_tokens].float() * share[..., None]
     lse[:num_tokens] = torch.logaddexp(old, sink.expand_as(old))

@@ -80,8 +80,10 @@ def merge_parts(parts: Iterable[Part], query: torch.Tensor, width: int) -> Part:
             merged = other, other_lse
             continue
         out, lse = merged
-        weight = torch.sigmoid(other_lse - lse).masked_fill_(other_lse == -math.inf, 0.0)
-        merged = out.float().lerp_(other.float(), weight[..., None]), torch.logaddexp(lse, other_lse)
+        both = torch.logaddexp(lse, other_lse)
+        safe = both.masked_fill(both == -math.inf, 0.0)
+        weights = ((part - safe).exp_()[..., None] for part in (lse, other_lse))
+        merged = (out.float().mul_(next(weights)).addcmul_(other.float(), next(weights)), both)
     if merged is None:
         out = query.new_zeros((*query.shape[:2], width))
         return out, query.new_full(query.shape[:2], -math.inf, dtype=torch.float32)

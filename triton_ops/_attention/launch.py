@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 import re
 import typing
 from collections.abc import Callable
@@ -31,6 +32,8 @@ AttentionLaunch = Callable[[tuple[Any, ...]], Result]
 Choose = Callable[..., Callable[..., Any]]
 
 _SINKS = TENSOR_NAMES.index("sinks")
+# Weights against it are 0 for every score, and so is its own beside one.
+_LEAST_SINK = -1e30
 _LSE = """and lse `[num_tokens, num_heads]` float32: the natural logarithm of the softmax's denominator, sinks included;
     -inf for a row with nothing to attend to."""
 
@@ -53,7 +56,7 @@ def _run(
 
 
 def choose_launch(call: AttentionCall, out_dtype: torch.dtype | None = None, tiled: bool = False) -> AttentionLaunch:
-    """What runs a call that passed its checks, and all of its kind, on their TENSORS; the lse is empty if not wanted.
+    """Return what runs a call that passed its checks, and all of its kind, on their TENSORS; lse is empty if unwanted.
 
     out_dtype None: like query. `tiled`: even few queries are tiled, not decoded from the work list.
     """
@@ -61,8 +64,17 @@ def choose_launch(call: AttentionCall, out_dtype: torch.dtype | None = None, til
     if 0 in call.query.shape[:2] or 0 in call.block_tables.shape:
         return functools.partial(_give_empty, choose_results(call, out_dtype))
     if call.query_blocks is not None:
-        return functools.partial(_launch_lists, choose_lists(call))
-    return functools.partial(_launch, choose_attention(call, out_dtype, tiled))
+        run = functools.partial(_launch_lists, choose_lists(call))
+    else:
+        run = functools.partial(_launch, choose_attention(call, out_dtype, tiled))
+    return run if call.sinks is None else functools.partial(_with_sinks, run)
+
+
+def _with_sinks(run: AttentionLaunch, tensors: tuple[Any, ...]) -> Result:
+    """Run a call with sinks, none of them -inf: kernels give NaN for such a one in a row without keys."""
+    sinks = tensors[_SINKS].float().clamp(min=_LEAST_SINK)
+    out, lse = run((*tensors[:_SINKS], sinks, *tensors[_SINKS + 1 :]))
+    return out, lse.masked_fill_(lse <= _LEAST_SINK / 2, -math.inf) if lse.numel() else lse
 
 
 def _arguments(tensors: tuple[Any, ...], out: torch.Tensor, convert_codes: bool) -> tuple[Any, ...]:

@@ -6,6 +6,7 @@ kernel for all. A compiler that looks on sees PyTorch, and makes a kernel of it 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -22,7 +23,7 @@ from ..reshape_and_cache import reshape_and_cache
 from ..rope_and_cache import rope_and_cache, rotate
 from ..scatter_slots import scatter_slots_list
 from .attention import scale_of_heads
-from .call import FlashOptions, FlashTensors, check_numbers, launch_of, packed
+from .call import FlashOptions, FlashTensors, check_numbers, known, packed
 from .keys import PagedKV, sequence_of_token
 
 _TOKENS_A_PROGRAM = 32
@@ -148,13 +149,13 @@ class Append:
     ) -> None:
         _check_new(k, v, starts, keys, rotary)
         batch, count, device = keys.lens.shape[0], k.shape[-3], query.device
-        self._total, is_quantized = k.shape[:-2].numel(), keys.key_cache.dtype in QUANTIZED_DTYPES
+        self._total, is_quantized = math.prod(k.shape[:-2]), keys.key_cache.dtype in QUANTIZED_DTYPES
         self._checks_values = reads_values(query) and not needs_dispatcher() and batch > 0
         self._is_code = k.dtype == torch.float8_e4m3fn
         self._is_scaled = is_quantized and not self._is_code
         self._sees_ahead = options.causal or max(options.window) >= 0
         # Queries stand where the new keys do.
-        self._together = starts is None and count == keys.max_queries and query.shape[0] == self._total
+        self._together = starts is None and known(count == keys.max_queries) and query.shape[0] == self._total
         self._together = self._together and (self._sees_ahead or count == 1)
         self._is_fused = rotary is not None and self._together and v.shape == k.shape and not self._is_code
         self._rows = arange_i32(device, self._total, 1)
@@ -163,24 +164,6 @@ class Append:
         if starts is None and not (self._is_code and rotary is not None):
             self._places = choose_append_places(count, keys.key_cache.shape[1], keys.lens, keys.tables, rotary)
         self._write: Callable[..., Any] = rope_and_cache if self._is_fused else reshape_and_cache
-        self.runs_kernels = False
-        if self._places is not None and not is_quantized and (rotary is None or self._is_fused):
-            self._resolve(query, k, v, keys, rotary)
-
-    def _resolve(
-        self, query: torch.Tensor, k: torch.Tensor, v: torch.Tensor, keys: PagedKV, rotary: Rotary | None
-    ) -> None:
-        """Finds what the write launches, so that queries, keys and caches may come in their callers' shapes."""
-        if not (k.is_contiguous() and v.is_contiguous()):
-            return
-        slots, arguments = self._rows.long(), [packed(k), packed(v)]
-        if rotary is not None:
-            angles = rotary.cos.new_empty(self._total, 2 * rotary.cos.shape[1])
-            arguments = [query, *arguments, self._rows, angles]
-        behind = () if rotary is None else (rotary.interleaved,)
-        launch = launch_of(self._write, *arguments, *keys[:2], slots, *behind, None, None)
-        if launch is not None:
-            self._write, self.runs_kernels = launch, True
 
     def __call__(
         self,
@@ -220,17 +203,6 @@ class Append:
         else:
             self._write(k, v, *caches, *scales)
         return query, lens
-
-    def launch(
-        self, query: Any, k: Any, v: Any, key_cache: Any, value_cache: Any, lens: Any, tables: Any, rotary: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The same where it `runs_kernels`, of tensors in their callers' shapes."""
-        slots, new_lens, angles = self._places(lens, tables, rotary)  # type: ignore[misc]
-        if rotary is None:
-            self._write(k, v, key_cache, value_cache, slots, None, None)
-            return query, new_lens
-        caches = (key_cache, value_cache, slots, rotary.interleaved, None, None)
-        return self._write(query, k, v, self._rows, angles, *caches), new_lens
 
     def _check(self, starts: torch.Tensor, keys: PagedKV, rotary: Rotary | None) -> None:
         counts = starts.diff()

@@ -21,7 +21,7 @@ from ..merge_attention import merge_attention
 from ..paged_attention import paged_attention, paged_attention_with_lse
 from ..sliding_window_attention import sliding_window_attention, sliding_window_attention_with_lse
 from ..sparse_gap_attention import sparse_gap_attention, sparse_gap_attention_with_lse
-from .call import FlashOptions, FlashTensors, launch_of
+from .call import FlashOptions, FlashTensors, known
 from .keys import PagedKV, in_chunks, mirrored, rows, sequence_of_token, with_holes
 
 Result = tuple[torch.Tensor, torch.Tensor | None]
@@ -53,11 +53,11 @@ class _Window(NamedTuple):
 def _sides(keys: PagedKV, options: FlashOptions) -> tuple[int, int]:
     """The window's sides, 0 for one that holds no key, -1 for one that bounds none."""
     left, right = options.window
-    if left >= keys.longest:
+    if known(left >= keys.longest):
         left = -1
-    if options.causal or keys.max_queries <= 1:  # behind a single query there are no keys
+    if options.causal or known(keys.max_queries <= 1):  # behind a single query there are no keys
         return left, 0
-    return left, -1 if right >= keys.max_queries - 1 else right
+    return left, -1 if known(right >= keys.max_queries - 1) else right
 
 
 def scale_of(options: FlashOptions, head_dim: int) -> float:
@@ -83,37 +83,6 @@ def _window(keys: PagedKV, options: FlashOptions, head_dim: int, left: int, righ
 
 def _quantized(query: torch.Tensor, keys: PagedKV) -> bool:
     return query.dtype == torch.float8_e4m3fn or keys.key_cache.dtype in QUANTIZED_DTYPES
-
-
-def resolve_launch(
-    query: torch.Tensor, keys: PagedKV, options: FlashOptions, given: FlashTensors
-) -> Callable[..., Any] | None:
-    """What launches such a call, and all of its kind, if it is one of an operator alone; else None.
-
-    It takes query, key_cache, value_cache, tables, lens, starts, slopes, sinks and plan, and looks at addresses alone.
-    """
-    (left, right), slopes = _sides(keys, options), given.alibi_slopes
-    if slopes is not None and (right or slopes.dim() != 1):
-        return None
-    if _quantized(query, keys) or options.chunk or given.qv is not None:
-        return None
-    window = _window(keys, options, query.shape[-1], left, right, options.with_lse)
-    if window.ahead:
-        return None
-    launch = launch_of(window.operator, *window.arguments(query, keys, slopes, given.s_aux))
-    if launch is None:
-        return None
-    before, after = window.before, window.after
-
-    def run(
-        query: Any, key_cache: Any, value_cache: Any, tables: Any, lens: Any, starts: Any, slopes: Any, sinks: Any,
-        plan: Any = None,
-    ) -> Any:  # fmt: skip
-        return launch(
-            query, key_cache, value_cache, tables, lens, starts, *before, slopes, sinks, None, None, *after, plan, False
-        )
-
-    return run
 
 
 def attend(query: torch.Tensor, keys: PagedKV, options: FlashOptions, given: FlashTensors) -> Any:
@@ -184,7 +153,7 @@ def _attend_window(
     sinks: Any,
     scales: Scales,
 ) -> Result:
-    if keys.fewer_keys and keys.max_queries > 1 and reads_values(query):  # which operators refuse
+    if keys.fewer_keys and reads_values(query) and not known(keys.max_queries <= 1):  # which operators refuse
         keys = with_holes(keys)
     window = _window(keys, options, query.shape[-1], *sides, options.with_lse)
     found = window.operator(*window.arguments(query, keys, slopes, sinks, scales))
@@ -216,7 +185,7 @@ def _attend_latent(
     keys = keys._replace(key_cache=cache, value_cache=cache[..., :value_dim])
     if options.chunk:
         keys = in_chunks(keys, options.chunk, options.causal)
-    if keys.fewer_keys and keys.max_queries > 1 and reads_values(query):
+    if keys.fewer_keys and reads_values(query) and not known(keys.max_queries <= 1):
         keys = with_holes(keys)
     operator: Callable[..., Any] = (latent_attention, latent_attention_with_lse)[options.with_lse]
     found = operator(

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, cast
 import torch
 
 from .._checks import bad_argument, check_integer, debug_mode_enabled, describe, reads_values, refuse_grad
-from .._dispatch import LaunchCache, aligned, current_device, may_cache_tensors, needs_dispatcher, runs_kernels
+from .._dispatch import LaunchCache, aligned, current_device, may_cache_tensors, needs_dispatcher
 from .._launch import current_stream
 
 
@@ -67,53 +67,43 @@ _chosen: LaunchCache[Callable[..., Any]] = LaunchCache(_alignments)
 
 
 def run_chosen(
+    name: str,
     choose: Callable[..., Callable[..., Any]],
     names: dict[str, str],
     options: tuple[Any, ...],
-    *tensors: torch.Tensor | None,
+    **tensors: torch.Tensor | None,
 ) -> Any:
-    """Runs what `choose` makes of a call's options and of its tensors' metadata, found again for calls of the kind.
+    """Run what `choose` makes of a call's options and its tensors' metadata; calls of the same kind share one choice.
 
     Args:
-        choose: Takes options and tensors; what it returns takes the tensors.
+        name: The function that was called.
+        choose: Takes options and tensors, and returns a function of the tensors.
         names: What errors call the parameters of operators, where it is not the usual.
         options: All that matters besides.
-        tensors: No tensor twice.
+        tensors: By the names of their parameters; no tensor twice.
     """
     try:
-        query = tensors[0]
+        refuse_grad(name, tensors)
+        values = (*tensors.values(),)
+        query = values[0]
         on_gpu = isinstance(query, torch.Tensor) and query.is_cuda
         if not may_cache_tensors(on_gpu):
-            return choose(options, *tensors)(*tensors)
-        given = [tensor for tensor in tensors if tensor is not None]
-        types = tuple(map(type, tensors))  # which are None, for one
+            return choose(options, *values)(*values)
+        given = [tensor for tensor in values if tensor is not None]
+        types = tuple(map(type, values))  # which are None, for one
         where = (current_device(), current_stream()) if on_gpu else None
         kind = (choose, options, types, debug_mode_enabled(), where)
         run = _chosen.lookup(kind, given)
         if run is None:
-            run = choose(options, *tensors)
+            run = choose(options, *values)
             _chosen.insert(kind, given, run)
-        return run(*tensors)
+        return run(*values)
     except (TypeError, ValueError, RuntimeError, AttributeError) as error:
         known, said = _NAMES | names, str(error)
         renamed = re.sub(r"\b\w+\b", lambda found: known.get(found[0], found[0]), said)
         if renamed == said:
             raise
         raise type(error)(renamed) from None
-
-
-def launch_of(operator: Callable[..., Any], *arguments: Any) -> Callable[..., Any] | None:
-    """What launches such a call of an operator, and all that differ in addresses and values; None where it may not.
-
-    It looks at addresses alone: of an argument that is a view of a tensor it may be given that tensor instead.
-    """
-    query, tensors = arguments[0], [x for x in arguments if isinstance(x, torch.Tensor)]
-    if needs_dispatcher() or reads_values(query) or not runs_kernels(tensors):
-        return None
-    if query.is_cuda and query.device.index != current_device():
-        return None
-    launch: Callable[..., Any] = operator.chosen.launch_for(arguments)  # type: ignore[attr-defined]
-    return launch
 
 
 def pair(window_size: Sequence[int] | None) -> tuple[int, int]:
@@ -125,25 +115,43 @@ def pair(window_size: Sequence[int] | None) -> tuple[int, int]:
 
 
 def bound(name: str, value: Any) -> int | None:
-    """An upper bound of lengths; a tensor is read."""
+    """Return an upper bound of lengths, or None; a tensor is read."""
     if value is None:
         return None
-    if isinstance(value, torch.SymInt):
-        return cast(int, value)
-    return check_integer(name, int(value) if isinstance(value, torch.Tensor) else value, 0, 31)
+    number = int(value) if isinstance(value, torch.Tensor) else value
+    if isinstance(number, bool) or not isinstance(number, (int, torch.SymInt)):
+        number = check_integer(name, number)
+    if torch.compiler.is_compiling():  # which cannot know a number that was read from a tensor
+        torch._check(number >= 0)
+        torch._check(number < 1 << 31)
+    elif not 0 <= number < 1 << 31:
+        raise bad_argument(name, number, "at least 0 and below 2**31")
+    return cast(int, number)
+
+
+def known(condition: bool) -> bool:
+    """Return whether a condition on sizes holds; for a compiler, whether it holds for all sizes that a graph serves.
+
+    A graph that is compiled for one outcome would have to be compiled again for the other.
+    """
+    if not torch.compiler.is_compiling():
+        return bool(condition)
+    from torch.fx.experimental.symbolic_shapes import statically_known_true  # with sympy, which other calls do without
+
+    return bool(statically_known_true(condition))
 
 
 def check_tensors(layouts: dict[str, tuple[Any, str]], given: FlashTensors) -> None:
-    """Checks ranks, and that no tensor requires grad; what else is wrong the operators say."""
+    """Check ranks and the shapes of out and qv; the operators check the rest."""
     for name, (tensor, layout) in layouts.items():
-        if not isinstance(tensor, torch.Tensor):
-            raise bad_argument(name, describe(tensor), f"a tensor {layout}", TypeError)
+        if not isinstance(tensor, torch.Tensor) or tensor.is_nested:
+            got = describe(tensor) if not isinstance(tensor, torch.Tensor) else "a nested tensor"
+            raise bad_argument(name, got, f"a tensor {layout}", TypeError)
         if tensor.dim() != layout.count(",") + 1:
             raise bad_argument(name, f"shape {list(tensor.shape)}", layout)
         if 0 in tensor.shape[-2:]:
             raise bad_argument(name, f"shape {list(tensor.shape)}", "at least one head, of at least one feature")
     tensors = {name: tensor for name, (tensor, _) in layouts.items()}
-    refuse_grad(**tensors, alibi_slopes=given.alibi_slopes, s_aux=given.s_aux, qv=given.qv)
     q, value = tensors["q"], tensors["v" if "v_cache" not in tensors else "v_cache"]
     shape = (*q.shape[:-1], value.shape[-1])
     for name, tensor in (("out", given.out), ("qv", given.qv)):
@@ -163,17 +171,20 @@ def check_partial(out_partial: Any, lse_partial: Any, out: torch.Tensor | None) 
         raise bad_argument("lse_partial", describe(lse_partial), needs)
     if out is not None and (out.shape != out_partial.shape[1:] or out.device != out_partial.device):
         raise bad_argument("out", describe(out), f"{list(out_partial.shape[1:])} on {out_partial.device}")
-    refuse_grad(out_partial=out_partial, lse_partial=lse_partial)
+    refuse_grad("flash_attn_combine", {"out_partial": out_partial, "lse_partial": lse_partial, "out": out})
 
 
 def check_numbers(name: str, tensor: Any, count: int | None, device: torch.device) -> None:
-    """Checks an int32 tensor of a number for each sequence, or of where each begins and the last ends."""
-    needs = f"int32 [{'batch + 1' if count is None else count}] on {device}"
+    """Check an int32 tensor of one number for each sequence, or of where each begins and the last ends."""
+
+    def needs() -> str:  # a compiler makes a constant of a size that becomes text
+        return f"int32 [{'batch + 1' if count is None else count}] on {device}"
+
     if not isinstance(tensor, torch.Tensor):
-        raise bad_argument(name, describe(tensor), needs, TypeError)
+        raise bad_argument(name, describe(tensor), needs(), TypeError)
     fits = tensor.dim() == 1 and (tensor.shape[0] > 0 if count is None else tensor.shape[0] == count)
     if not fits or tensor.dtype != torch.int32 or tensor.device != device:
-        raise bad_argument(name, describe(tensor), needs)
+        raise bad_argument(name, describe(tensor), needs())
 
 
 def check_values(name: str, tensor: torch.Tensor, most: int) -> None:

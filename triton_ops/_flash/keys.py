@@ -14,7 +14,7 @@ import torch
 from .._attention.dense import arange_i32, as_blocks
 from .._checks import bad_argument, describe
 from .._dispatch import needs_dispatcher
-from .call import check_values
+from .call import check_values, known
 
 
 class PagedKV(NamedTuple):
@@ -113,23 +113,23 @@ def in_chunks(keys: PagedKV, chunk: int, causal: bool) -> PagedKV:
 
     Positions are divided by `chunk`; a query at a negative one attends to nothing.
     """
-    if chunk >= keys.longest and (causal or not keys.fewer_keys):
+    if (causal or not keys.fewer_keys) and known(chunk >= keys.longest):
         return keys
     check_lens(keys)
     most = keys.max_queries
-    count = max(1, (most + chunk - 2) // chunk + 1)  # chunks that a sequence's queries are in
+    count = torch.sym_max(1, (most + chunk - 2) // chunk + 1)  # chunks that a sequence's queries are in
     first = keys.lens - keys.starts.diff()
     begins = first.div(chunk, rounding_mode="floor").unsqueeze(1) + arange_i32(first.device, count, 1)
     size = 1 if needs_dispatcher() else math.gcd(chunk, keys.key_cache.shape[1])
-    found = _in_order(keys, size, begins * (chunk // size), min(chunk // size, -(-keys.longest // size)))
+    found = _in_order(keys, size, begins * (chunk // size), torch.sym_min(chunk // size, -(-keys.longest // size)))
     lens = (keys.lens.unsqueeze(1) - begins * chunk).clamp(0, chunk).masked_fill(begins < 0, 0)
     to = (begins * chunk - first.unsqueeze(1)).clamp(min=0)
     starts = torch.minimum(keys.starts[:-1, None] + to, keys.starts[1:, None])
     return found._replace(
         lens=lens.flatten(),
         starts=torch.cat((starts.flatten(), keys.starts[-1:])),
-        max_queries=min(most, chunk),
-        max_keys=min(chunk, keys.longest),
+        max_queries=torch.sym_min(most, chunk),
+        max_keys=torch.sym_min(chunk, keys.longest),
     )
 
 
