@@ -9,10 +9,10 @@ if __name__ != "pc.cache":
     raise ImportError(f"import pc.cache, not {__name__}: a second copy would not share its classes")
 
 from .allocation import Allocation, AppendedTokens, CacheStats, GroupedAllocation, MovedSpan, Pairs
-from .explain import Explanation
 from .groups import FullAttention, Group, Recurrent, SlidingWindow, Tensors
 from .keys import KeyAt
 from .manager import CacheManager
+from .observe.explain import Explanation
 from .policies import EvictionPolicy
 from .pool import OutOfBlocks
 from .runs import Slots

@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, Generic, overload
+from typing import TYPE_CHECKING, Any, Generic, overload
 from weakref import WeakSet
 
 from typing_extensions import TypeVar
 
 from ..triton_ops._checks import check_integer, check_share
-from . import allocate, append, commit, explain, fork, offload, swap
+from . import allocate, append, commit, fork, offload, swap
 from .allocation import Allocation, AppendedTokens, BaseAllocation, CacheStats, GroupedAllocation, Pairs, PairsT, SlotsT
 from .arguments import check_hint, check_segments
 from .groups import FullAttention, Group
@@ -24,6 +24,9 @@ from .pool import BlockPool
 from .runs import Slots, Span
 from .state import REMOVAL, ManagerState
 from .table import Ids
+
+if TYPE_CHECKING:
+    from .observe.explain import Explanation
 
 REUSES = ("prefix", "gap", "anywhere")
 MODES = ("recompute", "swap")
@@ -522,7 +525,7 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
             tokens = request.tokens + request.pending if request.pending else request.tokens
             return split_digests(hasher.hash_blocks(tokens, request.keys))
 
-    def explain(self, token_ids: TokenIds, extra_keys: ExtraKeys = None, salt: Key = None) -> explain.Explanation:
+    def explain(self, token_ids: TokenIds, extra_keys: ExtraKeys = None, salt: Key = None) -> Explanation:
         """Says how far a prompt is cached, why no further, and what other kinds of reuse would save; changes nothing.
 
         It takes time in proportion to what is remembered: the latest text, of as many tokens as the pool would hold in
@@ -543,6 +546,8 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
             >>> found.matched, found.reason, found.position, found.there[:2]
             (4, 'token', 6, (26, 27))
         """
+        from .observe import explain
+
         tokens, keys = encode_tokens(token_ids), encode_keys(extra_keys, salt)
         return self._run(explain.explain, tokens, keys)
 

@@ -27,9 +27,9 @@ import numpy as np
 from .allocation import Allocation, BaseAllocation, CacheStats, GroupedAllocation
 from .groups import FullAttention, Group, Tensors
 from .hashing import BlockHasher, Words, split_digests
-from .history import History
 from .listeners import Listeners
 from .lookup import Hit, Reuse
+from .observe.history import History
 from .offload import Evicted, OnEvict
 from .policies import PolicyLike, make_policy
 from .pool import EMPTY, BlockPool, HostSlots, Log

@@ -22,15 +22,15 @@ pytestmark = pytest.mark.quick  # each page, name and command
 MODULES = (
     "pc",
     "pc.cache",
-    "pc.cache.disk",
-    "pc.cache.events",
-    "pc.cache.metrics",
-    "pc.cache.mooncake",
+    "pc.cache.tiers.disk",
+    "pc.cache.observe.events",
+    "pc.cache.observe.metrics",
+    "pc.cache.tiers.mooncake",
     "pc.cache.policies",
     "pc.cache.replay",
-    "pc.cache.tier",
-    "pc.cache.memory_tier",
-    "pc.cache.tier_writer",
+    "pc.cache.tiers.tier",
+    "pc.cache.tiers.memory",
+    "pc.cache.tiers.writer",
     "pc.check",
     "pc.flash_attn",
     "pc.integrations.huggingface",
@@ -41,7 +41,7 @@ BY_METHOD = ("CacheManager", "EncoderCache", "PrefixCaching", "TensorCache")
 """Classes whose methods are used one by one, so that each has an example of its own; others have one for the whole."""
 GO_ON = ("EncoderCache", "PrefixCaching", "TensorCache")
 """Classes whose methods' examples go on from the class's own, so that none has to set up a model or a cache again."""
-NEEDS = {"pc.cache.events": ("zmq", "msgpack"), "pc.cache.metrics": ("prometheus_client",)}
+NEEDS = {"pc.cache.observe.events": ("zmq", "msgpack"), "pc.cache.observe.metrics": ("prometheus_client",)}
 
 
 def public_names(module: Any) -> list[str]:
@@ -82,7 +82,7 @@ def test_the_walk_finds_the_interface() -> None:
     names = {name for name, _, _ in DOCUMENTED}
     assert {f"pc.{name}" for name in pc.__all__ if callable(getattr(pc, name))} - names == {"pc.GroupedCacheManager"}
     assert {"pc.CacheManager.commit", "pc.TensorCache.join", "pc.paged_attention_with_lse"} <= names
-    assert {"pc.cache.disk.DiskTier", "pc.cache.events.EventPublisher", "pc.cache.policies.LRU"} <= names
+    assert {"pc.cache.tiers.disk.DiskTier", "pc.cache.observe.events.EventPublisher", "pc.cache.policies.LRU"} <= names
 
 
 @pytest.mark.parametrize(("name", "value", "module"), DOCUMENTED, ids=[name for name, _, _ in DOCUMENTED])

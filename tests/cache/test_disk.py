@@ -15,8 +15,8 @@ import warnings
 import pytest
 import torch
 
-from pc.cache.disk import DiskTier
-from pc.cache.tier import Layout
+from pc.cache.tiers.disk import DiskTier
+from pc.cache.tiers.tier import Layout
 
 KEY = bytes(range(32))
 OTHER = KEY[::-1]
@@ -114,7 +114,7 @@ def test_an_interrupt_leaves_nothing_behind(tmp_path, monkeypatch):
 def test_crash_in_the_middle_of_a_write_leaves_nothing_behind(tmp_path):
     code = f"""
 import os, torch
-from pc.cache.disk import DiskTier
+from pc.cache.tiers.disk import DiskTier
 tier = DiskTier({str(tmp_path)!r})
 tier.put({OTHER!r}, {{"key": torch.ones(3)}})
 os.replace = lambda *_: os._exit(9)
@@ -232,8 +232,8 @@ def test_files_of_other_users_are_read_and_left_alone(tmp_path, somebody_else, m
 def test_a_directory_that_is_not_ours():
     code = f"""
 import os, sys, warnings, torch
-from pc.cache.disk import DiskTier
-from pc.cache.tier import Layout
+from pc.cache.tiers.disk import DiskTier
+from pc.cache.tiers.tier import Layout
 path, key, other = sys.argv[1], {KEY!r}, {OTHER!r}
 layout = Layout("m", {{"a": ([3], torch.float32)}})
 DiskTier(path, layout).put(key, {{"a": torch.ones(3)}})
@@ -306,7 +306,7 @@ def test_without_file_locks_only_old_partial_files_are_removed(tmp_path, monkeyp
 def test_processes_that_write_the_same_keys(tmp_path):
     code = f"""
 import sys, torch
-from pc.cache.disk import DiskTier
+from pc.cache.tiers.disk import DiskTier
 tier = DiskTier({str(tmp_path)!r}, capacity_bytes=6000)
 for turn in range(60):
     key = bytes([turn % 20]) * 16

@@ -62,7 +62,7 @@ def test_listeners_can_follow_what_is_findable():
 def test_wire_format_and_replay():
     msgpack = pytest.importorskip("msgpack")
     zmq = pytest.importorskip("zmq")
-    from pc.cache.events import EventPublisher
+    from pc.cache.observe.events import EventPublisher
 
     m = pc.CacheManager(2, block_size=4, seed=7)
     context = zmq.Context()
@@ -128,7 +128,7 @@ def test_wire_format_and_replay():
 def test_every_key_is_published(keys, published):
     msgpack = pytest.importorskip("msgpack")
     pytest.importorskip("zmq")
-    from pc.cache.events import EventPublisher
+    from pc.cache.observe.events import EventPublisher
 
     m = pc.CacheManager(8, block_size=4, seed=2**64)
     publisher = EventPublisher(m, "tcp://127.0.0.1:*")
@@ -146,7 +146,7 @@ def test_every_key_is_published(keys, published):
 def test_an_event_that_cannot_be_packed_does_not_stop_the_others():
     msgpack = pytest.importorskip("msgpack")
     pytest.importorskip("zmq")
-    from pc.cache.events import EventPublisher
+    from pc.cache.observe.events import EventPublisher
 
     m = pc.CacheManager(8, block_size=4)
     publisher = EventPublisher(m, "tcp://127.0.0.1:*")
@@ -171,7 +171,7 @@ def test_an_event_that_cannot_be_packed_does_not_stop_the_others():
 def test_a_publisher_that_cannot_begin_leaves_nothing_behind():
     pytest.importorskip("msgpack")
     zmq = pytest.importorskip("zmq")
-    from pc.cache.events import EventPublisher
+    from pc.cache.observe.events import EventPublisher
 
     m = pc.CacheManager(8, block_size=4)
     for options, error, message in (
@@ -187,7 +187,7 @@ def test_a_publisher_that_cannot_begin_leaves_nothing_behind():
 
 def test_metrics_show_the_stats():
     client = pytest.importorskip("prometheus_client")
-    from pc.cache.metrics import CacheCollector
+    from pc.cache.observe.metrics import CacheCollector
 
     m = pc.CacheManager(4, block_size=4)
     registry = client.CollectorRegistry()
@@ -209,7 +209,7 @@ def test_metrics_show_the_stats():
 
 def test_managers_of_one_registry_are_told_apart():
     client = pytest.importorskip("prometheus_client")
-    from pc.cache.metrics import CacheCollector
+    from pc.cache.observe.metrics import CacheCollector
 
     registry = client.CollectorRegistry()
     first, named = (CacheCollector(pc.CacheManager(8 + i), registry, name=name) for i, name in enumerate((None, "kv")))

@@ -10,8 +10,8 @@ import pytest
 
 import pc
 from pc.cache.hashing import BlockHasher, encode_tokens
-from pc.cache.history import ENTRY_BYTES, LEAST_BYTES, Latest
 from pc.cache.keys import encode_keys
+from pc.cache.observe.history import ENTRY_BYTES, LEAST_BYTES, Latest
 
 KINDS = ("token", "keys", "salt", "evicted", "uncommitted", "block", "window", "never")
 

@@ -10,8 +10,8 @@ import pytest
 
 SCRIPT = """
 import sys, time, warnings, torch
-from pc.cache.mooncake import MooncakeTier
-from pc.cache.tier import Layout
+from pc.cache.tiers.mooncake import MooncakeTier
+from pc.cache.tiers.tier import Layout
 role, metadata, master = sys.argv[1:]
 layout = Layout("model@1", {"kv": ((1024,), torch.float32)})
 tier = MooncakeTier.connect(

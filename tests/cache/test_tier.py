@@ -9,12 +9,12 @@ import pytest
 import torch
 from memory_store import MemoryStore
 
-from pc.cache.disk import DiskTier
-from pc.cache.memory_tier import MemoryTier
-from pc.cache.mooncake import MooncakeTier
-from pc.cache.payload import pack, unpack
-from pc.cache.tier import Layout, Tier
-from pc.cache.tier_writer import TierWriter
+from pc.cache.tiers.disk import DiskTier
+from pc.cache.tiers.memory import MemoryTier
+from pc.cache.tiers.mooncake import MooncakeTier
+from pc.cache.tiers.payload import pack, unpack
+from pc.cache.tiers.tier import Layout, Tier
+from pc.cache.tiers.writer import TierWriter
 
 KEYS = [bytes([i]) * 32 for i in range(8)]
 LAYOUT = Layout("model@1", {"key": ((4, 2), torch.bfloat16), "value": ((4,), torch.int64)})

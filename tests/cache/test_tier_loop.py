@@ -8,10 +8,10 @@ import torch
 from memory_store import MemoryStore
 
 import pc
-from pc.cache.disk import DiskTier
-from pc.cache.mooncake import MooncakeTier
-from pc.cache.tier import Layout
-from pc.cache.tier_writer import TierWriter
+from pc.cache.tiers.disk import DiskTier
+from pc.cache.tiers.mooncake import MooncakeTier
+from pc.cache.tiers.tier import Layout
+from pc.cache.tiers.writer import TierWriter
 
 BLOCK = 4
 LAYOUTS = [Layout(f"model@1, group {group}", {"kv": ((BLOCK,), torch.float64)}) for group in range(2)]

@@ -8,8 +8,8 @@ import warnings
 import pytest
 import torch
 
-from pc.cache.disk import DiskTier
-from pc.cache.tier_writer import TierWriter
+from pc.cache.tiers.disk import DiskTier
+from pc.cache.tiers.writer import TierWriter
 
 KEYS = [bytes([i]) * 32 for i in range(200)]
 SIZE = 64
@@ -143,7 +143,7 @@ def test_a_copy_that_fails_leaves_the_queue_as_it_was(slow, monkeypatch):
     def fail(tensors):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("pc.cache.tier_writer.host_copy", fail)
+    monkeypatch.setattr("pc.cache.tiers.writer.host_copy", fail)
     with pytest.raises(KeyboardInterrupt):
         writer.put(KEYS[0], block())
     monkeypatch.undo()

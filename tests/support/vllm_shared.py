@@ -16,7 +16,7 @@ class Lossy:
     """A tier that loses what it has said it has: as a store does that dies, or evicts, between two questions."""
 
     def __new__(cls, layout, options):
-        from pc.cache.disk import DiskTier
+        from pc.cache.tiers.disk import DiskTier
 
         class Tier(DiskTier):
             left = int(options.get("left", 0))

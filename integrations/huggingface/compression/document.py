@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.functional import pad
 
-from ....cache.payload import pack, unpack
+from ....cache.tiers.payload import pack, unpack
 from ....triton_ops import attention_plan, merge_attention, paged_attention_with_lse, sparse_gap_attention_with_lse
 from ....triton_ops._attention.cpu_masked import flash_kernel
 from ....triton_ops._triton import KERNELS_ON_CPU

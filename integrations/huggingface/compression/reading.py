@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ....cache.disk import DiskTier
+from ....cache.tiers.disk import DiskTier
 from ....triton_ops import paged_attention
 from ...presses import SCORES, choose
 from ..api import CACHE, CACHE_NAMES, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer, cache_argument, takes_cache

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ....cache import Explanation, FullAttention, OutOfBlocks
-from ....cache.tier_writer import TierWriter
+from ....cache.tiers.writer import TierWriter
 from ..api import ASSISTED, CHUNKS, need, result_cache
 from ..calls import Calls, RequestReport, UnsupportedError, refuse_if, refusing
 from ..settings import CacheOptions

@@ -1,7 +1,7 @@
 """Blocks below the cache by hash, of keys and values or of states: in host memory, on disk, in files of `save`.
 
-Whatever leaves the process is a block as `pc.cache.payload` packs it, under a fingerprint of the model, and read by no
-other.
+`pc.cache.tiers.payload` packs the blocks that leave the process, under a fingerprint of the model. No other model
+reads them.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from typing import IO, Any
 import numpy as np
 import torch
 
-from ....cache.disk import DiskTier
-from ....cache.memory_tier import MemoryTier
-from ....cache.payload import host_copy, largest_size, pack, unpack
-from ....cache.tier import Layout, Tier
-from ....cache.tier_writer import TierWriter
+from ....cache.tiers.disk import DiskTier
+from ....cache.tiers.memory import MemoryTier
+from ....cache.tiers.payload import host_copy, largest_size, pack, unpack
+from ....cache.tiers.tier import Layout, Tier
+from ....cache.tiers.writer import TierWriter
 from ..functions import Functions, code_digest
 from ..identity import changes_itself, is_harmless
 from ..store import AnyManager

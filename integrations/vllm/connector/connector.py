@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata, KVConnectorRole
 
-from ....cache.tier import Tier
-from ....cache.tier_writer import TierWriter
+from ....cache.tiers.tier import Tier
+from ....cache.tiers.writer import TierWriter
 from ..api import check_version, logger
 from ..scheduler_output import BlockTables, ScheduledRequest
 from .layout import block_bytes, check_connector, check_options, describe, layout_of, open_tier

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ....cache.tier import Layout, Tier
+from ....cache.tiers.tier import Layout, Tier
 
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
 SAMPLES, SAMPLE_BYTES = 64, 4096
@@ -125,10 +125,10 @@ def open_tier(options: Mapping[str, Any], layout: Layout, gives: bool = True) ->
     check_options(options)
     given = {name: options[name] for name in OPTIONS[kind] if name in options}
     if kind == "disk":
-        from ....cache.disk import DiskTier
+        from ....cache.tiers.disk import DiskTier
 
         return DiskTier(os.fspath(given.pop("path")), layout, **given)
-    from ....cache.mooncake import MooncakeTier
+    from ....cache.tiers.mooncake import MooncakeTier
 
     if not gives:
         given |= {"segment_bytes": 0, "batch_blocks": 1}

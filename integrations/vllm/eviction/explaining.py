@@ -1,7 +1,7 @@
 """Why a request's prompt is cached no further in vLLM: a line in its log for whoever asks with `pc_explain`.
 
-The answer is `pc.cache.explain`'s, over what a scheduler knows: the blocks that have hashes, the texts of running and
-waiting requests, and of those that have ended since the first request that asked.
+`pc.cache.observe.explain` answers from what a scheduler knows: the blocks that have hashes, the texts of running and
+waiting requests, and those of requests that have ended since the first one that asked.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import Any
 
 import numpy as np
 
-from ....cache.explain import Explanation, explain
 from ....cache.groups import FullAttention
 from ....cache.hashing import BlockHasher, Words, split_digests
-from ....cache.history import ENTRY_BYTES, TOKEN_BYTES, Ended, Latest
 from ....cache.keys import EncodedKeys, KeyAt, encode_keys
+from ....cache.observe.explain import Explanation, explain
+from ....cache.observe.history import ENTRY_BYTES, TOKEN_BYTES, Ended, Latest
 from ....cache.table import Ids
 from .jumps import GapJumps
 from .moved import moved_from

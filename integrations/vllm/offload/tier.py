@@ -16,7 +16,7 @@ from vllm.v1.kv_offload.base import Locality, LookupResult, Medium, RequestOfflo
 from vllm.v1.kv_offload.tiering.async_lookup import AsyncLookupManager
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
-from ....cache.tier import Layout, Tier
+from ....cache.tiers.tier import Layout, Tier
 from ..api import check_version, logger
 from ..connector.layout import check_options, open_tier
 

@@ -12,8 +12,8 @@ pytest.importorskip("vllm", reason="vllm is not installed: make vllm")
 import vllm_shared
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
-from pc.cache.disk import DiskTier
-from pc.cache.tier import Layout
+from pc.cache.tiers.disk import DiskTier
+from pc.cache.tiers.tier import Layout
 from pc.integrations.vllm.connector.connector import BlockStore, KeyedBlocks, Planner
 from pc.integrations.vllm.connector.layout import check_connector, digest_of_weights, layout_of, open_tier
 

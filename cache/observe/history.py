@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from time import monotonic
 from typing import TypeVar
 
-from .hashing import Words
-from .keys import EncodedKeys
-from .pool import BlockPool
-from .request import Request
+from ..hashing import Words
+from ..keys import EncodedKeys
+from ..pool import BlockPool
+from ..request import Request
 
 TOKEN_BYTES = 64
 """Of remembered tokens for each block of a pool: as many as it holds in blocks of 16 tokens."""

@@ -15,17 +15,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 
-from .hashing import BlockHasher, Chain, Words, feed_all, split_digests
+from ..hashing import BlockHasher, Chain, Words, feed_all, split_digests
+from ..keys import EncodedKeys, ExtraKeys, Key, KeyAt, approximate_from, encode_keys
+from ..lookup import Hit, find_in_groups
+from ..request import Request
+from ..reuse.content import ContentIndex, Tokens, common_length
+from ..reuse.moved import MovedText
+from ..runs import find_runs
 from .history import Ended
-from .keys import EncodedKeys, ExtraKeys, Key, KeyAt, approximate_from, encode_keys
-from .lookup import Hit, find_in_groups
-from .request import Request
-from .reuse.content import ContentIndex, Tokens, common_length
-from .reuse.moved import MovedText
-from .runs import find_runs
 
 if TYPE_CHECKING:
-    from .state import ManagerState
+    from ..state import ManagerState
 
 EXCERPT = 16
 """Tokens that an explanation shows of a text."""

@@ -1,0 +1,1 @@
+"""What a manager shows of itself: explanations, events, metrics."""

@@ -1,0 +1,133 @@
+"""The manager's counters for Prometheus."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+from .residency import BOUNDS
+
+if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
+
+    from ..manager import CacheManager
+
+GAUGES = {
+    "free_blocks": "Blocks without content",
+    "cached_blocks": "Published blocks with a reference count of 0",
+    "held_blocks": "Blocks that requests hold",
+    "num_requests": "Running requests",
+    "host_blocks": "Host slots in use",
+}
+COUNTERS = {
+    "total_requests": "Requests allocated",
+    "queried_tokens": "Prompt tokens looked up",
+    "evictions": "Blocks evicted",
+    "merged_blocks": "Blocks another request had completed first",
+    "preemptions": "Requests preempted",
+}
+
+
+class CacheCollector:
+    """Reports `CacheManager.stats()` to `prometheus_client` (extra `metrics`) whenever it is scraped.
+
+    Every series has the label `manager`, so that several managers of one registry stay apart.
+
+    Args:
+        manager: The manager to report.
+        registry: Where to report; None: the default registry.
+        prefix: Begins every metric's name.
+        name: Value of the label; None: the smallest number that no other manager there has.
+
+    Raises:
+        ImportError: prometheus_client is missing.
+        ValueError: Another collector of that registry and prefix has the name, or the registry has the metrics already.
+
+    Examples:
+        >>> from prometheus_client import CollectorRegistry
+        >>> from pc.cache.observe.metrics import CacheCollector
+        >>> manager, registry = pc.CacheManager(num_blocks=8, block_size=4), CollectorRegistry()
+        >>> collector = CacheCollector(manager, registry, name="kv")
+        >>> allocation = manager.allocate("a", range(9))
+        >>> registry.get_sample_value("pc_cache_held_blocks", {"manager": "kv"})
+        3
+    """
+
+    def __init__(
+        self,
+        manager: CacheManager[Any, Any, Any],
+        registry: CollectorRegistry | None = None,
+        prefix: str = "pc_cache",
+        name: str | None = None,
+    ) -> None:
+        try:
+            from prometheus_client import REGISTRY, core
+        except ImportError:
+            raise ImportError("CacheCollector needs prometheus_client: pip install prometheus_client") from None
+        self._registry: CollectorRegistry = REGISTRY if registry is None else registry
+        with _lock:
+            groups = _groups.setdefault(self._registry, {})
+            group = groups.get(prefix) or _Group(core, prefix)
+            taken = group.managers
+            if name is None:
+                name = next(number for number in map(str, range(len(taken) + 1)) if number not in taken)
+            if name in taken:
+                raise ValueError(f"name: got {name!r}, needs one that no other manager of {prefix} has")
+            if not taken:
+                self._registry.register(group)
+                groups[prefix] = group
+            group.managers = {**taken, name: manager}
+        self.name, self._prefix, self._closed = name, prefix, False
+
+    def close(self) -> None:
+        """Reports the manager no longer; without effect the second time."""
+        with _lock:
+            groups = _groups.get(self._registry, {})
+            group = groups.get(self._prefix)
+            if group is None or self.name not in group.managers or self._closed:
+                return
+            self._closed = True
+            group.managers = {name: manager for name, manager in group.managers.items() if name != self.name}
+            if not group.managers:
+                del groups[self._prefix]
+                self._registry.unregister(group)
+
+
+class _Group:
+    """The managers that one registry has under one prefix: a metric may be described only once."""
+
+    def __init__(self, core: Any, prefix: str) -> None:
+        self.managers: dict[str, CacheManager] = {}
+        self._core, self._prefix = core, prefix
+
+    def collect(self) -> Iterable[Any]:
+        """Called by the registry."""
+        core, prefix = self._core, self._prefix
+        stats = {name: manager.stats() for name, manager in self.managers.items()}
+        for texts, kind in ((GAUGES, core.GaugeMetricFamily), (COUNTERS, core.CounterMetricFamily)):
+            for metric, text in texts.items():
+                family = kind(f"{prefix}_{metric}", text, labels=["manager"])
+                for name, row in stats.items():
+                    family.add_metric([name], getattr(row, metric))
+                yield family
+        text = "Prompt tokens that need not be computed"
+        hits = core.CounterMetricFamily(f"{prefix}_hit_tokens", text, labels=["manager", "cause"])
+        for name, row in stats.items():
+            for cause, tokens in row.hit_tokens_by_cause.items():
+                hits.add_metric([name, cause], tokens)
+        yield hits
+        text = "Accesses and releases between a block's filling and its eviction"
+        residency = core.HistogramMetricFamily(f"{prefix}_residency_ticks", text, labels=["manager"])
+        for name, row in stats.items():
+            buckets, below = [], 0
+            for bound, count in zip((*BOUNDS.tolist(), None), row.residency, strict=True):
+                below += count
+                buckets.append(("+Inf" if bound is None else str(float(bound)), below))
+            residency.add_metric([name], buckets, row.residency_sum)
+        yield residency
+
+
+_lock = threading.Lock()
+_groups: WeakKeyDictionary[Any, dict[str, _Group]] = WeakKeyDictionary()

@@ -1,0 +1,1 @@
+"""Tiers below the cache: host memory, disk, Mooncake."""

@@ -1,0 +1,88 @@
+"""A tier in host memory: the blocks used last, as many as fit."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from .payload import host_copy
+from .tier import Tensors, check_key, check_tensors
+
+
+class MemoryTier:
+    """The blocks used last, in host memory; a `pc.cache.tiers.tier.Tier`. Methods may be called from several threads.
+
+    Args:
+        max_blocks: How many; those used longest ago give way.
+
+    Examples:
+        >>> from pc.cache.tiers.memory import MemoryTier
+        >>> tier = MemoryTier(max_blocks=2)
+        >>> for key in (b"a", b"b", b"c"):
+        ...     taken = tier.put(key, {"key": torch.ones(16, 2, 64)})
+        >>> b"a" in tier, tier.get(b"c")["key"].shape
+        (False, torch.Size([16, 2, 64]))
+    """
+
+    def __init__(self, max_blocks: int) -> None:
+        if max_blocks < 0:
+            raise ValueError(f"max_blocks: got {max_blocks}, needs at least 0")
+        self.max_blocks = max_blocks
+        self._blocks: OrderedDict[bytes, dict[str, torch.Tensor]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def __contains__(self, key: object, /) -> bool:
+        return key in self._blocks
+
+    def keys(self) -> list[bytes]:
+        """The blocks there are, those used longest ago first."""
+        with self._lock:
+            return list(self._blocks)
+
+    def put(self, key: bytes, tensors: Tensors) -> bool:
+        """Takes a block in place of the one used longest ago; see `Tier.put`."""
+        return bool(self.put_many({key: tensors}))
+
+    def put_many(self, entries: Mapping[bytes, Tensors]) -> set[bytes]:
+        """See `Tier.put_many`."""
+        for key, tensors in entries.items():
+            check_key(key)
+            check_tensors(tensors, None)
+        copies = {key: host_copy(tensors) for key, tensors in entries.items() if self.max_blocks}
+        with self._lock:
+            for key, copy in copies.items():
+                self._blocks[key] = copy
+                self._blocks.move_to_end(key)
+            while len(self._blocks) > self.max_blocks:
+                self._blocks.popitem(last=False)
+            return {key for key in copies if key in self._blocks}
+
+    def get(self, key: bytes) -> dict[str, torch.Tensor] | None:
+        """A copy of a block's tensors, which is then the one used last; see `Tier.get`."""
+        check_key(key)
+        with self._lock:
+            tensors = self._blocks.get(key)
+            if tensors is None:
+                return None
+            self._blocks.move_to_end(key)
+        return host_copy(tensors)
+
+    def discard(self, key: bytes) -> None:
+        """Removes a block, if it is there."""
+        check_key(key)
+        with self._lock:
+            self._blocks.pop(key, None)
+
+    def get_many(self, keys: Sequence[bytes]) -> list[dict[str, torch.Tensor] | None]:
+        """See `Tier.get_many`."""
+        return [self.get(key) for key in keys]
+
+    def contains_many(self, keys: Sequence[bytes]) -> list[bool]:
+        """See `Tier.contains_many`."""
+        return [key in self for key in keys]

@@ -1,0 +1,217 @@
+"""A tier that takes blocks at once and writes them in a thread of its own, so that no request waits for a slow disk."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+import warnings
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+
+import torch
+
+from .payload import host_copy
+from .tier import Tensors, Tier, check_key, check_tensors
+
+_BATCH = 64
+
+
+class TierWriter:
+    """Writes to another tier in the background; a `pc.cache.tiers.tier.Tier` itself.
+
+    What is handed over is copied to host memory before the call returns, so its blocks may be overwritten; `get` and
+    `in` see what is still queued. A full queue takes nothing more and says so, it never waits. An exception of the
+    other tier is counted, kept in `last_error` and warned of; the worker goes on. Methods may be called from several
+    threads. Close it, or use it in a `with` block: what is queued when the process ends otherwise is lost.
+
+    Args:
+        tier: What to write to. Nothing else is to write the same keys to it.
+        max_bytes: Bound of the tensors that are queued or being written.
+
+    Attributes:
+        written: Blocks that the other tier took.
+        refused: Blocks not taken because the queue was full or closed, or that the other tier did not take.
+        failed: Blocks lost to an exception of the other tier.
+        last_error: The last of these exceptions.
+
+    Examples:
+        >>> import tempfile
+        >>> from pc.cache.tiers.disk import DiskTier
+        >>> from pc.cache.tiers.writer import TierWriter
+        >>> with tempfile.TemporaryDirectory() as path, TierWriter(DiskTier(path), max_bytes=64 << 20) as tier:
+        ...     taken = tier.put(b"hash of the block", {"key": torch.ones(16, 2, 64)})  # returns at once
+        ...     found = tier.get(b"hash of the block")  # from the queue, or from disk
+        >>> taken, found["key"].shape, tier.written
+        (True, torch.Size([16, 2, 64]), 1)
+    """
+
+    def __init__(self, tier: Tier, max_bytes: int = 1 << 30) -> None:
+        if not isinstance(tier, Tier):
+            raise TypeError(f"tier: got {type(tier).__name__}, needs the methods of pc.cache.tiers.tier.Tier")
+        if max_bytes < 1:
+            raise ValueError(f"max_bytes: got {max_bytes}, needs at least 1")
+        self.tier = tier
+        self.max_bytes = max_bytes
+        self.written = self.refused = self.failed = 0
+        self.last_error: BaseException | None = None
+        self._queued: dict[bytes, dict[str, torch.Tensor]] = {}
+        self._writing: dict[bytes, dict[str, torch.Tensor]] = {}
+        self._copying: set[bytes] = set()
+        self._nbytes = 0
+        self._closed = False
+        self._changed = threading.Condition()
+        self._worker: threading.Thread | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors that are queued or being written."""
+        return self._nbytes
+
+    def __len__(self) -> int:
+        """Blocks that are queued or being written."""
+        return len(self._queued) + len(self._writing)
+
+    def __enter__(self) -> TierWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def put(self, key: bytes, tensors: Tensors) -> bool:
+        """Takes a block to be written, and says whether it is queued: not when full or closed; see `Tier.put`."""
+        return bool(self.put_many({key: tensors}))
+
+    def put_many(self, entries: Mapping[bytes, Tensors]) -> set[bytes]:
+        """`put` of several blocks; the keys of those that are queued."""
+        for key, tensors in entries.items():
+            check_key(key)
+            check_tensors(tensors, None)
+        return {key for key, tensors in entries.items() if self._take(key, tensors)}
+
+    def _take(self, key: bytes, tensors: Tensors) -> bool:
+        size = sum(tensor.nbytes for tensor in tensors.values())
+        with self._changed:
+            if key in self._queued or key in self._writing or key in self._copying:
+                return True
+            if self._closed or self._nbytes + size > self.max_bytes:
+                self.refused += 1
+                return False
+            self._nbytes += size
+            self._copying.add(key)
+        staged = None
+        try:
+            staged = host_copy(tensors)
+        finally:
+            with self._changed:
+                self._copying.discard(key)
+                if staged is None:
+                    self._nbytes -= size
+                else:
+                    self._queued[key] = staged
+                    if self._worker is None:
+                        self._worker = threading.Thread(target=self._work, name="pc-tier-writer", daemon=True)
+                        self._worker.start()
+                self._changed.notify_all()
+        return True
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                while not self._queued:
+                    if self._closed and not self._copying:
+                        return
+                    self._changed.wait()
+                batch = {key: self._queued.pop(key) for key in list(self._queued)[:_BATCH]}
+                self._writing = batch
+            error: BaseException | None = None
+            took: set[bytes] = set()
+            try:
+                took = set(self.tier.put_many(batch)) & batch.keys()
+            except BaseException as raised:  # even SystemExit must not end the worker unseen
+                error = raised
+                _warn(f"{len(batch)} blocks were not written: {type(error).__name__}: {error}")
+            with self._changed:
+                self._writing = {}
+                self._nbytes -= sum(tensor.nbytes for tensors in batch.values() for tensor in tensors.values())
+                if error is None:
+                    self.written += len(took)
+                    self.refused += len(batch) - len(took)
+                else:
+                    self.failed += len(batch)
+                    self.last_error = error
+                self._changed.notify_all()
+            del batch, error
+
+    def get(self, key: bytes) -> dict[str, torch.Tensor] | None:
+        """The tensors of a block, queued or in the other tier; see `Tier.get`."""
+        return self.get_many([key])[0]
+
+    def get_many(self, keys: Sequence[bytes]) -> list[dict[str, torch.Tensor] | None]:
+        """See `Tier.get_many`."""
+        for key in keys:
+            check_key(key)
+        with self._changed:
+            here = {key: self._queued.get(key) or self._writing.get(key) for key in keys}
+        missing = [key for key in here if here[key] is None]
+        found = dict(zip(missing, self.tier.get_many(missing) if missing else [], strict=True))
+        tensors = {key: found[key] if rows is None else host_copy(rows) for key, rows in here.items()}
+        return [tensors[key] for key in keys]
+
+    def __contains__(self, key: object, /) -> bool:
+        with self._changed:
+            if key in self._queued or key in self._writing:
+                return True
+        return key in self.tier
+
+    def contains_many(self, keys: Sequence[bytes]) -> list[bool]:
+        """See `Tier.contains_many`."""
+        with self._changed:
+            here = [key in self._queued or key in self._writing for key in keys]
+        missing = [key for key, queued in zip(keys, here, strict=True) if not queued]
+        there = iter(self.tier.contains_many(missing) if missing else [])
+        return [queued or next(there) for queued in here]
+
+    def discard(self, key: bytes) -> None:
+        """Removes a block from the queue and from the other tier; waits where it is just being written."""
+        check_key(key)
+        with self._changed:
+            while key in self._writing or key in self._copying:
+                self._changed.wait()
+            staged = self._queued.pop(key, None)
+            if staged is not None:
+                self._nbytes -= sum(tensor.nbytes for tensor in staged.values())
+                self._changed.notify_all()
+        self.tier.discard(key)
+
+    def flush(self, timeout: float | None = None) -> bool:
+        """Waits at most `timeout` seconds until nothing is queued or being written; returns whether that is so."""
+        end = None if timeout is None else time.monotonic() + timeout
+        with self._changed:
+            while self._queued or self._writing or self._copying:
+                left = None if end is None else end - time.monotonic()
+                if left is not None and left <= 0:
+                    return False
+                self._changed.wait(left)
+        return True
+
+    def close(self, timeout: float | None = None) -> bool:
+        """Takes nothing more, and waits as `flush` until what is queued is written; returns whether all of it is.
+
+        What is left is still being written.
+        """
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        done = self.flush(timeout)
+        if done and self._worker is not None and self._worker is not threading.current_thread():
+            self._worker.join(timeout)
+        return done
+
+
+def _warn(text: str) -> None:
+    # Where warnings are errors, the worker has no caller to raise it to.
+    with contextlib.suppress(RuntimeWarning):
+        warnings.warn(text, RuntimeWarning, stacklevel=3)
