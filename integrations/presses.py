@@ -13,7 +13,7 @@ from torch.nn.functional import avg_pool1d
 
 WINDOW = 32  # last tokens whose queries vote, and which every head keeps (SnapKV, arXiv:2404.14469, section 4)
 POOLED = 5  # neighbouring tokens whose votes are averaged, so that words are kept whole (the same section)
-EXPECTED = 512  # last tokens whose queries stand for those to come
+EXPECTED = 512  # last tokens whose queries are the sample that predicts later ones
 FIRST = 4  # first tokens, which take the attention that goes nowhere (arXiv:2309.17453)
 SAFEGUARD = 0.2  # share of the budget that every head has at least (Ada-KV, arXiv:2407.11550, section 4.2)
 
@@ -34,7 +34,7 @@ def snapkv(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale:
 def expected_attention(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float) -> torch.Tensor:
     """Score tokens by the attention of queries to come, times the norm of the values (Devoto et al., arXiv:2510.00636).
 
-    Queries to come are modelled as a normal distribution, for which the mean of exp(scale * q.k) is
+    Queries to come are modelled as a normal distribution. The mean of exp(scale * q.k) is then
     exp(scale * mean.k + scale^2 / 2 * k.covariance.k). Mean and covariance are those of the last `EXPECTED` queries at
     their own positions; the paper rotates all queries to later positions.
     """

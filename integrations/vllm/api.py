@@ -184,6 +184,47 @@ NAMES: dict[str, dict[str, str]] = {
         "vllm.v1.metrics.loggers": "StatLoggerManager.record(scheduler_stats engine_idx ...) PrometheusStatLogger",
         "vllm.v1.metrics.stats": "SchedulerStats(num_kv_fetch_reqs_by_stage)",
     },
+    "compression": {
+        "vllm.v1.core.kv_cache_manager:KVCacheManager": "get_computed_blocks(request ...) block_pool coordinator",
+        "vllm.v1.core.kv_cache_manager": "KVCacheBlocks(blocks)",
+        "vllm.v1.core.kv_cache_coordinator:KVCacheCoordinator": "cache_blocks(request ...)",
+        "vllm.v1.core.block_pool": "BlockHashToBlockMap.get_one_block(key)",
+        "vllm.v1.core.kv_cache_utils": "get_block_hash(key) maybe_convert_block_hash(hash_bytes)",
+        "vllm.distributed.kv_events": (
+            "BlockStored(block_hashes parent_block_hash token_ids block_size lora_id medium lora_name "
+            "kv_cache_spec_kind ...)"
+        ),
+        "vllm.v1.core.block_pool:BlockPool": (
+            "touch(blocks) get_new_blocks(num_blocks) free_blocks(ordered_blocks) evict_blocks(block_ids) "
+            "get_num_free_blocks _insert_block_hash(block_hash_with_group_id block num_tokens) null_block "
+            "kv_event_queue medium"
+        ),
+        "vllm.v1.core.single_type_kv_cache_manager:FullAttentionManager": "req_to_blocks num_cached_block block_size",
+        "vllm.v1.core.sched.scheduler:Scheduler": (
+            "_preempt_request(request timestamp ...) _reserve_prefill_lookahead(request num_computed_tokens "
+            "num_new_tokens) running policy requests kv_cache_manager hash_block_size is_encoder_decoder ec_connector "
+            "connector aux_output_connector use_pp dcp_world_size pcp_world_size num_lookahead_tokens "
+            "scheduler_config vllm_config"
+        ),
+        "vllm.v1.core.sched.request_queue": "SchedulingPolicy.PRIORITY",
+        "vllm.v1.core.sched.output": "SchedulerOutput(num_scheduled_tokens finished_req_ids ...)",
+        "vllm.v1.request:Request": (
+            "request_id num_prompt_tokens num_computed_tokens num_preemptions block_hashes _all_token_ids priority "
+            "arrival_time resumable mm_features prompt_embeds"
+        ),
+        "vllm.sampling_params": "SamplingParams.verify SamplingParams(extra_args ...)",
+        "vllm.v1.engine.core": "EngineCore._initialize_kv_caches(vllm_config)",
+        "vllm.v1.worker.gpu_model_runner": "GPUModelRunner._update_states(scheduler_output)",
+        "vllm.v1.worker.gpu_model_runner:GPUModelRunner": "requests input_batch kv_cache_config",
+        "vllm.v1.worker.gpu_input_batch:InputBatch": "req_ids req_id_to_index block_table",
+        "vllm.v1.worker.gpu.model_runner": (
+            "GPUModelRunner.update_requests(scheduler_output) GPUModelRunner.prepare_inputs(scheduler_output ...)"
+        ),
+        "vllm.v1.worker.gpu.model_runner:GPUModelRunner": "req_states block_tables kv_cache_config",
+        "vllm.v1.worker.gpu.states:RequestState": "req_id_to_index",
+        "vllm.v1.worker.gpu.block_table:BlockTables": "block_tables",
+        "vllm.v1.worker.gpu.buffer_utils": "StagedWriteTensor.stage_write",
+    },
     "hidden_states": {
         "vllm.v1.worker.gpu_model_runner": "ExecuteModelState(hidden_states aux_hidden_states ...)",
         "vllm.v1.worker.gpu_model_runner:GPUModelRunner": (
@@ -395,6 +436,7 @@ CLASSES: dict[str, str] = {
     "PrefixCacheConfig": "vllm_omni.core.prefix_cache.interface:PrefixCacheConfig",
     "RequestOffloadingContext": "vllm.v1.kv_offload.base:RequestOffloadingContext",
     "RequestStatus": "vllm.v1.request:RequestStatus",
+    "SchedulingPolicy": "vllm.v1.core.sched.request_queue:SchedulingPolicy",
     "Scheduler": "vllm.v1.core.sched.scheduler:Scheduler",
     "SecondaryTierManager": "vllm.v1.kv_offload.tiering.base:SecondaryTierManager",
     "StageCacheOutputs": "vllm_omni.core.prefix_cache.interface:StageCacheOutputs",
@@ -428,6 +470,27 @@ def make_logger() -> logging.Logger:
         return init_logger(LOGGER)  # type: ignore[no-any-return]
     except Exception:
         return logging.getLogger(LOGGER)
+
+
+# Plain functions over vLLM's private names.
+
+
+def packed_blocks_stored(pool: Any, request: Any, keys: list[bytes]) -> Any:
+    """Return the KV event for packed blocks of a compressed text, whose kind is `pc_compressed`."""
+    from vllm.distributed.kv_events import BlockStored
+    from vllm.v1.core.kv_cache_utils import get_block_hash, maybe_convert_block_hash
+
+    adapter = request.lora_request
+    return BlockStored(
+        block_hashes=[maybe_convert_block_hash(get_block_hash(key)) for key in keys],
+        parent_block_hash=None,
+        token_ids=[],
+        block_size=pool.hash_block_size,
+        lora_id=adapter.adapter_id if adapter else None,
+        medium=pool.medium,
+        lora_name=adapter.name if adapter else None,
+        kv_cache_spec_kind="pc_compressed",
+    )
 
 
 # Which features the installed vLLM can serve.

@@ -59,6 +59,14 @@ def _enable_eviction() -> None:
     follow_engines()
 
 
+def _enable_compression() -> None:
+    from .compression.options import refuse_wrong_options
+    from .moves import PREPARATIONS
+
+    PREPARATIONS["pc_cannot_compress"] = f"{__package__}.compression.worker"
+    refuse_wrong_options()
+
+
 def _enable_hidden_states() -> None:
     """Has requests for a row of each token read hits, which vLLM does not, where our worker puts their rows in."""
     from vllm.pooling_params import PoolingParams
@@ -93,10 +101,14 @@ def _enable_omni() -> None:
 FEATURES: dict[str, Callable[[], None]] = {
     "attention": _enable_attention,
     "eviction": _enable_eviction,
+    "compression": _enable_compression,
     "hidden_states": _enable_hidden_states,
     "omni": _enable_omni,
 }
 """What `PC_VLLM` may name."""
+
+NEEDS = {"compression": ("attention", "eviction")}
+"""By feature, the features that it needs beside it."""
 
 
 def enable(*names: str, fallback: str = "warn") -> None:
@@ -108,7 +120,7 @@ def enable(*names: str, fallback: str = "warn") -> None:
             says why; vLLM runs as without it. "raise" refuses such a feature.
 
     Raises:
-        ValueError: A name is no feature, or `fallback` is unknown; nothing has been enabled.
+        ValueError: A name is no feature or needs one that is off, or `fallback` is unknown; nothing has been enabled.
         UnsupportedVersionError: With `fallback="raise"`, the installed vLLM lacks something that a feature needs;
             nothing has been enabled.
 
@@ -123,7 +135,11 @@ def enable(*names: str, fallback: str = "warn") -> None:
     if fallback not in ("warn", "raise"):
         raise ValueError(f"fallback: got {fallback!r}, needs 'warn' or 'raise'")
     check_features(VARIABLE, FEATURES, names, check_version if fallback == "raise" else lambda name: None)
-    served = [name for name in names if available(name)]
+    for name in names:
+        off = set(NEEDS.get(name, ())) - set(names) - _enabled
+        if off:
+            raise ValueError(f"{VARIABLE}: got {name} without {', '.join(sorted(off))}, which it needs")
+    served = [name for name in names if all(map(available, (name, *NEEDS.get(name, ()))))]
     for name in served:
         FEATURES[name]()
         _enabled.add(name)
@@ -198,6 +214,9 @@ def describe(vllm_config: Any) -> str:
         kind = POLICIES[policy].__name__ if policy in POLICIES else "unknown"
         reuse = asked_of_scheduler(vllm_config, "pc_reuse") or "gap"
         active.append(f"eviction ({scheduler}, policy {policy}: {kind}, reuse {reuse})")
+        if "compression" in _enabled:
+            reason = getattr(vllm_config.model_config, "pc_cannot_compress", "")
+            active.append(f"compression (not in use: {reason})" if reason else "compression")
     if keeps_rows(vllm_config):
         given = additional_config(vllm_config)
         options = [f"{name}={given[name]!r}" for name in HIDDEN_STATES_OPTIONS if name in given]

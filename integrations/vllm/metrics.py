@@ -18,6 +18,9 @@ COUNTERS = {
     "returned_blocks": "Blocks that were found again after the policy had chosen them, before they were given up",
     "jumped_tokens": "Tokens that were found cached behind a gap, and not computed",
     "moved_tokens": "Tokens that were found cached at another position, brought to theirs, and not computed",
+    "compressed_requests": "Prompts that were compressed",
+    "recompressed_requests": "Prompts among them that were compressed again, after a preemption",
+    "compression_freed_blocks": "Blocks that were freed when prompts were compressed",
     "hints": "Requests whose kv_hints the policy was told",
     "unreadable_hints": "Requests whose kv_hints could not be read",
 }

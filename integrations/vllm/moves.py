@@ -5,6 +5,7 @@ An engine asks its workers at the start whether they can (`prepare`); what a ste
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -15,6 +16,9 @@ import torch
 
 from ...triton_ops import move_slots
 from ..plugin import wrap_once
+
+PREPARATIONS = {"pc_cannot_move": __name__}
+"""By attribute of `model_config`, the module whose `prepare(worker)` prepares a worker or returns why it cannot."""
 
 Slots = npt.NDArray[np.int64]
 
@@ -35,17 +39,18 @@ class RotatedLayer(NamedTuple):
 
 
 def follow_engines() -> None:
-    """Has engines of this process ask their workers whether they can move text, before schedulers are made."""
+    """Have engines of this process prepare their workers, as `PREPARATIONS` says, before schedulers are made."""
     from vllm.v1.engine.core import EngineCore
 
     def wrap(initialize: Callable[..., Any]) -> Callable[..., Any]:
         def initialize_both(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
             result = initialize(self, vllm_config, *args, **kwargs)
-            try:
-                reasons = self.model_executor.collective_rpc(prepare)
-            except Exception as error:  # an executor may take names of methods alone
-                reasons = [f"an executor that does not ask its workers ({error})"]
-            vllm_config.model_config.pc_cannot_move = next(filter(None, reasons), "")
+            for attribute, module in PREPARATIONS.items():
+                try:
+                    reasons = self.model_executor.collective_rpc(importlib.import_module(module).prepare)
+                except Exception as error:  # an executor may take names of methods alone
+                    reasons = [f"an executor that does not ask its workers ({error})"]
+                setattr(vllm_config.model_config, attribute, next(filter(None, reasons), ""))
             return result
 
         return initialize_both

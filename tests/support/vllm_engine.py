@@ -61,6 +61,14 @@ def use_hidden_states(ours: bool) -> None:
     _use("hidden_states", ours)
 
 
+def use_compression(ours: bool) -> None:
+    """Lets the engines that follow compress prompts, or not; needs attention and eviction."""
+    from pc.integrations.vllm import moves
+
+    moves.PREPARATIONS.pop("pc_cannot_compress", None)
+    _use("compression", ours)
+
+
 def _use(feature: str, ours: bool) -> None:
     from pc.integrations.vllm import enable, features
 

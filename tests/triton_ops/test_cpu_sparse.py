@@ -296,3 +296,18 @@ def test_what_is_gathered_in_parts(case, paths, monkeypatch):
     monkeypatch.setattr(cpu_sparse, "_PADDING", 1 << 62)
     check(build(case), *attention_cpu(_call(build(case))))
     assert paths.count("even") + paths.count("padded") > 4
+
+
+def test_decodes_beside_a_sequence_that_loses_blocks_keep_their_bits():
+    """Whether a neighbour is long enough to be cut into parts does not show in a row's result."""
+    generator = torch.Generator().manual_seed(0)
+    query, cache = (torch.randn(*shape, generator=generator) for shape in ((3, 4, 32), (80, 16, 2, 64)))
+    keys, values = cache.split(32, -1)
+    lens, starts = (torch.tensor(each, dtype=torch.int32) for each in ([201, 301, 65], [0, 1, 2, 3]))
+    tables = torch.arange(60, dtype=torch.int32).view(3, 20)
+    whole = pc.paged_attention(query, keys, values, tables, lens, starts, 0.2)
+    tables[1, 4:18] = -1
+    holed = pc.paged_attention(query, keys, values, tables, lens, starts, 0.2)
+    assert torch.equal(whole[0], holed[0])
+    assert torch.equal(whole[2], holed[2])
+    assert not torch.equal(whole[1], holed[1])

@@ -233,8 +233,9 @@ def attend_in_place(
     most = np.maximum.reduceat(lse, first)
     weights = np.exp(lse - most.repeat(cuts, 0))
     whole = np.add.reduceat(weights, first)
-    weights /= total * whole.repeat(cuts, 0)
-    out.mul_(torch.from_numpy(weights)[..., None])
+    weights /= whole.repeat(cuts, 0)
+    # Two steps, so that an entry of one part has the bits that it has where no entry is cut.
+    out.div_(torch.from_numpy(total)[..., None]).mul_(torch.from_numpy(weights)[..., None])
     entry = torch.from_numpy(np.arange(entries).repeat(cuts))
     return out.new_zeros((entries, *out.shape[1:])).index_add_(0, entry, out), torch.from_numpy(most + np.log(whole))
 

@@ -101,6 +101,8 @@ class PagedAttention(AttentionImpl[PagedMetadata]):
         self.softcap = logits_soft_cap or 0.0
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
         self.sinks = sinks
+        self.compressor: Any = None
+        """What saves queries for presses (`..compression.worker.Compressor`); None without PC_VLLM=compression."""
 
     def _caches(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values `[num_blocks, block_size, num_kv_heads, head_size]` as views of vLLM's packed cache."""
@@ -109,7 +111,8 @@ class PagedAttention(AttentionImpl[PagedMetadata]):
         keys, values = kv_cache.transpose(1, 2).split(self.head_size, dim=-1)
         return keys, values
 
-    def _scales(self, layer: Any) -> dict[str, torch.Tensor]:
+    def scales(self, layer: Any) -> dict[str, torch.Tensor]:
+        """Return the scales of a quantized cache; {} for one that is not quantized."""
         if self.kv_cache_dtype.startswith("fp8"):
             return {"k_scale": layer._k_scale, "v_scale": layer._v_scale}
         return {}
@@ -120,7 +123,7 @@ class PagedAttention(AttentionImpl[PagedMetadata]):
         """Writes the keys and values of a step, `[num_tokens, num_kv_heads, head_size]`, into their slots."""
         keys, values = self._caches(kv_cache)
         count = slot_mapping.shape[0]  # rows behind are padding
-        reshape_and_cache(key[:count], value[:count], keys, values, slot_mapping, **self._scales(layer))
+        reshape_and_cache(key[:count], value[:count], keys, values, slot_mapping, **self.scales(layer))
 
     def forward(
         self,
@@ -139,6 +142,8 @@ class PagedAttention(AttentionImpl[PagedMetadata]):
             raise NotImplementedError("output_scale: quantized outputs are not supported")
         if attn_metadata is None:  # a profiling run
             return output.zero_()
+        if self.compressor is not None:
+            self.compressor.save(layer.layer_name, query)
         step, count = attn_metadata, attn_metadata.num_actual_tokens
         tensors = (query[:count], *self._caches(kv_cache), step.block_tables, step.seq_lens, step.query_start_loc)
         options: dict[str, Any] = {
@@ -150,7 +155,7 @@ class PagedAttention(AttentionImpl[PagedMetadata]):
             "max_seq_len": step.max_seq_len,
             "plan": step.plans.get(self.window),
             "batch_invariant": step.batch_invariant,
-            **self._scales(layer),
+            **self.scales(layer),
         }
         if self.window:
             output[:count] = sliding_window_attention(*tensors, self.scale, self.window, **options)

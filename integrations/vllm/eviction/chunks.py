@@ -12,6 +12,7 @@ from typing import Any
 from vllm import envs
 
 from ..api import logger
+from ..reasons import clipping_reasons, first_reason
 
 CHUNK = 128
 """Tokens of a chunk, unless `pc_chunk` says it."""
@@ -78,20 +79,3 @@ def why_no_chunks(scheduler: Any, chunk: int) -> str:
         f"steps of {budget} tokens, fewer than a chunk's {chunk}": budget < chunk,
     }
     return first_reason(reasons | clipping_reasons(scheduler))
-
-
-def clipping_reasons(scheduler: Any) -> dict[str, Any]:
-    """What of an engine speaks against prefill whose chunks end where this package says, and whether it is there."""
-    speculates = scheduler.vllm_config.speculative_config is not None
-    return {
-        "speculative decoding": speculates or scheduler.num_lookahead_tokens,
-        "a KV connector": scheduler.connector is not None or scheduler.aux_output_connector is not None,
-        "pipeline parallelism": scheduler.use_pp,
-        "context parallelism": scheduler.dcp_world_size > 1 or scheduler.pcp_world_size > 1,
-        "prefill in one piece": not scheduler.scheduler_config.enable_chunked_prefill,
-    }
-
-
-def first_reason(reasons: dict[str, Any]) -> str:
-    """The first that is there, or ""."""
-    return next((reason for reason, holds in reasons.items() if holds), "")

@@ -17,7 +17,7 @@ from vllm.v1.core.sched.output import NewRequestData
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.request import RequestStatus
 
-from .chunks import clipping_reasons, first_reason
+from ..reasons import clipping_reasons, first_reason
 
 MIN_TOKENS = 64
 """Of a run that is worth a jump: it ends a chunk, so it may cost a step, which takes as long as 38 tokens of prefill

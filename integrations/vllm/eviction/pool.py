@@ -15,6 +15,7 @@ from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
 
 from ....cache.policies import EvictionPolicy, make_policy
 from ...policy_pool import PolicyPool
+from ..api import packed_blocks_stored
 from .queue import PolicyQueue
 
 
@@ -135,6 +136,14 @@ class PolicyBlockPool(BlockPool):
             self._completed([block], (num_tokens - 1) // block_size)
             self.policy_state.flush()  # before it may get the hash of a full one
         return named
+
+    def cache_packed_blocks(self, request: Any, blocks: list[Any], keys: list[bytes]) -> None:
+        """Give the packed blocks of a compressed text their keys, which cover the text that they were packed from."""
+        for block, key in zip(blocks, keys, strict=True):
+            self._insert_block_hash(key, block, num_tokens=self.hash_block_size)
+        self._completed(blocks, 0, keys)
+        if self.enable_kv_cache_events:
+            self.kv_event_queue.append(packed_blocks_stored(self, request, keys))
 
     def move_block_hashes(self, src_block: Any, dst_block: Any) -> None:
         """The content of a block is kept in a copy."""

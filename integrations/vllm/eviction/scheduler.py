@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -9,6 +10,9 @@ from vllm.v1.core.sched.scheduler import Scheduler
 
 from ...hints import Hint, extra_args, read_or_warn
 from ..api import logger
+from ..compression.options import ASKED as COMPRESS
+from ..compression.options import read_options
+from ..compression.scheduler import Compression, why_no_compression
 from ..features import REUSE, announce, asked_of_scheduler, chosen_policy
 from ..metrics import COUNTERS, add_counts
 from .chunks import make_chunks
@@ -51,6 +55,8 @@ class PolicyScheduler(Scheduler):
         self.jumps = self._make_jumps()
         self._misses: Misses | None = None
         self._unexplained: set[str] = set()
+        self.compression: Compression | None = None
+        """What compresses requests, from the first one on that asks."""
         self._allocate_slots = self.kv_cache_manager.allocate_slots
         announce(vllm_config)
 
@@ -73,6 +79,8 @@ class PolicyScheduler(Scheduler):
     def add_request(self, request: Any) -> None:
         """Takes a request's hint, unless it cannot be read: that is logged, and the request goes on without."""
         extra = extra_args(request)
+        if extra.get(COMPRESS) is not None:
+            self._will_compress(request)
         if extra.get(ASKED):
             self._will_explain(request.request_id)
         asked = extra.get("pc_reuse")
@@ -96,6 +104,20 @@ class PolicyScheduler(Scheduler):
             self.kv_cache_manager.allocate_slots = self._allocate_hinted  # dearer, so from the first hint on
         super().add_request(request)
 
+    def _will_compress(self, request: Any) -> None:
+        """Have a request's prompt compressed once it is computed, or log why the request stays exact."""
+        try:
+            options = read_options(extra_args(request))
+        except (TypeError, ValueError) as error:
+            logger.warning("request %s stays exact: %s", request.request_id, error)
+            return
+        if reason := why_no_compression(self):
+            logger.warning_once("%s: requests stay exact under %s", COMPRESS, reason)
+            return
+        self.compression = self.compression or Compression(self)
+        if options is not None:
+            self.compression.add(request, options)
+
     def _will_explain(self, request_id: str) -> None:
         """Has a request's miss explained when it is admitted, and remembers requests that end from now on."""
         if reason := why_not_one_chain(self):
@@ -107,11 +129,15 @@ class PolicyScheduler(Scheduler):
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         """A step; with a KV connector, which may fill blocks, the workers are sent those handed out anew."""
         self._awaited.is_stale = True
+        if self.compression is not None:
+            self.compression.start_step()
         if self.jumps is not None:
             self.jumps.start_step()
         output = super().schedule(*args, **kwargs)
         if self.jumps is not None:
             self.jumps.finish_step(output)
+        if self.compression is not None:
+            self.compression.finish_step(output)
         if self._sends_fresh:
             output.pc_fresh_blocks, self.block_pool.handed_out = self.block_pool.handed_out, []
         return output
@@ -122,6 +148,8 @@ class PolicyScheduler(Scheduler):
         if self._misses is not None and request.request_id in self._unexplained:
             self._unexplained.remove(request.request_id)
             logger.info("request %s: %s", request.request_id, self._misses.explain(request, self.jumps))
+        if self.compression is not None and request.request_id in self.compression.plans:
+            return self.compression.clip(request, num_computed_tokens, allowed)
         if self.chunks is not None:
             return self.chunks.clip(request, num_computed_tokens, allowed)
         jumps, admits = self.jumps, request.num_computed_tokens == 0
@@ -159,6 +187,8 @@ class PolicyScheduler(Scheduler):
         stats = super().make_stats(*args, **kwargs)
         if stats is not None:
             queue, jumps, counts = self.block_pool.free_block_queue, self.jumps, dict(self._counts)
+            if self.compression is not None:
+                counts |= asdict(self.compression.counts)
             if jumps is not None:
                 counts |= {"jumped_tokens": jumps.num_jumped_tokens, "moved_tokens": jumps.num_moved_tokens}
             counts |= {"evicted_blocks": queue.num_evicted, "returned_blocks": queue.num_returned}
@@ -174,11 +204,15 @@ class PolicyScheduler(Scheduler):
     def _free_request_blocks(self, request: Any) -> None:
         if self.jumps is not None:
             self.jumps.release(request)
+        if self.compression is not None:
+            self.compression.release(request)
         super()._free_request_blocks(request)
 
     def _free_blocks(self, request: Any) -> None:
         self._reuse_asked.pop(request.request_id, None)
         self._unexplained.discard(request.request_id)
+        if self.compression is not None:
+            self.compression.forget(request)
         if self._misses is not None:
             self._misses.remember(request)
         hint = self._hints.pop(request.request_id, None)

@@ -1,0 +1,308 @@
+"""Compression in vLLM's scheduler: when a prompt is compressed, and which blocks hold what stays.
+
+When a prompt has been computed, its best tokens are packed into a few blocks at the front of the request's block table.
+Null blocks fill the rest of the prompt's places, and the other blocks are freed. Positions, slots and rotary embeddings
+do not change: attention skips null blocks. The worker packs the tokens before the forward pass of the same step.
+
+Where a part of a prompt is compressed, its packed blocks are published under keys made of its tokens and the options.
+Later requests find them as they find a cached prefix.
+
+A request that is preempted reads its prompt again and is compressed again. Exact blocks of a prompt are published as
+ever; blocks that were computed behind a compressed prompt are never published.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import defaultdict
+from dataclasses import dataclass, field
+from hashlib import sha256
+from typing import Any
+
+from ...hints import extra_args
+from ...presses import QUERIES, WINDOW
+from ..api import FullAttentionManager, KVCacheBlocks, SchedulingPolicy, logger, make_block_hash_with_group_id
+from ..reasons import clipping_reasons, first_reason
+from .options import ASKED, CompressionOptions
+from .steps import CompressionStep, Packing
+
+
+@dataclass
+class Plan:
+    """A plan for one request: the part of its prompt that is compressed, and how much of it stays.
+
+    Attributes:
+        options: What the request asked for.
+        tokens: The prompt's first tokens, which the press scores.
+        whole: Whole blocks among them, which are compressed.
+        keep: Blocks that stay of these.
+        name: Requests with equal names keep the same tokens.
+        keys: The keys of shared packed blocks; [] where they are not shared.
+        state: "waiting" until the prompt has been computed, then "compressed", or "exact" where nothing is won. "found"
+            where packed blocks were found, from then until the request has got them.
+        is_compressed: The choice between the two, which stays after a preemption; None: it has not been made.
+    """
+
+    options: CompressionOptions
+    tokens: int
+    whole: int
+    keep: int
+    name: tuple[Any, ...]
+    keys: list[bytes]
+    state: str = "waiting"
+    is_compressed: bool | None = None
+
+    def stay_exact(self) -> bool:
+        """Choose the exact prompt; return True, since the request can go on."""
+        self.state, self.is_compressed = "exact", False
+        return True
+
+
+@dataclass
+class CompressionCounts:
+    """Counts since the scheduler was made.
+
+    Attributes:
+        compressed_requests: Times that a prompt was compressed.
+        recompressed_requests: Those among them of requests that had been preempted.
+        compression_freed_blocks: Blocks that became free when prompts were compressed.
+    """
+
+    compressed_requests: int = 0
+    recompressed_requests: int = 0
+    compression_freed_blocks: int = 0
+
+
+@dataclass
+class Compression:
+    """Compresses the prompts of a scheduler's requests; `why_no_compression` says that the engine can.
+
+    Attributes:
+        plans: By request that asked, its plan.
+        counts: What has been done.
+    """
+
+    scheduler: Any
+    plans: dict[str, Plan] = field(default_factory=dict)
+    counts: CompressionCounts = field(default_factory=CompressionCounts)
+
+    def __post_init__(self) -> None:
+        self._cache = self.scheduler.kv_cache_manager
+        self._manager = self._cache.coordinator.single_type_managers[0]
+        self._pool = self._cache.block_pool
+        self._size: int = self._manager.block_size
+        self._peers: defaultdict[tuple[Any, ...], dict[str, Plan]] = defaultdict(dict)
+        self._packings: list[Packing] = []
+        self._stalled: list[Any] = []
+        self._is_stuck = False
+        coordinator = self._cache.coordinator
+        self._find, self._publish = self._cache.get_computed_blocks, coordinator.cache_blocks
+        self._cache.get_computed_blocks, coordinator.cache_blocks = self.find, self.publish
+
+    def add(self, request: Any, options: CompressionOptions) -> None:
+        """Plan the compression of a new request, or log once why it stays exact."""
+        size, prompt = self._size, request.num_prompt_tokens
+        tokens = prompt
+        if options.until is not None and options.until < prompt:
+            tokens = options.until // size * size
+        whole = tokens // size
+        keep = math.ceil(options.budget * whole - 1e-9)
+        if reason := first_reason(refusals(request) | {f"budgets below {WINDOW} tokens": keep * size < WINDOW}):
+            logger.warning_once("%s: requests stay exact under %s", ASKED, reason)
+        elif keep < whole:
+            rest = tuple(request._all_token_ids[whole * size : tokens])
+            name = (request.block_hashes[whole - 1], rest, options) if request.block_hashes else (request.request_id,)
+            is_shared = options.until is not None if options.share is None else options.share
+            keys = self._keys(name, keep) if is_shared and request.block_hashes and tokens < prompt else []
+            plan = Plan(options, tokens, whole, keep, name, keys)
+            self.plans[request.request_id] = self._peers[name][request.request_id] = plan
+
+    def _keys(self, name: tuple[Any, ...], keep: int) -> list[bytes]:
+        """Return the keys of shared packed blocks: of the text, the options, and the block's place."""
+        text, _, options = name
+        group = self._manager.kv_cache_group_id
+        digests = (sha256(bytes(text) + repr((options, place)).encode()).digest() for place in range(keep))
+        return [make_block_hash_with_group_id(digest, group) for digest in digests]
+
+    def find(self, request: Any, *args: Any, **kwargs: Any) -> Any:
+        """Stand in for vLLM's search for cached blocks: the last queries, which presses read, are always computed.
+
+        So which tokens stay does not depend on what was cached. Blocks of an answer are no hits either: others may
+        have published them, and they hold KV that saw the whole prompt.
+        """
+        blocks, count, *rest = self._find(request, *args, **kwargs)
+        plan = self.plans.get(request.request_id)
+        if plan is not None:
+            if plan.state != "exact" and self._cache.prefix_cache_lookup_enabled(request):
+                packed = self._shared(plan)
+                plan.state = "waiting" if packed is None else "found"
+                if packed is not None:
+                    nulls = [self._pool.null_block] * (plan.whole - plan.keep)
+                    return KVCacheBlocks(([*packed, *nulls],)), plan.tokens, *rest
+            limit = max(plan.tokens - max(QUERIES[plan.options.press], WINDOW), 0) // self._size
+            if count > limit * self._size:
+                blocks, count = KVCacheBlocks((list(blocks.blocks[0])[:limit],)), limit * self._size
+        return blocks, count, *rest
+
+    def _shared(self, plan: Plan) -> list[Any] | None:
+        """Return the shared packed blocks of a plan if all are cached, else None."""
+        found = [self._pool.cached_block_hash_to_block.get_one_block(key) for key in plan.keys]
+        return None if None in found or not found else found
+
+    def publish(self, request: Any, *args: Any, **kwargs: Any) -> None:
+        """Stand in for vLLM's publishing of a request's blocks: those behind a compressed prompt are not published."""
+        plan = self.plans.get(request.request_id)
+        if plan is None or plan.state not in ("found", "compressed"):
+            self._publish(request, *args, **kwargs)
+        elif plan.state == "found":
+            self._compressed(request, plan)
+
+    def _compressed(self, request: Any, plan: Plan) -> None:
+        """Note that a request holds packed blocks now."""
+        plan.state, plan.is_compressed = "compressed", True
+        self.counts.compressed_requests += 1
+        self.counts.recompressed_requests += request.num_preemptions > 0
+
+    def clip(self, request: Any, num_computed: int, num_new: int) -> int:
+        """Return how many tokens a request computes now: a chunk ends where the compressed text does.
+
+        Behind that text the prompt is compressed first. While blocks for it are lacking, the request computes nothing.
+        """
+        plan = self.plans[request.request_id]
+        if plan.state != "waiting":
+            return num_new  # with packed blocks, or exact
+        if num_computed < plan.tokens:
+            return min(num_new, plan.tokens - num_computed)
+        if num_new and not self._compress(request, plan):
+            self._stalled.append(request)
+            return 0
+        return num_new
+
+    def _compress(self, request: Any, plan: Plan) -> bool:
+        """Compress a prompt that has been computed; return False while blocks are lacking."""
+        pool, whole, before = self._pool, plan.whole, self._pool.get_num_free_blocks()
+        table = self._manager.req_to_blocks[request.request_id]
+        old, packed, reused = table[:whole], self._packed_by_peer(plan) or self._shared(plan), set[int]()
+        fills = packed is None
+        if packed is not None:
+            pool.touch(packed)
+        else:
+            alone = self._held_alone(plan, old)
+            if plan.is_compressed is None and len(alone) <= plan.keep:  # it would take more blocks than it frees
+                return plan.stay_exact()
+            packed = self._take(alone, plan.keep)
+            if packed is None:
+                return False
+            reused = {block.block_id for block in packed} & {block.block_id for block in old}
+            if plan.keys:
+                self._pool.cache_packed_blocks(request, packed, plan.keys)
+        tail = table[whole].block_id if plan.tokens > whole * self._size else None
+        table[:whole] = [*packed, *[pool.null_block] * (whole - plan.keep)]
+        pool.free_blocks([block for block in reversed(old) if block.block_id not in reused])
+        sources, targets = ([block.block_id for block in blocks] for blocks in (old, packed))
+        self._packings.append(
+            Packing(request.request_id, plan.options.press, plan.tokens, sources, targets, tail, fills)
+        )
+        self._compressed(request, plan)
+        self.counts.compression_freed_blocks += max(pool.get_num_free_blocks() - before, 0)
+        return True
+
+    def _packed_by_peer(self, plan: Plan) -> list[Any] | None:
+        """Return the packed blocks of a running request that keeps the same tokens; None: there is none."""
+        for name, peer in self._peers[plan.name].items():
+            if peer.state == "compressed":
+                packed: list[Any] = self._manager.req_to_blocks[name][: plan.keep]
+                return packed
+        return None
+
+    def _held_alone(self, plan: Plan, blocks: list[Any]) -> list[Any]:
+        """Return the blocks of a prompt that no request holds but those that will keep the same tokens."""
+        peers = self._peers[plan.name].items()
+        tables = [self._manager.req_to_blocks.get(name, ()) for name, peer in peers if peer.state == "waiting"]
+        holders = [sum(len(table) > at and table[at] is block for table in tables) for at, block in enumerate(blocks)]
+        return [block for block, count in zip(blocks, holders, strict=True) if block.ref_cnt == count]
+
+    def _take(self, alone: list[Any], keep: int) -> list[Any] | None:
+        """Return blocks to pack into; None while they are lacking.
+
+        Blocks of the request that nobody can find come first, then free ones, then blocks whose exact content is lost.
+        """
+        private = [block for block in alone if block.ref_cnt == 1]
+        unknown = [block for block in private if block.block_hash is None][:keep]
+        num_free = min(keep - len(unknown), self._pool.get_num_free_blocks())
+        lost = [block for block in private if block.block_hash is not None][: keep - len(unknown) - num_free]
+        if len(unknown) + num_free + len(lost) < keep:
+            return None
+        if lost:
+            self._pool.evict_blocks({block.block_id for block in lost})
+        return [*unknown, *lost, *(self._pool.get_new_blocks(num_free) if num_free else [])]
+
+    def start_step(self) -> None:
+        """Preempt the youngest requests while all wait for blocks, until one of the others can be compressed."""
+        running, stalled, self._stalled = self.scheduler.running, self._stalled, []
+        if not self._is_stuck or len(stalled) < len(running):
+            return
+        while len(running) > 1:
+            is_ranked = self.scheduler.policy == SchedulingPolicy.PRIORITY
+            victim = max(running, key=lambda each: (each.priority, each.arrival_time)) if is_ranked else running[-1]
+            running.remove(victim)
+            self.scheduler._preempt_request(victim, time.monotonic())
+            if any(self._compress(each, self.plans[each.request_id]) for each in running):
+                return
+        for each in running:
+            self.plans[each.request_id].stay_exact()
+
+    def finish_step(self, output: Any) -> None:
+        """Tell workers what to pack in a step, and which queries to save for presses."""
+        queries = {}
+        for name in self.plans.keys() & output.num_scheduled_tokens.keys():
+            plan, count = self.plans[name], output.num_scheduled_tokens[name]
+            first = plan.tokens - QUERIES[plan.options.press]
+            rows = min(self.scheduler.requests[name].num_computed_tokens - first, count)
+            if plan.state == "waiting" and first < plan.tokens and rows > 0:
+                queries[name] = rows
+        if self._packings or queries:
+            output.pc_compression = CompressionStep(self._packings, queries)
+            self._packings = []
+        self._is_stuck = bool(self._stalled) and not output.num_scheduled_tokens
+
+    def release(self, request: Any) -> None:
+        """Note that a request is preempted, or has ended: it holds no blocks now."""
+        plan = self.plans.get(request.request_id)
+        if plan is not None:
+            plan.state = "exact" if plan.is_compressed is False else "waiting"
+
+    def forget(self, request: Any) -> None:
+        """Drop a request that has ended."""
+        plan = self.plans.pop(request.request_id, None)
+        if plan is not None:
+            peers = self._peers[plan.name]
+            del peers[request.request_id]
+            if not peers:
+                del self._peers[plan.name]
+
+
+def refusals(request: Any) -> dict[str, Any]:
+    """Return what of a request speaks against compression, and whether it is there."""
+    extra = extra_args(request)
+    return {
+        "sessions": request.resumable,
+        "images or sound": request.mm_features,
+        "prompts of embeddings": request.prompt_embeds is not None,
+        "hidden states of each token": extra.get("pc_hidden_states") or extra.get("pc_prompt_logprobs"),
+    }
+
+
+def why_no_compression(scheduler: Any) -> str:
+    """Return what of an engine makes compression impossible, or ""; workers were asked when it started."""
+    managers = scheduler.kv_cache_manager.coordinator.single_type_managers
+    model = scheduler.vllm_config.model_config
+    reasons = {
+        "several groups of layers, windows or states": [type(each) for each in managers] != [FullAttentionManager],
+        "blocks of another size than their hashes": managers[0].block_size != scheduler.hash_block_size,
+        "an encoder": scheduler.is_encoder_decoder or scheduler.ec_connector is not None,
+        "fixed chunks": scheduler.chunks is not None,
+    }
+    workers: str = getattr(model, "pc_cannot_compress", "an engine without PC_VLLM=compression")
+    return first_reason(reasons | clipping_reasons(scheduler) | {workers: workers})

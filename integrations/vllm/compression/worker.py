@@ -1,0 +1,257 @@
+"""Compression in vLLM's workers: save the queries that presses read, score a prompt's tokens, and pack those that stay.
+
+All heads of all layers are handled at once: the KV cache is read and written as rows, one key beside one value each.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ....triton_ops import gather_slots, scatter_slots
+from ...presses import QUERIES, SCORES
+from ..scheduler_output import entering_requests
+from .steps import CompressionStep, Packing
+
+TURN_BYTES = 128 << 20
+"""The most memory that scoring takes at once, so far as one layer leaves a choice."""
+
+
+@dataclass
+class CacheRows:
+    """The KV caches of layers that lie in one allocation, as rows of one key and one value.
+
+    Attributes:
+        rows: `[num_rows, 1, 2 * head_dim]`, in the dtype of the allocation.
+        layers: vLLM's attention layers, by name.
+        first: `[num_layers]`, the first row of each.
+        strides: Rows from one block, token and KV head to the next.
+        shape: Slots of a block, KV heads, and their width.
+    """
+
+    rows: torch.Tensor
+    layers: dict[str, Any]
+    first: torch.Tensor
+    strides: tuple[int, int, int]
+    shape: tuple[int, int, int]
+
+    @property
+    def impl(self) -> Any:
+        """The attention of one layer; the others have the same scale and cache dtype."""
+        return next(iter(self.layers.values())).impl
+
+    def at(self, blocks: list[int]) -> torch.Tensor:
+        """Return the rows of all slots of blocks, `[num_layers, num_kv_heads, slots]`."""
+        block, token, head = self.strides
+        size, heads, _ = self.shape
+        device = self.rows.device
+        slots = (torch.tensor(blocks, device=device)[:, None] * block + torch.arange(size, device=device) * token).view(
+            -1
+        )
+        return self.first[:, None, None] + (torch.arange(heads, device=device) * head)[:, None] + slots
+
+    def turns(self, tokens: int) -> Iterator[slice]:
+        """Divide the layers into parts, so that scoring `tokens` tokens of a part takes at most `TURN_BYTES`."""
+        layer_bytes = 4 * tokens * self.impl.num_heads * self.shape[2]
+        step = max(1, TURN_BYTES // max(layer_bytes, 1))
+        for begin in range(0, len(self.layers), step):
+            yield slice(begin, begin + step)
+
+
+def cache_rows(layers: dict[str, Any]) -> list[CacheRows]:
+    """Return the caches of layers as rows; ValueError names a layer that cannot be compressed."""
+    from ..attention.backend import PagedAttention
+
+    found: dict[tuple[Any, ...], dict[str, Any]] = defaultdict(dict)
+    for name, layer in layers.items():
+        impl, cache = getattr(layer, "impl", None), getattr(layer, "kv_cache", None)
+        if type(impl) is not PagedAttention:
+            raise ValueError(f"layer {name}, whose attention is not of PC_VLLM=attention")
+        if impl.window or impl.alibi_slopes is not None or impl.kv_sharing_target_layer_name is not None:
+            kind = "a window" if impl.window else "ALiBi" if impl.alibi_slopes is not None else "no KV of its own"
+            raise ValueError(f"layer {name}, which has {kind}")
+        width = 2 * impl.head_size
+        if cache is None or cache.dim() != 4 or cache.shape[-1] != width or cache.stride(-1) != 1:
+            raise ValueError(f"layer {name}, whose KV cache has the shape {list(getattr(cache, 'shape', ()))}")
+        if any(stride % width for stride in cache.stride()[:3]):
+            raise ValueError(f"layer {name}, whose KV cache has gaps")
+        base = cache.storage_offset() % width
+        alike = (
+            cache.untyped_storage().data_ptr(),
+            base,
+            cache.dtype,
+            cache.shape,
+            cache.stride(),
+            impl.scale,
+            impl.num_heads,
+            impl.kv_cache_dtype,
+        )
+        found[alike][name] = layer
+    if not found:
+        raise ValueError("a model without attention")
+    return [_as_rows(group) for group in found.values()]
+
+
+def _as_rows(layers: dict[str, Any]) -> CacheRows:
+    caches = [layer.kv_cache for layer in layers.values()]
+    (_, heads, size, width), (block, head, token, _) = caches[0].shape, caches[0].stride()
+    offsets = [cache.storage_offset() for cache in caches]
+    base = offsets[0] % width
+    num_rows = (caches[0].untyped_storage().nbytes() // caches[0].itemsize - base) // width
+    rows = caches[0].as_strided((num_rows, 1, width), (width, width, 1), base)
+    first = torch.tensor([offset // width for offset in offsets], device=rows.device)
+    return CacheRows(rows, layers, first, (block // width, token // width, head // width), (size, heads, width // 2))
+
+
+@dataclass
+class Compressor:
+    """Compresses the requests of one worker's model runner, as a step's `CompressionStep` says.
+
+    Attributes:
+        runner: vLLM's model runner.
+        caches: The KV caches of all layers.
+        saved: By request and layer, queries of the chunks so far.
+    """
+
+    runner: Any
+    caches: list[CacheRows]
+    saved: dict[str, dict[str, list[torch.Tensor]]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._spans: list[tuple[str, int, int]] = []
+        self._unseen: set[str] = set()
+
+    def begin_step(self, output: Any) -> None:
+        """Pack what a step asks for, before the runner zeroes or copies blocks, which may have been freed by it."""
+        for name in output.finished_req_ids:
+            self.saved.pop(name, None)
+        for entering in entering_requests(output, 0):
+            self.saved.pop(entering.request_id, None)
+        step: CompressionStep | None = getattr(output, "pc_compression", None)
+        self._spans = []
+        for packing in step.packings if step is not None else ():
+            saved = self.saved.pop(packing.request_id, {})
+            write_table(self.runner, packing)
+            if packing.fills:
+                for cache in self.caches:
+                    for layers in cache.turns(packing.tokens):
+                        pack(cache, layers, packing, saved)
+
+    def follow(self, names: list[str], output: Any) -> None:
+        """Note which rows of the batch have queries that presses will read, once the runner has its order."""
+        step: CompressionStep | None = getattr(output, "pc_compression", None)
+        self._spans, end = [], 0
+        for name in names if step is not None and step.queries else ():
+            end += output.num_scheduled_tokens[name]
+            if name in step.queries:  # type: ignore[union-attr]
+                self._spans.append((name, end - step.queries[name], end))  # type: ignore[union-attr]
+        self._unseen = {name for cache in self.caches for name in cache.layers} if self._spans else set()
+
+    def save(self, layer: str, query: torch.Tensor) -> None:
+        """Save queries of one layer's forward pass; a second pass of a step, which computes nothing, is ignored."""
+        if layer in self._unseen:
+            self._unseen.discard(layer)
+            for name, begin, end in self._spans:
+                self.saved.setdefault(name, {}).setdefault(layer, []).append(query[begin:end].clone())
+
+
+@torch.no_grad()
+def pack(cache: CacheRows, layers: slice, packing: Packing, saved: dict[str, list[torch.Tensor]]) -> None:
+    """Score a prompt's tokens for some layers, and copy what each KV head keeps to its targets."""
+    size, _, width = cache.shape
+    whole, keep = len(packing.sources) * size, len(packing.targets) * size
+    tail = [] if packing.tail is None else [packing.tail]
+    places = cache.at([*packing.sources, *tail])[layers, :, : packing.tokens]
+    there = gather_slots(cache.rows, places.reshape(-1)).view(*places.shape, 2 * width)
+    keys, values = scored(cache, layers, there).flatten(0, 1).split(width, dim=-1)
+    query = queries_of(cache, layers, packing, saved)
+    scores = SCORES[packing.press](query, keys, values, cache.impl.scale)[:, :whole]
+    kept = scores.topk(keep, dim=-1).indices.sort(-1).values.view(*places.shape[:2], keep, 1)
+    source = there.gather(2, kept.expand(-1, -1, -1, 2 * width)).view(-1, 2 * width)
+    scatter_slots(source, cache.rows, cache.at(packing.targets)[layers].reshape(-1))
+
+
+def scored(cache: CacheRows, layers: slice, rows: torch.Tensor) -> torch.Tensor:
+    """Return rows `[num_layers, num_kv_heads, tokens, 2 * head_dim]` as presses read them: not quantized."""
+    if not cache.impl.kv_cache_dtype.startswith("fp8"):
+        return rows
+    count, heads, _, width = rows.shape
+    scales = [layer.impl.scales(layer) for layer in list(cache.layers.values())[layers]]
+    of_sides = [
+        torch.stack([each[side].to(rows.device, torch.float32).expand(heads) for each in scales])[..., None, None]
+        for side in ("k_scale", "v_scale")
+    ]
+    factors = torch.cat([side.expand(count, heads, 1, width // 2) for side in of_sides], dim=-1)
+    return rows.view(torch.float8_e4m3fn).float() * factors
+
+
+def queries_of(cache: CacheRows, layers: slice, packing: Packing, saved: dict[str, list[torch.Tensor]]) -> torch.Tensor:
+    """Return the queries that a press reads, `[num_layers * num_heads, queries, head_dim]`."""
+    wanted, names = min(QUERIES[packing.press], packing.tokens), list(cache.layers)[layers]
+    if not wanted:
+        return cache.rows.new_empty(len(names) * cache.impl.num_heads, 0, cache.shape[2])
+    query = torch.stack([torch.cat(saved.get(name, [])) for name in names])
+    if query.shape[1] != wanted:
+        raise RuntimeError(f"request {packing.request_id}: got {query.shape[1]} saved queries, needs {wanted}")
+    return query.transpose(1, 2).flatten(0, 1)
+
+
+def write_table(runner: Any, packing: Packing) -> None:
+    """Write packed blocks and null blocks into the block table that a model runner has of a request."""
+    name, ids = packing.request_id, packing.targets + [0] * (len(packing.sources) - len(packing.targets))
+    if hasattr(runner, "update_requests"):
+        row = runner.req_states.req_id_to_index.get(name)
+        if row is not None:
+            runner.block_tables.block_tables[0].stage_write(row, 0, ids)
+    elif name in runner.requests:
+        runner.requests[name].block_ids[0][: len(ids)] = ids
+        row = runner.input_batch.req_id_to_index.get(name)
+        if row is not None:
+            runner.input_batch.block_table[0].block_table.np[row, : len(ids)] = ids
+
+
+def prepare(worker: Any) -> str:
+    """Have a worker, whose model and caches are there, compress requests; return why it cannot, or ""."""
+    runner, config = worker.model_runner, worker.vllm_config
+    if getattr(config.parallel_config, "enable_dbo", False):
+        return "batches in two halves"
+    try:
+        caches = cache_rows(dict(config.compilation_config.static_forward_context))
+    except ValueError as error:
+        return str(error)
+    (group, *_) = runner.kv_cache_config.kv_cache_groups
+    if any(cache.shape[0] != group.kv_cache_spec.block_size for cache in caches):
+        return "kernels with blocks of their own size"
+    compressor = Compressor(runner, caches)
+    for cache in caches:
+        for layer in cache.layers.values():
+            layer.impl.compressor = compressor
+    is_v2 = hasattr(runner, "update_requests")
+
+    def wrap(update: Callable[..., Any]) -> Callable[..., Any]:
+        def update_both(output: Any, *args: Any, **kwargs: Any) -> Any:
+            compressor.begin_step(output)
+            result = update(output, *args, **kwargs)
+            if not is_v2:
+                compressor.follow(runner.input_batch.req_ids, output)
+            return result
+
+        return update_both
+
+    def wrap_inputs(prepare_inputs: Callable[..., Any]) -> Callable[..., Any]:
+        def prepare_both(output: Any, *args: Any, **kwargs: Any) -> Any:
+            batch = prepare_inputs(output, *args, **kwargs)
+            compressor.follow(batch.req_ids, output)
+            return batch
+
+        return prepare_both
+
+    if is_v2:
+        runner.update_requests, runner.prepare_inputs = wrap(runner.update_requests), wrap_inputs(runner.prepare_inputs)
+    else:
+        runner._update_states = wrap(runner._update_states)
+    return ""

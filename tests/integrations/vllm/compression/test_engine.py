@@ -1,0 +1,284 @@
+"""Compressed prompts in vLLM's engine, against dense attention in transformers with a mask for each layer and head."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+import torch
+
+pytest.importorskip("vllm", reason="vllm is not installed: make vllm")
+
+import vllm_engine
+from vllm_dense import DenseReference, Kept
+from vllm_exact import check_references, lose, preempt
+
+from pc.integrations.vllm.compression import worker
+from pc.integrations.vllm.compression.scheduler import why_no_compression
+
+SIZE = 16
+OPTIONS = {"block_size": SIZE, "max_model_len": 512, "max_num_seqs": 16, "max_num_batched_tokens": 96}
+PRESSES = ("snapkv", "knorm", "expected_attention")
+MARGIN = 2e-5
+
+
+@pytest.fixture(autouse=True)
+def features():
+    vllm_engine.use_attention(True)
+    vllm_engine.use_eviction(True)
+    vllm_engine.use_compression(True)
+    yield
+    vllm_engine.use_compression(False)
+    vllm_engine.use_eviction(False)
+    vllm_engine.use_attention(False)
+
+
+@pytest.fixture(scope="module")
+def reference(model_path):
+    return DenseReference(model_path("llama"))
+
+
+def prompt(length, seed):
+    """Tokens without a repetition: in the first layer, equal tokens have keys of one norm."""
+    return random.Random(seed).sample(range(3, 500), length)
+
+
+def sampling(options, **params):
+    from vllm import SamplingParams
+
+    extra = {} if options is None else {"extra_args": {"pc_compress": options}}
+    given = {"max_tokens": 8, "temperature": 0.0, "ignore_eos": True, "detokenize": False, "logprobs": 0}
+    return SamplingParams(**given | extra | params)
+
+
+class Asked:
+    """Requests to an engine, their plans and their answers."""
+
+    def __init__(self, llm):
+        self.llm, self.engine = llm, llm.llm_engine
+        self.scheduler = self.engine.engine_core.engine_core.scheduler
+        self.prompts, self.plans, self.answers = {}, {}, {}
+
+    def add(self, name, tokens, options, **params):
+        self.prompts[name] = tokens
+        self.engine.add_request(name, {"prompt_token_ids": tokens}, sampling(options, **params))
+
+    def step(self):
+        for output in self.engine.step():
+            for said in output.outputs:
+                if said.finish_reason == "length":
+                    probabilities = [each[t].logprob for each, t in zip(said.logprobs, said.token_ids, strict=True)]
+                    self.answers[output.request_id, said.index] = list(said.token_ids), probabilities
+        compression = self.scheduler.compression
+        for name, plan in compression.plans.items() if compression is not None else ():
+            self.plans[name.rpartition("-")[0]] = plan
+
+    def run(self):
+        while self.engine.has_unfinished_requests():
+            self.step()
+        return self
+
+    def compare(self, reference, tolerance=1e-4):
+        """Compares every answer; returns how many of them were of compressed prompts."""
+        compressed = 0
+        for (name, index), (tokens, found) in self.answers.items():
+            plan = self.plans.get(f"{index}_{name}", self.plans.get(name))
+            kept = None
+            if plan is not None and plan.is_compressed:
+                kept = Kept(plan.options.press, plan.tokens, plan.whole * SIZE, plan.keep * SIZE)
+            expected = reference.logprobs(self.prompts[name], tokens, kept)
+            if reference.margin > MARGIN:
+                chosen = expected.gather(1, torch.tensor(tokens)[:, None])[:, 0]
+                assert found == pytest.approx(chosen.tolist(), abs=tolerance)
+                assert (expected.max(-1).values - chosen).max() < tolerance
+                compressed += kept is not None
+        return compressed
+
+
+@pytest.mark.parametrize("press", PRESSES)
+def test_against_dense_attention(model_path, reference, press):
+    """In chunks, 16 at once, with other budgets and tails of blocks."""
+    with vllm_engine.engine(model_path("llama"), **OPTIONS) as (llm, _):
+        asked = Asked(llm)
+        for number in range(16):
+            options = {"budget": random.Random(number).choice([0.25, 0.5, 0.8]), "press": press}
+            asked.add(str(number), prompt(150 + 15 * number, number), options)
+        assert asked.run().compare(reference) >= 12
+
+
+MUTANTS = {
+    "a wrong head": lambda slots: slots.view(4, -1).roll(1, 0).reshape(-1),
+    "a block too few": lambda slots: slots.view(4, -1).index_fill(1, torch.arange(SIZE), -1).view(-1),
+}
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_a_wrong_packing_is_seen(model_path, reference, monkeypatch, mutant):
+    """Else the other tests could not fail."""
+    scatter = worker.scatter_slots
+    monkeypatch.setattr(
+        worker, "scatter_slots", lambda rows, cache, slots: scatter(rows, cache, MUTANTS[mutant](slots))
+    )
+    with vllm_engine.engine(model_path("llama"), **OPTIONS) as (llm, _):
+        asked = Asked(llm)
+        asked.add("one", prompt(320, 3), {"budget": 0.5})
+        asked.run()
+        with pytest.raises(AssertionError):
+            asked.compare(reference)
+
+
+def disturbed(llm, seed, rounds=40):
+    """Shared beginnings, repeated prompts, aborts, preemptions and evictions."""
+    rng = random.Random(seed)
+    asked, scheduler = Asked(llm), llm.llm_engine.engine_core.engine_core.scheduler
+    roots = [prompt(400, 50 + at) for at in range(3)]
+    for number in range(rounds):
+        root = rng.choice(roots)
+        tokens = root[: rng.randrange(100, 380)] + root[:: -rng.randrange(1, 9)][: rng.randrange(1, 50)]
+        tokens = list(dict.fromkeys(tokens))
+        if number % 5 == 4:
+            tokens = rng.choice(list(asked.prompts.values()))
+        options = {"budget": rng.choice([0.3, 0.5]), "press": rng.choice(PRESSES)}
+        until = rng.choice([None, len(tokens) // 2, 120])
+        asked.add(str(number), tokens, rng.choice([options | {"until": until}, options, None]))
+        for _ in range(rng.randrange(0, 8)):
+            asked.step()
+            check_references(scheduler)
+        if rng.random() < 0.3 and scheduler.running:
+            preempt(scheduler, rng.choice(scheduler.running).request_id)
+        if rng.random() < 0.1 and scheduler.requests:
+            llm.llm_engine.abort_request([rng.choice(list(scheduler.requests)).rpartition("-")[0]])
+        lose(scheduler, rng.randrange(3), rng)
+    return asked.run()
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_disturbed(model_path, reference, seed):
+    with vllm_engine.engine(model_path("llama"), **OPTIONS, num_gpu_blocks_override=110) as (llm, _):
+        asked = disturbed(llm, seed)
+        assert asked.compare(reference) > 8
+        assert asked.scheduler.compression.counts.recompressed_requests
+
+
+def test_samples(model_path, reference):
+    """Each of several samples is that of a compressed prompt, and the packed blocks are there once."""
+    with vllm_engine.engine(model_path("llama"), **OPTIONS) as (llm, _):
+        asked = Asked(llm)
+        asked.add("one", prompt(320, 1), {"budget": 0.5}, n=3, temperature=1.0, max_tokens=20)
+        most = 0
+        while asked.engine.has_unfinished_requests():
+            asked.step()
+            if asked.plans and all(plan.state == "compressed" for plan in asked.plans.values()):
+                most = max(most, sum(block.ref_cnt > 0 for block in asked.scheduler.block_pool.blocks[1:]))
+        assert most == 10 + 3 * 2
+        compared = 0
+        for (name, _), (tokens, found) in asked.answers.items():
+            expected = reference.logprobs(asked.prompts[name], tokens, Kept("snapkv", 320, 320, 160))
+            chosen = expected.gather(1, torch.tensor(tokens)[:, None])[:, 0]
+            assert found == pytest.approx(chosen.tolist(), abs=1e-4)
+            compared += 1
+        assert compared == 3
+
+
+def test_packed_blocks_are_found_again(model_path, reference):
+    """Questions about one text: the later ones compute their own tokens alone, and say what they would have said."""
+    with vllm_engine.engine(model_path("llama"), **OPTIONS) as (llm, seen):
+        asked, text = Asked(llm), prompt(496, 8)
+        options = {"budget": 0.4, "until": 20 * SIZE + 5}
+        computed = []
+        for number in range(4):
+            before = seen["tokens"]
+            asked.add(str(number), text[: 20 * SIZE] + text[330 + 30 * number :][:40], options)
+            asked.run()
+            computed.append(seen["tokens"] - before)
+        assert asked.compare(reference) == 4
+        assert [computed[0] - each for each in computed[1:]] == [20 * SIZE] * 3
+
+
+def logits_of(llm, requests, watched):
+    """Logits of one request at each step, beside others."""
+    from unittest import mock
+
+    runner, rows = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner, []
+    asked, compute = Asked(llm), runner.model.compute_logits
+    with mock.patch.object(runner.model, "compute_logits", lambda *a: rows.append(compute(*a).clone()) or rows[-1]):
+        for name, tokens, options in requests:
+            asked.add(name, tokens, options, max_tokens=12)
+        found = []
+        while asked.engine.has_unfinished_requests():
+            asked.step()
+            names = [name.rpartition("-")[0] for name in runner.input_batch.req_ids]
+            if watched in names and rows:
+                found.append(rows[-1][names.index(watched)])
+    return found
+
+
+def test_neighbours_have_their_bits(model_path):
+    """The same batch, once with a neighbour that is compressed; all of the batch reads its prompt in one step."""
+    found = []
+    options = OPTIONS | {"max_num_batched_tokens": 2048, "enable_prefix_caching": False}
+    for asked in (None, {"budget": 0.4}):
+        with vllm_engine.engine(model_path("llama"), **options) as (llm, _):
+            others = [("other", prompt(200, 1), None), ("asks", prompt(300, 2), asked), ("last", prompt(64, 3), None)]
+            found.append(logits_of(llm, others, "other"))
+    assert len(found[0]) == len(found[1]) > 8
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_without_the_switch(model_path):
+    """An engine with the feature on gives a request that does not ask the same bits."""
+    found = []
+    for on in (False, True):
+        vllm_engine.use_compression(on)
+        with vllm_engine.engine(model_path("llama"), **OPTIONS) as (llm, _):
+            found.append(logits_of(llm, [("one", prompt(300, 4), None), ("two", prompt(100, 5), None)], "one"))
+    assert len(found[0]) == len(found[1]) > 8
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("name", ["gemma2", "mistral", "bloom"])
+def test_models_that_are_refused(model_path, name):
+    options = OPTIONS | {"max_model_len": 256, "block_size": 32, "enable_prefix_caching": False}
+    with vllm_engine.engine(model_path(name), **options) as (llm, _):
+        answers = [Asked(llm) for _ in range(2)]
+        for options, asked in zip((None, {"budget": 0.5}), answers, strict=True):
+            asked.add("one", prompt(160, 1), options)
+            asked.run()
+        reason = why_no_compression(answers[0].scheduler)
+    assert answers[0].answers == answers[1].answers
+    assert reason
+
+
+def test_wrong_options_are_refused_where_the_caller_sees_it(model_path):
+    with vllm_engine.engine(model_path("llama"), **OPTIONS) as (llm, _):
+        for options, message in {
+            2.0: "budget: got 2.0, needs more than 0 and at most 1",
+            "{": "got a string that is no JSON",
+            "[0.5]": "budget: got list, needs a number",
+            '{"press": "snapkv"}': "got no budget, needs one",
+            '{"budget": 0.5, "pres": 1}': "got 'pres', needs some of budget, press, heads, until",
+            '{"budget": 0.5, "press": "snap"}': "press: got 'snap', needs one of snapkv",
+            '{"budget": 0.5, "heads": "ada"}': "heads: got 'ada', needs one of same",
+            '{"budget": 0.5, "until": 0}': "until: got 0, needs at least 1",
+            '{"budget": 0.5, "share": true}': "share: got true for the whole prompt, needs until",
+            '{"budget": true}': "budget: got bool, needs a number",
+        }.items():
+            with pytest.raises(ValueError, match="pc_compress") as error:
+                llm.generate([{"prompt_token_ids": [5, 6, 7]}], sampling(options), use_tqdm=False)
+            assert message in str(error.value)
+
+
+def test_what_a_budget_holds(model_path):
+    """Steps and blocks of twelve requests in a pool that is too small."""
+    steps = []
+    for budget in (None, 0.5, 0.2):
+        with vllm_engine.engine(model_path("llama"), **OPTIONS, num_gpu_blocks_override=70) as (llm, seen):
+            asked = Asked(llm)
+            for number in range(12):
+                asked.add(str(number), prompt(320, number), budget, max_tokens=60)
+            asked.run()
+            steps.append(seen["steps"])
+            assert math.isclose(len(asked.answers), 12)
+    assert steps[1] < 0.75 * steps[0]
+    assert steps[2] < 0.75 * steps[1]

@@ -1,0 +1,292 @@
+"""Compressed prompts in vLLM's scheduler, over a model whose every row depends on all rows that are left before it."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+
+pytest.importorskip("vllm", reason="vllm is not installed: make vllm")
+
+from vllm_compressing import CompressingEngine, following_compressed
+from vllm_exact import BLOCK, following, lose, preempt
+
+from pc.integrations.vllm.compression import scheduler
+
+RUNNERS = pytest.mark.parametrize("runner_v2", [False, True], ids=["v1", "v2"])
+ASYNC = pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+
+
+def prompt(length, seed=0):
+    return random.Random(seed).choices(range(3, 1000), k=length)
+
+
+def expected(engine, name, tokens, count):
+    """What a request says, compressed or exact, as its plan has it in the end."""
+    plan = engine.plans.get(name)
+    if plan is None or not plan.is_compressed:
+        return following(tokens, count)
+    return following_compressed(tokens, count, plan.tokens, plan.keep)
+
+
+def held(engine):
+    return sum(block.ref_cnt > 0 for block in engine.scheduler.block_pool.blocks if not block.is_null)
+
+
+def run_until_compressed(engine, name):
+    while engine.plans[name].state == "waiting":
+        engine.step()
+
+
+@RUNNERS
+@ASYNC
+@pytest.mark.parametrize("budget", [0.2, 0.5, 0.9])
+def test_tokens_and_blocks(runner_v2, asynchronous, budget):
+    engine, tokens = CompressingEngine(64, runner_v2=runner_v2, asynchronous=asynchronous), prompt(20 * BLOCK + 5)
+    engine.add("one", tokens, 40, pc_compress=budget)
+    run_until_compressed(engine, "one")
+    assert held(engine) == math.ceil(budget * 20) + 1
+    engine.run()
+    assert engine.said["one"] == following_compressed(tokens, 40, len(tokens), math.ceil(budget * 20))
+    counts = engine.scheduler.compression.counts
+    assert (counts.compressed_requests, counts.recompressed_requests) == (1, 0)
+    assert counts.compression_freed_blocks == 20 - math.ceil(budget * 20)
+
+
+@RUNNERS
+@ASYNC
+def test_until(runner_v2, asynchronous):
+    """Tokens behind the compressed part see what is left of it."""
+    engine, tokens = CompressingEngine(64, runner_v2=runner_v2, asynchronous=asynchronous), prompt(20 * BLOCK + 5)
+    engine.add("one", tokens, 6, pc_compress={"budget": 0.5, "until": 10 * BLOCK + 7})
+    engine.run()
+    assert engine.said["one"] == following_compressed(tokens, 6, 10 * BLOCK, 5)
+
+
+@RUNNERS
+@ASYNC
+@pytest.mark.parametrize("seed", range(6))
+def test_random_traffic(runner_v2, asynchronous, seed):
+    """Compressed and exact requests with common beginnings, hits, preemptions, aborts, evictions, 16 at once."""
+    rng = random.Random(seed)
+    engine = CompressingEngine(110, runner_v2=runner_v2, asynchronous=asynchronous, policy=rng.choice(["fifo", "lru"]))
+    roots = [prompt(rng.randrange(300, 500), 100 + seed + at) for at in range(3)]
+    asked = {}
+    for number in range(60):
+        root, name = rng.choice(roots), f"r{number}"
+        tokens = root[: rng.randrange(200, len(root))] + prompt(rng.randrange(1, 40), rng.randrange(1 << 30))
+        if rng.random() < 0.2 and asked:
+            tokens = rng.choice(list(asked.values()))[0]
+        options = {"budget": rng.choice([0.2, 0.5]), "until": rng.choice([None, rng.randrange(150, 400)])}
+        count = rng.randrange(1, 40)
+        asked[name] = tokens, count
+        engine.add(name, tokens, count, **({"pc_compress": options} if rng.random() < 0.7 else {}))
+        for _ in range(rng.randrange(0, 12)):
+            engine.step()
+        if rng.random() < 0.3 and engine.scheduler.requests:
+            engine.abort(rng.choice(list(engine.scheduler.requests)))
+        if rng.random() < 0.3 and engine.scheduler.running:
+            preempt(engine.scheduler, rng.choice(engine.scheduler.running).request_id)
+        if rng.random() < 0.7:
+            lose(engine.scheduler, rng.randrange(1, 6), rng)
+    engine.run()
+    assert len(engine.said) > 30
+    assert engine.said == {name: expected(engine, name, *asked[name]) for name in engine.said}
+    compression = engine.scheduler.compression
+    assert compression.counts.compressed_requests > 15
+    assert not compression.plans
+    assert not compression._peers
+    assert {plan.is_compressed for plan in engine.plans.values()} >= {True, False}
+
+
+@RUNNERS
+@ASYNC
+def test_equal_prompts_share_what_is_left(runner_v2, asynchronous):
+    """Four samples of one prompt hold its packed blocks once."""
+    engine, tokens = CompressingEngine(64, runner_v2=runner_v2, asynchronous=asynchronous), prompt(20 * BLOCK + 5)
+    for name in "abcd":
+        engine.add(name, tokens, 30, pc_compress=0.5)
+    for name in "abcd":
+        run_until_compressed(engine, name)
+    assert held(engine) == 10 + 4
+    engine.run()
+    assert engine.said == dict.fromkeys("abcd", following_compressed(tokens, 30, len(tokens), 10))
+
+
+def test_shared_prompts_stay_exact():
+    """Where requests share most of their blocks, compressing each would take more than it frees."""
+    engine, root = CompressingEngine(64), prompt(20 * BLOCK)
+    for number in range(4):
+        engine.add(str(number), root + prompt(BLOCK, number + 1), 30, pc_compress=0.5)
+        engine.step()
+    while any(plan.state == "waiting" for plan in engine.plans.values()):
+        engine.step()
+    assert held(engine) <= 20 + 4 * 3
+    engine.run()
+    assert not any(plan.is_compressed for plan in list(engine.plans.values())[:3])
+
+
+@RUNNERS
+@ASYNC
+def test_all_wait_for_blocks_in_a_full_pool(runner_v2, asynchronous):
+    """Requests that share their blocks, and among them fill the pool: the youngest is preempted, and all end."""
+    tokens = prompt(8 * BLOCK)
+    engine = CompressingEngine(1 + 8 + 2 * 3, runner_v2=runner_v2, asynchronous=asynchronous)
+    preempted = []
+    stock = engine.scheduler._preempt_request
+    engine.scheduler._preempt_request = lambda request, *args, **kwargs: (
+        preempted.append(request.request_id),
+        stock(request, *args, **kwargs),
+    )
+    for name in "abcd":
+        engine.add(name, tokens, 3, pc_compress=0.9)
+    for _ in range(200):
+        if engine.scheduler.requests:
+            engine.step()
+    assert not engine.scheduler.requests
+    assert engine.said == {name: expected(engine, name, tokens, 3) for name in "abcd"}
+    assert preempted
+
+
+def test_an_answer_behind_a_compressed_prompt_is_never_published():
+    """Else a later request would find KV that saw a part of the prompt."""
+    engine, tokens = CompressingEngine(64), prompt(10 * BLOCK + 5)
+    engine.add("one", tokens, 60, pc_compress=0.5)
+    engine.run()
+    longer = tokens + engine.said["one"]
+    engine.add("two", longer, 4)
+    engine.run()
+    assert engine.said["two"] == following(longer, 4)
+    assert engine.computed["two"] >= 60
+
+
+def test_a_published_answer_is_seen(monkeypatch):
+    """Else the test above could not fail."""
+    monkeypatch.setattr(scheduler.Compression, "publish", lambda self, *args: self._publish(*args))
+    with pytest.raises(AssertionError):
+        test_an_answer_behind_a_compressed_prompt_is_never_published()
+
+
+def test_preempted_requests_are_compressed_again():
+    engine, tokens = CompressingEngine(64), prompt(10 * BLOCK + 5)
+    engine.add("one", tokens, 12, pc_compress=0.5)
+    run_until_compressed(engine, "one")
+    engine.step()
+    preempt(engine.scheduler, "one")
+    engine.run()
+    assert engine.said["one"] == following_compressed(tokens, 12, len(tokens), 5)
+    counts = engine.scheduler.compression.counts
+    assert (counts.compressed_requests, counts.recompressed_requests) == (2, 1)
+
+
+REFUSED = {
+    "budgets below 32 tokens": (3 * BLOCK, {"pc_compress": 0.3}),
+    "hidden states of each token": (10 * BLOCK, {"pc_compress": 0.5, "pc_hidden_states": True}),
+    "fixed chunks": (10 * BLOCK, {"pc_compress": 0.5}),
+    "an engine without PC_VLLM=compression": (10 * BLOCK, {"pc_compress": 0.5}),
+    "budget: got 2, needs more than 0 and at most 1": (10 * BLOCK, {"pc_compress": 2}),
+}
+
+
+@pytest.mark.parametrize("reason", REFUSED)
+def test_what_is_refused_stays_exact(warnings, reason):
+    length, extra = REFUSED[reason]
+    engine = CompressingEngine(64, more={"pc_chunk": str(2 * BLOCK)} if reason == "fixed chunks" else None)
+    if reason.startswith("an engine"):
+        del engine.scheduler.vllm_config.model_config.pc_cannot_compress
+    for name in ("one", "two"):
+        engine.add(name, prompt(length), 4, **extra)
+    engine.run()
+    assert engine.said == dict.fromkeys(("one", "two"), following(prompt(length), 4))
+    assert reason in warnings[-1]
+    assert len(warnings) == (2 if reason.startswith("budget:") else 1)
+
+
+def test_requests_that_do_not_ask_are_what_they_were():
+    """Hits, jumps and blocks of a request beside a compressed one are those without it."""
+
+    def run(**extra):
+        engine, tokens = CompressingEngine(128), prompt(20 * BLOCK + 5)
+        engine.add("first", tokens)
+        engine.run()
+        engine.add("other", prompt(12 * BLOCK, 5), 20, **extra)
+        engine.add("second", tokens, 20)
+        engine.run()
+        return engine.said["second"], engine.computed["second"]
+
+    assert run() == run(pc_compress=0.5)
+
+
+SHARED = {"budget": 0.5, "until": 12 * BLOCK + 3}
+
+
+@RUNNERS
+@ASYNC
+def test_packed_blocks_are_found_again(runner_v2, asynchronous):
+    """A later question about the same text computes its own tokens alone, and says what it would have said."""
+    engine, text = CompressingEngine(64, runner_v2=runner_v2, asynchronous=asynchronous), prompt(12 * BLOCK)
+    for name in "ab":
+        engine.add(name, text + prompt(20, ord(name)), 8, pc_compress=SHARED)
+        engine.run()
+        assert engine.said[name] == following_compressed(text + prompt(20, ord(name)), 8, 12 * BLOCK, 6)
+    assert engine.computed["b"] - engine.computed["a"] == -12 * BLOCK
+    assert engine.scheduler.compression.counts.compressed_requests == 2
+
+
+def test_questions_at_once_hold_a_text_once():
+    engine, text = CompressingEngine(64), prompt(12 * BLOCK)
+    engine.add("first", text + prompt(20), 2, pc_compress=SHARED)
+    engine.run()
+    for number in range(8):
+        engine.add(str(number), text + prompt(8, number), 30, pc_compress=SHARED)
+    while any(engine.plans[str(number)].state != "compressed" for number in range(8)):
+        engine.step()
+    assert held(engine) == 6 + 8
+    engine.run()
+    assert engine.said["7"] == following_compressed(text + prompt(8, 7), 30, 12 * BLOCK, 6)
+
+
+def test_what_does_not_find_packed_blocks():
+    """Another budget, press, text, salt or wish to share; requests that do not ask; and any block of them evicted."""
+    engine, text = CompressingEngine(160), prompt(12 * BLOCK)
+    engine.add("first", text + prompt(20), 2, pc_compress=SHARED)
+    engine.run()
+    other = [text[0] + 1, *text[1:]]
+    cases = {
+        "budget": (text, None, SHARED | {"budget": 0.6}),
+        "press": (text, None, SHARED | {"press": "knorm"}),
+        "private": (text, None, SHARED | {"share": False}),
+        "text": (other, None, SHARED),
+        "salt": (text, "salt", SHARED),
+        "exact": (text, None, None),
+    }
+    for name, (tokens, salt, options) in cases.items():
+        extra = {"pc_compress": options} if options else {}
+        engine.add(name, tokens + prompt(20, 5), 4, salt, **extra)
+        if engine.plans.get(name) and options.get("press") == "knorm":
+            engine.plans[name].options = engine.plans["first"].options  # this engine has one press
+        engine.run()
+        assert engine.said[name] == expected(engine, name, tokens + prompt(20, 5), 4)
+        assert engine.computed[name] >= (32 if options else 0) + 20 + 3
+    keys = engine.plans["first"].keys
+    pool = engine.scheduler.block_pool
+    pool.evict_blocks({pool.cached_block_hash_to_block.get_one_block(keys[3]).block_id})
+    engine.add("evicted", text + prompt(20, 6), 4, pc_compress=SHARED)
+    engine.run()
+    assert engine.said["evicted"] == following_compressed(text + prompt(20, 6), 4, 12 * BLOCK, 6)
+    assert engine.computed["evicted"] >= 32 + 20 + 3
+
+
+def test_events_of_packed_blocks():
+    """Consumers are told of packed blocks as of a kind of their own, and when they are evicted."""
+    engine = CompressingEngine(64)
+    pool = engine.scheduler.block_pool
+    pool.enable_kv_cache_events, events, take = True, [], pool.take_events
+    pool.take_events = lambda: events.extend(take()) or events
+    engine.add("first", prompt(12 * BLOCK + 20), 2, pc_compress=SHARED)
+    engine.run()
+    stored = [each for each in events if getattr(each, "kv_cache_spec_kind", None) == "pc_compressed"]
+    assert [len(each.block_hashes) for each in stored] == [6]
+    pool.evict_blocks({pool.cached_block_hash_to_block.get_one_block(engine.plans["first"].keys[0]).block_id})
+    assert pool.kv_event_queue[-1].block_hashes == stored[0].block_hashes[:1]
