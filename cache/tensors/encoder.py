@@ -1,14 +1,13 @@
-"""Outputs of a multimodal encoder, kept by the content they were made from.
+"""Outputs of a multimodal encoder, cached by the content they were computed from.
 
-A prefix hit may end inside an image: the KV of its first tokens is there, the embeddings of the rest are needed to
-compute on. The encoder does not run again for them when its output is here.
+A prefix hit may end inside an image: the KV of its first tokens is cached, and the rest is computed from embeddings.
+The encoder does not run again if its output is here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
-from heapq import heapify, heappop, heappush
 from typing import Any
 
 import numpy as np
@@ -59,9 +58,8 @@ class EncoderEntry:
     nbytes: int
     inserted_at: int
     last_access: int
-    access_count: int = 1  # since it was put in
+    access_count: int = 1
     holders: set[Hashable] = field(default_factory=set)  # requests
-    released_at: int = 0  # when the last of them let go
 
 
 EncoderPolicy = Callable[[EncoderEntry], Any]
@@ -77,9 +75,8 @@ POLICIES: dict[str, EncoderPolicy] = {
 class EncoderCache:
     """Encoder outputs by content hash, within a budget of bytes.
 
-    Outputs that requests hold stay; of the others the one goes first whose key under the policy is smallest. The key is
-    asked for once after the last holder let go. Contents are the same when their hashes are equal and of one type. Not
-    safe for use from several threads at once.
+    Outputs that requests hold stay. Of the others the output whose key under the policy is smallest is evicted first.
+    Two contents are the same if their hashes are equal and of one type. Use it from one thread at a time.
 
     Args:
         max_bytes: Budget of all outputs.
@@ -109,17 +106,10 @@ class EncoderCache:
             raise ValueError(f"policy: got {policy!r}, needs one of {', '.join(POLICIES)} or a function")
         self.max_bytes = max_bytes
         self.device = None if device is None else torch.device(device)
-        self.nbytes = 0
-        self.hits = 0
-        self.misses = 0
-        self.evictions = 0
+        self.nbytes = self.hits = self.misses = self.evictions = 0
         self._key = POLICIES[policy] if isinstance(policy, str) else policy
         self._entries: dict[Hashable, EncoderEntry] = {}
-        self._held: dict[Hashable, set[Hashable]] = {}
-        self._held_bytes = 0
         self._tick = 0
-        self._idle: list[tuple[Any, int, Hashable]] = []  # a heap of (key, released_at, content), some held again since
-        self._released: list[tuple[int, Hashable]] = []  # what is to go into it
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -130,10 +120,10 @@ class EncoderCache:
     def missing(
         self, request_id: Hashable, items: Iterable[EncoderItem], compute_spans: Sequence[Span]
     ) -> list[EncoderItem]:
-        """Takes hold of the outputs that a request needs and tells which the encoder has to compute.
+        """Hold the outputs that a request needs, and return the items that the encoder must compute.
 
         Args:
-            request_id: Who holds the outputs until `release`.
+            request_id: The request that holds the outputs until `release`.
             items: All items of its prompt.
             compute_spans: Token ranges that are about to be computed; items outside of them are not needed.
 
@@ -141,128 +131,91 @@ class EncoderCache:
             Items to encode and then to `put`, one for each content.
 
         Raises:
-            ValueError: Items of one content differ in length, or from the output that is there; nothing is held then.
+            ValueError: Items of one content differ in length, or from the cached output; nothing is held then.
 
         Examples:
             >>> clip = pc.EncoderItem("clip", start=20, length=5)
             >>> [item.content_hash for item in cache.missing("third", [image, clip], compute_spans=[(0, 30)])]
             ['clip']
         """
-        needed = [item for item in items if item.overlaps(compute_spans)]
-        lengths: dict[Hashable, int] = {}
-        for item in needed:
-            content = _identity(item.content_hash)
-            if content in self._entries:
-                self._check_length(item, self._entries[content].output)
-            elif lengths.setdefault(content, item.length) != item.length:
-                got = f"lengths {lengths[content]} and {item.length}"
-                raise ValueError(f"{item.content_hash!r}: got {got}, needs one length for one content")
+        needed = [(_identity(item.content_hash), item) for item in items if item.overlaps(compute_spans)]
         lacking: dict[Hashable, EncoderItem] = {}
-        for item in needed:
-            content = _identity(item.content_hash)
-            entry = self._entries.get(content)
-            if entry is None:
+        for content, item in needed:
+            if content in self._entries:
+                _check_length(item, self._entries[content].output)
+            elif lacking.setdefault(content, item).length != item.length:
+                got = f"lengths {lacking[content].length} and {item.length}"
+                raise ValueError(f"{item.content_hash!r}: got {got}, needs one length for one content")
+        for content, _ in needed:
+            if content in lacking:
                 self.misses += 1
-                lacking.setdefault(content, item)
             else:
                 self.hits += 1
-                self._access(request_id, content, entry)
+                self._access(request_id, self._entries[content])
         return list(lacking.values())
 
-    def _access(self, request_id: Hashable, content: Hashable, entry: EncoderEntry) -> None:
+    def _access(self, request_id: Hashable, entry: EncoderEntry) -> None:
         self._tick += 1
         entry.last_access = self._tick
         entry.access_count += 1
-        self._hold(request_id, content, entry)
-
-    def _hold(self, request_id: Hashable, content: Hashable, entry: EncoderEntry) -> None:
-        if not entry.holders:
-            self._held_bytes += entry.nbytes
         entry.holders.add(request_id)
-        self._held.setdefault(request_id, set()).add(content)
 
     def put(self, request_id: Hashable, item: EncoderItem, output: torch.Tensor) -> None:
-        """Keeps an output and takes hold of it; what is there already is kept instead.
+        """Cache an output and hold it; an output that is already cached stays instead.
 
         Args:
-            request_id: Who holds it until `release`.
-            item: What it is the output of.
-            output: `[length, *features]`. It is not to be changed afterwards.
+            request_id: The request that holds it until `release`.
+            item: The item that it is the output of.
+            output: `[length, *features]`. Do not change it afterwards.
 
         Raises:
             ValueError: Another number of rows than the item has tokens.
-            MemoryError: It does not fit beside what requests hold; nothing has changed.
+            MemoryError: It does not fit beside the outputs that requests hold; nothing has changed.
 
         Examples:
             >>> cache.put("third", pc.EncoderItem("clip", start=20, length=5), torch.ones(5, 8))
             >>> "clip" in cache, cache.nbytes
             (True, 256)
         """
-        self._check_length(item, output)
+        _check_length(item, output)
         content = _identity(item.content_hash)
-        entry = self._entries.get(content)
-        if entry is not None:
-            self._access(request_id, content, entry)
+        if content in self._entries:
+            self._access(request_id, self._entries[content])
             return
         output = output.detach()
         size = output.numel() * output.dtype.itemsize
-        if self._held_bytes + size > self.max_bytes:
-            held = f"{self._held_bytes} of {self.max_bytes} bytes are held by requests"
-            raise MemoryError(f"{item.content_hash!r}: needs {size} bytes, {held}")
-        if self.nbytes + size > self.max_bytes:
-            self._rank_released()
+        victims = self._victims(item, size)
         if self.device is not None and self.device != output.device:
             output = output.to(self.device)
         elif output.untyped_storage().nbytes() != size:
-            output = output.clone(memory_format=torch.contiguous_format)  # or a view keeps a whole batch alive
-        while self.nbytes + size > self.max_bytes:
-            self._evict()
+            output = output.clone(memory_format=torch.contiguous_format)  # a view would keep a whole batch alive
+        for victim in victims:
+            self.nbytes -= self._entries.pop(victim).nbytes
+        self.evictions += len(victims)
         self._tick += 1
-        entry = EncoderEntry(output, size, self._tick, self._tick)
-        self._entries[content] = entry
+        self._entries[content] = EncoderEntry(output, size, self._tick, self._tick, holders={request_id})
         self.nbytes += size
-        self._hold(request_id, content, entry)
 
-    def _rank_released(self) -> None:
-        """Asks the policy for the keys of what was released since; where it raises, nothing has changed."""
-        if len(self._idle) > 2 * len(self._entries):  # most were held again since
-            self._idle = [row for row in self._idle if self._is_idle(row[2], row[1])]
-            heapify(self._idle)
-        ranked = [
-            (self._key(self._entries[content]), tick, content)
-            for tick, content in self._released
-            if self._is_idle(content, tick)
-        ]
-        try:
-            for row in ranked:
-                heappush(self._idle, row)
-        except BaseException:  # keys that do not compare: the heap is in no order
-            self._idle, self._released = [], [(entry.released_at, key) for key, entry in self._entries.items()]
-            raise
-        self._released = []
-
-    def _is_idle(self, content: Hashable, tick: int) -> bool:
-        """Whether an output is here that was last released at a tick and is held by no request since."""
-        entry = self._entries.get(content)
-        return entry is not None and entry.released_at == tick and not entry.holders
-
-    def _evict(self) -> None:
-        while True:
-            _, tick, content = heappop(self._idle)
-            if self._is_idle(content, tick):
-                self.nbytes -= self._entries.pop(content).nbytes
-                self.evictions += 1
-                return
-
-    def _check_length(self, item: EncoderItem, output: torch.Tensor) -> None:
-        if output.dim() < 1 or output.shape[0] != item.length:
-            raise ValueError(f"{item.content_hash!r}: got {list(output.shape)} rows, needs {item.length}, its length")
+    def _victims(self, item: EncoderItem, size: int) -> list[Hashable]:
+        """Return the contents to evict so that an output of `size` bytes fits; changes nothing."""
+        idle = {content: entry for content, entry in self._entries.items() if not entry.holders}
+        held, excess, victims = self.nbytes - sum([e.nbytes for e in idle.values()]), self.nbytes + size, []
+        if held + size > self.max_bytes:
+            raise MemoryError(
+                f"{item.content_hash!r}: needs {size} bytes, {held} of {self.max_bytes} bytes are held by requests"
+            )
+        for content in sorted(idle, key=lambda c: self._key(idle[c])) if excess > self.max_bytes else ():
+            if excess <= self.max_bytes:
+                break
+            victims.append(content)
+            excess -= idle[content].nbytes
+        return victims
 
     def output(self, item: EncoderItem) -> torch.Tensor:
-        """The whole output of an item, `[length, *features]`, not to be changed.
+        """Return the whole output of an item, `[length, *features]`; do not change it.
 
         Raises:
-            KeyError: It is not here.
+            KeyError: It is not cached.
 
         Examples:
             >>> cache.output(image).shape
@@ -276,16 +229,16 @@ class EncoderCache:
     def place(
         self, embeddings: torch.Tensor, positions: npt.NDArray[np.integer[Any]], items: Iterable[EncoderItem]
     ) -> None:
-        """Writes the rows of items over the embeddings of the tokens they stand for.
+        """Write the rows of items over the embeddings of the tokens they stand for.
 
         Args:
             embeddings: `[num_tokens, *features]`, written to.
             positions: `[num_tokens]`, position of each token in its prompt.
-            items: Of that prompt; only those that overlap the positions have to be here.
+            items: Items of that prompt; only those that overlap the positions must be cached.
 
         Raises:
-            KeyError: An output is not here; nothing has been written.
-            ValueError: An output of another length than its item, or of other rows than embeddings; likewise.
+            KeyError: An output is not cached; nothing has been written.
+            ValueError: An output has another length than its item, or other rows than embeddings; likewise.
 
         Examples:
             >>> embeddings = torch.zeros(4, 8)
@@ -299,7 +252,7 @@ class EncoderCache:
             tokens = np.flatnonzero((positions >= item.start) & (positions < item.end))
             if tokens.size:
                 output = self.output(item)
-                self._check_length(item, output)
+                _check_length(item, output)
                 if output.shape[1:] != embeddings.shape[1:]:
                     got, needs = list(output.shape[1:]), list(embeddings.shape[1:])
                     raise ValueError(f"{item.content_hash!r}: got rows {got}, needs {needs} as embeddings have")
@@ -310,7 +263,7 @@ class EncoderCache:
             embeddings[where] = output[index].to(embeddings.device, embeddings.dtype)
 
     def release(self, request_id: Hashable) -> None:
-        """Lets go of everything a request holds; without effect for one that holds nothing.
+        """Release everything that a request holds; nothing happens if it holds nothing.
 
         Examples:
             >>> cache, image = pc.EncoderCache(max_bytes=12), pc.EncoderItem("image", start=4, length=3)
@@ -320,31 +273,25 @@ class EncoderCache:
             >>> "image" in cache
             False
         """
-        for content in self._held.pop(request_id, ()):
-            entry = self._entries[content]
+        for entry in self._entries.values():
             entry.holders.discard(request_id)
-            if not entry.holders:
-                self._held_bytes -= entry.nbytes
-                self._tick += 1
-                entry.released_at = self._tick
-                self._released.append((self._tick, content))
-        if len(self._released) > 2 * len(self._entries):  # most were held again since
-            self._released = [row for row in self._released if self._is_idle(row[1], row[0])]
 
     def check(self) -> None:
-        """Asserts that bytes and holders are consistent.
+        """Assert that the bytes are right and within the budget.
 
         Examples:
             >>> cache.check()
         """
         assert self.nbytes == sum(entry.nbytes for entry in self._entries.values()) <= self.max_bytes
-        assert self._held_bytes == sum(entry.nbytes for entry in self._entries.values() if entry.holders)
-        held = {(request, key) for request, keys in self._held.items() for key in keys}
-        assert held == {(request, key) for key, entry in self._entries.items() for request in entry.holders}
+
+
+def _check_length(item: EncoderItem, output: torch.Tensor) -> None:
+    if output.dim() < 1 or output.shape[0] != item.length:
+        raise ValueError(f"{item.content_hash!r}: got {list(output.shape)} rows, needs {item.length}, its length")
 
 
 def _identity(content_hash: Hashable) -> Hashable:
-    """What tells contents apart: 1, True and 1.0 are equal and yet are not hashes of one content."""
+    """Return a key that tells contents apart: 1, True and 1.0 are equal but are not hashes of one content."""
     if isinstance(content_hash, tuple):
         return tuple, tuple(_identity(part) for part in content_hash)
     return type(content_hash), content_hash

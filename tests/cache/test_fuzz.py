@@ -271,6 +271,7 @@ class Worker:
         except (pc.OutOfBlocks, TierError):  # a tier's own may reach the caller, and then nothing has changed
             return REFUSED, None
         except KeyboardInterrupt:
+            world.manager.check()
             return INTERRUPTED, None
 
     def length(self, name):
@@ -412,6 +413,38 @@ class Worker:
         else:
             assert self.tables(request.name) == before, f"{outcome}, and the table is another"
 
+    def append_each(self):
+        r, world = self.random, self.world
+        requests = [request for request in self.running.values() if r.random() < 0.7]
+        names, lengths = [q.name for q in requests], [len(q.tokens) for q in requests]
+        new = [
+            q.prompt[at] if at < len(q.prompt) else r.randrange(world.alphabet)
+            for q, at in zip(requests, lengths, strict=True)
+        ]
+        before = [self.tables(name) for name in names]
+        outcome, got = self.call(world.manager.append_each, names, new)
+        now = [self.length(name) for name in names]
+        if outcome != DONE:
+            if now == lengths:
+                assert [self.tables(name) for name in names] == before, f"{outcome}, and a table is another"
+                return
+            assert outcome == INTERRUPTED
+            assert now == [at + 1 for at in lengths], "some have got their token"
+            for name in names:  # done, but what was to be copied is not known
+                self.forget(name)
+            return
+        assert now == [at + 1 for at in lengths]
+        slots, copies = got if len(world.groups) > 1 else ([got[0]], [got[1]])
+        with world.device:
+            for content, pairs in zip(world.content, copies, strict=True):
+                for a, b in pairs:
+                    content.update({(b, offset): content.get((a, offset)) for offset in range(world.size)})
+            for i, (request, token) in enumerate(zip(requests, new, strict=True)):
+                request.grow([token])
+                for content, mapping in zip(world.content, slots, strict=True):
+                    if mapping[i] >= 0:
+                        content[divmod(int(mapping[i]), world.size)] = request.value(lengths[i])
+
     def fork(self):
         request = self.pick()
         if request is None:
@@ -476,7 +509,7 @@ class Worker:
             self.forget(name)
 
     WEIGHTS = (
-        *[("allocate", 9), ("append", 6), ("commit", 5), ("fork", 2), ("rollback", 2)],
+        *[("allocate", 9), ("append", 6), ("append_each", 3), ("commit", 5), ("fork", 2), ("rollback", 2)],
         *[("free", 6), ("preempt", 2), ("resume", 3)],
     )
 
