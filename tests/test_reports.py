@@ -25,6 +25,8 @@ from transformers import GenerationConfig  # noqa: E402
 from transformers.models.llama import modeling_llama  # noqa: E402
 
 from pc.integrations import huggingface  # noqa: E402
+from pc.integrations.huggingface.batching.enable import OLDEST  # noqa: E402
+from pc.integrations.plugin import release_of  # noqa: E402
 
 
 def store(manager: pc.CacheManager, name: str, tokens: list[int], **options: object) -> None:
@@ -104,6 +106,7 @@ def test_a_model_is_served_again_once_what_hindered_it_is_gone() -> None:
 
 
 # The same kind in continuous batching.
+@pytest.mark.skipif(release_of(transformers.__version__, 2) < OLDEST, reason="older transformers are refused by name")
 @pytest.mark.parametrize("name", ["layer dropped", "other KV heads", "window narrowed", "window to none"])
 def test_generate_batch_probes_a_changed_model_anew(name: str) -> None:
     make, change = changed_models.CHANGES[name]
@@ -424,3 +427,15 @@ def test_drafts_from_hidden_states_of_the_whole_prompt(layers: int, monkeypatch:
                 assert torch.equal(model.generate(**asked), plain(model, **asked)), options
         assert handle.stats().calls_handed_back == {}
         assert changed_models.differing(model, use_mtp=True) == []
+
+
+# The walk over options of generate (`make walk`, seed 23): assisted decoding does not cut a prompt into chunks.
+@pytest.mark.parametrize("chunk", [7, 16])
+def test_prompt_lookup_with_a_chunk_size(chunk: int) -> None:
+    model = changed_models.build()
+    text = torch.cat([prompt(30), prompt(30), prompt(4, 1)], 1)
+    with enabled(model) as handle:
+        for _ in range(3):
+            asked = {"input_ids": text, "prompt_lookup_num_tokens": 2, "prefill_chunk_size": chunk}
+            assert torch.equal(model.generate(**asked), plain(model, **asked))
+        assert handle.last_requests[0].cached_tokens > 0

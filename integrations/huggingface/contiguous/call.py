@@ -173,7 +173,12 @@ class WatchedModel(ModelInLoop):
     def __init__(self, call: Call, chunked: bool) -> None:
         super().__init__(call.loop)
         self._call = call
-        self._first = not chunked  # else the loop cuts the prompt itself
+        self._chunked, self._first = chunked, True
+
+    def prefill(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute the prompt: by the model's own steps, which may cut it into chunks and leave out what is cached."""
+        self._first = not self._chunked
+        return super().prefill(*args, **kwargs)
 
     def drafts_from_outputs(self) -> None:
         """Let the model compute the whole prompt: see `ModelInLoop`."""
