@@ -11,7 +11,8 @@ one for each feature, and asks the functions here before the feature is enabled:
     }
 
 - A key is a module, or `module:Class`. Its text lists what the adapter uses of it, dots within.
-- `touch(blocks)` is callable with these parameters: each is there, in this order, and no other one is required.
+- `touch(blocks)` is callable with these parameters: each is there, in this order, and no other one is required. What
+  takes `*args, **kwargs` is taken for a wrapper that passes them on.
 - `take(count ...)` has these parameters, in any order, and may require others. Write it where the adapter reads fields
   or passes on what it was given.
 - `size` is there: an attribute, a field of a dataclass, or an instance attribute that a method of the class assigns.
@@ -23,6 +24,7 @@ those that it was written against. `absent` looks at objects, once the framework
 from __future__ import annotations
 
 import dis
+import functools
 import importlib
 import inspect
 import io
@@ -32,7 +34,7 @@ import tokenize
 from collections.abc import Iterator, Mapping
 from hashlib import sha256
 from operator import attrgetter
-from types import FunctionType
+from types import CodeType, FunctionType
 from typing import Any, NamedTuple
 
 _MEMBER = re.compile(r"([\w.]+)(\([^)]*\))?")
@@ -96,6 +98,8 @@ def _difference(name: Name) -> str:
         there = list(inspect.signature(found).parameters.values())
     except (TypeError, ValueError):
         return f"{name.path}: has no parameters"
+    if {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD} <= {parameter.kind for parameter in there}:
+        return ""  # somebody's wrapper that passes on whatever it gets
     lacking = [each for each in name.parameters if each not in [parameter.name for parameter in there]]
     if lacking:
         return f"{name.path}: has no {', '.join(lacking)}"
@@ -123,11 +127,15 @@ def _assigns(path: str, attribute: str) -> bool:
             return True
         for method in vars(each).values():
             method = inspect.unwrap(method) if callable(method) else None
-            if isinstance(method, FunctionType) and attribute in method.__code__.co_names:
-                steps = dis.get_instructions(method)
-                if any(step.opname == "STORE_ATTR" and step.argval == attribute for step in steps):
-                    return True
+            if isinstance(method, FunctionType) and attribute in _assigned(method.__code__):
+                return True
     return False
+
+
+@functools.cache
+def _assigned(code: CodeType) -> frozenset[str]:
+    """Return the names of the attributes that a function assigns, of whatever object."""
+    return frozenset(step.argval for step in dis.get_instructions(code) if step.opname == "STORE_ATTR")
 
 
 def absent(objects: Mapping[str, Any], table: Mapping[str, str]) -> list[str]:
@@ -183,7 +191,14 @@ def digest(body: Any) -> str:
         OSError: The source is not there.
     """
     function = getattr(body, "__func__", body)
-    source = inspect.getsource(function.__code__ if isinstance(function, FunctionType) else function)
+    code = function.__code__ if isinstance(function, FunctionType) else function
+    return _digest(code, getattr(code, "co_filename", ""))
+
+
+@functools.lru_cache(256)
+def _digest(code: Any, file: str) -> str:
+    """Return the digest of a code object or class. Code of two files may compare equal, annotations apart."""
+    source = inspect.getsource(code)
     lines: list[list[str]] = [[]]
     depth = -source[:1].isspace()
     for each in tokenize.generate_tokens(io.StringIO(source).readline):

@@ -25,13 +25,19 @@ code if it returns False.
 
 from __future__ import annotations
 
+import functools
 import importlib
+import inspect
 import logging
+import sys
+import time
+from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 from .. import seam
 from ..plugin import UnsupportedVersionError as UnsupportedVersionError
-from ..plugin import release_of, series_text
+from ..plugin import release_of, series_text, wrap_once
 from ..tested import TESTED, say_untested
 
 VERSIONS = {"vllm": TESTED["vllm"], "vllm_omni": TESTED["vllm-omni"]}
@@ -48,7 +54,9 @@ LOGGER = "vllm.pc"
 
 NAMES: dict[str, dict[str, str]] = {
     "attention": {
-        "vllm.v1.attention.backends.registry": "register_backend(backend class_path) AttentionBackendEnum",
+        "vllm.v1.attention.backends.registry": (
+            "register_backend(backend class_path) AttentionBackendEnum.CUSTOM AttentionBackendEnum.CPU_ATTN"
+        ),
         "vllm.v1.attention.backend": (
             "AttentionBackend.validate_configuration(head_size dtype kv_cache_dtype block_size use_mla has_sink "
             "use_sparse use_mm_prefix use_per_head_quant_scales device_capability attn_type has_sliding_window ...) "
@@ -179,10 +187,6 @@ NAMES: dict[str, dict[str, str]] = {
             "MultiModalFeatureSpec.mm_position MultiModalFeatureSpec.identifier PlaceholderRange(offset length)"
         ),
         "vllm.lora.request": "LoRARequest.lora_name LoRARequest.lora_path",
-    },
-    "eviction.metrics": {
-        "vllm.v1.metrics.loggers": "StatLoggerManager.record(scheduler_stats engine_idx ...) PrometheusStatLogger",
-        "vllm.v1.metrics.stats": "SchedulerStats(num_kv_fetch_reqs_by_stage)",
     },
     "compression": {
         "vllm.v1.core.kv_cache_manager:KVCacheManager": "get_computed_blocks(request ...) block_pool coordinator",
@@ -348,7 +352,12 @@ ATTRIBUTES: dict[str, dict[str, str]] = {
         "scheduler.kv_cache_manager": "prefix_cache_stats watermark_blocks enable_caching",
         "scheduler.kv_cache_manager.coordinator.single_type_managers.0": "num_cached_block kv_cache_group_id",
     },
-    "eviction.anywhere": {"scheduler.kv_cache_config.kv_cache_groups.0": "kv_cache_spec"},
+    "eviction.anywhere": {
+        "scheduler.kv_cache_config.kv_cache_groups.0": "kv_cache_spec",
+        "worker": "model_runner vllm_config",
+        "worker.model_runner": "get_model",
+        "worker.vllm_config.compilation_config": "static_forward_context",
+    },
     "eviction.chunks": {
         "scheduler": (
             "block_size has_mamba_layers max_num_scheduled_tokens scheduler_config vllm_config is_encoder_decoder "
@@ -440,26 +449,48 @@ CLASSES: dict[str, str] = {
     "Scheduler": "vllm.v1.core.sched.scheduler:Scheduler",
     "SecondaryTierManager": "vllm.v1.kv_offload.tiering.base:SecondaryTierManager",
     "StageCacheOutputs": "vllm_omni.core.prefix_cache.interface:StageCacheOutputs",
+    "VllmConfig": "vllm.config:VllmConfig",
     "current_configuration": "vllm.config:get_current_vllm_config_or_none",
     "get_layers_from_vllm_config": "vllm.config:get_layers_from_vllm_config",
     "get_tensor_model_parallel_rank": "vllm.distributed.parallel_state:get_tensor_model_parallel_rank",
-    "is_hidden_key": "vllm_omni.core.prefix_cache.interface:is_hidden_key",
     "make_block_hash_with_group_id": "vllm.v1.core.kv_cache_utils:make_block_hash_with_group_id",
+    "is_hidden_key": "vllm_omni.core.prefix_cache.interface:is_hidden_key",
     "to_payload_element": "vllm_omni.utils.mm_outputs:to_payload_element",
 }
 """What other files may import from here, and where vLLM has it."""
 
 
-def __getattr__(name: str) -> Any:
-    """Return one of `CLASSES`, or an empty class in place of one that the installed vLLM lacks."""
+BY_PLATFORM: dict[str, tuple[str, str]] = {
+    "LatentBackend": (
+        "vllm.v1.attention.backends.mla.cpu_mla:CPUMLABackend",
+        "vllm.model_executor.layers.attention.mla_attention:MLACommonBackend",
+    ),
+    "LatentImpl": (
+        "vllm.v1.attention.backends.mla.cpu_mla:CPUMLAImpl",
+        "vllm.model_executor.layers.attention.mla_attention:MLACommonImpl",
+    ),
+    "PlatformWorker": ("vllm.v1.worker.cpu_worker:CPUWorker", "vllm.v1.worker.gpu_worker:Worker"),
+}
+"""The same, of which vLLM has one for its CPU platform and one for others."""
+
+VLLMS_WORKERS = ("auto", *(path.replace(":", ".") for path in BY_PLATFORM["PlatformWorker"]))
+"""What an engine's `worker_cls` may be where the user has not named one."""
+
+
+def __getattr__(name):  # type: ignore[no-untyped-def]  # else mypy takes what is imported for no class
+    """Return a name of `CLASSES`, or an empty class in place of one that the installed vLLM lacks."""
     if name == "logger":
         return make_logger()
-    if name not in CLASSES:
+    if name not in CLASSES and name not in BY_PLATFORM and name != "HookedScheduler":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
-        return seam.find(CLASSES[name])
+        if name == "HookedScheduler":
+            return _hooked_scheduler()
+        found = seam.find(CLASSES[name] if name in CLASSES else BY_PLATFORM[name][0 if is_cpu() else 1])
     except Exception:
-        return type(name, (), {"__doc__": f"{CLASSES[name]}, which the installed vLLM lacks."})
+        return type(name, (), {"__doc__": f"{name} of vLLM, which the installed vLLM lacks."})
+    globals()[name] = found  # found faster from now on
+    return found
 
 
 def make_logger() -> logging.Logger:
@@ -525,8 +556,8 @@ def why_not(feature: str, **objects: Any) -> str:
     )
 
 
-def check_version(feature: str) -> None:
-    """Check that the installed vLLM, or vLLM-Omni, can serve a feature.
+def check_version(feature: str, **objects: Any) -> None:
+    """Check that the installed vLLM, or vLLM-Omni, can serve a feature. Arguments are as for `why_not`.
 
     Raises:
         UnsupportedVersionError: It cannot; says what was found and what is needed.
@@ -538,8 +569,9 @@ def check_version(feature: str) -> None:
         ... except UnsupportedVersionError as error:
         ...     reason = str(error)  # names the versions that are served
     """
-    if reason := why_not(feature):
+    if reason := why_not(feature, **objects):
         raise UnsupportedVersionError(reason)
+    say_untested(PACKAGES.get(feature, "vllm").replace("_", "-"))
 
 
 _logged: set[tuple[str, str]] = set()
@@ -548,12 +580,438 @@ _logged: set[tuple[str, str]] = set()
 def available(feature: str, **objects: Any) -> bool:
     """Return whether the installed vLLM can serve a feature; log once why it cannot. Arguments are as for `why_not`."""
     reason = why_not(feature, **objects)
-    if not reason:
+    if reason:
+        log_off(feature, reason)
+    else:
         say_untested(PACKAGES.get(feature, "vllm").replace("_", "-"))
-    if reason and (feature, reason) not in _logged:
+    return not reason
+
+
+def log_off(feature: str, reason: str) -> None:
+    """Log once that a feature is off, and why."""
+    if (feature, reason) not in _logged:
         _logged.add((feature, reason))
         make_logger().warning("%s is off, and vLLM's own code runs in its place: %s", feature, reason)
-    return not reason
+
+
+# What the installed vLLM says of itself.
+
+
+def version() -> str:
+    """Return the version of the installed vLLM."""
+    return str(importlib.import_module("vllm").__version__)
+
+
+def is_cpu() -> bool:
+    """Return whether vLLM runs on its CPU platform."""
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.is_cpu())
+
+
+def is_batch_invariant() -> bool:
+    """Return whether VLLM_BATCH_INVARIANT asks vLLM for results that do not depend on the batch."""
+    from vllm import envs
+
+    return bool(envs.VLLM_BATCH_INVARIANT)
+
+
+def callers_request_id(request: str) -> str:
+    """Return a request's id as vLLM's callers know it, without the random characters that vLLM appends."""
+    from vllm import envs
+
+    return request if getattr(envs, "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION", False) else request.rpartition("-")[0]
+
+
+# Configurations.
+
+
+def is_vllms(name: Any) -> bool:
+    """Return whether a class that an engine names by its import path is vLLM's own."""
+    return isinstance(name, str) and name.startswith("vllm.")
+
+
+def call_after_configuration(complete: Callable[[Any], None]) -> None:
+    """Have `complete(vllm_config)` called for every configuration of an engine, once vLLM has completed it."""
+
+    def wrap(vllms: Callable[..., None]) -> Callable[..., None]:
+        def complete_both(self: Any, *args: Any, **kwargs: Any) -> None:
+            vllms(self, *args, **kwargs)
+            complete(self)
+
+        return complete_both
+
+    wrap_once(seam.find(CLASSES["VllmConfig"]), "__post_init__", wrap)
+
+
+# Attention.
+
+
+def register_attention(backend: str) -> None:
+    """Register a backend, by its import path, under the names that vLLM takes for CPUs and for others' backends."""
+    from vllm.v1.attention import selector
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+    # CUSTOM is what users name elsewhere; vLLM's CPU platform takes CPU_ATTN whatever is named.
+    register_backend(AttentionBackendEnum.CUSTOM, backend)
+    register_backend(AttentionBackendEnum.CPU_ATTN, backend)
+    selector._cached_get_attn_backend.cache_clear()  # what earlier engines of this process chose
+
+
+def register_latent_attention(backend: str) -> None:
+    """Do the same for a backend of multi-head latent attention."""
+    from vllm.v1.attention import selector
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+    for name in ("CUSTOM_MLA", "CPU_MLA", "AMX_MLA"):  # the first is new to vLLM
+        register_backend(AttentionBackendEnum.__members__.get(name, name), backend)
+    selector._cached_get_attn_backend.cache_clear()
+
+
+def registered_attention(name: str) -> str:
+    """Return the import path of the class registered under a name of vLLM's attention backends, "" for none."""
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    try:
+        return str(AttentionBackendEnum[name].get_path())
+    except (KeyError, ValueError):  # no such name, or nothing registered under it
+        return ""
+
+
+def chosen_attention(vllm_config: Any) -> tuple[str, bool]:
+    """Return the name under which vLLM looks for a backend of ours, and whether this engine looks there."""
+    latent = getattr(getattr(vllm_config, "model_config", None), "use_mla", False)
+    name = ("CPU_MLA" if latent else "CPU_ATTN") if is_cpu() else ("CUSTOM_MLA" if latent else "CUSTOM")
+    given = getattr(vllm_config, "attention_config", None)
+    chosen = [getattr(given, "backend", None), *(getattr(given, "backend_per_kind", None) or {}).values()]
+    return name, is_cpu() or name in [str(getattr(each, "name", each)) for each in chosen]
+
+
+def call_before_metadata(tell: Callable[[Any, int], Any]) -> None:
+    """Have `tell(runner, num_reqs)` called before vLLM builds the attention metadata of a step.
+
+    What it returns is called afterwards. Steps that only capture a graph are left out.
+    """
+
+    def wrap(build: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(build)
+
+        def build_and_tell(self: Any, *args: Any, **kwargs: Any) -> Any:
+            given = signature.bind(self, *args, **kwargs).arguments
+            if given.get("for_cudagraph_capture"):
+                return build(self, *args, **kwargs)
+            undo = tell(self, given["num_reqs"])
+            try:
+                return build(self, *args, **kwargs)
+            finally:
+                undo()
+
+        return build_and_tell
+
+    wrap_once(seam.find("vllm.v1.worker.gpu_model_runner:GPUModelRunner"), "_build_attention_metadata", wrap)
+
+
+def block_table_of(runner: Any, group: int, count: int) -> Any:
+    """Return the block table `[count, max_blocks]` of the first requests of a runner's batch, a numpy array."""
+    return runner.input_batch.block_table[group].block_table.np[:count]
+
+
+def key_scale(layer: Any) -> Any:
+    """Return the scale of a layer's quantized keys, a tensor of one element."""
+    return layer._k_scale
+
+
+def value_scale(layer: Any) -> Any:
+    """Return the scale of a layer's quantized values, a tensor of one element."""
+    return layer._v_scale
+
+
+# The scheduler and its blocks.
+
+block_hash: Callable[[Any], bytes | None] = attrgetter("_block_hash")
+"""Return a block's hash with its group of layers; the public property takes ten times as long."""
+
+token_ids: Callable[[Any], list[int]] = attrgetter("_all_token_ids")
+"""Return a request's tokens so far as vLLM's own list, which must not be changed."""
+
+
+@functools.cache
+def _hooked_scheduler() -> Any:
+    """Return a scheduler class that calls plain methods where vLLM's scheduler calls private ones."""
+    base: Any = seam.find(CLASSES["Scheduler"])
+
+    class HookedScheduler(base):
+        """vLLM's scheduler; a subclass overrides the methods that it wants called."""
+
+        clips = False
+        """Whether `clip_chunk` is called."""
+
+        def before_end(self, request: Any) -> None:
+            """Handle a request that has ended, before vLLM frees what it holds."""
+
+        def before_release(self, request: Any) -> None:
+            """Handle a request that is preempted or has ended, before vLLM frees its blocks."""
+
+        def before_preemption(self, request: Any) -> None:
+            """Handle a request that vLLM is about to preempt."""
+
+        def clip_chunk(self, allowed: int, request: Any, num_computed_tokens: int, num_new_tokens: int) -> int:
+            """Return how many of the `allowed` tokens a request may compute in this step."""
+            return allowed
+
+        def _free_blocks(self, request: Any, *args: Any, **kwargs: Any) -> Any:
+            self.before_end(request)
+            return super()._free_blocks(request, *args, **kwargs)
+
+        def _free_request_blocks(self, request: Any, *args: Any, **kwargs: Any) -> Any:
+            self.before_release(request)
+            return super()._free_request_blocks(request, *args, **kwargs)
+
+        def _preempt_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
+            self.before_preemption(request)
+            return super()._preempt_request(request, *args, **kwargs)
+
+        def _reserve_prefill_lookahead(self, *args: Any, **kwargs: Any) -> Any:
+            allowed = super()._reserve_prefill_lookahead(*args, **kwargs)
+            return self.clip_chunk(allowed, *args, **kwargs) if self.clips else allowed
+
+    return HookedScheduler
+
+
+def become_stock(scheduler: Any) -> None:
+    """Turn a scheduler of ours into the one of vLLM that it is derived from, in place."""
+    kinds = [kind for kind in type(scheduler).__mro__ if kind.__module__.partition(".")[0] == "vllm"]
+    scheduler.__class__ = kinds[0]
+
+
+def preempt(scheduler: Any, request: Any) -> None:
+    """Preempt a running request that was taken from the scheduler's list."""
+    scheduler._preempt_request(request, time.monotonic())
+
+
+def has_own_table(pool: Any) -> bool:
+    """Return whether a pool is vLLM's own class with its own table of hashes, which `drop_hashes` writes to."""
+    table = getattr(pool.cached_block_hash_to_block, "_cache", None)
+    return type(pool) is seam.find(CLASSES["BlockPool"]) and type(table) is dict
+
+
+@functools.cache
+def group_ending(group: int) -> bytes:
+    """Return what vLLM appends to the hash of a block in a group of layers."""
+    return bytes(seam.find("vllm.v1.core.kv_cache_utils:make_block_hash_with_group_id")(b"", group))
+
+
+def give_key(pool: Any, key: bytes, block: Any, num_tokens: int) -> None:
+    """Give a block a hash with its group of layers, which covers so many tokens."""
+    pool._insert_block_hash(key, block, num_tokens=num_tokens)
+
+
+def find_cached(pool: Any, key: bytes) -> Any:
+    """Return a block with this hash and group of layers, None if no block has it."""
+    return pool.cached_block_hash_to_block.get_one_block(key)
+
+
+def call_reuse_watchers(pool: Any, blocks: list[Any]) -> None:
+    """Notify whoever still reads blocks that are about to be reused."""
+    if pool._reuse_watchers:
+        pool._notify_reuse(blocks)
+
+
+def _table_of(pool: Any) -> dict[bytes, Any] | None:
+    """Return the blocks by key; None where vLLM's own methods must be called."""
+    watched = pool.enable_kv_cache_events or pool.metrics_collector or pool.cached_block_hashes_by_block
+    return pool.cached_block_hash_to_block._cache if pool.has_vllms_table and not watched else None
+
+
+def drop_hashes(pool: Any, blocks: list[Any]) -> None:
+    """Take the hashes from blocks that are about to be reused, as vLLM does one by one."""
+    table = _table_of(pool)
+    if table is None:
+        for block in blocks:
+            pool._maybe_evict_cached_block(block)
+        return
+    for block in blocks:
+        key = block._block_hash
+        if key is not None:
+            found = table.pop(key, None)
+            if found is block:
+                block._block_hash = block._block_hash_num_tokens = None
+                continue
+            if found is not None:  # several blocks have the hash
+                table[key] = found
+            pool._maybe_evict_cached_block(block)
+
+
+def give_hashes(
+    pool: Any, request: Any, blocks: list[Any], first: int, group: int
+) -> tuple[list[bytes], list[tuple[int, int]]]:
+    """Give full blocks of a request their hashes, as vLLM's `cache_full_blocks` does.
+
+    Args:
+        pool: A pool whose blocks have as many tokens as a hash covers.
+        request: The request.
+        blocks: Its full blocks without hashes.
+        first: The place of the first of them in the request.
+        group: Their group of layers.
+
+    Returns:
+        The keys of all blocks, and the ranges of blocks for which vLLM's own method must still be called.
+    """
+    table, size = _table_of(pool), pool.hash_block_size
+    if table is None:
+        return [], [(first, first + len(blocks))]
+    ending = group_ending(group)
+    keys = [digest + ending for digest in request.block_hashes[first : first + len(blocks)]]
+    left, tokens = [], first * size
+    for block, key in zip(blocks, keys, strict=True):
+        tokens += size
+        if block._block_hash is not None or block.is_null or table.setdefault(key, block) is not block:
+            left.append((tokens // size - 1, tokens // size))
+        else:
+            block._block_hash = key
+            block._block_hash_num_tokens = tokens
+    return keys, left
+
+
+# Workers.
+
+
+def ask_workers(ask_all: Callable[[Any, Callable[[Callable[[Any], str]], str]], None]) -> None:
+    """Have each engine of this process ask its workers questions once their caches exist, before it has a scheduler.
+
+    Args:
+        ask_all: Called with the engine's configuration and a function `ask(question)`. `ask` calls `question(worker)`
+            in each worker's process, and returns the first answer that is not "".
+    """
+
+    def wrap(initialize: Callable[..., Any]) -> Callable[..., Any]:
+        def initialize_both(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
+            result = initialize(self, vllm_config, *args, **kwargs)
+
+            def ask(question: Callable[[Any], str]) -> str:
+                try:
+                    return next(filter(None, self.model_executor.collective_rpc(question)), "")
+                except Exception as error:  # an executor may take names of methods alone
+                    return f"an executor that does not ask its workers ({error})"
+
+            ask_all(vllm_config, ask)
+            return result
+
+        return initialize_both
+
+    wrap_once(seam.find("vllm.v1.engine.core:EngineCore"), "_initialize_kv_caches", wrap)
+
+
+def call_around_update(runner: Any, before: Callable[[Any], None], after: Callable[[list[str], Any], None]) -> None:
+    """Have functions called around the update of a model runner's requests, V1 or V2, in each step.
+
+    Args:
+        runner: vLLM's model runner.
+        before: Called with the step's `SchedulerOutput`, before blocks are zeroed or copied.
+        after: Called with the batch's request ids in their order and the same output, before the forward pass.
+    """
+    is_v2 = hasattr(runner, "update_requests")
+    name = "update_requests" if is_v2 else "_update_states"
+    vllms, prepare = getattr(runner, name), getattr(runner, "prepare_inputs", None)
+
+    def update(output: Any, *args: Any, **kwargs: Any) -> Any:
+        before(output)
+        result = vllms(output, *args, **kwargs)
+        if not is_v2:
+            after(runner.input_batch.req_ids, output)
+        return result
+
+    def prepare_inputs(output: Any, *args: Any, **kwargs: Any) -> Any:
+        batch = prepare(output, *args, **kwargs)  # type: ignore[misc]
+        after(batch.req_ids, output)
+        return batch
+
+    setattr(runner, name, update)
+    if is_v2:
+        runner.prepare_inputs = prepare_inputs
+
+
+def check_sampling_params(check: Callable[[Any], None]) -> None:
+    """Have `check(sampling_params)` called after vLLM's own check of the parameters. It may raise ValueError."""
+
+    def wrap(verify: Callable[..., None]) -> Callable[..., None]:
+        def verify_both(self: Any, *args: Any, **kwargs: Any) -> None:
+            verify(self, *args, **kwargs)
+            check(self)
+
+        return verify_both
+
+    wrap_once(seam.find("vllm.sampling_params:SamplingParams"), "verify", wrap)
+
+
+def call_before_forward(runner: Any, act: Callable[[Any], None]) -> None:
+    """Have `act(scheduler_output)` called before each forward pass of a model runner, V1 or V2.
+
+    Blocks that the step zeroes or copies are zeroed and copied by then.
+    """
+
+    def wrap(update: Callable[..., Any]) -> Callable[..., Any]:
+        def update_both(output: Any, *args: Any, **kwargs: Any) -> Any:
+            result = update(output, *args, **kwargs)
+            act(output)
+            return result
+
+        return update_both
+
+    wrap_once(runner, "update_requests" if hasattr(runner, "update_requests") else "_update_states", wrap)
+
+
+def replace_pooling(runner: Any, pool: Callable[..., Any]) -> Callable[..., Any]:
+    """Put a function in the place of a runner's pooling of a step's hidden states, and return vLLM's own."""
+    vllms, runner._pool = runner._pool, pool
+    return vllms  # type: ignore[no-any-return]
+
+
+def pool_prefix_hits(decide: Callable[[Any], bool]) -> None:
+    """Have requests for a row of each token read prefix hits, which vLLM does not let them, where `decide` agrees.
+
+    Args:
+        decide: Called with the model's configuration.
+    """
+
+    def wrap(verify: Callable[..., None]) -> Callable[..., None]:
+        def verify_both(self: Any, model_config: Any, *args: Any, **kwargs: Any) -> None:
+            open_choice = self.skip_reading_prefix_cache is None and str(self.task).startswith("token_")
+            if open_choice and decide(model_config):
+                self.skip_reading_prefix_cache = False
+            verify(self, model_config, *args, **kwargs)
+
+        return verify_both
+
+    wrap_once(seam.find("vllm.pooling_params:PoolingParams"), "verify", wrap)
+
+
+def connector_metadata(connector: Any) -> Any:
+    """Return what a KV connector's scheduler half sent its worker half for this step."""
+    return connector._get_connector_metadata()
+
+
+# vLLM-Omni.
+
+
+def replace_omni_cache(manager: type, check_groups: Callable[..., Any], make_view: Callable[..., Any]) -> None:
+    """Put ours in the place of vLLM-Omni's cache manager, its check of KV cache groups and its view of a batch."""
+    from vllm_omni.core import prefix_cache
+    from vllm_omni.core.prefix_cache import group_view, runner_mixin
+    from vllm_omni.core.prefix_cache import manager as module_of_manager
+
+    # Runners take these names out of their own module when they make the cache.
+    for module in (prefix_cache, module_of_manager, runner_mixin):
+        module.OmniPrefixCacheManager = manager
+    for module in (prefix_cache, group_view):
+        module.check_prefix_cache_kv_groups = check_groups
+    for module in (prefix_cache, group_view, runner_mixin):
+        module.get_prefix_cache_group_view = make_view
+
+
+def omni_manager() -> Any:
+    """Return the class that vLLM-Omni takes for its cache, None where vLLM-Omni is not in use."""
+    return getattr(sys.modules.get("vllm_omni.core.prefix_cache"), "OmniPrefixCacheManager", None)
 
 
 def _main() -> int:

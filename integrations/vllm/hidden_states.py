@@ -1,6 +1,6 @@
-"""Hidden states of whole prompts from vLLM, also where a prefix is cached: rows along the blocks of the KV cache.
+"""Hidden states of whole prompts from vLLM, also behind prefix hits: rows stored along the blocks of the KV cache.
 
-A worker for vLLM (`worker_cls`), what it does in each step, and what takes the rows out of an engine.
+This file has a worker for vLLM (`worker_cls`), its work in each step, and functions that take the rows from an engine.
 """
 
 from __future__ import annotations
@@ -11,42 +11,35 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from vllm import envs
-from vllm.model_executor.layers.pooler.tokwise.methods import AllPool
-from vllm.platforms import current_platform
 
 from ...cache.tensors.step import Step
 from ...cache.tensors.tensor_cache import TensorCache
 from ..hints import extra_args
-from .api import logger
+from .api import AllPool, available, callers_request_id, check_version, logger, replace_pooling
+from .api import PlatformWorker as Base
 from .features import HIDDEN_STATES_OPTIONS, additional_config, announce, has_policy
 from .hidden_files import MAX_BYTES, MAX_SECONDS, RowsFolder
 from .scheduler_output import BlockTables, full_attention_group
 
-if current_platform.is_cpu():
-    from vllm.v1.worker.cpu_worker import CPUWorker as Base
-else:
-    from vllm.v1.worker.gpu_worker import Worker as Base
-
 ASKED = "pc_hidden_states"
-"""`SamplingParams(extra_args={"pc_hidden_states": True})` asks for the rows of a prompt."""
+"""The key in `extra_args` of `SamplingParams` that asks for the rows of a prompt."""
 
 ASKED_LOGPROBS = "pc_prompt_logprobs"
-"""The same for the log-probabilities of a prompt's tokens, for a server that writes into a folder."""
+"""The key that asks for the log-probabilities of a prompt's tokens, in a server that writes into a folder."""
 
 LOGITS = 1 << 26
-"""Logits that are made at once for log-probabilities: 256 MiB in float32."""
+"""The most logits computed at once for log-probabilities: 256 MiB in float32."""
 
 WAITING_BYTES = 1 << 30
-"""Bound of the rows that wait to be taken, unless `pc_hidden_states_waiting_bytes` is given."""
+"""The most bytes of rows that wait to be taken, unless `pc_hidden_states_waiting_bytes` gives another number."""
 
 _OVERHEAD = 1024
-"""Bytes counted for a completed prompt besides its tensors, or prompts without rows would have no bound."""
+"""Bytes counted for a completed prompt besides its tensors. Without them, prompts without rows would have no bound."""
 
 
 @dataclass
 class FollowedPrompt:
-    """A request's prompt, without tokens where it came as embeddings, what is wanted of it, and if all is computed."""
+    """A request's prompt: its tokens ([] for embeddings), what the request asks for, and whether all is computed."""
 
     tokens: list[int]
     length: int
@@ -56,28 +49,36 @@ class FollowedPrompt:
 
 
 class WaitingRows(NamedTuple):
-    """A completed prompt and its rows by name, None where some are missing."""
+    """A completed prompt and its rows by name, None if some are missing."""
 
     prompt: torch.Tensor
     rows: dict[str, torch.Tensor] | None
 
     @property
     def nbytes(self) -> int:
-        """What it is counted as."""
+        """The bytes that it counts for."""
         return _OVERHEAD + self.prompt.nbytes + sum(tensor.nbytes for tensor in (self.rows or {}).values())
 
 
 class PromptHiddenStates:
     """The hidden states of prompts in one worker: stored every step, read whole in the step that completes a prompt.
 
-    Stands between vLLM's model runner and its scheduler, from after the warm-up on. Between the two halves of a step
-    both runners leave the hidden states of its tokens where they can be read. A row is stored in the slot that its
-    token's KV was written to, so it is found wherever the KV is found, and read while the prompt's blocks are held.
+    It stands between vLLM's model runner and scheduler, once the warm-up is over. Between the two halves of a step,
+    both model runners keep the hidden states of the step's tokens in an attribute. A row is stored in the slot of its
+    token's KV, so a prefix hit finds it with the KV. It is read while the prompt's blocks are referenced.
 
-    `config` has a group with full attention, else ValueError: windows release blocks of a prefix. `asked_for` is what
-    asks for a prompt's rows under `extra_args`. Rows are bounded by `max_bytes` (None: half of the memory available),
-    those that wait for `take` by `waiting_bytes`: beyond it the prompts completed first are dropped, and a warning says
-    so once, but not the last, whatever its size. With a `folder` they are written to it instead of waiting.
+    Args:
+        runner: vLLM's model runner.
+        config: vLLM's KV cache configuration.
+        asked_for: The key in a request's `extra_args` that asks for its rows.
+        device: The device of the rows.
+        max_bytes: The most bytes of rows; None: half of the memory available.
+        waiting_bytes: The most bytes of rows that wait for `take`. Beyond it the prompts that completed first are
+            dropped, with one warning; the last prompt stays, whatever its size.
+        folder: A folder that rows are written to instead of waiting.
+
+    Raises:
+        ValueError: No group of layers has full attention. Layers with a window free the blocks of a prefix.
     """
 
     def __init__(
@@ -94,6 +95,8 @@ class PromptHiddenStates:
         size = config.kv_cache_groups[number].kv_cache_spec.block_size
         self.rows = TensorCache(None, config.num_blocks, size, device=device, max_bytes=max_bytes)
         self.tables = BlockTables(number, size)
+        self._num_blocks = config.num_blocks
+        self._has_connector = getattr(getattr(runner, "vllm_config", None), "kv_transfer_config", None) is not None
         self._asked_for = asked_for
         self._followed: dict[str, FollowedPrompt] = {}
         self.waiting_bytes = waiting_bytes
@@ -105,10 +108,10 @@ class PromptHiddenStates:
         self._execute, runner.execute_model = runner.execute_model, self.execute_model
         self._output: Any = None
         if pools(runner):
-            self._pool, runner._pool = runner._pool, self.pool
+            self._pool = replace_pooling(runner, self.pool)
 
     def execute_model(self, output: Any, *args: Any, **kwargs: Any) -> Any:
-        """In place of the runner's; made-up requests pass through."""
+        """Run the first half of a step, then store its rows. Requests of a dummy run have none."""
         self._output = None if kwargs.get("dummy_run") else output
         result = self._execute(output, *args, **kwargs)
         output, self._output = self._output, None
@@ -120,10 +123,10 @@ class PromptHiddenStates:
         return result
 
     def pool(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """In place of the runner's, which pools and keeps nothing: token-wise poolers get the rows of hits first.
+        """Pool a step's hidden states; give poolers of each token the rows of prefix hits first.
 
-        They join what the chunks of a prompt gave; that is made to be all rows in front of this step's tokens, so that
-        a hit, also one after a preemption, has a row for each token.
+        Such a pooler joins the chunks of a prompt. Its chunks are replaced by all rows before this step's tokens, so
+        that a hit, also one after a preemption, has a row for each token.
         """
         output, self._output = self._output, None
         if output is not None:
@@ -134,7 +137,7 @@ class PromptHiddenStates:
         return self._pool(hidden_states, *args, **kwargs)
 
     def _complete(self, request: str, begin: int, device: torch.device) -> None:
-        """Puts the rows in front of a step's tokens where a token-wise pooler looks for them."""
+        """Put the rows before a step's tokens where a pooler of each token reads them."""
         batch = self.runner.input_batch
         if not (batch.pooling_params[request].task or "").startswith("token_"):
             return
@@ -144,8 +147,11 @@ class PromptHiddenStates:
             chunks[:] = [self.rows.load(table, ["hidden_states"], num_tokens=begin)["hidden_states"].to(device)]
 
     def _follow(self, output: Any) -> dict[str, int]:
-        """What a step does to blocks; the first position of each of its requests."""
-        self.rows.forget(getattr(output, "pc_fresh_blocks", ()))
+        """Follow what a step does to blocks; return the first position of each of its requests."""
+        fresh = getattr(output, "pc_fresh_blocks", None)
+        if fresh is None:  # vLLM's own scheduler does not name the blocks that a connector may fill
+            fresh = range(self._num_blocks) if self._has_connector else ()
+        self.rows.forget(fresh)
         for request in output.finished_req_ids:
             self._followed.pop(request, None)
         positions: dict[str, int] = {}
@@ -161,7 +167,7 @@ class PromptHiddenStates:
         return positions
 
     def _gives_logprobs(self, wanted: Any) -> bool:
-        """Whether log-probabilities are written for a request, which a server is told once where they cannot be."""
+        """Return whether log-probabilities are written for a request; log once why they cannot be."""
         if not wanted or self.folder is None:
             return False
         if reason := why_no_logprobs(self.runner):
@@ -188,7 +194,7 @@ class PromptHiddenStates:
                     self._take(request, self.tables.blocks[request], prompt, list(tensors))
 
     def _take(self, request: str, blocks: list[int], prompt: FollowedPrompt, names: list[str]) -> None:
-        """Reads the rows of a prompt; None stands for one whose KV a connector brought in part."""
+        """Read the rows of a prompt; they are None if a connector loaded a part of its KV."""
         table, length = np.array(blocks, np.int32), prompt.length
         tokens = torch.tensor(prompt.tokens, dtype=torch.int64)
         whole = self.rows.available(table, names, num_tokens=length) == length
@@ -216,19 +222,19 @@ class PromptHiddenStates:
                 )
 
     def take(self) -> dict[str, dict[str, torch.Tensor] | None]:
-        """The rows of the prompts that have been completed since the last call, by request."""
+        """Return the rows of the prompts that were completed since the last call, by request."""
         taken, self.waiting, self._nbytes = self.waiting, {}, 0
         return {request: each.rows for request, each in taken.items()}
 
     def prompt_logprobs(self) -> dict[str, torch.Tensor | None]:
-        """Log-probabilities of the tokens of those prompts, from the second on, `[num_tokens - 1]`; keeps the rows."""
+        """Return the log-probabilities `[num_tokens - 1]` of those prompts, from the second token on; keep the rows."""
         return {
             request: None if each.rows is None else self._logprobs(each.prompt, each.rows["hidden_states"])
             for request, each in self.waiting.items()
         }
 
     def _logprobs(self, prompt: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        """Of each token of a prompt but the first; a piece at a time, since logits are many times the rows."""
+        """Compute the log-probability of each token but the first. Logits are larger than rows, so in pieces."""
         if len(prompt) < 2:
             return torch.empty(0)
         device, piece = self.runner.device, max(1, LOGITS // self.runner.model_config.get_vocab_size())
@@ -240,36 +246,48 @@ class PromptHiddenStates:
 
 
 class HiddenStatesWorker(Base):
-    """vLLM's worker; the last pipeline rank and, unless it pools, only the first tensor-parallel rank keep rows.
+    """vLLM's worker with the hidden states of prompts.
 
-    `additional_config` of the engine may say: `pc_hidden_states_device`, where rows are kept ("cpu", which is pinned
-    beside a GPU, or "cuda"); `pc_hidden_states_bytes`, the bound of rows beside the KV cache (half of the memory that
-    is available); `pc_hidden_states_waiting_bytes`, the bound of rows that wait until they are taken or written
-    (1 GiB); `pc_hidden_states_dir`, a folder in which the rows of each prompt that asked become a file, as a client of
-    a server can read them; `pc_hidden_states_dir_bytes` (10 GiB) and `pc_hidden_states_dir_seconds` (an hour), its
-    bounds.
+    The last pipeline rank keeps rows; of its tensor-parallel ranks only the first does, unless the model pools.
+    `additional_config` of the engine may have these options:
+
+    - `pc_hidden_states_device`: the device of the rows, "cpu" (the default, pinned beside a GPU) or "cuda".
+    - `pc_hidden_states_bytes`: the most bytes of rows; half of the available memory without it.
+    - `pc_hidden_states_waiting_bytes`: the most bytes of rows that wait to be taken or written; 1 GiB without it.
+    - `pc_hidden_states_dir`: a folder with one file for each prompt that asked, for clients of a server.
+    - `pc_hidden_states_dir_bytes`, `pc_hidden_states_dir_seconds`: the folder's bounds; 10 GiB and an hour.
+
+    If the installed vLLM lacks what the rows need, the worker runs as vLLM's own and logs why.
 
     Raises:
-        ValueError: At start-up: an option out of range; asynchronous speculation, whose positions the host does not
-            know; a KV connector without `pc`'s scheduler, which names the blocks that the connector fills, or with a
-            pooling model; pooling without chunked prefill, under runner V2 or by a model's own way to join chunks; a
-            model without full attention.
+        ValueError: At start-up, for one of these: an option out of range; asynchronous speculation, whose positions the
+            host does not know; a KV connector without `pc`'s scheduler or with a pooling model; pooling without
+            chunked prefill, under runner V2, or with a pooler that joins chunks itself; a model without full
+            attention.
+        UnsupportedVersionError: The model pools each token, and vLLM lacks what adds the rows of prefix hits.
     """
 
     pc_hidden_states: PromptHiddenStates | None = None
+    _pc_follows = True
 
     def initialize_from_config(self, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:
-        """Remembers the cache, after what vLLM does with it."""
-        check_hidden_states(self.vllm_config)
-        if pools(self.model_runner):
+        """Check the configuration, initialize the caches as vLLM does, and remember the KV cache configuration."""
+        self._pc_follows = available("hidden_states", worker=self, runner=self.model_runner)
+        if self._pc_follows:
+            check_hidden_states(self.vllm_config)
+        if self._pc_follows and pools(self.model_runner):
+            # The engine lets these requests read hits, so their rows must be added.
+            check_version("hidden_states.pooling", runner=self.model_runner)
             check_pooler(self.model_runner.get_model().pooler)
         super().initialize_from_config(kv_cache_config, *args, **kwargs)
         self._pc_config = kv_cache_config
 
     def compile_or_warm_up_model(self) -> Any:
-        """Begins to follow steps behind the warm-up, whose requests are made up."""
+        """Follow steps after the warm-up, whose requests are made up."""
         times = super().compile_or_warm_up_model()
-        # Every rank pools: without the rows of a hit one would look for tokens of the prompt that it does not have.
+        if not self._pc_follows:
+            return times
+        # Every rank pools, so every rank needs the rows of hits.
         if pools(self.model_runner) or self.rank % self.vllm_config.parallel_config.tensor_parallel_size == 0:
             given = additional_config(self.vllm_config)
             options = {name.removeprefix(f"{ASKED}_"): given[name] for name in HIDDEN_STATES_OPTIONS if name in given}
@@ -285,29 +303,33 @@ class HiddenStatesWorker(Base):
         return times
 
     def shutdown(self) -> None:
-        """Has what waits written, then as vLLM."""
+        """Write the rows that wait, then shut down as vLLM does."""
         if self.pc_hidden_states is not None and self.pc_hidden_states.folder is not None:
             self.pc_hidden_states.folder.close()
         super().shutdown()
 
     def pc_take_hidden_states(self) -> dict[str, dict[str, torch.Tensor] | None]:
-        """Rows of the prompts completed since the last call, by vLLM's own request id; {} in other ranks."""
+        """Return the rows of the prompts completed since the last call, by vLLM's request id; {} in other ranks."""
         return {} if self.pc_hidden_states is None else self.pc_hidden_states.take()
 
     def pc_prompt_logprobs(self) -> dict[str, torch.Tensor | None]:
-        """Log-probabilities of those prompts, whose rows stay; RuntimeError where this engine cannot make them."""
+        """Return the log-probabilities of those prompts; keep their rows.
+
+        Raises:
+            RuntimeError: This engine cannot compute them.
+        """
         if reason := why_no_logprobs(self.vllm_config):
             raise RuntimeError(f"prompt_logprobs: got {reason}")
         return {} if self.pc_hidden_states is None else self.pc_hidden_states.prompt_logprobs()
 
 
 def pools(runner: Any) -> bool:
-    """Whether it pools hidden states in place of sampling from them; runner V2, which has no such flag, is refused."""
+    """Return whether a runner pools hidden states instead of sampling. Runner V2 has no such flag, and is refused."""
     return bool(getattr(runner, "is_pooling_model", False))
 
 
 def why_no_logprobs(config: Any) -> str:
-    """What of an engine's configuration, which vLLM's runner has too, makes log-probabilities impossible, or ""."""
+    """Return what makes log-probabilities impossible, or "". Takes an engine's configuration or a model runner."""
     if getattr(getattr(config, "parallel_config", None), "tensor_parallel_size", 1) > 1:
         return "tensor parallelism: no rank has all logits"
     if getattr(config, "lora_config", None) is not None:
@@ -316,7 +338,7 @@ def why_no_logprobs(config: Any) -> str:
 
 
 def check_hidden_states(vllm_config: Any) -> None:
-    """Refuses configurations in which rows would be stored in wrong slots; raises as `HiddenStatesWorker`."""
+    """Refuse configurations in which rows would be stored in wrong slots. Raises as `HiddenStatesWorker`."""
     given = additional_config(vllm_config)
     for name, value in given.items():
         if name == "pc_hidden_states_dir" and (not isinstance(value, str) or not value):
@@ -345,7 +367,11 @@ def check_hidden_states(vllm_config: Any) -> None:
 
 
 def check_pooler(pooler: Any) -> None:
-    """Refuses, by ValueError, poolers of each token that do not join the chunks of a prompt, where hits are put in."""
+    """Check that poolers of each token join the chunks of a prompt, which is where the rows of hits are added.
+
+    Raises:
+        ValueError: One does not.
+    """
     for task in pooler.get_supported_tasks():
         own = (getattr(pooler, "poolers_by_task", None) or {}).get(task, pooler)  # not among a dispatcher's modules
         if task.startswith("token_") and not any(isinstance(module, AllPool) for module in own.modules()):
@@ -353,18 +379,23 @@ def check_pooler(pooler: Any) -> None:
 
 
 def take_hidden_states(llm: Any) -> dict[str, dict[str, torch.Tensor] | None]:
-    """The hidden states of prompts that asked vLLM's `LLM` for them and were completed since the last call.
+    """Return the hidden states of prompts that asked for them and were completed since the last call.
 
-    By request id, as in vLLM's outputs, and name ("hidden_states", "aux.0" and on) `[num_prompt_tokens, *]`; None for a
-    prompt of which a KV connector brought a part: ask again with `skip_reading_prefix_cache=True`.
+    Args:
+        llm: vLLM's `LLM`.
+
+    Returns:
+        By request id, as in vLLM's outputs: by name ("hidden_states", "aux.0" and so on) rows `[num_prompt_tokens, *]`.
+        None for a prompt of which a KV connector loaded a part; ask again with `skip_reading_prefix_cache=True`.
     """
     return _gather(llm, "pc_take_hidden_states")
 
 
 def take_prompt_logprobs(llm: Any) -> dict[str, torch.Tensor | None]:
-    """Log-probabilities of the prompts' tokens, prefix hits or not; call before `take_hidden_states`.
+    """Return the log-probabilities of the prompts' tokens, also behind prefix hits. Call before `take_hidden_states`.
 
-    By request id `[num_prompt_tokens - 1]` float32; None as in `take_hidden_states`.
+    Returns:
+        By request id `[num_prompt_tokens - 1]`, float32; None as in `take_hidden_states`.
     """
     return _gather(llm, "pc_prompt_logprobs")
 
@@ -377,5 +408,5 @@ def _gather(llm: Any, method: str) -> dict[str, Any]:
 
 
 def known_id(request: str) -> str:
-    """The id of a request as vLLM's callers know it, without the random characters that vLLM appends."""
-    return request if getattr(envs, "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION", False) else request.rpartition("-")[0]
+    """Return a request's id as vLLM's callers know it."""
+    return callers_request_id(request)

@@ -1,6 +1,6 @@
-"""Text that moved, in vLLM's workers: before a forward pass KV is copied to other slots, and keys are turned.
+"""Text that moved, in vLLM's workers: they copy KV to other slots and rotate the keys before a forward pass.
 
-An engine asks its workers at the start whether they can (`prepare`); what a step moves is on its `SchedulerOutput`.
+An engine asks its workers at the start whether they can do it (`prepare`). A step's `SchedulerOutput` names the moves.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 
 from ...triton_ops import move_slots
-from ..plugin import wrap_once
+from .api import ask_workers, call_before_forward, why_not
 
 PREPARATIONS = {"pc_cannot_move": __name__}
 """By attribute of `model_config`, the module whose `prepare(worker)` prepares a worker or returns why it cannot."""
@@ -23,14 +23,14 @@ PREPARATIONS = {"pc_cannot_move": __name__}
 Slots = npt.NDArray[np.int64]
 
 BACKENDS = ("CUSTOM", "FLASH_ATTN", "TRITON_ATTN", "FLEX_ATTENTION")
-"""Attention backends that keep a token's key and value behind each other in the last dimension, features in order."""
+"""Attention backends that store a token's key and value next to each other in the last dimension, features in order."""
 
 ANGLE, LENGTH = 0.03, 0.02
-"""How far angles, in radians, and lengths of a rotary table may be from those of one rotation: bfloat16 rounds both."""
+"""The largest error of angles, in radians, and of lengths in a rotary table; bfloat16 rounds both."""
 
 
 class RotatedLayer(NamedTuple):
-    """A layer's keys and values `[num_blocks, block_size, num_kv_heads, head_size]`, and how keys turn."""
+    """A layer's keys and values `[num_blocks, block_size, num_kv_heads, head_size]`, and the rotation of its keys."""
 
     keys: torch.Tensor
     values: torch.Tensor
@@ -40,49 +40,35 @@ class RotatedLayer(NamedTuple):
 
 def follow_engines() -> None:
     """Have engines of this process prepare their workers, as `PREPARATIONS` says, before schedulers are made."""
-    from vllm.v1.engine.core import EngineCore
 
-    def wrap(initialize: Callable[..., Any]) -> Callable[..., Any]:
-        def initialize_both(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
-            result = initialize(self, vllm_config, *args, **kwargs)
-            for attribute, module in PREPARATIONS.items():
-                try:
-                    reasons = self.model_executor.collective_rpc(importlib.import_module(module).prepare)
-                except Exception as error:  # an executor may take names of methods alone
-                    reasons = [f"an executor that does not ask its workers ({error})"]
-                setattr(vllm_config.model_config, attribute, next(filter(None, reasons), ""))
-            return result
+    def prepare_all(vllm_config: Any, ask: Callable[[Callable[[Any], str]], str]) -> None:
+        for attribute, module in PREPARATIONS.items():
+            setattr(vllm_config.model_config, attribute, ask(importlib.import_module(module).prepare))
 
-        return initialize_both
-
-    wrap_once(EngineCore, "_initialize_kv_caches", wrap)
+    ask_workers(prepare_all)
 
 
 def prepare(worker: Any) -> str:
-    """Has a worker, whose model and caches are there, apply moves in front of each forward pass; or why it cannot."""
+    """Have a worker apply moves before each forward pass; return why it cannot, or "". Its caches must exist."""
+    if reason := why_not("eviction.anywhere", worker=worker):
+        return reason
     runner = worker.model_runner
     try:
         layers = rotated_layers(runner.get_model(), worker.vllm_config)
     except ValueError as error:
         return str(error)
 
-    def wrap(update: Callable[..., Any]) -> Callable[..., Any]:
-        def update_both(output: Any, *args: Any, **kwargs: Any) -> Any:
-            result = update(output, *args, **kwargs)
-            if moves := getattr(output, "pc_moves", None):
-                apply(layers, moves)
-            return result
+    def move(output: Any) -> None:
+        if moves := getattr(output, "pc_moves", None):
+            apply(layers, moves)
 
-        return update_both
-
-    # Of runners V2 and V1; behind both blocks are zeroed and copied already.
-    wrap_once(runner, "update_requests" if hasattr(runner, "update_requests") else "_update_states", wrap)
+    call_before_forward(runner, move)
     return ""
 
 
 @torch.no_grad()
 def apply(layers: list[RotatedLayer], moves: list[tuple[Slots, Slots, Slots]]) -> None:
-    """Brings KV from slots to slots by numbers of positions."""
+    """Copy KV from slots to slots, and rotate the keys by numbers of positions."""
     device, columns = layers[0].keys.device, [np.concatenate(column) for column in zip(*moves, strict=True)]
     sources, targets, deltas = (torch.from_numpy(column).to(device) for column in columns)
     for layer in layers:
@@ -90,7 +76,11 @@ def apply(layers: list[RotatedLayer], moves: list[tuple[Slots, Slots, Slots]]) -
 
 
 def rotated_layers(model: Any, vllm_config: Any) -> list[RotatedLayer]:
-    """How each layer keeps keys and how they turn; ValueError with what of a model makes that unknown."""
+    """Return each layer's keys, values and rotation.
+
+    Raises:
+        ValueError: A part of the model makes them unknown; says which.
+    """
     config = vllm_config.model_config
     for name in ("no_rope_layers", "no_rope_layer_interval", "nope_layer_interval"):
         if getattr(config.hf_text_config, name, None):
@@ -121,7 +111,7 @@ def rotated_layers(model: Any, vllm_config: Any) -> list[RotatedLayer]:
 
 
 def _rotary_beside(model: Any, layer: str) -> Any:
-    """The rotary embedding of the module that has an attention layer."""
+    """Return the rotary embedding of the module that has an attention layer."""
     try:
         siblings = model.get_submodule(layer.rpartition(".")[0]).children()
     except AttributeError:
@@ -135,17 +125,20 @@ def _rotary_beside(model: Any, layer: str) -> Any:
 
 
 def frequencies(table: torch.Tensor) -> torch.Tensor:
-    """Inverse frequencies `[rotary_dim / 2]` float32 of a table `[positions, rotary_dim]` of cosines, then sines.
+    """Return the inverse frequencies `[rotary_dim / 2]`, float32, of a rotary table.
+
+    Args:
+        table: `[positions, rotary_dim]`, cosines and then sines.
 
     Raises:
-        ValueError: The table is not that of one rotation whose angle grows with the position.
+        ValueError: The table is not one of a rotation whose angle grows with the position.
     """
     if table.dim() != 2 or len(table) < 2 or not table.shape[1]:
         raise ValueError(f"a rotary table of shape {list(table.shape)}")
     positions = torch.tensor(sorted({1 << at for at in range(len(table).bit_length() - 1)} | {len(table) - 1}))
     cosines, sines = table[positions.to(table.device)].double().cpu().chunk(2, dim=-1)
     angles, inv_freq = torch.atan2(sines, cosines), torch.zeros(table.shape[1] // 2, dtype=torch.float64)
-    for angle, position in zip(angles, positions.tolist(), strict=True):  # each twice as exact as the one before
+    for angle, position in zip(angles, positions.tolist(), strict=True):  # each is twice as exact as the one before
         inv_freq += torch.remainder(angle - inv_freq * position + math.pi, 2 * math.pi).sub(math.pi) / position
     apart = torch.remainder(angles - positions[:, None] * inv_freq + math.pi, 2 * math.pi).sub(math.pi).abs()
     lengths = torch.hypot(cosines, sines)

@@ -1,6 +1,6 @@
-"""What vLLM's scheduler says of a step: which requests are in it, from which token on, and their blocks.
+"""The requests of a step of vLLM's scheduler: from which token on each is computed, and its blocks.
 
-The same for both of vLLM's model runners and for the scheduler's own side of a connector.
+It reads the same for both of vLLM's model runners and for the scheduler's half of a connector.
 """
 
 from __future__ import annotations
@@ -11,22 +11,24 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from .api import FullAttentionSpec
+
 
 class ScheduledRequest(NamedTuple):
     """A request of a step."""
 
     request_id: str
     begin: int
-    """Position of its first token in the step."""
+    """The position of its first token in the step."""
     blocks: list[int]
-    """Its blocks so far, or where it enters the ones it has then; of one group of layers."""
+    """Its blocks so far, of one group of layers."""
     data: Any
-    """vLLM's `NewRequestData` of a request that is sent whole, else None."""
+    """vLLM's `NewRequestData` if the request is sent whole, else None."""
 
 
 def entering_requests(output: Any, group: int) -> Iterator[ScheduledRequest]:
-    """Requests of a step whose blocks so far count no more: new ones, and those that resume after a preemption."""
-    for new in output.scheduled_new_reqs or ():  # model runner V2 is sent preempted requests so, too
+    """Yield the requests whose earlier blocks no longer count: new ones, and those that resume after a preemption."""
+    for new in output.scheduled_new_reqs or ():  # preempted ones too for model runner V2
         yield ScheduledRequest(new.req_id, int(new.num_computed_tokens or 0), _of_group(new.block_ids, group), new)
     cached = getattr(output, "scheduled_cached_reqs", None)
     if cached is not None and cached.resumed_req_ids:
@@ -36,16 +38,16 @@ def entering_requests(output: Any, group: int) -> Iterator[ScheduledRequest]:
 
 
 class BlockTables:
-    """Block tables, of one KV cache group, of the requests that run, followed step by step."""
+    """Block tables of the running requests in one KV cache group, followed step by step."""
 
     def __init__(self, group: int, block_size: int) -> None:
         self.group = group
         self.block_size = block_size
         self.blocks: dict[str, list[int]] = {}
-        """Block numbers by request."""
+        """The block numbers of each request."""
 
     def follow(self, output: Any) -> list[ScheduledRequest]:
-        """Takes over what a step's `SchedulerOutput` says; the requests of the step."""
+        """Take over a step's `SchedulerOutput`, and return the requests of the step."""
         for request in output.finished_req_ids:
             self.blocks.pop(request, None)
         step = list(entering_requests(output, self.group))
@@ -60,28 +62,30 @@ class BlockTables:
         return step
 
     def slots(self, request: str, position: int, count: int) -> npt.NDArray[np.int64]:
-        """Slots of `count` tokens of a request from a position on."""
+        """Return the slots of `count` tokens of a request from a position on."""
         at = position + np.arange(count)
         blocks = np.asarray(self.blocks[request], np.int64)
         return blocks[at // self.block_size] * self.block_size + at % self.block_size
 
 
 def _cached(cached: Any) -> Iterator[tuple[str, Any, int]]:
-    """Request, new blocks of all groups or None, and computed tokens of those that a worker knows."""
+    """Yield id, new blocks of all groups or None, and computed tokens of each request that a worker knows."""
     return zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True)
 
 
 def _of_group(blocks: Sequence[Any] | None, group: int) -> list[int]:
-    """Blocks of a group, out of those of all groups or of the only one."""
+    """Return the blocks of a group from those of all groups, or from those of the only one."""
     if not blocks:
         return []
     return list(blocks if isinstance(blocks[0], int) else blocks[group])
 
 
 def full_attention_group(groups: list[Any]) -> int:
-    """The first group whose layers all attend to the whole sequence, else ValueError: windows give blocks back."""
-    from vllm.v1.kv_cache_interface import FullAttentionSpec
+    """Return the first group whose layers all attend to the whole sequence.
 
+    Raises:
+        ValueError: There is none. Layers with a window free the blocks of a prefix.
+    """
     for number, group in enumerate(groups):
         spec = group.kv_cache_spec
         kinds = getattr(spec, "kv_cache_specs", {"": spec}).values()  # several layers' specs in one

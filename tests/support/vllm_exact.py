@@ -51,11 +51,12 @@ def make_scheduler(
     budget: int = 160,
     more: dict[str, Any] | None = None,
     cannot_move: str = "",
+    stock: bool = False,
     **options: Any,
 ) -> Any:
-    """Our scheduler over one group of full attention.
+    """Make our scheduler, or vLLM's own with `stock`, over one group of full attention.
 
-    `more` of its options, `options` are `VllmConfig`'s, and `cannot_move` is what workers say of moves.
+    `more` has further options of ours, `options` are `VllmConfig`'s, and `cannot_move` is what workers say of moves.
     """
     from vllm.config import CacheConfig, DeviceConfig, ModelConfig, SchedulerConfig, VllmConfig
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
@@ -64,6 +65,9 @@ def make_scheduler(
     from pc.integrations.vllm.eviction import AsyncPolicyScheduler, PolicyScheduler
 
     kind = AsyncPolicyScheduler if asynchronous else PolicyScheduler
+    ours = {"pc_policy": policy} | ({"pc_reuse": reuse} if reuse else {}) | (more or {})
+    if stock:
+        kind, ours = kind.__mro__[[each.__module__.startswith("vllm.") for each in kind.__mro__].index(True)], {}
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(CONFIG))
         model = ModelConfig(model=folder, skip_tokenizer_init=True, max_model_len=4096, dtype="float32")
@@ -78,7 +82,7 @@ def make_scheduler(
             ),
             cache_config=CacheConfig(block_size=BLOCK, enable_prefix_caching=True),
             device_config=DeviceConfig("cpu"),
-            additional_config={"pc_policy": policy} | ({"pc_reuse": reuse} if reuse else {}) | (more or {}),
+            additional_config=ours,
             **options,
         )  # fmt: skip
         config.cache_config.num_gpu_blocks = num_blocks
@@ -218,12 +222,13 @@ def check_references(scheduler: Any) -> None:
     manager = scheduler.kv_cache_manager.coordinator.single_type_managers[0]
     tables = manager.req_to_blocks.values()
     held = Counter(block.block_id for table in tables for block in table if not block.is_null)
-    if scheduler.jumps is not None:
-        assert all(scheduler.jumps.pinned.values())
-        held.update(block.block_id for block in scheduler.jumps.holds())
-    blocks = [block for block in scheduler.block_pool.blocks if not block.is_null]
+    jumps, pool = getattr(scheduler, "jumps", None), scheduler.kv_cache_manager.block_pool
+    if jumps is not None:
+        assert all(jumps.pinned.values())
+        held.update(block.block_id for block in jumps.holds())
+    blocks = [block for block in pool.blocks if not block.is_null]
     assert {block.block_id: block.ref_cnt for block in blocks if block.ref_cnt} == dict(held)
-    assert scheduler.block_pool.get_num_free_blocks() == sum(not block.ref_cnt for block in blocks)
+    assert pool.get_num_free_blocks() == sum(not block.ref_cnt for block in blocks)
 
 
 def lose(scheduler: Any, count: int, rng: random.Random) -> None:

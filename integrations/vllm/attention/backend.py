@@ -1,26 +1,33 @@
-"""Attention of vLLM's layers through `pc`: what is served, what is refused by name, and the attention of one layer."""
+"""Attention of vLLM's layers through `pc`: the backend, what it refuses by name, and the attention of one layer."""
 
 from __future__ import annotations
 
 from typing import Any, ClassVar
 
 import torch
-from vllm.config import get_current_vllm_config_or_none
-from vllm.v1.attention.backend import AttentionBackend, AttentionImpl, AttentionType, MultipleOf
-from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from ....triton_ops import paged_attention, reshape_and_cache, shared_prefix_attention, sliding_window_attention
 from ....triton_ops._attention.checks import MAX_HEAD_DIM
 from ....triton_ops._checks import FLOATS
+from ..api import (
+    AttentionBackend,
+    AttentionImpl,
+    AttentionType,
+    KVCacheLayout,
+    MultipleOf,
+    current_configuration,
+    key_scale,
+    value_scale,
+)
 from .builder import PagedMetadata, PagedMetadataBuilder
 
 
 class PagedAttentionBackend(AttentionBackend):
     """Decoder attention through `pc`, on any platform of vLLM.
 
-    Any block size, head sizes up to `MAX_HEAD_DIM`, any layout of the cache, windows, softcap, ALiBi, learned sinks,
-    grouped queries, float8 e4m3 caches, batch-invariant mode. Refused: MLA, encoder and cross attention, R-SWA,
-    bidirectional spans of multimodal prompts, context parallelism, quantized caches other than e4m3.
+    It serves any block size, head sizes up to `MAX_HEAD_DIM`, any layout of the cache, windows, softcap, ALiBi, learned
+    sinks, grouped queries, float8 e4m3 caches and batch-invariant mode. It refuses MLA, encoder and cross attention,
+    R-SWA, bidirectional spans of multimodal prompts, context parallelism, and quantized caches other than e4m3.
     """
 
     supported_dtypes: ClassVar[list[torch.dtype]] = list(FLOATS)
@@ -29,27 +36,27 @@ class PagedAttentionBackend(AttentionBackend):
 
     @staticmethod
     def get_name() -> str:
-        """A member of vLLM's enumeration; layers refuse other names."""
+        """Return a member of vLLM's enumeration; layers refuse other names."""
         return "CUSTOM"
 
     @staticmethod
     def get_impl_cls() -> type[Any]:
-        """The attention of one layer."""
+        """Return the class of a layer's attention."""
         return PagedAttention
 
     @staticmethod
     def get_builder_cls() -> type[Any]:
-        """What makes the metadata of a step."""
+        """Return the class that builds a step's metadata."""
         return PagedMetadataBuilder
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
-        """Any."""
+        """Return that any size is served."""
         return [MultipleOf(1)]
 
     @classmethod
     def supports_head_size(cls, head_size: int) -> bool:
-        """Whether heads of this width are served."""
+        """Return whether heads of this width are served."""
         return 1 <= head_size <= MAX_HEAD_DIM
 
     supports_sink = supports_sliding_window = supports_batch_invariance = classmethod(lambda cls: True)
@@ -58,19 +65,23 @@ class PagedAttentionBackend(AttentionBackend):
     def supports_combination(
         cls, head_size: int, dtype: torch.dtype, kv_cache_dtype: str | None, *args: Any, **kwargs: Any
     ) -> str | None:
-        """A cache that is not quantized has the model's dtype."""
+        """Return why a combination is not served, or None. A cache without quantization must have the model's dtype."""
         if kv_cache_dtype in ("float16", "bfloat16") and getattr(torch, kv_cache_dtype) != dtype:
             return f"kv_cache_dtype {kv_cache_dtype} with a model in {dtype} not supported"
         return None
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[Any, ...]:
-        """All; blocks whose tokens lie behind each other are written fastest."""
+        """Return all layouts, the one that is written fastest first."""
         return (KVCacheLayout.LBNHC, *(layout for layout in KVCacheLayout if layout is not KVCacheLayout.LBNHC))
 
 
-class PagedAttention(AttentionImpl[PagedMetadata]):
-    """Decoder attention of one layer; ValueError for what vLLM's CPU platform does not ask the backend beforehand."""
+class PagedAttention(AttentionImpl):
+    """Decoder attention of one layer.
+
+    Raises:
+        ValueError: The layer needs something that is not served. vLLM's CPU platform does not ask the backend before.
+    """
 
     def __init__(
         self,
@@ -105,7 +116,7 @@ class PagedAttention(AttentionImpl[PagedMetadata]):
         """What saves queries for presses (`..compression.worker.Compressor`); None without PC_VLLM=compression."""
 
     def _caches(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values `[num_blocks, block_size, num_kv_heads, head_size]` as views of vLLM's packed cache."""
+        """Return keys and values `[num_blocks, block_size, num_kv_heads, head_size]`, views of vLLM's packed cache."""
         if self.kv_cache_dtype.startswith("fp8"):
             kv_cache = kv_cache.view(torch.float8_e4m3fn)
         keys, values = kv_cache.transpose(1, 2).split(self.head_size, dim=-1)
@@ -114,15 +125,15 @@ class PagedAttention(AttentionImpl[PagedMetadata]):
     def scales(self, layer: Any) -> dict[str, torch.Tensor]:
         """Return the scales of a quantized cache; {} for one that is not quantized."""
         if self.kv_cache_dtype.startswith("fp8"):
-            return {"k_scale": layer._k_scale, "v_scale": layer._v_scale}
+            return {"k_scale": key_scale(layer), "v_scale": value_scale(layer)}
         return {}
 
     def do_kv_cache_update(
         self, layer: Any, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
     ) -> None:
-        """Writes the keys and values of a step, `[num_tokens, num_kv_heads, head_size]`, into their slots."""
+        """Write the keys and values of a step, `[num_tokens, num_kv_heads, head_size]`, into their slots."""
         keys, values = self._caches(kv_cache)
-        count = slot_mapping.shape[0]  # rows behind are padding
+        count = slot_mapping.shape[0]  # later rows are padding
         reshape_and_cache(key[:count], value[:count], keys, values, slot_mapping, **self.scales(layer))
 
     def forward(
@@ -137,7 +148,7 @@ class PagedAttention(AttentionImpl[PagedMetadata]):
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attention of `query` `[num_tokens, num_heads, head_size]` over the cache, written into `output`."""
+        """Write the attention of `query` `[num_tokens, num_heads, head_size]` over the cache into `output`."""
         if output_scale is not None or output_block_scale is not None:
             raise NotImplementedError("output_scale: quantized outputs are not supported")
         if attn_metadata is None:  # a profiling run
@@ -167,8 +178,8 @@ class PagedAttention(AttentionImpl[PagedMetadata]):
 
 
 def _refusals(head_size: int, kv_cache_dtype: str, attn_type: str, has_sink: bool, has_window: bool) -> list[str]:
-    """What of a layer and of vLLM's configuration is not served."""
-    config = get_current_vllm_config_or_none()
+    """Return what of a layer and of vLLM's configuration is not served."""
+    config = current_configuration()
     model = getattr(config, "model_config", None)
     parallel = getattr(config, "parallel_config", None)
     reasons: list[str] = PagedAttentionBackend.validate_configuration(

@@ -1,11 +1,11 @@
-"""What the layers of a step share: tables with holes for vLLM's null block, lengths, one plan for each window.
+"""Metadata that the layers of a step share: tables with holes for vLLM's null block, lengths, a plan for each window.
 
-How many first blocks all requests of a batch share is counted here, since vLLM 0.32 and 0.33 no longer tell backends.
+The number of leading blocks that all requests of a batch share is counted here, since vLLM does not pass it to
+backends.
 """
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -13,28 +13,34 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 import torch
-from vllm import envs
-from vllm.config import get_layers_from_vllm_config
-from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
-from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadata, AttentionMetadataBuilder
 
 from ....triton_ops import attention_plan
 from ....triton_ops._attention.layout import PlanShape
 from ....triton_ops._triton import INTERPRET
-from ...plugin import wrap_once
+from ..api import (
+    AttentionCGSupport,
+    AttentionLayerBase,
+    AttentionMetadata,
+    AttentionMetadataBuilder,
+    available,
+    block_table_of,
+    call_before_metadata,
+    get_layers_from_vllm_config,
+    is_batch_invariant,
+)
 
 NULL_BLOCK = 0
-"""vLLM's block for positions without KV: its number in every pool."""
+"""The number of vLLM's block for positions without KV, in every pool."""
 
 SHARED_TOKENS, SHARED_REQUESTS = 256, 8
-"""A common prefix is read once from so many tokens and requests on; below, a second launch costs more."""
+"""The least tokens and requests for which a common prefix is read once. Below, the second launch costs more."""
 
 
 @dataclass
 class PagedMetadata(AttentionMetadata):
-    """A step of one group of layers."""
+    """The metadata of a step for one group of layers."""
 
-    num_actual_tokens: int  # rows of the query that are attended, padding of a captured graph included
+    num_actual_tokens: int  # rows of the query, with the padding of a captured graph
     block_tables: torch.Tensor  # `[num_seqs, max_blocks]` int32, -1 where vLLM has its null block
     seq_lens: torch.Tensor  # `[num_seqs]` int32
     query_start_loc: torch.Tensor  # `[num_seqs + 1]` int32
@@ -42,39 +48,43 @@ class PagedMetadata(AttentionMetadata):
     max_seq_len: int | None  # None: what the tables can hold
     causal: bool = True
     batch_invariant: bool = False
-    num_shared_blocks: int = 0  # first ones of all sequences, where reading them once pays
+    num_shared_blocks: int = 0  # leading blocks of all sequences that are read once
     plans: dict[int, torch.Tensor] = field(default_factory=dict)  # by window, 0 for none; empty if none are needed
 
 
-class PagedMetadataBuilder(AttentionMetadataBuilder[PagedMetadata]):
-    """Builds a step's metadata, in memory that stays where it is when CUDA graphs read it.
+class PagedMetadataBuilder(AttentionMetadataBuilder):
+    """Builder of a step's metadata, in memory at fixed addresses when CUDA graphs read it.
 
-    Steps whose sequences have equally many queries (decoding, verification of drafts) can be replayed from a graph:
-    tables and plans are refreshed before the replay, and nothing in them is sized by the values of a step.
+    Steps whose sequences have equally many queries (decoding, verification of drafts) can be replayed from a graph.
+    Tables and plans are refreshed before the replay, and their sizes do not depend on the values of a step.
     """
 
-    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
+    _cudagraph_support: ClassVar[Any] = AttentionCGSupport.UNIFORM_BATCH
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self.block_size: int = kv_cache_spec.block_size
         layers = get_layers_from_vllm_config(vllm_config, AttentionLayerBase, layer_names)
-        # One group may mix windows, where vLLM's hybrid cache manager is off.
+        # A group may mix windows if vLLM's hybrid cache manager is off.
         windows = {getattr(getattr(layer, "impl", None), "window", 0) for layer in layers.values()}
-        # On the CPU the operators need no plan, except where they run kernels in the interpreter.
+        # On the CPU the operators need no plan, unless they run kernels in the interpreter.
         self.windows = sorted(windows) if device.type != "cpu" or INTERPRET else []
-        self.batch_invariant = bool(envs.VLLM_BATCH_INVARIANT)
+        self.batch_invariant = is_batch_invariant()
         compilation = vllm_config.compilation_config
         mode = getattr(compilation, "cudagraph_mode", None)
         self.captured = device.type != "cpu" and mode is not None and bool(mode.has_full_cudagraphs())
         self.max_seqs = max([vllm_config.scheduler_config.max_num_seqs, *(compilation.cudagraph_capture_sizes or ())])
         self.shared = 0, 0
-        """Requests of the batch that is being built, and first blocks that they share; see `common_prefix`."""
+        """The requests of the batch that is being built, and the number of leading blocks that they share."""
         self._tables: torch.Tensor | None = None
         self._plans: dict[int, torch.Tensor] = {}
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> PagedMetadata:
-        """The metadata of a step; NotImplementedError where no operator of `pc` computes it."""
+        """Return the metadata of a step.
+
+        Raises:
+            NotImplementedError: No operator of `pc` computes the step.
+        """
         common = common_attn_metadata
         if not isinstance(common.causal, bool):
             raise NotImplementedError("causal: got one value per sequence, needs one for all")
@@ -101,7 +111,7 @@ class PagedMetadataBuilder(AttentionMetadataBuilder[PagedMetadata]):
         return metadata
 
     def _block_tables(self, common: Any) -> torch.Tensor:
-        """VLLM's tables with -1 for the null block, as wide as the step needs, or as they are under graphs."""
+        """Return vLLM's tables with -1 for the null block, as wide as the step needs; of full width under graphs."""
         tables: torch.Tensor = common.block_table_tensor
         if not self.captured:
             tables = tables[:, : -(-common.max_seq_len // self.block_size)]
@@ -134,12 +144,18 @@ class PagedMetadataBuilder(AttentionMetadataBuilder[PagedMetadata]):
 
 
 def count_shared_blocks(table: npt.NDArray[np.int32], computed: npt.NDArray[np.int32], block_size: int) -> int:
-    """Leading columns of `[num_requests, max_blocks]` equal in all rows, of tokens that all have `computed`."""
+    """Return how many leading blocks all requests share and have computed.
+
+    Args:
+        table: Block table `[num_requests, max_blocks]`.
+        computed: Computed tokens of each request.
+        block_size: Tokens of a block.
+    """
     limit = int(computed.min()) // block_size
     if len(table) < SHARED_REQUESTS or limit * block_size < SHARED_TOKENS:
         return 0
     first = table[0, :limit]
-    # The last request differs soonest where only some share more; most batches end here.
+    # Most batches end here: if only some requests share more, the last one differs soonest.
     same = first == table[-1, :limit]
     if not same[: -(-SHARED_TOKENS // block_size)].all():
         return 0
@@ -148,33 +164,28 @@ def count_shared_blocks(table: npt.NDArray[np.int32], computed: npt.NDArray[np.i
 
 
 def follow_common_prefixes() -> None:
-    """Lets vLLM's model runner hand `PagedMetadataBuilder` what a batch shares, from its tables on the host; once."""
-    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+    """Have vLLM's model runner give `PagedMetadataBuilder` the number of shared blocks, from its tables on the host."""
+    call_before_metadata(_count_shared)
 
-    def wrap(build: Callable[..., Any]) -> Callable[..., Any]:
-        signature = inspect.signature(build)
 
-        def build_and_tell(self: Any, *args: Any, **kwargs: Any) -> Any:
-            given = signature.bind(self, *args, **kwargs).arguments
-            builders = _builders(self) if not given.get("for_cudagraph_capture") else []
-            try:
-                for group, builder in builders:
-                    count, batch = given["num_reqs"], self.input_batch
-                    table = batch.block_table[group].block_table.np[:count]
-                    shared = count_shared_blocks(table, batch.num_computed_tokens_cpu[:count], builder.block_size)
-                    builder.shared = count, shared
-                return build(self, *args, **kwargs)
-            finally:
-                for _, builder in builders:
-                    builder.shared = 0, 0
+def _count_shared(runner: Any, count: int) -> Callable[[], None]:
+    """Count the shared blocks of the first `count` requests for each builder; return what resets the builders."""
+    if not hasattr(runner, "pc_shares_prefixes"):  # once for each runner
+        runner.pc_shares_prefixes = available("attention.shared_prefix", runner=runner)
+    builders = _builders(runner) if runner.pc_shares_prefixes else []
+    for group, builder in builders:
+        computed = runner.input_batch.num_computed_tokens_cpu[:count]
+        builder.shared = count, count_shared_blocks(block_table_of(runner, group, count), computed, builder.block_size)
 
-        return build_and_tell
+    def reset() -> None:
+        for _, builder in builders:
+            builder.shared = 0, 0
 
-    wrap_once(GPUModelRunner, "_build_attention_metadata", wrap)
+    return reset
 
 
 def _builders(runner: Any) -> list[tuple[int, PagedMetadataBuilder]]:
-    """Those of this package, with their groups."""
+    """Return the builders of this package that can use shared blocks, with their groups."""
     return [
         (number, builder)
         for number, groups in enumerate(runner.attn_groups)

@@ -1,6 +1,6 @@
-"""Multi-head latent attention of vLLM's layers: decodes through `pc.latent_attention`, prefills as vLLM has them.
+"""Multi-head latent attention of vLLM's layers: decodes use `pc.latent_attention`, prefills vLLM's own code.
 
-vLLM's own parts do the rest: they write latent rows, absorb the projections of a decode, and expand a prefill's.
+vLLM's code also writes latent rows, absorbs the projections of a decode, and expands those of a prefill.
 """
 
 from __future__ import annotations
@@ -8,21 +8,16 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 import torch
-from vllm.model_executor.layers.attention.mla_attention import MLACommonBackend, MLACommonImpl
-from vllm.platforms import current_platform
-from vllm.v1.attention.backend import MultipleOf
-from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend, CPUMLAImpl
 
 from ....triton_ops import latent_attention, latent_attention_with_lse
 from ....triton_ops._attention.dense import arange_i32
+from ..api import LatentBackend, LatentImpl, MultipleOf, is_cpu, key_scale
 
-IS_CPU = bool(current_platform.is_cpu())
-Backend: type[Any] = CPUMLABackend if IS_CPU else MLACommonBackend
-Impl: type[Any] = CPUMLAImpl if IS_CPU else MLACommonImpl
+IS_CPU = is_cpu()
 
 
-class LatentAttentionBackend(Backend):  # vLLM's scaffolding for this platform
-    """Dense MLA: latent rows of any width and block size; e4m3 rows, and results with their lse, on a device."""
+class LatentAttentionBackend(LatentBackend):
+    """Dense MLA with latent rows of any width and block size; on a device also e4m3 rows, and results with lse."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
     supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "float16", "bfloat16"] + ["fp8", "fp8_e4m3"] * (
@@ -31,37 +26,37 @@ class LatentAttentionBackend(Backend):  # vLLM's scaffolding for this platform
 
     @staticmethod
     def get_name() -> str:
-        """A member of vLLM's enumeration; layers refuse other names."""
+        """Return a member of vLLM's enumeration; layers refuse other names."""
         return "CPU_MLA" if IS_CPU else "CUSTOM_MLA"
 
     @staticmethod
     def get_impl_cls() -> type[Any]:
-        """The attention of one layer."""
+        """Return the class of a layer's attention."""
         return LatentAttention
 
     @classmethod
     def get_supported_head_sizes(cls) -> list[int]:
-        """Any: none is named."""
+        """Return an empty list: any size is served."""
         return []
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
-        """Any."""
+        """Return that any size is served."""
         return [MultipleOf(1)]
 
     @classmethod
     def supports_block_size(cls, block_size: int | None) -> bool:
-        """Any."""
+        """Return that any size is served."""
         return True
 
 
-class LatentAttention(Impl):
-    """Decodes of one layer."""
+class LatentAttention(LatentImpl):
+    """Latent attention of one layer."""
 
     can_return_lse_for_decode = not IS_CPU
 
     def forward_mqa(self, q: Any, kv_c_and_k_pe_cache: torch.Tensor, attn_metadata: Any, layer: Any) -> Any:
-        """Attention of absorbed queries `[num_decodes, num_heads, head_dim]`, one a sequence, over latent rows.
+        """Compute a decode: absorbed queries `[num_decodes, num_heads, head_dim]`, one a sequence, over latent rows.
 
         Returns:
             `[num_decodes, num_heads, kv_lora_rank]`, and the lse `[num_decodes, num_heads]` or None.
@@ -70,7 +65,7 @@ class LatentAttention(Impl):
         options: dict[str, Any] = {"max_query_len": 1}
         if self.kv_cache_dtype.startswith("fp8"):
             rows = rows.view(torch.float8_e4m3fn)
-            options["k_scale"] = layer._k_scale.reshape(1)
+            options["k_scale"] = key_scale(layer).reshape(1)
         num_seqs = decode.seq_lens.shape[0]
         batch = (decode.block_table, decode.seq_lens, arange_i32(query.device, num_seqs + 1, 1))
         call = (query, rows, *batch, float(self.scale), self.kv_lora_rank)

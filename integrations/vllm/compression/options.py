@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
 from ...hints import extra_args
-from ...plugin import wrap_once
 from ...presses import SCORES
+from ..api import check_sampling_params
 
 ASKED = "pc_compress"
 """The name under which a request asks to be compressed."""
@@ -102,19 +102,14 @@ def read_options(extra: Mapping[str, Any]) -> CompressionOptions | None:
 
 def refuse_wrong_options() -> None:
     """Have vLLM refuse a request whose `pc_compress` cannot be read, by ValueError, where its caller sees it."""
-    from vllm.sampling_params import SamplingParams
 
-    def wrap(verify: Callable[..., None]) -> Callable[..., None]:
-        def verify_both(self: Any, *args: Any, **kwargs: Any) -> None:
-            verify(self, *args, **kwargs)
-            try:
-                read_options(self.extra_args or {})
-            except TypeError as error:  # which vLLM's server would take for a fault of its own
-                raise ValueError(str(error)) from error
+    def check(sampling_params: Any) -> None:
+        try:
+            read_options(sampling_params.extra_args or {})
+        except TypeError as error:  # vLLM's server would take it for a fault of its own
+            raise ValueError(str(error)) from error
 
-        return verify_both
-
-    wrap_once(SamplingParams, "verify", wrap)
+    check_sampling_params(check)
 
 
 def options_of(request: Any) -> CompressionOptions | None:

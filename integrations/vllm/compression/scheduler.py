@@ -14,7 +14,6 @@ ever; blocks that were computed behind a compressed prompt are never published.
 from __future__ import annotations
 
 import math
-import time
 from collections import defaultdict
 from dataclasses import dataclass, field
 from hashlib import sha256
@@ -22,7 +21,16 @@ from typing import Any
 
 from ...hints import extra_args
 from ...presses import QUERIES, WINDOW
-from ..api import FullAttentionManager, KVCacheBlocks, SchedulingPolicy, logger, make_block_hash_with_group_id
+from ..api import (
+    FullAttentionManager,
+    KVCacheBlocks,
+    SchedulingPolicy,
+    find_cached,
+    logger,
+    make_block_hash_with_group_id,
+    preempt,
+    token_ids,
+)
 from ..reasons import clipping_reasons, first_reason
 from .options import ASKED, CompressionOptions
 from .steps import CompressionStep, Packing
@@ -111,7 +119,7 @@ class Compression:
         if reason := first_reason(refusals(request) | {f"budgets below {WINDOW} tokens": keep * size < WINDOW}):
             logger.warning_once("%s: requests stay exact under %s", ASKED, reason)
         elif keep < whole:
-            rest = tuple(request._all_token_ids[whole * size : tokens])
+            rest = tuple(token_ids(request)[whole * size : tokens])
             name = (request.block_hashes[whole - 1], rest, options) if request.block_hashes else (request.request_id,)
             is_shared = options.until is not None if options.share is None else options.share
             keys = self._keys(name, keep) if is_shared and request.block_hashes and tokens < prompt else []
@@ -147,7 +155,7 @@ class Compression:
 
     def _shared(self, plan: Plan) -> list[Any] | None:
         """Return the shared packed blocks of a plan if all are cached, else None."""
-        found = [self._pool.cached_block_hash_to_block.get_one_block(key) for key in plan.keys]
+        found = [find_cached(self._pool, key) for key in plan.keys]
         return None if None in found or not found else found
 
     def publish(self, request: Any, *args: Any, **kwargs: Any) -> None:
@@ -247,7 +255,7 @@ class Compression:
             is_ranked = self.scheduler.policy == SchedulingPolicy.PRIORITY
             victim = max(running, key=lambda each: (each.priority, each.arrival_time)) if is_ranked else running[-1]
             running.remove(victim)
-            self.scheduler._preempt_request(victim, time.monotonic())
+            preempt(self.scheduler, victim)
             if any(self._compress(each, self.plans[each.request_id]) for each in running):
                 return
         for each in running:

@@ -6,7 +6,7 @@ All heads of all layers are handled at once: the KV cache is read and written as
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 
 from ....triton_ops import gather_slots, scatter_slots
 from ...presses import QUERIES, SCORES
+from ..api import call_around_update
 from ..scheduler_output import entering_requests
 from .steps import CompressionStep, Packing
 
@@ -230,28 +231,5 @@ def prepare(worker: Any) -> str:
     for cache in caches:
         for layer in cache.layers.values():
             layer.impl.compressor = compressor
-    is_v2 = hasattr(runner, "update_requests")
-
-    def wrap(update: Callable[..., Any]) -> Callable[..., Any]:
-        def update_both(output: Any, *args: Any, **kwargs: Any) -> Any:
-            compressor.begin_step(output)
-            result = update(output, *args, **kwargs)
-            if not is_v2:
-                compressor.follow(runner.input_batch.req_ids, output)
-            return result
-
-        return update_both
-
-    def wrap_inputs(prepare_inputs: Callable[..., Any]) -> Callable[..., Any]:
-        def prepare_both(output: Any, *args: Any, **kwargs: Any) -> Any:
-            batch = prepare_inputs(output, *args, **kwargs)
-            compressor.follow(batch.req_ids, output)
-            return batch
-
-        return prepare_both
-
-    if is_v2:
-        runner.update_requests, runner.prepare_inputs = wrap(runner.update_requests), wrap_inputs(runner.prepare_inputs)
-    else:
-        runner._update_states = wrap(runner._update_states)
+    call_around_update(runner, compressor.begin_step, compressor.follow)
     return ""

@@ -7,11 +7,18 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata, KVConnectorRole
 
 from ....cache.tiers.tier import Tier
 from ....cache.tiers.writer import TierWriter
-from ..api import check_version, logger
+from ..api import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    check_version,
+    connector_metadata,
+    get_tensor_model_parallel_rank,
+    logger,
+)
 from ..scheduler_output import BlockTables, ScheduledRequest
 from .layout import block_bytes, check_connector, check_options, describe, layout_of, open_tier
 
@@ -175,7 +182,7 @@ class TierConnector(KVConnectorBase_V1):
         UnsupportedVersionError: A vLLM with other interfaces.
     """
 
-    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         check_version("connector")
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         transfer = vllm_config.kv_transfer_config
@@ -243,15 +250,13 @@ class TierConnector(KVConnectorBase_V1):
 
     def _open(self, plan: TransferPlan) -> Tier:
         if self._tier is None:
-            from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
-
             layout = layout_of(plan.fingerprint, get_tensor_model_parallel_rank(), self._bytes)
             self._tier = TierWriter(open_tier(self._options, layout), self._options.get("writer_bytes", 1 << 30))
         return self._tier
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Fills this step's blocks from the tier; those that it has lost are reported to the scheduler."""
-        plan = self._get_connector_metadata()
+        plan = connector_metadata(self)
         if isinstance(plan, TransferPlan) and plan.loads:
             assert self._store is not None
             tier = self._open(plan)
@@ -272,7 +277,7 @@ class TierConnector(KVConnectorBase_V1):
         if self._quiet:
             self._quiet -= 1
             return
-        plan = self._get_connector_metadata()
+        plan = connector_metadata(self)
         if isinstance(plan, TransferPlan) and plan.saves:
             assert self._store is not None
             self._store.save(self._open(plan), plan.saves)

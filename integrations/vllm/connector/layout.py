@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from ....cache.tiers.tier import Layout, Tier
+from ..api import AttentionSpec, registered_attention
 
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
 SAMPLES, SAMPLE_BYTES = 64, 4096
@@ -54,21 +55,11 @@ def describe(vllm_config: Any, kv_cache_config: Any, options: Mapping[str, Any])
         "layers": sorted(group.layer_names),
         "ranks": vllm_config.parallel_config.tensor_parallel_size,
         # Kernels of some backends keep keys in an order of their own.
-        "backends": [str(backend), *(_class_of(each) for each in ("CPU_ATTN", "CUSTOM"))],
+        "backends": [str(backend), *(registered_attention(each) for each in ("CPU_ATTN", "CUSTOM"))],
         "device": _device(str(vllm_config.device_config.device_type)),
         "hashes": [str(cache.prefix_caching_hash_algo), os.environ.get("PYTHONHASHSEED")],
     }
     return hashlib.sha256(json.dumps(said, sort_keys=True, default=str).encode()).hexdigest()
-
-
-def _class_of(backend: str) -> str:
-    """What stands behind a backend's name."""
-    from vllm.v1.attention.backends.registry import AttentionBackendEnum
-
-    try:
-        return str(AttentionBackendEnum[backend].get_path())
-    except ValueError:  # nothing does
-        return ""
 
 
 def _device(kind: str) -> str:
@@ -152,8 +143,6 @@ def check_options(options: Mapping[str, Any]) -> None:
 
 def check_connector(vllm_config: Any, kv_cache_config: Any) -> None:
     """Refuses what blocks of a tier cannot stand for, by a ValueError that names it."""
-    from vllm.v1.kv_cache_interface import AttentionSpec
-
     groups = kv_cache_config.kv_cache_groups
     kinds = [type(group.kv_cache_spec).__name__ for group in groups]
     if len(groups) != 1 or not isinstance(groups[0].kv_cache_spec, AttentionSpec):

@@ -19,6 +19,7 @@ from ....cache.keys import EncodedKeys, KeyAt, encode_keys
 from ....cache.observe.explain import Explanation, explain
 from ....cache.observe.history import ENTRY_BYTES, TOKEN_BYTES, Ended, Latest
 from ....cache.table import Ids
+from ..api import token_ids
 from .jumps import GapJumps
 from .moved import moved_from
 
@@ -62,7 +63,7 @@ class Misses:
 
     def explain(self, request: Any, jumps: GapJumps | None) -> Explanation:
         """What is there of a request that has not been admitted, and why no more."""
-        tokens, keys = array("I", request._all_token_ids), _keys_of(request)
+        tokens, keys = array("I", token_ids(request)), _keys_of(request)
         digests = self.hasher.hash_blocks(tokens, keys)
         self._names = dict(zip(split_digests(digests), request.block_hashes, strict=False))
         others = (other for name, other in self._requests.items() if name != request.request_id)
@@ -75,7 +76,7 @@ class Misses:
 
     def _text_of(self, request: Any) -> Any:
         """What of a request is known as exact, as a manager's own request."""
-        tokens = array("I", request._all_token_ids[: moved_from(request) * self.block_size])
+        tokens = array("I", token_ids(request)[: moved_from(request) * self.block_size])
         committed = min(request.num_computed_tokens, len(tokens))
         return SimpleNamespace(tokens=tokens, pending=None, keys=_keys_of(request), committed=committed)
 

@@ -1,8 +1,8 @@
-"""Prefill that jumps over what is cached behind a gap: exact KV, since vLLM's hash of a block covers all before it.
+"""Prefill that jumps over cached blocks behind a gap. Their KV is exact: a block's hash covers all tokens before it.
 
-vLLM takes a leading run of cached blocks alone. Where blocks in between are gone, a request's later runs are pinned
-when it is admitted; its chunk ends where the gap does, and the step after goes on behind the run. A worker sees a
-request that has computed more than it was told to, and needs no code of ours.
+vLLM reuses only a leading run of cached blocks. If blocks in between were evicted, the later runs are pinned when the
+request is admitted. Its chunk ends where the gap ends, and the next step continues behind the run. A worker sees a
+request that has computed more tokens than before, and needs no code of ours.
 """
 
 from __future__ import annotations
@@ -11,30 +11,33 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from vllm.v1.core.kv_cache_manager import KVCacheBlocks
-from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
-from vllm.v1.core.sched.output import NewRequestData
-from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
-from vllm.v1.request import RequestStatus
-
+from ..api import (
+    FullAttentionManager,
+    KVCacheBlocks,
+    NewRequestData,
+    RequestStatus,
+    find_cached,
+    group_ending,
+    token_ids,
+)
 from ..reasons import clipping_reasons, first_reason
 
 MIN_TOKENS = 64
-"""Of a run that is worth a jump: it ends a chunk, so it may cost a step, which takes as long as 38 tokens of prefill
-where SmolLM2 runs on a CPU (results/cpu/vllm_cpu.csv); beside steps of other requests it costs nothing."""
+"""The shortest run worth jumping over. A jump ends a chunk, so it may cost a step, which takes as long as 38 tokens of
+prefill for SmolLM2 on a CPU (results/cpu/vllm_cpu.csv). Beside steps of other requests it costs nothing."""
 
 
 class GapJumps:
-    """Later runs of cached blocks, by request: pinned from admission on, joined to its table as it comes to them.
+    """The later runs of cached blocks of each request, pinned from its admission until they join its block table.
 
-    A block is pinned by a reference of its own, which goes over to the table, or is given back with the request.
+    A pinned block has one more reference. The block table takes that reference over, or the request's end drops it.
     """
 
     def __init__(self, scheduler: Any) -> None:
         self._cache = scheduler.kv_cache_manager
         self._manager = self._cache.coordinator.single_type_managers[0]
         self._pool = self._cache.block_pool
-        self._group = make_block_hash_with_group_id(b"", self._manager.kv_cache_group_id)
+        self._group = group_ending(self._manager.kv_cache_group_id)
         self._size = self._manager.block_size
         self._min_blocks = -(-MIN_TOKENS // self._size)
         self._max_model_len = scheduler.max_model_len
@@ -43,47 +46,47 @@ class GapJumps:
         self._allocate_slots = self._cache.allocate_slots
         self._planned: tuple[Any, dict[int, Any], list[Any]] | None = None
         self.pinned: dict[str, dict[int, Any]] = {}
-        """By request the blocks that it will jump over, by their place in its table, ascending."""
+        """The blocks that each request will jump over, by their place in its block table, ascending."""
         self._unsent: dict[str, list[Any]] = {}
         self.num_jumped_tokens = self.num_moved_tokens = 0
 
     @property
     def is_busy(self) -> bool:
-        """Whether a chunk of a request that runs may have to be clipped."""
+        """Whether the chunk of a running request may have to end early."""
         return bool(self.pinned)
 
     def holds(self) -> Iterator[Any]:
-        """Blocks that are pinned, as often as they are."""
+        """Yield the pinned blocks, each as often as it is pinned."""
         for pins in self.pinned.values():
             yield from pins.values()
 
     def plan(self, request: Any, num_computed: int, anywhere: bool = False) -> bool:
-        """Whether a request that is about to be admitted has later runs, or moved text, which `allocate` then pins."""
+        """Return whether a request has later runs or moved text. `allocate` pins them when vLLM admits the request."""
         self._planned = None
         if self._cache.prefix_cache_lookup_enabled(request):
             first, rest = divmod(num_computed, self._size)
-            # Media are sent to runner V2 with a new request alone, and stripped by what it has computed.
+            # Runner V2 gets media only with a new request, without those of tokens that are computed.
             runs = {} if rest or (self._sends_anew and request.mm_features) else self._behind(request, first)
             pieces = self.find_moved(request, num_computed, runs) if anywhere else []
             self._planned = (request, runs, pieces) if runs or pieces else None
         return self._planned is not None
 
     def find_moved(self, request: Any, num_computed: int, runs: dict[int, Any]) -> list[Any]:
-        """Text behind a hit that is cached elsewhere, between later runs; here none is looked for."""
+        """Return text behind a hit that is cached elsewhere, between later runs. This class finds none."""
         return []
 
     def _planned_for(self, request: Any) -> tuple[dict[int, Any], list[Any]]:
-        """Later runs and moved text of a request, if it is the one that is about to be admitted."""
+        """Return the later runs and moved text of the request that vLLM is about to admit."""
         planned = self._planned
         return planned[1:] if planned is not None and planned[0] is request else ({}, [])
 
     def clip(self, request: Any, num_computed: int, num_new: int) -> int:
-        """What of a chunk lies in front of the next run."""
+        """Return how many tokens of a chunk lie in front of the next run."""
         runs = self._planned_for(request)[0] or self.pinned.get(request.request_id)
         return min(num_new, next(iter(runs)) * self._size - num_computed) if runs else num_new
 
     def _behind(self, request: Any, first: int) -> dict[int, Any]:
-        """Cached blocks from block number `first` on, which is not; the last token is always computed."""
+        """Return the runs of cached blocks behind block `first`, which is not cached, up to the last token's block."""
         found: dict[int, Any] = {}
         run: dict[int, Any] = {}
         for number in range(first, self._last(request)):
@@ -98,21 +101,21 @@ class GapJumps:
         return found | run if len(run) >= self._min_blocks else found
 
     def _last(self, request: Any) -> int:
-        """Blocks that may be jumped over, counted from a request's first."""
+        """Return the number of a request's blocks that a jump may reach."""
         last: int = min(len(request.block_hashes), (request.num_tokens - 1) // self._size)
         return last
 
     def _cached(self, request: Any, number: int) -> Any:
-        return self._pool.cached_block_hash_to_block.get_one_block(request.block_hashes[number] + self._group)
+        return find_cached(self._pool, request.block_hashes[number] + self._group)
 
     def allocate(self, request: Any, num_new_tokens: int, *args: Any, **kwargs: Any) -> Any:
-        """In place of vLLM's `allocate_slots`: pins what was planned, and puts what was jumped over in front."""
+        """Allocate as vLLM's `allocate_slots`; pin planned runs first, and add the blocks that were jumped over."""
         runs, _ = self._planned_for(request)
         self._planned = None
         if runs:
             blocks = list(runs.values())
             if not kwargs.get("full_sequence_must_fit") or self._room(request, blocks, **kwargs) >= 0:
-                # Before the gap's blocks are taken, which could be these.
+                # Pinned first, since the gap's blocks could be taken from these.
                 self._pool.touch(blocks)
                 given = kwargs | {"full_sequence_must_fit": False}
                 new = self._allocate_slots(request, num_new_tokens, *args, **given)
@@ -127,7 +130,7 @@ class GapJumps:
         return new
 
     def _room(self, request: Any, blocks: list[Any], **kwargs: Any) -> int:
-        """Blocks that stay free beside a whole request: vLLM's check would count what is pinned as taken and needed."""
+        """Return how many blocks stay free beside a whole request. vLLM's own check would count pinned blocks twice."""
         lead = kwargs["new_computed_blocks"].blocks[0]
         need = -(-min(request.num_tokens, self._max_model_len) // self._size)
         need -= sum(block.ref_cnt > 0 for block in (*lead, *blocks))
@@ -135,7 +138,7 @@ class GapJumps:
         return int(self._pool.get_num_free_blocks() - need)
 
     def start_step(self) -> None:
-        """Takes requests that have computed a gap, or will have in the step before, to behind the run."""
+        """Move requests that have computed a gap, or compute it in the running step, behind the run that follows it."""
         for name, pins in list(self.pinned.items()):
             self._jump(self._requests[name], pins)
             if not pins:
@@ -177,23 +180,23 @@ class GapJumps:
             stats.hits += tokens
 
     def finish_step(self, output: Any) -> None:
-        """Counts what was sent, and sends requests of the step that have jumped to runner V2 as new ones."""
+        """Note which blocks were sent; send requests that have jumped to runner V2 as new ones."""
         for name in self._unsent.keys() & output.num_scheduled_tokens.keys():
             del self._unsent[name]
-            if self._sends_anew:  # it counts computed tokens by itself, and takes a count of a new request alone
+            if self._sends_anew:  # runner V2 counts computed tokens itself, and reads the count of a new request only
                 self._send_anew(output, self._requests[name])
 
     def _send_anew(self, output: Any, request: Any) -> None:
         cached = output.scheduled_cached_reqs
         at = cached.req_ids.index(request.request_id)
         blocks = self._cache.get_block_ids(request.request_id)
-        whole = NewRequestData.from_request(request, blocks, request._all_token_ids)
+        whole = NewRequestData.from_request(request, blocks, token_ids(request))
         output.scheduled_new_reqs.append(replace(whole, num_computed_tokens=cached.num_computed_tokens[at]))
         for column in (cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, cached.num_output_tokens):
             del column[at]
 
     def release(self, request: Any) -> None:
-        """A request is preempted or has ended."""
+        """Unpin the blocks of a request that is preempted or has ended."""
         self._unsent.pop(request.request_id, None)
         pins = self.pinned.pop(request.request_id, None)
         if pins:
@@ -201,13 +204,13 @@ class GapJumps:
 
 
 def why_no_jumps(scheduler: Any) -> str:
-    """What of an engine makes jumps over gaps impossible, or ""."""
+    """Return what makes jumps over gaps impossible in an engine, or ""."""
     encodes = {"an encoder": scheduler.is_encoder_decoder or scheduler.ec_connector is not None}
     return why_not_one_chain(scheduler) or first_reason(encodes | clipping_reasons(scheduler))
 
 
 def why_not_one_chain(scheduler: Any) -> str:
-    """What of an engine's cache is more than one chain of blocks, or ""."""
+    """Return why an engine's cache is more than one chain of blocks, or ""."""
     managers = scheduler.kv_cache_manager.coordinator.single_type_managers
     reasons = {
         "no prefix caching": not scheduler.kv_cache_manager.enable_caching,

@@ -1,12 +1,12 @@
-"""Text that moved, in vLLM: cached at another position or behind other text, brought to blocks of a request's own.
+"""Text that moved, in vLLM: KV cached at another position or behind other text, copied to a request's own blocks.
 
-Approximate, so only where it is asked for. Behind the leading hit and exact gaps a prompt's pieces are looked for by
-content. The first tokens of a piece are computed, where its chunk ends; then the request goes on behind the piece, vLLM
-gives it blocks for what it has skipped, and the step tells workers what to copy and turn before its forward pass
-(`..moves`). Sources are pinned until that is sent.
+The result is approximate, so requests must ask for it. A prompt's pieces behind the leading hit and exact gaps are
+found by content. The first tokens of a piece are computed; their chunk ends there, and the request continues behind
+the piece. vLLM allocates blocks for the skipped tokens. The step names the slots that workers copy and rotate before
+its forward pass (`..moves`). The source blocks stay pinned until the step is sent.
 
-From the block with the first such KV on, a request's blocks have hashes of their own: no prompt has them, so requests
-for prefixes and gaps never read what is approximate, while it stays cached and is found by content again.
+From the block with the first moved KV on, a request's blocks get hashes that no prompt has. Requests for prefixes and
+gaps therefore never read approximate KV. It stays cached and can be found by content again.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from ....cache.reuse.content import ContentIndex, ContentMatch
 from ....cache.table import Ids
 from ...hints import extra_args
+from ..api import FullAttentionSpec, block_hash, token_ids
 from .jumps import MIN_TOKENS, GapJumps
 
 LEAD = 16
-"""Tokens of a piece that are computed where they stand: those that hang most on what is before them. With 32 the
-divergence of SmolLM2's answers behind a changed head is the same."""
+"""Tokens at the beginning of a piece that are computed, since they depend most on the text before them. With 32 tokens
+SmolLM2's answers behind a changed beginning diverge as much."""
 
 
 class Contents:
-    """VLLM's blocks with a hash, as a `ContentIndex` looks at a pool.
+    """vLLM's blocks with a hash, as a `ContentIndex` reads a pool.
 
-    An entry counts while its block has the hash that it was entered with, which stands for all that it holds.
+    An entry is valid while its block has the hash that the block had when it was entered.
     """
 
     def __init__(self, pool: Any) -> None:
@@ -47,35 +47,35 @@ class Contents:
         self._keys: list[bytes | None] = [None] * self.num_blocks
 
     def index_of(self, ids: Ids) -> Ids:
-        """Blocks as an index of fields."""
+        """Return the rows of blocks in the fields, which are their numbers."""
         return ids
 
     def lists(self, block: int) -> bool:
-        """Whether a block holds what was entered."""
+        """Return whether a block still holds the text that was entered."""
         key = self._keys[block]
-        return key is not None and self._blocks[block]._block_hash == key
+        return key is not None and block_hash(self._blocks[block]) == key
 
     def contains(self, ids: Ids) -> npt.NDArray[np.bool_]:
-        """The same for each of several."""
+        """Return the same for each of several blocks."""
         return np.fromiter(map(self.lists, ids.tolist()), np.bool_, ids.size)
 
     def enter(self, ids: Ids, keys: list[bytes | None], first: int) -> None:
-        """Blocks from number `first` of a sequence on have these hashes."""
+        """Enter blocks with their hashes; the first is number `first` of its sequence."""
         self.prefix_length[ids] = np.arange(first + 1, first + 1 + ids.size)
         for block, key in zip(ids.tolist(), keys, strict=True):
             self._keys[block] = key
 
 
 class CopiedSpan(NamedTuple):
-    """Tokens `begin` to `end` of a request that are not computed but brought from `slots`."""
+    """Tokens `begin` to `end` of a request, which are copied from `slots` instead of computed."""
 
     begin: int
     end: int
     slots: npt.NDArray[np.int64]
     deltas: npt.NDArray[np.int64]
-    """How many positions before each token stood there."""
+    """The distance in positions from each token's old place to its new one."""
     blocks: list[Any]
-    """That hold these slots."""
+    """The blocks that hold these slots."""
 
 
 class MovedJumps(GapJumps):
@@ -90,13 +90,13 @@ class MovedJumps(GapJumps):
         self._moving: dict[str, list[CopiedSpan]] = {}
 
     def follow(self) -> None:
-        """Enters from now on what blocks hold, once a request has asked: it takes 180 bytes a block, and time."""
+        """Enter the text of blocks from now on. It takes time and 180 bytes a block, so only once a request asks."""
         if self._index is None:
             self._index = ContentIndex(self._contents, self._size)  # type: ignore[arg-type]
             self._pool.contents = self
 
     def published(self, request: Any, blocks: list[Any], first: int, last: int) -> None:
-        """Blocks have got their hashes. They can be moved from the next step on, when their KV is written."""
+        """Note blocks that got their hashes. They can be moved from the next step on, when their KV is written."""
         root = _root(request)
         if root is None:
             return
@@ -104,41 +104,41 @@ class MovedJumps(GapJumps):
         for begin, end in ((first, border), (border, last)):
             if begin < end:
                 ids = np.array([block.block_id for block in blocks[begin:end]], np.int32)
-                keys = [block._block_hash for block in blocks[begin:end]]
+                keys = [block_hash(block) for block in blocks[begin:end]]
                 before = blocks[begin - 1].block_id if begin else -1
-                tokens = array("I", request._all_token_ids[begin * self._size : end * self._size])
+                tokens = array("I", token_ids(request)[begin * self._size : end * self._size])
                 self._pending.append((ids, keys, begin, before, tokens, root, end == border))
 
     @property
     def is_busy(self) -> bool:
-        """Whether a chunk of a request that runs may have to be clipped."""
+        """Whether the chunk of a running request may have to end early."""
         return bool(self.pinned or self._pieces)
 
     def holds(self) -> Iterator[Any]:
-        """Blocks that are pinned, as often as they are."""
+        """Yield the pinned blocks, each as often as it is pinned."""
         yield from super().holds()
         for pieces in (*self._pieces.values(), *self._moving.values()):
             for piece in pieces:
                 yield from piece.blocks
 
     def find_moved(self, request: Any, num_computed: int, runs: dict[int, Any]) -> list[CopiedSpan]:
-        """Text behind a hit that is cached elsewhere, between later runs; none before the first request that asks."""
+        """Return text behind a hit that is cached elsewhere, between later runs; none before the first request asks."""
         return [] if self._index is None else list(self._find(request, num_computed, runs))
 
     def _find(self, request: Any, num_computed: int, runs: dict[int, Any]) -> Iterator[CopiedSpan]:
-        """What of a prompt lies elsewhere, between later runs that stay where they are; not its last token."""
+        """Yield the pieces of a prompt that are cached elsewhere, between later runs, without its last token."""
         root, size, last = _root(request), self._size, request.num_tokens - 1
         if root is None or request.sampling_params is None or _asks_for_rows(request):
             return
         assert self._index is not None
-        tokens = np.array(request._all_token_ids[:last], np.uint32)
-        # A token in front of a run is computed: the run joins a table that has no room for more.
+        tokens = np.array(token_ids(request)[:last], np.uint32)
+        # The token in front of a run is computed: the run must join a table whose last block is full.
         ends = [number * size - 1 for number in runs if number - 1 not in runs]
         begins = [(number + 1) * size for number in runs if number + 1 not in runs]
         for begin, end in zip([num_computed, *begins], [*ends, last], strict=True):
             joined: list[ContentMatch] = []
             for match in self._index.find(tokens, begin, end, root):
-                # Turns of one conversation lie in blocks of several requests, each computed behind the one before.
+                # Turns of a conversation are in blocks of several requests, each computed behind the one before.
                 goes_on = bool(joined) and match.start == joined[-1].end
                 if not goes_on or self._index.agreed_before(match, tokens) < LEAD:
                     yield from self._piece(request, joined)
@@ -147,9 +147,9 @@ class MovedJumps(GapJumps):
             yield from self._piece(request, joined)
 
     def _piece(self, request: Any, matches: list[ContentMatch]) -> Iterator[CopiedSpan]:
-        """Neighbouring matches as one piece, if that is worth it."""
+        """Yield neighbouring matches as one piece, if it is long enough."""
         begin, end = (matches[0].start + LEAD, matches[-1].end) if matches else (0, 0)
-        # The block with the first moved token has to have a hash that can be another.
+        # The block with the first moved token must have a hash, to be replaced.
         if end - begin >= MIN_TOKENS and begin // self._size < len(request.block_hashes):
             slots = np.concatenate([match.slots for match in matches])[LEAD:]
             deltas = np.repeat([match.delta for match in matches], [len(match.slots) for match in matches])[LEAD:]
@@ -157,13 +157,13 @@ class MovedJumps(GapJumps):
             yield CopiedSpan(begin, end, slots, deltas, blocks)
 
     def clip(self, request: Any, num_computed: int, num_new: int) -> int:
-        """What of a chunk lies in front of the next run or piece."""
+        """Return how many tokens of a chunk lie in front of the next run or piece."""
         pieces = self._planned_for(request)[1] or self._pieces.get(request.request_id)
         allowed = super().clip(request, num_computed, num_new)
         return min(allowed, pieces[0].begin - num_computed) if pieces else allowed
 
     def allocate(self, request: Any, num_new_tokens: int, *args: Any, **kwargs: Any) -> Any:
-        """In place of vLLM's `allocate_slots`: pins sources too, as far as there is room beside the whole request."""
+        """Allocate as `GapJumps.allocate`; pin the sources of pieces too, if they fit beside the whole request."""
         planned, found = self._planned_for(request)
         pieces: list[CopiedSpan] = []
         if found:
@@ -181,15 +181,15 @@ class MovedJumps(GapJumps):
         if pieces and new is not None:
             self._pieces[request.request_id] = pieces
         elif pieces:
-            self._let_go(pieces)
+            self._unpin(pieces)
         return new
 
-    def _let_go(self, pieces: list[CopiedSpan]) -> None:
+    def _unpin(self, pieces: list[CopiedSpan]) -> None:
         for piece in pieces:
             self._pool.free_blocks(reversed(piece.blocks))
 
     def start_step(self) -> None:
-        """Takes requests to behind a run, or a piece, as far as they have come."""
+        """Move requests that have come to a run, or to a piece, behind it."""
         super().start_step()
         for ids, keys, first, before, tokens, root, exact in self._pending:
             self._contents.enter(ids, keys, first)
@@ -213,14 +213,14 @@ class MovedJumps(GapJumps):
                 del self._pieces[name]
 
     def _rename(self, request: Any, number: int) -> None:
-        """Gives a request's blocks from `number` on hashes of their own; later ones follow from them."""
+        """Give a request's blocks from `number` on hashes of their own; later hashes follow from them."""
         exact = request.block_hashes[number]
         request.block_hashes[number:] = [sha256(b"pc.moved" + exact).digest()[: len(exact)]]
         request.update_block_hashes()
         request.pc_moved_from = number
 
     def finish_step(self, output: Any) -> None:
-        """Tells workers what to move, for requests of the step."""
+        """Name in the step what workers move for its requests."""
         super().finish_step(output)
         moves = []
         for name in self._moving.keys() & output.num_scheduled_tokens.keys():
@@ -229,25 +229,25 @@ class MovedJumps(GapJumps):
             for piece in pieces:
                 at = np.arange(piece.begin, piece.end)
                 moves.append((piece.slots, table[at // self._size] * self._size + at % self._size, piece.deltas))
-            self._let_go(pieces)  # whoever is given these blocks writes to them a step later
+            self._unpin(pieces)  # their next owner writes to them in a later step
         if moves:
             output.pc_moves = moves
 
     def release(self, request: Any) -> None:
-        """A request is preempted or has ended."""
+        """Unpin the blocks and sources of a request that is preempted or has ended."""
         super().release(request)
         for pieces in (self._pieces.pop(request.request_id, []), self._moving.pop(request.request_id, [])):
-            self._let_go(pieces)
+            self._unpin(pieces)
 
 
 def moved_from(request: Any) -> int:
-    """The number of a request's first block with moved KV, beyond all where it has none."""
+    """Return the number of a request's first block with moved KV; a number beyond all blocks if there is none."""
     number: int = getattr(request, "pc_moved_from", 1 << 62)
     return number
 
 
 def _root(request: Any) -> bytes | None:
-    """What stands for salt and adapter; None where KV hangs on more than these and tokens."""
+    """Return a digest of salt and adapter; None if KV depends on more than these and the tokens."""
     if request.mm_features or request.prompt_embeds is not None:
         return None
     adapter = request.lora_request
@@ -256,13 +256,13 @@ def _root(request: Any) -> bytes | None:
 
 
 def _asks_for_rows(request: Any) -> bool:
-    """Whether it wants hidden states of each token, which stay where they were computed."""
+    """Return whether a request asks for hidden states of each token. Rows of moved tokens do not exist."""
     extra = extra_args(request)
     return bool(extra.get("pc_hidden_states") or extra.get("pc_prompt_logprobs"))
 
 
 def why_no_moves(scheduler: Any) -> str:
-    """What of an engine that can jump over gaps makes moves impossible, or ""; workers were asked when it started."""
+    """Return what makes moves impossible in an engine that can jump over gaps, or "". Workers answered at the start."""
     (group,) = scheduler.kv_cache_config.kv_cache_groups
     if type(group.kv_cache_spec) is not FullAttentionSpec:
         return f"layers with a cache of the kind {type(group.kv_cache_spec).__name__}"

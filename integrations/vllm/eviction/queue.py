@@ -1,4 +1,4 @@
-"""Stands in for vLLM's queue of free blocks: those without content first, of the others those that a policy chooses."""
+"""The queue of free blocks behind vLLM's pool: blocks without content first, then the victims of a policy."""
 
 from __future__ import annotations
 
@@ -10,66 +10,71 @@ from ...policy_pool import PolicyPool
 from .waiting import WaitingPrefixes
 
 AHEAD_FROM, AHEAD = 16_384, 64
-"""A pool of so many blocks chooses a 64th of them ahead: their code, called once in a few steps for a few
-blocks, takes ten times as long as when its instructions and arrays are in the processor's caches.
+"""A pool of at least AHEAD_FROM blocks chooses 1/AHEAD of them in advance. A policy that chooses a few blocks every few
+steps runs with cold processor caches, which takes ten times as long.
 
-A 32nd in a pool of 4,200 blocks lost the default 1.2 % of its hits: half a request is little, five are not.
+In a pool of 4,200 blocks, choosing 1/32 in advance lost the default policy 1.2 % of its hits.
 """
 
 ROUNDS = 8
-"""How often a policy is asked for blocks of which too many are waited for, each time for twice as many."""
+"""How often a policy is asked again when waiting requests will hit its victims, each time for twice as many."""
 LEFT = 16
-"""Requests that wait no more, after which it is looked at what only they waited for."""
+"""After so many requests have left the queue, the blocks that were kept for waiting requests are checked again."""
 
 
 class PolicyQueue:
-    """The interface of vLLM's `FreeKVCacheBlockQueue` over an eviction policy; of `free` none may have a hash.
+    """The interface of vLLM's `FreeKVCacheBlockQueue` over an eviction policy.
 
-    Blocks without a hash hold nothing that could be hit: they are handed out first, those freed last before those never
-    used, as vLLM does. Under the lru policy the order is vLLM's own. Victims chosen ahead can be hit until they are
-    handed out; to the policy that is content that came back. So can those that a waiting request will find: they are
-    handed out after all others.
+    Blocks without a hash cannot be hit, so they are allocated first: those freed last, then those never used, as in
+    vLLM. Under the lru policy the order is vLLM's own. A victim that was chosen in advance can still be hit until it is
+    allocated; the policy is notified that the content returned. Victims that a waiting request will hit are allocated
+    after all others.
+
+    Args:
+        blocks: All blocks of the pool.
+        free: The free ones, none with a hash.
+        state: The policy's view of the pool.
     """
 
     waiting: WaitingPrefixes | None = None
-    """What waiting requests will find; None: not looked at."""
+    """The hashes that waiting requests will hit; None: they do not count."""
 
     def __init__(self, blocks: list[Any], free: list[Any], state: PolicyPool) -> None:
         self._blocks = blocks
         self._state = state
-        self._empty = free[::-1]  # the last is handed out next
-        self._chosen: list[int] = []  # the first is handed out next
-        self._kept: list[int] = []  # chosen, but waited for
+        self._empty = free[::-1]  # the last is allocated next
+        self._chosen: list[int] = []  # the first is allocated next
+        self._kept: list[int] = []  # victims that a waiting request will hit
         self._seen = 0, 0
         self.num_evicted = 0
-        """Victims handed out."""
+        """Victims that were allocated."""
         self.num_returned = 0
-        """Victims that were hit before."""
+        """Victims that were hit before they were allocated."""
         self._ahead = len(blocks) // AHEAD if len(blocks) >= AHEAD_FROM else 0
         self.num_free_blocks = len(free)
 
     @property
     def num_kept(self) -> int:
-        """Victims that stay because they are waited for."""
+        """Victims that stay because a waiting request will hit them."""
         return len(self._kept)
 
     @property
     def num_empty_blocks(self) -> int:
-        """Blocks without content, which are handed out first."""
+        """Blocks without content."""
         return len(self._empty)
 
     def popleft(self) -> Any:
-        """The next block."""
+        """Allocate the next block."""
         if not self.num_free_blocks:
             raise ValueError("No free blocks available")
         return self.popleft_n(1)[0]
 
     def popleft_n(self, n: int) -> list[Any]:
-        """The next `n` blocks."""
+        """Allocate the next `n` blocks."""
         return self.take(n)[0]
 
     def take(self, n: int) -> tuple[list[Any], array[int]]:
-        """The next `n` blocks and their numbers; the policy is asked for what those without content do not cover."""
+        """Allocate the next `n` blocks; return them and their numbers."""
         empty = self._empty
         assert n <= self.num_free_blocks
         if n > len(empty) and self.waiting is not None:
@@ -91,7 +96,7 @@ class PolicyQueue:
         return taken, numbers
 
     def _choose(self, count: int) -> None:
-        """Has `count` victims at least, so far as there are others none that is waited for."""
+        """Choose victims until there are `count`; take those that a request waits for only if there are no others."""
         others = self.num_free_blocks - len(self._empty) - len(self._chosen) - len(self._kept)
         for doubled in range(ROUNDS):
             lacking = count - len(self._chosen)
@@ -105,7 +110,7 @@ class PolicyQueue:
         del self._kept[:lacking]
 
     def _look_again(self, waiting: WaitingPrefixes) -> None:
-        """Sets aside what is waited for by now of blocks chosen ahead; at times the contrary, of those set aside."""
+        """Sort victims again after requests have joined the queue or, at times, after some have left it."""
         waiting.refresh()
         joined, left = self._seen
         candidates: list[int] = []
@@ -117,18 +122,18 @@ class PolicyQueue:
         self._seen = waiting.joined, left
 
     def _sort_out(self, victims: list[int]) -> None:
-        """Sets those aside that are waited for."""
+        """Keep the victims that a waiting request will hit."""
         free, awaited = (victims, []) if self.waiting is None else self.waiting.split(victims, self._blocks)
         self._chosen += free
         self._kept += awaited
 
     def remove(self, block: Any) -> None:
-        """Takes out a block that was hit."""
+        """Remove a block that was hit."""
         returned = self.discard([block])
         self._state.accessed([block.block_id], [each.block_id for each in returned])
 
     def discard(self, blocks: list[Any]) -> list[Any]:
-        """Takes blocks out without notifying the policy; returns those that it had chosen already."""
+        """Remove blocks without notifying the policy; return those that it had chosen already."""
         self.num_free_blocks -= len(blocks)
         if None in [block.block_hash for block in blocks]:
             gone = {id(block) for block in blocks if block.block_hash is None}
@@ -144,28 +149,28 @@ class PolicyQueue:
         return [block for block in blocks if block.block_id in found]
 
     def append(self, block: Any) -> None:
-        """A block was released with its content."""
+        """Add a block that was released with its content."""
         self.append_n([block])
 
     def append_n(self, blocks: list[Any]) -> None:
-        """Blocks were released with their content, the last of their sequence first."""
+        """Add blocks that were released with their content, the last of their sequence first."""
         self.append_numbers(array("i", [block.block_id for block in reversed(blocks)]))
 
     def append_numbers(self, numbers: array[int]) -> None:
-        """As `append_n`, by number and in the order of their sequence."""
+        """Add blocks like `append_n`, by number and in the order of their sequence."""
         if numbers:
             self.num_free_blocks += len(numbers)
             self._state.released(numbers)
 
     def prepend_n(self, blocks: list[Any]) -> None:
-        """Blocks without content were released; the first of them is the next to be handed out."""
+        """Add blocks that were released without content; the first of them is allocated next."""
         if blocks:
             self.num_free_blocks += len(blocks)
             self._empty += blocks[::-1]
             self._state.dropped([block.block_id for block in blocks])
 
     def forget_contents(self) -> None:
-        """No block has a hash any more: all go in the order they would have gone, and the policy begins anew."""
+        """Handle the loss of all hashes: free blocks keep the order of eviction, and the policy starts over."""
         chosen = self._chosen + self._kept
         waiting = self.num_free_blocks - len(self._empty) - len(chosen)
         ids = self._state.victims(waiting).tolist() if waiting else []
@@ -174,11 +179,11 @@ class PolicyQueue:
         self._state.clear()
 
     def get_all_free_blocks(self) -> list[Any]:
-        """Every free block: those without content in their order, then the others by number (a policy has no order)."""
+        """Return every free block: those without content in their order, then the others by number."""
         empty = {block.block_id for block in self._empty}
         cached = [b for b in self._blocks if b.ref_cnt == 0 and not b.is_null and b.block_id not in empty]
         return [*reversed(self._empty), *cached]
 
     def iter_blocks_after(self, cursor: Any) -> Iterator[Any]:
-        """Refused: a policy decides when it is asked."""
+        """Refuse: a policy decides only when it is asked."""
         raise NotImplementedError("iter_blocks_after: an eviction policy has no order to walk through")

@@ -1,20 +1,17 @@
-"""vLLM's schedulers with an eviction policy behind their block pool, hints to it, and jumps over what is known."""
+"""vLLM's schedulers with an eviction policy behind their block pool, hints to it, and jumps over cached tokens."""
 
 from __future__ import annotations
 
 from dataclasses import asdict
 from typing import Any
 
-from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-from vllm.v1.core.sched.scheduler import Scheduler
-
 from ...hints import Hint, extra_args, read_or_warn
-from ..api import logger
+from ..api import AsyncScheduler, BlockPool, HookedScheduler, available, become_stock, logger
 from ..compression.options import ASKED as COMPRESS
 from ..compression.options import read_options
 from ..compression.scheduler import Compression, why_no_compression
 from ..features import REUSE, announce, asked_of_scheduler, chosen_policy
-from ..metrics import COUNTERS, add_counts
+from ..metrics import COUNTERS, PolicyCounts
 from .chunks import make_chunks
 from .explaining import ASKED, Misses
 from .jumps import GapJumps, why_no_jumps, why_not_one_chain
@@ -26,8 +23,12 @@ PEEKING = ("SimpleCPUOffloadConnector",)
 """Connectors of vLLM that walk through the queue of free blocks ahead of time."""
 
 
-class PolicyScheduler(Scheduler):
-    """vLLM's scheduler with a policy of `pc.cache` (`scheduler_cls`, with `async_scheduling=False`)."""
+class PolicyScheduler(HookedScheduler):
+    """vLLM's scheduler with a policy of `pc.cache` (`scheduler_cls`, with `async_scheduling=False`).
+
+    If the installed vLLM lacks what the policy needs, the scheduler becomes vLLM's own and logs why. A part that vLLM
+    lacks something for is left out and logged: jumps over gaps, moved text, fixed chunks, explanations.
+    """
 
     block_pool: PolicyBlockPool
     kv_cache_manager: Any
@@ -37,36 +38,57 @@ class PolicyScheduler(Scheduler):
         if transfer is not None and transfer.kv_connector in PEEKING:
             raise ValueError(f"kv_connector: got {transfer.kv_connector}, which needs vLLM's own order of eviction")
         super().__init__(vllm_config, *args, **kwargs)
+        if not self._can_have_policy():
+            become_stock(self)
+            return
         self.block_pool = install_policy(self.kv_cache_manager.block_pool, chosen_policy(vllm_config))
         self._awaited = WaitingPrefixes(lambda: self.waiting)
-        if not self.block_pool.policy_state.is_lru:  # with lru all is as vLLM has it
+        if not self.block_pool.policy_state.is_lru:  # under lru vLLM's own order holds
             self.block_pool.free_block_queue.waiting = self._awaited
-        # Rows of hidden states are void where a KV connector, unseen by the workers, fills blocks anew.
+        # A KV connector fills new blocks unseen by the workers, which must forget the rows of hidden states there.
         self._sends_fresh = transfer is not None
         self.block_pool.handed_out = [] if self._sends_fresh else None
         self._hints: dict[str, Hint] = {}
         self._hinted: dict[str, list[int]] = {}
         self._hints_seen = False
         self._counts = dict.fromkeys(COUNTERS, 0)
-        self._told = dict(self._counts)
+        self._exported = PolicyCounts(vllm_config)
         self._reuse = asked_of_scheduler(vllm_config, "pc_reuse")
         self._reuse_asked: dict[str, str] = {}
         self.chunks = make_chunks(self, asked_of_scheduler(vllm_config, "pc_chunk"))
         self.jumps = self._make_jumps()
         self._misses: Misses | None = None
         self._unexplained: set[str] = set()
+        self.clips = self.chunks is not None or self.jumps is not None
         self.compression: Compression | None = None
-        """What compresses requests, from the first one on that asks."""
+        """What compresses requests, from the first one that asks."""
         self._allocate_slots = self.kv_cache_manager.allocate_slots
         announce(vllm_config)
 
+    def _can_have_policy(self) -> bool:
+        if not available("eviction", scheduler=self):
+            return False
+        kind = type(self.kv_cache_manager.block_pool)
+        if not issubclass(kind, BlockPool):
+            logger.warning_once("eviction is off, and vLLM's own code runs in its place: a block pool of %s", kind)
+            return False
+        return True
+
     def _make_jumps(self) -> GapJumps | None:
-        """What jumps over gaps, and moved text if it can; what cannot is logged, louder where it was asked for."""
-        if reason := "fixed chunks" if self.chunks is not None else why_no_jumps(self):
-            log = logger.info_once if self._reuse in ("", "prefix") else logger.warning_once
+        """Make what jumps over gaps, and over moved text where that is possible; log what is not possible.
+
+        The log is a warning for a user who asked for it.
+        """
+        asked = self._reuse not in ("", "prefix")
+        reason = "fixed chunks" if self.chunks is not None else ""
+        if not reason and not available("eviction.gap", scheduler=self):
+            return None
+        if reason := reason or why_no_jumps(self):
+            log = logger.warning_once if asked else logger.info_once
             log("what is cached behind a gap is not reused under %s", reason)
             return None
-        self._cannot_move = why_no_moves(self)
+        self._cannot_move = "" if available("eviction.anywhere", scheduler=self) else "this release of vLLM"
+        self._cannot_move = self._cannot_move or why_no_moves(self)
         if self._cannot_move:
             log = logger.warning_once if self._reuse == "anywhere" else logger.info_once
             log("text that moved is not reused under %s", self._cannot_move)
@@ -77,7 +99,7 @@ class PolicyScheduler(Scheduler):
         return moved
 
     def add_request(self, request: Any) -> None:
-        """Takes a request's hint, unless it cannot be read: that is logged, and the request goes on without."""
+        """Take over a request with its hint. A hint that cannot be read is logged and left out."""
         extra = extra_args(request)
         if extra.get(COMPRESS) is not None:
             self._will_compress(request)
@@ -101,7 +123,7 @@ class PolicyScheduler(Scheduler):
             self._counts["hints"] += 1
             self._hints[request.request_id] = hint
             self._hints_seen = True
-            self.kv_cache_manager.allocate_slots = self._allocate_hinted  # dearer, so from the first hint on
+            self.kv_cache_manager.allocate_slots = self._allocate_hinted  # slower, so only from the first hint on
         super().add_request(request)
 
     def _will_compress(self, request: Any) -> None:
@@ -111,23 +133,31 @@ class PolicyScheduler(Scheduler):
         except (TypeError, ValueError) as error:
             logger.warning("request %s stays exact: %s", request.request_id, error)
             return
-        if reason := why_no_compression(self):
-            logger.warning_once("%s: requests stay exact under %s", COMPRESS, reason)
-            return
-        self.compression = self.compression or Compression(self)
+        if self.compression is None:
+            if not available("compression", scheduler=self):
+                return
+            if reason := why_no_compression(self):
+                logger.warning_once("%s: requests stay exact under %s", COMPRESS, reason)
+                return
+            self.compression = Compression(self)
+            self.clips = True
         if options is not None:
             self.compression.add(request, options)
 
     def _will_explain(self, request_id: str) -> None:
-        """Has a request's miss explained when it is admitted, and remembers requests that end from now on."""
-        if reason := why_not_one_chain(self):
-            logger.warning_once("%s: what is not cached is not explained under %s", ASKED, reason)
-            return
-        self._misses = self._misses or Misses(self)
+        """Have a request's miss explained when it is admitted, and remember requests that end from now on."""
+        if self._misses is None:
+            if not available("eviction.explain", scheduler=self):
+                return
+            if reason := why_not_one_chain(self):
+                logger.warning_once("%s: what is not cached is not explained under %s", ASKED, reason)
+                return
+            self._misses = Misses(self)
         self._unexplained.add(request_id)
+        self.clips = True
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
-        """A step; with a KV connector, which may fill blocks, the workers are sent those handed out anew."""
+        """Schedule a step. With a KV connector, the step names the blocks that were newly allocated."""
         self._awaited.is_stale = True
         if self.compression is not None:
             self.compression.start_step()
@@ -142,9 +172,8 @@ class PolicyScheduler(Scheduler):
             output.pc_fresh_blocks, self.block_pool.handed_out = self.block_pool.handed_out, []
         return output
 
-    def _reserve_prefill_lookahead(self, request: Any, num_computed_tokens: int, num_new_tokens: int) -> int:
-        """VLLM asks for each request of a step how long its chunk may be: in front of a run that is cached it ends."""
-        allowed: int = super()._reserve_prefill_lookahead(request, num_computed_tokens, num_new_tokens)
+    def clip_chunk(self, allowed: int, request: Any, num_computed_tokens: int, num_new_tokens: int) -> int:
+        """End a request's chunk in front of a cached run. vLLM asks for each request of a step."""
         if self._misses is not None and request.request_id in self._unexplained:
             self._unexplained.remove(request.request_id)
             logger.info("request %s: %s", request.request_id, self._misses.explain(request, self.jumps))
@@ -157,7 +186,7 @@ class PolicyScheduler(Scheduler):
             return allowed
         reuse = self._reuse_asked.get(request.request_id, self._reuse)
         if admits and reuse != "prefix" and jumps.plan(request, num_computed_tokens, reuse == "anywhere"):
-            self._allocate_slots = jumps.allocate  # dearer, so from the first gap on
+            self._allocate_slots = jumps.allocate  # slower, so only from the first gap on
             if not self._hints_seen:
                 self.kv_cache_manager.allocate_slots = jumps.allocate
         return jumps.clip(request, num_computed_tokens, allowed)
@@ -166,11 +195,11 @@ class PolicyScheduler(Scheduler):
         blocks = self._allocate_slots(request, *args, **kwargs)
         hint = self._hints.get(request.request_id)
         if hint is not None and hint.ranges and blocks is not None:
-            self._hand_on(request.request_id, hint)
+            self._pass_on(request.request_id, hint)
         return blocks
 
-    def _hand_on(self, request_id: str, hint: Hint) -> None:
-        """Hints the blocks that a request has got since last time."""
+    def _pass_on(self, request_id: str, hint: Hint) -> None:
+        """Hint the policy at the blocks that a request has got since the last call."""
         managers = self.kv_cache_manager.coordinator.single_type_managers
         done = self._hinted.setdefault(request_id, [0] * len(managers))
         for group, manager in enumerate(managers):
@@ -183,7 +212,7 @@ class PolicyScheduler(Scheduler):
                     self.block_pool.policy_state.hinted(ids, each.priority, each.ttl)
 
     def make_stats(self, *args: Any, **kwargs: Any) -> Any:
-        """VLLM's statistics of a step, with what the policy has done since the last."""
+        """Return vLLM's statistics of a step, and export the policy's own."""
         stats = super().make_stats(*args, **kwargs)
         if stats is not None:
             queue, jumps, counts = self.block_pool.free_block_queue, self.jumps, dict(self._counts)
@@ -192,23 +221,22 @@ class PolicyScheduler(Scheduler):
             if jumps is not None:
                 counts |= {"jumped_tokens": jumps.num_jumped_tokens, "moved_tokens": jumps.num_moved_tokens}
             counts |= {"evicted_blocks": queue.num_evicted, "returned_blocks": queue.num_returned}
-            since = {name: count - self._told[name] for name, count in counts.items()}
-            add_counts(stats, since | {"kept_blocks": queue.num_kept})
-            self._told = counts
+            self._exported.set(counts | {"kept_blocks": queue.num_kept})
         return stats
 
-    def _preempt_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
+    def before_preemption(self, request: Any) -> None:
+        """Hint at all of a request's blocks again once it resumes."""
         self._hinted.pop(request.request_id, None)
-        return super()._preempt_request(request, *args, **kwargs)
 
-    def _free_request_blocks(self, request: Any) -> None:
+    def before_release(self, request: Any) -> None:
+        """Unpin what a request would have jumped over."""
         if self.jumps is not None:
             self.jumps.release(request)
         if self.compression is not None:
             self.compression.release(request)
-        super()._free_request_blocks(request)
 
-    def _free_blocks(self, request: Any) -> None:
+    def before_end(self, request: Any) -> None:
+        """Notify the policy of a request's end."""
         self._reuse_asked.pop(request.request_id, None)
         self._unexplained.discard(request.request_id)
         if self.compression is not None:
@@ -218,7 +246,6 @@ class PolicyScheduler(Scheduler):
         hint = self._hints.pop(request.request_id, None)
         self._hinted.pop(request.request_id, None)
         self.block_pool.policy_state.finished(request.num_output_tokens, None if hint is None else hint.returns)
-        super()._free_blocks(request)
 
 
 class AsyncPolicyScheduler(PolicyScheduler, AsyncScheduler):

@@ -1,4 +1,4 @@
-"""What requests that wait to be scheduled will find: a future that no policy has to guess."""
+"""The blocks that waiting requests will hit: a future that no policy has to guess."""
 
 from __future__ import annotations
 
@@ -6,15 +6,17 @@ import itertools
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from ..api import block_hash
+
 MOST = 64
-"""Waiting requests that are looked at, the next ones."""
+"""How many of the next waiting requests count."""
 
 
 class WaitingPrefixes:
     """Block hashes of the requests that are next to run.
 
-    A hash is known with the last of them that has it: as a rule it is the last to leave as well, and a count of all
-    would take as long as vLLM's own part of a step.
+    Each hash is stored with the last request that has it, which usually is the last to leave too. Counting all requests
+    of a hash would take as long as vLLM's own part of a step.
     """
 
     def __init__(self, waiting: Callable[[], Iterable[Any]]) -> None:
@@ -24,17 +26,17 @@ class WaitingPrefixes:
         self._present: set[int] = set()
         self._num_hashes = 0
         self.joined = 0
-        """Requests that have come to be looked at."""
+        """The number of requests that were added."""
         self.is_stale = True
-        """Set before each step, since within one the queue only gets shorter."""
+        """Set before each step; within a step the queue only gets shorter."""
 
     @property
     def left(self) -> int:
-        """Requests that were looked at and are no more."""
+        """The number of requests that were added and have left the queue."""
         return self.joined - len(self._present)
 
     def refresh(self) -> None:
-        """Looks at the scheduler's queue."""
+        """Read the scheduler's queue, once a step."""
         if not self.is_stale:
             return
         self.is_stale = False
@@ -54,14 +56,13 @@ class WaitingPrefixes:
             self._num_hashes = len(self._serials)
 
     def split(self, numbers: list[int], blocks: list[Any]) -> tuple[list[int], list[int]]:
-        """Those that no request waits for, and the others."""
+        """Split blocks into those that no request waits for, and the others."""
         if not self._present:
             return numbers, []
         free: list[int] = []
         awaited: list[int] = []
         serials, present = self._serials, self._present
         for number in numbers:
-            key = blocks[number]._block_hash
-            # Behind the hash is vLLM's number of the group of layers.
+            key = block_hash(blocks[number])  # ends with the group of layers, 4 bytes
             (free if key is None or serials.get(key[:-4]) not in present else awaited).append(number)
         return free, awaited

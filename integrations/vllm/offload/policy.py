@@ -15,13 +15,10 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any, ClassVar
 
-from vllm.v1.kv_offload.cpu.policies.base import CachePolicy
-from vllm.v1.kv_offload.cpu.policies.lru import LRUCachePolicy
-
 from ....cache.policies import POLICIES, make_policy
 from ...hints import read_or_warn
 from ...policy_pool import PolicyPool
-from ..api import check_version, logger
+from ..api import CachePolicy, LRUCachePolicy, check_version, logger
 
 PREFIX = "pc_"
 LEAST_KEY = 12

@@ -12,12 +12,19 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from vllm.v1.kv_offload.base import Locality, LookupResult, Medium, RequestOffloadingContext
-from vllm.v1.kv_offload.tiering.async_lookup import AsyncLookupManager
-from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
 from ....cache.tiers.tier import Layout, Tier
-from ..api import check_version, logger
+from ..api import (
+    AsyncLookupManager,
+    JobResult,
+    Locality,
+    LookupResult,
+    Medium,
+    RequestOffloadingContext,
+    SecondaryTierManager,
+    check_version,
+    logger,
+)
 from ..connector.layout import check_options, open_tier
 
 
@@ -46,7 +53,7 @@ class TierManager(SecondaryTierManager):
     Raises ValueError at start-up for an option that is not known, or one that is missing.
     """
 
-    medium: ClassVar[Medium] = Medium.STORAGE
+    medium: ClassVar[Any] = Medium.STORAGE
 
     def __init__(
         self,
@@ -74,9 +81,9 @@ class TierManager(SecondaryTierManager):
         self._lookup = TierLookup(self._tier, tier_type)
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="pc_offload")
         self._running: set[Future[None]] = set()
-        self._finished: queue.SimpleQueue[tuple[JobResult, list[bytes]]] = queue.SimpleQueue()
+        self._finished: queue.SimpleQueue[tuple[Any, list[bytes]]] = queue.SimpleQueue()
 
-    def lookup(self, key: bytes, req_context: Any) -> LookupResult:
+    def lookup(self, key: bytes, req_context: Any) -> Any:
         """Whether a chunk is there; RETRY until its thread has looked."""
         found = self._lookup.lookup(key, req_context)
         if found is None:
@@ -91,7 +98,7 @@ class TierManager(SecondaryTierManager):
         """Has chunks read into host memory."""
         self._submit(self._load, job_metadata)
 
-    def get_finished_jobs(self) -> Iterable[JobResult]:
+    def get_finished_jobs(self) -> Iterable[Any]:
         """Jobs that have ended since the last call."""
         self._running = {future for future in self._running if not future.done()}  # first: others end meanwhile
         results = []
@@ -105,7 +112,7 @@ class TierManager(SecondaryTierManager):
         """Whether jobs are under way: the engine goes on stepping until they are known to have ended."""
         return bool(self._running)
 
-    def on_new_request(self, req_context: Any) -> RequestOffloadingContext:
+    def on_new_request(self, req_context: Any) -> Any:
         """Nothing is kept of requests but what was looked up for them."""
         return RequestOffloadingContext()
 

@@ -8,17 +8,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from vllm_omni.core.prefix_cache.interface import (
-    ModelCachePolicy,
-    OmniPrefixCacheStagingTimeoutError,
-    OmniPrefixCacheUnmatchError,
-    PrefixCacheConfig,
-    StageCacheOutputs,
-    is_hidden_key,
-)
 
 from ....cache.tensors.step import Step, StepSlots
 from ....cache.tensors.tensor_cache import TensorCache
+from .. import api
 from ..scheduler_output import entering_requests
 from .steps import GroupView, Leftover, PrefixHit, SavedStep, copied_rows
 
@@ -37,14 +30,14 @@ class OmniPrefixCacheManager:
     that is missing is an OmniPrefixCacheUnmatchError in `materialize`, of other names it is zero, as in vLLM-Omni.
     """
 
-    def __init__(self, config: PrefixCacheConfig, view: Any, *, eager: bool | None = None) -> None:
+    def __init__(self, config: Any, view: Any, *, eager: bool | None = None) -> None:
         self._config, self._view = config, view
         self._size: int = view.block_size
         self._group: int = getattr(view, "group", 0)
         self._slots: Callable[[Sequence[str], Mapping[str, int]], StepSlots] = (
             view.slots if isinstance(view, GroupView) else self._slots_of_array
         )
-        self._hidden_key = ModelCachePolicy().hidden_key
+        self._hidden_key = api.ModelCachePolicy().hidden_key
         self._cache = TensorCache(None, config.num_blocks, self._size)
         self._limit = config.num_blocks * self._size
         self._kinds: dict[str, tuple[torch.Size, torch.dtype]] = {}
@@ -56,7 +49,7 @@ class OmniPrefixCacheManager:
         self._steps: dict[int, SavedStep] = {}
         self._next_step_id = 1
 
-    def register_policy(self, policy: ModelCachePolicy) -> None:
+    def register_policy(self, policy: Any) -> None:
         """What of a model is kept."""
         self._hidden_key = policy.hidden_key
 
@@ -76,7 +69,9 @@ class OmniPrefixCacheManager:
         if had < computed:
             if len(blocks) * self._size < computed:
                 got = f"{len(blocks)} for {computed} cached tokens"
-                raise OmniPrefixCacheUnmatchError(f"block_ids: got {got}: prefix hit of {request} carries no block_ids")
+                raise api.OmniPrefixCacheUnmatchError(
+                    f"block_ids: got {got}: prefix hit of {request} carries no block_ids"
+                )
             self._hits[request] = PrefixHit(had, computed, np.array(blocks, np.int32))
 
     def save_outputs(
@@ -100,9 +95,9 @@ class OmniPrefixCacheManager:
         requests = self._view.batch_req_ids()
         slots = self._slots(requests, counts) if count else StepSlots(0, [])
         if slots.count != count or slots.low < 0:
-            raise OmniPrefixCacheUnmatchError(f"slot mapping covers {slots.count} of {count} scheduled tokens")
+            raise api.OmniPrefixCacheUnmatchError(f"slot mapping covers {slots.count} of {count} scheduled tokens")
         if slots.high >= self._limit:
-            raise OmniPrefixCacheUnmatchError(f"slots: got {slots.high}, needs at most {self._limit - 1}")
+            raise api.OmniPrefixCacheUnmatchError(f"slots: got {slots.high}, needs at most {self._limit - 1}")
         with self._lock:
             try:
                 kept, leftover = self._sort(hidden_states, mm_outputs, count, num_tokens_padded)
@@ -140,10 +135,10 @@ class OmniPrefixCacheManager:
         if count and hidden_states is not None and self._hidden_key is not None:
             shape = hidden_states.shape
             if len(shape) < 2 or shape[0] < count:
-                raise OmniPrefixCacheUnmatchError(f"hidden_states: got {list(shape)}, needs {count} rows")
+                raise api.OmniPrefixCacheUnmatchError(f"hidden_states: got {list(shape)}, needs {count} rows")
             self._keep(kept, self._hidden_key, hidden_states, shape, count)
         for name, value in outputs.items() if outputs else ():
-            if is_hidden_key(name):
+            if api.is_hidden_key(name):
                 continue
             per_token = count and isinstance(value, torch.Tensor) and value.dim() > 1 and value.layout == torch.strided
             if per_token and value.shape[0] in (count, padded):
@@ -160,14 +155,14 @@ class OmniPrefixCacheManager:
             try:
                 self._cache.register(name, *kind)
             except ValueError as error:
-                raise OmniPrefixCacheUnmatchError(str(error)) from error
+                raise api.OmniPrefixCacheUnmatchError(str(error)) from error
             self._kinds[name] = kind
         kept[name] = value if shape[0] == count else value[:count]
 
     def _wait_for_room(self) -> None:
         limit = self._config.staging_claim_timeout_s
         if not self._taken.wait_for(lambda: len(self._steps) < self._config.staging_depth, limit):
-            raise OmniPrefixCacheStagingTimeoutError(
+            raise api.OmniPrefixCacheStagingTimeoutError(
                 f"no place for a step within {limit} s: unconsumed step contexts (ids={sorted(self._steps)})"
             )
 
@@ -177,10 +172,10 @@ class OmniPrefixCacheManager:
             if saved.rows is None:
                 try:
                     saved.rows = saved.read(self._cache, list(saved.spans))
-                except OmniPrefixCacheUnmatchError as error:
+                except api.OmniPrefixCacheUnmatchError as error:
                     saved.rows = error
 
-    def materialize(self, step_id: int, req_ids: Sequence[str]) -> StageCacheOutputs:
+    def materialize(self, step_id: int, req_ids: Sequence[str]) -> Any:
         """What a step gives to each request, once: its rows, behind those of a hit.
 
         Hidden states `[num_tokens, hidden_size]` in host memory by request (None where none are kept), and the other
@@ -191,24 +186,24 @@ class OmniPrefixCacheManager:
             saved = self._take(step_id)
             strange = [request for request in req_ids if request not in saved.spans]
             if strange:
-                raise OmniPrefixCacheUnmatchError(
+                raise api.OmniPrefixCacheUnmatchError(
                     f"materialize(step {step_id}) got req ids outside the save snapshot: {sorted(strange)[:8]}"
                 )
             rows = saved.read(self._cache, req_ids) if saved.rows is None else saved.rows
-        if isinstance(rows, OmniPrefixCacheUnmatchError):
+        if isinstance(rows, Exception):
             raise rows
         hidden = None
         outputs: dict[str, dict[str, Any]] = {}
         for name, mine in rows.items():
             if len(mine) > len(req_ids):  # read for all requests of the step
                 mine = {request: mine[request] for request in req_ids}
-            if is_hidden_key(name):
+            if api.is_hidden_key(name):
                 hidden = mine
             else:
                 outputs[name] = mine
         if saved.leftover is not _NOTHING:
             outputs.update(saved.leftover.split(saved.spans, req_ids))
-        return StageCacheOutputs(hidden, outputs)
+        return api.StageCacheOutputs(hidden, outputs)
 
     def discard_step(self, step_id: int) -> None:
         """The outputs of a step will not be taken; its rows stay for later hits."""
@@ -218,7 +213,7 @@ class OmniPrefixCacheManager:
     def _take(self, step_id: int) -> SavedStep:
         saved = self._steps.pop(step_id, None)
         if saved is None:
-            raise OmniPrefixCacheUnmatchError(
+            raise api.OmniPrefixCacheUnmatchError(
                 f"step context {step_id} missing (have {sorted(self._steps)}); already consumed or never saved"
             )
         if len(self._steps) + 1 >= self._config.staging_depth:  # else no save waits

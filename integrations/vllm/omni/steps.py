@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from vllm_omni.core.prefix_cache.interface import OmniPrefixCacheUnmatchError, is_hidden_key
 
 from ....cache.runs import Run, slot_runs
 from ....cache.table import Ids
 from ....cache.tensors.step import Step, StepSlots
 from ....cache.tensors.tensor_cache import TensorCache
+from .. import api
 from ..scheduler_output import full_attention_group
 
 FEW_BYTES = 1 << 16
@@ -33,12 +33,12 @@ class PrefixHit(NamedTuple):
         """All rows of the request, up to `more` tokens behind the hit; an error where rows of hidden states miss."""
         if len(self.blocks) * cache.block_size < self.end + more:
             got = f"{len(self.blocks)} for {self.end + more} tokens of {request}"
-            raise OmniPrefixCacheUnmatchError(f"block_ids: got {got}")
+            raise api.OmniPrefixCacheUnmatchError(f"block_ids: got {got}")
         for name in names:
-            if is_hidden_key(name):
+            if api.is_hidden_key(name):
                 there = cache.available(self.blocks, [name], self.end)
                 if there < self.end:
-                    raise OmniPrefixCacheUnmatchError(
+                    raise api.OmniPrefixCacheUnmatchError(
                         f"hit span for req {request} key={name} is not readable (rows from {there} on are absent)"
                     )
         return cache.load(self.blocks, names, self.end + more, missing="zero")
@@ -55,7 +55,7 @@ class SavedStep:
     leftover: Leftover
     new: dict[str, torch.Tensor] | None
     """Its own rows, where they are few."""
-    rows: Rows | OmniPrefixCacheUnmatchError | None = None
+    rows: Rows | Exception | None = None
     """Read as soon as a later step writes; what was wrong then is said to who takes them."""
 
     def read(self, cache: TensorCache, requests: Sequence[str]) -> Rows:
@@ -116,14 +116,12 @@ class Leftover:
         """The part of each request, by vLLM-Omni's own rule; of a tensor with a row for each token its rows."""
         if not self._values:
             return {}
-        from vllm_omni.utils.mm_outputs import to_payload_element
-
         if self._ready is not None:
             self._ready.synchronize()
         order, total = list(spans), sum(end - begin for begin, end in spans.values())
         return {
             name: {
-                request: to_payload_element(
+                request: api.to_payload_element(
                     value,
                     order.index(request),
                     start=spans[request][0],
@@ -146,7 +144,7 @@ class GroupView:
         self.block_size = block_size
         table = input_batch.block_table[group]
         if int(getattr(table, "dcp_world_size", 1)) != 1:
-            raise OmniPrefixCacheUnmatchError("decode context parallelism: not supported with omni prefix caching")
+            raise api.OmniPrefixCacheUnmatchError("decode context parallelism: not supported with omni prefix caching")
         # A row of the table then holds the parts of blocks that kernels see; their slots are those of the blocks.
         self._table_block_size = block_size // int(getattr(table, "blocks_per_kv_block", 1))
 
@@ -199,4 +197,4 @@ def _group(groups: Iterable[Any]) -> int:
     try:
         return full_attention_group(list(groups or ()))
     except ValueError as error:
-        raise OmniPrefixCacheUnmatchError(str(error)) from error
+        raise api.OmniPrefixCacheUnmatchError(str(error)) from error

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,12 +14,10 @@ import pytest
 
 pytest.importorskip("vllm", reason="vllm is not installed: make vllm")
 
-import msgspec
 import vllm
 import vllm_engine
-from prometheus_client import REGISTRY
-from vllm.v1.metrics.loggers import PrometheusStatLogger, StatLoggerManager
-from vllm.v1.metrics.stats import SchedulerStats
+from prometheus_client import REGISTRY, CollectorRegistry, generate_latest
+from prometheus_client.multiprocess import MultiProcessCollector
 
 from pc.integrations.hints import retention_hints
 from pc.integrations.vllm import metrics
@@ -25,43 +26,88 @@ DASHBOARD = Path(__file__).parents[3] / "examples" / "vllm_dashboard.json"
 LABELS = {"model_name": "model", "engine": "0"}
 
 
+def configuration(model="model", engine=0):
+    return SimpleNamespace(
+        model_config=SimpleNamespace(served_model_name=[model, "another"]),
+        parallel_config=SimpleNamespace(data_parallel_index=engine),
+    )
+
+
 @pytest.fixture
-def exported(monkeypatch):
-    """What vLLM's own loggers are given, with ours switched on."""
-    given = []
-    monkeypatch.setattr(metrics, "_exported", False)
-    monkeypatch.setattr(StatLoggerManager, "record", lambda self, stats, *_, **given_by_name: given.append(stats))
-    metrics.export_counts()
-    metrics.export_counts()
-    return given
+def served(monkeypatch, tmp_path):
+    """A registry as it is served, of a process whose schedulers write into a folder."""
+    monkeypatch.setenv(metrics.FOLDER, str(tmp_path))
+    monkeypatch.delenv("PROMETHEUS_MULTIPROC_DIR", raising=False)
+    registry = CollectorRegistry()
+    registry.register(metrics.PolicyCollector())
+    return registry
 
 
-def value(name):
-    return REGISTRY.get_sample_value(f"pc:{name}", LABELS) or 0
+def values(registry, labels=LABELS):
+    counters = {name: registry.get_sample_value(f"pc:{name}_total", labels) for name in metrics.COUNTERS}
+    return counters | {name: registry.get_sample_value(f"pc:{name}", labels) for name in metrics.GAUGES}
 
 
-def test_counts_arrive_and_vllm_sees_none_of_them(exported):
-    logger = object.__new__(PrometheusStatLogger)
-    logger.per_engine_labelvalues = {0: ["model", 0]}
-    manager = SimpleNamespace(stat_loggers=[object(), logger])
-    before = {name: value(f"{name}_total") for name in metrics.COUNTERS}
+def test_counts_are_served_with_the_labels_of_vllms_own(served):
+    counts, zero = metrics.PolicyCounts(configuration()), dict.fromkeys(metrics.NAMES, 0)
+    assert values(served) == zero
     for kept in (5, 0):
-        stats = SchedulerStats(num_kv_fetch_reqs_by_stage={"waiting": 2})
-        metrics.add_counts(stats, {"evicted_blocks": 7, "hints": 1, "unreadable_hints": 0, "kept_blocks": kept})
-        sent = msgspec.msgpack.decode(msgspec.msgpack.encode(stats), type=SchedulerStats)
-        StatLoggerManager.record(manager, scheduler_stats=sent, iteration_stats=None, engine_idx=0)
-        assert value("kept_blocks") == kept
-    StatLoggerManager.record(manager, scheduler_stats=None, iteration_stats=None)
-    gained = {name: value(f"{name}_total") - before[name] for name in metrics.COUNTERS}
-    assert gained == dict.fromkeys(metrics.COUNTERS, 0) | {"evicted_blocks": 14, "hints": 2}
-    assert [stats and stats.num_kv_fetch_reqs_by_stage for stats in exported] == [{"waiting": 2}, {"waiting": 2}, None]
+        counts.set({"evicted_blocks": 7 - kept, "hints": 1, "kept_blocks": kept})
+        assert values(served) == zero | {"evicted_blocks": 7 - kept, "hints": 1, "kept_blocks": kept}
+    other = metrics.PolicyCounts(configuration(engine=1))
+    other.set({"evicted_blocks": 100})
+    assert values(served)["evicted_blocks"] == 7
+    assert values(served, LABELS | {"engine": "1"}) == zero | {"evicted_blocks": 100}
 
 
-def test_nothing_is_sent_where_nobody_takes_it_out(monkeypatch):
-    monkeypatch.setattr(metrics, "_exported", False)
-    stats = SchedulerStats()
-    metrics.add_counts(stats, {"evicted_blocks": 7})
-    assert stats.num_kv_fetch_reqs_by_stage == {}
+def test_an_engine_that_was_started_again_counts_on(served):
+    metrics.PolicyCounts(configuration()).set({"evicted_blocks": 7, "kept_blocks": 3})
+    again = metrics.PolicyCounts(configuration())
+    assert values(served)["evicted_blocks"] == 7
+    again.set({"evicted_blocks": 2, "kept_blocks": 1})
+    found = values(served)
+    assert (found["evicted_blocks"], found["kept_blocks"]) == (9, 1)
+    text = generate_latest(served).decode()
+    assert text.count("pc:evicted_blocks_total{") == 1
+
+
+def test_a_scheduler_of_another_process_is_served(served, tmp_path):
+    code = (
+        "from types import SimpleNamespace as S; from pc.integrations.vllm.metrics import PolicyCounts; "
+        "PolicyCounts(S(model_config=S(served_model_name='model'), parallel_config=S(data_parallel_index=0)))"
+        ".set({'hints': 4}); import os; os._exit(0)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+    assert values(served)["hints"] == 4
+
+
+def test_nothing_is_written_where_nobody_reads_it(monkeypatch, tmp_path):
+    monkeypatch.delenv(metrics.FOLDER, raising=False)
+    metrics.PolicyCounts(configuration()).set({"evicted_blocks": 7})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_several_api_processes_read_prometheus_own_files(tmp_path):
+    """vLLM sets this variable when it serves /metrics from several processes."""
+    code = (
+        "from types import SimpleNamespace as S; from pc.integrations.vllm import metrics; metrics.export_counts(); "
+        "counts = metrics.PolicyCounts(S(model_config=S(served_model_name='model'), parallel_config=S())); "
+        "counts.set({'hints': 4, 'kept_blocks': 2}); counts.set({'hints': 6, 'kept_blocks': 1})"
+    )
+    environment = os.environ | {"PROMETHEUS_MULTIPROC_DIR": str(tmp_path)}
+    subprocess.run([sys.executable, "-c", code], check=True, env=environment)
+    registry = CollectorRegistry()
+    MultiProcessCollector(registry, str(tmp_path))
+    assert registry.get_sample_value("pc:hints_total", LABELS) == 6
+    assert registry.get_sample_value("pc:kept_blocks", LABELS) == 1
+
+
+def test_the_folder_goes_with_the_process_that_made_it(monkeypatch):
+    code = "import os; from pc.integrations.vllm import metrics as m; m.export_counts(); print(os.environ[m.FOLDER])"
+    monkeypatch.delenv(metrics.FOLDER, raising=False)
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert "pc-vllm-" in done.stdout
+    assert not Path(done.stdout.strip()).exists()
 
 
 def test_the_dashboard_asks_for_metrics_that_are_there():

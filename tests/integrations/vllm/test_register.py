@@ -15,7 +15,7 @@ from pc.integrations.vllm import api, features
 
 def test_spaces_and_empty_names_are_passed_over(monkeypatch):
     done = []
-    monkeypatch.setattr("pc.integrations.vllm.features.available", lambda name: not done.append(("checked", name)))
+    monkeypatch.setattr("pc.integrations.vllm.features.check_version", lambda name: done.append(("checked", name)))
     monkeypatch.setitem(adapter.FEATURES, "attention", lambda: done.append("enabled"))
     monkeypatch.setattr("pc.integrations.vllm.features._hook_configurations", lambda: None)
     monkeypatch.setattr("pc.integrations.vllm.features._enabled", set())
@@ -112,7 +112,7 @@ def test_the_installed_version_is_served(feature):
 )
 def test_values_that_make_no_sense_are_refused_before_anything_is_enabled(monkeypatch, variables, said):
     done = []
-    monkeypatch.setattr("pc.integrations.vllm.features.available", done.append)
+    monkeypatch.setattr("pc.integrations.vllm.features.check_version", done.append)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ValueError, match=said):
