@@ -59,7 +59,7 @@ class CompressingEngine(ExactEngine):
         step = getattr(output, "pc_compression", None)
         for packing in step.packings if step is not None else ():
             queries = self.saved.pop(packing.request_id, [])
-            if packing.fills:
+            if packing.peer is None:
                 assert queries == list(range(packing.tokens - KEPT_QUERIES, packing.tokens))
                 rows = [self.kv[block * BLOCK + at] for block in packing.sources for at in range(BLOCK)]
                 kept = largest(rows, len(packing.targets) * BLOCK)

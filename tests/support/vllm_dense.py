@@ -22,6 +22,8 @@ class Kept:
     end: int
     whole: int
     count: int
+    page: int = 0
+    """With Ada-KV, tokens of a page: `count` is then what a head keeps on average."""
 
 
 class DenseReference:
@@ -82,8 +84,40 @@ class DenseReference:
             scores = exponent.softmax(-1).mean(1) * v[:, :end].norm(dim=-1)
             scores[:, :4] = FORCED
         scores = scores[:, : kept.whole]
+        if kept.page:
+            return self._gone_by_head(scores, kept)
         ranked = scores.sort(-1, descending=True).values
-        stays, goes = ranked[:, kept.count - 1], ranked[:, kept.count]
-        self.margin = min(self.margin, float(((stays - goes) / stays.abs()).nan_to_num(nan=0, posinf=1).min()))
+        self._compare(ranked[:, kept.count - 1], ranked[:, kept.count])
         gone = torch.ones_like(scores, dtype=torch.bool)
         return gone.scatter(1, scores.topk(kept.count).indices, False)
+
+    def _gone_by_head(self, scores: torch.Tensor, kept: Kept) -> torch.Tensor:
+        """Ada-KV: the layer's best tokens decide how many pages each head has, and a head's best tokens fill them."""
+        heads, whole = scores.shape
+        total = kept.count * heads
+        chosen = torch.zeros_like(scores, dtype=torch.bool)
+        for head in range(heads):  # a fifth of an even share for each
+            chosen[head, scores[head].topk(max(1, int(kept.count * 0.2))).indices] = True
+        ranked = scores.masked_fill(chosen, -torch.inf).flatten().sort(descending=True)
+        more = total - int(chosen.sum())
+        self._compare(ranked.values[more - 1], ranked.values[more])
+        chosen.view(-1)[ranked.indices[:more]] = True
+        share = [int(each) / kept.page for each in chosen.sum(1)]
+        pages = [min(max(int(each), -(-32 // kept.page)), whole // kept.page) for each in share]
+        while sum(pages) < total // kept.page:
+            rest = [(share[h] - pages[h], -h) for h in range(heads) if pages[h] < whole // kept.page]
+            pages[-max(rest)[1]] += 1
+        while sum(pages) > total // kept.page:
+            rest = [(pages[h] - share[h], -h) for h in range(heads) if pages[h] > -(-32 // kept.page)]
+            pages[-max(rest)[1]] -= 1
+        gone = torch.ones_like(chosen)
+        for head, count in enumerate(pages):
+            order = scores[head].sort(descending=True)
+            if count * kept.page < whole:
+                self._compare(order.values[count * kept.page - 1], order.values[count * kept.page])
+            gone[head, order.indices[: count * kept.page]] = False
+        return gone
+
+    def _compare(self, stays: torch.Tensor, goes: torch.Tensor) -> None:
+        distance = ((stays - goes) / stays.abs()).nan_to_num(nan=0, posinf=1)
+        self.margin = min(self.margin, float(distance.min()))

@@ -14,8 +14,8 @@ from ..api import check_sampling_params
 ASKED = "pc_compress"
 """The name under which a request asks to be compressed."""
 
-HEADS = ("same",)
-"""How the heads of a layer share its budget: `same` gives each head as many tokens."""
+HEADS = ("same", "ada")
+"""Ways to share a layer's budget among its KV heads: as many tokens for each, or as Ada-KV does, by score."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,8 @@ class CompressionOptions:
             raise TypeError(f"share: got {type(self.share).__name__}, needs true or false")
         if self.share and self.until is None:
             raise ValueError("share: got true for the whole prompt, needs until: only a part can be found again")
+        if self.share and self.heads != "same":
+            raise ValueError(f"share: got true with heads {self.heads!r}, needs heads 'same'")
 
 
 def _check_name(option: str, value: Any, known: tuple[str, ...]) -> None:

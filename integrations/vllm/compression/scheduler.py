@@ -88,11 +88,14 @@ class Compression:
 
     Attributes:
         plans: By request that asked, its plan.
+        freed: Hashes of exact blocks that were given up for compression, the latest last. There are at most as many as
+            the pool has blocks.
         counts: What has been done.
     """
 
     scheduler: Any
     plans: dict[str, Plan] = field(default_factory=dict)
+    freed: dict[bytes, None] = field(default_factory=dict)
     counts: CompressionCounts = field(default_factory=CompressionCounts)
 
     def __post_init__(self) -> None:
@@ -104,6 +107,10 @@ class Compression:
         self._packings: list[Packing] = []
         self._stalled: list[Any] = []
         self._is_stuck = False
+        config = self.scheduler.vllm_config
+        mode = getattr(config.compilation_config, "cudagraph_mode", None)
+        is_cpu = config.device_config.device_type == "cpu"
+        self._captures = not is_cpu and mode is not None and bool(mode.has_full_cudagraphs())
         coordinator = self._cache.coordinator
         self._find, self._publish = self._cache.get_computed_blocks, coordinator.cache_blocks
         self._cache.get_computed_blocks, coordinator.cache_blocks = self.find, self.publish
@@ -116,13 +123,17 @@ class Compression:
             tokens = options.until // size * size
         whole = tokens // size
         keep = math.ceil(options.budget * whole - 1e-9)
-        if reason := first_reason(refusals(request) | {f"budgets below {WINDOW} tokens": keep * size < WINDOW}):
+        reasons = refusals(request) | {
+            f"budgets below {WINDOW} tokens": keep * size < WINDOW,
+            "budgets by head beside full CUDA graphs": options.heads == "ada" and self._captures,
+        }
+        if reason := first_reason(reasons):
             logger.warning_once("%s: requests stay exact under %s", ASKED, reason)
         elif keep < whole:
             rest = tuple(token_ids(request)[whole * size : tokens])
             name = (request.block_hashes[whole - 1], rest, options) if request.block_hashes else (request.request_id,)
-            is_shared = options.until is not None if options.share is None else options.share
-            keys = self._keys(name, keep) if is_shared and request.block_hashes and tokens < prompt else []
+            asks = options.until is not None and options.heads == "same" if options.share is None else options.share
+            keys = self._keys(name, keep) if asks and request.block_hashes and tokens < prompt else []
             plan = Plan(options, tokens, whole, keep, name, keys)
             self.plans[request.request_id] = self._peers[name][request.request_id] = plan
 
@@ -191,8 +202,9 @@ class Compression:
         """Compress a prompt that has been computed; return False while blocks are lacking."""
         pool, whole, before = self._pool, plan.whole, self._pool.get_num_free_blocks()
         table = self._manager.req_to_blocks[request.request_id]
-        old, packed, reused = table[:whole], self._packed_by_peer(plan) or self._shared(plan), set[int]()
-        fills = packed is None
+        old, reused, peer = table[:whole], set[int](), self._packed_peer(plan)
+        packed = self._shared(plan) if peer is None else self._manager.req_to_blocks[peer][: plan.keep]
+        origin, by_head = None if packed is None else peer or "", plan.options.heads == "ada"
         if packed is not None:
             pool.touch(packed)
         else:
@@ -210,19 +222,18 @@ class Compression:
         pool.free_blocks([block for block in reversed(old) if block.block_id not in reused])
         sources, targets = ([block.block_id for block in blocks] for blocks in (old, packed))
         self._packings.append(
-            Packing(request.request_id, plan.options.press, plan.tokens, sources, targets, tail, fills)
+            Packing(request.request_id, plan.options.press, plan.tokens, sources, targets, tail, origin, by_head)
         )
         self._compressed(request, plan)
+        self.freed |= dict.fromkeys(request.block_hashes[:whole])
+        while len(self.freed) > len(pool.blocks):
+            del self.freed[next(iter(self.freed))]
         self.counts.compression_freed_blocks += max(pool.get_num_free_blocks() - before, 0)
         return True
 
-    def _packed_by_peer(self, plan: Plan) -> list[Any] | None:
-        """Return the packed blocks of a running request that keeps the same tokens; None: there is none."""
-        for name, peer in self._peers[plan.name].items():
-            if peer.state == "compressed":
-                packed: list[Any] = self._manager.req_to_blocks[name][: plan.keep]
-                return packed
-        return None
+    def _packed_peer(self, plan: Plan) -> str | None:
+        """Return a running request that holds the tokens that this one keeps, packed; None: there is none."""
+        return next((name for name, peer in self._peers[plan.name].items() if peer.state == "compressed"), None)
 
     def _held_alone(self, plan: Plan, blocks: list[Any]) -> list[Any]:
         """Return the blocks of a prompt that no request holds but those that will keep the same tokens."""
@@ -280,6 +291,12 @@ class Compression:
         plan = self.plans.get(request.request_id)
         if plan is not None:
             plan.state = "exact" if plan.is_compressed is False else "waiting"
+
+    def exact_tokens(self, request: Any) -> int:
+        """Return how many of a request's first tokens were computed with all of those before them in sight."""
+        plan = self.plans.get(request.request_id)
+        is_packed = plan is not None and plan.state in ("found", "compressed")
+        return plan.tokens if plan is not None and is_packed else int(request.num_tokens)
 
     def forget(self, request: Any) -> None:
         """Drop a request that has ended."""

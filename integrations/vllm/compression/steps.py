@@ -15,7 +15,9 @@ class Packing(NamedTuple):
         sources: The prompt's whole blocks. Null blocks take their places behind `targets`.
         targets: Blocks for the kept tokens; some may be among `sources`.
         tail: The block of tokens behind `sources`, which are scored and stay where they are; None: there are none.
-        fills: Whether tokens are packed. Otherwise `targets` hold them already, and only the table changes.
+        peer: None: tokens are packed now. Otherwise `targets` hold them already, and only the table changes. Then this
+            is the request that they were packed for, or "" where they were found in the cache.
+        by_head: Whether each KV head has its own number of blocks.
     """
 
     request_id: str
@@ -24,7 +26,8 @@ class Packing(NamedTuple):
     sources: list[int]
     targets: list[int]
     tail: int | None
-    fills: bool
+    peer: str | None
+    by_head: bool
 
 
 class CompressionStep(NamedTuple):

@@ -1,10 +1,16 @@
 """Compression in vLLM's workers: save the queries that presses read, score a prompt's tokens, and pack those that stay.
 
 All heads of all layers are handled at once: the KV cache is read and written as rows, one key beside one value each.
+
+Heads with budgets of their own have block tables of their own. Each block is then divided into pages, one for each KV
+head. The attention of such a request is computed twice: with the whole batch, so that the results of other requests do
+not change, and by head.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -12,8 +18,8 @@ from typing import Any
 
 import torch
 
-from ....triton_ops import gather_slots, scatter_slots
-from ...presses import QUERIES, SCORES
+from ....triton_ops import gather_slots, scatter_slots, sparse_gap_attention
+from ...presses import QUERIES, SCORES, WINDOW, choose
 from ..api import call_around_update
 from ..scheduler_output import entering_requests
 from .steps import CompressionStep, Packing
@@ -39,6 +45,12 @@ class CacheRows:
     first: torch.Tensor
     strides: tuple[int, int, int]
     shape: tuple[int, int, int]
+
+    @property
+    def impl_cache(self) -> torch.Tensor:
+        """The KV cache of one layer; the others have its shape and strides."""
+        cache: torch.Tensor = next(iter(self.layers.values())).kv_cache
+        return cache
 
     @property
     def impl(self) -> Any:
@@ -116,31 +128,35 @@ class Compressor:
         runner: vLLM's model runner.
         caches: The KV caches of all layers.
         saved: By request and layer, queries of the chunks so far.
+        tables: By request and layer, the pages of each KV head, `[num_kv_heads, whole blocks]`, -1 behind them.
     """
 
     runner: Any
     caches: list[CacheRows]
     saved: dict[str, dict[str, list[torch.Tensor]]] = field(default_factory=dict)
+    tables: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._spans: list[tuple[str, int, int]] = []
         self._unseen: set[str] = set()
+        self._by_head: HeadRows | None = None
 
     def begin_step(self, output: Any) -> None:
         """Pack what a step asks for, before the runner zeroes or copies blocks, which may have been freed by it."""
-        for name in output.finished_req_ids:
+        for name in (*output.finished_req_ids, *(each.request_id for each in entering_requests(output, 0))):
             self.saved.pop(name, None)
-        for entering in entering_requests(output, 0):
-            self.saved.pop(entering.request_id, None)
+            self.tables.pop(name, None)
         step: CompressionStep | None = getattr(output, "pc_compression", None)
-        self._spans = []
+        self._spans, self._by_head = [], None
         for packing in step.packings if step is not None else ():
             saved = self.saved.pop(packing.request_id, {})
             write_table(self.runner, packing)
-            if packing.fills:
-                for cache in self.caches:
-                    for layers in cache.turns(packing.tokens):
-                        pack(cache, layers, packing, saved)
+            tables = {} if packing.peer is None else self.tables.get(packing.peer, {})
+            for cache in self.caches if packing.peer is None else ():
+                for layers in cache.turns(packing.tokens):
+                    tables.update(pack(cache, layers, packing, saved))
+            if tables:
+                self.tables[packing.request_id] = tables
 
     def follow(self, names: list[str], output: Any) -> None:
         """Note which rows of the batch have queries that presses will read, once the runner has its order."""
@@ -151,6 +167,10 @@ class Compressor:
             if name in step.queries:  # type: ignore[union-attr]
                 self._spans.append((name, end - step.queries[name], end))  # type: ignore[union-attr]
         self._unseen = {name for cache in self.caches for name in cache.layers} if self._spans else set()
+        counts = [output.num_scheduled_tokens[name] for name in names] if self.tables else []
+        rows = [row for row, name in enumerate(names) if name in self.tables] if self.tables else []
+        tables = [self.tables[names[row]] for row in rows]
+        self._by_head = HeadRows.of(rows, counts, tables, self.caches[0].rows.device) if rows else None
 
     def save(self, layer: str, query: torch.Tensor) -> None:
         """Save queries of one layer's forward pass; a second pass of a step, which computes nothing, is ignored."""
@@ -159,10 +179,83 @@ class Compressor:
             for name, begin, end in self._spans:
                 self.saved.setdefault(name, {}).setdefault(layer, []).append(query[begin:end].clone())
 
+    def attend(self, layer: Any, query: torch.Tensor, kv_cache: torch.Tensor, step: Any, output: torch.Tensor) -> None:
+        """Compute rows of requests whose heads have tables of their own again, each head over its own pages."""
+        if self._by_head is not None:
+            self._by_head.attend(layer, query, kv_cache, step, output)
+
+
+@dataclass
+class HeadRows:
+    """The requests of a step whose KV heads have block tables of their own.
+
+    Attributes:
+        rows: Their rows in the batch.
+        tokens: Their rows of the query.
+        starts: Where the queries of each begin among these, `[requests + 1]`.
+        longest: The most queries of one of them.
+        tables: Of each, the pages of its heads by layer.
+    """
+
+    rows: torch.Tensor
+    tokens: torch.Tensor
+    starts: torch.Tensor
+    longest: int
+    tables: list[dict[str, torch.Tensor]]
+
+    @classmethod
+    def of(
+        cls, rows: list[int], counts: list[int], tables: list[dict[str, torch.Tensor]], device: torch.device
+    ) -> HeadRows:
+        """Return the requests in `rows` of a batch whose requests have `counts` queries each."""
+        ends = list(itertools.accumulate(counts))
+        tokens = [token for row in rows for token in range(ends[row] - counts[row], ends[row])]
+        starts = list(itertools.accumulate((counts[row] for row in rows), initial=0))
+        at, of_query = torch.tensor(rows, device=device), torch.tensor(tokens, device=device)
+        first = torch.tensor(starts, dtype=torch.int32, device=device)
+        return cls(at, of_query, first, max(counts[row] for row in rows), tables)
+
+    def attend(self, layer: Any, query: torch.Tensor, kv_cache: torch.Tensor, step: Any, output: torch.Tensor) -> None:
+        """Write the attention of these requests into their rows of `output`."""
+        impl, (_, heads, size, width) = layer.impl, kv_cache.shape
+        unit, block, head = page_strides(kv_cache)
+        num_pages = (kv_cache.shape[0] - 1) * block + (heads - 1) * head + 1
+        pages = kv_cache.as_strided(
+            (num_pages, size, heads, width), (unit, kv_cache.stride(2), 0, 1), kv_cache.storage_offset()
+        )
+        if impl.kv_cache_dtype.startswith("fp8"):
+            pages = pages.view(torch.float8_e4m3fn)
+        keys, values = pages.split(width // 2, dim=-1)
+        blocks = step.block_tables[self.rows][:, None]
+        table = blocks * block + torch.arange(heads, device=blocks.device)[:, None] * head
+        table = table.masked_fill(blocks < 0, -1).int()
+        for row, own in enumerate(self.tables):
+            of_heads = own[layer.layer_name]
+            table[row, :, : of_heads.shape[1]] = of_heads
+        sequences = (table, step.seq_lens[self.rows], self.starts, None)
+        options = {"softcap": impl.softcap, "sinks": impl.sinks, "max_query_len": self.longest, **impl.scales(layer)}
+        options |= {"max_seq_len": step.max_seq_len, "batch_invariant": step.batch_invariant}
+        output[self.tokens] = sparse_gap_attention(
+            query[self.tokens], keys, values, *sequences, impl.scale, **options
+        ).to(output.dtype)
+
+
+def page_strides(kv_cache: torch.Tensor) -> tuple[int, int, int]:
+    """Return the elements from one page to the next, and pages from one block and from one KV head to the next."""
+    block, head, _, _ = kv_cache.stride()
+    unit = math.gcd(block, head)
+    return unit, block // unit, head // unit
+
 
 @torch.no_grad()
-def pack(cache: CacheRows, layers: slice, packing: Packing, saved: dict[str, list[torch.Tensor]]) -> None:
-    """Score a prompt's tokens for some layers, and copy what each KV head keeps to its targets."""
+def pack(
+    cache: CacheRows, layers: slice, packing: Packing, saved: dict[str, list[torch.Tensor]]
+) -> dict[str, torch.Tensor]:
+    """Score a prompt's tokens for some layers, and copy what each KV head keeps to its targets.
+
+    Returns:
+        By layer the pages of each KV head, where heads have their own number of blocks; else nothing.
+    """
     size, _, width = cache.shape
     whole, keep = len(packing.sources) * size, len(packing.targets) * size
     tail = [] if packing.tail is None else [packing.tail]
@@ -171,9 +264,58 @@ def pack(cache: CacheRows, layers: slice, packing: Packing, saved: dict[str, lis
     keys, values = scored(cache, layers, there).flatten(0, 1).split(width, dim=-1)
     query = queries_of(cache, layers, packing, saved)
     scores = SCORES[packing.press](query, keys, values, cache.impl.scale)[:, :whole]
+    if packing.by_head:
+        names = list(cache.layers)[layers]
+        slots = cache.at(packing.targets)[layers]
+        return {
+            name: pack_by_head(cache, packing, there[layer], slots[layer], scores.unflatten(0, (len(names), -1))[layer])
+            for layer, name in enumerate(names)
+        }
     kept = scores.topk(keep, dim=-1).indices.sort(-1).values.view(*places.shape[:2], keep, 1)
     source = there.gather(2, kept.expand(-1, -1, -1, 2 * width)).view(-1, 2 * width)
     scatter_slots(source, cache.rows, cache.at(packing.targets)[layers].reshape(-1))
+    return {}
+
+
+def pack_by_head(
+    cache: CacheRows, packing: Packing, there: torch.Tensor, slots: torch.Tensor, scores: torch.Tensor
+) -> torch.Tensor:
+    """Copy what the KV heads of a layer keep to pages of the targets, and return the pages of each head.
+
+    Args:
+        cache: The KV caches of layers like this one.
+        packing: What to pack.
+        there: The prompt's keys and values, `[num_kv_heads, tokens, 2 * head_dim]`.
+        slots: Rows of the targets, `[num_kv_heads, slots]`.
+        scores: Scores of the prompt's whole blocks, `[num_kv_heads, slots of these]`.
+    """
+    heads, (size, _, width), keep = len(scores), cache.shape, len(packing.targets)
+    counts = pages_by_head(scores, keep, size)
+    tokens = [scores[head].topk(count * size).indices.sort().values for head, count in enumerate(counts)]
+    source = torch.cat([there[head, own] for head, own in enumerate(tokens)])
+    slots = slots.view(heads, keep, size).transpose(0, 1).reshape(-1)  # pages of a block behind each other
+    scatter_slots(source.view(-1, 2 * width), cache.rows, slots)
+    _, block, head_stride = page_strides(cache.impl_cache)
+    pages = [target * block + head * head_stride for target in packing.targets for head in range(heads)]
+    table = torch.full((heads, len(packing.sources)), -1, dtype=torch.int32)
+    for head, (end, count) in enumerate(zip(itertools.accumulate(counts), counts, strict=True)):
+        table[head, :count] = torch.tensor(pages[end - count : end], dtype=torch.int32)
+    return table.to(cache.rows.device)
+
+
+def pages_by_head(scores: torch.Tensor, keep: int, size: int) -> list[int]:
+    """Return how many pages of `size` tokens each KV head of a layer keeps, `keep` each on average, as Ada-KV shares.
+
+    Every head has room for the last `WINDOW` tokens. Fractions of pages go to the heads with the largest remainders.
+    """
+    heads, tokens = scores.shape
+    share = choose(scores, keep * size / tokens).sum(1).double() / size
+    least, most = -(-WINDOW // size), tokens // size
+    pages = share.floor().long().clamp(least, most)
+    while missing := keep * heads - int(pages.sum()):
+        sign, has_room = (1, pages < most) if missing > 0 else (-1, pages > least)
+        pages[((share - pages) * sign).masked_fill(~has_room, -torch.inf).argmax()] += sign
+    return pages.tolist()
 
 
 def scored(cache: CacheRows, layers: slice, rows: torch.Tensor) -> torch.Tensor:

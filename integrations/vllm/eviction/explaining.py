@@ -34,6 +34,7 @@ class Misses:
     """
 
     def __init__(self, scheduler: Any) -> None:
+        self._scheduler = scheduler
         self._pool, self._requests = scheduler.kv_cache_manager.block_pool, scheduler.requests
         self.block_size: int = scheduler.hash_block_size
         self.hasher = BlockHasher("sha256", self.block_size)
@@ -69,14 +70,20 @@ class Misses:
         others = (other for name, other in self._requests.items() if name != request.request_id)
         self.running = {other.request_id: self._text_of(other) for other in others}
         found = explain(self, tokens, keys)  # type: ignore[arg-type]
+        compression, block = self._scheduler.compression, found.position // self.block_size
+        if found.reason == "evicted" and compression is not None and request.block_hashes[block] in compression.freed:
+            found = replace(found, reason="compressed", there=None)
         if jumps is not None:
             moved = jumps.find_moved(request, found.matched, {})
             found = replace(found, moved_tokens=sum(piece.end - piece.begin for piece in moved))
         return found
 
     def _text_of(self, request: Any) -> Any:
-        """What of a request is known as exact, as a manager's own request."""
-        tokens = array("I", token_ids(request)[: moved_from(request) * self.block_size])
+        """Return the tokens of a request whose KV is exact, as a manager's own request."""
+        compression, exact = self._scheduler.compression, moved_from(request) * self.block_size
+        if compression is not None:
+            exact = min(exact, compression.exact_tokens(request))
+        tokens = array("I", token_ids(request)[:exact])
         committed = min(request.num_computed_tokens, len(tokens))
         return SimpleNamespace(tokens=tokens, pending=None, keys=_keys_of(request), committed=committed)
 

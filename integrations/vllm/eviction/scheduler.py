@@ -239,10 +239,10 @@ class PolicyScheduler(HookedScheduler):
         """Notify the policy of a request's end."""
         self._reuse_asked.pop(request.request_id, None)
         self._unexplained.discard(request.request_id)
-        if self.compression is not None:
-            self.compression.forget(request)
         if self._misses is not None:
             self._misses.remember(request)
+        if self.compression is not None:
+            self.compression.forget(request)
         hint = self._hints.pop(request.request_id, None)
         self._hinted.pop(request.request_id, None)
         self.block_pool.policy_state.finished(request.num_output_tokens, None if hint is None else hint.returns)

@@ -86,7 +86,8 @@ class Asked:
             plan = self.plans.get(f"{index}_{name}", self.plans.get(name))
             kept = None
             if plan is not None and plan.is_compressed:
-                kept = Kept(plan.options.press, plan.tokens, plan.whole * SIZE, plan.keep * SIZE)
+                page = SIZE if plan.options.heads == "ada" else 0
+                kept = Kept(plan.options.press, plan.tokens, plan.whole * SIZE, plan.keep * SIZE, page)
             expected = reference.logprobs(self.prompts[name], tokens, kept)
             if reference.margin > MARGIN:
                 chosen = expected.gather(1, torch.tensor(tokens)[:, None])[:, 0]
@@ -96,13 +97,14 @@ class Asked:
         return compressed
 
 
+@pytest.mark.parametrize("heads", ["same", "ada"])
 @pytest.mark.parametrize("press", PRESSES)
-def test_against_dense_attention(model_path, reference, press):
+def test_against_dense_attention(model_path, reference, press, heads):
     """In chunks, 16 at once, with other budgets and tails of blocks."""
     with vllm_engine.engine(model_path("llama"), **OPTIONS) as (llm, _):
         asked = Asked(llm)
         for number in range(16):
-            options = {"budget": random.Random(number).choice([0.25, 0.5, 0.8]), "press": press}
+            options = {"budget": random.Random(number).choice([0.25, 0.5, 0.8]), "press": press, "heads": heads}
             asked.add(str(number), prompt(150 + 15 * number, number), options)
         assert asked.run().compare(reference) >= 12
 
@@ -140,6 +142,7 @@ def disturbed(llm, seed, rounds=40):
         if number % 5 == 4:
             tokens = rng.choice(list(asked.prompts.values()))
         options = {"budget": rng.choice([0.3, 0.5]), "press": rng.choice(PRESSES)}
+        options["heads"] = rng.choice(["same", "ada"])
         until = rng.choice([None, len(tokens) // 2, 120])
         asked.add(str(number), tokens, rng.choice([options | {"until": until}, options, None]))
         for _ in range(rng.randrange(0, 8)):
@@ -214,11 +217,12 @@ def logits_of(llm, requests, watched):
     return found
 
 
-def test_neighbours_have_their_bits(model_path):
+@pytest.mark.parametrize("heads", ["same", "ada"])
+def test_neighbours_have_their_bits(model_path, heads):
     """The same batch, once with a neighbour that is compressed; all of the batch reads its prompt in one step."""
     found = []
     options = OPTIONS | {"max_num_batched_tokens": 2048, "enable_prefix_caching": False}
-    for asked in (None, {"budget": 0.4}):
+    for asked in (None, {"budget": 0.4, "heads": heads}):
         with vllm_engine.engine(model_path("llama"), **options) as (llm, _):
             others = [("other", prompt(200, 1), None), ("asks", prompt(300, 2), asked), ("last", prompt(64, 3), None)]
             found.append(logits_of(llm, others, "other"))
@@ -259,7 +263,8 @@ def test_wrong_options_are_refused_where_the_caller_sees_it(model_path):
             '{"press": "snapkv"}': "got no budget, needs one",
             '{"budget": 0.5, "pres": 1}': "got 'pres', needs some of budget, press, heads, until",
             '{"budget": 0.5, "press": "snap"}': "press: got 'snap', needs one of snapkv",
-            '{"budget": 0.5, "heads": "ada"}': "heads: got 'ada', needs one of same",
+            '{"budget": 0.5, "heads": "all"}': "heads: got 'all', needs one of same, ada",
+            '{"budget": 0.5, "heads": "ada", "until": 9, "share": true}': "share: got true with heads 'ada'",
             '{"budget": 0.5, "until": 0}': "until: got 0, needs at least 1",
             '{"budget": 0.5, "share": true}': "share: got true for the whole prompt, needs until",
             '{"budget": true}': "budget: got bool, needs a number",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import random
 
@@ -290,3 +291,28 @@ def test_events_of_packed_blocks():
     assert [len(each.block_hashes) for each in stored] == [6]
     pool.evict_blocks({pool.cached_block_hash_to_block.get_one_block(engine.plans["first"].keys[0]).block_id})
     assert pool.kv_event_queue[-1].block_hashes == stored[0].block_hashes[:1]
+
+
+def test_a_miss_is_explained_by_compression(logged):
+    """The exact blocks of a prompt were given up for its compression, so an exact request finds fewer."""
+    said = logged(logging.INFO)
+    engine, tokens = CompressingEngine(12), prompt(10 * BLOCK + 5)
+    engine.add("one", tokens, 6, pc_compress=0.5, pc_explain=True)
+    engine.run()
+    engine.add("two", tokens, 2, pc_explain=True)
+    engine.run()
+    assert engine.said["two"] == following(tokens, 2)
+    lines = [line for line in said if line.startswith("request two")]
+    assert "was freed when its prompt was compressed" in lines[0]
+
+
+def test_an_answer_behind_a_compressed_prompt_is_not_known_as_exact(logged):
+    """It was never in the cache, so its blocks were not evicted."""
+    said = logged(logging.INFO)
+    engine, tokens = CompressingEngine(64), prompt(10 * BLOCK + 5)
+    engine.add("one", tokens, 40, pc_compress=0.5, pc_explain=True)
+    engine.run()
+    engine.add("two", tokens + engine.said["one"], 2, pc_explain=True)
+    engine.run()
+    lines = [line for line in said if line.startswith("request two")]
+    assert "160 of 205 tokens are cached: whole blocks alone are found, of the one of token 160 5 tokens" in lines[0]
