@@ -11,7 +11,6 @@ from .attention_plan import attention_plan
 from .copy_blocks import copy_blocks, copy_blocks_list
 from .gather_blocks import gather_blocks, gather_blocks_list
 from .gather_slots import gather_slots, gather_slots_list
-from .gather_slots_dequantized import gather_slots_dequantized
 from .join_prefix import join_prefix, join_prefix_list
 from .latent_attention import latent_attention, latent_attention_with_lse
 from .merge_attention import merge_attention
@@ -22,7 +21,6 @@ from .rope_and_cache import rope_and_cache
 from .rotate_keys import rotate_keys
 from .scatter_blocks import scatter_blocks, scatter_blocks_list
 from .scatter_slots import scatter_slots, scatter_slots_list
-from .scatter_slots_quantized import scatter_slots_quantized
 from .shared_prefix_attention import shared_prefix_attention, shared_prefix_attention_with_lse
 from .sliding_window_attention import sliding_window_attention, sliding_window_attention_with_lse
 from .sparse_gap_attention import sparse_gap_attention, sparse_gap_attention_with_lse
@@ -36,7 +34,6 @@ __all__ = [
     "gather_blocks",
     "gather_blocks_list",
     "gather_slots",
-    "gather_slots_dequantized",
     "gather_slots_list",
     "join_prefix",
     "join_prefix_list",
@@ -53,7 +50,6 @@ __all__ = [
     "scatter_blocks_list",
     "scatter_slots",
     "scatter_slots_list",
-    "scatter_slots_quantized",
     "set_debug_mode",
     "shared_prefix_attention",
     "shared_prefix_attention_with_lse",

@@ -221,16 +221,6 @@ def flash_case(rotary: bool = False) -> None:
             dense.choose_packed_tables(lens, 4096)(lens)
 
 
-def quantized_rows_case(code: torch.dtype, row: int = 2048) -> None:
-    """One scatter and one gather of rows with scales of their own."""
-    from pc.triton_ops._copy.quantize import launch_gather_dequantized, launch_scatter_quantized
-
-    rows, cache = torch.zeros(64, row, dtype=torch.bfloat16), torch.zeros(4, 16, row, dtype=code)
-    scales, slots = torch.zeros(4, 16), torch.arange(64)
-    launch_scatter_quantized(rows, cache, scales, slots)
-    launch_gather_dequantized(cache, scales, slots, rows)
-
-
 def rope_case(cache_dtype: torch.dtype | None = None, interleaved: bool = False) -> None:
     """One rotation and cache write."""
     query, key = (torch.zeros(64, heads, 128, dtype=torch.bfloat16) for heads in (32, 8))
@@ -348,9 +338,6 @@ CASES: dict[str, Callable[[], None]] = {
     "join 8 KiB positions": lambda: join_case(positions=True),
     "flash packed": flash_case,
     "flash new keys rotary": lambda: flash_case(rotary=True),
-    "rows 4 KiB e4m3": lambda: quantized_rows_case(_E4M3),
-    "rows 4 KiB int8": lambda: quantized_rows_case(torch.int8),
-    "rows 16 KiB int8": lambda: quantized_rows_case(torch.int8, 8192),
 }
 
 MERGED_CASE = "decode bf16 d128 g4"

@@ -1,4 +1,4 @@
-"""Operators that move blocks and token rows, with scales too, against PyTorch's indexing and a copy per block."""
+"""Operators that move blocks and token rows, against PyTorch's indexing and a copy per block."""
 
 from __future__ import annotations
 
@@ -125,66 +125,6 @@ ROWS: dict[str, tuple[Callable[[Call], Any], dict[str, Callable[[Call], Any]]]] 
 }
 
 
-def quantized_inputs(
-    op: str, count: int, features: int, dtype: torch.dtype, stored: str, device: torch.device, rotate: int
-) -> Inputs:
-    """Calls on disjoint slots of one cache, which holds the quantized sources already."""
-    code: torch.dtype = getattr(torch, stored)
-
-    def calls(draw: Draw, copies: int) -> Iterable[Call]:
-        blocks = -(-count // BLOCK_SIZE) * copies
-        cache = torch.zeros(blocks, BLOCK_SIZE, features, device=device).to(code)
-        scales, order = torch.zeros(blocks, BLOCK_SIZE, device=device), shuffled(blocks * BLOCK_SIZE, device)
-        for i in range(copies):
-            slots, source = order[i * count : (i + 1) * count], draw(count, features).to(dtype)
-            pc.scatter_slots_quantized(source, cache, scales, slots)
-            yield Call(source=source, cache=cache, scales=scales, slot_mapping=slots)
-
-    def reference(call: Call) -> Iterable[Expected]:
-        """Read back, a row differs by half a step at most: amax / 254 for int8, a 16th for float8."""
-        source = call.source.double()
-        amax = source.abs().amax(dim=1, keepdim=True)
-        step = amax / 254 if code == torch.int8 else torch.maximum(source.abs() / 16, amax / 2**19)
-        allowed = step * 1.01 + source.abs() * torch.finfo(dtype).eps
-        if "scatter" in op:
-            call.cache.view(torch.uint8).zero_()
-        return [Expected(source, lambda got: _dequantized(call) if got is None else got, allowed)]
-
-    return Inputs(calls, reference, count * (features * (dtype.itemsize + code.itemsize) + 12), 0, device, rotate)
-
-
-def _dequantized(call: Call) -> torch.Tensor:
-    """The rows as PyTorch reads them: codes gathered, converted and multiplied."""
-    codes = call.cache.flatten(0, 1).view(torch.uint8)[call.slot_mapping].view(call.cache.dtype)
-    return (codes.float() * call.scales.flatten()[call.slot_mapping][:, None]).to(call.source.dtype)
-
-
-def _quantize(call: Call) -> None:
-    """The same in PyTorch: a scale per row, codes, and two indexed assignments."""
-    largest = 127.0 if call.cache.dtype == torch.int8 else 448.0
-    source = call.source.float()
-    scale = (source.abs().amax(dim=1) / largest).clamp_min(torch.finfo(torch.float32).tiny)
-    codes = source / scale[:, None]
-    codes = (codes.round() if call.cache.dtype == torch.int8 else codes).clamp(-largest, largest).to(call.cache.dtype)
-    call.cache.flatten(0, 1).view(torch.uint8)[call.slot_mapping] = codes.view(torch.uint8)
-    call.scales.flatten()[call.slot_mapping] = scale
-
-
-def _quantized(op: str, own: Callable[[Call], Any], rival: Callable[[Call], Any]) -> Benchmark:
-    cases = []
-    for device, count, features, dtype, stored, quick in (
-        ("cpu", 1024, 1024, torch.float32, "int8", True),
-        ("cpu", 1024, 1024, torch.float32, "float8_e4m3fn", False),
-        ("cuda", 16384, 4096, torch.bfloat16, "int8", False),
-        ("cuda", 16384, 4096, torch.bfloat16, "float8_e4m3fn", True),
-    ):
-        name = f"{count} slots, hidden {features} {str(dtype).removeprefix('torch.')} as {stored}"
-        columns = {"count": count, "block_size": BLOCK_SIZE, "features": features, "cache": stored}
-        sizes = (op, count, features, dtype, stored)
-        cases.append(case(name, device, quick, quantized_inputs, *sizes, **columns))
-    return Benchmark(op, tuple(cases), (ours(op, own), in_torch("torch indexing", rival)))
-
-
 BENCHMARKS = (
     *(
         Benchmark(
@@ -193,15 +133,5 @@ BENCHMARKS = (
             (ours(op, own), *(in_torch(f"torch {name}", way) for name, way in ways.items())),
         )
         for op, (own, ways) in ROWS.items()
-    ),
-    _quantized(
-        "gather_slots_dequantized",
-        lambda c: pc.gather_slots_dequantized(c.cache, c.scales, c.slot_mapping, c.source.dtype),
-        _dequantized,
-    ),
-    _quantized(
-        "scatter_slots_quantized",
-        lambda c: pc.scatter_slots_quantized(c.source, c.cache, c.scales, c.slot_mapping),
-        _quantize,
     ),
 )

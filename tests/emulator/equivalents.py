@@ -95,14 +95,9 @@ REASONS: dict[str, dict[str, str]] = {
         "source >= 0": "a lane that has no row reads -1, and writes nothing",
         "target >= 0": "a lane that has no row reads -1, and writes nothing",
     },
-    "kernels/quantized_rows.py": {
-        "for start in range(0, width, TILE)": ONE_TURN,
-        "for start in range(TILE, width, TILE)": ONE_TURN,
-    },
     "_list_attention_kernel": {"several": SEVERAL},
     "_list_blocks_kernel": {"several": SEVERAL},
     "_plan_tiles_kernel": {"several": SEVERAL},
-    "_scatter_quantized_kernel": {"several": SEVERAL},
     "kernels/join_prefix.py": {
         "block < max_blocks": "a sequence has no more blocks than its table, which debug mode checks",
         "for _ in range(steps)": "one more halving of a range that is empty",

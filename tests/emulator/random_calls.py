@@ -17,7 +17,7 @@ from .device import ARCH  # first: cases import pc  # isort: skip
 from .cases import fresh
 from .launch import Session
 from .random_attention import attention, merge, shared
-from .random_rows import copy, join, move, quantized_rows, rope, rotate, write
+from .random_rows import copy, join, move, rope, rotate, write
 
 CALLS: dict[str, Callable[[random.Random], str]] = {
     "attention": attention,
@@ -27,7 +27,6 @@ CALLS: dict[str, Callable[[random.Random], str]] = {
     "rope": rope,
     "rotate": rotate,
     "rows": move,
-    "quantized rows": quantized_rows,
     "copy": copy,
     "join": join,
 }

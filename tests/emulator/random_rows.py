@@ -190,35 +190,6 @@ def copy(rand: random.Random) -> str:
     return f"copy {count} {features} {dtype} {size}"
 
 
-def quantized_rows(rand: random.Random) -> str:
-    """scatter_slots_quantized and gather_slots_dequantized."""
-    tokens, _, size, blocks = _shape(rand)
-    features, codes = rand.choice([(1,), (7,), (64,), (3, 5), (300,), (2, 1024), (5000,)]), rand.choice([E4M3, INT8])
-    dtype, slots = (
-        rand.choice([F32, F16, BF16]),
-        _slots(rand, tokens, blocks * size, rand.choice([torch.int32, torch.int64])),
-    )
-    source = loose((torch.randn(tokens, *features) * rand.choice([1, 1, 50])).to(dtype), rand, last=False)
-    if tokens > 1:
-        source[1] = 0
-    cache = torch.full((blocks, size, *features), 7.0).to(codes)
-    scales, untouched = torch.full((blocks, size), 9.0), torch.ones(blocks * size, dtype=torch.bool)
-    pc.scatter_slots_quantized(source, cache, scales, slots)
-    live = slots >= 0
-    untouched[slots[live].long()] = False
-    assert (scales.flatten()[untouched] == 9).all()
-    assert (cache.flatten(0, 1)[untouched].float() == 7).all()
-    found = pc.gather_slots_dequantized(cache, scales, slots, F32)
-    rows = source.float().flatten(1)
-    peak = rows.abs().amax(1, keepdim=True) if rows.numel() else rows[:, :1]
-    limit = peak / 254 if codes == INT8 else torch.maximum(rows.abs() / 16, peak / 448 / 512)
-    assert ((found.flatten(1) - rows)[live].abs() <= limit[live] * 1.0001).all()
-    assert not found[~live].any()
-    narrow = pc.gather_slots_dequantized(cache, scales, slots, dtype)
-    assert torch.equal(narrow, found.to(dtype))
-    return f"quantized {tokens} {features} {dtype} {codes} {size}"
-
-
 def join(rand: random.Random) -> str:
     """join_prefix."""
     size, features = rand.choice((1, 4, 16, 128)), _features(rand)

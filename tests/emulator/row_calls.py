@@ -182,27 +182,6 @@ def _rows() -> None:
         _same(cache, want)
 
 
-@case("quantized rows")
-def _quantized() -> None:
-    for features in (1, 7, 300, 2049):
-        for codes, steps in ((INT8, 254), (E4M3, 16)):
-            source, slots = torch.randn(21, features), _slots(21, 32)
-            source[1::2] *= 100  # a row that reads from its neighbours has their scale
-            cache, scales = torch.zeros(4, 8, features).to(codes), torch.zeros(4, 8)
-            pc.scatter_slots_quantized(source, cache, scales, slots)
-            read = pc.gather_slots_dequantized(cache, scales, slots, torch.float32)
-            live = slots >= 0
-            peak = source.abs().amax(1, keepdim=True)
-            stored = scales.flatten()[slots[live]]
-            assert torch.allclose(stored, peak[live, 0] / (127 if codes == INT8 else 448), rtol=1e-6)
-            bound = peak / steps if codes == INT8 else torch.maximum(source.abs() / steps, peak / 448 / 512)
-            assert ((read - source)[live].abs() <= bound[live] * 1.0001).all()
-            assert not read[~live].any()
-            untouched = torch.ones(32, dtype=torch.bool)
-            untouched[slots[live]] = False
-            assert not scales.flatten()[untouched].any()
-
-
 def _joined(lens: tuple[int, ...], new: tuple[int, ...]) -> Iterator[tuple[int, int, int]]:
     """Sequence, position and number of the new token (-1: from the cache) of every row."""
     first = 0

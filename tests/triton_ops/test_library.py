@@ -23,7 +23,6 @@ from pc.triton_ops._copy import ops as rows_ops
 
 # In the package an operator and the module it is in have one name.
 joining = importlib.import_module("pc.triton_ops.join_prefix")
-dequantizing = importlib.import_module("pc.triton_ops.gather_slots_dequantized")
 
 SCHEMAS = Path(__file__).parent.parent / "support" / "schemas.txt"
 OPERATORS = sorted(name for name in pc.triton_ops.__all__ if name not in ("set_debug_mode", "warmup"))
@@ -161,9 +160,8 @@ def test_pinned_caches_reach_their_kernels() -> None:
         mock.patch.object(rows_ops, "_travel", lambda op, *args, **kwargs: moves.append(op)),
         mock.patch.object(joining, "launch_join_map", lambda call, *args: call.block_tables.new_empty(9)),
         mock.patch.object(joining, "launch_move_rows", lambda op, *args, **kwargs: moves.append(op)),
-        mock.patch.object(dequantizing, "launch_gather_dequantized") as dequantize,
     ):
-        cache, codes, scales = torch.empty(4, 2, 3), torch.empty(4, 2, 3, dtype=torch.int8), torch.empty(4, 2)
+        cache = torch.empty(4, 2, 3)
         index = torch.empty(3, dtype=torch.int64, device="cuda:1")
         tables, lens = index.new_empty(2, 2), index.new_empty(2)
         launch = _library._on_own_device
@@ -171,8 +169,6 @@ def test_pinned_caches_reach_their_kernels() -> None:
         launch(rows_ops.Gather("gather_blocks", 1).launch_list)([cache, cache], index)
         call = _library.record_of(pc.join_prefix_list)([cache], tables, lens, [cache.new_empty(1, 3)], index, 9)
         joined = launch(lambda *tensors: joining._run_list(call))(cache, index)
-        read = launch(dequantizing._run)(codes, scales, index, torch.float32)
-        assert joined[0].device == read.device == index.device
+        assert joined[0].device == index.device
     assert moves == ["gather_slots", "gather_blocks_list", "join_prefix"]
-    assert dequantize.call_count == 1
     assert set(entered) == {torch.device("cuda:1")}

@@ -192,16 +192,6 @@ def test_join(block_size, scattered):
     _check(lambda: pc.join_prefix_list(caches, tables, lens, news, starts, 170, positions))
 
 
-@pytest.mark.parametrize("dtype", [E4M3, INT8])
-@pytest.mark.parametrize("width", [1, 100, 2049])
-def test_quantized_rows(width, dtype):
-    codes = torch.zeros(4, 9, width).to(dtype)[:, 1:]
-    scales = torch.zeros(8, 4).t()
-    source, slots = torch.randn(5, width + 3)[:, 2 : 2 + width], torch.tensor([31, -1, 0, 8, 17])
-    _check(lambda: pc.scatter_slots_quantized(source, codes, scales, slots), codes.view(torch.uint8), scales)
-    _check(lambda: pc.gather_slots_dequantized(codes, scales, slots, torch.float32))
-
-
 @triton.jit
 def _shift_kernel(source, target, first, step, SIZE: tl.constexpr, MASKED: tl.constexpr):
     offs = tl.program_id(0) * SIZE + tl.arange(0, SIZE)

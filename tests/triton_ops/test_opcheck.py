@@ -75,18 +75,6 @@ def _codes(dtype: torch.dtype) -> torch.Tensor:
     return torch.randint(-80, -1, (4, 4, 5), dtype=torch.int8).view(dtype)
 
 
-def _dequantized() -> Calls:
-    kinds = ((torch.int8, ALL), (E4M3, FAKE))
-    slots = (_ids(3, -1, 5), NONE)
-    return [((_codes(d), torch.rand(4, 4), s, torch.bfloat16), {}, utils) for d, utils in kinds for s in slots]
-
-
-def _quantized() -> Calls:
-    kinds = ((torch.int8, ALL), (E4M3, FAKE))
-    places = ((torch.randn(3, 5), _ids(3, -1, 5)), (torch.randn(0, 5), NONE))
-    return [((x, _codes(d), torch.zeros(4, 4), s), {}, utils) for d, utils in kinds for x, s in places]
-
-
 def _writes() -> Calls:
     key, slots, one = torch.randn(5, 2, 32), _ids(3, -1, 9, 15, 0), torch.ones(1)
     calls: Calls = []
@@ -214,7 +202,6 @@ CALLS: dict[str, Callable[[], Calls]] = {
     "gather_blocks": lambda: _gathers(BLOCKS),
     "gather_blocks_list": lambda: _gather_lists(BLOCKS),
     "gather_slots": lambda: _gathers(SLOTS),
-    "gather_slots_dequantized": _dequantized,
     "gather_slots_list": lambda: _gather_lists(SLOTS),
     "join_prefix": _joins,
     "join_prefix_list": lambda: [([c, c[..., :1]], t, n, [new, new[..., 1:2]], *r) for c, t, n, new, *r in _joins()],
@@ -231,7 +218,6 @@ CALLS: dict[str, Callable[[], Calls]] = {
     "scatter_blocks_list": lambda: _scatter_lists((3, 4, 3, 8), BLOCKS),
     "scatter_slots": lambda: _scatters((4, 3, 8), SLOTS),
     "scatter_slots_list": lambda: _scatter_lists((4, 3, 8), SLOTS),
-    "scatter_slots_quantized": _quantized,
     "shared_prefix_attention": _shared,
     "shared_prefix_attention_with_lse": _shared,
     "sliding_window_attention": lambda: [(*_tensors(_case()), 0.3, 16, 2)],

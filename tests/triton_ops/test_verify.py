@@ -21,13 +21,9 @@ from pc.triton_ops._verify.cases import all_cases, small_cases
 CPU = torch.device("cpu")
 
 
-LEAVING = {"gather_slots_dequantized", "scatter_slots_quantized"}
-"""Operators without a user, about to be removed."""
-
-
 def operators() -> set[str]:
     """Names of the operators that are registered."""
-    return {name.removeprefix("pc::").partition(".")[0] for name in LIBRARY._op_defs} - LEAVING
+    return {name.removeprefix("pc::").partition(".")[0] for name in LIBRARY._op_defs}
 
 
 def test_every_operator_has_a_case() -> None:
