@@ -129,14 +129,15 @@ class LaunchCache(Generic[T]):
         if not tensors:
             found = self._known.get(options)
             return _remember(self._known, options, build()) if found is None else found
-        built = self.lookup(options, tensors)
+        for guard, addresses, found in self._last.get(options, ()):  # `lookup` in line
+            if guard.check(*tensors) and self._of_addresses(*tensors) == addresses:
+                return found
+        metadata = [(t.shape, t.stride(), t.dtype, t.device) for t in tensors]
+        key = (options, self._of_addresses(*tensors), *metadata)
+        built = self._known.get(key)
         if built is None:
-            metadata = [(t.shape, t.stride(), t.dtype, t.device) for t in tensors]
-            key = (options, self._of_addresses(*tensors), *metadata)
-            built = self._known.get(key)
-            if built is None:
-                built = _remember(self._known, key, build())
-            self.insert(options, tensors, built)
+            built = _remember(self._known, key, build())
+        self.insert(options, tensors, built)
         return built
 
     def clear(self) -> None:
@@ -182,22 +183,24 @@ class CachedOp(Generic[R]):
         """Run the operator on the dispatcher's arguments, which are positional and lack trailing defaults."""
         assert self._defaults is not None
         values = args + self._defaults[len(args) :]
-        options, tensors = self._split(values)
+        types = tuple(map(type, values))
+        pickers = self._pickers.get(types)
+        if pickers is None:
+            pickers = _remember(self._pickers, types, _pickers(types))
+        options_of, tensors_of = pickers
+        tensors = tensors_of(values)
+        options = (tensors_of, *options_of(values))  # there is one for these types
         launch = self._built.get_or(options, tensors, lambda: self._build(*values))
         if self._check is not None and reads_values(tensors[0]):
             self._check(*values)
         return launch(*values)
 
-    def _split(self, values: Values) -> tuple[Values, Values]:
-        """Return the options, with the types of all arguments, and the tensors that are given."""
-        types = tuple(map(type, values))
-        pickers = self._pickers.get(types)
-        if pickers is None:
-            is_tensor = [isinstance(value, torch.Tensor) for value in values]
-            given = _picker([i for i, found in enumerate(is_tensor) if found])
-            pickers = _remember(self._pickers, types, (_picker([i for i, f in enumerate(is_tensor) if not f]), given))
-        options_of, tensors_of = pickers
-        return (tensors_of, *options_of(values)), tensors_of(values)
+
+def _pickers(types: tuple[type, ...]) -> tuple[Callable[[Values], Values], Callable[[Values], Values]]:
+    """Return what picks the options, and what picks the tensors, of arguments with these types."""
+    is_tensor = [issubclass(found, torch.Tensor) for found in types]
+    places = [[i for i, found in enumerate(is_tensor) if found is wanted] for wanted in (False, True)]
+    return _picker(places[0]), _picker(places[1])
 
 
 def _picker(places: Sequence[int]) -> Callable[[Values], Values]:

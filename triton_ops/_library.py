@@ -26,7 +26,7 @@ import functools
 import inspect
 import re
 import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -284,11 +284,16 @@ def _writing(run: Callable[..., Any], names: tuple[str, ...], mutates: tuple[str
     places = [names.index(name) for name in mutates if name in names]
 
     def run_write(*args: Any, **kwargs: Any) -> Any:
-        written = [*_tensors([args[i] for i in places if i < len(args)]), *_tensors([*kwargs.values()])]
-        stores = {tensor.untyped_storage().data_ptr() for tensor in written}
+        written, read, stores = [*kwargs.values()], [], set()
         for i, value in enumerate(args):
-            if i not in places and any(x.untyped_storage().data_ptr() in stores for x in _tensors([value])):
-                args = (*args[:i], _apart(value, written), *args[i + 1 :])
+            (written if i in places else read).append(value)
+        written = _tensors(written)
+        for tensor in written:
+            stores.add(tensor.untyped_storage().data_ptr())
+        for tensor in _tensors(read):
+            if tensor.untyped_storage().data_ptr() in stores:
+                args = tuple([value if i in places else _apart(value, written) for i, value in enumerate(args)])
+                break
         result = run(*args, **kwargs)
         # As for torch's own operators: tensors made in inference mode have no version.
         torch.autograd.graph.increment_version([tensor for tensor in written if not tensor.is_inference()])
@@ -298,9 +303,11 @@ def _writing(run: Callable[..., Any], names: tuple[str, ...], mutates: tuple[str
 
 
 def _apart(value: Any, written: Sequence[torch.Tensor]) -> Any:
-    """Return a tensor or a list of them, with copies of those that may share memory with one that is written to."""
+    """Return an argument, with copies of its tensors that may share memory with one that is written to."""
     if isinstance(value, (list, tuple)):
         return [_apart(tensor, written) for tensor in value]
+    if not isinstance(value, torch.Tensor):
+        return value
     begin, end = _reach(value)
     spans = [_reach(other) for other in written]
     return value.clone() if any(begin < last and first < end for first, last in spans) else value
@@ -350,12 +357,15 @@ def _on_own_device(launch: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def _tensors(arguments: Sequence[Any]) -> Iterator[torch.Tensor]:
+def _tensors(arguments: Iterable[Any]) -> list[torch.Tensor]:
+    """Return the tensors among arguments and in lists of them."""
+    found: list[torch.Tensor] = []
     for argument in arguments:
         if isinstance(argument, torch.Tensor):
-            yield argument
+            found.append(argument)
         elif isinstance(argument, (list, tuple)):
-            yield from argument
+            found += argument
+    return found
 
 
 def _public(function: Callable[P, R], call: Callable[P, R], signature: _Signature) -> Callable[P, R]:

@@ -19,7 +19,7 @@ from ._attention.dense import arange_i32, as_blocks, choose_packed_tables, full_
 from ._checks import CACHE_LAYOUT, bad_argument, check_tensor, describe, reads_values
 from ._dispatch import needs_dispatcher
 from ._flash.append import Append, Rotary
-from ._flash.attention import attend, fitting_plan
+from ._flash.attention import choose_attend, fitting_plan
 from ._flash.call import (
     FlashOptions,
     FlashTensors,
@@ -191,10 +191,12 @@ def _choose_dense(made: tuple[Any, ...], q: torch.Tensor, k: torch.Tensor, v: to
         k, v = as_blocks(contiguous(k), contiguous(v))[:2]
         return PagedKV(k, v, tables, lens, starts, seqlen_q, seqlen_k, seqlen_q > seqlen_k)
 
+    attend = choose_attend(packed(q), keys_of(k, v), options, given)
+
     def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *others: Any) -> Any:
         given = FlashTensors.of(q, others)
         given = given if given.qv is None else given._replace(qv=packed(given.qv))
-        return shaped(attend(packed(q), keys_of(k, v), options, given), shape, given.out)
+        return shaped(attend(packed(q), keys_of(k, v), given), shape, given.out)
 
     return run
 
@@ -340,9 +342,12 @@ def _choose_packed(
         fewer_keys = not same or seqused_k is not None
         return fitting_plan(rest[3], PagedKV(k, v, tables, lens, starts, max_queries, max_keys, fewer_keys), options)
 
+    own = (k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, block_table, plan)
+    attend = choose_attend(contiguous(q), keys_of(*own), options, given)
+
     def run(q: torch.Tensor, *rest: Any) -> Any:
         given = FlashTensors.of(q, rest[7:])
-        return shaped(attend(contiguous(q), keys_of(*rest[:7]), options, given), None, given.out)
+        return shaped(attend(contiguous(q), keys_of(*rest[:7]), given), None, given.out)
 
     return run
 
@@ -485,11 +490,11 @@ def _choose_cached(
     layout = _CacheLayout.of(q, k_cache, v_cache, own, batch, length, max_queries, fewer_keys)
     if checks_values:
         layout.check(own)
-    append = None
+    keys, append = layout.keys(k_cache, v_cache, own), None
     if k is not None and v is not None:
-        keys = layout.keys(k_cache, v_cache, own)
         rotary = _rotary(interleaved, keys.lens, own.cos, own.sin, own.first)
         append = Append(packed(q), k, v, own.starts_new, keys, options, rotary)
+    attend = choose_attend(packed(q), keys, options, given)
 
     def run(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, k: Any, v: Any, *rest: Any) -> Any:
         own, given = _CacheTensors(*rest[:10]), FlashTensors.of(q, rest[10:])
@@ -502,7 +507,7 @@ def _choose_cached(
             keys = keys._replace(lens=lens)
         keys = fitting_plan(own.plan, keys, options) if own.leftpad is None else without_leftpad(keys, own.leftpad)
         given = given if given.qv is None else given._replace(qv=packed(given.qv))
-        return shaped(attend(query, keys, options, given), batched, given.out)
+        return shaped(attend(query, keys, given), batched, given.out)
 
     return run
 

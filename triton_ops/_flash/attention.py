@@ -85,6 +85,21 @@ def _quantized(query: torch.Tensor, keys: PagedKV) -> bool:
     return query.dtype == torch.float8_e4m3fn or keys.key_cache.dtype in QUANTIZED_DTYPES
 
 
+def choose_attend(
+    query: torch.Tensor, keys: PagedKV, options: FlashOptions, given: FlashTensors
+) -> Callable[[torch.Tensor, PagedKV, FlashTensors], Any]:
+    """Return `attend` for calls of this kind, without its choices where one operator serves them all."""
+    (left, right), slopes = _sides(keys, options), given.alibi_slopes
+    has_holes = keys.fewer_keys and reads_values(query) and not known(keys.max_queries <= 1)
+    has_parts = options.chunk or given.qv is not None or _quantized(query, keys) or given.q_descale is not None
+    has_slopes = slopes is not None and (right != 0 or slopes.dim() != 1)
+    window = _window(keys, options, query.shape[-1], left, right, options.with_lse)
+    if has_holes or has_parts or has_slopes or window.ahead:
+        return lambda query, keys, given: attend(query, keys, options, given)
+    operator, arguments = window.operator, window.arguments
+    return lambda query, keys, given: operator(*arguments(query, keys, given.alibi_slopes, given.s_aux))
+
+
 def attend(query: torch.Tensor, keys: PagedKV, options: FlashOptions, given: FlashTensors) -> Any:
     """Attention of packed queries `[num_tokens, num_heads, head_dim]`: out, or (out, lse)."""
     slopes, batch, after = given.alibi_slopes, keys.lens.shape[0], None
