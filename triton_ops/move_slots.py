@@ -19,6 +19,7 @@ from ._checks import (
     CACHE_LAYOUT,
     FLOATS,
     bad_argument,
+    check_index,
     check_last_dim,
     check_tensor,
     describe,
@@ -27,9 +28,20 @@ from ._checks import (
 from ._dispatch import LaunchCache, aligned
 from ._launch import Launch
 from ._library import operator
-from ._quantize import QUANTIZED_DTYPES, as_codes, code_kind
+from ._quantize import QUANTIZED_DTYPES, as_codes, code_kind, quantize
 from ._triton import require_triton
-from .rotate_keys import check_moves, rotate_pairs_, rotation_cos_sin
+from .rope_and_cache import rotate
+
+
+def check_moves(device: torch.device, **indexes: torch.Tensor) -> None:
+    """Check indexes of one length, on the device of key_cache or the host."""
+    first, sources = next(iter(indexes.items()))
+    for name, vector in indexes.items():
+        check_index(name, vector, "[n]")
+        if vector.shape != sources.shape:
+            raise bad_argument(name, f"{vector.shape[0]} elements", f"{sources.shape[0]} as {first}")
+        if vector.device not in (device, torch.device("cpu")):
+            raise bad_argument(name, f"device {vector.device}", f"device {device} of key_cache, or the host")
 
 
 def _check(call: Any) -> None:
@@ -55,6 +67,25 @@ def _check(call: Any) -> None:
             raise bad_argument("inv_freq", describe(call.inv_freq), f"1 to {room // 2} elements, one per pair")
     for name, vector in slots.items():
         lowest_entry(name, vector, keys.shape[0] * keys.shape[1])
+
+
+def rotation_cos_sin(deltas: torch.Tensor, inv_freq: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return cosines and sines `[n, rotary_dim / 2]`, float32."""
+    angles = deltas.double()[:, None] * inv_freq.double()
+    return angles.cos().float(), angles.sin().float()
+
+
+def rotate_pairs_(keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, is_neox: bool, first: int) -> None:
+    """Rotate keys `[n, heads, head_dim]` on the host in place, from column `first` on.
+
+    Codes are rotated and rounded again; the scale of a head stays.
+    """
+    turned = keys[..., first : first + 2 * cos.shape[1]]
+    if keys.dtype in FLOATS:
+        turned.copy_(rotate(turned, cos, sin, not is_neox))
+    else:
+        codes = quantize(rotate(turned.float(), cos, sin, not is_neox), torch.ones(1), keys.dtype)
+        as_codes(turned).copy_(as_codes(codes))
 
 
 def _move_slots_cpu(call: Any) -> None:
@@ -84,9 +115,21 @@ _moves: LaunchCache[Launch] = LaunchCache()
 def _launch_move_slots(call: Any) -> None:
     require_triton("move_slots")
     _check(call)
-    keys, values, sources, targets, deltas, inv_freq, is_neox, first = call
-    if not sources.numel() or not keys.numel():
-        return
+    if call.source_slots.numel() and call.key_cache.numel():
+        launch_move(*call)
+
+
+def launch_move(
+    keys: torch.Tensor,
+    values: torch.Tensor | None,
+    sources: torch.Tensor,
+    targets: torch.Tensor,
+    deltas: torch.Tensor,
+    inv_freq: torch.Tensor | None,
+    is_neox: bool,
+    first: int,
+) -> None:
+    """Move at least one token by kernel; arguments are those of `move_slots`, checked."""
     sources, targets, deltas = (x.to(keys.device, non_blocking=True).contiguous() for x in (sources, targets, deltas))
     own = torch.empty(0, device=keys.device) if inv_freq is None else inv_freq
     cos, sin = rotation_cos_sin(deltas, own)

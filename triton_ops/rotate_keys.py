@@ -15,37 +15,22 @@ from typing import Any
 
 import torch
 
-from ._attention.constants import next_power_of_2
 from ._checks import (
     CACHE_LAYOUT,
     FLOATS,
     bad_argument,
-    check_index,
     check_last_dim,
     check_tensor,
     describe,
     lowest_entry,
 )
-from ._dispatch import LaunchCache, aligned
-from ._launch import Launch
 from ._library import operator
-from ._quantize import QUANTIZED_DTYPES, as_codes, code_kind, quantize
+from ._quantize import QUANTIZED_DTYPES, as_codes
 from ._triton import require_triton
-from .rope_and_cache import rotate
+from .move_slots import check_moves, launch_move, rotate_pairs_, rotation_cos_sin
 
 # Elements turned at a time on a CPU: their float32 copies stay in the caches.
 _PIECE_ELEMENTS = 1 << 20
-
-
-def check_moves(device: torch.device, **indexes: torch.Tensor) -> None:
-    """Checks indexes of one length, on the device of key_cache or the host."""
-    first, sources = next(iter(indexes.items()))
-    for name, vector in indexes.items():
-        check_index(name, vector, "[n]")
-        if vector.shape != sources.shape:
-            raise bad_argument(name, f"{vector.shape[0]} elements", f"{sources.shape[0]} as {first}")
-        if vector.device not in (device, torch.device("cpu")):
-            raise bad_argument(name, f"device {vector.device}", f"device {device} of key_cache, or the host")
 
 
 def _check(call: Any) -> None:
@@ -66,25 +51,6 @@ def _check(call: Any) -> None:
     lowest_entry("target_ids", target_ids, limit)
 
 
-def rotation_cos_sin(deltas: torch.Tensor, inv_freq: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosines and sines `[n, rotary_dim / 2]`, float32."""
-    angles = deltas.double()[:, None] * inv_freq.double()
-    return angles.cos().float(), angles.sin().float()
-
-
-def rotate_pairs_(keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, is_neox: bool, first: int) -> None:
-    """Turns keys `[n, heads, head_dim]` on the host in place, from column `first` on.
-
-    A scale per head turns with its head: codes themselves are turned and rounded anew.
-    """
-    turned = keys[..., first : first + 2 * cos.shape[1]]
-    if keys.dtype in FLOATS:
-        turned.copy_(rotate(turned, cos, sin, not is_neox))
-    else:
-        codes = quantize(rotate(turned.float(), cos, sin, not is_neox), torch.ones(1), keys.dtype)
-        as_codes(turned).copy_(as_codes(codes))
-
-
 def _rotate_keys_cpu(call: Any) -> None:
     _check(call)
     key_cache, source_ids, target_ids, deltas, inv_freq, is_neox, first = call
@@ -103,54 +69,17 @@ def _rotate_keys_cpu(call: Any) -> None:
         as_codes(key_cache)[targets] = as_codes(keys)
 
 
-_rotations: LaunchCache[Launch] = LaunchCache()
-
-
 def _launch_rotate_keys(call: Any) -> None:
     require_triton("rotate_keys")
     _check(call)
     key_cache, sources, targets, deltas, inv_freq, is_neox, first = call
     if not sources.numel() or not key_cache.numel():
         return
-    sources, targets, deltas = (x.to(key_cache.device, non_blocking=True) for x in (sources, targets, deltas))
-    sources, targets = sources.contiguous(), targets.contiguous()
-    cos, sin = rotation_cos_sin(deltas, inv_freq)
-    tensors = (key_cache, sources, targets, cos, sin)
-    launch = _rotations.get_or((is_neox, first), tensors, lambda: _build_rotate_launch(*tensors, is_neox, first))
-    launch((as_codes(key_cache), sources, targets, cos, sin))
-
-
-def _build_rotate_launch(
-    key_cache: torch.Tensor,
-    sources: torch.Tensor,
-    targets: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    is_neox: bool,
-    first: int,
-) -> Launch:
-    from .kernels.rotate_keys import _rotate_keys_kernel
-
-    (_, block_size, kv_heads, head_dim), half = key_cache.shape, cos.shape[1]
-    block_p, block_d = next_power_of_2(half), next_power_of_2(max(1, head_dim - first - 2 * half))
-    block_f = next_power_of_2(first)
-    block_r = max(1, 2048 // max(block_p, block_d, block_f))
-    constexprs = {
-        "KIND": code_kind(key_cache.dtype),
-        "IS_NEOX": is_neox,
-        "KV_HEADS": kv_heads,
-        "BLOCK_SIZE": block_size,
-        "HEAD_DIM": head_dim,
-        "HALF": half,
-        "FIRST": first,
-        "BLOCK_R": block_r,
-        "BLOCK_P": block_p,
-        "BLOCK_D": block_d,
-        "BLOCK_F": block_f,
-    }
-    programs = (sources.shape[0], -(-block_size * kv_heads // block_r), 1)
-    is_aligned = aligned(key_cache, sources, targets, cos, sin)
-    return Launch(_rotate_keys_kernel, constexprs, programs, key_cache.stride()[:3], reusable=is_aligned)
+    size, device = key_cache.shape[1], key_cache.device
+    nth = torch.arange(size, device=device)
+    sources, targets, deltas = (x.to(device, non_blocking=True).long().unsqueeze(1) for x in (sources, targets, deltas))
+    sources, targets = (torch.where(ids < 0, -1, ids * size + nth).flatten() for ids in (sources, targets))
+    launch_move(key_cache, None, sources, targets, deltas.expand(-1, size).flatten(), inv_freq, is_neox, first)
 
 
 @operator(cpu=_rotate_keys_cpu, launch=_launch_rotate_keys, mutates=("key_cache",), as_record=True)

@@ -45,9 +45,9 @@ from .launches import TARGETS, Launch, digest, patched, recorded
 load_kernels()  # which are found by their class
 
 # `pc.triton_ops.reshape_and_cache` is the function; the module of that name is where its launcher is.
-reshape_and_cache, rope_and_cache, rotate_keys, merge_attention, join_prefix, move_slots = (
+reshape_and_cache, rope_and_cache, merge_attention, join_prefix, move_slots = (
     importlib.import_module(f"pc.triton_ops.{name}")
-    for name in ("reshape_and_cache", "rope_and_cache", "rotate_keys", "merge_attention", "join_prefix", "move_slots")
+    for name in ("reshape_and_cache", "rope_and_cache", "merge_attention", "join_prefix", "move_slots")
 )
 
 TABLE = tables.RESULTS / "kernel_resources.csv"
@@ -242,13 +242,6 @@ def rope_case(cache_dtype: torch.dtype | None = None, interleaved: bool = False)
     )
 
 
-def rotate_case(cache_dtype: torch.dtype = torch.bfloat16, is_neox: bool = True, rotary_dim: int = 128) -> None:
-    """Blocks of keys turned to another position."""
-    cache, ids = torch.zeros(8, 16, 8, 128, dtype=cache_dtype), torch.arange(4)
-    given = (cache, ids, ids + 4, ids.int(), torch.ones(rotary_dim // 2), is_neox)
-    rotate_keys._launch_rotate_keys((*given, 0))
-
-
 def move_case(cache_dtype: torch.dtype = torch.bfloat16, is_neox: bool = True, rotary_dim: int = 128) -> None:
     """Tokens of keys and values moved to other slots."""
     cache, slots = torch.zeros(8, 16, 8, 128, dtype=cache_dtype), torch.arange(40)
@@ -323,9 +316,6 @@ CASES: dict[str, Callable[[], None]] = {
     "rope bf16 d128": rope_case,
     "rope bf16 d128 interleaved": lambda: rope_case(interleaved=True),
     "rope bf16 d128 e4m3": lambda: rope_case(_E4M3),
-    "rotate bf16 d128": rotate_case,
-    "rotate bf16 d128 interleaved rotary64": lambda: rotate_case(is_neox=False, rotary_dim=64),
-    "rotate bf16 d128 e4m3": lambda: rotate_case(_E4M3),
     "move bf16 d128": move_case,
     "move bf16 d128 interleaved rotary64": lambda: move_case(is_neox=False, rotary_dim=64),
     "move bf16 d128 e4m3": lambda: move_case(_E4M3),

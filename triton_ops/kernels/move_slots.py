@@ -1,11 +1,41 @@
-"""Copies keys and values of tokens to other slots and turns the keys."""
+"""Copy keys and values of tokens to other slots and rotate the keys."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from .rotate_keys import load_keys, pair_columns, store_keys
+from .codes import from_e4m3, to_code
+
+
+@triton.jit
+def load_keys(ptrs, mask, KIND: tl.constexpr):
+    """Load keys, or codes as the numbers they stand for, in float32."""
+    if KIND == 2:
+        return from_e4m3(tl.load(ptrs, mask=mask, other=0)).to(tl.float32)
+    else:
+        return tl.load(ptrs, mask=mask, other=0).to(tl.float32)
+
+
+@triton.jit
+def store_keys(ptrs, x, mask, KIND: tl.constexpr):
+    """Store keys in the cache's dtype, or the nearest codes."""
+    if KIND == 0:
+        tl.store(ptrs, x.to(ptrs.dtype.element_ty), mask=mask)
+    else:
+        tl.store(ptrs, to_code(x, tl.full((1, 1), 1.0, tl.float32), KIND), mask=mask)
+
+
+@triton.jit
+def pair_columns(pair, IS_NEOX: tl.constexpr, FIRST: tl.constexpr, HALF: tl.constexpr):
+    """Return the columns of both features of a pair."""
+    if IS_NEOX:
+        first = FIRST + pair
+        second = FIRST + pair + HALF
+    else:
+        first = FIRST + 2 * pair
+        second = FIRST + 2 * pair + 1
+    return first, second
 
 
 @triton.jit
