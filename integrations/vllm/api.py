@@ -408,6 +408,12 @@ BODIES: dict[str, dict[str, dict[str, str]]] = {
         },
         "vllm.v1.core.sched.output:NewRequestData.from_request": {"0.32": "724929ecc9b9", "0.33": "724929ecc9b9"},
     },
+    "omni": {
+        "vllm_omni.core.prefix_cache.manager:OmniPrefixCacheManager": {"0.30": "15a1cd96b7e0"},
+        "vllm_omni.core.prefix_cache.group_view:check_prefix_cache_kv_groups": {"0.30": "5ac72e438ac2"},
+        "vllm_omni.core.prefix_cache.group_view:get_prefix_cache_group_view": {"0.30": "0cbd5820344c"},
+        "vllm_omni.core.prefix_cache.runner_mixin:PrefixCacheRunnerMixin": {"0.30": "18f8269ba5e2"},
+    },
 }
 """By feature the bodies it reimplements or imitates, and their digests by series."""
 

@@ -203,6 +203,22 @@ def with_another_line(path):
     return mock.patch.object(seam.find(holder), name, made[name])
 
 
+OMNI = [(feature, path) for feature, path in BODIES if feature == "omni"]
+BODIES = [body for body in BODIES if body not in OMNI]
+
+
+@pytest.mark.parametrize(("feature", "path"), OMNI)
+def test_another_vllm_omni_is_refused_by_name(feature, path):
+    omni.use_omni()
+    read, found = inspect.getsource, seam.find(path)
+    code = found if inspect.isclass(found) else found.__code__
+    seam._digest.cache_clear()
+    with mock.patch.object(inspect, "getsource", lambda of: read(of) + "    more = 1\n" * (of is code)):
+        assert f"{path}: its body is not the one of 0.30 (digest " in api.why_not(feature)
+    seam._digest.cache_clear()
+    assert api.why_not(feature) == ""
+
+
 @pytest.mark.parametrize(("feature", "path"), BODIES)
 def test_a_body_that_was_changed_by_a_line_is_refused(feature, path, warnings):
     stock_answers()
@@ -260,13 +276,14 @@ def test_the_environment_names_a_feature_that_cannot_be_served(monkeypatch, feat
     monkeypatch.setattr(features, "_hook_configurations", lambda: done.append(2))
     monkeypatch.setenv("PC_VLLM", feature)
     for name in list(seam.names(api.NAMES[feature]))[:3]:
-        monkeypatch.setattr(features, "_enabled", set())
+        before = set(features.NEEDS.get(feature, ()))
+        monkeypatch.setattr(features, "_enabled", set(before))
         done.clear()
         warnings.clear()
         with replaced(name.path, AttributeError()):
             adapter.register()
             adapter.register()
-            assert (done, features._enabled) == ([], set())
+            assert (done, features._enabled) == ([], before)
             (line,) = warnings
             assert line.startswith(f"{feature} is off, and vLLM's own code runs in its place: ")
             assert name.path in line
