@@ -18,6 +18,7 @@ import pc
 
 transformers = pytest.importorskip("transformers")
 
+import batching_cases  # noqa: E402
 import changed_models  # noqa: E402
 from generate_cases import plain, prompt  # noqa: E402
 from image_cases import CASES, IMAGE, VisionCase, text  # noqa: E402
@@ -195,6 +196,35 @@ def test_what_is_computed_by_a_model_changed_in_a_call_is_not_published(change: 
         want = plain(model, input_ids=ids, max_new_tokens=8)
         for _ in range(2):
             assert torch.equal(model.generate(ids, max_new_tokens=8), want)
+
+
+# The same kind in continuous batching, where another thread streams what is generated.
+@pytest.mark.skipif(release_of(transformers.__version__, 2) < OLDEST, reason="older transformers are refused by name")
+@pytest.mark.parametrize("change", [change_hook, change_setting, change_class])
+def test_what_a_batching_session_computes_by_a_changed_model_is_not_published(change: Any) -> None:
+    model = batching_cases.LLAMA.build()
+    model.generation_config.eos_token_id = None
+    on, off = change(model)
+    ids = prompt(40)[0].tolist()
+
+    def config(new_tokens: int) -> Any:
+        return GenerationConfig(max_new_tokens=new_tokens, do_sample=False, eos_token_id=-1, pad_token_id=0)
+
+    with huggingface.enable_continuous_batching(model, num_blocks=64):
+        with model.continuous_batching_context_manager(generation_config=config(40)) as manager:
+            manager.add_request(ids, streaming=True)
+            changed = False
+            while not (result := manager.get_result(timeout=30)).is_finished():
+                if len(result.generated_tokens) > 4 and not changed:
+                    on()
+                    changed = True
+        off()
+        assert changed
+        assert result.error is None
+        asked = [*ids, *result.generated_tokens, *prompt(4, 2)[0].tolist()]
+        want = plain(model, input_ids=torch.tensor([asked]), max_new_tokens=8)[0, len(asked) :].tolist()
+        (got,) = model.generate_batch([asked], generation_config=config(8), progress_bar=False).values()
+        assert got.generated_tokens == want
 
 
 # ModelTC (LongLM), MHA2MLA#10: methods of a class, or functions of its file, are replaced; keys from before are read.

@@ -1,8 +1,9 @@
-"""The Python functions that a model's forward pass runs, in this process and, by a digest of their code, in others.
+"""The Python functions that a model's forward pass runs.
 
-A model can be changed without touching it: `LlamaAttention.forward = mine`, or `modeling_llama.rotate_half = mine`, or
-`torch.nn.functional.scaled_dot_product_attention = mine`. `Functions` follows the names that forward passes look up,
-from the classes of a model's modules through the globals of their files, and keeps what stood there.
+A user can change a model without touching it: `LlamaAttention.forward = mine`, or `modeling_llama.rotate_half = mine`,
+or `torch.nn.functional.scaled_dot_product_attention = mine`. `Functions` begins with the classes of a model's modules.
+It follows the names that their code looks up in the globals of files, and keeps the values of those names. A digest of
+the code identifies the functions in other processes.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ class Functions:
         return map(_original, chain(read, registered))
 
     def _add_class(self, kind: type) -> None:
-        """Adds what a class and its bases have."""
+        """Add the attributes of a class and its bases."""
         for base in kind.__mro__:
             if id(base) in self._spaces or base is object:
                 continue
@@ -81,7 +82,7 @@ class Functions:
                     self._add(function)
 
     def _add(self, function: FunctionType) -> None:
-        """Adds a function and what it looks up, unless it is one of the known packages'."""
+        """Add a function and the names that it looks up, unless it belongs to a known package."""
         names = function.__globals__
         file = str(names.get("__name__", ""))
         for inner in _functions(getattr(function, "__wrapped__", None)):
@@ -95,7 +96,7 @@ class Functions:
         self._look_up(file, names, set(_names(function.__code__)))
 
     def _look_up(self, label: str, values: dict[str, Any], names: set[str], within: tuple[int, ...] = ()) -> None:
-        """Adds what stands under some names in a file, and in the modules among that."""
+        """Add the values of some names in a file, and in the modules among these values."""
         _, _, known = self._spaces.setdefault(id(values), (label, values, {}))
         for name in sorted(names & values.keys()):
             value = _original(values[name])
@@ -108,7 +109,7 @@ class Functions:
                 self._follow(value)
 
     def _follow(self, value: Any) -> None:
-        """Adds what a looked-up value runs."""
+        """Add the functions that a looked-up value runs."""
         mappings = registered(value)
         if mappings:
             for own in sorted(self._settings & {name for mapping in mappings for name in mapping}):
@@ -124,7 +125,7 @@ class Functions:
                 self._add(function)
 
     def _add_plain(self, kind: type) -> None:
-        """Adds a class that is no module: its functions are compared and not followed."""
+        """Add a class that is no module. Its functions are compared and not followed."""
         for base in kind.__mro__:
             if base.__module__.partition(".")[0] not in _KNOWN and not base.__module__.startswith(_OTHER):
                 self._spaces.setdefault(id(base), (f"{base.__module__}.{base.__qualname__}", vars(base), {}))
@@ -141,7 +142,7 @@ class Functions:
             return True
 
     def seen(self) -> Iterator[tuple[str, Any]]:
-        """Yield what stood under which name when this was made."""
+        """Yield names and their values as of when this was made."""
         labels = [f"{label}.{name}" for label, _, names in self._of_files() for name in (*_TWICE, *names)]
         for (label, *_), (_, names) in zip(self._of_classes(), self._classes, strict=True):
             labels += [f"{label}.{name}" for name in (*_TWICE, *names)]
@@ -150,7 +151,7 @@ class Functions:
         yield from zip((f"{f.__module__}.{f.__qualname__}'s code" for f in self._functions), self._code, strict=True)
 
     def lines(self) -> list[str]:
-        """Return a text that is the same in every process that runs the same functions."""
+        """Return lines that are the same in every process that runs the same functions."""
         found = [f"{f.__module__}.{f.__qualname__} {code_digest(f)}" for f in self._functions]
         for label, values, names in self._spaces.values():
             for name in names or list(values):
@@ -173,12 +174,12 @@ def _size(values: Any) -> int:
 
 
 def vars_of(value: Any) -> dict[str, Any]:
-    """Return a config's entries; nothing of what is no config."""
+    """Return the entries of a config; empty for other values."""
     return vars(value) if hasattr(value, "to_dict") else {}
 
 
 def _original(value: Any) -> Any:
-    """Return what stood in a file before an adapter put its own there."""
+    """Return the value of a name before this package replaced it."""
     if type(value) is Dispatch:
         return value.original
     return getattr(value, "_pc_original", value) if isinstance(value, FunctionType) else value

@@ -1,7 +1,8 @@
-"""What the KV of a prompt depends on besides its tokens: weights, buffers, modules, settings, adapters.
+"""A comparison of a model with what it was: weights, buffers, modules, settings, hooks, functions and adapters.
 
-An `Identity` keeps what it saw of a model: every attribute of every module and config, by identity, the versions and
-addresses of tensors, and a sample of their elements. Comparing takes less than a millisecond for 48 layers.
+Keys and values of a prompt depend on these besides its tokens. An `Identity` keeps every attribute of every module and
+config, the versions and addresses of tensors, a sample of their elements, and the functions of the forward pass. It
+compares attributes by identity. A comparison takes less than a millisecond for 48 layers.
 """
 
 from __future__ import annotations
@@ -27,20 +28,20 @@ SAMPLED = 16  # elements of each weight that are compared before a call
 MANY = 1 << 14  # the same of weights whose version says nothing, because each forward pass raises it
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 ADAPTER_STATE = frozenset({"active_adapters", "_active_adapter", "disable_adapters", "_disable_adapters", "scaling"})
-"""Attributes by which PEFT's layers say what is active: they are keys of a block's identity, not changes."""
+"""Attributes in which PEFT's layers keep what is active. They are keys of a block's identity, not changes."""
 _INTERNAL = frozenset(vars(torch.nn.Module()))
-"""What torch keeps in every module; of these only the tables below decide what a forward pass computes."""
+"""Attributes of every torch module. Of these only the tables below decide what a forward pass computes."""
 _TABLES = ("_parameters", "_buffers", "_modules")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 ATTACHED = frozenset({"generate", "init_continuous_batching", "_cached_continuous_batching_manager", RECORDING})
-"""Attributes of a model that adapters put there: a handle says nothing of KV, and must not keep its model alive."""
+"""Attributes of a model that this package or transformers adds. They do not change keys and values."""
 ROW_HOOKS = ("adapter_names", "alora_offsets")
-"""What PEFT gives its layers for each row of a call, through hooks that it puts on for the call."""
+"""Names of what PEFT gives its layers for each row of a call, through hooks that it adds for the call."""
 
 
 @dataclass
 class SetByForward:
-    """What forward passes leave otherwise than they found it: attributes of modules, and versions of tensors.
+    """Names of the attributes and tensors that forward passes leave otherwise than they found them.
 
     PEFT's LoRA of parameters, for example, puts a parameter aside for each pass, which raises its version.
     """
@@ -50,7 +51,7 @@ class SetByForward:
 
 
 class Identity:
-    """What a model looked like; `changed` tells whether it still does. `transient`: see `set_by_forward`."""
+    """A model as it was when this was made. `transient` names what does not count: see `set_by_forward`."""
 
     def __init__(self, model: Any, transient: SetByForward | None = None) -> None:
         attributes, rewritten = (set(), set()) if transient is None else (transient.attributes, transient.tensors)
@@ -116,12 +117,16 @@ class Identity:
         return [sum(map(len, attributes)) - recorded, sum(map(len, self._dicts)), sum(map(len, self._lists))]
 
     def _hooks(self) -> list[tuple[int, Any]]:
-        """Return the hooks of all modules but transformers' own, and those that PEFT puts on for one call."""
+        """Return the hooks of all modules, without transformers' own and those that PEFT adds for one call."""
         tables = [(number, table) for number, table in enumerate(self._hook_tables) if table]
         return [(n, hook) for n, table in tables for hook in table.values() if not is_harmless(hook)]
 
     def row_settings(self) -> dict[str, Any]:
-        """What PEFT's hooks give its layers for each row, by name, if any; ValueError: not all are given the same."""
+        """Return what PEFT's hooks give its layers for each row, by name.
+
+        Raises:
+            ValueError: The hooks of two layers give different values.
+        """
         found: dict[str, Any] = {}
         for module in self.adapters:
             for hook in module._forward_pre_hooks.values():
@@ -145,16 +150,17 @@ class Identity:
         ]
 
     def changed(self, model: Any) -> bool:
-        """Return whether a weight, a buffer, a module, a hook, a setting or a function is another one, or written to.
+        """Return whether a tensor, a module, a hook, a setting or a function was replaced or written to.
 
-        Adapters that are active or not are no change: see `adapter_keys`.
+        Switching adapters is no change: see `adapter_keys`.
         """
         return self._restructured(model) or self._sampled() != self._content
 
     def watch(self, model: Any) -> Callable[[], bool]:
-        """Return what tells, before each forward pass of a call, whether model and active adapters are as they are now.
+        """Return a function that tells whether the model and its active adapters are still as they are now.
 
-        It does not compare elements of tensors on devices, for which it would have to wait.
+        A call asks it before each forward pass. It compares no elements of tensors on a device, since that would wait
+        for the device.
         """
         states, reference = self._adapter_states(), weakref.ref(model)
 
@@ -185,7 +191,7 @@ class Identity:
             return True
 
     def adapter_keys(self) -> tuple[str, ...]:
-        """Which PEFT adapters are active in which layer, and how strongly: KV of one prompt differs between them."""
+        """Return keys for the active PEFT adapters of each layer and their scaling; empty without adapters."""
         states = [
             f"{i} {m.active_adapters} {m.disable_adapters} {getattr(m, 'scaling', None)}"
             for i, m in enumerate(self.adapters)
@@ -193,7 +199,7 @@ class Identity:
         return ("adapters", hashlib.sha256("\n".join(states).encode()).hexdigest()) if states else ()
 
     def difference(self, later: Identity) -> str:
-        """Return the name of something that a later identity of the model has and this one has not, or otherwise."""
+        """Return the name of one thing in which a later identity of the model differs."""
         before, after = self._seen(), later._seen()
         for name in (*before, *after):
             old, new = before.get(name, before), after.get(name, after)
@@ -214,7 +220,7 @@ class Identity:
 
 
 class _Number(int):
-    """A number that is compared by value where all else is compared by identity."""
+    """A number in a list of values that are compared by identity; numbers are compared by value."""
 
 
 def _row_settings(hook: Any) -> dict[str, Any]:
@@ -243,7 +249,7 @@ def _is_adapter(module: torch.nn.Module) -> bool:
 
 @contextmanager
 def without_row_settings(model: Any) -> Iterator[None]:
-    """Take away, for a while, what PEFT's hooks give its layers for the rows of a call."""
+    """Remove, for a while, the hooks by which PEFT tells its layers what each row of a call needs."""
     tables = [m._forward_pre_hooks for m in model.modules() if any(map(_row_settings, m._forward_pre_hooks.values()))]
     kept = [dict(table) for table in tables]
     try:
@@ -259,7 +265,7 @@ def without_row_settings(model: Any) -> Iterator[None]:
 
 @contextmanager
 def set_by_forward(model: Any) -> Iterator[SetByForward]:
-    """Note, around forward passes, which attributes and which tensors they leave otherwise than they found them."""
+    """Record which attributes and tensors the forward passes within this block change."""
     found = SetByForward()
     before = [(m, dict(vars(m))) for m in model.modules()]
     tensors = {name: (t, t._version) for name, t in _named_tensors(model) if not t.is_inference()}
@@ -273,14 +279,14 @@ def set_by_forward(model: Any) -> Iterator[SetByForward]:
 
 
 def changes_itself(module: torch.nn.Module) -> bool:
-    """Whether it is a rotary embedding that changes with the length of what it sees."""
+    """Return whether a module is a rotary embedding that changes with the length of its input."""
     kind = getattr(module, "rope_type", None)
     kinds = kind.values() if isinstance(kind, dict) else (kind,)
     return any(k in CHANGING_ROPE for k in kinds if isinstance(k, str))
 
 
 def _nested(label: str, values: dict[str, Any], found: dict[int, tuple[str, Any]], depth: int = 3) -> None:
-    """Adds the dicts and lists among values, and those within them, by id and with a name."""
+    """Add the dicts and lists among values, and those within them, by id and with a name."""
     for name, value in values.items():
         if isinstance(value, dict | list) and id(value) not in found and depth:
             own = _joined(label, str(name))
@@ -290,7 +296,7 @@ def _nested(label: str, values: dict[str, Any], found: dict[int, tuple[str, Any]
 
 
 def _configs(model: Any) -> list[Any]:
-    """The configs of all modules and those within them, each once."""
+    """Return the configs of all modules and those within them, each once."""
     found: dict[int, Any] = {}
     for module in model.modules():
         config = vars(module).get("config")
@@ -301,7 +307,10 @@ def _configs(model: Any) -> list[Any]:
 
 
 def _named_tensors(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield every parameter and buffer once, by name, but those that change themselves; of a wrapper those within."""
+    """Yield every parameter and buffer once, by name; for a tensor subclass the tensors that it wraps.
+
+    Buffers of rotary embeddings that change with the length are left out.
+    """
     seen: set[int] = set()
     for label, module in model.named_modules():
         if module is not model and changes_itself(module):
@@ -322,7 +331,7 @@ def _inner(label: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor
 
 
 def _samples(tensors: list[tuple[torch.Tensor, int]]) -> tuple[list[list[np.ndarray]], list[list[torch.Tensor]]]:
-    """Views of some elements of each tensor: of those in host memory as integers, of others by device and dtype."""
+    """Return views of some elements of each tensor: in host memory as integers, elsewhere by device and dtype."""
     host: dict[int, list[np.ndarray]] = {}
     other: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for tensor, count in tensors:
@@ -337,7 +346,7 @@ def _samples(tensors: list[tuple[torch.Tensor, int]]) -> tuple[list[list[np.ndar
 
 
 def _sample(tensor: torch.Tensor, most: int) -> torch.Tensor:
-    """A view of `most` elements of its memory, an odd distance apart, so that they are of different columns."""
+    """Return a view of up to `most` elements, an odd distance apart, so that they are of different columns."""
     span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     count = min(span, most)
     return tensor.as_strided((count,), ((span // count - 1) | 1,), tensor.storage_offset())

@@ -13,7 +13,7 @@ AnyManager: TypeAlias = CacheManager[Any, Any, Any]  # of one group or of severa
 
 
 class Lease:
-    """The requests of one call; those it has not given back when it is lost are given back by the next call."""
+    """The requests of one call. If the call is cut off, the next call ends those that are left."""
 
     def __init__(
         self, manager: AnyManager, returns: float | None = None, unchanged: Callable[[], bool] = lambda: True
@@ -24,34 +24,34 @@ class Lease:
         self._returns, self._unchanged = returns, unchanged
 
     def publishes(self) -> bool:
-        """Return whether the model is what it was when the call began, at every pass so far: asked before each."""
+        """Return whether the model is what the call began with; once it is not, never again. Ask before each pass."""
         self.stale = self.stale or not self._unchanged()
         return not self.stale
 
     def take(self, request_id: str) -> None:
-        """Remembers a request before it is started."""
+        """Record a request before it is started."""
         self.request_ids.append(request_id)
 
     def free(self, request_id: str) -> None:
-        """Ends a request, if it was started."""
+        """End a request, if it was started."""
         free(self.manager, request_id)
         self.request_ids.remove(request_id)
 
     def close(self) -> None:
-        """Ends all requests."""
+        """End all requests."""
         while self.request_ids:
             free(self.manager, self.request_ids[-1], self._returns)
             self.request_ids.pop()
 
 
 def free(manager: AnyManager, request_id: Hashable, returns: float | None = None) -> None:
-    """Ends a request; one that was never started is none."""
+    """End a request, if it was started."""
     with suppress(KeyError):
         manager.free(request_id, returns)
 
 
 class Leases:
-    """A manager and the requests of calls."""
+    """A manager and the requests of its calls."""
 
     def __init__(self, manager: AnyManager) -> None:
         self.manager = manager
@@ -70,7 +70,7 @@ class Leases:
         return lease
 
     def sweep(self) -> None:
-        """Ends the requests of calls that were cut off before they could do so."""
+        """End the requests of calls that were cut off."""
         for owner, request_ids in list(self._leases.items()):
             if owner() is None:
                 for request_id in request_ids:

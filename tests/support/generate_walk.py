@@ -465,6 +465,10 @@ class Walk:
         else:
             self.counts["same"] += 1
             self.answered = got["sequences"][:, -120:] if got["sequences"].shape[1] > 150 else got["sequences"]
+            if self.document is not None and want.get("hidden_states"):  # a document's tokens have none: not computed
+                behind = got["hidden_states"][0][0].shape[1]
+                own = tuple(layer[:, -behind:] for layer in want["hidden_states"][0])
+                want["hidden_states"] = (own, *want["hidden_states"][1:])
             problem = difference(want, got)
             if problem is not None:
                 self.counts["same"] -= 1

@@ -1,7 +1,7 @@
-"""What transformers' scheduler asks of its cache, answered from a `CacheManager`: one object for each session.
+"""The cache that transformers' scheduler sees, over a `CacheManager`: one object for each session.
 
-Blocks are taken when tokens are scheduled and evicted one at a time by the manager's policy; those of ended requests
-stay published for every later session of the model.
+A request gets blocks when its tokens are scheduled. The manager's policy evicts one block at a time. Blocks of ended
+requests stay published for every later session of the model.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ NAME = "full_attention"  # the one name that transformers' buffers know the bloc
 
 
 class SharedBlocks:
-    """What the sessions of one model share: the manager, what its blocks hold, and counts."""
+    """State shared by the sessions of one model: the manager, the storage of its blocks, and counts."""
 
     def __init__(self, manager: CacheManager[Any, Any, Any], storage: PagedStorage) -> None:
         self.manager, self.storage = manager, storage
@@ -50,7 +50,7 @@ class SharedBlocks:
             return min((session.number for session in self._sessions if session.holds), default=-1)
 
     def stats(self) -> CacheStats:
-        """The manager's counts without searches that were taken back."""
+        """Return the manager's counts without prefix searches of requests that then got no room."""
         counts = self.manager.stats()
         requests, tokens, hits = self.unserved
         by_cause = counts.hit_tokens_by_cause | {"prefix": counts.hit_tokens_by_cause["prefix"] - hits}
@@ -124,18 +124,18 @@ class ScheduledBlocks:
 
     @property
     def holds(self) -> bool:
-        """Whether it has requests."""
+        """Return whether the session has requests."""
         return bool(self._held)
 
     def look(self) -> None:
-        """Look, before and after each pass, whether the model is what it was: else running requests publish no more."""
+        """Stop publishing for running requests if the model has changed. Called before and after each pass."""
         if not self._unchanged():
             self._unchanged = self._watch()
             for held in self._held.values():
                 held.stale = True
 
     def begin(self) -> None:
-        """Starts a schedule."""
+        """Start a schedule."""
         self.look()
         self.scheduled.clear()
         self.refused.clear()
@@ -144,13 +144,13 @@ class ScheduledBlocks:
         self._rows = []
 
     def take_step(self) -> tuple[list[ScheduledTokens], list[tuple[int, Pairs]]]:
-        """The rows of the batch that was prepared, and the block copies that go before it."""
+        """Return the rows of the prepared batch, and the block copies that must run before it."""
         rows, copies = self._rows, self._copies
         self._rows, self._copies = [], []
         return rows, copies
 
     def others_hold(self) -> bool:
-        """Whether other sessions hold blocks that this one does not."""
+        """Return whether other sessions hold blocks that this session does not hold."""
         keys = [held.key for held in self._held.values()]
         groups = range(self.shared.num_groups)
         mine = {(g, block) for key in keys for g in groups for block in self.manager.block_table(key, g).tolist()}
@@ -214,7 +214,7 @@ class ScheduledBlocks:
         self._rows.append(ScheduledTokens(held.key, past_length, query_length, held.written))
 
     def mark_complete_blocks(self, state: Any, complete_blocks: dict[str, int]) -> None:
-        """Publishes what a request has computed."""
+        """Publish the complete blocks of a request."""
         held = self._held.get(state.request_id)
         if held is not None and not held.stale and any(self.manager.commit(held.key, state.current_len())):
             # The step that read replaced blocks is over: they go back now, not when there is room for the next one.
@@ -264,7 +264,7 @@ class ScheduledBlocks:
         return max(-(-(past_length + query_length) // size) - have, 0) + 1
 
     def count_storable_requests(self, list_blocks_needed: list[dict[str, int]]) -> int:
-        """How many requests, in order, there is room for."""
+        """Return how many requests, in order, there is room for."""
         room = min(pool.available for pool in self.manager.pools)
         for count, needed in enumerate(list_blocks_needed):
             room -= needed[NAME]

@@ -122,7 +122,7 @@ def enable_continuous_batching(
 
 
 class ContinuousBatching:
-    """What `enable_continuous_batching` returns.
+    """The handle that `enable_continuous_batching` returns.
 
     Examples:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -148,7 +148,7 @@ class ContinuousBatching:
         self._epoch = 0
         self._disabled = False
         self._shared: Any = None
-        CacheManager(1, block_size, policy=policy)  # a wrong policy is told of before the model is looked at
+        CacheManager(1, block_size, policy=policy)  # a wrong policy fails before the model is probed
         self._set_up(model)
 
     def _set_up(self, model: Any) -> None:
@@ -269,7 +269,7 @@ class ContinuousBatching:
             return shared
 
     def blocks(self, model: Any, sharing: bool, max_batch_tokens: int) -> ScheduledBlocks:
-        """What stands in for transformers' cache in a session."""
+        """Return the cache of a new session."""
         return ScheduledBlocks(self.shared(model), self._keys, self._watch, sharing, max_batch_tokens)
 
     def _watch(self) -> Callable[[], bool]:
