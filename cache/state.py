@@ -227,7 +227,7 @@ class ManagerState:
             del later[0]
 
     def _note_evicted(self, group: int, words: Words) -> None:
-        self.history.blocks_evicted(words)
+        self.history.blocks_evicted(words, group)
         for user in self.reuses.values():
             user.removed(words)
         if self.listeners.registered:

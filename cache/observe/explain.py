@@ -17,7 +17,7 @@ import numpy as np
 
 from ..hashing import BlockHasher, Chain, Words, feed_all, split_digests
 from ..keys import EncodedKeys, ExtraKeys, Key, KeyAt, approximate_from, encode_keys
-from ..lookup import Hit, find_in_groups
+from ..lookup import Hit, find_in_groups, longest_hit
 from ..request import Request
 from ..reuse.content import ContentIndex, Tokens, common_length
 from ..reuse.moved import MovedText
@@ -29,6 +29,51 @@ if TYPE_CHECKING:
 
 EXCERPT = 16
 """Tokens that an explanation shows of a text."""
+
+
+class GroupMiss(NamedTuple):
+    """What one of several groups lacks at the place where the hit ends.
+
+    Attributes:
+        group: Its number.
+        kind: The name of its spec: "FullAttention", "SlidingWindow", "Recurrent", "Tensors".
+        matched: Tokens that this group alone could serve.
+        reason: Why it cannot serve more than the hit. "evicted": a block that it needs was there. "uncommitted": a
+            running request computes it. "state": no state was kept there (`CacheManager.checkpoint`). "never": nobody
+            has computed it. None: this group lacks nothing there, another one does.
+        position: Where the first block that it lacks begins; with "state", the end of the block whose state it lacks.
+        there: With "evicted" the seconds since, None where that is forgotten; with "uncommitted" the request.
+
+    Examples:
+        >>> groups = [pc.FullAttention(), pc.Recurrent(num_blocks=4)]
+        >>> manager = pc.CacheManager(16, block_size=4, groups=groups)
+        >>> allocation, merged = manager.allocate("a", range(12)), manager.commit("a", 12)
+        >>> for miss in manager.explain(range(13)).groups:
+        ...     print(miss.kind, miss.matched, miss.reason, miss.position)
+        FullAttention 12 None None
+        Recurrent 0 state 12
+    """
+
+    group: int
+    kind: str
+    matched: int
+    reason: str | None = None
+    position: int | None = None
+    there: Any = None
+
+    def __str__(self) -> str:
+        said = f"group {self.group} ({self.kind})"
+        if self.reason is None:
+            return f"{said} lacks nothing up to token {self.matched}"
+        seconds = f" {self.there:.1f} s ago" if self.reason == "evicted" and self.there else ""
+        why = {
+            "evicted": f"evicted{seconds}",
+            "uncommitted": f"not committed yet by request {self.there!r}",
+            "state": "none was kept there",
+            "never": "nobody has computed it",
+        }[self.reason]
+        where = f"state at token {self.position}" if self.kind == "Recurrent" else f"block of token {self.position}"
+        return f"{said} lacks the {where}: {why}"
 
 
 @dataclass(frozen=True)
@@ -68,6 +113,8 @@ class Explanation:
     """How many more tokens `reuse="anywhere"` would find behind the exact prefix, gaps among them."""
     texts: tuple[str, str] | None = None
     """`here` and `there` as text, where a tokenizer was given."""
+    groups: tuple[GroupMiss, ...] = ()
+    """With several groups: what each of them lacks at the place where the hit ends."""
 
     def __str__(self) -> str:
         if self.reason is None:
@@ -91,7 +138,9 @@ class Explanation:
         }[self.reason]()
         saved = [f"{n} {how}" for n, how in ((self.gap_tokens, "over gaps"), (self.moved_tokens, "anywhere")) if n]
         more = f"; more would be found: {', '.join(saved)}" if saved else ""
-        return f"{self.matched} of {self.num_tokens} tokens are cached: {why}{more}"
+        shown = self.groups if self.reason in ("window", "evicted", "uncommitted") else ()
+        groups = "".join(f"; {miss}" for miss in shown)
+        return f"{self.matched} of {self.num_tokens} tokens are cached: {why}{groups}{more}"
 
 
 class Known(NamedTuple):
@@ -120,7 +169,8 @@ def explain(state: ManagerState, tokens: array[int], keys: EncodedKeys) -> Expla
         return Explanation(count, hit.position, None, hit.position)
     known = list(_known(state, hasher, prompt))
     why = _absent(state, known, prompt, hit.blocks) or _different(state, prompt, known, hit)
-    return Explanation(count, hit.position, *why, gap_tokens, _moved_tokens(state, hasher, chain, prompt, known, hit))
+    moved = _moved_tokens(state, hasher, chain, prompt, known, hit)
+    return Explanation(count, hit.position, *why, gap_tokens, moved, groups=_by_group(state, known, prompt, hit.blocks))
 
 
 Why = tuple[str, int, Any, Any]
@@ -163,15 +213,51 @@ def _absent(state: ManagerState, known: list[Known], prompt: Known, block: int) 
     if any(there) and all(is_there for is_there, part in zip(there, parts, strict=True) if not part):
         lacking = [i for i, part in enumerate(parts) if part]
         return "window", start, None, min(lacking, key=lambda i: there[i])
+    found = _lost(state, known, prompt, block)
+    return found and (found[0], start, None, found[1])
+
+
+def _lost(
+    state: ManagerState, known: list[Known], prompt: Known, block: int, group: int | None = None
+) -> tuple[str, Any] | None:
+    """Return why a block that is known by its hash is not cached (in a group), and since when or by whom."""
+    digest, end = prompt.digests[block], (block + 1) * state.block_size
     same = [text for text in known if len(text.digests) > block and (text.digests[block] == digest).all()]
-    end = start + state.block_size
     for text in same:
         if text.request_id is not None and text.committed < end:
-            return "uncommitted", start, None, text.request_id
-    times = [when for (when, words), _ in state.history.evicted if (words == digest).all(1).any()]
-    if times or any(text.committed >= end for text in same):
-        return "evicted", start, None, monotonic() - max(times) if times else None
-    return None
+            return "uncommitted", text.request_id
+    times = [
+        when for (when, words, of), _ in state.history.evicted if group in (None, of) and (words == digest).all(1).any()
+    ]
+    if times:
+        return "evicted", monotonic() - max(times)
+    return ("evicted", None) if any(text.committed >= end for text in same) else None
+
+
+def _by_group(state: ManagerState, known: list[Known], prompt: Known, hit: int) -> tuple[GroupMiss, ...]:
+    """Return what each of several groups lacks behind a hit of so many blocks; of states, behind that of attention."""
+    size, count, misses = state.block_size, len(prompt.tokens), []
+    if len(state.groups) == 1:
+        return ()
+    resident = [pool.table.find(prompt.digests) >= 0 for pool in state.pools]
+    own = [longest_hit([g], [there], count, size) for g, there in zip(state.groups, resident, strict=True)]
+    attention = [i for i, spec in enumerate(state.groups) if not spec.holds_states]
+    reach = longest_hit([state.groups[i] for i in attention], [resident[i] for i in attention], count, size)
+    for group, (spec, there) in enumerate(zip(state.groups, resident, strict=True)):
+        miss = GroupMiss(group, type(spec).__name__, own[group] * size)
+        last = (count - 1) // size if spec.holds_states else len(prompt.digests)
+        end = min(max(reach, hit + 1) if spec.holds_states else hit + 1, last)
+        needed = spec.needed(end * size, end, size) if own[group] <= hit < end else np.empty(0, np.int32)
+        lacking = needed[~there[needed]]
+        if lacking.size:
+            block = lacking.item(0)
+            found = _lost(state, known, prompt, block, group)
+            if spec.holds_states and (found == ("evicted", None) or (found is None and reach > hit)):
+                found = "state", None  # what stands before it was computed, or is cached
+            reason, other = found or ("never", None)
+            miss = miss._replace(reason=reason, position=(block + spec.holds_states) * size, there=other)
+        misses.append(miss)
+    return tuple(misses)
 
 
 def _different(state: ManagerState, prompt: Known, known: list[Known], hit: Hit) -> Why:

@@ -60,7 +60,7 @@ class History:
     def __init__(self, pools: Sequence[BlockPool]) -> None:
         self._block_size = pools[0].hasher.block_size
         self.ended: Latest[Ended] = Latest(TOKEN_BYTES * max([pool.num_blocks for pool in pools]))
-        self.evicted: Latest[tuple[float, Words]] = Latest(HASH_BYTES * sum([pool.num_blocks for pool in pools]))
+        self.evicted: Latest[tuple[float, Words, int]] = Latest(HASH_BYTES * sum([pool.num_blocks for pool in pools]))
 
     @property
     def nbytes(self) -> int:
@@ -78,9 +78,9 @@ class History:
             own = tokens[hit * size : end]
             self.ended.add((request.keys, before, own, committed), ENTRY_BYTES + 4 * len(own))
 
-    def blocks_evicted(self, words: Words) -> None:
-        """Remembers hashes, `[blocks, words]`; the array is kept."""
-        self.evicted.add((monotonic(), words), ENTRY_BYTES + words.nbytes)
+    def blocks_evicted(self, words: Words, group: int) -> None:
+        """Remember hashes that a group has evicted, `[blocks, words]`; the array is kept."""
+        self.evicted.add((monotonic(), words, group), ENTRY_BYTES + words.nbytes)
 
     def clear(self) -> None:
         """Forgets all."""

@@ -352,3 +352,75 @@ def test_every_claim_of_an_explanation_is_true():
                 walk.step(number)
             assert walk.check(), seed
         walk.manager.check()
+
+
+def hybrid(*windows, states=6, num_blocks=64):
+    groups = [pc.FullAttention(), *windows, pc.Recurrent(num_blocks=states)]
+    return pc.CacheManager(num_blocks, block_size=4, policy="lru", groups=groups)
+
+
+def served(manager, name, tokens, checkpoint=True):
+    manager.allocate(name, tokens)
+    if checkpoint:
+        manager.checkpoint(name, len(tokens) // 4 * 4)
+    manager.commit(name, len(tokens))
+    manager.free(name)
+
+
+def misses(manager, tokens):
+    found = manager.explain(tokens)
+    assert found.matched == manager.allocate("probe", tokens).num_cached_tokens
+    manager.free("probe")
+    return found, [(miss.kind, miss.matched, miss.reason, miss.position) for miss in found.groups]
+
+
+@pytest.mark.parametrize("windows", [(), (pc.SlidingWindow(window=8),)])
+def test_a_hybrid_that_hits_nothing_says_which_group_lacks_what(windows):
+    attention = [("FullAttention", 16, None, None), *[("SlidingWindow", 16, None, None)] * len(windows)]
+    text = list(range(16))
+    manager = hybrid(*windows)
+    served(manager, "a", text, checkpoint=False)
+    found, groups = misses(manager, [*text, 5])
+    assert (found.matched, found.reason, found.there) == (0, "window", len(windows) + 1)
+    assert groups == [*attention, ("Recurrent", 0, "state", 16)]
+    assert f"group {len(windows) + 1} (Recurrent) lacks the state at token 16: none was kept there" in str(found)
+
+    manager = hybrid(*windows)
+    served(manager, "a", text)
+    for i in range(8):
+        served(manager, i, [100 + i] * 8)
+    found, groups = misses(manager, [*text, 5])
+    assert groups == [*attention, ("Recurrent", 0, "evicted", 16)]
+    assert found.groups[-1].there > 0
+
+
+def test_a_window_that_lacks_its_blocks_says_so():
+    groups = [pc.FullAttention(), pc.SlidingWindow(window=8, num_blocks=6)]
+    manager = pc.CacheManager(64, block_size=4, policy="lru", groups=groups)
+    text = list(range(16))
+    for name, tokens in (("a", text), *[(i, [100 + i] * 16) for i in range(3)]):
+        manager.allocate(name, tokens)
+        manager.commit(name, 16)
+        manager.free(name)
+    found, groups = misses(manager, [*text, 5])
+    assert (found.reason, found.there) == ("window", 1)
+    assert groups == [("FullAttention", 16, None, None), ("SlidingWindow", 0, "evicted", 0)]
+
+
+def test_several_groups_that_have_seen_nothing_say_never():
+    for tail in (2, 5, 9):
+        manager = hybrid()
+        served(manager, "a", list(range(16)))
+        found, groups = misses(manager, [*range(16), *[70 + tail] * tail])
+        assert (found.matched, found.reason, found.position) == (16, "never" if tail > 3 else "block", 16)
+        if tail > 4:
+            assert groups == [("FullAttention", 16, "never", 16), ("Recurrent", 16, "never", 20)]
+    manager.allocate("b", [9] * 9)
+    found, groups = misses(manager, [9] * 9)
+    assert found.reason == "uncommitted"
+    assert groups == [("FullAttention", 0, "uncommitted", 0), ("Recurrent", 0, "uncommitted", 4)]
+
+
+def test_one_group_lists_no_groups():
+    manager = pc.CacheManager(8, block_size=4)
+    assert manager.explain(range(9)).groups == ()
