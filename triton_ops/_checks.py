@@ -1,4 +1,4 @@
-"""Argument errors that name the argument, what it got and what it needs; debug mode, in which values are read too."""
+"""Checks of arguments, with errors that name the argument, what it got and what it needs; and debug mode."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _debug = is_set("PC_DEBUG")
 
 
 def debug_mode_enabled() -> bool:
-    """Whether operators on device tensors check the values of block tables, lengths and slots."""
+    """Return whether operators on device tensors check the values of block tables, lengths and slots."""
     return _debug
 
 
 def set_debug_mode(enabled: bool) -> None:
-    """Turns value checks on device tensors on or off; the environment variable PC_DEBUG=1 starts with them on.
+    """Turn value checks on device tensors on or off; the environment variable PC_DEBUG=1 starts with them on.
 
     They cost a synchronization per call. On CPU tensors the checks always run, because reading there needs none.
 
@@ -38,22 +38,22 @@ def set_debug_mode(enabled: bool) -> None:
 
 
 def reads_values(tensor: torch.Tensor) -> bool:
-    """Whether values may be read to be checked: on the CPU they are free, on a device that synchronizes."""
+    """Return whether checks may read values: free on the CPU, while a device has to synchronize."""
     return _debug or tensor.is_cpu
 
 
 def on_host(*tensors: torch.Tensor) -> bool:
-    """Whether PyTorch on the CPU serves these tensors."""
+    """Return whether PyTorch on the CPU serves these tensors."""
     return not KERNELS_ON_CPU and not any(t.is_cuda for t in tensors)
 
 
 def bad_argument(name: str, got: object, needs: str, error: type[Exception] = ValueError) -> Exception:
-    """The error to raise for argument `name`; call it only once a check has failed, since it formats text."""
+    """Return the error for argument `name`; call it only after a check has failed, since it formats text."""
     return error(f"{name}: got {got}, needs {needs}")
 
 
 def check_integer(name: str, value: Any, least: int | None = None, bits: int = 63) -> int:
-    """The value as an int: TypeError for a bool or no integer; with `least`, ValueError outside [least, 2**bits)."""
+    """Return an int: TypeError for a bool or another type; with `least`, ValueError outside [least, 2**bits)."""
     try:
         number = index(value)
     except TypeError:
@@ -66,7 +66,7 @@ def check_integer(name: str, value: Any, least: int | None = None, bits: int = 6
 
 
 def check_share(name: str, value: Any) -> float:
-    """The value as a float: TypeError for a bool or no number, ValueError outside 0 to 1."""
+    """Return a float: TypeError for a bool or another type, ValueError outside 0 to 1."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise bad_argument(name, type(value).__name__, "a number from 0 to 1", TypeError)
     share = float(value)
@@ -76,7 +76,7 @@ def check_share(name: str, value: Any) -> float:
 
 
 def describe(tensor: object) -> str:
-    """Shape, dtype and device of a tensor, or the type of anything else, in a few words for an error."""
+    """Return the dtype, shape and device of a tensor, or the type of anything else, for an error."""
     if not isinstance(tensor, torch.Tensor):
         return "None" if tensor is None else type(tensor).__name__
     dtype = str(tensor.dtype).removeprefix("torch.")
@@ -91,7 +91,7 @@ def check_tensor(
     dtypes: tuple[torch.dtype, ...],
     device: torch.device | None = None,
 ) -> None:
-    """Checks type, rank, dtype and device of a tensor argument, from metadata alone.
+    """Check type, rank, dtype and device of a tensor argument, from metadata alone.
 
     Raises:
         TypeError: Not a tensor, or a dtype outside `dtypes`.
@@ -127,18 +127,18 @@ def refuse_grad(operator: object, arguments: Mapping[str, object]) -> None:
 
 
 def check_last_dim(name: str, tensor: torch.Tensor) -> None:
-    """Raises ValueError for a tensor whose last dimension is not contiguous."""
+    """Raise ValueError for a tensor whose last dimension is not contiguous."""
     if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
         raise bad_argument(name, f"strides {list(tensor.stride())}", "a contiguous last dimension")
 
 
 def check_index(name: str, index: torch.Tensor, layout: str) -> None:
-    """An index argument is one-dimensional and of int32 or int64."""
+    """Check that an index has one dimension and is int32 or int64."""
     check_tensor(name, index, 1, layout, INDEX_DTYPES)
 
 
 def lowest_entry(name: str, index: torch.Tensor, limit: int) -> int:
-    """The lowest entry of an index, all of which have to be from -1 to limit - 1; 0 where values are not read."""
+    """Return the lowest entry of an index after checking -1 <= entry < limit; 0 where values are not read."""
     if not index.numel() or not reads_values(index):
         return 0
     low, high = (int(bound) for bound in torch.aminmax(index))
@@ -165,7 +165,7 @@ def check_caches(name: str, caches: Sequence[torch.Tensor]) -> None:
 
 
 def check_rows(name: str, rows: Sequence[torch.Tensor], caches: Sequence[torch.Tensor], count: int, lead: int) -> None:
-    """Packed rows of the caches in the same places: `[count, *cache.shape[lead:]]`, the cache's dtype."""
+    """Check packed rows, one tensor for each cache: `[count, *cache.shape[lead:]]` in the cache's dtype."""
     if len(rows) != len(caches):
         raise bad_argument(name, f"{len(rows)} tensors", f"{len(caches)}, one per cache")
     for tensor, cache in zip(rows, caches, strict=True):
@@ -178,7 +178,7 @@ def check_rows(name: str, rows: Sequence[torch.Tensor], caches: Sequence[torch.T
 
 
 def check_reachable(name: str, tensor: torch.Tensor, index: torch.Tensor, index_name: str) -> None:
-    """Host memory beside an index on an accelerator has to be pinned, or no kernel reaches it."""
+    """Check that a kernel can reach the tensor: host memory beside an index on an accelerator must be pinned."""
     if index.device not in (tensor.device, torch.device("cpu")) and (tensor.is_cuda or not index.is_cuda):
         raise bad_argument(index_name, f"device {index.device}", f"device {tensor.device} of {name}, or the host")
     if not tensor.is_cuda and index.is_cuda and not tensor.is_pinned():

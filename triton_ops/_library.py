@@ -54,7 +54,7 @@ _ARGUMENT_TYPES: dict[object, tuple[str, str, tuple[type, ...]]] = {
     torch.dtype: ("ScalarType", "a torch.dtype", (torch.dtype,)),
     torch.device | str | None: ("Device?", "a device or None", (torch.device, str, type(None))),
 }
-"""Annotation of an argument: its type in a schema, in words, and the classes that torch takes for it."""
+"""For each annotation of an argument: its type in a schema, its description, and the classes that torch accepts."""
 
 _RESULT_TYPES: dict[object, str] = {
     type(None): "()",
@@ -117,31 +117,31 @@ def operator(
 
 
 def record_of(function: Callable[..., object]) -> Any:
-    """A named tuple of a function's parameters: what an operator is given, as one value."""
+    """Return a named tuple class of a function's parameters, so that an operator's arguments travel as one value."""
     parameters = inspect.signature(function).parameters
     defaults = [p.default for p in parameters.values() if p.default is not p.empty]
     return collections.namedtuple(function.__name__, parameters, defaults=defaults)
 
 
 def record_binding(function: Callable[..., object]) -> Bind:
-    """What makes that record of arguments."""
+    """Return a function that makes this record from arguments."""
     record = record_of(function)
     return lambda names, args, kwargs: record(*args, **kwargs)
 
 
 def doc_sections(doc: str | None) -> dict[str, str]:
-    """A docstring by the headings of its sections; the text above them under an empty one."""
+    """Return the sections of a docstring by heading; the text above them has the heading ''."""
     parts = re.split(r"\n\n(\w+):\n", inspect.cleandoc(doc or ""))
     return {"": parts[0]} | dict(zip(parts[1::2], parts[2::2], strict=True))
 
 
 def joined_sections(sections: Mapping[str, str]) -> str:
-    """The docstring of such sections."""
+    """Return the docstring that has these sections."""
     return "\n\n".join(f"{heading}:\n{text}" if heading else text for heading, text in sections.items())
 
 
 def inherited_doc(function: Callable[..., object], *docs_from: Callable[..., object]) -> str:
-    """A function's docstring with what it leaves out: arguments as the first that has them, sections as the first."""
+    """Return a function's docstring, completed with arguments and sections of the first function that has them."""
     arguments: dict[str, str] = {}
     for other in (*reversed(docs_from), function):
         entries = re.split(r"\n(?=    \w)", doc_sections(other.__doc__).get("Args", ""))
@@ -167,8 +167,8 @@ class _Signature:
         self.result = hints["return"]
 
     def schema(self, mutates: tuple[str, ...] = (), with_out: bool = False) -> str:
-        """Arguments and results, `(Tensor query, ...) -> Tensor`, as torch.library takes them."""
-        assert set(mutates) <= set(self.types), f"{mutates} are to be parameters"
+        """Return the schema for torch.library: `(Tensor query, ...) -> Tensor`."""
+        assert set(mutates) <= set(self.types), f"{mutates} must be parameters"
         arguments = []
         for name, hint in self.types.items():
             kind = _ARGUMENT_TYPES[hint][0]
@@ -181,7 +181,7 @@ class _Signature:
         return f"({', '.join(arguments)}) -> {_RESULT_TYPES[self.result]}"
 
     def refusal(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Exception | None:
-        """The error for an argument of a type that no operator takes; None where the types are right."""
+        """Return the error for an argument of a wrong type, or None if all types are right."""
         try:
             given = self._signature.bind(*args, **kwargs).arguments
         except TypeError as error:
@@ -273,11 +273,11 @@ def _resolved(value: Any) -> Any:
 
 
 def _writing(run: Callable[..., Any], names: tuple[str, ...], mutates: tuple[str, ...]) -> Callable[..., Any]:
-    """Return `run` for arguments of which it writes to some, so that neither a compiler nor autograd is misled.
+    """Return `run` with what an operator that writes owes to compilers and to autograd.
 
-    Inputs that may share memory with what is written are copied first: a compiler may remove a caller's own copy, since
-    all that it knows of an operator is its schema. Afterwards versions are raised, so that autograd notices a write to
-    a tensor that it has saved.
+    It first copies inputs that may share memory with a written tensor. A compiler may remove the caller's own copy,
+    because it knows only the operator's schema. It then raises the versions of written tensors, so that autograd
+    notices a write to a tensor that it has saved.
     """
     if not mutates:
         return run
@@ -314,7 +314,7 @@ def _apart(value: Any, written: Sequence[torch.Tensor]) -> Any:
 
 
 def _reach(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return where a tensor's elements begin, and where the last one ends; the same for none."""
+    """Return the addresses where a tensor's elements begin and end; equal for an empty tensor."""
     begin, size = tensor.data_ptr(), tensor.element_size()
     steps = [(size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
     return begin, begin + (sum(steps) + 1) * size if tensor.numel() else begin

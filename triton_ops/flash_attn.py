@@ -4,8 +4,8 @@ Names, shapes and meanings are those of FlashAttention 2.8 (https://github.com/D
 and by name those that FlashAttention 3 and its forks for serving add. Queries go to the operators packed, keys and
 values as blocks of a cache: dense ones as views, by block tables that their sizes tell (`_attention/dense.py`).
 
-What a call's metadata decide is chosen once for calls of a kind, as the operators do: `_choose_...` below. One that an
-operator alone serves launches what that one would, and is given whatever has the addresses.
+The metadata of a call decide views, tables and the operator. They are chosen once for calls of a kind: `_choose_...`
+below return what runs such a call.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ _CACHED_NAMES = {
 
 
 def _with_probabilities(found: Any) -> Any:
-    """What FlashAttention 2 returns for tests of its dropout has a third thing."""
+    """Return the results with an empty third one, as FlashAttention 2 does for tests of its dropout."""
     return (*found, found[0].new_empty(0))
 
 
@@ -75,7 +75,7 @@ def _options(
     attention_chunk: int,
     dropout_p: float = 0.0,
 ) -> tuple[Any, ...]:
-    """Fields of FlashOptions, which are made once for calls of a kind; all in a tuple that has a hash."""
+    """Return the fields of FlashOptions as a tuple that has a hash; calls of a kind make FlashOptions once."""
     if dropout_p:
         raise bad_argument("dropout_p", dropout_p, "0: there is no dropout, this is forward only")
     if attention_chunk:
@@ -513,7 +513,7 @@ def _choose_cached(
 
 
 class _CacheTensors(NamedTuple):
-    """What `flash_attn_with_kvcache` has beside queries, keys and FlashTensors."""
+    """The tensors of `flash_attn_with_kvcache` beside queries, keys and FlashTensors."""
 
     lens: torch.Tensor | None
     table: torch.Tensor | None
@@ -536,7 +536,7 @@ def _check_cached(
     own: _CacheTensors,
     given: FlashTensors,
 ) -> int:
-    """Raises ValueError or TypeError by the argument's name; how many sequences there are."""
+    """Check the arguments of `flash_attn_with_kvcache` and return the number of sequences."""
     cache = "[batch, seqlen_cache, num_kv_heads, head_dim]"
     queries = "[batch, seqlen_q, num_heads, head_dim]" if own.starts is None else "[total_q, num_heads, head_dim]"
     tensors: dict[str, tuple[Any, str]] = {
@@ -562,7 +562,7 @@ def _check_cached(
 
 
 class _CacheLayout(NamedTuple):
-    """Where the keys of a call lie, and what stands for the tensors that it leaves out."""
+    """The views, tables and lengths of a call's keys, with defaults for the tensors that it leaves out."""
 
     views: list[tuple[torch.Size, tuple[int, ...]]] | None
     tables: torch.Tensor | None
@@ -630,7 +630,7 @@ def _rotary(interleaved: bool, lens: torch.Tensor, cos: Any, sin: Any, first: to
 def _dense_cache(
     batch: int, k_cache: torch.Tensor, v_cache: torch.Tensor, chosen: torch.Tensor | None
 ) -> tuple[torch.Tensor, list[tuple[torch.Size, tuple[int, ...]]]]:
-    """Block tables of a dense cache, and its views' sizes and strides."""
+    """Return block tables of a dense cache, and the sizes and strides of its views."""
     num_rows, length = k_cache.shape[:2]
     if chosen is None and num_rows < batch:
         raise bad_argument("k_cache", f"{num_rows} sequences", f"at least {batch}, or cache_batch_idx")

@@ -1,4 +1,4 @@
-"""Merges two attention results over disjoint keys into the result over all of them.
+"""Merge two attention results over disjoint keys into the result over all of them.
 
     lse = log(exp(lse_a) + exp(lse_b));  out = out_a * exp(lse_a - lse) + out_b * exp(lse_b - lse)
 
@@ -71,7 +71,7 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 def build_merge_launch(
     out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor, dtype: torch.dtype
 ) -> Callable[..., Pair]:
-    """What merges such results on the device, into one in `dtype`."""
+    """Return a function that merges such results on the device, into one of `dtype`."""
     from .kernels.merge_attention import _merge_attention_kernel
 
     num_tokens, num_heads, head_dim = out_a.shape
@@ -114,7 +114,7 @@ _launch_merge_attention = CachedOp(_build)
 def merge_attention(
     out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Merges two attention results of the same queries over disjoint sets of keys.
+    """Merge two attention results of the same queries over disjoint sets of keys.
 
     Attention sinks may be in one of the two only. An operand with nothing to attend to (lse -inf) does not count,
     whatever its out holds.

@@ -1,11 +1,11 @@
-"""Copies keys and values of tokens to other slots and turns the keys: cached text used where it was not computed.
+"""Copy keys and values of tokens to other slots and rotate the keys: cached text at another position.
 
 With (a, b) a pair of features of a key and w its inverse frequency, for a token that moves by delta positions:
 
     a' = a * cos(delta * w) - b * sin(delta * w);  b' = b * cos(delta * w) + a * sin(delta * w)
 
 Unlike `pc.rotate_keys` it takes tokens, so text may begin anywhere in a block. Reads and writes keys and values once;
-turns in float32, angles in float64. https://arxiv.org/abs/2104.09864
+rotates in float32, computes angles in float64. https://arxiv.org/abs/2104.09864
 """
 
 from __future__ import annotations
@@ -188,7 +188,7 @@ def move_slots(
     is_neox: bool = True,
     first: int = 0,
 ) -> None:
-    """Copies keys and values of tokens to other slots, keys turned by a number of positions: see `Allocation.moved`.
+    """Copy keys and values of tokens to other slots, with keys rotated to new positions: see `Allocation.moved`.
 
     A target that appears twice, or is the source of another entry, is undefined.
 

@@ -59,7 +59,7 @@ def check_write_values(write: Any) -> bool:
 
 
 def reshape_and_cache_cpu(write: Any) -> None:
-    """What `pc.reshape_and_cache` writes, in PyTorch on CPU tensors."""
+    """Write what `pc.reshape_and_cache` writes, in PyTorch on CPU tensors."""
     check_write(write)
     key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale = write
     if check_write_values(write):

@@ -1,11 +1,11 @@
-"""Copies blocks of keys and turns each to another position: cached text reused where it was not computed.
+"""Copy blocks of keys and rotate each to another position: cached text at another position.
 
 With (a, b) a pair of features of a key and w its inverse frequency, for a block that moves by delta positions:
 
     a' = a * cos(delta * w) - b * sin(delta * w);  b' = b * cos(delta * w) + a * sin(delta * w)
 
 Rotations add up, so a key rotated for position p becomes the one for p + delta. Reads and writes the bytes of n blocks
-once; turns in float32. Angles are taken in float64: at 128k positions those of float32 are off by a hundredth.
+once and rotates in float32. Angles are float64: at 128k positions those of float32 are off by a hundredth.
 https://arxiv.org/abs/2104.09864
 """
 
@@ -29,7 +29,7 @@ from ._quantize import QUANTIZED_DTYPES, as_codes
 from ._triton import require_triton
 from .move_slots import check_moves, launch_move, rotate_pairs_, rotation_cos_sin
 
-# Elements turned at a time on a CPU: their float32 copies stay in the caches.
+# Elements that a CPU rotates at a time, so that their float32 copies stay in its caches.
 _PIECE_ELEMENTS = 1 << 20
 
 
@@ -92,7 +92,7 @@ def rotate_keys(
     is_neox: bool = True,
     first: int = 0,
 ) -> None:
-    """Copies blocks of keys and turns each by a number of positions, so that cached text serves at another place.
+    """Copy blocks of keys and rotate each by a number of positions, so that cached text serves at another place.
 
     Values do not depend on positions: they go through `pc.copy_blocks`. A block may be its own target. A target that
     appears twice, or is the source of another entry, is undefined.

@@ -20,7 +20,7 @@ UNBOUNDED = 1 << 30
 
 
 class PlanOptions(NamedTuple):
-    """What a plan is made for besides its tensors."""
+    """The options that a plan is made for."""
 
     mask: Mask
     decode_queries: int
@@ -34,7 +34,7 @@ class PlanOptions(NamedTuple):
 
 @dataclass(eq=False, kw_only=True)
 class BatchCall:
-    """Which keys each query of a batch attends to: what a plan is made from. The operators' docstrings explain each."""
+    """The arguments that decide which keys each query attends to; a plan is made from them."""
 
     block_tables: torch.Tensor
     seq_lens: torch.Tensor
@@ -98,7 +98,7 @@ class BatchCall:
         return Mask(window, min(self.num_sink_tokens, UNBOUNDED), self.causal, True, True)
 
     def plan_options(self, tiled: bool = False) -> PlanOptions:
-        """What a plan for this call is made for besides its tensors; `tiled`: few queries are tiled too."""
+        """Return the options of a plan for this call; `tiled`: few queries are tiled too."""
         # Scattered queries under a window are tiled over queries, whose windows are then united.
         tiled = tiled or self.batch_invariant or (self.query_positions is not None and self.window > 0)
         return PlanOptions(self.mask, 0 if tiled else DECODE_QUERIES, self.key_begin)
@@ -106,7 +106,7 @@ class BatchCall:
 
 @dataclass(eq=False, kw_only=True)
 class PlanCall(BatchCall):
-    """What `attention_plan` was given."""
+    """The arguments of `attention_plan`."""
 
     block_size: int
     num_kv_heads: int = 8
@@ -120,7 +120,7 @@ class PlanCall(BatchCall):
 
 @dataclass(eq=False, kw_only=True)
 class AttentionCall(BatchCall):
-    """What an attention operator was given."""
+    """The arguments of an attention operator."""
 
     query: torch.Tensor
     key_cache: torch.Tensor
@@ -159,7 +159,7 @@ class AttentionCall(BatchCall):
 
 @dataclass(eq=False, kw_only=True)
 class LatentCall(AttentionCall):
-    """What an operator over latent rows was given: keys of one head, and values that are their first columns."""
+    """The arguments of an operator over latent rows: keys of one head, whose first columns are the values."""
 
     cache: torch.Tensor
     value_dim: int = 512
@@ -199,5 +199,5 @@ TENSORS: Callable[[AttentionCall], tuple[Any, ...]] = attrgetter(*TENSOR_NAMES)
 
 
 def kind_of(names: Sequence[str]) -> type[AttentionCall]:
-    """What a call of an operator with these parameters is."""
+    """Return the class of calls of an operator with these parameters."""
     return LatentCall if "cache" in names else AttentionCall

@@ -39,7 +39,7 @@ _LSE = """and lse `[num_tokens, num_heads]` float32: the natural logarithm of th
 
 
 def choose_operator(names: tuple[str, ...], with_lse: bool, *values: Any) -> Callable[..., Any]:
-    """What runs an operator's call of parameters `names`, and all that differ from it in addresses and values only."""
+    """Return what runs an operator's call with parameters `names`, and all calls with the same metadata."""
     call = kind_of(names).of(names, values, {"with_lse": with_lse})
     check_attention(call)
     given = [LATENT_NAMES.get(name, name) if call.is_latent else name for name in TENSOR_NAMES]
@@ -56,9 +56,10 @@ def _run(
 
 
 def choose_launch(call: AttentionCall, out_dtype: torch.dtype | None = None, tiled: bool = False) -> AttentionLaunch:
-    """Return what runs a call that passed its checks, and all of its kind, on their TENSORS; lse is empty if unwanted.
+    """Return what runs a checked call, and all calls of its kind, on their TENSORS.
 
-    out_dtype None: like query. `tiled`: even few queries are tiled, not decoded from the work list.
+    The lse is empty if the call does not want it. out_dtype None: like query. `tiled`: even few queries are tiled, not
+    decoded from the work list.
     """
     require_triton("attention")
     if 0 in call.query.shape[:2] or 0 in call.block_tables.shape:
@@ -71,14 +72,14 @@ def choose_launch(call: AttentionCall, out_dtype: torch.dtype | None = None, til
 
 
 def _with_sinks(run: AttentionLaunch, tensors: tuple[Any, ...]) -> Result:
-    """Run a call with sinks, none of them -inf: kernels give NaN for such a one in a row without keys."""
+    """Run a call with sinks of -inf replaced: kernels give NaN for them in a row without keys."""
     sinks = tensors[_SINKS].float().clamp(min=_LEAST_SINK)
     out, lse = run((*tensors[:_SINKS], sinks, *tensors[_SINKS + 1 :]))
     return out, lse.masked_fill_(lse <= _LEAST_SINK / 2, -math.inf) if lse.numel() else lse
 
 
 def _arguments(tensors: tuple[Any, ...], out: torch.Tensor, convert_codes: bool) -> tuple[Any, ...]:
-    """What a kernel takes before and behind its results; others stand for tensors that are not given, never read."""
+    """Return a kernel's arguments before and behind its results; dummies replace absent tensors and are never read."""
     query, key_cache, value_cache, tables, seq_lens, starts, positions, _, *others = tensors
     alibi, sinks, k_scale, v_scale, tree, _ = others
     if convert_codes:
@@ -92,7 +93,7 @@ def _arguments(tensors: tuple[Any, ...], out: torch.Tensor, convert_codes: bool)
 
 
 def _launch(chosen: Chosen, tensors: tuple[Any, ...]) -> Result:
-    """A launch each for decodes and prefills, and one that sums their splits."""
+    """Launch the kernels for decodes and for prefills, and the one that sums their splits."""
     query, _, _, tables, seq_lens, starts, positions, plan, *_ = tensors
     out, lse = chosen.new_results(query)
     if plan is None:
@@ -118,7 +119,7 @@ def _launch(chosen: Chosen, tensors: tuple[Any, ...]) -> Result:
 
 
 def _launch_lists(chosen: ChosenLists, tensors: tuple[Any, ...]) -> Result:
-    """Unites lists, attends, and sums splits."""
+    """Unite the lists, attend, and sum the splits."""
     query, _, _, _, _, starts, *_, lists = tensors
     unite, attend, merge = chosen.unite, chosen.attend, chosen.merge
     tiles, device = unite.programs[:2], query.device
@@ -139,7 +140,7 @@ def _launch_lists(chosen: ChosenLists, tensors: tuple[Any, ...]) -> Result:
 
 
 def _parts(plan: torch.Tensor, name: str, stream: int | None, shape: PartsShape) -> Result:
-    """Partial results and their lse, which nothing reads after the call: cached with the plan for the next layer's."""
+    """Return memory for partial results and their lse, cached with the plan: the next layer overwrites it."""
     # Layers on another stream may run at the same time. Others stay, whose addresses a captured graph may hold.
     parts, kind = cached_with(plan).parts, (name, stream, shape)
     found = parts.get(kind)
@@ -152,7 +153,7 @@ def _parts(plan: torch.Tensor, name: str, stream: int | None, shape: PartsShape)
 
 
 def _give_empty(new_results: NewResults, tensors: tuple[Any, ...]) -> Result:
-    """No sequence or no block table: every row is 0. Sinks alone decide, and only rows of a sequence have them."""
+    """Return results without keys: out is 0, and the lse is the sink in rows of a sequence, -inf elsewhere."""
     query, _, _, _, _, starts, *_ = tensors
     out, lse = new_results(query)
     out.zero_()
@@ -167,7 +168,7 @@ def _give_empty(new_results: NewResults, tensors: tuple[Any, ...]) -> Result:
 def attention_operator(
     choose: Choose = choose_operator, docs_from: tuple[Callable[..., torch.Tensor], ...] = ()
 ) -> Callable[[Callable[P, torch.Tensor]], Callable[P, torch.Tensor]]:
-    """Makes `torch.ops.pc.<name>` and the public function of a function whose body gives an empty result."""
+    """Make `torch.ops.pc.<name>` and the public function of a function whose body gives an empty result."""
 
     def decorate(function: Callable[P, torch.Tensor]) -> Callable[P, torch.Tensor]:
         names = tuple(inspect.signature(function).parameters)
@@ -187,7 +188,7 @@ def attention_operator(
 
 
 def with_lse(function: Callable[P, torch.Tensor], choose: Choose = choose_operator) -> Callable[P, Result]:
-    """The twin of an attention operator that also gives the log-sum-exp: `torch.ops.pc.<name>_with_lse`."""
+    """Return the twin of an attention operator that also gives the log-sum-exp: `torch.ops.pc.<name>_with_lse`."""
 
     def fake(*args: P.args, **kwargs: P.kwargs) -> Result:
         out: torch.Tensor = function.__wrapped__(*args, **kwargs)  # type: ignore[attr-defined]
@@ -210,7 +211,7 @@ def _doc_with_lse(function: Callable[..., object]) -> str:
 
 
 def attention_cpu(call: AttentionCall) -> Result:
-    """Attention on CPU tensors in PyTorch."""
+    """Attend in PyTorch on CPU tensors."""
     from .cpu import attend  # with numpy, which kernels do without
 
     check_call(call)
@@ -228,7 +229,7 @@ def _cached_op(function: Callable[..., object], choose: Choose, wants_lse: bool)
 
 
 def check_call(call: AttentionCall) -> None:
-    """Checks a call whose values may be read: metadata, values, and that its plan was made for it."""
+    """Check a call whose values may be read: metadata, values, and that its plan was made for it."""
     check_attention(call)
     check_attention_values(call)
     if call.plan is not None:

@@ -1,1 +1,1 @@
-"""What FlashAttention's functions are made of: calls found again, keys seen as blocks, new keys, masks and biases."""
+"""Parts of FlashAttention's functions: cached choices, keys viewed as blocks, new keys, masks and biases."""

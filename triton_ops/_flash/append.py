@@ -1,7 +1,7 @@
 """New keys and values of FlashAttention's functions: where they go in the cache, how they are rotated, and the write.
 
-Slots, lengths and angles are by PyTorch a dozen operators, each of which costs the host and a device as much as one
-kernel for all. A compiler that looks on sees PyTorch, and makes a kernel of it itself.
+One kernel finds slots, lengths and angles. In PyTorch they take a dozen operators, each of which costs the host and a
+device as much. Where a compiler watches, PyTorch computes them, and the compiler makes one kernel of it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .keys import PagedKV, sequence_of_token
 
 _TOKENS_A_PROGRAM = 32
 Appended = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
-"""Slots of new keys, lengths with them, and their angles."""
+"""Slots of new keys, lengths that include them, and their angles."""
 
 
 class Rotary(NamedTuple):
@@ -40,12 +40,12 @@ class Rotary(NamedTuple):
     interleaved: bool
 
     def angles(self, sequence: torch.Tensor, nth: torch.Tensor | int) -> torch.Tensor:
-        """Cosines, then sines, of tokens that stand so far behind their sequence's first: `[tokens, rotary_dim]`."""
+        """Return cosines, then sines, of the nth tokens of their sequences: `[tokens, rotary_dim]`."""
         positions = (self.first.index_select(0, sequence) + nth).clamp_(0, max(0, len(self.cos) - 1))
         return torch.cat((self.cos.index_select(0, positions), self.sin.index_select(0, positions)), 1)
 
     def turned(self, x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
-        """X `[tokens, heads, head_dim]` rotated, those of 8 bits in 16."""
+        """Return x `[tokens, heads, head_dim]` rotated; 8-bit tensors come back in 16 bits."""
         cos, sin = angles.chunk(2, 1)
         return rotate(x.to(torch.bfloat16) if x.dtype.itemsize == 1 else x, cos, sin, self.interleaved)
 
@@ -66,7 +66,7 @@ def _append_places(total: int, starts: torch.Tensor, keys: PagedKV, rotary: Rota
 def choose_append_places(
     count: int, block_size: int, lens: torch.Tensor, tables: torch.Tensor, rotary: Rotary | None
 ) -> Callable[[torch.Tensor, torch.Tensor, Rotary | None], Appended] | None:
-    """What finds slots `[batch * count]` of new keys, lengths with them, and angles `[batch * count, rotary_dim]`.
+    """Return a function that gives slots and lengths of new keys, and their angles `[batch * count, rotary_dim]`.
 
     It takes lens `[batch]`, tables `[batch, max_blocks]` and the rotation like those given; None where no kernel does.
     """
@@ -104,7 +104,7 @@ def choose_append_places(
 def _check_new(
     k: torch.Tensor, v: torch.Tensor, starts: torch.Tensor | None, keys: PagedKV, rotary: Rotary | None
 ) -> None:
-    """Checks metadata of what is written, and of its rotation."""
+    """Check the metadata of new keys and values and of their rotation."""
     batch, device, lead = keys.lens.shape[0], keys.lens.device, k.shape[:-2]
     if v.shape[:-2] != lead or (starts is None and lead[0] != batch):
         name, got = ("v", v) if v.shape[:-2] != lead else ("k", k)
@@ -125,7 +125,7 @@ def _check_new(
 
 
 class Append:
-    """What writes new keys and values behind those in the cache, for calls of a kind, with the first one's arguments.
+    """The write of new keys and values behind those in the cache, for all calls of a kind; built from the first one.
 
     Args:
         query: `[num_tokens, num_heads, head_dim]`.
@@ -175,7 +175,7 @@ class Append:
         given: FlashTensors,
         rotary: Rotary | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The queries, rotated, and how long sequences are then."""
+        """Write the keys and values; return the rotated queries and the new lengths."""
         starts = self._starts if starts is None else starts
         assert starts is not None
         if self._checks_values:
@@ -220,7 +220,7 @@ class Append:
 
 
 def _scales(given: FlashTensors, batch: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """What a quantized cache's new keys and values are divided by."""
+    """Return the scales that new keys and values of a quantized cache are divided by."""
     scales: list[torch.Tensor | None] = []
     for name, descale in (("k_descale", given.k_descale), ("v_descale", given.v_descale)):
         scale = None if descale is None else scale_of_heads(name, descale, batch)

@@ -1,8 +1,8 @@
 """Attention of FlashAttention's functions: masks, biases and scales as operators take them, and the calls themselves.
 
-A window (left, right) around position p holds the keys p - left to p + right; -1 is no bound, and so is a side that no
-key is as far from a query as. It becomes that of an operator, whose queries stand `right` further where the two sides
-differ: t <= p + right and t > p + right - window.
+A window (left, right) around position p holds the keys p - left to p + right. A side of -1 is unbounded, and so is a
+side wider than the sequence. Operators have one window, so where the two sides differ their queries stand `right`
+positions further: t <= p + right and t > p + right - window.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Scales = tuple[torch.Tensor | None, torch.Tensor | None]
 
 
 class _Window(NamedTuple):
-    """An operator, and its arguments that are no tensors."""
+    """An operator and those of its arguments that are not tensors."""
 
     operator: Callable[..., Any]
     before: tuple[Any, ...]  # up to softcap
@@ -39,7 +39,7 @@ class _Window(NamedTuple):
     def arguments(
         self, query: torch.Tensor, keys: PagedKV, slopes: Any, sinks: Any, scales: Scales = (None, None)
     ) -> tuple[Any, ...]:
-        """All of them, by position."""
+        """Return all arguments of the operator, by position."""
         positions: tuple[torch.Tensor, ...] = ()
         if self.ahead:
             token, sequence = sequence_of_token(keys.starts, query.shape[0])
@@ -51,7 +51,7 @@ class _Window(NamedTuple):
 
 
 def _sides(keys: PagedKV, options: FlashOptions) -> tuple[int, int]:
-    """The window's sides, 0 for one that holds no key, -1 for one that bounds none."""
+    """Return the window's sides: 0 for one that holds no key, -1 for one that excludes none."""
     left, right = options.window
     if known(left >= keys.longest):
         left = -1
@@ -61,12 +61,12 @@ def _sides(keys: PagedKV, options: FlashOptions) -> tuple[int, int]:
 
 
 def scale_of(options: FlashOptions, head_dim: int) -> float:
-    """The factor on q.k."""
+    """Return the factor on q.k."""
     return float(head_dim**-0.5 if options.softmax_scale is None else options.softmax_scale)
 
 
 def _window(keys: PagedKV, options: FlashOptions, head_dim: int, left: int, right: int, with_lse: bool) -> _Window:
-    """What attends to keys of a window around each query."""
+    """Return the operator that attends to a window around each query."""
     before: tuple[float, ...] = (scale_of(options, head_dim),)
     operators: tuple[Callable[..., Any], Callable[..., Any]] = (paged_attention, paged_attention_with_lse)
     ahead = 0
@@ -101,7 +101,7 @@ def choose_attend(
 
 
 def attend(query: torch.Tensor, keys: PagedKV, options: FlashOptions, given: FlashTensors) -> Any:
-    """Attention of packed queries `[num_tokens, num_heads, head_dim]`: out, or (out, lse)."""
+    """Attend with packed queries `[num_tokens, num_heads, head_dim]`; return out or (out, lse)."""
     slopes, batch, after = given.alibi_slopes, keys.lens.shape[0], None
     scales: Scales = (None, None)
     if given.qv is not None:
@@ -126,7 +126,7 @@ def attend(query: torch.Tensor, keys: PagedKV, options: FlashOptions, given: Fla
 def _attend_each(
     query: torch.Tensor, keys: PagedKV, options: FlashOptions, slopes: torch.Tensor, sinks: Any, scales: Scales
 ) -> Result:
-    """ALiBi with slopes of each sequence's own: a call for each, in which the others have no keys."""
+    """Attend with ALiBi slopes of each sequence: one call for each, in which the others have no keys."""
     token, sequence = sequence_of_token(keys.starts, query.shape[0])
     index, parts = arange_i32(query.device, keys.lens.shape[0], 1).unsqueeze(1), []
     for i, own in enumerate(slopes.unbind()):
@@ -139,10 +139,10 @@ def _attend_each(
 def _attend_heads(
     query: torch.Tensor, keys: PagedKV, options: FlashOptions, slopes: Any, sinks: Any, scales: Scales
 ) -> Result:
-    """Attention with slopes of heads, or none.
+    """Attend with slopes of heads, or without.
 
-    ALiBi of queries that see ahead is -slope * |t - p|: of keys up to p, and of those behind it in the order from the
-    sequence's end, where an absent key makes each of them one nearer to its query than it should be.
+    ALiBi is -slope * |t - p| for queries that see ahead, which takes two calls: keys up to p, and keys behind p in
+    reverse order. There an absent key shifts each key one position nearer to its query, and the lse makes up for it.
     """
     if options.chunk:
         keys = in_chunks(keys, options.chunk, options.causal)
@@ -178,7 +178,7 @@ def _attend_window(
 def _attend_latent(
     query: torch.Tensor, qv: torch.Tensor, keys: PagedKV, options: FlashOptions, given: FlashTensors
 ) -> Result:
-    """Queries of two parts, scale * (q.k + qv.v): those of rows that hold both, read once as key and value."""
+    """Attend with queries of two parts, scale * (q.k + qv.v), over rows that hold v and k and are read once."""
     (left, right), value_dim, width = _sides(keys, options), qv.shape[-1], query.shape[-1] + qv.shape[-1]
     fits = keys.key_cache.shape[2] == 1 and value_dim % 16 == 0 and width % 16 == 0 and width <= 1024
     extra = (given.alibi_slopes, given.s_aux)
@@ -211,14 +211,14 @@ def _attend_latent(
 
 
 def fitting_plan(plan: torch.Tensor | None, keys: PagedKV, options: FlashOptions) -> PagedKV:
-    """The keys with a plan, where it is one of their tables' shape and of a call that needs no other tables."""
+    """Return the keys with a plan, if it fits the shape of their tables and the call uses these tables."""
     if plan is None or options.chunk or plan.shape != (PlanShape.of(keys.tables, keys.key_cache.shape[1]).size,):
         return keys
     return keys._replace(plan=plan)
 
 
 def scale_of_heads(name: str, descale: torch.Tensor, batch: int) -> torch.Tensor | None:
-    """A descale `[batch, num_kv_heads]` as an operator takes it; None where sequences may differ."""
+    """Return a descale `[batch, num_kv_heads]` as an operator takes it; None where sequences may differ."""
     if descale.dim() == 0 or descale.numel() == 1:
         return descale.reshape(1)
     if descale.dim() == 1:
@@ -231,7 +231,7 @@ def scale_of_heads(name: str, descale: torch.Tensor, batch: int) -> torch.Tensor
 
 
 def _of_query_heads(descale: torch.Tensor, num_heads: int, sequence: torch.Tensor | None) -> torch.Tensor:
-    """A descale as a factor `[num_tokens or 1, num_heads, 1]` of queries or results."""
+    """Return a descale as a factor `[num_tokens or 1, num_heads, 1]` of queries or results."""
     if descale.dim() == 2:
         descale = descale[:1] if sequence is None else descale.index_select(0, sequence)
     descale = descale.reshape(-1, descale.shape[-1] if descale.dim() else 1).float()
@@ -241,7 +241,7 @@ def _of_query_heads(descale: torch.Tensor, num_heads: int, sequence: torch.Tenso
 def _dequantized(
     query: torch.Tensor, keys: PagedKV, given: FlashTensors
 ) -> tuple[torch.Tensor, Scales, torch.Tensor | None]:
-    """Queries in a dtype that operators take, scales of a quantized cache, and what results are multiplied by.
+    """Return queries in a dtype that operators take, scales of the cache, and the factor on results.
 
     An operator has one scale a KV head: scales that differ from sequence to sequence become factors of its queries and
     results.

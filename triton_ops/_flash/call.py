@@ -1,4 +1,4 @@
-"""What FlashAttention's functions have in common: options, calls found again, errors with their names, checks."""
+"""Parts that FlashAttention's functions share: options, cached choices, errors with their own names, checks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .._launch import current_stream
 
 
 class FlashOptions(NamedTuple):
-    """What the three functions have in common besides tensors, as they were given."""
+    """The options that all three functions have, as the caller passed them."""
 
     softmax_scale: float | None
     causal: bool
@@ -25,7 +25,7 @@ class FlashOptions(NamedTuple):
 
 
 class FlashTensors(NamedTuple):
-    """Tensors that they have in common."""
+    """The tensors that all three functions have."""
 
     alibi_slopes: torch.Tensor | None = None
     s_aux: torch.Tensor | None = None
@@ -37,7 +37,7 @@ class FlashTensors(NamedTuple):
 
     @classmethod
     def of(cls, q: torch.Tensor, tensors: Sequence[torch.Tensor | None]) -> FlashTensors:
-        """Those beside q, whose descale is of a quantized one."""
+        """Return the tensors of a call; q_descale counts only for a quantized q."""
         given = cls(*tensors)
         return given if q.dtype == torch.float8_e4m3fn else given._replace(q_descale=None)
 
@@ -59,7 +59,7 @@ _NAMES = {
 
 
 def _alignments(*tensors: torch.Tensor) -> object:
-    """Which begin at a multiple of 16 bytes; True where all do. A choice holds launches for some of the tensors."""
+    """Return which tensors begin at a multiple of 16 bytes, or True if all do: operators compile kernels for it."""
     return aligned(*tensors) or tuple([tensor.data_ptr() & 15 == 0 for tensor in tensors])
 
 
@@ -107,7 +107,7 @@ def run_chosen(
 
 
 def pair(window_size: Sequence[int] | None) -> tuple[int, int]:
-    """A window's two sides, -1 for no bound."""
+    """Return a window's two sides, -1 for no bound."""
     if window_size is None or (type(window_size) is tuple and window_size == (-1, -1)):
         return -1, -1
     left, right = window_size
@@ -160,7 +160,7 @@ def check_tensors(layouts: dict[str, tuple[Any, str]], given: FlashTensors) -> N
 
 
 def check_partial(out_partial: Any, lse_partial: Any, out: torch.Tensor | None) -> None:
-    """Checks what `flash_attn_combine` takes."""
+    """Check the arguments of `flash_attn_combine`."""
     for name, tensor in (("out_partial", out_partial), ("lse_partial", lse_partial)):
         if not isinstance(tensor, torch.Tensor):
             raise bad_argument(name, describe(tensor), "a tensor", TypeError)
@@ -188,7 +188,7 @@ def check_numbers(name: str, tensor: Any, count: int | None, device: torch.devic
 
 
 def check_values(name: str, tensor: torch.Tensor, most: int) -> None:
-    """Checks numbers whose values may be read, unless a compiler looks on."""
+    """Check the values of numbers, unless a compiler watches or they must not be read."""
     if needs_dispatcher() or not reads_values(tensor):
         return
     low, high = (int(bound) for bound in torch.aminmax(tensor)) if tensor.numel() else (0, most)
@@ -197,17 +197,17 @@ def check_values(name: str, tensor: torch.Tensor, most: int) -> None:
 
 
 def contiguous(x: torch.Tensor) -> torch.Tensor:
-    """x, copied where its last dimension is not contiguous."""
+    """Return x, copied if its last dimension is not contiguous."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def packed(x: torch.Tensor) -> torch.Tensor:
-    """Heads of tokens one behind the other: `[num_tokens, num_heads, head_dim]`."""
+    """Return x with its tokens packed: `[num_tokens, num_heads, head_dim]`."""
     return contiguous(x).reshape(-1, *x.shape[-2:])
 
 
 def shaped(found: Any, batched: tuple[int, int] | None, given_out: torch.Tensor | None) -> Any:
-    """out, or (out, lse), in FlashAttention's shapes: the batch first unless packed, lse's heads before its queries."""
+    """Return out or (out, lse) in FlashAttention's shapes: the batch first unless packed, lse with its heads first."""
     out, lse = found if type(found) is tuple else (found, None)
     if batched is not None:
         out = out if out.dim() == 4 else out.view(*batched, *out.shape[1:])

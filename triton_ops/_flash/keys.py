@@ -43,30 +43,30 @@ class PagedKV(NamedTuple):
 
     @property
     def capacity(self) -> int:
-        """Keys that a sequence's table holds."""
+        """How many keys a sequence's table holds."""
         return self.tables.shape[1] * self.key_cache.shape[1]
 
     @property
     def longest(self) -> int:
-        """Keys of a sequence, at most."""
+        """The largest number of keys that a sequence may have."""
         return self.capacity if self.max_keys is None else self.max_keys
 
 
 def sequence_of_token(starts: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Numbers of packed tokens, and of the sequence of each; of the last one for padding."""
+    """Return the numbers of packed tokens and the sequence of each; padding belongs to the last one."""
     token = arange_i32(starts.device, count, 1)
     return token, torch.searchsorted(starts[1:], token, right=True).clamp_(max=max(0, starts.shape[0] - 2))
 
 
 def rows(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """X at these places of its first dimension."""
+    """Return the rows of x at these places."""
     if x.dtype.itemsize == 1:  # no index takes float8
         return x.view(torch.uint8).index_select(0, index).view(x.dtype)
     return x.index_select(0, index)
 
 
 def _in_order(keys: PagedKV, size: int, first: torch.Tensor, count: int, step: int = 1) -> PagedKV:
-    """The same with tables `[batch * n, count]` of blocks of `size` tokens: first `[batch, n]`, first + step, ...
+    """Return the keys with tables `[batch * n, count]` of blocks of `size` tokens: first, first + step, ...
 
     Blocks before a sequence's first or behind its table's last are absent. Lengths, and where queries begin, are the
     caller's to change.
@@ -86,12 +86,12 @@ def _in_order(keys: PagedKV, size: int, first: torch.Tensor, count: int, step: i
 
 
 def check_lens(keys: PagedKV) -> None:
-    """Checks lengths before they change, so that errors tell them as they were given."""
+    """Check lengths before they change, so that errors state the caller's numbers."""
     check_values("seq_lens", keys.lens, keys.longest)
 
 
 def with_holes(keys: PagedKV) -> PagedKV:
-    """The same with absent blocks before each sequence's own, so that none has more queries than keys."""
+    """Return the keys behind absent blocks, so that no sequence has more queries than keys."""
     check_lens(keys)
     size = keys.key_cache.shape[1]
     holes = -(-keys.max_queries // size)
@@ -102,14 +102,14 @@ def with_holes(keys: PagedKV) -> PagedKV:
 
 
 def without_leftpad(keys: PagedKV, leftpad: torch.Tensor) -> PagedKV:
-    """The same without so many tokens before each sequence's first."""
+    """Return the keys without the padding before each sequence."""
     leftpad = leftpad.clamp(min=0)  # below it lies another sequence
     found = _in_order(keys, 1, leftpad.unsqueeze(1), keys.capacity)
     return found._replace(lens=keys.lens - leftpad)
 
 
 def in_chunks(keys: PagedKV, chunk: int, causal: bool) -> PagedKV:
-    """The same with each chunk of keys, which its own queries alone attend to, as a sequence of its own.
+    """Return each chunk of keys as a sequence, to which only the chunk's own queries attend.
 
     Positions are divided by `chunk`; a query at a negative one attends to nothing.
     """
@@ -134,10 +134,10 @@ def in_chunks(keys: PagedKV, chunk: int, causal: bool) -> PagedKV:
 
 
 def mirrored(keys: PagedKV, count: int) -> tuple[PagedKV, torch.Tensor]:
-    """Keys behind their queries' positions from each sequence's end on, and where each of `count` queries is then.
+    """Return the keys behind their queries in reverse order, and the place of each of `count` queries.
 
-    Keys t > p are those before p in this order, t' = length - t, as blocks of a token behind one that is absent: to a
-    query that many from the end, causally.
+    In this order, t' = length - t, keys t > p come before p, so the query sees them causally. Each key is a block of
+    its own; the first block is absent.
     """
     check_lens(keys)
     token, sequence = sequence_of_token(keys.starts, count)
@@ -151,7 +151,7 @@ def mirrored(keys: PagedKV, count: int) -> tuple[PagedKV, torch.Tensor]:
 
 
 class UsedQueries:
-    """FlashAttention 3's seqused_q: of each sequence's queries in a packed q the first ones, packed anew.
+    """FlashAttention 3's seqused_q: the first queries of each sequence, packed again.
 
     Args:
         count: Of tokens.
@@ -171,10 +171,10 @@ class UsedQueries:
         self._places = places.clamp_(0, max(0, count - 1))
 
     def pack(self, q: torch.Tensor) -> torch.Tensor:
-        """The used queries, one behind the other; what follows is any."""
+        """Return the used queries, packed; the rows behind them are arbitrary."""
         return rows(q, self._source)
 
     def unpack(self, out: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Results where their queries are; 0 and -inf for those that are not used."""
+        """Return results at the places of their queries; unused queries get 0 and -inf."""
         out = out.index_select(0, self._places).masked_fill_(self._unused[:, None, None], 0.0)
         return out, lse.index_select(1, self._places).masked_fill_(self._unused, -torch.inf)
