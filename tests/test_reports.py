@@ -269,7 +269,17 @@ def patch_code(monkeypatch: pytest.MonkeyPatch, factor: float) -> None:  # as au
     monkeypatch.setattr(modeling_llama.LlamaMLP.forward, "__code__", forward.__code__)
 
 
-PATCHES = [patch_class, patch_file, patch_torch, patch_registry, patch_code]
+def patch_linear(monkeypatch: pytest.MonkeyPatch, factor: float) -> None:
+    own = torch.nn.functional.linear
+    monkeypatch.setattr(torch.nn.functional, "linear", lambda *args, **kwargs: own(*args, **kwargs) * factor)
+
+
+def patch_base(monkeypatch: pytest.MonkeyPatch, factor: float) -> None:
+    own = torch.nn.Linear.forward
+    monkeypatch.setattr(torch.nn.Linear, "forward", lambda self, x: own(self, x) * factor)
+
+
+PATCHES = [patch_class, patch_file, patch_torch, patch_registry, patch_code, patch_linear, patch_base]
 
 
 @pytest.mark.parametrize("patch", PATCHES)
@@ -322,16 +332,40 @@ def test_a_cache_that_never_hits_says_why() -> None:
 
 
 # The same kind: a hook that counts, put on later, is no reason to read nothing.
-def test_a_hook_that_counts_is_served() -> None:
+@pytest.mark.parametrize("where", ["attribute", "dict", "list"])
+def test_a_hook_that_counts_is_served(where: str) -> None:
     model = changed_models.build()
+    model.model.layers[0].counts, model.model.layers[0].seen_lengths = {"passes": 1000}, []
 
-    def count(module: Any, *_: Any) -> None:
-        module.seen = getattr(module, "seen", 0) + 1
+    def count(module: Any, inputs: Any, output: Any) -> None:
+        if where == "attribute":
+            module.seen = getattr(module, "seen", 1000) + 1
+        elif where == "dict":
+            module.counts["passes"] += 1
+        else:
+            module.seen_lengths.append(inputs[0].shape[1])
 
     with enabled(model) as handle:
         model.model.layers[0].register_forward_hook(count)
         assert changed_models.differing(model) == []
         assert handle.last_requests[0].cached_tokens > 0
+
+
+# The same kind: a buffer that each pass changes may matter, so nothing is read, and that is said.
+def test_a_buffer_that_counts_passes_is_named() -> None:
+    model = changed_models.build()
+    layer = model.model.layers[0]
+    layer.register_buffer("passes", torch.zeros(1))
+
+    def count(module: Any, *_: Any) -> None:
+        module.passes += 1
+
+    layer.register_forward_hook(count)
+    with enabled(model) as handle:
+        with pytest.warns(UserWarning, match=r"because model\.layers\.0\.passes"):
+            assert changed_models.differing(model) == []
+        assert handle.last_requests[0].cached_tokens == 0
+        assert handle.explain(prompt(60)).reason == "changed"
 
 
 # The same kind: PEFT puts parameters aside for each forward pass where LoRA targets them, which raises their versions.

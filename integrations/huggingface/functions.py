@@ -52,6 +52,8 @@ class Functions:
         }
         for kind in {type(m): None for m in model.modules()}:
             self._add_class(kind)
+        functional = torch.nn.functional  # torch's own modules look up all of these
+        self._look_up(functional.__name__, vars(functional), {n for n, v in vars(functional).items() if callable(v)})
         self._reads = [(values, itemgetter(*_TWICE, *names)) for _, values, names in self._of_files()]
         self._classes = [(values, _names_of(values)) for _, values, _ in self._of_classes()]
         self._reads += [(values, itemgetter(*_TWICE, *names)) for values, names in self._classes]

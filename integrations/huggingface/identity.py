@@ -92,14 +92,12 @@ class Identity:
         self._tensors = dict(_named_tensors(model))
         self._all_tensors = list(self._tensors.values())
         self._versioned = [t for n, t in self._tensors.items() if not t.is_inference() and n not in rewritten]
-        self._samples, self._device_samples = _samples(
-            [(t, MANY if name in rewritten else SAMPLED) for name, t in self._tensors.items()]
-        )
+        self._samples = _Samples([(n, t, MANY if n in rewritten else SAMPLED) for n, t in self._tensors.items()])
         self._kept = list(self._attributes(model))
         self._types = list(map(type, self._modules))
         self._functions = Functions(model)
         self._numbers = self._tensor_numbers()
-        self._content = self._sampled()
+        self._content = self._samples.elements()
 
     def _attributes(self, model: Any) -> Iterator[Any]:
         root = vars(model)
@@ -138,11 +136,6 @@ class Identity:
     def _tensor_numbers(self) -> list[int]:
         return [t._version for t in self._versioned] + [t.data_ptr() for t in self._all_tensors]
 
-    @torch.no_grad()
-    def _sampled(self) -> list[bytes]:
-        found = [np.concatenate(views).tobytes() for views in self._samples]
-        return found + [torch.cat(v).cpu().view(torch.uint8).numpy().tobytes() for v in self._device_samples]
-
     def _adapter_states(self) -> list[tuple[Any, Any, Any]]:
         return [
             (repr(vars(m).get("_active_adapter")), m.disable_adapters, repr(getattr(m, "scaling", None)))
@@ -154,7 +147,7 @@ class Identity:
 
         Switching adapters is no change: see `adapter_keys`.
         """
-        return self._restructured(model) or self._sampled() != self._content
+        return self._restructured(model) or self._samples.elements() != self._content
 
     def watch(self, model: Any) -> Callable[[], bool]:
         """Return a function that tells whether the model and its active adapters are still as they are now.
@@ -170,7 +163,7 @@ class Identity:
                 now is None
                 or self._restructured(now)
                 or self._adapter_states() != states
-                or (not self._device_samples and self._sampled() != self._content)
+                or (not self._samples.on_devices and self._samples.elements() != self._content)
             )
 
         return unchanged
@@ -203,9 +196,9 @@ class Identity:
         before, after = self._seen(), later._seen()
         for name in (*before, *after):
             old, new = before.get(name, before), after.get(name, after)
-            if old is not new and not (isinstance(old, _Number) and old == new):
+            if old is not new and not (isinstance(old, _Number | bytes) and old == new):
                 return name
-        return "the content of a tensor"
+        return "the model"
 
     def _seen(self) -> dict[str, Any]:
         names = [_joined(label, str(key)) for label, keys in self._labels for key in keys]
@@ -216,6 +209,7 @@ class Identity:
         found |= {f"{name}'s address": _Number(place) for name, (place,) in zip(self._tensors, places, strict=True)}
         versions = dict(zip(map(id, self._versioned), self._numbers, strict=False))
         found |= {f"{name}'s version": _Number(versions.get(id(t), 0)) for name, t in self._tensors.items()}
+        found |= {f"{name}'s elements": part for name, part in self._samples.by_name(self._content)}
         return found | dict(self._functions.seen())
 
 
@@ -263,15 +257,29 @@ def without_row_settings(model: Any) -> Iterator[None]:
             table.update(hooks)
 
 
+def _within(module: torch.nn.Module) -> dict[str, list[int]]:
+    """Return the ids of what the dicts and lists among a module's attributes hold, by name of the attribute."""
+    found = {}
+    for name, value in vars(module).items():
+        if isinstance(value, dict | list) and name not in _INTERNAL:
+            nested: dict[int, tuple[str, Any]] = {}
+            _nested(name, {name: value}, nested)
+            held = (c.values() if isinstance(c, dict) else c for _, c in nested.values())
+            found[name] = [id(inner) for values in held for inner in values]
+    return found
+
+
 @contextmanager
 def set_by_forward(model: Any) -> Iterator[SetByForward]:
     """Record which attributes and tensors the forward passes within this block change."""
     found = SetByForward()
-    before = [(m, dict(vars(m))) for m in model.modules()]
+    before = [(m, dict(vars(m)), _within(m)) for m in model.modules()]
     tensors = {name: (t, t._version) for name, t in _named_tensors(model) if not t.is_inference()}
     yield found
-    for module, attributes in before:
+    for module, attributes, within in before:
         found.attributes |= {name for name, value in vars(module).items() if attributes.get(name, found) is not value}
+        now = _within(module)
+        found.attributes |= {name for name in within.keys() | now.keys() if within.get(name) != now.get(name)}
     for name, tensor in _named_tensors(model):
         old, version = tensors.get(name, (None, 0))
         if old is tensor and tensor._version != version:
@@ -330,19 +338,41 @@ def _inner(label: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor
         yield label, tensor
 
 
-def _samples(tensors: list[tuple[torch.Tensor, int]]) -> tuple[list[list[np.ndarray]], list[list[torch.Tensor]]]:
-    """Return views of some elements of each tensor: in host memory as integers, elsewhere by device and dtype."""
-    host: dict[int, list[np.ndarray]] = {}
-    other: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
-    for tensor, count in tensors:
-        if not tensor.numel() or type(tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
-            continue
-        view, size = _sample(tensor.detach(), count), tensor.dtype.itemsize
-        if tensor.device.type == "cpu" and size in _INTEGERS:
-            host.setdefault(size, []).append(view.view(_INTEGERS[size]).numpy())
-        else:
-            other.setdefault((tensor.device, tensor.dtype), []).append(view)
-    return list(host.values()), list(other.values())
+class _Samples:
+    """Views of some elements of tensors, whose bytes can be compared with what they were."""
+
+    def __init__(self, tensors: list[tuple[str, torch.Tensor, int]]) -> None:
+        # In host memory by size of an element, elsewhere by device and dtype; `names` has the bytes of each tensor.
+        host: dict[int, list[np.ndarray]] = {}
+        other: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+        names: dict[Any, list[tuple[str, int]]] = {}
+        for name, tensor, count in tensors:
+            if not tensor.numel() or type(tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
+                continue
+            view, size = _sample(tensor.detach(), count), tensor.dtype.itemsize
+            key: Any = size if tensor.device.type == "cpu" and size in _INTEGERS else (tensor.device, tensor.dtype)
+            if key == size:
+                host.setdefault(key, []).append(view.view(_INTEGERS[size]).numpy())
+            else:
+                other.setdefault(key, []).append(view)
+            names.setdefault(key, []).append((name, view.numel() * size))
+        self._host, self._other = list(host.values()), list(other.values())
+        self._names = [names[key] for key in (*host, *other)]
+        self.on_devices = any(views[0].device.type != "cpu" for views in self._other)
+
+    @torch.no_grad()
+    def elements(self) -> list[bytes]:
+        """Return the bytes of all samples, in a few pieces."""
+        found = [np.concatenate(views).tobytes() for views in self._host]
+        return found + [torch.cat(v).cpu().view(torch.uint8).numpy().tobytes() for v in self._other]
+
+    def by_name(self, pieces: list[bytes]) -> Iterator[tuple[str, bytes]]:
+        """Yield the bytes of each tensor among the pieces."""
+        for names, piece in zip(self._names, pieces, strict=True):
+            begin = 0
+            for name, count in names:
+                yield name, piece[begin : begin + count]
+                begin += count
 
 
 def _sample(tensor: torch.Tensor, most: int) -> torch.Tensor:
