@@ -8,19 +8,21 @@ docs/sglang.md. SGLang is imported where it is used.
 
 from __future__ import annotations
 
+from .api import UnsupportedVersionError, check_version
 from .features import FEATURES, enable, enable_by_environment
-from .versions import UnsupportedVersionError, check_version
 
 __all__ = ["FEATURES", "UnsupportedVersionError", "check_version", "enable", "register"]
 
 
 def register() -> None:
-    """Registers with SGLang what the environment variable PC_SGLANG names, separated by commas; nothing without it.
+    """Register with SGLang the features that the environment variable PC_SGLANG names, separated by commas.
+
+    Without the variable nothing happens. Where the installed SGLang lacks something that a feature needs, SGLang's own
+    code serves our names, and a warning in SGLang's log names what is missing.
 
     Raises:
-        ValueError: A name that is no feature. SGLang logs it and goes on without any, and refuses our names in its
-            options.
-        UnsupportedVersionError: A SGLang whose interfaces are not those this package was written for; likewise.
+        ValueError: A name is no feature. SGLang logs the error, continues without any feature, and does not know our
+            names in its options.
 
     Examples:
         >>> from pc.integrations.sglang import register

@@ -5,16 +5,21 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
-from sglang.srt.layers.attention.verify_mask import VerifyMask
-from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
-from sglang.srt.mem_cache.memory_pool import KVWriteLoc
-from sglang.srt.runtime_context import get_exec, get_parallel
-from sglang.srt.speculative.eagle_utils import TreeMaskMode, default_tree_mask_mode
 
 from ...triton_ops import paged_attention, sliding_window_attention, sparse_gap_attention
 from ...triton_ops._attention.checks import MAX_HEAD_DIM
 from ...triton_ops._checks import FLOATS
+from .api import (
+    AttentionBackend,
+    AttentionType,
+    KVWriteLoc,
+    RadixAttention,
+    TreeMaskMode,
+    VerifyMask,
+    default_tree_mask_mode,
+    get_exec,
+    get_parallel,
+)
 from .steps import AttentionStep, Kind, StepBuilder, draft_masks, pack_masks
 
 CACHE_DTYPES = (*FLOATS, torch.float8_e4m3fn)

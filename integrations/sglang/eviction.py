@@ -12,16 +12,20 @@ import zlib
 from typing import Any
 
 import numpy as np
-from sglang.srt.mem_cache.unified_cache.components import ComponentType
-from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeCore
-from sglang.srt.mem_cache.unified_cache.unified_tree_core_interface import EvictDeviceNextNodeResult
-from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
 from ...cache.policies import make_policy
 from ...cache.table import Ids
 from ..hints import read_or_warn
+from .api import (
+    ComponentType,
+    EvictDeviceNextNodeResult,
+    UnifiedRadixCache,
+    UnifiedTreeCore,
+    logger,
+    with_lru,
+)
+from .features import CORE, PREFIX, announce
 from .pages import PageState
-from .versions import CORE, PREFIX, announce, logger
 
 
 class PolicyTreeCore(UnifiedTreeCore):
@@ -268,9 +272,8 @@ def _locks(node: Any) -> int:
 
 
 def make_cache(context: Any, sglangs: Any) -> Any:
-    """The radix cache of an engine: ours for our policies, `sglangs` for its own and for `pc_lru`, which is its lru."""
-    from sglang.srt.mem_cache.registry import create_unified_radix_cache
-    from sglang.srt.runtime_context import get_memory
+    """Return the radix cache of an engine: ours for our policies; for its own and for `pc_lru` that of `sglangs`."""
+    from .api import create_unified_radix_cache, get_memory
 
     params = context.params
     name = params.eviction_policy.lower()
@@ -278,7 +281,7 @@ def make_cache(context: Any, sglangs: Any) -> Any:
         return sglangs(context)
     if name == f"{PREFIX}lru":
         announce("eviction by pc_lru (SGLang's own, whose order is that of ours)")
-        return sglangs(dataclasses.replace(context, params=dataclasses.replace(params, eviction_policy="lru")))
+        return sglangs(with_lru(context))
     memory = get_memory()
     given = [
         option

@@ -8,64 +8,86 @@ from typing import Any
 
 from ...cache.policies import DEPRECATED, POLICIES
 from ..plugin import check_features, features_in_environment
-from .versions import BACKEND, CORE, PREFIX, announce, check_version
+from . import api
+from .api import check_version, logger
 
 VARIABLE = "PC_SGLANG"
-"""Names the features."""
+"""The environment variable that names the features."""
+
+BACKEND = "pc"
+"""The name of our backend for `--attention-backend`."""
+
+PREFIX, CORE = "pc_", "pc"
+"""The prefix of our policies in `--radix-eviction-policy`, and the name of the tree's core under them."""
+
+_SURPRISES = (AttributeError, ImportError, TypeError)
+"""What an SGLang raises that is not as the tables of `api` say. What we do not serve is a ValueError, which stays."""
 
 _enabled: set[str] = set()
 
 
+def announce(what: str) -> None:
+    """Say in the log what is active, and beside which SGLang."""
+    from ... import __version__
+
+    logger.info("pc %s, sglang %s: %s", __version__, api.version(), what)
+
+
+def warn_off(feature: str, reason: str) -> None:
+    """Say in the log that SGLang's own code runs in a feature's place, and why."""
+    logger.warning("%s is off, and SGLang's own code runs in its place: %s", feature, reason)
+
+
 def _enable_attention() -> str:
-    from sglang.srt.arg_groups import choices
-    from sglang.srt.layers.attention.attention_registry import register_attention_backend
-
-    choices.add_attention_backend_choices([BACKEND])
-    choices.add_deterministic_attention_backend_choices([BACKEND])
-    choices.add_radix_supported_deterministic_attention_backend_choices([BACKEND])
-
     def make(runner: Any) -> Any:
+        if reason := api.why_not("attention", runner=runner):
+            warn_off("attention", reason)
+            return api.stock_backend(runner)
         from .attention import PagedAttnBackend
 
-        backend = PagedAttnBackend(runner)
+        try:
+            backend = PagedAttnBackend(runner)
+        except _SURPRISES as error:
+            warn_off("attention", f"{type(error).__name__}: {error}")
+            return api.stock_backend(runner)
         announce(f"attention by {type(backend).__name__}")
         return backend
 
-    register_attention_backend(BACKEND)(make)
-
+    api.register_backend(BACKEND, make)
     return f"attention (--attention-backend {BACKEND})"
 
 
 def _enable_eviction() -> str:
-    from sglang.srt.arg_groups import choices
-    from sglang.srt.mem_cache import registry, utils
-    from sglang.srt.mem_cache.evict_policy import LRUStrategy
-    from sglang.srt.mem_cache.unified_cache.tree_core_registry import register_tree_core_backend
-
     names = policy_names()
-    choices.add_radix_eviction_policy_choices(names)
-    utils._EVICTION_POLICY_FACTORIES |= {name: functools.partial(_refuse, name) for name in names}
-    utils._EVICTION_POLICY_FACTORIES[names[0]] = LRUStrategy
 
     def make_core(params: Any, components: Any) -> Any:
         from .eviction import PolicyTreeCore
 
         return PolicyTreeCore(params, components)
 
-    register_tree_core_backend(CORE, make_core)
-    sglangs = registry.default_radix_cache_factory
-
-    def make(ctx: Any) -> Any:
+    def make(context: Any, sglangs: Any) -> Any:
+        if not context.params.eviction_policy.lower().startswith(PREFIX):
+            return sglangs(context)
+        if reason := api.why_not("eviction", context=context):
+            warn_off("eviction", reason)
+            return sglangs(api.with_lru(context))
         from .eviction import make_cache
 
-        return make_cache(ctx, sglangs)
+        try:
+            return make_cache(context, sglangs)
+        except _SURPRISES as error:
+            warn_off("eviction", f"{type(error).__name__}: {error}")
+            return sglangs(api.with_lru(context))
 
-    registry.default_radix_cache_factory = make
+    is_served = not api.why_not("eviction")
+    if is_served:
+        api.register_core(CORE, make_core)
+    api.register_policies(names, make, (lambda name: functools.partial(_refuse, name)) if is_served else None)
     return f"eviction (--radix-eviction-policy {', '.join(names)})"
 
 
 def policy_names() -> list[str]:
-    """What `--radix-eviction-policy` takes of this package, its lru first."""
+    """Return the names that `--radix-eviction-policy` takes of this package, its lru first."""
     names = sorted(POLICIES, key=lambda name: (name != "lru", name != "default"))
     return [f"{PREFIX}{name}" for name in (*names, *DEPRECATED)]
 
@@ -75,18 +97,21 @@ def _refuse(name: str, **config: Any) -> Any:
 
 
 FEATURES: dict[str, Callable[[], str]] = {"attention": _enable_attention, "eviction": _enable_eviction}
-"""What `PC_SGLANG` may name; each registers itself and says under which names."""
+"""The features that `PC_SGLANG` may name. Each registers its names with SGLang's options and returns them."""
 
 
-def enable(*names: str) -> None:
-    """Registers features with SGLang in this process, before it reads its options; doing it again changes nothing.
+def enable(*names: str, fallback: str = "raise") -> None:
+    """Register features with SGLang in this process, before it reads its options. A second call changes nothing.
 
     Args:
-        names: Of `FEATURES`.
+        *names: Keys of `FEATURES`.
+        fallback: With "warn", SGLang's own code serves our names in place of a feature that the installed SGLang
+            cannot serve, and a warning in its log says why. "raise" refuses such a feature.
 
     Raises:
-        ValueError: A name that is no feature; nothing has been registered.
-        UnsupportedVersionError: The installed SGLang is not one that the feature was written for; likewise.
+        ValueError: A name is no feature, or `fallback` is unknown; nothing has been registered.
+        UnsupportedVersionError: With `fallback="raise"`, the installed SGLang lacks something that a feature needs;
+            nothing has been registered.
 
     Examples:
         >>> from pc.integrations.sglang import enable
@@ -96,14 +121,23 @@ def enable(*names: str) -> None:
         ...     print(str(error).partition(",")[0])
         PC_SGLANG: got 'attentoin'
     """
+    if fallback not in ("warn", "raise"):
+        raise ValueError(f"fallback: got {fallback!r}, needs 'warn' or 'raise'")
     new = [name for name in dict.fromkeys(names) if name not in _enabled]
-    check_features(VARIABLE, FEATURES, new, check_version)
-    active = [FEATURES[name]() for name in new]
-    _enabled.update(new)
-    if active:
-        announce(f"registered {'; '.join(active)}")
+    check_features(VARIABLE, FEATURES, new, check_version if fallback == "raise" else lambda name: None)
+    served = []
+    for name in new:
+        if reason := api.why_not(name):
+            if not api.can_register(name):
+                logger.warning("%s is off, and SGLang's options do not know its names: %s", name, reason)
+                continue
+            warn_off(name, reason)
+        served.append(FEATURES[name]())
+        _enabled.add(name)
+    if served:
+        announce(f"registered {'; '.join(served)}")
 
 
 def enable_by_environment() -> None:
-    """Registers what the environment names; raises as `register`."""
-    enable(*features_in_environment(VARIABLE))
+    """Register what the environment names; raises as `register`."""
+    enable(*features_in_environment(VARIABLE), fallback="warn")

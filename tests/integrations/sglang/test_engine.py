@@ -59,6 +59,21 @@ def test_cases_are_what_they_say(found):
     assert counts["eviction"] > 0
 
 
+def test_without_names_that_ours_build_on_sglangs_own_code_answers(model, found, tmp_path, monkeypatch):
+    lacking = (
+        "sglang.srt.layers.attention.base_attn_backend:AttentionBackend.forward_extend",
+        "sglang.srt.mem_cache.unified_cache.unified_tree_core:UnifiedTreeCore._split_node",
+    )
+    monkeypatch.setenv("SGLANG_LACKS", ",".join(lacking))
+    cases = ["prefix_hits", "chunks", "evicted"]
+    ours, counts = sglang_engine.answers(model, tmp_path, ours=True, cases=cases)
+    assert ours == {case: found[0][case] for case in cases}
+    assert counts["layer"] == counts["eviction"] == 0
+    log = (tmp_path / "ours.log").read_text()
+    for feature, name in zip(("attention", "eviction"), lacking, strict=True):
+        assert f"{feature} is off, and SGLang's own code runs in its place: {name}: not there" in log
+
+
 def test_a_model_with_windows(tmp_path):
     """Gemma-3: windowed layers beside full ones, whose keys SGLang keeps in a pool of their own."""
     gemma = save_model("gemma3", tmp_path)

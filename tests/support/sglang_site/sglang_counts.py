@@ -15,7 +15,7 @@ def register() -> None:
         return
     from sglang.srt.managers.schedule_batch import ScheduleBatch
 
-    from pc.integrations.sglang.attention import PagedAttentionBackend
+    from pc.integrations.sglang.attention import PagedAttnBackend
     from pc.integrations.sglang.eviction import PolicyTreeCore
 
     file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
@@ -29,8 +29,8 @@ def register() -> None:
 
         setattr(holder, name, counted)
 
-    count(PagedAttentionBackend, "init_forward_metadata", lambda self, batch: f"step {batch.forward_mode.name}")
-    count(PagedAttentionBackend, "_attend", "layer")
+    count(PagedAttnBackend, "init_forward_metadata", lambda self, batch: f"step {batch.forward_mode.name}")
+    count(PagedAttnBackend, "_attend", "layer")
     count(PolicyTreeCore, "_choose", "eviction")
     count(ScheduleBatch, "retract_decode", "retraction")
     count(ScheduleBatch, "mix_with_running", "mixed step")  # backends are told of it as of an EXTEND

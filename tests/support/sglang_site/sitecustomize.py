@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import os
 import sys
 from types import ModuleType
 from typing import Any
@@ -62,3 +63,21 @@ class AbsentFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 sys.meta_path.append(AbsentFinder())
+
+
+def lack(paths: list[str]) -> None:
+    """Have the adapter find these names of SGLang's missing, in every process."""
+    from pc.integrations import seam
+
+    find = seam.find
+
+    def without(path: str) -> Any:
+        if path in paths:
+            raise AttributeError(path)
+        return find(path)
+
+    seam.find = without
+
+
+if os.environ.get("SGLANG_LACKS"):
+    lack(os.environ["SGLANG_LACKS"].split(","))

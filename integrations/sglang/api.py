@@ -1,0 +1,315 @@
+"""Everything private of SGLang that this adapter uses. No other file imports SGLang or reaches into its modules.
+
+A feature is served if the installed SGLang has what the tables here declare for it; see `seam` for their format.
+
+- `NAMES`: functions, methods with the parameters we rely on, fields and attributes of SGLang's classes. "registration"
+  is what makes our names known to SGLang's options; every feature needs its own part of it.
+- `ATTRIBUTES`: attributes of objects that exist once the engine has made them. Whoever gets such an object asks
+  `why_not(feature, runner=runner)`.
+- `BODIES`: methods that this adapter replaces as a whole, with a digest for each release that was read. An unknown body
+  refuses the feature.
+
+To use another name of SGLang, add it to `NAMES` or `ATTRIBUTES` under the feature that needs it, and a class that other
+files import to `CLASSES`. `python -m pc.integrations.sglang.api` checks the tables against the installed SGLang.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import logging
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from .. import seam
+from ..plugin import UnsupportedVersionError as UnsupportedVersionError
+from ..plugin import release_of, series_text
+from ..tested import TESTED, requirement, say_untested
+
+if TYPE_CHECKING:  # SGLang's classes, which are Any where it is not installed
+    from sglang.srt.layers.attention.base_attn_backend import AttentionBackend as AttentionBackend
+    from sglang.srt.layers.attention.verify_mask import VerifyMask as VerifyMask
+    from sglang.srt.layers.radix_attention import AttentionType as AttentionType
+    from sglang.srt.layers.radix_attention import RadixAttention as RadixAttention
+    from sglang.srt.mem_cache.memory_pool import KVWriteLoc as KVWriteLoc
+    from sglang.srt.mem_cache.registry import create_unified_radix_cache as create_unified_radix_cache
+    from sglang.srt.mem_cache.unified_cache.components import ComponentType as ComponentType
+    from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeCore as UnifiedTreeCore
+    from sglang.srt.mem_cache.unified_cache.unified_tree_core_interface import (
+        EvictDeviceNextNodeResult as EvictDeviceNextNodeResult,
+    )
+    from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache as UnifiedRadixCache
+    from sglang.srt.runtime_context import get_exec as get_exec
+    from sglang.srt.runtime_context import get_memory as get_memory
+    from sglang.srt.runtime_context import get_parallel as get_parallel
+    from sglang.srt.speculative.eagle_utils import TreeMaskMode as TreeMaskMode
+    from sglang.srt.speculative.eagle_utils import default_tree_mask_mode as default_tree_mask_mode
+
+logger = logging.getLogger("sglang.pc")
+"""SGLang shows messages of loggers below its own."""
+
+REGISTRATION: dict[str, dict[str, str]] = {
+    "attention": {
+        "sglang.srt.arg_groups.choices": (
+            "add_attention_backend_choices add_deterministic_attention_backend_choices "
+            "add_radix_supported_deterministic_attention_backend_choices"
+        ),
+        "sglang.srt.layers.attention.attention_registry": "register_attention_backend(name) ATTENTION_BACKENDS",
+    },
+    "eviction": {
+        "sglang.srt.arg_groups.choices": "add_radix_eviction_policy_choices",
+        "sglang.srt.mem_cache.utils": "_EVICTION_POLICY_FACTORIES",
+        "sglang.srt.mem_cache.evict_policy": "LRUStrategy",
+        "sglang.srt.mem_cache.registry": "default_radix_cache_factory(ctx)",
+        "sglang.srt.mem_cache.registry:TreeCacheBuildContext": "__init__(params disable_radix_cache ...)",
+    },
+}
+"""By feature: what makes our names known to SGLang's options. Without it SGLang refuses them by itself."""
+
+NAMES: dict[str, dict[str, str]] = {
+    "attention": {
+        "sglang.srt.layers.attention.base_attn_backend:AttentionBackend": (
+            "init_forward_metadata(forward_batch) init_forward_metadata_out_graph(forward_batch in_capture) "
+            "init_forward_metadata_in_graph(forward_batch) init_cuda_graph_state(max_bs max_num_tokens) "
+            "get_cuda_graph_seq_len_fill_value() update_verify_buffers_to_fill_after_draft(spec_info cuda_graph_bs) "
+            "forward_extend(q k v layer forward_batch save_kv_cache) "
+            "forward_decode(q k v layer forward_batch save_kv_cache) needs_cpu_seq_lens verify_mask"
+        ),
+        "sglang.srt.layers.attention.verify_mask": "VerifyMask(buffer mode max_bs) VerifyMask.buffer",
+        "sglang.srt.layers.radix_attention": "AttentionType.DECODER",
+        "sglang.srt.layers.radix_attention:RadixAttention": (
+            "tp_q_head_num qk_head_dim scaling logit_cap sliding_window_size is_cross_attention attn_type use_irope "
+            "pos_encoding_mode logit_capping_method xai_temperature_len layer_id k_scale v_scale"
+        ),
+        "sglang.srt.mem_cache.memory_pool": (
+            "KVWriteLoc.for_batch(forward_batch swa_loc) MHATokenToKVPool.get_key_buffer(layer_id) "
+            "MHATokenToKVPool.get_value_buffer(layer_id) "
+            "MHATokenToKVPool.set_kv_buffer(layer loc_info cache_k cache_v k_scale v_scale)"
+        ),
+        "sglang.srt.mem_cache.swa_memory_pool:SWAKVPool": (
+            "translate_loc_from_full_to_swa(kv_indices) layers_mapping swa_kv_pool"
+        ),
+        "sglang.srt.model_executor.forward_batch_info": (
+            "ForwardBatch(forward_mode batch_size req_pool_indices seq_lens out_cache_loc seq_lens_cpu extend_seq_lens "
+            "extend_seq_lens_cpu positions spec_info encoder_lens ...) ForwardMode.is_idle() ForwardMode.is_decode() "
+            "ForwardMode.is_target_verify() ForwardMode.is_decode_or_idle() ForwardMode.is_dllm_extend() "
+            "ForwardMode.is_draft_extend_v2()"
+        ),
+        "sglang.srt.runtime_context": "get_exec() get_parallel()",
+        "sglang.srt.speculative.eagle_utils": "TreeMaskMode.QLEN_ONLY default_tree_mask_mode()",
+    },
+    "eviction": {
+        "sglang.srt.mem_cache.registry": (
+            "create_unified_radix_cache(ctx cache_class) TreeCacheBuildContext(params is_hybrid_swa is_hybrid_ssm "
+            "enable_hierarchical_cache disable_radix_cache ...)"
+        ),
+        "sglang.srt.mem_cache.cache_init_params": (
+            "CacheInitParams(page_size token_to_kv_pool_allocator eviction_policy eviction_policy_config "
+            "tree_core_backend enable_session_radix_cache ...)"
+        ),
+        "sglang.srt.runtime_context": "get_memory()",
+        "sglang.srt.mem_cache.unified_cache.tree_core_registry": "register_tree_core_backend(name factory)",
+        "sglang.srt.mem_cache.unified_cache.components": "ComponentType.FULL",
+        "sglang.srt.mem_cache.unified_cache.unified_tree_core_interface": (
+            "EvictDeviceNextNodeResult EvictDeviceNextNodeResult.node_id EvictDeviceNextNodeResult.made_progress"
+        ),
+        "sglang.srt.mem_cache.unified_cache.unified_tree_core:UnifiedTreeCore": (
+            "__init__(params components) reset() set_hicache_enabled() _add_new_node(parent key value ...) "
+            "_split_node(key child split_len) _remove_leaf_from_parent(node) inc_lock_ref(node_id) "
+            "dec_lock_ref(node_id params) evict_device_start(component_type request_cnt) "
+            "evict_device_next_node(component_type tracker) evict_device_end(component_type) _is_device_leaf(node) "
+            "node_by_id(node_id) page_size root_node"
+        ),
+        "sglang.srt.mem_cache.unified_cache.unified_tree_core:UnifiedTreeNode": (
+            "children parent key id component_data"
+        ),
+        "sglang.srt.mem_cache.radix_cache:RadixKey": "raw_token_ids() __len__() extra_key cache_salt",
+        "sglang.srt.mem_cache.unified_radix_cache:UnifiedRadixCache": (
+            "__init__(params) checkpoint_into_tree(req up_to ...) _evict(params) tree_core"
+        ),
+    },
+}
+"""By feature: what it builds on, by module or module:class, and of each name the parameters it relies on."""
+
+ATTRIBUTES: dict[str, dict[str, str]] = {
+    "attention": {
+        "runner": (
+            "token_to_kv_pool device model_config is_draft_worker page_size req_to_token_pool use_mla_backend "
+            "kv_cache_dtype"
+        ),
+        "runner.model_config": "context_len is_encoder_decoder head_dim get_num_kv_heads",
+        "runner.req_to_token_pool": "req_to_token",
+    },
+    "eviction": {
+        "context": "params disable_radix_cache is_hybrid_swa is_hybrid_ssm enable_hierarchical_cache",
+        "context.params": (
+            "eviction_policy eviction_policy_config page_size token_to_kv_pool_allocator enable_session_radix_cache"
+        ),
+    },
+}
+"""By feature and object: attributes of what the engine has made."""
+
+_CORE = "sglang.srt.mem_cache.unified_cache.unified_tree_core:UnifiedTreeCore"
+BODIES: dict[str, dict[str, dict[str, str]]] = {
+    "eviction": {
+        f"{_CORE}.evict_device_start": {"0.5.23": "ddc56a68e641"},
+        f"{_CORE}.evict_device_next_node": {"0.5.23": "74dd21d3d1e5"},
+        f"{_CORE}.evict_device_end": {"0.5.23": "15f24b5a97a2"},
+        "sglang.srt.mem_cache.unified_radix_cache:UnifiedRadixCache._evict": {"0.5.23": "958a84f8997c"},
+    },
+}
+"""By feature the bodies that it replaces or that call what it replaces, and their digests by release."""
+
+CLASSES: dict[str, str] = {
+    "AttentionBackend": "sglang.srt.layers.attention.base_attn_backend:AttentionBackend",
+    "AttentionType": "sglang.srt.layers.radix_attention:AttentionType",
+    "ComponentType": "sglang.srt.mem_cache.unified_cache.components:ComponentType",
+    "EvictDeviceNextNodeResult": (
+        "sglang.srt.mem_cache.unified_cache.unified_tree_core_interface:EvictDeviceNextNodeResult"
+    ),
+    "KVWriteLoc": "sglang.srt.mem_cache.memory_pool:KVWriteLoc",
+    "RadixAttention": "sglang.srt.layers.radix_attention:RadixAttention",
+    "TreeMaskMode": "sglang.srt.speculative.eagle_utils:TreeMaskMode",
+    "UnifiedRadixCache": "sglang.srt.mem_cache.unified_radix_cache:UnifiedRadixCache",
+    "UnifiedTreeCore": _CORE,
+    "VerifyMask": "sglang.srt.layers.attention.verify_mask:VerifyMask",
+    "create_unified_radix_cache": "sglang.srt.mem_cache.registry:create_unified_radix_cache",
+    "default_tree_mask_mode": "sglang.srt.speculative.eagle_utils:default_tree_mask_mode",
+    "get_exec": "sglang.srt.runtime_context:get_exec",
+    "get_memory": "sglang.srt.runtime_context:get_memory",
+    "get_parallel": "sglang.srt.runtime_context:get_parallel",
+}
+"""What other files may import from here, and where SGLang has it."""
+
+
+def __getattr__(name: str) -> Any:
+    """Return one of `CLASSES`, or an empty class in place of one that the installed SGLang lacks."""
+    if name not in CLASSES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        return seam.find(CLASSES[name])
+    except Exception:
+        return type(name, (), {"__doc__": f"{CLASSES[name]}, which the installed SGLang lacks."})
+
+
+# Which features the installed SGLang can serve.
+
+
+def why_not(feature: str, **objects: Any) -> str:
+    """Return why the installed SGLang cannot serve a feature, or "".
+
+    Args:
+        feature: A key of `NAMES`.
+        **objects: Objects of SGLang whose attributes are checked too, under the names that `ATTRIBUTES` uses.
+    """
+    tested = TESTED["sglang"]
+    supported = series_text(*tested)
+    try:
+        version = str(importlib.import_module("sglang").__version__)
+    except Exception as error:
+        told = "not installed" if isinstance(error, ImportError) else f"got {type(error).__name__}: {error}"
+        return f"sglang: {told}, needs {supported}; pip install '{requirement('sglang')}'"
+    if not tested.oldest <= release_of(version, len(tested.oldest)):
+        return f"sglang: got {version}, needs {supported}"
+    reasons = seam.missing(REGISTRATION[feature]) + seam.missing(NAMES[feature])
+    reasons = reasons or seam.changed(BODIES.get(feature, {}))
+    reasons = reasons or seam.absent(objects, ATTRIBUTES[feature])
+    return f"{'; '.join(reasons)}, needed by sglang {version} ({feature}; written for {supported})" if reasons else ""
+
+
+def check_version(feature: str) -> None:
+    """Check that the installed SGLang can serve a feature.
+
+    Raises:
+        UnsupportedVersionError: It cannot; says what was found and what is needed.
+
+    Examples:
+        >>> from pc.integrations.sglang import UnsupportedVersionError, check_version
+        >>> try:
+        ...     check_version("attention")
+        ... except UnsupportedVersionError as error:
+        ...     reason = str(error)  # names the versions that are served
+    """
+    if reason := why_not(feature):
+        raise UnsupportedVersionError(reason)
+    say_untested("sglang")
+
+
+def version() -> str:
+    """Return the version of the installed SGLang."""
+    return str(importlib.import_module("sglang").__version__)
+
+
+# What makes our names known to SGLang.
+
+
+def can_register(feature: str) -> bool:
+    """Return whether SGLang's options can be told the names of a feature, whoever serves them then."""
+    return not seam.missing(REGISTRATION[feature])
+
+
+def register_backend(name: str, make: Callable[[Any], Any]) -> None:
+    """Have `--attention-backend` take a name, for which `make(runner)` gives the backend."""
+    from sglang.srt.arg_groups import choices
+    from sglang.srt.layers.attention.attention_registry import register_attention_backend
+
+    choices.add_attention_backend_choices([name])
+    choices.add_deterministic_attention_backend_choices([name])
+    choices.add_radix_supported_deterministic_attention_backend_choices([name])
+    register_attention_backend(name)(make)
+
+
+def stock_backend(runner: Any) -> Any:
+    """Return SGLang's own attention backend for a device."""
+    from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
+
+    on_cpu = str(getattr(runner, "device", "cuda")).startswith("cpu")
+    return ATTENTION_BACKENDS["torch_native" if on_cpu else "triton"](runner)
+
+
+def register_policies(
+    names: Sequence[str], make_cache: Callable[[Any, Any], Any], refuse: Callable[..., Any] | None
+) -> None:
+    """Have `--radix-eviction-policy` take names.
+
+    Args:
+        names: The first is ours for SGLang's own lru.
+        make_cache: Given the context of an engine and SGLang's own factory, returns the engine's radix cache.
+        refuse: Called where SGLang asks one of the other names for a leaf at a time; None: SGLang's lru answers.
+    """
+    from sglang.srt.arg_groups import choices
+    from sglang.srt.mem_cache import registry, utils
+    from sglang.srt.mem_cache.evict_policy import LRUStrategy
+
+    choices.add_radix_eviction_policy_choices([*names])
+    for name in names:
+        utils._EVICTION_POLICY_FACTORIES[name] = LRUStrategy if refuse is None or name == names[0] else refuse(name)
+    sglangs = registry.default_radix_cache_factory
+    registry.default_radix_cache_factory = lambda ctx: make_cache(ctx, sglangs)
+
+
+def register_core(name: str, make: Callable[[Any, Any], Any]) -> None:
+    """Have SGLang's unified cache take the core of a tree that `make(params, components)` gives."""
+    from sglang.srt.mem_cache.unified_cache.tree_core_registry import register_tree_core_backend
+
+    register_tree_core_backend(name, make)
+
+
+def with_lru(context: Any) -> Any:
+    """Return the context of an engine whose policy is SGLang's own lru."""
+    return dataclasses.replace(context, params=dataclasses.replace(context.params, eviction_policy="lru"))
+
+
+def _main() -> int:
+    """Print what the installed SGLang lacks of the tables, and unknown digests; return 1 if anything is printed."""
+    found = 0
+    for feature, table in NAMES.items():
+        tables = (*seam.missing(REGISTRATION[feature]), *seam.missing(table), *seam.changed(BODIES.get(feature, {})))
+        for reason in tables:
+            print(f"{feature}: {reason}")
+            found = 1
+    return found
+
+
+if __name__ == "__main__":
+    raise SystemExit(_main())
