@@ -61,7 +61,7 @@ def test_everything_can_be_evicted_and_the_tree_begins_anew():
         traffic.check()
 
 
-@pytest.mark.parametrize("policy", ["lru", "default", "arc"])
+@pytest.mark.parametrize("policy", ["lru", "default", "priority"])
 def test_hits_are_those_of_a_replay(policy):
     """One request at a time; within what SGLang's last token, whose page is its own, changes."""
     trace = conversations(3, 300)
