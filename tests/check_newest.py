@@ -109,7 +109,7 @@ def show_newest(environment: Environment) -> None:
     tested = tested_versions()
     table = []
     for package in tested.TESTED:
-        found = environment.run(f"pip index versions {package}", check=False, PIP_CONSTRAINT="").stdout
+        found = environment.run(f"pip index versions {package}", check=False, PIP_CONSTRAINT="", PIP_QUIET="0").stdout
         version = (re.findall(rf"^{package} \((\S+)\)", found, re.MULTILINE) or [""])[0]
         verdict = "tested" if version else "the index does not say"
         if version and tested.untested(package, version):
