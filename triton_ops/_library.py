@@ -284,7 +284,9 @@ def _writing(run: Callable[..., Any], names: tuple[str, ...], mutates: tuple[str
     places = [names.index(name) for name in mutates if name in names]
 
     def run_write(*args: Any, **kwargs: Any) -> Any:
-        written, read, stores = [*kwargs.values()], [], set()
+        written: list[Any] = [*kwargs.values()]
+        read: list[Any] = []
+        stores: set[int] = set()
         for i, value in enumerate(args):
             (written if i in places else read).append(value)
         written = _tensors(written)
