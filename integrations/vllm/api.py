@@ -181,7 +181,7 @@ NAMES: dict[str, dict[str, str]] = {
             "_reserve_prefill_lookahead(request num_computed_tokens num_new_tokens) requests hash_block_size"
         ),
         "vllm.v1.core.block_pool:BlockPool": "get_cached_block(block_hash kv_cache_group_ids)",
-        "vllm.v1.core.single_type_kv_cache_manager": "FullAttentionManager",
+        "vllm.v1.kv_cache_interface": "FullAttentionSpec SlidingWindowSpec(sliding_window ...) MambaSpec",
         "vllm.v1.request:Request": "num_computed_tokens lora_request mm_features cache_salt _all_token_ids",
         "vllm.multimodal.inputs": (
             "MultiModalFeatureSpec.mm_position MultiModalFeatureSpec.identifier PlaceholderRange(offset length)"
@@ -365,7 +365,12 @@ ATTRIBUTES: dict[str, dict[str, str]] = {
         ),
         "scheduler.kv_cache_manager": "coordinator",
     },
-    "eviction.explain": {"scheduler": "requests hash_block_size"},
+    "eviction.explain": {
+        "scheduler": "requests hash_block_size",
+        "scheduler.kv_cache_manager": "enable_caching",
+        "scheduler.kv_cache_config.kv_cache_groups.0": "kv_cache_spec",
+        "scheduler.kv_cache_config.kv_cache_groups.0.kv_cache_spec": "block_size",
+    },
     "hidden_states": {
         "worker": "model_runner vllm_config rank",
         "runner": "execute_model execute_model_state device model model_config",

@@ -13,8 +13,8 @@ from ..compression.scheduler import Compression, why_no_compression
 from ..features import REUSE, announce, asked_of_scheduler, chosen_policy
 from ..metrics import COUNTERS, PolicyCounts
 from .chunks import make_chunks
-from .explaining import ASKED, Misses
-from .jumps import GapJumps, why_no_jumps, why_not_one_chain
+from .explaining import ASKED, Misses, why_not_explained
+from .jumps import GapJumps, why_no_jumps
 from .moved import MovedJumps, why_no_moves
 from .pool import PolicyBlockPool, install_policy
 from .waiting import WaitingPrefixes
@@ -149,7 +149,7 @@ class PolicyScheduler(HookedScheduler):
         if self._misses is None:
             if not available("eviction.explain", scheduler=self):
                 return
-            if reason := why_not_one_chain(self):
+            if reason := why_not_explained(self):
                 logger.warning_once("%s: what is not cached is not explained under %s", ASKED, reason)
                 return
             self._misses = Misses(self)

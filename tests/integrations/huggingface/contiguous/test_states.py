@@ -57,6 +57,21 @@ def test_hybrids_go_on_from_states(family: Family) -> None:
         assert_nothing_held(handle)
 
 
+@pytest.mark.parametrize("family", first_quick(HYBRIDS), ids=lambda f: f.name)
+def test_explanation_of_a_hybrid_names_the_group_that_lacks_a_state(family: Family) -> None:
+    model, document = remembering(family), prompt(70)
+    with enable_prefix_caching(model, num_blocks=64) as handle:
+        model.generate(torch.cat([document, prompt(20, 1)], 1), max_new_tokens=2)
+        other = torch.cat([document, prompt(20, 2)], 1)
+        found = handle.explain(other)
+        lacking = {miss.kind: (miss.matched, miss.reason, miss.position) for miss in found.groups}
+        assert (found.matched, found.reason) == (0, "window")
+        assert lacking["FullAttention"] == (64, None, None)
+        assert lacking["Recurrent"] == (0, "state", 64)
+        model.generate(other, max_new_tokens=2)  # leaves a state where it parts from the first
+        assert handle.explain(torch.cat([document, prompt(20, 3)], 1)).matched == 64
+
+
 @pytest.mark.parametrize("family", HYBRIDS, ids=lambda f: f.name)
 def test_next_round_of_a_hybrids_chat_goes_on_behind_the_answer(family: Family) -> None:
     model = remembering(family)

@@ -104,3 +104,35 @@ def test_those_who_do_not_ask_are_told_nothing(said):
     engine.run()
     assert engine.scheduler._misses is None
     assert not any("tokens are cached" in line for line in said)
+
+
+def test_a_window_that_lacks_its_blocks_says_so():
+    from vllm_traffic import BLOCK, make_manager, make_request
+
+    from pc.integrations.vllm.eviction.explaining import Misses, why_not_explained
+
+    manager, tokens = make_manager(60, hybrid=True), list(range(6 * BLOCK))
+    scheduler = SimpleNamespace(
+        kv_cache_manager=manager, kv_cache_config=manager.kv_cache_config, requests={}, hash_block_size=BLOCK,
+        compression=None,
+    )  # fmt: skip
+    first = make_request("first", tokens)
+    blocks, hits, *_ = manager.get_computed_blocks(first)
+    assert manager.allocate_slots(first, len(tokens) - hits, hits, blocks) is not None
+    first.num_computed_tokens = len(tokens)
+    assert why_not_explained(scheduler) == ""
+    misses = Misses(scheduler)
+    misses.remember(first)
+    manager.free(first)
+    again = make_request("again", [*tokens, 1, 2])
+    found = misses.explain(again, None)
+    assert (found.matched, manager.get_computed_blocks(again)[1]) == (24, 24)
+    pool, windows = manager.block_pool, [1, 2]
+    for name in again.block_hashes:
+        for block in filter(None, [pool.get_cached_block(name, [group]) for group in windows]):
+            pool.evict_blocks({block[0].block_id})
+    found = misses.explain(again, None)
+    assert (found.matched, found.reason, manager.get_computed_blocks(again)[1]) == (0, "window", 0)
+    kinds = [(miss.kind, miss.matched, miss.reason) for miss in found.groups]
+    assert kinds[0] == ("FullAttention", 24, None)
+    assert kinds[1:] == [("SlidingWindow", 0, "evicted")] * 2
