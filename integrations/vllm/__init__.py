@@ -1,8 +1,8 @@
-"""vLLM with this project's attention, eviction policies and hidden-state cache, as plugins.
+"""Plugins for vLLM: this project's attention, eviction policies, compression and hidden states.
 
-Installed beside vLLM, `register` is called by vLLM itself (entry point group `vllm.general_plugins`) and does nothing
-until it is asked to: `PC_VLLM=attention,eviction,hidden_states` in the environment, any of them. The classes can also
-be named in vLLM's own options; see docs/vllm.md. vLLM is imported where it is used.
+vLLM itself calls `register` (entry point group `vllm.general_plugins`). It does nothing until the environment variable
+`PC_VLLM` names features, for example `PC_VLLM=attention,eviction,hidden_states`. vLLM's own options can also name the
+classes; see docs/vllm.md. This module does not import vLLM.
 """
 
 from __future__ import annotations
@@ -14,14 +14,13 @@ __all__ = ["FEATURES", "UnsupportedVersionError", "check_version", "enable", "re
 
 
 def register() -> None:
-    """Enables the features that the environment variable PC_VLLM names, separated by commas; none without it.
+    """Enable the features that the environment variable PC_VLLM names, separated by commas.
 
-    vLLM calls it in every process, more than once in some.
+    vLLM calls this function in every process, in some more than once. A feature that the installed vLLM cannot serve
+    stays off; a warning in vLLM's log says why.
 
     Raises:
-        ValueError: A name that is no feature, or another variable PC_VLLM_* with a name or a value that is not known.
-            When an engine is made then, an option is refused whose feature it does not use.
-        UnsupportedVersionError: A vLLM whose interfaces are not those this package was written for.
+        ValueError: PC_VLLM names no feature, or another variable PC_VLLM_* has an unknown name or value.
 
     Examples:
         >>> from pc.integrations.vllm import register

@@ -1,4 +1,4 @@
-"""VLLM's KV connector over a tier of `pc.cache`: what it loads and saves in which step, and how."""
+"""A KV connector for vLLM over a tier of `pc.cache`: its plan for each step, and the transfers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .layout import block_bytes, check_connector, check_options, describe, layou
 
 
 class KeyedBlocks(NamedTuple):
-    """Blocks of a request, one behind the other, and the keys of their contents."""
+    """Consecutive blocks of a request, and the keys of their contents."""
 
     ids: list[int]
     keys: list[bytes]
@@ -32,7 +32,7 @@ class KeyedBlocks(NamedTuple):
 
 @dataclass
 class TransferPlan(KVConnectorMetadata):
-    """What the workers do around one step: blocks that they fill before it, and those that it completes."""
+    """The blocks that workers load before a step, and those that they save after it."""
 
     fingerprint: str
     loads: list[KeyedBlocks] = field(default_factory=list)
@@ -41,7 +41,7 @@ class TransferPlan(KVConnectorMetadata):
 
 @dataclass
 class SavedRequest:
-    """A running request: how many of its blocks are in the tier or on the way there, and those to be loaded."""
+    """A running request: how many of its blocks are in the tier or on the way there, and the range to load."""
 
     request: Any
     saved: int = 0
@@ -49,11 +49,11 @@ class SavedRequest:
 
 
 class Planner:
-    """The scheduler's half: what to load from a tier, and what to save into it, step by step.
+    """The scheduler's half of the connector: it plans which blocks each step loads from a tier and saves to it.
 
-    Keys are the hashes by which vLLM finds blocks itself: they count in everything in front of a block, adapters, media
-    and salts. A block is saved when a step has completed it with tokens that are known, so never with rejected drafts.
-    There is a tier for each tensor-parallel rank, and a block counts when all have it.
+    Keys are vLLM's own hashes of blocks, which cover all tokens before a block, adapters, media and salts. A block is
+    saved once a step has completed it with known tokens, so never with rejected drafts. Each tensor-parallel rank has a
+    tier, and a block counts as cached if all ranks have it.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Planner:
         self._found: dict[str, int] = {}
 
     def find(self, request: Any, computed: int) -> int:
-        """How many tokens behind `computed` the tier has, in whole blocks; the last token of all is computed anew."""
+        """Return how many tokens behind `computed` the tier has, in whole blocks, without the prompt's last token."""
         if not self._consumes or computed % self._size or request.skip_reading_prefix_cache:
             return 0
         first, behind = computed // self._size, (request.num_tokens - 1) // self._size
@@ -79,13 +79,13 @@ class Planner:
         return count * self._size
 
     def admit(self, request: Any, count: int) -> None:
-        """A request is about to run, with `count` tokens from the tier."""
+        """Note a request that is about to run with `count` tokens from the tier."""
         first = self._found.pop(request.request_id, 0) // self._size
         behind = first + count // self._size
         self._requests[request.request_id] = SavedRequest(request, behind, (first, behind) if count else None)
 
     def plan(self, output: Any) -> TransferPlan:
-        """The plan of a step that has been scheduled."""
+        """Return the plan of a step that has been scheduled."""
         plan = TransferPlan(self._fingerprint)
         for name in output.finished_req_ids:
             self._requests.pop(name, None)
@@ -113,13 +113,17 @@ class Planner:
             known.saved = behind
 
     def forget(self, name: str) -> None:
-        """A request has ended."""
+        """Forget a request that has ended."""
         self._requests.pop(name, None)
         self._found.pop(name, None)
 
 
 class BlockStore:
-    """A worker's blocks of all layers, in any layout, as one row of `nbytes` bytes each; ValueError for other sizes."""
+    """A worker's blocks of all layers, in any layout, as one row of bytes for each block.
+
+    Raises:
+        ValueError: A block has another size than `nbytes`.
+    """
 
     def __init__(self, caches: Mapping[str, torch.Tensor], nbytes: int) -> None:
         self.caches = [caches[name] for name in sorted(caches)]
@@ -131,7 +135,7 @@ class BlockStore:
         self._pin = any(cache.is_cuda for cache in self.caches)
 
     def read(self, ids: Sequence[int]) -> torch.Tensor:
-        """The bytes of blocks, `[len(ids), nbytes]` in host memory."""
+        """Return the bytes of blocks, `[len(ids), nbytes]` in host memory."""
         rows = torch.empty(len(ids), self.nbytes, dtype=torch.uint8, pin_memory=self._pin)
         for cache, (begin, end) in zip(self.caches, self._parts, strict=True):
             found = cache.index_select(0, torch.tensor(ids, device=cache.device))
@@ -141,14 +145,14 @@ class BlockStore:
         return rows
 
     def write(self, ids: Sequence[int], rows: torch.Tensor) -> None:
-        """Puts `rows` `[len(ids), nbytes]` in host memory into blocks."""
+        """Write `rows` `[len(ids), nbytes]` from host memory into blocks."""
         for cache, (begin, end) in zip(self.caches, self._parts, strict=True):
             values = rows[:, begin:end].contiguous().to(cache.device).view(cache.dtype)
             index = torch.tensor(ids, device=cache.device)
             cache.index_copy_(0, index, values.reshape(len(ids), *cache.shape[1:]))
 
     def load(self, tier: Tier, wanted: KeyedBlocks) -> list[int]:
-        """Fills blocks from a tier; those that it has lost, and all behind them, are returned and left alone."""
+        """Fill blocks from a tier. Return the first that the tier has lost and all later ones, which stay unchanged."""
         found = tier.get_many(wanted.keys)
         count = next((n for n, tensors in enumerate(found) if tensors is None), len(found))
         if count:
@@ -156,7 +160,7 @@ class BlockStore:
         return wanted.ids[count:]
 
     def save(self, tier: Tier, blocks: Sequence[KeyedBlocks]) -> None:
-        """Puts blocks into a tier that does not have them."""
+        """Write the blocks that a tier does not have."""
         keys = [key for each in blocks for key in each.keys]
         ids = [block for each in blocks for block in each.ids]
         missing = [n for n, there in enumerate(tier.contains_many(keys)) if not there]
@@ -166,20 +170,22 @@ class BlockStore:
 
 
 class TierConnector(KVConnectorBase_V1):
-    """Blocks that one engine computed are read by others, through a directory or a Mooncake store.
+    """A KV connector through which engines read blocks of other engines, from a directory or a Mooncake store.
 
-    Blocks are loaded before the step that needs them and handed to a thread that writes them after the step that
-    completes them. A tier may lose them at any time: a block that is not there when it is wanted is computed, whatever
-    `kv_load_failure_policy` says.
+    Blocks are loaded before the step that needs them. A thread writes them after the step that completes them. A tier
+    may lose blocks at any time. A lost block is computed, whatever `kv_load_failure_policy` says.
 
-    `kv_connector_extra_config` of vLLM's KVTransferConfig: `tier` ("disk" with `path` and `capacity_bytes`, "mooncake"
-    with the arguments of `MooncakeTier.connect`, or "module:function"), `model` (stands for the weights, where they are
-    in no folder of this machine), `writer_bytes` (bound of what waits to be written).
+    `kv_connector_extra_config` of vLLM's KVTransferConfig has these options:
+
+    - `tier`: "disk" with `path` and `capacity_bytes`, "mooncake" with the arguments of `MooncakeTier.connect`, or
+      "module:function".
+    - `model`: a name for the weights, if they are in no folder of this machine.
+    - `writer_bytes`: the most bytes that wait to be written.
 
     Raises:
-        ValueError: At start-up: an option that is not known; a model with recurrent layers, several groups of layers,
-            pipeline or context parallelism or adapters (LoRA), by name.
-        UnsupportedVersionError: A vLLM with other interfaces.
+        ValueError: At start-up: an option is unknown, or the model has recurrent layers, several groups of layers,
+            pipeline or context parallelism, or adapters (LoRA).
+        UnsupportedVersionError: The installed vLLM lacks something that the connector needs.
     """
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
@@ -194,7 +200,7 @@ class TierConnector(KVConnectorBase_V1):
         self._store: BlockStore | None = None
         self._failed: set[int] = set()
         self._quiet = 0
-        # As many steps may have been scheduled before the failure of a load is known.
+        # So many steps may be scheduled before the failure of a load is known.
         self._unaware = int(getattr(vllm_config, "max_concurrent_batches", 2))
         if role is KVConnectorRole.SCHEDULER:
             transfer.kv_load_failure_policy = "recompute"
@@ -213,7 +219,11 @@ class TierConnector(KVConnectorBase_V1):
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
-        """None: any is served. Asked before layers are grouped, it refuses recurrent ones by ValueError."""
+        """Return None, since any layout is served. vLLM asks before it groups layers.
+
+        Raises:
+            ValueError: The model has recurrent layers.
+        """
         if vllm_config.model_config.is_hybrid:
             raise ValueError(
                 f"kv_transfer_config: got TierConnector for a model with recurrent layers "
@@ -226,26 +236,30 @@ class TierConnector(KVConnectorBase_V1):
     # The scheduler's half.
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Tokens that the tier has behind those cached here."""
+        """Return how many tokens the tier has behind those cached in the engine."""
         return self._planner.find(request, num_computed_tokens), False
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """Follows a request from the step on in which it runs."""
+        """Follow a request from its first step on."""
         self._planner.admit(request, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> TransferPlan:
-        """What the workers load and save around this step."""
+        """Return the blocks that the workers load and save around this step."""
         return self._planner.plan(scheduler_output)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """Its blocks may go: what is saved was copied in the step that completed it."""
+        """Let vLLM free a request's blocks: saved blocks were copied in the step that completed them."""
         self._planner.forget(request.request_id)
         return False, None
 
     # A worker's half.
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """The caches of the layers; ValueError where their blocks have other sizes than the scheduler assumes."""
+        """Take over the caches of the layers.
+
+        Raises:
+            ValueError: Their blocks have other sizes than the scheduler assumes.
+        """
         self._store = BlockStore(kv_caches, self._bytes)
 
     def _open(self, plan: TransferPlan) -> Tier:
@@ -255,7 +269,7 @@ class TierConnector(KVConnectorBase_V1):
         return self._tier
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Fills this step's blocks from the tier; those that it has lost are reported to the scheduler."""
+        """Fill this step's blocks from the tier; report lost ones to the scheduler."""
         plan = connector_metadata(self)
         if isinstance(plan, TransferPlan) and plan.loads:
             assert self._store is not None
@@ -267,13 +281,13 @@ class TierConnector(KVConnectorBase_V1):
                 self._quiet = 1 + self._unaware
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing is under way."""
+        """Do nothing: blocks are loaded before the forward pass."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
-        """Whole blocks are saved, behind the step."""
+        """Do nothing: blocks are saved after the step."""
 
     def wait_for_save(self) -> None:
-        """Has completed blocks written, but not of steps that were scheduled before a failed load was known."""
+        """Save completed blocks, except in steps that were scheduled before a failed load was known."""
         if self._quiet:
             self._quiet -= 1
             return
@@ -283,12 +297,12 @@ class TierConnector(KVConnectorBase_V1):
             self._store.save(self._open(plan), plan.saves)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Blocks that could not be loaded in this step."""
+        """Return the blocks that could not be loaded in this step."""
         failed, self._failed = self._failed, set()
         return failed
 
     def shutdown(self) -> None:
-        """Waits for what is being written, and leaves the tiers."""
+        """Wait until all blocks are written, and close the tiers."""
         tiers: list[Any] = [self._tier, *getattr(self, "_tiers", ())]
         self._tier, self._tiers = None, []
         for tier in tiers:

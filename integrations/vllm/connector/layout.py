@@ -1,4 +1,4 @@
-"""Which blocks two engines may share: the same model, weights and bytes; and the tier that keeps them."""
+"""Fingerprints of the blocks that two engines may share, and the tier that stores them."""
 
 from __future__ import annotations
 
@@ -24,19 +24,22 @@ OPTIONS: dict[str, tuple[str, ...]] = {
         *("batch_blocks", "retry_seconds"),
     ),
 }
-"""By name of a tier: what else `kv_connector_extra_config` may say of it."""
+"""The options of `kv_connector_extra_config` for each tier."""
 
 
 def block_bytes(kv_cache_config: Any) -> int:
-    """Bytes of one block, all layers."""
+    """Return the bytes of one block in all layers."""
     (group,) = kv_cache_config.kv_cache_groups
     return len(group.layer_names) * int(group.kv_cache_spec.unpadded_page_size_bytes)
 
 
 def describe(vllm_config: Any, kv_cache_config: Any, options: Mapping[str, Any]) -> str:
-    """What decides the bytes of a block besides its tokens, as a fingerprint; raises as `digest_of_weights`.
+    """Return a fingerprint of all that decides the bytes of a block besides its tokens. Raises as `digest_of_weights`.
 
-    `options` is `kv_connector_extra_config`; its `model` stands for model and weights where it is given.
+    Args:
+        vllm_config: vLLM's configuration.
+        kv_cache_config: Its KV cache configuration, with one group.
+        options: `kv_connector_extra_config`. If it has `model`, that name stands for model and weights.
     """
     model, cache = vllm_config.model_config, vllm_config.cache_config
     (group,) = kv_cache_config.kv_cache_groups
@@ -63,13 +66,17 @@ def describe(vllm_config: Any, kv_cache_config: Any, options: Mapping[str, Any])
 
 
 def _device(kind: str) -> str:
-    """A device, and of a CPU its instructions, which vLLM's own kernels order keys by."""
+    """Return the device, for a CPU with its instructions: vLLM's kernels order keys by them."""
     instructions = f"{torch.backends.cpu.get_cpu_capability()} {torch.cpu._is_amx_tile_supported()}"
     return f"{kind} {instructions}" if kind == "cpu" else kind
 
 
 def digest_of_weights(model_config: Any) -> str:
-    """Names, sizes and parts all over the files of a model's weights; ValueError without any on this machine."""
+    """Return a digest of the names, the sizes and samples of the files of a model's weights.
+
+    Raises:
+        ValueError: There are none on this machine.
+    """
     folder = Path(model_config.model)
     if not folder.is_dir():
         from huggingface_hub import snapshot_download
@@ -96,15 +103,20 @@ def digest_of_weights(model_config: Any) -> str:
 
 
 def layout_of(fingerprint: str, rank: int, size: int) -> Layout:
-    """The layout of the blocks of one tensor-parallel rank, of `size` bytes each; `fingerprint` is of `describe`."""
+    """Return the layout of the blocks, `size` bytes each, of one tensor-parallel rank, for a `describe` fingerprint."""
     return Layout(f"vllm {fingerprint} rank {rank}", {"kv": ((size,), torch.uint8)})
 
 
 def open_tier(options: Mapping[str, Any], layout: Layout, gives: bool = True) -> Tier:
-    """The tier that `kv_connector_extra_config` names; ValueError for another, or an option that it does not know.
+    """Open the tier that `kv_connector_extra_config` names.
 
-    `tier` is "disk", "mooncake" or "module:function", called with the layout and the options. Without `gives` no memory
-    of this process is given to a store: who only asks what is there gives none.
+    Args:
+        options: `tier` is "disk", "mooncake" or "module:function", a function of the layout and the options.
+        layout: The layout of the blocks.
+        gives: Whether this process gives memory to a store. A process that only looks up keys gives none.
+
+    Raises:
+        ValueError: There is no such tier, or it has no such option.
     """
     kind = options.get("tier")
     if isinstance(kind, str) and ":" in kind:
@@ -127,7 +139,11 @@ def open_tier(options: Mapping[str, Any], layout: Layout, gives: bool = True) ->
 
 
 def check_options(options: Mapping[str, Any]) -> None:
-    """Checks what is said of a tier of this package: ValueError for an unknown option, and for one that is missing."""
+    """Check the options of a tier of this package.
+
+    Raises:
+        ValueError: An option is unknown or missing.
+    """
     kind = options.get("tier")
     known = OPTIONS.get(str(kind))
     if known is None:
@@ -142,7 +158,11 @@ def check_options(options: Mapping[str, Any]) -> None:
 
 
 def check_connector(vllm_config: Any, kv_cache_config: Any) -> None:
-    """Refuses what blocks of a tier cannot stand for, by a ValueError that names it."""
+    """Check that blocks of a tier can serve an engine.
+
+    Raises:
+        ValueError: They cannot; names the reason.
+    """
     groups = kv_cache_config.kv_cache_groups
     kinds = [type(group.kv_cache_spec).__name__ for group in groups]
     if len(groups) != 1 or not isinstance(groups[0].kv_cache_spec, AttentionSpec):

@@ -1,4 +1,4 @@
-"""In place of vLLM-Omni's cache of hidden states behind prefix hits: its calls, on a `TensorCache`."""
+"""A cache of hidden states behind prefix hits for vLLM-Omni, with the calls of its own, over a `TensorCache`."""
 
 from .manager import OmniPrefixCacheManager
 from .steps import GroupView, check_groups, make_view
