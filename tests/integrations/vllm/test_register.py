@@ -94,7 +94,7 @@ def test_the_installed_version_is_served(feature):
         return
     api.check_version(feature)
     if feature in adapter.FEATURES:  # a connector is named in vLLM's own options
-        adapter.enable(feature)
+        adapter.enable(*features.NEEDS.get(feature, ()), feature)
         adapter.enable(feature)
 
 
@@ -102,6 +102,7 @@ def test_the_installed_version_is_served(feature):
     ("variables", "said"),
     [
         ({"PC_VLLM_POLICY": "nonsense"}, "PC_VLLM_POLICY: got 'nonsense', needs one of .*lru"),
+        ({"PC_VLLM": "attention,compression"}, "PC_VLLM: got compression without eviction, which it needs"),
         ({"PC_VLLM": "eviction", "PC_VLLM_POLICY": "nonsense"}, "PC_VLLM_POLICY: got 'nonsense'"),
         ({"PC_VLLM_REUSE": "gaps"}, "PC_VLLM_REUSE: got 'gaps', needs one of prefix, gap, anywhere"),
         (

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import math
 import random
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -162,6 +165,32 @@ def test_disturbed(model_path, reference, seed):
         asked = disturbed(llm, seed)
         assert asked.compare(reference) > 8
         assert asked.scheduler.compression.counts.recompressed_requests
+
+
+@pytest.mark.slow
+def test_runner_v2(model_path):
+    """The same with vLLM's model runner V2."""
+    script = Path(vllm_engine.__file__).with_name("vllm_compressing_v2.py")
+    done = subprocess.run([sys.executable, script, model_path("llama"), "3"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    answers, compressed = map(int, done.stdout.split()[-2:])
+    assert answers > 8
+    assert compressed > 5
+
+
+@pytest.mark.parametrize("options", [{"press": "snapkv"}, {"press": "expected_attention", "heads": "ada"}], ids=str)
+def test_float8(model_path, reference, options):
+    """A cache in float8 rounds keys and values: answers are near those of what stays, and far from the whole prompt."""
+    with vllm_engine.engine(model_path("llama"), **OPTIONS, kv_cache_dtype="fp8") as (llm, _):
+        asked = Asked(llm)
+        asked.add("one", prompt(330, 3), {"budget": 0.5} | options)
+        (tokens, found), plan = asked.run().answers["one", 0], asked.plans["one"]
+        page = SIZE if "heads" in options else 0
+        distances = []
+        for kept in (Kept(options["press"], plan.tokens, plan.whole * SIZE, plan.keep * SIZE, page), None):
+            expected = reference.logprobs(prompt(330, 3), tokens, kept).gather(1, torch.tensor(tokens)[:, None])[:, 0]
+            distances.append(float((torch.tensor(found) - expected).abs().mean()))
+    assert distances[0] < 0.3 * distances[1]
 
 
 def test_samples(model_path, reference):
