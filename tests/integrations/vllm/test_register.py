@@ -114,6 +114,7 @@ def test_the_installed_version_is_served(feature):
 def test_values_that_make_no_sense_are_refused_before_anything_is_enabled(monkeypatch, variables, said):
     done = []
     monkeypatch.setattr("pc.integrations.vllm.features.check_version", done.append)
+    monkeypatch.setattr(features, "_enabled", set())
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ValueError, match=said):
