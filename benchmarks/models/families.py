@@ -8,9 +8,11 @@ import re
 import time
 import warnings
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from ..harness.tables import RESULTS, replaced, write_rows
 from ..pages import markdown
 
 VOCABULARY = 311
@@ -76,6 +78,7 @@ class FamilyResult:
     outcome: str  # of `OUTCOMES`
     reused: int = 0  # of the 70 tokens of a prompt, by its second call
     why: str = ""  # it was not served or not built
+    warnings: int = 0  # that calls give with the cache and not without, each counted once
 
 
 def classes() -> list[str]:
@@ -197,7 +200,8 @@ def run_class(name: str) -> FamilyResult:
         calls = [{"input_ids": ids}, {"input_ids": other}, {"input_ids": batch, "attention_mask": mask}]
         for spread in ((1.0, 1.4), (0.1, 2.0), (0.02, 3.0), (0.3, 5.0), (10.0, 3.0)):
             scatter(model, *spread)
-            want = [model.generate(**call, **options) for call in calls]
+            with noted() as plain:
+                want = [model.generate(**call, **options) for call in calls]
             counts = not torch.equal(want[0][:, 70:], want[1][:, 70:])
             if counts:
                 break
@@ -207,8 +211,7 @@ def run_class(name: str) -> FamilyResult:
     if not counts:
         return FamilyResult(name, "not built", why="a token of the prompt does not change what follows")
     reused = 0
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with noted() as told:
         handle = enable_prefix_caching(model, num_blocks=64)
         for _ in range(2):
             for call, expected in zip(calls, want, strict=True):
@@ -217,10 +220,33 @@ def run_class(name: str) -> FamilyResult:
                     reused = handle.last_requests[0].cached_tokens
                 if not torch.equal(got, expected):
                     return FamilyResult(name, "different", reused)
-    stats = handle.stats()
+    stats, more = handle.stats(), len(told - plain)
     if handle.unsupported or stats.calls_handed_back:
-        return FamilyResult(name, "falls back", why=handle.unsupported or ", ".join(stats.calls_handed_back))
-    return FamilyResult(name, "served", reused)
+        why = handle.unsupported or ", ".join(stats.calls_handed_back)
+        return FamilyResult(name, "falls back", why=why, warnings=more)
+    return FamilyResult(name, "served", reused, warnings=more)
+
+
+@contextmanager
+def noted() -> Iterator[set[str]]:
+    """Collect what users read meanwhile: warnings of every kind, and what transformers logs as one."""
+    from transformers.utils import logging as transformers_logging
+
+    texts: set[str] = set()
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: texts.add(record.getMessage())  # type: ignore[method-assign]
+    log, disabled = transformers_logging.get_logger(), logging.root.manager.disable
+    others, log.handlers = log.handlers, [handler]
+    logging.disable(logging.NOTSET)
+    getattr(type(log), "warning_once").cache_clear()  # noqa: B009  it is put on the class by transformers
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            yield texts
+    finally:
+        texts |= {str(warning.message) for warning in caught}
+        log.handlers = others
+        logging.disable(disabled)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -228,6 +254,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", metavar="CLASS", help="such as LlamaForCausalLM; none: all")
     parser.add_argument("--output", type=argparse.FileType("w"), help="Markdown file for the table")
+    parser.add_argument("--rows", action="store_true", help="write the rows of this transformers to the results")
     given = parser.parse_args(arguments)
     known = classes()
     if unknown := [name for name in given.names if name not in known]:
@@ -242,9 +269,32 @@ def main(arguments: list[str] | None = None) -> int:
     if given.output is not None:
         with given.output as file:
             file.write(table(rows) + "\n")
+    if given.rows:
+        write(rows)
     for outcome in OUTCOMES:
         print(f"{sum(row.outcome == outcome for row in rows)} {outcome}")
     return int(any(row.outcome == "different" for row in rows))
+
+
+def write(rows: list[FamilyResult]) -> None:
+    """Write the rows of the installed transformers to the results, in place of earlier ones of the same classes."""
+    import transformers
+
+    path = RESULTS / "cpu" / "families.csv"
+    found = [
+        {
+            "class": row.name,
+            "transformers": transformers.__version__,
+            "outcome": row.outcome,
+            "same_tokens": {"served": "True", "falls back": "True", "different": "False"}.get(row.outcome, ""),
+            "reused": row.reused,
+            "warnings": row.warnings,
+            "why": row.why,
+        }
+        for row in rows
+    ]
+    every = replaced(path, found, ("class", "transformers"))
+    write_rows(path, sorted(every, key=lambda row: (str(row["class"]), str(row["transformers"]))))
 
 
 def table(rows: list[FamilyResult]) -> str:
