@@ -14,17 +14,20 @@ To use another name of transformers, add it to `NAMES` under the feature that ne
 
 from __future__ import annotations
 
+import copy
 import importlib
 import inspect
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
 from .. import seam
-from .calls import UnsupportedError, callers_level
+from ..plugin import release_of, series_text
+from ..tested import TESTED
+from .calls import UnsupportedError, callers_level, refuse_if
 
 if TYPE_CHECKING:
     from transformers import AttentionInterface as AttentionInterface
@@ -44,7 +47,16 @@ if TYPE_CHECKING:
     )
     from transformers.cache_utils import LinearAttentionCacheLayerMixin as LinearAttentionCacheLayerMixin
     from transformers.cache_utils import LinearAttentionLayer as LinearAttentionLayer
+    from transformers.generation.configuration_utils import ContinuousBatchingConfig as ContinuousBatchingConfig
+    from transformers.generation.continuous_batching.initialization import (
+        update_cb_config_after_cache_creation as update_cb_config_after_cache_creation,
+    )
+    from transformers.generation.continuous_batching.offloading_manager import OffloadingManager as OffloadingManager
+    from transformers.generation.continuous_batching.requests import RequestState as RequestState
     from transformers.modeling_outputs import CausalLMOutputWithPast as CausalLMOutputWithPast
+
+    BatchManager: TypeAlias = Any
+    BatchProcessor: TypeAlias = Any
 
 CACHING = "prefix caching"
 ASSISTED = "assisted decoding"
@@ -125,11 +137,50 @@ NAMES: dict[str, dict[str, str]] = {
 }
 """By feature, what the adapter uses. Without `CACHING` no model is served."""
 
+# Continuous batching is looked at when it is enabled: its modules take long to import.
+BATCHING = "continuous batching"
+OLDEST_BATCHING = (5, 19)
+PACKAGE = "transformers.generation.continuous_batching."
+
+_CONFIGS = "generation_config continuous_batching_config workload_hints"
+INTERFACES = {
+    "continuous_api:ContinuousMixin.init_continuous_batching": f"self {_CONFIGS}",
+    "continuous_api:ContinuousBatchingManager.__init__": f"self model {_CONFIGS}",
+    "continuous_api:ContinuousBatchingManager.switch_to_cb_friendly_attn": "self model auto_switch_to_flash",
+    "continuous_api:ContinuousBatchingManager.start": "self",
+    "continuous_api:ContinuousBatchingManager._create_batch_processor": "self",
+    "continuous_api:ContinuousBatchProcessor.__init__": (
+        "self cache config generation_config continuous_batching_config logit_processor input_queue cancel_queue "
+        "output_router background_thread_status model_device model_dtype scheduler distributed_helper"
+    ),
+    "continuous_api:ContinuousBatchProcessor.prepare_next_batch": "self",
+    "continuous_api:ContinuousBatchProcessor._generation_step": "self model",
+    "continuous_api:ContinuousBatchProcessor._handle_request_error": "self error state",
+    "continuous_api:OutputRouter.fail_and_deliver": "self state error",
+    "initialization:update_cb_config_after_cache_creation": "cb_config num_blocks max_batch_tokens",
+    "input_outputs:ContinuousBatchingIOs.get_model_kwargs": "self use_padding",
+    "input_outputs:ContinuousBatchingIOs.retrieve_device_outputs": "self",
+    "model_runner:ModelRunner.compute_batch": "self model batch_data",
+    "offloading_manager:OffloadingManager.offload_requests": "self",
+    "requests:RequestState.current_len": "self",
+    "requests:RequestState.create_equivalent_initial_request": "self",
+    "scheduler:Scheduler.__init__": "self cache safety_margin max_requests_per_batch",
+    "scheduler:Scheduler.add_waiting_request": "self state",
+    "scheduler:Scheduler.finish_request": "self request_id",
+}
+"""What continuous batching uses of `PACKAGE`, with all parameters that each has."""
+
+UNUSED = frozenset({"update", "fill_block_table", "get_cache_for_block_table", "get_block_table_key"})
+"""Methods of transformers' cache by which attention reads it; here attention reads blocks."""
+
 CLASSES = {
     "AttentionInterface": "transformers.modeling_utils:AttentionInterface",
     "Cache": "transformers.cache_utils:Cache",
     "CacheLayerMixin": "transformers.cache_utils:CacheLayerMixin",
     "CausalLMOutputWithPast": "transformers.modeling_outputs:CausalLMOutputWithPast",
+    "ContinuousBatchProcessor": f"{PACKAGE}continuous_api:ContinuousBatchProcessor",
+    "ContinuousBatchingConfig": "transformers.generation.configuration_utils:ContinuousBatchingConfig",
+    "ContinuousBatchingManager": f"{PACKAGE}continuous_api:ContinuousBatchingManager",
     "DummyLayer": "transformers.cache_utils:DummyLayer",
     "DynamicCache": "transformers.cache_utils:DynamicCache",
     "DynamicIndexedLayer": "transformers.cache_utils:DynamicIndexedLayer",
@@ -142,14 +193,20 @@ CLASSES = {
     ),
     "LinearAttentionCacheLayerMixin": "transformers.cache_utils:LinearAttentionCacheLayerMixin",
     "LinearAttentionLayer": "transformers.cache_utils:LinearAttentionLayer",
+    "OffloadingManager": f"{PACKAGE}offloading_manager:OffloadingManager",
+    "RequestState": f"{PACKAGE}requests:RequestState",
     "StopStringCriteria": "transformers.generation.stopping_criteria:StopStringCriteria",
     "StoppingCriteriaList": "transformers.generation.stopping_criteria:StoppingCriteriaList",
+    "update_cb_config_after_cache_creation": f"{PACKAGE}initialization:update_cb_config_after_cache_creation",
 }
 """What other files may import from here, and where transformers has it."""
 
 
 def __getattr__(name: str) -> Any:
     """Return one of `CLASSES`, or an empty class in place of one that the installed transformers lacks."""
+    if name in _MADE:
+        globals()[name] = _MADE[name]()
+        return globals()[name]
     if name not in CLASSES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     found = _found_or_none(CLASSES[name])
@@ -262,10 +319,10 @@ def rename_cache(model: Any, arguments: dict[str, Any]) -> None:
 
 def length_behind_crop(length: int, argument: int) -> int:
     """Return how many of `length` tokens a layer's crop leaves, given its argument."""
-    # From 5.21 on it is the number of tokens to remove, before it was the number to keep if positive.
-    if takes(seam.find("transformers.cache_utils:DynamicLayer.crop"), "tokens_to_remove") or argument < 0:
-        return length - abs(argument)
-    return min(length, argument)
+    # Older versions take the number of tokens to keep, if it is positive.
+    if argument > 0 and takes(seam.find("transformers.cache_utils:DynamicLayer.crop"), "tokens_to_remove"):
+        raise ValueError(f"tokens_to_remove: got {argument}, needs a negative number of tokens, or 0")
+    return length + argument if argument <= 0 else min(length, argument)
 
 
 # A call of generate, and its decoding loop.
@@ -389,6 +446,8 @@ def repeat_encoded(model: Any, input_ids: torch.Tensor, outputs: dict[str, Any],
 
 # Attention.
 
+SILENT_ENTRIES = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "_attn_implementation")
+"""Entries of a config that say nothing about keys and values."""
 REGISTRY = "ALL_ATTENTION_FUNCTIONS"
 """The name under which a modeling file has the attention functions it calls."""
 
@@ -418,6 +477,122 @@ RECORDING = "_output_capturing_hooks_installed"
 def is_own_hook(hook: Any) -> bool:
     """Return whether transformers has put a hook on a module: it records outputs, and computes nothing."""
     return str(getattr(hook, "__module__", "")).startswith("transformers.")
+
+
+# Continuous batching.
+
+
+KEPT_MANAGER = "_cached_continuous_batching_manager"
+"""The attribute under which transformers keeps a manager on a model from one call to the next."""
+
+
+def check_batching(cache: type) -> None:
+    """Raise UnsupportedError unless transformers is recent enough and has every interface of continuous batching.
+
+    Args:
+        cache: What stands in for transformers' `PagedAttentionCache`. It must have every method of it.
+    """
+    supported = f"transformers {series_text(OLDEST_BATCHING, TESTED['transformers'].newest)}"
+    version = str(importlib.import_module("transformers").__version__)
+    refuse_if(release_of(version, 2) < OLDEST_BATCHING, f"continuous batching needs {supported}, got {version}")
+    where = f"by continuous batching over blocks, written for {supported}, in {version}"
+    for name, parameters in INTERFACES.items():
+        found = list(inspect.signature(_find(name, where)).parameters)
+        if found != parameters.split():
+            raise UnsupportedError(f"{PACKAGE}{name} takes ({', '.join(found)}), not what is needed {where}")
+    theirs = _find("cache:PagedAttentionCache", where)
+    for name, method in inspect.getmembers(theirs, inspect.isfunction):
+        if not name.startswith("_") and name not in UNUSED:
+            ours, takes = getattr(cache, name, None), list(inspect.signature(method).parameters)
+            if ours is None or list(inspect.signature(ours).parameters) != takes:
+                raise UnsupportedError(f"PagedAttentionCache.{name}({', '.join(takes)}) is not known {where}")
+
+
+def _find(name: str, where: str) -> Any:
+    try:
+        return seam.find(PACKAGE + name)
+    except Exception as error:
+        raise UnsupportedError(f"{PACKAGE}{name} is not there, needed {where}") from error
+
+
+def check_layers(config: Any) -> None:
+    """Raise the ValueError of transformers for a config whose layers its continuous batching does not run."""
+    seam.find(f"{PACKAGE}cache:group_layers_by_attn_type")(config)
+
+
+def kept_manager(model: Any) -> Any:
+    """Return the manager that transformers keeps on a model from one call to the next, or None."""
+    return getattr(model, KEPT_MANAGER, None)
+
+
+def make_scheduler(settings: Any, cache: Any) -> Any:
+    """Return the scheduler that a continuous batching config asks for, over a cache."""
+    found = seam.find(f"{PACKAGE}scheduler:SCHEDULER_MAPPING")
+    kind = found.get(settings.scheduler_type) or seam.find(f"{PACKAGE}scheduler:FIFOScheduler")
+    return kind(
+        cache=cache, safety_margin=settings.safety_margin, max_requests_per_batch=settings.max_requests_per_batch
+    )
+
+
+def without_masks(config: Any) -> Any:
+    """Return a copy of a config for which transformers makes no buffers of dense masks."""
+    config = copy.copy(config)
+    config._attn_implementation_internal = "blocks"
+    return config
+
+
+def finish(state: Any) -> None:
+    """Mark a request as finished."""
+    state._status = seam.find(f"{PACKAGE}requests:RequestStatus").FINISHED
+
+
+def fail(processor: Any, error: Exception, state: Any) -> None:
+    """End a request of a processor with an error."""
+    processor._handle_request_error(error, state)
+
+
+def share_prefixes(manager: Any, share: bool) -> None:
+    """Say whether a manager's requests share what they begin with."""
+    manager._use_prefix_sharing = share
+
+
+def _make_processor() -> type:
+    """Return the class of processors whose forward pass is the method `step`."""
+
+    class BatchProcessor(seam.find(CLASSES["ContinuousBatchProcessor"])):  # type: ignore[misc]
+        """Transformers' processor, with a forward pass of our own."""
+
+        @torch.no_grad()
+        def _generation_step(self, model: Any) -> None:
+            self.step(model)
+
+    return BatchProcessor
+
+
+def _make_manager() -> type:
+    """Return the class of managers whose processor is made by the method `make_processor`."""
+
+    class BatchManager(seam.find(CLASSES["ContinuousBatchingManager"])):  # type: ignore[misc]
+        """Transformers' manager, with a processor of our own."""
+
+        def _create_batch_processor(self) -> Any:
+            return self.make_processor()
+
+    return BatchManager
+
+
+class ModelInStep:
+    """Stands in the place of a model in a step of continuous batching."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+
+    def _supports_logits_to_keep(self) -> bool:
+        return keeps_logits(self._model)
+
+
+_MADE = {"BatchManager": _make_manager, "BatchProcessor": _make_processor}
+"""Classes made when they are first imported, by name."""
 
 
 def _main() -> int:

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from .api import RECORDING, is_own_hook
+from .api import KEPT_MANAGER, RECORDING, is_own_hook
 from .functions import Functions
 from .support import CHANGING_ROPE
 
@@ -33,7 +33,7 @@ _INTERNAL = frozenset(vars(torch.nn.Module()))
 """Attributes of every torch module. Of these only the tables below decide what a forward pass computes."""
 _TABLES = ("_parameters", "_buffers", "_modules")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
-ATTACHED = frozenset({"generate", "init_continuous_batching", "_cached_continuous_batching_manager", RECORDING})
+ATTACHED = frozenset({"generate", "init_continuous_batching", KEPT_MANAGER, RECORDING})
 """Attributes of a model that this package or transformers adds. They do not change keys and values."""
 ROW_HOOKS = ("adapter_names", "alora_offsets")
 """Names of what PEFT gives its layers for each row of a call, through hooks that it adds for the call."""

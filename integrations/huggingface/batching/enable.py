@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import inspect
 import threading
 import weakref
 from collections.abc import Callable
@@ -14,8 +12,8 @@ import torch
 
 from ....cache import CacheManager, FullAttention, Group, SlidingWindow
 from ....cache.allocation import CacheStats
-from ...plugin import find_interface, release_of, series_text
-from ...tested import TESTED, say_untested
+from ...tested import say_untested
+from ..api import ContinuousBatchingConfig, check_batching, check_layers, kept_manager
 from ..calls import UnsupportedError, refuse_if
 from ..enable import ReplacedMethod, check_not_replaced, generating_model
 from ..identity import Identity, set_by_forward, without_row_settings
@@ -25,41 +23,7 @@ from ..settings import ScopedSetting, check_number, check_salt, default_num_bloc
 from ..support import check_model
 from .blocks import ScheduledBlocks, SharedBlocks
 
-OLDEST, NEWEST = (5, 19), TESTED["transformers"].newest
-PACKAGE = "transformers.generation.continuous_batching."
-
-_CONFIGS = "generation_config continuous_batching_config workload_hints"
-INTERFACES = {
-    "continuous_api:ContinuousMixin.init_continuous_batching": f"self {_CONFIGS}",
-    "continuous_api:ContinuousBatchingManager.__init__": f"self model {_CONFIGS}",
-    "continuous_api:ContinuousBatchingManager.switch_to_cb_friendly_attn": "self model auto_switch_to_flash",
-    "continuous_api:ContinuousBatchingManager.start": "self",
-    "continuous_api:ContinuousBatchingManager._create_batch_processor": "self",
-    "continuous_api:ContinuousBatchProcessor.__init__": (
-        "self cache config generation_config continuous_batching_config logit_processor input_queue cancel_queue "
-        "output_router background_thread_status model_device model_dtype scheduler distributed_helper"
-    ),
-    "continuous_api:ContinuousBatchProcessor.prepare_next_batch": "self",
-    "continuous_api:ContinuousBatchProcessor._generation_step": "self model",
-    "continuous_api:ContinuousBatchProcessor._handle_request_error": "self error state",
-    "continuous_api:OutputRouter.fail_and_deliver": "self state error",
-    "initialization:update_cb_config_after_cache_creation": "cb_config num_blocks max_batch_tokens",
-    "input_outputs:ContinuousBatchingIOs.get_model_kwargs": "self use_padding",
-    "input_outputs:ContinuousBatchingIOs.retrieve_device_outputs": "self",
-    "model_runner:ModelRunner.compute_batch": "self model batch_data",
-    "offloading_manager:OffloadingManager.offload_requests": "self",
-    "requests:RequestState.current_len": "self",
-    "requests:RequestState.create_equivalent_initial_request": "self",
-    "scheduler:Scheduler.__init__": "self cache safety_margin max_requests_per_batch",
-    "scheduler:Scheduler.add_waiting_request": "self state",
-    "scheduler:Scheduler.finish_request": "self request_id",
-}
-
-UNUSED = frozenset({"update", "fill_block_table", "get_cache_for_block_table", "get_block_table_key"})
-"""Methods of transformers' cache by which attention reads it; here attention reads blocks."""
-
 REPLACED = "init_continuous_batching"
-KEPT = "_cached_continuous_batching_manager"  # where transformers keeps a manager from one call to the next
 
 
 def enable_continuous_batching(
@@ -111,10 +75,10 @@ def enable_continuous_batching(
     refuse_if(
         deterministic, "deterministic=True: each step computes whatever requests run in one pass; generate does not"
     )
-    check_version(ScheduledBlocks)
+    check_batching(ScheduledBlocks)
     model = generating_model(model)
     check_not_replaced(model, REPLACED, "continuous batching")
-    if getattr(model, KEPT, None) is not None:
+    if kept_manager(model) is not None:
         raise ValueError("model: keeps a manager of its own; call destroy_cached_continuous_batching_manager() first")
     handle = ContinuousBatching(model, num_blocks, block_size, policy)
     vars(model)[REPLACED] = ReplacedMethod(model, REPLACED, handle.session)
@@ -225,7 +189,7 @@ class ContinuousBatching:
             model, self._disabled = self._model(), True
         if model is None or getattr(vars(model).get(REPLACED), "handle", None) is not self:
             return
-        kept = getattr(model, KEPT, None)
+        kept = kept_manager(model)
         if getattr(kept, "_handle", None) is self:
             model.destroy_cached_continuous_batching_manager()
         del vars(model)[REPLACED]
@@ -234,14 +198,12 @@ class ContinuousBatching:
         self, generation_config: Any = None, continuous_batching_config: Any = None, workload_hints: Any = None
     ) -> Any:
         """The model's `init_continuous_batching`: a manager over blocks, or the one that was kept."""
-        from transformers.generation.configuration_utils import ContinuousBatchingConfig
-
         from .session import Session
 
         model = self._model()
         if model is None:
             raise RuntimeError("init_continuous_batching: the model of this handle is gone")
-        kept = getattr(model, KEPT, None)
+        kept = kept_manager(model)
         if isinstance(kept, Session):
             return kept
         generation_config = model.generation_config if generation_config is None else generation_config
@@ -294,10 +256,8 @@ class ContinuousBatching:
 
 def _check(model: Any) -> None:
     """Raises UnsupportedError for a model that transformers' continuous batching, or the blocks, do not run."""
-    from transformers.generation.continuous_batching.cache import group_layers_by_attn_type
-
     try:
-        group_layers_by_attn_type(model.config.get_text_config())
+        check_layers(model.config.get_text_config())
     except ValueError as error:
         raise UnsupportedError(
             f"transformers' own continuous batching does not run its layers: {error}; for layers with a state see its "
@@ -306,29 +266,3 @@ def _check(model: Any) -> None:
     check_model(model)
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         raise UnsupportedError("several processes generate together")
-
-
-def check_version(cache: type) -> None:
-    """Raises UnsupportedError unless transformers is in range and has every interface that is built on."""
-    # `cache` stands in for transformers' `PagedAttentionCache`: it has to have every method of it.
-    supported = f"transformers {series_text(OLDEST, NEWEST)}"
-    version = str(importlib.import_module("transformers").__version__)  # a lazy module, which may be replaced
-    refuse_if(release_of(version, 2) < OLDEST, f"continuous batching needs {supported}, got {version}")
-    where = f"by continuous batching over blocks, written for {supported}, in {version}"
-    for name, parameters in INTERFACES.items():
-        found = list(inspect.signature(_find(name, where)).parameters)
-        if found != parameters.split():
-            raise UnsupportedError(f"{PACKAGE}{name} takes ({', '.join(found)}), not what is needed {where}")
-    theirs = _find("cache:PagedAttentionCache", where)
-    for name, method in inspect.getmembers(theirs, inspect.isfunction):
-        if not name.startswith("_") and name not in UNUSED:
-            ours, takes = getattr(cache, name, None), list(inspect.signature(method).parameters)
-            if ours is None or list(inspect.signature(ours).parameters) != takes:
-                raise UnsupportedError(f"PagedAttentionCache.{name}({', '.join(takes)}) is not known {where}")
-
-
-def _find(name: str, where: str) -> Any:
-    try:
-        return find_interface(PACKAGE + name)
-    except (ImportError, AttributeError) as error:
-        raise UnsupportedError(f"{PACKAGE}{name} is not there, needed {where}") from error

@@ -14,18 +14,23 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from transformers.generation.continuous_batching.continuous_api import (
-    ContinuousBatchingManager,
-    ContinuousBatchProcessor,
-)
-from transformers.generation.continuous_batching.initialization import update_cb_config_after_cache_creation
-from transformers.generation.continuous_batching.offloading_manager import OffloadingManager
-from transformers.generation.continuous_batching.requests import RequestState, RequestStatus
-from transformers.generation.continuous_batching.scheduler import SCHEDULER_MAPPING, FIFOScheduler
 
 from ....cache import CacheManager
 from ....cache.allocation import Pairs
 from ....cache.runs import pad_tables
+from ..api import (
+    BatchManager,
+    BatchProcessor,
+    ModelInStep,
+    OffloadingManager,
+    RequestState,
+    fail,
+    finish,
+    make_scheduler,
+    share_prefixes,
+    update_cb_config_after_cache_creation,
+    without_masks,
+)
 from ..calls import UnsupportedError, callers_level
 from ..paged.batch import PackedBatch
 from ..paged.layers import PagedCache
@@ -85,17 +90,15 @@ def passes(manager: CacheManager[Any, Any, Any], rows: Sequence[ScheduledTokens]
     return made
 
 
-class PackedStep:
+class PackedStep(ModelInStep):
     """A model as transformers' runner calls it, over the blocks of one step, behind copies of block pairs by group."""
 
     def __init__(
         self, model: Any, shared: SharedBlocks, rows: Sequence[ScheduledTokens], copies: Sequence[tuple[int, Pairs]]
     ) -> None:
-        self._model, self._copies = model, copies
+        super().__init__(model)
+        self._copies = copies
         self._cache = PagedCache(shared.storage, *passes(shared.manager, rows))
-
-    def _supports_logits_to_keep(self) -> bool:
-        return bool(self._model._supports_logits_to_keep())
 
     def __call__(self, input_ids: torch.Tensor, position_ids: torch.Tensor, **kwargs: Any) -> Any:
         """The model's output, see `run`."""
@@ -180,12 +183,12 @@ class Offloading(OffloadingManager):  # type: ignore[misc]
 
     def _queue_again(self, state: Any) -> None:
         again = state.create_equivalent_initial_request()
-        state._status = RequestStatus.FINISHED
+        finish(state)
         self.scheduler.finish_request(state.request_id)
         self.scheduler.add_waiting_request(again)
 
 
-class Processor(ContinuousBatchProcessor):  # type: ignore[misc]
+class Processor(BatchProcessor):  # type: ignore[misc]
     """Transformers' processor whose batches run over blocks."""
 
     def __init__(self, **arguments: Any) -> None:
@@ -205,8 +208,8 @@ class Processor(ContinuousBatchProcessor):  # type: ignore[misc]
         except NoRoomYetError:
             return False
 
-    @torch.no_grad()
-    def _generation_step(self, model: Any) -> None:
+    def step(self, model: Any) -> None:
+        """Runs the batch that was prepared."""
         rows, copies = self.cache.take_step()
         batch = self.inputs_and_outputs.get_model_kwargs(use_padding=False)
         if not batch["input_ids"].shape[1]:  # requests that are only to be forked: a token of padding, to draw as ever
@@ -218,14 +221,14 @@ class Processor(ContinuousBatchProcessor):  # type: ignore[misc]
 
     def fail(self, state: Any, reason: str) -> None:
         """Ends one request with an error."""
-        self._handle_request_error(RuntimeError(f"request {state.request_id}: {reason}"), state)
+        fail(self, RuntimeError(f"request {state.request_id}: {reason}"), state)
         self.scheduler.finish_request(state.request_id)
         if self.scheduler.waiting_requests.pop(state.request_id, None) is not None:
             self.scheduler.waiting_requests_order.remove(state.request_id)
         self.scheduler.block_new_requests = False
 
 
-class Session(ContinuousBatchingManager):  # type: ignore[misc]
+class Session(BatchManager):  # type: ignore[misc]
     """Transformers' manager over a model's blocks; its arguments are theirs, behind the model's handle."""
 
     def __init__(
@@ -284,7 +287,8 @@ class Session(ContinuousBatchingManager):  # type: ignore[misc]
             return str(error)
         return None
 
-    def _create_batch_processor(self) -> Any:
+    def make_processor(self) -> Any:
+        """The processor of the loop: the last one again, or one over the blocks."""
         processor: Any = self.batch_processor
         if processor is not None:
             processor.reset()
@@ -293,15 +297,12 @@ class Session(ContinuousBatchingManager):  # type: ignore[misc]
         cache = self._handle.blocks(
             self.model, settings.allow_block_sharing, settings.max_batch_tokens or MAX_BATCH_TOKENS
         )
-        self._use_prefix_sharing = cache.use_prefix_sharing
+        share_prefixes(self, cache.use_prefix_sharing)
         update_cb_config_after_cache_creation(
             cb_config=settings, num_blocks=cache.num_blocks, max_batch_tokens=cache.max_batch_tokens
         )
-        config = copy.copy(self.model.config.get_text_config())
-        config._attn_implementation_internal = "blocks"  # of this copy alone: no buffers for dense masks are made
-        scheduler = SCHEDULER_MAPPING.get(settings.scheduler_type, FIFOScheduler)(
-            cache=cache, safety_margin=settings.safety_margin, max_requests_per_batch=settings.max_requests_per_batch
-        )
+        config = without_masks(self.model.config.get_text_config())
+        scheduler = make_scheduler(settings, cache)
         return Processor(
             cache=cache,
             config=config,

@@ -165,9 +165,10 @@ class GrowingWindowLayer(_Growing, DynamicSlidingWindowLayer):  # type: ignore[m
             raise RuntimeError(
                 f"tokens_to_remove: got {tokens_to_remove}, needs fewer: tokens before the window are not kept"
             )
-        DynamicLayer.crop(self, tokens_to_remove)
-        if self.is_initialized:
-            self.cumulative_length = self.first + self.keys.shape[2]
+        if self.is_initialized and left < self.cumulative_length:
+            kept = max(left - self.first, 0)
+            self.keys, self.values = self.keys[:, :, :kept], self.values[:, :, :kept]
+            self.cumulative_length = self.first + kept
             self.released = min(self.released, self.cumulative_length)
 
 

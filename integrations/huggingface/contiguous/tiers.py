@@ -24,6 +24,7 @@ from ....cache.tiers.memory import MemoryTier
 from ....cache.tiers.payload import host_copy, largest_size, pack, unpack
 from ....cache.tiers.tier import Layout, Tier
 from ....cache.tiers.writer import TierWriter
+from ..api import SILENT_ENTRIES
 from ..functions import Functions, code_digest
 from ..identity import changes_itself, is_harmless
 from ..store import AnyManager
@@ -31,8 +32,6 @@ from .storage import Content, ModelStorage
 
 FORMAT = "pc blocks 3"  # first line of a file of `save`: an own one, so that older and newer ones are told apart
 _SIZE = struct.Struct("<Q")
-_NAMES = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "_attn_implementation")
-"""Entries of a config that say nothing about KV."""
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
 
@@ -189,7 +188,7 @@ def _damaged(error: Exception) -> ValueError:
 
 def fingerprint(model: Any) -> str:
     """Return a hash of a model's classes, functions, config, settings, hooks, dtypes and tensors, in hexadecimal."""
-    config = {name: value for name, value in model.config.to_dict().items() if name not in _NAMES}
+    config = {name: value for name, value in model.config.to_dict().items() if name not in SILENT_ENTRIES}
     digest = hashlib.sha256(type(model).__name__.encode())
     digest.update(json.dumps(config, sort_keys=True, default=str).encode())
     for line in (*_settings(model), *Functions(model).lines()):

@@ -20,8 +20,7 @@ from transformers.generation.continuous_batching import cache, continuous_api  #
 
 from pc.cache.allocation import CacheStats  # noqa: E402
 from pc.integrations import tested  # noqa: E402
-from pc.integrations.huggingface import UnsupportedError, enable_continuous_batching  # noqa: E402
-from pc.integrations.huggingface.batching import enable as enable_module  # noqa: E402
+from pc.integrations.huggingface import UnsupportedError, api, enable_continuous_batching  # noqa: E402
 
 PROMPTS = [tokens(40, 1), tokens(9, 2)]
 
@@ -147,7 +146,7 @@ def test_other_interfaces_are_refused(model: Any, monkeypatch: pytest.MonkeyPatc
         with pytest.raises(UnsupportedError, match=r"PagedAttentionCache.new_method\(self\) is not known"):
             enable_continuous_batching(model)
     with monkeypatch.context() as patch:
-        patch.setitem(enable_module.INTERFACES, "scheduler:Scheduler.gone", "self")
+        patch.setitem(api.INTERFACES, "scheduler:Scheduler.gone", "self")
         with pytest.raises(UnsupportedError, match=r"Scheduler.gone is not there"):
             enable_continuous_batching(model)
     enable_continuous_batching(model, num_blocks=8).disable()

@@ -1,0 +1,220 @@
+"""Names of transformers: each in turn is missing or takes other arguments, and calls give the tokens they gave."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+from generate_cases import HYBRIDS, LLAMA, VOCAB, Family, prompt  # noqa: E402
+from image_cases import CASES, text  # noqa: E402
+
+from pc.integrations import seam  # noqa: E402
+from pc.integrations.huggingface import (  # noqa: E402
+    UnsupportedError,
+    api,
+    enable_continuous_batching,
+    enable_prefix_caching,
+)
+
+NAMES = [(feature, name) for feature, table in api.NAMES.items() for name in seam.names(table)]
+EVERY = [
+    pytest.param(feature, name, way, id=f"{feature}: {name.path.removeprefix('transformers.')} {way}")
+    for feature, name in NAMES
+    for way in ("gone", "changed")
+    if way == "gone" or name.parameters
+]
+
+
+def make_gone(monkeypatch: pytest.MonkeyPatch, name: seam.Name) -> None:
+    """Let a name be found nowhere: plain generate itself needs most of them, so they stay where they are."""
+    find, assigns = seam.find, seam._assigns
+
+    def found(path: str) -> Any:
+        if path == name.path:
+            raise AttributeError(path)
+        return find(path)
+
+    monkeypatch.setattr(seam, "find", found)
+    there = lambda path, member: f"{path}.{member}" != name.path and assigns(path, member)  # noqa: E731
+    monkeypatch.setattr(seam, "_assigns", there)
+
+
+def make_changed(monkeypatch: pytest.MonkeyPatch, name: seam.Name) -> None:
+    """Put a function in the place of a name that does the same and calls a parameter otherwise."""
+    original = seam.find(name.path)
+    signature = inspect.signature(original)
+    assert name.parameters
+    parameters = [
+        p.replace(name=f"{p.name}_now") if p.name == name.parameters[-1] else p for p in signature.parameters.values()
+    ]
+
+    def changed(*args: Any, **kwargs: Any) -> Any:
+        return original(*args, **kwargs)
+
+    changed.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    holder, _, member = name.path.replace(":", ".").rpartition(".")
+    module = name.path.partition(":")[0]
+    target = seam.find(f"{module}:{name.path.partition(':')[2].rpartition('.')[0]}") if holder != module else None
+    monkeypatch.setattr(target if target is not None else __import__(module, fromlist=[member]), member, changed)
+
+
+def ask(model: Any, **options: Any) -> Iterator[torch.Tensor]:
+    """Greedy and sampled answers, each twice."""
+    for sampled in (False, True, False, True):
+        torch.manual_seed(3)
+        yield model.generate(**{"max_new_tokens": 8, "do_sample": sampled, **options})
+
+
+def of_llama(**options: Any) -> tuple[Any, dict[str, Any]]:
+    return LLAMA.build(), {"input_ids": prompt(40), **options}
+
+
+def stopped() -> tuple[Any, dict[str, Any]]:
+    from pc.demo._models import train_tokenizer
+
+    tokenizer = train_tokenizer("the quick brown fox jumps over the lazy dog " * 20, VOCAB)
+    return of_llama(stop_strings=["fox"], tokenizer=tokenizer)
+
+
+def with_image() -> tuple[Any, dict[str, Any]]:
+    case = CASES[1]
+    return case.build(), case.call([text(20, 1), 1, text(5, 2)])
+
+
+def sparse() -> tuple[Any, dict[str, Any]]:
+    options = {
+        "kv_lora_rank": 16, "q_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16,
+        "num_key_value_heads": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
+        "moe_intermediate_size": 32, "first_k_dense_replace": 1, "index_topk": 128, "index_head_dim": 16,
+        "index_n_heads": 4,
+    }  # fmt: skip
+    if not hasattr(transformers, "DeepseekV32ForCausalLM"):
+        return of_llama()
+    return Family("", "DeepseekV32Config", "DeepseekV32ForCausalLM", options).build(), {"input_ids": prompt(40)}
+
+
+CALLS: dict[str, Callable[[], tuple[Any, dict[str, Any]]]] = {
+    api.CACHING: of_llama,
+    api.ASSISTED: lambda: of_llama(prompt_lookup_num_tokens=3, do_sample=False),
+    api.CHUNKS: lambda: of_llama(prefill_chunk_size=24),
+    api.STATES: lambda: (HYBRIDS[0].build(), {"input_ids": prompt(40)}),
+    api.SPARSE: sparse,
+    api.IMAGES: with_image,
+    api.STOPS: stopped,
+    api.PACKED: of_llama,
+}
+"""By feature, a call that needs it."""
+
+
+def test_every_feature_has_a_call() -> None:
+    assert list(CALLS) == list(api.NAMES)
+
+
+@pytest.mark.quick
+@pytest.mark.filterwarnings("ignore:prefix caching")
+@pytest.mark.parametrize(("feature", "name", "way"), EVERY)
+def test_each_name_falls_back_with_a_reason(
+    monkeypatch: pytest.MonkeyPatch, feature: str, name: seam.Name, way: str
+) -> None:
+    model, options = CALLS[feature]()
+    want = list(ask(model, **options))
+    (make_gone if way == "gone" else make_changed)(monkeypatch, name)
+    with enable_prefix_caching(model, num_blocks=64) as handle:
+        assert name.path in handle.framework.disabled[feature]
+        assert handle.framework.version in handle.framework.disabled[feature]
+        assert all(map(torch.equal, ask(model, **options), want))
+        if feature == api.PACKED:
+            with pytest.raises(ValueError, match="packed passes needs another transformers"):
+                handle.compress(prompt(40))
+            with pytest.raises(UnsupportedError):
+                enable_continuous_batching(model)
+            assert handle.stats().calls_served == 4
+            return
+        (reason,) = handle.stats().calls_handed_back
+        assert "needs another transformers" in reason or "cache_implementation" in reason
+        assert handle.stats().calls_served == 0
+        if feature in (api.CACHING, api.STATES, api.SPARSE):  # the whole model needs it
+            assert "needs another transformers" in str(handle.unsupported)
+
+
+BATCHING = [
+    pytest.param(seam.Name(api.PACKAGE + path, tuple(parameters.split()), False), way, id=f"{path} {way}")
+    for path, parameters in api.INTERFACES.items()
+    for way in ("gone", "changed")
+]
+
+
+@pytest.mark.quick
+@pytest.mark.skipif(api.look().version < "5.19", reason="continuous batching needs 5.19")
+@pytest.mark.parametrize(("name", "way"), BATCHING)
+def test_each_name_of_continuous_batching(monkeypatch: pytest.MonkeyPatch, name: seam.Name, way: str) -> None:
+    model = LLAMA.build()
+    (make_gone if way == "gone" else make_changed)(monkeypatch, name)
+    with pytest.raises(UnsupportedError, match=name.path.rpartition(".")[2]):
+        enable_continuous_batching(model, num_blocks=16)
+    assert "init_continuous_batching" not in vars(model)  # transformers' own serves it
+
+
+def test_a_release_without_a_class_can_be_imported(tmp_path: Path) -> None:
+    """A class that is gone for good: the adapter is imported all the same, and says what is missing."""
+    import subprocess
+    import sys
+
+    script = """
+import warnings
+import torch
+import transformers
+from transformers import cache_utils
+for name in ("DynamicIndexedLayer", "DynamicSlidingWindowLayer"):
+    if hasattr(cache_utils, name):
+        delattr(cache_utils, name)
+import pc.integrations.huggingface as adapter
+model = transformers.LlamaForCausalLM(transformers.LlamaConfig(
+    vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4)).eval()
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    handle = adapter.enable_prefix_caching(model, num_blocks=64)
+    assert model.generate(torch.arange(3, 43)[None], max_new_tokens=2).shape == (1, 42)
+print(handle.unsupported)
+print(sorted(handle.framework.disabled))
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=300)
+    assert "DynamicSlidingWindowLayer" in done.stdout, done.stderr
+    assert "sparse attention" in done.stdout
+
+
+FOLDER = Path(api.__file__).parent
+PRIVATE = {name.path.rpartition(".")[2] for _, name in NAMES} | {n.rpartition(".")[2] for n in api.INTERFACES}
+PRIVATE = {name for name in PRIVATE if name.startswith("_") and not name.endswith("__")}
+PRIVATE |= {"_eos_token_tensor", "_attn_implementation", "_attn_implementation_internal", "_status"}
+PRIVATE |= {
+    "_use_prefix_sharing",
+    "_cached_continuous_batching_manager",
+    "_local_mapping",
+    "_global_mapping",
+    "_is_user_defined",
+}
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("path", sorted(FOLDER.rglob("*.py")), ids=lambda p: str(p.relative_to(FOLDER)))
+def test_no_other_file_names_what_is_private(path: Path) -> None:
+    if path.name == "api.py" and path.parent == FOLDER:
+        return
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom):
+            assert not (node.module or "").startswith("transformers"), f"line {node.lineno}"
+        if isinstance(node, ast.Import):
+            assert not any(alias.name.startswith("transformers.") for alias in node.names), f"line {node.lineno}"
+        names = [getattr(node, "attr", None), getattr(node, "value", None)]
+        if isinstance(node, ast.ClassDef):
+            names += [getattr(member, "name", None) for member in node.body]
+        assert not PRIVATE.intersection(n for n in names if isinstance(n, str)), f"line {node.lineno}"
