@@ -173,9 +173,13 @@ BREAKS = {
     ("rope_and_cache: float32", "stride"): (
         *("rope_and_cache", "heads.to(tl.int64)[:, None] * stride", "heads.to(tl.int64)[:, None] * (stride // 2)"),
     ),
-    (f"{ROTATED}: float32", "mask"): (ROTATED, "mask_p = pair < HALF", "mask_p = pair < HALF - 1"),
-    (f"{ROTATED}: float32", "scale"): (ROTATED, "b * cos + a * sin", "b * cos + a * sin * 1.01"),
-    (f"{ROTATED}: float32", "stride"): (ROTATED, "* stride_t +", "* (stride_t // 2) +"),
+    (f"{ROTATED}: float32", "mask"): ("move_slots", "mask_p = pair < HALF", "mask_p = pair < HALF - 1"),
+    (f"{ROTATED}: float32", "scale"): ("move_slots", "b * cos + a * sin", "b * cos + a * sin * 1.01"),
+    (f"{ROTATED}: float32", "stride"): (
+        "move_slots",
+        "target % BLOCK_SIZE * stride_kt",
+        "target % BLOCK_SIZE * (stride_kt // 2)",
+    ),
     ("move_slots: float32", "mask"): ("move_slots", "mask_p = pair < HALF", "mask_p = pair < HALF - 1"),
     ("move_slots: float32", "scale"): ("move_slots", "b * cos + a * sin", "b * cos + a * sin * 1.01"),
     ("move_slots: float32", "stride"): ("move_slots", "target % BLOCK_SIZE * stride_vt", "target % BLOCK_SIZE * 8"),
