@@ -7,7 +7,7 @@ import statistics
 from pathlib import Path
 
 from ..harness.registry import OURS, ROOT
-from ..harness.tables import Row, read_rows
+from ..harness.tables import RESULTS, Row, read_rows
 from .markdown import chart, commits, link, measured, results, short_time, table
 
 
@@ -143,6 +143,25 @@ def render_families(_page: Path) -> str:
         found = {name.removesuffix(end) for name in classes for end in suffixes if name.endswith(end)}
         lines.append((kind, ", ".join(name for name in names.split() if name in found)))
     return "\n".join(table(("models", "families, of those that were run"), "ll", lines))
+
+
+def render_families_versions(_page: Path) -> str:
+    """Render tokens, hits and warnings of each class with each transformers that it was run with."""
+    rows = [row for row in read_rows(RESULTS / "cpu" / "families.csv") if row["outcome"] != "not built"]
+    versions = sorted({row["transformers"] for row in rows})
+    known = {(row["class"], row["transformers"]): row for row in rows}
+    lines = []
+    for name in dict.fromkeys(row["class"] for row in rows):
+        here = [known.get((name, version)) for version in versions]
+        cells = [
+            ["does not run", "", ""]
+            if row is None
+            else ["same" if row["same_tokens"] == "True" else "other", row["reused"], row["warnings"]]
+            for row in here
+        ]
+        lines.append([name, *(cell for each in cells for cell in each)])
+    heads = [f"{version}: {what}" for version in versions for what in ("tokens", "reused of 70", "warnings")]
+    return "\n".join(table(("class", *heads), "l" + "lrr" * len(versions), lines))
 
 
 def render_families_summary(_page: Path) -> str:
