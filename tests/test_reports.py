@@ -26,7 +26,7 @@ from transformers import GenerationConfig  # noqa: E402
 from transformers.models.llama import modeling_llama  # noqa: E402
 
 from pc.integrations import huggingface  # noqa: E402
-from pc.integrations.huggingface.batching.enable import OLDEST  # noqa: E402
+from pc.integrations.huggingface.api import OLDEST_BATCHING  # noqa: E402
 from pc.integrations.plugin import release_of  # noqa: E402
 
 
@@ -107,7 +107,9 @@ def test_a_model_is_served_again_once_what_hindered_it_is_gone() -> None:
 
 
 # The same kind in continuous batching.
-@pytest.mark.skipif(release_of(transformers.__version__, 2) < OLDEST, reason="older transformers are refused by name")
+@pytest.mark.skipif(
+    release_of(transformers.__version__, 2) < OLDEST_BATCHING, reason="older transformers are refused by name"
+)
 @pytest.mark.parametrize("name", ["layer dropped", "other KV heads", "window narrowed", "window to none"])
 def test_generate_batch_probes_a_changed_model_anew(name: str) -> None:
     make, change = changed_models.CHANGES[name]
@@ -199,7 +201,9 @@ def test_what_is_computed_by_a_model_changed_in_a_call_is_not_published(change: 
 
 
 # The same kind in continuous batching, where another thread streams what is generated.
-@pytest.mark.skipif(release_of(transformers.__version__, 2) < OLDEST, reason="older transformers are refused by name")
+@pytest.mark.skipif(
+    release_of(transformers.__version__, 2) < OLDEST_BATCHING, reason="older transformers are refused by name"
+)
 @pytest.mark.parametrize("change", [change_hook, change_setting, change_class])
 def test_what_a_batching_session_computes_by_a_changed_model_is_not_published(change: Any) -> None:
     model = batching_cases.LLAMA.build()
